@@ -1,0 +1,29 @@
+"""Training of one model on many machines whose network is too slow for it.
+
+Optax transformations with collectives of their own, which send a few percent of the bytes.
+"""
+
+from jaxcomp import report as report
+from jaxcomp.buckets import by_path as by_path
+from jaxcomp.compressors import Compressor as Compressor
+from jaxcomp.compressors import Key as Key
+from jaxcomp.compressors import Payload as Payload
+from jaxcomp.compressors import cast as cast
+from jaxcomp.compressors import compose as compose
+from jaxcomp.compressors import group_top_1 as group_top_1
+from jaxcomp.compressors import identity as identity
+from jaxcomp.compressors import quantize as quantize
+from jaxcomp.compressors import random_k as random_k
+from jaxcomp.compressors import sign as sign
+from jaxcomp.compressors import top_k as top_k
+from jaxcomp.sharding import local_params as local_params
+from jaxcomp.sharding import per_replica as per_replica
+from jaxcomp.sharding import resize as resize
+from jaxcomp.sharding import state_specs as state_specs
+from jaxcomp.step import TrainStep as TrainStep
+from jaxcomp.step import replica_spread as replica_spread
+from jaxcomp.step import train_step as train_step
+from jaxcomp.transforms import CompressedMeanState as CompressedMeanState
+from jaxcomp.transforms import compressed_mean as compressed_mean
+from jaxcomp.wire import gathered as gathered
+from jaxcomp.wire import two_shot as two_shot

@@ -1,0 +1,24 @@
+"""Pure codes for one flat float32 bucket; no collective in them."""
+
+from jaxcomp.compressors.base import Compressor, Key, Payload, Selection, identity
+from jaxcomp.compressors.compose import compose
+from jaxcomp.compressors.packing import fold
+from jaxcomp.compressors.quantize import cast, quantize
+from jaxcomp.compressors.sign import sign
+from jaxcomp.compressors.sparse import group_top_1, random_k, top_k
+
+__all__ = [
+    "Compressor",
+    "Key",
+    "Payload",
+    "Selection",
+    "cast",
+    "compose",
+    "fold",
+    "group_top_1",
+    "identity",
+    "quantize",
+    "random_k",
+    "sign",
+    "top_k",
+]

@@ -1,0 +1,114 @@
+"""What a compressor is, and the identity."""
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+
+
+class Key(NamedTuple):
+    """Where the pseudo-randomness of one encoding comes from; `packing.fold` derives others.
+
+    A *shared* key is equal on all replicas (masks, random shifts), a *private* one is a
+    replica's own (stochastic rounding). `count` is the same in both.
+    """
+
+    count: jax.Array  # i32[], the step: what rolls by one a step reads it
+    seed: jax.Array  # u32[], hash of the run's seed, the step, the bucket (and the replica)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Payload:
+    """One encoded bucket. The leaves of `data` are exactly what travels, nothing else is."""
+
+    data: Any  # pytree of arrays
+    numel: int = dataclasses.field(metadata={"static": True})  # of the bucket
+
+
+class Selection(NamedTuple):
+    """The two halves of a sparsifier: which entries of a bucket go on, and where they return.
+
+    Attributes:
+      kept: `numel -> k`, how many values are kept of a bucket of that size.
+      select: `(x: f32[numel], shared: Key) -> (values: f32[k], where)`. `where` is the pytree
+        that tells a receiver the positions; empty if it knows them from `shared`.
+      scatter: `(values: f32[k], where, shared: Key, numel: int) -> f32[numel]`.
+      density: Kept share of the entries of a large bucket, in (0, 1].
+      position_bits: Bits of `where` per parameter of the bucket, at most.
+    """
+
+    kept: Callable[[int], int]
+    select: Callable[[jax.Array, Key], tuple[jax.Array, Any]]
+    scatter: Callable[[jax.Array, Any, Key, int], jax.Array]
+    density: float
+    position_bits: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Compressor:
+    """A code for one flat float32 bucket: pure, of static shapes, without state.
+
+    Two compressors are equal, and hash alike, if their names are; the name holds every
+    argument, as the expression that makes the compressor.
+
+    Attributes:
+      name: The call that makes it, as `quantize(4, block=128)`.
+      encode: `(x: f32[numel], shared: Key, private: Key) -> Payload`, for any numel >= 1.
+      decode: `(payload, shared: Key) -> f32[numel]`, the receiver's estimate of `x`.
+      bits_per_parameter: Payload bits over numel, for a bucket that its blocks divide; a
+        last, incomplete block costs up to one block more.
+      contraction: The largest alpha in (0, 1] for which `E|x - decode(encode(x))|^2 <=
+        (1 - alpha) |x|^2` is promised for every x; None where no such promise is made.
+      unbiased: Whether `E decode(encode(x)) = x`, over the key's seed.
+      linear: Whether the decoded sum of payloads is the sum of the decoded ones. Then
+        payloads may be summed on the wire.
+      selection: The sparsifier's halves, by which `compose` chains it; None for others.
+    """
+
+    name: str
+    encode: Callable[[jax.Array, Key, Key], Payload] = dataclasses.field(compare=False)
+    decode: Callable[[Payload, Key], jax.Array] = dataclasses.field(compare=False)
+    bits_per_parameter: float = dataclasses.field(compare=False)
+    contraction: float | None = dataclasses.field(compare=False, default=None)
+    unbiased: bool = dataclasses.field(compare=False, default=False)
+    linear: bool = dataclasses.field(compare=False, default=False)
+    selection: Selection | None = dataclasses.field(compare=False, default=None)
+
+
+def identity() -> Compressor:
+    """Sends the float32 values themselves: 32 bits per parameter, exact, linear.
+
+    Returns:
+      A `Compressor`; `compressed_mean(identity(), ...)` is the uncompressed mean.
+    """
+    return Compressor(
+        name="identity()",
+        encode=lambda x, shared, private: Payload(x, x.size),
+        decode=lambda payload, shared: payload.data,
+        bits_per_parameter=32.0,
+        contraction=1.0,
+        unbiased=True,
+        linear=True,
+    )
+
+
+def call_name(factory: Callable[..., Compressor], **arguments: Any) -> str:
+    """Writes the call of a factory with every argument that is not its default.
+
+    Args:
+      factory: A function that returns a `Compressor`.
+      **arguments: All its arguments, by name.
+
+    Returns:
+      The text that a `Compressor` is named and compared by.
+    """
+    written = []
+    for name, parameter in inspect.signature(factory).parameters.items():
+        if parameter.default is inspect.Parameter.empty:
+            written.append(repr(arguments[name]))
+        elif arguments[name] != parameter.default:
+            written.append(f"{name}={arguments[name]!r}")
+    return f"{factory.__name__}({', '.join(written)})"

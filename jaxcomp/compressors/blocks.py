@@ -1,0 +1,26 @@
+"""Blocks: neighbours in a bucket that share a scale, the last block perhaps incomplete."""
+
+import jax
+import jax.numpy as jnp
+
+
+def split(x: jax.Array, block: int, fill: str = "zero") -> jax.Array:
+    """Cuts a bucket in blocks: `f32[numel] -> f32[ceil(numel / size), size]`.
+
+    Args:
+      x: `f32[numel]`.
+      block: Entries of a block; `size` is the lesser of it and numel.
+      fill: What completes the last block: "zero", or "edge" for its last value.
+
+    Returns:
+      The blocks, one a row.
+    """
+    size = min(block, x.size)
+    mode = "constant" if fill == "zero" else fill
+    return jnp.pad(x, (0, -x.size % size), mode=mode).reshape(-1, size)
+
+
+def spread(scales: jax.Array, block: int, numel: int) -> jax.Array:
+    """Repeats each block's scale for its entries: `[num_blocks] -> [numel]`."""
+    size = min(block, numel)
+    return jnp.broadcast_to(scales[:, None], (scales.size, size)).reshape(-1)[:numel]

@@ -1,0 +1,134 @@
+"""b-bit codes <-> bytes, and the counter-based hash that noise and masks are drawn from."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxcomp.compressors.base import Key
+
+
+def packed_size(count: int, bits: int) -> int:
+    """Counts the bytes that `pack` makes of `count` codes of `bits` bits each."""
+    return sum(-(-count * width // 8) for width in _widths(bits))
+
+
+def pack(codes: jax.Array, bits: int) -> jax.Array:
+    """Packs `bits`-bit codes into bytes: `ceil(count * bits / 8)` of them, or a few more.
+
+    A width is split into parts of 8, 4, 2 and 1 bits, so that codes never straddle bytes; each
+    part is padded to a whole byte. The first slice of the codes takes the low bits, the next
+    slice the bits above: contiguous slices, where XLA vectorizes and neighbours would not.
+
+    Args:
+      codes: `uint8[...]` or, for more than 8 bits, `uint32[...]`; below `2**bits`.
+      bits: Width of a code, 1 to 32.
+
+    Returns:
+      `uint8[packed_size(codes.size, bits)]`.
+    """
+    parts, shift = [], 0
+    for width in _widths(bits):
+        part = (codes.reshape(-1) >> shift).astype(jnp.uint8)
+        parts.append(_pack_width(part, width))
+        shift += width
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+
+
+def unpack(packed: jax.Array, bits: int, count: int) -> jax.Array:
+    """Undoes `pack`.
+
+    Args:
+      packed: `uint8[packed_size(count, bits)]`.
+      bits: Width of a code, 1 to 32.
+      count: Number of codes.
+
+    Returns:
+      `uint8[count]`, or `uint32[count]` for more than 8 bits.
+    """
+    dtype = jnp.uint8 if bits <= 8 else jnp.uint32
+    codes, start, shift = None, 0, 0
+    for width in _widths(bits):
+        size = packed_size(count, width)
+        part = _unpack_width(packed[start : start + size], width)[:count].astype(dtype) << shift
+        codes = part if codes is None else codes | part
+        start, shift = start + size, shift + width
+    return codes
+
+
+def fold(key: Key, *data: jax.Array | int) -> Key:
+    """Derives another key: one whose seed is a hash of this one's and of every integer given.
+
+    Args:
+      key: The key to start from; its `count` is kept.
+      *data: Integers, or integer arrays of no axis, as `lax.axis_index` returns.
+
+    Returns:
+      A `Key`. The order of `data` matters; equal arguments give equal keys.
+    """
+    seed = key.seed
+    for datum in data:
+        datum = datum & 0xFFFFFFFF if isinstance(datum, int) else datum
+        seed = _mix(_mix(seed + jnp.uint32(0x9E3779B9)) + jnp.asarray(datum).astype(jnp.uint32))
+    return Key(key.count, seed)
+
+
+def random_bits(key: Key, shape: tuple[int, ...]) -> jax.Array:
+    """Hashes each index of an array with the key's seed into 32 bits.
+
+    Counter-based, so XLA fuses it into what reads it: no array of noise is written. Not for
+    cryptography.
+
+    Args:
+      key: Only `key.seed` is read; keys for independent draws come from `fold`.
+      shape: Of the result; at most 2**32 entries.
+
+    Returns:
+      `uint32[shape]`.
+    """
+    size = 1
+    for length in shape:
+        size *= length
+    # The seed enters twice: once would make two seeds' streams permutations of each other.
+    first = _mix_start(lax.iota(jnp.uint32, size) ^ key.seed)
+    return _mix_end(first + _mix(key.seed)).reshape(shape)
+
+
+def uniform(key: Key, shape: tuple[int, ...] = ()) -> jax.Array:
+    """Draws float32 values in [0, 1), multiples of 2**-24, from `random_bits`."""
+    return (random_bits(key, shape) >> 8).astype(jnp.float32) * 2.0**-24
+
+
+def _widths(bits):
+    """Splits a width into parts that divide a byte: 13 is 8 + 4 + 1."""
+    return [8] * (bits // 8) + [width for width in (4, 2, 1) if bits & width]
+
+
+def _pack_width(codes, width):
+    slices = 8 // width
+    count = -(-codes.size // slices)
+    codes = jnp.pad(codes, (0, slices * count - codes.size)).reshape(slices, count)
+    codes = codes & (2**width - 1)
+    packed = codes[0]
+    for i in range(1, slices):
+        packed = packed | codes[i] << (i * width)
+    return packed
+
+
+def _unpack_width(packed, width):
+    shifts = lax.iota(jnp.uint8, 8 // width) * width
+    return ((packed[None, :] >> shifts[:, None]) & (2**width - 1)).reshape(-1)
+
+
+def _mix(x):
+    return _mix_end(_mix_start(x))
+
+
+def _mix_start(x):
+    x = x ^ (x >> 16)
+    x = x * jnp.uint32(0x21F0AAAD)
+    return x ^ (x >> 15)
+
+
+def _mix_end(x):
+    x = x * jnp.uint32(0xD35A2D97)
+    return x ^ (x >> 15)

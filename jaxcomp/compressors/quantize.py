@@ -1,0 +1,203 @@
+"""Fewer bits a value: small floating-point types, and b-bit codes with a scale per block."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxcomp.compressors.base import Compressor, Payload, call_name
+from jaxcomp.compressors.blocks import split, spread
+from jaxcomp.compressors.packing import pack, uniform, unpack
+
+_SCALE_DTYPES = ("bfloat16", "float16", "float32")
+
+
+def cast(dtype: jax.typing.DTypeLike) -> Compressor:
+    """Rounds each value to a smaller floating-point type: 8 or 16 bits per parameter.
+
+    Values beyond the type's largest finite one, infinities among them, become that one; NaN
+    stays NaN. bfloat16 has float32's range and is a contraction, with alpha = 1 - 2**-16. The
+    others make zeros of small values (below 3e-8 in float16, 1e-3 in float8_e4m3fn, 8e-6 in
+    float8_e5m2), so scale what is cast to them.
+
+    Args:
+      dtype: bfloat16, float16, float8_e4m3fn or float8_e5m2.
+
+    Returns:
+      A `Compressor`. Its payload holds the bits as unsigned integers, since XLA:CPU widens
+      small floating-point types on the wire.
+
+    Raises:
+      ValueError: At construction, for another type.
+    """
+    name = jnp.dtype(dtype).name
+    if name not in ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"):
+        raise ValueError(
+            f"cast got dtype {name}; needs bfloat16, float16, float8_e4m3fn or float8_e5m2; "
+            "write identity() to send float32"
+        )
+    dtype = jnp.dtype(dtype)
+    largest = float(jnp.finfo(dtype).max)
+    wire_dtype = jnp.uint8 if dtype.itemsize == 1 else jnp.uint16
+
+    def encode(x, shared, private):
+        rounded = jnp.clip(x, -largest, largest).astype(dtype)
+        return Payload(lax.bitcast_convert_type(rounded, wire_dtype), x.size)
+
+    def decode(payload, shared):
+        return lax.bitcast_convert_type(payload.data, dtype).astype(jnp.float32)
+
+    return Compressor(
+        name=call_name(cast, dtype=name),
+        encode=encode,
+        decode=decode,
+        bits_per_parameter=8.0 * dtype.itemsize,
+        contraction=1.0 - 2.0**-16 if name == "bfloat16" else None,
+    )
+
+
+def quantize(
+    bits: int,
+    block: int = 128,
+    range: str = "absmax",
+    rounding: str = "nearest",
+    scale_dtype: jax.typing.DTypeLike = "bfloat16",
+) -> Compressor:
+    """Codes each value by `bits` bits on a uniform grid per block of neighbours.
+
+    Costs `bits + s / block` bits per parameter, s being the bits of `scale_dtype` (twice that
+    for "minmax"). The grid is rounded outwards to `scale_dtype` before encoding, so no value
+    clips, and "stochastic" and "shift" are unbiased to float32 rounding. A block of zeros
+    decodes to zeros; one with a value that is not finite, to values that are not finite.
+
+    With N + 1 levels, n = block, e = finfo(scale_dtype).eps, nearest "absmax" is a contraction
+    with alpha = (1 - min(e, (1 + e) / N)**2) / (1 + (n - 1) * (1 + e)**2 / N**2). In the other
+    cases alpha = 1 - c * n * (1 + e)**2 / N**2 where that is positive, with c = 1 ("shift":
+    1/3); "minmax" has c * (1 + e)**2 / 2 in place of c. None is promised for float16.
+
+    Args:
+      bits: Width of a code, 1 to 8.
+      block: Neighbours that share a grid.
+      range: "absmax", 2**bits - 1 levels, symmetric around an exact zero (the two levels +-scale
+        for one bit), or "minmax", 2**bits levels from the block's least to its greatest value.
+      rounding: "nearest"; "stochastic", up or down at random by the private key; "shift", to
+        the nearest on a grid that is shifted by a random share of a step, one for the whole
+        bucket, drawn from the shared key.
+      scale_dtype: Of the step and the minimum: bfloat16, float32, or float16, in which what
+        is below 6e-8 vanishes. "minmax" of values far from zero needs float32.
+
+    Returns:
+      A `Compressor`.
+
+    Raises:
+      ValueError: At construction, for arguments outside these ranges.
+
+    References:
+      D. Alistarh et al., "QSGD: Communication-Efficient SGD via Gradient Quantization and
+      Encoding", NeurIPS 2017 (stochastic rounding; here to the block's maximum, not its norm).
+      I. Markov et al., "Quantized Distributed Training of Large Models with Convergence
+      Guarantees", ICML 2023, arXiv 2302.02390 (random shift).
+    """
+    dtype = jnp.dtype(scale_dtype)
+    _check(bits, block, range, rounding, dtype.name)
+    num_steps = 2**bits - (1 if range == "minmax" or bits == 1 else 2)
+
+    def encode(x, shared, private):
+        low, step = _grid(split(x, block, fill="edge"), range, num_steps, dtype)
+        inverse = spread(jnp.where(step > 0, 1.0 / _widen(step), 0.0), block, x.size)
+        if range == "absmax":
+            steps = x * inverse + num_steps / 2
+        else:
+            steps = (x - spread(_widen(low), block, x.size)) * inverse
+        raised = steps + _offset(rounding, shared, private, x.shape)
+        codes = jnp.clip(jnp.floor(raised), 0.0, num_steps).astype(jnp.uint8)
+        scales = (step,) if range == "absmax" else (low, step)
+        return Payload((pack(codes, bits), *scales), x.size)
+
+    def decode(payload, shared):
+        packed, *low, step = payload.data
+        steps = unpack(packed, bits, payload.numel).astype(jnp.float32)
+        if rounding == "shift":
+            steps = steps + (0.5 - uniform(shared))
+        step = spread(_widen(step), block, payload.numel)
+        if range == "absmax":
+            return (steps - num_steps / 2) * step
+        return steps * step + spread(_widen(low[0]), block, payload.numel)
+
+    scales = 1 if range == "absmax" else 2
+    return Compressor(
+        name=call_name(
+            quantize,
+            bits=bits,
+            block=block,
+            range=range,
+            rounding=rounding,
+            scale_dtype=dtype.name,
+        ),
+        encode=encode,
+        decode=decode,
+        bits_per_parameter=bits + scales * 8 * dtype.itemsize / block,
+        contraction=_contraction(num_steps, block, range, rounding, dtype),
+        unbiased=rounding != "nearest",
+    )
+
+
+def _check(bits, block, range, rounding, scale_dtype):
+    if not isinstance(bits, int) or not 1 <= bits <= 8:
+        raise ValueError(
+            f"quantize got bits={bits}; needs an integer from 1 to 8; write cast('bfloat16') or "
+            "identity() for more"
+        )
+    if not isinstance(block, int) or block < 1:
+        raise ValueError(f"quantize got block={block}; needs a positive integer; write block=128")
+    if range not in ("absmax", "minmax"):
+        raise ValueError(f"quantize got range={range!r}; write 'absmax' or 'minmax'")
+    if rounding not in ("nearest", "stochastic", "shift"):
+        raise ValueError(
+            f"quantize got rounding={rounding!r}; write 'nearest', 'stochastic' or 'shift'"
+        )
+    if scale_dtype not in _SCALE_DTYPES:
+        raise ValueError(f"quantize got scale_dtype={scale_dtype}; write one of {_SCALE_DTYPES}")
+
+
+def _grid(blocks, range, num_steps, dtype):
+    high, low = jnp.max(blocks, axis=1), jnp.min(blocks, axis=1)
+    if range == "absmax":
+        # Two reductions: XLA:CPU vectorizes max and min, but not the maximum of abs.
+        return None, _round_up(jnp.maximum(high, -low) / (num_steps / 2), dtype)
+    low = -_round_up(-low, dtype)
+    return low, _round_up((high - _widen(low)) / num_steps, dtype)
+
+
+def _round_up(x, dtype):
+    # What is subnormal becomes zero, so that its inverse is not infinite.
+    x = jnp.where(jnp.abs(x) < jnp.finfo(jnp.float32).tiny, 0.0, x)
+    # The barrier keeps XLA from taking x for its own rounded value (excess precision).
+    nearest = lax.optimization_barrier(x.astype(dtype))
+    above = jnp.nextafter(nearest, jnp.asarray(jnp.inf, dtype))
+    # 2**-22: a quotient that float32 rounded up is not rounded up again.
+    return jnp.where(x - _widen(nearest) > jnp.abs(x) * 2.0**-22, above, nearest)
+
+
+def _widen(x):
+    return x.astype(jnp.float32)
+
+
+def _offset(rounding, shared, private, shape):
+    if rounding == "stochastic":
+        return uniform(private, shape)
+    return uniform(shared) if rounding == "shift" else 0.5
+
+
+def _contraction(num_steps, block, range, rounding, dtype):
+    if dtype == jnp.float16:
+        return None
+    eps = float(jnp.finfo(dtype).eps)
+    variance = (1 + eps) ** 2 / num_steps**2
+    if range == "absmax" and rounding == "nearest" and num_steps > 1:
+        exact = 1 - min(eps, (1 + eps) / num_steps) ** 2
+        return exact / (1 + (block - 1) * variance)
+    if rounding == "shift":
+        variance /= 3
+    if range == "minmax":
+        variance *= (1 + eps) ** 2 / 2
+    return 1 - block * variance if block * variance < 1 else None

@@ -1,0 +1,239 @@
+"""Sparsifiers: a share of the entries, chosen by the step, by chance or by magnitude."""
+
+import math
+
+import jax.numpy as jnp
+from jax import lax
+
+from jaxcomp.compressors.base import Compressor, Selection, call_name
+from jaxcomp.compressors.blocks import split
+from jaxcomp.compressors.compose import sparsifier
+from jaxcomp.compressors.packing import pack, uniform, unpack
+
+
+def random_k(density: float, pattern: str = "strided") -> Compressor:
+    """Sends one of every `1 / density` entries, the same on all replicas: no positions travel.
+
+    Costs `32 * density` bits per parameter as float32; `compose` codes the values further.
+    Linear. A contraction with alpha = density in expectation, over `1 / density` consecutive
+    steps ("strided", which visits each entry once in them) or over the shared key ("random").
+
+    Args:
+      density: Share of the entries to send, in (0, 1]; `1 / density` is an integer.
+      pattern: "strided", every `1 / density`-th entry, rolled by one each step, or "random", one
+        entry drawn from each of `ceil(numel * density)` groups by the shared key.
+
+    Returns:
+      A `Compressor` with a `selection`.
+
+    Raises:
+      ValueError: At construction, for arguments outside these ranges.
+
+    References:
+      J. Wang et al., "CocktailSGD: Fine-tuning Foundation Models over 500Mbps Networks", ICML
+      2023, algorithm 2, step 1. The paper draws each entry independently; "strided" is what
+      the authors' code does. Not rounded down to a multiple of 128 entries as there.
+    """
+    stride = _stride(density)
+    if pattern not in ("strided", "random"):
+        raise ValueError(f"random_k got pattern={pattern!r}; write 'strided' or 'random'")
+    select, scatter = _strided(stride) if pattern == "strided" else _drawn(stride)
+    selection = Selection(
+        kept=lambda numel: -(-numel // stride),
+        select=select,
+        scatter=scatter,
+        density=1 / stride,
+        position_bits=0.0,
+    )
+    name = call_name(random_k, density=density, pattern=pattern)
+    return sparsifier(name, selection, contraction=1 / stride, linear=True)
+
+
+def top_k(density: float, block: int | None = None) -> Compressor:
+    """Sends the entries of largest magnitude, of the bucket or of each block of it.
+
+    Positions travel as a bit mask or as indices of `ceil(log2(n))` bits, n being the block or
+    the bucket, whichever is smaller; so `32 * density + min(1, density * ceil(log2(n)))` bits
+    per parameter as float32. For whole buckets the stated figure is that of the mask. Values
+    travel in the order of their positions; of equal magnitudes the first are kept.
+
+    A contraction with alpha = density, the largest of all codes that keep as many entries. It
+    sorts: on a CPU `group_top_1` takes a hundredth of the time.
+
+    Args:
+      density: Share of the entries to send, in (0, 1]; `ceil(density * n)` of them are.
+      block: Neighbours among which to choose; None to choose from the whole bucket. Of a last,
+        incomplete block as many are sent as of the others.
+
+    Returns:
+      A `Compressor` with a `selection`.
+
+    Raises:
+      ValueError: At construction, for arguments outside these ranges.
+
+    References:
+      D. Alistarh et al., "The Convergence of Sparsified Gradient Methods", NeurIPS 2018.
+      J. Wang et al., "CocktailSGD: Fine-tuning Foundation Models over 500Mbps Networks", ICML
+      2023, algorithm 2, step 2. Not rounded down to a multiple of 128 entries as in its code.
+    """
+    _check_density("top_k", density)
+    if block is not None and (not isinstance(block, int) or block < 1):
+        raise ValueError(
+            f"top_k got block={block}; needs a positive integer, or None for the whole bucket"
+        )
+
+    def layout(numel):
+        size = min(block or numel, numel)
+        return size, -(-numel // size), _ceil(density * size)
+
+    def select(x, shared):
+        size, _, k = layout(x.size)
+        blocks = split(x, size)
+        index = jnp.sort(lax.top_k(jnp.abs(blocks), k)[1], axis=1)
+        values = jnp.take_along_axis(blocks, index, axis=1).reshape(-1)
+        if _index_bits(size) * k < size:
+            return values, pack(index.astype(jnp.uint32), _index_bits(size))
+        return values, pack(_mask(index, size), 1)
+
+    def scatter(values, where, shared, numel):
+        size, num_blocks, k = layout(numel)
+        values = values.reshape(num_blocks, k)
+        if _index_bits(size) * k < size:
+            index = unpack(where, _index_bits(size), num_blocks * k).astype(jnp.int32)
+            x = jnp.zeros((num_blocks, size), values.dtype)
+            rows = jnp.arange(num_blocks)[:, None]
+            x = x.at[rows, index.reshape(num_blocks, k)].set(values)
+        else:
+            mask = unpack(where, 1, num_blocks * size).reshape(num_blocks, size)
+            rank = jnp.cumsum(mask, axis=1, dtype=jnp.int32) - 1
+            gathered = jnp.take_along_axis(values, jnp.maximum(rank, 0), axis=1)
+            x = jnp.where(mask == 1, gathered, 0.0)
+        return x.reshape(-1)[:numel]
+
+    kept_share = _ceil(density * block) / block if block else density
+    index_bits = _index_bits(block) * kept_share if block else 1.0
+    selection = Selection(
+        kept=lambda numel: math.prod(layout(numel)[1:]),
+        select=select,
+        scatter=scatter,
+        density=kept_share,
+        position_bits=min(1.0, index_bits),
+    )
+    name = call_name(top_k, density=density, block=block)
+    return sparsifier(name, selection, contraction=density, linear=False)
+
+
+def group_top_1(group: int) -> Compressor:
+    """Sends the entry of largest magnitude of each group of `group`, without any sort.
+
+    Costs `(32 + log2(group)) / group` bits per parameter as float32. A contraction with alpha =
+    1 / group; on data without structure it keeps nearly as much as `top_k` at equal bits. A
+    group is made of entries far apart, `numel / group` from one to the next, and of equal
+    magnitudes the first is kept.
+
+    Args:
+      group: Entries per group, a power of two from 2 to 256.
+
+    Returns:
+      A `Compressor` with a `selection`.
+
+    Raises:
+      ValueError: At construction, for another group.
+    """
+    if not isinstance(group, int) or group not in [2**i for i in range(1, 9)]:
+        raise ValueError(
+            f"group_top_1 got group={group}; needs a power of two from 2 to 256; write group=8"
+        )
+    bits = group.bit_length() - 1
+
+    def select(x, shared):
+        rows = _rows(x, group)
+        place = jnp.argmax(jnp.abs(rows), axis=0)
+        return _take(rows, place), pack(place.astype(jnp.uint8), bits)
+
+    def scatter(values, where, shared, numel):
+        return _put(values, unpack(where, bits, values.size), group, numel)
+
+    selection = Selection(
+        kept=lambda numel: -(-numel // group),
+        select=select,
+        scatter=scatter,
+        density=1 / group,
+        position_bits=bits / group,
+    )
+    name = call_name(group_top_1, group=group)
+    return sparsifier(name, selection, contraction=1 / group, linear=False)
+
+
+def _strided(stride):
+    def select(x, shared):
+        padded = jnp.pad(x, (0, -x.size % stride)).reshape(-1, stride)
+        return lax.dynamic_index_in_dim(padded, shared.count % stride, axis=1, keepdims=False), ()
+
+    def scatter(values, where, shared, numel):
+        chosen = jnp.arange(stride) == shared.count % stride
+        x = jnp.where(chosen[None, :], values[:, None], 0.0)
+        return x.reshape(-1)[:numel]
+
+    return select, scatter
+
+
+def _drawn(stride):
+    def draw(shared, count):
+        return jnp.floor(uniform(shared, (count,)) * stride).astype(jnp.int32)
+
+    def select(x, shared):
+        rows = _rows(x, stride)
+        return _take(rows, draw(shared, rows.shape[1])), ()
+
+    def scatter(values, where, shared, numel):
+        return _put(values, draw(shared, values.size), stride, numel)
+
+    return select, scatter
+
+
+def _rows(x, length):
+    # Row i of the groups is a contiguous slice of x: what XLA vectorizes best.
+    return jnp.pad(x, (0, -x.size % length)).reshape(length, -1)
+
+
+def _take(rows, place):
+    return jnp.take_along_axis(rows, place[None, :], axis=0)[0]
+
+
+def _put(values, place, length, numel):
+    chosen = jnp.arange(length, dtype=place.dtype)[:, None] == place[None, :]
+    return jnp.where(chosen, values[None, :], 0.0).reshape(-1)[:numel]
+
+
+def _mask(index, size):
+    mask = jnp.zeros((index.shape[0], size), jnp.uint8)
+    return mask.at[jnp.arange(index.shape[0])[:, None], index].set(1)
+
+
+def _index_bits(size):
+    return max(1, (size - 1).bit_length())
+
+
+def _ceil(x):
+    return math.ceil(x - 1e-9 * x)
+
+
+def _check_density(name, density):
+    if not 0 < density <= 1:
+        raise ValueError(
+            f"{name} got density={density}; needs a share of the entries in (0, 1]; write "
+            f"{name}(0.1) to send a tenth"
+        )
+
+
+def _stride(density):
+    _check_density("random_k", density)
+    stride = round(1 / density)
+    if abs(1 / density - stride) > 1e-6:
+        below = math.floor(1 / density)
+        raise ValueError(
+            f"random_k got density={density}; needs 1 / density to be an integer; write "
+            f"1/{below + 1} or 1/{below}"
+        )
+    return stride

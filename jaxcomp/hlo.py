@@ -1,0 +1,265 @@
+"""Reads the text of a compiled XLA program: what runs, where and how often.
+
+It knows as much HLO as `jaxcomp.report` needs, as XLA prints it on CPU and GPU for JAX 0.10 to
+0.12: operands with or without inline types, asynchronous pairs in long and in short form.
+"""
+
+import math
+import operator
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+
+class Instruction(NamedTuple):
+    """One line of a computation: `%name = type op(operands), attributes`."""
+
+    name: str
+    type: str
+    op: str
+    argument: str  # all that stands in the parentheses
+    attributes: str
+
+    @property
+    def operands(self) -> list[str]:
+        return re.findall(r"%([\w.\-]+)", self.argument)
+
+
+class Computation(NamedTuple):
+    """The instructions of one computation, by name, and the name of the one it returns."""
+
+    instructions: dict[str, Instruction]
+    root: str
+
+
+class Module(NamedTuple):
+    """A whole program."""
+
+    entry: str
+    computations: dict[str, Computation]
+    num_replicas: int
+    num_partitions: int
+
+
+class Execution(NamedTuple):
+    """An instruction where it runs.
+
+    Attributes:
+      instruction: The instruction.
+      computation: The computation that holds it, and its operands.
+      count: How often one run of the program executes it if all `branch`es are taken; None
+        where the program does not tell.
+      branch: The branches of conditionals that it is in, outermost first; each is the name of
+        the conditional, a space, and which branch.
+    """
+
+    instruction: Instruction
+    computation: Computation
+    count: int | None
+    branch: tuple[str, ...]
+
+
+_HEADER = re.compile(r"(ENTRY\s+)?%?([\w.\-]+)\s*(?:\(.*\)\s*->.*)?\{$")
+_INSTRUCTION = re.compile(r"\s+(ROOT\s+)?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*)$")
+_CALLED = re.compile(
+    r"\b(calls|to_apply|body|condition|(?:true|false|branch|called)_computations?)="
+    r"(\{[^}]*\}|%?[\w.\-]+)"
+)
+_SHAPE = re.compile(r"\b([a-z]\w*)\[([\d,<=]*)\](?:\{([^}]*)\})?")
+_COMPARISONS = {
+    "LT": operator.lt,
+    "LE": operator.le,
+    "GT": operator.gt,
+    "GE": operator.ge,
+    "EQ": operator.eq,
+    "NE": operator.ne,
+}
+# A loop longer than this, whose length XLA did not state, counts as unknown.
+_MAX_SIMULATED_TRIPS = 10_000
+
+
+def parse(text: str) -> Module:
+    """Reads the text that `jax.stages.Compiled.as_text` returns.
+
+    Args:
+      text: An HLO module, one instruction a line, names marked by `%`.
+
+    Returns:
+      The module.
+
+    Raises:
+      ValueError: If the text has no entry computation.
+    """
+    entry, computations, current = None, {}, ""
+    for line in text.splitlines():
+        if header := _HEADER.match(line):
+            current = header[2]
+            entry = current if header[1] else entry
+            computations[current] = Computation({}, "")
+        elif current and (match := _INSTRUCTION.match(line)):
+            root, name, type_, op, rest = match.groups()
+            end = _closing(rest)
+            instruction = Instruction(name, type_, op, rest[:end], rest[end + 1 :])
+            computations[current].instructions[name] = instruction
+            if root:
+                computations[current] = computations[current]._replace(root=name)
+    if entry is None:
+        raise ValueError(
+            f"got text without an ENTRY computation ({text[:60]!r} ...), need a compiled "
+            "program's HLO; write jax.jit(f).lower(...).compile().as_text()"
+        )
+    header = text.split("\n", 1)[0]
+    counts = [re.search(rf"\b{key}=(\d+)", header) for key in ("replica_count", "num_partitions")]
+    return Module(entry, computations, *(int(count[1]) if count else 1 for count in counts))
+
+
+def executions(module: Module) -> Iterator[Execution]:
+    """Yields every instruction that the entry computation reaches, once a place it runs in.
+
+    Args:
+      module: A program.
+
+    Yields:
+      The executions, callers before what they call.
+    """
+    return _walk(module, module.entry, 1, ())
+
+
+def num_bytes(type_: str) -> int:
+    """Returns the bytes of an array or of a tuple of arrays.
+
+    A type narrower than a byte takes a byte, unless its layout packs it, as in `s4[8]{0:E(4)}`.
+
+    Args:
+      type_: The type as printed, `f32[8,4]{1,0}` or `(f32[8], u8[4])`.
+
+    Returns:
+      Its size in bytes.
+    """
+    total = 0
+    for dtype, dims, layout in _SHAPE.findall(type_):
+        width = re.search(r"\d+", dtype)
+        packed = re.search(r"E\((\d+)\)", layout)
+        bits = int(packed[1]) if packed else max(8, int(width[0])) if width else 8
+        total += math.ceil(math.prod(map(int, re.findall(r"\d+", dims))) * bits / 8)
+    return total
+
+
+def shapes(type_: str) -> list[str]:
+    """Returns the arrays in a type, without layouts: `["f32[8,4]", "u8[4]"]`."""
+    return [f"{dtype}[{dims}]" for dtype, dims, _ in _SHAPE.findall(type_)]
+
+
+def _closing(text: str) -> int:
+    """Returns the index of the parenthesis that closes the one opened just before `text`."""
+    depth = 1
+    for index, character in enumerate(text):
+        depth += (character == "(") - (character == ")")
+        if depth == 0:
+            return index
+    return len(text)
+
+
+def _walk(
+    module: Module, name: str, count: int | None, branch: tuple[str, ...]
+) -> Iterator[Execution]:
+    computation = module.computations[name]
+    for instruction in computation.instructions.values():
+        yield Execution(instruction, computation, count, branch)
+        if instruction.op in ("async-update", "async-done"):
+            continue  # They name the computation that their async-start has called.
+        for role, index, callee in _called(instruction):
+            times = _times(module, computation, instruction, role)
+            inner = None if count is None or times is None else count * times
+            choice = {"branch_computations": f"branch {index}"}.get(role, role.split("_")[0])
+            conditional = instruction.op == "conditional"
+            path = branch + ((f"{instruction.name} {choice}",) if conditional else ())
+            yield from _walk(module, callee, inner, path)
+
+
+def _called(instruction: Instruction) -> list[tuple[str, int, str]]:
+    """Returns `(role, index, name)` of the computations that an instruction calls."""
+    return [
+        (role, index, name)
+        for role, names in _CALLED.findall(instruction.attributes)
+        for index, name in enumerate(re.findall(r"[\w.\-]+", names))
+    ]
+
+
+def _times(
+    module: Module, computation: Computation, instruction: Instruction, role: str
+) -> int | None:
+    """Returns how often one execution of `instruction` runs what it calls."""
+    if instruction.op == "while":
+        trips = _trip_count(module, computation, instruction)
+        # The condition runs once more than the body: the last time it says no.
+        return trips if trips is None else trips + (role == "condition")
+    return 1 if instruction.op in ("call", "fusion", "async-start", "conditional") else None
+
+
+def _trip_count(module: Module, computation: Computation, loop: Instruction) -> int | None:
+    """Returns what XLA found, or else what running the loop's integers gives."""
+    known = re.search(r'"known_trip_count":\s*\{"n":\s*"?(\d+)', loop.attributes)
+    if known:
+        return int(known[1])
+    called = {role: name for role, _, name in _called(loop)}
+    state = _evaluate(module, computation, loop.operands[0], (), {})
+    for trips in range(_MAX_SIMULATED_TRIPS):
+        proceed = _run(module, called["condition"], [state])
+        if proceed is None:
+            return None
+        if not proceed:
+            return trips
+        state = _run(module, called["body"], [state])
+    return None
+
+
+def _run(module: Module, name: str, arguments: Sequence[Any]) -> Any:
+    computation = module.computations[name]
+    return _evaluate(module, computation, computation.root, arguments, {})
+
+
+def _evaluate(
+    module: Module,
+    computation: Computation,
+    name: str,
+    arguments: Sequence[Any],
+    seen: dict[str, Any],
+) -> Any:
+    """Computes an integer, or a tuple of some as a list; None is what cannot be known."""
+    if name in seen:
+        return seen[name]
+    instruction = computation.instructions[name]
+    op, text, value = instruction.op, instruction.argument, None
+    if not re.match(r"\(|(pred|[su]\d+)\[\]", instruction.type):
+        return None
+    if op == "parameter":
+        value = arguments[int(text)] if int(text) < len(arguments) else None
+    elif op == "constant":
+        value = int(text == "true") if text in ("true", "false") else int(text)
+    elif op in ("tuple", "get-tuple-element", "copy", "add", "compare", "fusion", "call"):
+        operands = [
+            _evaluate(module, computation, operand, arguments, seen)
+            for operand in instruction.operands
+        ]
+        value = _apply(module, instruction, operands)
+    seen[name] = value
+    return value
+
+
+def _apply(module: Module, instruction: Instruction, operands: list[Any]) -> Any:
+    op, attributes = instruction.op, instruction.attributes
+    if op == "tuple":
+        return operands
+    if op in ("fusion", "call"):
+        return _run(module, _called(instruction)[0][2], operands)
+    if None in operands:
+        return None
+    if op == "add":
+        total = sum(operands)
+        return total if abs(total) < 2**31 else None  # It may wrap around.
+    if op == "compare":
+        return _COMPARISONS[re.search(r"direction=(\w+)", attributes)[1]](*operands)
+    if op == "get-tuple-element":
+        return operands[0][int(re.search(r"index=(\d+)", attributes)[1])]
+    return operands[0]

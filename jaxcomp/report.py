@@ -1,0 +1,287 @@
+"""Counts the bytes that one step sends, per mesh axis and per collective.
+
+The numbers come from the compiled program, not from the formula of the method: XLA may widen a
+type, and JAX may insert a collective that nobody wrote. What a program sends outside XLA's
+collectives, as custom calls and callbacks can, is not seen.
+"""
+
+import itertools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding
+
+from jaxcomp import hlo, hlo_groups
+from jaxcomp.buckets import path_of
+
+_COLLECTIVES = (
+    "all-reduce",
+    "all-gather",
+    "all-to-all",
+    "reduce-scatter",
+    "collective-permute",
+    "collective-broadcast",
+    "ragged-all-to-all",
+    "send",
+)
+
+
+class Collective(NamedTuple):
+    """One collective of a program, at one place where it runs.
+
+    Attributes:
+      op: Its HLO name, `all-reduce`; an asynchronous pair is one collective.
+      axes: The mesh axes of size above 1 that its groups span, in the mesh's order; `()` where
+        every device is alone, `("?",)` where the groups are no product of axes.
+      operand_bytes: What one replica hands over in one execution.
+      sent_bytes: What leaves one replica in one execution, by the best-known algorithm.
+      shape: Types of the operands, as `f32[8,4]` or `f32[8,4], u8[3]`.
+      count: How often a step executes it: the product of the trip counts of the loops around
+        it. None where a loop's length is not known.
+      branch: The branches of conditionals that it is in, outermost first, as
+        `("conditional.1 branch 0",)`. For `jax.lax.cond` branch 1 is the true one.
+    """
+
+    op: str
+    axes: tuple[str, ...]
+    operand_bytes: int
+    sent_bytes: float
+    shape: str
+    count: int | None
+    branch: tuple[str, ...]
+
+
+def collectives(program: jax.stages.Compiled | str, mesh: Mesh) -> list[Collective]:
+    """Lists the collectives of a compiled program.
+
+    A replica of N that hands over B bytes sends 2 B (N-1)/N for an all-reduce, B (N-1) for an
+    all-gather, B (N-1)/N for a reduce-scatter or an all-to-all, and B for a permutation or a
+    broadcast. B also bounds a ragged all-to-all from above: its sizes are known at run time.
+
+    Args:
+      program: `jax.jit(f).lower(...).compile()`, or the HLO text of one. Text does not name
+        its devices, so their order is taken to be the mesh's.
+      mesh: The mesh of the program, whose axes the report names.
+
+    Returns:
+      The collectives, in the program's order.
+
+    Raises:
+      ValueError: If the program runs on other devices than the mesh has.
+    """
+    module = hlo.parse(program if isinstance(program, str) else program.as_text())
+    if sorted((module.num_replicas, module.num_partitions)) != [1, mesh.size]:
+        raise ValueError(
+            f"got a program of {module.num_replicas} replicas and {module.num_partitions} "
+            f"partitions, need one that runs on the mesh's {mesh.size} devices; pass the mesh "
+            "that the step was made with"
+        )
+    positions = _positions(program, mesh)
+    axes_of = _axes_of(mesh, positions)
+    found = []
+    for execution in hlo.executions(module):
+        op = execution.instruction.op.removesuffix("-start")
+        if op in _COLLECTIVES:
+            found.append(_collective(op, execution, axes_of, positions, mesh))
+    return [collective for collective in found if collective is not None]
+
+
+def sent_bytes(program: jax.stages.Compiled | str, mesh: Mesh, axis: str | None = None) -> float:
+    """Sums the bytes that leave one replica in one step.
+
+    Of the branches of a conditional the one that sends most counts, so the sum is that of the
+    most expensive step. A collective over several axes counts in full for each of them, and
+    one whose groups fit no axes counts for all: do not add the sums of two axes.
+
+    Args:
+      program: As for `collectives`.
+      mesh: As for `collectives`.
+      axis: Count only what crosses this mesh axis; None counts everything.
+
+    Returns:
+      The bytes.
+
+    Raises:
+      ValueError: If the mesh has no such axis, or if a loop that sends has no known length.
+    """
+    if axis is not None and axis not in mesh.axis_names:
+        raise ValueError(
+            f"got axis {axis!r}, need one of the mesh's {mesh.axis_names}; write axis=None for "
+            "the sum over all"
+        )
+    rows = [
+        row
+        for row in collectives(program, mesh)
+        if row.sent_bytes and (axis is None or axis in row.axes or row.axes == ("?",))
+    ]
+    unknown = [row for row in rows if row.count is None]
+    if unknown:
+        raise ValueError(
+            f"got {unknown[0].op} of {unknown[0].shape} in a loop of unknown length, need loops "
+            "whose trip count the program states; write jax.lax.scan, or read table()"
+        )
+    return _total(rows)
+
+
+def table(program: jax.stages.Compiled | str, mesh: Mesh) -> str:
+    """Formats the collectives of a step, with totals, for people to read.
+
+    Args:
+      program: As for `collectives`.
+      mesh: As for `collectives`.
+
+    Returns:
+      Lines of one row for each branch, axes, operation and operand type, with bytes a step,
+      then totals for each set of axes and for all, as `sent_bytes` counts them. Where a loop's
+      length is unknown its row says so, holds bytes of one iteration, and totals say "at least".
+    """
+    rows = collectives(program, mesh)
+    lines = [("axes", "collective", "times", "operand bytes", "sent bytes", "operands", "branch")]
+
+    def order(row: Collective) -> tuple:
+        return row.branch, row.axes, row.op, row.shape, row.count is None
+
+    for _, group in itertools.groupby(sorted(rows, key=order), order):
+        same = list(group)
+        first = same[0]
+        counts = [1 if row.count is None else row.count for row in same]
+        operand = sum(row.operand_bytes * count for row, count in zip(same, counts, strict=True))
+        sent = sum(row.sent_bytes * count for row, count in zip(same, counts, strict=True))
+        times = "unknown" if first.count is None else f"{sum(counts)}"
+        lines.append(
+            (
+                "+".join(first.axes) or "-",
+                first.op,
+                times,
+                f"{operand:,}",
+                f"{sent:,.0f}",
+                first.shape,
+                " / ".join(first.branch),
+            )
+        )
+    for axes in [*sorted({row.axes for row in rows}), None]:
+        chosen = [row for row in rows if axes is None or row.axes == axes]
+        known = [row for row in chosen if row.count is not None]
+        label = "total, all" if axes is None else f"total, {'+'.join(axes) or '-'}"
+        bound = "" if len(known) == len(chosen) else "at least"
+        lines.append((label, "", bound, "", f"{_total(known):,.0f}", "", ""))
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    cells = [
+        [cell.ljust(width) for cell, width in zip(line, widths, strict=True)] for line in lines
+    ]
+    return "\n".join("  ".join(line).rstrip() for line in cells)
+
+
+def _positions(program: jax.stages.Compiled | str, mesh: Mesh) -> np.ndarray:
+    """Returns the position in the program's device assignment of each device of the mesh."""
+    order = {device: position for position, device in enumerate(mesh.devices.flat)}
+    if not isinstance(program, str):
+        for sharding in jax.tree.leaves((program.input_shardings, program.output_shardings)):
+            if isinstance(sharding, NamedSharding) and sharding.mesh.size == mesh.size:
+                order = {device: i for i, device in enumerate(sharding.mesh.devices.flat)}
+                break
+    if set(order) != set(mesh.devices.flat):
+        raise ValueError(
+            "got a program that runs on other devices than the mesh's, need the same ones; pass "
+            "the mesh that the step was made with"
+        )
+    positions = [order[device] for device in mesh.devices.flat]
+    return np.array(positions).reshape(mesh.devices.shape)
+
+
+def _axes_of(mesh: Mesh, positions: np.ndarray) -> dict[frozenset, tuple[str, ...]]:
+    """Maps the groups that each set of mesh axes makes to that set."""
+    sizes = mesh.shape
+    wide = [name for name in mesh.axis_names if sizes[name] > 1]
+    axes_of = {}
+    for size in range(len(wide) + 1):
+        for axes in itertools.combinations(wide, size):
+            numbers = [mesh.axis_names.index(name) for name in axes]
+            last = np.moveaxis(positions, numbers, range(-size, 0))
+            groups = last.reshape(-1, math.prod(sizes[name] for name in axes))
+            axes_of[frozenset(map(frozenset, groups.tolist()))] = axes
+    return axes_of
+
+
+def _collective(
+    op: str,
+    execution: hlo.Execution,
+    axes_of: dict[frozenset, tuple[str, ...]],
+    positions: np.ndarray,
+    mesh: Mesh,
+) -> Collective | None:
+    """Describes one collective; None is a send to the host."""
+    instruction, computation, count, branch = execution
+    operands = [computation.instructions[name].type for name in instruction.operands]
+    if op in ("ragged-all-to-all", "send"):
+        operands = operands[:1]  # The others are offsets, sizes and tokens.
+    pairs = hlo_groups.source_target_pairs(instruction.attributes)
+    if op == "send" and not pairs:
+        return None
+    if op in ("collective-permute", "send"):
+        axes, size = _axes_crossed(pairs, positions, mesh)
+    else:
+        groups = hlo_groups.replica_groups(instruction.attributes, mesh.size)
+        axes = axes_of.get(frozenset(map(frozenset, groups)), ("?",))
+        size = max(map(len, groups))
+    operand_bytes = sum(map(hlo.num_bytes, operands))
+    shape = ", ".join(itertools.chain.from_iterable(map(hlo.shapes, operands)))
+    sent = _sent(op, operand_bytes, size)
+    return Collective(op, axes, operand_bytes, sent, shape, count, branch)
+
+
+def _axes_crossed(
+    pairs: list[tuple[int, int]], positions: np.ndarray, mesh: Mesh
+) -> tuple[tuple[str, ...], int]:
+    """Returns the axes along which some pair differs, and how many devices a pair joins."""
+    where = {position: np.array(index) for index, position in np.ndenumerate(positions)}
+    moves = [where[source] != where[target] for source, target in pairs]
+    crossed = np.any(np.reshape(moves, (-1, positions.ndim)), axis=0)
+    axes = tuple(name for name, cross in zip(mesh.axis_names, crossed, strict=True) if cross)
+    return axes, 2 if axes else 1
+
+
+def _sent(op: str, operand_bytes: int, size: int) -> float:
+    """Returns what leaves one of `size` replicas that each hand over `operand_bytes`."""
+    others = operand_bytes * (size - 1)
+    if op == "all-gather" or size == 1:
+        return float(others)
+    shares = {"all-reduce": 2, "reduce-scatter": 1, "all-to-all": 1}
+    return shares[op] * others / size if op in shares else float(operand_bytes)
+
+
+def _total(rows: list[Collective], depth: int = 0) -> float:
+    """Sums what is in no deeper branch, and of each conditional the branch that sends most."""
+    total = sum(row.sent_bytes * row.count for row in rows if len(row.branch) == depth)
+    conditionals: dict[str, dict[str, list[Collective]]] = {}
+    for row in rows:
+        if len(row.branch) > depth:
+            label = row.branch[depth]
+            branches = conditionals.setdefault(label.split()[0], {})
+            branches.setdefault(label, []).append(row)
+    return total + sum(
+        max(_total(branch, depth + 1) for branch in branches.values())
+        for branches in conditionals.values()
+    )
+
+
+def exact_leaves(params: Any, state: Any) -> list[str] | None:
+    """Lists the parameters whose updates `compressed_mean` leaves exact.
+
+    Args:
+      params: The parameters, or their shapes.
+      state: The optimizer's state, or its shapes.
+
+    Returns:
+      The paths of leaves without a residual, as `block_0/up/bias`; None if there is no residual
+      in the state to tell by.
+    """
+    residual = optax.tree_utils.tree_get(state, "residual")
+    if residual is None:
+        return None
+    paths = [path_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+    kept = {path_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(residual)}
+    return [path for path in paths if path not in kept]

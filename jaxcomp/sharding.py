@@ -1,0 +1,292 @@
+"""Replicas and JAX's types: what varies over the slow axis, and where its rows are kept.
+
+The only file that knows JAX's manual-axis types. Inside `jax.shard_map` a value's type says
+over which mesh axes it varies. A state leaf that varies over the replicas is a global array
+with a leading axis `[num_replicas, ...]`; `per_replica` adds and removes that axis.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+
+def varies_over(x: jax.Array, axis_name: str) -> bool:
+    """Whether JAX's type of `x` says that it may differ along the mesh axis `axis_name`."""
+    return axis_name in jax.typeof(x).manual_axis_type.varying
+
+
+def is_tracked(axis_name: str) -> bool:
+    """Whether types track `axis_name`: yes inside `shard_map`, no under `jax.vmap`.
+
+    Raises:
+      ValueError: If the axis is not bound here, or `shard_map` was told not to check types.
+    """
+    try:
+        index = lax.axis_index(axis_name)
+    except NameError as error:
+        raise ValueError(
+            f"the axis {axis_name!r} is unknown here; run this inside jax.shard_map over a mesh "
+            f"with an axis {axis_name!r}, or under jax.vmap(..., axis_name={axis_name!r})."
+        ) from error
+    if axis_name not in jax.sharding.get_abstract_mesh().manual_axes:
+        return False
+    if not varies_over(index, axis_name):
+        raise ValueError(
+            "shard_map was called with check_vma=False, so that nothing proves that the replicas "
+            "apply equal updates; leave check_vma at True."
+        )
+    return True
+
+
+def to_varying(tree: Any, axis_name: str) -> Any:
+    """Casts every leaf to a type that varies over `axis_name`; the values stay."""
+    if not is_tracked(axis_name):
+        return tree
+    cast = lambda x: lax.pcast(x, axis_name, to="varying")  # noqa: E731
+    return jax.tree.map(lambda x: x if varies_over(x, axis_name) else cast(x), tree)
+
+
+def require_varying(updates: Any, axis_name: str) -> None:
+    """Raises a ValueError if updates were summed over the replicas before they got here."""
+    if not is_tracked(axis_name):
+        return
+    for path, leaf in jax.tree_util.tree_leaves_with_path(updates):
+        if not varies_over(leaf, axis_name):
+            raise ValueError(
+                f"the update {jax.tree_util.keystr(path)!r} must vary over {axis_name!r}, but its "
+                "type says that it is equal on all replicas: jax.grad at replicated parameters "
+                "has summed it in float32, past any compression. Differentiate at "
+                f"jaxcomp.local_params(params, state, {axis_name!r})."
+            )
+
+
+def local_params(params: Any, state: Any, axis_name: str) -> Any:
+    """What a replica differentiates the loss at: the consensus plus this replica's drift.
+
+    It always varies over `axis_name`, so that `jax.grad` at it stays local by type and no
+    dense all-reduce of gradients can slip in.
+
+    Args:
+      params: The consensus parameters, equal on all replicas.
+      state: The state of a transformation wrapped by `per_replica`. If it has a field named
+        `drift` (methods whose replicas differ between exchanges), that is added.
+      axis_name: The mesh axis of the replicas.
+
+    Returns:
+      A tree like `params`.
+    """
+    return add_drift(params, optax.tree_utils.tree_get(state, "drift"), axis_name)
+
+
+def add_drift(params, drift, axis_name):
+    """`params`, varying, plus the rows of `drift` if there is one: see `local_params`."""
+    local = to_varying(params, axis_name)
+    if drift is None:
+        return local
+    drift = _unstack(drift, axis_name)
+    return jax.tree.map(lambda p, d: (p + d).astype(p.dtype), local, drift)
+
+
+def _stack(tree, axis_name):
+    if not is_tracked(axis_name):
+        return tree
+    return jax.tree.map(lambda x: x[None] if varies_over(x, axis_name) else x, tree)
+
+
+def _unstack(tree, axis_name):
+    if not is_tracked(axis_name):
+        return tree
+    return jax.tree.map(lambda x: x[0] if varies_over(x, axis_name) else x, tree)
+
+
+def per_replica(
+    tx: optax.GradientTransformation, axis_name: str
+) -> optax.GradientTransformationExtraArgs:
+    """Keeps state leaves that differ between replicas as rows of `[num_replicas, ...]` arrays.
+
+    Goes around the whole optimizer, outermost, `optax.MultiSteps` included. Which leaves
+    vary is found by tracing `init` and `update` once, so that a transformation of others
+    that stores local gradients (as an accumulator does) needs no change.
+
+    Args:
+      tx: Any transformation that is run inside `shard_map` over `axis_name`.
+      axis_name: The mesh axis of the replicas.
+
+    Returns:
+      The same transformation; inside `shard_map` its varying state leaves have a leading axis
+      of one, for `state_specs` to shard. Under `jax.vmap` nothing changes.
+
+    Raises:
+      ValueError: At trace time, if the axis is unknown or its types are not checked.
+    """
+    tx = optax.with_extra_args_support(tx)
+
+    def init(params):
+        state = tx.init(params)
+        if not is_tracked(axis_name):
+            return state
+        grads = to_varying(jax.tree.map(jnp.zeros_like, params), axis_name)
+        while True:
+            # An accumulator starts as zeros that are equal everywhere and varies after one update.
+            after = jax.eval_shape(lambda s: tx.update(grads, s, params)[1], state)
+            cast = lambda now, then: (  # noqa: E731
+                to_varying(now, axis_name) if axis_name in _varying(then) else now
+            )
+            new_state = jax.tree.map(cast, state, after)
+            if jax.tree.map(_varying, new_state) == jax.tree.map(_varying, state):
+                return _stack(state, axis_name)
+            state = new_state
+
+    def update(updates, state, params=None, **extra_args):
+        state = _unstack(state, axis_name)
+        updates, state = tx.update(updates, state, params, **extra_args)
+        return updates, _stack(state, axis_name)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _varying(x) -> frozenset:
+    """The varying axes of an array or of what `jax.eval_shape` returns."""
+    kind = getattr(x, "manual_axis_type", None)
+    return (kind if kind is not None else jax.typeof(x).manual_axis_type).varying
+
+
+def state_specs(
+    tx: optax.GradientTransformation,
+    params: Any,
+    mesh: Mesh,
+    axis_name: str,
+    param_specs: Any = None,
+) -> Any:
+    """The PartitionSpec of every leaf of the state, for `shard_map` and for checkpoints.
+
+    Args:
+      tx: A transformation wrapped by `per_replica`.
+      params: Global parameters, or their shapes and dtypes.
+      mesh: The mesh that the step runs on.
+      axis_name: The axis of the replicas.
+      param_specs: PartitionSpecs of the parameters over the mesh's other axes, a tree or a
+        prefix of one; replicated by default.
+
+    Returns:
+      A tree like the state: `P(axis_name, ...)` for rows of replicas, the parameter's own spec
+      for leaves that follow a sharded parameter, `P()` for the rest.
+
+    Raises:
+      ValueError: If `axis_name` is no axis of the mesh, or shards the parameters.
+    """
+    param_specs = full_specs(params, mesh, axis_name, param_specs)
+    types = {}
+
+    def trace(params):
+        types["params"], types["state"] = jax.tree.map(jax.typeof, (params, tx.init(params)))
+
+    shaped = jax.tree.map(
+        lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec)),
+        params,
+        param_specs,
+    )
+    jax.eval_shape(jax.shard_map(trace, mesh=mesh, in_specs=(param_specs,), out_specs=None), shaped)
+    known = [
+        (path, leaf.shape, spec)
+        for (path, leaf), spec in zip(
+            jax.tree_util.tree_leaves_with_path(types["params"]),
+            jax.tree.leaves(param_specs, is_leaf=lambda x: isinstance(x, P)),
+            strict=True,
+        )
+    ]
+
+    def spec_of(path, leaf):
+        lead = (axis_name,) if axis_name in _varying(leaf) else ()
+        shape = leaf.shape[len(lead) :]
+        others = tuple(name for name in mesh.axis_names if name in _varying(leaf) - {axis_name})
+        if not others:
+            return P(*lead)
+        for param_path, param_shape, spec in known:
+            if shape == param_shape and path[len(path) - len(param_path) :] == param_path:
+                return P(*lead, *spec)
+        # What follows no parameter, as a residual per bucket, is laid shard behind shard.
+        return P(*lead, others)
+
+    return jax.tree_util.tree_map_with_path(spec_of, types["state"])
+
+
+def full_specs(params, mesh, axis_name, param_specs):
+    """`param_specs` as one spec a parameter, checked."""
+    if axis_name not in mesh.axis_names:
+        raise ValueError(
+            f"the mesh has no axis {axis_name!r}; its axes are {tuple(mesh.axis_names)}."
+        )
+    is_spec = lambda x: isinstance(x, P)  # noqa: E731
+    specs = jax.tree.map(
+        lambda spec, branch: jax.tree.map(lambda _: spec, branch),
+        P() if param_specs is None else param_specs,
+        params,
+        is_leaf=is_spec,
+    )
+    for spec in jax.tree.leaves(specs, is_leaf=is_spec):
+        if axis_name in jax.tree.leaves(tuple(spec)):
+            raise ValueError(
+                f"param_specs shard a parameter over the replica axis {axis_name!r} ({spec}); "
+                "replicas hold equal parameters: use the mesh's other axes, or jaxcomp.qsdp."
+            )
+    return specs
+
+
+def resize(state: Any, like: Any, num_shards: int = 1) -> Any:
+    """Turns the state of N replicas into one for M replicas that goes on from the same place.
+
+    Rows of replicas (residuals, drift, local moments, accumulators) become their mean, in all
+    M rows, so that their mean over replicas, which is what training sees, stays. What owners
+    hold of a bucket (`owner_residual`) is laid out anew over M owners. The rest is copied.
+
+    Args:
+      state: Global state of N replicas, as arrays or NumPy arrays.
+      like: The state for M replicas, or its shapes: `jax.eval_shape(init, params)`.
+      num_shards: Product of the sizes of the mesh's other axes that shard the parameters; the
+        same before and after.
+
+    Returns:
+      A tree like `like`, placed as `like` is if it says where.
+
+    Raises:
+      ValueError: If the two are not states of one transformation and one model.
+    """
+    if jax.tree.structure(state) != jax.tree.structure(like):
+        raise ValueError(
+            f"cannot resize a state of structure {jax.tree.structure(state)} to "
+            f"{jax.tree.structure(like)}; build `like` with the same transformation and model."
+        )
+
+    def leaf(path, old, new):
+        old = jnp.asarray(old)
+        if old.shape == new.shape:
+            out = old
+        elif any(getattr(key, "name", None) == "owner_residual" for key in path):
+            out = _resize_owned(old, new.shape, num_shards)
+        elif old.ndim == len(new.shape) > 0 and old.shape[1:] == new.shape[1:]:
+            row = jnp.mean(old, axis=0) if jnp.issubdtype(old.dtype, jnp.inexact) else old[0]
+            out = jnp.broadcast_to(row, new.shape)
+        else:
+            raise ValueError(
+                f"the leaf {jax.tree_util.keystr(path)!r} has shape {old.shape}, which no number "
+                f"of replicas turns into {new.shape}; is this the same model?"
+            )
+        out = out.astype(new.dtype)
+        sharding = getattr(new, "sharding", None)
+        return out if sharding is None else jax.device_put(out, sharding)
+
+    return jax.tree_util.tree_map_with_path(leaf, state, like)
+
+
+def _resize_owned(old, shape, num_shards):
+    """Chunks `[N, shards * c]` of buckets as `[M, shards * c']`; only zero padding is cut off."""
+    flat = old.reshape(old.shape[0], num_shards, -1).swapaxes(0, 1).reshape(num_shards, -1)
+    size = shape[0] * shape[1] // num_shards
+    flat = jnp.pad(flat[:, :size], ((0, 0), (0, max(0, size - flat.shape[1]))))
+    return flat.reshape(num_shards, shape[0], -1).swapaxes(0, 1).reshape(shape)

@@ -1,0 +1,180 @@
+"""A whole training step over a mesh: local gradients, exchange, update, all or nothing."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from jaxcomp.sharding import (
+    add_drift,
+    full_specs,
+    per_replica,
+    state_specs,
+    to_varying,
+    varies_over,
+)
+
+
+class TrainStep(NamedTuple):
+    """The jitted functions of one training run."""
+
+    init: Callable[[Any], Any]  # params -> state
+    step: Callable[[Any, Any, Any], tuple[Any, Any, dict]]  # params, state, batch -> ..., metrics
+
+
+def train_step(
+    loss_fn: Callable[[Any, Any], jax.Array],
+    tx: optax.GradientTransformation,
+    mesh: Mesh,
+    axis_name: str,
+    *,
+    param_specs: Any = None,
+    accumulate: int = 1,
+) -> TrainStep:
+    """Makes jitted `init` and `step` of a loss and a transformation, over the replicas of a mesh.
+
+    Gradients are taken at each replica's own parameters and never summed by JAX; the
+    transformation runs with all mesh axes manual, on local shards. If the update is not finite,
+    parameters and state stay as they were on all replicas.
+
+    Args:
+      loss_fn: `(params, batch) -> f32[]`, the mean loss over the batch that it is given.
+      tx: Transformation that averages over `axis_name`, not yet wrapped by `per_replica`.
+      mesh: Its axis `axis_name` is the slow one; over other axes, of type Auto, `param_specs`
+        say how parameters are sharded and XLA partitions `loss_fn`.
+      axis_name: The axis of the replicas.
+      param_specs: PartitionSpecs of the parameters, a tree or a prefix; replicated by default.
+      accumulate: Microbatches that a replica's batch is cut into, in turn; one exchange a step.
+
+    Returns:
+      `init(params) -> state` and `step(params, state, batch) -> (params, state, metrics)`.
+      `batch` is a pytree of global arrays whose first axis is divisible by num_replicas *
+      accumulate and sharded over `axis_name`. `step` donates params and state. Metrics: `loss`,
+      f32[num_replicas], the loss on each replica's part of the batch before the update, not
+      averaged, so that it costs no message; `skipped`, bool[].
+
+    Raises:
+      ValueError: At the first call, if `axis_name` is no axis of the mesh, the batch cannot be
+        divided, or the updates that reach or leave `tx` are not what they must be.
+    """
+    if accumulate < 1:
+        raise ValueError(f"accumulate is {accumulate}; write at least 1.")
+    tx = per_replica(tx, axis_name)
+    specs_of = functools.partial(
+        state_specs, tx, mesh=mesh, axis_name=axis_name, param_specs=param_specs
+    )
+    others = tuple(name for name in mesh.axis_names if name != axis_name)
+
+    @jax.jit
+    def init(params):
+        in_specs = full_specs(params, mesh, axis_name, param_specs)
+        return jax.shard_map(tx.init, mesh=mesh, in_specs=(in_specs,), out_specs=specs_of(params))(
+            params
+        )
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(params, state, batch):
+        _check_batch(batch, axis_name, mesh.shape[axis_name], accumulate)
+        p_specs, s_specs = full_specs(params, mesh, axis_name, param_specs), specs_of(params)
+        rows = jax.tree.map(lambda p, spec: P(axis_name, *spec), params, p_specs)
+        local_grads = jax.shard_map(
+            functools.partial(_local_grads, loss_fn, axis_name, accumulate),
+            mesh=mesh,
+            in_specs=(P(), P(axis_name), P(axis_name)),
+            out_specs=P(axis_name),
+            axis_names={axis_name},  # the other axes are XLA's
+        )
+        apply = jax.shard_map(
+            functools.partial(_apply, tx, others),
+            mesh=mesh,
+            in_specs=(p_specs, s_specs, rows),
+            out_specs=(p_specs, s_specs, P()),
+        )
+        drift = optax.tree_utils.tree_get(state, "drift")
+        loss, grads = local_grads(params, drift, batch)
+        params, state, skipped = apply(params, state, grads)
+        return params, state, {"loss": loss, "skipped": skipped}
+
+    return TrainStep(init, step)
+
+
+def _check_batch(batch, axis_name, num_replicas, accumulate):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+        if leaf.ndim == 0 or leaf.shape[0] % (num_replicas * accumulate):
+            raise ValueError(
+                f"the batch's leaf {jax.tree_util.keystr(path)!r} has shape {leaf.shape}, but its "
+                f"first axis must be divisible by {num_replicas * accumulate}: {num_replicas} "
+                f"replicas over {axis_name!r} times accumulate={accumulate}."
+            )
+
+
+def _local_grads(loss_fn, axis_name, accumulate, params, drift, batch):
+    """`(f32[1], grads with a leading axis of one)`: the mean over this replica's microbatches."""
+    local = add_drift(params, drift, axis_name)
+    micro = jax.tree.map(lambda x: x.reshape(accumulate, -1, *x.shape[1:]), batch)
+    zero = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.promote_types(p.dtype, "float32")), local)
+
+    def add(total, part):
+        loss, grads = jax.value_and_grad(loss_fn)(local, part)
+        return jax.tree.map(jnp.add, total, grads), loss
+
+    if accumulate == 1:
+        loss, grads = jax.value_and_grad(loss_fn)(local, batch)
+    else:
+        total, losses = lax.scan(add, zero, micro)
+        loss = jnp.mean(losses)
+        grads = jax.tree.map(lambda t, p: (t / accumulate).astype(p.dtype), total, local)
+    return loss[None], jax.tree.map(lambda g: g[None], grads)
+
+
+def _apply(tx, others, params, state, grads):
+    """One update on local shards; where it is not finite, everything stays as it was."""
+    grads = jax.tree.map(lambda g: g[0], grads)
+    updates, new_state = tx.update(grads, state, params)
+    finite = jnp.stack([jnp.all(jnp.isfinite(u)) for u in jax.tree.leaves(updates)])
+    finite = jnp.all(finite).astype(jnp.float32)
+    for name in others:  # shards of one replica must agree; equal on all replicas it is by type
+        finite = lax.pmin(finite, name) if varies_over(finite, name) else finite
+    keep = functools.partial(jnp.where, finite > 0)
+    new_params = optax.apply_updates(params, updates)
+    params, state = jax.tree.map(keep, (new_params, new_state), (params, state))
+    return params, state, finite == 0
+
+
+def replica_spread(params: Any, mesh: Mesh, axis_name: str) -> jax.Array:
+    """How far apart the replicas' copies of what should be one value are: 0 if bit for bit equal.
+
+    JAX's types promise equality of replicated values but lose track in some operations; this
+    compares the copies on the devices.
+
+    Args:
+      params: Pytree of arrays that are replicated over `axis_name`.
+      mesh: The mesh they live on.
+      axis_name: The axis of the replicas.
+
+    Returns:
+      u32[]: the largest minus the smallest of the replicas' checksums of bits. Sends 8 bytes.
+    """
+    specs = jax.tree.map(lambda x: getattr(x.sharding, "spec", P()), params)
+    others = tuple(name for name in mesh.axis_names if name != axis_name)
+
+    def spread(params):
+        total = sum(_checksum(x) for x in jax.tree.leaves(to_varying(params, axis_name)))
+        for name in others:
+            total = lax.psum(total, name) if varies_over(total, name) else total
+        return lax.pmax(total, axis_name) - lax.pmin(total, axis_name)
+
+    return jax.jit(jax.shard_map(spread, mesh=mesh, in_specs=(specs,), out_specs=P()))(params)
+
+
+def _checksum(x) -> jax.Array:
+    """u32[]: a sum of the bits, each word weighted by an odd number of its position."""
+    words = lax.bitcast_convert_type(x, jnp.uint8).reshape(-1).astype(jnp.uint32)
+    weights = 2 * lax.iota(jnp.uint32, words.size) + 1
+    return jnp.sum(words * weights, dtype=jnp.uint32)
