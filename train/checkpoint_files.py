@@ -1,0 +1,140 @@
+"""The files of a directory of checkpoints: which are complete, and which are intact.
+
+`DIRECTORY/STEP/` is one checkpoint. It appears under that name by one rename, when all of it is
+on disk, so that a folder whose name is a number is a finished save. `checksums.json` in it has
+the size and the CRC-32 of every file that matters: Orbax itself would read a flipped bit as a
+weight.
+"""
+
+import json
+import shutil
+import tempfile
+import zlib
+from pathlib import Path
+
+
+def steps(directory: str | Path) -> list[int]:
+    """Lists the steps of the complete checkpoints in a directory, in order; [] if none.
+
+    A save that is running or was interrupted is not among them.
+    """
+    directory = Path(directory)
+    if not directory.is_dir():
+        return []
+    return sorted(int(path.name) for path in directory.iterdir() if path.name.isdecimal())
+
+
+def latest(directory: str | Path) -> int | None:
+    """Returns the step of the newest complete checkpoint, or None if there is none."""
+    return max(steps(directory), default=None)
+
+
+def require_writable(directory: Path) -> None:
+    """Makes a directory if need be; raises OSError if no file can be made in it."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+    except OSError as error:
+        raise OSError(
+            error.errno,
+            f"cannot write checkpoints to {directory}: {error.strerror}. "
+            "Name a folder that you may write to",
+        ) from error
+
+
+def require_newest(directory: Path, step: int) -> None:
+    """Raises ValueError if there is a checkpoint of this step or of a later one."""
+    newer = [saved for saved in steps(directory) if saved >= step]
+    if newer:
+        raise ValueError(
+            f"cannot save step {step}: {directory} already has checkpoints of steps {newer}. "
+            "Resume from the newest, delete those folders, or name another directory"
+        )
+
+
+def remove_partial(directory: Path) -> None:
+    """Deletes what saves that did not end have left."""
+    for path in _partial(directory):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def write_checksums(directory: Path) -> None:
+    """Adds `checksums.json` to the save that is about to be completed."""
+    for partial in _partial(directory):
+        files = [path for item in ("state", "metadata") for path in (partial / item).rglob("*")]
+        sums = {str(file.relative_to(partial)): _checksum(file) for file in files if file.is_file()}
+        (partial / "checksums.json").write_text(json.dumps(sums, indent=1, sort_keys=True))
+
+
+def intact(directory: str | Path, step: int | None = None, item: str = "") -> Path:
+    """Finds a checkpoint, and reads all its bytes to see that they are as they were written.
+
+    Args:
+      directory: Where the checkpoints are.
+      step: Which one; the newest by default.
+      item: `"metadata"` looks at nothing else.
+
+    Returns:
+      Its path.
+
+    Raises:
+      ValueError: If there is no such checkpoint, or it is damaged; the text names the newest one
+        that is not.
+    """
+    directory = Path(directory).absolute()
+    saved = steps(directory)
+    step = max(saved, default=None) if step is None else step
+    if step not in saved:
+        raise ValueError(
+            f"no checkpoint{'' if step is None else f' of step {step}'} in {directory}, only of "
+            f"steps {saved}. Name one of these, or another directory"
+        )
+    path = directory / str(step)
+    damage = _damage(path, item)
+    if damage is None:
+        return path
+    good = next((s for s in reversed(saved) if s != step and not _damage(directory / str(s))), None)
+    if good is None:
+        remedy = "No other checkpoint there is good: delete the folder and start again"
+    else:
+        newer = " ".join(str(directory / str(other)) for other in saved if other > good)
+        remedy = (
+            f"Step {good} is good; to resume from it: rm -r {newer}"
+            if newer
+            else (f"Step {good} is good: name it")
+        )
+    raise ValueError(f"the checkpoint {path} is damaged: {damage}. {remedy}")
+
+
+def _partial(directory):
+    return list(directory.glob("*.orbax-checkpoint-tmp*"))
+
+
+def _checksum(path):
+    """Returns the size of a file and its CRC-32."""
+    size = crc = 0
+    with path.open("rb") as file:
+        while piece := file.read(1 << 24):
+            size += len(piece)
+            crc = zlib.crc32(piece, crc)
+    return [size, crc]
+
+
+def _damage(path, item=""):
+    """Says what is wrong with the files of a checkpoint, or returns None."""
+    try:
+        sums = json.loads((path / "checksums.json").read_text())
+    except (OSError, ValueError) as error:
+        return f"checksums.json cannot be read ({error})"
+    for name, (size, crc) in sums.items():
+        if not name.startswith(item):
+            continue
+        if not (path / name).is_file():
+            return f"{name} is missing"
+        got_size, got_crc = _checksum(path / name)
+        if got_size != size:
+            return f"{name} has {got_size:,} bytes instead of {size:,}"
+        if got_crc != crc:
+            return f"the bytes of {name} have changed"
+    return None

@@ -1,0 +1,134 @@
+"""Optimizers as text: a call written in a config, resolved without `eval`."""
+
+import ast
+import difflib
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any
+
+import optax
+
+import jaxcomp
+
+_FORMS = (
+    *(ast.Expression, ast.Call, ast.keyword, ast.Name, ast.Attribute, ast.Load),
+    *(ast.Constant, ast.Tuple, ast.List, ast.UnaryOp, ast.USub),
+)
+
+
+def evaluate(text: str, bindings: Mapping[str, Any]) -> Any:
+    """Evaluates calls, names, numbers, strings, tuples and lists, and nothing else.
+
+    A name is looked up in `bindings`, then among jaxcomp's public names, then optax's;
+    `optax.contrib.muon` and the like reach further in. No other Python is run.
+
+    Args:
+      text: One expression, as `chain(clip_by_global_norm(1.0), adamw(learning_rate))`.
+      bindings: Names that the text may use, with their values.
+
+    Returns:
+      The value of the expression.
+
+    Raises:
+      ValueError: If the text is no such expression, a name is unknown, or a call does not
+        accept its arguments.
+    """
+    return _value(parse(text), bindings)
+
+
+def check(text: str, names: Mapping[str, Any]) -> None:
+    """Checks an expression's form and that its names exist; calls nothing.
+
+    Args:
+      text: The expression, see `evaluate`.
+      names: The bindings that `evaluate` will get; their values are not used.
+
+    Raises:
+      ValueError: If the text is no expression that `evaluate` accepts, or a name is unknown.
+    """
+    tree = parse(text)
+    inside = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name | ast.Attribute) and id(node) not in inside:
+            _value(node, names)
+
+
+def parse(text: str) -> ast.expr:
+    """Parses an expression of the form that `evaluate` accepts.
+
+    Raises:
+      ValueError: If it is not Python, or uses anything but calls and constants.
+    """
+    try:
+        tree = ast.parse(text.strip(), mode="eval")
+    except SyntaxError as error:
+        raise ValueError(
+            f"{text!r} is not an expression ({error.msg}); write one call, as "
+            f"chain(clip_by_global_norm(1.0), adamw(learning_rate))."
+        ) from error
+    for node in ast.walk(tree):
+        unpacked = isinstance(node, ast.keyword) and node.arg is None
+        if unpacked or not isinstance(node, _FORMS):
+            part = "**" if unpacked else type(node).__name__
+            raise ValueError(
+                f"{text!r} holds {part}; write only calls, names, numbers, strings and lists."
+            )
+    return tree.body
+
+
+def _value(node: ast.expr, bindings: Mapping[str, Any]) -> Any:
+    match node:
+        case ast.Constant():
+            return node.value
+        case ast.Tuple():
+            return tuple(_value(item, bindings) for item in node.elts)
+        case ast.List():
+            return [_value(item, bindings) for item in node.elts]
+        case ast.UnaryOp():
+            return -_value(node.operand, bindings)
+        case ast.Name():
+            return _named(node.id, bindings)
+        case ast.Attribute():
+            owner = _value(node.value, bindings)
+            return _attribute(owner, node.attr, ast.unparse(node))
+    return _call(node, bindings)
+
+
+def _call(node: ast.Call, bindings: Mapping[str, Any]) -> Any:
+    function = _value(node.func, bindings)
+    args = [_value(arg, bindings) for arg in node.args]
+    kwargs = {keyword.arg: _value(keyword.value, bindings) for keyword in node.keywords}
+    try:
+        return function(*args, **kwargs)
+    except TypeError as error:
+        raise ValueError(f"{ast.unparse(node)} cannot be called so: {error}.") from error
+
+
+def _public(module: ModuleType) -> list[str]:
+    return [name for name in dir(module) if not name.startswith("_")]
+
+
+def _named(name: str, bindings: Mapping[str, Any]) -> Any:
+    modules = {"jaxcomp": jaxcomp, "optax": optax}
+    if name in bindings:
+        return bindings[name]
+    for module in modules.values():
+        if name in _public(module):
+            return getattr(module, name)
+    if name in modules:
+        return modules[name]
+    known = [*bindings, *modules, *_public(jaxcomp), *_public(optax)]
+    raise ValueError(f"{name!r} is not a name of jaxcomp or optax; {_nearest(name, known)}.")
+
+
+def _attribute(owner: Any, name: str, text: str) -> Any:
+    if not isinstance(owner, ModuleType):
+        raise ValueError(f"{text!r}: only modules have names inside, as optax.contrib.")
+    if name not in _public(owner):
+        raise ValueError(f"{text!r} does not exist; {_nearest(name, _public(owner))}.")
+    return getattr(owner, name)
+
+
+def _nearest(name: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(name, dict.fromkeys(known), n=3, cutoff=0.5)
+    return f"write {' or '.join(near)}" if near else "see the README's table of methods"

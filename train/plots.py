@@ -1,0 +1,74 @@
+"""The picture of a run: validation loss against steps, and against bytes sent."""
+
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter, NullFormatter
+
+# Grey for the baseline, then Okabe and Ito's colours, which the colour-blind tell apart.
+_COLORS = ("#999999", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+_MARKERS = "osD^vP*"
+
+
+def loss_figure(runs: Mapping[str, Sequence[Mapping[str, Any]]], path: pathlib.Path) -> None:
+    """Draws the validation loss of runs against steps and against bytes, side by side.
+
+    A dotted line runs through the last loss of the first run, so that the others are read
+    against it at equal bytes too; the last point of each run is marked.
+
+    Args:
+      runs: Rows of metrics by label, the baseline first. Rows with a `val_loss` are drawn;
+        they need `step` and `sent_bytes`.
+      path: The picture; its suffix says the format, as `.png` or `.svg`.
+
+    Raises:
+      ValueError: If a run has no row with a `val_loss`.
+    """
+    curves = {label: curve(label, rows) for label, rows in runs.items()}
+    figure = Figure(figsize=(10, 4.2), layout="constrained")
+    by_step, by_bytes = figure.subplots(1, 2, sharey=True)
+    for index, (label, (steps, sent, losses)) in enumerate(curves.items()):
+        style = {
+            "color": _COLORS[index % len(_COLORS)],
+            "marker": _MARKERS[index % len(_MARKERS)],
+            "linestyle": ("-", "--", "-.")[index // len(_COLORS) % 3],
+            "linewidth": 1.6 if index else 4.0,  # the baseline shows below a curve that covers it
+        }
+        _draw(by_step, steps, losses, style, f"{label}: {losses[-1]:.3f}")
+        # Nothing was sent at step 0: a logarithmic axis has no place for it.
+        _draw(by_bytes, sent[sent > 0], losses[sent > 0], style, label)
+    baseline = next(iter(curves.values()))[2][-1]
+    for axes in (by_step, by_bytes):
+        axes.axhline(baseline, color="#000000", linewidth=0.8, linestyle=":", zorder=0)
+        axes.grid(alpha=0.25, linewidth=0.6)
+        axes.spines[["top", "right"]].set_visible(False)
+    by_step.set_xlabel("optimizer steps")
+    by_step.set_ylabel("validation loss (nats per byte)")
+    by_bytes.set_xlabel("bytes sent by one replica (logarithmic)")
+    if any(np.isfinite(losses[sent > 0]).any() for _, sent, losses in curves.values()):
+        by_bytes.set_xscale("log")
+    by_bytes.xaxis.set_major_formatter(EngFormatter("B"))
+    by_bytes.xaxis.set_minor_formatter(NullFormatter())
+    by_step.legend(frameon=False, title="run: last loss", alignment="left")
+    figure.savefig(path, dpi=150)
+
+
+def curve(
+    label: str, rows: Sequence[Mapping[str, Any]]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    evaluated = [row for row in rows if "val_loss" in row]
+    if not evaluated:
+        raise ValueError(
+            f"run {label!r} has no row with val_loss; train it until eval_every steps."
+        )
+    columns = ([row[name] for row in evaluated] for name in ("step", "sent_bytes", "val_loss"))
+    steps, sent, losses = (np.array(column, np.float64) for column in columns)
+    return steps, sent, losses
+
+
+def _draw(axes: Axes, x: np.ndarray, y: np.ndarray, style: dict[str, Any], label: str) -> None:
+    axes.plot(x, y, **style, label=label, markersize=6, markevery=[-1])
