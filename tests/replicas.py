@@ -1,0 +1,59 @@
+"""Replicas for tests: meshes of CPU devices, and one value a replica in and out of shard_map."""
+
+import jax
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxcomp
+
+SIZES = (1, 2, 3, 5, 8)
+
+
+def mesh_of(*sizes, second="fsdp"):
+    """A mesh with the axis "replica", and `second` if two sizes are given, of type Auto."""
+    devices = np.array(jax.devices()[: int(np.prod(sizes))]).reshape(sizes)
+    return Mesh(devices, ("replica", second)[: len(sizes)])
+
+
+def rows(mesh, tree):
+    """Puts arrays `[num_replicas, ...]` on the mesh, one row a replica."""
+    return jax.device_put(tree, NamedSharding(mesh, P("replica")))
+
+
+def everywhere(mesh, tree):
+    """Puts a copy of every array on every device of the mesh."""
+    return jax.device_put(tree, NamedSharding(mesh, P()))
+
+
+def one_value(x):
+    """The value of a replicated array, after a comparison of all its copies bit for bit."""
+    copies = [np.asarray(shard.data) for shard in x.addressable_shards]
+    for copy in copies[1:]:
+        assert copy.dtype == copies[0].dtype
+        assert copy.tobytes() == copies[0].tobytes(), "the replicas hold different copies"
+    return copies[0]
+
+
+def transform(tx, mesh, params):
+    """Jits `init(params) -> state` and `update(rows of updates, state, params) -> (updates, state)`.
+
+    The transformation is wrapped by `per_replica`; updates that come out are replicated by type.
+    """
+    tx = jaxcomp.per_replica(tx, "replica")
+    specs = jaxcomp.state_specs(tx, params, mesh, "replica")
+    init = jax.shard_map(tx.init, mesh=mesh, in_specs=P(), out_specs=specs)
+
+    def update(updates, state, params):
+        return tx.update(jax.tree.map(lambda x: x[0], updates), state, params)
+
+    update = jax.shard_map(
+        update, mesh=mesh, in_specs=(P("replica"), specs, P()), out_specs=(P(), specs)
+    )
+    return jax.jit(init), jax.jit(update)
+
+
+def state_of(state, name):
+    """The field `name` of an optax state."""
+    return optax.tree_utils.tree_get(state, name)
