@@ -1,0 +1,32 @@
+# make demo [STEPS=300]                two short runs, dense and 4-bit, side by side
+# make test [PYTHON=python3.12]        the whole test suite
+# Each sets up its own virtual environment in this folder first.
+
+PYTHON ?= python3
+STEPS ?= 300
+VENV := .venv$(if $(filter-out python3,$(PYTHON)),-$(notdir $(PYTHON)))
+BIN := $(VENV)/bin
+
+demo: $(VENV)/train.installed
+	$(BIN)/python -m train.demo --steps $(STEPS)
+
+test: $(VENV)/test.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/python -m pytest -q
+
+$(VENV)/bin/python:
+	python=$$(sh .ci/python $(PYTHON)) && $$python -m venv $(VENV)
+
+$(VENV)/train.installed: pyproject.toml requirements.txt | $(VENV)/bin/python
+	$(BIN)/python -m pip install -q -c requirements.txt -e '.[train]'
+	touch $@
+
+$(VENV)/test.installed: pyproject.toml requirements.txt | $(VENV)/bin/python
+	$(BIN)/python -m pip install -q -c requirements.txt -e '.[train,huggingface,tensorboard,test]'
+	touch $@ $(VENV)/train.installed
+
+clean:
+	rm -rf .venv .venv-* runs *.egg-info
+
+.PHONY: demo test clean

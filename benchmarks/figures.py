@@ -1,0 +1,117 @@
+"""`python -m benchmarks.figures`: the convergence rows as a picture and as a table."""
+
+import argparse
+import json
+import pathlib
+import statistics
+from typing import NamedTuple
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+
+class Summary(NamedTuple):
+    """One method at its best learning rate."""
+
+    method: str
+    learning_rate: float
+    losses: list[float]  # final validation losses, one a seed
+    bits_per_parameter: float
+    sent_bytes_per_step: float
+    curves: list[list[list[float]]]  # one a seed, of [step, validation loss]
+
+
+def summarize(rows: list[dict], steps: int) -> list[Summary]:
+    """Picks each method's best rate at seed 0, in the order in which methods first appear."""
+    rows = [row for row in rows if row["steps"] == steps]
+    summaries = []
+    for method in dict.fromkeys(row["method"] for row in rows):
+        tried = [row for row in rows if row["method"] == method and row["seed"] == 0]
+        finite = [row for row in tried if row["val_loss"] is not None]
+        if not finite:
+            continue
+        best = min(finite, key=lambda row: row["val_loss"])
+        same = [
+            row
+            for row in rows
+            if (row["method"], row["learning_rate"]) == (method, best["learning_rate"])
+            and row["val_loss"] is not None
+        ]
+        summaries.append(
+            Summary(
+                method,
+                best["learning_rate"],
+                [row["val_loss"] for row in same],
+                best["bits_per_parameter"],
+                best["sent_bytes_per_step"],
+                [row["curve"] for row in same],
+            )
+        )
+    return summaries
+
+
+def table(summaries: list[Summary]) -> str:
+    """The methods as a Markdown table; bits are per parameter and direction of an all-reduce."""
+    lines = [
+        "| method | rate | bits/parameter | bytes/step | validation loss | seeds |",
+        "|---|---|---|---|---|---|",
+    ]
+    for s in summaries:
+        spread = f" ({min(s.losses):.4f} to {max(s.losses):.4f})" if len(s.losses) > 1 else ""
+        lines.append(
+            f"| {s.method} | {s.learning_rate:g} | {s.bits_per_parameter:.2f} "
+            f"| {s.sent_bytes_per_step:,.0f} "
+            f"| {statistics.fmean(s.losses):.4f}{spread} | {len(s.losses)} |"
+        )
+    return "\n".join(lines)
+
+
+def draw(summaries: list[Summary], path: pathlib.Path) -> None:
+    """Validation loss against steps and against bytes, a band from the best to the worst seed."""
+    figure, (by_step, by_bytes) = plt.subplots(1, 2, figsize=(11, 4.5), sharey=True)
+    colors = plt.get_cmap("tab10").colors
+    for summary, color in zip(summaries, colors * 9, strict=False):
+        dashed = "SGD" in summary.method
+        steps = [point[0] for point in summary.curves[0]]
+        values = list(zip(*[[p[1] for p in curve] for curve in summary.curves], strict=True))
+        middle = [statistics.fmean(v) for v in values]
+        for axes, x in (
+            (by_step, steps),
+            (by_bytes, [step * summary.sent_bytes_per_step / 1e6 for step in steps]),
+        ):
+            style = "--" if dashed else "-"
+            axes.plot(x, middle, style, color=color, label=summary.method, linewidth=1.8)
+            low, high = [min(v) for v in values], [max(v) for v in values]
+            axes.fill_between(x, low, high, color=color, alpha=0.2, linewidth=0)
+    losses = [loss for s in summaries for loss in s.losses]
+    by_step.set_ylim(min(losses) - 0.05, min(min(losses) + 2, 3.5))
+    by_step.set_xlabel("optimizer steps")
+    by_step.set_ylabel("validation loss (nats per byte)")
+    by_bytes.set_xlabel("sent by one replica (MB)")
+    by_bytes.set_xscale("log")
+    by_step.legend(fontsize=8)
+    for axes in (by_step, by_bytes):
+        axes.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def main() -> None:
+    """Reads the rows, prints the table, draws the picture beside them."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--json", type=pathlib.Path, default=pathlib.Path("benchmarks/results/convergence.json")
+    )
+    parser.add_argument("--steps", type=int, default=1000)
+    args = parser.parse_args()
+    summaries = summarize(json.loads(args.json.read_text()), args.steps)
+    picture = args.json.with_suffix(".png")
+    draw(summaries, picture)
+    print(f"{table(summaries)}\n\n{picture}")
+
+
+if __name__ == "__main__":
+    main()

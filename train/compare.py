@@ -1,0 +1,73 @@
+"""`python -m train.compare RUN ...`: finished runs side by side, as a table and a picture."""
+
+import json
+import pathlib
+import statistics
+import sys
+
+from train import metrics, plots
+from train.exits import clean_exits
+
+
+def compare(folders: dict[str, pathlib.Path], picture: pathlib.Path) -> str:
+    """Draws the runs' curves and makes a table of them.
+
+    Args:
+      folders: Label to run directory (`runs/NAME`); the baseline first.
+      picture: Where the PNG goes.
+
+    Returns:
+      The table: method, last validation loss (nats per byte), bytes that one replica sends in a
+      step, how many times fewer than an all-reduce in float16 and float32, steps per second.
+
+    Raises:
+      ValueError: If a folder has no evaluated run.
+    """
+    runs, lines = {}, []
+    for label, folder in folders.items():
+        rows = metrics.read(folder / "metrics.jsonl")
+        if not any("val_loss" in row for row in rows):
+            raise ValueError(f"{folder} holds no evaluated run; train it first.")
+        plan = json.loads((folder / "config.json").read_text())["plan"]
+        runs[label] = rows
+        lines.append(_line(label, rows, plan))
+    plots.loss_figure(runs, picture)
+    head = ("method", "val loss", "bytes/step", "vs fp16", "vs fp32", "steps/s")
+    widths = [max(len(line[i]) for line in (head, *lines)) for i in range(len(head))]
+    pad = lambda line: "  ".join(  # noqa: E731
+        cell.ljust(width) if i == 0 else cell.rjust(width)
+        for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+    )
+    return "\n".join([pad(head), *map(pad, lines)])
+
+
+def _line(label, rows, plan) -> tuple[str, ...]:
+    loss = [row["val_loss"] for row in rows if "val_loss" in row][-1]
+    seconds = [row["step_seconds"] for row in rows if "step_seconds" in row]
+    sent, num_replicas = plan["sent_bytes_per_step"], plan["replicas"]
+    dense = 2 * 4 * plan["parameters"] * (num_replicas - 1) / num_replicas
+    ratio = lambda bytes: f"1/{bytes / sent:.1f}" if sent else "-"  # noqa: E731
+    return (
+        label,
+        "not finite" if loss is None else f"{loss:.4f}",
+        f"{sent:,.0f}",
+        ratio(dense / 2),
+        ratio(dense),
+        f"{1 / statistics.median(seconds):.2f}" if seconds else "-",
+    )
+
+
+def main(args: list[str]) -> None:
+    """Prints the table of the given run directories and the picture's path."""
+    if not args or args[0].startswith("-"):
+        print("usage: python -m train.compare runs/BASELINE runs/NAME ...")
+        sys.exit(0 if args else 2)
+    folders = {arg: pathlib.Path(arg) for arg in args}
+    picture = pathlib.Path(args[0]).parent / "comparison.png"
+    with clean_exits():
+        print(compare(folders, picture))
+        print(picture)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
