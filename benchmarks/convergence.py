@@ -1,6 +1,6 @@
 """Trains the nano task with every method; writes losses, bytes and figures.
 
-    python -m benchmarks.convergence [--methods NAME ...] [--steps 1000] [--json FILE]
+    python -m benchmarks.convergence [--methods NAME ...] [--json FILE]
 
 Each method is run at every rate of its grid with seed 0, then at its best rate with the other
 seeds. Runs whose row is in the file already are not run again, so that it can be stopped and
@@ -99,6 +99,7 @@ def main() -> None:
     parser.add_argument("--methods", nargs="*", default=list(METHODS), choices=list(METHODS))
     parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--rates", nargs="*", type=float, help="instead of each method's grid")
     parser.add_argument(
         "--json", type=pathlib.Path, default=pathlib.Path("benchmarks/results/convergence.json")
     )
@@ -118,7 +119,7 @@ def main() -> None:
         metrics.write_text(args.json, json.dumps([*rows(), row], indent=1) + "\n")
 
     for method in args.methods:
-        for rate in METHODS[method][2]:
+        for rate in args.rates or METHODS[method][2]:
             ensure(method, rate, 0)
         for seed in args.seeds:
             ensure(method, best_rate(rows(), method, args.steps), seed)

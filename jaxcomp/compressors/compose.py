@@ -2,8 +2,6 @@
 
 import math
 
-from jax import lax
-
 from jaxcomp.compressors.base import Compressor, Payload, Selection, identity
 from jaxcomp.compressors.packing import fold
 
@@ -97,8 +95,7 @@ def _chain(selection, encode_kept, decode_kept):
     def decode(payload, shared):
         where, data = payload.data
         kept = Payload(data, selection.kept(payload.numel))
-        # Once: fused into the scatter, they would be decoded again for every entry.
-        values = lax.optimization_barrier(decode_kept(kept, fold(shared, 1)))
+        values = decode_kept(kept, fold(shared, 1))
         return selection.scatter(values, where, shared, payload.numel)
 
     return encode, decode

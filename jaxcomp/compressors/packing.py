@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jaxcomp.compressors.base import Key
@@ -67,7 +68,8 @@ def fold(key: Key, *data: jax.Array | int) -> Key:
     """
     seed = key.seed
     for datum in data:
-        datum = datum & 0xFFFFFFFF if isinstance(datum, int) else datum
+        if isinstance(datum, int):
+            datum = np.uint32(datum & 0xFFFFFFFF)
         seed = _mix(_mix(seed + jnp.uint32(0x9E3779B9)) + jnp.asarray(datum).astype(jnp.uint32))
     return Key(key.count, seed)
 

@@ -108,8 +108,9 @@ def quantize(
             steps = x * inverse + num_steps / 2
         else:
             steps = (x - spread(_widen(low), block, x.size)) * inverse
-        raised = steps + _offset(rounding, shared, private, x.shape)
-        codes = jnp.clip(jnp.floor(raised), 0.0, num_steps).astype(jnp.uint8)
+        steps = jnp.clip(steps + _offset(rounding, shared, private, x.shape), 0.0, num_steps)
+        # The sum is a rounded code in the low bits; XLA:CPU converts at a third of the speed.
+        codes = lax.bitcast_convert_type(steps + 2.0**23, jnp.uint32).astype(jnp.uint8)
         scales = (step,) if range == "absmax" else (low, step)
         return Payload((pack(codes, bits), *scales), x.size)
 
@@ -117,7 +118,7 @@ def quantize(
         packed, *low, step = payload.data
         steps = unpack(packed, bits, payload.numel).astype(jnp.float32)
         if rounding == "shift":
-            steps = steps + (0.5 - uniform(shared))
+            steps = steps - _offset(rounding, shared, None, ())
         step = spread(_widen(step), block, payload.numel)
         if range == "absmax":
             return (steps - num_steps / 2) * step
@@ -183,9 +184,9 @@ def _widen(x):
 
 
 def _offset(rounding, shared, private, shape):
-    if rounding == "stochastic":
-        return uniform(private, shape)
-    return uniform(shared) if rounding == "shift" else 0.5
+    if rounding == "nearest":
+        return 0.0
+    return uniform(private, shape) - 0.5 if rounding == "stochastic" else uniform(shared) - 0.5
 
 
 def _contraction(num_steps, block, range, rounding, dtype):

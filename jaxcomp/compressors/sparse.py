@@ -86,30 +86,7 @@ def top_k(density: float, block: int | None = None) -> Compressor:
         size = min(block or numel, numel)
         return size, -(-numel // size), _ceil(density * size)
 
-    def select(x, shared):
-        size, _, k = layout(x.size)
-        blocks = split(x, size)
-        index = jnp.sort(lax.top_k(jnp.abs(blocks), k)[1], axis=1)
-        values = jnp.take_along_axis(blocks, index, axis=1).reshape(-1)
-        if _index_bits(size) * k < size:
-            return values, pack(index.astype(jnp.uint32), _index_bits(size))
-        return values, pack(_mask(index, size), 1)
-
-    def scatter(values, where, shared, numel):
-        size, num_blocks, k = layout(numel)
-        values = values.reshape(num_blocks, k)
-        if _index_bits(size) * k < size:
-            index = unpack(where, _index_bits(size), num_blocks * k).astype(jnp.int32)
-            x = jnp.zeros((num_blocks, size), values.dtype)
-            rows = jnp.arange(num_blocks)[:, None]
-            x = x.at[rows, index.reshape(num_blocks, k)].set(values)
-        else:
-            mask = unpack(where, 1, num_blocks * size).reshape(num_blocks, size)
-            rank = jnp.cumsum(mask, axis=1, dtype=jnp.int32) - 1
-            gathered = jnp.take_along_axis(values, jnp.maximum(rank, 0), axis=1)
-            x = jnp.where(mask == 1, gathered, 0.0)
-        return x.reshape(-1)[:numel]
-
+    select, scatter = _largest_of_blocks(layout)
     kept_share = _ceil(density * block) / block if block else density
     index_bits = _index_bits(block) * kept_share if block else 1.0
     selection = Selection(
@@ -147,9 +124,8 @@ def group_top_1(group: int) -> Compressor:
     bits = group.bit_length() - 1
 
     def select(x, shared):
-        rows = _rows(x, group)
-        place = jnp.argmax(jnp.abs(rows), axis=0)
-        return _take(rows, place), pack(place.astype(jnp.uint8), bits)
+        values, place = _largest(_rows(x, group))
+        return values, pack(place, bits)
 
     def scatter(values, where, shared, numel):
         return _put(values, unpack(where, bits, values.size), group, numel)
@@ -171,8 +147,8 @@ def _strided(stride):
         return lax.dynamic_index_in_dim(padded, shared.count % stride, axis=1, keepdims=False), ()
 
     def scatter(values, where, shared, numel):
-        chosen = jnp.arange(stride) == shared.count % stride
-        x = jnp.where(chosen[None, :], values[:, None], 0.0)
+        x = jnp.zeros((values.size, stride), values.dtype)
+        x = lax.dynamic_update_slice(x, values[:, None], (0, shared.count % stride))
         return x.reshape(-1)[:numel]
 
     return select, scatter
@@ -184,10 +160,39 @@ def _drawn(stride):
 
     def select(x, shared):
         rows = _rows(x, stride)
-        return _take(rows, draw(shared, rows.shape[1])), ()
+        place = draw(shared, rows.shape[1])
+        return jnp.take_along_axis(rows, place[None, :], axis=0)[0], ()
 
     def scatter(values, where, shared, numel):
         return _put(values, draw(shared, values.size), stride, numel)
+
+    return select, scatter
+
+
+def _largest_of_blocks(layout):
+    def select(x, shared):
+        size, _, k = layout(x.size)
+        blocks = split(x, size)
+        index = jnp.sort(lax.top_k(jnp.abs(blocks), k)[1], axis=1)
+        values = jnp.take_along_axis(blocks, index, axis=1).reshape(-1)
+        if _index_bits(size) * k < size:
+            return values, pack(index.astype(jnp.uint32), _index_bits(size))
+        return values, pack(_mask(index, size), 1)
+
+    def scatter(values, where, shared, numel):
+        size, num_blocks, k = layout(numel)
+        values = values.reshape(num_blocks, k)
+        if _index_bits(size) * k < size:
+            index = unpack(where, _index_bits(size), num_blocks * k).astype(jnp.int32)
+            x = jnp.zeros((num_blocks, size), values.dtype)
+            rows = jnp.arange(num_blocks)[:, None]
+            x = x.at[rows, index.reshape(num_blocks, k)].set(values)
+        else:
+            mask = unpack(where, 1, num_blocks * size).reshape(num_blocks, size)
+            rank = jnp.cumsum(mask, axis=1, dtype=jnp.int32) - 1
+            gathered = jnp.take_along_axis(values, jnp.maximum(rank, 0), axis=1)
+            x = jnp.where(mask == 1, gathered, 0.0)
+        return x.reshape(-1)[:numel]
 
     return select, scatter
 
@@ -197,13 +202,24 @@ def _rows(x, length):
     return jnp.pad(x, (0, -x.size % length)).reshape(length, -1)
 
 
-def _take(rows, place):
-    return jnp.take_along_axis(rows, place[None, :], axis=0)[0]
+def _largest(rows):
+    # A knock-out of neighbours, twice to ten times as fast on a CPU as argmax.
+    values, place = rows, jnp.zeros_like(rows, jnp.uint8)
+    for bit in range((rows.shape[0] - 1).bit_length()):
+        first, second = values[0::2], values[1::2]
+        larger = jnp.abs(second) > jnp.abs(first)
+        values = jnp.where(larger, second, first)
+        place = jnp.where(larger, place[1::2] | jnp.uint8(2**bit), place[0::2])
+    return values[0], place[0]
 
 
 def _put(values, place, length, numel):
-    chosen = jnp.arange(length, dtype=place.dtype)[:, None] == place[None, :]
-    return jnp.where(chosen, values[None, :], 0.0).reshape(-1)[:numel]
+    # A scatter and not a select, into which XLA would fuse, per entry, what made the values.
+    x = jnp.zeros((length, values.size), values.dtype)
+    x = x.at[place, jnp.arange(values.size)].set(
+        values, unique_indices=True, mode="promise_in_bounds"
+    )
+    return x.reshape(-1)[:numel]
 
 
 def _mask(index, size):

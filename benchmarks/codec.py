@@ -1,0 +1,169 @@
+"""Times each compressor against a copy of the same array, in one process; writes JSON.
+
+    python -m benchmarks.codec --json FILE [--numel 16777216] [--repeats 9]
+
+A row's seconds are those of `encode`, from the bucket to the payload, plus those of `decode`,
+from the payload to a new array, compiled apart, each the median of the repeats. Rows and copies
+take turns, so that a busy machine slows all alike. `target` is the greatest ratio to accept,
+`met` whether it was. The comparison with `top_k` has the seconds of its select, not of a copy.
+"""
+
+import argparse
+import json
+import pathlib
+import platform
+import statistics
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxcomp.compressors import (
+    Key,
+    cast,
+    compose,
+    fold,
+    group_top_1,
+    quantize,
+    random_k,
+    sign,
+)
+
+TARGET = 8.0
+ROWS = [
+    # compressor, greatest ratio to a copy
+    (cast("bfloat16"), None),
+    (sign(), TARGET),
+    (sign(block=128), None),
+    (quantize(1), None),
+    (quantize(3), None),
+    (quantize(4), TARGET),
+    (quantize(4, rounding="stochastic"), TARGET),
+    (quantize(4, rounding="shift"), None),
+    (quantize(4, range="minmax"), None),
+    (quantize(8), None),
+    (random_k(0.1), TARGET),
+    (random_k(0.1, pattern="random"), None),
+    (group_top_1(8), TARGET),
+    (group_top_1(64), None),
+    (compose(group_top_1(8), quantize(4)), None),
+    (compose(random_k(0.1), group_top_1(8), quantize(4)), None),
+]
+
+
+def hardware() -> str:
+    """The accelerator's name, or the processor's with its count of cores, and JAX's version."""
+    device = jax.devices()[0]
+    name = device.device_kind
+    if device.platform == "cpu":
+        info = pathlib.Path("/proc/cpuinfo")
+        lines = info.read_text().splitlines() if info.exists() else []
+        models = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+        name = f"{models[0]} x {len(models)}" if models else platform.processor()
+    return f"{name}, jax {jax.__version__}"
+
+
+def interleaved(calls: dict, repeats: int) -> dict:
+    """Calls each in turn `repeats` times; the median seconds of each."""
+    seconds = {name: [] for name in calls}
+    for call in calls.values():
+        jax.block_until_ready(call())
+    for _ in range(repeats):
+        for name, call in calls.items():
+            start = time.perf_counter()
+            jax.block_until_ready(call())
+            seconds[name].append(time.perf_counter() - start)
+    return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def codec_calls(compressor, x, shared, private) -> dict:
+    """The two compiled halves of a compressor, as calls without arguments."""
+    encode, decode = jax.jit(compressor.encode), jax.jit(compressor.decode)
+    payload = encode(x, shared, private)
+    return {"encode": lambda: encode(x, shared, private), "decode": lambda: decode(payload, shared)}
+
+
+def codec_row(compressor, target, x, shared, private, repeats) -> dict:
+    """One compressor against the copy of the bucket."""
+    copy = jax.jit(jnp.copy)
+    calls = {"copy": lambda: copy(x), **codec_calls(compressor, x, shared, private)}
+    median = interleaved(calls, repeats)
+    seconds = median["encode"] + median["decode"]
+    return {
+        "name": compressor.name,
+        "seconds": seconds,
+        "encode_seconds": median["encode"],
+        "decode_seconds": median["decode"],
+        "copy_seconds": median["copy"],
+        "ratio": seconds / median["copy"],
+        "target": target,
+        "met": None if target is None else seconds <= target * median["copy"],
+    }
+
+
+def against_row(name, compressor, other, target, x, shared, private, repeats) -> dict:
+    """One compressor against another, halves summed; `ratio` is its share of the other's time."""
+    pair = {"this": compressor, "other": other}
+    calls = {
+        f"{role} {half}": call
+        for role, each in pair.items()
+        for half, call in codec_calls(each, x, shared, private).items()
+    }
+    median = interleaved(calls, repeats)
+    seconds = median["this encode"] + median["this decode"]
+    other_seconds = median["other encode"] + median["other decode"]
+    return {
+        "name": name,
+        "seconds": seconds,
+        "other_seconds": other_seconds,
+        "ratio": seconds / other_seconds,
+        "target": target,
+        "met": seconds <= target * other_seconds,
+    }
+
+
+def select_row(x, shared, repeats) -> dict:
+    """`group_top_1(8)` against a global `top_k` of as many: both choose, neither is packed."""
+    group = jax.jit(lambda x: group_top_1(8).selection.select(x, shared))
+    whole = jax.jit(lambda x: jax.lax.top_k(jnp.abs(x), x.size // 8))
+    median = interleaved({"group": lambda: group(x), "whole": lambda: whole(x)}, repeats)
+    return {
+        "name": "group_top_1(8).select / lax.top_k at density 1/8",
+        "seconds": median["group"],
+        "other_seconds": median["whole"],
+        "ratio": median["group"] / median["whole"],
+        "target": 1 / 50,
+        "met": median["group"] <= median["whole"] / 50,
+    }
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=pathlib.Path, help="file to write the rows to")
+    parser.add_argument("--numel", type=int, default=2**24, help="float32 values in the bucket")
+    parser.add_argument("--repeats", type=int, default=9, help="measurements of each call")
+    arguments = parser.parse_args()
+
+    x = jnp.asarray(np.random.default_rng(0).standard_normal(arguments.numel, np.float32))
+    shared = Key(jnp.int32(3), jnp.uint32(7))
+    keys, repeats = (shared, fold(shared, 1)), arguments.repeats
+    rows = [codec_row(each, target, x, *keys, repeats) for each, target in ROWS]
+    nearest, stochastic = quantize(4), quantize(4, rounding="stochastic")
+    pair = "4 bits, stochastic / nearest"
+    rows.append(against_row(pair, stochastic, nearest, 2.0, x, *keys, repeats))
+    rows.append(select_row(x, shared, min(repeats, 3)))
+
+    print(f"{hardware()}; {arguments.numel} float32\n{'':52s} {'ms':>9s} {'ratio':>8s} target")
+    for row in rows:
+        target = (
+            "" if row["target"] is None else f"{row['target']:g} {'' if row['met'] else 'MISSED'}"
+        )
+        print(f"{row['name']:52s} {1e3 * row['seconds']:9.2f} {row['ratio']:8.3f} {target}")
+    if arguments.json:
+        record = {"hardware": hardware(), "numel": arguments.numel}
+        arguments.json.write_text(json.dumps([row | record for row in rows], indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
