@@ -15,7 +15,7 @@ def get_config() -> Config:
         steps=1000,
         optimizer=Optimizer(
             update="chain(compressed_mean(identity(), axis_name), adam(learning_rate))",
-            learning_rate=3e-3,
+            learning_rate=6e-3,
             warmup_steps=100,
         ),
     )

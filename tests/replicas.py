@@ -36,8 +36,13 @@ def one_value(x):
     return copies[0]
 
 
+def division_error(num_replicas):
+    """Relative error of a division by it: XLA multiplies by the rounded reciprocal instead."""
+    return 0.0 if num_replicas & (num_replicas - 1) == 0 else 2.0**-23
+
+
 def transform(tx, mesh, params):
-    """Jits `init(params) -> state` and `update(rows of updates, state, params) -> (updates, state)`.
+    """Jits `init(params)` and `update(rows of updates, state, params) -> (updates, state)`.
 
     The transformation is wrapped by `per_replica`; updates that come out are replicated by type.
     """

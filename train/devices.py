@@ -18,7 +18,8 @@ def start(replicas: int) -> None:
         jax.config.update("jax_num_cpu_devices", replicas)
     # XLA:CPU runs a device's program in one thread of a pool that by default has only as many
     # threads as devices; collectives of two steps in flight then wait for each other for ever.
-    os.environ.setdefault("NPROC", str(4 * max(replicas, os.cpu_count() or 1)))
+    count = jax.config.jax_num_cpu_devices  # -1 where nobody has set it
+    os.environ.setdefault("NPROC", str(max(4 * count, os.cpu_count() or 1)))
 
 
 def make_mesh(replicas: int) -> Mesh:

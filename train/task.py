@@ -6,12 +6,12 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxcomp
+from train import advice, data, devices, losses
 from train import config as configs
-from train import data, devices, losses
 from train.config import AXIS_NAME, Config
 from train.models.gpt import GPT
 
@@ -107,6 +107,15 @@ def _shapes(init, mesh, tx) -> dict[str, Any]:
     return {"params": params, "state": jax.tree.map(placed, state, specs)}
 
 
+def state_shapes(task: Task, num_replicas: int) -> Any:
+    """Shapes and dtypes of the run's state, as another number of replicas would hold it."""
+    mesh = AbstractMesh((num_replicas,), (AXIS_NAME,), axis_types=(AxisType.Auto,))
+    tx = configs.transformation(task.config)
+    init = jaxcomp.train_step(lambda params, batch: 0.0, tx, mesh, AXIS_NAME).init
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), task.like["params"])
+    return jax.eval_shape(init, shapes)
+
+
 def num_parameters(task: Task) -> int:
     """Elements of all parameters."""
     return sum(leaf.size for leaf in jax.tree.leaves(task.like["params"]))
@@ -126,5 +135,6 @@ def report(task: Task) -> str:
         if task.sent_bytes
         else "nothing to send with one replica.",
         f"travel exact: {'not known: no error feedback' if exact is None else ', '.join(exact)}",
+        *advice.notes(task.config.optimizer.update),
     ]
     return "\n".join(lines)

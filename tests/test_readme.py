@@ -1,0 +1,40 @@
+"""What the README tells a reader to type."""
+
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def test_the_python_of_the_readme_trains():
+    def loss_fn(params, batch):
+        return jnp.mean((batch @ params["w"] - batch) ** 2)
+
+    batches = [np.random.default_rng(i).normal(size=(16, 64)).astype("float32") for i in range(9)]
+    names = {"loss_fn": loss_fn, "params": {"w": jnp.zeros((64, 64))}, "batches": batches}
+    before = float(loss_fn(names["params"], batches[0]))
+    blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    assert len(blocks) == 2
+    for block in blocks:
+        exec(block, names)
+    after = float(loss_fn(jax.device_get(names["params"]), batches[0]))
+    assert after < 0.99 * before
+    assert not names["metrics"]["skipped"]
+
+
+def test_the_readme_names_only_targets_that_exist():
+    makefile = (ROOT / "Makefile").read_text()
+    named = set(re.findall(r"`?make (\w+)", README))
+    assert named
+    assert all(re.search(rf"^{target}:", makefile, re.MULTILINE) for target in named)
+
+
+def test_the_readme_names_only_files_that_exist():
+    paths = re.findall(r"`((?:jaxcomp|train|configs|benchmarks|tests|docs)/[\w./]+)`", README)
+    assert paths
+    assert [path for path in paths if not (ROOT / path).exists()] == []
