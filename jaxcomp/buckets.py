@@ -69,6 +69,12 @@ def by_path(*rules: tuple[str, Any]) -> Callable[[str, Any], Any]:
     Returns:
       A function of (path, leaf) for `compressed_mean` or `make_plan`.
 
+    Examples:
+      >>> import jaxcomp
+      >>> policy = jaxcomp.by_path(("embed", jaxcomp.quantize(8)), (".*", jaxcomp.quantize(4)))
+      >>> policy("params/embed/embedding", None).name
+      'quantize(8)'
+
     Raises:
       ValueError: When called with a path that no rule covers.
     """
