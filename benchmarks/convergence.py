@@ -15,6 +15,7 @@ import pathlib
 from configs import nano_dense
 from train import devices, metrics
 from train.config import Optimizer
+from train.exits import clean_exits
 
 MEAN = "compressed_mean({}, axis_name)"
 ADAM = "adam(learning_rate)"
@@ -126,4 +127,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with clean_exits():
+        main()

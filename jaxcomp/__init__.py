@@ -16,9 +16,9 @@ from jaxcomp.compressors import quantize as quantize
 from jaxcomp.compressors import random_k as random_k
 from jaxcomp.compressors import sign as sign
 from jaxcomp.compressors import top_k as top_k
+from jaxcomp.resizing import resize as resize
 from jaxcomp.sharding import local_params as local_params
 from jaxcomp.sharding import per_replica as per_replica
-from jaxcomp.sharding import resize as resize
 from jaxcomp.sharding import state_specs as state_specs
 from jaxcomp.step import TrainStep as TrainStep
 from jaxcomp.step import replica_spread as replica_spread

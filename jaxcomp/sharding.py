@@ -15,9 +15,21 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 
+def varying_axes(x: Any) -> frozenset[str]:
+    """The mesh axes along which JAX's type of an array, or a shape, says that it may differ."""
+    kind = getattr(x, "manual_axis_type", None)
+    return (kind if kind is not None else jax.typeof(x).manual_axis_type).varying
+
+
 def varies_over(x: jax.Array, axis_name: str) -> bool:
     """Whether JAX's type of `x` says that it may differ along the mesh axis `axis_name`."""
-    return axis_name in jax.typeof(x).manual_axis_type.varying
+    return axis_name in varying_axes(x)
+
+
+def largest(x: jax.Array, *but: str) -> jax.Array:
+    """The maximum of `x` over all mesh axes that it varies over, `but` these: equal over them."""
+    axes = tuple(sorted(varying_axes(x) - set(but)))
+    return lax.pmax(x, axes) if axes else x
 
 
 def is_tracked(axis_name: str) -> bool:
@@ -41,6 +53,12 @@ def is_tracked(axis_name: str) -> bool:
             "apply equal updates; leave check_vma at True."
         )
     return True
+
+
+def num_replicas(axis_name: str) -> int:
+    """The size of the axis; a ValueError as that of `is_tracked` where it is not bound."""
+    is_tracked(axis_name)
+    return lax.axis_size(axis_name)
 
 
 def to_varying(tree: Any, axis_name: str) -> Any:
@@ -131,14 +149,15 @@ def per_replica(
         if not is_tracked(axis_name):
             return state
         grads = to_varying(jax.tree.map(jnp.zeros_like, params), axis_name)
+        if (accumulator := optax.tree_utils.tree_get(state, "acc_grads")) is not None:
+            # MultiSteps traces the inner update at its accumulator, still zeros, too.
+            accumulator = to_varying(accumulator, axis_name)
+            state = optax.tree_utils.tree_set(state, acc_grads=accumulator)
         while True:
-            # An accumulator starts as zeros that are equal everywhere and varies after one update.
+            # What starts as zeros that are equal everywhere may vary after one update.
             after = jax.eval_shape(lambda s: tx.update(grads, s, params)[1], state)
-            cast = lambda now, then: (  # noqa: E731
-                to_varying(now, axis_name) if axis_name in _varying(then) else now
-            )
-            new_state = jax.tree.map(cast, state, after)
-            if jax.tree.map(_varying, new_state) == jax.tree.map(_varying, state):
+            new_state = jax.tree.map(_vary_like, state, after)
+            if jax.tree.map(varying_axes, new_state) == jax.tree.map(varying_axes, state):
                 return _stack(state, axis_name)
             state = new_state
 
@@ -150,10 +169,9 @@ def per_replica(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _varying(x) -> frozenset:
-    """The varying axes of an array or of what `jax.eval_shape` returns."""
-    kind = getattr(x, "manual_axis_type", None)
-    return (kind if kind is not None else jax.typeof(x).manual_axis_type).varying
+def _vary_like(x, like):
+    missing = tuple(sorted(varying_axes(like) - varying_axes(x)))
+    return lax.pcast(x, missing, to="varying") if missing else x
 
 
 def state_specs(
@@ -202,9 +220,9 @@ def state_specs(
     ]
 
     def spec_of(path, leaf):
-        lead = (axis_name,) if axis_name in _varying(leaf) else ()
+        lead = (axis_name,) if axis_name in varying_axes(leaf) else ()
         shape = leaf.shape[len(lead) :]
-        others = tuple(name for name in mesh.axis_names if name in _varying(leaf) - {axis_name})
+        others = tuple(name for name in mesh.axis_names if name in varying_axes(leaf) - {axis_name})
         if not others:
             return P(*lead)
         for param_path, param_shape, spec in known:
@@ -236,57 +254,3 @@ def full_specs(params, mesh, axis_name, param_specs):
                 "replicas hold equal parameters: use the mesh's other axes, or jaxcomp.qsdp."
             )
     return specs
-
-
-def resize(state: Any, like: Any, num_shards: int = 1) -> Any:
-    """Turns the state of N replicas into one for M replicas that goes on from the same place.
-
-    Rows of replicas (residuals, drift, local moments, accumulators) become their mean, in all
-    M rows, so that their mean over replicas, which is what training sees, stays. What owners
-    hold of a bucket (`owner_residual`) is laid out anew over M owners. The rest is copied.
-
-    Args:
-      state: Global state of N replicas, as arrays or NumPy arrays.
-      like: The state for M replicas, or its shapes: `jax.eval_shape(init, params)`.
-      num_shards: Product of the sizes of the mesh's other axes that shard the parameters; the
-        same before and after.
-
-    Returns:
-      A tree like `like`, placed as `like` is if it says where.
-
-    Raises:
-      ValueError: If the two are not states of one transformation and one model.
-    """
-    if jax.tree.structure(state) != jax.tree.structure(like):
-        raise ValueError(
-            f"cannot resize a state of structure {jax.tree.structure(state)} to "
-            f"{jax.tree.structure(like)}; build `like` with the same transformation and model."
-        )
-
-    def leaf(path, old, new):
-        old = jnp.asarray(old)
-        if old.shape == new.shape:
-            out = old
-        elif any(getattr(key, "name", None) == "owner_residual" for key in path):
-            out = _resize_owned(old, new.shape, num_shards)
-        elif old.ndim == len(new.shape) > 0 and old.shape[1:] == new.shape[1:]:
-            row = jnp.mean(old, axis=0) if jnp.issubdtype(old.dtype, jnp.inexact) else old[0]
-            out = jnp.broadcast_to(row, new.shape)
-        else:
-            raise ValueError(
-                f"the leaf {jax.tree_util.keystr(path)!r} has shape {old.shape}, which no number "
-                f"of replicas turns into {new.shape}; is this the same model?"
-            )
-        out = out.astype(new.dtype)
-        sharding = getattr(new, "sharding", None)
-        return out if sharding is None else jax.device_put(out, sharding)
-
-    return jax.tree_util.tree_map_with_path(leaf, state, like)
-
-
-def _resize_owned(old, shape, num_shards):
-    """Chunks `[N, shards * c]` of buckets as `[M, shards * c']`; only zero padding is cut off."""
-    flat = old.reshape(old.shape[0], num_shards, -1).swapaxes(0, 1).reshape(num_shards, -1)
-    size = shape[0] * shape[1] // num_shards
-    flat = jnp.pad(flat[:, :size], ((0, 0), (0, max(0, size - flat.shape[1]))))
-    return flat.reshape(num_shards, shape[0], -1).swapaxes(0, 1).reshape(shape)

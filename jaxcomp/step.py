@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 from jaxcomp.sharding import (
     add_drift,
     full_specs,
+    largest,
     per_replica,
     state_specs,
     to_varying,
@@ -69,7 +70,6 @@ def train_step(
     specs_of = functools.partial(
         state_specs, tx, mesh=mesh, axis_name=axis_name, param_specs=param_specs
     )
-    others = tuple(name for name in mesh.axis_names if name != axis_name)
 
     @jax.jit
     def init(params):
@@ -91,7 +91,7 @@ def train_step(
             axis_names={axis_name},  # the other axes are XLA's
         )
         apply = jax.shard_map(
-            functools.partial(_apply, tx, others),
+            functools.partial(_apply, tx, axis_name),
             mesh=mesh,
             in_specs=(p_specs, s_specs, rows),
             out_specs=(p_specs, s_specs, P()),
@@ -133,18 +133,29 @@ def _local_grads(loss_fn, axis_name, accumulate, params, drift, batch):
     return loss[None], jax.tree.map(lambda g: g[None], grads)
 
 
-def _apply(tx, others, params, state, grads):
+def _apply(tx, axis_name, params, state, grads):
     """One update on local shards; where it is not finite, everything stays as it was."""
     grads = jax.tree.map(lambda g: g[0], grads)
     updates, new_state = tx.update(grads, state, params)
+    _require_averaged(updates, axis_name)
     finite = jnp.stack([jnp.all(jnp.isfinite(u)) for u in jax.tree.leaves(updates)])
-    finite = jnp.all(finite).astype(jnp.float32)
-    for name in others:  # shards of one replica must agree; equal on all replicas it is by type
-        finite = lax.pmin(finite, name) if varies_over(finite, name) else finite
-    keep = functools.partial(jnp.where, finite > 0)
+    # All shards of a replica must agree; that all replicas do, their type says already.
+    skipped = largest((~jnp.all(finite)).astype(jnp.float32)) > 0
+    keep = functools.partial(jnp.where, ~skipped)
     new_params = optax.apply_updates(params, updates)
     params, state = jax.tree.map(keep, (new_params, new_state), (params, state))
-    return params, state, finite == 0
+    return params, state, skipped
+
+
+def _require_averaged(updates, axis_name):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(updates):
+        if varies_over(leaf, axis_name):
+            raise ValueError(
+                f"the update of {jax.tree_util.keystr(path)!r} still varies over {axis_name!r} "
+                "when it leaves the transformation: nothing in it averages over the replicas. "
+                "Write optax.chain(jaxcomp.compressed_mean(jaxcomp.identity(), "
+                f"{axis_name!r}), ...)."
+            )
 
 
 def replica_spread(params: Any, mesh: Mesh, axis_name: str) -> jax.Array:
@@ -161,20 +172,28 @@ def replica_spread(params: Any, mesh: Mesh, axis_name: str) -> jax.Array:
     Returns:
       u32[]: the largest minus the smallest of the replicas' checksums of bits. Sends 8 bytes.
     """
-    specs = jax.tree.map(lambda x: getattr(x.sharding, "spec", P()), params)
+    leaves = jax.tree.leaves(params)
+    specs = tuple(getattr(x.sharding, "spec", P()) for x in leaves)
+    return _spread(mesh, axis_name, specs)(leaves)
+
+
+@functools.lru_cache(maxsize=16)
+def _spread(mesh, axis_name, specs):
+    """The jitted comparison, kept: a training loop calls it again and again."""
     others = tuple(name for name in mesh.axis_names if name != axis_name)
 
-    def spread(params):
-        total = sum(_checksum(x) for x in jax.tree.leaves(to_varying(params, axis_name)))
+    def spread(leaves):
+        total = sum(_checksum(x) for x in to_varying(leaves, axis_name))
         for name in others:
             total = lax.psum(total, name) if varies_over(total, name) else total
         return lax.pmax(total, axis_name) - lax.pmin(total, axis_name)
 
-    return jax.jit(jax.shard_map(spread, mesh=mesh, in_specs=(specs,), out_specs=P()))(params)
+    return jax.jit(jax.shard_map(spread, mesh=mesh, in_specs=(list(specs),), out_specs=P()))
 
 
 def _checksum(x) -> jax.Array:
     """u32[]: a sum of the bits, each word weighted by an odd number of its position."""
+    x = x.astype(jnp.uint8) if x.dtype == bool else x
     words = lax.bitcast_convert_type(x, jnp.uint8).reshape(-1).astype(jnp.uint32)
     weights = 2 * lax.iota(jnp.uint32, words.size) + 1
     return jnp.sum(words * weights, dtype=jnp.uint32)

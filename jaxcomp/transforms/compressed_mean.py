@@ -10,7 +10,7 @@ from jax import lax
 
 from jaxcomp import buckets, wire
 from jaxcomp.compressors import Compressor, Key, fold, identity
-from jaxcomp.sharding import require_varying, to_varying
+from jaxcomp.sharding import largest, num_replicas, require_varying, to_varying, varying_axes
 
 
 class CompressedMeanState(NamedTuple):
@@ -78,8 +78,11 @@ def compressed_mean(
     policy = (lambda path, leaf: compressor) if isinstance(compressor, Compressor) else compressor
 
     def make_plan(tree):
-        label = lambda path, leaf: EXACT if exact(path, leaf) else policy(path, leaf)  # noqa: E731
-        return buckets.make_plan(tree, label, lax.axis_size(axis_name), bucket_numel)
+        def label(path, leaf):
+            code = EXACT if exact(path, leaf) else policy(path, leaf)
+            return Label(code, varying_axes(leaf) - {axis_name})
+
+        return buckets.make_plan(tree, label, num_replicas(axis_name), bucket_numel)
 
     def init(params):
         state = _zero_residuals(make_plan(params), exchange, axis_name)
@@ -90,15 +93,15 @@ def compressed_mean(
         require_varying(updates, axis_name)
         plan = make_plan(updates)
         old = state if error_feedback else _zero_residuals(plan, exchange, axis_name)
-        total = _add_residual(plan, updates, old.residual)
+        total = buckets.flatten(plan, _add_residual(plan, updates, old.residual))
         shared = Key(state.count, jnp.uint32(seed))
         means, skip = _exchange(plan, total, old, exchange, shared, axis_name)
         mean = buckets.unflatten(plan, [jnp.where(skip, jnp.nan, m.mean) for m in means])
         count = optax.safe_increment(state.count)
         if not error_feedback:
             return mean, state._replace(count=count)
-        unsent = _unsent(plan, total, [m.sent for m in means])
-        residuals = (unsent, tuple(m.owner_residual for m in means))
+        unsent = [x - m.sent for x, m in zip(total, means, strict=True)]
+        residuals = (_residual_of(plan, unsent), tuple(m.owner_residual for m in means))
         keep = lambda old, new: jnp.where(skip, old, new)  # noqa: E731
         residuals = jax.tree.map(keep, (old.residual, old.owner_residual), residuals)
         return mean, CompressedMeanState(count, *residuals)
@@ -109,19 +112,28 @@ def compressed_mean(
 EXACT = identity()
 
 
+class Label(NamedTuple):
+    """What the leaves of one bucket have in common."""
+
+    compressor: Compressor
+    # Other mesh axes that shard them: what varies over none may not be mixed with what does.
+    axes: frozenset[str]
+
+
 def _exchange_of(bucket: buckets.Bucket, exchange: wire.Exchange) -> wire.Exchange:
-    return wire.summed if bucket.label.linear else exchange
+    return wire.summed if bucket.label.compressor.linear else exchange
 
 
 def _zero_residuals(plan, exchange, axis_name) -> CompressedMeanState:
     """The state before the first update; leaves that travel exact have no residual."""
-    num_replicas = lax.axis_size(axis_name)
     residual = [
-        None if label == EXACT else jnp.zeros(shape, jnp.promote_types(dtype, jnp.float32))
+        None
+        if label.compressor == EXACT
+        else jnp.zeros(shape, jnp.promote_types(dtype, jnp.float32))
         for label, shape, dtype in zip(plan.labels, plan.shapes, plan.dtypes, strict=True)
     ]
     owner_residual = tuple(
-        jnp.zeros(bucket.numel // num_replicas, bucket.dtype)
+        jnp.zeros(bucket.numel // num_replicas(axis_name), bucket.dtype)
         if _exchange_of(bucket, exchange).owns_chunks
         else None
         for bucket in plan.buckets
@@ -130,41 +142,42 @@ def _zero_residuals(plan, exchange, axis_name) -> CompressedMeanState:
     return CompressedMeanState(jnp.zeros([], jnp.int32), *varying)
 
 
-def _add_residual(plan, updates, residual) -> list[jax.Array]:
-    """The leaves of updates + residual."""
+def _add_residual(plan, updates, residual):
+    """The tree of updates + residual."""
     leaves = zip(
         plan.treedef.flatten_up_to(updates), plan.treedef.flatten_up_to(residual), strict=True
     )
-    return [x if r is None else x + r for x, r in leaves]
+    return plan.treedef.unflatten([x if r is None else x + r for x, r in leaves])
 
 
 def _exchange(plan, total, old, exchange, shared, axis_name):
     """Averages every bucket; the first exact one carries whether any update is not finite."""
-    flat = buckets.flatten(plan, plan.treedef.unflatten(total))
-    bad = ~jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in total]))
-    means, skip = [], None
-    for index, (bucket, x) in enumerate(zip(plan.buckets, flat, strict=True)):
+    bad = ~jnp.all(jnp.array([jnp.all(jnp.isfinite(x)) for x in total], bool))
+    # All shards of a replica must agree, and an exact bucket of whole leaves must stay whole.
+    bad = largest(bad.astype(jnp.float32), axis_name)
+    means, num_bad = [], None
+    for index, (bucket, x) in enumerate(zip(plan.buckets, total, strict=True)):
         key = fold(shared, shared.count, index)
-        carries = skip is None and bucket.label == EXACT
+        carries = num_bad is None and bucket.label.compressor == EXACT
         if carries:
             x = jnp.append(x, bad.astype(x.dtype))
         how = _exchange_of(bucket, exchange)
-        result = how.mean(x, old.owner_residual[index], bucket.label, key, axis_name)
+        code = bucket.label.compressor
+        result = how.mean(x, old.owner_residual[index], code, key, axis_name)
         if carries:
-            skip = result.mean[-1] > 0
+            num_bad = result.mean[-1]
             result = result._replace(mean=result.mean[:-1], sent=result.sent[:-1])
         means.append(result)
-    if skip is None:
-        skip = lax.psum(bad.astype(jnp.float32), axis_name) > 0
-    return means, skip
+    if num_bad is None:
+        num_bad = lax.psum(bad, axis_name)
+    return means, largest(num_bad) > 0
 
 
-def _unsent(plan, total, sent):
-    """What of updates + residual was not sent, for leaves that do not travel exact."""
+def _residual_of(plan, unsent):
+    """Buckets of what was not sent as a tree of the residual's dtypes, without the exact leaves."""
     dtypes = [jnp.promote_types(dtype, jnp.float32) for dtype in plan.dtypes]
-    sent = plan.treedef.flatten_up_to(buckets.unflatten(plan, sent, dtypes))
-    unsent = [
-        None if label == EXACT else x - s
-        for label, x, s in zip(plan.labels, total, sent, strict=True)
-    ]
-    return plan.treedef.unflatten(unsent)
+    leaves = plan.treedef.flatten_up_to(buckets.unflatten(plan, unsent, dtypes))
+    lossy = [label.compressor != EXACT for label in plan.labels]
+    return plan.treedef.unflatten(
+        [x if kept else None for x, kept in zip(leaves, lossy, strict=True)]
+    )

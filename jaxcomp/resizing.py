@@ -1,0 +1,79 @@
+"""The state of N replicas as one for M replicas."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+
+
+def resize(state: Any, like: Any) -> Any:
+    """Turns the state of N replicas into one for M replicas that goes on from the same place.
+
+    Rows of replicas (residuals, drift, local moments, accumulators) become their mean, in all
+    M rows, so that their mean over replicas, which is what training sees, stays. What owners
+    hold of a bucket (`owner_residual`) is laid out anew over M owners. The rest is copied. The
+    mesh's other axes must keep their sizes.
+
+    Args:
+      state: Global state of N replicas, as arrays or NumPy arrays.
+      like: The state for M replicas, or its shapes: `jax.eval_shape(init, params)`. Where the
+        mesh has further axes that shard parameters, with the shardings of `state_specs`.
+
+    Returns:
+      A tree like `like`, placed as `like` is if it says where.
+
+    Raises:
+      ValueError: If the two are not states of one transformation and one model.
+    """
+    if jax.tree.structure(state) != jax.tree.structure(like):
+        raise ValueError(
+            f"cannot resize a state of structure {jax.tree.structure(state)} to "
+            f"{jax.tree.structure(like)}; build `like` with the same transformation and model."
+        )
+    pairs = list(zip(jax.tree.leaves(state), jax.tree.leaves(like), strict=True))
+    changes = {(old.shape[:1], new.shape[:1]) for old, new in pairs if old.shape != new.shape}
+    if len(changes) > 1:
+        raise ValueError(
+            f"the first axes change in more than one way, {sorted(changes)}, but only the number "
+            "of replicas may change; is this the same model?"
+        )
+    return jax.tree_util.tree_map_with_path(_resize_leaf, state, like)
+
+
+def _resize_leaf(path, old, new):
+    old = jnp.asarray(old)
+    if old.shape == new.shape:
+        out = old
+    elif any(getattr(key, "name", None) == "owner_residual" for key in path):
+        out = _resize_owned(old, new.shape, _num_shards(new))
+    elif old.ndim == len(new.shape) > 0 and old.shape[1:] == new.shape[1:]:
+        row = jnp.mean(old, axis=0) if jnp.issubdtype(old.dtype, jnp.inexact) else old[0]
+        out = jnp.broadcast_to(row, new.shape)
+    else:
+        raise ValueError(
+            f"the leaf {jax.tree_util.keystr(path)!r} has shape {old.shape}, which no number "
+            f"of replicas turns into {new.shape}; is this the same model?"
+        )
+    out = out.astype(new.dtype)
+    sharding = getattr(new, "sharding", None)
+    return out if sharding is None else jax.device_put(out, sharding)
+
+
+def _num_shards(like) -> int:
+    """Shards behind each other in a row, over the mesh axes other than the replicas'."""
+    sharding = getattr(like, "sharding", None)
+    if not isinstance(sharding, NamedSharding):
+        return 1
+    return math.prod(
+        sharding.mesh.shape[name] for name in jax.tree.leaves(tuple(sharding.spec[1:]))
+    )
+
+
+def _resize_owned(old, shape, num_shards):
+    """Chunks `[N, shards * c]` of buckets as `[M, shards * c']`; only zero padding is cut off."""
+    flat = old.reshape(old.shape[0], num_shards, -1).swapaxes(0, 1).reshape(num_shards, -1)
+    size = shape[0] * shape[1] // num_shards
+    flat = jnp.pad(flat[:, :size], ((0, 0), (0, max(0, size - flat.shape[1]))))
+    return flat.reshape(num_shards, shape[0], -1).swapaxes(0, 1).reshape(shape)
