@@ -71,6 +71,8 @@ def fold(key: Key, *data: jax.Array | int) -> Key:
         if isinstance(datum, int):
             datum = np.uint32(datum & 0xFFFFFFFF)
         seed = _mix(_mix(seed + jnp.uint32(0x9E3779B9)) + jnp.asarray(datum).astype(jnp.uint32))
+    # XLA fuses no sum into the loops that read it: in a long chain of hashes LLVM never returns.
+    seed = jnp.sum(_mix(seed ^ lax.iota(jnp.uint32, 2)), dtype=jnp.uint32)
     return Key(key.count, seed)
 
 
