@@ -68,8 +68,8 @@ def _payload_like(compressor, numel, dtype):
 
 
 def _encode(compressor, x, shared, private):
-    # Fused with the decoding of what was sent, the code would be computed again for every entry,
-    # which LLVM takes for ever to compile where it rounds stochastically.
+    # The decoding of what was sent shall read the message: fused with the encoding, it would
+    # encode again for every entry, at 1.3 to 2.9 times the time of a whole exchange.
     return lax.optimization_barrier(pack(compressor.encode(x, shared, private)))
 
 

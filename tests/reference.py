@@ -20,7 +20,7 @@ def mix(x):
 def fold(seed, *data):
     for datum in data:
         seed = mix((mix((seed + 0x9E3779B9) & 0xFFFFFFFF) + datum) & 0xFFFFFFFF)
-    return seed
+    return (mix(seed) + mix(seed ^ 1)) & 0xFFFFFFFF
 
 
 def random_bits(seed, size):

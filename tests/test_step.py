@@ -108,9 +108,8 @@ def test_the_loss_is_each_replicas_own():
         assert abs(loss - loss_fn(make_params(), part)) < 1e-6 * loss
 
 
-@pytest.mark.parametrize("accumulate", [2, 4])
-def test_microbatches_add_up_to_the_batch_and_are_exchanged_once(accumulate):
-    mesh = mesh_of(2)
+def test_microbatches_add_up_to_the_batch_and_are_exchanged_once():
+    mesh, accumulate = mesh_of(2), 3
     mean = jaxcomp.compressed_mean(jaxcomp.identity(), "replica")
     tx = optax.chain(mean, optax.sgd(0.5))
     params, _, history = train(mesh, tx, accumulate=accumulate)
@@ -262,18 +261,8 @@ def guarded_step(layout):
     )
 
 
-def test_wrappers_work_in_the_step():
+def test_multi_steps_work_in_the_step():
     mesh = mesh_of(2)
-    plain, _, _ = train(mesh, quantized_adam(), num_steps=2)
-
-    def injected(learning_rate):
-        mean = jaxcomp.compressed_mean(jaxcomp.quantize(4, block=8), "replica")
-        return optax.chain(mean, optax.adam(learning_rate))
-
-    params, _, _ = train(mesh, optax.inject_hyperparams(injected)(learning_rate=1e-2), num_steps=2)
-    # The rate is a value instead of a constant: roundings of two updates of at most 1e-2.
-    assert_close(params, jax.tree.map(np.asarray, plain), 2 * 4 * 2.0**-24 + 1e-8)
-
     tx = optax.MultiSteps(quantized_adam(), 2).gradient_transformation()
     params, state, _ = train(mesh, tx, num_steps=1)
     assert_close(params, make_params(), 0)
@@ -329,7 +318,7 @@ def test_wrong_arguments_are_refused():
 def test_a_transformation_that_does_not_average_is_refused():
     train_step = jaxcomp.train_step(loss_fn, optax.sgd(0.5), mesh_of(2), "replica")
     params = everywhere(mesh_of(2), make_params())
-    with pytest.raises(ValueError, match="out_specs which require replication"):
+    with pytest.raises(ValueError, match="nothing in it averages over the rep"):
         train_step.step(params, train_step.init(params), rows(mesh_of(2), make_batch()))
 
 
@@ -362,7 +351,9 @@ def test_a_shard_that_went_astray_is_seen():
 
 
 @pytest.mark.parametrize(
-    "code", [jaxcomp.quantize(4), jaxcomp.sign(), jaxcomp.group_top_1(8)], ids=lambda c: c.name
+    "code",
+    [jaxcomp.quantize(4), jaxcomp.quantize(4, rounding="stochastic"), jaxcomp.sign()],
+    ids=lambda c: c.name,
 )
 def test_memory_of_a_step_is_at_most_three_gradients_above_the_dense_one(code):
     def peak(code):
