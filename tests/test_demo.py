@@ -48,10 +48,10 @@ def test_table_has_last_loss_bytes_ratios_and_median_speed(tmp_path):
     }
     picture = tmp_path / "comparison.png"
     assert [line.split("  ") for line in compact(compare.compare(folders, picture))] == [
-        ["method", "val loss", "bytes/step", "vs fp16", "vs fp32", "steps/s"],
-        ["dense", "2.2500", "6,000", "1/0.5", "1/1.0", "5.00"],
-        ["4-bit", "2.7500", "750", "1/4.0", "1/8.0", "5.00"],
-        ["broken", "not finite", "1,500", "1/2.0", "1/4.0", "-"],
+        ["method", "val loss", "bytes/step", "of fp16", "of fp32", "steps/s"],
+        ["dense", "2.2500", "6,000", "200.0%", "100.0%", "5.00"],
+        ["4-bit", "2.7500", "750", "25.0%", "12.5%", "5.00"],
+        ["broken", "not finite", "1,500", "50.0%", "25.0%", "-"],
         ["alone", "5.5000", "0", "-", "-", "5.00"],
     ]
     assert picture.read_bytes().startswith(b"\x89PNG")
@@ -108,7 +108,7 @@ def test_demo_trains_both_methods_and_ends_with_the_table_and_the_picture(
     make_run(tmp_path / "runs" / "demo" / "nano_dense", [9.0] * 9, 8.0)  # an earlier demo's
     demo.main()
     lines = capsys.readouterr().out.strip().splitlines()
-    assert lines[1].startswith("dense Adam ") and " 1/1.0 " in lines[1]
+    assert lines[1].startswith("dense Adam ") and " 100.0% " in lines[1]
     assert lines[2].startswith("Adam behind a 4-bit mean ")
     assert lines[-1] == "runs/demo/comparison.png" and pathlib.Path(lines[-1]).is_file()
     rows = [
