@@ -74,8 +74,9 @@ def draw(summaries: list[Summary], path: pathlib.Path) -> None:
     colors = plt.get_cmap("tab10").colors
     for summary, color in zip(summaries, colors * 9, strict=False):
         dashed = "SGD" in summary.method
-        steps = [point[0] for point in summary.curves[0]]
-        values = list(zip(*[[p[1] for p in curve] for curve in summary.curves], strict=True))
+        # Step 0 has sent nothing: a logarithmic axis has no place for it.
+        steps = [point[0] for point in summary.curves[0][1:]]
+        values = list(zip(*[[p[1] for p in curve[1:]] for curve in summary.curves], strict=True))
         middle = [statistics.fmean(v) for v in values]
         for axes, x in (
             (by_step, steps),

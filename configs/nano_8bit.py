@@ -3,6 +3,8 @@
     python -m train configs/nano_8bit.py
 
 The same model, data and order as configs/nano_dense.py.
+
+One replica sends 1,314,438 bytes a step; the loss it reaches has not been measured yet.
 """
 
 import dataclasses
