@@ -90,7 +90,7 @@ def run_row(method: str, rate: float, seed: int, steps: int) -> dict:
 def best_rate(rows: list[dict], method: str, steps: int) -> float:
     """The rate of the lowest final loss at seed 0; a loss that is not finite is the worst."""
     tried = [r for r in rows if (r["method"], r["seed"], r["steps"]) == (method, 0, steps)]
-    loss = lambda row: float("inf") if row["val_loss"] is None else row["val_loss"]  # noqa: E731
+    loss = lambda row: float("inf") if row["val_loss"] is None else row["val_loss"]
     return min(tried, key=loss)["learning_rate"]
 
 

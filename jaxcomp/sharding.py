@@ -65,7 +65,7 @@ def to_varying(tree: Any, axis_name: str) -> Any:
     """Casts every leaf to a type that varies over `axis_name`; the values stay."""
     if not is_tracked(axis_name):
         return tree
-    cast = lambda x: lax.pcast(x, axis_name, to="varying")  # noqa: E731
+    cast = lambda x: lax.pcast(x, axis_name, to="varying")
     return jax.tree.map(lambda x: x if varies_over(x, axis_name) else cast(x), tree)
 
 
@@ -240,7 +240,7 @@ def full_specs(params, mesh, axis_name, param_specs):
         raise ValueError(
             f"the mesh has no axis {axis_name!r}; its axes are {tuple(mesh.axis_names)}."
         )
-    is_spec = lambda x: isinstance(x, P)  # noqa: E731
+    is_spec = lambda x: isinstance(x, P)
     specs = jax.tree.map(
         lambda spec, branch: jax.tree.map(lambda _: spec, branch),
         P() if param_specs is None else param_specs,

@@ -94,7 +94,7 @@ def summed_mean(x, owner_residual, compressor: Compressor, shared: Key, axis_nam
     payload = compressor.encode(x, shared, shared)
     num_replicas = lax.axis_size(axis_name)
     mean = jax.tree.map(lambda leaf: leaf / num_replicas, lax.psum(payload, axis_name))
-    decode = lambda payload: compressor.decode(payload, shared).astype(x.dtype)  # noqa: E731
+    decode = lambda payload: compressor.decode(payload, shared).astype(x.dtype)
     return Mean(decode(mean), decode(payload), owner_residual)
 
 
@@ -105,10 +105,10 @@ def gathered_mean(x, owner_residual, compressor: Compressor, shared: Key, axis_n
     the choice for two replicas, or where latency counts more than bytes.
     """
     message = _encode(compressor, x, shared, _private(shared, axis_name))
-    decode = lambda message: _decode(compressor, message, shared, x.size, x.dtype)  # noqa: E731
+    decode = lambda message: _decode(compressor, message, shared, x.size, x.dtype)
     messages = _all_gather(message, axis_name)
     # Decoded one at a time: R dense buckets do not fit in memory.
-    add = lambda i, total: total + decode(messages[i])  # noqa: E731
+    add = lambda i, total: total + decode(messages[i])
     num_replicas = lax.axis_size(axis_name)
     total = lax.fori_loop(1, num_replicas, add, decode(messages[0]))
     return Mean(total / num_replicas, decode(message), owner_residual)
@@ -188,7 +188,7 @@ def gather(chunk, compressor: Compressor, shared: Key, axis_name: str):
     """
     private = fold(_private(shared, axis_name), lax.axis_size(axis_name))
     message = _encode(compressor, chunk, shared, private)
-    decode = lambda message: _decode(compressor, message, shared, chunk.size, chunk.dtype)  # noqa: E731
+    decode = lambda message: _decode(compressor, message, shared, chunk.size, chunk.dtype)
     messages = _all_gather(message, axis_name)
     return jax.vmap(decode)(messages).reshape(-1), decode(message)
 

@@ -74,7 +74,7 @@ def start(tx, mesh, params=PARAMS):
 def expected_bytes(compressor, num_replicas, exchange):
     """What one replica sends, by the formulas of `wire`, for the tree PARAMS."""
     exact = jaxcomp.identity()
-    label = lambda path, leaf: exact if is_bias(path, leaf) else compressor  # noqa: E731
+    label = lambda path, leaf: exact if is_bias(path, leaf) else compressor
     others, total = num_replicas - 1, 0.0
     for code, _, _, numel in make_plan(PARAMS, label, num_replicas).buckets:
         if code == exact:
@@ -133,7 +133,7 @@ def test_nothing_is_lost_replicas_agree_and_bytes_are_as_stated(compressor, num_
 
 def pmean():
     """The uncompressed mean, as one would write it."""
-    dense = lambda g: jax.lax.pmean(g.astype(jnp.float32), "replica").astype(g.dtype)  # noqa: E731
+    dense = lambda g: jax.lax.pmean(g.astype(jnp.float32), "replica").astype(g.dtype)
     return optax.stateless(lambda updates, params: jax.tree.map(dense, updates))
 
 
@@ -301,9 +301,7 @@ def finite_inside():
 
 
 def injected():
-    make = lambda learning_rate: optax.chain(  # noqa: E731
-        mean(jaxcomp.quantize(4)), optax.adam(learning_rate)
-    )
+    make = lambda learning_rate: optax.chain(mean(jaxcomp.quantize(4)), optax.adam(learning_rate))
     return optax.inject_hyperparams(make)(learning_rate=1e-2)
 
 
@@ -362,7 +360,7 @@ def test_one_bad_value_on_one_replica_gives_nan_on_all_and_leaves_residuals():
     update, state, replicated = start(mean(jaxcomp.quantize(4)), mesh, params)
     grads = gradients(3, 0, params)
     _, state = update(rows(mesh, grads), state, replicated)
-    residuals = lambda state: jax.tree.leaves(  # noqa: E731
+    residuals = lambda state: jax.tree.leaves(
         jax.tree.map(np.asarray, (state_of(state, "residual"), state_of(state, "owner_residual")))
     )
     before = residuals(state)
@@ -434,7 +432,7 @@ def test_updates_that_are_reduced_already_are_refused():
     params = everywhere(mesh, PARAMS)
 
     def step(params, x):
-        loss = lambda p: jnp.sum(p["kernel"] * x["kernel"][0]) + jnp.sum(p["bias"])  # noqa: E731
+        loss = lambda p: jnp.sum(p["kernel"] * x["kernel"][0]) + jnp.sum(p["bias"])
         return tx.update(jax.grad(loss)(params), tx.init(params), params)[0]
 
     step = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(P(), P("replica")), out_specs=P()))

@@ -34,7 +34,7 @@ assert mesh.size == 2 and jax.process_count() == num_processes
 
 
 def place(tree, spec):
-    put = lambda x: jax.make_array_from_callback(  # noqa: E731
+    put = lambda x: jax.make_array_from_callback(
         x.shape, NamedSharding(mesh, spec), lambda index: x[index]
     )
     return jax.tree.map(put, tree)

@@ -21,7 +21,7 @@ REPLICATED = P()
 
 
 def lossy_mean(**options):
-    exact = lambda path, leaf: path == "bias"  # noqa: E731
+    exact = lambda path, leaf: path == "bias"
     return jaxcomp.compressed_mean(jaxcomp.quantize(2, block=8), "replica", exact=exact, **options)
 
 
@@ -69,7 +69,7 @@ def test_an_unknown_axis_is_refused(use):
 
 def test_unchecked_types_are_refused():
     with pytest.raises(ValueError, match="leave check_vma at True"):
-        init = lambda p: jaxcomp.per_replica(lossy_mean(), "replica").init(p)  # noqa: E731
+        init = lambda p: jaxcomp.per_replica(lossy_mean(), "replica").init(p)
         on(mesh_of(2), init, check_vma=False)(PARAMS)
 
 
@@ -275,6 +275,6 @@ def test_states_of_another_transformation_or_model_are_refused():
         jaxcomp.resize(state, state[0])
     with pytest.raises(ValueError, match=r"\['w'\]. has shape \(2, 3\).* into \(2, 4\).*same mod"):
         jaxcomp.resize({"w": np.zeros((2, 3))}, {"w": np.zeros((2, 4))})
-    rows_of = lambda *sizes: [np.zeros(size) for size in sizes]  # noqa: E731
+    rows_of = lambda *sizes: [np.zeros(size) for size in sizes]
     with pytest.raises(ValueError, match=r"\(\(2,\), \(4,\)\), \(\(6,\), \(9,\)\).*same model"):
         jaxcomp.resize(rows_of((2, 3), 6), rows_of((4, 3), 9))

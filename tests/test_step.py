@@ -163,7 +163,7 @@ def sizes_of_shards(param_specs):
 def test_a_second_axis_changes_no_result_and_only_messages_cross_the_first(layout):
     second, param_specs = LAYOUTS[layout]
     mesh = mesh_of(2, 2, second=second)
-    exact = lambda path, leaf: path == "bias"  # noqa: E731
+    exact = lambda path, leaf: path == "bias"
     code = jaxcomp.quantize(4, block=8)
 
     def tx(code, optimizer):
@@ -199,7 +199,7 @@ def test_blocks_that_are_whole_on_every_shard_are_quantized_alike():
     # Both matrices are sharded along their first axis, so that a shard's buckets, chunks and
     # blocks of 16 are rows of the whole; each matrix is one bucket.
     specs = {"bias": P(), "down": P("fsdp"), "up": P("fsdp")}
-    exact = lambda path, leaf: path == "bias"  # noqa: E731
+    exact = lambda path, leaf: path == "bias"
     tx = optax.chain(
         jaxcomp.compressed_mean(
             jaxcomp.quantize(8, block=16, scale_dtype="float32"), "replica", exact=exact
@@ -361,7 +361,7 @@ def test_memory_of_a_step_is_at_most_three_gradients_above_the_dense_one(code):
         shapes = {"a": (1024, 512), "b": (1024, 512)}
         params = shape_on(mesh, {k: np.zeros(v, np.float32) for k, v in shapes.items()}, P())
         batch = shape_on(mesh, {"x": np.zeros((8, 1024), np.float32)}, P("replica"))
-        loss_fn = lambda p, batch: jnp.mean((batch["x"] @ p["a"] @ p["b"].T) ** 2)  # noqa: E731
+        loss_fn = lambda p, batch: jnp.mean((batch["x"] @ p["a"] @ p["b"].T) ** 2)
         tx = optax.chain(jaxcomp.compressed_mean(code, "replica"), optax.adam(1e-3))
         specs = jaxcomp.state_specs(jaxcomp.per_replica(tx, "replica"), params, mesh, "replica")
         step = jaxcomp.train_step(loss_fn, tx, mesh, "replica")

@@ -503,8 +503,8 @@ def test_clipping_is_of_the_local_gradient_before_the_mean_and_of_the_mean_after
     params = first_params(config)
     tokens = np.asarray(loop.make_task(config).batch(0)).reshape(4, 2, -1)
     grads = [jax.grad(loss_fn)(params, jnp.asarray(part)) for part in tokens]
-    clipped = lambda g: optax.clip_by_global_norm(0.5).update(g, None)[0]  # noqa: E731
-    average = lambda trees: jax.tree.map(lambda *x: sum(x) / 4, *trees)  # noqa: E731
+    clipped = lambda g: optax.clip_by_global_norm(0.5).update(g, None)[0]
+    average = lambda trees: jax.tree.map(lambda *x: sum(x) / 4, *trees)
     assert all(optax.tree_utils.tree_norm(g) > 0.6 for g in grads)
     if place == "local":
         expected = average([clipped(g) for g in grads])

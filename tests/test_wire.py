@@ -32,7 +32,7 @@ def whole_numbers(num_replicas, numel, seed=0):
 
 def jitted(function, num_replicas, out_specs):
     """Jits a function of this replica's rows of some arrays."""
-    first = lambda *xs: function(*(x[0] for x in xs))  # noqa: E731
+    first = lambda *xs: function(*(x[0] for x in xs))
     mesh = mesh_of(num_replicas)
     return jax.jit(jax.shard_map(first, mesh=mesh, in_specs=P("replica"), out_specs=out_specs))
 
@@ -241,7 +241,7 @@ def test_vmap_on_one_device_gives_what_shard_map_gives(exchange, compressor, num
     x = rng.normal(size=(num_replicas, 40 * num_replicas)).astype(np.float32)
     owned = rng.normal(size=(num_replicas, 40 if exchange.owns_chunks else 0)).astype(np.float32)
     sharded = mean_of(exchange, compressor, num_replicas)(*rows(mesh_of(num_replicas), (x, owned)))
-    mean = lambda x, owned: exchange.mean(x, owned, compressor, SHARED, "replica")  # noqa: E731
+    mean = lambda x, owned: exchange.mean(x, owned, compressor, SHARED, "replica")
     simulated = jax.jit(jax.vmap(mean, axis_name="replica"))(x, owned)
     for row in simulated.mean:
         # The two programs may fuse a multiplication with an addition differently: a rounding each.

@@ -34,7 +34,7 @@ def compare(folders: dict[str, pathlib.Path], picture: pathlib.Path) -> str:
     plots.loss_figure(runs, picture)
     head = ("method", "val loss", "bytes/step", "of fp16", "of fp32", "steps/s")
     widths = [max(len(line[i]) for line in (head, *lines)) for i in range(len(head))]
-    pad = lambda line: "  ".join(  # noqa: E731
+    pad = lambda line: "  ".join(
         cell.ljust(width) if i == 0 else cell.rjust(width)
         for i, (cell, width) in enumerate(zip(line, widths, strict=True))
     )
@@ -46,7 +46,7 @@ def _line(label, rows, plan) -> tuple[str, ...]:
     seconds = [row["step_seconds"] for row in rows if "step_seconds" in row]
     sent, num_replicas = plan["sent_bytes_per_step"], plan["replicas"]
     dense = 2 * 4 * plan["parameters"] * (num_replicas - 1) / num_replicas
-    ratio = lambda bytes: f"{100 * sent / bytes:.1f}%" if sent else "-"  # noqa: E731
+    ratio = lambda bytes: f"{100 * sent / bytes:.1f}%" if sent else "-"
     return (
         label,
         "not finite" if loss is None else f"{loss:.4f}",

@@ -57,7 +57,7 @@ def run(config: Config) -> list[dict[str, Any]]:
     metrics.write_text(folder / "report.txt", report(task) + "\n")
     metrics.write_text(folder / "config.json", _record(task))
     with contextlib.ExitStack() as stack:
-        events = lambda row: None  # noqa: E731
+        events = lambda row: None
         if config.tensorboard:
             events = stack.enter_context(metrics.tensorboard(folder / "events", done.step))
         checkpoints = checkpoint.open_checkpoints(directory)

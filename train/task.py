@@ -90,7 +90,7 @@ def _validation(config, corpus, rows) -> Iterator[jax.Array]:
         make = functools.partial(
             data.validation_batch, corpus.validation, number, config.eval_batches, *_sizes(config)
         )
-        callback = lambda index, make=make: make(rows=index[0])  # noqa: E731
+        callback = lambda index, make=make: make(rows=index[0])
         yield jax.make_array_from_callback(shape, rows, callback)
 
 

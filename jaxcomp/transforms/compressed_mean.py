@@ -102,7 +102,7 @@ def compressed_mean(
             return mean, state._replace(count=count)
         unsent = [x - m.sent for x, m in zip(total, means, strict=True)]
         residuals = (_residual_of(plan, unsent), tuple(m.owner_residual for m in means))
-        keep = lambda old, new: jnp.where(skip, old, new)  # noqa: E731
+        keep = lambda old, new: jnp.where(skip, old, new)
         residuals = jax.tree.map(keep, (old.residual, old.owner_residual), residuals)
         return mean, CompressedMeanState(count, *residuals)
 
