@@ -4,11 +4,13 @@ Optax transformations with collectives of their own, which send a few percent of
 """
 
 from jaxcomp import report as report
+from jaxcomp import schedules as schedules
 from jaxcomp.buckets import by_path as by_path
 from jaxcomp.compressors import Compressor as Compressor
 from jaxcomp.compressors import Key as Key
 from jaxcomp.compressors import Payload as Payload
 from jaxcomp.compressors import cast as cast
+from jaxcomp.compressors import cocktail as cocktail
 from jaxcomp.compressors import compose as compose
 from jaxcomp.compressors import group_top_1 as group_top_1
 from jaxcomp.compressors import identity as identity
@@ -23,7 +25,14 @@ from jaxcomp.sharding import state_specs as state_specs
 from jaxcomp.step import TrainStep as TrainStep
 from jaxcomp.step import replica_spread as replica_spread
 from jaxcomp.step import train_step as train_step
+from jaxcomp.transforms import CocktailSGDState as CocktailSGDState
 from jaxcomp.transforms import CompressedMeanState as CompressedMeanState
+from jaxcomp.transforms import OneBitAdamState as OneBitAdamState
+from jaxcomp.transforms import ZeroOneAdamState as ZeroOneAdamState
+from jaxcomp.transforms import clip_by_global_norm as clip_by_global_norm
+from jaxcomp.transforms import cocktail_sgd as cocktail_sgd
 from jaxcomp.transforms import compressed_mean as compressed_mean
+from jaxcomp.transforms import one_bit_adam as one_bit_adam
+from jaxcomp.transforms import zero_one_adam as zero_one_adam
 from jaxcomp.wire import gathered as gathered
 from jaxcomp.wire import two_shot as two_shot

@@ -6,15 +6,15 @@ collectives, as custom calls and callbacks can, is not seen.
 """
 
 import itertools
-import math
+import re
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
-from jaxcomp import hlo, hlo_groups
+from jaxcomp import hlo, hlo_groups, hlo_mesh
 from jaxcomp.buckets import path_of
 
 _COLLECTIVES = (
@@ -43,6 +43,7 @@ class Collective(NamedTuple):
         it. None where a loop's length is not known.
       branch: The branches of conditionals that it is in, outermost first, as
         `("conditional.1 branch 0",)`. For `jax.lax.cond` branch 1 is the true one.
+      part: Which part of the exchange it is, of a method that does not send all in every step.
     """
 
     op: str
@@ -52,6 +53,7 @@ class Collective(NamedTuple):
     shape: str
     count: int | None
     branch: tuple[str, ...]
+    part: str = ""
 
 
 def collectives(program: jax.stages.Compiled | str, mesh: Mesh) -> list[Collective]:
@@ -79,8 +81,8 @@ def collectives(program: jax.stages.Compiled | str, mesh: Mesh) -> list[Collecti
             f"partitions, need one that runs on the mesh's {mesh.size} devices; pass the mesh "
             "that the step was made with"
         )
-    positions = _positions(program, mesh)
-    axes_of = _axes_of(mesh, positions)
+    positions = hlo_mesh.positions_of(program, mesh)
+    axes_of = hlo_mesh.axes_of_groups(mesh, positions)
     found = []
     for execution in hlo.executions(module):
         op = execution.instruction.op.removesuffix("-start")
@@ -107,23 +109,33 @@ def sent_bytes(program: jax.stages.Compiled | str, mesh: Mesh, axis: str | None 
     Raises:
       ValueError: If the mesh has no such axis, or if a loop that sends has no known length.
     """
-    if axis is not None and axis not in mesh.axis_names:
-        raise ValueError(
-            f"got axis {axis!r}, need one of the mesh's {mesh.axis_names}; write axis=None for "
-            "the sum over all"
-        )
-    rows = [
-        row
-        for row in collectives(program, mesh)
-        if row.sent_bytes and (axis is None or axis in row.axes or row.axes == ("?",))
-    ]
-    unknown = [row for row in rows if row.count is None]
-    if unknown:
-        raise ValueError(
-            f"got {unknown[0].op} of {unknown[0].shape} in a loop of unknown length, need loops "
-            "whose trip count the program states; write jax.lax.scan, or read table()"
-        )
-    return _total(rows)
+    return _total(_sending(program, mesh, axis))
+
+
+def sent_bytes_by_part(
+    program: jax.stages.Compiled | str, mesh: Mesh, axis: str | None = None
+) -> dict[str, float]:
+    """Sums the bytes that leave one replica in one step, for each part of an exchange.
+
+    Methods that skip rounds name their parts ("synchronize", "variance"), and count in their
+    state's `rounds` how often each was sent.
+
+    Args:
+      program: As for `collectives`.
+      mesh: As for `collectives`.
+      axis: As for `sent_bytes`.
+
+    Returns:
+      Bytes by part; that of "" is sent in every step.
+
+    Raises:
+      ValueError: As `sent_bytes`.
+    """
+    rows = _sending(program, mesh, axis)
+    return {
+        part: _total([row for row in rows if row.part == part])
+        for part in sorted({"", *(row.part for row in rows)})
+    }
 
 
 def table(program: jax.stages.Compiled | str, mesh: Mesh) -> str:
@@ -175,35 +187,25 @@ def table(program: jax.stages.Compiled | str, mesh: Mesh) -> str:
     return "\n".join("  ".join(line).rstrip() for line in cells)
 
 
-def _positions(program: jax.stages.Compiled | str, mesh: Mesh) -> np.ndarray:
-    """Returns the position in the program's device assignment of each device of the mesh."""
-    order = {device: position for position, device in enumerate(mesh.devices.flat)}
-    if not isinstance(program, str):
-        for sharding in jax.tree.leaves((program.input_shardings, program.output_shardings)):
-            if isinstance(sharding, NamedSharding) and sharding.mesh.size == mesh.size:
-                order = {device: i for i, device in enumerate(sharding.mesh.devices.flat)}
-                break
-    if set(order) != set(mesh.devices.flat):
+def _sending(program, mesh: Mesh, axis: str | None) -> list[Collective]:
+    """Lists what crosses an axis, each with a count."""
+    if axis is not None and axis not in mesh.axis_names:
         raise ValueError(
-            "got a program that runs on other devices than the mesh's, need the same ones; pass "
-            "the mesh that the step was made with"
+            f"got axis {axis!r}, need one of the mesh's {mesh.axis_names}; write axis=None for "
+            "the sum over all"
         )
-    positions = [order[device] for device in mesh.devices.flat]
-    return np.array(positions).reshape(mesh.devices.shape)
-
-
-def _axes_of(mesh: Mesh, positions: np.ndarray) -> dict[frozenset, tuple[str, ...]]:
-    """Maps the groups that each set of mesh axes makes to that set."""
-    sizes = mesh.shape
-    wide = [name for name in mesh.axis_names if sizes[name] > 1]
-    axes_of = {}
-    for size in range(len(wide) + 1):
-        for axes in itertools.combinations(wide, size):
-            numbers = [mesh.axis_names.index(name) for name in axes]
-            last = np.moveaxis(positions, numbers, range(-size, 0))
-            groups = last.reshape(-1, math.prod(sizes[name] for name in axes))
-            axes_of[frozenset(map(frozenset, groups.tolist()))] = axes
-    return axes_of
+    rows = [
+        row
+        for row in collectives(program, mesh)
+        if row.sent_bytes and (axis is None or axis in row.axes or row.axes == ("?",))
+    ]
+    unknown = [row for row in rows if row.count is None]
+    if unknown:
+        raise ValueError(
+            f"got {unknown[0].op} of {unknown[0].shape} in a loop of unknown length, need loops "
+            "whose trip count the program states; write jax.lax.scan, or read table()"
+        )
+    return rows
 
 
 def _collective(
@@ -222,7 +224,7 @@ def _collective(
     if op == "send" and not pairs:
         return None
     if op in ("collective-permute", "send"):
-        axes, size = _axes_crossed(pairs, positions, mesh)
+        axes, size = hlo_mesh.axes_crossed(pairs, positions, mesh)
     else:
         groups = hlo_groups.replica_groups(instruction.attributes, mesh.size)
         axes = axes_of.get(frozenset(map(frozenset, groups)), ("?",))
@@ -230,18 +232,8 @@ def _collective(
     operand_bytes = sum(map(hlo.num_bytes, operands))
     shape = ", ".join(itertools.chain.from_iterable(map(hlo.shapes, operands)))
     sent = _sent(op, operand_bytes, size)
-    return Collective(op, axes, operand_bytes, sent, shape, count, branch)
-
-
-def _axes_crossed(
-    pairs: list[tuple[int, int]], positions: np.ndarray, mesh: Mesh
-) -> tuple[tuple[str, ...], int]:
-    """Returns the axes along which some pair differs, and how many devices a pair joins."""
-    where = {position: np.array(index) for index, position in np.ndenumerate(positions)}
-    moves = [where[source] != where[target] for source, target in pairs]
-    crossed = np.any(np.reshape(moves, (-1, positions.ndim)), axis=0)
-    axes = tuple(name for name, cross in zip(mesh.axis_names, crossed, strict=True) if cross)
-    return axes, 2 if axes else 1
+    parts = re.findall(r"\bjaxcomp\.(\w+)", instruction.attributes)
+    return Collective(op, axes, operand_bytes, sent, shape, count, branch, (parts or [""])[-1])
 
 
 def _sent(op: str, operand_bytes: int, size: int) -> float:
@@ -273,15 +265,21 @@ def exact_leaves(params: Any, state: Any) -> list[str] | None:
 
     Args:
       params: The parameters, or their shapes.
-      state: The optimizer's state, or its shapes.
+      state: The optimizer's state, or its shapes; of several `compressed_mean`, as in
+        `optax.masked`, a leaf is exact if it is so for each.
 
     Returns:
-      The paths of leaves without a residual, as `block_0/up/bias`; None if there is no residual
-      in the state to tell by.
+      The paths of leaves, as `block_0/up/bias`; None if no state has a field `residual`.
     """
-    residual = optax.tree_utils.tree_get(state, "residual")
-    if residual is None:
+    found = optax.tree_utils.tree_get_all_with_path(state, "residual")
+    if not found:
         return None
+    # Without error feedback () stands for a residual; optax.MaskedNode() is another empty tuple.
+    is_mark = lambda x: type(x) is tuple and not x
+    lossy = {
+        path_of(path)
+        for _, residual in found
+        for path, _ in jax.tree_util.tree_leaves_with_path(residual, is_leaf=is_mark)
+    }
     paths = [path_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
-    kept = {path_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(residual)}
-    return [path for path in paths if path not in kept]
+    return [path for path in paths if path not in lossy]

@@ -42,11 +42,35 @@ def resize(state: Any, like: Any) -> Any:
     return jax.tree_util.tree_map_with_path(_resize_leaf, state, like)
 
 
+def reset_residuals(state: Any) -> Any:
+    """Sets error feedback's residuals to zero: what was not sent is dropped for good.
+
+    The rest stays, so that what replicas have learnt since they last agreed (`drift`, moments) is
+    not lost.
+
+    Args:
+      state: State of any transformation of this library, alone or in a chain.
+
+    Returns:
+      A tree like `state`, with zeros in the fields `residual` and `owner_residual`.
+    """
+
+    def zeroed(path, leaf):
+        held = _is_field(path, "residual") or _is_field(path, "owner_residual")
+        return jnp.zeros_like(leaf) if held else leaf
+
+    return jax.tree_util.tree_map_with_path(zeroed, state)
+
+
+def _is_field(path, name: str) -> bool:
+    return any(getattr(key, "name", None) == name for key in path)
+
+
 def _resize_leaf(path, old, new):
     old = jnp.asarray(old)
     if old.shape == new.shape:
         out = old
-    elif any(getattr(key, "name", None) == "owner_residual" for key in path):
+    elif _is_field(path, "owner_residual"):
         out = _resize_owned(old, new.shape, _num_shards(new))
     elif old.ndim == len(new.shape) > 0 and old.shape[1:] == new.shape[1:]:
         row = jnp.mean(old, axis=0) if jnp.issubdtype(old.dtype, jnp.inexact) else old[0]

@@ -69,6 +69,11 @@ def to_varying(tree: Any, axis_name: str) -> Any:
     return jax.tree.map(lambda x: x if varies_over(x, axis_name) else cast(x), tree)
 
 
+def zeros_of(like: Any) -> jax.Array:
+    """Zeros of the shape, dtype and varying axes of an array, or of a shape."""
+    return _vary_like(jnp.zeros(like.shape, like.dtype), like)
+
+
 def require_varying(updates: Any, axis_name: str) -> None:
     """Raises a ValueError if updates were summed over the replicas before they got here."""
     if not is_tracked(axis_name):

@@ -46,7 +46,8 @@ def train_step(
 
     Args:
       loss_fn: `(params, batch) -> f32[]`, the mean loss over the batch that it is given.
-      tx: Transformation that averages over `axis_name`, not yet wrapped by `per_replica`.
+      tx: Transformation that averages over `axis_name`, not yet wrapped by `per_replica`. Its
+        `update` gets `axis_name` as an extra argument.
       mesh: Its axis `axis_name` is the slow one; over other axes, of type Auto, `param_specs`
         say how parameters are sharded and XLA partitions `loss_fn`.
       axis_name: The axis of the replicas.
@@ -136,7 +137,7 @@ def _local_grads(loss_fn, axis_name, accumulate, params, drift, batch):
 def _apply(tx, axis_name, params, state, grads):
     """One update on local shards; where it is not finite, everything stays as it was."""
     grads = jax.tree.map(lambda g: g[0], grads)
-    updates, new_state = tx.update(grads, state, params)
+    updates, new_state = tx.update(grads, state, params, axis_name=axis_name)
     _require_averaged(updates, axis_name)
     finite = jnp.stack([jnp.all(jnp.isfinite(u)) for u in jax.tree.leaves(updates)])
     # All shards of a replica must agree; that all replicas do, their type says already.

@@ -1,12 +1,16 @@
 """The byte report of real programs against numbers computed by hand."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+import jaxcomp
 from jaxcomp import report
 
 BOTH = ("data", "fsdp")
@@ -77,7 +81,7 @@ def test_each_collective_is_reported_with_its_axes_and_bytes(row):
 
     program = compile_step(step, mesh, shape)
     [found] = report.collectives(program, mesh)
-    assert found == (op, axes, 128, sent, found.shape, 1, ())
+    assert found == (op, axes, 128, sent, found.shape, 1, (), "")
     assert report.sent_bytes(program, mesh) == sent
     for axis in mesh.axis_names:
         crosses = axis in axes or axes == ("?",)
@@ -280,3 +284,48 @@ def test_axes_and_devices_that_the_program_lacks_raise():
         report.collectives(program, mesh_of_shape(2, 2))
     with pytest.raises(ValueError, match="axis 'model'"):
         report.sent_bytes(program, upper, "model")
+
+
+def shapes_of_state(tx, params):
+    mesh = mesh_of_shape(2)
+    tx = jaxcomp.per_replica(tx, "data")
+    specs = jaxcomp.state_specs(tx, params, mesh, "data")
+    init = jax.shard_map(tx.init, mesh=mesh, in_specs=PartitionSpec(), out_specs=specs)
+    return jax.eval_shape(init, params)
+
+
+PARAMS = {
+    "bias": np.zeros(6, np.float32),
+    "block": {"down": np.zeros((4, 8), np.float32), "head": np.zeros((8, 4), np.float32)},
+    "nothing": (),
+}
+
+
+@pytest.mark.parametrize("error_feedback", [True, False])
+def test_exact_leaves_are_named_with_error_feedback_and_without(error_feedback):
+    mean = functools.partial(jaxcomp.compressed_mean, axis_name="data")
+    mean = functools.partial(mean, error_feedback=error_feedback)
+    policy = jaxcomp.by_path(("head", jaxcomp.identity()), (".*", jaxcomp.quantize(4)))
+    found = {
+        "some": mean(policy, exact=lambda path, leaf: leaf.ndim == 1),
+        "all": mean(policy, exact=lambda path, leaf: True),
+        "none": mean(jaxcomp.sign(), exact=lambda path, leaf: False),
+    }
+    for name, tx in found.items():
+        state = shapes_of_state(optax.chain(tx, optax.adam(1e-3)), PARAMS)
+        found[name] = report.exact_leaves(PARAMS, state)
+    every = ["bias", "block/down", "block/head"]
+    assert found == {"some": ["bias", "block/head"], "all": every, "none": []}
+
+
+def test_exact_leaves_of_several_means_and_of_none():
+    mean = lambda code: jaxcomp.compressed_mean(
+        code, "data", error_feedback=False, exact=lambda path, leaf: path == "bias"
+    )
+    first = {"bias": True, "block": {"down": True, "head": False}, "nothing": ()}
+    second = jax.tree.map(lambda chosen: not chosen, first)
+    tx = optax.chain(
+        optax.masked(mean(jaxcomp.sign()), first), optax.masked(mean(jaxcomp.identity()), second)
+    )
+    assert report.exact_leaves(PARAMS, shapes_of_state(tx, PARAMS)) == ["bias", "block/head"]
+    assert report.exact_leaves(PARAMS, shapes_of_state(optax.sgd(0.1), PARAMS)) is None

@@ -1,6 +1,7 @@
 """Pure codes for one flat float32 bucket; no collective in them."""
 
 from jaxcomp.compressors.base import Compressor, Key, Payload, Selection, identity
+from jaxcomp.compressors.cocktail import cocktail
 from jaxcomp.compressors.compose import compose
 from jaxcomp.compressors.packing import fold
 from jaxcomp.compressors.quantize import cast, quantize
@@ -13,6 +14,7 @@ __all__ = [
     "Payload",
     "Selection",
     "cast",
+    "cocktail",
     "compose",
     "fold",
     "group_top_1",

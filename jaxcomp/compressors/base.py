@@ -66,6 +66,9 @@ class Compressor:
       linear: Whether the decoded sum of payloads is the sum of the decoded ones. Then
         payloads may be summed on the wire.
       selection: The sparsifier's halves, by which `compose` chains it; None for others.
+      shared_selection: Of a chain whose first stage keeps the same entries on all replicas: that
+        stage's halves and the code of what it keeps, so that an exchange need not touch the
+        rest; None for others.
     """
 
     name: str
@@ -76,6 +79,9 @@ class Compressor:
     unbiased: bool = dataclasses.field(compare=False, default=False)
     linear: bool = dataclasses.field(compare=False, default=False)
     selection: Selection | None = dataclasses.field(compare=False, default=None)
+    shared_selection: "tuple[Selection, Compressor] | None" = dataclasses.field(
+        compare=False, default=None
+    )
 
 
 def identity() -> Compressor:

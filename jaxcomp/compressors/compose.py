@@ -65,6 +65,9 @@ def compose(*stages: Compressor) -> Compressor:
         contraction=None if None in alphas else math.prod(alphas),
         unbiased=all(stage.unbiased for stage in stages),
         linear=all(stage.linear for stage in stages),
+        shared_selection=(
+            (stages[0].selection, compose(*stages[1:])) if stages[0].linear else None
+        ),
     )
 
 

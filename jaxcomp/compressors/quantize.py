@@ -102,6 +102,7 @@ def quantize(
     num_steps = 2**bits - (1 if range == "minmax" or bits == 1 else 2)
 
     def encode(x, shared, private):
+        x = _widen(x)
         low, step = _grid(split(x, block, fill="edge"), range, num_steps, dtype)
         inverse = spread(jnp.where(step > 0, 1.0 / _widen(step), 0.0), block, x.size)
         if range == "absmax":

@@ -128,7 +128,11 @@ def group_top_1(group: int) -> Compressor:
         return values, pack(place, bits)
 
     def scatter(values, where, shared, numel):
-        return _put(values, unpack(where, bits, values.size), group, numel)
+        # A select: fused into what reads it, where the dense result of a scatter, and its zeros,
+        # would lie in memory until the end of a step.
+        place = unpack(where, bits, values.size)[None, :]
+        mine = place == lax.iota(place.dtype, group)[:, None]
+        return jnp.where(mine, values[None, :], 0.0).reshape(-1)[:numel]
 
     selection = Selection(
         kept=lambda numel: -(-numel // group),
@@ -148,7 +152,7 @@ def _strided(stride):
 
     def scatter(values, where, shared, numel):
         x = jnp.zeros((values.size, stride), values.dtype)
-        x = lax.dynamic_update_slice(x, values[:, None], (0, shared.count % stride))
+        x = lax.dynamic_update_slice_in_dim(x, values[:, None], shared.count % stride, axis=1)
         return x.reshape(-1)[:numel]
 
     return select, scatter
@@ -164,35 +168,39 @@ def _drawn(stride):
         return jnp.take_along_axis(rows, place[None, :], axis=0)[0], ()
 
     def scatter(values, where, shared, numel):
-        return _put(values, draw(shared, values.size), stride, numel)
+        # No select, into which XLA would fuse, per entry, what made the values: later stages.
+        x = jnp.zeros((stride, values.size), values.dtype)
+        x = x.at[draw(shared, values.size), jnp.arange(values.size)].set(
+            values, unique_indices=True, mode="promise_in_bounds"
+        )
+        return x.reshape(-1)[:numel]
 
     return select, scatter
 
 
 def _largest_of_blocks(layout):
+    def in_bucket(index, size):
+        return (index + size * jnp.arange(index.shape[0])[:, None]).reshape(-1)
+
     def select(x, shared):
-        size, _, k = layout(x.size)
+        size, num_blocks, k = layout(x.size)
         blocks = split(x, size)
         index = jnp.sort(lax.top_k(jnp.abs(blocks), k)[1], axis=1)
         values = jnp.take_along_axis(blocks, index, axis=1).reshape(-1)
         if _index_bits(size) * k < size:
             return values, pack(index.astype(jnp.uint32), _index_bits(size))
-        return values, pack(_mask(index, size), 1)
+        return values, _mask(in_bucket(index, size), num_blocks * size)
 
     def scatter(values, where, shared, numel):
         size, num_blocks, k = layout(numel)
-        values = values.reshape(num_blocks, k)
-        if _index_bits(size) * k < size:
-            index = unpack(where, _index_bits(size), num_blocks * k).astype(jnp.int32)
-            x = jnp.zeros((num_blocks, size), values.dtype)
-            rows = jnp.arange(num_blocks)[:, None]
-            x = x.at[rows, index.reshape(num_blocks, k)].set(values)
-        else:
-            mask = unpack(where, 1, num_blocks * size).reshape(num_blocks, size)
-            rank = jnp.cumsum(mask, axis=1, dtype=jnp.int32) - 1
-            gathered = jnp.take_along_axis(values, jnp.maximum(rank, 0), axis=1)
-            x = jnp.where(mask == 1, gathered, 0.0)
-        return x.reshape(-1)[:numel]
+        if _index_bits(size) * k >= size:
+            return _put_at_ones(values, where)[:numel]
+        index = unpack(where, _index_bits(size), num_blocks * k).astype(jnp.int32)
+        x = jnp.zeros(num_blocks * size, values.dtype)
+        x = x.at[in_bucket(index.reshape(num_blocks, k), size)].set(
+            values, unique_indices=True, mode="promise_in_bounds"
+        )
+        return x[:numel]
 
     return select, scatter
 
@@ -213,18 +221,20 @@ def _largest(rows):
     return values[0], place[0]
 
 
-def _put(values, place, length, numel):
-    # A scatter and not a select, into which XLA would fuse, per entry, what made the values.
-    x = jnp.zeros((length, values.size), values.dtype)
-    x = x.at[place, jnp.arange(values.size)].set(
-        values, unique_indices=True, mode="promise_in_bounds"
-    )
-    return x.reshape(-1)[:numel]
-
-
 def _mask(index, size):
-    mask = jnp.zeros((index.shape[0], size), jnp.uint8)
-    return mask.at[jnp.arange(index.shape[0])[:, None], index].set(1)
+    """A bit for each of `size` entries, eight neighbours in a byte."""
+    ones = jnp.left_shift(1, index % 8).astype(jnp.uint8)
+    return jnp.zeros(-(-size // 8), jnp.uint8).at[index // 8].add(ones, mode="promise_in_bounds")
+
+
+def _put_at_ones(values, mask):
+    # Ones are counted byte by byte: a running sum over bits would take four bytes an entry.
+    ones = lax.population_count(mask).astype(jnp.int32)
+    bit, mask = lax.iota(jnp.uint8, 8)[None, :], mask[:, None]
+    before = lax.population_count(mask & ((jnp.uint8(1) << bit) - jnp.uint8(1)))
+    rank = (jnp.cumsum(ones) - ones)[:, None] + before.astype(jnp.int32)
+    kept = values.at[rank].get(mode="clip")
+    return jnp.where((mask >> bit) & 1 == 1, kept, jnp.zeros((), values.dtype)).reshape(-1)
 
 
 def _index_bits(size):

@@ -1,4 +1,19 @@
-"""Optax transformations with collectives of their own."""
+"""Optax transformations that average over replicas by compressed messages."""
 
-from jaxcomp.transforms.compressed_mean import CompressedMeanState as CompressedMeanState
-from jaxcomp.transforms.compressed_mean import compressed_mean as compressed_mean
+from jaxcomp.transforms.clipping import clip_by_global_norm
+from jaxcomp.transforms.cocktail_sgd import CocktailSGDState, cocktail_sgd
+from jaxcomp.transforms.compressed_mean import CompressedMeanState, compressed_mean
+from jaxcomp.transforms.one_bit_adam import OneBitAdamState, one_bit_adam
+from jaxcomp.transforms.zero_one_adam import ZeroOneAdamState, zero_one_adam
+
+__all__ = [
+    "CocktailSGDState",
+    "CompressedMeanState",
+    "OneBitAdamState",
+    "ZeroOneAdamState",
+    "clip_by_global_norm",
+    "cocktail_sgd",
+    "compressed_mean",
+    "one_bit_adam",
+    "zero_one_adam",
+]

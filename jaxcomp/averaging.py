@@ -1,0 +1,206 @@
+"""Trees as buckets, and the mean of every bucket by the way that its compressor asks for."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxcomp import buckets, wire
+from jaxcomp.compressors import Compressor, Key, fold, identity
+from jaxcomp.sharding import largest, num_replicas, to_varying, varying_axes
+
+Policy = Callable[[str, Any], Compressor]
+"""`(path, leaf) -> Compressor`."""
+
+
+class Transport(NamedTuple):
+    """How the trees of one method travel."""
+
+    policy: Policy
+    exchange: wire.Exchange
+    axis_name: str  # the mesh axis of the replicas
+    bucket_numel: int  # most elements of one message's bucket
+    seed: int  # of masks, shifts and stochastic rounding
+
+
+class Fed(NamedTuple):
+    """A mean with error feedback, and what is kept for the next one."""
+
+    mean: Any  # equal on all replicas
+    residual: Any  # as `zero_residual`
+    owner_residual: tuple[jax.Array | None, ...]  # as `zero_owner_residual`
+
+
+class Label(NamedTuple):
+    """What the leaves of one bucket have in common."""
+
+    compressor: Compressor
+    # Other mesh axes that shard them: what varies over none may not be mixed with what does.
+    axes: frozenset[str]
+
+
+def make_plan(tree: Any, policy: Policy, axis_name: str, bucket_numel: int) -> buckets.Plan:
+    """Plans the buckets of a tree whose leaves travel as a policy says; see `buckets.make_plan`."""
+
+    def label(path, leaf):
+        return Label(policy(path, leaf), varying_axes(leaf) - {axis_name})
+
+    return buckets.make_plan(tree, label, num_replicas(axis_name), bucket_numel)
+
+
+def policy_of(compressor: Compressor | Policy) -> Policy:
+    """The policy that sends every leaf by one compressor, unless it is a policy already."""
+    return (lambda path, leaf: compressor) if isinstance(compressor, Compressor) else compressor
+
+
+def require_params(name: str, params) -> None:
+    """Raises a ValueError where an update gets no parameters."""
+    if params is None:
+        raise ValueError(f"{name} needs the parameters; write tx.update(grads, state, params).")
+
+
+def not_finite(tree, axis_name: str) -> jax.Array:
+    """i32[], 1 if anything in this replica's tree is NaN or infinite; equal on its shards."""
+    bad = ~jnp.all(jnp.array([jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(tree)], bool))
+    return largest(bad.astype(jnp.int32), axis_name)
+
+
+def zero_owner_residual(
+    plan: buckets.Plan, exchange: wire.Exchange, axis_name: str
+) -> tuple[jax.Array | None, ...]:
+    """One `f32[numel / R]` of zeros a bucket, varying; None for buckets without owners."""
+    return tuple(
+        to_varying(jnp.zeros(bucket.numel // num_replicas(axis_name), bucket.dtype), axis_name)
+        if _exchange_of(bucket, exchange).owns_chunks
+        else None
+        for bucket in plan.buckets
+    )
+
+
+def mean_of_buckets(
+    plan: buckets.Plan,
+    flat: list[jax.Array],
+    owner_residual: tuple[jax.Array | None, ...],
+    exchange: wire.Exchange,
+    shared: Key,
+    axis_name: str,
+) -> list[wire.Mean]:
+    """Averages every bucket over the replicas; those of linear compressors are summed on the wire.
+
+    Args:
+      plan: What the buckets were filled by.
+      flat: One `f32[numel]` a bucket; what is appended to one travels along if it is summed.
+      owner_residual: One a bucket, as `zero_owner_residual` returns it.
+      exchange: How the other buckets travel.
+      shared: Key of the step, equal on all replicas.
+      axis_name: The mesh axis of the replicas.
+
+    Returns:
+      One `wire.Mean` a bucket.
+    """
+    return [
+        _exchange_of(bucket, exchange).mean(
+            x, residual, bucket.label.compressor, fold(shared, shared.count, index), axis_name
+        )
+        for index, (bucket, x, residual) in enumerate(
+            zip(plan.buckets, flat, owner_residual, strict=True)
+        )
+    ]
+
+
+def exact_mean(tree: Any, axis_name: str, bucket_numel: int, part: str) -> Any:
+    """The mean of a tree over the replicas, as float32, in one all-reduce a bucket.
+
+    Args:
+      tree: Floating leaves.
+      axis_name: The mesh axis of the replicas.
+      bucket_numel: Most elements of one message.
+      part: By which `jaxcomp.report` names what is sent.
+
+    Returns:
+      The means, equal on all replicas, of the leaves' dtypes.
+    """
+    plan = make_plan(tree, lambda path, leaf: EXACT, axis_name, bucket_numel)
+    flat, none = buckets.flatten(plan, tree), (None,) * len(plan.buckets)
+    key = Key(jnp.int32(0), jnp.uint32(0))
+    with jax.named_scope(f"jaxcomp.{part}"):
+        means = mean_of_buckets(plan, flat, none, wire.summed, key, axis_name)
+    return buckets.unflatten(plan, [m.mean for m in means])
+
+
+def zero_residual(plan: buckets.Plan, axis_name: str) -> Any:
+    """A tree of zeros that varies, float32 or wider; None for leaves that travel exact."""
+    leaves = [
+        None
+        if label.compressor == EXACT
+        else jnp.zeros(shape, jnp.promote_types(dtype, jnp.float32))
+        for label, shape, dtype in zip(plan.labels, plan.shapes, plan.dtypes, strict=True)
+    ]
+    return to_varying(plan.treedef.unflatten(leaves), axis_name)
+
+
+def add_residual(plan: buckets.Plan, tree: Any, residual: Any) -> Any:
+    """The tree plus what was not sent of it before."""
+    leaves = zip(
+        plan.treedef.flatten_up_to(tree), plan.treedef.flatten_up_to(residual), strict=True
+    )
+    return plan.treedef.unflatten([x if r is None else x + r for x, r in leaves])
+
+
+def unsent(plan: buckets.Plan, flat: list[jax.Array], means: list[wire.Mean]) -> Any:
+    """What this replica's messages lack of its buckets, as a tree like `zero_residual`."""
+    lost = [x - mean.sent for x, mean in zip(flat, means, strict=True)]
+    dtypes = [jnp.promote_types(dtype, jnp.float32) for dtype in plan.dtypes]
+    leaves = plan.treedef.flatten_up_to(buckets.unflatten(plan, lost, dtypes))
+    lossy = [label.compressor != EXACT for label in plan.labels]
+    return plan.treedef.unflatten(
+        [x if kept else None for x, kept in zip(leaves, lossy, strict=True)]
+    )
+
+
+def nothing_sent(transport: Transport, tree: Any) -> tuple[Any, Any]:
+    """The residual and the owners' residual before the first `mean_with_feedback` of a tree."""
+    policy, exchange, axis_name, bucket_numel, _ = transport
+    plan = make_plan(tree, policy, axis_name, bucket_numel)
+    return zero_residual(plan, axis_name), zero_owner_residual(plan, exchange, axis_name)
+
+
+def mean_with_feedback(
+    transport: Transport, tree: Any, residual: Any, owner_residual: Any, count: jax.Array
+) -> Fed:
+    """Averages a tree over the replicas, with what was not sent before on both ways.
+
+    Over any number of calls the means, plus the mean residual over replicas, plus the owners'
+    residuals are the sum of the mean trees. `jaxcomp.report` knows it as "synchronize".
+
+    Args:
+      transport: How it travels.
+      tree: Floating leaves that vary over the replicas.
+      residual: What this replica has not sent yet.
+      owner_residual: What this owner has not passed on yet.
+      count: i32[], equal on all replicas; another one draws other masks and noise.
+
+    Returns:
+      The mean and the new residuals.
+    """
+    policy, exchange, axis_name, bucket_numel, seed = transport
+    plan = make_plan(tree, policy, axis_name, bucket_numel)
+    flat = buckets.flatten(plan, add_residual(plan, tree, residual))
+    shared = Key(count, jnp.uint32(seed))
+    with jax.named_scope("jaxcomp.synchronize"):
+        means = mean_of_buckets(plan, flat, owner_residual, exchange, shared, axis_name)
+    mean = buckets.unflatten(plan, [m.mean for m in means])
+    return Fed(mean, unsent(plan, flat, means), tuple(m.owner_residual for m in means))
+
+
+def counted(rounds: dict[str, jax.Array], **sent: jax.Array | bool) -> dict[str, jax.Array]:
+    """Adds one to the count of every part of the exchange that was sent; names as its scopes."""
+    return {name: n + jnp.asarray(sent[name], n.dtype) for name, n in rounds.items()}
+
+
+EXACT = identity()
+
+
+def _exchange_of(bucket: buckets.Bucket, exchange: wire.Exchange) -> wire.Exchange:
+    return wire.summed if bucket.label.compressor.linear else exchange

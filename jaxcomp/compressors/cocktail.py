@@ -1,0 +1,33 @@
+"""CocktailSGD's compressor, as a chain of the others."""
+
+from jaxcomp.compressors.base import Compressor
+from jaxcomp.compressors.compose import compose
+from jaxcomp.compressors.quantize import quantize
+from jaxcomp.compressors.sparse import random_k, top_k
+
+
+def cocktail(random: float = 0.1, top: float = 0.2, bits: int = 4, block: int = 128) -> Compressor:
+    """Random sparsification, then top-K, then quantization: CocktailSGD's compressor.
+
+    `random * (1 + top * (bits + 16 / block))` bits per parameter, 0.1825 by default: 88 times
+    fewer than float16.
+
+    Args:
+      random: Share of the entries that are looked at in one step, the same on all replicas; in
+        (0, 1], one over an integer.
+      top: Share of these that travel, the largest ones, in (0, 1]; a bit mask says which.
+      bits: Width of a value's code, 1 to 8.
+      block: Values that share a scale.
+
+    Returns:
+      `compose(random_k(random), top_k(top), quantize(bits, block=block))`.
+
+    Raises:
+      ValueError: At construction, for arguments outside these ranges.
+
+    References:
+      J. Wang et al., "CocktailSGD: Fine-tuning Foundation Models over 500Mbps Networks", ICML
+      2023, algorithm 2; the default is that of the authors' fine-tuning scripts. Their codes
+      are asymmetric (the largest value decodes to 7/8 of itself) and their blocks strided.
+    """
+    return compose(random_k(random), top_k(top), quantize(bits, block=block))

@@ -1,0 +1,134 @@
+"""When to exchange and when to learn the variance: functions of the step, and what they add up to.
+
+A schedule is `(count) -> bool`, elementwise over `i32[...]`: whether something happens in the
+step before which `count` steps were done. Only the count decides, so that all replicas agree.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+Schedule = Callable[[jax.Array], jax.Array]
+
+
+def always(count: jax.Array) -> jax.Array:
+    """Every step."""
+    return jnp.ones_like(count, bool)
+
+
+def until(step: int) -> Schedule:
+    """The first `step` steps."""
+    return lambda count: count < step
+
+
+def growing(kappa: int = 16, until: int | None = None) -> Schedule:
+    """Steps whose distance doubles after every `kappa` of them: 0/1 Adam's for the variance.
+
+    With kappa = 16 the steps number 1 to 16, 18, 20, ... 48, 52, ... (the first one is number 1).
+
+    Args:
+      kappa: Steps at one distance, at least 1.
+      until: Number of steps after which there are none, at least 1; None for no end.
+
+    Returns:
+      A schedule, of at most 2**30 steps.
+
+    Raises:
+      ValueError: If `kappa` or `until` is under 1.
+
+    References:
+      Lu et al., `Maximizing Communication Efficiency for Large-scale Training via 0/1 Adam
+      <https://arxiv.org/abs/2202.06009>`_, 2023, Section 4: k_{j+1} - k_j = 2^floor(j / kappa).
+    """
+    if kappa < 1:
+        raise ValueError(f"growing got kappa={kappa}; needs at least 1; write kappa=16.")
+    if until is not None and until < 1:
+        raise ValueError(
+            f"growing got until={until}; needs at least 1, or nothing is ever learned; write the "
+            "steps of the learning rate's warm-up."
+        )
+
+    def schedule(count):
+        number = count + 1
+        starts = [s for level in range(1, 31) if (s := kappa * (2**level - 1)) < 2**30]
+        level = sum((number > start).astype(jnp.int32) for start in starts)
+        distance = 1 << level
+        due = (number - kappa * (distance - 1)) % distance == 0
+        return due if until is None else due & (count < until)
+
+    return schedule
+
+
+def halving(
+    learning_rate: float | optax.Schedule, steps: int, longest: int = 16, after: int = 0
+) -> Schedule:
+    """Intervals that double whenever the learning rate halves: 0/1 Adam's for synchronization.
+
+    Every step until the rate has peaked (and until `after`); then every 2, 4, ... `longest`
+    steps, as the rate falls under 1/2, 1/4, ... of its peak. The last step is always one, so that
+    nothing is left behind on the replicas.
+
+    Args:
+      learning_rate: The rate that is really used, constant or a schedule.
+      steps: Steps of the whole run, at least 1.
+      longest: Longest interval, a power of two; H in the paper.
+      after: First step at which an interval may be longer than 1, as the end of the variance's.
+
+    Returns:
+      A schedule for these steps.
+
+    Raises:
+      ValueError: If `longest` is no power of two, or `steps` is under 1.
+
+    References:
+      Lu et al., `Maximizing Communication Efficiency for Large-scale Training via 0/1 Adam
+      <https://arxiv.org/abs/2202.06009>`_, 2023, Section 4. The authors' code counts steps
+      instead of looking at the rate; here the interval follows the rate itself, up again too.
+    """
+    if longest < 1 or longest & (longest - 1):
+        raise ValueError(f"halving got longest={longest}; needs a power of two; write longest=16.")
+    if steps < 1:
+        raise ValueError(f"halving got steps={steps}; needs the steps of the run, at least 1.")
+    rate = learning_rate if callable(learning_rate) else optax.constant_schedule(learning_rate)
+    rates = np.asarray(jax.vmap(rate)(jnp.arange(steps)))
+    peak, first = float(rates.max()), max(int(rates.argmax()), after)
+    halvings = longest.bit_length() - 1
+
+    def schedule(count):
+        # Comparisons and not a logarithm: exact where the rate is the peak over a power of two.
+        now = jnp.asarray(rate(count))
+        level = sum((now * 2**i <= peak).astype(jnp.int32) for i in range(1, halvings + 1))
+        interval = jnp.where(count >= first, 1 << level, 1)
+        return ((count + 1) % interval == 0) | (count == steps - 1)
+
+    return schedule
+
+
+class Plan(NamedTuple):
+    """What schedules add up to over a run."""
+
+    rounds: int  # steps in which anything is exchanged
+    synchronizations: int
+    variance_updates: int
+
+
+def plan(sync_at: Schedule, variance_at: Schedule, steps: int) -> Plan:
+    """Counts the exchanges of a run before it starts.
+
+    Raises:
+      ValueError: If the variance is learned in a step that does not synchronize.
+    """
+    count = jnp.arange(steps)
+    sync, variance = (np.asarray(schedule(count)) for schedule in (sync_at, variance_at))
+    if np.any(variance & ~sync):
+        step = int(np.argmax(variance & ~sync))
+        raise ValueError(
+            f"variance_at holds at count {step}, where sync_at does not: the variance may change "
+            "only when the replicas are together; write halving(..., after=N) and "
+            "growing(until=N) with one N."
+        )
+    return Plan(int(np.sum(sync | variance)), int(np.sum(sync)), int(np.sum(variance)))

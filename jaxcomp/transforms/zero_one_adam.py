@@ -1,0 +1,206 @@
+"""0/1 Adam: a variance learned now and then, 1-bit synchronization, and skipped rounds."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from jaxcomp import averaging, schedules, wire
+from jaxcomp.compressors import Compressor, sign
+from jaxcomp.sharding import require_varying, to_varying, zeros_of
+from jaxcomp.transforms import moments
+
+
+class ZeroOneAdamState(NamedTuple):
+    """State of `zero_one_adam`; trees have float32 leaves of the parameters' shapes."""
+
+    count: jax.Array  # i32[], steps so far
+    momentum: Any  # this replica's own between synchronizations
+    variance: Any  # equal on all replicas
+    drift: Any  # this replica's parameters minus the consensus: what it did since they met
+    rate_sum: jax.Array  # f32[], sum of the rates since they met
+    residual: Any  # not sent yet
+    owner_residual: Any  # one f32[numel / R] a bucket: not passed on yet
+    rounds: Any  # {"all", "synchronize", "variance"}: i32[], how often each was sent
+    skipped: jax.Array  # i32[], this replica's local steps whose gradient was not finite
+
+
+class _Own(NamedTuple):
+    """One replica's step, before it is known whether the replicas meet."""
+
+    momentum: Any
+    drift: Any
+    rate_sum: jax.Array  # f32[]
+    root: Any  # sqrt(v) + eps, equal on all replicas
+
+
+def zero_one_adam(
+    learning_rate: float | optax.Schedule,
+    axis_name: str,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    *,
+    sync_at: schedules.Schedule = schedules.always,
+    variance_at: schedules.Schedule | None = None,
+    compressor: Compressor | Callable[[str, Any], Compressor] | None = None,
+    precondition: bool = True,
+    variance_floor: float = 1e-4,
+    bias_correction: bool = True,
+    weight_decay: float = 0.0,
+    exchange: wire.Exchange = wire.two_shot,
+    bucket_numel: int = 2**22,
+    seed: int = 0,
+) -> optax.GradientTransformationExtraArgs:
+    """Adam whose replicas take local steps and meet now and then by 1-bit messages.
+
+    `params` are the consensus; gradients are taken at `jaxcomp.local_params`, which adds this
+    replica's `drift`. With rate r, momentum m_i, shared variance v, D = sqrt(v) + eps, every step
+    does m_i <- b1 m_i + (1 - b1) g_i and drift_i <- drift_i - r m_i / D. A step of `sync_at` then
+    averages the buffers u_i = -drift_i D by compressed messages, with error feedback on both
+    ways; the consensus moves by -u / D, all m_i become u / (sum of r since the last one), and all
+    drifts zero. A step of `variance_at` averages g_i exactly for v <- b2 v + (1 - b2) g^2, to be
+    used from the next step on.
+
+    One bit cannot say zero: coordinates that never had a gradient get +-scale. What is compressed
+    is therefore the difference of the parameters itself (`precondition`), in which that noise is
+    of the size of a step wherever it falls, and error feedback takes it back.
+
+    Args:
+      learning_rate: Rate, or schedule of the step.
+      axis_name: Mesh axis of the replicas.
+      b1: Decay of the momentum, in [0, 1).
+      b2: Decay of the variance, in [0, 1).
+      eps: Added to the root of the variance.
+      sync_at: When the replicas meet; see `jaxcomp.schedules.halving`.
+      variance_at: When the variance is learned, always a step of `sync_at`. Default:
+        `jaxcomp.schedules.growing()`, without an end.
+      compressor: Of all parameters; or a policy `(path, leaf) -> Compressor`. Default:
+        `jaxcomp.sign(block=1024)`.
+      precondition: Whether u / D travels, and not u as in the paper.
+      variance_floor: The least variance that is divided by, as a share of its mean over the leaf:
+        a coordinate whose gradients come late would else take a step of any size.
+      bias_correction: Whether moments are divided by 1 - b^n, as in Adam; n counts the updates
+        that they have had. The paper's runs do without.
+      weight_decay: Rate of decay of the consensus, decoupled, outside the buffer.
+      exchange: How buckets travel: `wire.two_shot`, or `wire.gathered` for two replicas.
+      bucket_numel: Most elements of one message's bucket.
+      seed: Of the compressor's noise, if it has any.
+
+    Returns:
+      A `GradientTransformationExtraArgs` whose updates move the consensus. Memory: four float32
+      values a parameter (momentum, variance, drift, residual) and 1/R of one.
+
+      A gradient that is not finite makes a synchronization NaN on all replicas, for
+      `jaxcomp.train_step` to skip; between two of them its replica leaves it out and counts it.
+
+    Raises:
+      ValueError: At construction for arguments out of range; at trace time without `params`, for
+        an unknown axis, gradients that are already reduced, or leaves that are not floating.
+
+    References:
+      Lu et al., `Maximizing Communication Efficiency for Large-scale Training via 0/1 Adam
+      <https://arxiv.org/abs/2202.06009>`_, ICLR 2023, algorithm 1. Deviations: buckets and not
+      tensors are compressed, by an l1 scale per block (theirs: l2 per tensor); `precondition`,
+      `variance_floor` and `bias_correction` (off: `precondition=False, variance_floor=0.0,
+      bias_correction=False`); x and u move by the momentum of this step, as in the authors' code,
+      and not by the one before; the very first variance is used at once; decay is decoupled; an
+      interval whose rates sum to zero keeps its momenta.
+    """
+    variance_at = schedules.growing() if variance_at is None else variance_at
+    moments.check("zero_one_adam", b1, b2, eps, variance_floor)
+    policy = averaging.policy_of(sign(block=1024) if compressor is None else compressor)
+    transport = averaging.Transport(policy, exchange, axis_name, bucket_numel, seed)
+    rate_of = moments.schedule_of(learning_rate)
+
+    def init(params):
+        zeros = jax.tree.map(moments.zeros, params)
+        own = to_varying(zeros, axis_name)
+        residual, owner_residual = averaging.nothing_sent(transport, own)
+        zero = jnp.zeros([], jnp.int32)
+        return ZeroOneAdamState(
+            count=zero,
+            momentum=own,
+            variance=zeros,
+            drift=own,
+            rate_sum=jnp.zeros([]),
+            residual=residual,
+            owner_residual=owner_residual,
+            rounds={"all": zero, "synchronize": zero, "variance": zero},
+            skipped=to_varying(zero, axis_name),
+        )
+
+    def own_step(state, grads, new_variance):
+        """What this replica's step makes of momentum, drift and sum of rates, and D."""
+        # There is no variance to use before the first one.
+        seen = state.rounds["variance"]
+        variance = jax.tree.map(
+            lambda new, old: jnp.where(seen == 0, new, old), new_variance, state.variance
+        )
+        updates = jnp.maximum(seen, 1) if bias_correction else None
+        root = moments.denominator(variance, b2, eps, variance_floor, updates)
+        rate = rate_of(state.count)
+        rate = rate / (1 - b1 ** (state.count + 1)) if bias_correction else rate
+        momentum = jax.tree.map(lambda m, g: b1 * m + (1 - b1) * g, state.momentum, grads)
+        drift = jax.tree.map(lambda d, m, s: d - rate * m / s, state.drift, momentum, root)
+        return _Own(momentum, drift, state.rate_sum + rate, root)
+
+    def together(state, own, bad):
+        """The replicas meet: the consensus moves by the mean drift."""
+        # Not finite for all, so that all skip the step; nothing of it is kept.
+        buffer = jax.tree.map(lambda d: jnp.where(bad, jnp.nan, d), own.drift)
+        if not precondition:
+            buffer = jax.tree.map(jnp.multiply, buffer, own.root)
+        change, residual, owner_residual = averaging.mean_with_feedback(
+            transport, buffer, state.residual, state.owner_residual, state.rounds["synchronize"]
+        )
+        if not precondition:
+            change = jax.tree.map(jnp.divide, change, own.root)
+
+        def re_estimated(change, root, momentum):
+            return jnp.where(own.rate_sum > 0, -change * root / own.rate_sum, momentum)
+
+        momentum = jax.tree.map(re_estimated, change, own.root, own.momentum)
+        none = jax.tree.map(zeros_of, own.drift)
+        return change, momentum, none, jnp.zeros([]), residual, owner_residual
+
+    def apart(state, own, bad):
+        """Each replica goes on by itself, or stands still if its gradient is not finite."""
+        keep = lambda old, new: jnp.where(bad, old, new)
+        old, new = (state.momentum, state.drift), (own.momentum, own.drift)
+        still = jax.tree.map(zeros_of, state.variance)
+        kept = jax.tree.map(keep, old, new)
+        return still, *kept, own.rate_sum, state.residual, state.owner_residual
+
+    def update(updates, state, params=None, **extra_args):
+        del extra_args
+        averaging.require_params("zero_one_adam", params)
+        require_varying(updates, axis_name)
+        grads = jax.tree.map(lambda g, v: g.astype(v.dtype), updates, state.variance)
+        bad = averaging.not_finite(grads, axis_name)
+        learns, meets = variance_at(state.count), sync_at(state.count)
+        variance = moments.learned(grads, state.variance, b2, learns, axis_name, bucket_numel)
+        own = own_step(state, grads, variance)
+        if sync_at is schedules.always:
+            change, *new = together(state, own, bad)
+        else:
+            change, *new = lax.cond(meets, together, apart, state, own, bad)
+        momentum, drift, rate_sum, residual, owner_residual = new
+        decay = rate_of(state.count) * weight_decay
+        change = jax.tree.map(lambda c, p: c - decay * p, change, params)
+        return change, ZeroOneAdamState(
+            optax.safe_increment(state.count),
+            momentum,
+            variance,
+            drift,
+            rate_sum,
+            residual,
+            owner_residual,
+            averaging.counted(state.rounds, all=meets | learns, synchronize=meets, variance=learns),
+            state.skipped + jnp.where(meets, 0, bad),
+        )
+
+    return optax.GradientTransformationExtraArgs(init, update)

@@ -1,0 +1,203 @@
+"""`python -m tests.replay TRACE.npz ...`: feeds a trace of the authors' code to ours, step by step.
+
+A trace holds the gradients of all workers, and their parameters after each step. Prints each
+step's largest error relative to the largest parameter; ends with 1 if one is above 1e-4.
+"""
+
+import json
+import pathlib
+import sys
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+LIMIT = 1e-4
+
+
+class Setting(NamedTuple):
+    """What a trace was recorded with, as ours."""
+
+    tx: optax.GradientTransformation
+    dtype: Any = np.float32  # of the parameters that all workers share
+    first: int = 0  # step of the trace that is our first one
+    # Tensors are padded to a multiple of it; what is there is cleared after each step, but for
+    # the residuals, which DeepSpeed's padding collects too.
+    multiple: int = 1
+
+
+def cocktail(meta: dict, trace) -> Setting:
+    """CocktailSGD, whose code keeps the consensus and all that it compresses in float16."""
+    import jaxcomp
+    from tests import authors
+
+    tx = jaxcomp.cocktail_sgd(
+        optax.sgd(meta["lr"]),
+        "replica",
+        compressor=authors.cocktail_compressor(meta["env"]),
+        exchange=authors.half_two_shot,
+    )
+    return Setting(tx, jnp.float16)
+
+
+def one_bit_adam(meta: dict, trace) -> Setting:
+    """DeepSpeed's OnebitAdam, which drops its first gradient but counts the step."""
+    import jaxcomp
+    from tests import authors
+
+    config = meta["config"]
+    rates = jnp.asarray(trace["lr"])[1:]
+    tx = jaxcomp.one_bit_adam(
+        lambda count: rates[count],
+        "replica",
+        *config["betas"],
+        config["eps"],
+        freeze_step=config["freeze_step"] - 1,
+        compressor=authors.per_tensor,
+        precondition=False,
+        variance_floor=0.0,
+        bias_correction=False,
+        weight_decay=config["weight_decay"],
+        exchange=authors.one_bit,
+    )
+    return Setting(tx, first=1, multiple=32)
+
+
+def zero_one_adam(meta: dict, trace) -> Setting:
+    """DeepSpeed's ZeroOneAdam: when it exchanged what is read from the trace itself."""
+    from jaxcomp.transforms.zero_one_adam_deepspeed import zero_one_adam_deepspeed
+    from tests import authors
+
+    config = meta["config"]
+    learns = jnp.asarray(trace["engine_allreduce_before__same_on_all"][1:].astype(bool))
+    buffer = next(trace[key] for key in trace.files if key.startswith("u_w1"))
+    meets = jnp.asarray(np.all(buffer == 0, axis=tuple(range(1, buffer.ndim)))[1:])
+    rates = jnp.asarray(trace["lr"])[1:]
+    tx = zero_one_adam_deepspeed(
+        lambda count: rates[count],
+        "replica",
+        *config["betas"],
+        config["eps"],
+        freeze_step=config["var_freeze_step"],
+        sync_at=lambda count: meets[count],
+        variance_at=lambda count: learns[count],
+        compressor=authors.per_tensor,
+        weight_decay=config["weight_decay"],
+        exchange=authors.one_bit,
+    )
+    return Setting(tx, first=1, multiple=32)
+
+
+SETTINGS = {"CocktailSGD": cocktail, "OneBitAdam": one_bit_adam, "ZeroOneAdam": zero_one_adam}
+"""By the first word of the trace's `optimizer`."""
+
+
+def named(trace, prefix: str) -> dict[str, np.ndarray]:
+    """The arrays of all tensors: `x_w1`, or `x` where there is one tensor without a name."""
+    arrays = {}
+    for key in trace.files:
+        name, _, same = key.partition("__")
+        head, _, tensor = name.partition("_")
+        if head == prefix:
+            # What was the same on all workers is stored once.
+            arrays[tensor] = trace[key][:, None] if same else trace[key]
+    return arrays
+
+
+def setting_of(trace) -> Setting:
+    """Our transformation with the settings of a trace.
+
+    Raises:
+      ValueError: If the trace is of a method that is not replayed.
+    """
+    meta = json.loads(str(trace["meta_json"]))
+    method = meta["optimizer"].split()[0]
+    if method not in SETTINGS:
+        raise ValueError(f"the trace is of {method!r}; what is replayed is {sorted(SETTINGS)}.")
+    return SETTINGS[method](meta, trace)
+
+
+def errors(path: pathlib.Path, steps: int | None = None) -> Iterator[float]:
+    """Replays a trace.
+
+    Args:
+      path: The trace.
+      steps: How many of its steps; all by default.
+
+    Yields:
+      The largest difference of a parameter of any worker after each step, over the largest
+      parameter of the trace.
+    """
+    from tests.replicas import everywhere, mesh_of, rows, transform
+
+    trace = np.load(path)
+    setting = setting_of(trace)
+    start, grads, wanted = (named(trace, prefix) for prefix in ("x0", "g", "x"))
+    sizes = {name: x.size for name, x in start.items()}
+    largest = max(np.abs(x).max() for x in wanted.values())
+    num_steps, num_replicas = next(iter(grads.values())).shape[:2]
+    # All tensors as vectors, with room behind them.
+    flat = {name: x.reshape(-1) for name, x in start.items()}
+    room = {name: (0, -x.size % setting.multiple) for name, x in flat.items()}
+    flat = {name: np.pad(x, room[name]) for name, x in flat.items()}
+    mesh = mesh_of(num_replicas)
+    params = everywhere(mesh, {name: x.astype(setting.dtype) for name, x in flat.items()})
+    init, update = transform(setting.tx, mesh, params)
+    state = init(params)
+    drift = optax.tree_utils.tree_get(state, "drift")
+    if drift is not None:
+        # What the shared parameters' dtype rounds off is this worker's own.
+        lost = {name: x - np.asarray(params[name], x.dtype) for name, x in flat.items()}
+        drift = {name: d + lost[name][None] for name, d in drift.items()}
+        state = optax.tree_utils.tree_set(state, drift=drift)
+    for step in range(num_steps)[setting.first : steps]:
+        local = {
+            name: np.pad(g[step].reshape(num_replicas, -1), ((0, 0), room[name]))
+            for name, g in grads.items()
+        }
+        updates, state = update(rows(mesh, local), state, params)
+        params, state = cleared((optax.apply_updates(params, updates), state), sizes)
+        drift = optax.tree_utils.tree_get(state, "drift")
+        worst = 0.0
+        for name, x in wanted.items():
+            got = np.asarray(params[name], np.float32)
+            got = got + (0.0 if drift is None else np.asarray(drift[name]))
+            x = x[step].reshape(x.shape[1], -1)
+            worst = max(worst, np.abs(got[..., : sizes[name]] - x).max())
+        yield float(worst / largest)
+
+
+def cleared(tree, sizes):
+    """Zeros in the room behind the tensors of parameters and state, but for the residuals."""
+
+    def clear(path, x):
+        names = [getattr(key, "name", getattr(key, "key", None)) for key in path]
+        if names[-1] not in sizes or "residual" in names:
+            return x
+        return jnp.where(jnp.arange(x.shape[-1]) < sizes[names[-1]], x, 0).astype(x.dtype)
+
+    return jax.tree_util.tree_map_with_path(clear, tree)
+
+
+def main(paths: list[str]) -> int:
+    """Prints the errors of every trace; returns the exit status."""
+    if not paths:
+        print("usage: python -m tests.replay TRACE.npz ...", file=sys.stderr)
+        return 2
+    worst = 0.0
+    for path in paths:
+        for step, error in enumerate(errors(pathlib.Path(path))):
+            print(f"{path}: step {step}: {error:.1e}")
+            worst = max(worst, error)
+    print(f"largest error relative to the largest parameter: {worst:.1e} (limit {LIMIT:.0e})")
+    return int(not worst <= LIMIT)
+
+
+if __name__ == "__main__":
+    from train import devices
+
+    devices.start(8)
+    sys.exit(main(sys.argv[1:]))

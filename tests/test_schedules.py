@@ -1,0 +1,93 @@
+"""Schedules: which steps, in closed form, and what they add up to."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxcomp import schedules
+
+
+def counts(schedule, steps):
+    """Numbers of the steps that a schedule picks; the first step is number 1."""
+    return (np.flatnonzero(np.asarray(schedule(jnp.arange(steps)))) + 1).tolist()
+
+
+@pytest.mark.parametrize("kappa", [1, 3, 16])
+def test_growing_doubles_its_distance_after_every_kappa_updates(kappa):
+    wanted, step = [], 0
+    for update in range(200):
+        step += 2 ** (update // kappa)
+        if step > 5000:
+            break
+        wanted.append(step)
+    assert counts(schedules.growing(kappa), 5000) == wanted
+
+
+def test_growing_is_the_papers_at_kappa_16():
+    # 16 at each of the distances 1 to 256, then 8 at 512: 152 in the first 12,500 steps.
+    assert len(counts(schedules.growing(16), 12_500)) == 152
+    assert counts(schedules.growing(16, until=48), 100)[-2:] == [46, 48]
+
+
+def test_halving_follows_the_rate_that_is_used():
+    steps = 400
+    rate = optax.join_schedules(
+        [optax.linear_schedule(0.0, 1.0, 100), optax.piecewise_constant_schedule(1.0, {100: 0.5})],
+        [100],
+    )
+    found = counts(schedules.halving(rate, steps, longest=16), steps)
+    halved = int(np.argmax(np.asarray(jax.vmap(rate)(jnp.arange(steps)))[100:] < 1)) + 101
+    assert halved > 190
+    assert found == [*range(1, halved), *(n for n in range(halved, 401) if n % 2 == 0)]
+
+
+def test_halving_is_clipped_and_ends_together():
+    rate = optax.exponential_decay(1.0, 10, 0.5)
+    found = counts(schedules.halving(rate, 203, longest=4), 203)
+    assert found[-3:] == [196, 200, 203]
+    assert max(np.diff(found)) == 4
+
+
+def test_halving_waits_for_the_variance():
+    rate = optax.exponential_decay(1.0, 10, 0.5)
+    found = counts(schedules.halving(rate, 100, after=50), 100)
+    assert found[:50] == list(range(1, 51)) and len(found) < 60
+
+
+def test_a_constant_rate_synchronizes_always():
+    assert counts(schedules.halving(1e-3, 30), 30) == list(range(1, 31))
+
+
+def test_the_plan_counts_what_happens():
+    variance = schedules.growing(16, until=100)
+    sync = schedules.halving(optax.exponential_decay(1.0, 50, 0.5), 1000, after=100)
+    plan = schedules.plan(sync, variance, 1000)
+    assert plan.variance_updates == len(counts(variance, 1000))
+    assert plan.synchronizations == plan.rounds == len(counts(sync, 1000)) < 250
+
+
+def test_a_variance_learned_while_replicas_are_apart_is_refused():
+    sync = schedules.halving(optax.exponential_decay(1.0, 10, 0.5), 100)
+    with pytest.raises(ValueError, match="variance_at holds at count"):
+        schedules.plan(sync, schedules.always, 100)
+
+
+def test_schedules_are_traced_without_a_table():
+    sync = jax.jit(schedules.halving(optax.cosine_decay_schedule(1.0, 1000), 1000))
+    assert bool(sync(jnp.int32(999))) and not bool(sync(jnp.int32(995)))
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: schedules.growing(0), "kappa=0"),
+        (lambda: schedules.growing(until=0), "until=0"),
+        (lambda: schedules.halving(1.0, 10, longest=12), "longest=12"),
+        (lambda: schedules.halving(1.0, 0), "steps=0"),
+    ],
+)
+def test_wrong_arguments_are_refused(make, text):
+    with pytest.raises(ValueError, match=text):
+        make()
