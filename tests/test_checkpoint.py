@@ -21,8 +21,9 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from train import checkpoint, checkpoint_files
-from train.checkpoint import like_replicas, open_checkpoints, read_metadata, restore
+from train.checkpoint import open_checkpoints, read_metadata, restore
 from train.checkpoint_files import latest, steps
+from train.checkpoint_trees import like_replicas
 from train.signals import stop_signals
 
 ROOT = Path(__file__).parents[1]

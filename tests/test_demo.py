@@ -103,7 +103,7 @@ def test_demo_trains_both_methods_and_ends_with_the_table_and_the_picture(
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(nano_dense, "get_config", lambda: small)
-    monkeypatch.setattr(devices, "start", lambda replicas: None)
+    monkeypatch.setattr(devices, "start", lambda replicas, num_processes=1: None)
     monkeypatch.setattr("sys.argv", ["train.demo", "--steps", "3"])
     make_run(tmp_path / "runs" / "demo" / "nano_dense", [9.0] * 9, 8.0)  # an earlier demo's
     demo.main()

@@ -535,7 +535,7 @@ def test_evaluation_is_at_the_consensus_and_of_fixed_batches(config_of):
 
 def main(monkeypatch, capsys, *args):
     """Runs the program in this process, whose devices exist; returns status, output, errors."""
-    monkeypatch.setattr(devices, "start", lambda replicas: None)
+    monkeypatch.setattr(devices, "start", lambda replicas, num_processes=1: None)
     status = 0
     try:
         program.main([str(arg) for arg in args])
@@ -639,7 +639,7 @@ def test_ends_are_one_message_and_a_status(capsys, error, status, message):
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("[!_]*.py")), ids=lambda p: p.stem)
 def test_config_file_trains(path, tmp_path, text, monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT))
-    args = f"{TINY_ARGS} --steps 2 --optimizer.warmup-steps 0 --data.batch 8".split()
+    args = f"{TINY_ARGS} --steps 2 --optimizer.warmup-steps 1 --data.batch 8".split()
     config = configs.load(str(path), [*args, "--data.path", text, "--runs-dir", str(tmp_path)])
     assert config.name == path.stem
     rows = loop.run(config)

@@ -7,20 +7,24 @@ import sys
 
 from train import advice, devices
 from train import config as configs
+from train.config import Config
 from train.exits import clean_exits
 
 
-def main(args: list[str]) -> None:
-    """Runs the program; a user's mistake ends it with one message and exit status 2."""
-    only_report = "--report" in args
-    args = [arg for arg in args if arg != "--report"]
-    if not args or args[0] in ("-h", "--help"):
-        print("usage: python -m train CONFIG.py [--report] [overrides]\n")
-        print("CONFIG.py --help lists the overrides; configs/ has the files.")
-        sys.exit(0 if args else 2)
+def main(args: list[str], num_processes: int = 1) -> None:
+    """Runs the program; a user's mistake ends it with one message and exit status 2.
+
+    Args:
+      args: The command line after `python -m train`.
+      num_processes: Processes of the run, this one among them, connected to each other already.
+    """
     with clean_exits():
-        config = configs.load(args[0], args[1:])
-        devices.start(config.replicas)
+        config, only_report = read(args)
+        if num_processes > 1:
+            from train import distributed
+
+            distributed.require_same(distributed.program_facts(configs.to_json(config)))
+        devices.start(config.replicas, num_processes)
         if only_report:
             from train.task import make_task, report
 
@@ -31,8 +35,27 @@ def main(args: list[str]) -> None:
             for note in advice.notes(config.optimizer.update):
                 print(note, file=sys.stderr)
             rows = run(config)
-            print(f"{config.runs_dir}/{config.name}: step {rows[-1]['step']}, {_last_loss(rows)}")
-            print(f"{config.runs_dir}/{config.name}/loss.png")
+            if rows:  # the other processes of a run have none
+                print(
+                    f"{config.runs_dir}/{config.name}: step {rows[-1]['step']}, {_last_loss(rows)}"
+                )
+                print(f"{config.runs_dir}/{config.name}/loss.png")
+
+
+def read(args: list[str]) -> tuple[Config, bool]:
+    """Reads the command line: the run that it describes, and whether only its report is wanted.
+
+    Raises:
+      SystemExit: After the usage, with status 0 if it was asked for and with 2 if not.
+      ValueError: If the config file is no good.
+    """
+    only_report = "--report" in args
+    args = [arg for arg in args if arg != "--report"]
+    if not args or args[0] in ("-h", "--help"):
+        print("usage: python -m train CONFIG.py [--report] [overrides]\n")
+        print("CONFIG.py --help lists the overrides; configs/ has the files.")
+        sys.exit(0 if args else 2)
+    return configs.load(args[0], args[1:]), only_report
 
 
 def _last_loss(rows) -> str:

@@ -11,6 +11,7 @@ import json
 import logging
 import math
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,8 +20,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
-from jax.sharding import NamedSharding, PartitionSpec
 
+from train import processes
 from train.checkpoint_files import (
     intact,
     latest,
@@ -29,11 +30,10 @@ from train.checkpoint_files import (
     require_writable,
     write_checksums,
 )
+from train.checkpoint_trees import described, require_same, without_empty
 
 # Orbax logs a traceback in every thread for an error that it also raises to its caller.
 logging.getLogger("absl").setLevel(logging.CRITICAL)
-
-_SHOWN = 5  # differing leaves that an error names
 
 
 class Checkpoints(NamedTuple):
@@ -44,22 +44,25 @@ class Checkpoints(NamedTuple):
     Attributes:
       save: `(step: int, tree, metadata: dict)`. Copies the leaves, starts writing them and
         returns; the buffers may be donated at once. A save that still runs is waited for first.
+      check: `()`. Raises what this process's part of the running save has met so far.
       wait: `()`. Returns when the last save is on disk.
       close: `()`. Waits, then ends Orbax's threads.
 
     Each raises OSError, naming the directory, if this save or the one before it could not be
     written, with errno ENOSPC where the disk is full. What the failed save left behind is
-    removed, earlier checkpoints stay, and saving may go on once there is space. `save` raises
+    removed, earlier checkpoints stay, and saving may go on once there is space; in a run of many
+    processes the next `open_checkpoints` does that, for the others still write. `save` raises
     ValueError if the directory has a checkpoint of this step or of a later one, and TypeError if
     the metadata is not JSON.
     """
 
     save: Callable[[int, Any, dict[str, Any]], None]
+    check: Callable[[], None]
     wait: Callable[[], None]
     close: Callable[[], None]
 
 
-def open_checkpoints(directory: str | Path, keep: int = 3) -> Checkpoints:
+def open_checkpoints(directory: str | Path, keep: int = 3, seconds: int = 300) -> Checkpoints:
     """Makes the directory if need be, and removes what an interrupted save left in it.
 
     One run at a time may have a directory open.
@@ -68,6 +71,7 @@ def open_checkpoints(directory: str | Path, keep: int = 3) -> Checkpoints:
       directory: Where the checkpoints are, a folder of a local or shared file system.
       keep: How many checkpoints stay, the newest ones; at least 1. An old one is deleted after
         the new one is complete, so that the disk holds keep + 1 for a while.
+      seconds: How long a save may take, and a process waits for the others' parts of it.
 
     Returns:
       The functions that save.
@@ -80,8 +84,9 @@ def open_checkpoints(directory: str | Path, keep: int = 3) -> Checkpoints:
         raise ValueError(f"keep is {keep}; at least 1 checkpoint must stay. Write keep=1")
     directory = Path(directory).absolute()
     require_writable(directory)
-    remove_partial(directory)
-    manager = _manager(directory, keep)
+    processes.from_first(lambda: remove_partial(directory))
+    failures: list[BaseException] = []
+    manager = _manager(directory, keep, seconds, failures)
     needed = 0  # bytes of the last save
 
     @contextlib.contextmanager
@@ -89,17 +94,19 @@ def open_checkpoints(directory: str | Path, keep: int = 3) -> Checkpoints:
         try:
             yield
         except (OSError, ValueError, RuntimeError) as error:
-            remove_partial(directory)
-            manager.reload()
-            raise _save_error(directory, error, needed) from error
+            failures.clear()
+            if jax.process_count() == 1:
+                remove_partial(directory)
+                manager.reload()
+            raise _save_error(directory, error, needed, seconds) from error
 
     def save(step, tree, metadata):
         nonlocal needed
         wait()
         require_newest(directory, step)
-        record = json.dumps({"leaves": _described(tree), "run": metadata})
+        record = json.dumps({"leaves": described(tree), "run": metadata})
         items = ocp.args.Composite(
-            state=ocp.args.StandardSave(_without_empty(tree)),
+            state=ocp.args.StandardSave(without_empty(tree)),
             metadata=ocp.args.JsonSave(json.loads(record)),
         )
         needed = sum(getattr(leaf, "nbytes", 8) for leaf in jax.tree.leaves(tree))
@@ -107,6 +114,11 @@ def open_checkpoints(directory: str | Path, keep: int = 3) -> Checkpoints:
             if needed > shutil.disk_usage(directory).free:
                 raise OSError(errno.ENOSPC, "the arrays alone are larger than the free space")
             manager.save(step, args=items, force=True)
+
+    def check():
+        with explained():
+            if failures:
+                raise failures[0]
 
     def wait():
         with explained():
@@ -118,11 +130,11 @@ def open_checkpoints(directory: str | Path, keep: int = 3) -> Checkpoints:
         finally:
             manager.close()
 
-    return Checkpoints(save, wait, close)
+    return Checkpoints(save, check, wait, close)
 
 
 def read_metadata(directory: str | Path, step: int | None = None) -> dict[str, Any]:
-    """Reads the metadata that a checkpoint was saved with.
+    """Reads the metadata that a checkpoint was saved with; process 0 does, for all.
 
     Args:
       directory: Where the checkpoints are.
@@ -134,16 +146,17 @@ def read_metadata(directory: str | Path, step: int | None = None) -> dict[str, A
     Raises:
       ValueError: If there is no such checkpoint, or its metadata is damaged.
     """
-    return _record(intact(directory, step, "metadata"))["run"]
+    return processes.from_first(lambda: _record(intact(directory, step, "metadata")))["run"]
 
 
 def restore(
     directory: str | Path, like: Any, step: int | None = None
 ) -> tuple[Any, dict[str, Any], int]:
-    """Reads a checkpoint, bit for bit as it was saved, onto any mesh.
+    """Reads a checkpoint, bit for bit as it was saved, onto any mesh of any number of processes.
 
-    Shapes, dtypes and paths must be the saved ones; shardings need not. To read one that was
-    saved with another number of replicas, pass `like_replicas(like, saved number)`.
+    Shapes, dtypes and paths must be the saved ones; shardings need not. To read one of another
+    number of replicas, change `like` by `checkpoint_trees.like_replicas`. Process 0 looks for
+    damage; each process then reads its own part.
 
     Args:
       directory: Where the checkpoints are.
@@ -159,11 +172,11 @@ def restore(
         that is not) or it is of another model (the text lists the first leaves that differ).
         Nothing is loaded then.
     """
-    path = intact(directory, step)
-    record = _record(path)
-    _require_same(path, record, _described(like))
-    with ocp.StandardCheckpointer() as checkpointer:
-        loaded = checkpointer.restore(path / "state", _without_empty(like))
+    path = Path(processes.from_first(lambda: str(intact(directory, step))))
+    record = processes.from_first(lambda: _record(path))
+    require_same(path, record, described(like))
+    with ocp.StandardCheckpointer(multiprocessing_options=_everyone()) as checkpointer:
+        loaded = checkpointer.restore(path / "state", without_empty(like))
 
     def filled(wanted, got):
         if math.prod(np.shape(wanted)) > 0:
@@ -173,67 +186,47 @@ def restore(
     return jax.tree.map(filled, like, loaded), record["run"], int(path.name)
 
 
-def like_replicas(like: Any, num_replicas: int, axis_name: str = "replica") -> Any:
-    """Changes the number of replicas in the target of a restore, but not the mesh.
+def _manager(directory, keep, seconds, failures):
+    options = _everyone()
+    meet = ocp.multihost.get_barrier_sync_fn(processes=options.active_processes)
 
-    Leaves sharded over the replica axis get a leading axis of `num_replicas`; where the devices
-    do not divide it, every device holds all of it. Hand what `restore` returns to
-    `jaxcomp.resize`.
+    def barrier(**kwargs):
+        # Orbax meets the others also while an error goes up; they wait elsewhere until the end.
+        if (error := sys.exc_info()[1]) is not None:
+            failures.append(error)
+            raise error
+        meet(**kwargs)
 
-    Args:
-      like: Tree of `jax.ShapeDtypeStruct` or arrays, for the present mesh.
-      num_replicas: What the checkpoint was saved with, at least 1.
-      axis_name: The mesh axis that the leading axis of per-replica leaves lies on.
-
-    Returns:
-      The same tree, with `jax.ShapeDtypeStruct` for the per-replica leaves.
-    """
-
-    def changed(leaf):
-        sharding = getattr(leaf, "sharding", None)
-        spec = tuple(getattr(sharding, "spec", ()))
-        if spec[:1] not in ((axis_name,), ((axis_name,),)):
-            return leaf
-        divides = num_replicas % sharding.mesh.shape[axis_name] == 0
-        spec = PartitionSpec(axis_name if divides else None, *spec[1:])
-        return jax.ShapeDtypeStruct(
-            (num_replicas, *leaf.shape[1:]), leaf.dtype, sharding=NamedSharding(sharding.mesh, spec)
-        )
-
-    return jax.tree.map(changed, like)
-
-
-def _manager(directory, keep):
-    # Orbax calls back in one process, after the last array is written and before the rename.
-    callback = ocp.AsyncOptions(post_finalization_callback=lambda: write_checksums(directory))
     return ocp.CheckpointManager(
         directory,
         item_names=("state", "metadata"),
-        options=ocp.CheckpointManagerOptions(max_to_keep=keep, async_options=callback),
+        options=ocp.CheckpointManagerOptions(
+            max_to_keep=keep,
+            create=False,
+            multiprocessing_options=options,
+            async_options=ocp.AsyncOptions(
+                timeout_secs=seconds,
+                barrier_sync_fn=barrier,
+                # Called in process 0, after the last array is written and before the rename.
+                post_finalization_callback=lambda: write_checksums(directory),
+            ),
+        ),
     )
 
 
-def _described(tree):
-    """Maps each leaf's path to its dtype and shape, as `params/mlp/kernel`: `float32[128,512]`."""
-    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="/"): (
-            f"{getattr(leaf, 'dtype', type(leaf).__name__)}[{','.join(map(str, np.shape(leaf)))}]"
-        )
-        for path, leaf in leaves
-    }
-
-
-def _without_empty(tree):
-    """Puts None where a leaf has no entries: Orbax refuses to write such arrays."""
-    return jax.tree.map(lambda leaf: None if math.prod(np.shape(leaf)) == 0 else leaf, tree)
+def _everyone():
+    """Processes meet at JAX's coordination service: as collectives, Orbax's barriers never end."""
+    count = jax.process_count()
+    return ocp.options.MultiprocessingOptions(
+        active_processes=set(range(count)) if count > 1 else None
+    )
 
 
 def _record(path):
     return json.loads((path / "metadata" / "metadata").read_text())
 
 
-def _save_error(directory, error, needed):
+def _save_error(directory, error, needed, seconds):
     number = error.errno if isinstance(error, OSError) else None
     good = latest(directory)
     kept = "" if good is None else f" The checkpoint of step {good} is complete."
@@ -246,24 +239,8 @@ def _save_error(directory, error, needed):
             f"{free:,} are free.{kept} Free some space, keep fewer, or name another directory",
         )
     reason = str(error).partition("\n")[0].rstrip(".")
+    if isinstance(error, TimeoutError):
+        reason = f"not all of it was written in {seconds} s, by this process and the others"
     return OSError(
         number or errno.EIO, f"could not save a checkpoint in {directory}: {reason}.{kept}"
-    )
-
-
-def _require_same(path, record, needed):
-    got = record["leaves"]
-    names = [name for name in got | needed if got.get(name) != needed.get(name)]
-    if not names:
-        return
-    listed = "; ".join(
-        f"{name}: got {got.get(name, 'nothing')}, needed {needed.get(name, 'nothing')}"
-        for name in names[:_SHOWN]
-    )
-    more = "; ..." if len(names) > _SHOWN else ""
-    replicas = record["run"].get("num_replicas", "an unknown number of")
-    raise ValueError(
-        f"the checkpoint {path} is of another model, optimizer or number of replicas (it has "
-        f"{replicas}): {len(names)} leaves differ. {listed}{more}. Use the configuration that it "
-        "was saved with, or another directory"
     )

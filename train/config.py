@@ -19,6 +19,9 @@ AXIS_NAME = "replica"
 """Name of the mesh axis over which data parallelism, and every compressed message, goes."""
 
 
+_BINDINGS = ("learning_rate", "axis_name", "steps", "warmup_steps")  # names in an update
+
+
 @dataclasses.dataclass(frozen=True)
 class Data:
     """Where the text comes from, and how much of it a step reads."""
@@ -62,7 +65,8 @@ class Optimizer:
     """
 
     update: str
-    """Optax transformation: a call of jaxcomp's and optax's names, learning_rate, axis_name."""
+    """Optax transformation: a call of jaxcomp's and optax's names, and of learning_rate,
+    axis_name, steps and warmup_steps."""
     learning_rate: float
     """Peak of the schedule, in update units per step; > 0."""
     warmup_steps: int = 0
@@ -84,7 +88,7 @@ class Optimizer:
                 f"optimizer.final_fraction={self.final_fraction} must be in [0, 1]; write 0.1."
             )
         try:
-            expression.check(self.update, {"learning_rate": None, "axis_name": AXIS_NAME})
+            expression.check(self.update, dict.fromkeys(_BINDINGS))
         except ValueError as error:
             raise ValueError(f"optimizer.update: {error}") from error
 
@@ -118,6 +122,15 @@ class Config:
     """Folder of all runs."""
     resume: bool = True
     """Continue from the run directory's last checkpoint, if there is one."""
+    resize: Literal["keep_mean", "reset"] = "keep_mean"
+    """What replicas keep when a run goes on with another number of them: the mean of what each
+    had for itself, or that without error feedback's residuals, which start from zero."""
+    watchdog_seconds: int = 300
+    """Seconds for one step until a run counts as hung and ends."""
+    start_seconds: int = 1800
+    """The same for the start with its compilation, an evaluation, and a save."""
+    save_seconds: int = 300
+    """Seconds that a process waits for the others' parts of a checkpoint."""
     tensorboard: bool = False
     """Write TensorBoard events as well; needs the extra jaxcomp[tensorboard]."""
     model: GPTConfig = dataclasses.field(default_factory=GPTConfig)
@@ -128,7 +141,8 @@ class Config:
         if not parts or ".." in parts or pathlib.PurePath(self.name).is_absolute():
             raise ValueError(f"name={self.name!r} must be a folder below runs_dir; write run_1.")
         at_least_one = "steps accumulate eval_every eval_batches checkpoint_every checksum_every"
-        for field in (*at_least_one.split(), "log_every"):
+        seconds = ("watchdog_seconds", "start_seconds", "save_seconds")
+        for field in (*at_least_one.split(), "log_every", *seconds):
             _at_least(1, field, getattr(self, field))
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"seed={self.seed} must be in [0, 2^32); write --seed 0.")
@@ -227,8 +241,8 @@ def transformation(config: Config) -> optax.GradientTransformationExtraArgs:
       ValueError: If a call in it does not accept its arguments, or it is no transformation.
     """
     rate = schedule(config.optimizer, config.steps)
-    bindings = {"learning_rate": rate, "axis_name": AXIS_NAME}
-    value = expression.evaluate(config.optimizer.update, bindings)
+    values = (rate, AXIS_NAME, config.steps, config.optimizer.warmup_steps)
+    value = expression.evaluate(config.optimizer.update, dict(zip(_BINDINGS, values, strict=True)))
     if not isinstance(value, optax.GradientTransformation):
         raise ValueError(
             f"optimizer.update={config.optimizer.update!r} is a {type(value).__name__}, not an "

@@ -8,18 +8,28 @@ from jax.sharding import AxisType, Mesh
 from train.config import AXIS_NAME
 
 
-def start(replicas: int) -> None:
+def start(replicas: int, num_processes: int = 1) -> None:
     """Makes as many CPU devices as replicas are wanted; call it before JAX's first use.
 
     Args:
-      replicas: Number of CPU devices; 0 leaves it at one. Accelerators are not affected.
+      replicas: Number of CPU devices of all processes together; 0 leaves it at one for each.
+        Accelerators are not affected.
+      num_processes: Processes of the run.
+
+    Raises:
+      ValueError: If the replicas cannot be shared out evenly.
     """
+    if replicas % num_processes:
+        raise ValueError(
+            f"replicas={replicas} cannot be shared out among {num_processes} processes; write "
+            f"--replicas {num_processes * max(1, replicas // num_processes)}."
+        )
     if replicas:
-        jax.config.update("jax_num_cpu_devices", replicas)
+        jax.config.update("jax_num_cpu_devices", replicas // num_processes)
     # XLA:CPU runs a device's program in one thread of a pool that by default has only as many
     # threads as devices; collectives of two steps in flight then wait for each other for ever.
     count = jax.config.jax_num_cpu_devices  # -1 where nobody has set it
-    os.environ.setdefault("NPROC", str(max(4 * count, os.cpu_count() or 1)))
+    os.environ["NPROC"] = str(max(4 * count, int(os.environ.get("NPROC", os.cpu_count() or 1))))
 
 
 def make_mesh(replicas: int) -> Mesh:

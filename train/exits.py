@@ -4,21 +4,32 @@ import contextlib
 import sys
 from collections.abc import Iterator
 
+TRY_AGAIN = 75
+"""Exit status if nothing is wrong with the command, and it goes on when it is started again."""
+
 
 @contextlib.contextmanager
 def clean_exits() -> Iterator[None]:
     """Ends the program with one message on stderr if what is inside cannot go on.
 
     Raises:
-      SystemExit: With status 2 for a ValueError, OSError or RuntimeError; with 0 for a
-        KeyboardInterrupt that says what was saved, as `train.loop.run` raises it; with 130 for
-        one without a text, where the program stopped at once.
+      SystemExit: With status 2 for a ValueError, OSError or RuntimeError; with `TRY_AGAIN` for a
+        ConnectionError: another process of the run is gone; with 0 for a KeyboardInterrupt that
+        says what was saved, as `train.loop.run` raises it; with 130 for one without a text,
+        where the program stopped at once.
     """
     try:
         yield
     except (ValueError, OSError, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(status(error))
     except KeyboardInterrupt as stop:
         print(str(stop) or "interrupted", file=sys.stderr)
-        sys.exit(0 if str(stop) else 130)
+        sys.exit(status(stop))
+
+
+def status(error: BaseException) -> int:
+    """The exit status for what ends a program, see `clean_exits`."""
+    if isinstance(error, KeyboardInterrupt):
+        return 0 if str(error) else 130
+    return TRY_AGAIN if isinstance(error, ConnectionError) else 2

@@ -5,12 +5,13 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxcomp
-from train import advice, data, devices, losses
+from train import advice, data, devices, losses, plan
 from train import config as configs
 from train.config import AXIS_NAME, Config
 from train.models.gpt import GPT
@@ -26,8 +27,11 @@ class Task(NamedTuple):
     step: jax.stages.Compiled  # params, state, batch -> params, state, metrics
     batch: Callable[[int], jax.Array]  # step -> i32[batch, context + 1]
     evaluate: Callable[[Any], jax.Array]  # consensus params -> f32[], nats per token
+    mean_losses: Callable[[list], list[float]]  # each step's f32[num_replicas] -> its mean
     like: Any  # {"params", "state"}: shapes, dtypes and shardings
-    sent_bytes: float  # that one replica sends in a step, read from the compiled program
+    sent: dict[str, float]  # bytes of each part of a step's exchange, from the compiled program
+    rounds: dict[str, int]  # how often the run sends each part; {} for all in every step
+    sent_bytes: float  # that one replica sends in a step, in the mean over the run
 
 
 def make_task(config: Config) -> Task:
@@ -76,8 +80,44 @@ def make_task(config: Config) -> Task:
         total = sum(evaluate_batch(params, tokens) for tokens in _validation(config, corpus, rows))
         return total / config.eval_batches
 
-    sent = jaxcomp.report.sent_bytes(step, mesh, AXIS_NAME)
-    return Task(config, mesh, corpus, init, step, batch, evaluate, like, sent)
+    gather = gather_losses(mesh)
+
+    def mean_losses(losses):
+        # Filled up, so that one program serves the few steps before a stop too.
+        filled = [*losses, *[losses[-1]] * (_most_between_rows(config) - len(losses))]
+        columns = np.asarray(gather(filled), np.float64)[:, : len(losses)]
+        return columns.mean(axis=0).tolist()
+
+    sent = jaxcomp.report.sent_bytes_by_part(step, mesh, AXIS_NAME)
+    rounds = plan.rounds(tx, config.steps)
+    mean = plan.total_bytes(sent, rounds, config.steps) / config.steps
+    return Task(
+        config, mesh, corpus, init, step, batch, evaluate, mean_losses, like, sent, rounds, mean
+    )
+
+
+def gather_losses(mesh: Mesh) -> Callable[[list[jax.Array]], jax.Array]:
+    """Makes the jitted function that brings losses of several steps to all processes.
+
+    Args:
+      mesh: Of the run.
+
+    Returns:
+      A function of `steps` arrays f32[num_replicas], as a step returns them, that gives
+      f32[num_replicas, steps] on every device, in one message.
+    """
+
+    @functools.partial(jax.jit, out_shardings=NamedSharding(mesh, P()))
+    def gather(losses):
+        # Stacked where they are: one column of all steps travels instead of one number a step.
+        rows = NamedSharding(mesh, P(AXIS_NAME))
+        return jax.lax.with_sharding_constraint(jnp.stack(losses, axis=1), rows)
+
+    return gather
+
+
+def _most_between_rows(config: Config) -> int:
+    return min(config.log_every, config.eval_every, config.checksum_every, config.checkpoint_every)
 
 
 def _sizes(config: Config) -> tuple[int, int]:
@@ -129,12 +169,29 @@ def report(task: Task) -> str:
     lines = [
         jaxcomp.report.table(task.step, task.mesh),
         f"{numel:,} parameters on {num_replicas} replicas; one replica sends "
-        f"{task.sent_bytes:,.0f} bytes a step,",
+        f"{task.sent_bytes:,.0f} bytes a step{' in the mean' if task.rounds else ''},",
         f"{dense / task.sent_bytes:.1f}x fewer than a float32 ring all-reduce, "
         f"{dense / 2 / task.sent_bytes:.1f}x fewer than a float16 one."
         if task.sent_bytes
         else "nothing to send with one replica.",
-        f"travel exact: {'not known: no error feedback' if exact is None else ', '.join(exact)}",
+        *_rounds(task),
+        *([] if exact is None else [f"travel exact: {', '.join(exact) or 'none'}"]),
         *advice.notes(task.config.optimizer.update),
     ]
     return "\n".join(lines)
+
+
+def _rounds(task: Task) -> list[str]:
+    """What a run whose steps differ sends, part by part."""
+    steps = task.config.steps
+    parts = [
+        f"{part} {count:,} times ({task.sent.get(part, 0.0):,.0f} bytes)"
+        for part, count in task.rounds.items()
+        if part != "all"
+    ]
+    if not parts:
+        return []
+    return [
+        f"of {steps:,} steps {task.rounds['all']:,} send anything: {', '.join(parts)};",
+        f"{steps * task.sent_bytes:,.0f} bytes over the run.",
+    ]

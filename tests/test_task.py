@@ -1,0 +1,26 @@
+"""The functions of a run: what the losses of many replicas cost to look at."""
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from replicas import mesh_of, rows
+
+from train.task import gather_losses
+
+
+def test_losses_of_many_steps_come_to_all_in_one_message():
+    mesh, steps = mesh_of(4), 10
+    loss = jax.ShapeDtypeStruct((4,), np.float32, sharding=NamedSharding(mesh, P("replica")))
+    text = gather_losses(mesh).lower([loss] * steps).compile().as_text()
+    collectives = ("all-gather", "all-reduce", "all-to-all", "collective-permute")
+    found = {name: text.count(f" {name}(") + text.count(f" {name}-start(") for name in collectives}
+    assert found == {"all-gather": 1, "all-reduce": 0, "all-to-all": 0, "collective-permute": 0}
+
+
+def test_every_replicas_loss_of_every_step_is_there():
+    mesh = mesh_of(4)
+    losses = [np.arange(4, dtype=np.float32) + 10 * step for step in range(3)]
+    got = gather_losses(mesh)([rows(mesh, loss) for loss in losses])
+    assert got.is_fully_replicated
+    np.testing.assert_array_equal(got, np.stack(losses, axis=1))

@@ -1,0 +1,79 @@
+"""The trees that checkpoints hold: what is in them, and what another run needs of them."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+_SHOWN = 5  # differing leaves that an error names
+
+
+def like_replicas(like: Any, num_replicas: int, axis_name: str = "replica") -> Any:
+    """Changes the number of replicas in the target of a restore, but not the mesh.
+
+    Leaves sharded over the replica axis get a leading axis of `num_replicas`. Where the devices
+    do not divide it, they share the first other axis that they divide, or hold all of the leaf.
+    Hand what `restore` returns to `jaxcomp.resize`.
+
+    Args:
+      like: Tree of `jax.ShapeDtypeStruct` or arrays, for the present mesh.
+      num_replicas: What the checkpoint was saved with, at least 1.
+      axis_name: The mesh axis that the leading axis of per-replica leaves lies on.
+
+    Returns:
+      The same tree, with `jax.ShapeDtypeStruct` for the per-replica leaves.
+    """
+
+    def changed(leaf):
+        sharding = getattr(leaf, "sharding", None)
+        spec = tuple(getattr(sharding, "spec", ()))
+        if spec[:1] not in ((axis_name,), ((axis_name,),)):
+            return leaf
+        shape, mesh = (num_replicas, *leaf.shape[1:]), sharding.mesh
+        spec = [None, *spec[1:], *[None] * (len(shape) - len(spec))]
+        for axis, size in enumerate(shape):
+            if size % mesh.shape[axis_name] == 0 and spec[axis] is None:
+                spec[axis] = axis_name
+                break
+        sharding = NamedSharding(mesh, PartitionSpec(*spec))
+        return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
+
+    return jax.tree.map(changed, like)
+
+
+def described(tree: Any) -> dict[str, str]:
+    """Maps each leaf's path to its dtype and shape, as `params/mlp/kernel`: `float32[128,512]`."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/"): (
+            f"{getattr(leaf, 'dtype', type(leaf).__name__)}[{','.join(map(str, np.shape(leaf)))}]"
+        )
+        for path, leaf in leaves
+    }
+
+
+def without_empty(tree: Any) -> Any:
+    """Puts None where a leaf has no entries: Orbax refuses to write such arrays."""
+    return jax.tree.map(lambda leaf: None if math.prod(np.shape(leaf)) == 0 else leaf, tree)
+
+
+def require_same(path: Path, record: dict[str, Any], needed: dict[str, str]) -> None:
+    """Raises a ValueError that lists the leaves in which a checkpoint's record differs."""
+    got = record["leaves"]
+    names = [name for name in got | needed if got.get(name) != needed.get(name)]
+    if not names:
+        return
+    listed = "; ".join(
+        f"{name}: got {got.get(name, 'nothing')}, needed {needed.get(name, 'nothing')}"
+        for name in names[:_SHOWN]
+    )
+    more = "; ..." if len(names) > _SHOWN else ""
+    replicas = record["run"].get("num_replicas", "an unknown number of")
+    raise ValueError(
+        f"the checkpoint {path} is of another model, optimizer or number of replicas (it has "
+        f"{replicas}): {len(names)} leaves differ. {listed}{more}. Use the configuration that it "
+        "was saved with, or another directory"
+    )

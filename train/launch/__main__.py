@@ -1,0 +1,153 @@
+"""`python -m train.launch [options] -- CONFIG [overrides]`: one run on many processes."""
+
+import argparse
+import os
+import pathlib
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+
+from train import __main__ as program
+from train import distributed
+from train.distributed import Timeouts
+from train.exits import clean_exits
+from train.launch import control, detect, local, ssh
+from train.launch.supervise import supervise
+
+
+def main(args: Sequence[str]) -> None:
+    """Starts the processes of a run, or is one of them.
+
+    Raises:
+      SystemExit: With the status of the run, or of the process that failed first.
+    """
+    split = args.index("--") if "--" in args else len(args)
+    options, train_args = parser().parse_args(args[:split]), args[split + 1 :]
+    if options.obey_stdin:
+        control.obey()
+    with clean_exits():
+        if not train_args:
+            raise ValueError("no config file; write python -m train.launch [options] -- CONFIG.")
+        if options.local or options.hosts:
+            sys.exit(start_all(options, train_args))
+    status = ended(lambda: be_one(options, train_args))
+    if status:
+        distributed.abandon(status)
+
+
+def parser() -> argparse.ArgumentParser:
+    """Makes the parser of what stands before `--`."""
+    made = argparse.ArgumentParser(
+        prog="python -m train.launch",
+        usage="%(prog)s [options] -- CONFIG.py [overrides]",
+        description="Trains one run on many processes. Without --local, --hosts and --single this "
+        "is one of them; which one, mpirun, srun or a JobSet say, or the flags, which win.",
+    )
+    start = made.add_argument_group("start all processes").add_mutually_exclusive_group()
+    start.add_argument("--local", type=at_least(1), metavar="N", help="N processes here")
+    start.add_argument("--hosts", metavar="FILE", help="by ssh: [user@]name [slots=K] a line")
+    start.add_argument("--single", action="store_true", help="only this process, whatever is set")
+    one = made.add_argument_group("be one of them")
+    one.add_argument("--coordinator", metavar="HOST:PORT", help="where process 0 listens")
+    one.add_argument("--num-processes", type=at_least(1), metavar="N")
+    one.add_argument("--process-id", type=at_least(0), metavar="I", help="in [0, N)")
+    one.add_argument("--local-devices", type=numbers, metavar="I,J", help="accelerators to take")
+    one.add_argument("--local-id", type=at_least(0), help=argparse.SUPPRESS)
+    one.add_argument("--local-count", type=at_least(1), help=argparse.SUPPRESS)
+    one.add_argument("--obey-stdin", action="store_true", help=argparse.SUPPRESS)
+    network = made.add_argument_group("network")
+    network.add_argument("--interface", metavar="NAME", help="for collectives, as eth1")
+    for name, seconds in Timeouts()._asdict().items():
+        text = f"seconds until who has not come, or gives no sign, is missed ({seconds})"
+        network.add_argument(f"--{name}-timeout", type=at_least(1), default=seconds, help=text)
+    remote = made.add_argument_group("with --hosts")
+    remote.add_argument("--ssh", default="ssh -o BatchMode=yes -o ConnectTimeout=10")
+    remote.add_argument("--remote-python", default=sys.executable, metavar="PYTHON")
+    remote.add_argument("--remote-folder", default=os.getcwd(), metavar="FOLDER")
+    return made
+
+
+def at_least(minimum: int) -> Callable[[str], int]:
+    """Makes a reader of numbers that are not below a minimum."""
+
+    def read(text: str) -> int:
+        if not text.isdecimal() or int(text) < minimum:
+            raise argparse.ArgumentTypeError(f"{text!r} must be a number, {minimum} or more")
+        return int(text)
+
+    return read
+
+
+def numbers(text: str) -> list[int]:
+    """Reads numbers with commas between them."""
+    return [at_least(0)(part) for part in text.split(",")]
+
+
+def start_all(options: argparse.Namespace, train_args: list[str]) -> int:
+    """Starts the processes of a run here or by ssh, and waits for them; returns the status."""
+    for name in ("num_processes", "process_id", "local_devices"):
+        if getattr(options, name) is not None:
+            flag = name.replace("_", "-")
+            raise ValueError(f"--{flag} is for one process; leave it out with --local and --hosts.")
+    if options.local and options.coordinator:
+        raise ValueError("--local finds a free port of 127.0.0.1; leave out --coordinator.")
+    config, _ = program.read(train_args)
+    timeouts = Timeouts(options.start_timeout, options.heartbeat_timeout)
+    if options.local:
+        commands = local.commands(options.local, options.interface, timeouts, train_args)
+    else:
+        commands = ssh.commands(
+            ssh.read_hosts(pathlib.Path(options.hosts).read_text()),
+            options.coordinator,
+            options.interface,
+            timeouts,
+            train_args,
+            ssh=options.ssh,
+            python=options.remote_python,
+            folder=options.remote_folder,
+            environ=os.environ,
+        )
+    folder = pathlib.Path(config.runs_dir, config.name, "logs")
+    # The others notice a dead one themselves after the heartbeat's time-out, and take a moment.
+    return supervise(commands, folder, grace=timeouts.heartbeat + 5)
+
+
+def be_one(options: argparse.Namespace, train_args: list[str]) -> None:
+    """Finds this process's place, connects it to the others, and trains."""
+    if options.single:
+        program.main(train_args)
+        return
+    fields = ("coordinator", "num_processes", "process_id", "local_id", "local_count")
+    given = {field: getattr(options, field) for field in fields}
+    cluster = detect.detect(os.environ, **given)
+    if cluster is None:
+        raise ValueError(
+            "nobody says which process of the run this is: neither mpirun, srun nor a JobSet has "
+            "started it. Write --local N to start N processes here, --hosts FILE to start them by "
+            "ssh, --coordinator, --num-processes and --process-id, or --single."
+        )
+    devices = options.local_devices or detect.local_devices(cluster, os.environ)
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    os.environ.setdefault("NPROC", str(detect.threads(cluster, allowed, os.cpu_count())))
+    print(detect.line(cluster, options.interface, devices, os.environ), file=sys.stderr, flush=True)
+    if cluster.num_processes > 1:
+        timeouts = Timeouts(options.start_timeout, options.heartbeat_timeout)
+        distributed.connect(cluster, options.interface, timeouts, devices)
+    program.main(train_args, cluster.num_processes)
+
+
+def ended(function: Callable[[], None]) -> int:
+    """Calls a function, and returns the exit status that it comes to."""
+    try:
+        with clean_exits():
+            function()
+    except SystemExit as end:
+        return end.code or 0
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,37 @@
+"""How a launcher reaches a process that it started, here or over ssh: through standard input.
+
+A line is the name of a signal, as `TERM`; the end of the input means that the launcher has gone.
+"""
+
+import os
+import signal
+import subprocess
+import threading
+import time
+
+_GRACE = 60.0  # seconds to save and end after the launcher has gone
+
+
+def obey() -> None:
+    """Starts a thread that turns what the launcher says into signals of this process."""
+    threading.Thread(target=_listen, daemon=True).start()
+
+
+def _listen() -> None:
+    # os.read and no buffered file: a thread inside sys.stdin's lock would break the exit.
+    rest = b""
+    while part := os.read(0, 1024):
+        *lines, rest = (rest + part).split(b"\n")
+        for line in lines:
+            os.kill(os.getpid(), getattr(signal, f"SIG{line.decode()}"))
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(_GRACE)
+    os._exit(1)
+
+
+def tell(process: subprocess.Popen, name: str) -> None:
+    """Sends a signal, as `TERM`, to a process that obeys; one that has ended hears nothing."""
+    try:
+        process.stdin.write(f"{name}\n".encode())
+    except (OSError, ValueError):  # broken, or closed here
+        pass

@@ -1,0 +1,196 @@
+"""Who this process is, as the scheduler's environment variables say.
+
+Precedence: flags, Open MPI (mpirun inside a SLURM job is the one that starts processes), SLURM
+(srun), JobSet. Pure functions of the environment: nothing is asked over a network.
+"""
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from train import addresses
+from train.distributed import Cluster
+
+Environ = Mapping[str, str]
+
+VISIBLE = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
+"""Environment variables that hide accelerators; JAX counts those that are left."""
+
+
+def detect(environ: Environ, **given: Any) -> Cluster | None:
+    """Finds this process's place in its run.
+
+    Args:
+      environ: Environment variables.
+      **given: Fields of `Cluster` that are known, as flags; None where they are not. They win over
+        what is detected, one by one.
+
+    Returns:
+      The cluster; None if nothing is given and no scheduler has started this process.
+
+    Raises:
+      ValueError: If a scheduler's variables are there in part, or are not numbers.
+    """
+    given = {field: value for field, value in given.items() if value is not None}
+    needed = {"coordinator", "num_processes", "process_id"}
+    if needed <= given.keys():
+        return Cluster(source="flags", **given)
+    for source, (marks, fields) in SCHEDULERS.items():
+        if any(mark in environ for mark in marks):
+            return _complete(source, fields, environ, given)
+    if given:
+        absent = ", ".join(sorted(f"--{name.replace('_', '-')}" for name in needed - given.keys()))
+        raise ValueError(f"no scheduler has started this process, so write {absent} as well.")
+    return None
+
+
+def _complete(source: str, fields: dict, environ: Environ, given: dict[str, Any]) -> Cluster:
+    found, absent = dict(given), {}
+    for field, find in fields.items():
+        if field not in given:
+            try:
+                found[field] = find(environ)
+            except KeyError as error:
+                absent[field] = error.args[0]
+    if absent:
+        names = ", ".join(sorted(set(absent.values())))
+        flags = ", ".join(f"--{field.replace('_', '-')}" for field in absent)
+        raise ValueError(
+            f"{source} is only half there: {names} not set, as in a shell opened by ssh or outside "
+            f"of srun, mpirun or a pod. Let {source} start this process; or write {flags}, which "
+            "win, or --single to train in this process alone."
+        )
+    return Cluster(source=source, **found)
+
+
+def _number(name: str) -> Callable[[Environ], int]:
+    def find(environ):
+        if not environ[name].isdecimal():
+            raise ValueError(f"{name}={environ[name]!r} must be a number; flags win over it.")
+        return int(environ[name])
+
+    return find
+
+
+def _port(job: int) -> int:
+    # The upper end of the range that is free for all, another port for another job.
+    return 61440 + job % 4096
+
+
+def _slurm_coordinator(environ: Environ) -> str:
+    job = _number("SLURM_JOB_ID")(environ)
+    return addresses.join(first_host(environ["SLURM_STEP_NODELIST"]), _port(job))
+
+
+def _slurm_local_count(environ: Environ) -> int:
+    nodes = _number("SLURM_STEP_NUM_NODES")(environ) if "SLURM_STEP_NUM_NODES" in environ else 1
+    return math.ceil(_number("SLURM_NTASKS")(environ) / nodes)
+
+
+def first_host(nodelist: str) -> str:
+    """First host of a SLURM node list: `node001` of `node[001-003,007],gpu5`."""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodelist)
+    if first is None:
+        raise ValueError(f"SLURM_STEP_NODELIST={nodelist!r} names no host; write --coordinator.")
+    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first[0])
+
+
+def _open_mpi_coordinator(environ: Environ) -> str:
+    # Where mpirun runs: "1531576320.0;tcp://10.0.0.1,10.1.0.1:34911", IPv6 as "tcp6://[a,b]:port".
+    # Open MPI 5 sets no such variable.
+    uri = environ["OMPI_MCA_orte_hnp_uri"]
+    found = re.search(r"^(\d+)\..*?tcp6?://\[?([^,\]]+?)(?:,|\]|:\d+(?:;|$))", uri)
+    if found is None:
+        raise ValueError(f"OMPI_MCA_orte_hnp_uri={uri!r} has no address; write --coordinator.")
+    return addresses.join(found[2], _port(int(found[1]) // 4096))
+
+
+SCHEDULERS = {
+    "Open MPI": (
+        ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+        {
+            "coordinator": _open_mpi_coordinator,
+            "num_processes": _number("OMPI_COMM_WORLD_SIZE"),
+            "process_id": _number("OMPI_COMM_WORLD_RANK"),
+            "local_id": _number("OMPI_COMM_WORLD_LOCAL_RANK"),
+            "local_count": _number("OMPI_COMM_WORLD_LOCAL_SIZE"),
+        },
+    ),
+    "SLURM": (
+        ("SLURM_JOB_ID", "SLURM_PROCID", "SLURM_STEP_NODELIST"),
+        {
+            "coordinator": _slurm_coordinator,
+            "num_processes": _number("SLURM_NTASKS"),
+            "process_id": _number("SLURM_PROCID"),
+            "local_id": _number("SLURM_LOCALID"),
+            "local_count": _slurm_local_count,
+        },
+    ),
+    "JobSet": (
+        ("JOB_COMPLETION_INDEX",),
+        {
+            "coordinator": lambda environ: environ["JAX_COORDINATOR_ADDRESS"],
+            "num_processes": _number("JAX_NUM_PROCESSES"),
+            "process_id": _number("JOB_COMPLETION_INDEX"),
+        },
+    ),
+}
+"""Of each scheduler, the variables that show it, and how to read the fields of `Cluster`."""
+
+
+def local_devices(cluster: Cluster, environ: Environ) -> list[int] | None:
+    """Which of the visible accelerators this process takes, one process a device.
+
+    Args:
+      cluster: The processes.
+      environ: Environment variables; CUDA_VISIBLE_DEVICES and its like say what is visible.
+
+    Returns:
+      The device of this process's number on its host; None, for all that are visible, if it is
+      alone there or the scheduler has hidden the others' devices already.
+
+    Raises:
+      ValueError: If a host has more processes than visible devices.
+    """
+    if cluster.local_count == 1 or "SLURM_GPUS_PER_TASK" in environ:
+        return None
+    for name in VISIBLE:
+        visible = [entry for entry in environ.get(name, "").split(",") if entry.strip()]
+        if len(visible) == 1 or environ.get(name) == "":
+            return None
+        if 0 < len(visible) <= cluster.local_id:
+            raise ValueError(
+                f"{cluster.local_count} processes on this host, but {name}={environ[name]} shows "
+                f"{len(visible)} devices; start one process a device, or write --local-devices."
+            )
+    return [cluster.local_id]
+
+
+def threads(cluster: Cluster, allowed: int, cores: int) -> int:
+    """How many of the cores are this process's own.
+
+    Args:
+      cluster: The processes.
+      allowed: Cores that this process may run on.
+      cores: Cores of the host.
+
+    Returns:
+      All that are allowed where a scheduler has bound this process to some; else its share.
+    """
+    bound = cluster.source != "flags" and allowed < cores
+    return allowed if bound else max(1, allowed // cluster.local_count)
+
+
+def line(
+    cluster: Cluster, interface: str | None, devices: list[int] | None, environ: Environ
+) -> str:
+    """Describes a process's place in one line."""
+    hidden = [name for name in VISIBLE if name in environ]
+    visible = ", ".join(f"{name}={environ[name]}" for name in hidden) or "all of this host"
+    taken = "" if devices is None else f", of them number {', '.join(map(str, devices))}"
+    return (
+        f"process {cluster.process_id} of {cluster.num_processes} ({cluster.source}); coordinator "
+        f"{cluster.coordinator}; interface {interface or 'the one towards it'}; accelerators: "
+        f"{visible}{taken}"
+    )

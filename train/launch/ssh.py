@@ -1,0 +1,91 @@
+"""Processes on other machines, started over ssh from a file that lists the hosts."""
+
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from train import addresses
+from train.distributed import Cluster, Timeouts
+from train.launch.supervise import member_command
+
+PORT = 29411
+"""Where process 0 listens unless the user says otherwise."""
+
+FORWARDED = ("JAX_", "XLA_", "NCCL_")
+"""Environment variables that begin so are the same on all hosts as here."""
+
+
+class Host(NamedTuple):
+    """A line of the hosts file."""
+
+    target: str  # as ssh wants it: name, or user@name
+    slots: int  # processes to start there
+
+
+def read_hosts(text: str) -> list[Host]:
+    """Reads a hosts file: `[user@]name [slots=K]` a line; `#` begins a comment.
+
+    Raises:
+      ValueError: For anything else, for a host that stands there twice, and for no host at all.
+    """
+    hosts: list[Host] = []
+    for number, line in enumerate(text.splitlines(), 1):
+        line = line.partition("#")[0].strip()
+        if not line:
+            continue
+        # A name that begins with a dash would be an option of ssh.
+        found = re.fullmatch(r"((?:\w[\w.-]*@)?\w[\w.:-]*)(?:\s+slots=([1-9]\d*))?", line)
+        if found is None:
+            raise ValueError(f"hosts file, line {number}: {line!r}; write [user@]name [slots=K].")
+        if found[1] in (host.target for host in hosts):
+            raise ValueError(
+                f"hosts file, line {number}: {found[1]} is there already; write slots=K to start "
+                "K processes on it."
+            )
+        hosts.append(Host(found[1], int(found[2] or 1)))
+    if not hosts:
+        raise ValueError("the hosts file names no host; write [user@]name [slots=K] a line.")
+    return hosts
+
+
+def commands(
+    hosts: Sequence[Host],
+    coordinator: str | None,
+    interface: str | None,
+    timeouts: Timeouts,
+    train_args: Sequence[str],
+    *,
+    ssh: str,
+    python: str,
+    folder: str,
+    environ: Mapping[str, str],
+) -> list[list[str]]:
+    """Writes the ssh command of each process: host after host, as many as it has slots.
+
+    Args:
+      hosts: Where to start.
+      coordinator: `host:port` of process 0, as all hosts know it; None: the first host's name
+        and `PORT`.
+      interface: Network interface for collectives, the same on all hosts.
+      timeouts: How long processes wait for each other.
+      train_args: Config file and overrides.
+      ssh: Command that runs another one on a host, with its options.
+      python: Interpreter on the hosts.
+      folder: Working directory on the hosts.
+      environ: Environment variables here; those of `FORWARDED` go along.
+
+    Returns:
+      One command a process, process 0 first.
+    """
+    coordinator = coordinator or addresses.join(hosts[0].target.rpartition("@")[2], PORT)
+    count = sum(host.slots for host in hosts)
+    settings = [f"{key}={environ[key]}" for key in sorted(environ) if key.startswith(FORWARDED)]
+    made = []
+    for host in hosts:
+        for slot in range(host.slots):
+            cluster = Cluster(coordinator, count, len(made), "flags", slot, host.slots)
+            member = member_command(python, cluster, interface, timeouts, train_args)
+            remote = f"cd {shlex.quote(folder)} && exec env {shlex.join([*settings, *member])}"
+            made.append([*shlex.split(ssh), host.target, remote])
+    return made

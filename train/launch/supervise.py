@@ -1,0 +1,188 @@
+"""Starts the processes of a run, shows the first one's output, and sees to it that all end."""
+
+import contextlib
+import datetime
+import pathlib
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from train.distributed import Cluster, Timeouts
+from train.exits import TRY_AGAIN
+from train.launch import control
+
+PATIENCE = 5.0
+"""Seconds that a process has to end after it was told to."""
+
+
+def member_command(
+    python: str,
+    cluster: Cluster,
+    interface: str | None,
+    timeouts: Timeouts,
+    train_args: Sequence[str],
+) -> list[str]:
+    """Writes the command of one process, whose standard input is its control channel.
+
+    Args:
+      python: The interpreter.
+      cluster: The processes, as the one to be started sees them.
+      interface: Network interface for collectives, if one is wanted.
+      timeouts: How long processes wait for each other.
+      train_args: Config file and overrides.
+
+    Returns:
+      The arguments, the program first.
+    """
+    flags = {
+        "coordinator": cluster.coordinator,
+        "num-processes": cluster.num_processes,
+        "process-id": cluster.process_id,
+        "local-id": cluster.local_id,
+        "local-count": cluster.local_count,
+        "start-timeout": timeouts.start,
+        "heartbeat-timeout": timeouts.heartbeat,
+    }
+    if interface is not None:
+        flags["interface"] = interface
+    words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+    return [python, "-u", "-m", "train.launch", "--obey-stdin", *words, "--", *train_args]
+
+
+class Member(NamedTuple):
+    """One process of the run."""
+
+    popen: subprocess.Popen
+    log: pathlib.Path  # what it prints
+    began: int  # where in the log that begins
+
+
+def supervise(commands: Sequence[Sequence[str]], folder: pathlib.Path, grace: float) -> int:
+    """Runs commands until all have ended; the standard input of each is a control channel.
+
+    Args:
+      commands: One a process.
+      folder: For the logs, `process_0.log` and so on; they grow with each start.
+      grace: Seconds for the others to end by themselves after one has failed.
+
+    Returns:
+      0, or the status of the process that failed first, 128 + its number for a signal. Those
+      that ended because another one was gone count last.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    print(f"{len(commands)} processes; logs: {folder}/process_*.log", flush=True)
+    members: list[Member] = []
+    with _signals_passed_on(members), contextlib.ExitStack() as stack:
+        for number, command in enumerate(commands):
+            members.append(_start(command, folder / f"process_{number}.log"))
+            stack.callback(_kill, members[-1])
+        return _wait(members, grace, stack.enter_context(_echo(members[0])))
+
+
+def _start(command: Sequence[str], log: pathlib.Path) -> Member:
+    with open(log, "ab") as output:
+        now = datetime.datetime.now().isoformat(" ", "seconds")
+        output.write(f"--- {now}: {shlex.join(command)}\n".encode())
+        output.flush()
+        began = output.tell()
+        # A session of its own: Ctrl-C reaches a process through the launcher only, and so once.
+        popen = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            bufsize=0,  # a signal may come while another one is passed on
+            start_new_session=True,
+        )
+    return Member(popen, log, began)
+
+
+@contextlib.contextmanager
+def _signals_passed_on(members: list[Member]) -> Iterator[None]:
+    def pass_on(number, frame):
+        for member in members:
+            control.tell(member.popen, signal.Signals(number).name.removeprefix("SIG"))
+
+    previous = {
+        number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _echo(member: Member) -> Iterator:
+    with open(member.log, "rb") as log:
+        log.seek(member.began)
+
+        def copy():
+            if new := log.read():
+                sys.stdout.buffer.write(new)
+                sys.stdout.buffer.flush()
+
+        yield copy
+        copy()
+
+
+def _wait(members: list[Member], grace: float, show) -> int:
+    failed, deadline = [], float("inf")  # numbers of processes, in the order in which they fail
+    while running := [member for member in members if member.popen.poll() is None]:
+        failed += _failed(members, failed)
+        if failed:
+            deadline = min(deadline, time.monotonic() + grace)
+        if time.monotonic() > deadline:
+            break
+        show()
+        time.sleep(0.05)
+    failed += _failed(members, failed)
+    _end(running)
+    show()
+    if not failed:
+        return 0
+    # Who ends because another one is gone says so by its status.
+    return _report(members, min(failed, key=lambda n: members[n].popen.returncode == TRY_AGAIN))
+
+
+def _failed(members: list[Member], known: list[int]) -> list[int]:
+    return [n for n, member in enumerate(members) if member.popen.returncode and n not in known]
+
+
+def _end(members: list[Member]) -> None:
+    for name in ("TERM", "KILL"):
+        for member in members:
+            control.tell(member.popen, name)
+        deadline = time.monotonic() + PATIENCE
+        while time.monotonic() < deadline and any(m.popen.poll() is None for m in members):
+            time.sleep(0.05)
+    for member in members:
+        _kill(member)
+
+
+def _kill(member: Member) -> None:
+    member.popen.kill()
+    member.popen.wait()
+    with contextlib.suppress(OSError):
+        member.popen.stdin.close()
+
+
+def _report(members: list[Member], first: int) -> int:
+    """Says which process failed first and how its log ends."""
+    member = members[first]
+    code = member.popen.returncode
+    status = code if code > 0 else 128 - code
+    if status == 130:  # a second Ctrl-C: the user knows
+        return status
+    how = f"status {code}" if code > 0 else f"signal {signal.Signals(-code).name}"
+    with open(member.log, "rb") as log:
+        log.seek(member.began)
+        end = log.read().decode(errors="replace").splitlines()[-20:]
+    print(f"error: process {first} failed first, with {how}; {member.log} ends:", file=sys.stderr)
+    print("\n".join(f"    {line}" for line in end) or "    (nothing)", file=sys.stderr)
+    return status

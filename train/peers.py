@@ -1,0 +1,236 @@
+"""What the processes of a run tell each other beside the collectives.
+
+Signs of life, a wish to stop and the reason of an end go through the key-value store of JAX's
+coordination service, which lies in process 0: a few hundred bytes a second from each process.
+"""
+
+import contextlib
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import jax
+from jax._src import distributed
+
+_ROOT = "jaxcomp/run"
+_TROUBLE = (RuntimeError, ValueError)  # JAX makes the one or the other of a status
+_LOOK = 4  # signs of life of this process until it looks for the others'
+
+
+class Store(NamedTuple):
+    """Texts by key, the same for all processes; both functions may block or raise."""
+
+    put: Callable[[str, str], None]  # key, text
+    look: Callable[[str], dict[str, str]]  # folder -> texts by what follows it in the key
+
+
+class Peers(NamedTuple):
+    """The other processes, as this one hears of them.
+
+    Attributes:
+      at: `(step: int, doing: str)`. Says where this process is.
+      stop: `(step: int, wish: bool) -> bool`. Asked before each step: whether all processes stop
+        before this one. After one of them has wished it, all agree on the first step that none
+        has begun; until then nobody waits for anybody.
+      end: `(status: int, reason: str)`. Tells the others that this process ends, and how.
+      lost: `() -> (str, str)`. In words, who gives no sign of life and, if all do, who has stayed
+        behind; empty if nobody. Takes a few signs' time.
+    """
+
+    at: Callable[[int, str], None]
+    stop: Callable[[int, bool], bool]
+    end: Callable[[int, str], None]
+    lost: Callable[[], tuple[str, str]]
+
+
+def jax_store() -> Store | None:
+    """The store of JAX's coordination service; None where processes are not connected."""
+    client = distributed.global_state.client
+    if client is None:
+        return None
+
+    def look(folder):
+        found = client.key_value_dir_get(f"{_ROOT}/{folder}")
+        return {key.rpartition("/")[2]: text for key, text in found}
+
+    put = lambda key, text: client.key_value_set(f"{_ROOT}/{key}", text, allow_overwrite=True)
+    return Store(put, look)
+
+
+@contextlib.contextmanager
+def meet(
+    me: int,
+    count: int,
+    store: Store | None,
+    hear_end: Callable[[int, str], None],
+    every: float = 1.0,
+) -> Iterator[Peers]:
+    """Keeps in touch with the other processes, in a thread.
+
+    Args:
+      me: Number of this process, in [0, count).
+      count: Processes of the run.
+      store: Where they find each other's words; None where there is one process.
+      hear_end: Called in the thread, once, with the status of a process that has ended, and words.
+      every: Seconds between two signs of life.
+
+    Yields:
+      The functions of `Peers`.
+    """
+    if store is None:
+        yield Peers(
+            at=lambda step, doing: None,
+            stop=lambda step, wish: wish,
+            end=lambda status, reason: None,
+            lost=lambda: ("", ""),
+        )
+        return
+    place, closed, agreement = ["0 start"], threading.Event(), _agreement(me, count)
+    # Of each process its last sign of life, and this one's number when it was new.
+    seen: dict[str, tuple[str, int]] = {}
+
+    def talk():
+        heard = False
+        for number in itertools.count():
+            if closed.wait(every):
+                return
+            # A store that is gone is noticed by JAX and by the collectives.
+            with contextlib.suppress(*_TROUBLE):
+                store.put(f"life/{me}", f"{number} {place[0]}")
+                agreement.hear(store)
+                if number % _LOOK == 0:
+                    for process, text in store.look("life").items():
+                        if seen.get(process, ("", 0))[0] != text:
+                            seen[process] = text, number
+                ends = store.look("end")
+                ends.pop(str(me), None)
+                if ends and not heard:
+                    heard = True
+                    process, text = next(iter(ends.items()))
+                    status, _, reason = text.partition(" ")
+                    hear_end(int(status), f"process {process} of {count} has ended: {reason}")
+
+    def at(step, doing):
+        place[0] = f"{step} {doing}"
+
+    thread = threading.Thread(target=talk, daemon=True, name="peers")
+    thread.start()
+    try:
+        yield Peers(
+            at=at,
+            stop=agreement.stop,
+            end=lambda status, reason: bounded(
+                lambda: store.put(f"end/{me}", f"{status} {reason}"), 2 * every
+            ),
+            lost=lambda: _lost(me, count, store, seen, every),
+        )
+    finally:
+        closed.set()
+        thread.join(2 * every)
+
+
+class _Agreement(NamedTuple):
+    stop: Callable[[int, bool], bool]
+    hear: Callable[[Store], None]
+
+
+def _agreement(me: int, count: int) -> _Agreement:
+    """How processes find one step before which all of them stop.
+
+    Once a wish is known, each says how many steps it has begun and begins no other until all have
+    said so; then all go on to the largest of these numbers. A process that is ahead waits inside
+    a step for those behind, so its thread must say it, and nobody may be held up below that.
+    """
+    changed = threading.Condition()
+    begun, wished, said, target = 0, False, False, None
+
+    def stop(step, wish):
+        nonlocal begun, wished
+        with changed:
+            wished = wished or wish
+            if not said:
+                begun = step + 1
+                return False
+            changed.wait_for(lambda: target is not None)
+            return step >= target
+
+    def hear(store):
+        nonlocal said, target
+        with changed:
+            if target is not None:
+                return
+            wish = wished
+        if not wish and not store.look("stop"):
+            return
+        store.put(f"stop/{me}", "")
+        with changed:
+            said = True
+        store.put(f"begun/{me}", str(begun))
+        answers = store.look("begun")
+        if len(answers) == count:
+            with changed:
+                target = max(map(int, answers.values()))
+                changed.notify_all()
+
+    return _Agreement(stop, hear)
+
+
+def _lost(me: int, count: int, store: Store, seen: dict, every: float) -> tuple[str, str]:
+    look = lambda: bounded(lambda: store.look("life"), 5 * every)
+    before = look()
+    time.sleep(3 * every)
+    after = look() if before is not None else None
+    if after is None:
+        # JAX closes the store when it misses a process: what was seen before must do.
+        newest = max((number for _, number in seen.values()), default=0)
+        after = {process: text for process, (text, _) in seen.items()}
+        silent = [int(process) for process, (_, number) in seen.items() if number < newest]
+        if not silent:
+            lost = f"process 0 of {count} is gone: it coordinates the others and does not answer"
+            return lost, ""
+    else:
+        alive = [str(me), *(key for key, text in after.items() if text != before.get(key))]
+        silent = [number for number in range(count) if str(number) in after.keys() - alive]
+    gone = [
+        f"process {number} of {count} is gone or stopped: its last sign of life came at "
+        f"{_place(after[str(number)])}"
+        for number in silent
+    ]
+    if gone:
+        return "; ".join(gone), ""
+    steps = [int(after[str(n)].split()[1]) if str(n) in after else -1 for n in range(count)]
+    behind = [
+        f"process {number} of {count} is behind, at {_place(after.get(str(number)))}"
+        for number, step in enumerate(steps)
+        if step == min(steps) < max(steps)
+    ]
+    return "", "; ".join(behind)
+
+
+def _place(sign: str | None) -> str:
+    """A sign of life's place, in words."""
+    if sign is None:
+        return "its very beginning"
+    _, step, doing = sign.split(maxsplit=2)
+    return f"step {step} ({doing})"
+
+
+def bounded(call: Callable[[], object], seconds: float) -> object:
+    """The result of a call that may block or raise; None if it does."""
+    results = []
+
+    def run():
+        with contextlib.suppress(*_TROUBLE):
+            results.append(call())
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return results[0] if results else None
+
+
+def of_this_run(hear_end: Callable[[int, str], None]):
+    """`meet` for the processes that JAX has connected."""
+    return meet(jax.process_index(), jax.process_count(), jax_store(), hear_end)

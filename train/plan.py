@@ -1,0 +1,62 @@
+"""What a run will send, before it starts: how often each part comes, and the sum of bytes."""
+
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import jaxcomp
+from train.config import AXIS_NAME
+
+
+def rounds(tx: optax.GradientTransformation, steps: int) -> dict[str, int]:
+    """Counts how often a run will send each part, by taking its steps on one number.
+
+    What a method decides by its gradients, as the end of a warm-up that it finds by itself, is
+    decided by gradients of zero here.
+
+    Args:
+      tx: The transformation of the run.
+      steps: Of the run.
+
+    Returns:
+      The counts by part, and by "all" those of steps that send anything; {} for a method that
+      sends everything in every step.
+    """
+
+    params = {"number": jnp.zeros(1)}
+    mesh = Mesh(np.array(jax.local_devices()[:1]), (AXIS_NAME,))
+    tx = jaxcomp.per_replica(tx, AXIS_NAME)
+
+    def run(params):
+        first = tx.init(params)
+        if optax.tree_utils.tree_get(first, "rounds") is None:
+            return {}
+        grads = jaxcomp.local_params(params, (), AXIS_NAME)
+
+        def step(state, _):
+            return tx.update(grads, state, params)[1], None
+
+        return optax.tree_utils.tree_get(lax.scan(step, first, length=steps)[0], "rounds")
+
+    counts = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=P(), out_specs=P()))(params)
+    return {part: int(count) for part, count in counts.items()}
+
+
+def total_bytes(sent: Mapping[str, float], counts: Mapping[str, int], steps: int) -> float:
+    """Sums what one replica sends.
+
+    Args:
+      sent: Bytes of each part; that of "" is sent in every step.
+      counts: How often each part is sent.
+      steps: How many steps there are.
+
+    Returns:
+      The bytes.
+    """
+    return sum(size * (counts.get(part, 0) if part else steps) for part, size in sent.items())

@@ -1,0 +1,95 @@
+"""Decisions that all processes of a run must make alike, made once and handed on."""
+
+import json
+import secrets
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+_PIECE = 4096  # bytes: answers are filled up to multiples, so that one program broadcasts most
+
+
+def is_first() -> bool:
+    """Whether this process writes what a run leaves behind."""
+    return jax.process_index() == 0
+
+
+def from_first(make: Callable[[], Any]) -> Any:
+    """Calls a function in process 0 alone, and gives all processes what came of it.
+
+    Every process calls it at the same point. In a run of one process it is `make()`.
+
+    Args:
+      make: Returns a value that JSON can hold.
+
+    Returns:
+      The value; as JSON returns it in other processes than the first.
+
+    Raises:
+      ValueError: In all processes, if `make` raised one; so OSError.
+    """
+    if jax.process_count() == 1:
+        return make()
+    value = error = None
+    if is_first():
+        try:
+            value = make()
+        except (ValueError, OSError) as caught:
+            error = caught
+    text = json.dumps([value, str(error) if error else None, isinstance(error, OSError)])
+    answer = _broadcast(text.encode())
+    if error is not None:
+        raise error
+    value, problem, is_os_error = json.loads(answer)
+    if problem is not None:
+        raise OSError(problem) if is_os_error else ValueError(problem)
+    return value
+
+
+def _broadcast(text: bytes) -> bytes:
+    """The bytes that process 0 has."""
+    size = int(multihost_utils.broadcast_one_to_all(np.int32(len(text))))
+    room = np.zeros(-(-size // _PIECE) * _PIECE, np.uint8)
+    if is_first():
+        room[:size] = np.frombuffer(text, np.uint8)
+    return multihost_utils.broadcast_one_to_all(room)[:size].tobytes()
+
+
+def require_shared(folder: Path, seconds: float = 10.0) -> None:
+    """Makes sure that a folder is one and the same for all processes, if there are many.
+
+    Args:
+      folder: Of the run. Process 0 makes it and puts a file there; the others look for that.
+      seconds: How long they look: a network file system shows a new file late.
+
+    Raises:
+      OSError: If the folder cannot be made, or written to by process 0.
+      ValueError: In all processes, if some do not see what process 0 wrote.
+    """
+    if jax.process_count() == 1:
+        return
+
+    def write():
+        folder.mkdir(parents=True, exist_ok=True)
+        token = folder / f".shared-{secrets.token_hex(8)}"
+        token.touch()
+        return token.name
+
+    token = folder / from_first(write)
+    deadline = time.monotonic() + seconds
+    while not (seen := token.exists()) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    votes = multihost_utils.process_allgather(np.int32(seen))
+    if is_first():
+        token.unlink()
+    if blind := [str(process) for process, vote in enumerate(votes) if not vote]:
+        raise ValueError(
+            f"{folder.absolute()} is not one folder for all processes: what process 0 writes "
+            f"there, process {', '.join(blind)} cannot see. Checkpoints need a file system that "
+            "all hosts share; write its path as --runs-dir, or start all in the same folder."
+        )

@@ -1,0 +1,121 @@
+"""Where a run begins: at its first step, or where a checkpoint was made, on as many replicas."""
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+
+import jaxcomp
+from jaxcomp.resizing import reset_residuals
+from train import checkpoint, checkpoint_files, checkpoint_trees, processes
+from train.config import AXIS_NAME, to_json
+from train.task import Task, state_shapes
+
+_METADATA = {"progress", "num_replicas", "data_sha256"}  # needed to go on
+
+
+@dataclasses.dataclass
+class Progress:
+    """What a run has counted so far; travels in the checkpoint's metadata."""
+
+    step: int = 0  # optimizer steps done, skipped ones included
+    sent_bytes: float = 0.0  # by one replica, since the first step
+    rounds: int = 0  # steps in which anything was sent
+    # How often each part of the exchange was sent, where steps differ.
+    parts: dict[str, int] = dataclasses.field(default_factory=dict)
+    skipped: int = 0  # steps whose update was not finite
+    # Of the steps since the last row: a stop between two rows must not change the next one.
+    losses: list[float] = dataclasses.field(default_factory=list)
+
+
+def begin(task: Task, directory: Path) -> tuple[Any, Any, Progress]:
+    """Finds where a run begins: at its first step, or where its last checkpoint was made.
+
+    Process 0 looks for the checkpoint; all processes come to the same answer.
+
+    Args:
+      task: The run.
+      directory: Of its checkpoints.
+
+    Returns:
+      Parameters, state and counts.
+
+    Raises:
+      ValueError: If there is a checkpoint that does not fit the run, or must not be resumed.
+    """
+    step = processes.from_first(lambda: checkpoint_files.latest(directory))
+    if step is None:
+        return *task.init(), Progress()
+    if not task.config.resume:
+        raise ValueError(
+            f"{directory} has a checkpoint of step {step}, which --no-resume would overwrite; "
+            "write --resume, give another --name, or remove that folder."
+        )
+    return _restore(task, directory, step)
+
+
+def metadata(task: Task, done: Progress) -> dict[str, Any]:
+    """What a checkpoint says of its run, for `begin`."""
+    return {
+        "progress": dataclasses.asdict(done),
+        "num_replicas": task.mesh.size,
+        "data_sha256": task.corpus.record["sha256"],
+        "config": json.loads(to_json(task.config)),
+    }
+
+
+def _restore(task: Task, directory: Path, step: int) -> tuple[Any, Any, Progress]:
+    """Parameters, state and counts of a checkpoint, onto this run's replicas."""
+    saved = checkpoint.read_metadata(directory, step)
+    if missing := _METADATA - saved.keys():
+        raise ValueError(
+            f"the checkpoint {directory}/{step} is not of a run of this program: its metadata "
+            f"lack {', '.join(sorted(missing))}. Give another --name or --runs-dir."
+        )
+    if saved["data_sha256"] != task.corpus.record["sha256"]:
+        raise ValueError(
+            f"{directory} was trained on other text (sha256 {saved['data_sha256'][:12]}...) than "
+            f"this run reads ({task.corpus.record['sha256'][:12]}...); give the old text, or "
+            "another --name, or --no-resume with that folder removed."
+        )
+    if step > task.config.steps:
+        raise ValueError(
+            f"{directory} was trained to step {step}, but steps={task.config.steps}; write more "
+            "--steps, or give another --name."
+        )
+    like, num_replicas = task.like, saved["num_replicas"]
+    if num_replicas != task.mesh.size:
+        like = {**like, "state": _like_saved(task, num_replicas)}
+    tree, saved, _ = checkpoint.restore(directory, like, step)
+    state = jaxcomp.resize(tree["state"], task.like["state"])
+    if num_replicas != task.mesh.size:
+        state = _resized(task, state, step, num_replicas)
+    return tree["params"], state, Progress(**saved["progress"])
+
+
+def _resized(task: Task, state: Any, step: int, num_replicas: int) -> Any:
+    """What the policy leaves of a state that has just got another number of replicas."""
+    policy = task.config.resize
+    if processes.is_first():
+        print(
+            f"{task.config.name}: from step {step} on {task.mesh.size} replicas instead of "
+            f"{num_replicas}, resize={policy}",
+            file=sys.stderr,
+        )
+    return reset_residuals(state) if policy == "reset" else state
+
+
+def _like_saved(task: Task, num_replicas: int) -> Any:
+    """The state of another number of replicas, on this run's mesh."""
+    # What an owner keeps of a bucket depends on their number in its length too.
+    resized = jax.tree.map(
+        lambda x, old: jax.ShapeDtypeStruct(
+            x.shape[:1] + old.shape[1:], x.dtype, sharding=x.sharding
+        ),
+        task.like["state"],
+        state_shapes(task, num_replicas),
+    )
+    return checkpoint_trees.like_replicas(resized, num_replicas, AXIS_NAME)
