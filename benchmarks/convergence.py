@@ -2,15 +2,17 @@
 
     python -m benchmarks.convergence [--methods NAME ...] [--json FILE]
 
-Each method is run at every rate of its grid with seed 0, then at its best rate with the other
-seeds. Runs whose row is in the file already are not run again, so that it can be stopped and
-started at will.
+Each method is run at every rate of its grid with the tuning seeds (0, unless told), then at its
+best rate with the other seeds. Runs whose row is in the file already are not run again, so that it
+can be stopped and started at will, and two halves of the methods can run beside each other on a
+core each (`taskset -c 0`, another --json): about 15% faster than one after the other.
 """
 
 import argparse
 import dataclasses
 import json
 import pathlib
+import statistics
 
 from configs import nano_dense
 from train import devices, metrics
@@ -20,12 +22,13 @@ from train.exits import clean_exits
 MEAN = "compressed_mean({}, axis_name)"
 ADAM = "adam(learning_rate)"
 SGD = "sgd(learning_rate, momentum=0.9)"
-ADAM_RATES, SGD_RATES = (3e-3, 6e-3), (0.3, 1.0)
+ADAM_RATES, SGD_RATES = (3e-3, 6e-3), (0.1, 0.3)
 
 METHODS = {
     # name: (compressor, optimizer, learning rates)
     "dense Adam": ("identity()", ADAM, (*ADAM_RATES, 1.2e-2)),
     "4-bit Adam": ("quantize(4)", ADAM, ADAM_RATES),
+    "4-bit Adam, blocks of 32": ("quantize(4, block=32)", ADAM, ADAM_RATES),
     "8-bit Adam": ("quantize(8)", ADAM, ADAM_RATES),
     "dense momentum SGD": ("identity()", SGD, SGD_RATES),
     "sign Adam": ("sign(block=128)", ADAM, ADAM_RATES),
@@ -61,7 +64,6 @@ def run_row(method: str, rate: float, seed: int, steps: int) -> dict:
     config = config_of(method, rate, seed, steps)
     rows = run(config)
     record = json.loads(pathlib.Path(config.runs_dir, config.name, "config.json").read_text())
-    seconds = sorted(row["step_seconds"] for row in rows if "step_seconds" in row)
     plan = record["plan"]
     return {
         "task": "nano",
@@ -78,7 +80,6 @@ def run_row(method: str, rate: float, seed: int, steps: int) -> dict:
         * 8
         / plan["parameters"]
         / (2 * (plan["replicas"] - 1) / plan["replicas"]),
-        "step_seconds": seconds[len(seconds) // 2],
         "replicas": plan["replicas"],
         "skipped": rows[-1]["skipped"],
         "data_sha256": record["data"]["sha256"],
@@ -88,10 +89,13 @@ def run_row(method: str, rate: float, seed: int, steps: int) -> dict:
 
 
 def best_rate(rows: list[dict], method: str, steps: int) -> float:
-    """The rate of the lowest final loss at seed 0; a loss that is not finite is the worst."""
-    tried = [r for r in rows if (r["method"], r["seed"], r["steps"]) == (method, 0, steps)]
-    loss = lambda row: float("inf") if row["val_loss"] is None else row["val_loss"]
-    return min(tried, key=loss)["learning_rate"]
+    """The rate of the lowest mean loss over the seeds run; one that is not finite is the worst."""
+    losses = {}
+    for row in rows:
+        if (row["method"], row["steps"]) == (method, steps):
+            loss = float("inf") if row["val_loss"] is None else row["val_loss"]
+            losses.setdefault(row["learning_rate"], []).append(loss)
+    return min(losses, key=lambda rate: statistics.fmean(losses[rate]))
 
 
 def main() -> None:
@@ -99,6 +103,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--methods", nargs="*", default=list(METHODS), choices=list(METHODS))
     parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2])
+    parser.add_argument("--tuning-seeds", nargs="*", type=int, default=[0])
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--rates", nargs="*", type=float, help="instead of each method's grid")
     parser.add_argument(
@@ -121,7 +126,8 @@ def main() -> None:
 
     for method in args.methods:
         for rate in args.rates or METHODS[method][2]:
-            ensure(method, rate, 0)
+            for seed in args.tuning_seeds:
+                ensure(method, rate, seed)
         for seed in args.seeds:
             ensure(method, best_rate(rows(), method, args.steps), seed)
 

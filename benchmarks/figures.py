@@ -11,6 +11,8 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
+from benchmarks.convergence import best_rate
+
 
 class Summary(NamedTuple):
     """One method at its best learning rate."""
@@ -24,28 +26,19 @@ class Summary(NamedTuple):
 
 
 def summarize(rows: list[dict], steps: int) -> list[Summary]:
-    """Picks each method's best rate at seed 0, in the order in which methods first appear."""
-    rows = [row for row in rows if row["steps"] == steps]
+    """Picks each method's best rate, in the order in which methods first appear."""
+    rows = [row for row in rows if row["steps"] == steps and row["val_loss"] is not None]
     summaries = []
     for method in dict.fromkeys(row["method"] for row in rows):
-        tried = [row for row in rows if row["method"] == method and row["seed"] == 0]
-        finite = [row for row in tried if row["val_loss"] is not None]
-        if not finite:
-            continue
-        best = min(finite, key=lambda row: row["val_loss"])
-        same = [
-            row
-            for row in rows
-            if (row["method"], row["learning_rate"]) == (method, best["learning_rate"])
-            and row["val_loss"] is not None
-        ]
+        rate = best_rate(rows, method, steps)
+        same = [row for row in rows if (row["method"], row["learning_rate"]) == (method, rate)]
         summaries.append(
             Summary(
                 method,
-                best["learning_rate"],
+                rate,
                 [row["val_loss"] for row in same],
-                best["bits_per_parameter"],
-                best["sent_bytes_per_step"],
+                same[0]["bits_per_parameter"],
+                same[0]["sent_bytes_per_step"],
                 [row["curve"] for row in same],
             )
         )

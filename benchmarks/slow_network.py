@@ -1,0 +1,294 @@
+"""Times training steps of every method over a slow network, and counts what it carries.
+
+    sudo python -m benchmarks.slow_network [--quick] [--json FILE]
+
+Each host is a process in a network namespace of its own; see benchmarks/network.py. One start of
+the hosts serves all methods, and one compilation of a method all rates, between which the links
+are shaped anew. Bytes are those of the hosts' interfaces, beside what jaxcomp's report reads from
+the compiled program. With --torch-python the same model is trained by PyTorch's DDP as well.
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from benchmarks import commands, network
+from benchmarks.slow_network_figure import draw, table
+from train.exits import clean_exits
+from train.metrics import write_text
+
+MEAN = "chain(compressed_mean({}, axis_name), {})"
+ADAM, SGD = "adam(learning_rate)", "sgd(learning_rate, momentum=0.9)"
+DENSE = "dense float32"
+
+METHODS = {
+    # name: optimizer.update of a config
+    DENSE: MEAN.format("identity()", ADAM),
+    "dense bfloat16": MEAN.format("cast('bfloat16')", ADAM),
+    "8 bits": MEAN.format("quantize(8)", ADAM),
+    "4 bits": MEAN.format("quantize(4)", ADAM),
+    "1 bit": MEAN.format("sign(block=128)", SGD),
+    "random 1/10": MEAN.format("random_k(0.1)", SGD),
+    "largest of 8": MEAN.format("group_top_1(8)", SGD),
+    "largest of 64, 4 bits": MEAN.format("compose(group_top_1(64), quantize(4))", SGD),
+    "1-bit Adam": "one_bit_adam(learning_rate, axis_name, freeze_step=2)",
+    "0/1 Adam, every 4th": "zero_one_adam(learning_rate, axis_name, variance_at=schedules.until(2),"
+    " sync_at=schedules.halving(exponential_decay(1.0, 1, 0.5), 999, longest=4, after=2))",
+    "CocktailSGD": f"cocktail_sgd({ADAM}, axis_name)",
+}
+ALONE = "no exchange"
+PEERS = {
+    # name: exchange of benchmarks/peer_torch.py
+    "PyTorch, no exchange": "none",
+    "PyTorch DDP float32": "float32",
+    "PyTorch DDP bfloat16": "bfloat16",
+    "PyTorch PowerSGD 1": "powersgd 1",
+    "PyTorch PowerSGD 4": "powersgd 4",
+}
+MODELS = {
+    # name: fields of GPTConfig
+    "0.5M": {"layers": 2, "width": 128, "heads": 4, "context": 64},
+    "5M": {"layers": 6, "width": 256, "heads": 4, "context": 128},
+    "14M": {"layers": 8, "width": 384, "heads": 6, "context": 128},
+}
+QUICK_METHODS = (ALONE, DENSE, "4 bits", "largest of 64, 4 bits")
+RATES = (network.UNLIMITED, "1gbit", "500mbit", "100mbit")
+
+# Hosts share the machine's cores: with one thread each they do not take them from each other.
+ENVIRONMENT = {
+    "JAX_PLATFORMS": "cpu",
+    "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false",
+    "OMP_NUM_THREADS": "1",
+    # Large pages: else every step spends as long on the first touch of its buffers as on Adam.
+    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.5",
+}
+# TCP/IP: 66 bytes of headers on 1,448 of payload, and 66 of acknowledgement for each two of them.
+HEADERS = 1 + 66 / 1448 + 66 / 2896
+TOLERANCE = 0.05
+SECONDS = 600.0  # to wait for an answer: a machine may be busy
+
+
+class Team(NamedTuple):
+    """Hosts that are started together, and what they build."""
+
+    program: list[str]  # a worker's command, up to its options
+    specs: dict[str, dict]  # method -> arguments of the worker's `build`
+    connected: bool  # whether the hosts train together
+
+
+def teams(methods: list[str], torch_python: str | None) -> list[Team]:
+    """Who has to be started for some methods, in the order of the tables above."""
+    jax_host = [sys.executable, "-m", "benchmarks.slow_network_worker"]
+    torch_host = [torch_python or "", "-m", "benchmarks.peer_torch"]
+    updates = {name: {"update": METHODS[name]} for name in METHODS if name in methods}
+    peers = {name: {"exchange": PEERS[name]} for name in PEERS if name in methods}
+    alone = {ALONE: {"update": METHODS[DENSE]}} if ALONE in methods else {}
+    everyone = [Team(jax_host, alone, False), Team(jax_host, updates, True)]
+    if torch_python:
+        everyone.append(Team(torch_host, peers, True))
+    return [team for team in everyone if team.specs]
+
+
+def programs(team: Team, hosts: tuple[network.Host, ...]) -> list[list[str]]:
+    """The command of each host of a team."""
+    count = len(hosts) if team.connected else 1
+    options = ["--coordinator", f"{hosts[0].address}:7000", "--num-processes", str(count)]
+    options += ["--interface", network.INTERFACE]
+    return [
+        network.inside(
+            host, [*team.program, *options, "--process-id", str(i if team.connected else 0)]
+        )
+        for i, host in enumerate(hosts)
+    ]
+
+
+def measure(workers, hosts, steps: int, warmup: int) -> dict:
+    """Runs some steps on all hosts at once: their seconds, and what went through their interfaces.
+
+    Returns:
+      Of the row: `steps`, `step_seconds`, `cpu_seconds`, `nic_bytes`, `retransmitted` packets,
+      `report_bytes`, `skips_rounds` and `loss`; per step, and of hosts the mean.
+    """
+    commands.call(workers, "run", SECONDS, steps=warmup)
+    before = [network.counters(host) for host in hosts]
+    answers = commands.call(workers, "run", SECONDS, steps=steps)
+    after = [network.counters(host) for host in hosts]
+    counts = list(zip(before, after, strict=True))
+    total = lambda name: sum(getattr(new, name) - getattr(old, name) for old, new in counts)
+    per_step = lambda name: total(name) / (len(hosts) * steps)
+    # Hosts wait for each other: a step takes as long as it takes on average.
+    seconds = [
+        statistics.fmean(each)
+        for each in zip(*(answer["seconds"] for answer in answers), strict=True)
+    ]
+    quartiles = statistics.quantiles(seconds, n=4, method="inclusive")
+    return {
+        "steps": steps,
+        "step_seconds": {
+            "median": quartiles[1],
+            "mean": statistics.fmean(seconds),
+            "quartiles": [quartiles[0], quartiles[2]],
+            "all": seconds,
+        },
+        "cpu_seconds": statistics.fmean(answer["cpu_seconds"] for answer in answers) / steps,
+        "nic_bytes": {"sent": per_step("sent"), "received": per_step("received")},
+        "retransmitted": per_step("retransmitted"),
+        "report_bytes": answers[0]["report_bytes"],
+        "skips_rounds": answers[0]["skips_rounds"],
+        "loss": statistics.fmean(answer["loss"] for answer in answers),
+    }
+
+
+def compare(nic_bytes: float, report_bytes: float | None, collectives: int | None) -> dict:
+    """Whether an interface has sent what the report says, headers of TCP/IP allowed for.
+
+    Returns:
+      Of the row: `nic_over_report`, `agrees` and `disagreement`, a sentence where they do not;
+      None where nothing is to be sent, or no report is made.
+    """
+    if not report_bytes:
+        return {"nic_over_report": None, "agrees": None, "disagreement": None}
+    more, disagreement = nic_bytes - HEADERS * report_bytes, None
+    if nic_bytes < (1 - TOLERANCE) * report_bytes:
+        less = 1 - nic_bytes / report_bytes
+        disagreement = f"the interface sent {less:.0%} less than the report says"
+    elif more > TOLERANCE * HEADERS * report_bytes:
+        disagreement = (
+            f"the interface sent {more:,.0f} bytes a step more than the report says and headers "
+            f"take: {more / collectives:,.0f} for each of {collectives} collectives"
+        )
+    ratio = nic_bytes / report_bytes
+    return {"nic_over_report": ratio, "agrees": not disagreement, "disagreement": disagreement}
+
+
+def rows_of(
+    team: Team,
+    net: network.Network,
+    rates: list[str],
+    model: str,
+    options: argparse.Namespace,
+    folder: pathlib.Path,
+) -> Iterator[dict]:
+    """Starts a team's hosts and measures every method at every rate, those alone at the first."""
+    cache = os.environ.get("JAX_COMPILATION_CACHE_DIR", str(folder / "compiled"))
+    environment = ENVIRONMENT | {"JAX_COMPILATION_CACHE_DIR": cache}
+    network.shape(net, network.UNLIMITED)
+    with commands.start(programs(team, net.hosts), environment, folder) as workers:
+        for method, spec in team.specs.items():
+            build = dict(spec, model=MODELS[model], sequences=options.sequences)
+            if "update" in spec:
+                # The others find the first one's program in the cache.
+                facts = commands.call(workers[:1], "build", SECONDS, **build)[0]
+                commands.call(workers[1:], "build", SECONDS, **build)
+            else:
+                facts = commands.call(workers, "build", SECONDS, **build)[0]
+            for rate in rates if "no exchange" not in method else rates[:1]:
+                network.shape(net, rate)
+                measured = measure(workers, net.hosts, options.steps, options.warmup)
+                yield {
+                    "method": method,
+                    **spec,
+                    "rate": rate,
+                    "hosts": len(net.hosts),
+                    "model": model,
+                    "sequences": options.sequences,
+                    **facts,
+                    **measured,
+                    **compare(
+                        measured["nic_bytes"]["sent"],
+                        measured["report_bytes"],
+                        facts["collectives"],
+                    ),
+                    "threads": f"1 a host on {os.cpu_count()} cores",
+                    "environment": ENVIRONMENT,
+                }
+            network.shape(net, network.UNLIMITED)
+
+
+def torch_of(python: str) -> str | None:
+    """Why this Python cannot run the PyTorch rows; None if it can."""
+    try:
+        found = subprocess.run(
+            [python, "-c", "import torch.distributed as d; assert d.is_gloo_available()"],
+            capture_output=True,
+            text=True,
+        )
+    except OSError as error:
+        return str(error)
+    return None if found.returncode == 0 else found.stderr.strip().splitlines()[-1]
+
+
+def parse(args: list[str]) -> argparse.Namespace:
+    """Reads the command line; --quick changes the defaults of what it does not name."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--json", type=pathlib.Path, help="file for the rows, a PNG beside it")
+    parser.add_argument("--quick", action="store_true", help="2 hosts, 2 rates, 3 methods")
+    parser.add_argument("--hosts", type=int, default=4)
+    parser.add_argument("--rates", nargs="+", default=list(RATES), help="as 500mbit, or unlimited")
+    every = [ALONE, *METHODS, *PEERS]
+    parser.add_argument("--methods", nargs="+", default=every, choices=every, metavar="NAME")
+    parser.add_argument("--model", default="5M", choices=list(MODELS))
+    parser.add_argument("--sequences", type=int, default=2, help="of one host and step")
+    parser.add_argument("--steps", type=int, default=12, help="timed steps of a row")
+    parser.add_argument("--warmup", type=int, default=2, help="steps before them")
+    parser.add_argument(
+        "--torch-python",
+        help="Python with PyTorch, as pip install 'jaxcomp[peers]' gives it; without it no peers",
+    )
+    if "--quick" in args:
+        quick = {"hosts": 2, "rates": [network.UNLIMITED, "100mbit"], "steps": 4}
+        parser.set_defaults(**quick, model="0.5M", methods=list(QUICK_METHODS))
+    options = parser.parse_args(args)
+    for rate in options.rates:
+        network.bits_per_second(rate)
+    return options
+
+
+def main(args: list[str]) -> None:
+    """Measures all rows, saves after each, and draws them."""
+    options = parse(args)
+    if (reason := network.unavailable()) is not None:
+        if os.name == "posix" and os.geteuid():
+            raise RuntimeError(reason)
+        print(f"skipped: {reason}")
+        return
+    if options.torch_python and (reason := torch_of(options.torch_python)):
+        raise RuntimeError(f"--torch-python {options.torch_python}: {reason}")
+    if not options.torch_python and set(PEERS) & set(options.methods):
+        print("no PyTorch rows: --torch-python PATH names a Python that has it", file=sys.stderr)
+    rows: list[dict] = []
+    with network.network(options.hosts) as net, tempfile.TemporaryDirectory() as folder:
+        for team in teams(options.methods, options.torch_python):
+            for row in rows_of(
+                team, net, options.rates, options.model, options, pathlib.Path(folder)
+            ):
+                rows.append(row)
+                report(row, print)
+                if options.json:
+                    options.json.parent.mkdir(parents=True, exist_ok=True)
+                    write_text(options.json, json.dumps(rows, indent=1) + "\n")
+    print(f"\n{table(rows)}")
+    if options.json:
+        draw(rows, options.json.with_suffix(".png"))
+
+
+def report(row: dict, show: Callable[[str], None]) -> None:
+    """Says what a row has found, in one line."""
+    sent, seconds = row["nic_bytes"]["sent"], row["step_seconds"]
+    show(
+        f"{row['method']}, {row['rate']}: {1e3 * seconds['median']:.0f} ms a step, "
+        f"{sent:,.0f} bytes sent" + (f"; {row['disagreement']}" if row["disagreement"] else "")
+    )
+
+
+if __name__ == "__main__":
+    with clean_exits():
+        main(sys.argv[1:])

@@ -1,0 +1,125 @@
+"""One JAX host of benchmarks.slow_network: builds training steps and times them when told to."""
+
+import time
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from jax._src import cache_key
+
+import jaxcomp
+from benchmarks import commands
+from train import devices, distributed
+from train.config import AXIS_NAME, Config, Data, Optimizer
+from train.metrics import hardware_name
+from train.models.gpt import GPTConfig
+from train.task import make_task, num_parameters
+
+
+def config_of(update: str, model: dict[str, int], replicas: int, sequences: int) -> Config:
+    """The run whose step is timed.
+
+    Args:
+      update: The optimizer, as `optimizer.update` of a config.
+      model: Fields of `GPTConfig`.
+      replicas: Hosts that exchange.
+      sequences: Of one replica and step.
+    """
+    return Config(
+        name="slow_network",
+        steps=10**6,
+        replicas=replicas,
+        optimizer=Optimizer(update=update, learning_rate=1e-4, schedule="constant"),
+        model=GPTConfig(**model),
+        data=Data(batch=replicas * sequences),
+    )
+
+
+def functions(replicas: int) -> dict:
+    """What the benchmark calls: `build` a step, then `run` it, as often as it likes."""
+    built: dict[str, Any] = {}
+
+    def build(update: str, model: dict[str, int], sequences: int) -> dict:
+        built.clear()
+        began = time.perf_counter()
+        task = make_task(config_of(update, model, replicas, sequences))
+        params, state = jax.block_until_ready(task.init())
+        parts = jaxcomp.report.sent_bytes_by_part(task.step, task.mesh, AXIS_NAME)
+        built.update(task=task, params=params, state=state, step=0, parts=parts)
+        return {
+            "build_seconds": time.perf_counter() - began,
+            "parameters": num_parameters(task),
+            "collectives": num_collectives(task),
+            "hardware": hardware_name(),
+            "software": f"jax {jax.__version__}",
+        }
+
+    def run(steps: int) -> dict:
+        task, seconds, before = built["task"], [], rounds(built["state"])
+        processor = time.process_time()
+        for _ in range(steps):
+            batch = jax.block_until_ready(task.batch(built["step"]))
+            start = time.perf_counter()
+            result = task.step(built["params"], built["state"], batch)
+            built["params"], built["state"], metrics = jax.block_until_ready(result)
+            seconds.append(time.perf_counter() - start)
+            built["step"] += 1
+        after = rounds(built["state"])
+        own = [np.asarray(shard.data) for shard in metrics["loss"].addressable_shards]
+        return {
+            "seconds": seconds,
+            "cpu_seconds": time.process_time() - processor,
+            "report_bytes": report_bytes(built["parts"], steps, before, after),
+            "skips_rounds": any(0 < after[part] - before[part] < steps for part in after),
+            "loss": float(np.mean(own)),
+        }
+
+    return {"build": build, "run": run}
+
+
+def num_collectives(task) -> int:
+    """Collectives that one step executes, of all branches together."""
+    rows = jaxcomp.report.collectives(task.step, task.mesh)
+    return sum(row.count for row in rows if row.sent_bytes)
+
+
+def rounds(state) -> dict[str, int]:
+    """How often each part of the exchange was sent; empty for methods that send all every step."""
+    counts = optax.tree_utils.tree_get(state, "rounds") or {}
+    return {part: int(count) for part, count in counts.items()}
+
+
+def report_bytes(parts: dict[str, float], steps: int, before: dict, after: dict) -> float:
+    """Bytes a step that a replica has sent by the report, as the mean over some steps.
+
+    Args:
+      parts: Bytes of each part of the exchange; that of "" is sent in every step.
+      steps: Between `before` and `after`.
+      before: How often each part was sent until the first step.
+      after: The same, after the last one.
+    """
+    sent = {part: after[part] - before[part] if part else steps for part in parts}
+    return sum(parts[part] * sent[part] for part in parts) / steps
+
+
+def share_compilations() -> None:
+    """Lets each host read from JAX's compilation cache what the first one has compiled."""
+    # A CPU topology's fingerprint differs from process to process; the programs are the same.
+    cache_key._hash_accelerator_config = lambda hashed, accelerators: None
+
+
+def main() -> None:
+    """Connects to the other hosts, then answers calls from standard input."""
+    args = commands.place(__doc__)
+    if args.num_processes > 1:
+        cluster = distributed.Cluster(args.coordinator, args.num_processes, args.process_id, "")
+        distributed.connect(cluster, args.interface)
+    share_compilations()
+    devices.start(args.num_processes, args.num_processes)
+    jax.devices()  # Waits for all hosts; to build, none needs another.
+    commands.serve(**functions(args.num_processes))
+
+
+if __name__ == "__main__":
+    main()
