@@ -1,5 +1,6 @@
 # make demo [STEPS=300]                two short runs, dense and 4-bit, side by side
 # make test [PYTHON=python3.12]        the whole test suite
+# make soak [STEPS=1000]               a run of four processes that is harmed again and again
 # Each sets up its own virtual environment in this folder first.
 
 PYTHON ?= python3
@@ -15,6 +16,11 @@ test: $(VENV)/test.installed
 	$(BIN)/ruff format --check .
 	$(BIN)/python -m pytest -q
 
+soak: $(VENV)/test.installed
+	$(BIN)/python tests/soak.py --processes 4 --steps $(STEPS)
+
+soak: STEPS = 1000
+
 $(VENV)/bin/python:
 	python=$$(sh .ci/python $(PYTHON)) && $$python -m venv $(VENV)
 
@@ -29,4 +35,4 @@ $(VENV)/test.installed: pyproject.toml requirements.txt | $(VENV)/bin/python
 clean:
 	rm -rf .venv .venv-* runs *.egg-info
 
-.PHONY: demo test clean
+.PHONY: demo test soak clean
