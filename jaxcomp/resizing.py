@@ -13,8 +13,9 @@ def resize(state: Any, like: Any) -> Any:
 
     Rows of replicas (residuals, drift, local moments, accumulators) become their mean, in all
     M rows, so that their mean over replicas, which is what training sees, stays. What owners
-    hold of a bucket (`owner_residual`) is laid out anew over M owners. The rest is copied. The
-    mesh's other axes must keep their sizes.
+    hold of a bucket (`owner_residual`) is laid out anew over M owners. Counts of steps left out
+    (`skipped`) are added up in the first row. The rest is copied. The mesh's other axes must keep
+    their sizes.
 
     Args:
       state: Global state of N replicas, as arrays or NumPy arrays.
@@ -72,6 +73,8 @@ def _resize_leaf(path, old, new):
         out = old
     elif _is_field(path, "owner_residual"):
         out = _resize_owned(old, new.shape, _num_shards(new))
+    elif _is_field(path, "skipped"):
+        out = jnp.zeros(new.shape, old.dtype).at[0].set(jnp.sum(old))
     elif old.ndim == len(new.shape) > 0 and old.shape[1:] == new.shape[1:]:
         row = jnp.mean(old, axis=0) if jnp.issubdtype(old.dtype, jnp.inexact) else old[0]
         out = jnp.broadcast_to(row, new.shape)

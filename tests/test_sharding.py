@@ -261,6 +261,13 @@ def test_rows_of_integers_and_flags_are_copied():
     assert got["w"].tolist() == [[2.5]] * 3
 
 
+def test_steps_that_replicas_left_out_are_added_up():
+    state = lambda skipped: jaxcomp.CocktailSGDState(*[None] * 5, jnp.array(skipped, jnp.int32))
+    for like in ([0, 0, 0, 0, 0], [0]):
+        got = jaxcomp.resize(state([1, 0, 2]), state(like)).skipped
+        assert got.tolist() == [3, *like[1:]]
+
+
 def test_a_resized_state_is_placed_as_asked():
     mesh = mesh_of(4)
     place = NamedSharding(mesh, P("replica"))

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from replicas import everywhere, mesh_of, one_value, rows, state_of
 
 import jaxcomp
+from benchmarks import memory
 from jaxcomp import report
 
 WIDTH, HIDDEN = 16, 128
@@ -350,52 +351,9 @@ def test_a_shard_that_went_astray_is_seen():
     assert int(jaxcomp.replica_spread({"x": astray}, mesh, "replica")) != 0
 
 
-def peak_bytes(code, num_replicas, exchange=jaxcomp.two_shot):
-    """Memory of a compiled step of Adam on 2**20 parameters, what is donated counted once."""
-    mesh = mesh_of(num_replicas)
-    shapes = {"a": (1024, 512), "b": (1024, 512)}
-    params = shape_on(mesh, {k: np.zeros(v, np.float32) for k, v in shapes.items()}, P())
-    batch = shape_on(mesh, {"x": np.zeros((8, 1024), np.float32)}, P("replica"))
-    loss_fn = lambda p, batch: jnp.mean((batch["x"] @ p["a"] @ p["b"].T) ** 2)
-    mean = jaxcomp.compressed_mean(code, "replica", exchange=exchange)
-    tx = optax.chain(mean, optax.adam(1e-3))
-    specs = jaxcomp.state_specs(jaxcomp.per_replica(tx, "replica"), params, mesh, "replica")
-    step = jaxcomp.train_step(loss_fn, tx, mesh, "replica")
-    state = shape_on(mesh, jax.eval_shape(step.init, params), specs)
-    memory = step.step.lower(params, state, batch).compile().memory_analysis()
-    kept = memory.argument_size_in_bytes + memory.output_size_in_bytes
-    return kept - memory.alias_size_in_bytes + memory.temp_size_in_bytes
-
-
-@functools.cache
-def dense_peak_bytes(num_replicas):
-    return peak_bytes(jaxcomp.identity(), num_replicas)
-
-
-# What is not sent yet is 1 + 1/R gradients, and as much again until the update is known to be
-# finite: 2.5 for four replicas, 3 for two, where messages come on top; `gathered` has no owners.
-# top_k looks its values up entry by entry, once for all readers: XLA keeps a dense result.
-MEMORY = [
-    # compressor, replicas, exchange, gradients above the dense step at most
-    *[
-        (code, 4, jaxcomp.two_shot, 3)
-        for code in (
-            *(jaxcomp.quantize(4), jaxcomp.quantize(4, rounding="stochastic"), jaxcomp.sign()),
-            *(jaxcomp.group_top_1(8), jaxcomp.group_top_1(64)),
-            jaxcomp.compose(jaxcomp.group_top_1(8), jaxcomp.quantize(4)),
-        )
-    ],
-    (jaxcomp.top_k(0.1), 4, jaxcomp.two_shot, 4),
-    (jaxcomp.quantize(4), 2, jaxcomp.gathered, 3),
-    (jaxcomp.group_top_1(8), 2, jaxcomp.gathered, 3),
-    (jaxcomp.quantize(4), 2, jaxcomp.two_shot, 3.25),
-]
-
-
 @pytest.mark.parametrize(
-    "row", MEMORY, ids=lambda row: f"{row[0].name} {row[1]} {row[2].mean.__name__}"
+    "row", memory.ROWS, ids=lambda row: f"{row[0].name} {row[1]} {row[2].mean.__name__}"
 )
 def test_memory_of_a_step_stays_within_its_bound_above_the_dense_one(row):
-    code, num_replicas, exchange, gradients = row
-    above = peak_bytes(code, num_replicas, exchange) - dense_peak_bytes(num_replicas)
-    assert above <= gradients * 4 * 2**20
+    *setting, gradients = row
+    assert memory.gradients_above_dense(*setting) <= gradients

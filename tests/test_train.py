@@ -408,6 +408,13 @@ def test_poisoned_batch_of_one_replica_is_skipped_by_all(config_of, change_task)
     assert rows[-1]["val_loss"] < rows[0]["val_loss"]
 
 
+def test_a_step_that_one_replica_leaves_out_by_itself_is_counted(config_of, change_task):
+    change_task(poisoned_at(1, 5))
+    rows = loop.run(config_of(update="cocktail_sgd(adam(learning_rate), axis_name)"))
+    assert [row["skipped"] for row in rows] == [0, 0, 0, 0, 0]
+    assert [row["left_out"] for row in rows] == [0, 1, 1, 1, 2]
+
+
 def test_absurd_learning_rate_is_counted_and_the_run_ends(config_of):
     rows = loop.run(config_of(rate=1e30, schedule="constant"))
     assert [row["step"] for row in rows] == [0, 2, 3, 4, 6]

@@ -166,6 +166,7 @@ def _count(task: Task, outs: list[dict], state: Any, done: resume.Progress) -> N
         done.parts = parts
         done.losses += task.mean_losses([out["loss"] for out in outs])
         done.skipped += sum(int(out["skipped"]) for out in outs)
+        done.left_out = task.left_out(state)
     outs.clear()
 
 
@@ -182,6 +183,7 @@ def _row(task: Task, done: resume.Progress) -> dict[str, Any]:
         "sent_bytes": done.sent_bytes,
         "rounds": done.rounds,
         "skipped": done.skipped,
+        "left_out": done.left_out,
     }
 
 

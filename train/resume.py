@@ -27,6 +27,7 @@ class Progress:
     # How often each part of the exchange was sent, where steps differ.
     parts: dict[str, int] = dataclasses.field(default_factory=dict)
     skipped: int = 0  # steps whose update was not finite
+    left_out: int = 0  # steps that single replicas left out, since theirs was not
     # Of the steps since the last row: a stop between two rows must not change the next one.
     losses: list[float] = dataclasses.field(default_factory=list)
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -28,6 +29,7 @@ class Task(NamedTuple):
     batch: Callable[[int], jax.Array]  # step -> i32[batch, context + 1]
     evaluate: Callable[[Any], jax.Array]  # consensus params -> f32[], nats per token
     mean_losses: Callable[[list], list[float]]  # each step's f32[num_replicas] -> its mean
+    left_out: Callable[[Any], int]  # state -> steps that single replicas have left out
     like: Any  # {"params", "state"}: shapes, dtypes and shardings
     sent: dict[str, float]  # bytes of each part of a step's exchange, from the compiled program
     rounds: dict[str, int]  # how often the run sends each part; {} for all in every step
@@ -88,11 +90,29 @@ def make_task(config: Config) -> Task:
         columns = np.asarray(gather(filled), np.float64)[:, : len(losses)]
         return columns.mean(axis=0).tolist()
 
+    total = jax.jit(jnp.sum, out_shardings=everywhere)
+
+    def left_out(state):
+        skipped = optax.tree_utils.tree_get(state, "skipped")
+        return 0 if skipped is None else int(total(skipped))
+
     sent = jaxcomp.report.sent_bytes_by_part(step, mesh, AXIS_NAME)
     rounds = plan.rounds(tx, config.steps)
     mean = plan.total_bytes(sent, rounds, config.steps) / config.steps
     return Task(
-        config, mesh, corpus, init, step, batch, evaluate, mean_losses, like, sent, rounds, mean
+        config=config,
+        mesh=mesh,
+        corpus=corpus,
+        init=init,
+        step=step,
+        batch=batch,
+        evaluate=evaluate,
+        mean_losses=mean_losses,
+        left_out=left_out,
+        like=like,
+        sent=sent,
+        rounds=rounds,
+        sent_bytes=mean,
     )
 
 
