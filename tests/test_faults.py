@@ -177,6 +177,36 @@ def test_processes_without_a_common_folder_say_so_before_they_train(config_of, t
     assert os.listdir(places[0] / "here" / "run") == [] and os.listdir(places[1]) == []
 
 
+SLOW_DISK = """
+from train import checkpoint
+
+write = checkpoint.write_checksums
+
+
+def after_a_minute(directory):
+    time.sleep(60)
+    write(directory)
+
+
+checkpoint.write_checksums = after_a_minute
+"""
+
+
+def test_a_save_that_takes_too_long_is_told_by_all(config_of):
+    config = config_of(steps=10_000, step_seconds=0.03)
+    config.write_text(config.read_text() + SLOW_DISK)
+    with started(config, 2, "--save-seconds", 4) as run:
+        until_row(run, 10)
+        began = time.monotonic()
+        assert ended(run, seconds=60) == [2, 2], said(run)
+    # Before the disk would have answered.
+    assert time.monotonic() - began < 50
+    for text in said(run):
+        assert "could not save a checkpoint in" in last_line(text)
+        assert "not all of it was written in 4 s, by this process and the others" in last_line(text)
+    assert checkpoints_of(config) == []
+
+
 # Other numbers of processes and replicas.
 
 
