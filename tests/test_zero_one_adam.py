@@ -1,5 +1,6 @@
 """0/1 Adam and 1-bit Adam: what they reduce to, that nothing is lost, and the authors' steps."""
 
+import itertools
 import pathlib
 
 import jax
@@ -180,6 +181,19 @@ def test_the_warm_up_ends_by_itself_when_the_variance_is_stable():
     assert frozen.index(True) == 8
     variances = [float(state.variance["kernel"][0, 0]) for _, state in history]
     assert variances[7] < variances[8] == variances[9] == variances[12]
+
+
+@pytest.mark.parametrize("name", ["zero_one_adam", "one_bit_adam"])
+def test_masks_move_from_one_synchronization_to_the_next(name):
+    half = jaxcomp.random_k(0.5)
+    tx = {
+        "zero_one_adam": jaxcomp.zero_one_adam(RATE, "replica", compressor=half),
+        "one_bit_adam": jaxcomp.one_bit_adam(RATE, "replica", freeze_step=1, compressor=half),
+    }[name]
+    gradients = [jax.tree.map(np.float32, grads) for grads in GRADIENTS[:4]]
+    kernels = [np.asarray(params["kernel"]) for params, _ in trained(tx, gradients)]
+    *_, third, last = (before != after for before, after in itertools.pairwise(kernels))
+    np.testing.assert_array_equal(last, ~third)
 
 
 @pytest.mark.parametrize("name", ["zero_one_adam", "one_bit_adam"])
