@@ -101,6 +101,14 @@ def test_the_mean_of_replicas_follows_plain_sgd_whatever_is_sent(name, options, 
             )
 
 
+def test_the_inner_optimizer_sees_the_parameters_of_its_own_replica():
+    run = Run(make(optax.chain(optax.add_decayed_weights(0.5), optax.sgd(1.0)), sync_every=9))
+    run.step(random_tree(1, 4))
+    before = run.local()
+    run.step(jax.tree.map(np.zeros_like, random_tree(1, 4)))
+    np.testing.assert_allclose(run.local(), 0.5 * before, rtol=0, atol=1e-6)
+
+
 def test_what_a_narrow_consensus_rounds_off_is_not_lost():
     run = Run(make(compressor=CODES["cocktail"]), dtype=jnp.bfloat16)
     for step in range(8):
