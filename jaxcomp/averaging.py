@@ -71,7 +71,7 @@ def zero_owner_residual(
 ) -> tuple[jax.Array | None, ...]:
     """One `f32[numel / R]` of zeros a bucket, varying; None for buckets without owners."""
     return tuple(
-        to_varying(jnp.zeros(bucket.numel // num_replicas(axis_name), bucket.dtype), axis_name)
+        _zeros(bucket.numel // num_replicas(axis_name), bucket.dtype, bucket.label, axis_name)
         if _exchange_of(bucket, exchange).owns_chunks
         else None
         for bucket in plan.buckets
@@ -134,10 +134,10 @@ def zero_residual(plan: buckets.Plan, axis_name: str) -> Any:
     leaves = [
         None
         if label.compressor == EXACT
-        else jnp.zeros(shape, jnp.promote_types(dtype, jnp.float32))
+        else _zeros(shape, jnp.promote_types(dtype, jnp.float32), label, axis_name)
         for label, shape, dtype in zip(plan.labels, plan.shapes, plan.dtypes, strict=True)
     ]
-    return to_varying(plan.treedef.unflatten(leaves), axis_name)
+    return plan.treedef.unflatten(leaves)
 
 
 def add_residual(plan: buckets.Plan, tree: Any, residual: Any) -> Any:
@@ -200,6 +200,14 @@ def counted(rounds: dict[str, jax.Array], **sent: jax.Array | bool) -> dict[str,
 
 
 EXACT = identity()
+
+
+def _zeros(shape, dtype, label: Label, axis_name: str) -> jax.Array:
+    """Zeros that vary over the replicas and over the axes that shard what they are kept for."""
+    zeros = jnp.zeros(shape, dtype)
+    for name in (axis_name, *sorted(label.axes)):
+        zeros = to_varying(zeros, name)
+    return zeros
 
 
 def _exchange_of(bucket: buckets.Bucket, exchange: wire.Exchange) -> wire.Exchange:

@@ -13,7 +13,8 @@ from replicas import everywhere, mesh_of, one_value, rows, state_of
 
 import jaxcomp
 from benchmarks import memory
-from jaxcomp import report
+from jaxcomp import report, schedules
+from jaxcomp.transforms.zero_one_adam_deepspeed import zero_one_adam_deepspeed
 
 WIDTH, HIDDEN = 16, 128
 
@@ -214,6 +215,46 @@ def test_blocks_that_are_whole_on_every_shard_are_quantized_alike():
     for name in ("down", "up"):
         difference = np.abs(np.asarray(whole[name]) - np.asarray(sharded[name]))
         assert np.mean(difference > SGD_ROUNDING) < 0.01
+
+
+METHODS = {
+    "one_bit_adam": lambda code: jaxcomp.one_bit_adam(
+        1e-2, "replica", freeze_step=2, compressor=code
+    ),
+    "zero_one_adam": lambda code: jaxcomp.zero_one_adam(
+        1e-2,
+        "replica",
+        sync_at=lambda count: count % 2 == 0,
+        variance_at=lambda count: count % 4 == 0,
+        compressor=code,
+    ),
+    # It has no floor under the variance: without a large eps steps of any size blow up rounding.
+    "zero_one_adam_deepspeed": lambda code: zero_one_adam_deepspeed(
+        1e-2, "replica", eps=1e-2, freeze_step=2, variance_at=schedules.until(1), compressor=code
+    ),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("method", METHODS)
+def test_methods_of_adam_train_shards_as_whole_parameters(method, layout):
+    second, specs = LAYOUTS[layout]
+    exact = METHODS[method](jaxcomp.identity())
+    whole, _, _ = train(mesh_of(2), exact)
+    params, _, _ = train(mesh_of(2, 2, second=second), exact, param_specs=specs)
+    assert_close({name: np.asarray(x) for name, x in params.items()}, whole, 1e-4)
+    one_bit = METHODS[method](jaxcomp.sign(block=16))
+    *_, history = train(mesh_of(2, 2, second=second), one_bit, param_specs=specs)
+    assert not any(metrics["skipped"] for metrics in history)
+
+
+def test_the_end_of_a_warm_up_is_found_on_shards_as_on_whole_parameters():
+    specs = {"bias": P(), "down": P("fsdp"), "up": P("fsdp")}
+    tx = jaxcomp.one_bit_adam(1e-2, "replica", b2=0.75, freeze_ratio=0.5)
+    _, whole, _ = train(mesh_of(2), tx, num_steps=6)
+    _, sharded, _ = train(mesh_of(2, 2), tx, num_steps=6, param_specs=specs)
+    np.testing.assert_allclose(sharded.norms, whole.norms, rtol=1e-5)
+    assert bool(one_value(sharded.frozen)) and bool(whole.frozen)
 
 
 @pytest.mark.parametrize("leaf", ["bias", "down", "up"])

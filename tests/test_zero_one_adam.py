@@ -215,6 +215,25 @@ def test_what_never_has_a_gradient_does_not_drift(name):
     assert moved[mask[:, 0] == 1].min() > RATE
 
 
+@pytest.mark.parametrize("name", ["zero_one_adam", "one_bit_adam"])
+def test_what_gets_its_gradient_late_takes_no_giant_step(name):
+    # Without the floor its step would be the rate times 10**5.
+    options = {"variance_floor": 1e-2, "compressor": jaxcomp.identity()}
+    once = jaxcomp.schedules.until(1)
+    tx = {
+        "zero_one_adam": jaxcomp.zero_one_adam(RATE, "replica", variance_at=once, **options),
+        "one_bit_adam": jaxcomp.one_bit_adam(RATE, "replica", freeze_step=1, **options),
+    }[name]
+    first, second = ({k: np.ones((4, *shape), np.float32) for k, shape in SHAPES.items()},) * 2
+    first = first | {"kernel": first["kernel"].copy()}
+    first["kernel"][:, 0] = 1e-6
+    history = trained(tx, [first, second])
+    (_, _), (before, _), (after, _) = history
+    moved = np.abs(np.asarray(after["kernel"]) - np.asarray(before["kernel"]))
+    assert RATE < moved[0].max() < 20 * RATE
+    assert moved[1:].max() < 2 * RATE
+
+
 @pytest.mark.parametrize("count", [2, 3])
 def test_a_gradient_that_is_not_finite_loses_nothing_of_the_others(count):
     tx = jaxcomp.zero_one_adam(RATE, "replica", sync_at=every(2), compressor=jaxcomp.sign())
@@ -224,6 +243,7 @@ def test_a_gradient_that_is_not_finite_loses_nothing_of_the_others(count):
     (before, old), (params, state) = history[count], history[count + 1]
     if count == 3:  # a synchronization: NaN for all, which train_step skips
         assert all(np.all(np.isnan(np.asarray(x))) for x in params.values())
+        assert np.asarray(state.skipped).tolist() == [0, 0, 0, 0]  # train_step counts it
     else:
         np.testing.assert_array_equal(state.drift["kernel"][1], old.drift["kernel"][1])
         assert np.asarray(state.skipped).tolist() == [0, 1, 0, 0]
