@@ -22,7 +22,7 @@ from train.exits import clean_exits
 MEAN = "compressed_mean({}, axis_name)"
 ADAM = "adam(learning_rate)"
 SGD = "sgd(learning_rate, momentum=0.9)"
-ADAM_RATES, SGD_RATES = (3e-3, 6e-3), (0.1, 0.3)
+ADAM_RATES, SGD_RATES = (3e-3, 6e-3), (0.03, 0.1)
 
 METHODS = {
     # name: (compressor, optimizer, learning rates)

@@ -1,16 +1,17 @@
-"""Reads from compiled steps how much memory a compressed mean needs above the dense one.
+"""Reads from compiled steps how much memory compressed methods need above dense Adam.
 
     python -m benchmarks.memory --json FILE
 
-The step is Adam's on 2**20 parameters; XLA says what it holds at most: arguments, results that
-are not donated arguments, and temporaries. Nothing runs. `gradients` is the difference to the
-dense step of as many replicas, in copies of a float32 gradient.
+The step is one of Adam's family on 2**20 parameters; XLA says what it holds at most: arguments,
+results that are not donated arguments, and temporaries. Nothing runs. `gradients` is the
+difference to the dense step of as many replicas, in copies of a float32 gradient.
 """
 
 import argparse
 import functools
 import json
 import pathlib
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,28 +26,45 @@ from train.metrics import hardware_name
 
 NUMEL = 2**20
 
+
+class Row(NamedTuple):
+    """A transformation, and how many gradients above the dense step it may take."""
+
+    name: str
+    tx: optax.GradientTransformation
+    replicas: int
+    target: float | None  # None: what its state needs is more, and only told
+
+
+def mean(code, replicas, target, exchange=jaxcomp.two_shot) -> Row:
+    """The row of a compressor in front of Adam."""
+    averaged = jaxcomp.compressed_mean(code, "replica", exchange=exchange)
+    name = f"{code.name} {exchange.mean.__name__.removesuffix('_mean')}"
+    return Row(name, optax.chain(averaged, optax.adam(1e-3)), replicas, target)
+
+
 # What is not sent yet is 1 + 1/R gradients, and as much again until the update is known to be
 # finite: 2.5 for four replicas, 3 for two, where messages come on top; `gathered` has no owners.
 # top_k looks its values up entry by entry, once for all readers: XLA keeps a dense result.
 ROWS = [
-    # compressor, replicas, exchange, gradients above the dense step at most
-    *[
-        (code, 4, jaxcomp.two_shot, 3)
-        for code in (
-            *(jaxcomp.quantize(4), jaxcomp.quantize(4, rounding="stochastic"), jaxcomp.sign()),
-            *(jaxcomp.group_top_1(8), jaxcomp.group_top_1(64)),
-            jaxcomp.compose(jaxcomp.group_top_1(8), jaxcomp.quantize(4)),
-        )
-    ],
-    (jaxcomp.top_k(0.1), 4, jaxcomp.two_shot, 4),
-    (jaxcomp.quantize(4), 2, jaxcomp.gathered, 3),
-    (jaxcomp.group_top_1(8), 2, jaxcomp.gathered, 3),
-    (jaxcomp.quantize(4), 2, jaxcomp.two_shot, 3.25),
+    mean(jaxcomp.quantize(4), 4, 3),
+    mean(jaxcomp.quantize(4, rounding="stochastic"), 4, 3),
+    mean(jaxcomp.sign(), 4, 3),
+    mean(jaxcomp.group_top_1(8), 4, 3),
+    mean(jaxcomp.group_top_1(64), 4, 3),
+    mean(jaxcomp.compose(jaxcomp.group_top_1(8), jaxcomp.quantize(4)), 4, 3),
+    mean(jaxcomp.top_k(0.1), 4, 4),
+    mean(jaxcomp.quantize(4), 2, 3, jaxcomp.gathered),
+    mean(jaxcomp.group_top_1(8), 2, 3, jaxcomp.gathered),
+    mean(jaxcomp.quantize(4), 2, 3.25),
+    Row("cocktail_sgd", jaxcomp.cocktail_sgd(optax.adam(1e-3), "replica"), 4, None),
+    Row("one_bit_adam", jaxcomp.one_bit_adam(1e-3, "replica", freeze_step=9), 4, None),
+    Row("zero_one_adam", jaxcomp.zero_one_adam(1e-3, "replica"), 4, None),
 ]
 
 
-def peak_bytes(code, num_replicas, exchange=jaxcomp.two_shot) -> int:
-    """Memory of a device in a compiled step behind a compressor, what is donated counted once."""
+def peak_bytes(tx: optax.GradientTransformation, num_replicas: int) -> int:
+    """Memory of a device in a compiled step, what is donated counted once."""
     mesh = devices.make_mesh(num_replicas)
     abstract = lambda x, spec: jax.ShapeDtypeStruct(
         x.shape, x.dtype, sharding=NamedSharding(mesh, spec)
@@ -55,8 +73,6 @@ def peak_bytes(code, num_replicas, exchange=jaxcomp.two_shot) -> int:
     params = {name: abstract(half, P()) for name in ("a", "b")}
     batch = abstract(np.broadcast_to(np.float32(0), (8, 1024)), P("replica"))
     loss_fn = lambda p, x: jnp.mean((x @ p["a"] @ p["b"].T) ** 2)
-    mean = jaxcomp.compressed_mean(code, "replica", exchange=exchange)
-    tx = optax.chain(mean, optax.adam(1e-3))
     specs = jaxcomp.state_specs(jaxcomp.per_replica(tx, "replica"), params, mesh, "replica")
     step = jaxcomp.train_step(loss_fn, tx, mesh, "replica")
     state = jax.tree.map(abstract, jax.eval_shape(step.init, params), specs)
@@ -67,13 +83,13 @@ def peak_bytes(code, num_replicas, exchange=jaxcomp.two_shot) -> int:
 
 @functools.cache
 def dense_peak_bytes(num_replicas: int) -> int:
-    """The same without compression."""
-    return peak_bytes(jaxcomp.identity(), num_replicas)
+    """The same of dense Adam."""
+    return peak_bytes(mean(jaxcomp.identity(), num_replicas, 0).tx, num_replicas)
 
 
-def gradients_above_dense(code, num_replicas, exchange) -> float:
+def gradients_above_dense(row: Row) -> float:
     """The difference of the two, in copies of a gradient."""
-    above = peak_bytes(code, num_replicas, exchange) - dense_peak_bytes(num_replicas)
+    above = peak_bytes(row.tx, row.replicas) - dense_peak_bytes(row.replicas)
     return above / (4 * NUMEL)
 
 
@@ -82,13 +98,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--json", type=pathlib.Path, help="file to write the rows to")
     arguments = parser.parse_args()
-    devices.start(max(num_replicas for _, num_replicas, *_ in ROWS))
+    devices.start(max(row.replicas for row in ROWS))
     rows = []
-    for code, num_replicas, exchange, target in ROWS:
-        gradients = gradients_above_dense(code, num_replicas, exchange)
-        names = {"method": code.name, "exchange": exchange.mean.__name__}
-        rows.append({**names, "replicas": num_replicas, "gradients": gradients, "target": target})
-        print(f"{code.name}, {num_replicas} replicas, {names['exchange']}: {gradients:.2f}")
+    for row in ROWS:
+        gradients = gradients_above_dense(row)
+        facts = {"method": row.name, "replicas": row.replicas, "target": row.target}
+        rows.append({**facts, "gradients": gradients})
+        print(f"{row.name}, {row.replicas} replicas: {gradients:.2f}")
     if arguments.json:
         record = {"hardware": hardware_name(), "jax": jax.__version__}
         arguments.json.write_text(json.dumps([row | record for row in rows], indent=1) + "\n")

@@ -4,6 +4,7 @@ A schedule is `(count) -> bool`, elementwise over `i32[...]`: whether something 
 step before which `count` steps were done. Only the count decides, so that all replicas agree.
 """
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -18,6 +19,11 @@ Schedule = Callable[[jax.Array], jax.Array]
 def always(count: jax.Array) -> jax.Array:
     """Every step."""
     return jnp.ones_like(count, bool)
+
+
+def never(count: jax.Array) -> jax.Array:
+    """No step: of a variance that comes from elsewhere."""
+    return jnp.zeros_like(count, bool)
 
 
 def until(step: int) -> Schedule:
@@ -94,11 +100,17 @@ def halving(
     if steps < 1:
         raise ValueError(f"halving got steps={steps}; needs the steps of the run, at least 1.")
     rate = learning_rate if callable(learning_rate) else optax.constant_schedule(learning_rate)
-    rates = np.asarray(jax.vmap(rate)(jnp.arange(steps)))
-    peak, first = float(rates.max()), max(int(rates.argmax()), after)
     halvings = longest.bit_length() - 1
 
+    @functools.cache
+    def highest():
+        # Not before it is needed: a transformation may be made before JAX knows its devices.
+        with jax.ensure_compile_time_eval():
+            rates = np.asarray(jax.vmap(rate)(jnp.arange(steps)))
+        return float(rates.max()), max(int(rates.argmax()), after)
+
     def schedule(count):
+        peak, first = highest()
         # Comparisons and not a logarithm: exact where the rate is the peak over a power of two.
         now = jnp.asarray(rate(count))
         level = sum((now * 2**i <= peak).astype(jnp.int32) for i in range(1, halvings + 1))
@@ -120,15 +132,23 @@ def plan(sync_at: Schedule, variance_at: Schedule, steps: int) -> Plan:
     """Counts the exchanges of a run before it starts.
 
     Raises:
-      ValueError: If the variance is learned in a step that does not synchronize.
+      ValueError: If the variance is learned in a step that does not synchronize, or not in the
+        first one.
     """
-    count = jnp.arange(steps)
-    sync, variance = (np.asarray(schedule(count)) for schedule in (sync_at, variance_at))
+    # Evaluated now, also where the transformation is made inside a jitted function.
+    with jax.ensure_compile_time_eval():
+        count = jnp.arange(steps)
+        sync, variance = (np.asarray(schedule(count)) for schedule in (sync_at, variance_at))
     if np.any(variance & ~sync):
         step = int(np.argmax(variance & ~sync))
         raise ValueError(
             f"variance_at holds at count {step}, where sync_at does not: the variance may change "
             "only when the replicas are together; write halving(..., after=N) and "
             "growing(until=N) with one N."
+        )
+    if variance_at is not never and not variance[0]:
+        raise ValueError(
+            "variance_at does not hold at count 0: there is no variance to divide by before it is "
+            "learned; write growing(until=N)."
         )
     return Plan(int(np.sum(sync | variance)), int(np.sum(sync)), int(np.sum(variance)))

@@ -74,6 +74,12 @@ def test_a_variance_learned_while_replicas_are_apart_is_refused():
         schedules.plan(sync, schedules.always, 100)
 
 
+def test_a_variance_that_is_not_learned_at_first_is_refused():
+    with pytest.raises(ValueError, match="variance_at does not hold at count 0"):
+        schedules.plan(schedules.always, lambda count: count > 3, 100)
+    assert schedules.plan(schedules.always, schedules.never, 100).variance_updates == 0
+
+
 def test_schedules_are_traced_without_a_table():
     sync = jax.jit(schedules.halving(optax.cosine_decay_schedule(1.0, 1000), 1000))
     assert bool(sync(jnp.int32(999))) and not bool(sync(jnp.int32(995)))

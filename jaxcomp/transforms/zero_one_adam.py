@@ -28,6 +28,9 @@ class ZeroOneAdamState(NamedTuple):
     skipped: jax.Array  # i32[], this replica's local steps whose gradient was not finite
 
 
+_CHECKED_STEPS = 2**16
+
+
 class _Own(NamedTuple):
     """One replica's step, before it is known whether the replicas meet."""
 
@@ -69,6 +72,9 @@ def zero_one_adam(
     is therefore the difference of the parameters itself (`precondition`), in which that noise is
     of the size of a step wherever it falls, and error feedback takes it back.
 
+    Gradients are each replica's own, of a batch R times smaller, and so is what a clipping before
+    this in a chain clips.
+
     Args:
       learning_rate: Rate, or schedule of the step.
       axis_name: Mesh axis of the replicas.
@@ -76,8 +82,8 @@ def zero_one_adam(
       b2: Decay of the variance, in [0, 1).
       eps: Added to the root of the variance.
       sync_at: When the replicas meet; see `jaxcomp.schedules.halving`.
-      variance_at: When the variance is learned, always a step of `sync_at`. Default:
-        `jaxcomp.schedules.growing()`, without an end.
+      variance_at: When the variance is learned: in the first step, and only in steps of
+        `sync_at`. Default: `jaxcomp.schedules.growing()`, without an end.
       compressor: Of all parameters; or a policy `(path, leaf) -> Compressor`. Default:
         `jaxcomp.sign(block=1024)`.
       precondition: Whether u / D travels, and not u as in the paper.
@@ -98,8 +104,9 @@ def zero_one_adam(
       `jaxcomp.train_step` to skip; between two of them its replica leaves it out and counts it.
 
     Raises:
-      ValueError: At construction for arguments out of range; at trace time without `params`, for
-        an unknown axis, gradients that are already reduced, or leaves that are not floating.
+      ValueError: At construction for arguments out of range; in `init` for schedules whose first
+        65,536 steps do not fit each other; at trace time without `params`, for an unknown axis,
+        gradients that are already reduced, or leaves that are not floating.
 
     References:
       Lu et al., `Maximizing Communication Efficiency for Large-scale Training via 0/1 Adam
@@ -117,6 +124,7 @@ def zero_one_adam(
     rate_of = moments.schedule_of(learning_rate)
 
     def init(params):
+        schedules.plan(sync_at, variance_at, _CHECKED_STEPS)
         zeros = jax.tree.map(moments.zeros, params)
         own = to_varying(zeros, axis_name)
         residual, owner_residual = averaging.nothing_sent(transport, own)
@@ -199,7 +207,7 @@ def zero_one_adam(
             rate_sum,
             residual,
             owner_residual,
-            averaging.counted(state.rounds, all=meets | learns, synchronize=meets, variance=learns),
+            averaging.counted(state.rounds, all=meets, synchronize=meets, variance=learns),
             state.skipped + jnp.where(meets, 0, bad),
         )
 

@@ -93,7 +93,7 @@ def zero_one_adam_deepspeed(
         b2,
         eps,
         sync_at=sync_at,
-        variance_at=lambda count: jnp.zeros_like(count, bool),
+        variance_at=schedules.never,
         compressor=policy,
         precondition=False,
         variance_floor=0.0,
