@@ -14,6 +14,7 @@ import tyro
 
 from train import expression
 from train.models.gpt import GPTConfig
+from train.objectives import OBJECTIVES
 
 AXIS_NAME = "replica"
 """Name of the mesh axis over which data parallelism, and every compressed message, goes."""
@@ -104,6 +105,8 @@ class Config:
     optimizer: Optimizer
     seed: int = 0
     """Seed, in [0, 2^32), of the initial parameters and the order of the data."""
+    objective: Literal["next_token", "masked"] = "next_token"
+    """What the model learns: the next byte, as GPT, or hidden bytes, as BERT (vocab 257)."""
     replicas: int = 4
     """Data-parallel replicas; 0: all devices. On CPU the program makes that many devices."""
     accumulate: int = 1
@@ -147,7 +150,7 @@ class Config:
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"seed={self.seed} must be in [0, 2^32); write --seed 0.")
         _at_least(0, "replicas", self.replicas)
-        _at_least(256, "model.vocab", self.model.vocab)
+        _at_least(OBJECTIVES[self.objective].vocab, "model.vocab", self.model.vocab)
         if self.optimizer.warmup_steps >= self.steps:
             raise ValueError(
                 f"optimizer.warmup_steps={self.optimizer.warmup_steps} must be less than "

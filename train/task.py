@@ -12,10 +12,11 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxcomp
-from train import advice, data, devices, losses, plan
+from train import advice, data, devices, plan
 from train import config as configs
 from train.config import AXIS_NAME, Config
 from train.models.gpt import GPT
+from train.objectives import OBJECTIVES
 
 
 class Task(NamedTuple):
@@ -45,12 +46,12 @@ def make_task(config: Config) -> Task:
     mesh = devices.make_mesh(config.replicas)
     configs.microbatch(config, mesh.size)
     corpus = data.read(config.data, config.model.context)
-    model = GPT(config.model)
+    objective = OBJECTIVES[config.objective]
+    model = GPT(config.model, objective.causal)
     tx = configs.transformation(config)
 
-    def loss_fn(params, tokens):
-        logits = model.apply({"params": params}, tokens[:, :-1])
-        return losses.cross_entropy(logits, tokens[:, 1:])
+    def loss_fn(params, batch):
+        return objective.loss(lambda tokens: model.apply({"params": params}, tokens), batch)
 
     everywhere = NamedSharding(mesh, P())
     tokens = jax.ShapeDtypeStruct((1, config.model.context), "int32")
@@ -67,19 +68,19 @@ def make_task(config: Config) -> Task:
 
     like = _shapes(init, mesh, tx)
     rows = NamedSharding(mesh, P(AXIS_NAME))
-    shape = (config.data.batch, config.model.context + 1)
+    shape = (config.data.batch, *objective.shape(config.model.context))
     abstract_batch = jax.ShapeDtypeStruct(shape, "int32", sharding=rows)
     step = functions.step.lower(like["params"], like["state"], abstract_batch).compile()
 
     def batch(step):
         # Each device's rows are made by the process that feeds it, and by no other.
         make = functools.partial(data.batch, corpus.train, config.seed, step, *_sizes(config))
-        return jax.make_array_from_callback(shape, rows, lambda index: make(rows=index[0]))
+        return _placed(config, rows, make, [config.seed, step])
 
     evaluate_batch = jax.jit(loss_fn)
 
     def evaluate(params):
-        total = sum(evaluate_batch(params, tokens) for tokens in _validation(config, corpus, rows))
+        total = sum(evaluate_batch(params, batch) for batch in _validation(config, corpus, rows))
         return total / config.eval_batches
 
     gather = gather_losses(mesh)
@@ -145,13 +146,23 @@ def _sizes(config: Config) -> tuple[int, int]:
 
 
 def _validation(config, corpus, rows) -> Iterator[jax.Array]:
-    shape = (config.data.batch, config.model.context + 1)
     for number in range(config.eval_batches):
         make = functools.partial(
             data.validation_batch, corpus.validation, number, config.eval_batches, *_sizes(config)
         )
-        callback = lambda index, make=make: make(rows=index[0])
-        yield jax.make_array_from_callback(shape, rows, callback)
+        yield _placed(config, rows, make, [number])
+
+
+def _placed(config: Config, sharding: NamedSharding, make: Callable, key: list[int]) -> jax.Array:
+    """A batch on its devices, whose rows are what the objective makes of those of the text."""
+    objective, size = OBJECTIVES[config.objective], config.data.batch
+
+    def part(index):
+        numbers = range(*index[0].indices(size))
+        return objective.prepare(make(rows=index[0]), [[*key, number] for number in numbers])
+
+    shape = (size, *objective.shape(config.model.context))
+    return jax.make_array_from_callback(shape, sharding, part)
 
 
 def _shapes(init, mesh, tx) -> dict[str, Any]:

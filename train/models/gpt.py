@@ -1,4 +1,4 @@
-"""A decoder-only transformer language model (GPT) in Flax."""
+"""A transformer language model in Flax: GPT, or BERT's twin of it."""
 
 import dataclasses
 
@@ -38,13 +38,14 @@ class GPTConfig:
 
 
 class Block(nn.Module):
-    """Pre-norm transformer block: causal self-attention, then a four times wider perceptron.
+    """Pre-norm transformer block: self-attention, then a four times wider perceptron.
 
     Features of all tokens are one matrix, N = batch * time rows: XLA:CPU multiplies matrices
     twice as fast as batches of them.
     """
 
     config: GPTConfig
+    causal: bool = True
 
     @nn.compact
     def __call__(self, x_NxD, time: int):
@@ -56,7 +57,7 @@ class Block(nn.Module):
         qkv = nn.Dense(3 * c.width, dtype=dtype, kernel_init=init, name="qkv")(h_NxD)
         shape = (-1, time, c.heads, c.width // c.heads)
         q, k, v = (part.reshape(shape) for part in jnp.split(qkv, 3, axis=-1))
-        h_NxD = jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(x_NxD.shape)
+        h_NxD = jax.nn.dot_product_attention(q, k, v, is_causal=self.causal).reshape(x_NxD.shape)
         x_NxD += nn.Dense(c.width, dtype=dtype, kernel_init=out_init, name="out")(h_NxD)
 
         h_NxD = nn.LayerNorm(dtype=dtype, name="norm_mlp")(x_NxD)
@@ -66,13 +67,14 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Next-token logits of a causal transformer with tied embeddings (GPT-2's form).
+    """Logits of a transformer with tied embeddings (GPT-2's form), of the next or the same token.
 
-    Call with tokens i32[batch, time], time at most `config.context`; returns logits
-    f32[batch, time, vocab].
+    With `causal=False` every position sees all others, as in BERT. Call with tokens
+    i32[batch, time], time at most `config.context`; returns logits f32[batch, time, vocab].
     """
 
     config: GPTConfig
+    causal: bool = True
 
     @nn.compact
     def __call__(self, tokens_BxT):
@@ -84,7 +86,7 @@ class GPT(nn.Module):
         x_BxTxD = embed(tokens_BxT) + position[None, :time]
         x_NxD = x_BxTxD.reshape(-1, c.width).astype(c.dtype)
         for index in range(c.layers):
-            x_NxD = Block(c, name=f"block_{index}")(x_NxD, time)
+            x_NxD = Block(c, self.causal, name=f"block_{index}")(x_NxD, time)
         x_NxD = nn.LayerNorm(dtype=x_NxD.dtype, name="norm")(x_NxD)
         logits_NxV = x_NxD @ embed.embedding.astype(x_NxD.dtype).T
         return logits_NxV.reshape(batch, time, c.vocab).astype(jnp.float32)

@@ -1,0 +1,19 @@
+"""BERT's twin of the nano task, dense: hidden bytes from both sides, Adam on exact gradients.
+
+    python -m train configs/nano_bert_dense.py
+
+The same size, text and order as configs/nano_dense.py; 15% of the bytes of each sequence are asked
+for, most of them hidden. The loss it reaches has not been measured yet.
+"""
+
+import dataclasses
+
+from configs import nano_dense
+from train.config import Config
+
+
+def get_config() -> Config:
+    """The dense run with another objective."""
+    dense = nano_dense.get_config()
+    model = dataclasses.replace(dense.model, vocab=257)
+    return dataclasses.replace(dense, name="nano_bert_dense", objective="masked", model=model)
