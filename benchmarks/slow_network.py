@@ -42,6 +42,8 @@ METHODS = {
     "0/1 Adam, every 4th": "zero_one_adam(learning_rate, axis_name, variance_at=schedules.until(2),"
     " sync_at=schedules.halving(exponential_decay(1.0, 1, 0.5), 999, longest=4, after=2))",
     "CocktailSGD": f"cocktail_sgd({ADAM}, axis_name)",
+    # As many bytes as "8 bits", but they may travel while the gradient is computed.
+    "CocktailSGD, 8 bits": f"cocktail_sgd({ADAM}, axis_name, compressor=quantize(8))",
 }
 ALONE = "no exchange"
 PEERS = {

@@ -28,7 +28,7 @@ def config_of(update: str, model: dict[str, int], replicas: int, sequences: int)
     """
     return Config(
         name="slow_network",
-        steps=10**6,
+        steps=10**4,  # more than are ever timed
         replicas=replicas,
         optimizer=Optimizer(update=update, learning_rate=1e-4, schedule="constant"),
         model=GPTConfig(**model),

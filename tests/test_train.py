@@ -423,7 +423,10 @@ def test_absurd_learning_rate_is_counted_and_the_run_ends(config_of):
     assert np.all(np.isfinite(all_params(saved_params(config_of(rate=1e30, schedule="constant")))))
 
 
-def test_replicas_gone_apart_stop_the_run_with_the_step(config_of, change_task, monkeypatch):
+@pytest.mark.parametrize("checksum_every", [4, 100], ids=["in a comparison", "before a save"])
+def test_replicas_gone_apart_stop_the_run_with_the_step(
+    config_of, change_task, monkeypatch, checksum_every
+):
     monkeypatch.setattr(loop, "report", lambda task: "")  # it reads the compiled step
 
     def change(task):
@@ -441,7 +444,7 @@ def test_replicas_gone_apart_stop_the_run_with_the_step(config_of, change_task, 
         return task._replace(step=step)
 
     change_task(change)
-    config = config_of(checkpoint_every=2)
+    config = config_of(checkpoint_every=2, checksum_every=checksum_every)
     with pytest.raises(RuntimeError, match="after step 4 the replicas' parameters are not equal"):
         loop.run(config)
     assert checkpoint.latest(folder_of(config) / "checkpoints") == 2
