@@ -132,11 +132,17 @@ for option in ("--num-processes", "--process-id"):
     parser.add_argument(option, type=int)
 args = parser.parse_args()
 other = f"10.0.0.{(args.process_id + 1) % args.num_processes + 1}"
+link = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+link.bind(("", 9))
+link.settimeout(20)
 
 def run(steps):
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
-        for _ in range(10 * steps):
-            sender.sendto(bytes(1000), (other, 9))
+    # As an exchange does, each step waits for what the other has sent in it.
+    for _ in range(steps):
+        for _ in range(10):
+            link.sendto(bytes(1000), (other, 9))
+        for _ in range(10):
+            link.recv(2000)
     seconds = [0.001 + args.process_id for _ in range(steps)]
     report = {"report_bytes": 1e4, "skips_rounds": False, "loss": 1.0, "cpu_seconds": 0.1}
     return {"seconds": seconds, **report}
@@ -156,9 +162,9 @@ def test_rows_hold_what_hosts_have_sent(tmp_path, monkeypatch):
         rows = list(slow_network.rows_of(team, net, rates, "5M", options, tmp_path))
     assert [row["rate"] for row in rows] == rates
     for row in rows:
-        # Each datagram of 1,000 bytes has 42 of headers; an address is asked for now and then, and
-        # the answer may fall into the next row.
-        assert all(10_420 <= number <= 10_425 for number in row["nic_bytes"].values())
+        # Each datagram of 1,000 bytes has 42 of headers; now and then a kernel asks for an address,
+        # or for routers: a few packets of up to 110 bytes in 50 steps.
+        assert all(10_420 <= number <= 10_440 for number in row["nic_bytes"].values()), row
         assert row["agrees"] and row["disagreement"] is None
         # The mean of a host that takes 1 ms and of one that takes 1,001 ms.
         assert row["step_seconds"]["median"] == pytest.approx(0.501)

@@ -196,10 +196,11 @@ def abandon(status: int) -> NoReturn:
         client.key_value_set(f"{_FAILED}/{_process_id()}", str(status))
         # The service ends with process 0, and takes those along who still use it; but where
         # somebody is gone JAX will soon abort all.
-        patience = 1 if status == TRY_AGAIN else 3
-        deadline = time.monotonic() + patience * (_process_id() == 0)
-        while len(_notes()) < _num_processes() and time.monotonic() < deadline:
-            time.sleep(0.1)
+        if _process_id() == 0:
+            deadline = time.monotonic() + (1 if status == TRY_AGAIN else 3)
+            while len(_notes()) < _num_processes() and time.monotonic() < deadline:
+                time.sleep(0.1)
+            time.sleep(0.3)  # for the last of them to end
     os._exit(status)
 
 
