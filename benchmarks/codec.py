@@ -9,9 +9,7 @@ take turns, so that a busy machine slows all alike. `target` is the greatest rat
 """
 
 import argparse
-import json
 import pathlib
-import platform
 import statistics
 import time
 
@@ -19,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks import rows as rows_file
 from jaxcomp.compressors import (
     Key,
     cast,
@@ -51,18 +50,6 @@ ROWS = [
     (compose(group_top_1(8), quantize(4)), None),
     (compose(random_k(0.1), group_top_1(8), quantize(4)), None),
 ]
-
-
-def hardware() -> str:
-    """The accelerator's name, or the processor's with its count of cores, and JAX's version."""
-    device = jax.devices()[0]
-    name = device.device_kind
-    if device.platform == "cpu":
-        info = pathlib.Path("/proc/cpuinfo")
-        lines = info.read_text().splitlines() if info.exists() else []
-        models = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
-        name = f"{models[0]} x {len(models)}" if models else platform.processor()
-    return f"{name}, jax {jax.__version__}"
 
 
 def interleaved(calls: dict, repeats: int) -> dict:
@@ -162,15 +149,16 @@ def main():
     rows.append(against_row(pair, stochastic, nearest, 2.0, x, *keys, repeats))
     rows += select_rows(x, shared, min(repeats, 3))
 
-    print(f"{hardware()}; {arguments.numel} float32\n{'':52s} {'ms':>9s} {'ratio':>8s} target")
+    record = rows_file.machine() | {"numel": arguments.numel}
+    print(f"{record['hardware']}; {arguments.numel} float32")
+    print(f"{'':52s} {'ms':>9s} {'ratio':>8s} target")
     for row in rows:
         target = (
             "" if row["target"] is None else f"{row['target']:g} {'' if row['met'] else 'MISSED'}"
         )
         print(f"{row['name']:52s} {1e3 * row['seconds']:9.2f} {row['ratio']:8.3f} {target}")
     if arguments.json:
-        record = {"hardware": hardware(), "numel": arguments.numel}
-        arguments.json.write_text(json.dumps([row | record for row in rows], indent=2) + "\n")
+        rows_file.write(arguments.json, [row | record for row in rows])
 
 
 if __name__ == "__main__":

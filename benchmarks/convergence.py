@@ -14,8 +14,9 @@ import json
 import pathlib
 import statistics
 
+from benchmarks import rows as rows_file
 from configs import nano_dense
-from train import devices, metrics
+from train import devices
 from train.config import Optimizer
 from train.exits import clean_exits
 
@@ -121,8 +122,7 @@ def main() -> None:
             return
         row = run_row(*key)
         print(f"{method}, rate {rate:g}, seed {seed}: {row['val_loss']}", flush=True)
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        metrics.write_text(args.json, json.dumps([*rows(), row], indent=1) + "\n")
+        rows_file.write(args.json, [*rows(), row])
 
     for method in args.methods:
         for rate in args.rates or METHODS[method][2]:

@@ -9,7 +9,6 @@ difference to the dense step of as many replicas, in copies of a float32 gradien
 
 import argparse
 import functools
-import json
 import pathlib
 from typing import NamedTuple
 
@@ -21,8 +20,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxcomp
+from benchmarks import rows as rows_file
 from train import devices
-from train.metrics import hardware_name
 
 NUMEL = 2**20
 
@@ -106,8 +105,7 @@ def main() -> None:
         rows.append({**facts, "gradients": gradients})
         print(f"{row.name}, {row.replicas} replicas: {gradients:.2f}")
     if arguments.json:
-        record = {"hardware": hardware_name(), "jax": jax.__version__}
-        arguments.json.write_text(json.dumps([row | record for row in rows], indent=1) + "\n")
+        rows_file.write(arguments.json, [row | rows_file.machine() for row in rows])
 
 
 if __name__ == "__main__":

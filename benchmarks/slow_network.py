@@ -9,7 +9,6 @@ the compiled program. With --torch-python the same model is trained by PyTorch's
 """
 
 import argparse
-import json
 import os
 import pathlib
 import statistics
@@ -20,9 +19,9 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from benchmarks import commands, network
+from benchmarks import rows as rows_file
 from benchmarks.slow_network_figure import draw, table
 from train.exits import clean_exits
-from train.metrics import write_text
 
 MEAN = "chain(compressed_mean({}, axis_name), {})"
 ADAM, SGD = "adam(learning_rate)", "sgd(learning_rate, momentum=0.9)"
@@ -275,8 +274,7 @@ def main(args: list[str]) -> None:
                 rows.append(row)
                 report(row, print)
                 if options.json:
-                    options.json.parent.mkdir(parents=True, exist_ok=True)
-                    write_text(options.json, json.dumps(rows, indent=1) + "\n")
+                    rows_file.write(options.json, rows)
     print(f"\n{table(rows)}")
     if options.json:
         draw(rows, options.json.with_suffix(".png"))

@@ -2,12 +2,12 @@
 
 import os
 
+import jax
+import pytest
+
 # XLA runs the collectives of all devices in one thread pool, of one thread a core: with more
 # devices than cores they wait for each other for ever. XLA reads this when it makes its client.
 os.environ.setdefault("NPROC", "32")
-
-import jax  # noqa: E402
-import pytest  # noqa: E402
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")

@@ -27,7 +27,7 @@ class Task(NamedTuple):
     corpus: data.Corpus
     init: Callable[[], tuple[Any, Any]]  # () -> params, state
     step: jax.stages.Compiled  # params, state, batch -> params, state, metrics
-    batch: Callable[[int], jax.Array]  # step -> i32[batch, context + 1]
+    batch: Callable[[int], jax.Array]  # step -> i32[batch, ...], see `objectives`
     evaluate: Callable[[Any], jax.Array]  # consensus params -> f32[], nats per token
     mean_losses: Callable[[list], list[float]]  # each step's f32[num_replicas] -> its mean
     left_out: Callable[[Any], int]  # state -> steps that single replicas have left out

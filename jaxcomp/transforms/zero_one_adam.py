@@ -28,7 +28,7 @@ class ZeroOneAdamState(NamedTuple):
     skipped: jax.Array  # i32[], this replica's local steps whose gradient was not finite
 
 
-_CHECKED_STEPS = 2**16
+_CHECKED_STEPS = 2**16  # of both schedules, when the state is made
 
 
 class _Own(NamedTuple):

@@ -20,7 +20,7 @@ class GPTConfig:
     context: int = 128
     """Tokens that one prediction may look back on."""
     vocab: int = 256
-    """Number of different tokens: 256 for bytes."""
+    """Number of different tokens: 256 for bytes, 257 with one that hides a byte."""
     dtype: str = "float32"
     """Type of activations and matrix products: float32 or bfloat16."""
 
