@@ -82,6 +82,7 @@ class Run(NamedTuple):
 
     folder: pathlib.Path  # of the run
     processes: list[subprocess.Popen]
+    writers: list[subprocess.Popen]  # of the logs, one a process
     logs: list[pathlib.Path]
     began: float  # seconds, as files' times
 
@@ -98,7 +99,7 @@ def started(config, count, *overrides, heartbeat=30, folders=None):
       folders: Working directory of each; the checkout by default.
     """
     logs = [config.parent / f"log_{number}.txt" for number in range(count)]
-    run, port = Run(config.parent / "run", [], logs, time.time()), free_port()
+    run, port = Run(config.parent / "run", [], [], logs, time.time()), free_port()
     many = (
         f"-m train.launch --coordinator 127.0.0.1:{port} --num-processes {count} --interface lo "
         f"--heartbeat-timeout {heartbeat} --start-timeout 200 --process-id"
@@ -106,21 +107,23 @@ def started(config, count, *overrides, heartbeat=30, folders=None):
     try:
         for number, log in enumerate(logs):
             program = f"{many} {number} --" if count > 1 else "-m train"
-            with log.open("w") as output:
-                run.processes.append(
-                    subprocess.Popen(
-                        [sys.executable, *program.split(), config, *map(str, overrides)],
-                        cwd=folders[number] if folders else ROOT,
-                        env=environment(JAX_COMPILATION_CACHE_DIR=str(config.parent / "cache")),
-                        stdin=subprocess.DEVNULL,
-                        stdout=output,
-                        stderr=subprocess.STDOUT,
-                    )
-                )
+            process = subprocess.Popen(
+                [sys.executable, *program.split(), config, *map(str, overrides)],
+                cwd=folders[number] if folders else ROOT,
+                env=environment(JAX_COMPILATION_CACHE_DIR=str(config.parent / "cache")),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+            )
+            run.processes.append(process)
+            # A pipe: the log of a process whose files are limited is no file of its own.
+            with log.open("w") as output, process.stdout:
+                run.writers.append(subprocess.Popen(["cat"], stdin=process.stdout, stdout=output))
         yield run
     finally:
         for process in run.processes:
             process.kill()
+        for process in run.processes + run.writers:
             process.wait()
 
 
@@ -162,6 +165,7 @@ def ended(run: Run, but=(), seconds: float = 300.0) -> list[int | None]:
         if number not in but:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, deadline - time.monotonic()))
+                run.writers[number].wait(10)
     return [process.poll() for process in run.processes]
 
 

@@ -8,7 +8,7 @@ import threading
 import time
 
 import pytest
-from launching import ROOT, environment
+from launching import ROOT, environment, free_port
 
 from train import peers
 from train.peers import Store
@@ -248,3 +248,55 @@ def test_a_hang_ends_with_stacks_and_what_to_do_and_a_pause_is_no_hang():
         "error: no progress for 2 s after step 41 (a step). The last checkpoint is step 40; start "
         "the same command to go on"
     )
+
+
+# The watchdogs of two processes.
+
+SLOW_END = """
+import sys, time
+from train import distributed, watchdog
+from train.distributed import Cluster
+from train.launch.__main__ import ended
+
+process, coordinator = int(sys.argv[1]), sys.argv[2]
+
+
+def run():
+    with watchdog.watch(60.0, lambda: 40):
+        if process == 0:
+            time.sleep(100)
+        raise OSError("disk full")
+
+
+def slow_run():
+    try:
+        run()
+    finally:
+        time.sleep(10)  # process 0 hears of the end and takes JAX's store along
+
+
+distributed.connect(Cluster(coordinator, 2, process, "flags"))
+distributed.abandon(ended(slow_run))
+"""
+
+
+def test_who_ends_slowly_still_says_why_when_the_store_has_gone():
+    coordinator = f"127.0.0.1:{free_port()}"
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", SLOW_END, str(number), coordinator],
+            cwd=ROOT,
+            env=environment(),
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for number in range(2)
+    ]
+    try:
+        first, second = [process.communicate(timeout=120)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [2, 2], second
+    assert first.splitlines()[-1] == "error: process 1 of 2 has ended: disk full"
+    assert second.splitlines()[-1] == "error: disk full"

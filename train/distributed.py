@@ -16,7 +16,9 @@ import jax
 from jax._src import distributed as jax_distributed
 
 from train import addresses, rendezvous
+from train.aborts import on_abort
 from train.exits import TRY_AGAIN
+from train.peers import bounded
 
 _FAILED = "jaxcomp/failed"  # below it, the exit status of each process that gives up
 
@@ -190,9 +192,12 @@ def abandon(status: int) -> NoReturn:
     """
     if (client := _client()) is None:
         sys.exit(status)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    with contextlib.suppress(RuntimeError):
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # a log on a full disk
+            stream.flush()
+    on_abort(lambda: os._exit(status))  # process 0 may end first, and the service with it
+
+    def tell():
         client.key_value_set(f"{_FAILED}/{_process_id()}", str(status))
         # The service ends with process 0, and takes those along who still use it; but where
         # somebody is gone JAX will soon abort all.
@@ -200,7 +205,8 @@ def abandon(status: int) -> NoReturn:
             deadline = time.monotonic() + (1 if status == TRY_AGAIN else 3)
             while len(_notes()) < _num_processes() and time.monotonic() < deadline:
                 time.sleep(0.1)
-            time.sleep(0.3)  # for the last of them to end
+
+    bounded(tell, 5.0)  # without the service it would wait for ever
     os._exit(status)
 
 

@@ -21,11 +21,17 @@ def clean_exits() -> Iterator[None]:
     try:
         yield
     except (ValueError, OSError, RuntimeError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        say(f"error: {error}")
         sys.exit(status(error))
     except KeyboardInterrupt as stop:
-        print(str(stop) or "interrupted", file=sys.stderr)
+        say(str(stop) or "interrupted")
         sys.exit(status(stop))
+
+
+def say(text: str) -> None:
+    """Prints to stderr, unless that is a file on a full disk."""
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
 
 
 def status(error: BaseException) -> int:

@@ -1,11 +1,9 @@
 """Sees to it that a run never hangs for ever, and that who ends it says why."""
 
 import contextlib
-import ctypes
 import faulthandler
 import functools
 import os
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +12,7 @@ from typing import NamedTuple
 import jax
 
 from train import exits, peers
+from train.aborts import on_abort
 
 _TICK = 1.0  # seconds
 _GRACE = 3.0  # seconds for others to hear of an end before the store of process 0 goes with it
@@ -109,7 +108,9 @@ def _end(latest: Callable[[], int | None], reason: str, status: int = exits.TRY_
     if status == exits.TRY_AGAIN:
         reason = f"{reason}. {_way_on(latest)}"
     # The main thread may hold the lock of sys.stderr for ever.
-    os.write(2, f"error: {reason}\n".encode())
+    with contextlib.suppress(OSError):  # a log on a full disk
+        os.write(2, f"error: {reason}\n".encode())
+    time.sleep(_GRACE if jax.process_index() == 0 else 0)
     os._exit(status)
 
 
@@ -134,7 +135,6 @@ def _clock(seconds, others: peers.Peers, claim, end) -> Iterator[Callable[..., N
                 what = ": ".join(filter(None, (what, gone or behind)))
                 others.end(exits.TRY_AGAIN, what)
                 faulthandler.dump_traceback(2, all_threads=True)
-                time.sleep(_GRACE if jax.process_index() == 0 else 0)
                 end(what)
 
     thread = threading.Thread(target=count, daemon=True, name="watchdog")
@@ -143,25 +143,18 @@ def _clock(seconds, others: peers.Peers, claim, end) -> Iterator[Callable[..., N
         yield at
     finally:
         closed.set()
-        thread.join()
+        thread.join(2 * _TICK)  # it may have found the end claimed, and waits for ever
 
 
 @contextlib.contextmanager
 def _explained_aborts(lost, claim, end) -> Iterator[None]:
-    """Adds a message to JAX's abort where its coordination service is gone or misses a process.
+    """Says why where JAX aborts this process, unless it is about to end with words of its own."""
 
-    JAX has a callback for that, but calling it fails with std::bad_cast.
-    """
-
-    def handle(number):
+    def explain():
         claim()
         end(lost()[0] or "JAX has ended this process, as it says above")
 
-    kind = ctypes.CFUNCTYPE(None, ctypes.c_int)
-    handler, c_signal = kind(handle), ctypes.CDLL(None).signal
-    c_signal.argtypes, c_signal.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
-    previous = c_signal(signal.SIGABRT, ctypes.cast(handler, ctypes.c_void_p))
-    try:
-        yield
-    finally:
-        c_signal(signal.SIGABRT, previous)
+    undo = on_abort(explain)
+    # After an error it stays: the store may go with process 0 before this one has said what it is.
+    yield
+    undo()

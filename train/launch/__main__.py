@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from train import __main__ as program
 from train import distributed
 from train.distributed import Timeouts
-from train.exits import clean_exits
+from train.exits import clean_exits, say
 from train.launch import control, detect, local, ssh
 from train.launch.supervise import supervise
 
@@ -144,7 +144,7 @@ def ended(function: Callable[[], None]) -> int:
     except SystemExit as end:
         return end.code or 0
     except BaseException:
-        traceback.print_exc()
+        say(traceback.format_exc())
         return 1
     return 0
 
