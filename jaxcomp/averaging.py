@@ -1,10 +1,12 @@
 """Trees as buckets, and the mean of every bucket by the way that its compressor asks for."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jaxcomp import buckets, wire
 from jaxcomp.compressors import Compressor, Key, fold, identity
@@ -99,14 +101,31 @@ def mean_of_buckets(
     Returns:
       One `wire.Mean` a bucket.
     """
-    return [
-        _exchange_of(bucket, exchange).mean(
-            x, residual, bucket.label.compressor, fold(shared, shared.count, index), axis_name
+
+    def mean(index, x, residual, bucket):
+        key = fold(shared, shared.count, index)
+        return _exchange_of(bucket, exchange).mean(
+            x, residual, bucket.label.compressor, key, axis_name
         )
-        for index, (bucket, x, residual) in enumerate(
-            zip(plan.buckets, flat, owner_residual, strict=True)
+
+    def looped(indices, bucket):
+        stacked = jax.tree.map(
+            lambda *leaves: jnp.stack(leaves), *[(flat[i], owner_residual[i]) for i in indices]
         )
-    ]
+        one = lambda _, bucket_of: (None, mean(*bucket_of, bucket))
+        _, means = lax.scan(one, None, (jnp.array(indices), *stacked))
+        return [jax.tree.map(lambda leaf, n=n: leaf[n], means) for n in range(len(indices))]
+
+    means = []
+    alike = lambda index: (plan.buckets[index].label, flat[index].shape, flat[index].dtype)
+    for _, group in itertools.groupby(range(len(flat)), alike):
+        indices = list(group)
+        bucket = plan.buckets[indices[0]]
+        if len(indices) > _UNROLLED and bucket.label.compressor != EXACT:
+            means += looped(indices, bucket)
+        else:
+            means += [mean(i, flat[i], owner_residual[i], bucket) for i in indices]
+    return means
 
 
 def exact_mean(tree: Any, axis_name: str, bucket_numel: int, part: str) -> Any:
@@ -200,6 +219,9 @@ def counted(rounds: dict[str, jax.Array], **sent: jax.Array | bool) -> dict[str,
 
 
 EXACT = identity()
+# More buckets alike become one loop: it stacks them, two copies more, but XLA takes seconds to
+# compile the exchange of one, and a large model has thousands. Exact ones XLA joins by itself.
+_UNROLLED = 8
 
 
 def _zeros(shape, dtype, label: Label, axis_name: str) -> jax.Array:

@@ -4,6 +4,7 @@ Bytes in the docstrings are those that leave one replica, for payloads of `m` by
 replicas. Every function runs inside `shard_map` (or `jax.vmap`) over `axis_name`.
 """
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -61,6 +62,7 @@ def message_bytes(compressor: Compressor, numel: int, dtype=jnp.float32) -> int:
     return jax.eval_shape(pack, _payload_like(compressor, numel, dtype)).size
 
 
+@functools.lru_cache(maxsize=256)
 def _payload_like(compressor, numel, dtype):
     key = Key(jnp.int32(0), jnp.uint32(0))
     x = jax.ShapeDtypeStruct((numel,), dtype)

@@ -450,3 +450,24 @@ def test_updates_that_are_reduced_already_are_refused():
 def test_trees_that_cannot_be_averaged_are_refused(params, text):
     with pytest.raises(ValueError, match=text):
         start(mean(jaxcomp.sign()), mesh_of(2), params)
+
+
+@pytest.mark.parametrize("exchange", [wire.two_shot, wire.gathered], ids=["two_shot", "gathered"])
+def test_many_buckets_in_a_loop_equal_as_many_in_a_row(monkeypatch, exchange):
+    mesh = mesh_of(2)
+    params = {"bias": np.zeros(7, np.float32), "kernel": np.zeros((20, 20), np.float32)}
+    code = jaxcomp.compose(jaxcomp.random_k(1 / 2), jaxcomp.quantize(4, rounding="stochastic"))
+
+    def ended(unrolled):
+        monkeypatch.setattr("jaxcomp.averaging._UNROLLED", unrolled)
+        tx = mean(code, bucket_numel=96, exchange=exchange)
+        step, state, on_mesh = start(tx, mesh, params)
+        for number in range(3):
+            updates, state = step(rows(mesh, gradients(2, number, params)), state, on_mesh)
+        messages = len(report.collectives(step, mesh))
+        return jax.device_get((updates, state)), report.sent_bytes(step, mesh, "replica"), messages
+
+    in_a_row, sent, messages = ended(unrolled=10**9)
+    looped, sent_in_loop, messages_in_text = ended(unrolled=2)
+    jax.tree.map(np.testing.assert_array_equal, in_a_row, looped)
+    assert sent_in_loop == sent > 0 and messages_in_text < messages
