@@ -89,11 +89,11 @@ def run_row(method: str, rate: float, seed: int, steps: int) -> dict:
     }
 
 
-def best_rate(rows: list[dict], method: str, steps: int) -> float:
-    """The rate of the lowest mean loss over the seeds run; one that is not finite is the worst."""
+def best_rate(rows: list[dict], method: str, steps: int, seeds: list[int]) -> float:
+    """The rate of the lowest mean loss over some seeds; one that is not finite is the worst."""
     losses = {}
     for row in rows:
-        if (row["method"], row["steps"]) == (method, steps):
+        if (row["method"], row["steps"]) == (method, steps) and row["seed"] in seeds:
             loss = float("inf") if row["val_loss"] is None else row["val_loss"]
             losses.setdefault(row["learning_rate"], []).append(loss)
     return min(losses, key=lambda rate: statistics.fmean(losses[rate]))
@@ -128,8 +128,10 @@ def main() -> None:
         for rate in args.rates or METHODS[method][2]:
             for seed in args.tuning_seeds:
                 ensure(method, rate, seed)
+        # Of the tuning seeds alone, else the others would move the choice while they are run.
+        best = best_rate(rows(), method, args.steps, args.tuning_seeds)
         for seed in args.seeds:
-            ensure(method, best_rate(rows(), method, args.steps), seed)
+            ensure(method, best, seed)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,9 @@ from train.models.gpt import GPTConfig
 from train.task import make_task, num_parameters
 
 
-def config_of(update: str, model: dict[str, int], replicas: int, sequences: int) -> Config:
+def config_of(
+    update: str, model: dict[str, int], replicas: int, sequences: int, overlap: bool = False
+) -> Config:
     """The run whose step is timed.
 
     Args:
@@ -25,9 +27,11 @@ def config_of(update: str, model: dict[str, int], replicas: int, sequences: int)
       model: Fields of `GPTConfig`.
       replicas: Hosts that exchange.
       sequences: Of one replica and step.
+      overlap: Whether the exchange is dispatched beside the gradient.
     """
     return Config(
         name="slow_network",
+        overlap=overlap,
         steps=10**4,  # more than are ever timed
         replicas=replicas,
         optimizer=Optimizer(update=update, learning_rate=1e-4, schedule="constant"),
@@ -40,12 +44,12 @@ def functions(replicas: int) -> dict:
     """What the benchmark calls: `build` a step, then `run` it, as often as it likes."""
     built: dict[str, Any] = {}
 
-    def build(update: str, model: dict[str, int], sequences: int) -> dict:
+    def build(update: str, model: dict[str, int], sequences: int, overlap: bool = False) -> dict:
         built.clear()
         began = time.perf_counter()
-        task = make_task(config_of(update, model, replicas, sequences))
+        task = make_task(config_of(update, model, replicas, sequences, overlap))
         params, state = jax.block_until_ready(task.init())
-        parts = jaxcomp.report.sent_bytes_by_part(task.step, task.mesh, AXIS_NAME)
+        parts = jaxcomp.report.sent_bytes_by_part(task.programs, task.mesh, AXIS_NAME)
         built.update(task=task, params=params, state=state, step=0, parts=parts)
         return {
             "build_seconds": time.perf_counter() - began,
@@ -80,7 +84,7 @@ def functions(replicas: int) -> dict:
 
 def num_collectives(task) -> int:
     """Collectives that one step executes, of all branches together."""
-    rows = jaxcomp.report.collectives(task.step, task.mesh)
+    rows = jaxcomp.report.collectives(task.programs, task.mesh)
     return sum(row.count for row in rows if row.sent_bytes)
 
 

@@ -18,6 +18,8 @@ from jaxcomp.compressors import quantize as quantize
 from jaxcomp.compressors import random_k as random_k
 from jaxcomp.compressors import sign as sign
 from jaxcomp.compressors import top_k as top_k
+from jaxcomp.overlap import OverlappedStep as OverlappedStep
+from jaxcomp.overlap import overlapped_train_step as overlapped_train_step
 from jaxcomp.resizing import resize as resize
 from jaxcomp.sharding import local_params as local_params
 from jaxcomp.sharding import per_replica as per_replica

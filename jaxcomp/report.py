@@ -7,6 +7,7 @@ collectives, as custom calls and callbacks can, is not seen.
 
 import itertools
 import re
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -56,7 +57,11 @@ class Collective(NamedTuple):
     part: str = ""
 
 
-def collectives(program: jax.stages.Compiled | str, mesh: Mesh) -> list[Collective]:
+Program = jax.stages.Compiled | str
+"""What `jax.jit(f).lower(...).compile()` makes, or the HLO text of one."""
+
+
+def collectives(program: Program | Sequence[Program], mesh: Mesh) -> list[Collective]:
     """Lists the collectives of a compiled program.
 
     A replica of N that hands over B bytes sends 2 B (N-1)/N for an all-reduce, B (N-1) for an
@@ -64,8 +69,8 @@ def collectives(program: jax.stages.Compiled | str, mesh: Mesh) -> list[Collecti
     broadcast. B also bounds a ragged all-to-all from above: its sizes are known at run time.
 
     Args:
-      program: `jax.jit(f).lower(...).compile()`, or the HLO text of one. Text does not name
-        its devices, so their order is taken to be the mesh's.
+      program: Of a step; or those of a step that consists of several. Text does not name its
+        devices, so their order is taken to be the mesh's.
       mesh: The mesh of the program, whose axes the report names.
 
     Returns:
@@ -74,6 +79,9 @@ def collectives(program: jax.stages.Compiled | str, mesh: Mesh) -> list[Collecti
     Raises:
       ValueError: If the program runs on other devices than the mesh has.
     """
+    if not isinstance(program, Program):
+        named = lambda row, n: row._replace(branch=tuple(f"{n}:{name}" for name in row.branch))
+        return [named(row, n) for n, one in enumerate(program) for row in collectives(one, mesh)]
     module = hlo.parse(program if isinstance(program, str) else program.as_text())
     if sorted((module.num_replicas, module.num_partitions)) != [1, mesh.size]:
         raise ValueError(
@@ -91,7 +99,7 @@ def collectives(program: jax.stages.Compiled | str, mesh: Mesh) -> list[Collecti
     return [collective for collective in found if collective is not None]
 
 
-def sent_bytes(program: jax.stages.Compiled | str, mesh: Mesh, axis: str | None = None) -> float:
+def sent_bytes(program: Program | Sequence[Program], mesh: Mesh, axis: str | None = None) -> float:
     """Sums the bytes that leave one replica in one step.
 
     Of the branches of a conditional the one that sends most counts, so the sum is that of the
@@ -113,7 +121,7 @@ def sent_bytes(program: jax.stages.Compiled | str, mesh: Mesh, axis: str | None 
 
 
 def sent_bytes_by_part(
-    program: jax.stages.Compiled | str, mesh: Mesh, axis: str | None = None
+    program: Program | Sequence[Program], mesh: Mesh, axis: str | None = None
 ) -> dict[str, float]:
     """Sums the bytes that leave one replica in one step, for each part of an exchange.
 
@@ -138,7 +146,7 @@ def sent_bytes_by_part(
     }
 
 
-def table(program: jax.stages.Compiled | str, mesh: Mesh) -> str:
+def table(program: Program | Sequence[Program], mesh: Mesh) -> str:
     """Formats the collectives of a step, with totals, for people to read.
 
     Args:

@@ -111,17 +111,17 @@ def add_drift(params, drift, axis_name):
     local = to_varying(params, axis_name)
     if drift is None:
         return local
-    drift = _unstack(drift, axis_name)
+    drift = unstack(drift, axis_name)
     return jax.tree.map(lambda p, d: (p + d).astype(p.dtype), local, drift)
 
 
-def _stack(tree, axis_name):
+def stack(tree, axis_name):
     if not is_tracked(axis_name):
         return tree
     return jax.tree.map(lambda x: x[None] if varies_over(x, axis_name) else x, tree)
 
 
-def _unstack(tree, axis_name):
+def unstack(tree, axis_name):
     if not is_tracked(axis_name):
         return tree
     return jax.tree.map(lambda x: x[0] if varies_over(x, axis_name) else x, tree)
@@ -163,13 +163,13 @@ def per_replica(
             after = jax.eval_shape(lambda s: tx.update(grads, s, params)[1], state)
             new_state = jax.tree.map(_vary_like, state, after)
             if jax.tree.map(varying_axes, new_state) == jax.tree.map(varying_axes, state):
-                return _stack(state, axis_name)
+                return stack(state, axis_name)
             state = new_state
 
     def update(updates, state, params=None, **extra_args):
-        state = _unstack(state, axis_name)
+        state = unstack(state, axis_name)
         updates, state = tx.update(updates, state, params, **extra_args)
-        return updates, _stack(state, axis_name)
+        return updates, stack(state, axis_name)
 
     return optax.GradientTransformationExtraArgs(init, update)
 

@@ -81,18 +81,18 @@ def train_step(
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def step(params, state, batch):
-        _check_batch(batch, axis_name, mesh.shape[axis_name], accumulate)
+        check_batch(batch, axis_name, mesh.shape[axis_name], accumulate)
         p_specs, s_specs = full_specs(params, mesh, axis_name, param_specs), specs_of(params)
         rows = jax.tree.map(lambda p, spec: P(axis_name, *spec), params, p_specs)
         local_grads = jax.shard_map(
-            functools.partial(_local_grads, loss_fn, axis_name, accumulate),
+            functools.partial(local_gradients, loss_fn, axis_name, accumulate),
             mesh=mesh,
             in_specs=(P(), P(axis_name), P(axis_name)),
             out_specs=P(axis_name),
             axis_names={axis_name},  # the other axes are XLA's
         )
         apply = jax.shard_map(
-            functools.partial(_apply, tx, axis_name),
+            functools.partial(apply_update, tx, axis_name),
             mesh=mesh,
             in_specs=(p_specs, s_specs, rows),
             out_specs=(p_specs, s_specs, P()),
@@ -105,7 +105,7 @@ def train_step(
     return TrainStep(init, step)
 
 
-def _check_batch(batch, axis_name, num_replicas, accumulate):
+def check_batch(batch, axis_name, num_replicas, accumulate):
     for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
         if leaf.ndim == 0 or leaf.shape[0] % (num_replicas * accumulate):
             raise ValueError(
@@ -115,7 +115,7 @@ def _check_batch(batch, axis_name, num_replicas, accumulate):
             )
 
 
-def _local_grads(loss_fn, axis_name, accumulate, params, drift, batch):
+def local_gradients(loss_fn, axis_name, accumulate, params, drift, batch):
     """`(f32[1], grads with a leading axis of one)`: the mean over this replica's microbatches."""
     local = add_drift(params, drift, axis_name)
     micro = jax.tree.map(lambda x: x.reshape(accumulate, -1, *x.shape[1:]), batch)
@@ -134,10 +134,10 @@ def _local_grads(loss_fn, axis_name, accumulate, params, drift, batch):
     return loss[None], jax.tree.map(lambda g: g[None], grads)
 
 
-def _apply(tx, axis_name, params, state, grads):
+def apply_update(tx, axis_name, params, state, grads, **extra_args):
     """One update on local shards; where it is not finite, everything stays as it was."""
     grads = jax.tree.map(lambda g: g[0], grads)
-    updates, new_state = tx.update(grads, state, params, axis_name=axis_name)
+    updates, new_state = tx.update(grads, state, params, axis_name=axis_name, **extra_args)
     _require_averaged(updates, axis_name)
     finite = jnp.stack([jnp.all(jnp.isfinite(u)) for u in jax.tree.leaves(updates)])
     # All shards of a replica must agree; that all replicas do, their type says already.

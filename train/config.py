@@ -111,6 +111,8 @@ class Config:
     """Data-parallel replicas; 0: all devices. On CPU the program makes that many devices."""
     accumulate: int = 1
     """Microbatches of one optimizer step; their mean gradient is exchanged once."""
+    overlap: bool = False
+    """Dispatch the exchange beside the gradient, for methods that can, as cocktail_sgd; on CPU."""
     eval_every: int = 100
     """Steps between evaluations; the last step is always evaluated."""
     eval_batches: int = 8

@@ -26,7 +26,8 @@ class Task(NamedTuple):
     mesh: Mesh
     corpus: data.Corpus
     init: Callable[[], tuple[Any, Any]]  # () -> params, state
-    step: jax.stages.Compiled  # params, state, batch -> params, state, metrics
+    step: Callable[..., tuple[Any, Any, dict]]  # params, state, batch -> params, state, metrics
+    programs: tuple[jax.stages.Compiled, ...]  # that a step runs
     batch: Callable[[int], jax.Array]  # step -> i32[batch, ...], see `objectives`
     evaluate: Callable[[Any], jax.Array]  # consensus params -> f32[], nats per token
     mean_losses: Callable[[list], list[float]]  # each step's f32[num_replicas] -> its mean
@@ -60,7 +61,8 @@ def make_task(config: Config) -> Task:
     def init_params():
         return model.init(jax.random.key(config.seed), np.zeros(tokens.shape, "int32"))["params"]
 
-    functions = jaxcomp.train_step(loss_fn, tx, mesh, AXIS_NAME, accumulate=config.accumulate)
+    make = jaxcomp.overlapped_train_step if config.overlap else jaxcomp.train_step
+    functions = make(loss_fn, tx, mesh, AXIS_NAME, accumulate=config.accumulate)
 
     def init():
         params = init_params()
@@ -70,7 +72,7 @@ def make_task(config: Config) -> Task:
     rows = NamedSharding(mesh, P(AXIS_NAME))
     shape = (config.data.batch, *objective.shape(config.model.context))
     abstract_batch = jax.ShapeDtypeStruct(shape, "int32", sharding=rows)
-    step = functions.step.lower(like["params"], like["state"], abstract_batch).compile()
+    step, programs = _compiled(functions.step, like["params"], like["state"], abstract_batch)
 
     def batch(step):
         # Each device's rows are made by the process that feeds it, and by no other.
@@ -97,7 +99,7 @@ def make_task(config: Config) -> Task:
         skipped = optax.tree_utils.tree_get(state, "skipped")
         return 0 if skipped is None else int(total(skipped))
 
-    sent = jaxcomp.report.sent_bytes_by_part(step, mesh, AXIS_NAME)
+    sent = jaxcomp.report.sent_bytes_by_part(programs, mesh, AXIS_NAME)
     rounds = plan.rounds(tx, config.steps)
     mean = plan.total_bytes(sent, rounds, config.steps) / config.steps
     return Task(
@@ -106,6 +108,7 @@ def make_task(config: Config) -> Task:
         corpus=corpus,
         init=init,
         step=step,
+        programs=programs,
         batch=batch,
         evaluate=evaluate,
         mean_losses=mean_losses,
@@ -115,6 +118,15 @@ def make_task(config: Config) -> Task:
         rounds=rounds,
         sent_bytes=mean,
     )
+
+
+def _compiled(step, *args):
+    """A step compiled ahead of time, and the programs that it consists of."""
+    if isinstance(step, jaxcomp.OverlappedStep):
+        step = step.compile(*args)
+        return step, step.programs
+    step = step.lower(*args).compile()
+    return step, (step,)
 
 
 def gather_losses(mesh: Mesh) -> Callable[[list[jax.Array]], jax.Array]:
@@ -198,7 +210,7 @@ def report(task: Task) -> str:
     dense = 2 * 4 * numel * (num_replicas - 1) / num_replicas
     exact = jaxcomp.report.exact_leaves(task.like["params"], task.like["state"])
     lines = [
-        jaxcomp.report.table(task.step, task.mesh),
+        jaxcomp.report.table(task.programs, task.mesh),
         f"{numel:,} parameters on {num_replicas} replicas; one replica sends "
         f"{task.sent_bytes:,.0f} bytes a step{' in the mean' if task.rounds else ''},",
         f"{dense / task.sent_bytes:.1f}x fewer than a float32 ring all-reduce, "

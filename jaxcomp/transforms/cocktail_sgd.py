@@ -74,7 +74,8 @@ def cocktail_sgd(
 
     Returns:
       A `GradientTransformationExtraArgs` whose updates move the consensus, in float32. Memory:
-      the inner state, one float32 drift and 1/R of a float32 residual.
+      the inner state, one float32 drift and 1/R of a float32 residual. `update` takes an extra
+      argument `ahead`, see `jaxcomp.overlapped_train_step`.
 
     Raises:
       ValueError: At construction for `warmup_steps` or `sync_every` out of range; at trace time
@@ -137,11 +138,11 @@ def cocktail_sgd(
 
         return lax.cond(due, exchanged, waiting, state)
 
-    def update(updates, state, params=None, **extra_args):
+    def update(updates, state, params=None, *, ahead=lambda make: make(), **extra_args):
         averaging.require_params("cocktail_sgd", params)
         require_varying(updates, axis_name)
         due, is_warm = state.count % sync_every == 0, state.count < warmup_steps
-        consensus, sent, owner_residual = exchanged_if_due(state, due)
+        consensus, sent, owner_residual = ahead(lambda: exchanged_if_due(state, due))
         if warmup_steps:
             updates = lax.cond(is_warm, dense, lambda grads: grads, updates)
         local = jax.tree.map(jnp.add, params, state.drift)
