@@ -1,6 +1,6 @@
-"""Trains the nano task with every method; writes losses, bytes and figures.
+"""Trains the nano task, or BERT's twin of it, with every method; writes losses and bytes.
 
-    python -m benchmarks.convergence [--methods NAME ...] [--json FILE]
+    python -m benchmarks.convergence [--task nano_bert] [--methods NAME ...] [--json FILE]
 
 Each method is run at every rate of its grid with the tuning seeds (0, unless told), then at its
 best rate with the other seeds. Runs whose row is in the file already are not run again, so that it
@@ -15,59 +15,71 @@ import pathlib
 import statistics
 
 from benchmarks import rows as rows_file
-from configs import nano_dense
+from configs import nano_bert_dense, nano_dense, nano_one_bit_adam, nano_zero_one_adam
 from train import devices
-from train.config import Optimizer
+from train.config import Config
 from train.exits import clean_exits
 
-MEAN = "compressed_mean({}, axis_name)"
+TASKS = {"nano": nano_dense, "nano_bert": nano_bert_dense}
+MEAN = "chain(compressed_mean({}, axis_name), {})"
 ADAM = "adam(learning_rate)"
 SGD = "sgd(learning_rate, momentum=0.9)"
 ADAM_RATES, SGD_RATES = (3e-3, 6e-3), (0.03, 0.1)
+TOP_K = "top_k(0.125, block=4096)"
+COCKTAIL = "cocktail_sgd(adam(learning_rate), axis_name, warmup_steps={})"
 
 METHODS = {
-    # name: (compressor, optimizer, learning rates)
-    "dense Adam": ("identity()", ADAM, (*ADAM_RATES, 1.2e-2)),
-    "4-bit Adam": ("quantize(4)", ADAM, ADAM_RATES),
-    "4-bit Adam, blocks of 32": ("quantize(4, block=32)", ADAM, ADAM_RATES),
-    "8-bit Adam": ("quantize(8)", ADAM, ADAM_RATES),
-    "dense momentum SGD": ("identity()", SGD, SGD_RATES),
-    "sign Adam": ("sign(block=128)", ADAM, ADAM_RATES),
-    "group_top_1 Adam": ("group_top_1(8)", ADAM, ADAM_RATES),
-    "top_k Adam": ("top_k(0.125, block=4096)", ADAM, ADAM_RATES),
-    "sign momentum SGD": ("sign(block=128)", SGD, SGD_RATES),
-    "group_top_1 momentum SGD": ("group_top_1(8)", SGD, SGD_RATES),
-    "top_k momentum SGD": ("top_k(0.125, block=4096)", SGD, SGD_RATES),
+    # name: (optimizer.update of a config, learning rates)
+    "dense Adam": (MEAN.format("identity()", ADAM), (*ADAM_RATES, 1.2e-2)),
+    "4-bit Adam": (MEAN.format("quantize(4)", ADAM), ADAM_RATES),
+    "4-bit Adam, blocks of 32": (MEAN.format("quantize(4, block=32)", ADAM), ADAM_RATES),
+    "8-bit Adam": (MEAN.format("quantize(8)", ADAM), ADAM_RATES),
+    "1-bit Adam": (nano_one_bit_adam.get_config().optimizer.update, ADAM_RATES),
+    "0/1 Adam": (nano_zero_one_adam.get_config().optimizer.update, ADAM_RATES),
+    "CocktailSGD": (COCKTAIL.format(0), ADAM_RATES),
+    "CocktailSGD, warm-up": (COCKTAIL.format("warmup_steps"), ADAM_RATES),
+    "dense momentum SGD": (MEAN.format("identity()", SGD), SGD_RATES),
+    "sign Adam": (MEAN.format("sign(block=128)", ADAM), ADAM_RATES),
+    "group_top_1 Adam": (MEAN.format("group_top_1(8)", ADAM), ADAM_RATES),
+    "top_k Adam": (MEAN.format(TOP_K, ADAM), ADAM_RATES),
+    "sign momentum SGD": (MEAN.format("sign(block=128)", SGD), SGD_RATES),
+    "group_top_1 momentum SGD": (MEAN.format("group_top_1(8)", SGD), SGD_RATES),
+    "top_k momentum SGD": (MEAN.format(TOP_K, SGD), SGD_RATES),
 }
 
 
-def config_of(method: str, rate: float, seed: int, steps: int):
-    """The run of one row: the nano config with another update, rate and seed."""
-    compressor, optimizer, _ = METHODS[method]
-    update = f"chain({MEAN.format(compressor)}, {optimizer})"
-    slug = f"{method.replace(' ', '_')}_{rate:g}_{seed}_{steps}"
+def config_of(task: str, method: str, rate: float, seed: int, steps: int) -> Config:
+    """The run of one row: the task's dense config with another update, rate and seed."""
+    dense = TASKS[task].get_config()
+    optimizer = dataclasses.replace(
+        dense.optimizer,
+        update=METHODS[method][0],
+        learning_rate=rate,
+        warmup_steps=steps // 10,
+    )
+    slug = f"{method.replace(' ', '_').replace('/', '_')}_{rate:g}_{seed}_{steps}"
     return dataclasses.replace(
-        nano_dense.get_config(),
-        name=f"convergence/{slug}",
+        dense,
+        name=f"convergence/{task}/{slug}",
         steps=steps,
         seed=seed,
-        optimizer=Optimizer(update=update, learning_rate=rate, warmup_steps=steps // 10),
+        optimizer=optimizer,
         eval_every=max(1, steps // 10),
         eval_batches=16,
         checkpoint_every=steps,
     )
 
 
-def run_row(method: str, rate: float, seed: int, steps: int) -> dict:
+def run_row(task: str, method: str, rate: float, seed: int, steps: int) -> dict:
     """Trains one row, or reads it if its run has ended before."""
     from train.loop import run
 
-    config = config_of(method, rate, seed, steps)
+    config = config_of(task, method, rate, seed, steps)
     rows = run(config)
     record = json.loads(pathlib.Path(config.runs_dir, config.name, "config.json").read_text())
     plan = record["plan"]
     return {
-        "task": "nano",
+        "task": task,
         "method": method,
         "seed": seed,
         "steps": steps,
@@ -82,6 +94,7 @@ def run_row(method: str, rate: float, seed: int, steps: int) -> dict:
         / plan["parameters"]
         / (2 * (plan["replicas"] - 1) / plan["replicas"]),
         "replicas": plan["replicas"],
+        "rounds": rows[-1]["rounds"],
         "skipped": rows[-1]["skipped"],
         "data_sha256": record["data"]["sha256"],
         "versions": record["versions"],
@@ -89,11 +102,11 @@ def run_row(method: str, rate: float, seed: int, steps: int) -> dict:
     }
 
 
-def best_rate(rows: list[dict], method: str, steps: int, seeds: list[int]) -> float:
+def best_rate(rows: list[dict], seeds: list[int]) -> float:
     """The rate of the lowest mean loss over some seeds; one that is not finite is the worst."""
     losses = {}
     for row in rows:
-        if (row["method"], row["steps"]) == (method, steps) and row["seed"] in seeds:
+        if row["seed"] in seeds:
             loss = float("inf") if row["val_loss"] is None else row["val_loss"]
             losses.setdefault(row["learning_rate"], []).append(loss)
     return min(losses, key=lambda rate: statistics.fmean(losses[rate]))
@@ -102,6 +115,7 @@ def best_rate(rows: list[dict], method: str, steps: int, seeds: list[int]) -> fl
 def main() -> None:
     """Runs what is missing, one after the other, and saves after each."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--task", default="nano", choices=list(TASKS))
     parser.add_argument("--methods", nargs="*", default=list(METHODS), choices=list(METHODS))
     parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2])
     parser.add_argument("--tuning-seeds", nargs="*", type=int, default=[0])
@@ -111,25 +125,28 @@ def main() -> None:
         "--json", type=pathlib.Path, default=pathlib.Path("benchmarks/results/convergence.json")
     )
     args = parser.parse_args()
-    devices.start(nano_dense.get_config().replicas)
+    devices.start(TASKS[args.task].get_config().replicas)
 
     def rows():
         return json.loads(args.json.read_text()) if args.json.exists() else []
 
+    def rows_of(method):
+        wanted = (args.task, method, args.steps)
+        return [row for row in rows() if (row["task"], row["method"], row["steps"]) == wanted]
+
     def ensure(method, rate, seed):
-        key = (method, rate, seed, args.steps)
-        if key in [(r["method"], r["learning_rate"], r["seed"], r["steps"]) for r in rows()]:
+        if (rate, seed) in [(row["learning_rate"], row["seed"]) for row in rows_of(method)]:
             return
-        row = run_row(*key)
+        row = run_row(args.task, method, rate, seed, args.steps)
         print(f"{method}, rate {rate:g}, seed {seed}: {row['val_loss']}", flush=True)
         rows_file.write(args.json, [*rows(), row])
 
     for method in args.methods:
-        for rate in args.rates or METHODS[method][2]:
+        for rate in args.rates or METHODS[method][1]:
             for seed in args.tuning_seeds:
                 ensure(method, rate, seed)
         # Of the tuning seeds alone, else the others would move the choice while they are run.
-        best = best_rate(rows(), method, args.steps, args.tuning_seeds)
+        best = best_rate(rows_of(method), args.tuning_seeds)
         for seed in args.seeds:
             ensure(method, best, seed)
 

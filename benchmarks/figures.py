@@ -23,15 +23,16 @@ class Summary(NamedTuple):
     curves: list[list[list[float]]]  # one a seed, of [step, validation loss]
 
 
-def summarize(rows: list[dict], steps: int) -> list[Summary]:
+def summarize(rows: list[dict], task: str, steps: int) -> list[Summary]:
     """Picks each method's rate, in the order in which methods first appear.
 
     Of the rates that most seeds were run at, the one of the lowest mean.
     """
-    rows = [row for row in rows if row["steps"] == steps and row["val_loss"] is not None]
     runs: dict[str, dict[float, list[dict]]] = {}
     for row in rows:
-        runs.setdefault(row["method"], {}).setdefault(row["learning_rate"], []).append(row)
+        # A run that went to NaN has no loss.
+        if (row["task"], row["steps"]) == (task, steps) and row["val_loss"] is not None:
+            runs.setdefault(row["method"], {}).setdefault(row["learning_rate"], []).append(row)
     mean = lambda same: statistics.fmean(row["val_loss"] for row in same)
     summaries = []
     for method, by_rate in runs.items():
@@ -103,10 +104,12 @@ def main() -> None:
     parser.add_argument(
         "--json", type=pathlib.Path, default=pathlib.Path("benchmarks/results/convergence.json")
     )
+    parser.add_argument("--task", default="nano")
     parser.add_argument("--steps", type=int, default=1000)
     args = parser.parse_args()
-    summaries = summarize(json.loads(args.json.read_text()), args.steps)
-    picture = args.json.with_suffix(".png")
+    summaries = summarize(json.loads(args.json.read_text()), args.task, args.steps)
+    suffix = "" if args.task == "nano" else f"_{args.task}"
+    picture = args.json.with_name(f"{args.json.stem}{suffix}.png")
     draw(summaries, picture)
     print(f"{table(summaries)}\n\n{picture}")
 
