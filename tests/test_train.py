@@ -258,6 +258,21 @@ def test_run_that_crashed_goes_on_from_its_last_checkpoint(config_of, change_tas
     assert saved(crashed) == saved(whole)
 
 
+def test_a_run_may_begin_with_anothers_parameters(config_of):
+    first = config_of(EXACT_SGD, name="first")
+    last = loop.run(first)[-1]["val_loss"]
+    second = config_of(STOCHASTIC, name="second", start_from=str(folder_of(first)))
+    rows = loop.run(second)
+    assert rows[0]["val_loss"] == last and rows[-1]["val_loss"] < last
+    assert rows[0]["step"] == 0 and rows[-1]["step"] == 6
+    other = dataclasses.replace(second, name="third", model=dataclasses.replace(TINY, width=32))
+    with pytest.raises(ValueError, match=r"is of another model.*params/.*got float32\[.*16"):
+        loop.run(other)
+    nothing = dataclasses.replace(second, name="fourth", start_from=str(folder_of(first) / "no"))
+    with pytest.raises(ValueError, match="no checkpoint"):
+        loop.run(nothing)
+
+
 def test_finished_run_is_left_as_it_is(config_of):
     rows = loop.run(config_of())
     assert loop.run(config_of()) == rows

@@ -172,18 +172,52 @@ def restore(
         that is not) or it is of another model (the text lists the first leaves that differ).
         Nothing is loaded then.
     """
-    path = Path(processes.from_first(lambda: str(intact(directory, step))))
-    record = processes.from_first(lambda: _record(path))
+    path, record = _intact(directory, step)
     require_same(path, record, described(like))
     with ocp.StandardCheckpointer(multiprocessing_options=_everyone()) as checkpointer:
         loaded = checkpointer.restore(path / "state", without_empty(like))
+    return jax.tree.map(_filled, like, loaded), record["run"], int(path.name)
 
-    def filled(wanted, got):
-        if math.prod(np.shape(wanted)) > 0:
-            return got
-        return jnp.zeros(wanted.shape, wanted.dtype, device=getattr(wanted, "sharding", None))
 
-    return jax.tree.map(filled, like, loaded), record["run"], int(path.name)
+def restore_params(directory: str | Path, like: Any) -> Any:
+    """Reads the parameters alone, of a run with any optimizer on any number of replicas.
+
+    Args:
+      directory: Where the checkpoints are; the newest one counts.
+      like: As for `restore`, of the parameters.
+
+    Returns:
+      The parameters.
+
+    Raises:
+      ValueError: As `restore`.
+    """
+    path, record = _intact(directory, None)
+    like = {"params": like}
+    leaves = {name: leaf for name, leaf in record["leaves"].items() if name.startswith("params/")}
+    require_same(path, record | {"leaves": leaves}, described(like))
+    wanted = without_empty(like)
+    options = ocp.args.PyTreeRestore(
+        item=wanted,
+        restore_args=ocp.checkpoint_utils.construct_restore_args(wanted),
+        partial_restore=True,
+    )
+    handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=_everyone())
+    with ocp.Checkpointer(handler, multiprocessing_options=_everyone()) as checkpointer:
+        loaded = checkpointer.restore(path / "state", args=options)
+    return jax.tree.map(_filled, like, loaded)["params"]
+
+
+def _intact(directory, step) -> tuple[Path, dict]:
+    path = Path(processes.from_first(lambda: str(intact(directory, step))))
+    return path, processes.from_first(lambda: _record(path))
+
+
+def _filled(wanted, got):
+    """What was read, or zeros for a leaf without entries."""
+    if math.prod(np.shape(wanted)) > 0:
+        return got
+    return jnp.zeros(wanted.shape, wanted.dtype, device=getattr(wanted, "sharding", None))
 
 
 def _manager(directory, keep, seconds, failures):

@@ -125,6 +125,9 @@ class Config:
     """Steps between rows of metrics.jsonl."""
     runs_dir: str = "runs"
     """Folder of all runs."""
+    start_from: str | None = None
+    """Folder of another run, as runs/nano_dense, whose last parameters this one begins with, as
+    fine-tuning does; the optimizer begins anew. None: random parameters."""
     resume: bool = True
     """Continue from the run directory's last checkpoint, if there is one."""
     resize: Literal["keep_mean", "reset"] = "keep_mean"

@@ -49,7 +49,7 @@ def begin(task: Task, directory: Path) -> tuple[Any, Any, Progress]:
     """
     step = processes.from_first(lambda: checkpoint_files.latest(directory))
     if step is None:
-        return *task.init(), Progress()
+        return *_first(task), Progress()
     if not task.config.resume:
         raise ValueError(
             f"{directory} has a checkpoint of step {step}, which --no-resume would overwrite; "
@@ -66,6 +66,14 @@ def metadata(task: Task, done: Progress) -> dict[str, Any]:
         "data_sha256": task.corpus.record["sha256"],
         "config": json.loads(to_json(task.config)),
     }
+
+
+def _first(task: Task) -> tuple[Any, Any]:
+    """Parameters and state before the first step."""
+    if task.config.start_from is None:
+        return task.init()
+    source = Path(task.config.start_from, "checkpoints")
+    return task.init(checkpoint.restore_params(source, task.like["params"]))
 
 
 def _restore(task: Task, directory: Path, step: int) -> tuple[Any, Any, Progress]:

@@ -25,7 +25,7 @@ class Task(NamedTuple):
     config: Config
     mesh: Mesh
     corpus: data.Corpus
-    init: Callable[[], tuple[Any, Any]]  # () -> params, state
+    init: Callable[..., tuple[Any, Any]]  # (params or random ones) -> params, state
     step: Callable[..., tuple[Any, Any, dict]]  # params, state, batch -> params, state, metrics
     programs: tuple[jax.stages.Compiled, ...]  # that a step runs
     batch: Callable[[int], jax.Array]  # step -> i32[batch, ...], see `objectives`
@@ -64,8 +64,8 @@ def make_task(config: Config) -> Task:
     make = jaxcomp.overlapped_train_step if config.overlap else jaxcomp.train_step
     functions = make(loss_fn, tx, mesh, AXIS_NAME, accumulate=config.accumulate)
 
-    def init():
-        params = init_params()
+    def init(params=None):
+        params = init_params() if params is None else params
         return params, functions.init(params)
 
     like = _shapes(init, mesh, tx)
