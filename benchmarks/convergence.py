@@ -1,6 +1,6 @@
-"""Trains the nano task, or BERT's twin of it, with every method; writes losses and bytes.
+"""Trains the nano task, or another of the tasks below, with every method; writes losses and bytes.
 
-    python -m benchmarks.convergence [--task nano_bert] [--methods NAME ...] [--json FILE]
+    python -m benchmarks.convergence [--task TASK] [--methods NAME ...] [--json FILE]
 
 Each method is run at every rate of its grid with the tuning seeds (0, unless told), then at its
 best rate with the other seeds. Runs whose row is in the file already are not run again, so that it
@@ -15,18 +15,29 @@ import pathlib
 import statistics
 
 from benchmarks import rows as rows_file
-from configs import nano_bert_dense, nano_dense, nano_one_bit_adam, nano_zero_one_adam
+from configs import (
+    nano_bert_dense,
+    nano_dense,
+    nano_fine_tune_dense,
+    nano_one_bit_adam,
+    nano_zero_one_adam,
+)
 from train import devices
 from train.config import Config
 from train.exits import clean_exits
 
-TASKS = {"nano": nano_dense, "nano_bert": nano_bert_dense}
+# Fine-tuning begins with the parameters of `python -m train configs/nano_dense.py`.
+TASKS = {
+    "nano": nano_dense,
+    "nano_bert": nano_bert_dense,
+    "nano_fine_tune": nano_fine_tune_dense,
+}
 MEAN = "chain(compressed_mean({}, axis_name), {})"
 ADAM = "adam(learning_rate)"
 SGD = "sgd(learning_rate, momentum=0.9)"
 ADAM_RATES, SGD_RATES = (3e-3, 6e-3), (0.03, 0.1)
 TOP_K = "top_k(0.125, block=4096)"
-COCKTAIL = "cocktail_sgd(adam(learning_rate), axis_name, warmup_steps={})"
+COCKTAIL = "cocktail_sgd(adam(learning_rate), axis_name, {})"
 
 METHODS = {
     # name: (optimizer.update of a config, learning rates)
@@ -36,8 +47,10 @@ METHODS = {
     "8-bit Adam": (MEAN.format("quantize(8)", ADAM), ADAM_RATES),
     "1-bit Adam": (nano_one_bit_adam.get_config().optimizer.update, ADAM_RATES),
     "0/1 Adam": (nano_zero_one_adam.get_config().optimizer.update, ADAM_RATES),
-    "CocktailSGD": (COCKTAIL.format(0), ADAM_RATES),
-    "CocktailSGD, warm-up": (COCKTAIL.format("warmup_steps"), ADAM_RATES),
+    "CocktailSGD": (COCKTAIL.format("warmup_steps=0"), ADAM_RATES),
+    "CocktailSGD, warm-up": (COCKTAIL.format("warmup_steps=warmup_steps"), ADAM_RATES),
+    "CocktailSGD, 1/16": (COCKTAIL.format("compressor=cocktail(random=0.0625)"), ADAM_RATES),
+    "CocktailSGD, 1/32": (COCKTAIL.format("compressor=cocktail(random=0.03125)"), ADAM_RATES),
     "dense momentum SGD": (MEAN.format("identity()", SGD), SGD_RATES),
     "sign Adam": (MEAN.format("sign(block=128)", ADAM), ADAM_RATES),
     "group_top_1 Adam": (MEAN.format("group_top_1(8)", ADAM), ADAM_RATES),
@@ -119,25 +132,27 @@ def main() -> None:
     parser.add_argument("--methods", nargs="*", default=list(METHODS), choices=list(METHODS))
     parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2])
     parser.add_argument("--tuning-seeds", nargs="*", type=int, default=[0])
-    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--steps", type=int, help="instead of the task's own")
     parser.add_argument("--rates", nargs="*", type=float, help="instead of each method's grid")
     parser.add_argument(
         "--json", type=pathlib.Path, default=pathlib.Path("benchmarks/results/convergence.json")
     )
     args = parser.parse_args()
-    devices.start(TASKS[args.task].get_config().replicas)
+    task = TASKS[args.task].get_config()
+    steps = args.steps or task.steps
+    devices.start(task.replicas)
 
     def rows():
         return json.loads(args.json.read_text()) if args.json.exists() else []
 
     def rows_of(method):
-        wanted = (args.task, method, args.steps)
+        wanted = (args.task, method, steps)
         return [row for row in rows() if (row["task"], row["method"], row["steps"]) == wanted]
 
     def ensure(method, rate, seed):
         if (rate, seed) in [(row["learning_rate"], row["seed"]) for row in rows_of(method)]:
             return
-        row = run_row(args.task, method, rate, seed, args.steps)
+        row = run_row(args.task, method, rate, seed, steps)
         print(f"{method}, rate {rate:g}, seed {seed}: {row['val_loss']}", flush=True)
         rows_file.write(args.json, [*rows(), row])
 

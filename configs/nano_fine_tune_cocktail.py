@@ -1,0 +1,21 @@
+"""Fine-tuning by CocktailSGD, what it was made for: C after Python at 0.114 bits per parameter.
+
+    python -m train configs/nano_dense.py                # first, once
+    python -m train configs/nano_fine_tune_cocktail.py
+
+The text and the beginning of configs/nano_fine_tune_dense.py; 140 times fewer bytes than a float16
+all-reduce. The loss it reaches has not been measured yet.
+"""
+
+import dataclasses
+
+from configs import nano_fine_tune_dense
+from train.config import Config
+
+
+def get_config() -> Config:
+    """The dense fine-tuning with another method."""
+    dense = nano_fine_tune_dense.get_config()
+    update = "cocktail_sgd(adam(learning_rate), axis_name, compressor=cocktail(random=0.0625))"
+    optimizer = dataclasses.replace(dense.optimizer, update=update)
+    return dataclasses.replace(dense, name="nano_fine_tune_cocktail", optimizer=optimizer)

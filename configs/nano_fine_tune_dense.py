@@ -1,0 +1,26 @@
+"""Fine-tuning, dense: the trained nano model learns C after Python; the baseline of the other.
+
+    python -m train configs/nano_dense.py             # first, once
+    python -m train configs/nano_fine_tune_dense.py
+
+The text is the header files of the machine's own Python. The loss has not been measured yet.
+"""
+
+import dataclasses
+import sysconfig
+
+from configs import nano_dense
+from train.config import Config
+
+
+def get_config() -> Config:
+    """A short run on other text that begins with the dense run's parameters."""
+    dense = nano_dense.get_config()
+    return dataclasses.replace(
+        dense,
+        name="nano_fine_tune_dense",
+        steps=300,
+        start_from=f"{dense.runs_dir}/{dense.name}",
+        optimizer=dataclasses.replace(dense.optimizer, learning_rate=1e-3, warmup_steps=30),
+        data=dataclasses.replace(dense.data, path=sysconfig.get_path("include")),
+    )
