@@ -1,0 +1,57 @@
+"""Which runs the convergence benchmark makes, and which of them its table shows."""
+
+import dataclasses
+
+import pytest
+
+from benchmarks import convergence, figures
+
+
+def row(rate, seed, loss, method="a", task="nano", steps=10):
+    return {
+        "task": task,
+        "method": method,
+        "seed": seed,
+        "steps": steps,
+        "learning_rate": rate,
+        "val_loss": loss,
+        "curve": [[0, 5.0], [steps, loss]],
+        "bits_per_parameter": 4.0,
+        "sent_bytes_per_step": 7.0,
+    }
+
+
+@pytest.mark.parametrize("task", convergence.TASKS)
+def test_rows_are_runs_of_their_own_that_differ_in_the_optimizer_alone(task):
+    dense, *others = (
+        convergence.config_of(task, method, 3e-3, 1, 50) for method in convergence.METHODS
+    )
+    assert dense.optimizer.learning_rate == 3e-3 and dense.optimizer.warmup_steps == 5
+    assert (dense.seed, dense.steps) == (1, 50)
+    for config in others:
+        same = dataclasses.replace(config, name=dense.name, optimizer=dense.optimizer)
+        assert same == dense and config.optimizer != dense.optimizer
+    names = {config.name.removeprefix(f"convergence/{task}/") for config in (dense, *others)}
+    assert len(names) == len(convergence.METHODS) and not any("/" in name for name in names)
+
+
+def test_the_rate_is_the_tuning_seeds_choice_and_nan_is_the_worst():
+    rows = [row(0.1, 0, 1.0), row(0.3, 0, 2.0), row(0.1, 1, 9.0), row(0.5, 0, None)]
+    assert convergence.best_rate(rows, [0]) == 0.1
+    assert convergence.best_rate(rows, [0, 1]) == 0.3
+
+
+def test_the_table_shows_the_rate_with_most_seeds_and_of_these_the_best():
+    rows = [
+        *(row(0.1, seed, 2.0 + seed) for seed in range(3)),
+        *(row(0.2, seed, 1.0 + seed) for seed in range(3)),
+        *(row(0.3, 0, 0.5), row(0.4, 0, None), row(0.2, 3, 0.1, steps=20)),
+        row(0.1, 0, 3.0, "b"),
+        row(0.1, 0, 0.2, "b", task="nano_bert"),
+    ]
+    a, b = figures.summarize(rows, "nano", 10)
+    assert (a.method, a.learning_rate, a.losses) == ("a", 0.2, [1.0, 2.0, 3.0])
+    assert (b.method, b.losses) == ("b", [3.0])
+    lines = figures.table([a, b]).splitlines()
+    assert lines[2] == "| a | 0.2 | 4.00 | 7 | 2.0000 (1.0000 to 3.0000) | 3 |"
+    assert lines[3] == "| b | 0.1 | 4.00 | 7 | 3.0000 | 1 |"
