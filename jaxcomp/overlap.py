@@ -73,7 +73,7 @@ def overlapped_train_step(
     has made. Between the programs lies a copy of what was exchanged: for `cocktail_sgd` the change
     of the consensus and what was sent, each as large as a float32 gradient.
 
-    On GPUs use `train_step`: there one program runs both at once, in streams. What a context
+    On GPUs use `train_step`: collectives have streams of their own there. What a context
     manager of JAX says around a call, as `jax.default_matmul_precision`, does not reach the
     gradient's thread; around `step.compile` it does.
 

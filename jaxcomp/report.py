@@ -80,6 +80,9 @@ def collectives(program: Program | Sequence[Program], mesh: Mesh) -> list[Collec
       ValueError: If the program runs on other devices than the mesh has.
     """
     if not isinstance(program, Program):
+        if len(program) == 1:
+            return collectives(program[0], mesh)
+        # Conditionals of two programs may have one name.
         named = lambda row, n: row._replace(branch=tuple(f"{n}:{name}" for name in row.branch))
         return [named(row, n) for n, one in enumerate(program) for row in collectives(one, mesh)]
     module = hlo.parse(program if isinstance(program, str) else program.as_text())

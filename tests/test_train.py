@@ -578,7 +578,12 @@ def test_report_prints_bytes_and_makes_nothing(monkeypatch, capsys, tmp_path, te
         *(monkeypatch, capsys, NANO, "--report", *args, "--optimizer.update", update)
     )
     assert (status, err) == (0, "")
-    assert "all-to-all" in out and "bytes a step" in out and "travel exact: block_0/" in out
+    assert (
+        "all-to-all" in out
+        and "bytes a step" in out
+        and "MiB of parameters" in out
+        and "travel exact: block_0/" in out
+    )
     assert out.count("note: ") == 1
     assert os.listdir(tmp_path) == []
 

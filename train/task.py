@@ -218,10 +218,24 @@ def report(task: Task) -> str:
         if task.sent_bytes
         else "nothing to send with one replica.",
         *_rounds(task),
+        *_memory(task),
         *([] if exact is None else [f"travel exact: {', '.join(exact) or 'none'}"]),
         *advice.notes(task.config.optimizer.update),
     ]
     return "\n".join(lines)
+
+
+def _memory(task: Task) -> list[str]:
+    """What a device holds, as XLA plans it."""
+    plans = [program.memory_analysis() for program in task.programs]
+    if None in plans:
+        return []
+    held = max(plan.argument_size_in_bytes for plan in plans)
+    more = max(plan.temp_size_in_bytes for plan in plans)
+    return [
+        f"a device holds {held / 2**20:,.0f} MiB of parameters, state and batch, and "
+        f"{more / 2**20:,.0f} MiB more during a step, by XLA's plan for this machine."
+    ]
 
 
 def _rounds(task: Task) -> list[str]:
