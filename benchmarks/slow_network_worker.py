@@ -1,5 +1,6 @@
 """One JAX host of benchmarks.slow_network: builds training steps and times them when told to."""
 
+import statistics
 import time
 from typing import Any
 
@@ -41,7 +42,7 @@ def config_of(
 
 
 def functions(replicas: int) -> dict:
-    """What the benchmark calls: `build` a step, then `run` it, as often as it likes."""
+    """What benchmarks call: `build` a step, then `run` it, or an overlapped one's `parts`."""
     built: dict[str, Any] = {}
 
     def build(update: str, model: dict[str, int], sequences: int, overlap: bool = False) -> dict:
@@ -79,7 +80,32 @@ def functions(replicas: int) -> dict:
             "loss": float(np.mean(own)),
         }
 
-    return {"build": build, "run": run}
+    def parts(repeats: int) -> dict[str, float]:
+        step, params, state = built["task"].step, built["params"], built["state"]
+        batch = jax.block_until_ready(built["task"].batch(0))
+        gradient_args = params, optax.tree_utils.tree_get(state, "drift"), batch
+        exchange = lambda: step.exchange(params, state)
+        gradient = lambda: step.gradient(*gradient_args)
+
+        def by_two_threads():
+            other = step.helper.submit(gradient)
+            return exchange(), other.result()
+
+        calls = {
+            "exchange": exchange,
+            "gradient": gradient,
+            "both, one thread": lambda: (exchange(), gradient()),
+            "both, two threads": by_two_threads,
+        }
+        seconds = {name: [] for name in calls}
+        for _ in range(repeats):
+            for name, call in calls.items():
+                began = time.perf_counter()
+                jax.block_until_ready(call())
+                seconds[name].append(time.perf_counter() - began)
+        return {name: statistics.median(each) for name, each in seconds.items()}
+
+    return {"build": build, "run": run, "parts": parts}
 
 
 def num_collectives(task) -> int:
