@@ -43,6 +43,7 @@ METHODS = {
     "CocktailSGD": f"cocktail_sgd({ADAM}, axis_name)",
     # As many bytes as "8 bits", but they may travel while the gradient is computed.
     "CocktailSGD, 8 bits": f"cocktail_sgd({ADAM}, axis_name, compressor=quantize(8))",
+    "CocktailSGD, 8 bits, overlapped": f"cocktail_sgd({ADAM}, axis_name, compressor=quantize(8))",
 }
 ALONE = "no exchange"
 PEERS = {
@@ -89,7 +90,11 @@ def teams(methods: list[str], torch_python: str | None) -> list[Team]:
     """Who has to be started for some methods, in the order of the tables above."""
     jax_host = [sys.executable, "-m", "benchmarks.slow_network_worker"]
     torch_host = [torch_python or "", "-m", "benchmarks.peer_torch"]
-    updates = {name: {"update": METHODS[name]} for name in METHODS if name in methods}
+    updates = {
+        name: {"update": METHODS[name], "overlap": name.endswith("overlapped")}
+        for name in METHODS
+        if name in methods
+    }
     peers = {name: {"exchange": PEERS[name]} for name in PEERS if name in methods}
     alone = {ALONE: {"update": METHODS[DENSE]}} if ALONE in methods else {}
     everyone = [Team(jax_host, alone, False), Team(jax_host, updates, True)]
