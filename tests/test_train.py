@@ -269,7 +269,7 @@ def test_a_run_may_begin_with_anothers_parameters(config_of):
     with pytest.raises(ValueError, match=r"is of another model.*params/.*got float32\[.*16"):
         loop.run(other)
     nothing = dataclasses.replace(second, name="fourth", start_from=str(folder_of(first) / "no"))
-    with pytest.raises(ValueError, match="no checkpoint"):
+    with pytest.raises(ValueError, match="no checkpoint in .*no/checkpoints; train that run first"):
         loop.run(nothing)
 
 
@@ -672,6 +672,11 @@ def test_config_file_trains(path, tmp_path, text, monkeypatch):
     args = f"{TINY_ARGS} --steps 2 --optimizer.warmup-steps 1 --data.batch 8".split()
     config = configs.load(str(path), [*args, "--data.path", text, "--runs-dir", str(tmp_path)])
     assert config.name == path.stem
+    if config.start_from is not None:
+        before = path.with_name(f"{pathlib.Path(config.start_from).name}.py")
+        first = configs.load(str(before), [*args, "--data.path", text, "--runs-dir", str(tmp_path)])
+        loop.run(first)
+        config = dataclasses.replace(config, start_from=str(folder_of(first)))
     rows = loop.run(config)
     assert rows[-1]["step"] == 2 and rows[-1]["skipped"] == 0
     assert np.isfinite(rows[-1]["val_loss"])

@@ -73,6 +73,11 @@ def _first(task: Task) -> tuple[Any, Any]:
     if task.config.start_from is None:
         return task.init()
     source = Path(task.config.start_from, "checkpoints")
+    if processes.from_first(lambda: checkpoint_files.latest(source)) is None:
+        raise ValueError(
+            f"start_from is {task.config.start_from!r}, but there is no checkpoint in {source}; "
+            "train that run first, or write --start-from None."
+        )
     return task.init(checkpoint.restore_params(source, task.like["params"]))
 
 
