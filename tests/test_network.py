@@ -148,8 +148,9 @@ def test_counters_hold_what_sockets_have_sent():
     assert sender.sent - resent <= receiver.received + late
     assert receiver.received <= sender.sent + late
     assert abs(receiver.sent - sender.received) <= late and sender.received < 0.05 * size
-    # A broadcast for the second host's address is all that the third one hears.
-    assert idle.received < 200 and idle.sent == 0
+    # The third one hears broadcasts for addresses, and frames for hosts that the bridge has not
+    # met yet: a handful (206 bytes were seen), and none of the four million bytes.
+    assert idle.received < 2_000 and idle.sent == 0
 
 
 @needs_namespaces
