@@ -10,14 +10,13 @@ take turns, so that a busy machine slows all alike. `target` is the greatest rat
 
 import argparse
 import pathlib
-import statistics
-import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import rows as rows_file
+from benchmarks.timing import interleaved
 from jaxcomp.compressors import (
     Key,
     cast,
@@ -50,19 +49,6 @@ ROWS = [
     (compose(group_top_1(8), quantize(4)), None),
     (compose(random_k(0.1), group_top_1(8), quantize(4)), None),
 ]
-
-
-def interleaved(calls: dict, repeats: int) -> dict:
-    """Calls each in turn `repeats` times; the median seconds of each."""
-    seconds = {name: [] for name in calls}
-    for call in calls.values():
-        jax.block_until_ready(call())
-    for _ in range(repeats):
-        for name, call in calls.items():
-            start = time.perf_counter()
-            jax.block_until_ready(call())
-            seconds[name].append(time.perf_counter() - start)
-    return {name: statistics.median(values) for name, values in seconds.items()}
 
 
 def codec_calls(compressor, x, shared, private) -> dict:

@@ -1,6 +1,5 @@
 """One JAX host of benchmarks.slow_network: builds training steps and times them when told to."""
 
-import statistics
 import time
 from typing import Any
 
@@ -11,6 +10,7 @@ from jax._src import cache_key
 
 import jaxcomp
 from benchmarks import commands
+from benchmarks.timing import interleaved
 from train import devices, distributed
 from train.config import AXIS_NAME, Config, Data, Optimizer
 from train.metrics import hardware_name
@@ -97,13 +97,7 @@ def functions(replicas: int) -> dict:
             "both, one thread": lambda: (exchange(), gradient()),
             "both, two threads": by_two_threads,
         }
-        seconds = {name: [] for name in calls}
-        for _ in range(repeats):
-            for name, call in calls.items():
-                began = time.perf_counter()
-                jax.block_until_ready(call())
-                seconds[name].append(time.perf_counter() - began)
-        return {name: statistics.median(each) for name, each in seconds.items()}
+        return interleaved(calls, repeats)
 
     return {"build": build, "run": run, "parts": parts}
 
