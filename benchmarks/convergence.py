@@ -15,13 +15,8 @@ import pathlib
 import statistics
 
 from benchmarks import rows as rows_file
-from configs import (
-    nano_bert_dense,
-    nano_dense,
-    nano_fine_tune_dense,
-    nano_one_bit_adam,
-    nano_zero_one_adam,
-)
+from benchmarks.methods import METHODS
+from configs import nano_bert_dense, nano_dense, nano_fine_tune_dense
 from train import devices
 from train.config import Config
 from train.exits import clean_exits
@@ -32,33 +27,6 @@ TASKS = {
     "nano_bert": nano_bert_dense,
     "nano_fine_tune": nano_fine_tune_dense,
 }
-MEAN = "chain(compressed_mean({}, axis_name), {})"
-ADAM = "adam(learning_rate)"
-SGD = "sgd(learning_rate, momentum=0.9)"
-ADAM_RATES, SGD_RATES = (3e-3, 6e-3), (0.03, 0.1)
-TOP_K = "top_k(0.125, block=4096)"
-COCKTAIL = "cocktail_sgd(adam(learning_rate), axis_name, {})"
-
-METHODS = {
-    # name: (optimizer.update of a config, learning rates)
-    "dense Adam": (MEAN.format("identity()", ADAM), (*ADAM_RATES, 1.2e-2)),
-    "4-bit Adam": (MEAN.format("quantize(4)", ADAM), ADAM_RATES),
-    "4-bit Adam, blocks of 32": (MEAN.format("quantize(4, block=32)", ADAM), ADAM_RATES),
-    "8-bit Adam": (MEAN.format("quantize(8)", ADAM), ADAM_RATES),
-    "1-bit Adam": (nano_one_bit_adam.get_config().optimizer.update, ADAM_RATES),
-    "0/1 Adam": (nano_zero_one_adam.get_config().optimizer.update, ADAM_RATES),
-    "CocktailSGD": (COCKTAIL.format("warmup_steps=0"), ADAM_RATES),
-    "CocktailSGD, warm-up": (COCKTAIL.format("warmup_steps=warmup_steps"), ADAM_RATES),
-    "CocktailSGD, 1/16": (COCKTAIL.format("compressor=cocktail(random=0.0625)"), ADAM_RATES),
-    "CocktailSGD, 1/32": (COCKTAIL.format("compressor=cocktail(random=0.03125)"), ADAM_RATES),
-    "dense momentum SGD": (MEAN.format("identity()", SGD), SGD_RATES),
-    "sign Adam": (MEAN.format("sign(block=128)", ADAM), ADAM_RATES),
-    "group_top_1 Adam": (MEAN.format("group_top_1(8)", ADAM), ADAM_RATES),
-    "top_k Adam": (MEAN.format(TOP_K, ADAM), ADAM_RATES),
-    "sign momentum SGD": (MEAN.format("sign(block=128)", SGD), SGD_RATES),
-    "group_top_1 momentum SGD": (MEAN.format("group_top_1(8)", SGD), SGD_RATES),
-    "top_k momentum SGD": (MEAN.format(TOP_K, SGD), SGD_RATES),
-}
 
 
 def config_of(task: str, method: str, rate: float, seed: int, steps: int) -> Config:
@@ -66,9 +34,10 @@ def config_of(task: str, method: str, rate: float, seed: int, steps: int) -> Con
     dense = TASKS[task].get_config()
     optimizer = dataclasses.replace(
         dense.optimizer,
-        update=METHODS[method][0],
+        update=METHODS[method].update,
         learning_rate=rate,
         warmup_steps=steps // 10,
+        schedule=METHODS[method].schedule,
     )
     slug = f"{method.replace(' ', '_').replace('/', '_')}_{rate:g}_{seed}_{steps}"
     return dataclasses.replace(
@@ -157,7 +126,7 @@ def main() -> None:
         rows_file.write(args.json, [*rows(), row])
 
     for method in args.methods:
-        for rate in args.rates or METHODS[method][1]:
+        for rate in args.rates or METHODS[method].rates:
             for seed in args.tuning_seeds:
                 ensure(method, rate, seed)
         # Of the tuning seeds alone, else the others would move the choice while they are run.

@@ -31,6 +31,30 @@ def until(step: int) -> Schedule:
     return lambda count: count < step
 
 
+def every(interval: int, steps: int, after: int = 0) -> Schedule:
+    """Every step before `after`, then every `interval`-th.
+
+    The last step is always one, so that nothing is left behind on the replicas.
+
+    Args:
+      interval: Steps from one to the next, at least 1.
+      steps: Steps of the whole run, at least 1.
+      after: First step at which there may be none, as the end of the variance's.
+
+    Returns:
+      A schedule for these steps.
+
+    Raises:
+      ValueError: If `interval` or `steps` is under 1.
+    """
+    if interval < 1 or steps < 1:
+        raise ValueError(
+            f"every got interval={interval}, steps={steps}; needs at least 1 of both; write "
+            "every(4, steps)."
+        )
+    return lambda count: (count < after) | ((count + 1) % interval == 0) | (count == steps - 1)
+
+
 def growing(kappa: int = 16, until: int | None = None) -> Schedule:
     """Steps whose distance doubles after every `kappa` of them: 0/1 Adam's for the variance.
 

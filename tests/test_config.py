@@ -76,6 +76,7 @@ def test_help_tells_every_field_and_the_lab_book(file, capsys):
         ("--steps many", "invalid literal"),
         ("--steps 1.5", "invalid literal"),
         ("--optimizer.schedule cosin", "cosine"),
+        ("--optimizer.schedule exponential --optimizer.final-fraction 0", "never ends at 0"),
         ("--steps 0", "write --steps 1"),
         ("--data.batch 0", "write --data.batch 1"),
         ("--optimizer.update adamw(learning_rte)", "learning_rate"),
@@ -161,7 +162,11 @@ def test_json_with_a_key_of_another_version_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("kind", "middle", "last"), [("cosine", 0.55, 0.1), ("linear", 0.55, 0.1), ("constant", 1, 1)]
+    ("kind", "middle", "last"),
+    [
+        *(("cosine", 0.55, 0.1), ("linear", 0.55, 0.1), ("constant", 1, 1)),
+        ("exponential", 0.1**0.5, 0.1),
+    ],
 )
 def test_schedule_warms_up_and_decays_to_the_last_step(kind, middle, last):
     rate = configs.schedule(Optimizer(UPDATE, 2.0, 10, schedule=kind), 110)

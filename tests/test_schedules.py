@@ -56,6 +56,12 @@ def test_halving_waits_for_the_variance():
     assert found[:50] == list(range(1, 51)) and len(found) < 60
 
 
+def test_every_waits_and_ends_together():
+    wanted = [*range(1, 11), 12, 16, 20, 24, 27]
+    assert counts(schedules.every(4, 27, after=10), 27) == wanted
+    assert counts(schedules.every(1, 5), 5) == [1, 2, 3, 4, 5]
+
+
 def test_a_constant_rate_synchronizes_always():
     assert counts(schedules.halving(1e-3, 30), 30) == list(range(1, 31))
 
@@ -90,6 +96,8 @@ def test_schedules_are_traced_without_a_table():
     [
         (lambda: schedules.growing(0), "kappa=0"),
         (lambda: schedules.growing(until=0), "until=0"),
+        (lambda: schedules.every(0, 10), "interval=0"),
+        (lambda: schedules.every(4, 0), "steps=0"),
         (lambda: schedules.halving(1.0, 10, longest=12), "longest=12"),
         (lambda: schedules.halving(1.0, 0), "steps=0"),
     ],

@@ -1,0 +1,91 @@
+"""What the convergence benchmark compares: methods by name, as a config describes them."""
+
+from typing import NamedTuple
+
+from configs import nano_4bit, nano_8bit, nano_dense, nano_one_bit_adam, nano_zero_one_adam
+
+ADAM_RATES, SGD_RATES = (3e-3, 6e-3), (0.03, 0.1)
+
+HALVING = "halving(learning_rate, steps, after=warmup_steps)"
+
+
+class Method(NamedTuple):
+    """One row of a table, at each of its learning rates."""
+
+    update: str  # `optimizer.update` of a config
+    rates: tuple[float, ...] = ADAM_RATES
+    schedule: str = "cosine"  # `optimizer.schedule` of a config
+
+
+def _of(config) -> Method:
+    return Method(config.get_config().optimizer.update)
+
+
+def _mean(compressor: str, optimizer: str = "adam(learning_rate)", rates=ADAM_RATES) -> Method:
+    return Method(f"chain(compressed_mean({compressor}, axis_name), {optimizer})", rates)
+
+
+def _momentum(compressor: str) -> Method:
+    return _mean(compressor, "sgd(learning_rate, momentum=0.9)", SGD_RATES)
+
+
+def _cocktail(arguments: str) -> Method:
+    return Method(f"cocktail_sgd(adam(learning_rate), axis_name, {arguments})")
+
+
+def _zero_one(meet: str, kappa: int = 16, more: str = "") -> Method:
+    return Method(
+        f"zero_one_adam(learning_rate, axis_name, sync_at=schedules.{meet}, "
+        f"variance_at=schedules.growing({kappa}, until=warmup_steps){more})"
+    )
+
+
+# CocktailSGD's exchange at growing compression. The factors are those of the codes against
+# float16, without what travels exact.
+FACTORS = {
+    "4x": "quantize(4)",
+    "10x": "cocktail(random=0.5, top=0.5)",  # the authors' for pre-training
+    "32x": "cocktail(random=0.25, top=0.25)",
+    "140x": "cocktail(random=0.0625)",
+    "281x": "cocktail(random=0.03125)",
+    "561x": "cocktail(random=0.015625)",
+}
+
+# CocktailSGD's exchange by each of its stages alone, at the bytes of all three.
+STAGES = {
+    "random only": "compressor=random_k(0.00625)",
+    "top-K only": "compressor=top_k(0.00390625, block=4096)",
+    # One bit is the least that a code of every value takes: a sixth of the exchanges.
+    "quantization only": "compressor=sign(block=1024), sync_every=6",
+    "groups of 64": "compressor=compose(group_top_1(64), quantize(4))",
+}
+
+METHODS: dict[str, Method] = {
+    "dense Adam": _of(nano_dense)._replace(rates=(*ADAM_RATES, 1.2e-2)),
+    "8-bit Adam": _of(nano_8bit),
+    "4-bit Adam": _mean("quantize(4)"),
+    "4-bit Adam, blocks of 32": _of(nano_4bit),
+    "sign Adam": _mean("sign(block=128)"),
+    "group_top_1 Adam": _mean("group_top_1(8)"),
+    "top_k Adam": _mean("top_k(0.125, block=4096)"),
+    "dense momentum SGD": _momentum("identity()"),
+    "sign momentum SGD": _momentum("sign(block=128)"),
+    "group_top_1 momentum SGD": _momentum("group_top_1(8)"),
+    "top_k momentum SGD": _momentum("top_k(0.125, block=4096)"),
+    "1-bit Adam": _of(nano_one_bit_adam),
+    "0/1 Adam": _of(nano_zero_one_adam),
+    **{f"0/1 Adam, kappa {k}": _zero_one(HALVING, k) for k in (1, 4)},
+    # Beyond the paper, whose interval is 1 until the rate has halved: one length after the warm-up.
+    **{
+        f"0/1 Adam, every {h}": _zero_one(f"every({h}, steps, after=warmup_steps)")
+        for h in (4, 16, 64)
+    },
+    "0/1 Adam, as in the paper": _zero_one(
+        HALVING, more=", precondition=False, variance_floor=0.0, bias_correction=False"
+    ),
+    "CocktailSGD": _cocktail("warmup_steps=0"),
+    "CocktailSGD, warm-up": _cocktail("warmup_steps=warmup_steps"),
+    "CocktailSGD, no compression": _cocktail("compressor=identity()"),
+    **{f"CocktailSGD, {x}": _cocktail(f"compressor={code}") for x, code in FACTORS.items()},
+    **{f"CocktailSGD, {name}": _cocktail(arguments) for name, arguments in STAGES.items()},
+}
