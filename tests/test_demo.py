@@ -109,10 +109,10 @@ def test_demo_trains_both_methods_and_ends_with_the_table_and_the_picture(
     demo.main()
     lines = capsys.readouterr().out.strip().splitlines()
     assert lines[1].startswith("dense Adam ") and " 100.0% " in lines[1]
-    assert lines[2].startswith("Adam behind a 4-bit mean ")
+    assert lines[2].startswith("CocktailSGD ")
     assert lines[-1] == "runs/demo/comparison.png" and pathlib.Path(lines[-1]).is_file()
     rows = [
-        metrics.read(pathlib.Path(f"runs/demo/nano_{n}/metrics.jsonl")) for n in ("dense", "4bit")
+        metrics.read(pathlib.Path(f"runs/demo/nano_{n}/metrics.jsonl")) for n in ("dense", "cocktail")
     ]
     assert [[row["step"] for row in run] for run in rows] == [[0, 1, 2, 3]] * 2
     assert rows[0][0]["val_loss"] == rows[1][0]["val_loss"]

@@ -1,17 +1,17 @@
-"""`make demo`: one model, the same data twice; dense Adam, then Adam behind a 4-bit mean."""
+"""`make demo`: one model, the same data twice; dense Adam, then CocktailSGD."""
 
 import argparse
 import dataclasses
 import pathlib
 import shutil
 
-from configs import nano_4bit, nano_dense
+from configs import nano_cocktail, nano_dense
 from train import devices
 from train.compare import compare
 from train.config import Config
 from train.exits import clean_exits
 
-METHODS = {"dense Adam": nano_dense, "Adam behind a 4-bit mean": nano_4bit}
+METHODS = {"dense Adam": nano_dense, "CocktailSGD": nano_cocktail}
 
 
 def shortened(config: Config, steps: int) -> Config:
