@@ -135,15 +135,21 @@ def local_gradients(loss_fn, axis_name, accumulate, params, drift, batch):
 
 
 def apply_update(tx, axis_name, params, state, grads, **extra_args):
-    """One update on local shards; where it is not finite, everything stays as it was."""
+    """One update on local shards; where it is not finite, everything stays as it was.
+
+    Not so for methods whose state counts `skipped`: they leave out what is not finite by
+    themselves, and need no second copy of their state until it is known.
+    """
     grads = jax.tree.map(lambda g: g[0], grads)
     updates, new_state = tx.update(grads, state, params, axis_name=axis_name, **extra_args)
     _require_averaged(updates, axis_name)
+    new_params = optax.apply_updates(params, updates)
+    if optax.tree_utils.tree_get(state, "skipped") is not None:
+        return new_params, new_state, jnp.zeros([], bool)
     finite = jnp.stack([jnp.all(jnp.isfinite(u)) for u in jax.tree.leaves(updates)])
     # All shards of a replica must agree; that all replicas do, their type says already.
     skipped = largest((~jnp.all(finite)).astype(jnp.float32)) > 0
     keep = functools.partial(jnp.where, ~skipped)
-    new_params = optax.apply_updates(params, updates)
     params, state = jax.tree.map(keep, (new_params, new_state), (params, state))
     return params, state, skipped
 

@@ -112,7 +112,8 @@ def test_demo_trains_both_methods_and_ends_with_the_table_and_the_picture(
     assert lines[2].startswith("CocktailSGD ")
     assert lines[-1] == "runs/demo/comparison.png" and pathlib.Path(lines[-1]).is_file()
     rows = [
-        metrics.read(pathlib.Path(f"runs/demo/nano_{n}/metrics.jsonl")) for n in ("dense", "cocktail")
+        metrics.read(pathlib.Path(f"runs/demo/nano_{n}/metrics.jsonl"))
+        for n in ("dense", "cocktail")
     ]
     assert [[row["step"] for row in run] for run in rows] == [[0, 1, 2, 3]] * 2
     assert rows[0][0]["val_loss"] == rows[1][0]["val_loss"]

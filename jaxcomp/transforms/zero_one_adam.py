@@ -25,7 +25,7 @@ class ZeroOneAdamState(NamedTuple):
     residual: Any  # not sent yet
     owner_residual: Any  # one f32[numel / R] a bucket: not passed on yet
     rounds: Any  # {"all", "synchronize", "variance"}: i32[], how often each was sent
-    skipped: jax.Array  # i32[], this replica's local steps whose gradient was not finite
+    skipped: jax.Array  # i32[], this replica's steps whose gradient was not finite
 
 
 _CHECKED_STEPS = 2**16  # of both schedules, when the state is made
@@ -37,7 +37,6 @@ class _Own(NamedTuple):
     momentum: Any
     drift: Any
     rate_sum: jax.Array  # f32[]
-    root: Any  # sqrt(v) + eps, equal on all replicas
 
 
 def zero_one_adam(
@@ -100,8 +99,8 @@ def zero_one_adam(
       A `GradientTransformationExtraArgs` whose updates move the consensus. Memory: four float32
       values a parameter (momentum, variance, drift, residual) and 1/R of one.
 
-      A gradient that is not finite makes a synchronization NaN on all replicas, for
-      `jaxcomp.train_step` to skip; between two of them its replica leaves it out and counts it.
+      A replica whose gradient is not finite leaves it out, with its momentum and drift as they
+      were, and counts it in `skipped`; the others go on.
 
     Raises:
       ValueError: At construction for arguments out of range; in `init` for schedules whose first
@@ -141,47 +140,44 @@ def zero_one_adam(
             skipped=to_varying(zero, axis_name),
         )
 
-    def own_step(state, grads, new_variance):
-        """What this replica's step makes of momentum, drift and sum of rates, and D."""
-        # There is no variance to use before the first one.
-        seen = state.rounds["variance"]
-        variance = jax.tree.map(
-            lambda new, old: jnp.where(seen == 0, new, old), new_variance, state.variance
-        )
-        updates = jnp.maximum(seen, 1) if bias_correction else None
-        root = moments.denominator(variance, b2, eps, variance_floor, updates)
+    def roots(variance, updates):
+        """D, equal on all replicas; `updates` is how often the variance was learned."""
+        updates = updates if bias_correction else None
+        return moments.denominator(variance, b2, eps, variance_floor, updates)
+
+    def own_step(state, grads, bad, root):
+        """What this replica's step makes of its momentum and drift and of the sum of rates."""
         rate = rate_of(state.count)
         rate = rate / (1 - b1 ** (state.count + 1)) if bias_correction else rate
-        momentum = jax.tree.map(lambda m, g: b1 * m + (1 - b1) * g, state.momentum, grads)
-        drift = jax.tree.map(lambda d, m, s: d - rate * m / s, state.drift, momentum, root)
-        return _Own(momentum, drift, state.rate_sum + rate, root)
+        kept = lambda old, new: jnp.where(bad, old, new)
+        moved = lambda m, g: kept(m, b1 * m + (1 - b1) * g)
+        momentum = jax.tree.map(moved, state.momentum, grads)
+        drifted = lambda d, m, s: kept(d, d - rate * m / s)
+        drift = jax.tree.map(drifted, state.drift, momentum, root)
+        return _Own(momentum, drift, state.rate_sum + rate)
 
-    def together(state, own, bad):
+    def together(state, own, variance, updates):
         """The replicas meet: the consensus moves by the mean drift."""
-        # Not finite for all, so that all skip the step; nothing of it is kept.
-        buffer = jax.tree.map(lambda d: jnp.where(bad, jnp.nan, d), own.drift)
+        buffer, root = own.drift, roots(variance, updates)
         if not precondition:
-            buffer = jax.tree.map(jnp.multiply, buffer, own.root)
+            buffer = jax.tree.map(jnp.multiply, buffer, root)
         change, residual, owner_residual = averaging.mean_with_feedback(
             transport, buffer, state.residual, state.owner_residual, state.rounds["synchronize"]
         )
         if not precondition:
-            change = jax.tree.map(jnp.divide, change, own.root)
+            change = jax.tree.map(jnp.divide, change, root)
 
         def re_estimated(change, root, momentum):
             return jnp.where(own.rate_sum > 0, -change * root / own.rate_sum, momentum)
 
-        momentum = jax.tree.map(re_estimated, change, own.root, own.momentum)
+        momentum = jax.tree.map(re_estimated, change, root, own.momentum)
         none = jax.tree.map(zeros_of, own.drift)
         return change, momentum, none, jnp.zeros([]), residual, owner_residual
 
-    def apart(state, own, bad):
-        """Each replica goes on by itself, or stands still if its gradient is not finite."""
-        keep = lambda old, new: jnp.where(bad, old, new)
-        old, new = (state.momentum, state.drift), (own.momentum, own.drift)
+    def apart(state, own, variance, updates):
+        """Each replica goes on by itself."""
         still = jax.tree.map(zeros_of, state.variance)
-        kept = jax.tree.map(keep, old, new)
-        return still, *kept, own.rate_sum, state.residual, state.owner_residual
+        return still, *own, state.residual, state.owner_residual
 
     def update(updates, state, params=None, **extra_args):
         del extra_args
@@ -189,13 +185,18 @@ def zero_one_adam(
         require_varying(updates, axis_name)
         grads = jax.tree.map(lambda g, v: g.astype(v.dtype), updates, state.variance)
         bad = averaging.not_finite(grads, axis_name)
+        grads = jax.tree.map(lambda g: jnp.where(bad, 0.0, g), grads)
         learns, meets = variance_at(state.count), sync_at(state.count)
         variance = moments.learned(grads, state.variance, b2, learns, axis_name, bucket_numel)
-        own = own_step(state, grads, variance)
+        # There is no variance to use before the first one.
+        first = state.rounds["variance"] == 0
+        used = jax.tree.map(lambda new, old: jnp.where(first, new, old), variance, state.variance)
+        updates = jnp.maximum(state.rounds["variance"], 1)
+        own = own_step(state, grads, bad, roots(used, updates))
         if sync_at is schedules.always:
-            change, *new = together(state, own, bad)
+            change, *new = together(state, own, used, updates)
         else:
-            change, *new = lax.cond(meets, together, apart, state, own, bad)
+            change, *new = lax.cond(meets, together, apart, state, own, used, updates)
         momentum, drift, rate_sum, residual, owner_residual = new
         decay = rate_of(state.count) * weight_decay
         change = jax.tree.map(lambda c, p: c - decay * p, change, params)
@@ -208,7 +209,7 @@ def zero_one_adam(
             residual,
             owner_residual,
             averaging.counted(state.rounds, all=meets, synchronize=meets, variance=learns),
-            state.skipped + jnp.where(meets, 0, bad),
+            state.skipped + bad,
         )
 
     return optax.GradientTransformationExtraArgs(init, update)
