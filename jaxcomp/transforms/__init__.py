@@ -4,16 +4,19 @@ from jaxcomp.transforms.clipping import clip_by_global_norm
 from jaxcomp.transforms.cocktail_sgd import CocktailSGDState, cocktail_sgd
 from jaxcomp.transforms.compressed_mean import CompressedMeanState, compressed_mean
 from jaxcomp.transforms.one_bit_adam import OneBitAdamState, one_bit_adam
+from jaxcomp.transforms.slamb import SlambState, slamb
 from jaxcomp.transforms.zero_one_adam import ZeroOneAdamState, zero_one_adam
 
 __all__ = [
     "CocktailSGDState",
     "CompressedMeanState",
     "OneBitAdamState",
+    "SlambState",
     "ZeroOneAdamState",
     "clip_by_global_norm",
     "cocktail_sgd",
     "compressed_mean",
     "one_bit_adam",
+    "slamb",
     "zero_one_adam",
 ]
