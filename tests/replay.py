@@ -4,6 +4,7 @@ A trace holds the gradients of all workers, and their parameters after each step
 step's largest error relative to the largest parameter; ends with 1 if one is above 1e-4.
 """
 
+import collections
 import functools
 import json
 import pathlib
@@ -28,6 +29,8 @@ class Setting(NamedTuple):
     # If not 1, tensors are vectors, padded to a multiple of it; what is there is cleared after
     # each step, but for the residuals, which DeepSpeed's padding collects too.
     multiple: int = 1
+    # Elements behind all tensors, which DeepSpeed sends with them but neither decays nor clears.
+    spare: int = 0
 
 
 def cocktail(meta: dict, trace) -> Setting:
@@ -92,6 +95,28 @@ def zero_one_adam(meta: dict, trace) -> Setting:
     return Setting(tx, first=1, multiple=32)
 
 
+def one_bit_lamb(meta: dict, trace) -> Setting:
+    """DeepSpeed's OnebitLamb, which drops its first gradient but counts the step."""
+    import jaxcomp
+    from tests import authors
+
+    config = meta["config"]
+    rates = jnp.asarray(trace["lr"])[1:]
+    numel = sum(x.size for x in named(trace, "x0").values())
+    tx = jaxcomp.one_bit_lamb(
+        lambda count: rates[count],
+        "replica",
+        **adam_options(meta),
+        freeze_step=config["freeze_step"] - 1,
+        trust_bounds=(config["min_coeff"], config["max_coeff"]),
+        precondition=False,
+        variance_floor=0.0,
+        bias_correction=False,
+        exchange=authors.one_bit,
+    )
+    return Setting(tx, first=1, spare=-numel % 32)
+
+
 def lamb(meta: dict, trace) -> Setting:
     """LAMB of SLAMB's code, on the mean gradient: ours is optax's."""
     import jaxcomp
@@ -136,6 +161,7 @@ SETTINGS = {
     "CocktailSGD": cocktail,
     "Lamb": lamb,
     "OneBitAdam": one_bit_adam,
+    "OneBitLamb": one_bit_lamb,
     "Slamb": slamb,
     "ZeroOneAdam": zero_one_adam,
 }
@@ -189,19 +215,27 @@ def errors(path: pathlib.Path, steps: int | None = None) -> Iterator[float]:
     largest = max(np.abs(x).max() for x in wanted.values())
     num_steps, num_replicas = next(iter(grads.values())).shape[:2]
     shape = functools.partial(shaped, setting.multiple)
-    flat = {name: shape(x) for name, x in start.items()}
+    # In the order of the trace, in which they follow each other on the wire.
+    flat = collections.OrderedDict((name, shape(x)) for name, x in start.items())
+    if setting.spare:
+        flat["spare"] = np.zeros(setting.spare, np.float32)
     mesh = mesh_of(num_replicas)
-    params = everywhere(mesh, {name: x.astype(setting.dtype) for name, x in flat.items()})
+    params = everywhere(mesh, jax.tree.map(lambda x: x.astype(setting.dtype), flat))
     init, update = transform(setting.tx, mesh, params)
     state = init(params)
     drift = optax.tree_utils.tree_get(state, "drift")
     if drift is not None:
         # What the shared parameters' dtype rounds off is this worker's own.
-        lost = {name: x - np.asarray(params[name], x.dtype) for name, x in flat.items()}
-        drift = {name: d + lost[name][None] for name, d in drift.items()}
+        lost = jax.tree.map(lambda x, p: x - np.asarray(p, x.dtype), flat, params)
+        drift = jax.tree.map(lambda d, x: d + x[None], drift, lost)
         state = optax.tree_utils.tree_set(state, drift=drift)
     for step in range(num_steps)[setting.first : steps]:
-        local = {name: np.stack([*map(shape, g[step])]) for name, g in grads.items()}
+        local = collections.OrderedDict(
+            (name, np.stack([*map(shape, grads[name][step])])) for name in start
+        )
+        if setting.spare:
+            # A gradient that leaves the momentum as it is.
+            local["spare"] = np.stack([state.momentum["spare"]] * num_replicas)
         updates, state = update(rows(mesh, local), state, params)
         params = optax.apply_updates(params, updates)
         if setting.multiple > 1:
