@@ -140,11 +140,28 @@ def exact_mean(tree: Any, axis_name: str, bucket_numel: int, part: str) -> Any:
     Returns:
       The means, equal on all replicas, of the leaves' dtypes.
     """
-    plan = make_plan(tree, lambda path, leaf: EXACT, axis_name, bucket_numel)
-    flat, none = buckets.flatten(plan, tree), (None,) * len(plan.buckets)
-    key = Key(jnp.int32(0), jnp.uint32(0))
+    transport = Transport(lambda path, leaf: EXACT, wire.summed, axis_name, bucket_numel, 0)
+    return mean_without_feedback(transport, tree, jnp.int32(0), part)
+
+
+def mean_without_feedback(transport: Transport, tree: Any, count: jax.Array, part: str) -> Any:
+    """Averages a tree over the replicas; what its codes lose on the way is lost.
+
+    Args:
+      transport: How it travels.
+      tree: Floating leaves that vary over the replicas.
+      count: i32[], equal on all replicas; another one draws other masks and noise.
+      part: By which `jaxcomp.report` names what is sent.
+
+    Returns:
+      The means, equal on all replicas, of the leaves' dtypes.
+    """
+    policy, exchange, axis_name, bucket_numel, seed = transport
+    plan = make_plan(tree, policy, axis_name, bucket_numel)
+    flat, nothing = buckets.flatten(plan, tree), zero_owner_residual(plan, exchange, axis_name)
+    shared = Key(count, jnp.uint32(seed))
     with jax.named_scope(f"jaxcomp.{part}"):
-        means = mean_of_buckets(plan, flat, none, wire.summed, key, axis_name)
+        means = mean_of_buckets(plan, flat, nothing, exchange, shared, axis_name)
     return buckets.unflatten(plan, [m.mean for m in means])
 
 
@@ -211,6 +228,15 @@ def mean_with_feedback(
         means = mean_of_buckets(plan, flat, owner_residual, exchange, shared, axis_name)
     mean = buckets.unflatten(plan, [m.mean for m in means])
     return Fed(mean, unsent(plan, flat, means), tuple(m.owner_residual for m in means))
+
+
+def rounded_off(param: jax.Array, change: jax.Array) -> jax.Array:
+    """What `param + change` loses in the dtype of `param`, in that of `change`."""
+    if param.dtype == change.dtype:
+        return change - ((param + change) - param)
+    # The barrier keeps XLA from leaving out the cast there and back (excess precision).
+    rounded = lax.optimization_barrier((param + change).astype(param.dtype))
+    return change - (rounded.astype(change.dtype) - param)
 
 
 def counted(rounds: dict[str, jax.Array], **sent: jax.Array | bool) -> dict[str, jax.Array]:

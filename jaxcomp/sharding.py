@@ -5,6 +5,7 @@ over which mesh axes it varies. A state leaf that varies over the replicas is a 
 with a leading axis `[num_replicas, ...]`; `per_replica` adds and removes that axis.
 """
 
+import math
 from typing import Any
 
 import jax
@@ -30,6 +31,25 @@ def largest(x: jax.Array, *but: str) -> jax.Array:
     """The maximum of `x` over all mesh axes that it varies over, `but` these: equal over them."""
     axes = tuple(sorted(varying_axes(x) - set(but)))
     return lax.pmax(x, axes) if axes else x
+
+
+def sums_over_shards(xs: list[jax.Array], *but: str) -> list[jax.Array]:
+    """Sums each of `xs` over all mesh axes that it varies over, `but` these.
+
+    Those that vary over the same axes travel together.
+    """
+    axes = [tuple(sorted(varying_axes(x) - set(but))) for x in xs]
+    sums = list(xs)
+    for names in dict.fromkeys(own for own in axes if own):
+        alike = [i for i, own in enumerate(axes) if own == names]
+        for i, total in zip(alike, lax.psum([xs[i] for i in alike], names), strict=True):
+            sums[i] = total
+    return sums
+
+
+def size_over_shards(x: jax.Array, *but: str) -> int:
+    """Elements of all shards of `x`, over the mesh axes that it varies over, `but` these."""
+    return x.size * math.prod(lax.axis_size(name) for name in varying_axes(x) - set(but))
 
 
 def is_tracked(axis_name: str) -> bool:

@@ -8,7 +8,8 @@ from jax import lax
 
 import jaxcomp
 from jaxcomp import wire
-from jaxcomp.compressors import Compressor, Payload
+from jaxcomp.compressors import Compressor, Payload, Selection
+from jaxcomp.compressors.compose import sparsifier
 
 
 def half(x):
@@ -86,3 +87,20 @@ one_bit = wire.Exchange(one_bit_mean, owns_chunks=True)
 def per_tensor(path, leaf):
     """A policy under which each tensor travels by itself."""
     return dataclasses.replace(jaxcomp.sign(), name=f"sign of {path}")
+
+
+def masked_by(masks):
+    """A policy of masks given as bool[steps, numel] a tensor; all of a tensor's values travel."""
+
+    def policy(path, leaf):
+        on = jnp.asarray(masks[path], jnp.float32)
+        selection = Selection(
+            kept=lambda numel: numel,
+            select=lambda x, shared: (x * on[shared.count], ()),
+            scatter=lambda values, where, shared, numel: values * on[shared.count],
+            density=1.0,
+            position_bits=0.0,
+        )
+        return sparsifier(f"mask of {path}", selection, contraction=0.0, linear=True)
+
+    return policy

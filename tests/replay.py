@@ -4,6 +4,8 @@ A trace holds the gradients of all workers, and their parameters after each step
 step's largest error relative to the largest parameter; ends with 1 if one is above 1e-4.
 """
 
+import collections
+import functools
 import json
 import pathlib
 import sys
@@ -24,9 +26,11 @@ class Setting(NamedTuple):
     tx: optax.GradientTransformation
     dtype: Any = np.float32  # of the parameters that all workers share
     first: int = 0  # step of the trace that is our first one
-    # Tensors are padded to a multiple of it; what is there is cleared after each step, but for
-    # the residuals, which DeepSpeed's padding collects too.
+    # If not 1, tensors are vectors, padded to a multiple of it; what is there is cleared after
+    # each step, but for the residuals, which DeepSpeed's padding collects too.
     multiple: int = 1
+    # Elements behind all tensors, which DeepSpeed sends with them but neither decays nor clears.
+    spare: int = 0
 
 
 def cocktail(meta: dict, trace) -> Setting:
@@ -91,8 +95,77 @@ def zero_one_adam(meta: dict, trace) -> Setting:
     return Setting(tx, first=1, multiple=32)
 
 
-SETTINGS = {"CocktailSGD": cocktail, "OneBitAdam": one_bit_adam, "ZeroOneAdam": zero_one_adam}
-"""By the first word of the trace's `optimizer`."""
+def one_bit_lamb(meta: dict, trace) -> Setting:
+    """DeepSpeed's OnebitLamb, which drops its first gradient but counts the step."""
+    import jaxcomp
+    from tests import authors
+
+    config = meta["config"]
+    rates = jnp.asarray(trace["lr"])[1:]
+    numel = sum(x.size for x in named(trace, "x0").values())
+    tx = jaxcomp.one_bit_lamb(
+        lambda count: rates[count],
+        "replica",
+        **adam_options(meta),
+        freeze_step=config["freeze_step"] - 1,
+        trust_bounds=(config["min_coeff"], config["max_coeff"]),
+        precondition=False,
+        variance_floor=0.0,
+        bias_correction=False,
+        exchange=authors.one_bit,
+    )
+    return Setting(tx, first=1, spare=-numel % 32)
+
+
+def lamb(meta: dict, trace) -> Setting:
+    """LAMB of SLAMB's code, on the mean gradient: ours is optax's."""
+    import jaxcomp
+
+    mean = jaxcomp.compressed_mean(jaxcomp.identity(), "replica")
+    return Setting(optax.chain(mean, optax.lamb(meta["config"]["lr"], **adam_options(meta))))
+
+
+def slamb(meta: dict, trace) -> Setting:
+    """SLAMB's `Slamb`, with the masks of the trace; parameters meet after an interval's first."""
+    import jaxcomp
+    from tests import authors
+
+    config = meta["config"]
+    tx = jaxcomp.slamb(
+        config["lr"],
+        "replica",
+        **adam_options(meta),
+        b3=config["beta3"],
+        sync_every=lambda count: count % config["local_steps"] == 0,
+        compressor=authors.masked_by(slices_of(trace, trace["mask__same_on_all"])),
+        exact_numel=config["grad_size_thr"],
+    )
+    return Setting(tx)
+
+
+def adam_options(meta: dict) -> dict[str, float]:
+    """Arguments that methods of the Adam family have in common."""
+    config = meta["config"]
+    b1, b2 = config["betas"]
+    return {"b1": b1, "b2": b2, "eps": config["eps"], "weight_decay": config["weight_decay"]}
+
+
+def slices_of(trace, rows: np.ndarray) -> dict[str, np.ndarray]:
+    """The columns of each tensor in `[steps, numel]`, where they follow each other."""
+    start = named(trace, "x0")
+    ends = np.cumsum([x.size for x in start.values()])
+    return dict(zip(start, np.split(rows, ends[:-1], axis=1), strict=True))
+
+
+SETTINGS = {
+    "CocktailSGD": cocktail,
+    "Lamb": lamb,
+    "OneBitAdam": one_bit_adam,
+    "OneBitLamb": one_bit_lamb,
+    "Slamb": slamb,
+    "ZeroOneAdam": zero_one_adam,
+}
+"""By a word of the trace's `optimizer`."""
 
 
 def named(trace, prefix: str) -> dict[str, np.ndarray]:
@@ -114,10 +187,12 @@ def setting_of(trace) -> Setting:
       ValueError: If the trace is of a method that is not replayed.
     """
     meta = json.loads(str(trace["meta_json"]))
-    method = meta["optimizer"].split()[0]
-    if method not in SETTINGS:
-        raise ValueError(f"the trace is of {method!r}; what is replayed is {sorted(SETTINGS)}.")
-    return SETTINGS[method](meta, trace)
+    found = [SETTINGS[word] for word in meta["optimizer"].split() if word in SETTINGS]
+    if not found:
+        raise ValueError(
+            f"the trace is of {meta['optimizer']!r}; what is replayed is {sorted(SETTINGS)}."
+        )
+    return found[0](meta, trace)
 
 
 def errors(path: pathlib.Path, steps: int | None = None) -> Iterator[float]:
@@ -139,35 +214,45 @@ def errors(path: pathlib.Path, steps: int | None = None) -> Iterator[float]:
     sizes = {name: x.size for name, x in start.items()}
     largest = max(np.abs(x).max() for x in wanted.values())
     num_steps, num_replicas = next(iter(grads.values())).shape[:2]
-    # All tensors as vectors, with room behind them.
-    flat = {name: x.reshape(-1) for name, x in start.items()}
-    room = {name: (0, -x.size % setting.multiple) for name, x in flat.items()}
-    flat = {name: np.pad(x, room[name]) for name, x in flat.items()}
+    shape = functools.partial(shaped, setting.multiple)
+    # In the order of the trace, in which they follow each other on the wire.
+    flat = collections.OrderedDict((name, shape(x)) for name, x in start.items())
+    if setting.spare:
+        flat["spare"] = np.zeros(setting.spare, np.float32)
     mesh = mesh_of(num_replicas)
-    params = everywhere(mesh, {name: x.astype(setting.dtype) for name, x in flat.items()})
+    params = everywhere(mesh, jax.tree.map(lambda x: x.astype(setting.dtype), flat))
     init, update = transform(setting.tx, mesh, params)
     state = init(params)
     drift = optax.tree_utils.tree_get(state, "drift")
     if drift is not None:
         # What the shared parameters' dtype rounds off is this worker's own.
-        lost = {name: x - np.asarray(params[name], x.dtype) for name, x in flat.items()}
-        drift = {name: d + lost[name][None] for name, d in drift.items()}
+        lost = jax.tree.map(lambda x, p: x - np.asarray(p, x.dtype), flat, params)
+        drift = jax.tree.map(lambda d, x: d + x[None], drift, lost)
         state = optax.tree_utils.tree_set(state, drift=drift)
     for step in range(num_steps)[setting.first : steps]:
-        local = {
-            name: np.pad(g[step].reshape(num_replicas, -1), ((0, 0), room[name]))
-            for name, g in grads.items()
-        }
+        local = collections.OrderedDict(
+            (name, np.stack([*map(shape, grads[name][step])])) for name in start
+        )
+        if setting.spare:
+            # A gradient that leaves the momentum as it is.
+            local["spare"] = np.stack([state.momentum["spare"]] * num_replicas)
         updates, state = update(rows(mesh, local), state, params)
-        params, state = cleared((optax.apply_updates(params, updates), state), sizes)
+        params = optax.apply_updates(params, updates)
+        if setting.multiple > 1:
+            params, state = cleared((params, state), sizes)
         drift = optax.tree_utils.tree_get(state, "drift")
         worst = 0.0
         for name, x in wanted.items():
-            got = np.asarray(params[name], np.float32)
+            got = np.asarray(params[name], np.float32)[None]
             got = got + (0.0 if drift is None else np.asarray(drift[name]))
-            x = x[step].reshape(x.shape[1], -1)
-            worst = max(worst, np.abs(got[..., : sizes[name]] - x).max())
+            got = got.reshape(got.shape[0], -1)[:, : sizes[name]]
+            worst = max(worst, np.abs(got - x[step].reshape(x.shape[1], -1)).max())
         yield float(worst / largest)
+
+
+def shaped(multiple: int, x: np.ndarray) -> np.ndarray:
+    """A tensor as it is, or as a vector with room behind it."""
+    return x if multiple == 1 else np.pad(x.reshape(-1), (0, -x.size % multiple))
 
 
 def cleared(tree, sizes):

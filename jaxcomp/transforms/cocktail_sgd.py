@@ -156,7 +156,7 @@ def cocktail_sgd(
             step = jax.tree.map(lambda u: jnp.where(is_warm, 0.0, u), step)
 
         def drifted(drift, sent, step, param, change):
-            return drift - sent + step + _rounded_off(param, change)
+            return drift - sent + step + averaging.rounded_off(param, change)
 
         return consensus, CocktailSGDState(
             optax.safe_increment(state.count),
@@ -172,15 +172,6 @@ def cocktail_sgd(
 
 def _wide(dtype):
     return jnp.promote_types(dtype, jnp.float32)
-
-
-def _rounded_off(param, change):
-    """What `param + change` loses in the dtype of `param`, equal on all replicas."""
-    if param.dtype == change.dtype:
-        return change - ((param + change) - param)
-    # The barrier keeps XLA from leaving out the cast there and back (excess precision).
-    rounded = lax.optimization_barrier((param + change).astype(param.dtype))
-    return change - (rounded.astype(change.dtype) - param)
 
 
 def _inner_step(inner, grads, state, params, extra_args, axis_name):

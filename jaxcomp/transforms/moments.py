@@ -6,7 +6,7 @@ import optax
 from jax import lax
 
 from jaxcomp import averaging
-from jaxcomp.sharding import varying_axes
+from jaxcomp.sharding import sums_over_shards, varying_axes
 
 
 def check(name: str, b1: float, b2: float, eps: float, variance_floor: float) -> None:
@@ -19,6 +19,19 @@ def check(name: str, b1: float, b2: float, eps: float, variance_floor: float) ->
     if not 0 <= variance_floor < 1:
         raise ValueError(
             f"{name} got variance_floor={variance_floor}; needs [0, 1); write variance_floor=1e-4."
+        )
+
+
+def check_freeze(name: str, freeze_step: int | None, freeze_ratio: float) -> None:
+    """Raises a ValueError for ends of a warm-up that are out of range."""
+    if freeze_step is not None and freeze_step < 1:
+        raise ValueError(
+            f"{name} got freeze_step={freeze_step}; needs at least 1; write a sixth of the "
+            "steps, or None to find it."
+        )
+    if not 0 < freeze_ratio < 1:
+        raise ValueError(
+            f"{name} got freeze_ratio={freeze_ratio}; needs (0, 1); write freeze_ratio=0.96."
         )
 
 
@@ -64,3 +77,28 @@ def denominator(variance, b2: float, eps: float, floor: float, updates: jax.Arra
         return jnp.sqrt(v * correction) + eps
 
     return jax.tree.map(root, variance)
+
+
+def freezes(frozen: jax.Array, state, variance, ratio: float):
+    """Whether the next step is of few bits, and the norms to tell the one after by.
+
+    Args:
+      frozen: bool[], whether this step was.
+      state: With `norms`, f32[...] of the last steps' l1 norms or None for a given end, and
+        `count`.
+      variance: Tree, equal on all replicas, after this step.
+      ratio: Share of today's norm from which that of `norms.size` steps ago is stable.
+    """
+    if state.norms is None:
+        return frozen, None
+    norm = sum(sums_over_shards([jnp.sum(v) for v in jax.tree.leaves(variance)]))
+    place = state.count % state.norms.size
+    stable = (state.count >= state.norms.size) & (state.norms[place] >= ratio * norm)
+    return frozen | stable, state.norms.at[place].set(norm)
+
+
+def trust_ratio(param_square, update_square, otherwise: float = 1.0) -> jax.Array:
+    """The quotient of two norms, of their squares; `otherwise` where one is zero."""
+    both = (param_square > 0) & (update_square > 0)
+    quotient = jnp.sqrt(param_square) / jnp.sqrt(update_square)
+    return jnp.where(both, quotient, otherwise)

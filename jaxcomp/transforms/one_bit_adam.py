@@ -10,7 +10,7 @@ from jax import lax
 
 from jaxcomp import averaging, wire
 from jaxcomp.compressors import Compressor, sign
-from jaxcomp.sharding import require_varying, varying_axes
+from jaxcomp.sharding import require_varying
 from jaxcomp.transforms import moments
 
 
@@ -95,15 +95,7 @@ def one_bit_adam(
       variance_floor=0.0, bias_correction=False`); the first step is not dropped.
     """
     moments.check("one_bit_adam", b1, b2, eps, variance_floor)
-    if freeze_step is not None and freeze_step < 1:
-        raise ValueError(
-            f"one_bit_adam got freeze_step={freeze_step}; needs at least 1; write a sixth of the "
-            "steps, or None to find it."
-        )
-    if not 0 < freeze_ratio < 1:
-        raise ValueError(
-            f"one_bit_adam got freeze_ratio={freeze_ratio}; needs (0, 1); write freeze_ratio=0.96."
-        )
+    moments.check_freeze("one_bit_adam", freeze_step, freeze_ratio)
     policy = averaging.policy_of(sign(block=1024) if compressor is None else compressor)
     transport = averaging.Transport(policy, exchange, axis_name, bucket_numel, seed)
     rate_of = moments.schedule_of(learning_rate)
@@ -166,7 +158,7 @@ def one_bit_adam(
         if weight_decay:
             averaging.require_params("one_bit_adam with weight_decay", params)
             change = jax.tree.map(lambda c, p: c - rate * weight_decay * p, change, params)
-        freezes, norms = _freeze(frozen, state, variance, freeze_ratio)
+        freezes, norms = moments.freezes(frozen, state, variance, freeze_ratio)
         return change, OneBitAdamState(
             optax.safe_increment(state.count),
             momentum,
@@ -179,15 +171,3 @@ def one_bit_adam(
         )
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _freeze(frozen, state, variance, ratio):
-    """Whether the next step is of few bits, and the norms to tell the one after by."""
-    if state.norms is None:
-        return frozen, None
-    leaves = jax.tree.leaves(variance)
-    sums = [jnp.sum(v) for v in leaves]
-    whole = [lax.psum(s, tuple(sorted(a))) if (a := varying_axes(s)) else s for s in sums]
-    norm, place = sum(whole), state.count % state.norms.size
-    stable = (state.count >= state.norms.size) & (state.norms[place] >= ratio * norm)
-    return frozen | stable, state.norms.at[place].set(norm)

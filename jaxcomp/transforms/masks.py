@@ -1,0 +1,100 @@
+"""Means over the replicas at the entries of a mask, which all of them share and nobody sends."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxcomp import averaging, buckets
+from jaxcomp.compressors import Compressor, Key, Selection, fold, identity
+from jaxcomp.sharding import size_over_shards, to_varying
+
+
+class Mask(NamedTuple):
+    """Which entries of a leaf are exchanged in a step, and how their values are coded."""
+
+    selection: Selection
+    values: Compressor
+
+
+def masks_of(
+    tree: Any, policy: averaging.Policy, exact_numel: int, axis_name: str
+) -> dict[str, Mask | None]:
+    """The masks of all leaves by path; None for leaves that are exchanged whole.
+
+    Args:
+      tree: Leaves that are floating.
+      policy: `(path, leaf) -> Compressor`: `identity()`, or a `random_k`, alone or first in a
+        `compose`.
+      exact_numel: Leaves of fewer elements, over all their shards, and those with fewer than two
+        axes are whole, whatever the policy says.
+      axis_name: The mesh axis of the replicas.
+
+    Raises:
+      ValueError: For a compressor whose entries are a replica's own.
+    """
+
+    def mask(path, leaf):
+        if leaf.ndim < 2 or size_over_shards(leaf, axis_name) < exact_numel:
+            return None
+        return _mask_of(path, policy(path, leaf))
+
+    keyed = jax.tree_util.tree_leaves_with_path(tree)
+    return {(path := buckets.path_of(key)): mask(path, leaf) for key, leaf in keyed}
+
+
+def _mask_of(path: str, compressor: Compressor) -> Mask | None:
+    if compressor == averaging.EXACT:
+        return None
+    if compressor.shared_selection is not None:
+        return Mask(*compressor.shared_selection)
+    if compressor.selection is not None and compressor.linear:
+        return Mask(compressor.selection, identity())
+    raise ValueError(
+        f"got {compressor.name} for {path!r}; needs entries that all replicas pick alike; write "
+        "random_k(0.1), compose(random_k(0.1), quantize(8)), or identity() for the whole leaf."
+    )
+
+
+class Exchanged(NamedTuple):
+    """Leaves after an exchange, and where they were exchanged."""
+
+    leaves: list[jax.Array]  # this replica's own, but for the mean where `on`
+    on: list[jax.Array | None]  # bool of the leaf's shape, equal on all replicas; None: everywhere
+
+
+def mean_on_masks(
+    leaves: list[jax.Array],
+    masks: dict[str, Mask | None],
+    transport: averaging.Transport,
+    count: jax.Array,
+    part: str,
+) -> Exchanged:
+    """Replaces leaves by their mean over the replicas, each at the entries of its mask alone.
+
+    Args:
+      leaves: One a mask, varying.
+      masks: As `masks_of` makes them.
+      transport: How values travel; the codes are the masks' own, and not its policy's.
+      count: i32[], equal on all replicas: what the masks roll by, or are drawn from.
+      part: By which `jaxcomp.report` names what is sent.
+    """
+    code = lambda path, leaf: masks[path].values if masks[path] else averaging.EXACT
+    keys = [fold(Key(count, jnp.uint32(transport.seed)), i) for i in range(len(leaves))]
+    of = list(zip(masks.items(), leaves, keys, strict=True))
+    picked = {
+        path: x if mask is None else mask.selection.select(x.reshape(-1), key)[0]
+        for (path, mask), x, key in of
+    }
+    transport = transport._replace(policy=code)
+    means = averaging.mean_without_feedback(transport, picked, count, part)
+
+    def put(mask, x, key, mean):
+        if mask is None:
+            return to_varying(mean, transport.axis_name), None
+        scatter = lambda v: mask.selection.scatter(v, (), key, x.size).reshape(x.shape)
+        on = scatter(jnp.ones_like(mean)) != 0
+        return jnp.where(on, scatter(mean), x), on
+
+    pairs = [put(mask, x, key, means[path]) for (path, mask), x, key in of]
+    return Exchanged(*map(list, zip(*pairs, strict=True)))
