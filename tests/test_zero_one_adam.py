@@ -348,12 +348,28 @@ assert jax.device_count() == 3
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
-def test_the_state_counts_what_the_compiled_program_sends_in_parts():
+def test_a_variance_of_coded_gradients_is_off_by_no_more_than_their_code():
+    grads = jax.tree.map(np.float32, GRADIENTS[0])
+    tx = jaxcomp.zero_one_adam(RATE, "replica", variance_compressor=jaxcomp.quantize(8))
+    (_, _), (_, state) = trained(tx, [grads])
+    for name, g in grads.items():
+        learned = np.sqrt(np.asarray(one_value(state.variance[name]), np.float64) / 1e-3)
+        # Half a level on each of two ways, of a scale that float16 rounds.
+        level = np.abs(g).max() / 127 * (1 + 2**-10)
+        error = np.abs(learned - np.abs(g.mean(axis=0)))
+        assert 0 < error.max() < level
+
+
+@pytest.mark.parametrize("code, bits", [("identity()", 32), ("quantize(8)", 8 + 16 / 128)])
+def test_the_state_counts_what_the_compiled_program_sends_in_parts(code, bits):
     mesh = mesh_of(4)
     params = everywhere(mesh, {"kernel": np.zeros((512, 512), np.float32)})
     loss = lambda p, x: ((x @ p["kernel"]) ** 2).mean()
     tx = jaxcomp.zero_one_adam(
-        RATE, "replica", sync_at=every(2), variance_at=schedules.growing(1, until=8)
+        *(RATE, "replica"),
+        sync_at=every(2),
+        variance_at=schedules.growing(1, until=8),
+        variance_compressor=eval(f"jaxcomp.{code}"),
     )
     functions = jaxcomp.train_step(loss, tx, mesh, "replica")
     state = functions.init(params)
@@ -361,7 +377,7 @@ def test_the_state_counts_what_the_compiled_program_sends_in_parts():
     step = functions.step.lower(params, state, batch).compile()
     sent = jaxcomp.report.sent_bytes_by_part(step, mesh, "replica")
     ring = 2 * 3 / 4 * 512 * 512
-    assert sent[""] == 0 and sent["variance"] == 4 * ring
+    assert sent[""] == 0 and sent["variance"] == ring * bits / 8
     # A bit a parameter, and a float32 scale for each block of 1,024.
     assert sent["synchronize"] == ring / 8 * (1 + 32 / 1024)
     for _ in range(8):

@@ -46,11 +46,20 @@ def zeros(param: jax.Array) -> jax.Array:
     return jnp.zeros_like(param, jnp.promote_types(param.dtype, jnp.float32))
 
 
-def learned(grads, variance, b2: float, due: jax.Array, axis_name: str, bucket_numel: int):
-    """The variance after the mean gradient, where `due`: only then is anything sent."""
+def learned(grads, variance, b2: float, due: jax.Array, transport, count: jax.Array):
+    """The variance after the mean gradient, where `due`: only then is anything sent.
+
+    Args:
+      grads: This replica's own.
+      variance: Tree, equal on all replicas.
+      b2: Its decay.
+      due: bool[].
+      transport: How gradients travel.
+      count: i32[], of such steps.
+    """
 
     def learn(variance):
-        mean = averaging.exact_mean(grads, axis_name, bucket_numel, "variance")
+        mean = averaging.mean_without_feedback(transport, grads, count, "variance")
         return jax.tree.map(lambda v, g: b2 * v + (1 - b2) * g * g, variance, mean)
 
     return lax.cond(due, learn, lambda variance: variance, variance)

@@ -50,6 +50,7 @@ def zero_one_adam(
     variance_at: schedules.Schedule | None = None,
     compressor: Compressor | Callable[[str, Any], Compressor] | None = None,
     precondition: bool = True,
+    variance_compressor: Compressor | Callable[[str, Any], Compressor] = averaging.EXACT,
     variance_floor: float = 1e-4,
     bias_correction: bool = True,
     weight_decay: float = 0.0,
@@ -86,6 +87,8 @@ def zero_one_adam(
       compressor: Of all parameters; or a policy `(path, leaf) -> Compressor`. Default:
         `jaxcomp.sign(block=1024)`.
       precondition: Whether u / D travels, and not u as in the paper.
+      variance_compressor: Of the gradients that the variance learns from; exact in the paper.
+        Eight bits, `jaxcomp.quantize(8)`, are enough: what is lost of one is not made up for.
       variance_floor: The least variance that is divided by, as a share of its mean over the leaf:
         a coordinate whose gradients come late would else take a step of any size.
       bias_correction: Whether moments are divided by 1 - b^n, as in Adam; n counts the updates
@@ -119,6 +122,7 @@ def zero_one_adam(
     variance_at = schedules.growing() if variance_at is None else variance_at
     moments.check("zero_one_adam", b1, b2, eps, variance_floor)
     policy = averaging.policy_of(sign(block=1024) if compressor is None else compressor)
+    variance_policy = averaging.policy_of(variance_compressor)
     transport = averaging.Transport(policy, exchange, axis_name, bucket_numel, seed)
     rate_of = moments.schedule_of(learning_rate)
 
@@ -187,7 +191,10 @@ def zero_one_adam(
         bad = averaging.not_finite(grads, axis_name)
         grads = jax.tree.map(lambda g: jnp.where(bad, 0.0, g), grads)
         learns, meets = variance_at(state.count), sync_at(state.count)
-        variance = moments.learned(grads, state.variance, b2, learns, axis_name, bucket_numel)
+        variance = moments.learned(
+            *(grads, state.variance, b2, learns),
+            *(transport._replace(policy=variance_policy), state.rounds["variance"]),
+        )
         # There is no variance to use before the first one.
         first = state.rounds["variance"] == 0
         used = jax.tree.map(lambda new, old: jnp.where(first, new, old), variance, state.variance)

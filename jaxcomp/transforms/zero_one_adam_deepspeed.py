@@ -152,9 +152,10 @@ def zero_one_adam_deepspeed(
         bad = averaging.not_finite(grads, axis_name)
 
         def together(grads):
-            # Whatever travels of a gradient that is not finite is NaN, so that all skip the step.
-            grads = jax.tree.map(lambda g: jnp.where(bad, jnp.nan, g), grads)
-            return before_freeze(grads, state, params)
+            # A gradient that is not finite is left out, as `zero_one_adam` does later on.
+            grads = jax.tree.map(lambda g: jnp.where(bad, 0.0, g), grads)
+            change, new = before_freeze(grads, state, params)
+            return change, new._replace(local=new.local._replace(skipped=state.local.skipped + bad))
 
         def apart(grads):
             change, local = after_freeze.update(grads, state.local, params)
