@@ -20,6 +20,9 @@ from jaxcomp.compressors import sign as sign
 from jaxcomp.compressors import top_k as top_k
 from jaxcomp.overlap import OverlappedStep as OverlappedStep
 from jaxcomp.overlap import overlapped_train_step as overlapped_train_step
+from jaxcomp.qsdp import QSDP as QSDP
+from jaxcomp.qsdp import qsdp as qsdp
+from jaxcomp.qsdp_step import qsdp_train_step as qsdp_train_step
 from jaxcomp.resizing import resize as resize
 from jaxcomp.sharding import local_params as local_params
 from jaxcomp.sharding import per_replica as per_replica

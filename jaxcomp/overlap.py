@@ -16,7 +16,7 @@ import optax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxcomp.sharding import per_replica, stack, state_specs, to_varying, unstack, varies_over
+from jaxcomp.sharding import per_replica, specs_of, stack, state_specs, to_varying, unstack
 from jaxcomp.step import TrainStep, apply_update, check_batch, local_gradients, train_step
 
 
@@ -125,7 +125,7 @@ def overlapped_train_step(
 
     sharded = functools.partial(jax.shard_map, mesh=mesh)
     specs_of_state = functools.partial(state_specs, tx, mesh=mesh, axis_name=axis_name)
-    specs_of_exchanged = _specs_of(begin, mesh, axis_name)
+    specs_of_exchanged = specs_of(begin, mesh, axis_name)
 
     @jax.jit
     def exchange_program(params, state):
@@ -152,30 +152,6 @@ def overlapped_train_step(
     helper = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="gradient")
     step = OverlappedStep(exchange_program, gradient_program, finish_program, helper)
     return TrainStep(plain.init, step)
-
-
-def _specs_of(function, mesh, axis_name):
-    """Makes a function that finds the PartitionSpecs of what `function` makes in `shard_map`."""
-    known = {}
-
-    def trace(in_specs, args):
-        found = []
-
-        def note(*args):
-            spec = lambda x: P(axis_name) if varies_over(x, axis_name) else P()
-            found.append(jax.tree.map(spec, function(*args)))
-
-        jax.eval_shape(jax.shard_map(note, mesh=mesh, in_specs=in_specs, out_specs=None), *args)
-        return found[0]
-
-    def specs_of(in_specs, *args):
-        leaves, treedef = jax.tree.flatten(args)
-        key = treedef, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
-        if key not in known:
-            known[key] = trace(in_specs, args)
-        return known[key]
-
-    return specs_of
 
 
 def _compiled(function, *args):

@@ -1,5 +1,6 @@
 """The state of N replicas as one for M replicas."""
 
+import dataclasses
 import math
 from typing import Any
 
@@ -7,15 +8,17 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
+from jaxcomp.shards import is_shard, recut
+
 
 def resize(state: Any, like: Any) -> Any:
     """Turns the state of N replicas into one for M replicas that goes on from the same place.
 
     Rows of replicas (residuals, drift, local moments, accumulators) become their mean, in all
     M rows, so that their mean over replicas, which is what training sees, stays. What owners
-    hold of a bucket (`owner_residual`) is laid out anew over M owners. Counts of steps left out
-    (`skipped`) are added up in the first row. The rest is copied. The mesh's other axes must keep
-    their sizes.
+    hold of a bucket (`owner_residual`) or of a parameter (a `Shard`) is laid out anew over M
+    owners. Counts of steps left out (`skipped`) are added up in the first row. The rest is copied.
+    The mesh's other axes must keep their sizes.
 
     Args:
       state: Global state of N replicas, as arrays or NumPy arrays.
@@ -40,7 +43,7 @@ def resize(state: Any, like: Any) -> Any:
             f"the first axes change in more than one way, {sorted(changes)}, but only the number "
             "of replicas may change; is this the same model?"
         )
-    return jax.tree_util.tree_map_with_path(_resize_leaf, state, like)
+    return jax.tree_util.tree_map_with_path(_resize_node, state, like, is_leaf=is_shard)
 
 
 def reset_residuals(state: Any) -> Any:
@@ -65,6 +68,13 @@ def reset_residuals(state: Any) -> Any:
 
 def _is_field(path, name: str) -> bool:
     return any(getattr(key, "name", None) == name for key in path)
+
+
+def _resize_node(path, old, new):
+    if not is_shard(old):
+        return _resize_leaf(path, old, new)
+    data = recut(jnp.asarray(old.data), old.shape, new.data.shape[0])
+    return dataclasses.replace(old, data=_resize_leaf(path, data, new.data))
 
 
 def _resize_leaf(path, old, new):

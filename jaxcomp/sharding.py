@@ -279,3 +279,27 @@ def full_specs(params, mesh, axis_name, param_specs):
                 "replicas hold equal parameters: use the mesh's other axes, or jaxcomp.qsdp."
             )
     return specs
+
+
+def specs_of(function, mesh, axis_name):
+    """Makes a function that finds the PartitionSpecs of what `function` makes in `shard_map`."""
+    known = {}
+
+    def trace(in_specs, args):
+        found = []
+
+        def note(*args):
+            spec = lambda x: P(axis_name) if varies_over(x, axis_name) else P()
+            found.append(jax.tree.map(spec, function(*args)))
+
+        jax.eval_shape(jax.shard_map(note, mesh=mesh, in_specs=in_specs, out_specs=None), *args)
+        return found[0]
+
+    def specs(in_specs, *args):
+        leaves, treedef = jax.tree.flatten(args)
+        key = treedef, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+        if key not in known:
+            known[key] = trace(in_specs, args)
+        return known[key]
+
+    return specs

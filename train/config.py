@@ -118,6 +118,8 @@ class Config:
     """Microbatches of one optimizer step; their mean gradient is exchanged once."""
     overlap: bool = False
     """Dispatch the exchange beside the gradient, for methods that can, as cocktail_sgd; on CPU."""
+    qsdp: str | None = None
+    """Parameters in shards, as `qsdp(axis_name, quantize(8, block=1024))`; None: all everywhere."""
     eval_every: int = 100
     """Steps between evaluations; the last step is always evaluated."""
     eval_batches: int = 8

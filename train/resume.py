@@ -12,7 +12,7 @@ import jaxcomp
 from jaxcomp.resizing import reset_residuals
 from train import checkpoint, checkpoint_files, checkpoint_trees, processes
 from train.config import AXIS_NAME, to_json
-from train.task import Task, state_shapes
+from train.task import Task, shapes_of
 
 _METADATA = {"progress", "num_replicas", "data_sha256"}  # needed to go on
 
@@ -102,9 +102,10 @@ def _restore(task: Task, directory: Path, step: int) -> tuple[Any, Any, Progress
         )
     like, num_replicas = task.like, saved["num_replicas"]
     if num_replicas != task.mesh.size:
-        like = {**like, "state": _like_saved(task, num_replicas)}
+        like = _like_saved(task, num_replicas)
     tree, saved, _ = checkpoint.restore(directory, like, step)
-    state = jaxcomp.resize(tree["state"], task.like["state"])
+    tree = jaxcomp.resize(tree, task.like)
+    state = tree["state"]
     if num_replicas != task.mesh.size:
         state = _resized(task, state, step, num_replicas)
     return tree["params"], state, Progress(**saved["progress"])
@@ -123,13 +124,13 @@ def _resized(task: Task, state: Any, step: int, num_replicas: int) -> Any:
 
 
 def _like_saved(task: Task, num_replicas: int) -> Any:
-    """The state of another number of replicas, on this run's mesh."""
+    """Parameters and state of another number of replicas, on this run's mesh."""
     # What an owner keeps of a bucket depends on their number in its length too.
     resized = jax.tree.map(
         lambda x, old: jax.ShapeDtypeStruct(
             x.shape[:1] + old.shape[1:], x.dtype, sharding=x.sharding
         ),
-        task.like["state"],
-        state_shapes(task, num_replicas),
+        task.like,
+        shapes_of(task, num_replicas),
     )
     return checkpoint_trees.like_replicas(resized, num_replicas, AXIS_NAME)

@@ -1,6 +1,7 @@
 """What one run trains, made from its config: model, loss, transformation, data and functions."""
 
 import functools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -12,7 +13,8 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxcomp
-from train import advice, data, devices, plan
+from jaxcomp.shards import is_shard
+from train import advice, data, devices, plan, sharded
 from train import config as configs
 from train.config import AXIS_NAME, Config
 from train.models.gpt import GPT
@@ -49,11 +51,7 @@ def make_task(config: Config) -> Task:
     corpus = data.read(config.data, config.model.context)
     objective = OBJECTIVES[config.objective]
     model = GPT(config.model, objective.causal)
-    tx = configs.transformation(config)
-
-    def loss_fn(params, batch):
-        return objective.loss(lambda tokens: model.apply({"params": params}, tokens), batch)
-
+    loss_fn = _loss(config, model)
     everywhere = NamedSharding(mesh, P())
     tokens = jax.ShapeDtypeStruct((1, config.model.context), "int32")
 
@@ -61,14 +59,12 @@ def make_task(config: Config) -> Task:
     def init_params():
         return model.init(jax.random.key(config.seed), np.zeros(tokens.shape, "int32"))["params"]
 
-    make = jaxcomp.overlapped_train_step if config.overlap else jaxcomp.train_step
-    functions = make(loss_fn, tx, mesh, AXIS_NAME, accumulate=config.accumulate)
+    functions = _functions(config, mesh)
 
     def init(params=None):
-        params = init_params() if params is None else params
-        return params, functions.init(params)
+        return functions.init(init_params() if params is None else params)
 
-    like = _shapes(init, mesh, tx)
+    like = _shapes(config, functions.init, jax.eval_shape(init_params), mesh)
     rows = NamedSharding(mesh, P(AXIS_NAME))
     shape = (config.data.batch, *objective.shape(config.model.context))
     abstract_batch = jax.ShapeDtypeStruct(shape, "int32", sharding=rows)
@@ -82,6 +78,7 @@ def make_task(config: Config) -> Task:
     evaluate_batch = jax.jit(loss_fn)
 
     def evaluate(params):
+        params = functions.whole(params)
         total = sum(evaluate_batch(params, batch) for batch in _validation(config, corpus, rows))
         return total / config.eval_batches
 
@@ -100,7 +97,7 @@ def make_task(config: Config) -> Task:
         return 0 if skipped is None else int(total(skipped))
 
     sent = jaxcomp.report.sent_bytes_by_part(programs, mesh, AXIS_NAME)
-    rounds = plan.rounds(tx, config.steps)
+    rounds = plan.rounds(configs.transformation(config), config.steps)
     mean = plan.total_bytes(sent, rounds, config.steps) / config.steps
     return Task(
         config=config,
@@ -177,31 +174,59 @@ def _placed(config: Config, sharding: NamedSharding, make: Callable, key: list[i
     return jax.make_array_from_callback(shape, sharding, part)
 
 
-def _shapes(init, mesh, tx) -> dict[str, Any]:
+def _loss(config: Config, model: GPT) -> Callable[[Any, Any], jax.Array]:
+    objective = OBJECTIVES[config.objective]
+
+    def loss_fn(params, batch):
+        return objective.loss(lambda tokens: model.apply({"params": params}, tokens), batch)
+
+    return loss_fn
+
+
+def _functions(config: Config, mesh: Mesh) -> sharded.Sharded:
+    """How the run begins and steps, and what its parameters are in natural shapes."""
+    tx, causal = configs.transformation(config), OBJECTIVES[config.objective].causal
+    fsdp = sharded.method(config)
+    if fsdp is not None:
+        loss_fn = _loss(config, GPT(config.model, causal, fsdp.layer))
+        return sharded.functions(config, fsdp, loss_fn, tx, mesh)
+    make = jaxcomp.overlapped_train_step if config.overlap else jaxcomp.train_step
+    loss_fn = _loss(config, GPT(config.model, causal))
+    made = make(loss_fn, tx, mesh, AXIS_NAME, accumulate=config.accumulate)
+    init = lambda params: (params, made.init(params))
+    return sharded.Sharded(init, made.step, lambda params: params)
+
+
+def _shapes(config: Config, init, params, mesh: Mesh) -> dict[str, Any]:
     """Shapes, dtypes and shardings of parameters and state, without computing them."""
-    params, state = jax.eval_shape(init)
-    tx = jaxcomp.per_replica(tx, AXIS_NAME)
+    placed = lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
+    params = jax.tree.map(lambda x: placed(x, NamedSharding(mesh, P())), params)
+    like = jax.eval_shape(init, params)
+    if config.qsdp is not None:
+        shardings = jax.jit(init).lower(params).compile().output_shardings
+        return dict(zip(("params", "state"), jax.tree.map(placed, like, shardings), strict=True))
+    tx = jaxcomp.per_replica(configs.transformation(config), AXIS_NAME)
     specs = jaxcomp.state_specs(tx, params, mesh, AXIS_NAME)
-
-    def placed(x, spec):
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
-
-    params = jax.tree.map(lambda x: placed(x, P()), params)
-    return {"params": params, "state": jax.tree.map(placed, state, specs)}
+    state = jax.tree.map(lambda x, spec: placed(x, NamedSharding(mesh, spec)), like[1], specs)
+    return {"params": params, "state": state}
 
 
-def state_shapes(task: Task, num_replicas: int) -> Any:
-    """Shapes and dtypes of the run's state, as another number of replicas would hold it."""
+def shapes_of(task: Task, num_replicas: int) -> dict[str, Any]:
+    """Shapes and dtypes of the run's parameters and state, as so many replicas would hold them."""
     mesh = AbstractMesh((num_replicas,), (AXIS_NAME,), axis_types=(AxisType.Auto,))
-    tx = configs.transformation(task.config)
-    init = jaxcomp.train_step(lambda params, batch: 0.0, tx, mesh, AXIS_NAME).init
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), task.like["params"])
-    return jax.eval_shape(init, shapes)
+    natural = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, jax.tree.leaves(x)[0].dtype),
+        task.like["params"],
+        is_leaf=is_shard,
+    )
+    params, state = jax.eval_shape(_functions(task.config, mesh).init, natural)
+    return {"params": params, "state": state}
 
 
 def num_parameters(task: Task) -> int:
     """Elements of all parameters."""
-    return sum(leaf.size for leaf in jax.tree.leaves(task.like["params"]))
+    leaves = jax.tree.leaves(task.like["params"], is_leaf=is_shard)
+    return sum(math.prod(leaf.shape) for leaf in leaves)
 
 
 def report(task: Task) -> str:

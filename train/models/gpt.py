@@ -1,6 +1,7 @@
 """A transformer language model in Flax: GPT, or BERT's twin of it."""
 
 import dataclasses
+from collections.abc import Callable
 
 import flax.linen as nn
 import jax
@@ -71,10 +72,12 @@ class GPT(nn.Module):
 
     With `causal=False` every position sees all others, as in BERT. Call with tokens
     i32[batch, time], time at most `config.context`; returns logits f32[batch, time, vocab].
+    With `layer`, as `jaxcomp.QSDP.layer`, the parameters of the blocks are shards.
     """
 
     config: GPTConfig
     causal: bool = True
+    layer: Callable | None = None
 
     @nn.compact
     def __call__(self, tokens_BxT):
@@ -86,7 +89,13 @@ class GPT(nn.Module):
         x_BxTxD = embed(tokens_BxT) + position[None, :time]
         x_NxD = x_BxTxD.reshape(-1, c.width).astype(c.dtype)
         for index in range(c.layers):
-            x_NxD = Block(c, self.causal, name=f"block_{index}")(x_NxD, time)
+            name = f"block_{index}"
+            if self.layer is None:
+                x_NxD = Block(c, self.causal, name=name)(x_NxD, time)
+            else:
+                block = Block(c, self.causal, parent=None)
+                apply = self.layer(lambda p, x, block=block: block.apply({"params": p}, x, time))
+                x_NxD = apply(self.variables["params"][name], x_NxD)
         x_NxD = nn.LayerNorm(dtype=x_NxD.dtype, name="norm")(x_NxD)
         logits_NxV = x_NxD @ embed.embedding.astype(x_NxD.dtype).T
         return logits_NxV.reshape(batch, time, c.vocab).astype(jnp.float32)

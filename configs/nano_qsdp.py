@@ -1,0 +1,23 @@
+"""The nano task with parameters in shards: weights and gradients travel in 8 bits, by QSDP.
+
+    python -m train configs/nano_qsdp.py
+
+The same model, data and order as configs/nano_dense.py. Each of 4 replicas holds a quarter of the
+parameters and of Adam's moments; min-max blocks of 1,024, weights to nearest, gradients stochastic.
+
+The loss it reaches has not been measured yet.
+"""
+
+import dataclasses
+
+from configs import nano_dense
+from train.config import Config
+
+
+def get_config() -> Config:
+    """The dense run in shards."""
+    dense = nano_dense.get_config()
+    optimizer = dataclasses.replace(dense.optimizer, update="adam(learning_rate)")
+    return dataclasses.replace(
+        dense, name="nano_qsdp", optimizer=optimizer, qsdp="qsdp(axis_name)"
+    )

@@ -1,0 +1,60 @@
+"""Several arrays behind each other as one bucket, each by a code of its own."""
+
+import itertools
+
+import jax.numpy as jnp
+
+from jaxcomp.compressors.base import Compressor, Payload
+from jaxcomp.compressors.packing import fold
+
+
+def fused(*parts: tuple[Compressor, int]) -> Compressor:
+    """Codes the parts of a bucket apart, so that no block lies in two of them, as one payload.
+
+    All parts see the same shared key, and so the same random shift; rounding noise is a part's
+    own. Unlike other compressors it is made for buckets of one size.
+
+    Args:
+      *parts: The code and the number of elements of each part, at least 1, in the order of the
+        bucket.
+
+    Returns:
+      A `Compressor`. Its promises are those that all parts make.
+
+    Raises:
+      ValueError: At construction, without parts; at trace time, for a bucket of another size.
+    """
+    if not parts:
+        raise ValueError("fused() got no part; write fused((quantize(8), numel))")
+    codes, sizes = zip(*parts, strict=True)
+    numel, ends = sum(sizes), list(itertools.accumulate(sizes))
+
+    def encode(x, shared, private):
+        if x.size != numel:
+            raise ValueError(
+                f"fused got a bucket of {x.size} values, needs the {numel} of its parts"
+            )
+        pieces = [x[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+        data = [
+            code.encode(piece, shared, fold(private, index)).data
+            for index, (code, piece) in enumerate(zip(codes, pieces, strict=True))
+        ]
+        return Payload(tuple(data), numel)
+
+    def decode(payload, shared):
+        pieces = [
+            code.decode(Payload(data, size), shared)
+            for code, size, data in zip(codes, sizes, payload.data, strict=True)
+        ]
+        return jnp.concatenate(pieces)
+
+    contractions = [code.contraction for code in codes]
+    return Compressor(
+        name=f"fused({', '.join(f'({code.name}, {size})' for code, size in parts)})",
+        encode=encode,
+        decode=decode,
+        bits_per_parameter=sum(c.bits_per_parameter * n for c, n in parts) / numel,
+        contraction=None if None in contractions else min(contractions),
+        unbiased=all(code.unbiased for code in codes),
+        linear=all(code.linear for code in codes),
+    )

@@ -1,0 +1,121 @@
+"""A whole training step of sharded parameters: gathered forward and backward, updated in shards."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from jaxcomp.qsdp import QSDP
+from jaxcomp.sharding import largest, per_replica, specs_of, stack, to_varying, unstack
+from jaxcomp.step import TrainStep, check_batch
+
+
+class QSDPState(NamedTuple):
+    """State of `qsdp_train_step`."""
+
+    count: jax.Array  # i32[], steps so far, skipped ones included; the source of all keys
+    inner: Any  # the optimizer's, of shards
+
+
+def qsdp_train_step(
+    loss_fn: Callable[[Any, Any], jax.Array],
+    tx: optax.GradientTransformation,
+    mesh: Mesh,
+    fsdp: QSDP,
+    *,
+    accumulate: int = 1,
+) -> TrainStep:
+    """Makes jitted `init` and `step` of a loss and an optimizer, of parameters in shards.
+
+    Gradients arrive at the shards as means over the replicas; nothing else is exchanged, but for
+    one float32 that says whether all of the update is finite. If it is not, parameters and
+    optimizer stay as they were on all replicas.
+
+    Args:
+      loss_fn: `(shards, batch) -> f32[]`, the mean loss over the batch that it is given. It gets
+        what `fsdp.local` returns, and uses it by `fsdp.gather` and `fsdp.layer`.
+      tx: Any optimizer whose update of an entry depends on that entry alone, as Adam's. Norms of
+        a whole gradient, as for `jaxcomp.clip_by_global_norm`, have to be summed over
+        `fsdp.axis_name`; it does that.
+      mesh: Of one axis, `fsdp.axis_name`.
+      fsdp: As `jaxcomp.qsdp` makes it.
+      accumulate: Microbatches that a replica's batch is cut into, in turn. Each gathers the
+        weights and scatters gradients anew, with draws of its own.
+
+    Returns:
+      `init(shards) -> QSDPState` and `step(shards, state, batch) -> (shards, state, metrics)`,
+      with shards from `fsdp.shard`, the batch and the metrics as for `jaxcomp.train_step`. `step`
+      donates shards and state.
+
+    Raises:
+      ValueError: At construction, if the mesh has other axes; at the first call, if the batch
+        cannot be divided.
+    """
+    axis_name = fsdp.axis_name
+    if accumulate < 1:
+        raise ValueError(f"accumulate is {accumulate}; write at least 1.")
+    if mesh.axis_names != (axis_name,):
+        raise ValueError(
+            f"qsdp_train_step got a mesh of axes {mesh.axis_names}, needs one of {axis_name!r} "
+            "alone."
+        )
+    tx = per_replica(tx, axis_name)
+    rows = P(axis_name)
+    sharded = functools.partial(jax.shard_map, mesh=mesh)
+
+    def begin(shards):
+        return QSDPState(jnp.int32(0), tx.init(unstack(shards, axis_name)))
+
+    state_specs = specs_of(begin, mesh, axis_name)
+
+    def one_step(shards, state, batch):
+        loss, grads = _mean_gradients(loss_fn, fsdp, accumulate, shards, state.count, batch)
+        shards, grads = unstack((shards, grads), axis_name)
+        updates, inner = tx.update(grads, state.inner, shards)
+        bad = ~jnp.all(jnp.stack([jnp.all(jnp.isfinite(u)) for u in jax.tree.leaves(updates)]))
+        skipped = largest(bad.astype(jnp.float32)) > 0
+        new = optax.apply_updates(shards, updates), inner
+        shards, inner = jax.tree.map(
+            functools.partial(jnp.where, ~skipped), new, (shards, state.inner)
+        )
+        state = QSDPState(optax.safe_increment(state.count), inner)
+        return stack(shards, axis_name), state, loss[None], skipped
+
+    @jax.jit
+    def init(shards):
+        return sharded(begin, in_specs=rows, out_specs=state_specs(rows, shards))(shards)
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(shards, state, batch):
+        check_batch(batch, axis_name, mesh.size, accumulate)
+        specs = state_specs(rows, shards)
+        shards, state, loss, skipped = sharded(
+            one_step, in_specs=(rows, specs, rows), out_specs=(rows, specs, rows, P())
+        )(shards, state, batch)
+        return shards, state, {"loss": loss, "skipped": skipped}
+
+    return TrainStep(init, step)
+
+
+def _mean_gradients(loss_fn, fsdp, accumulate, shards, count, batch):
+    """The loss and the shards' gradient, in the mean over this replica's microbatches."""
+    micro = jax.tree.map(lambda x: x.reshape(accumulate, -1, *x.shape[1:]), batch)
+
+    def of_part(index, part):
+        loss = lambda shards: loss_fn(fsdp.local(shards, count, index), part)
+        return jax.value_and_grad(loss)(shards)
+
+    def add(total, indexed):
+        return jax.tree.map(jnp.add, total, of_part(*indexed)), None
+
+    if accumulate == 1:
+        return of_part(0, batch)
+    zero = to_varying((jnp.float32(0), jax.tree.map(jnp.zeros_like, shards)), fsdp.axis_name)
+    total, _ = lax.scan(add, zero, (jnp.arange(accumulate), micro))
+    return jax.tree.map(lambda x: x / accumulate, total)

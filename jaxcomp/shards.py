@@ -1,0 +1,64 @@
+"""Parameters in equal flat shards, one a replica, and back in their natural shapes."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxcomp.compressors import Compressor, Key
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Shard:
+    """One parameter in flat shards; a node of the tree, whose array optimizers see.
+
+    The shards behind each other, cut to the parameter's size, are the flattened parameter; what
+    is behind its end are zeros. A stacked parameter, one slice for each of L layers that are
+    scanned over, has shards of every layer.
+    """
+
+    data: Any  # [num_shards, *stack, numel]; a replica's own: [*stack, numel]; stack: () or (L,)
+    shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})  # of one layer's
+    weights: Compressor = dataclasses.field(metadata={"static": True})  # by which it is gathered
+    gradients: Compressor = dataclasses.field(metadata={"static": True})  # and its gradient sent
+    key: Key | None = None  # [*stack], of the step and the parameter, for the time of a gather
+
+
+def is_shard(x: Any) -> bool:
+    """Whether a node of a tree is a `Shard`."""
+    return isinstance(x, Shard)
+
+
+def map_shards(function, tree: Any, *rest: Any) -> Any:
+    """Maps over the `Shard`s of trees of one structure; what is none stays as in the first."""
+    keep = lambda x, *others: function(x, *others) if is_shard(x) else x
+    return jax.tree.map(keep, tree, *rest, is_leaf=is_shard)
+
+
+def numel_of(shape: tuple[int, ...], num_shards: int) -> int:
+    """Elements of one shard, at least 1: empty arrays have no sharding."""
+    return max(1, -(-math.prod(shape) // num_shards))
+
+
+def cut(x: jax.Array, num_stacked: int, num_shards: int) -> jax.Array:
+    """Cuts an array `[*stack, *shape]` into shards: `[num_shards, *stack, numel]`."""
+    stack, shape = x.shape[:num_stacked], x.shape[num_stacked:]
+    flat = x.reshape(*stack, math.prod(shape))
+    padding = num_shards * numel_of(shape, num_shards) - math.prod(shape)
+    flat = jnp.pad(flat, [(0, 0)] * num_stacked + [(0, padding)])
+    return jnp.moveaxis(flat.reshape(*stack, num_shards, -1), num_stacked, 0)
+
+
+def natural(data: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Undoes `cut`: `[num_shards, *stack, numel] -> [*stack, *shape]`."""
+    stack = data.shape[1:-1]
+    flat = jnp.moveaxis(data, 0, len(stack)).reshape(*stack, data.shape[0] * data.shape[-1])
+    return flat[..., : math.prod(shape)].reshape(*stack, *shape)
+
+
+def recut(data: jax.Array, shape: tuple[int, ...], num_shards: int) -> jax.Array:
+    """Lays the shards of a parameter out anew: `[N, *stack, n] -> [num_shards, *stack, m]`."""
+    return cut(natural(data, shape), data.ndim - 2, num_shards)

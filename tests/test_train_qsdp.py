@@ -1,0 +1,138 @@
+"""Runs in shards: as without them where codes are exact, and they go on, on other shards too."""
+
+import dataclasses
+import functools
+import random
+
+import jax
+import numpy as np
+import pytest
+
+from train import loop, sharded
+from train import task as tasks
+from train.config import Config, Data, Optimizer
+from train.models.gpt import GPTConfig
+
+STEPS = 4
+EXACT = "qsdp(axis_name, identity(), identity())"
+LOSSY = "qsdp(axis_name, quantize(4, block=64, rounding='shift'))"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_compiler():
+    """Most of the time of a tiny run is the compiler's."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture(scope="module")
+def config_of(tmp_path_factory):
+    """Makes configs of tiny runs; none shares a folder with another."""
+    folder = tmp_path_factory.mktemp("qsdp")
+    draw = random.Random(0)
+    (folder / "text.txt").write_text("".join(draw.choices("the of and to in is ", k=9000)))
+
+    def make(name, qsdp, update="adam(learning_rate, eps=1e-4)", **changes):
+        return Config(
+            name=name,
+            steps=STEPS,
+            optimizer=Optimizer(update, 1e-2, 1),
+            qsdp=qsdp,
+            runs_dir=str(folder / "runs"),
+            eval_batches=1,
+            data=Data(path=str(folder / "text.txt"), batch=12),
+            model=GPTConfig(layers=2, width=16, heads=2, context=16),
+            **({"log_every": 1, "checkpoint_every": 2, "replicas": 2} | changes),
+        )
+
+    return make
+
+
+@functools.cache
+def compiled(config):
+    return tasks.make_task(config)
+
+
+@pytest.fixture(autouse=True)
+def compile_once(monkeypatch):
+    """Runs that differ in length or name share the compiled program."""
+
+    def make_task(config):
+        task = compiled(dataclasses.replace(config, name="any", runs_dir=""))
+        return task._replace(config=config)
+
+    monkeypatch.setattr(loop, "make_task", make_task)
+
+
+def run(config, *, until=None):
+    """Trains, or stops after some steps as a signal does; the losses of all steps so far."""
+    if until is None:
+        rows = loop.run(config)
+    else:
+        done = iter([False] * until + [True])
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(loop, "stop_signals", stopping(lambda: next(done)))
+            with pytest.raises(KeyboardInterrupt):
+                loop.run(config)
+        return None
+    return [row["loss"] for row in rows[1:]], rows[-1]["val_loss"]
+
+
+def stopping(answer):
+    class Stop:
+        def __enter__(self):
+            return answer
+
+        def __exit__(self, *error):
+            return None
+
+    return Stop
+
+
+def test_exact_codes_train_as_replicas_do_that_hold_everything(config_of):
+    update = "chain(compressed_mean(identity(), axis_name), adam(learning_rate, eps=1e-4))"
+    losses, last = run(config_of("dense", None, update))
+    in_shards, last_in_shards = run(config_of("exact", EXACT))
+    # Gradients are summed in another order, and Adam with eps=1e-4 magnifies that little.
+    np.testing.assert_allclose(in_shards, losses, rtol=1e-5)
+    assert abs(last_in_shards - last) < 1e-5 * last
+
+
+def test_a_run_goes_on_bit_for_bit_and_on_other_shards_to_rounding(config_of):
+    whole = run(config_of("whole", LOSSY))
+    parts = config_of("parts", LOSSY)
+    run(parts, until=1)
+    assert run(parts) == whole
+
+    exact = run(config_of("exact again", EXACT))
+    moved = config_of("moved", EXACT)
+    run(moved, until=2)
+    losses, last = run(dataclasses.replace(moved, replicas=3))
+    np.testing.assert_allclose(losses, exact[0], rtol=1e-5)
+    assert abs(last - exact[1]) < 1e-5 * last
+
+
+def test_the_report_counts_parameters_and_what_is_held(config_of):
+    task = compiled(dataclasses.replace(config_of("any", LOSSY), runs_dir=""))
+    model = task.config.model
+    per_block = 12 * model.width**2 + 13 * model.width
+    numel = 256 * model.width + model.context * model.width + 2 * model.width + 2 * per_block
+    assert tasks.num_parameters(task) == numel
+    assert f"{numel:,} parameters on 2 replicas" in tasks.report(task)
+    held = sum(x.sharding.shard_shape(x.shape)[-1] for x in jax.tree.leaves(task.like["params"]))
+    assert numel / 2 <= held < 1.01 * numel / 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"qsdp": "quantize(8)"}, "is a Compressor; write qsdp"),
+        ({"qsdp": "qsdp(axis)"}, "'axis' is not a name"),
+        ({"qsdp": EXACT, "overlap": True}, "overlap=True cannot be used with qsdp"),
+        ({"qsdp": EXACT, "start_from": "runs/a"}, "start_from='runs/a' cannot be used with qsdp"),
+    ],
+)
+def test_what_is_no_run_in_shards_is_refused(config_of, changes, message):
+    with pytest.raises(ValueError, match=message):
+        sharded.method(config_of("refused", **({"qsdp": None} | changes)))

@@ -1,0 +1,75 @@
+"""Runs whose parameters live in shards: what they train with, and the shapes of it."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import optax
+from jax.sharding import Mesh
+
+import jaxcomp
+from train import expression
+from train.config import AXIS_NAME, Config
+
+
+class Sharded(NamedTuple):
+    """The functions of a run in shards."""
+
+    init: Callable[[Any], tuple[Any, Any]]  # natural parameters -> shards, state
+    step: Callable[[Any, Any, Any], tuple[Any, Any, dict]]  # as of `jaxcomp.qsdp_train_step`
+    whole: Callable[[Any], Any]  # shards -> natural parameters, everywhere
+
+
+def method(config: Config) -> jaxcomp.QSDP | None:
+    """Makes what `config.qsdp` describes; None for a run whose replicas hold all parameters.
+
+    Raises:
+      ValueError: If it is no call of `qsdp`, or excludes another field of the config.
+    """
+    if config.qsdp is None:
+        return None
+    for field, default in (("overlap", False), ("start_from", None)):
+        if getattr(config, field) != default:
+            raise ValueError(
+                f"{field}={getattr(config, field)!r} cannot be used with qsdp={config.qsdp!r}; set "
+                f"one of the two to {default} or None."
+            )
+    fsdp = expression.evaluate(config.qsdp, {"axis_name": AXIS_NAME})
+    if not isinstance(fsdp, jaxcomp.QSDP):
+        raise ValueError(
+            f"qsdp={config.qsdp!r} is a {type(fsdp).__name__}; write qsdp(axis_name, quantize(8))."
+        )
+    return fsdp
+
+
+def functions(
+    config: Config,
+    fsdp: jaxcomp.QSDP,
+    loss_fn: Callable[[Any, Any], jax.Array],
+    tx: optax.GradientTransformation,
+    mesh: Mesh,
+) -> Sharded:
+    """Makes the functions of a run.
+
+    Args:
+      config: Of the run.
+      fsdp: Its `method`.
+      loss_fn: `(params, batch) -> f32[]` of a model whose blocks, `params["block_0"]` and so on,
+        are shards, and all else whole.
+      tx: The optimizer.
+      mesh: Of the run, or an abstract one, for shapes.
+
+    Returns:
+      The functions, of which `whole` is jitted.
+    """
+
+    def sharded_loss(shards, batch):
+        return loss_fn(fsdp.gather(shards, but="^block_"), batch)
+
+    made = jaxcomp.qsdp_train_step(sharded_loss, tx, mesh, fsdp, accumulate=config.accumulate)
+
+    def init(params):
+        shards = fsdp.shard(params, mesh)
+        return shards, made.init(shards)
+
+    return Sharded(init, made.step, jax.jit(lambda shards: fsdp.unshard(shards, mesh)))
