@@ -134,6 +134,7 @@ def test_file_without_a_config_is_refused(tmp_path, text):
         (lambda: Optimizer(UPDATE, 1.0, -1), "warmup_steps=-1 must be at least 0"),
         (lambda: Optimizer(UPDATE, 1.0, final_fraction=1.5), "final_fraction=1.5 must be in"),
         (lambda: Optimizer(UPDATE, 1.0, final_fraction=-0.5), "final_fraction=-0.5 must be in"),
+        (lambda: Optimizer(UPDATE, 1.0, 1, "exponential", 0.0), "fraction=0 is never reached"),
         (lambda: Optimizer("adamw(", 1.0), r"optimizer.update: 'adamw\(' is not an expression"),
     ],
 )
@@ -161,7 +162,13 @@ def test_json_with_a_key_of_another_version_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("kind", "middle", "last"), [("cosine", 0.55, 0.1), ("linear", 0.55, 0.1), ("constant", 1, 1)]
+    ("kind", "middle", "last"),
+    [
+        ("cosine", 0.55, 0.1),
+        ("linear", 0.55, 0.1),
+        ("exponential", 0.1**0.5, 0.1),
+        ("constant", 1, 1),
+    ],
 )
 def test_schedule_warms_up_and_decays_to_the_last_step(kind, middle, last):
     rate = configs.schedule(Optimizer(UPDATE, 2.0, 10, schedule=kind), 110)

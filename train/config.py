@@ -72,10 +72,11 @@ class Optimizer:
     """Peak of the schedule, in update units per step; > 0."""
     warmup_steps: int = 0
     """Steps in which the rate rises linearly from 0 to the peak; less than steps."""
-    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    schedule: Literal["cosine", "linear", "exponential", "constant"] = "cosine"
     """Form of the decay from the peak, after the warm-up until the last step."""
     final_fraction: float = 0.1
-    """Rate at the last step as a share of the peak, in [0, 1]; constant stays at the peak."""
+    """Rate at the last step as a share of the peak, in [0, 1]; positive where the decay is
+    exponential; constant stays at the peak."""
 
     def __post_init__(self):
         _at_least(0, "optimizer.warmup_steps", self.warmup_steps)
@@ -87,6 +88,11 @@ class Optimizer:
         if not 0 <= self.final_fraction <= 1:
             raise ValueError(
                 f"optimizer.final_fraction={self.final_fraction} must be in [0, 1]; write 0.1."
+            )
+        if self.schedule == "exponential" and not self.final_fraction:
+            raise ValueError(
+                "optimizer.final_fraction=0 is never reached by optimizer.schedule='exponential'; "
+                "write --optimizer.final-fraction 0.1."
             )
         try:
             expression.check(self.update, dict.fromkeys(_BINDINGS))
@@ -234,6 +240,9 @@ def schedule(optimizer: Optimizer, steps: int) -> optax.Schedule:
     decay = {
         "cosine": optax.cosine_decay_schedule(peak, decay_steps, optimizer.final_fraction),
         "linear": optax.linear_schedule(peak, peak * optimizer.final_fraction, decay_steps),
+        "exponential": optax.exponential_decay(
+            peak, decay_steps, optimizer.final_fraction, end_value=peak * optimizer.final_fraction
+        ),
         "constant": optax.constant_schedule(peak),
     }[optimizer.schedule]
     if not optimizer.warmup_steps:
