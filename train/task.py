@@ -1,7 +1,7 @@
 """What one run trains, made from its config: model, loss, transformation, data and functions."""
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -12,10 +12,10 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxcomp
-from train import advice, data, devices, plan
+from train import advice, devices, examples, plan
 from train import config as configs
 from train.config import AXIS_NAME, Config
-from train.models.gpt import GPT
+from train.examples import Examples
 from train.objectives import OBJECTIVES
 
 
@@ -24,12 +24,12 @@ class Task(NamedTuple):
 
     config: Config
     mesh: Mesh
-    corpus: data.Corpus
+    examples: Examples
     init: Callable[..., tuple[Any, Any]]  # (params or random ones) -> params, state
     step: Callable[..., tuple[Any, Any, dict]]  # params, state, batch -> params, state, metrics
     programs: tuple[jax.stages.Compiled, ...]  # that a step runs
-    batch: Callable[[int], jax.Array]  # step -> i32[batch, ...], see `objectives`
-    evaluate: Callable[[Any], jax.Array]  # consensus params -> f32[], nats per token
+    batch: Callable[[int], Any]  # step -> pytree of [batch, ...], see `objectives`
+    evaluate: Callable[[Any], dict[str, jax.Array]]  # consensus params -> the objective's measures
     mean_losses: Callable[[list], list[float]]  # each step's f32[num_replicas] -> its mean
     left_out: Callable[[Any], int]  # state -> steps that single replicas have left out
     like: Any  # {"params", "state"}: shapes, dtypes and shardings
@@ -38,28 +38,40 @@ class Task(NamedTuple):
     sent_bytes: float  # that one replica sends in a step, in the mean over the run
 
 
-def make_task(config: Config) -> Task:
+def make_task(config: Config, read: Callable[[Config], Examples] = examples.read) -> Task:
     """Builds and compiles everything that a run needs; trains nothing.
 
+    Args:
+      config: The run.
+      read: What reads the text or the images: `examples.none` for a task that is not trained.
+
+    Returns:
+      The task.
+
     Raises:
-      ValueError: If the text, the devices or the expression of the update do not fit.
+      ValueError: If the data, the devices or the expression of the update do not fit.
     """
     mesh = devices.make_mesh(config.replicas)
     configs.microbatch(config, mesh.size)
-    corpus = data.read(config.data, config.model.context)
+    made = read(config)
     objective = OBJECTIVES[config.objective]
-    model = GPT(config.model, objective.causal)
+    model = objective.models[type(config.model)](config.model)
     tx = configs.transformation(config)
 
+    def measure(params, batch):
+        return objective.measure(lambda inputs: model.apply({"params": params}, inputs), batch)
+
     def loss_fn(params, batch):
-        return objective.loss(lambda tokens: model.apply({"params": params}, tokens), batch)
+        return measure(params, batch)["loss"]
 
     everywhere = NamedSharding(mesh, P())
-    tokens = jax.ShapeDtypeStruct((1, config.model.context), "int32")
+    inputs = config.model.inputs
 
     @functools.partial(jax.jit, out_shardings=everywhere)
     def init_params():
-        return model.init(jax.random.key(config.seed), np.zeros(tokens.shape, "int32"))["params"]
+        return model.init(jax.random.key(config.seed), np.zeros(inputs.shape, inputs.dtype))[
+            "params"
+        ]
 
     make = jaxcomp.overlapped_train_step if config.overlap else jaxcomp.train_step
     functions = make(loss_fn, tx, mesh, AXIS_NAME, accumulate=config.accumulate)
@@ -69,21 +81,22 @@ def make_task(config: Config) -> Task:
         return params, functions.init(params)
 
     like = _shapes(init, mesh, tx)
-    rows = NamedSharding(mesh, P(AXIS_NAME))
-    shape = (config.data.batch, *objective.shape(config.model.context))
-    abstract_batch = jax.ShapeDtypeStruct(shape, "int32", sharding=rows)
+    rows, size = NamedSharding(mesh, P(AXIS_NAME)), config.data.batch
+    abstract_batch = jax.tree.map(
+        lambda row: jax.ShapeDtypeStruct((size, *row.shape), row.dtype, sharding=rows),
+        objective.row(config.model),
+    )
     step, programs = _compiled(functions.step, like["params"], like["state"], abstract_batch)
 
     def batch(step):
-        # Each device's rows are made by the process that feeds it, and by no other.
-        make = functools.partial(data.batch, corpus.train, config.seed, step, *_sizes(config))
-        return _placed(config, rows, make, [config.seed, step])
+        return _placed(abstract_batch, functools.partial(made.train, step))
 
-    evaluate_batch = jax.jit(loss_fn)
+    evaluate_batch = jax.jit(measure)
 
     def evaluate(params):
-        total = sum(evaluate_batch(params, batch) for batch in _validation(config, corpus, rows))
-        return total / config.eval_batches
+        makes = (functools.partial(made.validation, n) for n in range(config.eval_batches))
+        found = [evaluate_batch(params, _placed(abstract_batch, make)) for make in makes]
+        return jax.tree.map(lambda *values: sum(values) / config.eval_batches, *found)
 
     gather = gather_losses(mesh)
 
@@ -105,7 +118,7 @@ def make_task(config: Config) -> Task:
     return Task(
         config=config,
         mesh=mesh,
-        corpus=corpus,
+        examples=made,
         init=init,
         step=step,
         programs=programs,
@@ -153,28 +166,16 @@ def _most_between_rows(config: Config) -> int:
     return min(config.log_every, config.eval_every, config.checksum_every, config.checkpoint_every)
 
 
-def _sizes(config: Config) -> tuple[int, int]:
-    return config.data.batch, config.model.context
+def _placed(like: Any, make: Callable[[slice], Any]) -> Any:
+    """A batch on its devices; each row is made by the process that feeds it, and by no other."""
+    made = functools.cache(lambda start, stop: jax.tree.leaves(make(slice(start, stop))))
+    leaves, tree = jax.tree.flatten(like)
 
+    def place(number, leaf):
+        part = lambda index: made(*index[0].indices(leaf.shape[0])[:2])[number]
+        return jax.make_array_from_callback(leaf.shape, leaf.sharding, part)
 
-def _validation(config, corpus, rows) -> Iterator[jax.Array]:
-    for number in range(config.eval_batches):
-        make = functools.partial(
-            data.validation_batch, corpus.validation, number, config.eval_batches, *_sizes(config)
-        )
-        yield _placed(config, rows, make, [number])
-
-
-def _placed(config: Config, sharding: NamedSharding, make: Callable, key: list[int]) -> jax.Array:
-    """A batch on its devices, whose rows are what the objective makes of those of the text."""
-    objective, size = OBJECTIVES[config.objective], config.data.batch
-
-    def part(index):
-        numbers = range(*index[0].indices(size))
-        return objective.prepare(make(rows=index[0]), [[*key, number] for number in numbers])
-
-    shape = (size, *objective.shape(config.model.context))
-    return jax.make_array_from_callback(shape, sharding, part)
+    return tree.unflatten([place(number, leaf) for number, leaf in enumerate(leaves)])
 
 
 def _shapes(init, mesh, tx) -> dict[str, Any]:
