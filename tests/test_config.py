@@ -135,6 +135,7 @@ def test_file_without_a_config_is_refused(tmp_path, text):
         (lambda: Optimizer(UPDATE, 1.0, -1), "warmup_steps=-1 must be at least 0"),
         (lambda: Optimizer(UPDATE, 1.0, final_fraction=1.5), "final_fraction=1.5 must be in"),
         (lambda: Optimizer(UPDATE, 1.0, final_fraction=-0.5), "final_fraction=-0.5 must be in"),
+        (lambda: Optimizer(UPDATE, 1.0, 1, "exponential", 0.0), "fraction=0 is never reached"),
         (lambda: Optimizer("adamw(", 1.0), r"optimizer.update: 'adamw\(' is not an expression"),
     ],
 )

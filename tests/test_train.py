@@ -669,7 +669,7 @@ def test_ends_are_one_message_and_a_status(capsys, error, status, message):
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("[!_]*.py")), ids=lambda p: p.stem)
 def test_config_file_trains(path, tmp_path, text, monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT))
-    args = f"{TINY_ARGS} --steps 2 --optimizer.warmup-steps 1 --data.batch 8".split()
+    args = f"{TINY_ARGS} --steps 2 --optimizer.warmup-steps 1 --data.batch 8 --accumulate 1".split()
     config = configs.load(str(path), [*args, "--data.path", text, "--runs-dir", str(tmp_path)])
     assert config.name == path.stem
     if config.start_from is not None:

@@ -9,6 +9,7 @@ from train import advice, devices
 from train import config as configs
 from train.config import Config
 from train.exits import clean_exits
+from train.objectives import OBJECTIVES
 
 
 def main(args: list[str], num_processes: int = 1) -> None:
@@ -26,9 +27,10 @@ def main(args: list[str], num_processes: int = 1) -> None:
             distributed.require_same(distributed.program_facts(configs.to_json(config)))
         devices.start(config.replicas, num_processes)
         if only_report:
+            from train.examples import none
             from train.task import make_task, report
 
-            print(report(make_task(config)))
+            print(report(make_task(config, read=none)))
         else:
             from train.loop import run
 
@@ -37,7 +39,8 @@ def main(args: list[str], num_processes: int = 1) -> None:
             rows = run(config)
             if rows:  # the other processes of a run have none
                 print(
-                    f"{config.runs_dir}/{config.name}: step {rows[-1]['step']}, {_last_loss(rows)}"
+                    f"{config.runs_dir}/{config.name}: step {rows[-1]['step']}, "
+                    f"{_last_loss(rows, OBJECTIVES[config.objective].unit)}"
                 )
                 print(f"{config.runs_dir}/{config.name}/loss.png")
 
@@ -58,9 +61,12 @@ def read(args: list[str]) -> tuple[Config, bool]:
     return configs.load(args[0], args[1:]), only_report
 
 
-def _last_loss(rows) -> str:
-    loss = [row["val_loss"] for row in rows if "val_loss" in row][-1]
-    return "validation loss " + ("not finite" if loss is None else f"{loss:.4f} nats per byte")
+def _last_loss(rows, unit: str) -> str:
+    last = [row for row in rows if "val_loss" in row][-1]
+    loss = last["val_loss"]
+    accuracy = f", accuracy {last['val_accuracy']:.4f}" if "val_accuracy" in last else ""
+    text = "not finite" if loss is None else f"{loss:.4f} nats per {unit}"
+    return f"validation loss {text}{accuracy}"
 
 
 if __name__ == "__main__":

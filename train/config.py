@@ -7,13 +7,16 @@ import json
 import math
 import pathlib
 from collections.abc import Sequence
-from typing import Any, Literal, get_type_hints
+from typing import Any, Literal, get_args, get_type_hints
 
 import optax
 import tyro
 
 from train import expression
+from train.config_data import Data, Images
 from train.models.gpt import GPTConfig
+from train.models.resnet import ResNetConfig
+from train.models.vit import ViTConfig
 from train.objectives import OBJECTIVES
 
 AXIS_NAME = "replica"
@@ -21,39 +24,6 @@ AXIS_NAME = "replica"
 
 
 _BINDINGS = ("learning_rate", "axis_name", "steps", "warmup_steps")  # names in an update
-
-
-@dataclasses.dataclass(frozen=True)
-class Data:
-    """Where the text comes from, and how much of it a step reads."""
-
-    path: str | None = None
-    """Text file or folder (read recursively); None: the source of Python's standard library."""
-    huggingface: str | None = None
-    """Name or local path of a Hugging Face data set; needs the extra jaxcomp[huggingface]."""
-    huggingface_subset: str | None = None
-    """Subset (configuration) of the data set, where it has several."""
-    huggingface_column: str = "text"
-    """Column of the data set that holds the text."""
-    huggingface_split: str = "train"
-    """Split of the data set to read; validation rows are held out of it."""
-    batch: int = 32
-    """Sequences of one optimizer step, over all replicas and microbatches."""
-    validation_fraction: float = 0.1
-    """Share of the text held out for validation, in (0, 1); whole files where there are several."""
-
-    def __post_init__(self):
-        _at_least(1, "data.batch", self.batch)
-        if not 0 < self.validation_fraction < 1:
-            raise ValueError(
-                f"data.validation_fraction={self.validation_fraction} must be between 0 and 1; "
-                f"write 0.1."
-            )
-        if self.path is not None and self.huggingface is not None:
-            raise ValueError(
-                f"data.path={self.path!r} and data.huggingface={self.huggingface!r} exclude each "
-                f"other; set one of them to None."
-            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +45,8 @@ class Optimizer:
     schedule: Literal["cosine", "linear", "exponential", "constant"] = "cosine"
     """Form of the decay from the peak, after the warm-up until the last step."""
     final_fraction: float = 0.1
-    """Rate at the last step as a share of the peak, in [0, 1]; constant stays at the peak."""
+    """Rate at the last step as a share of the peak, in [0, 1]; positive where the decay is
+    exponential; constant stays at the peak."""
 
     def __post_init__(self):
         _at_least(0, "optimizer.warmup_steps", self.warmup_steps)
@@ -110,8 +81,9 @@ class Config:
     optimizer: Optimizer
     seed: int = 0
     """Seed, in [0, 2^32), of the initial parameters and the order of the data."""
-    objective: Literal["next_token", "masked"] = "next_token"
-    """What the model learns: the next byte, as GPT, or hidden bytes, as BERT (vocab 257)."""
+    objective: Literal["next_token", "masked", "classify"] = "next_token"
+    """What the model learns: the next byte, as GPT; hidden bytes, as BERT (vocab 257); or an
+    image's class."""
     replicas: int = 4
     """Data-parallel replicas; 0: all devices. On CPU the program makes that many devices."""
     accumulate: int = 1
@@ -148,8 +120,9 @@ class Config:
     """Seconds that a process waits for the others' parts of a checkpoint."""
     tensorboard: bool = False
     """Write TensorBoard events as well; needs the extra jaxcomp[tensorboard]."""
-    model: GPTConfig = dataclasses.field(default_factory=GPTConfig)
-    data: Data = dataclasses.field(default_factory=Data)
+    # The config file chooses one of each; the command line changes its fields.
+    model: GPTConfig | ResNetConfig | ViTConfig = dataclasses.field(default_factory=GPTConfig)
+    data: Data | Images = dataclasses.field(default_factory=Data)
 
     def __post_init__(self):
         parts = pathlib.PurePath(self.name).parts
@@ -162,7 +135,7 @@ class Config:
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"seed={self.seed} must be in [0, 2^32); write --seed 0.")
         _at_least(0, "replicas", self.replicas)
-        _at_least(OBJECTIVES[self.objective].vocab, "model.vocab", self.model.vocab)
+        OBJECTIVES[self.objective].check(self.model, self.data)
         if self.optimizer.warmup_steps >= self.steps:
             raise ValueError(
                 f"optimizer.warmup_steps={self.optimizer.warmup_steps} must be less than "
@@ -223,6 +196,7 @@ def load(path: str, args: Sequence[str] = ()) -> Config:
         args=list(args),
         prog=f"python -m train {path}",
         description=module.__doc__,
+        config=(tyro.conf.AvoidSubcommands,),
     )
 
 
@@ -270,8 +244,11 @@ def transformation(config: Config) -> optax.GradientTransformationExtraArgs:
 
 
 def to_json(config: Config) -> str:
-    """Writes a configuration as JSON text; `from_json` reads it back equal."""
-    return json.dumps(dataclasses.asdict(config), indent=2)
+    """Writes a configuration as JSON text; `from_json` reads it back equal.
+
+    Where a field may be of several types, its `"type"` says of which it is, unless of the first.
+    """
+    return json.dumps(_to_dict(config), indent=2)
 
 
 def from_json(text: str) -> Config:
@@ -283,16 +260,39 @@ def from_json(text: str) -> Config:
     return _from_dict(Config, json.loads(text))
 
 
-def _from_dict(kind: type, values: dict[str, Any]) -> Any:
-    types = get_type_hints(kind)
-    if unknown := values.keys() - types:
-        raise ValueError(f"{kind.__name__} has no {sorted(unknown)}; it has {sorted(types)}.")
-    return kind(
-        **{
-            name: _from_dict(types[name], value) if isinstance(value, dict) else value
-            for name, value in values.items()
-        }
+def _to_dict(value: Any) -> dict[str, Any]:
+    values = {}
+    for name, kind in get_type_hints(type(value)).items():
+        part = getattr(value, name)
+        if dataclasses.is_dataclass(part):
+            is_first = type(part) is next(iter(_kinds(kind).values()))
+            part = ({} if is_first else {"type": type(part).__name__}) | _to_dict(part)
+        values[name] = part
+    return values
+
+
+def _from_dict(kind: Any, values: dict[str, Any]) -> Any:
+    kinds = _kinds(kind)
+    name = values.get("type", next(iter(kinds)))
+    if name not in kinds:
+        raise ValueError(f"{name!r} is no type of this version; it has {sorted(kinds)}.")
+    types = get_type_hints(kinds[name])
+    if unknown := values.keys() - types - {"type"}:
+        raise ValueError(f"{name} has no {sorted(unknown)}; it has {sorted(types)}.")
+    return kinds[name](
+        **{key: _from_json(types[key], value) for key, value in values.items() if key != "type"}
     )
+
+
+def _from_json(kind: Any, value: Any) -> Any:
+    if isinstance(value, dict):
+        return _from_dict(kind, value)
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _kinds(kind: Any) -> dict[str, type]:
+    """The types that a value may have, by name: one, or the members of a union."""
+    return {member.__name__: member for member in get_args(kind) or (kind,)}
 
 
 def _at_least(minimum: int, name: str, value: int) -> None:

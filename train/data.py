@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from train.config import Data
+from train.config_data import Data
 
 _STDLIB_LEAVES_OUT = frozenset(
     ("site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo")
@@ -141,7 +141,7 @@ def _standard_library() -> list[Document]:
     # _sysconfigdata describes how this machine's Python was built: not text of the library.
     files = [
         file
-        for file in _files_below(root)
+        for file in files_below(root)
         if file.suffix == ".py"
         and not file.name.startswith("_sysconfigdata")
         and not _STDLIB_LEAVES_OUT.intersection(file.relative_to(root).parts)
@@ -154,10 +154,15 @@ def _user_files(root: pathlib.Path) -> list[Document]:
         raise ValueError(f"data.path={str(root)!r} does not exist; name a text file or a folder.")
     if root.is_file():
         return [(root.name, _text(root))]
-    return [(file.relative_to(root).as_posix(), _text(file)) for file in _files_below(root)]
+    return [(file.relative_to(root).as_posix(), _text(file)) for file in files_below(root)]
 
 
-def _files_below(root: pathlib.Path) -> list[pathlib.Path]:
+def files_below(root: pathlib.Path) -> list[pathlib.Path]:
+    """All files of a folder and of those in it, in the order of their names; no hidden ones.
+
+    Raises:
+      ValueError: If a folder cannot be listed.
+    """
     found = []
     for folder, subfolders, names in os.walk(root, onerror=_refuse):
         subfolders[:] = [name for name in subfolders if not name.startswith(".")]
@@ -230,15 +235,25 @@ def _hold_out(documents: list[Document], fraction: float) -> tuple[list[Document
         name, content = documents[0]
         cut = round(len(content) * (1 - fraction))
         return [(name, content[:cut])], [(name, content[cut:])]
-    ranks = [_rank(name) for name, _ in documents]
+    held = held_out([name for name, _ in documents], fraction)
+    pairs = list(zip(documents, held, strict=True))
+    train = [document for document, is_held in pairs if not is_held]
+    return train, [document for document, is_held in pairs if is_held]
+
+
+def held_out(names: list[str], fraction: float) -> list[bool]:
+    """Says which of several things are held out: a matter of each one's name alone.
+
+    Args:
+      names: Of the things.
+      fraction: Share to hold out, in (0, 1).
+
+    Returns:
+      Whether the hash of each name is below `fraction`; if none is, that of the lowest.
+    """
+    ranks = [int.from_bytes(hashlib.sha256(os.fsencode(n)).digest()[:8]) / 2**64 for n in names]
     limit = max(fraction, min(ranks))
-    train = [document for document, rank in zip(documents, ranks, strict=True) if rank > limit]
-    held = [document for document, rank in zip(documents, ranks, strict=True) if rank <= limit]
-    return train, held
-
-
-def _rank(name: str) -> float:
-    return int.from_bytes(hashlib.sha256(os.fsencode(name)).digest()[:8]) / 2**64
+    return [rank <= limit for rank in ranks]
 
 
 def _join(documents: Iterable[Document]) -> np.ndarray:

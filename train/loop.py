@@ -52,7 +52,7 @@ def run(config: Config) -> list[dict[str, Any]]:
         watch.at(0, "the start", config.start_seconds)
         processes.require_shared(folder)
         task = make_task(config)
-        distributed.require_same({"text": task.corpus.record["sha256"]})
+        distributed.require_same({"data": task.examples.record["sha256"]})
         params, state, done = resume.begin(task, directory)
         folder.mkdir(parents=True, exist_ok=True)
         with contextlib.ExitStack() as stack:
@@ -121,7 +121,7 @@ def _train(task: Task, params, state, done, write, save, show, stop, at) -> None
 
     def evaluated() -> dict[str, float]:
         at(done.step, "an evaluation", config.start_seconds)
-        return {"val_loss": float(task.evaluate(params))}
+        return {f"val_{name}": float(value) for name, value in task.evaluate(params).items()}
 
     if done.step == 0:
         write(_row(task, done) | evaluated())
@@ -211,4 +211,4 @@ def _record(task: Task) -> str:
         "rounds": task.rounds,
         "exact": jaxcomp.report.exact_leaves(task.like["params"], task.like["state"]),
     }
-    return metrics.run_record(to_json(task.config), task.corpus.record, facts)
+    return metrics.run_record(to_json(task.config), task.examples.record, facts)

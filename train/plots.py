@@ -47,7 +47,7 @@ def loss_figure(runs: Mapping[str, Sequence[Mapping[str, Any]]], path: pathlib.P
         axes.grid(alpha=0.25, linewidth=0.6)
         axes.spines[["top", "right"]].set_visible(False)
     by_step.set_xlabel("optimizer steps")
-    by_step.set_ylabel("validation loss (nats per byte)")
+    by_step.set_ylabel("validation loss (nats)")
     by_bytes.set_xlabel("bytes sent by one replica (logarithmic)")
     if any(np.isfinite(losses[sent > 0]).any() for _, sent, losses in curves.values()):
         by_bytes.set_xscale("log")

@@ -63,7 +63,7 @@ def metadata(task: Task, done: Progress) -> dict[str, Any]:
     return {
         "progress": dataclasses.asdict(done),
         "num_replicas": task.mesh.size,
-        "data_sha256": task.corpus.record["sha256"],
+        "data_sha256": task.examples.record["sha256"],
         "config": json.loads(to_json(task.config)),
     }
 
@@ -89,10 +89,10 @@ def _restore(task: Task, directory: Path, step: int) -> tuple[Any, Any, Progress
             f"the checkpoint {directory}/{step} is not of a run of this program: its metadata "
             f"lack {', '.join(sorted(missing))}. Give another --name or --runs-dir."
         )
-    if saved["data_sha256"] != task.corpus.record["sha256"]:
+    if saved["data_sha256"] != task.examples.record["sha256"]:
         raise ValueError(
-            f"{directory} was trained on other text (sha256 {saved['data_sha256'][:12]}...) than "
-            f"this run reads ({task.corpus.record['sha256'][:12]}...); give the old text, or "
+            f"{directory} was trained on other data (sha256 {saved['data_sha256'][:12]}...) than "
+            f"this run reads ({task.examples.record['sha256'][:12]}...); give the old data, or "
             "another --name, or --no-resume with that folder removed."
         )
     if step > task.config.steps:

@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 import jaxcomp
 from train import expression
 from train.config import AXIS_NAME, Config
+from train.models.gpt import GPTConfig
 
 
 class Sharded(NamedTuple):
@@ -34,6 +35,11 @@ def method(config: Config) -> jaxcomp.QSDP | None:
                 f"{field}={getattr(config, field)!r} cannot be used with qsdp={config.qsdp!r}; set "
                 f"one of the two to {default} or None."
             )
+    if not isinstance(config.model, GPTConfig):
+        raise ValueError(
+            f"qsdp={config.qsdp!r} needs a model whose blocks can gather for themselves: "
+            f"GPTConfig(...), not {type(config.model).__name__}(...)."
+        )
     fsdp = expression.evaluate(config.qsdp, {"axis_name": AXIS_NAME})
     if not isinstance(fsdp, jaxcomp.QSDP):
         raise ValueError(

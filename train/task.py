@@ -2,9 +2,10 @@
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,10 +15,10 @@ from jax.sharding import PartitionSpec as P
 
 import jaxcomp
 from jaxcomp.shards import is_shard
-from train import advice, data, devices, plan, sharded
+from train import advice, devices, examples, plan, sharded
 from train import config as configs
 from train.config import AXIS_NAME, Config
-from train.models.gpt import GPT
+from train.examples import Examples
 from train.objectives import OBJECTIVES
 
 
@@ -26,12 +27,12 @@ class Task(NamedTuple):
 
     config: Config
     mesh: Mesh
-    corpus: data.Corpus
+    examples: Examples
     init: Callable[..., tuple[Any, Any]]  # (params or random ones) -> params, state
     step: Callable[..., tuple[Any, Any, dict]]  # params, state, batch -> params, state, metrics
     programs: tuple[jax.stages.Compiled, ...]  # that a step runs
-    batch: Callable[[int], jax.Array]  # step -> i32[batch, ...], see `objectives`
-    evaluate: Callable[[Any], jax.Array]  # consensus params -> f32[], nats per token
+    batch: Callable[[int], Any]  # step -> pytree of [batch, ...], see `objectives`
+    evaluate: Callable[[Any], dict[str, jax.Array]]  # consensus params -> the objective's measures
     mean_losses: Callable[[list], list[float]]  # each step's f32[num_replicas] -> its mean
     left_out: Callable[[Any], int]  # state -> steps that single replicas have left out
     like: Any  # {"params", "state"}: shapes, dtypes and shardings
@@ -40,24 +41,33 @@ class Task(NamedTuple):
     sent_bytes: float  # that one replica sends in a step, in the mean over the run
 
 
-def make_task(config: Config) -> Task:
+def make_task(config: Config, read: Callable[[Config], Examples] = examples.read) -> Task:
     """Builds and compiles everything that a run needs; trains nothing.
 
+    Args:
+      config: The run.
+      read: What reads the text or the images: `examples.none` for a task that is not trained.
+
+    Returns:
+      The task.
+
     Raises:
-      ValueError: If the text, the devices or the expression of the update do not fit.
+      ValueError: If the data, the devices or the expression of the update do not fit.
     """
     mesh = devices.make_mesh(config.replicas)
     configs.microbatch(config, mesh.size)
-    corpus = data.read(config.data, config.model.context)
+    made = read(config)
     objective = OBJECTIVES[config.objective]
-    model = GPT(config.model, objective.causal)
-    loss_fn = _loss(config, model)
+    model = _model(config)
+    measure = _measure(config, model)
     everywhere = NamedSharding(mesh, P())
-    tokens = jax.ShapeDtypeStruct((1, config.model.context), "int32")
+    inputs = config.model.inputs
 
     @functools.partial(jax.jit, out_shardings=everywhere)
     def init_params():
-        return model.init(jax.random.key(config.seed), np.zeros(tokens.shape, "int32"))["params"]
+        return model.init(jax.random.key(config.seed), np.zeros(inputs.shape, inputs.dtype))[
+            "params"
+        ]
 
     functions = _functions(config, mesh)
 
@@ -65,22 +75,23 @@ def make_task(config: Config) -> Task:
         return functions.init(init_params() if params is None else params)
 
     like = _shapes(config, functions.init, jax.eval_shape(init_params), mesh)
-    rows = NamedSharding(mesh, P(AXIS_NAME))
-    shape = (config.data.batch, *objective.shape(config.model.context))
-    abstract_batch = jax.ShapeDtypeStruct(shape, "int32", sharding=rows)
+    rows, size = NamedSharding(mesh, P(AXIS_NAME)), config.data.batch
+    abstract_batch = jax.tree.map(
+        lambda row: jax.ShapeDtypeStruct((size, *row.shape), row.dtype, sharding=rows),
+        objective.row(config.model),
+    )
     step, programs = _compiled(functions.step, like["params"], like["state"], abstract_batch)
 
     def batch(step):
-        # Each device's rows are made by the process that feeds it, and by no other.
-        make = functools.partial(data.batch, corpus.train, config.seed, step, *_sizes(config))
-        return _placed(config, rows, make, [config.seed, step])
+        return _placed(abstract_batch, functools.partial(made.train, step))
 
-    evaluate_batch = jax.jit(loss_fn)
+    evaluate_batch = jax.jit(measure)
 
     def evaluate(params):
         params = functions.whole(params)
-        total = sum(evaluate_batch(params, batch) for batch in _validation(config, corpus, rows))
-        return total / config.eval_batches
+        makes = (functools.partial(made.validation, n) for n in range(config.eval_batches))
+        found = [evaluate_batch(params, _placed(abstract_batch, make)) for make in makes]
+        return jax.tree.map(lambda *values: sum(values) / config.eval_batches, *found)
 
     gather = gather_losses(mesh)
 
@@ -102,7 +113,7 @@ def make_task(config: Config) -> Task:
     return Task(
         config=config,
         mesh=mesh,
-        corpus=corpus,
+        examples=made,
         init=init,
         step=step,
         programs=programs,
@@ -150,48 +161,39 @@ def _most_between_rows(config: Config) -> int:
     return min(config.log_every, config.eval_every, config.checksum_every, config.checkpoint_every)
 
 
-def _sizes(config: Config) -> tuple[int, int]:
-    return config.data.batch, config.model.context
+def _placed(like: Any, make: Callable[[slice], Any]) -> Any:
+    """A batch on its devices; each row is made by the process that feeds it, and by no other."""
+    made = functools.cache(lambda start, stop: jax.tree.leaves(make(slice(start, stop))))
+    leaves, tree = jax.tree.flatten(like)
+
+    def place(number, leaf):
+        part = lambda index: made(*index[0].indices(leaf.shape[0])[:2])[number]
+        return jax.make_array_from_callback(leaf.shape, leaf.sharding, part)
+
+    return tree.unflatten([place(number, leaf) for number, leaf in enumerate(leaves)])
 
 
-def _validation(config, corpus, rows) -> Iterator[jax.Array]:
-    for number in range(config.eval_batches):
-        make = functools.partial(
-            data.validation_batch, corpus.validation, number, config.eval_batches, *_sizes(config)
-        )
-        yield _placed(config, rows, make, [number])
+def _model(config: Config) -> nn.Module:
+    return OBJECTIVES[config.objective].models[type(config.model)](config.model)
 
 
-def _placed(config: Config, sharding: NamedSharding, make: Callable, key: list[int]) -> jax.Array:
-    """A batch on its devices, whose rows are what the objective makes of those of the text."""
-    objective, size = OBJECTIVES[config.objective], config.data.batch
-
-    def part(index):
-        numbers = range(*index[0].indices(size))
-        return objective.prepare(make(rows=index[0]), [[*key, number] for number in numbers])
-
-    shape = (size, *objective.shape(config.model.context))
-    return jax.make_array_from_callback(shape, sharding, part)
-
-
-def _loss(config: Config, model: GPT) -> Callable[[Any, Any], jax.Array]:
+def _measure(config: Config, model: nn.Module) -> Callable[[Any, Any], dict[str, jax.Array]]:
     objective = OBJECTIVES[config.objective]
 
-    def loss_fn(params, batch):
-        return objective.loss(lambda tokens: model.apply({"params": params}, tokens), batch)
+    def measure(params, batch):
+        return objective.measure(lambda inputs: model.apply({"params": params}, inputs), batch)
 
-    return loss_fn
+    return measure
 
 
 def _functions(config: Config, mesh: Mesh) -> sharded.Sharded:
     """How the run begins and steps, and what its parameters are in natural shapes."""
-    tx, causal = configs.transformation(config), OBJECTIVES[config.objective].causal
-    fsdp = sharded.method(config)
+    tx, model, fsdp = configs.transformation(config), _model(config), sharded.method(config)
+    measure = _measure(config, model if fsdp is None else model.clone(layer=fsdp.layer))
+    loss_fn = lambda params, batch: measure(params, batch)["loss"]
     if fsdp is not None:
-        loss_fn = _loss(config, GPT(config.model, causal, fsdp.layer))
         return sharded.functions(config, fsdp, loss_fn, tx, mesh)
     make = jaxcomp.overlapped_train_step if config.overlap else jaxcomp.train_step
-    loss_fn = _loss(config, GPT(config.model, causal))
     made = make(loss_fn, tx, mesh, AXIS_NAME, accumulate=config.accumulate)
     init = lambda params: (params, made.init(params))
     return sharded.Sharded(init, made.step, lambda params: params)

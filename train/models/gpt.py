@@ -37,6 +37,11 @@ class GPTConfig:
         if self.dtype not in ("float32", "bfloat16"):
             raise ValueError(f"model.dtype is {self.dtype!r}; write float32 or bfloat16.")
 
+    @property
+    def inputs(self) -> jax.ShapeDtypeStruct:
+        """What the model is called with, of one sequence."""
+        return jax.ShapeDtypeStruct((1, self.context), "int32")
+
 
 class Block(nn.Module):
     """Pre-norm transformer block: self-attention, then a four times wider perceptron.

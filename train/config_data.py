@@ -1,0 +1,65 @@
+"""What a run learns from: text, or images with labels."""
+
+import dataclasses
+from typing import Literal
+
+
+@dataclasses.dataclass(frozen=True)
+class Data:
+    """Where the text comes from, and how much of it a step reads."""
+
+    path: str | None = None
+    """Text file or folder (read recursively); None: the source of Python's standard library."""
+    huggingface: str | None = None
+    """Name or local path of a Hugging Face data set; needs the extra jaxcomp[huggingface]."""
+    huggingface_subset: str | None = None
+    """Subset (configuration) of the data set, where it has several."""
+    huggingface_column: str = "text"
+    """Column of the data set that holds the text."""
+    huggingface_split: str = "train"
+    """Split of the data set to read; validation rows are held out of it."""
+    batch: int = 32
+    """Sequences of one optimizer step, over all replicas and microbatches."""
+    validation_fraction: float = 0.1
+    """Share of the text held out for validation, in (0, 1); whole files where there are several."""
+
+    def __post_init__(self):
+        check_sizes(self.batch, self.validation_fraction)
+        if self.path is not None and self.huggingface is not None:
+            raise ValueError(
+                f"data.path={self.path!r} and data.huggingface={self.huggingface!r} exclude each "
+                f"other; set one of them to None."
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class Images:
+    """Where the images come from, and how many of them a step reads."""
+
+    form: Literal["digits", "cifar10", "folder"] = "digits"
+    """How they are stored: scikit-learn's file digits.csv.gz, 1,797 digits of 8x8; the folder of
+    CIFAR-10's batches, those for Python or the binary ones; or, as ImageNet, one folder a class."""
+    path: str | None = None
+    """File or folder; None, for digits only: the one in the installed scikit-learn."""
+    batch: int = 32
+    """Images of one optimizer step, over all replicas and microbatches."""
+    validation_fraction: float = 0.1
+    """Share of the images held out for validation, in (0, 1), where the data have no such part."""
+
+    def __post_init__(self):
+        check_sizes(self.batch, self.validation_fraction)
+        if self.path is None and self.form != "digits":
+            raise ValueError(
+                f"data.form={self.form!r} needs data.path, the folder that holds the images, since "
+                "nothing is downloaded; write --data.path FOLDER."
+            )
+
+
+def check_sizes(batch: int, validation_fraction: float) -> None:
+    """Refuses sizes that are out of range, with a ValueError."""
+    if batch < 1:
+        raise ValueError(f"data.batch={batch} must be at least 1; write --data.batch 1.")
+    if not 0 < validation_fraction < 1:
+        raise ValueError(
+            f"data.validation_fraction={validation_fraction} must be between 0 and 1; write 0.1."
+        )
