@@ -163,6 +163,20 @@ def test_momenta_are_averaged_where_the_mask_says_and_nowhere_else(pattern):
         assert np.any(visits[0] & visits[1]) and np.any(np.sum(visits[:4], axis=0) == 0)
 
 
+def test_a_density_may_fall_in_a_warm_up():
+    run = Run(slamb(density=((0, 0.5), (2, 0.25), (6, 0.125))))
+    shares = []
+    for step in range(8):
+        run.step(random_tree(step, 4))
+        momentum, stale = (np.asarray(x["kernel"]) for x in (run.state.momentum, run.state.stale))
+        np.testing.assert_array_equal(np.all(momentum == momentum[:1], axis=0), stale == 0)
+        shares.append(np.mean(stale == 0))
+    assert shares == [0.5] * 2 + [0.25] * 4 + [0.125] * 2
+    rounds = {name: int(n) for name, n in run.state.rounds.items()}
+    sent = {"momentum_0": 2, "momentum_1": 4, "momentum_2": 2}
+    assert rounds == {"all": 8, **sent, "synchronize": 0}
+
+
 def test_values_on_the_mask_may_be_coded():
     code = jaxcomp.compose(jaxcomp.random_k(DENSITY), jaxcomp.quantize(8, block=32))
     run, exact = Run(slamb(b1=0.0, compressor=code, density=None)), Run(slamb(b1=0.0))
@@ -337,6 +351,7 @@ def test_the_authors_code_takes_the_same_steps():
         ({"b1": 1.0}, "slamb got b1=1.0"),
         ({"b3": 1.5}, "b3=1.5"),
         ({"density": 0.3}, "1 / density to be an integer"),
+        ({"density": ((5, 0.5), (9, 0.1))}, "densities from the steps [5, 9]"),
         ({"sync_every": 0}, "sync_every=0"),
         ({"rescaling": "cubic"}, "rescaling='cubic'"),
         ({"trust_bounds": (2.0, 1.0)}, "trust_bounds=(2.0, 1.0)"),
