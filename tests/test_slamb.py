@@ -240,13 +240,20 @@ def test_a_gradient_that_is_not_finite_stays_at_home(bad):
     assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves(run.state.momentum))
 
 
-def test_layers_of_zeros_and_of_nothing_are_no_trouble():
+@pytest.mark.parametrize("rescaling", ["quadratic", "linear"])
+def test_layers_of_zeros_and_of_nothing_are_no_trouble(rescaling):
     shapes = {"empty": (0, 5), "frozen": (9, 9), "zero": (9, 9)}
     params = random_tree(0, shapes=shapes) | {"zero": np.zeros((9, 9), np.float32)}
-    run = Run(slamb(sync_every=2, rescaling="linear"), 2, params)
+    run = Run(slamb(b3=0.0, sync_every=2, rescaling=rescaling), 2, params)
     for step in range(4):
         grads = random_tree(step, 2, shapes=shapes)
         run.step(grads | {"frozen": np.zeros((2, 9, 9), np.float32)})
+        if step == 0:
+            # Of a layer of zeros what is not exchanged has ratio 1 in the one form, 0 in the other.
+            moved = np.abs(run.local("zero"))
+            stale = np.asarray(run.state.stale["zero"]) > 0
+            assert np.all(moved[:, ~stale] > 1e-9)
+            assert np.any(moved[:, stale] > 1e-9) == (rescaling == "quadratic")
     assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves((run.params, run.state.drift)))
     np.testing.assert_array_equal(run.params["frozen"], params["frozen"])
     assert np.any(np.asarray(run.params["zero"]))
