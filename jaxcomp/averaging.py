@@ -1,6 +1,7 @@
 """Trees as buckets, and the mean of every bucket by the way that its compressor asks for."""
 
 import itertools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -166,12 +167,12 @@ def mean_without_feedback(transport: Transport, tree: Any, count: jax.Array, par
 
 
 def zero_residual(plan: buckets.Plan, axis_name: str) -> Any:
-    """A tree of zeros that varies, float32 or wider; None for leaves that travel exact."""
+    """A tree of zeros that varies, float32 or wider; None for leaves that travel exact or empty."""
     leaves = [
-        None
-        if label.compressor == EXACT
-        else _zeros(shape, jnp.promote_types(dtype, jnp.float32), label, axis_name)
-        for label, shape, dtype in zip(plan.labels, plan.shapes, plan.dtypes, strict=True)
+        _zeros(shape, jnp.promote_types(dtype, jnp.float32), label, axis_name) if lossy else None
+        for label, shape, dtype, lossy in zip(
+            plan.labels, plan.shapes, plan.dtypes, _lossy(plan), strict=True
+        )
     ]
     return plan.treedef.unflatten(leaves)
 
@@ -189,10 +190,17 @@ def unsent(plan: buckets.Plan, flat: list[jax.Array], means: list[wire.Mean]) ->
     lost = [x - mean.sent for x, mean in zip(flat, means, strict=True)]
     dtypes = [jnp.promote_types(dtype, jnp.float32) for dtype in plan.dtypes]
     leaves = plan.treedef.flatten_up_to(buckets.unflatten(plan, lost, dtypes))
-    lossy = [label.compressor != EXACT for label in plan.labels]
     return plan.treedef.unflatten(
-        [x if kept else None for x, kept in zip(leaves, lossy, strict=True)]
+        [x if lossy else None for x, lossy in zip(leaves, _lossy(plan), strict=True)]
     )
+
+
+def _lossy(plan: buckets.Plan) -> list[bool]:
+    """Which leaves lose something on the way: what has no elements is in no message."""
+    return [
+        label.compressor != EXACT and math.prod(shape) > 0
+        for label, shape in zip(plan.labels, plan.shapes, strict=True)
+    ]
 
 
 def nothing_sent(transport: Transport, tree: Any) -> tuple[Any, Any]:

@@ -143,7 +143,7 @@ def test_of_one_bit_nothing_is_lost_and_factors_stay_in_their_bounds(preconditio
         precondition=precondition,
         compressor=jaxcomp.sign(block=64),
         trust_bounds=(0.25, 0.25),
-        factor_bounds=(0.75, 1.5),
+        factor_bounds=(0.75, 1.2),
         factor_change=0.2,
         eps=1.0,
     )
@@ -172,7 +172,7 @@ def test_of_one_bit_nothing_is_lost_and_factors_stay_in_their_bounds(preconditio
         flat(arrived) / flat(unit) + held, flat(wanted) / flat(unit), rtol=0, atol=1e-4
     )
     factors = np.array([of_layers(s, "factor") for _, s in history])
-    assert np.all(factors[:3] == 1) and factors.min() == 0.75 and factors.max() <= 1.5
+    assert np.all(factors[:3] == 1) and factors.min() >= 0.75 and factors.max() == np.float32(1.2)
     np.testing.assert_allclose(of_layers(state, "ratio") / of_layers(state, "weight"), 0.25)
 
 

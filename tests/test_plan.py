@@ -28,11 +28,13 @@ def zero_one_adam():
     [
         zero_one_adam,
         lambda: jaxcomp.one_bit_adam(1e-2, AXIS, freeze_step=7),
+        lambda: jaxcomp.one_bit_lamb(1e-2, AXIS, freeze_step=7),
+        lambda: jaxcomp.slamb(1e-2, AXIS, sync_every=6, exact_numel=9),
         lambda: optax.chain(
             jaxcomp.cocktail_sgd(optax.sgd(1e-2), AXIS, warmup_steps=3, sync_every=4)
         ),
     ],
-    ids=["zero_one_adam", "one_bit_adam", "cocktail_sgd"],
+    ids=["zero_one_adam", "one_bit_adam", "one_bit_lamb", "slamb", "cocktail_sgd"],
 )
 def test_the_plan_is_what_the_run_then_counts(make):
     mesh = mesh_of(2)

@@ -1,12 +1,16 @@
 """Means over the replicas at the entries of a mask, which all of them share and nobody sends."""
 
+import functools
+import itertools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jaxcomp import averaging, buckets
-from jaxcomp.compressors import Compressor, Key, Selection, fold, identity
+from jaxcomp.compressors import Compressor, Key, Selection, fold, identity, random_k
 from jaxcomp.sharding import size_over_shards, to_varying
 
 
@@ -15,6 +19,48 @@ class Mask(NamedTuple):
 
     selection: Selection
     values: Compressor
+
+
+class Stage(NamedTuple):
+    """Steps in which one policy chooses the masks."""
+
+    start: int  # steps done before the first of them
+    policy: averaging.Policy
+    part: str  # by which `jaxcomp.report` names what is sent
+
+
+def stages_of(
+    density: float | Sequence[tuple[int, float]] | None,
+    compressor: Compressor | averaging.Policy | None,
+) -> list[Stage]:
+    """The stages that a compressor, a density or pairs of a step and a density stand for.
+
+    Raises:
+      ValueError: If the pairs do not begin with step 0 or do not rise.
+    """
+    if compressor is not None:
+        return [Stage(0, averaging.policy_of(compressor), "momentum")]
+    if not isinstance(density, Sequence):
+        return stages_of(None, random_k(0.1 if density is None else density))
+    starts = [start for start, _ in density]
+    if starts[:1] != [0] or any(new <= old for old, new in itertools.pairwise(starts)):
+        raise ValueError(
+            f"got densities from the steps {starts}; needs 0, then later ones; write "
+            "density=((0, 0.5), (100, 0.1))."
+        )
+    return [
+        Stage(start, averaging.policy_of(random_k(share)), f"momentum_{i}")
+        for i, (start, share) in enumerate(density)
+    ]
+
+
+def holding(stages: list[Stage], count: jax.Array) -> dict[str, jax.Array]:
+    """bool[] for the part of each stage, whether it holds after `count` steps; one does."""
+    ends = [*(stage.start for stage in stages[1:]), jnp.iinfo(jnp.int32).max]
+    return {
+        stage.part: (count >= stage.start) & (count < end)
+        for stage, end in zip(stages, ends, strict=True)
+    }
 
 
 def masks_of(
@@ -98,3 +144,23 @@ def mean_on_masks(
 
     pairs = [put(mask, x, key, means[path]) for (path, mask), x, key in of]
     return Exchanged(*map(list, zip(*pairs, strict=True)))
+
+
+def mean_in_stage(
+    leaves: list[jax.Array],
+    params: Any,
+    stages: list[Stage],
+    exact_numel: int,
+    transport: averaging.Transport,
+    count: jax.Array,
+) -> Exchanged:
+    """`mean_on_masks` with the masks of the stage that holds; arguments as there."""
+    ways = []
+    for stage in stages:
+        masks = masks_of(params, stage.policy, exact_numel, transport.axis_name)
+        one = functools.partial(mean_on_masks, masks=masks, transport=transport, count=count)
+        ways.append(functools.partial(one, part=stage.part))
+    if len(ways) == 1:
+        return ways[0](leaves)
+    number = jnp.argmax(jnp.stack([*holding(stages, count).values()]))
+    return lax.switch(number, ways, leaves)

@@ -1,7 +1,7 @@
 """SLAMB: LAMB for large batches whose replicas agree on a tenth of the momentum a step."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -10,7 +10,7 @@ import optax
 from jax import lax
 
 from jaxcomp import averaging, schedules, wire
-from jaxcomp.compressors import Compressor, random_k
+from jaxcomp.compressors import Compressor
 from jaxcomp.sharding import num_replicas, require_varying, sums_over_shards, to_varying
 from jaxcomp.transforms import masks, moments
 
@@ -25,7 +25,9 @@ class SlambState(NamedTuple):
     # u16, steps since an entry was exchanged, equal on all replicas; None for leaves that always
     # are.
     stale: Any
-    rounds: Any  # {"all", "momentum", "synchronize"}: i32[], how often each was sent
+    # {"all", "momentum", "synchronize"}: i32[], how often each was sent; of several densities
+    # "momentum_0", "momentum_1" and so on.
+    rounds: Any
     skipped: jax.Array  # i32[], this replica's steps whose gradient was not finite
 
 
@@ -36,7 +38,7 @@ def slamb(
     b2: float = 0.999,
     eps: float = 1e-6,
     *,
-    density: float | None = None,
+    density: float | Sequence[tuple[int, float]] | None = None,
     b3: float = 0.99,
     sync_every: int | schedules.Schedule = 100,
     weight_decay: float = 0.0,
@@ -75,7 +77,8 @@ def slamb(
       b2: Decay of the variance, in [0, 1).
       eps: Added to the root of the variance.
       density: Share of the entries on the mask, 1 over an integer; 0.1 by default. Stands for
-        `compressor=random_k(density)`: every entry comes once in 1 / density steps.
+        `compressor=random_k(density)`: every entry comes once in 1 / density steps. Or pairs of
+        the step from which on it holds and the density, as `((0, 0.5), (100, 0.1))`.
       b3: Decay of the freshness, in [0, 1].
       sync_every: Steps from one averaging of parameters to the next, at the end of which they
         meet; or a schedule. What replicas do after the last of them is in no consensus: let it
@@ -122,20 +125,18 @@ def slamb(
     """
     moments.check("slamb", b1, b2, eps, 0.0)
     _check(density, b3, sync_every, rescaling, trust_bounds, compressor)
-    if compressor is None:
-        compressor = random_k(0.1 if density is None else density)
-    policy = averaging.policy_of(compressor)
-    transport = averaging.Transport(policy, exchange, axis_name, bucket_numel, seed)
-    masks_of = lambda params: masks.masks_of(params, policy, exact_numel, axis_name)
+    stages = masks.stages_of(density, compressor)
+    transport = averaging.Transport(stages[0].policy, exchange, axis_name, bucket_numel, seed)
     rate_of = moments.schedule_of(learning_rate)
     sync_at = _sync_at(sync_every)
 
     def init(params):
         zeros = to_varying(jax.tree.map(moments.zeros, params), axis_name)
         leaves, treedef = jax.tree.flatten(params)
+        first = masks.masks_of(params, stages[0].policy, exact_numel, axis_name)
         fresh = [
             None if mask is None else jnp.zeros_like(leaf, jnp.uint16)
-            for leaf, mask in zip(leaves, masks_of(params).values(), strict=True)
+            for leaf, mask in zip(leaves, first.values(), strict=True)
         ]
         zero = jnp.zeros([], jnp.int32)
         return SlambState(
@@ -144,7 +145,7 @@ def slamb(
             variance=zeros,
             drift=zeros,
             stale=treedef.unflatten(fresh),
-            rounds={"all": zero, "momentum": zero, "synchronize": zero},
+            rounds=dict.fromkeys(("all", *(stage.part for stage in stages), "synchronize"), zero),
             skipped=to_varying(zero, axis_name),
         )
 
@@ -160,9 +161,10 @@ def slamb(
             sums.append(_squares(x, u, on))
         sums = sums_over_shards(sums, axis_name)
         rate, slower = rate_of(count), 1 / math.sqrt(num_replicas(axis_name))
+        decay = math.log(max(b3, 1e-30))  # XLA:CPU has no vector instruction for powers
         out = []
         for u, x, squares, old in zip(directions, params, sums, stale, strict=True):
-            s = 1.0 if old is None else b3 ** old.astype(u.dtype)
+            s = 1.0 if old is None else jnp.exp(decay * old.astype(u.dtype))
             least, greatest = trust_bounds
             if rescaling == "quadratic":
                 p, q = (moments.trust_ratio(*squares[2 * i : 2 * i + 2]) for i in range(2))
@@ -197,8 +199,8 @@ def slamb(
         keep = lambda old, new: jnp.where(bad, old, new)
         momentum, variance = jax.tree.map(keep, (state.momentum, state.variance), own)
         treedef = jax.tree.structure(params)
-        momentum, where = masks.mean_on_masks(
-            jax.tree.leaves(momentum), masks_of(params), transport, state.count, "momentum"
+        momentum, where = masks.mean_in_stage(
+            jax.tree.leaves(momentum), params, stages, exact_numel, transport, state.count
         )
         stale = [
             None if on is None else jnp.where(on, 0, jnp.minimum(old, 65534) + 1).astype(old.dtype)
@@ -222,7 +224,9 @@ def slamb(
             variance,
             drift,
             treedef.unflatten(stale),
-            averaging.counted(state.rounds, all=True, momentum=True, synchronize=meets),
+            averaging.counted(
+                state.rounds, all=True, synchronize=meets, **masks.holding(stages, state.count)
+            ),
             state.skipped + bad,
         )
 
