@@ -116,6 +116,8 @@ def _mean_gradients(loss_fn, fsdp, accumulate, shards, count, batch):
 
     if accumulate == 1:
         return of_part(0, batch)
-    zero = to_varying((jnp.float32(0), jax.tree.map(jnp.zeros_like, shards)), fsdp.axis_name)
-    total, _ = lax.scan(add, zero, (jnp.arange(accumulate), micro))
-    return jax.tree.map(lambda x: x / accumulate, total)
+    wide = lambda x: jnp.zeros_like(x, jnp.promote_types(x.dtype, jnp.float32))
+    zero = to_varying((jnp.float32(0), jax.tree.map(wide, shards)), fsdp.axis_name)
+    (loss, grads), _ = lax.scan(add, zero, (jnp.arange(accumulate), micro))
+    grads = jax.tree.map(lambda g, x: (g / accumulate).astype(x.dtype), grads, shards)
+    return loss / accumulate, grads

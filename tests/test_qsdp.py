@@ -156,6 +156,25 @@ def test_both_passes_see_one_draw_and_every_step_and_layer_another():
     assert max(np.abs(draw - square).max() for draw in draws) < 0.51 * step
 
 
+def test_every_step_microbatch_layer_and_seed_has_a_key_of_its_own():
+    mesh, shards = sharded(EXACT, odd_tree(), 2, stacked)
+
+    def seeds(shards, counts):
+        keys = [
+            shard.key.seed.reshape(-1)
+            for fsdp in (EXACT, jaxcomp.qsdp("replica", seed=1))
+            for count in counts
+            for draw in ((), (0,), (1,))
+            for shard in fsdp.local(shards, count, *draw).values()
+        ]
+        return jnp.concatenate(keys)[None]
+
+    got = np.asarray(on_replicas(seeds, mesh)(shards, jnp.arange(2)))
+    np.testing.assert_array_equal(got[0], got[1])  # of replicas
+    # Five parameters, of which one has two layers.
+    assert len(set(got[0].tolist())) == got[0].size == 2 * 2 * 3 * 6
+
+
 def test_the_random_shift_is_unbiased_and_of_variance_step_squared_over_12():
     num_replicas, num_draws = 2, 4096
     fsdp = jaxcomp.qsdp("replica", SHIFT, jaxcomp.identity(), exact=lambda *_: False)
