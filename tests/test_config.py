@@ -10,8 +10,10 @@ import pytest
 
 from train import config as configs
 from train import expression
-from train.config import Config, Data, Optimizer
+from train.config import Config, Data, Images, Optimizer
 from train.models.gpt import GPTConfig
+from train.models.resnet import ResNetConfig
+from train.models.vit import ViTConfig
 
 UPDATE = "chain(clip_by_global_norm(1.0), adamw(learning_rate))"
 
@@ -22,6 +24,17 @@ from train.config import Config, Optimizer
 def get_config():
     return Config(name="small", steps=100, optimizer=Optimizer("{UPDATE}", 1e-3, 10))
 '''
+
+
+IMAGES = """from train.config import Config, Images, Optimizer
+from train.models.resnet import ResNetConfig
+
+
+def get_config():
+    optimizer = Optimizer("sgd(learning_rate)", 1e-3)
+    model = ResNetConfig(size=8)
+    return Config("images", 100, optimizer, objective="classify", model=model, data=Images())
+"""
 
 
 def config_of(**changes):
@@ -123,6 +136,16 @@ def test_file_without_a_config_is_refused(tmp_path, text):
         (lambda: config_of(name="/up"), "must be a folder below"),
         (lambda: config_of(steps=10), "warmup_steps=10 must be less than steps=10"),
         (lambda: config_of(model=GPTConfig(vocab=255)), "model.vocab=255 must be at least 256"),
+        (lambda: config_of(model=ViTConfig()), r"'next_token' cannot .*; write model=GPTConfig"),
+        (lambda: config_of(data=Images()), r"cannot use data=Images.*; write data=Data\("),
+        (lambda: config_of(objective="classify"), r"write model=ResNetConfig\(...\) or ViTConfig"),
+        (lambda: Images(batch=0), "data.batch=0 must be at least 1"),
+        (lambda: ViTConfig(width=6), "model.width=6 must be divisible by model.heads=4"),
+        (lambda: ViTConfig(patch=3), "model.size=8 must be divisible by model.patch=3"),
+        (lambda: ViTConfig(classes=0), "model.classes=0 must be at least 1"),
+        (lambda: ResNetConfig(width=6), "divisible by 4, .* write --model.width 8"),
+        (lambda: ResNetConfig(blocks=()), r"model.blocks=\(\) must be"),
+        (lambda: ResNetConfig(size=0), "model.size=0 must be at least 1"),
         (lambda: config_of(replicas=3), r"32 must be .* 3 replicas .* write --data.batch 33"),
         (lambda: config_of(accumulate=3), r"accumulate=3 = 12; write --data.batch 36"),
         (lambda: Data(batch=0), "data.batch=0 must be at least 1"),
@@ -154,6 +177,20 @@ def test_replicas_0_leaves_the_division_of_the_batch_to_the_machine():
 def test_json_round_trips():
     config = config_of(data=Data(path="text"), model=GPTConfig(width=64), replicas=0)
     assert configs.from_json(configs.to_json(config)) == config
+
+
+def test_model_and_data_of_another_type_are_overridden_and_round_trip(tmp_path):
+    path = tmp_path / "images.py"
+    path.write_text(IMAGES)
+    config = configs.load(str(path), "--model.blocks 3 4 --data.form folder --data.path x".split())
+    assert config.model == ResNetConfig(blocks=(3, 4), size=8)
+    assert config.data == Images("folder", "x")
+    text = configs.to_json(config)
+    assert configs.from_json(text) == config
+    with pytest.raises(ValueError, match="'NetConfig' is no type of this version; it has .*GPT"):
+        configs.from_json(text.replace("ResNetConfig", "NetConfig"))
+    # What earlier versions have written has no types.
+    assert '"type"' not in configs.to_json(config_of())
 
 
 def test_json_with_a_key_of_another_version_is_refused():

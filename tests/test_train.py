@@ -16,16 +16,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pictures
 import pytest
 from replicas import one_value
 
 from train import __main__ as program
-from train import checkpoint, data, devices, exits, loop, metrics
+from train import checkpoint, data, devices, examples, exits, loop, metrics
 from train import config as configs
 from train import task as tasks
 from train.config import Config, Data, Optimizer
 from train.losses import cross_entropy
 from train.models.gpt import GPT, GPTConfig
+from train.models.resnet import ResNetConfig
+from train.models.vit import ViTConfig
 
 ROOT = pathlib.Path(__file__).parents[1]
 NANO = ROOT / "configs" / "nano_dense.py"
@@ -36,6 +39,11 @@ EXACT_SGD = "chain(compressed_mean(identity(), axis_name), sgd(learning_rate))"
 EXACT_ADAM = "chain(compressed_mean(identity(), axis_name), adam(learning_rate, eps=1e-4))"
 TINY = GPTConfig(layers=1, width=16, heads=2, context=16)
 TINY_ARGS = "--model.layers 1 --model.width 16 --model.heads 2 --model.context 16 --eval-batches 1"
+TINY_MODELS = {
+    GPTConfig: TINY_ARGS,
+    ResNetConfig: "--model.blocks 1 1 --model.width 8 --eval-batches 1",
+    ViTConfig: "--model.layers 1 --model.width 16 --model.heads 2 --eval-batches 1",
+}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -365,9 +373,9 @@ def test_checkpoint_of_other_text_is_refused(config_of, tmp_path, change_task):
     loop.run(config_of())
     other = tmp_path / "other.txt"
     other.write_text("something else " * 100)
-    corpus = data.read(Data(path=str(other)), TINY.context)
-    change_task(lambda task: task._replace(corpus=corpus))
-    with pytest.raises(ValueError, match="was trained on other text .* give the old text"):
+    other = examples.read(config_of(path=str(other)))
+    change_task(lambda task: task._replace(examples=other))
+    with pytest.raises(ValueError, match="was trained on other data .* give the old data"):
         loop.run(config_of())
 
 
@@ -544,12 +552,10 @@ def test_evaluation_is_at_the_consensus_and_of_fixed_batches(config_of):
     config = config_of()
     task = loop.make_task(config)
     params = task.init()[0]
-    value = one_value(task.evaluate(params))
-    assert value == one_value(task.evaluate(params))
-    tokens = [
-        data.validation_batch(task.corpus.validation, number, 2, 8, TINY.context)
-        for number in range(2)
-    ]
+    value = one_value(task.evaluate(params)["loss"])
+    assert value == one_value(task.evaluate(params)["loss"])
+    held = data.read(config.data, TINY.context).validation
+    tokens = [data.validation_batch(held, number, 2, 8, TINY.context) for number in range(2)]
     expected = np.mean([loss_fn(jax.tree.map(one_value, params), jnp.asarray(t)) for t in tokens])
     # Means over 256 tokens in another order.
     np.testing.assert_allclose(value, expected, rtol=4 * 2**-24)
@@ -666,15 +672,33 @@ def test_ends_are_one_message_and_a_status(capsys, error, status, message):
     assert (stop.value.code, capsys.readouterr().err) == (status, message)
 
 
+@pytest.fixture
+def tiny(text, tmp_path):
+    """Loads a config file in a size that trains in a moment, on data of its kind."""
+
+    def load(path):
+        settings = "--steps 2 --optimizer.warmup-steps 1 --data.batch 8 --accumulate 1"
+        kind = type(configs.load(str(path)).model)
+        args = [*settings.split(), *TINY_MODELS[kind].split(), "--runs-dir", str(tmp_path)]
+        if kind is GPTConfig:
+            return configs.load(str(path), [*args, "--data.path", text])
+        form = configs.load(str(path)).data.form
+        folder = tmp_path / form
+        folder.mkdir()
+        data = {"digits": pictures.digits, "folder": pictures.folder}[form](folder / "data")
+        sizes = {"digits": "", "folder": "--model.classes 2 --model.size 32"}[form]
+        return configs.load(str(path), [*args, *sizes.split(), "--data.path", data])
+
+    return load
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("[!_]*.py")), ids=lambda p: p.stem)
-def test_config_file_trains(path, tmp_path, text, monkeypatch):
+def test_config_file_trains(path, tiny, monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT))
-    args = f"{TINY_ARGS} --steps 2 --optimizer.warmup-steps 1 --data.batch 8 --accumulate 1".split()
-    config = configs.load(str(path), [*args, "--data.path", text, "--runs-dir", str(tmp_path)])
+    config = tiny(path)
     assert config.name == path.stem
     if config.start_from is not None:
-        before = path.with_name(f"{pathlib.Path(config.start_from).name}.py")
-        first = configs.load(str(before), [*args, "--data.path", text, "--runs-dir", str(tmp_path)])
+        first = tiny(path.with_name(f"{pathlib.Path(config.start_from).name}.py"))
         loop.run(first)
         config = dataclasses.replace(config, start_from=str(folder_of(first)))
     rows = loop.run(config)

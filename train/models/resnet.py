@@ -1,13 +1,14 @@
 """Residual convolutional networks for images, in Flax."""
 
 import dataclasses
+import math
 from typing import Literal
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-_GROUPS = 32  # of a normalization, where there are as many channels
+_GROUPS, _LEAST = 32, 4  # groups of a normalization at most, and channels of each at least
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,10 +37,11 @@ class ResNetConfig:
                 raise ValueError(f"model.{field}={getattr(self, field)} must be at least 1.")
         if not self.blocks or min(self.blocks) < 1:
             raise ValueError(f"model.blocks={self.blocks} must be numbers from 1 up; write 2 2.")
-        if self.width > _GROUPS and self.width % _GROUPS:
+        if self.width % _LEAST:
             raise ValueError(
-                f"model.width={self.width} must be divisible by {_GROUPS}, or smaller; write "
-                f"--model.width {_GROUPS * round(self.width / _GROUPS)}."
+                f"model.width={self.width} must be divisible by {_LEAST}, the least channels that "
+                f"are normalized together; write --model.width "
+                f"{_LEAST * max(1, round(self.width / _LEAST))}."
             )
 
     @property
@@ -109,4 +111,6 @@ def _conv(x, width, size, stride, name):
 
 
 def _norm(x, name):
-    return nn.GroupNorm(min(_GROUPS, x.shape[-1]), dtype=x.dtype, name=name)(x)
+    # Fewer channels together lose how bright an image is: a single one has always the mean zero.
+    groups = math.gcd(_GROUPS, x.shape[-1] // _LEAST)
+    return nn.GroupNorm(groups, dtype=x.dtype, name=name)(x)

@@ -1,0 +1,21 @@
+"""GPT-NeoX-20B by CocktailSGD, whose authors fine-tuned it: 44 layers, width 6,144, 64 heads.
+
+    python -m train configs/gpt_neox_20b_cocktail.py --report    # bytes and memory; trains nothing
+
+The recipe of configs/opt_1_3b_cocktail.py. What differs from GPT-NeoX: learned positions in place
+of rotary ones, attention before the perceptron and not beside it, tied embeddings, bytes as tokens.
+Each replica is one device here, which no device of today can hold: for bytes and messages. Training
+has not been tried.
+"""
+
+import dataclasses
+
+from configs import opt_1_3b_cocktail
+from train.config import Config
+
+
+def get_config() -> Config:
+    """The run of OPT-1.3B with another size."""
+    opt = opt_1_3b_cocktail.get_config()
+    model = dataclasses.replace(opt.model, layers=44, width=6144, heads=64, vocab=50_432)
+    return dataclasses.replace(opt, name="gpt_neox_20b_cocktail", model=model)
