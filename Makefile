@@ -29,7 +29,7 @@ $(VENV)/train.installed: pyproject.toml requirements.txt | $(VENV)/bin/python
 	touch $@
 
 $(VENV)/test.installed: pyproject.toml requirements.txt | $(VENV)/bin/python
-	$(BIN)/python -m pip install -q -c requirements.txt -e '.[train,huggingface,tensorboard,test]'
+	$(BIN)/python -m pip install -q -c requirements.txt -e '.[train,huggingface,images,tensorboard,test]'
 	touch $@ $(VENV)/train.installed
 
 clean:
