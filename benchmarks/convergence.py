@@ -1,6 +1,6 @@
-"""Trains the nano task, or another of the tasks below, with every method; writes losses and bytes.
+"""Trains the nano task, or another of the tasks below, with methods; writes losses and bytes.
 
-    python -m benchmarks.convergence [--task TASK] [--methods NAME ...] [--json FILE]
+    python -m benchmarks.convergence [--task TASK] --methods NAME ... [--json FILE]
 
 Each method is run at every rate of its grid with the tuning seeds (0, unless told), then at its
 best rate with the other seeds. Runs whose row is in the file already are not run again, so that it
@@ -16,7 +16,7 @@ import statistics
 
 from benchmarks import rows as rows_file
 from benchmarks.methods import METHODS
-from configs import nano_bert_dense, nano_dense, nano_fine_tune_dense
+from configs import digits_dense, nano_bert_dense, nano_dense, nano_fine_tune_dense, nano_lamb
 from train import devices
 from train.config import Config
 from train.exits import clean_exits
@@ -26,6 +26,8 @@ TASKS = {
     "nano": nano_dense,
     "nano_bert": nano_bert_dense,
     "nano_fine_tune": nano_fine_tune_dense,
+    "nano_lamb": nano_lamb,
+    "digits": digits_dense,
 }
 
 
@@ -68,6 +70,7 @@ def run_row(task: str, method: str, rate: float, seed: int, steps: int) -> dict:
         "learning_rate": rate,
         "update": config.optimizer.update,
         "val_loss": rows[-1]["val_loss"],
+        "val_accuracy": rows[-1].get("val_accuracy"),
         "curve": [[row["step"], row["val_loss"]] for row in rows if "val_loss" in row],
         "sent_bytes_per_step": plan["sent_bytes_per_step"],
         # Per direction of an all-reduce: a ring sends 2 (R-1)/R of what it reduces.
@@ -98,7 +101,7 @@ def main() -> None:
     """Runs what is missing, one after the other, and saves after each."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--task", default="nano", choices=list(TASKS))
-    parser.add_argument("--methods", nargs="*", default=list(METHODS), choices=list(METHODS))
+    parser.add_argument("--methods", nargs="+", required=True, choices=list(METHODS))
     parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2])
     parser.add_argument("--tuning-seeds", nargs="*", type=int, default=[0])
     parser.add_argument("--steps", type=int, help="instead of the task's own")

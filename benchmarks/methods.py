@@ -40,6 +40,13 @@ def _zero_one(meet: str, kappa: int = 16, more: str = "") -> Method:
     )
 
 
+LAMB_RATES = (1e-2, 2e-2, 4e-2)
+
+
+def _slamb(arguments: str) -> Method:
+    return Method(f"slamb(learning_rate, axis_name, sync_every=25, {arguments})", LAMB_RATES)
+
+
 # CocktailSGD's exchange at growing compression. The factors are those of the codes against
 # float16, without what travels exact.
 FACTORS = {
@@ -89,4 +96,16 @@ METHODS: dict[str, Method] = {
     "CocktailSGD, no compression": _cocktail("compressor=identity()"),
     **{f"CocktailSGD, {x}": _cocktail(f"compressor={code}") for x, code in FACTORS.items()},
     **{f"CocktailSGD, {name}": _cocktail(arguments) for name, arguments in STAGES.items()},
+    "LAMB": _mean("identity()", "lamb(learning_rate)", LAMB_RATES),
+    "SLAMB": _slamb("density=0.1"),
+    "SLAMB, 8 bits": _slamb("compressor=compose(random_k(0.1), quantize(8))"),
+    "SLAMB, linear": _slamb("density=0.1, rescaling='linear'"),
+    "SLAMB, no rescaling": _slamb("density=0.1, b3=1.0"),
+    # A sixth of the steps of two tasks.
+    **{
+        f"1-bit LAMB, {n} dense steps": Method(
+            f"one_bit_lamb(learning_rate, axis_name, freeze_step={n})", LAMB_RATES
+        )
+        for n in (20, 66)
+    },
 }
