@@ -19,7 +19,7 @@ def test_the_python_of_the_readme_trains():
     names = {"loss_fn": loss_fn, "params": {"w": jnp.zeros((64, 64))}, "batches": batches}
     before = float(loss_fn(names["params"], batches[0]))
     blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    assert len(blocks) == 3
+    assert len(blocks) == 4
     for block in blocks:
         exec(block, names)
     after = float(loss_fn(jax.device_get(names["params"]), batches[0]))
