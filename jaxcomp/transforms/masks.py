@@ -139,7 +139,7 @@ def mean_on_masks(
         if mask is None:
             return to_varying(mean, transport.axis_name), None
         scatter = lambda v: mask.selection.scatter(v, (), key, x.size).reshape(x.shape)
-        on = scatter(jnp.ones_like(mean)) != 0
+        on = scatter(jnp.ones(mean.shape, jnp.uint8)) != 0
         return jnp.where(on, scatter(mean), x), on
 
     pairs = [put(mask, x, key, means[path]) for (path, mask), x, key in of]
