@@ -18,6 +18,4 @@ def get_config() -> Config:
     """The dense run in shards."""
     dense = nano_dense.get_config()
     optimizer = dataclasses.replace(dense.optimizer, update="adam(learning_rate)")
-    return dataclasses.replace(
-        dense, name="nano_qsdp", optimizer=optimizer, qsdp="qsdp(axis_name)"
-    )
+    return dataclasses.replace(dense, name="nano_qsdp", optimizer=optimizer, qsdp="qsdp(axis_name)")
