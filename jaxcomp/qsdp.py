@@ -114,6 +114,10 @@ class QSDP:
         what arrives the gradient of the shard: that of the mean loss over replicas, at what was
         gathered, by the straight-through rule for the rounding.
 
+        As `trans_in_fn` of Flax's `nn.map_variables`, inside `nn.remat`, it makes any module one
+        that gathers for itself; under `nn.scan` layer by layer. Of layers that are not scanned
+        over, XLA:CPU gathers all at once, where `layer` waits.
+
         Args:
           tree: `Shard`s from `local`, or from a scan over stacked ones; other leaves stay.
           but: Pattern for `re.search` of the paths that stay shards, as of layers that gather
