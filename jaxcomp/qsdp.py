@@ -68,7 +68,8 @@ class QSDP:
     def unshard(self, shards: Any, mesh: Mesh) -> Any:
         """Undoes `shard`, without loss: natural shapes, a copy on every device.
 
-        Takes any tree with `Shard`s in it, as optimizers' moments.
+        Takes any tree with `Shard`s in it, as an optimizer's state; what is none stays. Compiles
+        at each call; in a loop, call it inside `jax.jit`.
         """
 
         def whole(shards):
@@ -79,7 +80,10 @@ class QSDP:
 
             return map_shards(one, shards)
 
-        return _on(mesh, self.axis_name, whole, P(self.axis_name), P())(shards)
+        specs = jax.tree.map(
+            lambda x: P(self.axis_name) if is_shard(x) else P(), shards, is_leaf=is_shard
+        )
+        return _on(mesh, self.axis_name, whole, (specs,), P())(shards)
 
     def local(self, shards: Any, count: jax.Array, *draw: jax.Array | int) -> Any:
         """What the loss of a replica is a function of: its own shards, each with a key.
@@ -109,6 +113,10 @@ class QSDP:
         this replica's loss, gives each owner its chunk in one all-to-all, and makes the mean of
         what arrives the gradient of the shard: that of the mean loss over replicas, at what was
         gathered, by the straight-through rule for the rounding.
+
+        As `trans_in_fn` of Flax's `nn.map_variables`, inside `nn.remat`, it makes any module one
+        that gathers for itself; under `nn.scan` layer by layer. Of layers that are not scanned
+        over, XLA:CPU gathers all at once, where `layer` waits.
 
         Args:
           tree: `Shard`s from `local`, or from a scan over stacked ones; other leaves stay.

@@ -231,12 +231,13 @@ def shard_facts(shard):
 
 def test_gradients_are_means_over_replicas_with_noise_of_their_own():
     num_replicas, num_draws = 4, 512
-    code = jaxcomp.quantize(2, block=8, rounding="stochastic")
+    words = {"range": "minmax", "rounding": "stochastic", "scale_dtype": "float32"}
+    code = jaxcomp.quantize(2, block=8, **words)
     fsdp = jaxcomp.qsdp("replica", jaxcomp.identity(), code, exact=lambda *_: False)
-    # Shards of 7 and a padded one: what is behind the end stays zero, whatever the noise.
-    numel = 27
+    # Shards of 7, one of them padded. Zero is no level, but what is behind the end stays zero.
+    numel, step = 27, 2 / 3
     slope = np.random.default_rng(0).uniform(-1, 1, numel).astype(np.float32)
-    slope[::7] = 1.0  # the step of every chunk
+    slope[::7], slope[1::7] = 1.0, -1.0  # the range of every chunk
     mesh, shards = sharded(fsdp, np.zeros(numel, np.float32), num_replicas)
 
     def grads(shards, counts):
@@ -252,8 +253,8 @@ def test_gradients_are_means_over_replicas_with_noise_of_their_own():
     np.testing.assert_array_equal(got[:, numel:], 0.0)
     got = got[:, :numel]
     # A coin of probability p between neighbours: variance p (1 - p), a quarter of it for four.
-    share = np.abs(slope)
-    variance = share * (1 - share) / num_replicas
+    share = (slope + 1) / step % 1
+    variance = step**2 * share * (1 - share) / num_replicas
     error = np.abs(got.mean(axis=0) - slope)
     assert np.all(error <= 5 * np.sqrt(variance / num_draws) + 1e-6)
     assert np.abs(got.var(axis=0).mean() / variance.mean() - 1) < 5 * np.sqrt(2 / num_draws / 20)

@@ -120,6 +120,8 @@ def test_the_report_counts_parameters_and_what_is_held(config_of):
     numel = 256 * model.width + model.context * model.width + 2 * model.width + 2 * per_block
     assert tasks.num_parameters(task) == numel
     assert f"{numel:,} parameters on 2 replicas" in tasks.report(task)
+    ratio = 3 * 4 * numel / 2 / task.sent_bytes
+    assert f"{ratio:.1f}x fewer than a float32 sharded step" in tasks.report(task)
     held = sum(x.sharding.shard_shape(x.shape)[-1] for x in jax.tree.leaves(task.like["params"]))
     assert numel / 2 <= held < 1.01 * numel / 2
 

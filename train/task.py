@@ -234,13 +234,15 @@ def num_parameters(task: Task) -> int:
 def report(task: Task) -> str:
     """What one step of the run sends, as text: from the compiled program, nothing is run."""
     numel, num_replicas = num_parameters(task), task.mesh.size
-    dense = 2 * 4 * numel * (num_replicas - 1) / num_replicas
+    # Shards are gathered twice and scattered once; an all-reduce is one of each.
+    passes, plain = (2, "ring all-reduce") if task.config.qsdp is None else (3, "sharded step")
+    dense = passes * 4 * numel * (num_replicas - 1) / num_replicas
     exact = jaxcomp.report.exact_leaves(task.like["params"], task.like["state"])
     lines = [
         jaxcomp.report.table(task.programs, task.mesh),
         f"{numel:,} parameters on {num_replicas} replicas; one replica sends "
         f"{task.sent_bytes:,.0f} bytes a step{' in the mean' if task.rounds else ''},",
-        f"{dense / task.sent_bytes:.1f}x fewer than a float32 ring all-reduce, "
+        f"{dense / task.sent_bytes:.1f}x fewer than a float32 {plain}, "
         f"{dense / 2 / task.sent_bytes:.1f}x fewer than a float16 one."
         if task.sent_bytes
         else "nothing to send with one replica.",
