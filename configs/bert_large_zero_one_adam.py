@@ -3,8 +3,8 @@
     python -m train configs/bert_large_zero_one_adam.py --report    # bytes, memory; no training
 
 The plan of configs/bert_base_zero_one_adam.py, whose docstring says what differs from BERT, over
-152,511 steps, with all blocks under one scan, without which the compiler takes above 6 GiB. Training
-is for accelerators, and has not been tried.
+152,511 steps, with all blocks under one scan, without which the compiler takes above 6 GiB.
+Training is for accelerators, and has not been tried.
 """
 
 import dataclasses
