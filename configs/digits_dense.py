@@ -1,9 +1,13 @@
-"""Real images, dense: a ResNet of 0.17 M parameters learns scikit-learn's digits by LAMB.
+"""Real images, dense: a ResNet of 0.31 M parameters learns scikit-learn's digits by LAMB.
 
     pip install 'jaxcomp[images]'
     python -m train configs/digits_dense.py
 
-1,797 handwritten digits of 8x8, one in ten held out by the hash of the image; 4 replicas.
+1,797 handwritten digits of 8x8, one in ten held out by the hash of the image; 4 replicas; 32 epochs
+in which each is moved by up to a pixel.
+
+A minute on 2 idle cores of an AMD EPYC; one replica sends 1,849,350 bytes a step. The loss and the
+accuracy that it reaches have not been measured yet.
 """
 
 from train.config import Config, Images, Optimizer
@@ -19,7 +23,7 @@ def get_config() -> Config:
         optimizer=Optimizer(
             update="chain(compressed_mean(identity(), axis_name), "
             "lamb(learning_rate, weight_decay=1e-2))",
-            learning_rate=1e-2,
+            learning_rate=2e-2,
             warmup_steps=40,
         ),
         model=ResNetConfig(

@@ -10,8 +10,9 @@ import pytest
 
 from train import loop, sharded
 from train import task as tasks
-from train.config import Config, Data, Optimizer
+from train.config import Config, Data, Images, Optimizer
 from train.models.gpt import GPTConfig
+from train.models.vit import ViTConfig
 
 STEPS = 4
 EXACT = "qsdp(axis_name, identity(), identity())"
@@ -33,6 +34,14 @@ def config_of(tmp_path_factory):
     draw = random.Random(0)
     (folder / "text.txt").write_text("".join(draw.choices("the of and to in is ", k=9000)))
 
+    defaults = {
+        "log_every": 1,
+        "checkpoint_every": 2,
+        "replicas": 2,
+        "data": Data(path=str(folder / "text.txt"), batch=12),
+        "model": GPTConfig(layers=2, width=16, heads=2, context=16),
+    }
+
     def make(name, qsdp, update="adam(learning_rate, eps=1e-4)", **changes):
         return Config(
             name=name,
@@ -41,9 +50,7 @@ def config_of(tmp_path_factory):
             qsdp=qsdp,
             runs_dir=str(folder / "runs"),
             eval_batches=1,
-            data=Data(path=str(folder / "text.txt"), batch=12),
-            model=GPTConfig(layers=2, width=16, heads=2, context=16),
-            **({"log_every": 1, "checkpoint_every": 2, "replicas": 2} | changes),
+            **(defaults | changes),
         )
 
     return make
@@ -133,6 +140,16 @@ def test_the_report_counts_parameters_and_what_is_held(config_of):
         ({"qsdp": "qsdp(axis)"}, "'axis' is not a name"),
         ({"qsdp": EXACT, "overlap": True}, "overlap=True cannot be used with qsdp"),
         ({"qsdp": EXACT, "start_from": "runs/a"}, "start_from='runs/a' cannot be used with qsdp"),
+        ({"qsdp": EXACT, "model": GPTConfig(scan=True)}, "gather for themselves"),
+        (
+            {
+                "qsdp": EXACT,
+                "objective": "classify",
+                "model": ViTConfig(),
+                "data": Images(batch=8),
+            },
+            "gather for themselves",
+        ),
     ],
 )
 def test_what_is_no_run_in_shards_is_refused(config_of, changes, message):

@@ -14,7 +14,7 @@ from train.models.resnet import ResNetConfig
 from train.models.vit import ViTConfig
 
 _EPOCHS, _CROPS = 0, 1  # last word of Philox's counter: what the words are drawn for
-_PADDING = 4  # pixels by which a small image is moved at most
+_MOVES = {"digits": 1, "cifar10": 4}  # pixels by which a small image is moved at most
 _AREA, _RATIO = (0.08, 1.0), (3 / 4, 4 / 3)  # of a crop
 _CENTRE = 7 / 8  # of the shorter side, of images to validate
 
@@ -96,9 +96,9 @@ def batch(
     Every epoch shows each image once, in an order of its own; a batch may end one and begin the
     next. A row is the same whichever process makes it, so each process makes only its own.
 
-    Images of CIFAR-10 are moved by up to 4 pixels and mirrored half of the time; of a folder, a
-    random part is scaled to the model's size, 8% to 100% of the area at a ratio of 3:4 to 4:3 (what
-    of it lies outside is cut off), and mirrored half of the time. Digits stay as they are.
+    Digits are moved by up to a pixel, images of CIFAR-10 by up to 4, and these are mirrored half of
+    the time; of a folder, a random part is scaled to the model's size, 8% to 100% of the area at a
+    ratio of 3:4 to 4:3 (what of it lies outside is cut off), and mirrored half of the time.
 
     Args:
       images: Of `read`.
@@ -156,7 +156,7 @@ def _rows(images: ImageSet, numbers, draws) -> dict[str, np.ndarray]:
         image = images.stored.load(int(number))
         if images.form == "folder":
             return _scaled(image, images.shape, draw)
-        return image if images.form == "digits" or draw is None else _moved(image, draw)
+        return image if draw is None else _moved(image, images.form, draw)
 
     with ThreadPoolExecutor() as pool:
         made = list(pool.map(make, numbers, draws))
@@ -164,12 +164,13 @@ def _rows(images: ImageSet, numbers, draws) -> dict[str, np.ndarray]:
     return {"images": pixels, "labels": images.stored.labels[np.array(numbers, int)]}
 
 
-def _moved(image: np.ndarray, draw: np.ndarray) -> np.ndarray:
-    """An image, black beyond its edges, moved, and mirrored or not: He et al., 2016."""
-    padded = np.pad(image, ((_PADDING, _PADDING), (_PADDING, _PADDING), (0, 0)))
-    down, right = (int(x * (2 * _PADDING + 1)) for x in draw[:2])
+def _moved(image: np.ndarray, form: str, draw: np.ndarray) -> np.ndarray:
+    """An image, black beyond its edges, moved, and if no digit mirrored or not: He et al., 2016."""
+    most = _MOVES[form]
+    padded = np.pad(image, ((most, most), (most, most), (0, 0)))
+    down, right = (int(x * (2 * most + 1)) for x in draw[:2])
     moved = padded[down : down + image.shape[0], right : right + image.shape[1]]
-    return moved[:, ::-1] if draw[2] < 0.5 else moved
+    return moved[:, ::-1] if form != "digits" and draw[2] < 0.5 else moved
 
 
 def _scaled(picture, shape: tuple[int, int, int], draw: np.ndarray | None) -> np.ndarray:

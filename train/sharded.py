@@ -35,10 +35,10 @@ def method(config: Config) -> jaxcomp.QSDP | None:
                 f"{field}={getattr(config, field)!r} cannot be used with qsdp={config.qsdp!r}; set "
                 f"one of the two to {default} or None."
             )
-    if not isinstance(config.model, GPTConfig):
+    if not isinstance(config.model, GPTConfig) or config.model.scan:
         raise ValueError(
-            f"qsdp={config.qsdp!r} needs a model whose blocks can gather for themselves: "
-            f"GPTConfig(...), not {type(config.model).__name__}(...)."
+            f"qsdp={config.qsdp!r} needs a model whose blocks can gather for themselves: write "
+            f"model=GPTConfig(scan=False), not {config.model}."
         )
     fsdp = expression.evaluate(config.qsdp, {"axis_name": AXIS_NAME})
     if not isinstance(fsdp, jaxcomp.QSDP):

@@ -24,6 +24,10 @@ class GPTConfig:
     """Number of different tokens: 256 for bytes, 257 with one that hides a byte."""
     dtype: str = "float32"
     """Type of activations and matrix products: float32 or bfloat16."""
+    scan: bool = False
+    """Whether one program runs all blocks in turn, that compiles as fast as one of them. Parameters
+    then have other names and a leading axis of layers, so that norms and biases count as matrices
+    and none is exempt from compression."""
 
     def __post_init__(self):
         for field in ("layers", "width", "heads", "context", "vocab"):
@@ -93,14 +97,27 @@ class GPT(nn.Module):
         position = self.param("position", init, (c.context, c.width))
         x_BxTxD = embed(tokens_BxT) + position[None, :time]
         x_NxD = x_BxTxD.reshape(-1, c.width).astype(c.dtype)
-        for index in range(c.layers):
-            name = f"block_{index}"
-            if self.layer is None:
-                x_NxD = Block(c, self.causal, name=name)(x_NxD, time)
-            else:
-                block = Block(c, self.causal, parent=None)
-                apply = self.layer(lambda p, x, block=block: block.apply({"params": p}, x, time))
-                x_NxD = apply(self.variables["params"][name], x_NxD)
+        if c.scan:
+            x_NxD = _scanned(Block(c, self.causal, name="blocks"), x_NxD, time)
+        elif self.layer is None:
+            for index in range(c.layers):
+                x_NxD = Block(c, self.causal, name=f"block_{index}")(x_NxD, time)
+        else:
+            block = Block(c, self.causal, parent=None)
+            apply = self.layer(lambda params, x: block.apply({"params": params}, x, time))
+            for index in range(c.layers):
+                x_NxD = apply(self.variables["params"][f"block_{index}"], x_NxD)
         x_NxD = nn.LayerNorm(dtype=x_NxD.dtype, name="norm")(x_NxD)
         logits_NxV = x_NxD @ embed.embedding.astype(x_NxD.dtype).T
         return logits_NxV.reshape(batch, time, c.vocab).astype(jnp.float32)
+
+
+def _scanned(block: Block, x_NxD, time: int):
+    """Runs as many blocks as the configuration has layers, with parameters of their own."""
+    scan = nn.scan(
+        lambda block, x_NxD, _: (block(x_NxD, time), None),
+        variable_axes={"params": 0},
+        split_rngs={"params": True},
+        length=block.config.layers,
+    )
+    return scan(block, x_NxD, None)[0]
