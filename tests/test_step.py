@@ -221,9 +221,8 @@ METHODS = {
     "one_bit_adam": lambda code: jaxcomp.one_bit_adam(
         1e-2, "replica", freeze_step=2, compressor=code
     ),
-    # In steps of one bit its factors look at single entries, and with a small eps at rounding.
     "one_bit_lamb": lambda code: jaxcomp.one_bit_lamb(
-        1e-2, "replica", eps=1e-2, freeze_step=2, compressor=code
+        1e-2, "replica", freeze_step=2, compressor=code
     ),
     "zero_one_adam": lambda code: jaxcomp.zero_one_adam(
         1e-2,
