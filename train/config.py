@@ -61,8 +61,8 @@ class Optimizer:
             )
         if self.schedule == "exponential" and not self.final_fraction:
             raise ValueError(
-                "optimizer.schedule=exponential never ends at 0; write "
-                "--optimizer.final-fraction 0.1."
+                "optimizer.final_fraction=0 is never reached by optimizer.schedule=exponential; "
+                "write --optimizer.final-fraction 0.1."
             )
         try:
             expression.check(self.update, dict.fromkeys(_BINDINGS))
