@@ -250,17 +250,21 @@ def test_small_images_are_moved_and_half_of_them_mirrored_if_no_digits(tmp_path,
 def test_pictures_are_cut_at_random_and_half_of_them_mirrored():
     pixels = np.zeros((60, 100, 3), np.uint8)
     pixels[..., 0] = np.arange(100, dtype=np.uint8)[None]
+    pixels[..., 1] = np.arange(60, dtype=np.uint8)[:, None]
     picture = Image.fromarray(pixels)
-    mirrored, width = [], []
+    mirrored, width, corner = [], [], []
     for number in range(300):
         part = images._scaled(picture, (16, 16, 3), images._draws(0, number, 1, 5))
         slope = int(part[0, -1, 0]) - int(part[0, 0, 0])
         mirrored.append(slope < 0)
         width.append(abs(slope))
+        corner.append((int(part[0, :, 0].min()), int(part[0, 0, 1])))
     assert part.shape == (16, 16, 3)
     # 300 draws at 1/2: four standard deviations of 8.7. Of 6,000 pixels 8% at 3:4 are 19 wide.
     assert 115 < sum(mirrored) < 185
     assert 12 <= min(width) < 35 and 70 < max(width) < 100
+    left, top = zip(*corner, strict=True)
+    assert min(left) < 5 and max(left) > 50 and min(top) < 5 and max(top) > 25
 
 
 # What learns from them.
