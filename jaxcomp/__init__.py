@@ -26,7 +26,7 @@ from jaxcomp.qsdp_step import qsdp_train_step as qsdp_train_step
 from jaxcomp.resizing import resize as resize
 from jaxcomp.sharding import local_params as local_params
 from jaxcomp.sharding import per_replica as per_replica
-from jaxcomp.sharding import state_specs as state_specs
+from jaxcomp.specs import state_specs as state_specs
 from jaxcomp.step import TrainStep as TrainStep
 from jaxcomp.step import replica_spread as replica_spread
 from jaxcomp.step import train_step as train_step

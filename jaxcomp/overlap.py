@@ -16,7 +16,8 @@ import optax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxcomp.sharding import per_replica, specs_of, stack, state_specs, to_varying, unstack
+from jaxcomp.sharding import per_replica, stack, to_varying, unstack
+from jaxcomp.specs import specs_of, state_specs
 from jaxcomp.step import TrainStep, apply_update, check_batch, local_gradients, train_step
 
 

@@ -12,7 +12,8 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxcomp.qsdp import QSDP
-from jaxcomp.sharding import largest, per_replica, specs_of, stack, to_varying, unstack
+from jaxcomp.sharding import largest, per_replica, stack, to_varying, unstack
+from jaxcomp.specs import specs_of
 from jaxcomp.step import TrainStep, check_batch
 
 

@@ -11,15 +11,8 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxcomp.sharding import (
-    add_drift,
-    full_specs,
-    largest,
-    per_replica,
-    state_specs,
-    to_varying,
-    varies_over,
-)
+from jaxcomp.sharding import add_drift, largest, per_replica, to_varying, varies_over
+from jaxcomp.specs import full_specs, state_specs
 
 
 class TrainStep(NamedTuple):

@@ -45,8 +45,7 @@ class Optimizer:
     schedule: Literal["cosine", "linear", "exponential", "constant"] = "cosine"
     """Form of the decay from the peak, after the warm-up until the last step."""
     final_fraction: float = 0.1
-    """Rate at the last step as a share of the peak, in [0, 1]; positive where the decay is
-    exponential; constant stays at the peak."""
+    """Rate at the last step as a share of the peak, in [0, 1]; constant stays at the peak."""
 
     def __post_init__(self):
         _at_least(0, "optimizer.warmup_steps", self.warmup_steps)
