@@ -80,7 +80,9 @@ METHODS: dict[str, Method] = {
     "group_top_1 momentum SGD": _momentum("group_top_1(8)"),
     "top_k momentum SGD": _momentum("top_k(0.125, block=4096)"),
     "1-bit Adam": _of(nano_one_bit_adam),
-    "0/1 Adam": _of(nano_zero_one_adam),
+    # With the paper's policy, by which the variance is frozen after the warm-up, or without.
+    "0/1 Adam": _zero_one(HALVING),
+    "0/1 Adam, variance to the end": _of(nano_zero_one_adam),
     **{f"0/1 Adam, kappa {k}": _zero_one(HALVING, k) for k in (1, 4)},
     # Beyond the paper, whose interval is 1 until the rate has halved: one length after the warm-up.
     **{

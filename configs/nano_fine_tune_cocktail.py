@@ -4,7 +4,8 @@
     python -m train configs/nano_fine_tune_cocktail.py
 
 The text and the beginning of configs/nano_fine_tune_dense.py; 140 times fewer bytes than a float16
-all-reduce. The loss it reaches has not been measured yet.
+all-reduce. Validation loss after 300 steps at a rate of 6e-3 1.276 and 1.280 nats per byte (two
+seeds), where dense Adam reaches 1.193.
 """
 
 import dataclasses

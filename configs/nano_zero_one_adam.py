@@ -2,12 +2,13 @@
 
     python -m train configs/nano_zero_one_adam.py
 
-The same model, data and order as configs/nano_dense.py. The paper's policies: the variance until
-the end of the warm-up, at distances that double every 16 updates; then intervals that double as
-the rate halves, of at most 16 steps.
+The same model, data and order as configs/nano_dense.py. The variance is learned at distances that
+double every 16 updates, to the end; after the warm-up the replicas meet at intervals that double as
+the rate halves.
 
-Of 1,000 steps 719 send anything, 345,126 bytes a step in the mean, 15 times fewer than dense; the
-loss it reaches has not been measured yet.
+Of 1,000 steps 719 send anything, 598,259 bytes a step in the mean, 8.5 times fewer than dense;
+validation loss after 1,000 steps 1.457 nats per byte (one seed; dense 1.407). With the paper's
+`variance_at=schedules.growing(until=warmup_steps)` it is 345,126 bytes and 1.508.
 """
 
 import dataclasses
@@ -21,8 +22,7 @@ def get_config() -> Config:
     dense = nano_dense.get_config()
     update = (
         "zero_one_adam(learning_rate, axis_name, "
-        "sync_at=schedules.halving(learning_rate, steps, after=warmup_steps), "
-        "variance_at=schedules.growing(until=warmup_steps))"
+        "sync_at=schedules.halving(learning_rate, steps, after=warmup_steps))"
     )
     optimizer = dataclasses.replace(dense.optimizer, update=update)
     return dataclasses.replace(dense, name="nano_zero_one_adam", optimizer=optimizer)
