@@ -90,7 +90,8 @@ METHODS: dict[str, Method] = {
         for h in (4, 16, 64)
     },
     "0/1 Adam, as in the paper": _zero_one(
-        HALVING, more=", precondition=False, variance_floor=0.0, bias_correction=False"
+        HALVING,
+        more=", precondition=False, weigh_steps=False, variance_floor=0.0, bias_correction=False",
     ),
     "CocktailSGD": _cocktail("warmup_steps=0"),
     "CocktailSGD, warm-up": _cocktail("warmup_steps=warmup_steps"),

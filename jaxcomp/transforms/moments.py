@@ -46,7 +46,7 @@ def zeros(param: jax.Array) -> jax.Array:
     return jnp.zeros_like(param, jnp.promote_types(param.dtype, jnp.float32))
 
 
-def learned(grads, variance, b2: float, due: jax.Array, transport, count: jax.Array):
+def learned(grads, variance, b2: jax.Array, due: jax.Array, transport, count: jax.Array):
     """The variance after the mean gradient, where `due`: only then is anything sent.
 
     Args:
@@ -73,7 +73,7 @@ def denominator(variance, b2: float, eps: float, floor: float, updates: jax.Arra
       b2: Its decay.
       eps: Added to the root.
       floor: Least variance as a share of the mean over the leaf, over all its shards.
-      updates: i32[], how often it was learned, for the bias correction; None for none.
+      updates: i32[], how often it has decayed, for the bias correction; None for none.
     """
     correction = 1.0 if updates is None else 1 / (1 - b2**updates)
 

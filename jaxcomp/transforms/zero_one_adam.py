@@ -20,6 +20,8 @@ class ZeroOneAdamState(NamedTuple):
     count: jax.Array  # i32[], steps so far
     momentum: Any  # this replica's own between synchronizations
     variance: Any  # equal on all replicas
+    # i32[], what the variance is of: steps until it was last learned, or updates of it
+    variance_steps: jax.Array
     drift: Any  # this replica's parameters minus the consensus: what it did since they met
     rate_sum: jax.Array  # f32[], sum of the rates since they met
     residual: Any  # not sent yet
@@ -51,6 +53,7 @@ def zero_one_adam(
     compressor: Compressor | Callable[[str, Any], Compressor] | None = None,
     precondition: bool = True,
     variance_compressor: Compressor | Callable[[str, Any], Compressor] = averaging.EXACT,
+    weigh_steps: bool = True,
     variance_floor: float = 1e-4,
     bias_correction: bool = True,
     weight_decay: float = 0.0,
@@ -89,6 +92,9 @@ def zero_one_adam(
       precondition: Whether u / D travels, and not u as in the paper.
       variance_compressor: Of the gradients that the variance learns from; exact in the paper.
         Eight bits, `jaxcomp.quantize(8)`, are enough: what is lost of one is not made up for.
+      weigh_steps: Whether the variance forgets by b2 a step, and not by b2 an update as in the
+        paper. Of updates far apart, one then counts for the steps since the last, and the many
+        first ones no more than the steps that they were made in.
       variance_floor: The least variance that is divided by, as a share of its mean over the leaf:
         a coordinate whose gradients come late would else take a step of any size.
       bias_correction: Whether moments are divided by 1 - b^n, as in Adam; n counts the updates
@@ -114,10 +120,10 @@ def zero_one_adam(
       Lu et al., `Maximizing Communication Efficiency for Large-scale Training via 0/1 Adam
       <https://arxiv.org/abs/2202.06009>`_, ICLR 2023, algorithm 1. Deviations: buckets and not
       tensors are compressed, by an l1 scale per block (theirs: l2 per tensor); `precondition`,
-      `variance_floor` and `bias_correction` (off: `precondition=False, variance_floor=0.0,
-      bias_correction=False`); x and u move by the momentum of this step, as in the authors' code,
-      and not by the one before; the very first variance is used at once; decay is decoupled; an
-      interval whose rates sum to zero keeps its momenta.
+      `weigh_steps`, `variance_floor` and `bias_correction` (off: `precondition=False,
+      weigh_steps=False, variance_floor=0.0, bias_correction=False`); x and u move by the momentum
+      of this step, as in the authors' code, and not by the one before; the very first variance is
+      used at once; decay is decoupled; an interval whose rates sum to zero keeps its momenta.
     """
     variance_at = schedules.growing() if variance_at is None else variance_at
     moments.check("zero_one_adam", b1, b2, eps, variance_floor)
@@ -136,6 +142,7 @@ def zero_one_adam(
             count=zero,
             momentum=own,
             variance=zeros,
+            variance_steps=zero,
             drift=own,
             rate_sum=jnp.zeros([]),
             residual=residual,
@@ -191,14 +198,15 @@ def zero_one_adam(
         bad = averaging.not_finite(grads, axis_name)
         grads = jax.tree.map(lambda g: jnp.where(bad, 0.0, g), grads)
         learns, meets = variance_at(state.count), sync_at(state.count)
+        known = state.count + 1 if weigh_steps else state.variance_steps + 1
         variance = moments.learned(
-            *(grads, state.variance, b2, learns),
+            *(grads, state.variance, b2 ** (known - state.variance_steps), learns),
             *(transport._replace(policy=variance_policy), state.rounds["variance"]),
         )
         # There is no variance to use before the first one.
-        first = state.rounds["variance"] == 0
+        first = state.variance_steps == 0
         used = jax.tree.map(lambda new, old: jnp.where(first, new, old), variance, state.variance)
-        updates = jnp.maximum(state.rounds["variance"], 1)
+        updates = jnp.where(first, known, state.variance_steps)
         own = own_step(state, grads, bad, roots(used, updates))
         if sync_at is schedules.always:
             change, *new = together(state, own, used, updates)
@@ -211,6 +219,7 @@ def zero_one_adam(
             optax.safe_increment(state.count),
             momentum,
             variance,
+            jnp.where(learns, known, state.variance_steps),
             drift,
             rate_sum,
             residual,
