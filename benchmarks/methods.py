@@ -17,8 +17,9 @@ class Method(NamedTuple):
     schedule: str = "cosine"  # `optimizer.schedule` of a config
 
 
-def _of(config) -> Method:
-    return Method(config.get_config().optimizer.update)
+def _of(config, more: str = "") -> Method:
+    update = config.get_config().optimizer.update
+    return Method(f"{update[:-1]}{more})")
 
 
 def _mean(compressor: str, optimizer: str = "adam(learning_rate)", rates=ADAM_RATES) -> Method:
@@ -80,9 +81,10 @@ METHODS: dict[str, Method] = {
     "group_top_1 momentum SGD": _momentum("group_top_1(8)"),
     "top_k momentum SGD": _momentum("top_k(0.125, block=4096)"),
     "1-bit Adam": _of(nano_one_bit_adam),
-    # With the paper's policy, by which the variance is frozen after the warm-up, or without.
-    "0/1 Adam": _zero_one(HALVING),
-    "0/1 Adam, variance to the end": _of(nano_zero_one_adam),
+    "0/1 Adam": _of(nano_zero_one_adam),
+    # The paper's weights of the variance, and its policy, that freezes it after the warm-up.
+    "0/1 Adam, equal weights": _of(nano_zero_one_adam, ", weigh_steps=False"),
+    "0/1 Adam, equal weights, frozen": _zero_one(HALVING, more=", weigh_steps=False"),
     **{f"0/1 Adam, kappa {k}": _zero_one(HALVING, k) for k in (1, 4)},
     # Beyond the paper, whose interval is 1 until the rate has halved: one length after the warm-up.
     **{
