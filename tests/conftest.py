@@ -13,6 +13,17 @@ jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
+@pytest.fixture(autouse=True, scope="module")
+def programs_of_one_module():
+    """Lets go of a module's compiled programs at its end.
+
+    Each maps memory of its own, and a process has 65,530 maps: XLA's compiler ends the one that
+    keeps the programs of all tests by a segmentation fault.
+    """
+    yield
+    jax.clear_caches()
+
+
 @pytest.fixture
 def mesh_of():
     """Makes a mesh with one axis, "replica", of the given number of devices."""
