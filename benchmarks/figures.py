@@ -68,10 +68,10 @@ def table(summaries: list[Summary]) -> str:
 
 def draw(summaries: list[Summary], path: pathlib.Path) -> None:
     """Validation loss against steps and against bytes, a band from the best to the worst seed."""
-    figure, (by_step, by_bytes) = plt.subplots(1, 2, figsize=(11, 4.5), sharey=True)
-    colors = plt.get_cmap("tab10").colors
+    figure, (by_step, by_bytes) = plt.subplots(1, 2, figsize=(14, 4.5), sharey=True)
+    colors = plt.get_cmap("tab20").colors
     for summary, color in zip(summaries, colors * 9, strict=False):
-        dashed = "SGD" in summary.method
+        dashed = "momentum" in summary.method
         # Step 0 has sent nothing: a logarithmic axis has no place for it.
         steps = [point[0] for point in summary.curves[0][1:]]
         values = list(zip(*[[p[1] for p in curve[1:]] for curve in summary.curves], strict=True))
@@ -90,7 +90,7 @@ def draw(summaries: list[Summary], path: pathlib.Path) -> None:
     by_step.set_ylabel("validation loss (nats per byte)")
     by_bytes.set_xlabel("sent by one replica (MB)")
     by_bytes.set_xscale("log")
-    by_step.legend(fontsize=8)
+    by_bytes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.02, 1.0))
     for axes in (by_step, by_bytes):
         axes.grid(alpha=0.3)
     figure.tight_layout()
