@@ -104,7 +104,7 @@ def launcher(tmp_path):
     )
     logs = [tmp_path / f"process_{number}.log" for number in range(2)]
     process = subprocess.Popen([sys.executable, "-c", program], start_new_session=True)
-    until(lambda: all(log.exists() and "here" in log.read_text() for log in logs))
+    until(lambda: all(log.exists() and log.read_text().endswith("\nhere\n") for log in logs))
     yield process, logs
     process.kill()
     process.wait()
@@ -118,6 +118,20 @@ def test_a_signal_to_the_launcher_reaches_each_process_once(launcher, name):
     assert process.wait(30) == 0
     for log in logs:
         assert log.read_text().endswith(f"here\n{name}\n")
+
+
+def test_a_signal_while_processes_start_reaches_those_that_start_later(tmp_path, monkeypatch):
+    start = supervise._start
+
+    def interrupted(command, log):
+        if log.name == "process_1.log":
+            os.kill(os.getpid(), signal.SIGINT)
+        return start(command, log)
+
+    monkeypatch.setattr(supervise, "_start", interrupted)
+    assert supervise.supervise([member(WAITS)] * 3, tmp_path, 10.0) == 0
+    for number in range(3):
+        assert (tmp_path / f"process_{number}.log").read_text().endswith("here\nINT\n")
 
 
 def test_processes_end_when_the_launcher_is_killed(launcher):

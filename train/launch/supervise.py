@@ -2,6 +2,7 @@
 
 import contextlib
 import datetime
+import itertools
 import pathlib
 import shlex
 import signal
@@ -76,11 +77,11 @@ def supervise(commands: Sequence[Sequence[str]], folder: pathlib.Path, grace: fl
     folder.mkdir(parents=True, exist_ok=True)
     print(f"{len(commands)} processes; logs: {folder}/process_*.log", flush=True)
     members: list[Member] = []
-    with _signals_passed_on(members), contextlib.ExitStack() as stack:
+    with _signals() as names, contextlib.ExitStack() as stack:
         for number, command in enumerate(commands):
             members.append(_start(command, folder / f"process_{number}.log"))
             stack.callback(_kill, members[-1])
-        return _wait(members, grace, stack.enter_context(_echo(members[0])))
+        return _wait(members, names, grace, stack.enter_context(_echo(members[0])))
 
 
 def _start(command: Sequence[str], log: pathlib.Path) -> Member:
@@ -95,23 +96,26 @@ def _start(command: Sequence[str], log: pathlib.Path) -> Member:
             stdin=subprocess.PIPE,
             stdout=output,
             stderr=subprocess.STDOUT,
-            bufsize=0,  # a signal may come while another one is passed on
+            bufsize=0,
             start_new_session=True,
         )
     return Member(popen, log, began)
 
 
 @contextlib.contextmanager
-def _signals_passed_on(members: list[Member]) -> Iterator[None]:
-    def pass_on(number, frame):
-        for member in members:
-            control.tell(member.popen, signal.Signals(number).name.removeprefix("SIG"))
+def _signals() -> Iterator[list[str]]:
+    """The names of the signals that arrive, for `_wait` to pass on.
 
-    previous = {
-        number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)
-    }
+    A handler that did it would miss the process that is just being started.
+    """
+    names: list[str] = []
+
+    def note(number, frame):
+        names.append(signal.Signals(number).name.removeprefix("SIG"))
+
+    previous = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield
+        yield names
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
@@ -131,9 +135,14 @@ def _echo(member: Member) -> Iterator:
         copy()
 
 
-def _wait(members: list[Member], grace: float, show) -> int:
+def _wait(members: list[Member], names: list[str], grace: float, show) -> int:
     failed, deadline = [], float("inf")  # numbers of processes, in the order in which they fail
+    told = 0
     while running := [member for member in members if member.popen.poll() is None]:
+        new = names[told:]
+        told += len(new)
+        for name, member in itertools.product(new, running):
+            control.tell(member.popen, name)
         failed += _failed(members, failed)
         if failed:
             deadline = min(deadline, time.monotonic() + grace)
