@@ -55,6 +55,11 @@ def every(interval: int, steps: int, after: int = 0) -> Schedule:
     return lambda count: (count < after) | ((count + 1) % interval == 0) | (count == steps - 1)
 
 
+def both(first: Schedule, second: Schedule) -> Schedule:
+    """The steps of both."""
+    return lambda count: first(count) & second(count)
+
+
 def growing(kappa: int = 16, until: int | None = None) -> Schedule:
     """Steps whose distance doubles after every `kappa` of them: 0/1 Adam's for the variance.
 

@@ -62,6 +62,11 @@ def test_every_waits_and_ends_together():
     assert counts(schedules.every(1, 5), 5) == [1, 2, 3, 4, 5]
 
 
+def test_both_are_the_steps_of_both():
+    found = counts(schedules.both(schedules.growing(1), schedules.every(3, 40)), 40)
+    assert found == [n for n in (1, 3, 7, 15, 31) if n % 3 == 0]
+
+
 def test_a_constant_rate_synchronizes_always():
     assert counts(schedules.halving(1e-3, 30), 30) == list(range(1, 31))
 

@@ -331,7 +331,8 @@ def test_wrong_arguments_are_refused(make, text):
 
 
 def test_schedules_that_do_not_fit_each_other_are_refused():
-    tx = jaxcomp.zero_one_adam(0.1, "replica", sync_at=every(2))
+    growing = schedules.growing()
+    tx = jaxcomp.zero_one_adam(0.1, "replica", sync_at=every(2), variance_at=growing)
     with pytest.raises(ValueError, match="variance_at holds at count 1, where sync_at does not"):
         transform(tx, mesh_of(2), everywhere(mesh_of(2), random_tree(0)))
 

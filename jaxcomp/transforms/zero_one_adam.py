@@ -86,7 +86,8 @@ def zero_one_adam(
       eps: Added to the root of the variance.
       sync_at: When the replicas meet; see `jaxcomp.schedules.halving`.
       variance_at: When the variance is learned: in the first step, and only in steps of
-        `sync_at`. Default: `jaxcomp.schedules.growing()`, without an end.
+        `sync_at`. Default: those of `jaxcomp.schedules.growing()`, without an end, in which the
+        replicas meet.
       compressor: Of all parameters; or a policy `(path, leaf) -> Compressor`. Default:
         `jaxcomp.sign(block=1024)`.
       precondition: Whether u / D travels, and not u as in the paper.
@@ -125,7 +126,8 @@ def zero_one_adam(
       of this step, as in the authors' code, and not by the one before; the very first variance is
       used at once; decay is decoupled; an interval whose rates sum to zero keeps its momenta.
     """
-    variance_at = schedules.growing() if variance_at is None else variance_at
+    if variance_at is None:
+        variance_at = schedules.both(schedules.growing(), sync_at)
     moments.check("zero_one_adam", b1, b2, eps, variance_floor)
     policy = averaging.policy_of(sign(block=1024) if compressor is None else compressor)
     variance_policy = averaging.policy_of(variance_compressor)
