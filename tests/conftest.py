@@ -24,6 +24,14 @@ def programs_of_one_module():
     jax.clear_caches()
 
 
+@pytest.fixture(scope="module")
+def quick_compiler():
+    """Most of the time of a tiny run is the compiler's."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
 @pytest.fixture
 def mesh_of():
     """Makes a mesh with one axis, "replica", of the given number of devices."""

@@ -59,6 +59,28 @@ def transform(tx, mesh, params):
     return jax.jit(init), jax.jit(update)
 
 
+def random_tree(seed, *lead, shapes, dtype=np.float32):
+    """Normal numbers of the given shapes by name, each behind the axes `lead`."""
+    rng = np.random.default_rng(seed)
+    return {k: rng.normal(size=(*lead, *shape)).astype(dtype) for k, shape in shapes.items()}
+
+
+def history_of(tx, params, gradients, num_replicas):
+    """Parameters and states before the first and after each step; the replicas' are equal."""
+    mesh = mesh_of(num_replicas)
+    params = everywhere(mesh, params)
+    init, update = transform(tx, mesh, params)
+    state = init(params)
+    history = [(params, state)]
+    for grads in gradients:
+        updates, state = update(rows(mesh, grads), state, params)
+        params = optax.apply_updates(params, updates)
+        for x in jax.tree.leaves(params):
+            one_value(x)
+        history.append((params, state))
+    return history
+
+
 def state_of(state, name):
     """The field `name` of an optax state."""
     return optax.tree_utils.tree_get(state, name)

@@ -1,5 +1,6 @@
 """CocktailSGD: its invariants, what it reduces to, what it sends, and the authors' own steps."""
 
+import functools
 import pathlib
 import re
 
@@ -12,7 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxcomp
-from tests import replay
+from tests import replay, replicas
 from tests.replicas import everywhere, mesh_of, one_value, rows, state_of, transform
 
 GOLDEN = pathlib.Path(__file__).parent / "golden" / "cocktail_sgd.npz"
@@ -37,9 +38,7 @@ def make(inner=None, **options):
     return jaxcomp.cocktail_sgd(inner or optax.sgd(RATE), "replica", **options)
 
 
-def random_tree(seed, *lead, dtype=np.float32):
-    rng = np.random.default_rng(seed)
-    return {k: rng.normal(size=(*lead, *shape)).astype(dtype) for k, shape in SHAPES.items()}
+random_tree = functools.partial(replicas.random_tree, shapes=SHAPES)
 
 
 def flat(tree):

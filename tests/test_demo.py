@@ -5,7 +5,6 @@ import json
 import pathlib
 import subprocess
 
-import jax
 import pytest
 
 from configs import nano_dense
@@ -14,14 +13,6 @@ from train.config import Data
 from train.models.gpt import GPTConfig
 
 ROOT = pathlib.Path(__file__).parents[1]
-
-
-@pytest.fixture
-def quick_compiler():
-    """Most of the time of a tiny run is the compiler's."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 def make_run(folder, losses, sent_bytes, replicas=4, seconds=(0.1, 0.5, 0.2)):

@@ -14,33 +14,21 @@ from jax.sharding import PartitionSpec as P
 
 import jaxcomp
 from jaxcomp.transforms.one_bit_lamb import Layer
-from tests import replay
-from tests.replicas import everywhere, mesh_of, one_value, rows, transform
+from tests import replay, replicas
+from tests.replicas import everywhere, mesh_of, rows, transform
 
 GOLDEN = pathlib.Path(__file__).parent / "golden" / "one_bit_lamb.npz"
 SHAPES = {"bias": (7,), "kernel": (20, 40)}
 RATE = 2.0**-7  # exact in float32
 
 
-def random_tree(seed, *lead, dtype=np.float32, shapes=SHAPES):
-    rng = np.random.default_rng(seed)
-    return {k: rng.normal(size=(*lead, *shape)).astype(dtype) for k, shape in shapes.items()}
+random_tree = functools.partial(replicas.random_tree, shapes=SHAPES)
 
 
 def trained(tx, gradients, num_replicas=2, params=None, dtype=np.float32):
     """Parameters and states before the first and after each step."""
-    mesh = mesh_of(num_replicas)
-    params = everywhere(mesh, random_tree(0, dtype=dtype) if params is None else params)
-    init, update = transform(tx, mesh, params)
-    state = init(params)
-    history = [(params, state)]
-    for grads in gradients:
-        updates, state = update(rows(mesh, grads), state, params)
-        params = optax.apply_updates(params, updates)
-        for x in jax.tree.leaves(params):
-            one_value(x)
-        history.append((params, state))
-    return history
+    params = random_tree(0, dtype=dtype) if params is None else params
+    return replicas.history_of(tx, params, gradients, num_replicas)
 
 
 def of_layers(state, field):

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxcomp
-from tests import replay
+from tests import replay, replicas
 from tests.replicas import everywhere, mesh_of, one_value, rows, transform
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
@@ -23,9 +23,7 @@ DENSITY = 0.25
 DRAWN = jaxcomp.random_k(DENSITY, pattern="random")
 
 
-def random_tree(seed, *lead, dtype=np.float32, shapes=SHAPES):
-    rng = np.random.default_rng(seed)
-    return {k: rng.normal(size=(*lead, *shape)).astype(dtype) for k, shape in shapes.items()}
+random_tree = functools.partial(replicas.random_tree, shapes=SHAPES)
 
 
 def slamb(**options):

@@ -30,6 +30,8 @@ from train.models.gpt import GPT, GPTConfig
 from train.models.resnet import ResNetConfig
 from train.models.vit import ViTConfig
 
+pytestmark = pytest.mark.usefixtures("quick_compiler")
+
 ROOT = pathlib.Path(__file__).parents[1]
 NANO = ROOT / "configs" / "nano_dense.py"
 ADAM = "chain(compressed_mean({}, axis_name), adam(learning_rate))"
@@ -44,14 +46,6 @@ TINY_MODELS = {
     ResNetConfig: "--model.blocks 1 1 --model.width 8 --eval-batches 1",
     ViTConfig: "--model.layers 1 --model.width 16 --model.heads 2 --eval-batches 1",
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_compiler():
-    """Most of the time of a tiny run is the compiler's."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(scope="module")

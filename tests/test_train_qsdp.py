@@ -14,17 +14,11 @@ from train.config import Config, Data, Images, Optimizer
 from train.models.gpt import GPTConfig
 from train.models.vit import ViTConfig
 
+pytestmark = pytest.mark.usefixtures("quick_compiler")
+
 STEPS = 4
 EXACT = "qsdp(axis_name, identity(), identity())"
 LOSSY = "qsdp(axis_name, quantize(4, block=64, rounding='shift'))"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_compiler():
-    """Most of the time of a tiny run is the compiler's."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,6 @@
 """0/1 Adam and 1-bit Adam: what they reduce to, that nothing is lost, and the authors' steps."""
 
+import functools
 import itertools
 import pathlib
 import subprocess
@@ -12,7 +13,7 @@ import pytest
 
 import jaxcomp
 from jaxcomp import schedules
-from tests import replay
+from tests import replay, replicas
 from tests.replicas import everywhere, mesh_of, one_value, rows, transform
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
@@ -25,25 +26,12 @@ def every(n):
     return lambda count: count % n == 0
 
 
-def random_tree(seed, *lead, dtype=np.float32):
-    rng = np.random.default_rng(seed)
-    return {k: rng.normal(size=(*lead, *shape)).astype(dtype) for k, shape in SHAPES.items()}
+random_tree = functools.partial(replicas.random_tree, shapes=SHAPES)
 
 
 def trained(tx, gradients, num_replicas=4, dtype=np.float32):
     """Parameters and states after each step."""
-    mesh = mesh_of(num_replicas)
-    params = everywhere(mesh, random_tree(0, dtype=dtype))
-    init, update = transform(tx, mesh, params)
-    state = init(params)
-    history = [(params, state)]
-    for grads in gradients:
-        updates, state = update(rows(mesh, grads), state, params)
-        params = optax.apply_updates(params, updates)
-        for x in jax.tree.leaves(params):
-            one_value(x)
-        history.append((params, state))
-    return history
+    return replicas.history_of(tx, random_tree(0, dtype=dtype), gradients, num_replicas)
 
 
 def adam_with_stale_variance(rate, gradients, b1=0.9, b2=0.999, eps=1e-8, stale=True):
