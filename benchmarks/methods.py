@@ -59,13 +59,18 @@ FACTORS = {
     "561x": "cocktail(random=0.015625)",
 }
 
-# CocktailSGD's exchange by each of its stages alone, at the bytes of all three.
+# CocktailSGD's exchange by each of its stages alone, at the bytes of all three or fewer.
 STAGES = {
     "random only": "compressor=random_k(0.00625)",
     "top-K only": "compressor=top_k(0.00390625, block=4096)",
     # One bit is the least that a code of every value takes: a sixth of the exchanges.
     "quantization only": "compressor=sign(block=1024), sync_every=6",
     "groups of 64": "compressor=compose(group_top_1(64), quantize(4))",
+    "signs of the largest of 64": "compressor=compose(group_top_1(64), sign(block=128))",
+    "signs of an eighth": "compressor=compose(random_k(0.125), sign(block=1024))",
+    # What of the last one's loss is the mask's, and what the code's, at more bytes.
+    "an eighth": "compressor=random_k(0.125)",
+    "signs": "compressor=sign(block=1024)",
 }
 
 METHODS: dict[str, Method] = {
@@ -85,6 +90,12 @@ METHODS: dict[str, Method] = {
     # The paper's weights of the variance, and its policy, that freezes it after the warm-up.
     "0/1 Adam, equal weights": _of(nano_zero_one_adam, ", weigh_steps=False"),
     "0/1 Adam, equal weights, frozen": _zero_one(HALVING, more=", weigh_steps=False"),
+    # A third of the rounds, and variances from a few gradients of 8 bits.
+    "0/1 Adam, few rounds": Method(
+        "zero_one_adam(learning_rate, axis_name, "
+        "sync_at=schedules.every(4, steps, after=warmup_steps), "
+        "variance_at=schedules.growing(4), variance_compressor=quantize(8))"
+    ),
     **{f"0/1 Adam, kappa {k}": _zero_one(HALVING, k) for k in (1, 4)},
     # Beyond the paper, whose interval is 1 until the rate has halved: one length after the warm-up.
     **{
