@@ -99,6 +99,7 @@ def label_ends(axes: Axes) -> None:
     Args:
       axes: Whose lines are labelled.
     """
+    axes.autoscale_view()  # else limits are made when the picture is drawn
     height = axes.get_window_extent().height * 72 / axes.figure.dpi  # in points
     size = axes.xaxis.label.get_size()
     ends = []
@@ -107,12 +108,13 @@ def label_ends(axes: Axes) -> None:
         points = points[np.isfinite(points).all(axis=1)]
         if not line.get_label().startswith("_") and len(points):
             ends.append((*axes.transAxes.inverted().transform(points[-1])[::-1], line))
-    lowest = -np.inf
+    middle, lines = -np.inf, 0
     for y, x, line in sorted(ends, key=lambda end: end[0]):
-        lowest = max(y, lowest + 1.3 * size / height)
+        lines, below = line.get_label().count("\n") + 1, lines
+        middle = max(y, middle + 0.65 * (lines + below) * size / height)
         axes.text(
             x + 0.02,
-            lowest,
+            middle,
             line.get_label(),
             color=line.get_color(),
             size=size,
