@@ -16,6 +16,8 @@ test: $(VENV)/test.installed
 	$(BIN)/ruff format --check .
 	$(BIN)/python -m pytest -q
 
+installed: $(VENV)/test.installed
+
 soak: $(VENV)/test.installed
 	$(BIN)/python tests/soak.py --processes 4 --steps $(STEPS)
 
@@ -35,4 +37,4 @@ $(VENV)/test.installed: pyproject.toml requirements.txt | $(VENV)/bin/python
 clean:
 	rm -rf .venv .venv-* runs *.egg-info
 
-.PHONY: demo test soak clean
+.PHONY: demo test installed soak clean
