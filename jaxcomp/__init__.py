@@ -26,6 +26,7 @@ from jaxcomp.qsdp_step import qsdp_train_step as qsdp_train_step
 from jaxcomp.resizing import resize as resize
 from jaxcomp.sharding import local_params as local_params
 from jaxcomp.sharding import per_replica as per_replica
+from jaxcomp.simulation import simulated_train_step as simulated_train_step
 from jaxcomp.specs import state_specs as state_specs
 from jaxcomp.step import TrainStep as TrainStep
 from jaxcomp.step import replica_spread as replica_spread
@@ -43,5 +44,7 @@ from jaxcomp.transforms import one_bit_adam as one_bit_adam
 from jaxcomp.transforms import one_bit_lamb as one_bit_lamb
 from jaxcomp.transforms import slamb as slamb
 from jaxcomp.transforms import zero_one_adam as zero_one_adam
+from jaxcomp.transmission import Transmission as Transmission
+from jaxcomp.transmission import transmit as transmit
 from jaxcomp.wire import gathered as gathered
 from jaxcomp.wire import two_shot as two_shot

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 from train import losses, metrics, plots
 
@@ -184,6 +185,27 @@ def test_curve_holds_the_evaluated_rows_only():
 def test_picture_of_a_run_without_evaluation_is_refused(tmp_path):
     with pytest.raises(ValueError, match="run 'dense' has no row with val_loss"):
         plots.loss_figure({"dense": [{"step": 1, "sent_bytes": 3}]}, tmp_path / "loss.png")
+
+
+@pytest.mark.parametrize("scale", ["linear", "log"])
+def test_every_labelled_line_has_its_name_at_its_end_and_none_covers_another(scale):
+    figure = Figure(figsize=(4, 3))
+    axes = figure.subplots()
+    if scale == "log":
+        axes.set_xscale(scale)
+    for name, last in {"a": 2.0, "b\nb": 2.0, "c": 1.99, "far": 9.0}.items():
+        axes.plot([1, 2, 3], [0, 1, last], label=name)
+    axes.plot([1, 4], [0, 5])
+    axes.plot([1, 2], [np.nan, np.nan], label="diverged")
+    plots.label_ends(axes)
+    figure.canvas.draw()
+    boxes = {text.get_text(): text.get_window_extent() for text in axes.texts}
+    assert set(boxes) == {"a", "b\nb", "c", "far"}
+    _, end = axes.transData.transform([3, 9])
+    assert boxes["far"].y0 < end < boxes["far"].y1
+    ordered = sorted(boxes.values(), key=lambda box: box.y0)
+    for below, above in zip(ordered, ordered[1:], strict=False):
+        assert below.y1 <= above.y0 and above.x0 > axes.transData.transform([3, 0])[0]
 
 
 def test_cross_entropy_of_uniform_predictions_is_the_logarithm_of_the_vocabulary():

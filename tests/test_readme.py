@@ -36,7 +36,7 @@ def test_the_readme_names_only_targets_that_exist():
 
 def test_the_readme_and_its_pages_name_only_files_that_exist():
     pages = [README, *(page.read_text() for page in (ROOT / "docs").glob("*.md"))]
-    folders = r"(?:jaxcomp|train|configs|benchmarks|docs|tests)"
+    folders = r"(?:jaxcomp|train|configs|benchmarks|docs|notebooks|tests)"
     paths = [path for page in pages for path in re.findall(rf"{folders}/[\w./]+\w", page)]
     assert len(paths) > 9
     # What a command of the page writes is not there yet.

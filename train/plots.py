@@ -1,17 +1,33 @@
-"""The picture of a run: validation loss against steps, and against bytes sent."""
+"""The picture of a run: validation loss against steps, and against bytes sent; the style of all."""
 
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from cycler import cycler
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, NullFormatter
 
 # Grey for the baseline, then Okabe and Ito's colours, which the colour-blind tell apart.
-_COLORS = ("#999999", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+COLORS = ("#999999", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 _MARKERS = "osD^vP*"
+
+STYLE = {
+    "axes.grid": True,
+    "axes.prop_cycle": cycler(color=COLORS),
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "figure.constrained_layout.use": True,
+    "figure.dpi": 100,
+    "figure.figsize": (7.0, 3.8),
+    "font.size": 11.0,
+    "grid.alpha": 0.25,
+    "lines.linewidth": 2.0,
+    "savefig.dpi": 100,
+}
+"""Of pictures in notebooks, for `plt.rcParams.update`: readable where they are 700 pixels wide."""
 
 
 def loss_figure(runs: Mapping[str, Sequence[Mapping[str, Any]]], path: pathlib.Path) -> None:
@@ -33,9 +49,9 @@ def loss_figure(runs: Mapping[str, Sequence[Mapping[str, Any]]], path: pathlib.P
     by_step, by_bytes = figure.subplots(1, 2, sharey=True)
     for index, (label, (steps, sent, losses)) in enumerate(curves.items()):
         style = {
-            "color": _COLORS[index % len(_COLORS)],
+            "color": COLORS[index % len(COLORS)],
             "marker": _MARKERS[index % len(_MARKERS)],
-            "linestyle": ("-", "--", "-.")[index // len(_COLORS) % 3],
+            "linestyle": ("-", "--", "-.")[index // len(COLORS) % 3],
             "linewidth": 1.6 if index else 4.0,  # the baseline shows below a curve that covers it
         }
         _draw(by_step, steps, losses, style, f"{label}: {losses[-1]:.3f}")
@@ -72,3 +88,36 @@ def curve(
 
 def _draw(axes: Axes, x: np.ndarray, y: np.ndarray, style: dict[str, Any], label: str) -> None:
     axes.plot(x, y, **style, label=label, markersize=6, markevery=[-1])
+
+
+def label_ends(axes: Axes) -> None:
+    """Writes each line's label behind its last point, in its colour, none over another.
+
+    Call it when all lines are drawn and scales and limits are set. Lines without a label, or
+    without a finite point, get none.
+
+    Args:
+      axes: Whose lines are labelled.
+    """
+    axes.autoscale_view()  # else limits are made when the picture is drawn
+    height = axes.get_window_extent().height * 72 / axes.figure.dpi  # in points
+    size = axes.xaxis.label.get_size()
+    ends = []
+    for line in axes.get_lines():
+        points = axes.transData.transform(line.get_xydata())
+        points = points[np.isfinite(points).all(axis=1)]
+        if not line.get_label().startswith("_") and len(points):
+            ends.append((*axes.transAxes.inverted().transform(points[-1])[::-1], line))
+    middle, lines = -np.inf, 0
+    for y, x, line in sorted(ends, key=lambda end: end[0]):
+        lines, below = line.get_label().count("\n") + 1, lines
+        middle = max(y, middle + 0.65 * (lines + below) * size / height)
+        axes.text(
+            x + 0.02,
+            middle,
+            line.get_label(),
+            color=line.get_color(),
+            size=size,
+            va="center",
+            transform=axes.transAxes,
+        )
