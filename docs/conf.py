@@ -20,7 +20,11 @@ html_theme = "sphinx_book_theme"
 html_title = "jaxcomp"
 html_copy_source = False
 html_show_sphinx = False
-html_theme_options = {"show_toc_level": 2, "use_download_button": False}
+html_theme_options = {
+    "show_toc_level": 2,
+    "use_download_button": False,
+    "navbar_persistent": [],  # else there are two fields to search by
+}
 
 myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 3
@@ -28,7 +32,9 @@ nb_execution_mode = "off"
 
 # Docstrings write code in single backticks.
 default_role = "code"
+autodoc_preserve_defaults = True
 autodoc_typehints = "description"
+autodoc_typehints_description_target = "documented"
 autodoc_typehints_format = "short"
 autodoc_member_order = "bysource"
 python_maximum_signature_line_length = 70
