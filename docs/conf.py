@@ -12,7 +12,7 @@ for notebook in (DOCS.parent / "notebooks").glob("*.ipynb"):
     shutil.copy2(notebook, DOCS / "notebooks")
 
 project = "jaxcomp"
-copyright = "the jaxcomp authors"
+author = copyright = "the jaxcomp authors"
 extensions = ["sphinx.ext.autodoc", "sphinx.ext.napoleon", "myst_nb", "measured"]
 exclude_patterns = ["_build"]
 
