@@ -1,6 +1,6 @@
 # make demo [STEPS=300]                two short runs, dense and 4-bit, side by side
 # make test [PYTHON=python3.12]        the whole test suite
-# make docs                            the pages of docs/, in docs/_build
+# make docs                            the pages of docs/, in docs/_build/html
 # make soak [STEPS=1000]               a run of four processes that is harmed again and again
 # Each sets up its own virtual environment in this folder first.
 
@@ -18,7 +18,7 @@ test: $(VENV)/test.installed
 	$(BIN)/python -m pytest -q
 
 docs: $(VENV)/docs.installed
-	$(BIN)/sphinx-build -q -W --keep-going docs docs/_build
+	$(BIN)/sphinx-build -q -W --keep-going docs docs/_build/html
 
 soak: $(VENV)/test.installed
 	$(BIN)/python tests/soak.py --processes 4 --steps $(STEPS)
