@@ -17,6 +17,8 @@ test: $(VENV)/test.installed
 	$(BIN)/ruff format --check .
 	$(BIN)/python -m pytest -q
 
+installed: $(VENV)/test.installed
+
 docs: $(VENV)/docs.installed
 	$(BIN)/sphinx-build -q -W --keep-going docs docs/_build/html
 
@@ -43,4 +45,4 @@ $(VENV)/docs.installed: pyproject.toml requirements.txt | $(VENV)/bin/python
 clean:
 	rm -rf .venv .venv-* runs docs/_build docs/notebooks/*.ipynb *.egg-info
 
-.PHONY: demo test docs soak clean
+.PHONY: demo test installed docs soak clean
