@@ -1,5 +1,6 @@
 # make demo [STEPS=300]                two short runs, dense and 4-bit, side by side
 # make test [PYTHON=python3.12]        the whole test suite
+# make docs                            the pages of docs/, in docs/_build/html
 # make soak [STEPS=1000]               a run of four processes that is harmed again and again
 # Each sets up its own virtual environment in this folder first.
 
@@ -18,6 +19,9 @@ test: $(VENV)/test.installed
 
 installed: $(VENV)/test.installed
 
+docs: $(VENV)/docs.installed
+	$(BIN)/sphinx-build -q -W --keep-going docs docs/_build/html
+
 soak: $(VENV)/test.installed
 	$(BIN)/python tests/soak.py --processes 4 --steps $(STEPS)
 
@@ -34,7 +38,11 @@ $(VENV)/test.installed: pyproject.toml requirements.txt | $(VENV)/bin/python
 	$(BIN)/python -m pip install -q -c requirements.txt -e '.[train,huggingface,images,tensorboard,test]'
 	touch $@ $(VENV)/train.installed
 
-clean:
-	rm -rf .venv .venv-* runs *.egg-info
+$(VENV)/docs.installed: pyproject.toml requirements.txt | $(VENV)/bin/python
+	$(BIN)/python -m pip install -q -c requirements.txt -e '.[train,docs]'
+	touch $@ $(VENV)/train.installed
 
-.PHONY: demo test installed soak clean
+clean:
+	rm -rf .venv .venv-* runs docs/_build docs/notebooks/*.ipynb *.egg-info
+
+.PHONY: demo test installed docs soak clean

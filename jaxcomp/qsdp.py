@@ -45,7 +45,7 @@ class QSDP:
             along its first axis, to be scanned over, as `jaxcomp.by_path` makes; none by default.
 
         Returns:
-          A tree of `Shard`s, its arrays `[num_shards, ...]` sharded over `axis_name`. An optax
+          A tree of Shards, their arrays `[num_shards, ...]` sharded over `axis_name`. An optax
           optimizer whose update is elementwise takes it as parameters.
 
         Raises:
@@ -68,7 +68,7 @@ class QSDP:
     def unshard(self, shards: Any, mesh: Mesh) -> Any:
         """Undoes `shard`, without loss: natural shapes, a copy on every device.
 
-        Takes any tree with `Shard`s in it, as an optimizer's state; what is none stays. Compiles
+        Takes any tree with a `Shard` in it, as an optimizer's state; what is none stays. Compiles
         at each call; in a loop, call it inside `jax.jit`.
         """
 
@@ -119,7 +119,7 @@ class QSDP:
         over, XLA:CPU gathers all at once, where `layer` waits.
 
         Args:
-          tree: `Shard`s from `local`, or from a scan over stacked ones; other leaves stay.
+          tree: Shards from `local`, or from a scan over stacked ones; other leaves stay.
           but: Pattern for `re.search` of the paths that stay shards, as of layers that gather
             for themselves.
 
@@ -200,7 +200,7 @@ def qsdp(
       seed: Of shifts and noise.
 
     Returns:
-      A `QSDP`: hashable, without arrays.
+      A `QSDP`, hashable and without arrays.
 
     Examples:
       >>> import jaxcomp

@@ -28,7 +28,7 @@ def state_specs(
         prefix of one; replicated by default.
 
     Returns:
-      A tree like the state: `P(axis_name, ...)` for rows of replicas, the parameter's own spec
+      A tree like the state, with `P(axis_name, ...)` for rows of replicas, the parameter's own spec
       for leaves that follow a sharded parameter, `P()` for the rest.
 
     Raises:

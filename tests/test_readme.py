@@ -1,13 +1,12 @@
 """What the README tells a reader to type."""
 
 import re
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from snippets import ROOT, run, snippets
 
-ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 
 
@@ -18,10 +17,9 @@ def test_the_python_of_the_readme_trains():
     batches = [np.random.default_rng(i).normal(size=(16, 64)).astype("float32") for i in range(9)]
     names = {"loss_fn": loss_fn, "params": {"w": jnp.zeros((64, 64))}, "batches": batches}
     before = float(loss_fn(names["params"], batches[0]))
-    blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    assert len(blocks) == 4
-    for block in blocks:
-        exec(block, names)
+    found = snippets(README)
+    assert len(found) == 4
+    run(found, names)
     after = float(loss_fn(jax.device_get(names["params"]), batches[0]))
     assert after < 0.99 * before
     assert not names["metrics"]["skipped"]
@@ -35,7 +33,7 @@ def test_the_readme_names_only_targets_that_exist():
 
 
 def test_the_readme_and_its_pages_name_only_files_that_exist():
-    pages = [README, *(page.read_text() for page in (ROOT / "docs").glob("*.md"))]
+    pages = [README, *(page.read_text() for page in (ROOT / "docs").rglob("*.md"))]
     folders = r"(?:jaxcomp|train|configs|benchmarks|docs|notebooks|tests)"
     paths = [path for page in pages for path in re.findall(rf"{folders}/[\w./]+\w", page)]
     assert len(paths) > 9

@@ -22,7 +22,7 @@ def sign(
     it keeps 64% of the squared norm. "l2" is none.
 
     Args:
-      scale: "l1", the mean of |x|, least in squared error, or "l2", the root of the mean square,
+      scale: "l1", the mean of `|x|`, least in squared error, or "l2", the root of the mean square,
         as DeepSpeed's 1-bit optimizers have it.
       block: Neighbours that share a scale; None for one scale per bucket.
       scale_dtype: Of the scales: float32, bfloat16 or float16.

@@ -73,8 +73,8 @@ def cocktail_sgd(
       seed: Of masks, shifts and stochastic rounding; equal on all replicas.
 
     Returns:
-      A `GradientTransformationExtraArgs` whose updates move the consensus, in float32. Memory:
-      the inner state, one float32 drift and 1/R of a float32 residual. `update` takes an extra
+      A `GradientTransformationExtraArgs` whose updates move the consensus, in float32. It
+      keeps the inner state, a float32 drift and 1/R of a float32 residual. `update` takes an extra
       argument `ahead`, see `jaxcomp.overlapped_train_step`.
 
     Raises:
@@ -83,8 +83,8 @@ def cocktail_sgd(
         not floating, or an inner optimizer that averages over the replicas.
 
     References:
-      J. Wang et al., "CocktailSGD: Fine-tuning Foundation Models over 500Mbps Networks
-      <https://proceedings.mlr.press/v202/wang23t.html>", ICML 2023, algorithm 1. Deviations: the
+      J. Wang et al., `CocktailSGD: Fine-tuning Foundation Models over 500Mbps Networks
+      <https://proceedings.mlr.press/v202/wang23t.html>`_, ICML 2023, algorithm 1. Deviations: the
       consensus keeps the dtype of `params` and what it rounds off goes to the drift (the
       authors' code keeps it in float16 and loses that); the model is cut into buckets of
       `bucket_numel`, each with its own top-K; the residual is float32 (float16 there); warm-up

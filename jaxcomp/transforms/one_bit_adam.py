@@ -79,7 +79,7 @@ def one_bit_adam(
       seed: Of the compressor's noise, if it has any.
 
     Returns:
-      A `GradientTransformationExtraArgs`. Memory: three float32 values a parameter (momentum,
+      A `GradientTransformationExtraArgs`. It keeps three float32 values a parameter (momentum,
       variance, residual) and 1/R of one. A gradient that is not finite makes the update NaN on
       all replicas, for `jaxcomp.train_step` to skip.
 

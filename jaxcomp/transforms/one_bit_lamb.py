@@ -104,7 +104,7 @@ def one_bit_lamb(
       seed: Of the compressor's noise, if it has any.
 
     Returns:
-      A `GradientTransformationExtraArgs`. Memory: four float32 values a parameter (momentum, two
+      A `GradientTransformationExtraArgs`. It keeps four float32 values a parameter (momentum, two
       variances, residual) and 1/R of one. A gradient that is not finite makes the update NaN on
       all replicas, for `jaxcomp.train_step` to skip. Of a leaf that other mesh axes shard, the
       norms are those of all shards.

@@ -101,7 +101,7 @@ def slamb(
 
     Returns:
       A `GradientTransformationExtraArgs` whose updates move the consensus, in float32: zeros
-      between synchronizations. Memory: three float32 values and two bytes a parameter.
+      between synchronizations. It keeps three float32 values and two bytes a parameter.
 
       A replica whose gradient is not finite keeps its moments and stands still for that step, and
       counts it in `skipped`; the exchange goes on with what it had.

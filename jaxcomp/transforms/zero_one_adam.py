@@ -106,7 +106,7 @@ def zero_one_adam(
       seed: Of the compressor's noise, if it has any.
 
     Returns:
-      A `GradientTransformationExtraArgs` whose updates move the consensus. Memory: four float32
+      A `GradientTransformationExtraArgs` whose updates move the consensus. It keeps four float32
       values a parameter (momentum, variance, drift, residual) and 1/R of one.
 
       A replica whose gradient is not finite leaves it out, with its momentum and drift as they

@@ -62,7 +62,7 @@ def zero_one_adam_deepspeed(
       seed: Of the compressor's noise, if it has any.
 
     Returns:
-      A `GradientTransformationExtraArgs`. Memory: five float32 values a parameter (of which
+      A `GradientTransformationExtraArgs`. It keeps five float32 values a parameter (of which
       `shared_momentum` for a type that JAX can prove to be equal everywhere) and 1/R of one.
 
     Raises:

@@ -1,0 +1,76 @@
+"""Rows of the results' files as Markdown tables, for the pages of docs/."""
+
+import fnmatch
+import json
+import pathlib
+from collections.abc import Callable
+
+from benchmarks import figures, slow_network_figure
+
+RESULTS = pathlib.Path(__file__).parent / "results"
+
+
+def table(name: str, patterns: list[str], task: str = "nano", steps: int = 1000) -> str:
+    """The rows of one file, those of the first pattern first.
+
+    Args:
+      name: Stem of the file, a key of `TABLES`.
+      patterns: Of `fnmatch`, on methods' names; of none, all rows.
+      task: Of the convergence rows.
+      steps: Of the convergence rows.
+
+    Returns:
+      The table; without rows, a sentence that says so.
+    """
+    rows = json.loads((RESULTS / f"{name}.json").read_text())
+    if patterns:
+        place = [_first(patterns, row.get("method", row.get("name"))) for row in rows]
+        order = sorted((p, index) for index, p in enumerate(place) if p is not None)
+        rows = [rows[index] for _, index in order]
+    text = TABLES[name](rows, task, steps) if rows else ""
+    return text or f"Not measured yet: `benchmarks/results/{name}.json` has no such row."
+
+
+def _first(patterns: list[str], name: str) -> int | None:
+    return next((i for i, p in enumerate(patterns) if fnmatch.fnmatchcase(name, p)), None)
+
+
+def _convergence(rows, task, steps) -> str:
+    summaries = figures.summarize(rows, task, steps)
+    return figures.table(summaries) if summaries else ""
+
+
+def _memory(rows, task, steps) -> str:
+    return _columns(
+        rows,
+        {
+            "method": lambda row: f"`{row['method']}`",
+            "replicas": lambda row: str(row["replicas"]),
+            "copies of the gradient": lambda row: f"{row['gradients']:.1f}",
+        },
+    )
+
+
+def _codec(rows, task, steps) -> str:
+    return _columns(
+        # The last rows compare two codes with each other.
+        [row for row in rows if "copy_seconds" in row],
+        {
+            "code": lambda row: f"`{row['name']}`",
+            "times a copy's time": lambda row: f"{row['ratio']:.1f}",
+        },
+    )
+
+
+def _columns(rows: list[dict], cells: dict[str, Callable[[dict], str]]) -> str:
+    lines = [list(cells), ["---"] * len(cells)]
+    lines += [[cell(row) for cell in cells.values()] for row in rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+TABLES: dict[str, Callable[[list[dict], str, int], str]] = {
+    "convergence": _convergence,
+    "slow_network": lambda rows, task, steps: slow_network_figure.table(rows),
+    "memory": _memory,
+    "codec": _codec,
+}
