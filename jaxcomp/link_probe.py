@@ -79,10 +79,10 @@ def measure_link(
             "to measure what lies between them; give the rate and latency of the link instead."
         )
     link = {}
-    for op, make in _COLLECTIVES.items():
+    for op, make in COLLECTIVES.items():
         samples = []
         for size in sizes:
-            program, x = _collective(make, size, mesh, axis_name)
+            program, x = collective(make, size, mesh, axis_name)
             call = functools.partial(program, x)
             samples.append((report.sent_bytes(program, mesh), seconds_of(call, repeats)))
             if samples[-1][1] > longest and len(samples) > 1:
@@ -130,10 +130,10 @@ def _all_to_all(size, num_replicas):
     return exchange, jax.ShapeDtypeStruct(shape, jnp.uint8), None
 
 
-_COLLECTIVES = {"all-reduce": _all_reduce, "all-gather": _all_gather, "all-to-all": _all_to_all}
+COLLECTIVES = {"all-reduce": _all_reduce, "all-gather": _all_gather, "all-to-all": _all_to_all}
 
 
-def _collective(make, size: int, mesh: Mesh, axis_name: str):
+def collective(make, size: int, mesh: Mesh, axis_name: str):
     """A compiled collective that sends about `size` bytes, and what to call it with."""
     function, own, out = make(size, mesh.shape[axis_name])
     rows = P(axis_name)

@@ -89,7 +89,10 @@ def test_the_recommendation_follows_the_rate(rate, recommended):
 def test_the_reason_says_what_is_to_be_had():
     slow, fast = (chosen(CODES[:2], rate, 0.0, compute=1.0) for rate in (1.6e9, 160e9))
     # Dense takes 1 s of network at 1.6 Gbit/s, 4 bits 0.13 s, and 0.04 s of codec.
-    assert slow.reason == "4 bits: of a step by dense the network takes 50%; this is 1.71 times as fast"
+    assert (
+        slow.reason
+        == "4 bits: of a step by dense the network takes 50%; this is 1.71 times as fast"
+    )
     assert fast.reason == (
         "do not compress: of a step by dense the network takes 1%, and the best code would save 0% "
         "of the step"
