@@ -9,6 +9,7 @@ over the measured time, less 1; `regret` what the recommended method loses again
 """
 
 import argparse
+import dataclasses
 import pathlib
 import statistics
 import sys
@@ -19,7 +20,8 @@ from benchmarks import commands, network
 from benchmarks import rows as rows_file
 from benchmarks.slow_network import ENVIRONMENT, METHODS, MODELS, SECONDS, Team, programs
 from benchmarks.slow_network_figure import seconds
-from jaxcomp import planner, step_probe
+from jaxcomp import planner
+from train import planning
 from train.exits import clean_exits
 
 DENSE = "dense float32"
@@ -42,8 +44,9 @@ def predict(
 
     def method(name):
         messages = tuple(planner.Message(**message) for message in sends[name])
-        codec = max(0.0, local[name] - local[DENSE]) * step_probe.passes(messages, hosts)
-        return planner.Method(name, messages, codec, changes="" if name == DENSE else "yes")
+        method = planner.Method(name, messages, changes="" if name == DENSE else "yes")
+        codec = planning.codec(method, local[name] - local[DENSE], hosts)
+        return dataclasses.replace(method, codec_seconds=codec)
 
     costs = {op: planner.Cost(**cost) for op, cost in link.items()}
     return planner.plan([method(name) for name in sends], costs, gradient + local[DENSE])

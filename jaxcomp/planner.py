@@ -15,7 +15,7 @@ class Cost:
     """What one collective takes: `latency + 8 * sent_bytes / rate` seconds.
 
     Attributes:
-      latency: Seconds of one that carries next to nothing, all its rounds trips; at least 0.
+      latency: Seconds of one that carries next to nothing, all its rounds included; at least 0.
       rate: bit/s at which bytes leave one replica, above 0; `math.inf` for no limit.
     """
 

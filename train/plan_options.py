@@ -1,6 +1,7 @@
 """The command line's options of `--plan`."""
 
 import argparse
+import contextlib
 import dataclasses
 import math
 from collections.abc import Sequence
@@ -46,11 +47,13 @@ def parse(args: Sequence[str]) -> tuple[Options | None, list[str]]:
             given = next(name for name, value in values.items() if value)
             raise ValueError(f"--{given.replace('_', '-')} is for a plan; write --plan as well.")
         return None, rest
+    if "--report" in rest:
+        raise ValueError("--plan and --report say different things; write one of them.")
     return Options(**values), rest
 
 
 def _positive(text: str) -> float:
-    value = float(text)
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a positive number, as 500e6")
-    return value
+    with contextlib.suppress(ValueError):
+        if 0 < (value := float(text)) < math.inf:
+            return value
+    raise argparse.ArgumentTypeError(f"{text!r} must be a positive number, as 500e6")

@@ -59,14 +59,13 @@ def make_plan(config: Config, options: Options) -> tuple[planner.Plan, planner.L
         link = link_probe.measure_link(mesh, AXIS_NAME)
     else:
         link = planner.uniform_link(options.link_rate, options.link_latency, mesh.size)
-    runs = {name: with_update(config, update) for name, (update, _) in METHODS.items()}
-    changes = {name: change for name, (_, change) in METHODS.items()}
-    if config.optimizer.update not in {update for update, _ in METHODS.values()}:
-        runs[OWN], changes[OWN] = config, "what it says"
+    runs, changes = runs_of(config)
     methods = {name: make_method(name, runs[name], mesh, changes[name]) for name in runs}
     local = functools.cache(lambda name: update_timer(runs[name], mesh)())
     if options.codec_rate is None:
-        codecs = {name: codec(methods[name], local(name) - local(DENSE), mesh) for name in runs}
+        codecs = {
+            name: codec(methods[name], local(name) - local(DENSE), mesh.size) for name in runs
+        }
     else:
         rate = options.codec_rate
         codecs = {name: codec_seconds(runs[name], rate) if changes[name] else 0.0 for name in runs}
@@ -77,9 +76,18 @@ def make_plan(config: Config, options: Options) -> tuple[planner.Plan, planner.L
     return planner.plan(timed, link, compute), link
 
 
-def codec(method: planner.Method, more: float, mesh: Mesh) -> float:
+def runs_of(config: Config) -> tuple[dict[str, Config], dict[str, str]]:
+    """The run with each method, and what each changes of dense Adam; its own second."""
+    others = {name: with_update(config, update) for name, (update, _) in METHODS.items()}
+    changes = {name: change for name, (_, change) in METHODS.items()}
+    if config.optimizer.update in {update for update, _ in METHODS.values()}:
+        return others, changes
+    return {DENSE: others[DENSE], OWN: config} | others, changes | {OWN: "what it says"}
+
+
+def codec(method: planner.Method, more: float, num_replicas: int) -> float:
     """Seconds of a codec among replicas, where one alone takes so many more than without."""
-    return max(0.0, more) * step_probe.passes(method.messages, mesh.size)
+    return max(0.0, more) * step_probe.passes(method.messages, num_replicas)
 
 
 def _mesh(config: Config, options: Options) -> Mesh:
@@ -109,10 +117,11 @@ def _mesh(config: Config, options: Options) -> Mesh:
 
 
 def with_update(config: Config, update: str) -> Config:
-    """The run with another update; of methods that need a warm-up, at least one step."""
+    """The run with another update: in one program, and with a warm-up of at least one step."""
     warmup = max(1, config.optimizer.warmup_steps)
     optimizer = dataclasses.replace(config.optimizer, update=update, warmup_steps=warmup)
-    return dataclasses.replace(config, optimizer=optimizer, steps=max(2, config.steps))
+    steps = max(2, config.steps)
+    return dataclasses.replace(config, optimizer=optimizer, steps=steps, overlap=False)
 
 
 def param_shapes(config: Config) -> Any:
@@ -146,9 +155,13 @@ def update_timer(config: Config, mesh: Mesh) -> Callable[[], float]:
 
 def codec_seconds(config: Config, rate: float) -> float:
     """What a code of all parameters takes in a step, in the mean over a run, at a given rate."""
-    size = sum(4 * math.prod(x.shape) for x in jax.tree.leaves(param_shapes(config)))
     rounds = plan.rounds(configs.transformation(config), config.steps)
-    return size / rate * rounds.get("all", config.steps) / config.steps
+    return 4 * num_elements(config) / rate * rounds.get("all", config.steps) / config.steps
+
+
+def num_elements(config: Config) -> int:
+    """Elements of all parameters of a run."""
+    return sum(math.prod(x.shape) for x in jax.tree.leaves(param_shapes(config)))
 
 
 def gradient_timer(config: Config, mesh: Mesh) -> Callable[[], float]:
