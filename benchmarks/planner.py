@@ -1,15 +1,21 @@
 """Compares the planner's predictions with steps over a shaped network.
 
     sudo python -m benchmarks.planner --json FILE [--hosts 2 4] [--rates unlimited 100mbit]
+    python -m benchmarks.planner --recorded benchmarks/results/slow_network.json
 
 Hosts are processes in network namespaces; see benchmarks/network.py. At every rate the hosts
 sweep the link, and for every method time its update, the gradient, and then real steps, so that
 a machine that others use too is as busy for the one as for the other. `error` is the predicted
 over the measured time, less 1; `regret` what the recommended method loses against the best.
+
+With --recorded nothing is run: of rows that benchmarks.slow_network has measured, those at limited
+rates are predicted from those at the unlimited one, the bytes of the report and the rate alone.
 """
 
 import argparse
 import dataclasses
+import json
+import os
 import pathlib
 import statistics
 import sys
@@ -18,13 +24,23 @@ from collections.abc import Iterator
 
 from benchmarks import commands, network
 from benchmarks import rows as rows_file
-from benchmarks.slow_network import ENVIRONMENT, METHODS, MODELS, SECONDS, Team, programs
+from benchmarks.slow_network import (
+    ALONE,
+    DENSE,
+    ENVIRONMENT,
+    HEADERS,
+    METHODS,
+    MODELS,
+    PEERS,
+    SECONDS,
+    Team,
+    programs,
+)
 from benchmarks.slow_network_figure import seconds
 from jaxcomp import planner
 from train import planning
 from train.exits import clean_exits
 
-DENSE = "dense float32"
 CHOSEN = (DENSE, "dense bfloat16", "8 bits", "4 bits", "1 bit", "0/1 Adam, every 4th")
 RATES = (network.UNLIMITED, "500mbit", "100mbit", "25mbit")
 
@@ -48,14 +64,15 @@ def predict(
         codec = planning.codec(method, local[name] - local[DENSE], hosts)
         return dataclasses.replace(method, codec_seconds=codec)
 
-    costs = {op: planner.Cost(**cost) for op, cost in link.items()}
+    costs = {op: planner.Cost(*map(tuple, cost.values())) for op, cost in link.items()}
     return planner.plan([method(name) for name in sends], costs, gradient + local[DENSE])
 
 
 def measured_rows(net: network.Network, options, folder: pathlib.Path) -> Iterator[dict]:
     """Rows of every rate and method, for the hosts of a network."""
     team = Team([sys.executable, "-m", "benchmarks.planner_worker"], {}, connected=True)
-    cache = {"JAX_COMPILATION_CACHE_DIR": str(folder / "compiled")}
+    compiled = os.environ.get("JAX_COMPILATION_CACHE_DIR", str(folder / "compiled"))
+    cache = {"JAX_COMPILATION_CACHE_DIR": compiled}
     count = len(net.hosts)
     with commands.start(programs(team, net.hosts), ENVIRONMENT | cache, folder) as workers:
         sends, facts = {}, {}
@@ -98,6 +115,37 @@ def measured_rows(net: network.Network, options, folder: pathlib.Path) -> Iterat
                     "steps": options.steps,
                     **facts[name],
                 }
+
+
+def recorded_rows(rows: list[dict]) -> Iterator[dict]:
+    """Predicts rows of benchmarks.slow_network at limited rates by those at the unlimited one."""
+    rows = [row for row in rows if row["method"] not in PEERS]
+    alone = next(seconds(row) for row in rows if row["method"] == ALONE)
+    rows = [row for row in rows if row["method"] != ALONE]
+    unlimited = [row for row in rows if row["rate"] == network.UNLIMITED]
+    methods = [
+        planner.Method(
+            row["method"],
+            (planner.Message("all-reduce", HEADERS * row["report_bytes"]),),
+            codec_seconds=seconds(row) - alone,
+            changes="" if row["method"] == DENSE else "yes",
+        )
+        for row in unlimited
+    ]
+    measured = {(row["method"], row["rate"]): seconds(row) for row in rows}
+    for rate in dict.fromkeys(row["rate"] for row in rows if row["rate"] != network.UNLIMITED):
+        hosts = rows[0]["hosts"]
+        link = planner.uniform_link(network.bits_per_second(rate), 0.0, hosts)
+        plan = planner.plan(methods, link, alone)
+        for row in plan.rows:
+            yield {
+                "hosts": hosts,
+                "rate": rate,
+                "method": row.method.name,
+                "predicted_seconds": row.step_seconds,
+                "measured_seconds": measured[row.method.name, rate],
+                "recommended": row is plan.recommended,
+            }
 
 
 def _step(run: dict) -> dict:
@@ -143,6 +191,7 @@ def parse(args: list[str]) -> argparse.Namespace:
     """Reads the command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--json", type=pathlib.Path, help="file for the rows")
+    parser.add_argument("--recorded", type=pathlib.Path, help="rows of benchmarks.slow_network")
     parser.add_argument("--hosts", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--rates", nargs="+", default=list(RATES), help="as 500mbit, or unlimited")
     parser.add_argument("--methods", nargs="+", default=list(CHOSEN), choices=list(METHODS))
@@ -161,6 +210,9 @@ def parse(args: list[str]) -> argparse.Namespace:
 def main(args: list[str]) -> None:
     """Measures all rows, saves after each, and prints them."""
     options = parse(args)
+    if options.recorded:
+        print(table(list(recorded_rows(json.loads(options.recorded.read_text())))))
+        return
     if (reason := network.unavailable()) is not None:
         raise RuntimeError(reason)
     rows: list[dict] = []

@@ -5,6 +5,7 @@ wait for each other, the slowest one's count.
 """
 
 import functools
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -57,7 +58,7 @@ def measure_link(
     repeats: int = 5,
     longest: float = 0.25,
 ) -> dict[str, Cost]:
-    """Times collectives of growing size between the replicas, and fits latency and rate.
+    """Times collectives of growing size between the replicas.
 
     Args:
       mesh: The mesh of the run.
@@ -87,31 +88,22 @@ def measure_link(
             samples.append((report.sent_bytes(program, mesh), seconds_of(call, repeats)))
             if samples[-1][1] > longest and len(samples) > 1:
                 break
-        link[op] = fit(samples)
+        link[op] = cost_of(samples)
     return link
 
 
-def fit(samples: Sequence[tuple[float, float]]) -> Cost:
-    """Fits latency and rate to times, by least squares of relative errors.
+def cost_of(samples: Sequence[tuple[float, float]]) -> Cost:
+    """Makes a cost of measured times, of which a larger message never takes less.
 
     Args:
-      samples: Pairs of bytes and seconds, of two sizes or more.
+      samples: Pairs of bytes, growing, and seconds.
 
     Returns:
-      The cost; a latency that would be negative is 0, a rate that would be is infinite.
+      The cost; a time above that of a larger message counts as that one's.
     """
-    sent, seconds = np.array(samples, float).T
-    columns = np.stack([np.ones_like(sent), 8 * sent], axis=1) / seconds[:, None]
-
-    def solve(columns):
-        return np.linalg.lstsq(columns, np.ones(len(samples)), rcond=None)[0]
-
-    latency, slope = solve(columns)
-    if latency < 0:
-        latency, slope = 0.0, solve(columns[:, 1:])[0]
-    elif slope <= 0:
-        latency, slope = solve(columns[:, :1])[0], 0.0
-    return Cost(float(latency), float(1 / slope) if slope else np.inf)
+    sent, seconds = zip(*samples, strict=True)
+    rising = itertools.accumulate(reversed(seconds), min)
+    return Cost(tuple(map(float, sent)), tuple(reversed(list(rising))))
 
 
 def _all_reduce(size, num_replicas):

@@ -6,27 +6,62 @@ take is measured by `jaxcomp.measuring`, or given.
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """What one collective takes: `latency + 8 * sent_bytes / rate` seconds.
+    """What one collective takes, by the bytes that leave one replica: lines between points.
+
+    A line of one slope is too little for links that let bursts pass and shape the rest. Under the
+    first point it takes as long as there; beyond the last one the last line goes on.
 
     Attributes:
-      latency: Seconds of one that carries next to nothing, all its rounds included; at least 0.
-      rate: bit/s at which bytes leave one replica, above 0; `math.inf` for no limit.
+      sent_bytes: Of the points, growing; two or more.
+      seconds: Of the points, not falling; at least 0.
     """
 
-    latency: float
-    rate: float
+    sent_bytes: tuple[float, ...]
+    seconds: tuple[float, ...]
 
     def __post_init__(self):
-        if not 0 <= self.latency < math.inf:
-            raise ValueError(f"latency={self.latency} is no time; write seconds, as 1e-3.")
-        if not self.rate > 0:
-            raise ValueError(f"rate={self.rate} carries nothing; write bit/s, as 500e6.")
+        sizes, times = self.sent_bytes, self.seconds
+        grow = all(a < b for a, b in itertools.pairwise(sizes))
+        fall = any(a > b for a, b in itertools.pairwise(times))
+        if len(sizes) < 2 or len(sizes) != len(times) or not grow or fall:
+            raise ValueError(
+                f"sent_bytes={sizes} and seconds={times} are no cost; write two or more growing "
+                "sizes and as many times that do not fall, or affine_cost(1e-3, 500e6)."
+            )
+
+
+def affine_cost(latency: float, rate: float) -> Cost:
+    """Describes a collective that takes `latency + 8 * sent_bytes / rate` seconds.
+
+    Args:
+      latency: Seconds of one that carries nothing, all its rounds included; at least 0.
+      rate: bit/s at which bytes leave one replica, above 0; `math.inf` for no limit.
+
+    Returns:
+      The cost.
+    """
+    if not 0 <= latency < math.inf:
+        raise ValueError(f"latency={latency} is no time; write seconds, as 1e-3.")
+    if not rate > 0:
+        raise ValueError(f"rate={rate} carries nothing; write bit/s, as 500e6.")
+    return Cost((0.0, 1e6), (latency, latency + 8e6 / rate))
+
+
+def cost_seconds(cost: Cost, sent_bytes: float) -> float:
+    """Seconds of one collective of this cost."""
+    points = list(zip(cost.sent_bytes, cost.seconds, strict=True))
+    if sent_bytes <= points[0][0]:
+        return points[0][1]
+    pairs = list(itertools.pairwise(points))
+    (x, t), (x_next, t_next) = next((p for p in pairs if sent_bytes <= p[1][0]), pairs[-1])
+    return t + (sent_bytes - x) * (t_next - t) / (x_next - x)
 
 
 Link = Mapping[str, Cost]
@@ -49,7 +84,7 @@ def uniform_link(rate: float, latency: float, num_replicas: int) -> dict[str, Co
             f"num_replicas={num_replicas}: one replica has nobody to send to; write 2 or more."
         )
     rounds = {"all-reduce": 2 * (num_replicas - 1), "all-gather": num_replicas - 1, "all-to-all": 1}
-    return {op: Cost(count * latency, rate) for op, count in rounds.items()}
+    return {op: affine_cost(count * latency, rate) for op, count in rounds.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,12 +147,12 @@ class Plan:
 
 def network_seconds(messages: Sequence[Message], link: Link) -> float:
     """Seconds a step that messages take, one after the other."""
-    dearest = Cost(max(c.latency for c in link.values()), min(c.rate for c in link.values()))
-    return sum(
-        m.times * (cost.latency + 8 * m.sent_bytes / cost.rate)
-        for m in messages
-        for cost in [link.get(m.op, dearest)]
-    )
+
+    def seconds(message):
+        costs = [link[message.op]] if message.op in link else link.values()
+        return max(cost_seconds(cost, message.sent_bytes) for cost in costs)
+
+    return sum(message.times * seconds(message) for message in messages)
 
 
 def plan(

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from jaxcomp import planner
-from jaxcomp.planner import Cost, Message, Method
+from jaxcomp.planner import Cost, Message, Method, affine_cost
 
 MEGABYTE = 10**6
 
@@ -28,7 +28,7 @@ def chosen(methods, rate, latency, compute, replicas=8):
 
 
 def test_a_step_is_computation_codec_and_messages_one_after_the_other():
-    link = {"all-reduce": Cost(0.010, 100e6), "all-to-all": Cost(0.001, 50e6)}
+    link = {"all-reduce": affine_cost(0.010, 100e6), "all-to-all": affine_cost(0.001, 50e6)}
     messages = Message("all-reduce", MEGABYTE), Message("all-to-all", MEGABYTE, times=3)
     method = Method("both", messages, codec_seconds=0.2)
     (row,) = planner.plan([method], link, compute_seconds=0.5).rows
@@ -49,21 +49,30 @@ def test_skipped_rounds_cost_their_share():
 def test_what_overlaps_takes_the_longer_of_gradient_and_messages(compute, step):
     messages = (Message("all-to-all", 2 * MEGABYTE),)
     method = Method("overlapped", messages, codec_seconds=0.1, overlaps=True)
-    (row,) = planner.plan([method], {"all-to-all": Cost(0.0, 8e6)}, compute).rows
+    (row,) = planner.plan([method], {"all-to-all": affine_cost(0.0, 8e6)}, compute).rows
     assert row.step_seconds == pytest.approx(step)
 
 
 def test_a_collective_that_was_not_measured_costs_as_the_dearest():
-    link = {"all-reduce": Cost(0.1, 80e6), "all-gather": Cost(0.2, 8e9)}
+    link = {"all-reduce": affine_cost(0.1, 80e6), "all-gather": affine_cost(0.2, 8e9)}
     seconds = planner.network_seconds([Message("collective-permute", MEGABYTE)], link)
-    assert seconds == pytest.approx(0.2 + 0.1)
+    assert seconds == pytest.approx(0.201)  # and not 0.2 of the other
+
+
+def test_a_cost_is_lines_between_measured_points():
+    # A burst of 100 kB passes at once, the rest at 8 Mbit/s.
+    cost = Cost((1e3, 1e5, 3e5), (1e-3, 1e-3, 0.201))
+    sizes = {0.0: 1e-3, 5e4: 1e-3, 1e5: 1e-3, 2e5: 0.101, 3e5: 0.201, 1.3e6: 1.201}
+    for sent, seconds in sizes.items():
+        assert planner.cost_seconds(cost, sent) == pytest.approx(seconds)
 
 
 def test_a_uniform_link_counts_rounds():
     link = planner.uniform_link(1e9, 1e-3, 4)
-    latencies = {op: cost.latency for op, cost in link.items()}
-    assert latencies == {"all-reduce": 6e-3, "all-gather": 3e-3, "all-to-all": 1e-3}
-    assert {cost.rate for cost in link.values()} == {1e9}
+    of_nothing = {op: planner.cost_seconds(cost, 0.0) for op, cost in link.items()}
+    assert of_nothing == {"all-reduce": 6e-3, "all-gather": 3e-3, "all-to-all": 1e-3}
+    of_much = {op: planner.cost_seconds(cost, 1e9) - of_nothing[op] for op, cost in link.items()}
+    assert list(of_much.values()) == pytest.approx([8.0] * 3)
 
 
 CODES = [
@@ -129,7 +138,7 @@ def test_a_selection_by_sorting_takes_longer_than_what_it_saves():
 
 def test_small_codes_win_where_codecs_are_slower_than_the_link():
     # learning-at-home/hivemind pull request 202: none 0.106 s, fp16 0.074, 8 bits 0.135 and 0.288.
-    link = {"all-reduce": Cost(0.0, 8 * 84e6 / 0.106)}
+    link = {"all-reduce": affine_cost(0.0, 8 * 84e6 / 0.106)}
     codes = {"fp16": (42e6, 0.021), "uniform 8 bits": (21e6, 0.1085), "quantiles": (21e6, 0.2615)}
     lossy = [
         Method(name, (Message("all-reduce", sent),), codec, changes="rounds")
@@ -163,13 +172,19 @@ def test_the_table_shows_memory_and_what_is_changed():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: Cost(-1.0, 1e9), r"latency=-1\.0 is no time; write seconds, as 1e-3"),
-        (lambda: Cost(0.0, 0.0), r"rate=0\.0 carries nothing; write bit/s, as 500e6"),
-        (lambda: Cost(0.0, math.nan), "rate=nan carries nothing"),
+        (lambda: affine_cost(-1.0, 1e9), r"latency=-1\.0 is no time; write seconds, as 1e-3"),
+        (lambda: affine_cost(0.0, 0.0), r"rate=0\.0 carries nothing; write bit/s, as 500e6"),
+        (lambda: affine_cost(0.0, math.nan), "rate=nan carries nothing"),
+        (lambda: Cost((1.0,), (1.0,)), "no cost; write two or more growing sizes"),
+        (lambda: Cost((1.0, 2.0), (2.0, 1.0)), "as many times that do not fall"),
+        (lambda: Cost((2.0, 1.0), (1.0, 2.0)), "are no cost"),
         (lambda: planner.uniform_link(1e9, 0.0, 1), "one replica has nobody to send to"),
         (lambda: chosen(CODES, 1e9, 0.0, compute=-1.0), "compute_seconds=-1.0 is no time"),
         (lambda: planner.plan(CODES, {}, 1.0), "the link has no costs; write uniform_link"),
-        (lambda: planner.plan(CODES, {"all-reduce": Cost(0, 1)}, 1.0, -0.1), "tolerance=-0.1"),
+        (
+            lambda: planner.plan(CODES, {"all-reduce": affine_cost(0, 1)}, 1.0, -0.1),
+            "tolerance=-0.1",
+        ),
         (lambda: chosen([CODES[0]] * 2, 1e9, 0.0, 1.0), "names of methods repeat"),
         (lambda: chosen(CODES[1:], 1e9, 0.0, 1.0), "is exact.*add the dense mean"),
         (lambda: chosen([], 1e9, 0.0, 1.0), "is exact"),

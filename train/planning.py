@@ -175,8 +175,11 @@ def gradient_timer(config: Config, mesh: Mesh) -> Callable[[], float]:
 
 def text(planned: planner.Plan, link: planner.Link) -> str:
     """A plan, and the link that it is for, for people to read."""
-    costs = [
-        f"{op} {cost.rate / 1e6:,.0f} Mbit/s and {1e3 * cost.latency:.2f} ms"
-        for op, cost in link.items()
-    ]
-    return f"{planner.table(planned)}\nlink: {'; '.join(costs)}"
+    return "\n".join([planner.table(planned), *(_line(op, cost) for op, cost in link.items())])
+
+
+def _line(op: str, cost: planner.Cost) -> str:
+    """A collective's time at three sizes."""
+    shown = (1e3, 1e5, 1e7)
+    times = [f"{1e3 * planner.cost_seconds(cost, size):,.2f} ms" for size in shown]
+    return f"{op} of 1 kB {times[0]}, of 100 kB {times[1]}, of 10 MB {times[2]}"
