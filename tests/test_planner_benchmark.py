@@ -69,6 +69,12 @@ def test_recorded_rows_are_predicted_from_those_at_the_unlimited_rate():
     assert (found["measured_seconds"], found["recommended"]) == (0.3, True)
 
 
+def test_a_step_that_was_held_up_counts_little():
+    times = [1.0, 2.0, 3.0, 6.0] * 2 + [1.0, 50.0, 3.0, 6.0]
+    assert benchmark.typical(times, skips_rounds=True) == 3.0
+    assert benchmark.typical([2.0, 9.0, 1.0], skips_rounds=False) == 2.0
+
+
 def test_a_plan_needs_the_dense_mean_and_two_hosts():
     assert benchmark.parse([]).hosts == [2, 4]
     assert len(benchmark.parse([]).methods) >= 6 and len(benchmark.parse([]).rates) == 4
@@ -76,5 +82,7 @@ def test_a_plan_needs_the_dense_mean_and_two_hosts():
         benchmark.parse(["--methods", "4 bits"])
     with pytest.raises(ValueError, match="over 2 hosts or more"):
         benchmark.parse(["--hosts", "1"])
+    with pytest.raises(ValueError, match="a multiple of 4; write --steps 24 --warmup 4"):
+        benchmark.parse(["--steps", "10"])
     with pytest.raises(ValueError, match="is no rate"):
         benchmark.parse(["--rates", "fast"])
