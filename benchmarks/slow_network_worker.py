@@ -1,5 +1,6 @@
 """One JAX host of benchmarks.slow_network: builds training steps and times them when told to."""
 
+import dataclasses
 import time
 from typing import Any
 
@@ -11,6 +12,7 @@ from jax._src import cache_key
 import jaxcomp
 from benchmarks import commands
 from benchmarks.timing import interleaved
+from jaxcomp import step_probe
 from train import devices, distributed
 from train.config import AXIS_NAME, Config, Data, Optimizer
 from train.metrics import hardware_name
@@ -42,7 +44,10 @@ def config_of(
 
 
 def functions(replicas: int) -> dict:
-    """What benchmarks call: `build` a step, then `run` it, or an overlapped one's `parts`."""
+    """What benchmarks call: `build` a step, then `run` it, or an overlapped one's `parts`.
+
+    `sends` lists the messages of its step.
+    """
     built: dict[str, Any] = {}
 
     def build(update: str, model: dict[str, int], sequences: int, overlap: bool = False) -> dict:
@@ -99,7 +104,13 @@ def functions(replicas: int) -> dict:
         }
         return interleaved(calls, repeats)
 
-    return {"build": build, "run": run, "parts": parts}
+    def sends() -> list[dict]:
+        task = built["task"]
+        shares = {part: count / task.config.steps for part, count in task.rounds.items()}
+        found = step_probe.messages(task.programs, task.mesh, shares)
+        return [dataclasses.asdict(message) for message in found]
+
+    return {"build": build, "run": run, "parts": parts, "sends": sends}
 
 
 def num_collectives(task) -> int:

@@ -3,6 +3,7 @@
 Optax transformations with collectives of their own, which send a few percent of the bytes.
 """
 
+from jaxcomp import planner as planner
 from jaxcomp import report as report
 from jaxcomp import schedules as schedules
 from jaxcomp.buckets import by_path as by_path
@@ -20,6 +21,7 @@ from jaxcomp.compressors import sign as sign
 from jaxcomp.compressors import top_k as top_k
 from jaxcomp.overlap import OverlappedStep as OverlappedStep
 from jaxcomp.overlap import overlapped_train_step as overlapped_train_step
+from jaxcomp.planner import plan as plan
 from jaxcomp.qsdp import QSDP as QSDP
 from jaxcomp.qsdp import qsdp as qsdp
 from jaxcomp.qsdp_step import qsdp_train_step as qsdp_train_step

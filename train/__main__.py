@@ -1,15 +1,18 @@
 """`python -m train CONFIG [overrides]`: trains the run that a config file describes.
 
-With `--report` among the overrides it prints what one step would send, and trains nothing.
+With `--report` among the overrides it prints what one step would send, with `--plan` which method
+is predicted to be the fastest on a network; both train nothing.
 """
 
 import sys
+from typing import Literal
 
-from train import advice, devices
+from train import advice, devices, plan_options
 from train import config as configs
 from train.config import Config
 from train.exits import clean_exits
 from train.objectives import OBJECTIVES
+from train.plan_options import Options
 
 
 def main(args: list[str], num_processes: int = 1) -> None:
@@ -20,13 +23,20 @@ def main(args: list[str], num_processes: int = 1) -> None:
       num_processes: Processes of the run, this one among them, connected to each other already.
     """
     with clean_exits():
-        config, only_report = read(args)
+        config, instead = read(args)
         if num_processes > 1:
             from train import distributed
 
-            distributed.require_same(distributed.program_facts(configs.to_json(config)))
+            facts = distributed.program_facts(configs.to_json(config)) | {"options": str(instead)}
+            distributed.require_same(facts)
         devices.start(config.replicas, num_processes)
-        if only_report:
+        if isinstance(instead, Options):
+            from train import planning, processes
+
+            planned = planning.text(*planning.make_plan(config, instead))
+            if processes.is_first():
+                print(planned)
+        elif instead == "report":
             from train.examples import none
             from train.task import make_task, report
 
@@ -45,20 +55,23 @@ def main(args: list[str], num_processes: int = 1) -> None:
                 print(f"{config.runs_dir}/{config.name}/loss.png")
 
 
-def read(args: list[str]) -> tuple[Config, bool]:
-    """Reads the command line: the run that it describes, and whether only its report is wanted.
+def read(args: list[str]) -> tuple[Config, Options | Literal["report"] | None]:
+    """Reads the command line: the run that it describes, and what is wanted instead of it.
 
     Raises:
       SystemExit: After the usage, with status 0 if it was asked for and with 2 if not.
-      ValueError: If the config file is no good.
+      ValueError: If the config file is no good, or options do not go together.
     """
-    only_report = "--report" in args
+    options, args = plan_options.parse(args)
+    report = "report" if "--report" in args else None
     args = [arg for arg in args if arg != "--report"]
     if not args or args[0] in ("-h", "--help"):
-        print("usage: python -m train CONFIG.py [--report] [overrides]\n")
-        print("CONFIG.py --help lists the overrides; configs/ has the files.")
+        print("usage: python -m train CONFIG.py [--report] [overrides]")
+        print("       python -m train CONFIG.py --plan [--measure] [--link-rate BIT/S] ...\n")
+        print("CONFIG.py --help lists the overrides; configs/ has the files; docs/planner.md has")
+        print("the options of a plan.")
         sys.exit(0 if args else 2)
-    return configs.load(args[0], args[1:]), only_report
+    return configs.load(args[0], args[1:]), options or report
 
 
 def _last_loss(rows, unit: str) -> str:

@@ -28,24 +28,49 @@ def rounds(tx: optax.GradientTransformation, steps: int) -> dict[str, int]:
       The counts by part, and by "all" those of steps that send anything; {} for a method that
       sends everything in every step.
     """
+    return {part: int(sent.sum()) for part, sent in _sent(tx, steps).items()}
 
+
+def kinds_of_steps(tx: optax.GradientTransformation, steps: int) -> dict[int | None, float]:
+    """Tells steps that send different parts apart, as `rounds` counts them.
+
+    Args:
+      tx: The transformation of the run.
+      steps: Of the run.
+
+    Returns:
+      By the number of the first step of each kind, the share of steps that are like it; {None: 1}
+      for a method that sends everything in every step.
+    """
+    sent = _sent(tx, steps)
+    if not sent:
+        return {None: 1.0}
+    table = np.stack(list(sent.values()), axis=1)
+    _, firsts, counts = np.unique(table, axis=0, return_index=True, return_counts=True)
+    return {int(first): int(n) / steps for first, n in zip(firsts, counts, strict=True)}
+
+
+def _sent(tx: optax.GradientTransformation, steps: int) -> dict[str, np.ndarray]:
+    """i32[steps] by part: 1 where a step sends it."""
     params = {"number": jnp.zeros(1)}
     mesh = Mesh(np.array(jax.local_devices()[:1]), (AXIS_NAME,))
     tx = jaxcomp.per_replica(tx, AXIS_NAME)
+    counts = lambda state: optax.tree_utils.tree_get(state, "rounds")
 
     def run(params):
         first = tx.init(params)
-        if optax.tree_utils.tree_get(first, "rounds") is None:
+        if counts(first) is None:
             return {}
         grads = jaxcomp.local_params(params, (), AXIS_NAME)
 
         def step(state, _):
-            return tx.update(grads, state, params)[1], None
+            new = tx.update(grads, state, params)[1]
+            return new, jax.tree.map(jnp.subtract, counts(new), counts(state))
 
-        return optax.tree_utils.tree_get(lax.scan(step, first, length=steps)[0], "rounds")
+        return lax.scan(step, first, length=steps)[1]
 
-    counts = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=P(), out_specs=P()))(params)
-    return {part: int(count) for part, count in counts.items()}
+    sent = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=P(), out_specs=P()))(params)
+    return {part: np.asarray(steps) for part, steps in sent.items()}
 
 
 def total_bytes(sent: Mapping[str, float], counts: Mapping[str, int], steps: int) -> float:

@@ -57,29 +57,16 @@ def make_task(config: Config, read: Callable[[Config], Examples] = examples.read
     mesh = devices.make_mesh(config.replicas)
     configs.microbatch(config, mesh.size)
     made = read(config)
-    objective = OBJECTIVES[config.objective]
-    model = _model(config)
-    measure = _measure(config, model)
+    measure = measure_of(config, model_of(config))
     everywhere = NamedSharding(mesh, P())
-    inputs = config.model.inputs
-
-    @functools.partial(jax.jit, out_shardings=everywhere)
-    def init_params():
-        return model.init(jax.random.key(config.seed), np.zeros(inputs.shape, inputs.dtype))[
-            "params"
-        ]
-
+    init_params = jax.jit(functools.partial(random_params, config), out_shardings=everywhere)
     functions = _functions(config, mesh)
 
     def init(params=None):
         return functions.init(init_params() if params is None else params)
 
     like = _shapes(config, functions.init, jax.eval_shape(init_params), mesh)
-    rows, size = NamedSharding(mesh, P(AXIS_NAME)), config.data.batch
-    abstract_batch = jax.tree.map(
-        lambda row: jax.ShapeDtypeStruct((size, *row.shape), row.dtype, sharding=rows),
-        objective.row(config.model),
-    )
+    abstract_batch = batch_of(config, mesh)
     step, programs = _compiled(functions.step, like["params"], like["state"], abstract_batch)
 
     def batch(step):
@@ -173,11 +160,29 @@ def _placed(like: Any, make: Callable[[slice], Any]) -> Any:
     return tree.unflatten([place(number, leaf) for number, leaf in enumerate(leaves)])
 
 
-def _model(config: Config) -> nn.Module:
+def batch_of(config: Config, mesh: Mesh) -> Any:
+    """Shapes, dtypes and shardings of a batch of all replicas."""
+    rows, size = NamedSharding(mesh, P(AXIS_NAME)), config.data.batch
+    return jax.tree.map(
+        lambda row: jax.ShapeDtypeStruct((size, *row.shape), row.dtype, sharding=rows),
+        OBJECTIVES[config.objective].row(config.model),
+    )
+
+
+def random_params(config: Config) -> Any:
+    """The parameters that a run begins with, in natural shapes."""
+    inputs = config.model.inputs
+    key, zeros = jax.random.key(config.seed), np.zeros(inputs.shape, inputs.dtype)
+    return model_of(config).init(key, zeros)["params"]
+
+
+def model_of(config: Config) -> nn.Module:
+    """The model of a run."""
     return OBJECTIVES[config.objective].models[type(config.model)](config.model)
 
 
-def _measure(config: Config, model: nn.Module) -> Callable[[Any, Any], dict[str, jax.Array]]:
+def measure_of(config: Config, model: nn.Module) -> Callable[[Any, Any], dict[str, jax.Array]]:
+    """What a run's objective measures of parameters and a batch; "loss" is minimized."""
     objective = OBJECTIVES[config.objective]
 
     def measure(params, batch):
@@ -188,8 +193,8 @@ def _measure(config: Config, model: nn.Module) -> Callable[[Any, Any], dict[str,
 
 def _functions(config: Config, mesh: Mesh) -> sharded.Sharded:
     """How the run begins and steps, and what its parameters are in natural shapes."""
-    tx, model, fsdp = configs.transformation(config), _model(config), sharded.method(config)
-    measure = _measure(config, model if fsdp is None else model.clone(layer=fsdp.layer))
+    tx, model, fsdp = configs.transformation(config), model_of(config), sharded.method(config)
+    measure = measure_of(config, model if fsdp is None else model.clone(layer=fsdp.layer))
     loss_fn = lambda params, batch: measure(params, batch)["loss"]
     if fsdp is not None:
         return sharded.functions(config, fsdp, loss_fn, tx, mesh)
