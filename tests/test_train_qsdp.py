@@ -18,7 +18,10 @@ pytestmark = pytest.mark.usefixtures("quick_compiler")
 
 STEPS = 4
 EXACT = "qsdp(axis_name, identity(), identity())"
-LOSSY = "qsdp(axis_name, quantize(4, block=64, rounding='shift'))"
+LOSSY = (
+    "qsdp(axis_name, learned_levels(4, block=64), learned_levels(2, block=64, "
+    "rounding='stochastic'))"
+)
 
 
 @pytest.fixture(scope="module")

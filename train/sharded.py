@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 import optax
 from jax.sharding import Mesh
 
@@ -46,6 +47,19 @@ def method(config: Config) -> jaxcomp.QSDP | None:
             f"qsdp={config.qsdp!r} is a {type(fsdp).__name__}; write qsdp(axis_name, quantize(8))."
         )
     return fsdp
+
+
+def rounds(config: Config, state: jaxcomp.QSDPState) -> dict[str, int]:
+    """Counts how often a run will send each part; {} for one whose levels are not learned.
+
+    Args:
+      config: Of the run.
+      state: Its state, or the shapes of it.
+    """
+    if not state.rounds:
+        return {}
+    due = method(config).fit_at(np.arange(config.steps))
+    return {"all": config.steps, "levels": int(np.sum(due))}
 
 
 def functions(

@@ -108,7 +108,10 @@ def make_task(config: Config, read: Callable[[Config], Examples] = examples.read
         return 0 if skipped is None else int(total(skipped))
 
     sent = jaxcomp.report.sent_bytes_by_part(programs, mesh, AXIS_NAME)
-    rounds = plan.rounds(configs.transformation(config), config.steps)
+    if config.qsdp is None:
+        rounds = plan.rounds(configs.transformation(config), config.steps)
+    else:
+        rounds = sharded.rounds(config, like["state"])
     mean = plan.total_bytes(sent, rounds, config.steps) / config.steps
     return Task(
         config=config,
