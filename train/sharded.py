@@ -41,7 +41,8 @@ def method(config: Config) -> jaxcomp.QSDP | None:
             f"qsdp={config.qsdp!r} needs a model whose blocks can gather for themselves: write "
             f"model=GPTConfig(scan=False), not {config.model}."
         )
-    fsdp = expression.evaluate(config.qsdp, {"axis_name": AXIS_NAME})
+    values = {"axis_name": AXIS_NAME, "steps": config.steps}
+    fsdp = expression.evaluate(config.qsdp, values)
     if not isinstance(fsdp, jaxcomp.QSDP):
         raise ValueError(
             f"qsdp={config.qsdp!r} is a {type(fsdp).__name__}; write qsdp(axis_name, quantize(8))."
