@@ -29,6 +29,11 @@ class Shard:
     levels: Any = None  # `levels.Tables` of the two codes
     counter: Any = None  # f32[bins]; unless zero, its gradient is the tally of what is encoded
 
+    @property
+    def full_shape(self) -> tuple[int, ...]:
+        """`[*stack, *shape]`, of the parameter when it is not in shards."""
+        return *self.data.shape[1:-1], *self.shape
+
 
 def is_shard(x: Any) -> bool:
     """Whether a node of a tree is a `Shard`."""
