@@ -217,6 +217,27 @@ def test_learned_levels_lose_less_of_real_weights_and_gradients(trained):
             assert learned < 0.95 * even, (rounding, bits)
 
 
+def test_layers_that_are_scanned_over_have_levels_of_their_own():
+    fsdp = jaxcomp.qsdp("replica", *[learned_levels(2, 64, code) for code in ("nearest",) * 2])
+    rng = np.random.default_rng(0)
+    pair = np.stack([rng.normal(size=(32, 32)), rng.laplace(size=(32, 32))]).astype(np.float32) / 6
+
+    def loss(shards, x):
+        layer = fsdp.layer(lambda w, x: jnp.tanh(x @ w))
+        return jnp.mean(jax.lax.scan(lambda x, w: (layer(w, x), None), x, shards["pair"])[0] ** 2)
+
+    mesh = mesh_of(2)
+    made = jaxcomp.qsdp_train_step(loss, optax.sgd(0.1), mesh, fsdp)
+    shards = fsdp.shard(everywhere(mesh, {"pair": pair}), mesh, lambda path, leaf: True)
+    x = rows(mesh, rng.normal(size=(8, 32)).astype(np.float32))
+    _, state, _ = made.step(shards, made.init(shards), x)
+    for table in tables(state)["pair"]:
+        assert table.shape == (2, 4)
+        for layer in table:
+            assert np.abs(layer - np.linspace(0, 1, 4)).max() > 0.01
+        assert np.any(table[0] != table[1])
+
+
 def test_gradients_are_counted_before_they_are_coded_and_as_much_as_all_replicas_send():
     num_replicas, numel = 2, 512
     code = learned_levels(2, 64, "stochastic")
