@@ -32,7 +32,7 @@ TASKS = {
 
 
 def config_of(task: str, method: str, rate: float, seed: int, steps: int) -> Config:
-    """The run of one row: the task's dense config with another update, rate and seed."""
+    """The run of one row: the task's dense config with another method, rate and seed."""
     dense = TASKS[task].get_config()
     optimizer = dataclasses.replace(
         dense.optimizer,
@@ -48,10 +48,17 @@ def config_of(task: str, method: str, rate: float, seed: int, steps: int) -> Con
         steps=steps,
         seed=seed,
         optimizer=optimizer,
+        qsdp=METHODS[method].qsdp,
+        replicas=replicas_of(task, method),
         eval_every=max(1, steps // 10),
         eval_batches=16,
         checkpoint_every=steps,
     )
+
+
+def replicas_of(task: str, method: str) -> int:
+    """The task's number of replicas, or the method's own."""
+    return METHODS[method].replicas or TASKS[task].get_config().replicas
 
 
 def run_row(task: str, method: str, rate: float, seed: int, steps: int) -> dict:
@@ -69,11 +76,13 @@ def run_row(task: str, method: str, rate: float, seed: int, steps: int) -> dict:
         "steps": steps,
         "learning_rate": rate,
         "update": config.optimizer.update,
+        "qsdp": config.qsdp,
         "val_loss": rows[-1]["val_loss"],
         "val_accuracy": rows[-1].get("val_accuracy"),
         "curve": [[row["step"], row["val_loss"]] for row in rows if "val_loss" in row],
         "sent_bytes_per_step": plan["sent_bytes_per_step"],
-        # Per direction of an all-reduce: a ring sends 2 (R-1)/R of what it reduces.
+        # Per direction of an all-reduce: a ring sends 2 (R-1)/R of what it reduces. Shards send
+        # three times (R-1)/R, which counts as two.
         "bits_per_parameter": plan["sent_bytes_per_step"]
         * 8
         / plan["parameters"]
@@ -110,9 +119,8 @@ def main() -> None:
         "--json", type=pathlib.Path, default=pathlib.Path("benchmarks/results/convergence.json")
     )
     args = parser.parse_args()
-    task = TASKS[args.task].get_config()
-    steps = args.steps or task.steps
-    devices.start(task.replicas)
+    steps = args.steps or TASKS[args.task].get_config().steps
+    devices.start(max(replicas_of(args.task, method) for method in args.methods))
 
     def rows():
         return json.loads(args.json.read_text()) if args.json.exists() else []

@@ -15,6 +15,8 @@ class Method(NamedTuple):
     update: str  # `optimizer.update` of a config
     rates: tuple[float, ...] = ADAM_RATES
     schedule: str = "cosine"  # `optimizer.schedule` of a config
+    qsdp: str | None = None  # `qsdp` of a config
+    replicas: int | None = None  # instead of the task's
 
 
 def _of(config, more: str = "") -> Method:
@@ -40,6 +42,18 @@ def _zero_one(meet: str, kappa: int = 16, more: str = "") -> Method:
         f"variance_at=schedules.growing({kappa}, until=warmup_steps){more})"
     )
 
+
+_UNIFORM = "quantize({}, block=1024, range='minmax', rounding='{}')"
+_LEARNED = "learned_levels({}, rounding='{}')"
+
+
+def _qsdp(weights: int, gradients: int, code: str, replicas: int | None = None) -> Method:
+    codes = f"{code.format(weights, 'nearest')}, {code.format(gradients, 'stochastic')}"
+    return Method("adam(learning_rate)", qsdp=f"qsdp(axis_name, {codes})", replicas=replicas)
+
+
+# QSDP's bits of weights and gradients; its paper learns levels where there are fewer than eight.
+BITS = ((8, 8), (6, 4), (5, 4), (4, 4))
 
 LAMB_RATES = (1e-2, 2e-2, 4e-2)
 
@@ -111,6 +125,11 @@ METHODS: dict[str, Method] = {
     "CocktailSGD, no compression": _cocktail("compressor=identity()"),
     **{f"CocktailSGD, {x}": _cocktail(f"compressor={code}") for x, code in FACTORS.items()},
     **{f"CocktailSGD, {name}": _cocktail(arguments) for name, arguments in STAGES.items()},
+    **{f"QSDP W{w}G{g}": _qsdp(w, g, _UNIFORM) for w, g in BITS},
+    **{f"QSDP W{w}G{g}, learned": _qsdp(w, g, _LEARNED) for w, g in BITS[1:]},
+    "QSDP W8G8, 8 shards": _qsdp(8, 8, _UNIFORM, replicas=8),
+    "QSDP W4G4, 8 shards": _qsdp(4, 4, _UNIFORM, replicas=8),
+    "QSDP W4G4, learned, 8 shards": _qsdp(4, 4, _LEARNED, replicas=8),
     "LAMB": _mean("identity()", "lamb(learning_rate)", LAMB_RATES),
     "SLAMB": _slamb("density=0.1"),
     "SLAMB, 8 bits": _slamb("compressor=compose(random_k(0.1), quantize(8))"),

@@ -21,45 +21,9 @@ from typing import NamedTuple
 from benchmarks import commands, network
 from benchmarks import rows as rows_file
 from benchmarks.slow_network_figure import draw, table
+from benchmarks.slow_network_methods import ADAM, ALONE, DENSE, METHODS, MODELS, PEERS, SHARDED
 from train.exits import clean_exits
 
-MEAN = "chain(compressed_mean({}, axis_name), {})"
-ADAM, SGD = "adam(learning_rate)", "sgd(learning_rate, momentum=0.9)"
-DENSE = "dense float32"
-
-METHODS = {
-    # name: optimizer.update of a config
-    DENSE: MEAN.format("identity()", ADAM),
-    "dense bfloat16": MEAN.format("cast('bfloat16')", ADAM),
-    "8 bits": MEAN.format("quantize(8)", ADAM),
-    "4 bits": MEAN.format("quantize(4)", ADAM),
-    "1 bit": MEAN.format("sign(block=128)", SGD),
-    "random 1/10": MEAN.format("random_k(0.1)", SGD),
-    "largest of 8": MEAN.format("group_top_1(8)", SGD),
-    "largest of 64, 4 bits": MEAN.format("compose(group_top_1(64), quantize(4))", SGD),
-    "1-bit Adam": "one_bit_adam(learning_rate, axis_name, freeze_step=2)",
-    "0/1 Adam, every 4th": "zero_one_adam(learning_rate, axis_name, variance_at=schedules.until(2),"
-    " sync_at=schedules.halving(exponential_decay(1.0, 1, 0.5), 999, longest=4, after=2))",
-    "CocktailSGD": f"cocktail_sgd({ADAM}, axis_name)",
-    # As many bytes as "8 bits", but they may travel while the gradient is computed.
-    "CocktailSGD, 8 bits": f"cocktail_sgd({ADAM}, axis_name, compressor=quantize(8))",
-    "CocktailSGD, 8 bits, overlapped": f"cocktail_sgd({ADAM}, axis_name, compressor=quantize(8))",
-}
-ALONE = "no exchange"
-PEERS = {
-    # name: exchange of benchmarks/peer_torch.py
-    "PyTorch, no exchange": "none",
-    "PyTorch DDP float32": "float32",
-    "PyTorch DDP bfloat16": "bfloat16",
-    "PyTorch PowerSGD 1": "powersgd 1",
-    "PyTorch PowerSGD 4": "powersgd 4",
-}
-MODELS = {
-    # name: fields of GPTConfig
-    "0.5M": {"layers": 2, "width": 128, "heads": 4, "context": 64},
-    "5M": {"layers": 6, "width": 256, "heads": 4, "context": 128},
-    "14M": {"layers": 8, "width": 384, "heads": 6, "context": 128},
-}
 QUICK_METHODS = (ALONE, DENSE, "4 bits", "largest of 64, 4 bits")
 RATES = (network.UNLIMITED, "1gbit", "500mbit", "100mbit")
 
@@ -94,7 +58,7 @@ def teams(methods: list[str], torch_python: str | None) -> list[Team]:
         name: {"update": METHODS[name], "overlap": name.endswith("overlapped")}
         for name in METHODS
         if name in methods
-    }
+    } | {name: {"update": ADAM, "qsdp": SHARDED[name]} for name in SHARDED if name in methods}
     peers = {name: {"exchange": PEERS[name]} for name in PEERS if name in methods}
     alone = {ALONE: {"update": METHODS[DENSE]}} if ALONE in methods else {}
     everyone = [Team(jax_host, alone, False), Team(jax_host, updates, True)]
@@ -239,7 +203,7 @@ def parse(args: list[str]) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="2 hosts, 2 rates, 3 methods")
     parser.add_argument("--hosts", type=int, default=4)
     parser.add_argument("--rates", nargs="+", default=list(RATES), help="as 500mbit, or unlimited")
-    every = [ALONE, *METHODS, *PEERS]
+    every = [ALONE, *METHODS, *SHARDED, *PEERS]
     parser.add_argument("--methods", nargs="+", default=every, choices=every, metavar="NAME")
     parser.add_argument("--model", default="5M", choices=list(MODELS))
     parser.add_argument("--sequences", type=int, default=2, help="of one host and step")

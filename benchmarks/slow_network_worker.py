@@ -21,7 +21,12 @@ from train.task import make_task, num_parameters
 
 
 def config_of(
-    update: str, model: dict[str, int], replicas: int, sequences: int, overlap: bool = False
+    update: str,
+    model: dict[str, int],
+    replicas: int,
+    sequences: int,
+    overlap: bool = False,
+    qsdp: str | None = None,
 ) -> Config:
     """The run whose step is timed.
 
@@ -31,10 +36,12 @@ def config_of(
       replicas: Hosts that exchange.
       sequences: Of one replica and step.
       overlap: Whether the exchange is dispatched beside the gradient.
+      qsdp: How parameters live in shards; None: each replica holds all.
     """
     return Config(
         name="slow_network",
         overlap=overlap,
+        qsdp=qsdp,
         steps=10**4,  # more than are ever timed
         replicas=replicas,
         optimizer=Optimizer(update=update, learning_rate=1e-4, schedule="constant"),
@@ -50,10 +57,10 @@ def functions(replicas: int) -> dict:
     """
     built: dict[str, Any] = {}
 
-    def build(update: str, model: dict[str, int], sequences: int, overlap: bool = False) -> dict:
+    def build(update: str, model: dict[str, int], sequences: int, **method: Any) -> dict:
         built.clear()
         began = time.perf_counter()
-        task = make_task(config_of(update, model, replicas, sequences, overlap))
+        task = make_task(config_of(update, model, replicas, sequences, **method))
         params, state = jax.block_until_ready(task.init())
         parts = jaxcomp.report.sent_bytes_by_part(task.programs, task.mesh, AXIS_NAME)
         built.update(task=task, params=params, state=state, step=0, parts=parts)

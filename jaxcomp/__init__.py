@@ -15,6 +15,7 @@ from jaxcomp.compressors import cocktail as cocktail
 from jaxcomp.compressors import compose as compose
 from jaxcomp.compressors import group_top_1 as group_top_1
 from jaxcomp.compressors import identity as identity
+from jaxcomp.compressors import learned_levels as learned_levels
 from jaxcomp.compressors import quantize as quantize
 from jaxcomp.compressors import random_k as random_k
 from jaxcomp.compressors import sign as sign
@@ -24,6 +25,7 @@ from jaxcomp.overlap import overlapped_train_step as overlapped_train_step
 from jaxcomp.planner import plan as plan
 from jaxcomp.qsdp import QSDP as QSDP
 from jaxcomp.qsdp import qsdp as qsdp
+from jaxcomp.qsdp_step import QSDPState as QSDPState
 from jaxcomp.qsdp_step import qsdp_train_step as qsdp_train_step
 from jaxcomp.resizing import resize as resize
 from jaxcomp.sharding import local_params as local_params

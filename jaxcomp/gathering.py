@@ -20,8 +20,8 @@ class Layer(NamedTuple):
     """The static facts of leaves that travel as one message."""
 
     axis_name: str
-    weights: Compressor
-    gradients: Compressor
+    weights: tuple[Compressor, ...]
+    gradients: tuple[Compressor, ...]
     shapes: tuple[tuple[int, ...], ...]
     sizes: tuple[int, ...]  # of a shard of each leaf
     dtypes: tuple[Any, ...]
@@ -48,14 +48,18 @@ def gather_layer(shards: list[Shard], axis_name: str, after: Any = None) -> list
             )
     layer = Layer(
         axis_name,
-        fused(*[(shard.weights, size) for shard, size in zip(shards, sizes, strict=True)]),
-        fused(*[(shard.gradients, size) for shard, size in zip(shards, sizes, strict=True)]),
+        tuple(shard.weights for shard in shards),
+        tuple(shard.gradients for shard in shards),
         tuple(shard.shape for shard in shards),
         tuple(sizes),
         tuple(jnp.dtype(shard.data.dtype) for shard in shards),
     )
     key = shards[0].key
-    return _gathered(layer, [shard.data for shard in shards], key, _token(after, key.count))
+    tables = [shard.levels or (None, None) for shard in shards]
+    keys = [key._replace(levels=list(of_code)) for of_code in zip(*tables, strict=True)]
+    counters = [shard.counter for shard in shards]
+    data = [shard.data for shard in shards]
+    return _gathered(layer, data, keys, counters, _token(after, key.count))
 
 
 def _token(after, count):
@@ -70,15 +74,15 @@ def _token(after, count):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _gathered(layer: Layer, shards: list[jax.Array], key: Key, token) -> list[jax.Array]:
-    """The parameters of a layer, from this replica's flat shards."""
+def _gathered(layer: Layer, shards, keys: list[Key], counters, token) -> list[jax.Array]:
+    """The parameters of a layer, from this replica's flat shards; keys of weights, of gradients."""
     wide = jnp.result_type(jnp.float32, *layer.dtypes)
     flat = jnp.concatenate([shard.astype(wide) for shard in shards])
     bits = jnp.dtype(f"uint{8 * flat.dtype.itemsize}")
     flat = lax.bitcast_convert_type(
         lax.bitcast_convert_type(flat, bits) ^ token.astype(bits), flat.dtype
     )
-    full, _ = wire.gather(flat, layer.weights, key, layer.axis_name)
+    full, _ = wire.gather(flat, _fused(layer.weights, layer), keys[0], layer.axis_name)
     # Equal by type until here; from here on varying, so that JAX sums no gradient in float32.
     rows = to_varying(full, layer.axis_name).reshape(-1, flat.size)
     columns = jnp.split(rows, _cuts(layer), axis=1)
@@ -88,24 +92,41 @@ def _gathered(layer: Layer, shards: list[jax.Array], key: Key, token) -> list[ja
     ]
 
 
-def _gathered_fwd(layer, shards, key, token):
-    return _gathered(layer, shards, key, token), key
+def _gathered_fwd(layer, shards, keys, counters, token):
+    return _gathered(layer, shards, keys, counters, token), (keys[1], counters)
 
 
-def _gathered_bwd(layer, key, grads):
+def _gathered_bwd(layer, saved, grads):
+    key, counters = saved
     wide = jnp.result_type(jnp.float32, *layer.dtypes)
     num_shards = lax.axis_size(layer.axis_name)
-    chunks = jnp.concatenate([cut(grad.astype(wide), 0, num_shards) for grad in grads], axis=1)
-    mean, _ = wire.reduce_scatter(chunks.reshape(-1), layer.gradients, key, layer.axis_name)
+    parts = [cut(grad.astype(wide), 0, num_shards) for grad in grads]
+    code, chunks = _fused(layer.gradients, layer), jnp.concatenate(parts, axis=1)
+    mean, _ = wire.reduce_scatter(chunks.reshape(-1), code, key, layer.axis_name)
     pieces = jnp.split(mean, _cuts(layer))
     owned = [
         _without_padding(piece, math.prod(shape), layer.axis_name).astype(dtype)
         for piece, shape, dtype in zip(pieces, layer.shapes, layer.dtypes, strict=True)
     ]
-    return owned, None, None
+    tallies = [
+        None if counter is None else _counted(part, counter, code, layer.axis_name)
+        for part, counter, code in zip(parts, counters, layer.gradients, strict=True)
+    ]
+    return owned, None, tallies, None
 
 
 _gathered.defvjp(_gathered_fwd, _gathered_bwd)
+
+
+def _fused(codes, layer):
+    return fused(*zip(codes, layer.sizes, strict=True))
+
+
+def _counted(part, counter, code, axis_name):
+    """The tally of this replica's gradient in its own chunk; with the others', of all chunks."""
+    own = part[lax.axis_index(axis_name)]
+    tally = lambda: to_varying(code.levels.tally(own), axis_name)
+    return lax.cond(counter[0] > 0, tally, lambda: jnp.zeros_like(counter))
 
 
 def _cuts(layer):

@@ -12,7 +12,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxcomp import averaging, buckets, wire
+from jaxcomp import averaging, buckets, schedules, wire
 from jaxcomp.compressors import Compressor, Key, fold, identity, quantize
 from jaxcomp.gathering import gather_layer
 from jaxcomp.sharding import unstack
@@ -31,6 +31,7 @@ class QSDP:
     weights: Compressor | averaging.Policy
     gradients: Compressor | averaging.Policy
     exact: Callable[[str, Any], bool]
+    fit_at: schedules.Schedule
     seed: int
 
     def shard(
@@ -85,7 +86,14 @@ class QSDP:
         )
         return _on(mesh, self.axis_name, whole, (specs,), P())(shards)
 
-    def local(self, shards: Any, count: jax.Array, *draw: jax.Array | int) -> Any:
+    def local(
+        self,
+        shards: Any,
+        count: jax.Array,
+        *draw: jax.Array | int,
+        levels: Any = None,
+        counters: Any = None,
+    ) -> Any:
         """What the loss of a replica is a function of: its own shards, each with a key.
 
         Runs inside `jax.shard_map`; differentiate the loss at `shards`, through this.
@@ -94,14 +102,26 @@ class QSDP:
           shards: As `shard` returns them, one row a replica.
           count: i32[], the step, equal on all replicas.
           *draw: Integers for further keys in this step, as the number of a microbatch.
+          levels: As `jaxcomp.levels.start` makes them, for codes that learn theirs; None: uniform.
+          counters: As `jaxcomp.levels.counters`; what the loss's gradient there is, is to be
+            fitted to. None: nothing is counted.
 
         Returns:
           The tree for `gather` and `layer`.
         """
         leaves, treedef = jax.tree.flatten(unstack(shards, self.axis_name), is_leaf=is_shard)
         step = fold(Key(count, jnp.uint32(self.seed)), count, *draw)
+        tables, counters = (
+            [None] * len(leaves) if tree is None else treedef.flatten_up_to(tree)
+            for tree in (levels, counters)
+        )
         keyed = [
-            dataclasses.replace(leaf, key=_key_of(step, index, leaf.data.shape[:-1]))
+            dataclasses.replace(
+                leaf,
+                key=_key_of(step, index, leaf.data.shape[:-1]),
+                levels=tables[index],
+                counter=counters[index],
+            )
             for index, leaf in enumerate(leaves)
         ]
         return treedef.unflatten(keyed)
@@ -180,6 +200,7 @@ def qsdp(
     gradients: Compressor | averaging.Policy = _GRADIENTS,
     *,
     exact: Callable[[str, Any], bool] = buckets.small_or_vector,
+    fit_at: schedules.Schedule = schedules.doubling,
     seed: int = 0,
 ) -> QSDP:
     """Makes the way in which parameters live in shards and travel as codes.
@@ -197,6 +218,8 @@ def qsdp(
         `rounding="shift"` is the unbiased random shift of the theory.
       gradients: Code of the gradients, or a policy; unbiased by default.
       exact: `(path, leaf) -> bool`, which leaves travel as float32, in the same messages.
+      fit_at: When `qsdp_train_step` fits the levels of codes that learn theirs, as
+        `learned_levels(4)`: by default in steps 1, 2, 4, 8, ...
       seed: Of shifts and noise.
 
     Returns:
@@ -213,7 +236,7 @@ def qsdp(
       <https://arxiv.org/abs/2302.02390>`_, ICML 2023. Shards stay in float32, as in its
       experiments; its analysis keeps the quantized weights only. Blocks do not cross leaves.
     """
-    return QSDP(axis_name, weights, gradients, exact, seed)
+    return QSDP(axis_name, weights, gradients, exact, fit_at, seed)
 
 
 def _gather(axis_name, tree, but=None, after=None):

@@ -11,6 +11,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from jaxcomp import levels
 from jaxcomp.qsdp import QSDP
 from jaxcomp.sharding import largest, per_replica, stack, to_varying, unstack
 from jaxcomp.specs import specs_of
@@ -22,6 +23,8 @@ class QSDPState(NamedTuple):
 
     count: jax.Array  # i32[], steps so far, skipped ones included; the source of all keys
     inner: Any  # the optimizer's, of shards
+    levels: Any  # `levels.Tables`, one a parameter, equal on all replicas
+    rounds: Any  # {part: i32[]}, how often each part was sent; {} if no levels are learned
 
 
 def qsdp_train_step(
@@ -71,13 +74,17 @@ def qsdp_train_step(
     sharded = functools.partial(jax.shard_map, mesh=mesh)
 
     def begin(shards):
-        return QSDPState(jnp.int32(0), tx.init(unstack(shards, axis_name)))
+        shards = unstack(shards, axis_name)
+        tables = levels.start(shards)
+        rounds = {"all": jnp.int32(0), "levels": jnp.int32(0)} if jax.tree.leaves(tables) else {}
+        return QSDPState(jnp.int32(0), tx.init(shards), tables, rounds)
 
     state_specs = specs_of(begin, mesh, axis_name)
 
     def one_step(shards, state, batch):
-        loss, grads = _mean_gradients(loss_fn, fsdp, accumulate, shards, state.count, batch)
+        loss, grads, tallies = _mean_gradients(loss_fn, fsdp, accumulate, shards, state, batch)
         shards, grads = unstack((shards, grads), axis_name)
+        tables, rounds = _fitted(fsdp, shards, state, tallies)
         updates, inner = tx.update(grads, state.inner, shards)
         bad = ~jnp.all(jnp.stack([jnp.all(jnp.isfinite(u)) for u in jax.tree.leaves(updates)]))
         skipped = largest(bad.astype(jnp.float32)) > 0
@@ -85,7 +92,7 @@ def qsdp_train_step(
         shards, inner = jax.tree.map(
             functools.partial(jnp.where, ~skipped), new, (shards, state.inner)
         )
-        state = QSDPState(optax.safe_increment(state.count), inner)
+        state = QSDPState(optax.safe_increment(state.count), inner, tables, rounds)
         return stack(shards, axis_name), state, loss[None], skipped
 
     @jax.jit
@@ -104,13 +111,33 @@ def qsdp_train_step(
     return TrainStep(init, step)
 
 
-def _mean_gradients(loss_fn, fsdp, accumulate, shards, count, batch):
-    """The loss and the shards' gradient, in the mean over this replica's microbatches."""
+def _fitted(fsdp, shards, state, tallies):
+    """Levels and rounds after a step; outside of the schedule's steps all stays as it is."""
+    if not state.rounds:
+        return state.levels, state.rounds
+    due = fsdp.fit_at(state.count)
+    fit = lambda tables: levels.refit(tables, shards, tallies, fsdp.axis_name)
+    tables = lax.cond(due, fit, lambda tables: tables, state.levels)
+    new = {"all": state.rounds["all"] + 1, "levels": state.rounds["levels"] + due}
+    return tables, new
+
+
+def _mean_gradients(loss_fn, fsdp, accumulate, shards, state, batch):
+    """The loss and the shards' gradient, in the mean over this replica's microbatches.
+
+    And the tallies of what was sent of it, in a step in which levels are fitted.
+    """
     micro = jax.tree.map(lambda x: x.reshape(accumulate, -1, *x.shape[1:]), batch)
+    counters = levels.counters(unstack(shards, fsdp.axis_name), fsdp.fit_at(state.count))
+    counters = to_varying(counters, fsdp.axis_name)  # else JAX sums tallies in every step
 
     def of_part(index, part):
-        loss = lambda shards: loss_fn(fsdp.local(shards, count, index), part)
-        return jax.value_and_grad(loss)(shards)
+        def loss(shards, counters):
+            words = {"levels": state.levels, "counters": counters}
+            return loss_fn(fsdp.local(shards, state.count, index, **words), part)
+
+        loss, (grads, tallies) = jax.value_and_grad(loss, argnums=(0, 1))(shards, counters)
+        return loss, grads, tallies
 
     def add(total, indexed):
         return jax.tree.map(jnp.add, total, of_part(*indexed)), None
@@ -118,7 +145,8 @@ def _mean_gradients(loss_fn, fsdp, accumulate, shards, count, batch):
     if accumulate == 1:
         return of_part(0, batch)
     wide = lambda x: jnp.zeros_like(x, jnp.promote_types(x.dtype, jnp.float32))
-    zero = to_varying((jnp.float32(0), jax.tree.map(wide, shards)), fsdp.axis_name)
-    (loss, grads), _ = lax.scan(add, zero, (jnp.arange(accumulate), micro))
+    zero = jnp.float32(0), *jax.tree.map(wide, (shards, counters))
+    zero = to_varying(zero, fsdp.axis_name)
+    (loss, grads, tallies), _ = lax.scan(add, zero, (jnp.arange(accumulate), micro))
     grads = jax.tree.map(lambda g, x: (g / accumulate).astype(x.dtype), grads, shards)
-    return loss / accumulate, grads
+    return loss / accumulate, grads, tallies

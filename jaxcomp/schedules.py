@@ -26,6 +26,11 @@ def never(count: jax.Array) -> jax.Array:
     return jnp.zeros_like(count, bool)
 
 
+def doubling(count: jax.Array) -> jax.Array:
+    """Steps number 1, 2, 4, 8, ...: for what changes ever more slowly (the first is number 1)."""
+    return (count + 1) & count == 0
+
+
 def until(step: int) -> Schedule:
     """The first `step` steps."""
     return lambda count: count < step

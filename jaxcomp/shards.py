@@ -24,7 +24,15 @@ class Shard:
     shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})  # of one layer's
     weights: Compressor = dataclasses.field(metadata={"static": True})  # by which it is gathered
     gradients: Compressor = dataclasses.field(metadata={"static": True})  # and its gradient sent
-    key: Key | None = None  # [*stack], of the step and the parameter, for the time of a gather
+    # For the time of a gather, each with the axes [*stack] in front:
+    key: Key | None = None  # of the step and the parameter
+    levels: Any = None  # `levels.Tables` of the two codes
+    counter: Any = None  # f32[bins]; unless zero, its gradient is the tally of what is encoded
+
+    @property
+    def full_shape(self) -> tuple[int, ...]:
+        """`[*stack, *shape]`, of the parameter when it is not in shards."""
+        return *self.data.shape[1:-1], *self.shape
 
 
 def is_shard(x: Any) -> bool:

@@ -89,6 +89,24 @@ def quantize(bits, block=128, range="absmax", rounding="nearest", scale_dtype=ml
     return roundtrip
 
 
+def learned_levels(bits, block, rounding="nearest", scale_dtype=ml_dtypes.bfloat16):
+    """Of levels that have learned nothing yet."""
+    levels = np.linspace(0, 1, 2**bits, dtype=np.float32)
+
+    def roundtrip(x, count, shared, private):
+        share = uniform(private, x.size) if rounding == "stochastic" else np.full(x.size, 0.5)
+        decoded = []
+        for values, offsets in zip(blocks_of(x, block), blocks_of(share, block), strict=True):
+            low = -round_up(-values.min(), scale_dtype)
+            span = round_up(values.max() - low, scale_dtype)
+            unit = (values - low) * (np.float32(1) / span if span else np.float32(0))
+            edges = levels[:-1] + offsets[:, None].astype(np.float32) * np.diff(levels)
+            decoded.append(low + span * levels[np.sum(unit[:, None] > edges, axis=1)])
+        return np.concatenate(decoded).astype(np.float32)
+
+    return roundtrip
+
+
 def sign(scale="l1", block=None, scale_dtype=np.float32):
     def roundtrip(x, count, shared, private):
         decoded = []

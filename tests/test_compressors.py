@@ -26,6 +26,7 @@ from jaxcomp.compressors import (
     fold,
     group_top_1,
     identity,
+    learned_levels,
     quantize,
     random_k,
     sign,
@@ -84,6 +85,13 @@ ROWS = [
     quantize_row(500 + 250 + 125 + 16, 7, rounding="stochastic"),
     quantize_row(1000 + 16, 8),
     quantize_row(1000 + 32, 8, range="minmax", rounding="shift", rounding_error=2**-22),
+    Row(learned_levels(3, 128), reference.learned_levels(3, 128), 375 + 32, 2**-22),
+    Row(
+        learned_levels(4, 256, "stochastic"),
+        reference.learned_levels(4, 256, "stochastic"),
+        500 + 16,
+        2**-22,
+    ),
     Row(sign(), reference.sign(), 125 + 4, 2**-20),
     Row(sign("l2"), reference.sign("l2"), 125 + 4, 2**-20),
     Row(

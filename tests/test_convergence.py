@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from benchmarks import convergence, figures
+from train import sharded
 
 
 def row(rate, seed, loss, method="a", task="nano", steps=10):
@@ -22,15 +23,18 @@ def row(rate, seed, loss, method="a", task="nano", steps=10):
 
 
 @pytest.mark.parametrize("task", convergence.TASKS)
-def test_rows_are_runs_of_their_own_that_differ_in_the_optimizer_alone(task):
+def test_rows_are_runs_of_their_own_that_differ_in_the_method_alone(task):
     dense, *others = (
         convergence.config_of(task, method, 3e-3, 1, 50) for method in convergence.METHODS
     )
     assert dense.optimizer.learning_rate == 3e-3 and dense.optimizer.warmup_steps == 5
     assert (dense.seed, dense.steps) == (1, 50)
     for config in others:
-        same = dataclasses.replace(config, name=dense.name, optimizer=dense.optimizer)
-        assert same == dense and config.optimizer != dense.optimizer
+        method = {field: getattr(dense, field) for field in ("optimizer", "qsdp", "replicas")}
+        assert dataclasses.replace(config, name=dense.name, **method) == dense
+        assert config.optimizer != dense.optimizer
+        if config.qsdp and task == "nano":
+            assert sharded.method(config).axis_name == "replica"
     names = {config.name.removeprefix(f"convergence/{task}/") for config in (dense, *others)}
     assert len(names) == len(convergence.METHODS) and not any("/" in name for name in names)
 

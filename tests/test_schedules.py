@@ -31,6 +31,10 @@ def test_growing_is_the_papers_at_kappa_16():
     assert counts(schedules.growing(16, until=48), 100)[-2:] == [46, 48]
 
 
+def test_doubling_picks_powers_of_two():
+    assert counts(schedules.doubling, 100) == [1, 2, 4, 8, 16, 32, 64]
+
+
 def test_halving_follows_the_rate_that_is_used():
     steps = 400
     rate = optax.join_schedules(

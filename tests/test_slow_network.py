@@ -8,6 +8,7 @@ from namespaces import needs_namespaces
 
 from benchmarks import network, slow_network, slow_network_figure, slow_network_worker
 from train import config as configs
+from train import sharded
 
 ROW = {
     "method": "4 bits",
@@ -82,7 +83,12 @@ def test_hosts_without_an_exchange_do_not_know_of_each_other():
 
 
 def test_peers_run_only_with_a_python_that_has_them():
-    everything = [slow_network.ALONE, *slow_network.METHODS, *slow_network.PEERS]
+    everything = [
+        slow_network.ALONE,
+        *slow_network.METHODS,
+        *slow_network.SHARDED,
+        *slow_network.PEERS,
+    ]
     assert len(slow_network.teams(everything, None)) == 2
     *_, peers = slow_network.teams(everything, "/usr/bin/python-with-torch")
     assert peers.program[0] == "/usr/bin/python-with-torch"
@@ -91,12 +97,16 @@ def test_peers_run_only_with_a_python_that_has_them():
     assert list(only.specs) == ["4 bits"] and only.connected
 
 
-@pytest.mark.parametrize("method", slow_network.METHODS)
+@pytest.mark.parametrize("method", [*slow_network.METHODS, *slow_network.SHARDED])
 def test_every_method_is_a_config_of_the_training_program(method):
     model = slow_network.MODELS["5M"]
-    config = slow_network_worker.config_of(slow_network.METHODS[method], model, 4, 2)
+    [team] = slow_network.teams([method], None)
+    config = slow_network_worker.config_of(
+        **team.specs[method], model=model, replicas=4, sequences=2
+    )
     assert config.data.batch == 8
     assert configs.transformation(config).init is not None
+    assert (sharded.method(config) is None) == (method in slow_network.METHODS)
 
 
 def test_quick_changes_only_what_is_not_named():

@@ -671,7 +671,7 @@ def tiny(text, tmp_path):
     """Loads a config file in a size that trains in a moment, on data of its kind."""
 
     def load(path):
-        settings = "--steps 2 --optimizer.warmup-steps 1 --data.batch 8 --accumulate 1"
+        settings = "--steps 2 --optimizer.warmup-steps 1 --data.batch 8 --accumulate 1 --replicas 4"
         kind = type(configs.load(str(path)).model)
         args = [*settings.split(), *TINY_MODELS[kind].split(), "--runs-dir", str(tmp_path)]
         if kind is GPTConfig:

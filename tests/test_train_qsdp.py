@@ -18,7 +18,10 @@ pytestmark = pytest.mark.usefixtures("quick_compiler")
 
 STEPS = 4
 EXACT = "qsdp(axis_name, identity(), identity())"
-LOSSY = "qsdp(axis_name, quantize(4, block=64, rounding='shift'))"
+LOSSY = (
+    "qsdp(axis_name, learned_levels(2, block=64), learned_levels(2, block=64, "
+    "rounding='stochastic'))"
+)
 
 
 @pytest.fixture(scope="module")
@@ -91,10 +94,12 @@ def stopping(answer):
     return Stop
 
 
-def test_exact_codes_train_as_replicas_do_that_hold_everything(config_of):
+@pytest.mark.parametrize("scan", [False, True])
+def test_exact_codes_train_as_replicas_do_that_hold_everything(config_of, scan):
     update = "chain(compressed_mean(identity(), axis_name), adam(learning_rate, eps=1e-4))"
-    losses, last = run(config_of("dense", None, update))
-    in_shards, last_in_shards = run(config_of("exact", EXACT))
+    model = GPTConfig(layers=2, width=16, heads=2, context=16, scan=scan)
+    losses, last = run(config_of(f"dense {scan}", None, update, model=model))
+    in_shards, last_in_shards = run(config_of(f"exact {scan}", EXACT, model=model))
     # Gradients are summed in another order, and Adam with eps=1e-4 magnifies that little.
     np.testing.assert_allclose(in_shards, losses, rtol=1e-5)
     assert abs(last_in_shards - last) < 1e-5 * last
@@ -125,6 +130,9 @@ def test_the_report_counts_parameters_and_what_is_held(config_of):
     assert f"{ratio:.1f}x fewer than a float32 sharded step" in tasks.report(task)
     held = sum(x.sharding.shard_shape(x.shape)[-1] for x in jax.tree.leaves(task.like["params"]))
     assert numel / 2 <= held < 1.01 * numel / 2
+    # Steps 1, 2 and 4 fit levels.
+    assert task.rounds == {"all": STEPS, "levels": 3}
+    assert task.sent_bytes == task.sent[""] + task.sent["levels"] * 3 / STEPS > task.sent[""]
 
 
 @pytest.mark.parametrize(
@@ -134,7 +142,6 @@ def test_the_report_counts_parameters_and_what_is_held(config_of):
         ({"qsdp": "qsdp(axis)"}, "'axis' is not a name"),
         ({"qsdp": EXACT, "overlap": True}, "overlap=True cannot be used with qsdp"),
         ({"qsdp": EXACT, "start_from": "runs/a"}, "start_from='runs/a' cannot be used with qsdp"),
-        ({"qsdp": EXACT, "model": GPTConfig(scan=True)}, "gather for themselves"),
         (
             {
                 "qsdp": EXACT,

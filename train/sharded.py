@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 import optax
 from jax.sharding import Mesh
 
@@ -35,17 +36,31 @@ def method(config: Config) -> jaxcomp.QSDP | None:
                 f"{field}={getattr(config, field)!r} cannot be used with qsdp={config.qsdp!r}; set "
                 f"one of the two to {default} or None."
             )
-    if not isinstance(config.model, GPTConfig) or config.model.scan:
+    if not isinstance(config.model, GPTConfig):
         raise ValueError(
             f"qsdp={config.qsdp!r} needs a model whose blocks can gather for themselves: write "
-            f"model=GPTConfig(scan=False), not {config.model}."
+            f"model=GPTConfig(...), not {config.model}."
         )
-    fsdp = expression.evaluate(config.qsdp, {"axis_name": AXIS_NAME})
+    values = {"axis_name": AXIS_NAME, "steps": config.steps}
+    fsdp = expression.evaluate(config.qsdp, values)
     if not isinstance(fsdp, jaxcomp.QSDP):
         raise ValueError(
             f"qsdp={config.qsdp!r} is a {type(fsdp).__name__}; write qsdp(axis_name, quantize(8))."
         )
     return fsdp
+
+
+def rounds(config: Config, state: jaxcomp.QSDPState) -> dict[str, int]:
+    """Counts how often a run will send each part; {} for one whose levels are not learned.
+
+    Args:
+      config: Of the run.
+      state: Its state, or the shapes of it.
+    """
+    if not state.rounds:
+        return {}
+    due = method(config).fit_at(np.arange(config.steps))
+    return {"all": config.steps, "levels": int(np.sum(due))}
 
 
 def functions(
@@ -60,8 +75,8 @@ def functions(
     Args:
       config: Of the run.
       fsdp: Its `method`.
-      loss_fn: `(params, batch) -> f32[]` of a model whose blocks, `params["block_0"]` and so on,
-        are shards, and all else whole.
+      loss_fn: `(params, batch) -> f32[]` of a model whose blocks, `params["block_0"]` and so on
+        or, stacked, `params["blocks"]`, are shards, and all else whole.
       tx: The optimizer.
       mesh: Of the run, or an abstract one, for shapes.
 
@@ -70,12 +85,12 @@ def functions(
     """
 
     def sharded_loss(shards, batch):
-        return loss_fn(fsdp.gather(shards, but="^block_"), batch)
+        return loss_fn(fsdp.gather(shards, but="^block"), batch)
 
     made = jaxcomp.qsdp_train_step(sharded_loss, tx, mesh, fsdp, accumulate=config.accumulate)
 
     def init(params):
-        shards = fsdp.shard(params, mesh)
+        shards = fsdp.shard(params, mesh, lambda path, leaf: path.startswith("blocks/"))
         return shards, made.init(shards)
 
     return Sharded(init, made.step, jax.jit(lambda shards: fsdp.unshard(shards, mesh)))

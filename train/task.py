@@ -95,7 +95,10 @@ def make_task(config: Config, read: Callable[[Config], Examples] = examples.read
         return 0 if skipped is None else int(total(skipped))
 
     sent = jaxcomp.report.sent_bytes_by_part(programs, mesh, AXIS_NAME)
-    rounds = plan.rounds(configs.transformation(config), config.steps)
+    if config.qsdp is None:
+        rounds = plan.rounds(configs.transformation(config), config.steps)
+    else:
+        rounds = sharded.rounds(config, like["state"])
     mean = plan.total_bytes(sent, rounds, config.steps) / config.steps
     return Task(
         config=config,
@@ -222,7 +225,7 @@ def shapes_of(task: Task, num_replicas: int) -> dict[str, Any]:
     """Shapes and dtypes of the run's parameters and state, as so many replicas would hold them."""
     mesh = AbstractMesh((num_replicas,), (AXIS_NAME,), axis_types=(AxisType.Auto,))
     natural = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, jax.tree.leaves(x)[0].dtype),
+        lambda x: jax.ShapeDtypeStruct(_shape(x), jax.tree.leaves(x)[0].dtype),
         task.like["params"],
         is_leaf=is_shard,
     )
@@ -233,14 +236,20 @@ def shapes_of(task: Task, num_replicas: int) -> dict[str, Any]:
 def num_parameters(task: Task) -> int:
     """Elements of all parameters."""
     leaves = jax.tree.leaves(task.like["params"], is_leaf=is_shard)
-    return sum(math.prod(leaf.shape) for leaf in leaves)
+    return sum(math.prod(_shape(leaf)) for leaf in leaves)
+
+
+def _shape(leaf: Any) -> tuple[int, ...]:
+    return leaf.full_shape if is_shard(leaf) else leaf.shape
 
 
 def report(task: Task) -> str:
     """What one step of the run sends, as text: from the compiled program, nothing is run."""
     numel, num_replicas = num_parameters(task), task.mesh.size
-    # Shards are gathered twice and scattered once; an all-reduce is one of each.
-    passes, plain = (2, "ring all-reduce") if task.config.qsdp is None else (3, "sharded step")
+    # An all-reduce is a scatter and a gather; each microbatch gathers shards once more.
+    passes, plain = 2, "ring all-reduce"
+    if task.config.qsdp is not None:
+        passes, plain = 3 * task.config.accumulate, "sharded step"
     dense = passes * 4 * numel * (num_replicas - 1) / num_replicas
     exact = jaxcomp.report.exact_leaves(task.like["params"], task.like["state"])
     lines = [

@@ -1,8 +1,9 @@
 """Pure codes for one flat float32 bucket; no collective in them."""
 
-from jaxcomp.compressors.base import Compressor, Key, Payload, Selection, identity
+from jaxcomp.compressors.base import Compressor, Key, Levels, Payload, Selection, identity
 from jaxcomp.compressors.cocktail import cocktail
 from jaxcomp.compressors.compose import compose
+from jaxcomp.compressors.learned import learned_levels
 from jaxcomp.compressors.packing import fold
 from jaxcomp.compressors.quantize import cast, quantize
 from jaxcomp.compressors.sign import sign
@@ -11,6 +12,7 @@ from jaxcomp.compressors.sparse import group_top_1, random_k, top_k
 __all__ = [
     "Compressor",
     "Key",
+    "Levels",
     "Payload",
     "Selection",
     "cast",
@@ -19,6 +21,7 @@ __all__ = [
     "fold",
     "group_top_1",
     "identity",
+    "learned_levels",
     "quantize",
     "random_k",
     "sign",

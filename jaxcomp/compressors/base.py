@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 
 class Key(NamedTuple):
@@ -17,6 +18,7 @@ class Key(NamedTuple):
 
     count: jax.Array  # i32[], the step: what rolls by one a step reads it
     seed: jax.Array  # u32[], hash of the run's seed, the step, the bucket (and the replica)
+    levels: Any = None  # f32[2**bits], of a code with learned levels; of `fused`, one a part
 
 
 @jax.tree_util.register_dataclass
@@ -26,6 +28,22 @@ class Payload:
 
     data: Any  # pytree of arrays
     numel: int = dataclasses.field(metadata={"static": True})  # of the bucket
+
+
+class Levels(NamedTuple):
+    """How the levels of a code are learned; it codes by those of its shared key, if there are any.
+
+    Attributes:
+      start: `f32[2**bits]`, NumPy: those that it codes by otherwise.
+      tally: `(x: f32[numel]) -> f32[bins]`, what `fit` has to know of values; tallies of several
+        buckets, or replicas, are added up.
+      fit: `(levels: f32[2**bits], tally: f32[bins]) -> f32[2**bits]`, better levels for what was
+        tallied, or the old ones if nothing was.
+    """
+
+    start: np.ndarray
+    tally: Callable[[jax.Array], jax.Array]
+    fit: Callable[[jax.Array, jax.Array], jax.Array]
 
 
 class Selection(NamedTuple):
@@ -69,6 +87,7 @@ class Compressor:
       shared_selection: Of a chain whose first stage keeps the same entries on all replicas: that
         stage's halves and the code of what it keeps, so that an exchange need not touch the
         rest; None for others.
+      levels: How its levels are learned; None for a code whose levels are fixed.
     """
 
     name: str
@@ -82,6 +101,7 @@ class Compressor:
     shared_selection: "tuple[Selection, Compressor] | None" = dataclasses.field(
         compare=False, default=None
     )
+    levels: Levels | None = dataclasses.field(compare=False, default=None)
 
 
 def identity() -> Compressor:

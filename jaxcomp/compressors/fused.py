@@ -11,8 +11,8 @@ from jaxcomp.compressors.packing import fold
 def fused(*parts: tuple[Compressor, int]) -> Compressor:
     """Codes the parts of a bucket apart, so that no block lies in two of them, as one payload.
 
-    All parts see the same shared key, and so the same random shift; rounding noise is a part's
-    own. Unlike other compressors it is made for buckets of one size.
+    All parts see the same shared key, and so the same random shift; rounding noise and levels are
+    a part's own. Unlike other compressors it is made for buckets of one size.
 
     Args:
       *parts: The code and the number of elements of each part, at least 1, in the order of the
@@ -36,15 +36,15 @@ def fused(*parts: tuple[Compressor, int]) -> Compressor:
             )
         pieces = [x[end - size : end] for size, end in zip(sizes, ends, strict=True)]
         data = [
-            code.encode(piece, shared, fold(private, index)).data
+            code.encode(piece, _of_part(shared, index), fold(private, index)).data
             for index, (code, piece) in enumerate(zip(codes, pieces, strict=True))
         ]
         return Payload(tuple(data), numel)
 
     def decode(payload, shared):
         pieces = [
-            code.decode(Payload(data, size), shared)
-            for code, size, data in zip(codes, sizes, payload.data, strict=True)
+            code.decode(Payload(data, size), _of_part(shared, index))
+            for index, (code, size, data) in enumerate(zip(codes, sizes, payload.data, strict=True))
         ]
         return jnp.concatenate(pieces)
 
@@ -58,3 +58,7 @@ def fused(*parts: tuple[Compressor, int]) -> Compressor:
         unbiased=all(code.unbiased for code in codes),
         linear=all(code.linear for code in codes),
     )
+
+
+def _of_part(shared, index):
+    return shared if shared.levels is None else shared._replace(levels=shared.levels[index])

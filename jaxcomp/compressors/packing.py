@@ -60,7 +60,7 @@ def fold(key: Key, *data: jax.Array | int) -> Key:
     """Derives another key: one whose seed is a hash of this one's and of every integer given.
 
     Args:
-      key: The key to start from; its `count` is kept.
+      key: The key to start from; the rest of it is kept.
       *data: Integers, or integer arrays of no axis, as `lax.axis_index` returns.
 
     Returns:
@@ -73,7 +73,7 @@ def fold(key: Key, *data: jax.Array | int) -> Key:
         seed = _mix(_mix(seed + jnp.uint32(0x9E3779B9)) + jnp.asarray(datum).astype(jnp.uint32))
     # XLA fuses no sum into the loops that read it: in a long chain of hashes LLVM never returns.
     seed = jnp.sum(_mix(seed ^ lax.iota(jnp.uint32, 2)), dtype=jnp.uint32)
-    return Key(key.count, seed)
+    return key._replace(seed=seed)
 
 
 def random_bits(key: Key, shape: tuple[int, ...]) -> jax.Array:

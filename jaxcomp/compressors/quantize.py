@@ -8,7 +8,7 @@ from jaxcomp.compressors.base import Compressor, Payload, call_name
 from jaxcomp.compressors.blocks import split, spread
 from jaxcomp.compressors.packing import pack, uniform, unpack
 
-_SCALE_DTYPES = ("bfloat16", "float16", "float32")
+SCALE_DTYPES = ("bfloat16", "float16", "float32")
 
 
 def cast(dtype: jax.typing.DTypeLike) -> Compressor:
@@ -103,7 +103,7 @@ def quantize(
 
     def encode(x, shared, private):
         x = _widen(x)
-        low, step = _grid(split(x, block, fill="edge"), range, num_steps, dtype)
+        low, step = grid(split(x, block, fill="edge"), range, num_steps, dtype)
         inverse = spread(jnp.where(step > 0, 1.0 / _widen(step), 0.0), block, x.size)
         if range == "absmax":
             steps = x * inverse + num_steps / 2
@@ -157,11 +157,12 @@ def _check(bits, block, range, rounding, scale_dtype):
         raise ValueError(
             f"quantize got rounding={rounding!r}; write 'nearest', 'stochastic' or 'shift'"
         )
-    if scale_dtype not in _SCALE_DTYPES:
-        raise ValueError(f"quantize got scale_dtype={scale_dtype}; write one of {_SCALE_DTYPES}")
+    if scale_dtype not in SCALE_DTYPES:
+        raise ValueError(f"quantize got scale_dtype={scale_dtype}; write one of {SCALE_DTYPES}")
 
 
-def _grid(blocks, range, num_steps, dtype):
+def grid(blocks, range, num_steps, dtype):
+    """The least value (None for "absmax") and the step of each block, rounded outwards."""
     high, low = jnp.max(blocks, axis=1), jnp.min(blocks, axis=1)
     if range == "absmax":
         # Two reductions: XLA:CPU vectorizes max and min, but not the maximum of abs.

@@ -27,7 +27,7 @@ class GPTConfig:
     scan: bool = False
     """Whether one program runs all blocks in turn, that compiles as fast as one of them. Parameters
     then have other names and a leading axis of layers, so that norms and biases count as matrices
-    and none is exempt from compression."""
+    and none is exempt from compression; but for `qsdp`, which looks at one layer."""
 
     def __post_init__(self):
         for field in ("layers", "width", "heads", "context", "vocab"):
@@ -97,7 +97,7 @@ class GPT(nn.Module):
         position = self.param("position", init, (c.context, c.width))
         x_BxTxD = embed(tokens_BxT) + position[None, :time]
         x_NxD = x_BxTxD.reshape(-1, c.width).astype(c.dtype)
-        if c.scan:
+        if c.scan and self.layer is None:
             x_NxD = _scanned(Block(c, self.causal, name="blocks"), x_NxD, time)
         elif self.layer is None:
             for index in range(c.layers):
@@ -105,8 +105,13 @@ class GPT(nn.Module):
         else:
             block = Block(c, self.causal, parent=None)
             apply = self.layer(lambda params, x: block.apply({"params": params}, x, time))
-            for index in range(c.layers):
-                x_NxD = apply(self.variables["params"][f"block_{index}"], x_NxD)
+            shards = self.variables["params"]
+            if c.scan:
+                one = lambda x, shard: (apply(shard, x), None)
+                x_NxD, _ = jax.lax.scan(one, x_NxD, shards["blocks"])
+            else:
+                for index in range(c.layers):
+                    x_NxD = apply(shards[f"block_{index}"], x_NxD)
         x_NxD = nn.LayerNorm(dtype=x_NxD.dtype, name="norm")(x_NxD)
         logits_NxV = x_NxD @ embed.embedding.astype(x_NxD.dtype).T
         return logits_NxV.reshape(batch, time, c.vocab).astype(jnp.float32)

@@ -1,0 +1,47 @@
+"""What benchmarks.slow_network compares: methods and models by name."""
+
+MEAN = "chain(compressed_mean({}, axis_name), {})"
+ADAM, SGD = "adam(learning_rate)", "sgd(learning_rate, momentum=0.9)"
+DENSE = "dense float32"
+
+METHODS = {
+    # name: optimizer.update of a config
+    DENSE: MEAN.format("identity()", ADAM),
+    "dense bfloat16": MEAN.format("cast('bfloat16')", ADAM),
+    "8 bits": MEAN.format("quantize(8)", ADAM),
+    "4 bits": MEAN.format("quantize(4)", ADAM),
+    "1 bit": MEAN.format("sign(block=128)", SGD),
+    "random 1/10": MEAN.format("random_k(0.1)", SGD),
+    "largest of 8": MEAN.format("group_top_1(8)", SGD),
+    "largest of 64, 4 bits": MEAN.format("compose(group_top_1(64), quantize(4))", SGD),
+    "1-bit Adam": "one_bit_adam(learning_rate, axis_name, freeze_step=2)",
+    "0/1 Adam, every 4th": "zero_one_adam(learning_rate, axis_name, variance_at=schedules.until(2),"
+    " sync_at=schedules.halving(exponential_decay(1.0, 1, 0.5), 999, longest=4, after=2))",
+    "CocktailSGD": f"cocktail_sgd({ADAM}, axis_name)",
+    # As many bytes as "8 bits", but they may travel while the gradient is computed.
+    "CocktailSGD, 8 bits": f"cocktail_sgd({ADAM}, axis_name, compressor=quantize(8))",
+    "CocktailSGD, 8 bits, overlapped": f"cocktail_sgd({ADAM}, axis_name, compressor=quantize(8))",
+}
+SHARDED = {
+    # name: qsdp of a config, in front of Adam
+    "shards float32": "qsdp(axis_name, identity(), identity())",
+    "shards bfloat16": "qsdp(axis_name, cast('bfloat16'), cast('bfloat16'))",
+    "QSDP W8G8": "qsdp(axis_name)",
+    "QSDP W4G4": "qsdp(axis_name, quantize(4, block=1024, range='minmax'), "
+    "quantize(4, block=1024, range='minmax', rounding='stochastic'))",
+}
+ALONE = "no exchange"
+PEERS = {
+    # name: exchange of benchmarks/peer_torch.py
+    "PyTorch, no exchange": "none",
+    "PyTorch DDP float32": "float32",
+    "PyTorch DDP bfloat16": "bfloat16",
+    "PyTorch PowerSGD 1": "powersgd 1",
+    "PyTorch PowerSGD 4": "powersgd 4",
+}
+MODELS = {
+    # name: fields of GPTConfig
+    "0.5M": {"layers": 2, "width": 128, "heads": 4, "context": 64},
+    "5M": {"layers": 6, "width": 256, "heads": 4, "context": 128},
+    "14M": {"layers": 8, "width": 384, "heads": 6, "context": 128},
+}
