@@ -5,7 +5,8 @@
 
 The text and the beginning of configs/nano_fine_tune_dense.py; 140 times fewer bytes than a float16
 all-reduce. Validation loss after 300 steps at a rate of 6e-3 1.276 and 1.280 nats per byte (two
-seeds), where dense Adam reaches 1.193.
+seeds), where dense Adam reaches 1.196. With `compressor=compose(random_k(0.125), sign(block=1024))`
+it is 1.248 at 124 times fewer bytes (one seed).
 """
 
 import dataclasses

@@ -3,8 +3,8 @@
     python -m train configs/nano_dense.py             # first, once
     python -m train configs/nano_fine_tune_dense.py
 
-The text is the header files of the machine's own Python. Validation loss after 300 steps 1.193 nats
-per byte (one seed; 1.205 at a rate of 3e-3, 1.275 at 1e-3).
+The text is the header files of the machine's own Python. Validation loss after 300 steps 1.196 nats
+per byte (mean of three seeds; 1.205 at a rate of 3e-3, 1.207 at 1.2e-2, one seed each).
 """
 
 import dataclasses

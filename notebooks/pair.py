@@ -55,7 +55,11 @@ def make(name: str) -> None:
     notebook = nbformat.v4.new_notebook(
         # Ids are random by default, and would differ after every run.
         cells=[kinds[kind](source, id=f"cell-{n}") for n, (kind, source) in enumerate(found)],
-        metadata={"kernelspec": {"name": "python3", "display_name": "Python 3"}},
+        metadata={
+            "kernelspec": {"name": "python3", "display_name": "Python 3"},
+            # The kernel says it too, but is not asked where no code has changed.
+            "language_info": {"name": "python", "pygments_lexer": "ipython3"},
+        },
     )
     code_of = lambda notebook: [cell for cell in notebook.cells if cell.cell_type == "code"]
     old = code_of(nbformat.read(file, as_version=4)) if file.exists() else []
