@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from benchmarks import convergence, figures
+from benchmarks import convergence, figures, tradeoff
 from train import sharded
 
 
@@ -59,3 +59,11 @@ def test_the_table_shows_the_rate_with_most_seeds_and_of_these_the_best():
     lines = figures.table([a, b]).splitlines()
     assert lines[2] == "| a | 0.2 | 4.00 | 7 | 2.0000 (1.0000 to 3.0000) | 3 |"
     assert lines[3] == "| b | 0.1 | 4.00 | 7 | 3.0000 | 1 |"
+
+
+def test_the_trade_off_is_drawn_up_to_the_loss_that_is_asked_for(tmp_path):
+    summaries = figures.summarize([row(0.1, 0, 1.0), row(0.1, 0, 3.0, "b")], "nano", 10)
+    for most in (2.0, 4.0):
+        tradeoff.draw(summaries, most, tmp_path / f"{most}.png")
+    few, all_ = ((tmp_path / f"{most}.png").stat().st_size for most in (2.0, 4.0))
+    assert 0 < few < all_
