@@ -3,16 +3,17 @@
     python -m benchmarks.scaling [--json FILE]
 
 What one replica sends and holds is read from the update that XLA compiles for so many devices;
-nothing is allocated. Step times are a model's, whose assumptions are options: each replica keeps
-its share of the batch, so that the gradient takes the same time at any number; a ring or all-to-all
-reaches the rate of a replica's link, its rounds wait for one latency each; nothing overlaps; the
-update's own time is left out.
+nothing is allocated. Step times are a model's, which assumes that each replica keeps its share of
+the batch, so that the gradient takes the same time at any number; that a ring or all-to-all reaches
+the rate of a replica's link, and its rounds wait for one latency each; that nothing overlaps; and
+leaves out the update's own time.
 """
 
 import argparse
 import dataclasses
 import json
 import pathlib
+from collections.abc import Sequence
 
 import jax
 
@@ -58,8 +59,21 @@ def efficiency(row: dict, rate: float, latency: float, compute_seconds: float) -
     return compute_seconds / (compute_seconds + planner.network_seconds(messages, link))
 
 
-def table(rows: list[dict], rates: list[float], latency: float, compute_seconds: float) -> str:
-    """The rows in Markdown: bytes, memory, and the model's efficiency at each rate."""
+def table(
+    rows: list[dict],
+    rates: Sequence[float] = (10e9, 25e9, 100e9),
+    latency: float = 10e-6,
+    compute_seconds: float = 0.137,
+) -> str:
+    """The rows in Markdown: bytes, memory, and the model's efficiency at each rate.
+
+    Args:
+      rows: Of `measured`.
+      rates: bit/s of a replica's link.
+      latency: Seconds of a round.
+      compute_seconds: Of a replica's gradient; by default what 64 sequences of 128 take at 6 FLOP
+        a parameter of BERT-Large and token, and 120 TFLOP/s.
+    """
     lines = [
         ["method", "replicas", "bytes/step", "MiB held"] + [f"{r / 1e9:g} Gbit/s" for r in rates]
     ]
@@ -79,11 +93,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     results = pathlib.Path(__file__).parent / "results"
     parser.add_argument("--json", type=pathlib.Path, default=results / "scaling.json")
-    parser.add_argument("--replicas", nargs="+", type=int, default=[8, 64, 512, 1024])
-    parser.add_argument("--rates", nargs="+", type=float, default=[10e9, 25e9, 100e9], help="bit/s")
-    parser.add_argument("--latency", type=float, default=10e-6, help="seconds")
-    # 64 sequences of 128 at 6 FLOP a parameter and token, 120 TFLOP/s.
-    parser.add_argument("--compute-seconds", type=float, default=0.137)
+    parser.add_argument("--replicas", nargs="+", type=int, default=[8, 64, 1024])
     args = parser.parse_args()
     devices.start(max(args.replicas))
     config = bert_large_slamb.get_config()
@@ -97,7 +107,7 @@ def main() -> None:
                 rows_file.write(args.json, rows)
     order = {name: place for place, name in enumerate(METHODS)}
     rows.sort(key=lambda row: (order[row["method"]], row["replicas"]))
-    print(table(rows, args.rates, args.latency, args.compute_seconds))
+    print(table(rows))
 
 
 if __name__ == "__main__":
