@@ -6,6 +6,9 @@ from configs import nano_4bit, nano_8bit, nano_dense, nano_one_bit_adam, nano_ze
 
 ADAM_RATES, SGD_RATES = (3e-3, 6e-3), (0.03, 0.1)
 
+# 0/1 Adam's interval between rounds after the warm-up, and kappa of its variance.
+INTERVALS = (*((h, 16) for h in (1, 4, 16, 64)), *((4, k) for k in (1, 4, 64)))
+
 HALVING = "halving(learning_rate, steps, after=warmup_steps)"
 
 
@@ -36,10 +39,17 @@ def _cocktail(arguments: str) -> Method:
     return Method(f"cocktail_sgd(adam(learning_rate), axis_name, {arguments})")
 
 
-def _zero_one(meet: str, kappa: int = 16, more: str = "") -> Method:
+def _every(interval: int, kappa: int) -> Method:
+    """Beyond the paper, whose interval is 1 until the rate has halved: one after the warm-up."""
+    meet = f"schedules.every({interval}, steps, after=warmup_steps)"
+    learn = f"schedules.both({meet}, schedules.growing({kappa}))"
+    return Method(f"zero_one_adam(learning_rate, axis_name, sync_at={meet}, variance_at={learn})")
+
+
+def _frozen(more: str) -> Method:
     return Method(
-        f"zero_one_adam(learning_rate, axis_name, sync_at=schedules.{meet}, "
-        f"variance_at=schedules.growing({kappa}, until=warmup_steps){more})"
+        f"zero_one_adam(learning_rate, axis_name, sync_at=schedules.{HALVING}, "
+        f"variance_at=schedules.growing(until=warmup_steps), {more})"
     )
 
 
@@ -53,7 +63,7 @@ def _qsdp(weights: int, gradients: int, code: str, replicas: int | None = None) 
 
 
 # QSDP's bits of weights and gradients; its paper learns levels where there are fewer than eight.
-BITS = ((8, 8), (6, 4), (5, 4), (4, 4))
+BITS = ((8, 8), (6, 8), (5, 8), (4, 8), (3, 8), (8, 6), (8, 4), (4, 4))
 
 LAMB_RATES = (1e-2, 2e-2, 4e-2)
 
@@ -85,6 +95,9 @@ STAGES = {
     # What of the last one's loss is the mask's, and what the code's, at more bytes.
     "an eighth": "compressor=random_k(0.125)",
     "signs": "compressor=sign(block=1024)",
+    # All values now and then, after local steps.
+    "4 bits, every 32nd": "compressor=quantize(4), sync_every=32",
+    "4 bits, every 8th": "compressor=quantize(4), sync_every=8",
 }
 
 METHODS: dict[str, Method] = {
@@ -103,22 +116,27 @@ METHODS: dict[str, Method] = {
     "0/1 Adam": _of(nano_zero_one_adam),
     # The paper's weights of the variance, and its policy, that freezes it after the warm-up.
     "0/1 Adam, equal weights": _of(nano_zero_one_adam, ", weigh_steps=False"),
-    "0/1 Adam, equal weights, frozen": _zero_one(HALVING, more=", weigh_steps=False"),
+    "0/1 Adam, equal weights, frozen": _frozen("weigh_steps=False"),
     # A third of the rounds, and variances from a few gradients of 8 bits.
     "0/1 Adam, few rounds": Method(
         "zero_one_adam(learning_rate, axis_name, "
         "sync_at=schedules.every(4, steps, after=warmup_steps), "
         "variance_at=schedules.growing(4), variance_compressor=quantize(8))"
     ),
-    **{f"0/1 Adam, kappa {k}": _zero_one(HALVING, k) for k in (1, 4)},
-    # Beyond the paper, whose interval is 1 until the rate has halved: one length after the warm-up.
+    **{f"0/1 Adam, H {h}, kappa {k}": _every(h, k) for h, k in INTERVALS},
+    # What of the state, and of a message, may have fewer bits.
     **{
-        f"0/1 Adam, every {h}": _zero_one(f"every({h}, steps, after=warmup_steps)")
-        for h in (4, 16, 64)
+        f"0/1 Adam, residual in {bits} bits": Method(
+            f"compact({_of(nano_zero_one_adam).update}, {bits})"
+        )
+        for bits in (8, 16)
     },
-    "0/1 Adam, as in the paper": _zero_one(
-        HALVING,
-        more=", precondition=False, weigh_steps=False, variance_floor=0.0, bias_correction=False",
+    **{
+        f"0/1 Adam, a scale a {name}": _of(nano_zero_one_adam, f", compressor=sign(block={block})")
+        for name, block in {"bucket": None, "row of 128": 128}.items()
+    },
+    "0/1 Adam, as in the paper": _frozen(
+        "precondition=False, weigh_steps=False, variance_floor=0.0, bias_correction=False"
     ),
     "CocktailSGD": _cocktail("warmup_steps=0"),
     "CocktailSGD, warm-up": _cocktail("warmup_steps=warmup_steps"),

@@ -7,6 +7,7 @@ from jaxcomp import planner as planner
 from jaxcomp import report as report
 from jaxcomp import schedules as schedules
 from jaxcomp.buckets import by_path as by_path
+from jaxcomp.compact import compact as compact
 from jaxcomp.compressors import Compressor as Compressor
 from jaxcomp.compressors import Key as Key
 from jaxcomp.compressors import Payload as Payload

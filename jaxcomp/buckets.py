@@ -49,6 +49,11 @@ def path_of(key_path) -> str:
     return jax.tree_util.keystr(key_path, simple=True, separator="/")
 
 
+def is_field(key_path, name: str) -> bool:
+    """Whether a path goes through a field of this name, as `residual`."""
+    return any(getattr(key, "name", None) == name for key in key_path)
+
+
 def small_or_vector(path: str, leaf) -> bool:
     """Names the leaves that travel exact unless told otherwise.
 

@@ -26,18 +26,20 @@ SIZES = tuple(4**power for power in range(6, 14))
 """Bytes that leave one replica in the calls of a sweep: 4 KiB to 64 MiB."""
 
 
-def seconds_of(call: Callable[[], Any], repeats: int) -> float:
+def seconds_of(call: Callable[[], Any], repeats: int, pause: float = 0.0) -> float:
     """The median time of a call on the slowest process, after one that is not counted.
 
     Args:
       call: Returns arrays; the same on all processes, which begin each call together.
       repeats: Calls to time, at least 1.
+      pause: Seconds before each call.
 
     Returns:
       Seconds.
     """
     seconds = []
     for _ in range(repeats + 1):
+        time.sleep(pause)
         jax.block_until_ready(_together(0.0))
         start = time.perf_counter()
         jax.block_until_ready(call())
@@ -57,6 +59,7 @@ def measure_link(
     sizes: Sequence[int] = SIZES,
     repeats: int = 5,
     longest: float = 0.25,
+    pause: float = 0.05,
 ) -> dict[str, Cost]:
     """Times collectives of growing size between the replicas.
 
@@ -66,6 +69,8 @@ def measure_link(
       sizes: Bytes that leave one replica in one call, growing; at least two.
       repeats: Timed calls of each size.
       longest: Seconds of a call after which no larger size is tried.
+      pause: Seconds before each call. A shaper lets bursts pass that fill up again while a step
+        computes; without a pause small messages would be timed as if it never did.
 
     Returns:
       A `planner.Link` of `all-reduce` (float32), `all-gather` and `all-to-all` (bytes). A latency
@@ -85,7 +90,7 @@ def measure_link(
         for size in sizes:
             program, x = collective(make, size, mesh, axis_name)
             call = functools.partial(program, x)
-            samples.append((report.sent_bytes(program, mesh), seconds_of(call, repeats)))
+            samples.append((report.sent_bytes(program, mesh), seconds_of(call, repeats, pause)))
             if samples[-1][1] > longest and len(samples) > 1:
                 break
         link[op] = cost_of(samples)

@@ -1,6 +1,7 @@
 """The state of N replicas as one for M replicas."""
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -8,6 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
+from jaxcomp.buckets import is_field
+from jaxcomp.compact import decode, encode, is_compact
 from jaxcomp.shards import is_shard, recut
 
 
@@ -43,7 +46,8 @@ def resize(state: Any, like: Any) -> Any:
             f"the first axes change in more than one way, {sorted(changes)}, but only the number "
             "of replicas may change; is this the same model?"
         )
-    return jax.tree_util.tree_map_with_path(_resize_node, state, like, is_leaf=is_shard)
+    is_node = lambda x: is_shard(x) or is_compact(x)
+    return jax.tree_util.tree_map_with_path(_resize_node, state, like, is_leaf=is_node)
 
 
 def reset_residuals(state: Any) -> Any:
@@ -60,30 +64,37 @@ def reset_residuals(state: Any) -> Any:
     """
 
     def zeroed(path, leaf):
-        held = _is_field(path, "residual") or _is_field(path, "owner_residual")
+        held = is_field(path, "residual") or is_field(path, "owner_residual")
         return jnp.zeros_like(leaf) if held else leaf
 
     return jax.tree_util.tree_map_with_path(zeroed, state)
 
 
-def _is_field(path, name: str) -> bool:
-    return any(getattr(key, "name", None) == name for key in path)
-
-
 def _resize_node(path, old, new):
+    if is_compact(old):
+        return _resize_compact(path, old, new)
     if not is_shard(old):
         return _resize_leaf(path, old, new)
     data = recut(jnp.asarray(old.data), old.shape, new.data.shape[0])
     return dataclasses.replace(old, data=_resize_leaf(path, data, new.data))
 
 
+def _resize_compact(path, old, new):
+    """Rows as their mean: that of the values, not of their codes."""
+    if old.data.shape == new.data.shape:
+        return jax.tree.map(functools.partial(_resize_leaf, path), old, new)
+    like = jax.ShapeDtypeStruct(new.data.shape, old.dtype)
+    small = encode(_resize_leaf(path, decode(old), like), 8 if old.scale is not None else 16)
+    return jax.tree.map(functools.partial(_resize_leaf, path), small, new)
+
+
 def _resize_leaf(path, old, new):
     old = jnp.asarray(old)
     if old.shape == new.shape:
         out = old
-    elif _is_field(path, "owner_residual"):
+    elif is_field(path, "owner_residual"):
         out = _resize_owned(old, new.shape, _num_shards(new))
-    elif _is_field(path, "skipped"):
+    elif is_field(path, "skipped"):
         out = jnp.zeros(new.shape, old.dtype).at[0].set(jnp.sum(old))
     elif old.ndim == len(new.shape) > 0 and old.shape[1:] == new.shape[1:]:
         row = jnp.mean(old, axis=0) if jnp.issubdtype(old.dtype, jnp.inexact) else old[0]

@@ -1,0 +1,79 @@
+"""Times whole runs over a slow network: the dense steps at their beginning, too.
+
+    sudo python -m benchmarks.whole_run [--json FILE] [--steps 120] [--rates 500mbit 100mbit]
+
+1-bit Adam sends dense gradients in the first 15% of its steps, as in its authors' runs of BERT;
+0/1 Adam skips rounds and learns its variance from a few gradients of 8 bits. Hosts, rates and
+bytes are those of benchmarks.slow_network.
+"""
+
+import argparse
+import os
+import pathlib
+import sys
+import tempfile
+
+from benchmarks import network
+from benchmarks import rows as rows_file
+from benchmarks.slow_network import Team, rows_of
+from benchmarks.slow_network_methods import DENSE, METHODS, MODELS
+from train.exits import clean_exits
+
+ONE_BIT, ZERO_ONE = "1-bit Adam", "0/1 Adam"
+
+
+def updates(steps: int) -> dict[str, str]:
+    """The methods, as `optimizer.update` of a config, for runs of some steps."""
+    freeze, together = max(1, round(0.15 * steps)), steps // 10
+    return {
+        DENSE: METHODS[DENSE],
+        ONE_BIT: f"one_bit_adam(learning_rate, axis_name, freeze_step={freeze})",
+        ZERO_ONE: "zero_one_adam(learning_rate, axis_name, "
+        f"sync_at=schedules.every(4, {steps}, after={together}), "
+        "variance_at=schedules.growing(4), variance_compressor=quantize(8))",
+    }
+
+
+def table(rows: list[dict]) -> str:
+    """The rows as Markdown: seconds and bytes of the whole run, and how many times 1-bit Adam's."""
+    whole = {(row["rate"], row["method"]): sum(row["step_seconds"]["all"]) for row in rows}
+    lines = ["| rate | method | seconds | of 1-bit Adam's | MB sent |", "|---" * 5 + "|"]
+    for row in rows:
+        took, base = whole[row["rate"], row["method"]], whole.get((row["rate"], ONE_BIT))
+        ratio = f"{took / base:.2f}" if base else ""
+        sent = row["nic_bytes"]["sent"] * row["steps"] / 1e6
+        lines.append(f"| {row['rate']} | {row['method']} | {took:.0f} | {ratio} | {sent:,.0f} |")
+    return "\n".join(lines)
+
+
+def main(args: list[str]) -> None:
+    """Runs every method at every rate from its first step, saves after each, and prints them."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--json", type=pathlib.Path, help="file for the rows")
+    parser.add_argument("--hosts", type=int, default=4)
+    parser.add_argument("--rates", nargs="+", default=["500mbit", "100mbit"])
+    parser.add_argument("--methods", nargs="+", default=[ONE_BIT, ZERO_ONE], choices=updates(1))
+    parser.add_argument("--model", default="14M", choices=list(MODELS))
+    parser.add_argument("--sequences", type=int, default=1, help="of one host and step")
+    parser.add_argument("--steps", type=int, default=120, help="of a run")
+    options = parser.parse_args(args, argparse.Namespace(warmup=0))
+    if (reason := network.unavailable()) is not None:
+        if os.name == "posix" and os.geteuid():
+            raise RuntimeError(reason)
+        print(f"skipped: {reason}")
+        return
+    specs = {name: {"update": updates(options.steps)[name]} for name in options.methods}
+    team = Team([sys.executable, "-m", "benchmarks.slow_network_worker"], specs, connected=True)
+    rows: list[dict] = []
+    with network.network(options.hosts) as net, tempfile.TemporaryDirectory() as folder:
+        for rate in options.rates:  # hosts anew, else a run would go on at the next rate
+            for row in rows_of(team, net, [rate], options.model, options, pathlib.Path(folder)):
+                rows.append(row)
+                if options.json:
+                    rows_file.write(options.json, rows)
+    print(table(rows))
+
+
+if __name__ == "__main__":
+    with clean_exits():
+        main(sys.argv[1:])
