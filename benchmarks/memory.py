@@ -59,6 +59,15 @@ ROWS = [
     Row("cocktail_sgd", jaxcomp.cocktail_sgd(optax.adam(1e-3), "replica"), 4, None),
     Row("one_bit_adam", jaxcomp.one_bit_adam(1e-3, "replica", freeze_step=9), 4, None),
     Row("zero_one_adam", jaxcomp.zero_one_adam(1e-3, "replica"), 4, None),
+    *(
+        Row(
+            f"one_bit_adam, residual in {bits} bits",
+            jaxcomp.compact(jaxcomp.one_bit_adam(1e-3, "replica", freeze_step=9), bits),
+            4,
+            None,
+        )
+        for bits in (8, 16)
+    ),
 ]
 
 

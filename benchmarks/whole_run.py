@@ -3,8 +3,9 @@
     sudo python -m benchmarks.whole_run [--json FILE] [--steps 120] [--rates 500mbit 100mbit]
 
 1-bit Adam sends dense gradients in the first 15% of its steps, as in its authors' runs of BERT;
-0/1 Adam skips rounds and learns its variance from a few gradients of 8 bits. Hosts, rates and
-bytes are those of benchmarks.slow_network.
+0/1 Adam skips rounds and learns its variance in the first tenth, from gradients of 8 bits: in
+twice the share of steps that "few rounds" of benchmarks.convergence has. Hosts, rates and bytes
+are those of benchmarks.slow_network.
 """
 
 import argparse
@@ -24,13 +25,13 @@ ONE_BIT, ZERO_ONE = "1-bit Adam", "0/1 Adam"
 
 def updates(steps: int) -> dict[str, str]:
     """The methods, as `optimizer.update` of a config, for runs of some steps."""
-    freeze, together = max(1, round(0.15 * steps)), steps // 10
+    freeze, together = max(1, round(0.15 * steps)), max(1, steps // 10)
     return {
         DENSE: METHODS[DENSE],
         ONE_BIT: f"one_bit_adam(learning_rate, axis_name, freeze_step={freeze})",
         ZERO_ONE: "zero_one_adam(learning_rate, axis_name, "
         f"sync_at=schedules.every(4, {steps}, after={together}), "
-        "variance_at=schedules.growing(4), variance_compressor=quantize(8))",
+        f"variance_at=schedules.growing(4, until={together}), variance_compressor=quantize(8))",
     }
 
 
