@@ -87,7 +87,8 @@ def measure(workers, hosts, steps: int, warmup: int) -> dict:
       Of the row: `steps`, `step_seconds`, `cpu_seconds`, `nic_bytes`, `retransmitted` packets,
       `report_bytes`, `skips_rounds` and `loss`; per step, and of hosts the mean.
     """
-    commands.call(workers, "run", SECONDS, steps=warmup)
+    if warmup:
+        commands.call(workers, "run", SECONDS, steps=warmup)
     before = [network.counters(host) for host in hosts]
     answers = commands.call(workers, "run", SECONDS, steps=steps)
     after = [network.counters(host) for host in hosts]
