@@ -46,6 +46,17 @@ def zeros(param: jax.Array) -> jax.Array:
     return jnp.zeros_like(param, jnp.promote_types(param.dtype, jnp.float32))
 
 
+def gradients(updates, like, axis_name: str):
+    """A replica's own gradients in the moments' dtypes, those of `like`.
+
+    All are NaN if any is not finite: then so is whatever travels of them, and all replicas skip
+    the step.
+    """
+    grads = jax.tree.map(lambda g, moment: g.astype(moment.dtype), updates, like)
+    bad = averaging.not_finite(grads, axis_name)
+    return jax.tree.map(lambda g: jnp.where(bad, jnp.nan, g), grads)
+
+
 def learned(grads, variance, b2: jax.Array, due: jax.Array, transport, count: jax.Array):
     """The variance after the mean gradient, where `due`: only then is anything sent.
 
@@ -60,7 +71,7 @@ def learned(grads, variance, b2: jax.Array, due: jax.Array, transport, count: ja
 
     def learn(variance):
         mean = averaging.mean_without_feedback(transport, grads, count, "variance")
-        return jax.tree.map(lambda v, g: b2 * v + (1 - b2) * g * g, variance, mean)
+        return optax.tree_utils.tree_update_moment(mean, variance, b2, 2)
 
     return lax.cond(due, learn, lambda variance: variance, variance)
 

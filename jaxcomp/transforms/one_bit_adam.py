@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
+from optax.tree_utils import tree_update_moment
 
 from jaxcomp import averaging, wire
 from jaxcomp.compressors import Compressor, sign
@@ -118,20 +119,18 @@ def one_bit_adam(
         updates = jnp.maximum(num_updates, 1) if bias_correction else None
         return moments.denominator(variance, b2, eps, floor, updates)
 
-    def moved(momentum, gradient):
-        return jax.tree.map(lambda m, g: b1 * m + (1 - b1) * g, momentum, gradient)
-
     def warm_up(state, grads):
         """A step of Adam: momentum, variance and its root, and the residuals as they were."""
         mean = averaging.exact_mean(grads, axis_name, bucket_numel, "variance")
-        variance = jax.tree.map(lambda v, g: b2 * v + (1 - b2) * g * g, state.variance, mean)
+        momentum = tree_update_moment(mean, state.momentum, b1, 1)
+        variance = tree_update_moment(mean, state.variance, b2, 2)
         root = root_of(variance, state.rounds["variance"] + 1, 0.0)
-        return moved(state.momentum, mean), variance, root, state.residual, state.owner_residual
+        return momentum, variance, root, state.residual, state.owner_residual
 
     def compressed(state, grads):
         """The same with a mean momentum of few bits, at the frozen variance."""
         root = root_of(state.variance, state.rounds["variance"], variance_floor)
-        local = moved(state.momentum, grads)
+        local = tree_update_moment(grads, state.momentum, b1, 1)
         if precondition:
             local = jax.tree.map(jnp.divide, local, root)
         momentum, residual, owner_residual = averaging.mean_with_feedback(
@@ -144,10 +143,7 @@ def one_bit_adam(
     def update(updates, state, params=None, **extra_args):
         del extra_args
         require_varying(updates, axis_name)
-        grads = jax.tree.map(lambda g, v: g.astype(v.dtype), updates, state.variance)
-        bad = averaging.not_finite(grads, axis_name)
-        # Whatever travels of a gradient that is not finite is NaN, so that all skip the step.
-        grads = jax.tree.map(lambda g: jnp.where(bad, jnp.nan, g), grads)
+        grads = moments.gradients(updates, state.variance, axis_name)
         frozen = state.frozen if freeze_step is None else state.count >= freeze_step
         momentum, variance, root, residual, owner_residual = lax.cond(
             frozen, compressed, warm_up, state, grads

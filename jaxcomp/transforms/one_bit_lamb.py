@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
+from optax.tree_utils import tree_update_moment
 
 from jaxcomp import averaging, wire
 from jaxcomp.compressors import Compressor, sign
@@ -149,12 +150,6 @@ def one_bit_lamb(
         updates = jnp.maximum(num_updates, 1) if bias_correction else None
         return moments.denominator(variance, b2, eps, floor, updates)
 
-    def moved(momentum, gradient):
-        return jax.tree.map(lambda m, g: b1 * m + (1 - b1) * g, momentum, gradient)
-
-    def learned(variance, gradient):
-        return jax.tree.map(lambda v, g: b2 * v + (1 - b2) * g * g, variance, gradient)
-
     def direction(count, momentum, root, params):
         """The leaves of u, and of each the squared norms of x, of m / D and of u: f32[3]."""
         correction = 1 / (1 - b1 ** (count + 1)) if bias_correction else 1.0
@@ -176,7 +171,8 @@ def one_bit_lamb(
     def warm_up(state, grads, params):
         """A step of LAMB, and what it teaches of each layer."""
         mean = averaging.exact_mean(grads, axis_name, bucket_numel, "variance")
-        variance, momentum = learned(state.variance, mean), moved(state.momentum, mean)
+        momentum = tree_update_moment(mean, state.momentum, b1, 1)
+        variance = tree_update_moment(mean, state.variance, b2, 2)
         root = root_of(variance, state.rounds["variance"] + 1, 0.0)
         directions, squares = direction(state.count, momentum, root, params)
         layers, trust = [], []
@@ -203,7 +199,8 @@ def one_bit_lamb(
         else:
             unit = [1 / layer.scale for layer in _layers(state)]
             unit = jax.tree.unflatten(jax.tree.structure(params), unit)
-        local = jax.tree.map(jnp.divide, moved(state.momentum, grads), unit)
+        local = tree_update_moment(grads, state.momentum, b1, 1)
+        local = jax.tree.map(jnp.divide, local, unit)
         mean, residual, owner_residual = averaging.mean_with_feedback(
             transport, local, state.residual, state.owner_residual, state.count
         )
@@ -211,7 +208,7 @@ def one_bit_lamb(
         gradient = jax.tree.map(
             lambda new, old: (new - b1 * old) / (1 - b1), momentum, state.momentum
         )
-        fresh = learned(state.fresh_variance, gradient)
+        fresh = tree_update_moment(gradient, state.fresh_variance, b2, 2)
         fresh_root = root_of(fresh, state.count + 1, variance_floor)
         quotients = jax.tree.map(
             lambda old, new: largest(jnp.max(old / new, initial=0.0), axis_name), root, fresh_root
@@ -237,10 +234,7 @@ def one_bit_lamb(
         del extra_args
         averaging.require_params("one_bit_lamb", params)
         require_varying(updates, axis_name)
-        grads = jax.tree.map(lambda g, v: g.astype(v.dtype), updates, state.variance)
-        bad = averaging.not_finite(grads, axis_name)
-        # Whatever travels of a gradient that is not finite is NaN, so that all skip the step.
-        grads = jax.tree.map(lambda g: jnp.where(bad, jnp.nan, g), grads)
+        grads = moments.gradients(updates, state.variance, axis_name)
         frozen = state.frozen if freeze_step is None else state.count >= freeze_step
         change, momentum, variance, *rest = lax.cond(
             frozen, compressed, warm_up, state, grads, params

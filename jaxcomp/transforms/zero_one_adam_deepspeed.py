@@ -124,7 +124,7 @@ def zero_one_adam_deepspeed(
         mean, *residuals = lax.cond(learns, exact, compressed, grads, local)
         ends = local.count == freeze_step - 1
         residuals = jax.tree.map(lambda r: jnp.where(ends, 0.0, r), residuals)
-        momentum = jax.tree.map(lambda m, g: b1 * m + (1 - b1) * g, state.shared_momentum, mean)
+        momentum = optax.tree_utils.tree_update_moment(mean, state.shared_momentum, b1, 1)
         variance = jax.tree.map(
             lambda v, g: jnp.where(learns, b2 * v + (1 - b2) * g * g, v), local.variance, mean
         )
