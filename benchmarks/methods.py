@@ -117,6 +117,12 @@ METHODS: dict[str, Method] = {
     # The paper's weights of the variance, and its policy, that freezes it after the warm-up.
     "0/1 Adam, equal weights": _of(nano_zero_one_adam, ", weigh_steps=False"),
     "0/1 Adam, equal weights, frozen": _frozen("weigh_steps=False"),
+    # Two and a half times the variances, of 8 bits, by two thirds of their bytes.
+    "0/1 Adam, kappa 64, 8 bits": Method(
+        f"zero_one_adam(learning_rate, axis_name, sync_at=schedules.{HALVING}, "
+        f"variance_at=schedules.both(schedules.{HALVING}, schedules.growing(64)), "
+        "variance_compressor=quantize(8))"
+    ),
     # A third of the rounds, and variances from a few gradients of 8 bits.
     "0/1 Adam, few rounds": Method(
         "zero_one_adam(learning_rate, axis_name, "

@@ -5,7 +5,7 @@ import json
 import pathlib
 from collections.abc import Callable
 
-from benchmarks import figures, scaling, slow_network_figure
+from benchmarks import figures, scaling, slow_network_figure, whole_run
 
 RESULTS = pathlib.Path(__file__).parent / "results"
 
@@ -71,6 +71,7 @@ def _columns(rows: list[dict], cells: dict[str, Callable[[dict], str]]) -> str:
 TABLES: dict[str, Callable[[list[dict], str, int], str]] = {
     "convergence": _convergence,
     "slow_network": lambda rows, task, steps: slow_network_figure.table(rows),
+    "whole_run": lambda rows, task, steps: whole_run.table(rows),
     "scaling": lambda rows, task, steps: scaling.table(rows),
     "memory": _memory,
     "codec": _codec,
