@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 import jaxcomp
 from train import expression
 from train.config import AXIS_NAME, Config
+from train.devices import FAST_AXIS
 from train.models.gpt import GPTConfig
 
 
@@ -28,24 +29,34 @@ def method(config: Config) -> jaxcomp.QSDP | None:
     Raises:
       ValueError: If it is no call of `qsdp`, or excludes another field of the config.
     """
+    if config.qsdp is None and config.fast > 1:
+        raise ValueError(
+            f"fast={config.fast} needs parameters in shards; write --fast 1, or --qsdp "
+            "'qsdp(axis_name, fast_axis=fast_axis)'."
+        )
     if config.qsdp is None:
         return None
-    for field, default in (("overlap", False), ("start_from", None)):
-        if getattr(config, field) != default:
-            raise ValueError(
-                f"{field}={getattr(config, field)!r} cannot be used with qsdp={config.qsdp!r}; set "
-                f"one of the two to {default} or None."
-            )
+    if config.overlap:
+        raise ValueError(
+            f"overlap=True cannot be used with qsdp={config.qsdp!r}; set one of the two to False "
+            "or None."
+        )
     if not isinstance(config.model, GPTConfig):
         raise ValueError(
             f"qsdp={config.qsdp!r} needs a model whose blocks can gather for themselves: write "
             f"model=GPTConfig(...), not {config.model}."
         )
-    values = {"axis_name": AXIS_NAME, "steps": config.steps}
+    fast_axis = FAST_AXIS if config.fast > 1 else None
+    values = {"axis_name": AXIS_NAME, "fast_axis": fast_axis, "steps": config.steps}
     fsdp = expression.evaluate(config.qsdp, values)
     if not isinstance(fsdp, jaxcomp.QSDP):
         raise ValueError(
             f"qsdp={config.qsdp!r} is a {type(fsdp).__name__}; write qsdp(axis_name, quantize(8))."
+        )
+    if fsdp.fast_axis != fast_axis:
+        raise ValueError(
+            f"qsdp={config.qsdp!r} has the fast axis {fsdp.fast_axis!r}, but fast={config.fast} "
+            f"makes {fast_axis!r}; write qsdp(axis_name, fast_axis=fast_axis)."
         )
     return fsdp
 
