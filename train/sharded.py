@@ -6,9 +6,10 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import optax
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 import jaxcomp
+from jaxcomp.shards import map_shards, natural
 from train import expression
 from train.config import AXIS_NAME, Config
 from train.devices import FAST_AXIS
@@ -101,7 +102,24 @@ def functions(
     made = jaxcomp.qsdp_train_step(sharded_loss, tx, mesh, fsdp, accumulate=config.accumulate)
 
     def init(params):
-        shards = fsdp.shard(params, mesh, lambda path, leaf: path.startswith("blocks/"))
+        shards = fsdp.shard(params, mesh, _stacked)
         return shards, made.init(shards)
 
     return Sharded(init, made.step, jax.jit(lambda shards: fsdp.unshard(shards, mesh)))
+
+
+def shapes(params: Any, num_shards: int) -> Any:
+    """Shapes and dtypes of parameters in so many shards, from those of whole ones."""
+    mesh = AbstractMesh((num_shards,), (AXIS_NAME,), (AxisType.Auto,))
+    cut = lambda params: jaxcomp.qsdp(AXIS_NAME).shard(params, mesh, _stacked)
+    return jax.eval_shape(cut, params)
+
+
+@jax.jit
+def joined(shards: Any) -> Any:
+    """Whole parameters, of shards that each device holds all of."""
+    return map_shards(lambda shard: natural(shard.data, shard.shape), shards)
+
+
+def _stacked(path: str, leaf: Any) -> bool:
+    return path.startswith("blocks/")

@@ -229,9 +229,9 @@ def shapes_of(task: Task, num_replicas: int) -> dict[str, Any]:
     return {"params": params, "state": state}
 
 
-def natural(task: Task, sharding: NamedSharding | None = None) -> Any:
+def natural(task: Task) -> Any:
     """Shapes and dtypes of the run's parameters where they are in no shards."""
-    like = lambda x: jax.ShapeDtypeStruct(_shape(x), jax.tree.leaves(x)[0].dtype, sharding=sharding)
+    like = lambda x: jax.ShapeDtypeStruct(_shape(x), jax.tree.leaves(x)[0].dtype)
     return jax.tree.map(like, task.like["params"], is_leaf=is_shard)
 
 
