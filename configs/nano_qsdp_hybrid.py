@@ -5,6 +5,9 @@
 
 As configs/nano_qsdp.py, but the 4 replicas are 2 across the slow axis times 2 behind fast links. In
 a host gradients are averaged exactly. Secondary shards: weights cross the slow axis once a step.
+
+One replica sends 433,254 bytes a step across the slow axis; the loss it reaches has not been
+measured yet.
 """
 
 import dataclasses

@@ -149,7 +149,7 @@ def _received_bwd(layer, saved, grads):
     parts = [cut(grad.astype(_wide(layer)), 0, num_shards) for grad in grads]
     for axis in fast:
         # Keys differ between groups that exchange: noise that they shared would not average out.
-        of_group = fold(key, lax.axis_size(axis), lax.axis_index(slow))._replace(levels=None)
+        of_group = fold(key, lax.axis_size(axis), lax.axis_index(slow))
         parts = _scattered(parts, layer.fast_gradients, of_group, axis)
         key = fold(key, lax.axis_index(axis))
     chunks = [part.reshape(lax.axis_size(slow), -1) for part in parts]

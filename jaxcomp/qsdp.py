@@ -63,7 +63,8 @@ class QSDP:
           optimizer whose update is elementwise takes it as parameters.
 
         Raises:
-          ValueError: If a leaf is not floating, or the mesh has no such axis.
+          ValueError: If a leaf is not floating, `fast_gradients` learns its levels, or the mesh
+            lacks one of the axes.
         """
         plan = functools.partial(self._planned, stacked=stacked)
         like = jax.tree_util.tree_map_with_path(plan, params)
@@ -245,6 +246,9 @@ def qsdp(
     Returns:
       A `QSDP`, hashable and without arrays.
 
+    Raises:
+      ValueError: If `fast_axis` is `axis_name`.
+
     Examples:
       >>> import jaxcomp
       >>> fsdp = jaxcomp.qsdp("replica", weights=jaxcomp.quantize(6, block=1024))
@@ -257,9 +261,9 @@ def qsdp(
       Markov et al., `Quantized Distributed Training of Large Models with Convergence Guarantees
       <https://arxiv.org/abs/2302.02390>`_, ICML 2023. Shards stay in float32, as in its
       experiments; its analysis keeps the quantized weights only. Blocks do not cross leaves.
-      The two hops of gradients and secondary shards: Wang et al., `ZeRO++
-      <https://arxiv.org/abs/2306.10209>`_, 2023, Sections 3.2 and 3.3; there secondary shards
-      outlive the step's codes in half precision, here they are the codes.
+      The two hops of gradients (qgZ) and secondary shards (hpZ): Wang et al., `ZeRO++
+      <https://arxiv.org/abs/2306.10209>`_, 2023. Here the first hop is exact by default, and a
+      secondary shard is the codes that were sent.
     """
     if fast_axis == axis_name:
         raise ValueError(

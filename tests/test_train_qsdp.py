@@ -137,8 +137,8 @@ def test_a_mesh_of_two_axes_trains_alike_and_a_run_moves_between_meshes(config_o
     task = compiled(dataclasses.replace(hybrid, name="any", runs_dir=""))
     text = tasks.report(task)
     numel = tasks.num_parameters(task)
-    assert "bytes a step across the slow axis, 2 times 2 replicas," in text
-    # Weights cross it once, gradients once; two microbatches less than a float32 step of three.
+    assert "bytes a step across the slow axis of 2 x 2 replicas," in text
+    # Weights cross it once and gradients once, half of them a device; without secondary shards 3.
     assert abs(task.sent_bytes / (2 * 4 * numel / 2 / 2) - 1) < 0.01
     assert "1.5x fewer than a float32 sharded step" in text
 

@@ -61,8 +61,6 @@ def make_mesh(replicas: int, fast: int = 1) -> Mesh:
             f"{count} replicas cannot be shared out into groups of fast={fast}; write "
             f"--replicas {fast * max(1, count // fast)}, or another --fast."
         )
-    sizes, names = ((count,), (AXIS_NAME,))
-    if fast > 1:
-        sizes, names = (count // fast, fast), (AXIS_NAME, FAST_AXIS)
-    types = (AxisType.Auto,) * len(sizes)
+    sizes = (count,) if fast == 1 else (count // fast, fast)
+    names, types = (AXIS_NAME, FAST_AXIS)[: len(sizes)], (AxisType.Auto,) * len(sizes)
     return jax.make_mesh(sizes, names, devices=devices[:count], axis_types=types)

@@ -258,7 +258,7 @@ def report(task: Task) -> str:
         jaxcomp.report.table(task.programs, task.mesh),
         f"{numel:,} parameters on {task.mesh.size} replicas; one replica sends "
         f"{task.sent_bytes:,.0f} bytes a step{' in the mean' if task.rounds else ''}"
-        f"{f' across the slow axis, {slow} times {fast} replicas' if fast > 1 else ''},",
+        f"{f' across the slow axis of {slow} x {fast} replicas' if fast > 1 else ''},",
         f"{dense / task.sent_bytes:.1f}x fewer than a float32 {plain}, "
         f"{dense / 2 / task.sent_bytes:.1f}x fewer than a float16 one."
         if task.sent_bytes
