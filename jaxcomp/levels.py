@@ -44,14 +44,14 @@ def counters(shards: Any, due: jax.Array) -> Any:
     return map_shards(counter, shards)
 
 
-def refit(tables: Any, shards: Any, tallies: Any, axis_name: str) -> Any:
+def refit(tables: Any, shards: Any, tallies: Any, axis_name: str | tuple[str, ...]) -> Any:
     """Fits all levels to the weights of all shards, and to what was counted of gradients.
 
     Args:
       tables: From `start` or from here.
       shards: This replica's.
       tallies: The gradient with respect to `counters`, of a step in which they were due.
-      axis_name: Mesh axis of the replicas.
+      axis_name: Mesh axis of the replicas, or several.
 
     Returns:
       The new tables, equal on all replicas.
@@ -77,7 +77,7 @@ class _Job(NamedTuple):
     tally: jax.Array  # f32[*stack, bins], of this replica
 
 
-def _fit(jobs: list[_Job], axis_name: str) -> list[jax.Array]:
+def _fit(jobs: list[_Job], axis_name: str | tuple[str, ...]) -> list[jax.Array]:
     """The new tables; those of one code are fitted together, as one program and one message."""
     fitted = [job.table for job in jobs]
     for code in dict.fromkeys(job.code for job in jobs):

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -12,9 +11,9 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxcomp import averaging, buckets, schedules, wire
+from jaxcomp import averaging, buckets, layers, schedules, wire
 from jaxcomp.compressors import Compressor, Key, fold, identity, quantize
-from jaxcomp.gathering import gather_layer
+from jaxcomp.gathering import SECONDARY
 from jaxcomp.sharding import unstack
 from jaxcomp.shards import Shard, cut, is_shard, map_shards, natural
 
@@ -33,30 +32,45 @@ class QSDP:
     exact: Callable[[str, Any], bool]
     fit_at: schedules.Schedule
     seed: int
+    fast_axis: str | None = None
+    fast_gradients: Compressor | averaging.Policy = averaging.EXACT
+    secondary: bool = False
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The mesh axes that parameters are cut over, in this order: the slow one is the last."""
+        return (self.axis_name,) if self.fast_axis is None else (self.fast_axis, self.axis_name)
+
+    @property
+    def remat_policy(self) -> Callable[..., bool]:
+        """What `jax.checkpoint` and `nn.remat` keep: secondary shards, if wanted; else nothing."""
+        names = [SECONDARY] if self.secondary else []
+        return jax.checkpoint_policies.save_only_these_names(*names)
 
     def shard(
         self, params: Any, mesh: Mesh, stacked: Callable[[str, Any], bool] = lambda *_: False
     ) -> Any:
-        """Cuts parameters into shards, one a device along the axis of the replicas.
+        """Cuts parameters into shards, one a device along the axes of the replicas.
 
         Args:
           params: Floating arrays of any sizes, replicated on the mesh or not placed yet.
-          mesh: Has the axis `axis_name`.
+          mesh: Has the axes `axes`.
           stacked: `(path, leaf) -> bool`, whether a leaf holds the parameters of many layers
             along its first axis, to be scanned over, as `jaxcomp.by_path` makes; none by default.
 
         Returns:
-          A tree of Shards, their arrays `[num_shards, ...]` sharded over `axis_name`. An optax
+          A tree of Shards, their arrays `[num_shards, ...]` sharded over `axes`. An optax
           optimizer whose update is elementwise takes it as parameters.
 
         Raises:
-          ValueError: If a leaf is not floating, or the mesh has no such axis.
+          ValueError: If a leaf is not floating, `fast_gradients` learns its levels, or the mesh
+            lacks one of the axes.
         """
         plan = functools.partial(self._planned, stacked=stacked)
         like = jax.tree_util.tree_map_with_path(plan, params)
 
         def own(params):
-            num_shards, index = lax.axis_size(self.axis_name), lax.axis_index(self.axis_name)
+            num_shards, index = lax.axis_size(self.axes), lax.axis_index(self.axes)
 
             def one(shard, leaf):
                 rows = cut(leaf, leaf.ndim - len(shard.shape), num_shards)
@@ -64,7 +78,7 @@ class QSDP:
 
             return map_shards(one, like, params)
 
-        return _on(mesh, self.axis_name, own, P(), P(self.axis_name))(params)
+        return _on(mesh, self.axes, own, P(), P(self.axes))(params)
 
     def unshard(self, shards: Any, mesh: Mesh) -> Any:
         """Undoes `shard`, without loss: natural shapes, a copy on every device.
@@ -75,16 +89,17 @@ class QSDP:
 
         def whole(shards):
             def one(shard):
-                flat = shard.data.reshape(-1)
-                rows, _ = wire.gather(flat, identity(), _NO_KEY, self.axis_name)
+                rows = shard.data.reshape(-1)
+                for axis in reversed(self.axes):
+                    rows, _ = wire.gather(rows, identity(), _NO_KEY, axis)
                 return natural(rows.reshape(-1, *shard.data.shape[1:]), shard.shape)
 
             return map_shards(one, shards)
 
         specs = jax.tree.map(
-            lambda x: P(self.axis_name) if is_shard(x) else P(), shards, is_leaf=is_shard
+            lambda x: P(self.axes) if is_shard(x) else P(), shards, is_leaf=is_shard
         )
-        return _on(mesh, self.axis_name, whole, (specs,), P())(shards)
+        return _on(mesh, self.axes, whole, (specs,), P())(shards)
 
     def local(
         self,
@@ -109,7 +124,7 @@ class QSDP:
         Returns:
           The tree for `gather` and `layer`.
         """
-        leaves, treedef = jax.tree.flatten(unstack(shards, self.axis_name), is_leaf=is_shard)
+        leaves, treedef = jax.tree.flatten(unstack(shards, self.axes), is_leaf=is_shard)
         step = fold(Key(count, jnp.uint32(self.seed)), count, *draw)
         tables, counters = (
             [None] * len(leaves) if tree is None else treedef.flatten_up_to(tree)
@@ -136,7 +151,8 @@ class QSDP:
 
         As `trans_in_fn` of Flax's `nn.map_variables`, inside `nn.remat`, it makes any module one
         that gathers for itself; under `nn.scan` layer by layer. Of layers that are not scanned
-        over, XLA:CPU gathers all at once, where `layer` waits.
+        over, XLA:CPU gathers all at once, where `layer` waits. What `nn.remat` keeps of secondary
+        shards its `policy` says: `remat_policy`.
 
         Args:
           tree: Shards from `local`, or from a scan over stacked ones; other leaves stay.
@@ -146,7 +162,7 @@ class QSDP:
         Returns:
           The tree with natural shapes, of a type that varies, so that gradients stay local.
         """
-        return _gather(self.axis_name, tree, but)
+        return layers.gather(tree, self.axes, but=but)
 
     def layer(self, function: Callable) -> Callable:
         """Makes of `function(params, *args)` one of shards, that gathers again for its gradient.
@@ -154,7 +170,8 @@ class QSDP:
         Neither weights nor anything else that the function computes is kept between the passes:
         it is computed twice, as by `jax.checkpoint`. Each time the gather waits for what the layer
         computes with, its arguments or the gradient of its result, so that one layer's weights are
-        held at a time.
+        held at a time. With secondary shards, what has crossed the slow axis is kept as the codes
+        that it is, and the second gather goes over the fast axis alone.
 
         Args:
           function: A layer; `args` are arrays or trees of them, and all that is differentiated.
@@ -162,22 +179,7 @@ class QSDP:
         Returns:
           A function of a tree from `local` and of `args`.
         """
-
-        def of_shards(after, shards, *args):
-            return function(_gather(self.axis_name, shards, after=after), *args)
-
-        @jax.custom_vjp
-        def layer(shards, *args):
-            return of_shards(args, shards, *args)
-
-        def forward(*inputs):
-            return layer(*inputs), inputs
-
-        def backward(inputs, grads):
-            return jax.vjp(functools.partial(of_shards, grads), *inputs)[1](grads)
-
-        layer.defvjp(forward, backward)
-        return layer
+        return layers.layer(function, self.axes, self.secondary)
 
     def _planned(self, path, leaf, stacked):
         name = buckets.path_of(path)
@@ -188,10 +190,16 @@ class QSDP:
             )
         shape = leaf.shape[1:] if stacked(name, leaf) else leaf.shape
         one = jax.ShapeDtypeStruct(shape, leaf.dtype)
-        codes = averaging.policy_of(self.weights), averaging.policy_of(self.gradients)
+        policies = self.weights, self.gradients, self.fast_gradients
         if self.exact(name, one):
-            codes = (lambda *_: averaging.EXACT,) * 2
-        return Shard(None, one.shape, *[code(name, one) for code in codes])
+            policies = (averaging.EXACT,) * 3
+        codes = [averaging.policy_of(policy)(name, one) for policy in policies]
+        if codes[2].levels is not None:
+            raise ValueError(
+                f"fast_gradients is {codes[2].name} for {name!r}, but levels are learned of what "
+                "crosses the slow axis only; write quantize(...)."
+            )
+        return Shard(None, one.shape, *codes)
 
 
 def qsdp(
@@ -202,6 +210,9 @@ def qsdp(
     exact: Callable[[str, Any], bool] = buckets.small_or_vector,
     fit_at: schedules.Schedule = schedules.doubling,
     seed: int = 0,
+    fast_axis: str | None = None,
+    fast_gradients: Compressor | averaging.Policy = averaging.EXACT,
+    secondary: bool = False,
 ) -> QSDP:
     """Makes the way in which parameters live in shards and travel as codes.
 
@@ -212,8 +223,13 @@ def qsdp(
     both passes, so that the gradient is of the function that was computed; the gradients' noise
     is each replica's own.
 
+    With a `fast_axis`, as of the devices inside a host, parameters are cut over both axes. A
+    gather sends the codes across the slow axis and then, as they are, across the fast one. The
+    gradient's mean is taken inside the fast axis first: 1/n_fast of weights and gradients crosses
+    the slow axis on each device.
+
     Args:
-      axis_name: Mesh axis of the replicas.
+      axis_name: Mesh axis of the replicas, the slow one.
       weights: Code of the weights, or a policy `(path, leaf) -> Compressor`. To nearest by default;
         `rounding="shift"` is the unbiased random shift of the theory.
       gradients: Code of the gradients, or a policy; unbiased by default.
@@ -221,36 +237,41 @@ def qsdp(
       fit_at: When `qsdp_train_step` fits the levels of codes that learn theirs, as
         `learned_levels(4)`: by default in steps 1, 2, 4, 8, ...
       seed: Of shifts and noise.
+      fast_axis: Mesh axis of replicas between which links are fast; None: there is none.
+      fast_gradients: Code of the gradients on their way inside the fast axis, or a policy; exact
+        by default.
+      secondary: Whether `layer` keeps what crossed the slow axis until the backward pass, whose
+        gather then sends nothing across it. It holds the codes of 1/n_fast of the parameters.
 
     Returns:
       A `QSDP`, hashable and without arrays.
+
+    Raises:
+      ValueError: If `fast_axis` is `axis_name`.
 
     Examples:
       >>> import jaxcomp
       >>> fsdp = jaxcomp.qsdp("replica", weights=jaxcomp.quantize(6, block=1024))
       >>> fsdp.axis_name
       'replica'
+      >>> jaxcomp.qsdp("replica", fast_axis="fast").axes
+      ('fast', 'replica')
 
     References:
       Markov et al., `Quantized Distributed Training of Large Models with Convergence Guarantees
       <https://arxiv.org/abs/2302.02390>`_, ICML 2023. Shards stay in float32, as in its
       experiments; its analysis keeps the quantized weights only. Blocks do not cross leaves.
+      The two hops of gradients (qgZ) and secondary shards (hpZ): Wang et al., `ZeRO++
+      <https://arxiv.org/abs/2306.10209>`_, 2023. Here the first hop is exact by default, and a
+      secondary shard is the codes that were sent.
     """
-    return QSDP(axis_name, weights, gradients, exact, fit_at, seed)
-
-
-def _gather(axis_name, tree, but=None, after=None):
-    keyed, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_shard)
-    leaves = [leaf for _, leaf in keyed]
-    chosen = [
-        index
-        for index, (path, leaf) in enumerate(keyed)
-        if is_shard(leaf) and not (but and re.search(but, buckets.path_of(path)))
-    ]
-    full = gather_layer([leaves[i] for i in chosen], axis_name, after) if chosen else []
-    for index, value in zip(chosen, full, strict=True):
-        leaves[index] = value
-    return treedef.unflatten(leaves)
+    if fast_axis == axis_name:
+        raise ValueError(
+            f"fast_axis and axis_name are both {axis_name!r}; name two axes of the mesh, or leave "
+            "fast_axis out."
+        )
+    fast = fast_axis, fast_gradients, secondary
+    return QSDP(axis_name, weights, gradients, exact, fit_at, seed, *fast)
 
 
 def _key_of(step: Key, index: int, stack: tuple[int, ...]) -> Key:
@@ -262,9 +283,10 @@ def _key_of(step: Key, index: int, stack: tuple[int, ...]) -> Key:
     return Key(count, jax.vmap(lambda layer: fold(key, layer).seed)(jnp.arange(*stack)))
 
 
-def _on(mesh, axis_name, function, in_specs, out_specs):
-    if axis_name not in mesh.axis_names:
-        raise ValueError(
-            f"the mesh has no axis {axis_name!r}; its axes are {tuple(mesh.axis_names)}."
-        )
+def _on(mesh, axes, function, in_specs, out_specs):
+    for axis_name in axes:
+        if axis_name not in mesh.axis_names:
+            raise ValueError(
+                f"the mesh has no axis {axis_name!r}; its axes are {tuple(mesh.axis_names)}."
+            )
     return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs))

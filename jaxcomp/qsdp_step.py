@@ -46,44 +46,44 @@ def qsdp_train_step(
         what `fsdp.local` returns, and uses it by `fsdp.gather` and `fsdp.layer`.
       tx: Any optimizer whose update of an entry depends on that entry alone, as Adam's. Norms of
         a whole gradient, as for `jaxcomp.clip_by_global_norm`, have to be summed over
-        `fsdp.axis_name`; it does that.
-      mesh: Of one axis, `fsdp.axis_name`.
+        `fsdp.axes`; it does that.
+      mesh: Of the axes `fsdp.axes`, in any order, and no others.
       fsdp: As `jaxcomp.qsdp` makes it.
       accumulate: Microbatches that a replica's batch is cut into, in turn. Each gathers the
         weights and scatters gradients anew, with draws of its own.
 
     Returns:
       `init(shards) -> QSDPState` and `step(shards, state, batch) -> (shards, state, metrics)`,
-      with shards from `fsdp.shard`, the batch and the metrics as for `jaxcomp.train_step`. `step`
-      donates shards and state.
+      with shards from `fsdp.shard`, the batch and the metrics as for `jaxcomp.train_step`, their
+      first axis sharded over all axes of the mesh, in its order. `step` donates shards and state.
 
     Raises:
-      ValueError: At construction, if the mesh has other axes; at the first call, if the batch
-        cannot be divided.
+      ValueError: At construction, if the mesh has other axes than `fsdp.axes`; at the first call,
+        if the batch cannot be divided.
     """
-    axis_name = fsdp.axis_name
+    axes = fsdp.axes
     if accumulate < 1:
         raise ValueError(f"accumulate is {accumulate}; write at least 1.")
-    if mesh.axis_names != (axis_name,):
+    if set(mesh.axis_names) != set(axes):
         raise ValueError(
-            f"qsdp_train_step got a mesh of axes {mesh.axis_names}, needs one of {axis_name!r} "
-            "alone."
+            f"qsdp_train_step got a mesh of axes {mesh.axis_names}, needs one of {axes} and no "
+            "others; of a slow and a fast axis write qsdp(slow, fast_axis=fast)."
         )
-    tx = per_replica(tx, axis_name)
-    rows = P(axis_name)
+    tx = per_replica(tx, axes)
+    cut, rows = P(axes), P(mesh.axis_names)
     sharded = functools.partial(jax.shard_map, mesh=mesh)
 
     def begin(shards):
-        shards = unstack(shards, axis_name)
+        shards = unstack(shards, axes)
         tables = levels.start(shards)
         rounds = {"all": jnp.int32(0), "levels": jnp.int32(0)} if jax.tree.leaves(tables) else {}
         return QSDPState(jnp.int32(0), tx.init(shards), tables, rounds)
 
-    state_specs = specs_of(begin, mesh, axis_name)
+    state_specs = specs_of(begin, mesh, axes)
 
     def one_step(shards, state, batch):
         loss, grads, tallies = _mean_gradients(loss_fn, fsdp, accumulate, shards, state, batch)
-        shards, grads = unstack((shards, grads), axis_name)
+        shards, grads = unstack((shards, grads), axes)
         tables, rounds = _fitted(fsdp, shards, state, tallies)
         updates, inner = tx.update(grads, state.inner, shards)
         bad = ~jnp.all(jnp.stack([jnp.all(jnp.isfinite(u)) for u in jax.tree.leaves(updates)]))
@@ -93,18 +93,18 @@ def qsdp_train_step(
             functools.partial(jnp.where, ~skipped), new, (shards, state.inner)
         )
         state = QSDPState(optax.safe_increment(state.count), inner, tables, rounds)
-        return stack(shards, axis_name), state, loss[None], skipped
+        return stack(shards, axes), state, loss[None], skipped
 
     @jax.jit
     def init(shards):
-        return sharded(begin, in_specs=rows, out_specs=state_specs(rows, shards))(shards)
+        return sharded(begin, in_specs=cut, out_specs=state_specs(cut, shards))(shards)
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def step(shards, state, batch):
-        check_batch(batch, axis_name, mesh.size, accumulate)
-        specs = state_specs(rows, shards)
+        check_batch(batch, mesh.axis_names, mesh.size, accumulate)
+        specs = state_specs(cut, shards)
         shards, state, loss, skipped = sharded(
-            one_step, in_specs=(rows, specs, rows), out_specs=(rows, specs, rows, P())
+            one_step, in_specs=(cut, specs, rows), out_specs=(cut, specs, rows, P())
         )(shards, state, batch)
         return shards, state, {"loss": loss, "skipped": skipped}
 
@@ -116,7 +116,7 @@ def _fitted(fsdp, shards, state, tallies):
     if not state.rounds:
         return state.levels, state.rounds
     due = fsdp.fit_at(state.count)
-    fit = lambda tables: levels.refit(tables, shards, tallies, fsdp.axis_name)
+    fit = lambda tables: levels.refit(tables, shards, tallies, fsdp.axes)
     tables = lax.cond(due, fit, lambda tables: tables, state.levels)
     new = {"all": state.rounds["all"] + 1, "levels": state.rounds["levels"] + due}
     return tables, new
@@ -128,8 +128,8 @@ def _mean_gradients(loss_fn, fsdp, accumulate, shards, state, batch):
     And the tallies of what was sent of it, in a step in which levels are fitted.
     """
     micro = jax.tree.map(lambda x: x.reshape(accumulate, -1, *x.shape[1:]), batch)
-    counters = levels.counters(unstack(shards, fsdp.axis_name), fsdp.fit_at(state.count))
-    counters = to_varying(counters, fsdp.axis_name)  # else JAX sums tallies in every step
+    counters = levels.counters(unstack(shards, fsdp.axes), fsdp.fit_at(state.count))
+    counters = to_varying(counters, fsdp.axes)  # else JAX sums tallies in every step
 
     def of_part(index, part):
         def loss(shards, counters):
@@ -146,7 +146,7 @@ def _mean_gradients(loss_fn, fsdp, accumulate, shards, state, batch):
         return of_part(0, batch)
     wide = lambda x: jnp.zeros_like(x, jnp.promote_types(x.dtype, jnp.float32))
     zero = jnp.float32(0), *jax.tree.map(wide, (shards, counters))
-    zero = to_varying(zero, fsdp.axis_name)
+    zero = to_varying(zero, fsdp.axes)
     (loss, grads, tallies), _ = lax.scan(add, zero, (jnp.arange(accumulate), micro))
     grads = jax.tree.map(lambda g, x: (g / accumulate).astype(x.dtype), grads, shards)
     return loss / accumulate, grads, tallies

@@ -21,7 +21,7 @@ def resize(state: Any, like: Any) -> Any:
     M rows, so that their mean over replicas, which is what training sees, stays. What owners
     hold of a bucket (`owner_residual`) or of a parameter (a `Shard`) is laid out anew over M
     owners. Counts of steps left out (`skipped`) are added up in the first row. The rest is copied.
-    The mesh's other axes must keep their sizes.
+    The mesh's other axes must keep their sizes; the axes of `qsdp` count as one, of their product.
 
     Args:
       state: Global state of N replicas, as arrays or NumPy arrays.

@@ -20,9 +20,9 @@ def varying_axes(x: Any) -> frozenset[str]:
     return (kind if kind is not None else jax.typeof(x).manual_axis_type).varying
 
 
-def varies_over(x: jax.Array, axis_name: str) -> bool:
-    """Whether JAX's type of `x` says that it may differ along the mesh axis `axis_name`."""
-    return axis_name in varying_axes(x)
+def varies_over(x: jax.Array, axis_name: str | tuple[str, ...]) -> bool:
+    """Whether JAX's type of `x` says that it may differ along a mesh axis, or one of several."""
+    return not varying_axes(x).isdisjoint(_names(axis_name))
 
 
 def largest(x: jax.Array, *but: str) -> jax.Array:
@@ -50,12 +50,16 @@ def size_over_shards(x: jax.Array, *but: str) -> int:
     return x.size * math.prod(lax.axis_size(name) for name in varying_axes(x) - set(but))
 
 
-def is_tracked(axis_name: str) -> bool:
-    """Whether types track `axis_name`: yes inside `shard_map`, no under `jax.vmap`.
+def is_tracked(axis_name: str | tuple[str, ...]) -> bool:
+    """Whether types track an axis, or several: yes inside `shard_map`, no under `jax.vmap`.
 
     Raises:
       ValueError: If the axis is not bound here, or `shard_map` was told not to check types.
     """
+    return all([_is_tracked(name) for name in _names(axis_name)])
+
+
+def _is_tracked(axis_name):
     try:
         index = lax.axis_index(axis_name)
     except NameError as error:
@@ -73,18 +77,17 @@ def is_tracked(axis_name: str) -> bool:
     return True
 
 
-def num_replicas(axis_name: str) -> int:
-    """The size of the axis; a ValueError as that of `is_tracked` where it is not bound."""
+def num_replicas(axis_name: str | tuple[str, ...]) -> int:
+    """The size of the axis, or the product of several; a ValueError as that of `is_tracked`."""
     is_tracked(axis_name)
     return lax.axis_size(axis_name)
 
 
-def to_varying(tree: Any, axis_name: str) -> Any:
-    """Casts every leaf to a type that varies over `axis_name`; the values stay."""
+def to_varying(tree: Any, axis_name: str | tuple[str, ...]) -> Any:
+    """Casts every leaf to a type that varies over an axis, or several; the values stay."""
     if not is_tracked(axis_name):
         return tree
-    cast = lambda x: lax.pcast(x, axis_name, to="varying")
-    return jax.tree.map(lambda x: x if varies_over(x, axis_name) else cast(x), tree)
+    return jax.tree.map(lambda x: _vary(x, _names(axis_name)), tree)
 
 
 def zeros_of(like: Any) -> jax.Array:
@@ -146,7 +149,7 @@ def unstack(tree, axis_name):
 
 
 def per_replica(
-    tx: optax.GradientTransformation, axis_name: str
+    tx: optax.GradientTransformation, axis_name: str | tuple[str, ...]
 ) -> optax.GradientTransformationExtraArgs:
     """Keeps state leaves that differ between replicas as rows of `[num_replicas, ...]` arrays.
 
@@ -156,7 +159,7 @@ def per_replica(
 
     Args:
       tx: Any transformation that is run inside `shard_map` over `axis_name`.
-      axis_name: The mesh axis of the replicas.
+      axis_name: The mesh axis of the replicas, or several.
 
     Returns:
       The same transformation; inside `shard_map` its varying state leaves have a leading axis
@@ -193,5 +196,13 @@ def per_replica(
 
 
 def _vary_like(x, like):
-    missing = tuple(sorted(varying_axes(like) - varying_axes(x)))
+    return _vary(x, varying_axes(like))
+
+
+def _vary(x, names):
+    missing = tuple(sorted(set(names) - varying_axes(x)))
     return lax.pcast(x, missing, to="varying") if missing else x
+
+
+def _names(axis_name):
+    return (axis_name,) if isinstance(axis_name, str) else axis_name

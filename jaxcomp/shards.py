@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxcomp.compressors import Compressor, Key
+from jaxcomp.compressors import Compressor, Key, identity
 
 
 @jax.tree_util.register_dataclass
@@ -24,6 +24,8 @@ class Shard:
     shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})  # of one layer's
     weights: Compressor = dataclasses.field(metadata={"static": True})  # by which it is gathered
     gradients: Compressor = dataclasses.field(metadata={"static": True})  # and its gradient sent
+    # By which its gradient is sent across a fast axis, where there is one.
+    fast_gradients: Compressor = dataclasses.field(default=identity(), metadata={"static": True})
     # For the time of a gather, each with the axes [*stack] in front:
     key: Key | None = None  # of the step and the parameter
     levels: Any = None  # `levels.Tables` of the two codes

@@ -93,7 +93,10 @@ def full_specs(params, mesh, axis_name, param_specs):
 
 
 def specs_of(function, mesh, axis_name):
-    """Makes a function that finds the PartitionSpecs of what `function` makes in `shard_map`."""
+    """Makes a function that finds the PartitionSpecs of what `function` makes in `shard_map`.
+
+    `axis_name` may be several: what varies over one of them has a row for each of their replicas.
+    """
     known = {}
 
     def trace(in_specs, args):

@@ -80,7 +80,7 @@ def _decode(compressor, message, shared, numel, dtype):
     return compressor.decode(payload, shared).astype(dtype)
 
 
-def _all_gather(message, axis_name):
+def all_gather(message: jax.Array, axis_name: str) -> jax.Array:
     """Every replica's message, `u8[R, bytes]`, of a type that is equal on all replicas."""
     if is_tracked(axis_name):
         return lax.all_gather(message, axis_name, to="invarying")
@@ -110,7 +110,7 @@ def gathered_mean(x, owner_residual, compressor: Compressor, shared: Key, axis_n
         return _mean_of_selected(gathered_mean, x, 1, owner_residual, compressor, shared, axis_name)
     message = _encode(compressor, x, shared, _private(shared, axis_name))
     decode = lambda message: _decode(compressor, message, shared, x.size, x.dtype)
-    messages = _all_gather(message, axis_name)
+    messages = all_gather(message, axis_name)
     return Mean(_mean_of_decoded(messages, decode), decode(message), owner_residual)
 
 
@@ -216,14 +216,24 @@ def gather(chunk, compressor: Compressor, shared: Key, axis_name: str):
       `(full: f32[R * chunk_numel], kept: f32[chunk_numel])`: the decoded chunks in order of
       their owners, and the own one among them, of a type that varies.
     """
+    message = encode_own(chunk, compressor, shared, axis_name)
+    full = decode_all(all_gather(message, axis_name), compressor, shared, chunk.size, chunk.dtype)
+    return full, _decode(compressor, message, shared, chunk.size, chunk.dtype)
+
+
+def encode_own(chunk, compressor: Compressor, shared: Key, axis_name: str | tuple[str, ...]):
+    """An owner's message, `u8[bytes]`: the first half of `gather`, of owners over all the axes."""
     private = fold(_private(shared, axis_name), lax.axis_size(axis_name))
-    message = _encode(compressor, chunk, shared, private)
-    decode = lambda message: _decode(compressor, message, shared, chunk.size, chunk.dtype)
-    messages = _all_gather(message, axis_name)
-    return jax.vmap(decode)(messages).reshape(-1), decode(message)
+    return _encode(compressor, chunk, shared, private)
 
 
-def _private(shared: Key, axis_name: str) -> Key:
+def decode_all(messages, compressor: Compressor, shared: Key, numel: int, dtype):
+    """The chunks, `[R * numel]`, of the owners' messages `u8[R, bytes]`: its second half."""
+    decode = lambda message: _decode(compressor, message, shared, numel, dtype)
+    return jax.vmap(decode)(messages).reshape(-1)
+
+
+def _private(shared: Key, axis_name: str | tuple[str, ...]) -> Key:
     """This replica's key: independent of the others', so that rounding noise averages out."""
     return fold(shared, lax.axis_index(axis_name), 1)
 

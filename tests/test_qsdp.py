@@ -8,30 +8,13 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
+from layered import EXACT, odd_tree, stacked
 from replicas import everywhere, mesh_of
 
 import jaxcomp
 from jaxcomp import report
 from jaxcomp.resizing import resize
 from jaxcomp.shards import Shard
-
-EXACT = jaxcomp.qsdp("replica", jaxcomp.identity(), jaxcomp.identity())
-ODD = {
-    "matrix": (33, 37),
-    "less than the axis": (3,),
-    "scalar": (),
-    "nothing": (0, 4),
-    "layers": (2, 5, 7),
-}
-
-
-def odd_tree(dtype=np.float32, seed=0):
-    rng = np.random.default_rng(seed)
-    return {name: rng.normal(size=shape).astype(dtype) for name, shape in ODD.items()}
-
-
-def stacked(path, leaf):
-    return path == "layers"
 
 
 def sharded(fsdp, params, num_replicas, stacked=lambda *_: False):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import random
 
 import jax
@@ -18,6 +19,7 @@ pytestmark = pytest.mark.usefixtures("quick_compiler")
 
 STEPS = 4
 EXACT = "qsdp(axis_name, identity(), identity())"
+HYBRID = "qsdp(axis_name, identity(), identity(), fast_axis=fast_axis, secondary=True)"
 LOSSY = (
     "qsdp(axis_name, learned_levels(2, block=64), learned_levels(2, block=64, "
     "rounding='stochastic'))"
@@ -60,10 +62,10 @@ def compiled(config):
 
 @pytest.fixture(autouse=True)
 def compile_once(monkeypatch):
-    """Runs that differ in length or name share the compiled program."""
+    """Runs that differ in name or in where they begin share the compiled program."""
 
     def make_task(config):
-        task = compiled(dataclasses.replace(config, name="any", runs_dir=""))
+        task = compiled(dataclasses.replace(config, name="any", runs_dir="", start_from=None))
         return task._replace(config=config)
 
     monkeypatch.setattr(loop, "make_task", make_task)
@@ -119,6 +121,41 @@ def test_a_run_goes_on_bit_for_bit_and_on_other_shards_to_rounding(config_of):
     assert abs(last - exact[1]) < 1e-5 * last
 
 
+def test_a_mesh_of_two_axes_trains_alike_and_a_run_moves_between_meshes(config_of):
+    exact = run(config_of("one axis", EXACT))
+    hybrid = config_of("two axes", HYBRID, replicas=4, fast=2)
+    run(hybrid, until=2)
+    losses, last = run(dataclasses.replace(hybrid, replicas=3, fast=1))
+    np.testing.assert_allclose(losses, exact[0], rtol=1e-5)
+    assert abs(last - exact[1]) < 1e-5 * last
+
+    back = config_of("back", HYBRID, replicas=3)
+    run(back, until=2)
+    losses, last = run(dataclasses.replace(back, replicas=4, fast=2))
+    np.testing.assert_allclose(losses, exact[0], rtol=1e-5)
+
+    task = compiled(dataclasses.replace(hybrid, name="any", runs_dir=""))
+    text = tasks.report(task)
+    numel = tasks.num_parameters(task)
+    assert "bytes a step across the slow axis of 2 x 2 replicas," in text
+    # Weights cross it once and gradients once, half of them a device; without secondary shards 3.
+    assert abs(task.sent_bytes / (2 * 4 * numel / 2 / 2) - 1) < 0.01
+    assert "1.5x fewer than a float32 sharded step" in text
+
+
+def test_a_run_in_shards_begins_with_the_parameters_of_another_run(config_of):
+    update = "chain(compressed_mean(identity(), axis_name), adam(learning_rate, eps=1e-4))"
+    dense = config_of("dense", None, update)
+    rows = loop.run(dense)
+    start_from = f"{dense.runs_dir}/dense"
+    tuned = config_of("tuned", HYBRID, replicas=4, fast=2, start_from=start_from)
+    rows = [rows, loop.run(tuned)]
+    start_from = f"{tuned.runs_dir}/tuned"
+    rows.append(loop.run(config_of("again", None, update, start_from=start_from)))
+    for before, after in itertools.pairwise(rows):
+        assert abs(after[0]["val_loss"] / before[-1]["val_loss"] - 1) < 1e-6
+
+
 def test_the_report_counts_parameters_and_what_is_held(config_of):
     task = compiled(dataclasses.replace(config_of("any", LOSSY), runs_dir=""))
     model = task.config.model
@@ -141,7 +178,9 @@ def test_the_report_counts_parameters_and_what_is_held(config_of):
         ({"qsdp": "quantize(8)"}, "is a Compressor; write qsdp"),
         ({"qsdp": "qsdp(axis)"}, "'axis' is not a name"),
         ({"qsdp": EXACT, "overlap": True}, "overlap=True cannot be used with qsdp"),
-        ({"qsdp": EXACT, "start_from": "runs/a"}, "start_from='runs/a' cannot be used with qsdp"),
+        ({"fast": 2}, "fast=2 needs parameters in shards"),
+        ({"qsdp": EXACT, "fast": 2}, "has the fast axis None, but fast=2 makes 'fast'"),
+        ({"qsdp": "qsdp(axis_name, fast_axis='f')"}, "has the fast axis 'f', but fast=1"),
         (
             {
                 "qsdp": EXACT,

@@ -14,9 +14,9 @@ _SHOWN = 5  # differing leaves that an error names
 def like_replicas(like: Any, num_replicas: int, axis_name: str = "replica") -> Any:
     """Changes the number of replicas in the target of a restore, but not the mesh.
 
-    Leaves sharded over the replica axis get a leading axis of `num_replicas`. Where the devices
-    do not divide it, they share the first other axis that they divide, or hold all of the leaf.
-    Hand what `restore` returns to `jaxcomp.resize`.
+    Leaves whose first axis is sharded over the replica axis, alone or with others, get a leading
+    axis of `num_replicas`. Where the devices do not divide it, they share the first other axis
+    that they divide, or hold all of the leaf. Hand what `restore` returns to `jaxcomp.resize`.
 
     Args:
       like: Tree of `jax.ShapeDtypeStruct` or arrays, for the present mesh.
@@ -30,13 +30,13 @@ def like_replicas(like: Any, num_replicas: int, axis_name: str = "replica") -> A
     def changed(leaf):
         sharding = getattr(leaf, "sharding", None)
         spec = tuple(getattr(sharding, "spec", ()))
-        if spec[:1] not in ((axis_name,), ((axis_name,),)):
+        if axis_name not in (names := tuple(jax.tree.leaves(spec[:1]))):
             return leaf
         shape, mesh = (num_replicas, *leaf.shape[1:]), sharding.mesh
         spec = [None, *spec[1:], *[None] * (len(shape) - len(spec))]
         for axis, size in enumerate(shape):
-            if size % mesh.shape[axis_name] == 0 and spec[axis] is None:
-                spec[axis] = axis_name
+            if size % math.prod(mesh.shape[name] for name in names) == 0 and spec[axis] is None:
+                spec[axis] = names
                 break
         sharding = NamedSharding(mesh, PartitionSpec(*spec))
         return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)

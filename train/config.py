@@ -22,7 +22,6 @@ from train.objectives import OBJECTIVES
 AXIS_NAME = "replica"
 """Name of the mesh axis over which data parallelism, and every compressed message, goes."""
 
-
 _BINDINGS = ("learning_rate", "axis_name", "steps", "warmup_steps")  # names in an update
 
 
@@ -91,6 +90,8 @@ class Config:
     """Dispatch the exchange beside the gradient, for methods that can, as cocktail_sgd; on CPU."""
     qsdp: str | None = None
     """Parameters in shards, as `qsdp(axis_name, quantize(8, block=1024))`; None: all everywhere."""
+    fast: int = 1
+    """Replicas of a host, say: size of the axis in `qsdp(axis_name, fast_axis=fast_axis)`."""
     eval_every: int = 100
     """Steps between evaluations; the last step is always evaluated."""
     eval_batches: int = 8
@@ -127,9 +128,9 @@ class Config:
         parts = pathlib.PurePath(self.name).parts
         if not parts or ".." in parts or pathlib.PurePath(self.name).is_absolute():
             raise ValueError(f"name={self.name!r} must be a folder below runs_dir; write run_1.")
-        at_least_one = "steps accumulate eval_every eval_batches checkpoint_every checksum_every"
-        seconds = ("watchdog_seconds", "start_seconds", "save_seconds")
-        for field in (*at_least_one.split(), "log_every", *seconds):
+        sizes = "steps fast accumulate eval_batches watchdog_seconds start_seconds save_seconds"
+        periods = "eval_every checkpoint_every checksum_every log_every"
+        for field in f"{sizes} {periods}".split():
             _at_least(1, field, getattr(self, field))
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"seed={self.seed} must be in [0, 2^32); write --seed 0.")
@@ -172,8 +173,7 @@ def load(path: str, args: Sequence[str] = ()) -> Config:
 
     Raises:
       ValueError: If there is no such file, or it has no `get_config` that returns a `Config`.
-      SystemExit: After `--help`, and, with the reason on stderr, for an unknown key or a
-        wrong value.
+      SystemExit: After `--help`, and for an unknown key or a wrong value, which stderr tells.
     """
     file = pathlib.Path(path)
     if file.suffix != ".py" or not file.is_file():

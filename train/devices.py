@@ -7,6 +7,9 @@ from jax.sharding import AxisType, Mesh
 
 from train.config import AXIS_NAME
 
+FAST_AXIS = "fast"
+"""Name of the mesh axis of replicas between which links are fast, where a run has one."""
+
 
 def start(replicas: int, num_processes: int = 1) -> None:
     """Makes as many CPU devices as replicas are wanted; call it before JAX's first use.
@@ -32,17 +35,19 @@ def start(replicas: int, num_processes: int = 1) -> None:
     os.environ["NPROC"] = str(max(4 * count, int(os.environ.get("NPROC", os.cpu_count() or 1))))
 
 
-def make_mesh(replicas: int) -> Mesh:
-    """Makes the mesh of a run: one axis of replicas.
+def make_mesh(replicas: int, fast: int = 1) -> Mesh:
+    """Makes the mesh of a run: one axis of replicas, or a slow and a fast one.
 
     Args:
       replicas: Number of replicas, one a device; 0 for all the devices there are.
+      fast: How many that lie behind each other, as those of a host, make up the fast axis; 1:
+        there is none.
 
     Returns:
       The mesh.
 
     Raises:
-      ValueError: If there are fewer devices.
+      ValueError: If there are fewer devices, or they cannot be shared out evenly.
     """
     devices = jax.devices()
     count = replicas or len(devices)
@@ -51,6 +56,11 @@ def make_mesh(replicas: int) -> Mesh:
             f"replicas={count}, but there are {len(devices)} {devices[0].platform} devices; write "
             f"--replicas {len(devices)}, or set JAX_PLATFORMS=cpu to have {count} CPU devices."
         )
-    return jax.make_mesh(
-        (count,), (AXIS_NAME,), devices=devices[:count], axis_types=(AxisType.Auto,)
-    )
+    if count % fast:
+        raise ValueError(
+            f"{count} replicas cannot be shared out into groups of fast={fast}; write "
+            f"--replicas {fast * max(1, count // fast)}, or another --fast."
+        )
+    sizes = (count,) if fast == 1 else (count // fast, fast)
+    names, types = (AXIS_NAME, FAST_AXIS)[: len(sizes)], (AxisType.Auto,) * len(sizes)
+    return jax.make_mesh(sizes, names, devices=devices[:count], axis_types=types)

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxcomp
 from jaxcomp.resizing import reset_residuals
-from train import checkpoint, checkpoint_files, checkpoint_trees, processes
+from train import checkpoint, checkpoint_files, checkpoint_trees, processes, sharded
 from train.config import AXIS_NAME, to_json
-from train.task import Task, shapes_of
+from train.task import Task, natural, shapes_of
 
 _METADATA = {"progress", "num_replicas", "data_sha256"}  # needed to go on
 
@@ -78,7 +79,13 @@ def _first(task: Task) -> tuple[Any, Any]:
             f"start_from is {task.config.start_from!r}, but there is no checkpoint in {source}; "
             "train that run first, or write --start-from None."
         )
-    return task.init(checkpoint.restore_params(source, task.like["params"]))
+    like, saved = natural(task), checkpoint.read_metadata(source)
+    if saved.get("config", {}).get("qsdp") is not None:
+        like = sharded.shapes(like, saved["num_replicas"])
+    everywhere = NamedSharding(task.mesh, PartitionSpec())
+    placed = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere)
+    params = checkpoint.restore_params(source, jax.tree.map(placed, like))
+    return task.init(sharded.joined(params))
 
 
 def _restore(task: Task, directory: Path, step: int) -> tuple[Any, Any, Progress]:

@@ -6,11 +6,13 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import optax
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 import jaxcomp
+from jaxcomp.shards import map_shards, natural
 from train import expression
 from train.config import AXIS_NAME, Config
+from train.devices import FAST_AXIS
 from train.models.gpt import GPTConfig
 
 
@@ -28,24 +30,34 @@ def method(config: Config) -> jaxcomp.QSDP | None:
     Raises:
       ValueError: If it is no call of `qsdp`, or excludes another field of the config.
     """
+    if config.qsdp is None and config.fast > 1:
+        raise ValueError(
+            f"fast={config.fast} needs parameters in shards; write --fast 1, or --qsdp "
+            "'qsdp(axis_name, fast_axis=fast_axis)'."
+        )
     if config.qsdp is None:
         return None
-    for field, default in (("overlap", False), ("start_from", None)):
-        if getattr(config, field) != default:
-            raise ValueError(
-                f"{field}={getattr(config, field)!r} cannot be used with qsdp={config.qsdp!r}; set "
-                f"one of the two to {default} or None."
-            )
+    if config.overlap:
+        raise ValueError(
+            f"overlap=True cannot be used with qsdp={config.qsdp!r}; set one of the two to False "
+            "or None."
+        )
     if not isinstance(config.model, GPTConfig):
         raise ValueError(
             f"qsdp={config.qsdp!r} needs a model whose blocks can gather for themselves: write "
             f"model=GPTConfig(...), not {config.model}."
         )
-    values = {"axis_name": AXIS_NAME, "steps": config.steps}
+    fast_axis = FAST_AXIS if config.fast > 1 else None
+    values = {"axis_name": AXIS_NAME, "fast_axis": fast_axis, "steps": config.steps}
     fsdp = expression.evaluate(config.qsdp, values)
     if not isinstance(fsdp, jaxcomp.QSDP):
         raise ValueError(
             f"qsdp={config.qsdp!r} is a {type(fsdp).__name__}; write qsdp(axis_name, quantize(8))."
+        )
+    if fsdp.fast_axis != fast_axis:
+        raise ValueError(
+            f"qsdp={config.qsdp!r} has the fast axis {fsdp.fast_axis!r}, but fast={config.fast} "
+            f"makes {fast_axis!r}; write qsdp(axis_name, fast_axis=fast_axis)."
         )
     return fsdp
 
@@ -90,7 +102,24 @@ def functions(
     made = jaxcomp.qsdp_train_step(sharded_loss, tx, mesh, fsdp, accumulate=config.accumulate)
 
     def init(params):
-        shards = fsdp.shard(params, mesh, lambda path, leaf: path.startswith("blocks/"))
+        shards = fsdp.shard(params, mesh, _stacked)
         return shards, made.init(shards)
 
     return Sharded(init, made.step, jax.jit(lambda shards: fsdp.unshard(shards, mesh)))
+
+
+def shapes(params: Any, num_shards: int) -> Any:
+    """Shapes and dtypes of parameters in so many shards, from those of whole ones."""
+    mesh = AbstractMesh((num_shards,), (AXIS_NAME,), (AxisType.Auto,))
+    cut = lambda params: jaxcomp.qsdp(AXIS_NAME).shard(params, mesh, _stacked)
+    return jax.eval_shape(cut, params)
+
+
+@jax.jit
+def joined(shards: Any) -> Any:
+    """Whole parameters, of shards that each device holds all of."""
+    return map_shards(lambda shard: natural(shard.data, shard.shape), shards)
+
+
+def _stacked(path: str, leaf: Any) -> bool:
+    return path.startswith("blocks/")

@@ -54,7 +54,7 @@ def make_task(config: Config, read: Callable[[Config], Examples] = examples.read
     Raises:
       ValueError: If the data, the devices or the expression of the update do not fit.
     """
-    mesh = devices.make_mesh(config.replicas)
+    mesh = devices.make_mesh(config.replicas, config.fast)
     configs.microbatch(config, mesh.size)
     made = read(config)
     measure = measure_of(config, model_of(config))
@@ -141,7 +141,7 @@ def gather_losses(mesh: Mesh) -> Callable[[list[jax.Array]], jax.Array]:
     @functools.partial(jax.jit, out_shardings=NamedSharding(mesh, P()))
     def gather(losses):
         # Stacked where they are: one column of all steps travels instead of one number a step.
-        rows = NamedSharding(mesh, P(AXIS_NAME))
+        rows = NamedSharding(mesh, P(mesh.axis_names))
         return jax.lax.with_sharding_constraint(jnp.stack(losses, axis=1), rows)
 
     return gather
@@ -165,7 +165,7 @@ def _placed(like: Any, make: Callable[[slice], Any]) -> Any:
 
 def batch_of(config: Config, mesh: Mesh) -> Any:
     """Shapes, dtypes and shardings of a batch of all replicas."""
-    rows, size = NamedSharding(mesh, P(AXIS_NAME)), config.data.batch
+    rows, size = NamedSharding(mesh, P(mesh.axis_names)), config.data.batch
     return jax.tree.map(
         lambda row: jax.ShapeDtypeStruct((size, *row.shape), row.dtype, sharding=rows),
         OBJECTIVES[config.objective].row(config.model),
@@ -223,14 +223,16 @@ def _shapes(config: Config, init, params, mesh: Mesh) -> dict[str, Any]:
 
 def shapes_of(task: Task, num_replicas: int) -> dict[str, Any]:
     """Shapes and dtypes of the run's parameters and state, as so many replicas would hold them."""
-    mesh = AbstractMesh((num_replicas,), (AXIS_NAME,), axis_types=(AxisType.Auto,))
-    natural = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(_shape(x), jax.tree.leaves(x)[0].dtype),
-        task.like["params"],
-        is_leaf=is_shard,
-    )
-    params, state = jax.eval_shape(_functions(task.config, mesh).init, natural)
+    names = task.mesh.axis_names
+    mesh = AbstractMesh((num_replicas, 1)[: len(names)], names, (AxisType.Auto,) * len(names))
+    params, state = jax.eval_shape(_functions(task.config, mesh).init, natural(task))
     return {"params": params, "state": state}
+
+
+def natural(task: Task) -> Any:
+    """Shapes and dtypes of the run's parameters where they are in no shards."""
+    like = lambda x: jax.ShapeDtypeStruct(_shape(x), jax.tree.leaves(x)[0].dtype)
+    return jax.tree.map(like, task.like["params"], is_leaf=is_shard)
 
 
 def num_parameters(task: Task) -> int:
@@ -245,17 +247,18 @@ def _shape(leaf: Any) -> tuple[int, ...]:
 
 def report(task: Task) -> str:
     """What one step of the run sends, as text: from the compiled program, nothing is run."""
-    numel, num_replicas = num_parameters(task), task.mesh.size
+    numel, slow = num_parameters(task), task.mesh.shape[AXIS_NAME]
+    fast = task.mesh.size // slow
     # An all-reduce is a scatter and a gather; each microbatch gathers shards once more.
-    passes, plain = 2, "ring all-reduce"
-    if task.config.qsdp is not None:
-        passes, plain = 3 * task.config.accumulate, "sharded step"
-    dense = passes * 4 * numel * (num_replicas - 1) / num_replicas
+    in_shards = 3 * task.config.accumulate, "sharded step"
+    passes, plain = in_shards if task.config.qsdp else (2, "ring all-reduce")
+    dense = passes * 4 * numel / fast * (slow - 1) / slow
     exact = jaxcomp.report.exact_leaves(task.like["params"], task.like["state"])
     lines = [
         jaxcomp.report.table(task.programs, task.mesh),
-        f"{numel:,} parameters on {num_replicas} replicas; one replica sends "
-        f"{task.sent_bytes:,.0f} bytes a step{' in the mean' if task.rounds else ''},",
+        f"{numel:,} parameters on {task.mesh.size} replicas; one replica sends "
+        f"{task.sent_bytes:,.0f} bytes a step{' in the mean' if task.rounds else ''}"
+        f"{f' across the slow axis of {slow} x {fast} replicas' if fast > 1 else ''},",
         f"{dense / task.sent_bytes:.1f}x fewer than a float32 {plain}, "
         f"{dense / 2 / task.sent_bytes:.1f}x fewer than a float16 one."
         if task.sent_bytes

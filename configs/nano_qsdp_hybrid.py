@@ -1,0 +1,26 @@
+"""The nano task with parameters in shards on two hosts of two devices: QSDP on a hybrid mesh.
+
+    python -m train configs/nano_qsdp_hybrid.py
+    python -m train configs/nano_qsdp_hybrid.py --report    # bytes of the two axes; trains nothing
+
+As configs/nano_qsdp.py, but the 4 replicas are 2 across the slow axis times 2 behind fast links. In
+a host gradients are averaged exactly. Secondary shards: weights cross the slow axis once a step.
+
+One replica sends 433,254 bytes a step across the slow axis; the loss it reaches has not been
+measured yet.
+"""
+
+import dataclasses
+
+from configs import nano_qsdp
+from train.config import Config
+
+
+def get_config() -> Config:
+    """The run on shards of one axis, on two."""
+    return dataclasses.replace(
+        nano_qsdp.get_config(),
+        name="nano_qsdp_hybrid",
+        fast=2,
+        qsdp="qsdp(axis_name, fast_axis=fast_axis, secondary=True)",
+    )
