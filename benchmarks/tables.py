@@ -5,7 +5,7 @@ import json
 import pathlib
 from collections.abc import Callable
 
-from benchmarks import figures, scaling, slow_network_figure
+from benchmarks import figures, scaling, scaling_check, slow_network_figure
 
 RESULTS = pathlib.Path(__file__).parent / "results"
 
@@ -72,6 +72,7 @@ TABLES: dict[str, Callable[[list[dict], str, int], str]] = {
     "convergence": _convergence,
     "slow_network": lambda rows, task, steps: slow_network_figure.table(rows),
     "scaling": lambda rows, task, steps: scaling.table(rows),
+    "scaling_check": lambda rows, task, steps: scaling_check.table(rows),
     "memory": _memory,
     "codec": _codec,
 }
