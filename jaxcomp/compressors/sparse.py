@@ -156,7 +156,7 @@ def _strided(stride):
         # would be made `stride` times.
         values, index = lax.optimization_barrier(values), lax.iota(jnp.uint32, numel)
         mine = index % stride == (shared.count % stride).astype(jnp.uint32)
-        return jnp.where(mine, values[index // stride], 0)
+        return jnp.where(mine, values.at[index // stride].get(mode="promise_in_bounds"), 0)
 
     return select, scatter
 
