@@ -6,7 +6,7 @@
 FOLDER holds `train` and `val`, each with a folder for each of the 1,000 classes. b3 and eps are
 those of the authors' configuration; batch, rate and schedule are ours, and images are cut and
 mirrored, but not mixed as in the paper of Swin. Training is for accelerators, and has not been
-tried; neither has the report of so many replicas, which takes XLA minutes to compile.
+tried; of so many replicas the report takes XLA many minutes to compile, and has not ended here.
 """
 
 from train.config import Config, Images, Optimizer
