@@ -68,8 +68,10 @@ BITS = ((8, 8), (6, 8), (5, 8), (4, 8), (3, 8), (8, 6), (8, 4), (4, 4))
 LAMB_RATES = (1e-2, 2e-2, 4e-2)
 
 
-def _slamb(arguments: str) -> Method:
-    return Method(f"slamb(learning_rate, axis_name, sync_every=25, {arguments})", LAMB_RATES)
+def _slamb(arguments: str, sync_every: int = 25) -> Method:
+    return Method(
+        f"slamb(learning_rate, axis_name, sync_every={sync_every}, {arguments})", LAMB_RATES
+    )
 
 
 # CocktailSGD's exchange at growing compression. The factors are those of the codes against
@@ -159,6 +161,10 @@ METHODS: dict[str, Method] = {
     "SLAMB, 8 bits": _slamb("compressor=compose(random_k(0.1), quantize(8))"),
     "SLAMB, linear": _slamb("density=0.1, rescaling='linear'"),
     "SLAMB, no rescaling": _slamb("density=0.1, b3=1.0"),
+    # One quantity after the other, from "SLAMB": b3=0.99, sync_every=25, density=0.1.
+    **{f"SLAMB, b3 {b3}": _slamb(f"density=0.1, b3={b3}") for b3 in (0.9, 0.999)},
+    **{f"SLAMB, every {h}": _slamb("density=0.1", h) for h in (5, 100)},
+    **{f"SLAMB, density {d}": _slamb(f"density={d}") for d in (0.01, 0.05, 0.25)},
     # A sixth of the steps of two tasks.
     **{
         f"1-bit LAMB, {n} dense steps": Method(

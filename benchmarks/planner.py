@@ -20,7 +20,8 @@ import pathlib
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from benchmarks import commands, network
 from benchmarks import rows as rows_file
@@ -37,7 +38,7 @@ from benchmarks.slow_network import (
     programs,
 )
 from benchmarks.slow_network_figure import seconds
-from jaxcomp import planner
+from jaxcomp import link_probe, planner
 from train import planning
 from train.exits import clean_exits
 
@@ -69,12 +70,35 @@ def predict(
     return planner.plan([method(name) for name in sends], costs, gradient + local[DENSE])
 
 
-def measured_rows(net: network.Network, options, folder: pathlib.Path) -> Iterator[dict]:
-    """Rows of every rate and method, for the hosts of a network."""
+class Measured(NamedTuple):
+    """What hosts have measured at one rate; seconds, by method where they are one's own."""
+
+    rate: str
+    link: dict[str, dict]  # costs of collectives, by their names
+    sends: dict[str, list[dict]]  # messages
+    local: dict[str, float]  # the update without messages
+    gradient: float
+    runs: dict[str, dict]  # answers of the worker's `run`
+    facts: dict[str, dict]  # answers of its `build`
+
+
+def measurements(
+    net: network.Network,
+    options: argparse.Namespace,
+    folder: pathlib.Path,
+    sizes: Sequence[int] = link_probe.SIZES,
+) -> Iterator[Measured]:
+    """Starts the hosts of a network and measures every rate.
+
+    Args:
+      net: The hosts.
+      options: As `parse` reads them.
+      folder: For logs and compiled programs.
+      sizes: Of the messages by which the link is measured, in bytes.
+    """
     team = Team([sys.executable, "-m", "benchmarks.planner_worker"], {}, connected=True)
     compiled = os.environ.get("JAX_COMPILATION_CACHE_DIR", str(folder / "compiled"))
     cache = {"JAX_COMPILATION_CACHE_DIR": compiled}
-    count = len(net.hosts)
     with commands.start(programs(team, net.hosts), ENVIRONMENT | cache, folder) as workers:
         sends, facts = {}, {}
         for name in options.methods:
@@ -86,36 +110,44 @@ def measured_rows(net: network.Network, options, folder: pathlib.Path) -> Iterat
         for rate in options.rates:
             network.shape(net, rate)
             ask = lambda name, **more: commands.call(workers, name, SECONDS, **more)[0]
-            link, gradients, local, runs = ask("link"), [], {}, {}
+            link, gradients, local, runs = ask("link", sizes=list(sizes)), [], {}, {}
             for name in options.methods:
                 local[name] = ask("local", method=name)
                 gradients.append(ask("gradient"))
                 ask("run", method=name, steps_of_run=options.warmup)
                 runs[name] = ask("run", method=name, steps_of_run=options.steps)
             gradient = statistics.median(gradients)
-            plan = predict(link, sends, local, gradient, count)
-            for row in plan.rows:
-                name = row.method.name
-                yield {
-                    "hosts": count,
-                    "rate": rate,
-                    "method": name,
-                    "predicted_seconds": row.step_seconds,
-                    "measured_seconds": typical(runs[name]["seconds"], runs[name]["skips_rounds"]),
-                    "network_seconds": row.network_seconds,
-                    "codec_seconds": row.method.codec_seconds,
-                    "local_seconds": local[name],
-                    "gradient_seconds": gradient,
-                    "sent_bytes": row.sent_bytes,
-                    "recommended": row is plan.recommended,
-                    "reason": plan.reason,
-                    "link": link,
-                    "all_seconds": runs[name]["seconds"],
-                    "model": options.model,
-                    "sequences": options.sequences,
-                    "steps": options.steps,
-                    **facts[name],
-                }
+            yield Measured(rate, link, sends, local, gradient, runs, facts)
+
+
+def measured_rows(net: network.Network, options, folder: pathlib.Path) -> Iterator[dict]:
+    """Rows of every rate and method, for the hosts of a network."""
+    count = len(net.hosts)
+    for found in measurements(net, options, folder):
+        plan = predict(found.link, found.sends, found.local, found.gradient, count)
+        for row in plan.rows:
+            name = row.method.name
+            run = found.runs[name]
+            yield {
+                "hosts": count,
+                "rate": found.rate,
+                "method": name,
+                "predicted_seconds": row.step_seconds,
+                "measured_seconds": typical(run["seconds"], run["skips_rounds"]),
+                "network_seconds": row.network_seconds,
+                "codec_seconds": row.method.codec_seconds,
+                "local_seconds": found.local[name],
+                "gradient_seconds": found.gradient,
+                "sent_bytes": row.sent_bytes,
+                "recommended": row is plan.recommended,
+                "reason": plan.reason,
+                "link": found.link,
+                "all_seconds": run["seconds"],
+                "model": options.model,
+                "sequences": options.sequences,
+                "steps": options.steps,
+                **found.facts[name],
+            }
 
 
 def recorded_rows(rows: list[dict]) -> Iterator[dict]:

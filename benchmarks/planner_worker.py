@@ -28,8 +28,8 @@ def functions(replicas: int) -> dict:
             timers[""] = planning.gradient_timer(config, mesh)
         return steps[method]["sends"]()
 
-    def link() -> dict[str, dict]:
-        found = link_probe.measure_link(devices.make_mesh(replicas), AXIS_NAME)
+    def link(sizes: list[int]) -> dict[str, dict]:
+        found = link_probe.measure_link(devices.make_mesh(replicas), AXIS_NAME, sizes)
         return {op: dataclasses.asdict(cost) for op, cost in found.items()}
 
     return {

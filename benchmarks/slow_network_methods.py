@@ -2,7 +2,7 @@
 
 MEAN = "chain(compressed_mean({}, axis_name), {})"
 ADAM, SGD = "adam(learning_rate)", "sgd(learning_rate, momentum=0.9)"
-DENSE = "dense float32"
+DENSE, LAMB = "dense float32", "LAMB"
 
 METHODS = {
     # name: optimizer.update of a config
@@ -21,6 +21,11 @@ METHODS = {
     # As many bytes as "8 bits", but they may travel while the gradient is computed.
     "CocktailSGD, 8 bits": f"cocktail_sgd({ADAM}, axis_name, compressor=quantize(8))",
     "CocktailSGD, 8 bits, overlapped": f"cocktail_sgd({ADAM}, axis_name, compressor=quantize(8))",
+    LAMB: MEAN.format("identity()", "lamb(learning_rate)"),
+    "SLAMB": "slamb(learning_rate, axis_name, density=0.1, sync_every=8)",
+    "SLAMB, 8 bits": "slamb(learning_rate, axis_name, sync_every=8, "
+    "compressor=compose(random_k(0.1), quantize(8)))",
+    "1-bit LAMB": "one_bit_lamb(learning_rate, axis_name, freeze_step=2)",
 }
 SHARDED = {
     # name: qsdp of a config, in front of Adam

@@ -5,7 +5,7 @@ import json
 import pathlib
 from collections.abc import Callable
 
-from benchmarks import figures, scaling, slow_network_figure, whole_run
+from benchmarks import figures, scaling, scaling_check, slow_network_figure, whole_run
 
 RESULTS = pathlib.Path(__file__).parent / "results"
 
@@ -73,6 +73,7 @@ TABLES: dict[str, Callable[[list[dict], str, int], str]] = {
     "slow_network": lambda rows, task, steps: slow_network_figure.table(rows),
     "whole_run": lambda rows, task, steps: whole_run.table(rows),
     "scaling": lambda rows, task, steps: scaling.table(rows),
+    "scaling_check": lambda rows, task, steps: scaling_check.table(rows),
     "memory": _memory,
     "codec": _codec,
 }

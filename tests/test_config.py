@@ -13,6 +13,7 @@ from train import expression
 from train.config import Config, Data, Images, Optimizer
 from train.models.gpt import GPTConfig
 from train.models.resnet import ResNetConfig
+from train.models.swin import SwinConfig
 from train.models.vit import ViTConfig
 
 UPDATE = "chain(clip_by_global_norm(1.0), adamw(learning_rate))"
@@ -140,6 +141,10 @@ def test_file_without_a_config_is_refused(tmp_path, text):
         (lambda: config_of(data=Images()), r"cannot use data=Images.*; write data=Data\("),
         (lambda: config_of(objective="classify"), r"write model=ResNetConfig\(...\) or ViTConfig"),
         (lambda: Images(batch=0), "data.batch=0 must be at least 1"),
+        (lambda: SwinConfig(width=6), "model.width=6 must be divisible by model.heads=4"),
+        (lambda: SwinConfig(blocks=(2, 0)), r"model.blocks=\(2, 0\) must be"),
+        (lambda: SwinConfig(window=0), "model.window=0 must be at least 1"),
+        (lambda: SwinConfig(size=256), "model.size=256 must be cut .* write --model.size 224"),
         (lambda: ViTConfig(width=6), "model.width=6 must be divisible by model.heads=4"),
         (lambda: ViTConfig(patch=3), "model.size=8 must be divisible by model.patch=3"),
         (lambda: ViTConfig(classes=0), "model.classes=0 must be at least 1"),

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from benchmarks import convergence, figures, tradeoff
+from benchmarks import ablation, convergence, figures, tradeoff
 from train import sharded
 
 
@@ -67,3 +67,16 @@ def test_the_trade_off_is_drawn_up_to_the_loss_that_is_asked_for(tmp_path):
         tradeoff.draw(summaries, most, tmp_path / f"{most}.png")
     few, all_ = ((tmp_path / f"{most}.png").stat().st_size for most in (2.0, 4.0))
     assert 0 < few < all_
+
+
+def test_every_panel_of_the_ablation_is_of_methods_and_has_the_default(tmp_path):
+    for methods in ablation.PANELS.values():
+        assert "SLAMB" in methods.values() and set(methods.values()) <= set(convergence.METHODS)
+    rows = [row(0.1, seed, 1.0 + seed, "SLAMB") for seed in range(2)]
+    few = figures.summarize(rows, "nano", 10)
+    more = figures.summarize([*rows, row(0.1, 0, 3.0, "SLAMB, every 5")], "nano", 10)
+    sizes = []
+    for number, summaries in enumerate((few, more)):
+        ablation.draw(summaries, tmp_path / f"{number}.png")
+        sizes.append((tmp_path / f"{number}.png").stat().st_size)
+    assert 0 < sizes[0] < sizes[1]

@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import pickle
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,6 +17,8 @@ from train import config as configs
 from train import examples, image_files, images, loop
 from train.config import Config, Images, Optimizer
 from train.models.resnet import ResNet, ResNetConfig
+from train.models.swin import Block as SwinBlock
+from train.models.swin import Swin, SwinConfig, _offsets
 from train.models.vit import ViT, ViTConfig
 from train.objectives import OBJECTIVES
 
@@ -285,10 +288,16 @@ def test_sizes_are_those_of_the_papers():
     # ViT-B/16 without its class token and that one's position, of 768 numbers each.
     base = ViTConfig(12, 768, 12, 16, 224, 3, 1000)
     assert parameters(ViT(base), base) == 86_567_656 - 2 * 768
+    # As torchvision's swin_b counts; "87.8 M".
+    assert parameters(Swin(SwinConfig()), SwinConfig()) == 87_768_224
+
+
+WINDOWS = SwinConfig((2, 2), 8, 2, window=2, patch=1, size=8, channels=1, classes=10)
 
 
 @pytest.mark.parametrize(
-    ("model", "config"), [(ResNet, DIGITS), (ViT, ViTConfig(layers=1, width=16, heads=2))]
+    ("model", "config"),
+    [(ResNet, DIGITS), (ViT, ViTConfig(layers=1, width=16, heads=2)), (Swin, WINDOWS)],
 )
 def test_an_image_is_judged_by_itself(model, config):
     batch = jax.random.normal(jax.random.key(1), (3, 8, 8, 1))
@@ -309,6 +318,39 @@ def test_a_patch_keeps_the_pixels_of_its_place():
     patches = found["intermediates"]["embed"]["__call__"][0]
     blank = params["embed"]["bias"]
     assert [bool(np.any(row != blank)) for row in np.asarray(patches)] == [0, 0, 1, 0]
+
+
+def reached(shifts):
+    """Which patches of an image of 8x8 see its patch (1, 3), in windows of 4x4."""
+
+    class Blocks(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            for shift in shifts:
+                x = SwinBlock(heads=1, window=4, shift=shift)(x)
+            return x
+
+    image = jax.random.normal(jax.random.key(1), (1, 8, 8, 4))
+    params = Blocks().init(jax.random.key(0), image)
+    # By a derivative, since what two blocks pass on at first is less than float32 rounds off.
+    change = jnp.zeros_like(image).at[0, 1, 3].set(jnp.arange(4.0))
+    _, seen = jax.jvp(lambda image: Blocks().apply(params, image), (image,), (change,))
+    return np.any(np.asarray(seen[0]) != 0, -1)
+
+
+def test_windows_see_themselves_and_when_shifted_their_neighbours_but_not_around_the_edge():
+    alone, shifted, both = reached([0]), reached([2]), reached([0, 2])
+    rows, columns = np.indices((8, 8))
+    np.testing.assert_array_equal(alone, (rows < 4) & (columns < 4))
+    # Shifted windows end at 2 and at 6; the first two rows are with the last ones, unseen.
+    np.testing.assert_array_equal(shifted, (rows < 2) & (columns >= 2) & (columns < 6))
+    np.testing.assert_array_equal(both, (rows < 6) & (columns < 6))
+
+
+def test_a_way_within_a_window_has_one_number():
+    offsets = _offsets(3)
+    assert offsets[0, 0] == offsets[8, 8] == 12 and offsets[0, 1] == offsets[7, 8] == 11
+    assert sorted(set(offsets.ravel())) == list(range(25))
 
 
 def test_measures_are_loss_and_the_share_of_right_answers():

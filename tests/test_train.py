@@ -28,6 +28,7 @@ from train.config import Config, Data, Optimizer
 from train.losses import cross_entropy
 from train.models.gpt import GPT, GPTConfig
 from train.models.resnet import ResNetConfig
+from train.models.swin import SwinConfig
 from train.models.vit import ViTConfig
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
@@ -44,6 +45,8 @@ TINY_ARGS = "--model.layers 1 --model.width 16 --model.heads 2 --model.context 1
 TINY_MODELS = {
     GPTConfig: TINY_ARGS,
     ResNetConfig: "--model.blocks 1 1 --model.width 8 --eval-batches 1",
+    SwinConfig: "--model.blocks 1 2 --model.width 8 --model.heads 2 --model.window 2 "
+    "--eval-batches 1",
     ViTConfig: "--model.layers 1 --model.width 16 --model.heads 2 --eval-batches 1",
 }
 

@@ -16,6 +16,7 @@ from train import expression
 from train.config_data import Data, Images
 from train.models.gpt import GPTConfig
 from train.models.resnet import ResNetConfig
+from train.models.swin import SwinConfig
 from train.models.vit import ViTConfig
 from train.objectives import OBJECTIVES
 
@@ -121,7 +122,9 @@ class Config:
     tensorboard: bool = False
     """Write TensorBoard events as well; needs the extra jaxcomp[tensorboard]."""
     # The config file chooses one of each; the command line changes its fields.
-    model: GPTConfig | ResNetConfig | ViTConfig = dataclasses.field(default_factory=GPTConfig)
+    model: GPTConfig | ResNetConfig | ViTConfig | SwinConfig = dataclasses.field(
+        default_factory=GPTConfig
+    )
     data: Data | Images = dataclasses.field(default_factory=Data)
 
     def __post_init__(self):

@@ -11,6 +11,7 @@ from train import data, image_files
 from train.config_data import Images
 from train.image_files import Stored
 from train.models.resnet import ResNetConfig
+from train.models.swin import SwinConfig
 from train.models.vit import ViTConfig
 
 _EPOCHS, _CROPS = 0, 1  # last word of Philox's counter: what the words are drawn for
@@ -39,7 +40,7 @@ class ImageSet(NamedTuple):
     record: dict[str, str | int]
 
 
-def read(settings: Images, model: ResNetConfig | ViTConfig) -> ImageSet:
+def read(settings: Images, model: ResNetConfig | ViTConfig | SwinConfig) -> ImageSet:
     """Finds the images that a configuration names and holds out a part of them.
 
     The part that the data keep for validation themselves, where they do; else each image whose

@@ -12,6 +12,7 @@ from train import losses
 from train.config_data import Data, Images
 from train.models.gpt import GPT, GPTConfig
 from train.models.resnet import ResNet, ResNetConfig
+from train.models.swin import Swin, SwinConfig
 from train.models.vit import ViT, ViTConfig
 
 MASK = 256
@@ -120,7 +121,7 @@ OBJECTIVES = {
     ),
     "classify": Objective(
         data=Images,
-        models={ResNetConfig: ResNet, ViTConfig: ViT},
+        models={ResNetConfig: ResNet, ViTConfig: ViT, SwinConfig: Swin},
         row=_image,
         measure=_classes,
         unit="image",

@@ -28,7 +28,7 @@ def rounds(tx: optax.GradientTransformation, steps: int) -> dict[str, int]:
       The counts by part, and by "all" those of steps that send anything; {} for a method that
       sends everything in every step.
     """
-    return {part: int(sent.sum()) for part, sent in _sent(tx, steps).items()}
+    return {part: int(sent.sum()) for part, sent in parts_of_steps(tx, steps).items()}
 
 
 def kinds_of_steps(tx: optax.GradientTransformation, steps: int) -> dict[int | None, float]:
@@ -42,7 +42,7 @@ def kinds_of_steps(tx: optax.GradientTransformation, steps: int) -> dict[int | N
       By the number of the first step of each kind, the share of steps that are like it; {None: 1}
       for a method that sends everything in every step.
     """
-    sent = _sent(tx, steps)
+    sent = parts_of_steps(tx, steps)
     if not sent:
         return {None: 1.0}
     table = np.stack(list(sent.values()), axis=1)
@@ -50,8 +50,8 @@ def kinds_of_steps(tx: optax.GradientTransformation, steps: int) -> dict[int | N
     return {int(first): int(n) / steps for first, n in zip(firsts, counts, strict=True)}
 
 
-def _sent(tx: optax.GradientTransformation, steps: int) -> dict[str, np.ndarray]:
-    """i32[steps] by part: 1 where a step sends it."""
+def parts_of_steps(tx: optax.GradientTransformation, steps: int) -> dict[str, np.ndarray]:
+    """i32[steps] by part: 1 where a step sends it; as `rounds` counts them."""
     params = {"number": jnp.zeros(1)}
     mesh = Mesh(np.array(jax.local_devices()[:1]), (AXIS_NAME,))
     tx = jaxcomp.per_replica(tx, AXIS_NAME)

@@ -164,13 +164,13 @@ def num_elements(config: Config) -> int:
     return sum(math.prod(x.shape) for x in jax.tree.leaves(param_shapes(config)))
 
 
-def gradient_timer(config: Config, mesh: Mesh) -> Callable[[], float]:
-    """Makes what times the gradient of a run's replicas."""
+def gradient_timer(config: Config, mesh: Mesh) -> Callable[..., float]:
+    """Makes what times the gradient of a run's replicas: `(repeats) -> seconds`."""
     measure = task.measure_of(config, task.model_of(config))
     loss_fn = lambda params, batch: measure(params, batch)["loss"]
     shapes = param_shapes(config), task.batch_of(config, mesh)
     time = step_probe.gradient_timer(loss_fn, *shapes, mesh, AXIS_NAME, config.accumulate)
-    return lambda: time(REPEATS)
+    return lambda repeats=REPEATS: time(repeats)
 
 
 def text(planned: planner.Plan, link: planner.Link) -> str:

@@ -152,9 +152,11 @@ def _strided(stride):
         return lax.dynamic_index_in_dim(padded, shared.count % stride, axis=1, keepdims=False), ()
 
     def scatter(values, where, shared, numel):
-        x = jnp.zeros((values.size, stride), values.dtype)
-        x = lax.dynamic_update_slice_in_dim(x, values[:, None], shared.count % stride, axis=1)
-        return x.reshape(-1)[:numel]
+        # A select, fused into what reads it; the barrier keeps out what made the values, which
+        # would be made `stride` times.
+        values, index = lax.optimization_barrier(values), lax.iota(jnp.uint32, numel)
+        mine = index % stride == (shared.count % stride).astype(jnp.uint32)
+        return jnp.where(mine, values.at[index // stride].get(mode="promise_in_bounds"), 0)
 
     return select, scatter
 

@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -110,23 +110,23 @@ class Exchanged(NamedTuple):
 
 
 def mean_on_masks(
-    leaves: list[jax.Array],
     masks: dict[str, Mask | None],
+    part: str,
+    leaves: list[jax.Array],
     transport: averaging.Transport,
     count: jax.Array,
-    part: str,
 ) -> Exchanged:
     """Replaces leaves by their mean over the replicas, each at the entries of its mask alone.
 
     Args:
-      leaves: One a mask, varying.
       masks: As `masks_of` makes them.
+      part: By which `jaxcomp.report` names what is sent.
+      leaves: One a mask, varying.
       transport: How values travel; the codes are the masks' own, and not its policy's.
       count: i32[], equal on all replicas: what the masks roll by, or are drawn from.
-      part: By which `jaxcomp.report` names what is sent.
     """
     code = lambda path, leaf: masks[path].values if masks[path] else averaging.EXACT
-    keys = [fold(Key(count, jnp.uint32(transport.seed)), i) for i in range(len(leaves))]
+    keys = _keys(masks, transport.seed, count)
     of = list(zip(masks.items(), leaves, keys, strict=True))
     picked = {
         path: x if mask is None else mask.selection.select(x.reshape(-1), key)[0]
@@ -146,20 +146,41 @@ def mean_on_masks(
     return Exchanged(*map(list, zip(*pairs, strict=True)))
 
 
-def mean_in_stage(
+def squares_on_masks(
+    masks: dict[str, Mask | None],
+    part: str,
+    leaves: list[jax.Array],
+    transport: averaging.Transport,
+    count: jax.Array,
+) -> list[jax.Array]:
+    """f32[] each: the sum of squares of a leaf at the entries of its mask; as `mean_on_masks`."""
+    del part
+    keys = _keys(masks, transport.seed, count)
+    return [
+        jnp.sum(jnp.square(x if mask is None else mask.selection.select(x.reshape(-1), key)[0]))
+        for mask, x, key in zip(masks.values(), leaves, keys, strict=True)
+    ]
+
+
+def _keys(masks, seed: int, count: jax.Array) -> list[Key]:
+    return [fold(Key(count, jnp.uint32(seed)), i) for i in range(len(masks))]
+
+
+def in_stage(
+    function: Callable[..., Any],
     leaves: list[jax.Array],
     params: Any,
     stages: list[Stage],
     exact_numel: int,
     transport: averaging.Transport,
     count: jax.Array,
-) -> Exchanged:
-    """`mean_on_masks` with the masks of the stage that holds; arguments as there."""
+) -> Any:
+    """`mean_on_masks` or `squares_on_masks` with the masks of the stage that holds."""
     ways = []
     for stage in stages:
         masks = masks_of(params, stage.policy, exact_numel, transport.axis_name)
-        one = functools.partial(mean_on_masks, masks=masks, transport=transport, count=count)
-        ways.append(functools.partial(one, part=stage.part))
+        one = functools.partial(function, masks, stage.part, transport=transport, count=count)
+        ways.append(one)
     if len(ways) == 1:
         return ways[0](leaves)
     number = jnp.argmax(jnp.stack([*holding(stages, count).values()]))

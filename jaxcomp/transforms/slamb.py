@@ -1,5 +1,6 @@
 """SLAMB: LAMB for large batches whose replicas agree on a tenth of the momentum a step."""
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
@@ -149,16 +150,19 @@ def slamb(
             skipped=to_varying(zero, axis_name),
         )
 
-    def steps(momentum, variance, params, stale, where, count):
+    def steps(momentum, variance, params, stale, on_mask, count):
         """What each leaf of this replica's parameters loses in this step."""
         corrections = 1 - b1 ** (count + 1), 1 - b2 ** (count + 1)
-        directions, sums = [], []
-        for m, v, x, on in zip(momentum, variance, params, where, strict=True):
-            u = m / corrections[0] / (jnp.sqrt(v / corrections[1]) + eps)
-            if rescaling == "quadratic":
-                u = u + weight_decay * x
-            directions.append(u)
-            sums.append(_squares(x, u, on))
+        directions = [
+            m / corrections[0] / (jnp.sqrt(v / corrections[1]) + eps)
+            for m, v in zip(momentum, variance, strict=True)
+        ]
+        if rescaling == "quadratic":
+            directions = [u + weight_decay * x for u, x in zip(directions, params, strict=True)]
+        sums = [
+            _squares(*of)
+            for of in zip(params, directions, on_mask(params), on_mask(directions), strict=True)
+        ]
         sums = sums_over_shards(sums, axis_name)
         rate, slower = rate_of(count), 1 / math.sqrt(num_replicas(axis_name))
         decay = math.log(max(b3, 1e-30))  # XLA:CPU has no vector instruction for powers
@@ -195,13 +199,14 @@ def slamb(
             jax.tree.map(lambda m, g: b1 * m + (1 - b1) * g, state.momentum, grads),
             jax.tree.map(lambda v, g: b2 * v + (1 - b2) * g * g, state.variance, grads),
         )
-        bad = averaging.not_finite(own, axis_name)
+        bad = averaging.not_finite(own[1], axis_name)  # If it is not, neither is a square of it.
         keep = lambda old, new: jnp.where(bad, old, new)
         momentum, variance = jax.tree.map(keep, (state.momentum, state.variance), own)
         treedef = jax.tree.structure(params)
-        momentum, where = masks.mean_in_stage(
-            jax.tree.leaves(momentum), params, stages, exact_numel, transport, state.count
+        in_stage = lambda function, leaves: masks.in_stage(
+            function, leaves, params, stages, exact_numel, transport, state.count
         )
+        momentum, where = in_stage(masks.mean_on_masks, jax.tree.leaves(momentum))
         stale = [
             None if on is None else jnp.where(on, 0, jnp.minimum(old, 65534) + 1).astype(old.dtype)
             for on, old in zip(where, treedef.flatten_up_to(state.stale), strict=True)
@@ -209,7 +214,7 @@ def slamb(
         local = jax.tree.map(jnp.add, params, state.drift)
         lost = steps(
             *(momentum, jax.tree.leaves(variance), jax.tree.leaves(local)),
-            *(stale, where, state.count),
+            *(stale, functools.partial(in_stage, masks.squares_on_masks), state.count),
         )
         moved = lambda d, u: jnp.where(bad, d, d - u)
         drift = jax.tree.map(moved, state.drift, treedef.unflatten(lost))
@@ -233,13 +238,10 @@ def slamb(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _squares(x, u, on) -> jax.Array:
-    """f32[4]: sums of squares of x and u on the mask, and of both off it."""
-    if on is None:
-        zero = jnp.zeros_like(x, shape=())
-        return jnp.stack([jnp.sum(x * x), jnp.sum(u * u), zero, zero])
-    parts = [jnp.sum(jnp.where(m, y * y, 0)) for m in (on, ~on) for y in (x, u)]
-    return jnp.stack(parts)
+def _squares(x, u, x_on, u_on) -> jax.Array:
+    """f32[4]: sums of squares of x and u on the mask, and of both off it, which is what is left."""
+    off = [jnp.maximum(jnp.sum(y * y) - on, 0) for y, on in ((x, x_on), (u, u_on))]
+    return jnp.stack([x_on, u_on, *off])
 
 
 def _sync_at(sync_every: int | schedules.Schedule) -> schedules.Schedule:
