@@ -295,6 +295,27 @@ def test_sizes_are_those_of_the_papers():
 WINDOWS = SwinConfig((2, 2), 8, 2, window=2, patch=1, size=8, channels=1, classes=10)
 
 
+def test_scanned_pairs_are_those_of_the_loop_with_their_parameters_stacked():
+    config = dataclasses.replace(WINDOWS, blocks=(4, 2))
+    batch = jax.random.normal(jax.random.key(1), (3, 8, 8, 1))
+    looped = Swin(config).init(jax.random.key(0), batch)["params"]
+    scanned = {name: leaf for name, leaf in looped.items() if not name.startswith("stage")}
+    for stage, count in enumerate(config.blocks):
+        pairs = [
+            {f"block_{i}": looped[f"stage_{stage}_block_{first + i}"] for i in range(2)}
+            for first in range(0, count, 2)
+        ]
+        scanned[f"stage_{stage}"] = jax.tree.map(lambda *leaves: jnp.stack(leaves), *pairs)
+    by_scan = Swin(dataclasses.replace(config, scan=True))
+    like = jax.eval_shape(by_scan.init, jax.random.key(0), batch)["params"]
+    assert jax.tree.map(jnp.shape, scanned) == jax.tree.map(jnp.shape, like)
+    expected = Swin(config).apply({"params": looped}, batch)
+    found = by_scan.apply({"params": scanned}, batch)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+    with pytest.raises(ValueError, match="even number of blocks"):
+        dataclasses.replace(config, blocks=(3, 2), scan=True)
+
+
 @pytest.mark.parametrize(
     ("model", "config"),
     [(ResNet, DIGITS), (ViT, ViTConfig(layers=1, width=16, heads=2)), (Swin, WINDOWS)],

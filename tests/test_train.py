@@ -45,7 +45,7 @@ TINY_ARGS = "--model.layers 1 --model.width 16 --model.heads 2 --model.context 1
 TINY_MODELS = {
     GPTConfig: TINY_ARGS,
     ResNetConfig: "--model.blocks 1 1 --model.width 8 --eval-batches 1",
-    SwinConfig: "--model.blocks 1 2 --model.width 8 --model.heads 2 --model.window 2 "
+    SwinConfig: "--model.blocks 2 2 --model.width 8 --model.heads 2 --model.window 2 "
     "--eval-batches 1",
     ViTConfig: "--model.layers 1 --model.width 16 --model.heads 2 --eval-batches 1",
 }

@@ -32,6 +32,8 @@ class SwinConfig:
     """Number of classes."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of activations and matrix products."""
+    scan: bool = False
+    """Whether a stage is a scan over its pairs of blocks, which compiles as fast as one pair."""
 
     def __post_init__(self):
         for field in ("width", "heads", "window", "patch", "size", "channels", "classes"):
@@ -39,6 +41,11 @@ class SwinConfig:
                 raise ValueError(f"model.{field}={getattr(self, field)} must be at least 1.")
         if not self.blocks or min(self.blocks) < 1:
             raise ValueError(f"model.blocks={self.blocks} must be numbers from 1 up; write 2 2.")
+        if self.scan and any(count % 2 for count in self.blocks):
+            raise ValueError(
+                f"model.scan needs an even number of blocks in each stage, got {self.blocks}; "
+                "write --model.no-scan."
+            )
         if self.width % self.heads:
             raise ValueError(
                 f"model.width={self.width} must be divisible by model.heads={self.heads}; "
@@ -79,12 +86,15 @@ class Swin(nn.Module):
             if stage:
                 x = nn.LayerNorm(dtype=x.dtype, name=f"norm_merge_{stage}")(_merged(x, 2))
                 x = _dense(c.width << stage, f"merge_{stage}", use_bias=False)(x)
+            window, name = min(c.window, x.shape[1]), f"stage_{stage}"
+            # A window that is the whole image has nowhere to go.
+            shift = window // 2 if window < x.shape[1] else 0
+            if c.scan:
+                x = _scanned(Pair(c.heads << stage, window, shift, name=name), count // 2, x)
+                continue
             for index in range(count):
-                window = min(c.window, x.shape[1])
-                # A window that is the whole image has nowhere to go.
-                shift = window // 2 if index % 2 and window < x.shape[1] else 0
                 name = f"stage_{stage}_block_{index}"
-                x = Block(c.heads << stage, window, shift, name=name)(x)
+                x = Block(c.heads << stage, window, shift if index % 2 else 0, name=name)(x)
         x = nn.LayerNorm(dtype=x.dtype, name="norm")(x)
         return _dense(c.classes, "head")(jnp.mean(x, (1, 2), dtype=jnp.float32))
 
@@ -113,6 +123,28 @@ class Block(nn.Module):
         x += jnp.roll(h, (self.shift, self.shift), (1, 2))
         h = nn.LayerNorm(dtype=x.dtype, name="norm_mlp")(x)
         return x + _dense(width, "down")(nn.gelu(_dense(4 * width, "up")(h), approximate=False))
+
+
+class Pair(nn.Module):
+    """A block whose windows are not shifted, and one whose are."""
+
+    heads: int
+    window: int
+    shift: int
+
+    @nn.compact
+    def __call__(self, x):
+        for index, shift in enumerate((0, self.shift)):
+            x = Block(self.heads, self.window, shift, name=f"block_{index}")(x)
+        return x
+
+
+def _scanned(pair: Pair, length: int, x):
+    """Pairs of blocks, one after the other, whose parameters lie behind each other in one array."""
+    one = lambda pair, x, _: (pair(x), None)
+    rngs = {"params": True}
+    scan = nn.scan(one, variable_axes={"params": 0}, split_rngs=rngs, length=length)
+    return scan(pair, x, None)[0]
 
 
 _INIT = nn.initializers.truncated_normal(0.02)
