@@ -53,12 +53,15 @@ def _frozen(more: str) -> Method:
     )
 
 
-_UNIFORM = "quantize({}, block=1024, range='minmax', rounding='{}')"
-_LEARNED = "learned_levels({}, rounding='{}')"
+def _qsdp(weights: int, gradients: int, learned: int = 0, replicas: int | None = None) -> Method:
+    """Codes whose levels are learned at so many bits or fewer, and else uniform."""
 
+    def code(bits, rounding):
+        if bits <= learned:
+            return f"learned_levels({bits}, rounding='{rounding}')"
+        return f"quantize({bits}, block=1024, range='minmax', rounding='{rounding}')"
 
-def _qsdp(weights: int, gradients: int, code: str, replicas: int | None = None) -> Method:
-    codes = f"{code.format(weights, 'nearest')}, {code.format(gradients, 'stochastic')}"
+    codes = f"{code(weights, 'nearest')}, {code(gradients, 'stochastic')}"
     return Method("adam(learning_rate)", qsdp=f"qsdp(axis_name, {codes})", replicas=replicas)
 
 
@@ -151,11 +154,11 @@ METHODS: dict[str, Method] = {
     "CocktailSGD, no compression": _cocktail("compressor=identity()"),
     **{f"CocktailSGD, {x}": _cocktail(f"compressor={code}") for x, code in FACTORS.items()},
     **{f"CocktailSGD, {name}": _cocktail(arguments) for name, arguments in STAGES.items()},
-    **{f"QSDP W{w}G{g}": _qsdp(w, g, _UNIFORM) for w, g in BITS},
-    **{f"QSDP W{w}G{g}, learned": _qsdp(w, g, _LEARNED) for w, g in BITS[1:]},
-    "QSDP W8G8, 8 shards": _qsdp(8, 8, _UNIFORM, replicas=8),
-    "QSDP W4G4, 8 shards": _qsdp(4, 4, _UNIFORM, replicas=8),
-    "QSDP W4G4, learned, 8 shards": _qsdp(4, 4, _LEARNED, replicas=8),
+    **{f"QSDP W{w}G{g}": _qsdp(w, g) for w, g in BITS},
+    **{f"QSDP W{w}G{g}, learned": _qsdp(w, g, learned=6) for w, g in BITS[1:]},
+    "QSDP W8G8, 8 shards": _qsdp(8, 8, replicas=8),
+    "QSDP W4G4, 8 shards": _qsdp(4, 4, replicas=8),
+    "QSDP W4G4, learned, 8 shards": _qsdp(4, 4, learned=6, replicas=8),
     "LAMB": _mean("identity()", "lamb(learning_rate)", LAMB_RATES),
     "SLAMB": _slamb("density=0.1"),
     "SLAMB, 8 bits": _slamb("compressor=compose(random_k(0.1), quantize(8))"),
