@@ -1,9 +1,16 @@
-"""`python -m benchmarks.ablation`: SLAMB's quantities, a panel each, from convergence's rows."""
+"""Draws what a method's quantities do to its loss, from the rows of benchmarks.convergence.
+
+    python -m benchmarks.ablation --task digits    # SLAMB
+    python -m benchmarks.ablation --task nano      # 0/1 Adam, runs of 300 steps
+
+The picture is beside the rows, a panel for each quantity.
+"""
 
 import argparse
 import json
 import pathlib
 import statistics
+from typing import NamedTuple
 
 import matplotlib
 
@@ -12,34 +19,78 @@ import matplotlib.pyplot as plt
 
 from benchmarks.figures import Summary, summarize
 
-# Quantity -> its value -> the method of benchmarks/methods.py; "SLAMB" is in all of them.
-PANELS = {
-    "decay of the freshness, b3": {
-        "0.9": "SLAMB, b3 0.9",
-        "0.99": "SLAMB",
-        "0.999": "SLAMB, b3 0.999",
-        "1": "SLAMB, no rescaling",
-    },
-    "steps between parameter averages": {
-        "5": "SLAMB, every 5",
-        "25": "SLAMB",
-        "100": "SLAMB, every 100",
-    },
-    "density": {
-        "0.01": "SLAMB, density 0.01",
-        "0.05": "SLAMB, density 0.05",
-        "0.1": "SLAMB",
-        "0.25": "SLAMB, density 0.25",
-    },
-    "form": {"quadratic": "SLAMB", "linear": "SLAMB, linear", "8 bits": "SLAMB, 8 bits"},
+
+class Ablation(NamedTuple):
+    """The panels of one picture."""
+
+    steps: int  # of the runs
+    dense: str  # the method that all are compared with
+    panels: dict[
+        str, dict[str, str]
+    ]  # quantity -> its value -> the method of benchmarks/methods.py
+
+
+TASKS = {
+    "digits": Ablation(
+        400,
+        "LAMB",
+        {
+            "decay of the freshness, b3": {
+                "0.9": "SLAMB, b3 0.9",
+                "0.99": "SLAMB",
+                "0.999": "SLAMB, b3 0.999",
+                "1": "SLAMB, no rescaling",
+            },
+            "steps between parameter averages": {
+                "5": "SLAMB, every 5",
+                "25": "SLAMB",
+                "100": "SLAMB, every 100",
+            },
+            "density": {
+                "0.01": "SLAMB, density 0.01",
+                "0.05": "SLAMB, density 0.05",
+                "0.1": "SLAMB",
+                "0.25": "SLAMB, density 0.25",
+            },
+            "form": {"quadratic": "SLAMB", "linear": "SLAMB, linear", "8 bits": "SLAMB, 8 bits"},
+        },
+    ),
+    "nano": Ablation(
+        300,
+        "dense Adam",
+        {
+            "steps between rounds, H (kappa 16)": {
+                str(h): f"0/1 Adam, H {h}, kappa 16" for h in (1, 4, 16, 64)
+            },
+            "kappa of the variance (H 4)": {
+                str(k): f"0/1 Adam, H 4, kappa {k}" for k in (1, 4, 16, 64)
+            },
+            "residual": {
+                "8 bits": "0/1 Adam, residual in 8 bits",
+                "16 bits": "0/1 Adam, residual in 16 bits",
+                "32 bits": "0/1 Adam",
+            },
+            "a scale for each": {
+                "row of 128": "0/1 Adam, a scale a row of 128",
+                "1,024": "0/1 Adam",
+                "bucket": "0/1 Adam, a scale a bucket",
+            },
+        },
+    ),
 }
 
 
-def draw(summaries: list[Summary], path: pathlib.Path) -> None:
-    """The last loss of every seed as a point, their mean as a line, bytes under the values."""
+def draw(summaries: list[Summary], ablation: Ablation, path: pathlib.Path) -> None:
+    """The last loss of every seed as a point, their mean as a line, bytes under the values.
+
+    The dense method's mean is the dashed line.
+    """
     by_method = {summary.method: summary for summary in summaries}
-    figure, panels = plt.subplots(1, len(PANELS), figsize=(14, 3.8), sharey=True)
-    for axes, (quantity, methods) in zip(panels, PANELS.items(), strict=True):
+    figure, panels = plt.subplots(1, len(ablation.panels), figsize=(14, 3.8), sharey=True)
+    for axes, (quantity, methods) in zip(panels, ablation.panels.items(), strict=True):
+        if ablation.dense in by_method:
+            dense = statistics.fmean(by_method[ablation.dense].losses)
+            axes.axhline(dense, color="C7", linestyle="--", linewidth=1)
         shown = {v: by_method[name] for v, name in methods.items() if name in by_method}
         for place, summary in enumerate(shown.values()):
             axes.plot([place] * len(summary.losses), summary.losses, "o", color="C0", alpha=0.6)
@@ -58,16 +109,16 @@ def draw(summaries: list[Summary], path: pathlib.Path) -> None:
 
 def main() -> None:
     """Reads the rows and draws the picture beside them."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument(
         "--json", type=pathlib.Path, default=pathlib.Path("benchmarks/results/convergence.json")
     )
-    parser.add_argument("--task", default="digits")
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--task", default="digits", choices=TASKS)
     args = parser.parse_args()
-    summaries = summarize(json.loads(args.json.read_text()), args.task, args.steps)
+    ablation = TASKS[args.task]
+    summaries = summarize(json.loads(args.json.read_text()), args.task, ablation.steps)
     picture = args.json.with_name(f"ablation_{args.task}.png")
-    draw(summaries, picture)
+    draw(summaries, ablation, picture)
     print(picture)
 
 

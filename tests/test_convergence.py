@@ -69,14 +69,19 @@ def test_the_trade_off_is_drawn_up_to_the_loss_that_is_asked_for(tmp_path):
     assert 0 < few < all_
 
 
-def test_every_panel_of_the_ablation_is_of_methods_and_has_the_default(tmp_path):
-    for methods in ablation.PANELS.values():
-        assert "SLAMB" in methods.values() and set(methods.values()) <= set(convergence.METHODS)
+@pytest.mark.parametrize("task", ablation.TASKS)
+def test_the_panels_of_an_ablation_are_methods_of_a_task(task):
+    assert task in convergence.TASKS and ablation.TASKS[task].dense in convergence.METHODS
+    for methods in ablation.TASKS[task].panels.values():
+        assert len(methods) > 2 and set(methods.values()) <= set(convergence.METHODS)
+
+
+def test_an_ablation_draws_the_rows_that_there_are(tmp_path):
     rows = [row(0.1, seed, 1.0 + seed, "SLAMB") for seed in range(2)]
     few = figures.summarize(rows, "nano", 10)
     more = figures.summarize([*rows, row(0.1, 0, 3.0, "SLAMB, every 5")], "nano", 10)
     sizes = []
     for number, summaries in enumerate((few, more)):
-        ablation.draw(summaries, tmp_path / f"{number}.png")
+        ablation.draw(summaries, ablation.TASKS["digits"], tmp_path / f"{number}.png")
         sizes.append((tmp_path / f"{number}.png").stat().st_size)
     assert 0 < sizes[0] < sizes[1]
