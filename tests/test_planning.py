@@ -53,8 +53,8 @@ def test_a_plan_of_given_figures_measures_nothing(one_method, tmp_path, capsys, 
 
 def test_everything_is_measured_on_two_devices(one_method, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(planning, "REPEATS", 1)
-    sizes = ((1024, 4096), 1, 0.25)
-    monkeypatch.setattr(planning.link_probe.measure_link, "__defaults__", sizes)
+    short = ((1024, 4096), 1, 0.25, 0.0)
+    monkeypatch.setattr(planning.link_probe.measure_link, "__defaults__", short)
     program.main([str(write_config(tmp_path)), "--plan", "--measure"])
     said = capsys.readouterr().out
     alone = float(re.search(r"without an exchange a step takes ([\d.]+) ms", said)[1])
