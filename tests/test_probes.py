@@ -54,13 +54,13 @@ def test_a_sweep_sends_the_bytes_it_is_asked_for(make):
 def test_no_larger_size_is_tried_when_one_takes_long(monkeypatch):
     asked = []
 
-    def seconds_of(call, repeats):
-        asked.append(repeats)
+    def seconds_of(call, repeats, pause):
+        asked.append((repeats, pause))
         return 1.0
 
     monkeypatch.setattr(link_probe, "seconds_of", seconds_of)
-    link_probe.measure_link(mesh_of(2), AXIS, sizes=(64, 128, 256, 512), repeats=3)
-    assert asked == [3] * 2 * 3
+    link_probe.measure_link(mesh_of(2), AXIS, sizes=(64, 128, 256, 512), repeats=3, pause=0.5)
+    assert asked == [(3, 0.5)] * 2 * 3
 
 
 @pytest.mark.parametrize(("replicas", "sizes"), [(1, (64, 128)), (2, (64,))])
