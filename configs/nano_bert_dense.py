@@ -3,7 +3,8 @@
     python -m train configs/nano_bert_dense.py
 
 The same size, text and order as configs/nano_dense.py; 15% of the bytes of each sequence are asked
-for, most of them hidden. The loss it reaches has not been measured yet.
+for, most of them hidden. Validation loss 1.969 at half the rate (one
+seed), after a plateau of 250 steps at 2.9.
 """
 
 import dataclasses

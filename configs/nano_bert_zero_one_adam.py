@@ -2,8 +2,8 @@
 
     python -m train configs/nano_bert_zero_one_adam.py
 
-The update of configs/nano_zero_one_adam.py on the task of configs/nano_bert_dense.py. The loss it
-reaches has not been measured yet.
+The update of configs/nano_zero_one_adam.py on the task of configs/nano_bert_dense.py. Its one
+seed has not left the plateau that dense Adam leaves: validation loss 2.970 after 1,000 steps.
 """
 
 import dataclasses
