@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from train import config as configs
-from train import expression
+from train import config_json, expression
 from train.config import Config, Data, Images, Optimizer
 from train.models.gpt import GPTConfig
 from train.models.resnet import ResNetConfig
@@ -181,7 +181,7 @@ def test_replicas_0_leaves_the_division_of_the_batch_to_the_machine():
 
 def test_json_round_trips():
     config = config_of(data=Data(path="text"), model=GPTConfig(width=64), replicas=0)
-    assert configs.from_json(configs.to_json(config)) == config
+    assert config_json.from_json(config_json.to_json(config)) == config
 
 
 def test_model_and_data_of_another_type_are_overridden_and_round_trip(tmp_path):
@@ -190,18 +190,18 @@ def test_model_and_data_of_another_type_are_overridden_and_round_trip(tmp_path):
     config = configs.load(str(path), "--model.blocks 3 4 --data.form folder --data.path x".split())
     assert config.model == ResNetConfig(blocks=(3, 4), size=8)
     assert config.data == Images("folder", "x")
-    text = configs.to_json(config)
-    assert configs.from_json(text) == config
+    text = config_json.to_json(config)
+    assert config_json.from_json(text) == config
     with pytest.raises(ValueError, match="'NetConfig' is no type of this version; it has .*GPT"):
-        configs.from_json(text.replace("ResNetConfig", "NetConfig"))
+        config_json.from_json(text.replace("ResNetConfig", "NetConfig"))
     # What earlier versions have written has no types.
-    assert '"type"' not in configs.to_json(config_of())
+    assert '"type"' not in config_json.to_json(config_of())
 
 
 def test_json_with_a_key_of_another_version_is_refused():
-    text = configs.to_json(config_of()).replace('"batch"', '"batch_size"')
+    text = config_json.to_json(config_of()).replace('"batch"', '"batch_size"')
     with pytest.raises(ValueError, match=r"Data has no \['batch_size'\]"):
-        configs.from_json(text)
+        config_json.from_json(text)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ import pytest
 from replicas import one_value
 
 from train import __main__ as program
-from train import checkpoint, data, devices, examples, exits, loop, metrics
+from train import checkpoint, config_json, data, devices, examples, exits, loop, metrics
 from train import config as configs
 from train import task as tasks
 from train.config import Config, Data, Optimizer
@@ -172,7 +172,7 @@ def test_run_leaves_record_metrics_picture_checkpoint_and_report(config_of, text
         *("checkpoints", "config.json", "loss.png", "metrics.jsonl", "report.txt")
     ]
     record = json.loads((folder / "config.json").read_text())
-    assert configs.from_json(json.dumps(record["config"])) == config
+    assert config_json.from_json(json.dumps(record["config"])) == config
     assert record["versions"]["jax"] == jax.__version__
     assert record["hardware"].endswith(f"{os.cpu_count()} cores")
     assert record["data"]["sha256"] == data.read(config.data, TINY.context).record["sha256"]

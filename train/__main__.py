@@ -10,6 +10,7 @@ from typing import Literal
 from train import advice, devices, plan_options
 from train import config as configs
 from train.config import Config
+from train.config_json import to_json
 from train.exits import clean_exits
 from train.objectives import OBJECTIVES
 from train.plan_options import Options
@@ -27,7 +28,7 @@ def main(args: list[str], num_processes: int = 1) -> None:
         if num_processes > 1:
             from train import distributed
 
-            facts = distributed.program_facts(configs.to_json(config)) | {"options": str(instead)}
+            facts = distributed.program_facts(to_json(config)) | {"options": str(instead)}
             distributed.require_same(facts)
         devices.start(config.replicas, num_processes)
         if isinstance(instead, Options):

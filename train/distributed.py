@@ -153,7 +153,7 @@ def program_facts(config_json: str) -> dict[str, str]:
     """What a program is, for `require_same`: config fields, source files, versions of packages.
 
     Args:
-      config_json: The resolved configuration, as `train.config.to_json` writes it.
+      config_json: The resolved configuration, as `train.config_json.to_json` writes it.
 
     Returns:
       Values, and of source files the sha256's first 12 digits.

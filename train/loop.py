@@ -20,7 +20,8 @@ from train import (
     resume,
     watchdog,
 )
-from train.config import AXIS_NAME, Config, schedule, to_json
+from train.config import AXIS_NAME, Config, schedule
+from train.config_json import to_json
 from train.signals import stop_signals
 from train.task import Task, make_task, num_parameters, report
 

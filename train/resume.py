@@ -12,7 +12,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 import jaxcomp
 from jaxcomp.resizing import reset_residuals
 from train import checkpoint, checkpoint_files, checkpoint_trees, processes, sharded
-from train.config import AXIS_NAME, to_json
+from train.config import AXIS_NAME
+from train.config_json import to_json
 from train.task import Task, natural, shapes_of
 
 _METADATA = {"progress", "num_replicas", "data_sha256"}  # needed to go on
