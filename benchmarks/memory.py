@@ -58,6 +58,7 @@ ROWS = [
     mean(jaxcomp.quantize(4), 2, 3.25),
     Row("cocktail_sgd", jaxcomp.cocktail_sgd(optax.adam(1e-3), "replica"), 4, None),
     Row("one_bit_adam", jaxcomp.one_bit_adam(1e-3, "replica", freeze_step=9), 4, None),
+    Row("sharded_optimizer", jaxcomp.sharded_optimizer(optax.adam(1e-3), "replica"), 4, None),
     Row("zero_one_adam", jaxcomp.zero_one_adam(1e-3, "replica"), 4, None),
     *(
         Row(

@@ -68,6 +68,16 @@ def _qsdp(weights: int, gradients: int, learned: int = 0, replicas: int | None =
 # QSDP's bits of weights and gradients; its paper learns levels where there are fewer than eight.
 BITS = ((8, 8), (6, 8), (5, 8), (4, 8), (3, 8), (8, 6), (8, 4), (4, 4))
 
+
+def _sharded(gradients: str, differences: str) -> Method:
+    codes = f"gradients={gradients}, differences={differences}"
+    return Method(f"sharded_optimizer(adam(learning_rate), axis_name, {codes})")
+
+
+# Codes of gradients, unbiased, and of differences of weights, of as many bits.
+NOISY = {b: f"quantize({b}, rounding='stochastic')" for b in (8, 4)}
+ROUNDED = {8: "quantize(8)", 4: "quantize(4)", 2: "quantize(2)", 1: "sign(block=128)"}
+
 LAMB_RATES = (1e-2, 2e-2, 4e-2)
 
 
@@ -159,6 +169,10 @@ METHODS: dict[str, Method] = {
     "QSDP W8G8, 8 shards": _qsdp(8, 8, replicas=8),
     "QSDP W4G4, 8 shards": _qsdp(4, 4, replicas=8),
     "QSDP W4G4, learned, 8 shards": _qsdp(4, 4, learned=6, replicas=8),
+    **{f"sharded Adam, G{g}D{d}": _sharded(NOISY[g], ROUNDED[d]) for g in NOISY for d in ROUNDED},
+    "sharded Adam, G4D4, blocks of 32": _sharded(
+        "quantize(4, block=32, rounding='stochastic')", "quantize(4, block=32)"
+    ),
     "LAMB": _mean("identity()", "lamb(learning_rate)", LAMB_RATES),
     "SLAMB": _slamb("density=0.1"),
     "SLAMB, 8 bits": _slamb("compressor=compose(random_k(0.1), quantize(8))"),

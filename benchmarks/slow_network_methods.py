@@ -21,6 +21,7 @@ METHODS = {
     # As many bytes as "8 bits", but they may travel while the gradient is computed.
     "CocktailSGD, 8 bits": f"cocktail_sgd({ADAM}, axis_name, compressor=quantize(8))",
     "CocktailSGD, 8 bits, overlapped": f"cocktail_sgd({ADAM}, axis_name, compressor=quantize(8))",
+    "sharded Adam, 4 bits": f"sharded_optimizer({ADAM}, axis_name)",
     LAMB: MEAN.format("identity()", "lamb(learning_rate)"),
     "SLAMB": "slamb(learning_rate, axis_name, density=0.1, sync_every=8)",
     "SLAMB, 8 bits": "slamb(learning_rate, axis_name, sync_every=8, "

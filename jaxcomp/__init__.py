@@ -40,6 +40,7 @@ from jaxcomp.transforms import CocktailSGDState as CocktailSGDState
 from jaxcomp.transforms import CompressedMeanState as CompressedMeanState
 from jaxcomp.transforms import OneBitAdamState as OneBitAdamState
 from jaxcomp.transforms import OneBitLambState as OneBitLambState
+from jaxcomp.transforms import ShardedOptimizerState as ShardedOptimizerState
 from jaxcomp.transforms import SlambState as SlambState
 from jaxcomp.transforms import ZeroOneAdamState as ZeroOneAdamState
 from jaxcomp.transforms import clip_by_global_norm as clip_by_global_norm
@@ -47,6 +48,7 @@ from jaxcomp.transforms import cocktail_sgd as cocktail_sgd
 from jaxcomp.transforms import compressed_mean as compressed_mean
 from jaxcomp.transforms import one_bit_adam as one_bit_adam
 from jaxcomp.transforms import one_bit_lamb as one_bit_lamb
+from jaxcomp.transforms import sharded_optimizer as sharded_optimizer
 from jaxcomp.transforms import slamb as slamb
 from jaxcomp.transforms import zero_one_adam as zero_one_adam
 from jaxcomp.transmission import Transmission as Transmission

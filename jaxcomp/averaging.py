@@ -103,30 +103,47 @@ def mean_of_buckets(
       One `wire.Mean` a bucket.
     """
 
-    def mean(index, x, residual, bucket):
-        key = fold(shared, shared.count, index)
-        return _exchange_of(bucket, exchange).mean(
-            x, residual, bucket.label.compressor, key, axis_name
-        )
+    def mean(key, bucket, x, residual):
+        exchange_of = _exchange_of(bucket, exchange)
+        return exchange_of.mean(x, residual, bucket.label.compressor, key, axis_name)
+
+    return map_buckets(mean, plan, shared, flat, owner_residual)
+
+
+def map_buckets(function: Callable, plan: buckets.Plan, shared: Key, *columns: Any) -> list:
+    """`function(key, bucket, *values)` of every bucket, each with a key of its own.
+
+    Args:
+      function: Of a key that is equal on all replicas, a bucket, and its value in each column.
+      plan: The plan of the buckets.
+      shared: Key of the step, equal on all replicas.
+      *columns: Sequences of one array, or None, a bucket.
+
+    Returns:
+      What it returns, one a bucket.
+    """
+
+    def one(index, bucket, values):
+        return function(fold(shared, shared.count, index), bucket, *values)
 
     def looped(indices, bucket):
-        stacked = jax.tree.map(
-            lambda *leaves: jnp.stack(leaves), *[(flat[i], owner_residual[i]) for i in indices]
-        )
-        one = lambda _, bucket_of: (None, mean(*bucket_of, bucket))
-        _, means = lax.scan(one, None, (jnp.array(indices), *stacked))
-        return [jax.tree.map(lambda leaf, n=n: leaf[n], means) for n in range(len(indices))]
+        stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *[table[i] for i in indices])
+        step = lambda _, row: (None, one(row[0], bucket, row[1]))
+        _, results = lax.scan(step, None, (jnp.array(indices), stacked))
+        return [jax.tree.map(lambda leaf, n=n: leaf[n], results) for n in range(len(indices))]
 
-    means = []
-    alike = lambda index: (plan.buckets[index].label, flat[index].shape, flat[index].dtype)
-    for _, group in itertools.groupby(range(len(flat)), alike):
+    table = list(zip(*columns, strict=True))
+    shapes = lambda values: tuple((x.shape, x.dtype) for x in jax.tree.leaves(values))
+    alike = lambda index: (plan.buckets[index].label, shapes(table[index]))
+    results = []
+    for _, group in itertools.groupby(range(len(table)), alike):
         indices = list(group)
         bucket = plan.buckets[indices[0]]
         if len(indices) > _UNROLLED and bucket.label.compressor != EXACT:
-            means += looped(indices, bucket)
+            results += looped(indices, bucket)
         else:
-            means += [mean(i, flat[i], owner_residual[i], bucket) for i in indices]
-    return means
+            results += [one(i, bucket, table[i]) for i in indices]
+    return results
 
 
 def exact_mean(tree: Any, axis_name: str, bucket_numel: int, part: str) -> Any:

@@ -18,7 +18,7 @@ from jaxcomp import wire
 from jaxcomp.compressors import Compressor, Key, fold
 from jaxcomp.compressors.fused import fused
 from jaxcomp.sharding import num_replicas, to_varying
-from jaxcomp.shards import Shard, cut, natural, numel_of
+from jaxcomp.shards import Shard, cut, natural, numel_of, without_padding
 
 SECONDARY = "jaxcomp.qsdp.secondary"  # the name of what `send` returns, for `jax.checkpoint`
 
@@ -155,7 +155,7 @@ def _received_bwd(layer, saved, grads):
     chunks = [part.reshape(lax.axis_size(slow), -1) for part in parts]
     pieces = _scattered(chunks, layer.gradients, key, slow)
     owned = [
-        _without_padding(piece, math.prod(shape), layer.axes).astype(dtype)
+        without_padding(piece, math.prod(shape), layer.axes).astype(dtype)
         for piece, shape, dtype in zip(pieces, layer.shapes, layer.dtypes, strict=True)
     ]
     tallies = [
@@ -194,11 +194,3 @@ def _counted(chunks, counter, code, axes):
 
 def _cuts(sizes):
     return list(itertools.accumulate(sizes))[:-1]
-
-
-def _without_padding(piece, numel, axes):
-    """Zeros behind the parameter's end, where an optimizer would make steps of rounding noise."""
-    if piece.size * lax.axis_size(axes) == numel:
-        return piece
-    position = lax.axis_index(axes) * piece.size + lax.iota(jnp.int32, piece.size)
-    return jnp.where(position < numel, piece, 0.0)

@@ -19,7 +19,7 @@ def resize(state: Any, like: Any) -> Any:
 
     Rows of replicas (residuals, drift, local moments, accumulators) become their mean, in all
     M rows, so that their mean over replicas, which is what training sees, stays. What owners
-    hold of a bucket (`owner_residual`) or of a parameter (a `Shard`) is laid out anew over M
+    hold of a bucket or a parameter (`owner_residual`, `owned`, a `Shard`) is laid out anew over M
     owners. Counts of steps left out (`skipped`) are added up in the first row. The rest is copied.
     The mesh's other axes must keep their sizes; the axes of `qsdp` count as one, of their product.
 
@@ -92,7 +92,7 @@ def _resize_leaf(path, old, new):
     old = jnp.asarray(old)
     if old.shape == new.shape:
         out = old
-    elif is_field(path, "owner_residual"):
+    elif is_field(path, "owner_residual") or is_field(path, "owned"):
         out = _resize_owned(old, new.shape, _num_shards(new))
     elif is_field(path, "skipped"):
         out = jnp.zeros(new.shape, old.dtype).at[0].set(jnp.sum(old))

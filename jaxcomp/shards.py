@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jaxcomp.compressors import Compressor, Key, identity
 
@@ -72,3 +73,14 @@ def natural(data: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 def recut(data: jax.Array, shape: tuple[int, ...], num_shards: int) -> jax.Array:
     """Lays the shards of a parameter out anew: `[N, *stack, n] -> [num_shards, *stack, m]`."""
     return cut(natural(data, shape), data.ndim - 2, num_shards)
+
+
+def without_padding(piece: jax.Array, numel: int, axes: str | tuple[str, ...]) -> jax.Array:
+    """This replica's shard `[n]` of a parameter of `numel` elements, zeros behind its end.
+
+    There an optimizer would make steps of rounding noise.
+    """
+    if piece.size * lax.axis_size(axes) == numel:
+        return piece
+    position = lax.axis_index(axes) * piece.size + lax.iota(jnp.int32, piece.size)
+    return jnp.where(position < numel, piece, 0.0)

@@ -69,10 +69,10 @@ def test_the_trade_off_is_drawn_up_to_the_loss_that_is_asked_for(tmp_path):
     assert 0 < few < all_
 
 
-@pytest.mark.parametrize("task", ablation.TASKS)
-def test_the_panels_of_an_ablation_are_methods_of_a_task(task):
-    assert task in convergence.TASKS and ablation.TASKS[task].dense in convergence.METHODS
-    for methods in ablation.TASKS[task].panels.values():
+@pytest.mark.parametrize("ablated", ablation.ABLATIONS.values(), ids=ablation.ABLATIONS)
+def test_the_panels_of_an_ablation_are_methods_of_a_task(ablated):
+    assert ablated.task in convergence.TASKS and ablated.dense in convergence.METHODS
+    for methods in ablated.panels.values():
         assert len(methods) > 2 and set(methods.values()) <= set(convergence.METHODS)
 
 
@@ -82,6 +82,6 @@ def test_an_ablation_draws_the_rows_that_there_are(tmp_path):
     more = figures.summarize([*rows, row(0.1, 0, 3.0, "SLAMB, every 5")], "nano", 10)
     sizes = []
     for number, summaries in enumerate((few, more)):
-        ablation.draw(summaries, ablation.TASKS["digits"], tmp_path / f"{number}.png")
+        ablation.draw(summaries, ablation.ABLATIONS["slamb"], tmp_path / f"{number}.png")
         sizes.append((tmp_path / f"{number}.png").stat().st_size)
     assert 0 < sizes[0] < sizes[1]

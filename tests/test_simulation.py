@@ -39,6 +39,7 @@ METHODS = {
     "cocktail_sgd": jaxcomp.cocktail_sgd(
         optax.adam(1e-2), "replica", compressor=jaxcomp.cocktail(0.25), warmup_steps=2
     ),
+    "sharded_optimizer": jaxcomp.sharded_optimizer(optax.adam(1e-2), "replica"),
     "zero_one_adam": jaxcomp.zero_one_adam(
         1e-2,
         "replica",

@@ -5,6 +5,7 @@ from jaxcomp.transforms.cocktail_sgd import CocktailSGDState, cocktail_sgd
 from jaxcomp.transforms.compressed_mean import CompressedMeanState, compressed_mean
 from jaxcomp.transforms.one_bit_adam import OneBitAdamState, one_bit_adam
 from jaxcomp.transforms.one_bit_lamb import OneBitLambState, one_bit_lamb
+from jaxcomp.transforms.sharded_optimizer import ShardedOptimizerState, sharded_optimizer
 from jaxcomp.transforms.slamb import SlambState, slamb
 from jaxcomp.transforms.zero_one_adam import ZeroOneAdamState, zero_one_adam
 
@@ -13,6 +14,7 @@ __all__ = [
     "CompressedMeanState",
     "OneBitAdamState",
     "OneBitLambState",
+    "ShardedOptimizerState",
     "SlambState",
     "ZeroOneAdamState",
     "clip_by_global_norm",
@@ -20,6 +22,7 @@ __all__ = [
     "compressed_mean",
     "one_bit_adam",
     "one_bit_lamb",
+    "sharded_optimizer",
     "slamb",
     "zero_one_adam",
 ]
