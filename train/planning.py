@@ -24,6 +24,10 @@ METHODS = {
     "dense bfloat16": (_MEAN.format("cast('bfloat16')", _ADAM), "rounds gradients"),
     "8 bits": (_MEAN.format("quantize(8)", _ADAM), "rounds gradients"),
     "4 bits": (_MEAN.format("quantize(4, block=32)", _ADAM), "rounds gradients"),
+    "4 bits, sharded Adam": (
+        f"sharded_optimizer({_ADAM}, axis_name)",
+        "rounds gradients and updates",
+    ),
     "1-bit Adam": (
         "one_bit_adam(learning_rate, axis_name, freeze_step=warmup_steps)",
         "variance frozen after the warm-up",
