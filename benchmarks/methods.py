@@ -132,6 +132,11 @@ METHODS: dict[str, Method] = {
     # The paper's weights of the variance, and its policy, that freezes it after the warm-up.
     "0/1 Adam, equal weights": _of(nano_zero_one_adam, ", weigh_steps=False"),
     "0/1 Adam, equal weights, frozen": _frozen("weigh_steps=False"),
+    # Buffers of 8 bits in the warm-up: for models that begin on a plateau.
+    "0/1 Adam, warm-up": _of(nano_zero_one_adam, ", warmup_steps=warmup_steps"),
+    "0/1 Adam, warm-up, 4 bits": _of(
+        nano_zero_one_adam, ", warmup_steps=warmup_steps, warmup_compressor=quantize(4)"
+    ),
     # Two and a half times the variances, of 8 bits, by two thirds of their bytes.
     "0/1 Adam, kappa 64, 8 bits": Method(
         f"zero_one_adam(learning_rate, axis_name, sync_at=schedules.{HALVING}, "

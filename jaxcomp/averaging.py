@@ -1,5 +1,6 @@
 """Trees as buckets, and the mean of every bucket by the way that its compressor asks for."""
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Callable
@@ -111,16 +112,9 @@ def mean_of_buckets(
 
 
 def map_buckets(function: Callable, plan: buckets.Plan, shared: Key, *columns: Any) -> list:
-    """`function(key, bucket, *values)` of every bucket, each with a key of its own.
+    """`function(key, bucket, *values)` of every bucket, with a key of its own, as a list.
 
-    Args:
-      function: Of a key that is equal on all replicas, a bucket, and its value in each column.
-      plan: The plan of the buckets.
-      shared: Key of the step, equal on all replicas.
-      *columns: Sequences of one array, or None, a bucket.
-
-    Returns:
-      What it returns, one a bucket.
+    Each of the columns has one array a bucket, or None.
     """
 
     def one(index, bucket, values):
@@ -228,12 +222,18 @@ def nothing_sent(transport: Transport, tree: Any) -> tuple[Any, Any]:
 
 
 def mean_with_feedback(
-    transport: Transport, tree: Any, residual: Any, owner_residual: Any, count: jax.Array
+    transport: Transport,
+    tree: Any,
+    residual: Any,
+    owner_residual: Any,
+    count: jax.Array,
+    code: Compressor | None = None,
+    part: str = "synchronize",
 ) -> Fed:
     """Averages a tree over the replicas, with what was not sent before on both ways.
 
     Over any number of calls the means, plus the mean residual over replicas, plus the owners'
-    residuals are the sum of the mean trees. `jaxcomp.report` knows it as "synchronize".
+    residuals are the sum of the mean trees, whichever codes they travel by.
 
     Args:
       transport: How it travels.
@@ -241,18 +241,31 @@ def mean_with_feedback(
       residual: What this replica has not sent yet.
       owner_residual: What this owner has not passed on yet.
       count: i32[], equal on all replicas; another one draws other masks and noise.
+      code: Instead of the transport's codes, but for linear ones.
+      part: By which `jaxcomp.report` names what is sent.
 
     Returns:
       The mean and the new residuals.
     """
     policy, exchange, axis_name, bucket_numel, seed = transport
     plan = make_plan(tree, policy, axis_name, bucket_numel)
+    plan = plan if code is None else _recoded(plan, code)
     flat = buckets.flatten(plan, add_residual(plan, tree, residual))
     shared = Key(count, jnp.uint32(seed))
-    with jax.named_scope("jaxcomp.synchronize"):
+    with jax.named_scope(f"jaxcomp.{part}"):
         means = mean_of_buckets(plan, flat, owner_residual, exchange, shared, axis_name)
     mean = buckets.unflatten(plan, [m.mean for m in means])
     return Fed(mean, unsent(plan, flat, means), tuple(m.owner_residual for m in means))
+
+
+def _recoded(plan: buckets.Plan, code: Compressor) -> buckets.Plan:
+    """The same buckets, to be sent by another code; not those that are summed on the wire."""
+
+    def recoded(bucket):
+        label = bucket.label._replace(compressor=code)
+        return bucket if bucket.label.compressor.linear else bucket._replace(label=label)
+
+    return dataclasses.replace(plan, buckets=tuple(recoded(bucket) for bucket in plan.buckets))
 
 
 def rounded_off(param: jax.Array, change: jax.Array) -> jax.Array:

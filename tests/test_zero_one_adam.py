@@ -393,4 +393,4 @@ def test_the_state_counts_what_the_compiled_program_sends_in_parts(code, bits):
         params, state, _ = step(params, state, batch)
     rounds = {name: int(n) for name, n in state.rounds.items()}
     # growing(1) picks the steps number 1, 3 and 7.
-    assert rounds == {"all": 4, "synchronize": 4, "variance": 3}
+    assert rounds == {"all": 4, "synchronize": 4, "variance": 3, "warmup": 0}

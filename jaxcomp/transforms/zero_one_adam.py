@@ -9,7 +9,7 @@ import optax
 from jax import lax
 
 from jaxcomp import averaging, schedules, wire
-from jaxcomp.compressors import Compressor, sign
+from jaxcomp.compressors import Compressor, quantize, sign
 from jaxcomp.sharding import require_varying, to_varying, zeros_of
 from jaxcomp.transforms import moments
 
@@ -26,10 +26,12 @@ class ZeroOneAdamState(NamedTuple):
     rate_sum: jax.Array  # f32[], sum of the rates since they met
     residual: Any  # not sent yet
     owner_residual: Any  # one f32[numel / R] a bucket: not passed on yet
-    rounds: Any  # {"all", "synchronize", "variance"}: i32[], how often each was sent
+    # {"all", "synchronize", "variance", "warmup"}: i32[], how often each was sent
+    rounds: Any
     skipped: jax.Array  # i32[], this replica's steps whose gradient was not finite
 
 
+_EIGHT_BITS = quantize(8)
 _CHECKED_STEPS = 2**16  # of both schedules, when the state is made
 
 
@@ -53,6 +55,8 @@ def zero_one_adam(
     compressor: Compressor | Callable[[str, Any], Compressor] | None = None,
     precondition: bool = True,
     variance_compressor: Compressor | Callable[[str, Any], Compressor] = averaging.EXACT,
+    warmup_steps: int = 0,
+    warmup_compressor: Compressor = _EIGHT_BITS,
     weigh_steps: bool = True,
     variance_floor: float = 1e-4,
     bias_correction: bool = True,
@@ -93,6 +97,9 @@ def zero_one_adam(
       precondition: Whether u / D travels, and not u as in the paper.
       variance_compressor: Of the gradients that the variance learns from; exact in the paper.
         Eight bits, `jaxcomp.quantize(8)`, are enough: what is lost of one is not made up for.
+      warmup_steps: First steps, in which buffers travel by `warmup_compressor`: where a model
+        rests on a plateau before it learns, the error of one bit may keep it there. At least 0.
+      warmup_compressor: Of buffers in those steps, with the same error feedback.
       weigh_steps: Whether the variance forgets by b2 a step, and not by b2 an update as in the
         paper. Of updates far apart, one then counts for the steps since the last, and the many
         first ones no more than the steps that they were made in.
@@ -122,13 +129,16 @@ def zero_one_adam(
       <https://arxiv.org/abs/2202.06009>`_, ICLR 2023, algorithm 1. Deviations: buckets and not
       tensors are compressed, by an l1 scale per block (theirs: l2 per tensor); `precondition`,
       `weigh_steps`, `variance_floor` and `bias_correction` (off: `precondition=False,
-      weigh_steps=False, variance_floor=0.0, bias_correction=False`); x and u move by the momentum
-      of this step, as in the authors' code, and not by the one before; the very first variance is
-      used at once; decay is decoupled; an interval whose rates sum to zero keeps its momenta.
+      weigh_steps=False, variance_floor=0.0, bias_correction=False`); a warm-up, if wanted; x and u
+      move by the momentum of this step, as in the authors' code, and not by the one before; the
+      very first variance is used at once; decay is decoupled; an interval whose rates sum to zero
+      keeps its momenta.
     """
     if variance_at is None:
         variance_at = schedules.both(schedules.growing(), sync_at)
     moments.check("zero_one_adam", b1, b2, eps, variance_floor)
+    if warmup_steps < 0:
+        raise ValueError(f"zero_one_adam got warmup_steps={warmup_steps}; write at least 0.")
     policy = averaging.policy_of(sign(block=1024) if compressor is None else compressor)
     variance_policy = averaging.policy_of(variance_compressor)
     transport = averaging.Transport(policy, exchange, axis_name, bucket_numel, seed)
@@ -149,7 +159,7 @@ def zero_one_adam(
             rate_sum=jnp.zeros([]),
             residual=residual,
             owner_residual=owner_residual,
-            rounds={"all": zero, "synchronize": zero, "variance": zero},
+            rounds=dict.fromkeys(("all", "synchronize", "variance", "warmup"), zero),
             skipped=to_varying(zero, axis_name),
         )
 
@@ -169,14 +179,20 @@ def zero_one_adam(
         drift = jax.tree.map(drifted, state.drift, momentum, root)
         return _Own(momentum, drift, state.rate_sum + rate)
 
+    def averaged(state, buffer):
+        """The mean buffer with error feedback, in the warm-up by a code of its own."""
+        rounds = state.rounds["synchronize"] + state.rounds["warmup"]
+        sent = transport, buffer, state.residual, state.owner_residual, rounds
+        few = lambda: averaging.mean_with_feedback(*sent)
+        many = lambda: averaging.mean_with_feedback(*sent, warmup_compressor, "warmup")
+        return lax.cond(state.count < warmup_steps, many, few) if warmup_steps else few()
+
     def together(state, own, variance, updates):
         """The replicas meet: the consensus moves by the mean drift."""
         buffer, root = own.drift, roots(variance, updates)
         if not precondition:
             buffer = jax.tree.map(jnp.multiply, buffer, root)
-        change, residual, owner_residual = averaging.mean_with_feedback(
-            transport, buffer, state.residual, state.owner_residual, state.rounds["synchronize"]
-        )
+        change, residual, owner_residual = averaged(state, buffer)
         if not precondition:
             change = jax.tree.map(jnp.divide, change, root)
 
@@ -200,6 +216,7 @@ def zero_one_adam(
         bad = averaging.not_finite(grads, axis_name)
         grads = jax.tree.map(lambda g: jnp.where(bad, 0.0, g), grads)
         learns, meets = variance_at(state.count), sync_at(state.count)
+        is_warm = state.count < warmup_steps
         known = state.count + 1 if weigh_steps else state.variance_steps + 1
         variance = moments.learned(
             *(grads, state.variance, b2 ** (known - state.variance_steps), learns),
@@ -226,7 +243,13 @@ def zero_one_adam(
             rate_sum,
             residual,
             owner_residual,
-            averaging.counted(state.rounds, all=meets, synchronize=meets, variance=learns),
+            averaging.counted(
+                state.rounds,
+                all=meets,
+                synchronize=meets & ~is_warm,
+                variance=learns,
+                warmup=meets & is_warm,
+            ),
             state.skipped + bad,
         )
 

@@ -140,7 +140,9 @@ def zero_one_adam_deepspeed(
             variance=variance,
             residual=residuals[0],
             owner_residual=residuals[1],
-            rounds=averaging.counted(local.rounds, all=True, synchronize=~learns, variance=learns),
+            rounds=averaging.counted(
+                local.rounds, all=True, synchronize=~learns, variance=learns, warmup=False
+            ),
         )
         return change, ZeroOneAdamDeepSpeedState(momentum, local)
 
