@@ -98,9 +98,39 @@ def test_local_steps_are_taken_back_and_their_mean_is_kept():
     )
 
 
+def test_a_warm_up_by_exact_messages_is_adam_until_it_ends():
+    with jax.enable_x64(True):
+        make = lambda steps: jaxcomp.zero_one_adam(
+            RATE,
+            "replica",
+            warmup_steps=steps,
+            warmup_compressor=jaxcomp.identity(),
+            variance_at=schedules.always,
+            weigh_steps=False,
+            **PLAIN,
+        )
+        history = trained(make(4), GRADIENTS, dtype=np.float64)
+        for steps, differs in ((4, False), (6, True)):
+            params, state = history[steps]
+            wanted = adam_with_stale_variance(RATE, GRADIENTS[:steps])
+            errors = [np.abs(params[k] - wanted[k]).max() for k in SHAPES]
+            assert (max(errors) > 1e-4) if differs else (max(errors) < 1e-12)
+        assert {k: int(n) for k, n in state.rounds.items()} == {
+            "all": 6,
+            "synchronize": 2,
+            "variance": 6,
+            "warmup": 4,
+        }
+
+
+@pytest.mark.parametrize(
+    "warmup",
+    [{}, {"warmup_steps": 4, "warmup_compressor": jaxcomp.quantize(3)}],
+    ids=["no warm-up", "warm-up"],
+)
 @pytest.mark.parametrize("precondition", [True, False])
 @pytest.mark.parametrize("num_replicas", [1, 3, 4])
-def test_error_feedback_telescopes(precondition, num_replicas):
+def test_error_feedback_telescopes(precondition, num_replicas, warmup):
     # With a fixed variance and b1 = 0, what is buffered is rate * gradient, and all of it
     # arrives or is still held.
     with jax.enable_x64(True):
@@ -114,6 +144,7 @@ def test_error_feedback_telescopes(precondition, num_replicas):
             variance_at=schedules.never,
             eps=1.0,
             precondition=precondition,
+            **warmup,
         )
         history = trained(tx, gradients, num_replicas, np.float64)
         (start, _), (params, state) = history[0], history[-1]
@@ -310,6 +341,7 @@ def test_the_authors_code_takes_the_same_steps(name):
         (lambda: jaxcomp.zero_one_adam(0.1, "replica", variance_floor=1.0), "variance_floor=1.0"),
         (lambda: jaxcomp.one_bit_adam(0.1, "replica", eps=0.0), "eps=0.0"),
         (lambda: jaxcomp.one_bit_adam(0.1, "replica", freeze_step=0), "freeze_step=0"),
+        (lambda: jaxcomp.zero_one_adam(0.1, "replica", warmup_steps=-1), "warmup_steps=-1"),
         (lambda: jaxcomp.one_bit_adam(0.1, "replica", freeze_ratio=1.0), "freeze_ratio=1.0"),
     ],
 )
@@ -379,6 +411,7 @@ def test_the_state_counts_what_the_compiled_program_sends_in_parts(code, bits):
         sync_at=every(2),
         variance_at=schedules.growing(1, until=8),
         variance_compressor=eval(f"jaxcomp.{code}"),
+        warmup_steps=2,
     )
     functions = jaxcomp.train_step(loss, tx, mesh, "replica")
     state = functions.init(params)
@@ -389,8 +422,9 @@ def test_the_state_counts_what_the_compiled_program_sends_in_parts(code, bits):
     assert sent[""] == 0 and sent["variance"] == ring * bits / 8
     # A bit a parameter, and a float32 scale for each block of 1,024.
     assert sent["synchronize"] == ring / 8 * (1 + 32 / 1024)
+    assert sent["warmup"] == ring / 8 * (8 + 16 / 128)
     for _ in range(8):
         params, state, _ = step(params, state, batch)
     rounds = {name: int(n) for name, n in state.rounds.items()}
     # growing(1) picks the steps number 1, 3 and 7.
-    assert rounds == {"all": 4, "synchronize": 4, "variance": 3, "warmup": 0}
+    assert rounds == {"all": 4, "synchronize": 3, "variance": 3, "warmup": 1}
