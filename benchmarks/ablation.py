@@ -4,8 +4,8 @@
     python -m benchmarks.ablation --of zero_one_adam    # fine-tuning
     python -m benchmarks.ablation --of qsdp             # fine-tuning
 
-The picture is beside the rows, a panel for each quantity. Fine-tuning is where seeds agree: after
-as many steps from scratch, dense runs of two seeds lie further apart than these methods.
+The picture is beside the rows, a panel for each quantity. Fine-tuning is where seeds agree; after
+300 steps from scratch they do not (8 bits ended 0.35 above 4).
 """
 
 import argparse

@@ -130,25 +130,29 @@ METHODS: dict[str, Method] = {
     "1-bit Adam": _of(nano_one_bit_adam),
     "0/1 Adam": _of(nano_zero_one_adam),
     # The paper's weights of the variance, and its policy, that freezes it after the warm-up.
-    "0/1 Adam, equal weights": _of(nano_zero_one_adam, ", weigh_steps=False"),
-    "0/1 Adam, equal weights, frozen": _frozen("weigh_steps=False"),
+    "0/1 Adam, stale variance": _of(nano_zero_one_adam, ", fresh_variance=False"),
+    "0/1 Adam, equal weights": _of(nano_zero_one_adam, ", fresh_variance=False, weigh_steps=False"),
+    "0/1 Adam, equal weights, frozen": _frozen("fresh_variance=False, weigh_steps=False"),
     # Buffers of 8 bits in the warm-up: for models that begin on a plateau.
     "0/1 Adam, warm-up": _of(nano_zero_one_adam, ", warmup_steps=warmup_steps"),
     "0/1 Adam, warm-up, 4 bits": _of(
         nano_zero_one_adam, ", warmup_steps=warmup_steps, warmup_compressor=quantize(4)"
     ),
     # Two and a half times the variances, of 8 bits, by two thirds of their bytes.
-    "0/1 Adam, kappa 64, 8 bits": Method(
+    "0/1 Adam, kappa 64, 8 bits, stale variance": Method(
         f"zero_one_adam(learning_rate, axis_name, sync_at=schedules.{HALVING}, "
         f"variance_at=schedules.both(schedules.{HALVING}, schedules.growing(64)), "
-        "variance_compressor=quantize(8))"
+        "variance_compressor=quantize(8), fresh_variance=False)"
     ),
     # A third of the rounds, and variances from a few gradients of 8 bits.
-    "0/1 Adam, few rounds": Method(
-        "zero_one_adam(learning_rate, axis_name, "
-        "sync_at=schedules.every(4, steps, after=warmup_steps), "
-        "variance_at=schedules.growing(4), variance_compressor=quantize(8))"
-    ),
+    **{
+        f"0/1 Adam, few rounds{name}": Method(
+            "zero_one_adam(learning_rate, axis_name, "
+            "sync_at=schedules.every(4, steps, after=warmup_steps), "
+            f"variance_at=schedules.growing(4), variance_compressor=quantize(8){more})"
+        )
+        for name, more in {"": "", ", stale variance": ", fresh_variance=False"}.items()
+    },
     **{f"0/1 Adam, H {h}, kappa {k}": _every(h, k) for h, k in INTERVALS},
     # What of the state, and of a message, may have fewer bits.
     **{
@@ -162,7 +166,8 @@ METHODS: dict[str, Method] = {
         for name, block in {"bucket": None, "row of 128": 128}.items()
     },
     "0/1 Adam, as in the paper": _frozen(
-        "precondition=False, weigh_steps=False, variance_floor=0.0, bias_correction=False"
+        "precondition=False, fresh_variance=False, weigh_steps=False, variance_floor=0.0, "
+        "bias_correction=False"
     ),
     "CocktailSGD": _cocktail("warmup_steps=0"),
     "CocktailSGD, warm-up": _cocktail("warmup_steps=warmup_steps"),

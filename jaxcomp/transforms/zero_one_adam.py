@@ -57,6 +57,7 @@ def zero_one_adam(
     variance_compressor: Compressor | Callable[[str, Any], Compressor] = averaging.EXACT,
     warmup_steps: int = 0,
     warmup_compressor: Compressor = _EIGHT_BITS,
+    fresh_variance: bool = True,
     weigh_steps: bool = True,
     variance_floor: float = 1e-4,
     bias_correction: bool = True,
@@ -72,8 +73,7 @@ def zero_one_adam(
     does m_i <- b1 m_i + (1 - b1) g_i and drift_i <- drift_i - r m_i / D. A step of `sync_at` then
     averages the buffers u_i = -drift_i D by compressed messages, with error feedback on both
     ways; the consensus moves by -u / D, all m_i become u / (sum of r since the last one), and all
-    drifts zero. A step of `variance_at` averages g_i exactly for v <- b2 v + (1 - b2) g^2, to be
-    used from the next step on.
+    drifts zero. A step of `variance_at` averages g_i exactly first, for v <- b2 v + (1 - b2) g^2.
 
     One bit cannot say zero: coordinates that never had a gradient get +-scale. What is compressed
     is therefore the difference of the parameters itself (`precondition`), in which that noise is
@@ -100,6 +100,9 @@ def zero_one_adam(
       warmup_steps: First steps, in which buffers travel by `warmup_compressor`: where a model
         rests on a plateau before it learns, the error of one bit may keep it there. At least 0.
       warmup_compressor: Of buffers in those steps, with the same error feedback.
+      fresh_variance: Whether a variance is used in the step that it is learned in, and not from the
+        next one on as in the paper. Where gradients grow, as at the beginning, an older one
+        makes steps that are too large.
       weigh_steps: Whether the variance forgets by b2 a step, and not by b2 an update as in the
         paper. Of updates far apart, one then counts for the steps since the last, and the many
         first ones no more than the steps that they were made in.
@@ -128,8 +131,9 @@ def zero_one_adam(
       Lu et al., `Maximizing Communication Efficiency for Large-scale Training via 0/1 Adam
       <https://arxiv.org/abs/2202.06009>`_, ICLR 2023, algorithm 1. Deviations: buckets and not
       tensors are compressed, by an l1 scale per block (theirs: l2 per tensor); `precondition`,
-      `weigh_steps`, `variance_floor` and `bias_correction` (off: `precondition=False,
-      weigh_steps=False, variance_floor=0.0, bias_correction=False`); a warm-up, if wanted; x and u
+      `fresh_variance`, `weigh_steps`, `variance_floor` and `bias_correction` (off:
+      `precondition=False, fresh_variance=False, weigh_steps=False, variance_floor=0.0,
+      bias_correction=False`); a warm-up, if wanted; x and u
       move by the momentum of this step, as in the authors' code, and not by the one before; the
       very first variance is used at once; decay is decoupled; an interval whose rates sum to zero
       keeps its momenta.
@@ -223,9 +227,9 @@ def zero_one_adam(
             *(transport._replace(policy=variance_policy), state.rounds["variance"]),
         )
         # There is no variance to use before the first one.
-        first = state.variance_steps == 0
-        used = jax.tree.map(lambda new, old: jnp.where(first, new, old), variance, state.variance)
-        updates = jnp.where(first, known, state.variance_steps)
+        at_once = (state.variance_steps == 0) | (learns & fresh_variance)
+        used = jax.tree.map(lambda new, old: jnp.where(at_once, new, old), variance, state.variance)
+        updates = jnp.where(at_once, known, state.variance_steps)
         own = own_step(state, grads, bad, roots(used, updates))
         if sync_at is schedules.always:
             change, *new = together(state, own, used, updates)
