@@ -39,7 +39,7 @@ class Collective(NamedTuple):
         every device is alone, `("?",)` where the groups are no product of axes.
       operand_bytes: What one replica hands over in one execution.
       sent_bytes: What leaves one replica in one execution, by the best-known algorithm.
-      shape: Types of the operands, as `f32[8,4]` or `f32[8,4], 3 x u8[3]`.
+      shape: Types of the operands, as `f32[8,4]` or `f32[8,4], u8[3]`.
       count: How often a step executes it: the product of the trip counts of the loops around
         it. None where a loop's length is not known.
       branch: The branches of conditionals that it is in, outermost first, as
@@ -181,7 +181,7 @@ def table(program: Program | Sequence[Program], mesh: Mesh) -> str:
                 times,
                 f"{operand:,}",
                 f"{sent:,.0f}",
-                first.shape,
+                _folded(first.shape),
                 " / ".join(first.branch),
             )
         )
@@ -241,15 +241,16 @@ def _collective(
         axes = axes_of.get(frozenset(map(frozenset, groups)), ("?",))
         size = max(map(len, groups))
     operand_bytes = sum(map(hlo.num_bytes, operands))
-    shape = _folded(itertools.chain.from_iterable(map(hlo.shapes, operands)))
+    shape = ", ".join(itertools.chain.from_iterable(map(hlo.shapes, operands)))
     sent = _sent(op, operand_bytes, size)
     parts = re.findall(r"\bjaxcomp\.(\w+)", instruction.attributes)
     return Collective(op, axes, operand_bytes, sent, shape, count, branch, (parts or [""])[-1])
 
 
-def _folded(shapes) -> str:
-    """Those in a row that are equal as one: XLA:CPU gives an all-to-all an operand a replica."""
-    counted = ((shape, len(list(same))) for shape, same in itertools.groupby(shapes))
+def _folded(shapes: str) -> str:
+    """Equal ones in a row as one: XLA:CPU gives an all-to-all an operand a replica."""
+    groups = itertools.groupby(shapes.split(", "))
+    counted = ((shape, len(list(same))) for shape, same in groups)
     return ", ".join(shape if count == 1 else f"{count} x {shape}" for shape, count in counted)
 
 
