@@ -22,9 +22,8 @@ class Method(NamedTuple):
     replicas: int | None = None  # instead of the task's
 
 
-def _of(config, more: str = "") -> Method:
-    update = config.get_config().optimizer.update
-    return Method(f"{update[:-1]}{more})")
+def _of(config) -> Method:
+    return Method(config.get_config().optimizer.update)
 
 
 def _mean(compressor: str, optimizer: str = "adam(learning_rate)", rates=ADAM_RATES) -> Method:
@@ -37,6 +36,10 @@ def _momentum(compressor: str) -> Method:
 
 def _cocktail(arguments: str) -> Method:
     return Method(f"cocktail_sgd(adam(learning_rate), axis_name, {arguments})")
+
+
+def _zero_one(more: str = "") -> Method:
+    return Method(f"zero_one_adam(learning_rate, axis_name, sync_at=schedules.{HALVING}{more})")
 
 
 def _every(interval: int, kappa: int) -> Method:
@@ -128,15 +131,15 @@ METHODS: dict[str, Method] = {
     "group_top_1 momentum SGD": _momentum("group_top_1(8)"),
     "top_k momentum SGD": _momentum("top_k(0.125, block=4096)"),
     "1-bit Adam": _of(nano_one_bit_adam),
-    "0/1 Adam": _of(nano_zero_one_adam),
+    "0/1 Adam": _zero_one(),
     # The paper's weights of the variance, and its policy, that freezes it after the warm-up.
-    "0/1 Adam, stale variance": _of(nano_zero_one_adam, ", fresh_variance=False"),
-    "0/1 Adam, equal weights": _of(nano_zero_one_adam, ", fresh_variance=False, weigh_steps=False"),
+    "0/1 Adam, stale variance": _zero_one(", fresh_variance=False"),
+    "0/1 Adam, equal weights": _zero_one(", fresh_variance=False, weigh_steps=False"),
     "0/1 Adam, equal weights, frozen": _frozen("fresh_variance=False, weigh_steps=False"),
-    # Buffers of 8 bits in the warm-up: for models that begin on a plateau.
-    "0/1 Adam, warm-up": _of(nano_zero_one_adam, ", warmup_steps=warmup_steps"),
-    "0/1 Adam, warm-up, 4 bits": _of(
-        nano_zero_one_adam, ", warmup_steps=warmup_steps, warmup_compressor=quantize(4)"
+    # Buffers of 8 bits in the warm-up.
+    "0/1 Adam, warm-up": _of(nano_zero_one_adam),
+    "0/1 Adam, warm-up, 4 bits": _zero_one(
+        ", warmup_steps=warmup_steps, warmup_compressor=quantize(4)"
     ),
     # Two and a half times the variances, of 8 bits, by two thirds of their bytes.
     "0/1 Adam, kappa 64, 8 bits, stale variance": Method(
@@ -156,13 +159,11 @@ METHODS: dict[str, Method] = {
     **{f"0/1 Adam, H {h}, kappa {k}": _every(h, k) for h, k in INTERVALS},
     # What of the state, and of a message, may have fewer bits.
     **{
-        f"0/1 Adam, residual in {bits} bits": Method(
-            f"compact({_of(nano_zero_one_adam).update}, {bits})"
-        )
+        f"0/1 Adam, residual in {bits} bits": Method(f"compact({_zero_one().update}, {bits})")
         for bits in (8, 16)
     },
     **{
-        f"0/1 Adam, a scale a {name}": _of(nano_zero_one_adam, f", compressor=sign(block={block})")
+        f"0/1 Adam, a scale a {name}": _zero_one(f", compressor=sign(block={block})")
         for name, block in {"bucket": None, "row of 128": 128}.items()
     },
     "0/1 Adam, as in the paper": _frozen(

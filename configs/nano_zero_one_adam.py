@@ -24,7 +24,8 @@ def get_config() -> Config:
     dense = nano_dense.get_config()
     update = (
         "zero_one_adam(learning_rate, axis_name, "
-        "sync_at=schedules.halving(learning_rate, steps, after=warmup_steps))"
+        "sync_at=schedules.halving(learning_rate, steps, after=warmup_steps), "
+        "warmup_steps=warmup_steps)"
     )
-    optimizer = dataclasses.replace(dense.optimizer, update=update, learning_rate=3e-3)
+    optimizer = dataclasses.replace(dense.optimizer, update=update)
     return dataclasses.replace(dense, name="nano_zero_one_adam", optimizer=optimizer)
