@@ -138,8 +138,8 @@ METHODS: dict[str, Method] = {
     "0/1 Adam, equal weights, frozen": _frozen("fresh_variance=False, weigh_steps=False"),
     # Buffers of 8 bits in the warm-up.
     "0/1 Adam, warm-up": _of(nano_zero_one_adam),
-    "0/1 Adam, warm-up, 4 bits": _zero_one(
-        ", warmup_steps=warmup_steps, warmup_compressor=quantize(4)"
+    "0/1 Adam, warm-up, variances of 8 bits": _zero_one(
+        ", warmup_steps=warmup_steps, variance_compressor=quantize(8)"
     ),
     # Two and a half times the variances, of 8 bits, by two thirds of their bytes.
     "0/1 Adam, kappa 64, 8 bits, stale variance": Method(
