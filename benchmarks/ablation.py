@@ -88,12 +88,8 @@ ABLATIONS = {
         {
             "bits of weights, uniform": {str(b): f"QSDP W{b}G8" for b in (8, 6, 5, 4, 3)},
             "bits of weights, learned": {str(b): f"QSDP W{b}G8, learned" for b in (6, 5, 4, 3)},
-            "bits of gradients": {
-                "8": "QSDP W8G8",
-                "6": "QSDP W8G6",
-                "6 learned": "QSDP W8G6, learned",
-                "4": "QSDP W8G4",
-                "4 learned": "QSDP W8G4, learned",
+            "bits of differences, gradients of 4": {
+                str(b): f"sharded Adam, G4D{b}" for b in (8, 4, 2, 1)
             },
             "4 bits, both": {
                 "uniform": "QSDP W4G4",
@@ -121,12 +117,13 @@ def draw(summaries: list[Summary], ablation: Ablation, path: pathlib.Path) -> No
             axes.plot([place] * len(summary.losses), summary.losses, "o", color="C0", alpha=0.6)
         means = [statistics.fmean(summary.losses) for summary in shown.values()]
         axes.plot(means, "-", color="C0", linewidth=1)
-        labels = [f"{v}\n{s.sent_bytes_per_step / 1e3:,.0f} kB" for v, s in shown.items()]
+        labels = [f"{v}\n{s.sent_bytes_per_step / 1e3:,.0f}" for v, s in shown.items()]
         axes.set_xticks(range(len(shown)), labels)
         axes.set_xlabel(quantity)
         axes.grid(alpha=0.3)
     panels[0].set_yscale("log")
     panels[0].set_ylabel("validation loss")
+    figure.suptitle("under each value: kB a step", fontsize="small")
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     plt.close(figure)

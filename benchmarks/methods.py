@@ -137,10 +137,8 @@ METHODS: dict[str, Method] = {
     "0/1 Adam, equal weights": _zero_one(", fresh_variance=False, weigh_steps=False"),
     "0/1 Adam, equal weights, frozen": _frozen("fresh_variance=False, weigh_steps=False"),
     # Buffers of 8 bits in the warm-up.
-    "0/1 Adam, warm-up": _of(nano_zero_one_adam),
-    "0/1 Adam, warm-up, variances of 8 bits": _zero_one(
-        ", warmup_steps=warmup_steps, variance_compressor=quantize(8)"
-    ),
+    "0/1 Adam, warm-up": _zero_one(", warmup_steps=warmup_steps"),
+    "0/1 Adam, warm-up, variances of 8 bits": _of(nano_zero_one_adam),
     # Two and a half times the variances, of 8 bits, by two thirds of their bytes.
     "0/1 Adam, kappa 64, 8 bits, stale variance": Method(
         f"zero_one_adam(learning_rate, axis_name, sync_at=schedules.{HALVING}, "
