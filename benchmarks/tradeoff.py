@@ -22,29 +22,21 @@ def draw(summaries: list[Summary], most: float, path: pathlib.Path) -> None:
       most: Loss above which methods are left out.
       path: Of the picture.
     """
-    figure = Figure(figsize=(9, 5.5), layout="constrained")
+    figure = Figure(figsize=(11, 5.5), layout="constrained")
     axes = figure.subplots()
     first = summaries[0].losses
     axes.axhspan(min(first), max(first), color="#999999", alpha=0.3, linewidth=0)
     mean = lambda summary: statistics.fmean(summary.losses)
     shown = sorted((s for s in summaries if mean(s) <= most), key=mean)
-    for place, summary in enumerate(shown):
-        loss = mean(summary)
+    for number, summary in enumerate(shown, 1):
         color = "#000000" if summary is summaries[0] else "#0072B2"
-        # Names of neighbours stand on different sides, and none beyond the edge.
-        side = -1 if place % 2 or summary.bits_per_parameter > 16 else 1
-        axes.vlines(summary.bits_per_parameter, min(summary.losses), max(summary.losses), color)
-        axes.plot(summary.bits_per_parameter, loss, "o", color=color, markersize=5)
-        axes.annotate(
-            f"{summary.method} ({len(summary.losses)})",
-            (summary.bits_per_parameter, loss),
-            xytext=(6 * side, 3),
-            textcoords="offset points",
-            ha="left" if side > 0 else "right",
-            fontsize=8,
-        )
+        bits, name = summary.bits_per_parameter, f"{summary.method} ({len(summary.losses)})"
+        axes.vlines(bits, min(summary.losses), max(summary.losses), color, alpha=0.4)
+        # Names beside points would cover each other: a number is the point, and explained.
+        mark = {"marker": f"${number}$", "markersize": 3 + 4 * len(str(number)), "linestyle": ""}
+        axes.plot(bits, mean(summary), color=color, label=name, **mark)
+    figure.legend(loc="outside right upper", fontsize=8, frameon=False)
     axes.set_xscale("log", base=2)
-    axes.set_xlim(left=min(summary.bits_per_parameter for summary in shown) / 6)  # names' place
     axes.xaxis.set_major_formatter(FuncFormatter(lambda bits, _: f"{bits:g}"))
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.set_xlabel("bits sent per parameter, step and direction (logarithmic)")
