@@ -69,16 +69,6 @@ ABLATIONS = {
             "kappa of the variance (H 4)": {
                 str(k): f"0/1 Adam, H 4, kappa {k}" for k in (1, 4, 16, 64)
             },
-            "residual": {
-                "8 bits": "0/1 Adam, residual in 8 bits",
-                "16 bits": "0/1 Adam, residual in 16 bits",
-                "32 bits": "0/1 Adam",
-            },
-            "a scale for each": {
-                "row of 128": "0/1 Adam, a scale a row of 128",
-                "1,024": "0/1 Adam",
-                "bucket": "0/1 Adam, a scale a bucket",
-            },
         },
     ),
     "qsdp": Ablation(
