@@ -174,17 +174,9 @@ def table(program: Program | Sequence[Program], mesh: Mesh) -> str:
         operand = sum(row.operand_bytes * count for row, count in zip(same, counts, strict=True))
         sent = sum(row.sent_bytes * count for row, count in zip(same, counts, strict=True))
         times = "unknown" if first.count is None else f"{sum(counts)}"
-        lines.append(
-            (
-                "+".join(first.axes) or "-",
-                first.op,
-                times,
-                f"{operand:,}",
-                f"{sent:,.0f}",
-                _folded(first.shape),
-                " / ".join(first.branch),
-            )
-        )
+        numbers = times, f"{operand:,}", f"{sent:,.0f}"
+        where, branch = "+".join(first.axes) or "-", " / ".join(first.branch)
+        lines.append((where, first.op, *numbers, _folded(first.shape), branch))
     for axes in [*sorted({row.axes for row in rows}), None]:
         chosen = [row for row in rows if axes is None or row.axes == axes]
         known = [row for row in chosen if row.count is not None]

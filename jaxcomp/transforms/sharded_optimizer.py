@@ -84,12 +84,11 @@ def sharded_optimizer(
 
     def plan_of(tree, code):
         """The buckets of one replica's pieces; a policy sees the leaves as they are."""
-        keyed = jax.tree_util.tree_leaves_with_path(tree)
         policy = averaging.policy_of(code)
-        chosen = {}
-        for key_path, leaf in keyed:
-            path = buckets.path_of(key_path)
-            chosen[path] = averaging.EXACT if exact(path, leaf) else policy(path, leaf)
+        code_of = lambda path, leaf: averaging.EXACT if exact(path, leaf) else policy(path, leaf)
+        keyed = jax.tree_util.tree_leaves_with_path(tree)
+        leaves = {buckets.path_of(key_path): leaf for key_path, leaf in keyed}
+        chosen = {path: code_of(path, leaf) for path, leaf in leaves.items()}
         numel = max(1, bucket_numel // num_replicas(axis_name))
         pieces = jax.tree.map(lambda rows: rows[0], rows_of(tree))
         return averaging.make_plan(pieces, lambda path, _: chosen[path], axis_name, numel)
