@@ -55,7 +55,12 @@ ABLATIONS = {
                 "0.1": "SLAMB",
                 "0.25": "SLAMB, density 0.25",
             },
-            "form": {"quadratic": "SLAMB", "linear": "SLAMB, linear", "8 bits": "SLAMB, 8 bits"},
+            "form": {
+                "quadratic": "SLAMB",
+                "linear": "SLAMB, linear",
+                "masked": "SLAMB, masked",
+                "8 bits": "SLAMB, 8 bits",
+            },
         },
     ),
     "zero_one_adam": Ablation(

@@ -50,6 +50,7 @@ def config_of(task: str, method: str, rate: float, seed: int, steps: int) -> Con
         optimizer=optimizer,
         qsdp=METHODS[method].qsdp,
         replicas=replicas_of(task, method),
+        fast=METHODS[method].fast,
         eval_every=max(1, steps // 10),
         eval_batches=16,
         checkpoint_every=steps,

@@ -2,7 +2,14 @@
 
 from typing import NamedTuple
 
-from configs import nano_4bit, nano_8bit, nano_dense, nano_one_bit_adam, nano_zero_one_adam
+from configs import (
+    nano_4bit,
+    nano_8bit,
+    nano_dense,
+    nano_one_bit_adam,
+    nano_qsdp_hybrid,
+    nano_zero_one_adam,
+)
 
 ADAM_RATES, SGD_RATES = (3e-3, 6e-3), (0.03, 0.1)
 
@@ -20,10 +27,12 @@ class Method(NamedTuple):
     schedule: str = "cosine"  # `optimizer.schedule` of a config
     qsdp: str | None = None  # `qsdp` of a config
     replicas: int | None = None  # instead of the task's
+    fast: int = 1  # `fast` of a config
 
 
 def _of(config) -> Method:
-    return Method(config.get_config().optimizer.update)
+    run = config.get_config()
+    return Method(run.optimizer.update, qsdp=run.qsdp, fast=run.fast)
 
 
 def _mean(compressor: str, optimizer: str = "adam(learning_rate)", rates=ADAM_RATES) -> Method:
@@ -178,6 +187,7 @@ METHODS: dict[str, Method] = {
     "QSDP W8G8, 8 shards": _qsdp(8, 8, replicas=8),
     "QSDP W4G4, 8 shards": _qsdp(4, 4, replicas=8),
     "QSDP W4G4, learned, 8 shards": _qsdp(4, 4, learned=6, replicas=8),
+    "QSDP W8G8, hybrid": _of(nano_qsdp_hybrid),
     **{f"sharded Adam, G{g}D{d}": _sharded(NOISY[g], ROUNDED[d]) for g in NOISY for d in ROUNDED},
     "sharded Adam, G4D4, blocks of 32": _sharded(
         "quantize(4, block=32, rounding='stochastic')", "quantize(4, block=32)"
@@ -187,15 +197,16 @@ METHODS: dict[str, Method] = {
     "SLAMB, 8 bits": _slamb("compressor=compose(random_k(0.1), quantize(8))"),
     "SLAMB, linear": _slamb("density=0.1, rescaling='linear'"),
     "SLAMB, no rescaling": _slamb("density=0.1, b3=1.0"),
+    "SLAMB, masked": _slamb("density=0.1, rescaling='masked'"),
     # One quantity after the other, from "SLAMB": b3=0.99, sync_every=25, density=0.1.
     **{f"SLAMB, b3 {b3}": _slamb(f"density=0.1, b3={b3}") for b3 in (0.9, 0.999)},
     **{f"SLAMB, every {h}": _slamb("density=0.1", h) for h in (5, 100)},
     **{f"SLAMB, density {d}": _slamb(f"density={d}") for d in (0.01, 0.05, 0.25)},
-    # A sixth of the steps of two tasks.
+    # A sixth of the steps of the tasks.
     **{
         f"1-bit LAMB, {n} dense steps": Method(
             f"one_bit_lamb(learning_rate, axis_name, freeze_step={n})", LAMB_RATES
         )
-        for n in (20, 66)
+        for n in (20, 66, 166)
     },
 }

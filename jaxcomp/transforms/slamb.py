@@ -43,7 +43,7 @@ def slamb(
     b3: float = 0.99,
     sync_every: int | schedules.Schedule = 100,
     weight_decay: float = 0.0,
-    rescaling: Literal["quadratic", "linear"] = "quadratic",
+    rescaling: Literal["quadratic", "linear", "masked"] = "quadratic",
     trust_bounds: tuple[float, float] = (0.01, 1000.0),
     compressor: Compressor | Callable[[str, Any], Compressor] | None = None,
     exact_numel: int = 9000,
@@ -63,7 +63,10 @@ def slamb(
         -clip(s p + (1 - s) q) (s r + (1 - s) r / sqrt(N)) u               ("quadratic")
         -(s clip(p) r + (1 - s) min(q, greatest) r / sqrt(N)) u            ("linear")
 
-    where p and q are the trust ratios ||x|| / ||u|| of the layer's entries on the mask and off it.
+        -[s = 1] clip(p) r u                                               ("masked")
+
+    where p and q are the trust ratios ||x|| / ||u|| of the layer's entries on the mask and off it;
+    "masked" is there to compare with: what was not exchanged just now stands still.
     A step of `sync_every` then moves the consensus by the mean drift, and all drifts become zero.
 
     With equal gradients on all replicas and density 1 it is LAMB. b3 = 1 switches rescaling off.
@@ -84,11 +87,11 @@ def slamb(
       sync_every: Steps from one averaging of parameters to the next, at the end of which they
         meet; or a schedule. What replicas do after the last of them is in no consensus: let it
         divide the steps of the run.
-      weight_decay: Rate of decay; in the trust ratio as in LAMB if the rescaling is quadratic,
-        outside of it if it is linear.
+      weight_decay: Rate of decay; outside of the trust ratio if the rescaling is linear, else in
+        it as in LAMB.
       rescaling: How stale entries are blended in, see above.
-      trust_bounds: Least and greatest trust ratio. In the quadratic form leaves with fewer than
-        two axes have none, as in LAMB.
+      trust_bounds: Least and greatest trust ratio. Unless the form is linear, leaves with fewer
+        than two axes have none, as in LAMB.
       compressor: What of the momentum travels, instead of `density`: a `random_k`, alone or first
         in a `compose` that codes its values, as `compose(random_k(0.1), quantize(8))`; or a
         policy `(path, leaf) -> Compressor`, in which `identity()` means the whole leaf. Of
@@ -157,20 +160,22 @@ def slamb(
             m / corrections[0] / (jnp.sqrt(v / corrections[1]) + eps)
             for m, v in zip(momentum, variance, strict=True)
         ]
-        if rescaling == "quadratic":
+        if rescaling != "linear":
             directions = [u + weight_decay * x for u, x in zip(directions, params, strict=True)]
         sums = [
             _squares(*of)
             for of in zip(params, directions, on_mask(params), on_mask(directions), strict=True)
         ]
         sums = sums_over_shards(sums, axis_name)
-        rate, slower = rate_of(count), 1 / math.sqrt(num_replicas(axis_name))
-        decay = math.log(max(b3, 1e-30))  # XLA:CPU has no vector instruction for powers
+        rate, slower, kept = rate_of(count), 1 / math.sqrt(num_replicas(axis_name)), b3
+        if rescaling == "masked":
+            slower, kept = 0.0, 0.0
+        decay = math.log(max(kept, 1e-30))  # XLA:CPU has no vector instruction for powers
         out = []
         for u, x, squares, old in zip(directions, params, sums, stale, strict=True):
             s = 1.0 if old is None else jnp.exp(decay * old.astype(u.dtype))
             least, greatest = trust_bounds
-            if rescaling == "quadratic":
+            if rescaling != "linear":
                 p, q = (moments.trust_ratio(*squares[2 * i : 2 * i + 2]) for i in range(2))
                 trust = s * p + (1 - s) * q
                 trust = trust if x.ndim < 2 else jnp.clip(trust, least, greatest)
@@ -262,7 +267,7 @@ def _check(density, b3, sync_every, rescaling, trust_bounds, compressor):
         raise ValueError(f"slamb got b3={b3}; needs [0, 1]; write b3=0.99.")
     if not callable(sync_every) and sync_every < 1:
         raise ValueError(f"slamb got sync_every={sync_every}; needs at least 1; write 100.")
-    if rescaling not in ("quadratic", "linear"):
+    if rescaling not in ("quadratic", "linear", "masked"):
         raise ValueError(f"slamb got rescaling={rescaling!r}; write 'quadratic' or 'linear'.")
     least, greatest = trust_bounds
     if not 0 <= least <= greatest:
