@@ -87,7 +87,7 @@ def _sharded(gradients: str, differences: str) -> Method:
 
 
 # Codes of gradients, unbiased, and of differences of weights, of as many bits.
-NOISY = {b: f"quantize({b}, rounding='stochastic')" for b in (8, 4)}
+NOISY = {b: f"quantize({b}, rounding='stochastic')" for b in (8, 4, 2)}
 ROUNDED = {8: "quantize(8)", 4: "quantize(4)", 2: "quantize(2)", 1: "sign(block=128)"}
 
 LAMB_RATES = (1e-2, 2e-2, 4e-2)

@@ -140,7 +140,7 @@ def overlapped_train_step(
         local = functools.partial(local_gradients, loss_fn, axis_name, accumulate)
         return sharded(local, in_specs=(P(), rows, rows), out_specs=rows)(params, drift, batch)
 
-    @functools.partial(jax.jit, donate_argnums=(0, 1, 2, 3))
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
     def finish_program(params, state, grads, exchanged, loss):
         specs = P(), specs_of_state(params)
         made = specs_of_exchanged(specs, params, state)

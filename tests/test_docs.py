@@ -22,7 +22,6 @@ def name_of(page):
     return str(page.relative_to(DOCS))
 
 
-@pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
 @pytest.mark.parametrize("page", WITH_PYTHON, ids=name_of)
 def test_the_python_of_a_page_runs_and_prints_what_it_says(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
