@@ -119,6 +119,7 @@ STAGES = {
     "groups of 64": "compressor=compose(group_top_1(64), quantize(4))",
     "signs of the largest of 64": "compressor=compose(group_top_1(64), sign(block=128))",
     "signs of an eighth": "compressor=compose(random_k(0.125), sign(block=1024))",
+    "signs of a sixteenth": "compressor=compose(random_k(0.0625), sign(block=1024))",
     # What of the last one's loss is the mask's, and what the code's, at more bytes.
     "an eighth": "compressor=random_k(0.125)",
     "signs": "compressor=sign(block=1024)",
