@@ -85,7 +85,8 @@ def draw(summaries: list[Summary], path: pathlib.Path) -> None:
             low, high = [min(v) for v in values], [max(v) for v in values]
             axes.fill_between(x, low, high, color=color, alpha=0.2, linewidth=0)
     losses = [loss for s in summaries for loss in s.losses]
-    by_step.set_ylim(min(losses) - 0.05, min(min(losses) + 2, 3.5))
+    highest = max(point[1] for s in summaries for curve in s.curves for point in curve[1:])
+    by_step.set_ylim(min(losses) - 0.05, min(min(losses) + 2, 3.5, highest + 0.05))
     by_step.set_xlabel("optimizer steps")
     by_step.set_ylabel("validation loss (nats per byte)")
     by_bytes.set_xlabel("sent by one replica (MB)")
