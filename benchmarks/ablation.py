@@ -2,6 +2,7 @@
 
     python -m benchmarks.ablation --of slamb            # large batches of digits
     python -m benchmarks.ablation --of zero_one_adam    # fine-tuning
+    python -m benchmarks.ablation --of cocktail_sgd     # fine-tuning
     python -m benchmarks.ablation --of qsdp             # fine-tuning
 
 The picture is beside the rows, a panel for each quantity. Fine-tuning is where seeds agree; after
@@ -18,6 +19,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from matplotlib.ticker import FuncFormatter
 
 from benchmarks.figures import Summary, summarize
 
@@ -76,6 +78,29 @@ ABLATIONS = {
             },
         },
     ),
+    "cocktail_sgd": Ablation(
+        "nano_fine_tune",
+        300,
+        "dense Adam",
+        {
+            "stage alone, at the bytes of all three or fewer": {
+                "random": "CocktailSGD, random only",
+                "top-K": "CocktailSGD, top-K only",
+                "quantization": "CocktailSGD, quantization only",
+                "all three": "CocktailSGD",
+                "1 of 64": "CocktailSGD, signs of the largest of 64",
+                "1 bit of 1/8": "CocktailSGD, signs of an eighth",
+            },
+            "times fewer bytes than float16": {
+                "1/2": "CocktailSGD, no compression",
+                "10": "CocktailSGD, 10x",
+                "32": "CocktailSGD, 32x",
+                "88": "CocktailSGD",
+                "140": "CocktailSGD, 140x",
+                "281": "CocktailSGD, 281x",
+            },
+        },
+    ),
     "qsdp": Ablation(
         "nano_fine_tune",
         300,
@@ -117,6 +142,9 @@ def draw(summaries: list[Summary], ablation: Ablation, path: pathlib.Path) -> No
         axes.set_xlabel(quantity)
         axes.grid(alpha=0.3)
     panels[0].set_yscale("log")
+    plain = FuncFormatter(lambda loss, _: f"{loss:g}")
+    panels[0].yaxis.set_major_formatter(plain)
+    panels[0].yaxis.set_minor_formatter(plain)
     panels[0].set_ylabel("validation loss")
     figure.suptitle("under each value: kB a step", fontsize="small")
     figure.tight_layout()
