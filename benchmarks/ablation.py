@@ -108,6 +108,12 @@ ABLATIONS = {
         {
             "bits of weights, uniform": {str(b): f"QSDP W{b}G8" for b in (8, 6, 5, 4, 3)},
             "bits of weights, learned": {str(b): f"QSDP W{b}G8, learned" for b in (6, 5, 4, 3)},
+            "bits of gradients, weights of 8": {
+                "8": "QSDP W8G8",
+                "6": "QSDP W8G6",
+                "4": "QSDP W8G4",
+                "4, learned": "QSDP W8G4, learned",
+            },
             "bits of differences, gradients of 4": {
                 str(b): f"sharded Adam, G4D{b}" for b in (8, 4, 2, 1)
             },

@@ -6,7 +6,7 @@ The same model, data and order as configs/nano_dense.py. Each of 4 replicas hold
 parameters and of Adam's moments; min-max blocks of 1,024, weights to nearest, gradients stochastic.
 
 One replica sends 1,911,846 bytes a step, 8.03 bits per parameter that is not exact and gather.
-Validation loss 1.402 (one seed), where dense Adam has 1.407.
+Validation loss 1.423 (1.396 to 1.470, three seeds), where dense Adam has 1.414 (1.399 to 1.436).
 """
 
 import dataclasses
