@@ -6,9 +6,9 @@
 As configs/nano_qsdp.py, but the 4 replicas are 2 across the slow axis times 2 behind fast links. In
 a host gradients are averaged exactly. Secondary shards: weights cross the slow axis once a step.
 
-One replica sends 433,254 bytes a step across the slow axis. Its loss was measured in the fine-tuning
-of 300 steps (`--task nano_fine_tune` of benchmarks.convergence, one seed): 1.193, where dense Adam
-has 1.193 to 1.199.
+One replica sends 433,254 bytes a step across the slow axis. Its loss was measured in the
+fine-tuning of 300 steps (`--task nano_fine_tune` of benchmarks.convergence, one seed): 1.193, where
+dense Adam has 1.193 to 1.199.
 """
 
 import dataclasses
