@@ -30,7 +30,8 @@ def test_rows_are_runs_of_their_own_that_differ_in_the_method_alone(task):
     assert dense.optimizer.learning_rate == 3e-3 and dense.optimizer.warmup_steps == 5
     assert (dense.seed, dense.steps) == (1, 50)
     for config in others:
-        method = {field: getattr(dense, field) for field in ("optimizer", "qsdp", "replicas")}
+        fields = "optimizer", "qsdp", "replicas", "fast"
+        method = {field: getattr(dense, field) for field in fields}
         assert dataclasses.replace(config, name=dense.name, **method) == dense
         assert config.optimizer != dense.optimizer
         if config.qsdp and task == "nano":
