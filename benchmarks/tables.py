@@ -5,7 +5,7 @@ import json
 import pathlib
 from collections.abc import Callable
 
-from benchmarks import figures, scaling, scaling_check, slow_network_figure, whole_run
+from benchmarks import figures, scaling, scaling_check, slow_network_figure, update, whole_run
 
 RESULTS = pathlib.Path(__file__).parent / "results"
 
@@ -74,6 +74,7 @@ TABLES: dict[str, Callable[[list[dict], str, int], str]] = {
     "whole_run": lambda rows, task, steps: whole_run.table(rows),
     "scaling": lambda rows, task, steps: scaling.table(rows),
     "scaling_check": lambda rows, task, steps: scaling_check.table(rows),
+    "update": lambda rows, task, steps: update.table(rows),
     "memory": _memory,
     "codec": _codec,
 }

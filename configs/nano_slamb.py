@@ -6,7 +6,8 @@ The same model, data and order as configs/nano_lamb.py. Parameters are averaged 
 last one included.
 
 One replica sends 633,472 bytes of momentum a step and 869,443 with the parameters in the mean, 6.8
-times fewer than dense; the loss it reaches has not been measured yet.
+times fewer than dense; validation loss 2.188, with values of 8 bits 2.200 (one seed each), where
+LAMB has 2.140.
 """
 
 import dataclasses
