@@ -123,7 +123,7 @@ def authors(rescaling, gradients, decay, halves=0):
 @pytest.mark.parametrize(
     ("rescaling", "halves"), [("quadratic", 0), ("linear", 0), ("masked", 0), ("quadratic", 4)]
 )
-def test_the_updates_are_those_of_the_authors(rescaling, halves):
+def test_the_updates_are_those_of_their_formulas(rescaling, halves):
     with jax.enable_x64(True):
         density = ((0, 0.5), (halves, DENSITY)) if halves else DENSITY
         options = {"rescaling": rescaling, "weight_decay": 0.25, "trust_bounds": (0.5, 1.25)}

@@ -62,7 +62,6 @@ def slamb(
 
         -clip(s p + (1 - s) q) (s r + (1 - s) r / sqrt(N)) u               ("quadratic")
         -(s clip(p) r + (1 - s) min(q, greatest) r / sqrt(N)) u            ("linear")
-
         -[s = 1] clip(p) r u                                               ("masked")
 
     where p and q are the trust ratios ||x|| / ||u|| of the layer's entries on the mask and off it;
@@ -268,7 +267,7 @@ def _check(density, b3, sync_every, rescaling, trust_bounds, compressor):
     if not callable(sync_every) and sync_every < 1:
         raise ValueError(f"slamb got sync_every={sync_every}; needs at least 1; write 100.")
     if rescaling not in ("quadratic", "linear", "masked"):
-        raise ValueError(f"slamb got rescaling={rescaling!r}; write 'quadratic' or 'linear'.")
+        raise ValueError(f"slamb got rescaling={rescaling!r}; write 'quadratic', 'linear' or 'masked'.")
     least, greatest = trust_bounds
     if not 0 <= least <= greatest:
         raise ValueError(
