@@ -24,6 +24,8 @@ def row(rate, seed, loss, method="a", task="nano", steps=10):
 
 @pytest.mark.parametrize("task", convergence.TASKS)
 def test_rows_are_runs_of_their_own_that_differ_in_the_method_alone(task):
+    hybrid = convergence.config_of(task, "QSDP W8G8, hybrid", 3e-3, 1, 50)
+    assert sharded.method(hybrid).fast_axis is not None
     dense, *others = (
         convergence.config_of(task, method, 3e-3, 1, 50) for method in convergence.METHODS
     )

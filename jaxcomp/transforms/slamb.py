@@ -267,7 +267,9 @@ def _check(density, b3, sync_every, rescaling, trust_bounds, compressor):
     if not callable(sync_every) and sync_every < 1:
         raise ValueError(f"slamb got sync_every={sync_every}; needs at least 1; write 100.")
     if rescaling not in ("quadratic", "linear", "masked"):
-        raise ValueError(f"slamb got rescaling={rescaling!r}; write 'quadratic', 'linear' or 'masked'.")
+        raise ValueError(
+            f"slamb got rescaling={rescaling!r}; write 'quadratic', 'linear' or 'masked'."
+        )
     least, greatest = trust_bounds
     if not 0 <= least <= greatest:
         raise ValueError(
