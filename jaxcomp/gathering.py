@@ -35,7 +35,7 @@ class Layer(NamedTuple):
     dtypes: tuple[Any, ...]
 
 
-def send(shards: list[Shard], axes: tuple[str, ...], after: Any = None) -> jax.Array | None:
+def send(shards: list[Shard], axes: tuple[str, ...], after: Any = None) -> jax.Array:
     """The codes of a layer's shards, across the slow axis: the first half of a gather.
 
     Args:
@@ -45,11 +45,8 @@ def send(shards: list[Shard], axes: tuple[str, ...], after: Any = None) -> jax.A
 
     Returns:
       `u8[num_slow, bytes]`: the messages of the owners that lie behind each other on the slow
-      axis, each of all its shards. A secondary shard of the layer, where it is kept. None for a
-      layer without shards.
+      axis, each of all its shards. A secondary shard of the layer, where it is kept.
     """
-    if not shards:
-        return None
     layer = _layer(shards, axes)
     key = _keys(shards)[0]
     wide = _wide(layer)

@@ -6,36 +6,32 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax import lax
 
 from jaxcomp import buckets
 from jaxcomp.gathering import keep, receive, send
-from jaxcomp.shards import is_shard
+from jaxcomp.shards import is_shard, map_shards
 
 
-def gather(
-    tree: Any, axes: tuple[str, ...], messages: jax.Array | None = None, but: str | None = None
-) -> Any:
-    """A tree with its shards gathered, all in one message: see `QSDP.gather`.
+def gather(tree: Any, axes: tuple[str, ...], but: str | None = None) -> Any:
+    """A tree with its shards gathered: see `QSDP.gather`.
 
     Args:
       tree: Shards with keys, among other leaves.
       axes: The mesh axes that shards are cut over, the slow one last.
-      messages: Of these shards, from `send`; None: they are sent here.
       but: Pattern of the paths that stay shards.
     """
     keyed, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_shard)
-    leaves = [leaf for _, leaf in keyed]
-    chosen = [
-        index
-        for index, (path, leaf) in enumerate(keyed)
-        if is_shard(leaf) and not (but and re.search(but, buckets.path_of(path)))
-    ]
-    if not chosen:
-        return tree
-    shards = [leaves[index] for index in chosen]
-    messages = send(shards, axes) if messages is None else messages
-    for index, value in zip(chosen, receive(shards, axes, messages), strict=True):
-        leaves[index] = value
+    leaves, stacks = [leaf for _, leaf in keyed], {}
+    for index, (path, leaf) in enumerate(keyed):
+        if is_shard(leaf) and not (but and re.search(but, buckets.path_of(path))):
+            stacks.setdefault(leaf.data.shape[:-1], []).append(index)
+    one = lambda shards: receive(shards, axes, send(shards, axes))
+    for stack, chosen in stacks.items():
+        shards = [leaves[index] for index in chosen]
+        values = lax.map(one, shards) if stack else one(shards)
+        for index, value in zip(chosen, values, strict=True):
+            leaves[index] = value
     return treedef.unflatten(leaves)
 
 
@@ -49,10 +45,11 @@ def layer(function: Callable, axes: tuple[str, ...], secondary: bool) -> Callabl
     """
 
     def of_shards(messages, shards, *args):
-        return function(gather(shards, axes, messages), *args)
+        received = iter(receive(_shards_in(shards), axes, messages))
+        return function(map_shards(lambda _: next(received), shards), *args)
 
     @jax.custom_vjp
-    def layer(shards, *args):
+    def of_codes(shards, *args):
         return forward(shards, *args)[0]
 
     def forward(shards, *args):
@@ -66,7 +63,11 @@ def layer(function: Callable, axes: tuple[str, ...], secondary: bool) -> Callabl
         messages = send(own, axes, grads) if kept is None else keep(kept, own, grads)
         return jax.vjp(functools.partial(of_shards, messages), shards, *args)[1](grads)
 
-    layer.defvjp(forward, backward)
+    of_codes.defvjp(forward, backward)
+
+    def layer(params, *args):
+        return (of_codes if _shards_in(params) else jax.checkpoint(function))(params, *args)
+
     return layer
 
 

@@ -15,7 +15,7 @@ from jaxcomp import averaging, buckets, layers, schedules, wire
 from jaxcomp.compressors import Compressor, Key, fold, identity, quantize
 from jaxcomp.gathering import SECONDARY
 from jaxcomp.sharding import unstack
-from jaxcomp.shards import Shard, cut, is_shard, map_shards, natural
+from jaxcomp.shards import Shard, cut, is_shard, key_of, map_shards, natural
 
 _WEIGHTS = quantize(8, block=1024, range="minmax")
 _GRADIENTS = quantize(8, block=1024, range="minmax", rounding="stochastic")
@@ -35,6 +35,7 @@ class QSDP:
     fast_axis: str | None = None
     fast_gradients: Compressor | averaging.Policy = averaging.EXACT
     secondary: bool = False
+    gather_once: bool = False
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -133,7 +134,7 @@ class QSDP:
         keyed = [
             dataclasses.replace(
                 leaf,
-                key=_key_of(step, index, leaf.data.shape[:-1]),
+                key=key_of(step, index, leaf.data.shape[:-1]),
                 levels=tables[index],
                 counter=counters[index],
             )
@@ -143,6 +144,8 @@ class QSDP:
 
     def gather(self, tree: Any, but: str | None = None) -> Any:
         """Gathers a layer: every replica's code of its shards, in one uint8 message.
+
+        Stacked shards are gathered layer after layer, each layer's in one message.
 
         All replicas, the owner too, get what the codes decode to. Its VJP encodes the gradient of
         this replica's loss, gives each owner its chunk in one all-to-all, and makes the mean of
@@ -155,7 +158,7 @@ class QSDP:
         shards its `policy` says: `remat_policy`.
 
         Args:
-          tree: Shards from `local`, or from a scan over stacked ones; other leaves stay.
+          tree: Shards from `local`, or those of one layer in a scan; other leaves stay.
           but: Pattern for `re.search` of the paths that stay shards, as of layers that gather
             for themselves.
 
@@ -213,6 +216,7 @@ def qsdp(
     fast_axis: str | None = None,
     fast_gradients: Compressor | averaging.Policy = averaging.EXACT,
     secondary: bool = False,
+    gather_once: bool = False,
 ) -> QSDP:
     """Makes the way in which parameters live in shards and travel as codes.
 
@@ -242,12 +246,15 @@ def qsdp(
         by default.
       secondary: Whether `layer` keeps what crossed the slow axis until the backward pass, whose
         gather then sends nothing across it. It holds the codes of 1/n_fast of the parameters.
+      gather_once: Whether `qsdp_train_step` gathers all weights once a step, before its first
+        pass, and scatters gradients once, after the last microbatch: two messages a step, at the
+        cost of whole parameters and a whole gradient on each device while the step lasts.
 
     Returns:
       A `QSDP`, hashable and without arrays.
 
     Raises:
-      ValueError: If `fast_axis` is `axis_name`.
+      ValueError: If `fast_axis` is `axis_name`, or both `secondary` and `gather_once` are set.
 
     Examples:
       >>> import jaxcomp
@@ -270,17 +277,13 @@ def qsdp(
             f"fast_axis and axis_name are both {axis_name!r}; name two axes of the mesh, or leave "
             "fast_axis out."
         )
-    fast = fast_axis, fast_gradients, secondary
-    return QSDP(axis_name, weights, gradients, exact, fit_at, seed, *fast)
-
-
-def _key_of(step: Key, index: int, stack: tuple[int, ...]) -> Key:
-    """The key of a parameter, or one for each layer of a stacked one."""
-    key = fold(step, index)
-    if not stack:
-        return key
-    count = jnp.broadcast_to(key.count, stack)
-    return Key(count, jax.vmap(lambda layer: fold(key, layer).seed)(jnp.arange(*stack)))
+    if secondary and gather_once:
+        raise ValueError(
+            "secondary shards are for a second gather, and with gather_once=True there is none; "
+            "write one of the two."
+        )
+    rest = fast_axis, fast_gradients, secondary, gather_once
+    return QSDP(axis_name, weights, gradients, exact, fit_at, seed, *rest)
 
 
 def _on(mesh, axes, function, in_specs, out_specs):

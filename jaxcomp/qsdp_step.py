@@ -15,7 +15,7 @@ from jaxcomp import levels
 from jaxcomp.qsdp import QSDP
 from jaxcomp.sharding import largest, per_replica, stack, to_varying, unstack
 from jaxcomp.specs import specs_of
-from jaxcomp.step import TrainStep, check_batch
+from jaxcomp.step import TrainStep, check_batch, mean_over_microbatches
 
 
 class QSDPState(NamedTuple):
@@ -43,14 +43,15 @@ def qsdp_train_step(
 
     Args:
       loss_fn: `(shards, batch) -> f32[]`, the mean loss over the batch that it is given. It gets
-        what `fsdp.local` returns, and uses it by `fsdp.gather` and `fsdp.layer`.
+        what `fsdp.local` returns, and uses it by `fsdp.gather` and `fsdp.layer`; these pass on
+        what is gathered already, as by `fsdp.gather_once`.
       tx: Any optimizer whose update of an entry depends on that entry alone, as Adam's. Norms of
         a whole gradient, as for `jaxcomp.clip_by_global_norm`, have to be summed over
         `fsdp.axes`; it does that.
       mesh: Of the axes `fsdp.axes`, in any order, and no others.
       fsdp: As `jaxcomp.qsdp` makes it.
       accumulate: Microbatches that a replica's batch is cut into, in turn. Each gathers the
-        weights and scatters gradients anew, with draws of its own.
+        weights and scatters gradients anew, with draws of its own, unless `fsdp.gather_once`.
 
     Returns:
       `init(shards) -> QSDPState` and `step(shards, state, batch) -> (shards, state, metrics)`,
@@ -127,26 +128,23 @@ def _mean_gradients(loss_fn, fsdp, accumulate, shards, state, batch):
 
     And the tallies of what was sent of it, in a step in which levels are fitted.
     """
-    micro = jax.tree.map(lambda x: x.reshape(accumulate, -1, *x.shape[1:]), batch)
     counters = levels.counters(unstack(shards, fsdp.axes), fsdp.fit_at(state.count))
     counters = to_varying(counters, fsdp.axes)  # else JAX sums tallies in every step
+    own = shards, counters
 
-    def of_part(index, part):
-        def loss(shards, counters):
-            words = {"levels": state.levels, "counters": counters}
-            return loss_fn(fsdp.local(shards, state.count, index, **words), part)
+    def local(index, shards, counters):
+        return fsdp.local(shards, state.count, index, levels=state.levels, counters=counters)
 
-        loss, (grads, tallies) = jax.value_and_grad(loss, argnums=(0, 1))(shards, counters)
-        return loss, grads, tallies
+    def of_shards(index, part):
+        loss = lambda *own: loss_fn(local(index, *own), part)
+        return jax.value_and_grad(loss, argnums=(0, 1))(*own)
 
-    def add(total, indexed):
-        return jax.tree.map(jnp.add, total, of_part(*indexed)), None
+    def of_params(_, part):
+        return jax.value_and_grad(loss_fn)(params, part)
 
-    if accumulate == 1:
-        return of_part(0, batch)
-    wide = lambda x: jnp.zeros_like(x, jnp.promote_types(x.dtype, jnp.float32))
-    zero = jnp.float32(0), *jax.tree.map(wide, (shards, counters))
-    zero = to_varying(zero, fsdp.axes)
-    (loss, grads, tallies), _ = lax.scan(add, zero, (jnp.arange(accumulate), micro))
-    grads = jax.tree.map(lambda g, x: (g / accumulate).astype(x.dtype), grads, shards)
-    return loss / accumulate, grads, tallies
+    if fsdp.gather_once:
+        params, scattered = jax.vjp(lambda *own: fsdp.gather(local(0, *own)), *own)
+        loss, grads = mean_over_microbatches(of_params, accumulate, params, batch)
+        return loss, *scattered(grads)
+    loss, grads = mean_over_microbatches(of_shards, accumulate, own, batch)
+    return loss, *grads

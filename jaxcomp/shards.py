@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcomp.compressors import Compressor, Key, identity
+from jaxcomp.compressors import Compressor, Key, fold, identity
 
 
 @jax.tree_util.register_dataclass
@@ -47,6 +47,15 @@ def map_shards(function, tree: Any, *rest: Any) -> Any:
     """Maps over the `Shard`s of trees of one structure; what is none stays as in the first."""
     keep = lambda x, *others: function(x, *others) if is_shard(x) else x
     return jax.tree.map(keep, tree, *rest, is_leaf=is_shard)
+
+
+def key_of(step: Key, index: int, stack: tuple[int, ...]) -> Key:
+    """The key of a parameter, or one for each layer of a stacked one."""
+    key = fold(step, index)
+    if not stack:
+        return key
+    count = jnp.broadcast_to(key.count, stack)
+    return Key(count, jax.vmap(lambda layer: fold(key, layer).seed)(jnp.arange(*stack)))
 
 
 def numel_of(shape: tuple[int, ...], num_shards: int) -> int:

@@ -111,20 +111,28 @@ def check_batch(batch, axis_name, num_replicas, accumulate):
 def local_gradients(loss_fn, axis_name, accumulate, params, drift, batch):
     """`(f32[1], grads with a leading axis of one)`: the mean over this replica's microbatches."""
     local = add_drift(params, drift, axis_name)
-    micro = jax.tree.map(lambda x: x.reshape(accumulate, -1, *x.shape[1:]), batch)
-    zero = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.promote_types(p.dtype, "float32")), local)
+    at_local = lambda _, part: jax.value_and_grad(loss_fn)(local, part)
+    loss, grads = mean_over_microbatches(at_local, accumulate, local, batch)
+    return loss[None], jax.tree.map(lambda g: g[None], grads)
 
-    def add(total, part):
-        loss, grads = jax.value_and_grad(loss_fn)(local, part)
+
+def mean_over_microbatches(value_and_grad, accumulate, like, batch):
+    """Means of a loss and of a gradient like `like`, summed in at least float32.
+
+    Of `value_and_grad(index, microbatch)`, for the parts that the batch is cut into, in turn.
+    """
+    micro = jax.tree.map(lambda x: x.reshape(accumulate, -1, *x.shape[1:]), batch)
+    zero = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.promote_types(p.dtype, "float32")), like)
+
+    def add(total, indexed):
+        loss, grads = value_and_grad(*indexed)
         return jax.tree.map(jnp.add, total, grads), loss
 
     if accumulate == 1:
-        loss, grads = jax.value_and_grad(loss_fn)(local, batch)
-    else:
-        total, losses = lax.scan(add, zero, micro)
-        loss = jnp.mean(losses)
-        grads = jax.tree.map(lambda t, p: (t / accumulate).astype(p.dtype), total, local)
-    return loss[None], jax.tree.map(lambda g: g[None], grads)
+        return value_and_grad(0, batch)
+    total, losses = lax.scan(add, zero, (jnp.arange(accumulate), micro))
+    grads = jax.tree.map(lambda t, p: (t / accumulate).astype(p.dtype), total, like)
+    return jnp.mean(losses), grads
 
 
 def apply_update(tx, axis_name, params, state, grads, **extra_args):

@@ -334,7 +334,7 @@ def test_vmap_on_one_device_gives_what_shard_map_gives():
             "give what QSDP.local returns",
         ),
         (
-            lambda f, s: on_replicas(lambda s, n: f.gather(f.local(s, n)), mesh_of(2))(
+            lambda f, s: on_replicas(lambda s, n: f.layer(len)(f.local(s, n)), mesh_of(2))(
                 s, jnp.int32(0)
             ),
             "scan over stacked",

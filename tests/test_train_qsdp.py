@@ -19,6 +19,7 @@ pytestmark = pytest.mark.usefixtures("quick_compiler")
 
 STEPS = 4
 EXACT = "qsdp(axis_name, identity(), identity())"
+ONCE = "qsdp(axis_name, identity(), identity(), gather_once=True)"
 HYBRID = "qsdp(axis_name, identity(), identity(), fast_axis=fast_axis, secondary=True)"
 LOSSY = (
     "qsdp(axis_name, learned_levels(2, block=64), learned_levels(2, block=64, "
@@ -105,6 +106,15 @@ def test_exact_codes_train_as_replicas_do_that_hold_everything(config_of, scan):
     # Gradients are summed in another order, and Adam with eps=1e-4 magnifies that little.
     np.testing.assert_allclose(in_shards, losses, rtol=1e-5)
     assert abs(last_in_shards - last) < 1e-5 * last
+
+    once = config_of(f"once {scan}", ONCE, model=model, accumulate=3)
+    losses_once, last_once = run(once)
+    np.testing.assert_allclose(losses_once, losses, rtol=1e-5)
+    assert abs(last_once - last) < 1e-5 * last
+    task = compiled(dataclasses.replace(once, name="any", runs_dir=""))
+    # Weights cross once and gradients once, half of them a replica, in spite of microbatches.
+    assert abs(task.sent_bytes / (2 * 4 * tasks.num_parameters(task) / 2) - 1) < 0.01
+    assert "1.0x fewer than a float32 sharded step" in tasks.report(task)
 
 
 def test_a_run_goes_on_bit_for_bit_and_on_other_shards_to_rounding(config_of):

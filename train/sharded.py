@@ -75,6 +75,14 @@ def rounds(config: Config, state: jaxcomp.QSDPState) -> dict[str, int]:
     return {"all": config.steps, "levels": int(np.sum(due))}
 
 
+def dense_passes(config: Config) -> tuple[int, str]:
+    """How often parameters or gradients leave a replica without compression, and by what."""
+    fsdp = method(config)
+    if fsdp is None:
+        return 2, "ring all-reduce"  # a scatter and a gather
+    return 2 if fsdp.gather_once else 3 * config.accumulate, "sharded step"
+
+
 def functions(
     config: Config,
     fsdp: jaxcomp.QSDP,

@@ -249,9 +249,7 @@ def report(task: Task) -> str:
     """What one step of the run sends, as text: from the compiled program, nothing is run."""
     numel, slow = num_parameters(task), task.mesh.shape[AXIS_NAME]
     fast = task.mesh.size // slow
-    # An all-reduce is a scatter and a gather; each microbatch gathers shards once more.
-    in_shards = 3 * task.config.accumulate, "sharded step"
-    passes, plain = in_shards if task.config.qsdp else (2, "ring all-reduce")
+    passes, plain = sharded.dense_passes(task.config)
     dense = passes * 4 * numel / fast * (slow - 1) / slow
     exact = jaxcomp.report.exact_leaves(task.like["params"], task.like["state"])
     lines = [
