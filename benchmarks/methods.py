@@ -65,13 +65,23 @@ def _frozen(more: str) -> Method:
     )
 
 
-def _qsdp(weights: int, gradients: int, learned: int = 0, replicas: int | None = None) -> Method:
-    """Codes whose levels are learned at so many bits or fewer, and else uniform."""
+# Codes of so many bits and a rounding, at the bytes of the first but for smaller blocks.
+UNIFORM = "quantize({}, block=1024, range='minmax', rounding='{}')"
+FEW_BITS = {
+    "learned": "learned_levels({}, rounding='{}')",
+    "rotated": f"rotated({UNIFORM})",
+    "rotated, learned": "rotated(learned_levels({}, rounding='{}'))",
+    "blocks of 32": "quantize({}, block=32, rounding='{}')",
+    "rotated, blocks of 32": "rotated(quantize({}, block=32, rounding='{}'))",
+    "rotated, learned, blocks of 128": "rotated(learned_levels({}, block=128, rounding='{}'))",
+}
+
+
+def _qsdp(weights: int, gradients: int, few: str = UNIFORM, replicas: int | None = None) -> Method:
+    """`few` is the code of fewer than eight bits."""
 
     def code(bits, rounding):
-        if bits <= learned:
-            return f"learned_levels({bits}, rounding='{rounding}')"
-        return f"quantize({bits}, block=1024, range='minmax', rounding='{rounding}')"
+        return (few if bits < 8 else UNIFORM).format(bits, rounding)
 
     codes = f"{code(weights, 'nearest')}, {code(gradients, 'stochastic')}"
     return Method("adam(learning_rate)", qsdp=f"qsdp(axis_name, {codes})", replicas=replicas)
@@ -134,6 +144,7 @@ METHODS: dict[str, Method] = {
     "4-bit Adam": _mean("quantize(4)"),
     "4-bit Adam, blocks of 32": _of(nano_4bit),
     "sign Adam": _mean("sign(block=128)"),
+    "sign Adam, rotated": _mean("rotated(sign(block=128))"),
     "group_top_1 Adam": _mean("group_top_1(8)"),
     "top_k Adam": _mean("top_k(0.125, block=4096)"),
     "dense momentum SGD": _momentum("identity()"),
@@ -150,6 +161,10 @@ METHODS: dict[str, Method] = {
     "0/1 Adam, warm-up": _zero_one(", warmup_steps=warmup_steps"),
     "0/1 Adam, warm-up, variances of 8 bits": _of(nano_zero_one_adam),
     # Two and a half times the variances, of 8 bits, by two thirds of their bytes.
+    "0/1 Adam, warm-up, kappa 64": _zero_one(
+        ", warmup_steps=warmup_steps, variance_compressor=quantize(8), "
+        f"variance_at=schedules.both(schedules.growing(64), schedules.{HALVING})"
+    ),
     "0/1 Adam, kappa 64, 8 bits, stale variance": Method(
         f"zero_one_adam(learning_rate, axis_name, sync_at=schedules.{HALVING}, "
         f"variance_at=schedules.both(schedules.{HALVING}, schedules.growing(64)), "
@@ -184,10 +199,14 @@ METHODS: dict[str, Method] = {
     **{f"CocktailSGD, {x}": _cocktail(f"compressor={code}") for x, code in FACTORS.items()},
     **{f"CocktailSGD, {name}": _cocktail(arguments) for name, arguments in STAGES.items()},
     **{f"QSDP W{w}G{g}": _qsdp(w, g) for w, g in BITS},
-    **{f"QSDP W{w}G{g}, learned": _qsdp(w, g, learned=6) for w, g in BITS[1:]},
+    **{
+        f"QSDP W{w}G{g}, {name}": _qsdp(w, g, code)
+        for name, code in FEW_BITS.items()
+        for w, g in BITS[1:]
+    },
     "QSDP W8G8, 8 shards": _qsdp(8, 8, replicas=8),
     "QSDP W4G4, 8 shards": _qsdp(4, 4, replicas=8),
-    "QSDP W4G4, learned, 8 shards": _qsdp(4, 4, learned=6, replicas=8),
+    "QSDP W4G4, learned, 8 shards": _qsdp(4, 4, FEW_BITS["learned"], replicas=8),
     "QSDP W8G8, hybrid": _of(nano_qsdp_hybrid),
     **{f"sharded Adam, G{g}D{d}": _sharded(NOISY[g], ROUNDED[d]) for g in NOISY for d in ROUNDED},
     "sharded Adam, G4D4, blocks of 32": _sharded(

@@ -18,6 +18,8 @@ METHODS = {
     "0/1 Adam, every 4th": "zero_one_adam(learning_rate, axis_name, variance_at=schedules.until(2),"
     " sync_at=schedules.halving(exponential_decay(1.0, 1, 0.5), 999, longest=4, after=2))",
     "CocktailSGD": f"cocktail_sgd({ADAM}, axis_name)",
+    "CocktailSGD, signs of an eighth": f"cocktail_sgd({ADAM}, axis_name, "
+    "compressor=compose(random_k(0.125), sign(block=1024)))",
     # As many bytes as "8 bits", but they may travel while the gradient is computed.
     "CocktailSGD, 8 bits": f"cocktail_sgd({ADAM}, axis_name, compressor=quantize(8))",
     "CocktailSGD, 8 bits, overlapped": f"cocktail_sgd({ADAM}, axis_name, compressor=quantize(8))",
@@ -33,6 +35,7 @@ SHARDED = {
     "shards float32": "qsdp(axis_name, identity(), identity())",
     "shards bfloat16": "qsdp(axis_name, cast('bfloat16'), cast('bfloat16'))",
     "QSDP W8G8": "qsdp(axis_name)",
+    "QSDP W8G8, gathered once": "qsdp(axis_name, gather_once=True)",
     "QSDP W4G4": "qsdp(axis_name, quantize(4, block=1024, range='minmax'), "
     "quantize(4, block=1024, range='minmax', rounding='stochastic'))",
 }

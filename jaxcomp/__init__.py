@@ -19,6 +19,7 @@ from jaxcomp.compressors import identity as identity
 from jaxcomp.compressors import learned_levels as learned_levels
 from jaxcomp.compressors import quantize as quantize
 from jaxcomp.compressors import random_k as random_k
+from jaxcomp.compressors import rotated as rotated
 from jaxcomp.compressors import sign as sign
 from jaxcomp.compressors import top_k as top_k
 from jaxcomp.overlap import OverlappedStep as OverlappedStep

@@ -107,6 +107,25 @@ def learned_levels(bits, block, rounding="nearest", scale_dtype=ml_dtypes.bfloat
     return roundtrip
 
 
+def rotated(inner, block=128):
+    """By butterflies, in float64, where the code multiplies by a Hadamard matrix."""
+
+    def turned(x):
+        rows, step = x.reshape(-1, block).astype(np.float64), 1
+        while step < block:
+            pairs = rows.reshape(len(rows), -1, 2, step)
+            rows = np.stack((pairs[:, :, 0] + pairs[:, :, 1], pairs[:, :, 0] - pairs[:, :, 1]), 2)
+            rows, step = rows.reshape(-1, block), 2 * step
+        return (rows / np.sqrt(block)).astype(np.float32).reshape(-1)
+
+    def roundtrip(x, count, shared, private):
+        flips = np.where(random_bits(shared, x.size) & 1, -1, 1).astype(np.float32)
+        values = inner(turned(padded(x * flips, block)), count, fold(shared, 1), private)
+        return turned(values)[: x.size] * flips
+
+    return roundtrip
+
+
 def sign(scale="l1", block=None, scale_dtype=np.float32):
     def roundtrip(x, count, shared, private):
         decoded = []

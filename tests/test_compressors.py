@@ -29,6 +29,7 @@ from jaxcomp.compressors import (
     learned_levels,
     quantize,
     random_k,
+    rotated,
     sign,
     top_k,
 )
@@ -91,6 +92,19 @@ ROWS = [
         reference.learned_levels(4, 256, "stochastic"),
         500 + 16,
         2**-22,
+    ),
+    Row(rotated(quantize(4)), reference.rotated(reference.quantize(4)), 512 + 16, 2**-18),
+    Row(
+        rotated(quantize(4, block=32, rounding="stochastic"), block=32),
+        reference.rotated(reference.quantize(4, block=32, rounding="stochastic"), 32),
+        512 + 64,
+        2**-18,
+    ),
+    Row(
+        rotated(learned_levels(4, 256)),
+        reference.rotated(reference.learned_levels(4, 256)),
+        512 + 16,
+        2**-18,
     ),
     Row(sign(), reference.sign(), 125 + 4, 2**-20),
     Row(sign("l2"), reference.sign("l2"), 125 + 4, 2**-20),
@@ -390,6 +404,14 @@ def test_stages_of_a_composition_draw_different_numbers():
     assert not np.array_equal(decoded(compressor, x), alone)
 
 
+def test_rotation_takes_outliers_from_the_scale_and_draws_anew():
+    x, code = hard_buckets()[1], quantize(4, block=256)
+    error = lambda code, shared: np.linalg.norm(decoded(code, x, shared=shared) - x)
+    turned = [error(rotated(code, block=256), shared) for shared in range(3)]
+    assert max(turned) < 0.75 * error(code, 0)
+    assert len(set(turned)) == 3
+
+
 def test_compose_of_one_stage_is_the_stage():
     stage = quantize(4)
     assert compose(stage) is stage
@@ -498,6 +520,12 @@ def test_fold_separates_data_and_their_order():
         (lambda: top_k(0.1, block=0), "top_k got block=0; needs a positive integer, or None"),
         (lambda: group_top_1(12), "group=12; needs a power of two from 2 to 256; write group=8"),
         (lambda: group_top_1(512), "group=512; needs a power of two from 2 to 256"),
+        (lambda: rotated(quantize(4), block=96), "block=96; needs a power of two; write block=128"),
+        (
+            lambda: rotated(top_k(0.1)),
+            r"top_k\(0.1\), needs a code that rounds; write quantize\(4\)",
+        ),
+        (lambda: rotated(identity()), r"identity\(\), needs a code that rounds"),
         (lambda: compose(), r"compose\(\) got no stage; write identity\(\)"),
         (lambda: compose(quantize(4), top_k(0.1)), r"quantize\(4\) before the last stage"),
         (lambda: compose(random_k(0.1), random_k(0.5)), "at most one random_k; write one with"),

@@ -8,7 +8,7 @@ import pytest
 from replicas import everywhere, mesh_of, one_value, rows
 
 import jaxcomp
-from jaxcomp import learned_levels, quantize, schedules
+from jaxcomp import learned_levels, quantize, rotated, schedules
 from jaxcomp.compressors import Key
 from jaxcomp.resizing import resize
 
@@ -88,6 +88,22 @@ def test_levels_without_values_stay():
         tally = levels.tally(nothing)
         assert tally.sum() == 0
         np.testing.assert_allclose(levels.fit(table, tally), table, rtol=0, atol=1e-6)
+
+
+def test_levels_of_rotated_values_lose_least():
+    x = np.random.default_rng(0).standard_t(3, size=2**14).astype(np.float32)
+
+    def error(code):
+        shared = PRIVATE
+        if code.levels is not None:
+            start = jnp.asarray(code.levels.start)
+            shared = shared._replace(levels=code.levels.fit(start, code.levels.tally(x)))
+        return jnp.mean((code.decode(code.encode(x, shared, PRIVATE), shared) - x) ** 2)
+
+    uniform, learned = quantize(4, 1024, "minmax"), learned_levels(4, 1024)
+    codes = uniform, learned, rotated(uniform), rotated(learned)
+    errors = [float(jax.jit(error, static_argnums=0)(code)) for code in codes]
+    assert errors[3] < 0.8 * errors[2] and errors[2] < 0.5 * errors[1] < 0.5 * errors[0]
 
 
 def test_stochastic_rounding_is_unbiased_at_any_levels():
@@ -217,8 +233,9 @@ def test_learned_levels_lose_less_of_real_weights_and_gradients(trained):
             assert learned < 0.95 * even, (rounding, bits)
 
 
-def test_layers_that_are_scanned_over_have_levels_of_their_own():
-    fsdp = jaxcomp.qsdp("replica", *[learned_levels(2, 64, code) for code in ("nearest",) * 2])
+@pytest.mark.parametrize("code", [learned_levels(2, 64), rotated(learned_levels(2, 64), block=64)])
+def test_layers_that_are_scanned_over_have_levels_of_their_own(code):
+    fsdp = jaxcomp.qsdp("replica", code, code)
     rng = np.random.default_rng(0)
     pair = np.stack([rng.normal(size=(32, 32)), rng.laplace(size=(32, 32))]).astype(np.float32) / 6
 

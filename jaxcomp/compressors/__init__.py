@@ -6,6 +6,7 @@ from jaxcomp.compressors.compose import compose
 from jaxcomp.compressors.learned import learned_levels
 from jaxcomp.compressors.packing import fold
 from jaxcomp.compressors.quantize import cast, quantize
+from jaxcomp.compressors.rotated import rotated
 from jaxcomp.compressors.sign import sign
 from jaxcomp.compressors.sparse import group_top_1, random_k, top_k
 
@@ -24,6 +25,7 @@ __all__ = [
     "learned_levels",
     "quantize",
     "random_k",
+    "rotated",
     "sign",
     "top_k",
 ]
