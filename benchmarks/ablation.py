@@ -108,11 +108,20 @@ ABLATIONS = {
         {
             "bits of weights, uniform": {str(b): f"QSDP W{b}G8" for b in (8, 6, 5, 4, 3)},
             "bits of weights, learned": {str(b): f"QSDP W{b}G8, learned" for b in (6, 5, 4, 3)},
+            "weights of 4 bits": {
+                "uniform": "QSDP W4G8",
+                "rotated": "QSDP W4G8, rotated",
+                "learned": "QSDP W4G8, learned",
+                "both": "QSDP W4G8, rotated, learned",
+                "blocks\nof 32": "QSDP W4G8, blocks of 32",
+                "these,\nrotated": "QSDP W4G8, rotated, blocks of 32",
+            },
             "bits of gradients, weights of 8": {
                 "8": "QSDP W8G8",
                 "6": "QSDP W8G6",
                 "4": "QSDP W8G4",
-                "4, learned": "QSDP W8G4, learned",
+                "4,\nlearned": "QSDP W8G4, learned",
+                "4,\nrotated": "QSDP W8G4, rotated",
             },
             "bits of differences, gradients of 4": {
                 str(b): f"sharded Adam, G4D{b}" for b in (8, 4, 2, 1)
@@ -120,6 +129,7 @@ ABLATIONS = {
             "4 bits, both": {
                 "uniform": "QSDP W4G4",
                 "learned": "QSDP W4G4, learned",
+                "rotated,\nlearned": "QSDP W4G4, rotated, learned",
                 "differences": "sharded Adam, G4D4",
             },
         },
@@ -133,7 +143,11 @@ def draw(summaries: list[Summary], ablation: Ablation, path: pathlib.Path) -> No
     The dense method's mean is the dashed line.
     """
     by_method = {summary.method: summary for summary in summaries}
-    figure, panels = plt.subplots(1, len(ablation.panels), figsize=(14, 3.8), sharey=True)
+    count = len(ablation.panels)
+    rows = -(-count // 3)
+    size = {"figsize": (14, 3.8 * rows), "sharey": True, "squeeze": False}
+    figure, grid = plt.subplots(rows, -(-count // rows), **size)
+    panels = grid.flat[:count]
     for axes, (quantity, methods) in zip(panels, ablation.panels.items(), strict=True):
         if ablation.dense in by_method:
             dense = statistics.fmean(by_method[ablation.dense].losses)
@@ -152,6 +166,8 @@ def draw(summaries: list[Summary], ablation: Ablation, path: pathlib.Path) -> No
     panels[0].yaxis.set_major_formatter(plain)
     panels[0].yaxis.set_minor_formatter(plain)
     panels[0].set_ylabel("validation loss")
+    for axes in grid.flat[count:]:
+        axes.axis("off")
     figure.suptitle("under each value: kB a step", fontsize="small")
     figure.tight_layout()
     figure.savefig(path, dpi=120)
