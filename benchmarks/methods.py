@@ -161,9 +161,17 @@ METHODS: dict[str, Method] = {
     "0/1 Adam, warm-up": _zero_one(", warmup_steps=warmup_steps"),
     "0/1 Adam, warm-up, variances of 8 bits": _of(nano_zero_one_adam),
     # Two and a half times the variances, of 8 bits, by two thirds of their bytes.
-    "0/1 Adam, warm-up, kappa 64": _zero_one(
-        ", warmup_steps=warmup_steps, variance_compressor=quantize(8), "
-        f"variance_at=schedules.both(schedules.growing(64), schedules.{HALVING})"
+    **{
+        f"0/1 Adam, warm-up, kappa 64{name}": _zero_one(
+            ", warmup_steps=warmup_steps, variance_compressor=quantize(8), "
+            f"variance_at=schedules.both(schedules.growing(64), schedules.{HALVING}){more}"
+        )
+        for name, more in {"": "", ", 4 bits": ", compressor=quantize(4)"}.items()
+    },
+    # The same in every step: one bit, but no rounds are left out.
+    "0/1 Adam, warm-up, kappa 64, H 1": Method(
+        "zero_one_adam(learning_rate, axis_name, warmup_steps=warmup_steps, "
+        "variance_compressor=quantize(8), variance_at=schedules.growing(64))"
     ),
     "0/1 Adam, kappa 64, 8 bits, stale variance": Method(
         f"zero_one_adam(learning_rate, axis_name, sync_at=schedules.{HALVING}, "
