@@ -4,7 +4,7 @@
 
 The model and data of configs/nano_dense.py, with 8 times the sequences a step and an eighth of the
 steps; the baseline of the other large-batch configs. One replica sends 5,899,271 bytes a step; its
-validation loss is 2.140 nats per byte (one seed).
+validation loss is 2.140 and 2.183 nats per byte (two seeds).
 """
 
 import dataclasses
