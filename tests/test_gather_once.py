@@ -96,3 +96,10 @@ def test_levels_are_learned_of_the_gradient_that_is_sent():
 def test_secondary_shards_are_refused():
     with pytest.raises(ValueError, match="write one of the two"):
         jaxcomp.qsdp("replica", secondary=True, gather_once=True)
+
+
+def test_a_layer_of_gathered_weights_is_computed_again_for_its_gradient():
+    layer = EXACT.layer(lambda w, x: jax.numpy.tanh(x @ w))
+    loss = lambda w, x: layer(w, x).sum()
+    passes = str(jax.make_jaxpr(jax.grad(loss))(np.ones((4, 4), "f4"), np.ones((2, 4), "f4")))
+    assert passes.count("tanh") == 2
