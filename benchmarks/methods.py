@@ -206,6 +206,17 @@ METHODS: dict[str, Method] = {
     "CocktailSGD, no compression": _cocktail("compressor=identity()"),
     **{f"CocktailSGD, {x}": _cocktail(f"compressor={code}") for x, code in FACTORS.items()},
     **{f"CocktailSGD, {name}": _cocktail(arguments) for name, arguments in STAGES.items()},
+    # Replicas learn of each other's work in the same step; nothing overlaps.
+    **{
+        f"CocktailSGD, no delay, {name}": _cocktail(f"compressor={code}, delayed=False")
+        for name, code in {
+            "no compression": "identity()",
+            **FACTORS,
+            "88x": "cocktail()",
+            "signs": "sign(block=1024)",
+            "signs of an eighth": "compose(random_k(0.125), sign(block=1024))",
+        }.items()
+    },
     **{f"QSDP W{w}G{g}": _qsdp(w, g) for w, g in BITS},
     **{
         f"QSDP W{w}G{g}, {name}": _qsdp(w, g, code)
@@ -221,8 +232,12 @@ METHODS: dict[str, Method] = {
         "quantize(4, block=32, rounding='stochastic')", "quantize(4, block=32)"
     ),
     "LAMB": _mean("identity()", "lamb(learning_rate)", LAMB_RATES),
+    "4-bit LAMB": _mean("quantize(4)", "lamb(learning_rate)", LAMB_RATES),
     "SLAMB": _slamb("density=0.1"),
     "SLAMB, 8 bits": _slamb("compressor=compose(random_k(0.1), quantize(8))"),
+    # Fewer bits a value, and more values, by fewer bytes than a tenth in float32.
+    "SLAMB, 8 bits, density 0.25": _slamb("compressor=compose(random_k(0.25), quantize(8))"),
+    "SLAMB, 4 bits, density 0.5": _slamb("compressor=compose(random_k(0.5), quantize(4))"),
     "SLAMB, linear": _slamb("density=0.1, rescaling='linear'"),
     "SLAMB, no rescaling": _slamb("density=0.1, b3=1.0"),
     "SLAMB, masked": _slamb("density=0.1, rescaling='masked'"),

@@ -85,6 +85,9 @@ class Run:
         ("groups", {"sync_every": 3}, 4),
         ("cocktail", {"warmup_steps": 2, "sync_every": 2}, 4),
         ("cocktail", {"exchange": jaxcomp.gathered}, 4),
+        ("cocktail", {"delayed": False}, 3),
+        ("groups", {"delayed": False, "sync_every": 3}, 4),
+        ("cocktail", {"delayed": False, "warmup_steps": 2, "sync_every": 2}, 4),
     ],
     ids=str,
 )
@@ -131,6 +134,19 @@ def test_with_identity_it_is_averaging_one_step_late():
         run.step(grads)
         np.testing.assert_array_equal(run.params["kernel"], mean)
         np.testing.assert_array_equal(run.local(), mean - 0.25 * grads["kernel"])
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_without_delay_replicas_meet_after_the_step_that_ends_an_interval(every):
+    run = Run(make(optax.sgd(0.25), compressor=jaxcomp.identity(), delayed=False, sync_every=every))
+    run.params = jax.tree.map(jnp.round, run.params)
+    for step in range(4):
+        grads = jax.tree.map(np.round, random_tree(step, 4))
+        moved = run.local() - 0.25 * grads["kernel"]
+        run.step(grads)
+        meets = step % every == every - 1
+        wanted = np.broadcast_to(moved.mean(axis=0), moved.shape) if meets else moved
+        np.testing.assert_array_equal(run.local(), wanted)
 
 
 def test_alone_and_with_identity_a_replica_is_its_inner_optimizer():
