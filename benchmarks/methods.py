@@ -160,13 +160,17 @@ METHODS: dict[str, Method] = {
     # Buffers of 8 bits in the warm-up.
     "0/1 Adam, warm-up": _zero_one(", warmup_steps=warmup_steps"),
     "0/1 Adam, warm-up, variances of 8 bits": _of(nano_zero_one_adam),
-    # Two and a half times the variances, of 8 bits, by two thirds of their bytes.
+    # Two and a half times the variances, of 8 bits, by two thirds of their bytes; and still more.
     **{
-        f"0/1 Adam, warm-up, kappa 64{name}": _zero_one(
+        f"0/1 Adam, warm-up, kappa {name}": _zero_one(
             ", warmup_steps=warmup_steps, variance_compressor=quantize(8), "
-            f"variance_at=schedules.both(schedules.growing(64), schedules.{HALVING}){more}"
+            f"variance_at=schedules.both(schedules.growing({kappa}), schedules.{HALVING}){more}"
         )
-        for name, more in {"": "", ", 4 bits": ", compressor=quantize(4)"}.items()
+        for name, kappa, more in (
+            ("64", 64, ""),
+            ("64, 4 bits", 64, ", compressor=quantize(4)"),
+            ("256", 256, ""),
+        )
     },
     # The same in every step: one bit, but no rounds are left out.
     "0/1 Adam, warm-up, kappa 64, H 1": Method(
@@ -235,6 +239,11 @@ METHODS: dict[str, Method] = {
     "4-bit LAMB": _mean("quantize(4)", "lamb(learning_rate)", LAMB_RATES),
     "SLAMB": _slamb("density=0.1"),
     "SLAMB, 8 bits": _slamb("compressor=compose(random_k(0.1), quantize(8))"),
+    "LAMB in CocktailSGD, no delay, 10x": Method(
+        "cocktail_sgd(lamb(learning_rate), axis_name, delayed=False, "
+        "compressor=cocktail(random=0.5, top=0.5))",
+        LAMB_RATES,
+    ),
     # Fewer bits a value, and more values, by fewer bytes than a tenth in float32.
     "SLAMB, 8 bits, density 0.25": _slamb("compressor=compose(random_k(0.25), quantize(8))"),
     "SLAMB, 4 bits, density 0.5": _slamb("compressor=compose(random_k(0.5), quantize(4))"),
