@@ -116,7 +116,7 @@ def overlapped_train_step(
         if not made:
             raise ValueError(
                 "nothing in the transformation exchanges ahead of the gradient: write "
-                "jaxcomp.cocktail_sgd(...) in it, or jaxcomp.train_step around it."
+                "jaxcomp.cocktail_sgd(..., delayed=True) in it, or jaxcomp.train_step around it."
             )
         return stack(made, axis_name)
 

@@ -88,9 +88,16 @@ def test_only_the_gradient_is_dispatched_by_another_thread():
     assert seen["gradient"] is not threading.current_thread()
 
 
-def test_a_method_that_needs_the_gradient_is_refused():
+@pytest.mark.parametrize(
+    "tx",
+    [
+        optax.chain(jaxcomp.compressed_mean(jaxcomp.quantize(4), "replica"), optax.sgd(0.1)),
+        METHOD(delayed=False),
+    ],
+    ids=["compressed_mean", "not delayed"],
+)
+def test_a_method_that_needs_the_gradient_is_refused(tx):
     mesh = mesh_of(2)
-    tx = optax.chain(jaxcomp.compressed_mean(jaxcomp.quantize(4), "replica"), optax.sgd(0.1))
     functions = jaxcomp.overlapped_train_step(loss, tx, mesh, "replica")
     params = everywhere(mesh, PARAMS)
     state = functions.init(params)
