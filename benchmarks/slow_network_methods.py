@@ -20,6 +20,11 @@ METHODS = {
     "CocktailSGD": f"cocktail_sgd({ADAM}, axis_name)",
     "CocktailSGD, signs of an eighth": f"cocktail_sgd({ADAM}, axis_name, "
     "compressor=compose(random_k(0.125), sign(block=1024)))",
+    **{
+        f"CocktailSGD{name}, 10x": f"cocktail_sgd({ADAM}, axis_name, "
+        f"compressor=cocktail(random=0.5, top=0.5){more})"
+        for name, more in {"": "", ", no delay": ", delayed=False"}.items()
+    },
     # As many bytes as "8 bits", but they may travel while the gradient is computed.
     "CocktailSGD, 8 bits": f"cocktail_sgd({ADAM}, axis_name, compressor=quantize(8))",
     "CocktailSGD, 8 bits, overlapped": f"cocktail_sgd({ADAM}, axis_name, compressor=quantize(8))",
