@@ -3,9 +3,9 @@
     python -m train configs/nano_bert_zero_one_adam.py
 
 The method of configs/nano_zero_one_adam.py, but that the variance is learned from more gradients,
-by kappa = 64, on the task of configs/nano_bert_dense.py. Validation loss after 1,000 steps, at the
-seeds 0 and 1, 2.147 and 2.716, dense 1.969 and 2.211: both begin on a plateau. After 3,000 steps
-1.697 (seed 1), dense 1.214.
+by kappa = 256, on the task of configs/nano_bert_dense.py. In 3,000 steps (`--steps 3000
+--optimizer.warmup-steps 300`) one replica sends 623,308 bytes a step in the mean, 8.1 times fewer
+than dense; validation loss 1.234 nats a byte (one seed; dense 1.214, kappa = 64 1.697).
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ def get_config() -> Config:
     meet = "schedules.halving(learning_rate, steps, after=warmup_steps)"
     update = (
         f"zero_one_adam(learning_rate, axis_name, sync_at={meet}, warmup_steps=warmup_steps, "
-        f"variance_at=schedules.both(schedules.growing(64), {meet}), "
+        f"variance_at=schedules.both(schedules.growing(256), {meet}), "
         "variance_compressor=quantize(8))"
     )
     optimizer = dataclasses.replace(dense.optimizer, update=update, learning_rate=3e-3)
