@@ -83,7 +83,7 @@ ABLATIONS = {
         300,
         "dense Adam",
         {
-            "stage alone, at the bytes of all three or fewer": {
+            "stage alone, at about the bytes of all three": {
                 "random": "CocktailSGD, random only",
                 "top-K": "CocktailSGD, top-K only",
                 "quantization": "CocktailSGD, quantization only",

@@ -120,7 +120,7 @@ FACTORS = {
     "561x": "cocktail(random=0.015625)",
 }
 
-# CocktailSGD's exchange by each of its stages alone, at the bytes of all three or fewer.
+# CocktailSGD's exchange by each of its stages alone, at about the bytes of all three.
 STAGES = {
     "random only": "compressor=random_k(0.00625)",
     "top-K only": "compressor=top_k(0.00390625, block=4096)",
@@ -152,6 +152,13 @@ METHODS: dict[str, Method] = {
     "group_top_1 momentum SGD": _momentum("group_top_1(8)"),
     "top_k momentum SGD": _momentum("top_k(0.125, block=4096)"),
     "1-bit Adam": _of(nano_one_bit_adam),
+    # A quarter of the steps, the longest warm-up that the paper speaks of.
+    **{
+        f"1-bit Adam, {n} dense steps": Method(
+            f"one_bit_adam(learning_rate, axis_name, freeze_step={n})"
+        )
+        for n in (250, 750)
+    },
     "0/1 Adam": _zero_one(),
     # The paper's weights of the variance, and its policy, that freezes it after the warm-up.
     "0/1 Adam, stale variance": _zero_one(", fresh_variance=False"),

@@ -34,6 +34,7 @@ from benchmarks.slow_network import (
     MODELS,
     PEERS,
     SECONDS,
+    SHARDED,
     Team,
     programs,
 )
@@ -151,10 +152,15 @@ def measured_rows(net: network.Network, options, folder: pathlib.Path) -> Iterat
 
 
 def recorded_rows(rows: list[dict]) -> Iterator[dict]:
-    """Predicts rows of benchmarks.slow_network at limited rates by those at the unlimited one."""
-    rows = [row for row in rows if row["method"] not in PEERS]
+    """Predicts rows of benchmarks.slow_network at limited rates by those at the unlimited one.
+
+    Of the methods that have rows at all rates; not of those in shards, which no plan knows.
+    """
     alone = next(seconds(row) for row in rows if row["method"] == ALONE)
-    rows = [row for row in rows if row["method"] != ALONE]
+    rows = [row for row in rows if row["method"] not in (ALONE, *SHARDED, *PEERS)]
+    measured = {(row["method"], row["rate"]): seconds(row) for row in rows}
+    rates = {row["rate"] for row in rows}
+    rows = [row for row in rows if all((row["method"], rate) in measured for rate in rates)]
     unlimited = [row for row in rows if row["rate"] == network.UNLIMITED]
     methods = [
         planner.Method(
@@ -165,7 +171,6 @@ def recorded_rows(rows: list[dict]) -> Iterator[dict]:
         )
         for row in unlimited
     ]
-    measured = {(row["method"], row["rate"]): seconds(row) for row in rows}
     for rate in dict.fromkeys(row["rate"] for row in rows if row["rate"] != network.UNLIMITED):
         hosts = rows[0]["hosts"]
         link = planner.uniform_link(network.bits_per_second(rate), 0.0, hosts)

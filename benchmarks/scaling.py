@@ -93,7 +93,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     results = pathlib.Path(__file__).parent / "results"
     parser.add_argument("--json", type=pathlib.Path, default=results / "scaling.json")
-    parser.add_argument("--replicas", nargs="+", type=int, default=[8, 64, 1024])
+    parser.add_argument("--replicas", nargs="+", type=int, default=[8, 64, 512, 1024])
     args = parser.parse_args()
     devices.start(max(args.replicas))
     config = bert_large_slamb.get_config()

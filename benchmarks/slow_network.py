@@ -206,9 +206,9 @@ def parse(args: list[str]) -> argparse.Namespace:
     parser.add_argument("--rates", nargs="+", default=list(RATES), help="as 500mbit, or unlimited")
     every = [ALONE, *METHODS, *SHARDED, *PEERS]
     parser.add_argument("--methods", nargs="+", default=every, choices=every, metavar="NAME")
-    parser.add_argument("--model", default="5M", choices=list(MODELS))
-    parser.add_argument("--sequences", type=int, default=2, help="of one host and step")
-    parser.add_argument("--steps", type=int, default=12, help="timed steps of a row")
+    parser.add_argument("--model", default="14M", choices=list(MODELS))
+    parser.add_argument("--sequences", type=int, default=1, help="of one host and step")
+    parser.add_argument("--steps", type=int, default=8, help="timed steps of a row")
     parser.add_argument("--warmup", type=int, default=2, help="steps before them")
     parser.add_argument(
         "--torch-python",

@@ -6,13 +6,13 @@ from typing import Any
 
 import jax
 import numpy as np
-import optax
 from jax._src import cache_key
 
 import jaxcomp
 from benchmarks import commands
 from benchmarks.timing import interleaved
 from jaxcomp import step_probe
+from jaxcomp.fields import field, fields
 from train import devices, distributed
 from train.config import AXIS_NAME, Config, Data, Optimizer
 from train.metrics import hardware_name
@@ -95,7 +95,7 @@ def functions(replicas: int) -> dict:
     def parts(repeats: int) -> dict[str, float]:
         step, params, state = built["task"].step, built["params"], built["state"]
         batch = jax.block_until_ready(built["task"].batch(0))
-        gradient_args = params, optax.tree_utils.tree_get(state, "drift"), batch
+        gradient_args = params, fields(state, "drift"), batch
         exchange = lambda: step.exchange(params, state)
         gradient = lambda: step.gradient(*gradient_args)
 
@@ -128,7 +128,7 @@ def num_collectives(task) -> int:
 
 def rounds(state) -> dict[str, int]:
     """How often each part of the exchange was sent; empty for methods that send all every step."""
-    counts = optax.tree_utils.tree_get(state, "rounds") or {}
+    counts = field(state, "rounds") or {}
     return {part: int(count) for part, count in counts.items()}
 
 

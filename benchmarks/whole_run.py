@@ -2,10 +2,10 @@
 
     sudo python -m benchmarks.whole_run [--json FILE] [--steps 120] [--rates 500mbit 100mbit]
 
-1-bit Adam sends dense gradients in the first 15% of its steps, as in its authors' runs of BERT;
-0/1 Adam skips rounds and learns its variance in the first tenth, from gradients of 8 bits: in
-twice the share of steps that "few rounds" of benchmarks.convergence has. Hosts, rates and bytes
-are those of benchmarks.slow_network.
+1-bit Adam and 1-bit LAMB send dense gradients in the first 15% of their steps, as in their
+authors' runs of BERT; 0/1 Adam skips rounds and learns its variance in the first tenth, from
+gradients of 8 bits: in twice the share of steps that "few rounds" of benchmarks.convergence has;
+SLAMB averages parameters five times. Hosts, rates and bytes are those of benchmarks.slow_network.
 """
 
 import argparse
@@ -20,30 +20,42 @@ from benchmarks.slow_network import Team, rows_of
 from benchmarks.slow_network_methods import DENSE, METHODS, MODELS
 from train.exits import clean_exits
 
-ONE_BIT, ZERO_ONE = "1-bit Adam", "0/1 Adam"
+ONE_BIT, ZERO_ONE, ONE_BIT_LAMB = "1-bit Adam", "0/1 Adam", "1-bit LAMB"
+RATES = (network.UNLIMITED, "500mbit", "100mbit")
 
 
 def updates(steps: int) -> dict[str, str]:
     """The methods, as `optimizer.update` of a config, for runs of some steps."""
     freeze, together = max(1, round(0.15 * steps)), max(1, steps // 10)
+    slamb = f"slamb(learning_rate, axis_name, sync_every={max(1, steps // 5)}, "
     return {
         DENSE: METHODS[DENSE],
         ONE_BIT: f"one_bit_adam(learning_rate, axis_name, freeze_step={freeze})",
         ZERO_ONE: "zero_one_adam(learning_rate, axis_name, "
         f"sync_at=schedules.every(4, {steps}, after={together}), "
         f"variance_at=schedules.growing(4, until={together}), variance_compressor=quantize(8))",
+        ONE_BIT_LAMB: f"one_bit_lamb(learning_rate, axis_name, freeze_step={freeze})",
+        "SLAMB": f"{slamb}density=0.1)",
+        "SLAMB, 8 bits": f"{slamb}compressor=compose(random_k(0.1), quantize(8)))",
     }
 
 
 def table(rows: list[dict]) -> str:
-    """The rows as Markdown: seconds and bytes of the whole run, and how many times 1-bit Adam's."""
-    whole = {(row["rate"], row["method"]): sum(row["step_seconds"]["all"]) for row in rows}
-    lines = ["| rate | method | seconds | of 1-bit Adam's | MB sent |", "|---" * 5 + "|"]
+    """The rows as Markdown: seconds and bytes of the whole run, and how many times 1 bit's.
+
+    The Adams are compared with 1-bit Adam, the LAMBs with 1-bit LAMB.
+    """
+    seconds = lambda row: sum(row["step_seconds"]["all"])
+    sent = lambda row: row["nic_bytes"]["sent"] * row["steps"] / 1e6
+    found = {(row["rate"], row["method"]): row for row in rows}
+    lines = ["| rate | method | seconds | of 1 bit's | MB sent | of 1 bit's |", "|---" * 6 + "|"]
     for row in rows:
-        took, base = whole[row["rate"], row["method"]], whole.get((row["rate"], ONE_BIT))
-        ratio = f"{took / base:.2f}" if base else ""
-        sent = row["nic_bytes"]["sent"] * row["steps"] / 1e6
-        lines.append(f"| {row['rate']} | {row['method']} | {took:.0f} | {ratio} | {sent:,.0f} |")
+        base = found.get((row["rate"], ONE_BIT_LAMB if "LAMB" in row["method"] else ONE_BIT))
+        time, size = (f"{of(row) / of(base):.2f}" if base else "" for of in (seconds, sent))
+        lines.append(
+            f"| {row['rate']} | {row['method']} | {seconds(row):.0f} | {time} "
+            f"| {sent(row):,.0f} | {size} |"
+        )
     return "\n".join(lines)
 
 
@@ -52,8 +64,8 @@ def main(args: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--json", type=pathlib.Path, help="file for the rows")
     parser.add_argument("--hosts", type=int, default=4)
-    parser.add_argument("--rates", nargs="+", default=["500mbit", "100mbit"])
-    parser.add_argument("--methods", nargs="+", default=[ONE_BIT, ZERO_ONE], choices=updates(1))
+    parser.add_argument("--rates", nargs="+", default=list(RATES))
+    parser.add_argument("--methods", nargs="+", default=list(updates(1)), choices=updates(1))
     parser.add_argument("--model", default="14M", choices=list(MODELS))
     parser.add_argument("--sequences", type=int, default=1, help="of one host and step")
     parser.add_argument("--steps", type=int, default=120, help="of a run")

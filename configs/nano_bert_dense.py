@@ -3,8 +3,9 @@
     python -m train configs/nano_bert_dense.py
 
 The same size, text and order as configs/nano_dense.py; 15% of the bytes of each sequence are asked
-for, most of them hidden. Validation loss 1.969 at half the rate (one
-seed), after a plateau of 250 steps at 2.9.
+for, most of them hidden. Validation loss at half the rate 1.969 and 2.211 (two
+seeds), after a plateau at 2.9 that they leave sooner or later; in 3,000 steps
+1.195 (mean of three seeds).
 """
 
 import dataclasses

@@ -4,7 +4,7 @@
 
 The model and data of configs/nano_dense.py, with 8 times the sequences a step and an eighth of the
 steps; the baseline of the other large-batch configs. One replica sends 5,899,271 bytes a step; its
-validation loss is 2.140 and 2.183 nats per byte (two seeds).
+validation loss is 2.140, 2.183 and 2.177 nats per byte (three seeds).
 """
 
 import dataclasses
@@ -26,6 +26,6 @@ def get_config() -> Config:
         optimizer=Optimizer(
             update="chain(compressed_mean(identity(), axis_name), lamb(learning_rate))",
             learning_rate=2e-2,
-            warmup_steps=15,
+            warmup_steps=12,
         ),
     )

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxcomp.sharding import size_over_shards
+
 
 class Segment(NamedTuple):
     """The entries `start:stop` of the flattened leaf number `leaf`."""
@@ -49,19 +51,17 @@ def path_of(key_path) -> str:
     return jax.tree_util.keystr(key_path, simple=True, separator="/")
 
 
-def is_field(key_path, name: str) -> bool:
-    """Whether a path goes through a field of this name, as `residual`."""
-    return any(getattr(key, "name", None) == name for key in key_path)
-
-
-def small_or_vector(path: str, leaf) -> bool:
-    """Names the leaves that travel exact unless told otherwise.
+def small_or_vector(*replica_axes: str) -> Callable[[str, Any], bool]:
+    """Makes the rule that names the leaves which travel exact unless told otherwise.
 
     They are norms and biases (anything with fewer than two axes) and leaves of fewer than
-    1,024 elements, as in CGX: a percent of the bytes, and the most sensitive of them.
+    1,024 elements, over all their shards, as in CGX: a percent of the bytes, and the most
+    sensitive of them.
+
+    Args:
+      *replica_axes: Mesh axes that a leaf may vary over without being a shard.
     """
-    del path
-    return leaf.ndim < 2 or leaf.size < 1024
+    return lambda path, leaf: leaf.ndim < 2 or size_over_shards(leaf, *replica_axes) < 1024
 
 
 def by_path(*rules: tuple[str, Any]) -> Callable[[str, Any], Any]:
@@ -132,7 +132,7 @@ def make_plan(
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise ValueError(
                 f"the leaf {path!r} has dtype {leaf.dtype}, but only floating gradients can be "
-                "averaged; leave such leaves out with optax.masked."
+                "averaged; keep such leaves out of the parameters, in a closure of the loss."
             )
     labels = tuple(label(path, leaf) for path, leaf in zip(paths, leaves, strict=True))
     buckets = []

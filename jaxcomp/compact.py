@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxcomp.buckets import is_field
+from jaxcomp.fields import is_field
 
 
 @jax.tree_util.register_dataclass

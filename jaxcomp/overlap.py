@@ -16,6 +16,7 @@ import optax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from jaxcomp.fields import fields
 from jaxcomp.sharding import per_replica, stack, to_varying, unstack
 from jaxcomp.specs import specs_of, state_specs
 from jaxcomp.step import TrainStep, apply_update, check_batch, local_gradients, train_step
@@ -26,7 +27,7 @@ class OverlappedStep(NamedTuple):
 
     Attributes:
       exchange: `(params, state) -> exchanged`: all that does not depend on the gradient.
-      gradient: `(params, drift, batch) -> (loss, grads)`, no message on a mesh of one axis.
+      gradient: `(params, drifts, batch) -> (loss, grads)`, no message on a mesh of one axis.
       finish: `(params, state, grads, exchanged, loss) -> (params, state, metrics)`.
       helper: The thread that dispatches `gradient`.
     """
@@ -37,8 +38,8 @@ class OverlappedStep(NamedTuple):
     helper: concurrent.futures.Executor
 
     def __call__(self, params: Any, state: Any, batch: Any) -> tuple[Any, Any, dict]:
-        drift = optax.tree_utils.tree_get(state, "drift")
-        gradient = self.helper.submit(self.gradient, params, drift, batch)
+        drifts = fields(state, "drift")
+        gradient = self.helper.submit(self.gradient, params, drifts, batch)
         # Whatever sends is dispatched by the caller's thread, in one order on all processes.
         exchanged = self.exchange(params, state)
         loss, grads = gradient.result()
@@ -46,9 +47,9 @@ class OverlappedStep(NamedTuple):
 
     def compile(self, params: Any, state: Any, batch: Any) -> "OverlappedStep":
         """Compiles the three programs for these shapes, dtypes and shardings."""
-        drift = optax.tree_utils.tree_get(state, "drift")
+        drifts = fields(state, "drift")
         exchange, exchanged = _compiled(self.exchange, params, state)
-        gradient, (loss, grads) = _compiled(self.gradient, params, drift, batch)
+        gradient, (loss, grads) = _compiled(self.gradient, params, drifts, batch)
         finish, _ = _compiled(self.finish, params, state, grads, exchanged, loss)
         return OverlappedStep(exchange, gradient, finish, self.helper)
 
@@ -135,10 +136,10 @@ def overlapped_train_step(
         return sharded(begin, in_specs=specs, out_specs=made)(params, state)
 
     @jax.jit
-    def gradient_program(params, drift, batch):
+    def gradient_program(params, drifts, batch):
         check_batch(batch, axis_name, mesh.size, accumulate)
         local = functools.partial(local_gradients, loss_fn, axis_name, accumulate)
-        return sharded(local, in_specs=(P(), rows, rows), out_specs=rows)(params, drift, batch)
+        return sharded(local, in_specs=(P(), rows, rows), out_specs=rows)(params, drifts, batch)
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def finish_program(params, state, grads, exchanged, loss):

@@ -210,7 +210,7 @@ def qsdp(
     weights: Compressor | averaging.Policy = _WEIGHTS,
     gradients: Compressor | averaging.Policy = _GRADIENTS,
     *,
-    exact: Callable[[str, Any], bool] = buckets.small_or_vector,
+    exact: Callable[[str, Any], bool] | None = None,
     fit_at: schedules.Schedule = schedules.doubling,
     seed: int = 0,
     fast_axis: str | None = None,
@@ -237,7 +237,8 @@ def qsdp(
       weights: Code of the weights, or a policy `(path, leaf) -> Compressor`. To nearest by default;
         `rounding="shift"` is the unbiased random shift of the theory.
       gradients: Code of the gradients, or a policy; unbiased by default.
-      exact: `(path, leaf) -> bool`, which leaves travel as float32, in the same messages.
+      exact: `(path, leaf) -> bool`, which leaves travel as float32, in the same messages. Default:
+        those with fewer than two axes, and of fewer than 1,024 elements.
       fit_at: When `qsdp_train_step` fits the levels of codes that learn theirs, as
         `learned_levels(4)`: by default in steps 1, 2, 4, 8, ...
       seed: Of shifts and noise.
@@ -282,6 +283,7 @@ def qsdp(
             "secondary shards are for a second gather, and with gather_once=True there is none; "
             "write one of the two."
         )
+    exact = buckets.small_or_vector() if exact is None else exact
     rest = fast_axis, fast_gradients, secondary, gather_once
     return QSDP(axis_name, weights, gradients, exact, fit_at, seed, *rest)
 

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-import optax
 from jax.sharding import Mesh
 
 from jaxcomp import hlo, hlo_groups, hlo_mesh
 from jaxcomp.buckets import path_of
+from jaxcomp.fields import fields
 
 _COLLECTIVES = (
     "all-reduce",
@@ -281,14 +281,14 @@ def exact_leaves(params: Any, state: Any) -> list[str] | None:
     Returns:
       The paths of leaves, as `block_0/up/bias`; None if no state has a field `residual`.
     """
-    found = optax.tree_utils.tree_get_all_with_path(state, "residual")
+    found = fields(state, "residual")
     if not found:
         return None
     # Without error feedback () stands for a residual; optax.MaskedNode() is another empty tuple.
     is_mark = lambda x: type(x) is tuple and not x
     lossy = {
         path_of(path)
-        for _, residual in found
+        for residual in found
         for path, _ in jax.tree_util.tree_leaves_with_path(residual, is_leaf=is_mark)
     }
     paths = [path_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from jaxcomp.buckets import is_field
 from jaxcomp.compact import decode, encode, is_compact
+from jaxcomp.fields import is_field
 from jaxcomp.shards import is_shard, recut
 
 
@@ -120,7 +120,7 @@ def _num_shards(like) -> int:
 
 
 def _resize_owned(old, shape, num_shards):
-    """Chunks `[N, shards * c]` of buckets as `[M, shards * c']`; only zero padding is cut off."""
+    """Chunks `[N, shards * c]` of buckets as `[M, shards * c']`; only padding is cut off."""
     flat = old.reshape(old.shape[0], num_shards, -1).swapaxes(0, 1).reshape(num_shards, -1)
     size = shape[0] * shape[1] // num_shards
     flat = jnp.pad(flat[:, :size], ((0, 0), (0, max(0, size - flat.shape[1]))))

@@ -177,8 +177,14 @@ def plan(sync_at: Schedule, variance_at: Schedule, steps: int) -> Plan:
         step = int(np.argmax(variance & ~sync))
         raise ValueError(
             f"variance_at holds at count {step}, where sync_at does not: the variance may change "
-            "only when the replicas are together; write halving(..., after=N) and "
-            "growing(until=N) with one N."
+            "only when the replicas are together; write variance_at=growing(until=N), and "
+            "sync_at=every(4, steps, after=N) or halving(..., after=N), with one N."
+        )
+    if variance_at is not never and not variance[0] and not sync[0]:
+        raise ValueError(
+            "sync_at does not hold at count 0, where the variance has to be learned: the replicas "
+            "must meet at first; write sync_at=every(4, steps, after=N) or halving(..., after=N), "
+            "with N of at least 1."
         )
     if variance_at is not never and not variance[0]:
         raise ValueError(

@@ -13,6 +13,8 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
+from jaxcomp.fields import fields, is_field
+
 
 def varying_axes(x: Any) -> frozenset[str]:
     """The mesh axes along which JAX's type of an array, or a shape, says that it may differ."""
@@ -124,16 +126,18 @@ def local_params(params: Any, state: Any, axis_name: str) -> Any:
     Returns:
       A tree like `params`.
     """
-    return add_drift(params, optax.tree_utils.tree_get(state, "drift"), axis_name)
+    return add_drifts(params, fields(state, "drift"), axis_name)
 
 
-def add_drift(params, drift, axis_name):
-    """`params`, varying, plus the rows of `drift` if there is one: see `local_params`."""
+def add_drifts(params, drifts, axis_name):
+    """`params`, varying, plus the rows of each of `drifts`: see `local_params`."""
+    # What a method does not see, as in optax.partition, has a MaskedNode in place of a drift.
+    is_masked = lambda d: isinstance(d, optax.MaskedNode)
+    add = lambda d, p: p if is_masked(d) else (p + d).astype(p.dtype)
     local = to_varying(params, axis_name)
-    if drift is None:
-        return local
-    drift = unstack(drift, axis_name)
-    return jax.tree.map(lambda p, d: (p + d).astype(p.dtype), local, drift)
+    for drift in unstack(drifts, axis_name):
+        local = jax.tree.map(add, drift, local, is_leaf=is_masked)
+    return local
 
 
 def stack(tree, axis_name):
@@ -175,10 +179,10 @@ def per_replica(
         if not is_tracked(axis_name):
             return state
         grads = to_varying(jax.tree.map(jnp.zeros_like, params), axis_name)
-        if (accumulator := optax.tree_utils.tree_get(state, "acc_grads")) is not None:
-            # MultiSteps traces the inner update at its accumulator, still zeros, too.
-            accumulator = to_varying(accumulator, axis_name)
-            state = optax.tree_utils.tree_set(state, acc_grads=accumulator)
+        # MultiSteps traces the inner update at its accumulator, still zeros, too.
+        state = jax.tree_util.tree_map_with_path(
+            lambda path, x: to_varying(x, axis_name) if is_field(path, "acc_grads") else x, state
+        )
         while True:
             # What starts as zeros that are equal everywhere may vary after one update.
             after = jax.eval_shape(lambda s: tx.update(grads, s, params)[1], state)

@@ -9,6 +9,7 @@ import optax
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
+from jaxcomp.fields import fields
 from jaxcomp.sharding import per_replica
 from jaxcomp.specs import state_specs
 from jaxcomp.step import TrainStep, apply_update, check_batch, local_gradients
@@ -59,8 +60,8 @@ def simulated_train_step(
         return jax.tree.map(lambda spec: 0 if spec == P(axis_name) else None, specs)
 
     def one(params, state, batch):
-        drift = optax.tree_utils.tree_get(state, "drift")
-        loss, grads = local_gradients(loss_fn, axis_name, accumulate, params, drift, batch)
+        drifts = fields(state, "drift")
+        loss, grads = local_gradients(loss_fn, axis_name, accumulate, params, drifts, batch)
         params, state, skipped = apply_update(tx, axis_name, params, state, grads)
         return params, state, {"loss": loss[0], "skipped": skipped}
 

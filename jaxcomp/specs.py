@@ -55,6 +55,9 @@ def state_specs(
         )
     ]
 
+    # The path `mu/z/w` ends with both of `w` and `z/w`: it follows the longer one.
+    known.sort(key=lambda parameter: -len(parameter[0]))
+
     def spec_of(path, leaf):
         lead = (axis_name,) if axis_name in varying_axes(leaf) else ()
         shape = leaf.shape[len(lead) :]

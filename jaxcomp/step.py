@@ -11,7 +11,8 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxcomp.sharding import add_drift, largest, per_replica, to_varying, varies_over
+from jaxcomp.fields import fields
+from jaxcomp.sharding import add_drifts, largest, per_replica, to_varying, varies_over
 from jaxcomp.specs import full_specs, state_specs
 
 
@@ -35,7 +36,9 @@ def train_step(
 
     Gradients are taken at each replica's own parameters and never summed by JAX; the
     transformation runs with all mesh axes manual, on local shards. If the update is not finite,
-    parameters and state stay as they were on all replicas.
+    parameters and state stay as they were on all replicas. Not so if a field of the state counts
+    `skipped` (`cocktail_sgd`, `slamb`, `zero_one_adam`): there a replica whose gradient is not
+    finite leaves its step out by itself and counts it, and the others go on.
 
     Args:
       loss_fn: `(params, batch) -> f32[]`, the mean loss over the batch that it is given.
@@ -52,11 +55,13 @@ def train_step(
       `batch` is a pytree of global arrays whose first axis is divisible by num_replicas *
       accumulate and sharded over `axis_name`. `step` donates params and state. Metrics: `loss`,
       f32[num_replicas], the loss on each replica's part of the batch before the update, not
-      averaged, so that it costs no message; `skipped`, bool[].
+      averaged, so that it costs no message; `skipped`, bool[], whether all left this step out:
+      False for methods whose state counts `skipped`.
 
     Raises:
-      ValueError: At the first call, if `axis_name` is no axis of the mesh, the batch cannot be
-        divided, or the updates that reach or leave `tx` are not what they must be.
+      ValueError: At construction for `accumulate` below 1. At the first call, if `axis_name` is no
+        axis of the mesh, the batch cannot be divided, or the updates that reach or leave `tx` are
+        not what they must be.
     """
     if accumulate < 1:
         raise ValueError(f"accumulate is {accumulate}; write at least 1.")
@@ -90,8 +95,7 @@ def train_step(
             in_specs=(p_specs, s_specs, rows),
             out_specs=(p_specs, s_specs, P()),
         )
-        drift = optax.tree_utils.tree_get(state, "drift")
-        loss, grads = local_grads(params, drift, batch)
+        loss, grads = local_grads(params, fields(state, "drift"), batch)
         params, state, skipped = apply(params, state, grads)
         return params, state, {"loss": loss, "skipped": skipped}
 
@@ -108,9 +112,9 @@ def check_batch(batch, axis_name, num_replicas, accumulate):
             )
 
 
-def local_gradients(loss_fn, axis_name, accumulate, params, drift, batch):
+def local_gradients(loss_fn, axis_name, accumulate, params, drifts, batch):
     """`(f32[1], grads with a leading axis of one)`: the mean over this replica's microbatches."""
-    local = add_drift(params, drift, axis_name)
+    local = add_drifts(params, drifts, axis_name)
     at_local = lambda _, part: jax.value_and_grad(loss_fn)(local, part)
     loss, grads = mean_over_microbatches(at_local, accumulate, local, batch)
     return loss[None], jax.tree.map(lambda g: g[None], grads)
@@ -145,7 +149,7 @@ def apply_update(tx, axis_name, params, state, grads, **extra_args):
     updates, new_state = tx.update(grads, state, params, axis_name=axis_name, **extra_args)
     _require_averaged(updates, axis_name)
     new_params = optax.apply_updates(params, updates)
-    if optax.tree_utils.tree_get(state, "skipped") is not None:
+    if fields(state, "skipped"):
         return new_params, new_state, jnp.zeros([], bool)
     finite = jnp.stack([jnp.all(jnp.isfinite(u)) for u in jax.tree.leaves(updates)])
     # All shards of a replica must agree; that all replicas do, their type says already.
@@ -161,8 +165,8 @@ def _require_averaged(updates, axis_name):
             raise ValueError(
                 f"the update of {jax.tree_util.keystr(path)!r} still varies over {axis_name!r} "
                 "when it leaves the transformation: nothing in it averages over the replicas. "
-                "Write optax.chain(jaxcomp.compressed_mean(jaxcomp.identity(), "
-                f"{axis_name!r}), ...)."
+                "For this leaf write optax.chain(jaxcomp.compressed_mean(jaxcomp.identity(), "
+                f"{axis_name!r}), ...); to freeze it, with optax.set_to_zero() behind the mean."
             )
 
 

@@ -191,7 +191,7 @@ def gradient_timer(
     def gradient(params, batch):
         local = functools.partial(local_gradients, loss_fn, axis_name, accumulate)
         local = jax.shard_map(local, mesh=mesh, in_specs=(P(), rows, rows), out_specs=rows)
-        return local(params, None, batch)
+        return local(params, [], batch)
 
     zeros = lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), batch)
     args = (

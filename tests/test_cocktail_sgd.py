@@ -111,6 +111,15 @@ def test_the_inner_optimizer_sees_the_parameters_of_its_own_replica():
     np.testing.assert_allclose(run.local(), 0.5 * before, rtol=0, atol=1e-6)
 
 
+def test_narrow_parameters_keep_the_types_of_the_inner_state():
+    inner = optax.chain(optax.add_decayed_weights(1e-2), optax.sgd(1e-2, momentum=0.9))
+    tx = jaxcomp.cocktail_sgd(inner, "replica")
+    params = {"w": jnp.ones((2, 64), jnp.bfloat16)}
+    state = jax.vmap(tx.init, axis_name="replica")(params)
+    after = jax.eval_shape(jax.vmap(tx.update, axis_name="replica"), params, state, params)[1]
+    assert jax.tree.map(lambda x: x.dtype, after) == jax.tree.map(lambda x: x.dtype, state)
+
+
 def test_what_a_narrow_consensus_rounds_off_is_not_lost():
     run = Run(make(compressor=CODES["cocktail"]), dtype=jnp.bfloat16)
     for step in range(8):

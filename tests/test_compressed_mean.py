@@ -210,6 +210,20 @@ def test_leaves_keep_their_dtypes_and_only_the_result_is_rounded():
     assert {x.dtype.name for x in jax.tree.leaves(state_of(state, "residual"))} == {"float32"}
 
 
+@pytest.mark.parametrize("exact", [True, False])
+def test_a_scale_that_overflows_costs_a_step_and_not_the_residual(exact):
+    mesh = mesh_of(2)
+    code = jaxcomp.quantize(8, block=16, scale_dtype="float16")  # its scales end at 65,504
+    tx = jaxcomp.compressed_mean(code, "replica", exact=lambda path, leaf: exact and path == "bias")
+    update, state, params = start(tx, mesh)
+    _, state = update(rows(mesh, gradients(2)), state, params)
+    large = jax.tree.map(lambda g: 1e8 * g, gradients(2))
+    updates, after = update(rows(mesh, large), state, params)
+    assert np.all(np.isnan(one_value(updates["kernel"])))
+    for old, new in zip(*map(jax.tree.leaves, (state[1:], after[1:])), strict=True):
+        np.testing.assert_array_equal(old, new)
+
+
 def test_policies_send_each_leaf_by_its_own_compressor():
     mesh = mesh_of(2)
     shapes = {"embed": (16, 16), "head": (16, 16), "up": (4, 64)}
@@ -444,7 +458,10 @@ def test_updates_that_are_reduced_already_are_refused():
     ("params", "text"),
     [
         ({}, "without leaves"),
-        ({"count": np.zeros(3, np.int32)}, "'count' has dtype int32.*optax.masked"),
+        (
+            {"count": np.zeros(3, np.int32)},
+            "'count' has dtype int32.*keep such leaves out of the parameters",
+        ),
     ],
 )
 def test_trees_that_cannot_be_averaged_are_refused(params, text):

@@ -22,6 +22,7 @@ from jaxcomp.compressors import (
     Compressor,
     Key,
     cast,
+    cocktail,
     compose,
     fold,
     group_top_1,
@@ -412,6 +413,18 @@ def test_rotation_takes_outliers_from_the_scale_and_draws_anew():
     assert len(set(turned)) == 3
 
 
+def test_a_chain_in_a_chain_is_one():
+    chains = [
+        compose(random_k(0.1), compose(top_k(0.2), quantize(4))),
+        compose(compose(random_k(0.1), top_k(0.2)), quantize(4)),
+    ]
+    assert chains == [cocktail()] * 2
+    for chain in chains:
+        args = bucket(1000), make_key(SHARED), make_key(PRIVATE)
+        got, want = roundtrip(chain, *args)[1], roundtrip(cocktail(), *args)[1]
+        np.testing.assert_array_equal(got, want)
+
+
 def test_compose_of_one_stage_is_the_stage():
     stage = quantize(4)
     assert compose(stage) is stage
@@ -525,10 +538,22 @@ def test_fold_separates_data_and_their_order():
             lambda: rotated(top_k(0.1)),
             r"top_k\(0.1\), needs a code that rounds; write quantize\(4\)",
         ),
+        (lambda: rotated(cocktail()), r"quantize\(4\)\), needs a code that rounds"),
+        (lambda: rotated(compose(top_k(0.1), quantize(4))), "needs a code that rounds"),
         (lambda: rotated(identity()), r"identity\(\), needs a code that rounds"),
         (lambda: compose(), r"compose\(\) got no stage; write identity\(\)"),
         (lambda: compose(quantize(4), top_k(0.1)), r"quantize\(4\) before the last stage"),
         (lambda: compose(random_k(0.1), random_k(0.5)), "at most one random_k; write one with"),
+        (
+            lambda: compose(random_k(0.5), compose(random_k(0.5), quantize(8))),
+            r"got random_k\(0.5\), random_k\(0.5\), quantize\(8\): needs at most one random_k",
+        ),
+        (lambda: compose(random_k(0.5), cocktail()), "needs at most one random_k"),
+        (lambda: compose(random_k(0.5), compose(top_k(0.5), random_k(0.5))), "at most one random"),
+        (
+            lambda: compose(compose(random_k(0.5), quantize(8)), quantize(4)),
+            r"quantize\(8\) before the last stage",
+        ),
     ],
 )
 def test_wrong_arguments_raise(make, text):

@@ -8,7 +8,7 @@ from jaxcomp import planner
 from tests.launching import write_config
 from train import __main__ as program
 from train import config as configs
-from train import devices, examples, plan_options, planning, task
+from train import devices, examples, plan_options, planning, report, task
 from train.plan_options import Options
 
 DENSE = planning.DENSE
@@ -46,8 +46,8 @@ def test_a_plan_of_given_figures_measures_nothing(one_method, tmp_path, capsys, 
     assert lines[-4].startswith("this config: ") and "times as fast" in lines[-4]
     assert lines[-3] == "all-reduce of 1 kB 10.00 ms, of 100 kB 802.00 ms, of 10 MB 80,002.00 ms"
     assert not (tmp_path / "runs").exists()
-    report = task.report(task.make_task(config, read=examples.none))
-    sent = re.search(r"one replica sends ([\d,]+) bytes", report)[1]
+    said = report.text(task.make_task(config, read=examples.none))
+    sent = re.search(r"one replica sends ([\d,]+) bytes", said)[1]
     assert f"  {sent}  " in rows[planning.OWN]
 
 

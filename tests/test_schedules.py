@@ -95,6 +95,23 @@ def test_a_variance_that_is_not_learned_at_first_is_refused():
     assert schedules.plan(schedules.always, schedules.never, 100).variance_updates == 0
 
 
+def test_what_the_refusals_of_every_say_to_write_is_accepted():
+    default = lambda sync_at: schedules.both(schedules.growing(), sync_at)
+    every = schedules.every(4, 100)
+    with pytest.raises(ValueError, match=r"sync_at does not hold at count 0.*every\(4, steps, aft"):
+        schedules.plan(every, default(every), 100)
+    with pytest.raises(
+        ValueError, match=r"count 0, where.*growing\(until=N\).*every\(4, steps, aft"
+    ):
+        schedules.plan(every, schedules.growing(until=10), 100)
+    for after in (1, 10):
+        sync_at = schedules.every(4, 100, after=after)
+        assert schedules.plan(sync_at, default(sync_at), 100).variance_updates >= after
+        assert (
+            schedules.plan(sync_at, schedules.growing(until=after), 100).variance_updates == after
+        )
+
+
 def test_schedules_are_traced_without_a_table():
     sync = jax.jit(schedules.halving(optax.cosine_decay_schedule(1.0, 1000), 1000))
     assert bool(sync(jnp.int32(999))) and not bool(sync(jnp.int32(995)))

@@ -15,6 +15,7 @@ from replicas import everywhere, mesh_of, rows, state_of, transform
 
 import jaxcomp
 from jaxcomp import sharding
+from jaxcomp.fields import field, fields
 
 PARAMS = {"bias": np.zeros(6, np.float32), "kernel": np.zeros((6, 8), np.float32)}
 REPLICATED = P()
@@ -125,6 +126,25 @@ def test_local_params_are_the_consensus_plus_this_replicas_drift():
     assert got["half"].dtype == jnp.bfloat16 and np.all(np.float32(got["half"]) == 1.5)
 
 
+def test_fields_are_those_of_methods_and_not_of_parameters():
+    params = {"drift": jnp.ones(2), "layers": [{"drift": jnp.ones(3)}]}
+    state = {"a": (optax.adam(1.0).init(params), Drifting(params, 0)), "b": Drifting(1, 2)}
+    assert fields(state, "drift") == [params, 1] and fields(state, "rounds") == []
+    assert field(state["b"], "mean") == 2 and field(state, "rounds") is None
+    with pytest.raises(KeyError, match="multiple values for 'drift'"):
+        field(state, "drift")
+
+
+def test_drifts_of_several_methods_are_all_added():
+    mesh = mesh_of(2)
+    drift = {"w": np.array([[1.0], [2.0]], np.float32)}
+    state = {"a": Drifting(rows(mesh, drift), 0), "b": Drifting(rows(mesh, drift), 0)}
+    local = lambda p, s: jaxcomp.local_params(p, s, "replica")
+    specs = Drifting(P("replica"), P())
+    local = on(mesh, local, (P(), {"a": specs, "b": specs}), P("replica"))
+    np.testing.assert_array_equal(local({"w": jnp.full(1, 10.0)}, state)["w"], [12.0, 14.0])
+
+
 def test_a_local_momentum_before_the_mean_gets_rows_too():
     mesh = mesh_of(2)
     tx = jaxcomp.per_replica(optax.chain(optax.trace(0.5), lossy_mean()), "replica")
@@ -154,6 +174,14 @@ def test_specs_follow_sharded_parameters():
     assert adam.mu == adam.nu == param_specs
     with pytest.raises(ValueError, match="shard a parameter over the replica axis 'replica'"):
         jaxcomp.state_specs(tx, PARAMS, mesh, "replica", P("replica"))
+
+
+def test_specs_follow_the_parameter_whose_whole_path_fits():
+    params = {"w": np.zeros((8, 16), np.float32), "z": {"w": np.zeros((16, 8), np.float32)}}
+    param_specs = {"w": P(None, "fsdp"), "z": {"w": P("fsdp", None)}}
+    tx = jaxcomp.per_replica(optax.chain(lossy_mean(), optax.adam(1e-2)), "replica")
+    _, (adam, _) = jaxcomp.state_specs(tx, params, mesh_of(2, 2), "replica", param_specs)
+    assert adam.mu == adam.nu == param_specs
 
 
 @functools.cache

@@ -9,7 +9,7 @@ import optax
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from replicas import everywhere, mesh_of, one_value, rows, state_of
+from replicas import everywhere, mesh_of, one_value, rows, state_of, transform
 
 import jaxcomp
 from benchmarks import memory
@@ -197,6 +197,32 @@ def test_a_second_axis_changes_no_result_and_only_messages_cross_the_first(layou
         assert types == ({"f32"} if message.op == "all-reduce" else {"u8"})
 
 
+@pytest.mark.parametrize("method", ["compressed_mean", "sharded_optimizer"])
+def test_leaves_are_small_by_the_elements_of_all_their_shards(method):
+    # A shard of one of the matrices, both of 2,048 elements, has 512.
+    mesh = mesh_of(2, 4)
+    tx = {
+        "compressed_mean": quantized_adam(),
+        "sharded_optimizer": jaxcomp.sharded_optimizer(optax.adam(1e-2), "replica"),
+    }[method]
+    params, state, _ = train(mesh, tx, param_specs=FSDP)
+    if method == "compressed_mean":
+        assert report.exact_leaves(params, state) == ["bias"]
+    messages = report.collectives(compile_step(mesh, tx, FSDP), mesh)
+    # Less than those 1,024 elements in float32; exact, they are sent at least once.
+    assert sum(m.operand_bytes for m in messages if m.axes == ("replica",)) < 4 * 1024
+
+
+def test_small_leaves_stay_small_where_updates_vary():
+    # 640 elements, which the two replicas have 1,280 of.
+    params = {"kernel": jnp.zeros((16, 40))}
+    init, update = transform(quantized_adam(), mesh_of(2), params)
+    state = init(params)
+    grads = rows(mesh_of(2), {"kernel": jnp.ones((2, 16, 40))})
+    assert report.exact_leaves(params, state) == ["kernel"]
+    assert report.exact_leaves(params, update(grads, state, params)[1]) == ["kernel"]
+
+
 def test_blocks_that_are_whole_on_every_shard_are_quantized_alike():
     # Both matrices are sharded along their first axis, so that a shard's buckets, chunks and
     # blocks of 16 are rows of the whole; each matrix is one bucket.
@@ -249,6 +275,27 @@ def test_methods_of_adam_train_shards_as_whole_parameters(method, layout):
     one_bit = METHODS[method](jaxcomp.sign(block=16))
     *_, history = train(mesh_of(2, 2, second=second), one_bit, param_specs=specs)
     assert not any(metrics["skipped"] for metrics in history)
+
+
+WIDE = METHODS | {
+    "slamb": lambda code: jaxcomp.slamb(1e-2, "replica", density=0.5, sync_every=2),
+    "cocktail_sgd": lambda code: jaxcomp.cocktail_sgd(
+        optax.adam(1e-2), "replica", compressor=code, sync_every=2
+    ),
+    "mean": lambda code: optax.chain(jaxcomp.compressed_mean(code, "replica"), optax.adam(1e-2)),
+}
+
+
+@pytest.mark.parametrize("method", WIDE)
+def test_float32_parameters_train_alike_where_64_bits_are_enabled(method):
+    tx = WIDE[method](jaxcomp.sign(block=16))
+    plain, _, _ = train(mesh_of(2), tx, num_steps=4)
+    with jax.enable_x64(True):
+        params, _, history = train(mesh_of(2), tx, num_steps=4)
+    assert {x.dtype for x in params.values()} == {np.dtype("float32")}
+    assert not any(metrics["skipped"] for metrics in history)
+    # optax's Adam corrects its bias in float64 here: a rounding may turn a sign, by a step.
+    assert_close({name: np.asarray(x) for name, x in params.items()}, plain, 1e-2)
 
 
 def test_the_end_of_a_warm_up_is_found_on_shards_as_on_whole_parameters():
@@ -304,6 +351,95 @@ def guarded_step(layout):
         mesh,
         param_specs,
     )
+
+
+FIELDS = ("acc_grads", "drift", "residual", "rounds", "skipped")  # in the order of their paths
+
+
+@pytest.mark.parametrize("method", ["momentum", "adam", "one_bit_adam", "zero_one_adam", "slamb"])
+def test_parameters_may_be_called_as_fields_of_states_are(method):
+    mesh = mesh_of(2)
+    quantized = jaxcomp.compressed_mean(jaxcomp.quantize(4), "replica")
+    tx = {
+        "momentum": optax.chain(quantized, optax.sgd(0.1, momentum=0.9)),
+        "adam": optax.chain(quantized, optax.adam(0.1)),
+        "one_bit_adam": jaxcomp.one_bit_adam(0.1, "replica", freeze_step=2),
+        "zero_one_adam": jaxcomp.zero_one_adam(0.1, "replica"),
+        "slamb": jaxcomp.slamb(0.1, "replica", sync_every=1),
+    }[method]
+
+    def trained(names):
+        def loss_fn(params, batch):
+            return jnp.mean(batch @ sum(params[name]["w"] for name in names))
+
+        init, step = jaxcomp.train_step(loss_fn, tx, mesh, "replica")
+        params = everywhere(mesh, {name: {"w": np.ones((32, 64), np.float32)} for name in names})
+        state, skipped = init(params), []
+        exact = report.exact_leaves(params, state)
+        for number in range(4):
+            batch = np.random.default_rng(number).normal(size=(4, 32)).astype(np.float32)
+            batch[0, 0] = np.nan if number == 3 else batch[0, 0]
+            params, state, metrics = step(params, state, rows(mesh, batch))
+            skipped.append(bool(metrics["skipped"]))
+        return [one_value(params[name]["w"]) for name in names], skipped, exact
+
+    found, wanted = trained(FIELDS), trained("abcde")
+    for x, y in zip(found[0], wanted[0], strict=True):
+        assert x.tobytes() == y.tobytes() and np.all(np.isfinite(x)) and np.all(x != 1)
+    counts_by_itself = method in ("zero_one_adam", "slamb")
+    assert found[1:] == wanted[1:]
+    assert found[1] == [False, False, False, not counts_by_itself]
+
+
+FREEZABLE = {
+    "compressed_mean": quantized_adam(),
+    "cocktail_sgd": jaxcomp.cocktail_sgd(optax.adam(1e-2), "replica"),
+    "one_bit_adam": jaxcomp.one_bit_adam(1e-2, "replica", freeze_step=1),
+    "one_bit_lamb": jaxcomp.one_bit_lamb(1e-2, "replica", freeze_step=1),
+    "sharded_optimizer": jaxcomp.sharded_optimizer(optax.adam(1e-2), "replica"),
+    "slamb": jaxcomp.slamb(1e-2, "replica", sync_every=1),
+    "zero_one_adam": jaxcomp.zero_one_adam(1e-2, "replica"),
+}
+
+
+@pytest.mark.parametrize("method", FREEZABLE)
+def test_frozen_parameters_stay_as_they_are_and_send_nothing(method):
+    mesh, batch = mesh_of(2), rows(mesh_of(2), make_batch())
+    mean = jaxcomp.compressed_mean(jaxcomp.identity(), "replica")
+    groups = {"train": FREEZABLE[method], "freeze": optax.chain(mean, optax.set_to_zero())}
+    tx = optax.partition(groups, {"layers": "freeze", "down": "train"})
+    start = make_params()
+    start = {"down": start.pop("down"), "layers": start}
+    split_loss = lambda params, batch: loss_fn({"down": params["down"]} | params["layers"], batch)
+
+    def compiled(tx, params, loss_fn):
+        init, step = jaxcomp.train_step(loss_fn, tx, mesh, "replica")
+        params = everywhere(mesh, params)
+        state = init(params)
+        program = step.lower(params, state, batch).compile()
+        return program, params, state
+
+    step, params, state = compiled(tx, start, split_loss)
+    for _ in range(3):
+        params, state, metrics = step(params, state, batch)
+        assert not metrics["skipped"]
+    for name, x in start["layers"].items():
+        assert one_value(params["layers"][name]).tobytes() == x.tobytes()
+    assert np.any(one_value(params["down"]) != start["down"])
+
+    rest = {"down": start["down"]}
+    alone = lambda params, batch: split_loss(params | {"layers": start["layers"]}, batch)
+    wanted, _, _ = compiled(FREEZABLE[method], rest, alone)
+    assert report.sent_bytes(step, mesh) == report.sent_bytes(wanted, mesh) > 0
+
+
+def test_freezing_without_a_mean_is_refused_by_what_to_write():
+    tx = optax.partition(
+        {"train": quantized_adam(), "freeze": optax.set_to_zero()},
+        {"bias": "freeze", "down": "train", "up": "train"},
+    )
+    with pytest.raises(ValueError, match=r"\['bias'\].*with optax.set_to_zero\(\) behind the mean"):
+        train(mesh_of(2), tx, num_steps=1)
 
 
 def test_multi_steps_work_in_the_step():

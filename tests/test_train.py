@@ -7,6 +7,7 @@ import json
 import os
 import pathlib
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -40,6 +41,15 @@ STOCHASTIC = ADAM.format("quantize(4, rounding='stochastic')")
 EXACT_SGD = "chain(compressed_mean(identity(), axis_name), sgd(learning_rate))"
 # Adam divides by |g| + eps: of gradients that are zero but for rounding only eps keeps it.
 EXACT_ADAM = "chain(compressed_mean(identity(), axis_name), adam(learning_rate, eps=1e-4))"
+# Each with what its replicas hold between exchanges, in runs that stop between exchanges.
+METHODS = {
+    "cocktail_sgd(adam(learning_rate), axis_name, compressor=quantize(4), sync_every=4)": "drift",
+    "zero_one_adam(learning_rate, axis_name, sync_at=schedules.every(4, steps, after=1), "
+    "variance_at=schedules.every(4, steps, after=1))": "drift",
+    "slamb(learning_rate, axis_name, density=0.5, sync_every=4, exact_numel=0)": "drift",
+    "one_bit_adam(learning_rate, axis_name, freeze_step=2)": "residual",
+    "one_bit_lamb(learning_rate, axis_name, freeze_step=2)": "residual",
+}
 TINY = GPTConfig(layers=1, width=16, heads=2, context=16)
 TINY_ARGS = "--model.layers 1 --model.width 16 --model.heads 2 --model.context 16 --eval-batches 1"
 TINY_MODELS = {
@@ -225,20 +235,23 @@ def test_loss_of_a_row_is_the_mean_over_its_steps(config_of):
 # Stopping and going on.
 
 
-@pytest.mark.parametrize("compressor", ["quantize(4, rounding='stochastic')", "sign(block=128)"])
-def test_resumed_run_equals_the_uninterrupted_one_bit_for_bit(config_of, stop_after, compressor):
-    whole, parts = (config_of(ADAM.format(compressor), name=name) for name in ("whole", "parts"))
+@pytest.mark.parametrize(
+    ("update", "held"),
+    [(STOCHASTIC, "residual"), (ADAM.format("sign(block=128)"), "residual"), *METHODS.items()],
+)
+def test_resumed_run_equals_the_uninterrupted_one_bit_for_bit(config_of, stop_after, update, held):
+    whole, parts = (config_of(update, name=name) for name in ("whole", "parts"))
     rows = loop.run(whole)
     for count, step in ((1, 1), (2, 3), (2, 5)):
         stop_after(count)
         with pytest.raises(KeyboardInterrupt, match=f"stopped at step {step}; run the same"):
             loop.run(parts)
         assert checkpoint.latest(folder_of(parts) / "checkpoints") == step
+    contents = saved(parts)[2]
+    assert any(any(contents[name]) for name in contents if held in name)
     stop_after(100)
     assert without_times(loop.run(parts)) == without_times(rows)
     assert saved(parts) == saved(whole)
-    residuals = [name for name in saved(parts)[2] if "residual" in name]
-    assert residuals and any(any(saved(parts)[2][name]) for name in residuals)
 
 
 def test_run_that_crashed_goes_on_from_its_last_checkpoint(config_of, change_task, monkeypatch):
@@ -283,16 +296,18 @@ def test_finished_run_is_left_as_it_is(config_of):
     assert loop.run(config_of()) == rows
 
 
-@pytest.mark.parametrize("replicas", [2, 8])
-def test_run_goes_on_with_another_number_of_replicas(config_of, stop_after, replicas):
+@pytest.mark.parametrize(
+    ("update", "replicas"), [(STOCHASTIC, 2), (STOCHASTIC, 8), *((update, 2) for update in METHODS)]
+)
+def test_run_goes_on_with_another_number_of_replicas(config_of, stop_after, update, replicas):
     stop_after(3)
     with pytest.raises(KeyboardInterrupt):
-        loop.run(config_of())
+        loop.run(config_of(update))
     stop_after(100)
-    before = saved_params(config_of())
-    rows = loop.run(config_of(replicas=replicas))
+    before = saved_params(config_of(update))
+    rows = loop.run(config_of(update, replicas=replicas))
     assert [row["step"] for row in rows] == [0, 2, 3, 4, 6]
-    after = saved_params(config_of(replicas=replicas))
+    after = saved_params(config_of(update, replicas=replicas))
     assert np.any(all_params(before) != all_params(after)) and rows[-1]["skipped"] == 0
     assert rows[-1]["val_loss"] < rows[0]["val_loss"]
 
@@ -447,7 +462,7 @@ def test_absurd_learning_rate_is_counted_and_the_run_ends(config_of):
 def test_replicas_gone_apart_stop_the_run_with_the_step(
     config_of, change_task, monkeypatch, checksum_every
 ):
-    monkeypatch.setattr(loop, "report", lambda task: "")  # it reads the compiled step
+    monkeypatch.setattr(loop.report, "text", lambda task: "")  # it reads the compiled step
 
     def change(task):
         def step(params, state, batch):
@@ -589,6 +604,22 @@ def test_report_prints_bytes_and_makes_nothing(monkeypatch, capsys, tmp_path, te
     )
     assert out.count("note: ") == 1
     assert os.listdir(tmp_path) == []
+
+
+def test_report_of_a_run_that_skips_rounds_counts_its_bits(monkeypatch, capsys, tmp_path, text):
+    monkeypatch.chdir(tmp_path)
+    update = next(update for update in METHODS if update.startswith("zero_one_adam"))
+    steps = ["--steps", "12", "--optimizer.warmup-steps", "1"]
+    args = [*TINY_ARGS.split(), "--data.path", text, *steps]
+    _, out, _ = main(monkeypatch, capsys, NANO, "--report", *args, "--optimizer.update", update)
+    number = lambda pattern: float(re.search(pattern, out)[1].replace(",", ""))
+    total, bits = number(r"([\d,]+) bytes over the run"), number(r"run, ([\d.]+) bits")
+    dense = number(r"\(dense: ([\d,]+), 32;")
+    assert dense == 12 * 4 * number(r"([\d,]+) parameters on 4 replicas") * 2 * 3 / 4
+    assert bits == pytest.approx(32 * total / dense, abs=0.005)
+    assert "of 12 steps 4 send anything: synchronize 4 times" in out and bits < 32 * 5 / 12
+    # 0.15 of 32 bits, and 0.85 of one with a float32 scale for 1,024.
+    assert number(r"dense steps: about [\d,]+, ([\d.]+)\)") == 5.68
 
 
 def test_run_ends_with_the_loss_and_the_picture(monkeypatch, capsys, tmp_path, text):

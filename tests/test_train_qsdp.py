@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from train import loop, sharded
+from train import loop, report, sharded
 from train import task as tasks
 from train.config import Config, Data, Images, Optimizer
 from train.models.gpt import GPTConfig
@@ -114,7 +114,7 @@ def test_exact_codes_train_as_replicas_do_that_hold_everything(config_of, scan):
     task = compiled(dataclasses.replace(once, name="any", runs_dir=""))
     # Weights cross once and gradients once, half of them a replica, in spite of microbatches.
     assert abs(task.sent_bytes / (2 * 4 * tasks.num_parameters(task) / 2) - 1) < 0.01
-    assert "1.0x fewer than a float32 sharded step" in tasks.report(task)
+    assert "1.0x fewer than a float32 sharded step" in report.text(task)
 
 
 def test_a_run_goes_on_bit_for_bit_and_on_other_shards_to_rounding(config_of):
@@ -145,7 +145,7 @@ def test_a_mesh_of_two_axes_trains_alike_and_a_run_moves_between_meshes(config_o
     np.testing.assert_allclose(losses, exact[0], rtol=1e-5)
 
     task = compiled(dataclasses.replace(hybrid, name="any", runs_dir=""))
-    text = tasks.report(task)
+    text = report.text(task)
     numel = tasks.num_parameters(task)
     assert "bytes a step across the slow axis of 2 x 2 replicas," in text
     # Weights cross it once and gradients once, half of them a device; without secondary shards 3.
@@ -172,9 +172,9 @@ def test_the_report_counts_parameters_and_what_is_held(config_of):
     per_block = 12 * model.width**2 + 13 * model.width
     numel = 256 * model.width + model.context * model.width + 2 * model.width + 2 * per_block
     assert tasks.num_parameters(task) == numel
-    assert f"{numel:,} parameters on 2 replicas" in tasks.report(task)
+    assert f"{numel:,} parameters on 2 replicas" in report.text(task)
     ratio = 3 * 4 * numel / 2 / task.sent_bytes
-    assert f"{ratio:.1f}x fewer than a float32 sharded step" in tasks.report(task)
+    assert f"{ratio:.1f}x fewer than a float32 sharded step" in report.text(task)
     held = sum(x.sharding.shard_shape(x.shape)[-1] for x in jax.tree.leaves(task.like["params"]))
     assert numel / 2 <= held < 1.01 * numel / 2
     # Steps 1, 2 and 4 fit levels.

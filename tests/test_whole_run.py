@@ -30,6 +30,6 @@ def test_the_table_adds_up_all_steps_and_compares_at_each_rate():
         row(whole_run.ZERO_ONE, "500mbit", 1.0),
     ]
     text = whole_run.table(rows)
-    assert "| 100mbit | 1-bit Adam | 18 | 1.00 | 16 |" in text
-    assert "| 100mbit | 0/1 Adam | 5 | 0.28 | 4 |" in text
-    assert "| 500mbit | 0/1 Adam | 1 |  | 1 |" in text
+    assert "| 100mbit | 1-bit Adam | 18 | 1.00 | 16 | 1.00 |" in text
+    assert "| 100mbit | 0/1 Adam | 5 | 0.28 | 4 | 0.25 |" in text
+    assert "| 500mbit | 0/1 Adam | 1 |  | 1 |  |" in text

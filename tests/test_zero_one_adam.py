@@ -13,6 +13,7 @@ import pytest
 
 import jaxcomp
 from jaxcomp import schedules
+from jaxcomp.transforms.zero_one_adam_deepspeed import zero_one_adam_deepspeed
 from tests import replay, replicas
 from tests.replicas import everywhere, mesh_of, one_value, rows, transform
 
@@ -261,7 +262,29 @@ def test_what_gets_its_gradient_late_takes_no_giant_step(name):
     assert moved[1:].max() < 2 * RATE
 
 
-@pytest.mark.parametrize("bad", [np.inf, np.nan])
+@pytest.mark.parametrize("name", ["zero_one_adam", "one_bit_adam"])
+def test_a_leaf_that_gets_its_gradient_late_takes_no_giant_step(name):
+    # As an expert that no token chose before: its variance is zero everywhere.
+    tx = {
+        "zero_one_adam": jaxcomp.zero_one_adam(RATE, "replica", variance_at=schedules.until(1)),
+        "one_bit_adam": jaxcomp.one_bit_adam(RATE, "replica", freeze_step=1),
+    }[name]
+    later = {k: np.ones((4, *shape), np.float32) for k, shape in SHAPES.items()}
+    first = later | {"kernel": np.zeros_like(later["kernel"])}
+    (_, _), (before, _), (after, _) = trained(tx, [first, later])
+    moved = {k: np.abs(np.asarray(after[k]) - np.asarray(before[k])) for k in SHAPES}
+    # Momentum and the mean variance of the other leaf are those of gradients of one.
+    assert 0.1 * RATE < moved["kernel"].min() and moved["kernel"].max() < 2 * RATE
+    assert moved["bias"].max() < 2 * RATE
+
+
+def test_the_freeze_stands_in_the_state_of_the_step_before():
+    tx = jaxcomp.one_bit_adam(RATE, "replica", freeze_step=2)
+    history = trained(tx, GRADIENTS[:3])
+    assert [bool(state.frozen) for _, state in history] == [False, False, True, True]
+
+
+@pytest.mark.parametrize("bad", [np.inf, np.nan, 1e20])  # the last has a square that is not finite
 @pytest.mark.parametrize("count", [1, 2, 3])  # apart, learning the variance too, apart
 def test_a_replica_whose_gradient_is_not_finite_stands_still(count, bad):
     learns = lambda count: (count == 0) | (count == 2)
@@ -345,6 +368,7 @@ def test_the_authors_code_takes_the_same_steps(name):
         (lambda: jaxcomp.one_bit_adam(0.1, "replica", eps=0.0), "eps=0.0"),
         (lambda: jaxcomp.one_bit_adam(0.1, "replica", freeze_step=0), "freeze_step=0"),
         (lambda: jaxcomp.zero_one_adam(0.1, "replica", warmup_steps=-1), "warmup_steps=-1"),
+        (lambda: jaxcomp.zero_one_adam(0.1, "replica", warmup_compressor=every), "one compressor"),
         (lambda: jaxcomp.one_bit_adam(0.1, "replica", freeze_ratio=1.0), "freeze_ratio=1.0"),
     ],
 )
@@ -358,6 +382,16 @@ def test_schedules_that_do_not_fit_each_other_are_refused():
     tx = jaxcomp.zero_one_adam(0.1, "replica", sync_at=every(2), variance_at=growing)
     with pytest.raises(ValueError, match="variance_at holds at count 1, where sync_at does not"):
         transform(tx, mesh_of(2), everywhere(mesh_of(2), random_tree(0)))
+
+
+def test_deepspeeds_form_needs_a_variance_from_the_first_step_on():
+    make = functools.partial(zero_one_adam_deepspeed, 0.1, "replica", freeze_step=3)
+    params = everywhere(mesh_of(2), random_tree(0))
+    for wrong in (schedules.never, schedules.every(2, 100)):
+        with pytest.raises(ValueError, match="variance_at does not hold at count 0"):
+            transform(make(variance_at=wrong), mesh_of(2), params)
+    for right in (None, schedules.until(1)):
+        transform(make(sync_at=schedules.every(4, 100), variance_at=right), mesh_of(2), params)
 
 
 def test_a_transformation_can_be_made_before_devices_are_counted():

@@ -39,9 +39,10 @@ def main(args: list[str], num_processes: int = 1) -> None:
                 print(planned)
         elif instead == "report":
             from train.examples import none
-            from train.task import make_task, report
+            from train.report import text
+            from train.task import make_task
 
-            print(report(make_task(config, read=none)))
+            print(text(make_task(config, read=none)))
         else:
             from train.loop import run
 

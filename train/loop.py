@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import optax
 
 import jaxcomp
+from jaxcomp.fields import field
 from train import (
     checkpoint,
     checkpoint_files,
@@ -17,13 +17,14 @@ from train import (
     plan,
     plots,
     processes,
+    report,
     resume,
     watchdog,
 )
 from train.config import AXIS_NAME, Config, schedule
 from train.config_json import to_json
 from train.signals import stop_signals
-from train.task import Task, make_task, num_parameters, report
+from train.task import Task, make_task, num_parameters
 
 
 def run(config: Config) -> list[dict[str, Any]]:
@@ -88,7 +89,7 @@ def _outputs(stack: contextlib.ExitStack, task: Task, folder: Path, done: resume
         return lambda row: None, lambda step, loss: None
     config, log = task.config, folder / "metrics.jsonl"
     metrics.keep_until(log, done.step if done.step else -1)
-    metrics.write_text(folder / "report.txt", report(task) + "\n")
+    metrics.write_text(folder / "report.txt", report.text(task) + "\n")
     metrics.write_text(folder / "config.json", _record(task))
     events = lambda row: None
     if config.tensorboard:
@@ -160,7 +161,7 @@ def _train(task: Task, params, state, done, write, save, show, stop, at) -> None
 def _count(task: Task, outs: list[dict], state: Any, done: resume.Progress) -> None:
     """Moves what steps have measured from the devices to the counts, and empties the list."""
     if outs:
-        parts = optax.tree_utils.tree_get(state, "rounds") or {}
+        parts = field(state, "rounds") or {}
         parts = {part: int(count) for part, count in parts.items()}
         new = {part: count - done.parts.get(part, 0) for part, count in parts.items()}
         done.sent_bytes += plan.total_bytes(task.sent, new, len(outs))

@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jaxcomp
+from jaxcomp.fields import field
 from train.config import AXIS_NAME
 
 
@@ -55,7 +56,7 @@ def parts_of_steps(tx: optax.GradientTransformation, steps: int) -> dict[str, np
     params = {"number": jnp.zeros(1)}
     mesh = Mesh(np.array(jax.local_devices()[:1]), (AXIS_NAME,))
     tx = jaxcomp.per_replica(tx, AXIS_NAME)
-    counts = lambda state: optax.tree_utils.tree_get(state, "rounds")
+    counts = lambda state: field(state, "rounds")
 
     def run(params):
         first = tx.init(params)

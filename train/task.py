@@ -9,14 +9,14 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxcomp
+from jaxcomp.fields import fields
 from jaxcomp.shards import is_shard
-from train import advice, devices, examples, plan, sharded
 from train import config as configs
+from train import devices, examples, plan, sharded
 from train.config import AXIS_NAME, Config
 from train.examples import Examples
 from train.objectives import OBJECTIVES
@@ -91,8 +91,7 @@ def make_task(config: Config, read: Callable[[Config], Examples] = examples.read
     total = jax.jit(jnp.sum, out_shardings=everywhere)
 
     def left_out(state):
-        skipped = optax.tree_utils.tree_get(state, "skipped")
-        return 0 if skipped is None else int(total(skipped))
+        return sum(int(total(skipped)) for skipped in fields(state, "skipped"))
 
     sent = jaxcomp.report.sent_bytes_by_part(programs, mesh, AXIS_NAME)
     if config.qsdp is None:
@@ -243,56 +242,3 @@ def num_parameters(task: Task) -> int:
 
 def _shape(leaf: Any) -> tuple[int, ...]:
     return leaf.full_shape if is_shard(leaf) else leaf.shape
-
-
-def report(task: Task) -> str:
-    """What one step of the run sends, as text: from the compiled program, nothing is run."""
-    numel, slow = num_parameters(task), task.mesh.shape[AXIS_NAME]
-    fast = task.mesh.size // slow
-    passes, plain = sharded.dense_passes(task.config)
-    dense = passes * 4 * numel / fast * (slow - 1) / slow
-    exact = jaxcomp.report.exact_leaves(task.like["params"], task.like["state"])
-    lines = [
-        jaxcomp.report.table(task.programs, task.mesh),
-        f"{numel:,} parameters on {task.mesh.size} replicas; one replica sends "
-        f"{task.sent_bytes:,.0f} bytes a step{' in the mean' if task.rounds else ''}"
-        f"{f' across the slow axis of {slow} x {fast} replicas' if fast > 1 else ''},",
-        f"{dense / task.sent_bytes:.1f}x fewer than a float32 {plain}, "
-        f"{dense / 2 / task.sent_bytes:.1f}x fewer than a float16 one."
-        if task.sent_bytes
-        else "nothing to send with one replica.",
-        *_rounds(task),
-        *_memory(task),
-        *([] if exact is None else [f"travel exact: {', '.join(exact) or 'none'}"]),
-        *advice.notes(task.config.optimizer.update),
-    ]
-    return "\n".join(lines)
-
-
-def _memory(task: Task) -> list[str]:
-    """What a device holds, as XLA plans it."""
-    plans = [program.memory_analysis() for program in task.programs]
-    if None in plans:
-        return []
-    held = max(plan.argument_size_in_bytes for plan in plans)
-    more = max(plan.temp_size_in_bytes for plan in plans)
-    return [
-        f"a device holds {held / 2**20:,.0f} MiB of parameters, state and batch, and "
-        f"{more / 2**20:,.0f} MiB more during a step, by XLA's plan for this machine."
-    ]
-
-
-def _rounds(task: Task) -> list[str]:
-    """What a run whose steps differ sends, part by part."""
-    steps = task.config.steps
-    parts = [
-        f"{part} {count:,} times ({task.sent.get(part, 0.0):,.0f} bytes)"
-        for part, count in task.rounds.items()
-        if part != "all"
-    ]
-    if not parts:
-        return []
-    return [
-        f"of {steps:,} steps {task.rounds['all']:,} send anything: {', '.join(parts)};",
-        f"{steps * task.sent_bytes:,.0f} bytes over the run.",
-    ]

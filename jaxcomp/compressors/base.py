@@ -87,6 +87,7 @@ class Compressor:
       shared_selection: Of a chain whose first stage keeps the same entries on all replicas: that
         stage's halves and the code of what it keeps, so that an exchange need not touch the
         rest; None for others.
+      stages: Of a chain, what `compose` has chained; empty for others.
       levels: How its levels are learned; None for a code whose levels are fixed.
     """
 
@@ -101,6 +102,7 @@ class Compressor:
     shared_selection: "tuple[Selection, Compressor] | None" = dataclasses.field(
         compare=False, default=None
     )
+    stages: "tuple[Compressor, ...]" = dataclasses.field(compare=False, default=())
     levels: Levels | None = dataclasses.field(compare=False, default=None)
 
 

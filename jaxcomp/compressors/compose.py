@@ -16,7 +16,7 @@ def compose(*stages: Compressor) -> Compressor:
     Args:
       *stages: Sparsifiers, then any compressor. Where the last is a sparsifier too, the values
         it keeps travel as float32. Of `random_k`, one at most: a second one that rolls with the
-        same count would never visit most entries.
+        same count would never visit most entries. A chain stands for its stages.
 
     Returns:
       A `Compressor`; of one stage, that stage.
@@ -39,6 +39,8 @@ def compose(*stages: Compressor) -> Compressor:
     """
     if not stages:
         raise ValueError("compose() got no stage; write identity() to send float32 values")
+    # A chain in a chain is one: what may stand where, and how often, is asked of all stages.
+    stages = tuple(one for stage in stages for one in stage.stages or (stage,))
     for stage in stages[:-1]:
         if stage.selection is None:
             raise ValueError(
@@ -68,6 +70,7 @@ def compose(*stages: Compressor) -> Compressor:
         shared_selection=(
             (stages[0].selection, compose(*stages[1:])) if stages[0].linear else None
         ),
+        stages=stages,
     )
 
 

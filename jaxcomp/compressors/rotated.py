@@ -38,7 +38,7 @@ def rotated(code: Compressor, block: int = 128) -> Compressor:
     """
     if not isinstance(block, int) or block < 2 or block & (block - 1):
         raise ValueError(f"rotated got block={block}; needs a power of two; write block=128")
-    if code.selection is not None or code.linear:
+    if code.selection is not None or code.stages or code.linear:
         raise ValueError(f"rotated got {code.name}, needs a code that rounds; write quantize(4)")
     matrix = _hadamard(block)
 

@@ -111,7 +111,9 @@ def cocktail_sgd(
         skipped = to_varying(jnp.zeros([], jnp.int32), axis_name)
         zero = jnp.zeros([], jnp.int32)
         rounds = dict.fromkeys(("all", "synchronize", "warmup"), zero)
-        return CocktailSGDState(zero, drift, owner_residual, inner.init(params), rounds, skipped)
+        # Of the dtypes that its updates will see.
+        inner_state = inner.init(jax.tree.map(lambda p: p.astype(_wide(p.dtype)), params))
+        return CocktailSGDState(zero, drift, owner_residual, inner_state, rounds, skipped)
 
     def dense(grads):
         """The exact mean gradient, of a type that varies as local gradients do."""

@@ -30,7 +30,7 @@ def compressed_mean(
     *,
     error_feedback: bool = True,
     exchange: wire.Exchange = wire.two_shot,
-    exact: Callable[[str, Any], bool] = buckets.small_or_vector,
+    exact: Callable[[str, Any], bool] | None = None,
     bucket_numel: int = 2**22,
     seed: int = 0,
 ) -> optax.GradientTransformationExtraArgs:
@@ -58,7 +58,8 @@ def compressed_mean(
         (1 + 1/R) float32 values a parameter. Unbiased compressors can do without.
       exchange: How buckets travel: `wire.two_shot`, or `wire.gathered` for two replicas.
         Payloads of linear compressors are summed on the wire in any case.
-      exact: `(path, leaf) -> bool`, which leaves travel as float32.
+      exact: `(path, leaf) -> bool`, which leaves travel as float32. Default: those with fewer than
+        two axes, and of fewer than 1,024 elements over all their shards.
       bucket_numel: Most elements of one message's bucket.
       seed: Of masks, shifts and stochastic rounding.
 
@@ -78,6 +79,7 @@ def compressed_mean(
       the residual is in units of the update.
     """
     policy = averaging.policy_of(compressor)
+    exact = buckets.small_or_vector(axis_name) if exact is None else exact
 
     def make_plan(tree):
         choose = lambda path, leaf: averaging.EXACT if exact(path, leaf) else policy(path, leaf)
@@ -113,14 +115,17 @@ def compressed_mean(
 
 
 def _means_or_skip(plan, flat, owner_residual, exchange, shared, axis_name):
-    """The mean of every bucket, and whether anything of any replica is not finite."""
+    """The mean of every bucket, and whether any of them, or any replica's part, is not finite.
+
+    A mean may be infinite where no gradient is: float16 scales end at 65,504.
+    """
     bad = ~jnp.all(jnp.array([jnp.all(jnp.isfinite(x)) for x in flat], bool))
     # All shards of a replica must agree, and an exact bucket of whole leaves must stay whole.
     bad = largest(bad.astype(jnp.float32), axis_name)
     exact = [i for i, b in enumerate(plan.buckets) if b.label.compressor == averaging.EXACT]
     if not exact:
         means = averaging.mean_of_buckets(plan, flat, owner_residual, exchange, shared, axis_name)
-        return means, largest(lax.psum(bad, axis_name)) > 0
+        return means, (largest(lax.psum(bad, axis_name)) > 0) | _any_not_finite(means)
     # It rides behind the first exact bucket, and costs no message.
     carrier = exact[0]
     flat = list(flat)
@@ -128,4 +133,9 @@ def _means_or_skip(plan, flat, owner_residual, exchange, shared, axis_name):
     means = averaging.mean_of_buckets(plan, flat, owner_residual, exchange, shared, axis_name)
     carried = means[carrier]
     means[carrier] = wire.Mean(carried.mean[:-1], carried.sent[:-1], None)
-    return means, largest(carried.mean[-1]) > 0
+    return means, (largest(carried.mean[-1]) > 0) | _any_not_finite(means)
+
+
+def _any_not_finite(means: list[wire.Mean]) -> jax.Array:
+    bad = ~jnp.all(jnp.array([jnp.all(jnp.isfinite(m.mean)) for m in means], bool))
+    return largest(bad.astype(jnp.float32)) > 0

@@ -6,7 +6,7 @@ import optax
 from jax import lax
 
 from jaxcomp import averaging
-from jaxcomp.sharding import sums_over_shards, varying_axes
+from jaxcomp.sharding import size_over_shards, sums_over_shards
 
 
 def check(name: str, b1: float, b2: float, eps: float, variance_floor: float) -> None:
@@ -46,14 +46,28 @@ def zeros(param: jax.Array) -> jax.Array:
     return jnp.zeros_like(param, jnp.promote_types(param.dtype, jnp.float32))
 
 
-def gradients(updates, like, axis_name: str):
-    """A replica's own gradients in the moments' dtypes, those of `like`.
+def dtype_of(tree):
+    """The widest dtype of the leaves, at least float32."""
+    return jnp.result_type(jnp.float32, *jax.tree.leaves(tree))
 
-    All are NaN if any is not finite: then so is whatever travels of them, and all replicas skip
-    the step.
+
+def power(b: float, n: jax.Array, like) -> jax.Array:
+    """b^n in the dtype of the tree `like`: by itself JAX takes float64 where that is enabled."""
+    return jnp.asarray(b, dtype_of(like)) ** n
+
+
+def gradients(updates, like, axis_name: str):
+    """A replica's own gradients in the moments' dtypes, those of `like`, and whether they fail.
+
+    They do, i32[] 1, if the square of one is not finite: a variance would not be after it.
     """
     grads = jax.tree.map(lambda g, moment: g.astype(moment.dtype), updates, like)
-    bad = averaging.not_finite(grads, axis_name)
+    return grads, averaging.not_finite(jax.tree.map(jnp.square, grads), axis_name)
+
+
+def poisoned(updates, like, axis_name: str):
+    """`gradients`, all of them NaN if they fail: so is what travels, and all replicas skip."""
+    grads, bad = gradients(updates, like, axis_name)
     return jax.tree.map(lambda g: jnp.where(bad, jnp.nan, g), grads)
 
 
@@ -83,34 +97,39 @@ def denominator(variance, b2: float, eps: float, floor: float, updates: jax.Arra
       variance: Tree, equal on all replicas.
       b2: Its decay.
       eps: Added to the root.
-      floor: Least variance as a share of the mean over the leaf, over all its shards.
+      floor: Least variance as a share of the mean over the leaf, over all its shards. A leaf
+        that never had a gradient gets the mean over all that had one instead: else its first
+        one would be divided by `eps`.
       updates: i32[], how often it has decayed, for the bias correction; None for none.
     """
-    correction = 1.0 if updates is None else 1 / (1 - b2**updates)
-
-    def root(v):
-        if floor:
-            total, size = jnp.sum(v), jnp.float32(v.size)
-            axes = tuple(sorted(varying_axes(v)))
-            mean = lax.pmean(total / size, axes) if axes else total / size
-            v = jnp.maximum(v, floor * mean)
-        return jnp.sqrt(v * correction) + eps
-
-    return jax.tree.map(root, variance)
+    correction = 1.0 if updates is None else 1 / (1 - power(b2, updates, variance))
+    leaves, treedef = jax.tree.flatten(variance)
+    if floor and leaves:
+        totals = jnp.stack(sums_over_shards([jnp.sum(v) for v in leaves]))
+        sizes = jnp.array([max(1, size_over_shards(v)) for v in leaves], jnp.float32)
+        of_all = jnp.sum(totals) / jnp.maximum(1, jnp.sum(jnp.where(totals > 0, sizes, 0)))
+        least = jnp.where(totals > 0, floor * totals / sizes, of_all)
+        leaves = [jnp.maximum(v, low.astype(v.dtype)) for v, low in zip(leaves, least, strict=True)]
+    return treedef.unflatten([jnp.sqrt(v * correction) + eps for v in leaves])
 
 
-def freezes(frozen: jax.Array, state, variance, ratio: float):
+def no_norms(b2: float, like, freeze_step: int | None) -> jax.Array | None:
+    """The norms of no steps yet, see `freezes`; None for a given end."""
+    return jnp.zeros(round(1 / (1 - b2)), dtype_of(like)) if freeze_step is None else None
+
+
+def freezes(frozen: jax.Array, state, variance, freeze_step: int | None, ratio: float):
     """Whether the next step is of few bits, and the norms to tell the one after by.
 
     Args:
       frozen: bool[], whether this step was.
-      state: With `norms`, f32[...] of the last steps' l1 norms or None for a given end, and
-        `count`.
+      state: With `norms`, of the last steps' l1 norms or None for a given end, and `count`.
       variance: Tree, equal on all replicas, after this step.
+      freeze_step: The given end, or None.
       ratio: Share of today's norm from which that of `norms.size` steps ago is stable.
     """
-    if state.norms is None:
-        return frozen, None
+    if freeze_step is not None:
+        return state.count + 1 >= freeze_step, None
     norm = sum(sums_over_shards([jnp.sum(v) for v in jax.tree.leaves(variance)]))
     place = state.count % state.norms.size
     stable = (state.count >= state.norms.size) & (state.norms[place] >= ratio * norm)

@@ -65,13 +65,14 @@ def one_bit_adam(
       freeze_step: Steps of the warm-up, at least 1: 15 to 25% of a run in the paper. None ends it
         by `freeze_ratio`.
       freeze_ratio: The warm-up ends when the variance's l1 norm of 1 / (1 - b2) steps ago is this
-        share of today's, in (0, 1). Not before the learning rate's own warm-up should end.
+        share of today's, in (0, 1). It knows nothing of the rate's own warm-up, which should end
+        before: else give `freeze_step`.
       compressor: Of all parameters; or a policy `(path, leaf) -> Compressor`. Default:
         `jaxcomp.sign(block=1024)`.
       precondition: Whether m / D travels, and not m as in the paper.
       variance_floor: The least variance that is divided by after the warm-up, as a share of its
         mean over the leaf: a coordinate whose gradients come late would else take a step of
-        any size.
+        any size. A leaf without any gradient so far gets the mean of the others.
       bias_correction: Whether moments are divided by 1 - b^n, as in Adam. The paper's runs do
         without.
       weight_decay: Rate of decay, decoupled.
@@ -86,7 +87,8 @@ def one_bit_adam(
 
     Raises:
       ValueError: At construction for arguments out of range; at trace time for an unknown axis,
-        gradients that are already reduced, or leaves that are not floating.
+        gradients that are already reduced, leaves that are not floating, or `weight_decay`
+        without `params`.
 
     References:
       Tang et al., `1-bit Adam: Communication Efficient Large-Scale Training with Adam's
@@ -112,7 +114,7 @@ def one_bit_adam(
             owner_residual=owner_residual,
             rounds=dict.fromkeys(("all", "synchronize", "variance"), jnp.zeros([], jnp.int32)),
             frozen=jnp.zeros([], bool),
-            norms=None if freeze_step is not None else jnp.zeros(round(1 / (1 - b2))),
+            norms=moments.no_norms(b2, zeros, freeze_step),
         )
 
     def root_of(variance, num_updates, floor):
@@ -143,18 +145,20 @@ def one_bit_adam(
     def update(updates, state, params=None, **extra_args):
         del extra_args
         require_varying(updates, axis_name)
-        grads = moments.gradients(updates, state.variance, axis_name)
+        grads = moments.poisoned(updates, state.variance, axis_name)
         frozen = state.frozen if freeze_step is None else state.count >= freeze_step
         momentum, variance, root, residual, owner_residual = lax.cond(
             frozen, compressed, warm_up, state, grads
         )
-        correction = 1 / (1 - b1 ** (state.count + 1)) if bias_correction else 1.0
+        correction = (
+            1 / (1 - moments.power(b1, state.count + 1, momentum)) if bias_correction else 1.0
+        )
         rate = rate_of(state.count)
         change = jax.tree.map(lambda m, d: -rate * correction * m / d, momentum, root)
         if weight_decay:
             averaging.require_params("one_bit_adam with weight_decay", params)
             change = jax.tree.map(lambda c, p: c - rate * weight_decay * p, change, params)
-        freezes, norms = moments.freezes(frozen, state, variance, freeze_ratio)
+        freezes, norms = moments.freezes(frozen, state, variance, freeze_step, freeze_ratio)
         return change, OneBitAdamState(
             optax.safe_increment(state.count),
             momentum,

@@ -86,7 +86,8 @@ def one_bit_lamb(
       freeze_step: Steps of the warm-up, at least 1: a sixth of a run in the paper. None ends it
         by `freeze_ratio`.
       freeze_ratio: The warm-up ends when the variance's l1 norm of 1 / (1 - b2) steps ago is this
-        share of today's, in (0, 1). Not before the learning rate's own warm-up should end.
+        share of today's, in (0, 1). It knows nothing of the rate's own warm-up, which should end
+        before: else give `freeze_step`.
       trust_bounds: Least and greatest trust ratio of the warm-up.
       trust_decay: Decay of its moving average, in [0, 1).
       factor_bounds: Least and greatest factor.
@@ -132,7 +133,7 @@ def one_bit_lamb(
     def init(params):
         zeros = jax.tree.map(moments.zeros, params)
         residual, owner_residual = averaging.nothing_sent(transport, zeros)
-        zero, one = jnp.zeros([]), jnp.ones([])
+        unseen = lambda moment: Layer(*(jnp.asarray(x, moment.dtype) for x in (0, 0, 1, 1)))
         return OneBitLambState(
             count=jnp.zeros([], jnp.int32),
             momentum=zeros,
@@ -140,10 +141,10 @@ def one_bit_lamb(
             fresh_variance=zeros,
             residual=residual,
             owner_residual=owner_residual,
-            layers=jax.tree.map(lambda _: Layer(zero, zero, one, one), params),
+            layers=jax.tree.map(unseen, zeros),
             rounds=dict.fromkeys(("all", "synchronize", "variance"), jnp.zeros([], jnp.int32)),
             frozen=jnp.zeros([], bool),
-            norms=None if freeze_step is not None else jnp.zeros(round(1 / (1 - b2))),
+            norms=moments.no_norms(b2, zeros, freeze_step),
         )
 
     def root_of(variance, num_updates, floor):
@@ -152,7 +153,7 @@ def one_bit_lamb(
 
     def direction(count, momentum, root, params):
         """The leaves of u, and of each the squared norms of x, of m / D and of u: f32[3]."""
-        correction = 1 / (1 - b1 ** (count + 1)) if bias_correction else 1.0
+        correction = 1 / (1 - moments.power(b1, count + 1, momentum)) if bias_correction else 1.0
         plain = jax.tree.map(lambda m, d: correction * m / d, momentum, root)
         whole = jax.tree.map(lambda u, p: u + weight_decay * p, plain, params)
         leaves = [jax.tree.leaves(tree) for tree in (params, plain, whole)]
@@ -234,12 +235,12 @@ def one_bit_lamb(
         del extra_args
         averaging.require_params("one_bit_lamb", params)
         require_varying(updates, axis_name)
-        grads = moments.gradients(updates, state.variance, axis_name)
+        grads = moments.poisoned(updates, state.variance, axis_name)
         frozen = state.frozen if freeze_step is None else state.count >= freeze_step
         change, momentum, variance, *rest = lax.cond(
             frozen, compressed, warm_up, state, grads, params
         )
-        freezes, norms = moments.freezes(frozen, state, variance, freeze_ratio)
+        freezes, norms = moments.freezes(frozen, state, variance, freeze_step, freeze_ratio)
         return change, OneBitLambState(
             optax.safe_increment(state.count),
             momentum,
@@ -260,7 +261,7 @@ def _layers(state: OneBitLambState) -> list[Layer]:
 def _scales(momentum: list[jax.Array], axis_name: str) -> list[jax.Array]:
     """What each leaf is multiplied by for the mean magnitude of all: f32[], 1 for zeros."""
     sums = sums_over_shards([jnp.sum(m * m) for m in momentum], axis_name)
-    sizes = [max(1, size_over_shards(m, axis_name)) for m in momentum]
+    sizes = [jnp.float32(max(1, size_over_shards(m, axis_name))) for m in momentum]
     roots = [jnp.sqrt(s / n) for s, n in zip(sums, sizes, strict=True)]
     magnitudes = jnp.stack(roots)
     mean = jnp.sum(magnitudes) / jnp.maximum(jnp.sum(magnitudes > 0), 1)

@@ -29,7 +29,7 @@ def sharded_optimizer(
     *,
     gradients: Compressor | averaging.Policy | None = None,
     differences: Compressor | averaging.Policy | None = None,
-    exact: Callable[[str, Any], bool] = buckets.small_or_vector,
+    exact: Callable[[str, Any], bool] | None = None,
     bucket_numel: int = 2**22,
     seed: int = 0,
 ) -> optax.GradientTransformationExtraArgs:
@@ -54,7 +54,8 @@ def sharded_optimizer(
       gradients: Code Q, or a policy `(path, leaf) -> Compressor`. Default:
         `quantize(4, rounding="stochastic")`.
       differences: Code D, or a policy. Default: `quantize(4)`.
-      exact: `(path, leaf) -> bool`, which leaves travel as float32 on both ways.
+      exact: `(path, leaf) -> bool`, which leaves travel as float32 on both ways. Default:
+        those with fewer than two axes, and of fewer than 1,024 elements over all their shards.
       bucket_numel: Most elements of one message, of all its chunks together.
       seed: Of masks, shifts and stochastic rounding.
 
@@ -81,6 +82,7 @@ def sharded_optimizer(
     inner = optax.with_extra_args_support(inner)
     gradients = quantize(4, rounding="stochastic") if gradients is None else gradients
     differences = quantize(4) if differences is None else differences
+    exact = buckets.small_or_vector(axis_name) if exact is None else exact
 
     def plan_of(tree, code):
         """The buckets of one replica's pieces; a policy sees the leaves as they are."""

@@ -89,8 +89,8 @@ def slamb(
       weight_decay: Rate of decay; outside of the trust ratio if the rescaling is linear, else in
         it as in LAMB.
       rescaling: How stale entries are blended in, see above.
-      trust_bounds: Least and greatest trust ratio. Unless the form is linear, leaves with fewer
-        than two axes have none, as in LAMB.
+      trust_bounds: Least and greatest trust ratio. Unless the form is linear, those of leaves with
+        fewer than two axes are not clipped.
       compressor: What of the momentum travels, instead of `density`: a `random_k`, alone or first
         in a `compose` that codes its values, as `compose(random_k(0.1), quantize(8))`; or a
         policy `(path, leaf) -> Compressor`, in which `identity()` means the whole leaf. Of
@@ -154,7 +154,7 @@ def slamb(
 
     def steps(momentum, variance, params, stale, on_mask, count):
         """What each leaf of this replica's parameters loses in this step."""
-        corrections = 1 - b1 ** (count + 1), 1 - b2 ** (count + 1)
+        corrections = [1 - moments.power(b, count + 1, params) for b in (b1, b2)]
         directions = [
             m / corrections[0] / (jnp.sqrt(v / corrections[1]) + eps)
             for m, v in zip(momentum, variance, strict=True)

@@ -107,7 +107,8 @@ def zero_one_adam(
         paper. Of updates far apart, one then counts for the steps since the last, and the many
         first ones no more than the steps that they were made in.
       variance_floor: The least variance that is divided by, as a share of its mean over the leaf:
-        a coordinate whose gradients come late would else take a step of any size.
+        a coordinate whose gradients come late would else take a step of any size. A leaf
+        without any gradient so far gets the mean of the others.
       bias_correction: Whether moments are divided by 1 - b^n, as in Adam; n counts the updates
         that they have had. The paper's runs do without.
       weight_decay: Rate of decay of the consensus, decoupled, outside the buffer.
@@ -143,6 +144,11 @@ def zero_one_adam(
     moments.check("zero_one_adam", b1, b2, eps, variance_floor)
     if warmup_steps < 0:
         raise ValueError(f"zero_one_adam got warmup_steps={warmup_steps}; write at least 0.")
+    if not isinstance(warmup_compressor, Compressor):
+        raise ValueError(
+            f"zero_one_adam got warmup_compressor={warmup_compressor!r}; needs one compressor for "
+            "all that does not travel exact; write warmup_compressor=quantize(8)."
+        )
     policy = averaging.policy_of(sign(block=1024) if compressor is None else compressor)
     variance_policy = averaging.policy_of(variance_compressor)
     transport = averaging.Transport(policy, exchange, axis_name, bucket_numel, seed)
@@ -160,7 +166,7 @@ def zero_one_adam(
             variance=zeros,
             variance_steps=zero,
             drift=own,
-            rate_sum=jnp.zeros([]),
+            rate_sum=jnp.zeros([], moments.dtype_of(zeros)),
             residual=residual,
             owner_residual=owner_residual,
             rounds=dict.fromkeys(("all", "synchronize", "variance", "warmup"), zero),
@@ -175,7 +181,8 @@ def zero_one_adam(
     def own_step(state, grads, bad, root):
         """What this replica's step makes of its momentum and drift and of the sum of rates."""
         rate = rate_of(state.count)
-        rate = rate / (1 - b1 ** (state.count + 1)) if bias_correction else rate
+        if bias_correction:
+            rate = rate / (1 - moments.power(b1, state.count + 1, state.momentum))
         kept = lambda old, new: jnp.where(bad, old, new)
         moved = lambda m, g: kept(m, b1 * m + (1 - b1) * g)
         momentum = jax.tree.map(moved, state.momentum, grads)
@@ -205,7 +212,7 @@ def zero_one_adam(
 
         momentum = jax.tree.map(re_estimated, change, root, own.momentum)
         none = jax.tree.map(zeros_of, own.drift)
-        return change, momentum, none, jnp.zeros([]), residual, owner_residual
+        return change, momentum, none, zeros_of(own.rate_sum), residual, owner_residual
 
     def apart(state, own, variance, updates):
         """Each replica goes on by itself."""
@@ -216,14 +223,14 @@ def zero_one_adam(
         del extra_args
         averaging.require_params("zero_one_adam", params)
         require_varying(updates, axis_name)
-        grads = jax.tree.map(lambda g, v: g.astype(v.dtype), updates, state.variance)
-        bad = averaging.not_finite(grads, axis_name)
+        grads, bad = moments.gradients(updates, state.variance, axis_name)
         grads = jax.tree.map(lambda g: jnp.where(bad, 0.0, g), grads)
         learns, meets = variance_at(state.count), sync_at(state.count)
         is_warm = state.count < warmup_steps
         known = state.count + 1 if weigh_steps else state.variance_steps + 1
+        aged = known - state.variance_steps
         variance = moments.learned(
-            *(grads, state.variance, b2 ** (known - state.variance_steps), learns),
+            *(grads, state.variance, moments.power(b2, aged, state.variance), learns),
             *(transport._replace(policy=variance_policy), state.rounds["variance"]),
         )
         # There is no variance to use before the first one.

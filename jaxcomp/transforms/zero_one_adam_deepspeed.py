@@ -53,7 +53,8 @@ def zero_one_adam_deepspeed(
       eps: Added to the root of the variance.
       freeze_step: Steps with 1-bit gradients, at least 1; `var_freeze_step` there.
       sync_at: When the replicas meet after that; see `jaxcomp.schedules.halving`.
-      variance_at: When the variance is learned before it. Default: `jaxcomp.schedules.growing()`.
+      variance_at: When the variance is learned before it, in the first step too. Default:
+        `jaxcomp.schedules.growing()`.
       compressor: Of all parameters; or a policy `(path, leaf) -> Compressor`. Default:
         `jaxcomp.sign(block=1024)`.
       weight_decay: Rate of decay of the consensus, decoupled.
@@ -66,16 +67,22 @@ def zero_one_adam_deepspeed(
       `shared_momentum` for a type that JAX can prove to be equal everywhere) and 1/R of one.
 
     Raises:
-      ValueError: As `zero_one_adam`, and for `freeze_step` under 1.
+      ValueError: As `zero_one_adam`, and at construction for `freeze_step` under 1; in `init` if
+        `variance_at` does not hold in the first step.
 
     References:
       DeepSpeed 0.19.6, `ZeroOneAdam`, which left DeepSpeed in September 2026. Of its differences
       from the paper it has these: gradients and not buffers are compressed until the freeze; a
       step of `variance_at` sends no 1-bit message; the variance is learned before its use; the
-      residual starts anew at the freeze; there is no bias correction. Not taken over: the first
-      gradient is not dropped; decay stays outside the buffer; buckets and not tensors are
-      compressed, by an l1 scale per block (there: l2 per tensor); the residuals are kept in
-      checkpoints; intervals come from `sync_at`, not from a count of steps.
+      residual starts anew at the freeze; there is no bias correction; the buffer is kept as what
+      the parameters moved by; the state is not cut over the replicas (ZeRO). Not taken over: the
+      first gradient is not dropped; the consensus is kept, and not rolled back to by subtraction;
+      rates that sum to zero are not divided by; decay stays outside the buffer; buckets and not
+      tensors are compressed, by an l1 scale per block (there: l2 per tensor); there is no
+      `exp_avg_mask`, so that leaves with rows that never have a gradient need `identity()`, by a
+      policy; the residuals are kept in checkpoints; a loaded state is before or after the freeze
+      by its count (there by a key that nobody reads); intervals come from `sync_at`, not from a
+      count of steps.
     """
     if freeze_step < 1:
         raise ValueError(
@@ -105,6 +112,9 @@ def zero_one_adam_deepspeed(
     )
 
     def init(params):
+        # Of the steps before the freeze; and not `never` itself, of which a plan asks nothing.
+        learned_at = schedules.both(variance_at, schedules.until(freeze_step))
+        schedules.plan(schedules.always, learned_at, steps=1)
         return ZeroOneAdamDeepSpeedState(
             jax.tree.map(moments.zeros, params), after_freeze.init(params)
         )

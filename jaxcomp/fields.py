@@ -1,0 +1,29 @@
+"""Fields of optimizer states by their names, which the user's parameters may have as well."""
+
+from typing import Any
+
+import optax
+
+
+def fields(state: Any, name: str) -> list[Any]:
+    """The values of all fields of this name, of the NamedTuples in a state.
+
+    Keys of dicts are names of parameters: a parameter `drift` is no method's drift.
+    """
+    return [value for _, value in optax.tree_utils.tree_get_all_with_path(state, name, _is_named)]
+
+
+def field(state: Any, name: str) -> Any:
+    """The value of the only such field; None if there is none. A KeyError if there are several."""
+    return optax.tree_utils.tree_get(state, name, filtering=_is_named)
+
+
+def is_field(key_path, name: str) -> bool:
+    """Whether JAX's path of a leaf goes through a field of this name, as `residual`."""
+    # Keys of dicts have no attribute `name`.
+    return any(getattr(key, "name", None) == name for key in key_path)
+
+
+def _is_named(path, value) -> bool:
+    del value
+    return bool(path) and isinstance(path[-1], optax.tree_utils.NamedTupleKey)
