@@ -12,12 +12,10 @@ BIN := $(VENV)/bin
 demo: $(VENV)/train.installed
 	$(BIN)/python -m train.demo --steps $(STEPS)
 
-# In two processes: the programs of all tests map memory more often than one may (65,530 times).
 test: $(VENV)/test.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/python -m pytest -q --ignore-glob='tests/test_[s-z]*'
-	$(BIN)/python -m pytest -q tests/test_[s-z]*.py
+	$(BIN)/python -m pytest -q
 
 installed: $(VENV)/test.installed
 

@@ -14,13 +14,16 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
 @pytest.fixture(autouse=True, scope="module")
-def programs_of_one_module():
-    """Lets go of a module's compiled programs at its end.
+def programs_of_one_module(request):
+    """Lets go of a module's compiled programs at its end, those in its caches too.
 
     Each maps memory of its own, and a process has 65,530 maps: XLA's compiler ends the one that
     keeps the programs of all tests by a segmentation fault.
     """
     yield
+    for value in list(vars(request.module).values()):
+        if hasattr(value, "cache_clear"):
+            value.cache_clear()
     jax.clear_caches()
 
 

@@ -93,7 +93,7 @@ def config_of(text, tmp_path):
     return make
 
 
-@functools.cache
+@functools.lru_cache(maxsize=8)  # few: see `programs_of_one_module`
 def compiled(config):
     return tasks.make_task(config)
 
