@@ -127,6 +127,7 @@ STAGES = {
     # One bit is the least that a code of every value takes: a sixth of the exchanges.
     "quantization only": "compressor=sign(block=1024), sync_every=6",
     "groups of 64": "compressor=compose(group_top_1(64), quantize(4))",
+    "a tenth, groups of 4": "compressor=compose(random_k(0.1), group_top_1(4), quantize(4))",
     "signs of the largest of 64": "compressor=compose(group_top_1(64), sign(block=128))",
     "signs of an eighth": "compressor=compose(random_k(0.125), sign(block=1024))",
     "signs of a sixteenth": "compressor=compose(random_k(0.0625), sign(block=1024))",
@@ -266,6 +267,6 @@ METHODS: dict[str, Method] = {
         f"1-bit LAMB, {n} dense steps": Method(
             f"one_bit_lamb(learning_rate, axis_name, freeze_step={n})", LAMB_RATES
         )
-        for n in (20, 66, 166)
+        for n in (20, 66, 166, 500)
     },
 }

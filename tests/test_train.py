@@ -622,6 +622,17 @@ def test_report_of_a_run_that_skips_rounds_counts_its_bits(monkeypatch, capsys, 
     assert number(r"dense steps: about [\d,]+, ([\d.]+)\)") == 5.68
 
 
+def test_one_replica_reports_that_it_sends_nothing(monkeypatch, capsys, tmp_path, text):
+    monkeypatch.chdir(tmp_path)
+    update = next(update for update in METHODS if update.startswith("zero_one_adam"))
+    args = [*TINY_ARGS.split(), "--data.path", text, "--replicas", "1"]
+    status, out, err = main(
+        *(monkeypatch, capsys, NANO, "--report", *args, "--optimizer.update", update)
+    )
+    assert (status, err) == (0, "")
+    assert "one replica sends 0 bytes a step" in out and "nothing to send with one replica" in out
+
+
 def test_run_ends_with_the_loss_and_the_picture(monkeypatch, capsys, tmp_path, text):
     monkeypatch.chdir(tmp_path)
     args = [

@@ -55,7 +55,7 @@ def _rounds(task: Task, dense: float) -> list[str]:
         for part, count in task.rounds.items()
         if part != "all"
     ]
-    if not parts:
+    if not parts or not dense:  # one replica counts rounds, and sends nothing in them
         return []
     return [
         f"of {steps:,} steps {task.rounds['all']:,} send anything: {', '.join(parts)};",
