@@ -51,7 +51,7 @@ def get_config():
         replicas={replicas},
         optimizer=Optimizer(
             "chain(compressed_mean(quantize(4), axis_name), sgd(learning_rate))",
-            learning_rate=0.5,
+            learning_rate={learning_rate},
             schedule="constant",
         ),
         eval_every=20,
@@ -73,6 +73,7 @@ def write_config(folder: pathlib.Path, **values) -> pathlib.Path:
     text.write_text("".join(f"{i * i % 9973} and {i * 7 % 13} is a sum; " for i in range(2_000)))
     path = folder / "config.py"
     known = {"nan_step": -1, "step_seconds": 0.0, "checkpoint_every": 10, "replicas": 2}
+    known |= {"learning_rate": 0.5}
     path.write_text(CONFIG.format(folder=str(folder), text=str(text), **(known | values)))
     return path
 

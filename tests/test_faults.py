@@ -211,11 +211,14 @@ def test_a_save_that_takes_too_long_is_told_by_all(config_of):
 
 # Other numbers of processes and replicas.
 
+# At higher rates a difference in the last bit, as machines have, grows until losses are far apart.
+CALM = 0.1
+
 
 @pytest.fixture(scope="module")
 def elastic(config_of):
     """A run on four processes, then on two, then on eight devices of one."""
-    config, texts = config_of(steps=60, replicas=4), []
+    config, texts = config_of(steps=60, replicas=4, learning_rate=CALM), []
     for count, replicas, steps in ((4, 4, 30), (2, 2, 44), (1, 8, 60)):
         with started(config, count, "--replicas", replicas, "--steps", steps) as run:
             assert ended(run) == [0] * count, said(run)
@@ -226,7 +229,7 @@ def elastic(config_of):
 @pytest.fixture(scope="module")
 def steady(config_of):
     """The same steps on four replicas of one process."""
-    config = config_of(steps=60, replicas=4)
+    config = config_of(steps=60, replicas=4, learning_rate=CALM)
     with started(config, 1) as run:
         assert ended(run) == [0], said(run)
     return metrics_of(config.parent / "run")
