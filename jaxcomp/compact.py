@@ -1,13 +1,14 @@
 """Residuals in 8 or 16 bits between the steps: less memory for error feedback."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from jaxcomp.fields import is_field
+from jaxcomp.fields import has_feedback
 
 
 @jax.tree_util.register_dataclass
@@ -49,24 +50,32 @@ def compact(
     if bits not in (8, 16):
         raise ValueError(f"compact got bits={bits}; write 8, or 16 for bfloat16.")
     tx = optax.with_extra_args_support(tx)
-    pack = lambda path, leaf: encode(leaf, bits) if is_field(path, "residual") else leaf
+
+    def pack(node):
+        if not _has_residual(node):
+            return node
+        return node._replace(residual=jax.tree.map(lambda x: encode(x, bits), node.residual))
+
+    pack_all = functools.partial(jax.tree.map, pack, is_leaf=_has_residual)
 
     def init(params):
         state = tx.init(params)
-        # None stands for a leaf that travels exact, and has nothing to keep.
-        leaves = jax.tree_util.tree_leaves_with_path(state, is_leaf=lambda x: x is None)
-        if not any(is_field(path, "residual") for path, _ in leaves):
+        if not any(map(_has_residual, jax.tree.leaves(state, is_leaf=_has_residual))):
             raise ValueError(
                 "compact got a transformation whose state has no residual to keep; leave it out."
             )
-        return jax.tree_util.tree_map_with_path(pack, state)
+        return pack_all(state)
 
     def update(updates, state, params=None, **extra_args):
         state = jax.tree.map(decode, state, is_leaf=is_compact)
         updates, state = tx.update(updates, state, params, **extra_args)
-        return updates, jax.tree_util.tree_map_with_path(pack, state)
+        return updates, pack_all(state)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _has_residual(x: Any) -> bool:
+    return has_feedback(x) and hasattr(x, "residual")
 
 
 def is_compact(x: Any) -> bool:

@@ -24,6 +24,14 @@ def is_field(key_path, name: str) -> bool:
     return any(getattr(key, "name", None) == name for key in key_path)
 
 
+def has_feedback(x: Any) -> bool:
+    """Whether a node is the state of a method with error feedback; no tree of parameters is.
+
+    By the node's field and not by a leaf's path, in which attributes of parameters come too.
+    """
+    return isinstance(x, tuple) and "owner_residual" in getattr(x, "_fields", ())
+
+
 def _is_named(path, value) -> bool:
     del value
     return bool(path) and isinstance(path[-1], optax.tree_utils.NamedTupleKey)

@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxcomp import levels
+from jaxcomp.fields import fields
 from jaxcomp.qsdp import QSDP
 from jaxcomp.sharding import largest, per_replica, stack, to_varying, unstack
 from jaxcomp.specs import specs_of
@@ -47,7 +48,7 @@ def qsdp_train_step(
         what is gathered already, as by `fsdp.gather_once`.
       tx: Any optimizer whose update of an entry depends on that entry alone, as Adam's. Norms of
         a whole gradient, as for `jaxcomp.clip_by_global_norm`, have to be summed over
-        `fsdp.axes`; it does that.
+        `fsdp.axes`; it does that. Nothing that exchanges gradients by itself.
       mesh: Of the axes `fsdp.axes`, in any order, and no others.
       fsdp: As `jaxcomp.qsdp` makes it.
       accumulate: Microbatches that a replica's batch is cut into, in turn. Each gathers the
@@ -60,7 +61,7 @@ def qsdp_train_step(
 
     Raises:
       ValueError: At construction, if the mesh has other axes than `fsdp.axes`; at the first call,
-        if the batch cannot be divided.
+        if the batch cannot be divided, or `tx` is one of this package's methods.
     """
     axes = fsdp.axes
     if accumulate < 1:
@@ -70,7 +71,7 @@ def qsdp_train_step(
             f"qsdp_train_step got a mesh of axes {mesh.axis_names}, needs one of {axes} and no "
             "others; of a slow and a fast axis write qsdp(slow, fast_axis=fast)."
         )
-    tx = per_replica(tx, axes)
+    alone, tx = tx, per_replica(tx, axes)
     cut, rows = P(axes), P(mesh.axis_names)
     sharded = functools.partial(jax.shard_map, mesh=mesh)
 
@@ -78,6 +79,7 @@ def qsdp_train_step(
         shards = unstack(shards, axes)
         tables = levels.start(shards)
         rounds = {"all": jnp.int32(0), "levels": jnp.int32(0)} if jax.tree.leaves(tables) else {}
+        _require_alone(alone.init(shards))
         return QSDPState(jnp.int32(0), tx.init(shards), tables, rounds)
 
     state_specs = specs_of(begin, mesh, axes)
@@ -110,6 +112,16 @@ def qsdp_train_step(
         return shards, state, {"loss": loss, "skipped": skipped}
 
     return TrainStep(init, step)
+
+
+def _require_alone(state):
+    found = [name for name in ("owner_residual", "drift") if fields(state, name)]
+    if found:
+        raise ValueError(
+            f"qsdp_train_step got a transformation that exchanges (its state has {found[0]!r}); "
+            "gradients of shards are means already, and each replica has other parameters; write "
+            "the optimizer alone, as optax.adamw(1e-3)."
+        )
 
 
 def _fitted(fsdp, shards, state, tallies):

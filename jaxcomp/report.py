@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 
 from jaxcomp import hlo, hlo_groups, hlo_mesh
 from jaxcomp.buckets import path_of
+from jaxcomp.compact import is_compact
 from jaxcomp.fields import fields
 
 _COLLECTIVES = (
@@ -285,7 +286,7 @@ def exact_leaves(params: Any, state: Any) -> list[str] | None:
     if not found:
         return None
     # Without error feedback () stands for a residual; optax.MaskedNode() is another empty tuple.
-    is_mark = lambda x: type(x) is tuple and not x
+    is_mark = lambda x: is_compact(x) or (type(x) is tuple and not x)
     lossy = {
         path_of(path)
         for residual in found

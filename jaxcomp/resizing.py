@@ -7,10 +7,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
+from jax.sharding import AbstractMesh, NamedSharding
 
 from jaxcomp.compact import decode, encode, is_compact
-from jaxcomp.fields import is_field
+from jaxcomp.fields import has_feedback, is_field
 from jaxcomp.shards import is_shard, recut
 
 
@@ -29,7 +29,7 @@ def resize(state: Any, like: Any) -> Any:
         mesh has further axes that shard parameters, with the shardings of `state_specs`.
 
     Returns:
-      A tree like `like`, placed as `like` is if it says where.
+      A tree like `like`, placed as `like` is if it says on which devices; shapes do not.
 
     Raises:
       ValueError: If the two are not states of one transformation and one model.
@@ -63,11 +63,15 @@ def reset_residuals(state: Any) -> Any:
       A tree like `state`, with zeros in the fields `residual` and `owner_residual`.
     """
 
-    def zeroed(path, leaf):
-        held = is_field(path, "residual") or is_field(path, "owner_residual")
-        return jnp.zeros_like(leaf) if held else leaf
+    def zeroed(node):
+        if not has_feedback(node):
+            return node
+        names = {"residual", "owner_residual"} & set(node._fields)
+        return node._replace(
+            **{name: jax.tree.map(jnp.zeros_like, getattr(node, name)) for name in names}
+        )
 
-    return jax.tree_util.tree_map_with_path(zeroed, state)
+    return jax.tree.map(zeroed, state, is_leaf=has_feedback)
 
 
 def _resize_node(path, old, new):
@@ -92,7 +96,7 @@ def _resize_leaf(path, old, new):
     old = jnp.asarray(old)
     if old.shape == new.shape:
         out = old
-    elif is_field(path, "owner_residual") or is_field(path, "owned"):
+    elif old.ndim > 1 and (is_field(path, "owner_residual") or is_field(path, "owned")):
         out = _resize_owned(old, new.shape, _num_shards(new))
     elif is_field(path, "skipped"):
         out = jnp.zeros(new.shape, old.dtype).at[0].set(jnp.sum(old))
@@ -106,7 +110,9 @@ def _resize_leaf(path, old, new):
         )
     out = out.astype(new.dtype)
     sharding = getattr(new, "sharding", None)
-    return out if sharding is None else jax.device_put(out, sharding)
+    # What `jax.eval_shape` finds on an explicit mesh has a sharding without devices.
+    nowhere = isinstance(getattr(sharding, "mesh", None), AbstractMesh)
+    return out if sharding is None or nowhere else jax.device_put(out, sharding)
 
 
 def _num_shards(like) -> int:

@@ -194,9 +194,22 @@ def per_replica(
     def update(updates, state, params=None, **extra_args):
         state = unstack(state, axis_name)
         updates, state = tx.update(updates, state, params, **extra_args)
-        return updates, stack(state, axis_name)
+        return updates, stack(_emptied(state), axis_name)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _emptied(state):
+    """The state with zeros where `optax.MultiSteps` multiplies a sum by 0: there NaN would stay."""
+    is_multi = lambda node: isinstance(node, optax.MultiStepsState)
+
+    def empty(node):
+        if not is_multi(node):
+            return node
+        clear = lambda total: jnp.where(node.mini_step == 0, jnp.zeros_like(total), total)
+        return node._replace(acc_grads=jax.tree.map(clear, node.acc_grads))
+
+    return jax.tree.map(empty, state, is_leaf=is_multi)
 
 
 def _vary_like(x, like):

@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxcomp.fields import fields
+from jaxcomp.fields import fields, has_feedback
 from jaxcomp.sharding import add_drifts, largest, per_replica, to_varying, varies_over
 from jaxcomp.specs import full_specs, state_specs
 
@@ -149,7 +149,7 @@ def apply_update(tx, axis_name, params, state, grads, **extra_args):
     updates, new_state = tx.update(grads, state, params, axis_name=axis_name, **extra_args)
     _require_averaged(updates, axis_name)
     new_params = optax.apply_updates(params, updates)
-    if fields(state, "skipped"):
+    if fields(state, "skipped") and not _any_makes_nan(state):
         return new_params, new_state, jnp.zeros([], bool)
     finite = jnp.stack([jnp.all(jnp.isfinite(u)) for u in jax.tree.leaves(updates)])
     # All shards of a replica must agree; that all replicas do, their type says already.
@@ -157,6 +157,12 @@ def apply_update(tx, axis_name, params, state, grads, **extra_args):
     keep = functools.partial(jnp.where, ~skipped)
     params, state = jax.tree.map(keep, (new_params, new_state), (params, state))
     return params, state, skipped
+
+
+def _any_makes_nan(state):
+    """Whether a method beside, as in `optax.partition`, leaves it to the step to leave one out."""
+    nodes = filter(has_feedback, jax.tree.leaves(state, is_leaf=has_feedback))
+    return not all("skipped" in node._fields for node in nodes)
 
 
 def _require_averaged(updates, axis_name):

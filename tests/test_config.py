@@ -292,6 +292,18 @@ def test_expression_that_is_wrong_is_refused_before_anything_is_called(text, mes
         expression.evaluate(text, {})
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("chain(adam)", r"chain\(adam\) cannot be called so: .*'init'"),
+        ("scale(-learning_rate)", "only numbers have a sign; of a schedule write"),
+    ],
+)
+def test_what_is_no_transformation_or_number_is_named(text, message):
+    with pytest.raises(ValueError, match=message):
+        expression.evaluate(text, {"learning_rate": optax.constant_schedule(0.1)})
+
+
 def test_call_with_a_wrong_argument_is_named():
     text = "chain(adamw(0.1, weight_decy=1.0))"
     with pytest.raises(ValueError, match=r"adamw\(0.1, weight_decy=1.0\) cannot .*weight_decy"):

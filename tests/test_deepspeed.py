@@ -133,6 +133,30 @@ def test_what_has_no_counterpart_is_refused(change, text):
         deepspeed.translate(ZERO_ONE | change, 10)
 
 
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"train_batch_size": 4096, "gradient_accumulation_steps": 5}, "no multiple of 16 x 5"),
+        ({"train_batch_size": "auto"}, '"auto" stands for what Hugging Face fills in'),
+        ({"optimizer": None}, "optimizer.type is None"),
+    ],
+)
+def test_what_says_nothing_definite_is_refused(change, text):
+    with pytest.raises(ValueError, match=text):
+        deepspeed.translate(ONE_BIT | {"train_micro_batch_size_per_gpu": 16} | change, 10)
+
+
+def test_nothing_is_dropped_without_a_note(tmp_path):
+    params = {"warmup_min_lr": 0, "warmup_type": "linear", "warmup_num_steps": 5}
+    optimizer = {"type": "OneBitAdam", "params": {"freeze_step": 10}}
+    given = {"optimizer": optimizer, "scheduler": {"type": "WarmupLR", "params": params}}
+    given |= {"train_micro_batch_size_per_gpu": 8, "fp16": {"enabled": False}, "bf16": None}
+    config, text = written(deepspeed.translate(given, 100), tmp_path)
+    left = re.findall(r"^# left out: (\w+):", text, re.MULTILINE)
+    assert left == ["train_micro_batch_size_per_gpu", "warmup_min_lr", "warmup_type"]
+    assert config.model.dtype == "float32"
+
+
 def test_unknown_keys_are_named():
     found = deepspeed.translate(ZERO_ONE | {"made_up": 1}, 10)
     assert "made_up: not known, left out" in found.notes

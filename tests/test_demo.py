@@ -15,11 +15,11 @@ from train.models.gpt import GPTConfig
 ROOT = pathlib.Path(__file__).parents[1]
 
 
-def make_run(folder, losses, sent_bytes, replicas=4, seconds=(0.1, 0.5, 0.2)):
+def make_run(folder, losses, sent_bytes, replicas=4, seconds=(0.1, 0.5, 0.2), fast=1):
     """A finished run of 1,000 parameters."""
     folder.mkdir(parents=True)
     plan = {"parameters": 1000, "replicas": replicas, "sent_bytes_per_step": sent_bytes}
-    (folder / "config.json").write_text(json.dumps({"plan": plan}))
+    (folder / "config.json").write_text(json.dumps({"plan": plan, "config": {"fast": fast}}))
     for step, loss in enumerate(losses):
         row = {"step": step, "val_loss": loss, "sent_bytes": step * sent_bytes}
         metrics.append(folder / "metrics.jsonl", row)
@@ -36,6 +36,8 @@ def test_table_has_last_loss_bytes_ratios_and_median_speed(tmp_path):
         "4-bit": make_run(tmp_path / "4bit", [5.5, 2.5, 2.75], 750.0),
         "broken": make_run(tmp_path / "broken", [5.5, float("nan")], 1500.0, seconds=()),
         "alone": make_run(tmp_path / "alone", [5.5], 0.0, replicas=1),
+        # Between two hosts of two devices cross 2,000 bytes of each device's half.
+        "2 x 2": make_run(tmp_path / "hybrid", [5.5], 500.0, fast=2),
     }
     picture = tmp_path / "comparison.png"
     assert [line.split("  ") for line in compact(compare.compare(folders, picture))] == [
@@ -44,6 +46,7 @@ def test_table_has_last_loss_bytes_ratios_and_median_speed(tmp_path):
         ["4-bit", "2.7500", "750", "25.0%", "12.5%", "5.00"],
         ["broken", "not finite", "1,500", "50.0%", "25.0%", "-"],
         ["alone", "5.5000", "0", "-", "-", "5.00"],
+        ["2 x 2", "5.5000", "500", "50.0%", "25.0%", "5.00"],
     ]
     assert picture.read_bytes().startswith(b"\x89PNG")
 

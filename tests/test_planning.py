@@ -1,5 +1,6 @@
 """`python -m train CONFIG --plan`: what is given, what is measured, and what is said of it."""
 
+import dataclasses
 import re
 
 import pytest
@@ -82,6 +83,15 @@ def test_work_alone_is_scaled_to_that_among_replicas():
     method = planner.Method("two-shot", messages)
     assert planning.codec(method, 0.6, 2) == pytest.approx(0.5)
     assert planning.codec(method, -0.6, 2) == 0.0
+
+
+def test_what_overlaps_is_planned_beside_the_same_method_that_does_not(tmp_path):
+    update = planning.METHODS["CocktailSGD"][0]
+    config = planning.with_update(configs.load(str(write_config(tmp_path))), update)
+    assert planning.OWN not in planning.runs_of(config)[0]
+    runs, changes = planning.runs_of(dataclasses.replace(config, overlap=True))
+    assert runs[planning.OWN].overlap and not runs["CocktailSGD"].overlap
+    assert set(changes) == set(runs)
 
 
 def test_options_are_taken_out_of_the_overrides():

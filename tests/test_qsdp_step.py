@@ -152,3 +152,22 @@ def test_mistakes_are_told_at_construction(make, message):
     words = {"loss_fn": loss_of(EXACT), "tx": optax.sgd(1), "fsdp": EXACT} | make(mesh_of(2))
     with pytest.raises(ValueError, match=message):
         jaxcomp.qsdp_train_step(**words)
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        optax.chain(
+            jaxcomp.compressed_mean(jaxcomp.identity(), "replica", error_feedback=False),
+            optax.sgd(1),
+        ),
+        jaxcomp.slamb(1e-2, "replica"),
+        jaxcomp.sharded_optimizer(optax.adam(1e-3), "replica"),
+    ],
+    ids=["compressed_mean", "slamb", "sharded_optimizer"],
+)
+def test_what_would_mix_the_shards_of_replicas_is_refused(method):
+    mesh = mesh_of(2)
+    made = jaxcomp.qsdp_train_step(loss_of(EXACT), method, mesh, EXACT)
+    with pytest.raises(ValueError, match="write the optimizer alone"):
+        made.init(EXACT.shard({"kernel": np.ones((4, 4), np.float32)}, mesh))

@@ -232,6 +232,15 @@ def test_loss_of_a_row_is_the_mean_over_its_steps(config_of):
     assert [row["step"] for row in some] == [0, 5, 6] and some[1]["loss"] == mean
 
 
+def test_losses_of_long_intervals_are_gathered_in_pieces(config_of, monkeypatch):
+    seldom = {"log_every": 5, "eval_every": 100, "checksum_every": 100}
+    whole = loop.run(config_of(name="whole", **seldom))
+    monkeypatch.setattr(tasks, "_MOST_GATHERED", 2)
+    pieces = tasks.make_task(config_of(name="pieces", **seldom))
+    monkeypatch.setattr(loop, "make_task", lambda config: pieces)
+    assert [row["loss"] for row in loop.run(pieces.config)] == [row["loss"] for row in whole]
+
+
 # Stopping and going on.
 
 
@@ -294,6 +303,8 @@ def test_a_run_may_begin_with_anothers_parameters(config_of):
 def test_finished_run_is_left_as_it_is(config_of):
     rows = loop.run(config_of())
     assert loop.run(config_of()) == rows
+    (folder_of(config_of()) / "metrics.jsonl").unlink()
+    assert loop.run(config_of()) == []
 
 
 @pytest.mark.parametrize(

@@ -153,6 +153,21 @@ def test_a_mesh_of_two_axes_trains_alike_and_a_run_moves_between_meshes(config_o
     assert "1.5x fewer than a float32 sharded step" in text
 
 
+def test_a_run_goes_on_where_an_axis_has_one_device(config_of):
+    exact = run(config_of("never alone", EXACT))
+    alone = config_of("alone", EXACT, replicas=2)
+    run(alone, until=1)
+    run(dataclasses.replace(alone, replicas=1), until=2)
+    losses, last = run(dataclasses.replace(alone, replicas=2))
+    np.testing.assert_allclose(losses, exact[0], rtol=1e-5)
+    assert abs(last - exact[1]) < 1e-5 * last
+
+    hybrid = config_of("one host left", HYBRID, replicas=4, fast=2)
+    run(hybrid, until=2)
+    losses, _ = run(dataclasses.replace(hybrid, replicas=2))
+    np.testing.assert_allclose(losses, exact[0], rtol=1e-5)
+
+
 def test_a_run_in_shards_begins_with_the_parameters_of_another_run(config_of):
     update = "chain(compressed_mean(identity(), axis_name), adam(learning_rate, eps=1e-4))"
     dense = config_of("dense", None, update)

@@ -28,9 +28,9 @@ def compare(folders: dict[str, pathlib.Path], picture: pathlib.Path) -> str:
         rows = metrics.read(folder / "metrics.jsonl")
         if not any("val_loss" in row for row in rows):
             raise ValueError(f"{folder} holds no evaluated run; train it first.")
-        plan = json.loads((folder / "config.json").read_text())["plan"]
+        record = json.loads((folder / "config.json").read_text())
         runs[label] = rows
-        lines.append(_line(label, rows, plan))
+        lines.append(_line(label, rows, record["plan"], record["config"]["fast"]))
     plots.loss_figure(runs, picture)
     head = ("method", "val loss", "bytes/step", "of fp16", "of fp32", "steps/s")
     widths = [max(len(line[i]) for line in (head, *lines)) for i in range(len(head))]
@@ -41,11 +41,12 @@ def compare(folders: dict[str, pathlib.Path], picture: pathlib.Path) -> str:
     return "\n".join([pad(head), *map(pad, lines)])
 
 
-def _line(label, rows, plan) -> tuple[str, ...]:
+def _line(label, rows, plan, fast) -> tuple[str, ...]:
     loss = [row["val_loss"] for row in rows if "val_loss" in row][-1]
     seconds = [row["step_seconds"] for row in rows if "step_seconds" in row]
-    sent, num_replicas = plan["sent_bytes_per_step"], plan["replicas"]
-    dense = 2 * 4 * plan["parameters"] * (num_replicas - 1) / num_replicas
+    sent, slow = plan["sent_bytes_per_step"], plan["replicas"] // fast
+    # Across the slow axis, which is what is counted of a run with a fast one too.
+    dense = 2 * 4 * plan["parameters"] / fast * (slow - 1) / slow
     ratio = lambda bytes: f"{100 * sent / bytes:.1f}%" if sent else "-"
     return (
         label,

@@ -26,8 +26,12 @@ DROPPED = {
     "fp16": 'bfloat16 needs no loss scale; model.dtype="bfloat16" is set',
     "max_grad_norm": "DeepSpeed refuses it too; gradient_clipping is the one that counts",
     "prescale_gradients": "gradients are averaged in float32",
+    "total_num_steps": "it is --steps",
     "torch_autocast": 'see model.dtype="bfloat16"',
+    "train_micro_batch_size_per_gpu": "data.batch is of all replicas: it times their number",
     "wall_clock_breakdown": "every row of metrics.jsonl has step_seconds",
+    "warmup_min_lr": "the warm-up begins at 0",
+    "warmup_type": "the warm-up is linear",
     "zero_allow_untrusted_optimizer": "there is no ZeRO to allow it for",
 }
 
@@ -54,9 +58,13 @@ def translate(config: dict[str, Any], steps: int) -> Translation:
 
     Raises:
       ValueError: For an optimizer that is not one of `OPTIMIZERS`, a schedule that is not of the
-        learning rate's warm-up, or ZeRO.
+        learning rate's warm-up, ZeRO, batch sizes that contradict each other, or "auto".
     """
-    config = dict(config)
+    if not isinstance(config, dict):
+        raise ValueError(f"the file holds {config!r:.40}; needs an object, as DeepSpeed's have.")
+    if '"auto"' in json.dumps(config):
+        raise ValueError('"auto" stands for what Hugging Face fills in; write the values.')
+    config = {key: value for key, value in config.items() if value is not None}
     optimizer = config.pop("optimizer", {})
     kind, params = optimizer.get("type"), dict(optimizer.get("params", {}))
     if kind not in OPTIMIZERS:
@@ -69,7 +77,7 @@ def translate(config: dict[str, Any], steps: int) -> Translation:
             f"zero_optimization.stage is {stage}; 1-bit optimizers keep whole parameters on every "
             "replica, in DeepSpeed as here. Write stage 0."
         )
-    scheduled = _schedule(config.pop("scheduler", {}))
+    scheduled, unused = _schedule(config.pop("scheduler", {}))
     rate = scheduled.pop("rate", params.get("lr", 1e-3))  # as DeepSpeed: the schedule's wins
     params.pop("lr", None)
     update = _update(kind, params)
@@ -77,10 +85,13 @@ def translate(config: dict[str, Any], steps: int) -> Translation:
         update = f"chain(jaxcomp.clip_by_global_norm({clipping!r}), {update})"
     run, data = _sizes(config)
     half = any(config.pop(name, {}).get("enabled") for name in ("bf16", "bfloat16"))
-    half |= bool(config.get("fp16", {}).get("enabled"))
+    if config.get("fp16", {}).get("enabled"):
+        half = True
+    else:
+        config.pop("fp16", None)
     if "steps_per_print" in config:
-        run["log_every"] = config.pop("steps_per_print")
-    left = {**config, **params}
+        run["log_every"] = int(config.pop("steps_per_print"))
+    left = {**config, **params, **unused}
     notes = [f"{key}: {DROPPED.get(key, 'not known, left out')}" for key in sorted(left)]
     return Translation(
         {"update": update, "learning_rate": rate, **scheduled},
@@ -111,20 +122,20 @@ def _update(kind: str, params: dict[str, Any]) -> str:
     )
 
 
-def _schedule(scheduler: dict[str, Any]) -> dict[str, Any]:
-    """Fields of Optimizer, and `rate` if the schedule has one."""
-    kind, params = scheduler.get("type"), scheduler.get("params", {})
+def _schedule(scheduler: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Fields of Optimizer, `rate` among them if the schedule has one; and what it does not use."""
+    kind, params = scheduler.get("type"), dict(scheduler.get("params", {}))
     if kind is None:
-        return {"schedule": "constant"}
+        return {"schedule": "constant"}, {}
     if kind not in ("WarmupLR", "WarmupDecayLR"):
         raise ValueError(
             f"scheduler.type is {kind!r}; what is translated is WarmupLR and WarmupDecayLR. Leave "
             "it out, and write optimizer.schedule by hand."
         )
     decays = {"schedule": "linear", "final_fraction": 0.0}
-    rate = {"rate": params["warmup_max_lr"]} if "warmup_max_lr" in params else {}
+    rate = {"rate": params.pop("warmup_max_lr")} if "warmup_max_lr" in params else {}
     form = decays if kind == "WarmupDecayLR" else {"schedule": "constant"}
-    return {"warmup_steps": params.get("warmup_num_steps", 1000), **form, **rate}
+    return {"warmup_steps": params.pop("warmup_num_steps", 1000), **form, **rate}, params
 
 
 def _sizes(config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -134,7 +145,14 @@ def _sizes(config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     accumulate = config.pop("gradient_accumulation_steps", 1)
     run = {"accumulate": accumulate}
     if batch and micro:
+        if batch % (micro * accumulate):
+            raise ValueError(
+                f"train_batch_size is {batch}, no multiple of {micro} x {accumulate} sequences of "
+                "one GPU's step; DeepSpeed refuses it too."
+            )
         run["replicas"] = batch // (micro * accumulate)
+    elif micro:
+        config["train_micro_batch_size_per_gpu"] = micro  # for a note
     return run, {} if batch is None else {"batch": batch}
 
 

@@ -85,7 +85,7 @@ def _value(node: ast.expr, bindings: Mapping[str, Any]) -> Any:
         case ast.List():
             return [_value(item, bindings) for item in node.elts]
         case ast.UnaryOp():
-            return -_value(node.operand, bindings)
+            return _negative(_value(node.operand, bindings), ast.unparse(node))
         case ast.Name():
             return _named(node.id, bindings)
         case ast.Attribute():
@@ -100,8 +100,17 @@ def _call(node: ast.Call, bindings: Mapping[str, Any]) -> Any:
     kwargs = {keyword.arg: _value(keyword.value, bindings) for keyword in node.keywords}
     try:
         return function(*args, **kwargs)
-    except TypeError as error:
+    except (TypeError, AttributeError) as error:
         raise ValueError(f"{ast.unparse(node)} cannot be called so: {error}.") from error
+
+
+def _negative(value: Any, text: str) -> Any:
+    if not isinstance(value, int | float):
+        raise ValueError(
+            f"{text!r}: only numbers have a sign; of a schedule write "
+            "scale_by_learning_rate(learning_rate)."
+        )
+    return -value
 
 
 def _public(module: ModuleType) -> list[str]:

@@ -76,8 +76,10 @@ def run(config: Config) -> list[dict[str, Any]]:
             _train(task, params, state, done, write, save, show, stop, watch.at)
     rows = []
     if processes.is_first():
-        rows = metrics.read(folder / "metrics.jsonl")
-        plots.loss_figure({config.name: rows}, folder / "loss.png")
+        log = folder / "metrics.jsonl"
+        rows = metrics.read(log) if log.is_file() else []  # its user may have removed it
+        if any("val_loss" in row for row in rows):
+            plots.loss_figure({config.name: rows}, folder / "loss.png")
     if done.step < config.steps:
         raise KeyboardInterrupt(f"stopped at step {done.step}; run the same command to go on")
     return rows

@@ -84,7 +84,8 @@ def runs_of(config: Config) -> tuple[dict[str, Config], dict[str, str]]:
     """The run with each method, and what each changes of dense Adam; its own second."""
     others = {name: with_update(config, update) for name, (update, _) in METHODS.items()}
     changes = {name: change for name, (_, change) in METHODS.items()}
-    if config.optimizer.update in {update for update, _ in METHODS.values()}:
+    known = {update for update, _ in METHODS.values()}
+    if config.optimizer.update in known and not config.overlap:
         return others, changes
     return {DENSE: others[DENSE], OWN: config} | others, changes | {OWN: "what it says"}
 

@@ -25,7 +25,7 @@ def text(task: Task) -> str:
         f"{dense / task.sent_bytes:.1f}x fewer than a float32 {plain}, "
         f"{dense / 2 / task.sent_bytes:.1f}x fewer than a float16 one."
         if task.sent_bytes
-        else "nothing to send with one replica.",
+        else f"nothing to send with one replica{' across the slow axis' if fast > 1 else ''}.",
         *_rounds(task, dense),
         *_memory(task),
         *([] if exact is None else [f"travel exact: {', '.join(exact) or 'none'}"]),

@@ -133,12 +133,14 @@ def _resized(task: Task, state: Any, step: int, num_replicas: int) -> Any:
 
 def _like_saved(task: Task, num_replicas: int) -> Any:
     """Parameters and state of another number of replicas, on this run's mesh."""
-    # What an owner keeps of a bucket depends on their number in its length too.
-    resized = jax.tree.map(
-        lambda x, old: jax.ShapeDtypeStruct(
-            x.shape[:1] + old.shape[1:], x.dtype, sharding=x.sharding
-        ),
-        task.like,
-        shapes_of(task, num_replicas),
-    )
+
+    def one(x, old):
+        sharding = x.sharding
+        if x.shape[:1] != old.shape[:1]:  # XLA leaves axes of one device out of a program's specs
+            rows = PartitionSpec(task.mesh.axis_names, *sharding.spec[1:])
+            sharding = NamedSharding(task.mesh, rows)
+        # What an owner keeps of a bucket depends on their number in its length too.
+        return jax.ShapeDtypeStruct(x.shape[:1] + old.shape[1:], x.dtype, sharding=sharding)
+
+    resized = jax.tree.map(one, task.like, shapes_of(task, num_replicas))
     return checkpoint_trees.like_replicas(resized, num_replicas, AXIS_NAME)

@@ -21,6 +21,9 @@ from train.config import AXIS_NAME, Config
 from train.examples import Examples
 from train.objectives import OBJECTIVES
 
+# Losses in one message: a program of thousands of arguments takes minutes to compile.
+_MOST_GATHERED = 64
+
 
 class Task(NamedTuple):
     """The functions and facts of one run; arrays are global ones on `mesh`."""
@@ -84,9 +87,11 @@ def make_task(config: Config, read: Callable[[Config], Examples] = examples.read
 
     def mean_losses(losses):
         # Filled up, so that one program serves the few steps before a stop too.
-        filled = [*losses, *[losses[-1]] * (_most_between_rows(config) - len(losses))]
-        columns = np.asarray(gather(filled), np.float64)[:, : len(losses)]
-        return columns.mean(axis=0).tolist()
+        size = min(_most_between_rows(config), _MOST_GATHERED)
+        filled = [*losses, *[losses[-1]] * (-len(losses) % size)]
+        pieces = [gather(filled[at : at + size]) for at in range(0, len(filled), size)]
+        columns = np.concatenate([np.asarray(piece, np.float64) for piece in pieces], axis=1)
+        return columns[:, : len(losses)].mean(axis=0).tolist()
 
     total = jax.jit(jnp.sum, out_shardings=everywhere)
 

@@ -111,8 +111,9 @@ def cocktail_sgd(
         skipped = to_varying(jnp.zeros([], jnp.int32), axis_name)
         zero = jnp.zeros([], jnp.int32)
         rounds = dict.fromkeys(("all", "synchronize", "warmup"), zero)
-        # Of the dtypes that its updates will see.
+        # Of the dtypes that its updates will see, and all of it this replica's own from the start.
         inner_state = inner.init(jax.tree.map(lambda p: p.astype(_wide(p.dtype)), params))
+        inner_state = to_varying(inner_state, axis_name)
         return CocktailSGDState(zero, drift, owner_residual, inner_state, rounds, skipped)
 
     def dense(grads):
@@ -149,6 +150,8 @@ def cocktail_sgd(
     def update(updates, state, params=None, *, ahead=lambda make: make(), **extra_args):
         averaging.require_params("cocktail_sgd", params)
         require_varying(updates, axis_name)
+        # The square of a float16 gradient is zero below 2e-4, and Adam's step then m / eps.
+        updates = jax.tree.map(lambda g: g.astype(_wide(g.dtype)), updates)
         due = state.count % sync_every == (0 if delayed else sync_every - 1)
         is_warm = state.count < warmup_steps
         if delayed:

@@ -210,7 +210,8 @@ def zero_one_adam(
         def re_estimated(change, root, momentum):
             return jnp.where(own.rate_sum > 0, -change * root / own.rate_sum, momentum)
 
-        momentum = jax.tree.map(re_estimated, change, root, own.momentum)
+        # A `where` of no elements forgets that it varies.
+        momentum = to_varying(jax.tree.map(re_estimated, change, root, own.momentum), axis_name)
         none = jax.tree.map(zeros_of, own.drift)
         return change, momentum, none, zeros_of(own.rate_sum), residual, owner_residual
 

@@ -1,0 +1,141 @@
+"""Methods beside, around and inside optax's own transformations, on parameters of any kind."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from replicas import everywhere, mesh_of, one_value, rows
+
+import jaxcomp
+from jaxcomp import report
+from jaxcomp.resizing import reset_residuals
+
+W = np.ones((4, 4), np.float32)
+
+
+def quantized_adam():
+    return optax.chain(jaxcomp.compressed_mean(jaxcomp.quantize(4), "replica"), optax.adam(1e-2))
+
+
+def loss_fn(params, batch):
+    leaves = [x.astype(jnp.float32) for x in jax.tree.leaves(params) if x.size]
+    return sum(jnp.mean((x - jnp.mean(batch)) ** 2) for x in leaves)
+
+
+def train(tx, params, *, steps=4, bad=None, mesh=None, loss_fn=loss_fn):
+    """Parameters, state and what was skipped, after steps of which one may see a NaN."""
+    mesh = mesh or mesh_of(2)
+    init, step = jaxcomp.train_step(loss_fn, tx, mesh, "replica")
+    params, skipped = everywhere(mesh, params), []
+    state = init(params)
+    for number in range(steps):
+        batch = np.zeros((mesh.size * 2, 3), np.float32)
+        batch[0, 0] = np.nan if number == bad else 0
+        params, state, metrics = step(params, state, rows(mesh, batch))
+        skipped.append(bool(metrics["skipped"]))
+    return jax.tree.map(one_value, params), state, skipped
+
+
+def test_a_method_that_skips_by_itself_leaves_the_guard_to_the_one_beside_it():
+    groups = {"own": jaxcomp.zero_one_adam(1e-2, "replica"), "mean": quantized_adam()}
+    tx = optax.partition(groups, {"a": "own", "b": "mean"})
+    params, _, skipped = train(tx, {"a": W, "b": W}, bad=1)
+    assert skipped == [False, True, False, False]
+    assert all(np.all(np.isfinite(x)) and np.all(x < 1) for x in params.values())
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        jaxcomp.zero_one_adam(1e-2, "replica"),
+        jaxcomp.cocktail_sgd(optax.adam(1e-2), "replica"),
+        jaxcomp.slamb(1e-2, "replica", sync_every=1),
+    ],
+    ids=["zero_one_adam", "cocktail_sgd", "slamb"],
+)
+def test_one_bad_microbatch_costs_one_step_of_its_replica(method):
+    tx = optax.MultiSteps(method, 2).gradient_transformation()
+    params, state, _ = train(tx, {"a": W}, steps=12, bad=2)
+    assert np.asarray(state.inner_opt_state.skipped).tolist() == [1, 0]
+    assert np.all(np.isfinite(params["a"]))
+
+
+def test_cocktail_sgd_takes_optimizers_that_decide_by_their_gradient():
+    inner = optax.apply_if_finite(optax.adam(1e-2), 3)
+    for dtype in ("float32", "bfloat16"):
+        tx = jaxcomp.cocktail_sgd(inner, "replica", compressor=jaxcomp.identity())
+        params, _, _ = train(tx, {"a": W.astype(dtype)})
+        assert params["a"].dtype == dtype and np.all(np.float32(params["a"]) < 1)
+
+
+def test_squares_of_float16_gradients_do_not_vanish():
+    """Adam divides by the root of their mean: without it a step is a momentum over eps."""
+
+    def small_gradients(params, batch):
+        return 1e-4 * jnp.sum(params["a"].astype(jnp.float32)) * (1 + jnp.mean(batch))
+
+    tx = jaxcomp.cocktail_sgd(optax.adam(1e-3), "replica", compressor=jaxcomp.identity())
+    params, _, _ = train(tx, {"a": W.astype(np.float16)}, loss_fn=small_gradients)
+    np.testing.assert_allclose(np.float32(params["a"]), 1 - 3e-3, atol=5e-4)
+
+
+@pytest.mark.parametrize("sync_at", [None, jaxcomp.schedules.every(2, 100, after=1)])
+def test_leaves_without_elements_train_beside_others(sync_at):
+    options = {} if sync_at is None else {"sync_at": sync_at}
+    tx = jaxcomp.zero_one_adam(1e-2, "replica", **options)
+    params, _, _ = train(tx, {"a": np.zeros((0, 3), np.float32), "b": W})
+    assert params["a"].shape == (0, 3) and np.all(params["b"] < 1)
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+def test_the_shapes_of_a_state_are_enough_to_resize_to(explicit):
+    make = mesh_of
+    if explicit:
+        make = lambda n: jax.make_mesh((n,), ("replica",), devices=jax.devices()[:n])
+    _, state, _ = train(quantized_adam(), {"a": W}, mesh=make(2))
+    init, step = jaxcomp.train_step(loss_fn, quantized_adam(), make(4), "replica")
+    params = everywhere(make(4), {"a": W})
+    resized = jaxcomp.resize(jax.device_get(state), jax.eval_shape(init, params))
+    resized = jax.device_put(resized, jax.tree.map(lambda x: x.sharding, init(params)))
+    batch = rows(make(4), np.zeros((4, 3), np.float32))
+    params, _, _ = step(params, resized, batch)
+    assert np.all(np.isfinite(one_value(params["a"])))
+
+
+def test_an_owners_scalars_are_resized_with_its_rows():
+    inner = optax.apply_if_finite(optax.adam(1e-2), 3)
+    tx = jaxcomp.sharded_optimizer(inner, "replica")
+    _, state, _ = train(tx, {"a": W})
+    init, _ = jaxcomp.train_step(loss_fn, tx, mesh_of(4), "replica")
+    resized = jaxcomp.resize(jax.device_get(state), init(everywhere(mesh_of(4), {"a": W})))
+    assert np.asarray(resized.owned.notfinite_count).tolist() == [0] * 4
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Block:
+    """Parameters whose attribute is called as a state's field is."""
+
+    residual: Any
+    up: Any
+
+
+def test_moments_of_a_parameter_named_residual_are_no_residual():
+    tx = jaxcomp.compact(jaxcomp.one_bit_adam(1e-2, "replica", freeze_step=2))
+    _, state, _ = train(tx, Block(np.ones((64, 64), np.float32), W), steps=2)
+    assert state.variance.residual.dtype == np.float32
+    assert state.residual.residual.data.dtype == np.int8
+    reset = reset_residuals(state)
+    assert np.all(np.asarray(reset.variance.residual) > 0)
+    assert not np.any(np.asarray(reset.residual.residual.data))
+
+
+def test_compact_residuals_are_not_reported_as_exact():
+    params = {"w": np.ones((40, 40), np.float32), "b": np.ones(3, np.float32)}
+    for tx in (quantized_adam(), jaxcomp.compact(quantized_adam())):
+        init, _ = jaxcomp.train_step(loss_fn, tx, mesh_of(2), "replica")
+        assert report.exact_leaves(params, jax.eval_shape(init, params)) == ["b"]
