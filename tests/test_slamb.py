@@ -234,6 +234,28 @@ def test_what_a_narrow_consensus_rounds_off_is_not_lost():
     np.testing.assert_allclose(local, wide.local(), rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("code", [jaxcomp.quantize(4), jaxcomp.random_k(0.25)])
+@pytest.mark.parametrize("num_replicas", [1, 3, 4])
+def test_what_coded_drifts_leave_stays_with_replicas_and_owners(code, num_replicas):
+    with jax.enable_x64(True):
+        options = {"sync_every": 2, "b3": 1.0}
+        run = Run(slamb(**options, drift_compressor=code), num_replicas, dtype=np.float64)
+        exact = Run(slamb(**options), num_replicas, dtype=np.float64)
+        for step in range(2):
+            grads = random_tree(step, num_replicas, dtype=np.float64)
+            run.step(grads)
+            exact.step(grads)
+        for name in ("bias", "small"):  # too small for a code
+            np.testing.assert_array_equal(run.params[name], exact.params[name])
+            assert np.abs(np.asarray(run.state.drift[name])).max() < 1e-12
+        owned = [np.asarray(x) for x in run.state.owner_residual if x is not None]
+        rest = sum(x.reshape(-1)[:800].reshape(20, 40) for x in owned)
+        met = np.asarray(run.params["kernel"])
+        mean = met + np.asarray(run.state.drift["kernel"]).mean(axis=0) + rest
+        np.testing.assert_allclose(mean, exact.params["kernel"], rtol=0, atol=1e-14)
+        assert np.abs(met - np.asarray(exact.params["kernel"])).max() > 1e-4
+
+
 @pytest.mark.parametrize("bad", [np.nan, 1e30])
 def test_a_gradient_that_is_not_finite_stays_at_home(bad):
     run = Run(slamb(sync_every=9))
@@ -269,12 +291,27 @@ def test_layers_of_zeros_and_of_nothing_are_no_trouble(rescaling):
     assert np.any(np.asarray(run.params["zero"]))
 
 
+def test_coded_drifts_follow_exact_ones():
+    coded = slamb(sync_every=2, drift_compressor=jaxcomp.quantize(8))
+    run, exact = Run(coded), Run(slamb(sync_every=2))
+    for step in range(20):
+        grads = random_tree(step, 4)
+        run.step(grads)
+        exact.step(grads)
+    got, wanted, start = (
+        np.asarray(x["kernel"]) for x in (run.params, exact.params, random_tree(0))
+    )
+    assert 0 < np.linalg.norm(got - wanted) < 0.02 * np.linalg.norm(wanted - start)
+
+
 @pytest.mark.parametrize("num_replicas", [2, 8])
-def test_other_numbers_of_replicas_go_on_in_the_middle_of_an_interval(num_replicas):
-    run = Run(slamb(sync_every=4))
+@pytest.mark.parametrize("code", [None, jaxcomp.quantize(8)])
+def test_other_numbers_of_replicas_go_on_in_the_middle_of_an_interval(num_replicas, code):
+    tx = slamb(sync_every=4, drift_compressor=code)
+    run = Run(tx)
     for step in range(2):
         run.step(random_tree(step, 4))
-    other = Run(slamb(sync_every=4), num_replicas)
+    other = Run(tx, num_replicas)
     other.params = everywhere(other.mesh, jax.tree.map(np.asarray, run.params))
     other.state = jaxcomp.resize(run.state, other.state)
     np.testing.assert_allclose(other.local().mean(axis=0), run.local().mean(axis=0), atol=1e-6)
@@ -284,7 +321,10 @@ def test_other_numbers_of_replicas_go_on_in_the_middle_of_an_interval(num_replic
         other.step(random_tree(step, num_replicas))
         assert np.all(before[np.asarray(other.state.stale["kernel"]) == 0] == step)
     drift = np.asarray(other.state.drift["kernel"])
-    assert np.all(drift == drift[:1]) and np.abs(drift).max() < 1e-6
+    if code is None:
+        assert np.all(drift == drift[:1]) and np.abs(drift).max() < 1e-6
+    else:
+        assert 0 < np.abs(drift).max() < 1e-3
 
 
 def loss_fn(params, batch):
@@ -357,6 +397,18 @@ def test_the_compiled_step_sends_masked_momenta_and_now_and_then_parameters():
         params, state, _ = step(params, state, batch)
     rounds = {name: int(n) for name, n in state.rounds.items()}
     assert rounds == {"all": 7, "momentum": 7, "synchronize": 2}
+
+
+def test_coded_drifts_cross_the_network_in_their_bytes():
+    mesh = mesh_of(4)
+    params = everywhere(mesh, {"kernel": np.zeros((500, 512), np.float32), "bias": np.ones(512)})
+    loss = lambda p, x: jnp.mean((x @ p["kernel"] + p["bias"][None]) ** 2)
+    tx = jaxcomp.slamb(RATE, "replica", sync_every=3, drift_compressor=jaxcomp.quantize(8))
+    functions = jaxcomp.train_step(loss, tx, mesh, "replica")
+    batch = rows(mesh, np.ones((8, 500), np.float32))
+    step = functions.step.lower(params, functions.init(params), batch).compile()
+    sent = jaxcomp.report.sent_bytes_by_part(step, mesh, "replica")["synchronize"]
+    assert sent == 2 * 3 / 4 * (256_000 * 8.125 / 8 + 4 * 512)
 
 
 def test_the_authors_code_takes_the_same_steps():

@@ -81,12 +81,17 @@ def masks_of(
     """
 
     def mask(path, leaf):
-        if leaf.ndim < 2 or size_over_shards(leaf, axis_name) < exact_numel:
+        if is_whole(leaf, exact_numel, axis_name):
             return None
         return _mask_of(path, policy(path, leaf))
 
     keyed = jax.tree_util.tree_leaves_with_path(tree)
     return {(path := buckets.path_of(key)): mask(path, leaf) for key, leaf in keyed}
+
+
+def is_whole(leaf: Any, exact_numel: int, axis_name: str) -> bool:
+    """Whether a leaf is too small for a code: of one axis, or fewer elements over its shards."""
+    return leaf.ndim < 2 or size_over_shards(leaf, axis_name) < exact_numel
 
 
 def _mask_of(path: str, compressor: Compressor) -> Mask | None:

@@ -23,6 +23,8 @@ class SlambState(NamedTuple):
     momentum: Any  # this replica's own, but where it was exchanged just now
     variance: Any  # this replica's own
     drift: Any  # this replica's parameters minus the consensus: what it did since they met
+    # One f32[numel / R] a bucket of drifts, None for those that travel exact: not passed on yet.
+    owner_residual: Any
     # u16, steps since an entry was exchanged, equal on all replicas; None for leaves that always
     # are.
     stale: Any
@@ -46,6 +48,7 @@ def slamb(
     rescaling: Literal["quadratic", "linear", "masked"] = "quadratic",
     trust_bounds: tuple[float, float] = (0.01, 1000.0),
     compressor: Compressor | Callable[[str, Any], Compressor] | None = None,
+    drift_compressor: Compressor | Callable[[str, Any], Compressor] | None = None,
     exact_numel: int = 9000,
     exchange: wire.Exchange = wire.two_shot,
     bucket_numel: int = 2**22,
@@ -95,8 +98,12 @@ def slamb(
         in a `compose` that codes its values, as `compose(random_k(0.1), quantize(8))`; or a
         policy `(path, leaf) -> Compressor`, in which `identity()` means the whole leaf. Of
         `random_k(0.1, pattern="random")` the masks are drawn anew each step.
+      drift_compressor: What of the drifts travels where replicas meet, as `quantize(8)`, or a
+        policy; all of it, exact, by default. What codes leave stays in `drift` and with the
+        owners, so that nothing is lost. Drifts are small: 8 bits a value, and a meeting four times
+        as often, cost the bytes of an exact one.
       exact_numel: Leaves of fewer elements, over all their shards, and those with fewer than two
-        axes are exchanged whole in every step.
+        axes are exchanged whole in every step, and exact.
       exchange: How coded values travel: `wire.two_shot`, or `wire.gathered` for two replicas.
         Float32 values are summed on the wire in any case.
       bucket_numel: Most elements of one message's bucket.
@@ -124,7 +131,7 @@ def slamb(
       code: `Slamb` (quadratic) and `Slamb_V2` (linear). Deviations: the parameters meet at the
       end of an interval and not after its first step, also where it is of one step; the default
       mask is strided, rolled by one each step (theirs: chunks of one random permutation, or
-      independent draws); the linear form adds eps after the bias correction.
+      independent draws); the linear form adds eps after the bias correction; drifts may be coded.
     """
     moments.check("slamb", b1, b2, eps, 0.0)
     _check(density, b3, sync_every, rescaling, trust_bounds, compressor)
@@ -132,6 +139,13 @@ def slamb(
     transport = averaging.Transport(stages[0].policy, exchange, axis_name, bucket_numel, seed)
     rate_of = moments.schedule_of(learning_rate)
     sync_at = _sync_at(sync_every)
+    coded = averaging.policy_of(drift_compressor or averaging.EXACT)
+
+    def drift_policy(path, leaf):
+        whole = masks.is_whole(leaf, exact_numel, axis_name)
+        return averaging.EXACT if whole else coded(path, leaf)
+
+    meeting = transport._replace(policy=drift_policy)
 
     def init(params):
         zeros = to_varying(jax.tree.map(moments.zeros, params), axis_name)
@@ -147,6 +161,7 @@ def slamb(
             momentum=zeros,
             variance=zeros,
             drift=zeros,
+            owner_residual=averaging.nothing_sent(meeting, zeros)[1],
             stale=treedef.unflatten(fresh),
             rounds=dict.fromkeys(("all", *(stage.part for stage in stages), "synchronize"), zero),
             skipped=to_varying(zero, axis_name),
@@ -185,14 +200,19 @@ def slamb(
                 out.append(rate * (s * p + (1 - s) * slower * q) * (u + weight_decay * x))
         return out
 
-    def together(drift, params):
-        """The replicas meet; what a narrow consensus rounds off stays with all of them."""
-        change = averaging.exact_mean(drift, axis_name, bucket_numel, "synchronize")
-        lost = jax.tree.map(averaging.rounded_off, params, change)
-        return change, to_varying(lost, axis_name)
+    def together(drift, owner_residual, params, count):
+        """The replicas meet, but for what codes leave and a narrow consensus rounds off."""
+        nothing = jax.tree.map(lambda x: None, drift)  # A drift is its own residual.
+        met = averaging.mean_with_feedback(meeting, drift, nothing, owner_residual, count)
+        lost = to_varying(jax.tree.map(averaging.rounded_off, params, met.mean), axis_name)
+        rest = jax.tree.map(
+            lambda x, unsent: x if unsent is None else x + unsent, lost, met.residual
+        )
+        return met.mean, rest, met.owner_residual
 
-    def apart(drift, params):
-        return jax.tree.map(moments.zeros, params), drift
+    def apart(drift, owner_residual, params, count):
+        del count
+        return jax.tree.map(moments.zeros, params), drift, owner_residual
 
     def update(updates, state, params=None, **extra_args):
         del extra_args
@@ -222,16 +242,17 @@ def slamb(
         )
         moved = lambda d, u: jnp.where(bad, d, d - u)
         drift = jax.tree.map(moved, state.drift, treedef.unflatten(lost))
-        meets = sync_at(state.count)
+        meets, of = sync_at(state.count), (drift, state.owner_residual, params, state.count)
         if sync_at is schedules.always:
-            change, drift = together(drift, params)
+            change, drift, owner_residual = together(*of)
         else:
-            change, drift = lax.cond(meets, together, apart, drift, params)
+            change, drift, owner_residual = lax.cond(meets, together, apart, *of)
         return change, SlambState(
             optax.safe_increment(state.count),
             treedef.unflatten(momentum),
             variance,
             drift,
+            owner_residual,
             treedef.unflatten(stale),
             averaging.counted(
                 state.rounds, all=True, synchronize=meets, **masks.holding(stages, state.count)
