@@ -32,7 +32,8 @@ def state_specs(
       for leaves that follow a sharded parameter, `P()` for the rest.
 
     Raises:
-      ValueError: If `axis_name` is no axis of the mesh, or shards the parameters.
+      ValueError: If `axis_name` is no axis of the mesh, or shards the parameters, or a number of
+        the state differs between shards.
     """
     param_specs = full_specs(params, mesh, axis_name, param_specs)
     types = {}
@@ -67,6 +68,13 @@ def state_specs(
         for param_path, param_shape, spec in known:
             if shape == param_shape and path[len(path) - len(param_path) :] == param_path:
                 return P(*lead, *spec)
+        if not shape:
+            raise ValueError(
+                f"the state's number {jax.tree_util.keystr(path)!r} differs between shards over "
+                f"{others}: each would decide by itself; write optimizers without such, as "
+                "optax.adamw, on a mesh that shards parameters (train_step leaves out by itself "
+                "what is not finite)."
+            )
         # What follows no parameter, as a residual per bucket, is laid shard behind shard.
         return P(*lead, others)
 

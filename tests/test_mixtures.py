@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec as P
 from replicas import everywhere, mesh_of, one_value, rows
 
 import jaxcomp
@@ -113,6 +114,18 @@ def test_an_owners_scalars_are_resized_with_its_rows():
     init, _ = jaxcomp.train_step(loss_fn, tx, mesh_of(4), "replica")
     resized = jaxcomp.resize(jax.device_get(state), init(everywhere(mesh_of(4), {"a": W})))
     assert np.asarray(resized.owned.notfinite_count).tolist() == [0] * 4
+
+
+def test_a_number_that_each_shard_would_find_by_itself_is_refused():
+    tx = optax.chain(
+        jaxcomp.compressed_mean(jaxcomp.quantize(4), "replica"),
+        optax.apply_if_finite(optax.adam(1e-2), 3),
+    )
+    mesh, params = mesh_of(2, 2), {"a": W}
+    with pytest.raises(ValueError, match="notfinite_count.*differs between shards over .'fsdp',"):
+        jaxcomp.state_specs(
+            jaxcomp.per_replica(tx, "replica"), params, mesh, "replica", {"a": P("fsdp")}
+        )
 
 
 @jax.tree_util.register_dataclass
