@@ -25,11 +25,12 @@ def is_field(key_path, name: str) -> bool:
 
 
 def has_feedback(x: Any) -> bool:
-    """Whether a node is the state of a method with error feedback; no tree of parameters is.
+    """Whether a node is the state of a method with error feedback: a NamedTuple with its fields.
 
-    By the node's field and not by a leaf's path, in which attributes of parameters come too.
+    Not a leaf whose path has such a name: attributes of parameters are in paths, too.
     """
-    return isinstance(x, tuple) and "owner_residual" in getattr(x, "_fields", ())
+    names = getattr(x, "_fields", ()) if isinstance(x, tuple) else ()
+    return "residual" in names or "owner_residual" in names
 
 
 def _is_named(path, value) -> bool:

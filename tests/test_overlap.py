@@ -14,7 +14,8 @@ from replicas import everywhere, mesh_of, rows
 import jaxcomp
 
 PARAMS = {"kernel": np.full((40, 20), 0.1, np.float32), "bias": np.zeros(20, np.float32)}
-METHOD = functools.partial(jaxcomp.cocktail_sgd, optax.adam(1e-2), "replica")
+# By Adam all entries would take steps of one length at first, and the last bit choose the largest.
+METHOD = functools.partial(jaxcomp.cocktail_sgd, optax.sgd(0.1, momentum=0.9), "replica")
 CODE = jaxcomp.cocktail(1 / 2, 0.25, block=16)
 
 
