@@ -38,7 +38,8 @@ def train_step(
     transformation runs with all mesh axes manual, on local shards. If the update is not finite,
     parameters and state stay as they were on all replicas. Not so if a field of the state counts
     `skipped` (`cocktail_sgd`, `slamb`, `zero_one_adam`): there a replica whose gradient is not
-    finite leaves its step out by itself and counts it, and the others go on.
+    finite leaves its step out by itself and counts it, and the others go on, unless a method
+    beside it, as in `optax.partition`, leaves that to the step.
 
     Args:
       loss_fn: `(params, batch) -> f32[]`, the mean loss over the batch that it is given.
