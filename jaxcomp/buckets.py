@@ -125,7 +125,10 @@ def make_plan(
         raise ValueError(f"bucket_numel is {bucket_numel}; write at least 1 (default 2**22).")
     keyed, treedef = jax.tree_util.tree_flatten_with_path(tree)
     if not keyed:
-        raise ValueError("got a pytree without leaves; give the gradients of some parameters.")
+        raise ValueError(
+            "got a pytree without leaves; give the gradients of some parameters. In "
+            "optax.partition, leave out a label that no parameter has."
+        )
     paths = tuple(path_of(key_path) for key_path, _ in keyed)
     leaves = [leaf for _, leaf in keyed]
     for path, leaf in zip(paths, leaves, strict=True):

@@ -277,7 +277,7 @@ def exact_leaves(params: Any, state: Any) -> list[str] | None:
     Args:
       params: The parameters, or their shapes.
       state: The optimizer's state, or its shapes; of several `compressed_mean`, as in
-        `optax.masked`, a leaf is exact if it is so for each.
+        `optax.masked`, a leaf is exact if it is so for each that sees it.
 
     Returns:
       The paths of leaves, as `block_0/up/bias`; None if no state has a field `residual`.
@@ -285,12 +285,12 @@ def exact_leaves(params: Any, state: Any) -> list[str] | None:
     found = fields(state, "residual")
     if not found:
         return None
-    # Without error feedback () stands for a residual; optax.MaskedNode() is another empty tuple.
-    is_mark = lambda x: is_compact(x) or (type(x) is tuple and not x)
-    lossy = {
-        path_of(path)
-        for residual in found
-        for path, _ in jax.tree_util.tree_leaves_with_path(residual, is_leaf=is_mark)
-    }
+    # Without error feedback () stands for a residual; optax.MaskedNode() is another empty tuple,
+    # which has no leaves: what no method sees, as in a group that is frozen, is not sent at all.
+    is_mark = lambda x: x is None or is_compact(x) or (type(x) is tuple and not x)
+    exact, lossy = set(), set()
+    for residual in found:
+        for path, leaf in jax.tree_util.tree_leaves_with_path(residual, is_leaf=is_mark):
+            (exact if leaf is None else lossy).add(path_of(path))
     paths = [path_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
-    return [path for path in paths if path not in lossy]
+    return [path for path in paths if path in exact - lossy]

@@ -179,17 +179,17 @@ def per_replica(
         if not is_tracked(axis_name):
             return state
         grads = to_varying(jax.tree.map(jnp.zeros_like, params), axis_name)
-        # MultiSteps traces the inner update at its accumulator, still zeros, too.
+        after = lambda state: jax.eval_shape(lambda s: tx.update(grads, s, params)[1], state)
+        try:
+            return stack(_as_after_updates(state, after), axis_name)
+        except (TypeError, ValueError):
+            if not fields(state, "acc_grads"):
+                raise
+        # MultiSteps around a mean traces that at its accumulator, still zeros, too.
         state = jax.tree_util.tree_map_with_path(
             lambda path, x: to_varying(x, axis_name) if is_field(path, "acc_grads") else x, state
         )
-        while True:
-            # What starts as zeros that are equal everywhere may vary after one update.
-            after = jax.eval_shape(lambda s: tx.update(grads, s, params)[1], state)
-            new_state = jax.tree.map(_vary_like, state, after)
-            if jax.tree.map(varying_axes, new_state) == jax.tree.map(varying_axes, state):
-                return stack(state, axis_name)
-            state = new_state
+        return stack(_as_after_updates(state, after), axis_name)
 
     def update(updates, state, params=None, **extra_args):
         state = unstack(state, axis_name)
@@ -197,6 +197,15 @@ def per_replica(
         return updates, stack(_emptied(state), axis_name)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _as_after_updates(state, after):
+    """Lets vary what starts as zeros that are equal everywhere and varies after some update."""
+    while True:
+        new_state = jax.tree.map(_vary_like, state, after(state))
+        if jax.tree.map(varying_axes, new_state) == jax.tree.map(varying_axes, state):
+            return state
+        state = new_state
 
 
 def _emptied(state):

@@ -152,3 +152,21 @@ def test_compact_residuals_are_not_reported_as_exact():
     for tx in (quantized_adam(), jaxcomp.compact(quantized_adam())):
         init, _ = jaxcomp.train_step(loss_fn, tx, mesh_of(2), "replica")
         assert report.exact_leaves(params, jax.eval_shape(init, params)) == ["b"]
+
+
+def test_steps_accumulate_behind_a_mean_as_around_it():
+    mean, sgd = jaxcomp.compressed_mean(jaxcomp.identity(), "replica"), optax.sgd(0.1)
+    behind = optax.chain(mean, optax.MultiSteps(sgd, 2).gradient_transformation())
+    around = optax.MultiSteps(optax.chain(mean, sgd), 2).gradient_transformation()
+    kept = [train(tx, {"a": W}, steps=5)[0]["a"] for tx in (behind, around)]
+    np.testing.assert_allclose(*kept, rtol=1e-6)
+    # Two updates, each by 0.1 of the gradient 2 a / 16.
+    np.testing.assert_allclose(kept[0], (1 - 0.1 * 2 / 16) ** 2, rtol=1e-6)
+
+
+def test_frozen_leaves_are_not_reported_as_exact():
+    params = {"a": np.ones((40, 40), np.float32), "b": np.ones(3, np.float32), "frozen": W}
+    labels = {"a": "trained", "b": "trained", "frozen": "frozen"}
+    groups = {"trained": quantized_adam(), "frozen": optax.set_to_zero()}
+    init, _ = jaxcomp.train_step(loss_fn, optax.partition(groups, labels), mesh_of(2), "replica")
+    assert report.exact_leaves(params, jax.eval_shape(init, params)) == ["b"]

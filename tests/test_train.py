@@ -678,6 +678,7 @@ def test_run_ends_with_the_loss_and_the_picture(monkeypatch, capsys, tmp_path, t
         ("{nano} --optimizer.update compressed_mean(quantize(9),axis_name)", "integer from 1 to 8"),
         ("{nano} --optimizer.update compressed_mean(sign(),'x')", "the axis 'x' is unknown"),
         ("{nano} --optimizer.update adam(learning_rate)", "compressed_mean"),
+        ("{nano} --optimizer.update scale(learning_rate)", "does not fit gradients"),
     ],
 )
 def test_mistake_ends_with_status_2_and_one_message(

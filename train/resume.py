@@ -17,6 +17,7 @@ from train.config_json import to_json
 from train.task import Task, natural, shapes_of
 
 _METADATA = {"progress", "num_replicas", "data_sha256"}  # needed to go on
+_SAID_ELSEWHERE = {"replicas", "resize"}
 
 
 @dataclasses.dataclass
@@ -108,6 +109,7 @@ def _restore(task: Task, directory: Path, step: int) -> tuple[Any, Any, Progress
             f"{directory} was trained to step {step}, but steps={task.config.steps}; write more "
             "--steps, or give another --name."
         )
+    _say_changes(task, saved.get("config", {}), step)
     like, num_replicas = task.like, saved["num_replicas"]
     if num_replicas != task.mesh.size:
         like = _like_saved(task, num_replicas)
@@ -117,6 +119,28 @@ def _restore(task: Task, directory: Path, step: int) -> tuple[Any, Any, Progress
     if num_replicas != task.mesh.size:
         state = _resized(task, state, step, num_replicas)
     return tree["params"], state, Progress(**saved["progress"])
+
+
+def _say_changes(task: Task, old: dict[str, Any], step: int) -> None:
+    """Prints which settings are others than those that the checkpoint was made with."""
+    old, new = _settings(old), _settings(json.loads(to_json(task.config)))
+    changes = [
+        f"{name} {old[name]!r} -> {value!r}"
+        for name, value in new.items()
+        if name not in _SAID_ELSEWHERE and name in old and old[name] != value
+    ]
+    if changes and processes.is_first():
+        text = f"{task.config.name}: from step {step} on with other settings: {'; '.join(changes)}"
+        print(text, file=sys.stderr)
+
+
+def _settings(config: dict[str, Any], above: str = "") -> dict[str, Any]:
+    """The fields of a config by names with dots, as `model.heads`."""
+    named = {}
+    for name, value in config.items():
+        inside = isinstance(value, dict)
+        named |= _settings(value, f"{above}{name}.") if inside else {above + name: value}
+    return named
 
 
 def _resized(task: Task, state: Any, step: int, num_replicas: int) -> Any:

@@ -215,7 +215,13 @@ def _shapes(config: Config, init, params, mesh: Mesh) -> dict[str, Any]:
     """Shapes, dtypes and shardings of parameters and state, without computing them."""
     placed = lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
     params = jax.tree.map(lambda x: placed(x, NamedSharding(mesh, P())), params)
-    like = jax.eval_shape(init, params)
+    try:
+        like = jax.eval_shape(init, params)  # traces the update, too
+    except TypeError as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(
+            f"optimizer.update={config.optimizer.update!r} does not fit gradients: {reason}"
+        ) from error
     if config.qsdp is not None:
         shardings = jax.jit(init).lower(params).compile().output_shardings
         return dict(zip(("params", "state"), jax.tree.map(placed, like, shardings), strict=True))
