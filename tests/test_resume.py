@@ -186,6 +186,15 @@ def test_the_policy_says_what_residuals_other_replicas_begin_with(task_of, tmp_p
         np.testing.assert_allclose(kept, np.stack([expected] * 2), rtol=2**-22, atol=1e-9)
         line = f"run: from step 2 on 2 replicas instead of 4, resize={policy}\n"
         assert capsys.readouterr().err == line
+    optimizer = dataclasses.replace(task.config.optimizer, warmup_steps=3)
+    changed = task._replace(config=dataclasses.replace(task.config, seed=5, optimizer=optimizer))
+    resume.begin(changed, tmp_path)
+    old = task.config
+    line = (
+        "run: from step 2 on with other settings: "
+        f"optimizer.warmup_steps {old.optimizer.warmup_steps} -> 3; seed {old.seed} -> 5\n"
+    )
+    assert capsys.readouterr().err == line
 
 
 def test_a_checkpoint_of_another_program_is_refused_by_name(tmp_path):
