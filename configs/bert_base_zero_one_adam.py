@@ -4,8 +4,8 @@
 
 The paper's plan: 118,000 steps of 4,096 sequences; the rate rises to 4e-4 in 12,500 steps and then
 falls by 1% every 520. The variance is learned in the warm-up alone, at distances that double every
-16 updates; intervals double as the rate halves, up to 16 steps. Decay, bias correction and
-preconditioning as in the authors' configuration file; the variance's floor is ours.
+16 updates; intervals double as the rate halves, up to 16 steps. Decay and bias correction as in the
+authors' configuration file; preconditioning and the fresh variance, its weights and floor are ours.
 
 What differs from BERT: one segment, no next-sentence task, embeddings tied, pre-norm blocks as in
 gpt.py; bytes as tokens, the vocabulary of 30,522 kept for its size. Eight replicas of 32

@@ -41,7 +41,7 @@ def compact(
       a parameter, and 4 bytes less a row.
 
     Raises:
-      ValueError: If `bits` is another number, or the state has nothing to keep.
+      ValueError: If `bits` is another number; at `init`, if the state has nothing to keep.
 
     Examples:
       >>> import jaxcomp
@@ -60,7 +60,8 @@ def compact(
 
     def init(params):
         state = tx.init(params)
-        if not any(map(_has_residual, jax.tree.leaves(state, is_leaf=_has_residual))):
+        nodes = filter(_has_residual, jax.tree.leaves(state, is_leaf=_has_residual))
+        if not jax.tree.leaves([node.residual for node in nodes]):
             raise ValueError(
                 "compact got a transformation whose state has no residual to keep; leave it out."
             )

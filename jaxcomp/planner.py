@@ -2,7 +2,7 @@
 
 A step takes the gradient, the codec and the messages, one after the other, or the longer of
 gradient and messages where a method sends while it computes. Nothing is run here: what the parts
-take is measured by `jaxcomp.measuring`, or given.
+take is measured by `jaxcomp.link_probe` and `jaxcomp.step_probe`, or given.
 """
 
 import dataclasses
@@ -46,6 +46,9 @@ def affine_cost(latency: float, rate: float) -> Cost:
 
     Returns:
       The cost.
+
+    Raises:
+      ValueError: For a latency or a rate out of range.
     """
     if not 0 <= latency < math.inf:
         raise ValueError(f"latency={latency} is no time; write seconds, as 1e-3.")
@@ -78,6 +81,9 @@ def uniform_link(rate: float, latency: float, num_replicas: int) -> dict[str, Co
 
     Returns:
       A `Link`: ring all-reduces of 2 (R-1) rounds, ring all-gathers of R-1, all-to-alls of one.
+
+    Raises:
+      ValueError: For fewer than two replicas, or a rate or latency that `affine_cost` refuses.
     """
     if num_replicas < 2:
         raise ValueError(

@@ -238,7 +238,7 @@ def qsdp(
         `rounding="shift"` is the unbiased random shift of the theory.
       gradients: Code of the gradients, or a policy; unbiased by default.
       exact: `(path, leaf) -> bool`, which leaves travel as float32, in the same messages. Default:
-        those with fewer than two axes, and of fewer than 1,024 elements.
+        those with fewer than two axes, or fewer than 1,024 elements.
       fit_at: When `qsdp_train_step` fits the levels of codes that learn theirs, as
         `learned_levels(4)`: by default in steps 1, 2, 4, 8, ...
       seed: Of shifts and noise.

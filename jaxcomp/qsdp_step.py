@@ -60,8 +60,9 @@ def qsdp_train_step(
       first axis sharded over all axes of the mesh, in its order. `step` donates shards and state.
 
     Raises:
-      ValueError: At construction, if the mesh has other axes than `fsdp.axes`; at the first call,
-        if the batch cannot be divided, or `tx` is one of this package's methods.
+      ValueError: At construction, if the mesh has other axes than `fsdp.axes`, or `accumulate` is
+        under 1; at the first call, if the batch cannot be divided, or `tx` is one of this
+        package's methods.
     """
     axes = fsdp.axes
     if accumulate < 1:

@@ -165,10 +165,20 @@ class Plan(NamedTuple):
 def plan(sync_at: Schedule, variance_at: Schedule, steps: int) -> Plan:
     """Counts the exchanges of a run before it starts.
 
+    Args:
+      sync_at: Steps that synchronize.
+      variance_at: Steps that learn the variance.
+      steps: Of the run, at least 1.
+
+    Returns:
+      The `Plan`.
+
     Raises:
-      ValueError: If the variance is learned in a step that does not synchronize, or not in the
-        first one.
+      ValueError: If there are no steps, or the variance is learned in a step that does not
+        synchronize, or not in the first one.
     """
+    if steps < 1:
+        raise ValueError(f"plan got steps={steps}; needs the steps of the run, at least 1.")
     # Evaluated now, also where the transformation is made inside a jitted function.
     with jax.ensure_compile_time_eval():
         count = jnp.arange(steps)

@@ -189,7 +189,8 @@ def replica_spread(params: Any, mesh: Mesh, axis_name: str) -> jax.Array:
       axis_name: The axis of the replicas.
 
     Returns:
-      u32[]: the largest minus the smallest of the replicas' checksums of bits. Sends 8 bytes.
+      u32[]: the largest minus the smallest of the replicas' checksums of bits. Sends two
+      all-reduces of 4 bytes.
     """
     leaves = jax.tree.leaves(params)
     specs = tuple(getattr(x.sharding, "spec", P()) for x in leaves)

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 
 import numpy as np
 import pytest
@@ -137,6 +138,19 @@ def test_file_that_cannot_be_opened_is_named(tmp_path):
     settings = write(tmp_path, documents(5))
     (tmp_path / "link.txt").symlink_to(tmp_path / "gone")
     with pytest.raises(ValueError, match=r"link.txt' cannot be read \(No such file"):
+        data.read(settings, CONTEXT)
+
+
+def test_linked_folders_are_read_and_pipes_refused(tmp_path):
+    (tmp_path / "far").mkdir()
+    (tmp_path / "far" / "more.txt").write_text("more")
+    settings = write(tmp_path / "near", documents(5))
+    (tmp_path / "near" / "link").symlink_to(tmp_path / "far")
+    (tmp_path / "far" / "back").symlink_to(tmp_path / "near")  # a circle
+    files = data.files_below(tmp_path / "near")
+    assert [file.name for file in files if "link" in file.parts] == ["more.txt"]
+    os.mkfifo(tmp_path / "far" / "pipe")
+    with pytest.raises(ValueError, match=r"pipe' is no file"):
         data.read(settings, CONTEXT)
 
 

@@ -1,6 +1,7 @@
 """Processes meet, or all of them are told what is wrong; and they run the same, or none does."""
 
 import concurrent.futures
+import signal
 import socket
 import subprocess
 import sys
@@ -214,6 +215,8 @@ def test_facts_cover_config_sources_and_packages():
 
 
 PROGRAM = """
+import os
+import signal
 import sys
 import time
 import jax
@@ -222,7 +225,11 @@ from train import distributed
 from train.distributed import Cluster, Timeouts
 
 process, coordinator, case = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-distributed.connect(Cluster(coordinator, 2, process, "flags"), timeouts=Timeouts(60, 300))
+beat = 10 if case in ("KILL", "TERM") else 300
+distributed.connect(Cluster(coordinator, 2, process, "flags"), timeouts=Timeouts(60, beat))
+if case in ("KILL", "TERM") and process == 1:
+    os.kill(os.getpid(), getattr(signal, f"SIG{case}"))
+    time.sleep(300)
 distributed.require_same({"first": "equal"})
 jax.devices()
 print(*sorted(set(map(str, listening("self")))))
@@ -286,6 +293,16 @@ def test_a_failed_process_waits_for_nobody(start_two):
     processes = start_two("sleeps")
     assert processes[1].wait(60) == 2
     assert processes[0].poll() is None
+
+
+@pytest.mark.parametrize("name", ["KILL", "TERM"])
+def test_a_process_that_is_ended_at_the_start_is_missed_in_one_line_at_last(start_two, name):
+    processes = start_two(name)
+    said, _ = processes[0].communicate(timeout=120)
+    assert processes[1].wait(10) == -getattr(signal, f"SIG{name}")
+    assert processes[0].returncode == 75
+    assert said.endswith("another process of the run is gone; start the same command to go on\n")
+    assert " @ 0x" not in said  # no stack of C++
 
 
 class Store:

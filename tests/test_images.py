@@ -1,6 +1,7 @@
 """Images: what is read, what is held out, what a step sees, and that models learn from it."""
 
 import dataclasses
+import gzip
 import hashlib
 import pickle
 
@@ -143,6 +144,8 @@ def test_record_sees_contents_and_the_share_held_out(tmp_path):
         (b"1," * 64 + b"12", "a class that is not in"),
         (b"text", "is no table of digits"),
         (b"\x1f\x8bbroken", "is no table of digits"),
+        (gzip.compress(b"text")[:10] + b"\x07" * 20, "is no table of digits"),
+        (b"nan," * 64 + b"1", "each line needs 64 whole numbers"),
         (b"1," * 64 + b"1", "leaves none of 1 images for train"),
     ],
 )
@@ -166,6 +169,30 @@ def test_images_that_do_not_fit_the_model_are_refused(tmp_path, form, model, mes
     with pytest.raises(ValueError, match=message):
         images.read(Images(form, path), model)
     assert found.record["images"] > 0
+
+
+def test_a_class_may_be_a_link_to_a_folder(tmp_path):
+    pictures.folder(tmp_path / "f")
+    (tmp_path / "f" / "bee").rename(tmp_path / "bees")
+    (tmp_path / "f" / "bee").symlink_to(tmp_path / "bees")
+    (tmp_path / "f" / "ant" / "again").symlink_to(tmp_path / "f")  # a circle
+    stored = image_files.folder(str(tmp_path / "f"))
+    assert stored.classes == 2 and np.bincount(stored.labels).tolist() == [6, 6]
+
+
+@pytest.mark.parametrize("suffix", ["png", "tif"])
+def test_pictures_of_16_bits_keep_their_greys(tmp_path, suffix):
+    ramp = np.linspace(0, 65535, 64 * 64).reshape(64, 64).astype(np.uint16)
+    Image.fromarray(ramp).save(tmp_path / f"ramp.{suffix}")
+    pixels = np.asarray(image_files._picture(tmp_path / f"ramp.{suffix}"))
+    np.testing.assert_array_equal(pixels, ramp >> 8)
+
+
+def test_a_picture_that_pillow_finds_too_large_is_named(tmp_path, monkeypatch):
+    Image.new("L", (8, 8)).save(tmp_path / "large.png")
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 10)
+    with pytest.raises(ValueError, match=r"large.png' cannot be read as an image"):
+        image_files._picture(tmp_path / "large.png")
 
 
 def test_missing_packages_and_files_are_named(tmp_path, monkeypatch):

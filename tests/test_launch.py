@@ -110,6 +110,25 @@ def launcher(tmp_path):
     process.wait()
 
 
+def test_members_go_on_when_nobody_reads_the_launcher(tmp_path):
+    body = (
+        "import pathlib, sys, time\n"
+        "for i in range(20): print(i, flush=True); time.sleep(0.1)\n"
+        f"pathlib.Path({str(tmp_path)!r}, 'saved').write_text('all')"
+    )
+    program = (
+        "import pathlib, sys; from train.launch import supervise\n"
+        f"commands = [{member(body)!r}]\n"
+        f"sys.exit(supervise.supervise(commands, pathlib.Path({str(tmp_path)!r}), 10.0))"
+    )
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT) as process:
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.wait(60) == 0
+    assert (tmp_path / "saved").read_text() == "all"
+
+
 @pytest.mark.parametrize("name", ["INT", "TERM"])
 def test_a_signal_to_the_launcher_reaches_each_process_once(launcher, name):
     process, logs = launcher

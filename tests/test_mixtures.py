@@ -170,3 +170,24 @@ def test_frozen_leaves_are_not_reported_as_exact():
     groups = {"trained": quantized_adam(), "frozen": optax.set_to_zero()}
     init, _ = jaxcomp.train_step(loss_fn, optax.partition(groups, labels), mesh_of(2), "replica")
     assert report.exact_leaves(params, jax.eval_shape(init, params)) == ["b"]
+
+
+@pytest.mark.parametrize("method", ["one_bit_adam", "zero_one_adam", "one_bit_lamb", "slamb"])
+def test_whole_numbers_among_the_parameters_are_refused(method):
+    options = {"freeze_step": 2} if method.startswith("one_bit") else {}
+    tx = getattr(jaxcomp, method)(1e-2, "replica", **options)
+    with pytest.raises(ValueError, match="dtype int"):
+        jax.vmap(tx.init, in_axes=None, axis_name="replica", axis_size=2)({"a": np.arange(3)})
+
+
+def test_whole_numbers_are_refused_before_the_inner_optimizer_sees_them():
+    tx = jaxcomp.cocktail_sgd(optax.adam(1e-2), "replica")
+    with pytest.raises(ValueError, match="dtype int"):
+        jax.vmap(tx.init, in_axes=None, axis_name="replica", axis_size=2)({"a": np.arange(3)})
+
+
+def test_compact_wants_something_to_keep():
+    code = jaxcomp.compressed_mean(jaxcomp.quantize(4), "replica", error_feedback=False)
+    init, _ = jaxcomp.train_step(loss_fn, jaxcomp.compact(code), mesh_of(2), "replica")
+    with pytest.raises(ValueError, match="no residual to keep"):
+        jax.eval_shape(init, {"a": np.ones((40, 40), np.float32)})

@@ -204,10 +204,15 @@ PROGRAM = """
 import sys, time
 from train import watchdog
 
-with watchdog.watch(2.0, lambda: 40) as watch:
+def latest():
+    if sys.argv[1] == "lost":
+        raise OSError(116, "Stale file handle")
+    return 40
+
+with watchdog.watch(2.0, latest) as watch:
     watch.at(41, "a step")
     print("here", flush=True)
-    if sys.argv[1] == "hangs":
+    if sys.argv[1] != "works":
         time.sleep(100)
     for step in range(60):
         watch.at(41 + step, "a step")
@@ -243,10 +248,22 @@ def test_a_hang_ends_with_stacks_and_what_to_do_and_a_pause_is_no_hang():
             hangs.kill()
             works.kill()
     assert hangs.returncode == 75
-    assert 'File "<string>", line 9 in <module>' in errors
+    assert 'File "<string>", line 14 in <module>' in errors
     assert errors.splitlines()[-1] == (
         "error: no progress for 2 s after step 41 (a step). The last checkpoint is step 40; start "
         "the same command to go on"
+    )
+
+
+def test_a_hang_of_the_file_system_ends_too():
+    with program("lost") as process:
+        try:
+            errors = process.communicate(timeout=60)[1]
+        finally:
+            process.kill()
+    assert process.returncode == 75
+    assert errors.splitlines()[-1].endswith(
+        "The checkpoints cannot be listed (Stale file handle); start the same command to go on"
     )
 
 

@@ -141,7 +141,7 @@ def _standard_library() -> list[Document]:
     # _sysconfigdata describes how this machine's Python was built: not text of the library.
     files = [
         file
-        for file in files_below(root)
+        for file in files_below(root, links=False)
         if file.suffix == ".py"
         and not file.name.startswith("_sysconfigdata")
         and not _STDLIB_LEAVES_OUT.intersection(file.relative_to(root).parts)
@@ -157,15 +157,25 @@ def _user_files(root: pathlib.Path) -> list[Document]:
     return [(file.relative_to(root).as_posix(), _text(file)) for file in files_below(root)]
 
 
-def files_below(root: pathlib.Path) -> list[pathlib.Path]:
+def files_below(root: pathlib.Path, links: bool = True) -> list[pathlib.Path]:
     """All files of a folder and of those in it, in the order of their names; no hidden ones.
+
+    Args:
+      root: The folder.
+      links: Whether to follow links to folders, but for those to a folder that they are in.
 
     Raises:
       ValueError: If a folder cannot be listed.
     """
     found = []
-    for folder, subfolders, names in os.walk(root, onerror=_refuse):
-        subfolders[:] = [name for name in subfolders if not name.startswith(".")]
+    for folder, subfolders, names in os.walk(root, onerror=_refuse, followlinks=links):
+        path = pathlib.Path(folder)
+        above = {os.path.realpath(each) for each in (path, *path.parents)}
+        subfolders[:] = [
+            name
+            for name in subfolders
+            if not name.startswith(".") and os.path.realpath(path / name) not in above
+        ]
         found += [pathlib.Path(folder, name) for name in names if not name.startswith(".")]
     return sorted(found, key=lambda file: file.relative_to(root).as_posix())
 
@@ -175,6 +185,8 @@ def _refuse(error: OSError) -> None:
 
 
 def _text(file: pathlib.Path) -> bytes:
+    if file.exists() and not file.is_file():  # a pipe would be waited for
+        raise ValueError(f"{str(file)!r} is no file; take it out.")
     try:
         content = file.read_bytes()
         content.decode("utf-8")

@@ -69,8 +69,9 @@ def translate(config: dict[str, Any], steps: int) -> Translation:
     kind, params = optimizer.get("type"), dict(optimizer.get("params", {}))
     if kind not in OPTIMIZERS:
         raise ValueError(
-            f"optimizer.type is {kind!r}; needs one of {', '.join(OPTIMIZERS)}: any other is "
-            "optax's, behind jaxcomp.compressed_mean or as it is."
+            f"optimizer.type is {kind!r}; needs one of {', '.join(OPTIMIZERS)}. OneBitLamb is "
+            "jaxcomp.one_bit_lamb, whose page has its keys; any other is optax's, behind "
+            "jaxcomp.compressed_mean or as it is."
         )
     if stage := config.pop("zero_optimization", {}).get("stage", 0):
         raise ValueError(

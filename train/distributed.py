@@ -78,6 +78,8 @@ def connect(
     # Processes of one run talk to each other directly, also where HTTP goes through a proxy.
     os.environ["no_grpc_proxy"] = host
     jax.config.update("jax_check_proxy_envs", False)
+    # It would take a SIGTERM and do nothing: until training begins a stop ends the process.
+    jax.config.update("jax_enable_preemption_service", False)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     address = addresses.join(host, addresses.split(cluster.coordinator)[1])
     jax.distributed.initialize(
@@ -90,6 +92,13 @@ def connect(
         heartbeat_timeout_seconds=timeouts.heartbeat,
         coordinator_bind_address=address,
     )
+    on_abort(_end_alone)  # until a watchdog can say more
+
+
+def _end_alone() -> None:
+    with contextlib.suppress(OSError):  # a log on a full disk
+        os.write(2, b"error: another process of the run is gone; start the same command to go on\n")
+    os._exit(TRY_AGAIN)
 
 
 def _bind_gloo(**where: str) -> None:

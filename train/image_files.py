@@ -7,6 +7,7 @@ import io
 import os
 import pathlib
 import pickle
+import zlib
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -59,9 +60,10 @@ def digits(path: str | None) -> Stored:
     try:
         text = gzip.decompress(content) if content[:2] == b"\x1f\x8b" else content
         rows = np.array([line.split(b",") for line in text.split()], np.float64)
-    except (OSError, EOFError, ValueError) as error:
+    except (OSError, EOFError, ValueError, zlib.error) as error:
         raise ValueError(f"{str(path)!r} is no table of digits: {error}.") from error
-    if rows.ndim != 2 or rows.shape[1] != 65 or np.any((rows < 0) | (rows > 16) | (rows % 1 > 0)):
+    is_table = rows.ndim == 2 and rows.shape[1] == 65
+    if not is_table or not np.all((rows >= 0) & (rows <= 16) & (rows % 1 == 0)):
         raise ValueError(
             f"{str(path)!r} is no table of digits: each line needs 64 whole numbers from 0 to 16 "
             f"and a class, separated by commas."
@@ -199,8 +201,10 @@ def _picture(file: pathlib.Path):
     try:
         picture = Image.open(file)
         picture.load()
-    except (OSError, UnidentifiedImageError) as error:
+    except (OSError, UnidentifiedImageError, Image.DecompressionBombError) as error:
         raise ValueError(f"{str(file)!r} cannot be read as an image: {error}.") from error
+    if picture.mode.startswith("I;16"):  # Pillow makes 255 of all that is above
+        picture = Image.fromarray((np.asarray(picture) >> 8).astype(np.uint8))
     return picture
 
 

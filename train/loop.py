@@ -59,8 +59,9 @@ def run(config: Config) -> list[dict[str, Any]]:
         folder.mkdir(parents=True, exist_ok=True)
         with contextlib.ExitStack() as stack:
             keep_row, show = _outputs(stack, task, folder, done)
-            checkpoints = _checkpoints(stack, config, directory)
+            # Before the checkpoints, which are closed first: no stop cuts off the last save.
             asked_to_stop = stack.enter_context(stop_signals())
+            checkpoints = _checkpoints(stack, config, directory)
 
             def save(params, state):
                 watch.at(done.step, "a save", config.start_seconds + config.save_seconds)

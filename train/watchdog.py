@@ -88,8 +88,12 @@ def _reason(error: Exception, lost: str) -> Exception:
 
 
 def _way_on(latest: Callable[[], int | None]) -> str:
-    step = latest()
-    last = "There is no checkpoint yet" if step is None else f"The last checkpoint is step {step}"
+    last = "There is no checkpoint yet"
+    try:
+        if (step := latest()) is not None:
+            last = f"The last checkpoint is step {step}"
+    except OSError as error:  # the file system may be what hangs
+        last = f"The checkpoints cannot be listed ({error.strerror})"
     return f"{last}; start the same command to go on"
 
 

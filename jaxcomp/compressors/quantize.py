@@ -27,7 +27,7 @@ def cast(dtype: jax.typing.DTypeLike) -> Compressor:
       small floating-point types on the wire.
 
     Raises:
-      ValueError: At construction, for another type.
+      ValueError: At construction, for another type; a TypeError for what is none.
     """
     name = jnp.dtype(dtype).name
     if name not in ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"):

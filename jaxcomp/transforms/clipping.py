@@ -1,5 +1,6 @@
 """Clipping by the norm of a whole gradient, wherever its shards are."""
 
+import numbers
 from typing import Any
 
 import jax
@@ -39,7 +40,7 @@ def clip_by_global_norm(max_norm: jax.typing.ArrayLike) -> optax.GradientTransfo
       Pascanu et al., `On the difficulty of training Recurrent Neural Networks
       <https://arxiv.org/abs/1211.5063>`_, 2012, Algorithm 1.
     """
-    if isinstance(max_norm, int | float) and not max_norm > 0:
+    if isinstance(max_norm, numbers.Real) and not max_norm > 0:
         raise ValueError(
             f"clip_by_global_norm got max_norm={max_norm}; needs a positive number; write "
             "clip_by_global_norm(1.0), or leave it out."

@@ -17,6 +17,7 @@ from jaxcomp.sharding import (
     varies_over,
     zeros_of,
 )
+from jaxcomp.transforms import moments
 
 
 class CocktailSGDState(NamedTuple):
@@ -105,14 +106,14 @@ def cocktail_sgd(
     plan_of = lambda tree: averaging.make_plan(tree, policy, axis_name, bucket_numel)
 
     def init(params):
-        drift = jax.tree.map(lambda p: jnp.zeros_like(p, _wide(p.dtype)), params)
+        drift = jax.tree.map(lambda p: jnp.zeros_like(p, moments.wide(p.dtype)), params)
         drift = to_varying(drift, axis_name)
         owner_residual = averaging.zero_owner_residual(plan_of(drift), exchange, axis_name)
         skipped = to_varying(jnp.zeros([], jnp.int32), axis_name)
         zero = jnp.zeros([], jnp.int32)
         rounds = dict.fromkeys(("all", "synchronize", "warmup"), zero)
         # Of the dtypes that its updates will see, and all of it this replica's own from the start.
-        inner_state = inner.init(jax.tree.map(lambda p: p.astype(_wide(p.dtype)), params))
+        inner_state = inner.init(jax.tree.map(lambda p: p.astype(moments.wide(p.dtype)), params))
         inner_state = to_varying(inner_state, axis_name)
         return CocktailSGDState(zero, drift, owner_residual, inner_state, rounds, skipped)
 
@@ -151,7 +152,7 @@ def cocktail_sgd(
         averaging.require_params("cocktail_sgd", params)
         require_varying(updates, axis_name)
         # The square of a float16 gradient is zero below 2e-4, and Adam's step then m / eps.
-        updates = jax.tree.map(lambda g: g.astype(_wide(g.dtype)), updates)
+        updates = jax.tree.map(lambda g: g.astype(moments.wide(g.dtype)), updates)
         due = state.count % sync_every == (0 if delayed else sync_every - 1)
         is_warm = state.count < warmup_steps
         if delayed:
@@ -189,10 +190,6 @@ def cocktail_sgd(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _wide(dtype):
-    return jnp.promote_types(dtype, jnp.float32)
-
-
 def _inner_step(inner, grads, state, params, extra_args, axis_name):
     """The inner update in float32, its state, and whether it was left out: i32[], 0 or 1."""
     step, new_state = inner.update(grads, state, params, **extra_args)
@@ -204,7 +201,7 @@ def _inner_step(inner, grads, state, params, extra_args, axis_name):
                 "optimizer must be local; write cocktail_sgd(optax.adamw(learning_rate), "
                 f"{axis_name!r}) without compressed_mean in it."
             )
-    step = jax.tree.map(lambda u: u.astype(_wide(u.dtype)), step)
+    step = jax.tree.map(lambda u: u.astype(moments.wide(u.dtype)), step)
     bad = averaging.not_finite(step, axis_name)
     step = jax.tree.map(lambda u: jnp.where(bad, 0.0, u), step)
     return step, jax.tree.map(lambda old, new: jnp.where(bad, old, new), state, new_state), bad

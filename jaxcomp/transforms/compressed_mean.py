@@ -59,7 +59,7 @@ def compressed_mean(
       exchange: How buckets travel: `wire.two_shot`, or `wire.gathered` for two replicas.
         Payloads of linear compressors are summed on the wire in any case.
       exact: `(path, leaf) -> bool`, which leaves travel as float32. Default: those with fewer than
-        two axes, and of fewer than 1,024 elements over all their shards.
+        two axes, or fewer than 1,024 elements over all their shards.
       bucket_numel: Most elements of one message's bucket.
       seed: Of masks, shifts and stochastic rounding.
 

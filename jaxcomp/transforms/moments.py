@@ -41,9 +41,19 @@ def schedule_of(learning_rate: float | optax.Schedule) -> optax.Schedule:
     return lambda count: jnp.asarray(rate(count), jnp.float32)
 
 
+def wide(dtype) -> jnp.dtype:
+    """The dtype of what belongs to a parameter: float32, or wider if that is; else a ValueError."""
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(
+            f"a parameter has dtype {dtype}, but only floating ones can be trained; keep others "
+            "out of the parameters, in a closure of the loss."
+        )
+    return jnp.promote_types(dtype, jnp.float32)
+
+
 def zeros(param: jax.Array) -> jax.Array:
     """Zeros for a moment of a parameter: float32, or wider if it is."""
-    return jnp.zeros_like(param, jnp.promote_types(param.dtype, jnp.float32))
+    return jnp.zeros_like(param, wide(param.dtype))
 
 
 def dtype_of(tree):

@@ -269,11 +269,12 @@ def _scales(momentum: list[jax.Array], axis_name: str) -> list[jax.Array]:
 
 
 def _check(trust_bounds, trust_decay, factor_bounds, factor_change):
-    for name, (least, greatest) in (("trust", trust_bounds), ("factor", factor_bounds)):
+    bounds = ("trust", trust_bounds, (0.01, 10.0)), ("factor", factor_bounds, (0.5, 4.0))
+    for name, (least, greatest), default in bounds:
         if not 0 <= least <= greatest:
             raise ValueError(
                 f"one_bit_lamb got {name}_bounds={least, greatest}; needs 0 <= least <= "
-                f"greatest; write {name}_bounds=(0.01, 10.0)."
+                f"greatest; write {name}_bounds={default}."
             )
     if not 0 <= trust_decay < 1:
         raise ValueError(

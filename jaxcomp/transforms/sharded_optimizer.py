@@ -55,7 +55,7 @@ def sharded_optimizer(
         `quantize(4, rounding="stochastic")`.
       differences: Code D, or a policy. Default: `quantize(4)`.
       exact: `(path, leaf) -> bool`, which leaves travel as float32 on both ways. Default:
-        those with fewer than two axes, and of fewer than 1,024 elements over all their shards.
+        those with fewer than two axes, or fewer than 1,024 elements over all their shards.
       bucket_numel: Most elements of one message, of all its chunks together.
       seed: Of masks, shifts and stochastic rounding.
 

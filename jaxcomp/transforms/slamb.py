@@ -111,7 +111,7 @@ def slamb(
 
     Returns:
       A `GradientTransformationExtraArgs` whose updates move the consensus, in float32: zeros
-      between synchronizations. It keeps three float32 values and two bytes a parameter.
+      between synchronizations. It keeps 14 bytes a parameter, and for coded drifts 4/R more.
 
       A replica whose gradient is not finite keeps its moments and stands still for that step, and
       counts it in `skipped`; the exchange goes on with what it had.
@@ -281,7 +281,7 @@ def _check(density, b3, sync_every, rescaling, trust_bounds, compressor):
     if density is not None and compressor is not None:
         raise ValueError(
             f"slamb got density={density} and a compressor; needs one of them; write "
-            f"compressor=compose(random_k({density}), ...) without density."
+            "compressor=compose(random_k(0.1), ...) without density, or density alone."
         )
     if not 0 <= b3 <= 1:
         raise ValueError(f"slamb got b3={b3}; needs [0, 1]; write b3=0.99.")

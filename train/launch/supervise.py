@@ -3,6 +3,7 @@
 import contextlib
 import datetime
 import itertools
+import os
 import pathlib
 import shlex
 import signal
@@ -128,8 +129,11 @@ def _echo(member: Member) -> Iterator:
 
         def copy():
             if new := log.read():
-                sys.stdout.buffer.write(new)
-                sys.stdout.buffer.flush()
+                try:
+                    sys.stdout.buffer.write(new)
+                    sys.stdout.buffer.flush()
+                except OSError:  # a reader that has gone, a full disk: the log has it all
+                    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
         yield copy
         copy()
