@@ -196,6 +196,9 @@ def reduce_scatter(x, compressor: Compressor, shared: Key, axis_name: str):
     messages = jax.vmap(
         lambda chunk, index: _encode(compressor, chunk, shared, fold(private, index))
     )(chunks, jnp.arange(num_replicas))
+    if not is_tracked(axis_name):
+        # Under vmap what is equal everywhere has no axis, and JAX returns other shapes for it.
+        messages += (0 * lax.axis_index(axis_name)).astype(messages.dtype)
     received = lax.all_to_all(messages, axis_name, split_axis=0, concat_axis=0)
     return _mean_of_decoded(received, decode), jax.vmap(decode)(messages).reshape(-1)
 

@@ -247,3 +247,12 @@ def test_vmap_on_one_device_gives_what_shard_map_gives(exchange, compressor, num
         # The two programs may fuse a multiplication with an addition differently: a rounding each.
         np.testing.assert_allclose(row, sharded.mean, rtol=0, atol=8 * 2.0**-24 * np.abs(x).max())
     np.testing.assert_array_equal(simulated.sent, sharded.sent)
+
+
+def test_equal_values_travel_under_vmap_too():
+    # As a drift that is still zero everywhere, in a function that makes and updates a state.
+    x, residual = jnp.arange(64.0), jnp.zeros(16)
+    exchange = lambda _: wire.two_shot.mean(x, residual, UNSUMMED, SHARED, "replica")
+    found = jax.vmap(exchange, axis_name="replica")(jnp.zeros(4))
+    np.testing.assert_array_equal(found.mean, np.stack([x] * 4))
+    np.testing.assert_array_equal(found.sent, np.stack([x] * 4))
