@@ -88,6 +88,7 @@ ABLATIONS = {
                 "top-K": "CocktailSGD, top-K only",
                 "quantization": "CocktailSGD, quantization only",
                 "all three": "CocktailSGD",
+                "groups": "CocktailSGD, a tenth, groups of 4",
                 "1 of 64": "CocktailSGD, signs of the largest of 64",
                 "1 bit of 1/8": "CocktailSGD, signs of an eighth",
             },
