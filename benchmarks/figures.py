@@ -68,10 +68,14 @@ def table(summaries: list[Summary]) -> str:
 
 def draw(summaries: list[Summary], path: pathlib.Path) -> None:
     """Validation loss against steps and against bytes, a band from the best to the worst seed."""
-    figure, (by_step, by_bytes) = plt.subplots(1, 2, figsize=(14, 4.5), sharey=True)
+    columns = -(-len(summaries) // 25)  # of the legend
+    figure = plt.figure(figsize=(11 + 3 * columns, 4.5), layout="constrained")
+    by_step, by_bytes = figure.subplots(1, 2, sharey=True)
     colors = plt.get_cmap("tab20").colors
-    for summary, color in zip(summaries, colors * 9, strict=False):
-        dashed = "momentum" in summary.method
+    for number, summary in enumerate(summaries):
+        color = colors[number % len(colors)]
+        again = ("-", ":", "-.")[number // len(colors) % 3]  # the same color for another method
+        style = "--" if "momentum" in summary.method else again
         # Step 0 has sent nothing: a logarithmic axis has no place for it.
         steps = [point[0] for point in summary.curves[0][1:]]
         values = list(zip(*[[p[1] for p in curve[1:]] for curve in summary.curves], strict=True))
@@ -80,7 +84,6 @@ def draw(summaries: list[Summary], path: pathlib.Path) -> None:
             (by_step, steps),
             (by_bytes, [step * summary.sent_bytes_per_step / 1e6 for step in steps]),
         ):
-            style = "--" if dashed else "-"
             axes.plot(x, middle, style, color=color, label=summary.method, linewidth=1.8)
             low, high = [min(v) for v in values], [max(v) for v in values]
             axes.fill_between(x, low, high, color=color, alpha=0.2, linewidth=0)
@@ -91,10 +94,10 @@ def draw(summaries: list[Summary], path: pathlib.Path) -> None:
     by_step.set_ylabel("validation loss (nats per byte)")
     by_bytes.set_xlabel("sent by one replica (MB)")
     by_bytes.set_xscale("log")
-    by_bytes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.02, 1.0))
+    handles, names = by_step.get_legend_handles_labels()
+    figure.legend(handles, names, fontsize=8, loc="outside right upper", ncols=columns)
     for axes in (by_step, by_bytes):
         axes.grid(alpha=0.3)
-    figure.tight_layout()
     figure.savefig(path, dpi=120)
     plt.close(figure)
 

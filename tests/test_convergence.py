@@ -2,6 +2,8 @@
 
 import dataclasses
 
+import matplotlib.image
+import numpy as np
 import pytest
 
 from benchmarks import ablation, convergence, figures, tradeoff
@@ -91,3 +93,11 @@ def test_an_ablation_draws_the_rows_that_there_are(tmp_path):
         ablation.draw(summaries, ablation.ABLATIONS["slamb"], tmp_path / f"{number}.png")
         sizes.append((tmp_path / f"{number}.png").stat().st_size)
     assert 0 < sizes[0] < sizes[1]
+
+
+def test_many_methods_leave_room_for_the_curves(tmp_path):
+    rows = [row(0.1, 0, 1.0, f"method {number}") for number in range(60)]
+    figures.draw(figures.summarize(rows, "nano", 10), tmp_path / "many.png")
+    picture = matplotlib.image.imread(tmp_path / "many.png")[..., :3].mean(axis=2)
+    # The lower frame of the curves, two lines as long as these, is in the lowest fifth.
+    assert np.any((picture[picture.shape[0] * 4 // 5 :] < 0.2).mean(axis=1) > 0.3)
