@@ -40,7 +40,7 @@ def kinds(config: Config) -> dict[str, int | None]:
       By the names of the parts, "nothing" of a step that sends none; {"all": None} for a method
       whose steps are all alike.
     """
-    sent = plan.parts_of_steps(configs.transformation(config), config.steps)
+    sent = plan.parts_of_steps(configs.update(config), config.steps)
     if not sent:
         return {"all": None}
     sent.pop("all")

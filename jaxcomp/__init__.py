@@ -34,6 +34,7 @@ from jaxcomp.sharding import local_params as local_params
 from jaxcomp.sharding import per_replica as per_replica
 from jaxcomp.simulation import simulated_train_step as simulated_train_step
 from jaxcomp.specs import state_specs as state_specs
+from jaxcomp.stacked import per_layer as per_layer
 from jaxcomp.step import TrainStep as TrainStep
 from jaxcomp.step import replica_spread as replica_spread
 from jaxcomp.step import train_step as train_step

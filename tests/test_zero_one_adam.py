@@ -407,25 +407,6 @@ assert jax.device_count() == 3
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
-def test_the_variance_forgets_with_the_steps_since_it_was_learned():
-    learns = lambda count: (count == 0) | (count == 3) | (count == 4)
-    tx = jaxcomp.zero_one_adam(RATE, "replica", b2=0.5, variance_at=learns)
-    history = trained(tx, [jax.tree.map(np.float32, grads) for grads in GRADIENTS[:6]])
-    squares = [np.square(grads["kernel"].mean(axis=0)) for grads in GRADIENTS[:6]]
-    # Each stands for the steps since the one before: half of what is known is from the last step.
-    wanted = {
-        1: 0.5 * squares[0],
-        3: 0.5 * squares[0],
-        4: 0.0625 * squares[0] + 0.875 * squares[3],
-        6: 0.03125 * squares[0] + 0.4375 * squares[3] + 0.5 * squares[4],
-    }
-    for step, variance in wanted.items():
-        _, state = history[step]
-        # The mean of four values up to 5 in float32 is off by 1e-6, its square by 1e-5.
-        np.testing.assert_allclose(state.variance["kernel"], variance, rtol=0, atol=1e-5)
-    assert [int(state.variance_steps) for _, state in history] == [0, 1, 1, 1, 4, 5, 5]
-
-
 def test_a_variance_of_coded_gradients_is_off_by_no_more_than_their_code():
     grads = jax.tree.map(np.float32, GRADIENTS[0])
     tx = jaxcomp.zero_one_adam(RATE, "replica", variance_compressor=jaxcomp.quantize(8))

@@ -11,6 +11,7 @@ from typing import Literal
 import optax
 import tyro
 
+import jaxcomp
 from train import expression
 from train.config_data import Data, Images
 from train.models.gpt import GPTConfig
@@ -228,6 +229,18 @@ def schedule(optimizer: Optimizer, steps: int) -> optax.Schedule:
 
 
 def transformation(config: Config) -> optax.GradientTransformationExtraArgs:
+    """Makes the run's transformation: its `update`, which sees stacked layers one by one.
+
+    Raises:
+      ValueError: As `update`.
+    """
+    tx, pattern = update(config), config.model.stacked
+    if pattern is None or config.qsdp is not None:  # of shards it is for one entry at a time
+        return tx
+    return jaxcomp.per_layer(tx, jaxcomp.by_path((pattern, True), (".*", False)))
+
+
+def update(config: Config) -> optax.GradientTransformationExtraArgs:
     """Makes the optax transformation that `optimizer.update` describes.
 
     Raises:

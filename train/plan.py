@@ -22,7 +22,7 @@ def rounds(tx: optax.GradientTransformation, steps: int) -> dict[str, int]:
     decided by gradients of zero here.
 
     Args:
-      tx: The transformation of the run.
+      tx: The run's `train.config.update`.
       steps: Of the run.
 
     Returns:
@@ -36,7 +36,7 @@ def kinds_of_steps(tx: optax.GradientTransformation, steps: int) -> dict[int | N
     """Tells steps that send different parts apart, as `rounds` counts them.
 
     Args:
-      tx: The transformation of the run.
+      tx: As for `rounds`.
       steps: Of the run.
 
     Returns:

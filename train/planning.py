@@ -138,7 +138,8 @@ def make_method(name: str, config: Config, mesh: Mesh, changes: str) -> planner.
     """Compiles a run's exchange and reads what it sends and holds; its codec is not timed."""
     tx = configs.transformation(config)
     program = step_probe.update_program(tx, param_shapes(config), mesh, AXIS_NAME).step
-    shares = {part: n / config.steps for part, n in plan.rounds(tx, config.steps).items()}
+    rounds = plan.rounds(configs.update(config), config.steps)
+    shares = {part: n / config.steps for part, n in rounds.items()}
     return planner.Method(
         name=name,
         messages=step_probe.messages(program, mesh, shares),
@@ -154,13 +155,13 @@ def update_timer(config: Config, mesh: Mesh) -> Callable[[], float]:
     copies = step_probe.alone(mesh, AXIS_NAME)
     program = step_probe.update_program(tx, params, copies, AXIS_NAME)
     time = step_probe.update_timer(program, params, copies, AXIS_NAME)
-    kinds = plan.kinds_of_steps(tx, config.steps)
+    kinds = plan.kinds_of_steps(configs.update(config), config.steps)
     return lambda: sum(share * time(REPEATS, first) for first, share in kinds.items())
 
 
 def codec_seconds(config: Config, rate: float) -> float:
     """What a code of all parameters takes in a step, in the mean over a run, at a given rate."""
-    rounds = plan.rounds(configs.transformation(config), config.steps)
+    rounds = plan.rounds(configs.update(config), config.steps)
     return 4 * num_elements(config) / rate * rounds.get("all", config.steps) / config.steps
 
 

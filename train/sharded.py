@@ -13,7 +13,7 @@ from jaxcomp.shards import map_shards, natural
 from train import expression
 from train.config import AXIS_NAME, Config
 from train.devices import FAST_AXIS
-from train.models.gpt import GPTConfig
+from train.models.gpt import STACKED, GPTConfig
 
 
 class Sharded(NamedTuple):
@@ -129,5 +129,4 @@ def joined(shards: Any) -> Any:
     return map_shards(lambda shard: natural(shard.data, shard.shape), shards)
 
 
-def _stacked(path: str, leaf: Any) -> bool:
-    return path.startswith("blocks/")
+_stacked = jaxcomp.by_path((STACKED, True), (".*", False))

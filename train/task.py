@@ -100,7 +100,7 @@ def make_task(config: Config, read: Callable[[Config], Examples] = examples.read
 
     sent = jaxcomp.report.sent_bytes_by_part(programs, mesh, AXIS_NAME)
     if config.qsdp is None:
-        rounds = plan.rounds(configs.transformation(config), config.steps)
+        rounds = plan.rounds(configs.update(config), config.steps)
     else:
         rounds = sharded.rounds(config, like["state"])
     mean = plan.total_bytes(sent, rounds, config.steps) / config.steps

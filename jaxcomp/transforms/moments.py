@@ -81,6 +81,30 @@ def poisoned(updates, like, axis_name: str):
     return jax.tree.map(lambda g: jnp.where(bad, jnp.nan, g), grads)
 
 
+# Most that one gradient makes of a variance that learns from few: about 15 count at any time.
+_LARGEST_SHARE = 1 / 8
+
+
+def aged(b2: float, steps: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """What a variance keeps of itself when it is learned some steps after the last time.
+
+    That is b2^steps, but the square of the new gradient never makes more of the variance than
+    an eighth, or what Adam gives it. Without that bound a gradient weighs 1 - b2^steps, and a
+    variance that is learned every thousand steps is one noisy square, near zero somewhere.
+
+    Args:
+      b2: Decay of the variance in a step, in [0, 1).
+      steps: i32[], since it was last learned, at least 1.
+      weight: f32[], of all gradients that it is of; 0 if of none.
+
+    Returns:
+      The share kept, f32[] in [0, b2], and the new `weight`.
+    """
+    least = (1 - _LARGEST_SHARE) / (1 - _LARGEST_SHARE * (1 - weight))
+    keeps = jnp.minimum(jnp.maximum(power(b2, steps, weight), least), b2)
+    return keeps, keeps * weight + (1 - keeps)
+
+
 def learned(grads, variance, b2: jax.Array, due: jax.Array, transport, count: jax.Array):
     """The variance after the mean gradient, where `due`: only then is anything sent.
 
@@ -100,19 +124,18 @@ def learned(grads, variance, b2: jax.Array, due: jax.Array, transport, count: ja
     return lax.cond(due, learn, lambda variance: variance, variance)
 
 
-def denominator(variance, b2: float, eps: float, floor: float, updates: jax.Array | None):
+def denominator(variance, eps: float, floor: float, weight: jax.typing.ArrayLike):
     """The root of the variance plus eps.
 
     Args:
       variance: Tree, equal on all replicas.
-      b2: Its decay.
       eps: Added to the root.
       floor: Least variance as a share of the mean over the leaf, over all its shards. A leaf
         that never had a gradient gets the mean over all that had one instead: else its first
         one would be divided by `eps`.
-      updates: i32[], how often it has decayed, for the bias correction; None for none.
+      weight: f32[], of all gradients that it is of, for the bias correction; 1 for none.
     """
-    correction = 1.0 if updates is None else 1 / (1 - power(b2, updates, variance))
+    correction = 1 / weight
     leaves, treedef = jax.tree.flatten(variance)
     if floor and leaves:
         totals = jnp.stack(sums_over_shards([jnp.sum(v) for v in leaves]))

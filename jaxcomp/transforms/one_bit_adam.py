@@ -118,8 +118,8 @@ def one_bit_adam(
         )
 
     def root_of(variance, num_updates, floor):
-        updates = jnp.maximum(num_updates, 1) if bias_correction else None
-        return moments.denominator(variance, b2, eps, floor, updates)
+        weight = 1 - moments.power(b2, jnp.maximum(num_updates, 1), variance)
+        return moments.denominator(variance, eps, floor, weight if bias_correction else 1)
 
     def warm_up(state, grads):
         """A step of Adam: momentum, variance and its root, and the residuals as they were."""

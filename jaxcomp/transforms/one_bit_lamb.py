@@ -148,8 +148,8 @@ def one_bit_lamb(
         )
 
     def root_of(variance, num_updates, floor):
-        updates = jnp.maximum(num_updates, 1) if bias_correction else None
-        return moments.denominator(variance, b2, eps, floor, updates)
+        weight = 1 - moments.power(b2, jnp.maximum(num_updates, 1), variance)
+        return moments.denominator(variance, eps, floor, weight if bias_correction else 1)
 
     def direction(count, momentum, root, params):
         """The leaves of u, and of each the squared norms of x, of m / D and of u: f32[3]."""

@@ -1,5 +1,6 @@
 """0/1 Adam: a variance learned now and then, 1-bit synchronization, and skipped rounds."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -20,8 +21,8 @@ class ZeroOneAdamState(NamedTuple):
     count: jax.Array  # i32[], steps so far
     momentum: Any  # this replica's own between synchronizations
     variance: Any  # equal on all replicas
-    # i32[], what the variance is of: steps until it was last learned, or updates of it
-    variance_steps: jax.Array
+    variance_steps: jax.Array  # i32[], steps done when it was last learned
+    variance_weight: jax.Array  # f32[], of all gradients that it is of: 1 - b2^n in Adam
     drift: Any  # this replica's parameters minus the consensus: what it did since they met
     rate_sum: jax.Array  # f32[], sum of the rates since they met
     residual: Any  # not sent yet
@@ -165,6 +166,7 @@ def zero_one_adam(
             momentum=own,
             variance=zeros,
             variance_steps=zero,
+            variance_weight=jnp.zeros([], moments.dtype_of(zeros)),
             drift=own,
             rate_sum=jnp.zeros([], moments.dtype_of(zeros)),
             residual=residual,
@@ -173,10 +175,9 @@ def zero_one_adam(
             skipped=to_varying(zero, axis_name),
         )
 
-    def roots(variance, updates):
-        """D, equal on all replicas; `updates` is how often the variance was learned."""
-        updates = updates if bias_correction else None
-        return moments.denominator(variance, b2, eps, variance_floor, updates)
+    def roots(variance, weight):
+        """D, equal on all replicas."""
+        return moments.denominator(variance, eps, variance_floor, weight if bias_correction else 1)
 
     def own_step(state, grads, bad, root):
         """What this replica's step makes of its momentum and drift and of the sum of rates."""
@@ -198,9 +199,25 @@ def zero_one_adam(
         many = lambda: averaging.mean_with_feedback(*sent, warmup_compressor, "warmup")
         return lax.cond(state.count < warmup_steps, many, few) if warmup_steps else few()
 
-    def together(state, own, variance, updates):
+    def unit(state, own, root):
+        """What makes the drift since the last meeting a sum of rate * momentum: a mean root.
+
+        The last step was made at `root`; those before it, where the variance is learned just now,
+        at an older one.
+        """
+        if sync_at is schedules.always or not fresh_variance:
+            return root
+        before, rate = state.rate_sum, own.rate_sum - state.rate_sum
+        differ = (state.variance_weight > 0) & (before > 0)
+
+        def mean(old, new):
+            return jnp.where(differ, own.rate_sum / (before / old + rate / new), new)
+
+        return jax.tree.map(mean, roots(state.variance, state.variance_weight), root)
+
+    def together(state, own, root):
         """The replicas meet: the consensus moves by the mean drift."""
-        buffer, root = own.drift, roots(variance, updates)
+        buffer, root = own.drift, unit(state, own, root)
         if not precondition:
             buffer = jax.tree.map(jnp.multiply, buffer, root)
         change, residual, owner_residual = averaged(state, buffer)
@@ -215,7 +232,7 @@ def zero_one_adam(
         none = jax.tree.map(zeros_of, own.drift)
         return change, momentum, none, zeros_of(own.rate_sum), residual, owner_residual
 
-    def apart(state, own, variance, updates):
+    def apart(state, own, root):
         """Each replica goes on by itself."""
         still = jax.tree.map(zeros_of, state.variance)
         return still, *own, state.residual, state.owner_residual
@@ -228,21 +245,22 @@ def zero_one_adam(
         grads = jax.tree.map(lambda g: jnp.where(bad, 0.0, g), grads)
         learns, meets = variance_at(state.count), sync_at(state.count)
         is_warm = state.count < warmup_steps
-        known = state.count + 1 if weigh_steps else state.variance_steps + 1
-        aged = known - state.variance_steps
+        aged = state.count + 1 - state.variance_steps if weigh_steps else jnp.int32(1)
+        keeps, weight = moments.aged(b2, aged, state.variance_weight)
         variance = moments.learned(
-            *(grads, state.variance, moments.power(b2, aged, state.variance), learns),
+            *(grads, state.variance, keeps, learns),
             *(transport._replace(policy=variance_policy), state.rounds["variance"]),
         )
         # There is no variance to use before the first one.
-        at_once = (state.variance_steps == 0) | (learns & fresh_variance)
-        used = jax.tree.map(lambda new, old: jnp.where(at_once, new, old), variance, state.variance)
-        updates = jnp.where(at_once, known, state.variance_steps)
-        own = own_step(state, grads, bad, roots(used, updates))
+        at_once = (state.variance_weight == 0) | (learns & fresh_variance)
+        old = state.variance, state.variance_weight
+        used = jax.tree.map(functools.partial(jnp.where, at_once), (variance, weight), old)
+        root = roots(*used)
+        own = own_step(state, grads, bad, root)
         if sync_at is schedules.always:
-            change, *new = together(state, own, used, updates)
+            change, *new = together(state, own, root)
         else:
-            change, *new = lax.cond(meets, together, apart, state, own, used, updates)
+            change, *new = lax.cond(meets, together, apart, state, own, root)
         momentum, drift, rate_sum, residual, owner_residual = new
         decay = rate_of(state.count) * weight_decay
         change = jax.tree.map(lambda c, p: c - decay * p, change, params)
@@ -250,7 +268,8 @@ def zero_one_adam(
             optax.safe_increment(state.count),
             momentum,
             variance,
-            jnp.where(learns, known, state.variance_steps),
+            jnp.where(learns, state.count + 1, state.variance_steps),
+            jnp.where(learns, weight, state.variance_weight),
             drift,
             rate_sum,
             residual,

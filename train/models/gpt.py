@@ -7,6 +7,9 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+STACKED = "^blocks/"
+"""Pattern of the paths of parameters that a scan over the blocks stacks."""
+
 
 @dataclasses.dataclass(frozen=True)
 class GPTConfig:
@@ -26,8 +29,7 @@ class GPTConfig:
     """Type of activations and matrix products: float32 or bfloat16."""
     scan: bool = False
     """Whether one program runs all blocks in turn, that compiles as fast as one of them. Parameters
-    then have other names and a leading axis of layers, so that norms and biases count as matrices
-    and none is exempt from compression; but for `qsdp`, which looks at one layer."""
+    then have other names and a leading axis of layers; methods look at one layer all the same."""
 
     def __post_init__(self):
         for field in ("layers", "width", "heads", "context", "vocab"):
@@ -40,6 +42,11 @@ class GPTConfig:
             )
         if self.dtype not in ("float32", "bfloat16"):
             raise ValueError(f"model.dtype is {self.dtype!r}; write float32 or bfloat16.")
+
+    @property
+    def stacked(self) -> str | None:
+        """Pattern of the paths whose first axis counts layers, see `jaxcomp.per_layer`; or None."""
+        return STACKED if self.scan else None
 
     @property
     def inputs(self) -> jax.ShapeDtypeStruct:

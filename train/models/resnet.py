@@ -44,6 +44,8 @@ class ResNetConfig:
                 f"{_LEAST * max(1, round(self.width / _LEAST))}."
             )
 
+    stacked = None  # as of `GPTConfig`: no parameter has an axis of layers
+
     @property
     def inputs(self) -> jax.ShapeDtypeStruct:
         """What the model is called with, of one image."""

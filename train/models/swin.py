@@ -61,6 +61,11 @@ class SwinConfig:
             )
 
     @property
+    def stacked(self) -> str | None:
+        """As of `GPTConfig`."""
+        return r"^stage_\d+/" if self.scan else None
+
+    @property
     def inputs(self) -> jax.ShapeDtypeStruct:
         """What the model is called with, of one image."""
         return jax.ShapeDtypeStruct((1, self.size, self.size, self.channels), "float32")

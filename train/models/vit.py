@@ -42,6 +42,8 @@ class ViTConfig:
                     f"model.{part}={getattr(self, part)}; write --model.{part} 1."
                 )
 
+    stacked = None  # as of `GPTConfig`: no parameter has an axis of layers
+
     @property
     def inputs(self) -> jax.ShapeDtypeStruct:
         """What the model is called with, of one image."""
