@@ -44,6 +44,7 @@ from jaxcomp.transforms import OneBitAdamState as OneBitAdamState
 from jaxcomp.transforms import OneBitLambState as OneBitLambState
 from jaxcomp.transforms import ShardedOptimizerState as ShardedOptimizerState
 from jaxcomp.transforms import SlambState as SlambState
+from jaxcomp.transforms import ZeroOneAdamDeepSpeedState as ZeroOneAdamDeepSpeedState
 from jaxcomp.transforms import ZeroOneAdamState as ZeroOneAdamState
 from jaxcomp.transforms import clip_by_global_norm as clip_by_global_norm
 from jaxcomp.transforms import cocktail_sgd as cocktail_sgd
@@ -53,6 +54,7 @@ from jaxcomp.transforms import one_bit_lamb as one_bit_lamb
 from jaxcomp.transforms import sharded_optimizer as sharded_optimizer
 from jaxcomp.transforms import slamb as slamb
 from jaxcomp.transforms import zero_one_adam as zero_one_adam
+from jaxcomp.transforms import zero_one_adam_deepspeed as zero_one_adam_deepspeed
 from jaxcomp.transmission import Transmission as Transmission
 from jaxcomp.transmission import transmit as transmit
 from jaxcomp.wire import gathered as gathered

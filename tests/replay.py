@@ -72,7 +72,7 @@ def one_bit_adam(meta: dict, trace) -> Setting:
 
 def zero_one_adam(meta: dict, trace) -> Setting:
     """DeepSpeed's ZeroOneAdam: when it exchanged what is read from the trace itself."""
-    from jaxcomp.transforms.zero_one_adam_deepspeed import zero_one_adam_deepspeed
+    import jaxcomp
     from tests import authors
 
     config = meta["config"]
@@ -80,7 +80,7 @@ def zero_one_adam(meta: dict, trace) -> Setting:
     buffer = next(trace[key] for key in trace.files if key.startswith("u_w1"))
     meets = jnp.asarray(np.all(buffer == 0, axis=tuple(range(1, buffer.ndim)))[1:])
     rates = jnp.asarray(trace["lr"])[1:]
-    tx = zero_one_adam_deepspeed(
+    tx = jaxcomp.zero_one_adam_deepspeed(
         lambda count: rates[count],
         "replica",
         *config["betas"],

@@ -1,13 +1,16 @@
 """Configurations: overrides, what is refused, the schedule, and optimizers as text."""
 
 import dataclasses
+import importlib
 import pathlib
+import pkgutil
 
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
+import jaxcomp
 from train import config as configs
 from train import config_json, expression
 from train.config import Config, Data, Images, Optimizer
@@ -260,6 +263,19 @@ def test_update_that_is_no_transformation_is_refused():
 def test_expression_has_the_value_that_python_gives(text, value):
     bindings = {"f": lambda *args, **kwargs: (args, kwargs), "x": 7}
     assert expression.evaluate(text, bindings) == value
+
+
+def test_every_method_has_a_name_in_configs():
+    names = [module.name for module in pkgutil.iter_modules(jaxcomp.transforms.__path__)]
+    methods = {}
+    for name in names:
+        module = importlib.import_module(f"jaxcomp.transforms.{name}")
+        if hasattr(module, name):
+            methods[name] = getattr(module, name)
+    assert {"slamb", "zero_one_adam_deepspeed"} <= set(methods)
+    for name, method in methods.items():
+        for text in (name, f"jaxcomp.{name}", f"jaxcomp.transforms.{name}"):
+            assert expression.evaluate(text, {}) is method
 
 
 def test_bindings_hide_names_of_optax():

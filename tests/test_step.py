@@ -14,7 +14,6 @@ from replicas import everywhere, mesh_of, one_value, rows, state_of, transform
 import jaxcomp
 from benchmarks import memory
 from jaxcomp import report, schedules
-from jaxcomp.transforms.zero_one_adam_deepspeed import zero_one_adam_deepspeed
 
 WIDTH, HIDDEN = 16, 128
 
@@ -258,7 +257,7 @@ METHODS = {
         compressor=code,
     ),
     # It has no floor under the variance: without a large eps steps of any size blow up rounding.
-    "zero_one_adam_deepspeed": lambda code: zero_one_adam_deepspeed(
+    "zero_one_adam_deepspeed": lambda code: jaxcomp.zero_one_adam_deepspeed(
         1e-2, "replica", eps=1e-2, freeze_step=2, variance_at=schedules.until(1), compressor=code
     ),
 }

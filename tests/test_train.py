@@ -57,6 +57,9 @@ METHODS = {
     "cocktail_sgd(adam(learning_rate), axis_name, compressor=quantize(4), sync_every=4)": "drift",
     "zero_one_adam(learning_rate, axis_name, sync_at=schedules.every(4, steps, after=1), "
     "variance_at=schedules.every(4, steps, after=1))": "drift",
+    # It has no floor under the variance of what hardly has gradients, but eps.
+    "jaxcomp.zero_one_adam_deepspeed(learning_rate, axis_name, eps=1e-2, freeze_step=warmup_steps, "
+    "sync_at=schedules.every(4, steps, after=warmup_steps), weight_decay=0.1)": "drift",
     "slamb(learning_rate, axis_name, density=0.5, sync_every=4, exact_numel=0)": "drift",
     "one_bit_adam(learning_rate, axis_name, freeze_step=2)": "residual",
     "one_bit_lamb(learning_rate, axis_name, freeze_step=2)": "residual",

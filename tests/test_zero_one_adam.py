@@ -13,7 +13,6 @@ import pytest
 
 import jaxcomp
 from jaxcomp import schedules
-from jaxcomp.transforms.zero_one_adam_deepspeed import zero_one_adam_deepspeed
 from tests import replay, replicas
 from tests.replicas import everywhere, mesh_of, one_value, rows, transform
 
@@ -382,16 +381,6 @@ def test_schedules_that_do_not_fit_each_other_are_refused():
     tx = jaxcomp.zero_one_adam(0.1, "replica", sync_at=every(2), variance_at=growing)
     with pytest.raises(ValueError, match="variance_at holds at count 1, where sync_at does not"):
         transform(tx, mesh_of(2), everywhere(mesh_of(2), random_tree(0)))
-
-
-def test_deepspeeds_form_needs_a_variance_from_the_first_step_on():
-    make = functools.partial(zero_one_adam_deepspeed, 0.1, "replica", freeze_step=3)
-    params = everywhere(mesh_of(2), random_tree(0))
-    for wrong in (schedules.never, schedules.every(2, 100)):
-        with pytest.raises(ValueError, match="variance_at does not hold at count 0"):
-            transform(make(variance_at=wrong), mesh_of(2), params)
-    for right in (None, schedules.until(1)):
-        transform(make(sync_at=schedules.every(4, 100), variance_at=right), mesh_of(2), params)
 
 
 def test_a_transformation_can_be_made_before_devices_are_counted():

@@ -8,6 +8,10 @@ from jaxcomp.transforms.one_bit_lamb import OneBitLambState, one_bit_lamb
 from jaxcomp.transforms.sharded_optimizer import ShardedOptimizerState, sharded_optimizer
 from jaxcomp.transforms.slamb import SlambState, slamb
 from jaxcomp.transforms.zero_one_adam import ZeroOneAdamState, zero_one_adam
+from jaxcomp.transforms.zero_one_adam_deepspeed import (
+    ZeroOneAdamDeepSpeedState,
+    zero_one_adam_deepspeed,
+)
 
 __all__ = [
     "CocktailSGDState",
@@ -16,6 +20,7 @@ __all__ = [
     "OneBitLambState",
     "ShardedOptimizerState",
     "SlambState",
+    "ZeroOneAdamDeepSpeedState",
     "ZeroOneAdamState",
     "clip_by_global_norm",
     "cocktail_sgd",
@@ -25,4 +30,5 @@ __all__ = [
     "sharded_optimizer",
     "slamb",
     "zero_one_adam",
+    "zero_one_adam_deepspeed",
 ]
