@@ -12,7 +12,14 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxcomp.fields import fields, has_feedback
-from jaxcomp.sharding import add_drifts, largest, per_replica, to_varying, varies_over
+from jaxcomp.sharding import (
+    add_drifts,
+    largest,
+    per_replica,
+    require_alike,
+    to_varying,
+    varies_over,
+)
 from jaxcomp.specs import full_specs, state_specs
 
 
@@ -149,6 +156,7 @@ def apply_update(tx, axis_name, params, state, grads, **extra_args):
     grads = jax.tree.map(lambda g: g[0], grads)
     updates, new_state = tx.update(grads, state, params, axis_name=axis_name, **extra_args)
     _require_averaged(updates, axis_name)
+    require_alike(updates, params, axis_name)
     new_params = optax.apply_updates(params, updates)
     if fields(state, "skipped") and not _any_makes_nan(state):
         return new_params, new_state, jnp.zeros([], bool)
