@@ -113,7 +113,8 @@ def overlapped_train_step(
 
         grads = to_varying(jax.tree.map(jnp.zeros_like, params), axis_name)
         # What is not recorded is computed by nobody: it does not reach the program's results.
-        tx.update(grads, state, params, axis_name=axis_name, ahead=record)
+        value = jnp.zeros([])
+        tx.update(grads, state, params, axis_name=axis_name, value=value, ahead=record)
         if not made:
             raise ValueError(
                 "nothing in the transformation exchanges ahead of the gradient: write "
@@ -121,9 +122,10 @@ def overlapped_train_step(
             )
         return stack(made, axis_name)
 
-    def finish(params, state, grads, exchanged):
+    def finish(params, state, grads, exchanged, loss):
         made = iter(unstack(exchanged, axis_name))
-        return apply_update(tx, axis_name, params, state, grads, ahead=lambda make: next(made))
+        ahead = lambda make: next(made)
+        return apply_update(tx, axis_name, params, state, grads, loss, ahead=ahead)
 
     sharded = functools.partial(jax.shard_map, mesh=mesh)
     specs_of_state = functools.partial(state_specs, tx, mesh=mesh, axis_name=axis_name)
@@ -146,8 +148,8 @@ def overlapped_train_step(
         specs = P(), specs_of_state(params)
         made = specs_of_exchanged(specs, params, state)
         params, state, skipped = sharded(
-            finish, in_specs=(*specs, rows, made), out_specs=(*specs, P())
-        )(params, state, grads, exchanged)
+            finish, in_specs=(*specs, rows, made, rows), out_specs=(*specs, P())
+        )(params, state, grads, exchanged, loss)
         # By way of this program, so that who waits for the loss waits for the exchange too.
         return params, state, {"loss": loss, "skipped": skipped}
 

@@ -16,7 +16,7 @@ from jaxcomp.fields import fields
 from jaxcomp.qsdp import QSDP
 from jaxcomp.sharding import largest, per_replica, stack, to_varying, unstack
 from jaxcomp.specs import specs_of
-from jaxcomp.step import TrainStep, check_batch, mean_over_microbatches
+from jaxcomp.step import TrainStep, check_batch, mean_over_microbatches, require_local
 
 
 class QSDPState(NamedTuple):
@@ -48,7 +48,8 @@ def qsdp_train_step(
         what is gathered already, as by `fsdp.gather_once`.
       tx: Any optimizer whose update of an entry depends on that entry alone, as Adam's. Norms of
         a whole gradient, as for `jaxcomp.clip_by_global_norm`, have to be summed over
-        `fsdp.axes`; it does that. Nothing that exchanges gradients by itself.
+        `fsdp.axes`; it does that. Nothing that exchanges gradients by itself. Its `update` gets
+        `value`, the mean loss of all replicas.
       mesh: Of the axes `fsdp.axes`, in any order, and no others.
       fsdp: As `jaxcomp.qsdp` makes it.
       accumulate: Microbatches that a replica's batch is cut into, in turn. Each gathers the
@@ -61,8 +62,8 @@ def qsdp_train_step(
 
     Raises:
       ValueError: At construction, if the mesh has other axes than `fsdp.axes`, or `accumulate` is
-        under 1; at the first call, if the batch cannot be divided, or `tx` is one of this
-        package's methods.
+        under 1; at the first call, if the batch cannot be divided, the loss is equal on all
+        replicas, or `tx` is one of this package's methods.
     """
     axes = fsdp.axes
     if accumulate < 1:
@@ -89,7 +90,7 @@ def qsdp_train_step(
         loss, grads, tallies = _mean_gradients(loss_fn, fsdp, accumulate, shards, state, batch)
         shards, grads = unstack((shards, grads), axes)
         tables, rounds = _fitted(fsdp, shards, state, tallies)
-        updates, inner = tx.update(grads, state.inner, shards)
+        updates, inner = tx.update(grads, state.inner, shards, value=lax.pmean(loss, axes))
         bad = ~jnp.all(jnp.stack([jnp.all(jnp.isfinite(u)) for u in jax.tree.leaves(updates)]))
         skipped = largest(bad.astype(jnp.float32)) > 0
         new = optax.apply_updates(shards, updates), inner
@@ -158,6 +159,8 @@ def _mean_gradients(loss_fn, fsdp, accumulate, shards, state, batch):
     if fsdp.gather_once:
         params, scattered = jax.vjp(lambda *own: fsdp.gather(local(0, *own)), *own)
         loss, grads = mean_over_microbatches(of_params, accumulate, params, batch)
-        return loss, *scattered(grads)
-    loss, grads = mean_over_microbatches(of_shards, accumulate, own, batch)
+        grads = scattered(grads)
+    else:
+        loss, grads = mean_over_microbatches(of_shards, accumulate, own, batch)
+    require_local(loss, *fsdp.axes)
     return loss, *grads

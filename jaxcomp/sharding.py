@@ -5,6 +5,7 @@ over which mesh axes it varies. A state leaf that varies over the replicas is a 
 with a leading axis `[num_replicas, ...]`; `per_replica` adds and removes that axis.
 """
 
+import functools
 import math
 from typing import Any
 
@@ -97,10 +98,15 @@ def zeros_of(like: Any) -> jax.Array:
     return _vary_like(jnp.zeros(like.shape, like.dtype), like)
 
 
-def require_varying(updates: Any, axis_name: str) -> None:
-    """Raises a ValueError if updates were summed over the replicas before they got here."""
+def require_varying(updates: Any, axis_name: str, params: Any = None) -> None:
+    """Raises a ValueError if updates were summed over the replicas before they got here.
+
+    Also if they differ between shards as `require_alike` says, where parameters are given.
+    """
     if not is_tracked(axis_name):
         return
+    if params is not None:
+        require_alike(updates, params, axis_name)
     for path, leaf in jax.tree_util.tree_leaves_with_path(updates):
         if not varies_over(leaf, axis_name):
             raise ValueError(
@@ -109,6 +115,26 @@ def require_varying(updates: Any, axis_name: str) -> None:
                 "has summed it in float32, past any compression. Differentiate at "
                 f"jaxcomp.local_params(params, state, {axis_name!r})."
             )
+
+
+def require_alike(updates: Any, params: Any, axis_name: str) -> None:
+    """Raises a ValueError if an update differs between shards over which its parameter is whole."""
+
+    def check(path, update, param):
+        axes = varying_axes(update) - varying_axes(param) - {axis_name}
+        if axes:
+            raise unlike(f"the update of {jax.tree_util.keystr(path)!r}", axes)
+
+    jax.tree_util.tree_map_with_path(check, updates, params)
+
+
+def unlike(what: str, axes: Any) -> ValueError:
+    """The error about what belongs to a whole parameter and differs between shards of others."""
+    return ValueError(
+        f"{what} differs between shards over {tuple(sorted(axes))}, over which its parameter is "
+        "whole: a norm of local shards has scaled it, as that of optax.clip_by_global_norm. Write "
+        "jaxcomp.clip_by_global_norm, which takes the norm of all shards."
+    )
 
 
 def local_params(params: Any, state: Any, axis_name: str) -> Any:
@@ -133,7 +159,18 @@ def add_drifts(params, drifts, axis_name):
     """`params`, varying, plus the rows of each of `drifts`: see `local_params`."""
     # What a method does not see, as in optax.partition, has a MaskedNode in place of a drift.
     is_masked = lambda d: isinstance(d, optax.MaskedNode)
-    add = lambda d, p: p if is_masked(d) else (p + d).astype(p.dtype)
+
+    def add(drift, param):
+        if is_masked(drift):
+            return param
+        if drift.shape != param.shape:
+            raise ValueError(
+                f"a drift of shape {drift.shape} belongs to a parameter of shape {param.shape}: "
+                "the state has not one row a replica. Write jaxcomp.per_replica around the whole "
+                "transformation, once, and nothing around it."
+            )
+        return (param + drift).astype(param.dtype)
+
     local = to_varying(params, axis_name)
     for drift in unstack(drifts, axis_name):
         local = jax.tree.map(add, drift, local, is_leaf=is_masked)
@@ -159,7 +196,8 @@ def per_replica(
 
     Goes around the whole optimizer, outermost, `optax.MultiSteps` included. Which leaves
     vary is found by tracing `init` and `update` once, so that a transformation of others
-    that stores local gradients (as an accumulator does) needs no change.
+    that stores local gradients (as an accumulator does) needs no change. The trace passes `value`,
+    a loss that is equal on all replicas, to what asks for it.
 
     Args:
       tx: Any transformation that is run inside `shard_map` over `axis_name`.
@@ -170,8 +208,17 @@ def per_replica(
       of one, for `state_specs` to shard. Under `jax.vmap` nothing changes.
 
     Raises:
-      ValueError: At trace time, if the axis is unknown or its types are not checked.
+      ValueError: If `tx` is wrapped over another axis already; at trace time, if the axis is
+        unknown or its types are not checked.
     """
+    wrapped = replica_axes(tx)
+    if wrapped == _names(axis_name):
+        return tx
+    if wrapped:
+        raise ValueError(
+            f"per_replica got a transformation that it has wrapped over {wrapped} already, and "
+            f"the axis {axis_name!r}; wrap it once, over all axes of the replicas."
+        )
     tx = optax.with_extra_args_support(tx)
 
     def init(params):
@@ -179,7 +226,8 @@ def per_replica(
         if not is_tracked(axis_name):
             return state
         grads = to_varying(jax.tree.map(jnp.zeros_like, params), axis_name)
-        after = lambda state: jax.eval_shape(lambda s: tx.update(grads, s, params)[1], state)
+        update_of = functools.partial(tx.update, value=jnp.zeros([]))
+        after = lambda state: jax.eval_shape(lambda s: update_of(grads, s, params)[1], state)
         try:
             return stack(_as_after_updates(state, after), axis_name)
         except (TypeError, ValueError):
@@ -196,7 +244,13 @@ def per_replica(
         updates, state = tx.update(updates, state, params, **extra_args)
         return updates, stack(_emptied(state), axis_name)
 
+    init.replica_axes = _names(axis_name)
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def replica_axes(tx: optax.GradientTransformation) -> tuple[str, ...]:
+    """The axes over which `per_replica` has wrapped this, outermost; () if it has not."""
+    return getattr(tx.init, "replica_axes", ())
 
 
 def _as_after_updates(state, after):
@@ -231,4 +285,4 @@ def _vary(x, names):
 
 
 def _names(axis_name):
-    return (axis_name,) if isinstance(axis_name, str) else axis_name
+    return (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)

@@ -42,8 +42,8 @@ def simulated_train_step(
 
     Raises:
       ValueError: For `num_replicas` or `accumulate` below 1; at the first call, if the batch
-        cannot be divided. At the first call JAX itself refuses a `tx` whose updates differ
-        between replicas, as one that does not average.
+        cannot be divided, or the loss is equal on all replicas. At the first call JAX itself
+        refuses a `tx` whose updates differ between replicas, as one that does not average.
     """
     if num_replicas < 1 or accumulate < 1:
         raise ValueError(
@@ -62,7 +62,7 @@ def simulated_train_step(
     def one(params, state, batch):
         drifts = fields(state, "drift")
         loss, grads = local_gradients(loss_fn, axis_name, accumulate, params, drifts, batch)
-        params, state, skipped = apply_update(tx, axis_name, params, state, grads)
+        params, state, skipped = apply_update(tx, axis_name, params, state, grads, loss)
         return params, state, {"loss": loss[0], "skipped": skipped}
 
     @jax.jit

@@ -7,7 +7,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxcomp.sharding import varies_over, varying_axes
+from jaxcomp.sharding import replica_axes, unlike, varies_over, varying_axes
 
 
 def state_specs(
@@ -32,10 +32,17 @@ def state_specs(
       for leaves that follow a sharded parameter, `P()` for the rest.
 
     Raises:
-      ValueError: If `axis_name` is no axis of the mesh, or shards the parameters, or a number of
-        the state differs between shards.
+      ValueError: If `axis_name` is no axis of the mesh, or shards the parameters; if `tx` is not
+        wrapped; if a number of the state, or what belongs to a whole parameter, differs between
+        shards.
     """
     param_specs = full_specs(params, mesh, axis_name, param_specs)
+    if replica_axes(tx) != (axis_name,):
+        raise ValueError(
+            "state_specs needs what jaxcomp.per_replica returns, with nothing around it: only its "
+            "state has rows of replicas. Write "
+            f"jaxcomp.per_replica(optax.chain(...), {axis_name!r})."
+        )
     types = {}
 
     def trace(params):
@@ -67,6 +74,9 @@ def state_specs(
             return P(*lead)
         for param_path, param_shape, spec in known:
             if shape == param_shape and path[len(path) - len(param_path) :] == param_path:
+                whole = set(others) - set(jax.tree.leaves(tuple(spec)))
+                if whole:
+                    raise unlike(f"the state's {jax.tree_util.keystr(path)!r}", whole)
                 return P(*lead, *spec)
         if not shape:
             raise ValueError(

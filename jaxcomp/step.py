@@ -12,7 +12,16 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxcomp.fields import fields, has_feedback
-from jaxcomp.sharding import add_drifts, largest, per_replica, to_varying, varies_over
+from jaxcomp.sharding import (
+    add_drifts,
+    is_tracked,
+    largest,
+    per_replica,
+    require_alike,
+    to_varying,
+    varies_over,
+    varying_axes,
+)
 from jaxcomp.specs import full_specs, state_specs
 
 
@@ -42,9 +51,11 @@ def train_step(
     beside it, as in `optax.partition`, leaves that to the step.
 
     Args:
-      loss_fn: `(params, batch) -> f32[]`, the mean loss over the batch that it is given.
-      tx: Transformation that averages over `axis_name`, not yet wrapped by `per_replica`. Its
-        `update` gets `axis_name` as an extra argument.
+      loss_fn: `(params, batch) -> f32[]`, the mean loss over the batch that it is given, a
+        replica's own: no `jax.lax.pmean` of it.
+      tx: Transformation that averages over `axis_name`; `per_replica` is put around it. Its
+        `update` gets extra arguments: `axis_name`, and `value`, the mean loss of all replicas,
+        for `optax.contrib.reduce_on_plateau`; 4 bytes are sent where something uses it.
       mesh: Its axis `axis_name` is the slow one; over other axes, of type Auto, `param_specs`
         say how parameters are sharded and XLA partitions `loss_fn`.
       axis_name: The axis of the replicas.
@@ -61,8 +72,8 @@ def train_step(
 
     Raises:
       ValueError: At construction for `accumulate` below 1. At the first call, if `axis_name` is no
-        axis of the mesh, the batch cannot be divided, or the updates that reach or leave `tx` are
-        not what they must be.
+        axis of the mesh, the batch cannot be divided, the loss is equal on all replicas, or the
+        updates that reach or leave `tx` are not what they must be.
     """
     if accumulate < 1:
         raise ValueError(f"accumulate is {accumulate}; write at least 1.")
@@ -93,11 +104,11 @@ def train_step(
         apply = jax.shard_map(
             functools.partial(apply_update, tx, axis_name),
             mesh=mesh,
-            in_specs=(p_specs, s_specs, rows),
+            in_specs=(p_specs, s_specs, rows, P(axis_name)),
             out_specs=(p_specs, s_specs, P()),
         )
         loss, grads = local_grads(params, fields(state, "drift"), batch)
-        params, state, skipped = apply(params, state, grads)
+        params, state, skipped = apply(params, state, grads, loss)
         return params, state, {"loss": loss, "skipped": skipped}
 
     return TrainStep(init, step)
@@ -118,7 +129,37 @@ def local_gradients(loss_fn, axis_name, accumulate, params, drifts, batch):
     local = add_drifts(params, drifts, axis_name)
     at_local = lambda _, part: jax.value_and_grad(loss_fn)(local, part)
     loss, grads = mean_over_microbatches(at_local, accumulate, local, batch)
+    require_local(loss, axis_name)
     return loss[None], jax.tree.map(lambda g: g[None], grads)
+
+
+def require_local(loss: jax.Array, *axes: str) -> None:
+    """Raises a ValueError if a loss is equal on all replicas: JAX differentiates it once for all.
+
+    Where no types tell, under `jax.vmap`, that is a loss without an axis of replicas.
+    """
+    if varying_axes(loss).issuperset(axes) if is_tracked(axes) else _is_batched(loss):
+        return
+    raise ValueError(
+        f"the loss is equal on all replicas over {axes}: it was averaged over them, as by "
+        "jax.lax.pmean, or depends on neither parameters nor batch; its gradients would be "
+        "divided by the number of replicas. Return the mean loss of the local batch: the step "
+        "averages gradients, and metrics['loss'] has the loss of every replica."
+    )
+
+
+def _is_batched(x):
+    """Whether `jax.vmap` maps `x`: of a function with a rule for that, it calls the rule."""
+    seen = []
+    note = jax.custom_batching.custom_vmap(lambda x: x)
+
+    @note.def_vmap
+    def rule(axis_size, in_batched, x):
+        seen.append(axis_size)
+        return x, in_batched[0]
+
+    note(x)
+    return bool(seen)
 
 
 def mean_over_microbatches(value_and_grad, accumulate, like, batch):
@@ -140,15 +181,17 @@ def mean_over_microbatches(value_and_grad, accumulate, like, batch):
     return jnp.mean(losses), grads
 
 
-def apply_update(tx, axis_name, params, state, grads, **extra_args):
+def apply_update(tx, axis_name, params, state, grads, loss, **extra_args):
     """One update on local shards; where it is not finite, everything stays as it was.
 
     Not so for methods whose state counts `skipped`: they leave out what is not finite by
     themselves, and need no second copy of their state until it is known.
     """
     grads = jax.tree.map(lambda g: g[0], grads)
+    extra_args["value"] = lax.pmean(loss[0], axis_name)  # XLA sends nothing if nobody uses it
     updates, new_state = tx.update(grads, state, params, axis_name=axis_name, **extra_args)
     _require_averaged(updates, axis_name)
+    require_alike(updates, params, axis_name)
     new_params = optax.apply_updates(params, updates)
     if fields(state, "skipped") and not _any_makes_nan(state):
         return new_params, new_state, jnp.zeros([], bool)

@@ -51,8 +51,9 @@ def update_program(
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def step(params, state, grads):
         update = functools.partial(apply_update, tx, axis_name)
-        outs = sharded(update, in_specs=(P(), specs, rows), out_specs=(P(), specs, P()))
-        return outs(params, state, grads)[:2]
+        outs = sharded(update, in_specs=(P(), specs, rows, rows), out_specs=(P(), specs, P()))
+        loss = jnp.zeros(mesh.shape[axis_name])
+        return outs(params, state, grads, loss)[:2]
 
     def placed(x, spec, *lead):
         place = NamedSharding(mesh, spec)

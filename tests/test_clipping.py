@@ -197,6 +197,31 @@ def test_the_norm_of_half_precision_leaves_is_summed_in_float32():
     assert np.all(np.float32(got) == 2.0**-8)
 
 
+OPTAX = optax.clip_by_global_norm(8.0)
+QUANTIZED = jaxcomp.compressed_mean(jaxcomp.quantize(4), "replica")
+BY_LOCAL_NORMS = {
+    "before SGD": ("update of", (MEAN, OPTAX, optax.sgd(1.0))),
+    "before momentum": ("trace", (MEAN, OPTAX, optax.sgd(1.0, momentum=0.9))),
+    "before Adam": ("mu", (MEAN, OPTAX, optax.adam(1e-3))),
+    "before the mean": ("update of", (OPTAX, QUANTIZED)),
+    "before one_bit_adam": (
+        "update of",
+        (OPTAX, jaxcomp.one_bit_adam(1e-3, "replica", freeze_step=2)),
+    ),
+    "before zero_one_adam": ("update of", (OPTAX, jaxcomp.zero_one_adam(1e-3, "replica"))),
+    "before slamb": ("update of", (OPTAX, jaxcomp.slamb(1e-3, "replica"))),
+    "inside cocktail_sgd": ("update of", (cocktail(OPTAX, optax.sgd(1.0)),)),
+}
+
+
+@pytest.mark.parametrize("place", BY_LOCAL_NORMS)
+def test_a_norm_of_local_shards_is_refused_by_what_to_write(place):
+    where, chain = BY_LOCAL_NORMS[place]
+    wanted = rf"{where}.*'bias'.*shards over \('fsdp',\).*Write jaxcomp.clip_by_global_norm"
+    with pytest.raises(ValueError, match=wanted):
+        one_step(mesh_of(2, 2), SPECS, make_batch(), *chain)
+
+
 @pytest.mark.parametrize("max_norm", [0, -1.0, float("nan")])
 def test_a_norm_that_is_not_positive_is_refused(max_norm):
     with pytest.raises(ValueError, match=f"got max_norm={max_norm}; needs a positive number"):

@@ -74,6 +74,44 @@ def test_unchecked_types_are_refused():
         on(mesh_of(2), init, check_vma=False)(PARAMS)
 
 
+def test_what_is_not_wrapped_outermost_is_refused():
+    mesh, mean = mesh_of(2), lossy_mean()
+    wrapped = jaxcomp.per_replica(mean, "replica")
+    for tx in (mean, optax.chain(wrapped, optax.sgd(1.0)), jaxcomp.per_replica(mean, "fsdp")):
+        with pytest.raises(ValueError, match=r"nothing around it.*Write jaxcomp.per_replica\("):
+            jaxcomp.state_specs(tx, PARAMS, mesh, "replica")
+    with pytest.raises(ValueError, match=r"wrapped over \('replica',\) already.*axis 'fsdp'"):
+        jaxcomp.per_replica(wrapped, "fsdp")
+
+
+def test_wrapping_twice_is_wrapping_once():
+    mesh, batch = mesh_of(2), rows(mesh_of(2), np.ones((2, 6), np.float32))
+    tx = jaxcomp.cocktail_sgd(optax.sgd(0.1), "replica")
+    loss_fn = lambda params, batch: jnp.sum((batch @ params["kernel"] - 1.0) ** 2)
+    found = []
+    for method in (tx, jaxcomp.per_replica(tx, "replica")):
+        init, step = jaxcomp.train_step(loss_fn, method, mesh, "replica")
+        params = everywhere(mesh, PARAMS)
+        found.append(step(params, init(params), batch)[1])
+    jax.tree.map(np.testing.assert_array_equal, *found)
+    init, step = jaxcomp.train_step(
+        loss_fn, optax.chain(jaxcomp.per_replica(tx, "replica")), mesh, "replica"
+    )
+    params = everywhere(mesh, PARAMS)
+    with pytest.raises(ValueError, match=r"drift of shape \(1, 6\) .* nothing around it"):
+        step(params, init(params), batch)
+
+
+def test_a_drift_without_rows_is_refused():
+    mesh, params = mesh_of(2), everywhere(mesh_of(2), PARAMS)
+    # Cut over the replicas along an axis of its own, as out_specs for what is not wrapped say.
+    state = Drifting({"bias": np.zeros(12, "f"), "kernel": np.zeros((12, 8), "f")}, np.float32(0))
+    local = lambda params, state: jaxcomp.local_params(params, state, "replica")
+    specs = (P(), Drifting(P("replica"), P()))
+    with pytest.raises(ValueError, match=r"drift of shape \(\) .* parameter of shape \(6,\)"):
+        on(mesh, local, specs, P("replica"))(params, state)
+
+
 class Drifting(NamedTuple):
     drift: Any
     mean: Any

@@ -12,6 +12,7 @@ from jaxcomp import averaging, buckets, wire
 from jaxcomp.compressors import Compressor, Key, cocktail, identity
 from jaxcomp.sharding import (
     is_tracked,
+    require_alike,
     require_varying,
     to_varying,
     varies_over,
@@ -150,7 +151,7 @@ def cocktail_sgd(
 
     def update(updates, state, params=None, *, ahead=lambda make: make(), **extra_args):
         averaging.require_params("cocktail_sgd", params)
-        require_varying(updates, axis_name)
+        require_varying(updates, axis_name, params)
         # The square of a float16 gradient is zero below 2e-4, and Adam's step then m / eps.
         updates = jax.tree.map(lambda g: g.astype(moments.wide(g.dtype)), updates)
         due = state.count % sync_every == (0 if delayed else sync_every - 1)
@@ -201,6 +202,7 @@ def _inner_step(inner, grads, state, params, extra_args, axis_name):
                 "optimizer must be local; write cocktail_sgd(optax.adamw(learning_rate), "
                 f"{axis_name!r}) without compressed_mean in it."
             )
+    require_alike(step, params, axis_name)
     step = jax.tree.map(lambda u: u.astype(moments.wide(u.dtype)), step)
     bad = averaging.not_finite(step, axis_name)
     step = jax.tree.map(lambda u: jnp.where(bad, 0.0, u), step)

@@ -96,8 +96,8 @@ def compressed_mean(
         return CompressedMeanState(jnp.zeros([], jnp.int32), residual, owner_residual)
 
     def update(updates, state, params=None, **extra_args):
-        del params, extra_args
-        require_varying(updates, axis_name)
+        del extra_args
+        require_varying(updates, axis_name, params)
         plan = make_plan(updates)
         old = state[1:] if error_feedback else zero_residuals(plan)
         flat = buckets.flatten(plan, averaging.add_residual(plan, updates, old[0]))

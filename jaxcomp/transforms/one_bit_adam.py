@@ -144,7 +144,7 @@ def one_bit_adam(
 
     def update(updates, state, params=None, **extra_args):
         del extra_args
-        require_varying(updates, axis_name)
+        require_varying(updates, axis_name, params)
         grads = moments.poisoned(updates, state.variance, axis_name)
         frozen = state.frozen if freeze_step is None else state.count >= freeze_step
         momentum, variance, root, residual, owner_residual = lax.cond(

@@ -234,7 +234,7 @@ def one_bit_lamb(
     def update(updates, state, params=None, **extra_args):
         del extra_args
         averaging.require_params("one_bit_lamb", params)
-        require_varying(updates, axis_name)
+        require_varying(updates, axis_name, params)
         grads = moments.poisoned(updates, state.variance, axis_name)
         frozen = state.frozen if freeze_step is None else state.count >= freeze_step
         change, momentum, variance, *rest = lax.cond(

@@ -144,7 +144,7 @@ def sharded_optimizer(
     def update(updates, state, params=None, **extra_args):
         averaging.require_params("sharded_optimizer", params)
         extra_args.pop("axis_name", None)  # to `inner` it is an axis that shards, as any other
-        require_varying(updates, axis_name)
+        require_varying(updates, axis_name, params)
         shared = Key(state.count, jnp.uint32(seed))
         grads = scattered(updates, shared)
         held = own(params)

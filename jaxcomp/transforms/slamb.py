@@ -217,7 +217,7 @@ def slamb(
     def update(updates, state, params=None, **extra_args):
         del extra_args
         averaging.require_params("slamb", params)
-        require_varying(updates, axis_name)
+        require_varying(updates, axis_name, params)
         grads = jax.tree.map(lambda g, m: g.astype(m.dtype), updates, state.momentum)
         own = (
             jax.tree.map(lambda m, g: b1 * m + (1 - b1) * g, state.momentum, grads),

@@ -240,7 +240,7 @@ def zero_one_adam(
     def update(updates, state, params=None, **extra_args):
         del extra_args
         averaging.require_params("zero_one_adam", params)
-        require_varying(updates, axis_name)
+        require_varying(updates, axis_name, params)
         grads, bad = moments.gradients(updates, state.variance, axis_name)
         grads = jax.tree.map(lambda g: jnp.where(bad, 0.0, g), grads)
         learns, meets = variance_at(state.count), sync_at(state.count)
