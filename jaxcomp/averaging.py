@@ -64,10 +64,17 @@ def require_params(name: str, params) -> None:
         raise ValueError(f"{name} needs the parameters; write tx.update(grads, state, params).")
 
 
+def finite(tree) -> jax.Array:
+    """bool[], whether everything in a tree is finite, or what is on this device of it."""
+    good = jnp.array([jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(tree)], jnp.float32)
+    # A product: XLA would repeat a chain of ands in all that depends on it, that is in every leaf,
+    # and compile for minutes.
+    return jnp.dot(good, jnp.ones_like(good)) == good.size
+
+
 def not_finite(tree, axis_name: str) -> jax.Array:
     """i32[], 1 if anything in this replica's tree is NaN or infinite; equal on its shards."""
-    bad = ~jnp.all(jnp.array([jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(tree)], bool))
-    return largest(bad.astype(jnp.int32), axis_name)
+    return largest((~finite(tree)).astype(jnp.int32), axis_name)
 
 
 def zero_owner_residual(

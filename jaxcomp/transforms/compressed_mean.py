@@ -119,9 +119,8 @@ def _means_or_skip(plan, flat, owner_residual, exchange, shared, axis_name):
 
     A mean may be infinite where no gradient is: float16 scales end at 65,504.
     """
-    bad = ~jnp.all(jnp.array([jnp.all(jnp.isfinite(x)) for x in flat], bool))
     # All shards of a replica must agree, and an exact bucket of whole leaves must stay whole.
-    bad = largest(bad.astype(jnp.float32), axis_name)
+    bad = largest((~averaging.finite(flat)).astype(jnp.float32), axis_name)
     exact = [i for i, b in enumerate(plan.buckets) if b.label.compressor == averaging.EXACT]
     if not exact:
         means = averaging.mean_of_buckets(plan, flat, owner_residual, exchange, shared, axis_name)
@@ -137,5 +136,5 @@ def _means_or_skip(plan, flat, owner_residual, exchange, shared, axis_name):
 
 
 def _any_not_finite(means: list[wire.Mean]) -> jax.Array:
-    bad = ~jnp.all(jnp.array([jnp.all(jnp.isfinite(m.mean)) for m in means], bool))
+    bad = ~averaging.finite([m.mean for m in means])
     return largest(bad.astype(jnp.float32)) > 0
