@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jaxcomp.compressors import Compressor, Key, fold, identity
@@ -91,5 +92,15 @@ def without_padding(piece: jax.Array, numel: int, axes: str | tuple[str, ...]) -
     """
     if piece.size * lax.axis_size(axes) == numel:
         return piece
-    position = lax.axis_index(axes) * piece.size + lax.iota(jnp.int32, piece.size)
-    return jnp.where(position < numel, piece, 0.0)
+    entries = entries_of(lax.axis_index(axes), piece.size, numel)
+    return jnp.where(lax.iota(jnp.uint32, piece.size) < entries, piece, 0.0)
+
+
+def entries_of(owner: jax.Array, size: int, numel: int) -> jax.Array:
+    """u32[]: how many of the `size` entries of a shard lie before the parameter's end.
+
+    Positions in the parameter itself need not fit in 32 bits, and JAX has no more by default.
+    """
+    full, rest = divmod(numel, size)
+    last = jnp.where(owner == full, np.uint32(rest), np.uint32(0))
+    return jnp.where(owner < full, np.uint32(size), last)
