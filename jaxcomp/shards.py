@@ -80,9 +80,13 @@ def natural(data: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return flat[..., : math.prod(shape)].reshape(*stack, *shape)
 
 
-def recut(data: jax.Array, shape: tuple[int, ...], num_shards: int) -> jax.Array:
+def recut(data: np.ndarray, shape: tuple[int, ...], num_shards: int) -> np.ndarray:
     """Lays the shards of a parameter out anew: `[N, *stack, n] -> [num_shards, *stack, m]`."""
-    return cut(natural(data, shape), data.ndim - 2, num_shards)
+    stack, numel = data.shape[1:-1], math.prod(shape)
+    flat = np.moveaxis(data, 0, -2).reshape(*stack, -1)[..., :numel]
+    padding = num_shards * numel_of(shape, num_shards) - numel
+    flat = np.pad(flat, [(0, 0)] * len(stack) + [(0, padding)])
+    return np.moveaxis(flat.reshape(*stack, num_shards, -1), -2, 0)
 
 
 def without_padding(piece: jax.Array, numel: int, axes: str | tuple[str, ...]) -> jax.Array:
