@@ -7,8 +7,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, NamedSharding
+import numpy as np
+from jax.sharding import NamedSharding
 
+from jaxcomp import placing
 from jaxcomp.compact import decode, encode, is_compact
 from jaxcomp.fields import has_feedback, is_field
 from jaxcomp.shards import is_shard, recut
@@ -29,7 +31,9 @@ def resize(state: Any, like: Any) -> Any:
         mesh has further axes that shard parameters, with the shardings of `state_specs`.
 
     Returns:
-      A tree like `like`, placed as `like` is if it says on which devices; shapes do not.
+      A tree like `like`, placed as `like` is if it says on which devices; shapes do not, and what
+      has another shape than before is then in NumPy arrays. No device holds more of a leaf than
+      its own part and three rows, one replica's each, meanwhile; the host, one leaf.
 
     Raises:
       ValueError: If the two are not states of one transformation and one model.
@@ -79,7 +83,9 @@ def _resize_node(path, old, new):
         return _resize_compact(path, old, new)
     if not is_shard(old):
         return _resize_leaf(path, old, new)
-    data = recut(jnp.asarray(old.data), old.shape, new.data.shape[0])
+    data = old.data
+    if data.shape != new.data.shape:
+        data = recut(placing.on_host(data), old.shape, new.data.shape[0])
     return dataclasses.replace(old, data=_resize_leaf(path, data, new.data))
 
 
@@ -87,32 +93,39 @@ def _resize_compact(path, old, new):
     """Rows as their mean: that of the values, not of their codes."""
     if old.data.shape == new.data.shape:
         return jax.tree.map(functools.partial(_resize_leaf, path), old, new)
-    like = jax.ShapeDtypeStruct(new.data.shape, old.dtype)
-    small = encode(_resize_leaf(path, decode(old), like), 8 if old.scale is not None else 16)
-    return jax.tree.map(functools.partial(_resize_leaf, path), small, new)
+    _require_rows(path, old.data, new.data)
+    mean = lambda rows: encode(_mean(decode(rows)), 8 if old.scale is not None else 16)
+    return jax.tree.map(placing.repeated, placing.of_rows(mean, old), new)
 
 
 def _resize_leaf(path, old, new):
-    old = jnp.asarray(old)
     if old.shape == new.shape:
-        out = old
-    elif old.ndim > 1 and (is_field(path, "owner_residual") or is_field(path, "owned")):
-        out = _resize_owned(old, new.shape, _num_shards(new))
-    elif is_field(path, "skipped"):
-        out = jnp.zeros(new.shape, old.dtype).at[0].set(jnp.sum(old))
-    elif old.ndim == len(new.shape) > 0 and old.shape[1:] == new.shape[1:]:
-        row = jnp.mean(old, axis=0) if jnp.issubdtype(old.dtype, jnp.inexact) else old[0]
-        out = jnp.broadcast_to(row, new.shape)
-    else:
+        return placing.placed(old, new)
+    if old.ndim > 1 and (is_field(path, "owner_residual") or is_field(path, "owned")):
+        out = _resize_owned(placing.on_host(old), new.shape, _num_shards(new))
+        return placing.placed(out, new)
+    if is_field(path, "skipped"):
+        out = np.zeros(new.shape, old.dtype)
+        out[0] = np.sum(placing.on_host(old))
+        return placing.placed(out, new)
+    _require_rows(path, old, new)
+    if jnp.issubdtype(old.dtype, jnp.inexact):
+        return placing.repeated(placing.of_rows(_mean, old), new)
+    return placing.repeated(placing.row(old, 0), new)
+
+
+def _require_rows(path, old, new):
+    if not old.ndim == len(new.shape) > 0 or old.shape[1:] != new.shape[1:]:
         raise ValueError(
             f"the leaf {jax.tree_util.keystr(path)!r} has shape {old.shape}, which no number "
             f"of replicas turns into {new.shape}; is this the same model?"
         )
-    out = out.astype(new.dtype)
-    sharding = getattr(new, "sharding", None)
-    # What `jax.eval_shape` finds on an explicit mesh has a sharding without devices.
-    nowhere = isinstance(getattr(sharding, "mesh", None), AbstractMesh)
-    return out if sharding is None or nowhere else jax.device_put(out, sharding)
+
+
+def _mean(rows):
+    """In float32 or wider, of NumPy's arrays and JAX's."""
+    wide = jnp.promote_types(rows.dtype, jnp.float32)
+    return rows.mean(axis=0, dtype=wide).astype(rows.dtype)
 
 
 def _num_shards(like) -> int:
@@ -129,5 +142,5 @@ def _resize_owned(old, shape, num_shards):
     """Chunks `[N, shards * c]` of buckets as `[M, shards * c']`; only padding is cut off."""
     flat = old.reshape(old.shape[0], num_shards, -1).swapaxes(0, 1).reshape(num_shards, -1)
     size = shape[0] * shape[1] // num_shards
-    flat = jnp.pad(flat[:, :size], ((0, 0), (0, max(0, size - flat.shape[1]))))
+    flat = np.pad(flat[:, :size], ((0, 0), (0, max(0, size - flat.shape[1]))))
     return flat.reshape(num_shards, shape[0], -1).swapaxes(0, 1).reshape(shape)

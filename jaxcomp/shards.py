@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jaxcomp.compressors import Compressor, Key, fold, identity
@@ -79,9 +80,13 @@ def natural(data: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return flat[..., : math.prod(shape)].reshape(*stack, *shape)
 
 
-def recut(data: jax.Array, shape: tuple[int, ...], num_shards: int) -> jax.Array:
+def recut(data: np.ndarray, shape: tuple[int, ...], num_shards: int) -> np.ndarray:
     """Lays the shards of a parameter out anew: `[N, *stack, n] -> [num_shards, *stack, m]`."""
-    return cut(natural(data, shape), data.ndim - 2, num_shards)
+    stack, numel = data.shape[1:-1], math.prod(shape)
+    flat = np.moveaxis(data, 0, -2).reshape(*stack, -1)[..., :numel]
+    padding = num_shards * numel_of(shape, num_shards) - numel
+    flat = np.pad(flat, [(0, 0)] * len(stack) + [(0, padding)])
+    return np.moveaxis(flat.reshape(*stack, num_shards, -1), -2, 0)
 
 
 def without_padding(piece: jax.Array, numel: int, axes: str | tuple[str, ...]) -> jax.Array:
@@ -91,5 +96,15 @@ def without_padding(piece: jax.Array, numel: int, axes: str | tuple[str, ...]) -
     """
     if piece.size * lax.axis_size(axes) == numel:
         return piece
-    position = lax.axis_index(axes) * piece.size + lax.iota(jnp.int32, piece.size)
-    return jnp.where(position < numel, piece, 0.0)
+    entries = entries_of(lax.axis_index(axes), piece.size, numel)
+    return jnp.where(lax.iota(jnp.uint32, piece.size) < entries, piece, 0.0)
+
+
+def entries_of(owner: jax.Array, size: int, numel: int) -> jax.Array:
+    """u32[]: how many of the `size` entries of a shard lie before the parameter's end.
+
+    Positions in the parameter itself need not fit in 32 bits, and JAX has no more by default.
+    """
+    full, rest = divmod(numel, size)
+    last = jnp.where(owner == full, np.uint32(rest), np.uint32(0))
+    return jnp.where(owner < full, np.uint32(size), last)

@@ -3,6 +3,8 @@
 import jax
 import jax.numpy as jnp
 
+_INDEXED = 2**31 - 1  # the greatest number of 32 bits: JAX has no longer ones by default
+
 
 def split(x: jax.Array, block: int, fill: str = "zero") -> jax.Array:
     """Cuts a bucket in blocks: `f32[numel] -> f32[ceil(numel / size), size]`.
@@ -24,3 +26,17 @@ def spread(scales: jax.Array, block: int, numel: int) -> jax.Array:
     """Repeats each block's scale for its entries: `[num_blocks] -> [numel]`."""
     size = min(block, numel)
     return jnp.broadcast_to(scales[:, None], (scales.size, size)).reshape(-1)[:numel]
+
+
+def indexed(numel: int, unit: int = 1) -> list[slice]:
+    """Cuts a bucket where positions no longer fit in 32 bits: nearly always into one piece.
+
+    Args:
+      numel: Entries of the bucket.
+      unit: What all pieces but the last are multiples of.
+
+    Returns:
+      The pieces, behind each other.
+    """
+    most = _INDEXED // unit * unit
+    return [slice(start, min(start + most, numel)) for start in range(0, numel, most)]

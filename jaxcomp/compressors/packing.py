@@ -84,7 +84,7 @@ def random_bits(key: Key, shape: tuple[int, ...]) -> jax.Array:
 
     Args:
       key: Only `key.seed` is read; keys for independent draws come from `fold`.
-      shape: Of the result; at most 2**32 entries.
+      shape: Of the result; behind 2**32 entries the bits repeat.
 
     Returns:
       `uint32[shape]`.

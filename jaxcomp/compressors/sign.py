@@ -54,7 +54,9 @@ def sign(
     def encode(x, shared, private):
         size = min(block or x.size, x.size)
         sums = jnp.sum(split(jnp.abs(x) if scale == "l1" else x * x, size), axis=1)
-        means = sums / jnp.minimum(size, x.size - size * jnp.arange(sums.size))
+        # As floats: of so many entries that no position fits in 32 bits, the count may not either.
+        last = jnp.full(1, x.size - size * (sums.size - 1), sums.dtype)
+        means = sums / jnp.pad(last, (sums.size - 1, 0), constant_values=float(size))
         scales = means if scale == "l1" else jnp.sqrt(means)
         return Payload((pack((x >= 0).astype(jnp.uint8), 1), scales.astype(dtype)), x.size)
 

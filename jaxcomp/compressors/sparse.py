@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxcomp.compressors.base import Compressor, Selection, call_name
-from jaxcomp.compressors.blocks import split
+from jaxcomp.compressors.blocks import indexed, split
 from jaxcomp.compressors.compose import sparsifier
 from jaxcomp.compressors.largest import at_ones, largest, put_at_ones, to_mask
 from jaxcomp.compressors.packing import pack, uniform, unpack
@@ -154,9 +154,14 @@ def _strided(stride):
     def scatter(values, where, shared, numel):
         # A select, fused into what reads it; the barrier keeps out what made the values, which
         # would be made `stride` times.
-        values, index = lax.optimization_barrier(values), lax.iota(jnp.uint32, numel)
-        mine = index % stride == (shared.count % stride).astype(jnp.uint32)
-        return jnp.where(mine, values.at[index // stride].get(mode="promise_in_bounds"), 0)
+        values, first = lax.optimization_barrier(values), (shared.count % stride).astype(jnp.uint32)
+
+        def spread(piece):
+            index = lax.iota(jnp.uint32, piece.stop - piece.start)
+            kept = values[piece.start // stride :].at[index // stride]
+            return jnp.where(index % stride == first, kept.get(mode="promise_in_bounds"), 0)
+
+        return _joined([spread(piece) for piece in indexed(numel, stride)])
 
     return select, scatter
 
@@ -172,19 +177,21 @@ def _drawn(stride):
 
     def scatter(values, where, shared, numel):
         # No select, into which XLA would fuse, per entry, what made the values: later stages.
-        x = jnp.zeros((stride, values.size), values.dtype)
-        x = x.at[draw(shared, values.size), jnp.arange(values.size)].set(
-            values, unique_indices=True, mode="promise_in_bounds"
-        )
-        return x.reshape(-1)[:numel]
+        place = draw(shared, values.size)
+
+        def spread(piece):
+            mine = values[piece]
+            x = jnp.zeros((stride, mine.size), values.dtype)
+            return x.at[place[piece], jnp.arange(mine.size)].set(
+                mine, unique_indices=True, mode="promise_in_bounds"
+            )
+
+        return _joined([spread(piece) for piece in indexed(values.size)]).reshape(-1)[:numel]
 
     return select, scatter
 
 
 def _largest_of_blocks(layout):
-    def in_bucket(index, size):
-        return (index + size * jnp.arange(index.shape[0])[:, None]).reshape(-1)
-
     def select(x, shared):
         size, num_blocks, k = layout(x.size)
         blocks = split(x, size)
@@ -199,14 +206,19 @@ def _largest_of_blocks(layout):
         size, num_blocks, k = layout(numel)
         if _index_bits(size) * k >= size:
             return put_at_ones(values, where)[:numel]
-        index = unpack(where, _index_bits(size), num_blocks * k).astype(jnp.int32)
-        x = jnp.zeros(num_blocks * size, values.dtype)
-        x = x.at[in_bucket(index.reshape(num_blocks, k), size)].set(
-            values, unique_indices=True, mode="promise_in_bounds"
+        place = unpack(where, _index_bits(size), num_blocks * k).astype(jnp.int32)
+        place, block = place.reshape(num_blocks, k), jnp.arange(num_blocks)[:, None]
+        x = jnp.zeros((num_blocks, size), values.dtype)
+        x = x.at[block, place].set(
+            values.reshape(place.shape), unique_indices=True, mode="promise_in_bounds"
         )
-        return x[:numel]
+        return x.reshape(-1)[:numel]
 
     return select, scatter
+
+
+def _joined(pieces):
+    return pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=-1)
 
 
 def _rows(x, length):

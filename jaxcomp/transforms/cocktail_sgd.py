@@ -215,8 +215,7 @@ def _from_owners(tree, axis_name, bucket_numel):
     key = Key(jnp.int32(0), jnp.uint32(0))
 
     def whole(flat):
-        size = flat.size // lax.axis_size(axis_name)
-        chunk = lax.dynamic_slice_in_dim(flat, lax.axis_index(axis_name) * size, size)
+        chunk = flat.reshape(lax.axis_size(axis_name), -1)[lax.axis_index(axis_name)]
         return wire.gather(chunk, identity(), key, axis_name)[0]
 
     with jax.named_scope("jaxcomp.warmup"):
