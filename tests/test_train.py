@@ -252,6 +252,21 @@ def test_losses_of_long_intervals_are_gathered_in_pieces(config_of, monkeypatch)
     assert [row["loss"] for row in loop.run(pieces.config)] == [row["loss"] for row in whole]
 
 
+@pytest.mark.parametrize("terminal", [True, False])
+def test_progress_shows_the_seconds_of_a_step_that_the_rows_have(
+    config_of, capsys, monkeypatch, change_task, terminal
+):
+    def slow_evaluation(task):
+        evaluate = lambda params: (time.sleep(0.5), task.evaluate(params))[1]
+        return task._replace(evaluate=evaluate)
+
+    change_task(slow_evaluation)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: terminal)
+    rows = loop.run(config_of(eval_every=1))
+    shown = re.findall(r", loss ([\d.]+), ([\d.]+) s/step", capsys.readouterr().err)
+    assert shown[-1] == (f"{rows[-1]['loss']:.3f}", f"{rows[-1]['step_seconds']:.3f}")
+
+
 # Stopping and going on.
 
 

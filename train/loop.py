@@ -89,7 +89,7 @@ def run(config: Config) -> list[dict[str, Any]]:
 def _outputs(stack: contextlib.ExitStack, task: Task, folder: Path, done: resume.Progress):
     """What a run says of itself: functions for a row, and for progress. Only process 0 says it."""
     if not processes.is_first():
-        return lambda row: None, lambda step, loss: None
+        return lambda row: None, lambda *_: None
     config, log = task.config, folder / "metrics.jsonl"
     metrics.keep_until(log, done.step if done.step else -1)
     metrics.write_text(folder / "report.txt", report.text(task) + "\n")
@@ -150,7 +150,7 @@ def _train(task: Task, params, state, done, write, save, show, stop, at) -> None
             if due(config.eval_every):
                 row |= evaluated()
             write(row)
-            show(done.step, row["loss"])
+            show(done.step, row["loss"], row["step_seconds"])
             done.losses, seconds = [], []
         if due(config.checkpoint_every):
             _count(task, outs, state, done)
