@@ -212,7 +212,7 @@ def parse(args: list[str]) -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=2, help="steps before them")
     parser.add_argument(
         "--torch-python",
-        help="Python with PyTorch, as pip install 'jaxcomp[peers]' gives it; without it no peers",
+        help="Python with PyTorch, as pip install -e '.[peers]' gives it; without it no peers",
     )
     if "--quick" in args:
         quick = {"hosts": 2, "rates": [network.UNLIMITED, "100mbit"], "steps": 4}

@@ -1,6 +1,6 @@
 """Real images, dense: a ResNet of 0.31 M parameters learns scikit-learn's digits by LAMB.
 
-    pip install 'jaxcomp[images]'
+    pip install -e '.[train,images]'
     python -m train configs/digits_dense.py
 
 1,797 handwritten digits of 8x8, one in ten held out by the hash of the image; 4 replicas; 32 epochs

@@ -1,6 +1,6 @@
 """Real images by SLAMB: configs/digits_dense.py with a tenth of the momentum a step.
 
-    pip install 'jaxcomp[images]'
+    pip install -e '.[train,images]'
     python -m train configs/digits_slamb.py
 
 One replica sends 256,512 bytes of momentum a step and 330,486 with the parameters in the mean, 5.6

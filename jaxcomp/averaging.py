@@ -12,10 +12,9 @@ from jax import lax
 
 from jaxcomp import buckets, wire
 from jaxcomp.compressors import Compressor, Key, fold, identity
+from jaxcomp.policies import Policy as Policy
+from jaxcomp.policies import policy_of as policy_of
 from jaxcomp.sharding import largest, num_replicas, to_varying, varying_axes
-
-Policy = Callable[[str, Any], Compressor]
-"""`(path, leaf) -> Compressor`."""
 
 
 class Transport(NamedTuple):
@@ -51,11 +50,6 @@ def make_plan(tree: Any, policy: Policy, axis_name: str, bucket_numel: int) -> b
         return Label(policy(path, leaf), varying_axes(leaf) - {axis_name})
 
     return buckets.make_plan(tree, label, num_replicas(axis_name), bucket_numel)
-
-
-def policy_of(compressor: Compressor | Policy) -> Policy:
-    """The policy that sends every leaf by one compressor, unless it is a policy already."""
-    return (lambda path, leaf: compressor) if isinstance(compressor, Compressor) else compressor
 
 
 def require_params(name: str, params) -> None:

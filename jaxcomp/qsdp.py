@@ -255,7 +255,8 @@ def qsdp(
       A `QSDP`, hashable and without arrays.
 
     Raises:
-      ValueError: If `fast_axis` is `axis_name`, or both `secondary` and `gather_once` are set.
+      ValueError: If `fast_axis` is `axis_name`, both `secondary` and `gather_once` are set, or a
+        code is neither a compressor nor a policy.
 
     Examples:
       >>> import jaxcomp
@@ -283,6 +284,8 @@ def qsdp(
             "secondary shards are for a second gather, and with gather_once=True there is none; "
             "write one of the two."
         )
+    for code in (weights, gradients, fast_gradients):
+        averaging.policy_of(code)  # refuses what is neither
     exact = buckets.small_or_vector() if exact is None else exact
     rest = fast_axis, fast_gradients, secondary, gather_once
     return QSDP(axis_name, weights, gradients, exact, fit_at, seed, *rest)

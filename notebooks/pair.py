@@ -1,7 +1,7 @@
 """`python -m notebooks.pair [NAME ...]`: makes NAME.ipynb of NAME.py; all of them by default.
 
 The .py is the one to edit. `# %%` begins a cell of code, `# %% [markdown]` one of text, whose lines
-are comments. A notebook whose code has changed is run, which needs the extra jaxcomp[notebooks];
+are comments. A notebook whose code has changed is run, which needs pip install -e '.[notebooks]';
 where only text has changed, what its code has shown stays.
 """
 

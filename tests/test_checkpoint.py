@@ -4,7 +4,6 @@ import errno
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import threading
@@ -24,7 +23,6 @@ from train import checkpoint, checkpoint_files
 from train.checkpoint import open_checkpoints, read_metadata, restore
 from train.checkpoint_files import latest, steps
 from train.checkpoint_trees import like_replicas
-from train.signals import stop_signals
 
 ROOT = Path(__file__).parents[1]
 
@@ -479,35 +477,3 @@ def test_checksums_cover_every_array_file(tmp_path, mesh_of):
     # Orbax adds its mark of completion after the checksums are made.
     assert {name for name in on_disk if not name.endswith("commit_success.txt")} <= set(names)
     assert checkpoint_files.intact(tmp_path) == tmp_path / "1"
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_first_signal_asks_and_the_second_interrupts(number):
-    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
-    with stop_signals() as asked:
-        assert not asked()
-        os.kill(os.getpid(), number)
-        assert asked()
-        with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), number)
-    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
-
-
-def test_handlers_return_after_an_error():
-    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
-    with pytest.raises(ZeroDivisionError), stop_signals():
-        raise ZeroDivisionError
-    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
-
-
-def test_in_another_thread_no_stop_is_ever_asked_for():
-    answers = []
-
-    def body():
-        with stop_signals() as asked:
-            answers.append(asked())
-
-    thread = threading.Thread(target=body)
-    thread.start()
-    thread.join()
-    assert answers == [False]

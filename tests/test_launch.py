@@ -160,6 +160,15 @@ def test_processes_end_when_the_launcher_is_killed(launcher):
     until(lambda: all(log.read_text().endswith("here\nTERM\n") for log in logs), 20)
 
 
+def test_who_was_told_to_stop_hears_no_more_when_the_launcher_goes():
+    command = member("time.sleep(1); print(*told, flush=True)")
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        process.stdout.readline()
+        process.stdin.write(b"INT\n")
+        process.stdin.close()
+        assert process.stdout.read() == b"INT\n"
+
+
 def test_a_hosts_file_is_read():
     text = "# two hosts\nnode1\n\nme@10.0.0.2 slots=2  # with two\nfe80::1"
     assert ssh.read_hosts(text) == [
@@ -319,7 +328,8 @@ def test_local_processes_train_listen_on_loopback_only_and_stop_together(tmp_pat
             # gloo's, and in the first process the coordinator's.
             assert len(pids) == 2 and len(heard[0]) > len(heard[1]) >= 1
             assert all(address.is_loopback for addresses in heard for address in addresses)
-            launcher.send_signal(signal.SIGTERM)
+            for number in (signal.SIGINT, signal.SIGTERM):
+                launcher.send_signal(number)
             assert launcher.wait(120) == 0
         finally:
             launcher.kill()

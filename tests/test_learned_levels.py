@@ -289,7 +289,9 @@ def test_gradients_are_counted_before_they_are_coded_and_as_much_as_all_replicas
     ("arguments", "message"),
     [
         ((8,), "bits=8; needs an integer from 1 to 6; write quantize"),
+        (("4",), "bits='4'; needs an integer"),
         ((4, 0), "block=0"),
+        ((4, "8"), "block='8'"),
         ((4, 8, "shift"), "rounding='shift'"),
         ((4, 8, "nearest", "int8"), "scale_dtype=int8"),
     ],

@@ -3,6 +3,9 @@
 import json
 import math
 import os
+import pathlib
+import re
+import tomllib
 
 import jax
 import jax.numpy as jnp
@@ -107,8 +110,30 @@ def events_of(content, event):
 
 def test_missing_tensorboard_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"pip install 'jaxcomp\[tensorboard\]'"):
+    with pytest.raises(ValueError, match=r"pip install -e '\.\[tensorboard\]'"):
         metrics.tensorboard(tmp_path, step=0).__enter__()
+
+
+def test_every_text_that_says_what_to_install_names_an_extra_of_the_checkout():
+    root = pathlib.Path(__file__).parents[1]
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    folders = ("benchmarks", "configs", "notebooks", "train")
+    files = [file for folder in folders for file in (root / folder).rglob("*.py")]
+    files += [root / "README.md", *(root / "docs").rglob("*.md")]
+    installed = []
+    for file in files:
+        # A string may go on in the next line.
+        text = re.sub(r'"\n\s*f?"', "", file.read_text())
+        for command in re.findall("pip install.*", text):
+            installed += re.findall(r"'([^'\[]*)\[([\w,]+)\]([^']*)'", command)
+    assert len(installed) > 9
+    # The package index does not have jaxcomp, but an address after it may.
+    assert {(name, " @ " in rest) for name, _, rest in installed} == {
+        (".", False),
+        ("jaxcomp", True),
+    }
+    extras = {extra for _, group, _ in installed for extra in group.split(",")}
+    assert extras <= project["optional-dependencies"].keys()
 
 
 def test_run_record_names_what_the_run_depends_on():
@@ -127,11 +152,11 @@ def test_hardware_name_tells_the_cores_of_a_cpu():
 
 def test_progress_prints_plain_lines_where_there_is_no_terminal(capsys):
     with metrics.progress("small", 50, 100) as show:
-        show(60, 2.5)
-        show(100, 1.25)
+        show(60, 2.5, 0.5)
+        show(100, 1.25, 0.25)
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1
-    assert lines[0].startswith("small: step 100/100, loss 1.250, ") and "00:00 left" in lines[0]
+    assert lines[0].startswith("small: step 100/100, loss 1.250, 0.250 s/step, 00:00 left")
 
 
 def test_plain_progress_comes_every_ten_seconds_with_the_time_left(capsys, monkeypatch):
@@ -139,19 +164,20 @@ def test_plain_progress_comes_every_ten_seconds_with_the_time_left(capsys, monke
     monkeypatch.setattr("time.monotonic", lambda: next(clock))
     with metrics.progress("small", 50, 150) as show:
         for step in (51, 61, 62, 72):
-            show(step, 2.0)
+            show(step, 2.0, 0.5)
     assert capsys.readouterr().err.splitlines() == [
-        "small: step 61/150, loss 2.000, 1.000 s/step, 01:29 left",
-        "small: step 72/150, loss 2.000, 1.000 s/step, 01:18 left",
+        "small: step 61/150, loss 2.000, 0.500 s/step, 01:29 left",
+        "small: step 72/150, loss 2.000, 0.500 s/step, 01:18 left",
     ]
 
 
 def test_progress_is_a_bar_on_a_terminal(capsys, monkeypatch):
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     with metrics.progress("small", 50, 100) as show:
-        show(100, 1.25)
+        show(100, 1.25, 0.5)
     text = capsys.readouterr().err
-    assert "50/100" in text and "small: 100%" in text and "loss 1.250" in text
+    assert "50/100" in text and "small: 100%" in text
+    assert text.rstrip().endswith(", loss 1.250, 0.500 s/step]") and "step/s" not in text
 
 
 def run_of(bytes_per_step):

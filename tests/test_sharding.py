@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -66,6 +67,13 @@ def test_an_unknown_axis_is_refused(use):
         tx.init(PARAMS)
     with pytest.raises(ValueError, match=r"no axis 'replicas'; its axes are \('replica',\)"):
         jaxcomp.state_specs(tx, PARAMS, mesh_of(2), "replicas")
+
+
+def test_an_init_outside_of_shard_map_says_what_to_write_with_flax():
+    model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    message = r"nnx.Optimizer and .*train_step\(.*, 'replica'\), for nnx .* nnx.split as params"
+    with pytest.raises(ValueError, match=message):
+        nnx.Optimizer(model, lossy_mean(), wrt=nnx.Param)
 
 
 def test_unchecked_types_are_refused():

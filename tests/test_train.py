@@ -15,7 +15,6 @@ import time
 
 import jax
 import jax.numpy as jnp
-import launching
 import numpy as np
 import optax
 import pictures
@@ -25,7 +24,6 @@ from replicas import one_value
 from train import __main__ as program
 from train import (
     checkpoint,
-    checkpoint_files,
     config_json,
     data,
     devices,
@@ -253,6 +251,21 @@ def test_losses_of_long_intervals_are_gathered_in_pieces(config_of, monkeypatch)
     pieces = tasks.make_task(config_of(name="pieces", **seldom))
     monkeypatch.setattr(loop, "make_task", lambda config: pieces)
     assert [row["loss"] for row in loop.run(pieces.config)] == [row["loss"] for row in whole]
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_progress_shows_the_seconds_of_a_step_that_the_rows_have(
+    config_of, capsys, monkeypatch, change_task, terminal
+):
+    def slow_evaluation(task):
+        evaluate = lambda params: (time.sleep(0.5), task.evaluate(params))[1]
+        return task._replace(evaluate=evaluate)
+
+    change_task(slow_evaluation)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: terminal)
+    rows = loop.run(config_of(eval_every=1))
+    shown = re.findall(r", loss ([\d.]+), ([\d.]+) s/step", capsys.readouterr().err)
+    assert shown[-1] == (f"{rows[-1]['loss']:.3f}", f"{rows[-1]['step_seconds']:.3f}")
 
 
 # Stopping and going on.
@@ -716,30 +729,6 @@ def test_mistake_ends_with_status_2_and_one_message(
 def test_no_config_is_answered_with_the_usage(monkeypatch, capsys, args):
     status, out, _ = main(monkeypatch, capsys, *args)
     assert status == 2 and out.startswith("usage: python -m train CONFIG.py")
-
-
-SLOW_SAVE = """
-import os, signal, sys, threading, time
-from train import checkpoint
-from train.__main__ import main
-
-write = checkpoint.write_checksums
-
-def slowly(directory):
-    threading.Timer(1, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()
-    time.sleep(3)
-    write(directory)
-
-checkpoint.write_checksums = slowly
-main(sys.argv[1:])
-"""
-
-
-def test_a_stop_during_the_last_save_does_not_cut_it_off(tmp_path):
-    command = [sys.executable, "-c", SLOW_SAVE, str(launching.write_config(tmp_path))]
-    ended = launching.run(command, cwd=ROOT, env=launching.environment())
-    assert ended.returncode == 0, ended.stdout
-    assert checkpoint_files.latest(tmp_path / "runs" / "tiny" / "checkpoints") == 2
 
 
 def test_unknown_override_ends_with_status_2_and_the_nearest_one(monkeypatch, capsys):

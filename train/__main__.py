@@ -11,7 +11,7 @@ from train import advice, devices, plan_options
 from train import config as configs
 from train.config import Config
 from train.config_json import to_json
-from train.exits import clean_exits
+from train.exits import clean_exits, leave
 from train.objectives import OBJECTIVES
 from train.plan_options import Options
 
@@ -85,4 +85,7 @@ def _last_loss(rows, unit: str) -> str:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    try:
+        main(sys.argv[1:])
+    except SystemExit as end:
+        leave(end.code)

@@ -127,8 +127,10 @@ def open_checkpoints(directory: str | Path, keep: int = 3, seconds: int = 300) -
     def close():
         try:
             wait()
-        finally:
+        except OSError:
             manager.close()
+            raise
+        manager.close()
 
     return Checkpoints(save, check, wait, close)
 

@@ -120,7 +120,7 @@ class Config:
     save_seconds: int = 300
     """Seconds that a process waits for the others' parts of a checkpoint."""
     tensorboard: bool = False
-    """Write TensorBoard events as well; needs the extra jaxcomp[tensorboard]."""
+    """Write TensorBoard events as well; needs pip install -e '.[tensorboard]'."""
     # The config file chooses one of each; the command line changes its fields.
     model: GPTConfig | ResNetConfig | ViTConfig | SwinConfig = dataclasses.field(
         default_factory=GPTConfig

@@ -11,7 +11,7 @@ class Data:
     path: str | None = None
     """Text file or folder (read recursively); None: the source of Python's standard library."""
     huggingface: str | None = None
-    """Name or local path of a Hugging Face data set; needs the extra jaxcomp[huggingface]."""
+    """Name or local path of a Hugging Face data set; needs pip install -e '.[huggingface]'."""
     huggingface_subset: str | None = None
     """Subset (configuration) of the data set, where it has several."""
     huggingface_column: str = "text"

@@ -205,7 +205,7 @@ def _huggingface(data: Data) -> list[Document]:
     if importlib.util.find_spec("datasets") is None:
         raise ValueError(
             f"data.huggingface={data.huggingface!r} needs the package datasets; "
-            f"run pip install 'jaxcomp[huggingface]'."
+            f"run pip install -e '.[huggingface]' in the checkout."
         )
     import datasets
 

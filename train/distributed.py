@@ -8,7 +8,6 @@ import json
 import os
 import pathlib
 import platform
-import sys
 import time
 from typing import Any, NamedTuple, NoReturn
 
@@ -17,7 +16,7 @@ from jax._src import distributed as jax_distributed
 
 from train import addresses, rendezvous
 from train.aborts import on_abort
-from train.exits import TRY_AGAIN
+from train.exits import TRY_AGAIN, flush, leave
 from train.peers import bounded
 
 _FAILED = "jaxcomp/failed"  # below it, the exit status of each process that gives up
@@ -200,10 +199,8 @@ def abandon(status: int) -> NoReturn:
       status: Exit status.
     """
     if (client := _client()) is None:
-        sys.exit(status)
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):  # a log on a full disk
-            stream.flush()
+        leave(status)
+    flush()
     on_abort(lambda: os._exit(status))  # process 0 may end first, and the service with it
 
     def tell():

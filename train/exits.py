@@ -1,11 +1,16 @@
 """How a program of this folder ends: one message, never a traceback for a user's mistake."""
 
 import contextlib
+import os
 import sys
 from collections.abc import Iterator
+from typing import NoReturn
 
 TRY_AGAIN = 75
 """Exit status if nothing is wrong with the command, and it goes on when it is started again."""
+
+INTERRUPTED = 130
+"""Exit status of a program that a signal stopped at once."""
 
 
 @contextlib.contextmanager
@@ -37,5 +42,20 @@ def say(text: str) -> None:
 def status(error: BaseException) -> int:
     """The exit status for what ends a program, see `clean_exits`."""
     if isinstance(error, KeyboardInterrupt):
-        return 0 if str(error) else 130
+        return 0 if str(error) else INTERRUPTED
     return TRY_AGAIN if isinstance(error, ConnectionError) else 2
+
+
+def leave(status: int | str | None) -> NoReturn:
+    """Ends this process as `sys.exit` does; after an interrupt at once, also during a save."""
+    if status == INTERRUPTED:
+        flush()
+        os._exit(INTERRUPTED)  # sys.exit would wait for the threads that still save
+    sys.exit(status)
+
+
+def flush() -> None:
+    """Writes out what was printed, as `os._exit` does not."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # a log on a full disk
+            stream.flush()

@@ -53,7 +53,8 @@ def digits(path: str | None) -> Stored:
         if found is None:
             raise ValueError(
                 "data.form='digits' needs the package scikit-learn, which has the images in it; "
-                "run pip install 'jaxcomp[images]', or write --data.path with its digits.csv.gz."
+                "run pip install -e '.[images]' in the checkout, or write --data.path with its "
+                "digits.csv.gz."
             )
         path = pathlib.Path(found.submodule_search_locations[0], "datasets/data/digits.csv.gz")
     content = _bytes(pathlib.Path(path))
@@ -103,7 +104,7 @@ def folder(path: str) -> Stored:
     if importlib.util.find_spec("PIL") is None:
         raise ValueError(
             "data.form='folder' needs the package pillow, which reads images; run pip install "
-            "'jaxcomp[images]'."
+            "-e '.[images]' in the checkout."
         )
     root = pathlib.Path(path)
     parts = [root / "train", root / "val"] if (root / "train").is_dir() else [root]

@@ -50,46 +50,47 @@ def run(config: Config) -> list[dict[str, Any]]:
     folder = Path(config.runs_dir, config.name)
     directory = folder / "checkpoints"
     latest = lambda: checkpoint_files.latest(directory)
-    with watchdog.watch(config.watchdog_seconds, latest) as watch:
-        watch.at(0, "the start", config.start_seconds)
-        processes.require_shared(folder)
-        task = make_task(config)
-        distributed.require_same({"data": task.examples.record["sha256"]})
-        params, state, done = resume.begin(task, directory)
-        folder.mkdir(parents=True, exist_ok=True)
-        with contextlib.ExitStack() as stack:
-            keep_row, show = _outputs(stack, task, folder, done)
-            # Before the checkpoints, which are closed first: no stop cuts off the last save.
-            asked_to_stop = stack.enter_context(stop_signals())
-            checkpoints = _checkpoints(stack, config, directory)
+    # Signals are caught until all is done: no stop cuts off the last save, or the picture.
+    with contextlib.ExitStack() as until_the_end:
+        with watchdog.watch(config.watchdog_seconds, latest) as watch:
+            watch.at(0, "the start", config.start_seconds)
+            processes.require_shared(folder)
+            task = make_task(config)
+            distributed.require_same({"data": task.examples.record["sha256"]})
+            params, state, done = resume.begin(task, directory)
+            folder.mkdir(parents=True, exist_ok=True)
+            with contextlib.ExitStack() as stack:
+                keep_row, show = _outputs(stack, task, folder, done)
+                asked_to_stop = until_the_end.enter_context(stop_signals())
+                checkpoints = _checkpoints(stack, config, directory)
 
-            def save(params, state):
-                watch.at(done.step, "a save", config.start_seconds + config.save_seconds)
-                _require_equal(task, params, done.step)
-                tree = {"params": params, "state": state}
-                checkpoints.save(done.step, tree, resume.metadata(task, done))
+                def save(params, state):
+                    watch.at(done.step, "a save", config.start_seconds + config.save_seconds)
+                    _require_equal(task, params, done.step)
+                    tree = {"params": params, "state": state}
+                    checkpoints.save(done.step, tree, resume.metadata(task, done))
 
-            def write(row):
-                checkpoints.check()  # the next save may be far
-                keep_row(row)
+                def write(row):
+                    checkpoints.check()  # the next save may be far
+                    keep_row(row)
 
-            stop = lambda: watch.stop(done.step, asked_to_stop())
-            _train(task, params, state, done, write, save, show, stop, watch.at)
-    rows = []
-    if processes.is_first():
-        log = folder / "metrics.jsonl"
-        rows = metrics.read(log) if log.is_file() else []  # its user may have removed it
-        if any("val_loss" in row for row in rows):
-            plots.loss_figure({config.name: rows}, folder / "loss.png")
-    if done.step < config.steps:
-        raise KeyboardInterrupt(f"stopped at step {done.step}; run the same command to go on")
-    return rows
+                stop = lambda: watch.stop(done.step, asked_to_stop())
+                _train(task, params, state, done, write, save, show, stop, watch.at)
+        rows = []
+        if processes.is_first():
+            log = folder / "metrics.jsonl"
+            rows = metrics.read(log) if log.is_file() else []  # its user may have removed it
+            if any("val_loss" in row for row in rows):
+                plots.loss_figure({config.name: rows}, folder / "loss.png")
+        if done.step < config.steps:
+            raise KeyboardInterrupt(f"stopped at step {done.step}; run the same command to go on")
+        return rows
 
 
 def _outputs(stack: contextlib.ExitStack, task: Task, folder: Path, done: resume.Progress):
     """What a run says of itself: functions for a row, and for progress. Only process 0 says it."""
     if not processes.is_first():
-        return lambda row: None, lambda step, loss: None
+        return lambda row: None, lambda *_: None
     config, log = task.config, folder / "metrics.jsonl"
     metrics.keep_until(log, done.step if done.step else -1)
     metrics.write_text(folder / "report.txt", report.text(task) + "\n")
@@ -106,11 +107,14 @@ def _outputs(stack: contextlib.ExitStack, task: Task, folder: Path, done: resume
 
 
 def _checkpoints(stack: contextlib.ExitStack, config: Config, directory: Path):
-    """Opens the directory, and closes it at the end unless others might not come to that."""
+    """Opens the directory, and closes it at the end unless others might not come to that.
+
+    After a third signal nobody waits for a save.
+    """
     checkpoints = checkpoint.open_checkpoints(directory, seconds=config.save_seconds)
 
     def close(kind, error, trace):
-        if kind is None or jax.process_count() == 1:
+        if kind is None or (kind is not KeyboardInterrupt and jax.process_count() == 1):
             checkpoints.close()
 
     stack.push(close)
@@ -150,7 +154,7 @@ def _train(task: Task, params, state, done, write, save, show, stop, at) -> None
             if due(config.eval_every):
                 row |= evaluated()
             write(row)
-            show(done.step, row["loss"])
+            show(done.step, row["loss"], row["step_seconds"])
             done.losses, seconds = [], []
         if due(config.checkpoint_every):
             _count(task, outs, state, done)

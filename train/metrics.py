@@ -92,7 +92,7 @@ def tensorboard(folder: pathlib.Path, step: int) -> Iterator[Callable[[Row], Non
     if importlib.util.find_spec("tensorboardX") is None:
         raise ValueError(
             "tensorboard=True needs the package tensorboardX; "
-            "run pip install 'jaxcomp[tensorboard]'."
+            "run pip install -e '.[tensorboard]' in the checkout."
         )
     from tensorboardX import SummaryWriter
 
@@ -144,8 +144,12 @@ def hardware_name() -> str:
     return f"{name}, {os.cpu_count()} cores"
 
 
+# Without tqdm's own rate, of which compilation, evaluations and saves are a part.
+_BAR = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
+
+
 @contextlib.contextmanager
-def progress(name: str, first: int, steps: int) -> Iterator[Callable[[int, float], None]]:
+def progress(name: str, first: int, steps: int) -> Iterator[Callable[[int, float, float], None]]:
     """Shows a run's progress on stderr: a bar on a terminal, else a line every 10 seconds.
 
     Args:
@@ -154,13 +158,13 @@ def progress(name: str, first: int, steps: int) -> Iterator[Callable[[int, float
       steps: Steps of the whole run.
 
     Yields:
-      `show(step, loss)`: `step` steps are done, `loss` is the last one known.
+      `show(step, loss, step_seconds)`: `step` steps are done, the others are of the last row.
     """
     if sys.stderr.isatty():
-        with tqdm.tqdm(total=steps, initial=first, desc=name, unit="step") as bar:
+        with tqdm.tqdm(total=steps, initial=first, desc=name, bar_format=_BAR) as bar:
 
-            def show(step: int, loss: float) -> None:
-                bar.set_postfix_str(f"loss {loss:.3f}", refresh=False)
+            def show(step: int, loss: float, step_seconds: float) -> None:
+                bar.set_postfix_str(f"loss {loss:.3f}, {step_seconds:.3f} s/step", refresh=False)
                 bar.update(step - bar.n)
 
             yield show
@@ -168,19 +172,19 @@ def progress(name: str, first: int, steps: int) -> Iterator[Callable[[int, float
         yield _lines(name, first, steps)
 
 
-def _lines(name: str, first: int, steps: int, every: float = 10.0) -> Callable[[int, float], None]:
+def _lines(name: str, first: int, steps: int, every: float = 10.0) -> Callable[..., None]:
     start = shown = time.monotonic()
 
-    def show(step: int, loss: float) -> None:
+    def show(step: int, loss: float, step_seconds: float) -> None:
         nonlocal shown
         now = time.monotonic()
         if now - shown < every and step < steps:
             return
         shown = now
-        seconds = (now - start) / max(1, step - first)
-        left = tqdm.tqdm.format_interval(seconds * (steps - step))
+        # Evaluations and saves come again: they are a part of what is left.
+        left = tqdm.tqdm.format_interval((now - start) / max(1, step - first) * (steps - step))
         print(
-            f"{name}: step {step}/{steps}, loss {loss:.3f}, {seconds:.3f} s/step, {left} left",
+            f"{name}: step {step}/{steps}, loss {loss:.3f}, {step_seconds:.3f} s/step, {left} left",
             file=sys.stderr,
             flush=True,
         )

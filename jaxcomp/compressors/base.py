@@ -123,6 +123,12 @@ def identity() -> Compressor:
     )
 
 
+def require_compressor(name: str, got: Any) -> None:
+    """Raises a ValueError for what is no compressor, in the words of the call that got it."""
+    if not isinstance(got, Compressor):
+        raise ValueError(f"{name} got {got!r}; needs a Compressor; write quantize(4)")
+
+
 def call_name(factory: Callable[..., Compressor], **arguments: Any) -> str:
     """Writes the call of a factory with every argument that is not its default.
 

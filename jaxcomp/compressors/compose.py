@@ -2,7 +2,13 @@
 
 import math
 
-from jaxcomp.compressors.base import Compressor, Payload, Selection, identity
+from jaxcomp.compressors.base import (
+    Compressor,
+    Payload,
+    Selection,
+    identity,
+    require_compressor,
+)
 from jaxcomp.compressors.packing import fold
 
 
@@ -30,8 +36,8 @@ def compose(*stages: Compressor) -> Compressor:
       0.1825
 
     Raises:
-      ValueError: At construction, without stages, with a stage before the last that is not a
-        sparsifier, or with two `random_k`.
+      ValueError: At construction, without stages, with what is no compressor, with a stage before
+        the last that is not a sparsifier, or with two `random_k`.
 
     References:
       J. Wang et al., "CocktailSGD: Fine-tuning Foundation Models over 500Mbps Networks", ICML
@@ -39,6 +45,8 @@ def compose(*stages: Compressor) -> Compressor:
     """
     if not stages:
         raise ValueError("compose() got no stage; write identity() to send float32 values")
+    for stage in stages:
+        require_compressor("compose", stage)
     # A chain in a chain is one: what may stand where, and how often, is asked of all stages.
     stages = tuple(one for stage in stages for one in stage.stages or (stage,))
     for stage in stages[:-1]:

@@ -96,12 +96,12 @@ def learned_levels(
 def _check(bits, block, rounding, scale_dtype):
     if not isinstance(bits, int) or not 1 <= bits <= _MOST_BITS:
         raise ValueError(
-            f"learned_levels got bits={bits}; needs an integer from 1 to {_MOST_BITS}; write "
+            f"learned_levels got bits={bits!r}; needs an integer from 1 to {_MOST_BITS}; write "
             "quantize(8, block=1024, range='minmax') for more"
         )
     if not isinstance(block, int) or block < 1:
         raise ValueError(
-            f"learned_levels got block={block}; needs a positive integer; write block=1024"
+            f"learned_levels got block={block!r}; needs a positive integer; write block=1024"
         )
     if rounding not in ("nearest", "stochastic"):
         raise ValueError(

@@ -146,11 +146,11 @@ def quantize(
 def _check(bits, block, range, rounding, scale_dtype):
     if not isinstance(bits, int) or not 1 <= bits <= 8:
         raise ValueError(
-            f"quantize got bits={bits}; needs an integer from 1 to 8; write cast('bfloat16') or "
-            "identity() for more"
+            f"quantize got bits={bits!r}; needs an integer from 1 to 8; write quantize(4), or "
+            "cast('bfloat16') or identity() for more bits"
         )
     if not isinstance(block, int) or block < 1:
-        raise ValueError(f"quantize got block={block}; needs a positive integer; write block=128")
+        raise ValueError(f"quantize got block={block!r}; needs a positive integer; write block=128")
     if range not in ("absmax", "minmax"):
         raise ValueError(f"quantize got range={range!r}; write 'absmax' or 'minmax'")
     if rounding not in ("nearest", "stochastic", "shift"):

@@ -44,7 +44,7 @@ def sign(
         raise ValueError(f"sign got scale={scale!r}; write 'l1' or 'l2'")
     if block is not None and (not isinstance(block, int) or block < 1):
         raise ValueError(
-            f"sign got block={block}; needs a positive integer, or None for one scale per bucket"
+            f"sign got block={block!r}; needs a positive integer, or None for one scale per bucket"
         )
     if dtype.name not in ("float32", "bfloat16", "float16"):
         raise ValueError(

@@ -1,6 +1,7 @@
 """Sparsifiers: a share of the entries, chosen by the step, by chance or by magnitude."""
 
 import math
+import numbers
 
 import jax.numpy as jnp
 from jax import lax
@@ -80,7 +81,7 @@ def top_k(density: float, block: int | None = None) -> Compressor:
     _check_density("top_k", density)
     if block is not None and (not isinstance(block, int) or block < 1):
         raise ValueError(
-            f"top_k got block={block}; needs a positive integer, or None for the whole bucket"
+            f"top_k got block={block!r}; needs a positive integer, or None for the whole bucket"
         )
 
     def layout(numel):
@@ -120,7 +121,7 @@ def group_top_1(group: int) -> Compressor:
     """
     if not isinstance(group, int) or group not in [2**i for i in range(1, 9)]:
         raise ValueError(
-            f"group_top_1 got group={group}; needs a power of two from 2 to 256; write group=8"
+            f"group_top_1 got group={group!r}; needs a power of two from 2 to 256; write group=8"
         )
     bits = group.bit_length() - 1
 
@@ -246,9 +247,9 @@ def _ceil(x):
 
 
 def _check_density(name, density):
-    if not 0 < density <= 1:
+    if not isinstance(density, numbers.Real) or not 0 < density <= 1:
         raise ValueError(
-            f"{name} got density={density}; needs a share of the entries in (0, 1]; write "
+            f"{name} got density={density!r}; needs a share of the entries in (0, 1]; write "
             f"{name}(0.1) to send a tenth"
         )
 

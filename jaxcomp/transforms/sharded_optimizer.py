@@ -82,11 +82,11 @@ def sharded_optimizer(
     inner = optax.with_extra_args_support(inner)
     gradients = quantize(4, rounding="stochastic") if gradients is None else gradients
     differences = quantize(4) if differences is None else differences
+    gradients, differences = map(averaging.policy_of, (gradients, differences))
     exact = buckets.small_or_vector(axis_name) if exact is None else exact
 
-    def plan_of(tree, code):
+    def plan_of(tree, policy):
         """The buckets of one replica's pieces; a policy sees the leaves as they are."""
-        policy = averaging.policy_of(code)
         code_of = lambda path, leaf: averaging.EXACT if exact(path, leaf) else policy(path, leaf)
         keyed = jax.tree_util.tree_leaves_with_path(tree)
         leaves = {buckets.path_of(key_path): leaf for key_path, leaf in keyed}

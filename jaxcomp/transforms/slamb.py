@@ -139,7 +139,7 @@ def slamb(
     transport = averaging.Transport(stages[0].policy, exchange, axis_name, bucket_numel, seed)
     rate_of = moments.schedule_of(learning_rate)
     sync_at = _sync_at(sync_every)
-    coded = averaging.policy_of(drift_compressor or averaging.EXACT)
+    coded = averaging.policy_of(averaging.EXACT if drift_compressor is None else drift_compressor)
 
     def drift_policy(path, leaf):
         whole = masks.is_whole(leaf, exact_numel, axis_name)

@@ -19,12 +19,15 @@ def obey() -> None:
 
 def _listen() -> None:
     # os.read and no buffered file: a thread inside sys.stdin's lock would break the exit.
-    rest = b""
+    rest, asked = b"", False
     while part := os.read(0, 1024):
         *lines, rest = (rest + part).split(b"\n")
         for line in lines:
             os.kill(os.getpid(), getattr(signal, f"SIG{line.decode()}"))
-    os.kill(os.getpid(), signal.SIGTERM)
+            asked = True
+    # Who was told to stop already is saving: a third signal would cut that off.
+    if not asked:
+        os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(_GRACE)
     os._exit(1)
 

@@ -190,7 +190,7 @@ def _report(members: list[Member], first: int) -> int:
     member = members[first]
     code = member.popen.returncode
     status = code if code > 0 else 128 - code
-    if status == 130:  # a second Ctrl-C: the user knows
+    if status == 130:  # Ctrl-C at the start, or a third one: the user knows
         return status
     how = f"status {code}" if code > 0 else f"signal {signal.Signals(-code).name}"
     with open(member.log, "rb") as log:
