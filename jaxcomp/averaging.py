@@ -66,9 +66,9 @@ def finite(tree) -> jax.Array:
     return jnp.dot(good, jnp.ones_like(good)) == good.size
 
 
-def not_finite(tree, axis_name: str) -> jax.Array:
-    """i32[], 1 if anything in this replica's tree is NaN or infinite; equal on its shards."""
-    return largest((~finite(tree)).astype(jnp.int32), axis_name)
+def not_finite(tree, *but: str) -> jax.Array:
+    """i32[], 1 if anything in a tree is NaN or infinite; equal over all mesh axes `but` these."""
+    return largest((~finite(tree)).astype(jnp.int32), *but)
 
 
 def zero_owner_residual(

@@ -11,10 +11,10 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxcomp import levels
+from jaxcomp import averaging, levels
 from jaxcomp.fields import fields
 from jaxcomp.qsdp import QSDP
-from jaxcomp.sharding import largest, per_replica, stack, to_varying, unstack
+from jaxcomp.sharding import per_replica, stack, to_varying, unstack
 from jaxcomp.specs import specs_of
 from jaxcomp.step import TrainStep, check_batch, mean_over_microbatches, require_local
 
@@ -91,8 +91,7 @@ def qsdp_train_step(
         shards, grads = unstack((shards, grads), axes)
         tables, rounds = _fitted(fsdp, shards, state, tallies)
         updates, inner = tx.update(grads, state.inner, shards, value=lax.pmean(loss, axes))
-        bad = ~jnp.all(jnp.stack([jnp.all(jnp.isfinite(u)) for u in jax.tree.leaves(updates)]))
-        skipped = largest(bad.astype(jnp.float32)) > 0
+        skipped = averaging.not_finite(updates) > 0
         new = optax.apply_updates(shards, updates), inner
         shards, inner = jax.tree.map(
             functools.partial(jnp.where, ~skipped), new, (shards, state.inner)

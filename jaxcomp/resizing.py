@@ -139,8 +139,12 @@ def _num_shards(like) -> int:
 
 
 def _resize_owned(old, shape, num_shards):
-    """Chunks `[N, shards * c]` of buckets as `[M, shards * c']`; only padding is cut off."""
-    flat = old.reshape(old.shape[0], num_shards, -1).swapaxes(0, 1).reshape(num_shards, -1)
-    size = shape[0] * shape[1] // num_shards
-    flat = np.pad(flat[:, :size], ((0, 0), (0, max(0, size - flat.shape[1]))))
-    return flat.reshape(num_shards, shape[0], -1).swapaxes(0, 1).reshape(shape)
+    """Chunks `[N, shards * c]` as `[M, shards * c']`; only padding is cut off.
+
+    Of `[N, *stack, c]` each entry of the stack is by itself; shards lie in it.
+    """
+    rows = old.reshape(old.shape[0], num_shards, -1) if old.ndim == 2 else old
+    stack, size = rows.shape[1:-1], shape[0] * shape[-1] // (num_shards if old.ndim == 2 else 1)
+    flat = np.moveaxis(rows, 0, -2).reshape(*stack, -1)[..., :size]
+    flat = np.pad(flat, [(0, 0)] * len(stack) + [(0, size - flat.shape[-1])])
+    return np.moveaxis(flat.reshape(*stack, shape[0], -1), -2, 0).reshape(shape)

@@ -11,11 +11,11 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from jaxcomp import averaging
 from jaxcomp.fields import fields, has_feedback
 from jaxcomp.sharding import (
     add_drifts,
     is_tracked,
-    largest,
     per_replica,
     require_alike,
     to_varying,
@@ -195,9 +195,8 @@ def apply_update(tx, axis_name, params, state, grads, loss, **extra_args):
     new_params = optax.apply_updates(params, updates)
     if fields(state, "skipped") and not _any_makes_nan(state):
         return new_params, new_state, jnp.zeros([], bool)
-    finite = jnp.stack([jnp.all(jnp.isfinite(u)) for u in jax.tree.leaves(updates)])
     # All shards of a replica must agree; that all replicas do, their type says already.
-    skipped = largest((~jnp.all(finite)).astype(jnp.float32)) > 0
+    skipped = averaging.not_finite(updates) > 0
     keep = functools.partial(jnp.where, ~skipped)
     params, state = jax.tree.map(keep, (new_params, new_state), (params, state))
     return params, state, skipped
