@@ -9,10 +9,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend import core
 
 from jaxcomp.buckets import path_of
-from jaxcomp.sharding import varying_axes, zeros_of
+from jaxcomp.sharding import to_varying, varying_axes
 
 # What has as many results as entries, and still mixes them.
 _MIXING = frozenset(
@@ -81,9 +82,10 @@ def require_elementwise(
 
 
 def _zeros(shape, like):
+    """Zeros of a shape, of the dtype and varying axes of an array; a random key as it is."""
     if jax.dtypes.issubdtype(like.dtype, jax.dtypes.extended):
         return like
-    return zeros_of(jax.ShapeDtypeStruct(shape, like.dtype), like)
+    return to_varying(jnp.zeros(shape, like.dtype), tuple(sorted(varying_axes(like))))
 
 
 def _names(jaxpr) -> Iterator[str]:

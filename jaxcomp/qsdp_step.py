@@ -155,11 +155,16 @@ def _mean_gradients(loss_fn, fsdp, accumulate, shards, state, batch):
     def of_params(_, part):
         return jax.value_and_grad(loss_fn)(params, part)
 
+    def mean(value_and_grad, like):
+        """In the dtypes of `like`: those of cotangents, and of what `tx` was made for."""
+        loss, grads = mean_over_microbatches(value_and_grad, accumulate, like, batch)
+        return loss, jax.tree.map(lambda g, x: g.astype(x.dtype), grads, like)
+
     if fsdp.gather_once:
         params, scattered = jax.vjp(lambda *own: fsdp.gather(local(0, *own)), *own)
-        loss, grads = mean_over_microbatches(of_params, accumulate, params, batch)
+        loss, grads = mean(of_params, params)
         grads = scattered(grads)
     else:
-        loss, grads = mean_over_microbatches(of_shards, accumulate, own, batch)
+        loss, grads = mean(of_shards, own)
     require_local(loss, *fsdp.axes)
     return loss, *grads

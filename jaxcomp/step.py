@@ -163,9 +163,10 @@ def _is_batched(x):
 
 
 def mean_over_microbatches(value_and_grad, accumulate, like, batch):
-    """Means of a loss and of a gradient like `like`, summed in at least float32.
+    """Means of a loss and of a gradient like `like`, of at least float32 if there are several.
 
-    Of `value_and_grad(index, microbatch)`, for the parts that the batch is cut into, in turn.
+    Of `value_and_grad(index, microbatch)`, for the parts that the batch is cut into, in turn. No
+    narrower dtype of the parameters rounds a mean before it is coded.
     """
     micro = jax.tree.map(lambda x: x.reshape(accumulate, -1, *x.shape[1:]), batch)
     zero = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.promote_types(p.dtype, "float32")), like)
@@ -177,8 +178,7 @@ def mean_over_microbatches(value_and_grad, accumulate, like, batch):
     if accumulate == 1:
         return value_and_grad(0, batch)
     total, losses = lax.scan(add, zero, (jnp.arange(accumulate), micro))
-    grads = jax.tree.map(lambda t, p: (t / accumulate).astype(p.dtype), total, like)
-    return jnp.mean(losses), grads
+    return jnp.mean(losses), jax.tree.map(lambda t: t / accumulate, total)
 
 
 def apply_update(tx, axis_name, params, state, grads, loss, **extra_args):
@@ -190,6 +190,8 @@ def apply_update(tx, axis_name, params, state, grads, loss, **extra_args):
     grads = jax.tree.map(lambda g: g[0], grads)
     extra_args["value"] = lax.pmean(loss[0], axis_name)  # XLA sends nothing if nobody uses it
     updates, new_state = tx.update(grads, state, params, axis_name=axis_name, **extra_args)
+    # Gradients of microbatches are wider than narrow parameters, and so what optax adds to them.
+    new_state = jax.tree.map(_in_dtype_of, new_state, state)
     _require_averaged(updates, axis_name)
     require_alike(updates, params, axis_name)
     new_params = optax.apply_updates(params, updates)
@@ -200,6 +202,10 @@ def apply_update(tx, axis_name, params, state, grads, loss, **extra_args):
     keep = functools.partial(jnp.where, ~skipped)
     params, state = jax.tree.map(keep, (new_params, new_state), (params, state))
     return params, state, skipped
+
+
+def _in_dtype_of(new, old):
+    return new if new.dtype == old.dtype else new.astype(old.dtype)
 
 
 def _any_makes_nan(state):

@@ -73,6 +73,76 @@ def test_cocktail_sgd_takes_optimizers_that_decide_by_their_gradient():
         assert params["a"].dtype == dtype and np.all(np.float32(params["a"]) < 1)
 
 
+def train_narrow(tx, steps, replicas=2, accumulate=4):
+    """Parameters and states of steps in bfloat16, and batches `[replicas, accumulate, 32, 32]`."""
+    mesh = mesh_of(replicas)
+    linear = lambda params, batch: jnp.sum(params["a"].astype(jnp.float32) * jnp.mean(batch, 0))
+    init, step = jaxcomp.train_step(linear, tx, mesh, "replica", accumulate=accumulate)
+    params = everywhere(mesh, {"a": jnp.zeros((32, 32), jnp.bfloat16)})
+    states, batches = [init(params)], []
+    for number in range(steps):
+        # bfloat16 holds each of these gradients, but not always the mean of several.
+        batch = np.random.default_rng(number).integers(-256, 257, (replicas * accumulate, 32, 32))
+        batches.append(batch.reshape(replicas, accumulate, 32, 32).astype(np.float32))
+        params, state, _ = step(params, jax.tree.map(jnp.copy, states[-1]), rows(mesh, batch))
+        states.append(state)
+    return np.asarray(params["a"]), states, batches
+
+
+def test_microbatches_are_averaged_in_float32_and_the_result_is_rounded_once():
+    mean = jaxcomp.compressed_mean(jaxcomp.identity(), "replica")
+    params, _, [batch] = train_narrow(optax.chain(mean, optax.sgd(1.0)), 1)
+    wanted = -batch.mean(axis=(0, 1))
+    np.testing.assert_array_equal(params, wanted.astype(jnp.bfloat16))
+    twice = -batch.mean(axis=1).astype(jnp.bfloat16).astype(np.float32).mean(axis=0)
+    assert np.any(params != twice.astype(jnp.bfloat16))
+
+
+def test_what_is_not_sent_of_microbatches_is_kept_in_float32():
+    mean = jaxcomp.compressed_mean(jaxcomp.top_k(1 / 16), "replica")
+    _, [_, state], [batch] = train_narrow(optax.chain(mean, optax.sgd(1.0)), 1)
+    own, residual = batch.mean(axis=1), np.asarray(state[0].residual["a"])
+    kept = own[residual == own]
+    assert kept.size == own.size * 15 / 16
+    assert np.any(kept != kept.astype(jnp.bfloat16))
+
+
+BEHIND_A_MEAN = {
+    "sgd": optax.sgd(1e-2),
+    "momentum": optax.sgd(1e-2, momentum=0.9),
+    "adam": optax.adam(1e-2),
+    "adamw": optax.adamw(1e-2),
+    "adam, wide": optax.adam(1e-2, mu_dtype=jnp.float32),
+    "lion": optax.lion(1e-2),
+    "if finite": optax.apply_if_finite(optax.adam(1e-2), 3),
+    "clipped": optax.chain(jaxcomp.clip_by_global_norm(1.0), optax.adam(1e-2)),
+}
+NARROW = {
+    **{
+        name: optax.chain(jaxcomp.compressed_mean(jaxcomp.quantize(4), "replica"), optimizer)
+        for name, optimizer in BEHIND_A_MEAN.items()
+    },
+    "in front": optax.chain(optax.trace(0.9), quantized_adam()),
+    "steps": optax.MultiSteps(quantized_adam(), 2).gradient_transformation(),
+    "compact": jaxcomp.compact(quantized_adam()),
+    "partition": optax.partition({"mean": quantized_adam()}, {"a": "mean"}),
+    "cocktail_sgd": jaxcomp.cocktail_sgd(optax.adam(1e-2), "replica", warmup_steps=1),
+    "one_bit_adam": jaxcomp.one_bit_adam(1e-2, "replica", freeze_step=1),
+    "one_bit_lamb": jaxcomp.one_bit_lamb(1e-2, "replica", freeze_step=1),
+    "sharded_optimizer": jaxcomp.sharded_optimizer(optax.adamw(1e-2), "replica"),
+    "slamb": jaxcomp.slamb(1e-2, "replica", sync_every=2),
+    "zero_one_adam": jaxcomp.zero_one_adam(1e-2, "replica"),
+}
+
+
+@pytest.mark.parametrize("method", NARROW)
+def test_wide_gradients_of_narrow_parameters_change_no_type_of_a_state(method):
+    params, [start, *later], _ = train_narrow(NARROW[method], 2)
+    assert params.dtype == jnp.bfloat16 and np.any(params != 0)
+    types = lambda state: jax.tree.map(lambda x: (x.shape, x.dtype.name), state)
+    assert [types(state) for state in later] == [types(start)] * 2
+
+
 def test_squares_of_float16_gradients_do_not_vanish():
     """Adam divides by the root of their mean: without it a step is a momentum over eps."""
 

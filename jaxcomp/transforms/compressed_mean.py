@@ -64,8 +64,9 @@ def compressed_mean(
       seed: Of masks, shifts and stochastic rounding.
 
     Returns:
-      A `GradientTransformationExtraArgs`; updates keep shapes and dtypes. Wrap the whole chain
-      in `jaxcomp.per_replica`, which `train_step` does by itself.
+      A `GradientTransformationExtraArgs`; updates keep shapes, and get the dtypes of `params`
+      where these are given. Wrap the whole chain in `jaxcomp.per_replica`, which `train_step`
+      does by itself.
 
     Raises:
       ValueError: At trace time, for an unknown axis, updates that are already reduced, a tree
@@ -103,7 +104,10 @@ def compressed_mean(
         flat = buckets.flatten(plan, averaging.add_residual(plan, updates, old[0]))
         shared = Key(state.count, jnp.uint32(seed))
         means, skip = _means_or_skip(plan, flat, old[1], exchange, shared, axis_name)
-        mean = buckets.unflatten(plan, [jnp.where(skip, jnp.nan, m.mean) for m in means])
+        # optax's states have the parameters' dtypes, and an update of another would change theirs.
+        like = updates if params is None else params
+        dtypes = [leaf.dtype for leaf in plan.treedef.flatten_up_to(like)]
+        mean = buckets.unflatten(plan, [jnp.where(skip, jnp.nan, m.mean) for m in means], dtypes)
         count = optax.safe_increment(state.count)
         if not error_feedback:
             return mean, state._replace(count=count)
