@@ -5,7 +5,7 @@ would do with whole parameters: here its two programs are traced and compared.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax

@@ -202,7 +202,7 @@ class QSDP:
                 f"fast_gradients is {codes[2].name} for {name!r}, but levels are learned of what "
                 "crosses the slow axis only; write quantize(...)."
             )
-        return Shard(None, one.shape, *codes)
+        return Shard(None, one.shape, *codes, stack=leaf.shape[: leaf.ndim - len(shape)])
 
 
 def qsdp(

@@ -1,5 +1,6 @@
 """A whole training step of sharded parameters: gathered forward and backward, updated in shards."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -12,9 +13,11 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxcomp import averaging, levels
+from jaxcomp.elementwise import ranked, require_elementwise
 from jaxcomp.fields import fields
 from jaxcomp.qsdp import QSDP
 from jaxcomp.sharding import per_replica, stack, to_varying, unstack
+from jaxcomp.shards import map_shards
 from jaxcomp.specs import specs_of
 from jaxcomp.step import TrainStep, check_batch, mean_over_microbatches, require_local
 
@@ -46,10 +49,11 @@ def qsdp_train_step(
       loss_fn: `(shards, batch) -> f32[]`, the mean loss over the batch that it is given. It gets
         what `fsdp.local` returns, and uses it by `fsdp.gather` and `fsdp.layer`; these pass on
         what is gathered already, as by `fsdp.gather_once`.
-      tx: Any optimizer whose update of an entry depends on that entry alone, as Adam's. Norms of
-        a whole gradient, as for `jaxcomp.clip_by_global_norm`, have to be summed over
-        `fsdp.axes`; it does that. Nothing that exchanges gradients by itself. Its `update` gets
-        `value`, the mean loss of all replicas.
+      tx: Any optimizer whose update of an entry depends on that entry alone, as Adam's, or on what
+        is summed over all shards, as by `jaxcomp.clip_by_global_norm`. It gets `value`, the mean
+        loss of all replicas. It sees flat shards of the ranks that parameters have, or one layer
+        of them: masks such as `ndim > 1` work, and what looks at other shapes is refused. Nothing
+        that exchanges gradients by itself.
       mesh: Of the axes `fsdp.axes`, in any order, and no others.
       fsdp: As `jaxcomp.qsdp` makes it.
       accumulate: Microbatches that a replica's batch is cut into, in turn. Each gathers the
@@ -63,7 +67,8 @@ def qsdp_train_step(
     Raises:
       ValueError: At construction, if the mesh has other axes than `fsdp.axes`, or `accumulate` is
         under 1; at the first call, if the batch cannot be divided, the loss is equal on all
-        replicas, or `tx` is one of this package's methods.
+        replicas, or `tx` is one of this package's methods, looks at shapes, or mixes entries of a
+        shard.
     """
     axes = fsdp.axes
     if accumulate < 1:
@@ -73,7 +78,7 @@ def qsdp_train_step(
             f"qsdp_train_step got a mesh of axes {mesh.axis_names}, needs one of {axes} and no "
             "others; of a slow and a fast axis write qsdp(slow, fast_axis=fast)."
         )
-    alone, tx = tx, per_replica(tx, axes)
+    alone, tx = tx, per_replica(_of_pieces(tx), axes)
     cut, rows = P(axes), P(mesh.axis_names)
     sharded = functools.partial(jax.shard_map, mesh=mesh)
 
@@ -113,6 +118,28 @@ def qsdp_train_step(
         return shards, state, {"loss": loss, "skipped": skipped}
 
     return TrainStep(init, step)
+
+
+def _of_pieces(tx):
+    """An optimizer of shards: it sees their parameters' ranks, and has to work entry by entry."""
+    tx = optax.with_extra_args_support(tx)
+    mapped = lambda of: functools.partial(
+        map_shards, lambda shard: dataclasses.replace(shard, data=of(shard))
+    )
+    # In an optimizer's state a shard's array may be an optax.MaskedNode, which has no leaves.
+    rank = mapped(lambda s: jax.tree.map(lambda x: ranked(x, len(s.shape)), s.data))
+    flat = mapped(lambda s: jax.tree.map(lambda x: x.reshape(*s.stack, -1), s.data))
+
+    def init(shards):
+        return flat(tx.init(rank(shards)))
+
+    def update(grads, state, shards, **extra_args):
+        grads, state, pieces = rank(grads), rank(state), rank(shards)
+        shapes = mapped(lambda shard: shard.shape)(shards)
+        require_elementwise(tx, grads, state, pieces, shapes, **extra_args)
+        return flat(tx.update(grads, state, pieces, **extra_args))
+
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def _require_alone(state):

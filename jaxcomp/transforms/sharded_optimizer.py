@@ -11,7 +11,8 @@ from jax import lax
 
 from jaxcomp import averaging, buckets, wire
 from jaxcomp.compressors import Compressor, Key, quantize
-from jaxcomp.sharding import num_replicas, require_varying
+from jaxcomp.elementwise import ranked, require_elementwise
+from jaxcomp.sharding import is_tracked, num_replicas, require_varying
 from jaxcomp.shards import cut, natural, without_padding
 
 
@@ -19,7 +20,8 @@ class ShardedOptimizerState(NamedTuple):
     """State of `sharded_optimizer`; of every parameter each replica owns one of R pieces."""
 
     count: jax.Array  # i32[], steps so far
-    owner_residual: Any  # f32[numel / R] a leaf: the owner's parameters minus those of all
+    # f32[1, ..., 1, numel / R] a leaf, of its rank: the owner's parameters minus those of all
+    owner_residual: Any
     owned: Any  # the inner optimizer's, of pieces
 
 
@@ -47,9 +49,10 @@ def sharded_optimizer(
 
     Args:
       inner: Any optax optimizer whose update of an entry depends on that entry alone, as Adam's,
-        with its learning rate. It sees the tree of the parameters with flat pieces as leaves:
-        masks by path work, those by shape do not. `jaxcomp.clip_by_global_norm` sums over owners,
-        but for `simulated_train_step`, whose axis has no types.
+        with its learning rate. It sees the tree of the parameters with flat pieces as leaves, of
+        the parameters' ranks: masks by path and such as `ndim > 1` work. What looks at other
+        shapes or mixes entries is refused. `jaxcomp.clip_by_global_norm` sums over owners. In
+        `simulated_train_step`, whose axis has no types, nothing is refused and norms are local.
       axis_name: Mesh axis of the replicas.
       gradients: Code Q, or a policy `(path, leaf) -> Compressor`. Default:
         `quantize(4, rounding="stochastic")`.
@@ -66,7 +69,8 @@ def sharded_optimizer(
 
     Raises:
       ValueError: At trace time without `params`, for an unknown axis, gradients that are already
-        reduced, or leaves that are not floating.
+        reduced, leaves that are not floating, or an inner optimizer that looks at shapes or whose
+        update of an entry depends on others.
 
     Examples:
       >>> import jaxcomp
@@ -96,12 +100,13 @@ def sharded_optimizer(
         return averaging.make_plan(pieces, lambda path, _: chosen[path], axis_name, numel)
 
     def rows_of(tree):
-        """Every leaf in its pieces, `[R, numel / R]`, float32 or wider."""
+        """Every leaf in its R pieces, each of the leaf's rank, float32 or wider."""
 
         def cut_up(x):
             is_real = jnp.issubdtype(x.dtype, jnp.floating)  # others are refused by the plan
             wide = x.astype(jnp.promote_types(x.dtype, jnp.float32)) if is_real else x
-            return cut(wide, 0, num_replicas(axis_name))
+            rows = cut(wide, 0, num_replicas(axis_name))
+            return jax.vmap(lambda piece: ranked(piece, x.ndim))(rows)
 
         return jax.tree.map(cut_up, tree)
 
@@ -117,8 +122,8 @@ def sharded_optimizer(
         plan = plan_of(grads, gradients)
         flat = jax.vmap(functools.partial(buckets.flatten, plan))(rows_of(grads))
         pieces = buckets.unflatten(plan, averaging.map_buckets(mean, plan, shared, flat))
-        whole = lambda piece, grad: without_padding(piece, grad.size, axis_name)
-        return jax.tree.map(whole, pieces, grads)
+        cleared = lambda piece, grad: without_padding(piece.reshape(-1), grad.size, axis_name)
+        return jax.tree.map(lambda x, g: cleared(x, g).reshape(x.shape), pieces, grads)
 
     def gathered(pieces, params, shared):
         """What the owners' codes decode to: in natural shapes, and the own pieces of it."""
@@ -131,7 +136,8 @@ def sharded_optimizer(
         full, kept = zip(*averaging.map_buckets(gather, plan, shared, flat), strict=True)
         rows = [x.reshape(num_replicas(axis_name), -1) for x in full]
         rows = jax.vmap(functools.partial(buckets.unflatten, plan))(rows)
-        change = jax.tree.map(lambda rows, param: natural(rows, param.shape), rows, params)
+        flat = lambda rows: rows.reshape(len(rows), -1)
+        change = jax.tree.map(lambda rows, param: natural(flat(rows), param.shape), rows, params)
         return change, buckets.unflatten(plan, list(kept))
 
     def init(params):
@@ -149,6 +155,9 @@ def sharded_optimizer(
         grads = scattered(updates, shared)
         held = own(params)
         master = jax.tree.map(jnp.add, held, state.owner_residual)
+        if is_tracked(axis_name):
+            shapes = jax.tree.map(lambda x: x.shape, params)
+            require_elementwise(inner, grads, state.owned, master, shapes, **extra_args)
         step, owned = inner.update(grads, state.owned, master, **extra_args)
         total = jax.tree.map(jnp.add, state.owner_residual, step)
         change, kept = gathered(total, params, shared)
