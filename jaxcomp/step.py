@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxcomp import averaging
+from jaxcomp.elementwise import require_whole_norms
 from jaxcomp.fields import fields, has_feedback
 from jaxcomp.sharding import (
     add_drifts,
@@ -189,11 +190,13 @@ def apply_update(tx, axis_name, params, state, grads, loss, **extra_args):
     """
     grads = jax.tree.map(lambda g: g[0], grads)
     extra_args["value"] = lax.pmean(loss[0], axis_name)  # XLA sends nothing if nobody uses it
-    updates, new_state = tx.update(grads, state, params, axis_name=axis_name, **extra_args)
+    update = functools.partial(tx.update, axis_name=axis_name, **extra_args)
+    updates, new_state = update(grads, state, params)
     # Gradients of microbatches are wider than narrow parameters, and so what optax adds to them.
     new_state = jax.tree.map(_in_dtype_of, new_state, state)
     _require_averaged(updates, axis_name)
     require_alike(updates, params, axis_name)
+    require_whole_norms(update, grads, state, params, axis_name=axis_name)
     new_params = optax.apply_updates(params, updates)
     if fields(state, "skipped") and not _any_makes_nan(state):
         return new_params, new_state, jnp.zeros([], bool)

@@ -222,6 +222,49 @@ def test_a_norm_of_local_shards_is_refused_by_what_to_write(place):
         one_step(mesh_of(2, 2), SPECS, make_batch(), *chain)
 
 
+CODED = jaxcomp.compressed_mean(jaxcomp.sign(), "replica", exact=lambda path, leaf: False)
+ALL_SHARDED = {"down": P("fsdp"), "up": P(None, "fsdp")}
+OF_SHARDS_ALONE = {
+    "behind the mean": (MEAN, OPTAX, optax.adam(1e-3)),
+    "behind codes": (QUANTIZED, OPTAX, optax.sgd(1.0)),
+    "LAMB": (QUANTIZED, optax.lamb(1e-3)),
+    "inside cocktail_sgd": (cocktail(OPTAX, optax.sgd(1.0)),),
+}
+
+
+def step_of_shards_alone(*chain):
+    mesh = mesh_of(2, 2)
+    loss = lambda params, batch: sum(jnp.sum(params[k] * jnp.mean(batch[k], 0)) for k in params)
+    step = jaxcomp.train_step(loss, optax.chain(*chain), mesh, "replica", param_specs=ALL_SHARDED)
+    params = {k: np.zeros(SHAPES[k], np.float32) for k in ALL_SHARDED}
+    place = {k: NamedSharding(mesh, spec) for k, spec in ALL_SHARDED.items()}
+    params, batch = jax.device_put(params, place), rows(mesh, make_batch())
+    return step.step(params, step.init(params), batch)[0]
+
+
+@pytest.mark.parametrize("place", OF_SHARDS_ALONE)
+def test_where_all_leaves_are_sharded_it_is_refused_too(place):
+    with pytest.raises(ValueError, match="a norm of local shards.*clip_by_global_norm"):
+        step_of_shards_alone(*OF_SHARDS_ALONE[place])
+
+
+METHODS = {
+    "clip": (QUANTIZED, CLIP, optax.adamw(1e-3)),
+    "cocktail_sgd": (cocktail(CLIP, optax.adamw(1e-3)),),
+    "zero_one_adam": (jaxcomp.zero_one_adam(1e-3, "replica"),),
+    "one_bit_adam": (jaxcomp.one_bit_adam(1e-3, "replica"),),
+    "one_bit_lamb": (jaxcomp.one_bit_lamb(1e-3, "replica"),),
+    "slamb": (jaxcomp.slamb(1e-3, "replica", drift_compressor=jaxcomp.quantize(8)),),
+    "compact": (jaxcomp.compact(CODED), optax.adamw(1e-3)),
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_norms_of_all_shards_and_codes_of_each_are_not(name):
+    params = step_of_shards_alone(*METHODS[name])
+    assert all(np.all(np.isfinite(np.asarray(x))) for x in jax.tree.leaves(params))
+
+
 @pytest.mark.parametrize("max_norm", [0, -1.0, float("nan")])
 def test_a_norm_that_is_not_positive_is_refused(max_norm):
     with pytest.raises(ValueError, match=f"got max_norm={max_norm}; needs a positive number"):

@@ -124,7 +124,7 @@ def test_what_looks_at_shapes_or_mixes_entries_is_refused(make, text, way):
     ("shape", "ndim", "wanted"),
     [
         ((6,), 0, (6,)),
-        ((1,), 0, ()),
+        ((1,), 0, (1,)),
         ((6,), 1, (6,)),
         ((6,), 3, (1, 1, 6)),
         ((2, 6), 1, (12,)),

@@ -1,5 +1,6 @@
 """CocktailSGD: compressed exchange of model differences, one step late, around any optimizer."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ from jax import lax
 
 from jaxcomp import averaging, buckets, wire
 from jaxcomp.compressors import Compressor, Key, cocktail, quantize
+from jaxcomp.elementwise import require_whole_norms
 from jaxcomp.sharding import (
     is_tracked,
     require_alike,
@@ -193,7 +195,8 @@ def cocktail_sgd(
 
 def _inner_step(inner, grads, state, params, extra_args, axis_name):
     """The inner update in float32, its state, and whether it was left out: i32[], 0 or 1."""
-    step, new_state = inner.update(grads, state, params, **extra_args)
+    update = functools.partial(inner.update, **extra_args)
+    step, new_state = update(grads, state, params)
     for path, leaf in jax.tree_util.tree_leaves_with_path(step):
         if is_tracked(axis_name) and not varies_over(leaf, axis_name):
             raise ValueError(
@@ -203,6 +206,7 @@ def _inner_step(inner, grads, state, params, extra_args, axis_name):
                 f"{axis_name!r}) without compressed_mean in it."
             )
     require_alike(step, params, axis_name)
+    require_whole_norms(update, grads, state, params, axis_name=axis_name, of_mean=False)
     step = jax.tree.map(lambda u: u.astype(moments.wide(u.dtype)), step)
     bad = averaging.not_finite(step, axis_name)
     step = jax.tree.map(lambda u: jnp.where(bad, 0.0, u), step)

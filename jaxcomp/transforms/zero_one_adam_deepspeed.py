@@ -171,7 +171,7 @@ def zero_one_adam_deepspeed(
     def update(updates, state, params=None, **extra_args):
         del extra_args
         averaging.require_params("zero_one_adam_deepspeed", params)
-        require_varying(updates, axis_name)
+        require_varying(updates, axis_name, params)
         grads, bad = moments.gradients(updates, state.shared_momentum, axis_name)
 
         def together(grads):
