@@ -89,6 +89,10 @@ class Config:
     """Microbatches of one optimizer step; their mean gradient is exchanged once."""
     overlap: bool = False
     """Dispatch the exchange beside the gradient, for methods that can, as cocktail_sgd; on CPU."""
+    per_layer: bool = True
+    """Whether the update sees the layers of a scanned model (`model.scan`) one by one. False
+    compiles faster, and is the same to a code of all parameters around an optimizer that works
+    entry by entry, as cocktail_sgd of adamw."""
     qsdp: str | None = None
     """Parameters in shards, as `qsdp(axis_name, quantize(8, block=1024))`; None: all everywhere."""
     fast: int = 1
@@ -235,7 +239,8 @@ def transformation(config: Config) -> optax.GradientTransformationExtraArgs:
       ValueError: As `update`.
     """
     tx, pattern = update(config), config.model.stacked
-    if pattern is None or config.qsdp is not None:  # of shards it is for one entry at a time
+    # Shards are for optimizers that work entry by entry.
+    if pattern is None or config.qsdp is not None or not config.per_layer:
         return tx
     return jaxcomp.per_layer(tx, jaxcomp.by_path((pattern, True), (".*", False)))
 
