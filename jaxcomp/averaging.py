@@ -60,10 +60,10 @@ def require_params(name: str, params) -> None:
 
 def finite(tree) -> jax.Array:
     """bool[], whether everything in a tree is finite, or what is on this device of it."""
-    good = jnp.array([jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(tree)], jnp.float32)
-    # A product: XLA would repeat a chain of ands in all that depends on it, that is in every leaf,
-    # and compile for minutes.
-    return jnp.dot(good, jnp.ones_like(good)) == good.size
+    good = jnp.array([jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(tree)], bool)
+    # The barrier keeps XLA from a chain of ands, which it would repeat in all that depends on it,
+    # that is in every leaf, and compile for minutes.
+    return jnp.all(lax.optimization_barrier(good))
 
 
 def not_finite(tree, *but: str) -> jax.Array:
