@@ -166,3 +166,18 @@ def test_a_scalar_is_no_stack():
     tx = jaxcomp.per_layer(optax.sgd(0.1), lambda path, leaf: True)
     with pytest.raises(ValueError, match="'scale' has no axes"):
         tx.init({"scale": jnp.zeros([]), "w": jnp.zeros((2, 3))})
+
+
+def test_what_owners_hold_of_stacked_layers_moves_to_other_numbers_of_replicas():
+    def resized(tx, params):
+        _, state = trained(tx, params)
+        init, _ = jaxcomp.train_step(loss_fn, tx, mesh_of(3), "replica")
+        return optax.tree_utils.tree_get(jaxcomp.resize(state, jax.eval_shape(init, params)), "mu")
+
+    make, params = METHODS["sharded_optimizer"], unstacked_params()
+    found = resized(jaxcomp.per_layer(make(), STACKED), stack(params))
+    wanted = resized(make(), params)
+    rows_of = lambda name: np.stack([wanted[f"blocks_{i}"][name] for i in range(LAYERS)], axis=1)
+    for name in SHAPES:
+        assert found["blocks"][name].shape[:2] == (3, LAYERS)
+        np.testing.assert_allclose(found["blocks"][name], rows_of(name), rtol=0, atol=1e-6)
