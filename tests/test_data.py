@@ -286,7 +286,7 @@ def test_huggingface_mistakes_are_refused(tmp_path, offline):
 
 def test_missing_extra_says_what_to_install(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"pip install 'jaxcomp\[huggingface\]'"):
+    with pytest.raises(ValueError, match=r"pip install -e '.\[huggingface\]'"):
         data.read(Data(huggingface="name"), CONTEXT)
 
 
