@@ -1,4 +1,4 @@
-"""The functions of a run: what the losses of many replicas cost to look at."""
+"""The functions of a run: what losses cost to look at, and what its transformation sees."""
 
 import jax
 import numpy as np
@@ -6,6 +6,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from replicas import mesh_of, rows
 
+from train import config as configs
+from train import planning
 from train.task import gather_losses
 
 
@@ -24,3 +26,17 @@ def test_every_replicas_loss_of_every_step_is_there():
     got = gather_losses(mesh)([rows(mesh, loss) for loss in losses])
     assert got.is_fully_replicated
     np.testing.assert_array_equal(got, np.stack(losses, axis=1))
+
+
+def test_the_update_of_a_scanned_model_sees_its_layers_one_by_one():
+    # Biases of 384 are exact, and known by having no mask; stacked they would be a matrix.
+    update = "slamb(learning_rate, axis_name, exact_numel=256)"
+    args = ["--model.scan", "--optimizer.update", update]
+    for apart in (True, False):
+        more = [] if apart else ["--no-per-layer"]
+        config = configs.load("configs/nano_slamb.py", [*args, *more])
+        init = configs.transformation(config).init
+        replicas = jax.vmap(init, in_axes=None, axis_name=configs.AXIS_NAME, axis_size=2)
+        stale = jax.eval_shape(replicas, planning.param_shapes(config)).stale["blocks"]
+        assert (stale["qkv"]["bias"] is None) == apart
+        assert stale["qkv"]["kernel"].shape[:2] == (2, config.model.layers)
