@@ -61,8 +61,7 @@ def require_params(name: str, params) -> None:
 def finite(tree) -> jax.Array:
     """bool[], whether everything in a tree is finite, or what is on this device of it."""
     good = jnp.array([jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(tree)], bool)
-    # The barrier keeps XLA from a chain of ands, which it would repeat in all that depends on it,
-    # that is in every leaf, and compile for minutes.
+    # Without the barrier XLA makes a chain of ands, and repeats it in the update of every leaf.
     return jnp.all(lax.optimization_barrier(good))
 
 

@@ -208,7 +208,7 @@ def test_missing_packages_and_files_are_named(tmp_path, monkeypatch):
         image_files.folder(str(tmp_path / "f")).load(0)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     for settings in (Images(), Images("folder", str(tmp_path))):
-        with pytest.raises(ValueError, match=r"pip install 'jaxcomp\[images\]'"):
+        with pytest.raises(ValueError, match=r"pip install -e '.\[images\]'"):
             images.read(settings, DIGITS)
     with pytest.raises(ValueError, match="needs data.path"):
         Images("cifar10")
