@@ -78,6 +78,7 @@ def test_zero_one_adam_of_the_tutorial(tmp_path):
     assert configs.transformation(config).init is not None
     left = re.findall(r"^# left out: (\w+):", text, re.MULTILINE)
     assert left == ["bias_correction", "comm_backend_name", "cuda_aware", "fp16"]
+    assert "# left out: what weight_decay does by way of DeepSpeed's momentum" in text
 
 
 def test_one_bit_adam_of_the_tutorial(tmp_path):

@@ -54,7 +54,7 @@ def translate(config: dict[str, Any], steps: int) -> Translation:
       steps: Of the whole run, which DeepSpeed's file does not say.
 
     Returns:
-      The fields to set, and a note for every key that is not among them.
+      The fields to set, and a note for every key that is not among them, or means less here.
 
     Raises:
       ValueError: For an optimizer that is not one of `OPTIMIZERS`, a schedule that is not of the
@@ -81,6 +81,7 @@ def translate(config: dict[str, Any], steps: int) -> Translation:
     scheduled, unused = _schedule(config.pop("scheduler", {}))
     rate = scheduled.pop("rate", params.get("lr", 1e-3))  # as DeepSpeed: the schedule's wins
     params.pop("lr", None)
+    decays = kind == "ZeroOneAdam" and params.get("weight_decay", 0.0) > 0
     update = _update(kind, params)
     if clipping := config.pop("gradient_clipping", 0.0):
         update = f"chain(jaxcomp.clip_by_global_norm({clipping!r}), {update})"
@@ -94,6 +95,11 @@ def translate(config: dict[str, Any], steps: int) -> Translation:
         run["log_every"] = int(config.pop("steps_per_print"))
     left = {**config, **params, **unused}
     notes = [f"{key}: {DROPPED.get(key, 'not known, left out')}" for key in sorted(left)]
+    if decays:
+        notes.append(
+            "what weight_decay does by way of DeepSpeed's momentum, which multiplies it: see "
+            "docs/methods/zero_one_adam.md"
+        )
     return Translation(
         {"update": update, "learning_rate": rate, **scheduled},
         data,
