@@ -92,7 +92,7 @@ def zero_one_adam(
       sync_at: When the replicas meet; see `jaxcomp.schedules.halving`.
       variance_at: When the variance is learned: in the first step, and only in steps of
         `sync_at`. Default: those of `jaxcomp.schedules.growing()`, without an end, in which the
-        replicas meet.
+        replicas meet. The paper's runs end it with the learning rate's warm-up.
       compressor: Of all parameters; or a policy `(path, leaf) -> Compressor`. Default:
         `jaxcomp.sign(block=1024)`.
       precondition: Whether u / D travels, and not u as in the paper.
@@ -106,7 +106,8 @@ def zero_one_adam(
         makes steps that are too large.
       weigh_steps: Whether the variance forgets by b2 a step, and not by b2 an update as in the
         paper. Of updates far apart, one then counts for the steps since the last, and the many
-        first ones no more than the steps that they were made in.
+        first ones no more than the steps that they were made in. No gradient ever makes more than
+        an eighth of the variance, or than in Adam: long runs are safe.
       variance_floor: The least variance that is divided by, as a share of its mean over the leaf:
         a coordinate whose gradients come late would else take a step of any size. A leaf
         without any gradient so far gets the mean of the others.
