@@ -75,8 +75,9 @@ def require_elementwise(
         raise ValueError(
             f"the optimizer's {mixed[0]!r} depends on several entries of a piece, and each device "
             "has other pieces (a norm, a trust ratio, a test for what is finite); write "
-            "jaxcomp.clip_by_global_norm for optax.clip_by_global_norm, or an optimizer that works "
-            "entry by entry, as optax.adamw."
+            "jaxcomp.clip_by_global_norm for optax.clip_by_global_norm, no optax.apply_if_finite "
+            "(steps leave out by themselves what is not finite), and an optimizer that works entry "
+            "by entry, as optax.adamw."
         )
 
 

@@ -177,15 +177,6 @@ def test_the_shapes_of_a_state_are_enough_to_resize_to(explicit):
     assert np.all(np.isfinite(one_value(params["a"])))
 
 
-def test_an_owners_scalars_are_resized_with_its_rows():
-    inner = optax.apply_if_finite(optax.adam(1e-2), 3)
-    tx = jaxcomp.sharded_optimizer(inner, "replica")
-    _, state, _ = train(tx, {"a": W})
-    init, _ = jaxcomp.train_step(loss_fn, tx, mesh_of(4), "replica")
-    resized = jaxcomp.resize(jax.device_get(state), init(everywhere(mesh_of(4), {"a": W})))
-    assert np.asarray(resized.owned.notfinite_count).tolist() == [0] * 4
-
-
 def test_a_number_that_each_shard_would_find_by_itself_is_refused():
     tx = optax.chain(
         jaxcomp.compressed_mean(jaxcomp.quantize(4), "replica"),
