@@ -278,10 +278,7 @@ def test_connected_processes_refuse_alike_what_differs(start_two):
     what = "data: cd on process 0, ab on process 1"
     for _, _, rest in said:
         assert rest.startswith(f"RuntimeError the processes do not run the same. {what}. Use the")
-        # On a busy machine JAX logs in process 1 that process 0, which says it first, is gone.
-        last, *others = rest.removesuffix("\n").split("\n")
-        assert last.endswith("on all hosts.") and (not others or "PollForError" in rest)
-        assert "Traceback" not in rest
+        assert rest.count("\n") == 1
     assert [process.returncode for process in processes] == [2, 2]
 
 

@@ -211,6 +211,8 @@ def abandon(status: int) -> NoReturn:
             deadline = time.monotonic() + (1 if status == TRY_AGAIN else 3)
             while len(_notes()) < _num_processes() and time.monotonic() < deadline:
                 time.sleep(0.1)
+            # Who has left a note is about to end: JAX in it would log that the service is gone.
+            time.sleep(0.5)
 
     bounded(tell, 5.0)  # without the service it would wait for ever
     os._exit(status)
