@@ -102,6 +102,20 @@ def test_an_optimizer_does_with_pieces_what_it_does_with_parameters(name, way):
 BY_SHAPE = lambda tree: jax.tree.map(lambda x: x.shape == (40, 40), tree)
 
 
+def of_leaves(change):
+    """SGD on gradients that a function of whole arrays has changed."""
+    every = optax.stateless(lambda grads, params: jax.tree.map(change, grads))
+    return optax.chain(every, optax.sgd(0.1))
+
+
+def halved_if_large(g):
+    return jax.lax.cond(jnp.sum(g * g) > 1, lambda g: g / 2, lambda g: g, g)
+
+
+def divided_in_turn(g):
+    return jax.lax.fori_loop(0, 2, lambda _, x: x / (1 + jnp.sum(x * x)), g)
+
+
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
     ("make", "text"),
@@ -112,8 +126,11 @@ BY_SHAPE = lambda tree: jax.tree.map(lambda x: x.shape == (40, 40), tree)
         (lambda: optax.lamb(1e-2), "several entries"),
         (lambda: optax.chain(optax.clip_by_block_rms(1.0), optax.sgd(0.1)), "several entries"),
         (lambda: optax.apply_if_finite(optax.adam(1e-2), 3), "several entries"),
+        (lambda: of_leaves(halved_if_large), "several entries"),
+        (lambda: of_leaves(divided_in_turn), "several entries"),
+        (lambda: of_leaves(lambda g: jnp.cumsum(g).reshape(g.shape)), "several entries"),
     ],
-    ids=["mask", "adafactor", "clip", "lamb", "block rms", "finite"],
+    ids=["mask", "adafactor", "clip", "lamb", "block rms", "finite", "cond", "loop", "cumsum"],
 )
 def test_what_looks_at_shapes_or_mixes_entries_is_refused(make, text, way):
     with pytest.raises(ValueError, match=text):

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec as P
+from methods import EVERY_METHOD
 from replicas import everywhere, mesh_of, one_value, rows
 
 import jaxcomp
@@ -126,12 +127,9 @@ NARROW = {
     "steps": optax.MultiSteps(quantized_adam(), 2).gradient_transformation(),
     "compact": jaxcomp.compact(quantized_adam()),
     "partition": optax.partition({"mean": quantized_adam()}, {"a": "mean"}),
-    "cocktail_sgd": jaxcomp.cocktail_sgd(optax.adam(1e-2), "replica", warmup_steps=1),
-    "one_bit_adam": jaxcomp.one_bit_adam(1e-2, "replica", freeze_step=1),
-    "one_bit_lamb": jaxcomp.one_bit_lamb(1e-2, "replica", freeze_step=1),
-    "sharded_optimizer": jaxcomp.sharded_optimizer(optax.adamw(1e-2), "replica"),
-    "slamb": jaxcomp.slamb(1e-2, "replica", sync_every=2),
-    "zero_one_adam": jaxcomp.zero_one_adam(1e-2, "replica"),
+    **EVERY_METHOD,
+    "warm-up": jaxcomp.cocktail_sgd(optax.adam(1e-2), "replica", warmup_steps=1),
+    "apart": jaxcomp.slamb(1e-2, "replica", sync_every=2),
 }
 
 

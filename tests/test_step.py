@@ -9,6 +9,7 @@ import optax
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from methods import EVERY_METHOD
 from replicas import everywhere, mesh_of, one_value, rows, state_of, transform
 
 import jaxcomp
@@ -390,22 +391,11 @@ def test_parameters_may_be_called_as_fields_of_states_are(method):
     assert found[1] == [False, False, False, not counts_by_itself]
 
 
-FREEZABLE = {
-    "compressed_mean": quantized_adam(),
-    "cocktail_sgd": jaxcomp.cocktail_sgd(optax.adam(1e-2), "replica"),
-    "one_bit_adam": jaxcomp.one_bit_adam(1e-2, "replica", freeze_step=1),
-    "one_bit_lamb": jaxcomp.one_bit_lamb(1e-2, "replica", freeze_step=1),
-    "sharded_optimizer": jaxcomp.sharded_optimizer(optax.adam(1e-2), "replica"),
-    "slamb": jaxcomp.slamb(1e-2, "replica", sync_every=1),
-    "zero_one_adam": jaxcomp.zero_one_adam(1e-2, "replica"),
-}
-
-
-@pytest.mark.parametrize("method", FREEZABLE)
+@pytest.mark.parametrize("method", EVERY_METHOD)
 def test_frozen_parameters_stay_as_they_are_and_send_nothing(method):
     mesh, batch = mesh_of(2), rows(mesh_of(2), make_batch())
     mean = jaxcomp.compressed_mean(jaxcomp.identity(), "replica")
-    groups = {"train": FREEZABLE[method], "freeze": optax.chain(mean, optax.set_to_zero())}
+    groups = {"train": EVERY_METHOD[method], "freeze": optax.chain(mean, optax.set_to_zero())}
     tx = optax.partition(groups, {"layers": "freeze", "down": "train"})
     start = make_params()
     start = {"down": start.pop("down"), "layers": start}
@@ -428,7 +418,7 @@ def test_frozen_parameters_stay_as_they_are_and_send_nothing(method):
 
     rest = {"down": start["down"]}
     alone = lambda params, batch: split_loss(params | {"layers": start["layers"]}, batch)
-    wanted, _, _ = compiled(FREEZABLE[method], rest, alone)
+    wanted, _, _ = compiled(EVERY_METHOD[method], rest, alone)
     assert report.sent_bytes(step, mesh) == report.sent_bytes(wanted, mesh) > 0
 
 

@@ -1,0 +1,17 @@
+"""One transformation a method, for properties that all of them have."""
+
+import optax
+
+import jaxcomp
+
+EVERY_METHOD = {
+    "compressed_mean": optax.chain(
+        jaxcomp.compressed_mean(jaxcomp.quantize(4, block=8), "replica"), optax.adam(1e-2)
+    ),
+    "cocktail_sgd": jaxcomp.cocktail_sgd(optax.adam(1e-2), "replica"),
+    "one_bit_adam": jaxcomp.one_bit_adam(1e-2, "replica", freeze_step=1),
+    "one_bit_lamb": jaxcomp.one_bit_lamb(1e-2, "replica", freeze_step=1),
+    "sharded_optimizer": jaxcomp.sharded_optimizer(optax.adam(1e-2), "replica"),
+    "slamb": jaxcomp.slamb(1e-2, "replica", sync_every=1),
+    "zero_one_adam": jaxcomp.zero_one_adam(1e-2, "replica"),
+}
