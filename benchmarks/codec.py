@@ -17,19 +17,14 @@ import numpy as np
 
 from benchmarks import rows as rows_file
 from benchmarks.timing import interleaved
-from jaxcomp.compressors import (
-    Key,
-    cast,
-    compose,
-    fold,
-    group_top_1,
-    learned_levels,
-    quantize,
-    random_k,
-    rotated,
-    sign,
-    top_k,
-)
+from jaxcomp.compressors.base import Key
+from jaxcomp.compressors.compose import compose
+from jaxcomp.compressors.learned import learned_levels
+from jaxcomp.compressors.packing import fold
+from jaxcomp.compressors.quantize import cast, quantize
+from jaxcomp.compressors.rotated import rotated
+from jaxcomp.compressors.sign import sign
+from jaxcomp.compressors.sparse import group_top_1, random_k, top_k
 
 TARGET = 8.0
 ROWS = [

@@ -17,9 +17,9 @@ import statistics
 from benchmarks import rows as rows_file
 from benchmarks.methods import METHODS
 from configs import digits_dense, nano_bert_dense, nano_dense, nano_fine_tune_dense, nano_lamb
-from train import devices
 from train.config import Config
-from train.exits import clean_exits
+from train.processes import devices
+from train.processes.exits import clean_exits
 
 # Fine-tuning begins with the parameters of `python -m train configs/nano_dense.py`.
 TASKS = {

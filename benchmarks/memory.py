@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxcomp
 from benchmarks import rows as rows_file
-from train import devices
+from train.processes import devices
 
 NUMEL = 2**20
 

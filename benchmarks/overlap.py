@@ -11,7 +11,7 @@ import statistics
 import tempfile
 
 from benchmarks import commands, network, rows, slow_network
-from train.exits import clean_exits
+from train.processes.exits import clean_exits
 
 HOSTS, MODEL = 2, "14M"
 

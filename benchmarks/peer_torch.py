@@ -147,7 +147,7 @@ def functions(rank: int) -> dict:
 
 
 def hardware() -> str:
-    """The processor and its cores, in the words of `train.metrics.hardware_name`."""
+    """The processor and its cores, in the words of `train.output.metrics.hardware_name`."""
     info = pathlib.Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.is_file() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]

@@ -6,9 +6,10 @@ from typing import Any
 import jax
 
 from benchmarks import commands, slow_network_worker
-from jaxcomp import link_probe
-from train import devices, distributed, planning
-from train.config import AXIS_NAME
+from jaxcomp.measure import link_probe
+from train.config.run import AXIS_NAME
+from train.plan import planning
+from train.processes import devices, distributed
 
 
 def functions(replicas: int) -> dict:

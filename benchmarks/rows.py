@@ -5,7 +5,7 @@ import pathlib
 
 import jax
 
-from train.metrics import hardware_name, write_text
+from train.output.metrics import hardware_name, write_text
 
 
 def machine() -> dict[str, str]:

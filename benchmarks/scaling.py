@@ -20,8 +20,9 @@ import jax
 from benchmarks import rows as rows_file
 from configs import bert_large_slamb
 from jaxcomp import planner
-from train import devices, planning
 from train.config import Config
+from train.plan import planning
+from train.processes import devices
 
 METHODS = {
     "LAMB": "chain(compressed_mean(identity(), axis_name), lamb(learning_rate))",

@@ -22,7 +22,7 @@ from benchmarks import commands, network
 from benchmarks import rows as rows_file
 from benchmarks.slow_network_figure import draw, table
 from benchmarks.slow_network_methods import ADAM, ALONE, DENSE, METHODS, MODELS, PEERS, SHARDED
-from train.exits import clean_exits
+from train.processes.exits import clean_exits
 
 QUICK_METHODS = (ALONE, DENSE, "4 bits", "largest of 64, 4 bits")
 RATES = (network.UNLIMITED, "1gbit", "500mbit", "100mbit")

@@ -11,12 +11,13 @@ from jax._src import cache_key
 import jaxcomp
 from benchmarks import commands
 from benchmarks.timing import interleaved
-from jaxcomp import step_probe
-from jaxcomp.fields import field, fields
-from train import devices, distributed
-from train.config import AXIS_NAME, Config, Data, Optimizer
-from train.metrics import hardware_name
+from jaxcomp.measure import step_probe
+from jaxcomp.replicas.state import field, fields
+from train.config import Config, Data, Optimizer
+from train.config.run import AXIS_NAME
 from train.models.gpt import GPTConfig
+from train.output.metrics import hardware_name
+from train.processes import devices, distributed
 from train.task import make_task, num_parameters
 
 

@@ -19,10 +19,12 @@ from jax.sharding import Mesh
 from benchmarks import rows as rows_file
 from benchmarks.slow_network_methods import DENSE, LAMB, METHODS, MODELS
 from benchmarks.slow_network_worker import config_of
-from jaxcomp import step_probe
-from train import config as configs
-from train import devices, plan, planning
-from train.config import AXIS_NAME, Config
+from jaxcomp.measure import step_probe
+from train.config import Config
+from train.config import run as configs
+from train.config.run import AXIS_NAME
+from train.plan import counts, planning
+from train.processes import devices
 
 # What an overlapped step does beside its gradient is the update of the same name without.
 TIMED = [name for name in METHODS if not name.endswith("overlapped")]
@@ -40,7 +42,7 @@ def kinds(config: Config) -> dict[str, int | None]:
       By the names of the parts, "nothing" of a step that sends none; {"all": None} for a method
       whose steps are all alike.
     """
-    sent = plan.parts_of_steps(configs.update(config), config.steps)
+    sent = counts.parts_of_steps(configs.update(config), config.steps)
     if not sent:
         return {"all": None}
     sent.pop("all")

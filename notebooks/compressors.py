@@ -22,10 +22,11 @@ import optax
 from jax.flatten_util import ravel_pytree
 
 import jaxcomp
-from train import data, plots
-from train.config_data import Data
-from train.losses import cross_entropy
+from train.config import Data
+from train.data import texts
 from train.models.gpt import GPT, GPTConfig
+from train.models.losses import cross_entropy
+from train.output import plots
 
 steps = 150
 plt.rcParams.update(plots.STYLE)
@@ -38,8 +39,8 @@ plt.rcParams.update(plots.STYLE)
 
 # %%
 model = GPT(GPTConfig(layers=2, width=64, heads=4, context=64))
-text = data.read(Data(), context=64)
-batch = lambda step: data.batch(text.train, seed=0, step=step, batch_size=32, context=64)
+text = texts.read(Data(), context=64)
+batch = lambda step: texts.batch(text.train, seed=0, step=step, batch_size=32, context=64)
 
 
 def loss_fn(params, tokens):

@@ -25,10 +25,12 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxcomp
-from train import data, devices, plots
-from train.config_data import Data
-from train.losses import cross_entropy
+from train.config import Data
+from train.data import texts
 from train.models.gpt import GPT, GPTConfig
+from train.models.losses import cross_entropy
+from train.output import plots
+from train.processes import devices
 
 steps = 100
 sizes = (1, 8, 64)
@@ -42,12 +44,12 @@ plt.rcParams.update(plots.STYLE)
 
 # %%
 model = GPT(GPTConfig(layers=1, width=32, heads=2, context=32))
-text = data.read(Data(), context=32)
-held_out = data.validation_batch(text.validation, 0, 1, batch_size=256, context=32)
+text = texts.read(Data(), context=32)
+held_out = texts.validation_batch(text.validation, 0, 1, batch_size=256, context=32)
 
 
 def batch(step, replicas):
-    return data.batch(text.train, seed=0, step=step, batch_size=4 * replicas, context=32)
+    return texts.batch(text.train, seed=0, step=step, batch_size=4 * replicas, context=32)
 
 
 def loss_fn(params, tokens):

@@ -22,10 +22,13 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxcomp
-from train import data, devices, plan, plots
-from train.config_data import Data
-from train.losses import cross_entropy
+from train.config import Data
+from train.data import texts
 from train.models.gpt import GPT, GPTConfig
+from train.models.losses import cross_entropy
+from train.output import plots
+from train.plan import counts
+from train.processes import devices
 
 steps = 400
 jax.config.update("jax_platforms", "cpu")  # one GPU is one device; the CPU can be four
@@ -41,12 +44,12 @@ plt.rcParams.update(plots.STYLE)
 
 # %%
 model = GPT(GPTConfig(layers=2, width=64, heads=4, context=64))
-text = data.read(Data(), context=64)
+text = texts.read(Data(), context=64)
 rows = NamedSharding(mesh, P("replica"))
 
 
 def batch(step):
-    tokens = data.batch(text.train, seed=0, step=step, batch_size=32, context=64)
+    tokens = texts.batch(text.train, seed=0, step=step, batch_size=32, context=64)
     return jax.device_put(tokens, rows)
 
 
@@ -59,7 +62,7 @@ def initial_params():
     return jax.device_put(params, NamedSharding(mesh, P()))
 
 
-held_out = data.validation_batch(text.validation, 0, 1, batch_size=128, context=64)
+held_out = texts.validation_batch(text.validation, 0, 1, batch_size=128, context=64)
 held_out = jax.device_put(held_out, rows)
 validate = jax.jit(loss_fn)
 
@@ -106,7 +109,7 @@ def train(tx):
     for number in range(steps + 1):
         if number % max(1, steps // 20) == 0:
             rounds = optax.tree_utils.tree_get(state, "rounds") or {}
-            sent = float(plan.total_bytes(parts, rounds, number))
+            sent = float(counts.total_bytes(parts, rounds, number))
             history.append((number, sent, float(validate(params, held_out))))
         params, state, metrics = program(params, state, batch(number))
     print(f"loss {history[-1][2]:.3f}, {history[-1][1]:,.0f} bytes")

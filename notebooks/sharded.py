@@ -24,10 +24,12 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxcomp
-from train import data, devices, plots
-from train.config_data import Data
-from train.losses import cross_entropy
+from train.config import Data
+from train.data import texts
 from train.models.gpt import GPT, GPTConfig
+from train.models.losses import cross_entropy
+from train.output import plots
+from train.processes import devices
 
 steps = 40
 layers, width = 4, 128
@@ -41,12 +43,12 @@ plt.rcParams.update(plots.STYLE)
 
 # %%
 model = GPT(GPTConfig(layers=layers, width=width, heads=4, context=64))
-text = data.read(Data(), context=64)
+text = texts.read(Data(), context=64)
 rows = NamedSharding(mesh, P("replica"))
 
 
 def batch(step):
-    tokens = data.batch(text.train, seed=0, step=step, batch_size=8, context=64)
+    tokens = texts.batch(text.train, seed=0, step=step, batch_size=8, context=64)
     return jax.device_put(tokens, rows)
 
 

@@ -24,10 +24,11 @@ import jax
 import matplotlib.pyplot as plt
 import numpy as np
 
-from train import devices, plots
 from train.config import Config, Data, Optimizer
 from train.loop import run
 from train.models.gpt import GPTConfig
+from train.output import plots
+from train.processes import devices
 
 steps = 200
 jax.config.update("jax_platforms", "cpu")  # one GPU is one device; the CPU can be four

@@ -21,7 +21,8 @@ from collections.abc import Iterator
 
 import jax
 import numpy as np
-from faults import (
+
+from tests.helpers.faults import (
     Run,
     ended,
     last_line,
@@ -33,10 +34,10 @@ from faults import (
     until_row,
     write_config,
 )
-
-from train import config as configs
-from train import devices, resume
 from train import task as tasks
+from train.checkpoints import resume
+from train.config import run as configs
+from train.processes import devices
 
 WATCHDOG = 20  # seconds
 PAUSE = 5  # seconds

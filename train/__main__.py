@@ -7,13 +7,14 @@ is predicted to be the fastest on a network; both train nothing.
 import sys
 from typing import Literal
 
-from train import advice, devices, plan_options
-from train import config as configs
-from train.config import Config
-from train.config_json import to_json
-from train.exits import clean_exits, leave
-from train.objectives import OBJECTIVES
-from train.plan_options import Options
+from train.config import Config, advice
+from train.config import run as configs
+from train.config.as_json import to_json
+from train.models.objectives import OBJECTIVES
+from train.plan import arguments
+from train.plan.arguments import Options
+from train.processes import devices
+from train.processes.exits import clean_exits, leave
 
 
 def main(args: list[str], num_processes: int = 1) -> None:
@@ -26,20 +27,21 @@ def main(args: list[str], num_processes: int = 1) -> None:
     with clean_exits():
         config, instead = read(args)
         if num_processes > 1:
-            from train import distributed
+            from train.processes import distributed
 
             facts = distributed.program_facts(to_json(config)) | {"options": str(instead)}
             distributed.require_same(facts)
         devices.start(config.replicas, num_processes)
         if isinstance(instead, Options):
-            from train import planning, processes
+            from train.plan import planning
+            from train.processes import agree
 
             planned = planning.text(*planning.make_plan(config, instead))
-            if processes.is_first():
+            if agree.is_first():
                 print(planned)
         elif instead == "report":
-            from train.examples import none
-            from train.report import text
+            from train.data.examples import none
+            from train.output.report import text
             from train.task import make_task
 
             print(text(make_task(config, read=none)))
@@ -64,7 +66,7 @@ def read(args: list[str]) -> tuple[Config, Options | Literal["report"] | None]:
       SystemExit: After the usage, with status 0 if it was asked for and with 2 if not.
       ValueError: If the config file is no good, or options do not go together.
     """
-    options, args = plan_options.parse(args)
+    options, args = arguments.parse(args)
     report = "report" if "--report" in args else None
     args = [arg for arg in args if arg != "--report"]
     if not args or args[0] in ("-h", "--help"):

@@ -5,8 +5,8 @@ import pathlib
 import statistics
 import sys
 
-from train import metrics, plots
-from train.exits import clean_exits
+from train.output import metrics, plots
+from train.processes.exits import clean_exits
 
 
 def compare(folders: dict[str, pathlib.Path], picture: pathlib.Path) -> str:

@@ -11,7 +11,7 @@ import pathlib
 import sys
 from typing import Any, NamedTuple
 
-from train.exits import clean_exits
+from train.processes.exits import clean_exits
 
 OPTIMIZERS = ("OneBitAdam", "ZeroOneAdam")
 DROPPED = {

@@ -6,10 +6,10 @@ import pathlib
 import shutil
 
 from configs import nano_cocktail, nano_dense
-from train import devices
 from train.compare import compare
 from train.config import Config
-from train.exits import clean_exits
+from train.processes import devices
+from train.processes.exits import clean_exits
 
 METHODS = {"dense Adam": nano_dense, "CocktailSGD": nano_cocktail}
 

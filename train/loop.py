@@ -8,22 +8,15 @@ from typing import Any
 import jax
 
 import jaxcomp
-from jaxcomp.fields import field
-from train import (
-    checkpoint,
-    checkpoint_files,
-    distributed,
-    metrics,
-    plan,
-    plots,
-    processes,
-    report,
-    resume,
-    watchdog,
-)
-from train.config import AXIS_NAME, Config, schedule
-from train.config_json import to_json
-from train.signals import stop_signals
+from jaxcomp.replicas.state import field
+from train.checkpoints import files, resume, store
+from train.config import Config
+from train.config.as_json import to_json
+from train.config.run import AXIS_NAME, schedule
+from train.output import metrics, plots, report
+from train.plan import counts
+from train.processes import agree, distributed, watchdog
+from train.processes.signals import stop_signals
 from train.task import Task, make_task, num_parameters
 
 
@@ -49,12 +42,12 @@ def run(config: Config) -> list[dict[str, Any]]:
     """
     folder = Path(config.runs_dir, config.name)
     directory = folder / "checkpoints"
-    latest = lambda: checkpoint_files.latest(directory)
+    latest = lambda: files.latest(directory)
     # Signals are caught until all is done: no stop cuts off the last save, or the picture.
     with contextlib.ExitStack() as until_the_end:
         with watchdog.watch(config.watchdog_seconds, latest) as watch:
             watch.at(0, "the start", config.start_seconds)
-            processes.require_shared(folder)
+            agree.require_shared(folder)
             task = make_task(config)
             distributed.require_same({"data": task.examples.record["sha256"]})
             params, state, done = resume.begin(task, directory)
@@ -77,7 +70,7 @@ def run(config: Config) -> list[dict[str, Any]]:
                 stop = lambda: watch.stop(done.step, asked_to_stop())
                 _train(task, params, state, done, write, save, show, stop, watch.at)
         rows = []
-        if processes.is_first():
+        if agree.is_first():
             log = folder / "metrics.jsonl"
             rows = metrics.read(log) if log.is_file() else []  # its user may have removed it
             if any("val_loss" in row for row in rows):
@@ -89,7 +82,7 @@ def run(config: Config) -> list[dict[str, Any]]:
 
 def _outputs(stack: contextlib.ExitStack, task: Task, folder: Path, done: resume.Progress):
     """What a run says of itself: functions for a row, and for progress. Only process 0 says it."""
-    if not processes.is_first():
+    if not agree.is_first():
         return lambda row: None, lambda *_: None
     config, log = task.config, folder / "metrics.jsonl"
     metrics.keep_until(log, done.step if done.step else -1)
@@ -111,7 +104,7 @@ def _checkpoints(stack: contextlib.ExitStack, config: Config, directory: Path):
 
     After a third signal nobody waits for a save.
     """
-    checkpoints = checkpoint.open_checkpoints(directory, seconds=config.save_seconds)
+    checkpoints = store.open_checkpoints(directory, seconds=config.save_seconds)
 
     def close(kind, error, trace):
         if kind is None or (kind is not KeyboardInterrupt and jax.process_count() == 1):
@@ -171,7 +164,7 @@ def _count(task: Task, outs: list[dict], state: Any, done: resume.Progress) -> N
         parts = field(state, "rounds") or {}
         parts = {part: int(count) for part, count in parts.items()}
         new = {part: count - done.parts.get(part, 0) for part, count in parts.items()}
-        done.sent_bytes += plan.total_bytes(task.sent, new, len(outs))
+        done.sent_bytes += counts.total_bytes(task.sent, new, len(outs))
         done.rounds += new.get("all", len(outs) * (task.sent_bytes > 0))
         done.parts = parts
         done.losses += task.mean_losses([out["loss"] for out in outs])

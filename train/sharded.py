@@ -9,11 +9,11 @@ import optax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 import jaxcomp
-from jaxcomp.shards import map_shards, natural
-from train import expression
-from train.config import AXIS_NAME, Config
-from train.devices import FAST_AXIS
+from jaxcomp.replicas.shards import map_shards, natural
+from train.config import Config, expression
+from train.config.run import AXIS_NAME
 from train.models.gpt import STACKED, GPTConfig
+from train.processes.devices import FAST_AXIS
 
 
 class Sharded(NamedTuple):

@@ -13,13 +13,17 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxcomp
-from jaxcomp.fields import fields
-from jaxcomp.shards import is_shard
-from train import config as configs
-from train import devices, examples, plan, sharded
-from train.config import AXIS_NAME, Config
-from train.examples import Examples
-from train.objectives import OBJECTIVES
+from jaxcomp.replicas.shards import is_shard
+from jaxcomp.replicas.state import fields
+from train import sharded
+from train.config import Config
+from train.config import run as configs
+from train.config.run import AXIS_NAME
+from train.data import examples
+from train.data.examples import Examples
+from train.models.objectives import OBJECTIVES
+from train.plan import counts
+from train.processes import devices
 
 # Losses in one message: a program of thousands of arguments takes minutes to compile.
 _MOST_GATHERED = 64
@@ -100,10 +104,10 @@ def make_task(config: Config, read: Callable[[Config], Examples] = examples.read
 
     sent = jaxcomp.report.sent_bytes_by_part(programs, mesh, AXIS_NAME)
     if config.qsdp is None:
-        rounds = plan.rounds(configs.update(config), config.steps)
+        rounds = counts.rounds(configs.update(config), config.steps)
     else:
         rounds = sharded.rounds(config, like["state"])
-    mean = plan.total_bytes(sent, rounds, config.steps) / config.steps
+    mean = counts.total_bytes(sent, rounds, config.steps) / config.steps
     return Task(
         config=config,
         mesh=mesh,

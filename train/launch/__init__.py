@@ -1,0 +1,1 @@
+"""`python -m train.launch`: a run of many processes, here or on other hosts."""

@@ -8,11 +8,11 @@ import traceback
 from collections.abc import Callable, Sequence
 
 from train import __main__ as program
-from train import distributed
-from train.distributed import Timeouts
-from train.exits import clean_exits, say
 from train.launch import control, detect, local, ssh
 from train.launch.supervise import supervise
+from train.processes import distributed
+from train.processes.distributed import Timeouts
+from train.processes.exits import clean_exits, say
 
 
 def main(args: Sequence[str]) -> None:

@@ -9,8 +9,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from train import addresses
-from train.distributed import Cluster
+from train.processes import addresses
+from train.processes.distributed import Cluster
 
 Environ = Mapping[str, str]
 

@@ -4,9 +4,9 @@ import socket
 import sys
 from collections.abc import Sequence
 
-from train import addresses
-from train.distributed import Cluster, Timeouts
 from train.launch.supervise import member_command
+from train.processes import addresses
+from train.processes.distributed import Cluster, Timeouts
 
 LOOPBACK = "lo" if sys.platform == "linux" else None
 """The interface that never leaves this machine, for NCCL; gloo takes the coordinator's anyway."""

@@ -5,9 +5,9 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from train import addresses
-from train.distributed import Cluster, Timeouts
 from train.launch.supervise import member_command
+from train.processes import addresses
+from train.processes.distributed import Cluster, Timeouts
 
 PORT = 29411
 """Where process 0 listens unless the user says otherwise."""

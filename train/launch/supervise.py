@@ -13,9 +13,9 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from train.distributed import Cluster, Timeouts
-from train.exits import TRY_AGAIN
 from train.launch import control
+from train.processes.distributed import Cluster, Timeouts
+from train.processes.exits import TRY_AGAIN
 
 PATIENCE = 5.0
 """Seconds that a process has to end after it was told to."""

@@ -1,0 +1,1 @@
+"""The models, and what each is asked about data."""

@@ -1,0 +1,77 @@
+"""Which compressor a leaf travels by."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from jaxcomp.compressors.base import Compressor
+
+Policy = Callable[[str, Any], Compressor]
+"""`(path, leaf) -> Compressor`."""
+
+
+def policy_of(compressor: Compressor | Policy) -> Policy:
+    """The policy that sends every leaf by one compressor, or the one that is given, checked.
+
+    Raises:
+      ValueError: If it is neither; when called, if the policy returns something else.
+    """
+    if isinstance(compressor, Compressor):
+        return lambda path, leaf: compressor
+    if not callable(compressor):
+        raise ValueError(
+            f"got {compressor!r} to send by; needs a Compressor, or a policy (path, leaf) -> "
+            "Compressor; write quantize(4)."
+        )
+
+    def policy(path, leaf):
+        chosen = compressor(path, leaf)
+        if not isinstance(chosen, Compressor):
+            raise ValueError(
+                f"the policy returned {chosen!r} for the leaf {path!r}; needs a Compressor; write "
+                "quantize(4), or identity() for what travels exact."
+            )
+        return chosen
+
+    return policy
+
+
+def path_of(key_path) -> str:
+    """The path of a leaf as one string, as `params/block_0/up/kernel`."""
+    return jax.tree_util.keystr(key_path, simple=True, separator="/")
+
+
+def by_path(*rules: tuple[str, Any]) -> Callable[[str, Any], Any]:
+    """Makes a policy from (regular expression, value) pairs; the first that matches wins.
+
+    Args:
+      *rules: Patterns for `re.search` on the leaf's path, each with what it stands for, as
+        `("embed", quantize(8)), (".*", quantize(4))`.
+
+    Returns:
+      A function of (path, leaf) for `compressed_mean` or `make_plan`.
+
+    Examples:
+      >>> import jaxcomp
+      >>> policy = jaxcomp.by_path(("embed", jaxcomp.quantize(8)), (".*", jaxcomp.quantize(4)))
+      >>> policy("params/embed/embedding", None).name
+      'quantize(8)'
+
+    Raises:
+      ValueError: When called with a path that no rule covers.
+    """
+
+    def policy(path, leaf):
+        del leaf
+        for pattern, value in rules:
+            if re.search(pattern, path):
+                return value
+        patterns = [pattern for pattern, _ in rules]
+        raise ValueError(
+            f"no rule covers the leaf {path!r}: the patterns are {patterns}; "
+            "end the rules with ('.*', ...)."
+        )
+
+    return policy

@@ -1,0 +1,1 @@
+"""Trees as buckets, their messages and means. May import compressors and replicas."""

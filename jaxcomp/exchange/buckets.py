@@ -1,0 +1,178 @@
+"""Pytrees as a few flat buckets of bounded size, after a plan made from shapes alone."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxcomp.compressors.policies import path_of
+from jaxcomp.replicas.types import size_over_shards
+
+
+class Segment(NamedTuple):
+    """The entries `start:stop` of the flattened leaf number `leaf`."""
+
+    leaf: int
+    start: int
+    stop: int
+
+
+class Bucket(NamedTuple):
+    """A flat array that travels as one message: segments in a row, then zeros up to `numel`."""
+
+    label: Hashable  # what the plan's `label` gave its leaves
+    segments: tuple[Segment, ...]
+    dtype: Any  # float32, or float64 if a leaf is
+    numel: int
+
+    @property
+    def used(self) -> int:
+        """Entries that belong to leaves; the others are padding."""
+        return sum(segment.stop - segment.start for segment in self.segments)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Where each entry of a pytree lies in which bucket: static, hashable."""
+
+    treedef: jax.tree_util.PyTreeDef
+    paths: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[Any, ...]
+    labels: tuple[Hashable, ...]  # one a leaf
+    buckets: tuple[Bucket, ...]
+
+
+def small_or_vector(*replica_axes: str) -> Callable[[str, Any], bool]:
+    """Makes the rule that names the leaves which travel exact unless told otherwise.
+
+    They are norms and biases (anything with fewer than two axes) and leaves of fewer than
+    1,024 elements, over all their shards, as in CGX: a percent of the bytes, and the most
+    sensitive of them.
+
+    Args:
+      *replica_axes: Mesh axes that a leaf may vary over without being a shard.
+    """
+    return lambda path, leaf: leaf.ndim < 2 or size_over_shards(leaf, *replica_axes) < 1024
+
+
+def make_plan(
+    tree: Any,
+    label: Callable[[str, Any], Hashable],
+    num_replicas: int,
+    bucket_numel: int = 2**22,
+) -> Plan:
+    """Lays the leaves of equal label behind each other and cuts them into buckets.
+
+    Bucket boundaries depend on the leaves and on `bucket_numel` alone, so that what is kept
+    per bucket can move to another number of replicas; only the padding at its end differs.
+
+    Args:
+      tree: Pytree of floating arrays, or anything with `shape` and `dtype`, of any sizes.
+      label: `(path, leaf) -> label`, as the compressor that the leaf travels by.
+      num_replicas: Every bucket is padded to a multiple of it.
+      bucket_numel: Most elements of a bucket before padding, at least 1.
+
+    Returns:
+      The `Plan`. Leaves without elements are in no bucket.
+
+    Raises:
+      ValueError: If the tree has no leaves, or a leaf is not a real floating array.
+    """
+    if bucket_numel < 1:
+        raise ValueError(f"bucket_numel is {bucket_numel}; write at least 1 (default 2**22).")
+    keyed, treedef = jax.tree_util.tree_flatten_with_path(tree)
+    if not keyed:
+        raise ValueError(
+            "got a pytree without leaves; give the gradients of some parameters. In "
+            "optax.partition, leave out a label that no parameter has."
+        )
+    paths = tuple(path_of(key_path) for key_path, _ in keyed)
+    leaves = [leaf for _, leaf in keyed]
+    for path, leaf in zip(paths, leaves, strict=True):
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            raise ValueError(
+                f"the leaf {path!r} has dtype {leaf.dtype}, but only floating gradients can be "
+                "averaged; keep such leaves out of the parameters, in a closure of the loss."
+            )
+    labels = tuple(label(path, leaf) for path, leaf in zip(paths, leaves, strict=True))
+    buckets = []
+    for value in dict.fromkeys(labels):
+        chosen = [i for i, leaf in enumerate(leaves) if labels[i] == value and leaf.size]
+        for segments in _cut(chosen, [leaf.size for leaf in leaves], bucket_numel):
+            dtypes = {jnp.dtype(leaves[s.leaf].dtype) for s in segments}
+            buckets.append(_bucket(value, segments, dtypes, num_replicas))
+    shapes = tuple(tuple(leaf.shape) for leaf in leaves)
+    dtypes = tuple(jnp.dtype(leaf.dtype) for leaf in leaves)
+    return Plan(treedef, paths, shapes, dtypes, labels, tuple(buckets))
+
+
+def _cut(chosen: list[int], sizes: list[int], bucket_numel: int):
+    """Yields the segments of each bucket: the leaves `chosen` in a row, cut when full."""
+    segments, room = [], bucket_numel
+    for leaf in chosen:
+        start = 0
+        while start < sizes[leaf]:
+            stop = min(sizes[leaf], start + room)
+            segments.append(Segment(leaf, start, stop))
+            room -= stop - start
+            start = stop
+            if not room:
+                yield tuple(segments)
+                segments, room = [], bucket_numel
+    if segments:
+        yield tuple(segments)
+
+
+def _bucket(label, segments, dtypes, num_replicas: int) -> Bucket:
+    """Pads so that every replica owns an equal chunk, of whole blocks where that is cheap."""
+    dtype = jnp.result_type(jnp.float32, *dtypes)
+    used = sum(segment.stop - segment.start for segment in segments)
+    # Padding lies in the last chunk: at most 1/64 of that chunk, so that its scales hardly see it.
+    align = 1
+    while align < 1024 and 2 * align * num_replicas**2 * 64 <= used:
+        align *= 2
+    unit = align * num_replicas
+    return Bucket(label, segments, dtype, math.ceil(used / unit) * unit)
+
+
+def flatten(plan: Plan, tree: Any) -> list[jax.Array]:
+    """Copies the leaves of a tree of the plan's structure into its buckets, `f32[numel]` each."""
+    leaves = plan.treedef.flatten_up_to(tree)
+    return [_fill(bucket, leaves) for bucket in plan.buckets]
+
+
+def _fill(bucket: Bucket, leaves) -> jax.Array:
+    parts = [
+        leaves[s.leaf].reshape(-1)[s.start : s.stop].astype(bucket.dtype) for s in bucket.segments
+    ]
+    padding = bucket.numel - bucket.used
+    return jnp.concatenate([*parts, jnp.zeros(padding, bucket.dtype)] if padding else parts)
+
+
+def unflatten(plan: Plan, buckets: list[jax.Array], dtypes: Any = None) -> Any:
+    """Copies buckets back into a tree of the planned shapes.
+
+    Args:
+      plan: The plan that the buckets were filled by.
+      buckets: One `f32[numel]` a bucket of the plan.
+      dtypes: One dtype a leaf; by default the planned ones.
+
+    Returns:
+      The tree; what was padding is dropped, leaves without elements come back empty.
+    """
+    parts: list[list[jax.Array]] = [[] for _ in plan.shapes]
+    for bucket, flat in zip(plan.buckets, buckets, strict=True):
+        start = 0
+        for segment in bucket.segments:
+            size = segment.stop - segment.start
+            parts[segment.leaf].append(flat[start : start + size])
+            start += size
+    leaves = [
+        (jnp.concatenate(part) if part else jnp.zeros(0)).reshape(shape).astype(dtype)
+        for part, shape, dtype in zip(parts, plan.shapes, dtypes or plan.dtypes, strict=True)
+    ]
+    return plan.treedef.unflatten(leaves)

@@ -1,0 +1,67 @@
+"""One array through one code: the message, what it decodes to, what it costs and loses."""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxcomp.compressors.base import Compressor, Key
+from jaxcomp.compressors.packing import fold
+from jaxcomp.exchange import wire
+
+
+class Transmission(NamedTuple):
+    """What `transmit` returns."""
+
+    message: jax.Array  # u8[bytes], what travels
+    decoded: jax.Array  # of the array's shape, f32: what a receiver makes of it
+    bits_per_parameter: float  # of the message
+    error: float  # |x - decoded|^2 / |x|^2; 0 for an array of zeros that decodes to zeros
+
+
+def transmit(compressor: Compressor, x: jax.Array, *, seed: int = 0) -> Transmission:
+    """Encodes an array as one bucket, and decodes the message again; no network is needed.
+
+    To compare codes on real gradients. Of n independent normal numbers, no code of b bits
+    per parameter loses less than 4**-b in the mean.
+
+    Args:
+      compressor: Any code.
+      x: Floating, of any shape, with at least one element.
+      seed: Of masks, shifts and stochastic rounding.
+
+    Returns:
+      The `Transmission`.
+
+    Raises:
+      ValueError: If the array is not floating or has no elements.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import jaxcomp
+      >>> sent = jaxcomp.transmit(jaxcomp.sign(), jnp.array([3.0, -3.0] * 64))
+      >>> sent.message.shape, sent.bits_per_parameter, sent.error
+      ((20,), 1.25, 0.0)
+
+    References:
+      T. M. Cover, J. A. Thomas, "Elements of Information Theory", 2nd edition, 2006, theorem
+      10.3.2, for the bound.
+    """
+    if not jnp.issubdtype(x.dtype, jnp.floating) or not x.size:
+        raise ValueError(
+            f"transmit got {x.dtype}{list(x.shape)}; needs floating numbers, at least one; write "
+            "x.astype('float32')."
+        )
+    message, decoded, error = _transmit(compressor, x.astype(jnp.float32), jnp.uint32(seed))
+    return Transmission(message, decoded, 8 * message.size / x.size, float(error))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _transmit(compressor, x, seed):
+    shared = Key(jnp.int32(0), seed)
+    payload = compressor.encode(x.reshape(-1), shared, fold(shared, 1))
+    message = wire.pack(payload)
+    decoded = compressor.decode(wire.unpack(message, payload), shared).reshape(x.shape)
+    lost, norm = jnp.sum(jnp.square(x - decoded)), jnp.sum(jnp.square(x))
+    return message, decoded, lost / jnp.where(norm > 0, norm, 1)

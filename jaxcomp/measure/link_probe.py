@@ -1,0 +1,145 @@
+"""What collectives take on the network at hand, for `jaxcomp.plan`.
+
+All processes of a run call these functions together, and get the same numbers: where replicas
+wait for each other, the slowest one's count.
+"""
+
+import functools
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxcomp.measure import report
+from jaxcomp.measure.planner import Cost
+
+SIZES = tuple(4**power for power in range(6, 14))
+"""Bytes that leave one replica in the calls of a sweep: 4 KiB to 64 MiB."""
+
+
+def seconds_of(call: Callable[[], Any], repeats: int, pause: float = 0.0) -> float:
+    """The median time of a call on the slowest process, after one that is not counted.
+
+    Args:
+      call: Returns arrays; the same on all processes, which begin each call together.
+      repeats: Calls to time, at least 1.
+      pause: Seconds before each call.
+
+    Returns:
+      Seconds.
+    """
+    seconds = []
+    for _ in range(repeats + 1):
+        time.sleep(pause)
+        jax.block_until_ready(_together(0.0))
+        start = time.perf_counter()
+        jax.block_until_ready(call())
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(np.max(_together(seconds[1:]), axis=0).tolist())
+
+
+def _together(values: Any) -> np.ndarray:
+    """What every process has, `[num_processes, ...]`; none goes on before all have come."""
+    own = np.asarray(values)
+    return own[None] if jax.process_count() == 1 else multihost_utils.process_allgather(own)
+
+
+def measure_link(
+    mesh: Mesh,
+    axis_name: str,
+    sizes: Sequence[int] = SIZES,
+    repeats: int = 5,
+    longest: float = 0.25,
+    pause: float = 0.05,
+) -> dict[str, Cost]:
+    """Times collectives of growing size between the replicas.
+
+    Args:
+      mesh: The mesh of the run.
+      axis_name: The axis of the replicas, of size 2 or more.
+      sizes: Bytes that leave one replica in one call, growing; at least two.
+      repeats: Timed calls of each size.
+      longest: Seconds of a call after which no larger size is tried.
+      pause: Seconds before each call. A shaper lets bursts pass that fill up again while a step
+        computes; without a pause small messages would be timed as if it never did.
+
+    Returns:
+      A `planner.Link` of `all-reduce` (float32), `all-gather` and `all-to-all` (bytes). A latency
+      holds the dispatch of one program too.
+
+    Raises:
+      ValueError: If there is one replica only, or there are fewer than two sizes.
+    """
+    if mesh.shape[axis_name] < 2 or len(sizes) < 2:
+        raise ValueError(
+            f"got {mesh.shape[axis_name]} replica and {len(sizes)} sizes, need two or more of both "
+            "to measure what lies between them; give the rate and latency of the link instead."
+        )
+    link = {}
+    for op, make in COLLECTIVES.items():
+        samples = []
+        for size in sizes:
+            program, x = collective(make, size, mesh, axis_name)
+            call = functools.partial(program, x)
+            samples.append((report.sent_bytes(program, mesh), seconds_of(call, repeats, pause)))
+            if samples[-1][1] > longest and len(samples) > 1:
+                break
+        link[op] = cost_of(samples)
+    return link
+
+
+def cost_of(samples: Sequence[tuple[float, float]]) -> Cost:
+    """Makes a cost of measured times, of which a larger message never takes less.
+
+    Args:
+      samples: Pairs of bytes, growing, and seconds.
+
+    Returns:
+      The cost; a time above that of a larger message counts as that one's.
+    """
+    sent, seconds = zip(*samples, strict=True)
+    rising = itertools.accumulate(reversed(seconds), min)
+    return Cost(tuple(map(float, sent)), tuple(reversed(list(rising))))
+
+
+def _all_reduce(size, num_replicas):
+    numel = max(1, round(size * num_replicas / (8 * (num_replicas - 1))))
+    return lax.psum, jax.ShapeDtypeStruct((numel,), jnp.float32), P()
+
+
+def _all_gather(size, num_replicas):
+    gather = functools.partial(lax.all_gather, to="invarying")
+    return gather, jax.ShapeDtypeStruct((max(1, size // (num_replicas - 1)),), jnp.uint8), P()
+
+
+def _all_to_all(size, num_replicas):
+    exchange = functools.partial(lax.all_to_all, split_axis=0, concat_axis=0)
+    shape = num_replicas, max(1, size // (num_replicas - 1))
+    return exchange, jax.ShapeDtypeStruct(shape, jnp.uint8), None
+
+
+COLLECTIVES = {"all-reduce": _all_reduce, "all-gather": _all_gather, "all-to-all": _all_to_all}
+
+
+def collective(make, size: int, mesh: Mesh, axis_name: str):
+    """A compiled collective that sends about `size` bytes, and what to call it with."""
+    function, own, out = make(size, mesh.shape[axis_name])
+    rows = P(axis_name)
+    run = jax.shard_map(
+        lambda x: function(x[0], axis_name)[None if out is None else ...],
+        mesh=mesh,
+        in_specs=rows,
+        out_specs=rows if out is None else out,
+    )
+    shape = (mesh.shape[axis_name], *own.shape)
+    x = jax.jit(lambda: jnp.zeros(shape, own.dtype), out_shardings=NamedSharding(mesh, rows))()
+    return jax.jit(run).lower(x).compile(), x

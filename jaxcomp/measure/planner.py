@@ -1,0 +1,259 @@
+"""Whether compression pays: the time of a step by each method, predicted from measured parts.
+
+A step takes the gradient, the codec and the messages, one after the other, or the longer of
+gradient and messages where a method sends while it computes. Nothing is run here: what the parts
+take is measured by `jaxcomp.measure.link_probe` and `step_probe`, or given.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """What one collective takes, by the bytes that leave one replica: lines between points.
+
+    A line of one slope is too little for links that let bursts pass and shape the rest. Under the
+    first point it takes as long as there; beyond the last one the last line goes on.
+
+    Attributes:
+      sent_bytes: Of the points, growing; two or more.
+      seconds: Of the points, not falling; at least 0.
+    """
+
+    sent_bytes: tuple[float, ...]
+    seconds: tuple[float, ...]
+
+    def __post_init__(self):
+        sizes, times = self.sent_bytes, self.seconds
+        grow = all(a < b for a, b in itertools.pairwise(sizes))
+        fall = any(a > b for a, b in itertools.pairwise(times))
+        if len(sizes) < 2 or len(sizes) != len(times) or not grow or fall:
+            raise ValueError(
+                f"sent_bytes={sizes} and seconds={times} are no cost; write two or more growing "
+                "sizes and as many times that do not fall, or affine_cost(1e-3, 500e6)."
+            )
+
+
+def affine_cost(latency: float, rate: float) -> Cost:
+    """Describes a collective that takes `latency + 8 * sent_bytes / rate` seconds.
+
+    Args:
+      latency: Seconds of one that carries nothing, all its rounds included; at least 0.
+      rate: bit/s at which bytes leave one replica, above 0; `math.inf` for no limit.
+
+    Returns:
+      The cost.
+
+    Raises:
+      ValueError: For a latency or a rate out of range.
+    """
+    if not 0 <= latency < math.inf:
+        raise ValueError(f"latency={latency} is no time; write seconds, as 1e-3.")
+    if not rate > 0:
+        raise ValueError(f"rate={rate} carries nothing; write bit/s, as 500e6.")
+    return Cost((0.0, 1e6), (latency, latency + 8e6 / rate))
+
+
+def cost_seconds(cost: Cost, sent_bytes: float) -> float:
+    """Seconds of one collective of this cost."""
+    points = list(zip(cost.sent_bytes, cost.seconds, strict=True))
+    if sent_bytes <= points[0][0]:
+        return points[0][1]
+    pairs = list(itertools.pairwise(points))
+    (x, t), (x_next, t_next) = next((p for p in pairs if sent_bytes <= p[1][0]), pairs[-1])
+    return t + (sent_bytes - x) * (t_next - t) / (x_next - x)
+
+
+Link = Mapping[str, Cost]
+"""The cost of collectives by their HLO name, as `all-reduce`; of others the dearest counts."""
+
+
+def uniform_link(rate: float, latency: float, num_replicas: int) -> dict[str, Cost]:
+    """Describes a network that nothing but its rate and latency limits.
+
+    Args:
+      rate: bit/s of each replica's link, each direction.
+      latency: Seconds from one replica to another.
+      num_replicas: R, at least 2.
+
+    Returns:
+      A `Link`: ring all-reduces of 2 (R-1) rounds, ring all-gathers of R-1, all-to-alls of one.
+
+    Raises:
+      ValueError: For fewer than two replicas, or a rate or latency that `affine_cost` refuses.
+    """
+    if num_replicas < 2:
+        raise ValueError(
+            f"num_replicas={num_replicas}: one replica has nobody to send to; write 2 or more."
+        )
+    rounds = {"all-reduce": 2 * (num_replicas - 1), "all-gather": num_replicas - 1, "all-to-all": 1}
+    return {op: affine_cost(count * latency, rate) for op, count in rounds.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class Message:
+    """A collective of a method's step.
+
+    Attributes:
+      op: Its HLO name.
+      sent_bytes: What leaves one replica in one execution, in bytes, as `report` counts it.
+      times: Executions a step, in the mean over a run: a fraction where rounds are skipped.
+    """
+
+    op: str
+    sent_bytes: float
+    times: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Method:
+    """What a method adds to the computation of a step.
+
+    Attributes:
+      name: Of its row.
+      messages: What it sends.
+      codec_seconds: Seconds a step, in the mean over a run, that its update takes more than one
+        without compression does, messages apart.
+      memory_bytes: What a device holds for the update, in bytes; 0 where it is not known.
+      changes: What it changes of the algorithm, in a few words; "" for the exact mean.
+      overlaps: Whether its messages travel while the gradient is computed.
+    """
+
+    name: str
+    messages: tuple[Message, ...]
+    codec_seconds: float = 0.0
+    memory_bytes: int = 0
+    changes: str = ""
+    overlaps: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A method with its predicted times, in seconds a step; see `Method` for the rest."""
+
+    method: Method
+    step_seconds: float
+    network_seconds: float
+    sent_bytes: float  # that leave one replica in a step, in the mean over a run
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The prediction of every method, and which one to take."""
+
+    rows: tuple[Row, ...]  # in the order of the methods
+    compute_seconds: float  # of a step without any exchange
+    recommended: Row
+    compress: bool  # False: the recommended one is the exact mean
+    reason: str  # of the recommendation, in one line
+
+
+def network_seconds(messages: Sequence[Message], link: Link) -> float:
+    """Seconds a step that messages take, one after the other."""
+
+    def seconds(message):
+        costs = [link[message.op]] if message.op in link else link.values()
+        return max(cost_seconds(cost, message.sent_bytes) for cost in costs)
+
+    return sum(message.times * seconds(message) for message in messages)
+
+
+def plan(
+    methods: Sequence[Method], link: Link, compute_seconds: float, tolerance: float = 0.05
+) -> Plan:
+    """Predicts the step of every method, and recommends one, or not to compress.
+
+    Recommended is the first method that is within `tolerance` of the fastest: what changes less
+    of the algorithm comes first, and is not given up for a gain that no user would notice.
+
+    Args:
+      methods: With different names, what changes least first. One must be without `changes`.
+      link: The network between the replicas.
+      compute_seconds: Of a step without any exchange: gradient and update.
+      tolerance: Share of the fastest step that may be lost, at least 0.
+
+    Returns:
+      The plan.
+
+    Raises:
+      ValueError: If there is no exact method, names repeat, or a number is out of its range.
+
+    References:
+      The model of latency and rate: Thakur et al., Optimization of Collective Communication
+      Operations in MPICH, 2005, Section 3; bytes are read from the program and not modelled.
+      That compression seldom pays in data centres: Agarwal et al., `On the Utility of Gradient
+      Compression in Distributed Training Systems <https://arxiv.org/abs/2103.00543>`_, 2022.
+    """
+    if not 0 <= compute_seconds < math.inf:
+        raise ValueError(f"compute_seconds={compute_seconds} is no time; write seconds, as 0.5.")
+    if not tolerance >= 0:
+        raise ValueError(f"tolerance={tolerance} must be at least 0; write 0.05.")
+    if not link:
+        raise ValueError("the link has no costs; write uniform_link(500e6, 1e-3, num_replicas).")
+    names = [method.name for method in methods]
+    if len(set(names)) < len(names):
+        raise ValueError(f"names of methods repeat: {names}; give each its own.")
+    if all(method.changes for method in methods):
+        raise ValueError(
+            f"none of {names} is exact, so that nothing says what compression gains; add the dense "
+            "mean, a Method with changes=''."
+        )
+    rows = tuple(_row(method, link, compute_seconds) for method in methods)
+    fastest = min(row.step_seconds for row in rows)
+    recommended = next(row for row in rows if row.step_seconds <= (1 + tolerance) * fastest)
+    compress = bool(recommended.method.changes)
+    reason = _reason(rows, recommended, fastest)
+    return Plan(rows, compute_seconds, recommended, compress, reason)
+
+
+def _row(method: Method, link: Link, compute_seconds: float) -> Row:
+    network = network_seconds(method.messages, link)
+    busy = max(compute_seconds, network) if method.overlaps else compute_seconds + network
+    sent = sum(m.times * m.sent_bytes for m in method.messages)
+    return Row(method, busy + method.codec_seconds, network, sent)
+
+
+def _reason(rows: Sequence[Row], recommended: Row, fastest: float) -> str:
+    dense = min((r for r in rows if not r.method.changes), key=lambda r: r.step_seconds)
+    share = dense.network_seconds / dense.step_seconds if dense.step_seconds else 0.0
+    of_network = f"of a step by {dense.method.name} the network takes {share:.0%}"
+    if not recommended.method.changes:
+        gain = 1 - fastest / dense.step_seconds if dense.step_seconds else 0.0
+        return f"do not compress: {of_network}, and the best code would save {gain:.0%} of the step"
+    gain = dense.step_seconds / recommended.step_seconds
+    return f"{recommended.method.name}: {of_network}; this is {gain:.2f} times as fast"
+
+
+def table(planned: Plan) -> str:
+    """Formats a plan for people to read: a line a method, then the recommendation."""
+    lines = [("method", "step", "of it network", "codec", "bytes sent", "memory", "changes")]
+    for row in planned.rows:
+        lines.append(
+            (
+                row.method.name,
+                _milliseconds(row.step_seconds),
+                _milliseconds(row.network_seconds),
+                _milliseconds(row.method.codec_seconds),
+                f"{row.sent_bytes:,.0f}",
+                f"{row.method.memory_bytes / 2**20:,.0f} MiB" if row.method.memory_bytes else "",
+                row.method.changes or "nothing",
+            )
+        )
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    cells = [
+        [
+            # Numbers are read by their last digits, words by their first.
+            cell.ljust(width) if number in (0, 6) else cell.rjust(width)
+            for number, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ]
+        for line in lines
+    ]
+    alone = f"without an exchange a step takes {_milliseconds(planned.compute_seconds)}"
+    return "\n".join(["  ".join(line).rstrip() for line in cells] + [alone, planned.reason])
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:,.1f} ms"

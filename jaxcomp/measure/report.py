@@ -1,0 +1,296 @@
+"""Counts the bytes that one step sends, per mesh axis and per collective.
+
+The numbers come from the compiled program, not from the formula of the method: XLA may widen a
+type, and JAX may insert a collective that nobody wrote. What a program sends outside XLA's
+collectives, as custom calls and callbacks can, is not seen.
+"""
+
+import itertools
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxcomp.compressors.policies import path_of
+from jaxcomp.measure import hlo, hlo_groups, hlo_mesh
+from jaxcomp.replicas.compact import is_compact
+from jaxcomp.replicas.state import fields
+
+_COLLECTIVES = (
+    "all-reduce",
+    "all-gather",
+    "all-to-all",
+    "reduce-scatter",
+    "collective-permute",
+    "collective-broadcast",
+    "ragged-all-to-all",
+    "send",
+)
+
+
+class Collective(NamedTuple):
+    """One collective of a program, at one place where it runs.
+
+    Attributes:
+      op: Its HLO name, `all-reduce`; an asynchronous pair is one collective.
+      axes: The mesh axes of size above 1 that its groups span, in the mesh's order; `()` where
+        every device is alone, `("?",)` where the groups are no product of axes.
+      operand_bytes: What one replica hands over in one execution.
+      sent_bytes: What leaves one replica in one execution, by the best-known algorithm.
+      shape: Types of the operands, as `f32[8,4]` or `f32[8,4], u8[3]`.
+      count: How often a step executes it: the product of the trip counts of the loops around
+        it. None where a loop's length is not known.
+      branch: The branches of conditionals that it is in, outermost first, as
+        `("conditional.1 branch 0",)`. For `jax.lax.cond` branch 1 is the true one.
+      part: Which part of the exchange it is, of a method that does not send all in every step.
+    """
+
+    op: str
+    axes: tuple[str, ...]
+    operand_bytes: int
+    sent_bytes: float
+    shape: str
+    count: int | None
+    branch: tuple[str, ...]
+    part: str = ""
+
+
+Program = jax.stages.Compiled | str
+"""What `jax.jit(f).lower(...).compile()` makes, or the HLO text of one."""
+
+
+def collectives(program: Program | Sequence[Program], mesh: Mesh) -> list[Collective]:
+    """Lists the collectives of a compiled program.
+
+    A replica of N that hands over B bytes sends 2 B (N-1)/N for an all-reduce, B (N-1) for an
+    all-gather, B (N-1)/N for a reduce-scatter or an all-to-all, and B for a permutation or a
+    broadcast. B also bounds a ragged all-to-all from above: its sizes are known at run time.
+
+    Args:
+      program: Of a step; or those of a step that consists of several. Text does not name its
+        devices, so their order is taken to be the mesh's.
+      mesh: The mesh of the program, whose axes the report names.
+
+    Returns:
+      The collectives, in the program's order.
+
+    Raises:
+      ValueError: If the program runs on other devices than the mesh has.
+    """
+    if not isinstance(program, Program):
+        if len(program) == 1:
+            return collectives(program[0], mesh)
+        # Conditionals of two programs may have one name.
+        named = lambda row, n: row._replace(branch=tuple(f"{n}:{name}" for name in row.branch))
+        return [named(row, n) for n, one in enumerate(program) for row in collectives(one, mesh)]
+    module = hlo.parse(program if isinstance(program, str) else program.as_text())
+    if sorted((module.num_replicas, module.num_partitions)) != [1, mesh.size]:
+        raise ValueError(
+            f"got a program of {module.num_replicas} replicas and {module.num_partitions} "
+            f"partitions, need one that runs on the mesh's {mesh.size} devices; pass the mesh "
+            "that the step was made with"
+        )
+    positions = hlo_mesh.positions_of(program, mesh)
+    axes_of = hlo_mesh.axes_of_groups(mesh, positions)
+    found = []
+    for execution in hlo.executions(module):
+        op = execution.instruction.op.removesuffix("-start")
+        if op in _COLLECTIVES:
+            found.append(_collective(op, execution, axes_of, positions, mesh))
+    return [collective for collective in found if collective is not None]
+
+
+def sent_bytes(program: Program | Sequence[Program], mesh: Mesh, axis: str | None = None) -> float:
+    """Sums the bytes that leave one replica in one step.
+
+    Of the branches of a conditional the one that sends most counts, so the sum is that of the
+    most expensive step. A collective over several axes counts in full for each of them, and
+    one whose groups fit no axes counts for all: do not add the sums of two axes.
+
+    Args:
+      program: As for `collectives`.
+      mesh: As for `collectives`.
+      axis: Count only what crosses this mesh axis; None counts everything.
+
+    Returns:
+      The bytes.
+
+    Raises:
+      ValueError: If the mesh has no such axis, or if a loop that sends has no known length.
+    """
+    return _total(_sending(program, mesh, axis))
+
+
+def sent_bytes_by_part(
+    program: Program | Sequence[Program], mesh: Mesh, axis: str | None = None
+) -> dict[str, float]:
+    """Sums the bytes that leave one replica in one step, for each part of an exchange.
+
+    Methods that skip rounds name their parts ("synchronize", "variance"), and count in their
+    state's `rounds` how often each was sent.
+
+    Args:
+      program: As for `collectives`.
+      mesh: As for `collectives`.
+      axis: As for `sent_bytes`.
+
+    Returns:
+      Bytes by part; that of "" is sent in every step.
+
+    Raises:
+      ValueError: As `sent_bytes`.
+    """
+    rows = _sending(program, mesh, axis)
+    return {
+        part: _total([row for row in rows if row.part == part])
+        for part in sorted({"", *(row.part for row in rows)})
+    }
+
+
+def table(program: Program | Sequence[Program], mesh: Mesh) -> str:
+    """Formats the collectives of a step, with totals, for people to read.
+
+    Args:
+      program: As for `collectives`.
+      mesh: As for `collectives`.
+
+    Returns:
+      Lines of one row for each branch, axes, operation and operand type, with bytes a step,
+      then totals for each set of axes and for all, as `sent_bytes` counts them. Where a loop's
+      length is unknown its row says so, holds bytes of one iteration, and totals say "at least".
+    """
+    rows = collectives(program, mesh)
+    lines = [("axes", "collective", "times", "operand bytes", "sent bytes", "operands", "branch")]
+
+    def order(row: Collective) -> tuple:
+        return row.branch, row.axes, row.op, row.shape, row.count is None
+
+    for _, group in itertools.groupby(sorted(rows, key=order), order):
+        same = list(group)
+        first = same[0]
+        counts = [1 if row.count is None else row.count for row in same]
+        operand = sum(row.operand_bytes * count for row, count in zip(same, counts, strict=True))
+        sent = sum(row.sent_bytes * count for row, count in zip(same, counts, strict=True))
+        times = "unknown" if first.count is None else f"{sum(counts)}"
+        numbers = times, f"{operand:,}", f"{sent:,.0f}"
+        where, branch = "+".join(first.axes) or "-", " / ".join(first.branch)
+        lines.append((where, first.op, *numbers, _folded(first.shape), branch))
+    for axes in [*sorted({row.axes for row in rows}), None]:
+        chosen = [row for row in rows if axes is None or row.axes == axes]
+        known = [row for row in chosen if row.count is not None]
+        label = "total, all" if axes is None else f"total, {'+'.join(axes) or '-'}"
+        bound = "" if len(known) == len(chosen) else "at least"
+        lines.append((label, "", bound, "", f"{_total(known):,.0f}", "", ""))
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    cells = [
+        [cell.ljust(width) for cell, width in zip(line, widths, strict=True)] for line in lines
+    ]
+    return "\n".join("  ".join(line).rstrip() for line in cells)
+
+
+def _sending(program, mesh: Mesh, axis: str | None) -> list[Collective]:
+    """Lists what crosses an axis, each with a count."""
+    if axis is not None and axis not in mesh.axis_names:
+        raise ValueError(
+            f"got axis {axis!r}, need one of the mesh's {mesh.axis_names}; write axis=None for "
+            "the sum over all"
+        )
+    rows = [
+        row
+        for row in collectives(program, mesh)
+        if row.sent_bytes and (axis is None or axis in row.axes or row.axes == ("?",))
+    ]
+    unknown = [row for row in rows if row.count is None]
+    if unknown:
+        raise ValueError(
+            f"got {unknown[0].op} of {unknown[0].shape} in a loop of unknown length, need loops "
+            "whose trip count the program states; write jax.lax.scan, or read table()"
+        )
+    return rows
+
+
+def _collective(
+    op: str,
+    execution: hlo.Execution,
+    axes_of: dict[frozenset, tuple[str, ...]],
+    positions: np.ndarray,
+    mesh: Mesh,
+) -> Collective | None:
+    """Describes one collective; None is a send to the host."""
+    instruction, computation, count, branch = execution
+    operands = [computation.instructions[name].type for name in instruction.operands]
+    if op in ("ragged-all-to-all", "send"):
+        operands = operands[:1]  # The others are offsets, sizes and tokens.
+    pairs = hlo_groups.source_target_pairs(instruction.attributes)
+    if op == "send" and not pairs:
+        return None
+    if op in ("collective-permute", "send"):
+        axes, size = hlo_mesh.axes_crossed(pairs, positions, mesh)
+    else:
+        groups = hlo_groups.replica_groups(instruction.attributes, mesh.size)
+        axes = axes_of.get(frozenset(map(frozenset, groups)), ("?",))
+        size = max(map(len, groups))
+    operand_bytes = sum(map(hlo.num_bytes, operands))
+    shape = ", ".join(itertools.chain.from_iterable(map(hlo.shapes, operands)))
+    sent = _sent(op, operand_bytes, size)
+    parts = re.findall(r"\bjaxcomp\.(\w+)", instruction.attributes)
+    return Collective(op, axes, operand_bytes, sent, shape, count, branch, (parts or [""])[-1])
+
+
+def _folded(shapes: str) -> str:
+    """Equal ones in a row as one: XLA:CPU gives an all-to-all an operand a replica."""
+    groups = itertools.groupby(shapes.split(", "))
+    counted = ((shape, len(list(same))) for shape, same in groups)
+    return ", ".join(shape if count == 1 else f"{count} x {shape}" for shape, count in counted)
+
+
+def _sent(op: str, operand_bytes: int, size: int) -> float:
+    """Returns what leaves one of `size` replicas that each hand over `operand_bytes`."""
+    others = operand_bytes * (size - 1)
+    if op == "all-gather" or size == 1:
+        return float(others)
+    shares = {"all-reduce": 2, "reduce-scatter": 1, "all-to-all": 1}
+    return shares[op] * others / size if op in shares else float(operand_bytes)
+
+
+def _total(rows: list[Collective], depth: int = 0) -> float:
+    """Sums what is in no deeper branch, and of each conditional the branch that sends most."""
+    total = sum(row.sent_bytes * row.count for row in rows if len(row.branch) == depth)
+    conditionals: dict[str, dict[str, list[Collective]]] = {}
+    for row in rows:
+        if len(row.branch) > depth:
+            label = row.branch[depth]
+            branches = conditionals.setdefault(label.split()[0], {})
+            branches.setdefault(label, []).append(row)
+    return total + sum(
+        max(_total(branch, depth + 1) for branch in branches.values())
+        for branches in conditionals.values()
+    )
+
+
+def exact_leaves(params: Any, state: Any) -> list[str] | None:
+    """Lists the parameters whose updates `compressed_mean` leaves exact.
+
+    Args:
+      params: The parameters, or their shapes.
+      state: The optimizer's state, or its shapes; of several `compressed_mean`, as in
+        `optax.masked`, a leaf is exact if it is so for each that sees it.
+
+    Returns:
+      The paths of leaves, as `block_0/up/bias`; None if no state has a field `residual`.
+    """
+    found = fields(state, "residual")
+    if not found:
+        return None
+    # Without error feedback () stands for a residual; optax.MaskedNode() is another empty tuple,
+    # which has no leaves: what no method sees, as in a group that is frozen, is not sent at all.
+    is_mark = lambda x: x is None or is_compact(x) or (type(x) is tuple and not x)
+    exact, lossy = set(), set()
+    for residual in found:
+        for path, leaf in jax.tree_util.tree_leaves_with_path(residual, is_leaf=is_mark):
+            (exact if leaf is None else lossy).add(path_of(path))
+    paths = [path_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+    return [path for path in paths if path in exact - lossy]

@@ -1,0 +1,1 @@
+"""Optax transformations that exchange. May import compressors, replicas and exchange."""

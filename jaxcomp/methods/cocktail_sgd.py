@@ -1,0 +1,230 @@
+"""CocktailSGD: compressed exchange of model differences, one step late, around any optimizer."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from jaxcomp.compressors.base import Compressor, Key
+from jaxcomp.compressors.cocktail import cocktail
+from jaxcomp.compressors.policies import policy_of
+from jaxcomp.compressors.quantize import quantize
+from jaxcomp.exchange import averaging, buckets, wire
+from jaxcomp.methods import moments
+from jaxcomp.replicas.elementwise import require_whole_norms
+from jaxcomp.replicas.types import (
+    is_tracked,
+    require_alike,
+    require_varying,
+    to_varying,
+    varies_over,
+    zeros_of,
+)
+
+
+class CocktailSGDState(NamedTuple):
+    """State of `cocktail_sgd`."""
+
+    count: jax.Array  # i32[], steps so far
+    # f32 leaves of the parameters' shapes: this replica's parameters minus the consensus.
+    drift: Any
+    owner_residual: Any  # one f32[numel / R] a bucket: what this owner did not pass on yet
+    inner: Any  # of the inner optimizer, this replica's own
+    rounds: Any  # {"all", "synchronize", "warmup"}: i32[], how often each was sent
+    skipped: jax.Array  # i32[], this replica's steps whose inner update was not finite
+
+
+def cocktail_sgd(
+    inner: optax.GradientTransformation,
+    axis_name: str,
+    *,
+    compressor: Compressor | Callable[[str, Any], Compressor] | None = None,
+    exchange: wire.Exchange = wire.two_shot,
+    warmup_steps: int = 0,
+    sync_every: int = 1,
+    delayed: bool = True,
+    bucket_numel: int = 2**22,
+    seed: int = 0,
+) -> optax.GradientTransformationExtraArgs:
+    """Lets each replica optimize by itself, and exchanges compressed differences of models.
+
+    `params` are the consensus, equal on all replicas; gradients are taken at
+    `jaxcomp.local_params`, the consensus plus this replica's `drift`. With d_i the drift, e the
+    owners' residual, C the compressor and u_i the inner update of replica i, one step is
+
+        c = C[mean_i C[d_i] + e],  e <- mean_i C[d_i] + e - c,
+        params <- params + c,  d_i <- d_i - C[d_i] + u_i.
+
+    What C[d_i] leaves stays in d_i: there is no other residual. Whatever C is, the mean of the
+    replicas' parameters plus e moves by the mean inner update exactly. Nothing that is exchanged
+    depends on this step's gradient: both may run at once, and others' work arrives a step late.
+
+    Moments are never exchanged, and `inner` sees local gradients: a clipping in it clips those,
+    of a batch R times smaller. A replica whose inner update is not finite leaves it out, with its
+    inner state as it was, and counts it in `skipped`; the exchange goes on.
+
+    Args:
+      inner: Any optax optimizer, with its learning rate. It must not average over the replicas.
+      axis_name: Mesh axis of the replicas.
+      compressor: Of all parameters; or a policy `(path, leaf) -> Compressor`, as `jaxcomp.by_path`
+        makes. Default: `jaxcomp.cocktail()`, 0.1825 bits per parameter and direction.
+      exchange: How buckets travel: `wire.two_shot`, or `wire.gathered` for two replicas.
+      warmup_steps: First steps in which `inner` sees the exact mean gradient: all replicas take
+        the same step. One sends 1.13 times the bytes of a dense float32 all-reduce: the gradient's
+        both ways, then the step from its owners in 8 bits, by which JAX's types know it to be
+        equal. What these round off, under 1% of the largest of 128 neighbours' steps, stays in
+        the drift, equal everywhere. Nothing is coded by `compressor`.
+      sync_every: Steps from one exchange to the next.
+      delayed: Whether replicas learn of each other's work one step late, as in the paper, so that
+        the exchange may overlap with the gradient. If not, d_i + u_i travels in place of d_i, at
+        the end of an interval of `sync_every`: from scratch the loss is lower.
+      bucket_numel: Most elements of one message's bucket.
+      seed: Of masks, shifts and stochastic rounding; equal on all replicas.
+
+    Returns:
+      A `GradientTransformationExtraArgs` whose updates move the consensus, in float32. It
+      keeps the inner state, a float32 drift and 1/R of a float32 residual. `update` takes an extra
+      argument `ahead`, see `jaxcomp.overlapped_train_step`.
+
+    Raises:
+      ValueError: At construction for `warmup_steps` or `sync_every` out of range; at trace time
+        without `params`, for an unknown axis, gradients that are already reduced, leaves that are
+        not floating, or an inner optimizer that averages over the replicas.
+
+    References:
+      J. Wang et al., `CocktailSGD: Fine-tuning Foundation Models over 500Mbps Networks
+      <https://proceedings.mlr.press/v202/wang23t.html>`_, ICML 2023, algorithm 1. Deviations: the
+      consensus keeps the dtype of `params` and what it rounds off goes to the drift (the
+      authors' code keeps it in float16 and loses that); the model is cut into buckets of
+      `bucket_numel`, each with its own top-K; the residual is float32 (float16 there); warm-up
+      averages gradients (the code sums them).
+    """
+    compressor = cocktail() if compressor is None else compressor
+    if warmup_steps < 0 or sync_every < 1:
+        raise ValueError(
+            f"cocktail_sgd got warmup_steps={warmup_steps}, sync_every={sync_every}; needs at "
+            "least 0 and at least 1; write warmup_steps=0, sync_every=1."
+        )
+    inner = optax.with_extra_args_support(inner)
+    policy = policy_of(compressor)
+    plan_of = lambda tree: averaging.make_plan(tree, policy, axis_name, bucket_numel)
+
+    def init(params):
+        drift = jax.tree.map(lambda p: jnp.zeros_like(p, moments.wide(p.dtype)), params)
+        drift = to_varying(drift, axis_name)
+        owner_residual = averaging.zero_owner_residual(plan_of(drift), exchange, axis_name)
+        skipped = to_varying(jnp.zeros([], jnp.int32), axis_name)
+        zero = jnp.zeros([], jnp.int32)
+        rounds = dict.fromkeys(("all", "synchronize", "warmup"), zero)
+        # Of the dtypes that its updates will see, and all of it this replica's own from the start.
+        inner_state = inner.init(jax.tree.map(lambda p: p.astype(moments.wide(p.dtype)), params))
+        inner_state = to_varying(inner_state, axis_name)
+        return CocktailSGDState(zero, drift, owner_residual, inner_state, rounds, skipped)
+
+    def dense(grads):
+        """The exact mean gradient, of a type that varies as local gradients do."""
+        mean = averaging.exact_mean(grads, axis_name, bucket_numel, "warmup")
+        return to_varying(mean, axis_name)
+
+    def exchanged(state, drift):
+        """What the owners send to all, what this replica has sent, and the owners' residual."""
+        plan = plan_of(drift)
+        # Masks roll by one an exchange, not a step: else some entries might never be sent.
+        shared = Key(state.count // sync_every, jnp.uint32(seed))
+        flat = buckets.flatten(plan, drift)
+        with jax.named_scope("jaxcomp.synchronize"):
+            means = averaging.mean_of_buckets(
+                plan, flat, state.owner_residual, exchange, shared, axis_name
+            )
+        consensus = buckets.unflatten(plan, [m.mean for m in means])
+        sent = buckets.unflatten(plan, [m.sent for m in means])
+        return consensus, sent, tuple(m.owner_residual for m in means)
+
+    def exchanged_if_due(state, drift, due):
+        if sync_every == 1 and not warmup_steps:
+            return exchanged(state, drift)
+
+        def waiting(state, drift):
+            zeros = [
+                jax.tree.map(zeros_of, part) for part in jax.eval_shape(exchanged, state, drift)[:2]
+            ]
+            return *zeros, state.owner_residual
+
+        return lax.cond(due, exchanged, waiting, state, drift)
+
+    def update(updates, state, params=None, *, ahead=lambda make: make(), **extra_args):
+        averaging.require_params("cocktail_sgd", params)
+        require_varying(updates, axis_name, params)
+        # The square of a float16 gradient is zero below 2e-4, and Adam's step then m / eps.
+        updates = jax.tree.map(lambda g: g.astype(moments.wide(g.dtype)), updates)
+        is_warm = state.count < warmup_steps
+        due = (state.count % sync_every == (0 if delayed else sync_every - 1)) & ~is_warm
+        if delayed:
+            made = ahead(lambda: exchanged_if_due(state, state.drift, due))
+        if warmup_steps:
+            updates = lax.cond(is_warm, dense, lambda grads: grads, updates)
+        local = jax.tree.map(jnp.add, params, state.drift)
+        step, inner_state, is_bad = _inner_step(
+            inner, updates, state.inner, local, extra_args, axis_name
+        )
+        if not delayed:
+            made = exchanged_if_due(state, jax.tree.map(jnp.add, state.drift, step), due)
+        consensus, sent, owner_residual = made
+        if warmup_steps:
+            whole = lambda *both: _from_owners(*both, axis_name, bucket_numel)
+            nothing = lambda *both: jax.tree.map(zeros_of, jax.eval_shape(whole, *both))
+            warm = lax.cond(is_warm, whole, nothing, state.drift, step)
+            consensus, sent = (jax.tree.map(jnp.add, x, warm) for x in (consensus, sent))
+
+        def drifted(drift, sent, step, param, change):
+            left = drift - sent + step if delayed else drift + step - sent
+            return left + averaging.rounded_off(param, change)
+
+        return consensus, CocktailSGDState(
+            optax.safe_increment(state.count),
+            jax.tree.map(drifted, state.drift, sent, step, params, consensus),
+            owner_residual,
+            inner_state,
+            averaging.counted(state.rounds, all=due | is_warm, synchronize=due, warmup=is_warm),
+            state.skipped + is_bad,
+        )
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _inner_step(inner, grads, state, params, extra_args, axis_name):
+    """The inner update in float32, its state, and whether it was left out: i32[], 0 or 1."""
+    update = functools.partial(inner.update, **extra_args)
+    step, new_state = update(grads, state, params)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(step):
+        if is_tracked(axis_name) and not varies_over(leaf, axis_name):
+            raise ValueError(
+                f"the inner update of {jax.tree_util.keystr(path)!r} is equal on all replicas: the "
+                "inner optimizer averages by itself. cocktail_sgd exchanges models, and its inner "
+                "optimizer must be local; write cocktail_sgd(optax.adamw(learning_rate), "
+                f"{axis_name!r}) without compressed_mean in it."
+            )
+    require_alike(step, params, axis_name)
+    require_whole_norms(update, grads, state, params, axis_name=axis_name, of_mean=False)
+    step = jax.tree.map(lambda u: u.astype(moments.wide(u.dtype)), step)
+    bad = averaging.not_finite(step, axis_name)
+    step = jax.tree.map(lambda u: jnp.where(bad, 0.0, u), step)
+    return step, jax.tree.map(lambda old, new: jnp.where(bad, old, new), state, new_state), bad
+
+
+def _from_owners(drift, step, axis_name, bucket_numel):
+    """Equal drifts plus equal steps, coded, of a type that says so: each owner sends its chunk."""
+    tree = jax.tree.map(jnp.add, drift, step)
+    plan = averaging.make_plan(tree, policy_of(quantize(8)), axis_name, bucket_numel)
+
+    def whole(key, bucket, flat):
+        chunk = flat.reshape(lax.axis_size(axis_name), -1)[lax.axis_index(axis_name)]
+        return wire.gather(chunk, bucket.label.compressor, key, axis_name)[0]
+
+    shared, flat = Key(jnp.int32(0), jnp.uint32(0)), buckets.flatten(plan, tree)
+    with jax.named_scope("jaxcomp.warmup"):
+        return buckets.unflatten(plan, averaging.map_buckets(whole, plan, shared, flat))

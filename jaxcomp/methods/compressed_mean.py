@@ -1,0 +1,145 @@
+"""The mean of updates over the replicas, through any compressor, with error feedback."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from jaxcomp.compressors.base import Compressor, Key
+from jaxcomp.compressors.policies import policy_of
+from jaxcomp.exchange import averaging, buckets, wire
+from jaxcomp.replicas.types import largest, require_varying
+
+
+class CompressedMeanState(NamedTuple):
+    """State of `compressed_mean`."""
+
+    count: jax.Array  # i32[], updates so far; the source of all keys
+    # f32 leaves of the parameters' shapes, not sent yet; None for those that travel exact, ()
+    # for the others without error feedback.
+    residual: Any
+    # One f32[numel / R] a bucket, None for those without owners: not passed on yet.
+    owner_residual: Any
+
+
+def compressed_mean(
+    compressor: Compressor | Callable[[str, Any], Compressor],
+    axis_name: str,
+    *,
+    error_feedback: bool = True,
+    exchange: wire.Exchange = wire.two_shot,
+    exact: Callable[[str, Any], bool] | None = None,
+    bucket_numel: int = 2**22,
+    seed: int = 0,
+) -> optax.GradientTransformationExtraArgs:
+    """Averages updates over the replicas, sending only the compressor's payload.
+
+    Stands first in `optax.chain`, before any optimizer, and runs inside `jax.shard_map` with
+    its types checked: updates that go in vary over `axis_name`, updates that come out do not.
+    With error feedback nothing is lost for good: the mean over replicas of `residual`, plus
+    `owner_residual`, plus all updates that came out is the sum of the mean updates that went in;
+    but for leaves below float32, whose updates are rounded at the end, which is not fed back.
+
+    If any replica's update is not finite, all replicas get NaN together and every residual
+    stays as it was; `jaxcomp.train_step`, or `optax.apply_if_finite` around the optimizer that
+    follows, then skips the step everywhere. Do not put `apply_if_finite` around this
+    transformation: replicas would decide by their own gradients (JAX refuses to trace it).
+
+    Sparse and 1-bit compressors in front of Adam train badly: what arrives in bursts inflates
+    the second moment. Use them in front of momentum SGD, or a method made for them.
+
+    Args:
+      compressor: Applied to buckets of flattened updates; or a policy `(path, leaf) ->
+        Compressor`, as `jaxcomp.by_path` makes.
+      axis_name: Mesh axis to average over.
+      error_feedback: Whether to add what was not sent to the next update, on both ways. Costs
+        (1 + 1/R) float32 values a parameter. Unbiased compressors can do without.
+      exchange: How buckets travel: `wire.two_shot`, or `wire.gathered` for two replicas.
+        Payloads of linear compressors are summed on the wire in any case.
+      exact: `(path, leaf) -> bool`, which leaves travel as float32. Default: those with fewer than
+        two axes, or fewer than 1,024 elements over all their shards.
+      bucket_numel: Most elements of one message's bucket.
+      seed: Of masks, shifts and stochastic rounding.
+
+    Returns:
+      A `GradientTransformationExtraArgs`; updates keep shapes, and get the dtypes of `params`
+      where these are given. Wrap the whole chain in `jaxcomp.per_replica`, which `train_step`
+      does by itself.
+
+    Raises:
+      ValueError: At trace time, for an unknown axis, updates that are already reduced, a tree
+        without leaves, or leaves that are not floating.
+
+    References:
+      Seide et al., `1-Bit Stochastic Gradient Descent
+      <https://www.microsoft.com/en-us/research/publication/1-bit-stochastic-gradient-descent>`_,
+      2014; Karimireddy et al., `Error Feedback Fixes SignSGD
+      <https://arxiv.org/abs/1901.09847>`_, 2019, Algorithm 2, whose learning rate is one here:
+      the residual is in units of the update.
+    """
+    policy = policy_of(compressor)
+    exact = buckets.small_or_vector(axis_name) if exact is None else exact
+
+    def make_plan(tree):
+        choose = lambda path, leaf: averaging.EXACT if exact(path, leaf) else policy(path, leaf)
+        return averaging.make_plan(tree, choose, axis_name, bucket_numel)
+
+    def zero_residuals(plan):
+        residual = averaging.zero_residual(plan, axis_name)
+        return residual, averaging.zero_owner_residual(plan, exchange, axis_name)
+
+    def init(params):
+        residual, owner_residual = zero_residuals(make_plan(params))
+        if not error_feedback:
+            residual, owner_residual = jax.tree.map(lambda _: (), residual), None
+        return CompressedMeanState(jnp.zeros([], jnp.int32), residual, owner_residual)
+
+    def update(updates, state, params=None, **extra_args):
+        del extra_args
+        require_varying(updates, axis_name, params)
+        plan = make_plan(updates)
+        old = state[1:] if error_feedback else zero_residuals(plan)
+        flat = buckets.flatten(plan, averaging.add_residual(plan, updates, old[0]))
+        shared = Key(state.count, jnp.uint32(seed))
+        means, skip = _means_or_skip(plan, flat, old[1], exchange, shared, axis_name)
+        # optax's states have the parameters' dtypes, and an update of another would change theirs.
+        like = updates if params is None else params
+        dtypes = [leaf.dtype for leaf in plan.treedef.flatten_up_to(like)]
+        mean = buckets.unflatten(plan, [jnp.where(skip, jnp.nan, m.mean) for m in means], dtypes)
+        count = optax.safe_increment(state.count)
+        if not error_feedback:
+            return mean, state._replace(count=count)
+        new = averaging.unsent(plan, flat, means), tuple(m.owner_residual for m in means)
+        kept = jax.tree.map(lambda old, new: jnp.where(skip, old, new), old, new)
+        return mean, CompressedMeanState(count, *kept)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _means_or_skip(plan, flat, owner_residual, exchange, shared, axis_name):
+    """The mean of every bucket, and whether any of them, or any replica's part, is not finite.
+
+    A mean may be infinite where no gradient is: float16 scales end at 65,504.
+    """
+    # All shards of a replica must agree, and an exact bucket of whole leaves must stay whole.
+    bad = largest((~averaging.finite(flat)).astype(jnp.float32), axis_name)
+    exact = [i for i, b in enumerate(plan.buckets) if b.label.compressor == averaging.EXACT]
+    if not exact:
+        means = averaging.mean_of_buckets(plan, flat, owner_residual, exchange, shared, axis_name)
+        return means, (largest(lax.psum(bad, axis_name)) > 0) | _any_not_finite(means)
+    # It rides behind the first exact bucket, and costs no message.
+    carrier = exact[0]
+    flat = list(flat)
+    flat[carrier] = jnp.append(flat[carrier], bad.astype(flat[carrier].dtype))
+    means = averaging.mean_of_buckets(plan, flat, owner_residual, exchange, shared, axis_name)
+    carried = means[carrier]
+    means[carrier] = wire.Mean(carried.mean[:-1], carried.sent[:-1], None)
+    return means, (largest(carried.mean[-1]) > 0) | _any_not_finite(means)
+
+
+def _any_not_finite(means: list[wire.Mean]) -> jax.Array:
+    bad = ~averaging.finite([m.mean for m in means])
+    return largest(bad.astype(jnp.float32)) > 0

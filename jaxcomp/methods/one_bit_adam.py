@@ -1,0 +1,175 @@
+"""1-bit Adam: dense Adam first, then a frozen variance and 1-bit messages of the momentum."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from optax.tree_utils import tree_update_moment
+
+from jaxcomp.compressors.base import Compressor
+from jaxcomp.compressors.policies import policy_of
+from jaxcomp.compressors.sign import sign
+from jaxcomp.exchange import averaging, wire
+from jaxcomp.methods import moments
+from jaxcomp.replicas.types import require_varying
+
+
+class OneBitAdamState(NamedTuple):
+    """State of `one_bit_adam`; trees have float32 leaves of the parameters' shapes."""
+
+    count: jax.Array  # i32[], steps so far
+    momentum: Any  # equal on all replicas
+    variance: Any  # equal on all replicas, frozen after the warm-up
+    residual: Any  # not sent yet
+    owner_residual: Any  # one f32[numel / R] a bucket: not passed on yet
+    rounds: Any  # {"all", "synchronize", "variance"}: i32[], how often each was sent
+    frozen: jax.Array  # bool[], whether the warm-up has ended
+    # f32[1 / (1 - b2)], the variance's l1 norms of the last steps; None with a given freeze_step.
+    norms: Any
+
+
+def one_bit_adam(
+    learning_rate: float | optax.Schedule,
+    axis_name: str,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    *,
+    freeze_step: int | None = None,
+    freeze_ratio: float = 0.96,
+    compressor: Compressor | Callable[[str, Any], Compressor] | None = None,
+    precondition: bool = True,
+    variance_floor: float = 1e-4,
+    bias_correction: bool = True,
+    weight_decay: float = 0.0,
+    exchange: wire.Exchange = wire.two_shot,
+    bucket_numel: int = 2**22,
+    seed: int = 0,
+) -> optax.GradientTransformationExtraArgs:
+    """Adam on exact mean gradients until the variance is stable, then on 1-bit mean momenta.
+
+    With D = sqrt(v) + eps, a step of the warm-up is Adam's. Later ones do m_i <- b1 m + (1 - b1)
+    g_i and m <- the compressed mean of m_i, with error feedback on both ways, at the frozen v.
+
+    One bit cannot say zero: coordinates that never had a gradient get +-scale. What is compressed
+    is therefore m_i / D (`precondition`), in which that noise is of the size of a step wherever
+    it falls, and error feedback takes it back.
+
+    Args:
+      learning_rate: Rate, or schedule of the step.
+      axis_name: Mesh axis of the replicas.
+      b1: Decay of the momentum, in [0, 1).
+      b2: Decay of the variance, in [0, 1).
+      eps: Added to the root of the variance.
+      freeze_step: Steps of the warm-up, at least 1: 15 to 25% of a run in the paper. None ends it
+        by `freeze_ratio`.
+      freeze_ratio: The warm-up ends when the variance's l1 norm of 1 / (1 - b2) steps ago is this
+        share of today's, in (0, 1). It knows nothing of the rate's own warm-up, which should end
+        before: else give `freeze_step`.
+      compressor: Of all parameters; or a policy `(path, leaf) -> Compressor`. Default:
+        `jaxcomp.sign(block=1024)`.
+      precondition: Whether m / D travels, and not m as in the paper.
+      variance_floor: The least variance that is divided by after the warm-up, as a share of its
+        mean over the leaf: a coordinate whose gradients come late would else take a step of
+        any size. A leaf without any gradient so far gets the mean of the others.
+      bias_correction: Whether moments are divided by 1 - b^n, as in Adam. The paper's runs do
+        without.
+      weight_decay: Rate of decay, decoupled.
+      exchange: How buckets travel: `wire.two_shot`, or `wire.gathered` for two replicas.
+      bucket_numel: Most elements of one message's bucket.
+      seed: Of the compressor's noise, if it has any.
+
+    Returns:
+      A `GradientTransformationExtraArgs`. It keeps three float32 values a parameter (momentum,
+      variance, residual) and 1/R of one. A gradient that is not finite makes the update NaN on
+      all replicas, for `jaxcomp.train_step` to skip.
+
+    Raises:
+      ValueError: At construction for arguments out of range; at trace time for an unknown axis,
+        gradients that are already reduced, leaves that are not floating, or `weight_decay`
+        without `params`.
+
+    References:
+      Tang et al., `1-bit Adam: Communication Efficient Large-Scale Training with Adam's
+      Convergence Speed <https://arxiv.org/abs/2102.02888>`_, ICML 2021, algorithm 1. Deviations:
+      buckets and not tensors are compressed, by an l1 scale per block (theirs: l2 per tensor);
+      `precondition`, `variance_floor` and `bias_correction` (off: `precondition=False,
+      variance_floor=0.0, bias_correction=False`); the first step is not dropped.
+    """
+    moments.check("one_bit_adam", b1, b2, eps, variance_floor)
+    moments.check_freeze("one_bit_adam", freeze_step, freeze_ratio)
+    policy = policy_of(sign(block=1024) if compressor is None else compressor)
+    transport = averaging.Transport(policy, exchange, axis_name, bucket_numel, seed)
+    rate_of = moments.schedule_of(learning_rate)
+
+    def init(params):
+        zeros = jax.tree.map(moments.zeros, params)
+        residual, owner_residual = averaging.nothing_sent(transport, zeros)
+        return OneBitAdamState(
+            count=jnp.zeros([], jnp.int32),
+            momentum=zeros,
+            variance=zeros,
+            residual=residual,
+            owner_residual=owner_residual,
+            rounds=dict.fromkeys(("all", "synchronize", "variance"), jnp.zeros([], jnp.int32)),
+            frozen=jnp.zeros([], bool),
+            norms=moments.no_norms(b2, zeros, freeze_step),
+        )
+
+    def root_of(variance, num_updates, floor):
+        weight = 1 - moments.power(b2, jnp.maximum(num_updates, 1), variance)
+        return moments.denominator(variance, eps, floor, weight if bias_correction else 1)
+
+    def warm_up(state, grads):
+        """A step of Adam: momentum, variance and its root, and the residuals as they were."""
+        mean = averaging.exact_mean(grads, axis_name, bucket_numel, "variance")
+        momentum = tree_update_moment(mean, state.momentum, b1, 1)
+        variance = tree_update_moment(mean, state.variance, b2, 2)
+        root = root_of(variance, state.rounds["variance"] + 1, 0.0)
+        return momentum, variance, root, state.residual, state.owner_residual
+
+    def compressed(state, grads):
+        """The same with a mean momentum of few bits, at the frozen variance."""
+        root = root_of(state.variance, state.rounds["variance"], variance_floor)
+        local = tree_update_moment(grads, state.momentum, b1, 1)
+        if precondition:
+            local = jax.tree.map(jnp.divide, local, root)
+        momentum, residual, owner_residual = averaging.mean_with_feedback(
+            transport, local, state.residual, state.owner_residual, state.count
+        )
+        if precondition:
+            momentum = jax.tree.map(jnp.multiply, momentum, root)
+        return momentum, state.variance, root, residual, owner_residual
+
+    def update(updates, state, params=None, **extra_args):
+        del extra_args
+        require_varying(updates, axis_name, params)
+        grads = moments.poisoned(updates, state.variance, axis_name)
+        frozen = state.frozen if freeze_step is None else state.count >= freeze_step
+        momentum, variance, root, residual, owner_residual = lax.cond(
+            frozen, compressed, warm_up, state, grads
+        )
+        correction = (
+            1 / (1 - moments.power(b1, state.count + 1, momentum)) if bias_correction else 1.0
+        )
+        rate = rate_of(state.count)
+        change = jax.tree.map(lambda m, d: -rate * correction * m / d, momentum, root)
+        if weight_decay:
+            averaging.require_params("one_bit_adam with weight_decay", params)
+            change = jax.tree.map(lambda c, p: c - rate * weight_decay * p, change, params)
+        freezes, norms = moments.freezes(frozen, state, variance, freeze_step, freeze_ratio)
+        return change, OneBitAdamState(
+            optax.safe_increment(state.count),
+            momentum,
+            variance,
+            residual,
+            owner_residual,
+            averaging.counted(state.rounds, all=True, synchronize=frozen, variance=~frozen),
+            freezes,
+            norms,
+        )
+
+    return optax.GradientTransformationExtraArgs(init, update)

@@ -1,0 +1,292 @@
+"""0/1 Adam: a variance learned now and then, 1-bit synchronization, and skipped rounds."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from jaxcomp import schedules
+from jaxcomp.compressors.base import Compressor
+from jaxcomp.compressors.policies import policy_of
+from jaxcomp.compressors.quantize import quantize
+from jaxcomp.compressors.sign import sign
+from jaxcomp.exchange import averaging, wire
+from jaxcomp.methods import moments
+from jaxcomp.replicas.types import require_varying, to_varying, zeros_of
+
+
+class ZeroOneAdamState(NamedTuple):
+    """State of `zero_one_adam`; trees have float32 leaves of the parameters' shapes."""
+
+    count: jax.Array  # i32[], steps so far
+    momentum: Any  # this replica's own between synchronizations
+    variance: Any  # equal on all replicas
+    variance_steps: jax.Array  # i32[], steps done when it was last learned
+    variance_weight: jax.Array  # f32[], of all gradients that it is of: 1 - b2^n in Adam
+    drift: Any  # this replica's parameters minus the consensus: what it did since they met
+    rate_sum: jax.Array  # f32[], sum of the rates since they met
+    residual: Any  # not sent yet
+    owner_residual: Any  # one f32[numel / R] a bucket: not passed on yet
+    # {"all", "synchronize", "variance", "warmup"}: i32[], how often each was sent
+    rounds: Any
+    skipped: jax.Array  # i32[], this replica's steps whose gradient was not finite
+
+
+_EIGHT_BITS = quantize(8)
+_CHECKED_STEPS = 2**16  # of both schedules, when the state is made
+
+
+class _Own(NamedTuple):
+    """One replica's step, before it is known whether the replicas meet."""
+
+    momentum: Any
+    drift: Any
+    rate_sum: jax.Array  # f32[]
+
+
+def zero_one_adam(
+    learning_rate: float | optax.Schedule,
+    axis_name: str,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    *,
+    sync_at: schedules.Schedule = schedules.always,
+    variance_at: schedules.Schedule | None = None,
+    compressor: Compressor | Callable[[str, Any], Compressor] | None = None,
+    precondition: bool = True,
+    variance_compressor: Compressor | Callable[[str, Any], Compressor] = averaging.EXACT,
+    warmup_steps: int = 0,
+    warmup_compressor: Compressor = _EIGHT_BITS,
+    fresh_variance: bool = True,
+    weigh_steps: bool = True,
+    variance_floor: float = 1e-4,
+    bias_correction: bool = True,
+    weight_decay: float = 0.0,
+    exchange: wire.Exchange = wire.two_shot,
+    bucket_numel: int = 2**22,
+    seed: int = 0,
+) -> optax.GradientTransformationExtraArgs:
+    """Adam whose replicas take local steps and meet now and then by 1-bit messages.
+
+    `params` are the consensus; gradients are taken at `jaxcomp.local_params`, which adds this
+    replica's `drift`. With rate r, momentum m_i, shared variance v, D = sqrt(v) + eps, every step
+    does m_i <- b1 m_i + (1 - b1) g_i and drift_i <- drift_i - r m_i / D. A step of `sync_at` then
+    averages the buffers u_i = -drift_i D by compressed messages, with error feedback on both
+    ways; the consensus moves by -u / D, all m_i become u / (sum of r since the last one), and all
+    drifts zero. A step of `variance_at` averages g_i exactly first, for v <- b2 v + (1 - b2) g^2.
+
+    One bit cannot say zero: coordinates that never had a gradient get +-scale. What is compressed
+    is therefore the difference of the parameters itself (`precondition`), in which that noise is
+    of the size of a step wherever it falls, and error feedback takes it back.
+
+    Gradients are each replica's own, of a batch R times smaller, and so is what a clipping before
+    this in a chain clips.
+
+    Args:
+      learning_rate: Rate, or schedule of the step.
+      axis_name: Mesh axis of the replicas.
+      b1: Decay of the momentum, in [0, 1).
+      b2: Decay of the variance, in [0, 1).
+      eps: Added to the root of the variance.
+      sync_at: When the replicas meet; see `jaxcomp.schedules.halving`.
+      variance_at: When the variance is learned: in the first step, and only in steps of
+        `sync_at`. Default: those of `jaxcomp.schedules.growing()`, without an end, in which the
+        replicas meet. The paper's runs end it with the learning rate's warm-up.
+      compressor: Of all parameters; or a policy `(path, leaf) -> Compressor`. Default:
+        `jaxcomp.sign(block=1024)`.
+      precondition: Whether u / D travels, and not u as in the paper.
+      variance_compressor: Of the gradients that the variance learns from; exact in the paper.
+        Eight bits, `jaxcomp.quantize(8)`, are enough: what is lost of one is not made up for.
+      warmup_steps: First steps, in which buffers travel by `warmup_compressor`: where a model
+        rests on a plateau before it learns, the error of one bit may keep it there. At least 0.
+      warmup_compressor: Of buffers in those steps, with the same error feedback.
+      fresh_variance: Whether a variance is used in the step that it is learned in, and not from the
+        next one on as in the paper. Where gradients grow, as at the beginning, an older one
+        makes steps that are too large.
+      weigh_steps: Whether the variance forgets by b2 a step, and not by b2 an update as in the
+        paper. Of updates far apart, one then counts for the steps since the last, and the many
+        first ones no more than the steps that they were made in. No gradient ever makes more than
+        an eighth of the variance, or than in Adam: long runs are safe.
+      variance_floor: The least variance that is divided by, as a share of its mean over the leaf:
+        a coordinate whose gradients come late would else take a step of any size. A leaf
+        without any gradient so far gets the mean of the others.
+      bias_correction: Whether moments are divided by 1 - b^n, as in Adam; n counts the updates
+        that they have had. The paper's runs do without.
+      weight_decay: Rate of decay of the consensus, decoupled, outside the buffer.
+      exchange: How buckets travel: `wire.two_shot`, or `wire.gathered` for two replicas.
+      bucket_numel: Most elements of one message's bucket.
+      seed: Of the compressor's noise, if it has any.
+
+    Returns:
+      A `GradientTransformationExtraArgs` whose updates move the consensus. It keeps four float32
+      values a parameter (momentum, variance, drift, residual) and 1/R of one.
+
+      A replica whose gradient is not finite leaves it out, with its momentum and drift as they
+      were, and counts it in `skipped`; the others go on.
+
+    Raises:
+      ValueError: At construction for arguments out of range; in `init` for schedules whose first
+        65,536 steps do not fit each other; at trace time without `params`, for an unknown axis,
+        gradients that are already reduced, or leaves that are not floating.
+
+    References:
+      Lu et al., `Maximizing Communication Efficiency for Large-scale Training via 0/1 Adam
+      <https://arxiv.org/abs/2202.06009>`_, ICLR 2023, algorithm 1. Deviations: buckets and not
+      tensors are compressed, by an l1 scale per block (theirs: l2 per tensor); `precondition`,
+      `fresh_variance`, `weigh_steps`, `variance_floor` and `bias_correction` (off:
+      `precondition=False, fresh_variance=False, weigh_steps=False, variance_floor=0.0,
+      bias_correction=False`); a warm-up, if wanted; x and u
+      move by the momentum of this step, as in the authors' code, and not by the one before; the
+      very first variance is used at once; decay is decoupled; an interval whose rates sum to zero
+      keeps its momenta.
+    """
+    if variance_at is None:
+        variance_at = schedules.both(schedules.growing(), sync_at)
+    moments.check("zero_one_adam", b1, b2, eps, variance_floor)
+    if warmup_steps < 0:
+        raise ValueError(f"zero_one_adam got warmup_steps={warmup_steps}; write at least 0.")
+    if not isinstance(warmup_compressor, Compressor):
+        raise ValueError(
+            f"zero_one_adam got warmup_compressor={warmup_compressor!r}; needs one compressor for "
+            "all that does not travel exact; write warmup_compressor=quantize(8)."
+        )
+    policy = policy_of(sign(block=1024) if compressor is None else compressor)
+    variance_policy = policy_of(variance_compressor)
+    transport = averaging.Transport(policy, exchange, axis_name, bucket_numel, seed)
+    rate_of = moments.schedule_of(learning_rate)
+
+    def init(params):
+        schedules.plan(sync_at, variance_at, _CHECKED_STEPS)
+        zeros = jax.tree.map(moments.zeros, params)
+        own = to_varying(zeros, axis_name)
+        residual, owner_residual = averaging.nothing_sent(transport, own)
+        zero = jnp.zeros([], jnp.int32)
+        return ZeroOneAdamState(
+            count=zero,
+            momentum=own,
+            variance=zeros,
+            variance_steps=zero,
+            variance_weight=jnp.zeros([], moments.dtype_of(zeros)),
+            drift=own,
+            rate_sum=jnp.zeros([], moments.dtype_of(zeros)),
+            residual=residual,
+            owner_residual=owner_residual,
+            rounds=dict.fromkeys(("all", "synchronize", "variance", "warmup"), zero),
+            skipped=to_varying(zero, axis_name),
+        )
+
+    def roots(variance, weight):
+        """D, equal on all replicas."""
+        return moments.denominator(variance, eps, variance_floor, weight if bias_correction else 1)
+
+    def own_step(state, grads, bad, root):
+        """What this replica's step makes of its momentum and drift and of the sum of rates."""
+        rate = rate_of(state.count)
+        if bias_correction:
+            rate = rate / (1 - moments.power(b1, state.count + 1, state.momentum))
+        kept = lambda old, new: jnp.where(bad, old, new)
+        moved = lambda m, g: kept(m, b1 * m + (1 - b1) * g)
+        momentum = jax.tree.map(moved, state.momentum, grads)
+        drifted = lambda d, m, s: kept(d, d - rate * m / s)
+        drift = jax.tree.map(drifted, state.drift, momentum, root)
+        return _Own(momentum, drift, state.rate_sum + rate)
+
+    def averaged(state, buffer):
+        """The mean buffer with error feedback, in the warm-up by a code of its own."""
+        rounds = state.rounds["synchronize"] + state.rounds["warmup"]
+        sent = transport, buffer, state.residual, state.owner_residual, rounds
+        few = lambda: averaging.mean_with_feedback(*sent)
+        many = lambda: averaging.mean_with_feedback(*sent, warmup_compressor, "warmup")
+        return lax.cond(state.count < warmup_steps, many, few) if warmup_steps else few()
+
+    def unit(state, own, root):
+        """What makes the drift since the last meeting a sum of rate * momentum: a mean root.
+
+        The last step was made at `root`; those before it, where the variance is learned just now,
+        at an older one.
+        """
+        if sync_at is schedules.always or not fresh_variance:
+            return root
+        before, rate = state.rate_sum, own.rate_sum - state.rate_sum
+        differ = (state.variance_weight > 0) & (before > 0)
+
+        def mean(old, new):
+            return jnp.where(differ, own.rate_sum / (before / old + rate / new), new)
+
+        return jax.tree.map(mean, roots(state.variance, state.variance_weight), root)
+
+    def together(state, own, root):
+        """The replicas meet: the consensus moves by the mean drift."""
+        buffer, root = own.drift, unit(state, own, root)
+        if not precondition:
+            buffer = jax.tree.map(jnp.multiply, buffer, root)
+        change, residual, owner_residual = averaged(state, buffer)
+        if not precondition:
+            change = jax.tree.map(jnp.divide, change, root)
+
+        def re_estimated(change, root, momentum):
+            return jnp.where(own.rate_sum > 0, -change * root / own.rate_sum, momentum)
+
+        # A `where` of no elements forgets that it varies.
+        momentum = to_varying(jax.tree.map(re_estimated, change, root, own.momentum), axis_name)
+        none = jax.tree.map(zeros_of, own.drift)
+        return change, momentum, none, zeros_of(own.rate_sum), residual, owner_residual
+
+    def apart(state, own, root):
+        """Each replica goes on by itself."""
+        still = jax.tree.map(zeros_of, state.variance)
+        return still, *own, state.residual, state.owner_residual
+
+    def update(updates, state, params=None, **extra_args):
+        del extra_args
+        averaging.require_params("zero_one_adam", params)
+        require_varying(updates, axis_name, params)
+        grads, bad = moments.gradients(updates, state.variance, axis_name)
+        grads = jax.tree.map(lambda g: jnp.where(bad, 0.0, g), grads)
+        learns, meets = variance_at(state.count), sync_at(state.count)
+        is_warm = state.count < warmup_steps
+        aged = state.count + 1 - state.variance_steps if weigh_steps else jnp.int32(1)
+        keeps, weight = moments.aged(b2, aged, state.variance_weight)
+        variance = moments.learned(
+            *(grads, state.variance, keeps, learns),
+            *(transport._replace(policy=variance_policy), state.rounds["variance"]),
+        )
+        # There is no variance to use before the first one.
+        at_once = (state.variance_weight == 0) | (learns & fresh_variance)
+        old = state.variance, state.variance_weight
+        used = jax.tree.map(functools.partial(jnp.where, at_once), (variance, weight), old)
+        root = roots(*used)
+        own = own_step(state, grads, bad, root)
+        if sync_at is schedules.always:
+            change, *new = together(state, own, root)
+        else:
+            change, *new = lax.cond(meets, together, apart, state, own, root)
+        momentum, drift, rate_sum, residual, owner_residual = new
+        decay = rate_of(state.count) * weight_decay
+        change = jax.tree.map(lambda c, p: c - decay * p, change, params)
+        return change, ZeroOneAdamState(
+            optax.safe_increment(state.count),
+            momentum,
+            variance,
+            jnp.where(learns, state.count + 1, state.variance_steps),
+            jnp.where(learns, weight, state.variance_weight),
+            drift,
+            rate_sum,
+            residual,
+            owner_residual,
+            averaging.counted(
+                state.rounds,
+                all=meets,
+                synchronize=meets & ~is_warm,
+                variance=learns,
+                warmup=meets & is_warm,
+            ),
+            state.skipped + bad,
+        )
+
+    return optax.GradientTransformationExtraArgs(init, update)

@@ -1,0 +1,150 @@
+"""The state of N replicas as one for M replicas."""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+
+from jaxcomp.replicas import placing
+from jaxcomp.replicas.compact import decode, encode, is_compact
+from jaxcomp.replicas.shards import is_shard, recut
+from jaxcomp.replicas.state import has_feedback, is_field
+
+
+def resize(state: Any, like: Any) -> Any:
+    """Turns the state of N replicas into one for M replicas that goes on from the same place.
+
+    Rows of replicas (residuals, drift, local moments, accumulators) become their mean, in all
+    M rows, so that their mean over replicas, which is what training sees, stays. What owners
+    hold of a bucket or a parameter (`owner_residual`, `owned`, a `Shard`) is laid out anew over M
+    owners. Counts of steps left out (`skipped`) are added up in the first row. The rest is copied.
+    The mesh's other axes must keep their sizes; the axes of `qsdp` count as one, of their product.
+
+    Args:
+      state: Global state of N replicas, as arrays or NumPy arrays.
+      like: The state for M replicas, or its shapes: `jax.eval_shape(init, params)`. Where the
+        mesh has further axes that shard parameters, with the shardings of `state_specs`.
+
+    Returns:
+      A tree like `like`, placed as `like` is if it says on which devices; shapes do not, and what
+      has another shape than before is then in NumPy arrays. No device holds more of a leaf than
+      its own part and three rows, one replica's each, meanwhile; the host, one leaf.
+
+    Raises:
+      ValueError: If the two are not states of one transformation and one model.
+    """
+    if jax.tree.structure(state) != jax.tree.structure(like):
+        raise ValueError(
+            f"cannot resize a state of structure {jax.tree.structure(state)} to "
+            f"{jax.tree.structure(like)}; build `like` with the same transformation and model."
+        )
+    pairs = list(zip(jax.tree.leaves(state), jax.tree.leaves(like), strict=True))
+    changes = {(old.shape[:1], new.shape[:1]) for old, new in pairs if old.shape != new.shape}
+    if len(changes) > 1:
+        raise ValueError(
+            f"the first axes change in more than one way, {sorted(changes)}, but only the number "
+            "of replicas may change; is this the same model?"
+        )
+    is_node = lambda x: is_shard(x) or is_compact(x)
+    return jax.tree_util.tree_map_with_path(_resize_node, state, like, is_leaf=is_node)
+
+
+def reset_residuals(state: Any) -> Any:
+    """Sets error feedback's residuals to zero: what was not sent is dropped for good.
+
+    The rest stays, so that what replicas have learnt since they last agreed (`drift`, moments) is
+    not lost.
+
+    Args:
+      state: State of any transformation of this library, alone or in a chain.
+
+    Returns:
+      A tree like `state`, with zeros in the fields `residual` and `owner_residual`.
+    """
+
+    def zeroed(node):
+        if not has_feedback(node):
+            return node
+        names = {"residual", "owner_residual"} & set(node._fields)
+        return node._replace(
+            **{name: jax.tree.map(jnp.zeros_like, getattr(node, name)) for name in names}
+        )
+
+    return jax.tree.map(zeroed, state, is_leaf=has_feedback)
+
+
+def _resize_node(path, old, new):
+    if is_compact(old):
+        return _resize_compact(path, old, new)
+    if not is_shard(old):
+        return _resize_leaf(path, old, new)
+    data = old.data
+    if data.shape != new.data.shape:
+        data = recut(placing.on_host(data), old.shape, new.data.shape[0])
+    return dataclasses.replace(old, data=_resize_leaf(path, data, new.data))
+
+
+def _resize_compact(path, old, new):
+    """Rows as their mean: that of the values, not of their codes."""
+    if old.data.shape == new.data.shape:
+        return jax.tree.map(functools.partial(_resize_leaf, path), old, new)
+    _require_rows(path, old.data, new.data)
+    mean = lambda rows: encode(_mean(decode(rows)), 8 if old.scale is not None else 16)
+    return jax.tree.map(placing.repeated, placing.of_rows(mean, old), new)
+
+
+def _resize_leaf(path, old, new):
+    if old.shape == new.shape:
+        return placing.placed(old, new)
+    if old.ndim > 1 and (is_field(path, "owner_residual") or is_field(path, "owned")):
+        out = _resize_owned(placing.on_host(old), new.shape, _num_shards(new))
+        return placing.placed(out, new)
+    if is_field(path, "skipped"):
+        out = np.zeros(new.shape, old.dtype)
+        out[0] = np.sum(placing.on_host(old))
+        return placing.placed(out, new)
+    _require_rows(path, old, new)
+    if jnp.issubdtype(old.dtype, jnp.inexact):
+        return placing.repeated(placing.of_rows(_mean, old), new)
+    return placing.repeated(placing.row(old, 0), new)
+
+
+def _require_rows(path, old, new):
+    if not old.ndim == len(new.shape) > 0 or old.shape[1:] != new.shape[1:]:
+        raise ValueError(
+            f"the leaf {jax.tree_util.keystr(path)!r} has shape {old.shape}, which no number "
+            f"of replicas turns into {new.shape}; is this the same model?"
+        )
+
+
+def _mean(rows):
+    """In float32 or wider, of NumPy's arrays and JAX's."""
+    wide = jnp.promote_types(rows.dtype, jnp.float32)
+    return rows.mean(axis=0, dtype=wide).astype(rows.dtype)
+
+
+def _num_shards(like) -> int:
+    """Shards behind each other in a row, over the mesh axes other than the replicas'."""
+    sharding = getattr(like, "sharding", None)
+    if not isinstance(sharding, NamedSharding):
+        return 1
+    return math.prod(
+        sharding.mesh.shape[name] for name in jax.tree.leaves(tuple(sharding.spec[1:]))
+    )
+
+
+def _resize_owned(old, shape, num_shards):
+    """Chunks `[N, shards * c]` as `[M, shards * c']`; only padding is cut off.
+
+    Of `[N, *stack, c]` each entry of the stack is by itself; shards lie in it.
+    """
+    rows = old.reshape(old.shape[0], num_shards, -1) if old.ndim == 2 else old
+    stack, size = rows.shape[1:-1], shape[0] * shape[-1] // (num_shards if old.ndim == 2 else 1)
+    flat = np.moveaxis(rows, 0, -2).reshape(*stack, -1)[..., :size]
+    flat = np.pad(flat, [(0, 0)] * len(stack) + [(0, size - flat.shape[-1])])
+    return np.moveaxis(flat.reshape(*stack, shape[0], -1), -2, 0).reshape(shape)

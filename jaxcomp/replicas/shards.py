@@ -1,0 +1,113 @@
+"""Parameters in equal flat shards, one a replica, and back in their natural shapes."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxcomp.compressors.base import Compressor, Key, identity
+from jaxcomp.compressors.packing import fold
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Shard:
+    """One parameter in flat shards; a node of the tree, whose array optimizers see.
+
+    The shards behind each other, cut to the parameter's size, are the flattened parameter; what
+    is behind its end are zeros. A stacked parameter, one slice for each of L layers that are
+    scanned over, has shards of every layer.
+    """
+
+    data: Any  # [num_shards, *stack, numel]; a replica's own: [*stack, numel]; stack: () or (L,)
+    shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})  # of one layer's
+    weights: Compressor = dataclasses.field(metadata={"static": True})  # by which it is gathered
+    gradients: Compressor = dataclasses.field(metadata={"static": True})  # and its gradient sent
+    # By which its gradient is sent across a fast axis, where there is one.
+    fast_gradients: Compressor = dataclasses.field(default=identity(), metadata={"static": True})
+    # Of the parameter, also where a scan has taken one layer of it:
+    stack: tuple[int, ...] = dataclasses.field(default=(), metadata={"static": True})
+    # For the time of a gather, each with the axes [*stack] in front:
+    key: Key | None = None  # of the step and the parameter
+    levels: Any = None  # `levels.Tables` of the two codes
+    counter: Any = None  # f32[bins]; unless zero, its gradient is the tally of what is encoded
+
+    @property
+    def full_shape(self) -> tuple[int, ...]:
+        """`[*stack, *shape]`, of the parameter when it is not in shards."""
+        return *self.data.shape[1:-1], *self.shape
+
+
+def is_shard(x: Any) -> bool:
+    """Whether a node of a tree is a `Shard`."""
+    return isinstance(x, Shard)
+
+
+def map_shards(function, tree: Any, *rest: Any) -> Any:
+    """Maps over the `Shard`s of trees of one structure; what is none stays as in the first."""
+    keep = lambda x, *others: function(x, *others) if is_shard(x) else x
+    return jax.tree.map(keep, tree, *rest, is_leaf=is_shard)
+
+
+def key_of(step: Key, index: int, stack: tuple[int, ...]) -> Key:
+    """The key of a parameter, or one for each layer of a stacked one."""
+    key = fold(step, index)
+    if not stack:
+        return key
+    count = jnp.broadcast_to(key.count, stack)
+    return Key(count, jax.vmap(lambda layer: fold(key, layer).seed)(jnp.arange(*stack)))
+
+
+def numel_of(shape: tuple[int, ...], num_shards: int) -> int:
+    """Elements of one shard, at least 1: empty arrays have no sharding."""
+    return max(1, -(-math.prod(shape) // num_shards))
+
+
+def cut(x: jax.Array, num_stacked: int, num_shards: int) -> jax.Array:
+    """Cuts an array `[*stack, *shape]` into shards: `[num_shards, *stack, numel]`."""
+    stack, shape = x.shape[:num_stacked], x.shape[num_stacked:]
+    flat = x.reshape(*stack, math.prod(shape))
+    padding = num_shards * numel_of(shape, num_shards) - math.prod(shape)
+    flat = jnp.pad(flat, [(0, 0)] * num_stacked + [(0, padding)])
+    return jnp.moveaxis(flat.reshape(*stack, num_shards, -1), num_stacked, 0)
+
+
+def natural(data: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Undoes `cut`: `[num_shards, *stack, numel] -> [*stack, *shape]`."""
+    stack = data.shape[1:-1]
+    flat = jnp.moveaxis(data, 0, len(stack)).reshape(*stack, data.shape[0] * data.shape[-1])
+    return flat[..., : math.prod(shape)].reshape(*stack, *shape)
+
+
+def recut(data: np.ndarray, shape: tuple[int, ...], num_shards: int) -> np.ndarray:
+    """Lays the shards of a parameter out anew: `[N, *stack, n] -> [num_shards, *stack, m]`."""
+    stack, numel = data.shape[1:-1], math.prod(shape)
+    flat = np.moveaxis(data, 0, -2).reshape(*stack, -1)[..., :numel]
+    padding = num_shards * numel_of(shape, num_shards) - numel
+    flat = np.pad(flat, [(0, 0)] * len(stack) + [(0, padding)])
+    return np.moveaxis(flat.reshape(*stack, num_shards, -1), -2, 0)
+
+
+def without_padding(piece: jax.Array, numel: int, axes: str | tuple[str, ...]) -> jax.Array:
+    """This replica's shard `[n]` of a parameter of `numel` elements, zeros behind its end.
+
+    There an optimizer would make steps of rounding noise.
+    """
+    if piece.size * lax.axis_size(axes) == numel:
+        return piece
+    entries = entries_of(lax.axis_index(axes), piece.size, numel)
+    return jnp.where(lax.iota(jnp.uint32, piece.size) < entries, piece, 0.0)
+
+
+def entries_of(owner: jax.Array, size: int, numel: int) -> jax.Array:
+    """u32[]: how many of the `size` entries of a shard lie before the parameter's end.
+
+    Positions in the parameter itself need not fit in 32 bits, and JAX has no more by default.
+    """
+    full, rest = divmod(numel, size)
+    last = jnp.where(owner == full, np.uint32(rest), np.uint32(0))
+    return jnp.where(owner < full, np.uint32(size), last)

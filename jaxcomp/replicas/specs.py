@@ -1,0 +1,141 @@
+"""PartitionSpecs of optimizer states, and of whatever a function makes, found by tracing it."""
+
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxcomp.replicas.state import replica_axes
+from jaxcomp.replicas.types import unlike, varies_over, varying_axes
+
+
+def state_specs(
+    tx: optax.GradientTransformation,
+    params: Any,
+    mesh: Mesh,
+    axis_name: str,
+    param_specs: Any = None,
+) -> Any:
+    """The PartitionSpec of every leaf of the state, for `shard_map` and for checkpoints.
+
+    Args:
+      tx: A transformation wrapped by `per_replica`.
+      params: Global parameters, or their shapes and dtypes.
+      mesh: The mesh that the step runs on.
+      axis_name: The axis of the replicas.
+      param_specs: PartitionSpecs of the parameters over the mesh's other axes, a tree or a
+        prefix of one; replicated by default.
+
+    Returns:
+      A tree like the state, with `P(axis_name, ...)` for rows of replicas, the parameter's own spec
+      for leaves that follow a sharded parameter, `P()` for the rest.
+
+    Raises:
+      ValueError: If `axis_name` is no axis of the mesh, or shards the parameters; if `tx` is not
+        wrapped; if a number of the state, or what belongs to a whole parameter, differs between
+        shards.
+    """
+    param_specs = full_specs(params, mesh, axis_name, param_specs)
+    if replica_axes(tx) != (axis_name,):
+        raise ValueError(
+            "state_specs needs what jaxcomp.per_replica returns, with nothing around it: only its "
+            "state has rows of replicas. Write "
+            f"jaxcomp.per_replica(optax.chain(...), {axis_name!r})."
+        )
+    types = {}
+
+    def trace(params):
+        types["params"], types["state"] = jax.tree.map(jax.typeof, (params, tx.init(params)))
+
+    shaped = jax.tree.map(
+        lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec)),
+        params,
+        param_specs,
+    )
+    jax.eval_shape(jax.shard_map(trace, mesh=mesh, in_specs=(param_specs,), out_specs=None), shaped)
+    known = [
+        (path, leaf.shape, spec)
+        for (path, leaf), spec in zip(
+            jax.tree_util.tree_leaves_with_path(types["params"]),
+            jax.tree.leaves(param_specs, is_leaf=lambda x: isinstance(x, P)),
+            strict=True,
+        )
+    ]
+
+    # The path `mu/z/w` ends with both of `w` and `z/w`: it follows the longer one.
+    known.sort(key=lambda parameter: -len(parameter[0]))
+
+    def spec_of(path, leaf):
+        lead = (axis_name,) if axis_name in varying_axes(leaf) else ()
+        shape = leaf.shape[len(lead) :]
+        others = tuple(name for name in mesh.axis_names if name in varying_axes(leaf) - {axis_name})
+        if not others:
+            return P(*lead)
+        for param_path, param_shape, spec in known:
+            if shape == param_shape and path[len(path) - len(param_path) :] == param_path:
+                whole = set(others) - set(jax.tree.leaves(tuple(spec)))
+                if whole:
+                    raise unlike(f"the state's {jax.tree_util.keystr(path)!r}", whole)
+                return P(*lead, *spec)
+        if not shape:
+            raise ValueError(
+                f"the state's number {jax.tree_util.keystr(path)!r} differs between shards over "
+                f"{others}: each would decide by itself; write optimizers without such, as "
+                "optax.adamw, on a mesh that shards parameters (train_step leaves out by itself "
+                "what is not finite)."
+            )
+        # What follows no parameter, as a residual per bucket, is laid shard behind shard.
+        return P(*lead, others)
+
+    return jax.tree_util.tree_map_with_path(spec_of, types["state"])
+
+
+def full_specs(params, mesh, axis_name, param_specs):
+    """`param_specs` as one spec a parameter, checked."""
+    if axis_name not in mesh.axis_names:
+        raise ValueError(
+            f"the mesh has no axis {axis_name!r}; its axes are {tuple(mesh.axis_names)}."
+        )
+    is_spec = lambda x: isinstance(x, P)
+    specs = jax.tree.map(
+        lambda spec, branch: jax.tree.map(lambda _: spec, branch),
+        P() if param_specs is None else param_specs,
+        params,
+        is_leaf=is_spec,
+    )
+    for spec in jax.tree.leaves(specs, is_leaf=is_spec):
+        if axis_name in jax.tree.leaves(tuple(spec)):
+            raise ValueError(
+                f"param_specs shard a parameter over the replica axis {axis_name!r} ({spec}); "
+                "replicas hold equal parameters: use the mesh's other axes, or jaxcomp.qsdp."
+            )
+    return specs
+
+
+def specs_of(function, mesh, axis_name):
+    """Makes a function that finds the PartitionSpecs of what `function` makes in `shard_map`.
+
+    `axis_name` may be several: what varies over one of them has a row for each of their replicas.
+    """
+    known = {}
+
+    def trace(in_specs, args):
+        found = []
+
+        def note(*args):
+            spec = lambda x: P(axis_name) if varies_over(x, axis_name) else P()
+            found.append(jax.tree.map(spec, function(*args)))
+
+        jax.eval_shape(jax.shard_map(note, mesh=mesh, in_specs=in_specs, out_specs=None), *args)
+        return found[0]
+
+    def specs(in_specs, *args):
+        leaves, treedef = jax.tree.flatten(args)
+        key = treedef, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+        if key not in known:
+            known[key] = trace(in_specs, args)
+        return known[key]
+
+    return specs

@@ -1,0 +1,145 @@
+"""Models whose layers lie behind each other in one array: transformations see them one by one."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from jaxcomp.compressors.policies import path_of
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class Layers:
+    """A subtree of stacked leaves as one tree a layer, in a row; a node of the tree."""
+
+    def __init__(self, trees: Any):
+        self.trees = tuple(trees)
+
+    def tree_flatten_with_keys(self):
+        return [(jax.tree_util.SequenceKey(i), tree) for i, tree in enumerate(self.trees)], None
+
+    @classmethod
+    def tree_unflatten(cls, _, trees):
+        return cls(trees)
+
+
+def per_layer(
+    tx: optax.GradientTransformation, stacked: Callable[[str, Any], bool]
+) -> optax.GradientTransformationExtraArgs:
+    """Runs a transformation as if the layers of stacked parameters were leaves of their own.
+
+    `nn.scan`, `nnx.scan` and `jax.vmap` keep the parameters of many layers in one array,
+    `[layers, *shape]`. What looks at a whole leaf takes them for one: a trust ratio (LAMB), a
+    variance floor, the mask of `slamb`, the rule that vectors travel exact, a mask of optax such as
+    `ndim > 1`, a policy by path. Inside of this all of them see the model unstacked, and train it
+    as such. Goes around the whole chain, or around a method in it.
+
+    Args:
+      tx: Any transformation, of this library, of optax, or a chain.
+      stacked: `(path, leaf) -> bool`, whether a leaf's first axis counts layers, as
+        `jaxcomp.by_path(("^blocks/", True), (".*", False))`. That axis must be whole on each
+        device: shard the others.
+
+    Returns:
+      A `GradientTransformationExtraArgs`. In a tree whose leaves are all stacked alike, layer
+      follows layer; paths have the layer's number behind that of the tree, as
+      `blocks/0/up/kernel`. The state has the shapes of the stacked parameters, but where layers
+      differ (a policy that treats them differently): there it has one tree a layer. Programs are
+      as long as those of the unstacked model.
+
+    Raises:
+      ValueError: At trace time, for a stacked leaf without axes, or if no leaf is stacked.
+
+    Examples:
+      >>> import jaxcomp
+      >>> import optax
+      >>> blocks = jaxcomp.by_path(("^blocks/", True), (".*", False))
+      >>> tx = jaxcomp.per_layer(jaxcomp.slamb(1e-2, "replica"), blocks)
+      >>> lamb = optax.chain(
+      ...     jaxcomp.compressed_mean(jaxcomp.quantize(8), "replica"), optax.lamb(1e-2)
+      ... )
+      >>> tx = jaxcomp.per_layer(lamb, blocks)
+    """
+    tx = optax.with_extra_args_support(tx)
+
+    def split(tree):
+        layers = _split((), tree, stacked)
+        if not any(_is_layers(x) for x in jax.tree.leaves(layers, is_leaf=_is_layers)):
+            paths = [path_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+            raise ValueError(
+                f"per_layer got no stacked leaf among {paths}; write a rule that matches some, as "
+                'jaxcomp.by_path(("^blocks/", True), (".*", False)), or leave per_layer out.'
+            )
+        return layers
+
+    def init(params):
+        return jax.tree.map(_joined, tx.init(split(params)), is_leaf=_is_layers)
+
+    def update(updates, state, params=None, **extra_args):
+        updates = split(updates)
+        like = jax.eval_shape(tx.init, updates if params is None else split(params))
+        nodes, treedef = jax.tree.flatten(like, is_leaf=_is_layers)
+        state = treedef.unflatten(map(_apart, nodes, treedef.flatten_up_to(state)))
+        params = None if params is None else split(params)
+        updates, state = tx.update(updates, state, params, **extra_args)
+        return jax.tree.map(_joined, (updates, state), is_leaf=_is_layers)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _split(path, tree, stacked):
+    """The tree with `Layers` in place of each largest subtree of leaves that are stacked alike."""
+    lengths = {}
+    for key, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        name = path_of((*path, *key))
+        is_stacked = stacked(name, leaf)
+        if is_stacked and not leaf.ndim:
+            raise ValueError(
+                f"the leaf {name!r} has no axes and cannot be stacked; write rules for per_layer "
+                "that leave it out."
+            )
+        lengths[leaf.shape[0] if is_stacked else None] = name
+    if not set(lengths) - {None}:
+        return tree
+    if len(lengths) == 1:
+        return _layers(tree, *lengths)
+    children, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: x is not tree)
+    return treedef.unflatten([_split((*path, *key), child, stacked) for key, child in children])
+
+
+def _layers(tree, length):
+    """One tree a layer, of one with all of them in each leaf."""
+    one = lambda i: jax.tree.map(lambda x: lax.index_in_dim(x, i, keepdims=False), tree)
+    return Layers(map(one, range(length)))
+
+
+def _joined(node):
+    """Layers stacked, where they are alike; anything else as it is."""
+    return _stacked(node.trees) if _is_layers(node) and _alike(node.trees) else node
+
+
+def _apart(like, node):
+    """Undoes `_joined`: `like` is the node as it was before."""
+    if not _is_layers(like) or not _alike(like.trees):
+        return node
+    return _layers(node, len(like.trees))
+
+
+def _alike(trees) -> bool:
+    kind = lambda tree: (
+        jax.tree.structure(tree),
+        [(x.shape, x.dtype) for x in jax.tree.leaves(tree)],
+    )
+    first, *others = map(kind, trees)
+    return all(other == first for other in others)
+
+
+def _stacked(trees):
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
+
+
+def _is_layers(node) -> bool:
+    return isinstance(node, Layers)

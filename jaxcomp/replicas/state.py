@@ -1,0 +1,188 @@
+"""Fields of optimizer states by their names, which the user's parameters may have as well."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxcomp.replicas.types import (
+    is_tracked,
+    names_of,
+    to_varying,
+    varies_over,
+    vary_like,
+    varying_axes,
+)
+
+
+def fields(state: Any, name: str) -> list[Any]:
+    """The values of all fields of this name, of the NamedTuples in a state.
+
+    Keys of dicts are names of parameters: a parameter `drift` is no method's drift.
+    """
+    return [value for _, value in optax.tree_utils.tree_get_all_with_path(state, name, _is_named)]
+
+
+def field(state: Any, name: str) -> Any:
+    """The value of the only such field; None if there is none. A KeyError if there are several."""
+    return optax.tree_utils.tree_get(state, name, filtering=_is_named)
+
+
+def is_field(key_path, name: str) -> bool:
+    """Whether JAX's path of a leaf goes through a field of this name, as `residual`."""
+    # Keys of dicts have no attribute `name`.
+    return any(getattr(key, "name", None) == name for key in key_path)
+
+
+def has_feedback(x: Any) -> bool:
+    """Whether a node is the state of a method with error feedback: a NamedTuple with its fields.
+
+    Not a leaf whose path has such a name: attributes of parameters are in paths, too.
+    """
+    names = getattr(x, "_fields", ()) if isinstance(x, tuple) else ()
+    return "residual" in names or "owner_residual" in names
+
+
+def _is_named(path, value) -> bool:
+    del value
+    return bool(path) and isinstance(path[-1], optax.tree_utils.NamedTupleKey)
+
+
+def local_params(params: Any, state: Any, axis_name: str) -> Any:
+    """What a replica differentiates the loss at: the consensus plus this replica's drift.
+
+    It always varies over `axis_name`, so that `jax.grad` at it stays local by type and no
+    dense all-reduce of gradients can slip in.
+
+    Args:
+      params: The consensus parameters, equal on all replicas.
+      state: The state of a transformation wrapped by `per_replica`. If it has a field named
+        `drift` (methods whose replicas differ between exchanges), that is added.
+      axis_name: The mesh axis of the replicas.
+
+    Returns:
+      A tree like `params`.
+    """
+    return add_drifts(params, fields(state, "drift"), axis_name)
+
+
+def add_drifts(params, drifts, axis_name):
+    """`params`, varying, plus the rows of each of `drifts`: see `local_params`."""
+    # What a method does not see, as in optax.partition, has a MaskedNode in place of a drift.
+    is_masked = lambda d: isinstance(d, optax.MaskedNode)
+
+    def add(drift, param):
+        if is_masked(drift):
+            return param
+        if drift.shape != param.shape:
+            raise ValueError(
+                f"a drift of shape {drift.shape} belongs to a parameter of shape {param.shape}: "
+                "the state has not one row a replica. Write jaxcomp.per_replica around the whole "
+                "transformation, once, and nothing around it."
+            )
+        return (param + drift).astype(param.dtype)
+
+    local = to_varying(params, axis_name)
+    for drift in unstack(drifts, axis_name):
+        local = jax.tree.map(add, drift, local, is_leaf=is_masked)
+    return local
+
+
+def stack(tree, axis_name):
+    if not is_tracked(axis_name):
+        return tree
+    return jax.tree.map(lambda x: x[None] if varies_over(x, axis_name) else x, tree)
+
+
+def unstack(tree, axis_name):
+    if not is_tracked(axis_name):
+        return tree
+    return jax.tree.map(lambda x: x[0] if varies_over(x, axis_name) else x, tree)
+
+
+def per_replica(
+    tx: optax.GradientTransformation, axis_name: str | tuple[str, ...]
+) -> optax.GradientTransformationExtraArgs:
+    """Keeps state leaves that differ between replicas as rows of `[num_replicas, ...]` arrays.
+
+    Goes around the whole optimizer, outermost, `optax.MultiSteps` included. Which leaves
+    vary is found by tracing `init` and `update` once, so that a transformation of others
+    that stores local gradients (as an accumulator does) needs no change. The trace passes `value`,
+    a loss that is equal on all replicas, to what asks for it.
+
+    Args:
+      tx: Any transformation that is run inside `shard_map` over `axis_name`.
+      axis_name: The mesh axis of the replicas, or several.
+
+    Returns:
+      The same transformation; inside `shard_map` its varying state leaves have a leading axis
+      of one, for `state_specs` to shard. Under `jax.vmap` nothing changes.
+
+    Raises:
+      ValueError: If `tx` is wrapped over another axis already; at trace time, if the axis is
+        unknown or its types are not checked.
+    """
+    wrapped = replica_axes(tx)
+    if wrapped == names_of(axis_name):
+        return tx
+    if wrapped:
+        raise ValueError(
+            f"per_replica got a transformation that it has wrapped over {wrapped} already, and "
+            f"the axis {axis_name!r}; wrap it once, over all axes of the replicas."
+        )
+    tx = optax.with_extra_args_support(tx)
+
+    def init(params):
+        state = tx.init(params)
+        if not is_tracked(axis_name):
+            return state
+        grads = to_varying(jax.tree.map(jnp.zeros_like, params), axis_name)
+        update_of = functools.partial(tx.update, value=jnp.zeros([]))
+        after = lambda state: jax.eval_shape(lambda s: update_of(grads, s, params)[1], state)
+        try:
+            return stack(_as_after_updates(state, after), axis_name)
+        except (TypeError, ValueError):
+            if not fields(state, "acc_grads"):
+                raise
+        # MultiSteps around a mean traces that at its accumulator, still zeros, too.
+        state = jax.tree_util.tree_map_with_path(
+            lambda path, x: to_varying(x, axis_name) if is_field(path, "acc_grads") else x, state
+        )
+        return stack(_as_after_updates(state, after), axis_name)
+
+    def update(updates, state, params=None, **extra_args):
+        state = unstack(state, axis_name)
+        updates, state = tx.update(updates, state, params, **extra_args)
+        return updates, stack(_emptied(state), axis_name)
+
+    init.replica_axes = names_of(axis_name)
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def replica_axes(tx: optax.GradientTransformation) -> tuple[str, ...]:
+    """The axes over which `per_replica` has wrapped this, outermost; () if it has not."""
+    return getattr(tx.init, "replica_axes", ())
+
+
+def _as_after_updates(state, after):
+    """Lets vary what starts as zeros that are equal everywhere and varies after some update."""
+    while True:
+        new_state = jax.tree.map(vary_like, state, after(state))
+        if jax.tree.map(varying_axes, new_state) == jax.tree.map(varying_axes, state):
+            return state
+        state = new_state
+
+
+def _emptied(state):
+    """The state with zeros where `optax.MultiSteps` multiplies a sum by 0: there NaN would stay."""
+    is_multi = lambda node: isinstance(node, optax.MultiStepsState)
+
+    def empty(node):
+        if not is_multi(node):
+            return node
+        clear = lambda total: jnp.where(node.mini_step == 0, jnp.zeros_like(total), total)
+        return node._replace(acc_grads=jax.tree.map(clear, node.acc_grads))
+
+    return jax.tree.map(empty, state, is_leaf=is_multi)

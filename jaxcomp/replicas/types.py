@@ -1,0 +1,149 @@
+"""Replicas and JAX's types: what varies over the slow axis, and where its rows are kept.
+
+The only file that knows JAX's manual-axis types. Inside `jax.shard_map` a value's type says
+over which mesh axes it varies. A state leaf that varies over the replicas is a global array
+with a leading axis `[num_replicas, ...]`; `per_replica` adds and removes that axis.
+"""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+def varying_axes(x: Any) -> frozenset[str]:
+    """The mesh axes along which JAX's type of an array, or a shape, says that it may differ."""
+    kind = getattr(x, "manual_axis_type", None)
+    return (kind if kind is not None else jax.typeof(x).manual_axis_type).varying
+
+
+def varies_over(x: jax.Array, axis_name: str | tuple[str, ...]) -> bool:
+    """Whether JAX's type of `x` says that it may differ along a mesh axis, or one of several."""
+    return not varying_axes(x).isdisjoint(names_of(axis_name))
+
+
+def largest(x: jax.Array, *but: str) -> jax.Array:
+    """The maximum of `x` over all mesh axes that it varies over, `but` these: equal over them."""
+    axes = tuple(sorted(varying_axes(x) - set(but)))
+    return lax.pmax(x, axes) if axes else x
+
+
+def sums_over_shards(xs: list[jax.Array], *but: str) -> list[jax.Array]:
+    """Sums each of `xs` over all mesh axes that it varies over, `but` these.
+
+    Those that vary over the same axes travel together.
+    """
+    axes = [tuple(sorted(varying_axes(x) - set(but))) for x in xs]
+    sums = list(xs)
+    for names in dict.fromkeys(own for own in axes if own):
+        alike = [i for i, own in enumerate(axes) if own == names]
+        for i, total in zip(alike, lax.psum([xs[i] for i in alike], names), strict=True):
+            sums[i] = total
+    return sums
+
+
+def size_over_shards(x: jax.Array, *but: str) -> int:
+    """Elements of all shards of `x`, over the mesh axes that it varies over, `but` these."""
+    return x.size * math.prod(lax.axis_size(name) for name in varying_axes(x) - set(but))
+
+
+def is_tracked(axis_name: str | tuple[str, ...]) -> bool:
+    """Whether types track an axis, or several: yes inside `shard_map`, no under `jax.vmap`.
+
+    Raises:
+      ValueError: If the axis is not bound here, or `shard_map` was told not to check types.
+    """
+    return all([_is_tracked(name) for name in names_of(axis_name)])
+
+
+def _is_tracked(axis_name):
+    try:
+        index = lax.axis_index(axis_name)
+    except NameError as error:
+        raise ValueError(
+            f"the axis {axis_name!r} is unknown here; run this inside jax.shard_map over a mesh "
+            f"with an axis {axis_name!r}, or under jax.vmap(..., axis_name={axis_name!r}). Flax's "
+            "nnx.Optimizer and TrainState call tx.init outside of both; instead write init, step = "
+            f"jaxcomp.train_step(loss_fn, tx, mesh, {axis_name!r}), for nnx with the parameters of "
+            "nnx.split as params."
+        ) from error
+    if axis_name not in jax.sharding.get_abstract_mesh().manual_axes:
+        return False
+    if not varies_over(index, axis_name):
+        raise ValueError(
+            "shard_map was called with check_vma=False, so that nothing proves that the replicas "
+            "apply equal updates; leave check_vma at True."
+        )
+    return True
+
+
+def num_replicas(axis_name: str | tuple[str, ...]) -> int:
+    """The size of the axis, or the product of several; a ValueError as that of `is_tracked`."""
+    is_tracked(axis_name)
+    return lax.axis_size(axis_name)
+
+
+def to_varying(tree: Any, axis_name: str | tuple[str, ...]) -> Any:
+    """Casts every leaf to a type that varies over an axis, or several; the values stay."""
+    if not is_tracked(axis_name):
+        return tree
+    return jax.tree.map(lambda x: _vary(x, names_of(axis_name)), tree)
+
+
+def zeros_of(like: Any) -> jax.Array:
+    """Zeros of the shape, dtype and varying axes of an array, or of a shape."""
+    return vary_like(jnp.zeros(like.shape, like.dtype), like)
+
+
+def require_varying(updates: Any, axis_name: str, params: Any = None) -> None:
+    """Raises a ValueError if updates were summed over the replicas before they got here.
+
+    Also if they differ between shards as `require_alike` says, where parameters are given.
+    """
+    if not is_tracked(axis_name):
+        return
+    if params is not None:
+        require_alike(updates, params, axis_name)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(updates):
+        if not varies_over(leaf, axis_name):
+            raise ValueError(
+                f"the update {jax.tree_util.keystr(path)!r} must vary over {axis_name!r}, but its "
+                "type says that it is equal on all replicas: jax.grad at replicated parameters "
+                "has summed it in float32, past any compression. Differentiate at "
+                f"jaxcomp.local_params(params, state, {axis_name!r})."
+            )
+
+
+def require_alike(updates: Any, params: Any, axis_name: str) -> None:
+    """Raises a ValueError if an update differs between shards over which its parameter is whole."""
+
+    def check(path, update, param):
+        axes = varying_axes(update) - varying_axes(param) - {axis_name}
+        if axes:
+            raise unlike(f"the update of {jax.tree_util.keystr(path)!r}", axes)
+
+    jax.tree_util.tree_map_with_path(check, updates, params)
+
+
+def unlike(what: str, axes: Any) -> ValueError:
+    """The error about what belongs to a whole parameter and differs between shards of others."""
+    return ValueError(
+        f"{what} differs between shards over {tuple(sorted(axes))}, over which its parameter is "
+        "whole: a norm of local shards has scaled it, as that of optax.clip_by_global_norm. Write "
+        "jaxcomp.clip_by_global_norm, which takes the norm of all shards."
+    )
+
+
+def vary_like(x, like):
+    return _vary(x, varying_axes(like))
+
+
+def _vary(x, names):
+    missing = tuple(sorted(set(names) - varying_axes(x)))
+    return lax.pcast(x, missing, to="varying") if missing else x
+
+
+def names_of(axis_name):
+    return (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)

@@ -1,0 +1,194 @@
+"""A layer's weights from its shards, and its shards' gradient from its own: one VJP.
+
+Shards are cut over one axis, or over a fast one and then each piece over the slow one. Weights
+cross the slow axis first and gradients last, so that of both 1/n_fast crosses it on each device.
+"""
+
+import functools
+import itertools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxcomp.compressors.base import Compressor, Key
+from jaxcomp.compressors.packing import fold
+from jaxcomp.exchange import wire
+from jaxcomp.replicas.shards import Shard, cut, natural, numel_of, without_padding
+from jaxcomp.replicas.types import num_replicas, to_varying
+from jaxcomp.sharded.fused import fused
+
+SECONDARY = "jaxcomp.qsdp.secondary"  # the name of what `send` returns, for `jax.checkpoint`
+
+
+class Layer(NamedTuple):
+    """The static facts of leaves that travel as one message."""
+
+    axes: tuple[str, ...]  # that the shards are cut over: `(slow,)` or `(fast, slow)`
+    weights: tuple[Compressor, ...]
+    gradients: tuple[Compressor, ...]
+    fast_gradients: tuple[Compressor, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    sizes: tuple[int, ...]  # of a shard of each leaf
+    dtypes: tuple[Any, ...]
+
+
+def send(shards: list[Shard], axes: tuple[str, ...], after: Any = None) -> jax.Array:
+    """The codes of a layer's shards, across the slow axis: the first half of a gather.
+
+    Args:
+      shards: The `Shard`s of one layer, each with a key; the first one's is the layer's.
+      axes: The mesh axes that they are cut over, the slow one last.
+      after: A tree of arrays; nothing is sent before they are known.
+
+    Returns:
+      `u8[num_slow, bytes]`: the messages of the owners that lie behind each other on the slow
+      axis, each of all its shards. A secondary shard of the layer, where it is kept.
+    """
+    layer = _layer(shards, axes)
+    key = _keys(shards)[0]
+    wide = _wide(layer)
+    flat = jnp.concatenate([lax.stop_gradient(shard.data).astype(wide) for shard in shards])
+    bits = jnp.dtype(f"uint{8 * flat.dtype.itemsize}")
+    token = _token(after, key.count).astype(bits)
+    flat = lax.bitcast_convert_type(lax.bitcast_convert_type(flat, bits) ^ token, flat.dtype)
+    message = wire.encode_own(flat, _fused(layer.weights, layer.sizes), key, axes)
+    return checkpoint_name(wire.all_gather(message, axes[-1]), SECONDARY)
+
+
+def keep(messages: jax.Array, shards: list[Shard], after: Any) -> jax.Array:
+    """What `send` has returned, for a gather that waits for `after`."""
+    return messages ^ _token(after, shards[0].key.count).astype(messages.dtype)
+
+
+def receive(shards: list[Shard], axes: tuple[str, ...], messages: jax.Array) -> list[jax.Array]:
+    """A layer's weights, from the codes that lie across the fast axis: the second half.
+
+    Args:
+      shards: As for `send`; its VJP gives them their gradients.
+      axes: As for `send`.
+      messages: From `send`.
+
+    Returns:
+      The parameters, of a type that varies.
+    """
+    layer = _layer(shards, axes)
+    counters = [shard.counter for shard in shards]
+    data = [shard.data for shard in shards]
+    return _received(layer, data, messages, _keys(shards), counters)
+
+
+def _layer(shards, axes):
+    sizes = [numel_of(shard.shape, num_replicas(axes)) for shard in shards]
+    for shard, size in zip(shards, sizes, strict=True):
+        if shard.data.shape != (size,) or shard.key is None:
+            raise ValueError(
+                f"got shards {shard.data.shape} {'with' if shard.key else 'without'} a key of a "
+                f"parameter {shard.shape}, need ({size},) and a key: give what QSDP.local "
+                "returns, and scan over stacked parameters."
+            )
+    return Layer(
+        axes,
+        tuple(shard.weights for shard in shards),
+        tuple(shard.gradients for shard in shards),
+        tuple(shard.fast_gradients for shard in shards),
+        tuple(shard.shape for shard in shards),
+        tuple(sizes),
+        tuple(jnp.dtype(shard.data.dtype) for shard in shards),
+    )
+
+
+def _keys(shards) -> list[Key]:
+    """The layer's key for its weights' codes, and for its gradients'."""
+    tables = [shard.levels or (None, None) for shard in shards]
+    key = shards[0].key
+    return [key._replace(levels=list(of_code)) for of_code in zip(*tables, strict=True)]
+
+
+def _token(after, count):
+    """u32[], always zero, which XLA cannot tell: what is sent waits for `after`.
+
+    XLA:CPU drops optimization barriers before it orders a program, and would gather all layers
+    first, or take the second gather of a layer for the first.
+    """
+    leaves = [x for x in jax.tree.leaves(after) if jnp.issubdtype(x.dtype, jnp.floating) and x.size]
+    seen = sum(jnp.isnan(x.reshape(-1)[0]).astype(jnp.uint32) for x in leaves)
+    return seen & (count >> 31).astype(jnp.uint32)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _received(layer: Layer, shards, messages, keys: list[Key], counters) -> list[jax.Array]:
+    """The parameters of a layer; of the shards, only the gradient is computed."""
+    for axis in reversed(layer.axes[:-1]):
+        messages = wire.all_gather(messages, axis)
+    messages = messages.reshape(-1, messages.shape[-1])
+    code, numel = _fused(layer.weights, layer.sizes), sum(layer.sizes)
+    full = wire.decode_all(messages, code, keys[0], numel, _wide(layer))
+    # Equal by type until here; from here on varying, so that JAX sums no gradient in float32.
+    rows = to_varying(full, layer.axes).reshape(-1, numel)
+    columns = jnp.split(rows, _cuts(layer.sizes), axis=1)
+    return [
+        natural(column, shape).astype(dtype)
+        for column, shape, dtype in zip(columns, layer.shapes, layer.dtypes, strict=True)
+    ]
+
+
+def _received_fwd(layer, shards, messages, keys, counters):
+    return _received(layer, shards, messages, keys, counters), (keys[1], counters)
+
+
+def _received_bwd(layer, saved, grads):
+    key, counters = saved
+    *fast, slow = layer.axes
+    num_shards = lax.axis_size(layer.axes)
+    parts = [cut(grad.astype(_wide(layer)), 0, num_shards) for grad in grads]
+    for axis in fast:
+        # Keys differ between groups that exchange: noise that they shared would not average out.
+        of_group = fold(key, lax.axis_size(axis), lax.axis_index(slow))
+        parts = _scattered(parts, layer.fast_gradients, of_group, axis)
+        key = fold(key, lax.axis_index(axis))
+    chunks = [part.reshape(lax.axis_size(slow), -1) for part in parts]
+    pieces = _scattered(chunks, layer.gradients, key, slow)
+    owned = [
+        without_padding(piece, math.prod(shape), layer.axes).astype(dtype)
+        for piece, shape, dtype in zip(pieces, layer.shapes, layer.dtypes, strict=True)
+    ]
+    tallies = [
+        None if counter is None else _counted(chunk, counter, code, layer.axes)
+        for chunk, counter, code in zip(chunks, counters, layer.gradients, strict=True)
+    ]
+    return owned, None, None, tallies
+
+
+_received.defvjp(_received_fwd, _received_bwd)
+
+
+def _scattered(parts, codes, key, axis_name):
+    """Of each part its own chunk along the axis, in the mean over it; all in one message."""
+    rows = [part.reshape(lax.axis_size(axis_name), -1) for part in parts]
+    sizes = [row.shape[1] for row in rows]
+    chunks = jnp.concatenate(rows, axis=1).reshape(-1)
+    mean, _ = wire.reduce_scatter(chunks, _fused(codes, sizes), key, axis_name)
+    return jnp.split(mean, _cuts(sizes))
+
+
+def _fused(codes, sizes):
+    return fused(*zip(codes, sizes, strict=True))
+
+
+def _wide(layer):
+    return jnp.result_type(jnp.float32, *layer.dtypes)
+
+
+def _counted(chunks, counter, code, axes):
+    """The tally of what is sent across the slow axis of the own chunk; with the others', of all."""
+    own = chunks[lax.axis_index(axes[-1])]
+    tally = lambda: to_varying(code.levels.tally(own), axes)
+    return lax.cond(counter[0] > 0, tally, lambda: jnp.zeros_like(counter))
+
+
+def _cuts(sizes):
+    return list(itertools.accumulate(sizes))[:-1]

@@ -1,0 +1,104 @@
+"""Learned levels of sharded parameters: tables that are equal everywhere, fitted now and then."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxcomp.replicas.shards import Shard, is_shard, map_shards
+
+
+class Tables(NamedTuple):
+    """Levels of one parameter's two codes, `f32[*stack, 2**bits]`; None where they are fixed."""
+
+    weights: Any
+    gradients: Any
+
+
+def start(shards: Any) -> Any:
+    """A tree of `Tables`, one a `Shard`, of levels that have learned nothing yet."""
+    table = lambda code, shard: _stacked(code.levels and code.levels.start, shard)
+    return map_shards(lambda s: Tables(table(s.weights, s), table(s.gradients, s)), shards)
+
+
+def counters(shards: Any, due: jax.Array) -> Any:
+    """What gradients are counted in, by differentiation: `f32[*stack, bins]` a parameter, or None.
+
+    Args:
+      shards: This replica's.
+      due: Whether they shall be counted in this step.
+
+    Returns:
+      Arrays of ones if so, else of zeros: see `Shard.counter`.
+    """
+
+    def counter(shard):
+        levels = shard.gradients.levels
+        if levels is None:
+            return None
+        bins = jax.eval_shape(levels.tally, jnp.zeros(1)).shape
+        return _stacked(jnp.broadcast_to(due.astype(jnp.float32), bins), shard)
+
+    return map_shards(counter, shards)
+
+
+def refit(tables: Any, shards: Any, tallies: Any, axis_name: str | tuple[str, ...]) -> Any:
+    """Fits all levels to the weights of all shards, and to what was counted of gradients.
+
+    Args:
+      tables: From `start` or from here.
+      shards: This replica's.
+      tallies: The gradient with respect to `counters`, of a step in which they were due.
+      axis_name: Mesh axis of the replicas, or several.
+
+    Returns:
+      The new tables, equal on all replicas.
+    """
+
+    def jobs(shard, tables, tally):
+        weights, gradients = shard.weights.levels, shard.gradients.levels
+        return [
+            weights and _Job(shard.weights, tables.weights, _tally(weights.tally, shard.data)),
+            gradients and _Job(shard.gradients, tables.gradients, tally),
+        ]
+
+    leaves, treedef = jax.tree.flatten(shards, is_leaf=is_shard)
+    rest = treedef.flatten_up_to(tables), treedef.flatten_up_to(tallies)
+    pairs = [jobs(*leaf) for leaf in zip(leaves, *rest, strict=True)]
+    fitted = iter(_fit([job for pair in pairs for job in pair if job], axis_name))
+    return treedef.unflatten([Tables(*[job and next(fitted) for job in pair]) for pair in pairs])
+
+
+class _Job(NamedTuple):
+    code: Any
+    table: jax.Array  # f32[*stack, 2**bits]
+    tally: jax.Array  # f32[*stack, bins], of this replica
+
+
+def _fit(jobs: list[_Job], axis_name: str | tuple[str, ...]) -> list[jax.Array]:
+    """The new tables; those of one code are fitted together, as one program and one message."""
+    fitted = [job.table for job in jobs]
+    for code in dict.fromkeys(job.code for job in jobs):
+        chosen = [index for index, job in enumerate(jobs) if job.code == code]
+        flat = lambda xs: jnp.concatenate([x.reshape(-1, x.shape[-1]) for x in xs])
+        with jax.named_scope("jaxcomp.levels"):
+            tallies = lax.psum(flat([jobs[i].tally for i in chosen]), axis_name)
+        rows = jax.vmap(code.levels.fit)(flat([jobs[i].table for i in chosen]), tallies)
+        for i in chosen:
+            shape = jobs[i].table.shape
+            own, rows = jnp.split(rows, [jobs[i].table.size // shape[-1]])
+            fitted[i] = own.reshape(shape)
+    return fitted
+
+
+def _tally(tally: Callable, data: jax.Array) -> jax.Array:
+    """Tallies each layer of a shard for itself."""
+    return jax.vmap(tally)(data) if data.ndim > 1 else tally(data)
+
+
+def _stacked(value: Any, shard: Shard) -> Any:
+    if value is None:
+        return None
+    return jnp.broadcast_to(value, (*shard.data.shape[:-1], *value.shape))

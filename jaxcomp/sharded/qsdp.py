@@ -1,0 +1,305 @@
+"""Quantized fully sharded data parallelism: layers gathered where they are needed, as codes."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from jaxcomp import schedules
+from jaxcomp.compressors.base import Compressor, Key, identity
+from jaxcomp.compressors.packing import fold
+from jaxcomp.compressors.policies import Policy, path_of, policy_of
+from jaxcomp.compressors.quantize import quantize
+from jaxcomp.exchange import averaging, buckets, wire
+from jaxcomp.replicas.shards import Shard, cut, is_shard, key_of, map_shards, natural
+from jaxcomp.replicas.state import unstack
+from jaxcomp.sharded import layers
+from jaxcomp.sharded.gathering import SECONDARY
+
+_WEIGHTS = quantize(8, block=1024, range="minmax")
+_GRADIENTS = quantize(8, block=1024, range="minmax", rounding="stochastic")
+_NO_KEY = Key(0, 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class QSDP:
+    """How sharded parameters are gathered and their gradients scattered; made by `qsdp`."""
+
+    axis_name: str
+    weights: Compressor | Policy
+    gradients: Compressor | Policy
+    exact: Callable[[str, Any], bool]
+    fit_at: schedules.Schedule
+    seed: int
+    fast_axis: str | None = None
+    fast_gradients: Compressor | Policy = averaging.EXACT
+    secondary: bool = False
+    gather_once: bool = False
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The mesh axes that parameters are cut over, in this order: the slow one is the last."""
+        return (self.axis_name,) if self.fast_axis is None else (self.fast_axis, self.axis_name)
+
+    @property
+    def remat_policy(self) -> Callable[..., bool]:
+        """What `jax.checkpoint` and `nn.remat` keep: secondary shards, if wanted; else nothing."""
+        names = [SECONDARY] if self.secondary else []
+        return jax.checkpoint_policies.save_only_these_names(*names)
+
+    def shard(
+        self, params: Any, mesh: Mesh, stacked: Callable[[str, Any], bool] = lambda *_: False
+    ) -> Any:
+        """Cuts parameters into shards, one a device along the axes of the replicas.
+
+        Args:
+          params: Floating arrays of any sizes, replicated on the mesh or not placed yet.
+          mesh: Has the axes `axes`.
+          stacked: `(path, leaf) -> bool`, whether a leaf holds the parameters of many layers
+            along its first axis, to be scanned over, as `jaxcomp.by_path` makes; none by default.
+
+        Returns:
+          A tree of Shards, their arrays `[num_shards, ...]` sharded over `axes`. An optax
+          optimizer whose update is elementwise takes it as parameters.
+
+        Raises:
+          ValueError: If a leaf is not floating, `fast_gradients` learns its levels, or the mesh
+            lacks one of the axes.
+        """
+        plan = functools.partial(self._planned, stacked=stacked)
+        like = jax.tree_util.tree_map_with_path(plan, params)
+
+        def own(params):
+            num_shards, index = lax.axis_size(self.axes), lax.axis_index(self.axes)
+
+            def one(shard, leaf):
+                rows = cut(leaf, leaf.ndim - len(shard.shape), num_shards)
+                return dataclasses.replace(shard, data=rows[index][None])
+
+            return map_shards(one, like, params)
+
+        return _on(mesh, self.axes, own, P(), P(self.axes))(params)
+
+    def unshard(self, shards: Any, mesh: Mesh) -> Any:
+        """Undoes `shard`, without loss: natural shapes, a copy on every device.
+
+        Takes any tree with a `Shard` in it, as an optimizer's state; what is none stays. Compiles
+        at each call; in a loop, call it inside `jax.jit`.
+        """
+
+        def whole(shards):
+            def one(shard):
+                rows = shard.data.reshape(-1)
+                for axis in reversed(self.axes):
+                    rows, _ = wire.gather(rows, identity(), _NO_KEY, axis)
+                return natural(rows.reshape(-1, *shard.data.shape[1:]), shard.shape)
+
+            return map_shards(one, shards)
+
+        specs = jax.tree.map(
+            lambda x: P(self.axes) if is_shard(x) else P(), shards, is_leaf=is_shard
+        )
+        return _on(mesh, self.axes, whole, (specs,), P())(shards)
+
+    def local(
+        self,
+        shards: Any,
+        count: jax.Array,
+        *draw: jax.Array | int,
+        levels: Any = None,
+        counters: Any = None,
+    ) -> Any:
+        """What the loss of a replica is a function of: its own shards, each with a key.
+
+        Runs inside `jax.shard_map`; differentiate the loss at `shards`, through this.
+
+        Args:
+          shards: As `shard` returns them, one row a replica.
+          count: i32[], the step, equal on all replicas.
+          *draw: Integers for further keys in this step, as the number of a microbatch.
+          levels: As `levels.start` makes them, for codes that learn theirs; None: uniform.
+          counters: As `levels.counters`; what the loss's gradient there is, is to be
+            fitted to. None: nothing is counted.
+
+        Returns:
+          The tree for `gather` and `layer`.
+        """
+        leaves, treedef = jax.tree.flatten(unstack(shards, self.axes), is_leaf=is_shard)
+        step = fold(Key(count, jnp.uint32(self.seed)), count, *draw)
+        tables, counters = (
+            [None] * len(leaves) if tree is None else treedef.flatten_up_to(tree)
+            for tree in (levels, counters)
+        )
+        keyed = [
+            dataclasses.replace(
+                leaf,
+                key=key_of(step, index, leaf.data.shape[:-1]),
+                levels=tables[index],
+                counter=counters[index],
+            )
+            for index, leaf in enumerate(leaves)
+        ]
+        return treedef.unflatten(keyed)
+
+    def gather(self, tree: Any, but: str | None = None) -> Any:
+        """Gathers a layer: every replica's code of its shards, in one uint8 message.
+
+        Stacked shards are gathered layer after layer, each layer's in one message.
+
+        All replicas, the owner too, get what the codes decode to. Its VJP encodes the gradient of
+        this replica's loss, gives each owner its chunk in one all-to-all, and makes the mean of
+        what arrives the gradient of the shard: that of the mean loss over replicas, at what was
+        gathered, by the straight-through rule for the rounding.
+
+        As `trans_in_fn` of Flax's `nn.map_variables`, inside `nn.remat`, it makes any module one
+        that gathers for itself; under `nn.scan` layer by layer. Of layers that are not scanned
+        over, XLA:CPU gathers all at once, where `layer` waits. What `nn.remat` keeps of secondary
+        shards its `policy` says: `remat_policy`.
+
+        Args:
+          tree: Shards from `local`, or those of one layer in a scan; other leaves stay.
+          but: Pattern for `re.search` of the paths that stay shards, as of layers that gather
+            for themselves.
+
+        Returns:
+          The tree with natural shapes, of a type that varies, so that gradients stay local.
+        """
+        return layers.gather(tree, self.axes, but=but)
+
+    def layer(self, function: Callable) -> Callable:
+        """Makes of `function(params, *args)` one of shards, that gathers again for its gradient.
+
+        Neither weights nor anything else that the function computes is kept between the passes:
+        it is computed twice, as by `jax.checkpoint`. Each time the gather waits for what the layer
+        computes with, its arguments or the gradient of its result, so that one layer's weights are
+        held at a time. With secondary shards, what has crossed the slow axis is kept as the codes
+        that it is, and the second gather goes over the fast axis alone.
+
+        Args:
+          function: A layer; `args` are arrays or trees of them, and all that is differentiated.
+
+        Returns:
+          A function of a tree from `local` and of `args`.
+        """
+        return layers.layer(function, self.axes, self.secondary)
+
+    def _planned(self, path, leaf, stacked):
+        name = path_of(path)
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            raise ValueError(
+                f"the parameter {name!r} has dtype {leaf.dtype}, but only floating ones are "
+                "sharded; keep others out of the parameters."
+            )
+        shape = leaf.shape[1:] if stacked(name, leaf) else leaf.shape
+        one = jax.ShapeDtypeStruct(shape, leaf.dtype)
+        policies = self.weights, self.gradients, self.fast_gradients
+        if self.exact(name, one):
+            policies = (averaging.EXACT,) * 3
+        codes = [policy_of(policy)(name, one) for policy in policies]
+        if codes[2].levels is not None:
+            raise ValueError(
+                f"fast_gradients is {codes[2].name} for {name!r}, but levels are learned of what "
+                "crosses the slow axis only; write quantize(...)."
+            )
+        return Shard(None, one.shape, *codes, stack=leaf.shape[: leaf.ndim - len(shape)])
+
+
+def qsdp(
+    axis_name: str,
+    weights: Compressor | Policy = _WEIGHTS,
+    gradients: Compressor | Policy = _GRADIENTS,
+    *,
+    exact: Callable[[str, Any], bool] | None = None,
+    fit_at: schedules.Schedule = schedules.doubling,
+    seed: int = 0,
+    fast_axis: str | None = None,
+    fast_gradients: Compressor | Policy = averaging.EXACT,
+    secondary: bool = False,
+    gather_once: bool = False,
+) -> QSDP:
+    """Makes the way in which parameters live in shards and travel as codes.
+
+    Each replica keeps 1/R of every parameter in float32, and of the optimizer's state. A layer is
+    gathered where it is needed, in the forward pass and again in the backward pass, and its
+    gradient goes back to the owners of the shards: `m (R-1)` bytes each time, for a message of m
+    bytes a shard. Draws depend on the seed, the step and the layer: the weights' are equal in
+    both passes, so that the gradient is of the function that was computed; the gradients' noise
+    is each replica's own.
+
+    With a `fast_axis`, as of the devices inside a host, parameters are cut over both axes. A
+    gather sends the codes across the slow axis and then, as they are, across the fast one. The
+    gradient's mean is taken inside the fast axis first: 1/n_fast of weights and gradients crosses
+    the slow axis on each device.
+
+    Args:
+      axis_name: Mesh axis of the replicas, the slow one.
+      weights: Code of the weights, or a policy `(path, leaf) -> Compressor`. To nearest by default;
+        `rounding="shift"` is the unbiased random shift of the theory.
+      gradients: Code of the gradients, or a policy; unbiased by default.
+      exact: `(path, leaf) -> bool`, which leaves travel as float32, in the same messages. Default:
+        those with fewer than two axes, or fewer than 1,024 elements.
+      fit_at: When `qsdp_train_step` fits the levels of codes that learn theirs, as
+        `learned_levels(4)`: by default in steps 1, 2, 4, 8, ...
+      seed: Of shifts and noise.
+      fast_axis: Mesh axis of replicas between which links are fast; None: there is none.
+      fast_gradients: Code of the gradients on their way inside the fast axis, or a policy; exact
+        by default.
+      secondary: Whether `layer` keeps what crossed the slow axis until the backward pass, whose
+        gather then sends nothing across it. It holds the codes of 1/n_fast of the parameters.
+      gather_once: Whether `qsdp_train_step` gathers all weights once a step, before its first
+        pass, and scatters gradients once, after the last microbatch: two messages a step, at the
+        cost of whole parameters and a whole gradient on each device while the step lasts.
+
+    Returns:
+      A `QSDP`, hashable and without arrays.
+
+    Raises:
+      ValueError: If `fast_axis` is `axis_name`, both `secondary` and `gather_once` are set, or a
+        code is neither a compressor nor a policy.
+
+    Examples:
+      >>> import jaxcomp
+      >>> fsdp = jaxcomp.qsdp("replica", weights=jaxcomp.quantize(6, block=1024))
+      >>> fsdp.axis_name
+      'replica'
+      >>> jaxcomp.qsdp("replica", fast_axis="fast").axes
+      ('fast', 'replica')
+
+    References:
+      Markov et al., `Quantized Distributed Training of Large Models with Convergence Guarantees
+      <https://arxiv.org/abs/2302.02390>`_, ICML 2023. Shards stay in float32, as in its
+      experiments; its analysis keeps the quantized weights only. Blocks do not cross leaves.
+      The two hops of gradients (qgZ) and secondary shards (hpZ): Wang et al., `ZeRO++
+      <https://arxiv.org/abs/2306.10209>`_, 2023. Here the first hop is exact by default, and a
+      secondary shard is the codes that were sent.
+    """
+    if fast_axis == axis_name:
+        raise ValueError(
+            f"fast_axis and axis_name are both {axis_name!r}; name two axes of the mesh, or leave "
+            "fast_axis out."
+        )
+    if secondary and gather_once:
+        raise ValueError(
+            "secondary shards are for a second gather, and with gather_once=True there is none; "
+            "write one of the two."
+        )
+    for code in (weights, gradients, fast_gradients):
+        policy_of(code)  # refuses what is neither
+    exact = buckets.small_or_vector() if exact is None else exact
+    rest = fast_axis, fast_gradients, secondary, gather_once
+    return QSDP(axis_name, weights, gradients, exact, fit_at, seed, *rest)
+
+
+def _on(mesh, axes, function, in_specs, out_specs):
+    for axis_name in axes:
+        if axis_name not in mesh.axis_names:
+            raise ValueError(
+                f"the mesh has no axis {axis_name!r}; its axes are {tuple(mesh.axis_names)}."
+            )
+    return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs))

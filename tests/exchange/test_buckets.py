@@ -1,0 +1,179 @@
+"""Buckets: every pytree comes back as it was, whatever the cuts and the padding."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxcomp.compressors.policies import by_path
+from jaxcomp.exchange import buckets
+
+TREES = {
+    "one scalar": {"a": jnp.float32(3)},
+    "size one": [jnp.ones((1,)), jnp.ones((1, 1, 1))],
+    "empty leaves": {
+        "a": jnp.zeros((0,)),
+        "b": jnp.arange(6.0),
+        "c": jnp.zeros((3, 0), "bfloat16"),
+    },
+    "only empty leaves": (jnp.zeros((0, 4)), jnp.zeros((0,), "float16")),
+    "dtypes": [jnp.arange(7, dtype=dtype) for dtype in ("bfloat16", "float16", "float32")],
+    "nested": {"x": (jnp.arange(24.0).reshape(2, 3, 4), None, [jnp.arange(5.0)]), "y": {}},
+    "hundreds of leaves": [jnp.full((i % 7, 3), i, "bfloat16") for i in range(200)],
+    "a leaf of many buckets": {"long": jnp.arange(1000.0), "short": jnp.arange(3.0)},
+}
+
+
+def one_label(path, leaf):
+    return "all"
+
+
+def assert_same(got, want):
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+@pytest.mark.parametrize("bucket_numel", [1, 7, 2**22])
+@pytest.mark.parametrize("name", TREES)
+def test_a_tree_comes_back_exactly(name, bucket_numel):
+    tree = TREES[name]
+    if name in ("hundreds of leaves", "a leaf of many buckets"):
+        bucket_numel *= 200  # else thousands of buckets
+    plan = buckets.make_plan(tree, one_label, num_replicas=3, bucket_numel=bucket_numel)
+    assert all(bucket.used <= bucket_numel for bucket in plan.buckets)
+    assert_same(buckets.unflatten(plan, buckets.flatten(plan, tree)), tree)
+
+
+shapes = st.lists(st.integers(0, 5), max_size=3).map(tuple)
+dtypes = st.sampled_from(["bfloat16", "float16", "float32"])
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    leaves=st.lists(st.tuples(shapes, dtypes, st.integers(0, 2)), min_size=1, max_size=8),
+    num_replicas=st.integers(1, 8),
+    bucket_numel=st.integers(1, 100),
+)
+def test_any_tree_comes_back_and_every_entry_lies_in_one_bucket(leaves, num_replicas, bucket_numel):
+    # Integers up to 255 are exact in all three types.
+    tree = [(np.arange(np.prod(shape, dtype=int)) % 256).reshape(shape) for shape, _, _ in leaves]
+    tree = [jnp.asarray(x, dtype) for x, (_, dtype, _) in zip(tree, leaves, strict=True)]
+    labels = {str(i): label for i, (_, _, label) in enumerate(leaves)}
+    plan = buckets.make_plan(tree, lambda path, _: labels[path], num_replicas, bucket_numel)
+    flat = buckets.flatten(plan, tree)
+    assert_same(buckets.unflatten(plan, flat), tree)
+
+    covered = [np.zeros(x.size, int) for x in tree]
+    for bucket, x in zip(plan.buckets, flat, strict=True):
+        assert x.shape == (bucket.numel,) and x.dtype == jnp.float32
+        assert bucket.numel % num_replicas == 0
+        assert 0 < bucket.used <= bucket_numel
+        np.testing.assert_array_equal(x[bucket.used :], 0)
+        for leaf, start, stop in bucket.segments:
+            assert labels[plan.paths[leaf]] == bucket.label
+            covered[leaf][start:stop] += 1
+    assert all((count == 1).all() for count in covered)
+
+
+def test_entries_lie_in_order_of_leaves_within_a_label():
+    tree = {"a": jnp.array([1.0, 2.0]), "b": jnp.array([3.0]), "c": jnp.array([4.0, 5.0])}
+    plan = buckets.make_plan(tree, lambda path, leaf: path == "b", num_replicas=1, bucket_numel=3)
+    assert [(b.label, b.segments) for b in plan.buckets] == [
+        (False, ((0, 0, 2), (2, 0, 1))),
+        (False, ((2, 1, 2),)),
+        (True, ((1, 0, 1),)),
+    ]
+    flat = [x.tolist() for x in buckets.flatten(plan, tree)]
+    assert flat == [[1.0, 2.0, 4.0], [5.0], [3.0]]
+
+
+@pytest.mark.parametrize("numel", [1, 7, 100, 1000, 70_000, 300_000])
+def test_padding_fits_every_number_of_replicas_and_is_small(numel):
+    for num_replicas in range(1, 9):
+        plan = buckets.make_plan(
+            [jax.ShapeDtypeStruct((numel,), jnp.float32)], one_label, num_replicas
+        )
+        [bucket] = plan.buckets
+        assert bucket.numel % num_replicas == 0
+        padding = bucket.numel - numel
+        # Up to one element a replica, or a 64th of the last chunk where whole blocks are cheap.
+        assert 0 <= padding < max(num_replicas, bucket.numel / num_replicas / 64)
+
+
+def test_large_chunks_are_whole_blocks():
+    for num_replicas in range(1, 9):
+        [bucket] = buckets.make_plan(
+            [jax.ShapeDtypeStruct((2**22,), jnp.float32)], one_label, num_replicas
+        ).buckets
+        assert (bucket.numel // num_replicas) % 1024 == 0
+
+
+def test_boundaries_do_not_depend_on_the_number_of_replicas():
+    tree = [jnp.zeros(100), jnp.zeros((30, 7)), jnp.zeros(999)]
+    plans = [buckets.make_plan(tree, one_label, n, bucket_numel=256) for n in range(1, 9)]
+    assert len({tuple(b.segments for b in plan.buckets) for plan in plans}) == 1
+
+
+def test_a_plan_is_hashable_and_equal_for_equal_shapes():
+    tree = {"a": jnp.ones((4, 3)), "b": jnp.ones(5, "bfloat16")}
+    shapes = jax.eval_shape(lambda: tree)
+    plans = [buckets.make_plan(t, one_label, 2) for t in (tree, shapes)]
+    assert len(set(plans)) == 1
+    assert buckets.make_plan(tree, one_label, 4) != plans[0]
+
+
+def test_dtypes_can_be_kept_wide():
+    tree = [jnp.ones(3, "bfloat16")]
+    plan = buckets.make_plan(tree, one_label, 1)
+    [x] = buckets.unflatten(plan, buckets.flatten(plan, tree), [jnp.float32])
+    assert x.dtype == jnp.float32
+
+
+def test_norms_biases_and_small_leaves_travel_exact():
+    def exact(*shape):
+        leaf = jax.ShapeDtypeStruct(shape, jnp.float32)
+        return buckets.small_or_vector("replica")("any/path", leaf)
+
+    assert [exact(), exact(10**6), exact(31, 33), exact(0, 5)] == [True] * 4
+    assert [exact(32, 32), exact(2, 2, 256), exact(1024, 1)] == [False] * 3
+
+
+def test_the_first_rule_that_matches_wins():
+    policy = by_path(("embed", 1), ("block_0/", 2), ("kernel$", 3))
+    assert policy("block_0/embed", None) == 1
+    assert policy("block_0/up/kernel", None) == 2
+    assert policy("block_1/up/kernel", None) == 3
+    with pytest.raises(
+        ValueError, match=r"no rule covers the leaf 'block_1/bias'.*kernel\$.*'\.\*'"
+    ):
+        policy("block_1/bias", None)
+
+
+def test_paths_are_readable():
+    tree = {"params": {"block_0": [jnp.zeros(2), jnp.zeros(2)]}}
+    plan = buckets.make_plan(tree, one_label, 1)
+    assert plan.paths == ("params/block_0/0", "params/block_0/1")
+
+
+@pytest.mark.parametrize("tree", [{}, [], None, {"a": None}])
+def test_a_tree_without_leaves_is_refused(tree):
+    with pytest.raises(ValueError, match="without leaves; give the gradients"):
+        buckets.make_plan(tree, one_label, 2)
+
+
+@pytest.mark.parametrize("dtype", ["int32", "uint8", "bool", "complex64"])
+def test_leaves_that_are_not_floating_are_refused_by_name(dtype):
+    tree = {"w": jnp.zeros(3), "step": {"count": jnp.zeros(3, dtype)}}
+    with pytest.raises(
+        ValueError, match=f"'step/count' has dtype {dtype}.*keep such leaves out of the parameters"
+    ):
+        buckets.make_plan(tree, one_label, 2)
+
+
+def test_a_bucket_holds_at_least_one_element():
+    with pytest.raises(ValueError, match="bucket_numel is 0; write at least 1"):
+        buckets.make_plan([jnp.zeros(3)], one_label, 2, bucket_numel=0)

@@ -1,0 +1,100 @@
+"""What the launchers' tests share: a tiny run, and programs started with a bound on their time."""
+
+import ipaddress
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+CONFIG = """
+from train.config import Config, Data, Optimizer
+from train.models.gpt import GPTConfig
+
+
+def get_config():
+    return Config(
+        name="tiny",
+        steps=2,
+        replicas=2,
+        optimizer=Optimizer("chain(compressed_mean(quantize(4), axis_name), sgd(0.1))", 0.1),
+        eval_batches=1,
+        log_every=1,
+        runs_dir={folder!r},
+        model=GPTConfig(layers=1, width=32, heads=2, context=16),
+        data=Data(path={text!r}, batch=4),
+    )
+"""
+
+
+def write_config(folder: pathlib.Path) -> pathlib.Path:
+    """Writes the config of a tiny run, and its text, into a folder."""
+    (folder / "text.txt").write_text("to be or not to be that is the question " * 200)
+    runs, text = str(folder / "runs"), str(folder / "text.txt")
+    path = folder / "tiny.py"
+    path.write_text(CONFIG.format(folder=runs, text=text))
+    return path
+
+
+def environment(**more: str) -> dict[str, str]:
+    """Environment of a program that trains here, on CPU and compiled quickly."""
+    ours = {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    # The tests' own number of threads is for the eight devices of one process.
+    inherited = {name: value for name, value in os.environ.items() if name != "NPROC"}
+    return inherited | ours | more
+
+
+def run(command, seconds=300.0, **options) -> subprocess.CompletedProcess:
+    """Runs a command, and ends it and what it has started after `seconds`."""
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        **options,
+    ) as process:
+        try:
+            said = process.communicate(timeout=seconds)[0]
+        finally:
+            try:
+                os.killpg(process.pid, 9)
+            except ProcessLookupError:
+                pass
+    return subprocess.CompletedProcess(command, process.returncode, said)
+
+
+def free_port(first: int = 0, last: int = 0) -> int:
+    """A port of 127.0.0.1 that is free now, of a range if one is given."""
+    for port in range(first, last + 1):
+        try:
+            with socket.create_server(("127.0.0.1", port)) as listener:
+                return listener.getsockname()[1]
+        except OSError:
+            continue
+    raise OSError("no free port")
+
+
+def listening(pid):
+    """Addresses on which a process accepts TCP connections."""
+    sockets = set()
+    for entry in pathlib.Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            sockets.add(os.readlink(entry))
+        except OSError:
+            pass  # closed meanwhile
+    found = []
+    for table in ("tcp", "tcp6"):
+        for line in pathlib.Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in sockets:
+                # The kernel writes words of 32 bits in the machine's order of bytes.
+                digits = fields[1].partition(":")[0]
+                words = [digits[i : i + 8] for i in range(0, len(digits), 8)]
+                packed = b"".join(int(word, 16).to_bytes(4, sys.byteorder) for word in words)
+                address = ipaddress.ip_address(packed)
+                found.append(getattr(address, "ipv4_mapped", None) or address)
+    return found

@@ -1,0 +1,152 @@
+"""What a plan is measured from, on two devices of one process."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxcomp
+from jaxcomp import planner, report
+from jaxcomp.measure import link_probe, step_probe
+from tests.helpers.replicas import everywhere, mesh_of, rows
+from train.plan import counts as rounds_of
+
+AXIS = "replica"
+PARAMS = {"kernel": jax.ShapeDtypeStruct((64, 40), jnp.float32)}
+DENSE = optax.chain(jaxcomp.compressed_mean(jaxcomp.identity(), AXIS), optax.adam(1e-2))
+FOUR_BITS = optax.chain(jaxcomp.compressed_mean(jaxcomp.quantize(4), AXIS), optax.adam(1e-2))
+STEPS = 8
+
+
+def zero_one_adam():
+    return jaxcomp.zero_one_adam(
+        1e-2,
+        AXIS,
+        sync_at=jaxcomp.schedules.every(4, STEPS, after=2),
+        variance_at=jaxcomp.schedules.until(2),
+    )
+
+
+pytestmark = pytest.mark.usefixtures("quick_compiler")
+
+
+def test_a_larger_message_never_takes_less():
+    cost = link_probe.cost_of([(1e3, 5e-3), (4e3, 2e-3), (16e3, 3e-3), (64e3, 9e-3)])
+    assert cost == planner.Cost((1e3, 4e3, 16e3, 64e3), (2e-3, 2e-3, 3e-3, 9e-3))
+
+
+def test_a_link_is_measured_by_three_collectives():
+    link = link_probe.measure_link(mesh_of(2), AXIS, sizes=(2**10, 2**12), repeats=1)
+    assert set(link) == {"all-reduce", "all-gather", "all-to-all"}
+    for cost in link.values():
+        assert cost.sent_bytes == (2**10, 2**12) and cost.seconds[0] > 0
+
+
+@pytest.mark.parametrize("make", link_probe.COLLECTIVES.values(), ids=link_probe.COLLECTIVES)
+def test_a_sweep_sends_the_bytes_it_is_asked_for(make):
+    mesh = mesh_of(3)
+    program, x = link_probe.collective(make, 2400, mesh, AXIS)
+    (row,) = report.collectives(program, mesh)
+    assert row.sent_bytes == 2400
+    jax.block_until_ready(program(x))
+
+
+def test_no_larger_size_is_tried_when_one_takes_long(monkeypatch):
+    asked = []
+
+    def seconds_of(call, repeats, pause):
+        asked.append((repeats, pause))
+        return 1.0
+
+    monkeypatch.setattr(link_probe, "seconds_of", seconds_of)
+    link_probe.measure_link(mesh_of(2), AXIS, sizes=(64, 128, 256, 512), repeats=3, pause=0.5)
+    assert asked == [(3, 0.5)] * 2 * 3
+
+
+@pytest.mark.parametrize(("replicas", "sizes"), [(1, (64, 128)), (2, (64,))])
+def test_what_cannot_be_measured_is_refused(replicas, sizes):
+    with pytest.raises(ValueError, match="need two or more of both"):
+        link_probe.measure_link(mesh_of(replicas), AXIS, sizes=sizes)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: DENSE, lambda: FOUR_BITS, zero_one_adam], ids=["dense", "4 bits", "0/1 Adam"]
+)
+def test_messages_are_those_of_the_report(make):
+    mesh = mesh_of(2)
+    program = step_probe.update_program(make(), PARAMS, mesh, AXIS).step
+    counts = rounds_of.rounds(make(), STEPS)
+    shares = {part: count / STEPS for part, count in counts.items()}
+    found = step_probe.messages(program, mesh, shares)
+    sent = report.sent_bytes_by_part(program, mesh, AXIS)
+    expected = rounds_of.total_bytes(sent, counts, STEPS) / STEPS
+    assert sum(m.times * m.sent_bytes for m in found) == pytest.approx(expected)
+    assert expected > 0
+    state_and_gradient = 4 * 4 * 64 * 40  # parameters, two moments, a gradient
+    assert step_probe.held_bytes(program) >= state_and_gradient
+
+
+def test_an_update_is_what_the_step_does_after_the_gradient():
+    mesh = mesh_of(2)
+    made = step_probe.update_program(FOUR_BITS, PARAMS, mesh, AXIS)
+    params = {"kernel": np.ones((64, 40), np.float32)}
+    grads = {"kernel": np.random.default_rng(0).normal(size=(2, 64, 40)).astype(np.float32)}
+    loss_fn = lambda params, batch: jnp.vdot(params["kernel"], batch["kernel"][0])
+    init, step = jaxcomp.train_step(loss_fn, FOUR_BITS, mesh, AXIS)
+    copies = [everywhere(mesh, params) for _ in range(2)]
+    wanted, _, _ = step(copies[0], init(copies[0]), rows(mesh, grads))
+    got, _ = made.step(copies[1], made.init(copies[1]), rows(mesh, grads))
+    np.testing.assert_array_equal(got["kernel"], wanted["kernel"])
+
+
+def test_alone_nothing_is_sent_and_every_device_works():
+    mesh = step_probe.alone(mesh_of(2), AXIS)
+    made = step_probe.update_program(FOUR_BITS, PARAMS, mesh, AXIS)
+    assert step_probe.messages(made.step, mesh, {}) == ()
+    assert len(made.step.input_shardings[0][0]["kernel"].device_set) == 2
+    time = step_probe.update_timer(made, PARAMS, mesh, AXIS)
+    assert time(1, None) > 0
+
+
+def test_every_call_is_of_the_step_that_is_asked_for(monkeypatch):
+    mesh = step_probe.alone(mesh_of(2), AXIS)
+    made = step_probe.update_program(zero_one_adam(), PARAMS, mesh, AXIS)
+    counted = []
+
+    def seconds_of(call, repeats):
+        for _ in range(repeats):
+            _, state = call()
+            counted.append(int(optax.tree_utils.tree_get(state, "rounds")["synchronize"]))
+
+    monkeypatch.setattr(step_probe, "seconds_of", seconds_of)
+    time = step_probe.update_timer(made, PARAMS, mesh, AXIS)
+    time(2, 3)  # the fourth step exchanges, however often it is repeated
+    time(2, 4)  # the fifth does not
+    assert counted == [1, 2, 2, 2]
+
+
+def test_kinds_of_steps_are_counted_once_each():
+    assert rounds_of.kinds_of_steps(DENSE, STEPS) == {None: 1.0}
+    # 0 and 1 learn the variance too, 3 and 7 exchange, 2, 4, 5 and 6 do nothing.
+    assert rounds_of.kinds_of_steps(zero_one_adam(), STEPS) == {0: 0.25, 3: 0.25, 2: 0.5}
+
+
+def test_gradients_are_timed_where_replicas_are():
+    shape = jax.ShapeDtypeStruct((4, 64), jnp.float32)
+    loss_fn = lambda params, batch: jnp.mean((batch @ params["kernel"]) ** 2)
+    time = step_probe.gradient_timer(loss_fn, PARAMS, shape, mesh_of(2), AXIS, accumulate=2)
+    assert time(1) > 0
+    with pytest.raises(ValueError, match="must be divisible by 6"):
+        step_probe.gradient_timer(loss_fn, PARAMS, shape, mesh_of(2), AXIS, accumulate=3)
+
+
+@pytest.mark.parametrize(("replicas", "ratio"), [(1, 1.0), (2, 5 / 6), (4, 4.5 / 6)])
+def test_a_codec_works_less_where_chunks_are_shared_out(replicas, ratio):
+    both = planner.Message("all-to-all", 1.0), planner.Message("all-gather", 1.0)
+    assert step_probe.passes(both, replicas) == pytest.approx(ratio)
+
+
+def test_a_gathered_mean_decodes_what_everyone_sends():
+    assert step_probe.passes([planner.Message("all-gather", 1.0)], 4) == 2.0
+    assert step_probe.passes([planner.Message("all-reduce", 1.0)], 4) == 1.0

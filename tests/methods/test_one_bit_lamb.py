@@ -1,0 +1,296 @@
+"""1-bit LAMB: LAMB until the freeze, bounded factors after it, and the authors' own steps."""
+
+import functools
+import pathlib
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxcomp
+from jaxcomp.methods.one_bit_lamb import Layer
+from tests.helpers import replay, replicas
+from tests.helpers.replicas import everywhere, mesh_of, rows, transform
+
+GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "one_bit_lamb.npz"
+SHAPES = {"bias": (7,), "kernel": (20, 40)}
+RATE = 2.0**-7  # exact in float32
+
+
+random_tree = functools.partial(replicas.random_tree, shapes=SHAPES)
+
+
+def trained(tx, gradients, num_replicas=2, params=None, dtype=np.float32):
+    """Parameters and states before the first and after each step."""
+    params = random_tree(0, dtype=dtype) if params is None else params
+    return replicas.history_of(tx, params, gradients, num_replicas)
+
+
+def of_layers(state, field):
+    is_layer = lambda x: isinstance(x, Layer)
+    layers = jax.tree.leaves(state.layers, is_leaf=is_layer)
+    return np.array([float(getattr(layer, field)) for layer in layers])
+
+
+def by_numpy(gradients, freeze_step, decay, eps=1e-6, b1=0.9, b2=0.999):
+    """Parameters after each step with exact mean momenta, in float64, and all factors."""
+    x = random_tree(0, dtype=np.float64)
+    zeros = lambda: jax.tree.map(np.zeros_like, x)
+    m, v, fresh = zeros(), zeros(), zeros()
+    ratio, weight, factor = ({k: start for k in x} for start in (0.0, 0.0, 1.0))
+    norm = np.linalg.norm
+    for step, grads in enumerate(gradients):
+        for k in x:
+            g = grads[k].mean(axis=0)
+            old, m[k] = m[k], b1 * m[k] + (1 - b1) * g
+            if step < freeze_step:
+                v[k] = b2 * v[k] + (1 - b2) * g * g
+                fresh[k], updates = v[k], step + 1
+            else:
+                estimate = (m[k] - b1 * old) / (1 - b1)
+                fresh[k], updates = b2 * fresh[k] + (1 - b2) * estimate**2, freeze_step
+            root = np.sqrt(v[k] / (1 - b2**updates)) + eps
+            plain = m[k] / (1 - b1 ** (step + 1)) / root
+            u = plain + decay * x[k]
+            if step < freeze_step:
+                trust = np.clip(norm(x[k]) / norm(u), 0.01, 10)
+                ratio[k] = 0.9 * ratio[k] + 0.1 * trust
+                weight[k] = 0.9 * weight[k] + 0.1
+            else:
+                root_now = np.sqrt(fresh[k] / (1 - b2 ** (step + 1))) + eps
+                share = min(1, norm(plain) / norm(u))
+                new = np.clip(np.max(root / root_now) * share + 1 - share, 0.5, 4)
+                factor[k] = np.clip(new, 0.9 * factor[k], 1.1 * factor[k])
+                trust = ratio[k] / weight[k] * factor[k]
+            x[k] = x[k] - RATE * trust * u
+        yield jax.tree.map(np.copy, x), [factor[k] for k in sorted(factor)]
+
+
+@pytest.mark.parametrize("precondition", [True, False])
+def test_with_identity_it_is_what_the_formulas_say(precondition):
+    with jax.enable_x64(True):
+        tx = jaxcomp.one_bit_lamb(
+            RATE,
+            "replica",
+            freeze_step=4,
+            compressor=jaxcomp.identity(),
+            precondition=precondition,
+            variance_floor=0.0,
+            weight_decay=0.25,
+        )
+        scale = [1, 1, 1, 1, 0.1, 0.1, 30, 1]
+        gradients = [
+            jax.tree.map(lambda g, s=s: s * g, random_tree(i, 2, dtype=np.float64))
+            for i, s in enumerate(scale, 1)
+        ]
+        history = trained(tx, gradients, dtype=np.float64)
+        factors = []
+        for (params, state), (wanted, factor) in zip(
+            history[1:], by_numpy(gradients, 4, decay=0.25), strict=True
+        ):
+            for k in SHAPES:
+                np.testing.assert_allclose(params[k], wanted[k], rtol=0, atol=1e-6)
+            np.testing.assert_allclose(of_layers(state, "factor"), factor, rtol=1e-5)
+            factors.append(factor)
+    # It moves to both sides, at most by a tenth of itself.
+    change = np.array(factors[1:]) / np.array(factors[:-1])
+    assert change.min() == pytest.approx(0.9) and change.max() > 1.01
+    np.testing.assert_array_equal(history[4][1].variance["kernel"], state.variance["kernel"])
+    assert int(state.rounds["synchronize"]) == 4 and int(state.rounds["variance"]) == 4
+
+
+def test_until_the_freeze_it_is_lamb():
+    tx = jaxcomp.one_bit_lamb(RATE, "replica", freeze_step=9, weight_decay=0.5)
+    # Integers: their mean over two replicas is exact.
+    gradients = [jax.tree.map(np.round, random_tree(i, 2)) for i in range(1, 6)]
+    params, state = trained(tx, gradients)[-1]
+    lamb = optax.lamb(RATE, weight_decay=0.5)
+    wanted = random_tree(0)
+    inner = lamb.init(wanted)
+    for grads in gradients:
+        mean = jax.tree.map(lambda g: g.mean(axis=0), grads)
+        updates, inner = lamb.update(mean, inner, wanted)
+        wanted = optax.apply_updates(wanted, updates)
+    for k in SHAPES:
+        np.testing.assert_allclose(params[k], wanted[k], rtol=0, atol=1e-6)
+    assert not np.any(np.asarray(state.residual["kernel"]))
+
+
+@pytest.mark.parametrize("precondition", [True, False])
+def test_of_one_bit_nothing_is_lost_and_factors_stay_in_their_bounds(precondition):
+    # With b1 = 0 what travels is the gradient over D, or scaled, and all of it arrives or is held.
+    tx = jaxcomp.one_bit_lamb(
+        *(RATE, "replica"),
+        b1=0.0,
+        freeze_step=2,
+        precondition=precondition,
+        compressor=jaxcomp.sign(block=64),
+        trust_bounds=(0.25, 0.25),
+        factor_bounds=(0.75, 1.2),
+        factor_change=0.2,
+        eps=1.0,
+    )
+    gradients = [random_tree(i, 4) for i in range(1, 12)]
+    history = trained(tx, gradients, num_replicas=4)
+    (_, frozen), (_, state) = history[2], history[-1]
+    arrived = {k: np.zeros(shape) for k, shape in SHAPES.items()}
+    for _, after in history[3:]:
+        for k in SHAPES:
+            arrived[k] += np.asarray(after.momentum[k])
+    flat = lambda tree: np.concatenate(
+        [np.asarray(tree[k]).reshape(*np.shape(tree[k])[: -len(SHAPES[k])], -1) for k in SHAPES], -1
+    )
+    wanted = {k: np.sum([g[k].mean(axis=0) for g in gradients[2:]], axis=0) for k in SHAPES}
+    if precondition:
+        v = {k: np.asarray(x) for k, x in frozen.variance.items()}
+        unit = {k: np.sqrt(np.maximum(v[k], 1e-4 * v[k].mean()) / (1 - 0.999**2)) + 1 for k in v}
+    else:
+        scale = of_layers(frozen, "scale")
+        rms = [np.sqrt(np.mean(np.asarray(frozen.momentum[k]) ** 2)) for k in SHAPES]
+        np.testing.assert_allclose(scale, np.mean(rms) / rms, rtol=1e-6)
+        unit = {k: np.full(SHAPES[k], 1 / s) for k, s in zip(SHAPES, scale, strict=True)}
+    owned = np.concatenate([np.asarray(e).reshape(-1) for e in state.owner_residual])
+    held = flat(state.residual).mean(axis=0) + owned[: flat(wanted).size]
+    np.testing.assert_allclose(
+        flat(arrived) / flat(unit) + held, flat(wanted) / flat(unit), rtol=0, atol=1e-4
+    )
+    factors = np.array([of_layers(s, "factor") for _, s in history])
+    assert np.all(factors[:3] == 1) and factors.min() >= 0.75 and factors.max() == np.float32(1.2)
+    np.testing.assert_allclose(of_layers(state, "ratio") / of_layers(state, "weight"), 0.25)
+
+
+def test_layers_of_zeros_and_of_nothing_are_no_trouble():
+    shapes = {"empty": (0, 5), "frozen": (9, 9), "moving": (9, 9), "zero": (9, 9)}
+    params = random_tree(0, shapes=shapes) | {"zero": np.zeros((9, 9), np.float32)}
+    gradients = [
+        random_tree(i, 2, shapes=shapes) | {"frozen": np.zeros((2, 9, 9), np.float32)}
+        for i in range(6)
+    ]
+    for precondition in (True, False):
+        tx = jaxcomp.one_bit_lamb(RATE, "replica", freeze_step=3, precondition=precondition)
+        (_, _), *_, (after, state) = trained(tx, gradients, params=params)
+        assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves((after, state)))
+        np.testing.assert_array_equal(after["frozen"], params["frozen"])
+        for name in ("moving", "zero"):
+            assert np.all(np.asarray(after[name]) != params[name])
+
+
+def test_a_gradient_that_is_not_finite_makes_all_skip():
+    tx = jaxcomp.one_bit_lamb(RATE, "replica", freeze_step=1)
+    gradients = [random_tree(i, 2) for i in range(2)]
+    for step in (0, 1):
+        bad = [jax.tree.map(np.copy, grads) for grads in gradients]
+        bad[step]["kernel"][1, 0, 0] = np.inf
+        params, _ = trained(tx, bad)[step + 1]
+        assert all(np.all(np.isnan(np.asarray(x))) for x in params.values())
+
+
+@pytest.mark.parametrize("num_replicas", [2, 8])
+def test_other_numbers_of_replicas_go_on_from_the_same_place(num_replicas):
+    tx = jaxcomp.one_bit_lamb(RATE, "replica", freeze_step=2, compressor=jaxcomp.identity())
+    gradients = [random_tree(i, 4) for i in range(5)]
+    history = trained(tx, gradients, num_replicas=4)
+    (whole, _), (params, state) = history[-1], history[3]
+    mesh = mesh_of(num_replicas)
+    params = everywhere(mesh, jax.tree.map(np.asarray, params))
+    init, update = transform(tx, mesh, params)
+    state = jaxcomp.resize(state, init(params))
+    for grads in gradients[3:]:
+        mean = jax.tree.map(lambda g: np.repeat(g.mean(0, keepdims=True), num_replicas, 0), grads)
+        updates, state = update(rows(mesh, mean), state, params)
+        params = optax.apply_updates(params, updates)
+    for name in SHAPES:
+        np.testing.assert_allclose(params[name], whole[name], rtol=0, atol=1e-5)
+
+
+def loss_fn(params, batch):
+    hidden = jnp.tanh(batch @ params["up"] + params["bias"][None])
+    return jnp.mean((hidden @ params["down"] - batch) ** 2)
+
+
+@functools.cache
+def trained_on(shape):
+    """Parameters and state after a few steps on a mesh."""
+    mesh = mesh_of(*shape)
+    specs = {"bias": P(), "down": P(None, "fsdp"), "up": P("fsdp")}
+    specs = specs if len(shape) > 1 else dict.fromkeys(specs, P())
+    params = random_tree(0, shapes={"bias": (12,), "down": (12, 16), "up": (16, 12)})
+    params = jax.device_put(params, {k: NamedSharding(mesh, spec) for k, spec in specs.items()})
+    tx = jaxcomp.one_bit_lamb(
+        *(RATE, "replica"),
+        freeze_step=2,
+        compressor=jaxcomp.identity(),
+        precondition=False,
+        eps=1e-3,
+        weight_decay=0.1,
+    )
+    functions = jaxcomp.train_step(loss_fn, tx, mesh, "replica", param_specs=specs)
+    state = functions.init(params)
+    for step in range(5):
+        batch = rows(mesh, random_tree(step, shapes={"x": (8, 16)})["x"])
+        params, state, metrics = functions.step(params, state, batch)
+        assert not metrics["skipped"]
+    return params, state
+
+
+def test_shards_train_as_whole_parameters():
+    (whole, layers), (sharded, other) = trained_on((2,)), trained_on((2, 2))
+    for name in whole:
+        np.testing.assert_allclose(sharded[name], whole[name], rtol=0, atol=1e-5)
+    for field in Layer._fields:
+        got, want = of_layers(other, field), of_layers(layers, field)
+        np.testing.assert_allclose(got, want, rtol=1e-4)
+    assert len(set(of_layers(layers, "scale"))) == 3
+
+
+def test_the_state_counts_what_the_compiled_program_sends_in_parts():
+    mesh = mesh_of(4)
+    params = everywhere(mesh, {"kernel": np.ones((512, 512), np.float32)})
+    loss = lambda p, x: ((x @ p["kernel"]) ** 2).mean()
+    tx = jaxcomp.one_bit_lamb(RATE, "replica", freeze_step=2)
+    functions = jaxcomp.train_step(loss, tx, mesh, "replica")
+    state = functions.init(params)
+    batch = rows(mesh, np.ones((8, 512), np.float32))
+    step = functions.step.lower(params, state, batch).compile()
+    sent = jaxcomp.report.sent_bytes_by_part(step, mesh, "replica")
+    ring = 2 * 3 / 4 * 512 * 512
+    # A bit a parameter, and a float32 scale for each block of 1,024.
+    assert sent == {"": 0, "variance": 4 * ring, "synchronize": ring / 8 * (1 + 32 / 1024)}
+    for _ in range(5):
+        params, state, _ = step(params, state, batch)
+    rounds = {name: int(n) for name, n in state.rounds.items()}
+    assert rounds == {"all": 5, "synchronize": 3, "variance": 2}
+
+
+def test_the_warm_up_ends_by_itself_when_the_variance_is_stable():
+    tx = jaxcomp.one_bit_lamb(RATE, "replica", b2=0.8, freeze_ratio=0.5)
+    same = jax.tree.map(np.ones_like, random_tree(0, 2))
+    frozen = [bool(state.frozen) for _, state in trained(tx, [same] * 9)]
+    # v_t = 1 - 0.8^t; v_{t-5} >= v_t / 2 first at t = 8; not before five norms are known.
+    assert frozen.index(True) == 8
+
+
+def test_the_authors_code_takes_the_same_steps():
+    found = list(replay.errors(GOLDEN))
+    assert len(found) == 23 and max(found) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"eps": 0.0}, "one_bit_lamb got eps=0.0"),
+        ({"freeze_step": 0}, "one_bit_lamb got freeze_step=0"),
+        ({"trust_bounds": (2, 1)}, "trust_bounds=(2, 1)"),
+        ({"factor_bounds": (-1, 1)}, "factor_bounds=(-1, 1)"),
+        ({"trust_decay": 1.0}, "trust_decay=1.0"),
+        ({"factor_change": 0.0}, "factor_change=0.0"),
+    ],
+)
+def test_wrong_arguments_are_refused(options, text):
+    with pytest.raises(ValueError, match=re.escape(text)):
+        jaxcomp.one_bit_lamb(0.1, "replica", **options)

@@ -1,0 +1,242 @@
+"""The sharded optimizer: what it computes, what of it is lost, what it sends and keeps."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxcomp
+from jaxcomp import report
+from jaxcomp.replicas.resize import reset_residuals
+from tests.helpers.replicas import (
+    SIZES,
+    everywhere,
+    history_of,
+    mesh_of,
+    random_tree,
+    rows,
+    transform,
+)
+
+# An odd matrix, vectors shorter and longer than the axis, one number, and nothing.
+SHAPES = {"kernel": (33, 40), "bias": (7,), "scale": (2,), "one": (), "none": (0, 4)}
+EXACT = {"gradients": jaxcomp.identity(), "differences": jaxcomp.identity()}
+NOISY = jaxcomp.quantize(4, rounding="stochastic", range="minmax")
+RATE = 0.125
+
+
+def make(inner=None, **codes):
+    return jaxcomp.sharded_optimizer(inner or optax.sgd(RATE), "replica", **codes)
+
+
+def gradients(steps, num_replicas, dtype=np.float32):
+    return [
+        random_tree(1 + step, num_replicas, shapes=SHAPES, dtype=dtype) for step in range(steps)
+    ]
+
+
+def whole(pieces, shape):
+    """Owners' rows `[R, n]` as the parameter that they are cut from; what is behind its end."""
+    flat, numel = np.ravel(pieces), int(np.prod(shape))
+    return flat[:numel].reshape(shape), flat[numel:]
+
+
+@pytest.mark.parametrize("num_replicas", SIZES)
+def test_exact_codes_are_the_inner_optimizer_on_the_mean_gradient(num_replicas):
+    inner = optax.chain(jaxcomp.clip_by_global_norm(1.0), optax.adamw(1e-2, weight_decay=0.1))
+    params, grads = random_tree(0, shapes=SHAPES), gradients(4, num_replicas)
+    (found, state) = history_of(make(inner, **EXACT), params, grads, num_replicas)[-1]
+    wanted, dense = params, inner.init(params)
+    for grad in grads:
+        mean = jax.tree.map(lambda g: g.mean(0), grad)
+        updates, dense = inner.update(mean, dense, wanted)
+        wanted = optax.apply_updates(wanted, updates)
+    for name in SHAPES:
+        np.testing.assert_allclose(found[name], wanted[name], rtol=0, atol=3e-6)
+    moments = optax.tree_utils.tree_get(state, "mu")
+    for name, shape in SHAPES.items():
+        mean, padding = whole(moments[name], shape)
+        np.testing.assert_allclose(
+            mean, optax.tree_utils.tree_get(dense, "mu")[name], rtol=0, atol=1e-6
+        )
+        assert not padding.any()
+
+
+@pytest.mark.parametrize("code", [jaxcomp.sign(), jaxcomp.quantize(2), jaxcomp.top_k(0.1)])
+def test_no_error_of_a_difference_is_lost(code):
+    """What all hold, plus what their owners hold back, is where exact codes would have led."""
+    with jax.enable_x64(True):
+        params = random_tree(0, shapes=SHAPES, dtype=np.float64)
+        grads = gradients(6, 3, np.float64)
+        inner = optax.chain(optax.add_decayed_weights(0.5), optax.sgd(RATE))
+        codes = {"gradients": jaxcomp.identity(), "differences": code}
+        found, state = history_of(make(inner, **codes, exact=lambda *_: False), params, grads, 3)[
+            -1
+        ]
+        wanted = params
+        for grad in grads:
+            step = lambda p, g: p - RATE * (g.mean(0) + 0.5 * p)
+            wanted = jax.tree.map(step, wanted, grad)
+        for name, shape in SHAPES.items():
+            held, _ = whole(state.owner_residual[name], shape)
+            np.testing.assert_allclose(found[name] + held, wanted[name], rtol=0, atol=1e-13)
+        assert np.abs(whole(state.owner_residual["kernel"], (33, 40))[0]).max() > 1e-3
+
+
+def test_many_small_buckets_are_one_large_one():
+    """Of a code that takes each value for itself; many alike are sent in a loop."""
+    codes = dict.fromkeys(("gradients", "differences"), jaxcomp.cast("bfloat16"))
+    params, grads = random_tree(0, shapes=SHAPES), gradients(3, 4)
+    ends = [
+        history_of(make(**codes, exact=lambda *_: False, bucket_numel=n), params, grads, 4)[-1]
+        for n in (64, 2**22)
+    ]
+    few, many = (jax.device_get(end) for end in ends)
+    jax.tree.map(np.testing.assert_array_equal, few, many)
+    assert not np.array_equal(few[0]["kernel"], params["kernel"])
+
+
+def test_unbiased_codes_leave_the_padding_alone():
+    """Noise behind a parameter's end would grow there, and in the scales of what is sent."""
+    params = random_tree(0, shapes=SHAPES)
+    tx = make(optax.adam(1e-2), gradients=NOISY, exact=lambda *_: False)
+    _, state = history_of(tx, params, gradients(5, 8), 8)[-1]
+    for tree in (state.owner_residual, *(state.owned[0][1:])):
+        for name, shape in SHAPES.items():
+            assert not whole(tree[name], shape)[1].any()
+
+
+def test_narrow_parameters_have_a_wide_owner():
+    """Steps below bfloat16's rounding add up."""
+    params = {"kernel": np.ones((40, 40), jnp.bfloat16)}
+    grads = [{"kernel": np.full((2, 40, 40), 2.0**-10, jnp.bfloat16)}] * 16
+    found, state = history_of(make(optax.sgd(1.0), **EXACT), params, grads, 2)[-1]
+    assert found["kernel"].dtype == jnp.bfloat16
+    assert state.owner_residual["kernel"].dtype == jnp.float32
+    held, _ = whole(state.owner_residual["kernel"], (40, 40))
+    np.testing.assert_array_equal(np.float32(found["kernel"]) + held, 1 - 16 * 2.0**-10)
+
+
+def test_quantized_steps_stay_near_exact_ones():
+    params, grads = random_tree(0, shapes=SHAPES), gradients(30, 4)
+    inner = optax.adam(1e-2)
+    exact, _ = history_of(make(inner, **EXACT), params, grads, 4)[-1]
+    coded, _ = history_of(make(inner), params, grads, 4)[-1]
+    moved = np.linalg.norm(exact["kernel"] - params["kernel"])
+    assert 1e-3 * moved < np.linalg.norm(exact["kernel"] - coded["kernel"]) < 0.2 * moved
+
+
+@pytest.mark.parametrize("after", [2, 3, 8])
+def test_another_number_of_replicas_goes_on_from_the_same_place(after):
+    tx, params = make(optax.adam(1e-2), differences=jaxcomp.sign()), random_tree(0, shapes=SHAPES)
+    params, state = jax.device_get(history_of(tx, params, gradients(3, 4), 4)[-1])
+    mesh = mesh_of(after)
+    init, update = transform(tx, mesh, params)
+    resized = jaxcomp.resize(state, jax.eval_shape(init, params))
+    for old, new in zip(jax.tree.leaves(state), jax.tree.leaves(resized), strict=True):
+        size = min(old.size, new.size)
+        np.testing.assert_array_equal(np.ravel(old)[:size], np.ravel(new)[:size])
+        assert not np.ravel(old)[size:].any() and not np.ravel(new)[size:].any()
+    updates, _ = update(rows(mesh, gradients(1, after)[0]), resized, everywhere(mesh, params))
+    assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves(updates))
+
+
+def test_a_step_sends_two_messages_of_four_bits_and_keeps_its_share():
+    mesh, shape = mesh_of(4), (512, 256)
+    params = everywhere(mesh, {"kernel": np.zeros(shape, np.float32)})
+    init, update = transform(make(optax.adam(1e-2)), mesh, params)
+    state = jax.eval_shape(init, params)
+    grads = {"kernel": jax.ShapeDtypeStruct((4, *shape), np.float32)}
+    compiled = update.lower(grads, state, params).compile()
+    chunk = 512 * 256 // 4 * (4 + 16 / 128) / 8
+    flag = 2 * 4 * 3 // 4  # of one int32
+    assert report.sent_bytes(compiled, mesh, "replica") == 2 * 3 * chunk + flag
+    kinds = [row.op for row in report.collectives(compiled, mesh)]
+    assert sorted(kinds) == ["all-gather", "all-reduce", "all-to-all"]
+    kept = sum(x.size for x in jax.tree.leaves(state) if x.ndim) / 4
+    assert kept == 3 * 512 * 256 / 4
+
+
+@pytest.mark.parametrize("code", [None, jaxcomp.cast("bfloat16"), jaxcomp.sign()])
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_what_is_not_finite_is_skipped_by_all(code, value):
+    mesh = mesh_of(3)
+    loss_fn = lambda params, batch: jnp.mean(batch["x"] @ params["kernel"])
+    tx = make(optax.adam(1e-2), gradients=code, differences=code)
+    init, step = jaxcomp.train_step(loss_fn, tx, mesh, "replica")
+    start = {"kernel": np.ones((33, 40), np.float32)}
+    params = everywhere(mesh, start)
+    before = jax.device_get(init(params))
+    x = np.ones((6, 33), np.float32)
+    x[1, 5] = value
+    params, state, metrics = step(params, init(params), rows(mesh, {"x": x}))
+    assert metrics["skipped"]
+    jax.tree.map(np.testing.assert_array_equal, (params, state), (start, before))
+    x[1, 5] = 1.0
+    params, state, metrics = step(params, state, rows(mesh, {"x": x}))
+    assert not metrics["skipped"] and not np.array_equal(params["kernel"], start["kernel"])
+
+
+def test_on_a_two_axis_mesh_shards_stay_where_they_are():
+    mesh, spec = mesh_of(2, 2), {"kernel": P("fsdp"), "bias": P()}
+    rng = np.random.default_rng(0)
+    start = {"kernel": rng.normal(size=(64, 32)).astype("f"), "bias": np.zeros(32, "f")}
+    x = rng.normal(size=(8, 64)).astype("f")
+    loss_fn = lambda params, batch: jnp.mean(
+        (batch["x"] @ params["kernel"] + params["bias"][None]) ** 2
+    )
+    inner = optax.chain(jaxcomp.clip_by_global_norm(0.5), optax.adam(1e-2))
+    init, step = jaxcomp.train_step(
+        loss_fn, make(inner, **EXACT), mesh, "replica", param_specs=spec
+    )
+    place = lambda tree: jax.tree.map(
+        lambda leaf, s: jax.device_put(leaf, NamedSharding(mesh, s)), tree, spec
+    )
+    params = place(start)
+    state = init(params)
+    wanted, dense = start, inner.init(start)
+    for _ in range(3):
+        params, state, _ = step(params, state, rows(mesh, {"x": x}))
+        updates, dense = inner.update(jax.grad(loss_fn)(wanted, {"x": x}), dense, wanted)
+        wanted = optax.apply_updates(wanted, updates)
+    for name in start:
+        np.testing.assert_allclose(params[name], wanted[name], rtol=0, atol=2e-6)
+    assert params["kernel"].sharding.spec == P("fsdp")
+
+
+def test_masks_and_policies_go_by_path():
+    seen = []
+
+    def policy(path, leaf):
+        seen.append((path, leaf.shape))
+        return jaxcomp.quantize(8)
+
+    masked = optax.masked(optax.set_to_zero(), {name: name == "bias" for name in SHAPES})
+    tx = make(optax.chain(masked, optax.sgd(RATE)), gradients=policy, differences=policy)
+    params = random_tree(0, shapes=SHAPES)
+    found, _ = history_of(tx, params, gradients(1, 2), 2)[-1]
+    np.testing.assert_array_equal(found["bias"], params["bias"])
+    assert not np.array_equal(found["kernel"], params["kernel"])
+    assert set(seen) == {("kernel", (33, 40))}
+
+
+def test_residuals_are_reset():
+    tx = make(differences=jaxcomp.sign())
+    _, state = history_of(tx, random_tree(0, shapes=SHAPES), gradients(2, 2), 2)[-1]
+    assert np.any(state.owner_residual["kernel"])
+    assert not any(np.any(x) for x in jax.tree.leaves(reset_residuals(state).owner_residual))
+
+
+def test_mistakes_are_told():
+    mesh, tx, params = mesh_of(2), make(), random_tree(0, shapes=SHAPES)
+    without = lambda grads: tx.update(grads, tx.init(grads))
+    with pytest.raises(ValueError, match="needs the parameters"):
+        jax.vmap(without, axis_name="replica")(gradients(1, 2)[0])
+    with pytest.raises(ValueError, match="but only floating"):
+        transform(tx, mesh, {"n": np.zeros((3,), np.int32)})
+    reduced = lambda p: tx.update(p, tx.init(p), p)[0]
+    with pytest.raises(ValueError, match="equal on all replicas"):
+        jax.shard_map(reduced, mesh=mesh, in_specs=P(), out_specs=P())(params)

@@ -1,0 +1,440 @@
+"""SLAMB: what it reduces to, its masks and freshness, what it sends, and the authors' steps."""
+
+import functools
+import pathlib
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxcomp
+from tests.helpers import replay, replicas
+from tests.helpers.replicas import everywhere, mesh_of, one_value, rows, transform
+
+GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
+SHAPES = {"bias": (7,), "kernel": (20, 40), "small": (3, 3)}
+RATE = 2.0**-7  # exact in float32
+DENSITY = 0.25
+DRAWN = jaxcomp.random_k(DENSITY, pattern="random")
+
+
+random_tree = functools.partial(replicas.random_tree, shapes=SHAPES)
+
+
+def slamb(**options):
+    return jaxcomp.slamb(RATE, "replica", **{"density": DENSITY, "exact_numel": 64} | options)
+
+
+class Run:
+    """Steps of a transformation, and the parameters that they lead to."""
+
+    def __init__(self, tx, num_replicas=4, params=None, dtype=np.float32):
+        self.mesh = mesh_of(num_replicas)
+        params = random_tree(0, dtype=dtype) if params is None else params
+        self.params = everywhere(self.mesh, params)
+        init, self.update = transform(tx, self.mesh, self.params)
+        self.state = init(self.params)
+
+    def step(self, grads):
+        updates, self.state = self.update(rows(self.mesh, grads), self.state, self.params)
+        self.params = optax.apply_updates(self.params, updates)
+        for x in jax.tree.leaves((self.params, self.state.stale)):
+            one_value(x)
+
+    def local(self, name="kernel"):
+        return np.asarray(self.params[name])[None] + np.asarray(self.state.drift[name])
+
+
+def alike(seed, num_replicas, dtype=np.float32):
+    """Gradients that are equal on all replicas."""
+    return jax.tree.map(lambda g: np.repeat(g, num_replicas, 0), random_tree(seed, 1, dtype=dtype))
+
+
+@pytest.mark.parametrize("options", [{"compressor": jaxcomp.identity(), "density": None}, {}])
+def test_with_equal_data_and_everything_exchanged_it_is_lamb(options):
+    # random_k(1.0) is a mask of everything; a mask of nothing but equal data is LAMB at b3 = 1.
+    with jax.enable_x64(True):
+        run = Run(slamb(**{"density": 1.0, "weight_decay": 0.5} | options), 2, dtype=np.float64)
+        optimizer = optax.lamb(RATE, weight_decay=0.5)
+        wanted = random_tree(0, dtype=np.float64)
+        state = optimizer.init(wanted)
+        for step in range(5):
+            run.step(alike(step, 2, np.float64))
+            grads = random_tree(step, 1, dtype=np.float64)
+            grads = jax.tree.map(lambda g: g[0], grads)
+            updates, state = optimizer.update(grads, state, wanted)
+            wanted = optax.apply_updates(wanted, updates)
+            for name in SHAPES:
+                np.testing.assert_allclose(run.local(name)[0], wanted[name], rtol=0, atol=1e-12)
+        assert np.abs(wanted["kernel"] - random_tree(0)["kernel"]).max() > RATE
+
+
+def authors(rescaling, gradients, decay, halves=0):
+    """Parameters of all replicas after each step, by the formulas of the authors' code.
+
+    In the first `halves` steps every second entry is on the mask, then every fourth.
+    """
+    b1, b2, eps, b3, sync_every = 0.9, 0.999, 1e-6, 0.75, 3
+    bounds = 0.5, 1.25  # narrow, so that they are met
+    num_replicas = gradients[0]["bias"].shape[0]
+    x = {k: np.stack([v] * num_replicas) for k, v in random_tree(0, dtype=np.float64).items()}
+    m, v = ({k: np.zeros_like(y) for k, y in x.items()} for _ in range(2))
+    c = {k: np.zeros(shape) for k, shape in SHAPES.items()}
+    norm = np.linalg.norm
+    for step, grads in enumerate(gradients):
+        stride = 2 if step < halves else 4
+        for k, g in grads.items():
+            m[k], v[k] = b1 * m[k] + (1 - b1) * g, b2 * v[k] + (1 - b2) * g * g
+            on = np.ones(SHAPES[k], bool)
+            if k == "kernel":
+                on = (np.arange(on.size) % stride == step % stride).reshape(on.shape)
+            m[k][:, on] = m[k][:, on].mean(axis=0)
+            c[k] = np.where(on, 0, c[k] + 1)
+            r, root = b3 ** c[k], 1 / np.sqrt(num_replicas)
+            if rescaling == "masked":  # the first form, but what is stale stands still
+                r, root = on.astype(float), 0.0
+            for i in range(num_replicas):
+                y = x[k][i]
+                u = m[k][i] / (1 - b1 ** (step + 1))
+                u = u / (np.sqrt(v[k][i] / (1 - b2 ** (step + 1))) + eps)
+                if rescaling != "linear":
+                    u = u + decay * y
+                    large = norm(y[on]) / norm(u[on])
+                    own = norm(y[~on]) / norm(u[~on]) if np.any(~on) else 1.0
+                    ratio = r * large + (1 - r) * own
+                    ratio = ratio if y.ndim == 1 else np.clip(ratio, *bounds)
+                    x[k][i] = y - ratio * (r * RATE + (1 - r) * RATE * root) * u
+                else:
+                    large = np.clip(norm(y[on]) / norm(u[on]), *bounds)
+                    own = norm(y[~on]) / norm(u[~on]) if np.any(~on) else 0.0
+                    own = np.clip(own, 0, bounds[1])
+                    u = u + decay * y
+                    x[k][i] = y - RATE * large * u * r - RATE * root * own * u * (1 - r)
+        if step % sync_every == sync_every - 1:
+            x = {k: np.stack([y.mean(axis=0)] * num_replicas) for k, y in x.items()}
+        yield jax.tree.map(np.copy, x)
+
+
+@pytest.mark.parametrize(
+    ("rescaling", "halves"), [("quadratic", 0), ("linear", 0), ("masked", 0), ("quadratic", 4)]
+)
+def test_the_updates_are_those_of_their_formulas(rescaling, halves):
+    with jax.enable_x64(True):
+        density = ((0, 0.5), (halves, DENSITY)) if halves else DENSITY
+        options = {"rescaling": rescaling, "weight_decay": 0.25, "trust_bounds": (0.5, 1.25)}
+        options |= {"b3": 0.75, "sync_every": 3, "density": density}
+        run = Run(slamb(**options), 3, dtype=np.float64)
+        gradients = [random_tree(step, 3, dtype=np.float64) for step in range(1, 8)]
+        wanted = list(authors(rescaling, gradients, 0.25, halves))
+        for step, grads in enumerate(gradients):
+            run.step(grads)
+            for name in SHAPES:
+                np.testing.assert_allclose(run.local(name), wanted[step][name], rtol=0, atol=1e-12)
+            apart = np.abs(np.asarray(run.state.drift["kernel"])).max() > 1e-9
+            assert apart != (step in (2, 5))
+    # What is above holds for different updates.
+    swapped = "linear" if rescaling == "quadratic" else "quadratic"
+    other = list(authors(swapped, gradients, 0.25, halves))
+    assert np.abs(other[-1]["kernel"] - wanted[-1]["kernel"]).max() > 1e-4
+
+
+@pytest.mark.parametrize("pattern", ["strided", "random"])
+def test_momenta_are_averaged_where_the_mask_says_and_nowhere_else(pattern):
+    code = jaxcomp.random_k(DENSITY, pattern=pattern)
+    run = Run(slamb(b1=0.5, compressor=code, density=None))
+    visits, since = [], np.zeros(SHAPES["kernel"], int)
+    for step in range(8):
+        before = np.asarray(run.state.momentum["kernel"])
+        grads = random_tree(step, 4)
+        run.step(grads)
+        local = 0.5 * before + 0.5 * grads["kernel"]
+        momentum = np.asarray(run.state.momentum["kernel"])
+        stale = np.asarray(run.state.stale["kernel"])
+        on = stale == 0
+        since = np.where(on, 0, since + 1)
+        np.testing.assert_array_equal(stale, since)
+        assert on.sum() == on.size * DENSITY
+        assert np.all(momentum[:, on] == momentum[:1, on])
+        np.testing.assert_allclose(momentum[0, on], local[:, on].mean(axis=0), atol=1e-6)
+        np.testing.assert_array_equal(momentum[:, ~on], local[:, ~on])
+        bias = np.asarray(run.state.momentum["bias"])
+        assert np.all(bias == bias[:1])
+        visits.append(on)
+    assert run.state.stale["bias"] is None and run.state.stale["small"] is None
+    if pattern == "strided":
+        for first in range(5):
+            np.testing.assert_array_equal(np.sum(visits[first : first + 4], axis=0), 1)
+    else:
+        assert np.any(visits[0] & visits[1]) and np.any(np.sum(visits[:4], axis=0) == 0)
+
+
+def test_a_density_may_fall_in_a_warm_up():
+    run = Run(slamb(density=((0, 0.5), (2, 0.25), (6, 0.125))))
+    shares = []
+    for step in range(8):
+        run.step(random_tree(step, 4))
+        momentum, stale = (np.asarray(x["kernel"]) for x in (run.state.momentum, run.state.stale))
+        np.testing.assert_array_equal(np.all(momentum == momentum[:1], axis=0), stale == 0)
+        shares.append(np.mean(stale == 0))
+    assert shares == [0.5] * 2 + [0.25] * 4 + [0.125] * 2
+    rounds = {name: int(n) for name, n in run.state.rounds.items()}
+    sent = {"momentum_0": 2, "momentum_1": 4, "momentum_2": 2}
+    assert rounds == {"all": 8, **sent, "synchronize": 0}
+
+
+def test_values_on_the_mask_may_be_coded():
+    code = jaxcomp.compose(jaxcomp.random_k(DENSITY), jaxcomp.quantize(8, block=32))
+    run, exact = Run(slamb(b1=0.0, compressor=code, density=None)), Run(slamb(b1=0.0))
+    for step in range(2):
+        grads = random_tree(step, 4)
+        run.step(grads)
+        exact.step(grads)
+        on = np.asarray(run.state.stale["kernel"]) == 0
+        np.testing.assert_array_equal(on, np.asarray(exact.state.stale["kernel"]) == 0)
+        got, want = (np.asarray(r.state.momentum["kernel"]) for r in (run, exact))
+        assert np.all(got[:, on] == got[:1, on])
+        error = np.abs(got - want)[:, on].max()
+        # Half a step of 254 between plus and minus the largest value, on both ways.
+        assert 0 < error < 2.02 * np.abs(grads["kernel"]).max() / 254
+        np.testing.assert_array_equal(got[:, ~on], want[:, ~on])
+
+
+@pytest.mark.parametrize("sync_every", [1, 2])
+def test_replicas_meet_at_the_mean_of_their_parameters(sync_every):
+    run = Run(slamb(sync_every=sync_every))
+    for step in range(1, 4):
+        start = np.asarray(run.params["kernel"])
+        run.step(random_tree(step, 4))
+        drift = np.asarray(run.state.drift["kernel"])
+        if step % sync_every:
+            np.testing.assert_array_equal(run.params["kernel"], start)
+            assert np.all(np.abs(drift).max(axis=(1, 2)) > RATE / 4)
+            assert np.any(drift[0] != drift[1])
+        else:
+            # No more than what the consensus rounds off, the same everywhere.
+            assert np.all(drift == drift[:1]) and np.abs(drift).max() < 1e-6
+            assert np.any(np.asarray(run.params["kernel"]) != start)
+
+
+def test_what_a_narrow_consensus_rounds_off_is_not_lost():
+    params = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), random_tree(0))
+    run, wide = Run(slamb(sync_every=2), params=params), Run(slamb(sync_every=2))
+    wide.params = everywhere(wide.mesh, jax.tree.map(np.float32, params))
+    for step in range(4):
+        run.step(random_tree(step, 4))
+        wide.step(random_tree(step, 4))
+    assert run.params["kernel"].dtype == jnp.bfloat16
+    local = np.float32(run.params["kernel"])[None] + np.asarray(run.state.drift["kernel"])
+    # bfloat16 rounds off 2**-9 of a parameter of up to 4.
+    np.testing.assert_allclose(local, wide.local(), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("code", [jaxcomp.quantize(4), jaxcomp.random_k(0.25)])
+@pytest.mark.parametrize("num_replicas", [1, 3, 4])
+def test_what_coded_drifts_leave_stays_with_replicas_and_owners(code, num_replicas):
+    with jax.enable_x64(True):
+        options = {"sync_every": 2, "b3": 1.0}
+        run = Run(slamb(**options, drift_compressor=code), num_replicas, dtype=np.float64)
+        exact = Run(slamb(**options), num_replicas, dtype=np.float64)
+        for step in range(2):
+            grads = random_tree(step, num_replicas, dtype=np.float64)
+            run.step(grads)
+            exact.step(grads)
+        for name in ("bias", "small"):  # too small for a code
+            np.testing.assert_array_equal(run.params[name], exact.params[name])
+            assert np.abs(np.asarray(run.state.drift[name])).max() < 1e-12
+        owned = [np.asarray(x) for x in run.state.owner_residual if x is not None]
+        rest = sum(x.reshape(-1)[:800].reshape(20, 40) for x in owned)
+        met = np.asarray(run.params["kernel"])
+        mean = met + np.asarray(run.state.drift["kernel"]).mean(axis=0) + rest
+        np.testing.assert_allclose(mean, exact.params["kernel"], rtol=0, atol=1e-14)
+        assert np.abs(met - np.asarray(exact.params["kernel"])).max() > 1e-4
+
+
+@pytest.mark.parametrize("bad", [np.nan, 1e30])
+def test_a_gradient_that_is_not_finite_stays_at_home(bad):
+    run = Run(slamb(sync_every=9))
+    run.step(random_tree(1, 4))
+    before, grads = run.state, random_tree(2, 4)
+    grads["kernel"][2, 5, 5] = bad  # the square of 1e30 is infinite
+    run.step(grads)
+    assert np.asarray(run.state.skipped).tolist() == [0, 0, 1, 0]
+    for name in SHAPES:
+        old, new = (np.asarray(s.drift[name]) for s in (before, run.state))
+        np.testing.assert_array_equal(new[2], old[2])
+        assert np.all(np.abs(new - old)[[0, 1, 3]].max(axis=tuple(range(1, old.ndim))) > 0)
+        np.testing.assert_array_equal(run.state.variance[name][2], before.variance[name][2])
+    assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves(run.state.momentum))
+
+
+@pytest.mark.parametrize("rescaling", ["quadratic", "linear"])
+def test_layers_of_zeros_and_of_nothing_are_no_trouble(rescaling):
+    shapes = {"empty": (0, 5), "frozen": (9, 9), "zero": (9, 9)}
+    params = random_tree(0, shapes=shapes) | {"zero": np.zeros((9, 9), np.float32)}
+    run = Run(slamb(b3=0.0, sync_every=2, rescaling=rescaling), 2, params)
+    for step in range(4):
+        grads = random_tree(step, 2, shapes=shapes)
+        run.step(grads | {"frozen": np.zeros((2, 9, 9), np.float32)})
+        if step == 0:
+            # Of a layer of zeros what is not exchanged has ratio 1 in the one form, 0 in the other.
+            moved = np.abs(run.local("zero"))
+            stale = np.asarray(run.state.stale["zero"]) > 0
+            assert np.all(moved[:, ~stale] > 1e-9)
+            assert np.any(moved[:, stale] > 1e-9) == (rescaling == "quadratic")
+    assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves((run.params, run.state.drift)))
+    np.testing.assert_array_equal(run.params["frozen"], params["frozen"])
+    assert np.any(np.asarray(run.params["zero"]))
+
+
+def test_coded_drifts_follow_exact_ones():
+    coded = slamb(sync_every=2, drift_compressor=jaxcomp.quantize(8))
+    run, exact = Run(coded), Run(slamb(sync_every=2))
+    for step in range(20):
+        grads = random_tree(step, 4)
+        run.step(grads)
+        exact.step(grads)
+    got, wanted, start = (
+        np.asarray(x["kernel"]) for x in (run.params, exact.params, random_tree(0))
+    )
+    assert 0 < np.linalg.norm(got - wanted) < 0.02 * np.linalg.norm(wanted - start)
+
+
+@pytest.mark.parametrize("num_replicas", [2, 8])
+@pytest.mark.parametrize("code", [None, jaxcomp.quantize(8)])
+def test_other_numbers_of_replicas_go_on_in_the_middle_of_an_interval(num_replicas, code):
+    tx = slamb(sync_every=4, drift_compressor=code)
+    run = Run(tx)
+    for step in range(2):
+        run.step(random_tree(step, 4))
+    other = Run(tx, num_replicas)
+    other.params = everywhere(other.mesh, jax.tree.map(np.asarray, run.params))
+    other.state = jaxcomp.resize(run.state, other.state)
+    np.testing.assert_allclose(other.local().mean(axis=0), run.local().mean(axis=0), atol=1e-6)
+    np.testing.assert_array_equal(other.state.stale["kernel"], run.state.stale["kernel"])
+    for step in (2, 3):
+        before = np.asarray(other.state.stale["kernel"])
+        other.step(random_tree(step, num_replicas))
+        assert np.all(before[np.asarray(other.state.stale["kernel"]) == 0] == step)
+    drift = np.asarray(other.state.drift["kernel"])
+    if code is None:
+        assert np.all(drift == drift[:1]) and np.abs(drift).max() < 1e-6
+    else:
+        assert 0 < np.abs(drift).max() < 1e-3
+
+
+def loss_fn(params, batch):
+    hidden = jnp.tanh(batch @ params["up"] + params["bias"][None])
+    return jnp.mean((hidden @ params["down"] - batch) ** 2)
+
+
+@functools.cache
+def trained_on(shape, compressor):
+    """Local parameters, of all replicas, after a few steps on a mesh."""
+    mesh = mesh_of(*shape)
+    specs = {"bias": P(), "down": P(None, "fsdp"), "up": P("fsdp")} if len(shape) > 1 else None
+    shapes = {"bias": (12,), "down": (12, 16), "up": (16, 12)}
+    params = random_tree(0, shapes=shapes)
+    if specs:
+        placed = {k: NamedSharding(mesh, spec) for k, spec in specs.items()}
+        params = jax.device_put(params, placed)
+    else:
+        params = everywhere(mesh, params)
+    # A shard of "up" has fewer elements than exact_numel, and "down" is whole by the policy.
+    tx = jaxcomp.slamb(
+        RATE,
+        "replica",
+        compressor=jaxcomp.by_path(("down", jaxcomp.identity()), (".*", compressor)),
+        exact_numel=150,
+        sync_every=3,
+        weight_decay=0.1,
+        b3=0.5,
+    )
+    functions = jaxcomp.train_step(loss_fn, tx, mesh, "replica", param_specs=specs)
+    state = functions.init(params)
+    for step in range(4):
+        batch = rows(mesh, random_tree(step, shapes={"x": (8, 16)})["x"])
+        params, state, metrics = functions.step(params, state, batch)
+        assert not metrics["skipped"]
+    assert state.stale["up"] is not None and state.stale["down"] is None
+    return {k: np.asarray(params[k])[None] + np.asarray(state.drift[k]) for k in shapes}
+
+
+def test_shards_train_as_whole_parameters():
+    code = jaxcomp.random_k(DENSITY)
+    whole, sharded = trained_on((2,), code), trained_on((2, 2), code)
+    for name, x in whole.items():
+        np.testing.assert_allclose(sharded[name], x, rtol=0, atol=1e-5)
+    assert np.abs(whole["up"][0] - whole["up"][1]).max() > 1e-3
+    # Drawn masks are a shard's own, so that there is nothing to compare them with.
+    drawn = trained_on((2, 2), jaxcomp.compose(DRAWN, jaxcomp.quantize(8)))
+    assert all(np.all(np.isfinite(x)) for x in drawn.values())
+
+
+def test_the_compiled_step_sends_masked_momenta_and_now_and_then_parameters():
+    mesh = mesh_of(4)
+    params = everywhere(mesh, {"kernel": np.zeros((500, 512), np.float32), "bias": np.ones(512)})
+    loss = lambda p, x: jnp.mean((x @ p["kernel"] + p["bias"][None]) ** 2)
+    tx = jaxcomp.slamb(RATE, "replica", sync_every=3)
+    functions = jaxcomp.train_step(loss, tx, mesh, "replica")
+    state = functions.init(params)
+    batch = rows(mesh, np.ones((8, 500), np.float32))
+    step = functions.step.lower(params, state, batch).compile()
+    kinds = {c.op for c in jaxcomp.report.collectives(step, mesh)}
+    assert kinds == {"all-reduce"}
+    sent = jaxcomp.report.sent_bytes_by_part(step, mesh, "replica")
+    ring = 2 * 3 / 4 * 4
+    assert sent == {
+        "": 0.0,
+        "momentum": ring * (25_600 + 512),
+        "synchronize": ring * (256_000 + 512),
+    }
+    for _ in range(7):
+        params, state, _ = step(params, state, batch)
+    rounds = {name: int(n) for name, n in state.rounds.items()}
+    assert rounds == {"all": 7, "momentum": 7, "synchronize": 2}
+
+
+def test_coded_drifts_cross_the_network_in_their_bytes():
+    mesh = mesh_of(4)
+    params = everywhere(mesh, {"kernel": np.zeros((500, 512), np.float32), "bias": np.ones(512)})
+    loss = lambda p, x: jnp.mean((x @ p["kernel"] + p["bias"][None]) ** 2)
+    tx = jaxcomp.slamb(RATE, "replica", sync_every=3, drift_compressor=jaxcomp.quantize(8))
+    functions = jaxcomp.train_step(loss, tx, mesh, "replica")
+    batch = rows(mesh, np.ones((8, 500), np.float32))
+    step = functions.step.lower(params, functions.init(params), batch).compile()
+    sent = jaxcomp.report.sent_bytes_by_part(step, mesh, "replica")["synchronize"]
+    assert sent == 2 * 3 / 4 * (256_000 * 8.125 / 8 + 4 * 512)
+
+
+def test_the_authors_code_takes_the_same_steps():
+    for name, steps in (("slamb", 24), ("lamb", 12)):
+        found = list(replay.errors(GOLDEN / f"{name}.npz"))
+        assert len(found) == steps and max(found) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"b1": 1.0}, "slamb got b1=1.0"),
+        ({"b3": 1.5}, "b3=1.5"),
+        ({"density": 0.3}, "1 / density to be an integer"),
+        ({"density": ((5, 0.5), (9, 0.1))}, "densities from the steps [5, 9]"),
+        ({"sync_every": 0}, "sync_every=0"),
+        ({"rescaling": "cubic"}, "rescaling='cubic'"),
+        ({"trust_bounds": (2.0, 1.0)}, "trust_bounds=(2.0, 1.0)"),
+        ({"compressor": DRAWN}, "density=0.25 and a compressor"),
+    ],
+)
+def test_wrong_arguments_are_refused(options, text):
+    with pytest.raises(ValueError, match=re.escape(text)):
+        slamb(**options)
+
+
+def test_entries_that_are_a_replicas_own_are_refused():
+    with pytest.raises(ValueError, match="got top_k.* for 'kernel'; needs entries that all"):
+        Run(slamb(compressor=jaxcomp.top_k(0.1), density=None))

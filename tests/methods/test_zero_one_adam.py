@@ -1,0 +1,437 @@
+"""0/1 Adam and 1-bit Adam: what they reduce to, that nothing is lost, and the authors' steps."""
+
+import functools
+import itertools
+import pathlib
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import jaxcomp
+from jaxcomp import schedules
+from tests.helpers import replay, replicas
+from tests.helpers.replicas import everywhere, mesh_of, one_value, rows, transform
+
+GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
+SHAPES = {"bias": (7,), "kernel": (33, 40)}
+RATE = 2.0**-7  # exact in float32
+PLAIN = {"precondition": False, "variance_floor": 0.0, "bias_correction": False}
+
+
+def every(n):
+    return lambda count: count % n == 0
+
+
+random_tree = functools.partial(replicas.random_tree, shapes=SHAPES)
+
+
+def trained(tx, gradients, num_replicas=4, dtype=np.float32):
+    """Parameters and states after each step."""
+    return replicas.history_of(tx, random_tree(0, dtype=dtype), gradients, num_replicas)
+
+
+def adam(rate, gradients, b1=0.9, b2=0.999, eps=1e-8, stale=False):
+    """Adam on mean gradients in NumPy, without bias correction, in float64."""
+    params = random_tree(0, dtype=np.float64)
+    m = jax.tree.map(np.zeros_like, params)
+    v = jax.tree.map(np.zeros_like, params)
+    for step, grads in enumerate(gradients):
+        for k in params:
+            g = grads[k].mean(axis=0)
+            m[k] = b1 * m[k] + (1 - b1) * g
+            new = b2 * v[k] + (1 - b2) * g * g
+            used = v[k] if stale and step else new
+            params[k] = params[k] - rate * m[k] / (np.sqrt(used) + eps)
+            v[k] = new
+    return params
+
+
+GRADIENTS = [random_tree(step, 4, dtype=np.float64) for step in range(1, 7)]
+
+
+@pytest.mark.parametrize("fresh", [True, False])
+@pytest.mark.parametrize("precondition", [True, False])
+def test_with_identity_and_every_step_it_is_adam(precondition, fresh):
+    """As the paper has it, with the variance of one step before."""
+    with jax.enable_x64(True):
+        tx = jaxcomp.zero_one_adam(
+            RATE,
+            "replica",
+            compressor=jaxcomp.identity(),
+            variance_at=schedules.always,
+            weigh_steps=False,
+            fresh_variance=fresh,
+            **PLAIN | {"precondition": precondition},
+        )
+        params, _ = trained(tx, GRADIENTS, dtype=np.float64)[-1]
+        wanted = adam(RATE, GRADIENTS, stale=not fresh)
+        for k in SHAPES:
+            np.testing.assert_allclose(params[k], wanted[k], rtol=0, atol=1e-12)
+
+
+def test_local_steps_are_taken_back_and_their_mean_is_kept():
+    with jax.enable_x64(True):
+        tx = jaxcomp.zero_one_adam(
+            RATE,
+            "replica",
+            compressor=jaxcomp.identity(),
+            sync_at=every(3),
+            variance_at=schedules.until(1),
+            bias_correction=False,
+        )
+        history = trained(tx, GRADIENTS, dtype=np.float64)
+    for step in (2, 3, 5, 6):
+        params, state = history[step]
+        before, _ = history[1 if step < 4 else 4]
+        np.testing.assert_array_equal(params["kernel"], before["kernel"])
+        assert np.abs(np.asarray(state.drift["kernel"])).max() > 0
+    (_, apart), (params, met) = history[3], history[4]
+    assert not np.any(np.asarray(met.drift["kernel"]))
+    momentum = np.asarray(met.momentum["kernel"])
+    assert np.all(momentum == momentum[:1])
+    # The interval's rates are equal: its momentum is the mean of the momenta of its steps.
+    local = 0.9 * np.asarray(apart.momentum["kernel"]) + 0.1 * GRADIENTS[3]["kernel"]
+    steps = [np.asarray(history[i][1].momentum["kernel"]) for i in (2, 3)]
+    np.testing.assert_allclose(
+        momentum[0], np.mean([*steps, local], axis=(0, 1)), rtol=0, atol=1e-6
+    )
+
+
+def test_a_warm_up_by_exact_messages_is_adam_until_it_ends():
+    with jax.enable_x64(True):
+        make = lambda steps: jaxcomp.zero_one_adam(
+            RATE,
+            "replica",
+            warmup_steps=steps,
+            warmup_compressor=jaxcomp.identity(),
+            variance_at=schedules.always,
+            weigh_steps=False,
+            **PLAIN,
+        )
+        history = trained(make(4), GRADIENTS, dtype=np.float64)
+        for steps, differs in ((4, False), (6, True)):
+            params, state = history[steps]
+            wanted = adam(RATE, GRADIENTS[:steps])
+            errors = [np.abs(params[k] - wanted[k]).max() for k in SHAPES]
+            assert (max(errors) > 1e-4) if differs else (max(errors) < 1e-12)
+        assert {k: int(n) for k, n in state.rounds.items()} == {
+            "all": 6,
+            "synchronize": 2,
+            "variance": 6,
+            "warmup": 4,
+        }
+
+
+@pytest.mark.parametrize(
+    "warmup",
+    [{}, {"warmup_steps": 4, "warmup_compressor": jaxcomp.quantize(3)}],
+    ids=["no warm-up", "warm-up"],
+)
+@pytest.mark.parametrize("precondition", [True, False])
+@pytest.mark.parametrize("num_replicas", [1, 3, 4])
+def test_error_feedback_telescopes(precondition, num_replicas, warmup):
+    # With a fixed variance and b1 = 0, what is buffered is rate * gradient, and all of it
+    # arrives or is still held.
+    with jax.enable_x64(True):
+        gradients = [random_tree(s, num_replicas, dtype=np.float64) for s in range(1, 8)]
+        tx = jaxcomp.zero_one_adam(
+            RATE,
+            "replica",
+            b1=0.0,
+            compressor=jaxcomp.sign(block=64),
+            sync_at=every(2),
+            variance_at=schedules.never,
+            eps=1.0,
+            precondition=precondition,
+            **warmup,
+        )
+        history = trained(tx, gradients, num_replicas, np.float64)
+        (start, _), (params, state) = history[0], history[-1]
+    flat = lambda tree: np.concatenate(
+        [np.asarray(tree[k]).reshape(*np.shape(tree[k])[: -len(SHAPES[k])], -1) for k in SHAPES], -1
+    )
+    owned = np.concatenate([np.asarray(e).reshape(-1) for e in state.owner_residual])
+    moved = flat(params) - flat(start)
+    held = flat(state.residual).mean(axis=0) + owned[: moved.size]
+    sent = -RATE * np.mean([flat(g).mean(axis=0) for g in gradients], axis=0) * 7
+    np.testing.assert_allclose(moved + held, sent, rtol=0, atol=1e-12)
+
+
+def test_one_bit_adam_is_adam_until_the_freeze():
+    with jax.enable_x64(True):
+        tx = jaxcomp.one_bit_adam(RATE, "replica", freeze_step=6)
+        params, state = trained(tx, GRADIENTS, dtype=np.float64)[-1]
+        adam = optax.adam(RATE)
+        wanted = random_tree(0, dtype=np.float64)
+        inner = adam.init(wanted)
+        for grads in GRADIENTS:
+            mean = jax.tree.map(lambda g: g.mean(axis=0), grads)
+            updates, inner = adam.update(mean, inner)
+            wanted = optax.apply_updates(wanted, updates)
+    for k in SHAPES:
+        np.testing.assert_allclose(params[k], wanted[k], rtol=0, atol=1e-7)
+    assert not np.any(np.asarray(state.residual["kernel"]))
+
+
+def test_one_bit_adam_with_identity_keeps_on_at_the_frozen_variance():
+    with jax.enable_x64(True):
+        make = lambda freeze, code: jaxcomp.one_bit_adam(
+            RATE, "replica", freeze_step=freeze, compressor=code, **PLAIN
+        )
+        _, at_freeze = trained(make(3, jaxcomp.identity()), GRADIENTS[:3], dtype=np.float64)[-1]
+        params, state = trained(make(3, jaxcomp.identity()), GRADIENTS, dtype=np.float64)[-1]
+    np.testing.assert_array_equal(state.variance["kernel"], at_freeze.variance["kernel"])
+    assert int(state.rounds["variance"]) == 3
+    m, x = (jax.tree.map(np.zeros_like, random_tree(0, dtype=np.float64)), random_tree(0))
+    v = jax.tree.map(np.zeros_like, m)
+    for step, grads in enumerate(GRADIENTS):
+        for k in SHAPES:
+            g = grads[k].mean(axis=0)
+            m[k] = 0.9 * m[k] + 0.1 * g
+            v[k] = 0.999 * v[k] + 0.001 * g * g if step < 3 else v[k]
+            x[k] = x[k] - RATE * m[k] / (np.sqrt(v[k]) + 1e-8)
+    np.testing.assert_allclose(params["kernel"], x["kernel"], rtol=0, atol=1e-6)
+
+
+def test_the_warm_up_ends_by_itself_when_the_variance_is_stable():
+    tx = jaxcomp.one_bit_adam(RATE, "replica", b2=0.8, freeze_ratio=0.5)
+    same = jax.tree.map(np.ones_like, random_tree(0, 2))
+    history = trained(tx, [same] * 12, num_replicas=2)
+    frozen = [bool(state.frozen) for _, state in history]
+    # v_t = 1 - 0.8^t; v_{t-5} >= v_t / 2 first at t = 8; not before five norms are known.
+    assert frozen.index(True) == 8
+    variances = [float(state.variance["kernel"][0, 0]) for _, state in history]
+    assert variances[7] < variances[8] == variances[9] == variances[12]
+
+
+@pytest.mark.parametrize("name", ["zero_one_adam", "one_bit_adam"])
+def test_masks_move_from_one_synchronization_to_the_next(name):
+    half = jaxcomp.random_k(0.5)
+    tx = {
+        "zero_one_adam": jaxcomp.zero_one_adam(RATE, "replica", compressor=half),
+        "one_bit_adam": jaxcomp.one_bit_adam(RATE, "replica", freeze_step=1, compressor=half),
+    }[name]
+    gradients = [jax.tree.map(np.float32, grads) for grads in GRADIENTS[:4]]
+    kernels = [np.asarray(params["kernel"]) for params, _ in trained(tx, gradients)]
+    *_, third, last = (before != after for before, after in itertools.pairwise(kernels))
+    np.testing.assert_array_equal(last, ~third)
+
+
+@pytest.mark.parametrize("name", ["zero_one_adam", "one_bit_adam"])
+def test_what_never_has_a_gradient_does_not_drift(name):
+    make = {
+        "zero_one_adam": lambda: jaxcomp.zero_one_adam(
+            RATE, "replica", sync_at=every(2), variance_at=schedules.growing(1)
+        ),
+        "one_bit_adam": lambda: jaxcomp.one_bit_adam(RATE, "replica", freeze_step=5),
+    }[name]
+    mask = (np.arange(33) % 3 > 0).astype(np.float32)[:, None]
+    gradients = []
+    for step in range(120):
+        grads = random_tree(step, 2)
+        gradients.append(grads | {"kernel": grads["kernel"] * mask[None]})
+    history = trained(make(), gradients, num_replicas=2)
+    (start, _), (params, _) = history[0], history[-1]
+    moved = np.abs(np.asarray(params["kernel"]) - np.asarray(start["kernel"])).max(axis=1)
+    # A step is about the rate; 120 of them in one direction would be 1.
+    assert moved[mask[:, 0] == 0].max() < 5 * RATE
+    assert moved[mask[:, 0] == 1].min() > RATE
+
+
+@pytest.mark.parametrize("name", ["zero_one_adam", "one_bit_adam"])
+def test_what_gets_its_gradient_late_takes_no_giant_step(name):
+    # Without the floor its step would be the rate times 10**5.
+    options = {"variance_floor": 1e-2, "compressor": jaxcomp.identity()}
+    once = schedules.until(1)
+    tx = {
+        "zero_one_adam": jaxcomp.zero_one_adam(RATE, "replica", variance_at=once, **options),
+        "one_bit_adam": jaxcomp.one_bit_adam(RATE, "replica", freeze_step=1, **options),
+    }[name]
+    first, second = ({k: np.ones((4, *shape), np.float32) for k, shape in SHAPES.items()},) * 2
+    first = first | {"kernel": first["kernel"].copy()}
+    first["kernel"][:, 0] = 1e-6
+    history = trained(tx, [first, second])
+    (_, _), (before, _), (after, _) = history
+    moved = np.abs(np.asarray(after["kernel"]) - np.asarray(before["kernel"]))
+    assert RATE < moved[0].max() < 20 * RATE
+    assert moved[1:].max() < 2 * RATE
+
+
+@pytest.mark.parametrize("name", ["zero_one_adam", "one_bit_adam"])
+def test_a_leaf_that_gets_its_gradient_late_takes_no_giant_step(name):
+    # As an expert that no token chose before: its variance is zero everywhere.
+    tx = {
+        "zero_one_adam": jaxcomp.zero_one_adam(RATE, "replica", variance_at=schedules.until(1)),
+        "one_bit_adam": jaxcomp.one_bit_adam(RATE, "replica", freeze_step=1),
+    }[name]
+    later = {k: np.ones((4, *shape), np.float32) for k, shape in SHAPES.items()}
+    first = later | {"kernel": np.zeros_like(later["kernel"])}
+    (_, _), (before, _), (after, _) = trained(tx, [first, later])
+    moved = {k: np.abs(np.asarray(after[k]) - np.asarray(before[k])) for k in SHAPES}
+    # Momentum and the mean variance of the other leaf are those of gradients of one.
+    assert 0.1 * RATE < moved["kernel"].min() and moved["kernel"].max() < 2 * RATE
+    assert moved["bias"].max() < 2 * RATE
+
+
+def test_the_freeze_stands_in_the_state_of_the_step_before():
+    tx = jaxcomp.one_bit_adam(RATE, "replica", freeze_step=2)
+    history = trained(tx, GRADIENTS[:3])
+    assert [bool(state.frozen) for _, state in history] == [False, False, True, True]
+
+
+@pytest.mark.parametrize("bad", [np.inf, np.nan, 1e20])  # the last has a square that is not finite
+@pytest.mark.parametrize("count", [1, 2, 3])  # apart, learning the variance too, apart
+def test_a_replica_whose_gradient_is_not_finite_stands_still(count, bad):
+    learns = lambda count: (count == 0) | (count == 2)
+    tx = jaxcomp.zero_one_adam(RATE, "replica", sync_at=every(2), variance_at=learns)
+    gradients = [jax.tree.map(np.float32, grads) for grads in GRADIENTS[:4]]
+    gradients[count]["kernel"][1, 0, 0] = bad
+    history = trained(tx, gradients)
+    (before, old), (params, state) = history[count], history[count + 1]
+    assert np.asarray(state.skipped).tolist() == [0, 1, 0, 0]
+    assert all(np.all(np.isfinite(np.asarray(x))) for x in jax.tree.leaves((params, state)))
+    if count == 2:  # a synchronization, to which it brings what it had
+        assert not np.any(np.asarray(state.drift["kernel"]))
+        assert np.any(np.asarray(params["kernel"]) != np.asarray(before["kernel"]))
+    else:
+        np.testing.assert_array_equal(state.drift["kernel"][1], old.drift["kernel"][1])
+        np.testing.assert_array_equal(state.momentum["bias"][1], old.momentum["bias"][1])
+        assert np.any(np.asarray(state.drift["kernel"][0] != old.drift["kernel"][0]))
+        np.testing.assert_array_equal(params["kernel"], before["kernel"])
+
+
+@pytest.mark.parametrize("num_replicas", [2, 8])
+def test_other_numbers_of_replicas_go_on_in_the_middle_of_an_interval(num_replicas):
+    tx = jaxcomp.zero_one_adam(
+        RATE,
+        "replica",
+        sync_at=every(4),
+        variance_at=schedules.until(1),
+        compressor=jaxcomp.identity(),
+    )
+    before, after = GRADIENTS[:3], GRADIENTS[3:5]
+    whole, _ = trained(tx, before + after)[-1]
+    params, state = trained(tx, before)[-1]
+    assert np.any(np.asarray(state.drift["kernel"]))
+    mesh = mesh_of(num_replicas)
+    params = everywhere(mesh, jax.tree.map(np.asarray, params))
+    init, update = transform(tx, mesh, params)
+    state = jaxcomp.resize(state, init(params))
+    for grads in after:
+        # What is linear sees the mean alone.
+        mean = jax.tree.map(lambda g: np.repeat(g.mean(0, keepdims=True), num_replicas, 0), grads)
+        updates, state = update(rows(mesh, mean), state, params)
+        params = optax.apply_updates(params, updates)
+    for name in SHAPES:
+        np.testing.assert_allclose(params[name], whole[name], rtol=0, atol=1e-5)
+
+
+def test_an_interval_without_a_rate_keeps_its_momenta():
+    tx = jaxcomp.zero_one_adam(0.0, "replica", compressor=jaxcomp.identity())
+    params, state = trained(tx, [jax.tree.map(np.float32, GRADIENTS[0])])[-1]
+    assert np.all(np.isfinite(np.asarray(params["kernel"])))
+    np.testing.assert_allclose(state.momentum["kernel"], 0.1 * GRADIENTS[0]["kernel"], rtol=1e-6)
+
+
+def test_weight_decay_stays_outside_the_buffer():
+    make = lambda decay: jaxcomp.zero_one_adam(
+        0.125, "replica", weight_decay=decay, compressor=jaxcomp.identity()
+    )
+    gradients = [jax.tree.map(np.float32, GRADIENTS[0])]
+    (start, _), (plain, state) = trained(make(0.0), gradients)
+    _, (decayed, other) = trained(make(0.5), gradients)
+    np.testing.assert_allclose(
+        np.asarray(plain["kernel"]) - np.asarray(decayed["kernel"]),
+        0.125 * 0.5 * np.asarray(start["kernel"]),
+        rtol=0,
+        atol=1e-6,
+    )
+    np.testing.assert_array_equal(state.momentum["kernel"], other.momentum["kernel"])
+
+
+@pytest.mark.parametrize("name", ["one_bit_adam", "zero_one_adam", "zero_one_adam_variance"])
+def test_the_authors_code_takes_the_same_steps(name):
+    found = list(replay.errors(GOLDEN / f"{name}.npz"))
+    assert len(found) >= 19 and max(found) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: jaxcomp.zero_one_adam(0.1, "replica", b1=1.0), "b1=1.0"),
+        (lambda: jaxcomp.zero_one_adam(0.1, "replica", variance_floor=1.0), "variance_floor=1.0"),
+        (lambda: jaxcomp.one_bit_adam(0.1, "replica", eps=0.0), "eps=0.0"),
+        (lambda: jaxcomp.one_bit_adam(0.1, "replica", freeze_step=0), "freeze_step=0"),
+        (lambda: jaxcomp.zero_one_adam(0.1, "replica", warmup_steps=-1), "warmup_steps=-1"),
+        (lambda: jaxcomp.zero_one_adam(0.1, "replica", warmup_compressor=every), "one compressor"),
+        (lambda: jaxcomp.one_bit_adam(0.1, "replica", freeze_ratio=1.0), "freeze_ratio=1.0"),
+    ],
+)
+def test_wrong_arguments_are_refused(make, text):
+    with pytest.raises(ValueError, match=text):
+        make()
+
+
+def test_schedules_that_do_not_fit_each_other_are_refused():
+    growing = schedules.growing()
+    tx = jaxcomp.zero_one_adam(0.1, "replica", sync_at=every(2), variance_at=growing)
+    with pytest.raises(ValueError, match="variance_at holds at count 1, where sync_at does not"):
+        transform(tx, mesh_of(2), everywhere(mesh_of(2), random_tree(0)))
+
+
+def test_a_transformation_can_be_made_before_devices_are_counted():
+    program = """
+import jax, jaxcomp, optax
+schedules, rate = jaxcomp.schedules, optax.cosine_decay_schedule(1.0, 99)
+jaxcomp.zero_one_adam(rate, "replica", sync_at=schedules.halving(rate, 99))
+jaxcomp.one_bit_adam(rate, "replica")
+jaxcomp.cocktail_sgd(optax.adam(rate), "replica")
+jax.config.update("jax_num_cpu_devices", 3)
+assert jax.device_count() == 3
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_a_variance_of_coded_gradients_is_off_by_no_more_than_their_code():
+    grads = jax.tree.map(np.float32, GRADIENTS[0])
+    tx = jaxcomp.zero_one_adam(RATE, "replica", variance_compressor=jaxcomp.quantize(8))
+    (_, _), (_, state) = trained(tx, [grads])
+    for name, g in grads.items():
+        learned = np.sqrt(np.asarray(one_value(state.variance[name]), np.float64) / 1e-3)
+        # Half a level on each of two ways, of a scale that float16 rounds.
+        level = np.abs(g).max() / 127 * (1 + 2**-10)
+        error = np.abs(learned - np.abs(g.mean(axis=0)))
+        assert 0 < error.max() < level
+
+
+@pytest.mark.parametrize("code, bits", [("identity()", 32), ("quantize(8)", 8 + 16 / 128)])
+def test_the_state_counts_what_the_compiled_program_sends_in_parts(code, bits):
+    mesh = mesh_of(4)
+    params = everywhere(mesh, {"kernel": np.zeros((512, 512), np.float32)})
+    loss = lambda p, x: ((x @ p["kernel"]) ** 2).mean()
+    tx = jaxcomp.zero_one_adam(
+        *(RATE, "replica"),
+        sync_at=every(2),
+        variance_at=schedules.growing(1, until=8),
+        variance_compressor=eval(f"jaxcomp.{code}"),
+        warmup_steps=2,
+    )
+    functions = jaxcomp.train_step(loss, tx, mesh, "replica")
+    state = functions.init(params)
+    batch = rows(mesh, np.ones((8, 512), np.float32))
+    step = functions.step.lower(params, state, batch).compile()
+    sent = jaxcomp.report.sent_bytes_by_part(step, mesh, "replica")
+    ring = 2 * 3 / 4 * 512 * 512
+    assert sent[""] == 0 and sent["variance"] == ring * bits / 8
+    # A bit a parameter, and a float32 scale for each block of 1,024.
+    assert sent["synchronize"] == ring / 8 * (1 + 32 / 1024)
+    assert sent["warmup"] == ring / 8 * (8 + 16 / 128)
+    for _ in range(8):
+        params, state, _ = step(params, state, batch)
+    rounds = {name: int(n) for name, n in state.rounds.items()}
+    # growing(1) picks the steps number 1, 3 and 7.
+    assert rounds == {"all": 4, "synchronize": 3, "variance": 3, "warmup": 1}

@@ -1,0 +1,94 @@
+"""What the pages tell a reader to type, to read on, and to call."""
+
+import json
+import re
+
+import pytest
+
+import jaxcomp
+from benchmarks import tables
+from tests.helpers.snippets import ROOT, run, snippets
+
+DOCS = ROOT / "docs"
+PAGES = sorted(page for page in DOCS.rglob("*.md") if "_build" not in page.parts)
+# The others use the model, the batches and the mesh that it begins with.
+SETUP = snippets((DOCS / "quick_start.md").read_text())[:1]
+WITH_PYTHON = [page for page in PAGES if snippets(page.read_text())]
+
+pytestmark = pytest.mark.usefixtures("quick_compiler")
+
+
+def name_of(page):
+    return str(page.relative_to(DOCS))
+
+
+@pytest.mark.parametrize("page", WITH_PYTHON, ids=name_of)
+def test_the_python_of_a_page_runs_and_prints_what_it_says(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    run(SETUP, names)
+    run(snippets(page.read_text()), names)
+    if "metrics" in names:
+        assert not names["metrics"]["skipped"]
+
+
+def anchors(page):
+    """What a link into a page may name: its headings, as GitHub and MyST write them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in headings}
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=lambda page: page.name)
+def test_links_lead_to_files_and_headings_that_exist(page):
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if re.match(r"https?://", target):
+            continue
+        path, _, anchor = target.partition("#")
+        other = (page.parent / path).resolve() if path else page
+        assert other.exists(), target
+        assert not anchor or anchor in anchors(other), target
+
+
+def test_the_reference_lists_every_public_name():
+    page = (DOCS / "api.md").read_text()
+    listed = set(re.findall(r"^\.\. (?:auto\w+|py:data):: (\w+)$", page, re.MULTILINE))
+    modules = {"report", "schedules"}
+    public = {name for name in vars(jaxcomp) if re.match(r"[a-zA-Z]", name)}
+    files = {path.stem for path in (ROOT / "jaxcomp").iterdir()}
+    assert public - files - listed - modules == set()
+    for module in modules:
+        names = vars(getattr(jaxcomp, module)).values()
+        home = f"jaxcomp.{module}"
+        own = {x.__name__ for x in names if getattr(x, "__module__", "") == home}
+        assert {name for name in own if name[0] != "_"} - listed == set()
+
+
+def measured_blocks():
+    """Every table of the pages, as the arguments of `tables.table`."""
+    for page in PAGES:
+        for block in re.findall(r"```\{measured\} (\w+\n.*?)```", page.read_text(), re.DOTALL):
+            name, *lines = [line for line in block.splitlines() if line]
+            options = dict(re.findall(r"^:(\w+): (.*)$", block, re.MULTILINE))
+            if "steps" in options:
+                options["steps"] = int(options["steps"])
+            yield name, [line for line in lines if line[0] != ":"], options
+
+
+def test_tables_of_the_pages_are_those_of_the_results():
+    made = [
+        tables.table(name, patterns, **options) for name, patterns, options in measured_blocks()
+    ]
+    assert len(made) > 9
+    assert all(text.startswith(("| ", "Not measured yet: ")) for text in made)
+    assert sum(text.startswith("| ") for text in made) > 9
+
+
+def test_a_table_has_the_rows_that_are_asked_for_and_their_figures(tmp_path, monkeypatch):
+    rows = [{"method": name, "replicas": 4, "gradients": g} for name, g in (("a", 2.66), ("bc", 3))]
+    (tmp_path / "memory.json").write_text(json.dumps(rows))
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    head = "| method | replicas | copies of the gradient |\n| --- | --- | --- |\n"
+    assert tables.table("memory", ["b*", "*"]) == f"{head}| `bc` | 4 | 3.0 |\n| `a` | 4 | 2.7 |"
+    assert tables.table("memory", []) == f"{head}| `a` | 4 | 2.7 |\n| `bc` | 4 | 3.0 |"
+    assert tables.table("memory", ["c"]).startswith("Not measured yet")

@@ -1,0 +1,74 @@
+"""Notebooks: both files of a pair say the same, each runs top to bottom, and has its pictures."""
+
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+from notebooks import pair
+
+ROOT = pathlib.Path(__file__).parents[2]
+SHORT = {"steps": "2", "layers, width": "2, 16", "sizes": "(2,)"}
+
+
+def test_there_are_five():
+    assert pair.names() == ["compressors", "many_replicas", "one_line", "sharded", "slow_link"]
+
+
+@pytest.mark.parametrize("name", pair.names())
+def test_both_files_say_the_same(name):
+    notebook = json.loads((pair.FOLDER / f"{name}.ipynb").read_text())
+    found = [pair.Cell(c["cell_type"], "".join(c["source"])) for c in notebook["cells"]]
+    # Else run: python -m notebooks.pair NAME
+    assert found == pair.cells((pair.FOLDER / f"{name}.py").read_text())
+
+
+@pytest.mark.parametrize("name", pair.names())
+def test_the_notebook_holds_small_pictures_and_no_error(name):
+    file = pair.FOLDER / f"{name}.ipynb"
+    outputs = [o for cell in json.loads(file.read_text())["cells"] for o in cell.get("outputs", [])]
+    assert sum("image/png" in output.get("data", {}) for output in outputs) >= 1
+    assert not [output for output in outputs if output["output_type"] == "error"]
+    assert file.stat().st_size < 400_000
+    assert f"/notebooks/{name}.ipynb)" in file.read_text()
+
+
+@pytest.mark.parametrize("name", pair.names())
+def test_it_runs_top_to_bottom(name, tmp_path):
+    text = (pair.FOLDER / f"{name}.py").read_text()
+    for variable, value in SHORT.items():
+        text = re.sub(f"^{variable} = .*$", f"{variable} = {value}", text, flags=re.MULTILINE)
+    text = text.replace("layers=2, width=64, heads=4", "layers=1, width=16, heads=2")
+    assert "\nsteps = 2\n" in text
+    text += "\nassert plt.get_fignums()\n"
+    environment = os.environ | {
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+        "MPLBACKEND": "Agg",
+        "PYTHONPATH": str(ROOT),
+    }
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", text],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_cells_are_cut_at_their_marks():
+    text = "# %% [markdown]\n# # Title\n#\n# text\n\n# %%\nx = 1\n\n\n# %%\n# a comment\ny = 2\n"
+    assert pair.cells(text) == [
+        pair.Cell("markdown", "# Title\n\ntext"),
+        pair.Cell("code", "x = 1"),
+        pair.Cell("code", "# a comment\ny = 2"),
+    ]
+
+
+def test_a_file_without_cells_is_refused():
+    with pytest.raises(ValueError, match="a notebook begins with '# %%'"):
+        pair.cells("import jax\n# %%\n")

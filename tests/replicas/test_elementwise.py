@@ -1,0 +1,153 @@
+"""Optimizers of parameters in pieces: they do what they do with whole ones, or are refused."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxcomp
+from jaxcomp.replicas.elementwise import ranked
+from tests.helpers.replicas import everywhere, mesh_of, rows
+
+REPLICAS = 3
+# Of one axis as large as the matrices, so that sizes tell nothing; a size that 3 does not divide.
+SHAPES = {"bias": (1600,), "kernel": (40, 40), "gain": (), "conv": (3, 5, 7)}
+
+
+def parameters():
+    rng = np.random.default_rng(0)
+    return {name: rng.normal(size=shape).astype(np.float32) for name, shape in SHAPES.items()}
+
+
+def loss_fn(params, batch):
+    losses = jax.tree.map(lambda x, c: jnp.sum(x * jnp.mean(c, axis=0)), params, batch)
+    return sum(jax.tree.leaves(losses))
+
+
+def batch_of(step, mesh):
+    rng = np.random.default_rng(step + 1)
+    draw = lambda shape: 10 * rng.normal(size=(REPLICAS, *shape)).astype(np.float32)
+    return rows(mesh, {name: draw(shape) for name, shape in SHAPES.items()})
+
+
+def steps(functions, params, mesh, number=3):
+    state = functions.init(params)
+    for step in range(number):
+        params, state, _ = functions.step(params, state, batch_of(step, mesh))
+    return params
+
+
+def by_mean(optimizer):
+    """One optimizer of whole parameters."""
+    mesh = mesh_of(REPLICAS)
+    dense = jaxcomp.compressed_mean(jaxcomp.identity(), "replica")
+    functions = jaxcomp.train_step(loss_fn, optax.chain(dense, optimizer), mesh, "replica")
+    return steps(functions, everywhere(mesh, parameters()), mesh)
+
+
+def by_sharded_optimizer(optimizer):
+    mesh = mesh_of(REPLICAS)
+    exact = {"gradients": jaxcomp.identity(), "differences": jaxcomp.identity()}
+    tx = jaxcomp.sharded_optimizer(optimizer, "replica", **exact)
+    functions = jaxcomp.train_step(loss_fn, tx, mesh, "replica")
+    return steps(functions, everywhere(mesh, parameters()), mesh)
+
+
+def by_qsdp(optimizer):
+    mesh = mesh_of(REPLICAS)
+    fsdp = jaxcomp.qsdp("replica", jaxcomp.identity(), jaxcomp.identity())
+    whole = lambda shards, batch: loss_fn(fsdp.gather(shards), batch)
+    functions = jaxcomp.qsdp_train_step(whole, optimizer, mesh, fsdp)
+    return fsdp.unshard(steps(functions, fsdp.shard(parameters(), mesh), mesh), mesh)
+
+
+def by_stacked_qsdp(optimizer):
+    """Of stacks of one layer."""
+    mesh = mesh_of(REPLICAS)
+    fsdp = jaxcomp.qsdp("replica", jaxcomp.identity(), jaxcomp.identity())
+    whole = lambda shards, batch: loss_fn(jax.tree.map(lambda x: x[0], fsdp.gather(shards)), batch)
+    functions = jaxcomp.qsdp_train_step(whole, optimizer, mesh, fsdp)
+    stack = jax.tree.map(lambda x: x[None], parameters())
+    shards = fsdp.shard(stack, mesh, stacked=lambda path, leaf: True)
+    found = fsdp.unshard(steps(functions, shards, mesh), mesh)
+    return jax.tree.map(lambda x: x[0], found)
+
+
+WAYS = [by_sharded_optimizer, by_qsdp, by_stacked_qsdp]
+matrices = lambda tree: jax.tree.map(lambda x: x.ndim > 1, tree)
+label = lambda tree: jax.tree.map(lambda x: "matrix" if x.ndim > 1 else "other", tree)
+OPTIMIZERS = {
+    "adamw": lambda: optax.adamw(1e-2, weight_decay=0.1, mask=matrices),
+    "partition": lambda: optax.partition(
+        {"matrix": optax.adamw(1e-2), "other": optax.sgd(1e-2, momentum=0.9)}, label
+    ),
+    "clipped": lambda: optax.chain(
+        jaxcomp.clip_by_global_norm(1.0), optax.clip(0.01), optax.sgd(1.0)
+    ),
+    "several": lambda: optax.chain(
+        optax.masked(optax.add_decayed_weights(0.1), matrices), optax.lion(1e-2)
+    ),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_does_with_pieces_what_it_does_with_parameters(name, way):
+    wanted, found = by_mean(OPTIMIZERS[name]()), way(OPTIMIZERS[name]())
+    for key, x in found.items():
+        np.testing.assert_allclose(x, wanted[key], rtol=0, atol=2e-6)
+
+
+BY_SHAPE = lambda tree: jax.tree.map(lambda x: x.shape == (40, 40), tree)
+
+
+def of_leaves(change):
+    """SGD on gradients that a function of whole arrays has changed."""
+    every = optax.stateless(lambda grads, params: jax.tree.map(change, grads))
+    return optax.chain(every, optax.sgd(0.1))
+
+
+def halved_if_large(g):
+    return jax.lax.cond(jnp.sum(g * g) > 1, lambda g: g / 2, lambda g: g, g)
+
+
+def divided_in_turn(g):
+    return jax.lax.fori_loop(0, 2, lambda _, x: x / (1 + jnp.sum(x * x)), g)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: optax.adamw(1e-2, weight_decay=0.1, mask=BY_SHAPE), "looks at shapes"),
+        (lambda: optax.adafactor(1e-2, min_dim_size_to_factor=8), "looks at shapes"),
+        (lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)), "several entries"),
+        (lambda: optax.lamb(1e-2), "several entries"),
+        (lambda: optax.chain(optax.clip_by_block_rms(1.0), optax.sgd(0.1)), "several entries"),
+        (lambda: optax.apply_if_finite(optax.adam(1e-2), 3), "several entries"),
+        (lambda: of_leaves(halved_if_large), "several entries"),
+        (lambda: of_leaves(divided_in_turn), "several entries"),
+        (lambda: of_leaves(lambda g: jnp.cumsum(g).reshape(g.shape)), "several entries"),
+    ],
+    ids=["mask", "adafactor", "clip", "lamb", "block rms", "finite", "cond", "loop", "cumsum"],
+)
+def test_what_looks_at_shapes_or_mixes_entries_is_refused(make, text, way):
+    with pytest.raises(ValueError, match=text):
+        way(make())
+
+
+@pytest.mark.parametrize(
+    ("shape", "ndim", "wanted"),
+    [
+        ((6,), 0, (6,)),
+        ((1,), 0, (1,)),
+        ((6,), 1, (6,)),
+        ((6,), 3, (1, 1, 6)),
+        ((2, 6), 1, (12,)),
+        ((2, 6), 2, (2, 6)),
+        ((2, 6), 4, (1, 1, 2, 6)),
+    ],
+)
+def test_a_piece_has_the_rank_of_its_parameter(shape, ndim, wanted):
+    assert ranked(jnp.zeros(shape), ndim).shape == wanted

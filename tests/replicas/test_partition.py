@@ -1,0 +1,252 @@
+"""Methods beside, around and inside optax's own transformations, on parameters of any kind."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import jaxcomp
+from jaxcomp import report
+from jaxcomp.replicas.resize import reset_residuals
+from tests.helpers.every_method import EVERY_METHOD
+from tests.helpers.replicas import everywhere, mesh_of, one_value, rows
+
+W = np.ones((4, 4), np.float32)
+
+
+def quantized_adam():
+    return optax.chain(jaxcomp.compressed_mean(jaxcomp.quantize(4), "replica"), optax.adam(1e-2))
+
+
+def loss_fn(params, batch):
+    leaves = [x.astype(jnp.float32) for x in jax.tree.leaves(params) if x.size]
+    return sum(jnp.mean((x - jnp.mean(batch)) ** 2) for x in leaves)
+
+
+def train(tx, params, *, steps=4, bad=None, mesh=None, loss_fn=loss_fn):
+    """Parameters, state and what was skipped, after steps of which one may see a NaN."""
+    mesh = mesh or mesh_of(2)
+    init, step = jaxcomp.train_step(loss_fn, tx, mesh, "replica")
+    params, skipped = everywhere(mesh, params), []
+    state = init(params)
+    for number in range(steps):
+        batch = np.zeros((mesh.size * 2, 3), np.float32)
+        batch[0, 0] = np.nan if number == bad else 0
+        params, state, metrics = step(params, state, rows(mesh, batch))
+        skipped.append(bool(metrics["skipped"]))
+    return jax.tree.map(one_value, params), state, skipped
+
+
+def test_a_method_that_skips_by_itself_leaves_the_guard_to_the_one_beside_it():
+    groups = {"own": jaxcomp.zero_one_adam(1e-2, "replica"), "mean": quantized_adam()}
+    tx = optax.partition(groups, {"a": "own", "b": "mean"})
+    params, _, skipped = train(tx, {"a": W, "b": W}, bad=1)
+    assert skipped == [False, True, False, False]
+    assert all(np.all(np.isfinite(x)) and np.all(x < 1) for x in params.values())
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        jaxcomp.zero_one_adam(1e-2, "replica"),
+        jaxcomp.cocktail_sgd(optax.adam(1e-2), "replica"),
+        jaxcomp.slamb(1e-2, "replica", sync_every=1),
+    ],
+    ids=["zero_one_adam", "cocktail_sgd", "slamb"],
+)
+def test_one_bad_microbatch_costs_one_step_of_its_replica(method):
+    tx = optax.MultiSteps(method, 2).gradient_transformation()
+    params, state, _ = train(tx, {"a": W}, steps=12, bad=2)
+    assert np.asarray(state.inner_opt_state.skipped).tolist() == [1, 0]
+    assert np.all(np.isfinite(params["a"]))
+
+
+def test_cocktail_sgd_takes_optimizers_that_decide_by_their_gradient():
+    inner = optax.apply_if_finite(optax.adam(1e-2), 3)
+    for dtype in ("float32", "bfloat16"):
+        tx = jaxcomp.cocktail_sgd(inner, "replica", compressor=jaxcomp.identity())
+        params, _, _ = train(tx, {"a": W.astype(dtype)})
+        assert params["a"].dtype == dtype and np.all(np.float32(params["a"]) < 1)
+
+
+def train_narrow(tx, steps, replicas=2, accumulate=4):
+    """Parameters and states of steps in bfloat16, and batches `[replicas, accumulate, 32, 32]`."""
+    mesh = mesh_of(replicas)
+    linear = lambda params, batch: jnp.sum(params["a"].astype(jnp.float32) * jnp.mean(batch, 0))
+    init, step = jaxcomp.train_step(linear, tx, mesh, "replica", accumulate=accumulate)
+    params = everywhere(mesh, {"a": jnp.zeros((32, 32), jnp.bfloat16)})
+    states, batches = [init(params)], []
+    for number in range(steps):
+        # bfloat16 holds each of these gradients, but not always the mean of several.
+        batch = np.random.default_rng(number).integers(-256, 257, (replicas * accumulate, 32, 32))
+        batches.append(batch.reshape(replicas, accumulate, 32, 32).astype(np.float32))
+        params, state, _ = step(params, jax.tree.map(jnp.copy, states[-1]), rows(mesh, batch))
+        states.append(state)
+    return np.asarray(params["a"]), states, batches
+
+
+def test_microbatches_are_averaged_in_float32_and_the_result_is_rounded_once():
+    mean = jaxcomp.compressed_mean(jaxcomp.identity(), "replica")
+    params, _, [batch] = train_narrow(optax.chain(mean, optax.sgd(1.0)), 1)
+    wanted = -batch.mean(axis=(0, 1))
+    np.testing.assert_array_equal(params, wanted.astype(jnp.bfloat16))
+    twice = -batch.mean(axis=1).astype(jnp.bfloat16).astype(np.float32).mean(axis=0)
+    assert np.any(params != twice.astype(jnp.bfloat16))
+
+
+def test_what_is_not_sent_of_microbatches_is_kept_in_float32():
+    mean = jaxcomp.compressed_mean(jaxcomp.top_k(1 / 16), "replica")
+    _, [_, state], [batch] = train_narrow(optax.chain(mean, optax.sgd(1.0)), 1)
+    own, residual = batch.mean(axis=1), np.asarray(state[0].residual["a"])
+    kept = own[residual == own]
+    assert kept.size == own.size * 15 / 16
+    assert np.any(kept != kept.astype(jnp.bfloat16))
+
+
+BEHIND_A_MEAN = {
+    "sgd": optax.sgd(1e-2),
+    "momentum": optax.sgd(1e-2, momentum=0.9),
+    "adam": optax.adam(1e-2),
+    "adamw": optax.adamw(1e-2),
+    "adam, wide": optax.adam(1e-2, mu_dtype=jnp.float32),
+    "lion": optax.lion(1e-2),
+    "if finite": optax.apply_if_finite(optax.adam(1e-2), 3),
+    "clipped": optax.chain(jaxcomp.clip_by_global_norm(1.0), optax.adam(1e-2)),
+}
+NARROW = {
+    **{
+        name: optax.chain(jaxcomp.compressed_mean(jaxcomp.quantize(4), "replica"), optimizer)
+        for name, optimizer in BEHIND_A_MEAN.items()
+    },
+    "in front": optax.chain(optax.trace(0.9), quantized_adam()),
+    "steps": optax.MultiSteps(quantized_adam(), 2).gradient_transformation(),
+    "compact": jaxcomp.compact(quantized_adam()),
+    "partition": optax.partition({"mean": quantized_adam()}, {"a": "mean"}),
+    **EVERY_METHOD,
+    "warm-up": jaxcomp.cocktail_sgd(optax.adam(1e-2), "replica", warmup_steps=1),
+    "apart": jaxcomp.slamb(1e-2, "replica", sync_every=2),
+}
+
+
+@pytest.mark.parametrize("method", NARROW)
+def test_wide_gradients_of_narrow_parameters_change_no_type_of_a_state(method):
+    params, [start, *later], _ = train_narrow(NARROW[method], 2)
+    assert params.dtype == jnp.bfloat16 and np.any(params != 0)
+    types = lambda state: jax.tree.map(lambda x: (x.shape, x.dtype.name), state)
+    assert [types(state) for state in later] == [types(start)] * 2
+
+
+def test_squares_of_float16_gradients_do_not_vanish():
+    """Adam divides by the root of their mean: without it a step is a momentum over eps."""
+
+    def small_gradients(params, batch):
+        return 1e-4 * jnp.sum(params["a"].astype(jnp.float32)) * (1 + jnp.mean(batch))
+
+    tx = jaxcomp.cocktail_sgd(optax.adam(1e-3), "replica", compressor=jaxcomp.identity())
+    params, _, _ = train(tx, {"a": W.astype(np.float16)}, loss_fn=small_gradients)
+    np.testing.assert_allclose(np.float32(params["a"]), 1 - 3e-3, atol=5e-4)
+
+
+@pytest.mark.parametrize("sync_at", [None, jaxcomp.schedules.every(2, 100, after=1)])
+def test_leaves_without_elements_train_beside_others(sync_at):
+    options = {} if sync_at is None else {"sync_at": sync_at}
+    tx = jaxcomp.zero_one_adam(1e-2, "replica", **options)
+    params, _, _ = train(tx, {"a": np.zeros((0, 3), np.float32), "b": W})
+    assert params["a"].shape == (0, 3) and np.all(params["b"] < 1)
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+def test_the_shapes_of_a_state_are_enough_to_resize_to(explicit):
+    make = mesh_of
+    if explicit:
+        make = lambda n: jax.make_mesh((n,), ("replica",), devices=jax.devices()[:n])
+    _, state, _ = train(quantized_adam(), {"a": W}, mesh=make(2))
+    init, step = jaxcomp.train_step(loss_fn, quantized_adam(), make(4), "replica")
+    params = everywhere(make(4), {"a": W})
+    resized = jaxcomp.resize(jax.device_get(state), jax.eval_shape(init, params))
+    resized = jax.device_put(resized, jax.tree.map(lambda x: x.sharding, init(params)))
+    batch = rows(make(4), np.zeros((4, 3), np.float32))
+    params, _, _ = step(params, resized, batch)
+    assert np.all(np.isfinite(one_value(params["a"])))
+
+
+def test_a_number_that_each_shard_would_find_by_itself_is_refused():
+    tx = optax.chain(
+        jaxcomp.compressed_mean(jaxcomp.quantize(4), "replica"),
+        optax.apply_if_finite(optax.adam(1e-2), 3),
+    )
+    mesh, params = mesh_of(2, 2), {"a": W}
+    with pytest.raises(ValueError, match="notfinite_count.*differs between shards over .'fsdp',"):
+        jaxcomp.state_specs(
+            jaxcomp.per_replica(tx, "replica"), params, mesh, "replica", {"a": P("fsdp")}
+        )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Block:
+    """Parameters whose attribute is called as a state's field is."""
+
+    residual: Any
+    up: Any
+
+
+def test_moments_of_a_parameter_named_residual_are_no_residual():
+    tx = jaxcomp.compact(jaxcomp.one_bit_adam(1e-2, "replica", freeze_step=2))
+    _, state, _ = train(tx, Block(np.ones((64, 64), np.float32), W), steps=2)
+    assert state.variance.residual.dtype == np.float32
+    assert state.residual.residual.data.dtype == np.int8
+    reset = reset_residuals(state)
+    assert np.all(np.asarray(reset.variance.residual) > 0)
+    assert not np.any(np.asarray(reset.residual.residual.data))
+
+
+def test_compact_residuals_are_not_reported_as_exact():
+    params = {"w": np.ones((40, 40), np.float32), "b": np.ones(3, np.float32)}
+    for tx in (quantized_adam(), jaxcomp.compact(quantized_adam())):
+        init, _ = jaxcomp.train_step(loss_fn, tx, mesh_of(2), "replica")
+        assert report.exact_leaves(params, jax.eval_shape(init, params)) == ["b"]
+
+
+def test_steps_accumulate_behind_a_mean_as_around_it():
+    mean, sgd = jaxcomp.compressed_mean(jaxcomp.identity(), "replica"), optax.sgd(0.1)
+    behind = optax.chain(mean, optax.MultiSteps(sgd, 2).gradient_transformation())
+    around = optax.MultiSteps(optax.chain(mean, sgd), 2).gradient_transformation()
+    kept = [train(tx, {"a": W}, steps=5)[0]["a"] for tx in (behind, around)]
+    np.testing.assert_allclose(*kept, rtol=1e-6)
+    # Two updates, each by 0.1 of the gradient 2 a / 16.
+    np.testing.assert_allclose(kept[0], (1 - 0.1 * 2 / 16) ** 2, rtol=1e-6)
+
+
+def test_frozen_leaves_are_not_reported_as_exact():
+    params = {"a": np.ones((40, 40), np.float32), "b": np.ones(3, np.float32), "frozen": W}
+    labels = {"a": "trained", "b": "trained", "frozen": "frozen"}
+    groups = {"trained": quantized_adam(), "frozen": optax.set_to_zero()}
+    init, _ = jaxcomp.train_step(loss_fn, optax.partition(groups, labels), mesh_of(2), "replica")
+    assert report.exact_leaves(params, jax.eval_shape(init, params)) == ["b"]
+
+
+@pytest.mark.parametrize("method", ["one_bit_adam", "zero_one_adam", "one_bit_lamb", "slamb"])
+def test_whole_numbers_among_the_parameters_are_refused(method):
+    options = {"freeze_step": 2} if method.startswith("one_bit") else {}
+    tx = getattr(jaxcomp, method)(1e-2, "replica", **options)
+    with pytest.raises(ValueError, match="dtype int"):
+        jax.vmap(tx.init, in_axes=None, axis_name="replica", axis_size=2)({"a": np.arange(3)})
+
+
+def test_whole_numbers_are_refused_before_the_inner_optimizer_sees_them():
+    tx = jaxcomp.cocktail_sgd(optax.adam(1e-2), "replica")
+    with pytest.raises(ValueError, match="dtype int"):
+        jax.vmap(tx.init, in_axes=None, axis_name="replica", axis_size=2)({"a": np.arange(3)})
+
+
+def test_compact_wants_something_to_keep():
+    code = jaxcomp.compressed_mean(jaxcomp.quantize(4), "replica", error_feedback=False)
+    init, _ = jaxcomp.train_step(loss_fn, jaxcomp.compact(code), mesh_of(2), "replica")
+    with pytest.raises(ValueError, match="no residual to keep"):
+        jax.eval_shape(init, {"a": np.ones((40, 40), np.float32)})

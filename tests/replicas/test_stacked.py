@@ -1,0 +1,186 @@
+"""A model whose layers are stacked trains as the same model unstacked, by every method."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxcomp
+from jaxcomp import schedules
+from jaxcomp.replicas.state import fields
+from tests.helpers.replicas import mesh_of, rows
+
+LAYERS, WIDTH, REPLICAS, STEPS = 3, 40, 2, 6
+STACKED = jaxcomp.by_path(("^blocks/", True), (".*", False))
+EIGHT = jaxcomp.quantize(8)
+# Matrices above 1,024 elements, vectors and scalars below, and layers of very different scale.
+SHAPES = {"kernel": (WIDTH, WIDTH), "norm": (WIDTH,), "gain": ()}
+
+
+def unstacked_params():
+    rng = np.random.default_rng(0)
+    layer = lambda scale: {
+        name: (scale * rng.normal(size=shape)).astype(np.float32) for name, shape in SHAPES.items()
+    }
+    blocks = {f"blocks_{i}": layer(10.0**i) for i in range(LAYERS)}
+    return blocks | {"head": rng.normal(size=(WIDTH, WIDTH)).astype(np.float32)}
+
+
+def stack(tree):
+    layers = [tree[f"blocks_{i}"] for i in range(LAYERS)]
+    return {"blocks": jax.tree.map(lambda *xs: jnp.stack(xs), *layers), "head": tree["head"]}
+
+
+def layers_of(params):
+    if "blocks" in params:
+        return [jax.tree.map(lambda x, i=i: x[i], params["blocks"]) for i in range(LAYERS)]
+    return [params[f"blocks_{i}"] for i in range(LAYERS)]
+
+
+def loss_fn(params, batch):
+    """Of linear functions, so that gradients do not depend on rounding."""
+    coefficients, head = batch
+    of_leaf = lambda x, c: jnp.sum(x * jnp.mean(c, axis=0))
+    blocks = [
+        sum(jax.tree.leaves(jax.tree.map(of_leaf, layer, c)))
+        for layer, c in zip(layers_of(params), coefficients, strict=True)
+    ]
+    return sum(blocks) + of_leaf(params["head"], head)
+
+
+def batch_of(step, mesh):
+    rng = np.random.default_rng(step + 1)
+    draw = lambda shape: rng.normal(size=(REPLICAS, *shape)).astype(np.float32)
+    batch = [{k: draw(s) for k, s in SHAPES.items()} for _ in range(LAYERS)], draw((WIDTH, WIDTH))
+    return rows(mesh, batch)
+
+
+def decayed(optimizer):
+    """Decay of what has two axes: the usual mask, which looks at shapes."""
+    return optimizer(
+        1e-2, weight_decay=0.1, mask=lambda tree: jax.tree.map(lambda x: x.ndim > 1, tree)
+    )
+
+
+def behind(compressor, optimizer):
+    return optax.chain(jaxcomp.compressed_mean(compressor, "replica"), optimizer)
+
+
+EVERY_3 = schedules.every(3, STEPS, after=2)
+METHODS = {
+    "adamw": lambda: behind(jaxcomp.quantize(4), decayed(optax.adamw)),
+    "lamb": lambda: behind(EIGHT, decayed(optax.lamb)),
+    "by path": lambda: behind(
+        jaxcomp.by_path((r"blocks.0/", jaxcomp.quantize(2)), (".*", jaxcomp.sign())), optax.sgd(0.1)
+    ),
+    "cocktail_sgd": lambda: jaxcomp.cocktail_sgd(decayed(optax.adamw), "replica"),
+    "one_bit_adam": lambda: jaxcomp.one_bit_adam(1e-2, "replica", freeze_step=3),
+    "zero_one_adam": lambda: jaxcomp.zero_one_adam(
+        *(1e-2, "replica"),
+        sync_at=EVERY_3,
+        variance_at=schedules.until(2),
+        variance_floor=0.1,
+    ),
+    "zero_one_adam_deepspeed": lambda: jaxcomp.zero_one_adam_deepspeed(
+        *(1e-2, "replica"), eps=1e-2, freeze_step=2, sync_at=EVERY_3, weight_decay=0.01
+    ),
+    "slamb": lambda: jaxcomp.slamb(
+        1e-2, "replica", density=0.25, sync_every=4, exact_numel=1024, weight_decay=0.01
+    ),
+    "slamb, coded": lambda: jaxcomp.slamb(
+        *(1e-2, "replica"),
+        sync_every=4,
+        exact_numel=1024,
+        compressor=jaxcomp.compose(jaxcomp.random_k(0.25), EIGHT),
+        drift_compressor=EIGHT,
+    ),
+    "one_bit_lamb": lambda: jaxcomp.one_bit_lamb(1e-2, "replica", freeze_step=3, weight_decay=0.01),
+    "sharded_optimizer": lambda: jaxcomp.sharded_optimizer(optax.adamw(1e-2), "replica"),
+}
+
+
+def distance(x, y):
+    """The largest difference of two arrays, as a share of the largest entry."""
+    x, y = np.asarray(x), np.asarray(y)
+    return np.abs(x - y).max() / np.abs(y).max()
+
+
+def trained(tx, params, mesh=None, param_specs=None):
+    """Parameters and state after a few steps; the state keeps its structure and types."""
+    mesh = mesh_of(REPLICAS) if mesh is None else mesh
+    specs = P() if param_specs is None else param_specs
+    params = jax.tree.map(np.array, params)  # steps donate theirs
+    params = jax.device_put(params, jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs))
+    init, step = jaxcomp.train_step(loss_fn, tx, mesh, "replica", param_specs=param_specs)
+    state = init(params)
+    for index in range(STEPS):
+        params, state, metrics = step(params, state, batch_of(index, mesh))
+        assert not metrics["skipped"]
+    assert step._cache_size() == 1
+    return params, state
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_stacked_model_trains_as_the_same_model_unstacked(name):
+    make, params = METHODS[name], unstacked_params()
+    wanted, wanted_state = trained(make(), params)
+    found, state = trained(jaxcomp.per_layer(make(), STACKED), stack(params))
+    errors = jax.tree.map(distance, found, stack(wanted))
+    assert max(jax.tree.leaves(errors)) < 1e-6
+    shapes = jax.tree.map(jnp.shape, found)
+    drifts = fields(state, "drift")
+    assert len(drifts) == len(fields(wanted_state, "drift"))
+    assert all(jax.tree.map(lambda d: d.shape[1:], drift) == shapes for drift in drifts)
+
+
+def test_without_it_a_stack_has_one_trust_ratio():
+    make, params = METHODS["slamb"], unstacked_params()
+    stacked, _ = trained(make(), stack(params))
+    apart, _ = trained(jaxcomp.per_layer(make(), STACKED), stack(params))
+    norms = lambda x: np.linalg.norm(np.asarray(x), axis=(1, 2))
+    before = stack(params)["blocks"]["kernel"]
+    moved = [norms(x["blocks"]["kernel"] - before) / norms(before) for x in (apart, stacked)]
+    assert moved[0].max() < 2 * moved[0].min()
+    assert moved[1].max() > 10 * moved[1].min()
+
+
+def test_other_mesh_axes_may_shard_what_is_stacked():
+    params = stack(unstacked_params())
+    specs = jax.tree.map(lambda x: P(), params)
+    specs["blocks"]["kernel"] = P(None, "fsdp")
+    make = lambda: jaxcomp.per_layer(METHODS["slamb"](), STACKED)
+    wanted, _ = trained(make(), params, mesh_of(2, 2))
+    found, _ = trained(make(), params, mesh_of(2, 2), param_specs=specs)
+    assert not found["blocks"]["kernel"].is_fully_replicated
+    assert max(jax.tree.leaves(jax.tree.map(distance, found, wanted))) < 1e-6
+
+
+def test_rules_that_match_nothing_are_refused():
+    nothing = jaxcomp.by_path(("^layers/", True), (".*", False))
+    tx = jaxcomp.per_layer(optax.sgd(0.1), nothing)
+    with pytest.raises(ValueError, match="no stacked leaf among .*blocks/kernel.*per_layer out"):
+        tx.init(stack(unstacked_params()))
+
+
+def test_a_scalar_is_no_stack():
+    tx = jaxcomp.per_layer(optax.sgd(0.1), lambda path, leaf: True)
+    with pytest.raises(ValueError, match="'scale' has no axes"):
+        tx.init({"scale": jnp.zeros([]), "w": jnp.zeros((2, 3))})
+
+
+def test_what_owners_hold_of_stacked_layers_moves_to_other_numbers_of_replicas():
+    def resized(tx, params):
+        _, state = trained(tx, params)
+        init, _ = jaxcomp.train_step(loss_fn, tx, mesh_of(3), "replica")
+        return optax.tree_utils.tree_get(jaxcomp.resize(state, jax.eval_shape(init, params)), "mu")
+
+    make, params = METHODS["sharded_optimizer"], unstacked_params()
+    found = resized(jaxcomp.per_layer(make(), STACKED), stack(params))
+    wanted = resized(make(), params)
+    rows_of = lambda name: np.stack([wanted[f"blocks_{i}"][name] for i in range(LAYERS)], axis=1)
+    for name in SHAPES:
+        assert found["blocks"][name].shape[:2] == (3, LAYERS)
+        np.testing.assert_allclose(found["blocks"][name], rows_of(name), rtol=0, atol=1e-6)

@@ -1,0 +1,108 @@
+"""Many replicas on one device: what a mesh of devices computes, in the same state."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxcomp
+from jaxcomp import schedules
+from tests.helpers.replicas import everywhere, mesh_of, rows
+
+REPLICAS, STEPS = 4, 6
+
+
+def loss_fn(params, batch):
+    hidden = jnp.tanh(batch["x"] @ params["up"] + params["bias"][None])
+    return jnp.mean((hidden @ params["down"] - batch["y"]) ** 2)
+
+
+def make_params():
+    rng = np.random.default_rng(0)
+    normal = lambda *shape: rng.normal(size=shape).astype(np.float32) / 4
+    return {"bias": np.zeros(64, np.float32), "down": normal(64, 16), "up": normal(16, 64)}
+
+
+def make_batch(step):
+    rng = np.random.default_rng(100 + step)
+    return {name: rng.normal(size=(8 * REPLICAS, 16)).astype(np.float32) for name in "xy"}
+
+
+def mean(compressor, optimizer):
+    return optax.chain(jaxcomp.compressed_mean(compressor, "replica"), optimizer)
+
+
+METHODS = {
+    "dense": mean(jaxcomp.identity(), optax.sgd(0.1)),
+    "4 bits": mean(jaxcomp.quantize(4, rounding="stochastic"), optax.adam(1e-2)),
+    "cocktail_sgd": jaxcomp.cocktail_sgd(
+        optax.adam(1e-2), "replica", compressor=jaxcomp.cocktail(0.25), warmup_steps=2
+    ),
+    "sharded_optimizer": jaxcomp.sharded_optimizer(optax.adam(1e-2), "replica"),
+    "zero_one_adam": jaxcomp.zero_one_adam(
+        1e-2,
+        "replica",
+        sync_at=schedules.every(2, STEPS, after=1),
+        variance_at=schedules.growing(1, until=1),
+    ),
+}
+
+
+def train(train_step, params, place):
+    """Parameters, state and metrics of each step, after all steps."""
+    state, history = train_step.init(params), []
+    for step in range(STEPS):
+        params, state, metrics = train_step.step(params, state, place(make_batch(step)))
+        history.append(jax.device_get(metrics))
+    return jax.device_get((params, state)), history
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_one_device_computes_what_a_mesh_does(method):
+    mesh, tx = mesh_of(REPLICAS), METHODS[method]
+    on_mesh = jaxcomp.train_step(loss_fn, tx, mesh, "replica")
+    simulated = jaxcomp.simulated_train_step(loss_fn, tx, REPLICAS, "replica")
+    wanted, want = train(on_mesh, everywhere(mesh, make_params()), lambda batch: rows(mesh, batch))
+    found, got = train(simulated, jax.tree.map(jnp.asarray, make_params()), lambda batch: batch)
+    assert jax.tree.structure(found) == jax.tree.structure(wanted)
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        assert (x.shape, x.dtype) == (y.shape, y.dtype)
+        # Values up to about 1; both programs round each of six steps in an order of their own.
+        np.testing.assert_allclose(x, y, rtol=0, atol=2e-6 * max(1, np.abs(y).max()))
+    for a, b in zip(got, want, strict=True):
+        assert a["loss"].shape == (REPLICAS,) and not a["skipped"] and not b["skipped"]
+        np.testing.assert_allclose(a["loss"], b["loss"], rtol=1e-5)
+    start = make_params()["up"]
+    assert np.abs(found[0]["up"] - start).max() > 1e-3
+
+
+def test_a_gradient_that_is_not_finite_is_skipped_by_all():
+    tx = mean(jaxcomp.sign(), optax.sgd(0.1))
+    train_step = jaxcomp.simulated_train_step(loss_fn, tx, REPLICAS, "replica")
+    params = jax.tree.map(jnp.asarray, make_params())
+    batch = make_batch(0)
+    batch["x"][0] = np.inf
+    params, _, metrics = train_step.step(params, train_step.init(params), batch)
+    assert metrics["skipped"]
+    jax.tree.map(np.testing.assert_array_equal, params, make_params())
+
+
+def test_replicas_that_would_go_apart_are_refused():
+    train_step = jaxcomp.simulated_train_step(loss_fn, optax.sgd(0.1), REPLICAS, "replica")
+    params = jax.tree.map(jnp.asarray, make_params())
+    with pytest.raises(ValueError, match=r"mapped output .*out_axes is None"):
+        train_step.step(params, train_step.init(params), make_batch(0))
+
+
+@pytest.mark.parametrize("wrong", [{"num_replicas": 0}, {"num_replicas": 2, "accumulate": 0}])
+def test_less_than_one_is_refused(wrong):
+    with pytest.raises(ValueError, match="write at least 1 for both"):
+        jaxcomp.simulated_train_step(loss_fn, optax.sgd(0.1), axis_name="replica", **wrong)
+
+
+def test_a_batch_that_cannot_be_divided_is_refused():
+    train_step = jaxcomp.simulated_train_step(loss_fn, METHODS["dense"], 3, "replica")
+    params = jax.tree.map(jnp.asarray, make_params())
+    with pytest.raises(ValueError, match="divisible by 3"):
+        train_step.step(params, train_step.init(params), make_batch(0))

@@ -1,0 +1,529 @@
+"""The whole step: on one axis and on two, all replicas skip together, and what it sends."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxcomp
+from benchmarks import memory
+from jaxcomp import report, schedules
+from tests.helpers.every_method import EVERY_METHOD
+from tests.helpers.replicas import everywhere, mesh_of, one_value, rows, state_of, transform
+
+WIDTH, HIDDEN = 16, 128
+
+
+def loss_fn(params, batch):
+    hidden = jnp.tanh(batch["x"] @ params["up"] + params["bias"][None])
+    return jnp.mean((hidden @ params["down"] - batch["y"]) ** 2)
+
+
+def make_params():
+    rng = np.random.default_rng(0)
+    return {
+        "bias": np.zeros(HIDDEN, np.float32),
+        "down": rng.normal(size=(HIDDEN, WIDTH)).astype(np.float32) / 11,
+        "up": rng.normal(size=(WIDTH, HIDDEN)).astype(np.float32) / 4,
+    }
+
+
+def make_batch(step=0, size=24):
+    rng = np.random.default_rng(100 + step)
+    return {name: rng.normal(size=(size, WIDTH)).astype(np.float32) for name in "xy"}
+
+
+def put(mesh, params, param_specs=None):
+    if param_specs is None:
+        return everywhere(mesh, params)
+    shardings = {name: NamedSharding(mesh, spec) for name, spec in param_specs.items()}
+    return jax.device_put(params, shardings)
+
+
+def quantized_adam(**options):
+    mean = jaxcomp.compressed_mean(jaxcomp.quantize(4, block=8), "replica", **options)
+    return optax.chain(mean, optax.adam(1e-2))
+
+
+def train(mesh, tx, num_steps=3, param_specs=None, loss_fn=loss_fn, **options):
+    """Runs some steps: `(parameters, state, metrics of each step)`."""
+    train_step = jaxcomp.train_step(
+        loss_fn, tx, mesh, "replica", param_specs=param_specs, **options
+    )
+    params = put(mesh, make_params(), param_specs)
+    state, history = train_step.init(params), []
+    for step in range(num_steps):
+        params, state, metrics = train_step.step(params, state, rows(mesh, make_batch(step)))
+        history.append(jax.tree.map(np.asarray, metrics))
+    assert train_step.step._cache_size() == 1
+    return params, state, history
+
+
+def plain_training(tx, num_steps=3):
+    """The same on one device, on the whole batch."""
+    params = make_params()
+    state, losses = tx.init(params), []
+
+    @jax.jit
+    def step(params, state, batch):
+        loss, grads = jax.value_and_grad(loss_fn)(params, batch)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    for i in range(num_steps):
+        params, state, loss = step(params, state, make_batch(i))
+        losses.append(float(loss))
+    return params, losses
+
+
+def assert_close(got, want, atol):
+    for name in want:
+        np.testing.assert_allclose(np.asarray(got[name]), want[name], rtol=0, atol=atol)
+
+
+# Sums of gradients in another order, then three steps of SGD of rate 1/2: values up to 2.
+SGD_ROUNDING = 3 * 16 * 2.0**-24 * 2
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2, 3, 8])
+def test_identity_trains_as_one_device_does_on_the_whole_batch(num_replicas):
+    mesh = mesh_of(num_replicas)
+    mean = jaxcomp.compressed_mean(jaxcomp.identity(), "replica")
+    params, _, history = train(mesh, optax.chain(mean, optax.sgd(0.5)))
+    want, losses = plain_training(optax.sgd(0.5))
+    assert_close({name: one_value(x) for name, x in params.items()}, want, SGD_ROUNDING)
+    for metrics, loss in zip(history, losses, strict=True):
+        assert metrics["loss"].shape == (num_replicas,) and not metrics["skipped"]
+        assert abs(metrics["loss"].mean(dtype=np.float64) - loss) < 1e-6 * loss
+
+
+def test_the_loss_is_each_replicas_own():
+    mesh, batch = mesh_of(3), make_batch()
+    _, _, history = train(mesh, quantized_adam(), num_steps=1)
+    for i, loss in enumerate(history[0]["loss"]):
+        part = {name: x[8 * i : 8 * (i + 1)] for name, x in batch.items()}
+        assert abs(loss - loss_fn(make_params(), part)) < 1e-6 * loss
+
+
+def test_microbatches_add_up_to_the_batch_and_are_exchanged_once():
+    mesh, accumulate = mesh_of(2), 3
+    mean = jaxcomp.compressed_mean(jaxcomp.identity(), "replica")
+    tx = optax.chain(mean, optax.sgd(0.5))
+    params, _, history = train(mesh, tx, accumulate=accumulate)
+    want, losses = plain_training(optax.sgd(0.5))
+    assert_close({name: one_value(x) for name, x in params.items()}, want, SGD_ROUNDING)
+    assert abs(history[-1]["loss"].mean(dtype=np.float64) - losses[-1]) < 1e-6 * losses[-1]
+
+    compiled = compile_step(mesh, quantized_adam(), accumulate=accumulate)
+    once = compile_step(mesh, quantized_adam())
+    assert report.collectives(compiled, mesh) == report.collectives(once, mesh)
+
+
+def shape_on(mesh, tree, specs):
+    """Shapes of arrays that lie on the mesh as the specs say, one for each or one for all."""
+    specs = jax.tree.map(lambda _: specs, tree) if isinstance(specs, P) else specs
+
+    def shape(x, spec):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+
+    return jax.tree.map(shape, tree, specs)
+
+
+def compile_step(mesh, tx, param_specs=None, **options):
+    options["param_specs"] = param_specs
+    train_step = jaxcomp.train_step(loss_fn, tx, mesh, "replica", **options)
+    params = put(mesh, make_params(), param_specs)
+    wrapped = jaxcomp.per_replica(tx, "replica")
+    specs = jaxcomp.state_specs(wrapped, params, mesh, "replica", param_specs)
+    state = shape_on(mesh, jax.eval_shape(train_step.init, params), specs)
+    return train_step.step.lower(params, state, rows(mesh, make_batch())).compile()
+
+
+FSDP = {"bias": P(), "down": P("fsdp"), "up": P(None, "fsdp")}
+TENSOR = {"bias": P("tensor"), "down": P("tensor"), "up": P(None, "tensor")}
+MIXED = {"bias": P(), "down": P(), "up": P("fsdp")}
+ALL_SHARDED = {"bias": P("fsdp"), "down": P(None, "fsdp"), "up": P("fsdp")}
+LAYOUTS = {
+    "fsdp": ("fsdp", FSDP),
+    "tensor": ("tensor", TENSOR),
+    "some leaves sharded": ("fsdp", MIXED),
+    "all leaves sharded": ("fsdp", ALL_SHARDED),
+}
+
+
+def sizes_of_shards(param_specs):
+    params = make_params()
+    return {name: x.size // (2 if any(param_specs[name]) else 1) for name, x in params.items()}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_second_axis_changes_no_result_and_only_messages_cross_the_first(layout):
+    second, param_specs = LAYOUTS[layout]
+    mesh = mesh_of(2, 2, second=second)
+    exact = lambda path, leaf: path == "bias"
+    code = jaxcomp.quantize(4, block=8)
+
+    def tx(code, optimizer):
+        return optax.chain(jaxcomp.compressed_mean(code, "replica", exact=exact), optimizer)
+
+    plain = tx(jaxcomp.identity(), optax.sgd(0.5))
+    params, _, history = train(mesh, plain, param_specs=param_specs)
+    want, losses = plain_training(optax.sgd(0.5))
+    assert_close(params, want, SGD_ROUNDING)
+    assert {name: x.sharding.spec for name, x in params.items()} == param_specs
+    assert abs(history[-1]["loss"].mean(dtype=np.float64) - losses[-1]) < 1e-6 * losses[-1]
+    assert int(jaxcomp.replica_spread(params, mesh, "replica")) == 0
+
+    compiled = compile_step(mesh, tx(code, optax.adam(1e-2)), param_specs)
+    crossing = [m for m in report.collectives(compiled, mesh) if "replica" in m.axes]
+    sizes = sizes_of_shards(param_specs)
+    # Two replicas each own half of a bucket: 4 bits a value and a bfloat16 for 8 of them. What
+    # is sharded and what is not lie in buckets of their own.
+    together = any(param_specs["up"]) == any(param_specs["down"])
+    shards = [sizes["up"] + sizes["down"]] if together else [sizes["up"], sizes["down"]]
+    chunks = [size // 2 // 2 + size // 2 // 8 * 2 for size in shards]
+    want = [("all-gather", chunk, 1) for chunk in chunks]
+    want += [("all-to-all", 2 * chunk, 1) for chunk in chunks]
+    want += [("all-reduce", 4 * (sizes["bias"] + 1), 1)]  # and whether a value is not finite
+    assert sorted((m.op, m.operand_bytes, m.count) for m in crossing) == sorted(want)
+    for message in crossing:
+        assert message.axes == ("replica",)
+        types = {shape.split("[")[0] for shape in message.shape.split(", ")}
+        assert types == ({"f32"} if message.op == "all-reduce" else {"u8"})
+
+
+@pytest.mark.parametrize("method", ["compressed_mean", "sharded_optimizer"])
+def test_leaves_are_small_by_the_elements_of_all_their_shards(method):
+    # A shard of one of the matrices, both of 2,048 elements, has 512.
+    mesh = mesh_of(2, 4)
+    tx = {
+        "compressed_mean": quantized_adam(),
+        "sharded_optimizer": jaxcomp.sharded_optimizer(optax.adam(1e-2), "replica"),
+    }[method]
+    params, state, _ = train(mesh, tx, param_specs=FSDP)
+    if method == "compressed_mean":
+        assert report.exact_leaves(params, state) == ["bias"]
+    messages = report.collectives(compile_step(mesh, tx, FSDP), mesh)
+    # Less than those 1,024 elements in float32; exact, they are sent at least once.
+    assert sum(m.operand_bytes for m in messages if m.axes == ("replica",)) < 4 * 1024
+
+
+def test_small_leaves_stay_small_where_updates_vary():
+    # 640 elements, which the two replicas have 1,280 of.
+    params = {"kernel": jnp.zeros((16, 40))}
+    init, update = transform(quantized_adam(), mesh_of(2), params)
+    state = init(params)
+    grads = rows(mesh_of(2), {"kernel": jnp.ones((2, 16, 40))})
+    assert report.exact_leaves(params, state) == ["kernel"]
+    assert report.exact_leaves(params, update(grads, state, params)[1]) == ["kernel"]
+
+
+def test_blocks_that_are_whole_on_every_shard_are_quantized_alike():
+    # Both matrices are sharded along their first axis, so that a shard's buckets, chunks and
+    # blocks of 16 are rows of the whole; each matrix is one bucket.
+    specs = {"bias": P(), "down": P("fsdp"), "up": P("fsdp")}
+    exact = lambda path, leaf: path == "bias"
+    tx = optax.chain(
+        jaxcomp.compressed_mean(
+            jaxcomp.quantize(8, block=16, scale_dtype="float32"), "replica", exact=exact
+        ),
+        optax.sgd(0.5),
+    )
+    whole, state, _ = train(mesh_of(2), tx, num_steps=1)
+    sharded, sharded_state, _ = train(mesh_of(2, 2), tx, num_steps=1, param_specs=specs)
+    # The same codes from gradients that differ by rounding; one code in a hundred may flip at
+    # a tie, by a step of a 127th of a block's maximum.
+    for name in ("down", "up"):
+        difference = np.abs(np.asarray(whole[name]) - np.asarray(sharded[name]))
+        assert np.mean(difference > SGD_ROUNDING) < 0.01
+
+
+METHODS = {
+    "one_bit_adam": lambda code: jaxcomp.one_bit_adam(
+        1e-2, "replica", freeze_step=2, compressor=code
+    ),
+    "one_bit_lamb": lambda code: jaxcomp.one_bit_lamb(
+        1e-2, "replica", freeze_step=2, compressor=code
+    ),
+    "zero_one_adam": lambda code: jaxcomp.zero_one_adam(
+        1e-2,
+        "replica",
+        sync_at=lambda count: count % 2 == 0,
+        variance_at=lambda count: count % 4 == 0,
+        compressor=code,
+    ),
+    # It has no floor under the variance: without a large eps steps of any size blow up rounding.
+    "zero_one_adam_deepspeed": lambda code: jaxcomp.zero_one_adam_deepspeed(
+        1e-2, "replica", eps=1e-2, freeze_step=2, variance_at=schedules.until(1), compressor=code
+    ),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("method", METHODS)
+def test_methods_of_adam_train_shards_as_whole_parameters(method, layout):
+    second, specs = LAYOUTS[layout]
+    exact = METHODS[method](jaxcomp.identity())
+    whole, _, _ = train(mesh_of(2), exact)
+    params, _, _ = train(mesh_of(2, 2, second=second), exact, param_specs=specs)
+    assert_close({name: np.asarray(x) for name, x in params.items()}, whole, 1e-4)
+    one_bit = METHODS[method](jaxcomp.sign(block=16))
+    *_, history = train(mesh_of(2, 2, second=second), one_bit, param_specs=specs)
+    assert not any(metrics["skipped"] for metrics in history)
+
+
+WIDE = METHODS | {
+    "slamb": lambda code: jaxcomp.slamb(1e-2, "replica", density=0.5, sync_every=2),
+    "cocktail_sgd": lambda code: jaxcomp.cocktail_sgd(
+        optax.adam(1e-2), "replica", compressor=code, sync_every=2
+    ),
+    "mean": lambda code: optax.chain(jaxcomp.compressed_mean(code, "replica"), optax.adam(1e-2)),
+}
+
+
+@pytest.mark.parametrize("method", WIDE)
+def test_float32_parameters_train_alike_where_64_bits_are_enabled(method):
+    tx = WIDE[method](jaxcomp.sign(block=16))
+    plain, _, _ = train(mesh_of(2), tx, num_steps=4)
+    with jax.enable_x64(True):
+        params, _, history = train(mesh_of(2), tx, num_steps=4)
+    assert {x.dtype for x in params.values()} == {np.dtype("float32")}
+    assert not any(metrics["skipped"] for metrics in history)
+    # optax's Adam corrects its bias in float64 here: a rounding may turn a sign, by a step.
+    assert_close({name: np.asarray(x) for name, x in params.items()}, plain, 1e-2)
+
+
+def test_the_end_of_a_warm_up_is_found_on_shards_as_on_whole_parameters():
+    specs = {"bias": P(), "down": P("fsdp"), "up": P("fsdp")}
+    tx = jaxcomp.one_bit_adam(1e-2, "replica", b2=0.75, freeze_ratio=0.5)
+    _, whole, _ = train(mesh_of(2), tx, num_steps=6)
+    _, sharded, _ = train(mesh_of(2, 2), tx, num_steps=6, param_specs=specs)
+    np.testing.assert_allclose(sharded.norms, whole.norms, rtol=1e-5)
+    assert bool(one_value(sharded.frozen)) and bool(whole.frozen)
+
+
+@pytest.mark.parametrize("leaf", ["bias", "down", "up"])
+@pytest.mark.parametrize("layout", ["one axis", *LAYOUTS])
+def test_one_bad_value_on_one_device_makes_all_skip_together(layout, leaf):
+    step_of, mesh, param_specs = guarded_step(layout)
+    params = put(mesh, make_params(), param_specs)
+    train_step = step_of
+    state = train_step.init(params)
+    good, bad = make_batch(), make_batch()
+    good["blame"] = np.zeros((24, 3), np.float32)
+    bad["blame"] = np.zeros((24, 3), np.float32)
+    bad["blame"][-1, ["bias", "down", "up"].index(leaf)] = np.inf if leaf == "up" else np.nan
+    params, state, metrics = train_step.step(params, state, rows(mesh, good))
+    assert not metrics["skipped"]
+    before = jax.tree.map(np.array, (params, state))
+    params, state, metrics = train_step.step(params, state, rows(mesh, bad))
+    assert bool(one_value(metrics["skipped"]))
+    for old, new in zip(jax.tree.leaves(before), jax.tree.leaves((params, state)), strict=True):
+        assert old.tobytes() == np.asarray(new).tobytes()
+    params, state, metrics = train_step.step(params, state, rows(mesh, good))
+    assert not metrics["skipped"]
+    assert int(state_of(state, "residual") is not None) and int(state[0].count) == 2
+    assert np.any(before[0]["up"] != np.asarray(params["up"]))
+    assert int(jaxcomp.replica_spread(params, mesh, "replica")) == 0
+    assert train_step.step._cache_size() == 1
+
+
+@functools.cache
+def guarded_step(layout):
+    """A step whose batch can put a bad value into one entry of one parameter's gradient."""
+
+    def blamed_loss(params, batch):
+        blame = jnp.sum(batch["blame"], axis=0)
+        ends = [params["bias"][-1], params["down"][0, 0], params["up"][-1, -1]]
+        extra = sum(end * weight for end, weight in zip(ends, blame, strict=True))
+        return loss_fn(params, batch) + extra
+
+    second, param_specs = LAYOUTS.get(layout, (None, None))
+    mesh = mesh_of(2) if second is None else mesh_of(2, 2, second=second)
+    options = {"param_specs": param_specs}
+    return (
+        jaxcomp.train_step(blamed_loss, quantized_adam(), mesh, "replica", **options),
+        mesh,
+        param_specs,
+    )
+
+
+FIELDS = ("acc_grads", "drift", "residual", "rounds", "skipped")  # in the order of their paths
+
+
+@pytest.mark.parametrize("method", ["momentum", "adam", "one_bit_adam", "zero_one_adam", "slamb"])
+def test_parameters_may_be_called_as_fields_of_states_are(method):
+    mesh = mesh_of(2)
+    quantized = jaxcomp.compressed_mean(jaxcomp.quantize(4), "replica")
+    tx = {
+        "momentum": optax.chain(quantized, optax.sgd(0.1, momentum=0.9)),
+        "adam": optax.chain(quantized, optax.adam(0.1)),
+        "one_bit_adam": jaxcomp.one_bit_adam(0.1, "replica", freeze_step=2),
+        "zero_one_adam": jaxcomp.zero_one_adam(0.1, "replica"),
+        "slamb": jaxcomp.slamb(0.1, "replica", sync_every=1),
+    }[method]
+
+    def trained(names):
+        def loss_fn(params, batch):
+            return jnp.mean(batch @ sum(params[name]["w"] for name in names))
+
+        init, step = jaxcomp.train_step(loss_fn, tx, mesh, "replica")
+        params = everywhere(mesh, {name: {"w": np.ones((32, 64), np.float32)} for name in names})
+        state, skipped = init(params), []
+        exact = report.exact_leaves(params, state)
+        for number in range(4):
+            batch = np.random.default_rng(number).normal(size=(4, 32)).astype(np.float32)
+            batch[0, 0] = np.nan if number == 3 else batch[0, 0]
+            params, state, metrics = step(params, state, rows(mesh, batch))
+            skipped.append(bool(metrics["skipped"]))
+        return [one_value(params[name]["w"]) for name in names], skipped, exact
+
+    found, wanted = trained(FIELDS), trained("abcde")
+    for x, y in zip(found[0], wanted[0], strict=True):
+        assert x.tobytes() == y.tobytes() and np.all(np.isfinite(x)) and np.all(x != 1)
+    counts_by_itself = method in ("zero_one_adam", "slamb")
+    assert found[1:] == wanted[1:]
+    assert found[1] == [False, False, False, not counts_by_itself]
+
+
+@pytest.mark.parametrize("method", EVERY_METHOD)
+def test_frozen_parameters_stay_as_they_are_and_send_nothing(method):
+    mesh, batch = mesh_of(2), rows(mesh_of(2), make_batch())
+    mean = jaxcomp.compressed_mean(jaxcomp.identity(), "replica")
+    groups = {"train": EVERY_METHOD[method], "freeze": optax.chain(mean, optax.set_to_zero())}
+    tx = optax.partition(groups, {"layers": "freeze", "down": "train"})
+    start = make_params()
+    start = {"down": start.pop("down"), "layers": start}
+    split_loss = lambda params, batch: loss_fn({"down": params["down"]} | params["layers"], batch)
+
+    def compiled(tx, params, loss_fn):
+        init, step = jaxcomp.train_step(loss_fn, tx, mesh, "replica")
+        params = everywhere(mesh, params)
+        state = init(params)
+        program = step.lower(params, state, batch).compile()
+        return program, params, state
+
+    step, params, state = compiled(tx, start, split_loss)
+    for _ in range(3):
+        params, state, metrics = step(params, state, batch)
+        assert not metrics["skipped"]
+    for name, x in start["layers"].items():
+        assert one_value(params["layers"][name]).tobytes() == x.tobytes()
+    assert np.any(one_value(params["down"]) != start["down"])
+
+    rest = {"down": start["down"]}
+    alone = lambda params, batch: split_loss(params | {"layers": start["layers"]}, batch)
+    wanted, _, _ = compiled(EVERY_METHOD[method], rest, alone)
+    assert report.sent_bytes(step, mesh) == report.sent_bytes(wanted, mesh) > 0
+
+
+def test_freezing_without_a_mean_is_refused_by_what_to_write():
+    tx = optax.partition(
+        {"train": quantized_adam(), "freeze": optax.set_to_zero()},
+        {"bias": "freeze", "down": "train", "up": "train"},
+    )
+    with pytest.raises(ValueError, match=r"\['bias'\].*with optax.set_to_zero\(\) behind the mean"):
+        train(mesh_of(2), tx, num_steps=1)
+
+
+def test_multi_steps_work_in_the_step():
+    mesh = mesh_of(2)
+    tx = optax.MultiSteps(quantized_adam(), 2).gradient_transformation()
+    params, state, _ = train(mesh, tx, num_steps=1)
+    assert_close(params, make_params(), 0)
+    assert np.any(np.asarray(state.acc_grads["up"][0]) != np.asarray(state.acc_grads["up"][1]))
+    params, state, history = train(mesh, tx, num_steps=2)
+    assert not history[-1]["skipped"] and int(state.gradient_step) == 1
+    assert np.any(np.asarray(params["up"]) != make_params()["up"])
+
+
+def test_half_precision_parameters_train():
+    mesh = mesh_of(2)
+    step = jaxcomp.train_step(loss_fn, quantized_adam(), mesh, "replica", accumulate=2)
+    params = everywhere(mesh, jax.tree.map(lambda x: jnp.asarray(x, "bfloat16"), make_params()))
+    state = step.init(params)
+    params, state, metrics = step.step(params, state, rows(mesh, make_batch()))
+    assert {x.dtype.name for x in params.values()} == {"bfloat16"}
+    assert {x.dtype.name for x in jax.tree.leaves(state_of(state, "residual"))} == {"float32"}
+    assert not metrics["skipped"]
+
+
+@pytest.mark.parametrize("size", [23, 9, 6])
+def test_a_batch_that_cannot_be_divided_is_refused(size):
+    mesh = mesh_of(3)
+    train_step = jaxcomp.train_step(loss_fn, quantized_adam(), mesh, "replica", accumulate=4)
+    params = everywhere(mesh, make_params())
+    state = train_step.init(params)
+    with pytest.raises(ValueError, match=rf"'\['x'\]'|.*shape \({size}, 16\).*divisible by 12"):
+        train_step.step(params, state, make_batch(size=size))
+
+
+def test_a_batch_with_a_scalar_is_refused():
+    mesh = mesh_of(2)
+    train_step = jaxcomp.train_step(loss_fn, quantized_adam(), mesh, "replica")
+    params = everywhere(mesh, make_params())
+    with pytest.raises(ValueError, match=r"shape \(\), but its first axis must be divisible by 2"):
+        train_step.step(params, train_step.init(params), {"x": jnp.float32(1)})
+
+
+def test_wrong_arguments_are_refused():
+    with pytest.raises(ValueError, match="accumulate is 0; write at least 1"):
+        jaxcomp.train_step(loss_fn, quantized_adam(), mesh_of(2), "replica", accumulate=0)
+    train_step = jaxcomp.train_step(loss_fn, quantized_adam(), mesh_of(2), "data")
+    with pytest.raises(ValueError, match=r"no axis 'data'; its axes are \('replica',\)"):
+        train_step.init(make_params())
+    specs = {"bias": P(), "down": P("replica"), "up": P()}
+    train_step = jaxcomp.train_step(
+        loss_fn, quantized_adam(), mesh_of(2), "replica", param_specs=specs
+    )
+    with pytest.raises(ValueError, match="shard a parameter over the replica axis"):
+        train_step.init(make_params())
+
+
+def test_a_transformation_that_does_not_average_is_refused():
+    train_step = jaxcomp.train_step(loss_fn, optax.sgd(0.5), mesh_of(2), "replica")
+    params = everywhere(mesh_of(2), make_params())
+    with pytest.raises(ValueError, match="nothing in it averages over the rep"):
+        train_step.step(params, train_step.init(params), rows(mesh_of(2), make_batch()))
+
+
+def test_a_copy_that_went_astray_is_seen():
+    mesh = mesh_of(3)
+    params = everywhere(mesh, make_params() | {"flags": np.ones(3, bool), "n": np.int32(3)})
+    assert int(jaxcomp.replica_spread(params, mesh, "replica")) == 0
+    for place in [(0, 0), (-1, -1)]:
+        copies = [np.array(params["up"]) for _ in range(3)]
+        copies[1][place] = np.nextafter(copies[1][place], np.inf)
+        shards = [jax.device_put(c, d) for c, d in zip(copies, mesh.devices, strict=True)]
+        astray = jax.make_array_from_single_device_arrays(
+            params["up"].shape, params["up"].sharding, shards
+        )
+        assert int(jaxcomp.replica_spread(params | {"up": astray}, mesh, "replica")) != 0
+
+
+def test_a_shard_that_went_astray_is_seen():
+    mesh = mesh_of(2, 2)
+    x = jax.device_put(np.arange(8, dtype=np.float32), NamedSharding(mesh, P("fsdp")))
+    assert int(jaxcomp.replica_spread({"x": x}, mesh, "replica")) == 0
+    shards = [np.array(shard.data) for shard in x.addressable_shards]
+    shards[3][2] += 1
+    shards = [
+        jax.device_put(part, shard.device)
+        for part, shard in zip(shards, x.addressable_shards, strict=True)
+    ]
+    astray = jax.make_array_from_single_device_arrays(x.shape, x.sharding, shards)
+    assert int(jaxcomp.replica_spread({"x": astray}, mesh, "replica")) != 0
+
+
+@pytest.mark.parametrize(
+    "row",
+    [row for row in memory.ROWS if row.target is not None],
+    ids=lambda row: f"{row.name} {row.replicas}",
+)
+def test_memory_of_a_step_stays_within_its_bound_above_the_dense_one(row):
+    assert memory.gradients_above_dense(row) <= row.target

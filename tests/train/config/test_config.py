@@ -1,0 +1,329 @@
+"""Configurations: overrides, what is refused, the schedule, and optimizers as text."""
+
+import dataclasses
+import importlib
+import pathlib
+import pkgutil
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxcomp
+from train.config import Config, Data, Images, Optimizer, as_json, expression
+from train.config import run as configs
+from train.models.gpt import GPTConfig
+from train.models.resnet import ResNetConfig
+from train.models.swin import SwinConfig
+from train.models.vit import ViTConfig
+
+UPDATE = "chain(clip_by_global_norm(1.0), adamw(learning_rate))"
+
+FILE = f'''"""The lab book of this run."""
+from train.config import Config, Optimizer
+
+
+def get_config():
+    return Config(name="small", steps=100, optimizer=Optimizer("{UPDATE}", 1e-3, 10))
+'''
+
+
+IMAGES = """from train.config import Config, Images, Optimizer
+from train.models.resnet import ResNetConfig
+
+
+def get_config():
+    optimizer = Optimizer("sgd(learning_rate)", 1e-3)
+    model = ResNetConfig(size=8)
+    return Config("images", 100, optimizer, objective="classify", model=model, data=Images())
+"""
+
+
+def config_of(**changes):
+    optimizer = Optimizer(UPDATE, 1e-3, 10)
+    return Config(**{"name": "small", "steps": 100, "optimizer": optimizer} | changes)
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "small.py"
+    path.write_text(FILE)
+    return str(path)
+
+
+def test_file_without_overrides_is_what_get_config_returns(file):
+    assert configs.load(file) == config_of()
+
+
+def test_overrides_are_typed_and_reach_nested_fields(file):
+    args = "--steps 200 --optimizer.learning-rate 3e-4 --data.path text --model.width=64"
+    args = [*args.split(), "--optimizer.update", "sgd(learning_rate)", "--no-resume"]
+    expected = config_of(
+        steps=200,
+        resume=False,
+        optimizer=Optimizer("sgd(learning_rate)", 3e-4, 10),
+        data=Data(path="text"),
+        model=GPTConfig(width=64),
+    )
+    assert configs.load(file, args) == expected
+
+
+def test_help_tells_every_field_and_the_lab_book(file, capsys):
+    with pytest.raises(SystemExit) as stop:
+        configs.load(file, ["--help"])
+    assert stop.value.code == 0
+    text = capsys.readouterr().out
+    assert "The lab book of this run." in text
+    for kind, prefix in ((Config, ""), (Data, "data."), (Optimizer, "optimizer.")):
+        for field in dataclasses.fields(kind):
+            if field.name not in ("model", "data", "optimizer"):
+                assert f"--{prefix}{field.name.replace('_', '-')}" in text
+    assert "Optimizer steps to train for." in text
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ("--step 3", "--steps"),
+        ("--optimizer.learning_rte 3", "--optimizer.learning-rate"),
+        ("--learning-rate 3", "--optimizer.learning-rate"),
+        ("--data.bach 3", "--data.batch"),
+        ("--steps many", "invalid literal"),
+        ("--steps 1.5", "invalid literal"),
+        ("--optimizer.schedule cosin", "cosine"),
+        ("--optimizer.schedule exponential --optimizer.final-fraction 0", "is never reached"),
+        ("--steps 0", "write --steps 1"),
+        ("--data.batch 0", "write --data.batch 1"),
+        ("--optimizer.update adamw(learning_rte)", "learning_rate"),
+    ],
+)
+def test_wrong_override_is_refused_with_the_right_one_named(file, capsys, args, message):
+    with pytest.raises(SystemExit) as stop:
+        configs.load(file, args.split())
+    assert stop.value.code == 2
+    assert message in " ".join(capsys.readouterr().err.replace("│", " ").split())
+
+
+def test_missing_file_is_refused_with_those_that_exist(file):
+    wrong = str(pathlib.Path(file).with_name("smal.py"))
+    with pytest.raises(ValueError, match=r"smal.py' is no config file; write one of .*small.py"):
+        configs.load(wrong)
+    with pytest.raises(ValueError, match="no config file"):
+        configs.load(str(pathlib.Path(file).parent))
+
+
+@pytest.mark.parametrize("text", ["", "def get_config():\n    return {'steps': 3}\n"])
+def test_file_without_a_config_is_refused(tmp_path, text):
+    path = tmp_path / "empty.py"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"empty.py' has no get_config\(\) that returns"):
+        configs.load(str(path))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: config_of(steps=0), "steps=0 must be at least 1"),
+        (lambda: config_of(accumulate=0), "accumulate=0 must be at least 1"),
+        (lambda: config_of(eval_every=0), "eval_every=0 must be at least 1"),
+        (lambda: config_of(eval_batches=0), "eval_batches=0 must be at least 1"),
+        (lambda: config_of(checkpoint_every=0), "write --checkpoint-every 1"),
+        (lambda: config_of(checksum_every=0), "checksum_every=0 must be at least 1"),
+        (lambda: config_of(log_every=0), "log_every=0 must be at least 1"),
+        (lambda: config_of(replicas=-1), "replicas=-1 must be at least 0"),
+        (lambda: config_of(seed=-1), r"seed=-1 must be in \[0, 2\^32\)"),
+        (lambda: config_of(seed=2**32), "seed=4294967296 must be in"),
+        (lambda: config_of(name=""), "name='' must be a folder below"),
+        (lambda: config_of(name="../up"), "must be a folder below"),
+        (lambda: config_of(name="/up"), "must be a folder below"),
+        (lambda: config_of(steps=10), "warmup_steps=10 must be less than steps=10"),
+        (lambda: config_of(model=GPTConfig(vocab=255)), "model.vocab=255 must be at least 256"),
+        (lambda: config_of(model=ViTConfig()), r"'next_token' cannot .*; write model=GPTConfig"),
+        (lambda: config_of(data=Images()), r"cannot use data=Images.*; write data=Data\("),
+        (lambda: config_of(objective="classify"), r"write model=ResNetConfig\(...\) or ViTConfig"),
+        (lambda: Images(batch=0), "data.batch=0 must be at least 1"),
+        (lambda: SwinConfig(width=6), "model.width=6 must be divisible by model.heads=4"),
+        (lambda: SwinConfig(blocks=(2, 0)), r"model.blocks=\(2, 0\) must be"),
+        (lambda: SwinConfig(window=0), "model.window=0 must be at least 1"),
+        (lambda: SwinConfig(size=256), "model.size=256 must be cut .* write --model.size 224"),
+        (lambda: ViTConfig(width=6), "model.width=6 must be divisible by model.heads=4"),
+        (lambda: ViTConfig(patch=3), "model.size=8 must be divisible by model.patch=3"),
+        (lambda: ViTConfig(classes=0), "model.classes=0 must be at least 1"),
+        (lambda: ResNetConfig(width=6), "divisible by 4, .* write --model.width 8"),
+        (lambda: ResNetConfig(blocks=()), r"model.blocks=\(\) must be"),
+        (lambda: ResNetConfig(size=0), "model.size=0 must be at least 1"),
+        (lambda: config_of(replicas=3), r"32 must be .* 3 replicas .* write --data.batch 33"),
+        (lambda: config_of(accumulate=3), r"accumulate=3 = 12; write --data.batch 36"),
+        (lambda: Data(batch=0), "data.batch=0 must be at least 1"),
+        (lambda: Data(validation_fraction=0.0), "validation_fraction=0.0 must be between"),
+        (lambda: Data(validation_fraction=1.0), "validation_fraction=1.0 must be between"),
+        (lambda: Data(path="a", huggingface="b"), "exclude each other"),
+        (lambda: Optimizer(UPDATE, 0.0), "learning_rate=0.0 must be positive"),
+        (lambda: Optimizer(UPDATE, float("nan")), "learning_rate=nan must be positive"),
+        (lambda: Optimizer(UPDATE, float("inf")), "learning_rate=inf must be positive"),
+        (lambda: Optimizer(UPDATE, 1.0, -1), "warmup_steps=-1 must be at least 0"),
+        (lambda: Optimizer(UPDATE, 1.0, final_fraction=1.5), "final_fraction=1.5 must be in"),
+        (lambda: Optimizer(UPDATE, 1.0, final_fraction=-0.5), "final_fraction=-0.5 must be in"),
+        (lambda: Optimizer(UPDATE, 1.0, 1, "exponential", 0.0), "fraction=0 is never reached"),
+        (lambda: Optimizer("adamw(", 1.0), r"optimizer.update: 'adamw\(' is not an expression"),
+    ],
+)
+def test_wrong_value_is_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_replicas_0_leaves_the_division_of_the_batch_to_the_machine():
+    config = config_of(replicas=0, accumulate=2)
+    assert configs.microbatch(config, 8) == 2
+    with pytest.raises(ValueError, match="5 replicas x accumulate=2 = 10"):
+        configs.microbatch(config, 5)
+
+
+def test_json_round_trips():
+    config = config_of(data=Data(path="text"), model=GPTConfig(width=64), replicas=0)
+    assert as_json.from_json(as_json.to_json(config)) == config
+
+
+def test_model_and_data_of_another_type_are_overridden_and_round_trip(tmp_path):
+    path = tmp_path / "images.py"
+    path.write_text(IMAGES)
+    config = configs.load(str(path), "--model.blocks 3 4 --data.form folder --data.path x".split())
+    assert config.model == ResNetConfig(blocks=(3, 4), size=8)
+    assert config.data == Images("folder", "x")
+    text = as_json.to_json(config)
+    assert as_json.from_json(text) == config
+    with pytest.raises(ValueError, match="'NetConfig' is no type of this version; it has .*GPT"):
+        as_json.from_json(text.replace("ResNetConfig", "NetConfig"))
+    # What earlier versions have written has no types.
+    assert '"type"' not in as_json.to_json(config_of())
+
+
+def test_json_with_a_key_of_another_version_is_refused():
+    text = as_json.to_json(config_of()).replace('"batch"', '"batch_size"')
+    with pytest.raises(ValueError, match=r"Data has no \['batch_size'\]"):
+        as_json.from_json(text)
+
+
+@pytest.mark.parametrize(
+    ("kind", "middle", "last"),
+    [
+        *(("cosine", 0.55, 0.1), ("linear", 0.55, 0.1), ("constant", 1, 1)),
+        ("exponential", 0.1**0.5, 0.1),
+    ],
+)
+def test_schedule_warms_up_and_decays_to_the_last_step(kind, middle, last):
+    rate = configs.schedule(Optimizer(UPDATE, 2.0, 10, schedule=kind), 110)
+    got = [rate(step) for step in (0, 5, 10, 60, 110, 500)]
+    # Six float32 operations of relative error 2^-24 each.
+    np.testing.assert_allclose(got, [0, 1, 2, 2 * middle, 2 * last, 2 * last], rtol=6 * 2**-24)
+
+
+def test_schedule_without_warmup_starts_at_the_peak():
+    assert configs.schedule(Optimizer(UPDATE, 2.0), 100)(0) == 2.0
+
+
+def test_cosine_is_above_linear_in_the_first_half():
+    cosine, linear = (
+        configs.schedule(Optimizer(UPDATE, 1.0, schedule=kind), 100)
+        for kind in ("cosine", "linear")
+    )
+    assert cosine(25) > linear(25) and cosine(75) < linear(75)
+
+
+def test_update_is_the_chain_that_its_text_says():
+    config = config_of(
+        optimizer=Optimizer("chain(clip(0.5), sgd(learning_rate))", 2.0, schedule="constant")
+    )
+    transformation = configs.transformation(config)
+    grads = jnp.array([3.0, -0.25])
+    updates, _ = transformation.update(grads, transformation.init(grads), grads)
+    np.testing.assert_array_equal(updates, [-1.0, 0.5])
+
+
+def test_update_that_is_no_transformation_is_refused():
+    config = config_of(optimizer=Optimizer("learning_rate", 1.0))
+    with pytest.raises(ValueError, match="is a function, not an optax transformation"):
+        configs.transformation(config)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("f(1, -2.5, x='a')", ((1, -2.5), {"x": "a"})),
+        ("  f((1, 2), [x], None)\n", (((1, 2), [7], None), {})),
+        ("f(True, y=False)", ((True,), {"y": False})),
+        ("f(\n  f(),\n)", ((((), {}),), {})),
+        ("optax.adamw", optax.adamw),
+        ("contrib.schedule_free", optax.contrib.schedule_free),
+    ],
+)
+def test_expression_has_the_value_that_python_gives(text, value):
+    bindings = {"f": lambda *args, **kwargs: (args, kwargs), "x": 7}
+    assert expression.evaluate(text, bindings) == value
+
+
+def test_every_method_has_a_name_in_configs():
+    names = [module.name for module in pkgutil.iter_modules(jaxcomp.methods.__path__)]
+    methods = {}
+    for name in names:
+        module = importlib.import_module(f"jaxcomp.methods.{name}")
+        if hasattr(module, name):
+            methods[name] = getattr(module, name)
+    assert {"slamb", "zero_one_adam_deepspeed"} <= set(methods)
+    for name, method in methods.items():
+        for text in (name, f"jaxcomp.{name}"):
+            assert expression.evaluate(text, {}) is method
+
+
+def test_bindings_hide_names_of_optax():
+    assert expression.evaluate("adamw", {"adamw": 3}) == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("adamw(1e-3", r"'adamw\(1e-3' is not an expression"),
+        ("", "'' is not an expression"),
+        ("adam_w(1e-3)", "'adam_w' is not a name of jaxcomp or optax; write .*adamw"),
+        ("zzzzqqqq()", "see the README"),
+        ("optax.adam_w(1e-3)", "'optax.adam_w' does not exist; write .*adamw"),
+        ("optax.__doc__", "does not exist"),
+        ("__import__('os')", "not a name"),
+        ("adamw.__globals__", "only modules have names inside"),
+        ("adamw(*[1])", "holds Starred"),
+        ("adamw(**{'a': 1})", r"holds"),
+        ("chain(**x)", r"holds \*\*"),
+        ("1 + 1", "holds BinOp"),
+        ("lambda: 1", "holds Lambda"),
+        ("[x for x in y]", "holds ListComp"),
+    ],
+)
+def test_expression_that_is_wrong_is_refused_before_anything_is_called(text, message):
+    with pytest.raises(ValueError, match=message):
+        expression.check(text, {})
+    with pytest.raises(ValueError, match=message):
+        expression.evaluate(text, {})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("chain(adam)", r"chain\(adam\) cannot be called so: .*'init'"),
+        ("scale(-learning_rate)", "only numbers have a sign; of a schedule write"),
+    ],
+)
+def test_what_is_no_transformation_or_number_is_named(text, message):
+    with pytest.raises(ValueError, match=message):
+        expression.evaluate(text, {"learning_rate": optax.constant_schedule(0.1)})
+
+
+def test_call_with_a_wrong_argument_is_named():
+    text = "chain(adamw(0.1, weight_decy=1.0))"
+    with pytest.raises(ValueError, match=r"adamw\(0.1, weight_decy=1.0\) cannot .*weight_decy"):
+        expression.evaluate(text, {})
+
+
+def test_check_calls_nothing():
+    expression.check("f(f())", {"f": None})

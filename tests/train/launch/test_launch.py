@@ -1,0 +1,371 @@
+"""Launchers: all processes start, end together, and say who failed; nothing is left behind."""
+
+import json
+import os
+import pathlib
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.helpers.launching import ROOT, environment, free_port, listening, run, write_config
+from train.launch import __main__ as launch
+from train.launch import local, ssh, supervise
+from train.processes.distributed import Cluster, Timeouts
+
+MEMBER = """
+import signal, sys, time
+from train.launch import control
+told = []
+signal.signal(signal.SIGTERM, lambda *_: told.append("TERM"))
+signal.signal(signal.SIGINT, lambda *_: told.append("INT"))
+control.obey()
+print("here", flush=True)
+"""
+WAITS = "while not told: time.sleep(0.01)\ntime.sleep(0.3)\nprint(*told, flush=True)\n"
+DEAF = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nwhile True: time.sleep(0.01)\n"
+
+
+def member(body):
+    """The command of a process that obeys, and then does what `body` says."""
+    return [sys.executable, "-c", MEMBER + body]
+
+
+def until(condition, seconds=60.0):
+    """Waits until a condition holds."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "not in time"
+        time.sleep(0.05)
+
+
+@pytest.fixture(autouse=True)
+def from_the_checkout(monkeypatch):
+    """Members import this checkout wherever the tests are started."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+
+
+def test_all_end_well(tmp_path, capfd):
+    bodies = ["print('first')", "print('second')"]
+    assert supervise.supervise([member(body) for body in bodies], tmp_path, 10.0) == 0
+    shown = capfd.readouterr().out
+    assert f"2 processes; logs: {tmp_path}/process_*.log\nhere\nfirst\n" == shown
+    log = (tmp_path / "process_1.log").read_text()
+    assert log.startswith("--- ") and log.endswith("\nhere\nsecond\n")
+
+
+def test_the_first_failure_ends_all_and_is_told_with_its_log(tmp_path, capfd):
+    bodies = [WAITS, "print('old')", "time.sleep(0.5); print('no disk'); sys.exit(3)"]
+    supervise.supervise([member("print('an earlier start')")] * 3, tmp_path, 10.0)
+    assert supervise.supervise([member(body) for body in bodies], tmp_path, grace=0.5) == 3
+    said = capfd.readouterr().err
+    log = tmp_path / "process_2.log"
+    assert said == (
+        f"error: process 2 failed first, with status 3; {log} ends:\n    here\n    no disk\n"
+    )
+    assert "an earlier start" in log.read_text()
+    assert (tmp_path / "process_0.log").read_text().endswith("here\nTERM\n")
+
+
+def test_others_have_time_to_end_by_themselves(tmp_path):
+    bodies = ["time.sleep(1); print('by myself')", "sys.exit(3)"]
+    assert supervise.supervise([member(body) for body in bodies], tmp_path, grace=30.0) == 3
+    assert (tmp_path / "process_0.log").read_text().endswith("here\nby myself\n")
+
+
+def test_who_does_not_listen_is_killed(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(supervise, "PATIENCE", 0.3)
+    # The second one has no thread that listens, as if it hung.
+    deaf = [member(DEAF), [sys.executable, "-c", "import time; time.sleep(600)"]]
+    fails = member("time.sleep(0.5); import os; os.kill(os.getpid(), 9)")
+    began = time.monotonic()
+    assert supervise.supervise([*deaf, fails], tmp_path, grace=0.2) == 128 + 9
+    assert time.monotonic() - began < 30
+    assert "process 2 failed first, with signal SIGKILL" in capfd.readouterr().err
+
+
+def test_who_ends_because_another_is_gone_is_not_to_blame(tmp_path, capfd):
+    bodies = ["sys.exit(75)", "time.sleep(0.5); sys.exit(2)"]
+    assert supervise.supervise([member(body) for body in bodies], tmp_path, grace=30.0) == 2
+    assert "process 1 failed first, with status 2" in capfd.readouterr().err
+
+
+@pytest.fixture
+def launcher(tmp_path):
+    """A launcher of two members in a process of its own, when both are there."""
+    program = (
+        "import pathlib, sys; from train.launch import supervise\n"
+        f"commands = [{member(WAITS)!r}] * 2\n"
+        f"sys.exit(supervise.supervise(commands, pathlib.Path({str(tmp_path)!r}), 10.0))"
+    )
+    logs = [tmp_path / f"process_{number}.log" for number in range(2)]
+    process = subprocess.Popen([sys.executable, "-c", program], start_new_session=True)
+    until(lambda: all(log.exists() and log.read_text().endswith("\nhere\n") for log in logs))
+    yield process, logs
+    process.kill()
+    process.wait()
+
+
+def test_members_go_on_when_nobody_reads_the_launcher(tmp_path):
+    body = (
+        "import pathlib, sys, time\n"
+        "for i in range(20): print(i, flush=True); time.sleep(0.1)\n"
+        f"pathlib.Path({str(tmp_path)!r}, 'saved').write_text('all')"
+    )
+    program = (
+        "import pathlib, sys; from train.launch import supervise\n"
+        f"commands = [{member(body)!r}]\n"
+        f"sys.exit(supervise.supervise(commands, pathlib.Path({str(tmp_path)!r}), 10.0))"
+    )
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT) as process:
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.wait(60) == 0
+    assert (tmp_path / "saved").read_text() == "all"
+
+
+@pytest.mark.parametrize("name", ["INT", "TERM"])
+def test_a_signal_to_the_launcher_reaches_each_process_once(launcher, name):
+    process, logs = launcher
+    # As a terminal does: to the launcher's whole group.
+    os.killpg(process.pid, getattr(signal, f"SIG{name}"))
+    assert process.wait(30) == 0
+    for log in logs:
+        assert log.read_text().endswith(f"here\n{name}\n")
+
+
+def test_a_signal_while_processes_start_reaches_those_that_start_later(tmp_path, monkeypatch):
+    start = supervise._start
+
+    def interrupted(command, log):
+        if log.name == "process_1.log":
+            os.kill(os.getpid(), signal.SIGINT)
+        return start(command, log)
+
+    monkeypatch.setattr(supervise, "_start", interrupted)
+    assert supervise.supervise([member(WAITS)] * 3, tmp_path, 10.0) == 0
+    for number in range(3):
+        assert (tmp_path / f"process_{number}.log").read_text().endswith("here\nINT\n")
+
+
+def test_processes_end_when_the_launcher_is_killed(launcher):
+    process, logs = launcher
+    process.kill()
+    process.wait()
+    until(lambda: all(log.read_text().endswith("here\nTERM\n") for log in logs), 20)
+
+
+def test_who_was_told_to_stop_hears_no_more_when_the_launcher_goes():
+    command = member("time.sleep(1); print(*told, flush=True)")
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        process.stdout.readline()
+        process.stdin.write(b"INT\n")
+        process.stdin.close()
+        assert process.stdout.read() == b"INT\n"
+
+
+def test_a_hosts_file_is_read():
+    text = "# two hosts\nnode1\n\nme@10.0.0.2 slots=2  # with two\nfe80::1"
+    assert ssh.read_hosts(text) == [
+        ssh.Host("node1", 1),
+        ssh.Host("me@10.0.0.2", 2),
+        ssh.Host("fe80::1", 1),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "names no host"),
+        ("# node1\n", "names no host"),
+        ("node1\n-oProxyCommand=x", "line 2: '-oProxyCommand=x'; write"),
+        ("me@-x", "line 1"),
+        ("node1 slots=0", "line 1"),
+        ("node1 slots=two", "line 1"),
+        ("node1 node2", "line 1"),
+        ("node1; reboot", "line 1"),
+        ("node1\nnode1", "line 2: node1 is there already; write slots=K"),
+    ],
+)
+def test_a_wrong_hosts_file_is_refused(text, message):
+    with pytest.raises(ValueError, match=message):
+        ssh.read_hosts(text)
+
+
+def test_remote_commands_survive_the_shell(tmp_path):
+    """What a shell on the host makes of them is what was meant."""
+    folder = tmp_path / "it's a $HOME folder"
+    folder.mkdir()
+    python = tmp_path / "my python"
+    python.write_text(f"#!{sys.executable}\nimport json, os, sys\n{SHOW}")
+    python.chmod(0o755)
+    args = ["configs/a b.py", "--x", 'it\'s $HOME; `id` "q" \\ *', ""]
+    commands = ssh.commands(
+        [ssh.Host("me@a", 1), ssh.Host("b", 2)],
+        None,
+        "eth1",
+        Timeouts(7, 9),
+        args,
+        ssh="ssh -o 'ProxyCommand=nc %h'",
+        python=str(python),
+        folder=str(folder),
+        environ={"XLA_FLAGS": "--a --b='c d'", "PATH": "/x", "JAX_PLATFORMS": "cpu"},
+    )
+    assert [command[:4] for command in commands] == [
+        ["ssh", "-o", "ProxyCommand=nc %h", host] for host in ("me@a", "b", "b")
+    ]
+    for number, (*_, remote) in enumerate(commands):
+        shown = json.loads(subprocess.check_output(["sh", "-c", remote], text=True))
+        assert shown["cwd"] == str(folder)
+        assert shown["flags"] == "--a --b='c d'" and shown["platforms"] == "cpu"
+        assert shown["args"][:3] == ["-u", "-m", "train.launch"]
+        flags, theirs = shown["args"][3:-5], shown["args"][-5:]
+        assert theirs == ["--", *args]
+        options = launch.parser().parse_args(flags)
+        assert options.coordinator == f"a:{ssh.PORT}" and options.num_processes == 3
+        assert (options.process_id, options.local_id) == (number, max(0, number - 1))
+        assert options.local_count == (1 if number == 0 else 2)
+        assert options.interface == "eth1" and options.obey_stdin
+        assert (options.start_timeout, options.heartbeat_timeout) == (7, 9)
+
+
+SHOW = """print(json.dumps({"args": sys.argv[1:], "cwd": os.getcwd(),
+"flags": os.environ["XLA_FLAGS"], "platforms": os.environ["JAX_PLATFORMS"]}))"""
+
+
+def test_local_processes_use_the_loopback_interface_only():
+    commands = local.commands(3, None, Timeouts(), ["c.py"])
+    parsed = [launch.parser().parse_args(command[4:-2]) for command in commands]
+    assert {options.interface for options in parsed} == {"lo"}
+    assert len({options.coordinator for options in parsed}) == 1
+    assert re.fullmatch(r"127\.0\.0\.1:\d+", parsed[0].coordinator)
+    assert [options.process_id for options in parsed] == [0, 1, 2]
+    assert [options.local_id for options in parsed] == [0, 1, 2]
+
+
+@pytest.fixture
+def no_scheduler(monkeypatch):
+    """An environment that no scheduler has touched."""
+    for name in list(os.environ):
+        if name.startswith(("SLURM_", "OMPI_", "JOB_COMPLETION")):
+            monkeypatch.delenv(name)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ("--local 2", "no config file; write python -m train.launch"),
+        ("--local 2 --", "no config file"),
+        ("-- c.py", "nobody says which process.*--local N.*--hosts FILE.*--single"),
+        ("--process-id 1 -- c.py", "write --coordinator, --num-processes as well"),
+        ("--local 2 --process-id 1 -- c.py", "--process-id is for one process"),
+        ("--local 2 --coordinator a:1 -- c.py", "leave out --coordinator"),
+        ("--local 2 -- c.py", "'c.py' is no config file"),
+        ("--hosts nowhere.txt -- configs/nano_dense.py", "No such file.*nowhere.txt"),
+        ("--coordinator a --num-processes 2 --process-id 0 -- c.py", "needs a host and a port"),
+        ("--coordinator a:1 --num-processes 2 --process-id 2 -- c.py", r"in \[0, 2\)"),
+        ("--local 2 --hosts x -- c.py", "not allowed with argument --local"),
+        ("--local none -- c.py", "'none' must be a number, 1 or more"),
+        ("--start-timeout 0 --local 2 -- c.py", "'0' must be a number, 1 or more"),
+        ("--local-devices 0,x -- c.py", "'x' must be a number, 0 or more"),
+    ],
+)
+def test_a_wrong_command_gets_one_message(args, message, no_scheduler, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("NPROC", os.environ.get("NPROC", "32"))
+    with pytest.raises(SystemExit) as end:
+        launch.main(shlex.split(args))
+    assert end.value.code == 2
+    assert re.search(message, capsys.readouterr().err)
+
+
+def test_flags_reach_connect_and_the_rest_the_program(no_scheduler, monkeypatch):
+    calls = []
+    monkeypatch.setattr(launch.distributed, "connect", lambda *args: calls.append(args))
+    monkeypatch.setattr(launch.program, "main", lambda *args: calls.append(args))
+    monkeypatch.delenv("NPROC")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    flags = "--local-count 2 --coordinator a:1 --num-processes 2 --process-id 1 --interface eth1 "
+    flags += "--start-timeout 5 --heartbeat-timeout 6 --local-devices 2,3 -- c.py --steps 4"
+    launch.main(shlex.split(flags))
+    cluster = Cluster("a:1", 2, 1, "flags", local_count=2)
+    assert os.environ["NPROC"] == "4"
+    assert calls == [(cluster, "eth1", Timeouts(5, 6), [2, 3]), (["c.py", "--steps", "4"], 2)]
+
+
+def test_single_ignores_half_a_scheduler(monkeypatch):
+    calls = []
+    monkeypatch.setattr(launch.program, "main", lambda *args: calls.append(args))
+    monkeypatch.setenv("SLURM_JOB_ID", "1")
+    launch.main(["--single", "--", "c.py"])
+    assert calls == [(["c.py"],)]
+
+
+def test_local_processes_train_listen_on_loopback_only_and_stop_together(tmp_path):
+    config = write_config(tmp_path)
+    command = [sys.executable, "-m", "train.launch", "--local", "2", "--", str(config)]
+    output = open(tmp_path / "out.txt", "wb")
+    rows = tmp_path / "runs" / "tiny" / "metrics.jsonl"
+    with (
+        output,
+        subprocess.Popen(
+            [*command, "--steps", "100000", "--optimizer.schedule", "constant"],
+            env=environment(),
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        ) as launcher,
+    ):
+        try:
+            until(lambda: rows.exists() and rows.read_text().count("\n") > 2, 240)
+            children = pathlib.Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children")
+            pids = children.read_text().split()
+            heard = [listening(pid) for pid in pids]
+            # gloo's, and in the first process the coordinator's.
+            assert len(pids) == 2 and len(heard[0]) > len(heard[1]) >= 1
+            assert all(address.is_loopback for addresses in heard for address in addresses)
+            for number in (signal.SIGINT, signal.SIGTERM):
+                launcher.send_signal(number)
+            assert launcher.wait(120) == 0
+        finally:
+            launcher.kill()
+    said = (tmp_path / "out.txt").read_text()
+    assert f"logs: {tmp_path}/runs/tiny/logs/process_*.log" in said
+    assert "process 0 of 2 (flags); coordinator 127.0.0.1:" in said
+    ends = re.findall(r"stopped at step (\d+)", said)
+    log = (tmp_path / "runs" / "tiny" / "logs" / "process_1.log").read_text()
+    assert "Traceback" not in said + log
+    assert len(ends) == 1 and f"stopped at step {ends[0]}" in log
+    assert (tmp_path / "runs" / "tiny" / "checkpoints" / ends[0]).is_dir()
+
+
+SSH = """#!/bin/sh
+# What ssh does, on this machine: a shell runs what follows the host.
+host=$3; shift 3
+printf '%s\\n' "$host" >> "$RECORD"
+exec env -i PATH="$PATH" HOME="$HOME" PYTHONPATH="$PYTHONPATH" sh -c "$*"
+"""
+
+
+def test_hosts_of_a_file_train_over_ssh(tmp_path):
+    stand_in = tmp_path / "ssh"
+    stand_in.write_text(SSH)
+    stand_in.chmod(0o755)
+    hosts, record = tmp_path / "hosts", tmp_path / "record"
+    hosts.write_text("127.0.0.1  # the first\nme@other\n")
+    flags = ["--hosts", str(hosts), "--ssh", f"{stand_in} -o BatchMode=yes"]
+    flags += ["--coordinator", f"127.0.0.1:{free_port(29500, 29600)}"]
+    config = write_config(tmp_path)
+    done = run(
+        [sys.executable, "-m", "train.launch", *flags, "--", str(config)],
+        env=environment(RECORD=str(record)),
+    )
+    assert done.returncode == 0, done.stdout
+    assert "step 2, validation loss" in done.stdout
+    assert sorted(record.read_text().splitlines()) == ["127.0.0.1", "me@other"]
+    log = (tmp_path / "runs" / "tiny" / "logs" / "process_1.log").read_text()
+    assert "process 1 of 2 (flags)" in log and "Traceback" not in log

@@ -1,0 +1,63 @@
+"""What a run will send, as told before it starts."""
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxcomp
+from jaxcomp import schedules
+from tests.helpers.replicas import everywhere, mesh_of, rows, transform
+from train.plan import counts
+
+AXIS = "replica"
+
+
+def zero_one_adam():
+    rate = optax.cosine_decay_schedule(1e-2, 40)
+    return jaxcomp.zero_one_adam(
+        rate,
+        AXIS,
+        sync_at=schedules.halving(rate, 40, after=6),
+        variance_at=schedules.growing(2, until=6),
+    )
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        zero_one_adam,
+        lambda: jaxcomp.zero_one_adam_deepspeed(
+            1e-2, AXIS, freeze_step=6, sync_at=schedules.every(4, 40, after=9)
+        ),
+        lambda: jaxcomp.one_bit_adam(1e-2, AXIS, freeze_step=7),
+        lambda: jaxcomp.one_bit_lamb(1e-2, AXIS, freeze_step=7),
+        lambda: jaxcomp.slamb(1e-2, AXIS, sync_every=6, exact_numel=9),
+        lambda: optax.chain(
+            jaxcomp.cocktail_sgd(optax.sgd(1e-2), AXIS, warmup_steps=3, sync_every=4)
+        ),
+    ],
+    ids=["zero_one_adam", "deepspeed", "one_bit_adam", "one_bit_lamb", "slamb", "cocktail_sgd"],
+)
+def test_the_plan_is_what_the_run_then_counts(make):
+    mesh = mesh_of(2)
+    params = everywhere(mesh, {"kernel": jnp.ones((8, 8))})
+    init, update = transform(make(), mesh, params)
+    state = init(params)
+    grads = rows(mesh, {"kernel": np.ones((2, 8, 8), np.float32)})
+    for _ in range(40):
+        _, state = update(grads, state, params)
+    counted = optax.tree_utils.tree_get(state, "rounds")
+    planned = counts.rounds(make(), 40)
+    assert planned == {part: int(count) for part, count in counted.items()}
+    assert 0 < planned["all"] <= 40
+
+
+def test_a_method_that_always_sends_everything_has_no_plan():
+    tx = optax.chain(jaxcomp.compressed_mean(jaxcomp.quantize(4), AXIS), optax.adam(1e-3))
+    assert counts.rounds(tx, 10) == {}
+
+
+def test_bytes_are_summed_over_parts_and_steps():
+    sent, counts = {"": 10.0, "synchronize": 3.0, "variance": 100.0}, {"all": 5, "synchronize": 4}
+    assert counts.total_bytes(sent, counts | {"variance": 1}, 7) == 10 * 7 + 3 * 4 + 100

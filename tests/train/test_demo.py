@@ -1,0 +1,180 @@
+"""Runs side by side: the table, the picture, the demo, and notes for who chooses an update."""
+
+import dataclasses
+import json
+import pathlib
+import subprocess
+
+import pytest
+
+from configs import nano_dense
+from train import compare, demo
+from train.config import Data, advice
+from train.models.gpt import GPTConfig
+from train.output import metrics
+from train.processes import devices
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def make_run(folder, losses, sent_bytes, replicas=4, seconds=(0.1, 0.5, 0.2), fast=1):
+    """A finished run of 1,000 parameters."""
+    folder.mkdir(parents=True)
+    plan = {"parameters": 1000, "replicas": replicas, "sent_bytes_per_step": sent_bytes}
+    (folder / "config.json").write_text(json.dumps({"plan": plan, "config": {"fast": fast}}))
+    for step, loss in enumerate(losses):
+        row = {"step": step, "val_loss": loss, "sent_bytes": step * sent_bytes}
+        metrics.append(folder / "metrics.jsonl", row)
+    for second in seconds:
+        row = {"step": len(losses), "step_seconds": second, "sent_bytes": 0}
+        metrics.append(folder / "metrics.jsonl", row)
+    return folder
+
+
+def test_table_has_last_loss_bytes_ratios_and_median_speed(tmp_path):
+    folders = {
+        # A ring sends 2 (R - 1) / R of the gradient: 6,000 bytes in float32 of 1,000 parameters.
+        "dense": make_run(tmp_path / "dense", [5.5, 2.25], 6000.0),
+        "4-bit": make_run(tmp_path / "4bit", [5.5, 2.5, 2.75], 750.0),
+        "broken": make_run(tmp_path / "broken", [5.5, float("nan")], 1500.0, seconds=()),
+        "alone": make_run(tmp_path / "alone", [5.5], 0.0, replicas=1),
+        # Between two hosts of two devices cross 2,000 bytes of each device's half.
+        "2 x 2": make_run(tmp_path / "hybrid", [5.5], 500.0, fast=2),
+    }
+    picture = tmp_path / "comparison.png"
+    assert [line.split("  ") for line in compact(compare.compare(folders, picture))] == [
+        ["method", "val loss", "bytes/step", "of fp16", "of fp32", "steps/s"],
+        ["dense", "2.2500", "6,000", "200.0%", "100.0%", "5.00"],
+        ["4-bit", "2.7500", "750", "25.0%", "12.5%", "5.00"],
+        ["broken", "not finite", "1,500", "50.0%", "25.0%", "-"],
+        ["alone", "5.5000", "0", "-", "-", "5.00"],
+        ["2 x 2", "5.5000", "500", "50.0%", "25.0%", "5.00"],
+    ]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def compact(table):
+    """The lines of a table, its cells two blanks apart."""
+    lines = table.splitlines()
+    assert len({len(line) for line in lines}) == 1
+    return ["  ".join(cell.strip() for cell in line.split("  ") if cell.strip()) for line in lines]
+
+
+def test_compare_takes_runs_of_one_name_in_two_folders(tmp_path, capsys):
+    paths = [str(make_run(tmp_path / part / "nano", [5.5, 2.0], 8.0)) for part in ("a", "b")]
+    compare.main(paths)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[1:3]] == paths
+    assert lines[3] == str(tmp_path / "a" / "comparison.png")
+
+
+@pytest.mark.parametrize(
+    ("prepare", "message"),
+    [
+        (lambda folder: None, "does not exist; train the run first"),
+        (lambda folder: (folder / "metrics.jsonl").write_text(""), "holds no evaluated run"),
+        (lambda folder: (folder / "metrics.jsonl").write_text('{"step": 1}\n'), "no evaluated run"),
+    ],
+)
+def test_folder_without_an_evaluated_run_is_refused(tmp_path, capsys, prepare, message):
+    prepare(tmp_path)
+    with pytest.raises(SystemExit) as stop:
+        compare.main([str(tmp_path)])
+    assert stop.value.code == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: ") and message in err
+
+
+def test_demo_trains_both_methods_and_ends_with_the_table_and_the_picture(
+    tmp_path, monkeypatch, capsys, quick_compiler
+):
+    text = tmp_path / "text"
+    text.mkdir()
+    for number in range(10):
+        (text / f"{number}.txt").write_text(f"the cat {number} sat on the mat " * 40)
+    small = dataclasses.replace(
+        nano_dense.get_config(),
+        model=GPTConfig(layers=1, width=16, heads=2, context=16),
+        data=Data(path=str(text), batch=8),
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(nano_dense, "get_config", lambda: small)
+    monkeypatch.setattr(devices, "start", lambda replicas, num_processes=1: None)
+    monkeypatch.setattr("sys.argv", ["train.demo", "--steps", "3"])
+    make_run(tmp_path / "runs" / "demo" / "nano_dense", [9.0] * 9, 8.0)  # an earlier demo's
+    demo.main()
+    lines = capsys.readouterr().out.strip().splitlines()
+    assert lines[1].startswith("dense Adam ") and " 100.0% " in lines[1]
+    assert lines[2].startswith("CocktailSGD ")
+    assert lines[-1] == "runs/demo/comparison.png" and pathlib.Path(lines[-1]).is_file()
+    rows = [
+        metrics.read(pathlib.Path(f"runs/demo/nano_{n}/metrics.jsonl"))
+        for n in ("dense", "cocktail")
+    ]
+    assert [[row["step"] for row in run] for run in rows] == [[0, 1, 2, 3]] * 2
+    assert rows[0][0]["val_loss"] == rows[1][0]["val_loss"]
+    assert rows[0][1]["loss"] == rows[1][1]["loss"]
+    assert rows[0][3]["sent_bytes"] > rows[1][3]["sent_bytes"] > 0
+
+
+def test_demo_shortens_warmup_and_evaluations_with_the_steps():
+    config = demo.shortened(nano_dense.get_config(), 300)
+    assert (config.steps, config.optimizer.warmup_steps, config.eval_every) == (300, 30, 30)
+    tiny = demo.shortened(nano_dense.get_config(), 1)
+    assert (tiny.steps, tiny.optimizer.warmup_steps, tiny.eval_every, tiny.log_every) == (
+        1,
+        0,
+        1,
+        1,
+    )
+
+
+def test_demo_refuses_no_steps(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["train.demo", "--steps", "0"])
+    with pytest.raises(SystemExit) as stop:
+        demo.main()
+    assert stop.value.code == 2 and "write at least 1" in capsys.readouterr().err
+
+
+def test_make_hands_the_steps_on_to_the_demo():
+    done = subprocess.run(
+        ["make", "-n", "demo", "STEPS=20"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0
+    assert "-m train.demo --steps 20\n" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "compressor",
+    [
+        *("top_k(0.1)", "group_top_1(8)", "random_k(0.1)", "sign()", "quantize(1)"),
+        *("quantize(2, block=64)", "quantize(bits=2)", "jaxcomp.sign()"),
+        *("compose(random_k(0.1), top_k(0.2), quantize(4))", "by_path(('.*', sign()))"),
+    ],
+)
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        *("adam(learning_rate)", "optax.adamw(learning_rate)", "lamb(learning_rate)"),
+        "clip_by_global_norm(1.0), scale_by_adam(), scale_by_learning_rate(learning_rate)",
+    ],
+)
+def test_coarse_mean_of_gradients_before_adam_is_noted(compressor, optimizer):
+    (note,) = advice.notes(f"chain(compressed_mean({compressor}, axis_name), {optimizer})")
+    assert note.startswith(f"note: compressed_mean({compressor}, axis_name) in front of ")
+    assert "second moment" in note and "quantize(4)" in note and "momentum" in note
+
+
+@pytest.mark.parametrize(
+    "update",
+    [
+        "chain(compressed_mean(identity(), axis_name), adam(learning_rate))",
+        "chain(compressed_mean(quantize(4), axis_name), adam(learning_rate))",
+        "chain(compressed_mean(quantize(bits=8), axis_name), lamb(learning_rate))",
+        "chain(compressed_mean(sign(), axis_name), sgd(learning_rate, momentum=0.9))",
+        "chain(scale_by_adam(), compressed_mean(sign(), axis_name))",
+        "adam(learning_rate)",
+    ],
+)
+def test_other_updates_get_no_note(update):
+    assert advice.notes(update) == []

@@ -1,0 +1,792 @@
+"""Whole runs of a tiny model: what they leave behind, and how they stop, go on and fail."""
+
+import contextlib
+import dataclasses
+import functools
+import json
+import os
+import pathlib
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from tests.helpers import pictures
+from tests.helpers.replicas import one_value
+from train import __main__ as program
+from train import loop
+from train import task as tasks
+from train.checkpoints import store
+from train.config import Config, Data, Optimizer, as_json
+from train.config import run as configs
+from train.data import examples, texts
+from train.models.gpt import GPT, GPTConfig
+from train.models.losses import cross_entropy
+from train.models.resnet import ResNetConfig
+from train.models.swin import SwinConfig
+from train.models.vit import ViTConfig
+from train.output import metrics
+from train.processes import devices, exits
+
+pytestmark = pytest.mark.usefixtures("quick_compiler")
+
+ROOT = pathlib.Path(__file__).parents[2]
+NANO = ROOT / "configs" / "nano_dense.py"
+ADAM = "chain(compressed_mean({}, axis_name), adam(learning_rate))"
+STOCHASTIC = ADAM.format("quantize(4, rounding='stochastic')")
+EXACT_SGD = "chain(compressed_mean(identity(), axis_name), sgd(learning_rate))"
+# Adam divides by |g| + eps: of gradients that are zero but for rounding only eps keeps it.
+EXACT_ADAM = "chain(compressed_mean(identity(), axis_name), adam(learning_rate, eps=1e-4))"
+# Each with what its replicas hold between exchanges, in runs that stop between exchanges.
+METHODS = {
+    "cocktail_sgd(adam(learning_rate), axis_name, compressor=quantize(4), sync_every=4)": "drift",
+    "zero_one_adam(learning_rate, axis_name, sync_at=schedules.every(4, steps, after=1), "
+    "variance_at=schedules.every(4, steps, after=1))": "drift",
+    # It has no floor under the variance of what hardly has gradients, but eps.
+    "jaxcomp.zero_one_adam_deepspeed(learning_rate, axis_name, eps=1e-2, freeze_step=warmup_steps, "
+    "sync_at=schedules.every(4, steps, after=warmup_steps), weight_decay=0.1)": "drift",
+    "slamb(learning_rate, axis_name, density=0.5, sync_every=4, exact_numel=0)": "drift",
+    "one_bit_adam(learning_rate, axis_name, freeze_step=2)": "residual",
+    "one_bit_lamb(learning_rate, axis_name, freeze_step=2)": "residual",
+}
+TINY = GPTConfig(layers=1, width=16, heads=2, context=16)
+TINY_ARGS = "--model.layers 1 --model.width 16 --model.heads 2 --model.context 16 --eval-batches 1"
+TINY_MODELS = {
+    GPTConfig: TINY_ARGS,
+    ResNetConfig: "--model.blocks 1 1 --model.width 8 --eval-batches 1",
+    SwinConfig: "--model.blocks 2 2 --model.width 8 --model.heads 2 --model.window 2 "
+    "--eval-batches 1",
+    ViTConfig: "--model.layers 1 --model.width 16 --model.heads 2 --eval-batches 1",
+}
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """A folder of ten small files."""
+    folder = tmp_path_factory.mktemp("text")
+    words = "the of and to in is that it was for on are with as his they at be this from".split()
+    draw = random.Random(0)
+    for number in range(10):
+        (folder / f"{number}.txt").write_text(" ".join(draw.choices(words, k=400)))
+    return str(folder)
+
+
+@pytest.fixture
+def config_of(text, tmp_path):
+    """Makes configs whose rows, checksums and evaluations fall on different steps."""
+
+    def make(update=STOCHASTIC, rate=1e-2, name="tiny", batch=8, schedule="cosine", **changes):
+        steps = changes.pop("steps", 6)
+        every = {"log_every": 2, "eval_every": 3, "checksum_every": 4, "checkpoint_every": 100}
+        return Config(
+            name=name,
+            steps=steps,
+            optimizer=Optimizer(update, rate, min(2, steps - 1), schedule),
+            runs_dir=str(tmp_path / "runs"),
+            eval_batches=2,
+            data=Data(path=changes.pop("path", text), batch=batch),
+            model=changes.pop("model", TINY),
+            **(every | changes),
+        )
+
+    return make
+
+
+@functools.lru_cache(maxsize=8)  # few: see `programs_of_one_module`
+def compiled(config):
+    return tasks.make_task(config)
+
+
+@pytest.fixture(autouse=True)
+def compile_once(monkeypatch):
+    """Runs of one model and update share the compiled program."""
+    irrelevant = {"name": "any", "runs_dir": "", "resume": True, "log_every": 1, "eval_every": 1}
+
+    def make_task(config):
+        task = compiled(dataclasses.replace(config, **irrelevant, checkpoint_every=1))
+        return task._replace(config=config)
+
+    monkeypatch.setattr(loop, "make_task", make_task)
+
+
+@pytest.fixture
+def stop_after(monkeypatch):
+    """Asks the next run to stop after so many of its steps, as a signal does."""
+
+    def install(count):
+        @contextlib.contextmanager
+        def stop_signals():
+            answers = iter([False] * count + [True])
+            yield lambda: next(answers)
+
+        monkeypatch.setattr(loop, "stop_signals", stop_signals)
+
+    return install
+
+
+@pytest.fixture
+def change_task(monkeypatch):
+    """Changes functions of the next run's task: `change(task) -> task`."""
+
+    def install(change):
+        make_task = loop.make_task
+        monkeypatch.setattr(loop, "make_task", lambda config: change(make_task(config)))
+
+    return install
+
+
+def folder_of(config):
+    return pathlib.Path(config.runs_dir, config.name)
+
+
+def saved(config):
+    """Everything in the newest checkpoint: step, progress, and the bytes of every leaf."""
+    directory = folder_of(config) / "checkpoints"
+    tree, metadata, step = store.restore(directory, loop.make_task(config).like)
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    contents = {jax.tree_util.keystr(path): np.asarray(leaf).tobytes() for path, leaf in leaves}
+    return step, metadata["progress"], contents
+
+
+def saved_params(config):
+    directory = folder_of(config) / "checkpoints"
+    return store.restore(directory, loop.make_task(config).like)[0]["params"]
+
+
+def without_times(rows):
+    return [{name: row[name] for name in row if name != "step_seconds"} for row in rows]
+
+
+def first_params(config):
+    """The initial parameters of a config, on one device."""
+    return jax.tree.map(one_value, loop.make_task(config).init()[0])
+
+
+def loss_fn(params, tokens):
+    return cross_entropy(GPT(TINY).apply({"params": params}, tokens[:, :-1]), tokens[:, 1:])
+
+
+def all_params(params):
+    return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(params)])
+
+
+# What a run leaves behind.
+
+
+def test_run_leaves_record_metrics_picture_checkpoint_and_report(config_of, text):
+    config = config_of()
+    rows = loop.run(config)
+    folder = folder_of(config)
+    assert sorted(os.listdir(folder)) == [
+        *("checkpoints", "config.json", "loss.png", "metrics.jsonl", "report.txt")
+    ]
+    record = json.loads((folder / "config.json").read_text())
+    assert as_json.from_json(json.dumps(record["config"])) == config
+    assert record["versions"]["jax"] == jax.__version__
+    assert record["hardware"].endswith(f"{os.cpu_count()} cores")
+    assert record["data"]["sha256"] == texts.read(config.data, TINY.context).record["sha256"]
+    assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert store.latest(folder / "checkpoints") == 6
+    sent = record["plan"]["sent_bytes_per_step"]
+    assert f"{sent:,.0f} bytes a step" in (folder / "report.txt").read_text()
+    assert rows == metrics.read(folder / "metrics.jsonl")
+
+
+def test_rows_count_what_was_sent_and_say_rate_and_time(config_of):
+    config = config_of()
+    rows = loop.run(config)
+    plan = json.loads((folder_of(config) / "config.json").read_text())["plan"]
+    assert 0 < plan["sent_bytes_per_step"] < 2 * 4 * plan["parameters"] * 3 / 4
+    assert [row["step"] for row in rows] == [0, 2, 3, 4, 6]
+    assert [row["step"] for row in rows if "val_loss" in row] == [0, 3, 6]
+    assert [row["step"] for row in rows if row.get("checksum_spread") == 0] == [4, 6]
+    assert rows[0]["loss"] is None and "step_seconds" not in rows[0]
+    rate = configs.schedule(config.optimizer, config.steps)
+    for row in rows:
+        assert row["sent_bytes"] == row["step"] * plan["sent_bytes_per_step"]
+        assert row["rounds"] == row["step"] and row["skipped"] == 0
+        # The update of step n is the optimizer's with count n - 1.
+        assert row["learning_rate"] == float(rate(max(0, row["step"] - 1)))
+    assert all(row["step_seconds"] > 0 and row["loss"] > 0 for row in rows[1:])
+    assert rows[-1]["val_loss"] < rows[0]["val_loss"]
+
+
+def test_step_seconds_are_of_steps_alone(config_of, change_task, monkeypatch):
+    slow = 0.5
+
+    def slowed(function):
+        return lambda *args: (time.sleep(slow), function(*args))[1]
+
+    monkeypatch.setattr(loop, "_require_equal", slowed(loop._require_equal))
+    change_task(lambda task: task._replace(evaluate=slowed(task.evaluate)))
+    rows = loop.run(config_of(checkpoint_every=1))
+    # Every window of steps has an evaluation, a checksum or a save before it or in it.
+    assert all(row["step_seconds"] < slow for row in rows[1:])
+
+
+def test_loss_of_a_row_is_the_mean_over_its_steps(config_of):
+    each = loop.run(config_of(name="each", log_every=1))
+    some = loop.run(config_of(name="some", log_every=5, eval_every=100, checksum_every=100))
+    mean = sum(row["loss"] for row in each[1:6]) / 5
+    assert [row["step"] for row in some] == [0, 5, 6] and some[1]["loss"] == mean
+
+
+def test_losses_of_long_intervals_are_gathered_in_pieces(config_of, monkeypatch):
+    seldom = {"log_every": 5, "eval_every": 100, "checksum_every": 100}
+    whole = loop.run(config_of(name="whole", **seldom))
+    monkeypatch.setattr(tasks, "_MOST_GATHERED", 2)
+    pieces = tasks.make_task(config_of(name="pieces", **seldom))
+    monkeypatch.setattr(loop, "make_task", lambda config: pieces)
+    assert [row["loss"] for row in loop.run(pieces.config)] == [row["loss"] for row in whole]
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_progress_shows_the_seconds_of_a_step_that_the_rows_have(
+    config_of, capsys, monkeypatch, change_task, terminal
+):
+    def slow_evaluation(task):
+        evaluate = lambda params: (time.sleep(0.5), task.evaluate(params))[1]
+        return task._replace(evaluate=evaluate)
+
+    change_task(slow_evaluation)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: terminal)
+    rows = loop.run(config_of(eval_every=1))
+    shown = re.findall(r", loss ([\d.]+), ([\d.]+) s/step", capsys.readouterr().err)
+    assert shown[-1] == (f"{rows[-1]['loss']:.3f}", f"{rows[-1]['step_seconds']:.3f}")
+
+
+# Stopping and going on.
+
+
+@pytest.mark.parametrize(
+    ("update", "held"),
+    [(STOCHASTIC, "residual"), (ADAM.format("sign(block=128)"), "residual"), *METHODS.items()],
+)
+def test_resumed_run_equals_the_uninterrupted_one_bit_for_bit(config_of, stop_after, update, held):
+    whole, parts = (config_of(update, name=name) for name in ("whole", "parts"))
+    rows = loop.run(whole)
+    for count, step in ((1, 1), (2, 3), (2, 5)):
+        stop_after(count)
+        with pytest.raises(KeyboardInterrupt, match=f"stopped at step {step}; run the same"):
+            loop.run(parts)
+        assert store.latest(folder_of(parts) / "checkpoints") == step
+    contents = saved(parts)[2]
+    assert any(any(contents[name]) for name in contents if held in name)
+    stop_after(100)
+    assert without_times(loop.run(parts)) == without_times(rows)
+    assert saved(parts) == saved(whole)
+
+
+def test_run_that_crashed_goes_on_from_its_last_checkpoint(config_of, change_task, monkeypatch):
+    whole, crashed = (config_of(name=name, checkpoint_every=3) for name in ("whole", "crashed"))
+    # Step 2, the third, is skipped: it is counted in a checkpoint before any row tells it.
+    change_task(poisoned_at(2))
+    rows = loop.run(whole)
+    with monkeypatch.context() as patch:
+        append = metrics.append
+
+        def failing(path, row):
+            append(path, row)
+            if row["step"] == 4:
+                raise OSError("the disk is gone")
+
+        patch.setattr(metrics, "append", failing)
+        with pytest.raises(OSError, match="the disk is gone"):
+            loop.run(crashed)
+    assert metrics.read(folder_of(crashed) / "metrics.jsonl")[-1]["step"] == 4
+    assert without_times(loop.run(crashed)) == without_times(rows)
+    assert rows[-1]["skipped"] == 1
+    assert saved(crashed) == saved(whole)
+
+
+def test_a_run_may_begin_with_anothers_parameters(config_of):
+    first = config_of(EXACT_SGD, name="first")
+    last = loop.run(first)[-1]["val_loss"]
+    second = config_of(STOCHASTIC, name="second", start_from=str(folder_of(first)))
+    rows = loop.run(second)
+    assert rows[0]["val_loss"] == last and rows[-1]["val_loss"] < last
+    assert rows[0]["step"] == 0 and rows[-1]["step"] == 6
+    other = dataclasses.replace(second, name="third", model=dataclasses.replace(TINY, width=32))
+    with pytest.raises(ValueError, match=r"is of another model.*params/.*got float32\[.*16"):
+        loop.run(other)
+    nothing = dataclasses.replace(second, name="fourth", start_from=str(folder_of(first) / "no"))
+    with pytest.raises(ValueError, match="no checkpoint in .*no/checkpoints; train that run first"):
+        loop.run(nothing)
+
+
+def test_finished_run_is_left_as_it_is(config_of):
+    rows = loop.run(config_of())
+    assert loop.run(config_of()) == rows
+    (folder_of(config_of()) / "metrics.jsonl").unlink()
+    assert loop.run(config_of()) == []
+
+
+@pytest.mark.parametrize(
+    ("update", "replicas"), [(STOCHASTIC, 2), (STOCHASTIC, 8), *((update, 2) for update in METHODS)]
+)
+def test_run_goes_on_with_another_number_of_replicas(config_of, stop_after, update, replicas):
+    stop_after(3)
+    with pytest.raises(KeyboardInterrupt):
+        loop.run(config_of(update))
+    stop_after(100)
+    before = saved_params(config_of(update))
+    rows = loop.run(config_of(update, replicas=replicas))
+    assert [row["step"] for row in rows] == [0, 2, 3, 4, 6]
+    after = saved_params(config_of(update, replicas=replicas))
+    assert np.any(all_params(before) != all_params(after)) and rows[-1]["skipped"] == 0
+    assert rows[-1]["val_loss"] < rows[0]["val_loss"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signal_saves_ends_with_status_0_and_the_run_goes_on(tmp_path, text, number):
+    log = tmp_path / "runs" / "nano_dense" / "metrics.jsonl"
+    args = f"{TINY_ARGS} --replicas 2 --data.batch 4 --optimizer.warmup-steps 0 --log-every 1"
+    args = [*args.split(), "--runs-dir", str(tmp_path / "runs"), "--data.path", text]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "train", "configs/nano_dense.py", *args, "--steps", "1000000"],
+        **{"cwd": ROOT, "stderr": subprocess.PIPE, "text": True},
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"},
+    )
+    try:
+        deadline = time.monotonic() + 100
+        while not (log.is_file() and len(metrics.read(log)) > 2):
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.1)
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    step = store.latest(log.parent / "checkpoints")
+    assert process.returncode == 0, errors
+    assert errors.endswith(f"stopped at step {step}; run the same command to go on\n")
+    assert metrics.read(log)[-1]["step"] == step >= 2
+    config = configs.load(str(NANO), [*args, "--steps", str(step + 2)])
+    steps = [row["step"] for row in loop.run(config)]
+    assert steps == list(range(step + 3))
+
+
+# What a checkpoint may not be.
+
+
+def corrupt(config, step):
+    files = [path for path in folder_of(config).rglob(f"checkpoints/{step}/state/**/*")]
+    largest = max((path for path in files if path.is_file()), key=lambda path: path.stat().st_size)
+    content = bytearray(largest.read_bytes())
+    content[len(content) // 2] ^= 1
+    largest.write_bytes(content)
+
+
+def test_damaged_checkpoint_is_refused_with_the_last_good_one_and_the_way_on(config_of):
+    config = config_of(checkpoint_every=4)
+    rows = loop.run(config)
+    corrupt(config, 6)
+    with pytest.raises(ValueError, match=r"checkpoints/6 is damaged.* Step 4 is good") as error:
+        loop.run(config)
+    command = str(error.value).partition("to resume from it: ")[2].split()
+    assert command[:2] == ["rm", "-r"] and len(command) == 3
+    assert subprocess.run(command).returncode == 0
+    assert without_times(loop.run(config)) == without_times(rows)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": GPTConfig(layers=1, width=32, heads=2, context=16)}, "of another model"),
+        ({"update": EXACT_ADAM, "schedule": "constant"}, "of another model, optimizer"),
+        ({"resume": False}, "has a checkpoint of step 6, which --no-resume would overwrite"),
+    ],
+)
+def test_checkpoint_that_does_not_fit_is_refused_and_kept(config_of, changes, message):
+    loop.run(config_of())
+    before = saved(config_of())
+    log = (folder_of(config_of()) / "metrics.jsonl").read_text()
+    with pytest.raises(ValueError, match=message):
+        loop.run(config_of(**changes))
+    assert saved(config_of()) == before
+    assert (folder_of(config_of()) / "metrics.jsonl").read_text() == log
+
+
+def test_checkpoint_of_other_text_is_refused(config_of, tmp_path, change_task):
+    loop.run(config_of())
+    other = tmp_path / "other.txt"
+    other.write_text("something else " * 100)
+    other = examples.read(config_of(path=str(other)))
+    change_task(lambda task: task._replace(examples=other))
+    with pytest.raises(ValueError, match="was trained on other data .* give the old data"):
+        loop.run(config_of())
+
+
+def test_checkpoint_beyond_the_last_step_is_refused(config_of, change_task):
+    loop.run(config_of())
+    change_task(lambda task: task._replace(config=dataclasses.replace(task.config, steps=5)))
+    with pytest.raises(ValueError, match="was trained to step 6, but steps=5; write more --steps"):
+        loop.run(config_of())
+
+
+def test_full_disk_ends_the_run_and_keeps_the_earlier_checkpoint(config_of, monkeypatch):
+    config = config_of(checkpoint_every=3)
+    usage = store.shutil.disk_usage
+
+    def full_after_step_3(path):
+        full = store.latest(path) == 3
+        return usage(path)._replace(free=10) if full else usage(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store.shutil, "disk_usage", full_after_step_3)
+        with pytest.raises(OSError, match="no space .* The checkpoint of step 3 is complete"):
+            loop.run(config)
+    assert saved(config)[0] == 3
+    assert [row["step"] for row in loop.run(config)] == [0, 2, 3, 4, 6]
+
+
+# Numbers that are not finite, and replicas that differ.
+
+
+def poisoned_at(*steps):
+    """One replica's first token does not exist at these steps: its loss is NaN."""
+
+    def change(task):
+        def batch(step):
+            tokens = task.batch(step)
+            wrong = tokens.at[0, 0].set(300) if step in steps else tokens
+            return jax.device_put(wrong, tokens.sharding)
+
+        return task._replace(batch=batch)
+
+    return change
+
+
+def test_poisoned_batch_of_one_replica_is_skipped_by_all(config_of, change_task):
+    config = config_of()
+    change_task(poisoned_at(1, 5))
+    rows = loop.run(config)
+    assert [row["skipped"] for row in rows] == [0, 1, 1, 1, 2]
+    assert [row["loss"] is None for row in rows] == [True, True, False, False, True]
+    rate = configs.schedule(config.optimizer, config.steps)
+    assert rows[-1]["learning_rate"] == float(rate(3))
+    assert np.all(np.isfinite(all_params(saved_params(config))))
+    assert rows[-1]["val_loss"] < rows[0]["val_loss"]
+
+
+def test_a_step_that_one_replica_leaves_out_by_itself_is_counted(config_of, change_task):
+    change_task(poisoned_at(1, 5))
+    rows = loop.run(config_of(update="cocktail_sgd(adam(learning_rate), axis_name)"))
+    assert [row["skipped"] for row in rows] == [0, 0, 0, 0, 0]
+    assert [row["left_out"] for row in rows] == [0, 1, 1, 1, 2]
+
+
+def test_absurd_learning_rate_is_counted_and_the_run_ends(config_of):
+    rows = loop.run(config_of(rate=1e30, schedule="constant"))
+    assert [row["step"] for row in rows] == [0, 2, 3, 4, 6]
+    # The rate is 0 at the first step; the second throws the parameters out of the model's range.
+    assert rows[-1]["skipped"] == 4 and rows[-1]["val_loss"] is None
+    assert np.all(np.isfinite(all_params(saved_params(config_of(rate=1e30, schedule="constant")))))
+
+
+@pytest.mark.parametrize("checksum_every", [4, 100], ids=["in a comparison", "before a save"])
+def test_replicas_gone_apart_stop_the_run_with_the_step(
+    config_of, change_task, monkeypatch, checksum_every
+):
+    monkeypatch.setattr(loop.report, "text", lambda task: "")  # it reads the compiled step
+
+    def change(task):
+        def step(params, state, batch):
+            params, state, out = task.step(params, state, batch)
+            if int(state[0].count) == 3:
+                leaf = params["position"]
+                copies = [shard.data for shard in leaf.addressable_shards]
+                copies[1] = copies[1].at[0, 0].add(2**-20)
+                params["position"] = jax.make_array_from_single_device_arrays(
+                    leaf.shape, leaf.sharding, copies
+                )
+            return params, state, out
+
+        return task._replace(step=step)
+
+    change_task(change)
+    config = config_of(checkpoint_every=2, checksum_every=checksum_every)
+    with pytest.raises(RuntimeError, match="after step 4 the replicas' parameters are not equal"):
+        loop.run(config)
+    assert store.latest(folder_of(config) / "checkpoints") == 2
+
+
+# The mathematics of a step.
+
+
+def trained(config, steps=3):
+    """The parameters after a few steps, compared over the replicas."""
+    task = loop.make_task(config)
+    params, state = task.init()
+    for step in range(steps):
+        params, state, _ = task.step(params, state, task.batch(step))
+    return jax.tree.map(one_value, params)
+
+
+def test_identity_is_adam_on_the_gradient_of_the_whole_batch(config_of):
+    config = config_of(EXACT_ADAM, schedule="constant")
+    params = first_params(config)
+    optimizer = optax.adam(configs.schedule(config.optimizer, config.steps), eps=1e-4)
+    state = optimizer.init(params)
+    for step in range(3):
+        tokens = jnp.asarray(np.asarray(loop.make_task(config).batch(step)))
+        updates, state = optimizer.update(jax.grad(loss_fn)(params, tokens), state)
+        params = optax.apply_updates(params, updates)
+    moved = np.abs(all_params(params) - all_params(first_params(config))).max()
+    assert moved > 5e-3
+    # Gradients differ by 1e-8, a few float32 roundings of 0.1; over eps, times the rate.
+    np.testing.assert_allclose(
+        all_params(trained(config)), all_params(params), rtol=0, atol=3 * 1e-8 / 1e-4 * 1e-2
+    )
+
+
+@pytest.mark.parametrize("changes", [{"accumulate": 2}, {"replicas": 1}, {"replicas": 0}])
+def test_division_of_the_batch_changes_nothing_but_rounding(config_of, changes):
+    make = functools.partial(config_of, EXACT_SGD, rate=0.5, schedule="constant")
+    one, other = trained(make()), trained(make(**changes))
+    moved = np.abs(all_params(one) - all_params(first_params(make()))).max()
+    assert moved > 1e-2
+    # Means over 128 tokens in another order: a few float32 roundings of the largest update.
+    np.testing.assert_allclose(
+        all_params(other), all_params(one), rtol=0, atol=8 * 2**-24 * max(moved, 1.0)
+    )
+
+
+def test_all_devices_are_replicas_where_no_number_is_asked_for(config_of):
+    config = config_of(EXACT_SGD, rate=0.5, schedule="constant", replicas=0)
+    assert loop.make_task(config).mesh.size == len(jax.devices())
+
+
+def test_bfloat16_computes_in_16_bits_and_keeps_float32_parameters(config_of):
+    make = functools.partial(config_of, EXACT_SGD, rate=0.5, schedule="constant")
+    half = make(name="half", model=dataclasses.replace(TINY, dtype="bfloat16"))
+    full_loss, half_loss = (loop.run(config)[2]["loss"] for config in (make(), half))
+    assert all(leaf.dtype == "float32" for leaf in jax.tree.leaves(trained(half)))
+    # bfloat16 keeps 8 bits of each activation; errors of many average out in the loss.
+    assert 0 < abs(half_loss - full_loss) < 2**-8 * full_loss
+
+
+@pytest.mark.parametrize("place", ["local", "mean"])
+def test_clipping_is_of_the_local_gradient_before_the_mean_and_of_the_mean_after(config_of, place):
+    mean, clip = "compressed_mean(identity(), axis_name)", "clip_by_global_norm(0.5)"
+    first = f"{clip}, {mean}" if place == "local" else f"{mean}, {clip}"
+    config = config_of(f"chain({first}, sgd(1.0))")
+    params = first_params(config)
+    tokens = np.asarray(loop.make_task(config).batch(0)).reshape(4, 2, -1)
+    grads = [jax.grad(loss_fn)(params, jnp.asarray(part)) for part in tokens]
+    clipped = lambda g: optax.clip_by_global_norm(0.5).update(g, None)[0]
+    average = lambda trees: jax.tree.map(lambda *x: sum(x) / 4, *trees)
+    assert all(optax.tree_utils.tree_norm(g) > 0.6 for g in grads)
+    if place == "local":
+        expected = average([clipped(g) for g in grads])
+    else:
+        expected = clipped(average(grads))
+    moved = all_params(params) - all_params(trained(config, 1))
+    # Parameters of at most 1 are rounded to 2^-25 of that, gradients to a few of their own.
+    np.testing.assert_allclose(moved, all_params(expected), rtol=0, atol=4 * 2**-24)
+
+
+def test_evaluation_is_at_the_consensus_and_of_fixed_batches(config_of):
+    config = config_of()
+    task = loop.make_task(config)
+    params = task.init()[0]
+    value = one_value(task.evaluate(params)["loss"])
+    assert value == one_value(task.evaluate(params)["loss"])
+    held = texts.read(config.data, TINY.context).validation
+    tokens = [texts.validation_batch(held, number, 2, 8, TINY.context) for number in range(2)]
+    expected = np.mean([loss_fn(jax.tree.map(one_value, params), jnp.asarray(t)) for t in tokens])
+    # Means over 256 tokens in another order.
+    np.testing.assert_allclose(value, expected, rtol=4 * 2**-24)
+
+
+# The command line.
+
+
+def main(monkeypatch, capsys, *args):
+    """Runs the program in this process, whose devices exist; returns status, output, errors."""
+    monkeypatch.setattr(devices, "start", lambda replicas, num_processes=1: None)
+    status = 0
+    try:
+        program.main([str(arg) for arg in args])
+    except SystemExit as stop:
+        status = stop.code
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+def test_report_prints_bytes_and_makes_nothing(monkeypatch, capsys, tmp_path, text):
+    monkeypatch.chdir(tmp_path)
+    args = [*TINY_ARGS.split(), "--data.path", text]
+    update = ADAM.format("sign(block=128)")
+    status, out, err = main(
+        *(monkeypatch, capsys, NANO, "--report", *args, "--optimizer.update", update)
+    )
+    assert (status, err) == (0, "")
+    assert (
+        "all-to-all" in out
+        and "bytes a step" in out
+        and "MiB of parameters" in out
+        and "travel exact: block_0/" in out
+    )
+    assert out.count("note: ") == 1
+    assert os.listdir(tmp_path) == []
+
+
+def test_report_of_a_run_that_skips_rounds_counts_its_bits(monkeypatch, capsys, tmp_path, text):
+    monkeypatch.chdir(tmp_path)
+    update = next(update for update in METHODS if update.startswith("zero_one_adam"))
+    steps = ["--steps", "12", "--optimizer.warmup-steps", "1"]
+    args = [*TINY_ARGS.split(), "--data.path", text, *steps]
+    _, out, _ = main(monkeypatch, capsys, NANO, "--report", *args, "--optimizer.update", update)
+    number = lambda pattern: float(re.search(pattern, out)[1].replace(",", ""))
+    total, bits = number(r"([\d,]+) bytes over the run"), number(r"run, ([\d.]+) bits")
+    dense = number(r"\(dense: ([\d,]+), 32;")
+    assert dense == 12 * 4 * number(r"([\d,]+) parameters on 4 replicas") * 2 * 3 / 4
+    assert bits == pytest.approx(32 * total / dense, abs=0.005)
+    assert "of 12 steps 4 send anything: synchronize 4 times" in out and bits < 32 * 5 / 12
+    # 0.15 of 32 bits, and 0.85 of one with a float32 scale for 1,024.
+    assert number(r"dense steps: about [\d,]+, ([\d.]+)\)") == 5.68
+
+
+def test_one_replica_reports_that_it_sends_nothing(monkeypatch, capsys, tmp_path, text):
+    monkeypatch.chdir(tmp_path)
+    update = next(update for update in METHODS if update.startswith("zero_one_adam"))
+    args = [*TINY_ARGS.split(), "--data.path", text, "--replicas", "1"]
+    status, out, err = main(
+        *(monkeypatch, capsys, NANO, "--report", *args, "--optimizer.update", update)
+    )
+    assert (status, err) == (0, "")
+    assert "one replica sends 0 bytes a step" in out and "nothing to send with one replica" in out
+
+
+def test_run_ends_with_the_loss_and_the_picture(monkeypatch, capsys, tmp_path, text):
+    monkeypatch.chdir(tmp_path)
+    args = [
+        *TINY_ARGS.split(),
+        *"--steps 2 --optimizer.warmup-steps 0".split(),
+        "--data.path",
+        text,
+    ]
+    update = ADAM.format("top_k(0.1)")
+    status, out, err = main(monkeypatch, capsys, NANO, *args, "--optimizer.update", update)
+    assert status == 0
+    first, picture = out.splitlines()
+    assert first.startswith("runs/nano_dense: step 2, validation loss 5.")
+    assert picture == "runs/nano_dense/loss.png" and pathlib.Path(picture).is_file()
+    assert err.startswith("note: compressed_mean(top_k(0.1), axis_name) in front of adam trains")
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ("configs/nano_dens.py", "is no config file; write one of"),
+        ("{nano} --data.path {tmp}/missing", "missing' does not exist; name a text file"),
+        ("{nano} --data.path {tmp}/binary.txt", "is not UTF-8 text (byte 1)"),
+        ("{nano} --data.path {tmp}/empty", "holds no text"),
+        ("{nano} --data.path {tmp}/empty.txt", "leaves 0 bytes for train"),
+        ("{nano} --data.path {tmp}/short.txt --model.context 128", "one sequence needs 129"),
+        ("{nano} --replicas 16", "replicas=16, but there are 8 cpu devices"),
+        ("{nano} --replicas 0 --data.batch 9", "must be divisible by 8 replicas"),
+        ("{nano} --runs-dir {tmp}/empty.txt", "Not a directory"),
+        ("{nano} --optimizer.update adam()", "cannot be called so"),
+        ("{nano} --optimizer.update learning_rate", "not an optax transformation"),
+        ("{nano} --optimizer.update compressed_mean(quantize(9),axis_name)", "integer from 1 to 8"),
+        ("{nano} --optimizer.update compressed_mean(sign(),'x')", "the axis 'x' is unknown"),
+        ("{nano} --optimizer.update adam(learning_rate)", "compressed_mean"),
+        ("{nano} --optimizer.update scale(learning_rate)", "does not fit gradients"),
+    ],
+)
+def test_mistake_ends_with_status_2_and_one_message(
+    monkeypatch, capsys, tmp_path, text, args, message
+):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "short.txt").write_text("short" * 50)
+    (tmp_path / "binary.txt").write_bytes(b"a\xff")
+    words = args.format(nano=NANO, tmp=tmp_path).split()
+    own = "--model.layers 1 --model.width 16 --model.heads 2"
+    own = [*own.split(), "--runs-dir", str(tmp_path / "runs"), "--data.path", text]
+    monkeypatch.chdir(ROOT)
+    status, out, err = main(monkeypatch, capsys, words[0], *own, *words[1:])
+    assert (status, out) == (2, "")
+    assert err.startswith("error: ") and message in err and "Traceback" not in err
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("args", [[], ["--report"]])
+def test_no_config_is_answered_with_the_usage(monkeypatch, capsys, args):
+    status, out, _ = main(monkeypatch, capsys, *args)
+    assert status == 2 and out.startswith("usage: python -m train CONFIG.py")
+
+
+def test_unknown_override_ends_with_status_2_and_the_nearest_one(monkeypatch, capsys):
+    status, _, err = main(monkeypatch, capsys, NANO, "--optimizer.learning_rte", "3")
+    assert status == 2 and "--optimizer.learning-rate" in err
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "message"),
+    [
+        (KeyboardInterrupt("stopped at step 3"), 0, "stopped at step 3\n"),
+        (KeyboardInterrupt(), 130, "interrupted\n"),
+        (RuntimeError("gone apart"), 2, "error: gone apart\n"),
+    ],
+)
+def test_ends_are_one_message_and_a_status(capsys, error, status, message):
+    with pytest.raises(SystemExit) as stop, exits.clean_exits():
+        raise error
+    assert (stop.value.code, capsys.readouterr().err) == (status, message)
+
+
+@pytest.fixture
+def tiny(text, tmp_path):
+    """Loads a config file in a size that trains in a moment, on data of its kind."""
+
+    def load(path):
+        settings = "--steps 2 --optimizer.warmup-steps 1 --data.batch 8 --accumulate 1 --replicas 4"
+        kind = type(configs.load(str(path)).model)
+        args = [*settings.split(), *TINY_MODELS[kind].split(), "--runs-dir", str(tmp_path)]
+        if kind is GPTConfig:
+            return configs.load(str(path), [*args, "--data.path", text])
+        form = configs.load(str(path)).data.form
+        folder = tmp_path / form
+        folder.mkdir()
+        texts = {"digits": pictures.digits, "folder": pictures.folder}[form](folder / "data")
+        sizes = {"digits": "", "folder": "--model.classes 2 --model.size 32"}[form]
+        return configs.load(str(path), [*args, *sizes.split(), "--data.path", texts])
+
+    return load
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("[!_]*.py")), ids=lambda p: p.stem)
+def test_config_file_trains(path, tiny, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT))
+    config = tiny(path)
+    assert config.name == path.stem
+    if config.start_from is not None:
+        first = tiny(path.with_name(f"{pathlib.Path(config.start_from).name}.py"))
+        loop.run(first)
+        config = dataclasses.replace(config, start_from=str(folder_of(first)))
+    rows = loop.run(config)
+    assert rows[-1]["step"] == 2 and rows[-1]["skipped"] == 0
+    assert np.isfinite(rows[-1]["val_loss"])
+
+
+def test_device_start_makes_a_device_for_each_replica_and_threads_for_all():
+    code = (
+        "import os, jax; from train import devices; devices.start(5); "
+        "print(len(jax.devices()), os.environ['NPROC'], len(os.listdir('/proc/self/task')))"
+    )
+    env = {k: v for k, v in os.environ.items() if k != "NPROC"} | {"JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], **{"cwd": ROOT, "env": env, "capture_output": True}
+    )
+    count, pool, threads = map(int, done.stdout.split())
+    assert count == 5 and pool == max(20, os.cpu_count()) and threads > pool

@@ -1,0 +1,223 @@
+"""Runs in shards: as without them where codes are exact, and they go on, on other shards too."""
+
+import dataclasses
+import functools
+import itertools
+import random
+
+import jax
+import numpy as np
+import pytest
+
+from train import loop, sharded
+from train import task as tasks
+from train.config import Config, Data, Images, Optimizer
+from train.models.gpt import GPTConfig
+from train.models.vit import ViTConfig
+from train.output import report
+
+pytestmark = pytest.mark.usefixtures("quick_compiler")
+
+STEPS = 4
+EXACT = "qsdp(axis_name, identity(), identity())"
+ONCE = "qsdp(axis_name, identity(), identity(), gather_once=True)"
+HYBRID = "qsdp(axis_name, identity(), identity(), fast_axis=fast_axis, secondary=True)"
+LOSSY = (
+    "qsdp(axis_name, learned_levels(2, block=64), learned_levels(2, block=64, "
+    "rounding='stochastic'))"
+)
+
+
+@pytest.fixture(scope="module")
+def config_of(tmp_path_factory):
+    """Makes configs of tiny runs; none shares a folder with another."""
+    folder = tmp_path_factory.mktemp("qsdp")
+    draw = random.Random(0)
+    (folder / "text.txt").write_text("".join(draw.choices("the of and to in is ", k=9000)))
+
+    defaults = {
+        "log_every": 1,
+        "checkpoint_every": 2,
+        "replicas": 2,
+        "data": Data(path=str(folder / "text.txt"), batch=12),
+        "model": GPTConfig(layers=2, width=16, heads=2, context=16),
+    }
+
+    def make(name, qsdp, update="adam(learning_rate, eps=1e-4)", **changes):
+        return Config(
+            name=name,
+            steps=STEPS,
+            optimizer=Optimizer(update, 1e-2, 1),
+            qsdp=qsdp,
+            runs_dir=str(folder / "runs"),
+            eval_batches=1,
+            **(defaults | changes),
+        )
+
+    return make
+
+
+@functools.cache
+def compiled(config):
+    return tasks.make_task(config)
+
+
+@pytest.fixture(autouse=True)
+def compile_once(monkeypatch):
+    """Runs that differ in name or in where they begin share the compiled program."""
+
+    def make_task(config):
+        task = compiled(dataclasses.replace(config, name="any", runs_dir="", start_from=None))
+        return task._replace(config=config)
+
+    monkeypatch.setattr(loop, "make_task", make_task)
+
+
+def run(config, *, until=None):
+    """Trains, or stops after some steps as a signal does; the losses of all steps so far."""
+    if until is None:
+        rows = loop.run(config)
+    else:
+        done = iter([False] * until + [True])
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(loop, "stop_signals", stopping(lambda: next(done)))
+            with pytest.raises(KeyboardInterrupt):
+                loop.run(config)
+        return None
+    return [row["loss"] for row in rows[1:]], rows[-1]["val_loss"]
+
+
+def stopping(answer):
+    class Stop:
+        def __enter__(self):
+            return answer
+
+        def __exit__(self, *error):
+            return None
+
+    return Stop
+
+
+@pytest.mark.parametrize("scan", [False, True])
+def test_exact_codes_train_as_replicas_do_that_hold_everything(config_of, scan):
+    update = "chain(compressed_mean(identity(), axis_name), adam(learning_rate, eps=1e-4))"
+    model = GPTConfig(layers=2, width=16, heads=2, context=16, scan=scan)
+    losses, last = run(config_of(f"dense {scan}", None, update, model=model))
+    in_shards, last_in_shards = run(config_of(f"exact {scan}", EXACT, model=model))
+    # Gradients are summed in another order, and Adam with eps=1e-4 magnifies that little.
+    np.testing.assert_allclose(in_shards, losses, rtol=1e-5)
+    assert abs(last_in_shards - last) < 1e-5 * last
+
+    once = config_of(f"once {scan}", ONCE, model=model, accumulate=3)
+    losses_once, last_once = run(once)
+    np.testing.assert_allclose(losses_once, losses, rtol=1e-5)
+    assert abs(last_once - last) < 1e-5 * last
+    task = compiled(dataclasses.replace(once, name="any", runs_dir=""))
+    # Weights cross once and gradients once, half of them a replica, in spite of microbatches.
+    assert abs(task.sent_bytes / (2 * 4 * tasks.num_parameters(task) / 2) - 1) < 0.01
+    assert "1.0x fewer than a float32 sharded step" in report.text(task)
+
+
+def test_a_run_goes_on_bit_for_bit_and_on_other_shards_to_rounding(config_of):
+    whole = run(config_of("whole", LOSSY))
+    parts = config_of("parts", LOSSY)
+    run(parts, until=1)
+    assert run(parts) == whole
+
+    exact = run(config_of("exact again", EXACT))
+    moved = config_of("moved", EXACT)
+    run(moved, until=2)
+    losses, last = run(dataclasses.replace(moved, replicas=3))
+    np.testing.assert_allclose(losses, exact[0], rtol=1e-5)
+    assert abs(last - exact[1]) < 1e-5 * last
+
+
+def test_a_mesh_of_two_axes_trains_alike_and_a_run_moves_between_meshes(config_of):
+    exact = run(config_of("one axis", EXACT))
+    hybrid = config_of("two axes", HYBRID, replicas=4, fast=2)
+    run(hybrid, until=2)
+    losses, last = run(dataclasses.replace(hybrid, replicas=3, fast=1))
+    np.testing.assert_allclose(losses, exact[0], rtol=1e-5)
+    assert abs(last - exact[1]) < 1e-5 * last
+
+    back = config_of("back", HYBRID, replicas=3)
+    run(back, until=2)
+    losses, last = run(dataclasses.replace(back, replicas=4, fast=2))
+    np.testing.assert_allclose(losses, exact[0], rtol=1e-5)
+
+    task = compiled(dataclasses.replace(hybrid, name="any", runs_dir=""))
+    text = report.text(task)
+    numel = tasks.num_parameters(task)
+    assert "bytes a step across the slow axis of 2 x 2 replicas," in text
+    # Weights cross it once and gradients once, half of them a device; without secondary shards 3.
+    assert abs(task.sent_bytes / (2 * 4 * numel / 2 / 2) - 1) < 0.01
+    assert "1.5x fewer than a float32 sharded step" in text
+
+
+def test_a_run_goes_on_where_an_axis_has_one_device(config_of):
+    exact = run(config_of("never alone", EXACT))
+    alone = config_of("alone", EXACT, replicas=2)
+    run(alone, until=1)
+    run(dataclasses.replace(alone, replicas=1), until=2)
+    losses, last = run(dataclasses.replace(alone, replicas=2))
+    np.testing.assert_allclose(losses, exact[0], rtol=1e-5)
+    assert abs(last - exact[1]) < 1e-5 * last
+
+    hybrid = config_of("one host left", HYBRID, replicas=4, fast=2)
+    run(hybrid, until=2)
+    losses, _ = run(dataclasses.replace(hybrid, replicas=2))
+    np.testing.assert_allclose(losses, exact[0], rtol=1e-5)
+
+
+def test_a_run_in_shards_begins_with_the_parameters_of_another_run(config_of):
+    update = "chain(compressed_mean(identity(), axis_name), adam(learning_rate, eps=1e-4))"
+    dense = config_of("dense", None, update)
+    rows = loop.run(dense)
+    start_from = f"{dense.runs_dir}/dense"
+    tuned = config_of("tuned", HYBRID, replicas=4, fast=2, start_from=start_from)
+    rows = [rows, loop.run(tuned)]
+    start_from = f"{tuned.runs_dir}/tuned"
+    rows.append(loop.run(config_of("again", None, update, start_from=start_from)))
+    for before, after in itertools.pairwise(rows):
+        assert abs(after[0]["val_loss"] / before[-1]["val_loss"] - 1) < 1e-6
+
+
+def test_the_report_counts_parameters_and_what_is_held(config_of):
+    task = compiled(dataclasses.replace(config_of("any", LOSSY), runs_dir=""))
+    model = task.config.model
+    per_block = 12 * model.width**2 + 13 * model.width
+    numel = 256 * model.width + model.context * model.width + 2 * model.width + 2 * per_block
+    assert tasks.num_parameters(task) == numel
+    assert f"{numel:,} parameters on 2 replicas" in report.text(task)
+    ratio = 3 * 4 * numel / 2 / task.sent_bytes
+    assert f"{ratio:.1f}x fewer than a float32 sharded step" in report.text(task)
+    held = sum(x.sharding.shard_shape(x.shape)[-1] for x in jax.tree.leaves(task.like["params"]))
+    assert numel / 2 <= held < 1.01 * numel / 2
+    # Steps 1, 2 and 4 fit levels.
+    assert task.rounds == {"all": STEPS, "levels": 3}
+    assert task.sent_bytes == task.sent[""] + task.sent["levels"] * 3 / STEPS > task.sent[""]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"qsdp": "quantize(8)"}, "is a Compressor; write qsdp"),
+        ({"qsdp": "qsdp(axis)"}, "'axis' is not a name"),
+        ({"qsdp": EXACT, "overlap": True}, "overlap=True cannot be used with qsdp"),
+        ({"fast": 2}, "fast=2 needs parameters in shards"),
+        ({"qsdp": EXACT, "fast": 2}, "has the fast axis None, but fast=2 makes 'fast'"),
+        ({"qsdp": "qsdp(axis_name, fast_axis='f')"}, "has the fast axis 'f', but fast=1"),
+        (
+            {
+                "qsdp": EXACT,
+                "objective": "classify",
+                "model": ViTConfig(),
+                "data": Images(batch=8),
+            },
+            "gather for themselves",
+        ),
+    ],
+)
+def test_what_is_no_run_in_shards_is_refused(config_of, changes, message):
+    with pytest.raises(ValueError, match=message):
+        sharded.method(config_of("refused", **({"qsdp": None} | changes)))

@@ -1,0 +1,124 @@
+"""Ctrl-C and SIGTERM: the first asks, the second changes nothing, the third stops at once."""
+
+import os
+import re
+import signal
+import sys
+import threading
+
+import pytest
+
+from tests.helpers.launching import ROOT, environment, run, write_config
+from train.checkpoints import files
+from train.processes.signals import stop_signals
+
+STOPPED = """
+import os, runpy, signal, sys, time
+from train import checkpoint, data
+
+names, where = sys.argv.pop(1).split(), sys.argv.pop(1)
+draw, write = data.batch, checkpoint.write_checksums
+
+def be_told():
+    for name in names:
+        os.kill(os.getpid(), getattr(signal, name))
+        time.sleep(0.3)
+    names.clear()
+
+def batch(tokens, seed, step, *rest):
+    print(f"step {step} begins", flush=True)
+    if where == "step":
+        be_told()
+    return draw(tokens, seed, step, *rest)
+
+def slowly(directory):
+    if where == "save":
+        hangs = len(names) > 2
+        be_told()
+        while hangs:
+            time.sleep(1)
+    write(directory)
+
+data.batch, checkpoint.write_checksums = batch, slowly
+runpy.run_module("train", run_name="__main__")
+"""
+ONCE = "already stopping: the run saves and ends; a third signal ends it at once, unsaved\n"
+
+
+@pytest.fixture
+def stopped(tmp_path):
+    """Runs two steps, or more, and sends its process signals in the first step or a save."""
+    config, cache = write_config(tmp_path), str(tmp_path / "cache")
+
+    def start(names, where, *overrides):
+        command = [sys.executable, "-c", STOPPED, names, where, str(config), *overrides]
+        ended = run(command, cwd=ROOT, env=environment(JAX_COMPILATION_CACHE_DIR=cache))
+        # Each replica's rows are drawn by themselves.
+        begun = sorted({int(step) for step in re.findall(r"step (\d+) begins", ended.stdout)})
+        saved = files.latest(tmp_path / "runs" / "tiny" / "checkpoints")
+        return ended.returncode, ended.stdout, begun, saved
+
+    return start
+
+
+@pytest.mark.parametrize(("where", "last"), [("step", 1), ("save", 2)])
+def test_a_second_signal_does_not_discard_the_save_and_the_run_goes_on(stopped, where, last):
+    status, said, begun, saved = stopped("SIGINT SIGTERM", where)
+    assert (status, said.count(ONCE)) == (0, 1), said
+    assert (begun, saved) == ([*range(last)], last)
+    assert where == "save" or said.endswith("stopped at step 1; run the same command to go on\n")
+    status, said, begun, saved = stopped("", where, "--steps", "3")
+    assert (status, begun, saved) == (0, [*range(last, 3)], 3), said
+
+
+@pytest.mark.parametrize("where", ["step", "save"])
+def test_a_third_signal_stops_at_once(stopped, where):
+    status, said, begun, saved = stopped("SIGINT SIGTERM SIGTERM", where)
+    assert (status, said.count(ONCE), saved) == (130, 1, None), said
+    assert said.endswith("interrupted\n") and "Traceback" not in said
+    assert begun == ([0] if where == "step" else [0, 1])
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_asks_the_second_is_told_and_the_third_interrupts(number, capfd):
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    with stop_signals() as asked:
+        assert not asked()
+        os.kill(os.getpid(), number)
+        assert asked() and capfd.readouterr().err == ""
+        os.kill(os.getpid(), number)
+        assert asked() and capfd.readouterr().err == ONCE
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), number)
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+
+
+def test_a_second_signal_is_no_trouble_where_nothing_can_be_said(monkeypatch):
+    def disk_full(descriptor, text):
+        raise OSError(28, "No space left on device")
+
+    with stop_signals() as asked, monkeypatch.context() as patch:
+        patch.setattr("os.write", disk_full)
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert asked()
+
+
+def test_handlers_return_after_an_error():
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    with pytest.raises(ZeroDivisionError), stop_signals():
+        raise ZeroDivisionError
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+
+
+def test_in_another_thread_no_stop_is_ever_asked_for():
+    answers = []
+
+    def body():
+        with stop_signals() as asked:
+            answers.append(asked())
+
+    thread = threading.Thread(target=body)
+    thread.start()
+    thread.join()
+    assert answers == [False]

@@ -1,0 +1,172 @@
+"""Where a run begins: at its first step, or where a checkpoint was made, on as many replicas."""
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jaxcomp
+from jaxcomp.replicas.resize import reset_residuals
+from train import sharded
+from train.checkpoints import files, store, trees
+from train.config.as_json import to_json
+from train.config.run import AXIS_NAME
+from train.processes import agree
+from train.task import Task, natural, shapes_of
+
+_METADATA = {"progress", "num_replicas", "data_sha256"}  # needed to go on
+_SAID_ELSEWHERE = {"replicas", "resize"}
+
+
+@dataclasses.dataclass
+class Progress:
+    """What a run has counted so far; travels in the checkpoint's metadata."""
+
+    step: int = 0  # optimizer steps done, skipped ones included
+    sent_bytes: float = 0.0  # by one replica, since the first step
+    rounds: int = 0  # steps in which anything was sent
+    # How often each part of the exchange was sent, where steps differ.
+    parts: dict[str, int] = dataclasses.field(default_factory=dict)
+    skipped: int = 0  # steps whose update was not finite
+    left_out: int = 0  # steps that single replicas left out, since theirs was not
+    # Of the steps since the last row: a stop between two rows must not change the next one.
+    losses: list[float] = dataclasses.field(default_factory=list)
+
+
+def begin(task: Task, directory: Path) -> tuple[Any, Any, Progress]:
+    """Finds where a run begins: at its first step, or where its last checkpoint was made.
+
+    Process 0 looks for the checkpoint; all processes come to the same answer.
+
+    Args:
+      task: The run.
+      directory: Of its checkpoints.
+
+    Returns:
+      Parameters, state and counts.
+
+    Raises:
+      ValueError: If there is a checkpoint that does not fit the run, or must not be resumed.
+    """
+    step = agree.from_first(lambda: files.latest(directory))
+    if step is None:
+        return *_first(task), Progress()
+    if not task.config.resume:
+        raise ValueError(
+            f"{directory} has a checkpoint of step {step}, which --no-resume would overwrite; "
+            "write --resume, give another --name, or remove that folder."
+        )
+    return _restore(task, directory, step)
+
+
+def metadata(task: Task, done: Progress) -> dict[str, Any]:
+    """What a checkpoint says of its run, for `begin`."""
+    return {
+        "progress": dataclasses.asdict(done),
+        "num_replicas": task.mesh.size,
+        "data_sha256": task.examples.record["sha256"],
+        "config": json.loads(to_json(task.config)),
+    }
+
+
+def _first(task: Task) -> tuple[Any, Any]:
+    """Parameters and state before the first step."""
+    if task.config.start_from is None:
+        return task.init()
+    source = Path(task.config.start_from, "checkpoints")
+    if agree.from_first(lambda: files.latest(source)) is None:
+        raise ValueError(
+            f"start_from is {task.config.start_from!r}, but there is no checkpoint in {source}; "
+            "train that run first, or write --start-from None."
+        )
+    like, saved = natural(task), store.read_metadata(source)
+    if saved.get("config", {}).get("qsdp") is not None:
+        like = sharded.shapes(like, saved["num_replicas"])
+    everywhere = NamedSharding(task.mesh, PartitionSpec())
+    placed = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere)
+    params = store.restore_params(source, jax.tree.map(placed, like))
+    return task.init(sharded.joined(params))
+
+
+def _restore(task: Task, directory: Path, step: int) -> tuple[Any, Any, Progress]:
+    """Parameters, state and counts of a checkpoint, onto this run's replicas."""
+    saved = store.read_metadata(directory, step)
+    if missing := _METADATA - saved.keys():
+        raise ValueError(
+            f"the checkpoint {directory}/{step} is not of a run of this program: its metadata "
+            f"lack {', '.join(sorted(missing))}. Give another --name or --runs-dir."
+        )
+    if saved["data_sha256"] != task.examples.record["sha256"]:
+        raise ValueError(
+            f"{directory} was trained on other data (sha256 {saved['data_sha256'][:12]}...) than "
+            f"this run reads ({task.examples.record['sha256'][:12]}...); give the old data, or "
+            "another --name, or --no-resume with that folder removed."
+        )
+    if step > task.config.steps:
+        raise ValueError(
+            f"{directory} was trained to step {step}, but steps={task.config.steps}; write more "
+            "--steps, or give another --name."
+        )
+    _say_changes(task, saved.get("config", {}), step)
+    like, num_replicas = task.like, saved["num_replicas"]
+    if num_replicas != task.mesh.size:
+        like = _like_saved(task, num_replicas)
+    tree, saved, _ = store.restore(directory, like, step)
+    tree = jaxcomp.resize(tree, task.like)
+    state = tree["state"]
+    if num_replicas != task.mesh.size:
+        state = _resized(task, state, step, num_replicas)
+    return tree["params"], state, Progress(**saved["progress"])
+
+
+def _say_changes(task: Task, old: dict[str, Any], step: int) -> None:
+    """Prints which settings are others than those that the checkpoint was made with."""
+    old, new = _settings(old), _settings(json.loads(to_json(task.config)))
+    changes = [
+        f"{name} {old[name]!r} -> {value!r}"
+        for name, value in new.items()
+        if name not in _SAID_ELSEWHERE and name in old and old[name] != value
+    ]
+    if changes and agree.is_first():
+        text = f"{task.config.name}: from step {step} on with other settings: {'; '.join(changes)}"
+        print(text, file=sys.stderr)
+
+
+def _settings(config: dict[str, Any], above: str = "") -> dict[str, Any]:
+    """The fields of a config by names with dots, as `model.heads`."""
+    named = {}
+    for name, value in config.items():
+        inside = isinstance(value, dict)
+        named |= _settings(value, f"{above}{name}.") if inside else {above + name: value}
+    return named
+
+
+def _resized(task: Task, state: Any, step: int, num_replicas: int) -> Any:
+    """What the policy leaves of a state that has just got another number of replicas."""
+    policy = task.config.resize
+    if agree.is_first():
+        print(
+            f"{task.config.name}: from step {step} on {task.mesh.size} replicas instead of "
+            f"{num_replicas}, resize={policy}",
+            file=sys.stderr,
+        )
+    return reset_residuals(state) if policy == "reset" else state
+
+
+def _like_saved(task: Task, num_replicas: int) -> Any:
+    """Parameters and state of another number of replicas, on this run's mesh."""
+
+    def one(x, old):
+        sharding = x.sharding
+        if x.shape[:1] != old.shape[:1]:  # XLA leaves axes of one device out of a program's specs
+            rows = PartitionSpec(task.mesh.axis_names, *sharding.spec[1:])
+            sharding = NamedSharding(task.mesh, rows)
+        # What an owner keeps of a bucket depends on their number in its length too.
+        return jax.ShapeDtypeStruct(x.shape[:1] + old.shape[1:], x.dtype, sharding=sharding)
+
+    resized = jax.tree.map(one, task.like, shapes_of(task, num_replicas))
+    return trees.like_replicas(resized, num_replicas, AXIS_NAME)

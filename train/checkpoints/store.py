@@ -1,0 +1,282 @@
+"""Checkpoints by Orbax: asynchronous, atomic, checked byte for byte.
+
+A checkpoint is `state/` (the arrays, readable by any Orbax program), `metadata/metadata` (JSON)
+and `checksums.json`. Saving needs `open_checkpoints`; reading needs the directory alone and
+changes nothing in it. `latest` and `steps` come from `train.checkpoints.files`.
+"""
+
+import contextlib
+import errno
+import json
+import logging
+import math
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+
+from train.checkpoints.files import (
+    intact,
+    latest,
+    remove_partial,
+    require_newest,
+    require_writable,
+    write_checksums,
+)
+from train.checkpoints.trees import described, require_same, without_empty
+from train.processes import agree
+
+# Orbax logs a traceback in every thread for an error that it also raises to its caller.
+logging.getLogger("absl").setLevel(logging.CRITICAL)
+
+
+class Checkpoints(NamedTuple):
+    """An open directory of checkpoints, for saving. Call `close` at the end, come what may.
+
+    Every process of a run calls each of them, in the same order.
+
+    Attributes:
+      save: `(step: int, tree, metadata: dict)`. Copies the leaves, starts writing them and
+        returns; the buffers may be donated at once. A save that still runs is waited for first.
+      check: `()`. Raises what this process's part of the running save has met so far.
+      wait: `()`. Returns when the last save is on disk.
+      close: `()`. Waits, then ends Orbax's threads.
+
+    Each raises OSError, naming the directory, if this save or the one before it could not be
+    written, with errno ENOSPC where the disk is full. What the failed save left behind is
+    removed, earlier checkpoints stay, and saving may go on once there is space; in a run of many
+    processes the next `open_checkpoints` does that, for the others still write. `save` raises
+    ValueError if the directory has a checkpoint of this step or of a later one, and TypeError if
+    the metadata is not JSON.
+    """
+
+    save: Callable[[int, Any, dict[str, Any]], None]
+    check: Callable[[], None]
+    wait: Callable[[], None]
+    close: Callable[[], None]
+
+
+def open_checkpoints(directory: str | Path, keep: int = 3, seconds: int = 300) -> Checkpoints:
+    """Makes the directory if need be, and removes what an interrupted save left in it.
+
+    One run at a time may have a directory open.
+
+    Args:
+      directory: Where the checkpoints are, a folder of a local or shared file system.
+      keep: How many checkpoints stay, the newest ones; at least 1. An old one is deleted after
+        the new one is complete, so that the disk holds keep + 1 for a while.
+      seconds: How long a save may take, and a process waits for the others' parts of it.
+
+    Returns:
+      The functions that save.
+
+    Raises:
+      ValueError: If `keep` is under 1.
+      OSError: If the directory cannot be made or written to.
+    """
+    if keep < 1:
+        raise ValueError(f"keep is {keep}; at least 1 checkpoint must stay. Write keep=1")
+    directory = Path(directory).absolute()
+    require_writable(directory)
+    agree.from_first(lambda: remove_partial(directory))
+    failures: list[BaseException] = []
+    manager = _manager(directory, keep, seconds, failures)
+    needed = 0  # bytes of the last save
+
+    @contextlib.contextmanager
+    def explained():
+        try:
+            yield
+        except (OSError, ValueError, RuntimeError) as error:
+            failures.clear()
+            if jax.process_count() == 1:
+                remove_partial(directory)
+                manager.reload()
+            raise _save_error(directory, error, needed, seconds) from error
+
+    def save(step, tree, metadata):
+        nonlocal needed
+        wait()
+        require_newest(directory, step)
+        record = json.dumps({"leaves": described(tree), "run": metadata})
+        items = ocp.args.Composite(
+            state=ocp.args.StandardSave(without_empty(tree)),
+            metadata=ocp.args.JsonSave(json.loads(record)),
+        )
+        needed = sum(getattr(leaf, "nbytes", 8) for leaf in jax.tree.leaves(tree))
+        with explained():
+            if needed > shutil.disk_usage(directory).free:
+                raise OSError(errno.ENOSPC, "the arrays alone are larger than the free space")
+            manager.save(step, args=items, force=True)
+
+    def check():
+        with explained():
+            if failures:
+                raise failures[0]
+
+    def wait():
+        with explained():
+            manager.wait_until_finished()
+
+    def close():
+        try:
+            wait()
+        except OSError:
+            manager.close()
+            raise
+        manager.close()
+
+    return Checkpoints(save, check, wait, close)
+
+
+def read_metadata(directory: str | Path, step: int | None = None) -> dict[str, Any]:
+    """Reads the metadata that a checkpoint was saved with; process 0 does, for all.
+
+    Args:
+      directory: Where the checkpoints are.
+      step: Which one; the newest by default.
+
+    Returns:
+      The dict given to `save`, as JSON returns it: tuples come back as lists.
+
+    Raises:
+      ValueError: If there is no such checkpoint, or its metadata is damaged.
+    """
+    return agree.from_first(lambda: _record(intact(directory, step, "metadata")))["run"]
+
+
+def restore(
+    directory: str | Path, like: Any, step: int | None = None
+) -> tuple[Any, dict[str, Any], int]:
+    """Reads a checkpoint, bit for bit as it was saved, onto any mesh of any number of processes.
+
+    Shapes, dtypes and paths must be the saved ones; shardings need not. To read one of another
+    number of replicas, change `like` by `checkpoint_trees.like_replicas`. Process 0 looks for
+    damage; each process then reads its own part.
+
+    Args:
+      directory: Where the checkpoints are.
+      like: A tree of the saved structure. Its leaves are `jax.ShapeDtypeStruct` with a sharding,
+        or arrays, whose values are not read, or Python numbers.
+      step: Which checkpoint; the newest by default.
+
+    Returns:
+      `(tree, metadata, step)`.
+
+    Raises:
+      ValueError: If there is no such checkpoint, it is damaged (the text names the newest one
+        that is not) or it is of another model (the text lists the first leaves that differ).
+        Nothing is loaded then.
+    """
+    path, record = _intact(directory, step)
+    require_same(path, record, described(like))
+    with ocp.StandardCheckpointer(multiprocessing_options=_everyone()) as checkpointer:
+        loaded = checkpointer.restore(path / "state", without_empty(like))
+    return jax.tree.map(_filled, like, loaded), record["run"], int(path.name)
+
+
+def restore_params(directory: str | Path, like: Any) -> Any:
+    """Reads the parameters alone, of a run with any optimizer on any number of replicas.
+
+    Args:
+      directory: Where the checkpoints are; the newest one counts.
+      like: As for `restore`, of the parameters.
+
+    Returns:
+      The parameters.
+
+    Raises:
+      ValueError: As `restore`.
+    """
+    path, record = _intact(directory, None)
+    like = {"params": like}
+    leaves = {name: leaf for name, leaf in record["leaves"].items() if name.startswith("params/")}
+    require_same(path, record | {"leaves": leaves}, described(like))
+    wanted = without_empty(like)
+    options = ocp.args.PyTreeRestore(
+        item=wanted,
+        restore_args=ocp.checkpoint_utils.construct_restore_args(wanted),
+        partial_restore=True,
+    )
+    handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=_everyone())
+    with ocp.Checkpointer(handler, multiprocessing_options=_everyone()) as checkpointer:
+        loaded = checkpointer.restore(path / "state", args=options)
+    return jax.tree.map(_filled, like, loaded)["params"]
+
+
+def _intact(directory, step) -> tuple[Path, dict]:
+    path = Path(agree.from_first(lambda: str(intact(directory, step))))
+    return path, agree.from_first(lambda: _record(path))
+
+
+def _filled(wanted, got):
+    """What was read, or zeros for a leaf without entries."""
+    if math.prod(np.shape(wanted)) > 0:
+        return got
+    return jnp.zeros(wanted.shape, wanted.dtype, device=getattr(wanted, "sharding", None))
+
+
+def _manager(directory, keep, seconds, failures):
+    options = _everyone()
+    meet = ocp.multihost.get_barrier_sync_fn(processes=options.active_processes)
+
+    def barrier(**kwargs):
+        # Orbax meets the others also while an error goes up; they wait elsewhere until the end.
+        if (error := sys.exc_info()[1]) is not None:
+            failures.append(error)
+            raise error
+        meet(**kwargs)
+
+    return ocp.CheckpointManager(
+        directory,
+        item_names=("state", "metadata"),
+        options=ocp.CheckpointManagerOptions(
+            max_to_keep=keep,
+            create=False,
+            multiprocessing_options=options,
+            async_options=ocp.AsyncOptions(
+                timeout_secs=seconds,
+                barrier_sync_fn=barrier,
+                # Called in process 0, after the last array is written and before the rename.
+                post_finalization_callback=lambda: write_checksums(directory),
+            ),
+        ),
+    )
+
+
+def _everyone():
+    """Processes meet at JAX's coordination service: as collectives, Orbax's barriers never end."""
+    count = jax.process_count()
+    return ocp.options.MultiprocessingOptions(
+        active_processes=set(range(count)) if count > 1 else None
+    )
+
+
+def _record(path):
+    return json.loads((path / "metadata" / "metadata").read_text())
+
+
+def _save_error(directory, error, needed, seconds):
+    number = error.errno if isinstance(error, OSError) else None
+    good = latest(directory)
+    kept = "" if good is None else f" The checkpoint of step {good} is complete."
+    # Orbax raises ValueError for what TensorStore could not write.
+    if number in (errno.ENOSPC, errno.EDQUOT) or "RESOURCE_EXHAUSTED" in str(error):
+        free = shutil.disk_usage(directory).free
+        return OSError(
+            errno.ENOSPC,
+            f"no space for a checkpoint in {directory}: it needs about {needed:,} bytes, "
+            f"{free:,} are free.{kept} Free some space, keep fewer, or name another directory",
+        )
+    reason = str(error).partition("\n")[0].rstrip(".")
+    if isinstance(error, TimeoutError):
+        reason = f"not all of it was written in {seconds} s, by this process and the others"
+    return OSError(
+        number or errno.EIO, f"could not save a checkpoint in {directory}: {reason}.{kept}"
+    )

@@ -1,0 +1,6 @@
+"""What a run is: config files, overrides, optimizers as text."""
+
+from train.config.run import Config as Config
+from train.config.run import Optimizer as Optimizer
+from train.data.sources import Data as Data
+from train.data.sources import Images as Images

@@ -1,0 +1,268 @@
+"""What a run is: frozen dataclasses, a file that makes them, overrides from the command line."""
+
+import dataclasses
+import difflib
+import importlib.util
+import math
+import pathlib
+from collections.abc import Sequence
+from typing import Literal
+
+import optax
+import tyro
+
+import jaxcomp
+from train.config import expression
+from train.data.sources import Data, Images
+from train.models.gpt import GPTConfig
+from train.models.objectives import OBJECTIVES
+from train.models.resnet import ResNetConfig
+from train.models.swin import SwinConfig
+from train.models.vit import ViTConfig
+
+AXIS_NAME = "replica"
+"""Name of the mesh axis over which data parallelism, and every compressed message, goes."""
+
+_BINDINGS = ("learning_rate", "axis_name", "steps", "warmup_steps")  # names in an update
+
+
+@dataclasses.dataclass(frozen=True)
+class Optimizer:
+    """How the mean of gradients is made and applied, and at which rate.
+
+    For example `chain(compressed_mean(quantize(4), axis_name), clip_by_global_norm(1.0),
+    adamw(learning_rate))`. The place in the chain says what is clipped: after compressed_mean
+    the mean gradient, as here; before it this replica's local gradient.
+    """
+
+    update: str
+    """Optax transformation: a call of jaxcomp's and optax's names, and of learning_rate,
+    axis_name, steps and warmup_steps."""
+    learning_rate: float
+    """Peak of the schedule, in update units per step; > 0."""
+    warmup_steps: int = 0
+    """Steps in which the rate rises linearly from 0 to the peak; less than steps."""
+    schedule: Literal["cosine", "linear", "exponential", "constant"] = "cosine"
+    """Form of the decay from the peak, after the warm-up until the last step."""
+    final_fraction: float = 0.1
+    """Rate at the last step as a share of the peak, in [0, 1]; constant stays at the peak."""
+
+    def __post_init__(self):
+        _at_least(0, "optimizer.warmup_steps", self.warmup_steps)
+        if not 0 < self.learning_rate < math.inf:
+            raise ValueError(
+                f"optimizer.learning_rate={self.learning_rate} must be positive and finite; "
+                f"write 3e-3."
+            )
+        if not 0 <= self.final_fraction <= 1:
+            raise ValueError(
+                f"optimizer.final_fraction={self.final_fraction} must be in [0, 1]; write 0.1."
+            )
+        if self.schedule == "exponential" and not self.final_fraction:
+            raise ValueError(
+                "optimizer.final_fraction=0 is never reached by optimizer.schedule=exponential; "
+                "write --optimizer.final-fraction 0.1."
+            )
+        try:
+            expression.check(self.update, dict.fromkeys(_BINDINGS))
+        except ValueError as error:
+            raise ValueError(f"optimizer.update: {error}") from error
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """One run. Everything that a run depends on is here or in the text that it reads."""
+
+    name: str
+    """Run directory below runs_dir."""
+    steps: int
+    """Optimizer steps to train for."""
+    optimizer: Optimizer
+    seed: int = 0
+    """Seed, in [0, 2^32), of the initial parameters and the order of the data."""
+    objective: Literal["next_token", "masked", "classify"] = "next_token"
+    """What the model learns: the next byte, as GPT; hidden bytes, as BERT (vocab 257); or an
+    image's class."""
+    replicas: int = 4
+    """Data-parallel replicas; 0: all devices. On CPU the program makes that many devices."""
+    accumulate: int = 1
+    """Microbatches of one optimizer step; their mean gradient is exchanged once."""
+    overlap: bool = False
+    """Dispatch the exchange beside the gradient, for methods that can, as cocktail_sgd; on CPU."""
+    per_layer: bool = True
+    """Whether the update sees the layers of a scanned model (`model.scan`) one by one. False
+    compiles faster, and is the same to a code of all parameters around an optimizer that works
+    entry by entry, as cocktail_sgd of adamw."""
+    qsdp: str | None = None
+    """Parameters in shards, as `qsdp(axis_name, quantize(8, block=1024))`; None: all everywhere."""
+    fast: int = 1
+    """Replicas of a host, say: size of the axis in `qsdp(axis_name, fast_axis=fast_axis)`."""
+    eval_every: int = 100
+    """Steps between evaluations; the last step is always evaluated."""
+    eval_batches: int = 8
+    """Validation batches of data.batch sequences in one evaluation."""
+    checkpoint_every: int = 500
+    """Steps between checkpoints; the last step is always saved."""
+    checksum_every: int = 50
+    """Steps between comparisons of the replicas' parameters."""
+    log_every: int = 10
+    """Steps between rows of metrics.jsonl."""
+    runs_dir: str = "runs"
+    """Folder of all runs."""
+    start_from: str | None = None
+    """Folder of another run, as runs/nano_dense, whose last parameters this one begins with, as
+    fine-tuning does; the optimizer begins anew. None: random parameters."""
+    resume: bool = True
+    """Continue from the run directory's last checkpoint, if there is one."""
+    resize: Literal["keep_mean", "reset"] = "keep_mean"
+    """What replicas keep when a run goes on with another number of them: the mean of what each
+    had for itself, or that without error feedback's residuals, which start from zero."""
+    watchdog_seconds: int = 300
+    """Seconds for one step until a run counts as hung and ends."""
+    start_seconds: int = 1800
+    """The same for the start with its compilation, an evaluation, and a save."""
+    save_seconds: int = 300
+    """Seconds that a process waits for the others' parts of a checkpoint."""
+    tensorboard: bool = False
+    """Write TensorBoard events as well; needs pip install -e '.[tensorboard]'."""
+    # The config file chooses one of each; the command line changes its fields.
+    model: GPTConfig | ResNetConfig | ViTConfig | SwinConfig = dataclasses.field(
+        default_factory=GPTConfig
+    )
+    data: Data | Images = dataclasses.field(default_factory=Data)
+
+    def __post_init__(self):
+        parts = pathlib.PurePath(self.name).parts
+        if not parts or ".." in parts or pathlib.PurePath(self.name).is_absolute():
+            raise ValueError(f"name={self.name!r} must be a folder below runs_dir; write run_1.")
+        sizes = "steps fast accumulate eval_batches watchdog_seconds start_seconds save_seconds"
+        periods = "eval_every checkpoint_every checksum_every log_every"
+        for field in f"{sizes} {periods}".split():
+            _at_least(1, field, getattr(self, field))
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"seed={self.seed} must be in [0, 2^32); write --seed 0.")
+        _at_least(0, "replicas", self.replicas)
+        OBJECTIVES[self.objective].check(self.model, self.data)
+        if self.optimizer.warmup_steps >= self.steps:
+            raise ValueError(
+                f"optimizer.warmup_steps={self.optimizer.warmup_steps} must be less than "
+                f"steps={self.steps}; write --optimizer.warmup-steps {self.steps // 10}."
+            )
+        if self.replicas:
+            microbatch(self, self.replicas)
+
+
+def microbatch(config: Config, num_replicas: int) -> int:
+    """Divides the batch: sequences of one replica in one microbatch.
+
+    Raises:
+      ValueError: If the batch does not divide evenly.
+    """
+    parts = num_replicas * config.accumulate
+    if config.data.batch % parts:
+        raise ValueError(
+            f"data.batch={config.data.batch} must be divisible by {num_replicas} replicas x "
+            f"accumulate={config.accumulate} = {parts}; write --data.batch "
+            f"{parts * math.ceil(config.data.batch / parts)}."
+        )
+    return config.data.batch // parts
+
+
+def load(path: str, args: Sequence[str] = ()) -> Config:
+    """Runs `get_config()` of a Python file and applies command-line overrides to the result.
+
+    Args:
+      path: The file, as `configs/nano_dense.py`.
+      args: Overrides, as `["--steps", "200", "--optimizer.learning-rate", "3e-4"]`.
+
+    Returns:
+      The resolved configuration.
+
+    Raises:
+      ValueError: If there is no such file, or it has no `get_config` that returns a `Config`.
+      SystemExit: After `--help`, and for an unknown key or a wrong value, which stderr tells.
+    """
+    file = pathlib.Path(path)
+    if file.suffix != ".py" or not file.is_file():
+        known = sorted(str(other) for other in file.parent.glob("*.py"))
+        near = difflib.get_close_matches(str(file), known, n=3) or known
+        raise ValueError(f"{path!r} is no config file; write one of {near or ['configs/NAME.py']}.")
+    spec = importlib.util.spec_from_file_location(f"config_{file.stem}", file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    default = module.get_config() if hasattr(module, "get_config") else None
+    if not isinstance(default, Config):
+        raise ValueError(
+            f"{path!r} has no get_config() that returns a train.config.Config; "
+            f"write def get_config(): return Config(...)."
+        )
+    return tyro.cli(
+        Config,
+        default=default,
+        args=list(args),
+        prog=f"python -m train {path}",
+        description=module.__doc__,
+        config=(tyro.conf.AvoidSubcommands,),
+    )
+
+
+def schedule(optimizer: Optimizer, steps: int) -> optax.Schedule:
+    """Makes the learning rate: linear warm-up from 0, then the decay to the last step.
+
+    Args:
+      optimizer: Peak, warm-up, form and final share.
+      steps: Optimizer steps of the run.
+
+    Returns:
+      An optax schedule, `step -> rate`; `learning_rate` at `warmup_steps` and
+      `final_fraction` of it from `steps` on.
+    """
+    peak, decay_steps = optimizer.learning_rate, steps - optimizer.warmup_steps
+    decay = {
+        "cosine": optax.cosine_decay_schedule(peak, decay_steps, optimizer.final_fraction),
+        "linear": optax.linear_schedule(peak, peak * optimizer.final_fraction, decay_steps),
+        "exponential": optax.exponential_decay(
+            peak, decay_steps, optimizer.final_fraction, end_value=peak * optimizer.final_fraction
+        ),
+        "constant": optax.constant_schedule(peak),
+    }[optimizer.schedule]
+    if not optimizer.warmup_steps:
+        return decay
+    warmup = optax.linear_schedule(0.0, peak, optimizer.warmup_steps)
+    return optax.join_schedules([warmup, decay], [optimizer.warmup_steps])
+
+
+def transformation(config: Config) -> optax.GradientTransformationExtraArgs:
+    """Makes the run's transformation: its `update`, which sees stacked layers one by one.
+
+    Raises:
+      ValueError: As `update`.
+    """
+    tx, pattern = update(config), config.model.stacked
+    # Shards are for optimizers that work entry by entry.
+    if pattern is None or config.qsdp is not None or not config.per_layer:
+        return tx
+    return jaxcomp.per_layer(tx, jaxcomp.by_path((pattern, True), (".*", False)))
+
+
+def update(config: Config) -> optax.GradientTransformationExtraArgs:
+    """Makes the optax transformation that `optimizer.update` describes.
+
+    Raises:
+      ValueError: If a call in it does not accept its arguments, or it is no transformation.
+    """
+    rate = schedule(config.optimizer, config.steps)
+    values = (rate, AXIS_NAME, config.steps, config.optimizer.warmup_steps)
+    value = expression.evaluate(config.optimizer.update, dict(zip(_BINDINGS, values, strict=True)))
+    if not isinstance(value, optax.GradientTransformation):
+        raise ValueError(
+            f"optimizer.update={config.optimizer.update!r} is a {type(value).__name__}, not an "
+            f"optax transformation; write chain(compressed_mean(...), adamw(learning_rate))."
+        )
+    return optax.with_extra_args_support(value)
+
+
+def _at_least(minimum: int, name: str, value: int) -> None:
+    if value < minimum:
+        flag = name.replace("_", "-")
+        raise ValueError(f"{name}={value} must be at least {minimum}; write --{flag} {minimum}.")

@@ -1,0 +1,1 @@
+"""Text and images: where they lie, and batches of them by number."""

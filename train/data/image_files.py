@@ -1,0 +1,216 @@
+"""Images as others store them: scikit-learn's digits, CIFAR-10, a folder for each class."""
+
+import gzip
+import hashlib
+import importlib.util
+import io
+import os
+import pathlib
+import pickle
+import zlib
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from train.data import texts
+
+_SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff"}
+_CIFAR10 = (*(f"data_batch_{number}" for number in range(1, 6)), "test_batch")
+_CIFAR10_ROW = 3 * 32 * 32
+
+
+class Stored(NamedTuple):
+    """Images that can be had by their number.
+
+    Attributes:
+      names: What tells each image from the others, and alike ones not.
+      labels: i32[size], the class of each.
+      validation: bool[size], which the data themselves keep for validation; None if they do not.
+      shape: Height, width and channels; None for images of any shape.
+      classes: Number of classes.
+      sha256: Of all there is; of a folder, of names and sizes.
+      load: Number -> u8[height, width, channels] or, where `shape` is None, a picture of Pillow.
+    """
+
+    names: list[str]
+    labels: np.ndarray
+    validation: np.ndarray | None
+    shape: tuple[int, int, int] | None
+    classes: int
+    sha256: str
+    load: Callable
+
+
+def digits(path: str | None) -> Stored:
+    """Reads scikit-learn's digits: lines of 64 numbers from 0 to 16, and a class from 0 to 9.
+
+    Raises:
+      ValueError: If there is no such file, or it holds something else.
+    """
+    if path is None:
+        found = importlib.util.find_spec("sklearn")
+        if found is None:
+            raise ValueError(
+                "data.form='digits' needs the package scikit-learn, which has the images in it; "
+                "run pip install -e '.[images]' in the checkout, or write --data.path with its "
+                "digits.csv.gz."
+            )
+        path = pathlib.Path(found.submodule_search_locations[0], "datasets/data/digits.csv.gz")
+    content = _bytes(pathlib.Path(path))
+    try:
+        text = gzip.decompress(content) if content[:2] == b"\x1f\x8b" else content
+        rows = np.array([line.split(b",") for line in text.split()], np.float64)
+    except (OSError, EOFError, ValueError, zlib.error) as error:
+        raise ValueError(f"{str(path)!r} is no table of digits: {error}.") from error
+    is_table = rows.ndim == 2 and rows.shape[1] == 65
+    if not is_table or not np.all((rows >= 0) & (rows <= 16) & (rows % 1 == 0)):
+        raise ValueError(
+            f"{str(path)!r} is no table of digits: each line needs 64 whole numbers from 0 to 16 "
+            f"and a class, separated by commas."
+        )
+    pixels = np.round(rows[:, :64] * 255 / 16).astype(np.uint8).reshape(-1, 8, 8, 1)
+    return _in_memory(pixels, rows[:, 64], None, path)
+
+
+def cifar10(path: str) -> Stored:
+    """Reads CIFAR-10 from its folder: `data_batch_1` to `_5` and `test_batch`, or those with .bin.
+
+    Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009. The last batch is
+    its own part for validation.
+
+    Raises:
+      ValueError: If a batch is missing or broken.
+    """
+    folder = pathlib.Path(path)
+    is_binary = (folder / f"{_CIFAR10[0]}.bin").is_file()
+    files = [folder / f"{name}{'.bin' if is_binary else ''}" for name in _CIFAR10]
+    batches = [(_binary if is_binary else _pickled)(file) for file in files]
+    rows, labels = (np.concatenate(parts) for parts in zip(*batches, strict=True))
+    pixels = np.ascontiguousarray(rows.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1))
+    validation = np.arange(len(labels)) >= len(labels) - len(batches[-1][1])
+    return _in_memory(pixels, labels, validation, path)
+
+
+def folder(path: str) -> Stored:
+    """Finds the images of a folder that has a folder for each class, as ImageNet.
+
+    If it has the folders `train` and `val`, the classes are in these, and the second is the part
+    for validation. Classes are numbered in the order of their names.
+
+    Raises:
+      ValueError: If Pillow is not installed, or there are no such folders or no images.
+    """
+    if importlib.util.find_spec("PIL") is None:
+        raise ValueError(
+            "data.form='folder' needs the package pillow, which reads images; run pip install "
+            "-e '.[images]' in the checkout."
+        )
+    root = pathlib.Path(path)
+    parts = [root / "train", root / "val"] if (root / "train").is_dir() else [root]
+    files = [_image_files(part) for part in parts]
+    classes = sorted({file.relative_to(parts[0]).parts[0] for file in files[0]})
+    if strange := {file.relative_to(parts[-1]).parts[0] for file in files[-1]} - set(classes):
+        raise ValueError(f"{str(parts[-1])!r} has classes that train has not: {sorted(strange)}.")
+    every = [(file, part) for part, found in zip(parts, files, strict=True) for file in found]
+    names = [file.relative_to(root).as_posix() for file, _ in every]
+    labels = [classes.index(file.relative_to(part).parts[0]) for file, part in every]
+    digest = hashlib.sha256()
+    for name, (file, _) in zip(names, every, strict=True):
+        digest.update(os.fsencode(f"{len(name)} {name} {file.stat().st_size} "))
+    return Stored(
+        names=names,
+        labels=np.array(labels, np.int32),
+        validation=np.arange(len(every)) >= len(files[0]) if len(parts) == 2 else None,
+        shape=None,
+        classes=len(classes),
+        sha256=digest.hexdigest(),
+        load=lambda number: _picture(every[number][0]),
+    )
+
+
+def _in_memory(pixels, labels, validation, path) -> Stored:
+    if np.any((labels < 0) | (labels > 9)):
+        raise ValueError(f"{str(path)!r} has a class that is not in [0, 10).")
+    labels = labels.astype(np.int32)
+    return Stored(
+        names=[hashlib.sha256(image.tobytes()).hexdigest() for image in pixels],
+        labels=labels,
+        validation=validation,
+        shape=pixels.shape[1:],
+        classes=10,
+        sha256=hashlib.sha256(pixels.tobytes() + labels.tobytes()).hexdigest(),
+        load=lambda number: pixels[number],
+    )
+
+
+def _binary(file: pathlib.Path) -> tuple[np.ndarray, np.ndarray]:
+    content = np.frombuffer(_bytes(file), np.uint8)
+    if not content.size or content.size % (1 + _CIFAR10_ROW):
+        raise ValueError(
+            f"{str(file)!r} is no batch of CIFAR-10: rows have {1 + _CIFAR10_ROW} bytes."
+        )
+    rows = content.reshape(-1, 1 + _CIFAR10_ROW)
+    return rows[:, 1:], rows[:, 0]
+
+
+def _pickled(file: pathlib.Path) -> tuple[np.ndarray, np.ndarray]:
+    content = _bytes(file)
+    try:
+        batch = _Unpickler(content).load()
+        rows, labels = np.asarray(batch[b"data"]), np.asarray(batch[b"labels"])
+        rows = rows.reshape(len(labels), _CIFAR10_ROW).astype(np.uint8, casting="safe")
+    except (pickle.UnpicklingError, EOFError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{str(file)!r} is no batch of CIFAR-10: {error!r}.") from error
+    return rows, labels
+
+
+class _Unpickler(pickle.Unpickler):
+    """Makes arrays, and nothing else that a pickle may ask for: a pickle can be a program."""
+
+    def __init__(self, content: bytes):
+        super().__init__(io.BytesIO(content), encoding="bytes")
+
+    def find_class(self, module, name):
+        known = {
+            "_reconstruct": np.zeros(0).__reduce__()[0],
+            "ndarray": np.ndarray,
+            "dtype": np.dtype,
+        }
+        if name not in known:
+            raise pickle.UnpicklingError(f"it holds {module}.{name}, which is no array")
+        return known[name]
+
+
+def _image_files(part: pathlib.Path) -> list[pathlib.Path]:
+    """Those images of a folder that lie in folders of it."""
+    found = [
+        file
+        for file in texts.files_below(part)
+        if file.suffix.lower() in _SUFFIXES and file.parent != part
+    ]
+    if not found:
+        raise ValueError(
+            f"{str(part)!r} has no images in folders, one for each class; name the folder of these."
+        )
+    return found
+
+
+def _picture(file: pathlib.Path):
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        picture = Image.open(file)
+        picture.load()
+    except (OSError, UnidentifiedImageError, Image.DecompressionBombError) as error:
+        raise ValueError(f"{str(file)!r} cannot be read as an image: {error}.") from error
+    if picture.mode.startswith("I;16"):  # Pillow makes 255 of all that is above
+        picture = Image.fromarray((np.asarray(picture) >> 8).astype(np.uint8))
+    return picture
+
+
+def _bytes(file: pathlib.Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise ValueError(f"{str(file)!r} cannot be read ({error.strerror}).") from error

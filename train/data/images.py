@@ -1,0 +1,198 @@
+"""Images with labels: what is read, what is held out, and which ones a step sees."""
+
+import functools
+import hashlib
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import numpy as np
+
+from train.data import image_files, texts
+from train.data.image_files import Stored
+from train.data.sources import Images
+from train.models.resnet import ResNetConfig
+from train.models.swin import SwinConfig
+from train.models.vit import ViTConfig
+
+_EPOCHS, _CROPS = 0, 1  # last word of Philox's counter: what the words are drawn for
+_MOVES = {"digits": 1, "cifar10": 4}  # pixels by which a small image is moved at most
+_AREA, _RATIO = (0.08, 1.0), (3 / 4, 4 / 3)  # of a crop
+_CENTRE = 7 / 8  # of the shorter side, of images to validate
+
+
+class ImageSet(NamedTuple):
+    """Two disjoint parts of stored images, and the record of where they came from.
+
+    Attributes:
+      stored: All images.
+      train: i64[size], numbers of those to train on.
+      validation: i64[size], numbers of those held out.
+      shape: Height, width and channels of an image, as the model wants it.
+      form: How they are stored, of `Images`.
+      record: Source, sha256, and counts of images; plain values, for the record of the run.
+    """
+
+    stored: Stored
+    train: np.ndarray
+    validation: np.ndarray
+    shape: tuple[int, int, int]
+    form: str
+    record: dict[str, str | int]
+
+
+def read(settings: Images, model: ResNetConfig | ViTConfig | SwinConfig) -> ImageSet:
+    """Finds the images that a configuration names and holds out a part of them.
+
+    The part that the data keep for validation themselves, where they do; else each image whose
+    hash (in a folder: whose name's hash) is below `validation_fraction`. So copies of one image
+    stay together, and nothing depends on the other images.
+
+    Args:
+      settings: What to read.
+      model: Whose size, channels and classes the images must have; those of a folder are scaled.
+
+    Returns:
+      The images, equal on every machine that reads the same.
+
+    Raises:
+      ValueError: If something is missing or broken, or does not fit the model.
+    """
+    form, path = settings.form, settings.path
+    stored = getattr(image_files, form)(path)
+    shape = (model.size, model.size, model.channels)
+    found = {"size": model.size, "channels": model.channels, "classes": model.classes}
+    needed = found | {"classes": stored.classes}
+    if stored.shape is not None:
+        needed |= {"size": stored.shape[0], "channels": stored.shape[2]}
+    elif model.channels not in (1, 3):
+        needed |= {"channels": 3}
+    if found != needed:
+        flags = " ".join(f"--model.{name} {value}" for name, value in needed.items())
+        raise ValueError(f"the images of {form} do not fit {found} of the model; write {flags}.")
+    held = stored.validation
+    if held is None:
+        held = np.array(texts.held_out(stored.names, settings.validation_fraction))
+    train, validation = np.flatnonzero(~held), np.flatnonzero(held)
+    for part, numbers in (("train", train), ("validation", validation)):
+        if not numbers.size:
+            raise ValueError(
+                f"{form} leaves none of {len(held)} images for {part}; add images, or change "
+                f"data.validation_fraction={settings.validation_fraction}."
+            )
+    record = {
+        "source": f"{form}:{path or 'scikit-learn'}",
+        "sha256": hashlib.sha256(f"{stored.sha256} {held.tobytes().hex()}".encode()).hexdigest(),
+        "images": len(held),
+        "train_images": train.size,
+        "validation_images": validation.size,
+    }
+    return ImageSet(stored, train, validation, shape, form, record)
+
+
+def batch(
+    images: ImageSet, seed: int, step: int, batch_size: int, rows: slice = slice(None)
+) -> dict[str, np.ndarray]:
+    """Draws the images of one step: a pure function of its arguments.
+
+    Every epoch shows each image once, in an order of its own; a batch may end one and begin the
+    next. A row is the same whichever process makes it, so each process makes only its own.
+
+    Digits are moved by up to a pixel, images of CIFAR-10 by up to 4, and these are mirrored half of
+    the time; of a folder, a random part is scaled to the model's size, 8% to 100% of the area at a
+    ratio of 3:4 to 4:3 (what of it lies outside is cut off), and mirrored half of the time.
+
+    Args:
+      images: Of `read`.
+      seed: Of the run, in [0, 2^64).
+      step: Of the optimizer, from 0.
+      batch_size: Images of the whole step.
+      rows: Which of them to make.
+
+    Returns:
+      {"images": u8[rows, height, width, channels], "labels": i32[rows]}.
+    """
+    size = images.train.size
+    places = [step * batch_size + row for row in range(*rows.indices(batch_size))]
+    numbers = [images.train[_order(seed, place // size, size)[place % size]] for place in places]
+    return _rows(images, numbers, [_draws(seed, place, _CROPS, 5) for place in places])
+
+
+def validation_batch(
+    images: ImageSet, index: int, num_batches: int, batch_size: int, rows: slice = slice(None)
+) -> dict[str, np.ndarray]:
+    """Makes one of the fixed validation batches: images evenly spaced over those held out.
+
+    The same for every run, seed and step. Images repeat only if there are fewer than are asked
+    for. Those of a folder are the middle of the picture, 7/8 of its shorter side.
+
+    Args:
+      images: Of `read`.
+      index: Of the batch, in [0, num_batches).
+      num_batches: Validation batches of one evaluation.
+      batch_size: Images of a batch.
+      rows: Which of the batch's images to make.
+
+    Returns:
+      As `batch`.
+    """
+    held, total = images.validation, num_batches * batch_size
+    places = [index * batch_size + row for row in range(*rows.indices(batch_size))]
+    numbers = [held[place * held.size // total] for place in places]
+    return _rows(images, numbers, [None] * len(numbers))
+
+
+def _draws(seed: int, number: int, purpose: int, count: int) -> np.ndarray:
+    """f64[count] in [0, 1); raw words of Philox, which are stable across NumPy's versions."""
+    words = np.random.Philox(key=seed, counter=purpose << 128 | number << 64).random_raw(count)
+    return (words >> np.uint64(11)) * 2.0**-53
+
+
+@functools.lru_cache(maxsize=2)
+def _order(seed: int, epoch: int, size: int) -> np.ndarray:
+    return np.argsort(_draws(seed, epoch, _EPOCHS, size), kind="stable")
+
+
+def _rows(images: ImageSet, numbers, draws) -> dict[str, np.ndarray]:
+    def make(number, draw):
+        image = images.stored.load(int(number))
+        if images.form == "folder":
+            return _scaled(image, images.shape, draw)
+        return image if draw is None else _moved(image, images.form, draw)
+
+    with ThreadPoolExecutor() as pool:
+        made = list(pool.map(make, numbers, draws))
+    pixels = np.stack(made) if made else np.zeros((0, *images.shape), np.uint8)
+    return {"images": pixels, "labels": images.stored.labels[np.array(numbers, int)]}
+
+
+def _moved(image: np.ndarray, form: str, draw: np.ndarray) -> np.ndarray:
+    """An image, black beyond its edges, moved, and if no digit mirrored or not: He et al., 2016."""
+    most = _MOVES[form]
+    padded = np.pad(image, ((most, most), (most, most), (0, 0)))
+    down, right = (int(x * (2 * most + 1)) for x in draw[:2])
+    moved = padded[down : down + image.shape[0], right : right + image.shape[1]]
+    return moved[:, ::-1] if form != "digits" and draw[2] < 0.5 else moved
+
+
+def _scaled(picture, shape: tuple[int, int, int], draw: np.ndarray | None) -> np.ndarray:
+    """A part of a picture as u8[shape]: the middle, or a random one, mirrored or not.
+
+    Szegedy et al., "Going Deeper with Convolutions", 2015.
+    """
+    from PIL import Image
+
+    if draw is None:
+        width = height = _CENTRE * min(picture.size)
+        left, top = 0.5, 0.5
+    else:
+        area = np.prod(picture.size) * (_AREA[0] + draw[0] * (_AREA[1] - _AREA[0]))
+        ratio = _RATIO[0] * (_RATIO[1] / _RATIO[0]) ** draw[1]
+        width = min(picture.size[0], (area * ratio) ** 0.5)
+        height = min(picture.size[1], (area / ratio) ** 0.5)
+        left, top = draw[2:4]
+    left, top = left * (picture.size[0] - width), top * (picture.size[1] - height)
+    colours = picture.convert("RGB" if shape[2] == 3 else "L")
+    box = (left, top, left + width, top + height)
+    scaled = colours.resize(shape[1::-1], Image.Resampling.BILINEAR, box=box)
+    pixels = np.asarray(scaled, np.uint8).reshape(shape)
+    return pixels[:, ::-1] if draw is not None and draw[4] < 0.5 else pixels

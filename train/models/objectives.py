@@ -1,0 +1,129 @@
+"""What is made of text or images, and what the model is asked about it."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from train.data.sources import Data, Images
+from train.models import losses
+from train.models.gpt import GPT, GPTConfig
+from train.models.resnet import ResNet, ResNetConfig
+from train.models.swin import Swin, SwinConfig
+from train.models.vit import ViT, ViTConfig
+
+MASK = 256
+"""The token that stands for a hidden byte."""
+_HIDDEN, _REPLACED = 0.8, 0.1  # of the chosen positions; the others keep their byte
+_CHOSEN = 0.15  # of all positions
+
+Measures = dict[str, jax.Array]
+Shapes = Any  # a pytree of jax.ShapeDtypeStruct
+
+
+class Objective(NamedTuple):
+    """A task that text, or images with labels, set."""
+
+    data: type  # that it needs, of `train.data.sources`
+    models: dict[type, Callable[[Any], nn.Module]]  # that it can train, by their configurations
+    row: Callable[[Any], Shapes]  # the model's configuration -> a row of the batch
+    # (the model: its inputs -> logits, batch) -> means over the batch, each f32[]; "loss", in nats
+    # a `unit`, is minimized
+    measure: Callable[[Callable[[jax.Array], jax.Array], Any], Measures]
+    unit: str
+    # (i32[rows, context + 1], key of each row) -> i32[rows, ...]: the batch; of text alone
+    prepare: Callable[[np.ndarray, list[list[int]]], np.ndarray] | None = None
+    vocab: int = 0  # least number of tokens
+
+    def check(self, model: Any, data: Any) -> None:
+        """Refuses a model or data that are not this task's, with a ValueError."""
+        name = next(name for name, objective in OBJECTIVES.items() if objective is self)
+        for field, value, kinds in (("model", model, self.models), ("data", data, [self.data])):
+            if type(value) not in kinds:
+                known = " or ".join(f"{kind.__name__}(...)" for kind in kinds)
+                raise ValueError(
+                    f"objective={name!r} cannot use {field}={type(value).__name__}(...); write "
+                    f"{field}={known} in the config file."
+                )
+        if self.vocab and model.vocab < self.vocab:
+            raise ValueError(
+                f"model.vocab={model.vocab} must be at least {self.vocab}; write --model.vocab "
+                f"{self.vocab}."
+            )
+
+
+def _next_token(logits_of, tokens):
+    return {"loss": losses.cross_entropy(logits_of(tokens[:, :-1]), tokens[:, 1:])}
+
+
+def _masked(tokens: np.ndarray, keys: list[list[int]]) -> np.ndarray:
+    """i32[rows, 2, context]: what the model sees, and the hidden bytes; -1 where none is asked.
+
+    As many positions of each row, so that the mean over replicas is the mean over positions.
+    """
+    tokens = tokens[:, :-1]
+    rows, context = tokens.shape
+    inputs, targets = tokens.copy(), np.full_like(tokens, -1)
+    for row, key in enumerate(keys):
+        rng = np.random.default_rng(key)
+        chosen = rng.permutation(context)[: max(1, round(_CHOSEN * context))]
+        targets[row, chosen] = tokens[row, chosen]
+        fate = rng.random(chosen.size)
+        inputs[row, chosen[fate < _HIDDEN]] = MASK
+        others = chosen[(fate >= _HIDDEN) & (fate < _HIDDEN + _REPLACED)]
+        inputs[row, others] = rng.integers(0, 256, others.size)
+    return np.stack([inputs, targets], axis=1)
+
+
+def _masked_tokens(logits_of, batch):
+    inputs, targets = batch[:, 0], batch[:, 1]
+    asked = targets >= 0
+    losses_BxT = losses.cross_entropies(logits_of(inputs), jnp.where(asked, targets, 0))
+    return {"loss": jnp.sum(losses_BxT, where=asked) / jnp.sum(asked)}
+
+
+def _classes(logits_of, batch):
+    logits = logits_of(batch["images"].astype("float32") / 127.5 - 1)
+    right = jnp.argmax(logits, axis=-1) == batch["labels"]
+    return {"loss": losses.cross_entropy(logits, batch["labels"]), "accuracy": jnp.mean(right)}
+
+
+def _image(model):
+    return {
+        "images": jax.ShapeDtypeStruct(model.inputs.shape[1:], "uint8"),
+        "labels": jax.ShapeDtypeStruct((), "int32"),
+    }
+
+
+OBJECTIVES = {
+    "next_token": Objective(
+        data=Data,
+        models={GPTConfig: lambda model: GPT(model, causal=True)},
+        row=lambda model: jax.ShapeDtypeStruct((model.context + 1,), "int32"),
+        measure=_next_token,
+        unit="byte",
+        prepare=lambda tokens, keys: tokens,
+        vocab=256,
+    ),
+    # Devlin et al., "BERT: Pre-training of Deep Bidirectional Transformers for Language
+    # Understanding", 2019, section 3.1, task 1; bytes in place of word pieces.
+    "masked": Objective(
+        data=Data,
+        models={GPTConfig: lambda model: GPT(model, causal=False)},
+        row=lambda model: jax.ShapeDtypeStruct((2, model.context), "int32"),
+        measure=_masked_tokens,
+        unit="byte",
+        prepare=_masked,
+        vocab=257,
+    ),
+    "classify": Objective(
+        data=Images,
+        models={ResNetConfig: ResNet, ViTConfig: ViT, SwinConfig: Swin},
+        row=_image,
+        measure=_classes,
+        unit="image",
+    ),
+}

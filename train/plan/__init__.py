@@ -1,0 +1,1 @@
+"""What a run will send, and which method is predicted to be the fastest."""

@@ -1,0 +1,194 @@
+"""`python -m train CONFIG --plan`: which method to train a run with on a network, or none."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from jaxcomp.measure import link_probe, planner, step_probe
+from train import task
+from train.config import Config
+from train.config import run as configs
+from train.config.run import AXIS_NAME
+from train.plan import counts
+from train.plan.arguments import Options
+from train.processes import devices
+
+DENSE = "dense float32"
+_MEAN = "chain(compressed_mean({}, axis_name), {})"
+_ADAM, _SGD = "adam(learning_rate)", "sgd(learning_rate, momentum=0.9)"
+METHODS = {
+    # name: optimizer.update of a config, and what it changes of dense Adam; the least first
+    DENSE: (_MEAN.format("identity()", _ADAM), ""),
+    "dense bfloat16": (_MEAN.format("cast('bfloat16')", _ADAM), "rounds gradients"),
+    "8 bits": (_MEAN.format("quantize(8)", _ADAM), "rounds gradients"),
+    "4 bits": (_MEAN.format("quantize(4, block=32)", _ADAM), "rounds gradients"),
+    "4 bits, sharded Adam": (
+        f"sharded_optimizer({_ADAM}, axis_name)",
+        "rounds gradients and updates",
+    ),
+    "1-bit Adam": (
+        "one_bit_adam(learning_rate, axis_name, freeze_step=warmup_steps)",
+        "variance frozen after the warm-up",
+    ),
+    "0/1 Adam": (
+        "zero_one_adam(learning_rate, axis_name, "
+        "sync_at=schedules.halving(learning_rate, steps, after=warmup_steps), "
+        "variance_at=schedules.growing(until=warmup_steps))",
+        "steps of their own, variance seldom learned",
+    ),
+    "1 bit, momentum SGD": (_MEAN.format("sign(block=128)", _SGD), "no Adam"),
+    "CocktailSGD": (f"cocktail_sgd({_ADAM}, axis_name)", "local moments, a step late"),
+}
+OWN = "this config"
+REPEATS = 5
+
+
+def make_plan(config: Config, options: Options) -> tuple[planner.Plan, planner.Link]:
+    """Predicts the step of every method for a run; all processes call it together.
+
+    Args:
+      config: The run; its own update is one of the methods.
+      options: What is given, and whether the rest is measured on these devices.
+
+    Returns:
+      The plan, and the link that it is for.
+
+    Raises:
+      ValueError: If something is neither given nor to be measured, or there is nobody to send to.
+    """
+    mesh = _mesh(config, options)
+    if options.link_rate is None:
+        link = link_probe.measure_link(mesh, AXIS_NAME)
+    else:
+        link = planner.uniform_link(options.link_rate, options.link_latency, mesh.size)
+    runs, changes = runs_of(config)
+    methods = {name: make_method(name, runs[name], mesh, changes[name]) for name in runs}
+    local = functools.cache(lambda name: update_timer(runs[name], mesh)())
+    if options.codec_rate is None:
+        codecs = {
+            name: codec(methods[name], local(name) - local(DENSE), mesh.size) for name in runs
+        }
+    else:
+        rate = options.codec_rate
+        codecs = {name: codec_seconds(runs[name], rate) if changes[name] else 0.0 for name in runs}
+    compute = options.compute_seconds
+    if compute is None:
+        compute = gradient_timer(config, mesh)() + local(DENSE)
+    timed = [dataclasses.replace(methods[name], codec_seconds=codecs[name]) for name in runs]
+    return planner.plan(timed, link, compute), link
+
+
+def runs_of(config: Config) -> tuple[dict[str, Config], dict[str, str]]:
+    """The run with each method, and what each changes of dense Adam; its own second."""
+    others = {name: with_update(config, update) for name, (update, _) in METHODS.items()}
+    changes = {name: change for name, (_, change) in METHODS.items()}
+    known = {update for update, _ in METHODS.values()}
+    if config.optimizer.update in known and not config.overlap:
+        return others, changes
+    return {DENSE: others[DENSE], OWN: config} | others, changes | {OWN: "what it says"}
+
+
+def codec(method: planner.Method, more: float, num_replicas: int) -> float:
+    """Seconds of a codec among replicas, where one alone takes so many more than without."""
+    return max(0.0, more) * step_probe.passes(method.messages, num_replicas)
+
+
+def _mesh(config: Config, options: Options) -> Mesh:
+    """The mesh of a run that can be planned; a ValueError for others."""
+    if config.qsdp is not None:
+        raise ValueError(
+            f"a plan is for replicas that hold all parameters, not for qsdp={config.qsdp!r}; "
+            "write --report for its bytes."
+        )
+    if (options.link_rate is None) != (options.link_latency is None):
+        raise ValueError(
+            "a link has a rate and a latency; write --link-rate 500e6 --link-latency 1e-3."
+        )
+    missing = [
+        f"--{name.replace('_', '-')}"
+        for name, value in dataclasses.asdict(options).items()
+        if value is None
+    ]
+    if missing and not options.measure:
+        raise ValueError(
+            f"a plan needs {', '.join(missing)}; write them, or --measure to time them here."
+        )
+    mesh = devices.make_mesh(config.replicas)
+    if mesh.size < 2:
+        raise ValueError("one replica has nobody to send to; write --replicas 4, or more.")
+    return mesh
+
+
+def with_update(config: Config, update: str) -> Config:
+    """The run with another update: in one program, and with a warm-up of at least one step."""
+    warmup = max(1, config.optimizer.warmup_steps)
+    optimizer = dataclasses.replace(config.optimizer, update=update, warmup_steps=warmup)
+    steps = max(2, config.steps)
+    return dataclasses.replace(config, optimizer=optimizer, steps=steps, overlap=False)
+
+
+def param_shapes(config: Config) -> Any:
+    """Shapes and dtypes of a run's parameters."""
+    return jax.eval_shape(functools.partial(task.random_params, config))
+
+
+def make_method(name: str, config: Config, mesh: Mesh, changes: str) -> planner.Method:
+    """Compiles a run's exchange and reads what it sends and holds; its codec is not timed."""
+    tx = configs.transformation(config)
+    program = step_probe.update_program(tx, param_shapes(config), mesh, AXIS_NAME).step
+    rounds = counts.rounds(configs.update(config), config.steps)
+    shares = {part: n / config.steps for part, n in rounds.items()}
+    return planner.Method(
+        name=name,
+        messages=step_probe.messages(program, mesh, shares),
+        memory_bytes=step_probe.held_bytes(program),
+        changes=changes,
+        overlaps=config.overlap,
+    )
+
+
+def update_timer(config: Config, mesh: Mesh) -> Callable[[], float]:
+    """Makes what times a run's update without its messages, in the mean over its steps."""
+    tx, params = configs.transformation(config), param_shapes(config)
+    copies = step_probe.alone(mesh, AXIS_NAME)
+    program = step_probe.update_program(tx, params, copies, AXIS_NAME)
+    time = step_probe.update_timer(program, params, copies, AXIS_NAME)
+    kinds = counts.kinds_of_steps(configs.update(config), config.steps)
+    return lambda: sum(share * time(REPEATS, first) for first, share in kinds.items())
+
+
+def codec_seconds(config: Config, rate: float) -> float:
+    """What a code of all parameters takes in a step, in the mean over a run, at a given rate."""
+    rounds = counts.rounds(configs.update(config), config.steps)
+    return 4 * num_elements(config) / rate * rounds.get("all", config.steps) / config.steps
+
+
+def num_elements(config: Config) -> int:
+    """Elements of all parameters of a run."""
+    return sum(math.prod(x.shape) for x in jax.tree.leaves(param_shapes(config)))
+
+
+def gradient_timer(config: Config, mesh: Mesh) -> Callable[..., float]:
+    """Makes what times the gradient of a run's replicas: `(repeats) -> seconds`."""
+    measure = task.measure_of(config, task.model_of(config))
+    loss_fn = lambda params, batch: measure(params, batch)["loss"]
+    shapes = param_shapes(config), task.batch_of(config, mesh)
+    time = step_probe.gradient_timer(loss_fn, *shapes, mesh, AXIS_NAME, config.accumulate)
+    return lambda repeats=REPEATS: time(repeats)
+
+
+def text(planned: planner.Plan, link: planner.Link) -> str:
+    """A plan, and the link that it is for, for people to read."""
+    return "\n".join([planner.table(planned), *(_line(op, cost) for op, cost in link.items())])
+
+
+def _line(op: str, cost: planner.Cost) -> str:
+    """A collective's time at three sizes."""
+    shown = (1e3, 1e5, 1e7)
+    times = [f"{1e3 * planner.cost_seconds(cost, size):,.2f} ms" for size in shown]
+    return f"{op} of 1 kB {times[0]}, of 100 kB {times[1]}, of 10 MB {times[2]}"

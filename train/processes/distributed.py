@@ -1,0 +1,254 @@
+"""Many processes: they connect, make sure that they run the same, and part."""
+
+import contextlib
+import functools
+import hashlib
+import importlib.metadata
+import json
+import os
+import pathlib
+import platform
+import time
+from typing import Any, NamedTuple, NoReturn
+
+import jax
+from jax._src import distributed as jax_distributed
+
+from train.processes import addresses, rendezvous
+from train.processes.aborts import on_abort
+from train.processes.exits import TRY_AGAIN, flush, leave
+from train.processes.peers import bounded
+
+_FAILED = "jaxcomp/failed"  # below it, the exit status of each process that gives up
+
+
+class Cluster(NamedTuple):
+    """The processes of one run, as this process sees them."""
+
+    coordinator: str  # host:port on which process 0 listens and the others find it
+    num_processes: int
+    process_id: int  # of this process, in [0, num_processes)
+    source: str  # who said so: "flags" or the name of a scheduler
+    local_id: int = 0  # of this process among those of its host
+    local_count: int = 1  # processes of the run on this host
+
+
+class Timeouts(NamedTuple):
+    """How long to wait for others, in seconds."""
+
+    start: int = 60  # for all processes to connect
+    heartbeat: int = 20  # without a sign of life, until a process is taken for dead
+
+
+def connect(
+    cluster: Cluster,
+    interface: str | None = None,
+    timeouts: Timeouts | None = None,
+    local_devices: list[int] | None = None,
+) -> None:
+    """Connects this process to the others; call it before JAX's first use.
+
+    Args:
+      cluster: The processes. Process 0 listens on the coordinator's address only, never on all.
+      interface: Network interface that collectives use, as `eth1`; by default gloo uses the one
+        that leads to the coordinator, and NCCL picks.
+      timeouts: How long to wait; None: the defaults.
+      local_devices: Accelerators that this process takes of those that it sees; None: all.
+
+    Raises:
+      ValueError: If the cluster cannot be as described, or an address or interface is not here.
+      RuntimeError: If the others cannot be reached in time, or were told something else.
+    """
+    timeouts = timeouts or Timeouts()
+    if not 0 <= cluster.process_id < cluster.num_processes:
+        raise ValueError(
+            f"--process-id {cluster.process_id} must be in [0, {cluster.num_processes}), as "
+            f"--num-processes is {cluster.num_processes}."
+        )
+    if interface is not None:
+        addresses.require_interface(interface)
+        os.environ["NCCL_SOCKET_IFNAME"] = f"={interface}"
+    # A pod's name appears in DNS some time after its start; any other name is there or wrong.
+    patient = cluster.source == "JobSet"
+    host, own = rendezvous.meet(
+        cluster.coordinator, cluster.num_processes, cluster.process_id, timeouts.start, patient
+    )
+    _bind_gloo(**({"interface": interface} if interface else {"hostname": own}))
+    # Processes of one run talk to each other directly, also where HTTP goes through a proxy.
+    os.environ["no_grpc_proxy"] = host
+    jax.config.update("jax_check_proxy_envs", False)
+    # It would take a SIGTERM and do nothing: until training begins a stop ends the process.
+    jax.config.update("jax_enable_preemption_service", False)
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    address = addresses.join(host, addresses.split(cluster.coordinator)[1])
+    jax.distributed.initialize(
+        address,
+        cluster.num_processes,
+        cluster.process_id,
+        local_device_ids=local_devices,
+        cluster_detection_method="deactivate",
+        initialization_timeout=timeouts.start,
+        heartbeat_timeout_seconds=timeouts.heartbeat,
+        coordinator_bind_address=address,
+    )
+    on_abort(_end_alone)  # until a watchdog can say more
+
+
+def _end_alone() -> None:
+    with contextlib.suppress(OSError):  # a log on a full disk
+        os.write(2, b"error: another process of the run is gone; start the same command to go on\n")
+    os._exit(TRY_AGAIN)
+
+
+def _bind_gloo(**where: str) -> None:
+    # JAX has no option for it: gloo would listen where the host's name resolves to.
+    from jax._src.lib import _jax
+
+    make = _jax.make_gloo_tcp_collectives
+    _jax.make_gloo_tcp_collectives = functools.partial(make, **where)
+
+
+def require_same(facts: dict[str, str], seconds: float = 600.0) -> None:
+    """Compares what must be equal on all processes of the run; does nothing in a single one.
+
+    All processes call it at the same point, and once for the same keys.
+
+    Args:
+      facts: Names and values, as `{"data": sha256}`.
+      seconds: How long to wait for the slowest process.
+
+    Raises:
+      RuntimeError: In every process alike, if a fact differs: it says which, and where.
+      ConnectionError: If a process has failed or does not come.
+    """
+    if (client := _client()) is None:
+        return
+    name = hashlib.sha256(json.dumps(sorted(facts)).encode()).hexdigest()[:16]
+    client.key_value_set(f"jaxcomp/{name}/{_process_id()}", json.dumps(facts))
+    if _process_id() == 0:
+        texts = [_get(f"jaxcomp/{name}/{i}", seconds) for i in range(_num_processes())]
+        verdict = differences([json.loads(text) for text in texts])
+        client.key_value_set(f"jaxcomp/{name}/verdict", json.dumps(verdict))
+    if verdict := json.loads(_get(f"jaxcomp/{name}/verdict", seconds + 10)):
+        raise RuntimeError(verdict)
+
+
+def differences(facts: list[dict[str, str]]) -> str:
+    """Says which facts differ between processes, the first five of them; empty if none does."""
+    lines = []
+    for key in sorted(set().union(*facts)):
+        values: dict[str, list[int]] = {}
+        for process, these in enumerate(facts):
+            values.setdefault(these.get(key, "missing"), []).append(process)
+        if len(values) > 1:
+            on = [f"{value} on {_processes(where)}" for value, where in values.items()]
+            lines.append(f"{key}: {', '.join(on)}")
+    if not lines:
+        return ""
+    more = f"; and {len(lines) - 5} more" if len(lines) > 5 else ""
+    return (
+        f"the processes do not run the same. {'; '.join(lines[:5])}{more}. Use the same code, "
+        "packages, config and data on all hosts."
+    )
+
+
+def _processes(numbers: list[int]) -> str:
+    shown = ", ".join(map(str, numbers[:8])) + (", ..." if len(numbers) > 8 else "")
+    return f"process{'es' if len(numbers) > 1 else ''} {shown}"
+
+
+def program_facts(config_json: str) -> dict[str, str]:
+    """What a program is, for `require_same`: config fields, source files, versions of packages.
+
+    Args:
+      config_json: The resolved configuration, as `train.config.as_json.to_json` writes it.
+
+    Returns:
+      Values, and of source files the sha256's first 12 digits.
+    """
+    root = pathlib.Path(__file__).parents[2]
+    sources = sorted(file for part in ("jaxcomp", "train") for file in (root / part).rglob("*.py"))
+    packages = ("jax", "jaxlib", "optax", "flax")
+    return (
+        {f"config {key}": value for key, value in _flat(json.loads(config_json)).items()}
+        | {
+            f"file {file.relative_to(root).as_posix()}": hashlib.sha256(
+                file.read_bytes()
+            ).hexdigest()[:12]
+            for file in sources
+        }
+        | {package: importlib.metadata.version(package) for package in packages}
+        | {"python": ".".join(platform.python_version_tuple()[:2])}
+    )
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, str]:
+    flat = {}
+    for key, value in values.items():
+        inner = isinstance(value, dict)
+        flat |= _flat(value, f"{prefix}{key}.") if inner else {prefix + key: json.dumps(value)}
+    return flat
+
+
+def abandon(status: int) -> NoReturn:
+    """Ends this process after a failure, and lets the others know where they ask for it.
+
+    An ordinary exit would wait minutes for the others, who may be waiting for this process.
+
+    Args:
+      status: Exit status.
+    """
+    if (client := _client()) is None:
+        leave(status)
+    flush()
+    on_abort(lambda: os._exit(status))  # process 0 may end first, and the service with it
+
+    def tell():
+        client.key_value_set(f"{_FAILED}/{_process_id()}", str(status))
+        # The service ends with process 0, and takes those along who still use it; but where
+        # somebody is gone JAX will soon abort all.
+        if _process_id() == 0:
+            deadline = time.monotonic() + (1 if status == TRY_AGAIN else 3)
+            while len(_notes()) < _num_processes() and time.monotonic() < deadline:
+                time.sleep(0.1)
+            # Who has left a note is about to end: JAX in it would log that the service is gone.
+            time.sleep(0.5)
+
+    bounded(tell, 5.0)  # without the service it would wait for ever
+    os._exit(status)
+
+
+def _get(key: str, seconds: float) -> str:
+    """A value that another process sets, unless a process fails first."""
+    client, deadline = _client(), time.monotonic() + seconds
+    while True:
+        try:
+            return client.blocking_key_value_get(key, 500)
+        except RuntimeError as error:
+            # Not those that gave up because another one did.
+            failed = [process for process, status in _notes().items() if status != TRY_AGAIN]
+            if failed:
+                raise ConnectionError(
+                    f"{_processes(failed)} failed; see what is said there."
+                ) from error
+            if time.monotonic() > deadline:
+                raise ConnectionError(
+                    f"a process has not answered for {seconds:.0f} s; see the others' output."
+                ) from error
+
+
+def _notes() -> dict[int, int]:
+    notes = _client().key_value_dir_get(_FAILED)
+    return {int(key.rpartition("/")[2]): int(status) for key, status in notes}
+
+
+def _client() -> Any:
+    return jax_distributed.global_state.client
+
+
+def _process_id() -> int:
+    return jax_distributed.global_state.process_id
+
+
+def _num_processes() -> int:
+    return jax_distributed.global_state.num_processes
