@@ -20,12 +20,12 @@ import time
 
 import jax
 
-from train import data
+from train.data import texts
 from train.config import Config, Data, Optimizer
 from train.models.gpt import GPTConfig
 
 FOLDER = pathlib.Path({folder!r})
-draw = data.batch
+draw = texts.batch
 
 
 def batch(tokens, seed, step, batch_size, context, rows=slice(None)):
@@ -40,7 +40,7 @@ def batch(tokens, seed, step, batch_size, context, rows=slice(None)):
     return made
 
 
-data.batch = batch
+texts.batch = batch
 
 
 def get_config():

@@ -1,4 +1,4 @@
-"""`python -m tests.replay TRACE.npz ...`: feeds a trace of the authors' code to ours, step by step.
+"""`python -m tests.helpers.replay TRACE.npz ...`: feeds a trace of the authors' code to ours, step by step.
 
 A trace holds the gradients of all workers, and their parameters after each step. Prints each
 step's largest error relative to the largest parameter; ends with 1 if one is above 1e-4.
@@ -270,7 +270,7 @@ def cleared(tree, sizes):
 def main(paths: list[str]) -> int:
     """Prints the errors of every trace; returns the exit status."""
     if not paths:
-        print("usage: python -m tests.replay TRACE.npz ...", file=sys.stderr)
+        print("usage: python -m tests.helpers.replay TRACE.npz ...", file=sys.stderr)
         return 2
     worst = 0.0
     for path in paths:

@@ -781,7 +781,7 @@ def test_config_file_trains(path, tiny, monkeypatch):
 
 def test_device_start_makes_a_device_for_each_replica_and_threads_for_all():
     code = (
-        "import os, jax; from train import devices; devices.start(5); "
+        "import os, jax; from train.processes import devices; devices.start(5); "
         "print(len(jax.devices()), os.environ['NPROC'], len(os.listdir('/proc/self/task')))"
     )
     env = {k: v for k, v in os.environ.items() if k != "NPROC"} | {"JAX_PLATFORMS": "cpu"}

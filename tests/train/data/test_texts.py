@@ -103,8 +103,8 @@ def test_single_file_has_its_end_held_out(tmp_path):
 
 def test_two_files_always_give_one_to_each_part(tmp_path):
     for number in range(20):
-        texts = {f"{number}-{i}.txt": f"{i}" * 20 for i in range(2)}
-        corpus = texts.read(write(tmp_path / str(number), texts), CONTEXT)
+        files = {f"{number}-{i}.txt": f"{i}" * 20 for i in range(2)}
+        corpus = texts.read(write(tmp_path / str(number), files), CONTEXT)
         assert corpus.record["train_documents"] == corpus.record["validation_documents"] == 1
 
 

@@ -220,8 +220,8 @@ import signal
 import sys
 import time
 import jax
-from launching import listening
-from train import distributed
+from tests.helpers.launching import listening
+from train.processes import distributed
 from train.processes.distributed import Cluster, Timeouts
 
 process, coordinator, case = int(sys.argv[1]), sys.argv[2], sys.argv[3]
@@ -253,7 +253,7 @@ def start_two():
     def start(case):
         # A proxy that does not answer: processes of a run must not go through it.
         proxies = {"http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"}
-        environ = environment(**proxies, PYTHONPATH=f"{ROOT}:{ROOT / 'tests'}")
+        environ = environment(**proxies, PYTHONPATH=str(ROOT))
         # This host's name is no 127.0.0.5, and process 1 comes from 127.0.0.1.
         coordinator = f"127.0.0.5:{free_port()}"
         for number in range(2):

@@ -202,7 +202,7 @@ def test_what_was_seen_counts_when_the_store_is_closed(store, texts):
 
 PROGRAM = """
 import sys, time
-from train import watchdog
+from train.processes import watchdog
 
 def latest():
     if sys.argv[1] == "lost":
@@ -271,7 +271,7 @@ def test_a_hang_of_the_file_system_ends_too():
 
 SLOW_END = """
 import sys, time
-from train import distributed, watchdog
+from train.processes import distributed, watchdog
 from train.processes.distributed import Cluster
 from train.launch.__main__ import ended
 
