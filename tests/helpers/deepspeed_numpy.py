@@ -15,7 +15,7 @@ def trace_of(trace, weight_decay: float) -> dict[str, np.ndarray]:
       weight_decay: In place of the trace's.
 
     Returns:
-      A trace, as `tests.helpers.replay` takes it, with `u_*` and `x_*` of all workers after each step.
+      A trace for `tests.helpers.replay`, and `u_*` and `x_*` of all workers after each step.
     """
     meta = json.loads(str(trace["meta_json"]))
     config = meta["config"] | {"weight_decay": weight_decay}

@@ -1,4 +1,4 @@
-"""`python -m tests.helpers.replay TRACE.npz ...`: feeds a trace of the authors' code to ours, step by step.
+"""`python -m tests.helpers.replay TRACE.npz ...`: replays a trace of the authors' own code.
 
 A trace holds the gradients of all workers, and their parameters after each step. Prints each
 step's largest error relative to the largest parameter; ends with 1 if one is above 1e-4.

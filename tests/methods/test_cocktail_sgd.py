@@ -91,7 +91,7 @@ class Run:
         ("groups", {"delayed": False, "sync_every": 3}, 4),
         ("cocktail", {"delayed": False, "warmup_steps": 2, "sync_every": 2}, 4),
     ],
-    ids=str,
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else value,
 )
 def test_the_mean_of_replicas_follows_plain_sgd_whatever_is_sent(name, options, num_replicas):
     with jax.enable_x64(True):
