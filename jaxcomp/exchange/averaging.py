@@ -1,5 +1,6 @@
-"""Trees as buckets, and the mean of every bucket by the way that its compressor asks for."""
+"""Trees averaged over the replicas: planned, flattened, exchanged and unflattened, in one place."""
 
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -12,10 +13,16 @@ from jax import lax
 
 from jaxcomp.compressors.base import Compressor, Key, identity
 from jaxcomp.compressors.packing import fold
-from jaxcomp.compressors.policies import Policy as Policy
-from jaxcomp.compressors.policies import policy_of as policy_of
+from jaxcomp.compressors.policies import Policy
 from jaxcomp.exchange import buckets, wire
-from jaxcomp.replicas.types import largest, num_replicas, to_varying, varying_axes
+from jaxcomp.replicas.finite import finite as finite
+from jaxcomp.replicas.finite import not_finite as not_finite
+from jaxcomp.replicas.types import num_replicas, to_varying, varying_axes
+
+EXACT = identity()
+# More buckets alike become one loop: it stacks them, two copies more, but XLA takes seconds to
+# compile the exchange of one, and a large model has thousands. Exact ones XLA joins by itself.
+_UNROLLED = 8
 
 
 class Transport(NamedTuple):
@@ -28,12 +35,14 @@ class Transport(NamedTuple):
     seed: int  # of masks, shifts and stochastic rounding
 
 
-class Fed(NamedTuple):
-    """A mean with error feedback, and what is kept for the next one."""
+class Averaged(NamedTuple):
+    """A tree after its exchange; trees have float32 leaves, or wider ones."""
 
     mean: Any  # equal on all replicas
-    residual: Any  # as `zero_residual`
-    owner_residual: tuple[jax.Array | None, ...]  # as `zero_owner_residual`
+    sent: Any  # what this replica's messages decode to: what is lost is the rest
+    residual: Any  # as `nothing_sent` has it, for the next exchange; None without one
+    owner_residual: tuple[jax.Array | None, ...]  # the same of what this owner passes on
+    flag: jax.Array | None  # f32[], its mean over the replicas
 
 
 class Label(NamedTuple):
@@ -44,8 +53,9 @@ class Label(NamedTuple):
     axes: frozenset[str]
 
 
-def make_plan(tree: Any, policy: Policy, axis_name: str, bucket_numel: int) -> buckets.Plan:
-    """Plans the buckets of a tree whose leaves travel as a policy says; see `buckets.make_plan`."""
+def plan_of(transport: Transport, tree: Any) -> buckets.Plan:
+    """Plans the buckets of a tree; see `buckets.make_plan`."""
+    policy, _, axis_name, bucket_numel, _ = transport
 
     def label(path, leaf):
         return Label(policy(path, leaf), varying_axes(leaf) - {axis_name})
@@ -53,63 +63,119 @@ def make_plan(tree: Any, policy: Policy, axis_name: str, bucket_numel: int) -> b
     return buckets.make_plan(tree, label, num_replicas(axis_name), bucket_numel)
 
 
-def require_params(name: str, params) -> None:
-    """Raises a ValueError where an update gets no parameters."""
-    if params is None:
-        raise ValueError(f"{name} needs the parameters; write tx.update(grads, state, params).")
+def exact(transport: Transport) -> Transport:
+    """The same way for float32 values, in one all-reduce a bucket."""
+    return transport._replace(policy=lambda path, leaf: EXACT, exchange=wire.summed)
 
 
-def finite(tree) -> jax.Array:
-    """bool[], whether everything in a tree is finite, or what is on this device of it."""
-    good = jnp.array([jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(tree)], bool)
-    # Without the barrier XLA makes a chain of ands, and repeats it in the update of every leaf.
-    return jnp.all(lax.optimization_barrier(good))
+def average(
+    transport: Transport,
+    tree: Any,
+    count: jax.Array,
+    part: str,
+    *,
+    residual: Any = None,
+    owner_residual: Any = None,
+    code: Compressor | None = None,
+    flag: jax.Array | None = None,
+) -> Averaged:
+    """Averages a tree over the replicas: the one way through which all methods send.
+
+    With both residuals, nothing is lost: over any number of calls the means, plus the mean
+    residual over replicas, plus the owners' residuals are the sum of the mean trees.
+
+    Args:
+      transport: How it travels.
+      tree: Floating leaves that vary over the replicas.
+      count: i32[], equal on all replicas; another one draws other masks and noise.
+      part: By which `jaxcomp.report` names what is sent; "" for what every step sends.
+      residual: What this replica has not sent yet, which is sent along; None: nothing is kept.
+      owner_residual: What this owner has not passed on yet; None: nothing.
+      code: Instead of the transport's codes, but for linear ones.
+      flag: f32[] of each replica, averaged along. It rides behind the first exact bucket, if
+        there is one, and costs no message.
+
+    Returns:
+      The `Averaged`.
+    """
+    plan = plan_of(transport, tree)
+    plan = plan if code is None else _recoded(plan, code)
+    if owner_residual is None:
+        owner_residual = zero_owner_residual(plan, transport)
+    total = tree if residual is None else _paired(_plus, residual, tree)
+    shared = Key(count, jnp.uint32(transport.seed))
+    with jax.named_scope(f"jaxcomp.{part}") if part else contextlib.nullcontext():
+        means, flag = _means(
+            transport, plan, buckets.flatten(plan, total), owner_residual, shared, flag
+        )
+    wide = [jnp.promote_types(dtype, jnp.float32) for dtype in plan.dtypes]
+    mean, sent = (
+        buckets.unflatten(plan, [getattr(m, name) for m in means], wide)
+        for name in ("mean", "sent")
+    )
+    left = None if residual is None else _paired(_lost, residual, total, sent)
+    return Averaged(mean, sent, left, tuple(m.owner_residual for m in means), flag)
 
 
-def not_finite(tree, *but: str) -> jax.Array:
-    """i32[], 1 if anything in a tree is NaN or infinite; equal over all mesh axes `but` these."""
-    return largest((~finite(tree)).astype(jnp.int32), *but)
+def _means(transport, plan, flat, owner_residual, shared, flag):
+    """One `wire.Mean` a bucket, and the mean of the flag, if there is one."""
+
+    def mean(key, bucket, x, residual):
+        exchange = _exchange_of(bucket, transport)
+        return exchange.mean(x, residual, _code(bucket), key, transport.axis_name)
+
+    carrier = next((i for i, bucket in enumerate(plan.buckets) if _code(bucket) == EXACT), None)
+    if flag is None or carrier is None:
+        means = map_buckets(mean, plan, shared, flat, owner_residual)
+        return means, None if flag is None else lax.pmean(flag, transport.axis_name)
+    flat = list(flat)
+    flat[carrier] = jnp.append(flat[carrier], flag.astype(flat[carrier].dtype))
+    means = map_buckets(mean, plan, shared, flat, owner_residual)
+    carried = means[carrier]
+    means[carrier] = wire.Mean(carried.mean[:-1], carried.sent[:-1], None)
+    return means, carried.mean[-1]
 
 
-def zero_owner_residual(
-    plan: buckets.Plan, exchange: wire.Exchange, axis_name: str
-) -> tuple[jax.Array | None, ...]:
+def nothing_sent(transport: Transport, tree: Any) -> tuple[Any, Any]:
+    """The residual and the owners' residual before the first `average` of a tree."""
+    plan = plan_of(transport, tree)
+    return zero_residual(plan, transport.axis_name), zero_owner_residual(plan, transport)
+
+
+def feedback(state: Any) -> dict[str, Any]:
+    """The residuals of a state, or of an `Averaged`, as arguments of `average`."""
+    return {"residual": state.residual, "owner_residual": state.owner_residual}
+
+
+def zero_residual(plan: buckets.Plan, axis_name: str) -> Any:
+    """A tree of zeros that varies, float32 or wider; None for leaves that travel exact or empty."""
+    leaves = [
+        _zeros(shape, jnp.promote_types(dtype, jnp.float32), label, axis_name)
+        if label.compressor != EXACT and math.prod(shape) > 0  # the others lose nothing
+        else None
+        for label, shape, dtype in zip(plan.labels, plan.shapes, plan.dtypes, strict=True)
+    ]
+    return plan.treedef.unflatten(leaves)
+
+
+def zero_owner_residual(plan: buckets.Plan, transport: Transport) -> tuple[jax.Array | None, ...]:
     """One `f32[numel / R]` of zeros a bucket, varying; None for buckets without owners."""
+    axis_name = transport.axis_name
     return tuple(
         _zeros(bucket.numel // num_replicas(axis_name), bucket.dtype, bucket.label, axis_name)
-        if _exchange_of(bucket, exchange).owns_chunks
+        if _exchange_of(bucket, transport).owns_chunks
         else None
         for bucket in plan.buckets
     )
 
 
-def mean_of_buckets(
-    plan: buckets.Plan,
-    flat: list[jax.Array],
-    owner_residual: tuple[jax.Array | None, ...],
-    exchange: wire.Exchange,
-    shared: Key,
-    axis_name: str,
-) -> list[wire.Mean]:
-    """Averages every bucket over the replicas; those of linear compressors are summed on the wire.
-
-    Args:
-      plan: What the buckets were filled by.
-      flat: One `f32[numel]` a bucket; what is appended to one travels along if it is summed.
-      owner_residual: One a bucket, as `zero_owner_residual` returns it.
-      exchange: How the other buckets travel.
-      shared: Key of the step, equal on all replicas.
-      axis_name: The mesh axis of the replicas.
-
-    Returns:
-      One `wire.Mean` a bucket.
-    """
-
-    def mean(key, bucket, x, residual):
-        exchange_of = _exchange_of(bucket, exchange)
-        return exchange_of.mean(x, residual, bucket.label.compressor, key, axis_name)
-
-    return map_buckets(mean, plan, shared, flat, owner_residual)
+def rounded_off(param: jax.Array, change: jax.Array) -> jax.Array:
+    """What `param + change` loses in the dtype of `param`, in that of `change`."""
+    if param.dtype == change.dtype:
+        return change - ((param + change) - param)
+    # The barrier keeps XLA from leaving out the cast there and back (excess precision).
+    rounded = lax.optimization_barrier((param + change).astype(param.dtype))
+    return change - (rounded.astype(change.dtype) - param)
 
 
 def map_buckets(function: Callable, plan: buckets.Plan, shared: Key, *columns: Any) -> list:
@@ -134,129 +200,11 @@ def map_buckets(function: Callable, plan: buckets.Plan, shared: Key, *columns: A
     for _, group in itertools.groupby(range(len(table)), alike):
         indices = list(group)
         bucket = plan.buckets[indices[0]]
-        if len(indices) > _UNROLLED and bucket.label.compressor != EXACT:
+        if len(indices) > _UNROLLED and _code(bucket) != EXACT:
             results += looped(indices, bucket)
         else:
             results += [one(i, bucket, table[i]) for i in indices]
     return results
-
-
-def exact_mean(tree: Any, axis_name: str, bucket_numel: int, part: str) -> Any:
-    """The mean of a tree over the replicas, as float32, in one all-reduce a bucket.
-
-    Args:
-      tree: Floating leaves.
-      axis_name: The mesh axis of the replicas.
-      bucket_numel: Most elements of one message.
-      part: By which `jaxcomp.report` names what is sent.
-
-    Returns:
-      The means, equal on all replicas, of the leaves' dtypes.
-    """
-    transport = Transport(lambda path, leaf: EXACT, wire.summed, axis_name, bucket_numel, 0)
-    return mean_without_feedback(transport, tree, jnp.int32(0), part)
-
-
-def mean_without_feedback(transport: Transport, tree: Any, count: jax.Array, part: str) -> Any:
-    """Averages a tree over the replicas; what its codes lose on the way is lost.
-
-    Args:
-      transport: How it travels.
-      tree: Floating leaves that vary over the replicas.
-      count: i32[], equal on all replicas; another one draws other masks and noise.
-      part: By which `jaxcomp.report` names what is sent.
-
-    Returns:
-      The means, equal on all replicas, of the leaves' dtypes.
-    """
-    policy, exchange, axis_name, bucket_numel, seed = transport
-    plan = make_plan(tree, policy, axis_name, bucket_numel)
-    flat, nothing = buckets.flatten(plan, tree), zero_owner_residual(plan, exchange, axis_name)
-    shared = Key(count, jnp.uint32(seed))
-    with jax.named_scope(f"jaxcomp.{part}"):
-        means = mean_of_buckets(plan, flat, nothing, exchange, shared, axis_name)
-    return buckets.unflatten(plan, [m.mean for m in means])
-
-
-def zero_residual(plan: buckets.Plan, axis_name: str) -> Any:
-    """A tree of zeros that varies, float32 or wider; None for leaves that travel exact or empty."""
-    leaves = [
-        _zeros(shape, jnp.promote_types(dtype, jnp.float32), label, axis_name) if lossy else None
-        for label, shape, dtype, lossy in zip(
-            plan.labels, plan.shapes, plan.dtypes, _lossy(plan), strict=True
-        )
-    ]
-    return plan.treedef.unflatten(leaves)
-
-
-def add_residual(plan: buckets.Plan, tree: Any, residual: Any) -> Any:
-    """The tree plus what was not sent of it before."""
-    leaves = zip(
-        plan.treedef.flatten_up_to(tree), plan.treedef.flatten_up_to(residual), strict=True
-    )
-    return plan.treedef.unflatten([x if r is None else x + r for x, r in leaves])
-
-
-def unsent(plan: buckets.Plan, flat: list[jax.Array], means: list[wire.Mean]) -> Any:
-    """What this replica's messages lack of its buckets, as a tree like `zero_residual`."""
-    lost = [x - mean.sent for x, mean in zip(flat, means, strict=True)]
-    dtypes = [jnp.promote_types(dtype, jnp.float32) for dtype in plan.dtypes]
-    leaves = plan.treedef.flatten_up_to(buckets.unflatten(plan, lost, dtypes))
-    return plan.treedef.unflatten(
-        [x if lossy else None for x, lossy in zip(leaves, _lossy(plan), strict=True)]
-    )
-
-
-def _lossy(plan: buckets.Plan) -> list[bool]:
-    """Which leaves lose something on the way: what has no elements is in no message."""
-    return [
-        label.compressor != EXACT and math.prod(shape) > 0
-        for label, shape in zip(plan.labels, plan.shapes, strict=True)
-    ]
-
-
-def nothing_sent(transport: Transport, tree: Any) -> tuple[Any, Any]:
-    """The residual and the owners' residual before the first `mean_with_feedback` of a tree."""
-    policy, exchange, axis_name, bucket_numel, _ = transport
-    plan = make_plan(tree, policy, axis_name, bucket_numel)
-    return zero_residual(plan, axis_name), zero_owner_residual(plan, exchange, axis_name)
-
-
-def mean_with_feedback(
-    transport: Transport,
-    tree: Any,
-    residual: Any,
-    owner_residual: Any,
-    count: jax.Array,
-    code: Compressor | None = None,
-    part: str = "synchronize",
-) -> Fed:
-    """Averages a tree over the replicas, with what was not sent before on both ways.
-
-    Over any number of calls the means, plus the mean residual over replicas, plus the owners'
-    residuals are the sum of the mean trees, whichever codes they travel by.
-
-    Args:
-      transport: How it travels.
-      tree: Floating leaves that vary over the replicas.
-      residual: What this replica has not sent yet.
-      owner_residual: What this owner has not passed on yet.
-      count: i32[], equal on all replicas; another one draws other masks and noise.
-      code: Instead of the transport's codes, but for linear ones.
-      part: By which `jaxcomp.report` names what is sent.
-
-    Returns:
-      The mean and the new residuals.
-    """
-    policy, exchange, axis_name, bucket_numel, seed = transport
-    plan = make_plan(tree, policy, axis_name, bucket_numel)
-    plan = plan if code is None else _recoded(plan, code)
-    flat = buckets.flatten(plan, add_residual(plan, tree, residual))
-    shared = Key(count, jnp.uint32(seed))
-    with jax.named_scope(f"jaxcomp.{part}"):
-        means = mean_of_buckets(plan, flat, owner_residual, exchange, shared, axis_name)
-    mean = buckets.unflatten(plan, [m.mean for m in means])
-    return Fed(mean, unsent(plan, flat, means), tuple(m.owner_residual for m in means))
 
 
 def _recoded(plan: buckets.Plan, code: Compressor) -> buckets.Plan:
@@ -264,38 +212,33 @@ def _recoded(plan: buckets.Plan, code: Compressor) -> buckets.Plan:
 
     def recoded(bucket):
         label = bucket.label._replace(compressor=code)
-        return bucket if bucket.label.compressor.linear else bucket._replace(label=label)
+        return bucket if _code(bucket).linear else bucket._replace(label=label)
 
     return dataclasses.replace(plan, buckets=tuple(recoded(bucket) for bucket in plan.buckets))
 
 
-def rounded_off(param: jax.Array, change: jax.Array) -> jax.Array:
-    """What `param + change` loses in the dtype of `param`, in that of `change`."""
-    if param.dtype == change.dtype:
-        return change - ((param + change) - param)
-    # The barrier keeps XLA from leaving out the cast there and back (excess precision).
-    rounded = lax.optimization_barrier((param + change).astype(param.dtype))
-    return change - (rounded.astype(change.dtype) - param)
-
-
-def counted(rounds: dict[str, jax.Array], **sent: jax.Array | bool) -> dict[str, jax.Array]:
-    """Adds one to the count of every part of the exchange that was sent; names as its scopes."""
-    return {name: n + jnp.asarray(sent[name], n.dtype) for name, n in rounds.items()}
-
-
-EXACT = identity()
-# More buckets alike become one loop: it stacks them, two copies more, but XLA takes seconds to
-# compile the exchange of one, and a large model has thousands. Exact ones XLA joins by itself.
-_UNROLLED = 8
-
-
 def _zeros(shape, dtype, label: Label, axis_name: str) -> jax.Array:
     """Zeros that vary over the replicas and over the axes that shard what they are kept for."""
-    zeros = jnp.zeros(shape, dtype)
-    for name in (axis_name, *sorted(label.axes)):
-        zeros = to_varying(zeros, name)
-    return zeros
+    return to_varying(jnp.zeros(shape, dtype), (axis_name, *sorted(label.axes)))
 
 
-def _exchange_of(bucket: buckets.Bucket, exchange: wire.Exchange) -> wire.Exchange:
-    return wire.summed if bucket.label.compressor.linear else exchange
+def _exchange_of(bucket: buckets.Bucket, transport: Transport) -> wire.Exchange:
+    """Linear codes are summed on the wire."""
+    return wire.summed if _code(bucket).linear else transport.exchange
+
+
+def _code(bucket: buckets.Bucket) -> Compressor:
+    return bucket.label.compressor
+
+
+def _paired(function: Callable, residual: Any, *trees: Any) -> Any:
+    """Maps over residuals, which are None for leaves that lose nothing, and over trees."""
+    return jax.tree.map(function, residual, *trees, is_leaf=lambda x: x is None)
+
+
+def _plus(residual, x):
+    return x if residual is None else x + residual
+
+
+def _lost(residual, x, sent):
+    return None if residual is None else (x - sent).astype(residual.dtype)

@@ -139,7 +139,7 @@ def mean_on_masks(
         for (path, mask), x, key in of
     }
     transport = transport._replace(policy=code)
-    means = averaging.mean_without_feedback(transport, picked, count, part)
+    means = averaging.average(transport, picked, count, part).mean
 
     def put(mask, x, key, mean):
         if mask is None:
@@ -172,22 +172,34 @@ def _keys(masks, seed: int, count: jax.Array) -> list[Key]:
     return [fold(Key(count, jnp.uint32(seed)), i) for i in range(len(masks))]
 
 
-def in_stage(
-    function: Callable[..., Any],
-    leaves: list[jax.Array],
-    params: Any,
-    stages: list[Stage],
-    exact_numel: int,
-    transport: averaging.Transport,
-    count: jax.Array,
-) -> Any:
-    """`mean_on_masks` or `squares_on_masks` with the masks of the stage that holds."""
-    ways = []
-    for stage in stages:
-        masks = masks_of(params, stage.policy, exact_numel, transport.axis_name)
-        one = functools.partial(function, masks, stage.part, transport=transport, count=count)
-        ways.append(one)
-    if len(ways) == 1:
-        return ways[0](leaves)
-    number = jnp.argmax(jnp.stack([*holding(stages, count).values()]))
-    return lax.switch(number, ways, leaves)
+class Masked(NamedTuple):
+    """How leaves travel of which each step exchanges the entries of a mask."""
+
+    stages: list[Stage]
+    exact_numel: int  # as for `masks_of`
+    transport: averaging.Transport
+
+    def masks(self, stage: Stage, params: Any) -> dict[str, Mask | None]:
+        """`masks_of` parameters, in a stage."""
+        return masks_of(params, stage.policy, self.exact_numel, self.transport.axis_name)
+
+    def first(self, params: Any) -> Any:
+        """The tree of whether a leaf has a mask in the first stage."""
+        masks = self.masks(self.stages[0], params)
+        return jax.tree.unflatten(
+            jax.tree.structure(params), [mask is not None for mask in masks.values()]
+        )
+
+    def in_stage(
+        self, function: Callable[..., Any], leaves: list[jax.Array], params: Any, count: jax.Array
+    ) -> Any:
+        """`mean_on_masks` or `squares_on_masks` with the masks of the stage that holds."""
+        keywords = {"transport": self.transport, "count": count}
+        ways = [
+            functools.partial(function, self.masks(stage, params), stage.part, **keywords)
+            for stage in self.stages
+        ]
+        if len(ways) == 1:
+            return ways[0](leaves)
+        number = jnp.argmax(jnp.stack([*holding(self.stages, count).values()]))
+        return lax.switch(number, ways, leaves)

@@ -15,15 +15,10 @@ from jaxcomp.compressors.policies import policy_of
 from jaxcomp.compressors.quantize import quantize
 from jaxcomp.exchange import averaging, buckets, wire
 from jaxcomp.methods import moments
+from jaxcomp.methods.method import counted, method, no_rounds, require
 from jaxcomp.replicas.elementwise import require_whole_norms
-from jaxcomp.replicas.types import (
-    is_tracked,
-    require_alike,
-    require_varying,
-    to_varying,
-    varies_over,
-    zeros_of,
-)
+from jaxcomp.replicas.finite import not_finite, unless
+from jaxcomp.replicas.types import is_tracked, require_alike, to_varying, varies_over, zeros_of
 
 
 class CocktailSGDState(NamedTuple):
@@ -103,103 +98,116 @@ def cocktail_sgd(
       `bucket_numel`, each with its own top-K; the residual is float32 (float16 there); warm-up
       averages gradients (the code sums them).
     """
-    compressor = cocktail() if compressor is None else compressor
-    if warmup_steps < 0 or sync_every < 1:
-        raise ValueError(
-            f"cocktail_sgd got warmup_steps={warmup_steps}, sync_every={sync_every}; needs at "
-            "least 0 and at least 1; write warmup_steps=0, sync_every=1."
-        )
+    name, steps = "cocktail_sgd", {"warmup_steps": warmup_steps, "sync_every": sync_every}
+    needs, write = "at least 0 and at least 1", "warmup_steps=0, sync_every=1"
+    require(warmup_steps >= 0 and sync_every >= 1, name, needs, write, **steps)
+    policy = policy_of(cocktail() if compressor is None else compressor)
+    transport = averaging.Transport(policy, exchange, axis_name, bucket_numel, seed)
     inner = optax.with_extra_args_support(inner)
-    policy = policy_of(compressor)
-    plan_of = lambda tree: averaging.make_plan(tree, policy, axis_name, bucket_numel)
+    settings = _Settings(inner, transport, warmup_steps, sync_every, delayed)
+    init, update = (functools.partial(function, settings) for function in (_init, _update))
+    return method(name, axis_name, init, update)
 
-    def init(params):
-        drift = jax.tree.map(lambda p: jnp.zeros_like(p, moments.wide(p.dtype)), params)
-        drift = to_varying(drift, axis_name)
-        owner_residual = averaging.zero_owner_residual(plan_of(drift), exchange, axis_name)
-        skipped = to_varying(jnp.zeros([], jnp.int32), axis_name)
-        zero = jnp.zeros([], jnp.int32)
-        rounds = dict.fromkeys(("all", "synchronize", "warmup"), zero)
-        # Of the dtypes that its updates will see, and all of it this replica's own from the start.
-        inner_state = inner.init(jax.tree.map(lambda p: p.astype(moments.wide(p.dtype)), params))
-        inner_state = to_varying(inner_state, axis_name)
-        return CocktailSGDState(zero, drift, owner_residual, inner_state, rounds, skipped)
 
-    def dense(grads):
-        """The exact mean gradient, of a type that varies as local gradients do."""
-        mean = averaging.exact_mean(grads, axis_name, bucket_numel, "warmup")
-        return to_varying(mean, axis_name)
+class _Settings(NamedTuple):
+    inner: optax.GradientTransformationExtraArgs
+    transport: averaging.Transport
+    warmup_steps: int
+    sync_every: int
+    delayed: bool
+
+
+def _init(settings, params):
+    axis_name, zero = settings.transport.axis_name, jnp.zeros([], jnp.int32)
+    drift = to_varying(jax.tree.map(moments.zeros, params), axis_name)
+    # Of the dtypes that its updates will see, and all of it this replica's own from the start.
+    inner = settings.inner.init(jax.tree.map(_wide, params))
+    return CocktailSGDState(
+        count=zero,
+        drift=drift,
+        owner_residual=averaging.nothing_sent(settings.transport, drift)[1],
+        inner=to_varying(inner, axis_name),
+        rounds=no_rounds("synchronize", "warmup"),
+        skipped=to_varying(zero, axis_name),
+    )
+
+
+def _update(settings, updates, state, params, *, ahead=lambda make: make(), **extra_args):
+    _, transport, warmup_steps, sync_every, delayed = settings
+    # The square of a float16 gradient is zero below 2e-4, and Adam's step then m / eps.
+    updates = jax.tree.map(_wide, updates)
+    is_warm = state.count < warmup_steps
+    due = (state.count % sync_every == (0 if delayed else sync_every - 1)) & ~is_warm
+    if delayed:
+        made = ahead(lambda: _exchanged_if_due(settings, state, state.drift, due))
+    if warmup_steps:
+        updates = lax.cond(is_warm, functools.partial(_dense, transport), lambda g: g, updates)
+    local = jax.tree.map(jnp.add, params, state.drift)
+    step, inner, is_bad = _inner_step(settings, updates, state.inner, local, extra_args)
+    if not delayed:
+        made = _exchanged_if_due(settings, state, jax.tree.map(jnp.add, state.drift, step), due)
+    consensus, sent, owner_residual = made
+    if warmup_steps:
+        whole = functools.partial(_from_owners, transport)
+        nothing = lambda *both: jax.tree.map(zeros_of, jax.eval_shape(whole, *both))
+        warm = lax.cond(is_warm, whole, nothing, state.drift, step)
+        consensus, sent = (jax.tree.map(jnp.add, x, warm) for x in (consensus, sent))
+
+    def drifted(drift, sent, step, param, change):
+        left = drift - sent + step if delayed else drift + step - sent
+        return left + averaging.rounded_off(param, change)
+
+    return consensus, CocktailSGDState(
+        optax.safe_increment(state.count),
+        jax.tree.map(drifted, state.drift, sent, step, params, consensus),
+        owner_residual,
+        inner,
+        counted(state.rounds, all=due | is_warm, synchronize=due, warmup=is_warm),
+        state.skipped + is_bad,
+    )
+
+
+def _exchanged_if_due(settings, state, drift, due):
+    """What the owners send to all, what this replica has sent, and the owners' residual."""
 
     def exchanged(state, drift):
-        """What the owners send to all, what this replica has sent, and the owners' residual."""
-        plan = plan_of(drift)
         # Masks roll by one an exchange, not a step: else some entries might never be sent.
-        shared = Key(state.count // sync_every, jnp.uint32(seed))
-        flat = buckets.flatten(plan, drift)
-        with jax.named_scope("jaxcomp.synchronize"):
-            means = averaging.mean_of_buckets(
-                plan, flat, state.owner_residual, exchange, shared, axis_name
-            )
-        consensus = buckets.unflatten(plan, [m.mean for m in means])
-        sent = buckets.unflatten(plan, [m.sent for m in means])
-        return consensus, sent, tuple(m.owner_residual for m in means)
-
-    def exchanged_if_due(state, drift, due):
-        if sync_every == 1 and not warmup_steps:
-            return exchanged(state, drift)
-
-        def waiting(state, drift):
-            zeros = [
-                jax.tree.map(zeros_of, part) for part in jax.eval_shape(exchanged, state, drift)[:2]
-            ]
-            return *zeros, state.owner_residual
-
-        return lax.cond(due, exchanged, waiting, state, drift)
-
-    def update(updates, state, params=None, *, ahead=lambda make: make(), **extra_args):
-        averaging.require_params("cocktail_sgd", params)
-        require_varying(updates, axis_name, params)
-        # The square of a float16 gradient is zero below 2e-4, and Adam's step then m / eps.
-        updates = jax.tree.map(lambda g: g.astype(moments.wide(g.dtype)), updates)
-        is_warm = state.count < warmup_steps
-        due = (state.count % sync_every == (0 if delayed else sync_every - 1)) & ~is_warm
-        if delayed:
-            made = ahead(lambda: exchanged_if_due(state, state.drift, due))
-        if warmup_steps:
-            updates = lax.cond(is_warm, dense, lambda grads: grads, updates)
-        local = jax.tree.map(jnp.add, params, state.drift)
-        step, inner_state, is_bad = _inner_step(
-            inner, updates, state.inner, local, extra_args, axis_name
+        rounds, kept = state.count // settings.sync_every, state.owner_residual
+        got = averaging.average(
+            settings.transport, drift, rounds, "synchronize", owner_residual=kept
         )
-        if not delayed:
-            made = exchanged_if_due(state, jax.tree.map(jnp.add, state.drift, step), due)
-        consensus, sent, owner_residual = made
-        if warmup_steps:
-            whole = lambda *both: _from_owners(*both, axis_name, bucket_numel)
-            nothing = lambda *both: jax.tree.map(zeros_of, jax.eval_shape(whole, *both))
-            warm = lax.cond(is_warm, whole, nothing, state.drift, step)
-            consensus, sent = (jax.tree.map(jnp.add, x, warm) for x in (consensus, sent))
+        return got.mean, got.sent, got.owner_residual
 
-        def drifted(drift, sent, step, param, change):
-            left = drift - sent + step if delayed else drift + step - sent
-            return left + averaging.rounded_off(param, change)
+    def waiting(state, drift):
+        zeros = jax.tree.map(zeros_of, jax.eval_shape(exchanged, state, drift)[:2])
+        return *zeros, state.owner_residual
 
-        return consensus, CocktailSGDState(
-            optax.safe_increment(state.count),
-            jax.tree.map(drifted, state.drift, sent, step, params, consensus),
-            owner_residual,
-            inner_state,
-            averaging.counted(state.rounds, all=due | is_warm, synchronize=due, warmup=is_warm),
-            state.skipped + is_bad,
-        )
-
-    return optax.GradientTransformationExtraArgs(init, update)
+    if settings.sync_every == 1 and not settings.warmup_steps:
+        return exchanged(state, drift)
+    return lax.cond(due, exchanged, waiting, state, drift)
 
 
-def _inner_step(inner, grads, state, params, extra_args, axis_name):
+def _dense(transport, grads):
+    """The exact mean gradient, of a type that varies as local gradients do."""
+    mean = averaging.average(averaging.exact(transport), grads, jnp.int32(0), "warmup").mean
+    return to_varying(mean, transport.axis_name)
+
+
+def _inner_step(settings, grads, state, params, extra_args):
     """The inner update in float32, its state, and whether it was left out: i32[], 0 or 1."""
-    update = functools.partial(inner.update, **extra_args)
+    axis_name, update = settings.transport.axis_name, settings.inner.update
+    update = functools.partial(update, **extra_args)
     step, new_state = update(grads, state, params)
+    _require_local(step, axis_name)
+    require_alike(step, params, axis_name)
+    require_whole_norms(update, grads, state, params, axis_name=axis_name, of_mean=False)
+    step = jax.tree.map(_wide, step)
+    bad = not_finite(step, axis_name)
+    step = jax.tree.map(lambda u: jnp.where(bad, 0.0, u), step)
+    return step, unless(bad, new_state, state), bad
+
+
+def _require_local(step, axis_name):
     for path, leaf in jax.tree_util.tree_leaves_with_path(step):
         if is_tracked(axis_name) and not varies_over(leaf, axis_name):
             raise ValueError(
@@ -208,18 +216,12 @@ def _inner_step(inner, grads, state, params, extra_args, axis_name):
                 "optimizer must be local; write cocktail_sgd(optax.adamw(learning_rate), "
                 f"{axis_name!r}) without compressed_mean in it."
             )
-    require_alike(step, params, axis_name)
-    require_whole_norms(update, grads, state, params, axis_name=axis_name, of_mean=False)
-    step = jax.tree.map(lambda u: u.astype(moments.wide(u.dtype)), step)
-    bad = averaging.not_finite(step, axis_name)
-    step = jax.tree.map(lambda u: jnp.where(bad, 0.0, u), step)
-    return step, jax.tree.map(lambda old, new: jnp.where(bad, old, new), state, new_state), bad
 
 
-def _from_owners(drift, step, axis_name, bucket_numel):
+def _from_owners(transport, drift, step):
     """Equal drifts plus equal steps, coded, of a type that says so: each owner sends its chunk."""
-    tree = jax.tree.map(jnp.add, drift, step)
-    plan = averaging.make_plan(tree, policy_of(quantize(8)), axis_name, bucket_numel)
+    axis_name, tree = transport.axis_name, jax.tree.map(jnp.add, drift, step)
+    plan = averaging.plan_of(transport._replace(policy=policy_of(quantize(8))), tree)
 
     def whole(key, bucket, flat):
         chunk = flat.reshape(lax.axis_size(axis_name), -1)[lax.axis_index(axis_name)]
@@ -228,3 +230,7 @@ def _from_owners(drift, step, axis_name, bucket_numel):
     shared, flat = Key(jnp.int32(0), jnp.uint32(0)), buckets.flatten(plan, tree)
     with jax.named_scope("jaxcomp.warmup"):
         return buckets.unflatten(plan, averaging.map_buckets(whole, plan, shared, flat))
+
+
+def _wide(x: jax.Array) -> jax.Array:
+    return x.astype(moments.wide(x.dtype))

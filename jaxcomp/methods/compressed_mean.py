@@ -1,17 +1,19 @@
 """The mean of updates over the replicas, through any compressor, with error feedback."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
 
-from jaxcomp.compressors.base import Compressor, Key
+from jaxcomp.compressors.base import Compressor
 from jaxcomp.compressors.policies import policy_of
 from jaxcomp.exchange import averaging, buckets, wire
-from jaxcomp.replicas.types import largest, require_varying
+from jaxcomp.methods.method import method
+from jaxcomp.replicas.finite import not_finite, poisoned, unless
+from jaxcomp.replicas.types import largest
 
 
 class CompressedMeanState(NamedTuple):
@@ -82,64 +84,31 @@ def compressed_mean(
     """
     policy = policy_of(compressor)
     exact = buckets.small_or_vector(axis_name) if exact is None else exact
-
-    def make_plan(tree):
-        choose = lambda path, leaf: averaging.EXACT if exact(path, leaf) else policy(path, leaf)
-        return averaging.make_plan(tree, choose, axis_name, bucket_numel)
-
-    def zero_residuals(plan):
-        residual = averaging.zero_residual(plan, axis_name)
-        return residual, averaging.zero_owner_residual(plan, exchange, axis_name)
-
-    def init(params):
-        residual, owner_residual = zero_residuals(make_plan(params))
-        if not error_feedback:
-            residual, owner_residual = jax.tree.map(lambda _: (), residual), None
-        return CompressedMeanState(jnp.zeros([], jnp.int32), residual, owner_residual)
-
-    def update(updates, state, params=None, **extra_args):
-        del extra_args
-        require_varying(updates, axis_name, params)
-        plan = make_plan(updates)
-        old = state[1:] if error_feedback else zero_residuals(plan)
-        flat = buckets.flatten(plan, averaging.add_residual(plan, updates, old[0]))
-        shared = Key(state.count, jnp.uint32(seed))
-        means, skip = _means_or_skip(plan, flat, old[1], exchange, shared, axis_name)
-        # optax's states have the parameters' dtypes, and an update of another would change theirs.
-        like = updates if params is None else params
-        dtypes = [leaf.dtype for leaf in plan.treedef.flatten_up_to(like)]
-        mean = buckets.unflatten(plan, [jnp.where(skip, jnp.nan, m.mean) for m in means], dtypes)
-        count = optax.safe_increment(state.count)
-        if not error_feedback:
-            return mean, state._replace(count=count)
-        new = averaging.unsent(plan, flat, means), tuple(m.owner_residual for m in means)
-        kept = jax.tree.map(lambda old, new: jnp.where(skip, old, new), old, new)
-        return mean, CompressedMeanState(count, *kept)
-
-    return optax.GradientTransformationExtraArgs(init, update)
+    choose = lambda path, leaf: averaging.EXACT if exact(path, leaf) else policy(path, leaf)
+    transport = averaging.Transport(choose, exchange, axis_name, bucket_numel, seed)
+    init = functools.partial(_init, transport, error_feedback)
+    update = functools.partial(_update, transport, error_feedback)
+    return method("compressed_mean", axis_name, init, update, needs_params=False)
 
 
-def _means_or_skip(plan, flat, owner_residual, exchange, shared, axis_name):
-    """The mean of every bucket, and whether any of them, or any replica's part, is not finite.
+def _init(transport, error_feedback, params):
+    residual, owner_residual = averaging.nothing_sent(transport, params)
+    if not error_feedback:
+        residual, owner_residual = jax.tree.map(lambda _: (), residual), None
+    return CompressedMeanState(jnp.zeros([], jnp.int32), residual, owner_residual)
 
-    A mean may be infinite where no gradient is: float16 scales end at 65,504.
-    """
+
+def _update(transport, error_feedback, updates, state, params, **_):
     # All shards of a replica must agree, and an exact bucket of whole leaves must stay whole.
-    bad = largest((~averaging.finite(flat)).astype(jnp.float32), axis_name)
-    exact = [i for i, b in enumerate(plan.buckets) if b.label.compressor == averaging.EXACT]
-    if not exact:
-        means = averaging.mean_of_buckets(plan, flat, owner_residual, exchange, shared, axis_name)
-        return means, (largest(lax.psum(bad, axis_name)) > 0) | _any_not_finite(means)
-    # It rides behind the first exact bucket, and costs no message.
-    carrier = exact[0]
-    flat = list(flat)
-    flat[carrier] = jnp.append(flat[carrier], bad.astype(flat[carrier].dtype))
-    means = averaging.mean_of_buckets(plan, flat, owner_residual, exchange, shared, axis_name)
-    carried = means[carrier]
-    means[carrier] = wire.Mean(carried.mean[:-1], carried.sent[:-1], None)
-    return means, (largest(carried.mean[-1]) > 0) | _any_not_finite(means)
-
-
-def _any_not_finite(means: list[wire.Mean]) -> jax.Array:
-    bad = ~averaging.finite([m.mean for m in means])
-    return largest(bad.astype(jnp.float32)) > 0
+    bad = not_finite(updates, transport.axis_name).astype(jnp.float32)
+    kept = averaging.feedback(state) if error_feedback else {}
+    got = averaging.average(transport, updates, state.count, "", flag=bad, **kept)
+    # A mean may be infinite where no gradient is: float16 scales end at 65,504.
+    skip = (largest(got.flag) > 0) | (not_finite(got.mean) > 0)
+    # optax's states have the parameters' dtypes, and an update of another would change theirs.
+    like = updates if params is None else params
+    mean = jax.tree.map(lambda m, x: m.astype(x.dtype), poisoned(skip, got.mean), like)
+    state = state._replace(count=optax.safe_increment(state.count))
+    if error_feedback:
+        state = state._replace(**unless(skip, averaging.feedback(got), kept))
+    return mean, state

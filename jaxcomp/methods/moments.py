@@ -1,44 +1,102 @@
 """What methods of the Adam family share: a variance that all replicas agree on, and its root."""
 
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
 
 from jaxcomp.exchange import averaging
+from jaxcomp.methods.method import require
+from jaxcomp.replicas.finite import not_finite
 from jaxcomp.replicas.types import size_over_shards, sums_over_shards
 
 
-def check(name: str, b1: float, b2: float, eps: float, variance_floor: float) -> None:
-    """Raises a ValueError for constants of Adam that are out of range."""
-    for argument, value in (("b1", b1), ("b2", b2)):
-        if not 0 <= value < 1:
-            raise ValueError(f"{name} got {argument}={value}; needs [0, 1); write {argument}=0.9.")
-    if not 0 < eps:
-        raise ValueError(f"{name} got eps={eps}; needs more than 0; write eps=1e-8.")
-    if not 0 <= variance_floor < 1:
-        raise ValueError(
-            f"{name} got variance_floor={variance_floor}; needs [0, 1); write variance_floor=1e-4."
-        )
+class Adam(NamedTuple):
+    """The constants that methods of Adam's family share."""
+
+    rate_of: optax.Schedule  # `count -> f32[]`
+    b1: float
+    b2: float
+    eps: float
+    variance_floor: float = 0.0
+    bias_correction: bool = True
+    weight_decay: float = 0.0
+
+    def first_correction(self, count: jax.Array, like: Any) -> jax.Array | float:
+        """What a momentum of `count` steps is multiplied by."""
+        return 1 / (1 - power(self.b1, count, like)) if self.bias_correction else 1.0
+
+    def root(self, variance: Any, weight: jax.Array, floor: float | None = None) -> Any:
+        """D, see `denominator`, of a variance of gradients of this weight: 1 - b2^n in Adam."""
+        floor = self.variance_floor if floor is None else floor
+        return denominator(variance, self.eps, floor, weight if self.bias_correction else 1)
+
+    def weight(self, num_updates: jax.Array, like: Any) -> jax.Array:
+        """The weight of as many gradients, at least one."""
+        return 1 - power(self.b2, jnp.maximum(num_updates, 1), like)
 
 
-def check_freeze(name: str, freeze_step: int | None, freeze_ratio: float) -> None:
-    """Raises a ValueError for ends of a warm-up that are out of range."""
-    if freeze_step is not None and freeze_step < 1:
-        raise ValueError(
-            f"{name} got freeze_step={freeze_step}; needs at least 1; write a sixth of the "
-            "steps, or None to find it."
-        )
-    if not 0 < freeze_ratio < 1:
-        raise ValueError(
-            f"{name} got freeze_ratio={freeze_ratio}; needs (0, 1); write freeze_ratio=0.96."
-        )
-
-
-def schedule_of(learning_rate: float | optax.Schedule) -> optax.Schedule:
-    """The rate as a schedule, `count -> f32[]`."""
+def adam(
+    name: str,
+    learning_rate: float | optax.Schedule,
+    b1: float,
+    b2: float,
+    eps: float,
+    variance_floor: float = 0.0,
+    bias_correction: bool = True,
+    weight_decay: float = 0.0,
+) -> Adam:
+    """Makes the `Adam` of a method; a ValueError for constants that are out of range."""
+    require(0 <= b1 < 1, name, "[0, 1)", "b1=0.9", b1=b1)
+    require(0 <= b2 < 1, name, "[0, 1)", "b2=0.999", b2=b2)
+    require(0 < eps, name, "more than 0", "eps=1e-8", eps=eps)
+    floor = {"variance_floor": variance_floor}
+    require(0 <= variance_floor < 1, name, "[0, 1)", "variance_floor=1e-4", **floor)
     rate = learning_rate if callable(learning_rate) else optax.constant_schedule(learning_rate)
-    return lambda count: jnp.asarray(rate(count), jnp.float32)
+    rate_of = lambda count: jnp.asarray(rate(count), jnp.float32)
+    return Adam(rate_of, b1, b2, eps, variance_floor, bias_correction, weight_decay)
+
+
+class Freeze(NamedTuple):
+    """When the variance of a 1-bit method stays as it is."""
+
+    step: int | None  # after as many steps; None: when it is stable
+    ratio: float  # share of today's norm from which that of `norms.size` steps ago is stable
+
+    def holds(self, state: Any) -> jax.Array:
+        """bool[], whether it does in the step after a state."""
+        return state.frozen if self.step is None else state.count >= self.step
+
+    def no_norms(self, b2: float, like: Any) -> jax.Array | None:
+        """The norms of no steps yet, see `after`; None for a given end."""
+        return jnp.zeros(round(1 / (1 - b2)), dtype_of(like)) if self.step is None else None
+
+    def after(self, frozen: jax.Array, state: Any, variance: Any):
+        """Whether the next step is of few bits, and the norms to tell the one after by.
+
+        Args:
+          frozen: bool[], whether this step was.
+          state: With `norms`, of the last steps' l1 norms or None for a given end, and `count`.
+          variance: Tree, equal on all replicas, after this step.
+        """
+        if self.step is not None:
+            return state.count + 1 >= self.step, None
+        norm = sum(sums_over_shards([jnp.sum(v) for v in jax.tree.leaves(variance)]))
+        place = state.count % state.norms.size
+        stable = (state.count >= state.norms.size) & (state.norms[place] >= self.ratio * norm)
+        return frozen | stable, state.norms.at[place].set(norm)
+
+
+def freeze(name: str, freeze_step: int | None, freeze_ratio: float) -> Freeze:
+    """Makes the `Freeze` of a method; a ValueError for ends of a warm-up that are out of range."""
+    least = freeze_step is None or freeze_step >= 1
+    write = "a sixth of the steps, or None to find it"
+    require(least, name, "at least 1", write, freeze_step=freeze_step)
+    ratio = {"freeze_ratio": freeze_ratio}
+    require(0 < freeze_ratio < 1, name, "(0, 1)", "freeze_ratio=0.96", **ratio)
+    return Freeze(freeze_step, freeze_ratio)
 
 
 def wide(dtype) -> jnp.dtype:
@@ -72,13 +130,7 @@ def gradients(updates, like, axis_name: str):
     They do, i32[] 1, if the square of one is not finite: a variance would not be after it.
     """
     grads = jax.tree.map(lambda g, moment: g.astype(moment.dtype), updates, like)
-    return grads, averaging.not_finite(jax.tree.map(jnp.square, grads), axis_name)
-
-
-def poisoned(updates, like, axis_name: str):
-    """`gradients`, all of them NaN if they fail: so is what travels, and all replicas skip."""
-    grads, bad = gradients(updates, like, axis_name)
-    return jax.tree.map(lambda g: jnp.where(bad, jnp.nan, g), grads)
+    return grads, not_finite(jax.tree.map(jnp.square, grads), axis_name)
 
 
 # Most that one gradient makes of a variance that learns from few: about 15 count at any time.
@@ -118,7 +170,7 @@ def learned(grads, variance, b2: jax.Array, due: jax.Array, transport, count: ja
     """
 
     def learn(variance):
-        mean = averaging.mean_without_feedback(transport, grads, count, "variance")
+        mean = averaging.average(transport, grads, count, "variance").mean
         return optax.tree_utils.tree_update_moment(mean, variance, b2, 2)
 
     return lax.cond(due, learn, lambda variance: variance, variance)
@@ -144,29 +196,6 @@ def denominator(variance, eps: float, floor: float, weight: jax.typing.ArrayLike
         least = jnp.where(totals > 0, floor * totals / sizes, of_all)
         leaves = [jnp.maximum(v, low.astype(v.dtype)) for v, low in zip(leaves, least, strict=True)]
     return treedef.unflatten([jnp.sqrt(v * correction) + eps for v in leaves])
-
-
-def no_norms(b2: float, like, freeze_step: int | None) -> jax.Array | None:
-    """The norms of no steps yet, see `freezes`; None for a given end."""
-    return jnp.zeros(round(1 / (1 - b2)), dtype_of(like)) if freeze_step is None else None
-
-
-def freezes(frozen: jax.Array, state, variance, freeze_step: int | None, ratio: float):
-    """Whether the next step is of few bits, and the norms to tell the one after by.
-
-    Args:
-      frozen: bool[], whether this step was.
-      state: With `norms`, of the last steps' l1 norms or None for a given end, and `count`.
-      variance: Tree, equal on all replicas, after this step.
-      freeze_step: The given end, or None.
-      ratio: Share of today's norm from which that of `norms.size` steps ago is stable.
-    """
-    if freeze_step is not None:
-        return state.count + 1 >= freeze_step, None
-    norm = sum(sums_over_shards([jnp.sum(v) for v in jax.tree.leaves(variance)]))
-    place = state.count % state.norms.size
-    stable = (state.count >= state.norms.size) & (state.norms[place] >= ratio * norm)
-    return frozen | stable, state.norms.at[place].set(norm)
 
 
 def trust_ratio(param_square, update_square, otherwise: float = 1.0) -> jax.Array:

@@ -1,5 +1,6 @@
 """1-bit Adam: dense Adam first, then a frozen variance and 1-bit messages of the momentum."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -14,7 +15,8 @@ from jaxcomp.compressors.policies import policy_of
 from jaxcomp.compressors.sign import sign
 from jaxcomp.exchange import averaging, wire
 from jaxcomp.methods import moments
-from jaxcomp.replicas.types import require_varying
+from jaxcomp.methods.method import counted, method, no_rounds
+from jaxcomp.replicas.finite import poisoned
 
 
 class OneBitAdamState(NamedTuple):
@@ -99,77 +101,82 @@ def one_bit_adam(
       `precondition`, `variance_floor` and `bias_correction` (off: `precondition=False,
       variance_floor=0.0, bias_correction=False`); the first step is not dropped.
     """
-    moments.check("one_bit_adam", b1, b2, eps, variance_floor)
-    moments.check_freeze("one_bit_adam", freeze_step, freeze_ratio)
+    rest = variance_floor, bias_correction, weight_decay
+    adam = moments.adam("one_bit_adam", learning_rate, b1, b2, eps, *rest)
+    freeze = moments.freeze("one_bit_adam", freeze_step, freeze_ratio)
     policy = policy_of(sign(block=1024) if compressor is None else compressor)
     transport = averaging.Transport(policy, exchange, axis_name, bucket_numel, seed)
-    rate_of = moments.schedule_of(learning_rate)
+    settings = _Settings(adam, freeze, transport, precondition)
+    init, update = (functools.partial(function, settings) for function in (_init, _update))
+    return method("one_bit_adam", axis_name, init, update, needs_params=bool(weight_decay))
 
-    def init(params):
-        zeros = jax.tree.map(moments.zeros, params)
-        residual, owner_residual = averaging.nothing_sent(transport, zeros)
-        return OneBitAdamState(
-            count=jnp.zeros([], jnp.int32),
-            momentum=zeros,
-            variance=zeros,
-            residual=residual,
-            owner_residual=owner_residual,
-            rounds=dict.fromkeys(("all", "synchronize", "variance"), jnp.zeros([], jnp.int32)),
-            frozen=jnp.zeros([], bool),
-            norms=moments.no_norms(b2, zeros, freeze_step),
-        )
 
-    def root_of(variance, num_updates, floor):
-        weight = 1 - moments.power(b2, jnp.maximum(num_updates, 1), variance)
-        return moments.denominator(variance, eps, floor, weight if bias_correction else 1)
+class _Settings(NamedTuple):
+    adam: moments.Adam
+    freeze: moments.Freeze
+    transport: averaging.Transport
+    precondition: bool
 
-    def warm_up(state, grads):
-        """A step of Adam: momentum, variance and its root, and the residuals as they were."""
-        mean = averaging.exact_mean(grads, axis_name, bucket_numel, "variance")
-        momentum = tree_update_moment(mean, state.momentum, b1, 1)
-        variance = tree_update_moment(mean, state.variance, b2, 2)
-        root = root_of(variance, state.rounds["variance"] + 1, 0.0)
-        return momentum, variance, root, state.residual, state.owner_residual
 
-    def compressed(state, grads):
-        """The same with a mean momentum of few bits, at the frozen variance."""
-        root = root_of(state.variance, state.rounds["variance"], variance_floor)
-        local = tree_update_moment(grads, state.momentum, b1, 1)
-        if precondition:
-            local = jax.tree.map(jnp.divide, local, root)
-        momentum, residual, owner_residual = averaging.mean_with_feedback(
-            transport, local, state.residual, state.owner_residual, state.count
-        )
-        if precondition:
-            momentum = jax.tree.map(jnp.multiply, momentum, root)
-        return momentum, state.variance, root, residual, owner_residual
+def _init(settings, params):
+    zeros = jax.tree.map(moments.zeros, params)
+    residual, owner_residual = averaging.nothing_sent(settings.transport, zeros)
+    return OneBitAdamState(
+        count=jnp.zeros([], jnp.int32),
+        momentum=zeros,
+        variance=zeros,
+        residual=residual,
+        owner_residual=owner_residual,
+        rounds=no_rounds("synchronize", "variance"),
+        frozen=jnp.zeros([], bool),
+        norms=settings.freeze.no_norms(settings.adam.b2, zeros),
+    )
 
-    def update(updates, state, params=None, **extra_args):
-        del extra_args
-        require_varying(updates, axis_name, params)
-        grads = moments.poisoned(updates, state.variance, axis_name)
-        frozen = state.frozen if freeze_step is None else state.count >= freeze_step
-        momentum, variance, root, residual, owner_residual = lax.cond(
-            frozen, compressed, warm_up, state, grads
-        )
-        correction = (
-            1 / (1 - moments.power(b1, state.count + 1, momentum)) if bias_correction else 1.0
-        )
-        rate = rate_of(state.count)
-        change = jax.tree.map(lambda m, d: -rate * correction * m / d, momentum, root)
-        if weight_decay:
-            averaging.require_params("one_bit_adam with weight_decay", params)
-            change = jax.tree.map(lambda c, p: c - rate * weight_decay * p, change, params)
-        freezes, norms = moments.freezes(frozen, state, variance, freeze_step, freeze_ratio)
-        return change, OneBitAdamState(
-            optax.safe_increment(state.count),
-            momentum,
-            variance,
-            residual,
-            owner_residual,
-            averaging.counted(state.rounds, all=True, synchronize=frozen, variance=~frozen),
-            freezes,
-            norms,
-        )
 
-    return optax.GradientTransformationExtraArgs(init, update)
+def _warm_up(settings, state, grads):
+    """A step of Adam: momentum, variance and its root, and the residuals as they were."""
+    adam, transport = settings.adam, averaging.exact(settings.transport)
+    mean = averaging.average(transport, grads, state.count, "variance").mean
+    momentum = tree_update_moment(mean, state.momentum, adam.b1, 1)
+    variance = tree_update_moment(mean, state.variance, adam.b2, 2)
+    root = adam.root(variance, adam.weight(state.rounds["variance"] + 1, variance), floor=0.0)
+    return momentum, variance, root, state.residual, state.owner_residual
+
+
+def _compressed(settings, state, grads):
+    """The same with a mean momentum of few bits, at the frozen variance."""
+    adam, kept = settings.adam, averaging.feedback(state)
+    root = adam.root(state.variance, adam.weight(state.rounds["variance"], state.variance))
+    local = tree_update_moment(grads, state.momentum, adam.b1, 1)
+    if settings.precondition:
+        local = jax.tree.map(jnp.divide, local, root)
+    got = averaging.average(settings.transport, local, state.count, "synchronize", **kept)
+    momentum = got.mean
+    if settings.precondition:
+        momentum = jax.tree.map(jnp.multiply, momentum, root)
+    return momentum, state.variance, root, got.residual, got.owner_residual
+
+
+def _update(settings, updates, state, params, **_):
+    adam = settings.adam
+    grads, bad = moments.gradients(updates, state.variance, settings.transport.axis_name)
+    frozen = settings.freeze.holds(state)
+    ways = (functools.partial(way, settings) for way in (_compressed, _warm_up))
+    momentum, variance, root, residual, owner_residual = lax.cond(
+        frozen, *ways, state, poisoned(bad, grads)
+    )
+    rate, correction = adam.rate_of(state.count), adam.first_correction(state.count + 1, momentum)
+    change = jax.tree.map(lambda m, d: -rate * correction * m / d, momentum, root)
+    if adam.weight_decay:
+        change = jax.tree.map(lambda c, p: c - rate * adam.weight_decay * p, change, params)
+    freezes, norms = settings.freeze.after(frozen, state, variance)
+    return change, OneBitAdamState(
+        optax.safe_increment(state.count),
+        momentum,
+        variance,
+        residual,
+        owner_residual,
+        counted(state.rounds, all=True, synchronize=frozen, variance=~frozen),
+        freezes,
+        norms,
+    )

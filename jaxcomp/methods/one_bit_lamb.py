@@ -1,5 +1,6 @@
 """1-bit LAMB: dense LAMB first, then 1-bit momenta at trust ratios learned before."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -14,7 +15,9 @@ from jaxcomp.compressors.policies import policy_of
 from jaxcomp.compressors.sign import sign
 from jaxcomp.exchange import averaging, wire
 from jaxcomp.methods import moments
-from jaxcomp.replicas.types import largest, require_varying, size_over_shards, sums_over_shards
+from jaxcomp.methods.method import counted, method, no_rounds, require
+from jaxcomp.replicas.finite import poisoned
+from jaxcomp.replicas.types import largest, size_over_shards, sums_over_shards
 
 
 class OneBitLambState(NamedTuple):
@@ -26,14 +29,14 @@ class OneBitLambState(NamedTuple):
     fresh_variance: Any  # that goes on after it, of gradients estimated from momenta
     residual: Any  # not sent yet
     owner_residual: Any  # one f32[numel / R] a bucket: not passed on yet
-    layers: Any  # a `Layer` a leaf
+    layers: Any  # a `Trust` a leaf
     rounds: Any  # {"all", "synchronize", "variance"}: i32[], how often each was sent
     frozen: jax.Array  # bool[], whether the warm-up has ended
     # f32[1 / (1 - b2)], the variance's l1 norms of the last steps; None with a given freeze_step.
     norms: Any
 
 
-class Layer(NamedTuple):
+class Trust(NamedTuple):
     """What is kept of one leaf's trust ratio, f32[] each."""
 
     ratio: jax.Array  # decayed sum of the warm-up's ratios
@@ -125,139 +128,165 @@ def one_bit_lamb(
       bias_correction=False`); layers whose momentum is zero are left out of the mean magnitude,
       and no empty layer divides by zero; the first step is not dropped.
     """
-    moments.check("one_bit_lamb", b1, b2, eps, variance_floor)
-    moments.check_freeze("one_bit_lamb", freeze_step, freeze_ratio)
-    _check(trust_bounds, trust_decay, factor_bounds, factor_change)
+    rest = variance_floor, bias_correction, weight_decay
+    adam = moments.adam("one_bit_lamb", learning_rate, b1, b2, eps, *rest)
+    freeze = moments.freeze("one_bit_lamb", freeze_step, freeze_ratio)
     policy = policy_of(sign(block=1024) if compressor is None else compressor)
     transport = averaging.Transport(policy, exchange, axis_name, bucket_numel, seed)
-    rate_of = moments.schedule_of(learning_rate)
+    bounds = trust_bounds, trust_decay, factor_bounds, factor_change
+    settings = _Settings(adam, freeze, transport, precondition, *bounds)
+    _check(settings)
+    init, update = (functools.partial(function, settings) for function in (_init, _update))
+    return method("one_bit_lamb", axis_name, init, update)
 
-    def init(params):
-        zeros = jax.tree.map(moments.zeros, params)
-        residual, owner_residual = averaging.nothing_sent(transport, zeros)
-        unseen = lambda moment: Layer(*(jnp.asarray(x, moment.dtype) for x in (0, 0, 1, 1)))
-        return OneBitLambState(
-            count=jnp.zeros([], jnp.int32),
-            momentum=zeros,
-            variance=zeros,
-            fresh_variance=zeros,
-            residual=residual,
-            owner_residual=owner_residual,
-            layers=jax.tree.map(unseen, zeros),
-            rounds=dict.fromkeys(("all", "synchronize", "variance"), jnp.zeros([], jnp.int32)),
-            frozen=jnp.zeros([], bool),
-            norms=moments.no_norms(b2, zeros, freeze_step),
+
+class _Settings(NamedTuple):
+    adam: moments.Adam
+    freeze: moments.Freeze
+    transport: averaging.Transport
+    precondition: bool
+    trust_bounds: tuple[float, float]
+    trust_decay: float
+    factor_bounds: tuple[float, float]
+    factor_change: float
+
+
+def _check(settings):
+    name, decay, change = "one_bit_lamb", settings.trust_decay, settings.factor_change
+    for bounds, default in (("trust_bounds", (0.01, 10.0)), ("factor_bounds", (0.5, 4.0))):
+        least, greatest = got = getattr(settings, bounds)
+        write = f"{bounds}={default}"
+        require(0 <= least <= greatest, name, "0 <= least <= greatest", write, **{bounds: got})
+    require(0 <= decay < 1, name, "[0, 1)", "trust_decay=0.9", trust_decay=decay)
+    require(0 < change < 1, name, "(0, 1)", "factor_change=0.1", factor_change=change)
+
+
+def _init(settings, params):
+    zeros = jax.tree.map(moments.zeros, params)
+    residual, owner_residual = averaging.nothing_sent(settings.transport, zeros)
+    unseen = lambda moment: Trust(*(jnp.asarray(x, moment.dtype) for x in (0, 0, 1, 1)))
+    return OneBitLambState(
+        count=jnp.zeros([], jnp.int32),
+        momentum=zeros,
+        variance=zeros,
+        fresh_variance=zeros,
+        residual=residual,
+        owner_residual=owner_residual,
+        layers=jax.tree.map(unseen, zeros),
+        rounds=no_rounds("synchronize", "variance"),
+        frozen=jnp.zeros([], bool),
+        norms=settings.freeze.no_norms(settings.adam.b2, zeros),
+    )
+
+
+def _update(settings, updates, state, params, **_):
+    grads, bad = moments.gradients(updates, state.variance, settings.transport.axis_name)
+    frozen = settings.freeze.holds(state)
+    ways = (functools.partial(way, settings) for way in (_compressed, _warm_up))
+    change, momentum, variance, *rest = lax.cond(frozen, *ways, state, poisoned(bad, grads), params)
+    freezes, norms = settings.freeze.after(frozen, state, variance)
+    return change, OneBitLambState(
+        optax.safe_increment(state.count),
+        momentum,
+        variance,
+        *rest,
+        counted(state.rounds, all=True, synchronize=frozen, variance=~frozen),
+        freezes,
+        norms,
+    )
+
+
+def _warm_up(settings, state, grads, params):
+    """A step of LAMB, and what it teaches of each layer."""
+    adam, transport = settings.adam, averaging.exact(settings.transport)
+    mean = averaging.average(transport, grads, state.count, "variance").mean
+    momentum = tree_update_moment(mean, state.momentum, adam.b1, 1)
+    variance = tree_update_moment(mean, state.variance, adam.b2, 2)
+    root = adam.root(variance, adam.weight(state.rounds["variance"] + 1, variance), floor=0.0)
+    directions, squares = _directions(settings, state.count, momentum, root, params)
+    layers, trust = [], []
+    scales = _scales(jax.tree.leaves(momentum), transport.axis_name)
+    for old, (x, _, u), scale in zip(_layers(state), squares, scales, strict=True):
+        seen = (x > 0) & (u > 0)
+        ratio = jnp.clip(moments.trust_ratio(x, u), *settings.trust_bounds)
+        decay = jnp.where(seen, settings.trust_decay, 1.0)
+        ratios, weight = (
+            decay * was + (1 - decay) * now for was, now in ((old.ratio, ratio), (old.weight, 1.0))
         )
-
-    def root_of(variance, num_updates, floor):
-        weight = 1 - moments.power(b2, jnp.maximum(num_updates, 1), variance)
-        return moments.denominator(variance, eps, floor, weight if bias_correction else 1)
-
-    def direction(count, momentum, root, params):
-        """The leaves of u, and of each the squared norms of x, of m / D and of u: f32[3]."""
-        correction = 1 / (1 - moments.power(b1, count + 1, momentum)) if bias_correction else 1.0
-        plain = jax.tree.map(lambda m, d: correction * m / d, momentum, root)
-        whole = jax.tree.map(lambda u, p: u + weight_decay * p, plain, params)
-        leaves = [jax.tree.leaves(tree) for tree in (params, plain, whole)]
-        squares = [
-            jnp.stack([jnp.sum(jnp.square(x.astype(u.dtype))) for x in (p, m, u)])
-            for p, m, u in zip(*leaves, strict=True)
-        ]
-        return leaves[2], sums_over_shards(squares, axis_name)
-
-    def stepped(params, state, layers, trust, directions):
-        """Each leaf's change, and the new layers as a tree."""
-        rate, treedef = rate_of(state.count), jax.tree.structure(params)
-        change = [-rate * c * u for c, u in zip(trust, directions, strict=True)]
-        return treedef.unflatten(change), treedef.unflatten(layers)
-
-    def warm_up(state, grads, params):
-        """A step of LAMB, and what it teaches of each layer."""
-        mean = averaging.exact_mean(grads, axis_name, bucket_numel, "variance")
-        momentum = tree_update_moment(mean, state.momentum, b1, 1)
-        variance = tree_update_moment(mean, state.variance, b2, 2)
-        root = root_of(variance, state.rounds["variance"] + 1, 0.0)
-        directions, squares = direction(state.count, momentum, root, params)
-        layers, trust = [], []
-        scales = _scales(jax.tree.leaves(momentum), axis_name)
-        for old, (x, _, u), scale in zip(_layers(state), squares, scales, strict=True):
-            seen = (x > 0) & (u > 0)
-            ratio = jnp.clip(moments.trust_ratio(x, u), *trust_bounds)
-            decay = jnp.where(seen, trust_decay, 1.0)
-            ratios, weight = (
-                decay * was + (1 - decay) * now
-                for was, now in ((old.ratio, ratio), (old.weight, 1.0))
-            )
-            layers.append(Layer(ratios, weight, old.factor, scale))
-            trust.append(jnp.where(seen, ratio, 1.0))
-        change, layers = stepped(params, state, layers, trust, directions)
-        residuals = state.residual, state.owner_residual
-        return change, momentum, variance, variance, *residuals, layers
-
-    def compressed(state, grads, params):
-        """The same with a mean momentum of few bits, at the frozen variance and ratios."""
-        root = root_of(state.variance, state.rounds["variance"], variance_floor)
-        if precondition:
-            unit = root
-        else:
-            unit = [1 / layer.scale for layer in _layers(state)]
-            unit = jax.tree.unflatten(jax.tree.structure(params), unit)
-        local = tree_update_moment(grads, state.momentum, b1, 1)
-        local = jax.tree.map(jnp.divide, local, unit)
-        mean, residual, owner_residual = averaging.mean_with_feedback(
-            transport, local, state.residual, state.owner_residual, state.count
-        )
-        momentum = jax.tree.map(jnp.multiply, mean, unit)
-        gradient = jax.tree.map(
-            lambda new, old: (new - b1 * old) / (1 - b1), momentum, state.momentum
-        )
-        fresh = tree_update_moment(gradient, state.fresh_variance, b2, 2)
-        fresh_root = root_of(fresh, state.count + 1, variance_floor)
-        quotients = jax.tree.map(
-            lambda old, new: largest(jnp.max(old / new, initial=0.0), axis_name), root, fresh_root
-        )
-        directions, squares = direction(state.count, momentum, root, params)
-        layers, trust = [], []
-        for old, (_, m, u), factor in zip(
-            _layers(state), squares, jax.tree.leaves(quotients), strict=True
-        ):
-            if weight_decay:
-                share = jnp.minimum(moments.trust_ratio(m, u), 1.0)
-                factor = factor * share + 1 - share
-            factor = jnp.clip(factor, *factor_bounds)
-            least, greatest = (old.factor * (1 + way * factor_change) for way in (-1, 1))
-            factor = jnp.clip(factor, least, greatest)
-            layers.append(old._replace(factor=factor))
-            whole = jnp.where(old.weight > 0, old.weight, 1.0) if bias_correction else 1.0
-            trust.append(old.ratio / whole * factor)
-        change, layers = stepped(params, state, layers, trust, directions)
-        return change, momentum, state.variance, fresh, residual, owner_residual, layers
-
-    def update(updates, state, params=None, **extra_args):
-        del extra_args
-        averaging.require_params("one_bit_lamb", params)
-        require_varying(updates, axis_name, params)
-        grads = moments.poisoned(updates, state.variance, axis_name)
-        frozen = state.frozen if freeze_step is None else state.count >= freeze_step
-        change, momentum, variance, *rest = lax.cond(
-            frozen, compressed, warm_up, state, grads, params
-        )
-        freezes, norms = moments.freezes(frozen, state, variance, freeze_step, freeze_ratio)
-        return change, OneBitLambState(
-            optax.safe_increment(state.count),
-            momentum,
-            variance,
-            *rest,
-            averaging.counted(state.rounds, all=True, synchronize=frozen, variance=~frozen),
-            freezes,
-            norms,
-        )
-
-    return optax.GradientTransformationExtraArgs(init, update)
+        layers.append(Trust(ratios, weight, old.factor, scale))
+        trust.append(jnp.where(seen, ratio, 1.0))
+    change, layers = _stepped(settings, params, state, layers, trust, directions)
+    residuals = state.residual, state.owner_residual
+    return change, momentum, variance, variance, *residuals, layers
 
 
-def _layers(state: OneBitLambState) -> list[Layer]:
-    return jax.tree.leaves(state.layers, is_leaf=lambda x: isinstance(x, Layer))
+def _compressed(settings, state, grads, params):
+    """The same with a mean momentum of few bits, at the frozen variance and ratios."""
+    adam, axis_name = settings.adam, settings.transport.axis_name
+    root = adam.root(state.variance, adam.weight(state.rounds["variance"], state.variance))
+    unit = root
+    if not settings.precondition:
+        scales = [1 / layer.scale for layer in _layers(state)]
+        unit = jax.tree.unflatten(jax.tree.structure(params), scales)
+    local = tree_update_moment(grads, state.momentum, adam.b1, 1)
+    local, kept = jax.tree.map(jnp.divide, local, unit), averaging.feedback(state)
+    got = averaging.average(settings.transport, local, state.count, "synchronize", **kept)
+    momentum = jax.tree.map(jnp.multiply, got.mean, unit)
+    gradient = jax.tree.map(
+        lambda new, old: (new - adam.b1 * old) / (1 - adam.b1), momentum, state.momentum
+    )
+    fresh = tree_update_moment(gradient, state.fresh_variance, adam.b2, 2)
+    fresh_root = adam.root(fresh, adam.weight(state.count + 1, fresh))
+    quotients = jax.tree.map(
+        lambda old, new: largest(jnp.max(old / new, initial=0.0), axis_name), root, fresh_root
+    )
+    directions, squares = _directions(settings, state.count, momentum, root, params)
+    layers, trust = [], []
+    for old, (_, m, u), quotient in zip(
+        _layers(state), squares, jax.tree.leaves(quotients), strict=True
+    ):
+        factor = _factor(settings, old.factor, quotient, m, u)
+        layers.append(old._replace(factor=factor))
+        whole = jnp.where(old.weight > 0, old.weight, 1.0) if adam.bias_correction else 1.0
+        trust.append(old.ratio / whole * factor)
+    change, layers = _stepped(settings, params, state, layers, trust, directions)
+    return change, momentum, state.variance, fresh, got.residual, got.owner_residual, layers
+
+
+def _factor(settings, old, quotient, moment_square, update_square):
+    """By what the frozen ratio of a layer is corrected: f32[]."""
+    factor = quotient
+    if settings.adam.weight_decay:
+        share = jnp.minimum(moments.trust_ratio(moment_square, update_square), 1.0)
+        factor = factor * share + 1 - share
+    factor = jnp.clip(factor, *settings.factor_bounds)
+    least, greatest = (old * (1 + way * settings.factor_change) for way in (-1, 1))
+    return jnp.clip(factor, least, greatest)
+
+
+def _directions(settings, count, momentum, root, params):
+    """The leaves of u, and of each the squared norms of x, of m / D and of u: f32[3]."""
+    correction = settings.adam.first_correction(count + 1, momentum)
+    decay = settings.adam.weight_decay
+    plain = jax.tree.map(lambda m, d: correction * m / d, momentum, root)
+    whole = jax.tree.map(lambda u, p: u + decay * p, plain, params)
+    leaves = [jax.tree.leaves(tree) for tree in (params, plain, whole)]
+    squares = [
+        jnp.stack([jnp.sum(jnp.square(x.astype(u.dtype))) for x in (p, m, u)])
+        for p, m, u in zip(*leaves, strict=True)
+    ]
+    return leaves[2], sums_over_shards(squares, settings.transport.axis_name)
+
+
+def _stepped(settings, params, state, layers, trust, directions):
+    """Each leaf's change, and the new layers as a tree."""
+    rate, treedef = settings.adam.rate_of(state.count), jax.tree.structure(params)
+    change = [-rate * c * u for c, u in zip(trust, directions, strict=True)]
+    return treedef.unflatten(change), treedef.unflatten(layers)
+
+
+def _layers(state: OneBitLambState) -> list[Trust]:
+    return jax.tree.leaves(state.layers, is_leaf=lambda x: isinstance(x, Trust))
 
 
 def _scales(momentum: list[jax.Array], axis_name: str) -> list[jax.Array]:
@@ -268,22 +297,3 @@ def _scales(momentum: list[jax.Array], axis_name: str) -> list[jax.Array]:
     magnitudes = jnp.stack(roots)
     mean = jnp.sum(magnitudes) / jnp.maximum(jnp.sum(magnitudes > 0), 1)
     return [jnp.where(m > 0, mean / m, 1.0) for m in roots]
-
-
-def _check(trust_bounds, trust_decay, factor_bounds, factor_change):
-    bounds = ("trust", trust_bounds, (0.01, 10.0)), ("factor", factor_bounds, (0.5, 4.0))
-    for name, (least, greatest), default in bounds:
-        if not 0 <= least <= greatest:
-            raise ValueError(
-                f"one_bit_lamb got {name}_bounds={least, greatest}; needs 0 <= least <= "
-                f"greatest; write {name}_bounds={default}."
-            )
-    if not 0 <= trust_decay < 1:
-        raise ValueError(
-            f"one_bit_lamb got trust_decay={trust_decay}; needs [0, 1); write trust_decay=0.9."
-        )
-    if not 0 < factor_change < 1:
-        raise ValueError(
-            f"one_bit_lamb got factor_change={factor_change}; needs (0, 1); write "
-            "factor_change=0.1."
-        )

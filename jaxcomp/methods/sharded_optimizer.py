@@ -13,9 +13,11 @@ from jaxcomp.compressors.base import Compressor, Key
 from jaxcomp.compressors.policies import Policy, path_of, policy_of
 from jaxcomp.compressors.quantize import quantize
 from jaxcomp.exchange import averaging, buckets, wire
+from jaxcomp.methods.method import method
 from jaxcomp.replicas.elementwise import ranked, require_elementwise
+from jaxcomp.replicas.finite import not_finite, poisoned
 from jaxcomp.replicas.shards import cut, natural, without_padding
-from jaxcomp.replicas.types import is_tracked, num_replicas, require_varying
+from jaxcomp.replicas.types import is_tracked, num_replicas
 
 
 class ShardedOptimizerState(NamedTuple):
@@ -85,92 +87,109 @@ def sharded_optimizer(
       differences of weights. Deviations from the latter: differences to nearest in blocks of 128
       with absmax scales, gradients in one hop of 4 bits without a Hadamard rotation.
     """
-    inner = optax.with_extra_args_support(inner)
+    differences = policy_of(quantize(4) if differences is None else differences)
     gradients = quantize(4, rounding="stochastic") if gradients is None else gradients
-    differences = quantize(4) if differences is None else differences
-    gradients, differences = map(policy_of, (gradients, differences))
     exact = buckets.small_or_vector(axis_name) if exact is None else exact
+    choose = lambda policy: (
+        lambda path, leaf: averaging.EXACT if exact(path, leaf) else policy(path, leaf)
+    )
+    transport = averaging.Transport(
+        choose(policy_of(gradients)), wire.two_shot, axis_name, bucket_numel, seed
+    )
+    back = transport._replace(policy=choose(differences))
+    settings = _Settings(optax.with_extra_args_support(inner), transport, back)
+    init, update = (functools.partial(function, settings) for function in (_init, _update))
+    return method("sharded_optimizer", axis_name, init, update)
 
-    def plan_of(tree, policy):
-        """The buckets of one replica's pieces; a policy sees the leaves as they are."""
-        code_of = lambda path, leaf: averaging.EXACT if exact(path, leaf) else policy(path, leaf)
-        keyed = jax.tree_util.tree_leaves_with_path(tree)
-        leaves = {path_of(key_path): leaf for key_path, leaf in keyed}
-        chosen = {path: code_of(path, leaf) for path, leaf in leaves.items()}
-        numel = max(1, bucket_numel // num_replicas(axis_name))
-        pieces = jax.tree.map(lambda rows: rows[0], rows_of(tree))
-        return averaging.make_plan(pieces, lambda path, _: chosen[path], axis_name, numel)
 
-    def rows_of(tree):
-        """Every leaf in its R pieces, each of the leaf's rank, float32 or wider."""
+class _Settings(NamedTuple):
+    inner: optax.GradientTransformationExtraArgs
+    there: averaging.Transport  # of gradients, to their owners
+    back: averaging.Transport  # of differences, to all
 
-        def cut_up(x):
-            is_real = jnp.issubdtype(x.dtype, jnp.floating)  # others are refused by the plan
-            wide = x.astype(jnp.promote_types(x.dtype, jnp.float32)) if is_real else x
-            rows = cut(wide, 0, num_replicas(axis_name))
-            return jax.vmap(lambda piece: ranked(piece, x.ndim))(rows)
 
-        return jax.tree.map(cut_up, tree)
+def _init(settings, params):
+    _plan_of(settings.there, params)  # refuses what cannot travel
+    pieces, zero = _own(params, settings.there.axis_name), jnp.zeros([], jnp.int32)
+    zeros = jax.tree.map(jnp.zeros_like, pieces)
+    return ShardedOptimizerState(zero, zeros, settings.inner.init(pieces))
 
-    def own(tree):
-        return jax.tree.map(lambda rows: rows[lax.axis_index(axis_name)], rows_of(tree))
 
-    def scattered(grads, shared):
-        """The own pieces of the mean gradient."""
+def _update(settings, updates, state, params, **extra_args):
+    axis_name = settings.there.axis_name
+    extra_args.pop("axis_name", None)  # to `inner` it is an axis that shards, as any other
+    grads = _scattered(settings.there, updates, state.count)
+    held = _own(params, axis_name)
+    master = jax.tree.map(jnp.add, held, state.owner_residual)
+    if is_tracked(axis_name):
+        shapes = jax.tree.map(lambda x: x.shape, params)
+        require_elementwise(settings.inner, grads, state.owned, master, shapes, **extra_args)
+    step, owned = settings.inner.update(grads, state.owned, master, **extra_args)
+    total = jax.tree.map(jnp.add, state.owner_residual, step)
+    change, kept = _gathered(settings.back, total, params, state.count)
 
-        def mean(key, bucket, rows):
-            return wire.reduce_scatter(rows.reshape(-1), bucket.label.compressor, key, axis_name)[0]
+    def left(total, kept, held, param):
+        return total - kept + averaging.rounded_off(held.astype(param.dtype), kept)
 
-        plan = plan_of(grads, gradients)
-        flat = jax.vmap(functools.partial(buckets.flatten, plan))(rows_of(grads))
-        pieces = buckets.unflatten(plan, averaging.map_buckets(mean, plan, shared, flat))
-        cleared = lambda piece, grad: without_padding(piece.reshape(-1), grad.size, axis_name)
-        return jax.tree.map(lambda x, g: cleared(x, g).reshape(x.shape), pieces, grads)
+    residual = jax.tree.map(left, total, kept, held, params)
+    bad = lax.pmax(not_finite(updates, axis_name), axis_name) > 0
+    count = optax.safe_increment(state.count)
+    return poisoned(bad, change), ShardedOptimizerState(count, residual, owned)
 
-    def gathered(pieces, params, shared):
-        """What the owners' codes decode to: in natural shapes, and the own pieces of it."""
 
-        def gather(key, bucket, chunk):
-            return wire.gather(chunk, bucket.label.compressor, key, axis_name)
+def _scattered(transport, grads, count):
+    """The own pieces of the mean gradient."""
+    axis_name = transport.axis_name
 
-        plan = plan_of(params, differences)
-        flat = buckets.flatten(plan, pieces)
-        full, kept = zip(*averaging.map_buckets(gather, plan, shared, flat), strict=True)
-        rows = [x.reshape(num_replicas(axis_name), -1) for x in full]
-        rows = jax.vmap(functools.partial(buckets.unflatten, plan))(rows)
-        flat = lambda rows: rows.reshape(len(rows), -1)
-        change = jax.tree.map(lambda rows, param: natural(flat(rows), param.shape), rows, params)
-        return change, buckets.unflatten(plan, list(kept))
+    def mean(key, bucket, rows):
+        return wire.reduce_scatter(rows.reshape(-1), bucket.label.compressor, key, axis_name)[0]
 
-    def init(params):
-        plan_of(params, gradients)  # refuses what cannot travel
-        pieces = own(params)
-        return ShardedOptimizerState(
-            jnp.zeros([], jnp.int32), jax.tree.map(jnp.zeros_like, pieces), inner.init(pieces)
-        )
+    plan, shared = _plan_of(transport, grads), Key(count, jnp.uint32(transport.seed))
+    flat = jax.vmap(functools.partial(buckets.flatten, plan))(_rows(grads, axis_name))
+    pieces = buckets.unflatten(plan, averaging.map_buckets(mean, plan, shared, flat))
+    cleared = lambda piece, grad: without_padding(piece.reshape(-1), grad.size, axis_name)
+    return jax.tree.map(lambda x, g: cleared(x, g).reshape(x.shape), pieces, grads)
 
-    def update(updates, state, params=None, **extra_args):
-        averaging.require_params("sharded_optimizer", params)
-        extra_args.pop("axis_name", None)  # to `inner` it is an axis that shards, as any other
-        require_varying(updates, axis_name, params)
-        shared = Key(state.count, jnp.uint32(seed))
-        grads = scattered(updates, shared)
-        held = own(params)
-        master = jax.tree.map(jnp.add, held, state.owner_residual)
-        if is_tracked(axis_name):
-            shapes = jax.tree.map(lambda x: x.shape, params)
-            require_elementwise(inner, grads, state.owned, master, shapes, **extra_args)
-        step, owned = inner.update(grads, state.owned, master, **extra_args)
-        total = jax.tree.map(jnp.add, state.owner_residual, step)
-        change, kept = gathered(total, params, shared)
 
-        def left(total, kept, held, param):
-            return total - kept + averaging.rounded_off(held.astype(param.dtype), kept)
+def _gathered(transport, pieces, params, count):
+    """What the owners' codes decode to: in natural shapes, and the own pieces of it."""
+    axis_name = transport.axis_name
 
-        residual = jax.tree.map(left, total, kept, held, params)
-        bad = lax.pmax(averaging.not_finite(updates, axis_name), axis_name) > 0
-        change = jax.tree.map(lambda c: jnp.where(bad, jnp.nan, c), change)
-        count = optax.safe_increment(state.count)
-        return change, ShardedOptimizerState(count, residual, owned)
+    def gather(key, bucket, chunk):
+        return wire.gather(chunk, bucket.label.compressor, key, axis_name)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    plan, shared = _plan_of(transport, params), Key(count, jnp.uint32(transport.seed))
+    flat = buckets.flatten(plan, pieces)
+    full, kept = zip(*averaging.map_buckets(gather, plan, shared, flat), strict=True)
+    rows = [x.reshape(num_replicas(axis_name), -1) for x in full]
+    rows = jax.vmap(functools.partial(buckets.unflatten, plan))(rows)
+    flat = lambda rows: rows.reshape(len(rows), -1)
+    change = jax.tree.map(lambda rows, param: natural(flat(rows), param.shape), rows, params)
+    return change, buckets.unflatten(plan, list(kept))
+
+
+def _plan_of(transport, tree):
+    """The buckets of one replica's pieces; a policy sees the leaves as they are."""
+    keyed = jax.tree_util.tree_leaves_with_path(tree)
+    leaves = {path_of(key_path): leaf for key_path, leaf in keyed}
+    chosen = {path: transport.policy(path, leaf) for path, leaf in leaves.items()}
+    numel = max(1, transport.bucket_numel // num_replicas(transport.axis_name))
+    pieces = jax.tree.map(lambda rows: rows[0], _rows(tree, transport.axis_name))
+    of_piece = transport._replace(policy=lambda path, _: chosen[path], bucket_numel=numel)
+    return averaging.plan_of(of_piece, pieces)
+
+
+def _rows(tree, axis_name):
+    """Every leaf in its R pieces, each of the leaf's rank, float32 or wider."""
+
+    def cut_up(x):
+        is_real = jnp.issubdtype(x.dtype, jnp.floating)  # others are refused by the plan
+        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32)) if is_real else x
+        rows = cut(wide, 0, num_replicas(axis_name))
+        return jax.vmap(lambda piece: ranked(piece, x.ndim))(rows)
+
+    return jax.tree.map(cut_up, tree)
+
+
+def _own(tree, axis_name):
+    return jax.tree.map(lambda rows: rows[lax.axis_index(axis_name)], _rows(tree, axis_name))

@@ -15,7 +15,9 @@ from jaxcomp.compressors.base import Compressor
 from jaxcomp.compressors.policies import policy_of
 from jaxcomp.exchange import averaging, masks, wire
 from jaxcomp.methods import moments
-from jaxcomp.replicas.types import num_replicas, require_varying, sums_over_shards, to_varying
+from jaxcomp.methods.method import counted, method, no_rounds, require
+from jaxcomp.replicas.finite import not_finite, unless
+from jaxcomp.replicas.types import num_replicas, sums_over_shards, to_varying
 
 
 class SlambState(NamedTuple):
@@ -135,134 +137,146 @@ def slamb(
       mask is strided, rolled by one each step (theirs: chunks of one random permutation, or
       independent draws); the linear form adds eps after the bias correction; drifts may be coded.
     """
-    moments.check("slamb", b1, b2, eps, 0.0)
+    adam = moments.adam("slamb", learning_rate, b1, b2, eps, weight_decay=weight_decay)
     _check(density, b3, sync_every, rescaling, trust_bounds, compressor)
     stages = masks.stages_of(density, compressor)
     transport = averaging.Transport(stages[0].policy, exchange, axis_name, bucket_numel, seed)
-    rate_of = moments.schedule_of(learning_rate)
-    sync_at = _sync_at(sync_every)
     coded = policy_of(averaging.EXACT if drift_compressor is None else drift_compressor)
 
     def drift_policy(path, leaf):
         whole = masks.is_whole(leaf, exact_numel, axis_name)
         return averaging.EXACT if whole else coded(path, leaf)
 
-    meeting = transport._replace(policy=drift_policy)
+    settings = _Settings(
+        *(adam, masks.Masked(stages, exact_numel, transport)),
+        *(transport._replace(policy=drift_policy), _sync_at(sync_every)),
+        *(b3, rescaling, trust_bounds),
+    )
+    init, update = (functools.partial(function, settings) for function in (_init, _update))
+    return method("slamb", axis_name, init, update)
 
-    def init(params):
-        zeros = to_varying(jax.tree.map(moments.zeros, params), axis_name)
-        leaves, treedef = jax.tree.flatten(params)
-        first = masks.masks_of(params, stages[0].policy, exact_numel, axis_name)
-        fresh = [
-            None if mask is None else jnp.zeros_like(leaf, jnp.uint16)
-            for leaf, mask in zip(leaves, first.values(), strict=True)
-        ]
-        zero = jnp.zeros([], jnp.int32)
-        return SlambState(
-            count=zero,
-            momentum=zeros,
-            variance=zeros,
-            drift=zeros,
-            owner_residual=averaging.nothing_sent(meeting, zeros)[1],
-            stale=treedef.unflatten(fresh),
-            rounds=dict.fromkeys(("all", *(stage.part for stage in stages), "synchronize"), zero),
-            skipped=to_varying(zero, axis_name),
-        )
 
-    def steps(momentum, variance, params, stale, on_mask, count):
-        """What each leaf of this replica's parameters loses in this step."""
-        corrections = [1 - moments.power(b, count + 1, params) for b in (b1, b2)]
-        directions = [
-            m / corrections[0] / (jnp.sqrt(v / corrections[1]) + eps)
-            for m, v in zip(momentum, variance, strict=True)
-        ]
-        if rescaling != "linear":
-            directions = [u + weight_decay * x for u, x in zip(directions, params, strict=True)]
-        sums = [
-            _squares(*of)
-            for of in zip(params, directions, on_mask(params), on_mask(directions), strict=True)
-        ]
-        sums = sums_over_shards(sums, axis_name)
-        rate, slower, kept = rate_of(count), 1 / math.sqrt(num_replicas(axis_name)), b3
-        if rescaling == "masked":
-            slower, kept = 0.0, 0.0
-        decay = math.log(max(kept, 1e-30))  # XLA:CPU has no vector instruction for powers
-        out = []
-        for u, x, squares, old in zip(directions, params, sums, stale, strict=True):
-            s = 1.0 if old is None else jnp.exp(decay * old.astype(u.dtype))
-            least, greatest = trust_bounds
-            if rescaling != "linear":
-                p, q = (moments.trust_ratio(*squares[2 * i : 2 * i + 2]) for i in range(2))
-                trust = s * p + (1 - s) * q
-                trust = trust if x.ndim < 2 else jnp.clip(trust, least, greatest)
-                out.append(rate * (s + (1 - s) * slower) * trust * u)
-            else:
-                p = jnp.clip(moments.trust_ratio(*squares[:2]), least, greatest)
-                q = jnp.clip(moments.trust_ratio(*squares[2:], otherwise=0.0), 0.0, greatest)
-                out.append(rate * (s * p + (1 - s) * slower * q) * (u + weight_decay * x))
-        return out
+class _Settings(NamedTuple):
+    adam: moments.Adam
+    masked: masks.Masked  # how momenta travel
+    meeting: averaging.Transport  # how drifts do
+    sync_at: schedules.Schedule
+    b3: float
+    rescaling: str
+    trust_bounds: tuple[float, float]
 
-    def together(drift, owner_residual, params, count):
-        """The replicas meet, but for what codes leave and a narrow consensus rounds off."""
-        nothing = jax.tree.map(lambda x: None, drift)  # A drift is its own residual.
-        met = averaging.mean_with_feedback(meeting, drift, nothing, owner_residual, count)
-        lost = to_varying(jax.tree.map(averaging.rounded_off, params, met.mean), axis_name)
-        rest = jax.tree.map(
-            lambda x, unsent: x if unsent is None else x + unsent, lost, met.residual
-        )
-        return met.mean, rest, met.owner_residual
 
-    def apart(drift, owner_residual, params, count):
-        del count
-        return jax.tree.map(moments.zeros, params), drift, owner_residual
+def _init(settings, params):
+    stages, axis_name = settings.masked.stages, settings.meeting.axis_name
+    zero = jnp.zeros([], jnp.int32)
+    zeros = to_varying(jax.tree.map(moments.zeros, params), axis_name)
+    is_masked = settings.masked.first(params)
+    fresh = lambda leaf, masked: jnp.zeros_like(leaf, jnp.uint16) if masked else None
+    return SlambState(
+        count=zero,
+        momentum=zeros,
+        variance=zeros,
+        drift=zeros,
+        owner_residual=averaging.nothing_sent(settings.meeting, zeros)[1],
+        stale=jax.tree.map(fresh, params, is_masked),
+        rounds=no_rounds(*(stage.part for stage in stages), "synchronize"),
+        skipped=to_varying(zero, axis_name),
+    )
 
-    def update(updates, state, params=None, **extra_args):
-        del extra_args
-        averaging.require_params("slamb", params)
-        require_varying(updates, axis_name, params)
-        grads = jax.tree.map(lambda g, m: g.astype(m.dtype), updates, state.momentum)
-        own = (
-            jax.tree.map(lambda m, g: b1 * m + (1 - b1) * g, state.momentum, grads),
-            jax.tree.map(lambda v, g: b2 * v + (1 - b2) * g * g, state.variance, grads),
-        )
-        bad = averaging.not_finite(own[1], axis_name)  # If it is not, neither is a square of it.
-        keep = lambda old, new: jnp.where(bad, old, new)
-        momentum, variance = jax.tree.map(keep, (state.momentum, state.variance), own)
-        treedef = jax.tree.structure(params)
-        in_stage = lambda function, leaves: masks.in_stage(
-            function, leaves, params, stages, exact_numel, transport, state.count
-        )
-        momentum, where = in_stage(masks.mean_on_masks, jax.tree.leaves(momentum))
-        stale = [
-            None if on is None else jnp.where(on, 0, jnp.minimum(old, 65534) + 1).astype(old.dtype)
-            for on, old in zip(where, treedef.flatten_up_to(state.stale), strict=True)
-        ]
-        local = jax.tree.map(jnp.add, params, state.drift)
-        lost = steps(
-            *(momentum, jax.tree.leaves(variance), jax.tree.leaves(local)),
-            *(stale, functools.partial(in_stage, masks.squares_on_masks), state.count),
-        )
-        moved = lambda d, u: jnp.where(bad, d, d - u)
-        drift = jax.tree.map(moved, state.drift, treedef.unflatten(lost))
-        meets, of = sync_at(state.count), (drift, state.owner_residual, params, state.count)
-        if sync_at is schedules.always:
-            change, drift, owner_residual = together(*of)
-        else:
-            change, drift, owner_residual = lax.cond(meets, together, apart, *of)
-        return change, SlambState(
-            optax.safe_increment(state.count),
-            treedef.unflatten(momentum),
-            variance,
-            drift,
-            owner_residual,
-            treedef.unflatten(stale),
-            averaging.counted(
-                state.rounds, all=True, synchronize=meets, **masks.holding(stages, state.count)
-            ),
-            state.skipped + bad,
-        )
 
-    return optax.GradientTransformationExtraArgs(init, update)
+def _update(settings, updates, state, params, **_):
+    adam, count = settings.adam, state.count
+    grads = jax.tree.map(lambda g, m: g.astype(m.dtype), updates, state.momentum)
+    moved = lambda b: lambda moment, g: b * moment + (1 - b) * g
+    momentum = jax.tree.map(moved(adam.b1), state.momentum, grads)
+    squared = lambda v, g: adam.b2 * v + (1 - adam.b2) * g * g
+    variance = jax.tree.map(squared, state.variance, grads)
+    # If it is not finite, neither is a square of the gradient.
+    bad = not_finite(variance, settings.meeting.axis_name)
+    momentum, variance = unless(bad, (momentum, variance), (state.momentum, state.variance))
+    treedef, stages = jax.tree.structure(params), settings.masked.stages
+    masked = functools.partial(settings.masked.in_stage, params=params, count=count)
+    momentum, where = masked(masks.mean_on_masks, jax.tree.leaves(momentum))
+    stale = [
+        None if on is None else jnp.where(on, 0, jnp.minimum(old, 65534) + 1).astype(old.dtype)
+        for on, old in zip(where, treedef.flatten_up_to(state.stale), strict=True)
+    ]
+    local = jax.tree.map(jnp.add, params, state.drift)
+    leaves = momentum, jax.tree.leaves(variance), jax.tree.leaves(local), stale
+    lost = _steps(settings, *leaves, functools.partial(masked, masks.squares_on_masks), count)
+    lost = treedef.unflatten(lost)
+    drift = unless(bad, jax.tree.map(jnp.subtract, state.drift, lost), state.drift)
+    meets, of = settings.sync_at(count), (drift, state.owner_residual, params, count)
+    together = functools.partial(_together, settings.meeting)
+    if settings.sync_at is schedules.always:
+        change, drift, owner_residual = together(*of)
+    else:
+        change, drift, owner_residual = lax.cond(meets, together, _apart, *of)
+    return change, SlambState(
+        optax.safe_increment(count),
+        treedef.unflatten(momentum),
+        variance,
+        drift,
+        owner_residual,
+        treedef.unflatten(stale),
+        counted(state.rounds, all=True, synchronize=meets, **masks.holding(stages, count)),
+        state.skipped + bad,
+    )
+
+
+def _together(meeting, drift, owner_residual, params, count):
+    """The replicas meet, but for what codes leave and a narrow consensus rounds off."""
+    got = averaging.average(meeting, drift, count, "synchronize", owner_residual=owner_residual)
+    lost = to_varying(jax.tree.map(averaging.rounded_off, params, got.mean), meeting.axis_name)
+    rest = jax.tree.map(lambda lost, own, sent: lost + (own - sent), lost, drift, got.sent)
+    return got.mean, rest, got.owner_residual
+
+
+def _apart(drift, owner_residual, params, count):
+    del count
+    return jax.tree.map(moments.zeros, params), drift, owner_residual
+
+
+def _steps(settings, momentum, variance, params, stale, on_mask, count):
+    """What each leaf of this replica's parameters loses in this step."""
+    adam, is_linear = settings.adam, settings.rescaling == "linear"
+    corrections = [1 - moments.power(b, count + 1, params) for b in (adam.b1, adam.b2)]
+    directions = [
+        m / corrections[0] / (jnp.sqrt(v / corrections[1]) + adam.eps)
+        for m, v in zip(momentum, variance, strict=True)
+    ]
+    if not is_linear:
+        pairs = zip(directions, params, strict=True)
+        directions = [u + adam.weight_decay * x for u, x in pairs]
+    sums = [
+        _squares(*of)
+        for of in zip(params, directions, on_mask(params), on_mask(directions), strict=True)
+    ]
+    sums = sums_over_shards(sums, settings.meeting.axis_name)
+    step = _linear_step if is_linear else _quadratic_step
+    rate, out = adam.rate_of(count), []
+    slower, kept = 1 / math.sqrt(num_replicas(settings.meeting.axis_name)), settings.b3
+    if settings.rescaling == "masked":
+        slower, kept = 0.0, 0.0
+    decay = math.log(max(kept, 1e-30))  # XLA:CPU has no vector instruction for powers
+    for u, x, squares, old in zip(directions, params, sums, stale, strict=True):
+        fresh = 1.0 if old is None else jnp.exp(decay * old.astype(u.dtype))
+        out.append(step(settings, rate, u, x, squares, fresh, (1 - fresh) * slower))
+    return out
+
+
+def _quadratic_step(settings, rate, u, x, squares, fresh, slow):
+    p, q = (moments.trust_ratio(*squares[2 * i : 2 * i + 2]) for i in range(2))
+    trust = fresh * p + (1 - fresh) * q
+    trust = trust if x.ndim < 2 else jnp.clip(trust, *settings.trust_bounds)
+    return rate * (fresh + slow) * trust * u
+
+
+def _linear_step(settings, rate, u, x, squares, fresh, slow):
+    least, greatest = settings.trust_bounds
+    p = jnp.clip(moments.trust_ratio(*squares[:2]), least, greatest)
+    q = jnp.clip(moments.trust_ratio(*squares[2:], otherwise=0.0), 0.0, greatest)
+    return rate * (fresh * p + slow * q) * (u + settings.adam.weight_decay * x)
 
 
 def _squares(x, u, x_on, u_on) -> jax.Array:
@@ -280,22 +294,14 @@ def _sync_at(sync_every: int | schedules.Schedule) -> schedules.Schedule:
 
 
 def _check(density, b3, sync_every, rescaling, trust_bounds, compressor):
-    if density is not None and compressor is not None:
-        raise ValueError(
-            f"slamb got density={density} and a compressor; needs one of them; write "
-            "compressor=compose(random_k(0.1), ...) without density, or density alone."
-        )
-    if not 0 <= b3 <= 1:
-        raise ValueError(f"slamb got b3={b3}; needs [0, 1]; write b3=0.99.")
-    if not callable(sync_every) and sync_every < 1:
-        raise ValueError(f"slamb got sync_every={sync_every}; needs at least 1; write 100.")
-    if rescaling not in ("quadratic", "linear", "masked"):
-        raise ValueError(
-            f"slamb got rescaling={rescaling!r}; write 'quadratic', 'linear' or 'masked'."
-        )
-    least, greatest = trust_bounds
-    if not 0 <= least <= greatest:
-        raise ValueError(
-            f"slamb got trust_bounds={trust_bounds}; needs 0 <= least <= greatest; write "
-            "trust_bounds=(0.01, 1000.0)."
-        )
+    name, (least, greatest) = "slamb", trust_bounds
+    both = {"density": density, "compressor": compressor}
+    write = "compressor=compose(random_k(0.1), ...) without density, or density alone"
+    require(None in both.values(), name, "one of them", write, **both)
+    require(0 <= b3 <= 1, name, "[0, 1]", "b3=0.99", b3=b3)
+    every = callable(sync_every) or sync_every >= 1
+    require(every, name, "at least 1", "sync_every=100", sync_every=sync_every)
+    forms = ("quadratic", "linear", "masked")
+    require(rescaling in forms, name, "a known form", " or ".join(forms), rescaling=rescaling)
+    bounds, write = {"trust_bounds": trust_bounds}, "trust_bounds=(0.01, 1000.0)"
+    require(0 <= least <= greatest, name, "0 <= least <= greatest", write, **bounds)

@@ -16,7 +16,9 @@ from jaxcomp.compressors.quantize import quantize
 from jaxcomp.compressors.sign import sign
 from jaxcomp.exchange import averaging, wire
 from jaxcomp.methods import moments
-from jaxcomp.replicas.types import require_varying, to_varying, zeros_of
+from jaxcomp.methods.method import counted, method, no_rounds, require
+from jaxcomp.replicas.finite import unless
+from jaxcomp.replicas.types import to_varying, zeros_of
 
 
 class ZeroOneAdamState(NamedTuple):
@@ -38,14 +40,6 @@ class ZeroOneAdamState(NamedTuple):
 
 _EIGHT_BITS = quantize(8)
 _CHECKED_STEPS = 2**16  # of both schedules, when the state is made
-
-
-class _Own(NamedTuple):
-    """One replica's step, before it is known whether the replicas meet."""
-
-    momentum: Any
-    drift: Any
-    rate_sum: jax.Array  # f32[]
 
 
 def zero_one_adam(
@@ -147,146 +141,165 @@ def zero_one_adam(
     """
     if variance_at is None:
         variance_at = schedules.both(schedules.growing(), sync_at)
-    moments.check("zero_one_adam", b1, b2, eps, variance_floor)
-    if warmup_steps < 0:
-        raise ValueError(f"zero_one_adam got warmup_steps={warmup_steps}; write at least 0.")
-    if not isinstance(warmup_compressor, Compressor):
-        raise ValueError(
-            f"zero_one_adam got warmup_compressor={warmup_compressor!r}; needs one compressor for "
-            "all that does not travel exact; write warmup_compressor=quantize(8)."
-        )
+    name, rest = "zero_one_adam", (variance_floor, bias_correction, weight_decay)
+    adam = moments.adam(name, learning_rate, b1, b2, eps, *rest)
+    require(warmup_steps >= 0, name, "at least 0", "warmup_steps=0", warmup_steps=warmup_steps)
+    one = {"warmup_compressor": warmup_compressor}
+    is_one, needs = (
+        isinstance(warmup_compressor, Compressor),
+        "one compressor for all that is lossy",
+    )
+    require(is_one, name, needs, "warmup_compressor=quantize(8)", **one)
     policy = policy_of(sign(block=1024) if compressor is None else compressor)
-    variance_policy = policy_of(variance_compressor)
     transport = averaging.Transport(policy, exchange, axis_name, bucket_numel, seed)
-    rate_of = moments.schedule_of(learning_rate)
+    learning = transport._replace(policy=policy_of(variance_compressor))
+    settings = _Settings(
+        *(adam, transport, learning, sync_at, variance_at, warmup_steps, warmup_compressor),
+        *(precondition, fresh_variance, weigh_steps),
+    )
+    init, update = (functools.partial(function, settings) for function in (_init, _update))
+    return method(name, axis_name, init, update)
 
-    def init(params):
-        schedules.plan(sync_at, variance_at, _CHECKED_STEPS)
-        zeros = jax.tree.map(moments.zeros, params)
-        own = to_varying(zeros, axis_name)
-        residual, owner_residual = averaging.nothing_sent(transport, own)
-        zero = jnp.zeros([], jnp.int32)
-        return ZeroOneAdamState(
-            count=zero,
-            momentum=own,
-            variance=zeros,
-            variance_steps=zero,
-            variance_weight=jnp.zeros([], moments.dtype_of(zeros)),
-            drift=own,
-            rate_sum=jnp.zeros([], moments.dtype_of(zeros)),
-            residual=residual,
-            owner_residual=owner_residual,
-            rounds=dict.fromkeys(("all", "synchronize", "variance", "warmup"), zero),
-            skipped=to_varying(zero, axis_name),
-        )
 
-    def roots(variance, weight):
-        """D, equal on all replicas."""
-        return moments.denominator(variance, eps, variance_floor, weight if bias_correction else 1)
+class _Settings(NamedTuple):
+    adam: moments.Adam
+    transport: averaging.Transport
+    learning: averaging.Transport  # of the gradients that the variance learns from
+    sync_at: schedules.Schedule
+    variance_at: schedules.Schedule
+    warmup_steps: int
+    warmup_compressor: Compressor
+    precondition: bool
+    fresh_variance: bool
+    weigh_steps: bool
 
-    def own_step(state, grads, bad, root):
-        """What this replica's step makes of its momentum and drift and of the sum of rates."""
-        rate = rate_of(state.count)
-        if bias_correction:
-            rate = rate / (1 - moments.power(b1, state.count + 1, state.momentum))
-        kept = lambda old, new: jnp.where(bad, old, new)
-        moved = lambda m, g: kept(m, b1 * m + (1 - b1) * g)
-        momentum = jax.tree.map(moved, state.momentum, grads)
-        drifted = lambda d, m, s: kept(d, d - rate * m / s)
-        drift = jax.tree.map(drifted, state.drift, momentum, root)
-        return _Own(momentum, drift, state.rate_sum + rate)
 
-    def averaged(state, buffer):
-        """The mean buffer with error feedback, in the warm-up by a code of its own."""
-        rounds = state.rounds["synchronize"] + state.rounds["warmup"]
-        sent = transport, buffer, state.residual, state.owner_residual, rounds
-        few = lambda: averaging.mean_with_feedback(*sent)
-        many = lambda: averaging.mean_with_feedback(*sent, warmup_compressor, "warmup")
-        return lax.cond(state.count < warmup_steps, many, few) if warmup_steps else few()
+def _init(settings, params):
+    schedules.plan(settings.sync_at, settings.variance_at, _CHECKED_STEPS)
+    axis_name, zero = settings.transport.axis_name, jnp.zeros([], jnp.int32)
+    zeros = jax.tree.map(moments.zeros, params)
+    own = to_varying(zeros, axis_name)
+    residual, owner_residual = averaging.nothing_sent(settings.transport, own)
+    return ZeroOneAdamState(
+        count=zero,
+        momentum=own,
+        variance=zeros,
+        variance_steps=zero,
+        variance_weight=jnp.zeros([], moments.dtype_of(zeros)),
+        drift=own,
+        rate_sum=jnp.zeros([], moments.dtype_of(zeros)),
+        residual=residual,
+        owner_residual=owner_residual,
+        rounds=no_rounds("synchronize", "variance", "warmup"),
+        skipped=to_varying(zero, axis_name),
+    )
 
-    def unit(state, own, root):
-        """What makes the drift since the last meeting a sum of rate * momentum: a mean root.
 
-        The last step was made at `root`; those before it, where the variance is learned just now,
-        at an older one.
-        """
-        if sync_at is schedules.always or not fresh_variance:
-            return root
-        before, rate = state.rate_sum, own.rate_sum - state.rate_sum
-        differ = (state.variance_weight > 0) & (before > 0)
+def _update(settings, updates, state, params, **_):
+    adam, count = settings.adam, state.count
+    grads, bad = moments.gradients(updates, state.variance, settings.transport.axis_name)
+    grads = jax.tree.map(lambda g: jnp.where(bad, 0.0, g), grads)
+    learns, meets = settings.variance_at(count), settings.sync_at(count)
+    is_warm = count < settings.warmup_steps
+    variance, weight, root = _learned(settings, state, grads, learns)
+    own = _own_step(adam, state, grads, bad, root)
+    if settings.sync_at is schedules.always:
+        change, *new = _together(settings, state, own, root)
+    else:
+        ways = (functools.partial(way, settings) for way in (_together, _apart))
+        change, *new = lax.cond(meets, *ways, state, own, root)
+    momentum, drift, rate_sum, residual, owner_residual = new
+    decay = adam.rate_of(count) * adam.weight_decay
+    change = jax.tree.map(lambda c, p: c - decay * p, change, params)
+    sent = {"synchronize": meets & ~is_warm, "variance": learns, "warmup": meets & is_warm}
+    return change, ZeroOneAdamState(
+        optax.safe_increment(count),
+        momentum,
+        variance,
+        jnp.where(learns, count + 1, state.variance_steps),
+        jnp.where(learns, weight, state.variance_weight),
+        drift,
+        rate_sum,
+        residual,
+        owner_residual,
+        counted(state.rounds, all=meets, **sent),
+        state.skipped + bad,
+    )
 
-        def mean(old, new):
-            return jnp.where(differ, own.rate_sum / (before / old + rate / new), new)
 
-        return jax.tree.map(mean, roots(state.variance, state.variance_weight), root)
+def _learned(settings, state, grads, learns):
+    """The variance after this step, its weight if it has learned, and D of this step."""
+    steps = state.count + 1 - state.variance_steps if settings.weigh_steps else jnp.int32(1)
+    keeps, weight = moments.aged(settings.adam.b2, steps, state.variance_weight)
+    of_learning = settings.learning, state.rounds["variance"]
+    variance = moments.learned(grads, state.variance, keeps, learns, *of_learning)
+    # There is no variance to use before the first one.
+    at_once = (state.variance_weight == 0) | (learns & settings.fresh_variance)
+    old = state.variance, state.variance_weight
+    used = jax.tree.map(functools.partial(jnp.where, at_once), (variance, weight), old)
+    return variance, weight, settings.adam.root(*used)
 
-    def together(state, own, root):
-        """The replicas meet: the consensus moves by the mean drift."""
-        buffer, root = own.drift, unit(state, own, root)
-        if not precondition:
-            buffer = jax.tree.map(jnp.multiply, buffer, root)
-        change, residual, owner_residual = averaged(state, buffer)
-        if not precondition:
-            change = jax.tree.map(jnp.divide, change, root)
 
-        def re_estimated(change, root, momentum):
-            return jnp.where(own.rate_sum > 0, -change * root / own.rate_sum, momentum)
+def _own_step(adam, state, grads, bad, root):
+    """The state with this replica's momentum, drift and sum of rates after its step."""
+    rate = adam.rate_of(state.count)
+    if adam.bias_correction:
+        rate = rate / (1 - moments.power(adam.b1, state.count + 1, state.momentum))
+    moved = lambda m, g: adam.b1 * m + (1 - adam.b1) * g
+    momentum = unless(bad, jax.tree.map(moved, state.momentum, grads), state.momentum)
+    drifted = lambda d, m, s: d - rate * m / s
+    drift = unless(bad, jax.tree.map(drifted, state.drift, momentum, root), state.drift)
+    return state._replace(momentum=momentum, drift=drift, rate_sum=state.rate_sum + rate)
 
-        # A `where` of no elements forgets that it varies.
-        momentum = to_varying(jax.tree.map(re_estimated, change, root, own.momentum), axis_name)
-        none = jax.tree.map(zeros_of, own.drift)
-        return change, momentum, none, zeros_of(own.rate_sum), residual, owner_residual
 
-    def apart(state, own, root):
-        """Each replica goes on by itself."""
-        still = jax.tree.map(zeros_of, state.variance)
-        return still, *own, state.residual, state.owner_residual
+def _together(settings, state, own, root):
+    """The replicas meet: the consensus moves by the mean drift."""
+    buffer, root = own.drift, _unit(settings, state, own, root)
+    if not settings.precondition:
+        buffer = jax.tree.map(jnp.multiply, buffer, root)
+    got = _averaged(settings, state, buffer)
+    change = got.mean
+    if not settings.precondition:
+        change = jax.tree.map(jnp.divide, change, root)
 
-    def update(updates, state, params=None, **extra_args):
-        del extra_args
-        averaging.require_params("zero_one_adam", params)
-        require_varying(updates, axis_name, params)
-        grads, bad = moments.gradients(updates, state.variance, axis_name)
-        grads = jax.tree.map(lambda g: jnp.where(bad, 0.0, g), grads)
-        learns, meets = variance_at(state.count), sync_at(state.count)
-        is_warm = state.count < warmup_steps
-        aged = state.count + 1 - state.variance_steps if weigh_steps else jnp.int32(1)
-        keeps, weight = moments.aged(b2, aged, state.variance_weight)
-        variance = moments.learned(
-            *(grads, state.variance, keeps, learns),
-            *(transport._replace(policy=variance_policy), state.rounds["variance"]),
-        )
-        # There is no variance to use before the first one.
-        at_once = (state.variance_weight == 0) | (learns & fresh_variance)
-        old = state.variance, state.variance_weight
-        used = jax.tree.map(functools.partial(jnp.where, at_once), (variance, weight), old)
-        root = roots(*used)
-        own = own_step(state, grads, bad, root)
-        if sync_at is schedules.always:
-            change, *new = together(state, own, root)
-        else:
-            change, *new = lax.cond(meets, together, apart, state, own, root)
-        momentum, drift, rate_sum, residual, owner_residual = new
-        decay = rate_of(state.count) * weight_decay
-        change = jax.tree.map(lambda c, p: c - decay * p, change, params)
-        return change, ZeroOneAdamState(
-            optax.safe_increment(state.count),
-            momentum,
-            variance,
-            jnp.where(learns, state.count + 1, state.variance_steps),
-            jnp.where(learns, weight, state.variance_weight),
-            drift,
-            rate_sum,
-            residual,
-            owner_residual,
-            averaging.counted(
-                state.rounds,
-                all=meets,
-                synchronize=meets & ~is_warm,
-                variance=learns,
-                warmup=meets & is_warm,
-            ),
-            state.skipped + bad,
-        )
+    def re_estimated(change, root, momentum):
+        return jnp.where(own.rate_sum > 0, -change * root / own.rate_sum, momentum)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    momentum = jax.tree.map(re_estimated, change, root, own.momentum)
+    # A `where` of no elements forgets that it varies.
+    momentum = to_varying(momentum, settings.transport.axis_name)
+    none = jax.tree.map(zeros_of, own.drift)
+    return change, momentum, none, zeros_of(own.rate_sum), got.residual, got.owner_residual
+
+
+def _apart(settings, state, own, root):
+    """Each replica goes on by itself."""
+    still = jax.tree.map(zeros_of, state.variance)
+    return still, own.momentum, own.drift, own.rate_sum, state.residual, state.owner_residual
+
+
+def _averaged(settings, state, buffer):
+    """The mean buffer with error feedback, in the warm-up by a code of its own."""
+    rounds, kept = state.rounds["synchronize"] + state.rounds["warmup"], averaging.feedback(state)
+    few = functools.partial(averaging.average, settings.transport, buffer, rounds, **kept)
+    if not settings.warmup_steps:
+        return few("synchronize")
+    many = lambda: few("warmup", code=settings.warmup_compressor)
+    return lax.cond(state.count < settings.warmup_steps, many, lambda: few("synchronize"))
+
+
+def _unit(settings, state, own, root):
+    """What makes the drift since the last meeting a sum of rate * momentum: a mean root.
+
+    The last step was made at `root`; those before it, where the variance is learned just now, at
+    an older one.
+    """
+    if settings.sync_at is schedules.always or not settings.fresh_variance:
+        return root
+    before, rate = state.rate_sum, own.rate_sum - state.rate_sum
+    differ = (state.variance_weight > 0) & (before > 0)
+
+    def mean(old, new):
+        return jnp.where(differ, own.rate_sum / (before / old + rate / new), new)
+
+    return jax.tree.map(mean, settings.adam.root(state.variance, state.variance_weight), root)

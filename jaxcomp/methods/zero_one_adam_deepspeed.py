@@ -1,5 +1,6 @@
 """0/1 Adam as DeepSpeed's code has it: 1-bit gradients until the variance is frozen."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -14,8 +15,10 @@ from jaxcomp.compressors.policies import policy_of
 from jaxcomp.compressors.sign import sign
 from jaxcomp.exchange import averaging, wire
 from jaxcomp.methods import moments
+from jaxcomp.methods.method import counted, method, require
 from jaxcomp.methods.zero_one_adam import ZeroOneAdamState, zero_one_adam
-from jaxcomp.replicas.types import require_varying, to_varying
+from jaxcomp.replicas.finite import unless
+from jaxcomp.replicas.types import to_varying
 
 
 class ZeroOneAdamDeepSpeedState(NamedTuple):
@@ -91,15 +94,10 @@ def zero_one_adam_deepspeed(
       by its count (there by a key that nobody reads); intervals come from `sync_at`, not from a
       count of steps.
     """
-    if freeze_step < 1:
-        raise ValueError(
-            f"zero_one_adam_deepspeed got freeze_step={freeze_step}; needs at least 1; write the "
-            "steps of the learning rate's warm-up."
-        )
+    write = "the steps of the learning rate's warm-up"
+    require(freeze_step >= 1, _NAME, "at least 1", write, freeze_step=freeze_step)
     variance_at = schedules.growing() if variance_at is None else variance_at
     policy = policy_of(sign(block=1024) if compressor is None else compressor)
-    transport = averaging.Transport(policy, exchange, axis_name, bucket_numel, seed)
-    rate_of = moments.schedule_of(learning_rate)
     after_freeze = zero_one_adam(
         learning_rate,
         axis_name,
@@ -116,78 +114,93 @@ def zero_one_adam_deepspeed(
         bucket_numel=bucket_numel,
         seed=seed,
     )
+    adam = moments.adam(_NAME, learning_rate, b1, b2, eps, weight_decay=weight_decay)
+    transport = averaging.Transport(policy, exchange, axis_name, bucket_numel, seed)
+    settings = _Settings(adam, transport, freeze_step, variance_at, after_freeze)
+    init, update = (functools.partial(function, settings) for function in (_init, _update))
+    return method(_NAME, axis_name, init, update)
 
-    def init(params):
-        # Of the steps before the freeze; and not `never` itself, of which a plan asks nothing.
-        learned_at = schedules.both(variance_at, schedules.until(freeze_step))
-        schedules.plan(schedules.always, learned_at, steps=1)
-        return ZeroOneAdamDeepSpeedState(
-            jax.tree.map(moments.zeros, params), after_freeze.init(params)
-        )
 
-    def exact(grads, local):
-        mean = averaging.exact_mean(grads, axis_name, bucket_numel, "variance")
-        return averaging.Fed(mean, local.residual, local.owner_residual)
+_NAME = "zero_one_adam_deepspeed"
 
-    def compressed(grads, local):
-        return averaging.mean_with_feedback(
-            transport, grads, local.residual, local.owner_residual, local.count
-        )
 
-    def before_freeze(grads, state, params):
-        local = state.local
-        learns = variance_at(local.count)
-        mean, *residuals = lax.cond(learns, exact, compressed, grads, local)
-        ends = local.count == freeze_step - 1
-        residuals = jax.tree.map(lambda r: jnp.where(ends, 0.0, r), residuals)
-        momentum = optax.tree_utils.tree_update_moment(mean, state.shared_momentum, b1, 1)
-        variance = jax.tree.map(
-            lambda v, g: jnp.where(learns, b2 * v + (1 - b2) * g * g, v), local.variance, mean
-        )
-        rate = rate_of(local.count)
+class _Settings(NamedTuple):
+    adam: moments.Adam
+    transport: averaging.Transport
+    freeze_step: int
+    variance_at: schedules.Schedule
+    after_freeze: optax.GradientTransformationExtraArgs
 
-        def moved(m, v, p):
-            return -rate * (m / (jnp.sqrt(v) + eps) + weight_decay * p)
 
-        change = jax.tree.map(moved, momentum, variance, params)
-        local = local._replace(
-            count=optax.safe_increment(local.count),
-            momentum=to_varying(momentum, axis_name),
-            variance=variance,
-            residual=residuals[0],
-            owner_residual=residuals[1],
-            rounds=averaging.counted(
-                local.rounds, all=True, synchronize=~learns, variance=learns, warmup=False
-            ),
-        )
-        return change, ZeroOneAdamDeepSpeedState(momentum, local)
+def _init(settings, params):
+    # Of the steps before the freeze; and not `never` itself, of which a plan asks nothing.
+    learned_at = schedules.both(settings.variance_at, schedules.until(settings.freeze_step))
+    schedules.plan(schedules.always, learned_at, steps=1)
+    zeros = jax.tree.map(moments.zeros, params)
+    return ZeroOneAdamDeepSpeedState(zeros, settings.after_freeze.init(params))
 
-    def decayed(local, params, bad):
-        """The state with the decay of this replica's own parameters in its drift.
 
-        The step itself only adds to the drift, so that the decay may come first.
-        """
-        rate = weight_decay * rate_of(local.count)
-        shrunk = lambda d, p: jnp.where(bad, d, d - rate * (p + d))
-        return local._replace(drift=jax.tree.map(shrunk, local.drift, params))
+def _update(settings, updates, state, params, **_):
+    grads, bad = moments.gradients(updates, state.shared_momentum, settings.transport.axis_name)
 
-    def update(updates, state, params=None, **extra_args):
-        del extra_args
-        averaging.require_params("zero_one_adam_deepspeed", params)
-        require_varying(updates, axis_name, params)
-        grads, bad = moments.gradients(updates, state.shared_momentum, axis_name)
+    def together(grads):
+        # A gradient that is not finite is left out, as `zero_one_adam` does later on.
+        grads = jax.tree.map(lambda g: jnp.where(bad, 0.0, g), grads)
+        change, new = _before_freeze(settings, grads, state, params)
+        return change, new._replace(local=new.local._replace(skipped=state.local.skipped + bad))
 
-        def together(grads):
-            # A gradient that is not finite is left out, as `zero_one_adam` does later on.
-            grads = jax.tree.map(lambda g: jnp.where(bad, 0.0, g), grads)
-            change, new = before_freeze(grads, state, params)
-            return change, new._replace(local=new.local._replace(skipped=state.local.skipped + bad))
+    def apart(grads):
+        local = _decayed(settings.adam, state.local, params, bad)
+        change, local = settings.after_freeze.update(grads, local, params)
+        return change, ZeroOneAdamDeepSpeedState(state.shared_momentum, local)
 
-        def apart(grads):
-            local = decayed(state.local, params, bad)
-            change, local = after_freeze.update(grads, local, params)
-            return change, ZeroOneAdamDeepSpeedState(state.shared_momentum, local)
+    return lax.cond(state.local.count < settings.freeze_step, together, apart, grads)
 
-        return lax.cond(state.local.count < freeze_step, together, apart, grads)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+def _before_freeze(settings, grads, state, params):
+    adam, local = settings.adam, state.local
+    learns = settings.variance_at(local.count)
+    ways = (functools.partial(way, settings.transport) for way in (_exact, _compressed))
+    mean, *residuals = lax.cond(learns, *ways, grads, local)
+    ends = local.count == settings.freeze_step - 1
+    residuals = jax.tree.map(lambda r: jnp.where(ends, 0.0, r), residuals)
+    momentum = optax.tree_utils.tree_update_moment(mean, state.shared_momentum, adam.b1, 1)
+    learned = lambda v, g: jnp.where(learns, adam.b2 * v + (1 - adam.b2) * g * g, v)
+    variance = jax.tree.map(learned, local.variance, mean)
+    rate = adam.rate_of(local.count)
+
+    def moved(m, v, p):
+        return -rate * (m / (jnp.sqrt(v) + adam.eps) + adam.weight_decay * p)
+
+    change = jax.tree.map(moved, momentum, variance, params)
+    sent = {"synchronize": ~learns, "variance": learns, "warmup": False}
+    local = local._replace(
+        count=optax.safe_increment(local.count),
+        momentum=to_varying(momentum, settings.transport.axis_name),
+        variance=variance,
+        residual=residuals[0],
+        owner_residual=residuals[1],
+        rounds=counted(local.rounds, all=True, **sent),
+    )
+    return change, ZeroOneAdamDeepSpeedState(momentum, local)
+
+
+def _exact(transport, grads, local):
+    mean = averaging.average(averaging.exact(transport), grads, local.count, "variance").mean
+    return mean, local.residual, local.owner_residual
+
+
+def _compressed(transport, grads, local):
+    kept = averaging.feedback(local)
+    got = averaging.average(transport, grads, local.count, "synchronize", **kept)
+    return got.mean, got.residual, got.owner_residual
+
+
+def _decayed(adam, local, params, bad):
+    """The state with the decay of this replica's own parameters in its drift.
+
+    The step itself only adds to the drift, so that the decay may come first.
+    """
+    rate = adam.weight_decay * adam.rate_of(local.count)
+    shrunk = jax.tree.map(lambda d, p: d - rate * (p + d), local.drift, params)
+    return local._replace(drift=unless(bad, shrunk, local.drift))
