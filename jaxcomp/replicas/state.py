@@ -1,4 +1,4 @@
-"""Fields of optimizer states by their names, which the user's parameters may have as well."""
+"""States of replicas: rows of what differs between them, and parameters with their drift."""
 
 import functools
 from typing import Any
@@ -7,6 +7,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxcomp.replicas.protocol import drifts as drifts_of
+from jaxcomp.replicas.protocol import fields, is_field
+from jaxcomp.replicas.protocol import has_feedback as has_feedback
 from jaxcomp.replicas.types import (
     is_tracked,
     names_of,
@@ -15,39 +18,6 @@ from jaxcomp.replicas.types import (
     vary_like,
     varying_axes,
 )
-
-
-def fields(state: Any, name: str) -> list[Any]:
-    """The values of all fields of this name, of the NamedTuples in a state.
-
-    Keys of dicts are names of parameters: a parameter `drift` is no method's drift.
-    """
-    return [value for _, value in optax.tree_utils.tree_get_all_with_path(state, name, _is_named)]
-
-
-def field(state: Any, name: str) -> Any:
-    """The value of the only such field; None if there is none. A KeyError if there are several."""
-    return optax.tree_utils.tree_get(state, name, filtering=_is_named)
-
-
-def is_field(key_path, name: str) -> bool:
-    """Whether JAX's path of a leaf goes through a field of this name, as `residual`."""
-    # Keys of dicts have no attribute `name`.
-    return any(getattr(key, "name", None) == name for key in key_path)
-
-
-def has_feedback(x: Any) -> bool:
-    """Whether a node is the state of a method with error feedback: a NamedTuple with its fields.
-
-    Not a leaf whose path has such a name: attributes of parameters are in paths, too.
-    """
-    names = getattr(x, "_fields", ()) if isinstance(x, tuple) else ()
-    return "residual" in names or "owner_residual" in names
-
-
-def _is_named(path, value) -> bool:
-    del value
-    return bool(path) and isinstance(path[-1], optax.tree_utils.NamedTupleKey)
 
 
 def local_params(params: Any, state: Any, axis_name: str) -> Any:
@@ -65,7 +35,7 @@ def local_params(params: Any, state: Any, axis_name: str) -> Any:
     Returns:
       A tree like `params`.
     """
-    return add_drifts(params, fields(state, "drift"), axis_name)
+    return add_drifts(params, drifts_of(state), axis_name)
 
 
 def add_drifts(params, drifts, axis_name):
@@ -186,3 +156,11 @@ def _emptied(state):
         return node._replace(acc_grads=jax.tree.map(clear, node.acc_grads))
 
     return jax.tree.map(empty, state, is_leaf=is_multi)
+
+
+def field(state: Any, name: str) -> Any:
+    return optax.tree_utils.tree_get(
+        state,
+        name,
+        filtering=lambda p, v: bool(p) and isinstance(p[-1], optax.tree_utils.NamedTupleKey),
+    )

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxcomp
-from jaxcomp.methods.one_bit_lamb import Layer
+from jaxcomp.methods.one_bit_lamb import Trust
 from tests.helpers import replay, replicas
 from tests.helpers.replicas import everywhere, mesh_of, rows, transform
 
@@ -32,7 +32,7 @@ def trained(tx, gradients, num_replicas=2, params=None, dtype=np.float32):
 
 
 def of_layers(state, field):
-    is_layer = lambda x: isinstance(x, Layer)
+    is_layer = lambda x: isinstance(x, Trust)
     layers = jax.tree.leaves(state.layers, is_leaf=is_layer)
     return np.array([float(getattr(layer, field)) for layer in layers])
 
@@ -242,7 +242,7 @@ def test_shards_train_as_whole_parameters():
     (whole, layers), (sharded, other) = trained_on((2,)), trained_on((2, 2))
     for name in whole:
         np.testing.assert_allclose(sharded[name], whole[name], rtol=0, atol=1e-5)
-    for field in Layer._fields:
+    for field in Trust._fields:
         got, want = of_layers(other, field), of_layers(layers, field)
         np.testing.assert_allclose(got, want, rtol=1e-4)
     assert len(set(of_layers(layers, "scale"))) == 3
