@@ -16,7 +16,7 @@ class Key(NamedTuple):
     replica's own (stochastic rounding). `count` is the same in both.
     """
 
-    # i32[], the step: what rolls by one a step reads it. It hides the method of tuples.
+    # i32[], the step: what rolls by one a step reads it. Hides `tuple.count`.
     count: jax.Array | int  # type: ignore[assignment]
     seed: jax.Array | int  # u32[], hash of the run's seed, the step, the bucket (and the replica)
     levels: Any = None  # f32[2**bits], of a code with learned levels; of `fused`, one a part

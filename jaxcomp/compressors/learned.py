@@ -124,14 +124,15 @@ def _find(values, levels, share, bits):
     A share of 1/2 gives the nearest level; uniform noise one of two, unbiased. A search by halves.
     """
     digits: list[jax.Array] = []
-    total: jax.Array | int = 0
     for digit in range(bits):
         step = 2 ** (bits - digit)
         at = slice(step // 2 - 1, None, step)
         pairs = zip(levels[:-1][at], levels[1:][at], strict=True)
         edges = [low + share * (high - low) for low, high in pairs]
         digits.append(values > _choose(edges, digits))
-        total = 2 * total + digits[-1].astype(jnp.uint32)
+    total: jax.Array | int = 0
+    for one in digits:
+        total = 2 * total + one.astype(jnp.uint32)
     return lax.convert_element_type(total, jnp.uint8)
 
 
