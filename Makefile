@@ -1,5 +1,6 @@
 # make demo [STEPS=300]                two short runs, dense and CocktailSGD, side by side
 # make test [PYTHON=python3.12]        the whole test suite
+# make format                          ruff: what it can mend, and the layout
 # make docs                            the pages of docs/, in docs/_build/html
 # make soak [STEPS=1000]               a run of four processes that is harmed again and again
 # Each sets up its own virtual environment in this folder first.
@@ -15,15 +16,20 @@ demo: $(VENV)/train.installed
 test: $(VENV)/test.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
 	$(BIN)/python -m pytest -q
 
 installed: $(VENV)/test.installed
+
+format: $(VENV)/test.installed
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
 
 docs: $(VENV)/docs.installed
 	$(BIN)/sphinx-build -q -W --keep-going docs docs/_build/html
 
 soak: $(VENV)/test.installed
-	$(BIN)/python tests/soak.py --processes 4 --steps $(STEPS)
+	$(BIN)/python -m tests.soak --processes 4 --steps $(STEPS)
 
 soak: STEPS = 1000
 
@@ -43,6 +49,6 @@ $(VENV)/docs.installed: pyproject.toml requirements.txt | $(VENV)/bin/python
 	touch $@ $(VENV)/train.installed
 
 clean:
-	rm -rf .venv .venv-* runs docs/_build docs/notebooks/*.ipynb *.egg-info
+	rm -rf .venv .venv-* .mypy_cache build dist runs docs/_build docs/notebooks/*.ipynb *.egg-info
 
-.PHONY: demo test installed docs soak clean
+.PHONY: demo test installed format docs soak clean

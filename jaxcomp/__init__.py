@@ -3,6 +3,8 @@
 Optax transformations with collectives of their own, which send a few percent of the bytes.
 """
 
+import importlib.metadata as _metadata
+
 from jaxcomp import schedules as schedules
 from jaxcomp.compressors.base import Compressor as Compressor
 from jaxcomp.compressors.base import Key as Key
@@ -63,3 +65,8 @@ from jaxcomp.steps.simulated import simulated_train_step as simulated_train_step
 from jaxcomp.steps.train import TrainStep as TrainStep
 from jaxcomp.steps.train import replica_spread as replica_spread
 from jaxcomp.steps.train import train_step as train_step
+
+try:
+    __version__ = _metadata.version("jaxcomp")
+except _metadata.PackageNotFoundError:  # a checkout on the path that nobody has installed
+    __version__ = "0+checkout"

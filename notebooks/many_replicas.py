@@ -12,9 +12,11 @@ import subprocess
 import sys
 
 if "google.colab" in sys.modules:
-    url = "git+https://github.com/jaxcomp/jaxcomp"
+    folder, url = "/content/jaxcomp", "https://github.com/jaxcomp/jaxcomp"
+    clone = f"(test -d {folder} || git clone -q --depth 1 {url} {folder})"
     jax_for = "jax[cuda12]" if shutil.which("nvidia-smi") else "jax"
-    subprocess.check_call(f"pip install -q '{jax_for}' 'jaxcomp[train] @ {url}'", shell=True)
+    subprocess.check_call(f"{clone} && pip install -q '{jax_for}' '{folder}[train]'", shell=True)
+    sys.path.insert(0, folder)  # for train, which is not installed
 
 # %%
 import jax

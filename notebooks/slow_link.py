@@ -12,8 +12,10 @@ import subprocess
 import sys
 
 if "google.colab" in sys.modules:
-    url = "git+https://github.com/jaxcomp/jaxcomp"
-    subprocess.check_call(f"pip install -q 'jaxcomp[train] @ {url}'", shell=True)
+    folder, url = "/content/jaxcomp", "https://github.com/jaxcomp/jaxcomp"
+    clone = f"(test -d {folder} || git clone -q --depth 1 {url} {folder})"
+    subprocess.check_call(f"{clone} && pip install -q '{folder}[train]'", shell=True)
+    sys.path.insert(0, folder)  # for train, which is not installed
 
 # %%
 import dataclasses

@@ -1,6 +1,6 @@
 """A long run on real processes that is harmed again and again, and must lose no step.
 
-    python tests/soak.py --processes 4 --steps 1000
+    python -m tests.soak --processes 4 --steps 1000
 
 A second run of the same length is left alone. Both must end with the same metrics and, bit for
 bit, the same parameters and optimizer state; a step with NaN gradients must be skipped in both.

@@ -16,8 +16,9 @@ class Key(NamedTuple):
     replica's own (stochastic rounding). `count` is the same in both.
     """
 
-    count: jax.Array  # i32[], the step: what rolls by one a step reads it
-    seed: jax.Array  # u32[], hash of the run's seed, the step, the bucket (and the replica)
+    # i32[], the step: what rolls by one a step reads it. Hides `tuple.count`.
+    count: jax.Array | int  # type: ignore[assignment]
+    seed: jax.Array | int  # u32[], hash of the run's seed, the step, the bucket (and the replica)
     levels: Any = None  # f32[2**bits], of a code with learned levels; of `fused`, one a part
 
 

@@ -49,12 +49,14 @@ def compose(*stages: Compressor) -> Compressor:
         require_compressor("compose", stage)
     # A chain in a chain is one: what may stand where, and how often, is asked of all stages.
     stages = tuple(one for stage in stages for one in stage.stages or (stage,))
+    selections = []
     for stage in stages[:-1]:
         if stage.selection is None:
             raise ValueError(
                 f"compose got {stage.name} before the last stage, where only a sparsifier may "
                 "stand: random_k, top_k or group_top_1; write it as the last stage"
             )
+        selections.append(stage.selection)
     if sum(stage.selection is not None and stage.linear for stage in stages) > 1:
         raise ValueError(
             f"compose got {', '.join(stage.name for stage in stages)}: needs at most one random_k; "
@@ -63,21 +65,19 @@ def compose(*stages: Compressor) -> Compressor:
     if len(stages) == 1:
         return stages[0]
     encode, decode, bits = stages[-1].encode, stages[-1].decode, stages[-1].bits_per_parameter
-    for stage in reversed(stages[:-1]):
-        encode, decode = _chain(stage.selection, encode, decode)
-        bits = stage.selection.position_bits + stage.selection.density * bits
-    alphas = [stage.contraction for stage in stages]
+    for selection in reversed(selections):
+        encode, decode = _chain(selection, encode, decode)
+        bits = selection.position_bits + selection.density * bits
+    alphas = [stage.contraction for stage in stages if stage.contraction is not None]
     return Compressor(
         name=f"compose({', '.join(stage.name for stage in stages)})",
         encode=encode,
         decode=decode,
         bits_per_parameter=bits,
-        contraction=None if None in alphas else math.prod(alphas),
+        contraction=math.prod(alphas) if len(alphas) == len(stages) else None,
         unbiased=all(stage.unbiased for stage in stages),
         linear=all(stage.linear for stage in stages),
-        shared_selection=(
-            (stages[0].selection, compose(*stages[1:])) if stages[0].linear else None
-        ),
+        shared_selection=(selections[0], compose(*stages[1:])) if stages[0].linear else None,
         stages=stages,
     )
 

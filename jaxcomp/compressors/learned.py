@@ -1,7 +1,5 @@
 """b-bit codes whose levels are learned: placed where the values are."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -125,14 +123,16 @@ def _find(values, levels, share, bits):
 
     A share of 1/2 gives the nearest level; uniform noise one of two, unbiased. A search by halves.
     """
-    digits = []
+    digits: list[jax.Array] = []
     for digit in range(bits):
         step = 2 ** (bits - digit)
         at = slice(step // 2 - 1, None, step)
         pairs = zip(levels[:-1][at], levels[1:][at], strict=True)
         edges = [low + share * (high - low) for low, high in pairs]
         digits.append(values > _choose(edges, digits))
-    total = functools.reduce(lambda code, one: 2 * code + one.astype(jnp.uint32), digits, 0)
+    total: jax.Array | int = 0
+    for one in digits:
+        total = 2 * total + one.astype(jnp.uint32)
     return lax.convert_element_type(total, jnp.uint8)
 
 

@@ -1,5 +1,8 @@
 """b-bit codes <-> bytes, and the counter-based hash that noise and masks are drawn from."""
 
+import functools
+import operator
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -47,13 +50,13 @@ def unpack(packed: jax.Array, bits: int, count: int) -> jax.Array:
       `uint8[count]`, or `uint32[count]` for more than 8 bits.
     """
     dtype = jnp.uint8 if bits <= 8 else jnp.uint32
-    codes, start, shift = None, 0, 0
+    parts, start, shift = [], 0, 0
     for width in _widths(bits):
         size = packed_size(count, width)
-        part = _unpack_width(packed[start : start + size], width)[:count].astype(dtype) << shift
-        codes = part if codes is None else codes | part
+        part = _unpack_width(packed[start : start + size], width)[:count].astype(dtype)
+        parts.append(part << shift)
         start, shift = start + size, shift + width
-    return codes
+    return functools.reduce(operator.or_, parts)
 
 
 def fold(key: Key, *data: jax.Array | int) -> Key:
@@ -68,9 +71,8 @@ def fold(key: Key, *data: jax.Array | int) -> Key:
     """
     seed = key.seed
     for datum in data:
-        if isinstance(datum, int):
-            datum = np.uint32(datum & 0xFFFFFFFF)
-        seed = _mix(_mix(seed + jnp.uint32(0x9E3779B9)) + jnp.asarray(datum).astype(jnp.uint32))
+        word = np.uint32(datum & 0xFFFFFFFF) if isinstance(datum, int) else datum
+        seed = _mix(_mix(seed + jnp.uint32(0x9E3779B9)) + jnp.asarray(word).astype(jnp.uint32))
     # XLA fuses no sum into the loops that read it: in a long chain of hashes LLVM never returns.
     seed = jnp.sum(_mix(seed ^ lax.iota(jnp.uint32, 2)), dtype=jnp.uint32)
     return key._replace(seed=seed)

@@ -60,9 +60,9 @@ def rotated(code: Compressor, block: int = 128) -> Compressor:
         values = code.decode(Payload(payload.data, size), fold(shared, 1))
         return _flip(turned(values.reshape(-1, block)).reshape(-1)[: payload.numel], shared)
 
-    levels = code.levels
-    if levels is not None:
-        levels = levels._replace(tally=lambda x: code.levels.tally(rotate(x, _SIGNS)))
+    levels = plain = code.levels
+    if plain is not None:
+        levels = plain._replace(tally=lambda x: plain.tally(rotate(x, _SIGNS)))
     return Compressor(
         name=f"rotated({code.name}{'' if block == 128 else f', block={block}'})",
         encode=encode,

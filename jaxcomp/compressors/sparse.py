@@ -247,7 +247,7 @@ def _ceil(x):
 
 
 def _check_density(name, density):
-    if not isinstance(density, numbers.Real) or not 0 < density <= 1:
+    if not isinstance(density, numbers.Real) or not 0 < float(density) <= 1:
         raise ValueError(
             f"{name} got density={density!r}; needs a share of the entries in (0, 1]; write "
             f"{name}(0.1) to send a tenth"

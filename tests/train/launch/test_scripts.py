@@ -5,7 +5,6 @@ import pathlib
 import re
 import subprocess
 import sys
-import tomllib
 
 import pytest
 import yaml
@@ -67,14 +66,6 @@ def job_number():
 def test_scripts_are_valid_bash_that_stops_at_errors(name):
     subprocess.run(["bash", "-n", str(SCRIPTS / name)], check=True)
     assert "\nset -euo pipefail\n" in (SCRIPTS / name).read_text()
-
-
-def test_scripts_are_installed_with_the_package():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    patterns = project["tool"]["setuptools"]["package-data"]["train.launch"]
-    installed = {path.name for pattern in patterns for path in SCRIPTS.glob(pattern)}
-    others = {path.name for path in SCRIPTS.iterdir() if path.is_file() and path.suffix != ".py"}
-    assert installed == others == {"slurm.sbatch", "mpirun.sh", "jobset.yaml"}
 
 
 def test_the_slurm_script_trains_in_all_tasks(tmp_path, stand_in):
