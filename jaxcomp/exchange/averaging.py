@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable
@@ -103,37 +104,34 @@ def average(
     if owner_residual is None:
         owner_residual = zero_owner_residual(plan, transport)
     total = tree if residual is None else _paired(_plus, residual, tree)
+    flat = buckets.flatten(plan, total)
+    carrier = None if flag is None else _first_exact(plan)
+    if carrier is not None:
+        flat[carrier] = jnp.append(flat[carrier], flag.astype(flat[carrier].dtype))
+    mean = functools.partial(_mean, transport)
     shared = Key(count, jnp.uint32(transport.seed))
     with jax.named_scope(f"jaxcomp.{part}") if part else contextlib.nullcontext():
-        means, flag = _means(
-            transport, plan, buckets.flatten(plan, total), owner_residual, shared, flag
-        )
-    wide = [jnp.promote_types(dtype, jnp.float32) for dtype in plan.dtypes]
-    mean, sent = (
-        buckets.unflatten(plan, [getattr(m, name) for m in means], wide)
-        for name in ("mean", "sent")
-    )
-    left = None if residual is None else _paired(_lost, residual, total, sent)
-    return Averaged(mean, sent, left, tuple(m.owner_residual for m in means), flag)
-
-
-def _means(transport, plan, flat, owner_residual, shared, flag):
-    """One `wire.Mean` a bucket, and the mean of the flag, if there is one."""
-
-    def mean(key, bucket, x, residual):
-        exchange = _exchange_of(bucket, transport)
-        return exchange.mean(x, residual, _code(bucket), key, transport.axis_name)
-
-    carrier = next((i for i, bucket in enumerate(plan.buckets) if _code(bucket) == EXACT), None)
-    if flag is None or carrier is None:
         means = map_buckets(mean, plan, shared, flat, owner_residual)
-        return means, None if flag is None else lax.pmean(flag, transport.axis_name)
-    flat = list(flat)
-    flat[carrier] = jnp.append(flat[carrier], flag.astype(flat[carrier].dtype))
-    means = map_buckets(mean, plan, shared, flat, owner_residual)
-    carried = means[carrier]
-    means[carrier] = wire.Mean(carried.mean[:-1], carried.sent[:-1], None)
-    return means, carried.mean[-1]
+    if carrier is not None:
+        of_bucket = means[carrier]
+        flag = of_bucket.mean[-1]
+        means[carrier] = wire.Mean(of_bucket.mean[:-1], of_bucket.sent[:-1], None)
+    elif flag is not None:
+        flag = lax.pmean(flag, transport.axis_name)
+    wide = [jnp.promote_types(dtype, jnp.float32) for dtype in plan.dtypes]
+    means_of = buckets.unflatten(plan, [m.mean for m in means], wide)
+    sent = buckets.unflatten(plan, [m.sent for m in means], wide)
+    left = None if residual is None else _paired(_lost, residual, total, sent)
+    return Averaged(means_of, sent, left, tuple(m.owner_residual for m in means), flag)
+
+
+def _mean(transport, key, bucket, x, residual):
+    exchange = _exchange_of(bucket, transport)
+    return exchange.mean(x, residual, _code(bucket), key, transport.axis_name)
+
+
+def _first_exact(plan):
+    return next((i for i, bucket in enumerate(plan.buckets) if _code(bucket) == EXACT), None)
 
 
 def nothing_sent(transport: Transport, tree: Any) -> tuple[Any, Any]:
@@ -183,17 +181,8 @@ def map_buckets(function: Callable, plan: buckets.Plan, shared: Key, *columns: A
 
     Each of the columns has one array a bucket, or None.
     """
-
-    def one(index, bucket, values):
-        return function(fold(shared, shared.count, index), bucket, *values)
-
-    def looped(indices, bucket):
-        stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *[table[i] for i in indices])
-        step = lambda _, row: (None, one(row[0], bucket, row[1]))
-        _, results = lax.scan(step, None, (jnp.array(indices), stacked))
-        return [jax.tree.map(lambda leaf, n=n: leaf[n], results) for n in range(len(indices))]
-
     table = list(zip(*columns, strict=True))
+    key_of = lambda index: fold(shared, shared.count, index)
     shapes = lambda values: tuple((x.shape, x.dtype) for x in jax.tree.leaves(values))
     alike = lambda index: (plan.buckets[index].label, shapes(table[index]))
     results = []
@@ -201,10 +190,19 @@ def map_buckets(function: Callable, plan: buckets.Plan, shared: Key, *columns: A
         indices = list(group)
         bucket = plan.buckets[indices[0]]
         if len(indices) > _UNROLLED and _code(bucket) != EXACT:
-            results += looped(indices, bucket)
+            step = lambda _, row, b=bucket: (None, function(key_of(row[0]), b, *row[1]))
+            results += _looped(step, indices, [table[i] for i in indices])
         else:
-            results += [one(i, bucket, table[i]) for i in indices]
+            for i in indices:
+                results.append(function(key_of(i), bucket, *table[i]))
     return results
+
+
+def _looped(step, indices, rows):
+    """One program for all rows, in turn."""
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *rows)
+    _, results = lax.scan(step, None, (jnp.array(indices), stacked))
+    return [jax.tree.map(lambda leaf, n=n: leaf[n], results) for n in range(len(indices))]
 
 
 def _recoded(plan: buckets.Plan, code: Compressor) -> buckets.Plan:
