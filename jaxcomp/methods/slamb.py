@@ -295,7 +295,7 @@ def _sync_at(sync_every: int | schedules.Schedule) -> schedules.Schedule:
 
 def _check(density, b3, sync_every, rescaling, trust_bounds, compressor):
     name, (least, greatest) = "slamb", trust_bounds
-    both = {"density": density, "compressor": compressor}
+    both = {"density": density, "compressor": getattr(compressor, "name", compressor)}
     write = "compressor=compose(random_k(0.1), ...) without density, or density alone"
     require(None in both.values(), name, "one of them", write, **both)
     require(0 <= b3 <= 1, name, "[0, 1]", "b3=0.99", b3=b3)
