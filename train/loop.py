@@ -12,7 +12,7 @@ from jaxcomp.replicas.state import field
 from train.checkpoints import files, resume, store
 from train.config import Config
 from train.config.as_json import to_json
-from train.config.run import AXIS_NAME, schedule
+from train.config.run import schedule
 from train.output import metrics, plots, report
 from train.plan import counts
 from train.processes import agree, distributed, watchdog
@@ -141,8 +141,7 @@ def _train(task: Task, params, state, done, write, save, show, stop, at) -> None
         if has_row:
             _count(task, outs, state, done)
             row = _row(task, done) | {"step_seconds": sum(seconds) / len(seconds)}
-            # Of shards nothing is held twice that could be compared.
-            if due(config.checksum_every) and config.qsdp is None:
+            if due(config.checksum_every) and task.placement.spread is not None:
                 row["checksum_spread"] = _require_equal(task, params, done.step)
             if due(config.eval_every):
                 row |= evaluated()
@@ -191,9 +190,9 @@ def _row(task: Task, done: resume.Progress) -> dict[str, Any]:
 
 
 def _require_equal(task: Task, params, step: int) -> int:
-    if task.config.qsdp is not None:
+    if task.placement.spread is None:  # nothing is held twice that could be compared
         return 0
-    spread = int(jaxcomp.replica_spread(params, task.mesh, AXIS_NAME))
+    spread = int(task.placement.spread(params, task.mesh))
     if spread:
         raise RuntimeError(
             f"after step {step} the replicas' parameters are not equal (their checksums differ by "

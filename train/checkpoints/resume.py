@@ -11,12 +11,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxcomp
 from jaxcomp.replicas.resize import reset_residuals
-from train import sharded
 from train.checkpoints import files, store, trees
 from train.config.as_json import to_json
 from train.config.run import AXIS_NAME
+from train.placement import sharded
 from train.processes import agree
-from train.task import Task, natural, shapes_of
+from train.task import Task, shapes_of
 
 _METADATA = {"progress", "num_replicas", "data_sha256"}  # needed to go on
 _SAID_ELSEWHERE = {"replicas", "resize"}
@@ -83,7 +83,7 @@ def _first(task: Task) -> tuple[Any, Any]:
             f"start_from is {task.config.start_from!r}, but there is no checkpoint in {source}; "
             "train that run first, or write --start-from None."
         )
-    like, saved = natural(task), store.read_metadata(source)
+    like, saved = task.natural, store.read_metadata(source)
     if saved.get("config", {}).get("qsdp") is not None:
         like = sharded.shapes(like, saved["num_replicas"])
     everywhere = NamedSharding(task.mesh, PartitionSpec())

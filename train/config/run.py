@@ -11,7 +11,6 @@ from typing import Literal
 import optax
 import tyro
 
-import jaxcomp
 from train.config import expression
 from train.data.sources import Data, Images
 from train.models.gpt import GPTConfig
@@ -230,19 +229,6 @@ def schedule(optimizer: Optimizer, steps: int) -> optax.Schedule:
         return decay
     warmup = optax.linear_schedule(0.0, peak, optimizer.warmup_steps)
     return optax.join_schedules([warmup, decay], [optimizer.warmup_steps])
-
-
-def transformation(config: Config) -> optax.GradientTransformationExtraArgs:
-    """Makes the run's transformation: its `update`, which sees stacked layers one by one.
-
-    Raises:
-      ValueError: As `update`.
-    """
-    tx, pattern = update(config), config.model.stacked
-    # Shards are for optimizers that work entry by entry.
-    if pattern is None or config.qsdp is not None or not config.per_layer:
-        return tx
-    return jaxcomp.per_layer(tx, jaxcomp.by_path((pattern, True), (".*", False)))
 
 
 def update(config: Config) -> optax.GradientTransformationExtraArgs:

@@ -1,7 +1,6 @@
 """What `--report` prints of a run: bytes, rounds and memory, from compiled programs."""
 
 import jaxcomp
-from train import sharded
 from train.config import advice
 from train.config.run import AXIS_NAME
 from train.task import Task, num_parameters
@@ -15,7 +14,7 @@ def text(task: Task) -> str:
     """What one step of the run sends, as text: from the compiled program, nothing is run."""
     numel, slow = num_parameters(task), task.mesh.shape[AXIS_NAME]
     fast = task.mesh.size // slow
-    passes, plain = sharded.dense_passes(task.config)
+    passes, plain = task.placement.dense
     dense = passes * 4 * numel / fast * (slow - 1) / slow
     exact = jaxcomp.report.exact_leaves(task.like["params"], task.like["state"])
     lines = [

@@ -236,7 +236,7 @@ def test_update_is_the_chain_that_its_text_says():
     config = config_of(
         optimizer=Optimizer("chain(clip(0.5), sgd(learning_rate))", 2.0, schedule="constant")
     )
-    transformation = configs.transformation(config)
+    transformation = configs.update(config)
     grads = jnp.array([3.0, -0.25])
     updates, _ = transformation.update(grads, transformation.init(grads), grads)
     np.testing.assert_array_equal(updates, [-1.0, 0.5])
@@ -245,7 +245,7 @@ def test_update_is_the_chain_that_its_text_says():
 def test_update_that_is_no_transformation_is_refused():
     config = config_of(optimizer=Optimizer("learning_rate", 1.0))
     with pytest.raises(ValueError, match="is a function, not an optax transformation"):
-        configs.transformation(config)
+        configs.update(config)
 
 
 @pytest.mark.parametrize(
