@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -80,6 +81,8 @@ def _outputs(stack: contextlib.ExitStack, task: Task, folder: Path, done: resume
     metrics.keep_until(log, done.step if done.step else -1)
     metrics.write_text(folder / "report.txt", report.text(task) + "\n")
     metrics.write_text(folder / "config.json", _record(task))
+    for note in report.notes(task):
+        print(note, file=sys.stderr)
     events = lambda row: None
     if config.tensorboard:
         events = stack.enter_context(metrics.tensorboard(folder / "events", done.step))
