@@ -765,7 +765,7 @@ def tiny(text, tmp_path):
     return load
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("[!_]*.py")), ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").rglob("[!_]*.py")), ids=lambda p: p.stem)
 def test_config_file_trains(path, tiny, monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT))
     config = tiny(path)

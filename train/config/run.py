@@ -183,7 +183,8 @@ def load(path: str, args: Sequence[str] = ()) -> Config:
     """
     file = pathlib.Path(path)
     if file.suffix != ".py" or not file.is_file():
-        known = sorted(str(other) for other in file.parent.glob("*.py"))
+        folders = file.parent, file.parent / "shapes"
+        known = sorted(str(other) for folder in folders for other in folder.glob("[!_]*.py"))
         near = difflib.get_close_matches(str(file), known, n=3) or known
         raise ValueError(f"{path!r} is no config file; write one of {near or ['configs/NAME.py']}.")
     spec = importlib.util.spec_from_file_location(f"config_{file.stem}", file)

@@ -459,7 +459,7 @@ def test_a_vit_learns_a_batch_by_heart():
 
 
 def test_report_needs_no_images():
-    config = configs.load("configs/resnet18_imagenet_zero_one_adam.py")
+    config = configs.load("configs/shapes/resnet18_imagenet_zero_one_adam.py")
     assert config.data.path == "imagenet"
     nothing = examples.none(config)
     assert nothing.record == {}
