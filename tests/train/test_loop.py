@@ -189,7 +189,7 @@ def test_run_leaves_record_metrics_picture_checkpoint_and_report(config_of, text
         *("checkpoints", "config.json", "loss.png", "metrics.jsonl", "report.txt")
     ]
     record = json.loads((folder / "config.json").read_text())
-    assert as_json.from_json(json.dumps(record["config"])) == config
+    assert record["config"] == json.loads(as_json.to_json(config))
     assert record["versions"]["jax"] == jax.__version__
     assert record["hardware"].endswith(f"{os.cpu_count()} cores")
     assert record["data"]["sha256"] == texts.read(config.data, TINY.context).record["sha256"]

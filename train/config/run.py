@@ -11,6 +11,7 @@ from typing import Literal
 import optax
 import tyro
 
+from train import checks
 from train.config import expression
 from train.data.sources import Data, Images
 from train.models.gpt import GPTConfig
@@ -47,7 +48,7 @@ class Optimizer:
     """Rate at the last step as a share of the peak, in [0, 1]; constant stays at the peak."""
 
     def __post_init__(self):
-        _at_least(0, "optimizer.warmup_steps", self.warmup_steps)
+        checks.at_least(0, self, "warmup_steps", of="optimizer.")
         if not 0 < self.learning_rate < math.inf:
             raise ValueError(
                 f"optimizer.learning_rate={self.learning_rate} must be positive and finite; "
@@ -136,11 +137,10 @@ class Config:
             raise ValueError(f"name={self.name!r} must be a folder below runs_dir; write run_1.")
         sizes = "steps fast accumulate eval_batches watchdog_seconds start_seconds save_seconds"
         periods = "eval_every checkpoint_every checksum_every log_every"
-        for field in f"{sizes} {periods}".split():
-            _at_least(1, field, getattr(self, field))
+        checks.at_least(1, self, *sizes.split(), *periods.split())
+        checks.at_least(0, self, "replicas")
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"seed={self.seed} must be in [0, 2^32); write --seed 0.")
-        _at_least(0, "replicas", self.replicas)
         OBJECTIVES[self.objective].check(self.model, self.data)
         if self.optimizer.warmup_steps >= self.steps:
             raise ValueError(
@@ -247,9 +247,3 @@ def update(config: Config) -> optax.GradientTransformationExtraArgs:
             f"optax transformation; write chain(compressed_mean(...), adamw(learning_rate))."
         )
     return optax.with_extra_args_support(value)
-
-
-def _at_least(minimum: int, name: str, value: int) -> None:
-    if value < minimum:
-        flag = name.replace("_", "-")
-        raise ValueError(f"{name}={value} must be at least {minimum}; write --{flag} {minimum}.")

@@ -8,6 +8,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from train import checks
+
 _GROUPS, _LEAST = 32, 4  # groups of a normalization at most, and channels of each at least
 
 
@@ -32,9 +34,7 @@ class ResNetConfig:
     """Type of activations and convolutions."""
 
     def __post_init__(self):
-        for field in ("width", "size", "channels", "classes"):
-            if getattr(self, field) < 1:
-                raise ValueError(f"model.{field}={getattr(self, field)} must be at least 1.")
+        checks.at_least(1, self, "width", "size", "channels", "classes", of="model.")
         if not self.blocks or min(self.blocks) < 1:
             raise ValueError(f"model.blocks={self.blocks} must be numbers from 1 up; write 2 2.")
         if self.width % _LEAST:

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 import optax
+from jax.sharding import AbstractMesh, Mesh
 
 
 class Functions(NamedTuple):
@@ -17,21 +18,11 @@ class Functions(NamedTuple):
 
 
 class Placement(NamedTuple):
-    """What the expressions of a config say, evaluated once.
+    """What the expressions of a config say, evaluated once."""
 
-    Attributes:
-      update: The transformation that `optimizer.update` describes.
-      tx: The same, for the run's parameters: it sees stacked layers one by one.
-      functions: `mesh -> Functions`. An abstract mesh is enough for shapes.
-      rounds: `state -> {part: count}`, how often the run sends each part; {} if it sends
-        everything in every step. The state's shapes are enough.
-      spread: `(params, mesh) -> u32[]`, as `jaxcomp.replica_spread`; None if nothing is held twice.
-      dense: How often parameters or gradients leave a replica without compression, and by what.
-    """
-
-    update: optax.GradientTransformationExtraArgs
-    tx: optax.GradientTransformationExtraArgs
-    functions: Callable[[jax.sharding.Mesh | jax.sharding.AbstractMesh], Functions]
-    rounds: Callable[[Any], dict[str, int]]
-    spread: Callable[[Any, jax.sharding.Mesh], jax.Array] | None
-    dense: tuple[int, str]
+    update: optax.GradientTransformationExtraArgs  # that `optimizer.update` describes
+    tx: optax.GradientTransformationExtraArgs  # the same, which sees stacked layers one by one
+    functions: Callable[[Mesh | AbstractMesh], Functions]  # an abstract mesh is enough for shapes
+    rounds: Callable[[Any], dict[str, int]]  # state's shapes -> how often the run sends each part
+    spread: Callable[[Any, Mesh], jax.Array] | None  # of params' copies; None without any
+    dense: tuple[int, str]  # how often a replica sends all without compression, and by what
