@@ -20,7 +20,7 @@ def model_of(config: Config) -> nn.Module:
 
 def random_params(config: Config) -> Any:
     """The parameters that a run begins with, in natural shapes."""
-    inputs = config.model.inputs
+    inputs = OBJECTIVES[config.objective].inputs(config.model)
     key, zeros = jax.random.key(config.seed), np.zeros(inputs.shape, inputs.dtype)
     return model_of(config).init(key, zeros)["params"]
 

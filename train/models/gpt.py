@@ -45,11 +45,6 @@ class GPTConfig:
         """Pattern of the paths whose first axis counts layers, see `jaxcomp.per_layer`; or None."""
         return STACKED if self.scan else None
 
-    @property
-    def inputs(self) -> jax.ShapeDtypeStruct:
-        """What the model is called with, of one sequence."""
-        return jax.ShapeDtypeStruct((1, self.context), "int32")
-
 
 class Block(nn.Module):
     """Pre-norm transformer block: self-attention, then a four times wider perceptron.

@@ -5,7 +5,6 @@ import math
 from typing import Literal
 
 import flax.linen as nn
-import jax
 import jax.numpy as jnp
 
 from train import checks
@@ -45,11 +44,6 @@ class ResNetConfig:
             )
 
     stacked = None  # as of `GPTConfig`: no parameter has an axis of layers
-
-    @property
-    def inputs(self) -> jax.ShapeDtypeStruct:
-        """What the model is called with, of one image."""
-        return jax.ShapeDtypeStruct((1, self.size, self.size, self.channels), "float32")
 
 
 class ResNet(nn.Module):

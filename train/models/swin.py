@@ -63,11 +63,6 @@ class SwinConfig:
         """As of `GPTConfig`."""
         return r"^stage_\d+/" if self.scan else None
 
-    @property
-    def inputs(self) -> jax.ShapeDtypeStruct:
-        """What the model is called with, of one image."""
-        return jax.ShapeDtypeStruct((1, self.size, self.size, self.channels), "float32")
-
 
 class Swin(nn.Module):
     """Logits of a transformer that sees patches in windows, and merges them from stage to stage.

@@ -4,7 +4,6 @@ import dataclasses
 from typing import Literal
 
 import flax.linen as nn
-import jax
 import jax.numpy as jnp
 
 from train import checks
@@ -39,11 +38,6 @@ class ViTConfig:
         checks.divisible(self, "size", "patch")
 
     stacked = None  # as of `GPTConfig`: no parameter has an axis of layers
-
-    @property
-    def inputs(self) -> jax.ShapeDtypeStruct:
-        """What the model is called with, of one image."""
-        return jax.ShapeDtypeStruct((1, self.size, self.size, self.channels), "float32")
 
 
 class ViT(nn.Module):
