@@ -151,7 +151,7 @@ def restore(
     """Reads a checkpoint, bit for bit as it was saved, onto any mesh of any number of processes.
 
     Shapes, dtypes and paths must be the saved ones; shardings need not. To read one of another
-    number of replicas, change `like` by `checkpoint_trees.like_replicas`. Process 0 looks for
+    number of replicas, change `like` by `trees.like_replicas`. Process 0 looks for
     damage; each process then reads its own part.
 
     Args:
