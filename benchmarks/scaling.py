@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import jax
 
 from benchmarks import rows as rows_file
-from configs import bert_large_slamb
+from configs.shapes import bert_large_slamb
 from jaxcomp import planner
 from train.config import Config
 from train.plan import planning

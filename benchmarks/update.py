@@ -21,8 +21,9 @@ from benchmarks.slow_network_methods import DENSE, LAMB, METHODS, MODELS
 from benchmarks.slow_network_worker import config_of
 from jaxcomp.measure import step_probe
 from train.config import Config
-from train.config import run as configs
-from train.config.run import AXIS_NAME
+from train.config.run import AXIS_NAME, update
+from train.models import build
+from train.placement import replicated
 from train.plan import counts, planning
 from train.processes import devices
 
@@ -42,7 +43,7 @@ def kinds(config: Config) -> dict[str, int | None]:
       By the names of the parts, "nothing" of a step that sends none; {"all": None} for a method
       whose steps are all alike.
     """
-    sent = counts.parts_of_steps(configs.update(config), config.steps)
+    sent = counts.parts_of_steps(update(config), config.steps)
     if not sent:
         return {"all": None}
     sent.pop("all")
@@ -55,7 +56,7 @@ def kinds(config: Config) -> dict[str, int | None]:
 
 def timer_of(config: Config, mesh: Mesh) -> Callable[[int | None], float]:
     """Compiles an update; `count -> seconds` of one, after as many steps."""
-    tx, params = configs.transformation(config), planning.param_shapes(config)
+    tx, params = replicated.resolve(config).tx, build.param_shapes(config)
     program = step_probe.update_program(tx, params, mesh, AXIS_NAME)
     timer = step_probe.update_timer(program, params, mesh, AXIS_NAME)
     return lambda count: timer(1, count)

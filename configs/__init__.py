@@ -1,0 +1,1 @@
+"""Runs that are trained, one a file; `shapes` holds those that are too large for that."""

@@ -125,8 +125,9 @@ plt.show()
 # ## A model of the size that is fine-tuned
 #
 # The bytes grow with the model, and so does what they cost. The same two methods on 1.3 billion
-# parameters: bytes of a step as `python -m train configs/opt_1_3b_cocktail.py --report` reads them
-# from the compiled program, dense in float16, and a guess of ten seconds for the gradient.
+# parameters: bytes of a step as `python -m train configs/shapes/opt_1_3b_cocktail.py --report`
+# reads them from the compiled program, dense in float16, and a guess of ten seconds for the
+# gradient.
 
 # %%
 compute, cocktail = 10.0, 45_023_784

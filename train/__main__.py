@@ -7,7 +7,7 @@ is predicted to be the fastest on a network; both train nothing.
 import sys
 from typing import Literal
 
-from train.config import Config, advice
+from train.config import Config
 from train.config import run as configs
 from train.config.as_json import to_json
 from train.models.objectives import OBJECTIVES
@@ -48,8 +48,6 @@ def main(args: list[str], num_processes: int = 1) -> None:
         else:
             from train.loop import run
 
-            for note in advice.notes(config.optimizer.update):
-                print(note, file=sys.stderr)
             rows = run(config)
             if rows:  # the other processes of a run have none
                 print(

@@ -60,24 +60,11 @@ def translate(config: dict[str, Any], steps: int) -> Translation:
       ValueError: For an optimizer that is not one of `OPTIMIZERS`, a schedule that is not of the
         learning rate's warm-up, ZeRO, batch sizes that contradict each other, or "auto".
     """
-    if not isinstance(config, dict):
-        raise ValueError(f"the file holds {config!r:.40}; needs an object, as DeepSpeed's have.")
-    if '"auto"' in json.dumps(config):
-        raise ValueError('"auto" stands for what Hugging Face fills in; write the values.')
+    _check(config)
     config = {key: value for key, value in config.items() if value is not None}
-    optimizer = config.pop("optimizer", {})
-    kind, params = optimizer.get("type"), dict(optimizer.get("params", {}))
-    if kind not in OPTIMIZERS:
-        raise ValueError(
-            f"optimizer.type is {kind!r}; needs one of {', '.join(OPTIMIZERS)}. OneBitLamb is "
-            "jaxcomp.one_bit_lamb, whose page has its keys; any other is optax's, behind "
-            "jaxcomp.compressed_mean or as it is."
-        )
-    if stage := config.pop("zero_optimization", {}).get("stage", 0):
-        raise ValueError(
-            f"zero_optimization.stage is {stage}; 1-bit optimizers keep whole parameters on every "
-            "replica, in DeepSpeed as here. Write stage 0."
-        )
+    config.pop("zero_optimization", None)
+    optimizer = config.pop("optimizer")
+    kind, params = optimizer["type"], dict(optimizer.get("params", {}))
     scheduled, unused = _schedule(config.pop("scheduler", {}))
     rate = scheduled.pop("rate", params.get("lr", 1e-3))  # as DeepSpeed: the schedule's wins
     params.pop("lr", None)
@@ -107,6 +94,26 @@ def translate(config: dict[str, Any], steps: int) -> Translation:
         {"steps": steps, **run},
         notes,
     )
+
+
+def _check(config: Any) -> None:
+    """Refuses what is not translated."""
+    if not isinstance(config, dict):
+        raise ValueError(f"the file holds {config!r:.40}; needs an object, as DeepSpeed's have.")
+    if '"auto"' in json.dumps(config):
+        raise ValueError('"auto" stands for what Hugging Face fills in; write the values.')
+    kind = (config.get("optimizer") or {}).get("type")
+    if kind not in OPTIMIZERS:
+        raise ValueError(
+            f"optimizer.type is {kind!r}; needs one of {', '.join(OPTIMIZERS)}. OneBitLamb is "
+            "jaxcomp.one_bit_lamb, whose page has its keys; any other is optax's, behind "
+            "jaxcomp.compressed_mean or as it is."
+        )
+    if stage := (config.get("zero_optimization") or {}).get("stage", 0):
+        raise ValueError(
+            f"zero_optimization.stage is {stage}; 1-bit optimizers keep whole parameters on every "
+            "replica, in DeepSpeed as here. Write stage 0."
+        )
 
 
 def _update(kind: str, params: dict[str, Any]) -> str:

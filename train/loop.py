@@ -1,7 +1,10 @@
 """The training loop: batches in, metrics and checkpoints out."""
 
 import contextlib
+import dataclasses
+import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,7 @@ from jaxcomp.replicas.state import field
 from train.checkpoints import files, resume, store
 from train.config import Config
 from train.config.as_json import to_json
-from train.config.run import AXIS_NAME, schedule
+from train.config.run import schedule
 from train.output import metrics, plots, report
 from train.plan import counts
 from train.processes import agree, distributed, watchdog
@@ -41,43 +44,33 @@ def run(config: Config) -> list[dict[str, Any]]:
         when all is saved.
     """
     folder = Path(config.runs_dir, config.name)
-    directory = folder / "checkpoints"
-    latest = lambda: files.latest(directory)
     # Signals are caught until all is done: no stop cuts off the last save, or the picture.
     with contextlib.ExitStack() as until_the_end:
-        with watchdog.watch(config.watchdog_seconds, latest) as watch:
-            watch.at(0, "the start", config.start_seconds)
-            agree.require_shared(folder)
-            task = make_task(config)
-            distributed.require_same({"data": task.examples.record["sha256"]})
-            params, state, done = resume.begin(task, directory)
-            folder.mkdir(parents=True, exist_ok=True)
-            with contextlib.ExitStack() as stack:
-                keep_row, show = _outputs(stack, task, folder, done)
-                asked_to_stop = until_the_end.enter_context(stop_signals())
-                checkpoints = _checkpoints(stack, config, directory)
-
-                def save(params, state):
-                    watch.at(done.step, "a save", config.start_seconds + config.save_seconds)
-                    _require_equal(task, params, done.step)
-                    tree = {"params": params, "state": state}
-                    checkpoints.save(done.step, tree, resume.metadata(task, done))
-
-                def write(row):
-                    checkpoints.check()  # the next save may be far
-                    keep_row(row)
-
-                stop = lambda: watch.stop(done.step, asked_to_stop())
-                _train(task, params, state, done, write, save, show, stop, watch.at)
-        rows = []
-        if agree.is_first():
-            log = folder / "metrics.jsonl"
-            rows = metrics.read(log) if log.is_file() else []  # its user may have removed it
-            if any("val_loss" in row for row in rows):
-                plots.loss_figure({config.name: rows}, folder / "loss.png")
-        if done.step < config.steps:
-            raise KeyboardInterrupt(f"stopped at step {done.step}; run the same command to go on")
+        step = _train(config, folder, until_the_end)
+        rows = _finished(config, folder) if agree.is_first() else []
+        if step < config.steps:
+            raise KeyboardInterrupt(f"stopped at step {step}; run the same command to go on")
         return rows
+
+
+def _train(config: Config, folder: Path, until_the_end: contextlib.ExitStack) -> int:
+    """Trains from where the run stands; returns the step at which it ended or was stopped."""
+    directory = folder / "checkpoints"
+    with (
+        watchdog.watch(config.watchdog_seconds, lambda: files.latest(directory)) as watch,
+        contextlib.ExitStack() as stack,
+    ):
+        watch.at(0, "the start", config.start_seconds)
+        agree.require_shared(folder)
+        task = make_task(config)
+        distributed.require_same({"data": task.examples.record["sha256"]})
+        params, state, done = resume.begin(task, directory)
+        folder.mkdir(parents=True, exist_ok=True)
+        keep, show = _outputs(stack, task, folder, done)
+        asked_to_stop = until_the_end.enter_context(stop_signals())
+        checkpoints = _checkpoints(stack, config, directory)
+        _Run(task, params, state, done, watch, asked_to_stop, checkpoints, keep, show).train()
+        return done.step
 
 
 def _outputs(stack: contextlib.ExitStack, task: Task, folder: Path, done: resume.Progress):
@@ -88,15 +81,17 @@ def _outputs(stack: contextlib.ExitStack, task: Task, folder: Path, done: resume
     metrics.keep_until(log, done.step if done.step else -1)
     metrics.write_text(folder / "report.txt", report.text(task) + "\n")
     metrics.write_text(folder / "config.json", _record(task))
+    for note in report.notes(task):
+        print(note, file=sys.stderr)
     events = lambda row: None
     if config.tensorboard:
         events = stack.enter_context(metrics.tensorboard(folder / "events", done.step))
 
-    def write(row):
+    def keep(row):
         metrics.append(log, row)
         events(row)
 
-    return write, stack.enter_context(metrics.progress(config.name, done.step, config.steps))
+    return keep, stack.enter_context(metrics.progress(config.name, done.step, config.steps))
 
 
 def _checkpoints(stack: contextlib.ExitStack, config: Config, directory: Path):
@@ -114,86 +109,122 @@ def _checkpoints(stack: contextlib.ExitStack, config: Config, directory: Path):
     return checkpoints
 
 
-def _train(task: Task, params, state, done, write, save, show, stop, at) -> None:
-    """Steps until the end or until a stop is agreed on; leaves a checkpoint behind."""
-    config = task.config
+@dataclasses.dataclass
+class _Run:
+    """A run that trains: what it holds, and whom it tells."""
 
-    def due(every: int) -> bool:
-        return done.step % every == 0 or done.step == config.steps
+    task: Task
+    params: Any
+    state: Any
+    done: resume.Progress
+    watch: watchdog.Watch
+    asked_to_stop: Callable[[], bool]
+    checkpoints: store.Checkpoints
+    keep: Callable[[dict[str, Any]], None]  # a row
+    show: Callable[[int, float, float], None]  # the step, its loss and seconds
+    outs: list[dict] = dataclasses.field(default_factory=list)  # of steps not yet counted
+    seconds: list[float] = dataclasses.field(default_factory=list)  # of steps since the last row
 
-    def evaluated() -> dict[str, float]:
-        at(done.step, "an evaluation", config.start_seconds)
-        return {f"val_{name}": float(value) for name, value in task.evaluate(params).items()}
+    def train(self) -> None:
+        """Steps until the end or until a stop is agreed on; leaves a checkpoint behind."""
+        config, done = self.task.config, self.done
+        saved = done.step
+        if done.step == 0:
+            self.write(self.row() | self.evaluated())
+        while done.step < config.steps and not self.watch.stop(done.step, self.asked_to_stop()):
+            self.step()
+            if self.row_is_due():
+                self.write_row()
+            if self.is_due(config.checkpoint_every):
+                self.save()
+                saved = done.step
+        if done.step > saved:
+            self.save()
 
-    if done.step == 0:
-        write(_row(task, done) | evaluated())
-    outs, seconds, saved = [], [], done.step
-    while done.step < config.steps and not stop():
-        at(done.step, "a step")
+    def is_due(self, every: int) -> bool:
+        return self.done.step % every == 0 or self.done.step == self.task.config.steps
+
+    def row_is_due(self) -> bool:
+        config = self.task.config
+        return any(map(self.is_due, (config.log_every, config.eval_every, config.checksum_every)))
+
+    def step(self) -> None:
+        self.watch.at(self.done.step, "a step")
         began = time.perf_counter()
-        params, state, out = task.step(params, state, task.batch(done.step))
-        outs.append(out)
-        done.step += 1
-        has_row = due(config.log_every) or due(config.eval_every) or due(config.checksum_every)
+        batch = self.task.batch(self.done.step)
+        self.params, self.state, out = self.task.step(self.params, self.state, batch)
+        self.outs.append(out)
+        self.done.step += 1
+        is_counted = self.row_is_due() or self.is_due(self.task.config.checkpoint_every)
         # One step runs while the host prepares the next: waiting bounds how far it runs ahead.
-        jax.block_until_ready(outs if has_row or due(config.checkpoint_every) else outs[-2:-1])
-        seconds.append(time.perf_counter() - began)
-        if has_row:
-            _count(task, outs, state, done)
-            row = _row(task, done) | {"step_seconds": sum(seconds) / len(seconds)}
-            # Of shards nothing is held twice that could be compared.
-            if due(config.checksum_every) and config.qsdp is None:
-                row["checksum_spread"] = _require_equal(task, params, done.step)
-            if due(config.eval_every):
-                row |= evaluated()
-            write(row)
-            show(done.step, row["loss"], row["step_seconds"])
-            done.losses, seconds = [], []
-        if due(config.checkpoint_every):
-            _count(task, outs, state, done)
-            save(params, state)
-            saved = done.step
-    if done.step > saved:
-        _count(task, outs, state, done)
-        save(params, state)
+        jax.block_until_ready(self.outs if is_counted else self.outs[-2:-1])
+        self.seconds.append(time.perf_counter() - began)
+
+    def count(self) -> None:
+        """Moves what steps have measured from the devices to the counts."""
+        task, done, outs = self.task, self.done, self.outs
+        if outs:
+            parts = field(self.state, "rounds") or {}
+            parts = {part: int(count) for part, count in parts.items()}
+            new = {part: count - done.parts.get(part, 0) for part, count in parts.items()}
+            done.sent_bytes += counts.total_bytes(task.sent, new, len(outs))
+            done.rounds += new.get("all", len(outs) * (task.sent_bytes > 0))
+            done.parts = parts
+            done.losses += task.mean_losses([out["loss"] for out in outs])
+            done.skipped += sum(int(out["skipped"]) for out in outs)
+            done.left_out = task.left_out(self.state)
+        outs.clear()
+
+    def row(self) -> dict[str, Any]:
+        """What is known without the parameters: the loss is the mean since the last row."""
+        done, config = self.done, self.task.config
+        # The optimizer counts the updates that were applied, and the last of them had this rate.
+        rate = schedule(config.optimizer, config.steps)(max(0, done.step - done.skipped - 1))
+        return {
+            "step": done.step,
+            "loss": sum(done.losses) / len(done.losses) if done.losses else None,
+            "learning_rate": rate,
+            "sent_bytes": done.sent_bytes,
+            "rounds": done.rounds,
+            "skipped": done.skipped,
+            "left_out": done.left_out,
+        }
+
+    def write_row(self) -> None:
+        self.count()
+        config, done = self.task.config, self.done
+        row = self.row() | {"step_seconds": sum(self.seconds) / len(self.seconds)}
+        if self.is_due(config.checksum_every):
+            row |= _require_equal(self.task, self.params, done.step)
+        if self.is_due(config.eval_every):
+            row |= self.evaluated()
+        self.write(row)
+        self.show(done.step, row["loss"], row["step_seconds"])
+        done.losses, self.seconds = [], []
+
+    def write(self, row: dict[str, Any]) -> None:
+        self.checkpoints.check()  # the next save may be far
+        self.keep(row)
+
+    def evaluated(self) -> dict[str, float]:
+        self.watch.at(self.done.step, "an evaluation", self.task.config.start_seconds)
+        found = self.task.evaluate(self.params)
+        return {f"val_{name}": float(value) for name, value in found.items()}
+
+    def save(self) -> None:
+        self.count()
+        config, step = self.task.config, self.done.step
+        self.watch.at(step, "a save", config.start_seconds + config.save_seconds)
+        _require_equal(self.task, self.params, step)
+        tree = {"params": self.params, "state": self.state}
+        self.checkpoints.save(step, tree, resume.metadata(self.task, self.done))
 
 
-def _count(task: Task, outs: list[dict], state: Any, done: resume.Progress) -> None:
-    """Moves what steps have measured from the devices to the counts, and empties the list."""
-    if outs:
-        parts = field(state, "rounds") or {}
-        parts = {part: int(count) for part, count in parts.items()}
-        new = {part: count - done.parts.get(part, 0) for part, count in parts.items()}
-        done.sent_bytes += counts.total_bytes(task.sent, new, len(outs))
-        done.rounds += new.get("all", len(outs) * (task.sent_bytes > 0))
-        done.parts = parts
-        done.losses += task.mean_losses([out["loss"] for out in outs])
-        done.skipped += sum(int(out["skipped"]) for out in outs)
-        done.left_out = task.left_out(state)
-    outs.clear()
-
-
-def _row(task: Task, done: resume.Progress) -> dict[str, Any]:
-    """What is known without the parameters: loss is the mean over the steps since the last row."""
-    optimizer, steps = task.config.optimizer, task.config.steps
-    # The optimizer counts the updates that were applied, and the last of them had this rate.
-    rate = schedule(optimizer, steps)(max(0, done.step - done.skipped - 1))
-    loss = sum(done.losses) / len(done.losses) if done.losses else None
-    return {
-        "step": done.step,
-        "loss": loss,
-        "learning_rate": rate,
-        "sent_bytes": done.sent_bytes,
-        "rounds": done.rounds,
-        "skipped": done.skipped,
-        "left_out": done.left_out,
-    }
-
-
-def _require_equal(task: Task, params, step: int) -> int:
-    if task.config.qsdp is not None:
-        return 0
-    spread = int(jaxcomp.replica_spread(params, task.mesh, AXIS_NAME))
+def _require_equal(task: Task, params: Any, step: int) -> dict[str, int]:
+    """What a row says of the spread; nothing where no parameters are held twice."""
+    if task.placement.spread is None:
+        return {}
+    spread = int(task.placement.spread(params, task.mesh))
     if spread:
         raise RuntimeError(
             f"after step {step} the replicas' parameters are not equal (their checksums differ by "
@@ -201,7 +232,7 @@ def _require_equal(task: Task, params, step: int) -> int:
             "a fault of a device. Earlier checkpoints hold equal parameters: run again to go on "
             "from the last one."
         )
-    return spread
+    return {"checksum_spread": spread}
 
 
 def _record(task: Task) -> str:
@@ -214,3 +245,12 @@ def _record(task: Task) -> str:
         "exact": jaxcomp.report.exact_leaves(task.like["params"], task.like["state"]),
     }
     return metrics.run_record(to_json(task.config), task.examples.record, facts)
+
+
+def _finished(config: Config, folder: Path) -> list[dict[str, Any]]:
+    """All rows of a run, drawn where some were evaluated."""
+    log = folder / "metrics.jsonl"
+    rows = metrics.read(log) if log.is_file() else []  # its user may have removed it
+    if any("val_loss" in row for row in rows):
+        plots.loss_figure({config.name: rows}, folder / "loss.png")
+    return rows

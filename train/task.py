@@ -5,7 +5,6 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,15 +12,15 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxcomp
-from jaxcomp.replicas.shards import is_shard
 from jaxcomp.replicas.state import fields
-from train import sharded
 from train.config import Config
 from train.config import run as configs
 from train.config.run import AXIS_NAME
 from train.data import examples
 from train.data.examples import Examples
-from train.models.objectives import OBJECTIVES
+from train.models import build
+from train.placement.base import Functions, Placement
+from train.placement.resolve import resolve
 from train.plan import counts
 from train.processes import devices
 
@@ -34,6 +33,7 @@ class Task(NamedTuple):
 
     config: Config
     mesh: Mesh
+    placement: Placement
     examples: Examples
     init: Callable[..., tuple[Any, Any]]  # (params or random ones) -> params, state
     step: Callable[..., tuple[Any, Any, dict]]  # params, state, batch -> params, state, metrics
@@ -42,6 +42,7 @@ class Task(NamedTuple):
     evaluate: Callable[[Any], dict[str, jax.Array]]  # consensus params -> the objective's measures
     mean_losses: Callable[[list], list[float]]  # each step's f32[num_replicas] -> its mean
     left_out: Callable[[Any], int]  # state -> steps that single replicas have left out
+    natural: Any  # shapes and dtypes of the parameters where they are in no shards
     like: Any  # {"params", "state"}: shapes, dtypes and shardings
     sent: dict[str, float]  # bytes of each part of a step's exchange, from the compiled program
     rounds: dict[str, int]  # how often the run sends each part; {} for all in every step
@@ -63,67 +64,50 @@ def make_task(config: Config, read: Callable[[Config], Examples] = examples.read
     """
     mesh = devices.make_mesh(config.replicas, config.fast)
     configs.microbatch(config, mesh.size)
-    made = read(config)
-    measure = measure_of(config, model_of(config))
-    everywhere = NamedSharding(mesh, P())
-    init_params = jax.jit(functools.partial(random_params, config), out_shardings=everywhere)
-    functions = _functions(config, mesh)
-
-    def init(params=None):
-        return functions.init(init_params() if params is None else params)
-
-    like = _shapes(config, functions.init, jax.eval_shape(init_params), mesh)
-    abstract_batch = batch_of(config, mesh)
-    step, programs = _compiled(functions.step, like["params"], like["state"], abstract_batch)
-
-    def batch(step):
-        return _placed(abstract_batch, functools.partial(made.train, step))
-
-    evaluate_batch = jax.jit(measure)
-
-    def evaluate(params):
-        params = functions.whole(params)
-        makes = (functools.partial(made.validation, n) for n in range(config.eval_batches))
-        found = [evaluate_batch(params, _placed(abstract_batch, make)) for make in makes]
-        return jax.tree.map(lambda *values: sum(values) / config.eval_batches, *found)
-
-    gather = gather_losses(mesh)
-
-    def mean_losses(losses):
-        # Filled up, so that one program serves the few steps before a stop too.
-        size = min(_most_between_rows(config), _MOST_GATHERED)
-        filled = [*losses, *[losses[-1]] * (-len(losses) % size)]
-        pieces = [gather(filled[at : at + size]) for at in range(0, len(filled), size)]
-        columns = np.concatenate([np.asarray(piece, np.float64) for piece in pieces], axis=1)
-        return columns[:, : len(losses)].mean(axis=0).tolist()
-
-    total = jax.jit(jnp.sum, out_shardings=everywhere)
-
-    def left_out(state):
-        return sum(int(total(skipped)) for skipped in fields(state, "skipped"))
-
+    made, placement = read(config), resolve(config)
+    functions, everywhere = placement.functions(mesh), NamedSharding(mesh, P())
+    first_params = jax.jit(lambda: build.random_params(config), out_shardings=everywhere)
+    natural, batch = build.param_shapes(config), build.batch_of(config, mesh)
+    like = _shapes(config, functions, _placed(natural, jax.tree.map(lambda _: everywhere, natural)))
+    step, programs = _compiled(functions.step, like["params"], like["state"], batch)
+    measure = jax.jit(build.measure_of(config, build.model_of(config)))
     sent = jaxcomp.report.sent_bytes_by_part(programs, mesh, AXIS_NAME)
-    if config.qsdp is None:
-        rounds = counts.rounds(configs.update(config), config.steps)
-    else:
-        rounds = sharded.rounds(config, like["state"])
-    mean = counts.total_bytes(sent, rounds, config.steps) / config.steps
+    rounds = placement.rounds(like["state"])
     return Task(
         config=config,
         mesh=mesh,
+        placement=placement,
         examples=made,
-        init=init,
+        init=lambda params=None: functions.init(first_params() if params is None else params),
         step=step,
         programs=programs,
-        batch=batch,
-        evaluate=evaluate,
-        mean_losses=mean_losses,
-        left_out=left_out,
+        batch=lambda step: _fed(batch, functools.partial(made.train, step)),
+        evaluate=functools.partial(_evaluated, config, made, measure, functions.whole, batch),
+        mean_losses=functools.partial(_mean_losses, config, gather_losses(mesh)),
+        left_out=functools.partial(_left_out, jax.jit(jnp.sum, out_shardings=everywhere)),
+        natural=natural,
         like=like,
         sent=sent,
         rounds=rounds,
-        sent_bytes=mean,
+        sent_bytes=counts.total_bytes(sent, rounds, config.steps) / config.steps,
     )
+
+
+def _shapes(config: Config, functions: Functions, params: Any) -> dict[str, Any]:
+    """Shapes, dtypes and shardings of parameters and state, without computing them."""
+    try:
+        like = jax.eval_shape(functions.init, params)  # traces the update, too
+    except TypeError as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(
+            f"optimizer.update={config.optimizer.update!r} does not fit gradients: {reason}"
+        ) from error
+    return dict(zip(("params", "state"), _placed(like, functions.shardings(params)), strict=True))
+
+
+def _placed(like: Any, shardings: Any) -> Any:
+    place = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+    return jax.tree.map(place, like, shardings)
 
 
 def _compiled(step, *args):
@@ -133,6 +117,26 @@ def _compiled(step, *args):
         return step, step.programs
     step = step.lower(*args).compile()
     return step, (step,)
+
+
+def _fed(like: Any, make: Callable[[slice], Any]) -> Any:
+    """A batch on its devices; each row is made by the process that feeds it, and by no other."""
+    made = functools.cache(lambda start, stop: jax.tree.leaves(make(slice(start, stop))))
+    leaves, tree = jax.tree.flatten(like)
+
+    def place(number, leaf):
+        part = lambda index: made(*index[0].indices(leaf.shape[0])[:2])[number]
+        return jax.make_array_from_callback(leaf.shape, leaf.sharding, part)
+
+    return tree.unflatten([place(number, leaf) for number, leaf in enumerate(leaves)])
+
+
+def _evaluated(config: Config, made: Examples, measure, whole, batch: Any, params: Any) -> Any:
+    """What the objective measures, in the mean over the validation batches."""
+    params = whole(params)
+    makes = (functools.partial(made.validation, n) for n in range(config.eval_batches))
+    found = [measure(params, _fed(batch, make)) for make in makes]
+    return jax.tree.map(lambda *values: sum(values) / config.eval_batches, *found)
 
 
 def gather_losses(mesh: Mesh) -> Callable[[list[jax.Array]], jax.Array]:
@@ -155,105 +159,28 @@ def gather_losses(mesh: Mesh) -> Callable[[list[jax.Array]], jax.Array]:
     return gather
 
 
-def _most_between_rows(config: Config) -> int:
-    return min(config.log_every, config.eval_every, config.checksum_every, config.checkpoint_every)
+def _mean_losses(config: Config, gather: Callable, losses: list[jax.Array]) -> list[float]:
+    # Filled up, so that one program serves the few steps before a stop too.
+    most = min(config.log_every, config.eval_every, config.checksum_every, config.checkpoint_every)
+    size = min(most, _MOST_GATHERED)
+    filled = [*losses, *[losses[-1]] * (-len(losses) % size)]
+    pieces = [gather(filled[at : at + size]) for at in range(0, len(filled), size)]
+    columns = np.concatenate([np.asarray(piece, np.float64) for piece in pieces], axis=1)
+    return columns[:, : len(losses)].mean(axis=0).tolist()
 
 
-def _placed(like: Any, make: Callable[[slice], Any]) -> Any:
-    """A batch on its devices; each row is made by the process that feeds it, and by no other."""
-    made = functools.cache(lambda start, stop: jax.tree.leaves(make(slice(start, stop))))
-    leaves, tree = jax.tree.flatten(like)
-
-    def place(number, leaf):
-        part = lambda index: made(*index[0].indices(leaf.shape[0])[:2])[number]
-        return jax.make_array_from_callback(leaf.shape, leaf.sharding, part)
-
-    return tree.unflatten([place(number, leaf) for number, leaf in enumerate(leaves)])
-
-
-def batch_of(config: Config, mesh: Mesh) -> Any:
-    """Shapes, dtypes and shardings of a batch of all replicas."""
-    rows, size = NamedSharding(mesh, P(mesh.axis_names)), config.data.batch
-    return jax.tree.map(
-        lambda row: jax.ShapeDtypeStruct((size, *row.shape), row.dtype, sharding=rows),
-        OBJECTIVES[config.objective].row(config.model),
-    )
-
-
-def random_params(config: Config) -> Any:
-    """The parameters that a run begins with, in natural shapes."""
-    inputs = config.model.inputs
-    key, zeros = jax.random.key(config.seed), np.zeros(inputs.shape, inputs.dtype)
-    return model_of(config).init(key, zeros)["params"]
-
-
-def model_of(config: Config) -> nn.Module:
-    """The model of a run."""
-    return OBJECTIVES[config.objective].models[type(config.model)](config.model)
-
-
-def measure_of(config: Config, model: nn.Module) -> Callable[[Any, Any], dict[str, jax.Array]]:
-    """What a run's objective measures of parameters and a batch; "loss" is minimized."""
-    objective = OBJECTIVES[config.objective]
-
-    def measure(params, batch):
-        return objective.measure(lambda inputs: model.apply({"params": params}, inputs), batch)
-
-    return measure
-
-
-def _functions(config: Config, mesh: Mesh) -> sharded.Sharded:
-    """How the run begins and steps, and what its parameters are in natural shapes."""
-    tx, model, fsdp = configs.transformation(config), model_of(config), sharded.method(config)
-    measure = measure_of(config, model if fsdp is None else model.clone(layer=fsdp.layer))
-    loss_fn = lambda params, batch: measure(params, batch)["loss"]
-    if fsdp is not None:
-        return sharded.functions(config, fsdp, loss_fn, tx, mesh)
-    make = jaxcomp.overlapped_train_step if config.overlap else jaxcomp.train_step
-    made = make(loss_fn, tx, mesh, AXIS_NAME, accumulate=config.accumulate)
-    init = lambda params: (params, made.init(params))
-    return sharded.Sharded(init, made.step, lambda params: params)
-
-
-def _shapes(config: Config, init, params, mesh: Mesh) -> dict[str, Any]:
-    """Shapes, dtypes and shardings of parameters and state, without computing them."""
-    placed = lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
-    params = jax.tree.map(lambda x: placed(x, NamedSharding(mesh, P())), params)
-    try:
-        like = jax.eval_shape(init, params)  # traces the update, too
-    except TypeError as error:
-        reason = str(error).partition("\n")[0]
-        raise ValueError(
-            f"optimizer.update={config.optimizer.update!r} does not fit gradients: {reason}"
-        ) from error
-    if config.qsdp is not None:
-        shardings = jax.jit(init).lower(params).compile().output_shardings
-        return dict(zip(("params", "state"), jax.tree.map(placed, like, shardings), strict=True))
-    tx = jaxcomp.per_replica(configs.transformation(config), AXIS_NAME)
-    specs = jaxcomp.state_specs(tx, params, mesh, AXIS_NAME)
-    state = jax.tree.map(lambda x, spec: placed(x, NamedSharding(mesh, spec)), like[1], specs)
-    return {"params": params, "state": state}
+def _left_out(total: Callable[[Any], jax.Array], state: Any) -> int:
+    return sum(int(total(skipped)) for skipped in fields(state, "skipped"))
 
 
 def shapes_of(task: Task, num_replicas: int) -> dict[str, Any]:
     """Shapes and dtypes of the run's parameters and state, as so many replicas would hold them."""
     names = task.mesh.axis_names
     mesh = AbstractMesh((num_replicas, 1)[: len(names)], names, (AxisType.Auto,) * len(names))
-    params, state = jax.eval_shape(_functions(task.config, mesh).init, natural(task))
+    params, state = jax.eval_shape(task.placement.functions(mesh).init, task.natural)
     return {"params": params, "state": state}
-
-
-def natural(task: Task) -> Any:
-    """Shapes and dtypes of the run's parameters where they are in no shards."""
-    like = lambda x: jax.ShapeDtypeStruct(_shape(x), jax.tree.leaves(x)[0].dtype)
-    return jax.tree.map(like, task.like["params"], is_leaf=is_shard)
 
 
 def num_parameters(task: Task) -> int:
     """Elements of all parameters."""
-    leaves = jax.tree.leaves(task.like["params"], is_leaf=is_shard)
-    return sum(math.prod(_shape(leaf)) for leaf in leaves)
-
-
-def _shape(leaf: Any) -> tuple[int, ...]:
-    return leaf.full_shape if is_shard(leaf) else leaf.shape
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(task.natural))

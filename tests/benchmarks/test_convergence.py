@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from benchmarks import ablation, convergence, figures, tradeoff
-from train import sharded
+from train.placement import sharded
 
 
 def row(rate, seed, loss, method="a", task="nano", steps=10):
@@ -37,14 +37,14 @@ def test_rows_are_runs_of_their_own_that_differ_in_the_method_alone(task):
         assert dataclasses.replace(config, name=dense.name, **method) == dense
         assert config.optimizer != dense.optimizer
         if config.qsdp and task == "nano":
-            assert sharded.method(config).axis_name == "replica"
+            assert sharded.qsdp_of(config).axis_name == "replica"
     names = {config.name.removeprefix(f"convergence/{task}/") for config in (dense, *others)}
     assert len(names) == len(convergence.METHODS) and not any("/" in name for name in names)
 
 
 def test_a_method_brings_its_fast_axis():
     hybrid = convergence.config_of("nano", "QSDP W8G8, hybrid", 3e-3, 1, 50)
-    assert sharded.method(hybrid).fast_axis is not None
+    assert sharded.qsdp_of(hybrid).fast_axis is not None
 
 
 def test_the_rate_is_the_tuning_seeds_choice_and_nan_is_the_worst():

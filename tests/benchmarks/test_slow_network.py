@@ -7,8 +7,7 @@ import pytest
 
 from benchmarks import network, slow_network, slow_network_figure, slow_network_worker
 from tests.helpers.namespaces import needs_namespaces
-from train import sharded
-from train.config import run as configs
+from train.placement.resolve import resolve
 
 ROW = {
     "method": "4 bits",
@@ -105,8 +104,7 @@ def test_every_method_is_a_config_of_the_training_program(method):
         **team.specs[method], model=model, replicas=4, sequences=2
     )
     assert config.data.batch == 8
-    assert configs.transformation(config).init is not None
-    assert (sharded.method(config) is None) == (method in slow_network.METHODS)
+    assert (resolve(config).spread is not None) == (method in slow_network.METHODS)
 
 
 def test_quick_changes_only_what_is_not_named():

@@ -6,14 +6,14 @@ import pytest
 
 from benchmarks import slow_network_worker, whole_run
 from benchmarks.slow_network_methods import MODELS
-from train.config import run as configs
+from train.placement.resolve import resolve
 
 
 @pytest.mark.parametrize("steps", [5, 120, 1000])
 def test_every_method_fits_a_run_of_this_length(steps):
     for update in whole_run.updates(steps).values():
         config = slow_network_worker.config_of(update, MODELS["14M"], replicas=4, sequences=1)
-        tx = configs.transformation(config)
+        tx = resolve(config).tx
         # Schedules that do not fit each other are refused here.
         jax.eval_shape(jax.vmap(tx.init, axis_name="replica"), {"w": jnp.zeros((4, 3))})
 

@@ -76,7 +76,7 @@ def test_zero_one_adam_of_the_tutorial(tmp_path):
         "sync_at=schedules.halving(exponential_decay(1.0, 1000, 0.5, 1000), steps, longest=16, "
         "after=1000), b1=0.9, b2=0.999, eps=1e-08, bias_correction=False, weight_decay=0.01))"
     )
-    assert configs.transformation(config).init is not None
+    assert configs.update(config).init is not None
     left = re.findall(r"^# left out: (\w+):", text, re.MULTILINE)
     assert left == ["bias_correction", "comm_backend_name", "cuda_aware", "fp16"]
     assert "# left out: what weight_decay does by way of DeepSpeed's momentum" in text
@@ -91,7 +91,7 @@ def test_one_bit_adam_of_the_tutorial(tmp_path):
         "one_bit_adam(learning_rate, axis_name, freeze_step=23000, b1=0.9, b2=0.95, eps=1e-08, "
         "bias_correction=False, weight_decay=0.0)"
     )
-    assert configs.transformation(config).init is not None
+    assert configs.update(config).init is not None
 
 
 def test_a_decaying_schedule_ends_at_zero(tmp_path):

@@ -1,4 +1,4 @@
-"""Runs side by side: the table, the picture, the demo, and notes for who chooses an update."""
+"""Runs side by side: the table, the picture and the demo."""
 
 import dataclasses
 import json
@@ -9,7 +9,7 @@ import pytest
 
 from configs import nano_dense
 from train import compare, demo
-from train.config import Data, advice
+from train.config import Data
 from train.models.gpt import GPTConfig
 from train.output import metrics
 from train.processes import devices
@@ -142,39 +142,3 @@ def test_make_hands_the_steps_on_to_the_demo():
     )
     assert done.returncode == 0
     assert "-m train.demo --steps 20\n" in done.stdout
-
-
-@pytest.mark.parametrize(
-    "compressor",
-    [
-        *("top_k(0.1)", "group_top_1(8)", "random_k(0.1)", "sign()", "quantize(1)"),
-        *("quantize(2, block=64)", "quantize(bits=2)", "jaxcomp.sign()"),
-        *("compose(random_k(0.1), top_k(0.2), quantize(4))", "by_path(('.*', sign()))"),
-    ],
-)
-@pytest.mark.parametrize(
-    "optimizer",
-    [
-        *("adam(learning_rate)", "optax.adamw(learning_rate)", "lamb(learning_rate)"),
-        "clip_by_global_norm(1.0), scale_by_adam(), scale_by_learning_rate(learning_rate)",
-    ],
-)
-def test_coarse_mean_of_gradients_before_adam_is_noted(compressor, optimizer):
-    (note,) = advice.notes(f"chain(compressed_mean({compressor}, axis_name), {optimizer})")
-    assert note.startswith(f"note: compressed_mean({compressor}, axis_name) in front of ")
-    assert "second moment" in note and "quantize(4)" in note and "momentum" in note
-
-
-@pytest.mark.parametrize(
-    "update",
-    [
-        "chain(compressed_mean(identity(), axis_name), adam(learning_rate))",
-        "chain(compressed_mean(quantize(4), axis_name), adam(learning_rate))",
-        "chain(compressed_mean(quantize(bits=8), axis_name), lamb(learning_rate))",
-        "chain(compressed_mean(sign(), axis_name), sgd(learning_rate, momentum=0.9))",
-        "chain(scale_by_adam(), compressed_mean(sign(), axis_name))",
-        "adam(learning_rate)",
-    ],
-)
-def test_other_updates_get_no_note(update):
-    assert advice.notes(update) == []

@@ -189,7 +189,7 @@ def test_run_leaves_record_metrics_picture_checkpoint_and_report(config_of, text
         *("checkpoints", "config.json", "loss.png", "metrics.jsonl", "report.txt")
     ]
     record = json.loads((folder / "config.json").read_text())
-    assert as_json.from_json(json.dumps(record["config"])) == config
+    assert record["config"] == json.loads(as_json.to_json(config))
     assert record["versions"]["jax"] == jax.__version__
     assert record["hardware"].endswith(f"{os.cpu_count()} cores")
     assert record["data"]["sha256"] == texts.read(config.data, TINY.context).record["sha256"]
@@ -674,13 +674,13 @@ def test_run_ends_with_the_loss_and_the_picture(monkeypatch, capsys, tmp_path, t
         "--data.path",
         text,
     ]
-    update = ADAM.format("top_k(0.1)")
+    update = ADAM.format("sign()")
     status, out, err = main(monkeypatch, capsys, NANO, *args, "--optimizer.update", update)
     assert status == 0
     first, picture = out.splitlines()
     assert first.startswith("runs/nano_dense: step 2, validation loss 5.")
     assert picture == "runs/nano_dense/loss.png" and pathlib.Path(picture).is_file()
-    assert err.startswith("note: compressed_mean(top_k(0.1), axis_name) in front of adam trains")
+    assert err.startswith("note: compressed_mean of ") and "second moment trains badly" in err
 
 
 @pytest.mark.parametrize(
@@ -765,7 +765,7 @@ def tiny(text, tmp_path):
     return load
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("[!_]*.py")), ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").rglob("[!_]*.py")), ids=lambda p: p.stem)
 def test_config_file_trains(path, tiny, monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT))
     config = tiny(path)

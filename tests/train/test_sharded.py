@@ -9,12 +9,13 @@ import jax
 import numpy as np
 import pytest
 
-from train import loop, sharded
+from train import loop
 from train import task as tasks
 from train.config import Config, Data, Images, Optimizer
 from train.models.gpt import GPTConfig
 from train.models.vit import ViTConfig
 from train.output import report
+from train.placement.resolve import resolve
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 
@@ -220,4 +221,4 @@ def test_the_report_counts_parameters_and_what_is_held(config_of):
 )
 def test_what_is_no_run_in_shards_is_refused(config_of, changes, message):
     with pytest.raises(ValueError, match=message):
-        sharded.method(config_of("refused", **({"qsdp": None} | changes)))
+        resolve(config_of("refused", **({"qsdp": None} | changes)))

@@ -2,12 +2,15 @@
 
 import jax
 import numpy as np
+import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tests.helpers.replicas import mesh_of, rows
+from train.config import expression
 from train.config import run as configs
-from train.plan import planning
+from train.models import build
+from train.placement.resolve import resolve
 from train.task import gather_losses
 
 
@@ -35,8 +38,26 @@ def test_the_update_of_a_scanned_model_sees_its_layers_one_by_one():
     for apart in (True, False):
         more = [] if apart else ["--no-per-layer"]
         config = configs.load("configs/nano_slamb.py", [*args, *more])
-        init = configs.transformation(config).init
+        init = resolve(config).tx.init
         replicas = jax.vmap(init, in_axes=None, axis_name=configs.AXIS_NAME, axis_size=2)
-        stale = jax.eval_shape(replicas, planning.param_shapes(config)).stale["blocks"]
+        stale = jax.eval_shape(replicas, build.param_shapes(config)).stale["blocks"]
         assert (stale["qkv"]["bias"] is None) == apart
         assert stale["qkv"]["kernel"].shape[:2] == (2, config.model.layers)
+
+
+@pytest.mark.parametrize("name", ["nano_4bit", "nano_qsdp"])
+def test_the_expressions_of_a_config_are_evaluated_once(name, monkeypatch):
+    texts, evaluate = [], expression.evaluate
+
+    def noted(text, bindings):
+        texts.append(text)
+        return evaluate(text, bindings)
+
+    monkeypatch.setattr(expression, "evaluate", noted)
+    config = configs.load(f"configs/{name}.py")
+    placement = resolve(config)
+    for num_replicas in (4, 2):
+        functions = placement.functions(mesh_of(num_replicas))
+        _, state = jax.eval_shape(functions.init, build.param_shapes(config))
+        placement.rounds(state)
+    assert texts == [text for text in (config.qsdp, config.optimizer.update) if text is not None]

@@ -11,12 +11,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxcomp
 from jaxcomp.replicas.resize import reset_residuals
-from train import sharded
 from train.checkpoints import files, store, trees
 from train.config.as_json import to_json
 from train.config.run import AXIS_NAME
+from train.placement import sharded
 from train.processes import agree
-from train.task import Task, natural, shapes_of
+from train.processes.distributed import by_name
+from train.task import Task, shapes_of
 
 _METADATA = {"progress", "num_replicas", "data_sha256"}  # needed to go on
 _SAID_ELSEWHERE = {"replicas", "resize"}
@@ -83,7 +84,7 @@ def _first(task: Task) -> tuple[Any, Any]:
             f"start_from is {task.config.start_from!r}, but there is no checkpoint in {source}; "
             "train that run first, or write --start-from None."
         )
-    like, saved = natural(task), store.read_metadata(source)
+    like, saved = task.natural, store.read_metadata(source)
     if saved.get("config", {}).get("qsdp") is not None:
         like = sharded.shapes(like, saved["num_replicas"])
     everywhere = NamedSharding(task.mesh, PartitionSpec())
@@ -117,44 +118,28 @@ def _restore(task: Task, directory: Path, step: int) -> tuple[Any, Any, Progress
         like = _like_saved(task, num_replicas)
     tree, saved, _ = store.restore(directory, like, step)
     tree = jaxcomp.resize(tree, task.like)
-    state = tree["state"]
+    state, policy = tree["state"], task.config.resize
     if num_replicas != task.mesh.size:
-        state = _resized(task, state, step, num_replicas)
+        _say(task, step, f"{task.mesh.size} replicas instead of {num_replicas}, resize={policy}")
+        state = reset_residuals(state) if policy == "reset" else state
     return tree["params"], state, Progress(**saved["progress"])
 
 
 def _say_changes(task: Task, old: dict[str, Any], step: int) -> None:
     """Prints which settings are others than those that the checkpoint was made with."""
-    old, new = _settings(old), _settings(json.loads(to_json(task.config)))
+    old, new = by_name(old), by_name(json.loads(to_json(task.config)))
     changes = [
-        f"{name} {old[name]!r} -> {value!r}"
+        f"{name} {json.loads(old[name])!r} -> {json.loads(value)!r}"
         for name, value in new.items()
         if name not in _SAID_ELSEWHERE and name in old and old[name] != value
     ]
-    if changes and agree.is_first():
-        text = f"{task.config.name}: from step {step} on with other settings: {'; '.join(changes)}"
-        print(text, file=sys.stderr)
+    if changes:
+        _say(task, step, f"with other settings: {'; '.join(changes)}")
 
 
-def _settings(config: dict[str, Any], above: str = "") -> dict[str, Any]:
-    """The fields of a config by names with dots, as `model.heads`."""
-    named = {}
-    for name, value in config.items():
-        inside = isinstance(value, dict)
-        named |= _settings(value, f"{above}{name}.") if inside else {above + name: value}
-    return named
-
-
-def _resized(task: Task, state: Any, step: int, num_replicas: int) -> Any:
-    """What the policy leaves of a state that has just got another number of replicas."""
-    policy = task.config.resize
+def _say(task: Task, step: int, what: str) -> None:
     if agree.is_first():
-        print(
-            f"{task.config.name}: from step {step} on {task.mesh.size} replicas instead of "
-            f"{num_replicas}, resize={policy}",
-            file=sys.stderr,
-        )
-    return reset_residuals(state) if policy == "reset" else state
+        print(f"{task.config.name}: from step {step} on {what}", file=sys.stderr)
 
 
 def _like_saved(task: Task, num_replicas: int) -> Any:

@@ -6,15 +6,16 @@ changes nothing in it. `latest` and `steps` come from `train.checkpoints.files`.
 """
 
 import contextlib
+import dataclasses
 import errno
 import json
 import logging
 import math
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,30 +37,72 @@ from train.processes import agree
 logging.getLogger("absl").setLevel(logging.CRITICAL)
 
 
-class Checkpoints(NamedTuple):
+@dataclasses.dataclass
+class Checkpoints:
     """An open directory of checkpoints, for saving. Call `close` at the end, come what may.
 
-    Every process of a run calls each of them, in the same order.
-
-    Attributes:
-      save: `(step: int, tree, metadata: dict)`. Copies the leaves, starts writing them and
-        returns; the buffers may be donated at once. A save that still runs is waited for first.
-      check: `()`. Raises what this process's part of the running save has met so far.
-      wait: `()`. Returns when the last save is on disk.
-      close: `()`. Waits, then ends Orbax's threads.
-
-    Each raises OSError, naming the directory, if this save or the one before it could not be
-    written, with errno ENOSPC where the disk is full. What the failed save left behind is
-    removed, earlier checkpoints stay, and saving may go on once there is space; in a run of many
-    processes the next `open_checkpoints` does that, for the others still write. `save` raises
-    ValueError if the directory has a checkpoint of this step or of a later one, and TypeError if
-    the metadata is not JSON.
+    Every process of a run calls its functions in the same order. Each raises OSError, naming the
+    directory, if this save or the one before it could not be written, with errno ENOSPC where the
+    disk is full. What the failed save left behind is removed, earlier checkpoints stay, and saving
+    may go on once there is space; in a run of many processes the next `open_checkpoints` does
+    that, for the others still write.
     """
 
-    save: Callable[[int, Any, dict[str, Any]], None]
-    check: Callable[[], None]
-    wait: Callable[[], None]
-    close: Callable[[], None]
+    directory: Path
+    seconds: int
+    manager: ocp.CheckpointManager
+    failures: list[BaseException]  # of the running save
+    needed: int = 0  # bytes of the last save
+
+    def save(self, step: int, tree: Any, metadata: dict[str, Any]) -> None:
+        """Copies the leaves, starts writing them and returns; the buffers may be donated at once.
+
+        A save that still runs is waited for first. Raises ValueError if there is a checkpoint of
+        this step or of a later one, and TypeError if the metadata is not JSON.
+        """
+        self.wait()
+        require_newest(self.directory, step)
+        record = json.dumps({"leaves": described(tree), "run": metadata})
+        items = ocp.args.Composite(
+            state=ocp.args.StandardSave(without_empty(tree)),
+            metadata=ocp.args.JsonSave(json.loads(record)),
+        )
+        self.needed = sum(getattr(leaf, "nbytes", 8) for leaf in jax.tree.leaves(tree))
+        with self._explained():
+            if self.needed > shutil.disk_usage(self.directory).free:
+                raise OSError(errno.ENOSPC, "the arrays alone are larger than the free space")
+            self.manager.save(step, args=items, force=True)
+
+    def check(self) -> None:
+        """Raises what this process's part of the running save has met so far."""
+        with self._explained():
+            if self.failures:
+                raise self.failures[0]
+
+    def wait(self) -> None:
+        """Returns when the last save is on disk."""
+        with self._explained():
+            self.manager.wait_until_finished()
+
+    def close(self) -> None:
+        """Waits, then ends Orbax's threads."""
+        try:
+            self.wait()
+        except OSError:
+            self.manager.close()
+            raise
+        self.manager.close()
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, ValueError, RuntimeError) as error:
+            self.failures.clear()
+            if jax.process_count() == 1:
+                remove_partial(self.directory)
+                self.manager.reload()
+            raise _save_error(self.directory, error, self.needed, self.seconds) from error
 
 
 def open_checkpoints(directory: str | Path, keep: int = 3, seconds: int = 300) -> Checkpoints:
@@ -73,9 +116,6 @@ def open_checkpoints(directory: str | Path, keep: int = 3, seconds: int = 300) -
         the new one is complete, so that the disk holds keep + 1 for a while.
       seconds: How long a save may take, and a process waits for the others' parts of it.
 
-    Returns:
-      The functions that save.
-
     Raises:
       ValueError: If `keep` is under 1.
       OSError: If the directory cannot be made or written to.
@@ -86,53 +126,7 @@ def open_checkpoints(directory: str | Path, keep: int = 3, seconds: int = 300) -
     require_writable(directory)
     agree.from_first(lambda: remove_partial(directory))
     failures: list[BaseException] = []
-    manager = _manager(directory, keep, seconds, failures)
-    needed = 0  # bytes of the last save
-
-    @contextlib.contextmanager
-    def explained():
-        try:
-            yield
-        except (OSError, ValueError, RuntimeError) as error:
-            failures.clear()
-            if jax.process_count() == 1:
-                remove_partial(directory)
-                manager.reload()
-            raise _save_error(directory, error, needed, seconds) from error
-
-    def save(step, tree, metadata):
-        nonlocal needed
-        wait()
-        require_newest(directory, step)
-        record = json.dumps({"leaves": described(tree), "run": metadata})
-        items = ocp.args.Composite(
-            state=ocp.args.StandardSave(without_empty(tree)),
-            metadata=ocp.args.JsonSave(json.loads(record)),
-        )
-        needed = sum(getattr(leaf, "nbytes", 8) for leaf in jax.tree.leaves(tree))
-        with explained():
-            if needed > shutil.disk_usage(directory).free:
-                raise OSError(errno.ENOSPC, "the arrays alone are larger than the free space")
-            manager.save(step, args=items, force=True)
-
-    def check():
-        with explained():
-            if failures:
-                raise failures[0]
-
-    def wait():
-        with explained():
-            manager.wait_until_finished()
-
-    def close():
-        try:
-            wait()
-        except OSError:
-            manager.close()
-            raise
-        manager.close()
-
-    return Checkpoints(save, check, wait, close)
+    return Checkpoints(directory, seconds, _manager(directory, keep, seconds, failures), failures)
 
 
 def read_metadata(directory: str | Path, step: int | None = None) -> dict[str, Any]:
@@ -157,7 +151,7 @@ def restore(
     """Reads a checkpoint, bit for bit as it was saved, onto any mesh of any number of processes.
 
     Shapes, dtypes and paths must be the saved ones; shardings need not. To read one of another
-    number of replicas, change `like` by `checkpoint_trees.like_replicas`. Process 0 looks for
+    number of replicas, change `like` by `trees.like_replicas`. Process 0 looks for
     damage; each process then reads its own part.
 
     Args:

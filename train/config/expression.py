@@ -2,7 +2,7 @@
 
 import ast
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -118,16 +118,13 @@ def _public(module: ModuleType) -> list[str]:
 
 
 def _named(name: str, bindings: Mapping[str, Any]) -> Any:
-    modules = {"jaxcomp": jaxcomp, "optax": optax}
-    if name in bindings:
-        return bindings[name]
-    for module in modules.values():
-        if name in _public(module):
-            return getattr(module, name)
-    if name in modules:
-        return modules[name]
-    known = [*bindings, *modules, *_public(jaxcomp), *_public(optax)]
-    raise ValueError(f"{name!r} is not a name of jaxcomp or optax; {_nearest(name, known)}.")
+    known = {"jaxcomp": jaxcomp, "optax": optax}
+    for module in (optax, jaxcomp):
+        known |= {public: getattr(module, public) for public in _public(module)}
+    known |= bindings
+    if name not in known:
+        raise ValueError(f"{name!r} is not a name of jaxcomp or optax; {_nearest(name, known)}.")
+    return known[name]
 
 
 def _attribute(owner: Any, name: str, text: str) -> Any:
@@ -138,6 +135,6 @@ def _attribute(owner: Any, name: str, text: str) -> Any:
     return getattr(owner, name)
 
 
-def _nearest(name: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(name, dict.fromkeys(known), n=3, cutoff=0.5)
+def _nearest(name: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
     return f"write {' or '.join(near)}" if near else "see the README's table of methods"

@@ -11,7 +11,7 @@ from typing import Literal
 import optax
 import tyro
 
-import jaxcomp
+from train import checks
 from train.config import expression
 from train.data.sources import Data, Images
 from train.models.gpt import GPTConfig
@@ -48,7 +48,7 @@ class Optimizer:
     """Rate at the last step as a share of the peak, in [0, 1]; constant stays at the peak."""
 
     def __post_init__(self):
-        _at_least(0, "optimizer.warmup_steps", self.warmup_steps)
+        checks.at_least(0, self, "warmup_steps", of="optimizer.")
         if not 0 < self.learning_rate < math.inf:
             raise ValueError(
                 f"optimizer.learning_rate={self.learning_rate} must be positive and finite; "
@@ -137,11 +137,10 @@ class Config:
             raise ValueError(f"name={self.name!r} must be a folder below runs_dir; write run_1.")
         sizes = "steps fast accumulate eval_batches watchdog_seconds start_seconds save_seconds"
         periods = "eval_every checkpoint_every checksum_every log_every"
-        for field in f"{sizes} {periods}".split():
-            _at_least(1, field, getattr(self, field))
+        checks.at_least(1, self, *sizes.split(), *periods.split())
+        checks.at_least(0, self, "replicas")
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"seed={self.seed} must be in [0, 2^32); write --seed 0.")
-        _at_least(0, "replicas", self.replicas)
         OBJECTIVES[self.objective].check(self.model, self.data)
         if self.optimizer.warmup_steps >= self.steps:
             raise ValueError(
@@ -184,7 +183,8 @@ def load(path: str, args: Sequence[str] = ()) -> Config:
     """
     file = pathlib.Path(path)
     if file.suffix != ".py" or not file.is_file():
-        known = sorted(str(other) for other in file.parent.glob("*.py"))
+        folders = file.parent, file.parent / "shapes"
+        known = sorted(str(other) for folder in folders for other in folder.glob("[!_]*.py"))
         near = difflib.get_close_matches(str(file), known, n=3) or known
         raise ValueError(f"{path!r} is no config file; write one of {near or ['configs/NAME.py']}.")
     spec = importlib.util.spec_from_file_location(f"config_{file.stem}", file)
@@ -232,19 +232,6 @@ def schedule(optimizer: Optimizer, steps: int) -> optax.Schedule:
     return optax.join_schedules([warmup, decay], [optimizer.warmup_steps])
 
 
-def transformation(config: Config) -> optax.GradientTransformationExtraArgs:
-    """Makes the run's transformation: its `update`, which sees stacked layers one by one.
-
-    Raises:
-      ValueError: As `update`.
-    """
-    tx, pattern = update(config), config.model.stacked
-    # Shards are for optimizers that work entry by entry.
-    if pattern is None or config.qsdp is not None or not config.per_layer:
-        return tx
-    return jaxcomp.per_layer(tx, jaxcomp.by_path((pattern, True), (".*", False)))
-
-
 def update(config: Config) -> optax.GradientTransformationExtraArgs:
     """Makes the optax transformation that `optimizer.update` describes.
 
@@ -260,9 +247,3 @@ def update(config: Config) -> optax.GradientTransformationExtraArgs:
             f"optax transformation; write chain(compressed_mean(...), adamw(learning_rate))."
         )
     return optax.with_extra_args_support(value)
-
-
-def _at_least(minimum: int, name: str, value: int) -> None:
-    if value < minimum:
-        flag = name.replace("_", "-")
-        raise ValueError(f"{name}={value} must be at least {minimum}; write --{flag} {minimum}.")

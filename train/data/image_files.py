@@ -57,7 +57,7 @@ def digits(path: str | None) -> Stored:
                 "digits.csv.gz."
             )
         path = pathlib.Path(found.submodule_search_locations[0], "datasets/data/digits.csv.gz")
-    content = _bytes(pathlib.Path(path))
+    content = texts.content_of(pathlib.Path(path))
     try:
         text = gzip.decompress(content) if content[:2] == b"\x1f\x8b" else content
         rows = np.array([line.split(b",") for line in text.split()], np.float64)
@@ -145,7 +145,7 @@ def _in_memory(pixels, labels, validation, path) -> Stored:
 
 
 def _binary(file: pathlib.Path) -> tuple[np.ndarray, np.ndarray]:
-    content = np.frombuffer(_bytes(file), np.uint8)
+    content = np.frombuffer(texts.content_of(file), np.uint8)
     if not content.size or content.size % (1 + _CIFAR10_ROW):
         raise ValueError(
             f"{str(file)!r} is no batch of CIFAR-10: rows have {1 + _CIFAR10_ROW} bytes."
@@ -155,7 +155,7 @@ def _binary(file: pathlib.Path) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _pickled(file: pathlib.Path) -> tuple[np.ndarray, np.ndarray]:
-    content = _bytes(file)
+    content = texts.content_of(file)
     try:
         batch = _Unpickler(content).load()
         rows, labels = np.asarray(batch[b"data"]), np.asarray(batch[b"labels"])
@@ -207,10 +207,3 @@ def _picture(file: pathlib.Path):
     if picture.mode.startswith("I;16"):  # Pillow makes 255 of all that is above
         picture = Image.fromarray((np.asarray(picture) >> 8).astype(np.uint8))
     return picture
-
-
-def _bytes(file: pathlib.Path) -> bytes:
-    try:
-        return file.read_bytes()
-    except OSError as error:
-        raise ValueError(f"{str(file)!r} cannot be read ({error.strerror}).") from error

@@ -3,6 +3,8 @@
 import dataclasses
 from typing import Literal
 
+from train import checks
+
 
 @dataclasses.dataclass(frozen=True)
 class Data:
@@ -24,7 +26,7 @@ class Data:
     """Share of the text held out for validation, in (0, 1); whole files where there are several."""
 
     def __post_init__(self):
-        check_sizes(self.batch, self.validation_fraction)
+        _check_sizes(self)
         if self.path is not None and self.huggingface is not None:
             raise ValueError(
                 f"data.path={self.path!r} and data.huggingface={self.huggingface!r} exclude each "
@@ -47,7 +49,7 @@ class Images:
     """Share of the images held out for validation, in (0, 1), where the data have no such part."""
 
     def __post_init__(self):
-        check_sizes(self.batch, self.validation_fraction)
+        _check_sizes(self)
         if self.path is None and self.form != "digits":
             raise ValueError(
                 f"data.form={self.form!r} needs data.path, the folder that holds the images, since "
@@ -55,11 +57,10 @@ class Images:
             )
 
 
-def check_sizes(batch: int, validation_fraction: float) -> None:
-    """Refuses sizes that are out of range, with a ValueError."""
-    if batch < 1:
-        raise ValueError(f"data.batch={batch} must be at least 1; write --data.batch 1.")
-    if not 0 < validation_fraction < 1:
+def _check_sizes(data: Data | Images) -> None:
+    checks.at_least(1, data, "batch", of="data.")
+    if not 0 < data.validation_fraction < 1:
         raise ValueError(
-            f"data.validation_fraction={validation_fraction} must be between 0 and 1; write 0.1."
+            f"data.validation_fraction={data.validation_fraction} must be between 0 and 1; write "
+            "0.1."
         )

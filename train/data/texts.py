@@ -184,14 +184,20 @@ def _refuse(error: OSError) -> None:
     raise ValueError(f"{error.filename!r} cannot be read ({error.strerror}).") from error
 
 
-def _text(file: pathlib.Path) -> bytes:
+def content_of(file: pathlib.Path) -> bytes:
+    """The bytes of a file; a ValueError if it cannot be read."""
     if file.exists() and not file.is_file():  # a pipe would be waited for
         raise ValueError(f"{str(file)!r} is no file; take it out.")
     try:
-        content = file.read_bytes()
-        content.decode("utf-8")
+        return file.read_bytes()
     except OSError as error:
         _refuse(error)
+
+
+def _text(file: pathlib.Path) -> bytes:
+    content = content_of(file)
+    try:
+        content.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(
             f"{str(file)!r} is not UTF-8 text (byte {error.start}); convert it or take it out."

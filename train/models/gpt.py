@@ -7,6 +7,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from train import checks
+
 STACKED = "^blocks/"
 """Pattern of the paths of parameters that a scan over the blocks stacks."""
 
@@ -32,14 +34,9 @@ class GPTConfig:
     then have other names and a leading axis of layers; methods look at one layer all the same."""
 
     def __post_init__(self):
-        for field in ("layers", "width", "heads", "context", "vocab"):
-            if getattr(self, field) < 1:
-                raise ValueError(f"model.{field}={getattr(self, field)} must be at least 1.")
-        if self.width % self.heads:
-            raise ValueError(
-                f"model.width={self.width} must be divisible by model.heads={self.heads}; "
-                f"write --model.width {self.heads * max(1, round(self.width / self.heads))}."
-            )
+        sizes = "layers", "width", "heads", "context", "vocab"
+        checks.at_least(1, self, *sizes, of="model.")
+        checks.divisible(self, "width", "heads")
         if self.dtype not in ("float32", "bfloat16"):
             raise ValueError(f"model.dtype is {self.dtype!r}; write float32 or bfloat16.")
 
@@ -47,11 +44,6 @@ class GPTConfig:
     def stacked(self) -> str | None:
         """Pattern of the paths whose first axis counts layers, see `jaxcomp.per_layer`; or None."""
         return STACKED if self.scan else None
-
-    @property
-    def inputs(self) -> jax.ShapeDtypeStruct:
-        """What the model is called with, of one sequence."""
-        return jax.ShapeDtypeStruct((1, self.context), "int32")
 
 
 class Block(nn.Module):
@@ -105,7 +97,7 @@ class GPT(nn.Module):
         x_BxTxD = embed(tokens_BxT) + position[None, :time]
         x_NxD = x_BxTxD.reshape(-1, c.width).astype(c.dtype)
         if c.scan and self.layer is None:
-            x_NxD = _scanned(Block(c, self.causal, name="blocks"), x_NxD, time)
+            x_NxD = scanned(Block(c, self.causal, name="blocks"), c.layers, x_NxD, time)
         elif self.layer is None:
             for index in range(c.layers):
                 x_NxD = Block(c, self.causal, name=f"block_{index}")(x_NxD, time)
@@ -124,12 +116,9 @@ class GPT(nn.Module):
         return logits_NxV.reshape(batch, time, c.vocab).astype(jnp.float32)
 
 
-def _scanned(block: Block, x_NxD, time: int):
-    """Runs as many blocks as the configuration has layers, with parameters of their own."""
-    scan = nn.scan(
-        lambda block, x_NxD, _: (block(x_NxD, time), None),
-        variable_axes={"params": 0},
-        split_rngs={"params": True},
-        length=block.config.layers,
-    )
-    return scan(block, x_NxD, None)[0]
+def scanned(block: nn.Module, length: int, x, *args):
+    """Runs so many blocks in turn, whose parameters lie behind each other in one array."""
+    one = lambda block, x, _: (block(x, *args), None)
+    rngs = {"params": True}
+    scan = nn.scan(one, variable_axes={"params": 0}, split_rngs=rngs, length=length)
+    return scan(block, x, None)[0]

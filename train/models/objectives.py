@@ -29,7 +29,8 @@ class Objective(NamedTuple):
 
     data: type  # that it needs, of `train.data.sources`
     models: dict[type, Callable[[Any], nn.Module]]  # that it can train, by their configurations
-    row: Callable[[Any], Shapes]  # the model's configuration -> a row of the batch
+    inputs: Callable[[Any], Shapes]  # the configuration -> what it is called with, of a row
+    row: Callable[[Any], Shapes]  # the same -> a row of the batch
     # (the model: its inputs -> logits, batch) -> means over the batch, each f32[]; "loss", in nats
     # a `unit`, is minimized
     measure: Callable[[Callable[[jax.Array], jax.Array], Any], Measures]
@@ -91,17 +92,24 @@ def _classes(logits_of, batch):
     return {"loss": losses.cross_entropy(logits, batch["labels"]), "accuracy": jnp.mean(right)}
 
 
+def _tokens(model):
+    return jax.ShapeDtypeStruct((1, model.context), "int32")
+
+
+def _images(model):
+    return jax.ShapeDtypeStruct((1, model.size, model.size, model.channels), "float32")
+
+
 def _image(model):
-    return {
-        "images": jax.ShapeDtypeStruct(model.inputs.shape[1:], "uint8"),
-        "labels": jax.ShapeDtypeStruct((), "int32"),
-    }
+    pixels = jax.ShapeDtypeStruct(_images(model).shape[1:], "uint8")
+    return {"images": pixels, "labels": jax.ShapeDtypeStruct((), "int32")}
 
 
 OBJECTIVES = {
     "next_token": Objective(
         data=Data,
         models={GPTConfig: lambda model: GPT(model, causal=True)},
+        inputs=_tokens,
         row=lambda model: jax.ShapeDtypeStruct((model.context + 1,), "int32"),
         measure=_next_token,
         unit="byte",
@@ -113,6 +121,7 @@ OBJECTIVES = {
     "masked": Objective(
         data=Data,
         models={GPTConfig: lambda model: GPT(model, causal=False)},
+        inputs=_tokens,
         row=lambda model: jax.ShapeDtypeStruct((2, model.context), "int32"),
         measure=_masked_tokens,
         unit="byte",
@@ -122,6 +131,7 @@ OBJECTIVES = {
     "classify": Objective(
         data=Images,
         models={ResNetConfig: ResNet, ViTConfig: ViT, SwinConfig: Swin},
+        inputs=_images,
         row=_image,
         measure=_classes,
         unit="image",

@@ -5,8 +5,9 @@ import math
 from typing import Literal
 
 import flax.linen as nn
-import jax
 import jax.numpy as jnp
+
+from train import checks
 
 _GROUPS, _LEAST = 32, 4  # groups of a normalization at most, and channels of each at least
 
@@ -32,9 +33,7 @@ class ResNetConfig:
     """Type of activations and convolutions."""
 
     def __post_init__(self):
-        for field in ("width", "size", "channels", "classes"):
-            if getattr(self, field) < 1:
-                raise ValueError(f"model.{field}={getattr(self, field)} must be at least 1.")
+        checks.at_least(1, self, "width", "size", "channels", "classes", of="model.")
         if not self.blocks or min(self.blocks) < 1:
             raise ValueError(f"model.blocks={self.blocks} must be numbers from 1 up; write 2 2.")
         if self.width % _LEAST:
@@ -45,11 +44,6 @@ class ResNetConfig:
             )
 
     stacked = None  # as of `GPTConfig`: no parameter has an axis of layers
-
-    @property
-    def inputs(self) -> jax.ShapeDtypeStruct:
-        """What the model is called with, of one image."""
-        return jax.ShapeDtypeStruct((1, self.size, self.size, self.channels), "float32")
 
 
 class ResNet(nn.Module):

@@ -9,6 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from train import checks
+from train.models.gpt import scanned
+
 
 @dataclasses.dataclass(frozen=True)
 class SwinConfig:
@@ -36,9 +39,8 @@ class SwinConfig:
     """Whether a stage is a scan over its pairs of blocks, which compiles as fast as one pair."""
 
     def __post_init__(self):
-        for field in ("width", "heads", "window", "patch", "size", "channels", "classes"):
-            if getattr(self, field) < 1:
-                raise ValueError(f"model.{field}={getattr(self, field)} must be at least 1.")
+        sizes = "width", "heads", "window", "patch", "size", "channels", "classes"
+        checks.at_least(1, self, *sizes, of="model.")
         if not self.blocks or min(self.blocks) < 1:
             raise ValueError(f"model.blocks={self.blocks} must be numbers from 1 up; write 2 2.")
         if self.scan and any(count % 2 for count in self.blocks):
@@ -46,11 +48,7 @@ class SwinConfig:
                 f"model.scan needs an even number of blocks in each stage, got {self.blocks}; "
                 "write --model.no-scan."
             )
-        if self.width % self.heads:
-            raise ValueError(
-                f"model.width={self.width} must be divisible by model.heads={self.heads}; "
-                f"write --model.width {self.heads * max(1, round(self.width / self.heads))}."
-            )
+        checks.divisible(self, "width", "heads")
         unit = self.patch << (len(self.blocks) - 1)
         sides = [self.size // self.patch >> stage for stage in range(len(self.blocks))]
         if self.size % unit or any(side % min(self.window, side) for side in sides):
@@ -64,11 +62,6 @@ class SwinConfig:
     def stacked(self) -> str | None:
         """As of `GPTConfig`."""
         return r"^stage_\d+/" if self.scan else None
-
-    @property
-    def inputs(self) -> jax.ShapeDtypeStruct:
-        """What the model is called with, of one image."""
-        return jax.ShapeDtypeStruct((1, self.size, self.size, self.channels), "float32")
 
 
 class Swin(nn.Module):
@@ -95,7 +88,7 @@ class Swin(nn.Module):
             # A window that is the whole image has nowhere to go.
             shift = window // 2 if window < x.shape[1] else 0
             if c.scan:
-                x = _scanned(Pair(c.heads << stage, window, shift, name=name), count // 2, x)
+                x = scanned(Pair(c.heads << stage, window, shift, name=name), count // 2, x)
                 continue
             for index in range(count):
                 name = f"stage_{stage}_block_{index}"
@@ -142,14 +135,6 @@ class Pair(nn.Module):
         for index, shift in enumerate((0, self.shift)):
             x = Block(self.heads, self.window, shift, name=f"block_{index}")(x)
         return x
-
-
-def _scanned(pair: Pair, length: int, x):
-    """Pairs of blocks, one after the other, whose parameters lie behind each other in one array."""
-    one = lambda pair, x, _: (pair(x), None)
-    rngs = {"params": True}
-    scan = nn.scan(one, variable_axes={"params": 0}, split_rngs=rngs, length=length)
-    return scan(pair, x, None)[0]
 
 
 _INIT = nn.initializers.truncated_normal(0.02)

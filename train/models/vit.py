@@ -4,9 +4,9 @@ import dataclasses
 from typing import Literal
 
 import flax.linen as nn
-import jax
 import jax.numpy as jnp
 
+from train import checks
 from train.models.gpt import Block
 
 
@@ -32,22 +32,12 @@ class ViTConfig:
     """Type of activations and matrix products."""
 
     def __post_init__(self):
-        for field in ("layers", "width", "heads", "patch", "size", "channels", "classes"):
-            if getattr(self, field) < 1:
-                raise ValueError(f"model.{field}={getattr(self, field)} must be at least 1.")
-        for whole, part in (("width", "heads"), ("size", "patch")):
-            if getattr(self, whole) % getattr(self, part):
-                raise ValueError(
-                    f"model.{whole}={getattr(self, whole)} must be divisible by "
-                    f"model.{part}={getattr(self, part)}; write --model.{part} 1."
-                )
+        sizes = "layers", "width", "heads", "patch", "size", "channels", "classes"
+        checks.at_least(1, self, *sizes, of="model.")
+        checks.divisible(self, "width", "heads")
+        checks.divisible(self, "size", "patch")
 
     stacked = None  # as of `GPTConfig`: no parameter has an axis of layers
-
-    @property
-    def inputs(self) -> jax.ShapeDtypeStruct:
-        """What the model is called with, of one image."""
-        return jax.ShapeDtypeStruct((1, self.size, self.size, self.channels), "float32")
 
 
 class ViT(nn.Module):

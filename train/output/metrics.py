@@ -111,7 +111,7 @@ def run_record(config_json: str, data: Row, plan: Any) -> str:
     """Writes down what a run depends on, as JSON text.
 
     Args:
-      config_json: The resolved configuration, of `config_json.to_json`.
+      config_json: The resolved configuration, of `as_json.to_json`.
       data: The record of the corpus.
       plan: What travels compressed and what exact; plain values.
 

@@ -1,22 +1,25 @@
 """What `--report` prints of a run: bytes, rounds and memory, from compiled programs."""
 
+import itertools
+from typing import Any
+
+import jax
+
 import jaxcomp
-from train import sharded
-from train.config import advice
 from train.config.run import AXIS_NAME
 from train.task import Task, num_parameters
 
 # Of dense bytes, in a run of 1-bit Adam that is dense for 15% of its steps, as its authors' runs
 # of BERT; then a bit each and a float32 scale for 1,024.
 ONE_BIT_ADAM = 0.15 + 0.85 * (1 + 32 / 1024) / 32
+# Codes of fewer bits than these are sparse, or of 1 or 2 bits.
+_COARSE_BITS = 3
 
 
 def text(task: Task) -> str:
     """What one step of the run sends, as text: from the compiled program, nothing is run."""
     numel, slow = num_parameters(task), task.mesh.shape[AXIS_NAME]
-    fast = task.mesh.size // slow
-    passes, plain = sharded.dense_passes(task.config)
-    dense = passes * 4 * numel / fast * (slow - 1) / slow
+    fast, dense, plain = task.mesh.size // slow, _dense(task), task.placement.dense[1]
     exact = jaxcomp.report.exact_leaves(task.like["params"], task.like["state"])
     lines = [
         jaxcomp.report.table(task.programs, task.mesh),
@@ -30,9 +33,44 @@ def text(task: Task) -> str:
         *_rounds(task, dense),
         *_memory(task),
         *([] if exact is None else [f"travel exact: {', '.join(exact) or 'none'}"]),
-        *advice.notes(task.config.optimizer.update),
+        *notes(task),
     ]
     return "\n".join(lines)
+
+
+def notes(task: Task) -> list[str]:
+    """Warns of few bits in front of an optimizer that divides by the root of a second moment.
+
+    Sparse and 1-bit means of gradients arrive in bursts, also with error feedback, and bursts
+    inflate a second moment. Read from what the step sends, and from the state: a mean behind the
+    optimizer gets no note, nor does a method that takes care of its own second moment.
+    """
+    if not task.sent_bytes or not _has_mean_before_second_moment(task.like["state"]):
+        return []
+    bits = 32 * task.sent_bytes / _dense(task)
+    if bits >= _COARSE_BITS:
+        return []
+    return [
+        f"note: compressed_mean of {bits:.2g} bits per parameter and direction in front of an "
+        "optimizer with a second moment trains badly: what arrives in bursts inflates what it "
+        "divides by. Write quantize(4) or quantize(8); or sgd(learning_rate, momentum=0.9) behind "
+        "this compressor; or use a method made for so few bits."
+    ]
+
+
+def _has_mean_before_second_moment(state: Any) -> bool:
+    # The states of a chain lie in the order in which its parts run.
+    is_mean = lambda node: isinstance(node, jaxcomp.CompressedMeanState)
+    nodes = jax.tree.leaves(state, is_leaf=lambda node: is_mean(node) or hasattr(node, "nu"))
+    behind = itertools.dropwhile(lambda node: not is_mean(node), nodes)
+    return any(hasattr(node, "nu") for node in behind)
+
+
+def _dense(task: Task) -> float:
+    """Bytes that one replica would send in a step without codes."""
+    passes, slow = task.placement.dense[0], task.mesh.shape[AXIS_NAME]
+    fast = task.mesh.size // slow
+    return passes * 4 * num_parameters(task) / fast * (slow - 1) / slow
 
 
 def _memory(task: Task) -> list[str]:

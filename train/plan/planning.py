@@ -4,16 +4,15 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
 from jaxcomp.measure import link_probe, planner, step_probe
-from train import task
 from train.config import Config
-from train.config import run as configs
 from train.config.run import AXIS_NAME
+from train.models import build
+from train.placement import replicated
 from train.plan import counts
 from train.plan.arguments import Options
 from train.processes import devices
@@ -132,16 +131,11 @@ def with_update(config: Config, update: str) -> Config:
     return dataclasses.replace(config, optimizer=optimizer, steps=steps, overlap=False)
 
 
-def param_shapes(config: Config) -> Any:
-    """Shapes and dtypes of a run's parameters."""
-    return jax.eval_shape(functools.partial(task.random_params, config))
-
-
 def make_method(name: str, config: Config, mesh: Mesh, changes: str) -> planner.Method:
     """Compiles a run's exchange and reads what it sends and holds; its codec is not timed."""
-    tx = configs.transformation(config)
-    program = step_probe.update_program(tx, param_shapes(config), mesh, AXIS_NAME).step
-    rounds = counts.rounds(configs.update(config), config.steps)
+    placed, params = replicated.resolve(config), build.param_shapes(config)
+    program = step_probe.update_program(placed.tx, params, mesh, AXIS_NAME).step
+    rounds = counts.rounds(placed.update, config.steps)
     shares = {part: n / config.steps for part, n in rounds.items()}
     return planner.Method(
         name=name,
@@ -154,30 +148,29 @@ def make_method(name: str, config: Config, mesh: Mesh, changes: str) -> planner.
 
 def update_timer(config: Config, mesh: Mesh) -> Callable[[], float]:
     """Makes what times a run's update without its messages, in the mean over its steps."""
-    tx, params = configs.transformation(config), param_shapes(config)
+    placed, params = replicated.resolve(config), build.param_shapes(config)
     copies = step_probe.alone(mesh, AXIS_NAME)
-    program = step_probe.update_program(tx, params, copies, AXIS_NAME)
+    program = step_probe.update_program(placed.tx, params, copies, AXIS_NAME)
     time = step_probe.update_timer(program, params, copies, AXIS_NAME)
-    kinds = counts.kinds_of_steps(configs.update(config), config.steps)
+    kinds = counts.kinds_of_steps(placed.update, config.steps)
     return lambda: sum(share * time(REPEATS, first) for first, share in kinds.items())
 
 
 def codec_seconds(config: Config, rate: float) -> float:
     """What a code of all parameters takes in a step, in the mean over a run, at a given rate."""
-    rounds = counts.rounds(configs.update(config), config.steps)
+    rounds = counts.rounds(replicated.resolve(config).update, config.steps)
     return 4 * num_elements(config) / rate * rounds.get("all", config.steps) / config.steps
 
 
 def num_elements(config: Config) -> int:
     """Elements of all parameters of a run."""
-    return sum(math.prod(x.shape) for x in jax.tree.leaves(param_shapes(config)))
+    return sum(math.prod(x.shape) for x in jax.tree.leaves(build.param_shapes(config)))
 
 
 def gradient_timer(config: Config, mesh: Mesh) -> Callable[..., float]:
     """Makes what times the gradient of a run's replicas: `(repeats) -> seconds`."""
-    measure = task.measure_of(config, task.model_of(config))
-    loss_fn = lambda params, batch: measure(params, batch)["loss"]
-    shapes = param_shapes(config), task.batch_of(config, mesh)
+    loss_fn = build.loss_of(config, build.model_of(config))
+    shapes = build.param_shapes(config), build.batch_of(config, mesh)
     time = step_probe.gradient_timer(loss_fn, *shapes, mesh, AXIS_NAME, config.accumulate)
     return lambda repeats=REPEATS: time(repeats)
 

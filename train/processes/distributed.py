@@ -170,7 +170,7 @@ def program_facts(config_json: str) -> dict[str, str]:
     sources = sorted(file for part in ("jaxcomp", "train") for file in (root / part).rglob("*.py"))
     packages = ("jax", "jaxlib", "optax", "flax")
     return (
-        {f"config {key}": value for key, value in _flat(json.loads(config_json)).items()}
+        {f"config {key}": value for key, value in by_name(json.loads(config_json)).items()}
         | {
             f"file {file.relative_to(root).as_posix()}": hashlib.sha256(
                 file.read_bytes()
@@ -182,12 +182,13 @@ def program_facts(config_json: str) -> dict[str, str]:
     )
 
 
-def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, str]:
-    flat = {}
-    for key, value in values.items():
+def by_name(config: dict[str, Any], above: str = "") -> dict[str, str]:
+    """The fields of a config as JSON, by names with dots, as `model.heads`."""
+    named = {}
+    for key, value in config.items():
         inner = isinstance(value, dict)
-        flat |= _flat(value, f"{prefix}{key}.") if inner else {prefix + key: json.dumps(value)}
-    return flat
+        named |= by_name(value, f"{above}{key}.") if inner else {above + key: json.dumps(value)}
+    return named
 
 
 def abandon(status: int) -> NoReturn:

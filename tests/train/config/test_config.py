@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+import json
 import pathlib
 import pkgutil
 
@@ -181,29 +182,21 @@ def test_replicas_0_leaves_the_division_of_the_batch_to_the_machine():
         configs.microbatch(config, 5)
 
 
-def test_json_round_trips():
+def test_json_has_every_field_and_no_type_of_the_first_kinds():
     config = config_of(data=Data(path="text"), model=GPTConfig(width=64), replicas=0)
-    assert as_json.from_json(as_json.to_json(config)) == config
+    assert json.loads(as_json.to_json(config)) == dataclasses.asdict(config)
 
 
-def test_model_and_data_of_another_type_are_overridden_and_round_trip(tmp_path):
+def test_model_and_data_of_another_type_are_overridden_and_named_in_json(tmp_path):
     path = tmp_path / "images.py"
     path.write_text(IMAGES)
     config = configs.load(str(path), "--model.blocks 3 4 --data.form folder --data.path x".split())
     assert config.model == ResNetConfig(blocks=(3, 4), size=8)
     assert config.data == Images("folder", "x")
-    text = as_json.to_json(config)
-    assert as_json.from_json(text) == config
-    with pytest.raises(ValueError, match="'NetConfig' is no type of this version; it has .*GPT"):
-        as_json.from_json(text.replace("ResNetConfig", "NetConfig"))
-    # What earlier versions have written has no types.
-    assert '"type"' not in as_json.to_json(config_of())
-
-
-def test_json_with_a_key_of_another_version_is_refused():
-    text = as_json.to_json(config_of()).replace('"batch"', '"batch_size"')
-    with pytest.raises(ValueError, match=r"Data has no \['batch_size'\]"):
-        as_json.from_json(text)
+    record = json.loads(as_json.to_json(config))
+    assert record["model"].pop("type") == "ResNetConfig" and record["model"]["blocks"] == [3, 4]
+    assert record["data"] == {"type": "Images"} | dataclasses.asdict(config.data)
+    assert ResNetConfig(**record["model"] | {"blocks": (3, 4)}) == config.model
 
 
 @pytest.mark.parametrize(
@@ -236,7 +229,7 @@ def test_update_is_the_chain_that_its_text_says():
     config = config_of(
         optimizer=Optimizer("chain(clip(0.5), sgd(learning_rate))", 2.0, schedule="constant")
     )
-    transformation = configs.transformation(config)
+    transformation = configs.update(config)
     grads = jnp.array([3.0, -0.25])
     updates, _ = transformation.update(grads, transformation.init(grads), grads)
     np.testing.assert_array_equal(updates, [-1.0, 0.5])
@@ -245,7 +238,7 @@ def test_update_is_the_chain_that_its_text_says():
 def test_update_that_is_no_transformation_is_refused():
     config = config_of(optimizer=Optimizer("learning_rate", 1.0))
     with pytest.raises(ValueError, match="is a function, not an optax transformation"):
-        configs.transformation(config)
+        configs.update(config)
 
 
 @pytest.mark.parametrize(

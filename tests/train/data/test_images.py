@@ -304,7 +304,8 @@ def test_pictures_are_cut_at_random_and_half_of_them_mirrored():
 
 
 def parameters(model, config):
-    shapes = jax.eval_shape(lambda: model.init(jax.random.key(0), jnp.zeros(config.inputs.shape)))
+    image = jnp.zeros((1, config.size, config.size, config.channels))
+    shapes = jax.eval_shape(lambda: model.init(jax.random.key(0), image))
     return sum(leaf.size for leaf in jax.tree.leaves(shapes))
 
 
@@ -459,7 +460,7 @@ def test_a_vit_learns_a_batch_by_heart():
 
 
 def test_report_needs_no_images():
-    config = configs.load("configs/resnet18_imagenet_zero_one_adam.py")
+    config = configs.load("configs/shapes/resnet18_imagenet_zero_one_adam.py")
     assert config.data.path == "imagenet"
     nothing = examples.none(config)
     assert nothing.record == {}

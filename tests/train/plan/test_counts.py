@@ -59,5 +59,5 @@ def test_a_method_that_always_sends_everything_has_no_plan():
 
 
 def test_bytes_are_summed_over_parts_and_steps():
-    sent, counts = {"": 10.0, "synchronize": 3.0, "variance": 100.0}, {"all": 5, "synchronize": 4}
-    assert counts.total_bytes(sent, counts | {"variance": 1}, 7) == 10 * 7 + 3 * 4 + 100
+    sent, times = {"": 10.0, "synchronize": 3.0, "variance": 100.0}, {"all": 5, "synchronize": 4}
+    assert counts.total_bytes(sent, times | {"variance": 1}, 7) == 10 * 7 + 3 * 4 + 100

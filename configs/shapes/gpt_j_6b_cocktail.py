@@ -1,9 +1,9 @@
 """GPT-J-6B by CocktailSGD, whose authors fine-tuned it: 28 layers, width 4,096, 16 heads.
 
-    python -m train configs/gpt_j_6b_cocktail.py --report    # bytes and memory; trains nothing
+    python -m train configs/shapes/gpt_j_6b_cocktail.py --report    # trains nothing
 
-The recipe of configs/opt_1_3b_cocktail.py. What differs from GPT-J: learned positions in place of
-rotary ones, attention before the perceptron and not beside it, tied embeddings, biases in
+The recipe of configs/shapes/opt_1_3b_cocktail.py. What differs from GPT-J: learned positions in
+place of rotary ones, attention before the perceptron and not beside it, tied embeddings, biases in
 attention, bytes as tokens. Training is for accelerators, and has not been tried.
 
 One replica sends 200,299,896 bytes a step, 88 times fewer than a dense float16 all-reduce.
@@ -11,7 +11,7 @@ One replica sends 200,299,896 bytes a step, 88 times fewer than a dense float16 
 
 import dataclasses
 
-from configs import opt_1_3b_cocktail
+from configs.shapes import opt_1_3b_cocktail
 from train.config import Config
 
 

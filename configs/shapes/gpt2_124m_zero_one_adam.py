@@ -1,17 +1,17 @@
 """GPT-2 of 124 M parameters by 0/1 Adam: 12 layers, width 768, context 1,024, bytes as tokens.
 
-    python -m train configs/gpt2_124m_zero_one_adam.py --report    # bytes and memory; no training
+    python -m train configs/shapes/gpt2_124m_zero_one_adam.py --report    # trains nothing
 
-The size, batch and schedule of configs/gpt2_124m_cocktail.py; the paper's policies for the variance
-and the intervals (kappa = 16, at most 16 steps). Training is for accelerators, and has not been
-tried.
+The size, batch and schedule of configs/shapes/gpt2_124m_cocktail.py; the paper's policies for the
+variance and the intervals (kappa = 16, at most 16 steps). Training is for accelerators, and has not
+been tried.
 
 One replica sends 25,011,318 bytes a step in the mean, 35 times fewer than dense float32.
 """
 
 import dataclasses
 
-from configs import gpt2_124m_cocktail
+from configs.shapes import gpt2_124m_cocktail
 from train.config import Config
 
 

@@ -1,18 +1,18 @@
 """GPT-NeoX-20B by CocktailSGD, whose authors fine-tuned it: 44 layers, width 6,144, 64 heads.
 
-    python -m train configs/gpt_neox_20b_cocktail.py --report    # bytes and memory; trains nothing
+    python -m train configs/shapes/gpt_neox_20b_cocktail.py --report    # trains nothing
 
-The recipe of configs/opt_1_3b_cocktail.py. What differs from GPT-NeoX: learned positions in place
-of rotary ones, attention before the perceptron and not beside it, tied embeddings, bytes as tokens.
-Each replica is one device here, which no device of today can hold: for bytes and messages. Training
-has not been tried.
+The recipe of configs/shapes/opt_1_3b_cocktail.py. What differs from GPT-NeoX: learned positions in
+place of rotary ones, attention before the perceptron and not beside it, tied embeddings, bytes as
+tokens. Each replica is one device here, which no device of today can hold: for bytes and messages.
+Training has not been tried.
 
 One replica sends 693,184,356 bytes a step, 88 times fewer than a dense float16 all-reduce.
 """
 
 import dataclasses
 
-from configs import opt_1_3b_cocktail
+from configs.shapes import opt_1_3b_cocktail
 from train.config import Config
 
 

@@ -1,6 +1,6 @@
 """GPT-125M by QSDP, as its authors trained it: 12 layers, width 768, context 2,048, on 32 devices.
 
-    python -m train configs/gpt_125m_qsdp.py --report    # bytes and memory; trains nothing
+    python -m train configs/shapes/gpt_125m_qsdp.py --report    # trains nothing
 
 Their recipe: 256 sequences a step in four microbatches, 4,800 steps, AdamW without decay, weights
 and gradients in 8 bits, min-max blocks of 1,024. What differs: bytes as tokens of the text that

@@ -1,7 +1,7 @@
 """Swin-B on ImageNet by SLAMB, one of its authors' tasks: 88 M parameters, 128 replicas.
 
-    python -m train configs/swin_b_slamb.py --report    # needs no images
-    python -m train configs/swin_b_slamb.py --data.path FOLDER
+    python -m train configs/shapes/swin_b_slamb.py --report    # needs no images
+    python -m train configs/shapes/swin_b_slamb.py --data.path FOLDER
 
 FOLDER holds `train` and `val`, each with a folder for each of the 1,000 classes. b3 and eps are
 those of the authors' configuration; batch, rate and schedule are ours, and images are cut and

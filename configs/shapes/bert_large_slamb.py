@@ -1,18 +1,17 @@
 """BERT-Large by SLAMB: 24 layers, width 1,024; 64 K sequences of 128, the large batch of LAMB.
 
-    python -m train configs/bert_large_slamb.py --report    # bytes and memory; no training
-    python -m train configs/bert_large_slamb.py --report --model.context 512 --data.batch 32768
+    python -m train configs/shapes/bert_large_slamb.py --report    # trains nothing
 
-The second line is the shape of the second phase. A tenth of the momentum a step, parameters
-averaged every 100 steps, 64 replicas. What differs from BERT: as in
-configs/bert_base_zero_one_adam.py. Training is for accelerators, and has not been tried.
+`--model.context 512 --data.batch 32768` makes it the shape of the second phase. A tenth of the
+momentum a step, parameters averaged every 100 steps, 64 replicas. What differs from BERT: as in
+configs/shapes/bert_base_zero_one_adam.py. Training is for accelerators, and has not been tried.
 
 One replica sends 291,344,337 bytes a step in the mean, 9.0 times fewer than dense float32.
 """
 
 import dataclasses
 
-from configs import bert_large_zero_one_adam
+from configs.shapes import bert_large_zero_one_adam
 from train.config import Config, Optimizer
 
 

@@ -1,7 +1,7 @@
 """ResNet-18 on ImageNet by 0/1 Adam, one of its authors' tasks: 224x224, 90 epochs.
 
-    python -m train configs/resnet18_imagenet_zero_one_adam.py --report    # needs no images
-    python -m train configs/resnet18_imagenet_zero_one_adam.py --data.path FOLDER
+    python -m train configs/shapes/resnet18_imagenet_zero_one_adam.py --report    # needs no images
+    python -m train configs/shapes/resnet18_imagenet_zero_one_adam.py --data.path FOLDER
 
 FOLDER holds `train` and `val`, each with a folder for each of the 1,000 classes. Groups of channels
 are normalized in place of batches; the schedule is ours. Training is for accelerators, and has not

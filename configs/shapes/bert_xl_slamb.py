@@ -1,17 +1,17 @@
 """A BERT of 2.8 billion parameters by SLAMB: 36 layers, width 2,560.
 
-    python -m train configs/bert_xl_slamb.py --report    # bytes and memory; no training
+    python -m train configs/shapes/bert_xl_slamb.py --report    # trains nothing
 
 The size that SLAMB's authors scaled to 1,024 GPUs; the split into layers and width is ours, as is
-the recipe, that of configs/bert_large_slamb.py. Training is for accelerators, and has not been
-tried.
+the recipe, that of configs/shapes/bert_large_slamb.py. Training is for accelerators, and has not
+been tried.
 
 One replica sends 2,530,027,584 bytes a step in the mean, 9.1 times fewer than dense float32.
 """
 
 import dataclasses
 
-from configs import bert_large_slamb
+from configs.shapes import bert_large_slamb
 from train.config import Config
 
 

@@ -1,16 +1,16 @@
 """GPT-1.3B by QSDP: 24 layers, width 2,048, 24,800 steps of 512 sequences.
 
-    python -m train configs/gpt_1_3b_qsdp.py --report    # bytes and memory; trains nothing
+    python -m train configs/shapes/gpt_1_3b_qsdp.py --report    # trains nothing
 
-The recipe of configs/gpt_125m_qsdp.py with another size. Training is for accelerators, and has not
-been tried.
+The recipe of configs/shapes/gpt_125m_qsdp.py with another size. Training is for accelerators, and
+has not been tried.
 
 One replica sends 14,648,068,184 bytes a step, 4.2 times fewer than by float32.
 """
 
 import dataclasses
 
-from configs import gpt_125m_qsdp
+from configs.shapes import gpt_125m_qsdp
 from train.config import Config
 
 

@@ -1,6 +1,6 @@
 """BERT-Base by 0/1 Adam, as its authors trained it: 12 layers, width 768, sequences of 128.
 
-    python -m train configs/bert_base_zero_one_adam.py --report    # bytes and memory; no training
+    python -m train configs/shapes/bert_base_zero_one_adam.py --report    # trains nothing
 
 The paper's plan: 118,000 steps of 4,096 sequences; the rate rises to 4e-4 in 12,500 steps and then
 falls by 1% every 520. The variance is learned in the warm-up alone, at distances that double every

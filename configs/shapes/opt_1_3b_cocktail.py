@@ -1,6 +1,6 @@
 """OPT-1.3B by CocktailSGD, whose authors fine-tuned it: 24 layers, width 2,048, context 2,048.
 
-    python -m train configs/opt_1_3b_cocktail.py --report    # bytes and memory; trains nothing
+    python -m train configs/shapes/opt_1_3b_cocktail.py --report    # trains nothing
 
 The authors' compressor and recipe of their scripts: 16 sequences a replica, a linear decay after
 ten steps, no dense steps; here in buckets of 2^26 parameters and with blocks under one scan, since

@@ -1,16 +1,16 @@
 """GPT-350M by QSDP: 24 layers, width 1,024, 13,400 steps of 256 sequences.
 
-    python -m train configs/gpt_350m_qsdp.py --report    # bytes and memory; trains nothing
+    python -m train configs/shapes/gpt_350m_qsdp.py --report    # trains nothing
 
-The recipe of configs/gpt_125m_qsdp.py with another size. Training is for accelerators, and has not
-been tried.
+The recipe of configs/shapes/gpt_125m_qsdp.py with another size. Training is for accelerators, and
+has not been tried.
 
 One replica sends 3,799,688,244 bytes a step, 4.4 times fewer than by float32.
 """
 
 import dataclasses
 
-from configs import gpt_125m_qsdp
+from configs.shapes import gpt_125m_qsdp
 from train.config import Config
 
 

@@ -1,6 +1,6 @@
 """GPT-2 of 124 M parameters by CocktailSGD: 12 layers, width 768, context 1,024, bytes as tokens.
 
-    python -m train configs/gpt2_124m_cocktail.py --report    # bytes and memory; trains nothing
+    python -m train configs/shapes/gpt2_124m_cocktail.py --report    # trains nothing
 
 GPT-2's vocabulary of 50,257 is kept for its size; the text uses 256 of it. After 2,000 dense steps
 one replica sends 4,968,194 bytes a step, 175 times fewer than dense float32. The report compiles

@@ -1,9 +1,9 @@
 """BERT-Large by 0/1 Adam, the first phase: 24 layers, width 1,024, sequences of 128.
 
-    python -m train configs/bert_large_zero_one_adam.py --report    # bytes, memory; no training
+    python -m train configs/shapes/bert_large_zero_one_adam.py --report    # trains nothing
 
-The plan of configs/bert_base_zero_one_adam.py, whose docstring says what differs from BERT, over
-152,511 steps, with all blocks under one scan, without which the compiler takes above 6 GiB.
+The plan of configs/shapes/bert_base_zero_one_adam.py, whose docstring says what differs from BERT,
+over 152,511 steps, with all blocks under one scan, without which the compiler takes above 6 GiB.
 Training is for accelerators, and has not been tried.
 
 One replica sends 41,503,526 bytes a step in the mean, 56 times fewer than dense float32.
@@ -11,7 +11,7 @@ One replica sends 41,503,526 bytes a step in the mean, 56 times fewer than dense
 
 import dataclasses
 
-from configs import bert_base_zero_one_adam
+from configs.shapes import bert_base_zero_one_adam
 from train.config import Config
 
 

@@ -1,0 +1,1 @@
+"""Runs in the sizes of papers, for `--report` and `--plan`: none has been trained."""

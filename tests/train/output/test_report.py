@@ -1,0 +1,66 @@
+"""Notes of a report: which updates get one, by their state and by what they send."""
+
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+
+from tests.helpers.replicas import mesh_of
+from train.config import Config, Optimizer
+from train.output import report
+from train.placement.resolve import resolve
+
+PARAMS = {"w": np.zeros((64, 64), np.float32)}
+
+
+def notes(update, bits):
+    """The notes of a run of 4 replicas whose step sends so many bits a parameter and direction."""
+    placement = resolve(Config(name="any", steps=9, optimizer=Optimizer(update, 1e-3, 2)))
+    replicas = jax.vmap(placement.tx.init, in_axes=None, axis_name="replica", axis_size=4)
+    return report.notes(
+        SimpleNamespace(
+            placement=placement,
+            mesh=mesh_of(4),
+            natural=PARAMS,
+            like={"params": PARAMS, "state": jax.eval_shape(replicas, PARAMS)},
+            sent_bytes=bits / 8 * 64 * 64 * 2 * 3 / 4,
+        )
+    )
+
+
+MEAN = "compressed_mean(sign(), axis_name)"
+
+
+@pytest.mark.parametrize(
+    "update",
+    [
+        f"chain({MEAN}, adam(learning_rate))",
+        f"chain({MEAN}, optax.adamw(learning_rate))",
+        f"chain({MEAN}, lamb(learning_rate))",
+        f"chain({MEAN}, chain(rmsprop(learning_rate)))",
+        f"chain({MEAN}, clip_by_global_norm(1.0), scale_by_adam(), scale(-1e-3))",
+        f"chain(clip(1.0), masked({MEAN}, True), adam(learning_rate))",
+    ],
+)
+@pytest.mark.parametrize("bits", [0.4, 2.1])
+def test_a_coarse_mean_before_a_second_moment_is_noted(update, bits):
+    (note,) = notes(update, bits)
+    assert note.startswith(f"note: compressed_mean of {bits} bits per parameter and direction")
+    assert "second moment" in note and "quantize(4)" in note and "momentum" in note
+
+
+@pytest.mark.parametrize(
+    ("update", "bits"),
+    [
+        (f"chain({MEAN}, adam(learning_rate))", 4.1),
+        (f"chain({MEAN}, adam(learning_rate))", 0),
+        (f"chain({MEAN}, sgd(learning_rate, momentum=0.9))", 1.1),
+        (f"chain(scale_by_adam(), {MEAN}, scale(-1e-3))", 1.1),
+        ("one_bit_adam(learning_rate, axis_name, freeze_step=2)", 1.1),
+        ("cocktail_sgd(adam(learning_rate), axis_name)", 0.2),
+        ("sharded_optimizer(adam(learning_rate), axis_name)", 2.0),
+    ],
+)
+def test_other_updates_get_no_note(update, bits):
+    assert notes(update, bits) == []

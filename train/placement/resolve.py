@@ -1,0 +1,14 @@
+"""A config becomes a placement: the only place that asks which kind of run it is."""
+
+from train.config import Config
+from train.placement import replicated, sharded
+from train.placement.base import Placement
+
+
+def resolve(config: Config) -> Placement:
+    """Evaluates the expressions of a config.
+
+    Raises:
+      ValueError: If an expression is not what its field needs, or fields exclude each other.
+    """
+    return (replicated if config.qsdp is None else sharded).resolve(config)

@@ -1,0 +1,111 @@
+"""Runs whose parameters live in shards, gathered layer by layer."""
+
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from jax.sharding import AbstractMesh, AxisType, Mesh
+
+import jaxcomp
+from jaxcomp.replicas.shards import map_shards, natural
+from train.config import Config, expression
+from train.config.run import AXIS_NAME, update
+from train.models import build
+from train.models.gpt import STACKED, GPTConfig
+from train.placement.base import Functions, Placement
+from train.processes.devices import FAST_AXIS
+
+
+def resolve(config: Config) -> Placement:
+    """Evaluates what `qsdp` and `optimizer.update` describe.
+
+    Raises:
+      ValueError: As `qsdp_of`, or if the update is no transformation.
+    """
+    fsdp, tx = qsdp_of(config), update(config)
+    return Placement(
+        update=tx,
+        tx=tx,  # of shards an optimizer sees entries, not layers
+        functions=functools.partial(_functions, config, fsdp, tx),
+        rounds=functools.partial(_rounds, config.steps, fsdp),
+        spread=None,
+        dense=(2 if fsdp.gather_once else 3 * config.accumulate, "sharded step"),
+    )
+
+
+def qsdp_of(config: Config) -> jaxcomp.QSDP:
+    """Makes what `config.qsdp` describes.
+
+    Raises:
+      ValueError: If it is no call of `qsdp`, or excludes another field of the config.
+    """
+    if config.overlap:
+        raise ValueError(
+            f"overlap=True cannot be used with qsdp={config.qsdp!r}; set one of the two to False "
+            "or None."
+        )
+    if not isinstance(config.model, GPTConfig):
+        raise ValueError(
+            f"qsdp={config.qsdp!r} needs a model whose blocks can gather for themselves: write "
+            f"model=GPTConfig(...), not {config.model}."
+        )
+    fast_axis = FAST_AXIS if config.fast > 1 else None
+    values = {"axis_name": AXIS_NAME, "fast_axis": fast_axis, "steps": config.steps}
+    fsdp = expression.evaluate(config.qsdp, values)
+    if not isinstance(fsdp, jaxcomp.QSDP):
+        raise ValueError(
+            f"qsdp={config.qsdp!r} is a {type(fsdp).__name__}; write qsdp(axis_name, quantize(8))."
+        )
+    if fsdp.fast_axis != fast_axis:
+        raise ValueError(
+            f"qsdp={config.qsdp!r} has the fast axis {fsdp.fast_axis!r}, but fast={config.fast} "
+            f"makes {fast_axis!r}; write qsdp(axis_name, fast_axis=fast_axis)."
+        )
+    return fsdp
+
+
+def shapes(params: Any, num_shards: int) -> Any:
+    """Shapes and dtypes of parameters in so many shards, from those of whole ones."""
+    mesh = AbstractMesh((num_shards,), (AXIS_NAME,), (AxisType.Auto,))
+    cut = lambda params: jaxcomp.qsdp(AXIS_NAME).shard(params, mesh, _stacked)
+    return jax.eval_shape(cut, params)
+
+
+@jax.jit
+def joined(shards: Any) -> Any:
+    """Whole parameters, of shards that each device holds all of."""
+    return map_shards(lambda shard: natural(shard.data, shard.shape), shards)
+
+
+def _rounds(steps: int, fsdp: jaxcomp.QSDP, state: jaxcomp.QSDPState) -> dict[str, int]:
+    if not state.rounds:  # no levels are learned
+        return {}
+    return {"all": steps, "levels": int(np.sum(fsdp.fit_at(np.arange(steps))))}
+
+
+def _functions(
+    config: Config, fsdp: jaxcomp.QSDP, tx: optax.GradientTransformation, mesh: Mesh
+) -> Functions:
+    loss_fn = build.loss_of(config, build.model_of(config).clone(layer=fsdp.layer))
+
+    def sharded_loss(shards, batch):
+        # Blocks, `params["block_0"]` and so on or, stacked, `params["blocks"]`, gather themselves.
+        return loss_fn(fsdp.gather(shards, but="^block"), batch)
+
+    made = jaxcomp.qsdp_train_step(sharded_loss, tx, mesh, fsdp, accumulate=config.accumulate)
+
+    def init(params):
+        shards = fsdp.shard(params, mesh, _stacked)
+        return shards, made.init(shards)
+
+    return Functions(
+        init=init,
+        step=made.step,
+        whole=jax.jit(lambda shards: fsdp.unshard(shards, mesh)),
+        shardings=lambda params: jax.jit(init).lower(params).compile().output_shardings,
+    )
+
+
+_stacked = jaxcomp.by_path((STACKED, True), (".*", False))
