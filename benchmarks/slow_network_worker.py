@@ -12,7 +12,7 @@ import jaxcomp
 from benchmarks import commands
 from benchmarks.timing import interleaved
 from jaxcomp.measure import step_probe
-from jaxcomp.replicas.state import field, fields
+from jaxcomp.replicas import protocol
 from train.config import Config, Data, Optimizer
 from train.config.run import AXIS_NAME
 from train.models.gpt import GPTConfig
@@ -96,7 +96,7 @@ def functions(replicas: int) -> dict:
     def parts(repeats: int) -> dict[str, float]:
         step, params, state = built["task"].step, built["params"], built["state"]
         batch = jax.block_until_ready(built["task"].batch(0))
-        gradient_args = params, fields(state, "drift"), batch
+        gradient_args = params, protocol.drifts(state), batch
         exchange = lambda: step.exchange(params, state)
         gradient = lambda: step.gradient(*gradient_args)
 
@@ -129,7 +129,7 @@ def num_collectives(task) -> int:
 
 def rounds(state) -> dict[str, int]:
     """How often each part of the exchange was sent; empty for methods that send all every step."""
-    counts = field(state, "rounds") or {}
+    counts = protocol.rounds(state)
     return {part: int(count) for part, count in counts.items()}
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 import jaxcomp
-from jaxcomp.replicas.state import field
+from jaxcomp.replicas import protocol
 from train.checkpoints import files, resume, store
 from train.config import Config
 from train.config.as_json import to_json
@@ -164,8 +164,8 @@ class _Run:
         """Moves what steps have measured from the devices to the counts."""
         task, done, outs = self.task, self.done, self.outs
         if outs:
-            parts = field(self.state, "rounds") or {}
-            parts = {part: int(count) for part, count in parts.items()}
+            rounds = protocol.rounds(self.state)
+            parts = {part: int(count) for part, count in rounds.items()}
             new = {part: count - done.parts.get(part, 0) for part, count in parts.items()}
             done.sent_bytes += counts.total_bytes(task.sent, new, len(outs))
             done.rounds += new.get("all", len(outs) * (task.sent_bytes > 0))

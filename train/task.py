@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxcomp
-from jaxcomp.replicas.state import fields
+from jaxcomp.replicas import protocol
 from train.config import Config
 from train.config import run as configs
 from train.config.run import AXIS_NAME
@@ -170,7 +170,7 @@ def _mean_losses(config: Config, gather: Callable, losses: list[jax.Array]) -> l
 
 
 def _left_out(total: Callable[[Any], jax.Array], state: Any) -> int:
-    return sum(int(total(skipped)) for skipped in fields(state, "skipped"))
+    return sum(int(total(skipped)) for skipped in protocol.skipped(state))
 
 
 def shapes_of(task: Task, num_replicas: int) -> dict[str, Any]:

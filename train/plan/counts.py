@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jaxcomp
-from jaxcomp.replicas.state import field
+from jaxcomp.replicas.protocol import rounds as rounds_of
 from train.config.run import AXIS_NAME
 
 
@@ -56,17 +56,16 @@ def parts_of_steps(tx: optax.GradientTransformation, steps: int) -> dict[str, np
     params = {"number": jnp.zeros(1)}
     mesh = Mesh(np.array(jax.local_devices()[:1]), (AXIS_NAME,))
     tx = jaxcomp.per_replica(tx, AXIS_NAME)
-    counts = lambda state: field(state, "rounds")
 
     def run(params):
         first = tx.init(params)
-        if counts(first) is None:
+        if not rounds_of(first):
             return {}
         grads = jaxcomp.local_params(params, (), AXIS_NAME)
 
         def step(state, _):
             new = tx.update(grads, state, params)[1]
-            return new, jax.tree.map(jnp.subtract, counts(new), counts(state))
+            return new, jax.tree.map(jnp.subtract, rounds_of(new), rounds_of(state))
 
         return lax.scan(step, first, length=steps)[1]
 
