@@ -2,6 +2,7 @@
 # make test [PYTHON=python3.12]        the whole test suite
 # make docs                            the pages of docs/, in docs/_build/html
 # make soak [STEPS=1000]               a run of four processes that is harmed again and again
+# make mutations                       whether the test suite sees 60 mistakes in the code
 # Each sets up its own virtual environment in this folder first.
 
 PYTHON ?= python3
@@ -27,6 +28,9 @@ soak: $(VENV)/test.installed
 
 soak: STEPS = 1000
 
+mutations: $(VENV)/test.installed
+	$(BIN)/python tests/mutations.py
+
 $(VENV)/bin/python:
 	python=$$(sh .ci/python $(PYTHON)) && $$python -m venv $(VENV)
 
@@ -45,4 +49,4 @@ $(VENV)/docs.installed: pyproject.toml requirements.txt | $(VENV)/bin/python
 clean:
 	rm -rf .venv .venv-* runs docs/_build docs/notebooks/*.ipynb *.egg-info
 
-.PHONY: demo test installed docs soak clean
+.PHONY: demo test installed docs soak mutations clean
