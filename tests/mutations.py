@@ -1,13 +1,13 @@
 """Does the suite see a mistake? Makes those of `mutations.txt` one by one, and runs their tests.
 
-    make mutations                            all of them, about an hour on two cores
+    make mutations                            all of them, a few hundred tests
     python tests/mutations.py --check         only whether the table still fits the code
     python tests/mutations.py --only 3,17     or a part of a file's name, or of a description
 
 A mistake is a block of lines in the table: the file and what is broken, the text as it is (`-`,
-once in the file), the text in its place (`+`), and the tests that should see it (`?`), the quickest
-first. It is made in a copy of the checkout. It is caught if a test fails; what takes too long or
-cannot be imported is not.
+once in the file), the text in its place (`+`), and the tests that should see it (`?`), after which
+come the others of their files. It is made in a copy of the checkout. It is caught if a test fails;
+what takes too long or cannot be imported is not.
 """
 
 import argparse
@@ -37,7 +37,7 @@ class Mutant(NamedTuple):
     what: str  # is broken
     old: str  # a part of a line
     new: str
-    tests: list[str]  # files or folders
+    tests: list[str]  # files, folders, or tests as `file::name`
 
 
 class Result(NamedTuple):
@@ -62,7 +62,19 @@ def misfits(mutant: Mutant) -> list[str]:
     path = ROOT / mutant.file
     times = path.read_text().count(mutant.old) if path.is_file() else 0
     wrong = [] if times == 1 else [f"{mutant.file} holds {times} times: {mutant.old}"]
-    return wrong + [f"there is no {test}" for test in mutant.tests if not (ROOT / test).exists()]
+    return wrong + [f"there is no {path}" for path in files(mutant) if not (ROOT / path).exists()]
+
+
+def files(mutant: Mutant) -> list[str]:
+    """Where its tests are."""
+    return list(dict.fromkeys(test.partition("::")[0] for test in mutant.tests))
+
+
+def is_there(test: str) -> bool:
+    """Whether a test still has its name."""
+    path, _, name = test.partition("::")
+    file = ROOT / path
+    return not name or (file.is_file() and f"def {name}(" in file.read_text())
 
 
 def tried(mutant: Mutant, copies: queue.Queue, limit: float) -> Result:
@@ -72,7 +84,8 @@ def tried(mutant: Mutant, copies: queue.Queue, limit: float) -> Result:
     text = path.read_text()
     try:
         path.write_text(text.replace(mutant.old, mutant.new))
-        verdict = _verdict(copy, mutant.tests, limit)
+        tests = [*filter(is_there, mutant.tests), *files(mutant)]
+        verdict = _verdict(copy, list(dict.fromkeys(tests)), limit)
     finally:
         path.write_text(text)
         copies.put(copy)
@@ -154,6 +167,8 @@ def main() -> int:
     args = parser.parse_args()
     mutants = _chosen(read(TABLE.read_text()), args.only)
     wrong = [f"{mutant.number}: {why}" for mutant in mutants for why in misfits(mutant)]
+    for test in (test for mutant in mutants for test in mutant.tests if not is_there(test)):
+        print(f"there is no {test} any more; the other tests of its file are run")
     if wrong or args.check or not mutants:
         print("\n".join(wrong) or f"{len(mutants)} mutants fit the code")
         return bool(wrong or not mutants)
