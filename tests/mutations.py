@@ -84,8 +84,9 @@ def tried(mutant: Mutant, copies: queue.Queue, limit: float) -> Result:
     text = path.read_text()
     try:
         path.write_text(text.replace(mutant.old, mutant.new))
-        tests = [*filter(is_there, mutant.tests), *files(mutant)]
-        verdict = _verdict(copy, list(dict.fromkeys(tests)), limit)
+        verdict = _verdict(copy, list(filter(is_there, mutant.tests)) or files(mutant), limit)
+        if verdict == "SURVIVED":
+            verdict = _verdict(copy, files(mutant), limit)
     finally:
         path.write_text(text)
         copies.put(copy)
