@@ -3,6 +3,7 @@
 # make format                          ruff: what it can mend, and the layout
 # make docs                            the pages of docs/, in docs/_build/html
 # make soak [STEPS=1000]               a run of four processes that is harmed again and again
+# make mutations                       whether the test suite sees 60 mistakes in the code
 # Each sets up its own virtual environment in this folder first.
 
 PYTHON ?= python3
@@ -33,6 +34,9 @@ soak: $(VENV)/test.installed
 
 soak: STEPS = 1000
 
+mutations: $(VENV)/test.installed
+	$(BIN)/python tests/mutations.py
+
 $(VENV)/bin/python:
 	python=$$(sh .ci/python $(PYTHON)) && $$python -m venv $(VENV)
 
@@ -51,4 +55,4 @@ $(VENV)/docs.installed: pyproject.toml requirements.txt | $(VENV)/bin/python
 clean:
 	rm -rf .venv .venv-* .mypy_cache build dist runs docs/_build docs/notebooks/*.ipynb *.egg-info
 
-.PHONY: demo test installed format docs soak clean
+.PHONY: demo test installed format docs soak mutations clean

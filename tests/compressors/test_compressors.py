@@ -86,7 +86,12 @@ ROWS = [
         500 + 16,
         2**-22,
     ),
-    Row(rotated(quantize(4)), reference.rotated(reference.quantize(4)), 512 + 16, 2**-18),
+    Row(
+        rotated(quantize(4, rounding="shift")),
+        reference.rotated(reference.quantize(4, rounding="shift")),
+        512 + 16,
+        2**-18,
+    ),
     Row(
         rotated(quantize(4, block=32, rounding="stochastic"), block=32),
         reference.rotated(reference.quantize(4, block=32, rounding="stochastic"), 32),
@@ -383,6 +388,9 @@ def test_top_k_and_group_top_1_keep_the_first_of_equals():
     x = np.array([1, -2, 2, 2, 0, 2, -1, 2], "f4")
     np.testing.assert_array_equal(decoded(top_k(0.25), x), [0, -2, 2, 0, 0, 0, 0, 0])
     np.testing.assert_array_equal(decoded(group_top_1(8), x), [0, -2, 0, 0, 0, 0, 0, 0])
+    # Where a bit mask travels: it marks no more than are sent.
+    np.testing.assert_array_equal(decoded(top_k(0.5), x), [0, -2, 2, 2, 0, 2, 0, 0])
+    assert decoded(top_k(0.375), x).tolist() == [0, -2, 2, 2, 0, 0, 0, 0]
 
 
 def test_sign_of_zero_is_plus_and_zeros_stay_zeros_in_their_block():

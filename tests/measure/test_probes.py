@@ -28,6 +28,12 @@ def zero_one_adam():
     )
 
 
+def many_buckets():
+    """Ten alike, whose messages are sent in a loop."""
+    mean = jaxcomp.compressed_mean(jaxcomp.quantize(4), AXIS, bucket_numel=256)
+    return optax.chain(mean, optax.adam(1e-2))
+
+
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 
 
@@ -71,7 +77,9 @@ def test_what_cannot_be_measured_is_refused(replicas, sizes):
 
 
 @pytest.mark.parametrize(
-    "make", [lambda: DENSE, lambda: FOUR_BITS, zero_one_adam], ids=["dense", "4 bits", "0/1 Adam"]
+    "make",
+    [lambda: DENSE, lambda: FOUR_BITS, many_buckets, zero_one_adam],
+    ids=["dense", "4 bits", "in a loop", "0/1 Adam"],
 )
 def test_messages_are_those_of_the_report(make):
     mesh = mesh_of(2)

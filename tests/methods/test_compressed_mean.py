@@ -402,6 +402,17 @@ def test_bad_values_are_seen_where_all_or_no_leaves_travel_exact(exact):
     assert all(np.all(np.isnan(one_value(x))) for x in updates.values())
 
 
+def test_an_infinity_that_its_code_makes_finite_is_seen_beside_exact_leaves():
+    # One of three replicas: what tells the others is a third, beside the mean of the bias.
+    mesh = mesh_of(3)
+    update, state, params = start(mean(jaxcomp.cast("float16")), mesh)
+    grads = gradients(3)
+    grads["kernel"][1, 3, 3] = np.inf
+    updates, state = update(rows(mesh, grads), state, params)
+    assert all(np.all(np.isnan(one_value(x))) for x in updates.values())
+    assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves(state_of(state, "residual")))
+
+
 def test_apply_if_finite_inside_skips_a_bad_step_everywhere():
     mesh = mesh_of(2)
     update, state, params = start(finite_inside(), mesh)

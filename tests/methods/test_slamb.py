@@ -171,6 +171,11 @@ def test_momenta_are_averaged_where_the_mask_says_and_nowhere_else(pattern):
             np.testing.assert_array_equal(np.sum(visits[first : first + 4], axis=0), 1)
     else:
         assert np.any(visits[0] & visits[1]) and np.any(np.sum(visits[:4], axis=0) == 0)
+    # A count of 16 bits stays at its end.
+    longest = everywhere(run.mesh, np.full(SHAPES["kernel"], 65535, np.uint16))
+    run.state = run.state._replace(stale=run.state.stale | {"kernel": longest})
+    run.step(random_tree(8, 4))
+    assert set(np.unique(run.state.stale["kernel"])) == {0, 65535}
 
 
 def test_a_density_may_fall_in_a_warm_up():

@@ -201,6 +201,21 @@ def test_gradients_are_means_with_noise_of_every_devices_own(codes, num_coins, f
     assert np.abs(others).max() < 5 / np.sqrt(num_draws * 6 / 2)
 
 
+def test_unbiased_codes_leave_the_padding_alone():
+    # Five entries in four shards of two; a zero of one bit comes out as a coin.
+    code = jaxcomp.quantize(1, rounding="stochastic")
+    fsdp = hybrid(jaxcomp.identity(), code, **NEVER_EXACT)
+    mesh, shards = sharded(fsdp, np.zeros(5, np.float32), 2, 2)
+
+    def grad(shards, slope):
+        loss = lambda shards: jnp.vdot(fsdp.gather(fsdp.local(shards, jnp.int32(0))), slope)
+        return jax.grad(loss)(shards).data
+
+    grad = jax.shard_map(grad, mesh=mesh, in_specs=(CUT, P()), out_specs=CUT)
+    got = np.asarray(jax.jit(grad)(shards, jnp.ones(5))).reshape(-1)
+    np.testing.assert_array_equal(got != 0, [True] * 5 + [False] * 3)
+
+
 NUMEL, MESSAGE = 2 * 64 * 1024, (8 + 2 * 16 / 1024) / 8  # of a layer; bytes of a parameter
 
 

@@ -322,6 +322,20 @@ def test_harm_to_any_file_is_noticed_and_the_last_good_step_named(tmp_path, mesh
         restore(tmp_path, like)
 
 
+def test_harm_to_the_first_bytes_of_a_large_file_is_noticed(tmp_path):
+    # A file is summed up in pieces of 16 MiB.
+    path = tmp_path / "20.orbax-checkpoint-tmp" / "state" / "d"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(bytes(2**24 + 1))
+    files.write_checksums(tmp_path)
+    path.parents[1].rename(tmp_path / "20")
+    assert files.intact(tmp_path) == tmp_path / "20"
+    with (tmp_path / "20" / "state" / "d").open("r+b") as file:
+        file.write(b"1")
+    with pytest.raises(ValueError, match="the bytes of state/d have changed"):
+        files.intact(tmp_path)
+
+
 def test_the_named_good_step_passes_over_damaged_ones(tmp_path, mesh_of):
     save_steps(tmp_path, mesh_of(2), [1, 2, 3])
     shutil.rmtree(tmp_path / "2" / "state")
