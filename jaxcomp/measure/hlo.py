@@ -88,8 +88,8 @@ def parse(text: str) -> Module:
             f"got text without an ENTRY computation ({text[:60]!r} ...), need a compiled "
             "program's HLO; write jax.jit(f).lower(...).compile().as_text()"
         )
-    header = text.split("\n", 1)[0]
-    counts = [re.search(rf"\b{key}=(\d+)", header) for key in ("replica_count", "num_partitions")]
+    first = text.split("\n", 1)[0]
+    counts = [re.search(rf"\b{key}=(\d+)", first) for key in ("replica_count", "num_partitions")]
     return Module(entry, computations, *(int(count[1]) if count else 1 for count in counts))
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 import optax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxcomp.replicas.state import replica_axes
@@ -16,7 +16,7 @@ from jaxcomp.replicas.types import unlike, varies_over, varying_axes
 def state_specs(
     tx: optax.GradientTransformation,
     params: Any,
-    mesh: Mesh,
+    mesh: Mesh | AbstractMesh,
     axis_name: str,
     param_specs: Any = None,
 ) -> Any:

@@ -257,13 +257,14 @@ def _planned(fsdp: QSDP, stacked, path, leaf) -> Shard:
     policies = fsdp.weights, fsdp.gradients, fsdp.fast_gradients
     if fsdp.exact(name, one):
         policies = (averaging.EXACT,) * 3
-    codes = [policy_of(policy)(name, one) for policy in policies]
-    if codes[2].levels is not None:
+    weights, gradients, fast = (policy_of(policy)(name, one) for policy in policies)
+    if fast.levels is not None:
         raise ValueError(
-            f"fast_gradients is {codes[2].name} for {name!r}, but levels are learned of what "
+            f"fast_gradients is {fast.name} for {name!r}, but levels are learned of what "
             "crosses the slow axis only; write quantize(...)."
         )
-    return Shard(None, one.shape, *codes, stack=leaf.shape[: leaf.ndim - len(shape)])
+    stack = leaf.shape[: leaf.ndim - len(shape)]
+    return Shard(None, one.shape, weights, gradients, fast, stack)
 
 
 def _own(axes, shard: Shard, leaf: jax.Array) -> Shard:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxcomp.replicas.state import add_drifts
@@ -18,7 +18,7 @@ class Gradient(NamedTuple):
     """How the replicas of a mesh compute their gradients."""
 
     loss_fn: Callable[[Any, Any], jax.Array]  # the mean loss of a replica's batch
-    mesh: Mesh
+    mesh: Mesh | AbstractMesh
     axis_name: str  # of the replicas
     accumulate: int = 1  # microbatches that a replica's batch is cut into
 
