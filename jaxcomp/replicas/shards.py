@@ -80,7 +80,8 @@ def natural(data: Any, shape: tuple[int, ...], numpy: Any = jnp) -> Any:
     """Undoes `cut`: `[num_shards, *stack, numel] -> [*stack, *shape]`."""
     stack = data.shape[1:-1]
     flat = numpy.moveaxis(data, 0, len(stack)).reshape(*stack, data.shape[0] * data.shape[-1])
-    return flat[..., : math.prod(shape)].reshape(*stack, *shape)
+    # As a tuple: NumPy takes no arguments for a number.
+    return flat[..., : math.prod(shape)].reshape((*stack, *shape))
 
 
 def recut(data: np.ndarray, shape: tuple[int, ...], num_shards: int) -> np.ndarray:
