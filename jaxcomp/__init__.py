@@ -62,8 +62,8 @@ from jaxcomp.sharded.step import qsdp_train_step as qsdp_train_step
 from jaxcomp.steps.overlapped import OverlappedStep as OverlappedStep
 from jaxcomp.steps.overlapped import overlapped_train_step as overlapped_train_step
 from jaxcomp.steps.simulated import simulated_train_step as simulated_train_step
+from jaxcomp.steps.spread import replica_spread as replica_spread
 from jaxcomp.steps.train import TrainStep as TrainStep
-from jaxcomp.steps.train import replica_spread as replica_spread
 from jaxcomp.steps.train import train_step as train_step
 
 try:

@@ -46,9 +46,6 @@ def every(interval: int, steps: int, after: int = 0) -> Schedule:
       steps: Steps of the whole run, at least 1.
       after: First step at which there may be none, as the end of the variance's.
 
-    Returns:
-      A schedule for these steps.
-
     Raises:
       ValueError: If `interval` or `steps` is under 1.
     """
@@ -68,14 +65,12 @@ def both(first: Schedule, second: Schedule) -> Schedule:
 def growing(kappa: int = 16, until: int | None = None) -> Schedule:
     """Steps whose distance doubles after every `kappa` of them: 0/1 Adam's for the variance.
 
-    With kappa = 16 the steps number 1 to 16, 18, 20, ... 48, 52, ... (the first one is number 1).
+    With kappa = 16 the steps number 1 to 16, 18, 20, ... 48, 52, ... (the first one is number 1),
+    up to 2**30.
 
     Args:
       kappa: Steps at one distance, at least 1.
       until: Number of steps after which there are none, at least 1; None for no end.
-
-    Returns:
-      A schedule, of at most 2**30 steps.
 
     Raises:
       ValueError: If `kappa` or `until` is under 1.
@@ -117,9 +112,6 @@ def halving(
       steps: Steps of the whole run, at least 1.
       longest: Longest interval, a power of two; H in the paper.
       after: First step at which an interval may be longer than 1, as the end of the variance's.
-
-    Returns:
-      A schedule for these steps.
 
     Raises:
       ValueError: If `longest` is no power of two, or `steps` is under 1.
@@ -170,9 +162,6 @@ def plan(sync_at: Schedule, variance_at: Schedule, steps: int) -> Plan:
       variance_at: Steps that learn the variance.
       steps: Of the run, at least 1.
 
-    Returns:
-      The `Plan`.
-
     Raises:
       ValueError: If there are no steps, or the variance is learned in a step that does not
         synchronize, or not in the first one.
@@ -190,13 +179,13 @@ def plan(sync_at: Schedule, variance_at: Schedule, steps: int) -> Plan:
             "only when the replicas are together; write variance_at=growing(until=N), and "
             "sync_at=every(4, steps, after=N) or halving(..., after=N), with one N."
         )
-    if variance_at is not never and not variance[0] and not sync[0]:
-        raise ValueError(
-            "sync_at does not hold at count 0, where the variance has to be learned: the replicas "
-            "must meet at first; write sync_at=every(4, steps, after=N) or halving(..., after=N), "
-            "with N of at least 1."
-        )
     if variance_at is not never and not variance[0]:
+        if not sync[0]:
+            raise ValueError(
+                "sync_at does not hold at count 0, where the variance has to be learned: the "
+                "replicas must meet at first; write sync_at=every(4, steps, after=N) or "
+                "halving(..., after=N), with N of at least 1."
+            )
         raise ValueError(
             "variance_at does not hold at count 0: there is no variance to divide by before it is "
             "learned; write growing(until=N)."

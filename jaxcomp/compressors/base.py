@@ -110,8 +110,7 @@ class Compressor:
 def identity() -> Compressor:
     """Sends the float32 values themselves: 32 bits per parameter, exact, linear.
 
-    Returns:
-      A `Compressor`; `compressed_mean(identity(), ...)` is the uncompressed mean.
+    `compressed_mean(identity(), ...)` is the uncompressed mean.
     """
     return Compressor(
         name="identity()",
@@ -124,21 +123,10 @@ def identity() -> Compressor:
     )
 
 
-def require_compressor(name: str, got: Any) -> None:
-    """Raises a ValueError for what is no compressor, in the words of the call that got it."""
-    if not isinstance(got, Compressor):
-        raise ValueError(f"{name} got {got!r}; needs a Compressor; write quantize(4)")
-
-
 def call_name(factory: Callable[..., Compressor], **arguments: Any) -> str:
-    """Writes the call of a factory with every argument that is not its default.
+    """The call of a factory by all its arguments, without those that are its defaults.
 
-    Args:
-      factory: A function that returns a `Compressor`.
-      **arguments: All its arguments, by name.
-
-    Returns:
-      The text that a `Compressor` is named and compared by.
+    A `Compressor` is named and compared by it.
     """
     written = []
     for name, parameter in inspect.signature(factory).parameters.items():

@@ -7,15 +7,10 @@ _INDEXED = 2**31 - 1  # the greatest number of 32 bits: JAX has no longer ones b
 
 
 def split(x: jax.Array, block: int, fill: str = "zero") -> jax.Array:
-    """Cuts a bucket in blocks: `f32[numel] -> f32[ceil(numel / size), size]`.
+    """Cuts a bucket in blocks: `f32[numel] -> f32[ceil(numel / size), size]`, one a row.
 
-    Args:
-      x: `f32[numel]`.
-      block: Entries of a block; `size` is the lesser of it and numel.
-      fill: What completes the last block: "zero", or "edge" for its last value.
-
-    Returns:
-      The blocks, one a row.
+    The size is the lesser of `block` and numel. `fill` says what completes the last block: "zero",
+    or "edge" for its last value.
     """
     size = min(block, x.size)
     mode = "constant" if fill == "zero" else fill
@@ -31,12 +26,7 @@ def spread(scales: jax.Array, block: int, numel: int) -> jax.Array:
 def indexed(numel: int, unit: int = 1) -> list[slice]:
     """Cuts a bucket where positions no longer fit in 32 bits: nearly always into one piece.
 
-    Args:
-      numel: Entries of the bucket.
-      unit: What all pieces but the last are multiples of.
-
-    Returns:
-      The pieces, behind each other.
+    All pieces but the last are multiples of `unit`.
     """
     most = _INDEXED // unit * unit
     return [slice(start, min(start + most, numel)) for start in range(0, numel, most)]

@@ -9,8 +9,8 @@ from jaxcomp.compressors.sparse import random_k, top_k
 def cocktail(random: float = 0.1, top: float = 0.2, bits: int = 4, block: int = 128) -> Compressor:
     """Random sparsification, then top-K, then quantization: CocktailSGD's compressor.
 
-    `random * (1 + top * (bits + 16 / block))` bits per parameter, 0.1825 by default: 88 times
-    fewer than float16.
+    It is `compose(random_k(random), top_k(top), quantize(bits, block=block))`, of `random * (1 +
+    top * (bits + 16 / block))` bits per parameter: 0.1825 by default, 88 times fewer than float16.
 
     Args:
       random: Share of the entries that are looked at in one step, the same on all replicas; in
@@ -18,9 +18,6 @@ def cocktail(random: float = 0.1, top: float = 0.2, bits: int = 4, block: int = 
       top: Share of these that travel, the largest ones, in (0, 1]; a bit mask says which.
       bits: Width of a value's code, 1 to 8.
       block: Values that share a scale.
-
-    Returns:
-      `compose(random_k(random), top_k(top), quantize(bits, block=block))`.
 
     Raises:
       ValueError: At construction, for arguments outside these ranges.

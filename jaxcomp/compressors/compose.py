@@ -2,30 +2,22 @@
 
 import math
 
-from jaxcomp.compressors.base import (
-    Compressor,
-    Payload,
-    Selection,
-    identity,
-    require_compressor,
-)
+from jaxcomp.compressors import checks
+from jaxcomp.compressors.base import Compressor, Payload, Selection, identity
 from jaxcomp.compressors.packing import fold
 
 
 def compose(*stages: Compressor) -> Compressor:
     """Hands the values that each sparsifier keeps to the next stage; the last one codes them.
 
-    `compose(random_k(0.1), top_k(0.2), quantize(4))` is CocktailSGD's compressor, 0.1825 bits
-    per parameter. Each stage adds to the payload only what the receiver cannot know. The
-    contraction is the product of the stages', as a stage loses nothing of what it passes on.
+    Each stage adds to the payload only what the receiver cannot know. The contraction is the
+    product of the stages', as a stage loses nothing of what it passes on.
 
     Args:
       *stages: Sparsifiers, then any compressor. Where the last is a sparsifier too, the values
-        it keeps travel as float32. Of `random_k`, one at most: a second one that rolls with the
-        same count would never visit most entries. A chain stands for its stages.
-
-    Returns:
-      A `Compressor`; of one stage, that stage.
+        it keeps travel as float32. At most one is `random_k`: a second one that rolls with the
+        same count would never visit most entries. A chain stands for its stages, one stage for
+        itself.
 
     Examples:
       >>> import jaxcomp
@@ -46,7 +38,7 @@ def compose(*stages: Compressor) -> Compressor:
     if not stages:
         raise ValueError("compose() got no stage; write identity() to send float32 values")
     for stage in stages:
-        require_compressor("compose", stage)
+        checks.compressor("compose", stage)
     # A chain in a chain is one: what may stand where, and how often, is asked of all stages.
     stages = tuple(one for stage in stages for one in stage.stages or (stage,))
     selections = []
@@ -83,16 +75,13 @@ def compose(*stages: Compressor) -> Compressor:
 
 
 def sparsifier(name: str, selection: Selection, contraction: float, linear: bool) -> Compressor:
-    """Makes the compressor that sends what a selection keeps, as float32.
+    """Makes the compressor that sends what a selection keeps, as float32, or codes it by `compose`.
 
     Args:
       name: The call that makes it.
       selection: What is kept, and how the receiver learns where.
       contraction: Share of the squared norm that is kept at least, in expectation.
       linear: Whether the positions are the same on all replicas.
-
-    Returns:
-      A `Compressor` that `compose` takes before its last stage.
     """
     exact = identity()
     encode, decode = _chain(selection, exact.encode, exact.decode)

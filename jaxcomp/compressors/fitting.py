@@ -20,15 +20,9 @@ def histogram(values: jax.Array, chosen: jax.Array) -> jax.Array:
 def least_error(levels: jax.Array, tally: jax.Array) -> jax.Array:
     """Moves levels to where rounding to the nearest has the least squared error.
 
-    Lloyd's steps: each level goes to the mean of the values that are nearest to it. That is a
-    gradient step of the squared error, of a length of its own for each level.
-
-    Args:
-      levels: `f32[n]`, ascending in [0, 1].
-      tally: `f32[BINS]`, from `histogram`.
-
-    Returns:
-      `f32[n]`, ascending. A level to which no value is nearest stays.
+    Lloyd's steps: each of the levels, `f32[n]`, ascending in [0, 1], goes to the mean of the values
+    that are nearest to it, and stays if there are none. That is a gradient step of the squared
+    error, of a length of its own for each level. The tally is from `histogram`.
     """
     counts, sums = _integrals(tally)
 
@@ -48,12 +42,7 @@ def least_variance(levels: jax.Array, tally: jax.Array) -> jax.Array:
     between them is best where the count up to b is that up to a, and what the values between a and
     c lack to c, over c - a. Every second level at a time goes there.
 
-    Args:
-      levels: As for `least_error`.
-      tally: As for `least_error`.
-
-    Returns:
-      `f32[n]`, ascending; all as they were if nothing was tallied.
+    All stay as they were if nothing was tallied. Arguments are those of `least_error`.
 
     References:
       Faghri et al., `Adaptive Gradient Quantization for Data-Parallel SGD

@@ -12,15 +12,10 @@ from jax import lax
 _UNSIGNED = {2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}
 
 
-def largest(x: jax.Array, k: int) -> jax.Array:
-    """Marks the k entries of largest magnitude of each row; of equal ones the first.
+def mark_largest(x: jax.Array, k: int) -> jax.Array:
+    """Marks the k entries of largest magnitude of each row: `[rows, n] -> bool[rows, n]`.
 
-    Args:
-      x: Floating `[rows, n]`; NaN counts as larger than any number.
-      k: Entries per row, from 1 to n.
-
-    Returns:
-      `bool[rows, n]` with k true entries in each row.
+    Of equal ones the first are marked; NaN counts as larger than any number. k is from 1 to n.
     """
     size = lax.bitcast_convert_type(jnp.abs(x), _UNSIGNED[x.dtype.itemsize])
     count = lambda entries: jnp.sum(entries, axis=1, dtype=jnp.int32)

@@ -5,13 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxcomp.compressors import fitting
+from jaxcomp.compressors import checks, fitting
 from jaxcomp.compressors.base import Compressor, Levels, Payload, call_name
 from jaxcomp.compressors.blocks import split, spread
 from jaxcomp.compressors.packing import pack, uniform, unpack
-from jaxcomp.compressors.quantize import SCALE_DTYPES, grid
+from jaxcomp.compressors.quantize import grid, in_steps
 
-_MOST_BITS = 6
 _SAMPLE = 2**16  # values of a bucket that are tallied, at least where there are more
 
 
@@ -25,8 +24,8 @@ def learned_levels(
 
     The levels start uniform, as those of `quantize(bits, block, "minmax")`, whose bits per
     parameter it has. `qsdp` learns them, for each parameter and each of its two directions;
-    elsewhere they stay. With few bits most values lie near the middle of their range: learned
-    levels lose 0.6 times as much of normal values at 4 bits.
+    elsewhere they stay. No contraction is promised, as levels may be any. At 4 bits learned levels
+    lose 0.6 times as much of normal values, most of which lie near the middle of their range.
 
     Args:
       bits: Width of a code, 1 to 6; more are as good without learning.
@@ -34,9 +33,6 @@ def learned_levels(
       rounding: "nearest", whose levels then minimize the squared error; or "stochastic", up or
         down at random by the private key, unbiased, whose levels minimize its variance.
       scale_dtype: Of the minimum and the range, as for `quantize`.
-
-    Returns:
-      A `Compressor` with `levels`. It promises no contraction, since its levels may be any.
 
     Raises:
       ValueError: At construction, for arguments outside these ranges.
@@ -49,7 +45,11 @@ def learned_levels(
       Data-Parallel SGD <https://arxiv.org/abs/2010.12460>`_, NeurIPS 2020 (stochastic rounding).
     """
     dtype = jnp.dtype(scale_dtype)
-    _check(bits, block, rounding, dtype.name)
+    more = "; write quantize(8, block=1024, range='minmax') for more"
+    checks.integer("learned_levels", "bits", bits, more, most=6)
+    checks.integer("learned_levels", "block", block, "; write block=1024")
+    checks.choice("learned_levels", "rounding", rounding, "nearest", "stochastic")
+    checks.scale_dtype("learned_levels", dtype.name)
     start = np.linspace(0, 1, 2**bits, dtype=np.float32)
 
     def levels_of(shared):
@@ -58,7 +58,7 @@ def learned_levels(
     def encode(x, shared, private):
         x = x.astype(jnp.float32)
         low, span = grid(split(x, block, fill="edge"), "minmax", 1, dtype)
-        values = _unit(x, low, span, block)
+        values = in_steps(x, low, span, block)
         share = uniform(private, x.shape) if rounding == "stochastic" else 0.5
         codes = _find(values, levels_of(shared), share, bits)
         return Payload((pack(codes, bits), low, span), x.size)
@@ -76,46 +76,19 @@ def learned_levels(
         blocks = split(x.astype(jnp.float32), block, fill="edge")[::stride]
         is_value = split(jnp.ones(x.shape), block)[::stride] > 0
         low, span = grid(blocks, "minmax", 1, dtype)
-        values = _unit(blocks.reshape(-1), low, span, size)
+        values = in_steps(blocks.reshape(-1), low, span, size)
         return fitting.histogram(values, is_value.reshape(-1) & spread(span > 0, size, values.size))
 
     fit = fitting.least_error if rounding == "nearest" else fitting.least_variance
-    words = {"bits": bits, "block": block, "rounding": rounding, "scale_dtype": dtype.name}
+    rest = {"block": block, "rounding": rounding, "scale_dtype": dtype.name}
     return Compressor(
-        name=call_name(learned_levels, **words),
+        name=call_name(learned_levels, bits=bits, **rest),
         encode=encode,
         decode=decode,
         bits_per_parameter=bits + 2 * 8 * dtype.itemsize / block,
         unbiased=rounding == "stochastic",
         levels=Levels(start, tally, fit),
     )
-
-
-def _check(bits, block, rounding, scale_dtype):
-    if not isinstance(bits, int) or not 1 <= bits <= _MOST_BITS:
-        raise ValueError(
-            f"learned_levels got bits={bits!r}; needs an integer from 1 to {_MOST_BITS}; write "
-            "quantize(8, block=1024, range='minmax') for more"
-        )
-    if not isinstance(block, int) or block < 1:
-        raise ValueError(
-            f"learned_levels got block={block!r}; needs a positive integer; write block=1024"
-        )
-    if rounding not in ("nearest", "stochastic"):
-        raise ValueError(
-            f"learned_levels got rounding={rounding!r}; write 'nearest' or 'stochastic'"
-        )
-    if scale_dtype not in SCALE_DTYPES:
-        raise ValueError(
-            f"learned_levels got scale_dtype={scale_dtype}; write one of {SCALE_DTYPES}"
-        )
-
-
-def _unit(x, low, span, block):
-    """Values as shares of their block's range, `f32[numel]` in [0, 1]."""
-    span = span.astype(jnp.float32)
-    inverse = spread(jnp.where(span > 0, 1.0 / span, 0.0), block, x.size)
-    return (x - spread(low.astype(jnp.float32), block, x.size)) * inverse
 
 
 def _find(values, levels, share, bits):

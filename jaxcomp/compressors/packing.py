@@ -1,6 +1,7 @@
 """b-bit codes <-> bytes, and the counter-based hash that noise and masks are drawn from."""
 
 import functools
+import math
 import operator
 
 import jax
@@ -17,18 +18,12 @@ def packed_size(count: int, bits: int) -> int:
 
 
 def pack(codes: jax.Array, bits: int) -> jax.Array:
-    """Packs `bits`-bit codes into bytes: `ceil(count * bits / 8)` of them, or a few more.
+    """Packs codes of 1 to 32 bits into `uint8[packed_size(codes.size, bits)]`.
 
-    A width is split into parts of 8, 4, 2 and 1 bits, so that codes never straddle bytes; each
-    part is padded to a whole byte. The first slice of the codes takes the low bits, the next
-    slice the bits above: contiguous slices, where XLA vectorizes and neighbours would not.
-
-    Args:
-      codes: `uint8[...]` or, for more than 8 bits, `uint32[...]`; below `2**bits`.
-      bits: Width of a code, 1 to 32.
-
-    Returns:
-      `uint8[packed_size(codes.size, bits)]`.
+    Codes are `uint8[...]` or, for more than 8 bits, `uint32[...]`, below `2**bits`. A width is
+    split into parts of 8, 4, 2 and 1 bits, so that codes never straddle bytes; each part is padded
+    to a whole byte. The first slice of the codes takes the low bits, the next slice the bits
+    above: contiguous slices, where XLA vectorizes and neighbours would not.
     """
     parts, shift = [], 0
     for width in _widths(bits):
@@ -39,16 +34,7 @@ def pack(codes: jax.Array, bits: int) -> jax.Array:
 
 
 def unpack(packed: jax.Array, bits: int, count: int) -> jax.Array:
-    """Undoes `pack`.
-
-    Args:
-      packed: `uint8[packed_size(count, bits)]`.
-      bits: Width of a code, 1 to 32.
-      count: Number of codes.
-
-    Returns:
-      `uint8[count]`, or `uint32[count]` for more than 8 bits.
-    """
+    """Undoes `pack`: `uint8[count]`, or `uint32[count]` for more than 8 bits."""
     dtype = jnp.uint8 if bits <= 8 else jnp.uint32
     parts, start, shift = [], 0, 0
     for width in _widths(bits):
@@ -62,12 +48,8 @@ def unpack(packed: jax.Array, bits: int, count: int) -> jax.Array:
 def fold(key: Key, *data: jax.Array | int) -> Key:
     """Derives another key: one whose seed is a hash of this one's and of every integer given.
 
-    Args:
-      key: The key to start from; the rest of it is kept.
-      *data: Integers, or integer arrays of no axis, as `lax.axis_index` returns.
-
-    Returns:
-      A `Key`. The order of `data` matters; equal arguments give equal keys.
+    Integers may be arrays of no axis, as `lax.axis_index` returns; their order matters. Equal
+    arguments give equal keys.
     """
     seed = key.seed
     for datum in data:
@@ -82,18 +64,10 @@ def random_bits(key: Key, shape: tuple[int, ...]) -> jax.Array:
     """Hashes each index of an array with the key's seed into 32 bits.
 
     Counter-based, so XLA fuses it into what reads it: no array of noise is written. Not for
-    cryptography.
-
-    Args:
-      key: Only `key.seed` is read; keys for independent draws come from `fold`.
-      shape: Of the result; behind 2**32 entries the bits repeat.
-
-    Returns:
-      `uint32[shape]`.
+    cryptography. Keys for independent draws come from `fold`; behind 2**32 entries the bits
+    repeat.
     """
-    size = 1
-    for length in shape:
-        size *= length
+    size = math.prod(shape)
     # The seed enters twice: once would make two seeds' streams permutations of each other.
     first = _mix_start(lax.iota(jnp.uint32, size) ^ key.seed)
     return _mix_end(first + _mix(key.seed)).reshape(shape)

@@ -44,14 +44,10 @@ def path_of(key_path) -> str:
 
 
 def by_path(*rules: tuple[str, Any]) -> Callable[[str, Any], Any]:
-    """Makes a policy from (regular expression, value) pairs; the first that matches wins.
+    """Makes a policy `(path, leaf) -> value` of rules; the first that matches wins.
 
     Args:
-      *rules: Patterns for `re.search` on the leaf's path, each with what it stands for, as
-        `("embed", quantize(8)), (".*", quantize(4))`.
-
-    Returns:
-      A function of (path, leaf) for `compressed_mean` or `make_plan`.
+      *rules: Patterns for `re.search` on the leaf's path, each with its value.
 
     Examples:
       >>> import jaxcomp
@@ -68,9 +64,8 @@ def by_path(*rules: tuple[str, Any]) -> Callable[[str, Any], Any]:
         for pattern, value in rules:
             if re.search(pattern, path):
                 return value
-        patterns = [pattern for pattern, _ in rules]
         raise ValueError(
-            f"no rule covers the leaf {path!r}: the patterns are {patterns}; "
+            f"no rule covers the leaf {path!r}: the patterns are {[rule[0] for rule in rules]}; "
             "end the rules with ('.*', ...)."
         )
 

@@ -4,11 +4,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxcomp.compressors import checks
 from jaxcomp.compressors.base import Compressor, Payload, call_name
 from jaxcomp.compressors.blocks import split, spread
 from jaxcomp.compressors.packing import pack, uniform, unpack
-
-SCALE_DTYPES = ("bfloat16", "float16", "float32")
 
 
 def cast(dtype: jax.typing.DTypeLike) -> Compressor:
@@ -17,14 +16,11 @@ def cast(dtype: jax.typing.DTypeLike) -> Compressor:
     Values beyond the type's largest finite one, infinities among them, become that one; NaN
     stays NaN. bfloat16 has float32's range and is a contraction, with alpha = 1 - 2**-16. The
     others make zeros of small values (below 3e-8 in float16, 1e-3 in float8_e4m3fn, 8e-6 in
-    float8_e5m2), so scale what is cast to them.
+    float8_e5m2), so scale what is cast to them. The bits travel as unsigned integers, since
+    XLA:CPU widens small floating-point types on the wire.
 
     Args:
       dtype: bfloat16, float16, float8_e4m3fn or float8_e5m2.
-
-    Returns:
-      A `Compressor`. Its payload holds the bits as unsigned integers, since XLA:CPU widens
-      small floating-point types on the wire.
 
     Raises:
       ValueError: At construction, for another type; a TypeError for what is none.
@@ -85,9 +81,6 @@ def quantize(
       scale_dtype: Of the step and the minimum: bfloat16, float32, or float16, in which what
         is below 6e-8 vanishes. "minmax" of values far from zero needs float32.
 
-    Returns:
-      A `Compressor`.
-
     Raises:
       ValueError: At construction, for arguments outside these ranges.
 
@@ -98,17 +91,20 @@ def quantize(
       Guarantees", ICML 2023, arXiv 2302.02390 (random shift).
     """
     dtype = jnp.dtype(scale_dtype)
-    _check(bits, block, range, rounding, dtype.name)
+    more = "; write quantize(4), or cast('bfloat16') or identity() for more bits"
+    checks.integer("quantize", "bits", bits, more, most=8)
+    checks.integer("quantize", "block", block, "; write block=128")
+    checks.choice("quantize", "range", range, "absmax", "minmax")
+    checks.choice("quantize", "rounding", rounding, "nearest", "stochastic", "shift")
+    checks.scale_dtype("quantize", dtype.name)
     num_steps = 2**bits - (1 if range == "minmax" or bits == 1 else 2)
 
     def encode(x, shared, private):
         x = _widen(x)
         low, step = grid(split(x, block, fill="edge"), range, num_steps, dtype)
-        inverse = spread(jnp.where(step > 0, 1.0 / _widen(step), 0.0), block, x.size)
+        steps = in_steps(x, low, step, block)
         if range == "absmax":
-            steps = x * inverse + num_steps / 2
-        else:
-            steps = (x - spread(_widen(low), block, x.size)) * inverse
+            steps = steps + num_steps / 2
         steps = jnp.clip(steps + _offset(rounding, shared, private, x.shape), 0.0, num_steps)
         # The sum is a rounded code in the low bits; XLA:CPU converts at a third of the speed.
         codes = lax.bitcast_convert_type(steps + 2.0**23, jnp.uint32).astype(jnp.uint8)
@@ -126,39 +122,15 @@ def quantize(
         return steps * step + spread(_widen(low[0]), block, payload.numel)
 
     scales = 1 if range == "absmax" else 2
+    rest = {"block": block, "range": range, "rounding": rounding, "scale_dtype": dtype.name}
     return Compressor(
-        name=call_name(
-            quantize,
-            bits=bits,
-            block=block,
-            range=range,
-            rounding=rounding,
-            scale_dtype=dtype.name,
-        ),
+        name=call_name(quantize, bits=bits, **rest),
         encode=encode,
         decode=decode,
         bits_per_parameter=bits + scales * 8 * dtype.itemsize / block,
         contraction=_contraction(num_steps, block, range, rounding, dtype),
         unbiased=rounding != "nearest",
     )
-
-
-def _check(bits, block, range, rounding, scale_dtype):
-    if not isinstance(bits, int) or not 1 <= bits <= 8:
-        raise ValueError(
-            f"quantize got bits={bits!r}; needs an integer from 1 to 8; write quantize(4), or "
-            "cast('bfloat16') or identity() for more bits"
-        )
-    if not isinstance(block, int) or block < 1:
-        raise ValueError(f"quantize got block={block!r}; needs a positive integer; write block=128")
-    if range not in ("absmax", "minmax"):
-        raise ValueError(f"quantize got range={range!r}; write 'absmax' or 'minmax'")
-    if rounding not in ("nearest", "stochastic", "shift"):
-        raise ValueError(
-            f"quantize got rounding={rounding!r}; write 'nearest', 'stochastic' or 'shift'"
-        )
-    if scale_dtype not in SCALE_DTYPES:
-        raise ValueError(f"quantize got scale_dtype={scale_dtype}; write one of {SCALE_DTYPES}")
 
 
 def grid(blocks, range, num_steps, dtype):
@@ -169,6 +141,12 @@ def grid(blocks, range, num_steps, dtype):
         return None, _round_up(jnp.maximum(high, -low) / (num_steps / 2), dtype)
     low = -_round_up(-low, dtype)
     return low, _round_up((high - _widen(low)) / num_steps, dtype)
+
+
+def in_steps(x, low, step, block):
+    """How many steps of its block's grid a value lies above the least one, or above zero."""
+    x = x if low is None else x - spread(_widen(low), block, x.size)
+    return x * spread(jnp.where(step > 0, 1.0 / _widen(step), 0.0), block, x.size)
 
 
 def _round_up(x, dtype):

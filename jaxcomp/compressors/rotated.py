@@ -6,7 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxcomp.compressors.base import Compressor, Key, Payload, require_compressor
+from jaxcomp.compressors import checks
+from jaxcomp.compressors.base import Compressor, Key, Payload
 from jaxcomp.compressors.packing import fold, random_bits
 
 _SIGNS = Key(0, 0)  # of what is tallied, whose levels do for all signs
@@ -17,16 +18,13 @@ def rotated(code: Compressor, block: int = 128) -> Compressor:
 
     The matrix is a Hadamard matrix over sqrt(block) behind random signs, drawn from the shared
     key. Values of a block become sums of all of them, near normal ones: a grid of few levels codes
-    them with less error than a few outliers among small values. Zeros that fill up the last block
-    are coded, too.
+    them with less error than a few outliers among small values. Bits per parameter and promises are
+    those of `code`; zeros that fill up the last block are coded, too.
 
     Args:
       code: Of the rotated values: one that rounds. What a sparsifier leaves out would be of all
         values, and one that loses nothing gains nothing.
       block: Neighbours that are rotated together, a power of two.
-
-    Returns:
-      A `Compressor` of the bits of `code`, that promises what it promises.
 
     Raises:
       ValueError: At construction, for another `block` or `code`.
@@ -38,7 +36,7 @@ def rotated(code: Compressor, block: int = 128) -> Compressor:
     """
     if not isinstance(block, int) or block < 2 or block & (block - 1):
         raise ValueError(f"rotated got block={block!r}; needs a power of two; write block=128")
-    require_compressor("rotated", code)
+    checks.compressor("rotated", code)
     if code.selection is not None or code.stages or code.linear:
         raise ValueError(f"rotated got {code.name}, needs a code that rounds; write quantize(4)")
     matrix = _hadamard(block)
@@ -63,15 +61,8 @@ def rotated(code: Compressor, block: int = 128) -> Compressor:
     levels = plain = code.levels
     if plain is not None:
         levels = plain._replace(tally=lambda x: plain.tally(rotate(x, _SIGNS)))
-    return Compressor(
-        name=f"rotated({code.name}{'' if block == 128 else f', block={block}'})",
-        encode=encode,
-        decode=decode,
-        bits_per_parameter=code.bits_per_parameter,
-        contraction=code.contraction,
-        unbiased=code.unbiased,
-        levels=levels,
-    )
+    name = f"rotated({code.name}{'' if block == 128 else f', block={block}'})"
+    return dataclasses.replace(code, name=name, encode=encode, decode=decode, levels=levels)
 
 
 def _hadamard(size):

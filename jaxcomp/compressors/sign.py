@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from jaxcomp.compressors import checks
 from jaxcomp.compressors.base import Compressor, Payload, call_name
 from jaxcomp.compressors.blocks import split, spread
 from jaxcomp.compressors.packing import pack, unpack
@@ -27,9 +28,6 @@ def sign(
       block: Neighbours that share a scale; None for one scale per bucket.
       scale_dtype: Of the scales: float32, bfloat16 or float16.
 
-    Returns:
-      A `Compressor`.
-
     Raises:
       ValueError: At construction, for arguments outside these ranges.
 
@@ -40,16 +38,10 @@ def sign(
       Schemes", ICML 2019, arXiv 1901.09847 (the l1 scale).
     """
     dtype = jnp.dtype(scale_dtype)
-    if scale not in ("l1", "l2"):
-        raise ValueError(f"sign got scale={scale!r}; write 'l1' or 'l2'")
-    if block is not None and (not isinstance(block, int) or block < 1):
-        raise ValueError(
-            f"sign got block={block!r}; needs a positive integer, or None for one scale per bucket"
-        )
-    if dtype.name not in ("float32", "bfloat16", "float16"):
-        raise ValueError(
-            f"sign got scale_dtype={dtype.name}; write 'float32', 'bfloat16' or 'float16'"
-        )
+    checks.choice("sign", "scale", scale, "l1", "l2")
+    if block is not None:
+        checks.integer("sign", "block", block, ", or None for one scale per bucket")
+    checks.scale_dtype("sign", dtype.name)
 
     def encode(x, shared, private):
         size = min(block or x.size, x.size)

@@ -6,10 +6,11 @@ import numbers
 import jax.numpy as jnp
 from jax import lax
 
+from jaxcomp.compressors import checks
 from jaxcomp.compressors.base import Compressor, Selection, call_name
 from jaxcomp.compressors.blocks import indexed, split
 from jaxcomp.compressors.compose import sparsifier
-from jaxcomp.compressors.largest import at_ones, largest, put_at_ones, to_mask
+from jaxcomp.compressors.largest import at_ones, mark_largest, put_at_ones, to_mask
 from jaxcomp.compressors.packing import pack, uniform, unpack
 
 
@@ -25,9 +26,6 @@ def random_k(density: float, pattern: str = "strided") -> Compressor:
       pattern: "strided", every `1 / density`-th entry, rolled by one each step, or "random", one
         entry drawn from each of `ceil(numel * density)` groups by the shared key.
 
-    Returns:
-      A `Compressor` with a `selection`.
-
     Raises:
       ValueError: At construction, for arguments outside these ranges.
 
@@ -37,8 +35,7 @@ def random_k(density: float, pattern: str = "strided") -> Compressor:
       the authors' code does. Not rounded down to a multiple of 128 entries as there.
     """
     stride = _stride(density)
-    if pattern not in ("strided", "random"):
-        raise ValueError(f"random_k got pattern={pattern!r}; write 'strided' or 'random'")
+    checks.choice("random_k", "pattern", pattern, "strided", "random")
     select, scatter = _strided(stride) if pattern == "strided" else _drawn(stride)
     selection = Selection(
         kept=lambda numel: -(-numel // stride),
@@ -67,9 +64,6 @@ def top_k(density: float, block: int | None = None) -> Compressor:
       block: Neighbours among which to choose; None to choose from the whole bucket. Of a last,
         incomplete block as many are sent as of the others.
 
-    Returns:
-      A `Compressor` with a `selection`.
-
     Raises:
       ValueError: At construction, for arguments outside these ranges.
 
@@ -79,10 +73,8 @@ def top_k(density: float, block: int | None = None) -> Compressor:
       2023, algorithm 2, step 2. Not rounded down to a multiple of 128 entries as in its code.
     """
     _check_density("top_k", density)
-    if block is not None and (not isinstance(block, int) or block < 1):
-        raise ValueError(
-            f"top_k got block={block!r}; needs a positive integer, or None for the whole bucket"
-        )
+    if block is not None:
+        checks.integer("top_k", "block", block, ", or None for the whole bucket")
 
     def layout(numel):
         size = min(block or numel, numel)
@@ -106,15 +98,11 @@ def group_top_1(group: int) -> Compressor:
     """Sends the entry of largest magnitude of each group of `group`, in one pass.
 
     Costs `(32 + log2(group)) / group` bits per parameter as float32. A contraction with alpha =
-    1 / group; on data without structure it keeps nearly as much as `top_k` at equal bits. A
-    group is made of entries far apart, `numel / group` from one to the next, and of equal
-    magnitudes the first is kept.
+    1 / group; on data without structure it keeps nearly as much as `top_k` at equal bits. Entries
+    of a group lie `numel / group` apart; of equal magnitudes the first is kept.
 
     Args:
       group: Entries per group, a power of two from 2 to 256.
-
-    Returns:
-      A `Compressor` with a `selection`.
 
     Raises:
       ValueError: At construction, for another group.
@@ -126,7 +114,7 @@ def group_top_1(group: int) -> Compressor:
     bits = group.bit_length() - 1
 
     def select(x, shared):
-        values, place = _largest(_rows(x, group))
+        values, place = _largest_in_columns(_rows(x, group))
         return values, pack(place, bits)
 
     def scatter(values, where, shared, numel):
@@ -196,7 +184,7 @@ def _largest_of_blocks(layout):
     def select(x, shared):
         size, num_blocks, k = layout(x.size)
         blocks = split(x, size)
-        mask = to_mask(largest(blocks, k).reshape(-1))
+        mask = to_mask(mark_largest(blocks, k).reshape(-1))
         values = at_ones(blocks.reshape(-1), mask, num_blocks * k)
         if _index_bits(size) * k >= size:
             return values, mask
@@ -227,7 +215,7 @@ def _rows(x, length):
     return jnp.pad(x, (0, -x.size % length)).reshape(length, -1)
 
 
-def _largest(rows):
+def _largest_in_columns(rows):
     # A knock-out of neighbours, twice to ten times as fast on a CPU as argmax.
     values, place = rows, jnp.zeros_like(rows, jnp.uint8)
     for bit in range((rows.shape[0] - 1).bit_length()):

@@ -44,19 +44,13 @@ class Module(NamedTuple):
 class Execution(NamedTuple):
     """An instruction where it runs.
 
-    Attributes:
-      instruction: The instruction.
-      computation: The computation that holds it, and its operands.
-      count: How often one run of the program executes it if all `branch`es are taken; None
-        where the program does not tell.
-      branch: The branches of conditionals that it is in, outermost first; each is the name of
-        the conditional, a space, and which branch.
+    A branch is the name of a conditional, a space, and which of its branches.
     """
 
     instruction: Instruction
-    computation: Computation
-    count: int | None
-    branch: tuple[str, ...]
+    computation: Computation  # that holds it, and its operands
+    count: int | None  # times a run of the program, if all branches are taken; None: not known
+    branch: tuple[str, ...]  # those that it is in, outermost first
 
 
 _HEADER = re.compile(r"(ENTRY\s+)?%?([\w.\-]+)\s*(?:\(.*\)\s*->.*)?\{$")
@@ -66,26 +60,12 @@ _CALLED = re.compile(
     r"(\{[^}]*\}|%?[\w.\-]+)"
 )
 _SHAPE = re.compile(r"\b([a-z]\w*)\[([\d,<=]*)\](?:\{([^}]*)\})?")
-_COMPARISONS = {
-    "LT": operator.lt,
-    "LE": operator.le,
-    "GT": operator.gt,
-    "GE": operator.ge,
-    "EQ": operator.eq,
-    "NE": operator.ne,
-}
 # A loop longer than this, whose length XLA did not state, counts as unknown.
 _MAX_SIMULATED_TRIPS = 10_000
 
 
 def parse(text: str) -> Module:
-    """Reads the text that `jax.stages.Compiled.as_text` returns.
-
-    Args:
-      text: An HLO module, one instruction a line, names marked by `%`.
-
-    Returns:
-      The module.
+    """Reads what `jax.stages.Compiled.as_text` returns: one instruction a line, names after `%`.
 
     Raises:
       ValueError: If the text has no entry computation.
@@ -108,33 +88,20 @@ def parse(text: str) -> Module:
             f"got text without an ENTRY computation ({text[:60]!r} ...), need a compiled "
             "program's HLO; write jax.jit(f).lower(...).compile().as_text()"
         )
-    header = text.split("\n", 1)[0]
-    counts = [re.search(rf"\b{key}=(\d+)", header) for key in ("replica_count", "num_partitions")]
+    first = text.split("\n", 1)[0]
+    counts = [re.search(rf"\b{key}=(\d+)", first) for key in ("replica_count", "num_partitions")]
     return Module(entry, computations, *(int(count[1]) if count else 1 for count in counts))
 
 
 def executions(module: Module) -> Iterator[Execution]:
-    """Yields every instruction that the entry computation reaches, once a place it runs in.
-
-    Args:
-      module: A program.
-
-    Yields:
-      The executions, callers before what they call.
-    """
+    """Yields what the entry computation reaches, once a place it runs in, callers first."""
     return _walk(module, module.entry, 1, ())
 
 
 def num_bytes(type_: str) -> int:
-    """Returns the bytes of an array or of a tuple of arrays.
+    """The bytes of a type as printed, `f32[8,4]{1,0}`, or of a tuple, `(f32[8], u8[4])`.
 
     A type narrower than a byte takes a byte, unless its layout packs it, as in `s4[8]{0:E(4)}`.
-
-    Args:
-      type_: The type as printed, `f32[8,4]{1,0}` or `(f32[8], u8[4])`.
-
-    Returns:
-      Its size in bytes.
     """
     total = 0
     for dtype, dims, layout in _SHAPE.findall(type_):
@@ -146,12 +113,12 @@ def num_bytes(type_: str) -> int:
 
 
 def shapes(type_: str) -> list[str]:
-    """Returns the arrays in a type, without layouts: `["f32[8,4]", "u8[4]"]`."""
+    """The arrays in a type, without layouts: `["f32[8,4]", "u8[4]"]`."""
     return [f"{dtype}[{dims}]" for dtype, dims, _ in _SHAPE.findall(type_)]
 
 
 def _closing(text: str) -> int:
-    """Returns the index of the parenthesis that closes the one opened just before `text`."""
+    """The index of the parenthesis that closes the one opened just before `text`."""
     depth = 1
     for index, character in enumerate(text):
         depth += (character == "(") - (character == ")")
@@ -160,9 +127,7 @@ def _closing(text: str) -> int:
     return len(text)
 
 
-def _walk(
-    module: Module, name: str, count: int | None, branch: tuple[str, ...]
-) -> Iterator[Execution]:
+def _walk(module, name, count, branch) -> Iterator[Execution]:
     computation = module.computations[name]
     for instruction in computation.instructions.values():
         yield Execution(instruction, computation, count, branch)
@@ -178,7 +143,7 @@ def _walk(
 
 
 def _called(instruction: Instruction) -> list[tuple[str, int, str]]:
-    """Returns `(role, index, name)` of the computations that an instruction calls."""
+    """`(role, index, name)` of the computations that an instruction calls."""
     return [
         (role, index, name)
         for role, names in _CALLED.findall(instruction.attributes)
@@ -186,10 +151,8 @@ def _called(instruction: Instruction) -> list[tuple[str, int, str]]:
     ]
 
 
-def _times(
-    module: Module, computation: Computation, instruction: Instruction, role: str
-) -> int | None:
-    """Returns how often one execution of `instruction` runs what it calls."""
+def _times(module, computation, instruction, role) -> int | None:
+    """How often one execution of `instruction` runs what it calls."""
     if instruction.op == "while":
         trips = _trip_count(module, computation, instruction)
         # The condition runs once more than the body: the last time it says no.
@@ -198,7 +161,7 @@ def _times(
 
 
 def _trip_count(module: Module, computation: Computation, loop: Instruction) -> int | None:
-    """Returns what XLA found, or else what running the loop's integers gives."""
+    """What XLA found, or else what running the loop's integers gives."""
     known = re.search(r'"known_trip_count":\s*\{"n":\s*"?(\d+)', loop.attributes)
     if known:
         return int(known[1])
@@ -219,13 +182,7 @@ def _run(module: Module, name: str, arguments: Sequence[Any]) -> Any:
     return _evaluate(module, computation, computation.root, arguments, {})
 
 
-def _evaluate(
-    module: Module,
-    computation: Computation,
-    name: str,
-    arguments: Sequence[Any],
-    seen: dict[str, Any],
-) -> Any:
+def _evaluate(module, computation, name, arguments, seen) -> Any:
     """Computes an integer, or a tuple of some as a list; None is what cannot be known."""
     if name in seen:
         return seen[name]
@@ -259,7 +216,8 @@ def _apply(module: Module, instruction: Instruction, operands: list[Any]) -> Any
         total = sum(operands)
         return total if abs(total) < 2**31 else None  # It may wrap around.
     if op == "compare":
-        return _COMPARISONS[re.search(r"direction=(\w+)", attributes)[1]](*operands)
+        # HLO's names of comparisons, as `LT`, are Python's.
+        return getattr(operator, re.search(r"direction=(\w+)", attributes)[1].lower())(*operands)
     if op == "get-tuple-element":
         return operands[0][int(re.search(r"index=(\d+)", attributes)[1])]
     return operands[0]

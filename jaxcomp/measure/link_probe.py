@@ -27,15 +27,12 @@ SIZES = tuple(4**power for power in range(6, 14))
 
 
 def seconds_of(call: Callable[[], Any], repeats: int, pause: float = 0.0) -> float:
-    """The median time of a call on the slowest process, after one that is not counted.
+    """The median seconds of `repeats` calls on the slowest process, after one that is not counted.
 
     Args:
       call: Returns arrays; the same on all processes, which begin each call together.
-      repeats: Calls to time, at least 1.
+      repeats: At least 1.
       pause: Seconds before each call.
-
-    Returns:
-      Seconds.
     """
     seconds = []
     for _ in range(repeats + 1):
@@ -98,13 +95,9 @@ def measure_link(
 
 
 def cost_of(samples: Sequence[tuple[float, float]]) -> Cost:
-    """Makes a cost of measured times, of which a larger message never takes less.
+    """Makes a cost of pairs of bytes, growing, and measured seconds.
 
-    Args:
-      samples: Pairs of bytes, growing, and seconds.
-
-    Returns:
-      The cost; a time above that of a larger message counts as that one's.
+    A larger message never takes less: a time above that of a larger one counts as that one's.
     """
     sent, seconds = zip(*samples, strict=True)
     rising = itertools.accumulate(reversed(seconds), min)

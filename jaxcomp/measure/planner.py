@@ -10,6 +10,8 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 
+from jaxcomp.measure.tables import aligned
+
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
@@ -43,9 +45,6 @@ def affine_cost(latency: float, rate: float) -> Cost:
     Args:
       latency: Seconds of one that carries nothing, all its rounds included; at least 0.
       rate: bit/s at which bytes leave one replica, above 0; `math.inf` for no limit.
-
-    Returns:
-      The cost.
 
     Raises:
       ValueError: For a latency or a rate out of range.
@@ -175,9 +174,6 @@ def plan(
       compute_seconds: Of a step without any exchange: gradient and update.
       tolerance: Share of the fastest step that may be lost, at least 0.
 
-    Returns:
-      The plan.
-
     Raises:
       ValueError: If there is no exact method, names repeat, or a number is out of its range.
 
@@ -229,30 +225,18 @@ def _reason(rows: Sequence[Row], recommended: Row, fastest: float) -> str:
 
 def table(planned: Plan) -> str:
     """Formats a plan for people to read: a line a method, then the recommendation."""
-    lines = [("method", "step", "of it network", "codec", "bytes sent", "memory", "changes")]
-    for row in planned.rows:
-        lines.append(
-            (
-                row.method.name,
-                _milliseconds(row.step_seconds),
-                _milliseconds(row.network_seconds),
-                _milliseconds(row.method.codec_seconds),
-                f"{row.sent_bytes:,.0f}",
-                f"{row.method.memory_bytes / 2**20:,.0f} MiB" if row.method.memory_bytes else "",
-                row.method.changes or "nothing",
-            )
-        )
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    cells = [
-        [
-            # Numbers are read by their last digits, words by their first.
-            cell.ljust(width) if number in (0, 6) else cell.rjust(width)
-            for number, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ]
-        for line in lines
-    ]
+    head = "method", "step", "of it network", "codec", "bytes sent", "memory", "changes"
+    lines = [head, *map(_cells, planned.rows)]
     alone = f"without an exchange a step takes {_milliseconds(planned.compute_seconds)}"
-    return "\n".join(["  ".join(line).rstrip() for line in cells] + [alone, planned.reason])
+    return "\n".join([*aligned(lines, numbers=range(1, 6)), alone, planned.reason])
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    method = row.method
+    seconds = row.step_seconds, row.network_seconds, method.codec_seconds
+    memory = f"{method.memory_bytes / 2**20:,.0f} MiB" if method.memory_bytes else ""
+    sent = f"{row.sent_bytes:,.0f}"
+    return method.name, *map(_milliseconds, seconds), sent, memory, method.changes or "nothing"
 
 
 def _milliseconds(seconds: float) -> str:

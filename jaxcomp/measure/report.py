@@ -15,19 +15,21 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxcomp.compressors.policies import path_of
-from jaxcomp.measure import hlo, hlo_groups, hlo_mesh
+from jaxcomp.measure import hlo
+from jaxcomp.measure.mesh import (
+    axes_crossed,
+    axes_of_groups,
+    positions_of,
+    replica_groups,
+    source_target_pairs,
+)
+from jaxcomp.measure.tables import aligned
 from jaxcomp.replicas.compact import is_compact
 from jaxcomp.replicas.state import fields
 
-_COLLECTIVES = (
-    "all-reduce",
-    "all-gather",
-    "all-to-all",
-    "reduce-scatter",
-    "collective-permute",
-    "collective-broadcast",
-    "ragged-all-to-all",
-    "send",
+_COLLECTIVES = frozenset(
+    "all-reduce all-gather all-to-all reduce-scatter collective-permute collective-broadcast "
+    "ragged-all-to-all send".split()
 )
 
 
@@ -63,7 +65,7 @@ Program = jax.stages.Compiled | str
 
 
 def collectives(program: Program | Sequence[Program], mesh: Mesh) -> list[Collective]:
-    """Lists the collectives of a compiled program.
+    """Lists the collectives of a compiled program, in its order.
 
     A replica of N that hands over B bytes sends 2 B (N-1)/N for an all-reduce, B (N-1) for an
     all-gather, B (N-1)/N for a reduce-scatter or an all-to-all, and B for a permutation or a
@@ -73,9 +75,6 @@ def collectives(program: Program | Sequence[Program], mesh: Mesh) -> list[Collec
       program: Of a step; or those of a step that consists of several. Text does not name its
         devices, so their order is taken to be the mesh's.
       mesh: The mesh of the program, whose axes the report names.
-
-    Returns:
-      The collectives, in the program's order.
 
     Raises:
       ValueError: If the program runs on other devices than the mesh has.
@@ -93,13 +92,9 @@ def collectives(program: Program | Sequence[Program], mesh: Mesh) -> list[Collec
             f"partitions, need one that runs on the mesh's {mesh.size} devices; pass the mesh "
             "that the step was made with"
         )
-    positions = hlo_mesh.positions_of(program, mesh)
-    axes_of = hlo_mesh.axes_of_groups(mesh, positions)
-    found = []
-    for execution in hlo.executions(module):
-        op = execution.instruction.op.removesuffix("-start")
-        if op in _COLLECTIVES:
-            found.append(_collective(op, execution, axes_of, positions, mesh))
+    positions = positions_of(program, mesh)
+    axes_of = axes_of_groups(mesh, positions)
+    found = (_collective(run, axes_of, positions, mesh) for run in hlo.executions(module))
     return [collective for collective in found if collective is not None]
 
 
@@ -111,12 +106,9 @@ def sent_bytes(program: Program | Sequence[Program], mesh: Mesh, axis: str | Non
     one whose groups fit no axes counts for all: do not add the sums of two axes.
 
     Args:
-      program: As for `collectives`.
-      mesh: As for `collectives`.
+      program: As for `collectives`, like `mesh`.
+      mesh: The mesh of the program.
       axis: Count only what crosses this mesh axis; None counts everything.
-
-    Returns:
-      The bytes.
 
     Raises:
       ValueError: If the mesh has no such axis, or if a loop that sends has no known length.
@@ -130,18 +122,8 @@ def sent_bytes_by_part(
     """Sums the bytes that leave one replica in one step, for each part of an exchange.
 
     Methods that skip rounds name their parts ("synchronize", "variance"), and count in their
-    state's `rounds` how often each was sent.
-
-    Args:
-      program: As for `collectives`.
-      mesh: As for `collectives`.
-      axis: As for `sent_bytes`.
-
-    Returns:
-      Bytes by part; that of "" is sent in every step.
-
-    Raises:
-      ValueError: As `sent_bytes`.
+    state's `rounds` how often each was sent. What part "" has is sent in every step. Arguments and
+    errors are those of `sent_bytes`.
     """
     rows = _sending(program, mesh, axis)
     return {
@@ -153,42 +135,36 @@ def sent_bytes_by_part(
 def table(program: Program | Sequence[Program], mesh: Mesh) -> str:
     """Formats the collectives of a step, with totals, for people to read.
 
-    Args:
-      program: As for `collectives`.
-      mesh: As for `collectives`.
-
-    Returns:
-      Lines of one row for each branch, axes, operation and operand type, with bytes a step,
-      then totals for each set of axes and for all, as `sent_bytes` counts them. Where a loop's
-      length is unknown its row says so, holds bytes of one iteration, and totals say "at least".
+    There is a row for each branch, axes, operation and operand type, with bytes a step, then totals
+    for each set of axes and for all, as `sent_bytes` counts them. Where a loop's length is unknown
+    its row says so, holds bytes of one iteration, and totals say "at least". Arguments are those of
+    `collectives`.
     """
     rows = collectives(program, mesh)
-    lines = [("axes", "collective", "times", "operand bytes", "sent bytes", "operands", "branch")]
+    order = lambda row: (row.branch, row.axes, row.op, row.shape, row.count is None)
+    groups = itertools.groupby(sorted(rows, key=order), order)
+    head = "axes", "collective", "times", "operand bytes", "sent bytes", "operands", "branch"
+    totals = [_line_of_total(rows, axes) for axes in [*sorted({row.axes for row in rows}), None]]
+    return "\n".join(aligned([head, *(_line(list(group)) for _, group in groups), *totals]))
 
-    def order(row: Collective) -> tuple:
-        return row.branch, row.axes, row.op, row.shape, row.count is None
 
-    for _, group in itertools.groupby(sorted(rows, key=order), order):
-        same = list(group)
-        first = same[0]
-        counts = [1 if row.count is None else row.count for row in same]
-        operand = sum(row.operand_bytes * count for row, count in zip(same, counts, strict=True))
-        sent = sum(row.sent_bytes * count for row, count in zip(same, counts, strict=True))
-        times = "unknown" if first.count is None else f"{sum(counts)}"
-        numbers = times, f"{operand:,}", f"{sent:,.0f}"
-        where, branch = "+".join(first.axes) or "-", " / ".join(first.branch)
-        lines.append((where, first.op, *numbers, _folded(first.shape), branch))
-    for axes in [*sorted({row.axes for row in rows}), None]:
-        chosen = [row for row in rows if axes is None or row.axes == axes]
-        known = [row for row in chosen if row.count is not None]
-        label = "total, all" if axes is None else f"total, {'+'.join(axes) or '-'}"
-        bound = "" if len(known) == len(chosen) else "at least"
-        lines.append((label, "", bound, "", f"{_total(known):,.0f}", "", ""))
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    cells = [
-        [cell.ljust(width) for cell, width in zip(line, widths, strict=True)] for line in lines
-    ]
-    return "\n".join("  ".join(line).rstrip() for line in cells)
+def _line(same: list[Collective]) -> tuple[str, ...]:
+    """The cells of collectives that differ in bytes and counts only."""
+    first = same[0]
+    counts = [1 if row.count is None else row.count for row in same]
+    operand = sum(row.operand_bytes * count for row, count in zip(same, counts, strict=True))
+    sent = sum(row.sent_bytes * count for row, count in zip(same, counts, strict=True))
+    times = "unknown" if first.count is None else f"{sum(counts)}"
+    where, branch = "+".join(first.axes) or "-", " / ".join(first.branch)
+    return where, first.op, times, f"{operand:,}", f"{sent:,.0f}", _folded(first.shape), branch
+
+
+def _line_of_total(rows: list[Collective], axes: tuple[str, ...] | None) -> tuple[str, ...]:
+    chosen = [row for row in rows if axes is None or row.axes == axes]
+    known = [row for row in chosen if row.count is not None]
+    label = "total, all" if axes is None else f"total, {'+'.join(axes) or '-'}"
+    bound = "" if len(known) == len(chosen) else "at least"
+    return label, "", bound, "", f"{_total(known):,.0f}", "", ""
 
 
 def _sending(program, mesh: Mesh, axis: str | None) -> list[Collective]:
@@ -213,24 +189,23 @@ def _sending(program, mesh: Mesh, axis: str | None) -> list[Collective]:
 
 
 def _collective(
-    op: str,
-    execution: hlo.Execution,
-    axes_of: dict[frozenset, tuple[str, ...]],
-    positions: np.ndarray,
-    mesh: Mesh,
+    execution: hlo.Execution, axes_of: dict, positions: np.ndarray, mesh: Mesh
 ) -> Collective | None:
-    """Describes one collective; None is a send to the host."""
+    """Describes one collective; None for anything else, and for a send to the host."""
     instruction, computation, count, branch = execution
+    op = instruction.op.removesuffix("-start")
+    if op not in _COLLECTIVES:
+        return None
     operands = [computation.instructions[name].type for name in instruction.operands]
     if op in ("ragged-all-to-all", "send"):
         operands = operands[:1]  # The others are offsets, sizes and tokens.
-    pairs = hlo_groups.source_target_pairs(instruction.attributes)
+    pairs = source_target_pairs(instruction.attributes)
     if op == "send" and not pairs:
         return None
     if op in ("collective-permute", "send"):
-        axes, size = hlo_mesh.axes_crossed(pairs, positions, mesh)
+        axes, size = axes_crossed(pairs, positions, mesh)
     else:
-        groups = hlo_groups.replica_groups(instruction.attributes, mesh.size)
+        groups = replica_groups(instruction.attributes, mesh.size)
         axes = axes_of.get(frozenset(map(frozenset, groups)), ("?",))
         size = max(map(len, groups))
     operand_bytes = sum(map(hlo.num_bytes, operands))
@@ -248,7 +223,7 @@ def _folded(shapes: str) -> str:
 
 
 def _sent(op: str, operand_bytes: int, size: int) -> float:
-    """Returns what leaves one of `size` replicas that each hand over `operand_bytes`."""
+    """What leaves one of `size` replicas that each hand over `operand_bytes`."""
     others = operand_bytes * (size - 1)
     if op == "all-gather" or size == 1:
         return float(others)

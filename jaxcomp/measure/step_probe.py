@@ -16,9 +16,9 @@ from jax.sharding import PartitionSpec as P
 from jaxcomp.measure import report
 from jaxcomp.measure.link_probe import seconds_of
 from jaxcomp.measure.planner import Message
-from jaxcomp.replicas.specs import state_specs
 from jaxcomp.replicas.state import per_replica
-from jaxcomp.steps.train import apply_update, check_batch, local_gradients
+from jaxcomp.steps.gradient import Gradient, all_gradients, check_batch
+from jaxcomp.steps.update import Update, all_updates, init_state, update_specs
 
 
 class UpdateProgram(NamedTuple):
@@ -33,50 +33,33 @@ def update_program(
 ) -> UpdateProgram:
     """Compiles what `jaxcomp.train_step` does after the gradient.
 
-    Args:
-      tx: As for `train_step`.
-      params: Shapes and dtypes of the parameters, which all replicas hold.
-      mesh: Of the run, with one axis; or that of `alone`.
-      axis_name: The axis of the replicas.
-
-    Returns:
-      The programs.
+    Arguments are those of `train_step`, but for `params`, shapes and dtypes of the parameters, and
+    for a mesh of one axis, or that of `alone`.
     """
-    tx = per_replica(tx, axis_name)
-    specs = state_specs(tx, params, mesh, axis_name)
-    rows = P(axis_name)
-    sharded = functools.partial(jax.shard_map, mesh=mesh)
-    init = jax.jit(sharded(tx.init, in_specs=P(), out_specs=specs))
-
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(params, state, grads):
-        update = functools.partial(apply_update, tx, axis_name)
-        outs = sharded(update, in_specs=(P(), specs, rows, rows), out_specs=(P(), specs, P()))
-        loss = jnp.zeros(mesh.shape[axis_name])
-        return outs(params, state, grads, loss)[:2]
+    update = Update(per_replica(tx, axis_name), mesh, axis_name)
+    num_replicas = mesh.shape[axis_name]
+    init = jax.jit(functools.partial(init_state, update))
 
     def placed(x, spec, *lead):
         place = NamedSharding(mesh, spec)
         return jax.ShapeDtypeStruct((*lead, *x.shape), x.dtype, sharding=place)
 
-    grads = jax.tree.map(lambda x: placed(x, rows, mesh.shape[axis_name]), params)
+    def step(params, state, grads):
+        return all_updates(update, params, state, grads, jnp.zeros(num_replicas))[:2]
+
+    state = jax.tree.map(placed, jax.eval_shape(init, params), update_specs(update, params)[1])
+    grads = jax.tree.map(lambda x: placed(x, P(axis_name), num_replicas), params)
     params = jax.tree.map(lambda x: placed(x, P()), params)
-    state = jax.tree.map(placed, jax.eval_shape(init, params), specs)
-    return UpdateProgram(init, step.lower(params, state, grads).compile())
+    program = jax.jit(step, donate_argnums=(0, 1)).lower(params, state, grads).compile()
+    return UpdateProgram(init, program)
 
 
 def messages(
     program: report.Program | Sequence[report.Program], mesh: Mesh, shares: Mapping[str, float]
 ) -> tuple[Message, ...]:
-    """Lists what a compiled step sends.
+    """Lists what a compiled step, of one or several programs, sends: one message a collective.
 
-    Args:
-      program: Of the step, or those of one that consists of several.
-      mesh: Of the run, of one axis.
-      shares: The share of steps that send a part, for methods that skip some; {} for the others.
-
-    Returns:
-      One message a collective.
+    `shares` has the share of steps that send a part, for methods that skip some; {} for others.
     """
     often = lambda row: shares.get(row.part, 0.0) if row.part and shares else 1.0
     return tuple(
@@ -104,7 +87,7 @@ def update_timer(
     """Makes what times an update on every device at once, without a network.
 
     Args:
-      program: Of `update_program`, over `mesh`.
+      program: Of `update_program`, for the arguments that follow.
       params: Shapes and dtypes of the parameters.
       mesh: That of `alone`.
       axis_name: The axis of the replicas.
@@ -117,7 +100,8 @@ def update_timer(
     start = jax.jit(functools.partial(_waves, params), out_shardings=everywhere)
     grads = jax.jit(functools.partial(_waves, params, 1), out_shardings=rows)()
     state = program.init(start())
-    flags = [_is_count(path) for path, _ in jax.tree_util.tree_leaves_with_path(state)]
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(state)]
+    counts = [i for i, path in enumerate(paths) if getattr(path[-1], "name", None) == "count"]
     # All but the counts stays where it is: a copy of it would be timed too.
     renewed = jax.jit(lambda leaves, count: [jnp.full_like(x, count) for x in leaves])
     held = [start(), state]
@@ -125,10 +109,9 @@ def update_timer(
     def call(count):
         if count is not None:
             leaves, tree = jax.tree.flatten(held[1])
-            new = iter(renewed([x for x, flag in zip(leaves, flags, strict=True) if flag], count))
-            held[1] = tree.unflatten(
-                [next(new) if flag else x for x, flag in zip(leaves, flags, strict=True)]
-            )
+            for i, new in zip(counts, renewed([leaves[i] for i in counts], count), strict=True):
+                leaves[i] = new
+            held[1] = tree.unflatten(leaves)
         held[:] = program.step(*held, grads)
         return held
 
@@ -141,22 +124,11 @@ def _waves(like: Any, *lead: int) -> Any:
     return jax.tree.map(lambda x: wave(x).reshape(*lead, *x.shape).astype(x.dtype), like)
 
 
-def _is_count(path) -> bool:
-    return getattr(path[-1], "name", None) == "count"
-
-
 def passes(messages: Sequence[Message], num_replicas: int) -> float:
     """What a codec's work is among R replicas, as a multiple of that in one `alone`.
 
     A two-shot mean encodes 1 + 1/R of a bucket and decodes 3 + 1/R, a gathered one encodes one
     and decodes R + 1; encoding and decoding are taken to cost the same.
-
-    Args:
-      messages: What the method sends.
-      num_replicas: R.
-
-    Returns:
-      The ratio.
     """
     ops = {message.op for message in messages}
     if "all-to-all" in ops:
@@ -172,31 +144,16 @@ def gradient_timer(
     axis_name: str,
     accumulate: int = 1,
 ) -> Callable[[int], float]:
-    """Makes what times the gradient of every replica at once, without a network.
+    """Makes `(repeats) -> seconds` of the gradient of every replica at once, without a network.
 
-    Args:
-      loss_fn: As for `train_step`.
-      params: Shapes and dtypes of the parameters, which all replicas hold.
-      batch: Shapes and dtypes of the batch of all replicas; what is in it are zeros.
-      mesh: Of the run, with one axis.
-      axis_name: The axis of the replicas.
-      accumulate: As for `train_step`.
-
-    Returns:
-      `(repeats) -> seconds`.
+    `params` and `batch` are shapes and dtypes, of what all replicas hold and of what all of them
+    get together; the mesh has one axis. The rest is as for `train_step`.
     """
     check_batch(batch, axis_name, mesh.shape[axis_name], accumulate)
-    rows = P(axis_name)
-
-    @jax.jit
-    def gradient(params, batch):
-        local = functools.partial(local_gradients, loss_fn, axis_name, accumulate)
-        local = jax.shard_map(local, mesh=mesh, in_specs=(P(), rows, rows), out_specs=rows)
-        return local(params, [], batch)
-
+    gradient = Gradient(loss_fn, mesh, axis_name, accumulate)
+    program = jax.jit(functools.partial(all_gradients, gradient))
+    everywhere, rows = NamedSharding(mesh, P()), NamedSharding(mesh, P(axis_name))
     zeros = lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), batch)
-    args = (
-        jax.jit(lambda: _waves(params), out_shardings=NamedSharding(mesh, P()))(),
-        jax.jit(zeros, out_shardings=NamedSharding(mesh, rows))(),
-    )
-    return functools.partial(seconds_of, lambda: gradient(*args))
+    params = jax.jit(functools.partial(_waves, params), out_shardings=everywhere)()
+    batch = jax.jit(zeros, out_shardings=rows)()
+    return functools.partial(seconds_of, lambda: program(params, [], batch))

@@ -15,7 +15,7 @@ from jaxcomp.compressors.policies import policy_of
 from jaxcomp.compressors.quantize import quantize
 from jaxcomp.exchange import averaging, buckets, wire
 from jaxcomp.methods import moments
-from jaxcomp.methods.method import counted, method, no_rounds, require
+from jaxcomp.methods.common import counted, method, no_rounds, require
 from jaxcomp.replicas.elementwise import require_whole_norms
 from jaxcomp.replicas.finite import not_finite, unless
 from jaxcomp.replicas.types import is_tracked, require_alike, to_varying, varies_over, zeros_of

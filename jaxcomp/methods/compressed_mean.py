@@ -11,7 +11,7 @@ import optax
 from jaxcomp.compressors.base import Compressor
 from jaxcomp.compressors.policies import policy_of
 from jaxcomp.exchange import averaging, buckets, wire
-from jaxcomp.methods.method import method
+from jaxcomp.methods.common import method
 from jaxcomp.replicas.finite import not_finite, poisoned, unless
 from jaxcomp.replicas.types import largest
 

@@ -8,7 +8,7 @@ import optax
 from jax import lax
 
 from jaxcomp.exchange import averaging
-from jaxcomp.methods.method import require
+from jaxcomp.methods.common import require
 from jaxcomp.replicas.finite import not_finite
 from jaxcomp.replicas.types import size_over_shards, sums_over_shards
 

@@ -15,7 +15,7 @@ from jaxcomp.compressors.policies import policy_of
 from jaxcomp.compressors.sign import sign
 from jaxcomp.exchange import averaging, wire
 from jaxcomp.methods import moments
-from jaxcomp.methods.method import counted, method, no_rounds, require
+from jaxcomp.methods.common import counted, method, no_rounds, require
 from jaxcomp.replicas.finite import poisoned
 from jaxcomp.replicas.types import largest, size_over_shards, sums_over_shards
 

@@ -13,7 +13,7 @@ from jaxcomp.compressors.base import Compressor, Key
 from jaxcomp.compressors.policies import Policy, path_of, policy_of
 from jaxcomp.compressors.quantize import quantize
 from jaxcomp.exchange import averaging, buckets, wire
-from jaxcomp.methods.method import method
+from jaxcomp.methods.common import method
 from jaxcomp.replicas.elementwise import ranked, require_elementwise
 from jaxcomp.replicas.finite import not_finite, poisoned
 from jaxcomp.replicas.shards import cut, natural, without_padding

@@ -15,7 +15,7 @@ from jaxcomp.compressors.base import Compressor
 from jaxcomp.compressors.policies import policy_of
 from jaxcomp.exchange import averaging, masks, wire
 from jaxcomp.methods import moments
-from jaxcomp.methods.method import counted, method, no_rounds, require
+from jaxcomp.methods.common import counted, method, no_rounds, require
 from jaxcomp.replicas.finite import not_finite, unless
 from jaxcomp.replicas.types import num_replicas, sums_over_shards, to_varying
 

@@ -16,7 +16,7 @@ from jaxcomp.compressors.quantize import quantize
 from jaxcomp.compressors.sign import sign
 from jaxcomp.exchange import averaging, wire
 from jaxcomp.methods import moments
-from jaxcomp.methods.method import counted, method, no_rounds, require
+from jaxcomp.methods.common import counted, method, no_rounds, require
 from jaxcomp.replicas.finite import unless
 from jaxcomp.replicas.types import to_varying, zeros_of
 

@@ -15,7 +15,7 @@ from jaxcomp.compressors.policies import policy_of
 from jaxcomp.compressors.sign import sign
 from jaxcomp.exchange import averaging, wire
 from jaxcomp.methods import moments
-from jaxcomp.methods.method import counted, method, require
+from jaxcomp.methods.common import counted, method, require
 from jaxcomp.methods.zero_one_adam import ZeroOneAdamState, zero_one_adam
 from jaxcomp.replicas.finite import unless
 from jaxcomp.replicas.types import to_varying

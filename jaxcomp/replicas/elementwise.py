@@ -37,40 +37,23 @@ def require_elementwise(
 ) -> None:
     """Raises a ValueError for an optimizer that does not treat pieces as it would the parameters.
 
-    Args:
-      tx: The optimizer.
-      grads: Gradients in pieces.
-      state: Of the optimizer of pieces.
-      params: Pieces, of natural rank.
-      shapes: Tuples, one a leaf of `params`: of the whole parameters.
-      **extra_args: Of its update.
+    Its update gets gradients, a state, parameters, all of pieces, and `extra_args`. `shapes` has
+    those of the whole parameters, a tuple a leaf.
     """
-    leaves, treedef = jax.tree.flatten(params)
-    # JAX leaves out operations on nothing, of which the piece is one zero.
-    shapes = [
-        shape if math.prod(shape) else x.shape
-        for shape, x in zip(treedef.flatten_up_to(shapes), leaves, strict=True)
-    ]
-    whole = treedef.unflatten(map(_zeros, shapes, leaves))
-    whole_state = jax.eval_shape(tx.init, whole)
-    kinds = jax.tree.structure(whole_state), jax.tree.structure(state)
-    if kinds[0] == kinds[1]:
-        whole_state = jax.tree.map(lambda x, like: _zeros(x.shape, like), whole_state, state)
-        update = lambda grads, state, params: tx.update(grads, state, params, **extra_args)
-        whole_grads = jax.tree.map(lambda x, g: _zeros(x.shape, g), whole, grads)
-        programs = [
-            jax.make_jaxpr(update, return_shape=True)(*of)
-            for of in ((whole_grads, whole_state, whole), (grads, state, params))
-        ]
-        names = [_names(program.jaxpr) for program, _ in programs]
-    if kinds[0] != kinds[1] or names[0] != names[1]:
+    traced = jax.make_jaxpr(
+        lambda grads, state, params: tx.update(grads, state, params, **extra_args),
+        return_shape=True,
+    )
+    whole = _whole(tx, grads, state, params, shapes)
+    program = whole and traced(grads, state, params)
+    if whole is None or _names(traced(*whole)[0].jaxpr) != _names(program[0].jaxpr):
         raise ValueError(
             "the optimizer looks at shapes (a mask, a label of optax.partition, or a factored "
             "moment), and parameters are in flat pieces here, of which only the number of axes is "
             "that of the parameters; write masks and labels as trees, or by paths, and optimizers "
             "that work entry by entry, as optax.adamw."
         )
-    mixed = _Tracker(_mixes, lambda axes: bool(axes)).results(*programs[1])
+    mixed = _Tracker(_mixes, bool).results(*program)
     if mixed:
         raise ValueError(
             f"the optimizer's {mixed[0]!r} depends on several entries of a piece, and each device "
@@ -81,6 +64,22 @@ def require_elementwise(
         )
 
 
+def _whole(tx, grads, state, params, shapes):
+    """What an optimizer would get of whole parameters, zeros; None if its state had other parts."""
+    leaves, treedef = jax.tree.flatten(params)
+    # JAX leaves out operations on nothing, of which the piece is one zero.
+    shapes = [
+        shape if math.prod(shape) else x.shape
+        for shape, x in zip(treedef.flatten_up_to(shapes), leaves, strict=True)
+    ]
+    whole = treedef.unflatten(map(_zeros, shapes, leaves))
+    whole_state = jax.eval_shape(tx.init, whole)
+    if jax.tree.structure(whole_state) != jax.tree.structure(state):
+        return None
+    like = lambda x, piece: _zeros(x.shape, piece)
+    return jax.tree.map(like, whole, grads), jax.tree.map(like, whole_state, state), whole
+
+
 def require_whole_norms(
     update: Callable[..., Any], *args: Any, axis_name: str, of_mean: bool = True
 ) -> None:
@@ -88,8 +87,8 @@ def require_whole_norms(
 
     Args:
       update: `(grads, state, params) -> (updates, state)`, traced once more, if any of the
-        parameters is sharded.
-      *args: Its arguments: local shards.
+        parameters, local shards, is sharded.
+      *args: Its arguments.
       axis_name: The axis of the replicas, which is no shards'.
       of_mean: Whether only norms of what is equal on all replicas count, as behind a mean: codes
         look at whole shards in front of it.
@@ -97,9 +96,7 @@ def require_whole_norms(
     if not any(varying_axes(x) - {axis_name} for x in jax.tree.leaves(args[2])):
         return
 
-    def differs(axes):
-        return bool(axes - {axis_name}) and not (of_mean and axis_name in axes)
-
+    differs = lambda axes: bool(axes - {axis_name}) and not (of_mean and axis_name in axes)
     program = jax.make_jaxpr(update, return_shape=True)(*args)
     scaled = _Tracker(_is_norm, differs).results(*program)
     if scaled:

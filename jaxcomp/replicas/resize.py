@@ -55,16 +55,10 @@ def resize(state: Any, like: Any) -> Any:
 
 
 def reset_residuals(state: Any) -> Any:
-    """Sets error feedback's residuals to zero: what was not sent is dropped for good.
+    """Sets a state's fields `residual` and `owner_residual` to zero: what was not sent is dropped.
 
     The rest stays, so that what replicas have learnt since they last agreed (`drift`, moments) is
     not lost.
-
-    Args:
-      state: State of any transformation of this library, alone or in a chain.
-
-    Returns:
-      A tree like `state`, with zeros in the fields `residual` and `owner_residual`.
     """
 
     def zeroed(node):

@@ -67,29 +67,26 @@ def numel_of(shape: tuple[int, ...], num_shards: int) -> int:
     return max(1, -(-math.prod(shape) // num_shards))
 
 
-def cut(x: jax.Array, num_stacked: int, num_shards: int) -> jax.Array:
+def cut(x: Any, num_stacked: int, num_shards: int, numpy: Any = jnp) -> Any:
     """Cuts an array `[*stack, *shape]` into shards: `[num_shards, *stack, numel]`."""
     stack, shape = x.shape[:num_stacked], x.shape[num_stacked:]
     flat = x.reshape(*stack, math.prod(shape))
     padding = num_shards * numel_of(shape, num_shards) - math.prod(shape)
-    flat = jnp.pad(flat, [(0, 0)] * num_stacked + [(0, padding)])
-    return jnp.moveaxis(flat.reshape(*stack, num_shards, -1), num_stacked, 0)
+    flat = numpy.pad(flat, [(0, 0)] * num_stacked + [(0, padding)])
+    return numpy.moveaxis(flat.reshape(*stack, num_shards, -1), num_stacked, 0)
 
 
-def natural(data: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+def natural(data: Any, shape: tuple[int, ...], numpy: Any = jnp) -> Any:
     """Undoes `cut`: `[num_shards, *stack, numel] -> [*stack, *shape]`."""
     stack = data.shape[1:-1]
-    flat = jnp.moveaxis(data, 0, len(stack)).reshape(*stack, data.shape[0] * data.shape[-1])
-    return flat[..., : math.prod(shape)].reshape(*stack, *shape)
+    flat = numpy.moveaxis(data, 0, len(stack)).reshape(*stack, data.shape[0] * data.shape[-1])
+    # As a tuple: NumPy takes no arguments for a number.
+    return flat[..., : math.prod(shape)].reshape((*stack, *shape))
 
 
 def recut(data: np.ndarray, shape: tuple[int, ...], num_shards: int) -> np.ndarray:
     """Lays the shards of a parameter out anew: `[N, *stack, n] -> [num_shards, *stack, m]`."""
-    stack, numel = data.shape[1:-1], math.prod(shape)
-    flat = np.moveaxis(data, 0, -2).reshape(*stack, -1)[..., :numel]
-    padding = num_shards * numel_of(shape, num_shards) - numel
-    flat = np.pad(flat, [(0, 0)] * len(stack) + [(0, padding)])
-    return np.moveaxis(flat.reshape(*stack, num_shards, -1), -2, 0)
+    return cut(natural(data, shape, np), data.ndim - 2, num_shards, np)
 
 
 def without_padding(piece: jax.Array, numel: int, axes: str | tuple[str, ...]) -> jax.Array:

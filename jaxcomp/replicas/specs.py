@@ -1,10 +1,12 @@
 """PartitionSpecs of optimizer states, and of whatever a function makes, found by tracing it."""
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import optax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxcomp.replicas.state import replica_axes
@@ -14,7 +16,7 @@ from jaxcomp.replicas.types import unlike, varies_over, varying_axes
 def state_specs(
     tx: optax.GradientTransformation,
     params: Any,
-    mesh: Mesh,
+    mesh: Mesh | AbstractMesh,
     axis_name: str,
     param_specs: Any = None,
 ) -> Any:
@@ -44,68 +46,59 @@ def state_specs(
             "state has rows of replicas. Write "
             f"jaxcomp.per_replica(optax.chain(...), {axis_name!r})."
         )
-    types = {}
-
-    def trace(params):
-        types["params"], types["state"] = jax.tree.map(jax.typeof, (params, tx.init(params)))
-
     shaped = jax.tree.map(
         lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec)),
         params,
         param_specs,
     )
-    jax.eval_shape(jax.shard_map(trace, mesh=mesh, in_specs=(param_specs,), out_specs=None), shaped)
-    known = [
-        (path, leaf.shape, spec)
-        for (path, leaf), spec in zip(
-            jax.tree_util.tree_leaves_with_path(types["params"]),
-            jax.tree.leaves(param_specs, is_leaf=lambda x: isinstance(x, P)),
-            strict=True,
-        )
-    ]
-
+    with_state = lambda params: (params, tx.init(params))
+    params, state = _types_of(with_state, mesh, (param_specs,), shaped)
+    paths = jax.tree_util.tree_leaves_with_path(params)
+    specs = jax.tree.leaves(param_specs, is_leaf=_is_spec)
+    known = [(path, x.shape, spec) for (path, x), spec in zip(paths, specs, strict=True)]
     # The path `mu/z/w` ends with both of `w` and `z/w`: it follows the longer one.
     known.sort(key=lambda parameter: -len(parameter[0]))
-
-    def spec_of(path, leaf):
-        lead = (axis_name,) if axis_name in varying_axes(leaf) else ()
-        shape = leaf.shape[len(lead) :]
-        others = tuple(name for name in mesh.axis_names if name in varying_axes(leaf) - {axis_name})
-        if not others:
-            return P(*lead)
-        for param_path, param_shape, spec in known:
-            if shape == param_shape and path[len(path) - len(param_path) :] == param_path:
-                whole = set(others) - set(jax.tree.leaves(tuple(spec)))
-                if whole:
-                    raise unlike(f"the state's {jax.tree_util.keystr(path)!r}", whole)
-                return P(*lead, *spec)
-        if not shape:
-            raise ValueError(
-                f"the state's number {jax.tree_util.keystr(path)!r} differs between shards over "
-                f"{others}: each would decide by itself; write optimizers without such, as "
-                "optax.adamw, on a mesh that shards parameters (train_step leaves out by itself "
-                "what is not finite)."
-            )
-        # What follows no parameter, as a residual per bucket, is laid shard behind shard.
-        return P(*lead, others)
-
-    return jax.tree_util.tree_map_with_path(spec_of, types["state"])
+    spec_of = functools.partial(_spec_of, known, mesh, axis_name)
+    return jax.tree_util.tree_map_with_path(spec_of, state)
 
 
-def full_specs(params, mesh, axis_name, param_specs):
+def _spec_of(known, mesh, axis_name, path, leaf):
+    """The PartitionSpec of one leaf of the state, of the type `leaf`; `known` are parameters'."""
+    lead = (axis_name,) if axis_name in varying_axes(leaf) else ()
+    shape = leaf.shape[len(lead) :]
+    others = tuple(name for name in mesh.axis_names if name in varying_axes(leaf) - {axis_name})
+    if not others:
+        return P(*lead)
+    for param_path, param_shape, spec in known:
+        if shape == param_shape and path[len(path) - len(param_path) :] == param_path:
+            whole = set(others) - set(jax.tree.leaves(tuple(spec)))
+            if whole:
+                raise unlike(f"the state's {jax.tree_util.keystr(path)!r}", whole)
+            return P(*lead, *spec)
+    if not shape:
+        raise ValueError(
+            f"the state's number {jax.tree_util.keystr(path)!r} differs between shards over "
+            f"{others}: each would decide by itself; write optimizers without such, as "
+            "optax.adamw, on a mesh that shards parameters (train_step leaves out by itself "
+            "what is not finite)."
+        )
+    # What follows no parameter, as a residual per bucket, is laid shard behind shard.
+    return P(*lead, others)
+
+
+def full_specs(params: Any, mesh: Any, axis_name: str, param_specs: Any) -> Any:
     """`param_specs` as one spec a parameter, checked."""
     if axis_name not in mesh.axis_names:
         raise ValueError(
             f"the mesh has no axis {axis_name!r}; its axes are {tuple(mesh.axis_names)}."
         )
-    is_spec = lambda x: isinstance(x, P)
     specs = jax.tree.map(
         lambda spec, branch: jax.tree.map(lambda _: spec, branch),
         P() if param_specs is None else param_specs,
         params,
-        is_leaf=is_spec,
+        is_leaf=_is_spec,
     )
-    for spec in jax.tree.leaves(specs, is_leaf=is_spec):
+    for spec in jax.tree.leaves(specs, is_leaf=_is_spec):
         if axis_name in jax.tree.leaves(tuple(spec)):
             raise ValueError(
                 f"param_specs shard a parameter over the replica axis {axis_name!r} ({spec}); "
@@ -114,28 +107,27 @@ def full_specs(params, mesh, axis_name, param_specs):
     return specs
 
 
-def specs_of(function, mesh, axis_name):
-    """Makes a function that finds the PartitionSpecs of what `function` makes in `shard_map`.
+def specs_of(
+    function: Callable, mesh: Mesh, axis_name: str | tuple[str, ...], in_specs: Any, *args: Any
+) -> Any:
+    """The PartitionSpecs of what `function(*args)` makes inside `shard_map`.
 
     `axis_name` may be several: what varies over one of them has a row for each of their replicas.
     """
-    known = {}
+    types = _types_of(function, mesh, in_specs, *args)
+    return jax.tree.map(lambda x: P(axis_name) if varies_over(x, axis_name) else P(), types)
 
-    def trace(in_specs, args):
-        found = []
 
-        def note(*args):
-            spec = lambda x: P(axis_name) if varies_over(x, axis_name) else P()
-            found.append(jax.tree.map(spec, function(*args)))
+def _types_of(function, mesh, in_specs, *args):
+    """JAX's types of what `function(*args)` makes inside `shard_map`, found by tracing it."""
+    types = []
 
-        jax.eval_shape(jax.shard_map(note, mesh=mesh, in_specs=in_specs, out_specs=None), *args)
-        return found[0]
+    def note(*args):
+        types.append(jax.tree.map(jax.typeof, function(*args)))
 
-    def specs(in_specs, *args):
-        leaves, treedef = jax.tree.flatten(args)
-        key = treedef, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
-        if key not in known:
-            known[key] = trace(in_specs, args)
-        return known[key]
+    jax.eval_shape(jax.shard_map(note, mesh=mesh, in_specs=in_specs, out_specs=None), *args)
+    return types[0]
 
-    return specs
+
+def _is_spec(x):
+    return isinstance(x, P)

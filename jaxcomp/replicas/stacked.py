@@ -12,7 +12,7 @@ from jaxcomp.compressors.policies import path_of
 
 
 @jax.tree_util.register_pytree_with_keys_class
-class Layers:
+class Unstacked:
     """A subtree of stacked leaves as one tree a layer, in a row; a node of the tree."""
 
     def __init__(self, trees: Any):
@@ -34,8 +34,8 @@ def per_layer(
     `nn.scan`, `nnx.scan` and `jax.vmap` keep the parameters of many layers in one array,
     `[layers, *shape]`. What looks at a whole leaf takes them for one: a trust ratio (LAMB), a
     variance floor, the mask of `slamb`, the rule that vectors travel exact, a mask of optax such as
-    `ndim > 1`, a policy by path. Inside of this all of them see the model unstacked, and train it
-    as such. Goes around the whole chain, or around a method in it.
+    `ndim > 1`, a policy by path. Inside of this all of them see the model unstacked. Goes around
+    the whole chain, or around a method in it.
 
     Args:
       tx: Any transformation, of this library, of optax, or a chain.
@@ -66,32 +66,32 @@ def per_layer(
     tx = optax.with_extra_args_support(tx)
 
     def split(tree):
-        layers = _split((), tree, stacked)
-        if not any(_is_layers(x) for x in jax.tree.leaves(layers, is_leaf=_is_layers)):
+        unstacked = _split((), tree, stacked)
+        if not any(map(_is_unstacked, jax.tree.leaves(unstacked, is_leaf=_is_unstacked))):
             paths = [path_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
             raise ValueError(
                 f"per_layer got no stacked leaf among {paths}; write a rule that matches some, as "
                 'jaxcomp.by_path(("^blocks/", True), (".*", False)), or leave per_layer out.'
             )
-        return layers
+        return unstacked
 
     def init(params):
-        return jax.tree.map(_joined, tx.init(split(params)), is_leaf=_is_layers)
+        return jax.tree.map(_joined, tx.init(split(params)), is_leaf=_is_unstacked)
 
     def update(updates, state, params=None, **extra_args):
         updates = split(updates)
         like = jax.eval_shape(tx.init, updates if params is None else split(params))
-        nodes, treedef = jax.tree.flatten(like, is_leaf=_is_layers)
+        nodes, treedef = jax.tree.flatten(like, is_leaf=_is_unstacked)
         state = treedef.unflatten(map(_apart, nodes, treedef.flatten_up_to(state)))
         params = None if params is None else split(params)
         updates, state = tx.update(updates, state, params, **extra_args)
-        return jax.tree.map(_joined, (updates, state), is_leaf=_is_layers)
+        return jax.tree.map(_joined, (updates, state), is_leaf=_is_unstacked)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
 def _split(path, tree, stacked):
-    """The tree with `Layers` in place of each largest subtree of leaves that are stacked alike."""
+    """The tree with `Unstacked` in place of the largest subtrees of leaves stacked alike."""
     lengths = {}
     for key, leaf in jax.tree_util.tree_leaves_with_path(tree):
         name = path_of((*path, *key))
@@ -105,27 +105,29 @@ def _split(path, tree, stacked):
     if not set(lengths) - {None}:
         return tree
     if len(lengths) == 1:
-        return _layers(tree, *lengths)
+        return _unstacked(tree, *lengths)
     children, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: x is not tree)
     return treedef.unflatten([_split((*path, *key), child, stacked) for key, child in children])
 
 
-def _layers(tree, length):
+def _unstacked(tree, length):
     """One tree a layer, of one with all of them in each leaf."""
     one = lambda i: jax.tree.map(lambda x: lax.index_in_dim(x, i, keepdims=False), tree)
-    return Layers(map(one, range(length)))
+    return Unstacked(map(one, range(length)))
 
 
 def _joined(node):
     """Layers stacked, where they are alike; anything else as it is."""
-    return _stacked(node.trees) if _is_layers(node) and _alike(node.trees) else node
+    if not _is_unstacked(node) or not _alike(node.trees):
+        return node
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *node.trees)
 
 
 def _apart(like, node):
     """Undoes `_joined`: `like` is the node as it was before."""
-    if not _is_layers(like) or not _alike(like.trees):
+    if not _is_unstacked(like) or not _alike(like.trees):
         return node
-    return _layers(node, len(like.trees))
+    return _unstacked(node, len(like.trees))
 
 
 def _alike(trees) -> bool:
@@ -137,9 +139,5 @@ def _alike(trees) -> bool:
     return all(other == first for other in others)
 
 
-def _stacked(trees):
-    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
-
-
-def _is_layers(node) -> bool:
-    return isinstance(node, Layers)
+def _is_unstacked(node) -> bool:
+    return isinstance(node, Unstacked)

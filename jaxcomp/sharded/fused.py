@@ -12,14 +12,11 @@ def fused(*parts: tuple[Compressor, int]) -> Compressor:
     """Codes the parts of a bucket apart, so that no block lies in two of them, as one payload.
 
     All parts see the same shared key, and so the same random shift; rounding noise and levels are
-    a part's own. Unlike other compressors it is made for buckets of one size.
+    a part's own. Unlike other compressors it is made for buckets of one size, and promises what
+    all parts promise.
 
     Args:
-      *parts: The code and the number of elements of each part, at least 1, in the order of the
-        bucket.
-
-    Returns:
-      A `Compressor`. Its promises are those that all parts make.
+      *parts: The code and the number of elements of each part, at least 1, in order.
 
     Raises:
       ValueError: At construction, without parts; at trace time, for a bucket of another size.

@@ -24,8 +24,8 @@ from jaxcomp.sharded.fused import fused
 SECONDARY = "jaxcomp.qsdp.secondary"  # the name of what `send` returns, for `jax.checkpoint`
 
 
-class Layer(NamedTuple):
-    """The static facts of leaves that travel as one message."""
+class _Bundle(NamedTuple):
+    """What is static of leaves that travel as one message."""
 
     axes: tuple[str, ...]  # that the shards are cut over: `(slow,)` or `(fast, slow)`
     weights: tuple[Compressor, ...]
@@ -34,6 +34,11 @@ class Layer(NamedTuple):
     shapes: tuple[tuple[int, ...], ...]
     sizes: tuple[int, ...]  # of a shard of each leaf
     dtypes: tuple[Any, ...]
+
+    @property
+    def wide(self):
+        """The dtype of the message before it is coded."""
+        return jnp.result_type(jnp.float32, *self.dtypes)
 
 
 def send(shards: list[Shard], axes: tuple[str, ...], after: Any = None) -> jax.Array:
@@ -45,18 +50,17 @@ def send(shards: list[Shard], axes: tuple[str, ...], after: Any = None) -> jax.A
       after: A tree of arrays; nothing is sent before they are known.
 
     Returns:
-      `u8[num_slow, bytes]`: the messages of the owners that lie behind each other on the slow
-      axis, each of all its shards. A secondary shard of the layer, where it is kept.
+      `u8[num_slow, bytes]`, a message of each owner along the slow axis, of all its shards: the
+      layer's secondary shard, where it is kept.
     """
-    layer = _layer(shards, axes)
+    bundle = _bundle_of(shards, axes)
     key = _keys(shards)[0]
-    wide = _wide(layer)
-    flat = jnp.concatenate([lax.stop_gradient(shard.data).astype(wide) for shard in shards])
+    flat = jnp.concatenate([lax.stop_gradient(shard.data).astype(bundle.wide) for shard in shards])
     bits = jnp.dtype(f"uint{8 * flat.dtype.itemsize}")
     token = _token(after, key.count).astype(bits)
     flat = lax.bitcast_convert_type(lax.bitcast_convert_type(flat, bits) ^ token, flat.dtype)
-    message = wire.encode_own(flat, _fused(layer.weights, layer.sizes), key, axes)
-    return checkpoint_name(wire.all_gather(message, axes[-1]), SECONDARY)
+    codes = wire.encode_own(flat, _fused(bundle.weights, bundle.sizes), key, axes)
+    return checkpoint_name(wire.all_gather(codes, axes[-1]), SECONDARY)
 
 
 def keep(messages: jax.Array, shards: list[Shard], after: Any) -> jax.Array:
@@ -65,23 +69,15 @@ def keep(messages: jax.Array, shards: list[Shard], after: Any) -> jax.Array:
 
 
 def receive(shards: list[Shard], axes: tuple[str, ...], messages: jax.Array) -> list[jax.Array]:
-    """A layer's weights, from the codes that lie across the fast axis: the second half.
+    """A layer's weights, of a type that varies, from what `send` returns: the second half.
 
-    Args:
-      shards: As for `send`; its VJP gives them their gradients.
-      axes: As for `send`.
-      messages: From `send`.
-
-    Returns:
-      The parameters, of a type that varies.
+    The VJP gives the shards, those that were sent, their gradients.
     """
-    layer = _layer(shards, axes)
-    counters = [shard.counter for shard in shards]
-    data = [shard.data for shard in shards]
-    return _received(layer, data, messages, _keys(shards), counters)
+    data, counters = [shard.data for shard in shards], [shard.counter for shard in shards]
+    return _received(_bundle_of(shards, axes), data, messages, _keys(shards), counters)
 
 
-def _layer(shards, axes):
+def _bundle_of(shards, axes):
     sizes = [numel_of(shard.shape, num_replicas(axes)) for shard in shards]
     for shard, size in zip(shards, sizes, strict=True):
         if shard.data.shape != (size,) or shard.key is None:
@@ -90,7 +86,7 @@ def _layer(shards, axes):
                 f"parameter {shard.shape}, need ({size},) and a key: give what QSDP.local "
                 "returns, and scan over stacked parameters."
             )
-    return Layer(
+    return _Bundle(
         axes,
         tuple(shard.weights for shard in shards),
         tuple(shard.gradients for shard in shards),
@@ -120,45 +116,45 @@ def _token(after, count):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _received(layer: Layer, shards, messages, keys: list[Key], counters) -> list[jax.Array]:
+def _received(bundle: _Bundle, shards, messages, keys: list[Key], counters) -> list[jax.Array]:
     """The parameters of a layer; of the shards, only the gradient is computed."""
-    for axis in reversed(layer.axes[:-1]):
+    for axis in reversed(bundle.axes[:-1]):
         messages = wire.all_gather(messages, axis)
     messages = messages.reshape(-1, messages.shape[-1])
-    code, numel = _fused(layer.weights, layer.sizes), sum(layer.sizes)
-    full = wire.decode_all(messages, code, keys[0], numel, _wide(layer))
+    code, numel = _fused(bundle.weights, bundle.sizes), sum(bundle.sizes)
+    full = wire.decode_all(messages, code, keys[0], numel, bundle.wide)
     # Equal by type until here; from here on varying, so that JAX sums no gradient in float32.
-    rows = to_varying(full, layer.axes).reshape(-1, numel)
-    columns = jnp.split(rows, _cuts(layer.sizes), axis=1)
+    rows = to_varying(full, bundle.axes).reshape(-1, numel)
+    columns = jnp.split(rows, _cuts(bundle.sizes), axis=1)
     return [
         natural(column, shape).astype(dtype)
-        for column, shape, dtype in zip(columns, layer.shapes, layer.dtypes, strict=True)
+        for column, shape, dtype in zip(columns, bundle.shapes, bundle.dtypes, strict=True)
     ]
 
 
-def _received_fwd(layer, shards, messages, keys, counters):
-    return _received(layer, shards, messages, keys, counters), (keys[1], counters)
+def _received_fwd(bundle, shards, messages, keys, counters):
+    return _received(bundle, shards, messages, keys, counters), (keys[1], counters)
 
 
-def _received_bwd(layer, saved, grads):
+def _received_bwd(bundle, saved, grads):
     key, counters = saved
-    *fast, slow = layer.axes
-    num_shards = lax.axis_size(layer.axes)
-    parts = [cut(grad.astype(_wide(layer)), 0, num_shards) for grad in grads]
+    *fast, slow = bundle.axes
+    num_shards = lax.axis_size(bundle.axes)
+    parts = [cut(grad.astype(bundle.wide), 0, num_shards) for grad in grads]
     for axis in fast:
         # Keys differ between groups that exchange: noise that they shared would not average out.
         of_group = fold(key, lax.axis_size(axis), lax.axis_index(slow))
-        parts = _scattered(parts, layer.fast_gradients, of_group, axis)
+        parts = _scattered(parts, bundle.fast_gradients, of_group, axis)
         key = fold(key, lax.axis_index(axis))
     chunks = [part.reshape(lax.axis_size(slow), -1) for part in parts]
-    pieces = _scattered(chunks, layer.gradients, key, slow)
+    pieces = _scattered(chunks, bundle.gradients, key, slow)
     owned = [
-        without_padding(piece, math.prod(shape), layer.axes).astype(dtype)
-        for piece, shape, dtype in zip(pieces, layer.shapes, layer.dtypes, strict=True)
+        without_padding(piece, math.prod(shape), bundle.axes).astype(dtype)
+        for piece, shape, dtype in zip(pieces, bundle.shapes, bundle.dtypes, strict=True)
     ]
     tallies = [
-        None if counter is None else _counted(chunk, counter, code, layer.axes)
-        for chunk, counter, code in zip(chunks, counters, layer.gradients, strict=True)
+        None if counter is None else _counted(chunk, counter, code, bundle.axes)
+        for chunk, counter, code in zip(chunks, counters, bundle.gradients, strict=True)
     ]
     return owned, None, None, tallies
 
@@ -177,10 +173,6 @@ def _scattered(parts, codes, key, axis_name):
 
 def _fused(codes, sizes):
     return fused(*zip(codes, sizes, strict=True))
-
-
-def _wide(layer):
-    return jnp.result_type(jnp.float32, *layer.dtypes)
 
 
 def _counted(chunks, counter, code, axes):

@@ -3,7 +3,7 @@
 import functools
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax import lax
@@ -14,13 +14,7 @@ from jaxcomp.sharded.gathering import keep, receive, send
 
 
 def gather(tree: Any, axes: tuple[str, ...], but: str | None = None) -> Any:
-    """A tree with its shards gathered: see `QSDP.gather`.
-
-    Args:
-      tree: Shards with keys, among other leaves.
-      axes: The mesh axes that shards are cut over, the slow one last.
-      but: Pattern of the paths that stay shards.
-    """
+    """A tree with its shards, which have keys, gathered: see `QSDP.gather`."""
     keyed, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_shard)
     leaves, stacks = [leaf for _, leaf in keyed], {}
     for index, (path, leaf) in enumerate(keyed):
@@ -35,40 +29,46 @@ def gather(tree: Any, axes: tuple[str, ...], but: str | None = None) -> Any:
     return treedef.unflatten(leaves)
 
 
+class _Layer(NamedTuple):
+    """A function of whole parameters, and how they are gathered."""
+
+    function: Callable
+    axes: tuple[str, ...]
+    secondary: bool
+
+
 def layer(function: Callable, axes: tuple[str, ...], secondary: bool) -> Callable:
     """A function of whole parameters as one of their shards, in both passes: see `QSDP.layer`.
 
-    Args:
-      function: Of a tree of parameters and further arguments.
-      axes: As for `gather`.
-      secondary: Whether what crossed the slow axis is kept between the passes.
+    `secondary` says whether what crossed the slow axis is kept between the passes.
     """
+    of = _Layer(function, axes, secondary)
+    of_codes = jax.custom_vjp(lambda shards, *args: _forward(of, shards, *args)[0])
+    of_codes.defvjp(functools.partial(_forward, of), functools.partial(_backward, of))
+    whole = jax.checkpoint(function)
 
-    def of_shards(messages, shards, *args):
-        received = iter(receive(_shards_in(shards), axes, messages))
-        return function(map_shards(lambda _: next(received), shards), *args)
+    def of_params(params, *args):
+        return (of_codes if _shards_in(params) else whole)(params, *args)
 
-    @jax.custom_vjp
-    def of_codes(shards, *args):
-        return forward(shards, *args)[0]
+    return of_params
 
-    def forward(shards, *args):
-        messages = send(_shards_in(shards), axes, args)
-        kept = messages if secondary else None
-        return of_shards(messages, shards, *args), (kept, shards, args)
 
-    def backward(saved, grads):
-        kept, shards, args = saved
-        own = _shards_in(shards)
-        messages = send(own, axes, grads) if kept is None else keep(kept, own, grads)
-        return jax.vjp(functools.partial(of_shards, messages), shards, *args)[1](grads)
+def _forward(of, shards, *args):
+    messages = send(_shards_in(shards), of.axes, args)
+    kept = messages if of.secondary else None
+    return _received(of, messages, shards, *args), (kept, shards, args)
 
-    of_codes.defvjp(forward, backward)
 
-    def layer(params, *args):
-        return (of_codes if _shards_in(params) else jax.checkpoint(function))(params, *args)
+def _backward(of, saved, grads):
+    kept, shards, args = saved
+    own = _shards_in(shards)
+    messages = send(own, of.axes, grads) if kept is None else keep(kept, own, grads)
+    return jax.vjp(functools.partial(_received, of, messages), shards, *args)[1](grads)
 
-    return layer
+
+def _received(of, messages, shards, *args):
+    received = iter(receive(_shards_in(shards), of.axes, messages))
+    return of.function(map_shards(lambda _: next(received), shards), *args)
 
 
 def _shards_in(tree):

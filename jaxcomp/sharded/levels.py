@@ -26,12 +26,7 @@ def start(shards: Any) -> Any:
 def counters(shards: Any, due: jax.Array) -> Any:
     """What gradients are counted in, by differentiation: `f32[*stack, bins]` a parameter, or None.
 
-    Args:
-      shards: This replica's.
-      due: Whether they shall be counted in this step.
-
-    Returns:
-      Arrays of ones if so, else of zeros: see `Shard.counter`.
+    Ones in a step in which counting is `due`, else zeros: see `Shard.counter`.
     """
 
     def counter(shard):
@@ -45,16 +40,10 @@ def counters(shards: Any, due: jax.Array) -> Any:
 
 
 def refit(tables: Any, shards: Any, tallies: Any, axis_name: str | tuple[str, ...]) -> Any:
-    """Fits all levels to the weights of all shards, and to what was counted of gradients.
+    """New tables, fitted to the weights of all shards and to what was counted of gradients.
 
-    Args:
-      tables: From `start` or from here.
-      shards: This replica's.
-      tallies: The gradient with respect to `counters`, of a step in which they were due.
-      axis_name: Mesh axis of the replicas, or several.
-
-    Returns:
-      The new tables, equal on all replicas.
+    `tallies` is the gradient with respect to `counters`, of a step in which they were due. What is
+    returned is equal on all replicas.
     """
 
     def jobs(shard, tables, tally):

@@ -61,8 +61,8 @@ class QSDP:
         Args:
           params: Floating arrays of any sizes, replicated on the mesh or not placed yet.
           mesh: Has the axes `axes`.
-          stacked: `(path, leaf) -> bool`, whether a leaf holds the parameters of many layers
-            along its first axis, to be scanned over, as `jaxcomp.by_path` makes; none by default.
+          stacked: `(path, leaf) -> bool`, as `jaxcomp.by_path` makes: whether a leaf holds many
+            layers along its first axis, to be scanned over; none by default.
 
         Returns:
           A tree of Shards, their arrays `[num_shards, ...]` sharded over `axes`. An optax
@@ -72,39 +72,21 @@ class QSDP:
           ValueError: If a leaf is not floating, `fast_gradients` learns its levels, or the mesh
             lacks one of the axes.
         """
-        plan = functools.partial(self._planned, stacked=stacked)
+        plan = functools.partial(_planned, self, stacked)
         like = jax.tree_util.tree_map_with_path(plan, params)
-
-        def own(params):
-            num_shards, index = lax.axis_size(self.axes), lax.axis_index(self.axes)
-
-            def one(shard, leaf):
-                rows = cut(leaf, leaf.ndim - len(shard.shape), num_shards)
-                return dataclasses.replace(shard, data=rows[index][None])
-
-            return map_shards(one, like, params)
-
+        own = functools.partial(map_shards, functools.partial(_own, self.axes), like)
         return _on(mesh, self.axes, own, P(), P(self.axes))(params)
 
     def unshard(self, shards: Any, mesh: Mesh) -> Any:
         """Undoes `shard`, without loss: natural shapes, a copy on every device.
 
-        Takes any tree with a `Shard` in it, as an optimizer's state; what is none stays. Compiles
-        at each call; in a loop, call it inside `jax.jit`.
+        Takes any tree with `Shard`s in it, as an optimizer's state; other leaves stay. Compiles at
+        each call; in a loop, call it inside `jax.jit`.
         """
-
-        def whole(shards):
-            def one(shard):
-                rows = shard.data.reshape(-1)
-                for axis in reversed(self.axes):
-                    rows, _ = wire.gather(rows, identity(), _NO_KEY, axis)
-                return natural(rows.reshape(-1, *shard.data.shape[1:]), shard.shape)
-
-            return map_shards(one, shards)
-
         specs = jax.tree.map(
             lambda x: P(self.axes) if is_shard(x) else P(), shards, is_leaf=is_shard
         )
+        whole = functools.partial(map_shards, functools.partial(_whole, self.axes))
         return _on(mesh, self.axes, whole, (specs,), P())(shards)
 
     def local(
@@ -124,43 +106,34 @@ class QSDP:
           count: i32[], the step, equal on all replicas.
           *draw: Integers for further keys in this step, as the number of a microbatch.
           levels: As `levels.start` makes them, for codes that learn theirs; None: uniform.
-          counters: As `levels.counters`; what the loss's gradient there is, is to be
-            fitted to. None: nothing is counted.
+          counters: As `levels.counters` makes them: the loss's gradient there is the tally that
+            levels are fitted to. None: nothing is counted.
 
         Returns:
           The tree for `gather` and `layer`.
         """
         leaves, treedef = jax.tree.flatten(unstack(shards, self.axes), is_leaf=is_shard)
         step = fold(Key(count, jnp.uint32(self.seed)), count, *draw)
-        tables, counters = (
-            [None] * len(leaves) if tree is None else treedef.flatten_up_to(tree)
-            for tree in (levels, counters)
+        nothing = [None] * len(leaves)
+        tables = nothing if levels is None else treedef.flatten_up_to(levels)
+        counters = nothing if counters is None else treedef.flatten_up_to(counters)
+        keys = [key_of(step, index, leaf.data.shape[:-1]) for index, leaf in enumerate(leaves)]
+        return treedef.unflatten(
+            dataclasses.replace(leaf, key=key, levels=table, counter=counter)
+            for leaf, key, table, counter in zip(leaves, keys, tables, counters, strict=True)
         )
-        keyed = [
-            dataclasses.replace(
-                leaf,
-                key=key_of(step, index, leaf.data.shape[:-1]),
-                levels=tables[index],
-                counter=counters[index],
-            )
-            for index, leaf in enumerate(leaves)
-        ]
-        return treedef.unflatten(keyed)
 
     def gather(self, tree: Any, but: str | None = None) -> Any:
         """Gathers a layer: every replica's code of its shards, in one uint8 message.
 
-        Stacked shards are gathered layer after layer, each layer's in one message.
+        Stacked shards are gathered layer after layer. All replicas, the owner too, get what the
+        codes decode to. The VJP encodes the gradient of this replica's loss, sends each owner its
+        chunk in one all-to-all, and takes the mean of what arrives: the gradient of the mean loss
+        over replicas, at what was gathered, by the straight-through rule for the rounding.
 
-        All replicas, the owner too, get what the codes decode to. Its VJP encodes the gradient of
-        this replica's loss, gives each owner its chunk in one all-to-all, and makes the mean of
-        what arrives the gradient of the shard: that of the mean loss over replicas, at what was
-        gathered, by the straight-through rule for the rounding.
-
-        As `trans_in_fn` of Flax's `nn.map_variables`, inside `nn.remat`, it makes any module one
-        that gathers for itself; under `nn.scan` layer by layer. Of layers that are not scanned
-        over, XLA:CPU gathers all at once, where `layer` waits. What `nn.remat` keeps of secondary
-        shards its `policy` says: `remat_policy`.
+        As `trans_in_fn` of Flax's `nn.map_variables`, inside `nn.remat` with `remat_policy`, it
+        makes any module gather for itself, under `nn.scan` layer by layer. Layers that are not
+        scanned over XLA:CPU gathers all at once, where `layer` waits.
 
         Args:
           tree: Shards from `local`, or those of one layer in a scan; other leaves stay.
@@ -175,11 +148,10 @@ class QSDP:
     def layer(self, function: Callable) -> Callable:
         """Makes of `function(params, *args)` one of shards, that gathers again for its gradient.
 
-        Neither weights nor anything else that the function computes is kept between the passes:
-        it is computed twice, as by `jax.checkpoint`. Each time the gather waits for what the layer
-        computes with, its arguments or the gradient of its result, so that one layer's weights are
-        held at a time. With secondary shards, what has crossed the slow axis is kept as the codes
-        that it is, and the second gather goes over the fast axis alone.
+        As by `jax.checkpoint`, nothing is kept between the passes, and the function is computed
+        twice. Each gather waits for the layer's arguments, or for the gradient of its result, so
+        that one layer's weights are held at a time. With secondary shards the codes that crossed
+        the slow axis are kept, and the second gather goes over the fast axis alone.
 
         Args:
           function: A layer; `args` are arrays or trees of them, and all that is differentiated.
@@ -188,26 +160,6 @@ class QSDP:
           A function of a tree from `local` and of `args`.
         """
         return layers.layer(function, self.axes, self.secondary)
-
-    def _planned(self, path, leaf, stacked):
-        name = path_of(path)
-        if not jnp.issubdtype(leaf.dtype, jnp.floating):
-            raise ValueError(
-                f"the parameter {name!r} has dtype {leaf.dtype}, but only floating ones are "
-                "sharded; keep others out of the parameters."
-            )
-        shape = leaf.shape[1:] if stacked(name, leaf) else leaf.shape
-        one = jax.ShapeDtypeStruct(shape, leaf.dtype)
-        policies = self.weights, self.gradients, self.fast_gradients
-        if self.exact(name, one):
-            policies = (averaging.EXACT,) * 3
-        codes = [policy_of(policy)(name, one) for policy in policies]
-        if codes[2].levels is not None:
-            raise ValueError(
-                f"fast_gradients is {codes[2].name} for {name!r}, but levels are learned of what "
-                "crosses the slow axis only; write quantize(...)."
-            )
-        return Shard(None, one.shape, *codes, stack=leaf.shape[: leaf.ndim - len(shape)])
 
 
 def qsdp(
@@ -225,17 +177,15 @@ def qsdp(
 ) -> QSDP:
     """Makes the way in which parameters live in shards and travel as codes.
 
-    Each replica keeps 1/R of every parameter in float32, and of the optimizer's state. A layer is
-    gathered where it is needed, in the forward pass and again in the backward pass, and its
-    gradient goes back to the owners of the shards: `m (R-1)` bytes each time, for a message of m
-    bytes a shard. Draws depend on the seed, the step and the layer: the weights' are equal in
-    both passes, so that the gradient is of the function that was computed; the gradients' noise
-    is each replica's own.
+    Each replica keeps 1/R of every parameter, in float32, and of the optimizer's state. A layer is
+    gathered in the forward pass and again in the backward pass, and its gradient goes back to the
+    owners of the shards: `m (R-1)` bytes each time, for a message of m bytes a shard. Draws depend
+    on the seed, the step and the layer. The weights' are equal in both passes, so that the gradient
+    is of the function that was computed; the gradients' noise is each replica's own.
 
-    With a `fast_axis`, as of the devices inside a host, parameters are cut over both axes. A
-    gather sends the codes across the slow axis and then, as they are, across the fast one. The
-    gradient's mean is taken inside the fast axis first: 1/n_fast of weights and gradients crosses
-    the slow axis on each device.
+    With a `fast_axis`, as of the devices inside a host, parameters are cut over both axes. Codes
+    cross the slow axis first and then, as they are, the fast one; gradients are averaged over the
+    fast axis first. On each device 1/n_fast of both crosses the slow axis.
 
     Args:
       axis_name: Mesh axis of the replicas, the slow one.
@@ -244,17 +194,17 @@ def qsdp(
       gradients: Code of the gradients, or a policy; unbiased by default.
       exact: `(path, leaf) -> bool`, which leaves travel as float32, in the same messages. Default:
         those with fewer than two axes, or fewer than 1,024 elements.
-      fit_at: When `qsdp_train_step` fits the levels of codes that learn theirs, as
-        `learned_levels(4)`: by default in steps 1, 2, 4, 8, ...
+      fit_at: When `qsdp_train_step` fits levels, as of `learned_levels(4)`; by default in steps 1,
+        2, 4, 8, ...
       seed: Of shifts and noise.
       fast_axis: Mesh axis of replicas between which links are fast; None: there is none.
       fast_gradients: Code of the gradients on their way inside the fast axis, or a policy; exact
         by default.
-      secondary: Whether `layer` keeps what crossed the slow axis until the backward pass, whose
-        gather then sends nothing across it. It holds the codes of 1/n_fast of the parameters.
-      gather_once: Whether `qsdp_train_step` gathers all weights once a step, before its first
-        pass, and scatters gradients once, after the last microbatch: two messages a step, at the
-        cost of whole parameters and a whole gradient on each device while the step lasts.
+      secondary: Whether `layer` keeps what crossed the slow axis, the codes of 1/n_fast of the
+        parameters, until the backward pass, whose gather then sends nothing across it.
+      gather_once: Whether `qsdp_train_step` gathers all weights once a step and scatters gradients
+        once, after the last microbatch: two messages a step, at the cost of whole parameters and
+        a whole gradient on each device meanwhile.
 
     Returns:
       A `QSDP`, hashable and without arrays.
@@ -265,19 +215,17 @@ def qsdp(
 
     Examples:
       >>> import jaxcomp
-      >>> fsdp = jaxcomp.qsdp("replica", weights=jaxcomp.quantize(6, block=1024))
-      >>> fsdp.axis_name
-      'replica'
-      >>> jaxcomp.qsdp("replica", fast_axis="fast").axes
+      >>> code = jaxcomp.quantize(6, block=1024)
+      >>> jaxcomp.qsdp("replica", weights=code, fast_axis="fast").axes
       ('fast', 'replica')
 
     References:
       Markov et al., `Quantized Distributed Training of Large Models with Convergence Guarantees
       <https://arxiv.org/abs/2302.02390>`_, ICML 2023. Shards stay in float32, as in its
       experiments; its analysis keeps the quantized weights only. Blocks do not cross leaves.
-      The two hops of gradients (qgZ) and secondary shards (hpZ): Wang et al., `ZeRO++
-      <https://arxiv.org/abs/2306.10209>`_, 2023. Here the first hop is exact by default, and a
-      secondary shard is the codes that were sent.
+      Two hops of gradients (qgZ) and secondary shards (hpZ): Wang et al., `ZeRO++
+      <https://arxiv.org/abs/2306.10209>`_, 2023. Here the first hop is exact by default, and
+      secondary shards are the codes that were sent.
     """
     if fast_axis == axis_name:
         raise ValueError(
@@ -291,15 +239,52 @@ def qsdp(
         )
     for code in (weights, gradients, fast_gradients):
         policy_of(code)  # refuses what is neither
-    exact = buckets.small_or_vector() if exact is None else exact
+    exact = exact or buckets.small_or_vector()
     rest = fast_axis, fast_gradients, secondary, gather_once
     return QSDP(axis_name, weights, gradients, exact, fit_at, seed, *rest)
 
 
+def _planned(fsdp: QSDP, stacked, path, leaf) -> Shard:
+    """A shard of a parameter, without its array."""
+    name = path_of(path)
+    if not jnp.issubdtype(leaf.dtype, jnp.floating):
+        raise ValueError(
+            f"the parameter {name!r} has dtype {leaf.dtype}, but only floating ones are sharded; "
+            "keep others out of the parameters."
+        )
+    shape = leaf.shape[1:] if stacked(name, leaf) else leaf.shape
+    one = jax.ShapeDtypeStruct(shape, leaf.dtype)
+    policies = fsdp.weights, fsdp.gradients, fsdp.fast_gradients
+    if fsdp.exact(name, one):
+        policies = (averaging.EXACT,) * 3
+    weights, gradients, fast = (policy_of(policy)(name, one) for policy in policies)
+    if fast.levels is not None:
+        raise ValueError(
+            f"fast_gradients is {fast.name} for {name!r}, but levels are learned of what "
+            "crosses the slow axis only; write quantize(...)."
+        )
+    stack = leaf.shape[: leaf.ndim - len(shape)]
+    return Shard(None, one.shape, weights, gradients, fast, stack)
+
+
+def _own(axes, shard: Shard, leaf: jax.Array) -> Shard:
+    """This device's row of a parameter, `[1, *stack, numel]`."""
+    rows = cut(leaf, leaf.ndim - len(shard.shape), lax.axis_size(axes))
+    return dataclasses.replace(shard, data=rows[lax.axis_index(axes)][None])
+
+
+def _whole(axes, shard: Shard) -> jax.Array:
+    """A parameter from its rows on all devices."""
+    rows = shard.data.reshape(-1)
+    for axis in reversed(axes):
+        rows, _ = wire.gather(rows, identity(), _NO_KEY, axis)
+    return natural(rows.reshape(-1, *shard.data.shape[1:]), shard.shape)
+
+
 def _on(mesh, axes, function, in_specs, out_specs):
-    for axis_name in axes:
-        if axis_name not in mesh.axis_names:
-            raise ValueError(
-                f"the mesh has no axis {axis_name!r}; its axes are {tuple(mesh.axis_names)}."
-            )
+    missing = [name for name in axes if name not in mesh.axis_names]
+    if missing:
+        raise ValueError(
+            f"the mesh has no axis {missing[0]!r}; its axes are {tuple(mesh.axis_names)}."
+        )
     return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs))

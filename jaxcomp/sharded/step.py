@@ -12,7 +12,6 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxcomp.exchange import averaging
 from jaxcomp.replicas.elementwise import ranked, require_elementwise
 from jaxcomp.replicas.shards import map_shards
 from jaxcomp.replicas.specs import specs_of
@@ -20,7 +19,14 @@ from jaxcomp.replicas.state import fields, per_replica, stack, unstack
 from jaxcomp.replicas.types import to_varying
 from jaxcomp.sharded import levels
 from jaxcomp.sharded.qsdp import QSDP
-from jaxcomp.steps.train import TrainStep, check_batch, mean_over_microbatches, require_local
+from jaxcomp.steps.gradient import (
+    check_accumulate,
+    check_batch,
+    mean_over_microbatches,
+    require_local,
+)
+from jaxcomp.steps.train import TrainStep
+from jaxcomp.steps.update import all_or_nothing
 
 
 class QSDPState(NamedTuple):
@@ -42,9 +48,9 @@ def qsdp_train_step(
 ) -> TrainStep:
     """Makes jitted `init` and `step` of a loss and an optimizer, of parameters in shards.
 
-    Gradients arrive at the shards as means over the replicas; nothing else is exchanged, but for
-    one float32 that says whether all of the update is finite. If it is not, parameters and
-    optimizer stay as they were on all replicas.
+    Gradients arrive at the shards as means over the replicas. Nothing else is exchanged but for
+    one float32, whether all of the update is finite; if it is not, parameters and optimizer stay
+    as they were on all replicas.
 
     Args:
       loss_fn: `(shards, batch) -> f32[]`, the mean loss over the batch that it is given. It gets
@@ -71,54 +77,70 @@ def qsdp_train_step(
         replicas, or `tx` is one of this package's methods, looks at shapes, or mixes entries of a
         shard.
     """
-    axes = fsdp.axes
-    if accumulate < 1:
-        raise ValueError(f"accumulate is {accumulate}; write at least 1.")
-    if set(mesh.axis_names) != set(axes):
+    check_accumulate(accumulate)
+    if set(mesh.axis_names) != set(fsdp.axes):
         raise ValueError(
-            f"qsdp_train_step got a mesh of axes {mesh.axis_names}, needs one of {axes} and no "
-            "others; of a slow and a fast axis write qsdp(slow, fast_axis=fast)."
+            f"qsdp_train_step got a mesh of axes {mesh.axis_names}, needs one of {fsdp.axes} and "
+            "no others; of a slow and a fast axis write qsdp(slow, fast_axis=fast)."
         )
-    alone, tx = tx, per_replica(_of_pieces(tx), axes)
+    of_rows = per_replica(_of_pieces(tx), fsdp.axes)
+    run = _Run(loss_fn, tx, of_rows, mesh, fsdp, accumulate)
+    return TrainStep(
+        jax.jit(functools.partial(_init, run)),
+        jax.jit(functools.partial(_step, run), donate_argnums=(0, 1)),
+    )
+
+
+class _Run(NamedTuple):
+    """What a step was made with."""
+
+    loss_fn: Callable
+    given: optax.GradientTransformation  # as the user wrote it
+    tx: optax.GradientTransformationExtraArgs  # the same, of shards, with rows of replicas
+    mesh: Mesh
+    fsdp: QSDP
+    accumulate: int
+
+
+def _init(run, shards):
+    cut = P(run.fsdp.axes)
+    own = functools.partial(_init_local, run)
+    specs = specs_of(own, run.mesh, run.fsdp.axes, cut, shards)
+    return jax.shard_map(own, mesh=run.mesh, in_specs=cut, out_specs=specs)(shards)
+
+
+def _init_local(run, shards):
+    shards = unstack(shards, run.fsdp.axes)
+    tables = levels.start(shards)
+    rounds = {"all": jnp.int32(0), "levels": jnp.int32(0)} if jax.tree.leaves(tables) else {}
+    _require_alone(run.given.init(shards))
+    return QSDPState(jnp.int32(0), run.tx.init(shards), tables, rounds)
+
+
+def _step(run, shards, state, batch):
+    mesh, axes = run.mesh, run.fsdp.axes
+    check_batch(batch, mesh.axis_names, mesh.size, run.accumulate)
     cut, rows = P(axes), P(mesh.axis_names)
-    sharded = functools.partial(jax.shard_map, mesh=mesh)
+    specs = specs_of(functools.partial(_init_local, run), mesh, axes, cut, shards)
+    shards, state, loss, skipped = jax.shard_map(
+        functools.partial(_step_local, run),
+        mesh=mesh,
+        in_specs=(cut, specs, rows),
+        out_specs=(cut, specs, rows, P()),
+    )(shards, state, batch)
+    return shards, state, {"loss": loss, "skipped": skipped}
 
-    def begin(shards):
-        shards = unstack(shards, axes)
-        tables = levels.start(shards)
-        rounds = {"all": jnp.int32(0), "levels": jnp.int32(0)} if jax.tree.leaves(tables) else {}
-        _require_alone(alone.init(shards))
-        return QSDPState(jnp.int32(0), tx.init(shards), tables, rounds)
 
-    state_specs = specs_of(begin, mesh, axes)
-
-    def one_step(shards, state, batch):
-        loss, grads, tallies = _mean_gradients(loss_fn, fsdp, accumulate, shards, state, batch)
-        shards, grads = unstack((shards, grads), axes)
-        tables, rounds = _fitted(fsdp, shards, state, tallies)
-        updates, inner = tx.update(grads, state.inner, shards, value=lax.pmean(loss, axes))
-        skipped = averaging.not_finite(updates) > 0
-        new = optax.apply_updates(shards, updates), inner
-        shards, inner = jax.tree.map(
-            functools.partial(jnp.where, ~skipped), new, (shards, state.inner)
-        )
-        state = QSDPState(optax.safe_increment(state.count), inner, tables, rounds)
-        return stack(shards, axes), state, loss[None], skipped
-
-    @jax.jit
-    def init(shards):
-        return sharded(begin, in_specs=cut, out_specs=state_specs(cut, shards))(shards)
-
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(shards, state, batch):
-        check_batch(batch, mesh.axis_names, mesh.size, accumulate)
-        specs = state_specs(cut, shards)
-        shards, state, loss, skipped = sharded(
-            one_step, in_specs=(cut, specs, rows), out_specs=(cut, specs, rows, P())
-        )(shards, state, batch)
-        return shards, state, {"loss": loss, "skipped": skipped}
-
-    return TrainStep(init, step)
+def _step_local(run, shards, state, batch):
+    axes = run.fsdp.axes
+    loss, grads, tallies = _mean_gradients(run, shards, state, batch)
+    shards, grads = unstack((shards, grads), axes)
+    tables, rounds = _fitted(run.fsdp, shards, state, tallies)
+    updates, inner = run.tx.update(grads, state.inner, shards, value=lax.pmean(loss, axes))
+    new = optax.apply_updates(shards, updates), inner
+    (shards, inner), skipped = all_or_nothing(updates, new, (shards, state.inner))
+    state = QSDPState(optax.safe_increment(state.count), inner, tables, rounds)
+    return stack(shards, axes), state, loss[None], skipped
 
 
 def _of_pieces(tx):
@@ -164,11 +186,12 @@ def _fitted(fsdp, shards, state, tallies):
     return tables, new
 
 
-def _mean_gradients(loss_fn, fsdp, accumulate, shards, state, batch):
+def _mean_gradients(run, shards, state, batch):
     """The loss and the shards' gradient, in the mean over this replica's microbatches.
 
     And the tallies of what was sent of it, in a step in which levels are fitted.
     """
+    loss_fn, fsdp, accumulate = run.loss_fn, run.fsdp, run.accumulate
     counters = levels.counters(unstack(shards, fsdp.axes), fsdp.fit_at(state.count))
     counters = to_varying(counters, fsdp.axes)  # else JAX sums tallies in every step
     own = shards, counters

@@ -16,10 +16,12 @@ import optax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxcomp.replicas.specs import specs_of, state_specs
+from jaxcomp.replicas.specs import specs_of
 from jaxcomp.replicas.state import fields, per_replica, stack, unstack
 from jaxcomp.replicas.types import to_varying
-from jaxcomp.steps.train import TrainStep, apply_update, check_batch, local_gradients, train_step
+from jaxcomp.steps.gradient import Gradient, all_gradients, check_accumulate
+from jaxcomp.steps.train import TrainStep
+from jaxcomp.steps.update import Update, init_state, local_update, update_specs
 
 
 class OverlappedStep(NamedTuple):
@@ -71,22 +73,22 @@ def overlapped_train_step(
 
     Such a method (`cocktail_sgd`) takes an extra argument `ahead` in its `update`, a function
     `(make) -> made`, by default one that calls `make`, and hands it what computes its exchange
-    from its state. Here `make` is called in a program of its own, and the update gets what that
-    has made. Between the programs lies a copy of what was exchanged: for `cocktail_sgd` the change
-    of the consensus and what was sent, each as large as a float32 gradient.
+    from its state. Here a program of its own calls `make`, and the update gets what that has made.
+    Between the programs lies a copy of what was exchanged: for `cocktail_sgd` the change of the
+    consensus and what was sent, each as large as a float32 gradient.
 
-    On GPUs use `train_step`: collectives have streams of their own there. What a context
-    manager of JAX says around a call, as `jax.default_matmul_precision`, does not reach the
-    gradient's thread; around `step.compile` it does.
+    On GPUs use `train_step`: collectives have streams of their own there. A context manager of
+    JAX, as `jax.default_matmul_precision`, does not reach the gradient's thread around a call;
+    around `step.compile` it does.
 
     Args:
-      loss_fn: As for `train_step`.
-      tx: As for `train_step`; wrappers that call its update in a `lax.cond`, as `optax.MultiSteps`
-        does, are not possible.
+      loss_fn: As for `train_step`, like `accumulate`.
+      tx: As for `train_step`, but without wrappers that call its update in a `lax.cond`, as
+        `optax.MultiSteps` does.
       mesh: Of one axis, `axis_name`: on others the gradient would send as well, in an order that
         differs between processes.
       axis_name: The axis of the replicas.
-      accumulate: As for `train_step`.
+      accumulate: Microbatches.
 
     Returns:
       The functions of `train_step`; `step.compile(params, state, batch)` compiles ahead of time.
@@ -100,62 +102,69 @@ def overlapped_train_step(
             f"overlapped_train_step got a mesh of axes {mesh.axis_names}, needs one of "
             f"{axis_name!r} alone; write jaxcomp.train_step for the others."
         )
-    plain = train_step(loss_fn, tx, mesh, axis_name, accumulate=accumulate)
-    tx = per_replica(tx, axis_name)
-    rows = P(axis_name)
+    check_accumulate(accumulate)
+    gradient = Gradient(loss_fn, mesh, axis_name, accumulate)
+    update = Update(per_replica(tx, axis_name), mesh, axis_name)
+    step = OverlappedStep(
+        jax.jit(functools.partial(_exchange, update)),
+        jax.jit(functools.partial(all_gradients, gradient)),
+        jax.jit(functools.partial(_finish, update), donate_argnums=(0, 1)),
+        concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="gradient"),
+    )
+    return TrainStep(jax.jit(functools.partial(init_state, update)), step)
 
-    def begin(params, state):
-        made = []
 
-        def record(make):
-            made.append(make())
-            return made[-1]
+def _exchange(update, params, state):
+    specs, made = _specs(update, params, state)
+    own = functools.partial(_exchange_local, update)
+    sharded = jax.shard_map(own, mesh=update.mesh, in_specs=specs, out_specs=made)
+    return sharded(params, state)
 
-        grads = to_varying(jax.tree.map(jnp.zeros_like, params), axis_name)
-        # What is not recorded is computed by nobody: it does not reach the program's results.
-        value = jnp.zeros([])
-        tx.update(grads, state, params, axis_name=axis_name, value=value, ahead=record)
-        if not made:
-            raise ValueError(
-                "nothing in the transformation exchanges ahead of the gradient: write "
-                "jaxcomp.cocktail_sgd(..., delayed=True) in it, or jaxcomp.train_step around it."
-            )
-        return stack(made, axis_name)
 
-    def finish(params, state, grads, exchanged, loss):
-        made = iter(unstack(exchanged, axis_name))
-        ahead = lambda make: next(made)
-        return apply_update(tx, axis_name, params, state, grads, loss, ahead=ahead)
+def _exchange_local(update, params, state):
+    """What the update makes ahead of the gradient, in the order in which it asks for it."""
+    made = []
 
-    sharded = functools.partial(jax.shard_map, mesh=mesh)
-    specs_of_state = functools.partial(state_specs, tx, mesh=mesh, axis_name=axis_name)
-    specs_of_exchanged = specs_of(begin, mesh, axis_name)
+    def record(make):
+        made.append(make())
+        return made[-1]
 
-    @jax.jit
-    def exchange_program(params, state):
-        specs = P(), specs_of_state(params)
-        made = specs_of_exchanged(specs, params, state)
-        return sharded(begin, in_specs=specs, out_specs=made)(params, state)
+    grads = to_varying(jax.tree.map(jnp.zeros_like, params), update.axis_name)
+    # What is not recorded is computed by nobody: it does not reach the program's results.
+    extra_args = {"axis_name": update.axis_name, "value": jnp.zeros([]), "ahead": record}
+    update.tx.update(grads, state, params, **extra_args)
+    if not made:
+        raise ValueError(
+            "nothing in the transformation exchanges ahead of the gradient: write "
+            "jaxcomp.cocktail_sgd(..., delayed=True) in it, or jaxcomp.train_step around it."
+        )
+    return stack(made, update.axis_name)
 
-    @jax.jit
-    def gradient_program(params, drifts, batch):
-        check_batch(batch, axis_name, mesh.size, accumulate)
-        local = functools.partial(local_gradients, loss_fn, axis_name, accumulate)
-        return sharded(local, in_specs=(P(), rows, rows), out_specs=rows)(params, drifts, batch)
 
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def finish_program(params, state, grads, exchanged, loss):
-        specs = P(), specs_of_state(params)
-        made = specs_of_exchanged(specs, params, state)
-        params, state, skipped = sharded(
-            finish, in_specs=(*specs, rows, made, rows), out_specs=(*specs, P())
-        )(params, state, grads, exchanged, loss)
-        # By way of this program, so that who waits for the loss waits for the exchange too.
-        return params, state, {"loss": loss, "skipped": skipped}
+def _finish(update, params, state, grads, exchanged, loss):
+    specs, made = _specs(update, params, state)
+    rows = P(update.axis_name)
+    params, state, skipped = jax.shard_map(
+        functools.partial(_finish_local, update),
+        mesh=update.mesh,
+        in_specs=(*specs, rows, made, rows),
+        out_specs=(*specs, P()),
+    )(params, state, grads, exchanged, loss)
+    # By way of this program, so that who waits for the loss waits for the exchange too.
+    return params, state, {"loss": loss, "skipped": skipped}
 
-    helper = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="gradient")
-    step = OverlappedStep(exchange_program, gradient_program, finish_program, helper)
-    return TrainStep(plain.init, step)
+
+def _finish_local(update, params, state, grads, exchanged, loss):
+    made = iter(unstack(exchanged, update.axis_name))
+    ahead = lambda make: next(made)
+    return local_update(update, params, state, grads, loss, ahead=ahead)
+
+
+def _specs(update, params, state):
+    """The PartitionSpecs of the parameters and the state, and of what is exchanged ahead."""
+    specs = update_specs(update, params)
+    own = functools.partial(_exchange_local, update)
+    return specs, specs_of(own, update.mesh, update.axis_name, specs, params, state)
 
 
 def _compiled(function, *args):

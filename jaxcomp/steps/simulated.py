@@ -9,9 +9,10 @@ import optax
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
-from jaxcomp.replicas.specs import state_specs
 from jaxcomp.replicas.state import fields, per_replica
-from jaxcomp.steps.train import TrainStep, apply_update, check_batch, local_gradients
+from jaxcomp.steps.gradient import Gradient, check_batch, local_gradient
+from jaxcomp.steps.train import TrainStep
+from jaxcomp.steps.update import Update, local_update, update_specs
 
 
 def simulated_train_step(
@@ -30,11 +31,11 @@ def simulated_train_step(
     one of all else.
 
     Args:
-      loss_fn: As for `jaxcomp.train_step`.
-      tx: As for `jaxcomp.train_step`.
+      loss_fn: As for `jaxcomp.train_step`, like `tx` and `accumulate`.
+      tx: The transformation.
       num_replicas: Replicas to simulate, at least 1.
       axis_name: Name of the axis that `tx` averages over.
-      accumulate: As for `jaxcomp.train_step`.
+      accumulate: Microbatches.
 
     Returns:
       `init` and `step` as of `jaxcomp.train_step`, for arrays on one device.
@@ -48,35 +49,47 @@ def simulated_train_step(
         raise ValueError(
             f"got num_replicas={num_replicas}, accumulate={accumulate}; write at least 1 for both."
         )
-    tx = per_replica(tx, axis_name)
     mesh = AbstractMesh((num_replicas,), (axis_name,), axis_types=(AxisType.Auto,))
-    replicas = functools.partial(jax.vmap, axis_name=axis_name, axis_size=num_replicas)
+    gradient = Gradient(loss_fn, mesh, axis_name, accumulate)
+    update = Update(per_replica(tx, axis_name), mesh, axis_name)
+    return TrainStep(
+        jax.jit(functools.partial(_init, update)),
+        jax.jit(functools.partial(_step, gradient, update), donate_argnums=(0, 1)),
+    )
 
-    def axes_of(params):
-        """0 for state leaves that differ between replicas, None for the others."""
-        shapes = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype), params)
-        specs = state_specs(tx, shapes, mesh, axis_name)
-        return jax.tree.map(lambda spec: 0 if spec == P(axis_name) else None, specs)
 
-    def one(params, state, batch):
-        drifts = fields(state, "drift")
-        loss, grads = local_gradients(loss_fn, axis_name, accumulate, params, drifts, batch)
-        params, state, skipped = apply_update(tx, axis_name, params, state, grads, loss)
-        return params, state, {"loss": loss[0], "skipped": skipped}
+def _init(update, params):
+    axes = _axes_of_state(update, params)
+    return _replicas(update, update.tx.init, in_axes=None, out_axes=axes)(params)
 
-    @jax.jit
-    def init(params):
-        return replicas(tx.init, in_axes=None, out_axes=axes_of(params))(params)
 
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(params, state, batch):
-        check_batch(batch, axis_name, num_replicas, accumulate)
-        rows = jax.tree.map(lambda x: x.reshape(num_replicas, -1, *x.shape[1:]), batch)
-        # What must be equal on all replicas has no axis, and JAX refuses to drop one that differs.
-        axes = axes_of(params)
-        metrics = {"loss": 0, "skipped": None}
-        return replicas(one, in_axes=(None, axes, 0), out_axes=(None, axes, metrics))(
-            params, state, rows
-        )
+def _step(gradient, update, params, state, batch):
+    _, mesh, axis_name, accumulate = gradient
+    check_batch(batch, axis_name, mesh.size, accumulate)
+    rows = jax.tree.map(lambda x: x.reshape(mesh.size, -1, *x.shape[1:]), batch)
+    # What must be equal on all replicas has no axis, and JAX refuses to drop one that differs.
+    axes = _axes_of_state(update, params)
+    return _replicas(
+        update,
+        functools.partial(_one_replica, gradient, update),
+        in_axes=(None, axes, 0),
+        out_axes=(None, axes, {"loss": 0, "skipped": None}),
+    )(params, state, rows)
 
-    return TrainStep(init, step)
+
+def _one_replica(gradient, update, params, state, batch):
+    loss, grads = local_gradient(gradient, params, fields(state, "drift"), batch)
+    params, state, skipped = local_update(update, params, state, grads, loss)
+    return params, state, {"loss": loss[0], "skipped": skipped}
+
+
+def _replicas(update, function, in_axes, out_axes):
+    size = update.mesh.size
+    return jax.vmap(function, in_axes, out_axes, axis_name=update.axis_name, axis_size=size)
+
+
+def _axes_of_state(update, params):
+    """0 for state leaves that differ between replicas, None for the others."""
+    shapes = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype), params)
+    _, of_state = update_specs(update, shapes)
+    return jax.tree.map(lambda spec: 0 if spec == P(update.axis_name) else None, of_state)

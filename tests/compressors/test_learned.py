@@ -293,7 +293,7 @@ def test_gradients_are_counted_before_they_are_coded_and_as_much_as_all_replicas
         ((4, 0), "block=0"),
         ((4, "8"), "block='8'"),
         ((4, 8, "shift"), "rounding='shift'"),
-        ((4, 8, "nearest", "int8"), "scale_dtype=int8"),
+        ((4, 8, "nearest", "int8"), "scale_dtype='int8'"),
     ],
 )
 def test_mistakes_are_told(arguments, message):

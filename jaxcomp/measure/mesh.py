@@ -1,13 +1,16 @@
-"""Reads which devices an HLO collective joins, in each dialect of XLA.
+"""Which devices an HLO collective joins, and which axes of the mesh these span.
 
 Groups come as lists `{{0,1},{2,3}}`, as iota tiles `[2,2]<=[4]` and, since JAX 0.12, as axes of a
 mesh, `mesh['data'=2,'fsdp'=2] {'fsdp'}`. Numbers are positions in the program's device assignment.
 """
 
+import itertools
 import math
 import re
 
+import jax
 import numpy as np
+from jax.sharding import Mesh, NamedSharding
 
 _LIST = r"\{\{.*?\}\}|\{\}"
 _IOTA = r"\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?"
@@ -15,23 +18,16 @@ _MESH = r"mesh\[[^\]]*\](?:, ?device_ids=\(.*?\))? ?\{.*?\}"
 
 
 def replica_groups(attributes: str, num_devices: int) -> list[tuple[int, ...]]:
-    """Reads which devices take part in a collective together.
+    """Which devices take part in a collective together, by its attributes.
 
-    Args:
-      attributes: The collective's attributes, with `replica_groups` in any dialect.
-      num_devices: Devices of the program: no group, or an empty list, means all of them.
-
-    Returns:
-      The groups, as positions in the program's device assignment.
-
-    Raises:
-      ValueError: If the groups are in a dialect unknown here.
+    No group, or an empty list, means all of the program's `num_devices`. A ValueError for groups
+    in a dialect that is unknown here.
     """
     match = re.search(rf"\breplica_groups=({_LIST}|{_IOTA}|{_MESH})", attributes)
     if not match and "replica_groups=" in attributes:
         raise ValueError(
             f"got collective attributes {attributes!r}, need replica_groups as lists, iota or "
-            "mesh axes; add the dialect to jaxcomp/measure/hlo_groups.py"
+            "mesh axes; add the dialect to jaxcomp/measure/mesh.py"
         )
     groups = match[1] if match else "{}"
     if groups.startswith("mesh"):
@@ -43,10 +39,52 @@ def replica_groups(attributes: str, num_devices: int) -> list[tuple[int, ...]]:
 
 
 def source_target_pairs(attributes: str) -> list[tuple[int, int]]:
-    """Reads who sends to whom in a permutation, as positions in the device assignment."""
+    """Who sends to whom in a permutation."""
     match = re.search(r'source_target_pairs="?\{(\{.*?\})\}', attributes)
     pairs = re.findall(r"\{(\d+), *(\d+)\}", match[1]) if match else []
     return [(int(source), int(target)) for source, target in pairs]
+
+
+def positions_of(program: jax.stages.Compiled | str, mesh: Mesh) -> np.ndarray:
+    """The position in the program's device assignment of each device of the mesh."""
+    order = {device: position for position, device in enumerate(mesh.devices.flat)}
+    if not isinstance(program, str):
+        for sharding in jax.tree.leaves((program.input_shardings, program.output_shardings)):
+            if isinstance(sharding, NamedSharding) and sharding.mesh.size == mesh.size:
+                order = {device: i for i, device in enumerate(sharding.mesh.devices.flat)}
+                break
+    if set(order) != set(mesh.devices.flat):
+        raise ValueError(
+            "got a program that runs on other devices than the mesh's, need the same ones; pass "
+            "the mesh that the step was made with"
+        )
+    positions = [order[device] for device in mesh.devices.flat]
+    return np.array(positions).reshape(mesh.devices.shape)
+
+
+def axes_of_groups(mesh: Mesh, positions: np.ndarray) -> dict[frozenset, tuple[str, ...]]:
+    """Maps the groups that each set of mesh axes makes to that set."""
+    sizes = mesh.shape
+    wide = [name for name in mesh.axis_names if sizes[name] > 1]
+    axes_of = {}
+    for size in range(len(wide) + 1):
+        for axes in itertools.combinations(wide, size):
+            numbers = [mesh.axis_names.index(name) for name in axes]
+            last = np.moveaxis(positions, numbers, range(-size, 0))
+            groups = last.reshape(-1, math.prod(sizes[name] for name in axes))
+            axes_of[frozenset(map(frozenset, groups.tolist()))] = axes
+    return axes_of
+
+
+def axes_crossed(
+    pairs: list[tuple[int, int]], positions: np.ndarray, mesh: Mesh
+) -> tuple[tuple[str, ...], int]:
+    """The axes along which some pair differs, and how many devices a pair joins."""
+    where = {position: np.array(index) for index, position in np.ndenumerate(positions)}
+    moves = [where[source] != where[target] for source, target in pairs]
+    crossed = np.any(np.reshape(moves, (-1, positions.ndim)), axis=0)
+    axes = tuple(name for name, cross in zip(mesh.axis_names, crossed, strict=True) if cross)
+    return axes, 2 if axes else 1
 
 
 def _ints(text: str) -> list[int]:

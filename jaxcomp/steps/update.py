@@ -1,0 +1,113 @@
+"""The second half of a step: the exchange and the optimizer, all or nothing."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import PartitionSpec as P
+
+from jaxcomp.exchange import averaging
+from jaxcomp.replicas.elementwise import require_whole_norms
+from jaxcomp.replicas.specs import full_specs, state_specs
+from jaxcomp.replicas.state import fields, has_feedback
+from jaxcomp.replicas.types import require_alike, varies_over
+
+
+class Update(NamedTuple):
+    """What changes the parameters of the replicas of a mesh."""
+
+    tx: optax.GradientTransformationExtraArgs  # from `per_replica`
+    mesh: Mesh | AbstractMesh
+    axis_name: str  # of the replicas
+    param_specs: Any = None  # over the mesh's other axes, a tree or a prefix
+
+
+def update_specs(update: Update, params: Any) -> tuple[Any, Any]:
+    """The PartitionSpecs of the parameters and of the state."""
+    tx, mesh, axis_name, param_specs = update
+    return (
+        full_specs(params, mesh, axis_name, param_specs),
+        state_specs(tx, params, mesh, axis_name, param_specs),
+    )
+
+
+def init_state(update: Update, params: Any) -> Any:
+    """The state before the first step."""
+    of_params, of_state = update_specs(update, params)
+    return jax.shard_map(
+        update.tx.init, mesh=update.mesh, in_specs=(of_params,), out_specs=of_state
+    )(params)
+
+
+def all_updates(update: Update, params: Any, state: Any, grads: Any, loss: jax.Array) -> tuple:
+    """Averages rows of gradients and updates: `(params, state, bool[])`, the last: left out or not.
+
+    All axes of the mesh are manual. `grads` and `loss` are as `all_gradients` returns them.
+    """
+    of_params, of_state = update_specs(update, params)
+    rows = jax.tree.map(lambda p, spec: P(update.axis_name, *spec), params, of_params)
+    return jax.shard_map(
+        functools.partial(local_update, update),
+        mesh=update.mesh,
+        in_specs=(of_params, of_state, rows, P(update.axis_name)),
+        out_specs=(of_params, of_state, P()),
+    )(params, state, grads, loss)
+
+
+def local_update(
+    update: Update, params: Any, state: Any, grads: Any, loss: jax.Array, **extra_args: Any
+) -> tuple:
+    """`all_updates` inside `shard_map`, on local shards; all stays where it is not finite.
+
+    Not so for methods whose state counts `skipped`: they leave out what is not finite by
+    themselves, and need no second copy of their state until it is known.
+    """
+    tx, axis_name = update.tx, update.axis_name
+    grads = jax.tree.map(lambda g: g[0], grads)
+    extra_args["value"] = lax.pmean(loss[0], axis_name)  # XLA sends nothing if nobody uses it
+    own = functools.partial(tx.update, axis_name=axis_name, **extra_args)
+    updates, new_state = own(grads, state, params)
+    # Gradients of microbatches are wider than narrow parameters, and so what optax adds to them.
+    new_state = jax.tree.map(_in_dtype_of, new_state, state)
+    _require_averaged(updates, axis_name)
+    require_alike(updates, params, axis_name)
+    require_whole_norms(own, grads, state, params, axis_name=axis_name)
+    new = optax.apply_updates(params, updates), new_state
+    if fields(state, "skipped") and not _any_makes_nan(state):
+        return *new, jnp.zeros([], bool)
+    (params, state), skipped = all_or_nothing(updates, new, (params, state))
+    return params, state, skipped
+
+
+def all_or_nothing(updates: Any, new: Any, old: Any) -> tuple[Any, jax.Array]:
+    """What is new, or all that is old if anything in the updates is NaN or infinite; and whether.
+
+    All shards agree on it; that all replicas do, the updates' type says already.
+    """
+    skipped = averaging.not_finite(updates) > 0
+    return jax.tree.map(functools.partial(jnp.where, ~skipped), new, old), skipped
+
+
+def _in_dtype_of(new, old):
+    return new if new.dtype == old.dtype else new.astype(old.dtype)
+
+
+def _any_makes_nan(state):
+    """Whether a method beside, as in `optax.partition`, leaves it to the step to leave one out."""
+    nodes = filter(has_feedback, jax.tree.leaves(state, is_leaf=has_feedback))
+    return not all("skipped" in node._fields for node in nodes)
+
+
+def _require_averaged(updates, axis_name):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(updates):
+        if varies_over(leaf, axis_name):
+            raise ValueError(
+                f"the update of {jax.tree_util.keystr(path)!r} still varies over {axis_name!r} "
+                "when it leaves the transformation: nothing in it averages over the replicas. "
+                "For this leaf write optax.chain(jaxcomp.compressed_mean(jaxcomp.identity(), "
+                f"{axis_name!r}), ...); to freeze it, with optax.set_to_zero() behind the mean."
+            )
