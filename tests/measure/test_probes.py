@@ -28,9 +28,6 @@ def zero_one_adam():
     )
 
 
-pytestmark = pytest.mark.usefixtures("quick_compiler")
-
-
 def test_a_larger_message_never_takes_less():
     cost = link_probe.cost_of([(1e3, 5e-3), (4e3, 2e-3), (16e3, 3e-3), (64e3, 9e-3)])
     assert cost == planner.Cost((1e3, 4e3, 16e3, 64e3), (2e-3, 2e-3, 3e-3, 9e-3))

@@ -36,8 +36,6 @@ from train.models.vit import ViTConfig
 from train.output import metrics
 from train.processes import devices, exits
 
-pytestmark = pytest.mark.usefixtures("quick_compiler")
-
 ROOT = pathlib.Path(__file__).parents[2]
 NANO = ROOT / "configs" / "nano_dense.py"
 ADAM = "chain(compressed_mean({}, axis_name), adam(learning_rate))"
@@ -353,7 +351,7 @@ def test_signal_saves_ends_with_status_0_and_the_run_goes_on(tmp_path, text, num
     process = subprocess.Popen(
         [sys.executable, "-m", "train", "configs/nano_dense.py", *args, "--steps", "1000000"],
         **{"cwd": ROOT, "stderr": subprocess.PIPE, "text": True},
-        env=os.environ | {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"},
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
     )
     try:
         deadline = time.monotonic() + 100

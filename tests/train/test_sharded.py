@@ -16,8 +16,6 @@ from train.models.gpt import GPTConfig
 from train.models.vit import ViTConfig
 from train.output import report
 
-pytestmark = pytest.mark.usefixtures("quick_compiler")
-
 STEPS = 4
 EXACT = "qsdp(axis_name, identity(), identity())"
 ONCE = "qsdp(axis_name, identity(), identity(), gather_once=True)"
