@@ -1,11 +1,13 @@
 # make demo [STEPS=300]                two short runs, dense and CocktailSGD, side by side
-# make test [PYTHON=python3.12]        the whole test suite
+# make test [PYTHON=python3.12]        the whole test suite, in WORKERS=2 processes of up to 3 GB
+# make test QUICK=1                    without the tests marked slow: some minutes
 # make docs                            the pages of docs/, in docs/_build/html
 # make soak [STEPS=1000]               a run of four processes that is harmed again and again
 # Each sets up its own virtual environment in this folder first.
 
 PYTHON ?= python3
 STEPS ?= 300
+WORKERS ?= 2
 VENV := .venv$(if $(filter-out python3,$(PYTHON)),-$(notdir $(PYTHON)))
 BIN := $(VENV)/bin
 
@@ -15,7 +17,7 @@ demo: $(VENV)/train.installed
 test: $(VENV)/test.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile $(if $(QUICK),-m 'not slow')
 
 installed: $(VENV)/test.installed
 
