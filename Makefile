@@ -1,6 +1,6 @@
 # make demo [STEPS=300]                two short runs, dense and CocktailSGD, side by side
 # make test [PYTHON=python3.12]        the whole test suite, in WORKERS=2 processes of up to 3 GB
-# make test QUICK=1                    without the tests marked slow: some minutes
+# make test QUICK=1                    without the tests of tests/slow.txt
 # make docs                            the pages of docs/, in docs/_build/html
 # make soak [STEPS=1000]               a run of four processes that is harmed again and again
 # Each sets up its own virtual environment in this folder first.

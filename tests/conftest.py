@@ -1,6 +1,7 @@
 """Eight CPU devices in one process, and JAX at its strictest."""
 
 import os
+import pathlib
 
 import jax
 import pytest
@@ -19,6 +20,19 @@ if jax.__version_info__ < (0, 11):
 jax.config.update("jax_disable_most_optimizations", True)
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+# Of more than three seconds in one run with --durations=0, all its parameters together.
+TESTS = pathlib.Path(__file__).parent
+SLOW = set((TESTS / "slow.txt").read_text().split())
+
+
+def pytest_collection_modifyitems(items):
+    """Marks the slow tests."""
+    for item in items:
+        name = getattr(item, "originalname", item.name)
+        if item.path.is_relative_to(TESTS) and f"{item.path.relative_to(TESTS)}::{name}" in SLOW:
+            item.add_marker("slow")
 
 
 @pytest.fixture(autouse=True, scope="module")
