@@ -287,7 +287,7 @@ def test_weight_decay_stays_outside_the_buffer():
 
 
 @pytest.mark.parametrize("name", ["one_bit_adam", "zero_one_adam", "zero_one_adam_variance"])
-def test_the_authors_code_takes_the_same_steps(name):
+def test_the_authors_code_takes_the_same_steps(name, optimized):
     found = list(replay.errors(GOLDEN / f"{name}.npz"))
     assert len(found) >= 19 and max(found) < 1e-6
 
