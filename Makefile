@@ -1,5 +1,6 @@
 # make demo [STEPS=300]                two short runs, dense and CocktailSGD, side by side
-# make test [PYTHON=python3.12]        the whole test suite
+# make test [PYTHON=python3.12]        the whole test suite, in WORKERS=2 processes of up to 3 GB
+# make test QUICK=1                    without the tests of tests/slow.txt
 # make format                          ruff: what it can mend, and the layout
 # make docs                            the pages of docs/, in docs/_build/html
 # make soak [STEPS=1000]               a run of four processes that is harmed again and again
@@ -8,6 +9,7 @@
 
 PYTHON ?= python3
 STEPS ?= 300
+WORKERS ?= 2
 VENV := .venv$(if $(filter-out python3,$(PYTHON)),-$(notdir $(PYTHON)))
 BIN := $(VENV)/bin
 
@@ -18,7 +20,7 @@ test: $(VENV)/test.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile $(if $(QUICK),-m 'not slow')
 
 installed: $(VENV)/test.installed
 

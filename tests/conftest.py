@@ -1,6 +1,7 @@
 """Eight CPU devices in one process, and JAX at its strictest."""
 
 import os
+import pathlib
 
 import jax
 import pytest
@@ -9,8 +10,29 @@ import pytest
 # devices than cores they wait for each other for ever. XLA reads this when it makes its client.
 os.environ.setdefault("NPROC", "32")
 
+# Most of the time of tiny programs is the compiler's; most of that is LLVM's, and that of passes
+# over each fusion, which JAX 0.12 cannot leave out. For programs that tests start, too.
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+if jax.__version_info__ < (0, 11):
+    flags = os.environ.get("XLA_FLAGS", "")
+    os.environ["XLA_FLAGS"] = f"--xla_cpu_use_fusion_emitters=false {flags}"
+
+jax.config.update("jax_disable_most_optimizations", True)
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+# Of more than three seconds in one run with --durations=0, all its parameters together.
+TESTS = pathlib.Path(__file__).parent
+SLOW = set((TESTS / "slow.txt").read_text().split())
+
+
+def pytest_collection_modifyitems(items):
+    """Marks the slow tests."""
+    for item in items:
+        name = getattr(item, "originalname", item.name)
+        if item.path.is_relative_to(TESTS) and f"{item.path.relative_to(TESTS)}::{name}" in SLOW:
+            item.add_marker("slow")
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -27,12 +49,12 @@ def programs_of_one_module(request):
     jax.clear_caches()
 
 
-@pytest.fixture(scope="module")
-def quick_compiler():
-    """Most of the time of a tiny run is the compiler's."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
+@pytest.fixture
+def optimized():
+    """Compiles as users do: for tests of the last bit."""
     jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", True)
 
 
 @pytest.fixture

@@ -10,26 +10,35 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jaxcomp
-from jaxcomp.compressors.base import Compressor, Key, identity
+from jaxcomp.compressors.base import Compressor, identity
 from jaxcomp.compressors.cocktail import cocktail
 from jaxcomp.compressors.compose import compose
 from jaxcomp.compressors.learned import learned_levels
-from jaxcomp.compressors.packing import fold, pack, packed_size, random_bits, uniform, unpack
+from jaxcomp.compressors.packing import fold
 from jaxcomp.compressors.quantize import cast, quantize
 from jaxcomp.compressors.rotated import rotated
 from jaxcomp.compressors.sign import sign
 from jaxcomp.compressors.sparse import group_top_1, random_k, top_k
 from tests.helpers import reference
+from tests.helpers.coding import (
+    PRIVATE,
+    QUICK,
+    SHARED,
+    bucket,
+    decoded,
+    drawn,
+    hard_buckets,
+    jitted,
+    make_key,
+    roundtrip,
+)
 from tests.helpers.replicas import mesh_of
 
 NUMELS = (1, 2, 7, 8, 127, 128, 129, 1000, 4099)
-SHARED, PRIVATE = 0x12345678, 0x9ABCDEF0
 
 
 class Row(NamedTuple):
@@ -140,37 +149,6 @@ ROWS = [
 def rows_where(condition=lambda compressor: True):
     chosen = [row for row in ROWS if condition(row.compressor)]
     return pytest.mark.parametrize("row", chosen, ids=[row.compressor.name for row in chosen])
-
-
-def make_key(seed, count=0):
-    return Key(jnp.int32(count), jnp.uint32(seed))
-
-
-# Half the time to compile. One test compares with what XLA makes of it otherwise.
-QUICK = {"xla_backend_optimization_level": 0}
-
-
-@functools.cache
-def jitted(compressor):
-    """One compilation a shape, for all tests."""
-    return jax.jit(functools.partial(roundtrip, compressor), compiler_options=QUICK)
-
-
-def roundtrip(compressor, x, shared, private):
-    """The payload of a bucket, and what it decodes to."""
-    payload = compressor.encode(x, shared, private)
-    return payload, compressor.decode(payload, shared)
-
-
-def decoded(compressor, x, count=0, shared=SHARED, private=PRIVATE):
-    keys = make_key(shared, count), make_key(private, count)
-    return np.asarray(jitted(compressor)(jnp.asarray(x), *keys)[1])
-
-
-def bucket(numel, seed=0):
-    """Values whose magnitudes differ between blocks and within them."""
-    random = np.random.default_rng([seed, numel])
-    return (random.standard_normal(numel) * np.exp(random.standard_normal(numel))).astype("f4")
 
 
 @functools.cache
@@ -284,25 +262,6 @@ def test_varies_over_the_axis_inside_shard_map(row):
     np.testing.assert_allclose(got, want, rtol=0, atol=row.rounding * np.abs(x).max())
 
 
-def drawn(compressor, x, num_draws):
-    """`[num_draws, ...]`: what each row decodes to at as many steps, each with its own keys."""
-
-    def draw(count, x):
-        shared = fold(Key(count, jnp.uint32(SHARED)), count)
-        return roundtrip(compressor, x, shared, fold(shared, 1))[1]
-
-    draws = jax.jit(jax.vmap(jax.vmap(draw, (None, 0)), (0, None)), compiler_options=QUICK)
-    return np.asarray(draws(jnp.arange(num_draws), x), np.float64)
-
-
-def hard_buckets():
-    """Gaussian, heavy tails, one large value, constant, and all between two levels of 4 bits."""
-    spike, halves = np.full(256, 1e-3), np.full(256, 0.5 / 7)
-    spike[0], halves[::128] = 1.0, 1.0
-    buckets = (bucket(256) ** 0, bucket(256), bucket(256) ** 3, spike, halves, -halves)
-    return np.stack(buckets).astype("f4")
-
-
 @rows_where(lambda compressor: compressor.contraction is not None)
 def test_contracts_as_stated(row):
     # 480 is a multiple of every stride above: whole periods of the masks that roll.
@@ -313,14 +272,6 @@ def test_contracts_as_stated(row):
     noise = 5 * np.std(errors, axis=0) / math.sqrt(480)
     lost = 1 - row.compressor.contraction
     assert np.all(errors.mean(axis=0) <= (lost + 1e-6) * norms + noise)
-
-
-def test_contraction_of_nearest_rounding_is_sharp():
-    compressor = quantize(4, scale_dtype="float32")
-    x = np.full(128, 0.4999 / 7, np.float32)
-    x[0] = 1.0
-    error = np.sum((decoded(compressor, x) - x) ** 2) / np.sum(x**2)
-    assert error == pytest.approx(1 - compressor.contraction, rel=1e-3)
 
 
 @rows_where(lambda compressor: compressor.unbiased)
@@ -372,142 +323,12 @@ def test_error_feedback_loses_nothing(row):
     assert largest <= (chance + 1e-6) * lost / (1 - lost) * np.linalg.norm(x) + 1e-6
 
 
-def test_strided_visits_every_entry_once_in_a_period():
-    x = np.arange(1, 1001, dtype="f4")
-    total = sum(decoded(random_k(0.1), x, count) for count in range(37, 47))
-    np.testing.assert_array_equal(total, x)
-
-
-def test_random_draws_every_entry_equally_often():
-    seen = drawn(random_k(0.25, "random"), np.ones((1, 256), "f4"), 4000).mean(axis=0)
-    # Five standard errors of a share of 1/4.
-    np.testing.assert_allclose(seen, 0.25, atol=5 * math.sqrt(0.25 * 0.75 / 4000))
-
-
-def test_top_k_and_group_top_1_keep_the_first_of_equals():
-    x = np.array([1, -2, 2, 2, 0, 2, -1, 2], "f4")
-    np.testing.assert_array_equal(decoded(top_k(0.25), x), [0, -2, 2, 0, 0, 0, 0, 0])
-    np.testing.assert_array_equal(decoded(group_top_1(8), x), [0, -2, 0, 0, 0, 0, 0, 0])
-    # Where a bit mask travels: it marks no more than are sent.
-    np.testing.assert_array_equal(decoded(top_k(0.5), x), [0, -2, 2, 2, 0, 2, 0, 0])
-    assert decoded(top_k(0.375), x).tolist() == [0, -2, 2, 2, 0, 0, 0, 0]
-
-
-def test_sign_of_zero_is_plus_and_zeros_stay_zeros_in_their_block():
-    x = np.array([0, 4, -0.0, -4, 0, 0, 0, 0], "f4")
-    np.testing.assert_array_equal(decoded(sign(block=4), x), [2, 2, 2, -2, 0, 0, 0, 0])
-
-
-def test_stages_of_a_composition_draw_different_numbers():
-    compressor = compose(random_k(1.0, "random"), quantize(2, rounding="shift"))
-    x = bucket(1000)
-    alone = decoded(quantize(2, rounding="shift"), x)
-    assert not np.array_equal(decoded(compressor, x), alone)
-
-
-def test_rotation_takes_outliers_from_the_scale_and_draws_anew():
-    x, code = hard_buckets()[1], quantize(4, block=256)
-    error = lambda code, shared: np.linalg.norm(decoded(code, x, shared=shared) - x)
-    turned = [error(rotated(code, block=256), shared) for shared in range(3)]
-    assert max(turned) < 0.75 * error(code, 0)
-    assert len(set(turned)) == 3
-
-
-def test_a_chain_in_a_chain_is_one():
-    chains = [
-        compose(random_k(0.1), compose(top_k(0.2), quantize(4))),
-        compose(compose(random_k(0.1), top_k(0.2)), quantize(4)),
-    ]
-    assert chains == [cocktail()] * 2
-    for chain in chains:
-        args = bucket(1000), make_key(SHARED), make_key(PRIVATE)
-        got, want = roundtrip(chain, *args)[1], roundtrip(cocktail(), *args)[1]
-        np.testing.assert_array_equal(got, want)
-
-
-def test_compose_of_one_stage_is_the_stage():
-    stage = quantize(4)
-    assert compose(stage) is stage
-    assert compose(random_k(0.1), top_k(0.2), quantize(4)).bits_per_parameter == pytest.approx(
-        0.1825, rel=1e-12
-    )
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"])
-def test_cast_saturates_at_the_largest_finite_value(dtype):
-    largest = float(jnp.finfo(dtype).max)
-    x = np.array([3e38, -3.4e38, np.inf, largest, np.nan], "f4")
-    got = decoded(cast(dtype), x)
-    assert np.all(np.abs(got[1:4]) == largest) and got[1] < 0 and np.isnan(got[4])
-
-
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
 def test_values_that_are_not_finite_are_not_hidden(value):
     x = bucket(256)
     x[3] = value
     for compressor in (quantize(4), quantize(8, range="minmax"), sign(block=128), sign()):
         assert not np.isfinite(decoded(compressor, x)[3])
-
-
-def test_quantize_codes_values_of_every_magnitude():
-    for magnitude in (1e-30, 1e-12, 1.0, 1e12, 1e30):
-        x = (magnitude * bucket(1000)).astype("f4")
-        error = np.linalg.norm(decoded(quantize(8), x) / magnitude - x / magnitude)
-        assert error < 0.02 * np.linalg.norm(x / magnitude)
-
-
-@settings(max_examples=30, deadline=None, derandomize=True)
-@given(st.integers(1, 32), st.integers(1, 70), st.integers(0, 2**32 - 1))
-def test_packing_returns_every_code(bits, count, seed):
-    codes = np.random.default_rng(seed).integers(0, 2**bits, count, dtype=np.uint64)
-    codes = jnp.asarray(codes.astype(np.uint8 if bits <= 8 else np.uint32))
-    packed = jax.jit(functools.partial(pack, bits=bits), compiler_options=QUICK)(codes)
-    assert packed.dtype == jnp.uint8 and packed.shape == (packed_size(count, bits),)
-    assert math.ceil(count * bits / 8) <= packed.size <= count * bits / 8 + 3
-    undo = functools.partial(unpack, bits=bits, count=count)
-    np.testing.assert_array_equal(jax.jit(undo, compiler_options=QUICK)(packed), codes)
-
-
-@settings(max_examples=30, deadline=None, derandomize=True)
-@given(
-    bits=st.integers(2, 8),
-    range=st.sampled_from(["absmax", "minmax"]),
-    values=st.lists(st.floats(-(2.0**60), 2.0**60, width=32), min_size=1, max_size=40),
-)
-def test_quantize_errs_by_half_a_step_at_most(bits, range, values):
-    compressor, x = quantize(bits, block=16, range=range), np.array(values, "f4")
-    x[np.abs(x) < 2.0**-60] = 0
-    payload, estimate = jitted(compressor)(x, make_key(0), make_key(0))
-    steps = np.repeat(np.asarray(payload.data[-1], np.float64), min(16, x.size))[: x.size]
-    # Beyond half a step, only what float32 rounds off the block's values.
-    slack = 2.0**-21 * np.abs(x).max()
-    assert np.all(np.abs(np.asarray(estimate, np.float64) - x) <= 0.5 * steps + slack)
-
-
-def test_random_bits_are_the_stated_hash():
-    for seed in (0, 1, SHARED, 2**32 - 1):
-        got = random_bits(make_key(seed), (5, 1000))
-        np.testing.assert_array_equal(got.reshape(-1), reference.random_bits(seed, 5000))
-    seed = fold(make_key(3, 9), 4, -1, jnp.int32(7)).seed
-    assert int(seed) == reference.fold(3, 4, 2**32 - 1, 7)
-    assert fold(make_key(3, 9), 4).count == 9
-
-
-def test_random_bits_are_uniform_and_independent():
-    streams = np.stack([uniform(make_key(seed), (2**16,)) for seed in (0, 1, SHARED)])
-    assert streams.min() >= 0 and streams.max() < 1
-    # Five standard errors, of a count of 1024 and of a correlation of 2**16 pairs.
-    for stream in streams:
-        counts = np.bincount((stream * 64).astype(int), minlength=64)
-        assert np.all(np.abs(counts - 1024) < 5 * 32)
-        assert abs(np.corrcoef(stream[1:], stream[:-1])[0, 1]) < 5 / 2**8
-    assert np.all(np.abs(np.corrcoef(streams) - np.eye(3)) < 5 / 2**8)
-
-
-def test_fold_separates_data_and_their_order():
-    key = make_key(3)
-    seeds = [fold(key, *data).seed for data in ((), (0,), (1,), (0, 1), (1, 0), (0, 0), (-1,))]
-    assert len({int(seed) for seed in seeds}) == len(seeds)
 
 
 @pytest.mark.parametrize(

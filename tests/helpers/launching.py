@@ -3,11 +3,13 @@
 import ipaddress
 import os
 import pathlib
+import random
 import socket
 import subprocess
 import sys
 
 ROOT = pathlib.Path(__file__).parents[2]
+TINY_ARGS = "--model.layers 1 --model.width 16 --model.heads 2 --model.context 16 --eval-batches 1"
 
 CONFIG = """
 from train.config import Config, Data, Optimizer
@@ -36,6 +38,16 @@ def write_config(folder: pathlib.Path) -> pathlib.Path:
     path = folder / "tiny.py"
     path.write_text(CONFIG.format(folder=runs, text=text))
     return path
+
+
+def words(folder: pathlib.Path) -> str:
+    """Fills a folder with ten small files of English words; its path."""
+    folder.mkdir(exist_ok=True)
+    few = "the of and to in is that it was for on are with as his they at be this from".split()
+    draw = random.Random(0)
+    for number in range(10):
+        (folder / f"{number}.txt").write_text(" ".join(draw.choices(few, k=400)))
+    return str(folder)
 
 
 def environment(**more: str) -> dict[str, str]:

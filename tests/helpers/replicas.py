@@ -9,6 +9,8 @@ from jax.sharding import PartitionSpec as P
 import jaxcomp
 
 SIZES = (1, 2, 3, 5, 8)
+REPLICATED = P()
+PARAMS = {"bias": np.zeros(6, np.float32), "kernel": np.zeros((6, 8), np.float32)}
 
 
 def mesh_of(*sizes, second="fsdp"):
@@ -84,3 +86,16 @@ def history_of(tx, params, gradients, num_replicas):
 def state_of(state, name):
     """The field `name` of an optax state."""
     return optax.tree_utils.tree_get(state, name)
+
+
+def lossy_mean(**options):
+    """The mean of trees as PARAMS: the kernel at 2 bits, the bias exact."""
+    exact = lambda path, leaf: path == "bias"
+    return jaxcomp.compressed_mean(jaxcomp.quantize(2, block=8), "replica", exact=exact, **options)
+
+
+def on(mesh, function, in_specs=REPLICATED, out_specs=REPLICATED, **options):
+    """Jits a function inside shard_map."""
+    return jax.jit(
+        jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, **options)
+    )

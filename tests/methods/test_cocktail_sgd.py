@@ -356,7 +356,7 @@ def test_on_a_two_axis_mesh_shards_stay_where_they_are(warmup_steps):
     assert int(jaxcomp.replica_spread(params, mesh, "replica")) == 0
 
 
-def test_the_authors_code_takes_the_same_steps():
+def test_the_authors_code_takes_the_same_steps(optimized):
     found = list(replay.errors(GOLDEN))
     assert len(found) == 10 and max(found) < 1e-6
 

@@ -78,7 +78,7 @@ def trained(tx, gradient_of, start, steps, num_replicas=2):
     return params[0], jax.tree.map(lambda x: x[0], state)
 
 
-def test_the_state_holds_no_single_gradient_after_many_steps():
+def test_the_state_holds_no_single_gradient_after_many_steps(optimized):
     steps = 20_000
     due = np.flatnonzero(schedules.growing()(jnp.arange(steps)))
     place = jnp.searchsorted(jnp.asarray(due), jnp.arange(steps))
@@ -92,7 +92,7 @@ def test_the_state_holds_no_single_gradient_after_many_steps():
     assert 0.1 < shares[-1] == shares.max() < 0.126
 
 
-def test_as_it_comes_it_stays_beside_adam_for_200_000_steps():
+def test_as_it_comes_it_stays_beside_adam_for_200_000_steps(optimized):
     # A quadratic with noise as large as a start of 1: Adam's loss ends where noise holds it.
     def gradient_of(local, step, replica):
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), step), replica)

@@ -275,7 +275,7 @@ def test_the_warm_up_ends_by_itself_when_the_variance_is_stable():
     assert frozen.index(True) == 8
 
 
-def test_the_authors_code_takes_the_same_steps():
+def test_the_authors_code_takes_the_same_steps(optimized):
     found = list(replay.errors(GOLDEN))
     assert len(found) == 23 and max(found) < 1e-6
 

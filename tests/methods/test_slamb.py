@@ -416,7 +416,7 @@ def test_coded_drifts_cross_the_network_in_their_bytes():
     assert sent == 2 * 3 / 4 * (256_000 * 8.125 / 8 + 4 * 512)
 
 
-def test_the_authors_code_takes_the_same_steps():
+def test_the_authors_code_takes_the_same_steps(optimized):
     for name, steps in (("slamb", 24), ("lamb", 12)):
         found = list(replay.errors(GOLDEN / f"{name}.npz"))
         assert len(found) == steps and max(found) < 1e-6

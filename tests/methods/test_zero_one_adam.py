@@ -1,6 +1,5 @@
-"""0/1 Adam and 1-bit Adam: what they reduce to, that nothing is lost, and the authors' steps."""
+"""0/1 Adam, and what 1-bit Adam has of it: what they reduce to, and the authors' steps."""
 
-import functools
 import itertools
 import pathlib
 import subprocess
@@ -13,25 +12,15 @@ import pytest
 
 import jaxcomp
 from jaxcomp import schedules
-from tests.helpers import replay, replicas
+from tests.helpers import replay
+from tests.helpers.adam import GRADIENTS, PLAIN, RATE, SHAPES, random_tree, trained
 from tests.helpers.replicas import everywhere, mesh_of, one_value, rows, transform
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
-SHAPES = {"bias": (7,), "kernel": (33, 40)}
-RATE = 2.0**-7  # exact in float32
-PLAIN = {"precondition": False, "variance_floor": 0.0, "bias_correction": False}
 
 
 def every(n):
     return lambda count: count % n == 0
-
-
-random_tree = functools.partial(replicas.random_tree, shapes=SHAPES)
-
-
-def trained(tx, gradients, num_replicas=4, dtype=np.float32):
-    """Parameters and states after each step."""
-    return replicas.history_of(tx, random_tree(0, dtype=dtype), gradients, num_replicas)
 
 
 def adam(rate, gradients, b1=0.9, b2=0.999, eps=1e-8, stale=False):
@@ -48,9 +37,6 @@ def adam(rate, gradients, b1=0.9, b2=0.999, eps=1e-8, stale=False):
             params[k] = params[k] - rate * m[k] / (np.sqrt(used) + eps)
             v[k] = new
     return params
-
-
-GRADIENTS = [random_tree(step, 4, dtype=np.float64) for step in range(1, 7)]
 
 
 @pytest.mark.parametrize("fresh", [True, False])
@@ -161,53 +147,6 @@ def test_error_feedback_telescopes(precondition, num_replicas, warmup):
     np.testing.assert_allclose(moved + held, sent, rtol=0, atol=1e-12)
 
 
-def test_one_bit_adam_is_adam_until_the_freeze():
-    with jax.enable_x64(True):
-        tx = jaxcomp.one_bit_adam(RATE, "replica", freeze_step=6)
-        params, state = trained(tx, GRADIENTS, dtype=np.float64)[-1]
-        adam = optax.adam(RATE)
-        wanted = random_tree(0, dtype=np.float64)
-        inner = adam.init(wanted)
-        for grads in GRADIENTS:
-            mean = jax.tree.map(lambda g: g.mean(axis=0), grads)
-            updates, inner = adam.update(mean, inner)
-            wanted = optax.apply_updates(wanted, updates)
-    for k in SHAPES:
-        np.testing.assert_allclose(params[k], wanted[k], rtol=0, atol=1e-7)
-    assert not np.any(np.asarray(state.residual["kernel"]))
-
-
-def test_one_bit_adam_with_identity_keeps_on_at_the_frozen_variance():
-    with jax.enable_x64(True):
-        make = lambda freeze, code: jaxcomp.one_bit_adam(
-            RATE, "replica", freeze_step=freeze, compressor=code, **PLAIN
-        )
-        _, at_freeze = trained(make(3, jaxcomp.identity()), GRADIENTS[:3], dtype=np.float64)[-1]
-        params, state = trained(make(3, jaxcomp.identity()), GRADIENTS, dtype=np.float64)[-1]
-    np.testing.assert_array_equal(state.variance["kernel"], at_freeze.variance["kernel"])
-    assert int(state.rounds["variance"]) == 3
-    m, x = (jax.tree.map(np.zeros_like, random_tree(0, dtype=np.float64)), random_tree(0))
-    v = jax.tree.map(np.zeros_like, m)
-    for step, grads in enumerate(GRADIENTS):
-        for k in SHAPES:
-            g = grads[k].mean(axis=0)
-            m[k] = 0.9 * m[k] + 0.1 * g
-            v[k] = 0.999 * v[k] + 0.001 * g * g if step < 3 else v[k]
-            x[k] = x[k] - RATE * m[k] / (np.sqrt(v[k]) + 1e-8)
-    np.testing.assert_allclose(params["kernel"], x["kernel"], rtol=0, atol=1e-6)
-
-
-def test_the_warm_up_ends_by_itself_when_the_variance_is_stable():
-    tx = jaxcomp.one_bit_adam(RATE, "replica", b2=0.8, freeze_ratio=0.5)
-    same = jax.tree.map(np.ones_like, random_tree(0, 2))
-    history = trained(tx, [same] * 12, num_replicas=2)
-    frozen = [bool(state.frozen) for _, state in history]
-    # v_t = 1 - 0.8^t; v_{t-5} >= v_t / 2 first at t = 8; not before five norms are known.
-    assert frozen.index(True) == 8
-    variances = [float(state.variance["kernel"][0, 0]) for _, state in history]
-    assert variances[7] < variances[8] == variances[9] == variances[12]
-
-
 @pytest.mark.parametrize("name", ["zero_one_adam", "one_bit_adam"])
 def test_masks_move_from_one_synchronization_to_the_next(name):
     half = jaxcomp.random_k(0.5)
@@ -275,12 +214,6 @@ def test_a_leaf_that_gets_its_gradient_late_takes_no_giant_step(name):
     # Momentum and the mean variance of the other leaf are those of gradients of one.
     assert 0.1 * RATE < moved["kernel"].min() and moved["kernel"].max() < 2 * RATE
     assert moved["bias"].max() < 2 * RATE
-
-
-def test_the_freeze_stands_in_the_state_of_the_step_before():
-    tx = jaxcomp.one_bit_adam(RATE, "replica", freeze_step=2)
-    history = trained(tx, GRADIENTS[:3])
-    assert [bool(state.frozen) for _, state in history] == [False, False, True, True]
 
 
 @pytest.mark.parametrize("bad", [np.inf, np.nan, 1e20])  # the last has a square that is not finite
@@ -354,7 +287,7 @@ def test_weight_decay_stays_outside_the_buffer():
 
 
 @pytest.mark.parametrize("name", ["one_bit_adam", "zero_one_adam", "zero_one_adam_variance"])
-def test_the_authors_code_takes_the_same_steps(name):
+def test_the_authors_code_takes_the_same_steps(name, optimized):
     found = list(replay.errors(GOLDEN / f"{name}.npz"))
     assert len(found) >= 19 and max(found) < 1e-6
 

@@ -15,8 +15,6 @@ PAGES = sorted(page for page in DOCS.rglob("*.md") if "_build" not in page.parts
 SETUP = snippets((DOCS / "quick_start.md").read_text())[:1]
 WITH_PYTHON = [page for page in PAGES if snippets(page.read_text())]
 
-pytestmark = pytest.mark.usefixtures("quick_compiler")
-
 
 def name_of(page):
     return str(page.relative_to(DOCS))

@@ -45,11 +45,7 @@ def test_it_runs_top_to_bottom(name, tmp_path):
     text = text.replace("layers=2, width=64, heads=4", "layers=1, width=16, heads=2")
     assert "\nsteps = 2\n" in text
     text += "\nassert plt.get_fignums()\n"
-    environment = os.environ | {
-        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-        "MPLBACKEND": "Agg",
-        "PYTHONPATH": str(ROOT),
-    }
+    environment = os.environ | {"MPLBACKEND": "Agg", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", text],
         cwd=tmp_path,

@@ -18,8 +18,6 @@ from jaxcomp import report
 from tests.helpers.layered import EXACT, assert_close, loss_of, make_batch, make_params, on
 from tests.helpers.replicas import everywhere, mesh_of, one_value, rows, state_of
 
-pytestmark = pytest.mark.usefixtures("quick_compiler")
-
 MEAN = jaxcomp.compressed_mean(jaxcomp.identity(), "replica")
 SGD = optax.sgd(0.5)
 DENSE = optax.chain(MEAN, SGD)

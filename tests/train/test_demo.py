@@ -86,7 +86,7 @@ def test_folder_without_an_evaluated_run_is_refused(tmp_path, capsys, prepare, m
 
 
 def test_demo_trains_both_methods_and_ends_with_the_table_and_the_picture(
-    tmp_path, monkeypatch, capsys, quick_compiler
+    tmp_path, monkeypatch, capsys
 ):
     text = tmp_path / "text"
     text.mkdir()

@@ -17,8 +17,6 @@ from train.models.vit import ViTConfig
 from train.output import report
 from train.placement.resolve import resolve
 
-pytestmark = pytest.mark.usefixtures("quick_compiler")
-
 STEPS = 4
 EXACT = "qsdp(axis_name, identity(), identity())"
 ONCE = "qsdp(axis_name, identity(), identity(), gather_once=True)"

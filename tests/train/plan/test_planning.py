@@ -19,7 +19,6 @@ from train.processes import devices
 DENSE = planning.DENSE
 GIVEN = ["--link-rate", "1e6", "--link-latency", "1e-3", "--compute-seconds", "0.01"]
 GIVEN += ["--codec-rate", "1e9"]
-pytestmark = pytest.mark.usefixtures("quick_compiler")
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,44 @@
+"""Compressors one after the other."""
+
+import numpy as np
+import pytest
+
+from jaxcomp.compressors.cocktail import cocktail
+from jaxcomp.compressors.compose import compose
+from jaxcomp.compressors.quantize import quantize
+from jaxcomp.compressors.sparse import random_k, top_k
+from tests.helpers.coding import (
+    PRIVATE,
+    SHARED,
+    bucket,
+    decoded,
+    make_key,
+    roundtrip,
+)
+
+
+def test_stages_of_a_composition_draw_different_numbers():
+    compressor = compose(random_k(1.0, "random"), quantize(2, rounding="shift"))
+    x = bucket(1000)
+    alone = decoded(quantize(2, rounding="shift"), x)
+    assert not np.array_equal(decoded(compressor, x), alone)
+
+
+def test_a_chain_in_a_chain_is_one():
+    chains = [
+        compose(random_k(0.1), compose(top_k(0.2), quantize(4))),
+        compose(compose(random_k(0.1), top_k(0.2)), quantize(4)),
+    ]
+    assert chains == [cocktail()] * 2
+    for chain in chains:
+        args = bucket(1000), make_key(SHARED), make_key(PRIVATE)
+        got, want = roundtrip(chain, *args)[1], roundtrip(cocktail(), *args)[1]
+        np.testing.assert_array_equal(got, want)
+
+
+def test_compose_of_one_stage_is_the_stage():
+    stage = quantize(4)
+    assert compose(stage) is stage
+    assert compose(random_k(0.1), top_k(0.2), quantize(4)).bits_per_parameter == pytest.approx(
+        0.1825, rel=1e-12
+    )

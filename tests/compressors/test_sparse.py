@@ -1,0 +1,32 @@
+"""What random_k, top_k and group_top_1 keep."""
+
+import math
+
+import numpy as np
+
+from jaxcomp.compressors.sparse import group_top_1, random_k, top_k
+from tests.helpers.coding import (
+    decoded,
+    drawn,
+)
+
+
+def test_strided_visits_every_entry_once_in_a_period():
+    x = np.arange(1, 1001, dtype="f4")
+    total = sum(decoded(random_k(0.1), x, count) for count in range(37, 47))
+    np.testing.assert_array_equal(total, x)
+
+
+def test_random_draws_every_entry_equally_often():
+    seen = drawn(random_k(0.25, "random"), np.ones((1, 256), "f4"), 4000).mean(axis=0)
+    # Five standard errors of a share of 1/4.
+    np.testing.assert_allclose(seen, 0.25, atol=5 * math.sqrt(0.25 * 0.75 / 4000))
+
+
+def test_top_k_and_group_top_1_keep_the_first_of_equals():
+    x = np.array([1, -2, 2, 2, 0, 2, -1, 2], "f4")
+    np.testing.assert_array_equal(decoded(top_k(0.25), x), [0, -2, 2, 0, 0, 0, 0, 0])
+    # Where a bit mask travels: it marks no more than are sent.
+    np.testing.assert_array_equal(decoded(top_k(0.5), x), [0, -2, 2, 2, 0, 2, 0, 0])
+    assert decoded(top_k(0.375), x).tolist() == [0, -2, 2, 2, 0, 0, 0, 0]
+    np.testing.assert_array_equal(decoded(group_top_1(8), x), [0, -2, 0, 0, 0, 0, 0, 0])

@@ -1,0 +1,83 @@
+"""Masks: which leaves have one, which stage holds, and the mean at their entries alone."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import jaxcomp
+from jaxcomp.exchange import averaging, masks
+from tests.helpers.replicas import mesh_of, on, rows
+
+STAGES = masks.stages_of(((0, 1 / 2), (3, 1 / 4), (5, 1 / 8)), None)
+TREE = {"bias": np.zeros(64, "f"), "kernel": np.zeros((8, 8), "f"), "small": np.zeros((2, 2), "f")}
+
+
+@pytest.mark.parametrize(("count", "number"), [(0, 0), (2, 0), (3, 1), (4, 1), (5, 2), (2**30, 2)])
+def test_one_stage_holds_after_every_number_of_steps(count, number):
+    held = masks.holding(STAGES, jnp.int32(count))
+    assert [name for name, holds in held.items() if holds] == [f"momentum_{number}"]
+    assert STAGES[number].policy("kernel", TREE["kernel"]) == jaxcomp.random_k(
+        1 / 2 ** (number + 1)
+    )
+
+
+@pytest.mark.parametrize("starts", [(1, 2), (0, 3, 3), (0, 4, 2), ()])
+def test_stages_begin_with_step_0_and_rise(starts):
+    with pytest.raises(ValueError, match="needs 0, then later ones"):
+        masks.stages_of([(start, 0.5) for start in starts], None)
+
+
+def found_masks(code, exact_numel=16):
+    found = {}
+
+    def look(tree):
+        found.update(masks.masks_of(tree, lambda path, leaf: code, exact_numel, "replica"))
+        return tree
+
+    on(mesh_of(2), look)(TREE)
+    return found
+
+
+def test_matrices_that_are_large_enough_have_masks():
+    assert [path for path, mask in found_masks(jaxcomp.random_k(1 / 4)).items() if mask] == [
+        "kernel"
+    ]
+    assert found_masks(jaxcomp.random_k(1 / 4), 4)["small"] is not None
+    assert found_masks(jaxcomp.random_k(1 / 4), 65)["kernel"] is None
+    assert not any(found_masks(jaxcomp.identity()).values())
+    chain = jaxcomp.compose(jaxcomp.random_k(1 / 4), jaxcomp.quantize(8))
+    assert found_masks(chain)["kernel"].values == jaxcomp.quantize(8)
+
+
+@pytest.mark.parametrize("code", [jaxcomp.top_k(0.1), jaxcomp.quantize(4)])
+def test_entries_of_a_replicas_own_are_refused(code):
+    with pytest.raises(ValueError, match="needs entries that all replicas pick alike"):
+        found_masks(code)
+
+
+def test_the_mean_is_taken_at_the_entries_of_the_mask_alone():
+    own = {
+        name: np.arange(2)[:, None] + np.arange(2 * x.size).reshape(2, -1)
+        for name, x in TREE.items()
+    }
+    own = {name: x.reshape(2, *TREE[name].shape).astype("f") for name, x in own.items()}
+    transport = averaging.Transport(None, jaxcomp.two_shot, "replica", 1024, seed=0)
+
+    def step(tree):
+        tree = jax.tree.map(lambda x: x[0], tree)
+        of = masks.masks_of(tree, lambda path, leaf: jaxcomp.random_k(1 / 4), 16, "replica")
+        done = masks.mean_on_masks(of, "part", jax.tree.leaves(tree), transport, jnp.int32(1))
+        where = jnp.zeros((1, 64)) if done.on[1] is None else done.on[1].reshape(1, -1)
+        return [x[None] for x in done.leaves], where
+
+    (bias, kernel, small), where = on(mesh_of(2), step, P("replica"), (P("replica"), P(None)))(
+        rows(mesh_of(2), own)
+    )
+    mask = np.asarray(where).reshape(8, 8)
+    assert mask.sum() == 16
+    for got, wanted in ((bias, own["bias"]), (small, own["small"])):
+        np.testing.assert_array_equal(got, np.stack([wanted.mean(axis=0)] * 2))
+    np.testing.assert_array_equal(kernel[:, mask], np.stack([own["kernel"][:, mask].mean(0)] * 2))
+    np.testing.assert_array_equal(kernel[:, ~mask], own["kernel"][:, ~mask])

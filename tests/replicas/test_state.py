@@ -1,0 +1,114 @@
+"""States: what varies is kept as rows, fields are found, and drifts make local parameters."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import jaxcomp
+from jaxcomp.replicas.state import field, fields
+from tests.helpers.replicas import PARAMS, everywhere, mesh_of, on, rows, transform
+
+
+def test_wrapping_twice_is_wrapping_once():
+    mesh, batch = mesh_of(2), rows(mesh_of(2), np.ones((2, 6), np.float32))
+    tx = jaxcomp.cocktail_sgd(optax.sgd(0.1), "replica")
+    loss_fn = lambda params, batch: jnp.sum((batch @ params["kernel"] - 1.0) ** 2)
+    found = []
+    for method in (tx, jaxcomp.per_replica(tx, "replica")):
+        init, step = jaxcomp.train_step(loss_fn, method, mesh, "replica")
+        params = everywhere(mesh, PARAMS)
+        found.append(step(params, init(params), batch)[1])
+    jax.tree.map(np.testing.assert_array_equal, *found)
+    init, step = jaxcomp.train_step(
+        loss_fn, optax.chain(jaxcomp.per_replica(tx, "replica")), mesh, "replica"
+    )
+    params = everywhere(mesh, PARAMS)
+    with pytest.raises(ValueError, match=r"drift of shape \(1, 6\) .* nothing around it"):
+        step(params, init(params), batch)
+
+
+def test_a_drift_without_rows_is_refused():
+    mesh, params = mesh_of(2), everywhere(mesh_of(2), PARAMS)
+    # Cut over the replicas along an axis of its own, as out_specs for what is not wrapped say.
+    state = Drifting({"bias": np.zeros(12, "f"), "kernel": np.zeros((12, 8), "f")}, np.float32(0))
+    local = lambda params, state: jaxcomp.local_params(params, state, "replica")
+    specs = (P(), Drifting(P("replica"), P()))
+    with pytest.raises(ValueError, match=r"drift of shape \(\) .* parameter of shape \(6,\)"):
+        on(mesh, local, specs, P("replica"))(params, state)
+
+
+class Drifting(NamedTuple):
+    drift: Any
+    mean: Any
+
+
+def drifting():
+    """Keeps half of the local update as drift; a row for each replica."""
+
+    def init(params):
+        return Drifting(jax.tree.map(jnp.zeros_like, params), jnp.float32(0))
+
+    def update(updates, state, params=None):
+        drift = jax.tree.map(lambda d, u: d + u / 2, state.drift, updates)
+        mean = jax.tree.map(lambda u: lax.pmean(u, "replica"), updates)
+        return mean, Drifting(drift, state.mean + jnp.mean(mean["kernel"]))
+
+    return optax.GradientTransformation(init, update)
+
+
+def test_what_varies_is_found_and_kept_as_rows():
+    mesh = mesh_of(4)
+    init, update = transform(drifting(), mesh, PARAMS)
+    params = everywhere(mesh, PARAMS)
+    state = init(params)
+    assert state.drift["kernel"].shape == (4, 6, 8) and state.mean.shape == ()
+    assert state.drift["kernel"].sharding.spec == P("replica")
+    x = np.arange(4, dtype=np.float32)
+    grads = {"bias": np.ones((4, 6), np.float32) * x[:, None]}
+    grads["kernel"] = np.ones((4, 6, 8), np.float32) * x[:, None, None]
+    for _ in range(2):
+        _, state = update(rows(mesh, grads), state, params)
+    np.testing.assert_array_equal(state.drift["kernel"], grads["kernel"])
+    assert float(state.mean) == 2 * 1.5
+
+
+def test_local_params_are_the_consensus_plus_this_replicas_drift():
+    mesh = mesh_of(4)
+    params = {"w": jnp.full((2, 3), 10.0), "half": jnp.ones(2, "bfloat16")}
+    drift = {"w": np.arange(4, dtype=np.float32)[:, None, None] * np.ones((2, 3), np.float32)}
+    drift["half"] = np.full((4, 2), 0.5, np.float32)
+    state = (optax.EmptyState(), Drifting(rows(mesh, drift), jnp.float32(0)))
+
+    def local(params, state):
+        assert state[1].drift["w"].shape == (1, 2, 3)
+        return jax.tree.map(lambda x: x[None], jaxcomp.local_params(params, state, "replica"))
+
+    specs = (optax.EmptyState(), Drifting(P("replica"), P()))
+    got = on(mesh, local, (P(), specs), P("replica"))(everywhere(mesh, params), state)
+    np.testing.assert_array_equal(got["w"], 10 + drift["w"])
+    assert got["half"].dtype == jnp.bfloat16 and np.all(np.float32(got["half"]) == 1.5)
+
+
+def test_fields_are_those_of_methods_and_not_of_parameters():
+    params = {"drift": jnp.ones(2), "layers": [{"drift": jnp.ones(3)}]}
+    state = {"a": (optax.adam(1.0).init(params), Drifting(params, 0)), "b": Drifting(1, 2)}
+    assert fields(state, "drift") == [params, 1] and fields(state, "rounds") == []
+    assert field(state["b"], "mean") == 2 and field(state, "rounds") is None
+    with pytest.raises(KeyError, match="multiple values for 'drift'"):
+        field(state, "drift")
+
+
+def test_drifts_of_several_methods_are_all_added():
+    mesh = mesh_of(2)
+    drift = {"w": np.array([[1.0], [2.0]], np.float32)}
+    state = {"a": Drifting(rows(mesh, drift), 0), "b": Drifting(rows(mesh, drift), 0)}
+    local = lambda p, s: jaxcomp.local_params(p, s, "replica")
+    specs = Drifting(P("replica"), P())
+    local = on(mesh, local, (P(), {"a": specs, "b": specs}), P("replica"))
+    np.testing.assert_array_equal(local({"w": jnp.full(1, 10.0)}, state)["w"], [12.0, 14.0])

@@ -1,0 +1,92 @@
+"""The rooms of jaxcomp: imports go downwards, and each module has its tests and its own name."""
+
+import ast
+import pathlib
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+ROOMS = ["compressors", "replicas", "exchange", "methods", "steps", "sharded", "measure"]
+MODULES = sorted(
+    path.relative_to(ROOT / "jaxcomp")
+    for path in (ROOT / "jaxcomp").rglob("*.py")
+    if path.name != "__init__.py"
+)
+# Modules without a test file of their own, and where their tests are.
+COMPRESSORS, QSDP = "compressors/test_compressors.py", "sharded/test_qsdp.py"
+ELSEWHERE = {
+    "compressors/base.py": COMPRESSORS,  # what all compressors state, of each
+    "compressors/blocks.py": COMPRESSORS,  # a helper of those that have blocks
+    "compressors/cocktail.py": "compressors/test_compose.py",  # a chain by name
+    "compressors/fitting.py": "compressors/test_learned.py",  # what learned levels are fitted by
+    "compressors/largest.py": "compressors/test_sparse.py",  # what top_k picks
+    "exchange/averaging.py": "methods/test_compressed_mean.py",  # the method that adds nothing
+    "measure/hlo_groups.py": "measure/test_hlo.py",  # one reader of a compiled program
+    "measure/hlo_mesh.py": "measure/test_hlo.py",
+    "replicas/shards.py": QSDP,
+    "sharded/gathering.py": "sharded/test_gather_once.py",
+    "sharded/layers.py": QSDP,
+    "sharded/levels.py": "compressors/test_learned.py",
+}
+
+
+def place(parts):
+    """How high a module is: its room's number; `schedules`, which all may use, lies below them."""
+    return ROOMS.index(parts[0]) if parts[0] in ROOMS else -1
+
+
+def imported(path):
+    """The modules of jaxcomp that a file imports, those in functions too, as tuples of names."""
+    for node in ast.walk(ast.parse((ROOT / "jaxcomp" / path).read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path} imports relatively"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for name in names:
+            home, *rest = name.split(".")
+            if home == "jaxcomp":
+                assert rest, f"{path} imports all of jaxcomp"
+                yield tuple(rest)
+
+
+def test_the_rooms_are_those_of_the_architecture():
+    folders = {path.parent.name for path in (ROOT / "jaxcomp").rglob("__init__.py")}
+    assert folders == {"jaxcomp", *ROOMS}
+
+
+@pytest.mark.parametrize("path", MODULES, ids=str)
+def test_a_module_imports_from_its_room_and_those_below_alone(path):
+    above = [".".join(parts) for parts in imported(path) if place(parts) > place(path.parts)]
+    assert not above
+
+
+@pytest.mark.parametrize("path", MODULES, ids=str)
+def test_a_module_has_its_tests_where_one_looks_for_them(path):
+    tests = path.parent / f"test_{path.name}"
+    assert (ROOT / "tests" / ELSEWHERE.get(str(path), tests)).is_file()
+    assert str(path) not in ELSEWHERE or not (ROOT / "tests" / tests).exists()
+
+
+def test_what_is_exported_hides_no_module():
+    exports = ast.parse((ROOT / "jaxcomp" / "__init__.py").read_text())
+    names = {
+        alias.asname or alias.name
+        for node in exports.body
+        if isinstance(node, ast.ImportFrom) and node.module != "jaxcomp"
+        for alias in node.names
+    }
+    inside = {path.stem for path in (ROOT / "jaxcomp").iterdir() if not path.name.startswith("_")}
+    assert names & (inside - {"schedules"}) <= {"report"}
+    for room in ROOMS:
+        text = (ROOT / "jaxcomp" / room / "__init__.py").read_text()
+        assert [type(node) for node in ast.parse(text).body] == [ast.Expr], f"{room} exports"
+
+
+def test_every_line_of_the_slow_tests_names_one():
+    for line in (ROOT / "tests" / "slow.txt").read_text().split():
+        path, name = line.split("::")
+        body = ast.parse((ROOT / "tests" / path).read_text()).body
+        assert name in [node.name for node in body if isinstance(node, ast.FunctionDef)], line

@@ -1,0 +1,59 @@
+"""Every config file of configs/ trains, in a size that takes a moment."""
+
+import dataclasses
+import pathlib
+
+import numpy as np
+import pytest
+
+from tests.helpers import pictures
+from tests.helpers.launching import TINY_ARGS, words
+from train import loop
+from train.config import run as configs
+from train.models.gpt import GPTConfig
+from train.models.resnet import ResNetConfig
+from train.models.swin import SwinConfig
+from train.models.vit import ViTConfig
+
+ROOT = pathlib.Path(__file__).parents[2]
+TINY_MODELS = {
+    GPTConfig: TINY_ARGS,
+    ResNetConfig: "--model.blocks 1 1 --model.width 8 --eval-batches 1",
+    SwinConfig: "--model.blocks 2 2 --model.width 8 --model.heads 2 --model.window 2 "
+    "--eval-batches 1",
+    ViTConfig: "--model.layers 1 --model.width 16 --model.heads 2 --eval-batches 1",
+}
+
+
+@pytest.fixture
+def tiny(tmp_path):
+    """Loads a config file in a size that trains in a moment, on data of its kind."""
+
+    def load(path):
+        settings = "--steps 2 --optimizer.warmup-steps 1 --data.batch 8 --accumulate 1 --replicas 4"
+        kind = type(configs.load(str(path)).model)
+        args = [*settings.split(), *TINY_MODELS[kind].split(), "--runs-dir", str(tmp_path)]
+        if kind is GPTConfig:
+            return configs.load(str(path), [*args, "--data.path", words(tmp_path / "text")])
+        form = configs.load(str(path)).data.form
+        folder = tmp_path / form
+        folder.mkdir()
+        texts = {"digits": pictures.digits, "folder": pictures.folder}[form](folder / "data")
+        sizes = {"digits": "", "folder": "--model.classes 2 --model.size 32"}[form]
+        return configs.load(str(path), [*args, *sizes.split(), "--data.path", texts])
+
+    return load
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").rglob("[!_]*.py")), ids=lambda p: p.stem)
+def test_config_file_trains(path, tiny, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT))
+    config = tiny(path)
+    assert config.name == path.stem
+    if config.start_from is not None:
+        first = tiny(path.with_name(f"{pathlib.Path(config.start_from).name}.py"))
+        loop.run(first)
+        config = dataclasses.replace(config, start_from=str(tmp_path / first.name))
+    rows = loop.run(config)
+    assert rows[-1]["step"] == 2 and rows[-1]["skipped"] == 0
+    assert np.isfinite(rows[-1]["val_loss"])
