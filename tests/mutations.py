@@ -85,7 +85,7 @@ def tried(mutant: Mutant, copies: queue.Queue, limit: float) -> Result:
     try:
         path.write_text(text.replace(mutant.old, mutant.new))
         verdict = _verdict(copy, list(filter(is_there, mutant.tests)) or files(mutant), limit)
-        if verdict == "SURVIVED":
+        if verdict == "SURVIVED" and mutant.tests != files(mutant):
             verdict = _verdict(copy, files(mutant), limit)
     finally:
         path.write_text(text)
