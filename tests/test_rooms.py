@@ -20,6 +20,7 @@ ELSEWHERE = {
     "compressors/cocktail.py": "compressors/test_compose.py",  # a chain by name
     "compressors/fitting.py": "compressors/test_learned.py",  # what learned levels are fitted by
     "compressors/largest.py": "compressors/test_sparse.py",  # what top_k picks
+    "compressors/checks.py": COMPRESSORS,  # errors of all of them
     "exchange/averaging.py": "methods/test_compressed_mean.py",  # the method that adds nothing
     "measure/hlo_groups.py": "measure/test_hlo.py",  # one reader of a compiled program
     "measure/hlo_mesh.py": "measure/test_hlo.py",

@@ -1,5 +1,6 @@
 """A code of values that were rotated before, so that no outlier sets the scale of its block."""
 
+import dataclasses
 import math
 
 import jax.numpy as jnp

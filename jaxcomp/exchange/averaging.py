@@ -16,8 +16,6 @@ from jaxcomp.compressors.base import Compressor, Key, identity
 from jaxcomp.compressors.packing import fold
 from jaxcomp.compressors.policies import Policy
 from jaxcomp.exchange import buckets, wire
-from jaxcomp.replicas.finite import finite as finite
-from jaxcomp.replicas.finite import not_finite as not_finite
 from jaxcomp.replicas.types import num_replicas, to_varying, varying_axes
 
 EXACT = identity()

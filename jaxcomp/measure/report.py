@@ -24,8 +24,8 @@ from jaxcomp.measure.mesh import (
     source_target_pairs,
 )
 from jaxcomp.measure.tables import aligned
+from jaxcomp.replicas import protocol
 from jaxcomp.replicas.compact import is_compact
-from jaxcomp.replicas.state import fields
 
 _COLLECTIVES = frozenset(
     "all-reduce all-gather all-to-all reduce-scatter collective-permute collective-broadcast "
@@ -257,7 +257,7 @@ def exact_leaves(params: Any, state: Any) -> list[str] | None:
     Returns:
       The paths of leaves, as `block_0/up/bias`; None if no state has a field `residual`.
     """
-    found = fields(state, "residual")
+    found = protocol.residuals(state)
     if not found:
         return None
     # Without error feedback () stands for a residual; optax.MaskedNode() is another empty tuple,

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxcomp.replicas.state import has_feedback
+from jaxcomp.replicas.protocol import has_feedback
 
 
 @jax.tree_util.register_dataclass

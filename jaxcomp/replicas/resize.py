@@ -12,8 +12,8 @@ from jax.sharding import NamedSharding
 
 from jaxcomp.replicas import placing
 from jaxcomp.replicas.compact import decode, encode, is_compact
+from jaxcomp.replicas.protocol import has_feedback, is_field, is_owned
 from jaxcomp.replicas.shards import is_shard, recut
-from jaxcomp.replicas.state import has_feedback, is_field
 
 
 def resize(state: Any, like: Any) -> Any:
@@ -95,7 +95,7 @@ def _resize_compact(path, old, new):
 def _resize_leaf(path, old, new):
     if old.shape == new.shape:
         return placing.placed(old, new)
-    if old.ndim > 1 and (is_field(path, "owner_residual") or is_field(path, "owned")):
+    if old.ndim > 1 and is_owned(path):
         out = _resize_owned(placing.on_host(old), new.shape, _num_shards(new))
         return placing.placed(out, new)
     if is_field(path, "skipped"):

@@ -9,7 +9,6 @@ import optax
 
 from jaxcomp.replicas.protocol import drifts as drifts_of
 from jaxcomp.replicas.protocol import fields, is_field
-from jaxcomp.replicas.protocol import has_feedback as has_feedback
 from jaxcomp.replicas.types import (
     is_tracked,
     names_of,
@@ -156,11 +155,3 @@ def _emptied(state):
         return node._replace(acc_grads=jax.tree.map(clear, node.acc_grads))
 
     return jax.tree.map(empty, state, is_leaf=is_multi)
-
-
-def field(state: Any, name: str) -> Any:
-    return optax.tree_utils.tree_get(
-        state,
-        name,
-        filtering=lambda p, v: bool(p) and isinstance(p[-1], optax.tree_utils.NamedTupleKey),
-    )

@@ -12,10 +12,11 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from jaxcomp.replicas import protocol
 from jaxcomp.replicas.elementwise import ranked, require_elementwise
 from jaxcomp.replicas.shards import map_shards
 from jaxcomp.replicas.specs import specs_of
-from jaxcomp.replicas.state import fields, per_replica, stack, unstack
+from jaxcomp.replicas.state import per_replica, stack, unstack
 from jaxcomp.replicas.types import to_varying
 from jaxcomp.sharded import levels
 from jaxcomp.sharded.qsdp import QSDP
@@ -166,10 +167,10 @@ def _of_pieces(tx):
 
 
 def _require_alone(state):
-    found = [name for name in ("owner_residual", "drift") if fields(state, name)]
-    if found:
+    found = protocol.exchanging(state)
+    if found is not None:
         raise ValueError(
-            f"qsdp_train_step got a transformation that exchanges (its state has {found[0]!r}); "
+            f"qsdp_train_step got a transformation that exchanges (its state has {found!r}); "
             "gradients of shards are means already, and each replica has other parameters; write "
             "the optimizer alone, as optax.adamw(1e-3)."
         )

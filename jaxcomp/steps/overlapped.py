@@ -16,8 +16,9 @@ import optax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from jaxcomp.replicas import protocol
 from jaxcomp.replicas.specs import specs_of
-from jaxcomp.replicas.state import fields, per_replica, stack, unstack
+from jaxcomp.replicas.state import per_replica, stack, unstack
 from jaxcomp.replicas.types import to_varying
 from jaxcomp.steps.gradient import Gradient, all_gradients, check_accumulate
 from jaxcomp.steps.train import TrainStep
@@ -40,7 +41,7 @@ class OverlappedStep(NamedTuple):
     helper: concurrent.futures.Executor
 
     def __call__(self, params: Any, state: Any, batch: Any) -> tuple[Any, Any, dict]:
-        drifts = fields(state, "drift")
+        drifts = protocol.drifts(state)
         gradient = self.helper.submit(self.gradient, params, drifts, batch)
         # Whatever sends is dispatched by the caller's thread, in one order on all processes.
         exchanged = self.exchange(params, state)
@@ -49,7 +50,7 @@ class OverlappedStep(NamedTuple):
 
     def compile(self, params: Any, state: Any, batch: Any) -> "OverlappedStep":
         """Compiles the three programs for these shapes, dtypes and shardings."""
-        drifts = fields(state, "drift")
+        drifts = protocol.drifts(state)
         exchange, exchanged = _compiled(self.exchange, params, state)
         gradient, (loss, grads) = _compiled(self.gradient, params, drifts, batch)
         finish, _ = _compiled(self.finish, params, state, grads, exchanged, loss)

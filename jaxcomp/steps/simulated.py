@@ -9,7 +9,8 @@ import optax
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
-from jaxcomp.replicas.state import fields, per_replica
+from jaxcomp.replicas import protocol
+from jaxcomp.replicas.state import per_replica
 from jaxcomp.steps.gradient import Gradient, check_batch, local_gradient
 from jaxcomp.steps.train import TrainStep
 from jaxcomp.steps.update import Update, local_update, update_specs
@@ -78,7 +79,7 @@ def _step(gradient, update, params, state, batch):
 
 
 def _one_replica(gradient, update, params, state, batch):
-    loss, grads = local_gradient(gradient, params, fields(state, "drift"), batch)
+    loss, grads = local_gradient(gradient, params, protocol.drifts(state), batch)
     params, state, skipped = local_update(update, params, state, grads, loss)
     return params, state, {"loss": loss[0], "skipped": skipped}
 

@@ -8,7 +8,8 @@ import jax
 import optax
 from jax.sharding import Mesh
 
-from jaxcomp.replicas.state import fields, per_replica
+from jaxcomp.replicas import protocol
+from jaxcomp.replicas.state import per_replica
 from jaxcomp.steps.gradient import Gradient, all_gradients, check_accumulate
 from jaxcomp.steps.update import Update, all_updates, init_state
 
@@ -73,6 +74,6 @@ def train_step(
 
 
 def _step(gradient, update, params, state, batch):
-    loss, grads = all_gradients(gradient, params, fields(state, "drift"), batch)
+    loss, grads = all_gradients(gradient, params, protocol.drifts(state), batch)
     params, state, skipped = all_updates(update, params, state, grads, loss)
     return params, state, {"loss": loss, "skipped": skipped}

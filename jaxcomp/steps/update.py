@@ -10,10 +10,10 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxcomp.exchange import averaging
+from jaxcomp.replicas import protocol
 from jaxcomp.replicas.elementwise import require_whole_norms
+from jaxcomp.replicas.finite import not_finite, unless
 from jaxcomp.replicas.specs import full_specs, state_specs
-from jaxcomp.replicas.state import fields, has_feedback
 from jaxcomp.replicas.types import require_alike, varies_over
 
 
@@ -77,7 +77,7 @@ def local_update(
     require_alike(updates, params, axis_name)
     require_whole_norms(own, grads, state, params, axis_name=axis_name)
     new = optax.apply_updates(params, updates), new_state
-    if fields(state, "skipped") and not _any_makes_nan(state):
+    if protocol.leaves_out_alone(state):
         return *new, jnp.zeros([], bool)
     (params, state), skipped = all_or_nothing(updates, new, (params, state))
     return params, state, skipped
@@ -88,18 +88,12 @@ def all_or_nothing(updates: Any, new: Any, old: Any) -> tuple[Any, jax.Array]:
 
     All shards agree on it; that all replicas do, the updates' type says already.
     """
-    skipped = averaging.not_finite(updates) > 0
-    return jax.tree.map(functools.partial(jnp.where, ~skipped), new, old), skipped
+    skipped = not_finite(updates) > 0
+    return unless(skipped, new, old), skipped
 
 
 def _in_dtype_of(new, old):
     return new if new.dtype == old.dtype else new.astype(old.dtype)
-
-
-def _any_makes_nan(state):
-    """Whether a method beside, as in `optax.partition`, leaves it to the step to leave one out."""
-    nodes = filter(has_feedback, jax.tree.leaves(state, is_leaf=has_feedback))
-    return not all("skipped" in node._fields for node in nodes)
 
 
 def _require_averaged(updates, axis_name):

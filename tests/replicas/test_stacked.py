@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxcomp
 from jaxcomp import schedules
-from jaxcomp.replicas.state import fields
+from jaxcomp.replicas.protocol import drifts as drifts_of
 from tests.helpers.replicas import mesh_of, rows
 
 LAYERS, WIDTH, REPLICAS, STEPS = 3, 40, 2, 6
@@ -131,8 +131,8 @@ def test_a_stacked_model_trains_as_the_same_model_unstacked(name):
     errors = jax.tree.map(distance, found, stack(wanted))
     assert max(jax.tree.leaves(errors)) < 1e-6
     shapes = jax.tree.map(jnp.shape, found)
-    drifts = fields(state, "drift")
-    assert len(drifts) == len(fields(wanted_state, "drift"))
+    drifts = drifts_of(state)
+    assert len(drifts) == len(drifts_of(wanted_state))
     assert all(jax.tree.map(lambda d: d.shape[1:], drift) == shapes for drift in drifts)
 
 

@@ -11,7 +11,6 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jaxcomp
-from jaxcomp.replicas.state import field, fields
 from tests.helpers.replicas import PARAMS, everywhere, mesh_of, on, rows, transform
 
 
@@ -93,15 +92,6 @@ def test_local_params_are_the_consensus_plus_this_replicas_drift():
     got = on(mesh, local, (P(), specs), P("replica"))(everywhere(mesh, params), state)
     np.testing.assert_array_equal(got["w"], 10 + drift["w"])
     assert got["half"].dtype == jnp.bfloat16 and np.all(np.float32(got["half"]) == 1.5)
-
-
-def test_fields_are_those_of_methods_and_not_of_parameters():
-    params = {"drift": jnp.ones(2), "layers": [{"drift": jnp.ones(3)}]}
-    state = {"a": (optax.adam(1.0).init(params), Drifting(params, 0)), "b": Drifting(1, 2)}
-    assert fields(state, "drift") == [params, 1] and fields(state, "rounds") == []
-    assert field(state["b"], "mean") == 2 and field(state, "rounds") is None
-    with pytest.raises(KeyError, match="multiple values for 'drift'"):
-        field(state, "drift")
 
 
 def test_drifts_of_several_methods_are_all_added():
