@@ -22,9 +22,12 @@ ELSEWHERE = {
     "compressors/largest.py": "compressors/test_sparse.py",  # what top_k picks
     "compressors/checks.py": COMPRESSORS,  # errors of all of them
     "exchange/averaging.py": "methods/test_compressed_mean.py",  # the method that adds nothing
-    "measure/hlo_groups.py": "measure/test_hlo.py",  # one reader of a compiled program
-    "measure/hlo_mesh.py": "measure/test_hlo.py",
+    "measure/mesh.py": "measure/test_hlo.py",  # one reader of a compiled program
+    "measure/tables.py": "measure/test_report.py",  # how rows are aligned
     "replicas/shards.py": QSDP,
+    "steps/gradient.py": "steps/test_train.py",  # both halves of a step
+    "steps/update.py": "steps/test_train.py",
+    "steps/spread.py": "steps/test_train.py",  # what every step leaves equal
     "sharded/gathering.py": "sharded/test_gather_once.py",
     "sharded/layers.py": QSDP,
     "sharded/levels.py": "compressors/test_learned.py",
