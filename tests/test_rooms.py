@@ -28,6 +28,7 @@ ELSEWHERE = {
     "steps/gradient.py": "steps/test_train.py",  # both halves of a step
     "steps/update.py": "steps/test_train.py",
     "steps/spread.py": "steps/test_train.py",  # what every step leaves equal
+    "methods/rescaling.py": "methods/test_slamb.py",  # its steps
     "sharded/gathering.py": "sharded/test_gather_once.py",
     "sharded/layers.py": QSDP,
     "sharded/levels.py": "compressors/test_learned.py",

@@ -41,7 +41,7 @@ class Averaged(NamedTuple):
     sent: Any  # what this replica's messages decode to: what is lost is the rest
     residual: Any  # as `nothing_sent` has it, for the next exchange; None without one
     owner_residual: tuple[jax.Array | None, ...]  # the same of what this owner passes on
-    flag: jax.Array | None  # f32[], its mean over the replicas
+    flag: Any  # f32[], its mean over the replicas; None without one
 
 
 class Label(NamedTuple):
@@ -103,14 +103,14 @@ def average(
         owner_residual = zero_owner_residual(plan, transport)
     total = tree if residual is None else _paired(_plus, residual, tree)
     flat = buckets.flatten(plan, total)
-    carrier = None if flag is None else _first_exact(plan)
-    if carrier is not None:
+    carrier = _first_exact(plan)
+    if flag is not None and carrier is not None:
         flat[carrier] = jnp.append(flat[carrier], flag.astype(flat[carrier].dtype))
     mean = functools.partial(_mean, transport)
     shared = Key(count, jnp.uint32(transport.seed))
     with jax.named_scope(f"jaxcomp.{part}") if part else contextlib.nullcontext():
         means = map_buckets(mean, plan, shared, flat, owner_residual)
-    if carrier is not None:
+    if flag is not None and carrier is not None:
         of_bucket = means[carrier]
         flag = of_bucket.mean[-1]
         means[carrier] = wire.Mean(of_bucket.mean[:-1], of_bucket.sent[:-1], None)

@@ -23,7 +23,7 @@ class Segment(NamedTuple):
 class Bucket(NamedTuple):
     """A flat array that travels as one message: segments in a row, then zeros up to `numel`."""
 
-    label: Hashable  # what the plan's `label` gave its leaves
+    label: Any  # hashable: what the plan's `label` gave its leaves
     segments: tuple[Segment, ...]
     dtype: Any  # float32, or float64 if a leaf is
     numel: int
@@ -42,7 +42,7 @@ class Plan:
     paths: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[Any, ...]
-    labels: tuple[Hashable, ...]  # one a leaf
+    labels: tuple[Any, ...]  # one a leaf
     buckets: tuple[Bucket, ...]
 
 
@@ -103,8 +103,8 @@ def make_plan(
     for value in dict.fromkeys(labels):
         chosen = [i for i, leaf in enumerate(leaves) if labels[i] == value and leaf.size]
         for segments in _cut(chosen, [leaf.size for leaf in leaves], bucket_numel):
-            dtypes = {jnp.dtype(leaves[s.leaf].dtype) for s in segments}
-            buckets.append(_bucket(value, segments, dtypes, num_replicas))
+            of_bucket = {jnp.dtype(leaves[s.leaf].dtype) for s in segments}
+            buckets.append(_bucket(value, segments, of_bucket, num_replicas))
     shapes = tuple(tuple(leaf.shape) for leaf in leaves)
     dtypes = tuple(jnp.dtype(leaf.dtype) for leaf in leaves)
     return Plan(treedef, paths, shapes, dtypes, labels, tuple(buckets))

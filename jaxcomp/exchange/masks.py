@@ -131,14 +131,14 @@ def mean_on_masks(
       transport: How values travel; the codes are the masks' own, and not its policy's.
       count: i32[], equal on all replicas: what the masks roll by, or are drawn from.
     """
-    code = lambda path, leaf: masks[path].values if masks[path] else averaging.EXACT
+    codes = {path: mask.values if mask else averaging.EXACT for path, mask in masks.items()}
     keys = _keys(masks, transport.seed, count)
     of = list(zip(masks.items(), leaves, keys, strict=True))
     picked = {
         path: x if mask is None else mask.selection.select(x.reshape(-1), key)[0]
         for (path, mask), x, key in of
     }
-    transport = transport._replace(policy=code)
+    transport = transport._replace(policy=lambda path, leaf: codes[path])
     means = averaging.average(transport, picked, count, part).mean
 
     def put(mask, x, key, mean):

@@ -49,7 +49,8 @@ class Execution(NamedTuple):
 
     instruction: Instruction
     computation: Computation  # that holds it, and its operands
-    count: int | None  # times a run of the program, if all branches are taken; None: not known
+    # Times a run of the program, if all branches are taken; None: not known.
+    count: int | None  # type: ignore[assignment]
     branch: tuple[str, ...]  # those that it is in, outermost first
 
 
@@ -217,7 +218,13 @@ def _apply(module: Module, instruction: Instruction, operands: list[Any]) -> Any
         return total if abs(total) < 2**31 else None  # It may wrap around.
     if op == "compare":
         # HLO's names of comparisons, as `LT`, are Python's.
-        return getattr(operator, re.search(r"direction=(\w+)", attributes)[1].lower())(*operands)
+        return getattr(operator, _named("direction", attributes).lower())(*operands)
     if op == "get-tuple-element":
-        return operands[0][int(re.search(r"index=(\d+)", attributes)[1])]
+        return operands[0][int(_named("index", attributes))]
     return operands[0]
+
+
+def _named(name: str, attributes: str) -> str:
+    """The value of an attribute that an operation of its kind always has."""
+    (value,) = re.findall(rf"{name}=(\w+)", attributes)
+    return value

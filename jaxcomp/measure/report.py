@@ -55,7 +55,7 @@ class Collective(NamedTuple):
     operand_bytes: int
     sent_bytes: float
     shape: str
-    count: int | None
+    count: Any
     branch: tuple[str, ...]
     part: str = ""
 
@@ -85,7 +85,7 @@ def collectives(program: Program | Sequence[Program], mesh: Mesh) -> list[Collec
         # Conditionals of two programs may have one name.
         named = lambda row, n: row._replace(branch=tuple(f"{n}:{name}" for name in row.branch))
         return [named(row, n) for n, one in enumerate(program) for row in collectives(one, mesh)]
-    module = hlo.parse(program if isinstance(program, str) else program.as_text())
+    module = hlo.parse(program if isinstance(program, str) else str(program.as_text()))
     if sorted((module.num_replicas, module.num_partitions)) != [1, mesh.size]:
         raise ValueError(
             f"got a program of {module.num_replicas} replicas and {module.num_partitions} "
@@ -263,7 +263,8 @@ def exact_leaves(params: Any, state: Any) -> list[str] | None:
     # Without error feedback () stands for a residual; optax.MaskedNode() is another empty tuple,
     # which has no leaves: what no method sees, as in a group that is frozen, is not sent at all.
     is_mark = lambda x: x is None or is_compact(x) or (type(x) is tuple and not x)
-    exact, lossy = set(), set()
+    exact: set[str] = set()
+    lossy: set[str] = set()
     for residual in found:
         for path, leaf in jax.tree_util.tree_leaves_with_path(residual, is_leaf=is_mark):
             (exact if leaf is None else lossy).add(path_of(path))

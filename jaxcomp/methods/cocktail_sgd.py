@@ -24,7 +24,8 @@ from jaxcomp.replicas.types import is_tracked, require_alike, to_varying, varies
 class CocktailSGDState(NamedTuple):
     """State of `cocktail_sgd`."""
 
-    count: jax.Array  # i32[], steps so far
+    # i32[], steps so far
+    count: jax.Array  # type: ignore[assignment]
     # f32 leaves of the parameters' shapes: this replica's parameters minus the consensus.
     drift: Any
     owner_residual: Any  # one f32[numel / R] a bucket: what this owner did not pass on yet

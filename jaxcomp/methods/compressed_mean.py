@@ -19,7 +19,8 @@ from jaxcomp.replicas.types import largest
 class CompressedMeanState(NamedTuple):
     """State of `compressed_mean`."""
 
-    count: jax.Array  # i32[], updates so far; the source of all keys
+    # i32[], updates so far; the source of all keys
+    count: jax.Array  # type: ignore[assignment]
     # f32 leaves of the parameters' shapes, not sent yet; None for those that travel exact, ()
     # for the others without error feedback.
     residual: Any

@@ -22,7 +22,8 @@ from jaxcomp.replicas.finite import poisoned
 class OneBitAdamState(NamedTuple):
     """State of `one_bit_adam`; trees have float32 leaves of the parameters' shapes."""
 
-    count: jax.Array  # i32[], steps so far
+    # i32[], steps so far
+    count: jax.Array  # type: ignore[assignment]
     momentum: Any  # equal on all replicas
     variance: Any  # equal on all replicas, frozen after the warm-up
     residual: Any  # not sent yet

@@ -23,7 +23,8 @@ from jaxcomp.replicas.types import largest, size_over_shards, sums_over_shards
 class OneBitLambState(NamedTuple):
     """State of `one_bit_lamb`; trees have float32 leaves of the parameters' shapes or of none."""
 
-    count: jax.Array  # i32[], steps so far
+    # i32[], steps so far
+    count: jax.Array  # type: ignore[assignment]
     momentum: Any  # equal on all replicas
     variance: Any  # equal on all replicas, frozen after the warm-up
     fresh_variance: Any  # that goes on after it, of gradients estimated from momenta
@@ -183,16 +184,14 @@ def _update(settings, updates, state, params, **_):
     grads, bad = moments.gradients(updates, state.variance, settings.transport.axis_name)
     frozen = settings.freeze.holds(state)
     ways = (functools.partial(way, settings) for way in (_compressed, _warm_up))
-    change, momentum, variance, *rest = lax.cond(frozen, *ways, state, poisoned(bad, grads), params)
-    freezes, norms = settings.freeze.after(frozen, state, variance)
-    return change, OneBitLambState(
-        optax.safe_increment(state.count),
-        momentum,
-        variance,
-        *rest,
-        counted(state.rounds, all=True, synchronize=frozen, variance=~frozen),
-        freezes,
-        norms,
+    change, new = lax.cond(frozen, *ways, state, poisoned(bad, grads), params)
+    freezes, norms = settings.freeze.after(frozen, state, new["variance"])
+    return change, state._replace(
+        count=optax.safe_increment(state.count),
+        rounds=counted(state.rounds, all=True, synchronize=frozen, variance=~frozen),
+        frozen=freezes,
+        norms=norms,
+        **new,
     )
 
 
@@ -216,8 +215,8 @@ def _warm_up(settings, state, grads, params):
         layers.append(Trust(ratios, weight, old.factor, scale))
         trust.append(jnp.where(seen, ratio, 1.0))
     change, layers = _stepped(settings, params, state, layers, trust, directions)
-    residuals = state.residual, state.owner_residual
-    return change, momentum, variance, variance, *residuals, layers
+    new = {"momentum": momentum, "variance": variance, "fresh_variance": variance}
+    return change, new | {"layers": layers} | averaging.feedback(state)
 
 
 def _compressed(settings, state, grads, params):
@@ -250,7 +249,8 @@ def _compressed(settings, state, grads, params):
         whole = jnp.where(old.weight > 0, old.weight, 1.0) if adam.bias_correction else 1.0
         trust.append(old.ratio / whole * factor)
     change, layers = _stepped(settings, params, state, layers, trust, directions)
-    return change, momentum, state.variance, fresh, got.residual, got.owner_residual, layers
+    new = {"momentum": momentum, "variance": state.variance, "fresh_variance": fresh}
+    return change, new | {"layers": layers} | averaging.feedback(got)
 
 
 def _factor(settings, old, quotient, moment_square, update_square):

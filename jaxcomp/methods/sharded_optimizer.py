@@ -23,7 +23,8 @@ from jaxcomp.replicas.types import is_tracked, num_replicas
 class ShardedOptimizerState(NamedTuple):
     """State of `sharded_optimizer`; of every parameter each replica owns one of R pieces."""
 
-    count: jax.Array  # i32[], steps so far
+    # i32[], steps so far
+    count: jax.Array  # type: ignore[assignment]
     # f32[1, ..., 1, numel / R] a leaf, of its rank: the owner's parameters minus those of all
     owner_residual: Any
     owned: Any  # the inner optimizer's, of pieces
@@ -163,8 +164,8 @@ def _gathered(transport, pieces, params, count):
     full, kept = zip(*averaging.map_buckets(gather, plan, shared, flat), strict=True)
     rows = [x.reshape(num_replicas(axis_name), -1) for x in full]
     rows = jax.vmap(functools.partial(buckets.unflatten, plan))(rows)
-    flat = lambda rows: rows.reshape(len(rows), -1)
-    change = jax.tree.map(lambda rows, param: natural(flat(rows), param.shape), rows, params)
+    whole = lambda rows, param: natural(rows.reshape(len(rows), -1), param.shape)
+    change = jax.tree.map(whole, rows, params)
     return change, buckets.unflatten(plan, list(kept))
 
 

@@ -1,7 +1,6 @@
 """SLAMB: LAMB for large batches whose replicas agree on a tenth of the momentum a step."""
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -16,14 +15,16 @@ from jaxcomp.compressors.policies import policy_of
 from jaxcomp.exchange import averaging, masks, wire
 from jaxcomp.methods import moments
 from jaxcomp.methods.common import counted, method, no_rounds, require
+from jaxcomp.methods.rescaling import Rescaling, steps
 from jaxcomp.replicas.finite import not_finite, unless
-from jaxcomp.replicas.types import num_replicas, sums_over_shards, to_varying
+from jaxcomp.replicas.types import to_varying
 
 
 class SlambState(NamedTuple):
     """State of `slamb`; trees have leaves of the parameters' shapes, float32 but for `stale`."""
 
-    count: jax.Array  # i32[], steps so far
+    # i32[], steps so far
+    count: jax.Array  # type: ignore[assignment]
     momentum: Any  # this replica's own, but where it was exchanged just now
     variance: Any  # this replica's own
     drift: Any  # this replica's parameters minus the consensus: what it did since they met
@@ -148,9 +149,11 @@ def slamb(
         return averaging.EXACT if whole else coded(path, leaf)
 
     settings = _Settings(
-        *(adam, masks.Masked(stages, exact_numel, transport)),
-        *(transport._replace(policy=drift_policy), _sync_at(sync_every)),
-        *(b3, rescaling, trust_bounds),
+        adam,
+        masks.Masked(stages, exact_numel, transport),
+        transport._replace(policy=drift_policy),
+        _sync_at(sync_every),
+        Rescaling(adam, b3, rescaling, trust_bounds),
     )
     init, update = (functools.partial(function, settings) for function in (_init, _update))
     return method("slamb", axis_name, init, update)
@@ -161,9 +164,7 @@ class _Settings(NamedTuple):
     masked: masks.Masked  # how momenta travel
     meeting: averaging.Transport  # how drifts do
     sync_at: schedules.Schedule
-    b3: float
-    rescaling: str
-    trust_bounds: tuple[float, float]
+    step: Rescaling
 
 
 def _init(settings, params):
@@ -203,7 +204,8 @@ def _update(settings, updates, state, params, **_):
     ]
     local = jax.tree.map(jnp.add, params, state.drift)
     leaves = momentum, jax.tree.leaves(variance), jax.tree.leaves(local), stale
-    lost = _steps(settings, *leaves, functools.partial(masked, masks.squares_on_masks), count)
+    on_mask = functools.partial(masked, masks.squares_on_masks)
+    lost = steps(settings.step, *leaves, on_mask, count, settings.meeting.axis_name)
     lost = treedef.unflatten(lost)
     drift = unless(bad, jax.tree.map(jnp.subtract, state.drift, lost), state.drift)
     meets, of = settings.sync_at(count), (drift, state.owner_residual, params, count)
@@ -235,54 +237,6 @@ def _together(meeting, drift, owner_residual, params, count):
 def _apart(drift, owner_residual, params, count):
     del count
     return jax.tree.map(moments.zeros, params), drift, owner_residual
-
-
-def _steps(settings, momentum, variance, params, stale, on_mask, count):
-    """What each leaf of this replica's parameters loses in this step."""
-    adam, is_linear = settings.adam, settings.rescaling == "linear"
-    corrections = [1 - moments.power(b, count + 1, params) for b in (adam.b1, adam.b2)]
-    directions = [
-        m / corrections[0] / (jnp.sqrt(v / corrections[1]) + adam.eps)
-        for m, v in zip(momentum, variance, strict=True)
-    ]
-    if not is_linear:
-        pairs = zip(directions, params, strict=True)
-        directions = [u + adam.weight_decay * x for u, x in pairs]
-    sums = [
-        _squares(*of)
-        for of in zip(params, directions, on_mask(params), on_mask(directions), strict=True)
-    ]
-    sums = sums_over_shards(sums, settings.meeting.axis_name)
-    step = _linear_step if is_linear else _quadratic_step
-    rate, out = adam.rate_of(count), []
-    slower, kept = 1 / math.sqrt(num_replicas(settings.meeting.axis_name)), settings.b3
-    if settings.rescaling == "masked":
-        slower, kept = 0.0, 0.0
-    decay = math.log(max(kept, 1e-30))  # XLA:CPU has no vector instruction for powers
-    for u, x, squares, old in zip(directions, params, sums, stale, strict=True):
-        fresh = 1.0 if old is None else jnp.exp(decay * old.astype(u.dtype))
-        out.append(step(settings, rate, u, x, squares, fresh, (1 - fresh) * slower))
-    return out
-
-
-def _quadratic_step(settings, rate, u, x, squares, fresh, slow):
-    p, q = (moments.trust_ratio(*squares[2 * i : 2 * i + 2]) for i in range(2))
-    trust = fresh * p + (1 - fresh) * q
-    trust = trust if x.ndim < 2 else jnp.clip(trust, *settings.trust_bounds)
-    return rate * (fresh + slow) * trust * u
-
-
-def _linear_step(settings, rate, u, x, squares, fresh, slow):
-    least, greatest = settings.trust_bounds
-    p = jnp.clip(moments.trust_ratio(*squares[:2]), least, greatest)
-    q = jnp.clip(moments.trust_ratio(*squares[2:], otherwise=0.0), 0.0, greatest)
-    return rate * (fresh * p + slow * q) * (u + settings.adam.weight_decay * x)
-
-
-def _squares(x, u, x_on, u_on) -> jax.Array:
-    """f32[4]: sums of squares of x and u on the mask, and of both off it, which is what is left."""
-    off = [jnp.maximum(jnp.sum(y * y) - on, 0) for y, on in ((x, x_on), (u, u_on))]
-    return jnp.stack([x_on, u_on, *off])
 
 
 def _sync_at(sync_every: int | schedules.Schedule) -> schedules.Schedule:

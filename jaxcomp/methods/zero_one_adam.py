@@ -24,7 +24,8 @@ from jaxcomp.replicas.types import to_varying, zeros_of
 class ZeroOneAdamState(NamedTuple):
     """State of `zero_one_adam`; trees have float32 leaves of the parameters' shapes."""
 
-    count: jax.Array  # i32[], steps so far
+    # i32[], steps so far
+    count: jax.Array  # type: ignore[assignment]
     momentum: Any  # this replica's own between synchronizations
     variance: Any  # equal on all replicas
     variance_steps: jax.Array  # i32[], steps done when it was last learned
@@ -204,26 +205,21 @@ def _update(settings, updates, state, params, **_):
     variance, weight, root = _learned(settings, state, grads, learns)
     own = _own_step(adam, state, grads, bad, root)
     if settings.sync_at is schedules.always:
-        change, *new = _together(settings, state, own, root)
+        change, new = _together(settings, state, own, root)
     else:
         ways = (functools.partial(way, settings) for way in (_together, _apart))
-        change, *new = lax.cond(meets, *ways, state, own, root)
-    momentum, drift, rate_sum, residual, owner_residual = new
+        change, new = lax.cond(meets, *ways, state, own, root)
     decay = adam.rate_of(count) * adam.weight_decay
     change = jax.tree.map(lambda c, p: c - decay * p, change, params)
     sent = {"synchronize": meets & ~is_warm, "variance": learns, "warmup": meets & is_warm}
-    return change, ZeroOneAdamState(
-        optax.safe_increment(count),
-        momentum,
-        variance,
-        jnp.where(learns, count + 1, state.variance_steps),
-        jnp.where(learns, weight, state.variance_weight),
-        drift,
-        rate_sum,
-        residual,
-        owner_residual,
-        counted(state.rounds, all=meets, **sent),
-        state.skipped + bad,
+    return change, state._replace(
+        count=optax.safe_increment(count),
+        variance=variance,
+        variance_steps=jnp.where(learns, count + 1, state.variance_steps),
+        variance_weight=jnp.where(learns, weight, state.variance_weight),
+        rounds=counted(state.rounds, all=meets, **sent),
+        skipped=state.skipped + bad,
+        **new,
     )
 
 
@@ -268,24 +264,26 @@ def _together(settings, state, own, root):
     momentum = jax.tree.map(re_estimated, change, root, own.momentum)
     # A `where` of no elements forgets that it varies.
     momentum = to_varying(momentum, settings.transport.axis_name)
-    none = jax.tree.map(zeros_of, own.drift)
-    return change, momentum, none, zeros_of(own.rate_sum), got.residual, got.owner_residual
+    drift, rate_sum = jax.tree.map(zeros_of, (own.drift, own.rate_sum))
+    new = {"momentum": momentum, "drift": drift, "rate_sum": rate_sum}
+    return change, new | averaging.feedback(got)
 
 
 def _apart(settings, state, own, root):
     """Each replica goes on by itself."""
-    still = jax.tree.map(zeros_of, state.variance)
-    return still, own.momentum, own.drift, own.rate_sum, state.residual, state.owner_residual
+    new = {"momentum": own.momentum, "drift": own.drift, "rate_sum": own.rate_sum}
+    return jax.tree.map(zeros_of, state.variance), new | averaging.feedback(state)
 
 
 def _averaged(settings, state, buffer):
     """The mean buffer with error feedback, in the warm-up by a code of its own."""
     rounds, kept = state.rounds["synchronize"] + state.rounds["warmup"], averaging.feedback(state)
-    few = functools.partial(averaging.average, settings.transport, buffer, rounds, **kept)
+    sent = settings.transport, buffer, rounds
+    few = lambda: averaging.average(*sent, "synchronize", **kept)
     if not settings.warmup_steps:
-        return few("synchronize")
-    many = lambda: few("warmup", code=settings.warmup_compressor)
-    return lax.cond(state.count < settings.warmup_steps, many, lambda: few("synchronize"))
+        return few()
+    many = lambda: averaging.average(*sent, "warmup", code=settings.warmup_compressor, **kept)
+    return lax.cond(state.count < settings.warmup_steps, many, few)
 
 
 def _unit(settings, state, own, root):

@@ -60,6 +60,7 @@ def _row(rows, number):
 
 def _whole(x) -> np.ndarray:
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
+        assert isinstance(x.sharding, NamedSharding)
         x = jax.device_put(x, NamedSharding(x.sharding.mesh, P()))
     return np.asarray(x)
 

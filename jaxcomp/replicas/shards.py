@@ -59,7 +59,7 @@ def key_of(step: Key, index: int, stack: tuple[int, ...]) -> Key:
     if not stack:
         return key
     count = jnp.broadcast_to(key.count, stack)
-    return Key(count, jax.vmap(lambda layer: fold(key, layer).seed)(jnp.arange(*stack)))
+    return Key(count, jax.vmap(lambda layer: fold(key, layer).seed)(jnp.arange(stack[0])))
 
 
 def numel_of(shape: tuple[int, ...], num_shards: int) -> int:

@@ -126,8 +126,9 @@ def per_replica(
         updates, state = tx.update(updates, state, params, **extra_args)
         return updates, stack(_emptied(state), axis_name)
 
-    init.replica_axes = names_of(axis_name)
-    return optax.GradientTransformationExtraArgs(init, update)
+    marked: Any = init
+    marked.replica_axes = names_of(axis_name)
+    return optax.GradientTransformationExtraArgs(marked, update)
 
 
 def replica_axes(tx: optax.GradientTransformation) -> tuple[str, ...]:

@@ -65,7 +65,7 @@ def send(shards: list[Shard], axes: tuple[str, ...], after: Any = None) -> jax.A
 
 def keep(messages: jax.Array, shards: list[Shard], after: Any) -> jax.Array:
     """What `send` has returned, for a gather that waits for `after`."""
-    return messages ^ _token(after, shards[0].key.count).astype(messages.dtype)
+    return messages ^ _token(after, _keys(shards)[0].count).astype(messages.dtype)
 
 
 def receive(shards: list[Shard], axes: tuple[str, ...], messages: jax.Array) -> list[jax.Array]:

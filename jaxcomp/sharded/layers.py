@@ -16,7 +16,8 @@ from jaxcomp.sharded.gathering import keep, receive, send
 def gather(tree: Any, axes: tuple[str, ...], but: str | None = None) -> Any:
     """A tree with its shards, which have keys, gathered: see `QSDP.gather`."""
     keyed, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_shard)
-    leaves, stacks = [leaf for _, leaf in keyed], {}
+    leaves = [leaf for _, leaf in keyed]
+    stacks: dict[tuple[int, ...], list[int]] = {}
     for index, (path, leaf) in enumerate(keyed):
         if is_shard(leaf) and not (but and re.search(but, path_of(path))):
             stacks.setdefault(leaf.data.shape[:-1], []).append(index)

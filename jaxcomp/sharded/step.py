@@ -33,7 +33,8 @@ from jaxcomp.steps.update import all_or_nothing
 class QSDPState(NamedTuple):
     """State of `qsdp_train_step`."""
 
-    count: jax.Array  # i32[], steps so far, skipped ones included; the source of all keys
+    # i32[], steps so far, skipped ones included; the source of all keys
+    count: jax.Array  # type: ignore[assignment]
     inner: Any  # the optimizer's, of shards
     levels: Any  # `levels.Tables`, one a parameter, equal on all replicas
     rounds: Any  # {part: i32[]}, how often each part was sent; {} if no levels are learned

@@ -35,9 +35,9 @@ class OverlappedStep(NamedTuple):
       helper: The thread that dispatches `gradient`.
     """
 
-    exchange: Callable
-    gradient: Callable
-    finish: Callable
+    exchange: Any
+    gradient: Any
+    finish: Any
     helper: concurrent.futures.Executor
 
     def __call__(self, params: Any, state: Any, batch: Any) -> tuple[Any, Any, dict]:

@@ -40,7 +40,7 @@ def _program(mesh, axis_name, specs):
 
 
 def _spread(axis_name, leaves):
-    total = sum(_checksum(x) for x in to_varying(leaves, axis_name))
+    total = sum((_checksum(x) for x in to_varying(leaves, axis_name)), start=jnp.uint32(0))
     (total,) = sums_over_shards([total], axis_name)
     return lax.pmax(total, axis_name) - lax.pmin(total, axis_name)
 

@@ -18,7 +18,7 @@ class TrainStep(NamedTuple):
     """The jitted functions of one training run."""
 
     init: Callable[[Any], Any]  # params -> state
-    step: Callable[[Any, Any, Any], tuple[Any, Any, dict]]  # params, state, batch -> ..., metrics
+    step: Any  # params, state, batch -> params, state, metrics; a jitted function, or like one
 
 
 def train_step(
