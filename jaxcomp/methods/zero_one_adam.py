@@ -10,6 +10,7 @@ import optax
 from jax import lax
 
 from jaxcomp import schedules
+from jaxcomp.compressors import checks
 from jaxcomp.compressors.base import Compressor
 from jaxcomp.compressors.policies import policy_of
 from jaxcomp.compressors.quantize import quantize
@@ -135,22 +136,16 @@ def zero_one_adam(
       tensors are compressed, by an l1 scale per block (theirs: l2 per tensor); `precondition`,
       `fresh_variance`, `weigh_steps`, `variance_floor` and `bias_correction` (off:
       `precondition=False, fresh_variance=False, weigh_steps=False, variance_floor=0.0,
-      bias_correction=False`); a warm-up, if wanted; x and u
-      move by the momentum of this step, as in the authors' code, and not by the one before; the
-      very first variance is used at once; decay is decoupled; an interval whose rates sum to zero
-      keeps its momenta.
+      bias_correction=False`); a warm-up, if wanted; x and u move by the momentum of this step, as
+      in the authors' code, and not by the one before; the very first variance is used at once; decay
+      is decoupled; an interval whose rates sum to zero keeps its momenta.
     """
     if variance_at is None:
         variance_at = schedules.both(schedules.growing(), sync_at)
     name, rest = "zero_one_adam", (variance_floor, bias_correction, weight_decay)
     adam = moments.adam(name, learning_rate, b1, b2, eps, *rest)
     require(warmup_steps >= 0, name, "at least 0", "warmup_steps=0", warmup_steps=warmup_steps)
-    one = {"warmup_compressor": warmup_compressor}
-    is_one, needs = (
-        isinstance(warmup_compressor, Compressor),
-        "one compressor for all that is lossy",
-    )
-    require(is_one, name, needs, "warmup_compressor=quantize(8)", **one)
+    checks.compressor(f"{name} for warmup_compressor", warmup_compressor)
     policy = policy_of(sign(block=1024) if compressor is None else compressor)
     transport = averaging.Transport(policy, exchange, axis_name, bucket_numel, seed)
     learning = transport._replace(policy=policy_of(variance_compressor))
