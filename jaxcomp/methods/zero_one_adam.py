@@ -137,8 +137,8 @@ def zero_one_adam(
       `fresh_variance`, `weigh_steps`, `variance_floor` and `bias_correction` (off:
       `precondition=False, fresh_variance=False, weigh_steps=False, variance_floor=0.0,
       bias_correction=False`); a warm-up, if wanted; x and u move by the momentum of this step, as
-      in the authors' code, and not by the one before; the very first variance is used at once; decay
-      is decoupled; an interval whose rates sum to zero keeps its momenta.
+      in the authors' code, and not by the one before; the very first variance is used at once;
+      decay is decoupled; an interval whose rates sum to zero keeps its momenta.
     """
     if variance_at is None:
         variance_at = schedules.both(schedules.growing(), sync_at)
