@@ -2,6 +2,7 @@
 
 import json
 import re
+import runpy
 
 import pytest
 
@@ -90,3 +91,9 @@ def test_a_table_has_the_rows_that_are_asked_for_and_their_figures(tmp_path, mon
     assert tables.table("memory", ["b*", "*"]) == f"{head}| `bc` | 4 | 3.0 |\n| `a` | 4 | 2.7 |"
     assert tables.table("memory", []) == f"{head}| `a` | 4 | 2.7 |\n| `bc` | 4 | 3.0 |"
     assert tables.table("memory", ["c"]).startswith("Not measured yet")
+
+
+def test_the_picture_of_the_rooms_is_drawn_from_the_code():
+    drawn = runpy.run_path(str(ROOT / "docs" / "pictures" / "rooms.py"))
+    assert set(drawn["PLACES"]) == {path.parent.name for path in ROOT.glob("jaxcomp/*/__init__.py")}
+    assert (ROOT / "docs" / "pictures" / "rooms.svg").read_text() == drawn["draw"]()
