@@ -52,14 +52,15 @@ def test_links_lead_to_files_and_headings_that_exist(page):
 def test_the_reference_lists_every_public_name():
     page = (DOCS / "api.md").read_text()
     listed = set(re.findall(r"^\.\. (?:auto\w+|py:data):: (\w+)$", page, re.MULTILINE))
-    modules = {"report", "schedules"}
+    modules = {"planner", "report", "schedules"}
     public = {name for name in vars(jaxcomp) if re.match(r"[a-zA-Z]", name)}
     files = {path.stem for path in (ROOT / "jaxcomp").iterdir()}
     assert public - files - listed - modules == set()
     for module in modules:
-        names = vars(getattr(jaxcomp, module)).values()
-        home = f"jaxcomp.{module}"
-        own = {x.__name__ for x in names if getattr(x, "__module__", "") == home}
+        home = getattr(jaxcomp, module)
+        own = {
+            x.__name__ for x in vars(home).values() if getattr(x, "__module__", "") == home.__name__
+        }
         assert {name for name in own if name[0] != "_"} - listed == set()
 
 
