@@ -15,6 +15,7 @@ class Own(NamedTuple):
 
     drift: Any
     owner_residual: Any
+    owned: Any
     rounds: Any
     skipped: Any
 
@@ -26,7 +27,7 @@ class Feedback(NamedTuple):
 
 
 PARAMS = {"drift": jnp.ones(2), "layers": [{"residual": jnp.ones(3)}]}
-OWN = Own(PARAMS, (jnp.zeros(4),), {"all": jnp.int32(3)}, jnp.int32(2))
+OWN = Own(PARAMS, (jnp.zeros(4),), [jnp.ones(4)], {"all": jnp.int32(3)}, jnp.int32(2))
 STATE = {"a": (optax.adam(1.0).init(PARAMS), OWN), "b": Feedback(PARAMS)}
 
 
@@ -56,7 +57,7 @@ def test_a_state_that_exchanges_says_by_which_field():
 
 def test_a_path_tells_what_owners_hold():
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(OWN)]
-    assert [protocol.is_owned(path) for path in paths].count(True) == 1
+    assert [protocol.is_owned(path) for path in paths].count(True) == 2
     assert not any(
         protocol.is_owned(path) for path, _ in jax.tree_util.tree_leaves_with_path(PARAMS)
     )
