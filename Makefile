@@ -4,7 +4,7 @@
 # make format                          ruff: what it can mend, and the layout
 # make docs                            the pages of docs/, in docs/_build/html
 # make soak [STEPS=1000]               a run of four processes that is harmed again and again
-# make mutations                       whether the test suite sees 60 mistakes in the code
+# make mutations                       whether the suite sees each mistake of tests/mutations.txt
 # Each sets up its own virtual environment in this folder first.
 
 PYTHON ?= python3
