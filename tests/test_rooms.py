@@ -21,7 +21,6 @@ ELSEWHERE = {
     "compressors/fitting.py": "compressors/test_learned.py",  # what learned levels are fitted by
     "compressors/largest.py": "compressors/test_sparse.py",  # what top_k picks
     "compressors/checks.py": COMPRESSORS,  # errors of all of them
-    "exchange/averaging.py": "methods/test_compressed_mean.py",  # the method that adds nothing
     "measure/mesh.py": "measure/test_hlo.py",  # one reader of a compiled program
     "measure/tables.py": "measure/test_report.py",  # how rows are aligned
     "replicas/shards.py": QSDP,
