@@ -67,7 +67,7 @@ def cost_seconds(cost: Cost, sent_bytes: float) -> float:
 
 
 Link = Mapping[str, Cost]
-"""The cost of collectives by their HLO name, as `all-reduce`; of others the dearest counts."""
+"""Costs by HLO name, as `all-reduce`. Other collectives are charged the highest of these."""
 
 
 def uniform_link(rate: float, latency: float, num_replicas: int) -> dict[str, Cost]:

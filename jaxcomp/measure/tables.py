@@ -4,7 +4,7 @@ from collections.abc import Container, Sequence
 
 
 def aligned(rows: Sequence[Sequence[str]], numbers: Container[int] = ()) -> list[str]:
-    """Lines with cells in columns; those of `numbers` end below each other, the others begin so."""
+    """Lines with aligned columns: those in `numbers` to the right, the others to the left."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(

@@ -166,7 +166,7 @@ def learned(grads, variance, b2: jax.Array, due: jax.Array, transport, count: ja
       b2: Its decay.
       due: bool[].
       transport: How gradients travel.
-      count: i32[], of such steps.
+      count: i32[], how often the variance was learned before; the source of masks and noise.
     """
 
     def learn(variance):
