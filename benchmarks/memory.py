@@ -38,7 +38,7 @@ class Row(NamedTuple):
 def mean(code, replicas, target, exchange=jaxcomp.two_shot) -> Row:
     """The row of a compressor in front of Adam."""
     averaged = jaxcomp.compressed_mean(code, "replica", exchange=exchange)
-    name = f"{code.name} {exchange.mean.__name__.removesuffix('_mean')}"
+    name = f"{code.name} {exchange.journey.__name__.removesuffix('_journey')}"
     return Row(name, optax.chain(averaged, optax.adam(1e-3)), replicas, target)
 
 

@@ -2,8 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
-import itertools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -16,12 +14,10 @@ from jaxcomp.compressors.base import Compressor, Key, identity
 from jaxcomp.compressors.packing import fold
 from jaxcomp.compressors.policies import Policy
 from jaxcomp.exchange import buckets, wire
+from jaxcomp.exchange.journeys import Pace, at_once, completed
 from jaxcomp.replicas.types import num_replicas, to_varying, varying_axes
 
 EXACT = identity()
-# More buckets alike become one loop: it stacks them, two copies more, but XLA takes seconds to
-# compile the exchange of one, and a large model has thousands. Exact ones XLA joins by itself.
-_UNROLLED = 8
 
 
 class Transport(NamedTuple):
@@ -30,7 +26,7 @@ class Transport(NamedTuple):
     policy: Policy
     exchange: wire.Exchange
     axis_name: str  # the mesh axis of the replicas
-    bucket_numel: int  # most elements of one message's bucket
+    bucket_numel: int | None  # most elements of one message's bucket; None: `buckets.default_numel`
     seed: int  # of masks, shifts and stochastic rounding
 
 
@@ -77,6 +73,7 @@ def average(
     owner_residual: Any = None,
     code: Compressor | None = None,
     flag: jax.Array | None = None,
+    pace: Pace = at_once,
 ) -> Averaged:
     """Averages a tree over the replicas: the one way through which all methods send.
 
@@ -93,6 +90,7 @@ def average(
       code: Instead of the transport's codes, but for linear ones.
       flag: f32[] of each replica, averaged along. It rides behind the first exact bucket, if
         there is one, and costs no message.
+      pace: What a step computes while the messages travel.
 
     Returns:
       The `Averaged`.
@@ -106,10 +104,14 @@ def average(
     carrier = _first_exact(plan)
     if flag is not None and carrier is not None:
         flat[carrier] = jnp.append(flat[carrier], flag.astype(flat[carrier].dtype))
-    mean = functools.partial(_mean, transport)
     shared = Key(count, jnp.uint32(transport.seed))
+
+    def journey(key, bucket, x, residual):
+        way = _exchange_of(bucket, transport).journey
+        return way(x, residual, _code(bucket), key, transport.axis_name)
+
     with jax.named_scope(f"jaxcomp.{part}") if part else contextlib.nullcontext():
-        means = map_buckets(mean, plan, shared, flat, owner_residual)
+        means = completed(map_buckets(journey, plan, shared, flat, owner_residual), pace)
     if flag is not None and carrier is not None:
         of_bucket = means[carrier]
         flag = of_bucket.mean[-1]
@@ -121,11 +123,6 @@ def average(
     sent = buckets.unflatten(plan, [m.sent for m in means], wide)
     left = None if residual is None else _paired(_lost, residual, total, sent)
     return Averaged(means_of, sent, left, tuple(m.owner_residual for m in means), flag)
-
-
-def _mean(transport, key, bucket, x, residual):
-    exchange = _exchange_of(bucket, transport)
-    return exchange.mean(x, residual, _code(bucket), key, transport.axis_name)
 
 
 def _first_exact(plan):
@@ -179,28 +176,8 @@ def map_buckets(function: Callable, plan: buckets.Plan, shared: Key, *columns: A
 
     Each of the columns has one array a bucket, or None.
     """
-    table = list(zip(*columns, strict=True))
-    key_of = lambda index: fold(shared, shared.count, index)
-    shapes = lambda values: tuple((x.shape, x.dtype) for x in jax.tree.leaves(values))
-    alike = lambda index: (plan.buckets[index].label, shapes(table[index]))
-    results = []
-    for _, group in itertools.groupby(range(len(table)), alike):
-        indices = list(group)
-        bucket = plan.buckets[indices[0]]
-        if len(indices) > _UNROLLED and _code(bucket) != EXACT:
-            step = lambda _, row, b=bucket: (None, function(key_of(row[0]), b, *row[1]))
-            results += _looped(step, indices, [table[i] for i in indices])
-        else:
-            for i in indices:
-                results.append(function(key_of(i), bucket, *table[i]))
-    return results
-
-
-def _looped(step, indices, rows):
-    """One program for all rows, in turn."""
-    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *rows)
-    _, results = lax.scan(step, None, (jnp.array(indices), stacked))
-    return [jax.tree.map(lambda leaf, n=n: leaf[n], results) for n in range(len(indices))]
+    rows = zip(plan.buckets, *columns, strict=True)
+    return [function(fold(shared, shared.count, i), *row) for i, row in enumerate(rows)]
 
 
 def _recoded(plan: buckets.Plan, code: Compressor) -> buckets.Plan:

@@ -12,6 +12,10 @@ from jaxcomp.compressors.policies import path_of
 from jaxcomp.replicas.types import size_over_shards
 
 
+_MOST_BUCKETS = 8
+_UNIT = 10 * 2**17
+
+
 class Segment(NamedTuple):
     """The entries `start:stop` of the flattened leaf number `leaf`."""
 
@@ -63,7 +67,7 @@ def make_plan(
     tree: Any,
     label: Callable[[str, Any], Hashable],
     num_replicas: int,
-    bucket_numel: int = 2**22,
+    bucket_numel: int | None = None,
 ) -> Plan:
     """Lays the leaves of equal label behind each other and cuts them into buckets.
 
@@ -74,7 +78,8 @@ def make_plan(
       tree: Pytree of floating arrays, or anything with `shape` and `dtype`, of any sizes.
       label: `(path, leaf) -> label`, as the compressor that the leaf travels by.
       num_replicas: Every bucket is padded to a multiple of it.
-      bucket_numel: Most elements of a bucket before padding, at least 1.
+      bucket_numel: Most elements of a bucket before padding, at least 1. By default each label has
+        at most 8 buckets; see `default_numel`.
 
     Returns:
       The `Plan`. Leaves without elements are in no bucket.
@@ -82,8 +87,8 @@ def make_plan(
     Raises:
       ValueError: If the tree has no leaves, or a leaf is not a real floating array.
     """
-    if bucket_numel < 1:
-        raise ValueError(f"bucket_numel is {bucket_numel}; write at least 1 (default 2**22).")
+    if bucket_numel is not None and bucket_numel < 1:
+        raise ValueError(f"bucket_numel is {bucket_numel}; write at least 1, or None.")
     keyed, treedef = jax.tree_util.tree_flatten_with_path(tree)
     if not keyed:
         raise ValueError(
@@ -102,12 +107,24 @@ def make_plan(
     buckets = []
     for value in dict.fromkeys(labels):
         chosen = [i for i, leaf in enumerate(leaves) if labels[i] == value and leaf.size]
-        for segments in _cut(chosen, [leaf.size for leaf in leaves], bucket_numel):
+        most = bucket_numel or default_numel(sum(leaves[i].size for i in chosen))
+        for segments in _cut(chosen, [leaf.size for leaf in leaves], most):
             of_bucket = {jnp.dtype(leaves[s.leaf].dtype) for s in segments}
             buckets.append(_bucket(value, segments, of_bucket, num_replicas))
     shapes = tuple(tuple(leaf.shape) for leaf in leaves)
     dtypes = tuple(jnp.dtype(leaf.dtype) for leaf in leaves)
     return Plan(treedef, paths, shapes, dtypes, labels, tuple(buckets))
+
+
+def default_numel(numel: int) -> int:
+    """Elements of each bucket but the last, of `numel` in all: few buckets, whatever the model.
+
+    At most 8, so that one is coded while another travels, and kernels and compilation do not grow
+    with the model; each of 21 MB of float32 or more. All are multiples of 10 * 2**17, which the
+    blocks and the period of every default code divide.
+    """
+    share = -(-numel // (_MOST_BUCKETS * _UNIT))
+    return _UNIT * max(share, 4)
 
 
 def _cut(chosen: list[int], sizes: list[int], bucket_numel: int):

@@ -8,13 +8,13 @@ import jax.numpy as jnp
 
 from jaxcomp.compressors.base import Compressor, Key
 from jaxcomp.compressors.packing import fold
-from jaxcomp.exchange import wire
+from jaxcomp.exchange.messages import pack, unpack
 
 
 class Transmission(NamedTuple):
     """What `transmit` returns."""
 
-    message: jax.Array  # u8[bytes], what travels
+    message: jax.Array  # u32[words], what travels
     decoded: jax.Array  # of the array's shape, f32: what a receiver makes of it
     bits_per_parameter: float  # of the message
     error: float  # |x - decoded|^2 / |x|^2; 0 for an array of zeros that decodes to zeros
@@ -40,9 +40,9 @@ def transmit(compressor: Compressor, x: jax.Array, *, seed: int = 0) -> Transmis
     Examples:
       >>> import jax.numpy as jnp
       >>> import jaxcomp
-      >>> sent = jaxcomp.transmit(jaxcomp.sign(), jnp.array([3.0, -3.0] * 64))
+      >>> sent = jaxcomp.transmit(jaxcomp.sign(), jnp.array([3.0, -3.0] * 512))
       >>> sent.message.shape, sent.bits_per_parameter, sent.error
-      ((20,), 1.25, 0.0)
+      ((40,), 1.25, 0.0)
 
     References:
       T. M. Cover, J. A. Thomas, "Elements of Information Theory", 2nd edition, 2006, theorem
@@ -54,14 +54,14 @@ def transmit(compressor: Compressor, x: jax.Array, *, seed: int = 0) -> Transmis
             "x.astype('float32')."
         )
     message, decoded, error = _transmit(compressor, x.astype(jnp.float32), jnp.uint32(seed))
-    return Transmission(message, decoded, 8 * message.size / x.size, float(error))
+    return Transmission(message, decoded, 8 * message.nbytes / x.size, float(error))
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _transmit(compressor, x, seed):
     shared = Key(jnp.int32(0), seed)
     payload = compressor.encode(x.reshape(-1), shared, fold(shared, 1))
-    message = wire.pack(payload)
-    decoded = compressor.decode(wire.unpack(message, payload), shared).reshape(x.shape)
+    message = pack(payload)
+    decoded = compressor.decode(unpack(message, payload), shared).reshape(x.shape)
     lost, norm = jnp.sum(jnp.square(x - decoded)), jnp.sum(jnp.square(x))
     return message, decoded, lost / jnp.where(norm > 0, norm, 1)

@@ -1,4 +1,4 @@
-"""Collectives that move encoded buckets: one uint8 message each, whatever the compressor.
+"""Collectives that move encoded buckets: one message of 32-bit words each, whatever the compressor.
 
 Bytes in the docstrings are those that leave one replica, for payloads of `m` bytes and R
 replicas. Every function runs inside `shard_map` (or `jax.vmap`) over `axis_name`.
@@ -12,8 +12,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcomp.compressors.base import Compressor, Key, Payload
+from jaxcomp.compressors.base import Compressor, Key
 from jaxcomp.compressors.packing import fold
+from jaxcomp.exchange.journeys import Hop, Journey, alone
+from jaxcomp.exchange.messages import pack, payload_like, unpack
 from jaxcomp.replicas.types import is_tracked
 
 
@@ -29,45 +31,18 @@ class Exchange(NamedTuple):
     """A way to average buckets: `summed`, `gathered` or `two_shot`, at the end of this file.
 
     Attributes:
-      mean: `(x: f32[numel], owner_residual, compressor, shared: Key, axis_name) -> Mean`.
+      journey: `(x: f32[numel], owner_residual, compressor, shared: Key, axis_name) -> Journey`,
+        which returns a `Mean`.
       owns_chunks: Whether each replica encodes a chunk for the others, and so keeps an owner's
         residual of numel / R elements; else that residual is None.
     """
 
-    mean: Callable[[jax.Array, jax.Array, Compressor, Key, str], Mean]
+    journey: Callable[[jax.Array, jax.Array | None, Compressor, Key, str], Journey]
     owns_chunks: bool
 
-
-def pack(payload: Payload) -> jax.Array:
-    """Bit-casts the leaves of a payload into one message, `u8[bytes]`."""
-    parts = [
-        lax.bitcast_convert_type(leaf, jnp.uint8).reshape(-1) for leaf in jax.tree.leaves(payload)
-    ]
-    return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
-
-
-def unpack(message: jax.Array, like: Payload) -> Payload:
-    """Cuts a message, `u8[bytes]`, into a payload of the shapes and dtypes of `like`."""
-    leaves, start = [], 0
-    for leaf in jax.tree.leaves(like):
-        width = jnp.dtype(leaf.dtype).itemsize
-        part = message[start : start + leaf.size * width]
-        start += leaf.size * width
-        part = part.reshape((*leaf.shape, width) if width > 1 else leaf.shape)
-        leaves.append(lax.bitcast_convert_type(part, leaf.dtype))
-    return jax.tree.unflatten(jax.tree.structure(like), leaves)
-
-
-def message_bytes(compressor: Compressor, numel: int, dtype=jnp.float32) -> int:
-    """Bytes of the message that a bucket of `numel` elements becomes."""
-    return jax.eval_shape(pack, _payload_like(compressor, numel, dtype)).size
-
-
-@functools.lru_cache(maxsize=256)
-def _payload_like(compressor, numel, dtype):
-    key = Key(jnp.int32(0), jnp.uint32(0))
-    x = jax.ShapeDtypeStruct((numel,), dtype)
-    return jax.eval_shape(lambda x: compressor.encode(x, key, key), x)
+    def mean(self, *args) -> Mean:
+        """The `Mean` of one bucket; arguments as of `journey`."""
+        return alone(self.journey(*args))
 
 
 def _encode(compressor, x, shared, private):
@@ -77,53 +52,49 @@ def _encode(compressor, x, shared, private):
 
 
 def _decode(compressor, message, shared, numel, dtype):
-    payload = unpack(message, _payload_like(compressor, numel, dtype))
+    payload = unpack(message, payload_like(compressor, numel, dtype))
     return compressor.decode(payload, shared).astype(dtype)
 
 
 def all_gather(message: jax.Array, axis_name: str) -> jax.Array:
-    """Every replica's message, `u8[R, bytes]`, of a type that is equal on all replicas."""
+    """Every replica's message, `u32[R, words]`, of a type that is equal on all replicas."""
     if is_tracked(axis_name):
         return lax.all_gather(message, axis_name, to="invarying")
     return lax.all_gather(message, axis_name)
 
 
-def summed_mean(x, owner_residual, compressor: Compressor, shared: Key, axis_name: str) -> Mean:
+def summed_journey(x, owner_residual, compressor: Compressor, shared: Key, axis_name: str):
     """Mean by summing payloads on the wire, for linear compressors: one all-reduce.
 
     Sends 2 m (R-1)/R bytes. With `identity` it is the exact mean. Nothing is lost but what the
     compressor drops; there is no owner, and its residual stays as it is.
     """
     payload = compressor.encode(x, shared, shared)
-    num_replicas = lax.axis_size(axis_name)
-    mean = jax.tree.map(lambda leaf: leaf / num_replicas, lax.psum(payload, axis_name))
+    total = yield Hop(lambda tree: lax.psum(tree, axis_name), payload)
+    mean = jax.tree.map(lambda leaf: leaf / lax.axis_size(axis_name), total)
     decode = lambda payload: compressor.decode(payload, shared).astype(x.dtype)
     return Mean(decode(mean), decode(payload), owner_residual)
 
 
-def gathered_mean(x, owner_residual, compressor: Compressor, shared: Key, axis_name: str) -> Mean:
+def gathered_journey(x, owner_residual, compressor: Compressor, shared: Key, axis_name: str):
     """Mean by giving every message to every replica: one all-gather.
 
     Sends m (R-1) bytes, loses only what this replica's encoding loses, and costs R decodings:
     the choice for two replicas, or where latency counts more than bytes.
     """
     if compressor.shared_selection is not None:
-        return _mean_of_selected(gathered_mean, x, 1, owner_residual, compressor, shared, axis_name)
+        return (
+            yield from _of_selected(
+                gathered_journey, x, 1, owner_residual, compressor, shared, axis_name
+            )
+        )
     message = _encode(compressor, x, shared, _private(shared, axis_name))
     decode = lambda message: _decode(compressor, message, shared, x.size, x.dtype)
-    messages = all_gather(message, axis_name)
+    messages = yield Hop(lambda message: all_gather(message, axis_name), message)
     return Mean(_mean_of_decoded(messages, decode), decode(message), owner_residual)
 
 
-def _mean_of_decoded(messages, decode):
-    """Mean of what the rows of `u8[R, bytes]` decode to."""
-    # One at a time: R dense buckets do not fit in memory, and XLA:CPU sums rows at a tenth of
-    # the speed at which it adds arrays.
-    add = lambda i, total: total + decode(messages[i])
-    return lax.fori_loop(1, messages.shape[0], add, decode(messages[0])) / messages.shape[0]
-
-
-def two_shot_mean(x, owner_residual, compressor: Compressor, shared: Key, axis_name: str) -> Mean:
+def two_shot_journey(x, owner_residual, compressor: Compressor, shared: Key, axis_name: str):
     """Mean by way of owners: each replica averages one chunk and passes it on, encoded again.
 
     An all-to-all and an all-gather send 2 m (R-1)/R bytes together. The skeleton of 1-bit
@@ -137,26 +108,28 @@ def two_shot_mean(x, owner_residual, compressor: Compressor, shared: Key, axis_n
       axis_name: The mesh axis of the replicas.
 
     Returns:
-      The `Mean`. Over any number of steps, the means plus the residuals left at the end are the
-      means of what went in: mean + owner_residual' = mean_i(sent_i) + owner_residual.
+      The `Journey` of a `Mean`. Over any number of steps, the means plus the residuals left at the
+      end are the means of what went in: mean + owner_residual' = mean_i(sent_i) + owner_residual.
 
     References:
       Tang et al., `1-bit Adam <https://arxiv.org/abs/2102.02888>`_, 2021, Section 5; Wang et
       al., `CocktailSGD <https://proceedings.mlr.press/v202/wang23t.html>`_, 2023, Algorithm 1.
     """
     if compressor.shared_selection is not None:
-        num_chunks = lax.axis_size(axis_name)
-        return _mean_of_selected(
-            two_shot_mean, x, num_chunks, owner_residual, compressor, shared, axis_name
+        chunks = lax.axis_size(axis_name)
+        return (
+            yield from _of_selected(
+                two_shot_journey, x, chunks, owner_residual, compressor, shared, axis_name
+            )
         )
-    chunk, sent = reduce_scatter(x, compressor, shared, axis_name)
+    chunk, sent = yield from _reduce_scatter(x, compressor, shared, axis_name)
     total = chunk + owner_residual
-    mean, kept = gather(total, compressor, shared, axis_name)
+    mean, kept = yield from _gather(total, compressor, shared, axis_name)
     return Mean(mean, sent, total - kept)
 
 
-def _mean_of_selected(mean_fn, x, num_chunks, owner_residual, compressor, shared, axis_name):
-    """A mean that picks the entries that all replicas look at once, and touches no others.
+def _of_selected(journey, x, num_chunks, owner_residual, compressor, shared, axis_name):
+    """A journey of the entries that all replicas look at; it touches no others.
 
     Of an owner's residual, what lies at the other entries waits for its turn.
     """
@@ -168,10 +141,29 @@ def _mean_of_selected(mean_fn, x, num_chunks, owner_residual, compressor, shared
     picked = None if owner_residual is None else pick(owner_residual)
     # As `compose` does: each stage has a key of its own.
     key = fold(shared, 1)
-    mean, sent, kept = mean_fn(jax.vmap(pick)(chunks).reshape(-1), picked, rest, key, axis_name)
+    of_picked = jax.vmap(pick)(chunks).reshape(-1)
+    mean, sent, kept = yield from journey(of_picked, picked, rest, key, axis_name)
     if owner_residual is not None:
         owner_residual = owner_residual - put(picked) + put(kept)
     return Mean(whole(mean), whole(sent), owner_residual)
+
+
+def _mean_of_decoded(messages, decode):
+    """Mean of what the rows of `u32[R, words]` decode to, in one pass where that is fast."""
+    return lax.platform_dependent(
+        messages, cpu=lambda rows: _sum_in_turn(rows, decode), default=lambda rows: _sum(rows, decode)
+    ) / len(messages)
+
+
+def _sum_in_turn(messages, decode):
+    # R dense buckets do not fit in a cache, and XLA:CPU sums rows at a tenth of the speed at
+    # which it adds arrays.
+    add = lambda i, total: total + decode(messages[i])
+    return lax.fori_loop(1, messages.shape[0], add, decode(messages[0]))
+
+
+def _sum(messages, decode):
+    return jnp.sum(jax.vmap(decode)(messages), axis=0)
 
 
 def reduce_scatter(x, compressor: Compressor, shared: Key, axis_name: str):
@@ -190,6 +182,10 @@ def reduce_scatter(x, compressor: Compressor, shared: Key, axis_name: str):
       `(chunk: f32[numel / R], sent: f32[numel])`: the decoded mean of the own chunk, and what
       this replica's messages decode to.
     """
+    return alone(_reduce_scatter(x, compressor, shared, axis_name))
+
+
+def _reduce_scatter(x, compressor, shared, axis_name):
     num_replicas = lax.axis_size(axis_name)
     chunks = x.reshape(num_replicas, -1)
     private = _private(shared, axis_name)
@@ -200,7 +196,10 @@ def reduce_scatter(x, compressor: Compressor, shared: Key, axis_name: str):
     if not is_tracked(axis_name):
         # Under vmap what is equal everywhere has no axis, and JAX returns other shapes for it.
         messages += (0 * lax.axis_index(axis_name)).astype(messages.dtype)
-    received = lax.all_to_all(messages, axis_name, split_axis=0, concat_axis=0)
+    exchange = functools.partial(
+        lax.all_to_all, axis_name=axis_name, split_axis=0, concat_axis=0
+    )
+    received = yield Hop(exchange, messages)
     return _mean_of_decoded(received, decode), jax.vmap(decode)(messages).reshape(-1)
 
 
@@ -220,19 +219,24 @@ def gather(chunk, compressor: Compressor, shared: Key, axis_name: str):
       `(full: f32[R * chunk_numel], kept: f32[chunk_numel])`: the decoded chunks in order of
       their owners, and the own one among them, of a type that varies.
     """
+    return alone(_gather(chunk, compressor, shared, axis_name))
+
+
+def _gather(chunk, compressor, shared, axis_name):
     message = encode_own(chunk, compressor, shared, axis_name)
-    full = decode_all(all_gather(message, axis_name), compressor, shared, chunk.size, chunk.dtype)
+    messages = yield Hop(lambda message: all_gather(message, axis_name), message)
+    full = decode_all(messages, compressor, shared, chunk.size, chunk.dtype)
     return full, _decode(compressor, message, shared, chunk.size, chunk.dtype)
 
 
 def encode_own(chunk, compressor: Compressor, shared: Key, axis_name: str | tuple[str, ...]):
-    """An owner's message, `u8[bytes]`: the first half of `gather`, of owners over all the axes."""
+    """An owner's message, `u32[words]`: the first half of `gather`, of owners over all the axes."""
     private = fold(_private(shared, axis_name), lax.axis_size(axis_name))
     return _encode(compressor, chunk, shared, private)
 
 
 def decode_all(messages, compressor: Compressor, shared: Key, numel: int, dtype):
-    """The chunks, `[R * numel]`, of the owners' messages `u8[R, bytes]`: its second half."""
+    """The chunks, `[R * numel]`, of the owners' messages `u32[R, words]`: its second half."""
     decode = lambda message: _decode(compressor, message, shared, numel, dtype)
     return jax.vmap(decode)(messages).reshape(-1)
 
@@ -242,6 +246,6 @@ def _private(shared: Key, axis_name: str | tuple[str, ...]) -> Key:
     return fold(shared, lax.axis_index(axis_name), 1)
 
 
-summed = Exchange(summed_mean, owns_chunks=False)
-gathered = Exchange(gathered_mean, owns_chunks=False)
-two_shot = Exchange(two_shot_mean, owns_chunks=True)
+summed = Exchange(summed_journey, owns_chunks=False)
+gathered = Exchange(gathered_journey, owns_chunks=False)
+two_shot = Exchange(two_shot_journey, owns_chunks=True)

@@ -43,7 +43,7 @@ def cocktail_sgd(
     warmup_steps: int = 0,
     sync_every: int = 1,
     delayed: bool = True,
-    bucket_numel: int = 2**22,
+    bucket_numel: int | None = None,
     seed: int = 0,
 ) -> optax.GradientTransformationExtraArgs:
     """Lets each replica optimize by itself, and exchanges compressed differences of models.
@@ -78,7 +78,7 @@ def cocktail_sgd(
       delayed: Whether replicas learn of each other's work one step late, as in the paper, so that
         the exchange may overlap with the gradient. If not, d_i + u_i travels in place of d_i, at
         the end of an interval of `sync_every`: from scratch the loss is lower.
-      bucket_numel: Most elements of one message's bucket.
+      bucket_numel: Most elements of one message's bucket; by default at most 8 buckets a code.
       seed: Of masks, shifts and stochastic rounding; equal on all replicas.
 
     Returns:

@@ -35,7 +35,7 @@ def compressed_mean(
     error_feedback: bool = True,
     exchange: wire.Exchange = wire.two_shot,
     exact: Callable[[str, Any], bool] | None = None,
-    bucket_numel: int = 2**22,
+    bucket_numel: int | None = None,
     seed: int = 0,
 ) -> optax.GradientTransformationExtraArgs:
     """Averages updates over the replicas, sending only the compressor's payload.
@@ -64,7 +64,7 @@ def compressed_mean(
         Payloads of linear compressors are summed on the wire in any case.
       exact: `(path, leaf) -> bool`, which leaves travel as float32. Default: those with fewer than
         two axes, or fewer than 1,024 elements over all their shards.
-      bucket_numel: Most elements of one message's bucket.
+      bucket_numel: Most elements of one message's bucket; by default at most 8 buckets a code.
       seed: Of masks, shifts and stochastic rounding.
 
     Returns:

@@ -49,7 +49,7 @@ def one_bit_adam(
     bias_correction: bool = True,
     weight_decay: float = 0.0,
     exchange: wire.Exchange = wire.two_shot,
-    bucket_numel: int = 2**22,
+    bucket_numel: int | None = None,
     seed: int = 0,
 ) -> optax.GradientTransformationExtraArgs:
     """Adam on exact mean gradients until the variance is stable, then on 1-bit mean momenta.
@@ -82,7 +82,7 @@ def one_bit_adam(
         without.
       weight_decay: Rate of decay, decoupled.
       exchange: How buckets travel: `wire.two_shot`, or `wire.gathered` for two replicas.
-      bucket_numel: Most elements of one message's bucket.
+      bucket_numel: Most elements of one message's bucket; by default at most 8 buckets a code.
       seed: Of the compressor's noise, if it has any.
 
     Returns:

@@ -65,7 +65,7 @@ def one_bit_lamb(
     bias_correction: bool = True,
     weight_decay: float = 0.0,
     exchange: wire.Exchange = wire.two_shot,
-    bucket_numel: int = 2**22,
+    bucket_numel: int | None = None,
     seed: int = 0,
 ) -> optax.GradientTransformationExtraArgs:
     """LAMB on exact mean gradients until the variance is stable, then on 1-bit mean momenta.
@@ -108,7 +108,8 @@ def one_bit_lamb(
         ratios likewise. The authors' code does without.
       weight_decay: Rate of decay, inside of u.
       exchange: How buckets travel: `wire.two_shot`, or `wire.gathered` for two replicas.
-      bucket_numel: Most elements of one message's bucket; all leaves share buckets.
+      bucket_numel: Most elements of one message's bucket, which leaves share; by default at most
+        8 buckets.
       seed: Of the compressor's noise, if it has any.
 
     Returns:

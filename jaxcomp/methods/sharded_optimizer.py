@@ -37,7 +37,7 @@ def sharded_optimizer(
     gradients: Compressor | Policy | None = None,
     differences: Compressor | Policy | None = None,
     exact: Callable[[str, Any], bool] | None = None,
-    bucket_numel: int = 2**22,
+    bucket_numel: int | None = None,
     seed: int = 0,
 ) -> optax.GradientTransformationExtraArgs:
     """Cuts an optimizer over the replicas, and sends what it changes as codes of differences.
@@ -64,7 +64,8 @@ def sharded_optimizer(
       differences: Code D, or a policy. Default: `quantize(4)`.
       exact: `(path, leaf) -> bool`, which leaves travel as float32 on both ways. Default:
         those with fewer than two axes, or fewer than 1,024 elements over all their shards.
-      bucket_numel: Most elements of one message, of all its chunks together.
+      bucket_numel: Most elements of one message, of all its chunks together; by default at most
+        8 messages a code and direction.
       seed: Of masks, shifts and stochastic rounding.
 
     Returns:
@@ -174,7 +175,9 @@ def _plan_of(transport, tree):
     keyed = jax.tree_util.tree_leaves_with_path(tree)
     leaves = {path_of(key_path): leaf for key_path, leaf in keyed}
     chosen = {path: transport.policy(path, leaf) for path, leaf in leaves.items()}
-    numel = max(1, transport.bucket_numel // num_replicas(transport.axis_name))
+    numel = transport.bucket_numel
+    if numel is not None:
+        numel = max(1, numel // num_replicas(transport.axis_name))
     pieces = jax.tree.map(lambda rows: rows[0], _rows(tree, transport.axis_name))
     of_piece = transport._replace(policy=lambda path, _: chosen[path], bucket_numel=numel)
     return averaging.plan_of(of_piece, pieces)

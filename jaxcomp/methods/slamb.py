@@ -56,7 +56,7 @@ def slamb(
     drift_compressor: Compressor | Callable[[str, Any], Compressor] | None = None,
     exact_numel: int = 9000,
     exchange: wire.Exchange = wire.two_shot,
-    bucket_numel: int = 2**22,
+    bucket_numel: int | None = None,
     seed: int = 0,
 ) -> optax.GradientTransformationExtraArgs:
     """LAMB with a variance of each replica's own, and momenta that are averaged on a mask.
@@ -111,7 +111,7 @@ def slamb(
         axes are exchanged whole in every step, and exact.
       exchange: How coded values travel: `wire.two_shot`, or `wire.gathered` for two replicas.
         Float32 values are summed on the wire in any case.
-      bucket_numel: Most elements of one message's bucket.
+      bucket_numel: Most elements of one message's bucket; by default at most 8 buckets a code.
       seed: Of drawn masks and of the codes' noise; equal on all replicas.
 
     Returns:

@@ -64,7 +64,7 @@ def zero_one_adam(
     bias_correction: bool = True,
     weight_decay: float = 0.0,
     exchange: wire.Exchange = wire.two_shot,
-    bucket_numel: int = 2**22,
+    bucket_numel: int | None = None,
     seed: int = 0,
 ) -> optax.GradientTransformationExtraArgs:
     """Adam whose replicas take local steps and meet now and then by 1-bit messages.
@@ -115,7 +115,7 @@ def zero_one_adam(
         that they have had. The paper's runs do without.
       weight_decay: Rate of decay of the consensus, decoupled, outside the buffer.
       exchange: How buckets travel: `wire.two_shot`, or `wire.gathered` for two replicas.
-      bucket_numel: Most elements of one message's bucket.
+      bucket_numel: Most elements of one message's bucket; by default at most 8 buckets a code.
       seed: Of the compressor's noise, if it has any.
 
     Returns:

@@ -42,7 +42,7 @@ def zero_one_adam_deepspeed(
     compressor: Compressor | Callable[[str, Any], Compressor] | None = None,
     weight_decay: float = 0.0,
     exchange: wire.Exchange = wire.two_shot,
-    bucket_numel: int = 2**22,
+    bucket_numel: int | None = None,
     seed: int = 0,
 ) -> optax.GradientTransformationExtraArgs:
     """0/1 Adam whose replicas stay together until `freeze_step`, exchanging 1-bit gradients.
@@ -69,7 +69,7 @@ def zero_one_adam_deepspeed(
         every H steps decay 1 / (1 - mean of b1, ..., b1^H) times as fast as written, 10 times for
         H = 1 and b1 = 0.9. That of `zero_one_adam` acts as written.
       exchange: How buckets travel: `wire.two_shot`, or `wire.gathered` for two replicas.
-      bucket_numel: Most elements of one message's bucket.
+      bucket_numel: Most elements of one message's bucket; by default at most 8 buckets a code.
       seed: Of the compressor's noise, if it has any.
 
     Returns:

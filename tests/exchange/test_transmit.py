@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import jaxcomp
-from jaxcomp.exchange import wire
+from jaxcomp.exchange.messages import message_bytes
 
 X = np.random.default_rng(0).normal(size=(64, 64)).astype(np.float32)
 
@@ -17,9 +17,9 @@ X = np.random.default_rng(0).normal(size=(64, 64)).astype(np.float32)
 )
 def test_cost_and_loss_are_those_of_the_message(compressor):
     sent = jaxcomp.transmit(compressor, X)
-    assert sent.message.dtype == np.uint8
-    assert sent.message.size == wire.message_bytes(compressor, X.size)
-    assert sent.bits_per_parameter == 8 * sent.message.size / X.size
+    assert sent.message.dtype == np.uint32
+    assert sent.message.nbytes == message_bytes(compressor, X.size)
+    assert sent.bits_per_parameter == 8 * sent.message.nbytes / X.size
     assert sent.decoded.shape == X.shape
     lost = np.sum((X.astype(np.float64) - sent.decoded) ** 2) / np.sum(X.astype(np.float64) ** 2)
     assert abs(sent.error - lost) <= 1e-5 * lost

@@ -10,6 +10,7 @@ import jaxcomp
 from jaxcomp.compressors.base import Compressor, Payload, Selection
 from jaxcomp.compressors.compose import sparsifier
 from jaxcomp.exchange import wire
+from jaxcomp.exchange.journeys import Hop
 
 
 def half(x):
@@ -41,31 +42,39 @@ def cocktail_compressor(env):
     """The compressor of a CocktailSGD trace, from the environment variables that it ran with."""
     stride, bucket = int(1 / float(env["RANDOMP_RATIO"])), int(env["QUANT_BUCKET_SIZE"])
     return jaxcomp.compose(
-        jaxcomp.random_k(1 / stride),
+        jaxcomp.random_k(1 / stride, "strided"),
         jaxcomp.top_k(float(env["TOPK_RATIO"])),
         cocktail_quantizer(int(env["QUANT_BITS"]), bucket),
     )
 
 
-def half_two_shot_mean(x, owner_residual, compressor, shared, axis_name):
+def _exchanged(chunks, axis_name):
+    return Hop(lambda x: lax.all_to_all(x, axis_name, split_axis=0, concat_axis=0), chunks)
+
+
+def _gathered(chunk, axis_name):
+    return Hop(lambda x: lax.all_gather(x, axis_name, to="invarying"), chunk)
+
+
+def half_two_shot_journey(x, owner_residual, compressor, shared, axis_name):
     """The two-shot mean of CocktailSGD's code: differences, sums and residuals in float16."""
     num_replicas = lax.axis_size(axis_name)
     code = lambda v: compressor.decode(compressor.encode(half(v), shared, shared), shared)
     sent = jax.vmap(code)(x.reshape(num_replicas, -1))
-    received = lax.all_to_all(sent, axis_name, split_axis=0, concat_axis=0)
+    received = yield _exchanged(sent, axis_name)
     total = received[0]
     for row in received[1:]:
         total = half(total + row)
     total = half(half(total / num_replicas) + owner_residual)
     passed_on = code(total)
-    mean = lax.all_gather(passed_on, axis_name, to="invarying").reshape(-1)
+    mean = (yield _gathered(passed_on, axis_name)).reshape(-1)
     return wire.Mean(mean, sent.reshape(-1), half(total - passed_on))
 
 
-half_two_shot = wire.Exchange(half_two_shot_mean, owns_chunks=True)
+half_two_shot = wire.Exchange(half_two_shot_journey, owns_chunks=True)
 
 
-def one_bit_mean(x, owner_residual, compressor, shared, axis_name):
+def one_bit_journey(x, owner_residual, compressor, shared, axis_name):
     """DeepSpeed's 1-bit all-reduce: one l2 scale of a worker's whole tensor, one of a chunk."""
 
     def code(v):
@@ -74,14 +83,14 @@ def one_bit_mean(x, owner_residual, compressor, shared, axis_name):
 
     num_replicas = lax.axis_size(axis_name)
     sent = code(x)
-    received = lax.all_to_all(sent.reshape(num_replicas, -1), axis_name, 0, 0)
+    received = yield _exchanged(sent.reshape(num_replicas, -1), axis_name)
     total = jnp.sum(received, axis=0) / num_replicas + owner_residual
     passed_on = code(total)
-    mean = lax.all_gather(passed_on, axis_name, to="invarying").reshape(-1)
+    mean = (yield _gathered(passed_on, axis_name)).reshape(-1)
     return wire.Mean(mean, sent, total - passed_on)
 
 
-one_bit = wire.Exchange(one_bit_mean, owns_chunks=True)
+one_bit = wire.Exchange(one_bit_journey, owns_chunks=True)
 
 
 def per_tensor(path, leaf):

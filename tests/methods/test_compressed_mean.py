@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 import jaxcomp
 from jaxcomp import report
 from jaxcomp.exchange import wire
+from jaxcomp.exchange.messages import message_bytes
 from jaxcomp.exchange.buckets import make_plan
 from tests.helpers.replicas import SIZES, everywhere, mesh_of, one_value, rows, state_of, transform
 
@@ -81,11 +82,11 @@ def expected_bytes(compressor, num_replicas, exchange):
         if code == exact:
             total += 2 * 4 * (numel + 1) * others / num_replicas  # one more: the flag
         elif code.linear:
-            total += 2 * wire.message_bytes(code, numel) * others / num_replicas
+            total += 2 * message_bytes(code, numel) * others / num_replicas
         elif exchange is wire.gathered:
-            total += wire.message_bytes(code, numel) * others
+            total += message_bytes(code, numel) * others
         else:
-            total += 2 * wire.message_bytes(code, numel // num_replicas) * others
+            total += 2 * message_bytes(code, numel // num_replicas) * others
     return total
 
 
