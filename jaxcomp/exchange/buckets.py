@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from jaxcomp.compressors.policies import path_of
 from jaxcomp.replicas.types import size_over_shards
 
-
 _MOST_BUCKETS = 8
 _UNIT = 10 * 2**17
 

@@ -5,6 +5,7 @@ returns, and returns its result. Journeys that run together stop together; their
 what a step computes meanwhile.
 """
 
+import functools
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, NamedTuple
 
@@ -42,13 +43,14 @@ def completed(journeys: Sequence[Journey], pace: Pace = at_once) -> list[Any]:
                 hops[index] = journeys[index].send(value)
             except StopIteration as home:
                 results[index] = home.value
-
-        def travel(messages, hops=tuple(hops.values())):
-            return [hop.collective(x) for hop, x in zip(hops, messages, strict=True)]
-
+        travel = functools.partial(_travelled, tuple(hops.values()))
         received = pace(travel, [hop.message for hop in hops.values()]) if hops else []
         arrived = dict(zip(hops, received, strict=True))
     return results
+
+
+def _travelled(hops, messages):
+    return [hop.collective(message) for hop, message in zip(hops, messages, strict=True)]
 
 
 def alone(journey: Journey) -> Any:

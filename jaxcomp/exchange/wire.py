@@ -151,7 +151,9 @@ def _of_selected(journey, x, num_chunks, owner_residual, compressor, shared, axi
 def _mean_of_decoded(messages, decode):
     """Mean of what the rows of `u32[R, words]` decode to, in one pass where that is fast."""
     return lax.platform_dependent(
-        messages, cpu=lambda rows: _sum_in_turn(rows, decode), default=lambda rows: _sum(rows, decode)
+        messages,
+        cpu=lambda rows: _sum_in_turn(rows, decode),
+        default=lambda rows: _sum(rows, decode),
     ) / len(messages)
 
 
@@ -196,9 +198,7 @@ def _reduce_scatter(x, compressor, shared, axis_name):
     if not is_tracked(axis_name):
         # Under vmap what is equal everywhere has no axis, and JAX returns other shapes for it.
         messages += (0 * lax.axis_index(axis_name)).astype(messages.dtype)
-    exchange = functools.partial(
-        lax.all_to_all, axis_name=axis_name, split_axis=0, concat_axis=0
-    )
+    exchange = functools.partial(lax.all_to_all, axis_name=axis_name, split_axis=0, concat_axis=0)
     received = yield Hop(exchange, messages)
     return _mean_of_decoded(received, decode), jax.vmap(decode)(messages).reshape(-1)
 

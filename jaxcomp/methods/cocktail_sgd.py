@@ -14,6 +14,7 @@ from jaxcomp.compressors.cocktail import cocktail
 from jaxcomp.compressors.policies import policy_of
 from jaxcomp.compressors.quantize import quantize
 from jaxcomp.exchange import averaging, buckets, wire
+from jaxcomp.exchange.journeys import at_once
 from jaxcomp.methods import moments
 from jaxcomp.methods.common import counted, method, no_rounds, require
 from jaxcomp.replicas.elementwise import require_whole_norms
@@ -32,6 +33,11 @@ class CocktailSGDState(NamedTuple):
     inner: Any  # of the inner optimizer, this replica's own
     rounds: Any  # {"all", "synchronize", "warmup"}: i32[], how often each was sent
     skipped: jax.Array  # i32[], this replica's steps whose inner update was not finite
+
+    @property
+    def exchanges_ahead(self) -> bool:
+        """What was done by the last step can travel while this one's gradient is computed."""
+        return True
 
 
 def cocktail_sgd(
@@ -140,7 +146,7 @@ def _update(settings, updates, state, params, *, ahead=lambda make: make(), **ex
     is_warm = state.count < warmup_steps
     due = (state.count % sync_every == (0 if delayed else sync_every - 1)) & ~is_warm
     if delayed:
-        made = ahead(lambda: _exchanged_if_due(settings, state, state.drift, due))
+        made = ahead(functools.partial(_exchanged_if_due, settings, state, state.drift, due))
     if warmup_steps:
         updates = lax.cond(is_warm, functools.partial(_dense, transport), lambda g: g, updates)
     local = jax.tree.map(jnp.add, params, state.drift)
@@ -168,14 +174,14 @@ def _update(settings, updates, state, params, *, ahead=lambda make: make(), **ex
     )
 
 
-def _exchanged_if_due(settings, state, drift, due):
+def _exchanged_if_due(settings, state, drift, due, pace=at_once):
     """What the owners send to all, what this replica has sent, and the owners' residual."""
 
-    def exchanged(state, drift):
+    def exchanged(state, drift, pace=at_once):
         # Masks roll by one an exchange, not a step: else some entries might never be sent.
         rounds, kept = state.count // settings.sync_every, state.owner_residual
         got = averaging.average(
-            settings.transport, drift, rounds, "synchronize", owner_residual=kept
+            settings.transport, drift, rounds, "synchronize", owner_residual=kept, pace=pace
         )
         return got.mean, got.sent, got.owner_residual
 
@@ -184,7 +190,8 @@ def _exchanged_if_due(settings, state, drift, due):
         return *zeros, state.owner_residual
 
     if settings.sync_every == 1 and not settings.warmup_steps:
-        return exchanged(state, drift)
+        return exchanged(state, drift, pace)
+    # A branch computes nothing for others: there, the exchange keeps to itself.
     return lax.cond(due, exchanged, waiting, state, drift)
 
 

@@ -16,6 +16,9 @@ A method's state is a NamedTuple. Whatever is around the method (steps, `per_rep
 - `rounds`: {part: i32[]}, equal on all replicas. How often each part was sent, "all" for steps
   that send anything; parts are named as the scopes `jaxcomp.PART` of the messages.
 
+A state's class with an attribute `exchanges_ahead` says that the method's `update` takes an extra
+argument `ahead`; see `jaxcomp.overlapped_train_step`.
+
 A user's own method may have these fields too, and gets the same treatment. Names of parameters do
 not count: a parameter `drift` is no method's drift.
 """
@@ -54,6 +57,12 @@ def leaves_out_alone(state: Any) -> bool:
     """Whether all methods in a state deal by themselves with gradients that are not finite."""
     methods = filter(has_feedback, jax.tree.leaves(state, is_leaf=has_feedback))
     return bool(skipped(state)) and all("skipped" in method._fields for method in methods)
+
+
+def exchanges_ahead(state: Any) -> bool:
+    """Whether a method in a state may exchange before this step's gradient is known."""
+    says = lambda node: hasattr(node, "exchanges_ahead")
+    return any(map(says, jax.tree.leaves(state, is_leaf=says)))
 
 
 def exchanging(state: Any) -> str | None:

@@ -97,6 +97,19 @@ def zeros_of(like: Any) -> jax.Array:
     return vary_like(jnp.zeros(like.shape, like.dtype), like)
 
 
+def tied(*trees: Any) -> tuple[Any, ...]:
+    """The trees; a program that keeps optimization barriers uses none before all are known."""
+    leaves, treedef = jax.tree.flatten(trees)
+    # On JAX before 0.12 all that leaves a barrier varies as the union does: others go around it.
+    keeps_types = jax.__version_info__ >= (0, 12)
+    all_axes = frozenset().union(*map(varying_axes, leaves))
+    through = [i for i, x in enumerate(leaves) if keeps_types or varying_axes(x) == all_axes]
+    known = lax.optimization_barrier([leaves[i] for i in through])
+    for i, x in zip(through, known, strict=True):
+        leaves[i] = x
+    return treedef.unflatten(leaves)
+
+
 def require_varying(updates: Any, axis_name: str, params: Any = None) -> None:
     """Raises a ValueError if updates were summed over the replicas before they got here.
 

@@ -20,6 +20,7 @@ from jaxcomp.replicas.state import per_replica, stack, unstack
 from jaxcomp.replicas.types import to_varying
 from jaxcomp.sharded import levels
 from jaxcomp.sharded.qsdp import QSDP
+from jaxcomp.steps.compiling import jitted
 from jaxcomp.steps.gradient import (
     check_accumulate,
     check_batch,
@@ -89,7 +90,7 @@ def qsdp_train_step(
     run = _Run(loss_fn, tx, of_rows, mesh, fsdp, accumulate)
     return TrainStep(
         jax.jit(functools.partial(_init, run)),
-        jax.jit(functools.partial(_step, run), donate_argnums=(0, 1)),
+        jitted(functools.partial(_step, run), mesh, donate_argnums=(0, 1)),
     )
 
 

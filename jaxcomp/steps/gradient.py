@@ -81,15 +81,29 @@ def mean_over_microbatches(
     """
     if accumulate == 1:
         return value_and_grad(0, batch)
-    micro = jax.tree.map(lambda x: x.reshape(accumulate, -1, *x.shape[1:]), batch)
-    zero = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.promote_types(p.dtype, "float32")), like)
+    parts = jnp.arange(accumulate), microbatches(accumulate, batch)
+    total, losses = added(value_and_grad, no_gradients(like), parts)
+    return jnp.mean(losses), jax.tree.map(lambda t: t / accumulate, total)
+
+
+def microbatches(accumulate: int, batch: Any) -> Any:
+    """A batch with a leading axis of its parts."""
+    return jax.tree.map(lambda x: x.reshape(accumulate, -1, *x.shape[1:]), batch)
+
+
+def no_gradients(like: Any) -> Any:
+    """The sum of the gradients of no microbatch."""
+    return jax.tree.map(lambda p: jnp.zeros_like(p, jnp.promote_types(p.dtype, "float32")), like)
+
+
+def added(value_and_grad: Callable, total: Any, parts: tuple[jax.Array, Any]) -> tuple[Any, Any]:
+    """Adds the gradients of microbatches, in turn: `(total, losses)`."""
 
     def add(total, indexed):
         loss, grads = value_and_grad(*indexed)
         return jax.tree.map(jnp.add, total, grads), loss
 
-    total, losses = lax.scan(add, zero, (jnp.arange(accumulate), micro))
-    return jnp.mean(losses), jax.tree.map(lambda t: t / accumulate, total)
+    return lax.scan(add, total, parts)
 
 
 def require_local(loss: jax.Array, *axes: str) -> None:

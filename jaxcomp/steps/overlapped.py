@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -19,8 +18,8 @@ from jax.sharding import PartitionSpec as P
 from jaxcomp.replicas import protocol
 from jaxcomp.replicas.specs import specs_of
 from jaxcomp.replicas.state import per_replica, stack, unstack
-from jaxcomp.replicas.types import to_varying
 from jaxcomp.steps.gradient import Gradient, all_gradients, check_accumulate
+from jaxcomp.steps.interleaved import exchanged
 from jaxcomp.steps.train import TrainStep
 from jaxcomp.steps.update import Update, init_state, local_update, update_specs
 
@@ -74,7 +73,8 @@ def overlapped_train_step(
 
     Such a method (`cocktail_sgd`) takes an extra argument `ahead` in its `update`, a function
     `(make) -> made`, by default one that calls `make`, and hands it what computes its exchange
-    from its state. Here a program of its own calls `make`, and the update gets what that has made.
+    from its state; `make` takes the exchange's pace, or nothing. Here a program of its own calls
+    `make`, and the update gets what that has made.
     Between the programs lies a copy of what was exchanged: for `cocktail_sgd` the change of the
     consensus and what was sent, each as large as a float32 gradient.
 
@@ -123,17 +123,7 @@ def _exchange(update, params, state):
 
 
 def _exchange_local(update, params, state):
-    """What the update makes ahead of the gradient, in the order in which it asks for it."""
-    made = []
-
-    def record(make):
-        made.append(make())
-        return made[-1]
-
-    grads = to_varying(jax.tree.map(jnp.zeros_like, params), update.axis_name)
-    # What is not recorded is computed by nobody: it does not reach the program's results.
-    extra_args = {"axis_name": update.axis_name, "value": jnp.zeros([]), "ahead": record}
-    update.tx.update(grads, state, params, **extra_args)
+    made = exchanged(update, params, state)
     if not made:
         raise ValueError(
             "nothing in the transformation exchanges ahead of the gradient: write "

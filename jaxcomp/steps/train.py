@@ -10,7 +10,9 @@ from jax.sharding import Mesh
 
 from jaxcomp.replicas import protocol
 from jaxcomp.replicas.state import per_replica
+from jaxcomp.steps.compiling import jitted
 from jaxcomp.steps.gradient import Gradient, all_gradients, check_accumulate
+from jaxcomp.steps.interleaved import interleaved
 from jaxcomp.steps.update import Update, all_updates, init_state
 
 
@@ -69,11 +71,14 @@ def train_step(
     update = Update(per_replica(tx, axis_name), mesh, axis_name, param_specs)
     return TrainStep(
         jax.jit(functools.partial(init_state, update)),
-        jax.jit(functools.partial(_step, gradient, update), donate_argnums=(0, 1)),
+        jitted(functools.partial(_step, gradient, update), mesh, donate_argnums=(0, 1)),
     )
 
 
 def _step(gradient, update, params, state, batch):
+    if gradient.mesh.axis_names == (update.axis_name,) and protocol.exchanges_ahead(state):
+        params, state, skipped, loss = interleaved(gradient, update, params, state, batch)
+        return params, state, {"loss": loss, "skipped": skipped}
     loss, grads = all_gradients(gradient, params, protocol.drifts(state), batch)
     params, state, skipped = all_updates(update, params, state, grads, loss)
     return params, state, {"loss": loss, "skipped": skipped}

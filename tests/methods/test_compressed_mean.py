@@ -12,8 +12,8 @@ from jax.sharding import PartitionSpec as P
 import jaxcomp
 from jaxcomp import report
 from jaxcomp.exchange import wire
-from jaxcomp.exchange.messages import message_bytes
 from jaxcomp.exchange.buckets import make_plan
+from jaxcomp.exchange.messages import message_bytes
 from tests.helpers.replicas import SIZES, everywhere, mesh_of, one_value, rows, state_of, transform
 
 COMPRESSORS = [

@@ -1,7 +1,7 @@
 """Arrays behind each other, each by a code of its own: what each alone gives, in one payload."""
 
-import jax.numpy as jnp
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 

@@ -1,0 +1,33 @@
+"""What XLA is told of slow links: on GPUs, and by the steps that the library jits."""
+
+import numpy as np
+import optax
+from jax.sharding import AbstractMesh, AxisType, Mesh
+
+import jaxcomp
+from jaxcomp.steps import compiling
+from tests.helpers.replicas import mesh_of
+
+
+class GPU:
+    """A device that says that it is one."""
+
+    platform = "gpu"
+
+
+def test_only_gpus_get_options():
+    assert jaxcomp.compiler_options(mesh_of(2)) == {}
+    assert jaxcomp.compiler_options(AbstractMesh((2,), ("a",), axis_types=(AxisType.Auto,))) == {}
+    options = jaxcomp.compiler_options(Mesh(np.array([GPU(), GPU()]), ("a",)))
+    assert options["xla_gpu_enable_latency_hiding_scheduler"] is False
+
+
+def test_the_steps_are_compiled_with_the_options_of_their_mesh(monkeypatch):
+    asked = []
+    monkeypatch.setattr(compiling, "compiler_options", lambda mesh: asked.append(mesh) or {})
+    mesh = mesh_of(2)
+    loss = lambda params, batch: (params * batch).mean()
+    jaxcomp.train_step(loss, jaxcomp.cocktail_sgd(optax.sgd(0.1), "replica"), mesh, "replica")
+    fsdp = jaxcomp.qsdp("replica")
+    jaxcomp.qsdp_train_step(loss, optax.sgd(0.1), mesh, fsdp)
+    assert asked == [mesh, mesh]

@@ -1,0 +1,88 @@
+"""A step that computes while its messages travel: the same numbers, in an order that shows it."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxcomp
+from jaxcomp.replicas import protocol
+from jaxcomp.steps import train as plain
+from tests.helpers.replicas import everywhere, mesh_of, rows
+
+PARAMS = {"kernel": np.full((40, 20), 0.1, np.float32), "bias": np.zeros(20, np.float32)}
+METHOD = functools.partial(jaxcomp.cocktail_sgd, optax.sgd(0.1, momentum=0.9), "replica")
+CODE = jaxcomp.quantize(8)
+
+
+def loss(params, batch):
+    return jnp.mean((jnp.tanh(batch @ params["kernel"] + params["bias"][None]) - 0.5) ** 2)
+
+
+def trained(tx, mesh, steps=5, **options):
+    """Trains some steps, one of them with an infinite row."""
+    init, step = jaxcomp.train_step(loss, tx, mesh, "replica", **options)
+    params = everywhere(mesh, PARAMS)
+    state, seen = init(params), []
+    for number in range(steps):
+        batch = np.random.default_rng(number).normal(size=(4 * mesh.size, 40)).astype(np.float32)
+        batch[1] = np.inf if number == 3 else batch[1]
+        params, state, metrics = step(params, state, rows(mesh, batch))
+        seen.append(jax.device_get(metrics))
+    return jax.device_get((params, state, seen))
+
+
+@pytest.mark.parametrize(
+    ("tx", "options"),
+    [
+        (METHOD(compressor=CODE), {}),
+        (METHOD(compressor=CODE), {"accumulate": 4}),
+        (METHOD(compressor=CODE, exchange=jaxcomp.gathered), {"accumulate": 2}),
+        (METHOD(compressor=CODE, warmup_steps=2, sync_every=2), {}),
+        (METHOD(compressor=CODE, delayed=False), {}),
+        (optax.chain(optax.clip(0.1), METHOD(compressor=CODE)), {}),
+    ],
+    ids=["default", "microbatches", "one hop", "in a branch", "not delayed", "in a chain"],
+)
+def test_it_trains_as_a_step_that_does_one_after_the_other(tx, options, monkeypatch):
+    found = trained(tx, mesh_of(4), **options)
+    monkeypatch.setattr(protocol, "exchanges_ahead", lambda state: False)
+    monkeypatch.setattr(plain, "interleaved", None)
+    wanted = trained(tx, mesh_of(4), **options)
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-7)
+    jax.tree.map(close, found, wanted)
+
+
+def test_the_forward_pass_waits_for_the_first_message_and_the_backward_pass_for_the_second():
+    mesh = mesh_of(2)
+    init, step = jaxcomp.train_step(loss, METHOD(compressor=CODE), mesh, "replica")
+    params = everywhere(mesh, PARAMS)
+    batch = rows(mesh, np.zeros((8, 40), np.float32))
+    text = str(step.trace(params, init(params), batch).jaxpr)
+    names = "all_to_all|all_gather_invariant|tanh|dot_general|optimization_barrier"
+    found = re.findall(rf"\b({names})\b", text)
+    order = [name for name in found if name != "optimization_barrier"]
+    first, second = order.index("all_to_all"), order.index("all_gather_invariant")
+    # The forward pass has one product, the backward pass one: the inputs have no gradient.
+    assert order.count("dot_general") == 2 and order.count("tanh") == 1
+    products = [i for i, name in enumerate(order) if name == "dot_general"]
+    assert first < products[0] < second < products[1]
+    assert found.count("optimization_barrier") >= 4
+
+
+@pytest.mark.parametrize("method", ["zero_one_adam", "compressed_mean"])
+def test_methods_that_need_the_gradient_first_are_not_asked_twice(method):
+    mesh, seen = mesh_of(2), []
+    make = {
+        "zero_one_adam": lambda: jaxcomp.zero_one_adam(0.1, "replica"),
+        "compressed_mean": lambda: jaxcomp.compressed_mean(CODE, "replica"),
+    }
+    tx = make[method]()
+    counted = lambda *args, **extra: seen.append(extra) or tx.update(*args, **extra)
+    noted = optax.GradientTransformationExtraArgs(tx.init, counted)
+    trained(noted, mesh, steps=1)
+    assert seen and not any("ahead" in extra for extra in seen)
