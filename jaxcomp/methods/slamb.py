@@ -16,8 +16,8 @@ from jaxcomp.exchange import averaging, masks, wire
 from jaxcomp.methods import moments
 from jaxcomp.methods.common import counted, method, no_rounds, require
 from jaxcomp.methods.rescaling import Rescaling, steps
-from jaxcomp.replicas.finite import not_finite, unless
-from jaxcomp.replicas.types import to_varying
+from jaxcomp.replicas.finite import failing, unless
+from jaxcomp.replicas.types import largest, to_varying
 
 
 class SlambState(NamedTuple):
@@ -118,8 +118,8 @@ def slamb(
       A `GradientTransformationExtraArgs` whose updates move the consensus, in float32: zeros
       between synchronizations. It keeps 14 bytes a parameter, and for coded drifts 4/R more.
 
-      A replica whose gradient is not finite keeps its moments and stands still for that step, and
-      counts it in `skipped`; the exchange goes on with what it had.
+      A replica keeps its moments and stands still for a step in those leaves whose gradient is
+      not finite, and counts the step in `skipped`; the exchange goes on with what it had.
 
       Of a leaf that other mesh axes shard, the norms are those of all shards. Each shard has the
       mask by itself: it is that of the whole leaf if shards are of consecutive rows and 1 /
@@ -193,8 +193,12 @@ def _update(settings, updates, state, params, **_):
     squared = lambda v, g: adam.b2 * v + (1 - adam.b2) * g * g
     variance = jax.tree.map(squared, state.variance, grads)
     # If it is not finite, neither is a square of the gradient.
-    bad = not_finite(variance, settings.meeting.axis_name)
-    momentum, variance = unless(bad, (momentum, variance), (state.momentum, state.variance))
+    bad = failing(variance)
+    momentum, variance = (
+        unless(bad, momentum, state.momentum),
+        unless(bad, variance, state.variance),
+    )
+    is_bad = largest(jnp.array(jax.tree.leaves(bad), jnp.int32).max(), settings.meeting.axis_name)
     treedef, stages = jax.tree.structure(params), settings.masked.stages
     masked = functools.partial(settings.masked.in_stage, params=params, count=count)
     momentum, where = masked(masks.mean_on_masks, jax.tree.leaves(momentum))
@@ -222,7 +226,7 @@ def _update(settings, updates, state, params, **_):
         owner_residual,
         treedef.unflatten(stale),
         counted(state.rounds, all=True, synchronize=meets, **masks.holding(stages, count)),
-        state.skipped + bad,
+        state.skipped + is_bad,
     )
 
 

@@ -5,7 +5,8 @@ Each replica asks `not_finite` of its own gradient, over all its shards. Then th
 - Replicas that keep equal parameters leave a step out together. The method makes the update NaN on
   all of them (`poisoned`), and the step that gets such an update keeps parameters and state.
 - Replicas with a drift go on. The one whose gradient fails stands still (`unless`), and counts
-  that in its state's field `skipped`.
+  that in its state's field `skipped`. Who sends a leaf before it has the next one's gradient, as
+  `slamb` does, asks each leaf by itself (`failing`), and stands still in those that fail.
 """
 
 from typing import Any
@@ -19,9 +20,14 @@ from jaxcomp.replicas.types import largest
 
 def finite(tree: Any) -> jax.Array:
     """bool[], whether everything in a tree is finite, or what is on this device of it."""
-    good = jnp.array([jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(tree)], bool)
-    # Without the barrier XLA makes a chain of ands, and repeats it in the update of every leaf.
-    return jnp.all(lax.optimization_barrier(good))
+    bad = jnp.array(jax.tree.leaves(failing(tree)), bool)
+    # Without the barrier XLA makes a chain of ors, and repeats it in the update of every leaf.
+    return ~jnp.any(lax.optimization_barrier(bad))
+
+
+def failing(tree: Any) -> Any:
+    """Of each leaf bool[], whether something in it, or in this device's part, is not finite."""
+    return jax.tree.map(lambda x: ~jnp.all(jnp.isfinite(x)), tree)
 
 
 def not_finite(tree: Any, *but: str) -> jax.Array:
@@ -34,6 +40,7 @@ def poisoned(bad: jax.Array, tree: Any) -> Any:
     return jax.tree.map(lambda x: jnp.where(bad, jnp.nan, x), tree)
 
 
-def unless(bad: jax.Array, new: Any, old: Any) -> Any:
-    """The tree `new`, and `old` where `bad`."""
-    return jax.tree.map(lambda new, old: jnp.where(bad, old, new), new, old)
+def unless(bad: Any, new: Any, old: Any) -> Any:
+    """The tree `new`, and `old` where `bad`: bool[] for all, or a tree of them, as of leaves."""
+    chosen = lambda bad, new, old: jax.tree.map(lambda n, o: jnp.where(bad, o, n), new, old)
+    return jax.tree.map(chosen, bad, new, old)

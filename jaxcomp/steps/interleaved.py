@@ -46,11 +46,10 @@ def interleaved(
 def _local(gradient, update, params, state, batch):
     local = local_params(params, state, gradient.axis_name)
     parts = _Parts(*_halves(gradient, local, batch))
-    made = exchanged(update, params, state, parts.pace)
+    made = iter(exchanged(update, params, state, parts.pace))
     loss, grads = parts.finished()
     require_local(loss, gradient.axis_name)
     rows = jax.tree.map(lambda g: g[None], grads)
-    made = iter(made)
     new = local_update(update, params, state, rows, loss[None], ahead=lambda make: next(made))
     return *new, loss[None]
 

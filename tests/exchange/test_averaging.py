@@ -9,7 +9,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxcomp
-from jaxcomp.exchange import averaging
+from jaxcomp.compressors.base import Key
+from jaxcomp.exchange import averaging, buckets
 from tests.helpers.replicas import mesh_of, random_tree, rows
 
 SHAPES = {"bias": (6,), "kernel": (8, 16)}
@@ -114,3 +115,11 @@ def test_what_rounding_of_a_narrow_parameter_takes_is_what_is_left():
     moved = (param + change).astype(jnp.bfloat16).astype(jnp.float32)
     np.testing.assert_array_equal(moved + left, param.astype(jnp.float32) + change)
     assert left.dtype == jnp.float32 and left[1] == 0.25
+
+
+def test_every_bucket_and_step_has_a_key_of_its_own():
+    plan = buckets.make_plan({"x": jnp.zeros(100)}, lambda path, leaf: 0, 1, bucket_numel=10)
+    of_step = lambda count: Key(jnp.int32(count), jnp.uint32(7))
+    seed = lambda key, bucket: int(key.seed)
+    seeds = [averaging.map_buckets(seed, plan, of_step(count)) for count in range(3)]
+    assert len({*seeds[0], *seeds[1], *seeds[2]}) == 30

@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxcomp
+from jaxcomp.exchange.messages import message_bytes
 from tests.helpers import replay, replicas
 from tests.helpers.replicas import everywhere, mesh_of, one_value, rows, transform
 
@@ -271,9 +272,11 @@ def test_a_gradient_that_is_not_finite_stays_at_home(bad):
     assert np.asarray(run.state.skipped).tolist() == [0, 0, 1, 0]
     for name in SHAPES:
         old, new = (np.asarray(s.drift[name]) for s in (before, run.state))
-        np.testing.assert_array_equal(new[2], old[2])
-        assert np.all(np.abs(new - old)[[0, 1, 3]].max(axis=tuple(range(1, old.ndim))) > 0)
-        np.testing.assert_array_equal(run.state.variance[name][2], before.variance[name][2])
+        moved = np.abs(new - old).max(axis=tuple(range(1, old.ndim))) > 0
+        # The replica stands still in the leaf that fails, and goes on in the others.
+        assert moved.tolist() == [True, True, name != "kernel", True]
+    held = [np.asarray(s.variance["kernel"])[2] for s in (before, run.state)]
+    np.testing.assert_array_equal(*held)
     assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves(run.state.momentum))
 
 
@@ -413,7 +416,7 @@ def test_coded_drifts_cross_the_network_in_their_bytes():
     batch = rows(mesh, np.ones((8, 500), np.float32))
     step = functions.step.lower(params, functions.init(params), batch).compile()
     sent = jaxcomp.report.sent_bytes_by_part(step, mesh, "replica")["synchronize"]
-    assert sent == 2 * 3 / 4 * (256_000 * 8.125 / 8 + 4 * 512)
+    assert sent == 2 * 3 * message_bytes(jaxcomp.quantize(8), 64_000) + 2 * 3 / 4 * 4 * 512
 
 
 def test_the_authors_code_takes_the_same_steps(optimized):
