@@ -51,7 +51,7 @@ class Device(NamedTuple):
 
 
 def _gpu(kind: str, flops: float, link: float, version: tuple[int, int], **target) -> Device:
-    capability = "{ major: %d minor: %d }" % version
+    capability = f"{{ major: {version[0]} minor: {version[1]} }}"
     target = {"cuda_compute_capability": capability, **target}
     memory, bandwidth = target["device_memory_size"], target["memory_bandwidth"]
     return Device("cuda", kind, memory, bandwidth, flops, link, 4e-6, tuple(target.items()))

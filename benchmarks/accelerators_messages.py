@@ -134,7 +134,7 @@ def _done(program, lines, place, sent) -> int:
 
 
 def _ends(program, line, chain) -> bool:
-    inner = [one for c in program.inner(line) for one in c.instructions.values()]
+    inner = _called_lines(program, line)
     ends = any(_DONE in one.attributes for one in inner)
     return ends and any(hlo.chain(one) == chain for one in inner)
 
@@ -152,6 +152,10 @@ def _axes(line, axes_of, positions, mesh) -> tuple[str, ...]:
 
 def _lines(program: Program, name: str) -> list[hlo.Instruction]:
     return list(program.module.computations[name].instructions.values())
+
+
+def _called_lines(program: Program, line: hlo.Instruction) -> list[hlo.Instruction]:
+    return [one for called in program.inner(line) for one in called.instructions.values()]
 
 
 def _weights(program: Program, name: str) -> list[int]:
