@@ -18,18 +18,21 @@ import os
 import pathlib
 from collections.abc import Callable, Sequence
 
+from benchmarks import accelerators_figure
 from benchmarks import rows as rows_file
 from benchmarks.accelerators_devices import DEVICES, unavailable
-from benchmarks.accelerators_figure import draw, table
 from benchmarks.accelerators_row import KEY, row
 from benchmarks.accelerators_run import at_hand, measured
 from benchmarks.accelerators_step import METHODS, MODELS
 
 RESULTS = pathlib.Path(__file__).parent / "results" / "accelerators.json"
-PICTURE = pathlib.Path(__file__).parents[1] / "docs" / "pictures" / "accelerators.svg"
 
-COMPILING = {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1"}
-"""Variables of the processes that compile: no driver is looked for."""
+COMPILING = {
+    "JAX_PLATFORMS": "cpu",
+    "JAX_DISABLE_MOST_OPTIMIZATIONS": "0",
+    "TPU_SKIP_MDS_QUERY": "1",
+}
+"""Variables of the processes that compile: no driver is looked for, and tests' are not used."""
 _TOLD = 300  # characters of an error that a row keeps
 
 
@@ -76,7 +79,7 @@ def run_at_hand(models: Sequence[str], methods: Sequence[str]) -> list[dict]:
             try:
                 rows.append(key | apart(measured, found.name, model, method, environment={}))
             except RuntimeError as error:
-                rows.append(key | {"error": str(error)})
+                rows.append(key | {"measured": {"error": str(error)}})
             print(_line(rows[-1]), flush=True)
     return rows
 
@@ -95,7 +98,7 @@ def _line(row: dict) -> str:
     if "error" in row:
         return f"{where}: {row['error']}"
     if "measured" in row:
-        return f"{where}: measured {1e3 * row['measured']['seconds']:.1f} ms"
+        return f"{where}: {accelerators_figure.measured_cell(row['measured'])}"
     return (
         f"{where}: {row['moved_copies']:.1f} copies moved, {row['kernels']} kernels, "
         f"{row['unknown_loops']} loops of unknown length, {row['messages_inside']} messages in "
@@ -139,9 +142,9 @@ def main() -> None:
     for new in [] if options.no_run else run_at_hand(options.models, options.methods):
         rows = merged(rows, new)
         rows_file.write(options.json, rows)
-    print(table(rows))
+    print(accelerators_figure.table(rows))
     if options.figure:
-        draw(rows, options.figure)
+        accelerators_figure.draw(rows, options.figure)
 
 
 if __name__ == "__main__":

@@ -32,6 +32,23 @@ def table(rows: list[dict]) -> str:
     lines = [head, ["---"] * len(head)]
     lines += [_cells(row, dense) for row, dense in above_dense(rows)]
     lines += [_failed(row, len(head)) for row in rows if "error" in row]
+    text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    run = [row for row in rows if "measured" in row]
+    return "\n\n".join([text, *([_measured(run)] if run else [])])
+
+
+def measured_cell(found: dict) -> str:
+    """What running a step has shown, in words."""
+    if "error" in found:
+        return f"not measured: {found['error']}"
+    seconds, predicted = found["seconds"], found["predicted_seconds"]
+    return f"measured {1e3 * seconds:.2f} ms, predicted {1e3 * predicted:.2f} ms"
+
+
+def _measured(rows: list[dict]) -> str:
+    """Steps that were run, of few tokens and over no slow link, beside their prediction."""
+    lines = [["device", "model", "devices", "method", "a step"], ["---"] * 5]
+    lines += [[*(row[name] for name in _COLUMNS), measured_cell(row["measured"])] for row in rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 

@@ -7,6 +7,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from benchmarks import accelerators_roofline as roofline
 from benchmarks.accelerators_devices import COMPILER_OPTIONS, DEVICES, mesh_from
@@ -49,16 +51,17 @@ def measured(device: str, model: str, method: str, repeats: int = REPEATS) -> di
     step = compile_step(built, COMPILER_OPTIONS[DEVICES[device].platform])
     found = facts(step, step.as_text(), built, device, (len(devices),))
     # The prediction of a row is for a large batch; this is for the one that runs.
-    flops = _share(built) * roofline.gradient_flops(built.config.model, built.numel, len(devices))
     large = roofline.gradient_flops(built.config.model, built.numel, len(devices))
-    seconds = found["predicted"]["unlimited"] + (flops - large) / DEVICES[device].flops
+    less = (1 - _share(built)) * large / DEVICES[device].flops
+    seconds = found["predicted"]["unlimited"] - less
     told = {"seconds": time_step(built, step, repeats), "predicted_seconds": seconds}
     return {"measured": told | {"hardware": devices[0].device_kind, "jax": jax.__version__}}
 
 
 def time_step(built: Built, step, repeats: int) -> float:
     """Seconds of the median step, from random parameters and tokens."""
-    params, state = _start(built)
+    random = jax.jit(lambda: build.random_params(built.config))
+    params, state = built.init(jax.device_put(random(), NamedSharding(built.mesh, P())))
     rows = np.random.default_rng(0).integers(0, 256, built.batch.shape, np.int32)
     batch = jax.device_put(rows, built.batch.sharding)
     seconds = []
@@ -69,12 +72,6 @@ def time_step(built: Built, step, repeats: int) -> float:
     if not jnp.all(jnp.isfinite(metrics["loss"])):
         raise RuntimeError(f"the loss became {metrics['loss']} after {repeats + 1} steps")
     return statistics.median(seconds[1:])
-
-
-def _start(built: Built):
-    params = jax.jit(lambda: build.random_params(built.config))()
-    state = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), built.state)
-    return jax.device_put(params, jax.tree.map(lambda x: x.sharding, built.params)), state
 
 
 def _share(built: Built) -> float:

@@ -78,6 +78,7 @@ class Built(NamedTuple):
 
     config: Config
     mesh: Mesh
+    init: Callable[[Any], tuple[Any, Any]]  # natural parameters -> params, state
     step: Any  # a jitted function, or like one
     params: Any
     state: Any
@@ -112,7 +113,7 @@ def build_step(model: GPTConfig, method: Method, mesh: Mesh, in_shards: bool = F
     like = jax.eval_shape(functions.init, _placed(natural, replicated))
     params, state = (_placed(*pair) for pair in zip(like, shardings, strict=True))
     numel = sum(leaf.size for leaf in jax.tree.leaves(natural))
-    return Built(config, mesh, functions.step, params, state, batch_of(mesh), numel)
+    return Built(config, mesh, *functions[:2], params, state, batch_of(mesh), numel)
 
 
 def config_of(model: GPTConfig, method: Method, mesh: Mesh, in_shards: bool = False) -> Config:
