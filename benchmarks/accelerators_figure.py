@@ -13,6 +13,22 @@ from benchmarks.accelerators_roofline import RATES
 from train.output.plots import COLORS
 
 _COLUMNS = ("device", "model", "mesh", "method")
+_PROGRAM = [
+    *_COLUMNS,
+    "moved, copies",
+    "kernels",
+    "temp, copies",
+    "accessed, times dense",
+    "loops of unknown length",
+    "messages",
+    "asynchronous",
+    "in loops or branches",
+    "products beside them",
+    "peak, GB",
+    "compiled in, s",
+]
+_PREDICTED = [*_COLUMNS, "MB a host sends", *(f"{rate}, ms" for rate in RATES), "unlimited, ms"]
+_MEASURED = [*_COLUMNS, "a step of few tokens, over no slow link"]
 
 
 def above_dense(rows: list[dict]) -> list[tuple[dict, dict | None]]:
@@ -24,17 +40,20 @@ def above_dense(rows: list[dict]) -> list[tuple[dict, dict | None]]:
 
 
 def table(rows: list[dict]) -> str:
-    """The rows as Markdown; what moves, runs and is held is what the dense step does not."""
-    head = [*_COLUMNS, "moved, copies", "kernels", "temp, copies", "accessed, times dense"]
-    head += ["loops of unknown length", "messages (async)", "of these in loops"]
-    head += ["products beside", "MB a host sends", *(f"predicted at {rate}" for rate in RATES)]
-    head += ["predicted, no network", "compiled in"]
-    lines = [head, ["---"] * len(head)]
-    lines += [_cells(row, dense) for row, dense in above_dense(rows)]
-    lines += [_failed(row, len(head)) for row in rows if "error" in row]
-    text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    run = [row for row in rows if "measured" in row]
-    return "\n\n".join([text, *([_measured(run)] if run else [])])
+    """The rows as Markdown tables: programs, predicted steps, and what has been measured."""
+    whole, run = above_dense(rows), [row for row in rows if "measured" in row]
+    tables = [
+        _markdown(_PROGRAM, [_program(*pair) for pair in whole] + _failures(rows)),
+        _markdown(_PREDICTED, [_predicted(row) for row, _ in whole]),
+        _markdown(_MEASURED, [_key(row) + [measured_cell(row["measured"])] for row in run]),
+    ]
+    return "\n\n".join(text for text in tables if text)
+
+
+def _markdown(head: list[str], lines: list[list[str]]) -> str:
+    """A table; nothing without lines."""
+    written = [head, ["---"] * len(head), *lines] if lines else []
+    return "\n".join(f"| {' | '.join(line)} |" for line in written)
 
 
 def measured_cell(found: dict) -> str:
@@ -45,33 +64,39 @@ def measured_cell(found: dict) -> str:
     return f"measured {1e3 * seconds:.2f} ms, predicted {1e3 * predicted:.2f} ms"
 
 
-def _measured(rows: list[dict]) -> str:
-    """Steps that were run, of few tokens and over no slow link, beside their prediction."""
-    lines = [["device", "model", "devices", "method", "a step"], ["---"] * 5]
-    lines += [[*(row[name] for name in _COLUMNS), measured_cell(row["measured"])] for row in rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+def _key(row: dict) -> list[str]:
+    return [row[name] for name in _COLUMNS]
 
 
-def _cells(row: dict, dense: dict | None) -> list[str]:
-    compared = dense is not None and row is not dense
-    first = dense if compared else None
-    count = sum(kind["all"] for kind in row["messages"].values())
-    free = sum(kind["async"] for kind in row["messages"].values())
+def _program(row: dict, dense: dict | None) -> list[str]:
+    """The cells of a program: of what the dense step has too, the difference to it."""
+    first = dense if row is not dense else None
+    counts = row["messages"].values()
+    temp = "memory", "temp_copies"
     return [
-        *(row[name] for name in _COLUMNS),
+        *_key(row),
         _above(row["moved_copies"], first and first["moved_copies"], ".1f"),
         _above(row["kernels"], first and first["kernels"], ",d"),
-        _above(row["memory"]["temp_copies"], first and first["memory"]["temp_copies"], ".1f"),
+        _above(_at(row, *temp), first and _at(first, *temp), ".1f"),
         _times(row["accessed_bytes"], first and first["accessed_bytes"]),
         f"{row['unknown_loops']}",
-        f"{count} ({free})",
+        f"{sum(kind['all'] for kind in counts)}",
+        f"{sum(kind['async'] for kind in counts)}",
         f"{row['messages_inside']}",
         f"{row['products_beside']:.0%}",
-        f"{row['nic_bytes'] / 1e6:,.2f}",
-        *(f"{1e3 * row['predicted'][rate]:,.1f} ms" for rate in RATES),
-        f"{1e3 * row['predicted']['unlimited']:,.1f} ms",
-        f"{row['compile_seconds']:.0f} s",
+        f"{_at(row, 'memory', 'peak_bytes') / 1e9:.2f}",
+        f"{row['compile_seconds']:.0f}",
     ]
+
+
+def _predicted(row: dict) -> list[str]:
+    """A host's bytes, and what the roofline says of a step."""
+    seconds = [row["predicted"][rate] for rate in (*RATES, "unlimited")]
+    return _key(row) + [f"{row['nic_bytes'] / 1e6:,.2f}", *(f"{1e3 * s:,.0f}" for s in seconds)]
+
+
+def _at(row: dict, outer: str, inner: str) -> float:
+    return row[outer][inner]
 
 
 def _above(value, dense, form: str) -> str:
@@ -82,10 +107,11 @@ def _times(value, dense) -> str:
     return "" if not value or not dense else f"{value / dense:.2f}"
 
 
-def _failed(row: dict, width: int) -> list[str]:
-    told = row["error"].replace("|", "/").replace("\n", " ")
-    cells = [*(row[name] for name in _COLUMNS), f"not compiled: {told}"]
-    return cells + [""] * (width - len(cells))
+def _failures(rows: list[dict]) -> list[list[str]]:
+    """Lines of the steps that could not be compiled, with the reason."""
+    told = [(_key(row), " ".join(row["error"].split())) for row in rows if "error" in row]
+    empty = [""] * (len(_PROGRAM) - len(_COLUMNS) - 1)
+    return [[*key, f"not compiled: {error.replace('|', '/')}", *empty] for key, error in told]
 
 
 def draw(rows: list[dict], path: pathlib.Path) -> None:

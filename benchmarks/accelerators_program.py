@@ -28,6 +28,7 @@ _FREE_CALLS = ("AllocateBuffer", "ConcatBitcast", "AsyncCollectiveStart", "Async
 _PRODUCTS = ("dot", "convolution")
 _LIBRARIES = ("cublas", "cudnn", "gemm")
 _VIEWS = ("bitcast", "reshape")
+_SLICES = ("slice", "dynamic-slice", "gather")
 
 
 class Cost(NamedTuple):
@@ -58,6 +59,7 @@ class Program:
     def __init__(self, text: str):
         self.module = hlo.parse(text)
         self.of_computation = functools.cache(self._of_computation)
+        self._read = functools.cache(lambda name: _shares_read(self.module.computations[name]))
 
     @property
     def cost(self) -> Cost:
@@ -112,16 +114,19 @@ class Program:
 
     def _moved(self, computation, instruction, names) -> int:
         result = hlo.num_bytes(instruction.type)
-        if instruction.op in ("slice", "dynamic-slice", "copy-done", "slice-done", "gather"):
+        if instruction.op in (*_SLICES, "copy-done", "slice-done"):
             return 2 * result
         if instruction.op == "dynamic-update-slice":
             update = computation.instructions[instruction.operands[1]]
             return 2 * hlo.num_bytes(update.type)
         sizes = [_size(computation, operand) for operand in instruction.operands]
         if instruction.op != "fusion":
-            return result + sum(sizes)
+            return result + sum(dict(zip(instruction.operands, sizes, strict=True)).values())
         fused = self.module.computations[names[0]]
-        return _written(fused, result) + sum(_read(fused, i, size) for i, size in enumerate(sizes))
+        read = self._read(names[0])
+        return _written(fused, result) + sum(
+            round(size * read.get(place, 0.0)) for place, size in enumerate(sizes)
+        )
 
 
 def _sum(costs) -> Cost:
@@ -148,30 +153,44 @@ def _size(computation: hlo.Computation, name: str) -> int:
     return 0 if found is None else hlo.num_bytes(found.type)
 
 
-def _read(fused: hlo.Computation, index: int, whole: int) -> int:
-    """Bytes that a fusion reads of one operand."""
-    names = {
-        line.name
-        for line in fused.instructions.values()
-        if line.op == "parameter" and line.argument == str(index)
-    }
-    total = 0
-    for line in fused.instructions.values():
-        if names.isdisjoint(line.operands):
+def _shares_read(fused: hlo.Computation) -> dict[int, float]:
+    """The share of each of its operands that a fusion reads, by the operand's number.
+
+    A fusion computes what is asked of it, element by element: of what is sliced behind some
+    arithmetic, the slice is read.
+    """
+    in_place = set(_updates_in_place(fused))
+    shares, read = {fused.root: 1.0}, {}
+    for line in reversed(fused.instructions.values()):
+        share = min(1.0, shares.get(line.name, 0.0))
+        if line.op == "parameter":
+            read[int(line.argument)] = share
             continue
-        if line.op in _VIEWS:
-            names.add(line.name)
-        elif line.op in ("slice", "dynamic-slice", "gather"):
-            total += hlo.num_bytes(line.type)
-        elif line.op != "dynamic-update-slice" or line.operands[0] not in names:
-            return whole
-    return min(total, whole)
+        for operand in set(line.operands):
+            part = 1.0
+            if operand == line.operands[0] and line.op in _SLICES:
+                part = hlo.num_bytes(line.type) / max(1, _size(fused, operand))
+            elif operand == line.operands[0] and line.name in in_place:
+                part = 0.0
+            shares[operand] = shares.get(operand, 0.0) + share * part
+    return read
 
 
 def _written(fused: hlo.Computation, whole: int) -> int:
     """Bytes that a fusion writes of its results."""
-    kept = 0
-    for line in fused.instructions.values():
-        if line.op == "dynamic-update-slice":
-            kept += hlo.num_bytes(line.type) - _size(fused, line.operands[1])
-    return max(0, whole - kept)
+    lines = (fused.instructions[name] for name in _updates_in_place(fused))
+    return whole - sum(hlo.num_bytes(u.type) - _size(fused, u.operands[1]) for u in lines)
+
+
+def _updates_in_place(fused: hlo.Computation) -> list[str]:
+    """The updates of slices among a fusion's results: all else of these stays where it is."""
+    root = fused.instructions[fused.root]
+    names = root.operands if root.op == "tuple" else [root.name]
+    results = [_behind_views(fused, fused.instructions[name]) for name in names]
+    return [line.name for line in results if line.op == "dynamic-update-slice"]
+
+
+def _behind_views(fused: hlo.Computation, line: hlo.Instruction) -> hlo.Instruction:
+    while line.op in _VIEWS:
+        line = fused.instructions[line.operands[0]]
+    return line
