@@ -129,7 +129,8 @@ def test_loops_count_as_often_as_they_run_and_unknown_ones_are_told(known, round
 
 
 def test_of_a_conditional_the_dearest_branch_counts():
-    line = "ROOT %c = f32[8,8]{1,0} conditional(%i, %x, %x), branch_computations={%slices, %multiplies}"
+    branches = "branch_computations={%slices, %multiplies}"
+    line = f"ROOT %c = f32[8,8]{{1,0}} conditional(%i, %x, %x), {branches}"
     assert program(line).cost == Cost(2 * WHOLE, 1, products=1)
 
 
