@@ -10,7 +10,7 @@ import jax
 import pytest
 
 from benchmarks import accelerators, accelerators_figure, accelerators_roofline
-from benchmarks.accelerators_devices import DEVICES, unavailable
+from benchmarks.accelerators_devices import DEVICES, mesh_from, unavailable
 from benchmarks.accelerators_messages import messages, overlap
 from benchmarks.accelerators_program import GUESSED_ROUNDS, Cost, Program
 from benchmarks.accelerators_run import time_step
@@ -239,6 +239,22 @@ def test_a_step_runs_and_is_timed_on_the_devices_at_hand(mesh):
 
 
 SMALL = dataclasses.replace(MODELS["tiny"], layers=1, width=32, heads=2, vocab=256)
+
+
+@pytest.mark.parametrize(
+    ("method", "in_shards"),
+    [("q4", False), ("qsdp", False), ("cocktail_lean", True)],
+)
+def test_steps_are_lowered_for_hosts_of_several_devices(method, in_shards):
+    hosts = mesh_from(jax.devices(), (4, 2))
+    model = dataclasses.replace(SMALL, scan=True)
+    built = build_step(model, METHODS[method], hosts, in_shards)
+    built.step.lower(built.params, built.state, built.batch)
+    axes = {
+        axis for x in jax.tree.leaves(built.params) for axis in jax.tree.leaves(x.sharding.spec)
+    }
+    assert ("fast" in str(axes)) == (in_shards or method == "qsdp")
+    assert built.mesh.size == 8
 
 
 def test_a_device_without_its_compiler_says_what_to_install(monkeypatch):
