@@ -1,5 +1,6 @@
 """Runs steps on the accelerators of this machine, where there are some, beside the prediction."""
 
+import glob
 import statistics
 import time
 from typing import NamedTuple
@@ -17,6 +18,7 @@ from benchmarks.accelerators_step import METHODS, MODELS, Built, build_step
 from train.models import build
 
 REPEATS = 20
+DRIVERS = ("/dev/nvidia[0-9]*", "/dev/accel[0-9]*", "/dev/vfio/[0-9]*")
 
 
 class AtHand(NamedTuple):
@@ -24,6 +26,11 @@ class AtHand(NamedTuple):
 
     name: str
     count: int
+
+
+def has_driver() -> bool:
+    """Whether this machine has a GPU's or a TPU's driver; without one JAX only complains."""
+    return any(glob.glob(files) for files in DRIVERS)
 
 
 def at_hand() -> AtHand | None:

@@ -25,7 +25,7 @@ TOKENS = 128
 """Of a sequence in the programs that are compiled; the roofline counts those of its own batch."""
 
 MODELS: dict[str, GPTConfig] = {
-    "tiny": GPTConfig(layers=2, width=256, heads=4, context=TOKENS, vocab=1024, dtype="bfloat16"),
+    "tiny": GPTConfig(layers=1, width=256, heads=4, context=TOKENS, vocab=1024, dtype="bfloat16"),
     "toy": GPTConfig(layers=4, width=768, heads=12, context=TOKENS, vocab=6720, dtype="bfloat16"),
     "124m": GPTConfig(layers=12, width=768, heads=12, context=1024, vocab=50_257, dtype="bfloat16"),
     "1.3b": GPTConfig(
