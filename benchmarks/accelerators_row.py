@@ -3,6 +3,7 @@
 import collections
 import math
 import time
+from collections.abc import Sequence
 
 import jax
 
@@ -42,6 +43,11 @@ def row(device: str, model: str, method: str, sizes: tuple[int, ...]) -> dict:
         "jax": jax.__version__,
         "options": options,
     }
+
+
+def rows(device: str, model: str, methods: Sequence[str], sizes: tuple[int, ...]) -> list[dict]:
+    """Rows of several methods, made in one process."""
+    return [row(device, model, method, sizes) for method in methods]
 
 
 def compile_step(built: Built, options: dict[str, str]) -> jax.stages.Compiled:
