@@ -137,7 +137,9 @@ def draw(rows: list[dict], path: pathlib.Path) -> None:
     for number, (place, own) in enumerate(panels.items(), 1):
         axes = figure.add_subplot(-(-len(panels) // columns), columns, number)
         for index, row in enumerate(own):
-            style = {"color": COLORS[index % len(COLORS)], "marker": "osD^vP*"[index % 7]}
+            turn, color = divmod(index, len(COLORS))
+            style = {"color": COLORS[color], "marker": "osD^vP*"[color]}
+            style["linestyle"] = ("-", "--", "-.")[turn % 3]
             seconds = [row["predicted"][rate] for rate in RATES]
             axes.loglog(list(RATES.values()), seconds, label=row["method"], **style)
         axes.set_title("{}, {}, {} devices".format(*place))
