@@ -108,6 +108,9 @@ DEVICES: dict[str, Device] = {
     "v5e": Device("tpu", "v5 lite", 17_179_869_184, 819e9, 197e12, 200e9, 0.0),
 }
 
+SLICE = 256
+"""Devices of the largest TPU v5e slice."""
+
 _TARGET = """gpu_device_info {{
   threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
   block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
@@ -141,6 +144,9 @@ def mesh_of(name: str, sizes: tuple[int, ...]) -> Mesh:
 
     Returns:
       The mesh, of the axes that `train` names.
+
+    Raises:
+      ValueError: For more devices than a TPU's slice has: its compiler would end the process.
     """
     device, count = DEVICES[name], math.prod(sizes)
     if device.platform == "cuda":
@@ -152,6 +158,11 @@ def mesh_of(name: str, sizes: tuple[int, ...]) -> Mesh:
             topology=f"1x{sizes[0]}x{count // sizes[0]}",
         )
     else:
+        if count > SLICE:
+            raise ValueError(
+                f"got {count} devices of {name}, need at most {SLICE}: a slice has no more; write "
+                "--meshes 8 16x8, or another device"
+            )
         rows = 2 ** (int(math.log2(count)) // 2)
         described = topologies.get_topology_desc(
             platform="tpu", topology_name=f"v5e:{rows}x{count // rows}"

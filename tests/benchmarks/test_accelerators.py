@@ -17,7 +17,7 @@ from benchmarks import (
     accelerators_row,
 )
 from benchmarks.accelerators import COMPILING
-from benchmarks.accelerators_devices import DEVICES, mesh_from, unavailable
+from benchmarks.accelerators_devices import DEVICES, mesh_from, mesh_of, unavailable
 from benchmarks.accelerators_messages import messages, overlap
 from benchmarks.accelerators_program import GUESSED_ROUNDS, Cost, Program
 from benchmarks.accelerators_run import time_step
@@ -29,12 +29,12 @@ STRUCTURE = False
 # Of the `tiny` model's step: most copies of the parameters that kernels move, most kernels, and
 # most messages between hosts.
 TABLE = {
-    ("h100", "q4"): (0, 0),
-    ("h100", "cocktail"): (0, 0),
-    ("h100", "zero_one_adam"): (0, 0),
-    ("v5e", "q4"): (0, 0),
-    ("v5e", "cocktail"): (0, 0),
-    ("v5e", "zero_one_adam"): (0, 0),
+    ("h100", "q4"): (39, 205, 3),
+    ("h100", "cocktail"): (50, 880, 2),
+    ("h100", "zero_one_adam"): (53, 270, 3),
+    ("v5e", "q4"): (75, 560, 3),
+    ("v5e", "cocktail"): (96, 2350, 2),
+    ("v5e", "zero_one_adam"): (87, 790, 3),
 }
 
 HEADER = "HloModule jit_step, is_scheduled=true, num_partitions=4\n\n"
@@ -270,6 +270,11 @@ def test_steps_are_lowered_for_hosts_of_several_devices(method, in_shards):
     }
     assert ("fast" in str(axes)) == (in_shards or method == "qsdp")
     assert built.mesh.size == 8
+
+
+def test_more_devices_than_a_slice_has_are_refused_before_the_compiler_ends_its_process():
+    with pytest.raises(ValueError, match="got 1024 devices of v5e, need at most 256"):
+        mesh_of("v5e", (128, 8))
 
 
 def test_a_device_without_its_compiler_says_what_to_install(monkeypatch):
