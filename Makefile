@@ -22,6 +22,9 @@ test: $(VENV)/test.installed
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile $(if $(QUICK),-m 'not slow')
 
+# The compilers of tests/benchmarks/test_accelerators.py come as plugins, which look for a driver.
+test soak mutations: export JAX_PLATFORMS ?= cpu
+
 installed: $(VENV)/test.installed
 
 format: $(VENV)/test.installed
@@ -47,7 +50,7 @@ $(VENV)/train.installed: pyproject.toml requirements.txt | $(VENV)/bin/python
 	touch $@
 
 $(VENV)/test.installed: pyproject.toml requirements.txt | $(VENV)/bin/python
-	$(BIN)/python -m pip install -q -c requirements.txt -e '.[train,huggingface,images,tensorboard,test]'
+	$(BIN)/python -m pip install -q -c requirements.txt -e '.[train,huggingface,images,tensorboard,accelerators,test]'
 	touch $@ $(VENV)/train.installed
 
 $(VENV)/docs.installed: pyproject.toml requirements.txt | $(VENV)/bin/python

@@ -5,7 +5,15 @@ import json
 import pathlib
 from collections.abc import Callable
 
-from benchmarks import figures, scaling, scaling_check, slow_network_figure, update, whole_run
+from benchmarks import (
+    accelerators_figure,
+    figures,
+    scaling,
+    scaling_check,
+    slow_network_figure,
+    update,
+    whole_run,
+)
 
 RESULTS = pathlib.Path(__file__).parent / "results"
 
@@ -76,5 +84,6 @@ TABLES: dict[str, Callable[[list[dict], str, int], str]] = {
     "scaling_check": lambda rows, task, steps: scaling_check.table(rows),
     "update": lambda rows, task, steps: update.table(rows),
     "memory": _memory,
+    "accelerators": lambda rows, task, steps: accelerators_figure.table(rows),
     "codec": _codec,
 }

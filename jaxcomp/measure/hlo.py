@@ -1,7 +1,7 @@
 """Reads the text of a compiled XLA program: what runs, where and how often.
 
-It knows as much HLO as `jaxcomp.report` needs, as XLA prints it on CPU and GPU for JAX 0.10 to
-0.12: operands with or without inline types, asynchronous pairs in long and in short form.
+It knows as much HLO as `jaxcomp.report` needs, as XLA prints it on CPU, GPU and TPU for JAX 0.10
+to 0.12: operands with or without inline types, asynchronous pairs in long and in short form.
 """
 
 import math
@@ -118,6 +118,45 @@ def shapes(type_: str) -> list[str]:
     return [f"{dtype}[{dims}]" for dtype, dims, _ in _SHAPE.findall(type_)]
 
 
+def called(instruction: Instruction) -> list[tuple[str, int, str]]:
+    """`(role, index, name)` of the computations that an instruction calls."""
+    return [
+        (role, index, name)
+        for role, names in _CALLED.findall(instruction.attributes)
+        for index, name in enumerate(re.findall(r"[\w.\-]+", names))
+    ]
+
+
+def trip_count(module: Module, computation: Computation, loop: Instruction) -> int | None:
+    """Rounds of a `while`: what XLA found, or else what running the loop's integers gives.
+
+    None where neither is known: the length depends on data.
+    """
+    known = re.search(r'"known_trip_count":\s*\{"n":\s*"?(\d+)', loop.attributes)
+    if known:
+        return int(known[1])
+    parts = {role: name for role, _, name in called(loop)}
+    state = _evaluate(module, computation, loop.operands[0], (), {})
+    for trips in range(_MAX_SIMULATED_TRIPS):
+        proceed = _run(module, parts["condition"], [state])
+        if proceed is None:
+            return None
+        if not proceed:
+            return trips
+        state = _run(module, parts["body"], [state])
+    return None
+
+
+def chain(instruction: Instruction) -> str | None:
+    """What the pieces of a collective share on TPUs, where it is printed several times; or None.
+
+    An asynchronous one is repeated in each fusion that runs beside it, from start to done.
+    """
+    match = re.search(r'\bchain_id="(\w+)"', instruction.attributes)
+    channel = re.search(r"\bchannel_id=(\d+)", instruction.attributes)
+    return f"{instruction.op} {channel and channel[1]} {match[1]}" if match else None
+
+
 def _closing(text: str) -> int:
     """The index of the parenthesis that closes the one opened just before `text`."""
     depth = 1
@@ -134,7 +173,7 @@ def _walk(module, name, count, branch) -> Iterator[Execution]:
         yield Execution(instruction, computation, count, branch)
         if instruction.op in ("async-update", "async-done"):
             continue  # They name the computation that their async-start has called.
-        for role, index, callee in _called(instruction):
+        for role, index, callee in called(instruction):
             times = _times(module, computation, instruction, role)
             inner = None if count is None or times is None else count * times
             choice = {"branch_computations": f"branch {index}"}.get(role, role.split("_")[0])
@@ -143,39 +182,13 @@ def _walk(module, name, count, branch) -> Iterator[Execution]:
             yield from _walk(module, callee, inner, path)
 
 
-def _called(instruction: Instruction) -> list[tuple[str, int, str]]:
-    """`(role, index, name)` of the computations that an instruction calls."""
-    return [
-        (role, index, name)
-        for role, names in _CALLED.findall(instruction.attributes)
-        for index, name in enumerate(re.findall(r"[\w.\-]+", names))
-    ]
-
-
 def _times(module, computation, instruction, role) -> int | None:
     """How often one execution of `instruction` runs what it calls."""
     if instruction.op == "while":
-        trips = _trip_count(module, computation, instruction)
+        trips = trip_count(module, computation, instruction)
         # The condition runs once more than the body: the last time it says no.
         return trips if trips is None else trips + (role == "condition")
     return 1 if instruction.op in ("call", "fusion", "async-start", "conditional") else None
-
-
-def _trip_count(module: Module, computation: Computation, loop: Instruction) -> int | None:
-    """What XLA found, or else what running the loop's integers gives."""
-    known = re.search(r'"known_trip_count":\s*\{"n":\s*"?(\d+)', loop.attributes)
-    if known:
-        return int(known[1])
-    called = {role: name for role, _, name in _called(loop)}
-    state = _evaluate(module, computation, loop.operands[0], (), {})
-    for trips in range(_MAX_SIMULATED_TRIPS):
-        proceed = _run(module, called["condition"], [state])
-        if proceed is None:
-            return None
-        if not proceed:
-            return trips
-        state = _run(module, called["body"], [state])
-    return None
 
 
 def _run(module: Module, name: str, arguments: Sequence[Any]) -> Any:
@@ -210,7 +223,7 @@ def _apply(module: Module, instruction: Instruction, operands: list[Any]) -> Any
     if op == "tuple":
         return operands
     if op in ("fusion", "call"):
-        return _run(module, _called(instruction)[0][2], operands)
+        return _run(module, called(instruction)[0][2], operands)
     if None in operands:
         return None
     if op == "add":

@@ -7,7 +7,7 @@ collectives, as custom calls and callbacks can, is not seen.
 
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -94,7 +94,8 @@ def collectives(program: Program | Sequence[Program], mesh: Mesh) -> list[Collec
         )
     positions = positions_of(program, mesh)
     axes_of = axes_of_groups(mesh, positions)
-    found = (_collective(run, axes_of, positions, mesh) for run in hlo.executions(module))
+    runs = _whole(hlo.executions(module))
+    found = (_collective(run, axes_of, positions, mesh) for run in runs)
     return [collective for collective in found if collective is not None]
 
 
@@ -186,6 +187,17 @@ def _sending(program, mesh: Mesh, axis: str | None) -> list[Collective]:
             "whose trip count the program states; write jax.lax.scan, or read table()"
         )
     return rows
+
+
+def _whole(executions: Iterable[hlo.Execution]) -> Iterator[hlo.Execution]:
+    """Leaves out all but the first piece of a collective that a TPU takes in several."""
+    begun = set()
+    for execution in executions:
+        chain = hlo.chain(execution.instruction)
+        if chain is None or (chain, execution.branch) not in begun:
+            yield execution
+        if chain is not None:
+            begun.add((chain, execution.branch))
 
 
 def _collective(

@@ -124,6 +124,53 @@ source_target_pairs={{0,2},{2,0},{1,3},{3,1}}
     ]
 
 
+PIECES = """%begin (s: u8[16]) -> (u8[16], u8[64]) {
+  %s = u8[16]{0:T(1024)(128)(4,1)} parameter(0)
+  %g = u8[64]{0:T(1024)(128)(4,1)} all-gather(%s), channel_id=2, replica_groups=[1,4]<=[4], \
+dimensions={0}, frontend_attributes={chain_id="0"}
+  ROOT %c = (u8[16]{0}, u8[64]{0}, u32[]{:S(2)}) custom-call(%g), \
+custom_call_target="AsyncCollectiveStart"
+}
+
+%beside (s: u8[16], w: f32[8]) -> f32[8] {
+  %s = u8[16]{0} parameter(0)
+  %w = f32[8]{0} parameter(1)
+  %g = u8[64]{0} all-gather(%s), channel_id=2, replica_groups=[1,4]<=[4], dimensions={0}, \
+frontend_attributes={chain_id="0"}
+  ROOT %m = f32[8]{0} multiply(%w, %w)
+}
+
+%end (s: u8[16]) -> u8[64] {
+  %s = u8[16]{0} parameter(0)
+  %g = u8[64]{0} all-gather(%s), channel_id=2, replica_groups=[1,4]<=[4], dimensions={0}, \
+frontend_attributes={chain_id="0"}
+  ROOT %c = u8[64]{0} custom-call(%s, %g), custom_call_target="AsyncCollectiveDone"
+}
+
+"""
+
+
+def test_the_pieces_of_an_asynchronous_collective_on_a_tpu_count_once():
+    text = (
+        HEADER.format(4)
+        + PIECES
+        + """ENTRY %main (p: u8[16], w: f32[8]) -> u8[64] {
+  %p = u8[16]{0} parameter(0)
+  %w = f32[8]{0} parameter(1)
+  %start = (u8[16]{0}, u8[64]{0}, u32[]{:S(2)}) fusion(%p), kind=kCustom, calls=%begin
+  %one = f32[8]{0} fusion(%p, %w), kind=kOutput, calls=%beside
+  %done = u8[64]{0} fusion(%p), kind=kCustom, calls=%end
+  ROOT %alone = u8[64]{0} all-gather(%p), channel_id=2, replica_groups=[1,4]<=[4], dimensions={0}
+}
+"""
+    )
+    mesh = mesh_of_shape(2, 2)
+    found = [(row.op, row.sent_bytes) for row in report.collectives(text, mesh)]
+    assert found == [("all-gather", 48), ("all-gather", 48)]
+    another = text.replace('chain_id="0"', 'chain_id="1"', 1)
+    assert report.sent_bytes(another, mesh) == 144
+
+
 def test_rarer_collectives_are_not_missed():
     text = (
         HEADER.format(4)

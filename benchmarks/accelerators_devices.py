@@ -1,0 +1,183 @@
+"""Accelerators that XLA compiles for without one: what their compilers ask, and their peaks.
+
+Numbers of GPUs are those of NVIDIA's data sheets and of XLA's own descriptions of devices
+(xla/backends/gpu/target_config/specs); v5e's are those of Google Cloud's documentation.
+"""
+
+import importlib.util
+import math
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh
+
+from train.config.run import AXIS_NAME
+from train.processes.devices import FAST_AXIS
+
+COMPILER_OPTIONS: dict[str, dict[str, str]] = {"cuda": {}, "tpu": {}}
+"""What XLA is told for each platform, beside its defaults."""
+
+PACKAGES = {
+    "cuda": ("jax_plugins.xla_cuda12", "nvidia.cuda_nvcc"),
+    "tpu": ("libtpu",),
+}
+"""Modules of the compilers, which `pip install '.[accelerators]'` brings."""
+
+
+class Device(NamedTuple):
+    """One kind of accelerator.
+
+    Attributes:
+      platform: "cuda" or "tpu".
+      kind: A part of the name by which JAX calls it, `jax.Device.device_kind`.
+      memory_bytes: Of one device.
+      bandwidth: Bytes a second of its memory.
+      flops: Of its matrix products a second in bfloat16; in float32 where it has none of these.
+      link: Bytes a second, one way, from it to the others of its host.
+      kernel_seconds: From one kernel's start to the next one's, if they do nothing.
+      target: Of a GPU, the fields of XLA's description that are its own; () of a TPU.
+    """
+
+    platform: str
+    kind: str
+    memory_bytes: int
+    bandwidth: float
+    flops: float
+    link: float
+    kernel_seconds: float
+    target: tuple[tuple[str, object], ...] = ()
+
+
+def _gpu(kind: str, flops: float, link: float, version: tuple[int, int], **target) -> Device:
+    capability = f"{{ major: {version[0]} minor: {version[1]} }}"
+    target = {"cuda_compute_capability": capability, **target}
+    memory, bandwidth = target["device_memory_size"], target["memory_bandwidth"]
+    return Device("cuda", kind, memory, bandwidth, flops, link, 4e-6, tuple(target.items()))
+
+
+DEVICES: dict[str, Device] = {
+    "h100": _gpu(
+        "H100",
+        989e12,
+        450e9,
+        (9, 0),
+        core_count=132,
+        fpus_per_core=128,
+        threads_per_core_limit=2048,
+        shared_memory_per_core=233_472,
+        shared_memory_per_block_optin=232_448,
+        memory_bandwidth=3_352_320_000_000,
+        l2_cache_size=52_428_800,
+        clock_rate_ghz=1.98,
+        device_memory_size=84_929_347_584,
+    ),
+    "a100": _gpu(
+        "A100",
+        312e12,
+        300e9,
+        (8, 0),
+        core_count=108,
+        fpus_per_core=64,
+        threads_per_core_limit=2048,
+        shared_memory_per_core=167_936,
+        shared_memory_per_block_optin=166_912,
+        memory_bandwidth=2_039_040_000_000,
+        l2_cache_size=41_943_040,
+        clock_rate_ghz=1.41,
+        device_memory_size=85_100_068_864,
+    ),
+    # It has no bfloat16 products: XLA computes them in float32. Its host's link is PCIe 3.
+    "t4": _gpu(
+        "T4",
+        8.1e12,
+        12e9,
+        (7, 5),
+        core_count=40,
+        fpus_per_core=64,
+        threads_per_core_limit=1024,
+        shared_memory_per_core=65_536,
+        shared_memory_per_block_optin=65_536,
+        memory_bandwidth=320_064_000_000,
+        l2_cache_size=4_194_304,
+        clock_rate_ghz=1.59,
+        device_memory_size=15_835_660_288,
+    ),
+    # Its operations are one program, which nothing launches one by one.
+    "v5e": Device("tpu", "v5 lite", 17_179_869_184, 819e9, 197e12, 200e9, 0.0),
+}
+
+SLICE = 256
+"""Devices of the largest TPU v5e slice."""
+
+_TARGET = """gpu_device_info {{
+  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  {fields}
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 7 }}
+runtime_version {{ major: 12 minor: 9 }}
+device_description_str: "NVIDIA {kind}"
+"""
+
+
+def unavailable(name: str) -> str | None:
+    """Says why nothing can be compiled for a device; None if it can."""
+    missing = [module for module in PACKAGES[DEVICES[name].platform] if not _installed(module)]
+    if not missing:
+        return None
+    return (
+        f"no compiler for {name}: {', '.join(missing)} cannot be imported; write "
+        "pip install '.[accelerators]' with Python 3.12 or newer"
+    )
+
+
+def mesh_of(name: str, sizes: tuple[int, ...]) -> Mesh:
+    """A mesh of devices that are not there: hosts, and where there are two sizes their devices.
+
+    Args:
+      name: A key of `DEVICES`.
+      sizes: `(hosts,)` of one device each, or `(hosts, devices of each)`.
+
+    Returns:
+      The mesh, of the axes that `train` names.
+
+    Raises:
+      ValueError: For more devices than a TPU's slice has: its compiler would end the process.
+    """
+    device, count = DEVICES[name], math.prod(sizes)
+    if device.platform == "cuda":
+        fields = " ".join(f"{key}: {value}".replace(": {", " {") for key, value in device.target)
+        described = topologies.get_topology_desc(
+            platform="cuda",
+            topology_name="",
+            target_config=_TARGET.format(fields=fields, kind=device.kind),
+            topology=f"1x{sizes[0]}x{count // sizes[0]}",
+        )
+    else:
+        if count > SLICE:
+            raise ValueError(
+                f"got {count} devices of {name}, need at most {SLICE}: a slice has no more; write "
+                "--meshes 8 16x8, or another device"
+            )
+        rows = 2 ** (int(math.log2(count)) // 2)
+        described = topologies.get_topology_desc(
+            platform="tpu", topology_name=f"v5e:{rows}x{count // rows}"
+        )
+    return mesh_from(described.devices, sizes)
+
+
+def mesh_from(devices: list[jax.Device], sizes: tuple[int, ...]) -> Mesh:
+    """Lays devices out as replicas, or as hosts and their devices."""
+    names = (AXIS_NAME, FAST_AXIS)[: len(sizes)]
+    return Mesh(np.array(devices).reshape(sizes), names, axis_types=(AxisType.Auto,) * len(sizes))
+
+
+def _installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # of the package that it is in
+        return False

@@ -1,0 +1,163 @@
+"""The rows of benchmarks.accelerators as a table and as a picture.
+
+python -m benchmarks.accelerators_figure FILE.json PICTURE.svg
+"""
+
+import argparse
+import json
+import pathlib
+
+from matplotlib.figure import Figure
+
+from benchmarks.accelerators_roofline import RATES
+from train.output.plots import COLORS
+
+_COLUMNS = ("device", "model", "mesh", "method")
+_PROGRAM = [
+    *_COLUMNS,
+    "moved, copies",
+    "kernels",
+    "temp, copies",
+    "accessed, times dense",
+    "loops of unknown length",
+    "messages",
+    "asynchronous",
+    "in loops or branches",
+    "products beside them",
+    "peak, GB",
+    "compiled in, s",
+]
+_PREDICTED = [*_COLUMNS, "MB a host sends", *(f"{rate}, ms" for rate in RATES), "unlimited, ms"]
+_MEASURED = [*_COLUMNS, "a step of few tokens, over no slow link"]
+
+
+def above_dense(rows: list[dict]) -> list[tuple[dict, dict | None]]:
+    """Each row that was compiled, with the dense one of its device, model and mesh, if any."""
+    whole = [row for row in rows if "moved_copies" in row]
+    place = lambda row: (row["device"], row["model"], row["mesh"])
+    dense = {place(row): row for row in whole if row["method"] == "dense"}
+    return [(row, dense.get(place(row))) for row in whole]
+
+
+def table(rows: list[dict]) -> str:
+    """The rows as Markdown tables: programs, predicted steps, and what has been measured."""
+    whole, run = above_dense(rows), [row for row in rows if "measured" in row]
+    tables = [
+        _markdown(_PROGRAM, [_program(*pair) for pair in whole] + _failures(rows)),
+        _markdown(_PREDICTED, [_predicted(row) for row, _ in whole]),
+        _markdown(_MEASURED, [_key(row) + [measured_cell(row["measured"])] for row in run]),
+    ]
+    return "\n\n".join(text for text in tables if text)
+
+
+def _markdown(head: list[str], lines: list[list[str]]) -> str:
+    """A table; nothing without lines."""
+    written = [head, ["---"] * len(head), *lines] if lines else []
+    return "\n".join(f"| {' | '.join(line)} |" for line in written)
+
+
+def measured_cell(found: dict) -> str:
+    """What running a step has shown, in words."""
+    if "error" in found:
+        return f"not measured: {found['error']}"
+    seconds, predicted = found["seconds"], found["predicted_seconds"]
+    return f"measured {1e3 * seconds:.2f} ms, predicted {1e3 * predicted:.2f} ms"
+
+
+def _key(row: dict) -> list[str]:
+    return [row[name] for name in _COLUMNS]
+
+
+def _program(row: dict, dense: dict | None) -> list[str]:
+    """The cells of a program: of what the dense step has too, the difference to it."""
+    first = dense if row is not dense else None
+    counts = row["messages"].values()
+    temp = "memory", "temp_copies"
+    return [
+        *_key(row),
+        _above(row["moved_copies"], first and first["moved_copies"], ".1f"),
+        _above(row["kernels"], first and first["kernels"], ",d"),
+        _above(_at(row, *temp), first and _at(first, *temp), ".1f"),
+        _times(row["accessed_bytes"], first and first["accessed_bytes"]),
+        f"{row['unknown_loops']}",
+        f"{sum(kind['all'] for kind in counts)}",
+        f"{sum(kind['async'] for kind in counts)}",
+        f"{row['messages_inside']}",
+        f"{row['products_beside']:.0%}",
+        f"{_at(row, 'memory', 'peak_bytes') / 1e9:.2f}",
+        f"{row['compile_seconds']:.0f}",
+    ]
+
+
+def _predicted(row: dict) -> list[str]:
+    """A host's bytes, and what the roofline says of a step."""
+    seconds = [row["predicted"][rate] for rate in (*RATES, "unlimited")]
+    return _key(row) + [f"{row['nic_bytes'] / 1e6:,.2f}", *(f"{1e3 * s:,.0f}" for s in seconds)]
+
+
+def _at(row: dict, outer: str, inner: str) -> float:
+    return row[outer][inner]
+
+
+def _above(value, dense, form: str) -> str:
+    return format(value, form) if dense is None else f"{value - dense:+{form}}"
+
+
+def _times(value, dense) -> str:
+    return "" if not value or not dense else f"{value / dense:.2f}"
+
+
+def _failures(rows: list[dict]) -> list[list[str]]:
+    """Lines of the steps that could not be compiled, with the reason."""
+    told = [(_key(row), " ".join(row["error"].split())) for row in rows if "error" in row]
+    empty = [""] * (len(_PROGRAM) - len(_COLUMNS) - 1)
+    return [[*key, f"not compiled: {error.replace('|', '/')}", *empty] for key, error in told]
+
+
+def draw(rows: list[dict], path: pathlib.Path) -> None:
+    """Draws the predicted step against a host's rate, a panel a device, model and mesh.
+
+    Args:
+      rows: Of `benchmarks.accelerators`; those with an error are left out.
+      path: The picture; its suffix says the format.
+
+    Raises:
+      ValueError: If no row has a prediction.
+    """
+    panels: dict[tuple, list[dict]] = {}
+    for row, _ in above_dense(rows):
+        panels.setdefault((row["device"], row["model"], row["mesh"]), []).append(row)
+    if not panels:
+        raise ValueError(
+            "got no row with a prediction, need one; write python -m benchmarks.accelerators"
+        )
+    figure = Figure(figsize=(4.6 * min(3, len(panels)), 3.6 * -(-len(panels) // 3)))
+    figure.set_layout_engine("constrained")
+    columns = min(3, len(panels))
+    for number, (place, own) in enumerate(panels.items(), 1):
+        axes = figure.add_subplot(-(-len(panels) // columns), columns, number)
+        for index, row in enumerate(own):
+            turn, color = divmod(index, len(COLORS))
+            style = {"color": COLORS[color], "marker": "osD^vP*"[color]}
+            style["linestyle"] = ("-", "--", "-.")[turn % 3]
+            seconds = [row["predicted"][rate] for rate in RATES]
+            axes.loglog(list(RATES.values()), seconds, label=row["method"], **style)
+        axes.set_title("{}, {}, {} devices".format(*place))
+        axes.set_xlabel("bit/s of a host")
+        axes.set_ylabel("predicted step (s)")
+        axes.grid(alpha=0.25)
+        axes.legend(fontsize=7, frameon=False)
+    figure.savefig(path, dpi=100)
+
+
+def main() -> None:
+    """Reads a file's rows and draws them."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("json", type=pathlib.Path)
+    parser.add_argument("picture", type=pathlib.Path)
+    options = parser.parse_args()
+    draw(json.loads(options.json.read_text()), options.picture)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""The step that a roofline predicts: no measurement, and called "predicted" wherever it stands.
+
+Each matrix product runs at the device's peak, every other kernel at its memory's, and each kernel
+takes the time to start one: `flops / peak + bytes / bandwidth + kernels * kernel_seconds`. What a
+host sends takes the time that its link needs for the bytes; of that, messages hide as much as the
+products that the schedule puts beside them take. Rounds of latency are left out.
+"""
+
+from typing import NamedTuple
+
+from benchmarks.accelerators_devices import Device
+from train.models.gpt import GPTConfig
+
+SEQUENCES, CONTEXT = 2048, 1024
+"""The batch of all devices together that is predicted, whatever was compiled."""
+
+RATES = {
+    "100mbit": 100e6,
+    "500mbit": 500e6,
+    "1gbit": 1e9,
+    "10gbit": 10e9,
+    "25gbit": 25e9,
+    "100gbit": 100e9,
+}
+"""bit/s of a host's link."""
+
+
+class Work(NamedTuple):
+    """What one step needs.
+
+    Attributes:
+      flops: Of the gradient's products on one device.
+      moved: Bytes that kernels move on one device.
+      kernels: That run on one device.
+      fast_bytes: That one device sends to others of its host.
+      nic_bytes: That one host sends to others.
+      beside: The share of the products that the schedule puts beside messages between hosts.
+    """
+
+    flops: float
+    moved: float
+    kernels: int
+    fast_bytes: float
+    nic_bytes: float
+    beside: float
+
+
+def gradient_flops(model: GPTConfig, numel: int, devices: int) -> float:
+    """Of one device: 6 a parameter and token, and 12 a layer, feature and token looked back on."""
+    of_token = 6 * numel + 12 * model.layers * model.width * CONTEXT
+    return of_token * SEQUENCES * CONTEXT / devices
+
+
+def local_seconds(device: Device, work: Work) -> float:
+    """A step's time where the network between hosts takes none."""
+    memory, launches = work.moved / device.bandwidth, work.kernels * device.kernel_seconds
+    return work.flops / device.flops + memory + launches + work.fast_bytes / device.link
+
+
+def predicted_seconds(device: Device, work: Work, rate: float) -> float:
+    """A step's time over links of so many bit/s a host."""
+    hidden = work.beside * work.flops / device.flops
+    return local_seconds(device, work) + max(0.0, 8 * work.nic_bytes / rate - hidden)

@@ -1,0 +1,171 @@
+"""The steps that are compiled for accelerators: methods and models by name, as `train` runs them.
+
+All arrays are abstract. A sequence has 128 tokens and each device one of them, so that what the
+exchange needs is not hidden by activations: figures of a method are differences to the dense step.
+"""
+
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxcomp
+from train.config import Config, Data, Optimizer
+from train.config.run import AXIS_NAME, update
+from train.models import build
+from train.models.gpt import GPTConfig
+from train.placement.base import Functions
+from train.placement.resolve import resolve
+from train.processes.devices import FAST_AXIS
+
+TOKENS = 128
+"""Of a sequence in the programs that are compiled; the roofline counts those of its own batch."""
+
+MODELS: dict[str, GPTConfig] = {
+    "tiny": GPTConfig(layers=1, width=256, heads=4, context=TOKENS, vocab=1024, dtype="bfloat16"),
+    "toy": GPTConfig(layers=4, width=768, heads=12, context=TOKENS, vocab=6720, dtype="bfloat16"),
+    "124m": GPTConfig(layers=12, width=768, heads=12, context=1024, vocab=50_257, dtype="bfloat16"),
+    "1.3b": GPTConfig(
+        layers=24, width=2048, heads=32, context=1024, vocab=50_272, dtype="bfloat16", scan=True
+    ),
+    "20b": GPTConfig(
+        layers=44, width=6144, heads=64, context=1024, vocab=50_432, dtype="bfloat16", scan=True
+    ),
+}
+IN_SHARDS = ("20b",)
+"""Models whose parameters lie in shards over the devices of a host."""
+
+
+class Method(NamedTuple):
+    """A row of the tables, as a config describes it."""
+
+    update: str  # `optimizer.update`
+    layered: bool = False  # whether it looks at one layer at a time
+    qsdp: str | None = None
+
+
+def _mean(code: str, optimizer: str = "adamw(learning_rate)") -> Method:
+    return Method(f"chain(compressed_mean({code}, axis_name), {optimizer})")
+
+
+_MOMENTUM = "sgd(learning_rate, momentum=0.9)"
+# Float32 moments of 20 B parameters do not fit beside everything else.
+_LEAN = "adamw(learning_rate, mu_dtype='bfloat16')"
+
+METHODS: dict[str, Method] = {
+    "dense": _mean("identity()"),
+    "q8": _mean("quantize(8)"),
+    "q4": _mean("quantize(4)"),
+    "sign": _mean("sign(block=128)", _MOMENTUM),
+    "top_k": _mean("top_k(0.125, block=4096)", _MOMENTUM),
+    "group_top_1": _mean("group_top_1(8)", _MOMENTUM),
+    "cocktail": Method("cocktail_sgd(adamw(learning_rate), axis_name)"),
+    "cocktail_lean": Method(f"cocktail_sgd({_LEAN}, axis_name)"),
+    "one_bit_adam": Method("one_bit_adam(learning_rate, axis_name, freeze_step=100)"),
+    "one_bit_lamb": Method("one_bit_lamb(learning_rate, axis_name, freeze_step=100)", layered=True),
+    "zero_one_adam": Method("zero_one_adam(learning_rate, axis_name)"),
+    "slamb": Method("slamb(learning_rate, axis_name)", layered=True),
+    "sharded_optimizer": Method("sharded_optimizer(adamw(learning_rate), axis_name)"),
+    "qsdp": Method("adamw(learning_rate)", qsdp="qsdp(axis_name, fast_axis=fast_axis)"),
+}
+
+
+class Built(NamedTuple):
+    """A step and the abstract arrays that it is lowered for."""
+
+    config: Config
+    mesh: Mesh
+    init: Callable[[Any], tuple[Any, Any]]  # natural parameters -> params, state
+    step: Any  # a jitted function, or like one
+    params: Any
+    state: Any
+    batch: Any
+    numel: int  # of the parameters of a replica
+
+
+def has_fast_axis(method: Method) -> bool:
+    """Whether a step of the method tells the devices of a host from other hosts."""
+    arguments = inspect.signature(jaxcomp.train_step).parameters
+    return method.qsdp is not None or "fast_axis" in arguments
+
+
+def build_step(model: GPTConfig, method: Method, mesh: Mesh, in_shards: bool = False) -> Built:
+    """Makes the step of a method, for `lower`; nothing is computed.
+
+    Args:
+      model: Its size.
+      method: Its update.
+      mesh: Of hosts, or of hosts and their devices. Where the method knows no fast axis, all
+        devices are replicas alike.
+      in_shards: Whether the parameters of a replica, which is a host, lie on all its devices.
+    """
+    if len(mesh.axis_names) > 1 and not (in_shards or has_fast_axis(method)):
+        mesh = Mesh(mesh.devices.reshape(-1), (AXIS_NAME,), axis_types=mesh.axis_types[:1])
+    config = config_of(model, method, mesh, in_shards)
+    natural = build.param_shapes(config)
+    make = _in_shards if in_shards else resolve(config).functions
+    functions = make(config, mesh) if in_shards else make(mesh)
+    replicated = jax.tree.map(lambda _: NamedSharding(mesh, P()), natural)
+    shardings = functions.shardings(natural)
+    like = jax.eval_shape(functions.init, _placed(natural, replicated))
+    params, state = (_placed(*pair) for pair in zip(like, shardings, strict=True))
+    numel = sum(leaf.size for leaf in jax.tree.leaves(natural))
+    return Built(config, mesh, *functions[:2], params, state, batch_of(mesh), numel)
+
+
+def config_of(model: GPTConfig, method: Method, mesh: Mesh, in_shards: bool = False) -> Config:
+    """The run of `train` whose step it is."""
+    fast = 1 if in_shards else mesh.shape.get(FAST_AXIS, 1)
+    return Config(
+        name="accelerators",
+        steps=1000,
+        replicas=mesh.size,
+        fast=fast,
+        per_layer=method.layered,
+        optimizer=Optimizer(update=method.update, learning_rate=1e-3),
+        qsdp=method.qsdp,
+        model=model,
+        data=Data(batch=mesh.size),
+    )
+
+
+def batch_of(mesh: Mesh, sequences: int = 1, tokens: int = TOKENS) -> jax.ShapeDtypeStruct:
+    """A batch of so many sequences a device."""
+    rows = NamedSharding(mesh, P(mesh.axis_names))
+    return jax.ShapeDtypeStruct((mesh.size * sequences, tokens + 1), "int32", sharding=rows)
+
+
+def _in_shards(config: Config, mesh: Mesh) -> Functions:
+    """The step of replicas that are hosts, each parameter cut along one axis over its devices."""
+    natural, tx = build.param_shapes(config), update(config)
+    cut = lambda leaf: _cut(leaf.shape, mesh.shape[FAST_AXIS])
+    specs = jax.tree.map(cut, natural)
+    loss_fn = build.loss_of(config, build.model_of(config))
+    made = jaxcomp.train_step(loss_fn, tx, mesh, AXIS_NAME, param_specs=specs)
+    of_state = jaxcomp.state_specs(
+        jaxcomp.per_replica(tx, AXIS_NAME), natural, mesh, AXIS_NAME, specs
+    )
+    place = lambda specs: jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+
+    def init(params):
+        params = jax.lax.with_sharding_constraint(params, place(specs))
+        return params, made.init(params)
+
+    return Functions(init, made.step, lambda params: params, lambda _: place((specs, of_state)))
+
+
+def _cut(shape: tuple[int, ...], devices: int) -> P:
+    """Cuts a leaf along the last of its largest axes that can be divided."""
+    sizes = [(size, axis) for axis, size in enumerate(shape) if size % devices == 0]
+    if not sizes:
+        return P()
+    _, axis = max(sizes)
+    return P(*(None,) * axis, FAST_AXIS)
+
+
+def _placed(like: Any, shardings: Any) -> Any:
+    place: Callable = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+    return jax.tree.map(place, like, shardings)

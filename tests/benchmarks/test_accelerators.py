@@ -1,0 +1,145 @@
+"""What is read from programs that were compiled for accelerators, and from small real ones.
+
+Those are steps of a GPT for eight H100 and eight TPU v5e: compiled where the compilers are, and
+run nowhere.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import pytest
+
+from benchmarks import (
+    accelerators,
+    accelerators_figure,
+    accelerators_roofline,
+    accelerators_row,
+)
+from benchmarks.accelerators import COMPILING
+from benchmarks.accelerators_devices import DEVICES, mesh_from, mesh_of, unavailable
+from benchmarks.accelerators_run import time_step
+from benchmarks.accelerators_step import METHODS, MODELS, batch_of, build_step
+
+STRUCTURE = False
+"""Whether no message may stand in a loop or a branch, and no loop may be of unknown length."""
+
+# Of the `tiny` model's step: most copies of the parameters that kernels move, most kernels, and
+# most messages between hosts.
+TABLE = {
+    ("h100", "q4"): (39, 205, 3),
+    ("h100", "cocktail"): (50, 880, 2),
+    ("h100", "zero_one_adam"): (53, 270, 3),
+    ("v5e", "q4"): (75, 560, 3),
+    ("v5e", "cocktail"): (96, 2350, 2),
+    ("v5e", "zero_one_adam"): (87, 790, 3),
+}
+
+WORK = accelerators_roofline.Work(
+    flops=989e12,
+    moved=3_352_320_000_000,
+    kernels=250_000,
+    fast_bytes=450e9,
+    nic_bytes=1e9,
+    beside=0,
+)
+
+
+def test_the_roofline_adds_products_memory_launches_and_what_no_product_hides():
+    h100 = DEVICES["h100"]
+    assert accelerators_roofline.local_seconds(h100, WORK) == 4
+    predict = accelerators_roofline.predicted_seconds
+    assert predict(h100, WORK, 1e9) == 4 + 8
+    assert predict(h100, WORK._replace(beside=0.5), 1e9) == 4 + 7.5
+    assert predict(h100, WORK._replace(beside=0.5), 1e12) == 4
+
+
+def test_flops_are_six_a_parameter_and_token_and_those_of_attention():
+    model = MODELS["124m"]
+    tokens = 2048 * 1024 / 8
+    flops = accelerators_roofline.gradient_flops(model, 124_000_000, 8)
+    assert flops == (6 * 124_000_000 + 12 * 12 * 768 * 1024) * tokens
+
+
+def row_of(method, **more):
+    key = {"device": "h100", "model": "tiny", "method": method, "mesh": "8"}
+    return key | more
+
+
+def test_a_new_row_replaces_the_old_one_and_what_was_measured_stays():
+    measured = {"seconds": 1.0, "predicted_seconds": 0.5}
+    rows = accelerators.merged([row_of("q4", kernels=1), row_of("dense")], row_of("q4", kernels=2))
+    assert rows == [row_of("dense"), row_of("q4", kernels=2)]
+    rows = accelerators.merged(rows, row_of("q4", measured=measured))
+    rows = accelerators.merged(rows, row_of("q4", error="why"))
+    assert rows[1] == row_of("q4", error="why", measured=measured)
+    text = accelerators_figure.table(rows[1:])
+    assert "not compiled: why" in text and "measured 1000.00 ms, predicted 500.00 ms" in text
+
+
+def test_an_error_of_a_process_of_its_own_is_told():
+    with pytest.raises(RuntimeError, match="ValueError: invalid literal"):
+        accelerators.apart(int, "x", environment={})
+
+
+def test_a_step_runs_and_is_timed_on_the_devices_at_hand():
+    mesh = jax.make_mesh((4,), ("replica",))
+    built = build_step(SMALL, METHODS["q4"], mesh)
+    assert built.batch == batch_of(mesh)
+    assert time_step(built, built.step, repeats=1) > 0
+
+
+SMALL = dataclasses.replace(MODELS["tiny"], layers=1, width=32, heads=2, vocab=256)
+
+
+@pytest.mark.parametrize(
+    ("method", "in_shards"),
+    [("q4", False), ("qsdp", False), ("cocktail_lean", True)],
+)
+def test_steps_are_lowered_for_hosts_of_several_devices(method, in_shards):
+    hosts = mesh_from(jax.devices(), (4, 2))
+    model = dataclasses.replace(SMALL, scan=True)
+    built = build_step(model, METHODS[method], hosts, in_shards)
+    built.step.lower(built.params, built.state, built.batch)
+    axes = {
+        axis for x in jax.tree.leaves(built.params) for axis in jax.tree.leaves(x.sharding.spec)
+    }
+    assert ("fast" in str(axes)) == (in_shards or method == "qsdp")
+    assert built.mesh.size == 8
+
+
+def test_more_devices_than_a_slice_has_are_refused_before_the_compiler_ends_its_process():
+    with pytest.raises(ValueError, match="got 1024 devices of v5e, need at most 256"):
+        mesh_of("v5e", (128, 8))
+
+
+def test_a_device_without_its_compiler_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(
+        accelerators.unavailable.__globals__["PACKAGES"], "tpu", ("no_such_package.at_all",)
+    )
+    assert "pip install '.[accelerators]'" in unavailable("v5e")
+
+
+@functools.cache
+def rows_of(device):
+    """The rows of the table's methods, made in one process of its own."""
+    methods = [method for name, method in TABLE if name == device]
+    made = accelerators.apart(
+        accelerators_row.rows, device, "tiny", methods, (8,), environment=COMPILING
+    )
+    return {row["method"]: row for row in made}
+
+
+@pytest.mark.parametrize(("device", "method"), TABLE)
+def test_programs_for_accelerators_have_the_structure_that_the_page_says(device, method):
+    if (reason := unavailable(device)) is not None:
+        pytest.skip(reason)
+    row = rows_of(device)[method]
+    most_copies, most_kernels, most_messages = TABLE[device, method]
+    assert row["moved_copies"] <= most_copies
+    assert row["kernels"] <= most_kernels
+    found = [kind["all"] for kind in row["messages"].values()]
+    assert 0 < sum(found) <= most_messages
+    if STRUCTURE:
+        assert row["messages_inside"] == 0
+        assert row["unknown_loops"] == 0
