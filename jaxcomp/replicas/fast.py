@@ -88,9 +88,7 @@ def own(params: Any, shares: Any, fast_axis: str) -> Any:
         if share.axis is None:
             return x
         rows = to_varying(_rows(share, x, fast_axis), fast_axis)
-        return lax.dynamic_index_in_dim(
-            rows, lax.axis_index(fast_axis), share.axis, keepdims=False
-        )
+        return lax.dynamic_index_in_dim(rows, lax.axis_index(fast_axis), share.axis, keepdims=False)
 
     return jax.tree.map(take, shares, params)
 

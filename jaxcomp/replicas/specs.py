@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxcomp.replicas import fast
 from jaxcomp.replicas.state import replica_axes
-from jaxcomp.replicas.types import unlike, varies_over, varying_axes
+from jaxcomp.replicas.types import names_of, unlike, varies_over, varying_axes
 
 
 def state_specs(
@@ -118,10 +118,14 @@ def specs_of(
 ) -> Any:
     """The PartitionSpecs of what `function(*args)` makes inside `shard_map`.
 
-    `axis_name` may be several: what varies over one of them has a row for each of their replicas.
+    `axis_name` may be several: what varies over some of them has rows over these.
     """
-    types = _types_of(function, mesh, in_specs, *args)
-    return jax.tree.map(lambda x: P(axis_name) if varies_over(x, axis_name) else P(), types)
+
+    def rows(x):
+        names = tuple(name for name in names_of(axis_name) if varies_over(x, name))
+        return P(names if len(names) > 1 else names[0]) if names else P()
+
+    return jax.tree.map(rows, _types_of(function, mesh, in_specs, *args))
 
 
 def _types_of(function, mesh, in_specs, *args):

@@ -62,13 +62,14 @@ def train_step(
       `batch` is a pytree of global arrays whose first axis is divisible by num_replicas *
       accumulate and sharded over `axis_name`. `step` donates params and state. Metrics: `loss`,
       f32[num_replicas], the loss on each replica's part of the batch before the update, not
-      averaged, so that it costs no message; with a fast axis of F, all this of F * num_replicas; `skipped`, bool[], whether all left this step out:
-      False for methods whose state counts `skipped`.
+      averaged, so that it costs no message; `skipped`, bool[], whether all left this step out:
+      False for methods whose state counts `skipped`. With a fast axis of F, batch and loss are
+      those of num_replicas * F, over both axes.
 
     Raises:
-      ValueError: At construction for `accumulate` below 1. At the first call, if `axis_name` is no
-        axis of the mesh, `fast_axis` none or one that `param_specs` use, the batch cannot be divided, the loss is equal on all replicas, or the
-        updates that reach or leave `tx` are not what they must be.
+      ValueError: At construction for `accumulate` below 1. At the first call, if an axis is none of
+        the mesh, `param_specs` use `fast_axis`, the batch cannot be divided, the loss is equal on
+        all replicas, or the updates that reach or leave `tx` are not what they must be.
     """
     check_accumulate(accumulate)
     update = Update(per_replica(tx, axis_name), mesh, axis_name, param_specs, fast_axis)

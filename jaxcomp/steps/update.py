@@ -73,7 +73,8 @@ def init_state(update: Update, params: Any) -> Any:
 
 def whole_drifts(update: Update, params: Any, drifts: list[Any]) -> list[Any]:
     """The drifts of a state in the shapes of the parameters, for the gradient."""
-    if update.fast_axis is None or not drifts:
+    fast_axis = update.fast_axis
+    if fast_axis is None or not drifts:
         return drifts
     of_params, _ = update_specs(update, params)
     update = with_shares(update, params)
@@ -84,7 +85,7 @@ def whole_drifts(update: Update, params: Any, drifts: list[Any]) -> list[Any]:
 
     def gather(drifts, params):
         own = jax.tree.map(lambda x: x[0], drifts)
-        whole = [fast.gathered(x, update.shares, params, update.fast_axis) for x in own]
+        whole = [fast.gathered(x, update.shares, params, fast_axis) for x in own]
         return jax.tree.map(lambda x: x[None], whole)
 
     return jax.shard_map(
