@@ -120,7 +120,7 @@ def overlapped_train_step(
     if set(mesh.axis_names) != set(names_of(update.axes)):
         raise ValueError(
             f"overlapped_train_step got a mesh of axes {mesh.axis_names}, needs one of "
-            f"{names_of(update.axes)} alone; write jaxcomp.train_step for the others."
+            f"{update.axes!r} alone; write jaxcomp.train_step for the others."
         )
     gradient = Gradient(loss_fn, mesh, update.axes, accumulate)
     step = OverlappedStep(
