@@ -5,7 +5,8 @@
 Each host is a process in a network namespace of its own; see benchmarks/network.py. One start of
 the hosts serves all methods, and one compilation of a method all rates, between which the links
 are shaped anew. Bytes are those of the hosts' interfaces, beside what jaxcomp's report reads from
-the compiled program. With --torch-python the same model is trained by PyTorch's DDP as well.
+the compiled program. With --devices 1 2 a host has one device, and then two, each a process: what
+goes through its interface stays. With --torch-python PyTorch's DDP trains the same model as well.
 """
 
 import argparse
@@ -15,7 +16,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from benchmarks import commands, network
@@ -48,9 +49,12 @@ class Team(NamedTuple):
     program: list[str]  # a worker's command, up to its options
     specs: dict[str, dict]  # method -> arguments of the worker's `build`
     connected: bool  # whether the hosts train together
+    devices: int = 1  # of a host, each a process
 
 
-def teams(methods: list[str], torch_python: str | None) -> list[Team]:
+def teams(
+    methods: list[str], torch_python: str | None, devices: Sequence[int] = (1,)
+) -> list[Team]:
     """Who has to be started for some methods, in the order of the tables above."""
     jax_host = [sys.executable, "-m", "benchmarks.slow_network_worker"]
     torch_host = [torch_python or "", "-m", "benchmarks.peer_torch"]
@@ -61,22 +65,29 @@ def teams(methods: list[str], torch_python: str | None) -> list[Team]:
     } | {name: {"update": ADAM, "qsdp": SHARDED[name]} for name in SHARDED if name in methods}
     peers = {name: {"exchange": PEERS[name]} for name in PEERS if name in methods}
     alone = {ALONE: {"update": METHODS[DENSE]}} if ALONE in methods else {}
-    everyone = [Team(jax_host, alone, False), Team(jax_host, updates, True)]
+    everyone = [Team(jax_host, alone, False)]
+    for count in devices:
+        # Behind one interface: together they send what one device would.
+        several = {
+            f"{name}, {count} devices": spec | {"fast": count} for name, spec in updates.items()
+        }
+        everyone.append(Team(jax_host, several if count > 1 else updates, True, count))
     if torch_python:
         everyone.append(Team(torch_host, peers, True))
     return [team for team in everyone if team.specs]
 
 
 def programs(team: Team, hosts: tuple[network.Host, ...]) -> list[list[str]]:
-    """The command of each host of a team."""
-    count = len(hosts) if team.connected else 1
+    """The commands of a team, of each host behind each other."""
+    count = len(hosts) * team.devices if team.connected else 1
     options = ["--coordinator", f"{hosts[0].address}:7000", "--num-processes", str(count)]
     options += ["--interface", network.INTERFACE]
+    places = [host for host in hosts for _ in range(team.devices)]
     return [
         network.inside(
             host, [*team.program, *options, "--process-id", str(i if team.connected else 0)]
         )
-        for i, host in enumerate(hosts)
+        for i, host in enumerate(places)
     ]
 
 
@@ -112,7 +123,7 @@ def measure(workers, hosts, steps: int, warmup: int) -> dict:
         "cpu_seconds": statistics.fmean(answer["cpu_seconds"] for answer in answers) / steps,
         "nic_bytes": {"sent": per_step("sent"), "received": per_step("received")},
         "retransmitted": per_step("retransmitted"),
-        "report_bytes": answers[0]["report_bytes"],
+        "report_bytes": answers[0]["report_bytes"] * (len(workers) // len(hosts)),
         "skips_rounds": answers[0]["skips_rounds"],
         "loss": statistics.fmean(answer["loss"] for answer in answers),
     }
@@ -169,6 +180,7 @@ def rows_of(
                     **spec,
                     "rate": rate,
                     "hosts": len(net.hosts),
+                    "devices": team.devices,
                     "model": model,
                     "sequences": options.sequences,
                     **facts,
@@ -178,7 +190,7 @@ def rows_of(
                         measured["report_bytes"],
                         facts["collectives"],
                     ),
-                    "threads": f"1 a host on {os.cpu_count()} cores",
+                    "threads": f"{team.devices} a host on {os.cpu_count()} cores",
                     "environment": ENVIRONMENT,
                 }
             network.shape(net, network.UNLIMITED)
@@ -203,6 +215,7 @@ def parse(args: list[str]) -> argparse.Namespace:
     parser.add_argument("--json", type=pathlib.Path, help="file for the rows, a PNG beside it")
     parser.add_argument("--quick", action="store_true", help="2 hosts, 2 rates, 3 methods")
     parser.add_argument("--hosts", type=int, default=4)
+    parser.add_argument("--devices", type=int, nargs="+", default=[1], help="of a host, as 1 2")
     parser.add_argument("--rates", nargs="+", default=list(RATES), help="as 500mbit, or unlimited")
     every = [ALONE, *METHODS, *SHARDED, *PEERS]
     parser.add_argument("--methods", nargs="+", default=every, choices=every, metavar="NAME")
@@ -237,7 +250,7 @@ def main(args: list[str]) -> None:
         print("no PyTorch rows: --torch-python PATH names a Python that has it", file=sys.stderr)
     rows: list[dict] = []
     with network.network(options.hosts) as net, tempfile.TemporaryDirectory() as folder:
-        for team in teams(options.methods, options.torch_python):
+        for team in teams(options.methods, options.torch_python, options.devices):
             for row in rows_of(
                 team, net, options.rates, options.model, options, pathlib.Path(folder)
             ):

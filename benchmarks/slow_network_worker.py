@@ -28,21 +28,24 @@ def config_of(
     sequences: int,
     overlap: bool = False,
     qsdp: str | None = None,
+    fast: int = 1,
 ) -> Config:
     """The run whose step is timed.
 
     Args:
       update: The optimizer, as `optimizer.update` of a config.
       model: Fields of `GPTConfig`.
-      replicas: Hosts that exchange.
+      replicas: Devices of all hosts.
       sequences: Of one replica and step.
       overlap: Whether the exchange is dispatched beside the gradient.
       qsdp: How parameters live in shards; None: each replica holds all.
+      fast: Devices of a host.
     """
     return Config(
         name="slow_network",
         overlap=overlap,
         qsdp=qsdp,
+        fast=fast,
         steps=10**4,  # more than are ever timed
         replicas=replicas,
         optimizer=Optimizer(update=update, learning_rate=1e-4, schedule="constant"),
@@ -115,16 +118,16 @@ def functions(replicas: int) -> dict:
     def sends() -> list[dict]:
         task = built["task"]
         shares = {part: count / task.config.steps for part, count in task.rounds.items()}
-        found = step_probe.messages(task.programs, task.mesh, shares)
+        found = step_probe.messages(task.programs, task.mesh, shares, AXIS_NAME)
         return [dataclasses.asdict(message) for message in found]
 
     return {"build": build, "run": run, "parts": parts, "sends": sends}
 
 
 def num_collectives(task) -> int:
-    """Collectives that one step executes, of all branches together."""
+    """Collectives between hosts that one step executes, of all branches together."""
     rows = jaxcomp.report.collectives(task.programs, task.mesh)
-    return sum(row.count for row in rows if row.sent_bytes)
+    return sum(row.count for row in rows if row.sent_bytes and {AXIS_NAME, "?"} & set(row.axes))
 
 
 def rounds(state) -> dict[str, int]:

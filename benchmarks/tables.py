@@ -70,6 +70,22 @@ def _codec(rows, task, steps) -> str:
     )
 
 
+def _devices(rows, task, steps) -> str:
+    """What an interface sends, of hosts of one device and of several."""
+    sent = lambda row: row["nic_bytes"]["sent"]
+    one = {row["method"]: sent(row) for row in rows if row["devices"] == 1}
+    name = lambda row: row["method"].rpartition(", ")[0]
+    return _columns(
+        [row for row in rows if name(row) in one],
+        {
+            "method": name,
+            "devices": lambda row: str(row["devices"]),
+            "bytes a step": lambda row: f"{sent(row):,.0f}",
+            "of one device's": lambda row: f"{sent(row) / one[name(row)]:.3f}",
+        },
+    )
+
+
 def _columns(rows: list[dict], cells: dict[str, Callable[[dict], str]]) -> str:
     lines = [list(cells), ["---"] * len(cells)]
     lines += [[cell(row) for cell in cells.values()] for row in rows]
@@ -79,6 +95,7 @@ def _columns(rows: list[dict], cells: dict[str, Callable[[dict], str]]) -> str:
 TABLES: dict[str, Callable[[list[dict], str, int], str]] = {
     "convergence": _convergence,
     "slow_network": lambda rows, task, steps: slow_network_figure.table(rows),
+    "slow_network_devices": _devices,
     "whole_run": lambda rows, task, steps: whole_run.table(rows),
     "scaling": lambda rows, task, steps: scaling.table(rows),
     "scaling_check": lambda rows, task, steps: scaling_check.table(rows),

@@ -23,6 +23,7 @@ ELSEWHERE = {
     "compressors/checks.py": COMPRESSORS,  # errors of all of them
     "measure/mesh.py": "measure/test_hlo.py",  # one reader of a compiled program
     "measure/tables.py": "measure/test_report.py",  # how rows are aligned
+    "replicas/fast.py": "steps/test_fast.py",  # the step that is made of it
     "replicas/shards.py": QSDP,
     "steps/gradient.py": "steps/test_train.py",  # both halves of a step
     "steps/update.py": "steps/test_train.py",

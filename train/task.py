@@ -175,8 +175,10 @@ def _left_out(total: Callable[[Any], jax.Array], state: Any) -> int:
 
 def shapes_of(task: Task, num_replicas: int) -> dict[str, Any]:
     """Shapes and dtypes of the run's parameters and state, as so many replicas would hold them."""
-    names = task.mesh.axis_names
-    mesh = AbstractMesh((num_replicas, 1)[: len(names)], names, (AxisType.Auto,) * len(names))
+    sizes = dict(task.mesh.shape) | dict.fromkeys(task.placement.row_axes, 1)
+    sizes[AXIS_NAME] = num_replicas // math.prod(sizes.values())
+    types = (AxisType.Auto,) * len(sizes)
+    mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), types)
     params, state = jax.eval_shape(task.placement.functions(mesh).init, task.natural)
     return {"params": params, "state": state}
 

@@ -62,8 +62,9 @@ def measure_link(
 
     Args:
       mesh: The mesh of the run.
-      axis_name: The axis of the replicas, of size 2 or more.
-      sizes: Bytes that leave one replica in one call, growing; at least two.
+      axis_name: The axis of the replicas, of size 2 or more. Where each has several devices, all of
+        them send at once.
+      sizes: Bytes that leave one device in one call, growing; at least two.
       repeats: Timed calls of each size.
       longest: Seconds of a call after which no larger size is tried.
       pause: Seconds before each call. A shaper lets bursts pass that fill up again while a step
@@ -81,13 +82,14 @@ def measure_link(
             f"got {mesh.shape[axis_name]} replica and {len(sizes)} sizes, need two or more of both "
             "to measure what lies between them; give the rate and latency of the link instead."
         )
-    link = {}
+    link, devices = {}, mesh.size // mesh.shape[axis_name]
     for op, make in COLLECTIVES.items():
         samples = []
         for size in sizes:
             program, x = collective(make, size, mesh, axis_name)
             call = functools.partial(program, x)
-            samples.append((report.sent_bytes(program, mesh), seconds_of(call, repeats, pause)))
+            sent = devices * report.sent_bytes(program, mesh, axis_name)
+            samples.append((sent, seconds_of(call, repeats, pause)))
             if samples[-1][1] > longest and len(samples) > 1:
                 break
         link[op] = cost_of(samples)

@@ -4,6 +4,7 @@ All processes of a run call these functions together, and get the same numbers.
 """
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ from jaxcomp.measure import report
 from jaxcomp.measure.link_probe import seconds_of
 from jaxcomp.measure.planner import Message
 from jaxcomp.replicas.state import per_replica
+from jaxcomp.replicas.types import names_of
 from jaxcomp.steps.gradient import Gradient, all_gradients, check_batch
 from jaxcomp.steps.update import Update, all_updates, init_state, update_specs
 
@@ -29,15 +31,19 @@ class UpdateProgram(NamedTuple):
 
 
 def update_program(
-    tx: optax.GradientTransformation, params: Any, mesh: Mesh, axis_name: str
+    tx: optax.GradientTransformation,
+    params: Any,
+    mesh: Mesh,
+    axis_name: str,
+    fast_axis: str | None = None,
 ) -> UpdateProgram:
     """Compiles what `jaxcomp.train_step` does after the gradient.
 
     Arguments are those of `train_step`, but for `params`, shapes and dtypes of the parameters, and
-    for a mesh of one axis, or that of `alone`.
+    for a mesh of the axes that are named, or that of `alone`.
     """
-    update = Update(per_replica(tx, axis_name), mesh, axis_name)
-    num_replicas = mesh.shape[axis_name]
+    update = Update(per_replica(tx, axis_name), mesh, axis_name, fast_axis=fast_axis)
+    num_rows = math.prod(mesh.shape[name] for name in names_of(update.axes))
     init = jax.jit(functools.partial(init_state, update))
 
     def placed(x, spec, *lead):
@@ -45,27 +51,32 @@ def update_program(
         return jax.ShapeDtypeStruct((*lead, *x.shape), x.dtype, sharding=place)
 
     def step(params, state, grads):
-        return all_updates(update, params, state, grads, jnp.zeros(num_replicas))[:2]
+        return all_updates(update, params, state, grads, jnp.zeros(num_rows))[:2]
 
     state = jax.tree.map(placed, jax.eval_shape(init, params), update_specs(update, params)[1])
-    grads = jax.tree.map(lambda x: placed(x, P(axis_name), num_replicas), params)
+    grads = jax.tree.map(lambda x: placed(x, P(update.axes), num_rows), params)
     params = jax.tree.map(lambda x: placed(x, P()), params)
     program = jax.jit(step, donate_argnums=(0, 1)).lower(params, state, grads).compile()
     return UpdateProgram(init, program)
 
 
 def messages(
-    program: report.Program | Sequence[report.Program], mesh: Mesh, shares: Mapping[str, float]
+    program: report.Program | Sequence[report.Program],
+    mesh: Mesh,
+    shares: Mapping[str, float],
+    axis_name: str | None = None,
 ) -> tuple[Message, ...]:
     """Lists what a compiled step, of one or several programs, sends: one message a collective.
 
     `shares` has the share of steps that send a part, for methods that skip some; {} for others.
+    With `axis_name` only what crosses that axis, the messages of all devices of a replica as one.
     """
+    devices = mesh.size // mesh.shape[axis_name] if axis_name else 1
     often = lambda row: shares.get(row.part, 0.0) if row.part and shares else 1.0
     return tuple(
-        Message(row.op, row.sent_bytes, row.count * often(row))
+        Message(row.op, devices * row.sent_bytes, row.count * often(row))
         for row in report.collectives(program, mesh)
-        if row.sent_bytes
+        if row.sent_bytes and (axis_name is None or {axis_name, "?"} & set(row.axes))
     )
 
 
@@ -75,14 +86,23 @@ def held_bytes(program: jax.stages.Compiled) -> int:
     return planned.argument_size_in_bytes + planned.temp_size_in_bytes if planned else 0
 
 
-def alone(mesh: Mesh, axis_name: str) -> Mesh:
-    """The mesh's devices as copies of one replica: all do the same at once, and nothing is sent."""
-    types = (AxisType.Auto,) * 2
-    return Mesh(mesh.devices.reshape(1, -1), (axis_name, "copies"), axis_types=types)
+def alone(mesh: Mesh, axis_name: str, fast_axis: str | None = None) -> Mesh:
+    """The mesh's devices as copies of one replica: all do the same at once.
+
+    Nothing is sent but between the devices of a replica that has several, the last axis then.
+    """
+    fast = (fast_axis,) if fast_axis else ()
+    devices = mesh.devices.reshape(1, -1, *(mesh.shape[name] for name in fast))
+    names = axis_name, "copies", *fast
+    return Mesh(devices, names, axis_types=(AxisType.Auto,) * len(names))
 
 
 def update_timer(
-    program: UpdateProgram, params: Any, mesh: Mesh, axis_name: str
+    program: UpdateProgram,
+    params: Any,
+    mesh: Mesh,
+    axis_name: str,
+    fast_axis: str | None = None,
 ) -> Callable[[int, int | None], float]:
     """Makes what times an update on every device at once, without a network.
 
@@ -91,14 +111,17 @@ def update_timer(
       params: Shapes and dtypes of the parameters.
       mesh: That of `alone`.
       axis_name: The axis of the replicas.
+      fast_axis: That of the devices of each, if they are several.
 
     Returns:
       `(repeats, count) -> seconds`. `count` is the number of steps done before each call, for
       methods that skip rounds by it; None leaves it to the state.
     """
-    everywhere, rows = NamedSharding(mesh, P()), NamedSharding(mesh, P(axis_name))
+    axes = (axis_name, fast_axis) if fast_axis else (axis_name,)
+    everywhere, rows = NamedSharding(mesh, P()), NamedSharding(mesh, P(axes))
     start = jax.jit(functools.partial(_waves, params), out_shardings=everywhere)
-    grads = jax.jit(functools.partial(_waves, params, 1), out_shardings=rows)()
+    num_rows = math.prod(mesh.shape[name] for name in axes)
+    grads = jax.jit(functools.partial(_waves, params, num_rows), out_shardings=rows)()
     state = program.init(start())
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(state)]
     counts = [i for i, path in enumerate(paths) if getattr(path[-1], "name", None) == "count"]
@@ -120,8 +143,9 @@ def update_timer(
 
 def _waves(like: Any, *lead: int) -> Any:
     """Numbers without a pattern that a code could profit from; random ones take long to compile."""
-    wave = lambda x: jnp.sin(jnp.arange(x.size, dtype=jnp.float32) ** 1.5)
-    return jax.tree.map(lambda x: wave(x).reshape(*lead, *x.shape).astype(x.dtype), like)
+    wave = lambda x: jnp.sin(jnp.arange(x.size, dtype=jnp.float32) ** 1.5).reshape(x.shape)
+    row = lambda x: jnp.broadcast_to(wave(x).astype(x.dtype), (*lead, *x.shape))
+    return jax.tree.map(row, like)
 
 
 def passes(messages: Sequence[Message], num_replicas: int) -> float:
@@ -141,15 +165,15 @@ def gradient_timer(
     params: Any,
     batch: Any,
     mesh: Mesh,
-    axis_name: str,
+    axis_name: str | tuple[str, ...],
     accumulate: int = 1,
 ) -> Callable[[int], float]:
-    """Makes `(repeats) -> seconds` of the gradient of every replica at once, without a network.
+    """Makes `(repeats) -> seconds` of the gradient of every device at once, without a network.
 
     `params` and `batch` are shapes and dtypes, of what all replicas hold and of what all of them
-    get together; the mesh has one axis. The rest is as for `train_step`.
+    get together; the mesh has the axes that are named. The rest is as for `train_step`.
     """
-    check_batch(batch, axis_name, mesh.shape[axis_name], accumulate)
+    check_batch(batch, axis_name, mesh.size, accumulate)
     gradient = Gradient(loss_fn, mesh, axis_name, accumulate)
     program = jax.jit(functools.partial(all_gradients, gradient))
     everywhere, rows = NamedSharding(mesh, P()), NamedSharding(mesh, P(axis_name))

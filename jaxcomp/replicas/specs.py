@@ -9,8 +9,9 @@ import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxcomp.replicas import fast
 from jaxcomp.replicas.state import replica_axes
-from jaxcomp.replicas.types import unlike, varies_over, varying_axes
+from jaxcomp.replicas.types import names_of, unlike, varies_over, varying_axes
 
 
 def state_specs(
@@ -19,6 +20,7 @@ def state_specs(
     mesh: Mesh | AbstractMesh,
     axis_name: str,
     param_specs: Any = None,
+    fast_axis: str | None = None,
 ) -> Any:
     """The PartitionSpec of every leaf of the state, for `shard_map` and for checkpoints.
 
@@ -29,6 +31,7 @@ def state_specs(
       axis_name: The axis of the replicas.
       param_specs: PartitionSpecs of the parameters over the mesh's other axes, a tree or a
         prefix of one; replicated by default.
+      fast_axis: That of the step, if it has one.
 
     Returns:
       A tree like the state, with `P(axis_name, ...)` for rows of replicas, the parameter's own spec
@@ -46,6 +49,9 @@ def state_specs(
             "state has rows of replicas. Write "
             f"jaxcomp.per_replica(optax.chain(...), {axis_name!r})."
         )
+    if fast_axis is not None:
+        shares = fast.shares_of(params, param_specs, mesh, fast_axis)
+        params, param_specs = fast.filled(params, shares)
     shaped = jax.tree.map(
         lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec)),
         params,
@@ -112,10 +118,14 @@ def specs_of(
 ) -> Any:
     """The PartitionSpecs of what `function(*args)` makes inside `shard_map`.
 
-    `axis_name` may be several: what varies over one of them has a row for each of their replicas.
+    `axis_name` may be several: what varies over some of them has rows over these.
     """
-    types = _types_of(function, mesh, in_specs, *args)
-    return jax.tree.map(lambda x: P(axis_name) if varies_over(x, axis_name) else P(), types)
+
+    def rows(x):
+        names = tuple(name for name in names_of(axis_name) if varies_over(x, name))
+        return P(names if len(names) > 1 else names[0]) if names else P()
+
+    return jax.tree.map(rows, _types_of(function, mesh, in_specs, *args))
 
 
 def _types_of(function, mesh, in_specs, *args):

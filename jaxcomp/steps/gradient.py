@@ -1,6 +1,7 @@
 """The first half of a step: each replica's own gradient, of its part of the batch."""
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -11,7 +12,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxcomp.replicas.state import add_drifts
-from jaxcomp.replicas.types import is_tracked, varying_axes
+from jaxcomp.replicas.types import is_tracked, names_of, varying_axes
 
 
 class Gradient(NamedTuple):
@@ -19,7 +20,7 @@ class Gradient(NamedTuple):
 
     loss_fn: Callable[[Any, Any], jax.Array]  # the mean loss of a replica's batch
     mesh: Mesh | AbstractMesh
-    axis_name: str  # of the replicas
+    axis_name: str | tuple[str, ...]  # of the replicas, and of the devices of each
     accumulate: int = 1  # microbatches that a replica's batch is cut into
 
 
@@ -32,13 +33,14 @@ def all_gradients(
     fields `drift`, the batch is global.
     """
     _, mesh, axis_name, accumulate = gradient
-    check_batch(batch, axis_name, mesh.shape[axis_name], accumulate)
+    names = names_of(axis_name)
+    check_batch(batch, axis_name, math.prod(mesh.shape[name] for name in names), accumulate)
     return jax.shard_map(
         functools.partial(local_gradient, gradient),
         mesh=mesh,
-        in_specs=(P(), P(axis_name), P(axis_name)),
+        in_specs=(P(), P(names[0]), P(axis_name)),
         out_specs=P(axis_name),
-        axis_names={axis_name},  # the other axes are XLA's
+        axis_names=set(names),  # the other axes are XLA's
     )(params, drifts, batch)
 
 
@@ -50,7 +52,7 @@ def local_gradient(
     local = add_drifts(params, drifts, axis_name)
     at_local = lambda _, part: jax.value_and_grad(loss_fn)(local, part)
     loss, grads = mean_over_microbatches(at_local, accumulate, local, batch)
-    require_local(loss, axis_name)
+    require_local(loss, *names_of(axis_name))
     return loss[None], jax.tree.map(lambda g: g[None], grads)
 
 

@@ -7,6 +7,7 @@ that they take for fast ones.
 """
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,8 +16,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from jaxcomp.exchange.journeys import Pace
-from jaxcomp.replicas.state import local_params
-from jaxcomp.replicas.types import tied, to_varying, zeros_of
+from jaxcomp.replicas.state import add_drifts
+from jaxcomp.replicas.types import names_of, tied, to_varying, zeros_of
 from jaxcomp.steps.gradient import (
     Gradient,
     added,
@@ -25,30 +26,35 @@ from jaxcomp.steps.gradient import (
     no_gradients,
     require_local,
 )
-from jaxcomp.steps.update import Update, local_update, update_specs
+from jaxcomp.steps.update import Update, local_update, own_params, update_specs, with_shares
 
 
 def interleaved(
-    gradient: Gradient, update: Update, params: Any, state: Any, batch: Any
+    gradient: Gradient, update: Update, params: Any, state: Any, drifts: Any, batch: Any
 ) -> tuple[Any, Any, jax.Array, jax.Array]:
-    """A whole step on a mesh of one axis: `(params, state, skipped, f32[num_replicas] losses)`."""
-    axis_name = gradient.axis_name
-    check_batch(batch, axis_name, gradient.mesh.shape[axis_name], gradient.accumulate)
+    """A whole step: `(params, state, skipped, losses)`, arguments as for its two halves.
+
+    On a mesh without other axes than those of the replicas and their devices, which are manual
+    from the beginning to the end.
+    """
+    axes, mesh = gradient.axis_name, gradient.mesh
+    check_batch(batch, axes, mesh.size, gradient.accumulate)
     specs = update_specs(update, params)
     return jax.shard_map(
-        functools.partial(_local, gradient, update),
-        mesh=gradient.mesh,
-        in_specs=(*specs, P(axis_name)),
-        out_specs=(*specs, P(), P(axis_name)),
-    )(params, state, batch)
+        functools.partial(_local, gradient, with_shares(update, params)),
+        mesh=mesh,
+        in_specs=(*specs, P(update.axis_name), P(axes)),
+        out_specs=(*specs, P(), P(axes)),
+    )(params, state, drifts, batch)
 
 
-def _local(gradient, update, params, state, batch):
-    local = local_params(params, state, gradient.axis_name)
-    parts = _Parts(*_halves(gradient, local, batch))
-    made = iter(exchanged(update, params, state, parts.pace))
+def _local(gradient, update, params, state, drifts, batch):
+    axes = gradient.axis_name
+    parts = _Parts(*_halves(gradient, add_drifts(params, drifts, axes), batch))
+    # Again and again: the step may trace an update once more, to look at its norms.
+    made = itertools.cycle(exchanged(update, params, state, parts.pace))
     loss, grads = parts.finished()
-    require_local(loss, gradient.axis_name)
+    require_local(loss, *names_of(axes))
     rows = jax.tree.map(lambda g: g[None], grads)
     new = local_update(update, params, state, rows, loss[None], ahead=lambda make: next(made))
     return *new, loss[None]
@@ -65,6 +71,7 @@ def exchanged(update: Update, params: Any, state: Any, pace: Pace | None = None)
         made.append(make() if pace is None else make(pace))
         return made[-1]
 
+    params = own_params(update, params)
     grads = to_varying(jax.tree.map(jnp.zeros_like, params), update.axis_name)
     # What is not recorded is computed by nobody: it does not reach the program's results.
     extra_args = {"axis_name": update.axis_name, "value": jnp.zeros([]), "ahead": record}

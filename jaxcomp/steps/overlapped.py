@@ -7,6 +7,7 @@ Dispatched as two programs by two threads they take the longer one's.
 
 import concurrent.futures
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -18,47 +19,61 @@ from jax.sharding import PartitionSpec as P
 from jaxcomp.replicas import protocol
 from jaxcomp.replicas.specs import specs_of
 from jaxcomp.replicas.state import per_replica, stack, unstack
+from jaxcomp.replicas.types import names_of
 from jaxcomp.steps.gradient import Gradient, all_gradients, check_accumulate
 from jaxcomp.steps.interleaved import exchanged
 from jaxcomp.steps.train import TrainStep
-from jaxcomp.steps.update import Update, init_state, local_update, update_specs
+from jaxcomp.steps.update import (
+    Update,
+    init_state,
+    local_update,
+    update_specs,
+    whole_drifts,
+    with_shares,
+)
 
 
 class OverlappedStep(NamedTuple):
-    """A step in three programs; called as the step of a `TrainStep` is.
+    """A step in three programs, or four; called as the step of a `TrainStep` is.
 
     Attributes:
       exchange: `(params, state) -> exchanged`: all that does not depend on the gradient.
-      gradient: `(params, drifts, batch) -> (loss, grads)`, no message on a mesh of one axis.
+      gather: `(params, drifts) -> drifts`, of a replica's several devices; None of one.
+      gradient: `(params, drifts, batch) -> (loss, grads)`, without a message.
       finish: `(params, state, grads, exchanged, loss) -> (params, state, metrics)`.
       helper: The thread that dispatches `gradient`.
     """
 
+    gather: Any
     exchange: Any
     gradient: Any
     finish: Any
     helper: concurrent.futures.Executor
 
     def __call__(self, params: Any, state: Any, batch: Any) -> tuple[Any, Any, dict]:
-        drifts = protocol.drifts(state)
-        gradient = self.helper.submit(self.gradient, params, drifts, batch)
         # Whatever sends is dispatched by the caller's thread, in one order on all processes.
+        drifts = protocol.drifts(state)
+        drifts = self.gather(params, drifts) if self.gather else drifts
+        gradient = self.helper.submit(self.gradient, params, drifts, batch)
         exchanged = self.exchange(params, state)
         loss, grads = gradient.result()
         return self.finish(params, state, grads, exchanged, loss)
 
     def compile(self, params: Any, state: Any, batch: Any) -> "OverlappedStep":
-        """Compiles the three programs for these shapes, dtypes and shardings."""
-        drifts = protocol.drifts(state)
+        """Compiles the programs for these shapes, dtypes and shardings."""
+        gather, drifts = None, protocol.drifts(state)
+        if self.gather:
+            gather, drifts = _compiled(self.gather, params, drifts)
         exchange, exchanged = _compiled(self.exchange, params, state)
         gradient, (loss, grads) = _compiled(self.gradient, params, drifts, batch)
         finish, _ = _compiled(self.finish, params, state, grads, exchanged, loss)
-        return OverlappedStep(exchange, gradient, finish, self.helper)
+        return OverlappedStep(gather, exchange, gradient, finish, self.helper)
 
     @property
     def programs(self) -> tuple[jax.stages.Compiled, ...]:
         """The compiled programs, for `jaxcomp.report`."""
-        return self.exchange, self.gradient, self.finish
+        gather = (self.gather,) if self.gather else ()
+        return *gather, self.exchange, self.gradient, self.finish
 
 
 def overlapped_train_step(
@@ -67,6 +82,7 @@ def overlapped_train_step(
     mesh: Mesh,
     axis_name: str,
     *,
+    fast_axis: str | None = None,
     accumulate: int = 1,
 ) -> TrainStep:
     """Makes what `jaxcomp.train_step` makes, of a method that exchanges nothing of this gradient.
@@ -83,12 +99,13 @@ def overlapped_train_step(
     around `step.compile` it does.
 
     Args:
-      loss_fn: As for `train_step`, like `accumulate`.
+      loss_fn: As for `train_step`, like `fast_axis` and `accumulate`.
       tx: As for `train_step`, but without wrappers that call its update in a `lax.cond`, as
         `optax.MultiSteps` does.
-      mesh: Of one axis, `axis_name`: on others the gradient would send as well, in an order that
-        differs between processes.
+      mesh: Of the axes `axis_name` and, if there is one, `fast_axis`: on others the gradient would
+        send as well, in an order that differs between processes.
       axis_name: The axis of the replicas.
+      fast_axis: That of the devices of one replica.
       accumulate: Microbatches.
 
     Returns:
@@ -98,15 +115,16 @@ def overlapped_train_step(
       ValueError: At construction, if the mesh has more axes; at the first call, if nothing in
         `tx` exchanges ahead, and as `train_step`.
     """
-    if mesh.axis_names != (axis_name,):
+    check_accumulate(accumulate)
+    update = Update(per_replica(tx, axis_name), mesh, axis_name, fast_axis=fast_axis)
+    if set(mesh.axis_names) != set(names_of(update.axes)):
         raise ValueError(
             f"overlapped_train_step got a mesh of axes {mesh.axis_names}, needs one of "
-            f"{axis_name!r} alone; write jaxcomp.train_step for the others."
+            f"{update.axes!r} alone; write jaxcomp.train_step for the others."
         )
-    check_accumulate(accumulate)
-    gradient = Gradient(loss_fn, mesh, axis_name, accumulate)
-    update = Update(per_replica(tx, axis_name), mesh, axis_name)
+    gradient = Gradient(loss_fn, mesh, update.axes, accumulate)
     step = OverlappedStep(
+        jax.jit(functools.partial(whole_drifts, update)) if fast_axis else None,
         jax.jit(functools.partial(_exchange, update)),
         jax.jit(functools.partial(all_gradients, gradient)),
         jax.jit(functools.partial(_finish, update), donate_argnums=(0, 1)),
@@ -117,7 +135,7 @@ def overlapped_train_step(
 
 def _exchange(update, params, state):
     specs, made = _specs(update, params, state)
-    own = functools.partial(_exchange_local, update)
+    own = functools.partial(_exchange_local, with_shares(update, params))
     sharded = jax.shard_map(own, mesh=update.mesh, in_specs=specs, out_specs=made)
     return sharded(params, state)
 
@@ -129,14 +147,14 @@ def _exchange_local(update, params, state):
             "nothing in the transformation exchanges ahead of the gradient: write "
             "jaxcomp.cocktail_sgd(..., delayed=True) in it, or jaxcomp.train_step around it."
         )
-    return stack(made, update.axis_name)
+    return stack(made, update.axes)
 
 
 def _finish(update, params, state, grads, exchanged, loss):
     specs, made = _specs(update, params, state)
-    rows = P(update.axis_name)
+    rows = P(update.axes)
     params, state, skipped = jax.shard_map(
-        functools.partial(_finish_local, update),
+        functools.partial(_finish_local, with_shares(update, params)),
         mesh=update.mesh,
         in_specs=(*specs, rows, made, rows),
         out_specs=(*specs, P()),
@@ -146,7 +164,8 @@ def _finish(update, params, state, grads, exchanged, loss):
 
 
 def _finish_local(update, params, state, grads, exchanged, loss):
-    made = iter(unstack(exchanged, update.axis_name))
+    # Again and again: the step traces an update of shares once more, to look at its norms.
+    made = itertools.cycle(unstack(exchanged, update.axes))
     ahead = lambda make: next(made)
     return local_update(update, params, state, grads, loss, ahead=ahead)
 
@@ -154,8 +173,8 @@ def _finish_local(update, params, state, grads, exchanged, loss):
 def _specs(update, params, state):
     """The PartitionSpecs of the parameters and the state, and of what is exchanged ahead."""
     specs = update_specs(update, params)
-    own = functools.partial(_exchange_local, update)
-    return specs, specs_of(own, update.mesh, update.axis_name, specs, params, state)
+    own = functools.partial(_exchange_local, with_shares(update, params))
+    return specs, specs_of(own, update.mesh, update.axes, specs, params, state)
 
 
 def _compiled(function, *args):

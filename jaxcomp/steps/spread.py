@@ -9,10 +9,10 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxcomp.replicas.types import sums_over_shards, to_varying
+from jaxcomp.replicas.types import names_of, sums_over_shards, to_varying
 
 
-def replica_spread(params: Any, mesh: Mesh, axis_name: str) -> jax.Array:
+def replica_spread(params: Any, mesh: Mesh, axis_name: str | tuple[str, ...]) -> jax.Array:
     """How far apart the replicas' copies of what should be one value are: 0 if bit for bit equal.
 
     JAX's types promise equality of replicated values but lose track in some operations; this
@@ -21,7 +21,7 @@ def replica_spread(params: Any, mesh: Mesh, axis_name: str) -> jax.Array:
     Args:
       params: Pytree of arrays that are replicated over `axis_name`.
       mesh: The mesh they live on.
-      axis_name: The axis of the replicas.
+      axis_name: The axis of the replicas, or that and the axis of the devices of each.
 
     Returns:
       u32[]: the largest minus the smallest of the replicas' checksums of bits. Sends two
@@ -41,7 +41,7 @@ def _program(mesh, axis_name, specs):
 
 def _spread(axis_name, leaves):
     total = sum((_checksum(x) for x in to_varying(leaves, axis_name)), start=jnp.uint32(0))
-    (total,) = sums_over_shards([total], axis_name)
+    (total,) = sums_over_shards([total], *names_of(axis_name))
     return lax.pmax(total, axis_name) - lax.pmin(total, axis_name)
 
 

@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxcomp.replicas import protocol
+from jaxcomp.replicas import fast, protocol
 from jaxcomp.replicas.elementwise import require_whole_norms
 from jaxcomp.replicas.finite import not_finite, unless
 from jaxcomp.replicas.specs import full_specs, state_specs
@@ -24,23 +24,76 @@ class Update(NamedTuple):
     mesh: Mesh | AbstractMesh
     axis_name: str  # of the replicas
     param_specs: Any = None  # over the mesh's other axes, a tree or a prefix
+    # Of the devices of a replica, which send and update a share each; None: one device.
+    fast_axis: str | None = None
+    shares: Any = None  # a `fast.Share` a parameter: from `with_shares`
+
+    @property
+    def axes(self) -> str | tuple[str, ...]:
+        """Over which a gradient has rows."""
+        return self.axis_name if self.fast_axis is None else (self.axis_name, self.fast_axis)
 
 
 def update_specs(update: Update, params: Any) -> tuple[Any, Any]:
     """The PartitionSpecs of the parameters and of the state."""
-    tx, mesh, axis_name, param_specs = update
+    tx, mesh, axis_name, param_specs, fast_axis, _ = update
     return (
         full_specs(params, mesh, axis_name, param_specs),
-        state_specs(tx, params, mesh, axis_name, param_specs),
+        state_specs(tx, params, mesh, axis_name, param_specs, fast_axis),
     )
+
+
+def with_shares(update: Update, params: Any) -> Update:
+    """The update of parameters of these shapes, which are global."""
+    _, mesh, axis_name, param_specs, fast_axis, _ = update
+    if fast_axis is None:
+        return update
+    specs = full_specs(params, mesh, axis_name, param_specs)
+    return update._replace(shares=fast.shares_of(params, specs, mesh, fast_axis))
+
+
+def own_params(update: Update, params: Any) -> Any:
+    """What of the parameters this device updates; inside `shard_map`."""
+    if update.fast_axis is None:
+        return params
+    return fast.own(params, update.shares, update.fast_axis)
 
 
 def init_state(update: Update, params: Any) -> Any:
     """The state before the first step."""
     of_params, of_state = update_specs(update, params)
+    update = with_shares(update, params)
     return jax.shard_map(
-        update.tx.init, mesh=update.mesh, in_specs=(of_params,), out_specs=of_state
+        lambda params: update.tx.init(own_params(update, params)),
+        mesh=update.mesh,
+        in_specs=(of_params,),
+        out_specs=of_state,
     )(params)
+
+
+def whole_drifts(update: Update, params: Any, drifts: list[Any]) -> list[Any]:
+    """The drifts of a state in the shapes of the parameters, for the gradient."""
+    fast_axis = update.fast_axis
+    if fast_axis is None or not drifts:
+        return drifts
+    of_params, _ = update_specs(update, params)
+    update = with_shares(update, params)
+    _, of_shares = fast.filled(params, update.shares)
+    # A drift's tree has a node without arrays for what its method does not see.
+    rows = lambda drift, spec: drift if fast.is_masked(drift) else P(update.axis_name, *spec)
+    of_rows = functools.partial(jax.tree.map, rows, is_leaf=fast.is_masked)
+
+    def gather(drifts, params):
+        own = jax.tree.map(lambda x: x[0], drifts)
+        whole = [fast.gathered(x, update.shares, params, fast_axis) for x in own]
+        return jax.tree.map(lambda x: x[None], whole)
+
+    return jax.shard_map(
+        gather,
+        mesh=update.mesh,
+        in_specs=([of_rows(drift, of_shares) for drift in drifts], of_params),
+        out_specs=[of_rows(drift, of_params) for drift in drifts],
+    )(drifts, params)
 
 
 def all_updates(update: Update, params: Any, state: Any, grads: Any, loss: jax.Array) -> tuple:
@@ -49,11 +102,11 @@ def all_updates(update: Update, params: Any, state: Any, grads: Any, loss: jax.A
     All axes of the mesh are manual. `grads` and `loss` are as `all_gradients` returns them.
     """
     of_params, of_state = update_specs(update, params)
-    rows = jax.tree.map(lambda p, spec: P(update.axis_name, *spec), params, of_params)
+    rows = jax.tree.map(lambda p, spec: P(update.axes, *spec), params, of_params)
     return jax.shard_map(
-        functools.partial(local_update, update),
+        functools.partial(local_update, with_shares(update, params)),
         mesh=update.mesh,
-        in_specs=(of_params, of_state, rows, P(update.axis_name)),
+        in_specs=(of_params, of_state, rows, P(update.axes)),
         out_specs=(of_params, of_state, P()),
     )(params, state, grads, loss)
 
@@ -68,7 +121,10 @@ def local_update(
     """
     tx, axis_name = update.tx, update.axis_name
     grads = jax.tree.map(lambda g: g[0], grads)
-    extra_args["value"] = lax.pmean(loss[0], axis_name)  # XLA sends nothing if nobody uses it
+    extra_args["value"] = lax.pmean(loss[0], update.axes)  # XLA sends nothing if nobody uses it
+    whole, params = params, own_params(update, params)
+    if update.fast_axis is not None:
+        grads = fast.scattered(grads, update.shares, update.fast_axis)
     own = functools.partial(tx.update, axis_name=axis_name, **extra_args)
     updates, new_state = own(grads, state, params)
     # Gradients of microbatches are wider than narrow parameters, and so what optax adds to them.
@@ -78,8 +134,11 @@ def local_update(
     require_whole_norms(own, grads, state, params, axis_name=axis_name)
     new = optax.apply_updates(params, updates), new_state
     if protocol.leaves_out_alone(state):
-        return *new, jnp.zeros([], bool)
-    (params, state), skipped = all_or_nothing(updates, new, (params, state))
+        (params, state), skipped = new, jnp.zeros([], bool)
+    else:
+        (params, state), skipped = all_or_nothing(updates, new, (params, state))
+    if update.fast_axis is not None:
+        params = fast.gathered(params, update.shares, whole, update.fast_axis)
     return params, state, skipped
 
 

@@ -74,6 +74,21 @@ def test_hosts_are_told_who_they_are():
         }
 
 
+def test_the_devices_of_a_host_are_processes_in_its_namespace():
+    one, two = slow_network.teams(["4 bits"], None, devices=(1, 2))
+    assert list(one.specs) == ["4 bits"] and list(two.specs) == ["4 bits, 2 devices"]
+    commands = slow_network.programs(two, TWO_HOSTS.hosts)
+    assert [command[3][-1] for command in commands] == ["1", "1", "2", "2"]
+    options = [dict(zip(command[7::2], command[8::2], strict=True)) for command in commands]
+    assert [of["--process-id"] for of in options] == ["0", "1", "2", "3"]
+    assert {of["--num-processes"] for of in options} == {"4"}
+    [spec] = two.specs.values()
+    config = slow_network_worker.config_of(
+        **spec, model=slow_network.MODELS["0.5M"], replicas=4, sequences=1
+    )
+    assert (config.replicas, config.fast, config.data.batch) == (4, 2, 4)
+
+
 def test_hosts_without_an_exchange_do_not_know_of_each_other():
     team = slow_network.Team(["worker"], {}, connected=False)
     for command in slow_network.programs(team, TWO_HOSTS.hosts):

@@ -203,7 +203,6 @@ def test_the_report_counts_parameters_and_what_is_held(config_of):
         ({"qsdp": "quantize(8)"}, "is a Compressor; write qsdp"),
         ({"qsdp": "qsdp(axis)"}, "'axis' is not a name"),
         ({"qsdp": EXACT, "overlap": True}, "overlap=True cannot be used with qsdp"),
-        ({"fast": 2}, "fast=2 needs parameters in shards"),
         ({"qsdp": EXACT, "fast": 2}, "has the fast axis None, but fast=2 makes 'fast'"),
         ({"qsdp": "qsdp(axis_name, fast_axis='f')"}, "has the fast axis 'f', but fast=1"),
         (

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,7 @@ def _restore(task: Task, directory: Path, step: int) -> tuple[Any, Any, Progress
             f"{directory} was trained to step {step}, but steps={task.config.steps}; write more "
             "--steps, or give another --name."
         )
+    _require_fast(task, directory, saved.get("config", {}))
     _say_changes(task, saved.get("config", {}), step)
     like, num_replicas = task.like, saved["num_replicas"]
     if num_replicas != task.mesh.size:
@@ -123,6 +125,17 @@ def _restore(task: Task, directory: Path, step: int) -> tuple[Any, Any, Progress
         _say(task, step, f"{task.mesh.size} replicas instead of {num_replicas}, resize={policy}")
         state = reset_residuals(state) if policy == "reset" else state
     return tree["params"], state, Progress(**saved["progress"])
+
+
+def _require_fast(task: Task, directory: Path, saved: dict[str, Any]) -> None:
+    """Raises a ValueError where the devices of a replica would have other shares than before."""
+    old, new = saved.get("fast", 1), task.config.fast
+    if old != new and task.config.qsdp is None:
+        raise ValueError(
+            f"{directory} was trained with fast={old}, and its states are cut so, but fast={new}; "
+            f"write --fast {old}; or give another --name, and --start-from with this run's folder "
+            "to begin with its parameters."
+        )
 
 
 def _say_changes(task: Task, old: dict[str, Any], step: int) -> None:
@@ -145,13 +158,16 @@ def _say(task: Task, step: int, what: str) -> None:
 def _like_saved(task: Task, num_replicas: int) -> Any:
     """Parameters and state of another number of replicas, on this run's mesh."""
 
+    row_axes, mesh = task.placement.row_axes, task.mesh
+
     def one(x, old):
         sharding = x.sharding
         if x.shape[:1] != old.shape[:1]:  # XLA leaves axes of one device out of a program's specs
-            rows = PartitionSpec(task.mesh.axis_names, *sharding.spec[1:])
-            sharding = NamedSharding(task.mesh, rows)
+            rows = PartitionSpec(row_axes, *sharding.spec[1:])
+            sharding = NamedSharding(mesh, rows)
         # What an owner keeps of a bucket depends on their number in its length too.
         return jax.ShapeDtypeStruct(x.shape[:1] + old.shape[1:], x.dtype, sharding=sharding)
 
     resized = jax.tree.map(one, task.like, shapes_of(task, num_replicas))
-    return trees.like_replicas(resized, num_replicas, AXIS_NAME)
+    devices = mesh.size // math.prod(mesh.shape[name] for name in row_axes)
+    return trees.like_replicas(resized, num_replicas // devices, AXIS_NAME)

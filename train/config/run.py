@@ -96,7 +96,8 @@ class Config:
     qsdp: str | None = None
     """Parameters in shards, as `qsdp(axis_name, quantize(8, block=1024))`; None: all everywhere."""
     fast: int = 1
-    """Replicas of a host, say: size of the axis in `qsdp(axis_name, fast_axis=fast_axis)`."""
+    """Replicas between which links are fast, as those of a host: together they send what one would,
+    each a share. With qsdp write `qsdp(axis_name, fast_axis=fast_axis)`."""
     eval_every: int = 100
     """Steps between evaluations; the last step is always evaluated."""
     eval_batches: int = 8

@@ -26,6 +26,7 @@ def text(task: Task) -> str:
         f"{numel:,} parameters on {task.mesh.size} replicas; one replica sends "
         f"{task.sent_bytes:,.0f} bytes a step{' in the mean' if task.rounds else ''}"
         f"{f' across the slow axis of {slow} x {fast} replicas' if fast > 1 else ''},",
+        *([f"through the link of {fast} go {fast * task.sent_bytes:,.0f},"] if fast > 1 else []),
         f"{dense / task.sent_bytes:.1f}x fewer than a float32 {plain}, "
         f"{dense / 2 / task.sent_bytes:.1f}x fewer than a float16 one."
         if task.sent_bytes

@@ -25,4 +25,5 @@ class Placement(NamedTuple):
     functions: Callable[[Mesh | AbstractMesh], Functions]  # an abstract mesh is enough for shapes
     rounds: Callable[[Any], dict[str, int]]  # state's shapes -> how often the run sends each part
     spread: Callable[[Any, Mesh], jax.Array] | None  # of params' copies; None without any
+    row_axes: tuple[str, ...]  # mesh axes that a state has rows over; others keep their sizes
     dense: tuple[int, str]  # how often a replica sends all without compression, and by what

@@ -14,19 +14,15 @@ from train.config.run import AXIS_NAME, update
 from train.models import build
 from train.placement.base import Functions, Placement
 from train.plan import counts
+from train.processes.devices import fast_axis_of
 
 
 def resolve(config: Config) -> Placement:
     """Evaluates what `optimizer.update` describes.
 
     Raises:
-      ValueError: If it is no transformation, or the config has a fast axis.
+      ValueError: If it is no transformation.
     """
-    if config.fast > 1:
-        raise ValueError(
-            f"fast={config.fast} needs parameters in shards; write --fast 1, or --qsdp "
-            "'qsdp(axis_name, fast_axis=fast_axis)'."
-        )
     alone = update(config)
     tx = jaxcomp.per_replica(_per_layer(config, alone), AXIS_NAME)
     return Placement(
@@ -34,7 +30,8 @@ def resolve(config: Config) -> Placement:
         tx=tx,
         functions=functools.partial(_functions, config, tx),
         rounds=lambda state: counts.rounds(alone, config.steps),
-        spread=functools.partial(jaxcomp.replica_spread, axis_name=AXIS_NAME),
+        spread=lambda params, mesh: jaxcomp.replica_spread(params, mesh, mesh.axis_names),
+        row_axes=(AXIS_NAME,),
         dense=(2, "ring all-reduce"),  # a scatter and a gather
     )
 
@@ -49,16 +46,19 @@ def _per_layer(config: Config, tx: optax.GradientTransformation) -> optax.Gradie
 def _functions(config: Config, tx: optax.GradientTransformation, mesh: Mesh) -> Functions:
     make = jaxcomp.overlapped_train_step if config.overlap else jaxcomp.train_step
     loss_fn = build.loss_of(config, build.model_of(config))
-    made = make(loss_fn, tx, mesh, AXIS_NAME, accumulate=config.accumulate)
+    fast_axis = fast_axis_of(config)
+    made = make(loss_fn, tx, mesh, AXIS_NAME, fast_axis=fast_axis, accumulate=config.accumulate)
     return Functions(
         init=lambda params: (params, made.init(params)),
         step=made.step,
         whole=lambda params: params,
-        shardings=functools.partial(_shardings, tx, mesh),
+        shardings=functools.partial(_shardings, tx, mesh, fast_axis),
     )
 
 
-def _shardings(tx: optax.GradientTransformation, mesh: Mesh, params: Any) -> tuple[Any, Any]:
-    specs = jaxcomp.state_specs(tx, params, mesh, AXIS_NAME)
+def _shardings(
+    tx: optax.GradientTransformation, mesh: Mesh, fast_axis: str | None, params: Any
+) -> tuple[Any, Any]:
+    specs = jaxcomp.state_specs(tx, params, mesh, AXIS_NAME, fast_axis=fast_axis)
     place = lambda spec: NamedSharding(mesh, spec)
     return jax.tree.map(lambda _: place(P()), params), jax.tree.map(place, specs)

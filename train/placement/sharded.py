@@ -15,7 +15,7 @@ from train.config.run import AXIS_NAME, update
 from train.models import build
 from train.models.gpt import STACKED, GPTConfig
 from train.placement.base import Functions, Placement
-from train.processes.devices import FAST_AXIS
+from train.processes.devices import fast_axis_of
 
 
 def resolve(config: Config) -> Placement:
@@ -31,6 +31,7 @@ def resolve(config: Config) -> Placement:
         functions=functools.partial(_functions, config, fsdp, tx),
         rounds=functools.partial(_rounds, config.steps, fsdp),
         spread=None,
+        row_axes=fsdp.axes,
         dense=(2 if fsdp.gather_once else 3 * config.accumulate, "sharded step"),
     )
 
@@ -51,7 +52,7 @@ def qsdp_of(config: Config) -> jaxcomp.QSDP:
             f"qsdp={config.qsdp!r} needs a model whose blocks can gather for themselves: write "
             f"model=GPTConfig(...), not {config.model}."
         )
-    fast_axis = FAST_AXIS if config.fast > 1 else None
+    fast_axis = fast_axis_of(config)
     values = {"axis_name": AXIS_NAME, "fast_axis": fast_axis, "steps": config.steps}
     fsdp = expression.evaluate(config.qsdp, values)
     if not isinstance(fsdp, jaxcomp.QSDP):

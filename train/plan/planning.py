@@ -61,17 +61,16 @@ def make_plan(config: Config, options: Options) -> tuple[planner.Plan, planner.L
       ValueError: If something is neither given nor to be measured, or there is nobody to send to.
     """
     mesh = _mesh(config, options)
+    replicas = mesh.shape[AXIS_NAME]
     if options.link_rate is None:
         link = link_probe.measure_link(mesh, AXIS_NAME)
     else:
-        link = planner.uniform_link(options.link_rate, options.link_latency, mesh.size)
+        link = planner.uniform_link(options.link_rate, options.link_latency, replicas)
     runs, changes = runs_of(config)
     methods = {name: make_method(name, runs[name], mesh, changes[name]) for name in runs}
     local = functools.cache(lambda name: update_timer(runs[name], mesh)())
     if options.codec_rate is None:
-        codecs = {
-            name: codec(methods[name], local(name) - local(DENSE), mesh.size) for name in runs
-        }
+        codecs = {name: codec(methods[name], local(name) - local(DENSE), replicas) for name in runs}
     else:
         rate = options.codec_rate
         codecs = {name: codec_seconds(runs[name], rate) if changes[name] else 0.0 for name in runs}
@@ -117,9 +116,11 @@ def _mesh(config: Config, options: Options) -> Mesh:
         raise ValueError(
             f"a plan needs {', '.join(missing)}; write them, or --measure to time them here."
         )
-    mesh = devices.make_mesh(config.replicas)
-    if mesh.size < 2:
-        raise ValueError("one replica has nobody to send to; write --replicas 4, or more.")
+    mesh = devices.make_mesh(config.replicas, config.fast)
+    if mesh.shape[AXIS_NAME] < 2:
+        raise ValueError(
+            f"one replica has nobody to send to; write --replicas {4 * config.fast}, or more."
+        )
     return mesh
 
 
@@ -134,12 +135,13 @@ def with_update(config: Config, update: str) -> Config:
 def make_method(name: str, config: Config, mesh: Mesh, changes: str) -> planner.Method:
     """Compiles a run's exchange and reads what it sends and holds; its codec is not timed."""
     placed, params = replicated.resolve(config), build.param_shapes(config)
-    program = step_probe.update_program(placed.tx, params, mesh, AXIS_NAME).step
+    axes = AXIS_NAME, devices.fast_axis_of(config)
+    program = step_probe.update_program(placed.tx, params, mesh, *axes).step
     rounds = counts.rounds(placed.update, config.steps)
     shares = {part: n / config.steps for part, n in rounds.items()}
     return planner.Method(
         name=name,
-        messages=step_probe.messages(program, mesh, shares),
+        messages=step_probe.messages(program, mesh, shares, AXIS_NAME),
         memory_bytes=step_probe.held_bytes(program),
         changes=changes,
         overlaps=config.overlap,
@@ -149,17 +151,28 @@ def make_method(name: str, config: Config, mesh: Mesh, changes: str) -> planner.
 def update_timer(config: Config, mesh: Mesh) -> Callable[[], float]:
     """Makes what times a run's update without its messages, in the mean over its steps."""
     placed, params = replicated.resolve(config), build.param_shapes(config)
-    copies = step_probe.alone(mesh, AXIS_NAME)
-    program = step_probe.update_program(placed.tx, params, copies, AXIS_NAME)
-    time = step_probe.update_timer(program, params, copies, AXIS_NAME)
+    axes = AXIS_NAME, devices.fast_axis_of(config)
+    copies = step_probe.alone(mesh, *axes)
+    program = step_probe.update_program(placed.tx, params, copies, *axes)
+    time = step_probe.update_timer(program, params, copies, *axes)
     kinds = counts.kinds_of_steps(placed.update, config.steps)
     return lambda: sum(share * time(REPEATS, first) for first, share in kinds.items())
 
 
 def codec_seconds(config: Config, rate: float) -> float:
-    """What a code of all parameters takes in a step, in the mean over a run, at a given rate."""
+    """What a code of all parameters takes in a step, in the mean over a run, at a given rate.
+
+    The devices of a replica code a share each.
+    """
     rounds = counts.rounds(replicated.resolve(config).update, config.steps)
-    return 4 * num_elements(config) / rate * rounds.get("all", config.steps) / config.steps
+    return (
+        4
+        * num_elements(config)
+        / config.fast
+        / rate
+        * rounds.get("all", config.steps)
+        / config.steps
+    )
 
 
 def num_elements(config: Config) -> int:
@@ -171,7 +184,7 @@ def gradient_timer(config: Config, mesh: Mesh) -> Callable[..., float]:
     """Makes what times the gradient of a run's replicas: `(repeats) -> seconds`."""
     loss_fn = build.loss_of(config, build.model_of(config))
     shapes = build.param_shapes(config), build.batch_of(config, mesh)
-    time = step_probe.gradient_timer(loss_fn, *shapes, mesh, AXIS_NAME, config.accumulate)
+    time = step_probe.gradient_timer(loss_fn, *shapes, mesh, mesh.axis_names, config.accumulate)
     return lambda repeats=REPEATS: time(repeats)
 
 

@@ -1,0 +1,150 @@
+"""Parameters cut over a fast axis: of each, a device of a host holds one share.
+
+A parameter is cut along one of its own axes, so that its share has the same rank, and what follows
+it in a state has a PartitionSpec. Where no axis divides evenly, zeros fill it up.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import PartitionSpec as P
+
+from jaxcomp.replicas.types import to_varying
+
+
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """How one parameter is cut; no node of a tree, but a leaf."""
+
+    axis: int | None  # that is cut; None: all devices of a host hold, and send, all of it
+    shape: tuple[int, ...]  # of the whole, filled up
+    spec: P  # over all axes of the mesh
+
+
+def shares_of(params: Any, specs: Any, mesh: Mesh | AbstractMesh, fast_axis: str) -> Any:
+    """A `Share` for each parameter, from shapes alone.
+
+    Args:
+      params: Global parameters, or their shapes.
+      specs: Their PartitionSpecs over the other axes of the mesh, a tree like `params`.
+      mesh: The mesh.
+      fast_axis: Its axis that is cut over.
+
+    Returns:
+      A tree like `params`. Numbers and empty arrays stay whole, and so do parameters that other
+      axes shard in each of their own, where they do not divide evenly.
+
+    Raises:
+      ValueError: If the mesh has no such axis, or if it shards a parameter already.
+    """
+    if fast_axis not in mesh.axis_names:
+        raise ValueError(
+            f"the mesh has no axis {fast_axis!r} for fast_axis; its axes are "
+            f"{tuple(mesh.axis_names)}."
+        )
+    return jax.tree.map(lambda x, spec: _share_of(x.shape, spec, mesh, fast_axis), params, specs)
+
+
+def _share_of(shape, spec, mesh, fast_axis):
+    if fast_axis in jax.tree.leaves(tuple(spec)):
+        raise ValueError(
+            f"param_specs shard a parameter over the fast axis {fast_axis!r} ({spec}): each of its "
+            "devices sends a shard of its own already; leave fast_axis out."
+        )
+    num, names = mesh.shape[fast_axis], [*spec, *[None] * (len(shape) - len(spec))]
+    # The first of several axes may count the layers of a scan, which stay together.
+    axes = range(len(shape) > 1, len(shape)) if math.prod(shape) else ()
+    up = lambda axis: -(-shape[axis] // num) * num
+    free = [axis for axis in axes if not names[axis]]
+    if free:
+        axis = min(free, key=lambda axis: up(axis) / shape[axis])
+        names[axis] = fast_axis
+        return Share(axis, (*shape[:axis], up(axis), *shape[axis + 1 :]), P(*names))
+    for axis in axes:
+        # Zeros at the end would move entries from one device of the other axes to the next.
+        others = tuple(jax.tree.leaves(names[axis]))
+        if shape[axis] % (num * math.prod(mesh.shape[name] for name in others)) == 0:
+            names[axis] = (*others, fast_axis)
+            return Share(axis, shape, P(*names))
+    return Share(None, shape, spec)
+
+
+def filled(params: Any, shares: Any) -> tuple[Any, Any]:
+    """Shapes and dtypes, and PartitionSpecs, of parameters that are filled up."""
+    shape = lambda share, x: jax.ShapeDtypeStruct(share.shape, x.dtype)
+    return jax.tree.map(shape, shares, params), jax.tree.map(lambda share: share.spec, shares)
+
+
+def own(params: Any, shares: Any, fast_axis: str) -> Any:
+    """This device's shares of parameters that are whole; in `jax.shard_map` over all axes."""
+
+    def take(share, x):
+        if share.axis is None:
+            return x
+        rows = to_varying(_rows(share, x, fast_axis), fast_axis)
+        return lax.dynamic_index_in_dim(rows, lax.axis_index(fast_axis), share.axis, keepdims=False)
+
+    return jax.tree.map(take, shares, params)
+
+
+def scattered(grads: Any, shares: Any, fast_axis: str) -> Any:
+    """Of gradients, which differ between a host's devices, this device's share of their mean.
+
+    In float32 or wider: no narrower dtype of the parameters rounds a mean before it is coded.
+    """
+
+    def mean(share, x):
+        x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        if share.axis is None:
+            return lax.pmean(x, fast_axis)
+        rows = _rows(share, x, fast_axis)
+        total = lax.platform_dependent(
+            rows,
+            cpu=lambda rows: _exchanged(rows, fast_axis, share.axis),
+            default=lambda rows: lax.psum_scatter(
+                rows, fast_axis, scatter_dimension=share.axis, tiled=False
+            ),
+        )
+        return total / lax.axis_size(fast_axis)
+
+    return jax.tree.map(mean, shares, grads)
+
+
+def _exchanged(rows, fast_axis, axis):
+    """The sum by an all-to-all: gloo's reduce-scatter is wrong on JAX 0.10.2 for large chunks."""
+    received = lax.all_to_all(rows, fast_axis, split_axis=axis, concat_axis=axis)
+    return jnp.sum(received, axis)
+
+
+def gathered(own: Any, shares: Any, like: Any, fast_axis: str) -> Any:
+    """Undoes `own`: the whole, equal on all devices of a host, in the shapes of `like`.
+
+    Nodes of `own` without arrays, as of `optax.masked`, stay.
+    """
+
+    def gather(x, share, like):
+        if share.axis is None or is_masked(x):
+            return x
+        whole = lax.all_gather(x, fast_axis, axis=share.axis, tiled=True, to="invarying")
+        return lax.slice_in_dim(whole, 0, like.shape[share.axis], axis=share.axis)
+
+    return jax.tree.map(gather, own, shares, like, is_leaf=is_masked)
+
+
+def is_masked(x: Any) -> bool:
+    """Whether a node stands for what a method does not see, as in `optax.partition`."""
+    return isinstance(x, optax.MaskedNode)
+
+
+def _rows(share, x, fast_axis):
+    """`[..., numel, ...]` as `[..., F, numel / F, ...]`, filled up."""
+    num, size = lax.axis_size(fast_axis), x.shape[share.axis]
+    padding = [(0, -size % num if axis == share.axis else 0) for axis in range(x.ndim)]
+    before, behind = x.shape[: share.axis], x.shape[share.axis + 1 :]
+    return jnp.pad(x, padding).reshape(*before, num, -(-size // num), *behind)
