@@ -3,9 +3,8 @@
     python -m train configs/shapes/opt_1_3b_cocktail.py --report    # trains nothing
 
 The authors' compressor and recipe of their scripts: 16 sequences a replica, a linear decay after
-ten steps, no dense steps; here in buckets of 2^26 parameters and with blocks under one scan, since
-many buckets and many layers compile slowly; `per_layer=False`, since nothing here looks at a whole
-leaf. What differs from OPT: GELU in place of ReLU, bytes as tokens; the vocabulary is kept for its
+ten steps, no dense steps; here with blocks under one scan, since many layers compile slowly;
+`per_layer=False`, since nothing here looks at a whole leaf. What differs from OPT: GELU in place of ReLU, bytes as tokens; the vocabulary is kept for its
 size. Pretrained weights are not read. Each replica holds the whole model and its moments. Training
 is for accelerators, and has not been tried.
 
@@ -26,7 +25,7 @@ def get_config() -> Config:
         per_layer=False,
         optimizer=Optimizer(
             update="cocktail_sgd(chain(clip_by_global_norm(1.0), "
-            "adamw(learning_rate, weight_decay=0.01)), axis_name, bucket_numel=67108864)",
+            "adamw(learning_rate, weight_decay=0.01)), axis_name)",
             learning_rate=1e-5,
             warmup_steps=10,
             schedule="linear",

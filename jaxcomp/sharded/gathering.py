@@ -50,7 +50,7 @@ def send(shards: list[Shard], axes: tuple[str, ...], after: Any = None) -> jax.A
       after: A tree of arrays; nothing is sent before they are known.
 
     Returns:
-      `u8[num_slow, bytes]`, a message of each owner along the slow axis, of all its shards: the
+      `u32[num_slow, words]`, a message of each owner along the slow axis, of all its shards: the
       layer's secondary shard, where it is kept.
     """
     bundle = _bundle_of(shards, axes)

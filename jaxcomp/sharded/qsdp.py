@@ -124,7 +124,7 @@ class QSDP:
         )
 
     def gather(self, tree: Any, but: str | None = None) -> Any:
-        """Gathers a layer: every replica's code of its shards, in one uint8 message.
+        """Gathers a layer: every replica's code of its shards, in one message.
 
         Stacked shards are gathered layer after layer. All replicas, the owner too, get what the
         codes decode to. The VJP encodes the gradient of this replica's loss, sends each owner its
