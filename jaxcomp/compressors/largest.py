@@ -3,14 +3,15 @@
 Magnitudes are ordered as their bits are, read as integers. Each machine has the form that suits it;
 all mark the same entries. On a CPU a loop halves intervals that hold the threshold, at a fifth of
 the time of `jax.lax.top_k`. Elsewhere a loop of unknown length would wait for the host in each
-round: short rows compare all pairs, in one kernel, and long ones find the threshold digit by digit.
+round. A GPU sorts short rows in one kernel, a TPU compares all their pairs; in long rows both find
+the threshold digit by digit.
 """
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcomp.compressors.ranks import SHORT, UNSIGNED, ranks
+from jaxcomp.compressors.ranks import SHORT, UNSIGNED, by_machine, ranks
 
 _DIGIT = 4  # bits of the threshold that a pass finds, by counting at 15 values
 
@@ -21,10 +22,13 @@ def mark_largest(x: jax.Array, k: int) -> jax.Array:
     Of equal ones the first are marked; NaN counts as larger than any number. k is from 1 to n.
     """
     size = lax.bitcast_convert_type(jnp.abs(x), UNSIGNED[x.dtype.itemsize])
-    other = by_comparing if x.shape[1] <= SHORT else by_digits
-    return lax.platform_dependent(
-        size, cpu=lambda size: by_halving(size, k), default=lambda size: other(size, k)
+    is_short = x.shape[1] <= SHORT
+    forms = (
+        by_halving,
+        by_sorting if is_short else by_digits,
+        by_comparing if is_short else by_digits,
     )
+    return by_machine(*(lambda size, form=form: form(size, k) for form in forms), size)
 
 
 def by_comparing(size: jax.Array, k: int) -> jax.Array:
@@ -35,6 +39,12 @@ def by_comparing(size: jax.Array, k: int) -> jax.Array:
     return jnp.sum(before, axis=2, dtype=jnp.int32) < k
 
 
+def by_sorting(size: jax.Array, k: int) -> jax.Array:
+    """As `by_comparing`, by a threshold of rows that are sorted."""
+    # Not a stable one, for which XLA would sort their places along.
+    return _at_least(size, lax.sort(size, dimension=1, is_stable=False)[:, -k], k)
+
+
 def by_digits(size: jax.Array, k: int) -> jax.Array:
     """As `by_comparing`, of rows of any length: in a pass for each four bits."""
     least = jnp.zeros_like(size, shape=size.shape[:1])
@@ -43,6 +53,11 @@ def by_digits(size: jax.Array, k: int) -> jax.Array:
         bounds = least[:, None] | digits
         fits = _count(size[:, None, :] >= bounds[:, :, None]) >= k
         least = least | (jnp.sum(fits, axis=1, dtype=size.dtype) << shift)
+    return _at_least(size, least, k)
+
+
+def _at_least(size, least, k):
+    """Marks k entries, of which the least is known: of those equal to it the first ones."""
     above, equal = size > least[:, None], size == least[:, None]
     return above | (equal & (ranks(equal) < k - _count(above)[:, None]))
 

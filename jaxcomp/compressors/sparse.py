@@ -149,19 +149,48 @@ def _in_runs(stride):
         return _joined(parts), ()
 
     def scatter(values, where, shared, numel):
-        # A select, fused into what reads it; the barrier keeps out what made the values, which
+        # Selects, fused into what reads them; the barrier keeps out what made the values, which
         # would be made `stride` times.
         values, mine = lax.optimization_barrier(values), shared.count % stride
-        num_runs = numel // (stride * _RUN)
-        tiles = values[: num_runs * _RUN].reshape(num_runs, 1, 8, _RUN // 8)
-        rest = values[num_runs * _RUN :][None]
-        spread = lambda run, axis: jnp.where(_numbered(stride, axis, run.ndim) == mine, run, 0)
-        parts = [spread(tiles, 1).reshape(-1)]
-        if rest.size:
-            parts.append(spread(rest, 0).reshape(-1)[: numel - parts[0].size])
-        return _joined(parts)
+        return lax.platform_dependent(
+            values,
+            mine,
+            cpu=lambda *args: _runs_by_entries(*args, stride, numel),
+            default=lambda *args: _runs_by_tiles(*args, stride, numel),
+        )
 
     return select, scatter
+
+
+def _runs_by_tiles(values, mine, stride, numel):
+    num_runs = numel // (stride * _RUN)
+    tiles = values[: num_runs * _RUN].reshape(num_runs, 1, 8, _RUN // 8)
+    number = lax.broadcasted_iota(jnp.int32, (1, stride, 1, 1), 1)
+    parts = [jnp.where(number == mine, tiles, 0).reshape(-1)]
+    if rest := numel - parts[0].size:
+        number = lax.broadcasted_iota(jnp.int32, (stride, 1), 0)
+        parts.append(jnp.where(number == mine, values[num_runs * _RUN :], 0).reshape(-1)[:rest])
+    return _joined(parts)
+
+
+def _runs_by_entries(values, mine, stride, numel):
+    # XLA:CPU takes ten times as long for what is reshaped and joined.
+    unit, mine = stride * _RUN, mine.astype(jnp.uint32)
+    end, last = numel - numel % unit, max(1, -(-(numel % unit) // stride))
+
+    def spread(piece):
+        index = lax.iota(jnp.uint32, piece.stop - piece.start)
+        # Runs of the last, incomplete group are shorter.
+        tail = jnp.uint32(min(piece.stop, end) - piece.start)
+        run = jnp.where(index < tail, index // _RUN, (index - tail) // last)
+        is_mine = jnp.where(index < tail, run % stride, run) == mine
+        place = jnp.where(
+            index < tail, run // stride * _RUN + index % _RUN, tail // stride + (index - tail) % last
+        )
+        kept = values[piece.start // stride :].at[place]
+        return jnp.where(is_mine, kept.get(mode="clip"), 0)
+
+    return _joined([spread(piece) for piece in indexed(numel, unit)])
 
 
 def _tiled(x, stride):
@@ -169,10 +198,6 @@ def _tiled(x, stride):
     # Of the shape of a TPU's tiles, so that nothing is copied.
     end = x.size - x.size % (stride * _RUN)
     return x[:end].reshape(-1, stride, 8, _RUN // 8), x[end:]
-
-
-def _numbered(size, axis, ndim):
-    return lax.broadcasted_iota(jnp.int32, [size if i == axis else 1 for i in range(ndim)], axis)
 
 
 def _strided(stride):
