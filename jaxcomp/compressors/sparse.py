@@ -22,11 +22,14 @@ def random_k(density: float, pattern: str = "runs") -> Compressor:
 
     Costs `32 * density` bits per parameter as float32; `compose` codes the values further.
     Linear. A contraction with alpha = density in expectation, over `1 / density` consecutive
-    steps ("strided", which visits each entry once in them) or over the shared key ("random").
+    steps ("runs" and "strided", which visit each entry once in them) or over the shared key
+    ("random").
 
     Args:
       density: Share of the entries to send, in (0, 1]; `1 / density` is an integer.
-      pattern: "strided", every `1 / density`-th entry, rolled by one each step, or "random", one
+      pattern: "runs", of every `1 / density` runs of 1,024 neighbours one, the next one each step
+        (at the bucket's end, or in a small one, of shorter runs): copies of whole rows, on any
+        machine. "strided", every `1 / density`-th entry, rolled by one each step. "random", one
         entry drawn from each of `ceil(numel * density)` groups by the shared key.
 
     Raises:
@@ -146,7 +149,8 @@ def _in_runs(stride):
         parts = [lax.dynamic_index_in_dim(tiles, mine, axis=1, keepdims=False).reshape(-1)]
         if rest.size:
             parts.append(lax.dynamic_index_in_dim(_rows(rest, stride), mine, keepdims=False))
-        return _joined(parts), ()
+        # The barrier keeps each reader of the values from picking them again.
+        return lax.optimization_barrier(_joined(parts)), ()
 
     def scatter(values, where, shared, numel):
         # Selects, fused into what reads them; the barrier keeps out what made the values, which

@@ -41,7 +41,7 @@ def cocktail_compressor(env):
     """The compressor of a CocktailSGD trace, from the environment variables that it ran with."""
     stride, bucket = int(1 / float(env["RANDOMP_RATIO"])), int(env["QUANT_BUCKET_SIZE"])
     return jaxcomp.compose(
-        jaxcomp.random_k(1 / stride),
+        jaxcomp.random_k(1 / stride, "strided"),
         jaxcomp.top_k(float(env["TOPK_RATIO"])),
         cocktail_quantizer(int(env["QUANT_BITS"]), bucket),
     )
