@@ -1,5 +1,6 @@
 """Sparsifiers: a share of the entries, chosen by the step, by chance or by magnitude."""
 
+import functools
 import math
 import numbers
 
@@ -10,20 +11,26 @@ from jaxcomp.compressors import checks
 from jaxcomp.compressors.base import Compressor, Selection, call_name
 from jaxcomp.compressors.blocks import indexed, split
 from jaxcomp.compressors.compose import sparsifier
-from jaxcomp.compressors.largest import at_ones, mark_largest, put_at_ones, to_mask
+from jaxcomp.compressors.largest import mark_largest
 from jaxcomp.compressors.packing import pack, uniform, unpack
+from jaxcomp.compressors.ranks import put_at, put_back, taken
+
+_RUN = 1024  # neighbours that are sent together: a whole tile of a TPU, 8 rows of 128
 
 
-def random_k(density: float, pattern: str = "strided") -> Compressor:
+def random_k(density: float, pattern: str = "runs") -> Compressor:
     """Sends one of every `1 / density` entries, the same on all replicas: no positions travel.
 
     Costs `32 * density` bits per parameter as float32; `compose` codes the values further.
     Linear. A contraction with alpha = density in expectation, over `1 / density` consecutive
-    steps ("strided", which visits each entry once in them) or over the shared key ("random").
+    steps ("runs" and "strided", which visit each entry once in them) or over the shared key
+    ("random").
 
     Args:
       density: Share of the entries to send, in (0, 1]; `1 / density` is an integer.
-      pattern: "strided", every `1 / density`-th entry, rolled by one each step, or "random", one
+      pattern: "runs", of every `1 / density` runs of 1,024 neighbours one, the next one each step
+        (at the bucket's end, or in a small one, of shorter runs): copies of whole rows, on any
+        machine. "strided", every `1 / density`-th entry, rolled by one each step. "random", one
         entry drawn from each of `ceil(numel * density)` groups by the shared key.
 
     Raises:
@@ -35,8 +42,9 @@ def random_k(density: float, pattern: str = "strided") -> Compressor:
       the authors' code does. Not rounded down to a multiple of 128 entries as there.
     """
     stride = _stride(density)
-    checks.choice("random_k", "pattern", pattern, "strided", "random")
-    select, scatter = _strided(stride) if pattern == "strided" else _drawn(stride)
+    checks.choice("random_k", "pattern", pattern, "runs", "strided", "random")
+    halves = {"runs": _in_runs, "strided": _strided, "random": _drawn}
+    select, scatter = halves[pattern](stride)
     selection = Selection(
         kept=lambda numel: -(-numel // stride),
         select=select,
@@ -135,6 +143,53 @@ def group_top_1(group: int) -> Compressor:
     return sparsifier(name, selection, contraction=1 / group, linear=False)
 
 
+def _in_runs(stride):
+    def select(x, shared):
+        mine = shared.count % stride
+        tiles, rest = _tiled(x, stride)
+        parts = [lax.dynamic_index_in_dim(tiles, mine, axis=1, keepdims=False).reshape(-1)]
+        if rest.size:
+            parts.append(lax.dynamic_index_in_dim(_rows(rest, stride), mine, keepdims=False))
+        # The barrier keeps each reader of the values from picking them again.
+        return lax.optimization_barrier(_joined(parts)), ()
+
+    def scatter(values, where, shared, numel):
+        # Selects, fused into what reads them; the barrier keeps out what made the values, which
+        # would be made `stride` times.
+        values, mine = lax.optimization_barrier(values), shared.count % stride
+        num_runs = numel // (stride * _RUN)
+        runs = values[: num_runs * _RUN].reshape(num_runs, 8, _RUN // 8)
+        forms = {"cpu": _runs_in_place, "default": _runs_by_tiles}
+        forms = {name: functools.partial(form, stride) for name, form in forms.items()}
+        parts = [lax.platform_dependent(runs, mine, **forms).reshape(-1)]
+        if rest := numel - parts[0].size:
+            is_mine = lax.iota(jnp.int32, stride)[:, None] == mine
+            parts.append(jnp.where(is_mine, values[num_runs * _RUN :], 0).reshape(-1)[:rest])
+        return _joined(parts)
+
+    return select, scatter
+
+
+def _runs_by_tiles(stride, runs, mine):
+    """Puts the runs of groups at `mine`: `f32[groups, 8, 128] -> f32[groups, stride, 8, 128]`."""
+    is_mine = lax.iota(jnp.int32, stride)[None, :, None, None] == mine
+    return jnp.where(is_mine, runs[:, None], 0)
+
+
+def _runs_in_place(stride, runs, mine):
+    # XLA:CPU takes five times as long for what is broadcast and reshaped.
+    groups, *tile = runs.shape
+    x = jnp.zeros((groups, stride, *tile), runs.dtype)
+    return lax.dynamic_update_slice_in_dim(x, runs[:, None], mine, axis=1)
+
+
+def _tiled(x, stride):
+    """Whole groups of `stride` runs, as `f32[groups, stride, 8, 128]`, and what is left over."""
+    # Of the shape of a TPU's tiles, so that nothing is copied.
+    end = x.size - x.size % (stride * _RUN)
+    return x[:end].reshape(-1, stride, 8, _RUN // 8), x[end:]
+
+
 def _strided(stride):
     def select(x, shared):
         padded = jnp.pad(x, (0, -x.size % stride)).reshape(-1, stride)
@@ -184,24 +239,22 @@ def _largest_of_blocks(layout):
     def select(x, shared):
         size, num_blocks, k = layout(x.size)
         blocks = split(x, size)
-        mask = to_mask(mark_largest(blocks, k).reshape(-1))
-        values = at_ones(blocks.reshape(-1), mask, num_blocks * k)
+        marked = mark_largest(blocks, k)
+        values = taken(blocks, marked, k).reshape(-1)
         if _index_bits(size) * k >= size:
-            return values, mask
-        index = jnp.tile(jnp.arange(size, dtype=jnp.uint32), num_blocks)
-        return values, pack(at_ones(index, mask, num_blocks * k), _index_bits(size))
+            return values, pack(marked.astype(jnp.uint8), 1)
+        index = lax.broadcasted_iota(jnp.uint32, blocks.shape, 1)
+        return values, pack(taken(index, marked, k), _index_bits(size))
 
     def scatter(values, where, shared, numel):
         size, num_blocks, k = layout(numel)
+        # The barrier keeps each reader of a value from decoding it again.
+        values = lax.optimization_barrier(values).reshape(num_blocks, k)
         if _index_bits(size) * k >= size:
-            return put_at_ones(values, where)[:numel]
+            marked = unpack(where, 1, num_blocks * size).reshape(num_blocks, size) == 1
+            return put_back(values, marked).reshape(-1)[:numel]
         place = unpack(where, _index_bits(size), num_blocks * k).astype(jnp.int32)
-        place, block = place.reshape(num_blocks, k), jnp.arange(num_blocks)[:, None]
-        x = jnp.zeros((num_blocks, size), values.dtype)
-        x = x.at[block, place].set(
-            values.reshape(place.shape), unique_indices=True, mode="promise_in_bounds"
-        )
-        return x.reshape(-1)[:numel]
+        return put_at(values, place.reshape(num_blocks, k), size).reshape(-1)[:numel]
 
     return select, scatter
 

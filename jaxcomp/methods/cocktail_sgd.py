@@ -73,7 +73,7 @@ def cocktail_sgd(
       inner: Any optax optimizer, with its learning rate. It must not average over the replicas.
       axis_name: Mesh axis of the replicas.
       compressor: Of all parameters; or a policy `(path, leaf) -> Compressor`, as `jaxcomp.by_path`
-        makes. Default: `jaxcomp.cocktail()`, 0.1825 bits per parameter and direction.
+        makes. Default: `jaxcomp.cocktail()`, 0.1838 bits per parameter and direction.
       exchange: How buckets travel: `wire.two_shot`, or `wire.gathered` for two replicas.
       warmup_steps: First steps in which `inner` sees the exact mean gradient: all replicas take
         the same step. One sends 1.13 times the bytes of a dense float32 all-reduce: the gradient's

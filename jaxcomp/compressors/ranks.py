@@ -1,0 +1,185 @@
+"""Marked entries of each row moved to its first places, and back.
+
+Each machine has the form that suits it; all return the same bits. A CPU numbers the marked entries
+by a running sum, and moves them one by one. A GPU counts ones in words of 32 marks, so that each
+entry, or each place, finds by itself where to read. On a TPU single entries would move a tile each:
+there all places of a short row are compared with each other, in one fused sum.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+SHORT = 256  # most entries of a row whose places are all compared with each other
+UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}
+_WORD = 32
+
+
+def by_machine(cpu, gpu, other, *args):
+    """Calls the form of the machine that the program is compiled for."""
+    return lax.platform_dependent(*args, cpu=cpu, cuda=gpu, rocm=gpu, default=other)
+
+
+def ranks(marked: jax.Array) -> jax.Array:
+    """Counts the marked entries before each one in its row: `bool[rows, n] -> i32[rows, n]`."""
+    return by_machine(ranks_by_words, ranks_by_words, ranks_by_comparing, marked)
+
+
+def taken(x: jax.Array, marked: jax.Array, k: int) -> jax.Array:
+    """Takes the k marked entries of each row, in their order: `[rows, n] -> [rows, k]`."""
+    is_short = x.shape[1] <= SHORT
+    forms = (
+        taken_in_turn,
+        taken_by_words if is_short else taken_by_moving,
+        taken_by_comparing if is_short else taken_by_moving,
+    )
+    return by_machine(*(lambda *args, form=form: form(*args, k) for form in forms), x, marked)
+
+
+def put_back(values: jax.Array, marked: jax.Array) -> jax.Array:
+    """Undoes `taken`, with zeros at the other entries: `[rows, k] -> [rows, n]`."""
+    other = put_back_by_comparing if marked.shape[1] <= SHORT else put_back_by_ranks
+    return by_machine(put_back_in_turn, put_back_by_ranks, other, values, marked)
+
+
+def put_at(values: jax.Array, places: jax.Array, n: int) -> jax.Array:
+    """Puts values at places of their row, all different: `[rows, k], i32[rows, k] -> [rows, n]`."""
+    moved = lambda values, places: put_at_by_moving(values, places, n)
+    compared = lambda values, places: put_at_by_comparing(values, places, n)
+    return by_machine(moved, moved, compared if n <= SHORT else moved, values, places)
+
+
+# Numbers of marked entries.
+
+
+def ranks_by_words(marked: jax.Array) -> jax.Array:
+    """`ranks` by counting ones in words, and by the sums of the words before."""
+    rows, n = marked.shape
+    words = _words(marked)
+    earlier = (np.uint32(1) << np.arange(_WORD, dtype=np.uint32)) - np.uint32(1)
+    within = lax.population_count(words[:, :, None] & earlier).astype(jnp.int32)
+    sums = _before(lax.population_count(words).astype(jnp.int32), _WORD)
+    return (within + sums[:, :, None]).reshape(rows, -1)[:, :n]
+
+
+def ranks_by_comparing(marked: jax.Array) -> jax.Array:
+    """`ranks` by comparing all places of a short row, or of 128 neighbours in a long one."""
+    n = marked.shape[1]
+    return _before(marked.astype(jnp.int32), n if n <= SHORT else SHORT // 2)
+
+
+def _words(marked):
+    """Marks as bits: `bool[rows, n] -> u32[rows, ceil(n / 32)]`, the first one lowest."""
+    rows, n = marked.shape
+    padded = jnp.pad(marked, ((0, 0), (0, -n % _WORD))).reshape(rows, -1, _WORD)
+    bits = padded.astype(jnp.uint32) << lax.iota(jnp.uint32, _WORD)
+    return jnp.sum(bits, axis=2, dtype=jnp.uint32)
+
+
+def _before(counts, size):
+    """Sums what comes before each entry of a row, in tiles of `size`: `i32[rows, n]`, as counts."""
+    rows, n = counts.shape
+    size = min(size, n)
+    tiles = jnp.pad(counts, ((0, 0), (0, -n % size))).reshape(-1, size)
+    place, other = (lax.broadcasted_iota(jnp.int32, (1, size, size), axis) for axis in (1, 2))
+    within = jnp.sum(jnp.where(other < place, tiles[:, None, :], 0), axis=2).reshape(rows, -1, size)
+    if n > size:
+        within += _before(jnp.sum(tiles, axis=1).reshape(rows, -1), size)[:, :, None]
+    return within.reshape(rows, -1)[:, :n]
+
+
+# From all entries to the marked ones.
+
+
+def taken_in_turn(x: jax.Array, marked: jax.Array, k: int) -> jax.Array:
+    """`taken`, one entry after the other, numbered through all rows."""
+    one, rank = _ones(marked)
+    count = x.shape[0] * k
+    place = jnp.where(one, rank, count).reshape(-1)[: x.size]
+    return jnp.zeros(count, x.dtype).at[place].set(x.reshape(-1), mode="drop").reshape(-1, k)
+
+
+def taken_by_moving(x: jax.Array, marked: jax.Array, k: int) -> jax.Array:
+    """`taken`, one entry after the other, numbered in each row."""
+    place = jnp.where(marked, ranks(marked), k)
+    row = lax.broadcasted_iota(jnp.int32, x.shape, 0)
+    return jnp.zeros((x.shape[0], k), x.dtype).at[row, place].set(x, mode="drop")
+
+
+def taken_by_words(x: jax.Array, marked: jax.Array, k: int) -> jax.Array:
+    """`taken` of short rows: each place halves the row to find its entry."""
+    words, rank = _words(marked), lax.broadcasted_iota(jnp.int32, (1, k), 1)
+    place, step = jnp.zeros((x.shape[0], k), jnp.int32), 1 << (x.shape[1] - 1).bit_length()
+    while step := step // 2:
+        ones: jax.Array | int = 0  # before the middle
+        for number in range(words.shape[1]):
+            bits = jnp.clip(place + step - _WORD * number, 0, _WORD).astype(jnp.uint32)
+            # A shift by all 32 bits is not defined.
+            earlier = jnp.where(bits == 0, 0, jnp.uint32(2**32 - 1) >> (_WORD - jnp.maximum(bits, 1)))
+            ones += lax.population_count(words[:, number, None] & earlier).astype(jnp.int32)
+        place = jnp.where(ones <= rank, place + step, place)
+    return jnp.take_along_axis(x, place, axis=1, mode="promise_in_bounds")
+
+
+def taken_by_comparing(x: jax.Array, marked: jax.Array, k: int) -> jax.Array:
+    """`taken` of short rows: each of the k places looks at all entries."""
+    place = jnp.where(marked, ranks(marked), k)[:, None, :]
+    return _picked(x[:, None, :], place == lax.broadcasted_iota(jnp.int32, (1, k, 1), 1))
+
+
+# From values to all entries.
+
+
+def put_back_in_turn(values: jax.Array, marked: jax.Array) -> jax.Array:
+    """`put_back`, numbered through all rows."""
+    one, rank = _ones(marked)
+    kept = values.reshape(-1).at[rank].get(mode="clip")
+    x = jnp.where(one, kept, jnp.zeros((), values.dtype))
+    return x.reshape(-1)[: marked.size].reshape(marked.shape)
+
+
+def put_back_by_ranks(values: jax.Array, marked: jax.Array) -> jax.Array:
+    """`put_back`, each entry from the place of its rank."""
+    kept = jnp.take_along_axis(values, ranks(marked), axis=1, mode="clip")
+    return jnp.where(marked, kept, jnp.zeros((), values.dtype))
+
+
+def put_back_by_comparing(values: jax.Array, marked: jax.Array) -> jax.Array:
+    """`put_back` of short rows: each entry looks at all k values."""
+    k = values.shape[1]
+    place = jnp.where(marked, ranks(marked), k)[:, :, None]
+    return _picked(values[:, None, :], place == lax.broadcasted_iota(jnp.int32, (1, 1, k), 2))
+
+
+def put_at_by_moving(values: jax.Array, places: jax.Array, n: int) -> jax.Array:
+    """`put_at`, one value after the other."""
+    row = jnp.arange(values.shape[0])[:, None]
+    x = jnp.zeros((values.shape[0], n), values.dtype)
+    return x.at[row, places].set(values, unique_indices=True, mode="promise_in_bounds")
+
+
+def put_at_by_comparing(values: jax.Array, places: jax.Array, n: int) -> jax.Array:
+    """`put_at` in short rows: each entry looks at all places."""
+    mine = places[:, None, :] == lax.broadcasted_iota(places.dtype, (1, n, 1), 1)
+    return _picked(values[:, None, :], mine)
+
+
+def _picked(x, mine):
+    """The entry of the last axis that is `mine`, at most one; zero if none. Keeps its bits."""
+    bits = lax.bitcast_convert_type(x, UNSIGNED[x.dtype.itemsize])
+    total = jnp.sum(jnp.where(mine, bits, 0), axis=-1, dtype=bits.dtype)
+    return lax.bitcast_convert_type(total, x.dtype)
+
+
+def _ones(marked):
+    """`bool[bytes, 8]`, eight marks each, and `i32[bytes, 8]`, how many are before, in all rows."""
+    marked = jnp.pad(marked.reshape(-1), (0, -marked.size % 8)).reshape(-1, 8).astype(jnp.uint8)
+    bit = lax.iota(jnp.uint8, 8)[None]
+    mask = jnp.sum(marked << bit, axis=1, dtype=jnp.uint8)
+    # Counted byte by byte: a running sum over bits would take four bytes an entry.
+    ones = lax.population_count(mask).astype(jnp.int32)
+    mask = mask[:, None]
+    before = lax.population_count(mask & ((jnp.uint8(1) << bit) - jnp.uint8(1)))
+    rank = (jnp.cumsum(ones) - ones)[:, None] + before.astype(jnp.int32)
+    return (mask >> bit) & 1 == 1, rank
