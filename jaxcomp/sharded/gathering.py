@@ -4,6 +4,7 @@ Shards are cut over one axis, or over a fast one and then each piece over the sl
 cross the slow axis first and gradients last, so that of both 1/n_fast crosses it on each device.
 """
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -42,13 +43,16 @@ class _Bundle(NamedTuple):
         return jnp.result_type(jnp.float32, *self.dtypes)
 
 
-def send(shards: list[Shard], axes: tuple[str, ...], after: Any = None) -> jax.Array:
+def send(
+    shards: list[Shard], axes: tuple[str, ...], after: Any = None, behind: Any = None
+) -> jax.Array:
     """The codes of a layer's shards, across the slow axis: the first half of a gather.
 
     Args:
       shards: The `Shard`s of one layer, each with a key; the first one's is the layer's.
       axes: The mesh axes that they are cut over, the slow one last.
-      after: A tree of arrays; nothing is sent before they are known.
+      after: A tree of arrays; nothing is coded before they are known.
+      behind: Another; nothing is sent before they are known.
 
     Returns:
       A message of each owner along the slow axis, of all its shards, `[num_slow, ...]`: the
@@ -61,6 +65,7 @@ def send(shards: list[Shard], axes: tuple[str, ...], after: Any = None) -> jax.A
     token = _token(after, key.count).astype(bits)
     flat = lax.bitcast_convert_type(lax.bitcast_convert_type(flat, bits) ^ token, flat.dtype)
     codes = wire.encode_own(flat, _fused(bundle.weights, bundle.sizes), key, axes)
+    codes ^= _token(behind, key.count).astype(codes.dtype)
     return checkpoint_name(wire.all_gather(codes, axes[-1]), SECONDARY)
 
 
@@ -87,6 +92,19 @@ def receive(
     data, counters = [shard.data for shard in shards], [shard.counter for shard in shards]
     bundle = _bundle_of(shards, axes, dtype)
     return _received(bundle, data, messages, _keys(shards), counters)
+
+
+def scatter(shards: list[Shard], axes: tuple[str, ...], grads: list[jax.Array]) -> list[Shard]:
+    """The gradients of a layer's shards, of those of its weights: what the VJP of `receive` does.
+
+    The tallies of what was sent are the gradients of their counters.
+    """
+    saved = _keys(shards)[1], [shard.counter for shard in shards]
+    owned, _, _, tallies = _received_bwd(_bundle_of(shards, axes), saved, grads)
+    return [
+        dataclasses.replace(shard, data=data, key=None, levels=None, counter=tally)
+        for shard, data, tally in zip(shards, owned, tallies, strict=True)
+    ]
 
 
 def _bundle_of(shards, axes, dtype=None):
@@ -129,6 +147,8 @@ def _token(after, count):
     first, or take the second gather of a layer for the first.
     """
     leaves = [x for x in jax.tree.leaves(after) if x.dtype != jax.dtypes.float0 and x.size]
+    if not leaves:
+        return jnp.uint32(0)
     seen = sum((x.reshape(-1)[0] != 0).astype(jnp.uint32) for x in leaves)
     return seen & (count >> 31).astype(jnp.uint32)
 
