@@ -128,9 +128,10 @@ def test_weights_come_in_the_type_that_computes_and_vectors_in_their_own(form):
 
 
 def dependencies(jaxpr, given):
-    """Of each gather in a jaxpr the products that its operand depends on, and those of its outputs.
+    """Of each gather in a jaxpr the products that its operand depends on, and how many there are.
 
-    Products are numbered as they come; those inside of one loop count as one.
+    Products are numbered as they come; those inside of one loop count as one. Gathers have the
+    numbers -1, -2 and so on.
     """
     gathers, known = [], dict(zip(jaxpr.invars, given, strict=True))
     count = 0
@@ -144,6 +145,7 @@ def dependencies(jaxpr, given):
         if "all_gather" in text:
             assert eqn.primitive.name.startswith("all_gather"), "a gather inside of a call"
             gathers.append(before)
+            before |= {-len(gathers)}
         if "dot_general" in text:
             before |= {count}
             count += 1
@@ -167,6 +169,9 @@ def test_a_gather_waits_for_the_input_of_the_layer_so_many_places_before(lookahe
     gathers, num_products = dependencies(jaxpr, [frozenset()] * len(jaxpr.invars))
     # Two products forward; backward two to compute again, and two each for weights and inputs.
     assert len(gathers) == 2 * NUM_LAYERS and num_products == 8 * NUM_LAYERS
+    for number, before in enumerate(gathers[1:]):
+        assert -number - 1 in before  # else XLA may join the two
+    gathers = [{product for product in before if product >= 0} for before in gathers]
     forward, backward = gathers[:NUM_LAYERS], gathers[NUM_LAYERS:]
     for layer, products in enumerate(forward):
         assert len(products) == 2 * max(0, layer - lookahead)
