@@ -108,11 +108,11 @@ for name, code in {"shards, float32": jaxcomp.identity(), "QSDP, 8 bits": None}.
 # %% [markdown]
 # ## One block at a time
 #
-# Gathered all at once, the whole model is on every device again for a moment. With `fsdp.layer`
+# Gathered all at once, the whole model is on every device again for a moment. With `fsdp.layers`
 # around its block, as this GPT has it, a block is gathered when it is needed, forward and backward.
 
 # %%
-by_layer = model.clone(layer=fsdp.layer)
+by_layer = model.clone(layers=fsdp.layers)
 sharded_loss = lambda shards, tokens: loss_fn(fsdp.gather(shards, but="^block_"), tokens, by_layer)
 init_and_step = jaxcomp.qsdp_train_step(sharded_loss, tx, mesh, fsdp)
 train("QSDP, block\nby block", *init_and_step, fsdp.shard(params, mesh))

@@ -30,8 +30,9 @@ ELSEWHERE = {
     "steps/spread.py": "steps/test_train.py",  # what every step leaves equal
     "methods/rescaling.py": "methods/test_slamb.py",  # its steps
     "sharded/gathering.py": "sharded/test_gather_once.py",
-    "sharded/layers.py": QSDP,
+    "sharded/cutting.py": QSDP,
     "sharded/levels.py": "compressors/test_learned.py",
+    "sharded/walks.py": "sharded/test_layers.py",
 }
 
 

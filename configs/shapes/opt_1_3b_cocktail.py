@@ -4,9 +4,9 @@
 
 The authors' compressor and recipe of their scripts: 16 sequences a replica, a linear decay after
 ten steps, no dense steps; here with blocks under one scan, since many layers compile slowly;
-`per_layer=False`, since nothing here looks at a whole leaf. What differs from OPT: GELU in place of ReLU, bytes as tokens; the vocabulary is kept for its
-size. Pretrained weights are not read. Each replica holds the whole model and its moments. Training
-is for accelerators, and has not been tried.
+`per_layer=False`, since nothing here looks at a whole leaf. What differs from OPT: GELU in place of
+ReLU, bytes as tokens; the vocabulary is kept for its size. Pretrained weights are not read. Each
+replica holds the whole model and its moments. Training is for accelerators, and has not been tried.
 
 One replica sends 45,023,784 bytes a step, 88 times fewer than a dense float16 all-reduce.
 """

@@ -116,7 +116,8 @@ def taken_by_words(x: jax.Array, marked: jax.Array, k: int) -> jax.Array:
         for number in range(words.shape[1]):
             bits = jnp.clip(place + step - _WORD * number, 0, _WORD).astype(jnp.uint32)
             # A shift by all 32 bits is not defined.
-            earlier = jnp.where(bits == 0, 0, jnp.uint32(2**32 - 1) >> (_WORD - jnp.maximum(bits, 1)))
+            all_ones, rest = jnp.uint32(2**32 - 1), _WORD - jnp.maximum(bits, 1)
+            earlier = jnp.where(bits == 0, 0, all_ones >> rest)
             ones += lax.population_count(words[:, number, None] & earlier).astype(jnp.int32)
         place = jnp.where(ones <= rank, place + step, place)
     return jnp.take_along_axis(x, place, axis=1, mode="promise_in_bounds")

@@ -1,5 +1,6 @@
 """Several arrays behind each other as one bucket, each by a code of its own."""
 
+import dataclasses
 import itertools
 
 import jax.numpy as jnp
@@ -55,6 +56,20 @@ def fused(*parts: tuple[Compressor, int]) -> Compressor:
         unbiased=all(code.unbiased for code in codes),
         linear=all(code.linear for code in codes),
     )
+
+
+def piece_of(index: int, *parts: tuple[Compressor, int]) -> Compressor:
+    """What `fused` makes of these parts, but that it decodes one of them alone.
+
+    So each part gets a dtype of its own, and no array ever holds them all.
+    """
+    whole = fused(*parts)
+    code, size = parts[index]
+
+    def decode(payload, shared):
+        return code.decode(Payload(payload.data[index], size), _of_part(shared, index))
+
+    return dataclasses.replace(whole, name=f"piece_of({index}, {whole.name})", decode=decode)
 
 
 def _of_part(shared, index):

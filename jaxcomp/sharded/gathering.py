@@ -4,6 +4,7 @@ Shards are cut over one axis, or over a fast one and then each piece over the sl
 cross the slow axis first and gradients last, so that of both 1/n_fast crosses it on each device.
 """
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -19,7 +20,7 @@ from jaxcomp.compressors.packing import fold
 from jaxcomp.exchange import wire
 from jaxcomp.replicas.shards import Shard, cut, natural, numel_of, without_padding
 from jaxcomp.replicas.types import num_replicas, to_varying
-from jaxcomp.sharded.fused import fused
+from jaxcomp.sharded.fused import fused, piece_of
 
 SECONDARY = "jaxcomp.qsdp.secondary"  # the name of what `send` returns, for `jax.checkpoint`
 
@@ -33,7 +34,8 @@ class _Bundle(NamedTuple):
     fast_gradients: tuple[Compressor, ...]
     shapes: tuple[tuple[int, ...], ...]
     sizes: tuple[int, ...]  # of a shard of each leaf
-    dtypes: tuple[Any, ...]
+    dtypes: tuple[Any, ...]  # of the shards
+    computed: tuple[Any, ...]  # that the weights are decoded to
 
     @property
     def wide(self):
@@ -41,13 +43,16 @@ class _Bundle(NamedTuple):
         return jnp.result_type(jnp.float32, *self.dtypes)
 
 
-def send(shards: list[Shard], axes: tuple[str, ...], after: Any = None) -> jax.Array:
+def send(
+    shards: list[Shard], axes: tuple[str, ...], after: Any = None, behind: Any = None
+) -> jax.Array:
     """The codes of a layer's shards, across the slow axis: the first half of a gather.
 
     Args:
       shards: The `Shard`s of one layer, each with a key; the first one's is the layer's.
       axes: The mesh axes that they are cut over, the slow one last.
-      after: A tree of arrays; nothing is sent before they are known.
+      after: A tree of arrays; nothing is coded before they are known.
+      behind: Another; nothing is sent before they are known.
 
     Returns:
       `u32[num_slow, words]`, a message of each owner along the slow axis, of all its shards: the
@@ -60,6 +65,7 @@ def send(shards: list[Shard], axes: tuple[str, ...], after: Any = None) -> jax.A
     token = _token(after, key.count).astype(bits)
     flat = lax.bitcast_convert_type(lax.bitcast_convert_type(flat, bits) ^ token, flat.dtype)
     codes = wire.encode_own(flat, _fused(bundle.weights, bundle.sizes), key, axes)
+    codes ^= _token(behind, key.count).astype(codes.dtype)
     return checkpoint_name(wire.all_gather(codes, axes[-1]), SECONDARY)
 
 
@@ -68,16 +74,40 @@ def keep(messages: jax.Array, shards: list[Shard], after: Any) -> jax.Array:
     return messages ^ _token(after, _keys(shards)[0].count).astype(messages.dtype)
 
 
-def receive(shards: list[Shard], axes: tuple[str, ...], messages: jax.Array) -> list[jax.Array]:
-    """A layer's weights, of a type that varies, from what `send` returns: the second half.
+def spread(messages: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """What `send` returns, of all owners `[num_shards, ...]`: the codes go on as they are."""
+    for axis in reversed(axes[:-1]):
+        messages = wire.all_gather(messages, axis)
+    return messages.reshape(-1, messages.shape[-1])
 
-    The VJP gives the shards, those that were sent, their gradients.
+
+def receive(
+    shards: list[Shard], axes: tuple[str, ...], messages: jax.Array, dtype: Any = None
+) -> list[jax.Array]:
+    """A layer's weights, of a type that varies, from what `spread` returns: the second half.
+
+    Those of two axes or more are decoded to `dtype`, where it is given; others, as of norms, have
+    the shards' dtype. The VJP gives the shards, those that were sent, their gradients.
     """
     data, counters = [shard.data for shard in shards], [shard.counter for shard in shards]
-    return _received(_bundle_of(shards, axes), data, messages, _keys(shards), counters)
+    bundle = _bundle_of(shards, axes, dtype)
+    return _received(bundle, data, messages, _keys(shards), counters)
 
 
-def _bundle_of(shards, axes):
+def scatter(shards: list[Shard], axes: tuple[str, ...], grads: list[jax.Array]) -> list[Shard]:
+    """The gradients of a layer's shards, of those of its weights: what the VJP of `receive` does.
+
+    The tallies of what was sent are the gradients of their counters.
+    """
+    saved = _keys(shards)[1], [shard.counter for shard in shards]
+    owned, _, _, tallies = _received_bwd(_bundle_of(shards, axes), saved, grads)
+    return [
+        dataclasses.replace(shard, data=data, key=None, levels=None, counter=tally)
+        for shard, data, tally in zip(shards, owned, tallies, strict=True)
+    ]
+
+
+def _bundle_of(shards, axes, dtype=None):
     sizes = [numel_of(shard.shape, num_replicas(axes)) for shard in shards]
     for shard, size in zip(shards, sizes, strict=True):
         if shard.data.shape != (size,) or shard.key is None:
@@ -94,7 +124,13 @@ def _bundle_of(shards, axes):
         tuple(shard.shape for shard in shards),
         tuple(sizes),
         tuple(jnp.dtype(shard.data.dtype) for shard in shards),
+        tuple(weight_dtype(shard.shape, shard.data.dtype, dtype) for shard in shards),
     )
+
+
+def weight_dtype(shape: tuple[int, ...], own: Any, dtype: Any) -> Any:
+    """The dtype in which a layer sees a weight: `dtype` for matrices, else its own."""
+    return jnp.dtype(own if dtype is None or len(shape) < 2 else dtype)
 
 
 def _keys(shards) -> list[Key]:
@@ -110,26 +146,27 @@ def _token(after, count):
     XLA:CPU drops optimization barriers before it orders a program, and would gather all layers
     first, or take the second gather of a layer for the first.
     """
-    leaves = [x for x in jax.tree.leaves(after) if jnp.issubdtype(x.dtype, jnp.floating) and x.size]
-    seen = sum(jnp.isnan(x.reshape(-1)[0]).astype(jnp.uint32) for x in leaves)
+    leaves = [x for x in jax.tree.leaves(after) if x.dtype != jax.dtypes.float0 and x.size]
+    if not leaves:
+        return jnp.uint32(0)
+    seen = sum((x.reshape(-1)[0] != 0).astype(jnp.uint32) for x in leaves)
     return seen & (count >> 31).astype(jnp.uint32)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _received(bundle: _Bundle, shards, messages, keys: list[Key], counters) -> list[jax.Array]:
     """The parameters of a layer; of the shards, only the gradient is computed."""
-    for axis in reversed(bundle.axes[:-1]):
-        messages = wire.all_gather(messages, axis)
-    messages = messages.reshape(-1, messages.shape[-1])
-    code, numel = _fused(bundle.weights, bundle.sizes), sum(bundle.sizes)
-    full = wire.decode_all(messages, code, keys[0], numel, bundle.wide)
-    # Equal by type until here; from here on varying, so that JAX sums no gradient in float32.
-    rows = to_varying(full, bundle.axes).reshape(-1, numel)
-    columns = jnp.split(rows, _cuts(bundle.sizes), axis=1)
-    return [
-        natural(column, shape).astype(dtype)
-        for column, shape, dtype in zip(columns, bundle.shapes, bundle.dtypes, strict=True)
-    ]
+    parts, numel = tuple(zip(bundle.weights, bundle.sizes, strict=True)), sum(bundle.sizes)
+    weights = []
+    for index, (shape, size, dtype) in enumerate(
+        zip(bundle.shapes, bundle.sizes, bundle.computed, strict=True)
+    ):
+        code = piece_of(index, *parts)
+        flat = wire.decode_all(messages, code, keys[0], numel, bundle.wide).astype(dtype)
+        # Equal by type until here; from here on varying, so that JAX sums no gradient in float32.
+        rows = to_varying(flat, bundle.axes).reshape(-1, size)
+        weights.append(natural(rows, shape))
+    return weights
 
 
 def _received_fwd(bundle, shards, messages, keys, counters):

@@ -1,16 +1,17 @@
-"""Trees of shards gathered: once, or as a layer that gathers again for its gradient."""
+"""Trees of shards gathered: once, or as layers that gather again for their gradients."""
 
-import functools
 import re
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax import lax
 
 from jaxcomp.compressors.policies import path_of
-from jaxcomp.replicas.shards import is_shard, map_shards
-from jaxcomp.sharded.gathering import keep, receive, send
+from jaxcomp.replicas.shards import is_shard
+from jaxcomp.replicas.types import to_varying
+from jaxcomp.sharded import walks
+from jaxcomp.sharded.gathering import receive, send, spread, weight_dtype
 
 
 def gather(tree: Any, axes: tuple[str, ...], but: str | None = None) -> Any:
@@ -21,7 +22,7 @@ def gather(tree: Any, axes: tuple[str, ...], but: str | None = None) -> Any:
     for index, (path, leaf) in enumerate(keyed):
         if is_shard(leaf) and not (but and re.search(but, path_of(path))):
             stacks.setdefault(leaf.data.shape[:-1], []).append(index)
-    one = lambda shards: receive(shards, axes, send(shards, axes))
+    one = lambda shards: receive(shards, axes, spread(send(shards, axes), axes))
     for stack, chosen in stacks.items():
         shards = [leaves[index] for index in chosen]
         values = lax.map(one, shards) if stack else one(shards)
@@ -30,47 +31,43 @@ def gather(tree: Any, axes: tuple[str, ...], but: str | None = None) -> Any:
     return treedef.unflatten(leaves)
 
 
-class _Layer(NamedTuple):
-    """A function of whole parameters, and how they are gathered."""
-
-    function: Callable
-    axes: tuple[str, ...]
-    secondary: bool
-
-
-def layer(function: Callable, axes: tuple[str, ...], secondary: bool) -> Callable:
+def layer(
+    function: Callable, axes: tuple[str, ...], secondary: bool, dtype: Any = None
+) -> Callable:
     """A function of whole parameters as one of their shards, in both passes: see `QSDP.layer`.
 
     `secondary` says whether what crossed the slow axis is kept between the passes.
     """
-    of = _Layer(function, axes, secondary)
-    of_codes = jax.custom_vjp(lambda shards, *args: _forward(of, shards, *args)[0])
-    of_codes.defvjp(functools.partial(_forward, of), functools.partial(_backward, of))
-    whole = jax.checkpoint(function)
-
-    def of_params(params, *args):
-        return (of_codes if _shards_in(params) else whole)(params, *args)
-
-    return of_params
+    run = layers(lambda params, args: function(params, *args), axes, secondary, 0, dtype)
+    return lambda params, *args: run([params], args)
 
 
-def _forward(of, shards, *args):
-    messages = send(_shards_in(shards), of.axes, args)
-    kept = messages if of.secondary else None
-    return _received(of, messages, shards, *args), (kept, shards, args)
+def layers(
+    function: Callable, axes: tuple[str, ...], secondary: bool, lookahead: int, dtype: Any = None
+) -> Callable:
+    """Layers in turn, some gathered ahead of the one that computes: see `QSDP.layers`."""
+    of_codes = walks.walk(walks.Walk(function, axes, secondary, lookahead, dtype))
+    cast = lambda w: w.astype(weight_dtype(w.shape, w.dtype, dtype))
+    of_whole = jax.checkpoint(lambda params, x: function(jax.tree.map(cast, params), x))
+
+    def run(trees, x):
+        found = [leaf for leaf in jax.tree.leaves(trees, is_leaf=is_shard) if is_shard(leaf)]
+        if not isinstance(trees, list):
+            _require_stacked(found)
+        if found:
+            return of_codes(trees, to_varying(x, axes))
+        if not isinstance(trees, list):
+            return lax.scan(lambda x, params: (of_whole(params, x), None), x, trees)[0]
+        for params in trees:
+            x = of_whole(params, x)
+        return x
+
+    return run
 
 
-def _backward(of, saved, grads):
-    kept, shards, args = saved
-    own = _shards_in(shards)
-    messages = send(own, of.axes, grads) if kept is None else keep(kept, own, grads)
-    return jax.vjp(functools.partial(_received, of, messages), shards, *args)[1](grads)
-
-
-def _received(of, messages, shards, *args):
-    received = iter(receive(_shards_in(shards), of.axes, messages))
-    return of.function(map_shards(lambda _: next(received), shards), *args)
-
-
-def _shards_in(tree):
-    return [leaf for leaf in jax.tree.leaves(tree, is_leaf=is_shard) if is_shard(leaf)]
+def _require_stacked(shards):
+    if any(shard.data.ndim < 2 for shard in shards):
+        raise ValueError(
+            "got one tree of shards that are not stacked; give a list of trees, one a layer, or "
+            "cut stacked parameters by fsdp.shard(params, mesh, stacked)."
+        )

@@ -7,24 +7,22 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxcomp import schedules
-from jaxcomp.compressors.base import Compressor, Key, identity
+from jaxcomp.compressors.base import Compressor, Key
 from jaxcomp.compressors.packing import fold
-from jaxcomp.compressors.policies import Policy, path_of, policy_of
+from jaxcomp.compressors.policies import Policy, policy_of
 from jaxcomp.compressors.quantize import quantize
-from jaxcomp.exchange import averaging, buckets, wire
-from jaxcomp.replicas.shards import Shard, cut, is_shard, key_of, map_shards, natural
+from jaxcomp.exchange import averaging, buckets
+from jaxcomp.replicas.shards import is_shard, key_of, map_shards
 from jaxcomp.replicas.state import unstack
-from jaxcomp.sharded import layers
+from jaxcomp.sharded import cutting, layers
 from jaxcomp.sharded.gathering import SECONDARY
 
 _WEIGHTS = quantize(8, block=1024, range="minmax")
 _GRADIENTS = quantize(8, block=1024, range="minmax", rounding="stochastic")
-_NO_KEY = Key(0, 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +39,7 @@ class QSDP:
     fast_gradients: Compressor | Policy = averaging.EXACT
     secondary: bool = False
     gather_once: bool = False
+    lookahead: int = 1
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -72,10 +71,10 @@ class QSDP:
           ValueError: If a leaf is not floating, `fast_gradients` learns its levels, or the mesh
             lacks one of the axes.
         """
-        plan = functools.partial(_planned, self, stacked)
+        plan = functools.partial(cutting.planned, self, stacked)
         like = jax.tree_util.tree_map_with_path(plan, params)
-        own = functools.partial(map_shards, functools.partial(_own, self.axes), like)
-        return _on(mesh, self.axes, own, P(), P(self.axes))(params)
+        own = functools.partial(map_shards, functools.partial(cutting.own, self.axes), like)
+        return cutting.on(mesh, self.axes, own, P(), P(self.axes))(params)
 
     def unshard(self, shards: Any, mesh: Mesh) -> Any:
         """Undoes `shard`, without loss: natural shapes, a copy on every device.
@@ -86,8 +85,8 @@ class QSDP:
         specs = jax.tree.map(
             lambda x: P(self.axes) if is_shard(x) else P(), shards, is_leaf=is_shard
         )
-        whole = functools.partial(map_shards, functools.partial(_whole, self.axes))
-        return _on(mesh, self.axes, whole, (specs,), P())(shards)
+        whole = functools.partial(map_shards, functools.partial(cutting.whole, self.axes))
+        return cutting.on(mesh, self.axes, whole, (specs,), P())(shards)
 
     def local(
         self,
@@ -145,21 +144,43 @@ class QSDP:
         """
         return layers.gather(tree, self.axes, but=but)
 
-    def layer(self, function: Callable) -> Callable:
+    def layer(self, function: Callable, dtype: Any = None) -> Callable:
         """Makes of `function(params, *args)` one of shards, that gathers again for its gradient.
 
         As by `jax.checkpoint`, nothing is kept between the passes, and the function is computed
         twice. Each gather waits for the layer's arguments, or for the gradient of its result, so
         that one layer's weights are held at a time. With secondary shards the codes that crossed
-        the slow axis are kept, and the second gather goes over the fast axis alone.
+        the slow axis are kept, and the second gather goes over the fast axis alone. Of several
+        layers in turn, `layers` gathers the next one while one computes.
 
         Args:
           function: A layer; `args` are arrays or trees of them, and all that is differentiated.
+          dtype: Of the weights that it gets, as for `layers`.
 
         Returns:
           A function of a tree from `local` and of `args`.
         """
-        return layers.layer(function, self.axes, self.secondary)
+        return layers.layer(function, self.axes, self.secondary, dtype)
+
+    def layers(self, function: Callable, dtype: Any = None) -> Callable:
+        """Makes of `function(params, x) -> x` one that runs many layers of shards in turn.
+
+        As `layer` in a loop, but that the gather of layer k waits for the input of layer
+        `k - lookahead`, and in the backward pass for the gradient that enters layer
+        `k + lookahead`: it travels while those compute. At most `lookahead + 1` layers are held,
+        one of them as weights and the others as codes. The bytes sent are the same.
+
+        Args:
+          function: A layer; x is an array or a tree of them. It and the weights are all that is
+            differentiated, and for stacked layers its shapes and dtypes stay.
+          dtype: To which weights of two axes or more are decoded, as "bfloat16"; others, as of
+            norms and biases, keep the shards' dtype. None: all keep it.
+
+        Returns:
+          A function `(trees, x) -> x`, of a list of trees from `local`, one a layer, or of one
+          tree of stacked shards, which are scanned over.
+        """
+        return layers.layers(function, self.axes, self.secondary, self.lookahead, dtype)
 
 
 def qsdp(
@@ -174,6 +195,7 @@ def qsdp(
     fast_gradients: Compressor | Policy = averaging.EXACT,
     secondary: bool = False,
     gather_once: bool = False,
+    lookahead: int = 1,
 ) -> QSDP:
     """Makes the way in which parameters live in shards and travel as codes.
 
@@ -205,13 +227,14 @@ def qsdp(
       gather_once: Whether `qsdp_train_step` gathers all weights once a step and scatters gradients
         once, after the last microbatch: two messages a step, at the cost of whole parameters and
         a whole gradient on each device meanwhile.
+      lookahead: How many layers ahead of the one that computes `QSDP.layers` gathers: 0, 1 or 2.
 
     Returns:
       A `QSDP`, hashable and without arrays.
 
     Raises:
-      ValueError: If `fast_axis` is `axis_name`, both `secondary` and `gather_once` are set, or a
-        code is neither a compressor nor a policy.
+      ValueError: If `fast_axis` is `axis_name`, both `secondary` and `gather_once` are set,
+        `lookahead` is not 0, 1 or 2, or a code is neither a compressor nor a policy.
 
     Examples:
       >>> import jaxcomp
@@ -237,54 +260,13 @@ def qsdp(
             "secondary shards are for a second gather, and with gather_once=True there is none; "
             "write one of the two."
         )
+    if lookahead not in (0, 1, 2):
+        raise ValueError(
+            f"lookahead is {lookahead!r}; write 0, 1 or 2, the layers that are gathered ahead of "
+            "the one that computes."
+        )
     for code in (weights, gradients, fast_gradients):
         policy_of(code)  # refuses what is neither
     exact = exact or buckets.small_or_vector()
-    rest = fast_axis, fast_gradients, secondary, gather_once
+    rest = fast_axis, fast_gradients, secondary, gather_once, lookahead
     return QSDP(axis_name, weights, gradients, exact, fit_at, seed, *rest)
-
-
-def _planned(fsdp: QSDP, stacked, path, leaf) -> Shard:
-    """A shard of a parameter, without its array."""
-    name = path_of(path)
-    if not jnp.issubdtype(leaf.dtype, jnp.floating):
-        raise ValueError(
-            f"the parameter {name!r} has dtype {leaf.dtype}, but only floating ones are sharded; "
-            "keep others out of the parameters."
-        )
-    shape = leaf.shape[1:] if stacked(name, leaf) else leaf.shape
-    one = jax.ShapeDtypeStruct(shape, leaf.dtype)
-    policies = fsdp.weights, fsdp.gradients, fsdp.fast_gradients
-    if fsdp.exact(name, one):
-        policies = (averaging.EXACT,) * 3
-    weights, gradients, fast = (policy_of(policy)(name, one) for policy in policies)
-    if fast.levels is not None:
-        raise ValueError(
-            f"fast_gradients is {fast.name} for {name!r}, but levels are learned of what "
-            "crosses the slow axis only; write quantize(...)."
-        )
-    stack = leaf.shape[: leaf.ndim - len(shape)]
-    return Shard(None, one.shape, weights, gradients, fast, stack)
-
-
-def _own(axes, shard: Shard, leaf: jax.Array) -> Shard:
-    """This device's row of a parameter, `[1, *stack, numel]`."""
-    rows = cut(leaf, leaf.ndim - len(shard.shape), lax.axis_size(axes))
-    return dataclasses.replace(shard, data=rows[lax.axis_index(axes)][None])
-
-
-def _whole(axes, shard: Shard) -> jax.Array:
-    """A parameter from its rows on all devices."""
-    rows = shard.data.reshape(-1)
-    for axis in reversed(axes):
-        rows, _ = wire.gather(rows, identity(), _NO_KEY, axis)
-    return natural(rows.reshape(-1, *shard.data.shape[1:]), shard.shape)
-
-
-def _on(mesh, axes, function, in_specs, out_specs):
-    missing = [name for name in axes if name not in mesh.axis_names]
-    if missing:
-        raise ValueError(
-            f"the mesh has no axis {missing[0]!r}; its axes are {tuple(mesh.axis_names)}."
-        )
-    return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs))

@@ -80,12 +80,12 @@ class GPT(nn.Module):
 
     With `causal=False` every position sees all others, as in BERT. Call with tokens
     i32[batch, time], time at most `config.context`; returns logits f32[batch, time, vocab].
-    With `layer`, as `jaxcomp.QSDP.layer`, the parameters of the blocks are shards.
+    With `layers`, as `jaxcomp.QSDP.layers`, the parameters of the blocks are shards.
     """
 
     config: GPTConfig
     causal: bool = True
-    layer: Callable | None = None
+    layers: Callable | None = None
 
     @nn.compact
     def __call__(self, tokens_BxT):
@@ -96,21 +96,18 @@ class GPT(nn.Module):
         position = self.param("position", init, (c.context, c.width))
         x_BxTxD = embed(tokens_BxT) + position[None, :time]
         x_NxD = x_BxTxD.reshape(-1, c.width).astype(c.dtype)
-        if c.scan and self.layer is None:
+        if c.scan and self.layers is None:
             x_NxD = scanned(Block(c, self.causal, name="blocks"), c.layers, x_NxD, time)
-        elif self.layer is None:
+        elif self.layers is None:
             for index in range(c.layers):
                 x_NxD = Block(c, self.causal, name=f"block_{index}")(x_NxD, time)
         else:
             block = Block(c, self.causal, parent=None)
-            apply = self.layer(lambda params, x: block.apply({"params": params}, x, time))
+            one = lambda params, x: block.apply({"params": params}, x, time)
             shards = self.variables["params"]
-            if c.scan:
-                one = lambda x, shard: (apply(shard, x), None)
-                x_NxD, _ = jax.lax.scan(one, x_NxD, shards["blocks"])
-            else:
-                for index in range(c.layers):
-                    x_NxD = apply(shards[f"block_{index}"], x_NxD)
+            names = [f"block_{index}" for index in range(c.layers)]
+            blocks = shards["blocks"] if c.scan else [shards[name] for name in names]
+            x_NxD = self.layers(one, c.dtype)(blocks, x_NxD)
         x_NxD = nn.LayerNorm(dtype=x_NxD.dtype, name="norm")(x_NxD)
         logits_NxV = x_NxD @ embed.embedding.astype(x_NxD.dtype).T
         return logits_NxV.reshape(batch, time, c.vocab).astype(jnp.float32)
