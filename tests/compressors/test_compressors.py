@@ -38,7 +38,7 @@ from tests.helpers.coding import (
 )
 from tests.helpers.replicas import mesh_of
 
-NUMELS = (1, 2, 7, 8, 127, 128, 129, 1000, 4099, 11000)
+NUMELS = (1, 2, 7, 8, 127, 128, 129, 1000, 4099)
 
 
 class Row(NamedTuple):
