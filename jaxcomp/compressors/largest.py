@@ -49,7 +49,7 @@ def by_digits(size: jax.Array, k: int) -> jax.Array:
     """As `by_comparing`, of rows of any length: in a pass for each four bits."""
     least = jnp.zeros_like(size, shape=size.shape[:1])
     for shift in reversed(range(0, 8 * size.dtype.itemsize, _DIGIT)):
-        digits = jnp.arange(1, 2**_DIGIT, dtype=size.dtype) << shift
+        digits = (jnp.arange(1, 2**_DIGIT, dtype=size.dtype) << shift)[None]
         bounds = least[:, None] | digits
         fits = _count(size[:, None, :] >= bounds[:, :, None]) >= k
         least = least | (jnp.sum(fits, axis=1, dtype=size.dtype) << shift)

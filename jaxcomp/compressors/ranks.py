@@ -57,7 +57,7 @@ def ranks_by_words(marked: jax.Array) -> jax.Array:
     """`ranks` by counting ones in words, and by the sums of the words before."""
     rows, n = marked.shape
     words = _words(marked)
-    earlier = (np.uint32(1) << np.arange(_WORD, dtype=np.uint32)) - np.uint32(1)
+    earlier = (np.uint32(1) << np.arange(_WORD, dtype=np.uint32)[None, None]) - np.uint32(1)
     within = lax.population_count(words[:, :, None] & earlier).astype(jnp.int32)
     sums = _before(lax.population_count(words).astype(jnp.int32), _WORD)
     return (within + sums[:, :, None]).reshape(rows, -1)[:, :n]
@@ -73,7 +73,7 @@ def _words(marked):
     """Marks as bits: `bool[rows, n] -> u32[rows, ceil(n / 32)]`, the first one lowest."""
     rows, n = marked.shape
     padded = jnp.pad(marked, ((0, 0), (0, -n % _WORD))).reshape(rows, -1, _WORD)
-    bits = padded.astype(jnp.uint32) << lax.iota(jnp.uint32, _WORD)
+    bits = padded.astype(jnp.uint32) << lax.iota(jnp.uint32, _WORD)[None, None]
     return jnp.sum(bits, axis=2, dtype=jnp.uint32)
 
 
@@ -116,8 +116,9 @@ def taken_by_words(x: jax.Array, marked: jax.Array, k: int) -> jax.Array:
         for number in range(words.shape[1]):
             bits = jnp.clip(place + step - _WORD * number, 0, _WORD).astype(jnp.uint32)
             # A shift by all 32 bits is not defined.
-            all_ones, rest = jnp.uint32(2**32 - 1), _WORD - jnp.maximum(bits, 1)
-            earlier = jnp.where(bits == 0, 0, all_ones >> rest)
+            earlier = jnp.where(
+                bits == 0, 0, jnp.uint32(2**32 - 1) >> (_WORD - jnp.maximum(bits, 1))
+            )
             ones += lax.population_count(words[:, number, None] & earlier).astype(jnp.int32)
         place = jnp.where(ones <= rank, place + step, place)
     return jnp.take_along_axis(x, place, axis=1, mode="promise_in_bounds")

@@ -135,8 +135,9 @@ def slamb(
       <https://proceedings.mlr.press/v202/xu23v.html>`_, ICML 2023, algorithm 1, after the authors'
       code: `Slamb` (quadratic) and `Slamb_V2` (linear). Deviations: the parameters meet at the
       end of an interval and not after its first step, also where it is of one step; the default
-      mask is strided, rolled by one each step (theirs: chunks of one random permutation, or
-      independent draws); the linear form adds eps after the bias correction; drifts may be coded.
+      mask is of runs of neighbours, the next ones each step (theirs: chunks of one random
+      permutation, or independent draws); the linear form adds eps after the bias correction;
+      drifts may be coded.
     """
     adam = moments.adam("slamb", learning_rate, b1, b2, eps, weight_decay=weight_decay)
     _check(density, b3, sync_every, rescaling, trust_bounds, compressor)

@@ -90,7 +90,7 @@ def qsdp_train_step(
     run = _Run(loss_fn, tx, of_rows, mesh, fsdp, accumulate)
     return TrainStep(
         jax.jit(functools.partial(_init, run)),
-        jitted(functools.partial(_step, run), mesh, donate_argnums=(0, 1)),
+        jitted(functools.partial(_step, run), mesh, gathers_layers=True, donate_argnums=(0, 1)),
     )
 
 

@@ -26,8 +26,8 @@ def test_stages_of_a_composition_draw_different_numbers():
 
 def test_a_chain_in_a_chain_is_one():
     chains = [
-        compose(random_k(0.1), compose(top_k(0.2), quantize(4))),
-        compose(compose(random_k(0.1), top_k(0.2)), quantize(4)),
+        compose(random_k(0.1), compose(top_k(0.2, block=128), quantize(4))),
+        compose(compose(random_k(0.1), top_k(0.2, block=128)), quantize(4)),
     ]
     assert chains == [cocktail()] * 2
     for chain in chains:
@@ -42,3 +42,11 @@ def test_compose_of_one_stage_is_the_stage():
     assert compose(random_k(0.1), top_k(0.2), quantize(4)).bits_per_parameter == pytest.approx(
         0.1825, rel=1e-12
     )
+
+
+def test_the_authors_cocktail_takes_the_largest_of_all():
+    authors = cocktail(top_block=None)
+    assert authors == compose(random_k(0.1), top_k(0.2), quantize(4))
+    assert authors.bits_per_parameter == pytest.approx(0.1825, rel=1e-12)
+    kept = 26 / 128
+    assert cocktail().bits_per_parameter == pytest.approx(0.1 * (1 + kept * 4.125), rel=1e-12)

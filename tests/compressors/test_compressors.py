@@ -66,6 +66,7 @@ def sparse_row(num_bytes, compressor, positions, inner=None, rounding_error=0.0)
 
 
 TENTH = reference.random_k(10)
+COCKTAIL_OF_128 = reference.compose(reference.top_k(Fraction(1, 5), 128), reference.quantize(4))
 COCKTAIL = reference.compose(reference.top_k(Fraction(1, 5)), reference.quantize(4))
 ROWS = [
     Row(identity(), reference.identity(), 4000),
@@ -121,6 +122,7 @@ ROWS = [
         125 + 32,
     ),
     sparse_row(400, random_k(0.1), TENTH),
+    sparse_row(400, random_k(0.1, "strided"), reference.random_k(10, "strided")),
     sparse_row(4 * 334, random_k(1 / 3, "random"), reference.random_k(3, "random")),
     sparse_row(800 + 125, top_k(0.2), reference.top_k(Fraction(1, 5))),
     sparse_row(40 + 13, top_k(0.01), reference.top_k(Fraction(1, 100))),
@@ -130,6 +132,7 @@ ROWS = [
     sparse_row(2000 + 63, group_top_1(2), reference.group_top_1(2)),
     sparse_row(16 + 4, group_top_1(256), reference.group_top_1(256)),
     sparse_row(13 + 10 + 2, compose(random_k(0.1), top_k(0.2), quantize(4)), TENTH, COCKTAIL),
+    sparse_row(13 + 10 + 2, cocktail(), TENTH, COCKTAIL_OF_128),
     sparse_row(
         32 + 16 + 63 + 2,
         compose(group_top_1(8), quantize(4, rounding="stochastic")),
@@ -359,7 +362,7 @@ def test_values_that_are_not_finite_are_not_hidden(value):
         (lambda: random_k(0.0), r"random_k got density=0.0; needs .* \(0, 1\]"),
         (lambda: random_k(1.5), r"random_k got density=1.5; needs .* \(0, 1\]"),
         (lambda: random_k(0.3), "density=0.3; needs 1 / density to be an integer; .* 1/4 or 1/3"),
-        (lambda: random_k(0.1, "cyclic"), "pattern='cyclic'; write 'strided' or 'random'"),
+        (lambda: random_k(0.1, "cyclic"), "pattern='cyclic'; write 'runs', 'strided' or 'random'"),
         (lambda: top_k(-0.1), r"top_k got density=-0.1; needs .* \(0, 1\]"),
         (lambda: top_k(0.1, block=0), "top_k got block=0; needs a positive integer, or None"),
         (lambda: group_top_1(12), "group=12; needs a power of two from 2 to 256; write group=8"),

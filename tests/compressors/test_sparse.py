@@ -3,6 +3,7 @@
 import math
 
 import numpy as np
+import pytest
 
 from jaxcomp.compressors.sparse import group_top_1, random_k, top_k
 from tests.helpers.coding import (
@@ -11,10 +12,21 @@ from tests.helpers.coding import (
 )
 
 
-def test_strided_visits_every_entry_once_in_a_period():
-    x = np.arange(1, 1001, dtype="f4")
-    total = sum(decoded(random_k(0.1), x, count) for count in range(37, 47))
+@pytest.mark.parametrize("pattern", ["runs", "strided"])
+@pytest.mark.parametrize("numel", [3, 1000, 10240, 51234])
+def test_every_entry_comes_once_in_a_period(pattern, numel):
+    x = np.arange(1, numel + 1, dtype="f4")
+    total = sum(decoded(random_k(0.1, pattern), x, count) for count in range(37, 47))
     np.testing.assert_array_equal(total, x)
+
+
+def test_runs_are_whole_rows_of_neighbours():
+    sent = decoded(random_k(0.25), np.ones(3 * 4096 + 40, "f4"), count=6)
+    starts = np.flatnonzero(np.diff(sent, prepend=0) == 1)
+    ends = np.flatnonzero(np.diff(sent, append=0) == -1) + 1
+    first = np.array([2048, 4096 + 2048, 2 * 4096 + 2048, 3 * 4096 + 20])
+    np.testing.assert_array_equal(starts, first)
+    np.testing.assert_array_equal(ends - starts, [1024, 1024, 1024, 10])
 
 
 def test_random_draws_every_entry_equally_often():

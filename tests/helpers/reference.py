@@ -142,11 +142,17 @@ def padded(x, multiple):
     return np.pad(x, (0, -x.size % multiple))
 
 
-def random_k(stride, pattern="strided"):
+def random_k(stride, pattern="runs"):
     def positions(x, count, shared):
         groups = -(-x.size // stride)
         if pattern == "strided":
             return np.arange(groups) * stride + count % stride
+        if pattern == "runs":
+            # Of each `stride` runs of 1024 one; what is left over is `stride` shorter runs.
+            runs, start = np.arange(x.size // (1024 * stride)), count % stride
+            first = (runs[:, None] * stride + start) * 1024 + np.arange(1024)
+            end, last = len(runs) * stride * 1024, groups - len(runs) * 1024
+            return np.append(first.reshape(-1), end + start * last + np.arange(last))
         place = np.floor(uniform(shared, groups) * np.float32(stride)).astype(int)
         return place * groups + np.arange(groups)
 

@@ -331,7 +331,7 @@ def test_the_compiled_step_sends_what_the_compressor_promises():
     assert kinds == {"all-to-all", "all-gather"}
     sent = jaxcomp.report.sent_bytes(compiled, mesh, "replica")
     bits_per_direction = sent * 8 / (2 * 3 / 4) / numel
-    assert bits_per_direction == pytest.approx(0.1825, rel=0.01)
+    assert bits_per_direction == pytest.approx(0.1838, rel=0.01)
 
 
 @pytest.mark.parametrize("warmup_steps", [0, 10])

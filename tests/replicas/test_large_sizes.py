@@ -82,6 +82,7 @@ def test_padding_is_cleared_in_shards_of_any_parameter(numel):
     "compressor",
     [
         jaxcomp.random_k(0.1),
+        jaxcomp.random_k(0.1, "strided"),
         jaxcomp.random_k(0.25, "random"),
         jaxcomp.top_k(0.001, block=4096),
         jaxcomp.group_top_1(8),

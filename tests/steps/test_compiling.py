@@ -20,14 +20,18 @@ def test_only_gpus_get_options():
     assert jaxcomp.compiler_options(AbstractMesh((2,), ("a",), axis_types=(AxisType.Auto,))) == {}
     options = jaxcomp.compiler_options(Mesh(np.array([GPU(), GPU()]), ("a",)))
     assert options["xla_gpu_enable_latency_hiding_scheduler"] is False
+    of_layers = jaxcomp.compiler_options(Mesh(np.array([GPU()]), ("a",)), gathers_layers=True)
+    assert of_layers == {"xla_gpu_experimental_parallel_collective_overlap_limit": 2}
 
 
 def test_the_steps_are_compiled_with_the_options_of_their_mesh(monkeypatch):
     asked = []
-    monkeypatch.setattr(compiling, "compiler_options", lambda mesh: asked.append(mesh) or {})
+    monkeypatch.setattr(
+        compiling, "compiler_options", lambda *args, **of: asked.append((*args, of)) or {}
+    )
     mesh = mesh_of(2)
     loss = lambda params, batch: (params * batch).mean()
     jaxcomp.train_step(loss, jaxcomp.cocktail_sgd(optax.sgd(0.1), "replica"), mesh, "replica")
     fsdp = jaxcomp.qsdp("replica")
     jaxcomp.qsdp_train_step(loss, optax.sgd(0.1), mesh, fsdp)
-    assert asked == [mesh, mesh]
+    assert asked == [(mesh, {"gathers_layers": False}), (mesh, {"gathers_layers": True})]

@@ -1,0 +1,56 @@
+"""The largest entries of rows: forms of all machines against a stable sort."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxcomp.compressors import largest
+from jaxcomp.compressors.ranks import UNSIGNED
+
+FORMS = [largest.by_halving, largest.by_sorting, largest.by_digits]
+SHAPES = [(1, 1), (4096, 2), (5, 128), (2, 130), (3, 256), (1, 4096)]
+
+
+def rows_of(shape, dtype):
+    """Many ties, zeros of both signs, subnormal numbers, infinities and NaN."""
+    random = np.random.default_rng([shape[0], shape[1]])
+    x = np.round(2 * random.standard_normal(shape)).astype(np.float32)
+    some = random.random(shape)
+    x[some < 0.1] = np.float32(1e-40)
+    x[some > 0.9] *= -np.float32(0.37)
+    if shape[1] > 100:
+        x[:, 3], x[:, 50], x[:, 90], x[:, 70] = -np.inf, np.inf, np.nan, -0.0
+    return jnp.asarray(x).astype(dtype)
+
+
+def expected(x, k):
+    """Of equal magnitudes the first; NaN is larger than any number."""
+    width = x.dtype.itemsize
+    bits = np.asarray(x).view(f"u{width}").astype(np.int64) & (2 ** (8 * width - 1) - 1)
+    order = np.argsort(-bits, axis=1, kind="stable")[:, :k]
+    marked = np.zeros(x.shape, bool)
+    np.put_along_axis(marked, order, True, axis=1)
+    return marked
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(
+    "form, shape",
+    [(form, shape) for form in FORMS for shape in SHAPES]
+    + [(largest.by_comparing, shape) for shape in SHAPES if shape[1] <= 256],
+)
+def test_every_form_marks_what_a_stable_sort_does(form, shape, dtype):
+    n, x = shape[1], rows_of(shape, dtype)
+    size = jax.lax.bitcast_convert_type(jnp.abs(x), UNSIGNED[x.dtype.itemsize])
+    for k in {1, -(-n // 5), n}:
+        np.testing.assert_array_equal(form(size, k), expected(x, k))
+
+
+@pytest.mark.parametrize("n", [5, 128, 300])
+def test_a_row_of_equals_gives_its_first(n):
+    for value in (0.0, -3.0, np.nan):
+        x = jnp.full((2, n), value)
+        for k in (1, 3, n):
+            got = largest.mark_largest(x, k)
+            np.testing.assert_array_equal(got, np.arange(n)[None] < np.full((2, 1), k))
