@@ -16,9 +16,6 @@ from jax.sharding import AxisType, Mesh
 from train.config.run import AXIS_NAME
 from train.processes.devices import FAST_AXIS
 
-COMPILER_OPTIONS: dict[str, dict[str, str]] = {"cuda": {}, "tpu": {}}
-"""What XLA is told for each platform, beside its defaults."""
-
 PACKAGES = {
     "cuda": ("jax_plugins.xla_cuda12", "nvidia.cuda_nvcc"),
     "tpu": ("libtpu",),

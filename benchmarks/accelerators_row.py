@@ -7,9 +7,10 @@ from collections.abc import Sequence
 
 import jax
 
+import jaxcomp
 from benchmarks import accelerators_messages
 from benchmarks import accelerators_roofline as roofline
-from benchmarks.accelerators_devices import COMPILER_OPTIONS, DEVICES, mesh_of
+from benchmarks.accelerators_devices import DEVICES, mesh_of
 from benchmarks.accelerators_messages import Message, Overlap
 from benchmarks.accelerators_program import Program
 from benchmarks.accelerators_roofline import RATES, Work
@@ -32,8 +33,7 @@ def row(device: str, model: str, method: str, sizes: tuple[int, ...]) -> dict:
     """
     began = time.perf_counter()
     built = build_step(MODELS[model], METHODS[method], mesh_of(device, sizes), model in IN_SHARDS)
-    options = COMPILER_OPTIONS[DEVICES[device].platform]
-    compiled = compile_step(built, options)
+    compiled = compile_step(built)
     seconds, text = time.perf_counter() - began, compiled.as_text()
     return {
         **dict(zip(KEY, (device, model, method, "x".join(map(str, sizes))), strict=True)),
@@ -41,7 +41,9 @@ def row(device: str, model: str, method: str, sizes: tuple[int, ...]) -> dict:
         "compile_seconds": seconds,
         **facts(compiled, text, built, device, sizes),
         "jax": jax.__version__,
-        "options": options,
+        "options": jaxcomp.compiler_options(
+            built.mesh, gathers_layers=METHODS[method].qsdp is not None
+        ),
     }
 
 
@@ -50,10 +52,9 @@ def rows(device: str, model: str, methods: Sequence[str], sizes: tuple[int, ...]
     return [row(device, model, method, sizes) for method in methods]
 
 
-def compile_step(built: Built, options: dict[str, str]) -> jax.stages.Compiled:
+def compile_step(built: Built) -> jax.stages.Compiled:
     """Compiles a step for its mesh."""
-    lowered = built.step.lower(built.params, built.state, built.batch)
-    return lowered.compile(compiler_options=options or None)
+    return built.step.lower(built.params, built.state, built.batch).compile()
 
 
 def facts(

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from benchmarks import accelerators_roofline as roofline
-from benchmarks.accelerators_devices import COMPILER_OPTIONS, DEVICES, mesh_from
+from benchmarks.accelerators_devices import DEVICES, mesh_from
 from benchmarks.accelerators_row import compile_step, facts
 from benchmarks.accelerators_step import METHODS, MODELS, Built, build_step
 from train.models import build
@@ -55,7 +55,7 @@ def measured(device: str, model: str, method: str, repeats: int = REPEATS) -> di
     """
     devices = jax.local_devices()
     built = build_step(MODELS[model], METHODS[method], mesh_from(devices, (len(devices),)))
-    step = compile_step(built, COMPILER_OPTIONS[DEVICES[device].platform])
+    step = compile_step(built)
     found = facts(step, step.as_text(), built, device, (len(devices),))
     # The prediction of a row is for a large batch; this is for the one that runs.
     large = roofline.gradient_flops(built.config.model, built.numel, len(devices))
