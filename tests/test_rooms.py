@@ -19,6 +19,7 @@ ELSEWHERE = {
     "compressors/blocks.py": COMPRESSORS,  # a helper of those that have blocks
     "compressors/cocktail.py": "compressors/test_compose.py",  # a chain by name
     "compressors/fitting.py": "compressors/test_learned.py",  # what learned levels are fitted by
+    "compressors/patterns.py": "compressors/test_sparse.py",
     "compressors/checks.py": COMPRESSORS,  # errors of all of them
     "measure/mesh.py": "measure/test_hlo.py",  # one reader of a compiled program
     "measure/tables.py": "measure/test_report.py",  # how rows are aligned

@@ -1,21 +1,19 @@
 """Sparsifiers: a share of the entries, chosen by the step, by chance or by magnitude."""
 
-import functools
 import math
 import numbers
 
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcomp.compressors import checks
+from jaxcomp.compressors import checks, patterns
 from jaxcomp.compressors.base import Compressor, Selection, call_name
-from jaxcomp.compressors.blocks import indexed, split
+from jaxcomp.compressors.blocks import split
 from jaxcomp.compressors.compose import sparsifier
 from jaxcomp.compressors.largest import mark_largest
-from jaxcomp.compressors.packing import pack, uniform, unpack
+from jaxcomp.compressors.packing import pack, unpack
+from jaxcomp.compressors.patterns import in_rows
 from jaxcomp.compressors.ranks import put_at, put_back, taken
-
-_RUN = 1024  # neighbours that are sent together: a whole tile of a TPU, 8 rows of 128
 
 
 def random_k(density: float, pattern: str = "runs") -> Compressor:
@@ -43,7 +41,7 @@ def random_k(density: float, pattern: str = "runs") -> Compressor:
     """
     stride = _stride(density)
     checks.choice("random_k", "pattern", pattern, "runs", "strided", "random")
-    halves = {"runs": _in_runs, "strided": _strided, "random": _drawn}
+    halves = {"runs": patterns.runs, "strided": patterns.strided, "random": patterns.drawn}
     select, scatter = halves[pattern](stride)
     selection = Selection(
         kept=lambda numel: -(-numel // stride),
@@ -122,7 +120,7 @@ def group_top_1(group: int) -> Compressor:
     bits = group.bit_length() - 1
 
     def select(x, shared):
-        values, place = _largest_in_columns(_rows(x, group))
+        values, place = _largest_in_columns(in_rows(x, group))
         return values, pack(place, bits)
 
     def scatter(values, where, shared, numel):
@@ -141,98 +139,6 @@ def group_top_1(group: int) -> Compressor:
     )
     name = call_name(group_top_1, group=group)
     return sparsifier(name, selection, contraction=1 / group, linear=False)
-
-
-def _in_runs(stride):
-    def select(x, shared):
-        mine = shared.count % stride
-        tiles, rest = _tiled(x, stride)
-        parts = [lax.dynamic_index_in_dim(tiles, mine, axis=1, keepdims=False).reshape(-1)]
-        if rest.size:
-            parts.append(lax.dynamic_index_in_dim(_rows(rest, stride), mine, keepdims=False))
-        # The barrier keeps each reader of the values from picking them again.
-        return lax.optimization_barrier(_joined(parts)), ()
-
-    def scatter(values, where, shared, numel):
-        # Selects, fused into what reads them; the barrier keeps out what made the values, which
-        # would be made `stride` times.
-        values, mine = lax.optimization_barrier(values), shared.count % stride
-        num_runs = numel // (stride * _RUN)
-        runs = values[: num_runs * _RUN].reshape(num_runs, 8, _RUN // 8)
-        forms = {"cpu": _runs_in_place, "default": _runs_by_tiles}
-        forms = {name: functools.partial(form, stride) for name, form in forms.items()}
-        parts = [lax.platform_dependent(runs, mine, **forms).reshape(-1)]
-        if rest := numel - parts[0].size:
-            is_mine = lax.iota(jnp.int32, stride)[:, None] == mine
-            parts.append(jnp.where(is_mine, values[num_runs * _RUN :], 0).reshape(-1)[:rest])
-        return _joined(parts)
-
-    return select, scatter
-
-
-def _runs_by_tiles(stride, runs, mine):
-    """Puts the runs of groups at `mine`: `f32[groups, 8, 128] -> f32[groups, stride, 8, 128]`."""
-    is_mine = lax.iota(jnp.int32, stride)[None, :, None, None] == mine
-    return jnp.where(is_mine, runs[:, None], 0)
-
-
-def _runs_in_place(stride, runs, mine):
-    # XLA:CPU takes five times as long for what is broadcast and reshaped.
-    groups, *tile = runs.shape
-    x = jnp.zeros((groups, stride, *tile), runs.dtype)
-    return lax.dynamic_update_slice_in_dim(x, runs[:, None], mine, axis=1)
-
-
-def _tiled(x, stride):
-    """Whole groups of `stride` runs, as `f32[groups, stride, 8, 128]`, and what is left over."""
-    # Of the shape of a TPU's tiles, so that nothing is copied.
-    end = x.size - x.size % (stride * _RUN)
-    return x[:end].reshape(-1, stride, 8, _RUN // 8), x[end:]
-
-
-def _strided(stride):
-    def select(x, shared):
-        padded = jnp.pad(x, (0, -x.size % stride)).reshape(-1, stride)
-        return lax.dynamic_index_in_dim(padded, shared.count % stride, axis=1, keepdims=False), ()
-
-    def scatter(values, where, shared, numel):
-        # A select, fused into what reads it; the barrier keeps out what made the values, which
-        # would be made `stride` times.
-        values, first = lax.optimization_barrier(values), (shared.count % stride).astype(jnp.uint32)
-
-        def spread(piece):
-            index = lax.iota(jnp.uint32, piece.stop - piece.start)
-            kept = values[piece.start // stride :].at[index // stride]
-            return jnp.where(index % stride == first, kept.get(mode="promise_in_bounds"), 0)
-
-        return _joined([spread(piece) for piece in indexed(numel, stride)])
-
-    return select, scatter
-
-
-def _drawn(stride):
-    def draw(shared, count):
-        return jnp.floor(uniform(shared, (count,)) * stride).astype(jnp.int32)
-
-    def select(x, shared):
-        rows = _rows(x, stride)
-        place = draw(shared, rows.shape[1])
-        return jnp.take_along_axis(rows, place[None, :], axis=0)[0], ()
-
-    def scatter(values, where, shared, numel):
-        # No select, into which XLA would fuse, per entry, what made the values: later stages.
-        place = draw(shared, values.size)
-
-        def spread(piece):
-            mine = values[piece]
-            x = jnp.zeros((stride, mine.size), values.dtype)
-            return x.at[place[piece], jnp.arange(mine.size)].set(
-                mine, unique_indices=True, mode="promise_in_bounds"
-            )
-
-        return _joined([spread(piece) for piece in indexed(values.size)]).reshape(-1)[:numel]
-
-    return select, scatter
 
 
 def _largest_of_blocks(layout):
@@ -257,15 +163,6 @@ def _largest_of_blocks(layout):
         return put_at(values, place.reshape(num_blocks, k), size).reshape(-1)[:numel]
 
     return select, scatter
-
-
-def _joined(pieces):
-    return pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=-1)
-
-
-def _rows(x, length):
-    # Row i of the groups is a contiguous slice of x: what XLA vectorizes best.
-    return jnp.pad(x, (0, -x.size % length)).reshape(length, -1)
 
 
 def _largest_in_columns(rows):

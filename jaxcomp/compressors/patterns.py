@@ -1,0 +1,121 @@
+"""Which entries `random_k` picks, and where it puts them back: one of every `stride`.
+
+Each pattern gives the two halves of a `Selection`, `select` and `scatter`.
+"""
+
+import functools
+
+import jax.numpy as jnp
+from jax import lax
+
+from jaxcomp.compressors.blocks import indexed
+from jaxcomp.compressors.packing import uniform
+
+_RUN = 1024  # neighbours that are sent together: a whole tile of a TPU, 8 rows of 128
+
+
+def runs(stride):
+    """Of each `stride` runs of neighbours one, the next one each step."""
+
+    def select(x, shared):
+        mine = shared.count % stride
+        tiles, rest = _tiled(x, stride)
+        parts = [lax.dynamic_index_in_dim(tiles, mine, axis=1, keepdims=False).reshape(-1)]
+        if rest.size:
+            parts.append(lax.dynamic_index_in_dim(in_rows(rest, stride), mine, keepdims=False))
+        # The barrier keeps each reader of the values from picking them again.
+        return lax.optimization_barrier(_joined(parts)), ()
+
+    def scatter(values, where, shared, numel):
+        # Selects, fused into what reads them; the barrier keeps out what made the values, which
+        # would be made `stride` times.
+        values, mine = lax.optimization_barrier(values), shared.count % stride
+        num_runs = numel // (stride * _RUN)
+        whole = values[: num_runs * _RUN].reshape(num_runs, 8, _RUN // 8)
+        forms = {"cpu": _runs_in_place, "default": _runs_by_tiles}
+        forms = {name: functools.partial(form, stride) for name, form in forms.items()}
+        parts = [lax.platform_dependent(whole, mine, **forms).reshape(-1)]
+        if rest := numel - parts[0].size:
+            is_mine = lax.iota(jnp.int32, stride)[:, None] == mine
+            parts.append(jnp.where(is_mine, values[num_runs * _RUN :], 0).reshape(-1)[:rest])
+        return _joined(parts)
+
+    return select, scatter
+
+
+def _runs_by_tiles(stride, runs, mine):
+    """Puts the runs of groups at `mine`: `f32[groups, 8, 128] -> f32[groups, stride, 8, 128]`."""
+    is_mine = lax.iota(jnp.int32, stride)[None, :, None, None] == mine
+    return jnp.where(is_mine, runs[:, None], 0)
+
+
+def _runs_in_place(stride, runs, mine):
+    # XLA:CPU takes five times as long for what is broadcast and reshaped.
+    groups, *tile = runs.shape
+    x = jnp.zeros((groups, stride, *tile), runs.dtype)
+    return lax.dynamic_update_slice_in_dim(x, runs[:, None], mine, axis=1)
+
+
+def _tiled(x, stride):
+    """Whole groups of `stride` runs, as `f32[groups, stride, 8, 128]`, and what is left over."""
+    # Of the shape of a TPU's tiles, so that nothing is copied.
+    end = x.size - x.size % (stride * _RUN)
+    return x[:end].reshape(-1, stride, 8, _RUN // 8), x[end:]
+
+
+def strided(stride):
+    """Every `stride`-th entry, rolled by one each step."""
+
+    def select(x, shared):
+        padded = jnp.pad(x, (0, -x.size % stride)).reshape(-1, stride)
+        return lax.dynamic_index_in_dim(padded, shared.count % stride, axis=1, keepdims=False), ()
+
+    def scatter(values, where, shared, numel):
+        # A select, fused into what reads it; the barrier keeps out what made the values, which
+        # would be made `stride` times.
+        values, first = lax.optimization_barrier(values), (shared.count % stride).astype(jnp.uint32)
+
+        def spread(piece):
+            index = lax.iota(jnp.uint32, piece.stop - piece.start)
+            kept = values[piece.start // stride :].at[index // stride]
+            return jnp.where(index % stride == first, kept.get(mode="promise_in_bounds"), 0)
+
+        return _joined([spread(piece) for piece in indexed(numel, stride)])
+
+    return select, scatter
+
+
+def drawn(stride):
+    """Of each `stride` entries, far from each other, one by the shared key."""
+
+    def draw(shared, count):
+        return jnp.floor(uniform(shared, (count,)) * stride).astype(jnp.int32)
+
+    def select(x, shared):
+        rows = in_rows(x, stride)
+        place = draw(shared, rows.shape[1])
+        return jnp.take_along_axis(rows, place[None, :], axis=0)[0], ()
+
+    def scatter(values, where, shared, numel):
+        # No select, into which XLA would fuse, per entry, what made the values: later stages.
+        place = draw(shared, values.size)
+
+        def spread(piece):
+            mine = values[piece]
+            x = jnp.zeros((stride, mine.size), values.dtype)
+            return x.at[place[piece], jnp.arange(mine.size)].set(
+                mine, unique_indices=True, mode="promise_in_bounds"
+            )
+
+        return _joined([spread(piece) for piece in indexed(values.size)]).reshape(-1)[:numel]
+
+    return select, scatter
+
+
+def _joined(pieces):
+    return pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=-1)
+
+
+def in_rows(x, length):
+    """Rows of which each is a contiguous slice of `f32[numel]`: what XLA vectorizes best."""
+    return jnp.pad(x, (0, -x.size % length)).reshape(length, -1)
