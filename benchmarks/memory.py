@@ -2,7 +2,7 @@
 
     python -m benchmarks.memory --json FILE
 
-The step is one of Adam's family on 2**20 parameters; XLA says what it holds at most: arguments,
+The step is one of Adam's family on 2**27 parameters; XLA says what it holds at most: arguments,
 results that are not donated arguments, and temporaries. Nothing runs. `gradients` is the
 difference to the dense step of as many replicas, in copies of a float32 gradient.
 """
@@ -23,7 +23,7 @@ import jaxcomp
 from benchmarks import rows as rows_file
 from train.processes import devices
 
-NUMEL = 2**20
+NUMEL = 2**27  # more than one bucket: small models need less
 
 
 class Row(NamedTuple):
@@ -80,7 +80,7 @@ def peak_bytes(tx: optax.GradientTransformation, num_replicas: int) -> int:
     )
     half = np.broadcast_to(np.float32(0), (NUMEL // 1024, 512))
     params = {name: abstract(half, P()) for name in ("a", "b")}
-    batch = abstract(np.broadcast_to(np.float32(0), (8, 1024)), P("replica"))
+    batch = abstract(np.broadcast_to(np.float32(0), (8, NUMEL // 1024)), P("replica"))
     loss_fn = lambda p, x: jnp.mean((x @ p["a"] @ p["b"].T) ** 2)
     specs = jaxcomp.state_specs(jaxcomp.per_replica(tx, "replica"), params, mesh, "replica")
     step = jaxcomp.train_step(loss_fn, tx, mesh, "replica")
