@@ -122,8 +122,8 @@ def slamb(
       not finite, and counts the step in `skipped`; the exchange goes on with what it had.
 
       Of a leaf that other mesh axes shard, the norms are those of all shards. Each shard has the
-      mask by itself: it is that of the whole leaf if shards are of consecutive rows and 1 /
-      density divides their size.
+      mask by itself: it is that of the whole leaf for `random_k(..., "strided")`, if shards are of
+      consecutive rows and 1 / density divides their size.
 
     Raises:
       ValueError: At construction for arguments out of range; at trace time without `params`, for

@@ -334,7 +334,10 @@ def test_the_compiled_step_sends_what_the_compressor_promises():
     chunk = math.ceil(numel / 1024) * 1024 // 4
     num_blocks = math.ceil(math.ceil(chunk / 10) / 128)
     values = 26 * num_blocks
-    assert sent == 2 * 3 * (16 * num_blocks + values // 2 + 2 * math.ceil(values / 128))
+    # Each part in whole words, the message in whole units of 16 bytes.
+    parts = 16 * num_blocks, values // 2, 2 * math.ceil(values / 128)
+    words = sum(math.ceil(size / 4) for size in parts)
+    assert sent == 2 * 3 * 16 * math.ceil(words / 4)
     assert sent * 8 / (2 * 3) < 0.1838 * chunk + 128 + 26 * 4 + 16
 
 
