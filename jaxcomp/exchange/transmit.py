@@ -42,7 +42,7 @@ def transmit(compressor: Compressor, x: jax.Array, *, seed: int = 0) -> Transmis
       >>> import jaxcomp
       >>> sent = jaxcomp.transmit(jaxcomp.sign(), jnp.array([3.0, -3.0] * 512))
       >>> sent.message.shape, sent.bits_per_parameter, sent.error
-      ((40,), 1.25, 0.0)
+      ((36,), 1.125, 0.0)
 
     References:
       T. M. Cover, J. A. Thomas, "Elements of Information Theory", 2nd edition, 2006, theorem

@@ -159,8 +159,8 @@ CODE = jaxcomp.quantize(2, block=8, range="minmax", rounding="stochastic", scale
     [
         # Each entry's mean inside the fast axis is sent by two; inside, two chunks of 16 floats.
         ({"gradients": CODE}, 2, 2 * 4 * 16),
-        # Two chunks of 16 codes of 2 bits and two blocks' ranges.
-        ({"gradients": jaxcomp.identity(), "fast_gradients": CODE}, 4, 2 * (16 * 2 // 8 + 2 * 8)),
+        # Two chunks of 16 codes of 2 bits and two blocks' ranges, 20 bytes, to whole units of 16.
+        ({"gradients": jaxcomp.identity(), "fast_gradients": CODE}, 4, 2 * 32),
     ],
 )
 def test_gradients_are_means_with_noise_of_every_devices_own(codes, num_coins, fast_bytes):
