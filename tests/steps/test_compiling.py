@@ -1,7 +1,9 @@
 """What XLA is told of slow links: on GPUs, and by the steps that the library jits."""
 
+import jax
 import numpy as np
 import optax
+import pytest
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 import jaxcomp
@@ -35,3 +37,10 @@ def test_the_steps_are_compiled_with_the_options_of_their_mesh(monkeypatch):
     fsdp = jaxcomp.qsdp("replica")
     jaxcomp.qsdp_train_step(loss, optax.sgd(0.1), mesh, fsdp)
     assert asked == [(mesh, {"gathers_layers": False}), (mesh, {"gathers_layers": True})]
+
+
+def test_the_options_reach_the_compiler(monkeypatch):
+    unknown = {"xla_there_is_no_such_option": True}
+    monkeypatch.setattr(compiling, "compiler_options", lambda *args, **of: unknown)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="xla_there_is_no_such_option"):
+        compiling.jitted(lambda x: x + 1, mesh_of(1))(1.0)

@@ -1,4 +1,4 @@
-"""A step that computes while its messages travel: the same numbers, in an order that shows it."""
+"""A step that computes while its messages travel: equal results, in the order that hides them."""
 
 import functools
 import re
