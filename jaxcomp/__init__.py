@@ -27,6 +27,7 @@ from jaxcomp.exchange.wire import gathered as gathered
 from jaxcomp.exchange.wire import two_shot as two_shot
 from jaxcomp.measure import planner as planner
 from jaxcomp.measure import report as report
+from jaxcomp.measure.dense import assert_no_dense as assert_no_dense
 from jaxcomp.measure.planner import plan as plan
 from jaxcomp.methods.clipping import clip_by_global_norm as clip_by_global_norm
 from jaxcomp.methods.cocktail_sgd import CocktailSGDState as CocktailSGDState

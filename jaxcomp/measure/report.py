@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxcomp.compressors.policies import path_of
-from jaxcomp.measure import hlo
+from jaxcomp.measure import counting, hlo
 from jaxcomp.measure.mesh import (
     axes_crossed,
     axes_of_groups,
@@ -48,6 +48,7 @@ class Collective(NamedTuple):
       branch: The branches of conditionals that it is in, outermost first, as
         `("conditional.1 branch 0",)`. For `jax.lax.cond` branch 1 is the true one.
       part: Which part of the exchange it is, of a method that does not send all in every step.
+      origin: Where it comes from, as JAX's name of the operation; "" where XLA has lost it.
     """
 
     op: str
@@ -58,6 +59,7 @@ class Collective(NamedTuple):
     count: Any
     branch: tuple[str, ...]
     part: str = ""
+    origin: str = ""
 
 
 Program = jax.stages.Compiled | str
@@ -114,7 +116,7 @@ def sent_bytes(program: Program | Sequence[Program], mesh: Mesh, axis: str | Non
     Raises:
       ValueError: If the mesh has no such axis, or if a loop that sends has no known length.
     """
-    return _total(_sending(program, mesh, axis))
+    return counting.total(_sending(program, mesh, axis))
 
 
 def sent_bytes_by_part(
@@ -128,7 +130,7 @@ def sent_bytes_by_part(
     """
     rows = _sending(program, mesh, axis)
     return {
-        part: _total([row for row in rows if row.part == part])
+        part: counting.total([row for row in rows if row.part == part])
         for part in sorted({"", *(row.part for row in rows)})
     }
 
@@ -165,21 +167,31 @@ def _line_of_total(rows: list[Collective], axes: tuple[str, ...] | None) -> tupl
     known = [row for row in chosen if row.count is not None]
     label = "total, all" if axes is None else f"total, {'+'.join(axes) or '-'}"
     bound = "" if len(known) == len(chosen) else "at least"
-    return label, "", bound, "", f"{_total(known):,.0f}", "", ""
+    return label, "", bound, "", f"{counting.total(known):,.0f}", "", ""
 
 
-def _sending(program, mesh: Mesh, axis: str | None) -> list[Collective]:
-    """Lists what crosses an axis, each with a count."""
+def crossing(
+    program: Program | Sequence[Program], mesh: Mesh, axis: str | None
+) -> list[Collective]:
+    """Lists the collectives that send something across an axis, or across any.
+
+    Arguments are those of `sent_bytes`, which raises a ValueError for the same axes.
+    """
     if axis is not None and axis not in mesh.axis_names:
         raise ValueError(
             f"got axis {axis!r}, need one of the mesh's {mesh.axis_names}; write axis=None for "
             "the sum over all"
         )
-    rows = [
+    return [
         row
         for row in collectives(program, mesh)
         if row.sent_bytes and (axis is None or axis in row.axes or row.axes == ("?",))
     ]
+
+
+def _sending(program, mesh: Mesh, axis: str | None) -> list[Collective]:
+    """Lists what crosses an axis, each with a count."""
+    rows = crossing(program, mesh, axis)
     unknown = [row for row in rows if row.count is None]
     if unknown:
         raise ValueError(
@@ -222,9 +234,12 @@ def _collective(
         size = max(map(len, groups))
     operand_bytes = sum(map(hlo.num_bytes, operands))
     shape = ", ".join(itertools.chain.from_iterable(map(hlo.shapes, operands)))
-    sent = _sent(op, operand_bytes, size)
+    sent = counting.sent(op, operand_bytes, size)
     parts = re.findall(r"\bjaxcomp\.(\w+)", instruction.attributes)
-    return Collective(op, axes, operand_bytes, sent, shape, count, branch, (parts or [""])[-1])
+    part = (parts or [""])[-1]
+    origin = re.search(r'\bop_name="([^"]*)"', instruction.attributes)
+    name = origin[1] if origin else ""
+    return Collective(op, axes, operand_bytes, sent, shape, count, branch, part, name)
 
 
 def _folded(shapes: str) -> str:
@@ -232,30 +247,6 @@ def _folded(shapes: str) -> str:
     groups = itertools.groupby(shapes.split(", "))
     counted = ((shape, len(list(same))) for shape, same in groups)
     return ", ".join(shape if count == 1 else f"{count} x {shape}" for shape, count in counted)
-
-
-def _sent(op: str, operand_bytes: int, size: int) -> float:
-    """What leaves one of `size` replicas that each hand over `operand_bytes`."""
-    others = operand_bytes * (size - 1)
-    if op == "all-gather" or size == 1:
-        return float(others)
-    shares = {"all-reduce": 2, "reduce-scatter": 1, "all-to-all": 1}
-    return shares[op] * others / size if op in shares else float(operand_bytes)
-
-
-def _total(rows: list[Collective], depth: int = 0) -> float:
-    """Sums what is in no deeper branch, and of each conditional the branch that sends most."""
-    total = sum(row.sent_bytes * row.count for row in rows if len(row.branch) == depth)
-    conditionals: dict[str, dict[str, list[Collective]]] = {}
-    for row in rows:
-        if len(row.branch) > depth:
-            label = row.branch[depth]
-            branches = conditionals.setdefault(label.split()[0], {})
-            branches.setdefault(label, []).append(row)
-    return total + sum(
-        max(_total(branch, depth + 1) for branch in branches.values())
-        for branches in conditionals.values()
-    )
 
 
 def exact_leaves(params: Any, state: Any) -> list[str] | None:

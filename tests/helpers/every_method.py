@@ -15,3 +15,11 @@ EVERY_METHOD = {
     "slamb": jaxcomp.slamb(1e-2, "replica", sync_every=1),
     "zero_one_adam": jaxcomp.zero_one_adam(1e-2, "replica"),
 }
+
+NUMBERS = {
+    "one_bit_adam": ("variance",),
+    "one_bit_lamb": ("variance",),
+    "slamb": ("momentum", "synchronize"),
+    "zero_one_adam": ("variance",),
+}
+"""Parts that a method sends as numbers: a dense beginning, or what a mask shared by all chose."""

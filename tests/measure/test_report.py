@@ -81,7 +81,7 @@ def test_each_collective_is_reported_with_its_axes_and_bytes(row):
 
     program = compile_step(step, mesh, shape)
     [found] = report.collectives(program, mesh)
-    assert found == (op, axes, 128, sent, found.shape, 1, (), "")
+    assert found == (op, axes, 128, sent, found.shape, 1, (), "", found.origin)
     assert report.sent_bytes(program, mesh) == sent
     for axis in mesh.axis_names:
         crosses = axis in axes or axes == ("?",)

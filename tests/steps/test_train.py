@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import jaxcomp
 from benchmarks import memory
 from jaxcomp import report, schedules
-from tests.helpers.every_method import EVERY_METHOD
+from tests.helpers.every_method import EVERY_METHOD, NUMBERS
 from tests.helpers.replicas import everywhere, mesh_of, one_value, rows, state_of, transform
 
 WIDTH, HIDDEN = 16, 128
@@ -427,6 +427,9 @@ def test_frozen_parameters_stay_as_they_are_and_send_nothing(method):
     alone = lambda params, batch: split_loss(params | {"layers": start["layers"]}, batch)
     wanted, _, _ = compiled(EVERY_METHOD[method], rest, alone)
     assert report.sent_bytes(step, mesh) == report.sent_bytes(wanted, mesh) > 0
+    by_design = dict.fromkeys(NUMBERS.get(method, ()), rest)
+    for program in (step, wanted):
+        jaxcomp.assert_no_dense(program, mesh, "replica", parts=by_design)
 
 
 def test_freezing_without_a_mean_is_refused_by_what_to_write():

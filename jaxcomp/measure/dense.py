@@ -1,0 +1,129 @@
+"""A check for tests and for the start of a run: nothing dense crosses a slow axis."""
+
+import itertools
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from jaxcomp.measure import counting
+from jaxcomp.measure.report import Collective, Program, crossing
+
+_SUMS = ("all-reduce", "reduce-scatter")
+_MOST_LISTED = 8
+
+
+def assert_no_dense(
+    program: Program | Sequence[Program],
+    mesh: Mesh,
+    axis: str,
+    *,
+    exact: Any = (),
+    parts: Mapping[str, Any] | None = None,
+) -> None:
+    """Checks that only messages and the named exact leaves cross a mesh axis in a step.
+
+    A gradient that loses its type inside `shard_map` is summed in float32 by JAX, and training
+    looks healthy. The compiled program shows it. Messages are arrays of unsigned words that are
+    not summed on their way; what `identity()` sends as a message is one, too. Of each other array
+    as many elements as the axis has replicas are free, for a loss, a flag, a norm and padding.
+
+    Args:
+      program: Of a step; or those of a step that consists of several; or HLO text.
+      mesh: The mesh of the program.
+      axis: The mesh axis that nothing dense may cross.
+      exact: Pytree of arrays, or of their shapes: the leaves that cross it exact in every step, as
+        those of `jaxcomp.report.exact_leaves`; or what a linear code sums, as `random_k` does.
+      parts: The same for parts of a method's exchange, by the name that the report gives them, as
+        `{"variance": params}` for `one_bit_adam`.
+
+    Raises:
+      AssertionError: If more crosses the axis. The text lists each collective with its bytes,
+        types and origin, the likely cause, and what to write instead.
+      ValueError: If the mesh has no such axis or another size than the program.
+    """
+    allowed = {"": _numel(exact), **{part: _numel(own) for part, own in (parts or {}).items()}}
+    rows = [row for row in crossing(program, mesh, axis) if not _is_message(row)]
+    free, found = mesh.shape[axis], []
+    rows = [row for row in rows if any(numel > free for numel in _numels(row))]
+    for part, group in itertools.groupby(sorted(rows, key=_part), _part):
+        if _elements(same := list(group), free) > allowed.get(part, 0):
+            found += same
+    if found:
+        raise AssertionError(_text(found, axis, allowed))
+
+
+def _part(row: Collective) -> str:
+    return row.part
+
+
+def _numel(leaves: Any) -> int:
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(leaves))
+
+
+def _is_message(row: Collective) -> bool:
+    """Whether it moves encoded words: nobody can sum those."""
+    words = all(re.match(r"u(8|32)\[", array) for array in row.shape.split(", "))
+    return words and row.op not in _SUMS
+
+
+def _numels(row: Collective) -> list[int]:
+    """Elements of each of its arrays; of an all-gather those of what it makes."""
+    size = round(row.sent_bytes / row.operand_bytes) + 1 if row.op == "all-gather" else 1
+    shapes = re.findall(r"\[([^\]]*)\]", row.shape)
+    return [size * math.prod(map(int, re.findall(r"\d+", shape))) for shape in shapes]
+
+
+def _elements(rows: list[Collective], free: int) -> float:
+    """Elements that cross in a step, but for `free` of each array."""
+    if any(row.count is None for row in rows):
+        return math.inf
+    count = lambda row: sum(max(0, numel - free) for numel in _numels(row))
+    return counting.total([row._replace(sent_bytes=count(row)) for row in rows])
+
+
+def _text(rows: list[Collective], axis: str, allowed: Mapping[str, int]) -> str:
+    rows = sorted(rows, key=lambda row: -row.sent_bytes)
+    lines = [f"got more than messages across the axis {axis!r}, need words of codes only:"]
+    lines += [f"  {_line(row)}" for row in rows[:_MOST_LISTED]]
+    if len(rows) > _MOST_LISTED:
+        lines.append(f"  and {len(rows) - _MOST_LISTED} more; read jaxcomp.report.table")
+    for part, group in itertools.groupby(sorted(rows, key=_part), _part):
+        lines.append(_remedy(list(group), axis, part, allowed.get(part, 0)))
+    return "\n".join(lines)
+
+
+def _line(row: Collective) -> str:
+    often = {None: "in a loop of unknown length", 1: "once a step"}
+    times = often.get(row.count, f"{row.count} times a step")
+    where = f", in {' / '.join(row.branch)}" if row.branch else ""
+    origin = f", from {row.origin}" if row.origin else ""
+    return (
+        f"{row.op} of {row.shape} over {'+'.join(row.axes)}: a replica sends "
+        f"{row.sent_bytes:,.0f} bytes, {times}{where}{origin}"
+    )
+
+
+def _remedy(rows: list[Collective], axis: str, part: str, allowed: int) -> str:
+    if part:
+        return (
+            f"Part {part!r} of the method sends these as numbers, of {allowed:,} elements that are "
+            f"named. If it is meant to, as a dense warm-up is, write parts={{{part!r}: params}}."
+        )
+    if any(row.op in _SUMS for row in rows):
+        return (
+            "The likely cause is jax.grad at parameters that are equal on all replicas, whose "
+            "gradients JAX sums inside of shard_map, or a psum or pmean of gradients. "
+            f"Differentiate at jaxcomp.local_params(params, state, {axis!r}), keep check_vma=True, "
+            "and leave the mean to the transformation. Of leaves that travel exact (here "
+            f"{allowed:,} elements are named) write exact=[params['bias'], ...]."
+        )
+    return (
+        f"The likely cause is that XLA moves arrays that the step wants placed otherwise: "
+        f"parameters, state or batch that are sharded over {axis!r}. Place parameters by "
+        f"NamedSharding(mesh, P()) and the batch by P({axis!r}), and look for "
+        "with_sharding_constraint and reshard."
+    )
