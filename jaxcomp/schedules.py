@@ -4,6 +4,8 @@ A schedule is `(count) -> bool`, elementwise over `i32[...]`: whether something 
 step before which `count` steps were done. Only the count decides, so that all replicas agree.
 """
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable
 from typing import NamedTuple
@@ -13,19 +15,24 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jaxcomp._printing import Printed, by_name, call
+
 Schedule = Callable[[jax.Array], jax.Array]
 
 
+@by_name
 def always(count: jax.Array) -> jax.Array:
     """Every step."""
     return jnp.ones_like(count, bool)
 
 
+@by_name
 def never(count: jax.Array) -> jax.Array:
     """No step: of a variance that comes from elsewhere."""
     return jnp.zeros_like(count, bool)
 
 
+@by_name
 def doubling(count: jax.Array) -> jax.Array:
     """Steps number 1, 2, 4, 8, ...: for what changes ever more slowly (the first is number 1)."""
     return (count + 1) & count == 0
@@ -33,7 +40,7 @@ def doubling(count: jax.Array) -> jax.Array:
 
 def until(step: int) -> Schedule:
     """The first `step` steps."""
-    return lambda count: count < step
+    return Printed(lambda count: count < step, f"until({step})")
 
 
 def every(interval: int, steps: int, after: int = 0) -> Schedule:
@@ -54,12 +61,13 @@ def every(interval: int, steps: int, after: int = 0) -> Schedule:
             f"every got interval={interval}, steps={steps}; needs at least 1 of both; write "
             "every(4, steps)."
         )
-    return lambda count: (count < after) | ((count + 1) % interval == 0) | (count == steps - 1)
+    due = lambda count: (count < after) | ((count + 1) % interval == 0) | (count == steps - 1)
+    return Printed(due, call(every, interval=interval, steps=steps, after=after))
 
 
 def both(first: Schedule, second: Schedule) -> Schedule:
     """The steps of both."""
-    return lambda count: first(count) & second(count)
+    return Printed(lambda count: first(count) & second(count), f"both({first!r}, {second!r})")
 
 
 def growing(kappa: int = 16, until: int | None = None) -> Schedule:
@@ -95,7 +103,7 @@ def growing(kappa: int = 16, until: int | None = None) -> Schedule:
         due = (number - kappa * (distance - 1)) % distance == 0
         return due if until is None else due & (count < until)
 
-    return schedule
+    return Printed(schedule, call(growing, kappa=kappa, until=until))
 
 
 def halving(
@@ -143,7 +151,8 @@ def halving(
         interval = jnp.where(count >= first, 1 << level, 1)
         return ((count + 1) % interval == 0) | (count == steps - 1)
 
-    return schedule
+    written = {"learning_rate": learning_rate, "steps": steps, "longest": longest, "after": after}
+    return Printed(schedule, call(halving, **written))
 
 
 class Plan(NamedTuple):

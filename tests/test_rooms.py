@@ -15,6 +15,7 @@ MODULES = sorted(
 # Modules without a test file of their own, and where their tests are.
 COMPRESSORS, QSDP = "compressors/test_compressors.py", "sharded/test_qsdp.py"
 ELSEWHERE = {
+    "_printing.py": "test_printing.py",
     "compressors/base.py": COMPRESSORS,  # what all compressors state, of each
     "compressors/blocks.py": COMPRESSORS,  # a helper of those that have blocks
     "compressors/cocktail.py": "compressors/test_compose.py",  # a chain by name

@@ -1,7 +1,6 @@
 """What a compressor is, and the identity."""
 
 import dataclasses
-import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -106,6 +105,9 @@ class Compressor:
     stages: "tuple[Compressor, ...]" = dataclasses.field(compare=False, default=())
     levels: Levels | None = dataclasses.field(compare=False, default=None)
 
+    def __repr__(self) -> str:
+        return self.name
+
 
 def identity() -> Compressor:
     """Sends the float32 values themselves: 32 bits per parameter, exact, linear.
@@ -121,17 +123,3 @@ def identity() -> Compressor:
         unbiased=True,
         linear=True,
     )
-
-
-def call_name(factory: Callable[..., Compressor], **arguments: Any) -> str:
-    """The call of a factory by all its arguments, without those that are its defaults.
-
-    A `Compressor` is named and compared by it.
-    """
-    written = []
-    for name, parameter in inspect.signature(factory).parameters.items():
-        if parameter.default is inspect.Parameter.empty:
-            written.append(repr(arguments[name]))
-        elif arguments[name] != parameter.default:
-            written.append(f"{name}={arguments[name]!r}")
-    return f"{factory.__name__}({', '.join(written)})"

@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxcomp._printing import call
 from jaxcomp.compressors import checks, fitting
-from jaxcomp.compressors.base import Compressor, Levels, Payload, call_name
+from jaxcomp.compressors.base import Compressor, Levels, Payload
 from jaxcomp.compressors.blocks import split, spread
 from jaxcomp.compressors.packing import pack, uniform, unpack
 from jaxcomp.compressors.quantize import grid, in_steps
@@ -82,7 +83,7 @@ def learned_levels(
     fit = fitting.least_error if rounding == "nearest" else fitting.least_variance
     rest = {"block": block, "rounding": rounding, "scale_dtype": dtype.name}
     return Compressor(
-        name=call_name(learned_levels, bits=bits, **rest),
+        name=call(learned_levels, bits=bits, **rest),
         encode=encode,
         decode=decode,
         bits_per_parameter=bits + 2 * 8 * dtype.itemsize / block,

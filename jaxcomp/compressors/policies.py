@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 
+from jaxcomp._printing import Printed
 from jaxcomp.compressors.base import Compressor
 
 Policy = Callable[[str, Any], Compressor]
@@ -69,4 +70,4 @@ def by_path(*rules: tuple[str, Any]) -> Callable[[str, Any], Any]:
             "end the rules with ('.*', ...)."
         )
 
-    return policy
+    return Printed(policy, f"by_path({', '.join(map(repr, rules))})")

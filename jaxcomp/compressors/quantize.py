@@ -4,8 +4,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxcomp._printing import call
 from jaxcomp.compressors import checks
-from jaxcomp.compressors.base import Compressor, Payload, call_name
+from jaxcomp.compressors.base import Compressor, Payload
 from jaxcomp.compressors.blocks import split, spread
 from jaxcomp.compressors.packing import pack, uniform, unpack
 
@@ -43,7 +44,7 @@ def cast(dtype: jax.typing.DTypeLike) -> Compressor:
         return lax.bitcast_convert_type(payload.data, dtype).astype(jnp.float32)
 
     return Compressor(
-        name=call_name(cast, dtype=name),
+        name=call(cast, dtype=name),
         encode=encode,
         decode=decode,
         bits_per_parameter=8.0 * dtype.itemsize,
@@ -124,7 +125,7 @@ def quantize(
     scales = 1 if range == "absmax" else 2
     rest = {"block": block, "range": range, "rounding": rounding, "scale_dtype": dtype.name}
     return Compressor(
-        name=call_name(quantize, bits=bits, **rest),
+        name=call(quantize, bits=bits, **rest),
         encode=encode,
         decode=decode,
         bits_per_parameter=bits + scales * 8 * dtype.itemsize / block,

@@ -3,8 +3,9 @@
 import jax
 import jax.numpy as jnp
 
+from jaxcomp._printing import call
 from jaxcomp.compressors import checks
-from jaxcomp.compressors.base import Compressor, Payload, call_name
+from jaxcomp.compressors.base import Compressor, Payload
 from jaxcomp.compressors.blocks import split, spread
 from jaxcomp.compressors.packing import pack, unpack
 
@@ -60,7 +61,7 @@ def sign(
 
     scale_bits = 8 * dtype.itemsize
     return Compressor(
-        name=call_name(sign, scale=scale, block=block, scale_dtype=dtype.name),
+        name=call(sign, scale=scale, block=block, scale_dtype=dtype.name),
         encode=encode,
         decode=decode,
         bits_per_parameter=1.0 + (scale_bits / block if block else 0.0),

@@ -6,8 +6,9 @@ import numbers
 import jax.numpy as jnp
 from jax import lax
 
+from jaxcomp._printing import call
 from jaxcomp.compressors import checks, patterns
-from jaxcomp.compressors.base import Compressor, Selection, call_name
+from jaxcomp.compressors.base import Compressor, Selection
 from jaxcomp.compressors.blocks import split
 from jaxcomp.compressors.compose import sparsifier
 from jaxcomp.compressors.largest import mark_largest
@@ -50,7 +51,7 @@ def random_k(density: float, pattern: str = "runs") -> Compressor:
         density=1 / stride,
         position_bits=0.0,
     )
-    name = call_name(random_k, density=density, pattern=pattern)
+    name = call(random_k, density=density, pattern=pattern)
     return sparsifier(name, selection, contraction=1 / stride, linear=True)
 
 
@@ -96,7 +97,7 @@ def top_k(density: float, block: int | None = None) -> Compressor:
         density=kept_share,
         position_bits=min(1.0, index_bits),
     )
-    name = call_name(top_k, density=density, block=block)
+    name = call(top_k, density=density, block=block)
     return sparsifier(name, selection, contraction=density, linear=False)
 
 
@@ -137,7 +138,7 @@ def group_top_1(group: int) -> Compressor:
         density=1 / group,
         position_bits=bits / group,
     )
-    name = call_name(group_top_1, group=group)
+    name = call(group_top_1, group=group)
     return sparsifier(name, selection, contraction=1 / group, linear=False)
 
 

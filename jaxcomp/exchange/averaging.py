@@ -1,5 +1,7 @@
 """Trees averaged over the replicas: planned, flattened, exchanged and unflattened, in one place."""
 
+from __future__ import annotations
+
 import contextlib
 import dataclasses
 import math

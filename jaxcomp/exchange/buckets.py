@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxcomp._printing import Printed
 from jaxcomp.compressors.policies import path_of
 from jaxcomp.replicas.types import size_over_shards
 
@@ -59,7 +60,8 @@ def small_or_vector(*replica_axes: str) -> Callable[[str, Any], bool]:
     Args:
       *replica_axes: Mesh axes that a leaf may vary over without being a shard.
     """
-    return lambda path, leaf: leaf.ndim < 2 or size_over_shards(leaf, *replica_axes) < 1024
+    rule = lambda path, leaf: leaf.ndim < 2 or size_over_shards(leaf, *replica_axes) < 1024
+    return Printed(rule, f"small_or_vector({', '.join(map(repr, replica_axes))})")
 
 
 def make_plan(

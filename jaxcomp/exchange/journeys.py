@@ -9,6 +9,8 @@ import functools
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, NamedTuple
 
+from jaxcomp._printing import by_name
+
 
 class Hop(NamedTuple):
     """A message that is ready to leave."""
@@ -23,6 +25,7 @@ Journey = Generator[Hop, Any, Any]
 Pace = Callable[[Callable[[list[Any]], list[Any]], list[Any]], list[Any]]
 
 
+@by_name
 def at_once(travel: Callable[[list[Any]], list[Any]], messages: list[Any]) -> list[Any]:
     """The pace of journeys that nothing waits beside."""
     return travel(messages)

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxcomp._printing import array
 from jaxcomp.compressors.base import Compressor, Key
 from jaxcomp.compressors.packing import fold
 from jaxcomp.exchange.messages import pack, unpack
@@ -18,6 +19,10 @@ class Transmission(NamedTuple):
     decoded: jax.Array  # of the array's shape, f32: what a receiver makes of it
     bits_per_parameter: float  # of the message
     error: float  # |x - decoded|^2 / |x|^2; 0 for an array of zeros that decodes to zeros
+
+    def __repr__(self) -> str:
+        fields = (f"{name}={array(value)}" for name, value in self._asdict().items())
+        return f"Transmission({', '.join(fields)})"
 
 
 def transmit(compressor: Compressor, x: jax.Array, *, seed: int = 0) -> Transmission:

@@ -4,6 +4,8 @@ Bytes in the docstrings are those that leave one replica, for payloads of `m` by
 replicas. Every function runs inside `shard_map` (or `jax.vmap`) over `axis_name`.
 """
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable
 from typing import NamedTuple
@@ -43,6 +45,9 @@ class Exchange(NamedTuple):
     def mean(self, *args) -> Mean:
         """The `Mean` of one bucket; arguments as of `journey`."""
         return alone(self.journey(*args))
+
+    def __repr__(self) -> str:
+        return getattr(self.journey, "__name__", repr(self.journey)).removesuffix("_journey")
 
 
 def _encode(compressor, x, shared, private):

@@ -1,5 +1,7 @@
 """CocktailSGD: compressed exchange of model differences, one step late, around any optimizer."""
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -1,5 +1,7 @@
 """The mean of updates over the replicas, through any compressor, with error feedback."""
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple

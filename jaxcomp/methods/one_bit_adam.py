@@ -1,5 +1,7 @@
 """1-bit Adam: dense Adam first, then a frozen variance and 1-bit messages of the momentum."""
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -1,5 +1,7 @@
 """1-bit LAMB: dense LAMB first, then 1-bit momenta at trust ratios learned before."""
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -1,5 +1,7 @@
 """An optimizer whose state is cut over the replicas: coded gradients there, coded updates back."""
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -1,5 +1,7 @@
 """SLAMB: LAMB for large batches whose replicas agree on a tenth of the momentum a step."""
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple

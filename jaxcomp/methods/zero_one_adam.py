@@ -1,5 +1,7 @@
 """0/1 Adam: a variance learned now and then, 1-bit synchronization, and skipped rounds."""
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple

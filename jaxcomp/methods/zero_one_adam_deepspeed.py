@@ -1,5 +1,7 @@
 """0/1 Adam as DeepSpeed's code has it: 1-bit gradients until the variance is frozen."""
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxcomp._printing import array
 from jaxcomp.compressors.base import Compressor, Key, identity
 from jaxcomp.compressors.packing import fold
 
@@ -35,6 +36,11 @@ class Shard:
     key: Key | None = None  # of the step and the parameter
     levels: Any = None  # `levels.Tables` of the two codes
     counter: Any = None  # f32[bins]; unless zero, its gradient is the tally of what is encoded
+
+    def __repr__(self) -> str:
+        stack = f", stack={self.stack}" if self.stack else ""
+        codes = f"weights={self.weights}, gradients={self.gradients}"
+        return f"Shard({array(self.data)}, shape={self.shape}, {codes}{stack})"
 
     @property
     def full_shape(self) -> tuple[int, ...]:

@@ -1,5 +1,7 @@
 """Quantized fully sharded data parallelism: layers gathered where they are needed, as codes."""
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -11,6 +13,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxcomp import schedules
+from jaxcomp._printing import call
 from jaxcomp.compressors.base import Compressor, Key
 from jaxcomp.compressors.packing import fold
 from jaxcomp.compressors.policies import Policy, policy_of
@@ -23,6 +26,7 @@ from jaxcomp.sharded.gathering import SECONDARY
 
 _WEIGHTS = quantize(8, block=1024, range="minmax")
 _GRADIENTS = quantize(8, block=1024, range="minmax", rounding="stochastic")
+_EXACT = buckets.small_or_vector()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +44,10 @@ class QSDP:
     secondary: bool = False
     gather_once: bool = False
     lookahead: int = 1
+
+    def __repr__(self) -> str:
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return call(qsdp, **fields | {"exact": None if self.exact is _EXACT else self.exact})
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -267,6 +275,6 @@ def qsdp(
         )
     for code in (weights, gradients, fast_gradients):
         policy_of(code)  # refuses what is neither
-    exact = exact or buckets.small_or_vector()
+    exact = exact or _EXACT
     rest = fast_axis, fast_gradients, secondary, gather_once, lookahead
     return QSDP(axis_name, weights, gradients, exact, fit_at, seed, *rest)
