@@ -7,11 +7,14 @@ round. A GPU sorts short rows in one kernel, a TPU compares all their pairs; in 
 the threshold digit by digit.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcomp.compressors.ranks import SHORT, UNSIGNED, by_machine, ranks
+from jaxcomp.compressors.platforms import by_platform
+from jaxcomp.compressors.ranks import SHORT, UNSIGNED, ranks
 
 _DIGIT = 4  # bits of the threshold that a pass finds, by counting at 15 values
 
@@ -23,12 +26,12 @@ def mark_largest(x: jax.Array, k: int) -> jax.Array:
     """
     size = lax.bitcast_convert_type(jnp.abs(x), UNSIGNED[x.dtype.itemsize])
     is_short = x.shape[1] <= SHORT
-    forms = (
-        by_halving,
-        by_sorting if is_short else by_digits,
-        by_comparing if is_short else by_digits,
-    )
-    return by_machine(*(lambda size, form=form: form(size, k) for form in forms), size)
+    forms = {
+        "cpu": by_halving,
+        "gpu": by_sorting if is_short else by_digits,
+        "default": by_comparing if is_short else by_digits,
+    }
+    return by_platform(size, **{name: partial(form, k=k) for name, form in forms.items()})
 
 
 def by_comparing(size: jax.Array, k: int) -> jax.Array:

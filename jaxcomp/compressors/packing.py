@@ -54,10 +54,8 @@ def fold(key: Key, *data: jax.Array | int) -> Key:
     seed = key.seed
     for datum in data:
         word = np.uint32(datum & 0xFFFFFFFF) if isinstance(datum, int) else datum
-        seed = _mix(_mix(seed + jnp.uint32(0x9E3779B9)) + jnp.asarray(word).astype(jnp.uint32))
-    # XLA fuses no sum into the loops that read it: in a long chain of hashes LLVM never returns.
-    seed = jnp.sum(_mix(seed ^ lax.iota(jnp.uint32, 2)), dtype=jnp.uint32)
-    return key._replace(seed=seed)
+        seed = _hashed(seed, jnp.asarray(word).astype(jnp.uint32))
+    return key._replace(seed=_ended(seed))
 
 
 def random_bits(key: Key, shape: tuple[int, ...]) -> jax.Array:
@@ -76,6 +74,17 @@ def random_bits(key: Key, shape: tuple[int, ...]) -> jax.Array:
 def uniform(key: Key, shape: tuple[int, ...] = ()) -> jax.Array:
     """Draws float32 values in [0, 1), multiples of 2**-24, from `random_bits`."""
     return (random_bits(key, shape) >> 8).astype(jnp.float32) * 2.0**-24
+
+
+@jax.jit  # programs fold hundreds of keys: tracing each hash would take most of their tracing
+def _hashed(seed, word):
+    return _mix(_mix(seed + jnp.uint32(0x9E3779B9)) + word)
+
+
+@jax.jit
+def _ended(seed):
+    # XLA fuses no sum into the loops that read it: in a long chain of hashes LLVM never returns.
+    return jnp.sum(_mix(seed ^ lax.iota(jnp.uint32, 2)), dtype=jnp.uint32)
 
 
 def _widths(bits):

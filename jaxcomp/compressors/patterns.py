@@ -10,6 +10,7 @@ from jax import lax
 
 from jaxcomp.compressors.blocks import indexed
 from jaxcomp.compressors.packing import uniform
+from jaxcomp.compressors.platforms import by_platform
 
 _RUN = 1024  # neighbours that are sent together: a whole tile of a TPU, 8 rows of 128
 
@@ -34,7 +35,7 @@ def runs(stride):
         whole = values[: num_runs * _RUN].reshape(num_runs, 8, _RUN // 8)
         forms = {"cpu": _runs_in_place, "default": _runs_by_tiles}
         forms = {name: functools.partial(form, stride) for name, form in forms.items()}
-        parts = [lax.platform_dependent(whole, mine, **forms).reshape(-1)]
+        parts = [by_platform(whole, mine, **forms).reshape(-1)]
         if rest := numel - parts[0].size:
             is_mine = lax.iota(jnp.int32, stride)[:, None] == mine
             parts.append(jnp.where(is_mine, values[num_runs * _RUN :], 0).reshape(-1)[:rest])

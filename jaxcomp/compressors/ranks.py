@@ -6,48 +6,48 @@ entry, or each place, finds by itself where to read. On a TPU single entries wou
 there all places of a short row are compared with each other, in one fused sum.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+
+from jaxcomp.compressors.platforms import by_platform
 
 SHORT = 256  # most entries of a row whose places are all compared with each other
 UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}
 _WORD = 32
 
 
-def by_machine(cpu, gpu, other, *args):
-    """Calls the form of the machine that the program is compiled for."""
-    return lax.platform_dependent(*args, cpu=cpu, cuda=gpu, rocm=gpu, default=other)
-
-
 def ranks(marked: jax.Array) -> jax.Array:
     """Counts the marked entries before each one in its row: `bool[rows, n] -> i32[rows, n]`."""
-    return by_machine(ranks_by_words, ranks_by_words, ranks_by_comparing, marked)
+    return by_platform(marked, cpu=ranks_by_words, gpu=ranks_by_words, default=ranks_by_comparing)
 
 
 def taken(x: jax.Array, marked: jax.Array, k: int) -> jax.Array:
     """Takes the k marked entries of each row, in their order: `[rows, n] -> [rows, k]`."""
     is_short = x.shape[1] <= SHORT
-    forms = (
-        taken_in_turn,
-        taken_by_words if is_short else taken_by_moving,
-        taken_by_comparing if is_short else taken_by_moving,
-    )
-    return by_machine(*(lambda *args, form=form: form(*args, k) for form in forms), x, marked)
+    forms = {
+        "cpu": taken_in_turn,
+        "gpu": taken_by_words if is_short else taken_by_moving,
+        "default": taken_by_comparing if is_short else taken_by_moving,
+    }
+    return by_platform(x, marked, **{name: partial(form, k=k) for name, form in forms.items()})
 
 
 def put_back(values: jax.Array, marked: jax.Array) -> jax.Array:
     """Undoes `taken`, with zeros at the other entries: `[rows, k] -> [rows, n]`."""
     other = put_back_by_comparing if marked.shape[1] <= SHORT else put_back_by_ranks
-    return by_machine(put_back_in_turn, put_back_by_ranks, other, values, marked)
+    return by_platform(values, marked, cpu=put_back_in_turn, gpu=put_back_by_ranks, default=other)
 
 
 def put_at(values: jax.Array, places: jax.Array, n: int) -> jax.Array:
     """Puts values at places of their row, all different: `[rows, k], i32[rows, k] -> [rows, n]`."""
     moved = lambda values, places: put_at_by_moving(values, places, n)
     compared = lambda values, places: put_at_by_comparing(values, places, n)
-    return by_machine(moved, moved, compared if n <= SHORT else moved, values, places)
+    other = compared if n <= SHORT else moved
+    return by_platform(values, places, cpu=moved, gpu=moved, default=other)
 
 
 # Numbers of marked entries.

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxcomp.compressors.base import Compressor, Key, Payload
+from jaxcomp.compressors.platforms import by_platform
 
 _UNIT = 4  # a message is padded to as many words: 16 bytes, what links and GPUs load at once
 
@@ -19,13 +20,13 @@ def pack(payload: Payload) -> jax.Array:
     Each leaf begins with a word of its own; the message ends at a multiple of 16 bytes. Where a
     byte lies in its leaf's words is the platform's choice, so all replicas are of one platform.
     """
-    return lax.platform_dependent(payload, cpu=pack_bytes, default=pack_words)
+    return by_platform(payload, cpu=pack_bytes, default=pack_words)
 
 
 def unpack(message: jax.Array, like: Payload) -> Payload:
     """Cuts a message, `u32[words]`, into a payload of the shapes and dtypes of `like`."""
     cut = lambda form: lambda message: form(message, like)
-    return lax.platform_dependent(message, cpu=cut(unpack_bytes), default=cut(unpack_words))
+    return by_platform(message, cpu=cut(unpack_bytes), default=cut(unpack_words))
 
 
 def message_bytes(compressor: Compressor, numel: int, dtype=jnp.float32) -> int:

@@ -16,6 +16,7 @@ from jax import lax
 
 from jaxcomp.compressors.base import Compressor, Key
 from jaxcomp.compressors.packing import fold
+from jaxcomp.compressors.platforms import by_platform
 from jaxcomp.exchange.journeys import Hop, Journey, alone
 from jaxcomp.exchange.messages import pack, payload_like, unpack
 from jaxcomp.replicas.types import is_tracked
@@ -155,7 +156,7 @@ def _of_selected(journey, x, num_chunks, owner_residual, compressor, shared, axi
 
 def _mean_of_decoded(messages, decode):
     """Mean of what the rows of `u32[R, words]` decode to, in one pass where that is fast."""
-    return lax.platform_dependent(
+    return by_platform(
         messages,
         cpu=lambda rows: _sum_in_turn(rows, decode),
         default=lambda rows: _sum(rows, decode),

@@ -15,6 +15,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
+from jaxcomp.compressors.platforms import by_platform
 from jaxcomp.replicas.types import to_varying
 
 
@@ -104,7 +105,7 @@ def scattered(grads: Any, shares: Any, fast_axis: str) -> Any:
         if share.axis is None:
             return lax.pmean(x, fast_axis)
         rows = _rows(share, x, fast_axis)
-        total = lax.platform_dependent(
+        total = by_platform(
             rows,
             cpu=lambda rows: _exchanged(rows, fast_axis, share.axis),
             default=lambda rows: lax.psum_scatter(
