@@ -34,6 +34,8 @@ from jaxcomp.methods.cocktail_sgd import CocktailSGDState as CocktailSGDState
 from jaxcomp.methods.cocktail_sgd import cocktail_sgd as cocktail_sgd
 from jaxcomp.methods.compressed_mean import CompressedMeanState as CompressedMeanState
 from jaxcomp.methods.compressed_mean import compressed_mean as compressed_mean
+from jaxcomp.methods.master_weights import MasterWeightsState as MasterWeightsState
+from jaxcomp.methods.master_weights import master_weights as master_weights
 from jaxcomp.methods.one_bit_adam import OneBitAdamState as OneBitAdamState
 from jaxcomp.methods.one_bit_adam import one_bit_adam as one_bit_adam
 from jaxcomp.methods.one_bit_lamb import OneBitLambState as OneBitLambState
@@ -63,6 +65,7 @@ from jaxcomp.sharded.step import qsdp_train_step as qsdp_train_step
 from jaxcomp.steps.compiling import compiler_options as compiler_options
 from jaxcomp.steps.overlapped import OverlappedStep as OverlappedStep
 from jaxcomp.steps.overlapped import overlapped_train_step as overlapped_train_step
+from jaxcomp.steps.shapes import state_shapes as state_shapes
 from jaxcomp.steps.simulated import simulated_train_step as simulated_train_step
 from jaxcomp.steps.spread import replica_spread as replica_spread
 from jaxcomp.steps.train import TrainStep as TrainStep

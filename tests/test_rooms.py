@@ -25,6 +25,7 @@ ELSEWHERE = {
     "measure/mesh.py": "measure/test_hlo.py",  # one reader of a compiled program
     "measure/tables.py": "measure/test_report.py",  # how rows are aligned
     "replicas/fast.py": "steps/test_fast.py",  # the step that is made of it
+    "replicas/narrow.py": "methods/test_master_weights.py",  # whose absence it warns of
     "replicas/shards.py": QSDP,
     "steps/gradient.py": "steps/test_train.py",  # both halves of a step
     "steps/update.py": "steps/test_train.py",

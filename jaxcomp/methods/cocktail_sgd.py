@@ -41,6 +41,11 @@ class CocktailSGDState(NamedTuple):
         """What was done by the last step can travel while this one's gradient is computed."""
         return True
 
+    @property
+    def keeps_rounding(self) -> bool:
+        """What narrow parameters round off goes to the drift."""
+        return True
+
 
 def cocktail_sgd(
     inner: optax.GradientTransformation,

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import optax
 
@@ -40,6 +41,33 @@ def require(holds: bool, name: str, needs: str, write: str, **got: Any) -> None:
     if not holds:
         values = ", ".join(f"{argument}={value!r}" for argument, value in got.items())
         raise ValueError(f"{name} got {values}; needs {needs}; write {write}.")
+
+
+def require_static(name: str, **got: Any) -> None:
+    """Raises a ValueError for arguments of a method that are arrays, and must be known before."""
+    arrays = [argument for argument, value in got.items() if isinstance(value, jax.Array)]
+    if arrays:
+        raise ValueError(
+            f"{name} got arrays for {', '.join(arrays)}; needs Python numbers, and only the "
+            "learning rate may be an array. optax.inject_hyperparams makes arrays of all: write "
+            f"optax.inject_hyperparams(lambda learning_rate: jaxcomp.{name}(learning_rate, ...))"
+            "(learning_rate=1e-3)."
+        )
+
+
+def decays(weight_decay: float, mask: Any, params: Any) -> Any:
+    """The rate at which each leaf decays, a number: `weight_decay`, or 0 where masked.
+
+    Args:
+      weight_decay: Of the leaves that decay.
+      mask: Tree of bool like `params`, or a prefix of it, whether a leaf decays; or a function
+        that makes one of the parameters, as for `optax.adamw`. None: all do.
+      params: The parameters.
+    """
+    if mask is None or not weight_decay:
+        return jax.tree.map(lambda _: weight_decay, params)
+    of = lambda decays, branch: jax.tree.map(lambda _: weight_decay if decays else 0.0, branch)
+    return jax.tree.map(of, mask(params) if callable(mask) else mask, params)
 
 
 def no_rounds(*parts: str) -> dict[str, Any]:

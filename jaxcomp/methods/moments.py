@@ -8,7 +8,8 @@ import optax
 from jax import lax
 
 from jaxcomp.exchange import averaging
-from jaxcomp.methods.common import require
+from jaxcomp.methods import common
+from jaxcomp.methods.common import require, require_static
 from jaxcomp.replicas.finite import not_finite
 from jaxcomp.replicas.types import size_over_shards, sums_over_shards
 
@@ -23,6 +24,16 @@ class Adam(NamedTuple):
     variance_floor: float = 0.0
     bias_correction: bool = True
     weight_decay: float = 0.0
+    mask: Any = None  # of the leaves that decay, see `common.decays`
+
+    def decays(self, params: Any) -> Any:
+        """The rate at which each leaf decays, a number."""
+        return common.decays(self.weight_decay, self.mask, params)
+
+    def decayed(self, change: Any, rate: jax.Array, params: Any) -> Any:
+        """The change of the parameters, and their decoupled decay."""
+        lost = lambda c, p, decay: c - rate * decay * p if decay else c
+        return jax.tree.map(lost, change, params, self.decays(params))
 
     def first_correction(self, count: jax.Array, like: Any) -> jax.Array | float:
         """What a momentum of `count` steps is multiplied by."""
@@ -47,8 +58,11 @@ def adam(
     variance_floor: float = 0.0,
     bias_correction: bool = True,
     weight_decay: float = 0.0,
+    mask: Any = None,
 ) -> Adam:
-    """Makes the `Adam` of a method; a ValueError for constants that are out of range."""
+    """Makes the `Adam` of a method; a ValueError for constants that are out of range, or arrays."""
+    numbers = {"b1": b1, "b2": b2, "eps": eps, "weight_decay": weight_decay}
+    require_static(name, **numbers, variance_floor=variance_floor)
     require(0 <= b1 < 1, name, "[0, 1)", "b1=0.9", b1=b1)
     require(0 <= b2 < 1, name, "[0, 1)", "b2=0.999", b2=b2)
     require(0 < eps, name, "more than 0", "eps=1e-8", eps=eps)
@@ -56,7 +70,7 @@ def adam(
     require(0 <= variance_floor < 1, name, "[0, 1)", "variance_floor=1e-4", **floor)
     rate = learning_rate if callable(learning_rate) else optax.constant_schedule(learning_rate)
     rate_of = lambda count: jnp.asarray(rate(count), jnp.float32)
-    return Adam(rate_of, b1, b2, eps, variance_floor, bias_correction, weight_decay)
+    return Adam(rate_of, b1, b2, eps, variance_floor, bias_correction, weight_decay, mask)
 
 
 class Freeze(NamedTuple):

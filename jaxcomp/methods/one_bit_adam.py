@@ -50,6 +50,7 @@ def one_bit_adam(
     variance_floor: float = 1e-4,
     bias_correction: bool = True,
     weight_decay: float = 0.0,
+    mask: Any = None,
     exchange: wire.Exchange = wire.two_shot,
     bucket_numel: int | None = None,
     seed: int = 0,
@@ -83,6 +84,7 @@ def one_bit_adam(
       bias_correction: Whether moments are divided by 1 - b^n, as in Adam. The paper's runs do
         without.
       weight_decay: Rate of decay, decoupled.
+      mask: Which leaves decay, a tree of bool or a function of the parameters as for `optax.adamw`.
       exchange: How buckets travel: `wire.two_shot`, or `wire.gathered` for two replicas.
       bucket_numel: Most elements of one message's bucket; by default at most 8 buckets a code.
       seed: Of the compressor's noise, if it has any.
@@ -104,7 +106,7 @@ def one_bit_adam(
       `precondition`, `variance_floor` and `bias_correction` (off: `precondition=False,
       variance_floor=0.0, bias_correction=False`); the first step is not dropped.
     """
-    rest = variance_floor, bias_correction, weight_decay
+    rest = variance_floor, bias_correction, weight_decay, mask
     adam = moments.adam("one_bit_adam", learning_rate, b1, b2, eps, *rest)
     freeze = moments.freeze("one_bit_adam", freeze_step, freeze_ratio)
     policy = policy_of(sign(block=1024) if compressor is None else compressor)
@@ -171,7 +173,7 @@ def _update(settings, updates, state, params, **_):
     rate, correction = adam.rate_of(state.count), adam.first_correction(state.count + 1, momentum)
     change = jax.tree.map(lambda m, d: -rate * correction * m / d, momentum, root)
     if adam.weight_decay:
-        change = jax.tree.map(lambda c, p: c - rate * adam.weight_decay * p, change, params)
+        change = adam.decayed(change, rate, params)
     freezes, norms = settings.freeze.after(frozen, state, variance)
     return change, OneBitAdamState(
         optax.safe_increment(state.count),

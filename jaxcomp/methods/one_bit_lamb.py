@@ -66,6 +66,7 @@ def one_bit_lamb(
     variance_floor: float = 1e-4,
     bias_correction: bool = True,
     weight_decay: float = 0.0,
+    mask: Any = None,
     exchange: wire.Exchange = wire.two_shot,
     bucket_numel: int | None = None,
     seed: int = 0,
@@ -94,8 +95,7 @@ def one_bit_lamb(
       freeze_step: Steps of the warm-up, at least 1: a sixth of a run in the paper. None ends it
         by `freeze_ratio`.
       freeze_ratio: The warm-up ends when the variance's l1 norm of 1 / (1 - b2) steps ago is this
-        share of today's, in (0, 1). It knows nothing of the rate's own warm-up, which should end
-        before: else give `freeze_step`.
+        share of today's, in (0, 1); see `jaxcomp.one_bit_adam`.
       trust_bounds: Least and greatest trust ratio of the warm-up.
       trust_decay: Decay of its moving average, in [0, 1).
       factor_bounds: Least and greatest factor.
@@ -109,9 +109,9 @@ def one_bit_lamb(
       bias_correction: Whether moments are divided by 1 - b^n, as in LAMB, and the average of trust
         ratios likewise. The authors' code does without.
       weight_decay: Rate of decay, inside of u.
+      mask: Which leaves decay, a tree of bool or a function of the parameters as for `optax.adamw`.
       exchange: How buckets travel: `wire.two_shot`, or `wire.gathered` for two replicas.
-      bucket_numel: Most elements of one message's bucket, which leaves share; by default at most
-        8 buckets.
+      bucket_numel: Most elements of one message's bucket; by default at most 8 buckets a code.
       seed: Of the compressor's noise, if it has any.
 
     Returns:
@@ -132,7 +132,7 @@ def one_bit_lamb(
       bias_correction=False`); layers whose momentum is zero are left out of the mean magnitude,
       and no empty layer divides by zero; the first step is not dropped.
     """
-    rest = variance_floor, bias_correction, weight_decay
+    rest = variance_floor, bias_correction, weight_decay, mask
     adam = moments.adam("one_bit_lamb", learning_rate, b1, b2, eps, *rest)
     freeze = moments.freeze("one_bit_lamb", freeze_step, freeze_ratio)
     policy = policy_of(sign(block=1024) if compressor is None else compressor)
@@ -270,9 +270,9 @@ def _factor(settings, old, quotient, moment_square, update_square):
 def _directions(settings, count, momentum, root, params):
     """The leaves of u, and of each the squared norms of x, of m / D and of u: f32[3]."""
     correction = settings.adam.first_correction(count + 1, momentum)
-    decay = settings.adam.weight_decay
+    decays = settings.adam.decays(params)
     plain = jax.tree.map(lambda m, d: correction * m / d, momentum, root)
-    whole = jax.tree.map(lambda u, p: u + decay * p, plain, params)
+    whole = jax.tree.map(lambda u, p, decay: u + decay * p, plain, params, decays)
     leaves = [jax.tree.leaves(tree) for tree in (params, plain, whole)]
     squares = [
         jnp.stack([jnp.sum(jnp.square(x.astype(u.dtype))) for x in (p, m, u)])

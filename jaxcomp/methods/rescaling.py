@@ -26,6 +26,7 @@ def steps(
     variance: list[jax.Array],
     params: list[jax.Array],
     stale: list[jax.Array | None],
+    decays: list[float],
     on_mask: Callable[[list[jax.Array]], list[jax.Array]],
     count: jax.Array,
     axis_name: str,
@@ -36,6 +37,7 @@ def steps(
       settings: The form, and its constants.
       momentum, variance, params: This replica's own leaves.
       stale: Steps since each entry was exchanged; None for leaves that always are.
+      decays: The rate of decay of each leaf.
       on_mask: Leaves -> their sums of squares on the mask, f32[] each.
       count: i32[], steps before this one.
       axis_name: Mesh axis of the replicas.
@@ -47,8 +49,8 @@ def steps(
         for m, v in zip(momentum, variance, strict=True)
     ]
     if not is_linear:
-        pairs = zip(directions, params, strict=True)
-        directions = [u + adam.weight_decay * x for u, x in pairs]
+        of = zip(directions, params, decays, strict=True)
+        directions = [u + decay * x for u, x, decay in of]
     sums = [
         _squares(*of)
         for of in zip(params, directions, on_mask(params), on_mask(directions), strict=True)
@@ -59,10 +61,11 @@ def steps(
     slower, kept = 1 / math.sqrt(num_replicas(axis_name)), settings.b3
     if settings.form == "masked":
         slower, kept = 0.0, 0.0
-    decay = math.log(max(kept, 1e-30))  # XLA:CPU has no vector instruction for powers
-    for u, x, squares, old in zip(directions, params, sums, stale, strict=True):
-        fresh = 1.0 if old is None else jnp.exp(decay * old.astype(u.dtype))
-        out.append(step(settings, rate, u, x, squares, fresh, (1 - fresh) * slower))
+    log = math.log(max(kept, 1e-30))  # XLA:CPU has no vector instruction for powers
+    for u, x, squares, old, decay in zip(directions, params, sums, stale, decays, strict=True):
+        fresh = 1.0 if old is None else jnp.exp(log * old.astype(u.dtype))
+        moves = u + decay * x if is_linear else u
+        out.append(step(settings, rate, moves, x, squares, fresh, (1 - fresh) * slower))
     return out
 
 
@@ -77,7 +80,7 @@ def _linear_step(settings, rate, u, x, squares, fresh, slow):
     least, greatest = settings.trust_bounds
     p = jnp.clip(moments.trust_ratio(*squares[:2]), least, greatest)
     q = jnp.clip(moments.trust_ratio(squares[2], squares[3], otherwise=0.0), 0.0, greatest)
-    return rate * (fresh * p + slow * q) * (u + settings.adam.weight_decay * x)
+    return rate * (fresh * p + slow * q) * u
 
 
 def _squares(x, u, x_on, u_on) -> jax.Array:

@@ -31,6 +31,11 @@ class ShardedOptimizerState(NamedTuple):
     owner_residual: Any
     owned: Any  # the inner optimizer's, of pieces
 
+    @property
+    def keeps_rounding(self) -> bool:
+        """What narrow parameters round off goes to `owner_residual`."""
+        return True
+
 
 def sharded_optimizer(
     inner: optax.GradientTransformation,

@@ -40,6 +40,11 @@ class SlambState(NamedTuple):
     rounds: Any
     skipped: jax.Array  # i32[], this replica's steps whose gradient was not finite
 
+    @property
+    def keeps_rounding(self) -> bool:
+        """What narrow parameters round off goes to the drift."""
+        return True
+
 
 def slamb(
     learning_rate: float | optax.Schedule,
@@ -52,6 +57,7 @@ def slamb(
     b3: float = 0.99,
     sync_every: int | schedules.Schedule = 100,
     weight_decay: float = 0.0,
+    mask: Any = None,
     rescaling: Literal["quadratic", "linear", "masked"] = "quadratic",
     trust_bounds: tuple[float, float] = (0.01, 1000.0),
     compressor: Compressor | Callable[[str, Any], Compressor] | None = None,
@@ -98,6 +104,7 @@ def slamb(
         divide the steps of the run.
       weight_decay: Rate of decay; outside of the trust ratio if the rescaling is linear, else in
         it as in LAMB.
+      mask: Which leaves decay, a tree of bool or a function of the parameters as for `optax.adamw`.
       rescaling: How stale entries are blended in, see above.
       trust_bounds: Least and greatest trust ratio. Unless the form is linear, those of leaves with
         fewer than two axes are not clipped.
@@ -141,7 +148,7 @@ def slamb(
       permutation, or independent draws); the linear form adds eps after the bias correction;
       drifts may be coded.
     """
-    adam = moments.adam("slamb", learning_rate, b1, b2, eps, weight_decay=weight_decay)
+    adam = moments.adam("slamb", learning_rate, b1, b2, eps, weight_decay=weight_decay, mask=mask)
     _check(density, b3, sync_every, rescaling, trust_bounds, compressor)
     stages = masks.stages_of(density, compressor)
     transport = averaging.Transport(stages[0].policy, exchange, axis_name, bucket_numel, seed)
@@ -210,7 +217,8 @@ def _update(settings, updates, state, params, **_):
         for on, old in zip(where, treedef.flatten_up_to(state.stale), strict=True)
     ]
     local = jax.tree.map(jnp.add, params, state.drift)
-    leaves = momentum, jax.tree.leaves(variance), jax.tree.leaves(local), stale
+    decays = jax.tree.leaves(adam.decays(params))
+    leaves = momentum, jax.tree.leaves(variance), jax.tree.leaves(local), stale, decays
     on_mask = functools.partial(masked, masks.squares_on_masks)
     lost = steps(settings.step, *leaves, on_mask, count, settings.meeting.axis_name)
     lost = treedef.unflatten(lost)

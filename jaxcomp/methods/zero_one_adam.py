@@ -65,6 +65,7 @@ def zero_one_adam(
     variance_floor: float = 1e-4,
     bias_correction: bool = True,
     weight_decay: float = 0.0,
+    mask: Any = None,
     exchange: wire.Exchange = wire.two_shot,
     bucket_numel: int | None = None,
     seed: int = 0,
@@ -116,6 +117,7 @@ def zero_one_adam(
       bias_correction: Whether moments are divided by 1 - b^n, as in Adam; n counts the updates
         that they have had. The paper's runs do without.
       weight_decay: Rate of decay of the consensus, decoupled, outside the buffer.
+      mask: Which leaves decay, a tree of bool or a function of the parameters as for `optax.adamw`.
       exchange: How buckets travel: `wire.two_shot`, or `wire.gathered` for two replicas.
       bucket_numel: Most elements of one message's bucket; by default at most 8 buckets a code.
       seed: Of the compressor's noise, if it has any.
@@ -144,7 +146,7 @@ def zero_one_adam(
     """
     if variance_at is None:
         variance_at = schedules.both(schedules.growing(), sync_at)
-    name, rest = "zero_one_adam", (variance_floor, bias_correction, weight_decay)
+    name, rest = "zero_one_adam", (variance_floor, bias_correction, weight_decay, mask)
     adam = moments.adam(name, learning_rate, b1, b2, eps, *rest)
     require(warmup_steps >= 0, name, "at least 0", "warmup_steps=0", warmup_steps=warmup_steps)
     checks.compressor(f"{name} for warmup_compressor", warmup_compressor)
@@ -206,8 +208,7 @@ def _update(settings, updates, state, params, **_):
     else:
         ways = (functools.partial(way, settings) for way in (_together, _apart))
         change, new = lax.cond(meets, *ways, state, own, root)
-    decay = adam.rate_of(count) * adam.weight_decay
-    change = jax.tree.map(lambda c, p: c - decay * p, change, params)
+    change = adam.decayed(change, adam.rate_of(count), params)
     sent = {"synchronize": meets & ~is_warm, "variance": learns, "warmup": meets & is_warm}
     return change, state._replace(
         count=optax.safe_increment(count),

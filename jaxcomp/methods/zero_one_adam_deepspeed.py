@@ -43,6 +43,7 @@ def zero_one_adam_deepspeed(
     variance_at: schedules.Schedule | None = None,
     compressor: Compressor | Callable[[str, Any], Compressor] | None = None,
     weight_decay: float = 0.0,
+    mask: Any = None,
     exchange: wire.Exchange = wire.two_shot,
     bucket_numel: int | None = None,
     seed: int = 0,
@@ -70,6 +71,7 @@ def zero_one_adam_deepspeed(
         of its drift, from where the decay enters the momenta and acts again: replicas that meet
         every H steps decay 1 / (1 - mean of b1, ..., b1^H) times as fast as written, 10 times for
         H = 1 and b1 = 0.9. That of `zero_one_adam` acts as written.
+      mask: Which leaves decay, a tree of bool or a function of the parameters as for `optax.adamw`.
       exchange: How buckets travel: `wire.two_shot`, or `wire.gathered` for two replicas.
       bucket_numel: Most elements of one message's bucket; by default at most 8 buckets a code.
       seed: Of the compressor's noise, if it has any.
@@ -96,6 +98,7 @@ def zero_one_adam_deepspeed(
       by its count (there by a key that nobody reads); intervals come from `sync_at`, not from a
       count of steps.
     """
+    adam = moments.adam(_NAME, learning_rate, b1, b2, eps, weight_decay=weight_decay, mask=mask)
     write = "the steps of the learning rate's warm-up"
     require(freeze_step >= 1, _NAME, "at least 1", write, freeze_step=freeze_step)
     variance_at = schedules.growing() if variance_at is None else variance_at
@@ -116,7 +119,6 @@ def zero_one_adam_deepspeed(
         bucket_numel=bucket_numel,
         seed=seed,
     )
-    adam = moments.adam(_NAME, learning_rate, b1, b2, eps, weight_decay=weight_decay)
     transport = averaging.Transport(policy, exchange, axis_name, bucket_numel, seed)
     settings = _Settings(adam, transport, freeze_step, variance_at, after_freeze)
     init, update = (functools.partial(function, settings) for function in (_init, _update))
@@ -171,10 +173,10 @@ def _before_freeze(settings, grads, state, params):
     variance = jax.tree.map(learned, local.variance, mean)
     rate = adam.rate_of(local.count)
 
-    def moved(m, v, p):
-        return -rate * (m / (jnp.sqrt(v) + adam.eps) + adam.weight_decay * p)
+    def moved(m, v, p, decay):
+        return -rate * (m / (jnp.sqrt(v) + adam.eps) + decay * p)
 
-    change = jax.tree.map(moved, momentum, variance, params)
+    change = jax.tree.map(moved, momentum, variance, params, adam.decays(params))
     sent = {"synchronize": ~learns, "variance": learns, "warmup": False}
     local = local._replace(
         count=optax.safe_increment(local.count),
@@ -203,6 +205,7 @@ def _decayed(adam, local, params, bad):
 
     The step itself only adds to the drift, so that the decay may come first.
     """
-    rate = adam.weight_decay * adam.rate_of(local.count)
-    shrunk = jax.tree.map(lambda d, p: d - rate * (p + d), local.drift, params)
+    rate = adam.rate_of(local.count)
+    less = lambda d, p, decay: d - decay * rate * (p + d)
+    shrunk = jax.tree.map(less, local.drift, params, adam.decays(params))
     return local._replace(drift=unless(bad, shrunk, local.drift))

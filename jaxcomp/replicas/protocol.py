@@ -17,7 +17,8 @@ A method's state is a NamedTuple. Whatever is around the method (steps, `per_rep
   that send anything; parts are named as the scopes `jaxcomp.PART` of the messages.
 
 A state's class with an attribute `exchanges_ahead` says that the method's `update` takes an extra
-argument `ahead`; see `jaxcomp.overlapped_train_step`.
+argument `ahead`; see `jaxcomp.overlapped_train_step`. One with an attribute `keeps_rounding` says
+that the method loses nothing of an update which narrow parameters, as of bfloat16, round off.
 
 A user's own method may have these fields too, and gets the same treatment. Names of parameters do
 not count: a parameter `drift` is no method's drift.
@@ -62,6 +63,12 @@ def leaves_out_alone(state: Any) -> bool:
 def exchanges_ahead(state: Any) -> bool:
     """Whether a method in a state may exchange before this step's gradient is known."""
     says = lambda node: hasattr(node, "exchanges_ahead")
+    return any(map(says, jax.tree.leaves(state, is_leaf=says)))
+
+
+def keeps_rounding(state: Any) -> bool:
+    """Whether a method in a state keeps what narrow parameters round off."""
+    says = lambda node: hasattr(node, "keeps_rounding")
     return any(map(says, jax.tree.leaves(state, is_leaf=says)))
 
 

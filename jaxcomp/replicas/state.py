@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxcomp.replicas.narrow import warn_of_rounding
 from jaxcomp.replicas.protocol import drifts as drifts_of
-from jaxcomp.replicas.protocol import fields, is_field
+from jaxcomp.replicas.protocol import fields, has_feedback, is_field
 from jaxcomp.replicas.types import (
     is_tracked,
     names_of,
@@ -92,6 +93,10 @@ def per_replica(
     Raises:
       ValueError: If `tx` is wrapped over another axis already; at trace time, if the axis is
         unknown or its types are not checked.
+
+    Warns:
+      UserWarning: In `init`, if parameters are below float32 and nothing in `tx` keeps what they
+        round off, as `jaxcomp.master_weights` does.
     """
     wrapped = replica_axes(tx)
     if wrapped == names_of(axis_name):
@@ -105,6 +110,7 @@ def per_replica(
 
     def init(params):
         state = tx.init(params)
+        warn_of_rounding(params, state)
         if not is_tracked(axis_name):
             return state
         grads = to_varying(jax.tree.map(jnp.zeros_like, params), axis_name)
@@ -112,7 +118,8 @@ def per_replica(
         after = lambda state: jax.eval_shape(lambda s: update_of(grads, s, params)[1], state)
         try:
             return stack(_as_after_updates(state, after), axis_name)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError) as error:
+            _require_no_guard(state, error)
             if not fields(state, "acc_grads"):
                 raise
         # MultiSteps around a mean traces that at its accumulator, still zeros, too.
@@ -134,6 +141,20 @@ def per_replica(
 def replica_axes(tx: optax.GradientTransformation) -> tuple[str, ...]:
     """The axes over which `per_replica` has wrapped this, outermost; () if it has not."""
     return getattr(tx.init, "replica_axes", ())
+
+
+def _require_no_guard(state, error):
+    """Raises a ValueError for `optax.apply_if_finite` around a method that exchanges."""
+    is_guard = lambda node: isinstance(node, optax.ApplyIfFiniteState)
+    for guard in filter(is_guard, jax.tree.leaves(state, is_leaf=is_guard)):
+        inner = jax.tree.leaves(guard.inner_state, is_leaf=has_feedback)
+        if any(map(has_feedback, inner)):
+            raise ValueError(
+                "optax.apply_if_finite is around a method that exchanges: each replica would "
+                "decide by its own gradient whether to. Leave it out, since jaxcomp.train_step "
+                "leaves out what is not finite; or write optax.chain(jaxcomp.compressed_mean(...), "
+                "optax.apply_if_finite(optax.adamw(...), 10))."
+            ) from error
 
 
 def _as_after_updates(state, after):

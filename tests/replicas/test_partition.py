@@ -90,6 +90,7 @@ def train_narrow(tx, steps, replicas=2, accumulate=4):
     return np.asarray(params["a"]), states, batches
 
 
+@pytest.mark.filterwarnings("ignore:parameters are")
 def test_microbatches_are_averaged_in_float32_and_the_result_is_rounded_once():
     mean = jaxcomp.compressed_mean(jaxcomp.identity(), "replica")
     params, _, [batch] = train_narrow(optax.chain(mean, optax.sgd(1.0)), 1)
@@ -99,6 +100,7 @@ def test_microbatches_are_averaged_in_float32_and_the_result_is_rounded_once():
     assert np.any(params != twice.astype(jnp.bfloat16))
 
 
+@pytest.mark.filterwarnings("ignore:parameters are")
 def test_what_is_not_sent_of_microbatches_is_kept_in_float32():
     mean = jaxcomp.compressed_mean(jaxcomp.top_k(1 / 16), "replica")
     _, [_, state], [batch] = train_narrow(optax.chain(mean, optax.sgd(1.0)), 1)
@@ -134,6 +136,7 @@ NARROW = {
 
 
 @pytest.mark.parametrize("method", NARROW)
+@pytest.mark.filterwarnings("ignore:parameters are")
 def test_wide_gradients_of_narrow_parameters_change_no_type_of_a_state(method):
     params, [start, *later], _ = train_narrow(NARROW[method], 2)
     assert params.dtype == jnp.bfloat16 and np.any(params != 0)

@@ -452,6 +452,7 @@ def test_multi_steps_work_in_the_step():
     assert np.any(np.asarray(params["up"]) != make_params()["up"])
 
 
+@pytest.mark.filterwarnings("ignore:parameters are")
 def test_half_precision_parameters_train():
     mesh = mesh_of(2)
     step = jaxcomp.train_step(loss_fn, quantized_adam(), mesh, "replica", accumulate=2)

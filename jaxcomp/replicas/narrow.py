@@ -1,0 +1,34 @@
+"""Parameters below float32, which round most of an update off."""
+
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxcomp.replicas.protocol import keeps_rounding
+
+
+def widened(x: jax.Array) -> jax.Array:
+    """An array in float32, or as it is if it is wider, or no floating one."""
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32)) if is_narrow(x) else x
+
+
+def is_narrow(x: Any) -> bool:
+    """Whether an array is floating and below float32."""
+    return jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
+
+
+def warn_of_rounding(params: Any, state: Any) -> None:
+    """Warns, once a place as Python does, if narrow parameters would lose small updates."""
+    narrow = {x.dtype.name: x.dtype for x in jax.tree.leaves(params) if is_narrow(x)}
+    if not narrow or keeps_rounding(state):
+        return
+    name, dtype = next(iter(narrow.items()))
+    share = int(4 / jnp.finfo(dtype).eps)
+    warnings.warn(
+        f"parameters are {name}, and nothing keeps what is rounded off: an update below 1/{share} "
+        "of a parameter leaves it as it is, and training stalls. Write "
+        "jaxcomp.master_weights(optax.chain(...)) around the whole chain.",
+        stacklevel=2,
+    )
