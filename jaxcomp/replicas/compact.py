@@ -1,14 +1,15 @@
-"""Residuals in 8 or 16 bits between the steps: less memory for error feedback."""
+"""Residuals and moments in 8 or 16 bits between the steps: less memory for what is kept."""
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from jaxcomp.replicas.protocol import has_feedback
+from jaxcomp.replicas import protocol
 
 
 @jax.tree_util.register_dataclass
@@ -22,26 +23,33 @@ class Compact:
 
 
 def compact(
-    tx: optax.GradientTransformation, bits: int = 8
+    tx: optax.GradientTransformation, bits: int = 8, *, fields: Sequence[str] = ("residual",)
 ) -> optax.GradientTransformationExtraArgs:
-    """Keeps what error feedback has not sent yet (the state's `residual`) in fewer bits.
+    """Keeps parts of a state in fewer bits between the steps: what error feedback has not sent.
 
     In 8 bits each row of a leaf's last axis is rounded to nearest, in steps of 1/127 of its
     largest magnitude; what the rounding takes is lost, so that the sums of error feedback hold up
     to it. Everything else, `owner_residual` too, stays as `tx` has it.
 
+    Moments may be kept so, too, but not second ones: 1 - b2 of a variance is less than half of
+    bfloat16's last bit, so that rounding to nearest would never let it shrink. In 8 bits a momentum
+    below 1/254 of the largest in its row is forgotten from step to step; 16 keep it.
+
     Args:
-      tx: A transformation with a field `residual` in its state, as `compressed_mean`,
-        `one_bit_adam`, `zero_one_adam`, `one_bit_lamb`; or a chain with one.
+      tx: A transformation with such fields in its state, as `compressed_mean`, `one_bit_adam`,
+        `zero_one_adam`, `one_bit_lamb`; or a chain with one.
       bits: Of one value: 8, or 16 for bfloat16.
+      fields: Names of the states' fields to keep so, as `("residual", "momentum")` of the methods
+        here, `("residual", "mu")` behind a mean, or `("remainder",)` of `jaxcomp.master_weights`.
 
     Returns:
       A `GradientTransformationExtraArgs` whose state is that of `tx` with a `Compact` in place of
-      each leaf of `residual`; `jaxcomp.resize` and checkpoints know it. It saves 3 or 2 of 4 bytes
-      a parameter, and 4 bytes less a row.
+      each floating leaf of `fields`; `jaxcomp.resize` and checkpoints know it. It saves 3 or 2 of
+      4 bytes a value, and 4 bytes less a row.
 
     Raises:
-      ValueError: If `bits` is another number; at `init`, if the state has nothing to keep.
+      ValueError: If `bits` is another number, or `fields` names second moments, or a drift, which
+        steps read; at `init`, if a field has nothing to keep.
 
     Examples:
       >>> import jaxcomp
@@ -49,34 +57,52 @@ def compact(
     """
     if bits not in (8, 16):
         raise ValueError(f"compact got bits={bits}; write 8, or 16 for bfloat16.")
+    if refused := sorted(_WIDE.intersection(fields)):
+        raise ValueError(
+            f"compact got fields={tuple(fields)}, but {refused} must stay in float32: a variance "
+            "in few bits never shrinks, and steps add a drift to parameters; write others, as "
+            "fields=('residual', 'momentum')."
+        )
     tx = optax.with_extra_args_support(tx)
-
-    def pack(node):
-        if not _has_residual(node):
-            return node
-        return node._replace(residual=jax.tree.map(lambda x: encode(x, bits), node.residual))
-
-    pack_all = functools.partial(jax.tree.map, pack, is_leaf=_has_residual)
+    pack = functools.partial(_packed, frozenset(fields), bits)
 
     def init(params):
         state = tx.init(params)
-        nodes = filter(_has_residual, jax.tree.leaves(state, is_leaf=_has_residual))
-        if not jax.tree.leaves([node.residual for node in nodes]):
-            raise ValueError(
-                "compact got a transformation whose state has no residual to keep; leave it out."
-            )
-        return pack_all(state)
+        for name in fields:
+            if not jax.tree.leaves(protocol.fields(state, name)):
+                raise ValueError(
+                    f"compact got a transformation whose state has no {name} to keep; leave it out."
+                )
+        return pack(state)
 
     def update(updates, state, params=None, **extra_args):
         state = jax.tree.map(decode, state, is_leaf=is_compact)
         updates, state = tx.update(updates, state, params, **extra_args)
-        return updates, pack_all(state)
+        return updates, pack(state)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _has_residual(x: Any) -> bool:
-    return has_feedback(x) and hasattr(x, "residual")
+_WIDE = frozenset({"variance", "fresh_variance", "nu", "drift"})
+
+
+def _packed(names: frozenset[str], bits: int, tree: Any) -> Any:
+    """A state with the fields of these names encoded, in all the NamedTuples in it."""
+    has = lambda x: not names.isdisjoint(getattr(x, "_fields", ()))
+
+    def leaf(x):
+        return encode(x, bits) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+    def node(x):
+        if not has(x):
+            return x
+        new = {
+            name: jax.tree.map(leaf, value) if name in names else _packed(names, bits, value)
+            for name, value in x._asdict().items()
+        }
+        return x._replace(**new)
+
+    return jax.tree.map(node, tree, is_leaf=has)
 
 
 def is_compact(x: Any) -> bool:

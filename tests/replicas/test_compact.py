@@ -111,7 +111,36 @@ def test_it_trains_where_parameters_are_sharded():
     assert losses[-1] < 0.9 * losses[0]
 
 
+KEPT = {
+    "mu": lambda: optax.chain(compressed(), optax.adam(1e-2)),
+    "momentum": lambda: jaxcomp.zero_one_adam(1e-2, "replica"),
+    "remainder": lambda: jaxcomp.master_weights(optax.chain(compressed(), optax.adam(1e-2))),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_moments_and_masters_are_kept_in_fewer_bits(name):
+    """Their own field and the residual, also where a state is in a state."""
+    dtype = jnp.bfloat16 if name == "remainder" else np.float32
+    params = {name: np.ones(shape, dtype) for name, shape in SHAPES.items()}
+    into = [jax.tree.map(lambda g: g.astype(dtype), grads) for grads in gradients(2, 2)]
+    tx = jaxcomp.compact(KEPT[name](), 16, fields=("residual", name))
+    _, (_, first), (later, state) = history_of(tx, params, into, 2)
+    _, exact = history_of(KEPT[name](), params, into[:1], 2)[-1]
+    for field in ("residual", name):
+        kept, wanted = (state_of(s, field)["kernel"] for s in (first, exact))
+        assert kept.data.dtype == jnp.bfloat16 and np.any(wanted)
+        np.testing.assert_array_equal(decode(kept), decode(encode(wanted, 16)))
+    assert np.all(np.isfinite(np.float32(later["kernel"])))
+    like = jax.eval_shape(transform(tx, mesh_of(4), params)[0], params)
+    assert jax.tree.map(jnp.shape, jaxcomp.resize(state, like)) == jax.tree.map(jnp.shape, like)
+
+
 def test_errors_say_what_to_write():
+    with pytest.raises(ValueError, match=r"\['nu'\] must stay in float32.*fields=\('residual',"):
+        jaxcomp.compact(compressed(), fields=("nu",))
+    with pytest.raises(ValueError, match="has no momentum to keep; leave it out"):
+        jaxcomp.compact(optax.adam(1e-3), fields=("momentum",)).init({"kernel": jnp.zeros(3)})
     with pytest.raises(ValueError, match="bits=4; write 8, or 16"):
         jaxcomp.compact(compressed(), 4)
     with pytest.raises(ValueError, match="no residual to keep; leave it out"):
