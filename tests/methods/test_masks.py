@@ -59,8 +59,9 @@ def test_leaves_decay_where_the_mask_says_so(method):
     some = train(make(weight_decay=0.1, mask=mask), simulated=True)
     every, none = (train(make(weight_decay=w), simulated=True) for w in (0.1, 0.0))
     assert np.all(np.abs(every["a"] - none["a"]) > 1e-3)
-    np.testing.assert_array_equal(some["a"], every["a"])
-    np.testing.assert_array_equal(some["b"], none["b"])
+    # Two programs of XLA round apart by a last bit.
+    np.testing.assert_allclose(some["a"], every["a"], rtol=2.0**-22)
+    np.testing.assert_allclose(some["b"], none["b"], rtol=2.0**-22)
 
 
 def mask_of(params):
