@@ -57,8 +57,9 @@ def state_specs(
         params,
         param_specs,
     )
-    with_state = lambda params: (params, tx.init(params))
-    params, state = _types_of(with_state, mesh, (param_specs,), shaped)
+    leaves, treedef = jax.tree.flatten(shaped)
+    wide = jax.config.jax_enable_x64  # it decides on dtypes
+    params, state = _types_of_state(tx, mesh, treedef, tuple(leaves), wide)
     paths = jax.tree_util.tree_leaves_with_path(params)
     specs = jax.tree.leaves(param_specs, is_leaf=_is_spec)
     known = [(path, x.shape, spec) for (path, x), spec in zip(paths, specs, strict=True)]
@@ -66,6 +67,14 @@ def state_specs(
     known.sort(key=lambda parameter: -len(parameter[0]))
     spec_of = functools.partial(_spec_of, known, mesh, axis_name)
     return jax.tree_util.tree_map_with_path(spec_of, state)
+
+
+@functools.lru_cache(maxsize=16)
+def _types_of_state(tx, mesh, treedef, leaves, wide):
+    """JAX's types of parameters and state, remembered: a step asks again each time it is traced."""
+    params = treedef.unflatten(leaves)
+    specs = jax.tree.map(lambda x: x.sharding.spec, params)
+    return _types_of(lambda params: (params, tx.init(params)), mesh, (specs,), params)
 
 
 def _spec_of(known, mesh, axis_name, path, leaf):

@@ -56,3 +56,16 @@ def test_specs_follow_the_parameter_whose_whole_path_fits():
     tx = jaxcomp.per_replica(optax.chain(lossy_mean(), optax.adam(1e-2)), "replica")
     _, (adam, _) = jaxcomp.state_specs(tx, params, mesh_of(2, 2), "replica", param_specs)
     assert adam.mu == adam.nu == param_specs
+
+
+def test_a_state_of_equal_shapes_is_traced_once():
+    traced = []
+    inner = lossy_mean()
+    tx = optax.GradientTransformationExtraArgs(
+        lambda params: (traced.append(params), inner.init(params))[1], inner.update
+    )
+    tx = jaxcomp.per_replica(tx, "replica")
+    specs = [jaxcomp.state_specs(tx, PARAMS, mesh_of(2), "replica") for _ in range(2)]
+    assert specs[0] == specs[1] and len(traced) == 1
+    jaxcomp.state_specs(tx, {"more": PARAMS}, mesh_of(2), "replica")
+    assert len(traced) == 2
