@@ -10,6 +10,7 @@ import pathlib
 from matplotlib.figure import Figure
 
 from benchmarks.accelerators_roofline import RATES
+from benchmarks.accelerators_step import WITH_MOMENTUM
 from train.output.plots import COLORS
 
 _COLUMNS = ("device", "model", "mesh", "method")
@@ -25,18 +26,25 @@ _PROGRAM = [
     "in loops or branches",
     "products beside them",
     "peak, GB",
-    "compiled in, s",
+    "compiled in, CPU s",
 ]
 _PREDICTED = [*_COLUMNS, "MB a host sends", *(f"{rate}, ms" for rate in RATES), "unlimited, ms"]
+DRAWN = ("dense", "q8", "q4", "sign", "top_k", "cocktail", "zero_one_adam", "slamb")
+DRAWN_FROM = 10**8
+"""Methods with a curve, and the parameters of the smallest model that has one."""
 _MEASURED = [*_COLUMNS, "a step of few tokens, over no slow link"]
 
 
 def above_dense(rows: list[dict]) -> list[tuple[dict, dict | None]]:
-    """Each row that was compiled, with the dense one of its device, model and mesh, if any."""
+    """Each row that was compiled, with the dense one of its device, model and mesh, if any.
+
+    That of momentum SGD, which keeps one copy where Adam keeps two, for methods in front of it.
+    """
     whole = [row for row in rows if "moved_copies" in row]
     place = lambda row: (row["device"], row["model"], row["mesh"])
-    dense = {place(row): row for row in whole if row["method"] == "dense"}
-    return [(row, dense.get(place(row))) for row in whole]
+    dense = {(*place(row), row["method"]): row for row in whole}
+    of = lambda row: "dense_sgd" if row["method"] in WITH_MOMENTUM else "dense"
+    return [(row, dense.get((*place(row), of(row)))) for row in whole]
 
 
 def table(rows: list[dict]) -> str:
@@ -85,7 +93,7 @@ def _program(row: dict, dense: dict | None) -> list[str]:
         f"{row['messages_inside']}",
         f"{row['products_beside']:.0%}",
         f"{_at(row, 'memory', 'peak_bytes') / 1e9:.2f}",
-        f"{row['compile_seconds']:.0f}",
+        f"{row['compile_cpu_seconds']:.0f}" if "compile_cpu_seconds" in row else "",
     ]
 
 
@@ -118,36 +126,59 @@ def draw(rows: list[dict], path: pathlib.Path) -> None:
     """Draws the predicted step against a host's rate, a panel a device, model and mesh.
 
     Args:
-      rows: Of `benchmarks.accelerators`; those with an error are left out.
+      rows: Of `benchmarks.accelerators`; those with an error are left out, and so are models and
+        meshes without a dense step.
       path: The picture; its suffix says the format.
 
     Raises:
       ValueError: If no row has a prediction.
     """
     panels: dict[tuple, list[dict]] = {}
-    for row, _ in above_dense(rows):
-        panels.setdefault((row["device"], row["model"], row["mesh"]), []).append(row)
+    for row, dense in above_dense(rows):
+        if dense is not None and row["parameters"] >= DRAWN_FROM:
+            panels.setdefault((row["device"], row["model"], row["mesh"]), []).append(row)
     if not panels:
         raise ValueError(
-            "got no row with a prediction, need one; write python -m benchmarks.accelerators"
+            f"got no row of {DRAWN_FROM:,} parameters with a prediction and its dense step, need "
+            "one; write python -m benchmarks.accelerators --methods dense q4"
         )
-    figure = Figure(figsize=(4.6 * min(3, len(panels)), 3.6 * -(-len(panels) // 3)))
+    columns = min(2, len(panels))
+    lines = -(-len(panels) // columns)
+    figure = Figure(figsize=(5 * columns, 3.6 * lines))
     figure.set_layout_engine("constrained")
-    columns = min(3, len(panels))
     for number, (place, own) in enumerate(panels.items(), 1):
-        axes = figure.add_subplot(-(-len(panels) // columns), columns, number)
-        for index, row in enumerate(own):
-            turn, color = divmod(index, len(COLORS))
-            style = {"color": COLORS[color], "marker": "osD^vP*"[color]}
-            style["linestyle"] = ("-", "--", "-.")[turn % 3]
-            seconds = [row["predicted"][rate] for rate in RATES]
-            axes.loglog(list(RATES.values()), seconds, label=row["method"], **style)
+        axes = figure.add_subplot(lines, columns, number)
         axes.set_title("{}, {}, {} devices".format(*place))
-        axes.set_xlabel("bit/s of a host")
-        axes.set_ylabel("predicted step (s)")
-        axes.grid(alpha=0.25)
-        axes.legend(fontsize=7, frameon=False)
+        _panel(axes, [row for row in own if row["method"] in DRAWN])
     figure.savefig(path, dpi=100)
+
+
+def _panel(axes, rows: list[dict]) -> None:
+    """A curve a method, named where it begins: there they lie apart."""
+    rates = list(RATES.values())
+    first = {row["method"]: row["predicted"][next(iter(RATES))] for row in rows}
+    places = _apart(first)
+    for row in rows:
+        method = row["method"]
+        color = COLORS[DRAWN.index(method) % len(COLORS)]
+        seconds = [row["predicted"][rate] for rate in RATES]
+        style = "--" if method == "dense" else "-"
+        axes.loglog(rates, seconds, style, color=color, marker=".")
+        at = (rates[0] / 1.15, places[method])
+        axes.text(*at, method, color=color, fontsize=8, ha="right", va="center")
+    axes.set_xlim(rates[0] / 8, rates[-1] * 1.3)
+    axes.set_xlabel("bit/s of a host")
+    axes.set_ylabel("predicted step (s)")
+    axes.grid(alpha=0.25)
+
+
+def _apart(values: dict[str, float], least: float = 1.35) -> dict[str, float]:
+    """Places on a logarithmic axis near the values, each that many times the one below it."""
+    places: dict[str, float] = {}
+    below = 0.0
+    for name in sorted(values, key=lambda name: values[name]):
+        below = places[name] = max(values[name], least * below)
+    return places
 
 
 def main() -> None:

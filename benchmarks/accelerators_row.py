@@ -2,6 +2,7 @@
 
 import collections
 import math
+import os
 import time
 from collections.abc import Sequence
 
@@ -31,14 +32,16 @@ def row(device: str, model: str, method: str, sizes: tuple[int, ...]) -> dict:
       method: A key of `accelerators_step.METHODS`.
       sizes: `(hosts,)`, or `(hosts, devices of each)`.
     """
-    began = time.perf_counter()
+    began, spent = time.perf_counter(), _cpu_seconds()
     built = build_step(MODELS[model], METHODS[method], mesh_of(device, sizes), model in IN_SHARDS)
     compiled = compile_step(built)
-    seconds, text = time.perf_counter() - began, compiled.as_text()
+    seconds, cpu_seconds = time.perf_counter() - began, _cpu_seconds() - spent
+    text = compiled.as_text()
     return {
         **dict(zip(KEY, (device, model, method, "x".join(map(str, sizes))), strict=True)),
         "parameters": built.numel,
         "compile_seconds": seconds,
+        "compile_cpu_seconds": cpu_seconds,
         **facts(compiled, text, built, device, sizes),
         "jax": jax.__version__,
         "options": jaxcomp.compiler_options(
@@ -128,6 +131,11 @@ def _counted(crossing: list[Message]) -> dict[str, dict[str, int]]:
         counts[message.op]["all"] += 1
         counts[message.op]["async"] += message.asynchronous
     return dict(counts)
+
+
+def _cpu_seconds() -> float:
+    """Of this process and of those that have ended, as the assembler: a busy machine adds none."""
+    return sum(os.times()[:4])
 
 
 def _temp(compiled: jax.stages.Compiled) -> int:

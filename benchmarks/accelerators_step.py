@@ -57,6 +57,7 @@ _LEAN = "adamw(learning_rate, mu_dtype='bfloat16')"
 
 METHODS: dict[str, Method] = {
     "dense": _mean("identity()"),
+    "dense_sgd": _mean("identity()", _MOMENTUM),
     "q8": _mean("quantize(8)"),
     "q4": _mean("quantize(4)"),
     "sign": _mean("sign(block=128)", _MOMENTUM),
@@ -71,6 +72,8 @@ METHODS: dict[str, Method] = {
     "sharded_optimizer": Method("sharded_optimizer(adamw(learning_rate), axis_name)"),
     "qsdp": Method("adamw(learning_rate)", qsdp="qsdp(axis_name, fast_axis=fast_axis)"),
 }
+WITH_MOMENTUM = tuple(name for name, method in METHODS.items() if _MOMENTUM in method.update)
+"""Methods in front of momentum SGD, "dense_sgd" among them."""
 
 
 class Built(NamedTuple):

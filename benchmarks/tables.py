@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from benchmarks import (
     accelerators_figure,
+    accelerators_targets,
     figures,
     scaling,
     scaling_check,
@@ -22,7 +23,7 @@ def table(name: str, patterns: list[str], task: str = "nano", steps: int = 1000)
     """The rows of one file, those of the first pattern first.
 
     Args:
-      name: Stem of the file, a key of `TABLES`.
+      name: A key of `TABLES`, mostly the stem of a file.
       patterns: Of `fnmatch`, on methods' names; of none, all rows.
       task: Of the convergence rows.
       steps: Of the convergence rows.
@@ -30,13 +31,18 @@ def table(name: str, patterns: list[str], task: str = "nano", steps: int = 1000)
     Returns:
       The table; without rows, a sentence that says so.
     """
-    rows = json.loads((RESULTS / f"{name}.json").read_text())
+    rows = json.loads(path_of(name).read_text())
     if patterns:
         place = [_first(patterns, row.get("method", row.get("name"))) for row in rows]
         order = sorted((p, index) for index, p in enumerate(place) if p is not None)
         rows = [rows[index] for _, index in order]
     text = TABLES[name](rows, task, steps) if rows else ""
-    return text or f"Not measured yet: `benchmarks/results/{name}.json` has no such row."
+    return text or f"Not measured yet: `benchmarks/results/{path_of(name).name}` has no such row."
+
+
+def path_of(name: str) -> pathlib.Path:
+    """The file of a table's rows."""
+    return RESULTS / f"{name.removesuffix('_targets')}.json"
 
 
 def _first(patterns: list[str], name: str) -> int | None:
@@ -102,5 +108,6 @@ TABLES: dict[str, Callable[[list[dict], str, int], str]] = {
     "update": lambda rows, task, steps: update.table(rows),
     "memory": _memory,
     "accelerators": lambda rows, task, steps: accelerators_figure.table(rows),
+    "accelerators_targets": lambda rows, task, steps: accelerators_targets.table(rows),
     "codec": _codec,
 }

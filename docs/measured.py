@@ -7,7 +7,7 @@
     dense Adam
     ```
 
-Its argument is the stem of a results' file, its lines are patterns of methods' names; none is all.
+Its argument is a key of `tables.TABLES`, its lines are patterns of methods' names; none is all.
 """
 
 from docutils import nodes
@@ -26,7 +26,7 @@ class Measured(SphinxDirective):
 
     def run(self) -> list[nodes.Node]:
         name = self.arguments[0]
-        self.env.note_dependency(str(tables.RESULTS / f"{name}.json"))
+        self.env.note_dependency(str(tables.path_of(name)))
         return self.parse_text_to_nodes(tables.table(name, list(self.content), **self.options))
 
 

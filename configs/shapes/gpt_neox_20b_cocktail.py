@@ -5,7 +5,9 @@
 The recipe of configs/shapes/opt_1_3b_cocktail.py. What differs from GPT-NeoX: learned positions in
 place of rotary ones, attention before the perceptron and not beside it, tied embeddings, bytes as
 tokens. Each replica is one device here, which no device of today can hold: for bytes and messages.
-Training has not been tried.
+With the parameters in shards over the eight H100 of a host, `jaxcomp.train_step(...,
+param_specs=...)`, the compiled step needs 70 GB of a device: docs/accelerators.md. Training has not
+been tried.
 
 One replica sends 698,075,712 bytes a step, 87 times fewer than a dense float16 all-reduce.
 """

@@ -15,6 +15,7 @@ from benchmarks import (
     accelerators_figure,
     accelerators_roofline,
     accelerators_row,
+    accelerators_targets,
 )
 from benchmarks.accelerators import COMPILING
 from benchmarks.accelerators_devices import DEVICES, mesh_from, mesh_of, unavailable
@@ -141,3 +142,28 @@ def test_programs_for_accelerators_have_the_structure_that_the_page_says(device,
     assert row["unknown_loops"] == 0
     if (device, method) == ("h100", "cocktail"):
         assert row["products_in_span"] == 1.0  # the gradient, between the first start and last end
+
+
+def program_of(method, moved, kernels, **more):
+    key = {"device": "h100", "model": "124m", "method": method, "mesh": "8"}
+    figures = {"moved_copies": moved, "kernels": kernels, "memory": {"temp_copies": 2.0}}
+    predicted = {"500mbit": 1.2, "unlimited": 1.0}
+    return key | figures | {"nic_bytes": 1e9, "predicted": predicted} | more
+
+
+def test_targets_are_beside_what_was_reached_and_bold_where_missed():
+    rows = [
+        program_of("dense", 20.0, 1000),
+        program_of("q4", 24.0, 1151),
+        program_of("cocktail", 40.0, 1250, nic_bytes=1e7),
+        program_of("sign", 20.0, 1000),  # without the dense step of its optimizer
+    ]
+    text = accelerators_targets.table(rows)
+    assert "| h100 | q4 | +4.0 of +8.0 | **+151 of +150** | +0.0 of +2.0 |  |  |" in text
+    assert "| **+20.0 of +12.0** | +250 of +250 | +0.0 of +2.5 |  | **1.20 of 1.10** |" in text
+    assert "| h100 | sign | not compiled |" in text
+
+
+def test_labels_of_curves_lie_apart():
+    places = accelerators_figure._apart({"a": 1.0, "b": 1.01, "c": 5.0}, least=1.5)
+    assert places == {"a": 1.0, "b": 1.5, "c": 5.0}

@@ -1,0 +1,86 @@
+"""What the programs of a GPT of 124 M parameters were meant to need, and what they do need."""
+
+from typing import Any, NamedTuple
+
+from benchmarks.accelerators_figure import above_dense
+
+MODEL, MESH = "124m", "8"
+RATE, SLOWER, FEWER_BYTES = "500mbit", 1.1, 30
+"""Methods that send 30 times less than dense: at most 1.1 times their step without a network."""
+ACCESSED, TEMP = 2.0, 3.0
+"""Of any method on TPUs: bytes accessed over the dense step's, and copies held above it."""
+
+
+class Target(NamedTuple):
+    """The most that a method's dearest step may have above the dense one, on H100."""
+
+    moved: float  # copies of the parameters
+    kernels: int
+    temp: float  # copies
+
+
+_DENSE_CODE, _MOMENTS = Target(8, 150, 2), Target(14, 250, 3)
+TARGETS = {
+    **dict.fromkeys(("q8", "q4", "sign"), _DENSE_CODE),
+    "top_k": Target(14, 250, 2.5),
+    "cocktail": Target(12, 250, 2.5),
+    **dict.fromkeys(("zero_one_adam", "one_bit_adam", "slamb"), _MOMENTS),
+}
+_HEAD = [
+    "device",
+    "method",
+    "moved, copies",
+    "kernels",
+    "temp, copies",
+    "accessed",
+    "at 500 Mbit/s",
+]
+
+
+def table(rows: list[dict]) -> str:
+    """A line a method and device, each cell what was reached "of" the target; bold where missed."""
+    found = {
+        (row["device"], row["method"]): (row, dense)
+        for row, dense in above_dense(rows)
+        if (row["model"], row["mesh"]) == (MODEL, MESH) and dense is not None
+    }
+    lines = []
+    for device, cells in (("h100", _on_h100), ("v5e", _on_v5e)):
+        for method in TARGETS:
+            made = cells(*found[device, method]) if (device, method) in found else None
+            lines.append([device, method, *(made or ["not compiled", *[""] * (len(_HEAD) - 3)])])
+    written = [_HEAD, ["---"] * len(_HEAD), *lines]
+    return "\n".join(f"| {' | '.join(line)} |" for line in written)
+
+
+def _on_h100(row: dict, dense: dict) -> list[str]:
+    target = TARGETS[row["method"]]
+    above = lambda of: of(row) - of(dense)
+    return [
+        _cell(above(lambda r: r["moved_copies"]), target.moved, "+.1f"),
+        _cell(above(lambda r: r["kernels"]), target.kernels, "+,d"),
+        _cell(above(_temp), target.temp, "+.1f"),
+        "",
+        _over_slow_links(row, dense),
+    ]
+
+
+def _on_v5e(row: dict, dense: dict) -> list[str]:
+    accessed = row["accessed_bytes"] / dense["accessed_bytes"]
+    temp = _cell(_temp(row) - _temp(dense), TEMP, "+.1f")
+    return ["", "", temp, _cell(accessed, ACCESSED, ".2f"), ""]
+
+
+def _over_slow_links(row: dict, dense: dict) -> str:
+    if dense["nic_bytes"] < FEWER_BYTES * row["nic_bytes"]:
+        return ""
+    return _cell(row["predicted"][RATE] / row["predicted"]["unlimited"], SLOWER, ".2f")
+
+
+def _temp(row: dict) -> float:
+    return row["memory"]["temp_copies"]
+
+
+def _cell(reached: Any, most: Any, form: str) -> str:
+    text = f"{reached:{form}} of {most:{form}}"
+    return text if reached <= most else f"**{text}**"
