@@ -10,7 +10,6 @@ from typing import Literal
 from train.config import Config
 from train.config import run as configs
 from train.config.as_json import to_json
-from train.models.objectives import OBJECTIVES
 from train.plan import arguments
 from train.plan.arguments import Options
 from train.processes import devices
@@ -50,11 +49,9 @@ def main(args: list[str], num_processes: int = 1) -> None:
 
             rows = run(config)
             if rows:  # the other processes of a run have none
-                print(
-                    f"{config.runs_dir}/{config.name}: step {rows[-1]['step']}, "
-                    f"{_last_loss(rows, OBJECTIVES[config.objective].unit)}"
-                )
-                print(f"{config.runs_dir}/{config.name}/loss.png")
+                from train.output import summary
+
+                print(summary.text(config, rows))
 
 
 def read(args: list[str]) -> tuple[Config, Options | Literal["report"] | None]:
@@ -74,14 +71,6 @@ def read(args: list[str]) -> tuple[Config, Options | Literal["report"] | None]:
         print("the options of a plan.")
         sys.exit(0 if args else 2)
     return configs.load(args[0], args[1:]), options or report
-
-
-def _last_loss(rows, unit: str) -> str:
-    last = [row for row in rows if "val_loss" in row][-1]
-    loss = last["val_loss"]
-    accuracy = f", accuracy {last['val_accuracy']:.4f}" if "val_accuracy" in last else ""
-    text = "not finite" if loss is None else f"{loss:.4f} nats per {unit}"
-    return f"validation loss {text}{accuracy}"
 
 
 if __name__ == "__main__":

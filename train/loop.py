@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import json
 import sys
 import time
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from train.checkpoints import files, resume, store
 from train.config import Config
 from train.config.as_json import to_json
 from train.config.run import schedule
-from train.output import metrics, plots, report
+from train.output import metrics, plots, progress, report, trackers
 from train.plan import counts
 from train.processes import agree, distributed, watchdog
 from train.processes.signals import stop_signals
@@ -76,22 +77,26 @@ def _train(config: Config, folder: Path, until_the_end: contextlib.ExitStack) ->
 def _outputs(stack: contextlib.ExitStack, task: Task, folder: Path, done: resume.Progress):
     """What a run says of itself: functions for a row, and for progress. Only process 0 says it."""
     if not agree.is_first():
-        return lambda row: None, lambda *_: None
+        return lambda row: None, lambda row: None
     config, log = task.config, folder / "metrics.jsonl"
     metrics.keep_until(log, done.step if done.step else -1)
     metrics.write_text(folder / "report.txt", report.text(task) + "\n")
     metrics.write_text(folder / "config.json", _record(task))
     for note in report.notes(task):
         print(note, file=sys.stderr)
-    events = lambda row: None
+    writers = [lambda row: metrics.append(log, row)]
     if config.tensorboard:
-        events = stack.enter_context(metrics.tensorboard(folder / "events", done.step))
+        writers.append(stack.enter_context(trackers.tensorboard(folder / "events", done.step)))
+    if config.wandb:
+        settings = json.loads(to_json(config))
+        writers.append(stack.enter_context(trackers.wandb(folder, settings, done.step)))
 
     def keep(row):
-        metrics.append(log, row)
-        events(row)
+        for write in writers:
+            write(row)
 
-    return keep, stack.enter_context(metrics.progress(config.name, done.step, config.steps))
+    first = {"step": done.step, "sent_bytes": done.sent_bytes}
+    return keep, stack.enter_context(progress.progress(config.name, first, config.steps))
 
 
 def _checkpoints(stack: contextlib.ExitStack, config: Config, directory: Path):
@@ -121,7 +126,7 @@ class _Run:
     asked_to_stop: Callable[[], bool]
     checkpoints: store.Checkpoints
     keep: Callable[[dict[str, Any]], None]  # a row
-    show: Callable[[int, float, float], None]  # the step, its loss and seconds
+    show: Callable[[dict[str, Any]], None]  # the same on the terminal
     outs: list[dict] = dataclasses.field(default_factory=list)  # of steps not yet counted
     seconds: list[float] = dataclasses.field(default_factory=list)  # of steps since the last row
 
@@ -199,7 +204,7 @@ class _Run:
         if self.is_due(config.eval_every):
             row |= self.evaluated()
         self.write(row)
-        self.show(done.step, row["loss"], row["step_seconds"])
+        self.show(row)
         done.losses, self.seconds = [], []
 
     def write(self, row: dict[str, Any]) -> None:
@@ -241,6 +246,7 @@ def _record(task: Task) -> str:
         "replicas": task.mesh.size,
         "sent_bytes_per_step": task.sent_bytes,
         "sent_bytes_by_part": task.sent,
+        "dense_bytes_per_step": report.dense_bytes(task),
         "rounds": task.rounds,
         "exact": jaxcomp.report.exact_leaves(task.like["params"], task.like["state"]),
     }

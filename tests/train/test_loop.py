@@ -658,8 +658,9 @@ def test_run_ends_with_the_loss_and_the_picture(monkeypatch, capsys, tmp_path, t
     update = ADAM.format("sign()")
     status, out, err = main(monkeypatch, capsys, NANO, *args, "--optimizer.update", update)
     assert status == 0
-    first, picture = out.splitlines()
+    first, *facts, picture = out.splitlines()
     assert re.fullmatch(r"runs/nano_dense: step 2, validation loss \d\.\d{4} nats per byte", first)
+    assert [fact.split()[0] for fact in facts] == ["time", "sent", "losses", "checkpoint"]
     assert picture == "runs/nano_dense/loss.png" and pathlib.Path(picture).is_file()
     assert err.startswith("note: compressed_mean of ") and "second moment trains badly" in err
 

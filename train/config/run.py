@@ -126,6 +126,11 @@ class Config:
     """Seconds that a process waits for the others' parts of a checkpoint."""
     tensorboard: bool = False
     """Write TensorBoard events as well; needs pip install -e '.[tensorboard]'."""
+    wandb: bool = False
+    """Log to Weights & Biases as well; needs pip install -e '.[wandb]'. WANDB_MODE=offline writes
+    to the run's folder alone, for `wandb sync`."""
+    link_rate: float | None = None
+    """bit/s of a replica's link, from which the end of a run says how much time was saved."""
     # The config file chooses one of each; the command line changes its fields.
     model: GPTConfig | ResNetConfig | ViTConfig | SwinConfig = dataclasses.field(
         default_factory=GPTConfig
@@ -136,10 +141,14 @@ class Config:
         parts = pathlib.PurePath(self.name).parts
         if not parts or ".." in parts or pathlib.PurePath(self.name).is_absolute():
             raise ValueError(f"name={self.name!r} must be a folder below runs_dir; write run_1.")
+        if not self.name.isprintable():
+            raise ValueError(f"name={self.name!r} must be of one line that prints; write run_1.")
         sizes = "steps fast accumulate eval_batches watchdog_seconds start_seconds save_seconds"
         periods = "eval_every checkpoint_every checksum_every log_every"
         checks.at_least(1, self, *sizes.split(), *periods.split())
         checks.at_least(0, self, "replicas")
+        if self.link_rate is not None and not 0 < self.link_rate < math.inf:
+            raise ValueError(f"link_rate={self.link_rate} must be positive; write 500e6.")
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"seed={self.seed} must be in [0, 2^32); write --seed 0.")
         OBJECTIVES[self.objective].check(self.model, self.data)

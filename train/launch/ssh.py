@@ -5,15 +5,16 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from train.launch.supervise import member_command
+from train.launch.supervise import FORWARDED, member_command
 from train.processes import addresses
 from train.processes.distributed import Cluster, Timeouts
 
 PORT = 29411
 """Where process 0 listens unless the user says otherwise."""
 
-FORWARDED = ("JAX_", "XLA_", "NCCL_")
-"""Environment variables that begin so are the same on all hosts as here."""
+
+MOST_SLOTS = 4096
+"""Processes on one host, at most."""
 
 
 class Host(NamedTuple):
@@ -38,7 +39,12 @@ def read_hosts(text: str) -> list[Host]:
         found = re.fullmatch(r"((?:\w[\w.-]*@)?\w[\w.:-]*)(?:\s+slots=([1-9]\d*))?", line)
         if found is None:
             raise ValueError(f"hosts file, line {number}: {line!r}; write [user@]name [slots=K].")
-        if found[1] in (host.target for host in hosts):
+        if len(found[2] or "") > 4 or int(found[2] or 1) > MOST_SLOTS:
+            raise ValueError(
+                f"hosts file, line {number}: slots={found[2]} is more than {MOST_SLOTS} processes "
+                "on one host; write how many accelerators it has."
+            )
+        if _name(found[1]) in (_name(host.target) for host in hosts):
             raise ValueError(
                 f"hosts file, line {number}: {found[1]} is there already; write slots=K to start "
                 "K processes on it."
@@ -47,6 +53,11 @@ def read_hosts(text: str) -> list[Host]:
     if not hosts:
         raise ValueError("the hosts file names no host; write [user@]name [slots=K] a line.")
     return hosts
+
+
+def _name(target: str) -> str:
+    """The host that ssh would reach, whoever the user is; names have no case."""
+    return target.rpartition("@")[2].casefold()
 
 
 def commands(

@@ -13,9 +13,12 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from train.launch import control
+from train.launch import control, echo
 from train.processes.distributed import Cluster, Timeouts
 from train.processes.exits import TRY_AGAIN
+
+FORWARDED = ("JAX_", "XLA_", "NCCL_")
+"""Environment variables that begin so are the same on all hosts as here."""
 
 PATIENCE = 5.0
 """Seconds that a process has to end after it was told to."""
@@ -82,13 +85,16 @@ def supervise(commands: Sequence[Sequence[str]], folder: pathlib.Path, grace: fl
         for number, command in enumerate(commands):
             members.append(_start(command, folder / f"process_{number}.log"))
             stack.callback(_kill, members[-1])
-        return _wait(members, names, grace, stack.enter_context(_echo(members[0])))
+        first = members[0]
+        return _wait(members, names, grace, stack.enter_context(echo.echo(first.log, first.began)))
 
 
 def _start(command: Sequence[str], log: pathlib.Path) -> Member:
-    with open(log, "ab") as output:
+    # What a run prints is its user's; a link in place of the log would write elsewhere.
+    owned = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    with open(owned, "ab") as output:
         now = datetime.datetime.now().isoformat(" ", "seconds")
-        output.write(f"--- {now}: {shlex.join(command)}\n".encode())
+        output.write(f"--- {now}: {_without_values(command)}\n".encode())
         output.flush()
         began = output.tell()
         # A session of its own: Ctrl-C reaches a process through the launcher only, and so once.
@@ -101,6 +107,16 @@ def _start(command: Sequence[str], log: pathlib.Path) -> Member:
             start_new_session=True,
         )
     return Member(popen, log, began)
+
+
+def _without_values(command: Sequence[str]) -> str:
+    """A command for the log: of variables that go along over ssh only the names."""
+    words = list(command)
+    for key, value in os.environ.items():
+        if key.startswith(FORWARDED):
+            given = shlex.quote(f"{key}={value}")
+            words = [word.replace(given, f"{key}=...") for word in words]
+    return shlex.join(words)
 
 
 @contextlib.contextmanager
@@ -120,23 +136,6 @@ def _signals() -> Iterator[list[str]]:
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
-
-
-@contextlib.contextmanager
-def _echo(member: Member) -> Iterator:
-    with open(member.log, "rb") as log:
-        log.seek(member.began)
-
-        def copy():
-            if new := log.read():
-                try:
-                    sys.stdout.buffer.write(new)
-                    sys.stdout.buffer.flush()
-                except OSError:  # a reader that has gone, a full disk: the log has it all
-                    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-        yield copy
-        copy()
 
 
 def _wait(members: list[Member], names: list[str], grace: float, show) -> int:

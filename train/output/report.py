@@ -19,7 +19,7 @@ _COARSE_BITS = 3
 def text(task: Task) -> str:
     """What one step of the run sends, as text: from the compiled program, nothing is run."""
     numel, slow = num_parameters(task), task.mesh.shape[AXIS_NAME]
-    fast, dense, plain = task.mesh.size // slow, _dense(task), task.placement.dense[1]
+    fast, dense, plain = task.mesh.size // slow, dense_bytes(task), task.placement.dense[1]
     exact = jaxcomp.report.exact_leaves(task.like["params"], task.like["state"])
     lines = [
         jaxcomp.report.table(task.programs, task.mesh),
@@ -48,7 +48,7 @@ def notes(task: Task) -> list[str]:
     """
     if not task.sent_bytes or not _has_mean_before_second_moment(task.like["state"]):
         return []
-    bits = 32 * task.sent_bytes / _dense(task)
+    bits = 32 * task.sent_bytes / dense_bytes(task)
     if bits >= _COARSE_BITS:
         return []
     return [
@@ -67,7 +67,7 @@ def _has_mean_before_second_moment(state: Any) -> bool:
     return any(hasattr(node, "nu") for node in behind)
 
 
-def _dense(task: Task) -> float:
+def dense_bytes(task: Task) -> float:
     """Bytes that one replica would send in a step without codes."""
     passes, slow = task.placement.dense[0], task.mesh.shape[AXIS_NAME]
     fast = task.mesh.size // slow

@@ -43,6 +43,8 @@ def parse(args: Sequence[str]) -> tuple[Options | None, list[str]]:
     found, rest = parser.parse_known_args(args)
     values = vars(found)
     if not values.pop("plan"):
+        rate = values.pop("link_rate")  # a run has one, too
+        rest += [] if rate is None else ["--link-rate", str(rate)]
         if any(values.values()):
             given = next(name for name, value in values.items() if value)
             raise ValueError(f"--{given.replace('_', '-')} is for a plan; write --plan as well.")

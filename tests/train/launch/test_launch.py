@@ -190,11 +190,36 @@ def test_a_hosts_file_is_read():
         ("node1 node2", "line 1"),
         ("node1; reboot", "line 1"),
         ("node1\nnode1", "line 2: node1 is there already; write slots=K"),
+        ("alice@h1\nh1", "line 2: h1 is there already"),
+        ("h1\n\nbob@H1", "line 3: bob@H1 is there already"),
+        ("h1 slots=4097", "line 1: slots=4097 is more than 4096"),
+        (f"h1 slots={9 * '9' * 20}", "line 1: slots=9+ is more than 4096 processes"),
     ],
 )
 def test_a_wrong_hosts_file_is_refused(text, message):
     with pytest.raises(ValueError, match=message):
         ssh.read_hosts(text)
+
+
+def test_logs_are_their_users_and_hold_no_values_of_forwarded_variables(tmp_path, monkeypatch):
+    secrets = {"NCCL_TOKEN": "it's $ecret", "JAX_KEY": "plain"}
+    for name, value in secrets.items():
+        monkeypatch.setenv(name, value)
+    fields = dict(ssh="true", python="python", folder="/", environ=os.environ)
+    made = ssh.commands([ssh.Host("h", 1)], None, None, Timeouts(), ["a.py"], **fields)
+    assert supervise.supervise(made, tmp_path, 1.0) == 0
+    log = tmp_path / "process_0.log"
+    text = log.read_text()
+    assert "NCCL_TOKEN=... " in text and "JAX_KEY=... " in text and "a.py" in text
+    assert "ecret" not in text and "plain" not in text
+    assert log.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_link_in_place_of_a_log_is_not_followed(tmp_path):
+    (tmp_path / "process_0.log").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(OSError):
+        supervise.supervise([["true"]], tmp_path, 1.0)
+    assert not (tmp_path / "elsewhere").exists()
 
 
 def test_remote_commands_survive_the_shell(tmp_path):

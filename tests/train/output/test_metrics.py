@@ -1,4 +1,4 @@
-"""What a run leaves behind: rows of metrics, its record, progress and pictures; the loss."""
+"""What a run leaves behind: rows of metrics and its record; the loss."""
 
 import json
 import math
@@ -11,10 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from matplotlib.figure import Figure
 
 from train.models import losses
-from train.output import metrics, plots
+from train.output import metrics
 
 
 @pytest.fixture
@@ -86,33 +85,12 @@ def test_replacing_a_text_that_fails_leaves_the_old_one(path, monkeypatch):
     assert path.read_text() == "old"
 
 
-def test_tensorboard_gets_the_numbers_of_a_row(tmp_path):
-    pytest.importorskip("tensorboardX")
-    from tensorboardX.proto.event_pb2 import Event
-
-    with metrics.tensorboard(tmp_path, step=4) as write:
-        write({"step": 5, "loss": jnp.float32(0.5), "val_loss": math.nan, "sent_bytes": 2**40})
-    (file,) = tmp_path.iterdir()
-    scalars = [
-        (event.step, value.tag, value.simple_value)
-        for event in events_of(file.read_bytes(), Event)
-        for value in event.summary.value
-    ]
-    assert scalars == [(5, "loss", 0.5), (5, "sent_bytes", 2.0**40)]
-
-
-def events_of(content, event):
-    """Reads TFRecord: length u64, its checksum u32, the record, its checksum u32."""
-    while content:
-        size = int.from_bytes(content[:8], "little")
-        yield event.FromString(content[12 : 12 + size])
-        content = content[16 + size :]
-
-
-def test_missing_tensorboard_says_what_to_install(tmp_path, monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"pip install -e '\.\[tensorboard\]'"):
-        metrics.tensorboard(tmp_path, step=0).__enter__()
+def test_a_planted_link_is_not_followed(path):
+    other = path.with_name("other")
+    other.write_text("mine")
+    path.with_name("metrics.jsonl.part").symlink_to(other)
+    metrics.write_text(path, "new")
+    assert (path.read_text(), other.read_text()) == ("new", "mine")
 
 
 def test_every_text_that_says_what_to_install_names_an_extra_of_the_checkout():
@@ -146,90 +124,6 @@ def test_run_record_names_what_the_run_depends_on():
 def test_hardware_name_tells_the_cores_of_a_cpu():
     name = metrics.hardware_name()
     assert name.endswith(f", {os.cpu_count()} cores") and not name.startswith(",")
-
-
-def test_progress_prints_plain_lines_where_there_is_no_terminal(capsys):
-    with metrics.progress("small", 50, 100) as show:
-        show(60, 2.5, 0.5)
-        show(100, 1.25, 0.25)
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 1
-    assert lines[0].startswith("small: step 100/100, loss 1.250, 0.250 s/step, 00:00 left")
-
-
-def test_plain_progress_comes_every_ten_seconds_with_the_time_left(capsys, monkeypatch):
-    clock = iter([0, 4, 11, 12, 22])
-    monkeypatch.setattr("time.monotonic", lambda: next(clock))
-    with metrics.progress("small", 50, 150) as show:
-        for step in (51, 61, 62, 72):
-            show(step, 2.0, 0.5)
-    assert capsys.readouterr().err.splitlines() == [
-        "small: step 61/150, loss 2.000, 0.500 s/step, 01:29 left",
-        "small: step 72/150, loss 2.000, 0.500 s/step, 01:18 left",
-    ]
-
-
-def test_progress_is_a_bar_on_a_terminal(capsys, monkeypatch):
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    with metrics.progress("small", 50, 100) as show:
-        show(100, 1.25, 0.5)
-    text = capsys.readouterr().err
-    assert "50/100" in text and "small: 100%" in text
-    assert text.rstrip().endswith(", loss 1.250, 0.500 s/step]") and "step/s" not in text
-
-
-def run_of(bytes_per_step):
-    rows = [{"step": step, "sent_bytes": step * bytes_per_step} for step in range(0, 50, 5)]
-    return [row | {"val_loss": 5 - row["step"] / 20} for row in rows[::2]] + rows[1::2]
-
-
-@pytest.mark.parametrize("suffix", [".png", ".svg"])
-def test_picture_is_drawn(tmp_path, suffix):
-    runs = {f"method {index}": run_of(10**index) for index in range(9)}
-    plots.loss_figure(runs, tmp_path / f"loss{suffix}")
-    assert (tmp_path / f"loss{suffix}").stat().st_size > 10_000
-
-
-def test_picture_of_one_row_or_of_a_diverged_run_is_drawn(tmp_path):
-    runs = {
-        "one row": [{"step": 0, "sent_bytes": 0, "val_loss": 5.5}],
-        "diverged": [{"step": 5, "sent_bytes": 5, "val_loss": None}],
-    }
-    plots.loss_figure(runs, tmp_path / "loss.png")
-    assert (tmp_path / "loss.png").stat().st_size > 10_000
-
-
-def test_curve_holds_the_evaluated_rows_only():
-    steps, sent, evaluated = plots.curve("a", run_of(3))
-    np.testing.assert_array_equal(steps, [0, 10, 20, 30, 40])
-    np.testing.assert_array_equal(sent, 3 * steps)
-    np.testing.assert_array_equal(evaluated, 5 - steps / 20)
-
-
-def test_picture_of_a_run_without_evaluation_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="run 'dense' has no row with val_loss"):
-        plots.loss_figure({"dense": [{"step": 1, "sent_bytes": 3}]}, tmp_path / "loss.png")
-
-
-@pytest.mark.parametrize("scale", ["linear", "log"])
-def test_every_labelled_line_has_its_name_at_its_end_and_none_covers_another(scale):
-    figure = Figure(figsize=(4, 3))
-    axes = figure.subplots()
-    if scale == "log":
-        axes.set_xscale(scale)
-    for name, last in {"a": 2.0, "b\nb": 2.0, "c": 1.99, "far": 9.0}.items():
-        axes.plot([1, 2, 3], [0, 1, last], label=name)
-    axes.plot([1, 4], [0, 5])
-    axes.plot([1, 2], [np.nan, np.nan], label="diverged")
-    plots.label_ends(axes)
-    figure.canvas.draw()
-    boxes = {text.get_text(): text.get_window_extent() for text in axes.texts}
-    assert set(boxes) == {"a", "b\nb", "c", "far"}
-    _, end = axes.transData.transform([3, 9])
-    assert boxes["far"].y0 < end < boxes["far"].y1
-    ordered = sorted(boxes.values(), key=lambda box: box.y0)
-    for below, above in zip(ordered, ordered[1:], strict=False):
-        assert below.y1 <= above.y0 and above.x0 > axes.transData.transform([3, 0])[0]
 
 
 def test_cross_entropy_of_uniform_predictions_is_the_logarithm_of_the_vocabulary():

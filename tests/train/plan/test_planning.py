@@ -109,7 +109,7 @@ def test_options_are_taken_out_of_the_overrides():
     ("args", "message"),
     [
         (["--measure"], "--measure is for a plan; write --plan as well"),
-        (["--link-rate", "1e9"], "--link-rate is for a plan"),
+        (["--link-latency", "1e-3"], "--link-latency is for a plan"),
         (["--plan", "--report"], "--plan and --report"),
         (["--plan"], "a plan needs --link-rate, .*--codec-rate; write them, or --measure"),
         (["--plan", *GIVEN[:2]], "a link has a rate and a latency"),

@@ -1,0 +1,62 @@
+"""What the program says at the end of a run."""
+
+import json
+
+import pytest
+
+from train.config import Config, Data, Optimizer
+from train.output import summary
+
+ROWS = [
+    {"step": 0, "loss": None, "val_loss": 5.0, "sent_bytes": 0},
+    {"step": 10, "loss": 4.0, "sent_bytes": 1e6, "step_seconds": 0.5},
+    {"step": 20, "loss": 3.0, "val_loss": 3.5, "sent_bytes": 2e6, "step_seconds": 0.25},
+]
+
+
+@pytest.fixture
+def said(tmp_path):
+    """Sums up a run of 20 steps whose dense step would send 1 MB."""
+
+    def make(rows=ROWS, dense=1e6, **changes):
+        config = Config(
+            name="run",
+            steps=20,
+            optimizer=Optimizer("adam(learning_rate)", 0.1),
+            runs_dir=str(tmp_path),
+            data=Data(batch=8),
+            **changes,
+        )
+        folder = tmp_path / "run"
+        (folder / "checkpoints" / "20").mkdir(parents=True, exist_ok=True)
+        plan = {"dense_bytes_per_step": dense}
+        (folder / "config.json").write_text(json.dumps({"plan": plan}))
+        return summary.text(config, rows).replace(str(tmp_path), "runs").splitlines()
+
+    return make
+
+
+def test_time_bytes_losses_and_places_are_told(said):
+    assert said(link_rate=8e6) == [
+        "runs/run: step 20, validation loss 3.5000 nats per byte",
+        "  time        7.5 s in 20 steps of 0.375 s, 21.3 examples/s",
+        "  sent        2 MB by each replica, 10x fewer than dense, 20 MB",
+        "  saved       18 s at 8 Mbit/s: 2 s of sending, not 20 s, unless computing hides it",
+        "  losses      training 3.0000, validation 3.5000",
+        "  checkpoint  runs/run/checkpoints/20",
+        "runs/run/loss.png",
+    ]
+
+
+def test_what_is_not_known_is_left_out(said):
+    assert [line.split()[0] for line in said()[1:-1]] == ["time", "sent", "losses", "checkpoint"]
+    alone = [row | {"sent_bytes": 0} for row in ROWS]
+    lines = said(alone, dense=0, link_rate=1e6)
+    assert [line.split()[0] for line in lines[1:-1]] == ["time", "losses", "checkpoint"]
+
+
+def test_losses_that_are_not_finite_and_accuracies_are_told(said):
+    diverged = [*ROWS[:2], ROWS[2] | {"loss": None, "val_loss": None, "val_accuracy": 0.25}]
+    first, *rest = said(diverged)
+    assert first == "runs/run: step 20, validation loss not finite, accuracy 0.2500"
+    assert "  losses      training not finite, validation not finite" in rest

@@ -1,0 +1,90 @@
+"""What the first process prints, on the launcher's terminal: its lines of progress become a bar."""
+
+import contextlib
+import os
+import pathlib
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+import tqdm
+
+from train.output import progress
+
+
+@contextlib.contextmanager
+def echo(log: pathlib.Path, began: int) -> Iterator[Callable[[], None]]:
+    """Copies what is new in a log to standard output.
+
+    On a terminal lines of progress become a bar below all other text. The log keeps them.
+
+    Args:
+      log: What the process prints.
+      began: Where in the log that begins.
+
+    Yields:
+      A function that copies what has come since the last call.
+    """
+    with open(log, "rb") as file, contextlib.ExitStack() as stack:
+        file.seek(began)
+        if sys.stdout.isatty() and sys.stderr.isatty():
+            screen = stack.enter_context(contextlib.closing(_Screen()))
+            copy = lambda: screen.show(file.read())
+        else:
+            copy = lambda: _write(file.read())
+        yield copy
+        copy()
+
+
+class _Screen:
+    """A terminal with text, and with the bar of a run in its last line."""
+
+    def __init__(self):
+        self.bar: tqdm.tqdm | None = None
+        self.rest = b""  # a line that has not ended yet
+        self.shown = time.monotonic()  # when the bar was drawn last
+
+    def show(self, new: bytes) -> None:
+        *lines, self.rest = (self.rest + new).split(b"\n")
+        for line in lines:
+            found = progress.read(line.decode(errors="replace"))
+            if found:
+                self._step(found)
+            else:
+                self._print(line + b"\n")
+        if self.bar and time.monotonic() > self.shown + 1:
+            self.bar.refresh()  # the time goes on
+            self.shown = time.monotonic()
+
+    def _step(self, line: progress.Line) -> None:
+        if self.bar is None:
+            self.bar = progress.bar(line.name, line.step, line.steps, of_lines=True)
+        self.bar.set_postfix_str(f"{line.rates}, {line.left} left", refresh=False)
+        self.bar.update(line.step - self.bar.n)
+        if line.step == line.steps:  # what the run says at its end comes below
+            self.close_bar()
+
+    def _print(self, text: bytes) -> None:
+        if self.bar:
+            self.bar.clear()
+        _write(text)
+
+    def close(self) -> None:
+        if self.rest:
+            self._print(self.rest)
+        self.close_bar()
+
+    def close_bar(self) -> None:
+        if self.bar:
+            self.bar.refresh()
+            self.bar.close()
+            self.bar = None
+
+
+def _write(text: bytes) -> None:
+    if text:
+        try:
+            sys.stdout.buffer.write(text)
+            sys.stdout.buffer.flush()
+        except OSError:  # a reader that has gone, a full disk: the log has it all
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

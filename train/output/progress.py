@@ -1,0 +1,98 @@
+"""How far a run is: a bar on a terminal, lines elsewhere, of which the launcher makes a bar."""
+
+import contextlib
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import tqdm
+
+from train.output.metrics import Row
+from train.output.units import size
+
+# Without tqdm's own rate, of which compilation, evaluations and saves are a part.
+_BAR = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
+_EVERY = 10.0  # seconds between lines
+
+
+class Line(NamedTuple):
+    """A line of progress, as it is printed where there is no terminal."""
+
+    name: str  # of the run
+    step: int
+    steps: int  # of the whole run
+    rates: str  # loss, seconds of a step, bytes a second
+    left: str  # time, as 01:29
+
+    def __str__(self) -> str:
+        return f"{self.name}: step {self.step}/{self.steps}, {self.rates}, {self.left} left"
+
+
+def read(text: str) -> Line | None:
+    """Reads such a line; None for any other text."""
+    found = re.fullmatch(r"(.+): step (\d+)/(\d+), (loss .+), ([\d:?]+) left", text.strip())
+    return found and Line(found[1], int(found[2]), int(found[3]), found[4], found[5])
+
+
+@contextlib.contextmanager
+def progress(name: str, first: Row, steps: int) -> Iterator[Callable[[Row], None]]:
+    """Shows a run's progress on stderr: a bar on a terminal, else a line every 10 seconds.
+
+    Args:
+      name: Of the run.
+      first: `step` and `sent_bytes` of what was done before, by the run that this one resumes.
+      steps: Steps of the whole run.
+
+    Yields:
+      `show(row)`, of rows with `step`, `loss`, `step_seconds` and `sent_bytes`.
+    """
+    rates = _rates(first)
+    if sys.stderr.isatty():
+        with bar(name, first["step"], steps) as made:
+
+            def show(row: Row) -> None:
+                made.set_postfix_str(rates(row), refresh=False)
+                made.update(row["step"] - made.n)
+
+            yield show
+    else:
+        yield _lines(name, first["step"], steps, rates)
+
+
+def bar(name: str, first: int, steps: int, of_lines: bool = False) -> tqdm.tqdm:
+    """Makes the bar of a run on stderr; one of lines, which say what is left, does not."""
+    form = _BAR.replace("<{remaining}", "") if of_lines else _BAR
+    return tqdm.tqdm(total=steps, initial=first, desc=name, bar_format=form)
+
+
+def _rates(first: Row) -> Callable[[Row], str]:
+    """Makes the text of a row: loss, seconds of a step, bytes that a replica sends in a second."""
+    before = first
+
+    def text(row: Row) -> str:
+        nonlocal before
+        seconds = (row["step"] - before["step"]) * row["step_seconds"]
+        sent = row["sent_bytes"] - before["sent_bytes"]
+        before = row
+        rate = f", sends {size(sent / seconds)}/s" if sent and seconds else ""
+        return f"loss {row['loss']:.3f}, {row['step_seconds']:.3f} s/step{rate}"
+
+    return text
+
+
+def _lines(name: str, first: int, steps: int, rates: Callable[[Row], str]) -> Callable[[Row], None]:
+    start = shown = time.monotonic()
+
+    def show(row: Row) -> None:
+        nonlocal shown
+        now, step, text = time.monotonic(), row["step"], rates(row)
+        if now - shown < _EVERY and step < steps:
+            return
+        shown = now
+        # Evaluations and saves come again: they are a part of what is left.
+        left = tqdm.tqdm.format_interval((now - start) / max(1, step - first) * (steps - step))
+        print(Line(name, step, steps, text, left), file=sys.stderr, flush=True)
+
+    return show

@@ -1,0 +1,87 @@
+"""Rows of metrics for other programs: TensorBoard, and Weights & Biases."""
+
+import contextlib
+import importlib.util
+import os
+import pathlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from train.output import metrics
+
+
+@contextlib.contextmanager
+def tensorboard(folder: pathlib.Path, step: int) -> Iterator[Callable[[metrics.Row], None]]:
+    """Opens TensorBoard's event files in a folder; they are complete once it is closed.
+
+    Args:
+      folder: Where the events go.
+      step: The last step to keep, as in `keep_until`; TensorBoard hides later events.
+
+    Yields:
+      A function that writes the numbers of a row as scalars at its step.
+
+    Raises:
+      ValueError: If the extra is not installed.
+    """
+    if importlib.util.find_spec("tensorboardX") is None:
+        raise ValueError(
+            "tensorboard=True needs the package tensorboardX; "
+            "run pip install -e '.[tensorboard]' in the checkout."
+        )
+    from tensorboardX import SummaryWriter
+
+    with SummaryWriter(str(folder), purge_step=step + 1, flush_secs=10) as writer:
+
+        def write(row: metrics.Row) -> None:
+            for name, value in _numbers(row).items():
+                writer.add_scalar(name, value, int(row["step"]))
+
+        yield write
+
+
+@contextlib.contextmanager
+def wandb(
+    folder: pathlib.Path, config: dict[str, Any], step: int
+) -> Iterator[Callable[[metrics.Row], None]]:
+    """Opens a run of Weights & Biases, of the project and in the mode that its variables say.
+
+    Args:
+      folder: Of the run: where it writes, its name in the project, and where its identity is kept
+        for a resume.
+      config: What it shows as the run's settings.
+      step: Steps that were done before; 0 begins a new run there, too.
+
+    Yields:
+      A function that logs the numbers of a row at its step.
+
+    Raises:
+      ValueError: If the extra is not installed.
+    """
+    if importlib.util.find_spec("wandb") is None:
+        raise ValueError(
+            "wandb=True needs the package wandb; run pip install -e '.[wandb]' in the checkout."
+        )
+    import wandb as client
+
+    identity = folder / "wandb_id.txt"
+    known = identity.read_text().strip() if step and identity.is_file() else None
+    run = client.init(
+        project=os.environ.get("WANDB_PROJECT", "jaxcomp"),
+        name=folder.name,
+        id=known,
+        resume="allow",
+        dir=str(folder),
+        config=config,
+    )
+    metrics.write_text(identity, f"{run.id}\n")
+    try:
+        yield lambda row: run.log(_numbers(row), step=int(row["step"]))
+    finally:
+        run.finish()
+
+
+def _numbers(row: metrics.Row) -> dict[str, int | float]:
+    """The finite numbers of a row, but for its step."""
+    values = {name: metrics.plain(value) for name, value in row.items() if name != "step"}
+    return {name: value for name, value in values.items() if isinstance(value, int | float)}

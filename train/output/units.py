@@ -1,0 +1,20 @@
+"""Bytes and seconds as people write them."""
+
+
+def size(count: float) -> str:
+    """Bytes in the unit that fits, with three digits: `1.24 MB`."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 999.5:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:,.3g} TB" if count < 999.5 else f"{count:,.0f} TB"
+
+
+def duration(seconds: float) -> str:
+    """Seconds in the units that fit: `0.5 s`, `3 min 20 s`, `2 h 5 min`."""
+    if seconds < 59.95:
+        return f"{seconds:.3g} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s"
+    return f"{minutes // 60:,} h {minutes % 60} min"
