@@ -58,3 +58,12 @@ def test_a_line_is_read_as_it_was_printed(name):
     assert progress.read(f"{line}\n") == line
     for other in ("", "note: a step 3/4", "loss 3", f"  {name}: step 3 of 4"):
         assert progress.read(other) is None
+
+
+def test_bytes_a_second_are_those_since_the_last_row(capsys, monkeypatch):
+    monkeypatch.setattr(progress, "_EVERY", 0)
+    with progress.progress("small", FIRST, 100) as show:
+        show(row(60, 2.0, 0.5))
+        show(row(70, 2.0, 0.5) | {"sent_bytes": 61_000_000})
+    first, second = capsys.readouterr().err.splitlines()
+    assert "sends 2 MB/s" in first and "sends 200 kB/s" in second
