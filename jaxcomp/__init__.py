@@ -10,6 +10,7 @@ from jaxcomp.compressors.base import Compressor as Compressor
 from jaxcomp.compressors.base import Key as Key
 from jaxcomp.compressors.base import Payload as Payload
 from jaxcomp.compressors.base import identity as identity
+from jaxcomp.compressors.bin_means import bin_means as bin_means
 from jaxcomp.compressors.cocktail import cocktail as cocktail
 from jaxcomp.compressors.compose import compose as compose
 from jaxcomp.compressors.learned import learned_levels as learned_levels
@@ -23,6 +24,7 @@ from jaxcomp.compressors.sparse import random_k as random_k
 from jaxcomp.compressors.sparse import top_k as top_k
 from jaxcomp.exchange.transmit import Transmission as Transmission
 from jaxcomp.exchange.transmit import transmit as transmit
+from jaxcomp.exchange.wire import from_senders as from_senders
 from jaxcomp.exchange.wire import gathered as gathered
 from jaxcomp.exchange.wire import two_shot as two_shot
 from jaxcomp.measure import planner as planner
@@ -34,6 +36,12 @@ from jaxcomp.methods.cocktail_sgd import CocktailSGDState as CocktailSGDState
 from jaxcomp.methods.cocktail_sgd import cocktail_sgd as cocktail_sgd
 from jaxcomp.methods.compressed_mean import CompressedMeanState as CompressedMeanState
 from jaxcomp.methods.compressed_mean import compressed_mean as compressed_mean
+from jaxcomp.methods.local_presets import diloco as diloco
+from jaxcomp.methods.local_presets import muloco as muloco
+from jaxcomp.methods.local_presets import sparse_loco as sparse_loco
+from jaxcomp.methods.local_presets import streaming_diloco as streaming_diloco
+from jaxcomp.methods.local_steps import LocalStepsState as LocalStepsState
+from jaxcomp.methods.local_steps import local_steps as local_steps
 from jaxcomp.methods.master_weights import MasterWeightsState as MasterWeightsState
 from jaxcomp.methods.master_weights import master_weights as master_weights
 from jaxcomp.methods.one_bit_adam import OneBitAdamState as OneBitAdamState

@@ -17,6 +17,7 @@ COMPRESSORS, QSDP = "compressors/test_compressors.py", "sharded/test_qsdp.py"
 ELSEWHERE = {
     "_printing.py": "test_printing.py",
     "compressors/base.py": COMPRESSORS,  # what all compressors state, of each
+    "compressors/bin_means.py": COMPRESSORS,  # a row there
     "compressors/blocks.py": COMPRESSORS,  # a helper of those that have blocks
     "compressors/cocktail.py": "compressors/test_compose.py",  # a chain by name
     "compressors/fitting.py": "compressors/test_learned.py",  # what learned levels are fitted by
@@ -30,6 +31,7 @@ ELSEWHERE = {
     "steps/gradient.py": "steps/test_train.py",  # both halves of a step
     "steps/update.py": "steps/test_train.py",
     "steps/spread.py": "steps/test_train.py",  # what every step leaves equal
+    "methods/inner.py": "methods/test_cocktail_sgd.py",  # whose inner optimizer it first was
     "methods/rescaling.py": "methods/test_slamb.py",  # its steps
     "sharded/gathering.py": "sharded/test_gather_once.py",
     "sharded/cutting.py": QSDP,

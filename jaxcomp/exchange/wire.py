@@ -31,7 +31,7 @@ class Mean(NamedTuple):
 
 
 class Exchange(NamedTuple):
-    """A way to average buckets: `summed`, `gathered` or `two_shot`, at the end of this file.
+    """A way to average buckets: one of those at the end of this file.
 
     Attributes:
       journey: `(x: f32[numel], owner_residual, compressor, shared: Key, axis_name) -> Journey`,
@@ -100,6 +100,24 @@ def gathered_journey(x, owner_residual, compressor: Compressor, shared: Key, axi
     return Mean(_mean_of_decoded(messages, decode), decode(message), owner_residual)
 
 
+def from_senders_journey(x, owner_residual, compressor: Compressor, shared: Key, axis_name: str):
+    """Mean over those replicas that sent an entry, and not over all: one all-gather.
+
+    An entry that one of R replicas sends arrives whole, not divided by R. Bytes and losses are
+    those of `gathered_journey`.
+    """
+    message = _encode(compressor, x, shared, _private(shared, axis_name))
+    decode = lambda message: _decode(compressor, message, shared, x.size, x.dtype)
+    messages = yield Hop(lambda message: all_gather(message, axis_name), message)
+
+    def with_count(message):
+        values = decode(message)
+        return jnp.stack([values, (values != 0).astype(values.dtype)])
+
+    total, senders = _sum_of_decoded(messages, with_count)
+    return Mean(total / jnp.maximum(senders, 1), decode(message), owner_residual)
+
+
 def two_shot_journey(x, owner_residual, compressor: Compressor, shared: Key, axis_name: str):
     """Mean by way of owners: each replica averages one chunk and passes it on, encoded again.
 
@@ -155,12 +173,16 @@ def _of_selected(journey, x, num_chunks, owner_residual, compressor, shared, axi
 
 
 def _mean_of_decoded(messages, decode):
-    """Mean of what the rows of `u32[R, words]` decode to, in one pass where that is fast."""
+    return _sum_of_decoded(messages, decode) / len(messages)
+
+
+def _sum_of_decoded(messages, decode):
+    """Sum of what the rows of `u32[R, words]` decode to, in one pass where that is fast."""
     return by_platform(
         messages,
         cpu=lambda rows: _sum_in_turn(rows, decode),
         default=lambda rows: _sum(rows, decode),
-    ) / len(messages)
+    )
 
 
 def _sum_in_turn(messages, decode):
@@ -254,4 +276,5 @@ def _private(shared: Key, axis_name: str | tuple[str, ...]) -> Key:
 
 summed = Exchange(summed_journey, owns_chunks=False)
 gathered = Exchange(gathered_journey, owns_chunks=False)
+from_senders = Exchange(from_senders_journey, owns_chunks=False)
 two_shot = Exchange(two_shot_journey, owns_chunks=True)

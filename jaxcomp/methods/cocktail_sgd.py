@@ -19,9 +19,8 @@ from jaxcomp.exchange import averaging, buckets, wire
 from jaxcomp.exchange.journeys import at_once
 from jaxcomp.methods import moments
 from jaxcomp.methods.common import counted, method, no_rounds, require
-from jaxcomp.replicas.elementwise import require_whole_norms
-from jaxcomp.replicas.finite import not_finite, unless
-from jaxcomp.replicas.types import is_tracked, require_alike, to_varying, varies_over, zeros_of
+from jaxcomp.methods.inner import inner_step
+from jaxcomp.replicas.types import to_varying, zeros_of
 
 
 class CocktailSGDState(NamedTuple):
@@ -135,7 +134,7 @@ def _init(settings, params):
     axis_name, zero = settings.transport.axis_name, jnp.zeros([], jnp.int32)
     drift = to_varying(jax.tree.map(moments.zeros, params), axis_name)
     # Of the dtypes that its updates will see, and all of it this replica's own from the start.
-    inner = settings.inner.init(jax.tree.map(_wide, params))
+    inner = settings.inner.init(jax.tree.map(moments.widened, params))
     return CocktailSGDState(
         count=zero,
         drift=drift,
@@ -149,7 +148,7 @@ def _init(settings, params):
 def _update(settings, updates, state, params, *, ahead=lambda make: make(), **extra_args):
     _, transport, warmup_steps, sync_every, delayed = settings
     # The square of a float16 gradient is zero below 2e-4, and Adam's step then m / eps.
-    updates = jax.tree.map(_wide, updates)
+    updates = jax.tree.map(moments.widened, updates)
     is_warm = state.count < warmup_steps
     due = (state.count % sync_every == (0 if delayed else sync_every - 1)) & ~is_warm
     if delayed:
@@ -157,7 +156,9 @@ def _update(settings, updates, state, params, *, ahead=lambda make: make(), **ex
     if warmup_steps:
         updates = lax.cond(is_warm, functools.partial(_dense, transport), lambda g: g, updates)
     local = jax.tree.map(jnp.add, params, state.drift)
-    step, inner, is_bad = _inner_step(settings, updates, state.inner, local, extra_args)
+    step, inner, is_bad = inner_step(
+        "cocktail_sgd", settings.inner, updates, state.inner, local, transport.axis_name, extra_args
+    )
     if not delayed:
         made = _exchanged_if_due(settings, state, jax.tree.map(jnp.add, state.drift, step), due)
     consensus, sent, owner_residual = made
@@ -208,31 +209,6 @@ def _dense(transport, grads):
     return to_varying(mean, transport.axis_name)
 
 
-def _inner_step(settings, grads, state, params, extra_args):
-    """The inner update in float32, its state, and whether it was left out: i32[], 0 or 1."""
-    axis_name, update = settings.transport.axis_name, settings.inner.update
-    update = functools.partial(update, **extra_args)
-    step, new_state = update(grads, state, params)
-    _require_local(step, axis_name)
-    require_alike(step, params, axis_name)
-    require_whole_norms(update, grads, state, params, axis_name=axis_name, of_mean=False)
-    step = jax.tree.map(_wide, step)
-    bad = not_finite(step, axis_name)
-    step = jax.tree.map(lambda u: jnp.where(bad, 0.0, u), step)
-    return step, unless(bad, new_state, state), bad
-
-
-def _require_local(step, axis_name):
-    for path, leaf in jax.tree_util.tree_leaves_with_path(step):
-        if is_tracked(axis_name) and not varies_over(leaf, axis_name):
-            raise ValueError(
-                f"the inner update of {jax.tree_util.keystr(path)!r} is equal on all replicas: the "
-                "inner optimizer averages by itself. cocktail_sgd exchanges models, and its inner "
-                "optimizer must be local; write cocktail_sgd(optax.adamw(learning_rate), "
-                f"{axis_name!r}) without compressed_mean in it."
-            )
-
-
 def _from_owners(transport, drift, step):
     """Equal drifts plus equal steps, coded, of a type that says so: each owner sends its chunk."""
     axis_name, tree = transport.axis_name, jax.tree.map(jnp.add, drift, step)
@@ -245,7 +221,3 @@ def _from_owners(transport, drift, step):
     shared, flat = Key(jnp.int32(0), jnp.uint32(0)), buckets.flatten(plan, tree)
     with jax.named_scope("jaxcomp.warmup"):
         return buckets.unflatten(plan, averaging.map_buckets(whole, plan, shared, flat))
-
-
-def _wide(x: jax.Array) -> jax.Array:
-    return x.astype(moments.wide(x.dtype))

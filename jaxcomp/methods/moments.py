@@ -123,6 +123,11 @@ def wide(dtype) -> jnp.dtype:
     return jnp.promote_types(dtype, jnp.float32)
 
 
+def widened(x: jax.Array) -> jax.Array:
+    """An array in float32, or wider if it is."""
+    return x.astype(wide(x.dtype))
+
+
 def zeros(param: jax.Array) -> jax.Array:
     """Zeros for a moment of a parameter: float32, or wider if it is."""
     return jnp.zeros_like(param, wide(param.dtype))

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxcomp
 from jaxcomp.compressors.base import Compressor, identity
+from jaxcomp.compressors.bin_means import bin_means
 from jaxcomp.compressors.cocktail import cocktail
 from jaxcomp.compressors.compose import compose
 from jaxcomp.compressors.learned import learned_levels
@@ -114,6 +115,8 @@ ROWS = [
         512 + 16,
         2**-18,
     ),
+    Row(bin_means(2), reference.bin_means(2), 250 + 16, 2**-20),
+    Row(bin_means(3, block=128), reference.bin_means(3, 128), 375 + 8 * 32, 2**-20),
     Row(sign(), reference.sign(), 125 + 4, 2**-20),
     Row(sign("l2"), reference.sign("l2"), 125 + 4, 2**-20),
     Row(
@@ -330,7 +333,13 @@ def test_error_feedback_loses_nothing(row):
 def test_values_that_are_not_finite_are_not_hidden(value):
     x = bucket(256)
     x[3] = value
-    for compressor in (quantize(4), quantize(8, range="minmax"), sign(block=128), sign()):
+    for compressor in (
+        quantize(4),
+        quantize(8, range="minmax"),
+        sign(block=128),
+        sign(),
+        bin_means(2),
+    ):
         assert not np.isfinite(decoded(compressor, x)[3])
 
 
@@ -356,6 +365,8 @@ def test_values_that_are_not_finite_are_not_hidden(value):
         (lambda: quantize(4, range="max"), "range='max'; write 'absmax' or 'minmax'"),
         (lambda: quantize(4, rounding="up"), "rounding='up'; write 'nearest', 'stochastic'"),
         (lambda: quantize(4, scale_dtype="int8"), "scale_dtype='int8'; write"),
+        (lambda: bin_means(5), r"bits=5; needs an integer from 1 to 4; write bin_means\(2\)"),
+        (lambda: bin_means(2, block=0), "block=0; needs a positive integer, or None"),
         (lambda: sign("max"), "scale='max'; write 'l1' or 'l2'"),
         (lambda: sign(block=0), "block=0; needs a positive integer, or None"),
         (lambda: sign(scale_dtype="int8"), "scale_dtype='int8'; write 'bfloat16'"),

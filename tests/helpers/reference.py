@@ -126,6 +126,20 @@ def rotated(inner, block=128):
     return roundtrip
 
 
+def bin_means(bits, block=None):
+    def roundtrip(x, count, shared, private):
+        decoded = []
+        for values in blocks_of(x.astype(np.float64), block):
+            width = values.std() * 6 / 2**bits
+            centred = values - values.mean()
+            bins = np.floor(centred / width) if width > 0 else np.zeros(values.size)
+            bins = np.clip(bins, -(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
+            decoded.append(np.array([values[bins == own].mean() for own in bins]))
+        return np.concatenate(decoded).astype(np.float32)
+
+    return roundtrip
+
+
 def sign(scale="l1", block=None, scale_dtype=np.float32):
     def roundtrip(x, count, shared, private):
         decoded = []

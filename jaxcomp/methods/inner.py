@@ -1,0 +1,63 @@
+"""The step of an optimizer that each replica runs by itself, inside a method that exchanges."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxcomp.methods import moments
+from jaxcomp.replicas.elementwise import require_whole_norms
+from jaxcomp.replicas.finite import not_finite, unless
+from jaxcomp.replicas.types import is_tracked, require_alike, varies_over
+
+
+def inner_step(
+    name: str,
+    inner: optax.GradientTransformationExtraArgs,
+    grads: Any,
+    state: Any,
+    params: Any,
+    axis_name: str,
+    extra_args: dict[str, Any],
+) -> tuple[Any, Any, jax.Array]:
+    """A replica's own update, which is left out where it is not finite.
+
+    Args:
+      name: Of the method, for errors.
+      inner: The optimizer.
+      grads: This replica's gradients.
+      state: Of the optimizer.
+      params: This replica's parameters.
+      axis_name: Mesh axis of the replicas.
+      extra_args: Of the method's update.
+
+    Returns:
+      The update in float32 or wider, zero where it is left out; the state after it, or the old
+      one; and whether it was left out: i32[], 0 or 1.
+
+    Raises:
+      ValueError: If the optimizer averages over the replicas, or scales shards by norms of their
+        own.
+    """
+    update = functools.partial(inner.update, **extra_args)
+    step, new_state = update(grads, state, params)
+    _require_local(name, step, axis_name)
+    require_alike(step, params, axis_name)
+    require_whole_norms(update, grads, state, params, axis_name=axis_name, of_mean=False)
+    step = jax.tree.map(moments.widened, step)
+    bad = not_finite(step, axis_name)
+    step = jax.tree.map(lambda u: jnp.where(bad, 0.0, u), step)
+    return step, unless(bad, new_state, state), bad
+
+
+def _require_local(name, step, axis_name):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(step):
+        if is_tracked(axis_name) and not varies_over(leaf, axis_name):
+            raise ValueError(
+                f"the inner update of {jax.tree_util.keystr(path)!r} is equal on all replicas: the "
+                f"inner optimizer averages by itself. {name} exchanges models, and its inner "
+                f"optimizer must be local; write {name}(optax.adamw(learning_rate), "
+                f"{axis_name!r}) without compressed_mean in it."
+            )

@@ -1,0 +1,281 @@
+"""Local steps: each replica optimizes by itself, and now and then an outer step moves them all."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from jaxcomp.compressors.base import Compressor
+from jaxcomp.compressors.policies import Policy, policy_of
+from jaxcomp.compressors.quantize import quantize
+from jaxcomp.exchange import averaging, wire
+from jaxcomp.methods import moments
+from jaxcomp.methods.common import counted, method, no_rounds, require
+from jaxcomp.methods.fragments import Fragments, fragments_of
+from jaxcomp.methods.inner import inner_step
+from jaxcomp.replicas.types import to_varying, vary_like, zeros_of
+
+
+class LocalStepsState(NamedTuple):
+    """State of `local_steps`; trees have leaves of the parameters' shapes, float32 or wider."""
+
+    # i32[], steps so far
+    count: jax.Array  # type: ignore[assignment]
+    drift: Any  # this replica's parameters minus the consensus
+    # What this replica has not sent yet; None for leaves that travel exact, () without feedback.
+    residual: Any
+    # One f32[numel / R] a bucket, of each fragment: what this owner did not pass on yet; or None.
+    owner_residual: Any
+    inner: Any  # of the inner optimizer, this replica's own: never reset, never sent
+    outer: Any  # of the outer optimizer, one a fragment, equal on all replicas
+    arrived: Any  # the mean of drifts, until it is merged; () where that is in the same step
+    # {"all", "synchronize"}: i32[], how often each was sent; of several fragments
+    # "synchronize_0", "synchronize_1" and so on.
+    rounds: Any
+    skipped: jax.Array  # i32[], this replica's steps whose inner update was not finite
+
+    @property
+    def keeps_rounding(self) -> bool:
+        """What narrow parameters round off goes to the drift."""
+        return True
+
+
+def local_steps(
+    inner: optax.GradientTransformation,
+    axis_name: str,
+    *,
+    every: int,
+    code: Compressor | Policy | None = None,
+    outer: optax.GradientTransformation | None = None,
+    error_decay: float | None = None,
+    mean: wire.Exchange = wire.two_shot,
+    fragments: int | Callable[[str, Any], int] = 1,
+    delay: int = 0,
+    keep: float = 0.0,
+    bucket_numel: int | None = None,
+    seed: int = 0,
+) -> optax.GradientTransformationExtraArgs:
+    """Lets each replica take steps by itself; every so many, an outer optimizer moves them all.
+
+    `params` are the consensus; gradients are taken at `jaxcomp.local_params`, which adds this
+    replica's `drift` d_i. A step adds the inner update to d_i and sends nothing. In every
+    `every`-th step, with C the code and e_i the residual,
+
+        e_i <- error_decay e_i + d_i,  g = -mean_i C[e_i],  e_i <- e_i - C[e_i],
+        params <- params + outer(g),  d_i <- 0.
+
+    Without `error_decay` there is no e_i, and what C loses is lost. `every` counts updates, not
+    microbatches. With `every=1` and the outer `optax.sgd(1.0)` it averages the inner steps.
+
+    A replica whose inner update is not finite leaves it out, with its inner state as it was, and
+    counts it in `skipped`; the meeting goes on.
+
+    Args:
+      inner: Any optax optimizer, with its learning rate. It sees local gradients and must not
+        average over the replicas.
+      axis_name: Mesh axis of the replicas.
+      every: Steps from one meeting to the next, at least 1.
+      code: Of the differences; or a policy `(path, leaf) -> Compressor`. Default: `quantize(4)`.
+      outer: Any optax optimizer, equal on all replicas. Its gradient is minus the mean drift.
+        Default: `optax.sgd(0.7, momentum=0.9, nesterov=True)`. Momentum and sparse codes do not
+        go together: with those take `optax.sgd(1.0)`.
+      error_decay: Factor of what was not sent, in (0, 1], at each meeting and on both ways; None
+        for no error feedback, which needs no memory.
+      mean: How codes travel and are averaged: `jaxcomp.two_shot`, `jaxcomp.gathered`, or
+        `jaxcomp.from_senders`, which divides by the replicas that sent an entry.
+      fragments: Parts of the model that meet one after the other, evenly over `every` steps: their
+        number, of about equal sizes; or a policy `(path, leaf) -> int`, from 0 on.
+      delay: Steps from the end of a fragment's interval until its mean is merged, at most `every`.
+        From 1 on what travels is known before the step's gradient, and may travel beside it, in
+        `jaxcomp.overlapped_train_step`. From 2 on it costs one more float32 a parameter.
+      keep: Share of its own difference that a replica keeps when it merges, in [0, 1).
+      bucket_numel: Most elements of one message's bucket; by default at most 8 buckets a code.
+      seed: Of masks, shifts and stochastic rounding; equal on all replicas.
+
+    Returns:
+      A `GradientTransformationExtraArgs` whose updates move the consensus, in float32. It keeps
+      the inner and the outer state, a float32 drift, and with feedback 1 + 1/R float32 residuals.
+
+    Raises:
+      ValueError: At construction for arguments out of range; at trace time without `params`, for
+        an unknown axis, gradients that are already reduced, leaves that are not floating, more
+        fragments than leaves, or an inner optimizer that averages over the replicas.
+
+    Examples:
+      >>> import jaxcomp
+      >>> import optax
+      >>> tx = jaxcomp.local_steps(optax.adamw(1e-3), "replica", every=16)
+
+    References:
+      A. Douillard et al., `DiLoCo: Distributed Low-Communication Training of Language Models
+      <https://arxiv.org/abs/2311.08105>`_, 2023, algorithm 1; A. Douillard et al., `Streaming
+      DiLoCo with overlapping communication <https://arxiv.org/abs/2501.18512>`_, 2025, algorithm
+      2. Presets with their settings: `diloco`, `streaming_diloco`, `sparse_loco`, `muloco`.
+      Deviation: what narrow parameters round off stays in the drift.
+    """
+    name, feedback = "local_steps", {"error_decay": error_decay}
+    require(every >= 1, name, "at least 1", "every=16", every=every)
+    decays = error_decay is None or 0 < error_decay <= 1
+    require(decays, name, "(0, 1], or None", "error_decay=1.0", **feedback)
+    require(0 <= delay <= every, name, "from 0 to `every`", "delay=1", delay=delay)
+    require(0 <= keep < 1, name, "[0, 1)", "keep=0.0", keep=keep)
+    some = callable(fragments) or fragments >= 1
+    require(some, name, "at least 1", "fragments=1", fragments=fragments)
+    policy = policy_of(quantize(4) if code is None else code)
+    settings = _Settings(
+        optax.with_extra_args_support(inner),
+        optax.sgd(0.7, momentum=0.9, nesterov=True) if outer is None else outer,
+        averaging.Transport(policy, mean, axis_name, bucket_numel, seed),
+        every,
+        error_decay,
+        fragments,
+        delay,
+        keep,
+    )
+    init, update = (functools.partial(function, settings) for function in (_init, _update))
+    return method(name, axis_name, init, update)
+
+
+class _Settings(NamedTuple):
+    inner: optax.GradientTransformationExtraArgs
+    outer: optax.GradientTransformation
+    transport: averaging.Transport
+    every: int
+    error_decay: float | None
+    fragments: int | Callable[[str, Any], int]
+    delay: int
+    keep: float
+
+    def due(self, parts: Fragments, count: jax.Array) -> list[jax.Array]:
+        """Of each fragment bool[], whether its interval ended after `count` steps."""
+        offsets = [part * self.every // parts.number for part in range(parts.number)]
+        return [(count > 0) & (count % self.every == offset) for offset in offsets]
+
+
+def _init(settings, params):
+    parts, axis_name = fragments_of(settings.fragments, params), settings.transport.axis_name
+    zero, wide = jnp.zeros([], jnp.int32), jax.tree.map(moments.widened, params)
+    drift = to_varying(jax.tree.map(jnp.zeros_like, wide), axis_name)
+    residual, owner_residual = (), None
+    if settings.error_decay is not None:
+        of_parts = [averaging.nothing_sent(settings.transport, x) for x in parts.split(drift)]
+        residuals, owner_residual = zip(*of_parts, strict=True)
+        residual = parts.joined(residuals)
+    return LocalStepsState(
+        count=zero,
+        drift=drift,
+        residual=residual,
+        owner_residual=owner_residual,
+        # All of it this replica's own from the start.
+        inner=to_varying(settings.inner.init(wide), axis_name),
+        outer=tuple(map(settings.outer.init, parts.split(wide))),
+        arrived=jax.tree.map(jnp.zeros_like, wide) if settings.delay > 1 else (),
+        rounds=no_rounds(*parts.names("synchronize")),
+        skipped=to_varying(zero, axis_name),
+    )
+
+
+def _update(settings, updates, state, params, *, ahead=lambda make: make(), **extra_args):
+    axis_name, parts = settings.transport.axis_name, fragments_of(settings.fragments, params)
+    # The square of a float16 gradient is zero below 2e-4, and Adam's step then m / eps.
+    updates = jax.tree.map(moments.widened, updates)
+    met = functools.partial(_met, settings, parts, state)
+    if settings.delay:
+        sent = ahead(functools.partial(met, state.drift, state.count))
+    local = jax.tree.map(jnp.add, params, state.drift)
+    step, inner, is_bad = inner_step(
+        "local_steps", settings.inner, updates, state.inner, local, axis_name, extra_args
+    )
+    drift, count = jax.tree.map(jnp.add, state.drift, step), optax.safe_increment(state.count)
+    if not settings.delay:
+        sent = met(drift, count)
+    arrived, residual, owner_residual = sent
+    change, drift, outer = _merged(settings, parts, state, params, drift, arrived, count)
+    due = settings.due(parts, state.count if settings.delay else count)
+    named = dict(zip(parts.names("synchronize"), due, strict=True))
+    return change, LocalStepsState(
+        count,
+        drift,
+        residual,
+        owner_residual,
+        inner,
+        outer,
+        arrived if settings.delay > 1 else (),
+        counted(state.rounds, all=functools.reduce(jnp.logical_or, due), **named),
+        state.skipped + is_bad,
+    )
+
+
+def _met(settings, parts, state, drift, count):
+    """The mean drift of the fragments that meet after `count` steps, and the residuals then.
+
+    Of the others: what has arrived before and is not merged yet, or zeros.
+    """
+    residuals = parts.split(state.residual) if settings.error_decay else None
+
+    def meeting(part, tree):
+        # Masks roll by one a meeting, not a step: else some entries might never be sent.
+        round_number, kept = count // settings.every, {}
+        if residuals:
+            kept = {"residual": residuals[part], "owner_residual": state.owner_residual[part]}
+            kept = jax.tree.map(lambda e: settings.error_decay * e, kept)
+        name = parts.names("synchronize")[part]
+        got = averaging.average(settings.transport, tree, round_number, name, **kept)
+        return got.mean, got.residual, got.owner_residual if residuals else None
+
+    def waiting(part, tree):
+        like = jax.eval_shape(functools.partial(meeting, part), tree)[0]
+        held = parts.split(state.arrived)[part] if settings.delay > 1 else None
+        mean = jax.tree.map(vary_like, held, like) if held else jax.tree.map(zeros_of, like)
+        return mean, *((residuals[part], state.owner_residual[part]) if residuals else (None, None))
+
+    rows = [
+        _chosen(settings, due, *(functools.partial(f, part) for f in (meeting, waiting)), tree)
+        for part, (due, tree) in enumerate(
+            zip(settings.due(parts, count), parts.split(drift), strict=True)
+        )
+    ]
+    means, left, owner_residual = zip(*rows, strict=True)
+    if not residuals:
+        return parts.joined(means), (), None
+    return parts.joined(means), parts.joined(left), owner_residual
+
+
+def _merged(settings, parts, state, params, drift, arrived, count):
+    """The consensus' change, the drifts after it, and the outer states."""
+
+    def merging(param, drift, mean, outer):
+        wide, gradient = jax.tree.map(moments.widened, param), jax.tree.map(jnp.negative, mean)
+        change, outer = settings.outer.update(gradient, outer, wide)
+        change = jax.tree.map(lambda c, w: c.astype(w.dtype), change, wide)
+
+        def left(param, drift, change):
+            own = settings.keep * (drift - change) if settings.keep else zeros_of(drift)
+            return (
+                own if param.dtype == change.dtype else own + averaging.rounded_off(param, change)
+            )
+
+        return change, jax.tree.map(left, param, drift, change), outer
+
+    def waiting(param, drift, mean, outer):
+        like = jax.eval_shape(merging, param, drift, mean, outer)
+        return jax.tree.map(zeros_of, like[0]), drift, jax.tree.map(vary_like, outer, like[2])
+
+    columns = (*map(parts.split, (params, drift, arrived)), state.outer)
+    due = settings.due(parts, count - settings.delay)
+    rows = [
+        _chosen(settings, is_due, merging, waiting, *of)
+        for is_due, *of in zip(due, *columns, strict=True)
+    ]
+    changes, drifts, outer = zip(*rows, strict=True)
+    return parts.joined(changes), parts.joined(drifts), outer
+
+
+def _chosen(settings, due, then, otherwise, *operands):
+    if settings.every == 1 and not settings.delay:
+        return then(*operands)
+    return lax.cond(due, then, otherwise, *operands)

@@ -1,0 +1,282 @@
+"""Local steps: against plain loops in NumPy, and what the state promises."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxcomp
+from tests.helpers import replicas
+from tests.helpers.replicas import everywhere, history_of, mesh_of, one_value, rows, transform
+
+SHAPES = {"bias": (6,), "kernel": (5, 8)}
+RATE = 0.125
+random_tree = functools.partial(replicas.random_tree, shapes=SHAPES)
+
+
+def make(**options):
+    return jaxcomp.local_steps(optax.sgd(RATE), "replica", **options)
+
+
+def gradients(steps, num_replicas=4):
+    """Eighths, so that sums are exact in any order."""
+    whole = lambda x: np.round(8 * x) / 8
+    return [jax.tree.map(whole, random_tree(100 + t, num_replicas)) for t in range(steps)]
+
+
+def nesterov(rate, momentum):
+    """The outer optimizer, in NumPy: `(params, gradient) -> params`."""
+    trace = {name: 0.0 for name in SHAPES}
+
+    def step(params, gradient):
+        for name, g in gradient.items():
+            trace[name] = g + momentum * trace[name]
+            params[name] = params[name] - rate * (g + momentum * trace[name])
+        return params
+
+    return step
+
+
+def test_the_mean_of_local_steps_is_federated_averaging():
+    start, grads = random_tree(0), gradients(7)
+    tx = make(every=3, code=jaxcomp.identity(), outer=optax.sgd(1.0))
+    history = history_of(tx, start, grads, 4)
+    models = [{name: x.copy() for name, x in start.items()} for _ in range(4)]
+    consensus = start
+    for step, (grad, (params, state)) in enumerate(zip(grads, history[1:], strict=True), 1):
+        for i, model in enumerate(models):
+            for name in SHAPES:
+                model[name] = model[name] - RATE * grad[name][i]
+        if step % 3 == 0:
+            consensus = {name: np.mean([m[name] for m in models], axis=0) for name in SHAPES}
+            models = [dict(consensus) for _ in range(4)]
+        for name in SHAPES:
+            np.testing.assert_allclose(one_value(params[name]), consensus[name], atol=1e-6)
+            local = np.asarray(params[name]) + np.asarray(state.drift[name])
+            np.testing.assert_allclose(local, [m[name] for m in models], atol=1e-6)
+    assert {k: int(n) for k, n in history[-1][1].rounds.items()} == {"all": 2, "synchronize": 2}
+
+
+def test_without_local_steps_it_is_the_inner_optimizer_averaged():
+    tx = make(every=1, code=jaxcomp.identity(), outer=optax.sgd(1.0))
+    dense = optax.chain(jaxcomp.compressed_mean(jaxcomp.identity(), "replica"), optax.sgd(RATE))
+    got, wanted = (history_of(t, random_tree(0), gradients(3), 4)[-1][0] for t in (tx, dense))
+    for name in SHAPES:
+        np.testing.assert_allclose(one_value(got[name]), one_value(wanted[name]), atol=1e-6)
+
+
+@pytest.mark.parametrize("delay", [0, 1, 3])
+@pytest.mark.parametrize("keep", [0.0, 0.5])
+def test_fragments_meet_in_turn_and_are_merged_late(delay, keep):
+    """Streaming DiLoCo, as a loop over replicas and fragments."""
+    start, grads, offsets = random_tree(0), gradients(9), {"kernel": 0, "bias": 2}
+    tx = make(
+        every=4,
+        code=jaxcomp.identity(),
+        fragments=lambda path, leaf: int(path == "bias"),
+        delay=delay,
+        keep=keep,
+    )
+    history = history_of(tx, start, grads, 4)
+    consensus, outer, on_the_way = dict(start), nesterov(0.7, 0.9), {}
+    models = [dict(start) for _ in range(4)]
+    for done, (grad, (params, state)) in enumerate(zip(grads, history[1:], strict=True), 1):
+        for i, model in enumerate(models):
+            for name in SHAPES:
+                model[name] = model[name] - RATE * grad[name][i]
+        for name, offset in offsets.items():
+            if done % 4 == offset:
+                own = np.mean([model[name] for model in models], axis=0)
+                on_the_way[name, done + delay] = consensus[name] - own
+            if (name, done) in on_the_way:
+                consensus = outer(consensus, {name: on_the_way.pop((name, done))})
+                for model in models:
+                    model[name] = keep * model[name] + (1 - keep) * consensus[name]
+        for name in SHAPES:
+            np.testing.assert_allclose(one_value(params[name]), consensus[name], atol=2e-6)
+            local = np.asarray(params[name]) + np.asarray(state.drift[name])
+            np.testing.assert_allclose(local, [m[name] for m in models], atol=2e-6)
+    counts = {name: int(n) for name, n in history[-1][1].rounds.items()}
+    assert counts == {"all": 4, "synchronize_0": 2, "synchronize_1": 2}
+
+
+@pytest.mark.parametrize("mean", [jaxcomp.two_shot, jaxcomp.gathered])
+def test_error_feedback_loses_nothing(mean):
+    tx = make(every=2, code=jaxcomp.quantize(2, block=8), outer=optax.sgd(1.0), error_decay=1.0,
+              mean=mean)  # fmt: skip
+    start, grads = random_tree(0), gradients(8)
+    params, state = history_of(tx, start, grads, 4)[-1]
+    held = np.zeros(46)
+    for bucket in [e for e in state.owner_residual[0] if e is not None]:
+        held += np.asarray(bucket, np.float64).reshape(-1)[:46]
+    held = dict(zip(SHAPES, np.split(held, [6]), strict=True))
+    for name, shape in SHAPES.items():
+        wanted = start[name] - RATE * np.sum([g[name].mean(axis=0) for g in grads], axis=0)
+        rest = np.asarray(state.residual[name]).mean(axis=0) + held[name].reshape(shape)
+        np.testing.assert_allclose(one_value(params[name]) + rest, wanted, atol=3e-6)
+        assert np.any(rest)
+
+
+def test_what_was_not_sent_decays():
+    options = {"every": 1, "code": jaxcomp.top_k(0.125, block=8), "outer": optax.sgd(1.0)}
+    tx = make(**options, error_decay=0.5, mean=jaxcomp.gathered)
+    grads = [random_tree(1, 2), jax.tree.map(np.zeros_like, random_tree(1, 2))]
+    (_, _), (_, first), (_, second) = history_of(tx, random_tree(0), grads, 2)
+    for name in SHAPES:
+        before, after = (np.asarray(state.residual[name]) for state in (first, second))
+        is_sent = after == 0
+        np.testing.assert_array_equal(after, np.where(is_sent, 0, before / 2))
+        assert 0 < np.sum(is_sent & (before != 0)) < before.size
+
+
+def test_a_mean_of_senders_divides_by_those_that_sent_an_entry():
+    drifts = np.zeros((4, 5, 8), np.float32)
+    drifts[0, 0, 0], drifts[:2, 1, 1], drifts[:, 2, 2] = -8, (-8, -4), -2
+    means = {}
+    for mean in (jaxcomp.gathered, jaxcomp.from_senders):
+        tx = jaxcomp.local_steps(
+            optax.sgd(1.0), "replica", every=1, outer=optax.sgd(1.0),
+            code=jaxcomp.top_k(0.125, block=8), mean=mean,
+        )  # fmt: skip
+        params, _ = history_of(tx, {"w": np.zeros((5, 8), np.float32)}, [{"w": -drifts}], 4)[-1]
+        means[mean] = one_value(params["w"])
+    wanted = np.zeros((5, 8))
+    wanted[0, 0], wanted[1, 1], wanted[2, 2] = -8, -6, -2
+    np.testing.assert_array_equal(means[jaxcomp.from_senders], wanted)
+    np.testing.assert_array_equal(means[jaxcomp.gathered], drifts.mean(axis=0))
+
+
+def test_coded_differences_converge_where_coded_weights_stand_still():
+    """Counterexample 4.1 of SDP4Bit, at a rate below 1/8 and by signs or zero."""
+    ternary = jaxcomp.quantize(2, block=2)
+    tx = jaxcomp.local_steps(optax.sgd(0.1), "replica", every=1, code=ternary,
+                             outer=optax.sgd(1.0))  # fmt: skip
+    mesh = mesh_of(1)
+    params = everywhere(mesh, {"w": np.array([1.0, -1.0], np.float32)})
+    init, update = transform(tx, mesh, params)
+    state, weights = init(params), np.array([1.0, -1.0])
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        chosen = np.eye(2)[rng.integers(2)]
+        local = np.asarray(params["w"]) + np.asarray(state.drift["w"][0])
+        grads = {"w": (4 * chosen * local)[None].astype(np.float32)}
+        updates, state = update(rows(mesh, grads), state, params)
+        params = optax.apply_updates(params, updates)
+        moved = (weights - 0.1 * 4 * chosen * weights).astype(np.float32)
+        weights = np.asarray(jaxcomp.transmit(ternary, jnp.asarray(moved)).decoded)
+    np.testing.assert_array_equal(np.abs(weights), 1.0)
+    assert np.abs(np.asarray(params["w"])).max() < 1e-6
+
+
+def test_a_replica_whose_gradient_fails_stands_still_and_the_others_go_on():
+    tx = make(every=2, code=jaxcomp.identity(), outer=optax.sgd(1.0))
+    grads = gradients(2)
+    grads[0]["kernel"][1, 0, 0] = np.nan
+    params, state = history_of(tx, random_tree(0), grads, 4)[-1]
+    assert np.asarray(state.skipped).tolist() == [0, 1, 0, 0]
+    moved = [grads[0]["bias"][i] * (i != 1) + grads[1]["bias"][i] for i in range(4)]
+    wanted = random_tree(0)["bias"] - RATE * np.mean(moved, axis=0)
+    np.testing.assert_allclose(one_value(params["bias"]), wanted, atol=1e-6)
+
+
+def test_twice_as_many_replicas_go_on_from_the_same_outer_state():
+    tx = jaxcomp.local_steps(optax.adam(RATE), "replica", every=2, error_decay=0.9, delay=2)
+    params, state = history_of(tx, random_tree(0), gradients(5), 4)[-1]
+    mesh = mesh_of(8)
+    params = everywhere(mesh, jax.device_get(params))
+    init, update = transform(tx, mesh, params)
+    wider = jaxcomp.resize(state, jax.eval_shape(init, params))
+    equal = lambda new, old: np.testing.assert_array_equal(np.asarray(new), np.asarray(old))
+    for name in ("outer", "arrived", "rounds", "count"):
+        jax.tree.map(equal, getattr(wider, name), getattr(state, name))
+    assert np.any(np.asarray(wider.outer[0][0].trace["kernel"]))
+    for name in SHAPES:
+        for field in ("drift", "residual"):
+            means = [np.asarray(getattr(x, field)[name]).mean(axis=0) for x in (wider, state)]
+            np.testing.assert_allclose(*means, atol=1e-6)
+    update(rows(mesh, gradients(1, 8)[0]), jax.device_get(wider), params)
+
+
+def test_compact_keeps_the_residual_in_fewer_bits():
+    tx = jaxcomp.compact(make(every=1, error_decay=0.9))
+    _, state = history_of(tx, random_tree(0), gradients(1), 4)[-1]
+    assert state.residual["kernel"].data.dtype == jnp.int8
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"every": 0}, "every=0; needs at least 1; write every=16"),
+        ({"every": 2, "error_decay": 1.5}, r"error_decay=1.5; needs \(0, 1\], or None"),
+        ({"every": 2, "delay": 3}, "delay=3; needs from 0 to `every`"),
+        ({"every": 2, "keep": 1.0}, r"keep=1.0; needs \[0, 1\)"),
+        ({"every": 2, "fragments": 0}, "fragments=0; needs at least 1"),
+    ],
+)
+def test_mistakes_are_told(options, text):
+    with pytest.raises(ValueError, match=text):
+        make(**options)
+
+
+def test_an_inner_optimizer_that_averages_is_refused():
+    mean = jaxcomp.compressed_mean(jaxcomp.identity(), "replica")
+    tx = jaxcomp.local_steps(optax.chain(mean, optax.sgd(0.1)), "replica", every=2)
+    with pytest.raises(ValueError, match=r"write local_steps\(optax.adamw"):
+        history_of(tx, random_tree(0), gradients(1), 2)
+
+
+def loss_fn(params, batch):
+    return jnp.mean((jnp.tanh(batch @ params["u"]) @ params["w"] - batch) ** 2)
+
+
+def trained(make_step, tx, params, batch, *args, **options):
+    init, step = make_step(loss_fn, tx, *args, "replica", **options)
+    state = init(params)
+    for _ in range(5):
+        params, state, _ = step(params, state, batch)
+    return jax.tree.map(np.asarray, params), state
+
+
+def test_steps_on_shards_simulated_and_overlapped_are_the_same():
+    tx = make(every=2, code=jaxcomp.identity(), fragments=2, delay=1, keep=0.25)
+    params = random_tree(0, shapes={"u": (8, 16), "w": (16, 8)})
+    batch, mesh = random_tree(1, shapes={"x": (8, 8)})["x"], mesh_of(2, 2)
+    specs = {"u": P(None, "fsdp"), "w": P("fsdp")}
+    sharded = jax.tree.map(lambda x, s: jax.device_put(x, NamedSharding(mesh, s)), params, specs)
+    start = lambda: jax.tree.map(jnp.array, params)
+    wanted, state = trained(jaxcomp.simulated_train_step, tx, start(), batch, 2)
+    assert any(np.any(np.asarray(d[0]) != np.asarray(d[1])) for d in state.drift.values())
+    on_shards, _ = trained(
+        jaxcomp.train_step, tx, sharded, rows(mesh, batch), mesh, param_specs=specs
+    )
+    narrow = mesh_of(2)
+    overlapped, _ = trained(
+        jaxcomp.overlapped_train_step, tx, everywhere(narrow, params), rows(narrow, batch), narrow
+    )
+    for got in (on_shards, overlapped):
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-6), got, wanted)
+
+
+def test_layers_of_one_array_are_fragments_by_their_paths():
+    fragments = jaxcomp.by_path(("^blocks/0", 0), ("^blocks/1", 1), (".*", 0))
+    tx = make(every=2, code=jaxcomp.identity(), fragments=fragments)
+    flat = random_tree(0, shapes={"blocks/0": (8, 8), "blocks/1": (8, 8), "u": (8, 8), "w": (8, 8)})
+    stacked = {"blocks": np.stack([flat["blocks/0"], flat["blocks/1"]]), "u": flat["u"],
+               "w": flat["w"]}  # fmt: skip
+    grads = random_tree(1, 2, shapes={name: x.shape for name, x in flat.items()})
+    of_stacked = {"blocks": np.stack([grads["blocks/0"], grads["blocks/1"]], axis=1),
+                  "u": grads["u"], "w": grads["w"]}  # fmt: skip
+    layers = jaxcomp.per_layer(tx, jaxcomp.by_path(("^blocks", True), (".*", False)))
+    got = history_of(layers, stacked, [of_stacked] * 2, 2)
+    wanted = history_of(tx, flat, [grads] * 2, 2)
+    for (one, _), (other, _) in zip(got, wanted, strict=True):
+        for layer in range(2):
+            np.testing.assert_array_equal(one["blocks"][layer], other[f"blocks/{layer}"])
+    # After one step only the second layer has met.
+    np.testing.assert_array_equal(got[1][0]["blocks"][0], stacked["blocks"][0])
+    assert np.any(np.asarray(got[1][0]["blocks"][1]) != stacked["blocks"][1])
