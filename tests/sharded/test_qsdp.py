@@ -272,6 +272,7 @@ def test_eight_bits_cost_at_most_807_per_parameter_and_gather_and_nothing_else_i
     assert 8 * message * num_replicas / numel <= 8.07
     # Each layer: two gathers and a scatter, of which (R - 1) messages leave a replica.
     assert report.sent_bytes(compiled, mesh) == 2 * 3 * (num_replicas - 1) * message
+    jaxcomp.assert_no_dense(compiled, mesh, "replica")
 
 
 def test_one_layer_of_weights_is_held_at_a_time():

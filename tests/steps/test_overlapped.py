@@ -63,6 +63,7 @@ def test_it_trains_and_sends_as_one_program_does(tx, options):
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), whole, split)
     sent = functools.partial(jaxcomp.report.sent_bytes_by_part, mesh=mesh)
     assert sent(step.programs) == sent(program)
+    jaxcomp.assert_no_dense(step.programs, mesh, "replica", parts={"warmup": PARAMS})
     assert sent(step.programs)["synchronize"] == sent(step.exchange)["synchronize"] > 0
     assert jaxcomp.report.collectives(step.gradient, mesh) == []
     kinds = {row.part for row in jaxcomp.report.collectives(step.exchange, mesh)}

@@ -43,6 +43,7 @@ class _Screen:
         self.bar: tqdm.tqdm | None = None
         self.rest = b""  # a line that has not ended yet
         self.shown = time.monotonic()  # when the bar was drawn last
+        self.began = time.time()
 
     def show(self, new: bytes) -> None:
         *lines, self.rest = (self.rest + new).split(b"\n")
@@ -59,6 +60,7 @@ class _Screen:
     def _step(self, line: progress.Line) -> None:
         if self.bar is None:
             self.bar = progress.bar(line.name, line.step, line.steps, of_lines=True)
+            self.bar.start_t = self.began
         self.bar.set_postfix_str(f"{line.rates}, {line.left} left", refresh=False)
         self.bar.update(line.step - self.bar.n)
         if line.step == line.steps:  # what the run says at its end comes below
