@@ -67,9 +67,11 @@ def _time(config: Config, rows: Rows) -> str:
 
 def _sent(rows: Rows, dense: float) -> str:
     sent, whole = rows[-1]["sent_bytes"], rows[-1]["step"] * dense
-    if not sent:
+    if not sent or not whole:
         return ""
-    return f"{size(sent)} by each replica, {whole / sent:.3g}x fewer than dense, {size(whole)}"
+    ratio = whole / sent
+    against = f"{ratio:.3g}x fewer than" if ratio > 1.05 else f"{100 * sent / whole:.0f}% of"
+    return f"{size(sent)} by each replica, {against} dense float32, {size(whole)}"
 
 
 def _saved(config: Config, rows: Rows, dense: float) -> str:

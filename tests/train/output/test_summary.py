@@ -40,7 +40,7 @@ def test_time_bytes_losses_and_places_are_told(said):
     assert said(link_rate=8e6) == [
         "runs/run: step 20, validation loss 3.5000 nats per byte",
         "  time        7.5 s in 20 steps of 0.375 s, 21.3 examples/s",
-        "  sent        2 MB by each replica, 10x fewer than dense, 20 MB",
+        "  sent        2 MB by each replica, 10x fewer than dense float32, 20 MB",
         "  saved       18 s at 8 Mbit/s: 2 s of sending, not 20 s, unless computing hides it",
         "  losses      training 3.0000, validation 3.5000",
         "  checkpoint  runs/run/checkpoints/20",
@@ -53,6 +53,11 @@ def test_what_is_not_known_is_left_out(said):
     alone = [row | {"sent_bytes": 0} for row in ROWS]
     lines = said(alone, dense=0, link_rate=1e6)
     assert [line.split()[0] for line in lines[1:-1]] == ["time", "losses", "checkpoint"]
+
+
+def test_a_dense_run_sends_what_a_dense_one_does(said):
+    assert said(dense=1e5)[2] == "  sent        2 MB by each replica, 100% of dense float32, 2 MB"
+    assert said(dense=5e4)[2] == "  sent        2 MB by each replica, 200% of dense float32, 1 MB"
 
 
 def test_losses_that_are_not_finite_and_accuracies_are_told(said):
