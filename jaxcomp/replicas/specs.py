@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -58,7 +59,7 @@ def state_specs(
         param_specs,
     )
     leaves, treedef = jax.tree.flatten(shaped)
-    wide = jax.config.jax_enable_x64  # it decides on dtypes
+    wide = jnp.result_type(float)  # float64 where that is enabled: it decides on dtypes
     params, state = _types_of_state(tx, mesh, treedef, tuple(leaves), wide)
     paths = jax.tree_util.tree_leaves_with_path(params)
     specs = jax.tree.leaves(param_specs, is_leaf=_is_spec)
