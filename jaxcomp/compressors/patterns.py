@@ -31,30 +31,52 @@ def runs(stride):
         # Selects, fused into what reads them; the barrier keeps out what made the values, which
         # would be made `stride` times.
         values, mine = lax.optimization_barrier(values), shared.count % stride
-        num_runs = numel // (stride * _RUN)
-        whole = values[: num_runs * _RUN].reshape(num_runs, 8, _RUN // 8)
         forms = {"cpu": _runs_in_place, "default": _runs_by_tiles}
-        forms = {name: functools.partial(form, stride) for name, form in forms.items()}
-        parts = [by_platform(whole, mine, **forms).reshape(-1)]
-        if rest := numel - parts[0].size:
-            is_mine = lax.iota(jnp.int32, stride)[:, None] == mine
-            parts.append(jnp.where(is_mine, values[num_runs * _RUN :], 0).reshape(-1)[:rest])
-        return _joined(parts)
+        forms = {name: functools.partial(form, stride, numel) for name, form in forms.items()}
+        return by_platform(values, mine, **forms)
 
     return select, scatter
 
 
-def _runs_by_tiles(stride, runs, mine):
-    """Puts the runs of groups at `mine`: `f32[groups, 8, 128] -> f32[groups, stride, 8, 128]`."""
+def _runs_by_tiles(stride, numel, values, mine):
+    """Puts runs back at `mine` in their groups of `stride`, zeros elsewhere: `f32[numel]`."""
+    picked = numel // (stride * _RUN) * _RUN
+    groups = values[:picked].reshape(-1, 1, 8, _RUN // 8)
     is_mine = lax.iota(jnp.int32, stride)[None, :, None, None] == mine
-    return jnp.where(is_mine, runs[:, None], 0)
+    whole = jnp.where(is_mine, groups, 0).reshape(-1)
+    rest = _rest(stride, numel - whole.size, values[picked:], mine)
+    return _joined([whole, rest] if rest.size else [whole])
 
 
-def _runs_in_place(stride, runs, mine):
-    # XLA:CPU takes five times as long for what is broadcast and reshaped.
-    groups, *tile = runs.shape
-    x = jnp.zeros((groups, stride, *tile), runs.dtype)
-    return lax.dynamic_update_slice_in_dim(x, runs[:, None], mine, axis=1)
+def _runs_in_place(stride, numel, values, mine):
+    # XLA:CPU takes five to ten times as long for what is broadcast and reshaped, or joined.
+    def put(piece):
+        size, picked = piece.stop - piece.start, values[piece.start // stride :]
+        count, x = size // (stride * _RUN), jnp.zeros(size, values.dtype)
+        if count:
+            starts = (stride * lax.iota(jnp.int32, count) + mine) * _RUN
+            x = lax.scatter(
+                x,
+                starts[:, None],
+                picked[: count * _RUN].reshape(count, _RUN),
+                lax.ScatterDimensionNumbers((1,), (), (0,)),
+                indices_are_sorted=True,
+                unique_indices=True,
+                mode="promise_in_bounds",
+            )
+        whole = count * stride * _RUN
+        rest = _rest(stride, size - whole, picked[count * _RUN :], mine)
+        return lax.dynamic_update_slice(x, rest, (whole,)) if rest.size else x
+
+    return _joined([put(piece) for piece in indexed(numel, stride * _RUN)])
+
+
+def _rest(stride, size, values, mine):
+    """The entries behind all whole groups, `size` of them: one shorter run of each `stride`."""
+    if not size:
+        return values[:0]
+    is_mine = lax.iota(jnp.int32, stride)[:, None] == mine
+    return jnp.where(is_mine, values[: -(-size // stride)], 0).reshape(-1)[:size]
 
 
 def _tiled(x, stride):

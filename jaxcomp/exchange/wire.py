@@ -64,9 +64,11 @@ def _decode(compressor, message, shared, numel, dtype):
 
 def all_gather(message: jax.Array, axis_name: str) -> jax.Array:
     """Every replica's message, `u32[R, words]`, of a type that is equal on all replicas."""
-    if is_tracked(axis_name):
-        return lax.all_gather(message, axis_name, to="invarying")
-    return lax.all_gather(message, axis_name)
+    # Tiled, so that what was coded is sent, and no view of it: behind one XLA:GPU finds no message
+    # to start, and sends when a whole gradient is done.
+    kind = {"to": "invarying"} if is_tracked(axis_name) else {}
+    messages = lax.all_gather(message, axis_name, tiled=True, **kind)
+    return messages.reshape(-1, *message.shape)
 
 
 def summed_journey(x, owner_residual, compressor: Compressor, shared: Key, axis_name: str):

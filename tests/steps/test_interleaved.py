@@ -74,6 +74,31 @@ def test_the_forward_pass_waits_for_the_first_message_and_the_backward_pass_for_
     assert found.count("optimization_barrier") >= 4
 
 
+def made_by(jaxpr, *collectives):
+    """The equations that make the messages of these collectives."""
+    made = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name in collectives:
+            yield made[eqn.invars[0]]
+        for value in eqn.params.values():
+            if hasattr(inner := getattr(value, "jaxpr", value), "eqns"):
+                yield from made_by(inner, *collectives)
+
+
+def test_what_was_coded_is_sent_and_no_view_of_it_so_that_gpus_start_it_at_once():
+    mesh = mesh_of(2)
+    init, step = jaxcomp.train_step(loss, METHOD(compressor=CODE), mesh, "replica")
+    params = everywhere(mesh, PARAMS)
+    batch = rows(mesh, np.zeros((8, 40), np.float32))
+    jaxpr = step.trace(params, init(params), batch).jaxpr
+    makers = [*made_by(jaxpr.jaxpr, "all_to_all", "all_gather_invariant")]
+    # What leaves a barrier of several is taken out of it later, when something else is done.
+    assert [maker.primitive.name for maker in makers] == ["optimization_barrier"] * 2
+    assert [len(maker.invars) for maker in makers] == [1, 1]
+    gathers = re.findall(r"all_gather_invariant\[.*?\]", str(jaxpr), re.DOTALL)
+    assert gathers and all("tiled=True" in gather for gather in gathers)
+
+
 @pytest.mark.parametrize("method", ["zero_one_adam", "compressed_mean"])
 def test_methods_that_need_the_gradient_first_are_not_asked_twice(method):
     mesh, seen = mesh_of(2), []
