@@ -126,16 +126,19 @@ def draw(rows: list[dict], path: pathlib.Path) -> None:
     """Draws the predicted step against a host's rate, a panel a device, model and mesh.
 
     Args:
-      rows: Of `benchmarks.accelerators`; those with an error are left out, and so are models and
-        meshes without a dense step.
+      rows: Of `benchmarks.accelerators`; those with an error are left out, and so are small models,
+        scanned ones beside unrolled ones, and meshes without a dense step.
       path: The picture; its suffix says the format.
 
     Raises:
       ValueError: If no row has a prediction.
     """
     panels: dict[tuple, list[dict]] = {}
+    unrolled = {(row["device"], row["model"], row["mesh"]) for row in rows}
     for row, dense in above_dense(rows):
-        if dense is not None and row["parameters"] >= DRAWN_FROM:
+        twin = row["device"], row["model"].removesuffix("-scan"), row["mesh"]
+        alone = twin[1] == row["model"] or twin not in unrolled
+        if dense is not None and alone and row["parameters"] >= DRAWN_FROM:
             panels.setdefault((row["device"], row["model"], row["mesh"]), []).append(row)
     if not panels:
         raise ValueError(

@@ -28,6 +28,9 @@ MODELS: dict[str, GPTConfig] = {
     "tiny": GPTConfig(layers=1, width=256, heads=4, context=TOKENS, vocab=1024, dtype="bfloat16"),
     "toy": GPTConfig(layers=4, width=768, heads=12, context=TOKENS, vocab=6720, dtype="bfloat16"),
     "124m": GPTConfig(layers=12, width=768, heads=12, context=1024, vocab=50_257, dtype="bfloat16"),
+    "124m-scan": GPTConfig(
+        layers=12, width=768, heads=12, context=1024, vocab=50_257, dtype="bfloat16", scan=True
+    ),
     "1.3b": GPTConfig(
         layers=24, width=2048, heads=32, context=1024, vocab=50_272, dtype="bfloat16", scan=True
     ),

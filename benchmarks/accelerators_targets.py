@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.accelerators_figure import above_dense
 
-MODEL, MESH = "124m", "8"
+MODELS, MESH = ("124m", "124m-scan"), "8"
 RATE, SLOWER, FEWER_BYTES = "500mbit", 1.1, 30
 """Methods that send 30 times less than dense: at most 1.1 times their step without a network."""
 ACCESSED, TEMP = 2.0, 3.0
@@ -28,6 +28,7 @@ TARGETS = {
 }
 _HEAD = [
     "device",
+    "model",
     "method",
     "moved, copies",
     "kernels",
@@ -38,19 +39,28 @@ _HEAD = [
 
 
 def table(rows: list[dict]) -> str:
-    """A line a method and device, each cell what was reached "of" the target; bold where missed."""
-    found = {
-        (row["device"], row["method"]): (row, dense)
-        for row, dense in above_dense(rows)
-        if (row["model"], row["mesh"]) == (MODEL, MESH) and dense is not None
-    }
+    """A line a program, each cell what was reached "of" the target; bold where missed.
+
+    Methods that were compiled in neither form of the model have a line that says so.
+    """
+    found: dict[tuple[str, str], list[list[str]]] = {}
+    for row, dense in above_dense(rows):
+        cells = {"h100": _on_h100, "v5e": _on_v5e}.get(row["device"])
+        if cells and dense and row["method"] in TARGETS and _is_of_target(row):
+            key = row["device"], row["method"]
+            line = [row["device"], row["model"], row["method"], *cells(row, dense)]
+            found.setdefault(key, []).append(line)
     lines = []
-    for device, cells in (("h100", _on_h100), ("v5e", _on_v5e)):
+    for device in ("h100", "v5e"):
         for method in TARGETS:
-            made = cells(*found[device, method]) if (device, method) in found else None
-            lines.append([device, method, *(made or ["not compiled", *[""] * (len(_HEAD) - 3)])])
+            empty = [device, "", method, "not compiled", *[""] * (len(_HEAD) - 4)]
+            lines += found.get((device, method), [empty])
     written = [_HEAD, ["---"] * len(_HEAD), *lines]
     return "\n".join(f"| {' | '.join(line)} |" for line in written)
+
+
+def _is_of_target(row: dict) -> bool:
+    return row["model"] in MODELS and row["mesh"] == MESH
 
 
 def _on_h100(row: dict, dense: dict) -> list[str]:

@@ -11,7 +11,6 @@ the same of two processes of the other checkout: what the machine does to equal 
 """
 
 import argparse
-import functools
 import json
 import os
 import pathlib
@@ -25,6 +24,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jaxcomp
 from benchmarks import rows as rows_file
@@ -33,13 +34,12 @@ from benchmarks.slow_network_methods import DENSE, METHODS, MODELS
 from benchmarks.slow_network_worker import config_of
 from jaxcomp.compressors.base import Key
 from jaxcomp.compressors.packing import fold
-from train.config.run import AXIS_NAME
-from train.models import build
-from train.placement import replicated
+from train.config.run import AXIS_NAME, update
 from train.processes import devices
 
 BOUND = 1.1
-REPLICAS, MODEL = 4, "5M"
+NUMEL = 2**22  # float32 values of an array, and parameters of a step
+REPLICAS = 4
 STEPS = 4  # of one call: 0/1 Adam sends in one of them
 CODES = {
     "4 bits": lambda: jaxcomp.quantize(4),
@@ -59,9 +59,9 @@ UPDATES = {
 }
 
 
-def codec_call(name: str, numel: int) -> Callable[[], object]:
+def codec_call(name: str) -> Callable[[], object]:
     """Encodes and decodes an array, one after the other."""
-    x = jnp.asarray(np.random.default_rng(0).standard_normal(numel, np.float32))
+    x = jnp.asarray(np.random.default_rng(0).standard_normal(NUMEL, np.float32))
     shared = Key(jnp.int32(3), jnp.uint32(7))
     halves = codec_calls(CODES[name](), x, shared, fold(shared, 1))
     return lambda: [jax.block_until_ready(call()) for call in halves.values()]
@@ -69,13 +69,13 @@ def codec_call(name: str, numel: int) -> Callable[[], object]:
 
 def update_call(name: str) -> Callable[[], object]:
     """Four steps of all replicas; the gradient is the parameters themselves."""
-    config = config_of(UPDATES[name], MODELS[MODEL], REPLICAS, 1)
+    tx = update(config_of(UPDATES[name], MODELS["0.5M"], REPLICAS, 1))
     mesh = devices.make_mesh(REPLICAS)
     loss_fn = lambda params, batch: (optax.tree.norm(params, squared=True) + jnp.sum(batch)) / 2
-    made = jaxcomp.train_step(loss_fn, replicated.resolve(config).tx, mesh, AXIS_NAME)
-    params = jax.jit(functools.partial(build.random_params, config))()
-    held = [params, made.init(params)]
-    batch = jnp.zeros(REPLICAS)
+    made = jaxcomp.train_step(loss_fn, tx, mesh, AXIS_NAME)
+    half = np.random.default_rng(0).standard_normal((NUMEL // 2048, 1024), np.float32)
+    params = jax.device_put({"a": half, "b": half}, NamedSharding(mesh, P()))
+    held, batch = [params, made.init(params)], jnp.zeros(REPLICAS)
 
     def call():
         for _ in range(STEPS):
@@ -85,10 +85,10 @@ def update_call(name: str) -> Callable[[], object]:
     return call
 
 
-def answer(kind: str, name: str, numel: int) -> None:
+def answer(kind: str, name: str) -> None:
     """Times a call as often as a line comes in; a line out has its wall and its CPU seconds."""
     devices.start(REPLICAS)
-    call = codec_call(name, numel) if kind == "codec" else update_call(name)
+    call = codec_call(name) if kind == "codec" else update_call(name)
     for _ in range(3):
         call()
     print("ready", flush=True)
@@ -138,13 +138,13 @@ def row(kind: str, name: str, turns: list[list[tuple[float, float]]]) -> dict:
     }
 
 
-def measured(other: pathlib.Path, kind: str, name: str, numel: int, turns: int) -> dict:
+def measured(other: pathlib.Path, kind: str, name: str, turns: int) -> dict:
     """Starts a process of each checkout, and asks them in turn."""
     this = pathlib.Path(__file__).parents[1]
     processes = []
     try:
         for checkout in (other, this, other):
-            processes.append(started(checkout.resolve(), kind, name, str(numel)))
+            processes.append(started(checkout.resolve(), kind, name))
         return row(kind, name, [[asked(one) for one in processes] for _ in range(turns)])
     finally:
         for process in processes:
@@ -158,20 +158,18 @@ def main() -> None:
     parser.add_argument("other", type=pathlib.Path, help="the checkout to compare with")
     parser.add_argument("--kinds", nargs="+", default=["codec", "update"])
     parser.add_argument("--names", nargs="+", help="by default all of a kind")
-    parser.add_argument("--numel", type=int, default=2**22, help="of a code's array")
     parser.add_argument("--turns", type=int, default=40)
     parser.add_argument("--json", type=pathlib.Path, help="file for the rows")
-    parser.add_argument("--answer", nargs=3, metavar=("KIND", "NAME", "NUMEL"), help="used inside")
+    parser.add_argument("--answer", nargs=2, metavar=("KIND", "NAME"), help="used inside")
     options = parser.parse_args()
     if options.answer:
-        kind, name, numel = options.answer
-        answer(kind, name, int(numel))
+        answer(*options.answer)
         return
     rows = []
     for kind in options.kinds:
         for name in options.names or (CODES if kind == "codec" else UPDATES):
-            new = measured(options.other, kind, name, options.numel, options.turns)
-            rows.append(new | rows_file.machine() | {"numel": options.numel})
+            new = measured(options.other, kind, name, options.turns)
+            rows.append(new | rows_file.machine() | {"numel": NUMEL})
             print(json.dumps(rows[-1]), flush=True)
             if options.json:
                 rows_file.write(options.json, rows)
