@@ -99,8 +99,8 @@ def functions(replicas: int) -> dict:
     def parts(repeats: int) -> dict[str, float]:
         step, params, state = built["task"].step, built["params"], built["state"]
         batch = jax.block_until_ready(built["task"].batch(0))
-        gradient_args = params, protocol.drifts(state), batch
-        exchange = lambda: step.exchange(params, state)
+        gradient_args = params, protocol.drifts(state), batch, None, None
+        exchange = lambda: step.exchange(params, state, None)
         gradient = lambda: step.gradient(*gradient_args)
 
         def by_two_threads():

@@ -28,6 +28,7 @@ ELSEWHERE = {
     "replicas/fast.py": "steps/test_fast.py",  # the step that is made of it
     "replicas/narrow.py": "methods/test_master_weights.py",  # whose absence it warns of
     "replicas/shards.py": QSDP,
+    "flax.py": "users/test_nnx.py",  # whole programs
     "steps/gradient.py": "steps/test_train.py",  # both halves of a step
     "steps/update.py": "steps/test_train.py",
     "steps/spread.py": "steps/test_train.py",  # what every step leaves equal
@@ -41,8 +42,9 @@ ELSEWHERE = {
 
 
 def place(parts):
-    """How high a module is: its room's number; `schedules`, which all may use, lies below them."""
-    return ROOMS.index(parts[0]) if parts[0] in ROOMS else -1
+    """How high a module is: its room's number; `flax` lies on all of them, `schedules` below."""
+    name = parts[0].removesuffix(".py")
+    return [*ROOMS, "flax"].index(name) if name in [*ROOMS, "flax"] else -1
 
 
 def imported(path):

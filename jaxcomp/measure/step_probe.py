@@ -19,7 +19,8 @@ from jaxcomp.measure.link_probe import seconds_of
 from jaxcomp.measure.planner import Message
 from jaxcomp.replicas.state import per_replica
 from jaxcomp.replicas.types import names_of
-from jaxcomp.steps.gradient import Gradient, all_gradients, check_batch
+from jaxcomp.steps.gradient import Gradient, all_gradients
+from jaxcomp.steps.placing import check_batch
 from jaxcomp.steps.update import Update, all_updates, init_state, update_specs
 
 

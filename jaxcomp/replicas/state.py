@@ -56,7 +56,12 @@ def add_drifts(params, drifts, axis_name):
 
     local = to_varying(params, axis_name)
     for drift in unstack(drifts, axis_name):
-        local = jax.tree.map(add, drift, local, is_leaf=is_masked)
+        own = jax.tree.leaves(drift, is_leaf=is_masked)
+        leaves, treedef = jax.tree.flatten(local)
+        if len(own) == len(leaves):  # in wrappers of its own, as in the state of nnx.Optimizer
+            local = treedef.unflatten(map(add, own, leaves))
+        else:
+            local = jax.tree.map(add, drift, local, is_leaf=is_masked)
     return local
 
 

@@ -20,13 +20,19 @@ from jaxcomp.replicas.state import per_replica, stack, unstack
 from jaxcomp.replicas.types import to_varying
 from jaxcomp.sharded import levels
 from jaxcomp.sharded.qsdp import QSDP
+from jaxcomp.steps import model_state as model_states
+from jaxcomp.steps import placing
 from jaxcomp.steps.compiling import jitted
 from jaxcomp.steps.gradient import (
+    Gradient,
     check_accumulate,
-    check_batch,
+    in_rows,
+    loss_of_part,
     mean_over_microbatches,
-    require_local,
+    metrics_of,
+    placed_batch,
 )
+from jaxcomp.steps.loss import Extra, own_floats, require_local
 from jaxcomp.steps.train import TrainStep
 from jaxcomp.steps.update import all_or_nothing
 
@@ -42,12 +48,14 @@ class QSDPState(NamedTuple):
 
 
 def qsdp_train_step(
-    loss_fn: Callable[[Any, Any], jax.Array],
+    loss_fn: Callable[..., Any],
     tx: optax.GradientTransformation,
     mesh: Mesh,
     fsdp: QSDP,
     *,
     accumulate: int = 1,
+    has_aux: bool = False,
+    batch_specs: Any = None,
 ) -> TrainStep:
     """Makes jitted `init` and `step` of a loss and an optimizer, of parameters in shards.
 
@@ -68,10 +76,12 @@ def qsdp_train_step(
       fsdp: As `jaxcomp.qsdp` makes it.
       accumulate: Microbatches that a replica's batch is cut into, in turn. Each gathers the
         weights and scatters gradients anew, with draws of its own, unless `fsdp.gather_once`.
+      has_aux: As for `jaxcomp.train_step`, like `batch_specs`.
+      batch_specs: Over all axes of the mesh, in its order, or over none.
 
     Returns:
-      `init(shards) -> QSDPState` and `step(shards, state, batch) -> (shards, state, metrics)`,
-      with shards from `fsdp.shard`, the batch and the metrics as for `jaxcomp.train_step`, their
+      `init(shards) -> QSDPState` and `step(shards, state, batch, ...) -> (shards, state, metrics)`,
+      with shards from `fsdp.shard`, all arguments and metrics as for `jaxcomp.train_step`, their
       first axis sharded over all axes of the mesh, in its order. `step` donates shards and state.
 
     Raises:
@@ -87,7 +97,8 @@ def qsdp_train_step(
             "no others; of a slow and a fast axis write qsdp(slow, fast_axis=fast)."
         )
     of_rows = per_replica(_of_pieces(tx), fsdp.axes)
-    run = _Run(loss_fn, tx, of_rows, mesh, fsdp, accumulate)
+    gradient = Gradient(loss_fn, mesh, mesh.axis_names, accumulate, has_aux, batch_specs)
+    run = _Run(gradient, tx, of_rows, mesh, fsdp)
     return TrainStep(
         jax.jit(functools.partial(_init, run)),
         jitted(functools.partial(_step, run), mesh, gathers_layers=True, donate_argnums=(0, 1)),
@@ -97,12 +108,11 @@ def qsdp_train_step(
 class _Run(NamedTuple):
     """What a step was made with."""
 
-    loss_fn: Callable
+    gradient: Gradient
     given: optax.GradientTransformation  # as the user wrote it
     tx: optax.GradientTransformationExtraArgs  # the same, of shards, with rows of replicas
     mesh: Mesh
     fsdp: QSDP
-    accumulate: int
 
 
 def _init(run, shards):
@@ -120,30 +130,33 @@ def _init_local(run, shards):
     return QSDPState(jnp.int32(0), run.tx.init(shards), tables, rounds)
 
 
-def _step(run, shards, state, batch):
-    mesh, axes = run.mesh, run.fsdp.axes
-    check_batch(batch, mesh.axis_names, mesh.size, run.accumulate)
+def _step(run, shards, state, batch, rng=None, model_state=None, extra_args=None):
+    mesh, axes, gradient = run.mesh, run.fsdp.axes, run.gradient
+    batch = placed_batch(gradient, batch)
+    of_batch = placing.full_batch_specs(gradient.batch_specs, batch, mesh.axis_names)
     cut, rows = P(axes), P(mesh.axis_names)
+    of_extra = Extra(rows, model_states.specs_of_rows(model_state, mesh.axis_names))
     specs = specs_of(functools.partial(_init_local, run), mesh, axes, cut, shards)
-    shards, state, loss, skipped = jax.shard_map(
+    shards, state, loss, skipped, extra = jax.shard_map(
         functools.partial(_step_local, run),
         mesh=mesh,
-        in_specs=(cut, specs, rows),
-        out_specs=(cut, specs, rows, P()),
-    )(shards, state, batch)
-    return shards, state, {"loss": loss, "skipped": skipped}
+        in_specs=(cut, specs, of_batch, P(), P(), P()),
+        out_specs=(cut, specs, rows, P(), of_extra),
+    )(shards, state, batch, rng, model_state, extra_args)
+    return shards, state, metrics_of(gradient, loss, skipped, extra, model_state)
 
 
-def _step_local(run, shards, state, batch):
+def _step_local(run, shards, state, batch, rng, model_state, extra_args):
     axes = run.fsdp.axes
-    loss, grads, tallies = _mean_gradients(run, shards, state, batch)
+    (loss, extra), (grads, tallies) = _mean_gradients(run, shards, state, batch, rng, model_state)
     shards, grads = unstack((shards, grads), axes)
     tables, rounds = _fitted(run.fsdp, shards, state, tallies)
-    updates, inner = run.tx.update(grads, state.inner, shards, value=lax.pmean(loss, axes))
+    given = {"value": lax.pmean(loss, axes)} | (extra_args or {})
+    updates, inner = run.tx.update(grads, state.inner, shards, **given)
     new = optax.apply_updates(shards, updates), inner
     (shards, inner), skipped = all_or_nothing(updates, new, (shards, state.inner))
     state = QSDPState(optax.safe_increment(state.count), inner, tables, rounds)
-    return stack(shards, axes), state, loss[None], skipped
+    return stack(shards, axes), state, loss[None], skipped, in_rows(run.gradient, extra)
 
 
 def _of_pieces(tx):
@@ -189,12 +202,14 @@ def _fitted(fsdp, shards, state, tallies):
     return tables, new
 
 
-def _mean_gradients(run, shards, state, batch):
-    """The loss and the shards' gradient, in the mean over this replica's microbatches.
+def _mean_gradients(run, shards, state, batch, rng, model_state):
+    """`((loss, extra), (grads, tallies))`, in the mean over this replica's microbatches.
 
-    And the tallies of what was sent of it, in a step in which levels are fitted.
+    `grads` are the shards'; `tallies` of what was sent of them, in a step in which levels are
+    fitted.
     """
-    loss_fn, fsdp, accumulate = run.loss_fn, run.fsdp, run.accumulate
+    gradient, fsdp = run.gradient, run.fsdp
+    loss_of, model_state = loss_of_part(gradient, batch, rng), own_floats(model_state, fsdp.axes)
     counters = levels.counters(unstack(shards, fsdp.axes), fsdp.fit_at(state.count))
     counters = to_varying(counters, fsdp.axes)  # else JAX sums tallies in every step
     own = shards, counters
@@ -202,23 +217,23 @@ def _mean_gradients(run, shards, state, batch):
     def local(index, shards, counters):
         return fsdp.local(shards, state.count, index, levels=state.levels, counters=counters)
 
-    def of_shards(index, part):
-        loss = lambda *own: loss_fn(local(index, *own), part)
-        return jax.value_and_grad(loss, argnums=(0, 1))(*own)
+    def of_shards(index, *part):
+        loss = lambda *own: loss_of(local(index, *own), index, *part)
+        return jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(*own)
 
-    def of_params(_, part):
-        return jax.value_and_grad(loss_fn)(params, part)
+    def of_params(*part):
+        return jax.value_and_grad(lambda params: loss_of(params, *part), has_aux=True)(params)
 
     def mean(value_and_grad, like):
         """In the dtypes of `like`: those of cotangents, and of what `tx` was made for."""
-        loss, grads = mean_over_microbatches(value_and_grad, accumulate, like, batch)
-        return loss, jax.tree.map(lambda g, x: g.astype(x.dtype), grads, like)
+        made, grads = mean_over_microbatches(gradient, value_and_grad, like, batch, model_state)
+        return made, jax.tree.map(lambda g, x: g.astype(x.dtype), grads, like)
 
     if fsdp.gather_once:
         params, scattered = jax.vjp(lambda *own: fsdp.gather(local(0, *own)), *own)
-        loss, grads = mean(of_params, params)
+        made, grads = mean(of_params, params)
         grads = scattered(grads)
     else:
-        loss, grads = mean(of_shards, own)
-    require_local(loss, *fsdp.axes)
-    return loss, *grads
+        made, grads = mean(of_shards, own)
+    require_local(made[0], *fsdp.axes)
+    return made, grads

@@ -1,7 +1,6 @@
 """The first half of a step: each replica's own gradient, of its part of the batch."""
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -12,48 +11,125 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxcomp.replicas.state import add_drifts
-from jaxcomp.replicas.types import is_tracked, names_of, varying_axes
+from jaxcomp.replicas.types import names_of, to_varying
+from jaxcomp.steps import model_state as model_states
+from jaxcomp.steps import placing
+from jaxcomp.steps.loss import Extra, called, folded, own_floats, replica_key, require_local
 
 
 class Gradient(NamedTuple):
     """How the replicas of a mesh compute their gradients."""
 
-    loss_fn: Callable[[Any, Any], jax.Array]  # the mean loss of a replica's batch
+    loss_fn: Callable[..., Any]  # the mean loss of a replica's batch, as `loss.called` calls it
     mesh: Mesh | AbstractMesh
     axis_name: str | tuple[str, ...]  # of the replicas, and of the devices of each
     accumulate: int = 1  # microbatches that a replica's batch is cut into
+    has_aux: bool = False
+    batch_specs: Any = None  # of the batch, a tree or a prefix
 
 
 def all_gradients(
-    gradient: Gradient, params: Any, drifts: Any, batch: Any
-) -> tuple[jax.Array, Any]:
+    gradient: Gradient,
+    params: Any,
+    drifts: Any,
+    batch: Any,
+    rng: Any = None,
+    model_state: Any = None,
+) -> tuple[jax.Array, Any, Extra]:
     """Losses and gradients of all replicas, in rows: `(f32[num_replicas], [num_replicas, ...])`.
 
-    Nothing crosses the axis of the replicas. `params` is the consensus, `drifts` are the state's
-    fields `drift`, the batch is global.
+    And what their losses return beside: rows of `aux`, one for each call of the loss, and of the
+    model state. Nothing crosses the axis of the replicas. `params` is the consensus, `drifts` are
+    the state's fields `drift`; the batch is global, `rng` and `model_state` are equal everywhere.
     """
-    _, mesh, axis_name, accumulate = gradient
-    names = names_of(axis_name)
-    check_batch(batch, axis_name, math.prod(mesh.shape[name] for name in names), accumulate)
-    return jax.shard_map(
-        functools.partial(local_gradient, gradient),
-        mesh=mesh,
-        in_specs=(P(), P(names[0]), P(axis_name)),
-        out_specs=P(axis_name),
-        axis_names=set(names),  # the other axes are XLA's
-    )(params, drifts, batch)
+    mesh, axis_name = gradient.mesh, gradient.axis_name
+    names, rows = names_of(axis_name), P(axis_name)
+    batch = placed_batch(gradient, batch)
+    specs = placing.full_batch_specs(gradient.batch_specs, batch, axis_name)
+    of_state = model_states.specs_of_rows(model_state, axis_name)
+
+    def local(params, drifts, batch, rng, model_state):
+        return jax.shard_map(
+            functools.partial(local_gradient, gradient),
+            mesh=placing.within(mesh),
+            in_specs=(P(), P(names[0]), placing.over_replicas(specs, axis_name), P(), P()),
+            out_specs=(rows, rows, Extra(rows, of_state)),
+            axis_names=set(names),  # the other axes are XLA's
+        )(params, drifts, batch, rng, model_state)
+
+    of_grads = jax.tree.map(lambda x: P(axis_name, *placing.spec_of(x)), params)
+    local = placing.on_auto_axes(mesh, local, (rows, of_grads, Extra(rows, of_state)))
+    return local(params, drifts, batch, rng, model_state)
+
+
+def placed_batch(gradient: Gradient, batch: Any) -> Any:
+    """The batch, checked, where the replicas look for it."""
+    _, mesh, axis_name, accumulate, _, batch_specs = gradient
+    num_parts = placing.num_parts(mesh, axis_name)
+    placing.check_batch(batch, axis_name, num_parts, accumulate, batch_specs)
+    specs = placing.full_batch_specs(batch_specs, batch, axis_name)
+    return placing.placed(mesh, batch, specs)
 
 
 def local_gradient(
-    gradient: Gradient, params: Any, drifts: Any, batch: Any
-) -> tuple[jax.Array, Any]:
-    """`(f32[1], grads with a leading axis of one)`: the mean over this replica's microbatches."""
-    loss_fn, _, axis_name, accumulate = gradient
+    gradient: Gradient, params: Any, drifts: Any, batch: Any, rng: Any, model_state: Any
+) -> tuple[jax.Array, Any, Extra]:
+    """`all_gradients` of one replica: the means over its microbatches, in rows of one."""
+    axis_name = gradient.axis_name
     local = add_drifts(params, drifts, axis_name)
-    at_local = lambda _, part: jax.value_and_grad(loss_fn)(local, part)
-    loss, grads = mean_over_microbatches(at_local, accumulate, local, batch)
+    batch = placing.spread(batch, gradient.batch_specs, axis_name)
+    loss_of = loss_of_part(gradient, batch, rng)
+
+    def at_local(*part):
+        return jax.value_and_grad(lambda params: loss_of(params, *part), has_aux=True)(local)
+
+    model_state = own_floats(model_state, axis_name)
+    (loss, extra), grads = mean_over_microbatches(gradient, at_local, local, batch, model_state)
     require_local(loss, *names_of(axis_name))
-    return loss[None], jax.tree.map(lambda g: g[None], grads)
+    return loss[None], jax.tree.map(lambda g: g[None], grads), in_rows(gradient, extra)
+
+
+def in_rows(gradient: Gradient, extra: Extra) -> Extra:
+    """This replica's results beside the loss, each with a leading axis."""
+    aux = to_varying(extra.aux, gradient.axis_name)
+    return Extra(aux, model_states.rows_of(extra.model_state))
+
+
+def metrics_of(
+    gradient: Gradient, loss: jax.Array, skipped: jax.Array, extra: Extra, model_state: Any
+) -> dict[str, Any]:
+    """What a step returns beside parameters and state, of `all_gradients`' rows.
+
+    `model_state` is the one before the step.
+    """
+    new = model_states.averaged_rows(
+        gradient.mesh, gradient.axis_name, model_state, extra.model_state, skipped
+    )
+    return as_metrics(loss, skipped, extra.aux, new)
+
+
+def as_metrics(loss: Any, skipped: Any, aux: Any, model_state: Any) -> dict[str, Any]:
+    """The metrics by name, without those that are None."""
+    beside = {"aux": aux, "model_state": model_state}
+    beside = {name: value for name, value in beside.items() if value is not None}
+    return {"loss": loss, "skipped": skipped, **beside}
+
+
+def loss_of_part(gradient: Gradient, batch: Any, rng: Any) -> Callable[..., Any]:
+    """`(params, index, part, model_state) -> (loss, Extra)`, of a part of this replica's batch.
+
+    Each part has a key of its own, of the step's key, the replica and the index.
+    """
+    key = replica_key(rng, gradient.axis_name)
+
+    def loss_of(params, index, part, model_state):
+        own = folded(key, index)
+        part = placing.joined(part, batch)
+        loss, extra = called(gradient.loss_fn, gradient.has_aux, params, part, own, model_state)
+        kept = own_floats(extra.model_state, gradient.axis_name)
+        return loss, extra._replace(model_state=kept)
+
+    return loss_of
 
 
 def check_accumulate(accumulate: int) -> None:
@@ -62,35 +138,30 @@ def check_accumulate(accumulate: int) -> None:
         raise ValueError(f"accumulate is {accumulate}; write at least 1.")
 
 
-def check_batch(batch: Any, axis_name: Any, num_replicas: int, accumulate: int) -> None:
-    """Raises a ValueError for a batch that cannot be divided."""
-    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
-        if leaf.ndim == 0 or leaf.shape[0] % (num_replicas * accumulate):
-            raise ValueError(
-                f"the batch's leaf {jax.tree_util.keystr(path)!r} has shape {leaf.shape}, but its "
-                f"first axis must be divisible by {num_replicas * accumulate}: {num_replicas} "
-                f"replicas over {axis_name!r} times accumulate={accumulate}."
-            )
-
-
 def mean_over_microbatches(
-    value_and_grad: Callable, accumulate: int, like: Any, batch: Any
-) -> tuple[jax.Array, Any]:
-    """Means of `value_and_grad(index, microbatch)` over the parts of a batch, in turn.
+    gradient: Gradient, value_and_grad: Callable, like: Any, batch: Any, model_state: Any
+) -> tuple[tuple[jax.Array, Extra], Any]:
+    """Means of `value_and_grad(index, microbatch, model_state)` over the parts of a batch, in turn.
 
     Of several parts the gradients, which are like `like`, are added in float32 or wider: no
-    narrower dtype of the parameters rounds a mean before it is coded.
+    narrower dtype of the parameters rounds a mean before it is coded. Each part gets the model
+    state that the one before it has left, and leaves a row of `aux`.
     """
+    accumulate = gradient.accumulate
     if accumulate == 1:
-        return value_and_grad(0, batch)
-    parts = jnp.arange(accumulate), microbatches(accumulate, batch)
-    total, losses = added(value_and_grad, no_gradients(like), parts)
-    return jnp.mean(losses), jax.tree.map(lambda t: t / accumulate, total)
+        (loss, extra), grads = value_and_grad(0, batch, model_state)
+        return (loss, extra._replace(aux=jax.tree.map(lambda x: x[None], extra.aux))), grads
+    start = no_gradients(like), model_state
+    (total, model_state), (losses, aux) = added(value_and_grad, start, parts_of(gradient, batch))
+    extra = Extra(aux, model_state)
+    return (jnp.mean(losses), extra), jax.tree.map(lambda t: t / accumulate, total)
 
 
-def microbatches(accumulate: int, batch: Any) -> Any:
-    """A batch with a leading axis of its parts."""
-    return jax.tree.map(lambda x: x.reshape(accumulate, -1, *x.shape[1:]), batch)
+def parts_of(gradient: Gradient, batch: Any) -> tuple[jax.Array, Any]:
+    """The indices of the microbatches, and a batch with a leading axis of them."""
+    specs = placing.full_batch_specs(gradient.batch_specs, batch, gradient.axis_name)
+    parts = placing.microbatches(gradient.accumulate, batch, specs, gradient.axis_name)
+    return jnp.arange(gradient.accumulate), parts
 
 
 def no_gradients(like: Any) -> Any:
@@ -98,40 +169,12 @@ def no_gradients(like: Any) -> Any:
     return jax.tree.map(lambda p: jnp.zeros_like(p, jnp.promote_types(p.dtype, "float32")), like)
 
 
-def added(value_and_grad: Callable, total: Any, parts: tuple[jax.Array, Any]) -> tuple[Any, Any]:
-    """Adds the gradients of microbatches, in turn: `(total, losses)`."""
+def added(value_and_grad: Callable, start: tuple[Any, Any], parts: tuple[jax.Array, Any]) -> Any:
+    """Adds the gradients of microbatches, in turn: `((total, model_state), (losses, aux))`."""
 
-    def add(total, indexed):
-        loss, grads = value_and_grad(*indexed)
-        return jax.tree.map(jnp.add, total, grads), loss
+    def add(carry, part):
+        total, model_state = carry
+        (loss, extra), grads = value_and_grad(*part, model_state)
+        return (jax.tree.map(jnp.add, total, grads), extra.model_state), (loss, extra.aux)
 
-    return lax.scan(add, total, parts)
-
-
-def require_local(loss: jax.Array, *axes: str) -> None:
-    """Raises a ValueError if a loss is equal on all replicas: JAX differentiates it once for all.
-
-    Where no types tell, under `jax.vmap`, that is a loss without an axis of replicas.
-    """
-    if varying_axes(loss).issuperset(axes) if is_tracked(axes) else _is_batched(loss):
-        return
-    raise ValueError(
-        f"the loss is equal on all replicas over {axes}: it was averaged over them, as by "
-        "jax.lax.pmean, or depends on neither parameters nor batch; its gradients would be "
-        "divided by the number of replicas. Return the mean loss of the local batch: the step "
-        "averages gradients, and metrics['loss'] has the loss of every replica."
-    )
-
-
-def _is_batched(x: jax.Array) -> bool:
-    """Whether `jax.vmap` maps `x`: of a function with a rule for that, it calls the rule."""
-    seen = []
-    note = jax.custom_batching.custom_vmap(lambda x: x)
-
-    @note.def_vmap
-    def rule(axis_size, in_batched, x):
-        seen.append(axis_size)
-        return x, in_batched[0]
-
-    note(x)
-    return bool(seen)
+    return lax.scan(add, start, parts)

@@ -18,49 +18,66 @@ from jax.sharding import PartitionSpec as P
 from jaxcomp.exchange.journeys import Pace
 from jaxcomp.replicas.state import add_drifts
 from jaxcomp.replicas.types import names_of, tied, to_varying, zeros_of
+from jaxcomp.steps import model_state as model_states
+from jaxcomp.steps import placing
 from jaxcomp.steps.gradient import (
     Gradient,
     added,
-    check_batch,
-    microbatches,
+    in_rows,
+    loss_of_part,
     no_gradients,
-    require_local,
+    parts_of,
+    placed_batch,
 )
+from jaxcomp.steps.loss import Extra, own_floats, require_local
 from jaxcomp.steps.update import Update, local_update, own_params, update_specs, with_shares
 
 
 def interleaved(
-    gradient: Gradient, update: Update, params: Any, state: Any, drifts: Any, batch: Any
-) -> tuple[Any, Any, jax.Array, jax.Array]:
-    """A whole step: `(params, state, skipped, losses)`, arguments as for its two halves.
+    gradient: Gradient,
+    update: Update,
+    params: Any,
+    state: Any,
+    drifts: Any,
+    batch: Any,
+    rng: Any = None,
+    model_state: Any = None,
+    extra_args: Any = None,
+) -> tuple[Any, Any, jax.Array, jax.Array, Extra]:
+    """A whole step: `(params, state, skipped, losses, extra)`, arguments as for its two halves.
 
     On a mesh without other axes than those of the replicas and their devices, which are manual
     from the beginning to the end.
     """
     axes, mesh = gradient.axis_name, gradient.mesh
-    check_batch(batch, axes, mesh.size, gradient.accumulate)
+    batch = placed_batch(gradient, batch)
+    of_batch = placing.full_batch_specs(gradient.batch_specs, batch, axes)
+    of_extra = Extra(P(axes), model_states.specs_of_rows(model_state, axes))
     specs = update_specs(update, params)
     return jax.shard_map(
         functools.partial(_local, gradient, with_shares(update, params)),
         mesh=mesh,
-        in_specs=(*specs, P(update.axis_name), P(axes)),
-        out_specs=(*specs, P(), P(axes)),
-    )(params, state, drifts, batch)
+        in_specs=(*specs, P(update.axis_name), of_batch, P(), P(), P()),
+        out_specs=(*specs, P(), P(axes), of_extra),
+    )(params, state, drifts, batch, rng, model_state, extra_args)
 
 
-def _local(gradient, update, params, state, drifts, batch):
+def _local(gradient, update, params, state, drifts, batch, rng, model_state, extra_args):
     axes = gradient.axis_name
-    parts = _Parts(*_halves(gradient, add_drifts(params, drifts, axes), batch))
+    local, model_state = add_drifts(params, drifts, axes), own_floats(model_state, axes)
+    parts = _Parts(*_halves(gradient, local, batch, rng, model_state))
     # Again and again: the step may trace an update once more, to look at its norms.
-    made = itertools.cycle(exchanged(update, params, state, parts.pace))
-    loss, grads = parts.finished()
+    made = itertools.cycle(exchanged(update, params, state, parts.pace, extra_args))
+    loss, extra, grads = parts.finished()
     require_local(loss, *names_of(axes))
-    rows = jax.tree.map(lambda g: g[None], grads)
-    new = local_update(update, params, state, rows, loss[None], ahead=lambda make: next(made))
-    return *new, loss[None]
+    rows, ahead = jax.tree.map(lambda g: g[None], grads), lambda make: next(made)
+    new = local_update(update, params, state, rows, loss[None], extra_args, ahead=ahead)
+    return *new, loss[None], in_rows(gradient, extra)
 
 
-def exchanged(update: Update, params: Any, state: Any, pace: Pace | None = None) -> list[Any]:
+def exchanged(
+    update: Update, params: Any, state: Any, pace: Pace | None = None, extra_args: Any = None
+) -> list[Any]:
     """What an update makes ahead of the gradient, in the order in which it asks for it.
 
     Inside `shard_map`. Empty for a method that exchanges nothing ahead.
@@ -74,8 +91,8 @@ def exchanged(update: Update, params: Any, state: Any, pace: Pace | None = None)
     params = own_params(update, params)
     grads = to_varying(jax.tree.map(jnp.zeros_like, params), update.axis_name)
     # What is not recorded is computed by nobody: it does not reach the program's results.
-    extra_args = {"axis_name": update.axis_name, "value": jnp.zeros([]), "ahead": record}
-    update.tx.update(grads, state, params, **extra_args)
+    given = {"axis_name": update.axis_name, "value": jnp.zeros([])} | (extra_args or {})
+    update.tx.update(grads, state, params, ahead=record, **given)
     return made
 
 
@@ -107,37 +124,43 @@ class _Parts:
         return self._value
 
 
-def _halves(gradient, local, batch):
+def _halves(gradient, local, batch, rng, model_state):
     """`(start, first, second)`: the gradient as a forward and a backward pass, or microbatches."""
+    loss_of = loss_of_part(gradient, batch, rng)
     if gradient.accumulate > 1:
-        return _half_the_microbatches(gradient, local, batch)
+        return _half_the_microbatches(gradient, loss_of, local, batch, model_state)
 
     def forward(inputs):
-        local, batch = inputs
-        return jax.vjp(lambda params: gradient.loss_fn(params, batch), local)
+        local, batch, model_state = inputs
+        loss_at = lambda params: loss_of(params, 0, batch, model_state)
+        return jax.vjp(loss_at, local, has_aux=True)
 
     def backward(passed):
-        loss, pullback = passed
+        loss, pullback, extra = passed
         (grads,) = pullback(zeros_of(loss) + 1)
-        return loss, grads
+        return loss, extra._replace(aux=jax.tree.map(lambda x: x[None], extra.aux)), grads
 
-    return (local, batch), forward, backward
+    return (local, batch, model_state), forward, backward
 
 
-def _half_the_microbatches(gradient, local, batch):
+def _half_the_microbatches(gradient, loss_of, local, batch, model_state):
     count = gradient.accumulate
-    parts = jnp.arange(count), microbatches(count, batch)
+    parts = parts_of(gradient, batch)
     cut = lambda *ends: jax.tree.map(lambda x: x[slice(*ends)], parts)
-    at = lambda local: lambda _, part: jax.value_and_grad(gradient.loss_fn)(local, part)
+
+    def at(local):
+        grad = jax.value_and_grad(loss_of, has_aux=True)
+        return lambda *part: grad(local, *part)
 
     def first(inputs):
-        local, parts, later = inputs
-        return *added(at(local), no_gradients(local), parts), local, later
+        local, model_state, parts, later = inputs
+        return *added(at(local), (no_gradients(local), model_state), parts), local, later
 
     def second(passed):
-        total, losses, local, later = passed
-        total, others = added(at(local), total, later)
-        loss = jnp.mean(jnp.concatenate([losses, others]))
-        return loss, jax.tree.map(lambda t: t / count, total)
+        carry, seen, local, later = passed
+        (total, model_state), rest = added(at(local), carry, later)
+        losses, aux = jax.tree.map(lambda *x: jnp.concatenate(x), seen, rest)
+        grads = jax.tree.map(lambda t: t / count, total)
+        return jnp.mean(losses), Extra(aux, model_state), grads
 
-    return (local, cut(count // 2), cut(count // 2, count)), first, second
+    return (local, model_state, cut(count // 2), cut(count // 2, count)), first, second

@@ -20,7 +20,7 @@ from jaxcomp.replicas import protocol
 from jaxcomp.replicas.specs import specs_of
 from jaxcomp.replicas.state import per_replica, stack, unstack
 from jaxcomp.replicas.types import names_of
-from jaxcomp.steps.gradient import Gradient, all_gradients, check_accumulate
+from jaxcomp.steps.gradient import Gradient, all_gradients, check_accumulate, metrics_of
 from jaxcomp.steps.interleaved import exchanged
 from jaxcomp.steps.train import TrainStep
 from jaxcomp.steps.update import (
@@ -37,10 +37,13 @@ class OverlappedStep(NamedTuple):
     """A step in three programs, or four; called as the step of a `TrainStep` is.
 
     Attributes:
-      exchange: `(params, state) -> exchanged`: all that does not depend on the gradient.
+      exchange: `(params, state, extra_args) -> exchanged`: all that does not depend on the
+        gradient.
       gather: `(params, drifts) -> drifts`, of a replica's several devices; None of one.
-      gradient: `(params, drifts, batch) -> (loss, grads)`, without a message.
-      finish: `(params, state, grads, exchanged, loss) -> (params, state, metrics)`.
+      gradient: `(params, drifts, batch, rng, model_state) -> (loss, grads, extra)`, without a
+        message.
+      finish: `(params, state, exchanged, model_state, extra_args, (loss, grads, extra)) ->
+        (params, state, metrics)`.
       helper: The thread that dispatches `gradient`.
     """
 
@@ -50,23 +53,40 @@ class OverlappedStep(NamedTuple):
     finish: Any
     helper: concurrent.futures.Executor
 
-    def __call__(self, params: Any, state: Any, batch: Any) -> tuple[Any, Any, dict]:
+    def __call__(
+        self,
+        params: Any,
+        state: Any,
+        batch: Any,
+        rng: Any = None,
+        model_state: Any = None,
+        extra_args: Any = None,
+    ) -> tuple[Any, Any, dict]:
         # Whatever sends is dispatched by the caller's thread, in one order on all processes.
         drifts = protocol.drifts(state)
         drifts = self.gather(params, drifts) if self.gather else drifts
-        gradient = self.helper.submit(self.gradient, params, drifts, batch)
-        exchanged = self.exchange(params, state)
-        loss, grads = gradient.result()
-        return self.finish(params, state, grads, exchanged, loss)
+        gradient = self.helper.submit(self.gradient, params, drifts, batch, rng, model_state)
+        exchanged = self.exchange(params, state, extra_args)
+        made = gradient.result()
+        return self.finish(params, state, exchanged, model_state, extra_args, made)
 
-    def compile(self, params: Any, state: Any, batch: Any) -> "OverlappedStep":
+    def compile(
+        self,
+        params: Any,
+        state: Any,
+        batch: Any,
+        rng: Any = None,
+        model_state: Any = None,
+        extra_args: Any = None,
+    ) -> "OverlappedStep":
         """Compiles the programs for these shapes, dtypes and shardings."""
         gather, drifts = None, protocol.drifts(state)
         if self.gather:
             gather, drifts = _compiled(self.gather, params, drifts)
-        exchange, exchanged = _compiled(self.exchange, params, state)
-        gradient, (loss, grads) = _compiled(self.gradient, params, drifts, batch)
-        finish, _ = _compiled(self.finish, params, state, grads, exchanged, loss)
+        exchange, exchanged = _compiled(self.exchange, params, state, extra_args)
+        gradient, made = _compiled(self.gradient, params, drifts, batch, rng, model_state)
+        end = params, state, exchanged, model_state, extra_args, made
+        finish, _ = _compiled(self.finish, *end)
         return OverlappedStep(gather, exchange, gradient, finish, self.helper)
 
     @property
@@ -77,13 +97,15 @@ class OverlappedStep(NamedTuple):
 
 
 def overlapped_train_step(
-    loss_fn: Callable[[Any, Any], jax.Array],
+    loss_fn: Callable[..., Any],
     tx: optax.GradientTransformation,
     mesh: Mesh,
     axis_name: str,
     *,
     fast_axis: str | None = None,
     accumulate: int = 1,
+    has_aux: bool = False,
+    batch_specs: Any = None,
 ) -> TrainStep:
     """Makes what `jaxcomp.train_step` makes, of a method that exchanges nothing of this gradient.
 
@@ -107,9 +129,12 @@ def overlapped_train_step(
       axis_name: The axis of the replicas.
       fast_axis: That of the devices of one replica.
       accumulate: Microbatches.
+      has_aux: As for `train_step`, like `batch_specs`.
+      batch_specs: Over these axes.
 
     Returns:
-      The functions of `train_step`; `step.compile(params, state, batch)` compiles ahead of time.
+      The functions of `train_step`; `step.compile`, with the arguments of a step, compiles ahead
+      of time.
 
     Raises:
       ValueError: At construction, if the mesh has more axes; at the first call, if nothing in
@@ -122,26 +147,26 @@ def overlapped_train_step(
             f"overlapped_train_step got a mesh of axes {mesh.axis_names}, needs one of "
             f"{update.axes!r} alone; write jaxcomp.train_step for the others."
         )
-    gradient = Gradient(loss_fn, mesh, update.axes, accumulate)
+    gradient = Gradient(loss_fn, mesh, update.axes, accumulate, has_aux, batch_specs)
     step = OverlappedStep(
         jax.jit(functools.partial(whole_drifts, update)) if fast_axis else None,
         jax.jit(functools.partial(_exchange, update)),
         jax.jit(functools.partial(all_gradients, gradient)),
-        jax.jit(functools.partial(_finish, update), donate_argnums=(0, 1)),
+        jax.jit(functools.partial(_finish, gradient, update), donate_argnums=(0, 1)),
         concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="gradient"),
     )
     return TrainStep(jax.jit(functools.partial(init_state, update)), step)
 
 
-def _exchange(update, params, state):
-    specs, made = _specs(update, params, state)
+def _exchange(update, params, state, extra_args):
+    specs, made = _specs(update, params, state, extra_args)
     own = functools.partial(_exchange_local, with_shares(update, params))
-    sharded = jax.shard_map(own, mesh=update.mesh, in_specs=specs, out_specs=made)
-    return sharded(params, state)
+    sharded = jax.shard_map(own, mesh=update.mesh, in_specs=(*specs, P()), out_specs=made)
+    return sharded(params, state, extra_args)
 
 
-def _exchange_local(update, params, state):
-    made = exchanged(update, params, state)
+def _exchange_local(update, params, state, extra_args):
+    made = exchanged(update, params, state, extra_args=extra_args)
     if not made:
         raise ValueError(
             "nothing in the transformation exchanges ahead of the gradient: write "
@@ -150,31 +175,33 @@ def _exchange_local(update, params, state):
     return stack(made, update.axes)
 
 
-def _finish(update, params, state, grads, exchanged, loss):
-    specs, made = _specs(update, params, state)
+def _finish(gradient, update, params, state, exchanged, model_state, extra_args, made):
+    specs, of_exchanged = _specs(update, params, state, extra_args)
+    loss, grads, extra = made
     rows = P(update.axes)
     params, state, skipped = jax.shard_map(
         functools.partial(_finish_local, with_shares(update, params)),
         mesh=update.mesh,
-        in_specs=(*specs, rows, made, rows),
+        in_specs=(*specs, rows, of_exchanged, rows, P()),
         out_specs=(*specs, P()),
-    )(params, state, grads, exchanged, loss)
+    )(params, state, grads, exchanged, loss, extra_args)
     # By way of this program, so that who waits for the loss waits for the exchange too.
-    return params, state, {"loss": loss, "skipped": skipped}
+    return params, state, metrics_of(gradient, loss, skipped, extra, model_state)
 
 
-def _finish_local(update, params, state, grads, exchanged, loss):
+def _finish_local(update, params, state, grads, exchanged, loss, extra_args):
     # Again and again: the step traces an update of shares once more, to look at its norms.
     made = itertools.cycle(unstack(exchanged, update.axes))
     ahead = lambda make: next(made)
-    return local_update(update, params, state, grads, loss, ahead=ahead)
+    return local_update(update, params, state, grads, loss, extra_args, ahead=ahead)
 
 
-def _specs(update, params, state):
+def _specs(update, params, state, extra_args):
     """The PartitionSpecs of the parameters and the state, and of what is exchanged ahead."""
     specs = update_specs(update, params)
     own = functools.partial(_exchange_local, with_shares(update, params))
-    return specs, specs_of(own, update.mesh, update.axes, specs, params, state)
+    args = params, state, extra_args
+    return specs, specs_of(own, update.mesh, update.axes, (*specs, P()), *args)
 
 
 def _compiled(function, *args):

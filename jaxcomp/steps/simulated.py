@@ -11,18 +11,22 @@ from jax.sharding import PartitionSpec as P
 
 from jaxcomp.replicas import protocol
 from jaxcomp.replicas.state import per_replica
-from jaxcomp.steps.gradient import Gradient, check_batch, local_gradient
+from jaxcomp.steps.gradient import Gradient, as_metrics, local_gradient, placed_batch
+from jaxcomp.steps.model_state import averaged
+from jaxcomp.steps.placing import full_batch_specs, is_cut
 from jaxcomp.steps.train import TrainStep
 from jaxcomp.steps.update import Update, local_update, update_specs
 
 
 def simulated_train_step(
-    loss_fn: Callable[[Any, Any], jax.Array],
+    loss_fn: Callable[..., Any],
     tx: optax.GradientTransformation,
     num_replicas: int,
     axis_name: str,
     *,
     accumulate: int = 1,
+    has_aux: bool = False,
+    batch_specs: Any = None,
 ) -> TrainStep:
     """Makes the `init` and `step` of `jaxcomp.train_step`, with all replicas on one device.
 
@@ -37,9 +41,11 @@ def simulated_train_step(
       num_replicas: Replicas to simulate, at least 1.
       axis_name: Name of the axis that `tx` averages over.
       accumulate: Microbatches.
+      has_aux: As for `jaxcomp.train_step`, like `batch_specs`.
+      batch_specs: Over the axis `axis_name` alone.
 
     Returns:
-      `init` and `step` as of `jaxcomp.train_step`, for arrays on one device.
+      The functions of `jaxcomp.train_step`, with all their arguments, for arrays on one device.
 
     Raises:
       ValueError: For `num_replicas` or `accumulate` below 1; at the first call, if the batch
@@ -51,7 +57,7 @@ def simulated_train_step(
             f"got num_replicas={num_replicas}, accumulate={accumulate}; write at least 1 for both."
         )
     mesh = AbstractMesh((num_replicas,), (axis_name,), axis_types=(AxisType.Auto,))
-    gradient = Gradient(loss_fn, mesh, axis_name, accumulate)
+    gradient = Gradient(loss_fn, mesh, axis_name, accumulate, has_aux, batch_specs)
     update = Update(per_replica(tx, axis_name), mesh, axis_name)
     return TrainStep(
         jax.jit(functools.partial(_init, update)),
@@ -64,24 +70,32 @@ def _init(update, params):
     return _replicas(update, update.tx.init, in_axes=None, out_axes=axes)(params)
 
 
-def _step(gradient, update, params, state, batch):
-    _, mesh, axis_name, accumulate = gradient
-    check_batch(batch, axis_name, mesh.size, accumulate)
-    rows = jax.tree.map(lambda x: x.reshape(mesh.size, -1, *x.shape[1:]), batch)
+def _step(gradient, update, params, state, batch, rng=None, model_state=None, extra_args=None):
+    size, axis_name = update.mesh.size, update.axis_name
+    batch = placed_batch(gradient, batch)
+    specs = full_batch_specs(gradient.batch_specs, batch, axis_name)
+    cut = jax.tree.map(lambda x, spec: is_cut(spec, axis_name), batch, specs)
+    rows = lambda x, cut: x.reshape(size, -1, *x.shape[1:]) if cut else x
     # What must be equal on all replicas has no axis, and JAX refuses to drop one that differs.
     axes = _axes_of_state(update, params)
-    return _replicas(
+    params, state, (loss, skipped, aux, model_state) = _replicas(
         update,
         functools.partial(_one_replica, gradient, update),
-        in_axes=(None, axes, 0),
-        out_axes=(None, axes, {"loss": 0, "skipped": None}),
-    )(params, state, rows)
+        in_axes=(None, axes, jax.tree.map(lambda cut: 0 if cut else None, cut), None, None, None),
+        out_axes=(None, axes, (0, None, 0, None)),
+    )(params, state, jax.tree.map(rows, batch, cut), rng, model_state, extra_args)
+    # The rows of all calls of the loss, as on a mesh.
+    aux = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), aux)
+    return params, state, as_metrics(loss, skipped, aux, model_state)
 
 
-def _one_replica(gradient, update, params, state, batch):
-    loss, grads = local_gradient(gradient, params, protocol.drifts(state), batch)
-    params, state, skipped = local_update(update, params, state, grads, loss)
-    return params, state, {"loss": loss[0], "skipped": skipped}
+def _one_replica(gradient, update, params, state, batch, rng, model_state, extra_args):
+    drifts = protocol.drifts(state)
+    loss, grads, extra = local_gradient(gradient, params, drifts, batch, rng, model_state)
+    params, state, skipped = local_update(update, params, state, grads, loss, extra_args)
+    own = jax.tree.map(lambda new, old: new.reshape(old.shape), extra.model_state, model_state)
+    mean = averaged(model_state, own, skipped, update.axis_name)
+    return params, state, (loss[0], skipped, extra.aux, mean)
 
 
 def _replicas(update, function, in_axes, out_axes):

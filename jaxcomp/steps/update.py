@@ -15,6 +15,7 @@ from jaxcomp.replicas.elementwise import require_whole_norms
 from jaxcomp.replicas.finite import not_finite, unless
 from jaxcomp.replicas.specs import full_specs, state_specs
 from jaxcomp.replicas.types import require_alike, varies_over
+from jaxcomp.steps.placing import placed
 
 
 class Update(NamedTuple):
@@ -59,9 +60,16 @@ def own_params(update: Update, params: Any) -> Any:
     return fast.own(params, update.shares, update.fast_axis)
 
 
+def placed_params(update: Update, params: Any) -> Any:
+    """The parameters as `param_specs` say, where the types of the mesh's axes ask for it."""
+    mesh = update.mesh
+    return placed(mesh, params, full_specs(params, mesh, update.axis_name, update.param_specs))
+
+
 def init_state(update: Update, params: Any) -> Any:
     """The state before the first step."""
     of_params, of_state = update_specs(update, params)
+    params = placed(update.mesh, params, of_params)
     update = with_shares(update, params)
     return jax.shard_map(
         lambda params: update.tx.init(own_params(update, params)),
@@ -96,23 +104,32 @@ def whole_drifts(update: Update, params: Any, drifts: list[Any]) -> list[Any]:
     )(drifts, params)
 
 
-def all_updates(update: Update, params: Any, state: Any, grads: Any, loss: jax.Array) -> tuple:
+def all_updates(
+    update: Update, params: Any, state: Any, grads: Any, loss: jax.Array, extra_args: Any = None
+) -> tuple:
     """Averages rows of gradients and updates: `(params, state, bool[])`, the last: left out or not.
 
-    All axes of the mesh are manual. `grads` and `loss` are as `all_gradients` returns them.
+    All axes of the mesh are manual. `grads` and `loss` are as `all_gradients` returns them;
+    `extra_args` are further ones of the transformation's update, equal everywhere.
     """
     of_params, of_state = update_specs(update, params)
     rows = jax.tree.map(lambda p, spec: P(update.axes, *spec), params, of_params)
     return jax.shard_map(
         functools.partial(local_update, with_shares(update, params)),
         mesh=update.mesh,
-        in_specs=(of_params, of_state, rows, P(update.axes)),
+        in_specs=(of_params, of_state, rows, P(update.axes), P()),
         out_specs=(of_params, of_state, P()),
-    )(params, state, grads, loss)
+    )(params, state, grads, loss, extra_args)
 
 
 def local_update(
-    update: Update, params: Any, state: Any, grads: Any, loss: jax.Array, **extra_args: Any
+    update: Update,
+    params: Any,
+    state: Any,
+    grads: Any,
+    loss: jax.Array,
+    extra_args: Any = None,
+    **given: Any,
 ) -> tuple:
     """`all_updates` inside `shard_map`, on local shards; all stays where it is not finite.
 
@@ -121,11 +138,12 @@ def local_update(
     """
     tx, axis_name = update.tx, update.axis_name
     grads = jax.tree.map(lambda g: g[0], grads)
-    extra_args["value"] = lax.pmean(loss[0], update.axes)  # XLA sends nothing if nobody uses it
+    mean_loss = lax.pmean(loss[0], update.axes)  # XLA sends nothing if nobody uses it
+    given |= {"value": mean_loss} | (extra_args or {})
     whole, params = params, own_params(update, params)
     if update.fast_axis is not None:
         grads = fast.scattered(grads, update.shares, update.fast_axis)
-    own = functools.partial(tx.update, axis_name=axis_name, **extra_args)
+    own = functools.partial(tx.update, axis_name=axis_name, **given)
     updates, new_state = own(grads, state, params)
     # Gradients of microbatches are wider than narrow parameters, and so what optax adds to them.
     new_state = jax.tree.map(_in_dtype_of, new_state, state)

@@ -1,0 +1,258 @@
+"""Flax's own loops over the replicas of a mesh: `nnx.Optimizer` and `TrainState`.
+
+The one module that needs flax: `import jaxcomp` does not import it. Above all rooms but measure.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import optax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxcomp.replicas.specs import full_specs
+from jaxcomp.replicas.state import per_replica
+from jaxcomp.steps.loss import folded
+from jaxcomp.steps.train import TrainStep
+from jaxcomp.steps.train import train_step as core_train_step
+from jaxcomp.steps.update import Update, init_state
+
+
+def on_mesh(
+    tx: optax.GradientTransformation,
+    mesh: Mesh,
+    axis_name: str,
+    *,
+    param_specs: Any = None,
+    fast_axis: str | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Makes a transformation that Flax can initialize: its state lies on the mesh, in rows.
+
+    For `nnx.Optimizer(model, tx, wrt=nnx.Param)` and `TrainState.create(..., tx=tx)`, which call
+    `tx.init` outside of `shard_map`. Only `train_step` and `train_state_step` call its update.
+
+    Args:
+      tx: As for `jaxcomp.train_step`, like all others.
+      mesh: Where the model trains.
+      axis_name: The axis of the replicas.
+      param_specs: PartitionSpecs of the parameters.
+      fast_axis: That of the devices of one replica.
+
+    Returns:
+      The transformation. Its `update` raises a ValueError: gradients that Flax hands to it are
+      summed in float32 already.
+    """
+    update = Update(per_replica(tx, axis_name), mesh, axis_name, param_specs, fast_axis)
+    jitted = jax.jit(functools.partial(init_state, update))
+
+    def init(params):
+        params = nnx.as_pure(params)
+        return jitted(_placed(mesh, params, full_specs(params, mesh, axis_name, param_specs)))
+
+    def refuse(updates, state, params=None, **extra_args):
+        raise ValueError(
+            "optimizer.update and TrainState.apply_gradients got gradients that no exchange can "
+            "see before they are summed; write step = jaxcomp.flax.train_step(loss_fn) for nnx, "
+            "or jaxcomp.flax.train_state_step(loss_fn), and call that."
+        )
+
+    marked: Any = init
+    marked.on_mesh = update
+    return optax.GradientTransformationExtraArgs(marked, refuse)
+
+
+def train_step(
+    loss_fn: Callable[..., Any],
+    *,
+    has_aux: bool = False,
+    accumulate: int = 1,
+    batch_specs: Any = None,
+) -> "NnxStep":
+    """Makes the step of an nnx model and its `nnx.Optimizer`, in place of a function in `nnx.jit`.
+
+    Each replica differentiates its own loss. The model's random streams draw other numbers on
+    each replica, for each microbatch: their keys are folded with both, and their counts go on and
+    are saved with the model. Floats that the model changes, as BatchNorm's statistics, become the
+    mean over the replicas, in one exact message. Parameters that the optimizer does not have in
+    its `wrt` stay as they are and cost nothing.
+
+    Args:
+      loss_fn: `(model, batch) -> f32[]`, the mean loss of the batch that it is given, or
+        `(loss, aux)` by `has_aux`. It may change the model's variables, but for parameters.
+      has_aux: As for `jaxcomp.train_step`, like all others.
+      accumulate: Microbatches.
+      batch_specs: PartitionSpecs of the batch.
+
+    Returns:
+      `step(model, optimizer, batch, extra_args=None) -> metrics`, which changes model and optimizer
+      in place, and puts them on the mesh at the first call; metrics as of `jaxcomp.train_step`.
+      `step.lower` has the same arguments, for `jaxcomp.report`.
+
+    Raises:
+      ValueError: At the first call, if the optimizer's transformation is not from `on_mesh`, and
+        as `jaxcomp.train_step`.
+    """
+    return NnxStep(_Loss(loss_fn, has_aux, accumulate, batch_specs))
+
+
+def train_state_step(
+    loss_fn: Callable[..., Any],
+    *,
+    model_state: str | None = None,
+    has_aux: bool = False,
+    accumulate: int = 1,
+    batch_specs: Any = None,
+) -> "TrainStateStep":
+    """Makes the step of a `flax.training.train_state.TrainState`, in place of a jitted function.
+
+    Args:
+      loss_fn: As for `jaxcomp.train_step`, of `state.params`: with `rng=` if the step gets one,
+        and `model_state=` if there is any.
+      model_state: The name of the state's field that the loss gets as `model_state` and returns
+        anew, as "batch_stats" of a TrainState with such a field.
+      has_aux: As for `jaxcomp.train_step`, like all others.
+      accumulate: Microbatches.
+      batch_specs: PartitionSpecs of the batch.
+
+    Returns:
+      `step(state, batch, rng=None, extra_args=None) -> (state, metrics)`, which donates the arrays
+      of the state. `rng` is a key, or a tree of keys, the same one in each step: it is folded with
+      `state.step`, the replica and the microbatch. `step.lower` has the same arguments.
+
+    Raises:
+      ValueError: As `train_step`.
+    """
+    return TrainStateStep(_Loss(loss_fn, has_aux, accumulate, batch_specs), model_state)
+
+
+class _Loss(NamedTuple):
+    """A loss and how it is called."""
+
+    loss_fn: Callable[..., Any]
+    has_aux: bool
+    accumulate: int
+    batch_specs: Any
+
+
+class NnxStep:
+    """A step of an nnx model; made by `train_step`."""
+
+    def __init__(self, loss: _Loss):
+        self._made = functools.lru_cache(maxsize=8)(functools.partial(_nnx_step, loss))
+
+    def __call__(self, model: Any, optimizer: Any, batch: Any, extra_args: Any = None) -> dict:
+        step, args = self._call(model, optimizer, batch, extra_args)
+        params, opt_state, metrics = step(*args)
+        nnx.update(model, params, metrics.pop("model_state", {}))
+        nnx.update(optimizer.opt_state, nnx.state(opt_state))
+        optimizer.step[...] += 1
+        return metrics
+
+    def lower(self, model: Any, optimizer: Any, batch: Any, extra_args: Any = None) -> Any:
+        """The step's program, lowered for these arguments; nothing changes but their places."""
+        step, args = self._call(model, optimizer, batch, extra_args)
+        return step.lower(*args)
+
+    def _call(self, model, optimizer, batch, extra_args):
+        update = _update_of(optimizer.tx)
+        graphdef, *states = _split(model, optimizer.wrt)
+        pure = [nnx.as_pure(state) for state in states]
+        of_params = full_specs(pure[0], update.mesh, update.axis_name, update.param_specs)
+        places = [of_params, *(jax.tree.map(lambda _: P(), state) for state in pure[1:])]
+        params, keys, frozen, rest = placed = [
+            _placed(update.mesh, state, specs) for state, specs in zip(pure, places, strict=True)
+        ]
+        nnx.update(model, *placed)
+        some = lambda tree: tree if jax.tree.leaves(tree) else None
+        opt_state = nnx.as_pure(optimizer.opt_state)
+        args = params, opt_state, (batch, frozen), some(keys), some(rest), extra_args
+        return self._made(update, graphdef, optimizer.wrt).step, args
+
+
+class TrainStateStep:
+    """A step of a TrainState; made by `train_state_step`."""
+
+    def __init__(self, loss: _Loss, field: str | None):
+        self._made = functools.lru_cache(maxsize=8)(functools.partial(_core, loss))
+        self._field = field
+
+    def __call__(
+        self, state: Any, batch: Any, rng: Any = None, extra_args: Any = None
+    ) -> tuple[Any, dict]:
+        step, args = self._call(state, batch, rng, extra_args)
+        params, opt_state, metrics = step(*args)
+        changed = {self._field: metrics.pop("model_state")} if self._field else {}
+        new = {"step": state.step + 1, "params": params, "opt_state": opt_state}
+        return state.replace(**new, **changed), metrics
+
+    def lower(self, state: Any, batch: Any, rng: Any = None, extra_args: Any = None) -> Any:
+        """The step's program, lowered for these arguments."""
+        step, args = self._call(state, batch, rng, extra_args)
+        return step.lower(*args)
+
+    def _call(self, state, batch, rng, extra_args):
+        update = _update_of(state.tx)
+        specs = full_specs(state.params, update.mesh, update.axis_name, update.param_specs)
+        params = _placed(update.mesh, state.params, specs)
+        own = getattr(state, self._field) if self._field else None
+        own = _placed(update.mesh, own, jax.tree.map(lambda _: P(), own))
+        args = params, state.opt_state, batch, folded(rng, state.step), own, extra_args
+        return self._made(update).step, args
+
+
+def _nnx_step(loss: _Loss, update: Update, graphdef: Any, wrt: Any) -> TrainStep:
+    def loss_fn(params, batch, *, rng=None, model_state=None):
+        batch, frozen = batch
+        states = [nnx.State({}) if s is None else s for s in (rng, frozen, model_state)]
+        model = nnx.merge(graphdef, params, *states)
+        returned = loss.loss_fn(model, batch)
+        *_, rest = _split(model, wrt)
+        kept = () if model_state is None else (nnx.as_pure(rest),)
+        return (*returned, *kept) if loss.has_aux else (returned, *kept)
+
+    specs = P(update.axes) if loss.batch_specs is None else loss.batch_specs
+    return _core(loss._replace(loss_fn=loss_fn, batch_specs=(specs, P())), update)
+
+
+def _split(model, wrt):
+    """`(graphdef, trained parameters, keys, other parameters, all else)`."""
+    return nnx.split(model, wrt, nnx.RngKey, nnx.Param, ...)
+
+
+def _core(loss: _Loss, update: Update) -> TrainStep:
+    return core_train_step(
+        loss.loss_fn,
+        update.tx,
+        update.mesh,
+        update.axis_name,
+        param_specs=update.param_specs,
+        fast_axis=update.fast_axis,
+        accumulate=loss.accumulate,
+        has_aux=loss.has_aux,
+        batch_specs=loss.batch_specs,
+    )
+
+
+def _update_of(tx):
+    update = getattr(tx.init, "on_mesh", None)
+    if update is None:
+        raise ValueError(
+            "the optimizer's transformation is bound to no mesh; write "
+            "nnx.Optimizer(model, jaxcomp.flax.on_mesh(tx, mesh, 'replica'), wrt=nnx.Param), or "
+            "TrainState.create(..., tx=jaxcomp.flax.on_mesh(tx, mesh, 'replica'))."
+        )
+    return update
+
+
+def _placed(mesh, tree, specs):
+    """Arrays where the specs say; those that lie there already are not touched."""
+
+    def put(x, spec):
+        sharding = NamedSharding(mesh, spec)
+        there = isinstance(x, jax.Array) and x.sharding.is_equivalent_to(sharding, x.ndim)
+        return x if there else jax.device_put(x, sharding)
+
+    return jax.tree.map(put, tree, specs)

@@ -1,0 +1,143 @@
+"""Where a batch lies, and the mesh's other axes: on any types of axes that JAX's meshes have."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax import lax
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxcomp.replicas.types import names_of
+
+
+def full_batch_specs(batch_specs: Any, batch: Any, axis_name: str | tuple[str, ...]) -> Any:
+    """One PartitionSpec a leaf of the batch, of a prefix of such; None: rows over the replicas.
+
+    Raises a ValueError for one that is neither whole on all replicas nor begins with their axes.
+    """
+    names = names_of(axis_name)
+    specs = jax.tree.map(
+        lambda spec, branch: jax.tree.map(lambda _: spec, branch),
+        P(names) if batch_specs is None else batch_specs,
+        batch,
+        is_leaf=_is_spec,
+    )
+    for spec in jax.tree.leaves(specs, is_leaf=_is_spec):
+        used = set(jax.tree.leaves(tuple(spec))) & set(names)
+        if used and _first(spec)[: len(names)] != names:
+            raise ValueError(
+                f"batch_specs has {spec}, which must be without the axes {names}, for what all "
+                f"replicas hold alike, or begin with them, as P({names + ('other',)}, ...)."
+            )
+    return specs
+
+
+def is_cut(spec: P, axis_name: str | tuple[str, ...]) -> bool:
+    """Whether a leaf of a batch of this spec has a part for each replica."""
+    return _first(spec)[: len(names_of(axis_name))] == names_of(axis_name)
+
+
+def over_replicas(specs: Any, axis_name: str | tuple[str, ...]) -> Any:
+    """What is left of the specs if only the axes of the replicas are manual."""
+    cut = lambda spec: P(names_of(axis_name)) if is_cut(spec, axis_name) else P()
+    return jax.tree.map(cut, specs, is_leaf=_is_spec)
+
+
+def over_others(specs: Any, axis_name: str | tuple[str, ...]) -> Any:
+    """What is left of the specs for the part of one replica."""
+    count = len(names_of(axis_name))
+    rest = lambda spec: P(_first(spec)[count:] or None, *spec[1:])
+    own = lambda spec: rest(spec) if is_cut(spec, axis_name) else spec
+    return jax.tree.map(own, specs, is_leaf=_is_spec)
+
+
+def check_batch(
+    batch: Any, axis_name: Any, num_replicas: int, accumulate: int, specs: Any = None
+) -> None:
+    """Raises a ValueError for a batch that cannot be divided."""
+    specs = full_batch_specs(specs, batch, axis_name)
+    leaves = jax.tree_util.tree_leaves_with_path(batch)
+    for (path, leaf), spec in zip(leaves, jax.tree.leaves(specs, is_leaf=_is_spec), strict=True):
+        if not is_cut(spec, axis_name):
+            continue
+        if leaf.ndim == 0 or leaf.shape[0] % (num_replicas * accumulate):
+            raise ValueError(
+                f"the batch's leaf {jax.tree_util.keystr(path)!r} has shape {leaf.shape}, but its "
+                f"first axis must be divisible by {num_replicas * accumulate}: {num_replicas} "
+                f"replicas over {axis_name!r} times accumulate={accumulate}. What all replicas "
+                "hold alike has batch_specs P()."
+            )
+
+
+def microbatches(accumulate: int, batch: Any, specs: Any, axis_name: Any) -> Any:
+    """This replica's batch with a leading axis of its parts, None for leaves that are not cut."""
+
+    def parts(x, spec, rest):
+        if not is_cut(spec, axis_name):
+            return None
+        return constrained(x.reshape(accumulate, -1, *x.shape[1:]), P(None, *rest))
+
+    return jax.tree.map(parts, batch, specs, over_others(specs, axis_name))
+
+
+def joined(part: Any, batch: Any) -> Any:
+    """A part of a batch with the leaves that are not cut."""
+    whole = lambda part, leaf: leaf if part is None else part
+    return jax.tree.map(whole, part, batch, is_leaf=lambda x: x is None)
+
+
+def spread(batch: Any, batch_specs: Any, axis_name: Any) -> Any:
+    """This replica's batch, over the other axes that `batch_specs` name."""
+    specs = over_others(full_batch_specs(batch_specs, batch, axis_name), axis_name)
+    return jax.tree.map(constrained, batch, specs)
+
+
+def constrained(x: jax.Array, spec: P) -> jax.Array:
+    """Asks XLA to lay an array out so, where the spec names any axis."""
+    return lax.with_sharding_constraint(x, spec) if jax.tree.leaves(tuple(spec)) else x
+
+
+def placed(mesh: Mesh | AbstractMesh, tree: Any, specs: Any) -> Any:
+    """The tree where the specs say: on Explicit axes JAX's types would not let it in otherwise."""
+    if AxisType.Explicit not in mesh.axis_types:
+        return tree
+    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=_is_spec)
+    return jax.tree.map(jax.sharding.reshard, tree, shardings)
+
+
+def on_auto_axes(mesh: Mesh | AbstractMesh, function: Callable, out_specs: Any) -> Callable:
+    """A function of arrays of the mesh, for which all its axes have the type Auto.
+
+    What XLA partitions by itself needs no word about each product's sharding, and models are not
+    written with such words. `out_specs` say how the results lie.
+    """
+    if AxisType.Explicit not in mesh.axis_types:
+        return function
+    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), out_specs, is_leaf=_is_spec)
+    return jax.sharding.auto_axes(function, axes=mesh.axis_names, out_sharding=shardings)
+
+
+def spec_of(x: Any) -> P:
+    """Over which axes of type Explicit an array's type says that it is cut."""
+    return jax.typeof(x).sharding.spec
+
+
+def within(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh | None:
+    """What a `shard_map` in a function of `on_auto_axes` takes for its mesh."""
+    return None if AxisType.Explicit in mesh.axis_types else mesh
+
+
+def num_parts(mesh: Mesh | AbstractMesh, axis_name: str | tuple[str, ...]) -> int:
+    """Into how many parts a batch is cut."""
+    return math.prod(mesh.shape[name] for name in names_of(axis_name))
+
+
+def _first(spec):
+    """The axes that cut the first axis of an array."""
+    return names_of(spec[0]) if len(spec) and spec[0] is not None else ()
+
+
+def _is_spec(x):
+    return isinstance(x, P)

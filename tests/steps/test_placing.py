@@ -1,0 +1,105 @@
+"""Meshes as `jax.make_mesh` makes them, of Explicit axes and of Auto ones, and batches anywhere."""
+
+import contextlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxcomp
+from jaxcomp import report
+
+REPLICAS, OTHERS = 2, 2
+MEAN = jaxcomp.compressed_mean(jaxcomp.identity(), "replica")
+TX = optax.chain(MEAN, optax.sgd(0.5))
+TENSOR = {"up": P(None, "other"), "down": P("other", None)}
+FSDP = {"up": P("other"), "down": P("other")}
+
+
+def loss_fn(params, batch):
+    return jnp.mean((jnp.tanh(batch @ params["up"]) @ params["down"] - batch) ** 2)
+
+
+def make_params():
+    rng = np.random.default_rng(0)
+    shapes = {"up": (4, 8), "down": (8, 4)}
+    return {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+
+
+BATCH = np.random.default_rng(1).normal(size=(16, 4)).astype(np.float32)
+
+
+def dense():
+    grads = jax.grad(loss_fn)(make_params(), BATCH)
+    return jax.tree.map(lambda p, g: p - 0.5 * g, make_params(), grads)
+
+
+def mesh_of(kind, *sizes):
+    names = ("replica", "other")[: len(sizes)]
+    return jax.make_mesh(sizes, names, axis_types=(kind,) * len(sizes))
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+@pytest.mark.parametrize("specs", [None, FSDP, TENSOR], ids=["replicas", "fsdp", "tensor"])
+def test_a_step_runs_on_axes_of_any_type_with_any_batch(kind, specs):
+    mesh = mesh_of(kind, REPLICAS, *([OTHERS] if specs else []))
+    rows = P(("replica", "other")) if specs is FSDP else None
+    init, step = jaxcomp.train_step(
+        loss_fn, TX, mesh, "replica", param_specs=specs, batch_specs=rows, accumulate=2
+    )
+    params, want = make_params(), dense()  # as NumPy's, too
+    state = init(params)
+    with jax.set_mesh(mesh) if specs is TENSOR else contextlib.nullcontext():
+        params, state, _ = step(params, state, BATCH)
+    for name, x in params.items():
+        np.testing.assert_allclose(x, want[name], rtol=0, atol=1e-6)
+        spec = specs[name] if specs else P()
+        assert x.sharding.is_equivalent_to(NamedSharding(mesh, spec), 2)
+
+
+def test_an_fsdp_axis_shares_the_batch_where_its_spec_says_so():
+    mesh = mesh_of(AxisType.Auto, REPLICAS, OTHERS)
+
+    def program(rows):
+        made = jaxcomp.train_step(loss_fn, TX, mesh, "replica", param_specs=FSDP, batch_specs=rows)
+        params = jax.device_put(make_params(), {n: NamedSharding(mesh, s) for n, s in FSDP.items()})
+        return made.step.lower(params, made.init(params), BATCH).compile()
+
+    shared, repeated = program(P(("replica", "other"))), program(None)
+    flops = lambda compiled: compiled.cost_analysis()["flops"]
+    assert flops(shared) < flops(repeated)
+    of_replicas = lambda compiled: [
+        row for row in report.collectives(compiled, mesh) if "replica" in row.axes
+    ]
+    assert of_replicas(shared) == of_replicas(repeated)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+def test_other_steps_take_batches_from_anywhere(kind):
+    mesh = mesh_of(kind, REPLICAS)
+    tx = jaxcomp.cocktail_sgd(optax.sgd(0.5), "replica")
+    for make in (jaxcomp.train_step, jaxcomp.overlapped_train_step):
+        init, step = make(loss_fn, tx, mesh, "replica")
+        params = make_params()
+        _, _, metrics = step(params, init(params), BATCH)
+        assert not metrics["skipped"]
+    fsdp = jaxcomp.qsdp("replica", jaxcomp.identity(), jaxcomp.identity())
+    of_shards = lambda params, batch: loss_fn(fsdp.gather(params), batch)
+    init, step = jaxcomp.qsdp_train_step(of_shards, optax.sgd(0.5), mesh, fsdp)
+    shards = fsdp.shard(make_params(), mesh)
+    shards, _, _ = step(shards, init(shards), BATCH)
+    got = fsdp.unshard(shards, mesh)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=0, atol=1e-6), got, dense())
+
+
+@pytest.mark.parametrize("spec", [P(None, "replica"), P(("other", "replica"))], ids=str)
+def test_a_spec_that_does_not_begin_with_the_replicas_is_refused(spec):
+    mesh = mesh_of(AxisType.Auto, REPLICAS, OTHERS)
+    init, step = jaxcomp.train_step(loss_fn, TX, mesh, "replica", batch_specs=spec)
+    params = make_params()
+    with pytest.raises(ValueError, match="must be without the axes .*, or begin with them"):
+        step.trace(params, jax.eval_shape(init, params), BATCH)

@@ -1,0 +1,200 @@
+"""An image classifier of Flax nnx, with BatchNorm and dropout, as one writes it."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jaxcomp
+import jaxcomp.flax
+from jaxcomp import report
+from tests.helpers.replicas import one_value
+
+REPLICAS, BATCH, CLASSES = 2, 32, 4
+
+
+class Classifier(nnx.Module):
+    def __init__(self, rngs, rate=0.5):
+        self.conv = nnx.Conv(1, 8, (3, 3), strides=2, rngs=rngs)
+        self.norm = nnx.BatchNorm(8, momentum=0.9, rngs=rngs)
+        self.dropout = nnx.Dropout(rate, rngs=rngs)
+        self.head = nnx.Linear(8 * 16, CLASSES, rngs=rngs)
+
+    def __call__(self, images):
+        x = nnx.relu(self.norm(self.conv(images)))
+        return self.head(self.dropout(x.reshape(len(x), -1)))
+
+
+def loss_fn(model, batch):
+    logits = model(batch["image"])
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
+    return losses.mean(), logits.argmax(-1) == batch["label"]
+
+
+def batch_of(step):
+    """Bars of a class's own row in noise."""
+    rng = np.random.default_rng(step)
+    label = rng.integers(CLASSES, size=BATCH)
+    image = rng.normal(size=(BATCH, 8, 8, 1)).astype(np.float32) / 2
+    image[np.arange(BATCH), 2 * label] += 1
+    return {"image": image, "label": label}
+
+
+METHODS = {
+    "mean": optax.chain(
+        jaxcomp.compressed_mean(jaxcomp.quantize(8, block=32), "replica"), optax.adam(5e-3)
+    ),
+    "zero_one_adam": jaxcomp.zero_one_adam(5e-3, "replica", kappa=64),
+    "cocktail_sgd": jaxcomp.cocktail_sgd(
+        optax.adam(5e-3), "replica", compressor=jaxcomp.quantize(8, block=32)
+    ),
+}
+
+
+def trained(tx, steps=40, **options):
+    """A model, its optimizer and the metrics of each step, on replicas."""
+    mesh = jax.make_mesh((REPLICAS,), ("replica",))
+    model = Classifier(nnx.Rngs(0), **options)
+    optimizer = nnx.Optimizer(model, jaxcomp.flax.on_mesh(tx, mesh, "replica"), wrt=nnx.Param)
+    step = jaxcomp.flax.train_step(loss_fn, has_aux=True)
+    history = [step(model, optimizer, batch_of(i)) for i in range(steps)]
+    return model, optimizer, step, history
+
+
+@functools.cache
+def dense(steps=40, rate=0.5):
+    """The same by plain nnx, on one device."""
+    model = Classifier(nnx.Rngs(0), rate)
+    optimizer = nnx.Optimizer(model, optax.adam(5e-3), wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model, optimizer, batch):
+        (loss, _), grads = nnx.value_and_grad(loss_fn, has_aux=True)(model, batch)
+        optimizer.update(model, grads)
+        return loss
+
+    losses = [float(step(model, optimizer, batch_of(i))) for i in range(steps)]
+    return model, losses
+
+
+def accuracy(model):
+    """Of batches that nobody trained on, by the running averages."""
+    model.eval()
+    right = [jax.jit(loss_fn)(model, batch_of(1000 + i))[1] for i in range(4)]
+    model.train()
+    return float(np.mean(right))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_it_classifies_as_after_dense_training(method):
+    model, optimizer, step, history = trained(METHODS[method])
+    losses = [float(metrics["loss"].mean()) for metrics in history]
+    assert np.mean(losses[-8:]) < np.mean(dense()[1][-8:]) + 0.1 < 0.5 * losses[0]
+    assert accuracy(model) > accuracy(dense()[0]) - 0.1 > 0.8
+    assert int(optimizer.step[...]) == len(history)
+    for x in jax.tree.leaves(nnx.as_pure(nnx.state(model, nnx.Param))):
+        one_value(x)
+
+
+def test_batch_norm_and_microbatches_are_those_of_the_whole_batch():
+    exact = optax.chain(jaxcomp.compressed_mean(jaxcomp.identity(), "replica"), optax.sgd(0.1))
+    model, optimizer, step, [metrics] = trained(exact, steps=1, rate=0.0)
+    whole, _ = dense(steps=1, rate=0.0)
+    # The mean of means is the batch's; the variances are about means of their own.
+    got, want = (nnx.as_pure(m.norm.mean[...]) for m in (model, whole))
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-6)
+    assert metrics["aux"].shape == (REPLICAS, BATCH // REPLICAS)
+
+    args = model, optimizer, batch_of(1)
+    rows = report.collectives(step.lower(*args).compile(), optimizer.tx.init.on_mesh.mesh)
+    assert sum(row.operand_bytes for row in rows) == 4 * (sum(x.size for x in leaves(model)) + 16)
+
+
+def leaves(model):
+    return jax.tree.leaves(nnx.as_pure(nnx.state(model, nnx.Param)))
+
+
+class Noise(nnx.Module):
+    def __init__(self, rngs):
+        self.weight = nnx.Param(jnp.zeros(()))
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x):
+        return self.weight * x.mean(), self.dropout(jnp.ones(64))
+
+
+def test_dropout_differs_by_replica_microbatch_and_step_and_goes_on_where_it_stopped():
+    mesh = jax.make_mesh((REPLICAS,), ("replica",))
+    tx = optax.chain(jaxcomp.compressed_mean(jaxcomp.identity(), "replica"), optax.sgd(0.1))
+    tx = jaxcomp.flax.on_mesh(tx, mesh, "replica")
+    step = jaxcomp.flax.train_step(lambda model, x: model(x), has_aux=True, accumulate=2)
+
+    def masks(model, steps):
+        optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+        batch = np.ones(2 * REPLICAS, np.float32)
+        return [np.asarray(step(model, optimizer, batch)["aux"]) for _ in range(steps)]
+
+    model = Noise(nnx.Rngs(0))
+    first, saved = masks(model, 2), nnx.to_pure_dict(nnx.state(model))
+    rows = np.concatenate(first)
+    assert len(np.unique(rows, axis=0)) == len(rows) == 2 * 2 * REPLICAS
+    after = masks(model, 1)
+    restored = Noise(nnx.Rngs(0))
+    nnx.update(restored, jax.tree.map(jnp.copy, saved))
+    np.testing.assert_array_equal(after, masks(restored, 1))
+
+
+def test_only_what_the_optimizer_trains_is_exchanged():
+    mesh = jax.make_mesh((REPLICAS,), ("replica",))
+    model = (
+        nnx.LoRALinear(8, 8, lora_rank=2, rngs=nnx.Rngs(0)) if hasattr(nnx, "LoRALinear") else None
+    )
+    base = np.asarray(model.kernel[...])
+    tx = optax.chain(jaxcomp.compressed_mean(jaxcomp.identity(), "replica"), optax.sgd(0.1))
+    optimizer = nnx.Optimizer(model, jaxcomp.flax.on_mesh(tx, mesh, "replica"), wrt=nnx.LoRAParam)
+    step = jaxcomp.flax.train_step(lambda model, x: jnp.mean((model(x) - 1) ** 2))
+    x = np.ones((4, 8), np.float32)
+    program = step.lower(model, optimizer, x).compile()
+    (row,) = report.collectives(program, mesh)
+    assert row.operand_bytes == 4 * 2 * 8 * 2
+    metrics = step(model, optimizer, x)
+    assert "model_state" not in metrics
+    np.testing.assert_array_equal(model.kernel[...], base)
+
+
+def test_local_parameters_are_found_in_the_optimizers_state():
+    _, optimizer, _, _ = trained(METHODS["cocktail_sgd"], steps=2)
+    model = Classifier(nnx.Rngs(0))
+    params = nnx.state(model, nnx.Param)
+    mesh = optimizer.tx.init.on_mesh.mesh
+
+    def spread(params, opt_state):
+        local = jaxcomp.local_params(params, opt_state, "replica")
+        return jax.tree.map(lambda x: x[None], nnx.as_pure(local))
+
+    specs = jax.tree.map(
+        lambda x: jax.P("replica") if x.sharding.spec[:1] == ("replica",) else jax.P(),
+        nnx.as_pure(optimizer.opt_state),
+    )
+    rows = jax.shard_map(spread, mesh=mesh, in_specs=(jax.P(), specs), out_specs=jax.P("replica"))(
+        params, nnx.as_pure(optimizer.opt_state)
+    )
+    kernel = rows["head"]["kernel"]
+    assert np.abs(kernel[0] - kernel[1]).max() > 0
+
+
+def test_what_flax_would_do_by_itself_is_refused():
+    mesh = jax.make_mesh((REPLICAS,), ("replica",))
+    model = Classifier(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+    step = jaxcomp.flax.train_step(loss_fn)
+    with pytest.raises(ValueError, match=r"bound to no mesh; write .*on_mesh\(tx, mesh"):
+        step(model, optimizer, batch_of(0))
+    tx = jaxcomp.flax.on_mesh(METHODS["mean"], mesh, "replica")
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    with pytest.raises(ValueError, match=r"write step = jaxcomp.flax.train_step\(loss_fn\)"):
+        optimizer.update(model, nnx.state(model, nnx.Param))
