@@ -48,7 +48,7 @@ METHODS = {
     "mean": optax.chain(
         jaxcomp.compressed_mean(jaxcomp.quantize(8, block=32), "replica"), optax.adam(5e-3)
     ),
-    "zero_one_adam": jaxcomp.zero_one_adam(5e-3, "replica", kappa=64),
+    "zero_one_adam": jaxcomp.zero_one_adam(5e-3, "replica"),
     "cocktail_sgd": jaxcomp.cocktail_sgd(
         optax.adam(5e-3), "replica", compressor=jaxcomp.quantize(8, block=32)
     ),
@@ -93,8 +93,8 @@ def accuracy(model):
 def test_it_classifies_as_after_dense_training(method):
     model, optimizer, step, history = trained(METHODS[method])
     losses = [float(metrics["loss"].mean()) for metrics in history]
-    assert np.mean(losses[-8:]) < np.mean(dense()[1][-8:]) + 0.1 < 0.5 * losses[0]
-    assert accuracy(model) > accuracy(dense()[0]) - 0.1 > 0.8
+    assert np.mean(losses[-8:]) < 0.3 * losses[0]
+    assert accuracy(model) > accuracy(dense()[0]) - 0.05 > 0.85
     assert int(optimizer.step[...]) == len(history)
     for x in jax.tree.leaves(nnx.as_pure(nnx.state(model, nnx.Param))):
         one_value(x)
@@ -109,9 +109,9 @@ def test_batch_norm_and_microbatches_are_those_of_the_whole_batch():
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-6)
     assert metrics["aux"].shape == (REPLICAS, BATCH // REPLICAS)
 
-    args = model, optimizer, batch_of(1)
+    args, weights = (model, optimizer, batch_of(1)), sum(x.size for x in leaves(model))
     rows = report.collectives(step.lower(*args).compile(), optimizer.tx.init.on_mesh.mesh)
-    assert sum(row.operand_bytes for row in rows) == 4 * (sum(x.size for x in leaves(model)) + 16)
+    assert sum(row.operand_bytes for row in rows) == 4 * (weights + 1 + 16)
 
 
 def leaves(model):
@@ -139,20 +139,19 @@ def test_dropout_differs_by_replica_microbatch_and_step_and_goes_on_where_it_sto
         return [np.asarray(step(model, optimizer, batch)["aux"]) for _ in range(steps)]
 
     model = Noise(nnx.Rngs(0))
-    first, saved = masks(model, 2), nnx.to_pure_dict(nnx.state(model))
+    first = masks(model, 2)
+    saved = jax.tree.map(jnp.copy, nnx.as_pure(nnx.state(model)))
     rows = np.concatenate(first)
     assert len(np.unique(rows, axis=0)) == len(rows) == 2 * 2 * REPLICAS
     after = masks(model, 1)
     restored = Noise(nnx.Rngs(0))
-    nnx.update(restored, jax.tree.map(jnp.copy, saved))
+    nnx.update(restored, saved)
     np.testing.assert_array_equal(after, masks(restored, 1))
 
 
 def test_only_what_the_optimizer_trains_is_exchanged():
     mesh = jax.make_mesh((REPLICAS,), ("replica",))
-    model = (
-        nnx.LoRALinear(8, 8, lora_rank=2, rngs=nnx.Rngs(0)) if hasattr(nnx, "LoRALinear") else None
-    )
+    model = nnx.LoRALinear(8, 8, lora_rank=2, rngs=nnx.Rngs(0))
     base = np.asarray(model.kernel[...])
     tx = optax.chain(jaxcomp.compressed_mean(jaxcomp.identity(), "replica"), optax.sgd(0.1))
     optimizer = nnx.Optimizer(model, jaxcomp.flax.on_mesh(tx, mesh, "replica"), wrt=nnx.LoRAParam)
@@ -160,7 +159,7 @@ def test_only_what_the_optimizer_trains_is_exchanged():
     x = np.ones((4, 8), np.float32)
     program = step.lower(model, optimizer, x).compile()
     (row,) = report.collectives(program, mesh)
-    assert row.operand_bytes == 4 * 2 * 8 * 2
+    assert row.operand_bytes == 4 * (2 * 8 * 2 + 1)  # and whether all of it is finite
     metrics = step(model, optimizer, x)
     assert "model_state" not in metrics
     np.testing.assert_array_equal(model.kernel[...], base)
@@ -183,7 +182,7 @@ def test_local_parameters_are_found_in_the_optimizers_state():
     rows = jax.shard_map(spread, mesh=mesh, in_specs=(jax.P(), specs), out_specs=jax.P("replica"))(
         params, nnx.as_pure(optimizer.opt_state)
     )
-    kernel = rows["head"]["kernel"]
+    kernel = np.asarray(rows["head"]["kernel"])
     assert np.abs(kernel[0] - kernel[1]).max() > 0
 
 

@@ -1,0 +1,109 @@
+"""A network of Flax linen in a `TrainState` with BatchNorm's statistics, as one writes it."""
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.training import train_state
+
+import jaxcomp
+import jaxcomp.flax
+from tests.helpers.replicas import one_value
+
+REPLICAS, BATCH = 2, 32
+TEACHER = np.random.default_rng(7).normal(size=(8, 2)).astype(np.float32)
+
+
+class Network(nn.Module):
+    rate: float = 0.1
+
+    @nn.compact
+    def __call__(self, x, train=True):
+        x = nn.BatchNorm(use_running_average=not train, momentum=0.9)(nn.Dense(32)(x))
+        x = nn.Dropout(self.rate, deterministic=not train)(nn.relu(x))
+        return nn.Dense(2)(x)
+
+
+class TrainState(train_state.TrainState):
+    batch_stats: Any
+
+
+def batch_of(step):
+    x = np.random.default_rng(step).normal(size=(BATCH, 8)).astype(np.float32)
+    return {"x": x, "y": np.tanh(x @ TEACHER)}
+
+
+def loss_fn(params, batch, *, rng, model_state):
+    variables = {"params": params, "batch_stats": model_state}
+    y, changed = Network().apply(variables, batch["x"], mutable=["batch_stats"], rngs=rng)
+    return jnp.mean((y - batch["y"]) ** 2), changed["batch_stats"]
+
+
+def start(tx):
+    variables = Network().init(jax.random.key(0), jnp.ones((1, 8)), train=False)
+    return TrainState.create(
+        apply_fn=Network().apply,
+        params=variables["params"],
+        tx=tx,
+        batch_stats=variables["batch_stats"],
+    )
+
+
+METHODS = {
+    "mean": optax.chain(
+        jaxcomp.compressed_mean(jaxcomp.quantize(8, block=32), "replica"), optax.adam(1e-2)
+    ),
+    "one_bit_adam": jaxcomp.one_bit_adam(1e-2, "replica", freeze_step=20),
+    "sharded_optimizer": jaxcomp.sharded_optimizer(optax.adam(1e-2), "replica"),
+}
+RNG = {"dropout": jax.random.key(3)}
+
+
+def trained(state, steps, first=0):
+    step = jaxcomp.flax.train_state_step(loss_fn, model_state="batch_stats")
+    for i in range(first, first + steps):
+        state, metrics = step(state, batch_of(i), rng=RNG)
+    return state, metrics
+
+
+def error(state):
+    """Of batches that nobody trained on, by the running averages."""
+    variables = {"params": state.params, "batch_stats": state.batch_stats}
+    batch = batch_of(1000)
+    y = jax.jit(lambda v, x: state.apply_fn(v, x, train=False))(variables, batch["x"])
+    return float(np.mean((np.asarray(y) - batch["y"]) ** 2))
+
+
+def dense(steps):
+    """The same on one device, as a user of TrainState writes it."""
+
+    @jax.jit
+    def step(state, batch, rng):
+        rng = {"dropout": jax.random.fold_in(rng["dropout"], state.step)}
+        loss = lambda params: loss_fn(params, batch, rng=rng, model_state=state.batch_stats)
+        grads, batch_stats = jax.grad(loss, has_aux=True)(state.params)
+        return state.apply_gradients(grads=grads).replace(batch_stats=batch_stats)
+
+    state = start(optax.adam(1e-2))
+    for i in range(steps):
+        state = step(state, batch_of(i), RNG)
+    return state
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_it_fits_as_dense_training_does_and_resumes(method):
+    mesh = jax.make_mesh((REPLICAS,), ("replica",))
+    state = start(jaxcomp.flax.on_mesh(METHODS[method], mesh, "replica"))
+    untrained = error(state)
+    state, _ = trained(state, 50)
+    saved = jax.tree.map(jnp.copy, state)
+    state, metrics = trained(state, 10, first=50)
+    assert state.step == 60 and not metrics["skipped"]
+    assert error(state) < 1.5 * error(dense(60)) < 0.3 * untrained
+    again, _ = trained(saved, 10, first=50)  # the same keys: nothing but the state counts
+    for x, y in zip(jax.tree.leaves(state.params), jax.tree.leaves(again.params), strict=True):
+        np.testing.assert_array_equal(one_value(x), one_value(y))
