@@ -65,9 +65,8 @@ def _is_tracked(axis_name):
         raise ValueError(
             f"the axis {axis_name!r} is unknown here; run this inside jax.shard_map over a mesh "
             f"with an axis {axis_name!r}, or under jax.vmap(..., axis_name={axis_name!r}). Flax's "
-            "nnx.Optimizer and TrainState call tx.init outside of both; instead write init, step = "
-            f"jaxcomp.train_step(loss_fn, tx, mesh, {axis_name!r}), for nnx with the parameters of "
-            "nnx.split as params."
+            "nnx.Optimizer and TrainState call tx.init outside of both; give them "
+            f"jaxcomp.flax.on_mesh(tx, mesh, {axis_name!r}), and train by jaxcomp.flax.train_step."
         ) from error
     if axis_name not in jax.sharding.get_abstract_mesh().manual_axes:
         return False

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import optax
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from jaxcomp.replicas import protocol
 from jaxcomp.replicas.state import per_replica
@@ -27,7 +27,7 @@ class TrainStep(NamedTuple):
 def train_step(
     loss_fn: Callable[..., Any],
     tx: optax.GradientTransformation,
-    mesh: Mesh,
+    mesh: Mesh | AbstractMesh,
     axis_name: str,
     *,
     param_specs: Any = None,

@@ -51,7 +51,7 @@ def test_an_unknown_axis_is_refused(use):
 
 def test_an_init_outside_of_shard_map_says_what_to_write_with_flax():
     model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
-    message = r"nnx.Optimizer and .*train_step\(.*, 'replica'\), for nnx .* nnx.split as params"
+    message = r"nnx.Optimizer and .*give them jaxcomp.flax.on_mesh\(tx, mesh, 'replica'\), and"
     with pytest.raises(ValueError, match=message):
         nnx.Optimizer(model, lossy_mean(), wrt=nnx.Param)
 
