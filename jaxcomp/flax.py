@@ -169,7 +169,7 @@ class NnxStep:
         some = lambda tree: tree if jax.tree.leaves(tree) else None
         opt_state = nnx.as_pure(optimizer.opt_state)
         args = params, opt_state, (batch, frozen), some(keys), some(rest), extra_args
-        return self._made(update, graphdef, optimizer.wrt).step, args
+        return self._made(optimizer.tx, graphdef, optimizer.wrt).step, args
 
 
 class TrainStateStep:
@@ -200,10 +200,10 @@ class TrainStateStep:
         own = getattr(state, self._field) if self._field else None
         own = _placed(update.mesh, own, jax.tree.map(lambda _: P(), own))
         args = params, state.opt_state, batch, folded(rng, state.step), own, extra_args
-        return self._made(update).step, args
+        return self._made(state.tx).step, args
 
 
-def _nnx_step(loss: _Loss, update: Update, graphdef: Any, wrt: Any) -> TrainStep:
+def _nnx_step(loss: _Loss, tx: Any, graphdef: Any, wrt: Any) -> TrainStep:
     def loss_fn(params, batch, *, rng=None, model_state=None):
         batch, frozen = batch
         states = [nnx.State({}) if s is None else s for s in (rng, frozen, model_state)]
@@ -213,8 +213,8 @@ def _nnx_step(loss: _Loss, update: Update, graphdef: Any, wrt: Any) -> TrainStep
         kept = () if model_state is None else (nnx.as_pure(rest),)
         return (*returned, *kept) if loss.has_aux else (returned, *kept)
 
-    specs = P(update.axes) if loss.batch_specs is None else loss.batch_specs
-    return _core(loss._replace(loss_fn=loss_fn, batch_specs=(specs, P())), update)
+    specs = P(_update_of(tx).axes) if loss.batch_specs is None else loss.batch_specs
+    return _core(loss._replace(loss_fn=loss_fn, batch_specs=(specs, P())), tx)
 
 
 def _split(model, wrt):
@@ -222,7 +222,8 @@ def _split(model, wrt):
     return nnx.split(model, wrt, nnx.RngKey, nnx.Param, ...)
 
 
-def _core(loss: _Loss, update: Update) -> TrainStep:
+def _core(loss: _Loss, tx: Any) -> TrainStep:
+    update = _update_of(tx)
     return core_train_step(
         loss.loss_fn,
         update.tx,
