@@ -101,10 +101,9 @@ def constrained(x: jax.Array, spec: P) -> jax.Array:
 
 def placed(mesh: Mesh | AbstractMesh, tree: Any, specs: Any) -> Any:
     """The tree where the specs say: on Explicit axes JAX's types would not let it in otherwise."""
-    if AxisType.Explicit not in mesh.axis_types:
+    if not _explicit(mesh):
         return tree
-    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=_is_spec)
-    return jax.tree.map(jax.sharding.reshard, tree, shardings)
+    return jax.tree.map(jax.sharding.reshard, tree, _shardings(mesh, specs))
 
 
 def on_auto_axes(mesh: Mesh | AbstractMesh, function: Callable, out_specs: Any) -> Callable:
@@ -113,10 +112,10 @@ def on_auto_axes(mesh: Mesh | AbstractMesh, function: Callable, out_specs: Any) 
     What XLA partitions by itself needs no word about each product's sharding, and models are not
     written with such words. `out_specs` say how the results lie.
     """
-    if AxisType.Explicit not in mesh.axis_types:
+    if not _explicit(mesh):
         return function
-    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), out_specs, is_leaf=_is_spec)
-    return jax.sharding.auto_axes(function, axes=mesh.axis_names, out_sharding=shardings)
+    shardings = _shardings(mesh, out_specs)
+    return jax.sharding.auto_axes(function, axes=_explicit(mesh), out_sharding=shardings)
 
 
 def spec_of(x: Any) -> P:
@@ -126,12 +125,28 @@ def spec_of(x: Any) -> P:
 
 def within(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh | None:
     """What a `shard_map` in a function of `on_auto_axes` takes for its mesh."""
-    return None if AxisType.Explicit in mesh.axis_types else mesh
+    return None if _explicit(mesh) else mesh
 
 
 def num_parts(mesh: Mesh | AbstractMesh, axis_name: str | tuple[str, ...]) -> int:
     """Into how many parts a batch is cut."""
     return math.prod(mesh.shape[name] for name in names_of(axis_name))
+
+
+def _explicit(mesh):
+    """The names of a mesh's Explicit axes."""
+    named = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return tuple(name for name, kind in named if kind == AxisType.Explicit)
+
+
+def _shardings(mesh, specs):
+    """What the types of Explicit axes know of the specs."""
+
+    def sharding(spec):
+        kept = [tuple(n for n in names_of(part or ()) if n in _explicit(mesh)) for part in spec]
+        return NamedSharding(mesh, P(*(part or None for part in kept)))
+
+    return jax.tree.map(sharding, specs, is_leaf=_is_spec)
 
 
 def _first(spec):
