@@ -42,6 +42,8 @@ from jaxcomp.methods.local_presets import sparse_loco as sparse_loco
 from jaxcomp.methods.local_presets import streaming_diloco as streaming_diloco
 from jaxcomp.methods.local_steps import LocalStepsState as LocalStepsState
 from jaxcomp.methods.local_steps import local_steps as local_steps
+from jaxcomp.methods.loss_scaling import LossScaleState as LossScaleState
+from jaxcomp.methods.loss_scaling import loss_scale as loss_scale
 from jaxcomp.methods.master_weights import MasterWeightsState as MasterWeightsState
 from jaxcomp.methods.master_weights import master_weights as master_weights
 from jaxcomp.methods.one_bit_adam import OneBitAdamState as OneBitAdamState

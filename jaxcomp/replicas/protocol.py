@@ -15,6 +15,8 @@ A method's state is a NamedTuple. Whatever is around the method (steps, `per_rep
   was not finite. A state with it never makes the whole step be left out.
 - `rounds`: {part: i32[]}, equal on all replicas. How often each part was sent, "all" for steps
   that send anything; parts are named as the scopes `jaxcomp.PART` of the messages.
+- `loss_scale`: f32[], equal on all replicas. Steps multiply the loss by it, and divide what they
+  report; the method divides the gradients.
 
 A state's class with an attribute `exchanges_ahead` says that the method's `update` takes an extra
 argument `ahead`; see `jaxcomp.overlapped_train_step`. One with an attribute `keeps_rounding` says
@@ -54,6 +56,21 @@ def rounds(state: Any) -> dict[str, jax.Array]:
     return optax.tree_utils.tree_get(state, "rounds", {}, filtering=_is_named)
 
 
+def loss_scale(state: Any) -> jax.Array | None:
+    """By what the loss is multiplied; None for a state that says nothing of it.
+
+    Raises:
+      ValueError: If several say something.
+    """
+    scales = fields(state, "loss_scale")
+    if len(scales) > 1:
+        raise ValueError(
+            f"the state has {len(scales)} loss scales, and there is one loss; write "
+            "jaxcomp.loss_scale once, around the whole chain."
+        )
+    return scales[0] if scales else None
+
+
 def leaves_out_alone(state: Any) -> bool:
     """Whether all methods in a state deal by themselves with gradients that are not finite."""
     methods = filter(has_feedback, jax.tree.leaves(state, is_leaf=has_feedback))
@@ -74,7 +91,8 @@ def keeps_rounding(state: Any) -> bool:
 
 def exchanging(state: Any) -> str | None:
     """The name of a field by which a state is that of a method that exchanges, if it has one."""
-    return next((name for name in ("owner_residual", "drift") if fields(state, name)), None)
+    names = ("owner_residual", "drift", "loss_scale")
+    return next((name for name in names if fields(state, name)), None)
 
 
 def has_feedback(x: Any) -> bool:

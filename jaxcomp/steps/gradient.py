@@ -35,12 +35,14 @@ def all_gradients(
     batch: Any,
     rng: Any = None,
     model_state: Any = None,
+    scale: jax.Array | None = None,
 ) -> tuple[jax.Array, Any, Extra]:
     """Losses and gradients of all replicas, in rows: `(f32[num_replicas], [num_replicas, ...])`.
 
     And what their losses return beside: rows of `aux`, one for each call of the loss, and of the
     model state. Nothing crosses the axis of the replicas. `params` is the consensus, `drifts` are
-    the state's fields `drift`; the batch is global, `rng` and `model_state` are equal everywhere.
+    the state's fields `drift`; the batch is global, `rng` and `model_state` are equal everywhere,
+    and so is `scale`, f32[], by which the loss is multiplied for the gradient.
     """
     mesh, axis_name = gradient.mesh, gradient.axis_name
     names, rows = names_of(axis_name), P(axis_name)
@@ -48,18 +50,18 @@ def all_gradients(
     specs = placing.full_batch_specs(gradient.batch_specs, batch, axis_name)
     of_state = model_states.specs_of_rows(model_state, axis_name)
 
-    def local(params, drifts, batch, rng, model_state):
+    def local(params, drifts, batch, rng, model_state, scale):
         return jax.shard_map(
             functools.partial(local_gradient, gradient),
             mesh=placing.within(mesh),
-            in_specs=(P(), P(names[0]), placing.over_replicas(specs, axis_name), P(), P()),
+            in_specs=(P(), P(names[0]), placing.over_replicas(specs, axis_name), *[P()] * 3),
             out_specs=(rows, rows, Extra(rows, of_state)),
             axis_names=set(names),  # the other axes are XLA's
-        )(params, drifts, batch, rng, model_state)
+        )(params, drifts, batch, rng, model_state, scale)
 
     of_grads = jax.tree.map(lambda x: P(axis_name, *placing.spec_of(x)), params)
     local = placing.on_auto_axes(mesh, local, (rows, of_grads, Extra(rows, of_state)))
-    return local(params, drifts, batch, rng, model_state)
+    return local(params, drifts, batch, rng, model_state, scale)
 
 
 def placed_batch(gradient: Gradient, batch: Any) -> Any:
@@ -72,7 +74,13 @@ def placed_batch(gradient: Gradient, batch: Any) -> Any:
 
 
 def local_gradient(
-    gradient: Gradient, params: Any, drifts: Any, batch: Any, rng: Any, model_state: Any
+    gradient: Gradient,
+    params: Any,
+    drifts: Any,
+    batch: Any,
+    rng: Any,
+    model_state: Any,
+    scale: jax.Array | None,
 ) -> tuple[jax.Array, Any, Extra]:
     """`all_gradients` of one replica: the means over its microbatches, in rows of one."""
     axis_name = gradient.axis_name
@@ -80,12 +88,17 @@ def local_gradient(
     batch = placing.spread(batch, gradient.batch_specs, axis_name)
     loss_of = loss_of_part(gradient, batch, rng)
 
+    def scaled(params, *part):
+        loss, extra = loss_of(params, *part)
+        return (loss if scale is None else loss * scale), extra
+
     def at_local(*part):
-        return jax.value_and_grad(lambda params: loss_of(params, *part), has_aux=True)(local)
+        return jax.value_and_grad(scaled, has_aux=True)(local, *part)
 
     model_state = own_floats(model_state, axis_name)
     (loss, extra), grads = mean_over_microbatches(gradient, at_local, local, batch, model_state)
     require_local(loss, *names_of(axis_name))
+    loss = loss if scale is None else loss / scale
     return loss[None], jax.tree.map(lambda g: g[None], grads), in_rows(gradient, extra)
 
 

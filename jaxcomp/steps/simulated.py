@@ -90,8 +90,8 @@ def _step(gradient, update, params, state, batch, rng=None, model_state=None, ex
 
 
 def _one_replica(gradient, update, params, state, batch, rng, model_state, extra_args):
-    drifts = protocol.drifts(state)
-    loss, grads, extra = local_gradient(gradient, params, drifts, batch, rng, model_state)
+    given = protocol.drifts(state), batch, rng, model_state, protocol.loss_scale(state)
+    loss, grads, extra = local_gradient(gradient, params, *given)
     params, state, skipped = local_update(update, params, state, grads, loss, extra_args)
     own = jax.tree.map(lambda new, old: new.reshape(old.shape), extra.model_state, model_state)
     mean = averaged(model_state, own, skipped, update.axis_name)

@@ -106,10 +106,12 @@ def _step(gradient, update, params, state, batch, rng=None, model_state=None, ex
     params = placed_params(update, params)
     drifts = whole_drifts(update, params, protocol.drifts(state))
     given = drifts, batch, rng, model_state
-    if protocol.exchanges_ahead(state) and set(update.mesh.axis_names) == {*names_of(update.axes)}:
+    scale = protocol.loss_scale(state)
+    is_alone = set(update.mesh.axis_names) == {*names_of(update.axes)}
+    if protocol.exchanges_ahead(state) and is_alone and scale is None:
         new = interleaved(gradient, update, params, state, *given, extra_args)
         params, state, skipped, loss, extra = new
     else:
-        loss, grads, extra = all_gradients(gradient, params, *given)
+        loss, grads, extra = all_gradients(gradient, params, *given, scale)
         params, state, skipped = all_updates(update, params, state, grads, loss, extra_args)
     return params, state, metrics_of(gradient, loss, skipped, extra, model_state)

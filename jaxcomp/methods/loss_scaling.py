@@ -1,0 +1,103 @@
+"""A loss scale that all replicas agree on, for gradients of float16."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from jaxcomp.methods.common import method, require
+from jaxcomp.replicas.finite import not_finite, unless
+from jaxcomp.replicas.narrow import widened
+
+_GREATEST = 2.0**24
+
+
+class LossScaleState(NamedTuple):
+    """State of `loss_scale`; its numbers are equal on all replicas."""
+
+    loss_scale: jax.Array  # f32[], by which the step multiplies the loss
+    good_steps: jax.Array  # i32[], since it was changed
+    overflows: jax.Array  # i32[], steps that all replicas left out
+    inner: Any
+
+
+def loss_scale(
+    tx: optax.GradientTransformation,
+    axis_name: str,
+    *,
+    initial: float = 2.0**15,
+    growth_steps: int = 2000,
+) -> optax.GradientTransformationExtraArgs:
+    """Keeps the gradients of float16 parameters in float16's range by scaling the loss.
+
+    `jaxcomp.train_step` multiplies the loss by the scale that it finds in the state, and the
+    gradients that reach `tx` are divided by it again, in float32. If a gradient of any replica
+    is not finite, all of them leave the step out, parameters and the state of `tx` stay, and the
+    scale halves, down to 1; after `growth_steps` good steps it doubles, up to 2**24.
+
+    This rule comes before those of the methods: also replicas that would leave out a step by
+    themselves do it together. The metrics' `skipped` does not count these steps, `overflows` does.
+    In a step of your own multiply the loss by the state's field `loss_scale`. Float16 rounds small
+    updates off as well: see `jaxcomp.master_weights`, which may stand inside or around this.
+
+    Args:
+      tx: The whole chain.
+      axis_name: Mesh axis of the replicas.
+      initial: The first scale, at least 1.
+      growth_steps: Good steps after which it doubles, at least 1.
+
+    Returns:
+      A `GradientTransformationExtraArgs`. It sends 4 bytes a step, and decides before `tx` is used:
+      steps that overlap the exchange with the gradient do not.
+
+    Raises:
+      ValueError: At construction for arguments out of range; at trace time for an unknown axis, or
+        gradients that are already reduced.
+
+    References:
+      Micikevicius et al., `Mixed Precision Training <https://arxiv.org/abs/1710.03740>`_, ICLR
+      2018, section 3.2.
+
+    Examples:
+      >>> import jaxcomp
+      >>> import optax
+      >>> mean = jaxcomp.compressed_mean(jaxcomp.quantize(8), "replica")
+      >>> tx = jaxcomp.master_weights(optax.chain(mean, optax.adamw(2e-4)))
+      >>> tx = jaxcomp.loss_scale(tx, "replica")
+    """
+    name = "loss_scale"
+    require(initial >= 1, name, "at least 1", "initial=2.0**15", initial=initial)
+    require(growth_steps >= 1, name, "at least 1", "growth_steps=2000", growth_steps=growth_steps)
+    tx = optax.with_extra_args_support(tx)
+
+    def init(params):
+        zero = jnp.zeros([], jnp.int32)
+        return LossScaleState(jnp.float32(initial), zero, zero, tx.init(params))
+
+    update = functools.partial(_update, _Settings(tx, axis_name, growth_steps))
+    return method(name, axis_name, init, update, needs_params=False)
+
+
+class _Settings(NamedTuple):
+    tx: optax.GradientTransformationExtraArgs
+    axis_name: str
+    growth_steps: int
+
+
+def _update(settings, updates, state, params, **extra_args):
+    tx, axis_name, growth_steps = settings
+    bad = lax.pmax(not_finite(updates, axis_name), axis_name) > 0
+    grads = jax.tree.map(lambda g: widened(g) / state.loss_scale, updates)
+    changes, inner = tx.update(grads, state.inner, params, **extra_args)
+    changes = jax.tree.map(lambda c: jnp.where(bad, 0, c), changes)
+    grows = state.good_steps + 1 >= growth_steps
+    grown = jnp.where(grows, jnp.minimum(2 * state.loss_scale, _GREATEST), state.loss_scale)
+    return changes, LossScaleState(
+        jnp.where(bad, jnp.maximum(state.loss_scale / 2, 1), grown),
+        jnp.where(bad | grows, 0, state.good_steps + 1),
+        state.overflows + bad,
+        unless(bad, inner, state.inner),
+    )
