@@ -159,6 +159,11 @@ def overlapped_train_step(
 
 
 def _exchange(update, params, state, extra_args):
+    if protocol.loss_scale(state) is not None:
+        raise ValueError(
+            "overlapped_train_step computes the gradient without looking at the state, and "
+            "jaxcomp.loss_scale keeps the scale there; write jaxcomp.train_step around it."
+        )
     specs, made = _specs(update, params, state, extra_args)
     own = functools.partial(_exchange_local, with_shares(update, params))
     sharded = jax.shard_map(own, mesh=update.mesh, in_specs=(*specs, P()), out_specs=made)
