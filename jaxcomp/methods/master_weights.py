@@ -36,8 +36,8 @@ def master_weights(tx: optax.GradientTransformation) -> optax.GradientTransforma
     the first one in 4 bytes a parameter, of both together.
 
     Goes around the whole chain, inside of `jaxcomp.per_replica`; in `optax.partition`, around each
-    group. `cocktail_sgd`, `slamb` and `sharded_optimizer` keep what is rounded off by themselves,
-    the last one in pieces of its owners, and need no masters.
+    group. `cocktail_sgd`, `local_steps`, `slamb` and `sharded_optimizer` keep what is rounded off
+    by themselves, the last one in pieces of its owners, and need no masters.
 
     Where replicas drift, gradients are taken at the narrow parameters plus the drift.
 
@@ -70,8 +70,8 @@ def master_weights(tx: optax.GradientTransformation) -> optax.GradientTransforma
         if keeps_rounding(inner):
             raise ValueError(
                 "master_weights got a method that keeps what narrow parameters round off by "
-                "itself, as cocktail_sgd, slamb and sharded_optimizer do; leave master_weights "
-                "out, or in optax.partition, put it around the other groups alone."
+                "itself, as cocktail_sgd, local_steps, slamb and sharded_optimizer do; leave "
+                "master_weights out, or in optax.partition put it around the other groups alone."
             )
         nothing = lambda p: jnp.zeros_like(widened(p)) if is_narrow(p) else None
         return MasterWeightsState(jax.tree.map(nothing, params), inner)
