@@ -84,11 +84,16 @@ def _resize_node(path, old, new):
 
 
 def _resize_compact(path, old, new):
-    """Rows as their mean: that of the values, not of their codes."""
+    """Rows as their mean, pieces anew: of the values, not of their codes."""
     if old.data.shape == new.data.shape:
         return jax.tree.map(functools.partial(_resize_leaf, path), old, new)
+    bits = 8 if old.scale is not None else 16
+    if is_owned(path):
+        whole = placing.on_host(decode(old))
+        pieces = _resize_owned(whole, new.data.shape, _num_shards(new.data))
+        return jax.tree.map(placing.placed, encode(jnp.asarray(pieces), bits), new)
     _require_rows(path, old.data, new.data)
-    mean = lambda rows: encode(_mean(decode(rows)), 8 if old.scale is not None else 16)
+    mean = lambda rows: encode(_mean(decode(rows)), bits)
     return jax.tree.map(placing.repeated, placing.of_rows(mean, old), new)
 
 

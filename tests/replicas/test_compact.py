@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 import jaxcomp
 from jaxcomp.replicas.compact import decode, encode, is_compact
 from jaxcomp.replicas.resize import reset_residuals
+from tests.helpers.every_method import EVERY_METHOD
 from tests.helpers.replicas import (
     everywhere,
     history_of,
@@ -134,6 +135,36 @@ def test_moments_and_masters_are_kept_in_fewer_bits(name):
     assert np.all(np.isfinite(np.float32(later["kernel"])))
     like = jax.eval_shape(transform(tx, mesh_of(4), params)[0], params)
     assert jax.tree.map(jnp.shape, jaxcomp.resize(state, like)) == jax.tree.map(jnp.shape, like)
+
+
+MOMENTUM = {"one_bit_adam": "momentum", "one_bit_lamb": "momentum", "slamb": "momentum"}
+MOMENTUM |= {"cocktail_sgd": "mu", "sharded_optimizer": "mu"}
+
+
+@pytest.mark.parametrize("method", MOMENTUM)
+def test_every_method_takes_its_momentum_back(method):
+    tx = jaxcomp.compact(EVERY_METHOD[method], 16, fields=(MOMENTUM[method],))
+    params = {name: jnp.zeros(shape) for name, shape in SHAPES.items()}
+    init, update = transform(tx, mesh_of(2), params)
+    start = jax.eval_shape(init, params)
+    _, state = jax.eval_shape(update, gradients(1, 2)[0], start, params)
+    assert jax.tree.map(lambda x: x.dtype, state) == jax.tree.map(lambda x: x.dtype, start)
+    assert any(x.dtype == jnp.bfloat16 for x in jax.tree.leaves(start))
+
+
+@pytest.mark.parametrize("bits", [8, 16])
+def test_pieces_of_owners_are_laid_out_anew(bits):
+    tx = jaxcomp.compact(EVERY_METHOD["sharded_optimizer"], bits, fields=("mu",))
+    params = {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
+    _, state = history_of(tx, params, gradients(1, 4), 4)[-1]
+    like = jax.eval_shape(transform(tx, mesh_of(2), params)[0], params)
+    resized = jaxcomp.resize(state, like)
+    for name, shape in SHAPES.items():
+        kept, found = (np.ravel(decode(state_of(s, "mu")[name])) for s in (state, resized))
+        size = int(np.prod(shape))
+        assert np.any(kept[:size])
+        np.testing.assert_allclose(found[:size], kept[:size], atol=np.abs(kept).max() / 250)
+    assert jax.tree.map(jnp.shape, resized) == jax.tree.map(jnp.shape, like)
 
 
 def test_errors_say_what_to_write():
