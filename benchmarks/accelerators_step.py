@@ -149,7 +149,7 @@ def _in_shards(config: Config, mesh: Mesh) -> Functions:
     natural, tx = build.param_shapes(config), update(config)
     cut = lambda leaf: _cut(leaf.shape, mesh.shape[FAST_AXIS])
     specs = jax.tree.map(cut, natural)
-    loss_fn = build.loss_of(config, build.model_of(config))
+    loss_fn = build.loss_of(config)
     made = jaxcomp.train_step(loss_fn, tx, mesh, AXIS_NAME, param_specs=specs)
     of_state = jaxcomp.state_specs(
         jaxcomp.per_replica(tx, AXIS_NAME), natural, mesh, AXIS_NAME, specs

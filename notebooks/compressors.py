@@ -28,6 +28,7 @@ from train.config import Data
 from train.data import texts
 from train.models.gpt import GPT, GPTConfig
 from train.models.losses import cross_entropy
+from train.models.modules import PathRngs, split
 from train.output import plots
 
 steps = 150
@@ -40,13 +41,13 @@ plt.rcParams.update(plots.STYLE)
 # is not that of random weights.
 
 # %%
-model = GPT(GPTConfig(layers=2, width=64, heads=4, context=64))
+apply, params = split(GPT(GPTConfig(layers=2, width=64, heads=4, context=64), rngs=PathRngs(0)))
 text = texts.read(Data(), context=64)
 batch = lambda step: texts.batch(text.train, seed=0, step=step, batch_size=32, context=64)
 
 
 def loss_fn(params, tokens):
-    return cross_entropy(model.apply({"params": params}, tokens[:, :-1]), tokens[:, 1:])
+    return cross_entropy(apply(params, tokens[:, :-1]), tokens[:, 1:])
 
 
 @jax.jit
@@ -57,7 +58,6 @@ def step(params, state, tokens):
 
 
 adam = optax.adam(3e-3)
-params = model.init(jax.random.key(0), batch(0)[:, :-1])["params"]
 state = adam.init(params)
 for number in range(steps):
     params, state, loss, grads = step(params, state, batch(number))

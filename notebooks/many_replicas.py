@@ -31,6 +31,7 @@ from train.config import Data
 from train.data import texts
 from train.models.gpt import GPT, GPTConfig
 from train.models.losses import cross_entropy
+from train.models.modules import PathRngs, split
 from train.output import plots
 from train.processes import devices
 
@@ -45,7 +46,8 @@ plt.rcParams.update(plots.STYLE)
 # Each replica reads four sequences of 32 bytes in a step, so that more replicas read more.
 
 # %%
-model = GPT(GPTConfig(layers=1, width=32, heads=2, context=32))
+config = GPTConfig(layers=1, width=32, heads=2, context=32)
+apply, _ = split(GPT(config, rngs=PathRngs(0)))
 text = texts.read(Data(), context=32)
 held_out = texts.validation_batch(text.validation, 0, 1, batch_size=256, context=32)
 
@@ -55,11 +57,11 @@ def batch(step, replicas):
 
 
 def loss_fn(params, tokens):
-    return cross_entropy(model.apply({"params": params}, tokens[:, :-1]), tokens[:, 1:])
+    return cross_entropy(apply(params, tokens[:, :-1]), tokens[:, 1:])
 
 
 validate = jax.jit(loss_fn)
-initial_params = lambda: model.init(jax.random.key(0), batch(0, 1)[:, :-1])["params"]
+initial_params = lambda: split(GPT(config, rngs=PathRngs(0)))[1]
 
 # %% [markdown]
 # ## The same numbers as on eight devices

@@ -28,6 +28,7 @@ from train.config import Data
 from train.data import texts
 from train.models.gpt import GPT, GPTConfig
 from train.models.losses import cross_entropy
+from train.models.modules import PathRngs, split
 from train.output import plots
 from train.plan import counts
 from train.processes import devices
@@ -45,7 +46,8 @@ plt.rcParams.update(plots.STYLE)
 # on each replica.
 
 # %%
-model = GPT(GPTConfig(layers=2, width=64, heads=4, context=64))
+config = GPTConfig(layers=2, width=64, heads=4, context=64)
+apply, _ = split(GPT(config, rngs=PathRngs(0)))
 text = texts.read(Data(), context=64)
 rows = NamedSharding(mesh, P("replica"))
 
@@ -56,11 +58,11 @@ def batch(step):
 
 
 def loss_fn(params, tokens):
-    return cross_entropy(model.apply({"params": params}, tokens[:, :-1]), tokens[:, 1:])
+    return cross_entropy(apply(params, tokens[:, :-1]), tokens[:, 1:])
 
 
 def initial_params():
-    params = model.init(jax.random.key(0), batch(0)[:, :-1])["params"]
+    _, params = split(GPT(config, rngs=PathRngs(0)))
     return jax.device_put(params, NamedSharding(mesh, P()))
 
 

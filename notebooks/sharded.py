@@ -30,6 +30,7 @@ from train.config import Data
 from train.data import texts
 from train.models.gpt import GPT, GPTConfig
 from train.models.losses import cross_entropy
+from train.models.modules import PathRngs, split
 from train.output import plots
 from train.processes import devices
 
@@ -44,7 +45,8 @@ plt.rcParams.update(plots.STYLE)
 # ## A Flax model and its loss
 
 # %%
-model = GPT(GPTConfig(layers=layers, width=width, heads=4, context=64))
+config = GPTConfig(layers=layers, width=width, heads=4, context=64)
+apply, params = split(GPT(config, rngs=PathRngs(0)))
 text = texts.read(Data(), context=64)
 rows = NamedSharding(mesh, P("replica"))
 
@@ -54,11 +56,10 @@ def batch(step):
     return jax.device_put(tokens, rows)
 
 
-def loss_fn(params, tokens, model=model):
-    return cross_entropy(model.apply({"params": params}, tokens[:, :-1]), tokens[:, 1:])
+def loss_fn(params, tokens, **options):
+    return cross_entropy(apply(params, tokens[:, :-1], **options), tokens[:, 1:])
 
 
-params = model.init(jax.random.key(0), batch(0)[:, :-1])["params"]
 params = jax.tree.map(np.asarray, params)  # each run below puts its own copy on the devices
 tx = optax.adam(optax.linear_schedule(2e-3, 0, steps))
 print(f"{sum(x.size for x in jax.tree.leaves(params)):,} parameters")
@@ -111,9 +112,12 @@ for name, code in {"shards, float32": jaxcomp.identity(), "QSDP, 8 bits": None}.
 # Gathered all at once, the whole model is on every device again for a moment. With `fsdp.layers`
 # around its block, as this GPT has it, a block is gathered when it is needed, forward and backward.
 
+
 # %%
-by_layer = model.clone(layers=fsdp.layers)
-sharded_loss = lambda shards, tokens: loss_fn(fsdp.gather(shards, but="^block_"), tokens, by_layer)
+def sharded_loss(shards, tokens):
+    return loss_fn(fsdp.gather(shards, but="^block_"), tokens, layers=fsdp.layers)
+
+
 init_and_step = jaxcomp.qsdp_train_step(sharded_loss, tx, mesh, fsdp)
 train("QSDP, block\nby block", *init_and_step, fsdp.shard(params, mesh))
 

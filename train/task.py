@@ -70,7 +70,7 @@ def make_task(config: Config, read: Callable[[Config], Examples] = examples.read
     natural, batch = build.param_shapes(config), build.batch_of(config, mesh)
     like = _shapes(config, functions, _placed(natural, jax.tree.map(lambda _: everywhere, natural)))
     step, programs = _compiled(functions.step, like["params"], like["state"], batch)
-    measure = jax.jit(build.measure_of(config, build.model_of(config)))
+    measure = jax.jit(build.measure_of(config))
     sent = jaxcomp.report.sent_bytes_by_part(programs, mesh, AXIS_NAME)
     rounds = placement.rounds(like["state"])
     return Task(

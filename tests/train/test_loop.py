@@ -29,6 +29,7 @@ from train.config import run as configs
 from train.data import examples, texts
 from train.models.gpt import GPT, GPTConfig
 from train.models.losses import cross_entropy
+from train.models.modules import PathRngs, split
 from train.output import metrics
 from train.processes import devices, exits
 
@@ -151,7 +152,8 @@ def first_params(config):
 
 
 def loss_fn(params, tokens):
-    return cross_entropy(GPT(TINY).apply({"params": params}, tokens[:, :-1]), tokens[:, 1:])
+    apply, _ = split(GPT(TINY, rngs=PathRngs(0)))
+    return cross_entropy(apply(params, tokens[:, :-1]), tokens[:, 1:])
 
 
 def all_params(params):

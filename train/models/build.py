@@ -3,26 +3,25 @@
 from collections.abc import Callable
 from typing import Any
 
-import flax.linen as nn
 import jax
-import numpy as np
+from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from train.config import Config
+from train.models import modules
 from train.models.objectives import OBJECTIVES
 
 
-def model_of(config: Config) -> nn.Module:
-    """The model of a run."""
-    return OBJECTIVES[config.objective].models[type(config.model)](config.model)
+def model_of(config: Config) -> nnx.Module:
+    """The model that a run begins with."""
+    model = OBJECTIVES[config.objective].models[type(config.model)]
+    return model(config.model, rngs=modules.PathRngs(config.seed))
 
 
 def random_params(config: Config) -> Any:
     """The parameters that a run begins with, in natural shapes."""
-    inputs = OBJECTIVES[config.objective].inputs(config.model)
-    key, zeros = jax.random.key(config.seed), np.zeros(inputs.shape, inputs.dtype)
-    return model_of(config).init(key, zeros)["params"]
+    return modules.split(model_of(config))[1]
 
 
 def param_shapes(config: Config) -> Any:
@@ -39,17 +38,19 @@ def batch_of(config: Config, mesh: Mesh) -> Any:
     )
 
 
-def measure_of(config: Config, model: nn.Module) -> Callable[[Any, Any], dict[str, jax.Array]]:
-    """What a run's objective measures of parameters and a batch; "loss" is minimized."""
-    objective = OBJECTIVES[config.objective]
+def measure_of(config: Config, **options: Any) -> Callable[[Any, Any], dict[str, jax.Array]]:
+    """What a run's objective measures of parameters and a batch; "loss" is minimized.
 
-    def measure(params, batch):
-        return objective.measure(lambda inputs: model.apply({"params": params}, inputs), batch)
+    Args:
+      config: The run.
+      **options: What the model is called with, besides its inputs.
+    """
+    apply, _ = modules.split(nnx.eval_shape(lambda: model_of(config)))
+    measure = OBJECTIVES[config.objective].measure
+    return lambda params, batch: measure(lambda x: apply(params, x, **options), batch)
 
-    return measure
 
-
-def loss_of(config: Config, model: nn.Module) -> Callable[[Any, Any], jax.Array]:
-    """What a run minimizes, of parameters and a batch."""
-    measure = measure_of(config, model)
+def loss_of(config: Config, **options: Any) -> Callable[[Any, Any], jax.Array]:
+    """What a run minimizes, of parameters and a batch; see `measure_of`."""
+    measure = measure_of(config, **options)
     return lambda params, batch: measure(params, batch)["loss"]

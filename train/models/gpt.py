@@ -1,16 +1,22 @@
-"""A transformer language model in Flax: GPT, or BERT's twin of it."""
+"""A transformer language model in Flax nnx: GPT, or BERT's twin of it."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
+from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from train import checks
+from train.models import modules
+from train.models.modules import PathRngs
 
 STACKED = "^blocks/"
 """Pattern of the paths of parameters that a scan over the blocks stacks."""
+INIT = nnx.initializers.normal(0.02)
+"""Of weights, and of positions."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,76 +52,61 @@ class GPTConfig:
         return STACKED if self.scan else None
 
 
-class Block(nn.Module):
+class Block(nnx.Module):
     """Pre-norm transformer block: self-attention, then a four times wider perceptron.
 
     Features of all tokens are one matrix, N = batch * time rows: XLA:CPU multiplies matrices
     twice as fast as batches of them.
     """
 
-    config: GPTConfig
-    causal: bool = True
+    def __init__(self, config: Any, causal: bool, *, rngs: PathRngs):
+        width, self.heads, self.causal = config.width, config.heads, causal
+        linear = functools.partial(nnx.Linear, dtype=config.dtype, kernel_init=INIT)
+        norm = functools.partial(nnx.LayerNorm, width, dtype=config.dtype)
+        out_init = nnx.initializers.normal(0.02 / (2 * config.layers) ** 0.5)
+        self.norm_attention = norm(rngs=rngs.at("norm_attention"))
+        self.qkv = linear(width, 3 * width, rngs=rngs.at("qkv"))
+        self.out = linear(width, width, kernel_init=out_init, rngs=rngs.at("out"))
+        self.norm_mlp = norm(rngs=rngs.at("norm_mlp"))
+        self.up = linear(width, 4 * width, rngs=rngs.at("up"))
+        self.down = linear(4 * width, width, kernel_init=out_init, rngs=rngs.at("down"))
 
-    @nn.compact
     def __call__(self, x_NxD, time: int):
-        c, dtype = self.config, x_NxD.dtype
-        init = nn.initializers.normal(0.02)
-        out_init = nn.initializers.normal(0.02 / (2 * c.layers) ** 0.5)
-
-        h_NxD = nn.LayerNorm(dtype=dtype, name="norm_attention")(x_NxD)
-        qkv = nn.Dense(3 * c.width, dtype=dtype, kernel_init=init, name="qkv")(h_NxD)
-        shape = (-1, time, c.heads, c.width // c.heads)
+        qkv = self.qkv(self.norm_attention(x_NxD))
+        shape = (-1, time, self.heads, x_NxD.shape[-1] // self.heads)
         q, k, v = (part.reshape(shape) for part in jnp.split(qkv, 3, axis=-1))
         h_NxD = jax.nn.dot_product_attention(q, k, v, is_causal=self.causal).reshape(x_NxD.shape)
-        x_NxD += nn.Dense(c.width, dtype=dtype, kernel_init=out_init, name="out")(h_NxD)
-
-        h_NxD = nn.LayerNorm(dtype=dtype, name="norm_mlp")(x_NxD)
-        h_NxF = nn.Dense(4 * c.width, dtype=dtype, kernel_init=init, name="up")(h_NxD)
-        h_NxF = nn.gelu(h_NxF)
-        return x_NxD + nn.Dense(c.width, dtype=dtype, kernel_init=out_init, name="down")(h_NxF)
+        x_NxD += self.out(h_NxD)
+        return x_NxD + self.down(nnx.gelu(self.up(self.norm_mlp(x_NxD))))
 
 
-class GPT(nn.Module):
+class GPT(nnx.Module):
     """Logits of a transformer with tied embeddings (GPT-2's form), of the next or the same token.
 
     With `causal=False` every position sees all others, as in BERT. Call with tokens
     i32[batch, time], time at most `config.context`; returns logits f32[batch, time, vocab].
-    With `layers`, as `jaxcomp.QSDP.layers`, the parameters of the blocks are shards.
+    With `layers`, as `jaxcomp.QSDP.layers`, the parameters of the blocks may be shards.
     """
 
-    config: GPTConfig
-    causal: bool = True
-    layers: Callable | None = None
+    def __init__(self, config: GPTConfig, *, causal: bool = True, rngs: PathRngs):
+        c = self.config = config
+        self.embed = nnx.Embed(c.vocab, c.width, embedding_init=INIT, rngs=rngs.at("embed"))
+        self.position = nnx.Param(INIT(rngs.params(), (c.context, c.width)))
+        block = functools.partial(Block, c, causal)
+        self.names = tuple(f"block_{index}" for index in range(c.layers))
+        if c.scan:
+            self.blocks = modules.stacked(block, self.names, rngs)
+        else:
+            for name in self.names:
+                setattr(self, name, block(rngs=rngs.at(name)))
+        self.norm = nnx.LayerNorm(c.width, dtype=c.dtype, rngs=rngs.at("norm"))
 
-    @nn.compact
-    def __call__(self, tokens_BxT):
+    def __call__(self, tokens_BxT, *, layers: Callable = modules.in_turn):
         c = self.config
         batch, time = tokens_BxT.shape
-        init = nn.initializers.normal(0.02)
-        embed = nn.Embed(c.vocab, c.width, embedding_init=init, name="embed")
-        position = self.param("position", init, (c.context, c.width))
-        x_BxTxD = embed(tokens_BxT) + position[None, :time]
+        x_BxTxD = self.embed(tokens_BxT) + self.position[None, :time]
         x_NxD = x_BxTxD.reshape(-1, c.width).astype(c.dtype)
-        if c.scan and self.layers is None:
-            x_NxD = scanned(Block(c, self.causal, name="blocks"), c.layers, x_NxD, time)
-        elif self.layers is None:
-            for index in range(c.layers):
-                x_NxD = Block(c, self.causal, name=f"block_{index}")(x_NxD, time)
-        else:
-            block = Block(c, self.causal, parent=None)
-            one = lambda params, x: block.apply({"params": params}, x, time)
-            shards = self.variables["params"]
-            names = [f"block_{index}" for index in range(c.layers)]
-            blocks = shards["blocks"] if c.scan else [shards[name] for name in names]
-            x_NxD = self.layers(one, c.dtype)(blocks, x_NxD)
-        x_NxD = nn.LayerNorm(dtype=x_NxD.dtype, name="norm")(x_NxD)
-        logits_NxV = x_NxD @ embed.embedding.astype(x_NxD.dtype).T
+        blocks = self.blocks if c.scan else [getattr(self, name) for name in self.names]
+        x_NxD = self.norm(modules.run(blocks, x_NxD, time, layers=layers))
+        logits_NxV = x_NxD @ self.embed.embedding[...].astype(x_NxD.dtype).T
         return logits_NxV.reshape(batch, time, c.vocab).astype(jnp.float32)
-
-
-def scanned(block: nn.Module, length: int, x, *args):
-    """Runs so many blocks in turn, whose parameters lie behind each other in one array."""
-    one = lambda block, x, _: (block(x, *args), None)
-    rngs = {"params": True}
-    scan = nn.scan(one, variable_axes={"params": 0}, split_rngs=rngs, length=length)
-    return scan(block, x, None)[0]

@@ -1,12 +1,13 @@
 """What is made of text or images, and what the model is asked about it."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from train.data.sources import Data, Images
 from train.models import losses
@@ -28,9 +29,9 @@ class Objective(NamedTuple):
     """A task that text, or images with labels, set."""
 
     data: type  # that it needs, of `train.data.sources`
-    models: dict[type, Callable[[Any], nn.Module]]  # that it can train, by their configurations
-    inputs: Callable[[Any], Shapes]  # the configuration -> what it is called with, of a row
-    row: Callable[[Any], Shapes]  # the same -> a row of the batch
+    # configuration -> (the configuration, rngs=) -> the model, of those that it can train
+    models: dict[type, Callable[..., nnx.Module]]
+    row: Callable[[Any], Shapes]  # the configuration -> a row of the batch
     # (the model: its inputs -> logits, batch) -> means over the batch, each f32[]; "loss", in nats
     # a `unit`, is minimized
     measure: Callable[[Callable[[jax.Array], jax.Array], Any], Measures]
@@ -92,24 +93,15 @@ def _classes(logits_of, batch):
     return {"loss": losses.cross_entropy(logits, batch["labels"]), "accuracy": jnp.mean(right)}
 
 
-def _tokens(model):
-    return jax.ShapeDtypeStruct((1, model.context), "int32")
-
-
-def _images(model):
-    return jax.ShapeDtypeStruct((1, model.size, model.size, model.channels), "float32")
-
-
 def _image(model):
-    pixels = jax.ShapeDtypeStruct(_images(model).shape[1:], "uint8")
+    pixels = jax.ShapeDtypeStruct((model.size, model.size, model.channels), "uint8")
     return {"images": pixels, "labels": jax.ShapeDtypeStruct((), "int32")}
 
 
 OBJECTIVES = {
     "next_token": Objective(
         data=Data,
-        models={GPTConfig: lambda model: GPT(model, causal=True)},
-        inputs=_tokens,
+        models={GPTConfig: GPT},
         row=lambda model: jax.ShapeDtypeStruct((model.context + 1,), "int32"),
         measure=_next_token,
         unit="byte",
@@ -120,8 +112,7 @@ OBJECTIVES = {
     # Understanding", 2019, section 3.1, task 1; bytes in place of word pieces.
     "masked": Objective(
         data=Data,
-        models={GPTConfig: lambda model: GPT(model, causal=False)},
-        inputs=_tokens,
+        models={GPTConfig: functools.partial(GPT, causal=False)},
         row=lambda model: jax.ShapeDtypeStruct((2, model.context), "int32"),
         measure=_masked_tokens,
         unit="byte",
@@ -131,7 +122,6 @@ OBJECTIVES = {
     "classify": Objective(
         data=Images,
         models={ResNetConfig: ResNet, ViTConfig: ViT, SwinConfig: Swin},
-        inputs=_images,
         row=_image,
         measure=_classes,
         unit="image",

@@ -1,13 +1,14 @@
-"""Residual convolutional networks for images, in Flax."""
+"""Residual convolutional networks for images, in Flax nnx."""
 
 import dataclasses
 import math
 from typing import Literal
 
-import flax.linen as nn
 import jax.numpy as jnp
+from flax import nnx
 
 from train import checks
+from train.models.modules import PathRngs
 
 _GROUPS, _LEAST = 32, 4  # groups of a normalization at most, and channels of each at least
 
@@ -46,7 +47,7 @@ class ResNetConfig:
     stacked = None  # as of `GPTConfig`: no parameter has an axis of layers
 
 
-class ResNet(nn.Module):
+class ResNet(nnx.Module):
     """Logits of a residual network of two-layer blocks, as ResNet-18 and ResNet-34.
 
     He et al., "Deep Residual Learning for Image Recognition", 2016. Deviation: normalization is
@@ -57,56 +58,64 @@ class ResNet(nn.Module):
     Call with images f32[batch, size, size, channels]; returns logits f32[batch, classes].
     """
 
-    config: ResNetConfig
+    def __init__(self, config: ResNetConfig, *, rngs: PathRngs):
+        c = self.config = config
+        size, stride = (7, 2) if c.stem == "pooled" else (3, 1)
+        self.stem = _conv(c.channels, c.width, size, stride, c.dtype, rngs.at("stem"))
+        self.norm = _norm(c.width, c.dtype, rngs.at("norm"))
+        inputs = c.width
+        for name, width in _blocks(c):
+            setattr(self, name, Block(inputs, width, c.dtype, rngs=rngs.at(name)))
+            inputs = width
+        init = nnx.initializers.normal(0.01)
+        self.head = nnx.Linear(inputs, c.classes, kernel_init=init, rngs=rngs.at("head"))
 
-    @nn.compact
     def __call__(self, images_BxHxWxC):
-        c = self.config
-        x = images_BxHxWxC.astype(c.dtype)
-        if c.stem == "pooled":
-            x = nn.relu(_norm(_conv(x, c.width, 7, 2, "stem"), "norm"))
-            x = nn.max_pool(x, (3, 3), (2, 2), ((1, 1), (1, 1)))
-        else:
-            x = nn.relu(_norm(_conv(x, c.width, 3, 1, "stem"), "norm"))
-        for stage, count in enumerate(c.blocks):
-            for index in range(count):
-                stride = 2 if stage and not index else 1
-                x = Block(c.width << stage, stride, name=f"stage_{stage}_block_{index}")(x)
-        x = jnp.mean(x, (1, 2), dtype=jnp.float32)
-        return nn.Dense(c.classes, kernel_init=nn.initializers.normal(0.01), name="head")(x)
+        x = nnx.relu(self.norm(self.stem(images_BxHxWxC.astype(self.config.dtype))))
+        if self.config.stem == "pooled":
+            x = nnx.max_pool(x, (3, 3), (2, 2), ((1, 1), (1, 1)))
+        for name, _ in _blocks(self.config):
+            x = getattr(self, name)(x)
+        return self.head(jnp.mean(x, (1, 2), dtype=jnp.float32))
 
 
-class Block(nn.Module):
-    """Two 3x3 convolutions, and what they are added to: the input, projected where it must be."""
+class Block(nnx.Module):
+    """Two 3x3 convolutions, and what they are added to: the input, projected where it is narrower.
 
-    width: int
-    stride: int = 1
+    A projection halves the image.
+    """
 
-    @nn.compact
+    def __init__(self, inputs: int, width: int, dtype: str, *, rngs: PathRngs):
+        self.projects = inputs < width
+        stride = 2 if self.projects else 1
+        self.conv_0 = _conv(inputs, width, 3, stride, dtype, rngs.at("conv_0"))
+        self.norm_0 = _norm(width, dtype, rngs.at("norm_0"))
+        self.conv_1 = _conv(width, width, 3, 1, dtype, rngs.at("conv_1"))
+        self.norm_1 = _norm(width, dtype, rngs.at("norm_1"))
+        if self.projects:
+            self.shortcut = _conv(inputs, width, 1, stride, dtype, rngs.at("shortcut"))
+            self.norm_shortcut = _norm(width, dtype, rngs.at("norm_shortcut"))
+
     def __call__(self, x):
-        h = nn.relu(_norm(_conv(x, self.width, 3, self.stride, "conv_0"), "norm_0"))
-        h = _norm(_conv(h, self.width, 3, 1, "conv_1"), "norm_1")
-        if x.shape != h.shape:
-            x = _norm(_conv(x, self.width, 1, self.stride, "shortcut"), "norm_shortcut")
-        return nn.relu(x + h)
+        h = self.norm_1(self.conv_1(nnx.relu(self.norm_0(self.conv_0(x)))))
+        return nnx.relu(h + (self.norm_shortcut(self.shortcut(x)) if self.projects else x))
 
 
-def _conv(x, width, size, stride, name):
+def _blocks(config: ResNetConfig) -> list[tuple[str, int]]:
+    """Name and width of each block."""
+    stages = enumerate(config.blocks)
+    names = [(stage, f"stage_{stage}_block_{i}") for stage, count in stages for i in range(count)]
+    return [(name, config.width << stage) for stage, name in names]
+
+
+def _conv(inputs: int, width: int, size: int, stride: int, dtype: str, rngs: PathRngs):
     """A convolution without bias, that a normalization would take off again."""
-    init = nn.initializers.variance_scaling(2.0, "fan_out", "normal")
-    return nn.Conv(
-        width,
-        (size, size),
-        (stride, stride),
-        padding=size // 2,
-        use_bias=False,
-        dtype=x.dtype,
-        kernel_init=init,
-        name=name,
-    )(x)
+    init = nnx.initializers.variance_scaling(2.0, "fan_out", "normal")
+    options = {"padding": size // 2, "use_bias": False, "dtype": dtype, "kernel_init": init}
+    return nnx.Conv(inputs, width, (size, size), (stride, stride), **options, rngs=rngs)
 
 
-def _norm(x, name):
+def _norm(width: int, dtype: str, rngs: PathRngs):
     # Fewer channels together lose how bright an image is: a single one has always the mean zero.
-    groups = math.gcd(_GROUPS, x.shape[-1] // _LEAST)
-    return nn.GroupNorm(groups, dtype=x.dtype, name=name)(x)
+    groups = math.gcd(_GROUPS, width // _LEAST)
+    return nnx.GroupNorm(width, groups, dtype=dtype, rngs=rngs)

@@ -1,16 +1,19 @@
-"""A vision transformer with attention in windows, which shift from block to block, in Flax."""
+"""A vision transformer with attention in windows, which shift from block to block, in Flax nnx."""
 
 import dataclasses
+import functools
 import math
+from collections.abc import Callable
 from typing import Literal
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from train import checks
-from train.models.gpt import scanned
+from train.models import modules
+from train.models.modules import PathRngs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +67,7 @@ class SwinConfig:
         return r"^stage_\d+/" if self.scan else None
 
 
-class Swin(nn.Module):
+class Swin(nnx.Module):
     """Logits of a transformer that sees patches in windows, and merges them from stage to stage.
 
     Liu et al., "Swin Transformer: Hierarchical Vision Transformer using Shifted Windows", 2021.
@@ -73,81 +76,104 @@ class Swin(nn.Module):
     Call with images f32[batch, size, size, channels]; returns logits f32[batch, classes].
     """
 
-    config: SwinConfig
+    def __init__(self, config: SwinConfig, *, rngs: PathRngs):
+        c = self.config = config
+        linear = functools.partial(nnx.Linear, kernel_init=_INIT)
+        norm = functools.partial(nnx.LayerNorm, dtype=c.dtype)
+        pixels = c.patch**2 * c.channels
+        self.embed = linear(pixels, c.width, dtype=c.dtype, rngs=rngs.at("embed"))
+        self.norm_embed = norm(c.width, rngs=rngs.at("norm_embed"))
+        for stage in range(len(c.blocks)):
+            width = c.width << stage
+            if stage:
+                name = f"norm_merge_{stage}"
+                setattr(self, name, norm(2 * width, rngs=rngs.at(name)))
+                of_merge = {"use_bias": False, "dtype": c.dtype, "rngs": rngs.at(f"merge_{stage}")}
+                setattr(self, f"merge_{stage}", linear(2 * width, width, **of_merge))
+            self._add_blocks(stage, rngs)
+        self.norm = norm(width, rngs=rngs.at("norm"))
+        self.head = linear(width, c.classes, rngs=rngs.at("head"))
 
-    @nn.compact
+    def _add_blocks(self, stage: int, rngs: PathRngs):
+        c, side = self.config, self.config.size // self.config.patch >> stage
+        window = min(c.window, side)
+        # A window that is the whole image has nowhere to go.
+        shift = window // 2 if window < side else 0
+        block = functools.partial(Block, c.width << stage, c.heads << stage, window, dtype=c.dtype)
+        for index, name in enumerate(_names(c, stage)):
+            if c.scan:
+                pair = functools.partial(Pair, block, shift)
+                pairs = [f"{name}_pair_{index}_" for index in range(c.blocks[stage] // 2)]
+                made = modules.stacked(pair, pairs, rngs)
+            else:
+                made = block(shift if index % 2 else 0, rngs=rngs.at(name))
+            setattr(self, name, made)
+
     def __call__(self, images_BxHxWxC):
         c = self.config
-        x = _dense(c.width, "embed")(_merged(images_BxHxWxC.astype(c.dtype), c.patch))
-        x = nn.LayerNorm(dtype=x.dtype, name="norm_embed")(x)
-        for stage, count in enumerate(c.blocks):
+        x = self.norm_embed(self.embed(_merged(images_BxHxWxC.astype(c.dtype), c.patch)))
+        for stage in range(len(c.blocks)):
             if stage:
-                x = nn.LayerNorm(dtype=x.dtype, name=f"norm_merge_{stage}")(_merged(x, 2))
-                x = _dense(c.width << stage, f"merge_{stage}", use_bias=False)(x)
-            window, name = min(c.window, x.shape[1]), f"stage_{stage}"
-            # A window that is the whole image has nowhere to go.
-            shift = window // 2 if window < x.shape[1] else 0
-            if c.scan:
-                x = scanned(Pair(c.heads << stage, window, shift, name=name), count // 2, x)
-                continue
-            for index in range(count):
-                name = f"stage_{stage}_block_{index}"
-                x = Block(c.heads << stage, window, shift if index % 2 else 0, name=name)(x)
-        x = nn.LayerNorm(dtype=x.dtype, name="norm")(x)
-        return _dense(c.classes, "head")(jnp.mean(x, (1, 2), dtype=jnp.float32))
+                x = getattr(self, f"norm_merge_{stage}")(_merged(x, 2))
+                x = getattr(self, f"merge_{stage}")(x)
+            for block in (getattr(self, name) for name in _names(c, stage)):
+                x = modules.run(block, x) if c.scan else block(x)
+        return self.head(jnp.mean(self.norm(x), (1, 2), dtype=jnp.float32))
 
 
-class Block(nn.Module):
+class Block(nnx.Module):
     """Self-attention in windows, shifted or not, then a four times wider perceptron."""
 
-    heads: int
-    window: int
-    shift: int
+    def __init__(
+        self, width: int, heads: int, window: int, shift: int, *, dtype: str, rngs: PathRngs
+    ):
+        self.heads, self.window, self.shift = heads, window, shift
+        linear = functools.partial(nnx.Linear, dtype=dtype, kernel_init=_INIT)
+        norm = functools.partial(nnx.LayerNorm, width, dtype=dtype)
+        self.norm_attention = norm(rngs=rngs.at("norm_attention"))
+        self.qkv = linear(width, 3 * width, rngs=rngs.at("qkv"))
+        self.position = nnx.Param(_INIT(rngs.params(), ((2 * window - 1) ** 2, heads)))
+        self.out = linear(width, width, rngs=rngs.at("out"))
+        self.norm_mlp = norm(rngs=rngs.at("norm_mlp"))
+        self.up = linear(width, 4 * width, rngs=rngs.at("up"))
+        self.down = linear(4 * width, width, rngs=rngs.at("down"))
 
-    @nn.compact
     def __call__(self, x_BxHxWxD):
-        x, (batch, side, _, width) = x_BxHxWxD, x_BxHxWxD.shape
-        h = nn.LayerNorm(dtype=x.dtype, name="norm_attention")(x)
-        h_NxTxD = _windows(jnp.roll(h, (-self.shift, -self.shift), (1, 2)), self.window)
-        qkv = jnp.split(_dense(3 * width, "qkv")(h_NxTxD), 3, axis=-1)
+        x, (batch, side, _, _) = x_BxHxWxD, x_BxHxWxD.shape
+        h = jnp.roll(self.norm_attention(x), (-self.shift, -self.shift), (1, 2))
+        h_NxTxD = _windows(h, self.window)
+        qkv = jnp.split(self.qkv(h_NxTxD), 3, axis=-1)
         q, k, v = (part.reshape(*h_NxTxD.shape[:2], self.heads, -1) for part in qkv)
-        table = self.param("position", _INIT, ((2 * self.window - 1) ** 2, self.heads))
+        table = self.position[...]
         bias_HxTxT = jnp.moveaxis(table[_offsets(self.window)], -1, 0).astype(x.dtype)
         mask = None
         if self.shift:
             mask = jnp.tile(_of_one_place(side, self.window, self.shift), (batch, 1, 1, 1))
         h_NxTxHxK = jax.nn.dot_product_attention(q, k, v, bias=bias_HxTxT[None], mask=mask)
-        h = _image(_dense(width, "out")(h_NxTxHxK.reshape(h_NxTxD.shape)), side)
+        h = _image(self.out(h_NxTxHxK.reshape(h_NxTxD.shape)), side)
         x += jnp.roll(h, (self.shift, self.shift), (1, 2))
-        h = nn.LayerNorm(dtype=x.dtype, name="norm_mlp")(x)
-        return x + _dense(width, "down")(nn.gelu(_dense(4 * width, "up")(h), approximate=False))
+        return x + self.down(nnx.gelu(self.up(self.norm_mlp(x)), approximate=False))
 
 
-class Pair(nn.Module):
+class Pair(nnx.Module):
     """A block whose windows are not shifted, and one whose are."""
 
-    heads: int
-    window: int
-    shift: int
+    def __init__(self, make: Callable[..., Block], shift: int, *, rngs: PathRngs):
+        self.block_0 = make(0, rngs=rngs.at("block_0"))
+        self.block_1 = make(shift, rngs=rngs.at("block_1"))
 
-    @nn.compact
     def __call__(self, x):
-        for index, shift in enumerate((0, self.shift)):
-            x = Block(self.heads, self.window, shift, name=f"block_{index}")(x)
-        return x
+        return self.block_1(self.block_0(x))
 
 
-_INIT = nn.initializers.truncated_normal(0.02)
+_INIT = nnx.initializers.truncated_normal(0.02)
 
 
-def _dense(features: int, name: str, use_bias: bool = True):
-    """A layer that computes in the type of what it is called with."""
-
-    def layer(x):
-        dense = nn.Dense(features, use_bias, dtype=x.dtype, kernel_init=_INIT, name=name)
-        return dense(x)
-
-    return layer
+def _names(config: SwinConfig, stage: int) -> list[str]:
+    """Of the blocks of a stage, or of all of them stacked."""
+    if config.scan:
+        return [f"stage_{stage}"]
+    return [f"stage_{stage}_block_{index}" for index in range(config.blocks[stage])]
 
 
 def _windows(x, window: int):

@@ -1,13 +1,14 @@
-"""A vision transformer in Flax: GPT's blocks over patches of an image."""
+"""A vision transformer in Flax nnx: GPT's blocks over patches of an image."""
 
 import dataclasses
 from typing import Literal
 
-import flax.linen as nn
 import jax.numpy as jnp
+from flax import nnx
 
 from train import checks
-from train.models.gpt import Block
+from train.models.gpt import INIT, Block
+from train.models.modules import PathRngs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +41,7 @@ class ViTConfig:
     stacked = None  # as of `GPTConfig`: no parameter has an axis of layers
 
 
-class ViT(nn.Module):
+class ViT(nnx.Module):
     """Logits of a transformer that sees an image as a row of patches.
 
     Dosovitskiy et al., "An Image is Worth 16x16 Words", 2021. Deviation: the class is read from
@@ -50,22 +51,28 @@ class ViT(nn.Module):
     Call with images f32[batch, size, size, channels]; returns logits f32[batch, classes].
     """
 
-    config: ViTConfig
+    def __init__(self, config: ViTConfig, *, rngs: PathRngs):
+        c = self.config = config
+        self.time, pixels = (c.size // c.patch) ** 2, c.patch**2 * c.channels
+        # The first layer's features are as large as its inputs, of size one, and not 0.02 of them.
+        self.embed = nnx.Linear(pixels, c.width, dtype=c.dtype, rngs=rngs.at("embed"))
+        self.position = nnx.Param(INIT(rngs.params(), (self.time, c.width)))
+        self.names = tuple(f"block_{index}" for index in range(c.layers))
+        for name in self.names:
+            setattr(self, name, Block(c, causal=False, rngs=rngs.at(name)))
+        self.norm = nnx.LayerNorm(c.width, dtype=c.dtype, rngs=rngs.at("norm"))
+        self.head = nnx.Linear(c.width, c.classes, kernel_init=INIT, rngs=rngs.at("head"))
 
-    @nn.compact
     def __call__(self, images_BxHxWxC):
-        c = self.config
-        side, time = c.size // c.patch, (c.size // c.patch) ** 2
+        c, time = self.config, self.time
+        side = c.size // c.patch
         patches = images_BxHxWxC.reshape(-1, side, c.patch, side, c.patch, c.channels)
         patches_NxP = patches.swapaxes(2, 3).reshape(-1, c.patch**2 * c.channels)
-        init = nn.initializers.normal(0.02)
-        # The first layer's features are as large as its inputs, of size one, and not 0.02 of them.
-        x_NxD = nn.Dense(c.width, dtype=c.dtype, name="embed")(patches_NxP.astype(c.dtype))
-        position = self.param("position", init, (time, c.width))
-        x_BxTxD = x_NxD.reshape(-1, time, c.width) + position.astype(c.dtype)[None]
+        x_NxD = self.embed(patches_NxP.astype(c.dtype))
+        x_BxTxD = x_NxD.reshape(-1, time, c.width) + self.position[...].astype(c.dtype)[None]
         x_NxD = x_BxTxD.reshape(-1, c.width)
-        for index in range(c.layers):
-            x_NxD = Block(c, causal=False, name=f"block_{index}")(x_NxD, time)
-        x_NxD = nn.LayerNorm(dtype=x_NxD.dtype, name="norm")(x_NxD)
+        for name in self.names:
+            x_NxD = getattr(self, name)(x_NxD, time)
+        x_NxD = self.norm(x_NxD)
         x_BxD = jnp.mean(x_NxD.reshape(-1, time, c.width), 1, dtype=jnp.float32)
-        return nn.Dense(c.classes, kernel_init=init, name="head")(x_BxD)
+        return self.head(x_BxD)

@@ -45,7 +45,7 @@ def _per_layer(config: Config, tx: optax.GradientTransformation) -> optax.Gradie
 
 def _functions(config: Config, tx: optax.GradientTransformation, mesh: Mesh) -> Functions:
     make = jaxcomp.overlapped_train_step if config.overlap else jaxcomp.train_step
-    loss_fn = build.loss_of(config, build.model_of(config))
+    loss_fn = build.loss_of(config)
     fast_axis = fast_axis_of(config)
     made = make(loss_fn, tx, mesh, AXIS_NAME, fast_axis=fast_axis, accumulate=config.accumulate)
     return Functions(

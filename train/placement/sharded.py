@@ -89,7 +89,8 @@ def _rounds(steps: int, fsdp: jaxcomp.QSDP, state: jaxcomp.QSDPState) -> dict[st
 def _functions(
     config: Config, fsdp: jaxcomp.QSDP, tx: optax.GradientTransformation, mesh: Mesh
 ) -> Functions:
-    loss_fn = build.loss_of(config, build.model_of(config).clone(layers=fsdp.layers))
+    layers = functools.partial(fsdp.layers, dtype=config.model.dtype)
+    loss_fn = build.loss_of(config, layers=layers)
 
     def sharded_loss(shards, batch):
         # Blocks, `params["block_0"]` and so on or, stacked, `params["blocks"]`, gather themselves.

@@ -182,7 +182,7 @@ def num_elements(config: Config) -> int:
 
 def gradient_timer(config: Config, mesh: Mesh) -> Callable[..., float]:
     """Makes what times the gradient of a run's replicas: `(repeats) -> seconds`."""
-    loss_fn = build.loss_of(config, build.model_of(config))
+    loss_fn = build.loss_of(config)
     shapes = build.param_shapes(config), build.batch_of(config, mesh)
     time = step_probe.gradient_timer(loss_fn, *shapes, mesh, mesh.axis_names, config.accumulate)
     return lambda repeats=REPEATS: time(repeats)

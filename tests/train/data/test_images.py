@@ -1,16 +1,17 @@
 """Images: what is read, what is held out, what a step sees, and that models learn from it."""
 
 import dataclasses
+import functools
 import gzip
 import hashlib
 import pickle
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from PIL import Image
 
 from tests.helpers import pictures
@@ -18,6 +19,7 @@ from train import loop
 from train.config import Config, Images, Optimizer
 from train.config import run as configs
 from train.data import examples, image_files, images
+from train.models.modules import PathRngs, split
 from train.models.objectives import OBJECTIVES
 from train.models.resnet import ResNet, ResNetConfig
 from train.models.swin import Block as SwinBlock
@@ -303,22 +305,25 @@ def test_pictures_are_cut_at_random_and_half_of_them_mirrored():
 # What learns from them.
 
 
+def made_of(model, config):
+    return model(config, rngs=PathRngs(0))
+
+
 def parameters(model, config):
-    image = jnp.zeros((1, config.size, config.size, config.channels))
-    shapes = jax.eval_shape(lambda: model.init(jax.random.key(0), image))
+    shapes = jax.eval_shape(lambda: split(made_of(model, config))[1])
     return sum(leaf.size for leaf in jax.tree.leaves(shapes))
 
 
 def test_sizes_are_those_of_the_papers():
     # As torchvision's resnet18 and resnet34 count, whose normalization has as many parameters.
-    assert parameters(ResNet(ResNetConfig()), ResNetConfig()) == 11_689_512
+    assert parameters(ResNet, ResNetConfig()) == 11_689_512
     larger = ResNetConfig(blocks=(3, 4, 6, 3))
-    assert parameters(ResNet(larger), larger) == 21_797_672
+    assert parameters(ResNet, larger) == 21_797_672
     # ViT-B/16 without its class token and that one's position, of 768 numbers each.
     base = ViTConfig(12, 768, 12, 16, 224, 3, 1000)
-    assert parameters(ViT(base), base) == 86_567_656 - 2 * 768
+    assert parameters(ViT, base) == 86_567_656 - 2 * 768
     # As torchvision's swin_b counts; "87.8 M".
-    assert parameters(Swin(SwinConfig()), SwinConfig()) == 87_768_224
+    assert parameters(Swin, SwinConfig()) == 87_768_224
 
 
 WINDOWS = SwinConfig((2, 2), 8, 2, window=2, patch=1, size=8, channels=1, classes=10)
@@ -327,7 +332,7 @@ WINDOWS = SwinConfig((2, 2), 8, 2, window=2, patch=1, size=8, channels=1, classe
 def test_scanned_pairs_are_those_of_the_loop_with_their_parameters_stacked():
     config = dataclasses.replace(WINDOWS, blocks=(4, 2))
     batch = jax.random.normal(jax.random.key(1), (3, 8, 8, 1))
-    looped = Swin(config).init(jax.random.key(0), batch)["params"]
+    by_loop, looped = split(made_of(Swin, config))
     scanned = {name: leaf for name, leaf in looped.items() if not name.startswith("stage")}
     for stage, count in enumerate(config.blocks):
         pairs = [
@@ -335,11 +340,9 @@ def test_scanned_pairs_are_those_of_the_loop_with_their_parameters_stacked():
             for first in range(0, count, 2)
         ]
         scanned[f"stage_{stage}"] = jax.tree.map(lambda *leaves: jnp.stack(leaves), *pairs)
-    by_scan = Swin(dataclasses.replace(config, scan=True))
-    like = jax.eval_shape(by_scan.init, jax.random.key(0), batch)["params"]
+    by_scan, like = split(made_of(Swin, dataclasses.replace(config, scan=True)))
     assert jax.tree.map(jnp.shape, scanned) == jax.tree.map(jnp.shape, like)
-    expected = Swin(config).apply({"params": looped}, batch)
-    found = by_scan.apply({"params": scanned}, batch)
+    expected, found = by_loop(looped, batch), by_scan(scanned, batch)
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
     with pytest.raises(ValueError, match="even number of blocks"):
         dataclasses.replace(config, blocks=(3, 2), scan=True)
@@ -351,9 +354,9 @@ def test_scanned_pairs_are_those_of_the_loop_with_their_parameters_stacked():
 )
 def test_an_image_is_judged_by_itself(model, config):
     batch = jax.random.normal(jax.random.key(1), (3, 8, 8, 1))
-    params = model(config).init(jax.random.key(0), batch)
-    whole = model(config).apply(params, batch)
-    alone = jnp.concatenate([model(config).apply(params, batch[i : i + 1]) for i in range(3)])
+    made = made_of(model, config)
+    whole = made(batch)
+    alone = jnp.concatenate([made(batch[i : i + 1]) for i in range(3)])
     assert whole.shape == (3, 10) and np.std(whole) > 1e-3
     # Other batches are multiplied in another order.
     np.testing.assert_allclose(whole, alone, rtol=0, atol=1e-6 * float(jnp.max(jnp.abs(whole))) * 8)
@@ -362,29 +365,25 @@ def test_an_image_is_judged_by_itself(model, config):
 def test_a_patch_keeps_the_pixels_of_its_place():
     config = ViTConfig(layers=1, width=4, heads=1, patch=2, size=4)
     image = np.zeros((1, 4, 4, 1), np.float32)
-    params = ViT(config).init(jax.random.key(0), image)["params"]
+    model, patches = made_of(ViT, config), []
     image[0, 2:, :2] = 1  # the lower left patch, the third
-    _, found = ViT(config).apply({"params": params}, image, capture_intermediates=True)
-    patches = found["intermediates"]["embed"]["__call__"][0]
-    blank = params["embed"]["bias"]
-    assert [bool(np.any(row != blank)) for row in np.asarray(patches)] == [0, 0, 1, 0]
+    embed = model.embed
+    model.embed = lambda pixels: patches.append(embed(pixels)) or patches[0]
+    model(image)
+    blank = np.asarray(embed.bias[...])
+    assert [bool(np.any(row != blank)) for row in np.asarray(patches[0])] == [0, 0, 1, 0]
 
 
 def reached(shifts):
     """Which patches of an image of 8x8 see its patch (1, 3), in windows of 4x4."""
-
-    class Blocks(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            for shift in shifts:
-                x = SwinBlock(heads=1, window=4, shift=shift)(x)
-            return x
-
+    make = functools.partial(
+        SwinBlock, width=4, heads=1, window=4, dtype="float32", rngs=PathRngs(0)
+    )
+    blocks = nnx.Sequential(*(make(shift=shift) for shift in shifts))
     image = jax.random.normal(jax.random.key(1), (1, 8, 8, 4))
-    params = Blocks().init(jax.random.key(0), image)
     # By a derivative, since what two blocks pass on at first is less than float32 rounds off.
     change = jnp.zeros_like(image).at[0, 1, 3].set(jnp.arange(4.0))
-    _, seen = jax.jvp(lambda image: Blocks().apply(params, image), (image,), (change,))
+    _, seen = jax.jvp(blocks, (image,), (change,))
     return np.any(np.asarray(seen[0]) != 0, -1)
 
 
@@ -439,13 +438,13 @@ def test_a_run_learns_digits(tmp_path):
 
 def test_a_vit_learns_a_batch_by_heart():
     made = images.read(Images("digits"), DIGITS)
-    batch, model = images.batch(made, 0, 0, 16), ViT(ViTConfig(layers=1, width=16, heads=2))
-    params = model.init(jax.random.key(0), np.zeros((1, 8, 8, 1), np.float32))["params"]
+    batch = images.batch(made, 0, 0, 16)
+    apply, params = split(made_of(ViT, ViTConfig(layers=1, width=16, heads=2)))
     tx = optax.adam(1e-2)
 
     def loss_fn(params):
         measure = OBJECTIVES["classify"].measure
-        return measure(lambda inputs: model.apply({"params": params}, inputs), batch)["loss"]
+        return measure(lambda inputs: apply(params, inputs), batch)["loss"]
 
     def step(carry, _):
         params, state = carry
