@@ -7,6 +7,7 @@ What has no counterpart is named in comments of that file; docs/from_deepspeed.m
 
 import argparse
 import json
+import math
 import pathlib
 import sys
 from typing import Any, NamedTuple
@@ -54,35 +55,38 @@ def translate(config: dict[str, Any], steps: int) -> Translation:
       steps: Of the whole run, which DeepSpeed's file does not say.
 
     Returns:
-      The fields to set, and a note for every key that is not among them, or means less here.
+      The fields to set, and a note for every key that is not among them, or means less here. Of
+      the file only numbers get into the fields, and names of keys, quoted, into the notes.
 
     Raises:
       ValueError: For an optimizer that is not one of `OPTIMIZERS`, a schedule that is not of the
-        learning rate's warm-up, ZeRO, batch sizes that contradict each other, or "auto".
+        learning rate's warm-up, ZeRO, batch sizes that contradict each other, "auto", or a value
+        that is no number where one is needed.
     """
     _check(config)
     config = {key: value for key, value in config.items() if value is not None}
     config.pop("zero_optimization", None)
     optimizer = config.pop("optimizer")
-    kind, params = optimizer["type"], dict(optimizer.get("params", {}))
-    scheduled, unused = _schedule(config.pop("scheduler", {}))
-    rate = scheduled.pop("rate", params.get("lr", 1e-3))  # as DeepSpeed: the schedule's wins
-    params.pop("lr", None)
-    decays = kind == "ZeroOneAdam" and params.get("weight_decay", 0.0) > 0
-    update = _update(kind, params)
-    if clipping := config.pop("gradient_clipping", 0.0):
+    kind, params = optimizer["type"], _object(optimizer, "params")
+    scheduled, unused = _schedule(_object(config, "scheduler"))
+    config.pop("scheduler", None)
+    own_rate = _number(params, "lr", 1e-3)
+    rate = scheduled.pop("rate", own_rate)  # as DeepSpeed: the schedule's wins
+    decay = _number(params, "weight_decay", 0.0)
+    update = _update(kind, params, decay)
+    if clipping := _number(config, "gradient_clipping", 0.0):
         update = f"chain(jaxcomp.clip_by_global_norm({clipping!r}), {update})"
     run, data = _sizes(config)
-    half = any(config.pop(name, {}).get("enabled") for name in ("bf16", "bfloat16"))
-    if config.get("fp16", {}).get("enabled"):
-        half = True
-    else:
+    half = any(_object(config, name).get("enabled") for name in ("bf16", "bfloat16", "fp16"))
+    if not _object(config, "fp16").get("enabled"):
         config.pop("fp16", None)
+    for name in ("bf16", "bfloat16"):
+        config.pop(name, None)
     if "steps_per_print" in config:
-        run["log_every"] = int(config.pop("steps_per_print"))
+        run["log_every"] = _whole(config, "steps_per_print", 1)
     left = {**config, **params, **unused}
-    notes = [f"{key}: {DROPPED.get(key, 'not known, left out')}" for key in sorted(left)]
-    if decays:
+    notes = [f"{_quoted(key)}: {DROPPED.get(key, 'not known, left out')}" for key in sorted(left)]
+    if kind == "ZeroOneAdam" and decay > 0:
         notes.append(
             "what weight_decay does by way of DeepSpeed's momentum, which multiplies it: see "
             "docs/methods/zero_one_adam.md"
@@ -102,31 +106,66 @@ def _check(config: Any) -> None:
         raise ValueError(f"the file holds {config!r:.40}; needs an object, as DeepSpeed's have.")
     if '"auto"' in json.dumps(config):
         raise ValueError('"auto" stands for what Hugging Face fills in; write the values.')
-    kind = (config.get("optimizer") or {}).get("type")
+    kind = _object(config, "optimizer").get("type")
     if kind not in OPTIMIZERS:
         raise ValueError(
-            f"optimizer.type is {kind!r}; needs one of {', '.join(OPTIMIZERS)}. OneBitLamb is "
+            f"optimizer.type is {kind!r:.40}; needs one of {', '.join(OPTIMIZERS)}. OneBitLamb is "
             "jaxcomp.one_bit_lamb, whose page has its keys; any other is optax's, behind "
             "jaxcomp.compressed_mean or as it is."
         )
-    if stage := (config.get("zero_optimization") or {}).get("stage", 0):
+    if stage := _object(config, "zero_optimization").get("stage", 0):
         raise ValueError(
-            f"zero_optimization.stage is {stage}; 1-bit optimizers keep whole parameters on every "
-            "replica, in DeepSpeed as here. Write stage 0."
+            f"zero_optimization.stage is {stage!r:.40}; 1-bit optimizers keep whole parameters on "
+            "every replica, in DeepSpeed as here. Write stage 0."
         )
 
 
-def _update(kind: str, params: dict[str, Any]) -> str:
+def _object(config: dict[str, Any], key: str) -> dict[str, Any]:
+    """A copy of the object of a key; an empty one where there is none."""
+    value = config.get(key)
+    if value is not None and not isinstance(value, dict):
+        raise ValueError(f"{_quoted(key)} is {value!r:.40}; needs an object.")
+    return dict(value or {})
+
+
+def _number(config: dict[str, Any], key: str, default: float) -> float:
+    """Takes a number out of an object, or `default`: nothing else may reach the file's code."""
+    value = config.pop(key, None)
+    value = default if value is None else value
+    # Of NaN no comparison holds.
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e300:
+        raise ValueError(f"{_quoted(key)} is {value!r:.40}; needs a finite number.")
+    return value
+
+
+def _whole(config: dict[str, Any], key: str, default: int) -> int:
+    """Takes a whole number out of an object, which may be written as 1e5."""
+    value = _number(config, key, default)
+    if value != math.floor(value):
+        raise ValueError(f"{_quoted(key)} is {value!r:.40}; needs a whole number.")
+    return int(value)
+
+
+def _quoted(key: str) -> str:
+    """A key as text of one line."""
+    return key if key.isidentifier() and key.isascii() else json.dumps(key)
+
+
+def _update(kind: str, params: dict[str, Any], decay: float) -> str:
     """The optimizer as an expression; takes out of `params` what it has used."""
-    b1, b2 = params.pop("betas", (0.9, 0.999))
-    common = f"b1={b1!r}, b2={b2!r}, eps={params.pop('eps', 1e-8)!r}, bias_correction=False"
-    common += f", weight_decay={params.pop('weight_decay', 0.0)!r}"
+    betas = params.pop("betas", None) or (0.9, 0.999)
+    if not isinstance(betas, list | tuple) or len(betas) != 2:
+        raise ValueError(f"betas is {betas!r:.40}; needs two numbers.")
+    b1, b2 = (_number({"betas": beta}, "betas", 0.9) for beta in betas)
+    common = f"b1={b1!r}, b2={b2!r}, eps={_number(params, 'eps', 1e-8)!r}, bias_correction=False"
+    common += f", weight_decay={decay!r}"
     if kind == "OneBitAdam":
-        freeze = params.pop("freeze_step", 100_000)
+        freeze = _whole(params, "freeze_step", 100_000)
         return f"one_bit_adam(learning_rate, axis_name, freeze_step={freeze}, {common})"
-    freeze = params.pop("var_freeze_step", 100_000)
-    kappa = params.pop("var_update_scaler", 16)
-    every, longest = params.pop("local_step_scaler", 32_678), params.pop("local_step_clipper", 16)
+    freeze = _whole(params, "var_freeze_step", 100_000)
+    kappa = _whole(params, "var_update_scaler", 16)
+    every = _whole(params, "local_step_scaler", 32_678)
+    longest = _whole(params, "local_step_clipper", 16)
     # Intervals double by counts of steps there: as if the rate halved then.
     halves = f"exponential_decay(1.0, {every}, 0.5, {freeze})"
     return (
@@ -138,25 +177,27 @@ def _update(kind: str, params: dict[str, Any]) -> str:
 
 def _schedule(scheduler: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Fields of Optimizer, `rate` among them if the schedule has one; and what it does not use."""
-    kind, params = scheduler.get("type"), dict(scheduler.get("params", {}))
+    kind, params = scheduler.get("type"), _object(scheduler, "params")
     if kind is None:
         return {"schedule": "constant"}, {}
     if kind not in ("WarmupLR", "WarmupDecayLR"):
         raise ValueError(
-            f"scheduler.type is {kind!r}; what is translated is WarmupLR and WarmupDecayLR. Leave "
-            "it out, and write optimizer.schedule by hand."
+            f"scheduler.type is {kind!r:.40}; what is translated is WarmupLR and WarmupDecayLR. "
+            "Leave it out, and write optimizer.schedule by hand."
         )
     decays = {"schedule": "linear", "final_fraction": 0.0}
-    rate = {"rate": params.pop("warmup_max_lr")} if "warmup_max_lr" in params else {}
+    rate = {"rate": _number(params, "warmup_max_lr", 1e-3)} if "warmup_max_lr" in params else {}
     form = decays if kind == "WarmupDecayLR" else {"schedule": "constant"}
-    return {"warmup_steps": params.pop("warmup_num_steps", 1000), **form, **rate}, params
+    return {"warmup_steps": _whole(params, "warmup_num_steps", 1000), **form, **rate}, params
 
 
 def _sizes(config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Fields of Config and Data; takes out of `config` what it has used."""
-    batch = config.pop("train_batch_size", None)
-    micro = config.pop("train_micro_batch_size_per_gpu", None)
-    accumulate = config.pop("gradient_accumulation_steps", 1)
+    batch = _whole(config, "train_batch_size", 0)
+    micro = _whole(config, "train_micro_batch_size_per_gpu", 0)
+    accumulate = _whole(config, "gradient_accumulation_steps", 1)
+    if min(batch, micro) < 0 or accumulate < 1:
+        raise ValueError("batch sizes and gradient_accumulation_steps need to be at least 1.")
     run = {"accumulate": accumulate}
     if batch and micro:
         if batch % (micro * accumulate):
@@ -167,7 +208,7 @@ def _sizes(config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         run["replicas"] = batch // (micro * accumulate)
     elif micro:
         config["train_micro_batch_size_per_gpu"] = micro  # for a note
-    return run, {} if batch is None else {"batch": batch}
+    return run, {"batch": batch} if batch else {}
 
 
 def to_python(found: Translation, name: str) -> str:
@@ -196,7 +237,11 @@ def main(args: list[str]) -> None:
     parser.add_argument("file", type=pathlib.Path, help="DeepSpeed's JSON")
     parser.add_argument("--steps", type=int, required=True, help="optimizer steps of the run")
     options = parser.parse_args(args)
-    found = translate(json.loads(options.file.read_text()), options.steps)
+    try:
+        config = json.loads(options.file.read_text())
+    except RecursionError as error:
+        raise ValueError(f"{options.file} nests too deeply to be a configuration.") from error
+    found = translate(config, options.steps)
     print(to_python(found, options.file.stem), end="")
 
 

@@ -10,6 +10,8 @@ import sys
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from train import deepspeed
 from train.config import expression
@@ -174,3 +176,67 @@ def test_the_command_prints_a_config_file(tmp_path):
     (tmp_path / "ds.json").write_text("{")
     done = subprocess.run([*command, "--steps", "100"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr.startswith("error: ")
+
+
+HOSTILE = "__import__('os').system('id')"
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.just(HOSTILE),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+PARAMS = [*ZERO_ONE["optimizer"]["params"], *ONE_BIT["optimizer"]["params"], "eps"]
+KEYS = [*ZERO_ONE, *ONE_BIT, "gradient_accumulation_steps", "bf16", "zero_optimization", HOSTILE]
+
+
+@settings(deadline=None, max_examples=200, derandomize=True)
+@given(
+    st.sampled_from(["ZeroOneAdam", "OneBitAdam"]),
+    st.dictionaries(st.sampled_from(PARAMS) | st.text(), JSON, max_size=4),
+    st.dictionaries(st.sampled_from(KEYS) | st.text(), JSON, max_size=4),
+)
+def test_no_json_makes_a_file_that_does_more_than_its_config(kind, params, more):
+    config = more | {"optimizer": {"type": kind, "params": params}}
+    try:
+        found = deepspeed.translate(json.loads(json.dumps(config)), 10)
+    except ValueError:
+        return
+    tree = ast.parse(deepspeed.to_python(found, "mine\nimport os"))
+    assert [type(node) for node in tree.body[1:]] == [
+        ast.ImportFrom,
+        ast.ImportFrom,
+        ast.FunctionDef,
+    ]
+    calls = [node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    assert sorted(calls) == ["Config", "Data", "GPTConfig", "Optimizer"]
+    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    assert names == {"Config", "Data", "GPTConfig", "Optimizer"}
+    expression.check(found.optimizer["update"], expression_names())
+
+
+def expression_names():
+    return dict.fromkeys(("learning_rate", "axis_name", "steps"))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("freeze_step", HOSTILE),
+        ("betas", [0.9, HOSTILE]),
+        ("betas", 0.9),
+        ("eps", float("nan")),
+        ("lr", 10**400),
+        ("weight_decay", True),
+        ("freeze_step", 2.5),
+    ],
+)
+def test_a_value_that_is_no_number_is_refused(key, value):
+    config = {"optimizer": {"type": "OneBitAdam", "params": {key: value}}}
+    with pytest.raises(ValueError, match=f"{key} is .*; needs"):
+        deepspeed.translate(config, 10)
+
+
+def test_a_key_stays_in_its_comment(tmp_path):
+    key = "x\nimport os; os.system('id')\n#"
+    found = deepspeed.translate({key: 1} | ONE_BIT, 100)
+    _, text = written(found, tmp_path)
+    assert "# left out: " + json.dumps(key) + ": not known" in text

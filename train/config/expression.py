@@ -10,6 +10,10 @@ import optax
 
 import jaxcomp
 
+MODULES = (optax, optax.contrib, jaxcomp, jaxcomp.schedules)
+"""All modules whose names an expression may use."""
+
+_DEEPEST = 50  # calls inside of each other
 _FORMS = (
     *(ast.Expression, ast.Call, ast.keyword, ast.Name, ast.Attribute, ast.Load),
     *(ast.Constant, ast.Tuple, ast.List, ast.UnaryOp, ast.USub),
@@ -19,8 +23,9 @@ _FORMS = (
 def evaluate(text: str, bindings: Mapping[str, Any]) -> Any:
     """Evaluates calls, names, numbers, strings, tuples and lists, and nothing else.
 
-    A name is looked up in `bindings`, then among jaxcomp's public names, then optax's;
-    `optax.contrib.muon` and the like reach further in. No other Python is run.
+    A name is looked up in `bindings`, then among jaxcomp's public names, then optax's. Names
+    inside are those of `MODULES`, as `optax.contrib.muon`. What these modules have from elsewhere,
+    other modules among it, is not there: a text from a stranger calls jaxcomp and optax alone.
 
     Args:
       text: One expression, as `chain(clip_by_global_norm(1.0), adamw(learning_rate))`.
@@ -61,11 +66,15 @@ def parse(text: str) -> ast.expr:
     """
     try:
         tree = ast.parse(text.strip(), mode="eval")
-    except SyntaxError as error:
+        depth = _depth(tree)
+    # Python's parser has its own words for what nests too deeply.
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ValueError(
-            f"{text!r} is not an expression ({error.msg}); write one call, as "
+            f"{text!r:.200} is not an expression ({error}); write one call, as "
             f"chain(clip_by_global_norm(1.0), adamw(learning_rate))."
         ) from error
+    if depth > _DEEPEST:
+        raise ValueError(f"{text!r:.200} nests {depth} deep; needs at most {_DEEPEST}.")
     for node in ast.walk(tree):
         unpacked = isinstance(node, ast.keyword) and node.arg is None
         if unpacked or not isinstance(node, _FORMS):
@@ -74,6 +83,14 @@ def parse(text: str) -> ast.expr:
                 f"{text!r} holds {part}; write only calls, names, numbers, strings and lists."
             )
     return tree.body
+
+
+def _depth(tree: ast.AST) -> int:
+    level, depth = [tree], 0
+    while level:
+        level = [child for node in level for child in ast.iter_child_nodes(node)]
+        depth += 1
+    return depth
 
 
 def _value(node: ast.expr, bindings: Mapping[str, Any]) -> Any:
@@ -113,14 +130,22 @@ def _negative(value: Any, text: str) -> Any:
     return -value
 
 
-def _public(module: ModuleType) -> list[str]:
-    return [name for name in dir(module) if not name.startswith("_")]
+def _public(module: ModuleType) -> dict[str, Any]:
+    """A module's own names: those of jaxcomp and optax, and of other modules only `MODULES`."""
+
+    def is_own(value):
+        if isinstance(value, ModuleType):
+            return value in MODULES
+        return str(getattr(value, "__module__", "")).split(".")[0] in ("jaxcomp", "optax")
+
+    names = {name: getattr(module, name) for name in dir(module) if not name.startswith("_")}
+    return {name: value for name, value in names.items() if is_own(value)}
 
 
 def _named(name: str, bindings: Mapping[str, Any]) -> Any:
     known = {"jaxcomp": jaxcomp, "optax": optax}
     for module in (optax, jaxcomp):
-        known |= {public: getattr(module, public) for public in _public(module)}
+        known |= _public(module)
     known |= bindings
     if name not in known:
         raise ValueError(f"{name!r} is not a name of jaxcomp or optax; {_nearest(name, known)}.")
@@ -130,9 +155,10 @@ def _named(name: str, bindings: Mapping[str, Any]) -> Any:
 def _attribute(owner: Any, name: str, text: str) -> Any:
     if not isinstance(owner, ModuleType):
         raise ValueError(f"{text!r}: only modules have names inside, as optax.contrib.")
-    if name not in _public(owner):
-        raise ValueError(f"{text!r} does not exist; {_nearest(name, _public(owner))}.")
-    return getattr(owner, name)
+    known = _public(owner)
+    if name not in known:
+        raise ValueError(f"{text!r} does not exist; {_nearest(name, known)}.")
+    return known[name]
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:
