@@ -12,6 +12,9 @@ EVERY_METHOD = {
     "local_steps": jaxcomp.local_steps(optax.adam(1e-2), "replica", every=2, error_decay=0.9),
     "one_bit_adam": jaxcomp.one_bit_adam(1e-2, "replica", freeze_step=1),
     "one_bit_lamb": jaxcomp.one_bit_lamb(1e-2, "replica", freeze_step=1),
+    "power_sgd": optax.chain(
+        jaxcomp.power_sgd(2, "replica", warmup_steps=1), optax.sgd(0.1, momentum=0.9)
+    ),
     "sharded_optimizer": jaxcomp.sharded_optimizer(optax.adam(1e-2), "replica"),
     "slamb": jaxcomp.slamb(1e-2, "replica", sync_every=1),
     "zero_one_adam": jaxcomp.zero_one_adam(1e-2, "replica"),

@@ -10,7 +10,7 @@ import pytest
 
 import jaxcomp
 from jaxcomp import schedules
-from tests.helpers import deepspeed_numpy, replay, replicas
+from tests.helpers import deepspeed_numpy, replay, replicas, traces
 from tests.helpers.replicas import everywhere, mesh_of, transform
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
@@ -22,7 +22,7 @@ random_tree = functools.partial(replicas.random_tree, shapes={"bias": (7,), "ker
 def test_numpy_takes_the_steps_of_the_authors_code(name):
     trace = np.load(GOLDEN / f"{name}.npz")
     found = deepspeed_numpy.trace_of(trace, 0.0)
-    wanted = replay.named(trace, "x")
+    wanted = traces.named(trace, "x")
     largest = max(np.abs(x).max() for x in wanted.values())
     for tensor, x in wanted.items():
         assert np.abs(found[f"x_{tensor}"] - x).max() < 1e-6 * largest

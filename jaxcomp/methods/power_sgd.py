@@ -1,0 +1,266 @@
+"""PowerSGD: the mean of gradients by factors of low rank, which are summed on the wire."""
+
+import functools
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from jaxcomp.compressors.base import Key
+from jaxcomp.compressors.packing import fold, uniform
+from jaxcomp.compressors.policies import policy_of
+from jaxcomp.exchange import averaging, wire
+from jaxcomp.methods import moments
+from jaxcomp.methods.common import counted, method, no_rounds, require
+from jaxcomp.replicas.finite import not_finite, poisoned, unless
+from jaxcomp.replicas.types import largest, to_varying, vary_like, varying_axes
+
+
+class PowerSGDState(NamedTuple):
+    """State of `power_sgd`; None in place of what belongs to leaves that travel exact."""
+
+    # i32[], updates so far
+    count: jax.Array  # type: ignore[assignment]
+    residual: Any  # f32 leaves of the parameters' shapes: what this replica has not sent yet
+    left: Any  # f32[m, rank] a matrix [m, n], equal on all replicas: the last mean M @ right
+    right: Any  # f32[n, rank], the last mean M.T @ left
+    # {"all", "warmup", "left_factor", "right_factor"}: i32[], how often each was sent
+    rounds: Any
+
+
+def power_sgd(
+    rank: int,
+    axis_name: str,
+    *,
+    warmup_steps: int = 100,
+    least: float = 2.0,
+    sides: Literal["alternating", "both"] = "alternating",
+    seed: int = 0,
+) -> optax.GradientTransformationExtraArgs:
+    """Averages updates over the replicas as products of two thin matrices, with error feedback.
+
+    Stands first in `optax.chain`, as `compressed_mean`. With M_i the update of replica i plus its
+    residual e_i, and Q the orthogonalized factor that the last step has left, one step is
+
+        P = mean_i M_i Q,  e_i <- M_i - (M_i Q) Q.T,  update = P Q.T,
+
+    and the next one does the same with P in place of Q and M_i.T in place of M_i. The factors are
+    float32 and travel in one all-reduce, with all leaves that are exact: bytes and time do not
+    grow with the number of replicas. Over any number of steps the updates that came out, plus the
+    mean of e_i, are the mean updates that went in.
+
+    Args:
+      rank: Columns of the factors, at least 1; 1 to 4 in the paper.
+      axis_name: Mesh axis to average over.
+      warmup_steps: First steps, whose updates travel exact.
+      least: A leaf [m, n] of fewer than `least * rank * (m + n)` elements travels exact, and so
+        does one with fewer than two axes. Of more axes n is the product of all but the first.
+      sides: "alternating" sends one factor a step, rank * (m + n) / 2 values in the mean; "both"
+        sends both in two all-reduces, the second made of the first.
+      seed: Of the first factors; equal on all replicas.
+
+    Returns:
+      A `GradientTransformationExtraArgs`; updates get the dtypes of `params` where these are given.
+      If any replica's update is not finite, all get NaN together and the state stays. It keeps one
+      float32 residual a parameter.
+
+    Raises:
+      ValueError: At construction for arguments out of range; at trace time for an unknown axis,
+        updates that are already reduced, or leaves that are not floating.
+
+    Examples:
+      >>> import jaxcomp
+      >>> import optax
+      >>> tx = optax.chain(jaxcomp.power_sgd(4, "replica"), optax.sgd(0.1, momentum=0.9))
+
+    References:
+      T. Vogels et al., `PowerSGD: Practical Low-Rank Gradient Compression for Distributed
+      Optimization <https://arxiv.org/abs/1905.13727>`_, NeurIPS 2019, algorithms 1 and 2, which is
+      "both"; the authors' later code alternates, and so does L. Zhang et al., `Evaluation and
+      Optimization of Gradient Compression for Distributed Deep Learning
+      <https://arxiv.org/abs/2306.08881>`_, 2023. Deviations: a factor's column of zeros, of a
+      gradient that was zero, is drawn anew; each factor is orthogonalized just before its use.
+    """
+    name = "power_sgd"
+    require(rank >= 1, name, "at least 1", "rank=4", rank=rank)
+    require(warmup_steps >= 0, name, "at least 0", "warmup_steps=100", warmup_steps=warmup_steps)
+    require(least > 0, name, "more than 0", "least=2.0", least=least)
+    known = sides in ("alternating", "both")
+    require(known, name, "a known form", "'alternating' or 'both'", sides=sides)
+    transport = averaging.Transport(policy_of(averaging.EXACT), wire.summed, axis_name, None, seed)
+    settings = _Settings(transport, rank, warmup_steps, least, sides)
+    init, update = (functools.partial(function, settings) for function in (_init, _update))
+    return method(name, axis_name, init, update, needs_params=False)
+
+
+class _Settings(NamedTuple):
+    transport: averaging.Transport
+    rank: int
+    warmup_steps: int
+    least: float
+    sides: str
+
+    def is_low_rank(self, leaf: Any) -> bool:
+        """Whether a leaf travels by its factors."""
+        if leaf.ndim < 2:
+            return False
+        rows, columns = leaf.shape[0], leaf.size // max(leaf.shape[0], 1)
+        return leaf.size > 0 and leaf.size >= self.least * self.rank * (rows + columns)
+
+
+def _init(settings, params):
+    leaves, treedef = jax.tree.flatten(params)
+    columns: tuple[list[Any], ...] = ([], [], [])
+    for i, leaf in enumerate(leaves):
+        dtype = moments.wide(leaf.dtype)  # refuses what is not floating
+        if not settings.is_low_rank(leaf):
+            row = (None, None, None)
+        else:
+            row = _nothing_sent(settings, leaf, i, dtype)
+        for column, value in zip(columns, row, strict=True):
+            column.append(value)
+    rounds = no_rounds("warmup", "left_factor", "right_factor")
+    residual, left, right = map(treedef.unflatten, columns)
+    return PowerSGDState(jnp.zeros([], jnp.int32), residual, left, right, rounds)
+
+
+def _nothing_sent(settings, leaf, number, dtype):
+    """The residual and both factors of a matrix before the first step."""
+    rows, columns = leaf.shape[0], leaf.size // leaf.shape[0]
+    key = Key(jnp.int32(0), jnp.uint32(settings.transport.seed))
+    noise = drawn(key, number, columns, settings.rank).astype(dtype)
+    left = jnp.zeros((rows, settings.rank), dtype)
+    residual = to_varying(moments.zeros(leaf), settings.transport.axis_name)
+    return residual, vary_like(left, leaf), vary_like(noise, leaf)
+
+
+def _update(settings, updates, state, params, **_):
+    leaves, treedef = jax.tree.flatten(updates)
+    columns = [treedef.flatten_up_to(tree) for tree in (state.residual, state.left, state.right)]
+    bad = not_finite(updates, settings.transport.axis_name).astype(jnp.float32)
+    is_warm, is_left = state.count < settings.warmup_steps, state.count % 2 == 0
+    form = jnp.where(is_warm, 0, jnp.where(is_left, 1, 2))
+    sides = [_left, _right] if settings.sides == "alternating" else [_both, _both]
+    if not any(map(settings.is_low_rank, leaves)):
+        sides = [_dense, _dense]
+    forms = [
+        functools.partial(function, settings, state.count, bad) for function in (_dense, *sides)
+    ]
+    mean, new, failed = lax.switch(form, forms, leaves, *columns)
+    skip = (largest(failed) > 0) | (not_finite(mean) > 0)
+    # optax's states have the parameters' dtypes, and an update of another would change theirs.
+    like = leaves if params is None else jax.tree.leaves(params)
+    mean = [m.astype(x.dtype) for m, x in zip(poisoned(skip, mean), like, strict=True)]
+    due = {"left_factor": is_left, "right_factor": ~is_left}
+    sent = {part: ~is_warm & (due[part] | (settings.sides == "both")) for part in due}
+    residual, left, right = map(treedef.unflatten, unless(skip, new, columns))
+    rounds = counted(state.rounds, all=True, warmup=is_warm, **sent)
+    count = optax.safe_increment(state.count)
+    return treedef.unflatten(mean), PowerSGDState(count, residual, left, right, rounds)
+
+
+def _dense(settings, count, bad, leaves, residuals, lefts, rights):
+    got = averaging.average(settings.transport, leaves, count, "warmup", flag=bad)
+    return got.mean, [residuals, lefts, rights], got.flag
+
+
+def _left(settings, count, bad, leaves, residuals, lefts, rights):
+    """The factor on the left, by the one on the right."""
+    exact = [None if settings.is_low_rank(x) else x for x in leaves]
+    mean, residuals, lefts, flag = _half(
+        settings, count, bad, leaves, residuals, rights, exact, "left_factor"
+    )
+    return mean, [residuals, lefts, rights], flag
+
+
+def _right(settings, count, bad, leaves, residuals, lefts, rights):
+    """The factor on the right, by the one on the left: of the transposed matrices, the same."""
+    exact = [None if settings.is_low_rank(x) else x for x in leaves]
+    mean, residuals, rights, flag = _half(
+        settings, count, bad, leaves, residuals, lefts, exact, "right_factor"
+    )
+    return mean, [residuals, lefts, rights], flag
+
+
+def _both(settings, count, bad, leaves, residuals, lefts, rights):
+    """The left factor, then by it the right one."""
+    exact, (_, lefts, _), flag = _left(settings, count, bad, leaves, residuals, lefts, rights)
+    nothing = [None] * len(leaves)
+    mean, residuals, rights, _ = _half(
+        settings, count, bad, leaves, residuals, lefts, nothing, "right_factor"
+    )
+    mean = [e if m is None else m for e, m in zip(exact, mean, strict=True)]
+    return mean, [residuals, lefts, rights], flag
+
+
+def _half(settings, count, bad, leaves, residuals, held, exact, part):
+    """One factor of each matrix by the other one: `(means, residuals, factors, f32[])`.
+
+    Matrices of equal shapes are batched. What is exact travels in the same message.
+    """
+    turned = _transposed if part == "right_factor" else lambda x: x
+    groups, matrices, others, own = _groups(settings, leaves), [], [], []
+    for number, group in enumerate(groups):
+        totals = [moments.widened(leaves[i]) + residuals[i] for i in group]
+        matrices.append(turned(jnp.stack([x.reshape(x.shape[0], -1) for x in totals])))
+        key = fold(Key(count, jnp.uint32(settings.transport.seed)), count, number)
+        others.append(orthogonal(jnp.stack([held[i] for i in group]), key))
+        own.append(_product(matrices[-1], others[-1]))
+    got = averaging.average(settings.transport, (own, exact), count, part, flag=bad)
+    factors, means = got.mean
+    means, left, new = list(means), [None] * len(leaves), [None] * len(leaves)
+    for group, matrix, other, sent, factor in zip(
+        groups, matrices, others, own, factors, strict=True
+    ):
+        mean = turned(_product(factor, _transposed(other)))
+        lost = turned(matrix - _product(sent, _transposed(other)))
+        for row, i in enumerate(group):
+            means[i], left[i] = (x[row].reshape(leaves[i].shape) for x in (mean, lost))
+            new[i] = factor[row]
+    return means, left, new, got.flag
+
+
+def _groups(settings, leaves):
+    """The places of matrices of equal shapes, dtypes and shards."""
+    groups: dict[Any, list[int]] = {}
+    for i, x in enumerate(leaves):
+        if settings.is_low_rank(x):
+            shape = x.shape[0], x.size // x.shape[0]
+            groups.setdefault((shape, moments.wide(x.dtype), varying_axes(x)), []).append(i)
+    return list(groups.values())
+
+
+def _product(a, b):
+    return jnp.matmul(a, b, precision=lax.Precision.HIGHEST)
+
+
+def _transposed(x):
+    return jnp.swapaxes(x, -1, -2)
+
+
+def drawn(key: Key, number: int, rows: int, columns: int) -> jax.Array:
+    """A matrix of noise in [-1/2, 1/2), equal on all replicas: f32[rows, columns]."""
+    return uniform(fold(key, number), (rows * columns,)).reshape(rows, columns) - 0.5
+
+
+def orthogonal(x: jax.Array, key: Key) -> jax.Array:
+    """Columns of norm 1, orthogonal to each other, that span those of `[k, n, rank]` in turn.
+
+    A column of zeros is drawn anew. By two passes of Gram and Schmidt: one leaves columns that
+    were nearly parallel at an angle.
+    """
+    is_zero = jnp.all(x == 0, axis=1, keepdims=True)
+    x = jnp.where(is_zero, drawn(key, 0, *x.shape[1:]).astype(x.dtype)[None], x)
+    place = lax.broadcasted_iota(jnp.int32, (1, 1, x.shape[2]), 2)
+
+    def step(turn, x):
+        number = turn % x.shape[2]
+        column = lax.dynamic_index_in_dim(x, number, 2)
+        norm = jnp.linalg.norm(column, axis=1, keepdims=True)
+        column = column / jnp.where(norm > 0, norm, 1)
+        rest = x - _product(column, _product(_transposed(column), x))
+        return jnp.where(place == number, column, jnp.where(place > number, rest, x))
+
+    return lax.fori_loop(0, 2 * x.shape[2], step, x)
