@@ -21,6 +21,7 @@ EVERY_METHOD = {
 }
 
 NUMBERS = {
+    "power_sgd": ("warmup", "left_factor", "right_factor"),
     "one_bit_adam": ("variance",),
     "one_bit_lamb": ("variance",),
     "slamb": ("momentum", "synchronize"),

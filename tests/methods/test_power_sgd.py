@@ -104,6 +104,8 @@ def test_columns_that_are_nearly_parallel_become_orthogonal():
     np.testing.assert_allclose(np.swapaxes(q, 1, 2) @ q, np.stack([np.eye(3)] * 2), atol=1e-5)
     span = q[1, :, :2] @ (q[1, :, :2].T @ x[1, :, :2])
     np.testing.assert_allclose(span, x[1, :, :2], atol=1e-5)
+    nothing = orthogonal(jnp.zeros((1, 30, 2)), Key(jnp.int32(0), jnp.uint32(1)))
+    assert np.all(np.abs(nothing) > 0)
 
 
 @pytest.mark.parametrize(
