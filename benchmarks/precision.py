@@ -43,8 +43,7 @@ WAYS = {
     "float16, masters, no loss scale": Way("float16", ("masters",)),
     "float16, masters, loss scale": Way("float16", ("masters", "scale")),
     "residual of 8 bits": Way("float32", ("residual",)),
-    "momentum of 16 bits": Way("float32", ("momentum 16",)),
-    "momentum of 8 bits": Way("float32", ("momentum 8",)),
+    "momentum of 16 bits": Way("float32", ("momentum",)),
 }
 
 
@@ -64,8 +63,8 @@ def transformation(name: str, way: Way, rate: optax.Schedule) -> optax.GradientT
             tx = jaxcomp.master_weights(tx)
         elif part == "scale":
             tx = jaxcomp.loss_scale(tx, "replica", growth_steps=200)
-        elif part.startswith("momentum"):
-            tx = jaxcomp.compact(tx, int(part.split()[1]), fields=(momentum,))
+        elif part == "momentum":
+            tx = jaxcomp.compact(tx, 16, fields=(momentum,))
         else:
             bits = 8 if part == "residual" else 16
             tx = jaxcomp.compact(tx, bits, fields=(part,))

@@ -32,8 +32,8 @@ def compact(
     to it. Everything else, `owner_residual` too, stays as `tx` has it.
 
     Moments may be kept so, too, but not second ones: 1 - b2 of a variance is less than half of
-    bfloat16's last bit, so that rounding to nearest would never let it shrink. In 8 bits a momentum
-    below 1/254 of the largest in its row is forgotten from step to step; 16 keep it.
+    bfloat16's last bit, so that rounding to nearest would never let it shrink. Nor in 8 bits: an
+    error of 1/254 of the largest in a row is divided by the root of each entry's own variance.
 
     Args:
       tx: A transformation with such fields in its state, as `compressed_mean`, `one_bit_adam`,
@@ -48,8 +48,8 @@ def compact(
       4 bytes a value, and 4 bytes less a row.
 
     Raises:
-      ValueError: If `bits` is another number, or `fields` names second moments, or a drift, which
-        steps read; at `init`, if a field has nothing to keep.
+      ValueError: If `bits` is another number, or 8 for more than the residual; if `fields` names
+        second moments, or a drift, which steps read; at `init`, if a field has nothing to keep.
 
     Examples:
       >>> import jaxcomp
@@ -62,6 +62,11 @@ def compact(
             f"compact got fields={tuple(fields)}, but {refused} must stay in float32: a variance "
             "in few bits never shrinks, and steps add a drift to parameters; write others, as "
             "fields=('residual', 'momentum')."
+        )
+    if bits == 8 and set(fields) != {"residual"}:
+        raise ValueError(
+            f"compact got bits=8 and fields={tuple(fields)}, but only a residual may be so coarse, "
+            "whose error is sent later; for moments and remainders write bits=16."
         )
     tx = optax.with_extra_args_support(tx)
     pack = functools.partial(_packed, frozenset(fields), bits)

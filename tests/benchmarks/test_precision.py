@@ -7,8 +7,7 @@ import pytest
 import jaxcomp
 from benchmarks import precision
 
-NARROW = {"residual": "int8", "momentum 8": "int8", "momentum 16": "bfloat16"}
-NARROW["remainder"] = "bfloat16"
+NARROW = {"residual": "int8", "momentum": "bfloat16", "remainder": "bfloat16"}
 
 
 @pytest.mark.parametrize("name", ["compressed_mean", "zero_one_adam"])
