@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -16,8 +16,9 @@ from jaxcomp.compressors.base import Compressor, Key, identity
 from jaxcomp.compressors.packing import fold
 from jaxcomp.compressors.policies import Policy
 from jaxcomp.exchange import buckets, wire
-from jaxcomp.exchange.journeys import Pace, at_once, completed
-from jaxcomp.replicas.types import num_replicas, to_varying, varying_axes
+from jaxcomp.exchange.journeys import Pace, alone, at_once, completed
+from jaxcomp.replicas.finite import not_finite, poisoned
+from jaxcomp.replicas.types import num_replicas, to_varying, varying_axes, zeros_of
 
 EXACT = identity()
 
@@ -32,6 +33,18 @@ class Transport(NamedTuple):
     seed: int  # of masks, shifts and stochastic rounding
 
 
+class Instead(NamedTuple):
+    """Another way of the buckets of a tree, while something holds.
+
+    Each bucket has a branch of its own: its message waits for what it sends, not for all leaves.
+    """
+
+    holds: jax.Array  # bool[], equal on all replicas
+    # For all codes but linear ones; None: nothing is sent, and the means are zeros.
+    code: Compressor | None = None
+    part: str = ""  # by which `jaxcomp.report` names what is sent then
+
+
 class Averaged(NamedTuple):
     """A tree after its exchange; trees have float32 leaves, or wider ones."""
 
@@ -39,7 +52,7 @@ class Averaged(NamedTuple):
     sent: Any  # what this replica's messages decode to: what is lost is the rest
     residual: Any  # as `nothing_sent` has it, for the next exchange; None without one
     owner_residual: tuple[jax.Array | None, ...]  # the same of what this owner passes on
-    flag: Any  # f32[], its mean over the replicas; None without one
+    failed: Any  # bool[], whether `bad` is known to hold on any replica; None without one
 
 
 class Label(NamedTuple):
@@ -73,8 +86,8 @@ def average(
     *,
     residual: Any = None,
     owner_residual: Any = None,
-    code: Compressor | None = None,
-    flag: jax.Array | None = None,
+    instead: Instead | None = None,
+    bad: jax.Array | None = None,
     pace: Pace = at_once,
 ) -> Averaged:
     """Averages a tree over the replicas: the one way through which all methods send.
@@ -89,46 +102,69 @@ def average(
       part: By which `jaxcomp.report` names what is sent; "" for what every step sends.
       residual: What this replica has not sent yet, which is sent along; None: nothing is kept.
       owner_residual: What this owner has not passed on yet; None: nothing.
-      code: Instead of the transport's codes, but for linear ones.
-      flag: f32[] of each replica, averaged along. It rides behind the first exact bucket, if
-        there is one, and costs no message.
+      instead: Another way, in a branch of each bucket, which no pace stops.
+      bad: bool[] of each replica, whether its tree fails. Then one bucket of it is NaN, and so is
+        a part of the mean on all replicas; the other buckets leave before this is known. That
+        bucket is an exact one if there is one: norms and biases of all layers are complete last
+        in any case.
       pace: What a step computes while the messages travel.
 
     Returns:
       The `Averaged`.
     """
     plan = plan_of(transport, tree)
-    plan = plan if code is None else _recoded(plan, code)
     if owner_residual is None:
         owner_residual = zero_owner_residual(plan, transport)
     total = tree if residual is None else _paired(_plus, residual, tree)
-    flat = buckets.flatten(plan, total)
-    carrier = _first_exact(plan)
-    if flag is not None and carrier is not None:
-        flat[carrier] = jnp.append(flat[carrier], flag.astype(flat[carrier].dtype))
-    shared = Key(count, jnp.uint32(transport.seed))
+    leaves = plan.treedef.flatten_up_to(total)
+    carrier = _carrier(plan)
 
-    def journey(key, bucket, x, residual):
-        way = _exchange_of(bucket, transport).journey
-        return way(x, residual, _code(bucket), key, transport.axis_name)
+    def journey(key, bucket, residual, code=None):
+        x = buckets.fill(bucket, leaves)
+        if bad is not None and bucket is plan.buckets[carrier]:
+            x = poisoned(bad, x)
+        way = _exchange_of(bucket, transport, code).journey
+        return way(x, residual, _code(bucket, code), key, transport.axis_name)
 
-    with jax.named_scope(f"jaxcomp.{part}") if part else contextlib.nullcontext():
-        means = completed(map_buckets(journey, plan, shared, flat, owner_residual), pace)
-    if flag is not None and carrier is not None:
-        of_bucket = means[carrier]
-        flag = of_bucket.mean[-1]
-        means[carrier] = wire.Mean(of_bucket.mean[:-1], of_bucket.sent[:-1], None)
-    elif flag is not None:
-        flag = lax.pmean(flag, transport.axis_name)
+    columns = plan, Key(count, jnp.uint32(transport.seed)), owner_residual
+    if instead is None:
+        with _named(part):
+            means = completed(map_buckets(journey, *columns), pace)
+    else:
+        means = map_buckets(functools.partial(_either, instead, part, journey), *columns)
     wide = [jnp.promote_types(dtype, jnp.float32) for dtype in plan.dtypes]
     means_of = buckets.unflatten(plan, [m.mean for m in means], wide)
     sent = buckets.unflatten(plan, [m.sent for m in means], wide)
     left = None if residual is None else _paired(_lost, residual, total, sent)
-    return Averaged(means_of, sent, left, tuple(m.owner_residual for m in means), flag)
+    failed = None if bad is None else not_finite([m.mean for m in means[carrier:][:1]]) > 0
+    return Averaged(means_of, sent, left, tuple(m.owner_residual for m in means), failed)
 
 
-def _first_exact(plan):
-    return next((i for i, bucket in enumerate(plan.buckets) if _code(bucket) == EXACT), None)
+def _carrier(plan):
+    """The number of the bucket whose mean tells that a tree fails."""
+    exact = (i for i, bucket in enumerate(plan.buckets) if _code(bucket) == EXACT)
+    return next(exact, len(plan.buckets) - 1)
+
+
+def _either(instead, part, journey, key, bucket, residual):
+    """One bucket's mean, by one of two ways."""
+
+    def along(part, code=None):
+        with _named(part):
+            return alone(journey(key, bucket, residual, code))
+
+    def nowhere():
+        like = jax.eval_shape(lambda: along(part))
+        return wire.Mean(zeros_of(like.mean), zeros_of(like.sent), residual)
+
+    other = functools.partial(along, instead.part, instead.code)
+    return lax.cond(
+        instead.holds, nowhere if instead.code is None else other, functools.partial(along, part)
+    )
+
+
+def _named(part: str):
+    return jax.named_scope(f"jaxcomp.{part}") if part else contextlib.nullcontext()
 
 
 def nothing_sent(transport: Transport, tree: Any) -> tuple[Any, Any]:
@@ -182,28 +218,20 @@ def map_buckets(function: Callable, plan: buckets.Plan, shared: Key, *columns: A
     return [function(fold(shared, shared.count, i), *row) for i, row in enumerate(rows)]
 
 
-def _recoded(plan: buckets.Plan, code: Compressor) -> buckets.Plan:
-    """The same buckets, to be sent by another code; not those that are summed on the wire."""
-
-    def recoded(bucket):
-        label = bucket.label._replace(compressor=code)
-        return bucket if _code(bucket).linear else bucket._replace(label=label)
-
-    return dataclasses.replace(plan, buckets=tuple(recoded(bucket) for bucket in plan.buckets))
-
-
 def _zeros(shape, dtype, label: Label, axis_name: str) -> jax.Array:
     """Zeros that vary over the replicas and over the axes that shard what they are kept for."""
     return to_varying(jnp.zeros(shape, dtype), (axis_name, *sorted(label.axes)))
 
 
-def _exchange_of(bucket: buckets.Bucket, transport: Transport) -> wire.Exchange:
+def _exchange_of(bucket: buckets.Bucket, transport: Transport, code=None) -> wire.Exchange:
     """Linear codes are summed on the wire."""
-    return wire.summed if _code(bucket).linear else transport.exchange
+    return wire.summed if _code(bucket, code).linear else transport.exchange
 
 
-def _code(bucket: buckets.Bucket) -> Compressor:
-    return bucket.label.compressor
+def _code(bucket: buckets.Bucket, code: Compressor | None = None) -> Compressor:
+    """The bucket's code, or another one in the place of one that is not linear."""
+    own = bucket.label.compressor
+    return own if code is None or own.linear else code
 
 
 def _paired(function: Callable, residual: Any, *trees: Any) -> Any:

@@ -160,10 +160,11 @@ def _bucket(label, segments, dtypes, num_replicas: int) -> Bucket:
 def flatten(plan: Plan, tree: Any) -> list[jax.Array]:
     """Copies the leaves of a tree of the plan's structure into its buckets, `f32[numel]` each."""
     leaves = plan.treedef.flatten_up_to(tree)
-    return [_fill(bucket, leaves) for bucket in plan.buckets]
+    return [fill(bucket, leaves) for bucket in plan.buckets]
 
 
-def _fill(bucket: Bucket, leaves) -> jax.Array:
+def fill(bucket: Bucket, leaves: list[jax.Array]) -> jax.Array:
+    """Copies the segments of one bucket out of the leaves of a tree, `f32[numel]`."""
     parts = [
         leaves[s.leaf].reshape(-1)[s.start : s.stop].astype(bucket.dtype) for s in bucket.segments
     ]

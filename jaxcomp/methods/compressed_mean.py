@@ -15,7 +15,6 @@ from jaxcomp.compressors.policies import policy_of
 from jaxcomp.exchange import averaging, buckets, wire
 from jaxcomp.methods.common import method
 from jaxcomp.replicas.finite import not_finite, poisoned, unless
-from jaxcomp.replicas.types import largest
 
 
 class CompressedMeanState(NamedTuple):
@@ -103,11 +102,11 @@ def _init(transport, error_feedback, params):
 
 def _update(transport, error_feedback, updates, state, params, **_):
     # All shards of a replica must agree, and an exact bucket of whole leaves must stay whole.
-    bad = not_finite(updates, transport.axis_name).astype(jnp.float32)
+    bad = not_finite(updates, transport.axis_name) > 0
     kept = averaging.feedback(state) if error_feedback else {}
-    got = averaging.average(transport, updates, state.count, "", flag=bad, **kept)
-    # A mean may be infinite where no gradient is: float16 scales end at 65,504.
-    skip = (largest(got.flag) > 0) | (not_finite(got.mean) > 0)
+    got = averaging.average(transport, updates, state.count, "", bad=bad, **kept)
+    # A mean may be infinite where no gradient is, too: float16 scales end at 65,504.
+    skip = not_finite(got.mean) > 0
     # optax's states have the parameters' dtypes, and an update of another would change theirs.
     like = updates if params is None else params
     mean = jax.tree.map(lambda m, x: m.astype(x.dtype), poisoned(skip, got.mean), like)

@@ -5,12 +5,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
 
 from jaxcomp.exchange import averaging
 from jaxcomp.methods import common
 from jaxcomp.methods.common import require, require_static
-from jaxcomp.replicas.finite import not_finite
+from jaxcomp.replicas.finite import not_finite, unless
 from jaxcomp.replicas.types import size_over_shards, sums_over_shards
 
 
@@ -39,10 +38,12 @@ class Adam(NamedTuple):
         """What a momentum of `count` steps is multiplied by."""
         return 1 / (1 - power(self.b1, count, like)) if self.bias_correction else 1.0
 
-    def root(self, variance: Any, weight: jax.Array, floor: float | None = None) -> Any:
+    def root(
+        self, variance: Any, weight: jax.Array, floor: float | None = None, others: Any = None
+    ) -> Any:
         """D, see `denominator`, of a variance of gradients of this weight: 1 - b2^n in Adam."""
         floor = self.variance_floor if floor is None else floor
-        return denominator(variance, self.eps, floor, weight if self.bias_correction else 1)
+        return denominator(variance, self.eps, floor, weight if self.bias_correction else 1, others)
 
     def weight(self, num_updates: jax.Array, like: Any) -> jax.Array:
         """The weight of as many gradients, at least one."""
@@ -179,6 +180,9 @@ def aged(b2: float, steps: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax
 def learned(grads, variance, b2: jax.Array, due: jax.Array, transport, count: jax.Array):
     """The variance after the mean gradient, where `due`: only then is anything sent.
 
+    A program that sends in some steps alone has a branch; here each bucket has one of its own, so
+    that what travels next can leave before the whole gradient is known.
+
     Args:
       grads: This replica's own.
       variance: Tree, equal on all replicas.
@@ -188,14 +192,36 @@ def learned(grads, variance, b2: jax.Array, due: jax.Array, transport, count: ja
       count: i32[], how often the variance was learned before; the source of masks and noise.
     """
 
-    def learn(variance):
-        mean = averaging.average(transport, grads, count, "variance").mean
-        return optax.tree_utils.tree_update_moment(mean, variance, b2, 2)
+    instead = averaging.Instead(~due)
+    mean = averaging.average(transport, grads, count, "variance", instead=instead).mean
+    new = optax.tree_utils.tree_update_moment(mean, variance, b2, 2)
+    return unless(~due, new, variance)
 
-    return lax.cond(due, learn, lambda variance: variance, variance)
+
+def root_of(adam: Adam, new: Any, old: Any, learns: jax.Array, fresh: bool) -> tuple[Any, Any]:
+    """D in a step that may learn the variance, and which leaves have none but eps: bool[] each.
+
+    No leaf waits for the gradients of the others: where one never had any, D is the mean of the
+    others' old variances. In the first step there are none; there the mean of a leaf's gradients
+    may be zero where they are not.
+
+    Args:
+      adam: The constants.
+      new: `(variance, weight)` after the step.
+      old: The same before it.
+      learns: bool[], whether the step has learned it.
+      fresh: Whether it is used at once. There is none to use before the first one.
+    """
+    is_first = old[1] == 0
+    variance, weight = unless(is_first | (learns & fresh), old, new)
+    guarded = is_first & learns & (adam.variance_floor > 0)
+    rootless = jax.tree.map(lambda v: guarded & (jnp.sum(v) == 0), variance)
+    return adam.root(variance, weight, others=old[0]), rootless
 
 
-def denominator(variance, eps: float, floor: float, weight: jax.typing.ArrayLike):
+def denominator(
+    variance, eps: float, floor: float, weight: jax.typing.ArrayLike, others: Any = None
+):
     """The root of the variance plus eps.
 
     Args:
@@ -205,16 +231,24 @@ def denominator(variance, eps: float, floor: float, weight: jax.typing.ArrayLike
         that never had a gradient gets the mean over all that had one instead: else its first
         one would be divided by `eps`.
       weight: f32[], of all gradients that it is of, for the bias correction; 1 for none.
+      others: Tree that this mean is of, as an older variance, so that no leaf waits for the
+        gradients of the others; by default `variance`. (Over axes that shard leaves, the sums of
+        all travel together.)
     """
     correction = 1 / weight
     leaves, treedef = jax.tree.flatten(variance)
     if floor and leaves:
-        totals = jnp.stack(sums_over_shards([jnp.sum(v) for v in leaves]))
-        sizes = jnp.array([max(1, size_over_shards(v)) for v in leaves], jnp.float32)
-        of_all = jnp.sum(totals) / jnp.maximum(1, jnp.sum(jnp.where(totals > 0, sizes, 0)))
-        least = jnp.where(totals > 0, floor * totals / sizes, of_all)
-        leaves = [jnp.maximum(v, low.astype(v.dtype)) for v, low in zip(leaves, least, strict=True)]
+        totals, sizes = _sums(variance), [max(1, size_over_shards(v)) for v in leaves]
+        seen = totals if others is None else _sums(others)
+        numel = sum(jnp.where(total > 0, n, 0.0) for total, n in zip(seen, sizes, strict=True))
+        of_all = sum(seen) / jnp.maximum(1, numel)
+        lows = [jnp.where(t > 0, floor * t / n, of_all) for t, n in zip(totals, sizes, strict=True)]
+        leaves = [jnp.maximum(v, low.astype(v.dtype)) for v, low in zip(leaves, lows, strict=True)]
     return treedef.unflatten([jnp.sqrt(v * correction) + eps for v in leaves])
+
+
+def _sums(tree: Any) -> list[jax.Array]:
+    return sums_over_shards([jnp.sum(leaf) for leaf in jax.tree.leaves(tree)])
 
 
 def trust_ratio(param_square, update_square, otherwise: float = 1.0) -> jax.Array:

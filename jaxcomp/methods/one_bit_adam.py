@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
 from optax.tree_utils import tree_update_moment
 
 from jaxcomp.compressors.base import Compressor
@@ -18,7 +17,7 @@ from jaxcomp.compressors.sign import sign
 from jaxcomp.exchange import averaging, wire
 from jaxcomp.methods import moments
 from jaxcomp.methods.common import counted, method, no_rounds
-from jaxcomp.replicas.finite import poisoned
+from jaxcomp.replicas.finite import poisoned, unless
 
 
 class OneBitAdamState(NamedTuple):
@@ -138,39 +137,33 @@ def _init(settings, params):
     )
 
 
-def _warm_up(settings, state, grads):
-    """A step of Adam: momentum, variance and its root, and the residuals as they were."""
-    adam, transport = settings.adam, averaging.exact(settings.transport)
-    mean = averaging.average(transport, grads, state.count, "variance").mean
-    momentum = tree_update_moment(mean, state.momentum, adam.b1, 1)
-    variance = tree_update_moment(mean, state.variance, adam.b2, 2)
-    root = adam.root(variance, adam.weight(state.rounds["variance"] + 1, variance), floor=0.0)
-    return momentum, variance, root, state.residual, state.owner_residual
-
-
-def _compressed(settings, state, grads):
-    """The same with a mean momentum of few bits, at the frozen variance."""
-    adam, kept = settings.adam, averaging.feedback(state)
-    root = adam.root(state.variance, adam.weight(state.rounds["variance"], state.variance))
-    local = tree_update_moment(grads, state.momentum, adam.b1, 1)
-    if settings.precondition:
-        local = jax.tree.map(jnp.divide, local, root)
-    got = averaging.average(settings.transport, local, state.count, "synchronize", **kept)
-    momentum = got.mean
-    if settings.precondition:
-        momentum = jax.tree.map(jnp.multiply, momentum, root)
-    return momentum, state.variance, root, got.residual, got.owner_residual
-
-
 def _update(settings, updates, state, params, **_):
-    adam = settings.adam
+    adam, learned = settings.adam, state.rounds["variance"]
     grads, bad = moments.gradients(updates, state.variance, settings.transport.axis_name)
     frozen = settings.freeze.holds(state)
-    ways = (functools.partial(way, settings) for way in (_compressed, _warm_up))
-    momentum, variance, root, residual, owner_residual = lax.cond(
-        frozen, *ways, state, poisoned(bad, grads)
+    unit = adam.root(state.variance, adam.weight(learned, state.variance))
+    local = tree_update_moment(grads, state.momentum, adam.b1, 1)
+    if settings.precondition:
+        local = jax.tree.map(jnp.divide, local, unit)
+    # Each bucket chooses by itself what it sends: none waits for the gradients of the others.
+    got = averaging.average(
+        settings.transport,
+        unless(frozen, grads, local),
+        state.count,
+        "synchronize",
+        instead=averaging.Instead(~frozen, averaging.EXACT, "variance"),
+        bad=bad > 0,
+        **averaging.feedback(state),
     )
-    rate, correction = adam.rate_of(state.count), adam.first_correction(state.count + 1, momentum)
+    mean = got.mean
+    compressed = jax.tree.map(jnp.multiply, mean, unit) if settings.precondition else mean
+    momentum = unless(frozen, tree_update_moment(mean, state.momentum, adam.b1, 1), compressed)
+    learnt = tree_update_moment(mean, state.variance, adam.b2, 2)
+    variance = unless(frozen, learnt, state.variance)
+    fresh = adam.root(variance, adam.weight(learned + 1, variance), floor=0.0)
+    root = unless(frozen, fresh, unit)
+    rate = poisoned(got.failed, adam.rate_of(state.count))
+    correction = adam.first_correction(state.count + 1, momentum)
     change = jax.tree.map(lambda m, d: -rate * correction * m / d, momentum, root)
     if adam.weight_decay:
         change = adam.decayed(change, rate, params)
@@ -179,8 +172,8 @@ def _update(settings, updates, state, params, **_):
         optax.safe_increment(state.count),
         momentum,
         variance,
-        residual,
-        owner_residual,
+        got.residual,
+        got.owner_residual,
         counted(state.rounds, all=True, synchronize=frozen, variance=~frozen),
         freezes,
         norms,

@@ -18,8 +18,8 @@ from jaxcomp.exchange import averaging, masks, wire
 from jaxcomp.methods import moments
 from jaxcomp.methods.common import counted, method, no_rounds, require
 from jaxcomp.methods.rescaling import Rescaling, steps
-from jaxcomp.replicas.finite import failing, unless
-from jaxcomp.replicas.types import largest, to_varying
+from jaxcomp.replicas.finite import any_of, failing, unless
+from jaxcomp.replicas.types import to_varying
 
 
 class SlambState(NamedTuple):
@@ -208,7 +208,7 @@ def _update(settings, updates, state, params, **_):
         unless(bad, momentum, state.momentum),
         unless(bad, variance, state.variance),
     )
-    is_bad = largest(jnp.array(jax.tree.leaves(bad), jnp.int32).max(), settings.meeting.axis_name)
+    is_bad = any_of(bad, settings.meeting.axis_name)
     treedef, stages = jax.tree.structure(params), settings.masked.stages
     masked = functools.partial(settings.masked.in_stage, params=params, count=count)
     momentum, where = masked(masks.mean_on_masks, jax.tree.leaves(momentum))

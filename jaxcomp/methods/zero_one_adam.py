@@ -20,7 +20,7 @@ from jaxcomp.compressors.sign import sign
 from jaxcomp.exchange import averaging, wire
 from jaxcomp.methods import moments
 from jaxcomp.methods.common import counted, method, no_rounds, require
-from jaxcomp.replicas.finite import unless
+from jaxcomp.replicas.finite import any_of, failing, unless
 from jaxcomp.replicas.types import to_varying, zeros_of
 
 
@@ -126,8 +126,9 @@ def zero_one_adam(
       A `GradientTransformationExtraArgs` whose updates move the consensus. It keeps four float32
       values a parameter (momentum, variance, drift, residual) and 1/R of one.
 
-      A replica whose gradient is not finite leaves it out, with its momentum and drift as they
-      were, and counts it in `skipped`; the others go on.
+      A replica whose gradient is not finite leaves it out in the leaves that fail, with their
+      momentum and drift as they were, and counts the step in `skipped`; the others go on. No
+      leaf's message waits for the gradient of another, if they meet in every step.
 
     Raises:
       ValueError: At construction for arguments out of range; in `init` for schedules whose first
@@ -197,12 +198,15 @@ def _init(settings, params):
 
 def _update(settings, updates, state, params, **_):
     adam, count = settings.adam, state.count
-    grads, bad = moments.gradients(updates, state.variance, settings.transport.axis_name)
-    grads = jax.tree.map(lambda g: jnp.where(bad, 0.0, g), grads)
+    grads = jax.tree.map(lambda g, v: g.astype(v.dtype), updates, state.variance)
+    # A variance learns from squares.
+    bad = failing(jax.tree.map(jnp.square, grads))
+    grads = jax.tree.map(lambda g, bad: jnp.where(bad, 0.0, g), grads, bad)
     learns, meets = settings.variance_at(count), settings.sync_at(count)
     is_warm = count < settings.warmup_steps
-    variance, weight, root = _learned(settings, state, grads, learns)
-    own = _own_step(adam, state, grads, bad, root)
+    variance, weight, root, rootless = _learned(settings, state, grads, learns)
+    still = jax.tree.map(jnp.logical_or, bad, rootless)
+    own = _own_step(adam, state, grads, still, root)
     if settings.sync_at is schedules.always:
         change, new = _together(settings, state, own, root)
     else:
@@ -216,33 +220,31 @@ def _update(settings, updates, state, params, **_):
         variance_steps=jnp.where(learns, count + 1, state.variance_steps),
         variance_weight=jnp.where(learns, weight, state.variance_weight),
         rounds=counted(state.rounds, all=meets, **sent),
-        skipped=state.skipped + bad,
+        skipped=state.skipped + any_of(bad, settings.transport.axis_name),
         **new,
     )
 
 
 def _learned(settings, state, grads, learns):
-    """The variance after this step, its weight if it has learned, and D of this step."""
+    """The variance after this step, its weight if it has learned, and its root; see `root_of`."""
     steps = state.count + 1 - state.variance_steps if settings.weigh_steps else jnp.int32(1)
     keeps, weight = moments.aged(settings.adam.b2, steps, state.variance_weight)
     of_learning = settings.learning, state.rounds["variance"]
     variance = moments.learned(grads, state.variance, keeps, learns, *of_learning)
-    # There is no variance to use before the first one.
-    at_once = (state.variance_weight == 0) | (learns & settings.fresh_variance)
     old = state.variance, state.variance_weight
-    used = jax.tree.map(functools.partial(jnp.where, at_once), (variance, weight), old)
-    return variance, weight, settings.adam.root(*used)
+    of_root = (variance, weight), old, learns, settings.fresh_variance
+    return variance, weight, *moments.root_of(settings.adam, *of_root)
 
 
-def _own_step(adam, state, grads, bad, root):
+def _own_step(adam, state, grads, still, root):
     """The state with this replica's momentum, drift and sum of rates after its step."""
     rate = adam.rate_of(state.count)
     if adam.bias_correction:
         rate = rate / (1 - moments.power(adam.b1, state.count + 1, state.momentum))
     moved = lambda m, g: adam.b1 * m + (1 - adam.b1) * g
-    momentum = unless(bad, jax.tree.map(moved, state.momentum, grads), state.momentum)
+    momentum = unless(still, jax.tree.map(moved, state.momentum, grads), state.momentum)
     drifted = lambda d, m, s: d - rate * m / s
-    drift = unless(bad, jax.tree.map(drifted, state.drift, momentum, root), state.drift)
+    drift = unless(still, jax.tree.map(drifted, state.drift, momentum, root), state.drift)
     return state._replace(momentum=momentum, drift=drift, rate_sum=state.rate_sum + rate)
 
 
@@ -277,11 +279,10 @@ def _averaged(settings, state, buffer):
     """The mean buffer with error feedback, in the warm-up by a code of its own."""
     rounds, kept = state.rounds["synchronize"] + state.rounds["warmup"], averaging.feedback(state)
     sent = settings.transport, buffer, rounds
-    few = lambda: averaging.average(*sent, "synchronize", **kept)
-    if not settings.warmup_steps:
-        return few()
-    many = lambda: averaging.average(*sent, "warmup", code=settings.warmup_compressor, **kept)
-    return lax.cond(state.count < settings.warmup_steps, many, few)
+    if settings.warmup_steps:
+        is_warm = state.count < settings.warmup_steps
+        kept["instead"] = averaging.Instead(is_warm, settings.warmup_compressor, "warmup")
+    return averaging.average(*sent, "synchronize", **kept)
 
 
 def _unit(settings, state, own, root):

@@ -2,11 +2,13 @@
 
 Each replica asks `not_finite` of its own gradient, over all its shards. Then there are two ways:
 
-- Replicas that keep equal parameters leave a step out together. The method makes the update NaN on
-  all of them (`poisoned`), and the step that gets such an update keeps parameters and state.
+- Replicas that keep equal parameters leave a step out together. One message of the one whose
+  gradient fails is NaN (`poisoned`), and so is the method's update on all of them; the step that
+  gets such an update keeps parameters and state. The other messages need not wait for this one.
 - Replicas with a drift go on. The one whose gradient fails stands still (`unless`), and counts
   that in its state's field `skipped`. Who sends a leaf before it has the next one's gradient, as
-  `slamb` does, asks each leaf by itself (`failing`), and stands still in those that fail.
+  `slamb` and `zero_one_adam` do, asks each leaf by itself (`failing`), and stands still in those
+  that fail.
 """
 
 from typing import Any
@@ -28,6 +30,11 @@ def finite(tree: Any) -> jax.Array:
 def failing(tree: Any) -> Any:
     """Of each leaf bool[], whether something in it, or in this device's part, is not finite."""
     return jax.tree.map(lambda x: ~jnp.all(jnp.isfinite(x)), tree)
+
+
+def any_of(bad: Any, *but: str) -> jax.Array:
+    """i32[], 1 if a leaf of a tree of bool[] holds; equal over all mesh axes `but` these."""
+    return largest(jnp.array(jax.tree.leaves(bad), jnp.int32).max(initial=0), *but)
 
 
 def not_finite(tree: Any, *but: str) -> jax.Array:

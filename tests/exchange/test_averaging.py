@@ -1,4 +1,4 @@
-"""The one way through which all methods send: means, what is kept, flags and parts."""
+"""The one way through which all methods send: means, what is kept, what fails, and parts."""
 
 import functools
 
@@ -25,11 +25,11 @@ def transport_of(code, exact="bias", **changes):
 
 
 def averager(transport, mesh, **options):
-    """Jits `(rows of trees, residuals, count, flags) -> Averaged`, all of it in rows."""
+    """Jits `(rows of trees, residuals, count, bad) -> Averaged`, all of it in rows."""
 
-    def own(tree, kept, count, flags):
-        tree, kept, flag = jax.tree.map(lambda x: x[0], (tree, kept, flags))
-        got = averaging.average(transport, tree, count, "part", flag=flag, **kept, **options)
+    def own(tree, kept, count, bad):
+        tree, kept, bad = jax.tree.map(lambda x: x[0], (tree, kept, bad))
+        got = averaging.average(transport, tree, count, "part", bad=bad, **kept, **options)
         return jax.tree.map(lambda x: averaging.to_varying(x, AXIS)[None], got)
 
     specs = P(AXIS), P(AXIS), P(), P(AXIS)
@@ -49,7 +49,7 @@ def test_without_a_code_it_is_numpys_mean_and_nothing_is_lost():
     mesh, values = mesh_of(2), random_tree(0, 2, shapes=SHAPES)
     transport = averaging.exact(transport_of(jaxcomp.sign()))
     got = averager(transport, mesh)(rows(mesh, values), {}, 0, None)
-    assert got.residual is None and got.flag is None and not jax.tree.leaves(got.owner_residual)
+    assert got.residual is None and got.failed is None and not jax.tree.leaves(got.owner_residual)
     for name, x in values.items():
         np.testing.assert_array_equal(got.mean[name], np.broadcast_to(x.mean(0), x.shape))
         np.testing.assert_array_equal(got.sent[name], x)
@@ -72,29 +72,45 @@ def test_with_both_residuals_the_means_add_up():
     assert np.abs(left).max() > 0.01 and np.abs(owned).max() > 0.01
 
 
-@pytest.mark.parametrize(("exact", "numbers"), [("bias", 6 + 1), ("none", 1)])
-def test_a_flag_rides_behind_what_travels_exact(exact, numbers):
+@pytest.mark.parametrize(("exact", "carrier"), [("bias", "bias"), ("none", "kernel")])
+def test_one_replica_that_fails_makes_one_bucket_of_the_mean_fail_for_all(exact, carrier):
     mesh, tree = mesh_of(2), rows(mesh_of(2), random_tree(0, 2, shapes=SHAPES))
-    flags, transport = rows(mesh, np.array([0.0, 1.0], "f4")), transport_of(jaxcomp.sign(), exact)
+    # The last of two buckets alike, or the exact one.
+    transport = transport_of(jaxcomp.sign(block=8), exact, bucket_numel=64)
     send = averager(transport, mesh)
-    plain, flagged = (send(tree, {}, 0, of) for of in (None, flags))
-    assert np.asarray(flagged.flag).tolist() == [0.5, 0.5]
-    for name in SHAPES:
-        np.testing.assert_array_equal(plain.mean[name], flagged.mean[name])
-        np.testing.assert_array_equal(plain.sent[name], flagged.sent[name])
-    sent = jaxcomp.report.collectives(send.lower(tree, {}, 0, flags).compile(), mesh)
-    sums = [row for row in sent if row.op == "all-reduce"]
-    assert [row.operand_bytes for row in sums] == [4 * numbers]
+    fine, bad = (rows(mesh, np.array([False, last])) for last in (False, True))
+    assert np.asarray(send(tree, {}, 0, fine).failed).tolist() == [False, False]
+    got = send(tree, {}, 0, bad)
+    assert np.asarray(got.failed).tolist() == [True, True]
+    failing = {name: np.isnan(np.asarray(x)).reshape(2, -1) for name, x in got.mean.items()}
+    assert [name for name, x in failing.items() if x.any()] == [carrier]
+    assert failing[carrier][:, -6:].all() and failing["kernel"][:, :58].sum() == 0
+    sent = jaxcomp.report.collectives(send.lower(tree, {}, 0, bad).compile(), mesh)
+    assert sum(row.operand_bytes for row in sent if row.op == "all-reduce") % 6 == 0
     assert {row.part for row in sent} <= {"part", ""} and "part" in {row.part for row in sent}
 
 
-def test_another_code_takes_the_place_of_lossy_ones_alone():
+@pytest.mark.parametrize("holds", [True, False])
+def test_another_code_takes_the_place_of_lossy_ones_alone(holds):
     mesh, values = mesh_of(2), random_tree(0, 2, shapes=SHAPES)
     transport = transport_of(jaxcomp.sign())
-    got = averager(transport, mesh, code=jaxcomp.quantize(8))(rows(mesh, values), {}, 0, None)
+    instead = averaging.Instead(jnp.bool_(holds), jaxcomp.quantize(8), "other")
+    send = averager(transport, mesh, instead=instead)
+    got = send(rows(mesh, values), {}, 0, None)
     np.testing.assert_array_equal(got.sent["bias"], values["bias"])
     lost = np.abs(np.asarray(got.sent["kernel"]) - values["kernel"])
-    assert 0 < lost.max() < 0.03  # a step of 1 bit would be as large as the values
+    # A step of 1 bit is as large as the values.
+    assert 0 < lost.max() < 0.03 if holds else lost.max() > 1
+
+
+def test_nothing_travels_and_all_is_kept_while_nothing_is_due():
+    mesh, transport = mesh_of(2), transport_of(jaxcomp.sign(block=16))
+    tree = rows(mesh, random_tree(0, 2, shapes=SHAPES))
+    kept = nothing_kept(transport, mesh, tree)
+    instead = averaging.Instead(jnp.bool_(True))
+    got = averager(transport, mesh, instead=instead)(tree, kept, 0, None)
+    assert not any(np.any(np.asarray(x)) for x in jax.tree.leaves((got.mean, got.sent)))
+    np.testing.assert_array_equal(got.residual["kernel"], tree["kernel"])
 
 
 def test_many_buckets_alike_draw_numbers_of_their_own():

@@ -83,7 +83,7 @@ def expected_bytes(compressor, num_replicas, exchange):
     others, total = num_replicas - 1, 0.0
     for code, _, _, numel in make_plan(PARAMS, label, num_replicas).buckets:
         if code == exact:
-            total += 2 * 4 * (numel + 1) * others / num_replicas  # one more: the flag
+            total += 2 * 4 * numel * others / num_replicas
         elif code.linear:
             leaves = jax.tree.leaves(payload_like(code, numel))  # summed as they are
             total += 2 * sum(x.size * x.dtype.itemsize for x in leaves) * others / num_replicas
@@ -244,8 +244,8 @@ def test_policies_send_each_leaf_by_its_own_compressor():
         if row.op != "all-to-all"
     }
     # Chunks of 128: 128 codes and a bfloat16; 16 bytes of signs and a float32, both to whole units
-    # of 16 bytes; and 256 floats and the flag.
-    assert messages == {("all-gather", 144), ("all-gather", 32), ("all-reduce", 4 * 257)}
+    # of 16 bytes; and 256 floats.
+    assert messages == {("all-gather", 144), ("all-gather", 32), ("all-reduce", 4 * 256)}
     grads = whole_gradients(2, 0, params)
     updates, state = update(rows(mesh, grads), state, replicated)
     np.testing.assert_array_equal(one_value(updates["head"]), grads["head"].mean(axis=0))

@@ -3,6 +3,7 @@
 import jax
 import numpy as np
 import optax
+import pytest
 
 import jaxcomp
 from tests.helpers.adam import GRADIENTS, PLAIN, RATE, SHAPES, random_tree, trained
@@ -59,3 +60,18 @@ def test_the_freeze_stands_in_the_state_of_the_step_before():
     tx = jaxcomp.one_bit_adam(RATE, "replica", freeze_step=2)
     history = trained(tx, GRADIENTS[:3])
     assert [bool(state.frozen) for _, state in history] == [False, False, True, True]
+
+
+@pytest.mark.parametrize("step", [0, 1])  # of the warm-up, and coded
+def test_a_gradient_that_is_not_finite_makes_all_skip_whatever_its_bucket_hides(step):
+    # A group's largest is sought with comparisons, which are false of NaN; 1e20 is finite, its
+    # square is not.
+    code, values = jaxcomp.group_top_1(8), (np.nan, 1e20)
+    tx = jaxcomp.one_bit_adam(
+        RATE, "replica", freeze_step=1, compressor=code, bucket_numel=400, weight_decay=0.1
+    )
+    for value in values:
+        bad = [random_tree(i, 2) for i in range(2)]
+        bad[step]["kernel"][1, 20, 0] = value
+        params, _ = trained(tx, bad, num_replicas=2)[step + 1]
+        assert all(np.all(np.isnan(np.asarray(x))) for x in params.values())

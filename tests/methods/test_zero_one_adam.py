@@ -216,6 +216,18 @@ def test_a_leaf_that_gets_its_gradient_late_takes_no_giant_step(name):
     assert moved["bias"].max() < 2 * RATE
 
 
+def test_gradients_that_cancel_in_the_first_step_are_not_divided_by_eps():
+    # No leaf's variance is known yet, and this one's mean gradient is zero.
+    first, second = (random_tree(seed, 2) for seed in (1, 2))
+    first["bias"] = np.stack([np.ones(7), -np.ones(7)]).astype("f4")
+    (start, _), (params, state), (after, _) = trained(
+        jaxcomp.zero_one_adam(RATE, "replica"), [first, second], num_replicas=2
+    )
+    for old, new in ((start, params), (params, after)):
+        assert np.abs(np.asarray(new["bias"]) - np.asarray(old["bias"])).max() < 4 * RATE
+    assert np.abs(np.asarray(state.residual["bias"])).max() < 16 * RATE
+
+
 @pytest.mark.parametrize("bad", [np.inf, np.nan, 1e20])  # the last has a square that is not finite
 @pytest.mark.parametrize("count", [1, 2, 3])  # apart, learning the variance too, apart
 def test_a_replica_whose_gradient_is_not_finite_stands_still(count, bad):
@@ -232,7 +244,8 @@ def test_a_replica_whose_gradient_is_not_finite_stands_still(count, bad):
         assert np.any(np.asarray(params["kernel"]) != np.asarray(before["kernel"]))
     else:
         np.testing.assert_array_equal(state.drift["kernel"][1], old.drift["kernel"][1])
-        np.testing.assert_array_equal(state.momentum["bias"][1], old.momentum["bias"][1])
+        np.testing.assert_array_equal(state.momentum["kernel"][1], old.momentum["kernel"][1])
+        assert np.any(np.asarray(state.momentum["bias"][1] != old.momentum["bias"][1]))
         assert np.any(np.asarray(state.drift["kernel"][0] != old.drift["kernel"][0]))
         np.testing.assert_array_equal(params["kernel"], before["kernel"])
 

@@ -1,0 +1,37 @@
+"""Whose gradients each message waits for: the first ones leave while others are computed."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxcomp
+from tests.helpers.dependence import messages
+from tests.helpers.replicas import mesh_of, transform
+
+NAMES = ["a", "b", "c", "d"]
+CUT = {"bucket_numel": 2048}  # one leaf a bucket
+METHODS = {
+    "mean": jaxcomp.compressed_mean(jaxcomp.quantize(4), "replica", **CUT),
+    "one_bit_adam": jaxcomp.one_bit_adam(1e-3, "replica", **CUT),
+    "zero_one_adam": jaxcomp.zero_one_adam(1e-3, "replica", **CUT),
+    "zero_one_adam, warm-up": jaxcomp.zero_one_adam(1e-3, "replica", warmup_steps=9, **CUT),
+    # Of its momenta a tenth travels.
+    "slamb": jaxcomp.slamb(1e-3, "replica", exact_numel=64, bucket_numel=205),
+}
+# These have a message that waits for all: the last bucket, which tells whether the gradient is
+# finite, or the drifts that travel now and then.
+LAST = ("mean", "one_bit_adam", "slamb")
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_message_waits_for_its_own_gradients_alone(name):
+    mesh, params = mesh_of(2), {leaf: jnp.zeros((32, 64)) for leaf in NAMES}
+    init, update = transform(METHODS[name], mesh, params)
+    grads = {leaf: jnp.zeros((2, 32, 64)) for leaf in NAMES}
+    found = messages(update, grads, jax.eval_shape(init, params), params)
+    waits = [{path for path in paths if path.startswith("[0]")} for _, paths in found]
+    own = [{f"[0]['{leaf}']"} for leaf in NAMES]
+    others = [paths for paths in waits if paths and paths not in own]
+    assert [leaf for leaf in own if leaf in waits] == own[: 3 if name in LAST[:2] else 4]
+    assert all(paths == set().union(*own) for paths in others)
+    assert bool(others) == (name in LAST)
