@@ -3,8 +3,9 @@
 Magnitudes are ordered as their bits are, read as integers. Each machine has the form that suits it;
 all mark the same entries. On a CPU a loop halves intervals that hold the threshold, at a fifth of
 the time of `jax.lax.top_k`. Elsewhere a loop of unknown length would wait for the host in each
-round. A GPU sorts short rows in one kernel, a TPU compares all their pairs; in long rows both find
-the threshold digit by digit.
+round. A GPU sorts rows that fit into its shared memory: one operation, of which XLA launches a
+kernel for rows of up to 2,048, three for 4,096. A TPU compares all pairs of short rows. In longer
+rows both find the threshold digit by digit.
 """
 
 from functools import partial
@@ -16,6 +17,7 @@ from jax import lax
 from jaxcomp.compressors.platforms import by_platform
 from jaxcomp.compressors.ranks import SHORT, UNSIGNED, ranks
 
+SORTED = 4096  # most entries of a row that a GPU sorts
 _DIGIT = 4  # bits of the threshold that a pass finds, by counting at 15 values
 
 
@@ -25,11 +27,11 @@ def mark_largest(x: jax.Array, k: int) -> jax.Array:
     Of equal ones the first are marked; NaN counts as larger than any number. k is from 1 to n.
     """
     size = lax.bitcast_convert_type(jnp.abs(x), UNSIGNED[x.dtype.itemsize])
-    is_short = x.shape[1] <= SHORT
+    n = x.shape[1]
     forms = {
         "cpu": by_halving,
-        "gpu": by_sorting if is_short else by_digits,
-        "default": by_comparing if is_short else by_digits,
+        "gpu": by_sorting if n <= SORTED else by_digits,
+        "default": by_comparing if n <= SHORT else by_digits,
     }
     return by_platform(size, **{name: partial(form, k=k) for name, form in forms.items()})
 
@@ -43,9 +45,12 @@ def by_comparing(size: jax.Array, k: int) -> jax.Array:
 
 
 def by_sorting(size: jax.Array, k: int) -> jax.Array:
-    """As `by_comparing`, by a threshold of rows that are sorted."""
-    # Not a stable one, for which XLA would sort their places along.
-    return _at_least(size, lax.sort(size, dimension=1, is_stable=False)[:, -k], k)
+    """As `by_comparing`, by the last one of the k first in order of size and place."""
+    place = lax.broadcasted_iota(jnp.uint16, size.shape, 1)
+    # The largest first; not a stable sort, for which XLA would sort places once more.
+    order = lax.sort((~size, place), dimension=1, is_stable=False, num_keys=2)
+    least, last = ~order[0][:, k - 1 : k], order[1][:, k - 1 : k]
+    return (size > least) | ((size == least) & (place <= last))
 
 
 def by_digits(size: jax.Array, k: int) -> jax.Array:

@@ -59,7 +59,7 @@ def ranks_by_words(marked: jax.Array) -> jax.Array:
     words = _words(marked)
     earlier = (np.uint32(1) << np.arange(_WORD, dtype=np.uint32)[None, None]) - np.uint32(1)
     within = lax.population_count(words[:, :, None] & earlier).astype(jnp.int32)
-    sums = _before(lax.population_count(words).astype(jnp.int32), _WORD)
+    sums = _before(lax.population_count(words).astype(jnp.int32), SHORT)
     return (within + sums[:, :, None]).reshape(rows, -1)[:, :n]
 
 
