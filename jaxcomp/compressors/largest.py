@@ -3,9 +3,8 @@
 Magnitudes are ordered as their bits are, read as integers. Each machine has the form that suits it;
 all mark the same entries. On a CPU a loop halves intervals that hold the threshold, at a fifth of
 the time of `jax.lax.top_k`. Elsewhere a loop of unknown length would wait for the host in each
-round. A GPU sorts rows that fit into its shared memory: one operation, of which XLA launches a
-kernel for rows of up to 2,048, three for 4,096. A TPU compares all pairs of short rows. In longer
-rows both find the threshold digit by digit.
+round. A GPU sorts rows of up to 4,096: one operation, of which XLA launches a kernel or a few. A
+TPU compares all pairs of short rows. In longer rows both find the threshold digit by digit.
 """
 
 from functools import partial
@@ -15,9 +14,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxcomp.compressors.platforms import by_platform
-from jaxcomp.compressors.ranks import SHORT, UNSIGNED, ranks
+from jaxcomp.compressors.ranks import SHORT, SORTED, UNSIGNED, ranks
 
-SORTED = 4096  # most entries of a row that a GPU sorts
 _DIGIT = 4  # bits of the threshold that a pass finds, by counting at 15 values
 
 

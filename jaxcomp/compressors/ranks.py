@@ -3,7 +3,8 @@
 Each machine has the form that suits it; all return the same bits. A CPU numbers the marked entries
 by a running sum, and moves them one by one. A GPU counts ones in words of 32 marks, so that each
 entry, or each place, finds by itself where to read. On a TPU single entries would move a tile each:
-there all places of a short row are compared with each other, in one fused sum.
+there all places of a short row are compared with each other, in one fused sum, and rows of up to
+4,096 are sorted.
 """
 
 from functools import partial
@@ -16,6 +17,7 @@ from jax import lax
 from jaxcomp.compressors.platforms import by_platform
 
 SHORT = 256  # most entries of a row whose places are all compared with each other
+SORTED = 4096  # most entries of a row that is sorted
 UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}
 _WORD = 32
 
@@ -27,18 +29,21 @@ def ranks(marked: jax.Array) -> jax.Array:
 
 def taken(x: jax.Array, marked: jax.Array, k: int) -> jax.Array:
     """Takes the k marked entries of each row, in their order: `[rows, n] -> [rows, k]`."""
-    is_short = x.shape[1] <= SHORT
+    n = x.shape[1]
+    long = taken_by_sorting if n <= SORTED else taken_by_moving
     forms = {
         "cpu": taken_in_turn,
-        "gpu": taken_by_words if is_short else taken_by_moving,
-        "default": taken_by_comparing if is_short else taken_by_moving,
+        "gpu": taken_by_words if n <= SHORT else taken_by_moving,
+        "default": taken_by_comparing if n <= SHORT else long,
     }
     return by_platform(x, marked, **{name: partial(form, k=k) for name, form in forms.items()})
 
 
 def put_back(values: jax.Array, marked: jax.Array) -> jax.Array:
     """Undoes `taken`, with zeros at the other entries: `[rows, k] -> [rows, n]`."""
-    other = put_back_by_comparing if marked.shape[1] <= SHORT else put_back_by_ranks
+    n = marked.shape[1]
+    long = put_back_by_sorting if n <= SORTED else put_back_by_ranks
+    other = put_back_by_comparing if n <= SHORT else long
     return by_platform(values, marked, cpu=put_back_in_turn, gpu=put_back_by_ranks, default=other)
 
 
@@ -130,6 +135,11 @@ def taken_by_comparing(x: jax.Array, marked: jax.Array, k: int) -> jax.Array:
     return _picked(x[:, None, :], place == lax.broadcasted_iota(jnp.int32, (1, k, 1), 1))
 
 
+def taken_by_sorting(x: jax.Array, marked: jax.Array, k: int) -> jax.Array:
+    """`taken`, of entries in order of their places, the marked ones first."""
+    return _sorted(_first_if(marked), x)[1][:, :k]
+
+
 # From values to all entries.
 
 
@@ -152,6 +162,23 @@ def put_back_by_comparing(values: jax.Array, marked: jax.Array) -> jax.Array:
     k = values.shape[1]
     place = jnp.where(marked, ranks(marked), k)[:, :, None]
     return _picked(values[:, None, :], place == lax.broadcasted_iota(jnp.int32, (1, 1, k), 2))
+
+
+def put_back_by_sorting(values: jax.Array, marked: jax.Array) -> jax.Array:
+    """`put_back`: finds the places of all entries, the marked ones first, and sorts by them."""
+    n, others = marked.shape[1], marked.shape[1] - values.shape[1]
+    place = lax.sort(_first_if(marked), dimension=1, is_stable=False) % n
+    return _sorted(place, jnp.pad(values, ((0, 0), (0, others))))[1]
+
+
+def _first_if(marked):
+    """The places of marked entries, and of all others behind them, `i32[rows, n]`."""
+    place = lax.broadcasted_iota(jnp.int32, marked.shape, 1)
+    return jnp.where(marked, place, place + marked.shape[1])
+
+
+def _sorted(key, x):
+    return lax.sort((key, x), dimension=1, is_stable=False, num_keys=1)
 
 
 def put_at_by_moving(values: jax.Array, places: jax.Array, n: int) -> jax.Array:

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
 
 from jaxcomp.exchange import averaging
 from jaxcomp.methods import common
@@ -216,7 +217,9 @@ def root_of(adam: Adam, new: Any, old: Any, learns: jax.Array, fresh: bool) -> t
     variance, weight = unless(is_first | (learns & fresh), old, new)
     guarded = is_first & learns & (adam.variance_floor > 0)
     rootless = jax.tree.map(lambda v: guarded & (jnp.sum(v) == 0), variance)
-    return adam.root(variance, weight, others=old[0]), rootless
+    # Without the barrier XLA sums old and new variances of a leaf in one kernel: all would wait.
+    others = jax.tree.map(lax.optimization_barrier, old[0])
+    return adam.root(variance, weight, others=others), rootless
 
 
 def denominator(

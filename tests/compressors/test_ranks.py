@@ -9,8 +9,13 @@ from jaxcomp.compressors import ranks
 SHAPES = [(1, 1, 1), (4096, 3, 2), (3, 7, 2), (5, 128, 26), (2, 130, 130), (3, 256, 9)]
 LONG = [(2, 300, 40), (1, 4096, 512), (2, 5000, 3)]
 SHORT_TAKEN = [ranks.taken_by_words, ranks.taken_by_comparing]
-TAKEN = [ranks.taken_in_turn, ranks.taken_by_moving, ranks.taken]
-PUT_BACK = [ranks.put_back_in_turn, ranks.put_back_by_ranks, ranks.put_back]
+TAKEN = [ranks.taken_in_turn, ranks.taken_by_moving, ranks.taken_by_sorting, ranks.taken]
+PUT_BACK = [
+    ranks.put_back_in_turn,
+    ranks.put_back_by_ranks,
+    ranks.put_back_by_sorting,
+    ranks.put_back,
+]
 
 
 def marks(rows, n, k):
