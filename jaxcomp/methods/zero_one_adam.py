@@ -199,14 +199,12 @@ def _init(settings, params):
 def _update(settings, updates, state, params, **_):
     adam, count = settings.adam, state.count
     grads = jax.tree.map(lambda g, v: g.astype(v.dtype), updates, state.variance)
-    # A variance learns from squares.
-    bad = failing(jax.tree.map(jnp.square, grads))
+    bad = failing(jax.tree.map(jnp.square, grads))  # a variance learns from squares
     grads = jax.tree.map(lambda g, bad: jnp.where(bad, 0.0, g), grads, bad)
     learns, meets = settings.variance_at(count), settings.sync_at(count)
     is_warm = count < settings.warmup_steps
     variance, weight, root, rootless = _learned(settings, state, grads, learns)
-    still = jax.tree.map(jnp.logical_or, bad, rootless)
-    own = _own_step(adam, state, grads, still, root)
+    own = _own_step(adam, state, grads, jax.tree.map(jnp.logical_or, bad, rootless), root)
     if settings.sync_at is schedules.always:
         change, new = _together(settings, state, own, root)
     else:
