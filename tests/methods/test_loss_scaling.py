@@ -5,8 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import jaxcomp
+from jaxcomp.replicas import protocol
 from tests.helpers.replicas import everywhere, mesh_of, one_value, rows, state_of
 
 TINY = 1e-9  # a gradient that float16 has no number for; times 2**15 it has
@@ -82,6 +84,19 @@ def test_a_bad_gradient_of_one_replica_halves_the_scale_of_all_and_changes_nothi
     assert not all(jax.tree.leaves(jax.tree.map(lambda x, y: np.array_equal(x, y), kept, later)))
 
 
+@pytest.mark.parametrize("options", [{"param_specs": P("fsdp")}, {"fast_axis": "fsdp"}])
+def test_all_devices_of_all_replicas_agree(options):
+    mesh = mesh_of(2, 2)
+    init, step = jaxcomp.train_step(loss_fn, scaled(mean_sgd()), mesh, "replica", **options)
+    params = everywhere(mesh, {"a": jnp.ones(4, jnp.float16)})
+    state = init(params)
+    for batch in (GOOD, BAD):
+        params, state, _ = step(params, state, rows(mesh, np.float32(batch)))
+    assert one_value(state.loss_scale) == 2.0**14 and one_value(state.overflows) == 1
+    moved = np.float32(params["a"]) + np.asarray(state_of(state, "remainder")["a"])
+    np.testing.assert_allclose(moved, 1 - 1e6 * TINY, rtol=1e-4)
+
+
 def test_the_scale_stays_in_its_bounds():
     _, states, _ = train(scaled(mean_sgd(), initial=1.5), [BAD, BAD])
     assert [float(state.loss_scale) for state in states] == [1.5, 1.0, 1.0]
@@ -95,6 +110,8 @@ def test_mistakes_are_told():
             scaled(mean_sgd(), **options)
     with pytest.raises(ValueError, match="2 loss scales.*write jaxcomp.loss_scale once"):
         train(scaled(scaled(mean_sgd())), [GOOD])
+    alone = scaled(optax.sgd(1.0)).init({"a": jnp.ones(4)})
+    assert protocol.exchanging(alone) == "loss_scale"  # by which qsdp_train_step refuses it
     mesh = mesh_of(2)
     tx = scaled(METHODS["cocktail_sgd"])
     init, step = jaxcomp.overlapped_train_step(loss_fn, tx, mesh, "replica")
