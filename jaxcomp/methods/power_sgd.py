@@ -15,7 +15,7 @@ from jaxcomp.exchange import averaging, wire
 from jaxcomp.methods import moments
 from jaxcomp.methods.common import counted, method, no_rounds, require
 from jaxcomp.replicas.finite import not_finite, poisoned, unless
-from jaxcomp.replicas.types import largest, to_varying, vary_like, varying_axes
+from jaxcomp.replicas.types import to_varying, vary_like, varying_axes
 
 
 class PowerSGDState(NamedTuple):
@@ -139,7 +139,7 @@ def _nothing_sent(settings, leaf, number, dtype):
 def _update(settings, updates, state, params, **_):
     leaves, treedef = jax.tree.flatten(updates)
     columns = [treedef.flatten_up_to(tree) for tree in (state.residual, state.left, state.right)]
-    bad = not_finite(updates, settings.transport.axis_name).astype(jnp.float32)
+    bad = not_finite(updates, settings.transport.axis_name) > 0
     is_warm, is_left = state.count < settings.warmup_steps, state.count % 2 == 0
     form = jnp.where(is_warm, 0, jnp.where(is_left, 1, 2))
     sides = [_left, _right] if settings.sides == "alternating" else [_both, _both]
@@ -149,7 +149,7 @@ def _update(settings, updates, state, params, **_):
         functools.partial(function, settings, state.count, bad) for function in (_dense, *sides)
     ]
     mean, new, failed = lax.switch(form, forms, leaves, *columns)
-    skip = (largest(failed) > 0) | (not_finite(mean) > 0)
+    skip = failed | (not_finite(mean) > 0)
     # optax's states have the parameters' dtypes, and an update of another would change theirs.
     like = leaves if params is None else jax.tree.leaves(params)
     mean = [m.astype(x.dtype) for m, x in zip(poisoned(skip, mean), like, strict=True)]
@@ -162,41 +162,41 @@ def _update(settings, updates, state, params, **_):
 
 
 def _dense(settings, count, bad, leaves, residuals, lefts, rights):
-    got = averaging.average(settings.transport, leaves, count, "warmup", flag=bad)
-    return got.mean, [residuals, lefts, rights], got.flag
+    got = averaging.average(settings.transport, leaves, count, "warmup", bad=bad)
+    return got.mean, [residuals, lefts, rights], got.failed
 
 
 def _left(settings, count, bad, leaves, residuals, lefts, rights):
     """The factor on the left, by the one on the right."""
     exact = [None if settings.is_low_rank(x) else x for x in leaves]
-    mean, residuals, lefts, flag = _half(
+    mean, residuals, lefts, failed = _half(
         settings, count, bad, leaves, residuals, rights, exact, "left_factor"
     )
-    return mean, [residuals, lefts, rights], flag
+    return mean, [residuals, lefts, rights], failed
 
 
 def _right(settings, count, bad, leaves, residuals, lefts, rights):
     """The factor on the right, by the one on the left: of the transposed matrices, the same."""
     exact = [None if settings.is_low_rank(x) else x for x in leaves]
-    mean, residuals, rights, flag = _half(
+    mean, residuals, rights, failed = _half(
         settings, count, bad, leaves, residuals, lefts, exact, "right_factor"
     )
-    return mean, [residuals, lefts, rights], flag
+    return mean, [residuals, lefts, rights], failed
 
 
 def _both(settings, count, bad, leaves, residuals, lefts, rights):
     """The left factor, then by it the right one."""
-    exact, (_, lefts, _), flag = _left(settings, count, bad, leaves, residuals, lefts, rights)
+    exact, (_, lefts, _), failed = _left(settings, count, bad, leaves, residuals, lefts, rights)
     nothing = [None] * len(leaves)
     mean, residuals, rights, _ = _half(
         settings, count, bad, leaves, residuals, lefts, nothing, "right_factor"
     )
     mean = [e if m is None else m for e, m in zip(exact, mean, strict=True)]
-    return mean, [residuals, lefts, rights], flag
+    return mean, [residuals, lefts, rights], failed
 
 
 def _half(settings, count, bad, leaves, residuals, held, exact, part):
-    """One factor of each matrix by the other one: `(means, residuals, factors, f32[])`.
+    """One factor of each matrix by the other one: `(means, residuals, factors, bool[])`.
 
     Matrices of equal shapes are batched. What is exact travels in the same message.
     """
@@ -208,7 +208,7 @@ def _half(settings, count, bad, leaves, residuals, held, exact, part):
         key = fold(Key(count, jnp.uint32(settings.transport.seed)), count, number)
         others.append(orthogonal(jnp.stack([held[i] for i in group]), key))
         own.append(_product(matrices[-1], others[-1]))
-    got = averaging.average(settings.transport, (own, exact), count, part, flag=bad)
+    got = averaging.average(settings.transport, (own, exact), count, part, bad=bad)
     factors, means = got.mean
     means, left, new = list(means), [None] * len(leaves), [None] * len(leaves)
     for group, matrix, other, sent, factor in zip(
@@ -219,7 +219,7 @@ def _half(settings, count, bad, leaves, residuals, held, exact, part):
         for row, i in enumerate(group):
             means[i], left[i] = (x[row].reshape(leaves[i].shape) for x in (mean, lost))
             new[i] = factor[row]
-    return means, left, new, got.flag
+    return means, left, new, got.failed
 
 
 def _groups(settings, leaves):
