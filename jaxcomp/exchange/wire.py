@@ -64,11 +64,17 @@ def _decode(compressor, message, shared, numel, dtype):
 
 def all_gather(message: jax.Array, axis_name: str) -> jax.Array:
     """Every replica's message, `u32[R, words]`, of a type that is equal on all replicas."""
-    # Tiled, so that what was coded is sent, and no view of it: behind one XLA:GPU finds no message
-    # to start, and sends when a whole gradient is done.
+    return _sent_to_all(message, axis_name).reshape(-1, *message.shape)
+
+
+def _sent_to_all(message, axis_name):
+    """The messages behind each other, `u32[R * words]`: what was coded travels, and no view of it.
+
+    XLA:GPU starts a message as soon as its operand is made, and ends it when its result is used.
+    A view between would be made when something else is done, or at once.
+    """
     kind = {"to": "invarying"} if is_tracked(axis_name) else {}
-    messages = lax.all_gather(message, axis_name, tiled=True, **kind)
-    return messages.reshape(-1, *message.shape)
+    return lax.all_gather(message, axis_name, tiled=True, **kind)
 
 
 def summed_journey(x, owner_residual, compressor: Compressor, shared: Key, axis_name: str):
@@ -98,7 +104,8 @@ def gathered_journey(x, owner_residual, compressor: Compressor, shared: Key, axi
         )
     message = _encode(compressor, x, shared, _private(shared, axis_name))
     decode = lambda message: _decode(compressor, message, shared, x.size, x.dtype)
-    messages = yield Hop(lambda message: all_gather(message, axis_name), message)
+    words = yield Hop(lambda message: _sent_to_all(message, axis_name), message)
+    messages = words.reshape(-1, message.size)
     return Mean(_mean_of_decoded(messages, decode), decode(message), owner_residual)
 
 
@@ -110,7 +117,8 @@ def from_senders_journey(x, owner_residual, compressor: Compressor, shared: Key,
     """
     message = _encode(compressor, x, shared, _private(shared, axis_name))
     decode = lambda message: _decode(compressor, message, shared, x.size, x.dtype)
-    messages = yield Hop(lambda message: all_gather(message, axis_name), message)
+    words = yield Hop(lambda message: _sent_to_all(message, axis_name), message)
+    messages = words.reshape(-1, message.size)
 
     def with_count(message):
         values = decode(message)
@@ -254,7 +262,8 @@ def gather(chunk, compressor: Compressor, shared: Key, axis_name: str):
 
 def _gather(chunk, compressor, shared, axis_name):
     message = encode_own(chunk, compressor, shared, axis_name)
-    messages = yield Hop(lambda message: all_gather(message, axis_name), message)
+    words = yield Hop(lambda message: _sent_to_all(message, axis_name), message)
+    messages = words.reshape(-1, message.size)
     full = decode_all(messages, compressor, shared, chunk.size, chunk.dtype)
     return full, _decode(compressor, message, shared, chunk.size, chunk.dtype)
 

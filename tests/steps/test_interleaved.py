@@ -74,15 +74,16 @@ def test_the_forward_pass_waits_for_the_first_message_and_the_backward_pass_for_
     assert found.count("optimization_barrier") >= 4
 
 
-def made_by(jaxpr, *collectives):
-    """The equations that make the messages of these collectives."""
+def around(jaxpr, *collectives):
+    """The equations that make the messages of these collectives, and those that use what comes."""
     made = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
+    used = {var: eqn for eqn in jaxpr.eqns for var in eqn.invars if not hasattr(var, "val")}
     for eqn in jaxpr.eqns:
         if eqn.primitive.name in collectives:
-            yield made[eqn.invars[0]]
+            yield made[eqn.invars[0]], used[eqn.outvars[0]]
         for value in eqn.params.values():
             if hasattr(inner := getattr(value, "jaxpr", value), "eqns"):
-                yield from made_by(inner, *collectives)
+                yield from around(inner, *collectives)
 
 
 def test_what_was_coded_is_sent_and_no_view_of_it_so_that_gpus_start_it_at_once():
@@ -91,10 +92,15 @@ def test_what_was_coded_is_sent_and_no_view_of_it_so_that_gpus_start_it_at_once(
     params = everywhere(mesh, PARAMS)
     batch = rows(mesh, np.zeros((8, 40), np.float32))
     jaxpr = step.trace(params, init(params), batch).jaxpr
-    makers = [*made_by(jaxpr.jaxpr, "all_to_all", "all_gather_invariant")]
+    pairs = around(jaxpr.jaxpr, "all_to_all", "all_gather_invariant")
+    makers, users = zip(*pairs, strict=True)
     # What leaves a barrier of several is taken out of it later, when something else is done.
     assert [maker.primitive.name for maker in makers] == ["optimization_barrier"] * 2
     assert [len(maker.invars) for maker in makers] == [1, 1]
+    # The other barrier stands behind the pass that runs meanwhile: a message ends no earlier. On
+    # JAX before 0.12 what is equal on all replicas goes around it, see `tied`.
+    behind = 2 if jax.__version_info__ >= (0, 12) else 1
+    assert [user.primitive.name for user in users][:behind] == ["optimization_barrier"] * behind
     gathers = re.findall(r"all_gather_invariant\[.*?\]", str(jaxpr), re.DOTALL)
     assert gathers and all("tiled=True" in gather for gather in gathers)
 
