@@ -114,7 +114,7 @@ def test_it_trains_where_parameters_are_sharded():
 
 KEPT = {
     "mu": lambda: optax.chain(compressed(), optax.adam(1e-2)),
-    "momentum": lambda: jaxcomp.zero_one_adam(1e-2, "replica"),
+    "momentum": lambda: jaxcomp.one_bit_adam(1e-2, "replica", freeze_step=1),
     "remainder": lambda: jaxcomp.master_weights(optax.chain(compressed(), optax.adam(1e-2))),
 }
 
@@ -130,7 +130,8 @@ def test_moments_and_masters_are_kept_in_fewer_bits(name):
     _, exact = history_of(KEPT[name](), params, into[:1], 2)[-1]
     for field in ("residual", name):
         kept, wanted = (state_of(s, field)["kernel"] for s in (first, exact))
-        assert kept.data.dtype == jnp.bfloat16 and np.any(wanted)
+        assert kept.data.dtype == jnp.bfloat16
+        assert np.any(wanted) or field == "residual"  # a warm-up leaves none
         np.testing.assert_array_equal(decode(kept), decode(encode(wanted, 16)))
     assert np.all(np.isfinite(np.float32(later["kernel"])))
     like = jax.eval_shape(transform(tx, mesh_of(4), params)[0], params)
@@ -138,7 +139,7 @@ def test_moments_and_masters_are_kept_in_fewer_bits(name):
 
 
 MOMENTUM = {"one_bit_adam": "momentum", "one_bit_lamb": "momentum", "slamb": "momentum"}
-MOMENTUM |= {"cocktail_sgd": "mu", "sharded_optimizer": "mu"}
+MOMENTUM |= {"cocktail_sgd": "mu", "sharded_optimizer": "mu", "zero_one_adam": "momentum"}
 
 
 @pytest.mark.parametrize("method", MOMENTUM)
