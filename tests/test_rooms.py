@@ -2,6 +2,7 @@
 
 import ast
 import pathlib
+import re
 
 import pytest
 
@@ -80,6 +81,15 @@ def test_a_module_has_its_tests_where_one_looks_for_them(path):
     tests = path.parent / f"test_{path.name}"
     assert (ROOT / "tests" / ELSEWHERE.get(str(path), tests)).is_file()
     assert str(path) not in ELSEWHERE or not (ROOT / "tests" / tests).exists()
+
+
+def test_one_module_alone_needs_flax():
+    importing = [
+        str(path.relative_to(ROOT / "jaxcomp"))
+        for path in (ROOT / "jaxcomp").rglob("*.py")
+        if re.search(r"^\s*(from|import) (flax|jaxcomp\.flax)\b", path.read_text(), re.MULTILINE)
+    ]
+    assert importing == ["flax.py"]
 
 
 def test_what_is_exported_hides_no_module():
