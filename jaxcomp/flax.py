@@ -42,8 +42,8 @@ def on_mesh(
       fast_axis: That of the devices of one replica.
 
     Returns:
-      The transformation. Its `update` raises a ValueError: gradients that Flax hands to it are
-      summed in float32 already.
+      The transformation. Its `update` raises a ValueError, since gradients that Flax hands to it
+      are summed in float32 already.
     """
     update = Update(per_replica(tx, axis_name), mesh, axis_name, param_specs, fast_axis)
     jitted = jax.jit(functools.partial(init_state, update))
