@@ -36,6 +36,8 @@ from jaxcomp.methods.cocktail_sgd import CocktailSGDState as CocktailSGDState
 from jaxcomp.methods.cocktail_sgd import cocktail_sgd as cocktail_sgd
 from jaxcomp.methods.compressed_mean import CompressedMeanState as CompressedMeanState
 from jaxcomp.methods.compressed_mean import compressed_mean as compressed_mean
+from jaxcomp.methods.demo import DemoState as DemoState
+from jaxcomp.methods.demo import demo as demo
 from jaxcomp.methods.local_presets import diloco as diloco
 from jaxcomp.methods.local_presets import muloco as muloco
 from jaxcomp.methods.local_presets import sparse_loco as sparse_loco

@@ -9,6 +9,7 @@ EVERY_METHOD = {
         jaxcomp.compressed_mean(jaxcomp.quantize(4, block=8), "replica"), optax.adam(1e-2)
     ),
     "cocktail_sgd": jaxcomp.cocktail_sgd(optax.adam(1e-2), "replica"),
+    "demo": jaxcomp.demo(1e-2, "replica", top=1, tile=4),
     "local_steps": jaxcomp.local_steps(optax.adam(1e-2), "replica", every=2, error_decay=0.9),
     "one_bit_adam": jaxcomp.one_bit_adam(1e-2, "replica", freeze_step=1),
     "one_bit_lamb": jaxcomp.one_bit_lamb(1e-2, "replica", freeze_step=1),

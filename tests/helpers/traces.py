@@ -137,6 +137,22 @@ def slamb(meta: dict, trace) -> Setting:
     return Setting(tx)
 
 
+def demo(meta: dict, trace) -> Setting:
+    """DeMo of its authors."""
+    import jaxcomp
+
+    config = meta["config"]
+    tx = jaxcomp.demo(
+        config["lr"],
+        "replica",
+        decay=config["compression_decay"],
+        top=config["compression_topk"],
+        tile=config["compression_chunk"],
+        weight_decay=config["weight_decay"],
+    )
+    return Setting(tx)
+
+
 def power_sgd(meta: dict, trace) -> Setting:
     """torch's PowerSGD hook, before SGD: both sides a step, from the factors of the trace."""
     import jaxcomp
@@ -200,6 +216,7 @@ def slices_of(trace, rows: np.ndarray) -> dict[str, np.ndarray]:
 
 SETTINGS = {
     "CocktailSGD": cocktail,
+    "DeMo": demo,
     "Lamb": lamb,
     "OneBitAdam": one_bit_adam,
     "OneBitLamb": one_bit_lamb,

@@ -1,0 +1,193 @@
+"""DeMo: the largest coefficients of each momentum's cosine transform travel, the rest waits."""
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+
+from jaxcomp.compressors.base import Compressor
+from jaxcomp.compressors.compose import compose
+from jaxcomp.compressors.policies import path_of
+from jaxcomp.compressors.sparse import top_k
+from jaxcomp.exchange import averaging, wire
+from jaxcomp.methods import moments
+from jaxcomp.methods.common import method, require
+from jaxcomp.replicas.finite import not_finite, poisoned, unless
+from jaxcomp.replicas.types import largest, to_varying
+
+
+class DemoState(NamedTuple):
+    """State of `demo`."""
+
+    # i32[], steps so far
+    count: jax.Array  # type: ignore[assignment]
+    residual: (
+        Any  # f32 leaves of the parameters' shapes: this replica's momentum, less what it sent
+    )
+
+
+def demo(
+    learning_rate: float | optax.Schedule,
+    axis_name: str,
+    *,
+    decay: float = 0.999,
+    top: int = 32,
+    tile: int = 64,
+    weight_decay: float = 0.0,
+    values: Compressor | None = None,
+    mean: wire.Exchange = wire.from_senders,
+    seed: int = 0,
+) -> optax.GradientTransformationExtraArgs:
+    """Signs of what the replicas' momenta have in common in few coefficients of cosines.
+
+    With m_i the momentum of replica i, D the orthonormal cosine transform of its tiles and T what
+    is largest in each of them, one step is
+
+        m_i <- decay m_i + rate g_i,  q_i = T(D m_i),  m_i <- m_i - D^-1 q_i,
+        params <- (1 - rate weight_decay) params - rate sign(D^-1 mean_i q_i).
+
+    What a replica has not sent stays in its momentum: there is no other residual. Parameters are
+    equal on all replicas. The sign makes all entries of a step equally long.
+
+    Args:
+      learning_rate: Constant, or a schedule of the steps.
+      axis_name: Mesh axis of the replicas.
+      decay: Of the momentum, at each step.
+      top: Coefficients of each tile that travel, at least 1; of a smaller tile at most all.
+      tile: Longest side of a tile; the sides are the largest divisors of a matrix' sides up to it.
+        Of a vector a tile is a run; of more axes all but the last are one.
+      weight_decay: Factor of the parameters, times the rate.
+      values: Code of the coefficients that travel; default: float32.
+      mean: `jaxcomp.from_senders`, as the authors' code, divides a coefficient by the replicas that
+        sent it; `jaxcomp.gathered` by all. The signs are others then.
+      seed: Of the code of the values.
+
+    Returns:
+      A `GradientTransformationExtraArgs` that keeps one float32 a parameter. A gradient that is not
+      finite makes the update NaN on all replicas and changes no state.
+
+    Raises:
+      ValueError: At construction for arguments out of range; at trace time without `params`, for an
+        unknown axis, gradients that are already reduced, or leaves that are not floating.
+
+    Examples:
+      >>> import jaxcomp
+      >>> tx = jaxcomp.demo(1e-3, "replica", weight_decay=0.1)
+
+    References:
+      B. Peng et al., `DeMo: Decoupled Momentum Optimization <https://arxiv.org/abs/2411.19870>`_,
+      2024, algorithm 1, and the form of its code: the rate in the momentum, the mean over senders.
+      Deviations: positions travel in the bits that a tile needs, where the code has 64; in
+      buckets after the first of a code, tiles whose size does not divide 1,310,720 are shifted.
+    """
+    name = "demo"
+    require(0 <= decay <= 1, name, "[0, 1]", "decay=0.999", decay=decay)
+    require(top >= 1, name, "at least 1", "top=32", top=top)
+    require(tile >= 2, name, "at least 2", "tile=64", tile=tile)
+    rate = learning_rate if callable(learning_rate) else optax.constant_schedule(learning_rate)
+    settings = _Settings(rate, decay, top, tile, weight_decay, values, mean, axis_name, seed)
+    init, update = (functools.partial(function, settings) for function in (_init, _update))
+    return method(name, axis_name, init, update)
+
+
+class _Settings(NamedTuple):
+    rate: optax.Schedule
+    decay: float
+    top: int
+    tile: int
+    weight_decay: float
+    values: Compressor | None
+    mean: wire.Exchange
+    axis_name: str
+    seed: int
+
+    def transport(self, sides: dict[str, tuple[int, int]]) -> averaging.Transport:
+        """How coefficients travel, whose tiles lie behind each other."""
+
+        def policy(path, leaf):
+            block = math.prod(sides[path])
+            sparse = top_k(min(self.top, block) / block, block=block)
+            return sparse if self.values is None else compose(sparse, self.values)
+
+        return averaging.Transport(policy, self.mean, self.axis_name, None, self.seed)
+
+    def sides(self, leaf: Any) -> tuple[int, int]:
+        """The sides of a leaf's tiles."""
+        divisor = lambda n: max(d for d in range(1, max(min(n, self.tile), 1) + 1) if n % d == 0)
+        rows, columns = _matrix(leaf.shape)
+        return divisor(rows), divisor(columns)
+
+
+def _init(settings, params):
+    residual = to_varying(jax.tree.map(moments.zeros, params), settings.axis_name)
+    return DemoState(jnp.zeros([], jnp.int32), residual)
+
+
+def _update(settings, updates, state, params, **_):
+    rate = jnp.asarray(settings.rate(state.count), jnp.float32)
+    moved = lambda m, g: settings.decay * m + rate * g.astype(m.dtype)
+    momentum = jax.tree.map(moved, state.residual, updates)
+    keyed, treedef = jax.tree_util.tree_flatten_with_path(momentum)
+    sides = {path_of(path): settings.sides(leaf) for path, leaf in keyed}
+    tiles = [_tiles(leaf, settings.sides(leaf)) for _, leaf in keyed]
+    there = [_turned(x, backwards=False) for x in tiles]
+    bad = not_finite(updates, settings.axis_name).astype(jnp.float32)
+    flat = treedef.unflatten([x.reshape(-1) for x in there])
+    got = averaging.average(settings.transport(sides), flat, state.count, "", flag=bad)
+    back = lambda tree: treedef.unflatten(
+        [
+            _whole(_turned(x.reshape(like.shape), backwards=True), leaf.shape)
+            for x, like, (_, leaf) in zip(jax.tree.leaves(tree), there, keyed, strict=True)
+        ]
+    )
+    skip = largest(got.flag) > 0
+    residual = jax.tree.map(jnp.subtract, momentum, back(got.sent))
+
+    def change(param, common):
+        decayed = settings.weight_decay * param.astype(common.dtype)
+        return -rate * (jnp.sign(common) + decayed)
+
+    new = poisoned(skip, jax.tree.map(change, params, back(got.mean)))
+    residual = unless(skip, residual, state.residual)
+    return new, DemoState(optax.safe_increment(state.count), residual)
+
+
+def _matrix(shape):
+    """The sides of a leaf as a matrix: a vector is one row."""
+    return math.prod(shape[:-1]), shape[-1] if shape else 1
+
+
+def _tiles(x, sides):
+    """Cuts a leaf into tiles: `[count, *sides]`."""
+    (rows, columns), (high, wide) = _matrix(x.shape), sides
+    cut = x.reshape(rows // high, high, columns // wide, wide)
+    return cut.transpose(0, 2, 1, 3).reshape(rows // high * (columns // wide), high, wide)
+
+
+def _whole(tiles, shape):
+    """Undoes `_tiles`."""
+    (rows, columns), (_, high, wide) = _matrix(shape), tiles.shape
+    cut = tiles.reshape(rows // high, columns // wide, high, wide)
+    return cut.transpose(0, 2, 1, 3).reshape(shape)
+
+
+def _turned(tiles, *, backwards):
+    """The cosine transform of each tile, or its inverse: two products with matrices."""
+    of_rows, of_columns = (cosines(n).astype(tiles.dtype) for n in tiles.shape[1:])
+    if not backwards:
+        of_rows, of_columns = of_rows.T, of_columns.T
+    product = functools.partial(jnp.einsum, precision=lax.Precision.HIGHEST)
+    return product("ai,kij,bj->kab", of_rows.T, tiles, of_columns.T)
+
+
+def cosines(n: int) -> np.ndarray:
+    """The orthonormal cosine transform (DCT-II) of n values: f64[n, n], a row a coefficient."""
+    number, place = np.arange(n)[:, None], np.arange(n)[None]
+    matrix = np.cos(np.pi * (2 * place + 1) * number / (2 * n)) * np.sqrt(2 / n)
+    matrix[0] /= np.sqrt(2)
+    return matrix

@@ -1,0 +1,89 @@
+"""DeMo: its authors' own steps, the transform, and what is sent."""
+
+import functools
+import pathlib
+
+import jax
+import numpy as np
+import pytest
+
+import jaxcomp
+from jaxcomp import report
+from jaxcomp.methods.demo import cosines
+from tests.helpers import replay, replicas
+from tests.helpers.replicas import history_of, mesh_of, one_value, rows, transform
+
+GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "demo.npz"
+SHAPES = {"bias": (6,), "kernel": (4, 8), "of_three": (2, 2, 4), "scale": ()}
+random_tree = functools.partial(replicas.random_tree, shapes=SHAPES)
+
+
+def test_replays_the_steps_of_its_authors():
+    errors = list(replay.errors(GOLDEN))
+    assert len(errors) == 20 and max(errors) < 1e-5
+
+
+@pytest.mark.parametrize("n", [1, 7, 64])
+def test_the_cosine_transform_is_orthonormal_and_its_first_coefficient_the_mean(n):
+    matrix = cosines(n)
+    np.testing.assert_allclose(matrix @ matrix.T, np.eye(n), atol=1e-12)
+    np.testing.assert_allclose(matrix @ np.ones(n), np.eye(n)[0] * np.sqrt(n), atol=1e-12)
+    wave = np.cos(np.pi * (np.arange(n) + 0.5) * (n // 2) / n)
+    assert np.argmax(np.abs(matrix @ wave)) == n // 2
+
+
+def test_with_all_coefficients_it_steps_by_the_sign_of_the_mean_gradient():
+    tx = jaxcomp.demo(0.5, "replica", top=64, tile=8, weight_decay=0.25)
+    start, grads = random_tree(0), [random_tree(1, 4), random_tree(2, 4)]
+    params, state = history_of(tx, start, grads, 4)[-1]
+    for name, x in start.items():
+        for grad in grads:
+            x = x * (1 - 0.5 * 0.25) - 0.5 * np.sign(grad[name].mean(axis=0))
+        np.testing.assert_allclose(one_value(params[name]), x, atol=1e-6)
+        np.testing.assert_allclose(state.residual[name], 0, atol=1e-6)
+
+
+def test_what_is_not_sent_stays_in_the_momentum():
+    """Of a tile's transform the largest coefficient leaves it, and the others decay."""
+    tx = jaxcomp.demo(1.0, "replica", top=1, tile=8, decay=0.5)
+    params = {"w": np.zeros((8, 8), np.float32)}
+    grads = [{"w": random_tree(t, 2, shapes={"w": (8, 8)})["w"]} for t in range(2)]
+    _, state = history_of(tx, params, grads, 2)[-1]
+    momentum, matrix = np.zeros((2, 8, 8)), cosines(8)
+    for grad in grads:
+        momentum = 0.5 * momentum + grad["w"]
+        there = matrix @ momentum @ matrix.T
+        for own in there.reshape(2, -1):
+            own[np.argmax(np.abs(own))] = 0
+        momentum = matrix.T @ there @ matrix
+    np.testing.assert_allclose(state.residual["w"], momentum, atol=1e-5)
+
+
+def test_a_message_holds_coefficients_and_their_places():
+    mesh, params = mesh_of(2), {"w": np.zeros((64, 128), np.float32)}
+    init, update = transform(jaxcomp.demo(1e-3, "replica"), mesh, params)
+    args = rows(mesh, {"w": np.zeros((2, 64, 128), np.float32)}), init(params), params
+    sent = report.sent_bytes(update.lower(*args).compile(), mesh, "replica")
+    assert 0 <= sent - 2 * 32 * (32 + 12) / 8 <= 16
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing_on_any_replica():
+    mesh, params, grads = mesh_of(2), random_tree(0), random_tree(1, 2)
+    init, update = transform(jaxcomp.demo(1e-3, "replica", tile=4), mesh, params)
+    grads["bias"][1, 0] = np.nan
+    updates, state = update(rows(mesh, grads), init(params), params)
+    assert all(np.all(np.isnan(one_value(x))) for x in jax.tree.leaves(updates))
+    assert not any(np.any(x) for x in jax.tree.leaves(state.residual))
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"decay": 1.5}, r"decay=1.5; needs \[0, 1\]"),
+        ({"top": 0}, "top=0; needs at least 1"),
+        ({"tile": 1}, "tile=1; needs at least 2"),
+    ],
+)
+def test_mistakes_are_told(options, text):
+    with pytest.raises(ValueError, match=text):
+        jaxcomp.demo(1e-3, "replica", **options)
