@@ -1,5 +1,7 @@
 """DeMo: the largest coefficients of each momentum's cosine transform travel, the rest waits."""
 
+from __future__ import annotations
+
 import functools
 import math
 from typing import Any, NamedTuple
