@@ -20,7 +20,7 @@ from jaxcomp.exchange import averaging, wire
 from jaxcomp.methods import moments
 from jaxcomp.methods.common import method, require
 from jaxcomp.replicas.finite import not_finite, poisoned, unless
-from jaxcomp.replicas.types import largest, to_varying
+from jaxcomp.replicas.types import to_varying
 
 
 class DemoState(NamedTuple):
@@ -138,24 +138,23 @@ def _update(settings, updates, state, params, **_):
     sides = {path_of(path): settings.sides(leaf) for path, leaf in keyed}
     tiles = [_tiles(leaf, settings.sides(leaf)) for _, leaf in keyed]
     there = [_turned(x, backwards=False) for x in tiles]
-    bad = not_finite(updates, settings.axis_name).astype(jnp.float32)
+    bad = not_finite(updates, settings.axis_name) > 0
     flat = treedef.unflatten([x.reshape(-1) for x in there])
-    got = averaging.average(settings.transport(sides), flat, state.count, "", flag=bad)
+    got = averaging.average(settings.transport(sides), flat, state.count, "", bad=bad)
     back = lambda tree: treedef.unflatten(
         [
             _whole(_turned(x.reshape(like.shape), backwards=True), leaf.shape)
             for x, like, (_, leaf) in zip(jax.tree.leaves(tree), there, keyed, strict=True)
         ]
     )
-    skip = largest(got.flag) > 0
     residual = jax.tree.map(jnp.subtract, momentum, back(got.sent))
 
     def change(param, common):
         decayed = settings.weight_decay * param.astype(common.dtype)
         return -rate * (jnp.sign(common) + decayed)
 
-    new = poisoned(skip, jax.tree.map(change, params, back(got.mean)))
-    residual = unless(skip, residual, state.residual)
+    new = poisoned(got.failed, jax.tree.map(change, params, back(got.mean)))
+    residual = unless(got.failed, residual, state.residual)
     return new, DemoState(optax.safe_increment(state.count), residual)
 
 
