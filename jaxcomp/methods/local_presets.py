@@ -35,7 +35,7 @@ def diloco(
       every: Steps from one meeting to the next.
       outer_rate: Learning rate of the outer optimizer; a schedule counts meetings.
       outer_momentum: Its momentum.
-      code: Of the differences; default: `identity()`. `quantize(4)` costs no loss here.
+      code: Of the differences; default: `identity()`.
       **options: Others of `local_steps`.
 
     Returns:
