@@ -130,7 +130,7 @@ def gathered(own: Any, shares: Any, like: Any, fast_axis: str) -> Any:
     """
 
     def gather(x, share, like):
-        if share.axis is None or is_masked(x):
+        if is_masked(x) or share.axis is None:  # masked nodes may stand for a branch
             return x
         whole = lax.all_gather(x, fast_axis, axis=share.axis, tiled=True, to="invarying")
         return lax.slice_in_dim(whole, 0, like.shape[share.axis], axis=share.axis)

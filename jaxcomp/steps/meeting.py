@@ -1,0 +1,115 @@
+"""The parameters that replicas would have if they met now: to evaluate, and to hand on."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from jaxcomp.compressors.policies import policy_of
+from jaxcomp.exchange import averaging, wire
+from jaxcomp.replicas import fast, protocol
+from jaxcomp.replicas.specs import full_specs
+from jaxcomp.steps.placing import placed
+
+
+def mean_params(
+    params: Any,
+    state: Any,
+    mesh: Mesh,
+    axis_name: str,
+    *,
+    param_specs: Any = None,
+    fast_axis: str | None = None,
+) -> Any:
+    """Returns the mean of the replicas' own parameters: `params` plus the mean of their `drift`.
+
+    Methods with local steps (`cocktail_sgd`, `local_steps`, `slamb`, `zero_one_adam`) hold in the
+    drift what replicas did since they last met. `params` alone know nothing of it. The mean is
+    exact in float32, and is what the next meeting would make of `params` if it were now and sent
+    everything. What codes have left with owners, or in a residual, is not in it. For `local_steps`
+    it is the plain mean, without the outer optimizer.
+
+    Call it outside of `shard_map`, at the end of a run or before parameters go to somebody else.
+    It changes no state: to go on, keep `params` and `state` as they are.
+
+    Args:
+      params: The consensus, global arrays.
+      state: The state as `train_step` has it, or any of `per_replica`.
+      mesh: The mesh of the step.
+      axis_name: The axis of the replicas.
+      param_specs: That of the step, if it has one.
+      fast_axis: That of the step, if it has one.
+
+    Returns:
+      A tree like `params`, equal on all replicas. Leaves without a drift are as they were. The
+      others cost one float32 all-reduce, the part `meeting` of the report; of a state without a
+      drift nothing is sent.
+
+    Raises:
+      ValueError: If a drift has not one row a replica, of its parameter's shape.
+    """
+    leaves, treedef = jax.tree.flatten(params)
+    columns = [_by_leaf(drift, params) for drift in protocol.drifts(state)]
+    if not columns:
+        return params
+    # Of each parameter the drifts that it has, seldom more than one.
+    drifts = [[x for x in row if not fast.is_masked(x)] for row in zip(*columns, strict=True)]
+    specs = full_specs(params, mesh, axis_name, param_specs)
+    specs = tuple(jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, P)))
+    return treedef.unflatten(_program(mesh, axis_name, fast_axis, specs)(leaves, drifts))
+
+
+def _by_leaf(drift, params):
+    """The drift of each parameter, or a `MaskedNode`, which may stand for a whole branch."""
+    leaves = jax.tree.leaves(drift, is_leaf=fast.is_masked)
+    if len(leaves) == jax.tree.structure(params).num_leaves:
+        return leaves  # also in wrappers of its own, as in the state of nnx.Optimizer
+    spread = lambda x, branch: jax.tree.map(lambda _: x, branch)
+    full = jax.tree.map(spread, drift, params, is_leaf=fast.is_masked)
+    return jax.tree.leaves(full, is_leaf=fast.is_masked)
+
+
+@functools.lru_cache(maxsize=16)
+def _program(mesh, axis_name, fast_axis, specs):
+    """The jitted mean, kept: it may be called again and again."""
+    return jax.jit(functools.partial(_mean, mesh, axis_name, fast_axis, list(specs)))
+
+
+def _mean(mesh, axis_name, fast_axis, specs, params, drifts):
+    shares, own, like = None, specs, params
+    if fast_axis is not None:
+        shares = fast.shares_of(params, specs, mesh, fast_axis)
+        like, own = fast.filled(params, shares)
+    for param, rows in zip(like, drifts, strict=True):
+        _require_rows(mesh.shape[axis_name], param, rows)
+    of_rows = [[P(axis_name, *spec)] * len(rows) for spec, rows in zip(own, drifts, strict=True)]
+    params = placed(mesh, params, specs)
+
+    def local(params, drifts):
+        moved = {i: sum(x[0] for x in rows) for i, rows in enumerate(drifts) if rows}
+        transport = averaging.Transport(
+            policy_of(averaging.EXACT), wire.summed, axis_name, bucket_numel=None, seed=0
+        )
+        means = averaging.average(transport, moved, jnp.int32(0), "meeting").mean
+        if shares is not None:
+            pick = lambda leaves: {i: leaves[i] for i in means}
+            means = fast.gathered(means, pick(shares), pick(params), fast_axis)
+        add = lambda i, p: (p + means[i]).astype(p.dtype) if i in means else p
+        return [add(i, p) for i, p in enumerate(params)]
+
+    return jax.shard_map(local, mesh=mesh, in_specs=(specs, of_rows), out_specs=specs)(
+        params, drifts
+    )
+
+
+def _require_rows(num_replicas, param, rows):
+    for drift in rows:
+        if drift.shape != (num_replicas, *param.shape):
+            raise ValueError(
+                f"a drift of shape {drift.shape} belongs to a parameter of shape {param.shape} on "
+                f"{num_replicas} replicas, and needs one row a replica. Write the mesh and the "
+                "fast_axis of the step that made the state; resize states of other meshes."
+            )
