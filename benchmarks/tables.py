@@ -100,6 +100,7 @@ def _columns(rows: list[dict], cells: dict[str, Callable[[dict], str]]) -> str:
 
 TABLES: dict[str, Callable[[list[dict], str, int], str]] = {
     "convergence": _convergence,
+    "pico": _convergence,
     "slow_network": lambda rows, task, steps: slow_network_figure.table(rows),
     "slow_network_devices": _devices,
     "whole_run": lambda rows, task, steps: whole_run.table(rows),

@@ -1,0 +1,162 @@
+"""Trains the pico task, many steps of a small model, with methods; writes losses and bits.
+
+    nice python -m benchmarks.pico --methods NAME ... [--seeds 1 2] [--json FILE]
+
+nano's text and schedule; 2 layers of width 64, 8,000 steps of 32 sequences of 64 bytes. The four
+replicas are simulated on one device, to rounding what a mesh computes, and a hundred steps are one
+program: local steps are judged over many meetings, in minutes of a core. Bits are those of
+the program compiled for a mesh. Runs whose row is in the file already are not run again.
+"""
+
+import argparse
+import dataclasses
+import json
+import math
+import pathlib
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+import jaxcomp
+from benchmarks import methods
+from benchmarks import rows as rows_file
+from configs import nano_dense
+from train.config import Config
+from train.config.run import AXIS_NAME, update
+from train.data import examples
+from train.models import build
+from train.models.gpt import GPTConfig
+from train.processes import devices
+from train.processes.exits import clean_exits
+from train.task import make_task, num_parameters
+
+STEPS = 8000
+EVERY = 16  # steps from one meeting to the next
+TOGETHER = 100  # steps of one program
+
+# `optimizer.update` and the rate: nano's best for methods that it has. Not tuned here.
+METHODS: dict[str, tuple[str, float]] = {
+    "dense Adam": (methods.METHODS["dense Adam"].update, 6e-3),
+    "DiLoCo, 4 bits": (
+        f"diloco(adam(learning_rate), axis_name, every={EVERY}, code=quantize(4))",
+        3e-3,
+    ),
+    "SparseLoCo": (f"sparse_loco(adam(learning_rate), axis_name, every={EVERY})", 6e-3),
+    "CocktailSGD, no delay, 88x": (methods.METHODS["CocktailSGD, no delay, 88x"].update, 6e-3),
+    "0/1 Adam": (methods.METHODS["0/1 Adam, warm-up, variances of 8 bits"].update, 6e-3),
+}
+
+
+def config_of(update: str, rate: float, seed: int, steps: int) -> Config:
+    """The run of one row: nano's dense config with another size, method, rate and seed."""
+    nano = nano_dense.get_config()
+    return dataclasses.replace(
+        nano,
+        name="pico",
+        steps=steps,
+        seed=seed,
+        model=GPTConfig(layers=2, width=64, heads=2, context=64),
+        data=dataclasses.replace(nano.data, batch=32),
+        optimizer=dataclasses.replace(
+            nano.optimizer, update=update, learning_rate=rate, warmup_steps=steps // 10
+        ),
+        eval_batches=64,
+    )
+
+
+def steps_of(config: Config) -> tuple[Callable[[Any], Any], Callable[..., tuple[Any, Any]]]:
+    """Makes `init`, parameters -> state, and a function that takes several steps at once.
+
+    Args:
+      config: The run.
+
+    Returns:
+      `init`, and a function of parameters, state and a batch with a leading axis of steps that
+      gives the next parameters and state.
+    """
+    loss_fn = build.loss_of(config)
+    init, step = jaxcomp.simulated_train_step(loss_fn, update(config), config.replicas, AXIS_NAME)
+
+    def advance(params, state, batches):
+        one = lambda carry, batch: (step(*carry, batch)[:2], None)
+        return jax.lax.scan(one, (params, state), batches)[0]
+
+    return init, jax.jit(advance, donate_argnums=(0, 1))
+
+
+def train(config: Config, text: examples.Examples) -> tuple[Any, list[list[float]]]:
+    """Trains once: the last parameters, and [step, validation loss] after each tenth of the run."""
+    init, advance = steps_of(config)
+    measure = jax.jit(build.loss_of(config))
+    held_out = [text.validation(number, slice(None)) for number in range(config.eval_batches)]
+    params = jax.jit(lambda: build.random_params(config))()
+    state, curve = init(params), []
+    for first in range(0, config.steps, TOGETHER):
+        last = min(first + TOGETHER, config.steps)
+        batches = np.stack([text.train(number, slice(None)) for number in range(first, last)])
+        params, state = advance(params, state, batches)
+        if last * 10 // config.steps > first * 10 // config.steps:
+            loss = float(np.mean([measure(params, batch) for batch in held_out]))
+            curve.append([last, loss])
+            print(f"step {last}: {loss:.4f}", flush=True)
+            if not math.isfinite(loss):
+                break
+    return params, curve
+
+
+def run_row(method: str, rate: float, seed: int, steps: int) -> dict:
+    """One row: what the run is, what it sends, and where it ends."""
+    config = config_of(METHODS[method][0], rate, seed, steps)
+    task = make_task(config, examples.none)  # compiled for a mesh, to count its messages
+    text = examples.read(config)
+    began = time.perf_counter()
+    _, curve = train(config, text)
+    loss, size = curve[-1][1], config.replicas
+    return {
+        "task": "pico",
+        "method": method,
+        "update": config.optimizer.update,
+        "learning_rate": rate,
+        "seed": seed,
+        "steps": steps,
+        "replicas": size,
+        "val_loss": loss if math.isfinite(loss) else None,
+        "curve": [point for point in curve if math.isfinite(point[1])],
+        "sent_bytes_per_step": task.sent_bytes,
+        # Per direction of an all-reduce, as in `benchmarks.convergence`.
+        "bits_per_parameter": task.sent_bytes * 8 / num_parameters(task) / (2 * (size - 1) / size),
+        "seconds": round(time.perf_counter() - began),
+        "data_sha256": text.record["sha256"],
+        **rows_file.machine(),
+    }
+
+
+def main() -> None:
+    """Runs what is missing, one after the other, and saves after each."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
+    parser.add_argument("--seeds", nargs="+", type=int, default=[1])
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--rate", type=float, help="instead of each method's own")
+    parser.add_argument(
+        "--json", type=pathlib.Path, default=pathlib.Path("benchmarks/results/pico.json")
+    )
+    args = parser.parse_args()
+    devices.start(config_of(METHODS["dense Adam"][0], 1.0, 0, args.steps).replicas)
+    for seed in args.seeds:
+        for method in args.methods:
+            rows = json.loads(args.json.read_text()) if args.json.exists() else []
+            rate = args.rate or METHODS[method][1]
+            key = {"method": method, "learning_rate": rate, "seed": seed, "steps": args.steps}
+            if not any(key.items() <= row.items() for row in rows):
+                row = run_row(method, rate, seed, args.steps)
+                rows_file.write(args.json, [*rows, row])
+                print(f"{method}, rate {rate:g}, seed {seed}: {row['val_loss']}", flush=True)
+
+
+if __name__ == "__main__":
+    with clean_exits():
+        main()

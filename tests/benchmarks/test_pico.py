@@ -1,0 +1,52 @@
+"""Many steps in one program, of replicas on one device: what a mesh computes step by step."""
+
+import dataclasses
+
+import jax
+import numpy as np
+
+import jaxcomp
+from benchmarks import pico
+from tests.helpers.replicas import everywhere, mesh_of
+from train.config.run import update
+from train.data.examples import Examples
+from train.models import build
+from train.models.gpt import GPTConfig
+
+STEPS, REPLICAS = 5, 2
+
+
+def made(kind):
+    """i32[4, 9] by number, the same for each."""
+    draw = lambda number: np.random.default_rng([kind, number]).integers(0, 256, (4, 9), np.int32)
+    return lambda number, rows: draw(number)[rows]
+
+
+def test_a_run_is_that_of_a_mesh_to_rounding(monkeypatch):
+    monkeypatch.setattr(pico, "TOGETHER", 3)  # which does not divide the steps
+    # Momentum SGD inside: Adam makes steps of gradients that are zero but for rounding.
+    local = "diloco(sgd(learning_rate, momentum=0.9), axis_name, every=2)"
+    config = dataclasses.replace(
+        pico.config_of(local, 0.3, 7, STEPS),
+        replicas=REPLICAS,
+        model=GPTConfig(layers=1, width=8, heads=1, context=8),
+        eval_batches=2,
+    )
+    text = Examples({}, made(0), made(1))
+    params, curve = pico.train(config, text)
+
+    mesh, loss_fn = mesh_of(REPLICAS), build.loss_of(config)
+    init, step = jaxcomp.train_step(loss_fn, update(config), mesh, "replica")
+    start = jax.device_get(build.random_params(config))
+    wanted = everywhere(mesh, start)
+    state = init(wanted)
+    for number in range(STEPS):
+        wanted, state, _ = step(wanted, state, text.train(number, slice(None)))
+    for x, y in zip(jax.tree.leaves(params), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(x, y, rtol=0, atol=1e-5)
+    measure = jax.jit(loss_fn)
+    loss = np.mean([measure(wanted, made(1)(number, slice(None))) for number in range(2)])
+    assert [step for step, _ in curve] == [3, 5]
+    np.testing.assert_allclose(curve[-1][1], loss, rtol=1e-5)
+    moved = jax.tree.map(lambda x, y: np.abs(x - y).max(), jax.device_get(params), start)
+    assert max(jax.tree.leaves(moved)) > 1e-2
