@@ -90,7 +90,8 @@ def test_report_and_plan_count_what_goes_through_a_hosts_link(config_of, monkeyp
         # Each device codes its share.
         codec = planned[fast][planning.OWN].method.codec_seconds
         assert codec == pytest.approx(4 * planning.num_elements(config) / 1e9 / fast)
-    assert sent[1] < sent[2] < 1.05 * sent[1]
+    # Two messages of half the size: no more than their padding comes on top.
+    assert sent[1] <= sent[2] < 1.05 * sent[1]
     assert factors[1] == pytest.approx(factors[0], rel=0.05) and factors[0] > 2
 
 
