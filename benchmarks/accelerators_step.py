@@ -160,7 +160,15 @@ def _in_shards(config: Config, mesh: Mesh) -> Functions:
         params = jax.lax.with_sharding_constraint(params, place(specs))
         return params, made.init(params)
 
-    return Functions(init, made.step, lambda params: params, lambda _: place((specs, of_state)))
+    return Functions(
+        init=init,
+        step=made.step,
+        mean=lambda params, state: jaxcomp.mean_params(
+            params, state, mesh, AXIS_NAME, param_specs=specs
+        ),
+        whole=lambda params: params,
+        shardings=lambda _: place((specs, of_state)),
+    )
 
 
 def _cut(shape: tuple[int, ...], devices: int) -> P:

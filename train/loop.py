@@ -135,7 +135,7 @@ class _Run:
         config, done = self.task.config, self.done
         saved = done.step
         if done.step == 0:
-            self.write(self.row() | self.evaluated())
+            self.write(self.row() | self.evaluated(self.params))
         while done.step < config.steps and not self.watch.stop(done.step, self.asked_to_stop()):
             self.step()
             if self.row_is_due():
@@ -198,11 +198,12 @@ class _Run:
     def write_row(self) -> None:
         self.count()
         config, done = self.task.config, self.done
+        params = self.met() if done.step == config.steps else self.params
         row = self.row() | {"step_seconds": sum(self.seconds) / len(self.seconds)}
         if self.is_due(config.checksum_every):
             row |= _require_equal(self.task, self.params, done.step)
         if self.is_due(config.eval_every):
-            row |= self.evaluated()
+            row |= self.evaluated(params)
         self.write(row)
         self.show(row)
         done.losses, self.seconds = [], []
@@ -211,9 +212,16 @@ class _Run:
         self.checkpoints.check()  # the next save may be far
         self.keep(row)
 
-    def evaluated(self) -> dict[str, float]:
+    def met(self) -> Any:
+        """What a run ends with: what replicas did since they last met is in it, too."""
+        self.watch.at(self.done.step, "the mean of the replicas", self.task.config.start_seconds)
+        params, sent_bytes = self.task.mean(self.params, self.state)
+        self.done.sent_bytes += sent_bytes
+        return params
+
+    def evaluated(self, params: Any) -> dict[str, float]:
         self.watch.at(self.done.step, "an evaluation", self.task.config.start_seconds)
-        found = self.task.evaluate(self.params)
+        found = self.task.evaluate(params)
         return {f"val_{name}": float(value) for name, value in found.items()}
 
     def save(self) -> None:

@@ -39,7 +39,9 @@ class Task(NamedTuple):
     step: Callable[..., tuple[Any, Any, dict]]  # params, state, batch -> params, state, metrics
     programs: tuple[jax.stages.Compiled, ...]  # that a step runs
     batch: Callable[[int], Any]  # step -> pytree of [batch, ...], see `objectives`
-    evaluate: Callable[[Any], dict[str, jax.Array]]  # consensus params -> the objective's measures
+    # params, state -> params as if all replicas met now, and the bytes that one sends for it
+    mean: Callable[[Any, Any], tuple[Any, float]]
+    evaluate: Callable[[Any], dict[str, jax.Array]]  # params -> the objective's measures
     mean_losses: Callable[[list], list[float]]  # each step's f32[num_replicas] -> its mean
     left_out: Callable[[Any], int]  # state -> steps that single replicas have left out
     natural: Any  # shapes and dtypes of the parameters where they are in no shards
@@ -82,6 +84,7 @@ def make_task(config: Config, read: Callable[[Config], Examples] = examples.read
         step=step,
         programs=programs,
         batch=lambda step: _fed(batch, functools.partial(made.train, step)),
+        mean=functools.partial(_mean, functions.mean, mesh),
         evaluate=functools.partial(_evaluated, config, made, measure, functions.whole, batch),
         mean_losses=functools.partial(_mean_losses, config, gather_losses(mesh)),
         left_out=functools.partial(_left_out, jax.jit(jnp.sum, out_shardings=everywhere)),
@@ -129,6 +132,13 @@ def _fed(like: Any, make: Callable[[slice], Any]) -> Any:
         return jax.make_array_from_callback(leaf.shape, leaf.sharding, part)
 
     return tree.unflatten([place(number, leaf) for number, leaf in enumerate(leaves)])
+
+
+def _mean(mean, mesh: Mesh, params: Any, state: Any) -> tuple[Any, float]:
+    if not protocol.drifts(state):
+        return params, 0.0
+    program = jax.jit(mean).lower(params, state).compile()
+    return program(params, state), jaxcomp.report.sent_bytes(program, mesh, AXIS_NAME)
 
 
 def _evaluated(config: Config, made: Examples, measure, whole, batch: Any, params: Any) -> Any:

@@ -304,6 +304,26 @@ def test_a_run_may_begin_with_anothers_parameters(config_of):
         loop.run(nothing)
 
 
+def test_a_run_ends_with_what_replicas_did_since_they_met(config_of):
+    """The default interval of `slamb` is of more steps than the run has."""
+    config = config_of("slamb(learning_rate, axis_name)", replicas=2)
+    rows = loop.run(config)
+    before, last = rows[-2], rows[-1]
+    losses = [row["val_loss"] for row in rows if "val_loss" in row]
+    # Before the end they are of the consensus, which has not moved.
+    assert losses[0] == losses[1] > losses[2]
+    tree = store.restore(folder_of(config) / "checkpoints", loop.make_task(config).like)[0]
+    own = jax.tree.map(lambda p, d: p + np.mean(d, axis=0), tree["params"], tree["state"].drift)
+    found = loop.make_task(config).evaluate(jax.tree.map(np.asarray, own))["loss"]
+    np.testing.assert_allclose(one_value(found), last["val_loss"], rtol=1e-6)
+    # The mean of two is sent once, in float32, beside what each step sends.
+    plan = json.loads((folder_of(config) / "config.json").read_text())["plan"]
+    steps = before["sent_bytes"] / before["step"] * last["step"]
+    assert 1 <= (last["sent_bytes"] - steps) / (4 * plan["parameters"]) < 1.01
+    second = config_of(name="second", start_from=str(folder_of(config)))
+    assert loop.run(second)[0]["val_loss"] == pytest.approx(last["val_loss"], rel=1e-6)
+
+
 def test_finished_run_is_left_as_it_is(config_of):
     rows = loop.run(config_of())
     assert loop.run(config_of()) == rows

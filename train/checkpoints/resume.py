@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxcomp
 from jaxcomp.replicas.resize import reset_residuals
-from train.checkpoints import files, store, trees
+from train.checkpoints import files, mean, store, trees
 from train.config.as_json import to_json
 from train.config.run import AXIS_NAME
 from train.placement import sharded
@@ -70,6 +70,7 @@ def metadata(task: Task, done: Progress) -> dict[str, Any]:
     return {
         "progress": dataclasses.asdict(done),
         "num_replicas": task.mesh.size,
+        "drifts": mean.drifts(task.like["state"]),
         "data_sha256": task.examples.record["sha256"],
         "config": json.loads(to_json(task.config)),
     }
@@ -90,7 +91,7 @@ def _first(task: Task) -> tuple[Any, Any]:
         like = sharded.shapes(like, saved["num_replicas"])
     everywhere = NamedSharding(task.mesh, PartitionSpec())
     placed = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere)
-    params = store.restore_params(source, jax.tree.map(placed, like))
+    params = mean.restore_mean(source, jax.tree.map(placed, like), task.mesh)
     return task.init(sharded.joined(params))
 
 

@@ -13,7 +13,7 @@ import logging
 import math
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from train.checkpoints.files import (
     require_writable,
     write_checksums,
 )
-from train.checkpoints.trees import described, require_same, without_empty
+from train.checkpoints.trees import described, path_of, require_same, without_empty
 from train.processes import agree
 
 # Orbax logs a traceback in every thread for an error that it also raises to its caller.
@@ -202,6 +202,31 @@ def restore_params(directory: str | Path, like: Any) -> Any:
     with ocp.Checkpointer(handler, multiprocessing_options=_everyone()) as checkpointer:
         loaded = checkpointer.restore(path / "state", args=options)
     return jax.tree.map(_filled, like, loaded)["params"]
+
+
+def restore_leaves(directory: str | Path, wanted: Callable[[str, Any], Any]) -> dict[str, Any]:
+    """Reads those leaves of the newest checkpoint for which a function says how.
+
+    Args:
+      directory: Where the checkpoints are.
+      wanted: `(path, saved) -> jax.ShapeDtypeStruct, or None`; paths as of `trees.described`.
+
+    Returns:
+      The leaves by path. What has no entries was not saved.
+    """
+    path, _ = _intact(directory, None)
+    handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=_everyone())
+    with ocp.Checkpointer(handler, multiprocessing_options=_everyone()) as checkpointer:
+        item = jax.tree_util.tree_map_with_path(
+            lambda key, saved: wanted(path_of(key), saved) or ocp.PLACEHOLDER,
+            checkpointer.metadata(path / "state").item_metadata.tree,
+        )
+        how = ocp.checkpoint_utils.construct_restore_args
+        each = jax.tree.map(lambda x: ocp.RestoreArgs() if x is ocp.PLACEHOLDER else how(x), item)
+        args = ocp.args.PyTreeRestore(item=item, restore_args=each)
+        loaded = checkpointer.restore(path / "state", args=args)
+    leaves = jax.tree_util.tree_leaves_with_path(loaded)
+    return {path_of(key): x for key, x in leaves if x is not ocp.PLACEHOLDER}
 
 
 def _intact(directory, step) -> tuple[Path, dict]:

@@ -44,11 +44,16 @@ def like_replicas(like: Any, num_replicas: int, axis_name: str = "replica") -> A
     return jax.tree.map(changed, like)
 
 
+def path_of(key_path: Any) -> str:
+    """A leaf's path as `params/mlp/kernel`."""
+    return jax.tree_util.keystr(key_path, simple=True, separator="/")
+
+
 def described(tree: Any) -> dict[str, str]:
     """Maps each leaf's path to its dtype and shape, as `params/mlp/kernel`: `float32[128,512]`."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     return {
-        jax.tree_util.keystr(path, simple=True, separator="/"): (
+        path_of(path): (
             f"{getattr(leaf, 'dtype', type(leaf).__name__)}[{','.join(map(str, np.shape(leaf)))}]"
         )
         for path, leaf in leaves

@@ -13,6 +13,7 @@ class Functions(NamedTuple):
 
     init: Callable[[Any], tuple[Any, Any]]  # natural parameters -> params, state
     step: Callable[[Any, Any, Any], tuple[Any, Any, dict]]  # as of `jaxcomp.train_step`
+    mean: Callable[[Any, Any], Any]  # params, state -> params as if all replicas met now
     whole: Callable[[Any], Any]  # params -> natural parameters, everywhere
     shardings: Callable[[Any], tuple[Any, Any]]  # natural parameters' shapes -> of params, state
 

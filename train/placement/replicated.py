@@ -51,6 +51,9 @@ def _functions(config: Config, tx: optax.GradientTransformation, mesh: Mesh) -> 
     return Functions(
         init=lambda params: (params, made.init(params)),
         step=made.step,
+        mean=lambda params, state: jaxcomp.mean_params(
+            params, state, mesh, AXIS_NAME, fast_axis=fast_axis
+        ),
         whole=lambda params: params,
         shardings=functools.partial(_shardings, tx, mesh, fast_axis),
     )

@@ -105,6 +105,7 @@ def _functions(
     return Functions(
         init=init,
         step=made.step,
+        mean=lambda shards, state: shards,  # no replica goes a way of its own
         whole=jax.jit(lambda shards: fsdp.unshard(shards, mesh)),
         shardings=lambda params: jax.jit(init).lower(params).compile().output_shardings,
     )

@@ -1,0 +1,70 @@
+"""The parameters that another run begins with: the mean of the replicas' own ones."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxcomp.replicas import protocol
+from train.checkpoints import store, trees
+
+
+def drifts(state: Any) -> dict[str, str]:
+    """Of each leaf of a state's drifts its path in a checkpoint: that of its parameter.
+
+    It is written down with a checkpoint: there, a field `drift` and a parameter of that name look
+    alike.
+    """
+    found = {}
+    for path, _ in jax.tree_util.tree_leaves_with_path({"state": state}):
+        for number in range(len(path)):
+            if protocol.is_field(path[number : number + 1], "drift"):
+                found[trees.path_of(path)] = trees.path_of(path[number + 1 :])
+                break
+    return found
+
+
+def restore_mean(directory: str | Path, like: Any, mesh: Mesh) -> Any:
+    """Reads the parameters of the newest checkpoint, as if its replicas had met before the save.
+
+    Args:
+      directory: Where the checkpoints are.
+      like: As for `store.restore_params`.
+      mesh: Over whose devices rows of replicas are spread meanwhile, where it divides them.
+
+    Returns:
+      The parameters, plus the mean over the replicas of each `drift` that the metadata name.
+
+    Raises:
+      ValueError: As `store.restore_params`.
+    """
+    params = store.restore_params(directory, like)
+    of = store.read_metadata(directory).get("drifts", {})
+    if not of:
+        return params
+
+    def wanted(name, saved):
+        if name not in of:
+            return None
+        spec = P() if saved.shape[0] % mesh.size else P(mesh.axis_names)
+        return jax.ShapeDtypeStruct(saved.shape, saved.dtype, sharding=NamedSharding(mesh, spec))
+
+    rows = store.restore_leaves(directory, wanted)
+    leaves, treedef = jax.tree.flatten(params)
+    names = trees.described(params)
+    own = [[x for name, x in rows.items() if of[name] == param] for param in names]
+    places = [x.sharding for x in leaves]
+    return treedef.unflatten(jax.jit(_moved, out_shardings=places)(leaves, own))
+
+
+def _moved(params, drifts):
+    def moved(param, rows):
+        # Shares of a fast axis are filled up at their end.
+        inside = tuple(map(slice, param.shape))
+        change = sum(jnp.mean(x, axis=0)[inside] for x in rows)
+        return (param + change).astype(param.dtype)
+
+    return [moved(p, rows) if rows else p for p, rows in zip(params, drifts, strict=True)]
