@@ -12,7 +12,7 @@ ACCESSED, TEMP = 2.0, 3.0
 
 
 class Target(NamedTuple):
-    """The most that a method's dearest step may have above the dense one, on H100."""
+    """What the most expensive step of a method may have above the dense one, on H100."""
 
     moved: float  # copies of the parameters
     kernels: int

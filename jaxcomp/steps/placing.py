@@ -13,7 +13,7 @@ from jaxcomp.replicas.types import names_of
 
 
 def full_batch_specs(batch_specs: Any, batch: Any, axis_name: str | tuple[str, ...]) -> Any:
-    """One PartitionSpec a leaf of the batch, of a prefix of such; None: rows over the replicas.
+    """Returns a PartitionSpec for each leaf of the batch; without `batch_specs`, rows of replicas.
 
     Raises a ValueError for one that is neither whole on all replicas nor begins with their axes.
     """
