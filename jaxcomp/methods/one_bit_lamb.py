@@ -92,8 +92,7 @@ def one_bit_lamb(
       b1: Decay of the momentum, in [0, 1).
       b2: Decay of the variance, in [0, 1).
       eps: Added to the root of the variance.
-      freeze_step: Steps of the warm-up, at least 1: a sixth of a run in the paper. None ends it
-        by `freeze_ratio`.
+      freeze_step: Steps of the warm-up, at least 1: a sixth of a run in the paper; None: see next.
       freeze_ratio: The warm-up ends when the variance's l1 norm of 1 / (1 - b2) steps ago is this
         share of today's, in (0, 1); see `jaxcomp.one_bit_adam`.
       trust_bounds: Least and greatest trust ratio of the warm-up.
@@ -104,8 +103,7 @@ def one_bit_lamb(
         `jaxcomp.sign(block=1024)`.
       precondition: Whether m / D travels, and not as in the paper m, each layer scaled to the
         mean magnitude of all.
-      variance_floor: The least variance that is divided by after the warm-up, as a share of its
-        mean over the leaf.
+      variance_floor: Least variance to divide by after the warm-up, a share of the leaf's mean.
       bias_correction: Whether moments are divided by 1 - b^n, as in LAMB, and the average of trust
         ratios likewise. The authors' code does without.
       weight_decay: Rate of decay, inside of u.

@@ -9,8 +9,8 @@ A method's state is a NamedTuple. Whatever is around the method (steps, `per_rep
   nothing. What error feedback has not sent yet. `compact` keeps it in fewer bits.
 - `owner_residual`: of each bucket `f32[numel / R]`, or of each parameter a piece, of one replica's
   own chunk; None for those without owners. What the owner has not passed on yet.
-- `owned`: a tree of such pieces, as an optimizer's moments. `resize` lays out `owner_residual` and
-  `owned` anew.
+- `owned`: a tree of pieces of parameters, for example an optimizer's moments. `resize`
+  lays out `owner_residual` and `owned` anew.
 - `skipped`: i32[], this replica's own. How many steps it left out by itself, since its gradient
   was not finite. A state with it never makes the whole step be left out.
 - `rounds`: {part: i32[]}, equal on all replicas. How often each part was sent, "all" for steps
