@@ -70,7 +70,7 @@ def both(first: Schedule, second: Schedule) -> Schedule:
     return Printed(lambda count: first(count) & second(count), f"both({first!r}, {second!r})")
 
 
-def growing(kappa: int = 16, until: int | None = None) -> Schedule:
+def growing(kappa: int = 16, until: int | None = None, longest: int | None = None) -> Schedule:
     """Steps whose distance doubles after every `kappa` of them: 0/1 Adam's for the variance.
 
     With kappa = 16 the steps number 1 to 16, 18, 20, ... 48, 52, ... (the first one is number 1),
@@ -79,9 +79,10 @@ def growing(kappa: int = 16, until: int | None = None) -> Schedule:
     Args:
       kappa: Steps at one distance, at least 1.
       until: Number of steps after which there are none, at least 1; None for no end.
+      longest: Distance that stays, a power of two; None for 2**30.
 
     Raises:
-      ValueError: If `kappa` or `until` is under 1.
+      ValueError: If `kappa` or `until` is under 1, or `longest` is no power of two.
 
     References:
       Lu et al., `Maximizing Communication Efficiency for Large-scale Training via 0/1 Adam
@@ -95,15 +96,19 @@ def growing(kappa: int = 16, until: int | None = None) -> Schedule:
             "steps of the learning rate's warm-up."
         )
 
+    if longest is not None and (longest < 1 or longest & (longest - 1)):
+        raise ValueError(f"growing got longest={longest}; needs a power of two; write longest=16.")
+    levels = 30 if longest is None else min(longest.bit_length() - 1, 30)
+
     def schedule(count):
         number = count + 1
-        starts = [s for level in range(1, 31) if (s := kappa * (2**level - 1)) < 2**30]
+        starts = [s for level in range(1, levels + 1) if (s := kappa * (2**level - 1)) < 2**30]
         level = sum((number > start).astype(jnp.int32) for start in starts)
         distance = 1 << level
         due = (number - kappa * (distance - 1)) % distance == 0
         return due if until is None else due & (count < until)
 
-    return Printed(schedule, call(growing, kappa=kappa, until=until))
+    return Printed(schedule, call(growing, kappa=kappa, until=until, longest=longest))
 
 
 def halving(

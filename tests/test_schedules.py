@@ -25,6 +25,13 @@ def test_growing_doubles_its_distance_after_every_kappa_updates(kappa):
     assert counts(schedules.growing(kappa), 5000) == wanted
 
 
+def test_growing_stays_at_its_longest_distance():
+    assert counts(schedules.growing(2, longest=4), 22) == [1, 2, 4, 6, 10, 14, 18, 22]
+    assert repr(schedules.growing(2, longest=4)) == "growing(kappa=2, longest=4)"
+    with pytest.raises(ValueError, match="longest=3; needs a power of two"):
+        schedules.growing(longest=3)
+
+
 def test_growing_is_the_papers_at_kappa_16():
     # 16 at each of the distances 1 to 256, then 8 at 512: 152 in the first 12,500 steps.
     assert len(counts(schedules.growing(16), 12_500)) == 152

@@ -15,13 +15,14 @@ from jaxcomp.compressors.quantize import quantize
 from jaxcomp.compressors.sparse import top_k
 from jaxcomp.exchange import wire
 from jaxcomp.methods.local_steps import local_steps
+from jaxcomp.schedules import Schedule
 
 
 def diloco(
     inner: optax.GradientTransformation,
     axis_name: str,
     *,
-    every: int = 500,
+    every: int | Schedule = 500,
     outer_rate: float | optax.Schedule = 0.7,
     outer_momentum: float = 0.9,
     code: Compressor | Policy | None = None,
@@ -32,7 +33,7 @@ def diloco(
     Args:
       inner: Of each replica: AdamW in the paper.
       axis_name: Mesh axis of the replicas.
-      every: Steps from one meeting to the next.
+      every: Steps from one meeting to the next, or a schedule that says in which steps.
       outer_rate: Learning rate of the outer optimizer; a schedule counts meetings.
       outer_momentum: Its momentum.
       code: Of the differences; default: `identity()`.
@@ -100,7 +101,7 @@ def sparse_loco(
     inner: optax.GradientTransformation,
     axis_name: str,
     *,
-    every: int = 15,
+    every: int | Schedule = 15,
     density: float = 1 / 32,
     error_decay: float = 0.95,
     outer_rate: float | optax.Schedule = 1.0,
@@ -116,7 +117,7 @@ def sparse_loco(
     Args:
       inner: Of each replica: AdamW behind a clipping to norm 1 in the paper.
       axis_name: Mesh axis of the replicas.
-      every: Steps from one meeting to the next.
+      every: Steps from one meeting to the next, or a schedule that says in which steps.
       density: Share of the entries that travel, in (0, 1].
       error_decay: Factor of what was not sent, at each meeting.
       outer_rate: Learning rate of the outer SGD; a schedule counts meetings.
@@ -144,7 +145,7 @@ def muloco(
     learning_rate: float | optax.Schedule,
     axis_name: str,
     *,
-    every: int = 30,
+    every: int | Schedule = 30,
     code: Compressor | Policy | None = None,
     error_decay: float | None = 0.9,
     outer_rate: float | optax.Schedule = 0.8,
@@ -157,7 +158,7 @@ def muloco(
     Args:
       learning_rate: Of `optax.contrib.muon`, and of its Adam for what is no matrix.
       axis_name: Mesh axis of the replicas.
-      every: Steps from one meeting to the next.
+      every: Steps from one meeting to the next, or a schedule that says in which steps.
       code: Of the differences; default: `bin_means(2, block=1024)`.
       error_decay: Factor of what was not sent; None for no error feedback.
       outer_rate: Learning rate of the outer optimizer; a schedule counts meetings.

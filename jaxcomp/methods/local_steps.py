@@ -18,6 +18,7 @@ from jaxcomp.methods.common import counted, method, no_rounds, require
 from jaxcomp.methods.fragments import Fragments, fragments_of
 from jaxcomp.methods.inner import inner_step
 from jaxcomp.replicas.types import to_varying, vary_like, zeros_of
+from jaxcomp.schedules import Schedule
 
 
 class LocalStepsState(NamedTuple):
@@ -48,7 +49,7 @@ def local_steps(
     inner: optax.GradientTransformation,
     axis_name: str,
     *,
-    every: int,
+    every: int | Schedule,
     code: Compressor | Policy | None = None,
     outer: optax.GradientTransformation | None = None,
     error_decay: float | None = None,
@@ -69,7 +70,8 @@ def local_steps(
         params <- params + outer(g),  d_i <- 0.
 
     Without `error_decay` there is no e_i, and what C loses is lost. `every` counts updates, not
-    microbatches. With `every=1` and the outer `optax.sgd(1.0)` it averages the inner steps.
+    microbatches. With `every=1` and the outer `optax.sgd(1.0)` it averages the inner steps. A run
+    that begins by meeting often: `every=jaxcomp.schedules.growing(8, longest=16)`.
 
     A replica whose inner update is not finite leaves it out, with its inner state as it was, and
     counts it in `skipped`; the meeting goes on.
@@ -78,7 +80,8 @@ def local_steps(
       inner: Any optax optimizer, with its learning rate. It sees local gradients and must not
         average over the replicas.
       axis_name: Mesh axis of the replicas.
-      every: Steps from one meeting to the next, at least 1.
+      every: Steps from one meeting to the next, at least 1; or a schedule, see
+        `jaxcomp.schedules`, that says in which steps replicas meet.
       code: Of the differences; or a policy `(path, leaf) -> Compressor`. Default: `quantize(4)`.
       outer: Any optax optimizer, equal on all replicas. Its gradient is minus the mean drift.
         Default: `optax.sgd(0.7, momentum=0.9, nesterov=True)`. Momentum and sparse codes do not
@@ -101,9 +104,10 @@ def local_steps(
       the inner and the outer state, a float32 drift, and with feedback 1 + 1/R float32 residuals.
 
     Raises:
-      ValueError: At construction for arguments out of range; at trace time without `params`, for
-        an unknown axis, gradients that are already reduced, leaves that are not floating, more
-        fragments than leaves, or an inner optimizer that averages over the replicas.
+      ValueError: At construction for arguments out of range, or fragments or a delay with a
+        schedule; at trace time without `params`, for an unknown axis, gradients that are already
+        reduced, leaves that are not floating, more fragments than leaves, or an inner optimizer
+        that averages over the replicas.
 
     Examples:
       >>> import jaxcomp
@@ -118,10 +122,15 @@ def local_steps(
       Deviation: what narrow parameters round off stays in the drift.
     """
     name, feedback = "local_steps", {"error_decay": error_decay}
-    require(every >= 1, name, "at least 1", "every=16", every=every)
+    if callable(every):
+        alone = fragments == 1 and delay == 0
+        needs, given = "1 and 0 with a schedule", {"fragments": fragments, "delay": delay}
+        require(alone, name, needs, "every=16, or neither of them", **given)
+    else:
+        require(every >= 1, name, "at least 1", "every=16", every=every)
+        require(0 <= delay <= every, name, "from 0 to `every`", "delay=1", delay=delay)
     decays = error_decay is None or 0 < error_decay <= 1
     require(decays, name, "(0, 1], or None", "error_decay=1.0", **feedback)
-    require(0 <= delay <= every, name, "from 0 to `every`", "delay=1", delay=delay)
     require(0 <= keep < 1, name, "[0, 1)", "keep=0.0", keep=keep)
     some = callable(fragments) or fragments >= 1
     require(some, name, "at least 1", "fragments=1", fragments=fragments)
@@ -144,7 +153,7 @@ class _Settings(NamedTuple):
     inner: optax.GradientTransformationExtraArgs
     outer: optax.GradientTransformation
     transport: averaging.Transport
-    every: int
+    every: int | Schedule
     error_decay: float | None
     fragments: int | Callable[[str, Any], int]
     delay: int
@@ -152,6 +161,8 @@ class _Settings(NamedTuple):
 
     def due(self, parts: Fragments, count: jax.Array) -> list[jax.Array]:
         """Of each fragment bool[], whether its interval ended after `count` steps."""
+        if callable(self.every):
+            return [(count > 0) & self.every(count - 1)]
         offsets = [part * self.every // parts.number for part in range(parts.number)]
         return [(count > 0) & (count % self.every == offset) for offset in offsets]
 
@@ -219,7 +230,7 @@ def _met(settings, parts, state, drift, count):
 
     def meeting(part, tree):
         # Masks roll by one a meeting, not a step: else some entries might never be sent.
-        round_number, kept = count // settings.every, {}
+        round_number, kept = state.rounds[parts.names("synchronize")[part]], {}
         if residuals:
             kept = {"residual": residuals[part], "owner_residual": state.owner_residual[part]}
             kept = jax.tree.map(lambda e: settings.error_decay * e, kept)

@@ -105,6 +105,18 @@ def test_fragments_meet_in_turn_and_are_merged_late(delay, keep):
     assert counts == {"all": 4, "synchronize_0": 2, "synchronize_1": 2}
 
 
+def test_a_schedule_says_when_replicas_meet():
+    """1, 2, 4 and 6: with a gradient of ones the consensus is where replicas were when they met."""
+    every = jaxcomp.schedules.growing(2, longest=2)
+    tx = make(every=every, code=jaxcomp.identity(), outer=optax.sgd(1.0))
+    start = random_tree(0)
+    grads = [{name: np.ones((2, *shape)) for name, shape in SHAPES.items()}] * 7
+    history = history_of(tx, start, grads, 2)
+    moved = [float((start["bias"] - one_value(params["bias"]))[0] / RATE) for params, _ in history]
+    np.testing.assert_allclose(moved, [0, 1, 2, 2, 4, 4, 6, 6], atol=1e-5)
+    assert int(history[-1][1].rounds["all"]) == 4
+
+
 @pytest.mark.parametrize("mean", [jaxcomp.two_shot, jaxcomp.gathered])
 def test_error_feedback_loses_nothing(mean):
     tx = make(every=2, code=jaxcomp.quantize(2, block=8), outer=optax.sgd(1.0), error_decay=1.0,
@@ -216,6 +228,7 @@ def test_compact_keeps_the_residual_in_fewer_bits():
         ({"every": 2, "delay": 3}, "delay=3; needs from 0 to `every`"),
         ({"every": 2, "keep": 1.0}, r"keep=1.0; needs \[0, 1\)"),
         ({"every": 2, "fragments": 0}, "fragments=0; needs at least 1"),
+        ({"every": jaxcomp.schedules.always, "delay": 1}, "delay=1; needs 1 and 0 with a schedule"),
     ],
 )
 def test_mistakes_are_told(options, text):
