@@ -9,7 +9,7 @@ products that the schedule puts beside them take. Rounds of latency are left out
 from typing import NamedTuple
 
 from benchmarks.accelerators_devices import Device
-from train.models.gpt import GPTConfig
+from train.models.decoder import DecoderConfig
 
 SEQUENCES, CONTEXT = 2048, 1024
 """The batch of all devices together that is predicted, whatever was compiled."""
@@ -45,7 +45,7 @@ class Work(NamedTuple):
     beside: float
 
 
-def gradient_flops(model: GPTConfig, numel: int, devices: int) -> float:
+def gradient_flops(model: DecoderConfig, numel: int, devices: int) -> float:
     """Of one device: 6 a parameter and token, and 12 a layer, feature and token looked back on."""
     of_token = 6 * numel + 12 * model.layers * model.width * CONTEXT
     return of_token * SEQUENCES * CONTEXT / devices

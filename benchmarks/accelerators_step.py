@@ -16,7 +16,7 @@ import jaxcomp
 from train.config import Config, Data, Optimizer
 from train.config.run import AXIS_NAME, update
 from train.models import build
-from train.models.gpt import GPTConfig
+from train.models.decoder import DecoderConfig
 from train.placement.base import Functions
 from train.placement.resolve import resolve
 from train.processes.devices import FAST_AXIS
@@ -24,17 +24,23 @@ from train.processes.devices import FAST_AXIS
 TOKENS = 128
 """Of a sequence in the programs that are compiled; the roofline counts those of its own batch."""
 
-MODELS: dict[str, GPTConfig] = {
-    "tiny": GPTConfig(layers=1, width=256, heads=4, context=TOKENS, vocab=1024, dtype="bfloat16"),
-    "toy": GPTConfig(layers=4, width=768, heads=12, context=TOKENS, vocab=6720, dtype="bfloat16"),
-    "124m": GPTConfig(layers=12, width=768, heads=12, context=1024, vocab=50_257, dtype="bfloat16"),
-    "124m-scan": GPTConfig(
+MODELS: dict[str, DecoderConfig] = {
+    "tiny": DecoderConfig(
+        layers=1, width=256, heads=4, context=TOKENS, vocab=1024, dtype="bfloat16"
+    ),
+    "toy": DecoderConfig(
+        layers=4, width=768, heads=12, context=TOKENS, vocab=6720, dtype="bfloat16"
+    ),
+    "124m": DecoderConfig(
+        layers=12, width=768, heads=12, context=1024, vocab=50_257, dtype="bfloat16"
+    ),
+    "124m-scan": DecoderConfig(
         layers=12, width=768, heads=12, context=1024, vocab=50_257, dtype="bfloat16", scan=True
     ),
-    "1.3b": GPTConfig(
+    "1.3b": DecoderConfig(
         layers=24, width=2048, heads=32, context=1024, vocab=50_272, dtype="bfloat16", scan=True
     ),
-    "20b": GPTConfig(
+    "20b": DecoderConfig(
         layers=44, width=6144, heads=64, context=1024, vocab=50_432, dtype="bfloat16", scan=True
     ),
 }
@@ -98,7 +104,7 @@ def has_fast_axis(method: Method) -> bool:
     return method.qsdp is not None or "fast_axis" in arguments
 
 
-def build_step(model: GPTConfig, method: Method, mesh: Mesh, in_shards: bool = False) -> Built:
+def build_step(model: DecoderConfig, method: Method, mesh: Mesh, in_shards: bool = False) -> Built:
     """Makes the step of a method, for `lower`; nothing is computed.
 
     Args:
@@ -122,7 +128,7 @@ def build_step(model: GPTConfig, method: Method, mesh: Mesh, in_shards: bool = F
     return Built(config, mesh, *functions[:2], params, state, batch_of(mesh), numel)
 
 
-def config_of(model: GPTConfig, method: Method, mesh: Mesh, in_shards: bool = False) -> Config:
+def config_of(model: DecoderConfig, method: Method, mesh: Mesh, in_shards: bool = False) -> Config:
     """The run of `train` whose step it is."""
     fast = 1 if in_shards else mesh.shape.get(FAST_AXIS, 1)
     return Config(

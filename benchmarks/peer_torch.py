@@ -22,7 +22,7 @@ DENSE_STEPS = 2  # that PowerSGD needs before it may begin
 
 
 class Block(nn.Module):
-    """The block of `train.models.gpt`: causal self-attention, then a perceptron, norms first."""
+    """The block of `train.models.decoder`: causal self-attention, a perceptron, norms first."""
 
     def __init__(self, width: int, heads: int):
         super().__init__()
@@ -41,7 +41,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """The model of `train.models.gpt`, with tied embeddings of 256 bytes."""
+    """The model of `train.models.decoder`, with tied embeddings of 256 bytes."""
 
     def __init__(self, layers: int, width: int, heads: int, context: int):
         super().__init__()

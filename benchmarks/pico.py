@@ -28,7 +28,7 @@ from train.config import Config
 from train.config.run import AXIS_NAME, update
 from train.data import examples
 from train.models import build
-from train.models.gpt import GPTConfig
+from train.models.decoder import DecoderConfig
 from train.processes import devices
 from train.processes.exits import clean_exits
 from train.task import make_task, num_parameters
@@ -58,7 +58,7 @@ def config_of(update: str, rate: float, seed: int, steps: int) -> Config:
         name="pico",
         steps=steps,
         seed=seed,
-        model=GPTConfig(layers=2, width=64, heads=2, context=64),
+        model=DecoderConfig(layers=2, width=64, heads=2, context=64),
         data=dataclasses.replace(nano.data, batch=32),
         optimizer=dataclasses.replace(
             nano.optimizer, update=update, learning_rate=rate, warmup_steps=steps // 10

@@ -54,7 +54,7 @@ PEERS = {
     "PyTorch PowerSGD 4": "powersgd 4",
 }
 MODELS = {
-    # name: fields of GPTConfig
+    # name: fields of DecoderConfig
     "0.5M": {"layers": 2, "width": 128, "heads": 4, "context": 64},
     "5M": {"layers": 6, "width": 256, "heads": 4, "context": 128},
     "14M": {"layers": 8, "width": 384, "heads": 6, "context": 128},

@@ -15,7 +15,7 @@ from jaxcomp.measure import step_probe
 from jaxcomp.replicas import protocol
 from train.config import Config, Data, Optimizer
 from train.config.run import AXIS_NAME
-from train.models.gpt import GPTConfig
+from train.models.decoder import DecoderConfig
 from train.output.metrics import hardware_name
 from train.processes import devices, distributed
 from train.task import make_task, num_parameters
@@ -34,7 +34,7 @@ def config_of(
 
     Args:
       update: The optimizer, as `optimizer.update` of a config.
-      model: Fields of `GPTConfig`.
+      model: Fields of `DecoderConfig`.
       replicas: Devices of all hosts.
       sequences: Of one replica and step.
       overlap: Whether the exchange is dispatched beside the gradient.
@@ -49,7 +49,7 @@ def config_of(
         steps=10**4,  # more than are ever timed
         replicas=replicas,
         optimizer=Optimizer(update=update, learning_rate=1e-4, schedule="constant"),
-        model=GPTConfig(**model),
+        model=DecoderConfig(**model),
         data=Data(batch=replicas * sequences),
     )
 

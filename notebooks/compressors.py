@@ -26,7 +26,7 @@ from jax.flatten_util import ravel_pytree
 import jaxcomp
 from train.config import Data
 from train.data import texts
-from train.models.gpt import GPT, GPTConfig
+from train.models.decoder import Decoder, DecoderConfig
 from train.models.losses import cross_entropy
 from train.models.modules import PathRngs, split
 from train.output import plots
@@ -41,7 +41,8 @@ plt.rcParams.update(plots.STYLE)
 # is not that of random weights.
 
 # %%
-apply, params = split(GPT(GPTConfig(layers=2, width=64, heads=4, context=64), rngs=PathRngs(0)))
+config = DecoderConfig(layers=2, width=64, heads=4, context=64)
+apply, params = split(Decoder(config, rngs=PathRngs(0)))
 text = texts.read(Data(), context=64)
 batch = lambda step: texts.batch(text.train, seed=0, step=step, batch_size=32, context=64)
 

@@ -29,7 +29,7 @@ from jax.sharding import PartitionSpec as P
 import jaxcomp
 from train.config import Data
 from train.data import texts
-from train.models.gpt import GPT, GPTConfig
+from train.models.decoder import Decoder, DecoderConfig
 from train.models.losses import cross_entropy
 from train.models.modules import PathRngs, split
 from train.output import plots
@@ -46,8 +46,8 @@ plt.rcParams.update(plots.STYLE)
 # Each replica reads four sequences of 32 bytes in a step, so that more replicas read more.
 
 # %%
-config = GPTConfig(layers=1, width=32, heads=2, context=32)
-apply, _ = split(GPT(config, rngs=PathRngs(0)))
+config = DecoderConfig(layers=1, width=32, heads=2, context=32)
+apply, _ = split(Decoder(config, rngs=PathRngs(0)))
 text = texts.read(Data(), context=32)
 held_out = texts.validation_batch(text.validation, 0, 1, batch_size=256, context=32)
 
@@ -61,7 +61,7 @@ def loss_fn(params, tokens):
 
 
 validate = jax.jit(loss_fn)
-initial_params = lambda: split(GPT(config, rngs=PathRngs(0)))[1]
+initial_params = lambda: split(Decoder(config, rngs=PathRngs(0)))[1]
 
 # %% [markdown]
 # ## The same numbers as on eight devices

@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec as P
 import jaxcomp
 from train.config import Data
 from train.data import texts
-from train.models.gpt import GPT, GPTConfig
+from train.models.decoder import Decoder, DecoderConfig
 from train.models.losses import cross_entropy
 from train.models.modules import PathRngs, split
 from train.output import plots
@@ -46,8 +46,8 @@ plt.rcParams.update(plots.STYLE)
 # on each replica.
 
 # %%
-config = GPTConfig(layers=2, width=64, heads=4, context=64)
-apply, _ = split(GPT(config, rngs=PathRngs(0)))
+config = DecoderConfig(layers=2, width=64, heads=4, context=64)
+apply, _ = split(Decoder(config, rngs=PathRngs(0)))
 text = texts.read(Data(), context=64)
 rows = NamedSharding(mesh, P("replica"))
 
@@ -62,7 +62,7 @@ def loss_fn(params, tokens):
 
 
 def initial_params():
-    _, params = split(GPT(config, rngs=PathRngs(0)))
+    _, params = split(Decoder(config, rngs=PathRngs(0)))
     return jax.device_put(params, NamedSharding(mesh, P()))
 
 

@@ -28,7 +28,7 @@ from jax.sharding import PartitionSpec as P
 import jaxcomp
 from train.config import Data
 from train.data import texts
-from train.models.gpt import GPT, GPTConfig
+from train.models.decoder import Decoder, DecoderConfig
 from train.models.losses import cross_entropy
 from train.models.modules import PathRngs, split
 from train.output import plots
@@ -45,8 +45,8 @@ plt.rcParams.update(plots.STYLE)
 # ## A Flax model and its loss
 
 # %%
-config = GPTConfig(layers=layers, width=width, heads=4, context=64)
-apply, params = split(GPT(config, rngs=PathRngs(0)))
+config = DecoderConfig(layers=layers, width=width, heads=4, context=64)
+apply, params = split(Decoder(config, rngs=PathRngs(0)))
 text = texts.read(Data(), context=64)
 rows = NamedSharding(mesh, P("replica"))
 

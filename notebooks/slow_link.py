@@ -28,7 +28,7 @@ import numpy as np
 
 from train.config import Config, Data, Optimizer
 from train.loop import run
-from train.models.gpt import GPTConfig
+from train.models.decoder import DecoderConfig
 from train.output import plots
 from train.processes import devices
 
@@ -53,7 +53,7 @@ python = Config(
         learning_rate=6e-3,
         warmup_steps=steps // 10,
     ),
-    model=GPTConfig(layers=2, width=64, heads=4, context=64),
+    model=DecoderConfig(layers=2, width=64, heads=4, context=64),
     eval_every=steps,
     checkpoint_every=2 * steps,
 )

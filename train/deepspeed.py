@@ -42,7 +42,7 @@ class Translation(NamedTuple):
 
     optimizer: dict[str, Any]  # fields of Optimizer
     data: dict[str, Any]  # of Data
-    model: dict[str, Any]  # of GPTConfig
+    model: dict[str, Any]  # of DecoderConfig
     run: dict[str, Any]  # of Config
     notes: list[str]  # a line for each key that has no counterpart
 
@@ -213,14 +213,14 @@ def _sizes(config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def to_python(found: Translation, name: str) -> str:
     """Writes a translation as a config file."""
-    kinds = {"optimizer": "Optimizer", "data": "Data", "model": "GPTConfig"}
+    kinds = {"optimizer": "Optimizer", "data": "Data", "model": "DecoderConfig"}
     fields = [f"{field}={kind}(**{getattr(found, field)!r})," for field, kind in kinds.items()]
     lines = [
         '"""Translated from a DeepSpeed configuration."""',
         "",
         *(f"# left out: {note}" for note in found.notes),
         "from train.config import Config, Data, Optimizer",
-        "from train.models.gpt import GPTConfig",
+        "from train.models.decoder import DecoderConfig",
         "",
         "",
         "def get_config() -> Config:",

@@ -15,7 +15,7 @@ One replica sends 16,491,665 bytes a step in the mean, 46 times fewer than dense
 """
 
 from train.config import Config, Data, Optimizer
-from train.models.gpt import GPTConfig
+from train.models.decoder import DecoderConfig
 
 
 def get_config() -> Config:
@@ -36,7 +36,7 @@ def get_config() -> Config:
             schedule="exponential",
             final_fraction=0.13,  # 0.99^((118,000 - 12,500) / 520)
         ),
-        model=GPTConfig(
+        model=DecoderConfig(
             layers=12, width=768, heads=12, context=128, vocab=30_522, dtype="bfloat16"
         ),
         data=Data(batch=4096),

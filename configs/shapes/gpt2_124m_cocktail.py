@@ -8,7 +8,7 @@ for minutes on two cores; training is for accelerators, and has not been tried.
 """
 
 from train.config import Config, Data, Optimizer
-from train.models.gpt import GPTConfig
+from train.models.decoder import DecoderConfig
 
 
 def get_config() -> Config:
@@ -24,7 +24,7 @@ def get_config() -> Config:
             learning_rate=6e-4,
             warmup_steps=2_000,
         ),
-        model=GPTConfig(
+        model=DecoderConfig(
             layers=12, width=768, heads=12, context=1024, vocab=50_257, dtype="bfloat16"
         ),
         data=Data(batch=64),

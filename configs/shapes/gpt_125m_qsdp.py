@@ -13,7 +13,7 @@ microbatches share one gather and one scatter, `--qsdp "qsdp(axis_name, gather_o
 """
 
 from train.config import Config, Data, Optimizer
-from train.models.gpt import GPTConfig
+from train.models.decoder import DecoderConfig
 
 
 def get_config() -> Config:
@@ -30,7 +30,7 @@ def get_config() -> Config:
             warmup_steps=100,
         ),
         qsdp="qsdp(axis_name)",
-        model=GPTConfig(
+        model=DecoderConfig(
             layers=12,
             width=768,
             heads=12,

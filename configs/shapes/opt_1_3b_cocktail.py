@@ -12,7 +12,7 @@ One replica sends 45,341,664 bytes a step, 87 times fewer than a dense float16 a
 """
 
 from train.config import Config, Data, Optimizer
-from train.models.gpt import GPTConfig
+from train.models.decoder import DecoderConfig
 
 
 def get_config() -> Config:
@@ -31,7 +31,7 @@ def get_config() -> Config:
             schedule="linear",
             final_fraction=0.0,
         ),
-        model=GPTConfig(
+        model=DecoderConfig(
             layers=24,
             width=2048,
             heads=32,

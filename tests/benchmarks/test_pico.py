@@ -11,7 +11,7 @@ from tests.helpers.replicas import everywhere, mesh_of
 from train.config.run import update
 from train.data.examples import Examples
 from train.models import build
-from train.models.gpt import GPTConfig
+from train.models.decoder import DecoderConfig
 
 STEPS, REPLICAS = 5, 2
 
@@ -29,7 +29,7 @@ def test_a_run_is_that_of_a_mesh_to_rounding(monkeypatch):
     config = dataclasses.replace(
         pico.config_of(local, 0.3, 7, STEPS),
         replicas=REPLICAS,
-        model=GPTConfig(layers=1, width=8, heads=1, context=8),
+        model=DecoderConfig(layers=1, width=8, heads=1, context=8),
         eval_batches=2,
     )
     text = Examples({}, made(0), made(1))

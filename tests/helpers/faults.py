@@ -22,7 +22,7 @@ import jax
 
 from train.data import texts
 from train.config import Config, Data, Optimizer
-from train.models.gpt import GPTConfig
+from train.models.decoder import DecoderConfig
 
 FOLDER = pathlib.Path({folder!r})
 draw = texts.batch
@@ -59,7 +59,7 @@ def get_config():
         checksum_every=10,
         checkpoint_every={checkpoint_every},
         runs_dir=str(FOLDER),
-        model=GPTConfig(layers=1, width=32, heads=2, context=16),
+        model=DecoderConfig(layers=1, width=32, heads=2, context=16),
         data=Data(path={text!r}, batch=8),
     )
 """

@@ -13,7 +13,7 @@ TINY_ARGS = "--model.layers 1 --model.width 16 --model.heads 2 --model.context 1
 
 CONFIG = """
 from train.config import Config, Data, Optimizer
-from train.models.gpt import GPTConfig
+from train.models.decoder import DecoderConfig
 
 
 def get_config():
@@ -25,7 +25,7 @@ def get_config():
         eval_batches=1,
         log_every=1,
         runs_dir={folder!r},
-        model=GPTConfig(layers=1, width=32, heads=2, context=16),
+        model=DecoderConfig(layers=1, width=32, heads=2, context=16),
         data=Data(path={text!r}, batch=4),
     )
 """

@@ -10,14 +10,14 @@ from tests.helpers import pictures
 from tests.helpers.launching import TINY_ARGS, words
 from train import loop
 from train.config import run as configs
-from train.models.gpt import GPTConfig
+from train.models.decoder import DecoderConfig
 from train.models.resnet import ResNetConfig
 from train.models.swin import SwinConfig
 from train.models.vit import ViTConfig
 
 ROOT = pathlib.Path(__file__).parents[2]
 TINY_MODELS = {
-    GPTConfig: TINY_ARGS,
+    DecoderConfig: TINY_ARGS,
     ResNetConfig: "--model.blocks 1 1 --model.width 8 --eval-batches 1",
     SwinConfig: "--model.blocks 2 2 --model.width 8 --model.heads 2 --model.window 2 "
     "--eval-batches 1",
@@ -33,7 +33,7 @@ def tiny(tmp_path):
         settings = "--steps 2 --optimizer.warmup-steps 1 --data.batch 8 --accumulate 1 --replicas 4"
         kind = type(configs.load(str(path)).model)
         args = [*settings.split(), *TINY_MODELS[kind].split(), "--runs-dir", str(tmp_path)]
-        if kind is GPTConfig:
+        if kind is DecoderConfig:
             return configs.load(str(path), [*args, "--data.path", words(tmp_path / "text")])
         form = configs.load(str(path)).data.form
         folder = tmp_path / form

@@ -207,9 +207,9 @@ def test_no_json_makes_a_file_that_does_more_than_its_config(kind, params, more)
         ast.FunctionDef,
     ]
     calls = [node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    assert sorted(calls) == ["Config", "Data", "GPTConfig", "Optimizer"]
+    assert sorted(calls) == ["Config", "Data", "DecoderConfig", "Optimizer"]
     names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    assert names == {"Config", "Data", "GPTConfig", "Optimizer"}
+    assert names == {"Config", "Data", "DecoderConfig", "Optimizer"}
     expression.check(found.optimizer["update"], expression_names())
 
 

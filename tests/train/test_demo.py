@@ -10,7 +10,7 @@ import pytest
 from configs import nano_dense
 from train import compare, demo
 from train.config import Data
-from train.models.gpt import GPTConfig
+from train.models.decoder import DecoderConfig
 from train.output import metrics
 from train.processes import devices
 
@@ -94,7 +94,7 @@ def test_demo_trains_both_methods_and_ends_with_the_table_and_the_picture(
         (text / f"{number}.txt").write_text(f"the cat {number} sat on the mat " * 40)
     small = dataclasses.replace(
         nano_dense.get_config(),
-        model=GPTConfig(layers=1, width=16, heads=2, context=16),
+        model=DecoderConfig(layers=1, width=16, heads=2, context=16),
         data=Data(path=str(text), batch=8),
     )
     monkeypatch.chdir(tmp_path)

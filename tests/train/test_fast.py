@@ -11,7 +11,7 @@ from jaxcomp import planner
 from train import loop
 from train.config import Config, Data, Optimizer
 from train.data import examples
-from train.models.gpt import GPTConfig
+from train.models.decoder import DecoderConfig
 from train.output import report
 from train.plan import planning
 from train.plan.arguments import Options
@@ -32,7 +32,7 @@ def config_of(tmp_path):
         defaults = {
             "name": "run",
             "optimizer": Optimizer(update, 1e-2, 1),
-            "model": GPTConfig(layers=2, width=16, heads=2, context=17, scan=True),
+            "model": DecoderConfig(layers=2, width=16, heads=2, context=17, scan=True),
             "data": Data(path=str(tmp_path / "text.txt"), batch=12),
         }
         return Config(

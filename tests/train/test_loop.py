@@ -27,7 +27,7 @@ from train.checkpoints import store
 from train.config import Config, Data, Optimizer, as_json
 from train.config import run as configs
 from train.data import examples, texts
-from train.models.gpt import GPT, GPTConfig
+from train.models.decoder import Decoder, DecoderConfig
 from train.models.losses import cross_entropy
 from train.models.modules import PathRngs, split
 from train.output import metrics
@@ -52,7 +52,7 @@ METHODS = {
     "one_bit_adam(learning_rate, axis_name, freeze_step=2)": "residual",
     "one_bit_lamb(learning_rate, axis_name, freeze_step=2)": "residual",
 }
-TINY = GPTConfig(layers=1, width=16, heads=2, context=16)
+TINY = DecoderConfig(layers=1, width=16, heads=2, context=16)
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +152,7 @@ def first_params(config):
 
 
 def loss_fn(params, tokens):
-    apply, _ = split(GPT(TINY, rngs=PathRngs(0)))
+    apply, _ = split(Decoder(TINY, rngs=PathRngs(0)))
     return cross_entropy(apply(params, tokens[:, :-1]), tokens[:, 1:])
 
 
@@ -401,7 +401,7 @@ def test_damaged_checkpoint_is_refused_with_the_last_good_one_and_the_way_on(con
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model": GPTConfig(layers=1, width=32, heads=2, context=16)}, "of another model"),
+        ({"model": DecoderConfig(layers=1, width=32, heads=2, context=16)}, "of another model"),
         ({"update": EXACT_ADAM, "schedule": "constant"}, "of another model, optimizer"),
         ({"resume": False}, "has a checkpoint of step 6, which --no-resume would overwrite"),
     ],

@@ -12,7 +12,7 @@ import pytest
 from train import loop
 from train import task as tasks
 from train.config import Config, Data, Images, Optimizer
-from train.models.gpt import GPTConfig
+from train.models.decoder import DecoderConfig
 from train.models.vit import ViTConfig
 from train.output import report
 from train.placement.resolve import resolve
@@ -39,7 +39,7 @@ def config_of(tmp_path_factory):
         "checkpoint_every": 2,
         "replicas": 2,
         "data": Data(path=str(folder / "text.txt"), batch=12),
-        "model": GPTConfig(layers=2, width=16, heads=2, context=16),
+        "model": DecoderConfig(layers=2, width=16, heads=2, context=16),
     }
 
     def make(name, qsdp, update="adam(learning_rate, eps=1e-4)", **changes):
@@ -100,7 +100,7 @@ def stopping(answer):
 @pytest.mark.parametrize("scan", [False, True])
 def test_exact_codes_train_as_replicas_do_that_hold_everything(config_of, scan):
     update = "chain(compressed_mean(identity(), axis_name), adam(learning_rate, eps=1e-4))"
-    model = GPTConfig(layers=2, width=16, heads=2, context=16, scan=scan)
+    model = DecoderConfig(layers=2, width=16, heads=2, context=16, scan=scan)
     losses, last = run(config_of(f"dense {scan}", None, update, model=model))
     in_shards, last_in_shards = run(config_of(f"exact {scan}", EXACT, model=model))
     # Gradients are summed in another order, and Adam with eps=1e-4 magnifies that little.

@@ -14,7 +14,7 @@ import tyro
 from train import checks
 from train.config import expression
 from train.data.sources import Data, Images
-from train.models.gpt import GPTConfig
+from train.models.decoder import DecoderConfig
 from train.models.objectives import OBJECTIVES
 from train.models.resnet import ResNetConfig
 from train.models.swin import SwinConfig
@@ -132,8 +132,8 @@ class Config:
     link_rate: float | None = None
     """bit/s of a replica's link, from which the end of a run says how much time was saved."""
     # The config file chooses one of each; the command line changes its fields.
-    model: GPTConfig | ResNetConfig | ViTConfig | SwinConfig = dataclasses.field(
-        default_factory=GPTConfig
+    model: DecoderConfig | ResNetConfig | ViTConfig | SwinConfig = dataclasses.field(
+        default_factory=DecoderConfig
     )
     data: Data | Images = dataclasses.field(default_factory=Data)
 

@@ -11,7 +11,7 @@ from flax import nnx
 
 from train.data.sources import Data, Images
 from train.models import losses
-from train.models.gpt import GPT, GPTConfig
+from train.models.decoder import Decoder, DecoderConfig
 from train.models.resnet import ResNet, ResNetConfig
 from train.models.swin import Swin, SwinConfig
 from train.models.vit import ViT, ViTConfig
@@ -101,7 +101,7 @@ def _image(model):
 OBJECTIVES = {
     "next_token": Objective(
         data=Data,
-        models={GPTConfig: GPT},
+        models={DecoderConfig: Decoder},
         row=lambda model: jax.ShapeDtypeStruct((model.context + 1,), "int32"),
         measure=_next_token,
         unit="byte",
@@ -112,7 +112,7 @@ OBJECTIVES = {
     # Understanding", 2019, section 3.1, task 1; bytes in place of word pieces.
     "masked": Objective(
         data=Data,
-        models={GPTConfig: functools.partial(GPT, causal=False)},
+        models={DecoderConfig: functools.partial(Decoder, causal=False)},
         row=lambda model: jax.ShapeDtypeStruct((2, model.context), "int32"),
         measure=_masked_tokens,
         unit="byte",

@@ -44,7 +44,7 @@ class ResNetConfig:
                 f"{_LEAST * max(1, round(self.width / _LEAST))}."
             )
 
-    stacked = None  # as of `GPTConfig`: no parameter has an axis of layers
+    stacked = None  # as of `DecoderConfig`: no parameter has an axis of layers
 
 
 class ResNet(nnx.Module):

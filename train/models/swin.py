@@ -63,7 +63,7 @@ class SwinConfig:
 
     @property
     def stacked(self) -> str | None:
-        """As of `GPTConfig`."""
+        """As of `DecoderConfig`."""
         return r"^stage_\d+/" if self.scan else None
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from train import checks
-from train.models.gpt import INIT, Block
+from train.models.decoder import INIT, Block, DecoderConfig
 from train.models.modules import PathRngs
 
 
@@ -38,7 +38,7 @@ class ViTConfig:
         checks.divisible(self, "width", "heads")
         checks.divisible(self, "size", "patch")
 
-    stacked = None  # as of `GPTConfig`: no parameter has an axis of layers
+    stacked = None  # as of `DecoderConfig`: no parameter has an axis of layers
 
 
 class ViT(nnx.Module):
@@ -58,8 +58,9 @@ class ViT(nnx.Module):
         self.embed = nnx.Linear(pixels, c.width, dtype=c.dtype, rngs=rngs.at("embed"))
         self.position = nnx.Param(INIT(rngs.params(), (self.time, c.width)))
         self.names = tuple(f"block_{index}" for index in range(c.layers))
+        blocks = DecoderConfig(layers=c.layers, width=c.width, heads=c.heads, dtype=c.dtype)
         for name in self.names:
-            setattr(self, name, Block(c, causal=False, rngs=rngs.at(name)))
+            setattr(self, name, Block(blocks, causal=False, rngs=rngs.at(name)))
         self.norm = nnx.LayerNorm(c.width, dtype=c.dtype, rngs=rngs.at("norm"))
         self.head = nnx.Linear(c.width, c.classes, kernel_init=INIT, rngs=rngs.at("head"))
 

@@ -13,7 +13,7 @@ from jaxcomp.replicas.shards import map_shards, natural
 from train.config import Config, expression
 from train.config.run import AXIS_NAME, update
 from train.models import build
-from train.models.gpt import STACKED, GPTConfig
+from train.models.decoder import STACKED, DecoderConfig
 from train.placement.base import Functions, Placement
 from train.processes.devices import fast_axis_of
 
@@ -47,10 +47,10 @@ def qsdp_of(config: Config) -> jaxcomp.QSDP:
             f"overlap=True cannot be used with qsdp={config.qsdp!r}; set one of the two to False "
             "or None."
         )
-    if not isinstance(config.model, GPTConfig):
+    if not isinstance(config.model, DecoderConfig):
         raise ValueError(
             f"qsdp={config.qsdp!r} needs a model whose blocks can gather for themselves: write "
-            f"model=GPTConfig(...), not {config.model}."
+            f"model=DecoderConfig(...), not {config.model}."
         )
     fast_axis = fast_axis_of(config)
     values = {"axis_name": AXIS_NAME, "fast_axis": fast_axis, "steps": config.steps}

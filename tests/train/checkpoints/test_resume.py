@@ -20,7 +20,7 @@ from train import task as tasks
 from train.checkpoints import resume
 from train.checkpoints.store import open_checkpoints
 from train.config import Config, Data, Optimizer
-from train.models.gpt import GPTConfig
+from train.models.decoder import DecoderConfig
 
 
 class LocalSGDState(NamedTuple):
@@ -154,7 +154,7 @@ def task_of(tmp_path_factory):
                 replicas=replicas,
                 optimizer=Optimizer("chain(compressed_mean(sign(), axis_name), sgd(0.1))", 0.1),
                 data=Data(path=str(text), batch=8),
-                model=GPTConfig(layers=1, width=32, heads=2, context=16),
+                model=DecoderConfig(layers=1, width=32, heads=2, context=16),
             )
         )
 

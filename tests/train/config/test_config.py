@@ -14,7 +14,7 @@ import pytest
 import jaxcomp
 from train.config import Config, Data, Images, Optimizer, as_json, expression
 from train.config import run as configs
-from train.models.gpt import GPTConfig
+from train.models.decoder import DecoderConfig
 from train.models.resnet import ResNetConfig
 from train.models.swin import SwinConfig
 from train.models.vit import ViTConfig
@@ -65,7 +65,7 @@ def test_overrides_are_typed_and_reach_nested_fields(file):
         resume=False,
         optimizer=Optimizer("sgd(learning_rate)", 3e-4, 10),
         data=Data(path="text"),
-        model=GPTConfig(width=64),
+        model=DecoderConfig(width=64),
     )
     assert configs.load(file, args) == expected
 
@@ -142,8 +142,11 @@ def test_file_without_a_config_is_refused(tmp_path, text):
         (lambda: config_of(name="a\x1b[2J"), "must be of one line that prints"),
         (lambda: config_of(link_rate=0.0), "link_rate=0.0 must be positive; write 500e6"),
         (lambda: config_of(steps=10), "warmup_steps=10 must be less than steps=10"),
-        (lambda: config_of(model=GPTConfig(vocab=255)), "model.vocab=255 must be at least 256"),
-        (lambda: config_of(model=ViTConfig()), r"'next_token' cannot .*; write model=GPTConfig"),
+        (lambda: config_of(model=DecoderConfig(vocab=255)), "vocab=255 must be at least 256"),
+        (
+            lambda: config_of(model=ViTConfig()),
+            r"'next_token' cannot .*; write model=DecoderConfig",
+        ),
         (lambda: config_of(data=Images()), r"cannot use data=Images.*; write data=Data\("),
         (lambda: config_of(objective="classify"), r"write model=ResNetConfig\(...\) or ViTConfig"),
         (lambda: Images(batch=0), "data.batch=0 must be at least 1"),
@@ -186,7 +189,7 @@ def test_replicas_0_leaves_the_division_of_the_batch_to_the_machine():
 
 
 def test_json_has_every_field_and_no_type_of_the_first_kinds():
-    config = config_of(data=Data(path="text"), model=GPTConfig(width=64), replicas=0)
+    config = config_of(data=Data(path="text"), model=DecoderConfig(width=64), replicas=0)
     assert json.loads(as_json.to_json(config)) == dataclasses.asdict(config)
 
 

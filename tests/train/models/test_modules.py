@@ -3,16 +3,24 @@
 import jax
 import pytest
 
-from train.models.gpt import GPT, GPTConfig
+from train.models.decoder import Decoder, DecoderConfig
 from train.models.modules import PathRngs, split
 from train.models.resnet import ResNet, ResNetConfig
 from train.models.swin import Swin, SwinConfig
 from train.models.vit import ViT, ViTConfig
 
+OTHER_FORM = {"norm": "rms", "rotary": "halves", "gated": True, "qk_norm": True, "tied": False}
+
 
 @pytest.mark.parametrize(
     ("model", "config"),
-    [(GPT, GPTConfig()), (ResNet, ResNetConfig()), (ViT, ViTConfig()), (Swin, SwinConfig())],
+    [
+        (Decoder, DecoderConfig()),
+        (Decoder, DecoderConfig(**OTHER_FORM)),
+        (ResNet, ResNetConfig()),
+        (ViT, ViTConfig()),
+        (Swin, SwinConfig()),
+    ],
 )
 def test_a_parameter_is_drawn_by_the_key_of_its_path(model, config, monkeypatch):
     drawn, params = [], PathRngs.params

@@ -10,12 +10,12 @@ import pytest
 from train import loop
 from train.config import Config, Data, Optimizer
 from train.config import run as configs
-from train.models.gpt import GPTConfig
+from train.models.decoder import DecoderConfig
 from train.models.modules import PathRngs
 from train.models.objectives import MASK, OBJECTIVES
 
 MASKED = OBJECTIVES["masked"]
-SMALL = GPTConfig(layers=1, width=32, heads=2, context=40, vocab=257)
+SMALL = DecoderConfig(layers=1, width=32, heads=2, context=40, vocab=257)
 
 
 def made(rows=50, context=40, seed=3):
@@ -56,7 +56,7 @@ def test_the_loss_is_that_of_the_hidden_bytes():
 
 @pytest.mark.parametrize("name", ["next_token", "masked"])
 def test_only_the_causal_model_does_not_look_ahead(name):
-    model = OBJECTIVES[name].models[GPTConfig](SMALL, rngs=PathRngs(0))
+    model = OBJECTIVES[name].models[DecoderConfig](SMALL, rngs=PathRngs(0))
     tokens = jnp.zeros((1, 40), jnp.int32)
     logits = lambda tokens: model(tokens)[0, 0]
     changed = np.any(np.asarray(logits(tokens)) != np.asarray(logits(tokens.at[0, -1].set(9))))

@@ -1,0 +1,147 @@
+"""Folders that transformers has written: the same logits and text, and back bit for bit."""
+
+import dataclasses
+import json
+import pathlib
+import shutil
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+
+from train.huggingface import folder, safetensors, settings
+from train.models import generate, modules, sharding
+from train.models.decoder import Decoder
+from train.models.modules import PathRngs
+
+GOLDEN = pathlib.Path(__file__).parents[2] / "golden" / "huggingface"
+KINDS = sorted(path.name for path in GOLDEN.iterdir())
+
+
+def loaded(path, **changes):
+    """Apply, parameters and model of a folder, on one device."""
+    config = dataclasses.replace(settings.read(path)[1], **changes)
+    apply, like = shapes(config)
+    place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), like)
+    return apply, folder.load(path, config, like), config
+
+
+def shapes(config):
+    return modules.split(nnx.eval_shape(lambda: Decoder(config, rngs=PathRngs(0))))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_and_text_are_those_of_transformers(kind):
+    apply, params, _ = loaded(GOLDEN / kind, scan=True)
+    expected = np.load(GOLDEN / kind / "expected.npz")
+    logits = jax.jit(apply)(params, expected["tokens"].astype(np.int32))
+    np.testing.assert_allclose(logits, expected["logits"], rtol=0, atol=1e-4)
+    prompt, count = expected["tokens"][:, :5], expected["generated"].shape[1] - 5
+    text = jax.jit(lambda p: generate.greedy(lambda t: apply(p, t), prompt, count))(params)
+    np.testing.assert_array_equal(text, expected["generated"])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_saved_is_what_was_loaded(kind, tmp_path):
+    _, params, config = loaded(GOLDEN / kind, scan=kind == "gpt_neox")
+    folder.save(tmp_path / "same", config, params, np.float32, like=GOLDEN / kind)
+    before, after = (safetensors.read_all(path) for path in (GOLDEN / kind, tmp_path / "same"))
+    assert before.keys() == after.keys()
+    for name, array in before.items():
+        np.testing.assert_array_equal(array.astype(np.float32), after[name], strict=True)
+    folder.save(tmp_path / "other", config, params)  # nobody says which kind it is
+    _, again, _ = loaded(tmp_path / "other")
+    _, first, _ = loaded(GOLDEN / kind)
+    jax.tree.map(np.testing.assert_array_equal, first, again)
+
+
+def test_shards_are_read_by_the_devices_that_hold_them():
+    config = dataclasses.replace(settings.read(GOLDEN / "gpt_neox")[1], scan=True)
+    mesh = jax.make_mesh((2, 2), ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2)
+    _, like = shapes(config)
+    place = lambda x, spec: jax.ShapeDtypeStruct(
+        x.shape, x.dtype, sharding=NamedSharding(mesh, spec)
+    )
+    placed = folder.load(
+        GOLDEN / "gpt_neox", config, jax.tree.map(place, like, sharding.specs(like, mesh))
+    )
+    kernel = placed["blocks"]["up"]["kernel"]
+    assert {shard.data.shape for shard in kernel.addressable_shards} == {(2, 8, 12)}
+    _, whole, _ = loaded(GOLDEN / "gpt_neox", scan=True)
+    jax.tree.map(np.testing.assert_array_equal, placed, whole)
+
+
+def changed(tmp_path, kind, **fields):
+    """A copy of a folder whose config.json says something else."""
+    path = tmp_path / kind
+    shutil.copytree(GOLDEN / kind, path)
+    said = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(said | fields))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "message"),
+    [
+        ("llama", {"model_type": "mixtral"}, "model_type='mixtral'.* needs one of gpt2"),
+        ("llama", {"num_local_experts": 8}, "num_local_experts=8"),
+        ("qwen3", {"quantization_config": {"bits": 4}}, "quantization_config="),
+        ("llama", {"rope_parameters": {"rope_type": "yarn"}}, "rope_type='yarn'"),
+        ("qwen2", {"rope_parameters": None, "rope_scaling": {"type": "linear"}}, "='linear'"),
+        ("llama", {"hidden_act": "relu2"}, "activation='relu2'"),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
+        ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before=False"),
+        ("opt", {"word_embed_proj_dim": 8}, "word_embed_proj_dim=8"),
+        ("gptj", {"rotary_dim": None}, "rotary_dim=None"),
+        (
+            "qwen2",
+            {"layer_types": None, "use_sliding_window": True, "sliding_window": 4}
+            | {"max_window_layers": 1},
+            "layer_types=.*layers that are all alike",
+        ),
+        # What the arrays show, though config.json does not say so.
+        ("qwen2", {"num_hidden_layers": 1}, "12 arrays that a qwen2 has no place for"),
+        ("llama", {"attention_bias": True}, "has no array 'model.layers.0.self_attn.k_proj.bias'"),
+        ("gpt2", {"vocab_size": 299}, r"wte.weight of \[\(300, 16\)\], which does not make embed"),
+    ],
+)
+def test_what_the_decoder_does_not_compute_is_refused_by_name(kind, fields, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        loaded(changed(tmp_path, kind, **fields))
+
+
+def test_settings_of_earlier_transformers_mean_the_same(tmp_path):
+    rope = json.loads((GOLDEN / "llama" / "config.json").read_text())["rope_parameters"]
+    old = {"rope_theta": rope.pop("rope_theta"), "rope_parameters": None, "rope_scaling": rope}
+    assert settings.read(changed(tmp_path, "llama", **old)) == settings.read(GOLDEN / "llama")
+    old = {"rope_parameters": None, "rotary_pct": 0.5, "rotary_emb_base": 10_000}
+    assert settings.read(changed(tmp_path, "gpt_neox", **old)) == settings.read(GOLDEN / "gpt_neox")
+
+
+def test_checkpoints_of_a_bare_model_have_shorter_names(tmp_path):
+    path = changed(tmp_path, "gpt2")
+    arrays = safetensors.read(path / "model.safetensors")
+    short = {name.removeprefix("transformer."): np.array(array) for name, array in arrays.items()}
+    short["h.0.attn.bias"] = np.ones((1, 1, 16, 16), np.uint8)  # a mask, no parameter
+    (path / "model.safetensors").unlink()
+    safetensors.write(path / "model.safetensors", short)
+    _, found, _ = loaded(path)
+    _, expected, _ = loaded(GOLDEN / "gpt2")
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+def test_a_model_of_another_form_than_the_run_s_is_refused():
+    config = settings.read(GOLDEN / "gpt2")[1]
+    with pytest.raises(ValueError, match=r"model.heads=4, there 2.*Write model=Pretrained\(\)"):
+        folder.load(GOLDEN / "gpt2", dataclasses.replace(config, heads=4), None)
+
+
+def test_a_model_that_no_form_computes_is_not_saved(tmp_path):
+    config = dataclasses.replace(settings.read(GOLDEN / "gpt2")[1], qk_norm=True)
+    with pytest.raises(ValueError, match="no model_type of gpt2, .* computes"):
+        folder.save(tmp_path / "none", config, {})
+    with pytest.raises(ValueError, match="holds a model already"):
+        folder.save(GOLDEN / "gpt2", config, {})

@@ -1,0 +1,193 @@
+"""A Hugging Face folder as the parameters of a run, and back."""
+
+import functools
+import json
+import math
+import pathlib
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from train.huggingface import safetensors, settings, weights
+from train.models.decoder import DecoderConfig
+
+TOKENIZER = (
+    "tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json vocab.json "
+    "merges.txt chat_template.jinja generation_config.json"
+).split()
+"""Files beside a model that an export takes along."""
+_BLOCK = re.compile(r"^block(s|_(?P<number>\d+))/")
+
+
+def is_folder(path: str | pathlib.Path) -> bool:
+    """Whether a path is a Hugging Face folder, and no run's: it has a config.json that says so."""
+    try:
+        return "model_type" in json.loads(pathlib.Path(path, "config.json").read_text())
+    except (OSError, ValueError, TypeError):
+        return False
+
+
+def load(folder: str | pathlib.Path, config: DecoderConfig, like: Any) -> Any:
+    """Reads parameters straight onto the devices that hold them.
+
+    Files are mapped: beside its own shards a process holds one parameter's at a time.
+
+    Args:
+      folder: The Hugging Face folder.
+      config: The run's model; it must be the folder's.
+      like: Shapes, dtypes and shardings of the parameters, as the decoder has them.
+
+    Returns:
+      The parameters, as `like` says.
+
+    Raises:
+      ValueError: If the folder is of another model, or is damaged, or has arrays that the decoder
+        has no place for.
+    """
+    kind, found = settings.read(folder)
+    settings.require_same(config, found, str(folder))
+    arrays = safetensors.read_all(folder)
+    leaves, tree = jax.tree_util.tree_flatten_with_path(like)
+    of_leaves = [_layers(_path_of(key), leaf.shape) for key, leaf in leaves]
+    _require_all(folder, kind, arrays, of_leaves)
+    made = []
+    for (_, leaf), (path, layers) in zip(leaves, of_leaves, strict=True):
+        read = functools.partial(_read, folder, kind, config, arrays, path)
+        made.append(_placed(read, layers, leaf))
+    return tree.unflatten(made)
+
+
+def save(
+    folder: str | pathlib.Path,
+    config: DecoderConfig,
+    params: Any,
+    dtype: Any = np.float32,
+    like: str | pathlib.Path | None = None,
+) -> None:
+    """Writes a folder that transformers loads.
+
+    Args:
+      folder: A new one, or one without a config.json.
+      config: The model.
+      params: Its parameters, as arrays or NumPy's.
+      dtype: In which they are written: float32, bfloat16 or float16.
+      like: The Hugging Face folder that the run began with: its tokenizer, and what its
+        config.json says beside the model, as the tokens at which a text begins and ends, go along.
+
+    Raises:
+      ValueError: If there is a model already, or no form of Hugging Face's computes this one.
+    """
+    folder = pathlib.Path(folder)
+    if (folder / "config.json").exists():
+        raise ValueError(f"{folder} holds a model already; name another folder.")
+    if like is None:
+        said = settings.settings_of(config)
+    else:
+        kind, there = settings.read(like)
+        settings.require_same(config, there, str(like))
+        said = json.loads(pathlib.Path(like, "config.json").read_text()) | {"model_type": kind}
+    said.pop("torch_dtype", None)
+    said["dtype"] = np.dtype(dtype).name
+    folder.mkdir(parents=True, exist_ok=True)
+    safetensors.write_all(folder, _theirs(said["model_type"], config, params, np.dtype(dtype)))
+    for name in TOKENIZER if like is not None else ():
+        if pathlib.Path(like, name).is_file():
+            shutil.copyfile(pathlib.Path(like, name), folder / name)
+    # Last: a folder that has it is whole.
+    (folder / "config.json").write_text(json.dumps(said, indent=2, sort_keys=True) + "\n")
+
+
+def _theirs(
+    kind: str, config: DecoderConfig, params: Any, dtype: np.dtype
+) -> Iterator[tuple[str, np.ndarray]]:
+    leaves, _ = jax.tree_util.tree_flatten_with_path(params)
+    for key, leaf in leaves:
+        path, layers = _layers(_path_of(key), leaf.shape)
+        for number, layer in layers:
+            array = np.asarray(leaf if number is None else leaf[number], dtype)
+            parts = weights.parted(kind, path, config, array)
+            yield from zip(weights.names_of(kind, path, layer), parts, strict=True)
+
+
+def _path_of(key: Any) -> str:
+    return jax.tree_util.keystr(key, simple=True, separator="/")
+
+
+def _layers(path: str, shape: tuple[int, ...]) -> tuple[str, list[tuple[int | None, int | None]]]:
+    """A parameter's path inside its block, and of each layer its place in the leaf, and its number.
+
+    A leaf that is no stack has the place None; one outside of blocks the number None.
+    """
+    block = _BLOCK.match(path)
+    if block is None:
+        return path, [(None, None)]
+    inside, number = path[block.end() :], block["number"]
+    if number is not None:
+        return inside, [(None, int(number))]
+    return inside, [(layer, layer) for layer in range(shape[0])]
+
+
+def _require_all(folder, kind: str, arrays: dict, of_leaves: list) -> None:
+    """Raises a ValueError if the folder lacks an array, or has one that nobody asks for."""
+    wanted = {
+        _named(arrays, name, kind)
+        for path, layers in of_leaves
+        for _, layer in layers
+        for name in weights.names_of(kind, path, layer)
+    }
+    if missing := sorted(wanted - arrays.keys()):
+        raise ValueError(f"{folder} has no array {missing[0]!r}; download it again.")
+    left = [n for n in arrays.keys() - wanted if not weights.NOT_READ.search(n)]
+    if left:
+        raise ValueError(
+            f"{folder} has {len(left)} arrays that a {kind} has no place for, as {min(left)!r}; "
+            "its config.json is of another model."
+        )
+
+
+def _read(folder, kind: str, config: DecoderConfig, arrays: dict, path: str, layer, shape):
+    """One layer of a parameter, of this shape."""
+    names = [_named(arrays, name, kind) for name in weights.names_of(kind, path, layer)]
+    parts = [arrays[name] for name in names]
+    same = sum(part.size for part in parts) == math.prod(shape)
+    made = weights.joined(kind, path, config, parts) if same else None
+    if made is None or made.shape != shape:
+        raise ValueError(
+            f"{folder} has {', '.join(names)} of {[part.shape for part in parts]}, which does not "
+            f"make {path} {shape}; its config.json is of another model."
+        )
+    return made
+
+
+def _placed(read: Callable, layers: list, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+    """An array of what each device here holds of a leaf, which is read layer by layer."""
+    places = leaf.sharding.addressable_devices_indices_map(leaf.shape)
+    spans = {
+        device: tuple(part.indices(n)[:2] for part, n in zip(index, leaf.shape, strict=True))
+        for device, index in places.items()
+    }
+    own = {
+        span: np.empty([stop - start for start, stop in span], leaf.dtype)
+        for span in set(spans.values())
+    }
+    for place, layer in layers:
+        stack = place is not None
+        wanted = [span for span in own if not stack or span[0][0] <= place < span[0][1]]
+        if not wanted:
+            continue
+        array = read(layer, leaf.shape[stack:])
+        for span in wanted:
+            cut = array[tuple(slice(*part) for part in span[stack:])]
+            own[span][place - span[0][0] if stack else ...] = cut
+    pieces = [jax.device_put(own[span], device) for device, span in spans.items()]
+    return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, pieces)
+
+
+def _named(arrays: dict[str, np.ndarray], name: str, kind: str) -> str:
+    """The name of an array, or that without its base, as in checkpoints of the bare model."""
+    short = name.removeprefix(weights.NAMES[kind].base)
+    return short if short in arrays and name not in arrays else name

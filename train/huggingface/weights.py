@@ -1,0 +1,157 @@
+"""How each kind of model names its arrays, and lays them out, beside the decoder's parameters."""
+
+import re
+from typing import NamedTuple
+
+import numpy as np
+
+from train.models.decoder import DecoderConfig
+
+
+class Names(NamedTuple):
+    """What a kind of model calls its modules, in order of the decoder's.
+
+    Attributes:
+      base: Prefix of all but the output's matrix; checkpoints of the bare model lack it.
+      blocks: What a block's names begin with, of its number.
+      outside: Those outside of blocks.
+      inside: Those of a block; several names are parts of one array.
+      head: The output's matrix, where it is one of its own.
+    """
+
+    base: str
+    blocks: str
+    outside: dict[str, str]
+    inside: dict[str, tuple[str, ...]]
+    head: str = "lm_head"
+
+
+_QKV = ("q_proj", "k_proj", "v_proj")
+_LLAMA = Names(
+    base="model.",
+    blocks="layers.{}.",
+    outside={"embed": "embed_tokens", "norm": "norm"},
+    inside={
+        "norm_attention": ("input_layernorm",),
+        "qkv": tuple(f"self_attn.{name}" for name in _QKV),
+        "norm_q": ("self_attn.q_norm",),
+        "norm_k": ("self_attn.k_norm",),
+        "out": ("self_attn.o_proj",),
+        "norm_mlp": ("post_attention_layernorm",),
+        "gate": ("mlp.gate_proj",),
+        "up": ("mlp.up_proj",),
+        "down": ("mlp.down_proj",),
+    },
+)
+NAMES: dict[str, Names] = {
+    "gpt2": Names(
+        base="transformer.",
+        blocks="h.{}.",
+        outside={"embed": "wte", "position": "wpe", "norm": "ln_f"},
+        inside={
+            "norm_attention": ("ln_1",),
+            "qkv": ("attn.c_attn",),
+            "out": ("attn.c_proj",),
+            "norm_mlp": ("ln_2",),
+            "up": ("mlp.c_fc",),
+            "down": ("mlp.c_proj",),
+        },
+    ),
+    "opt": Names(
+        base="model.decoder.",
+        blocks="layers.{}.",
+        outside={
+            "embed": "embed_tokens",
+            "position": "embed_positions",
+            "norm": "final_layer_norm",
+        },
+        inside={
+            "norm_attention": ("self_attn_layer_norm",),
+            "qkv": tuple(f"self_attn.{name}" for name in _QKV),
+            "out": ("self_attn.out_proj",),
+            "norm_mlp": ("final_layer_norm",),
+            "up": ("fc1",),
+            "down": ("fc2",),
+        },
+    ),
+    "gptj": Names(
+        base="transformer.",
+        blocks="h.{}.",
+        outside={"embed": "wte", "norm": "ln_f"},
+        inside={
+            "norm_attention": ("ln_1",),
+            "qkv": tuple(f"attn.{name}" for name in _QKV),
+            "out": ("attn.out_proj",),
+            "up": ("mlp.fc_in",),
+            "down": ("mlp.fc_out",),
+        },
+    ),
+    "gpt_neox": Names(
+        base="gpt_neox.",
+        blocks="layers.{}.",
+        outside={"embed": "embed_in", "norm": "final_layer_norm"},
+        inside={
+            "norm_attention": ("input_layernorm",),
+            "qkv": ("attention.query_key_value",),
+            "out": ("attention.dense",),
+            "norm_mlp": ("post_attention_layernorm",),
+            "up": ("mlp.dense_h_to_4h",),
+            "down": ("mlp.dense_4h_to_h",),
+        },
+        head="embed_out",
+    ),
+    "llama": _LLAMA,
+    "mistral": _LLAMA,
+    "qwen2": _LLAMA,
+    "qwen3": _LLAMA,
+}
+NOT_READ = re.compile(
+    r"attn\.(masked_)?bias$|attention\.(masked_)?bias$|rotary_emb\.inv_freq$|lm_head\.weight$"
+)
+"""Arrays that older checkpoints hold though they are no parameters, and a tied output."""
+
+
+def names_of(kind: str, path: str, layer: int | None) -> list[str]:
+    """What a kind of model calls a parameter: one name, or those of its parts in order.
+
+    Args:
+      kind: The `model_type`.
+      path: Of the parameter, as `norm/scale`, or inside a block, as `qkv/kernel`.
+      layer: The block's number, or None outside of blocks.
+    """
+    names, (module, _, leaf) = NAMES[kind], path.partition("/")
+    suffix = ".bias" if leaf == "bias" else ".weight"
+    if layer is not None:
+        prefix = names.base + names.blocks.format(layer)
+        return [prefix + name + suffix for name in names.inside[module]]
+    if module == "head":
+        return [names.head + suffix]
+    return [names.base + names.outside[module] + suffix]
+
+
+def joined(kind: str, path: str, config: DecoderConfig, parts: list[np.ndarray]) -> np.ndarray:
+    """A parameter as the decoder has it, from the arrays of `names_of`."""
+    if kind == "gpt_neox" and path.startswith("qkv/"):
+        parts = [_regrouped(part, (config.heads, 3), config.head_size) for part in parts]
+    if path.endswith("/kernel") and kind != "gpt2" or path.startswith("head/kernel"):
+        parts = [part.T for part in parts]  # GPT-2's have inputs first, as ours
+    return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
+
+
+def parted(kind: str, path: str, config: DecoderConfig, array: np.ndarray) -> list[np.ndarray]:
+    """The arrays of `names_of`, from a parameter as the decoder has it: undoes `joined`."""
+    parts = [array]
+    if path.startswith("qkv/") and kind not in ("gpt2", "gpt_neox"):
+        heads, keys = config.heads, config.heads + (config.kv_heads or config.heads)
+        parts = np.split(array, (heads * config.head_size, keys * config.head_size), axis=-1)
+    if path.endswith("/kernel") and kind != "gpt2" or path.startswith("head/kernel"):
+        parts = [part.T for part in parts]
+    if kind == "gpt_neox" and path.startswith("qkv/"):
+        parts = [_regrouped(part, (3, config.heads), config.head_size) for part in parts]
+    return parts
+
+
+def _regrouped(array: np.ndarray, groups: tuple[int, int], size: int) -> np.ndarray:
+    """Rows in groups of groups, the other way around: GPT-NeoX has q, k and v of each head."""
+    rows = array.reshape(*groups, size, *array.shape[1:])
+    return rows.swapaxes(0, 1).reshape(array.shape)

@@ -1,0 +1,282 @@
+"""One transformer for language, in Flax nnx: GPT-2, OPT, GPT-J, GPT-NeoX, Llama, Mistral, Qwen."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from train import checks
+from train.models import modules
+from train.models.modules import PathRngs
+
+STACKED = "^blocks/"
+"""Pattern of the paths of parameters that a scan over the blocks stacks."""
+INIT = nnx.initializers.normal(0.02)
+"""Of weights, and of positions."""
+
+_ACTIVATIONS: dict[str, Callable] = {
+    "gelu": nnx.gelu,  # by tanh, as GPT-2 has it
+    "gelu_exact": functools.partial(nnx.gelu, approximate=False),
+    "relu": nnx.relu,
+    "silu": nnx.silu,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class DecoderConfig:
+    """Form and size of the model, GPT-2's form by default; parameters are float32."""
+
+    layers: int = 4
+    """Number of transformer blocks."""
+    width: int = 128
+    """Features of the residual stream; divisible by heads."""
+    heads: int = 4
+    """Attention heads of a block."""
+    context: int = 128
+    """Tokens that one prediction may look back on."""
+    vocab: int = 256
+    """Number of different tokens: 256 for bytes, 257 with one that hides a byte."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of activations and matrix products: float32 or bfloat16."""
+    scan: bool = False
+    """Whether one program runs all blocks in turn, that compiles as fast as one of them. Parameters
+    then have other names and a leading axis of layers; methods look at one layer all the same."""
+    remat: bool = False
+    """Whether the backward pass computes each block anew, and only inputs of blocks are kept."""
+    mlp: int = 0
+    """Features inside the perceptron; 0: four times width."""
+    activation: Literal["gelu", "gelu_exact", "relu", "silu"] = "gelu"
+    """Of the perceptron; `gelu` is the approximation by tanh."""
+    gated: bool = False
+    """Whether a second projection is multiplied with the activation; with silu it is SwiGLU."""
+    norm: Literal["layer", "rms"] = "layer"
+    """Normalization before attention and perceptron, and at the end."""
+    norm_eps: float = 1e-6
+    """What a normalization adds to the variance."""
+    residual: Literal["sequential", "parallel", "shared"] = "sequential"
+    """Whether the perceptron sees what attention has added, or stands beside it with a
+    normalization of its own (GPT-NeoX) or with the same one (GPT-J)."""
+    rotary: Literal["none", "halves", "pairs"] = "none"
+    """Positions: a learned table, or rotations of the two halves of a head's features (GPT-NeoX,
+    Llama) or of neighbouring pairs (GPT-J)."""
+    rotary_width: int = 0
+    """Features of a head that are rotated, an even number; 0: all."""
+    rotary_base: float = 10_000.0
+    """Of the rotations' wavelengths, often called theta."""
+    rotary_scaling: tuple[float, float, float, float] | None = None
+    """Llama 3's scaling of wavelengths: factor, low and high frequency factor, old context."""
+    positions: int = 0
+    """Most tokens that the model is made for, and rows of the learned table; 0: context."""
+    first_position: int = 0
+    """Row of the learned table for the first token; OPT has 2 rows before it."""
+    kv_heads: int = 0
+    """Heads of keys and values, that groups of the others share; 0: as many as heads."""
+    head_width: int = 0
+    """Features of a head; 0: width / heads."""
+    window: int = 0
+    """Tokens that attention looks back on, itself included; 0: all."""
+    qk_norm: bool = False
+    """Whether queries and keys are normalized by RMSNorm, each head, before they are rotated."""
+    qkv_bias: bool = True
+    """Whether queries, keys and values have a bias."""
+    out_bias: bool = True
+    """Whether attention's output has one."""
+    mlp_bias: bool = True
+    """Whether the perceptron's projections have one."""
+    tied: bool = True
+    """Whether the embedding of tokens is the output's matrix, too."""
+    head_bias: bool = False
+    """Whether an output's matrix of its own has a bias."""
+
+    def __post_init__(self):
+        sizes = "layers", "width", "heads", "context", "vocab"
+        checks.at_least(1, self, *sizes, of="model.")
+        least_0 = "mlp rotary_width positions first_position kv_heads head_width window"
+        checks.at_least(0, self, *least_0.split(), of="model.")
+        if not self.head_width:
+            checks.divisible(self, "width", "heads")
+        if self.kv_heads:
+            checks.divisible(self, "heads", "kv_heads")
+        if self.dtype not in ("float32", "bfloat16"):
+            raise ValueError(f"model.dtype is {self.dtype!r}; write float32 or bfloat16.")
+        if self.positions and self.positions < self.context:
+            raise ValueError(
+                f"model.context={self.context} is more than the model.positions={self.positions} "
+                f"that the model is made for; write --model.context {self.positions}."
+            )
+        if self.rotary != "none" and (self.rotated % 2 or self.rotated > self.head_size):
+            raise ValueError(
+                f"model.rotary_width={self.rotated} must be even and at most the "
+                f"{self.head_size} features of a head; write --model.rotary-width "
+                f"{self.head_size // 2 * 2}."
+            )
+        if self.head_bias and self.tied:
+            raise ValueError("model.head_bias needs --model.no-tied: a tied output has no bias.")
+
+    @property
+    def stacked(self) -> str | None:
+        """Pattern of the paths whose first axis counts layers, see `jaxcomp.per_layer`; or None."""
+        return STACKED if self.scan else None
+
+    @property
+    def head_size(self) -> int:
+        """Features of a head."""
+        return self.head_width or self.width // self.heads
+
+    @property
+    def rotated(self) -> int:
+        """Features of a head that are rotated, where any are."""
+        return self.rotary_width or self.head_size
+
+
+class Block(nnx.Module):
+    """Pre-norm transformer block: self-attention, and a perceptron behind or beside it.
+
+    Features of all tokens are one matrix, N = batch * time rows: XLA:CPU multiplies matrices
+    twice as fast as batches of them.
+    """
+
+    def __init__(self, config: DecoderConfig, causal: bool, *, rngs: PathRngs):
+        c = self.config = config
+        self.causal, self.kv_heads = causal, c.kv_heads or c.heads
+        linear = functools.partial(nnx.Linear, dtype=c.dtype, kernel_init=INIT)
+        inner, mlp = c.heads * c.head_size, c.mlp or 4 * c.width
+        out_init = nnx.initializers.normal(0.02 / (2 * c.layers) ** 0.5)
+
+        def add(name, make, *args, **options):
+            setattr(self, name, make(*args, **options, rngs=rngs.at(name)))
+
+        add("norm_attention", norm_of(c), c.width)
+        add("qkv", linear, c.width, inner + 2 * self.kv_heads * c.head_size, use_bias=c.qkv_bias)
+        if c.qk_norm:
+            of_head = functools.partial(nnx.RMSNorm, epsilon=c.norm_eps, dtype=c.dtype)
+            add("norm_q", of_head, c.head_size)
+            add("norm_k", of_head, c.head_size)
+        add("out", linear, inner, c.width, kernel_init=out_init, use_bias=c.out_bias)
+        if c.residual != "shared":
+            add("norm_mlp", norm_of(c), c.width)
+        if c.gated:
+            add("gate", linear, c.width, mlp, use_bias=c.mlp_bias)
+        add("up", linear, c.width, mlp, use_bias=c.mlp_bias)
+        add("down", linear, mlp, c.width, kernel_init=out_init, use_bias=c.mlp_bias)
+
+    def __call__(self, x_NxD, time: int):
+        residual = self.config.residual
+        h_NxD = self.norm_attention(x_NxD)
+        attended_NxD = self.attention(h_NxD, time)
+        if residual == "sequential":
+            x_NxD += attended_NxD
+            return x_NxD + self.perceptron(self.norm_mlp(x_NxD))
+        beside_NxD = self.norm_mlp(x_NxD) if residual == "parallel" else h_NxD
+        return x_NxD + attended_NxD + self.perceptron(beside_NxD)
+
+    def attention(self, h_NxD, time: int):
+        """What each token takes from those that it may see: `[N, width]` of `[N, width]`."""
+        c = self.config
+        keys = c.heads + self.kv_heads  # where those of values begin
+        parts = jnp.split(self.qkv(h_NxD), (c.heads * c.head_size, keys * c.head_size), axis=-1)
+        q, k, v = (x.reshape(-1, time, x.shape[-1] // c.head_size, c.head_size) for x in parts)
+        if c.qk_norm:
+            q, k = self.norm_q(q), self.norm_k(k)
+        if c.rotary != "none":
+            q, k = rotated(q, c), rotated(k, c)
+        window = (c.window - 1, 0 if self.causal else c.window - 1) if c.window else None
+        options = {"is_causal": self.causal, "local_window_size": window}
+        h_BxTxHxK = jax.nn.dot_product_attention(q, k, v, **options)
+        return self.out(h_BxTxHxK.reshape(h_NxD.shape[0], -1))
+
+    def perceptron(self, h_NxD):
+        """A token's features by themselves: `[N, width]` of `[N, width]`."""
+        activation = _ACTIVATIONS[self.config.activation]
+        if self.config.gated:
+            return self.down(activation(self.gate(h_NxD)) * self.up(h_NxD))
+        return self.down(activation(self.up(h_NxD)))
+
+
+class Decoder(nnx.Module):
+    """Logits of a transformer, of the next or the same token.
+
+    With `causal=False` every position sees all others, as in BERT. Call with tokens
+    i32[batch, time], time at most `config.context`; returns logits f32[batch, time, vocab].
+    With `layers`, as `jaxcomp.QSDP.layers`, the parameters of the blocks may be shards.
+    """
+
+    def __init__(self, config: DecoderConfig, *, causal: bool = True, rngs: PathRngs):
+        c = self.config = config
+        self.embed = nnx.Embed(c.vocab, c.width, embedding_init=INIT, rngs=rngs.at("embed"))
+        if c.rotary == "none":
+            rows = c.first_position + (c.positions or c.context)
+            self.position = nnx.Param(INIT(rngs.params(), (rows, c.width)))
+        block = functools.partial(Block, c, causal)
+        self.names = tuple(f"block_{index}" for index in range(c.layers))
+        if c.scan:
+            self.blocks = modules.stacked(block, self.names, rngs)
+        else:
+            for name in self.names:
+                setattr(self, name, block(rngs=rngs.at(name)))
+        self.norm = norm_of(c)(c.width, rngs=rngs.at("norm"))
+        if not c.tied:
+            options = {"use_bias": c.head_bias, "dtype": c.dtype, "kernel_init": INIT}
+            self.head = nnx.Linear(c.width, c.vocab, **options, rngs=rngs.at("head"))
+
+    def __call__(self, tokens_BxT, *, layers: Callable = modules.in_turn):
+        c = self.config
+        batch, time = tokens_BxT.shape
+        x_BxTxD = self.embed(tokens_BxT)
+        if c.rotary == "none":
+            x_BxTxD += self.position[None, c.first_position : c.first_position + time]
+        x_NxD = x_BxTxD.reshape(-1, c.width).astype(c.dtype)
+        blocks = self.blocks if c.scan else [getattr(self, name) for name in self.names]
+        if c.remat:
+            # A scan computes nothing anew by itself, and needs no guard against it.
+            of_block = functools.partial(jax.checkpoint, prevent_cse=not c.scan)
+            layers = lambda function, layers=layers: layers(of_block(function))
+        x_NxD = self.norm(modules.run(blocks, x_NxD, time, layers=layers))
+        if c.tied:
+            logits_NxV = x_NxD @ self.embed.embedding[...].astype(x_NxD.dtype).T
+        else:
+            logits_NxV = self.head(x_NxD)
+        return logits_NxV.reshape(batch, time, c.vocab).astype(jnp.float32)
+
+
+def norm_of(config: DecoderConfig) -> Callable[..., nnx.Module]:
+    """What makes the normalizations: `(features, rngs=) -> module`."""
+    kind = {"layer": nnx.LayerNorm, "rms": nnx.RMSNorm}[config.norm]
+    return functools.partial(kind, epsilon=config.norm_eps, dtype=config.dtype)
+
+
+def rotated(x_BxTxHxK: jax.Array, config: DecoderConfig) -> jax.Array:
+    """Turns pairs of features by angles that grow with the token's position.
+
+    Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021.
+    """
+    positions = jnp.arange(x_BxTxHxK.shape[1], dtype=jnp.float32)
+    angles_1xTx1xF = jnp.outer(positions, frequencies(config))[None, :, None]
+    cos, sin = jnp.cos(angles_1xTx1xF), jnp.sin(angles_1xTx1xF)
+    rest = x_BxTxHxK[..., config.rotated :]
+    x = x_BxTxHxK[..., : config.rotated].astype(jnp.float32)
+    pairs = config.rotary == "pairs"
+    a, b = (x[..., ::2], x[..., 1::2]) if pairs else jnp.split(x, 2, axis=-1)
+    turned = a * cos - b * sin, b * cos + a * sin
+    x = jnp.stack(turned, -1).reshape(x.shape) if pairs else jnp.concatenate(turned, -1)
+    return jnp.concatenate([x.astype(rest.dtype), rest], axis=-1)
+
+
+def frequencies(config: DecoderConfig) -> np.ndarray:
+    """f32[rotated / 2], radians a token; long waves are stretched where `rotary_scaling` says so.
+
+    Grattafiori et al., "The Llama 3 Herd of Models", 2024, as released with Llama 3.1.
+    """
+    exponents = np.arange(0, config.rotated, 2) / config.rotated
+    turns = config.rotary_base**-exponents
+    if config.rotary_scaling is not None:
+        factor, low, high, context = config.rotary_scaling
+        waves = context * turns / (2 * np.pi)  # in the old context
+        kept = np.clip((waves - low) / (high - low), 0, 1)
+        turns *= kept + (1 - kept) / factor
+    return turns.astype(np.float32)
