@@ -4,12 +4,14 @@ import argparse
 import json
 import pathlib
 import statistics
+from collections.abc import Sequence
 from typing import NamedTuple
 
-import matplotlib
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
+from train.output.plots import COLORS, label_ends, label_log
 
 
 class Summary(NamedTuple):
@@ -66,40 +68,71 @@ def table(summaries: list[Summary]) -> str:
     return "\n".join(lines)
 
 
-def draw(summaries: list[Summary], path: pathlib.Path) -> None:
-    """Validation loss against steps and against bytes, a band from the best to the worst seed."""
-    columns = -(-len(summaries) // 25)  # of the legend
-    figure = plt.figure(figsize=(11 + 3 * columns, 4.5), layout="constrained")
+# The curves of a picture, which eight colours tell apart; the tables have all methods.
+SHOWN = (
+    "dense Adam",
+    "sharded Adam, G4D4",
+    "0/1 Adam, warm-up, variances of 8 bits",
+    "1-bit Adam, 250 dense steps",
+    "CocktailSGD, no delay, 10x",
+    "CocktailSGD, no delay, 88x",
+    "CocktailSGD, signs of an eighth",
+    "top_k Adam",
+)
+
+
+def draw(summaries: list[Summary], path: pathlib.Path, shown: Sequence[str] = SHOWN) -> None:
+    """Validation loss against steps and against bytes, a band from the best to the worst seed.
+
+    Args:
+      summaries: Of one task, the baseline first.
+      path: Of the picture.
+      shown: The methods that are drawn where there are more than eight.
+    """
+    all_names = [summary.method for summary in summaries]
+    few = all_names[: len(COLORS)]
+    names = few if few == all_names else [name for name in shown if name in all_names] or few
+    summaries = [summary for summary in summaries if summary.method in names]
+    figure = Figure(figsize=(12, 4.8), layout="constrained")
     by_step, by_bytes = figure.subplots(1, 2, sharey=True)
-    colors = plt.get_cmap("tab20").colors
-    for number, summary in enumerate(summaries):
-        color = colors[number % len(colors)]
-        again = ("-", ":", "-.")[number // len(colors) % 3]  # the same color for another method
-        style = "--" if "momentum" in summary.method else again
+    sent = []
+    for summary, color in zip(summaries, COLORS, strict=False):
         # Step 0 has sent nothing: a logarithmic axis has no place for it.
-        steps = [point[0] for point in summary.curves[0][1:]]
-        values = list(zip(*[[p[1] for p in curve[1:]] for curve in summary.curves], strict=True))
-        middle = [statistics.fmean(v) for v in values]
-        for axes, x in (
-            (by_step, steps),
-            (by_bytes, [step * summary.sent_bytes_per_step / 1e6 for step in steps]),
-        ):
-            axes.plot(x, middle, style, color=color, label=summary.method, linewidth=1.8)
+        points = [[point for point in curve if point[0]] for curve in summary.curves]
+        steps = [point[0] for point in points[0]]
+        values = list(zip(*[[p[1] for p in curve] for curve in points], strict=True))
+        sent.append([step * summary.sent_bytes_per_step for step in steps])
+        for axes, x in ((by_step, steps), (by_bytes, sent[-1])):
+            middle = [statistics.fmean(v) for v in values]
+            axes.plot(x, middle, color=color, label=summary.method, marker=".", linewidth=1.8)
             low, high = [min(v) for v in values], [max(v) for v in values]
             axes.fill_between(x, low, high, color=color, alpha=0.2, linewidth=0)
     losses = [loss for s in summaries for loss in s.losses]
-    highest = max(point[1] for s in summaries for curve in s.curves for point in curve[1:])
-    by_step.set_ylim(min(losses) - 0.05, min(min(losses) + 2, 3.5, highest + 0.05))
+    highest = max(point[1] for s in summaries for curve in s.curves for point in curve if point[0])
+    by_step.set_ylim(min(losses) - 0.05, min(min(losses) + 1.2, highest + 0.05))
     by_step.set_xlabel("optimizer steps")
     by_step.set_ylabel("validation loss (nats per byte)")
-    by_bytes.set_xlabel("sent by one replica (MB)")
-    by_bytes.set_xscale("log")
-    handles, names = by_step.get_legend_handles_labels()
-    figure.legend(handles, names, fontsize=8, loc="outside right upper", ncols=columns)
+    by_bytes.set_xlabel("sent by one replica (logarithmic)")
+    label_log(by_bytes, "x", np.concatenate(sent), EngFormatter("B"))
     for axes in (by_step, by_bytes):
         axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(title(summaries))
+    label_ends(by_step)
     figure.savefig(path, dpi=120)
-    plt.close(figure)
+
+
+def title(summaries: list[Summary]) -> str:
+    """The lowest loss of those that send a tenth of the first one's bytes or less, beside it."""
+    dense = summaries[0]
+    fewer = lambda s: dense.sent_bytes_per_step / s.sent_bytes_per_step
+    few = [s for s in summaries if s.sent_bytes_per_step and fewer(s) >= 10]
+    text = f"{dense.method} ends at {statistics.fmean(dense.losses):.3g}"
+    if few:
+        best = min(few, key=lambda s: statistics.fmean(s.losses))
+        loss = statistics.fmean(best.losses)
+        text += f"; {best.method} at {loss:.3g} with {fewer(best):.3g} times fewer bytes"
+    return text
 
 
 def main() -> None:

@@ -6,11 +6,14 @@ python -m benchmarks.slow_network_figure FILE.json
 import argparse
 import json
 import pathlib
+from collections.abc import Sequence
 
-import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
+from train.output.plots import COLORS, label_ends, label_log
 
 
 def seconds(row: dict) -> float:
@@ -49,39 +52,86 @@ def table(rows: list[dict]) -> str:
     return "\n".join(lines)
 
 
-def draw(rows: list[dict], path: pathlib.Path) -> None:
-    """Draws seconds a step against the rate, with bars from quartile to quartile."""
+def lines(axes: Axes, rows: list[dict], shown: Sequence[str]) -> None:
+    """Draws seconds a step against the rate, with bars from quartile to quartile.
+
+    Args:
+      axes: Where to draw.
+      rows: Of one file.
+      shown: The methods, eight at most, in the order of their colours.
+    """
     rates = list(dict.fromkeys(row["rate"] for row in rows))
-    figure, axes = plt.subplots(figsize=(9, 6))
-    colors = plt.get_cmap("tab20").colors
-    for (method, at), color in zip(by_method(rows).items(), colors * 9, strict=False):
-        peer = method.startswith("PyTorch")
-        style = {"color": color, "linestyle": "--" if peer else "-", "linewidth": 1.6}
+    methods = by_method(rows)
+    all_times = []
+    for method, color in zip(shown, COLORS, strict=False):
+        at = {rate: methods[method][rate] for rate in rates if rate in methods[method]}
         times = [seconds(row) for row in at.values()]
+        all_times += times
         if "no exchange" in method:
-            axes.axhline(times[0], label=method, **style | {"linestyle": ":"})
+            axes.axhline(times[0], color=color, linestyle=":", linewidth=1.6)
             continue
         spread = [row["step_seconds"]["quartiles"] for row in at.values()]
         # A mean, where steps differ, may lie outside the quartiles.
         low = [max(0.0, time - first) for time, (first, _) in zip(times, spread, strict=True)]
         high = [max(0.0, last - time) for time, (_, last) in zip(times, spread, strict=True)]
-        positions = [rates.index(rate) for rate in at]
-        axes.errorbar(positions, times, yerr=[low, high], label=method, marker="o", **style)
-    axes.set_yscale("log")
-    axes.set_xticks(range(len(rates)), rates)
+        places = [rates.index(rate) for rate in at]
+        axes.errorbar(places, times, yerr=[low, high], color=color, linestyle="", linewidth=1.2)
+        style = "--" if method.startswith("PyTorch") else "-"
+        axes.plot(places, times, style, color=color, marker="o", markersize=5, label=method)
+    label_log(axes, "y", np.array(all_times), FuncFormatter(lambda time, _: f"{time:g} s"))
+    axes.set_xticks(range(len(rates)), [_written(rate) for rate in rates])
+    axes.set_xlim(-0.2, len(rates) - 0.8)
     axes.set_xlabel("rate of every link, each direction")
-    axes.set_ylabel("seconds a step")
+    axes.set_ylabel("seconds a step (logarithmic)")
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _written(rate: str) -> str:
+    """`100mbit` as it is written."""
+    return rate.replace("mbit", " Mbit/s").replace("gbit", " Gbit/s")
+
+
+# Eight at most; the table has all.
+SHOWN = (
+    "dense float32",
+    "8 bits",
+    "4 bits",
+    "sharded Adam, 4 bits",
+    "0/1 Adam, every 4th",
+    "CocktailSGD, signs of an eighth",
+    "PyTorch DDP float32",
+    "PyTorch PowerSGD 1",
+)
+
+
+def finding(rows: list[dict], baseline: str = "dense float32") -> str:
+    """How much faster than the baseline's step the fastest one is, at the slowest rate."""
+    methods, slowest = by_method(rows), rows[-1]["rate"]
+    dense = methods.get(baseline, {}).get(slowest)
+    at = {name: row[slowest] for name, row in methods.items() if slowest in row}
+    if dense is None or len(at) < 2:
+        return f"{rows[0]['hosts']} hosts"
+    best = min(at, key=lambda name: seconds(at[name]))
+    times = seconds(dense) / seconds(at[best])
+    return f"At {_written(slowest)} {best} is {times:.3g} times as fast as {baseline}"
+
+
+def draw(rows: list[dict], path: pathlib.Path) -> None:
+    """Draws `lines` of eight methods at most."""
+    figure = Figure(figsize=(9, 6), layout="constrained")
+    axes = figure.subplots()
+    names = list(by_method(rows))
+    lines(axes, rows, [name for name in SHOWN if name in names] or names[:8])
     first = rows[0]
-    axes.set_title(
+    figure.supxlabel(
         f"{first['hosts']} hosts with {first['threads'].replace('a host', 'thread each')}, "
-        f"{first['parameters']:,} parameters",
-        fontsize=10,
+        f"{first['parameters'] / 1e6:.3g} M parameters; bars: quartiles",
+        fontsize=9,
     )
-    axes.grid(alpha=0.3, which="both")
-    axes.legend(fontsize=8, ncols=2)
-    figure.tight_layout()
+    axes.set_title(finding(rows))
+    label_ends(axes)
     figure.savefig(path, dpi=120)
-    plt.close(figure)
 
 
 def main() -> None:

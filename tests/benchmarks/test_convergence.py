@@ -5,6 +5,7 @@ import dataclasses
 import matplotlib.image
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 from benchmarks import ablation, convergence, figures, tradeoff
 from train.placement import sharded
@@ -75,6 +76,22 @@ def test_the_trade_off_is_drawn_up_to_the_loss_that_is_asked_for(tmp_path):
         tradeoff.draw(summaries, most, tmp_path / f"{most}.png")
     few, all_ = ((tmp_path / f"{most}.png").stat().st_size for most in (2.0, 4.0))
     assert 0 < few < all_
+
+
+def test_the_front_has_no_method_that_another_beats_with_as_few_bits():
+    rows = [
+        row(0.1, 0, 1.0) | {"bits_per_parameter": 32.0},
+        row(0.1, 0, 1.2, "beaten") | {"bits_per_parameter": 8.0},
+        row(0.1, 0, 1.1, "b"),
+        row(0.1, 0, 1.4, "c") | {"bits_per_parameter": 0.5},
+    ]
+    summaries = figures.summarize(rows, "nano", 10)
+    assert [s.method for s in tradeoff.front(summaries)] == ["c", "b", "a"]
+    assert tradeoff.finding(summaries) == "c: 64 times fewer bits, loss 1.40, a 1.00"
+    axes = Figure().subplots()
+    tradeoff.points(axes, summaries, ["a", "b"])
+    names = [line.get_label() for line in axes.get_lines()]
+    assert [name for name in names if name[0] != "_"] == ["a", "b"]
 
 
 @pytest.mark.parametrize("ablated", ablation.ABLATIONS.values(), ids=ablation.ABLATIONS)

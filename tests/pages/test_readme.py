@@ -5,25 +5,47 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
-from tests.helpers.snippets import ROOT, run, snippets
+from benchmarks import overview
+from tests.helpers.snippets import ROOT, Snippet, run
 
 README = (ROOT / "README.md").read_text()
 
 
-def test_the_python_of_the_readme_trains():
+def train(code):
+    """Runs a loop; the losses of the first batch before and after it, and the loop's names."""
+
     def loss_fn(params, batch):
         return jnp.mean((batch @ params["w"] - batch) ** 2)
 
     batches = [np.random.default_rng(i).normal(size=(16, 64)).astype("float32") for i in range(9)]
     names = {"loss_fn": loss_fn, "params": {"w": jnp.zeros((64, 64))}, "batches": batches}
     before = float(loss_fn(names["params"], batches[0]))
-    found = snippets(README)
-    assert len(found) == 4
-    run(found, names)
-    after = float(loss_fn(jax.device_get(names["params"]), batches[0]))
-    assert after < 0.99 * before
+    run([Snippet(code, None)], names)
+    return before, float(loss_fn(jax.device_get(names["params"]), batches[0])), names
+
+
+def test_the_loop_trains_as_it_was_and_as_the_readme_changes_it():
+    (diff,) = re.findall(r"```diff\n(.*?)```", README, re.DOTALL)
+    side = lambda left_out: "\n".join(x[1:] for x in diff.splitlines() if x[:1] != left_out)
+    before, plain, _ = train(side("+"))
+    _, changed, names = train(side("-"))
+    assert changed < 0.99 * before and abs(changed - plain) < 1e-2 * before
     assert not names["metrics"]["skipped"]
+
+
+def test_the_readme_is_short_and_its_table_is_that_of_the_results():
+    assert len(README.splitlines()) <= 120 and len(README.split()) <= 900
+    # Else run python -m benchmarks.overview, which prints the table and draws the picture.
+    assert overview.table() in README
+
+
+@pytest.mark.parametrize("narrow", [False, True])
+def test_the_picture_of_the_readme_is_drawn_of_six_methods_at_most(narrow, tmp_path):
+    assert len(overview.TIMES.keys() | overview.LOSSES.keys()) <= 6
+    overview.draw(tmp_path / "a.png", narrow)
+    assert (tmp_path / "a.png").stat().st_size > 10_000
 
 
 def test_the_readme_names_only_targets_that_exist():

@@ -7,14 +7,23 @@ from typing import Any
 import numpy as np
 from cycler import cycler
 from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
+from matplotlib.patheffects import withStroke
+from matplotlib.ticker import (
+    EngFormatter,
+    Formatter,
+    LogLocator,
+    MaxNLocator,
+    NullFormatter,
+    NullLocator,
+)
 
 Rows = Sequence[Mapping[str, Any]]
 
 # Grey for the baseline, then Okabe and Ito's colours, which the colour-blind tell apart.
-COLORS = ("#999999", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-_MARKERS = "osD^vP*"
+COLORS = tuple("#999999 #0072B2 #D55E00 #009E73 #CC79A7 #E69F00 #56B4E9 #000000".split())
+_MARKERS = "osD^vP*X"
 
 STYLE = {
     "axes.grid": True,
@@ -48,9 +57,9 @@ def loss_figure(runs: Mapping[str, Rows], path: pathlib.Path) -> None:
 def drawn(runs: Mapping[str, Rows]) -> Figure:
     """Draws runs: losses against steps and against bytes, side by side, and the learning rate.
 
-    Validation losses are thick; the losses of training, each the mean since the row before, are
-    thin behind them. A dotted line runs through the last loss of the first run, so that the others
-    are read against it at equal bytes too; the last point of each run is marked.
+    Validation losses are thick; training losses, each the mean since the row before, are thin
+    behind them. A dotted line runs through the last loss of the first run, so that the others are
+    read against it at equal bytes too. Each curve has its name and last loss at its end.
 
     Args:
       runs: Rows of metrics by label, the baseline first. Rows with a `val_loss` are drawn; they
@@ -61,10 +70,11 @@ def drawn(runs: Mapping[str, Rows]) -> Figure:
       ValueError: If a run has no row with a `val_loss`.
     """
     curves = {label: curve(label, rows) for label, rows in runs.items()}
-    figure = Figure(figsize=(10, 5.4), layout="constrained")
+    figure = Figure(figsize=(11, 5.4), layout="constrained")
     panels = figure.subplot_mosaic([["steps", "bytes"], ["rate", "bytes"]], height_ratios=[3, 1])
     by_step, by_bytes, rate = panels["steps"], panels["bytes"], panels["rate"]
     rate.sharex(by_step)
+    by_bytes.sharey(by_step)
     alone = len(curves) == 1
     for index, (label, (steps, sent, losses)) in enumerate(curves.items()):
         style = {
@@ -74,45 +84,71 @@ def drawn(runs: Mapping[str, Rows]) -> Figure:
             # The baseline shows below a curve that covers it.
             "linewidth": 1.6 if index or alone else 4.0,
         }
-        _thin(by_step, runs[label], "loss", style["color"])
-        _thin(rate, runs[label], "learning_rate", style["color"])
-        _draw(by_step, steps, losses, style, f"{label}: {losses[-1]:.3f}")
+        _thin(by_step, runs[label], "step", "loss", style["color"])
+        _thin(by_bytes, runs[label], "sent_bytes", "loss", style["color"])
+        _thin(rate, runs[label], "step", "learning_rate", style["color"])
+        name = f"{losses[-1]:.3f}" if alone else f"{label}\n{losses[-1]:.3f}"
+        _draw(by_step, steps, losses, style, name)
         # Nothing was sent at step 0: a logarithmic axis has no place for it.
-        _draw(by_bytes, sent[sent > 0], losses[sent > 0], style, label)
+        _draw(by_bytes, sent[sent > 0], losses[sent > 0], style, name)
     baseline = next(iter(curves.values()))[2][-1]
     for axes in (by_step, by_bytes):
         axes.axhline(baseline, color="#000000", linewidth=0.8, linestyle=":", zorder=0)
+        axes.set_ylabel("loss (nats)")
     for axes in panels.values():
         axes.grid(alpha=0.25, linewidth=0.6)
         axes.spines[["top", "right"]].set_visible(False)
-    by_step.set_ylabel("loss (nats)")
     by_step.tick_params(labelbottom=True)
     rate.set(xlabel="optimizer steps", ylabel="learning rate", ylim=(0, None))
-    by_bytes.set(xlabel="bytes sent by one replica (logarithmic)", ylabel="validation loss (nats)")
-    _label_bytes(by_bytes, np.concatenate([s[np.isfinite(y)] for _, s, y in curves.values()]))
-    by_step.legend(frameon=False, title="run: last validation loss", alignment="left")
+    by_bytes.set_xlabel("bytes sent by one replica (logarithmic)")
+    drawn_bytes = np.concatenate([s[np.isfinite(y)] for _, s, y in curves.values()])
+    label_log(by_bytes, "x", drawn_bytes, EngFormatter("B"))
+    figure.suptitle(_finding(curves))
+    for axes in (by_step, by_bytes):
+        label_ends(axes)
     return figure
 
 
-def _label_bytes(axes: Axes, sent: np.ndarray) -> None:
-    """A logarithmic axis with labels, also where it covers less than a power of ten."""
-    sent = sent[sent > 0]
-    axes.xaxis.set_major_formatter(EngFormatter("B"))
-    if not len(sent):
-        return
-    axes.set_xscale("log")
-    axes.xaxis.set_minor_formatter(NullFormatter())
-    axes.xaxis.set_major_formatter(EngFormatter("B"))
-    ratio = sent.max() / sent.min()
-    if ratio < 100:
-        few = MaxNLocator(4) if ratio < 10 else LogLocator(subs=(1, 2, 5))
-        axes.xaxis.set_major_locator(few)
-        axes.xaxis.set_minor_locator(NullLocator())
+def _finding(curves: Mapping[str, tuple[np.ndarray, np.ndarray, np.ndarray]]) -> str:
+    """What the picture shows, in a line."""
+    (first, (steps, sent, losses)), *others = curves.items()
+    if not others:
+        sent_text = f", {EngFormatter('B', places=0)(sent[-1])} sent" if sent[-1] else ""
+        return f"{first}: validation loss {losses[-1]:.3f} after {steps[-1]:,.0f} steps{sent_text}"
+    lines = []
+    for label, (_, other_sent, other) in others[:2]:
+        fewer = sent[-1] / other_sent[-1] if other_sent[-1] else 0.0
+        times = f" with {fewer:.3g} times fewer bytes" if fewer > 1 else ""
+        lines.append(f"{label}: loss {other[-1]:.3f}{times}; {first}: {losses[-1]:.3f}")
+    return "\n".join(lines)
 
 
-def _thin(axes: Axes, rows: Rows, name: str, color: str) -> None:
+def label_log(axes: Axes, which: str, values: np.ndarray, formatter: Formatter) -> None:
+    """Makes an axis logarithmic, with tick labels whatever it covers: decades, or a part of one.
+
+    Args:
+      axes: Whose axis it is.
+      which: `x` or `y`.
+      values: What is drawn along it; those that are not above zero have no place.
+      formatter: Of the labels.
+    """
+    axis = {"x": axes.xaxis, "y": axes.yaxis}[which]
+    values = values[np.isfinite(values) & (values > 0)]
+    if len(values):
+        axes.set(**{f"{which}scale": "log"})
+        axis.set_minor_formatter(NullFormatter())
+    axis.set_major_formatter(formatter)
+    if len(values) and values.max() / values.min() < 100:
+        few = MaxNLocator(4) if values.max() / values.min() < 10 else LogLocator(subs=(1, 2, 5))
+        axis.set_major_locator(few)
+        axis.set_minor_locator(NullLocator())
+
+
+def _thin(axes: Axes, rows: Rows, x: str, y: str, color: str) -> None:
     """Draws a column of the rows that have it."""
-    points = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
+    points = [(row[x], row[y]) for row in rows if row.get(y) is not None and x in row]
+    if x == "sent_bytes":
+        points = [point for point in points if point[0] > 0]  # as for validation losses
     if points:
         axes.plot(*zip(*points, strict=True), color=color, linewidth=1.0, alpha=0.6, zorder=1.5)
 
@@ -133,7 +169,7 @@ def _draw(axes: Axes, x: np.ndarray, y: np.ndarray, style: dict[str, Any], label
 
 
 def label_ends(axes: Axes) -> None:
-    """Writes each line's label behind its last point, in its colour, none over another.
+    """Writes each line's label behind its last point, in a darker tone of it, none over another.
 
     Call it when all lines are drawn and scales and limits are set. Lines without a label, or
     without a finite point, get none.
@@ -141,25 +177,23 @@ def label_ends(axes: Axes) -> None:
     Args:
       axes: Whose lines are labelled.
     """
-    axes.autoscale_view()  # else limits are made when the picture is drawn
-    height = axes.get_window_extent().height * 72 / axes.figure.dpi  # in points
-    size = axes.xaxis.label.get_size()
+    figure = axes.figure
+    figure.draw_without_rendering()  # else limits are made when the picture is drawn
+    size, placed = axes.xaxis.label.get_size(), []
     ends = []
     for line in axes.get_lines():
         points = axes.transData.transform(line.get_xydata())
         points = points[np.isfinite(points).all(axis=1)]
         if not line.get_label().startswith("_") and len(points):
             ends.append((*axes.transAxes.inverted().transform(points[-1])[::-1], line))
-    middle, lines = -np.inf, 0
     for y, x, line in sorted(ends, key=lambda end: end[0]):
-        lines, below = line.get_label().count("\n") + 1, lines
-        middle = max(y, middle + 0.65 * (lines + below) * size / height)
-        axes.text(
-            x + 0.02,
-            middle,
-            line.get_label(),
-            color=line.get_color(),
-            size=size,
-            va="center",
-            transform=axes.transAxes,
-        )
+        dark = np.array(to_rgb(line.get_color())) * 0.75  # light ones are hard to read
+        text = axes.text(x + 0.02, y, line.get_label(), size=size, color=dark, va="center")
+        text.set(transform=axes.transAxes, path_effects=[withStroke(linewidth=4, foreground="w")])
+        box = text.get_window_extent()
+        for other in placed:  # from the lowest to the highest
+            if box.overlaps(other):
+                y += (other.y1 - box.y0 + 1) / axes.get_window_extent().height
+                text.set_y(y)
+                box = text.get_window_extent()
+        placed.append(box)

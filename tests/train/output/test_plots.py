@@ -93,4 +93,4 @@ def test_training_and_rate_are_drawn_of_the_rows_that_have_them():
     by_step, rate, by_bytes = (plots.drawn({"a": rows}).axes[index] for index in (0, 2, 1))
     assert max(by_step.get_lines()[0].get_xdata()) == 45  # a loss that is not finite has no place
     assert max(rate.get_lines()[0].get_xdata()) == 60
-    assert len(by_bytes.get_lines()) == 2
+    assert len(by_bytes.get_lines()) == 3
