@@ -13,6 +13,7 @@ import jaxcomp
 import jaxcomp.flax
 from jaxcomp import report
 from tests.helpers.replicas import one_value
+from tests.helpers.user_methods import EVERY_METHOD, PATIENCE
 
 REPLICAS, BATCH, CLASSES = 2, 32, 4
 
@@ -42,17 +43,6 @@ def batch_of(step):
     image = rng.normal(size=(BATCH, 8, 8, 1)).astype(np.float32) / 2
     image[np.arange(BATCH), 2 * label] += 1
     return {"image": image, "label": label}
-
-
-METHODS = {
-    "mean": optax.chain(
-        jaxcomp.compressed_mean(jaxcomp.quantize(8, block=32), "replica"), optax.adam(5e-3)
-    ),
-    "zero_one_adam": jaxcomp.zero_one_adam(5e-3, "replica"),
-    "cocktail_sgd": jaxcomp.cocktail_sgd(
-        optax.adam(5e-3), "replica", compressor=jaxcomp.quantize(8, block=32)
-    ),
-}
 
 
 def trained(tx, steps=40, **options):
@@ -89,9 +79,11 @@ def accuracy(model):
     return float(np.mean(right))
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", EVERY_METHOD)
 def test_it_classifies_as_after_dense_training(method):
-    model, optimizer, step, history = trained(METHODS[method])
+    model, optimizer, step, history = trained(
+        EVERY_METHOD[method](5e-3), steps=40 * PATIENCE.get(method, 1)
+    )
     losses = [float(metrics["loss"].mean()) for metrics in history]
     assert np.mean(losses[-8:]) < 0.3 * losses[0]
     assert accuracy(model) > accuracy(dense()[0]) - 0.05 > 0.85
@@ -166,7 +158,7 @@ def test_only_what_the_optimizer_trains_is_exchanged():
 
 
 def test_local_parameters_are_found_in_the_optimizers_state():
-    _, optimizer, _, _ = trained(METHODS["cocktail_sgd"], steps=2)
+    _, optimizer, _, _ = trained(EVERY_METHOD["cocktail_sgd"](5e-3), steps=2)
     model = Classifier(nnx.Rngs(0))
     params = nnx.state(model, nnx.Param)
     mesh = optimizer.tx.init.on_mesh.mesh
@@ -193,7 +185,7 @@ def test_what_flax_would_do_by_itself_is_refused():
     step = jaxcomp.flax.train_step(loss_fn)
     with pytest.raises(ValueError, match=r"bound to no mesh; write .*on_mesh\(tx, mesh"):
         step(model, optimizer, batch_of(0))
-    tx = jaxcomp.flax.on_mesh(METHODS["mean"], mesh, "replica")
+    tx = jaxcomp.flax.on_mesh(EVERY_METHOD["mean"](5e-3), mesh, "replica")
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
     with pytest.raises(ValueError, match=r"write step = jaxcomp.flax.train_step\(loss_fn\)"):
         optimizer.update(model, nnx.state(model, nnx.Param))

@@ -13,6 +13,7 @@ from flax.training import train_state
 import jaxcomp
 import jaxcomp.flax
 from tests.helpers.replicas import one_value
+from tests.helpers.user_methods import EVERY_METHOD, PATIENCE
 
 REPLICAS, BATCH = 2, 32
 TEACHER = np.random.default_rng(7).normal(size=(8, 2)).astype(np.float32)
@@ -53,13 +54,6 @@ def start(tx):
     )
 
 
-METHODS = {
-    "mean": optax.chain(
-        jaxcomp.compressed_mean(jaxcomp.quantize(8, block=32), "replica"), optax.adam(1e-2)
-    ),
-    "one_bit_adam": jaxcomp.one_bit_adam(1e-2, "replica", freeze_step=20),
-    "sharded_optimizer": jaxcomp.sharded_optimizer(optax.adam(1e-2), "replica"),
-}
 RNG = {"dropout": jax.random.key(3)}
 
 
@@ -94,16 +88,16 @@ def dense(steps):
     return state
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", EVERY_METHOD)
 def test_it_fits_as_dense_training_does_and_resumes(method):
     mesh = jax.make_mesh((REPLICAS,), ("replica",))
-    state = start(jaxcomp.flax.on_mesh(METHODS[method], mesh, "replica"))
-    untrained = error(state)
-    state, _ = trained(state, 50)
+    state = start(jaxcomp.flax.on_mesh(EVERY_METHOD[method](1e-2), mesh, "replica"))
+    untrained, first = error(state), 60 * PATIENCE.get(method, 1) - 10
+    state, _ = trained(state, first)
     saved = jax.tree.map(jnp.copy, state)
-    state, metrics = trained(state, 10, first=50)
-    assert state.step == 60 and not metrics["skipped"]
+    state, metrics = trained(state, 10, first=first)
+    assert state.step == first + 10 and not metrics["skipped"]
     assert error(state) < 1.5 * error(dense(60)) < 0.3 * untrained
-    again, _ = trained(saved, 10, first=50)  # the same keys: nothing but the state counts
+    again, _ = trained(saved, 10, first=first)  # the same keys: nothing but the state counts
     for x, y in zip(jax.tree.leaves(state.params), jax.tree.leaves(again.params), strict=True):
         np.testing.assert_array_equal(one_value(x), one_value(y))
