@@ -38,6 +38,8 @@ from jaxcomp.methods.compressed_mean import CompressedMeanState as CompressedMea
 from jaxcomp.methods.compressed_mean import compressed_mean as compressed_mean
 from jaxcomp.methods.demo import DemoState as DemoState
 from jaxcomp.methods.demo import demo as demo
+from jaxcomp.methods.dion import DionState as DionState
+from jaxcomp.methods.dion import dion as dion
 from jaxcomp.methods.local_presets import diloco as diloco
 from jaxcomp.methods.local_presets import muloco as muloco
 from jaxcomp.methods.local_presets import sparse_loco as sparse_loco

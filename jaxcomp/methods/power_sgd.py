@@ -9,13 +9,13 @@ import optax
 from jax import lax
 
 from jaxcomp.compressors.base import Key
-from jaxcomp.compressors.packing import fold, uniform
+from jaxcomp.compressors.packing import fold
 from jaxcomp.compressors.policies import policy_of
 from jaxcomp.exchange import averaging, wire
-from jaxcomp.methods import moments
+from jaxcomp.methods import low_rank, moments
 from jaxcomp.methods.common import counted, method, no_rounds, require
 from jaxcomp.replicas.finite import not_finite, poisoned, unless
-from jaxcomp.replicas.types import to_varying, vary_like, varying_axes
+from jaxcomp.replicas.types import to_varying, vary_like
 
 
 class PowerSGDState(NamedTuple):
@@ -102,12 +102,12 @@ class _Settings(NamedTuple):
     least: float
     sides: str
 
-    def is_low_rank(self, leaf: Any) -> bool:
-        """Whether a leaf travels by its factors."""
-        if leaf.ndim < 2:
-            return False
-        rows, columns = leaf.shape[0], leaf.size // max(leaf.shape[0], 1)
-        return leaf.size > 0 and leaf.size >= self.least * self.rank * (rows + columns)
+    def shape_of(self, leaf: Any) -> tuple[int, int] | None:
+        """Rows and columns of a leaf that travels by its factors; None of one that is exact."""
+        if leaf.ndim < 2 or not leaf.size:
+            return None
+        rows, columns = leaf.shape[0], leaf.size // leaf.shape[0]
+        return (rows, columns) if leaf.size >= self.least * self.rank * (rows + columns) else None
 
 
 def _init(settings, params):
@@ -115,7 +115,7 @@ def _init(settings, params):
     columns: tuple[list[Any], ...] = ([], [], [])
     for i, leaf in enumerate(leaves):
         dtype = moments.wide(leaf.dtype)  # refuses what is not floating
-        if not settings.is_low_rank(leaf):
+        if settings.shape_of(leaf) is None:
             row = (None, None, None)
         else:
             row = _nothing_sent(settings, leaf, i, dtype)
@@ -128,9 +128,9 @@ def _init(settings, params):
 
 def _nothing_sent(settings, leaf, number, dtype):
     """The residual and both factors of a matrix before the first step."""
-    rows, columns = leaf.shape[0], leaf.size // leaf.shape[0]
+    rows, columns = settings.shape_of(leaf)
     key = Key(jnp.int32(0), jnp.uint32(settings.transport.seed))
-    noise = drawn(key, number, columns, settings.rank).astype(dtype)
+    noise = low_rank.drawn(key, number, columns, settings.rank).astype(dtype)
     left = jnp.zeros((rows, settings.rank), dtype)
     residual = to_varying(moments.zeros(leaf), settings.transport.axis_name)
     return residual, vary_like(left, leaf), vary_like(noise, leaf)
@@ -143,7 +143,7 @@ def _update(settings, updates, state, params, **_):
     is_warm, is_left = state.count < settings.warmup_steps, state.count % 2 == 0
     form = jnp.where(is_warm, 0, jnp.where(is_left, 1, 2))
     sides = [_left, _right] if settings.sides == "alternating" else [_both, _both]
-    if not any(map(settings.is_low_rank, leaves)):
+    if not any(map(settings.shape_of, leaves)):
         sides = [_dense, _dense]
     forms = [
         functools.partial(function, settings, state.count, bad) for function in (_dense, *sides)
@@ -168,7 +168,7 @@ def _dense(settings, count, bad, leaves, residuals, lefts, rights):
 
 def _left(settings, count, bad, leaves, residuals, lefts, rights):
     """The factor on the left, by the one on the right."""
-    exact = [None if settings.is_low_rank(x) else x for x in leaves]
+    exact = [None if settings.shape_of(x) else x for x in leaves]
     mean, residuals, lefts, failed = _half(
         settings, count, bad, leaves, residuals, rights, exact, "left_factor"
     )
@@ -177,7 +177,7 @@ def _left(settings, count, bad, leaves, residuals, lefts, rights):
 
 def _right(settings, count, bad, leaves, residuals, lefts, rights):
     """The factor on the right, by the one on the left: of the transposed matrices, the same."""
-    exact = [None if settings.is_low_rank(x) else x for x in leaves]
+    exact = [None if settings.shape_of(x) else x for x in leaves]
     mean, residuals, rights, failed = _half(
         settings, count, bad, leaves, residuals, lefts, exact, "right_factor"
     )
@@ -200,54 +200,25 @@ def _half(settings, count, bad, leaves, residuals, held, exact, part):
 
     Matrices of equal shapes are batched. What is exact travels in the same message.
     """
-    turned = _transposed if part == "right_factor" else lambda x: x
-    groups, matrices, others, own = _groups(settings, leaves), [], [], []
+    turned = low_rank.transposed if part == "right_factor" else lambda x: x
+    groups = low_rank.batches(leaves, [settings.shape_of(x) for x in leaves])
+    matrices, others, own = [], [], []
     for number, group in enumerate(groups):
         totals = [moments.widened(leaves[i]) + residuals[i] for i in group]
         matrices.append(turned(jnp.stack([x.reshape(x.shape[0], -1) for x in totals])))
         key = fold(Key(count, jnp.uint32(settings.transport.seed)), count, number)
-        others.append(orthogonal(jnp.stack([held[i] for i in group]), key))
-        own.append(_product(matrices[-1], others[-1]))
+        others.append(low_rank.orthogonal(jnp.stack([held[i] for i in group]), key))
+        own.append(low_rank.product(matrices[-1], others[-1]))
     got = averaging.average(settings.transport, (own, exact), count, part, bad=bad)
     factors, means = got.mean
-    means, left, new = list(means), [None] * len(leaves), [None] * len(leaves)
+    left: list[Any] = [None] * len(leaves)
+    means, new = list(means), list(left)
     for group, matrix, other, sent, factor in zip(
         groups, matrices, others, own, factors, strict=True
     ):
-        mean = turned(_product(factor, _transposed(other)))
-        lost = turned(matrix - _product(sent, _transposed(other)))
+        mean = turned(low_rank.product(factor, low_rank.transposed(other)))
+        lost = turned(matrix - low_rank.product(sent, low_rank.transposed(other)))
         for row, i in enumerate(group):
             means[i], left[i] = (x[row].reshape(leaves[i].shape) for x in (mean, lost))
             new[i] = factor[row]
     return means, left, new, got.failed
-
-
-def _groups(settings, leaves):
-    """The places of matrices of equal shapes, dtypes and shards."""
-    groups: dict[Any, list[int]] = {}
-    for i, x in enumerate(leaves):
-        if settings.is_low_rank(x):
-            shape = x.shape[0], x.size // x.shape[0]
-            groups.setdefault((shape, moments.wide(x.dtype), varying_axes(x)), []).append(i)
-    return list(groups.values())
-
-
-def _product(a, b):
-    return jnp.matmul(a, b, precision=lax.Precision.HIGHEST)
-
-
-def _transposed(x):
-    return jnp.swapaxes(x, -1, -2)
-
-
-def drawn(key: Key, number: int, rows: int, columns: int) -> jax.Array:
-    """A matrix of noise in [-1/2, 1/2), equal on all replicas: f32[rows, columns]."""
-    return uniform(fold(key, number), (rows * columns,)).reshape(rows, columns) - 0.5
-
-
-def orthogonal(x: jax.Array, key: Key) -> jax.Array:
-    """Columns of norm 1, orthogonal to each other, that span those of `[k, n, rank]`.
-
-    The noise lets a factor of zeros, as of a gradient that was zero, span something.
-    """
-    return jnp.linalg.qr(x + 1e-12 * drawn(key, 0, *x.shape[1:]).astype(x.dtype)[None])[0]

@@ -10,6 +10,7 @@ EVERY_METHOD = {
     ),
     "cocktail_sgd": jaxcomp.cocktail_sgd(optax.adam(1e-2), "replica"),
     "demo": jaxcomp.demo(1e-2, "replica", top=1, tile=4),
+    "dion": jaxcomp.dion(1e-2, "replica", rank=2),
     "local_steps": jaxcomp.local_steps(optax.adam(1e-2), "replica", every=2, error_decay=0.9),
     "one_bit_adam": jaxcomp.one_bit_adam(1e-2, "replica", freeze_step=1),
     "one_bit_lamb": jaxcomp.one_bit_lamb(1e-2, "replica", freeze_step=1),
@@ -22,6 +23,7 @@ EVERY_METHOD = {
 }
 
 NUMBERS = {
+    "dion": ("left_factor", "right_factor"),
     "power_sgd": ("warmup", "left_factor", "right_factor"),
     "one_bit_adam": ("variance",),
     "one_bit_lamb": ("variance",),

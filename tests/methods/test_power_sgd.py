@@ -4,15 +4,12 @@ import functools
 import pathlib
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
 import jaxcomp
 from jaxcomp import report
-from jaxcomp.compressors.base import Key
-from jaxcomp.methods.power_sgd import orthogonal
 from tests.helpers import replay, replicas
 from tests.helpers.replicas import history_of, mesh_of, one_value, rows, transform
 
@@ -94,18 +91,6 @@ def test_a_gradient_that_is_not_finite_changes_nothing_on_any_replica():
     assert all(np.all(np.isnan(one_value(x))) for x in jax.tree.leaves(updates))
     for name in ("residual", "left", "right"):
         jax.tree.map(np.testing.assert_array_equal, getattr(after, name), getattr(state, name))
-
-
-def test_columns_that_are_nearly_parallel_become_orthogonal():
-    x = np.random.default_rng(0).normal(size=(2, 30, 3)).astype(np.float32)
-    x[0, :, 1] = x[0, :, 0] * (1 + 1e-6)
-    x[1, :, 2] = 0
-    q = np.asarray(orthogonal(jnp.asarray(x), Key(jnp.int32(0), jnp.uint32(1))))
-    np.testing.assert_allclose(np.swapaxes(q, 1, 2) @ q, np.stack([np.eye(3)] * 2), atol=1e-5)
-    span = q[1, :, :2] @ (q[1, :, :2].T @ x[1, :, :2])
-    np.testing.assert_allclose(span, x[1, :, :2], atol=1e-5)
-    nothing = orthogonal(jnp.zeros((1, 30, 2)), Key(jnp.int32(0), jnp.uint32(1)))
-    assert np.all(np.abs(nothing) > 0)
 
 
 @pytest.mark.parametrize(

@@ -105,7 +105,9 @@ def test_devices_send_together_what_one_would(name):
         assert not any(row["skipped"] for row in seen)
         for x in jax.tree.leaves(params):
             assert np.all(np.isfinite(one_value(x)))
-    assert 0 < sent[2] <= 1.05 * sent[1] + 16 * 2 * 8
+    # Shards of a matrix have left factors of their own in Dion.
+    most = 1.4 if name == "dion" else 1.05
+    assert 0 < sent[2] <= most * sent[1] + 16 * 2 * 8
     # The step was compiled ahead of time: it takes a state that is placed so, and no other.
     specs = jaxcomp.state_specs(tx, PARAMS, mesh, "replica", fast_axis="fast")
     same = lambda x, spec: x.sharding.is_equivalent_to(NamedSharding(mesh, spec), x.ndim)

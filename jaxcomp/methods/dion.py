@@ -1,0 +1,221 @@
+"""Dion: orthonormal steps of low rank along a momentum whose mean nobody sends whole."""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxcomp.compressors.base import Key
+from jaxcomp.compressors.packing import fold
+from jaxcomp.compressors.policies import path_of, policy_of
+from jaxcomp.exchange import averaging, wire
+from jaxcomp.methods import low_rank, moments
+from jaxcomp.methods.common import counted, method, no_rounds, require
+from jaxcomp.replicas.finite import not_finite, poisoned, unless
+from jaxcomp.replicas.types import to_varying, vary_like
+
+
+class DionState(NamedTuple):
+    """State of `dion`; None in place of what belongs to leaves that travel exact."""
+
+    # i32[], steps so far
+    count: jax.Array  # type: ignore[assignment]
+    # f32 leaves of the parameters' shapes: this replica's momentum. Its mean is never sent whole.
+    residual: Any
+    right: Any  # f32[n, rank] a matrix [m, n], equal on all replicas: columns of norm 1
+    others: Any  # state of the optimizer of what travels exact
+    rounds: Any  # {"all", "left_factor", "right_factor"}: i32[], how often each was sent
+
+
+def dion(
+    learning_rate: float | optax.Schedule,
+    axis_name: str,
+    *,
+    rank: int,
+    momentum: float = 0.95,
+    weight_decay: float = 0.0,
+    others: optax.GradientTransformation | None = None,
+    exact: Callable[[str, Any], bool] | None = None,
+    eps: float = 1e-8,
+    seed: int = 0,
+) -> optax.GradientTransformationExtraArgs:
+    """Steps of equal length along the largest directions of the mean momentum, sent as factors.
+
+    With M_i the momentum of replica i, and Q the factor on the right that the last step has left,
+    a step of a matrix [m, n] is
+
+        M_i <- M_i + g_i,  P = orthogonal(mean_i M_i Q),  R = mean_i M_i.T P,
+        M_i <- M_i - (1 - momentum) P R.T,  Q = the columns of R, of norm 1,
+        params <- (1 - rate weight_decay) params - rate sqrt(n / m) P Q.T.
+
+    The mean of M_i is the momentum of one replica with all data: all of what is here is linear in
+    it. What the factors have not caught stays in the momentum, and there is no other residual.
+
+    Args:
+      learning_rate: Constant, or a schedule of the steps; 0.01 in the paper, for all widths.
+      axis_name: Mesh axis of the replicas.
+      rank: Columns of the factors, at least 1, and at most the sides of a matrix. A quarter of the
+        width costs little loss in the paper; the larger the model, the fewer are enough.
+      momentum: What a direction keeps that was stepped along, in [0, 1).
+      weight_decay: Factor of the matrices, times the rate.
+      others: Optimizer of what travels exact, of its mean gradient. Default:
+        `optax.adamw(learning_rate, b2=0.95, weight_decay=weight_decay)`.
+      exact: `(path, leaf) -> bool`, which leaves travel exact. Default: those with fewer than two
+        axes. Embeddings and heads belong to them, too.
+      eps: Added to the norms of columns.
+      seed: Of the first factors; equal on all replicas.
+
+    Returns:
+      A `GradientTransformationExtraArgs` that keeps one float32 a parameter, the factors, and the
+      state of `others`. A gradient that is not finite makes the update NaN on all replicas and
+      changes no state. Matrices must be whole on each device: shards have factors of their own.
+
+    Raises:
+      ValueError: At construction for arguments out of range; at trace time without `params`, for an
+        unknown axis, gradients that are already reduced, or leaves that are not floating.
+
+    Examples:
+      >>> import jaxcomp
+      >>> tx = jaxcomp.dion(1e-2, "replica", rank=16)
+
+    References:
+      K. Ahn et al., `Dion: Distributed Orthonormalized Updates
+      <https://arxiv.org/abs/2504.05295>`_, 2025, and the form of its code. Deviations: n is the
+      last axis, which is what a layer puts out in JAX, and m all the others; QR is Householder's,
+      after noise of 1e-12; the first Q is uniform, and its scale is of no matter.
+    """
+    name = "dion"
+    require(rank >= 1, name, "at least 1", "rank=16", rank=rank)
+    require(0 <= momentum < 1, name, "[0, 1)", "momentum=0.95", momentum=momentum)
+    rate = learning_rate if callable(learning_rate) else optax.constant_schedule(learning_rate)
+    if others is None:
+        others = optax.adamw(learning_rate, b2=0.95, weight_decay=weight_decay)
+    transport = averaging.Transport(policy_of(averaging.EXACT), wire.summed, axis_name, None, seed)
+    settings = _Settings(
+        rate,
+        transport,
+        rank,
+        momentum,
+        weight_decay,
+        optax.with_extra_args_support(others),
+        exact or (lambda path, leaf: leaf.ndim < 2),
+        eps,
+    )
+    init, update = (functools.partial(function, settings) for function in (_init, _update))
+    return method(name, axis_name, init, update)
+
+
+class _Settings(NamedTuple):
+    rate: optax.Schedule
+    transport: averaging.Transport
+    rank: int
+    momentum: float
+    weight_decay: float
+    others: optax.GradientTransformationExtraArgs
+    exact: Callable[[str, Any], bool]
+    eps: float
+
+    def key(self) -> Key:
+        """Of the first factors, and of noise that makes columns independent."""
+        return Key(jnp.int32(0), jnp.uint32(self.transport.seed))
+
+    def shapes(self, tree: Any) -> list[tuple[int, int] | None]:
+        """Of each leaf its rows and columns; None of what travels exact."""
+        return [
+            None
+            if leaf.ndim < 2 or not leaf.size or self.exact(path_of(path), leaf)
+            else (math.prod(leaf.shape[:-1]), leaf.shape[-1])
+            for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+        ]
+
+
+def _init(settings, params):
+    leaves, treedef = jax.tree.flatten(params)
+    residual: list[Any] = []
+    right: list[Any] = []
+    for i, (leaf, shape) in enumerate(zip(leaves, settings.shapes(params), strict=True)):
+        dtype = moments.wide(leaf.dtype)  # refuses what is not floating
+        if shape is None:
+            residual.append(None)
+            right.append(None)
+            continue
+        first = low_rank.drawn(settings.key(), i, shape[1], min(settings.rank, *shape))
+        right.append(vary_like(first.astype(dtype), leaf))
+        residual.append(to_varying(moments.zeros(leaf), settings.transport.axis_name))
+    return DionState(
+        count=jnp.zeros([], jnp.int32),
+        residual=treedef.unflatten(residual),
+        right=treedef.unflatten(right),
+        others=settings.others.init(_exact(settings, params, params)),
+        rounds=no_rounds("left_factor", "right_factor"),
+    )
+
+
+def _update(settings, updates, state, params, **extra_args):
+    treedef, shapes = jax.tree.structure(params), settings.shapes(params)
+    columns = map(treedef.flatten_up_to, (params, updates, state.residual, state.right))
+    leaves, grads, momenta, rights = columns
+    groups = low_rank.batches(leaves, shapes)
+    # Of each batch of matrices the momenta with this step's gradients, and the factors.
+    moved = lambda i: (momenta[i] + grads[i].astype(momenta[i].dtype)).reshape(shapes[i])
+    matrices = [jnp.stack([moved(i) for i in group]) for group in groups]
+    held = [jnp.stack([rights[i] for i in group]) for group in groups]
+    exact = _exact(settings, params, jax.tree.map(moments.widened, updates))
+    lefts, factors, exact, failed = _averaged(settings, state.count, matrices, held, exact, updates)
+
+    mine = _exact(settings, params, params)
+    change, others = settings.others.update(exact, state.others, mine, **extra_args)
+    changes = treedef.flatten_up_to(change)
+    for group, *of in zip(groups, matrices, lefts, factors, strict=True):
+        along, q, left = _stepped(settings, *of)
+        for row, i in enumerate(group):
+            momenta[i], rights[i] = left[row].reshape(leaves[i].shape), q[row]
+            decay = settings.weight_decay * leaves[i].astype(along.dtype)
+            step = along[row].reshape(leaves[i].shape) + decay
+            changes[i] = -settings.rate(state.count) * step
+    skip = failed | (not_finite(changes) > 0)
+    new = [m.astype(x.dtype) for m, x in zip(poisoned(skip, changes), leaves, strict=True)]
+    now = treedef.unflatten(momenta), treedef.unflatten(rights), others
+    residual, right, others = unless(skip, now, (state.residual, state.right, state.others))
+    rounds = counted(state.rounds, all=True, left_factor=True, right_factor=True)
+    count = optax.safe_increment(state.count)
+    return treedef.unflatten(new), DionState(count, residual, right, others, rounds)
+
+
+def _averaged(settings, count, matrices, held, exact, updates):
+    """The orthogonal factors on the left, those on the right, and what travels exact.
+
+    Returns:
+      One array a batch of matrices, twice; the mean of `exact`; and bool[], whether any replica's
+      gradient is not finite.
+    """
+    send = functools.partial(averaging.average, settings.transport)
+    bad = not_finite(updates, settings.transport.axis_name) > 0
+    own = list(map(low_rank.product, matrices, held))
+    got = send((own, exact), count, "left_factor", bad=bad)
+    factors, exact = got.mean
+    lefts = [
+        low_rank.orthogonal(factor, fold(settings.key(), count, number))
+        for number, factor in enumerate(factors)
+    ]
+    own = list(map(low_rank.product, map(low_rank.transposed, matrices), lefts))
+    return lefts, send(own, count, "right_factor").mean, exact, got.failed
+
+
+def _stepped(settings, matrix, p, r):
+    """Of a batch of momenta the direction of the step, the next factor, and what is left."""
+    left = matrix - (1 - settings.momentum) * low_rank.product(p, low_rank.transposed(r))
+    q = r / (jnp.linalg.norm(r, axis=1, keepdims=True) + settings.eps)
+    scale = math.sqrt(matrix.shape[2] / matrix.shape[1])
+    return scale * low_rank.product(p, low_rank.transposed(q)), q, left
+
+
+def _exact(settings, params, tree):
+    """The tree without the leaves that travel as factors."""
+    leaves, treedef = jax.tree.flatten(tree)
+    rows = zip(leaves, settings.shapes(params), strict=True)
+    return treedef.unflatten([x if shape is None else optax.MaskedNode() for x, shape in rows])

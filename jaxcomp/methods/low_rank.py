@@ -1,0 +1,49 @@
+"""Matrices of a tree in batches of equal shapes, and thin factors with orthogonal columns."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxcomp.compressors.base import Key
+from jaxcomp.compressors.packing import fold, uniform
+from jaxcomp.methods import moments
+from jaxcomp.replicas.types import varying_axes
+
+
+def batches(leaves: list[Any], shapes: list[tuple[int, int] | None]) -> list[list[int]]:
+    """The places of matrices of equal shapes, dtypes and shards.
+
+    Args:
+      leaves: Of a tree.
+      shapes: Of each leaf its rows and columns as a matrix; None for what is none.
+    """
+    groups: dict[Any, list[int]] = {}
+    for i, (x, shape) in enumerate(zip(leaves, shapes, strict=True)):
+        if shape is not None:
+            groups.setdefault((shape, moments.wide(x.dtype), varying_axes(x)), []).append(i)
+    return list(groups.values())
+
+
+def product(a: jax.Array, b: jax.Array) -> jax.Array:
+    """The products of two batches of matrices, in all bits."""
+    return jnp.matmul(a, b, precision=lax.Precision.HIGHEST)
+
+
+def transposed(x: jax.Array) -> jax.Array:
+    """Each matrix of a batch, transposed."""
+    return jnp.swapaxes(x, -1, -2)
+
+
+def drawn(key: Key, number: int, rows: int, columns: int) -> jax.Array:
+    """A matrix of noise in [-1/2, 1/2), equal on all replicas: f32[rows, columns]."""
+    return uniform(fold(key, number), (rows * columns,)).reshape(rows, columns) - 0.5
+
+
+def orthogonal(x: jax.Array, key: Key) -> jax.Array:
+    """Columns of norm 1, orthogonal to each other, that span those of `[k, n, rank]`.
+
+    The noise lets a factor of zeros, as of a gradient that was zero, span something.
+    """
+    return jnp.linalg.qr(x + 1e-12 * drawn(key, 0, *x.shape[1:]).astype(x.dtype)[None])[0]

@@ -1,0 +1,100 @@
+"""Dion: a loop in NumPy, the mean of momenta that is one replica's, and two messages a step."""
+
+import functools
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import jaxcomp
+from jaxcomp import report
+from tests.helpers import replicas
+from tests.helpers.replicas import history_of, mesh_of, one_value, rows, transform
+
+# Two matrices of one shape, one of three axes, and what travels exact.
+SHAPES = {"a": (12, 20), "b": (12, 20), "bias": (5,), "c": (2, 4, 6), "embed": (4, 6)}
+MATRICES = ("a", "b", "c")
+random_tree = functools.partial(replicas.random_tree, shapes=SHAPES)
+RATE, RANK = 0.125, 3
+
+
+def make(**options):
+    exact = lambda path, leaf: leaf.ndim < 2 or path == "embed"
+    options = {"rank": RANK, "exact": exact, "others": optax.sgd(RATE)} | options
+    return jaxcomp.dion(RATE, "replica", **options)
+
+
+def stepped(x, m, q, decay=0.1, momentum=0.95):
+    """A step of one replica in NumPy, in float64: parameters, what M loses, the next factor."""
+    shape, n = x.shape, x.shape[-1]
+    m = m.reshape(-1, n)
+    p = np.linalg.qr(m @ q)[0]
+    r = m.T @ p
+    q = r / (np.linalg.norm(r, axis=0) + 1e-8)
+    step = np.sqrt(n / len(m)) * p @ q.T
+    lost = (1 - momentum) * p @ r.T
+    return (1 - RATE * decay) * x - RATE * step.reshape(shape), lost.reshape(shape), q
+
+
+def test_four_replicas_take_the_steps_of_one_with_all_data_and_share_its_momentum():
+    start, grads = random_tree(0), [random_tree(1 + t, 4) for t in range(4)]
+    history = history_of(make(weight_decay=0.1), start, grads, 4)
+    first = history[0][1]
+    wanted = {k: x.astype(np.float64) for k, x in start.items()}
+    momenta = {k: np.zeros((4, *SHAPES[k])) for k in MATRICES}
+    factors = {k: np.asarray(first.right[k], np.float64) for k in MATRICES}
+    for grad, (params, state) in zip(grads, history[1:], strict=True):
+        for k, x in grad.items():
+            if k not in MATRICES:
+                wanted[k] = wanted[k] - RATE * x.astype(np.float64).mean(axis=0)
+            else:
+                momenta[k] = momenta[k] + x
+                mean = momenta[k].mean(axis=0)
+                wanted[k], lost, factors[k] = stepped(wanted[k], mean, factors[k])
+                momenta[k] = momenta[k] - lost
+                np.testing.assert_allclose(state.residual[k], momenta[k], atol=5e-6)
+            np.testing.assert_allclose(one_value(params[k]), wanted[k], atol=2e-6)
+    assert state.residual["embed"] is None and state.residual["bias"] is None
+
+
+def test_a_step_of_the_highest_rank_goes_along_all_directions():
+    start, grads = random_tree(0), [random_tree(1, 2)]
+    params, state = history_of(make(rank=50), start, grads, 2)[-1]
+    assert state.right["a"].shape == (20, 12)
+    step = (start["a"] - one_value(params["a"])) / RATE
+    lengths = np.linalg.svd(step, compute_uv=False)
+    assert lengths.min() > 0.2
+
+
+def test_two_all_reduces_a_step_of_the_factors_and_the_exact_leaves():
+    mesh, params = mesh_of(2), random_tree(0)
+    init, update = transform(make(), mesh, params)
+    program = update.lower(rows(mesh, random_tree(1, 2)), init(params), params).compile()
+    found = {row.part: row for row in report.collectives(program, mesh) if row.part}
+    assert {row.op for row in found.values()} == {"all-reduce"}
+    floats = {"left_factor": RANK * (12 + 12 + 8) + 5 + 24, "right_factor": RANK * (20 + 20 + 6)}
+    sent = report.sent_bytes_by_part(program, mesh, "replica")
+    assert set(found) == set(floats)
+    for part, number in floats.items():
+        assert 0 <= sent[part] - 4 * number <= 8
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing_on_any_replica():
+    mesh, params, grads = mesh_of(2), random_tree(0), random_tree(1, 2)
+    init, update = transform(make(others=None), mesh, params)
+    state = init(params)
+    grads["a"][1, 0] = np.inf
+    updates, after = update(rows(mesh, grads), state, params)
+    assert all(np.all(np.isnan(one_value(x))) for x in jax.tree.leaves(updates))
+    for name in ("residual", "right", "others"):
+        jax.tree.map(np.testing.assert_array_equal, getattr(after, name), getattr(state, name))
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [({"rank": 0}, "rank=0; needs at least 1"), ({"momentum": 1.0}, r"momentum=1.0; needs \[0, 1")],
+)
+def test_mistakes_are_told(options, text):
+    with pytest.raises(ValueError, match=text):
+        make(**options)

@@ -1,0 +1,19 @@
+"""Thin factors: columns of norm 1 that span what they should."""
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxcomp.compressors.base import Key
+from jaxcomp.methods.low_rank import orthogonal
+
+
+def test_columns_that_are_nearly_parallel_become_orthogonal():
+    x = np.random.default_rng(0).normal(size=(2, 30, 3)).astype(np.float32)
+    x[0, :, 1] = x[0, :, 0] * (1 + 1e-6)
+    x[1, :, 2] = 0
+    q = np.asarray(orthogonal(jnp.asarray(x), Key(jnp.int32(0), jnp.uint32(1))))
+    np.testing.assert_allclose(np.swapaxes(q, 1, 2) @ q, np.stack([np.eye(3)] * 2), atol=1e-5)
+    span = q[1, :, :2] @ (q[1, :, :2].T @ x[1, :, :2])
+    np.testing.assert_allclose(span, x[1, :, :2], atol=1e-5)
+    nothing = orthogonal(jnp.zeros((1, 30, 2)), Key(jnp.int32(0), jnp.uint32(1)))
+    assert np.all(np.abs(nothing) > 0)
