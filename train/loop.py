@@ -20,6 +20,7 @@ from train.config.run import schedule
 from train.output import metrics, plots, progress, report, trackers
 from train.plan import counts
 from train.processes import agree, distributed, watchdog
+from train.processes.exits import Transient
 from train.processes.signals import stop_signals
 from train.task import Task, make_task, num_parameters
 
@@ -39,7 +40,7 @@ def run(config: Config) -> list[dict[str, Any]]:
     Raises:
       ValueError: For what does not fit together in config, text, devices or checkpoint.
       OSError: If something cannot be written.
-      RuntimeError: If the replicas' parameters have gone apart.
+      Transient: If the replicas' parameters have gone apart.
       ConnectionError: If another process of the run is gone.
       KeyboardInterrupt: After a stop was asked for by Ctrl-C or SIGTERM, of any of the processes,
         when all is saved.
@@ -239,7 +240,7 @@ def _require_equal(task: Task, params: Any, step: int) -> dict[str, int]:
         return {}
     spread = int(task.placement.spread(params, task.mesh))
     if spread:
-        raise RuntimeError(
+        raise Transient(
             f"after step {step} the replicas' parameters are not equal (their checksums differ by "
             f"{spread}): this is a bug in the transformation {task.config.optimizer.update!r} or "
             "a fault of a device. Earlier checkpoints hold equal parameters: run again to go on "

@@ -23,7 +23,7 @@ from tests.helpers.replicas import one_value
 from train import __main__ as program
 from train import loop
 from train import task as tasks
-from train.checkpoints import store
+from train.checkpoints import files, store
 from train.config import Config, Data, Optimizer, as_json
 from train.config import run as configs
 from train.data import examples, texts
@@ -176,7 +176,7 @@ def test_run_leaves_record_metrics_picture_checkpoint_and_report(config_of, text
     assert record["hardware"].endswith(f"{os.cpu_count()} cores")
     assert record["data"]["sha256"] == texts.read(config.data, TINY.context).record["sha256"]
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
-    assert store.latest(folder / "checkpoints") == 6
+    assert files.latest(folder / "checkpoints") == 6
     sent = record["plan"]["sent_bytes_per_step"]
     assert f"{sent:,.0f} bytes a step" in (folder / "report.txt").read_text()
     assert rows == metrics.read(folder / "metrics.jsonl")
@@ -259,7 +259,7 @@ def test_resumed_run_equals_the_uninterrupted_one_bit_for_bit(config_of, stop_af
         stop_after(count)
         with pytest.raises(KeyboardInterrupt, match=f"stopped at step {step}; run the same"):
             loop.run(parts)
-        assert store.latest(folder_of(parts) / "checkpoints") == step
+        assert files.latest(folder_of(parts) / "checkpoints") == step
     contents = saved(parts)[2]
     assert any(any(contents[name]) for name in contents if held in name)
     stop_after(100)
@@ -366,7 +366,7 @@ def test_signal_saves_ends_with_status_0_and_the_run_goes_on(tmp_path, text, num
         _, errors = process.communicate(timeout=60)
     finally:
         process.kill()
-    step = store.latest(log.parent / "checkpoints")
+    step = files.latest(log.parent / "checkpoints")
     assert process.returncode == 0, errors
     assert errors.endswith(f"stopped at step {step}; run the same command to go on\n")
     assert metrics.read(log)[-1]["step"] == step >= 2
@@ -379,23 +379,27 @@ def test_signal_saves_ends_with_status_0_and_the_run_goes_on(tmp_path, text, num
 
 
 def corrupt(config, step):
-    files = [path for path in folder_of(config).rglob(f"checkpoints/{step}/state/**/*")]
-    largest = max((path for path in files if path.is_file()), key=lambda path: path.stat().st_size)
+    paths = [path for path in folder_of(config).rglob(f"checkpoints/{step}/state/**/*")]
+    largest = max((path for path in paths if path.is_file()), key=lambda path: path.stat().st_size)
     content = bytearray(largest.read_bytes())
     content[len(content) // 2] ^= 1
     largest.write_bytes(content)
 
 
-def test_damaged_checkpoint_is_refused_with_the_last_good_one_and_the_way_on(config_of):
+def test_a_damaged_checkpoint_is_passed_over_and_kept_and_the_run_ends_as_ever(config_of, capsys):
     config = config_of(checkpoint_every=4)
     rows = loop.run(config)
     corrupt(config, 6)
-    with pytest.raises(ValueError, match=r"checkpoints/6 is damaged.* Step 4 is good") as error:
-        loop.run(config)
-    command = str(error.value).partition("to resume from it: ")[2].split()
-    assert command[:2] == ["rm", "-r"] and len(command) == 3
-    assert subprocess.run(command).returncode == 0
+    capsys.readouterr()
     assert without_times(loop.run(config)) == without_times(rows)
+    assert "from step 4 on since step 6 is damaged: the bytes of state/" in capsys.readouterr().err
+    checkpoints = folder_of(config) / "checkpoints"
+    assert {path.name for path in checkpoints.iterdir()} >= {"4", "6", "damaged-6"}
+    for step in (4, 6):
+        corrupt(config, step)
+    with pytest.raises(ValueError, match="No other checkpoint there is good"):
+        loop.run(config)
+    assert {path.name for path in checkpoints.iterdir()} >= {"4", "6"}
 
 
 @pytest.mark.parametrize(
@@ -438,7 +442,7 @@ def test_full_disk_ends_the_run_and_keeps_the_earlier_checkpoint(config_of, monk
     usage = store.shutil.disk_usage
 
     def full_after_step_3(path):
-        full = store.latest(path) == 3
+        full = files.latest(path) == 3
         return usage(path)._replace(free=10) if full else usage(path)
 
     with monkeypatch.context() as patch:
@@ -515,9 +519,9 @@ def test_replicas_gone_apart_stop_the_run_with_the_step(
 
     change_task(change)
     config = config_of(checkpoint_every=2, checksum_every=checksum_every)
-    with pytest.raises(RuntimeError, match="after step 4 the replicas' parameters are not equal"):
+    with pytest.raises(exits.Transient, match="after step 4 the replicas' parameters"):
         loop.run(config)
-    assert store.latest(folder_of(config) / "checkpoints") == 2
+    assert files.latest(folder_of(config) / "checkpoints") == 2
 
 
 # The mathematics of a step.
@@ -740,7 +744,9 @@ def test_unknown_override_ends_with_status_2_and_the_nearest_one(monkeypatch, ca
     [
         (KeyboardInterrupt("stopped at step 3"), 0, "stopped at step 3\n"),
         (KeyboardInterrupt(), 130, "interrupted\n"),
-        (RuntimeError("gone apart"), 2, "error: gone apart\n"),
+        (RuntimeError("too many"), 2, "error: too many\n"),
+        (exits.Transient("gone apart"), 75, "error: gone apart\n"),
+        (ConnectionError("lost"), 75, "error: lost\n"),
     ],
 )
 def test_ends_are_one_message_and_a_status(capsys, error, status, message):

@@ -107,6 +107,34 @@ def intact(directory: str | Path, step: int | None = None, item: str = "") -> Pa
     raise ValueError(f"the checkpoint {path} is damaged: {damage}. {remedy}")
 
 
+def pass_over_damaged(directory: Path) -> list[str]:
+    """Renames checkpoints that are damaged, if an older one is not: `40` becomes `damaged-40`.
+
+    Args:
+      directory: Where the checkpoints are.
+
+    Returns:
+      What was wrong with each of them, newest first.
+
+    Raises:
+      ValueError: If all are damaged; nothing is renamed then.
+    """
+    damages = {}
+    for step in reversed(steps(directory)):
+        if (damage := _damage(directory / str(step))) is None:
+            break
+        damages[step] = damage
+    else:
+        if damages:
+            intact(directory)  # raises: it is damaged, and so are the others
+    for step in damages:
+        aside = directory / f"damaged-{step}"
+        if aside.exists():
+            shutil.rmtree(aside)
+        (directory / str(step)).rename(aside)
+    return [f"step {step} is damaged: {damage}" for step, damage in damages.items()]
+
+
 def _partial(directory):
     return list(directory.glob("*.orbax-checkpoint-tmp*"))
 

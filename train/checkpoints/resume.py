@@ -52,11 +52,17 @@ def begin(task: Task, directory: Path) -> tuple[Any, Any, Progress]:
       Parameters, state and counts.
 
     Raises:
-      ValueError: If there is a checkpoint that does not fit the run, or must not be resumed.
+      ValueError: If there is a checkpoint that does not fit the run, or must not be resumed, or all
+        are damaged. One that is damaged is passed over.
     """
     step = agree.from_first(lambda: files.latest(directory))
     if step is None:
         return *_first(task), Progress()
+    if task.config.resume and (
+        damages := agree.from_first(lambda: files.pass_over_damaged(directory))
+    ):
+        step = agree.from_first(lambda: files.latest(directory))
+        _say(task, step, f"since {'; '.join(damages)}; it is kept as damaged-STEP")
     if not task.config.resume:
         raise ValueError(
             f"{directory} has a checkpoint of step {step}, which --no-resume would overwrite; "
@@ -119,7 +125,7 @@ def _restore(task: Task, directory: Path, step: int) -> tuple[Any, Any, Progress
     like, num_replicas = task.like, saved["num_replicas"]
     if num_replicas != task.mesh.size:
         like = _like_saved(task, num_replicas)
-    tree, saved, _ = store.restore(directory, like, step)
+    tree, saved = store.load(directory / str(step), like)  # `begin` has looked for damage
     tree = jaxcomp.resize(tree, task.like)
     state, policy = tree["state"], task.config.resize
     if num_replicas != task.mesh.size:

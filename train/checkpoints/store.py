@@ -12,7 +12,6 @@ import json
 import logging
 import math
 import shutil
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,12 +23,11 @@ import orbax.checkpoint as ocp
 
 from train.checkpoints.files import (
     intact,
-    latest,
     remove_partial,
     require_newest,
     require_writable,
-    write_checksums,
 )
+from train.checkpoints.manager import everyone, make_manager, save_error
 from train.checkpoints.trees import described, path_of, require_same, without_empty
 from train.processes import agree
 
@@ -102,7 +100,7 @@ class Checkpoints:
             if jax.process_count() == 1:
                 remove_partial(self.directory)
                 self.manager.reload()
-            raise _save_error(self.directory, error, self.needed, self.seconds) from error
+            raise save_error(self.directory, error, self.needed, self.seconds) from error
 
 
 def open_checkpoints(directory: str | Path, keep: int = 3, seconds: int = 300) -> Checkpoints:
@@ -126,7 +124,9 @@ def open_checkpoints(directory: str | Path, keep: int = 3, seconds: int = 300) -
     require_writable(directory)
     agree.from_first(lambda: remove_partial(directory))
     failures: list[BaseException] = []
-    return Checkpoints(directory, seconds, _manager(directory, keep, seconds, failures), failures)
+    return Checkpoints(
+        directory, seconds, make_manager(directory, keep, seconds, failures), failures
+    )
 
 
 def read_metadata(directory: str | Path, step: int | None = None) -> dict[str, Any]:
@@ -168,11 +168,17 @@ def restore(
         that is not) or it is of another model (the text lists the first leaves that differ).
         Nothing is loaded then.
     """
-    path, record = _intact(directory, step)
+    path, _ = _intact(directory, step)
+    return *load(path, like), int(path.name)
+
+
+def load(path: Path, like: Any) -> tuple[Any, dict[str, Any]]:
+    """`restore` of one checkpoint of which somebody knows that it is intact."""
+    record = agree.from_first(lambda: _record(path))
     require_same(path, record, described(like))
-    with ocp.StandardCheckpointer(multiprocessing_options=_everyone()) as checkpointer:
+    with ocp.StandardCheckpointer(multiprocessing_options=everyone()) as checkpointer:
         loaded = checkpointer.restore(path / "state", without_empty(like))
-    return jax.tree.map(_filled, like, loaded), record["run"], int(path.name)
+    return jax.tree.map(_filled, like, loaded), record["run"]
 
 
 def restore_params(directory: str | Path, like: Any) -> Any:
@@ -198,8 +204,8 @@ def restore_params(directory: str | Path, like: Any) -> Any:
         restore_args=ocp.checkpoint_utils.construct_restore_args(wanted),
         partial_restore=True,
     )
-    handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=_everyone())
-    with ocp.Checkpointer(handler, multiprocessing_options=_everyone()) as checkpointer:
+    handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=everyone())
+    with ocp.Checkpointer(handler, multiprocessing_options=everyone()) as checkpointer:
         loaded = checkpointer.restore(path / "state", args=options)
     return jax.tree.map(_filled, like, loaded)["params"]
 
@@ -215,8 +221,8 @@ def restore_leaves(directory: str | Path, wanted: Callable[[str, Any], Any]) -> 
       The leaves by path. What has no entries was not saved.
     """
     path, _ = _intact(directory, None)
-    handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=_everyone())
-    with ocp.Checkpointer(handler, multiprocessing_options=_everyone()) as checkpointer:
+    handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=everyone())
+    with ocp.Checkpointer(handler, multiprocessing_options=everyone()) as checkpointer:
         item = jax.tree_util.tree_map_with_path(
             lambda key, saved: wanted(path_of(key), saved) or ocp.PLACEHOLDER,
             checkpointer.metadata(path / "state").item_metadata.tree,
@@ -241,61 +247,5 @@ def _filled(wanted, got):
     return jnp.zeros(wanted.shape, wanted.dtype, device=getattr(wanted, "sharding", None))
 
 
-def _manager(directory, keep, seconds, failures):
-    options = _everyone()
-    meet = ocp.multihost.get_barrier_sync_fn(processes=options.active_processes)
-
-    def barrier(**kwargs):
-        # Orbax meets the others also while an error goes up; they wait elsewhere until the end.
-        if (error := sys.exc_info()[1]) is not None:
-            failures.append(error)
-            raise error
-        meet(**kwargs)
-
-    return ocp.CheckpointManager(
-        directory,
-        item_names=("state", "metadata"),
-        options=ocp.CheckpointManagerOptions(
-            max_to_keep=keep,
-            create=False,
-            multiprocessing_options=options,
-            async_options=ocp.AsyncOptions(
-                timeout_secs=seconds,
-                barrier_sync_fn=barrier,
-                # Called in process 0, after the last array is written and before the rename.
-                post_finalization_callback=lambda: write_checksums(directory),
-            ),
-        ),
-    )
-
-
-def _everyone():
-    """Processes meet at JAX's coordination service: as collectives, Orbax's barriers never end."""
-    count = jax.process_count()
-    return ocp.options.MultiprocessingOptions(
-        active_processes=set(range(count)) if count > 1 else None
-    )
-
-
 def _record(path):
     return json.loads((path / "metadata" / "metadata").read_text())
-
-
-def _save_error(directory, error, needed, seconds):
-    number = error.errno if isinstance(error, OSError) else None
-    good = latest(directory)
-    kept = "" if good is None else f" The checkpoint of step {good} is complete."
-    # Orbax raises ValueError for what TensorStore could not write.
-    if number in (errno.ENOSPC, errno.EDQUOT) or "RESOURCE_EXHAUSTED" in str(error):
-        free = shutil.disk_usage(directory).free
-        return OSError(
-            errno.ENOSPC,
-            f"no space for a checkpoint in {directory}: it needs about {needed:,} bytes, "
-            f"{free:,} are free.{kept} Free some space, keep fewer, or name another directory",
-        )
-    reason = str(error).partition("\n")[0].rstrip(".")
-    if isinstance(error, TimeoutError):
-        reason = f"not all of it was written in {seconds} s, by this process and the others"
-    return OSError(
-        number or errno.EIO, f"could not save a checkpoint in {directory}: {reason}.{kept}"
-    )

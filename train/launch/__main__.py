@@ -12,7 +12,7 @@ from train.launch import control, detect, local, ssh
 from train.launch.supervise import supervise
 from train.processes import distributed
 from train.processes.distributed import Timeouts
-from train.processes.exits import clean_exits, say
+from train.processes.exits import Exit, clean_exits, say
 
 
 def main(args: Sequence[str]) -> None:
@@ -145,8 +145,8 @@ def ended(function: Callable[[], None]) -> int:
         return end.code or 0
     except BaseException:
         say(traceback.format_exc())
-        return 1
-    return 0
+        return Exit.UNFORESEEN
+    return Exit.DONE
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from train.launch import control, echo
 from train.processes.distributed import Cluster, Timeouts
-from train.processes.exits import TRY_AGAIN
+from train.processes.exits import Exit, of_returncode
 
 FORWARDED = ("JAX_", "XLA_", "NCCL_")
 """Environment variables that begin so are the same on all hosts as here."""
@@ -159,7 +159,9 @@ def _wait(members: list[Member], names: list[str], grace: float, show) -> int:
     if not failed:
         return 0
     # Who ends because another one is gone says so by its status.
-    return _report(members, min(failed, key=lambda n: members[n].popen.returncode == TRY_AGAIN))
+    return _report(
+        members, min(failed, key=lambda n: members[n].popen.returncode == Exit.TRY_AGAIN)
+    )
 
 
 def _failed(members: list[Member], known: list[int]) -> list[int]:
@@ -188,8 +190,8 @@ def _report(members: list[Member], first: int) -> int:
     """Says which process failed first and how its log ends."""
     member = members[first]
     code = member.popen.returncode
-    status = code if code > 0 else 128 - code
-    if status == 130:  # Ctrl-C at the start, or a third one: the user knows
+    status = of_returncode(code)
+    if status == Exit.INTERRUPTED:  # Ctrl-C at the start, or a third one: the user knows
         return status
     how = f"status {code}" if code > 0 else f"signal {signal.Signals(-code).name}"
     with open(member.log, "rb") as log:

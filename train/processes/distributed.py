@@ -16,7 +16,7 @@ from jax._src import distributed as jax_distributed
 
 from train.processes import addresses, rendezvous
 from train.processes.aborts import on_abort
-from train.processes.exits import TRY_AGAIN, flush, leave
+from train.processes.exits import Exit, Transient, flush, leave
 from train.processes.peers import bounded
 
 _FAILED = "jaxcomp/failed"  # below it, the exit status of each process that gives up
@@ -57,7 +57,8 @@ def connect(
 
     Raises:
       ValueError: If the cluster cannot be as described, or an address or interface is not here.
-      RuntimeError: If the others cannot be reached in time, or were told something else.
+      RuntimeError: If the others were told something else; `Transient` if they cannot be reached
+        in time.
     """
     timeouts = timeouts or Timeouts()
     if not 0 <= cluster.process_id < cluster.num_processes:
@@ -81,23 +82,26 @@ def connect(
     jax.config.update("jax_enable_preemption_service", False)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     address = addresses.join(host, addresses.split(cluster.coordinator)[1])
-    jax.distributed.initialize(
-        address,
-        cluster.num_processes,
-        cluster.process_id,
-        local_device_ids=local_devices,
-        cluster_detection_method="deactivate",
-        initialization_timeout=timeouts.start,
-        heartbeat_timeout_seconds=timeouts.heartbeat,
-        coordinator_bind_address=address,
-    )
+    try:
+        jax.distributed.initialize(
+            address,
+            cluster.num_processes,
+            cluster.process_id,
+            local_device_ids=local_devices,
+            cluster_detection_method="deactivate",
+            initialization_timeout=timeouts.start,
+            heartbeat_timeout_seconds=timeouts.heartbeat,
+            coordinator_bind_address=address,
+        )
+    except jax.errors.JaxRuntimeError as error:
+        raise Transient(f"the processes have met, but JAX cannot connect them: {error}") from error
     on_abort(_end_alone)  # until a watchdog can say more
 
 
 def _end_alone() -> None:
     with contextlib.suppress(OSError):  # a log on a full disk
         os.write(2, b"error: another process of the run is gone; start the same command to go on\n")
-    os._exit(TRY_AGAIN)
+    os._exit(Exit.TRY_AGAIN)
 
 
 def _bind_gloo(**where: str) -> None:
@@ -209,7 +213,7 @@ def abandon(status: int) -> NoReturn:
         # The service ends with process 0, and takes those along who still use it; but where
         # somebody is gone JAX will soon abort all.
         if _process_id() == 0:
-            deadline = time.monotonic() + (1 if status == TRY_AGAIN else 3)
+            deadline = time.monotonic() + (1 if status == Exit.TRY_AGAIN else 3)
             while len(_notes()) < _num_processes() and time.monotonic() < deadline:
                 time.sleep(0.1)
             # Who has left a note is about to end: JAX in it would log that the service is gone.
@@ -227,7 +231,7 @@ def _get(key: str, seconds: float) -> str:
             return client.blocking_key_value_get(key, 500)
         except RuntimeError as error:
             # Not those that gave up because another one did.
-            failed = [process for process, status in _notes().items() if status != TRY_AGAIN]
+            failed = [process for process, status in _notes().items() if status != Exit.TRY_AGAIN]
             if failed:
                 raise ConnectionError(
                     f"{_processes(failed)} failed; see what is said there."

@@ -1,16 +1,57 @@
 """How a program of this folder ends: one message, never a traceback for a user's mistake."""
 
 import contextlib
+import enum
 import os
 import sys
 from collections.abc import Iterator
 from typing import NoReturn
 
-TRY_AGAIN = 75
-"""Exit status if nothing is wrong with the command, and it goes on when it is started again."""
 
-INTERRUPTED = 130
-"""Exit status of a program that a signal stopped at once."""
+class Exit(enum.IntEnum):
+    """The exit statuses of a process of a run, and of its launcher.
+
+    Attributes:
+      meaning: In words, for the table in docs/many_hosts.md.
+      again: Who may start the same command again: "nobody has to", "a person" or "a machine".
+    """
+
+    meaning: str
+    again: str
+
+    def __new__(cls, value: int, again: str, meaning: str):
+        made = int.__new__(cls, value)
+        made._value_, made.again, made.meaning = value, again, meaning
+        return made
+
+    DONE = 0, "nobody has to", "done, or stopped by a signal and saved"
+    UNFORESEEN = 1, "a machine", "an error that nobody foresaw; its traceback is worth a report"
+    MISTAKE = 2, "a person", "a mistake or a full disk; the last line says what to mend"
+    TRY_AGAIN = 75, "a machine", "another process is missing, gone or cut off, or this one hung"
+    INTERRUPTED = (
+        130,
+        "a person",
+        "stopped at once, unsaved, by Ctrl-C at the start or a third signal",
+    )
+    ABORTED = 134, "a machine", "SIGABRT: JAX or another library gave up"
+    KILLED = 137, "a machine", "SIGKILL: the host or the pod ran out of memory, or was taken away"
+    CRASHED = 139, "a machine", "SIGSEGV: a fault of a driver or a library"
+    TERMINATED = 143, "a machine", "SIGTERM before the first step, so that nothing is lost"
+    UNREACHABLE = 255, "a machine", "ssh has lost the host, or cannot reach it"
+
+
+def may_restart(status: int) -> bool:
+    """Whether a machine may start the same command again; so what the table does not name."""
+    return status not in {end for end in Exit if end.again != "a machine"}
+
+
+def of_returncode(code: int) -> int:
+    """The exit status that a shell would see, of a child that `subprocess` has waited for."""
+    return code if code >= 0 else 128 - code
+
+
+class Transient(RuntimeError):
+    """Nothing is wrong with the command: it goes on when it is started again."""
 
 
 @contextlib.contextmanager
@@ -18,10 +59,10 @@ def clean_exits() -> Iterator[None]:
     """Ends the program with one message on stderr if what is inside cannot go on.
 
     Raises:
-      SystemExit: With status 2 for a ValueError, OSError or RuntimeError; with `TRY_AGAIN` for a
-        ConnectionError: another process of the run is gone; with 0 for a KeyboardInterrupt that
-        says what was saved, as `train.loop.run` raises it; with 130 for one without a text,
-        where the program stopped at once.
+      SystemExit: With `MISTAKE` for a ValueError, OSError or RuntimeError; with `TRY_AGAIN` for a
+        ConnectionError, as another process of the run is gone, or a `Transient`; with `DONE` for
+        a KeyboardInterrupt that says what was saved, as `train.loop.run` raises it; with
+        `INTERRUPTED` for one without a text, where the program stopped at once.
     """
     try:
         yield
@@ -39,18 +80,18 @@ def say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-def status(error: BaseException) -> int:
+def status(error: BaseException) -> Exit:
     """The exit status for what ends a program, see `clean_exits`."""
     if isinstance(error, KeyboardInterrupt):
-        return 0 if str(error) else INTERRUPTED
-    return TRY_AGAIN if isinstance(error, ConnectionError) else 2
+        return Exit.DONE if str(error) else Exit.INTERRUPTED
+    return Exit.TRY_AGAIN if isinstance(error, (ConnectionError, Transient)) else Exit.MISTAKE
 
 
 def leave(status: int | str | None) -> NoReturn:
     """Ends this process as `sys.exit` does; after an interrupt at once, also during a save."""
-    if status == INTERRUPTED:
+    if status == Exit.INTERRUPTED:
         flush()
-        os._exit(INTERRUPTED)  # sys.exit would wait for the threads that still save
+        os._exit(Exit.INTERRUPTED)  # sys.exit would wait for the threads that still save
     sys.exit(status)
 
 

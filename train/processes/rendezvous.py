@@ -12,6 +12,7 @@ import time
 from typing import Any
 
 from train.processes import addresses
+from train.processes.exits import Transient
 
 
 def meet(
@@ -31,7 +32,8 @@ def meet(
 
     Raises:
       ValueError: If the coordinator's address is no good here.
-      RuntimeError: If somebody is missing, there twice, or of another opinion about the number.
+      RuntimeError: If somebody is there twice, or of another opinion about the number; `Transient`
+        if somebody is missing, or the coordinator's name does not appear in time.
     """
     deadline = time.monotonic() + seconds
     host, port = addresses.split(coordinator)
@@ -45,13 +47,13 @@ def meet(
         connection.settimeout(2 * seconds + 10)
         answer = _receive(connection)
         if answer is None or "problem" not in answer:
-            raise RuntimeError(
+            raise Transient(
                 f"the program at {coordinator} is not this run's process 0, or it has ended while "
                 "processes were waiting, or all processes it needs were there already. See its "
                 "output; if it belongs to something else, write another port on all hosts."
             )
         if answer["problem"] is not None:
-            raise RuntimeError(answer["problem"])
+            raise (Transient if answer.get("transient") else RuntimeError)(answer["problem"])
         return address, connection.getsockname()[0]
 
 
@@ -59,9 +61,11 @@ def _resolve(host: str, deadline: float) -> str:
     while True:
         try:
             return addresses.resolve(host)
-        except ValueError:
-            if time.monotonic() > deadline:
+        except ValueError as error:
+            if not deadline:
                 raise
+            if time.monotonic() > deadline:
+                raise Transient(str(error)) from error
         time.sleep(0.5)
 
 
@@ -89,13 +93,13 @@ def _listen(coordinator: str, address: str, port: int) -> socket.socket:
 def _host(listener: socket.socket, num_processes: int, deadline: float, hint: str) -> None:
     """Process 0: gathers the others, tells them what came of it, and raises if it is a problem."""
     present: dict[int, tuple[socket.socket, str]] = {}
-    problem = None
+    problem: RuntimeError | None = None
     with selectors.DefaultSelector() as selector:
         selector.register(listener, selectors.EVENT_READ)
         while problem is None and len(present) < num_processes - 1:
             ready = selector.select(max(0.0, deadline - time.monotonic()))
             if not ready and time.monotonic() >= deadline:
-                problem = _missing(present, num_processes, listener) + hint
+                problem = Transient(_missing(present, num_processes, listener) + hint)
             for key, _ in ready:
                 if key.fileobj is listener:
                     connection, _ = listener.accept()
@@ -108,15 +112,17 @@ def _host(listener: socket.socket, num_processes: int, deadline: float, hint: st
                     selector.unregister(key.fileobj)
                     key.fileobj.close()
                     continue
-                problem = problem or _conflict(hello, present, num_processes)
+                if conflict := _conflict(hello, present, num_processes):
+                    problem = problem or RuntimeError(conflict)
                 present[hello["process"]] = (key.fileobj, hello.get("on"))
+        answer = {"problem": problem and str(problem), "transient": isinstance(problem, Transient)}
         for key in list(selector.get_map().values()):
             if key.fileobj is not listener:
                 with key.fileobj as connection:
-                    _send(connection, {"problem": problem})
+                    _send(connection, answer)
                     _receive(connection)  # the other side closes first
     if problem is not None:
-        raise RuntimeError(problem)
+        raise problem
 
 
 def _conflict(hello: dict[str, Any], present: dict, num_processes: int) -> str | None:
@@ -157,7 +163,7 @@ def _reach(coordinator: str, address: str, port: int, deadline: float, hint: str
             connection.close()
         except OSError as error:
             if left <= 0:
-                raise RuntimeError(
+                raise Transient(
                     f"process 0 cannot be reached at {coordinator} ({address}) from "
                     f"{socket.gethostname()}: {error}. Is it started, is the address right, and "
                     f"does no firewall close the port?{hint}"

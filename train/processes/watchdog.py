@@ -108,8 +108,8 @@ def _make_claim() -> Callable[[], None]:
     return claim
 
 
-def _end(latest: Callable[[], int | None], reason: str, status: int = exits.TRY_AGAIN) -> None:
-    if status == exits.TRY_AGAIN:
+def _end(latest: Callable[[], int | None], reason: str, status: int = exits.Exit.TRY_AGAIN) -> None:
+    if status == exits.Exit.TRY_AGAIN:
         reason = f"{reason}. {_way_on(latest)}"
     # The main thread may hold the lock of sys.stderr for ever.
     with contextlib.suppress(OSError):  # a log on a full disk
@@ -137,7 +137,7 @@ def _clock(seconds, others: peers.Peers, claim, end) -> Iterator[Callable[..., N
                 claim()
                 what = "no progress for {limit:g} s after step {step} ({doing})".format(**now)
                 what = ": ".join(filter(None, (what, gone or behind)))
-                others.end(exits.TRY_AGAIN, what)
+                others.end(exits.Exit.TRY_AGAIN, what)
                 faulthandler.dump_traceback(2, all_threads=True)
                 end(what)
 

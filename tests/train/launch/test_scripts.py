@@ -13,6 +13,7 @@ from tests.helpers.launching import ROOT, environment, free_port, run, write_con
 from train.launch import __main__ as launch
 from train.launch import detect
 from train.processes.distributed import Cluster
+from train.processes.exits import Exit, may_restart
 
 SCRIPTS = ROOT / "train" / "launch"
 
@@ -89,10 +90,23 @@ def test_the_slurm_script_asks_for_what_its_comments_say():
     options = dict(re.findall(r"^#SBATCH --([a-z-]+)=(\S+)$", text, re.MULTILINE))
     assert options.keys() == {
         *("job-name", "output", "time", "nodes", "cpus-per-task", "ntasks-per-node"),
-        *("gres", "signal"),
+        *("gres", "signal", "open-mode"),
     }
+    assert "\n#SBATCH --requeue\n" in text
     assert options["signal"] == "TERM@120"  # without B: to the tasks, not to this script
     assert "export SRUN_CPUS_PER_TASK=" in text
+
+
+@pytest.mark.parametrize("status", [*Exit, 7])
+@pytest.mark.parametrize("restarts", [0, 10])
+def test_the_slurm_script_requeues_what_a_machine_may_restart(tmp_path, stand_in, status, restarts):
+    environ = stand_in("srun", f"#!/bin/bash\nexit {int(status)}\n", SLURM_JOB_ID="71")
+    stand_in("scontrol", '#!/bin/bash\necho "scontrol $*"\n')
+    environ |= {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_RESTART_COUNT": str(restarts)}
+    done = run(["bash", str(SCRIPTS / "slurm.sbatch")], env=environ)
+    assert done.returncode == status
+    requeued = "scontrol requeue 71\n" in done.stdout
+    assert requeued == (may_restart(status) and restarts < 10)
 
 
 def test_the_mpirun_script_trains_in_all_ranks(tmp_path, stand_in):
@@ -298,7 +312,11 @@ def test_a_wrong_command_is_not_tried_again(manifest):
     spec = manifest[0]["spec"]
     job = spec["replicatedJobs"][0]["template"]["spec"]
     (rule,) = job["podFailurePolicy"]["rules"]
-    assert rule["action"] == "FailJob" and rule["onExitCodes"]["values"] == [2]
+    assert rule["action"] == "FailJob"
+    assert rule["onExitCodes"]["operator"] == "In"
+    # 0 cannot stand there: Kubernetes counts it as done.
+    final = [end for end in Exit if not may_restart(end)]
+    assert [0, *rule["onExitCodes"]["values"]] == sorted(final)
     assert job["template"]["spec"]["restartPolicy"] == "Never"
     (restart,) = spec["failurePolicy"]["rules"]
     assert restart == {"action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
