@@ -1,0 +1,69 @@
+"""Text as tokens: bytes, or what a Hugging Face folder says."""
+
+import json
+
+import numpy as np
+import pytest
+
+from tests.helpers import tokens
+from train.data.tokenizer import load_tokenizer
+
+
+def test_a_token_is_a_byte_without_a_folder():
+    made = load_tokenizer(None)
+    text = "caf\u00e9 \U0001f642"
+    (ids,) = made.encode([text])
+    assert bytes(ids.tolist()) == text.encode() and made.vocab == 256
+    ids, ends = made.ends(text)
+    assert made.decode(ids) == text
+    assert [text[:end] for end in ends[:5]] == ["c", "ca", "caf", "caf\u00e9", "caf\u00e9"]
+    assert not made.begin and not made.end
+
+
+def test_a_folder_says_what_tokens_are_and_what_stands_around_a_document(tmp_path):
+    made = load_tokenizer(tokens.folder(tmp_path, begin="<s>"))
+    first, second = made.encode(["some words of a text", "words"])
+    assert made.decode(first) == "some words of a text" and len(first) < 20 and len(second) < 5
+    (named,) = made.encode(["</s>"])
+    assert made.end == tuple(named) and len(made.begin) == 1
+    assert max(made.begin + made.end) < made.vocab
+    assert made.names["eos_token"] == "</s>"
+    ids, ends = made.ends("some words")
+    np.testing.assert_array_equal(ids, made.encode(["some words"])[0])
+    assert ends[-1] == 10
+
+
+def test_settings_of_the_folder_count_as_its_files_say(tmp_path):
+    folder = tokens.folder(tmp_path, template="one")
+    first = load_tokenizer(folder)
+    assert first.template == "one" and not first.begin
+    named = [{"name": "tool", "template": "no"}, {"name": "default", "template": "two"}]
+    settings = {"eos_token": {"content": "</s>"}, "chat_template": named}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    second = load_tokenizer(folder)
+    assert second.template == "two" and second.end == first.end
+    assert second.sha256 != first.sha256
+    (folder / "chat_template.jinja").write_text("three")
+    assert load_tokenizer(folder).template == "three"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("tokenizer.json", None, "has no tokenizer.json; name a Hugging Face folder"),
+        ("tokenizer.json", "{}", "tokenizer.json is damaged"),
+        ("tokenizer_config.json", "[1", "tokenizer_config.json is damaged"),
+        ("tokenizer_config.json", "[1]", "tokenizer_config.json is damaged"),
+    ],
+)
+def test_a_damaged_folder_is_named(tmp_path, name, content, message):
+    folder = tokens.folder(tmp_path)
+    (folder / name).unlink() if content is None else (folder / name).write_text(content)
+    with pytest.raises(ValueError, match=message):
+        load_tokenizer(folder)
+
+
+def test_a_missing_package_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"pip install -e '.\[huggingface\]'"):
+        load_tokenizer(tmp_path)
