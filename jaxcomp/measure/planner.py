@@ -1,8 +1,9 @@
 """Whether compression pays: the time of a step by each method, predicted from measured parts.
 
 A step takes the gradient, the codec and the messages, one after the other, or the longer of
-gradient and messages where a method sends while it computes. Nothing is run here: what the parts
-take is measured by `jaxcomp.measure.link_probe` and `step_probe`, or given.
+gradient and messages where a method sends while it computes: in each of the steps that send.
+Nothing is run here: what the parts take is measured by `jaxcomp.measure.link_probe` and
+`step_probe`, or given.
 """
 
 import dataclasses
@@ -118,7 +119,8 @@ class Method:
         without compression does, messages apart.
       memory_bytes: What a device holds for the update, in bytes; 0 where it is not known.
       changes: What it changes of the algorithm, in a few words; "" for the exact mean.
-      overlaps: Whether its messages travel while the gradient is computed.
+      overlaps: Steps in which its messages travel beside the computation, after which the rest of
+        them wait: 1 where what is sent is known before the gradient, as with a delay of one step.
     """
 
     name: str
@@ -126,7 +128,7 @@ class Method:
     codec_seconds: float = 0.0
     memory_bytes: int = 0
     changes: str = ""
-    overlaps: bool = False
+    overlaps: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,9 +209,22 @@ def plan(
 
 def _row(method: Method, link: Link, compute_seconds: float) -> Row:
     network = network_seconds(method.messages, link)
-    busy = max(compute_seconds, network) if method.overlaps else compute_seconds + network
+    busy = compute_seconds + _waiting(method, link, compute_seconds)
     sent = sum(m.times * m.sent_bytes for m in method.messages)
     return Row(method, busy + method.codec_seconds, network, sent)
+
+
+def _waiting(method: Method, link: Link, compute_seconds: float) -> float:
+    """Seconds a step that nothing is computed in, in the mean over a run.
+
+    Messages that are sent equally often are those of the same steps.
+    """
+    waiting = 0.0
+    for times in {min(m.times, 1.0) for m in method.messages if m.times > 0}:
+        together = [m for m in method.messages if min(m.times, 1.0) == times]
+        of_one_step = network_seconds(together, link) / times
+        waiting += times * max(0.0, of_one_step - method.overlaps * compute_seconds)
+    return waiting
 
 
 def _reason(rows: Sequence[Row], recommended: Row, fastest: float) -> str:

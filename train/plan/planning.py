@@ -144,7 +144,7 @@ def make_method(name: str, config: Config, mesh: Mesh, changes: str) -> planner.
         messages=step_probe.messages(program, mesh, shares, AXIS_NAME),
         memory_bytes=step_probe.held_bytes(program),
         changes=changes,
-        overlaps=config.overlap,
+        overlaps=float(config.overlap),
     )
 
 
