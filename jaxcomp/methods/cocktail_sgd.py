@@ -20,9 +20,11 @@ from jaxcomp.exchange.journeys import at_once
 from jaxcomp.methods import moments
 from jaxcomp.methods.common import counted, method, no_rounds, require
 from jaxcomp.methods.inner import inner_step
+from jaxcomp.replicas.protocol import MethodState
 from jaxcomp.replicas.types import to_varying, zeros_of
 
 
+@MethodState.register
 class CocktailSGDState(NamedTuple):
     """State of `cocktail_sgd`."""
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxcomp.replicas.protocol import require_registered
 from jaxcomp.replicas.types import require_varying
 
 
@@ -24,8 +25,14 @@ def method(
 
     Returns:
       The transformation. Its update raises a ValueError without parameters that it needs, for an
-      unknown axis, and for updates that are already reduced or scaled by norms of local shards.
+      unknown axis, and for updates that are already reduced or scaled by norms of local shards; its
+      init, for a state with fields of the protocol that is no registered `MethodState`.
     """
+
+    def started(params):
+        state = init(params)
+        require_registered(state)
+        return state
 
     def checked(updates, state, params=None, **extra_args):
         if needs_params and params is None:
@@ -33,7 +40,7 @@ def method(
         require_varying(updates, axis_name, params)
         return update(updates, state, params, **extra_args)
 
-    return optax.GradientTransformationExtraArgs(init, checked)
+    return optax.GradientTransformationExtraArgs(started, checked)
 
 
 def require(holds: bool, name: str, needs: str, write: str, **got: Any) -> None:

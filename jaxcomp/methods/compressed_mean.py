@@ -15,8 +15,10 @@ from jaxcomp.compressors.policies import policy_of
 from jaxcomp.exchange import averaging, buckets, wire
 from jaxcomp.methods.common import method
 from jaxcomp.replicas.finite import not_finite, poisoned, unless
+from jaxcomp.replicas.protocol import MethodState
 
 
+@MethodState.register
 class CompressedMeanState(NamedTuple):
     """State of `compressed_mean`."""
 

@@ -20,9 +20,11 @@ from jaxcomp.exchange import averaging, wire
 from jaxcomp.methods import moments
 from jaxcomp.methods.common import method, require
 from jaxcomp.replicas.finite import not_finite, poisoned, unless
+from jaxcomp.replicas.protocol import MethodState
 from jaxcomp.replicas.types import to_varying
 
 
+@MethodState.register
 class DemoState(NamedTuple):
     """State of `demo`."""
 

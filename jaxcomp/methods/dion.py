@@ -16,9 +16,11 @@ from jaxcomp.exchange import averaging, wire
 from jaxcomp.methods import low_rank, moments
 from jaxcomp.methods.common import counted, method, no_rounds, require
 from jaxcomp.replicas.finite import not_finite, poisoned, unless
+from jaxcomp.replicas.protocol import MethodState
 from jaxcomp.replicas.types import to_varying, vary_like
 
 
+@MethodState.register
 class DionState(NamedTuple):
     """State of `dion`; None in place of what belongs to leaves that travel exact."""
 

@@ -17,10 +17,12 @@ from jaxcomp.methods import moments
 from jaxcomp.methods.common import counted, method, no_rounds, require
 from jaxcomp.methods.fragments import Fragments, fragments_of
 from jaxcomp.methods.inner import inner_step
+from jaxcomp.replicas.protocol import MethodState
 from jaxcomp.replicas.types import to_varying, vary_like, zeros_of
 from jaxcomp.schedules import Schedule
 
 
+@MethodState.register
 class LocalStepsState(NamedTuple):
     """State of `local_steps`; trees have leaves of the parameters' shapes, float32 or wider."""
 

@@ -11,10 +11,12 @@ from jax import lax
 from jaxcomp.methods.common import method, require
 from jaxcomp.replicas.finite import not_finite, unless
 from jaxcomp.replicas.narrow import widened
+from jaxcomp.replicas.protocol import MethodState
 
 _GREATEST = 2.0**24
 
 
+@MethodState.register
 class LossScaleState(NamedTuple):
     """State of `loss_scale`; its numbers are equal on all replicas."""
 

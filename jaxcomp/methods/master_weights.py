@@ -8,9 +8,10 @@ import optax
 from jax import lax
 
 from jaxcomp.replicas.narrow import is_narrow, widened
-from jaxcomp.replicas.protocol import keeps_rounding
+from jaxcomp.replicas.protocol import MethodState, keeps_rounding
 
 
+@MethodState.register
 class MasterWeightsState(NamedTuple):
     """State of `master_weights`."""
 

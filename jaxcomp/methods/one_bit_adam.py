@@ -18,8 +18,10 @@ from jaxcomp.exchange import averaging, wire
 from jaxcomp.methods import moments
 from jaxcomp.methods.common import counted, method, no_rounds
 from jaxcomp.replicas.finite import poisoned, unless
+from jaxcomp.replicas.protocol import MethodState
 
 
+@MethodState.register
 class OneBitAdamState(NamedTuple):
     """State of `one_bit_adam`; trees have float32 leaves of the parameters' shapes."""
 

@@ -19,9 +19,11 @@ from jaxcomp.exchange import averaging, wire
 from jaxcomp.methods import moments
 from jaxcomp.methods.common import counted, method, no_rounds, require
 from jaxcomp.replicas.finite import poisoned
+from jaxcomp.replicas.protocol import MethodState
 from jaxcomp.replicas.types import largest, size_over_shards, sums_over_shards
 
 
+@MethodState.register
 class OneBitLambState(NamedTuple):
     """State of `one_bit_lamb`; trees have float32 leaves of the parameters' shapes or of none."""
 

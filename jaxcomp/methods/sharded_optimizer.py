@@ -18,10 +18,12 @@ from jaxcomp.exchange import averaging, buckets, wire
 from jaxcomp.methods.common import method
 from jaxcomp.replicas.elementwise import ranked, require_elementwise
 from jaxcomp.replicas.finite import not_finite, poisoned
+from jaxcomp.replicas.protocol import MethodState
 from jaxcomp.replicas.shards import cut, natural, without_padding
 from jaxcomp.replicas.types import is_tracked, num_replicas
 
 
+@MethodState.register
 class ShardedOptimizerState(NamedTuple):
     """State of `sharded_optimizer`; of every parameter each replica owns one of R pieces."""
 

@@ -19,9 +19,11 @@ from jaxcomp.methods import moments
 from jaxcomp.methods.common import counted, method, no_rounds, require
 from jaxcomp.methods.rescaling import Rescaling, steps
 from jaxcomp.replicas.finite import any_of, failing, unless
+from jaxcomp.replicas.protocol import MethodState
 from jaxcomp.replicas.types import to_varying
 
 
+@MethodState.register
 class SlambState(NamedTuple):
     """State of `slamb`; trees have leaves of the parameters' shapes, float32 but for `stale`."""
 

@@ -21,9 +21,11 @@ from jaxcomp.exchange import averaging, wire
 from jaxcomp.methods import moments
 from jaxcomp.methods.common import counted, method, no_rounds, require
 from jaxcomp.replicas.finite import any_of, failing, unless
+from jaxcomp.replicas.protocol import MethodState
 from jaxcomp.replicas.types import to_varying, zeros_of
 
 
+@MethodState.register
 class ZeroOneAdamState(NamedTuple):
     """State of `zero_one_adam`; trees have float32 leaves of the parameters' shapes."""
 

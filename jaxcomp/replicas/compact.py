@@ -9,8 +9,6 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxcomp.replicas import protocol
-
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +72,7 @@ def compact(
     def init(params):
         state = tx.init(params)
         for name in fields:
-            if not jax.tree.leaves(protocol.fields(state, name)):
+            if not jax.tree.leaves(_values(state, name)):
                 raise ValueError(
                     f"compact got a transformation whose state has no {name} to keep; leave it out."
                 )
@@ -108,6 +106,12 @@ def _packed(names: frozenset[str], bits: int, tree: Any) -> Any:
         return x._replace(**new)
 
     return jax.tree.map(node, tree, is_leaf=has)
+
+
+def _values(state: Any, name: str) -> list[Any]:
+    """Those of all fields of this name, of the NamedTuples in a state."""
+    is_field = lambda path, _: path and isinstance(path[-1], optax.tree_utils.NamedTupleKey)
+    return [value for _, value in optax.tree_utils.tree_get_all_with_path(state, name, is_field)]
 
 
 def is_compact(x: Any) -> bool:

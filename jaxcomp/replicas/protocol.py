@@ -1,7 +1,7 @@
-"""The protocol of states: by which names the library knows what a method keeps.
+"""The protocol of states: a type, and by which fields the library knows what a method keeps.
 
-A method's state is a NamedTuple. Whatever is around the method (steps, `per_replica`, `resize`,
-`compact`, reports, a training program) knows these fields of it, all of them optional:
+Whatever is around a method (steps, `per_replica`, `resize`, reports, a training program) knows
+these fields of a `MethodState`, all of them optional:
 
 - `drift`: like the parameters, float32 or wider, this replica's own. Its parameters minus the
   consensus. Steps take gradients at their sum; `resize` keeps the mean.
@@ -18,42 +18,69 @@ A method's state is a NamedTuple. Whatever is around the method (steps, `per_rep
 - `loss_scale`: f32[], equal on all replicas. Steps multiply the loss by it, and divide what they
   report; the method divides the gradients.
 
-A state's class with an attribute `exchanges_ahead` says that the method's `update` takes an extra
+A class with an attribute `exchanges_ahead` says that the method's `update` takes an extra
 argument `ahead`; see `jaxcomp.overlapped_train_step`. One with an attribute `keeps_rounding` says
 that the method loses nothing of an update which narrow parameters, as of bfloat16, round off.
 
-A user's own method may have these fields too, and gets the same treatment. Names of parameters do
-not count: a parameter `drift` is no method's drift.
+Names alone do not count: a field `drift` of another library's state is no drift, nor is a
+parameter of that name.
 """
 
+import abc
 from typing import Any
 
 import jax
-import optax
+from jax.tree_util import KeyEntry
+
+Path = tuple[KeyEntry, ...]
+
+
+class MethodState(abc.ABC):  # noqa: B024, what counts is who is registered
+    """The type of states whose fields the library knows by the protocol above.
+
+    A NamedTuple has no other base class, so that the state of a method is registered:
+
+        @jaxcomp.MethodState.register
+        class MyState(NamedTuple):
+            drift: Any
+
+    Any pytree class may be registered whose children have names, as dataclasses too.
+    """
+
+
+FIELDS = frozenset(
+    {"drift", "residual", "owner_residual", "owned", "skipped", "rounds", "loss_scale"}
+)
 
 
 def drifts(state: Any) -> list[Any]:
     """The drifts in a state, one for each method with one."""
-    return fields(state, "drift")
+    return list(fields(state, "drift").values())
 
 
 def residuals(state: Any) -> list[Any]:
     """The residuals in a state, one for each method with error feedback."""
-    return fields(state, "residual")
+    return list(fields(state, "residual").values())
 
 
 def skipped(state: Any) -> list[jax.Array]:
     """The counts of steps that this replica left out, one for each method that counts them."""
-    return fields(state, "skipped")
+    return list(fields(state, "skipped").values())
 
 
 def rounds(state: Any) -> dict[str, jax.Array]:
     """How often each part was sent; {} for a method that sends everything in every step.
 
     Raises:
-      KeyError: If several methods count.
+      ValueError: If several methods count.
     """
-    return optax.tree_utils.tree_get(state, "rounds", {}, filtering=_is_named)
+    counts = list(fields(state, "rounds").values())
+    if len(counts) > 1:
+        raise ValueError(
+            f"the state has {len(counts)} methods that count what they send, and a report sums "
+            "one; write one of them in the chain."
+        )
+    return counts[0] if counts else {}
 
 
 def loss_scale(state: Any) -> jax.Array | None:
@@ -62,7 +89,7 @@ def loss_scale(state: Any) -> jax.Array | None:
     Raises:
       ValueError: If several say something.
     """
-    scales = fields(state, "loss_scale")
+    scales = list(fields(state, "loss_scale").values())
     if len(scales) > 1:
         raise ValueError(
             f"the state has {len(scales)} loss scales, and there is one loss; write "
@@ -73,20 +100,19 @@ def loss_scale(state: Any) -> jax.Array | None:
 
 def leaves_out_alone(state: Any) -> bool:
     """Whether all methods in a state deal by themselves with gradients that are not finite."""
-    methods = filter(has_feedback, jax.tree.leaves(state, is_leaf=has_feedback))
-    return bool(skipped(state)) and all("skipped" in method._fields for method in methods)
+    return bool(skipped(state)) and all(
+        hasattr(method, "skipped") for method in _methods(state).values() if has_feedback(method)
+    )
 
 
 def exchanges_ahead(state: Any) -> bool:
     """Whether a method in a state may exchange before this step's gradient is known."""
-    says = lambda node: hasattr(node, "exchanges_ahead")
-    return any(map(says, jax.tree.leaves(state, is_leaf=says)))
+    return any(hasattr(method, "exchanges_ahead") for method in _methods(state).values())
 
 
 def keeps_rounding(state: Any) -> bool:
     """Whether a method in a state keeps what narrow parameters round off."""
-    says = lambda node: hasattr(node, "keeps_rounding")
-    return any(map(says, jax.tree.leaves(state, is_leaf=says)))
+    return any(hasattr(method, "keeps_rounding") for method in _methods(state).values())
 
 
 def exchanging(state: Any) -> str | None:
@@ -96,30 +122,53 @@ def exchanging(state: Any) -> str | None:
 
 
 def has_feedback(x: Any) -> bool:
-    """Whether a node is the state of a method with error feedback: a NamedTuple with its fields.
-
-    Not a leaf whose path has such a name: attributes of parameters are in paths, too.
-    """
-    names = getattr(x, "_fields", ()) if isinstance(x, tuple) else ()
-    return "residual" in names or "owner_residual" in names
+    """Whether a node is the state of a method with error feedback."""
+    names = ("residual", "owner_residual")
+    return isinstance(x, MethodState) and any(hasattr(x, name) for name in names)
 
 
-def is_owned(key_path: Any) -> bool:
-    """Whether a leaf, by its path, is of what owners hold."""
-    return is_field(key_path, "owner_residual") or is_field(key_path, "owned")
+def fields(state: Any, *names: str) -> dict[Path, Any]:
+    """The values of all fields of these names, of the methods in a state, by their paths."""
+    return {
+        (*path, *key): child
+        for path, method in _methods(state).items()
+        for key, child in _children(method)
+        if _name(key) in names
+    }
 
 
-def is_field(key_path: Any, name: str) -> bool:
-    """Whether JAX's path of a leaf goes through a field of this name, as `residual`."""
-    # Keys of dicts have no attribute `name`.
-    return any(getattr(key, "name", None) == name for key in key_path)
+def field_of(path: Path, fields: dict[Path, Any]) -> str | None:
+    """The name of that of some fields of a state which a leaf, by its path, belongs to, if any."""
+    heads = (path[:depth] for depth in range(1, len(path) + 1))
+    return next((_name(head) for head in heads if head in fields), None)
 
 
-def fields(state: Any, name: str) -> list[Any]:
-    """The values of all fields of this name, of the NamedTuples in a state."""
-    return [value for _, value in optax.tree_utils.tree_get_all_with_path(state, name, _is_named)]
+def require_registered(state: Any) -> None:
+    """Raises a ValueError for a state whose fields have names of the protocol, by name alone."""
+    names = FIELDS.intersection(getattr(state, "_fields", ()))
+    if names and not isinstance(state, MethodState):
+        raise ValueError(
+            f"the state {type(state).__name__} has the fields {sorted(names)}, which mean nothing "
+            "unless its class is registered; write @jaxcomp.MethodState.register above the class."
+        )
 
 
-def _is_named(path: Any, value: Any) -> bool:
-    del value
-    return bool(path) and isinstance(path[-1], optax.tree_utils.NamedTupleKey)
+def _methods(tree: Any, path: Path = ()) -> dict[Path, Any]:
+    """The states of methods in a tree, by their paths: those in others, as inner ones, too."""
+    found = {}
+    is_method = lambda node: isinstance(node, MethodState)
+    for key, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_method):
+        if is_method(node):
+            here = (*path, *key)
+            found[here] = node
+            for name, child in _children(node):
+                found |= _methods(child, (*here, *name))
+    return found
+
+
+def _children(node: Any) -> list[tuple[Path, Any]]:
+    return jax.tree_util.tree_leaves_with_path(node, is_leaf=lambda x: x is not node)
+
+
+def _name(key: Path) -> str | None:
+    return getattr(key[-1], "name", None)

@@ -10,9 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from jaxcomp.replicas import placing
+from jaxcomp.replicas import placing, protocol
 from jaxcomp.replicas.compact import decode, encode, is_compact
-from jaxcomp.replicas.protocol import has_feedback, is_field, is_owned
 from jaxcomp.replicas.shards import is_shard, recut
 
 
@@ -51,7 +50,9 @@ def resize(state: Any, like: Any) -> Any:
             "of replicas may change; is this the same model?"
         )
     is_node = lambda x: is_shard(x) or is_compact(x)
-    return jax.tree_util.tree_map_with_path(_resize_node, state, like, is_leaf=is_node)
+    known = protocol.fields(state, "owner_residual", "owned", "skipped")
+    resized = lambda path, old, new: _resize_node(_Place(path, known), old, new)
+    return jax.tree_util.tree_map_with_path(resized, state, like, is_leaf=is_node)
 
 
 def reset_residuals(state: Any) -> Any:
@@ -60,63 +61,71 @@ def reset_residuals(state: Any) -> Any:
     The rest stays, so that what replicas have learnt since they last agreed (`drift`, moments) is
     not lost.
     """
+    owed = protocol.fields(state, "residual", "owner_residual")
 
-    def zeroed(node):
-        if not has_feedback(node):
-            return node
-        names = {"residual", "owner_residual"} & set(node._fields)
-        return node._replace(
-            **{name: jax.tree.map(jnp.zeros_like, getattr(node, name)) for name in names}
-        )
+    def left(path, x):
+        return x if protocol.field_of(path, owed) is None else jnp.zeros_like(x)
 
-    return jax.tree.map(zeroed, state, is_leaf=has_feedback)
+    return jax.tree_util.tree_map_with_path(left, state)
 
 
-def _resize_node(path, old, new):
+class _Place:
+    """Where a leaf is in a state."""
+
+    def __init__(self, path, known):
+        self.name = jax.tree_util.keystr(path)
+        self.field = protocol.field_of(path, known)  # of the protocol; None for others
+
+    @property
+    def is_owned(self) -> bool:
+        return self.field in ("owner_residual", "owned")
+
+
+def _resize_node(place, old, new):
     if is_compact(old):
-        return _resize_compact(path, old, new)
+        return _resize_compact(place, old, new)
     if not is_shard(old):
-        return _resize_leaf(path, old, new)
+        return _resize_leaf(place, old, new)
     data = old.data
     if data.shape != new.data.shape:
         data = recut(placing.on_host(data), old.shape, new.data.shape[0])
-    return dataclasses.replace(old, data=_resize_leaf(path, data, new.data))
+    return dataclasses.replace(old, data=_resize_leaf(place, data, new.data))
 
 
-def _resize_compact(path, old, new):
+def _resize_compact(place, old, new):
     """Rows as their mean, pieces anew: of the values, not of their codes."""
     if old.data.shape == new.data.shape:
-        return jax.tree.map(functools.partial(_resize_leaf, path), old, new)
+        return jax.tree.map(functools.partial(_resize_leaf, place), old, new)
     bits = 8 if old.scale is not None else 16
-    if is_owned(path):
+    if place.is_owned:
         whole = placing.on_host(decode(old))
         pieces = _resize_owned(whole, new.data.shape, _num_shards(new.data))
         return jax.tree.map(placing.placed, encode(jnp.asarray(pieces), bits), new)
-    _require_rows(path, old.data, new.data)
+    _require_rows(place, old.data, new.data)
     mean = lambda rows: encode(_mean(decode(rows)), bits)
     return jax.tree.map(placing.repeated, placing.of_rows(mean, old), new)
 
 
-def _resize_leaf(path, old, new):
+def _resize_leaf(place, old, new):
     if old.shape == new.shape:
         return placing.placed(old, new)
-    if old.ndim > 1 and is_owned(path):
+    if old.ndim > 1 and place.is_owned:
         out = _resize_owned(placing.on_host(old), new.shape, _num_shards(new))
         return placing.placed(out, new)
-    if is_field(path, "skipped"):
+    if place.field == "skipped":
         out = np.zeros(new.shape, old.dtype)
         out[0] = np.sum(placing.on_host(old))
         return placing.placed(out, new)
-    _require_rows(path, old, new)
+    _require_rows(place, old, new)
     if jnp.issubdtype(old.dtype, jnp.inexact):
         return placing.repeated(placing.of_rows(_mean, old), new)
     return placing.repeated(placing.row(old, 0), new)
 
 
-def _require_rows(path, old, new):
+def _require_rows(place, old, new):
     if not old.ndim == len(new.shape) > 0 or old.shape[1:] != new.shape[1:]:
         raise ValueError(
-            f"the leaf {jax.tree_util.keystr(path)!r} has shape {old.shape}, which no number "
+            f"the leaf {place.name!r} has shape {old.shape}, which no number "
             f"of replicas turns into {new.shape}; is this the same model?"
         )
 

@@ -9,7 +9,7 @@ import optax
 
 from jaxcomp.replicas.narrow import warn_of_rounding
 from jaxcomp.replicas.protocol import drifts as drifts_of
-from jaxcomp.replicas.protocol import fields, has_feedback, is_field
+from jaxcomp.replicas.protocol import has_feedback
 from jaxcomp.replicas.types import (
     is_tracked,
     names_of,
@@ -28,8 +28,8 @@ def local_params(params: Any, state: Any, axis_name: str) -> Any:
 
     Args:
       params: The consensus parameters, equal on all replicas.
-      state: The state of a transformation wrapped by `per_replica`. If it has a field named
-        `drift` (methods whose replicas differ between exchanges), that is added.
+      state: The state of a transformation wrapped by `per_replica`. The `drift` of a
+        `jaxcomp.MethodState` in it (methods whose replicas differ between exchanges) is added.
       axis_name: The mesh axis of the replicas.
 
     Returns:
@@ -125,13 +125,11 @@ def per_replica(
             return stack(_as_after_updates(state, after), axis_name)
         except (TypeError, ValueError) as error:
             _require_no_guard(state, error)
-            if not fields(state, "acc_grads"):
+            if not any(map(_is_multi, jax.tree.leaves(state, is_leaf=_is_multi))):
                 raise
         # MultiSteps around a mean traces that at its accumulator, still zeros, too.
-        state = jax.tree_util.tree_map_with_path(
-            lambda path, x: to_varying(x, axis_name) if is_field(path, "acc_grads") else x, state
-        )
-        return stack(_as_after_updates(state, after), axis_name)
+        varied = lambda node: node._replace(acc_grads=to_varying(node.acc_grads, axis_name))
+        return stack(_as_after_updates(_in_multi_steps(varied, state), after), axis_name)
 
     def update(updates, state, params=None, **extra_args):
         state = unstack(state, axis_name)
@@ -175,12 +173,20 @@ def _as_after_updates(state, after):
 
 def _emptied(state):
     """The state with zeros where `optax.MultiSteps` multiplies a sum by 0: there NaN would stay."""
-    is_multi = lambda node: isinstance(node, optax.MultiStepsState)
 
     def empty(node):
-        if not is_multi(node):
-            return node
         clear = lambda total: jnp.where(node.mini_step == 0, jnp.zeros_like(total), total)
         return node._replace(acc_grads=jax.tree.map(clear, node.acc_grads))
 
-    return jax.tree.map(empty, state, is_leaf=is_multi)
+    return _in_multi_steps(empty, state)
+
+
+def _in_multi_steps(function, state):
+    """The state with `function(node)` in place of each outermost node of `optax.MultiSteps`."""
+    return jax.tree.map(
+        lambda node: function(node) if _is_multi(node) else node, state, is_leaf=_is_multi
+    )
+
+
+def _is_multi(node):
+    return isinstance(node, optax.MultiStepsState)

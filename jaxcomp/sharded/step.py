@@ -37,6 +37,7 @@ from jaxcomp.steps.train import TrainStep
 from jaxcomp.steps.update import all_or_nothing
 
 
+@protocol.MethodState.register
 class QSDPState(NamedTuple):
     """State of `qsdp_train_step`."""
 

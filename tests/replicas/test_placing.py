@@ -20,6 +20,7 @@ NUMEL = 2**16  # of a row, and so of a parameter in shards
 ROW = 4 * NUMEL
 
 
+@jaxcomp.MethodState.register
 class State(NamedTuple):
     """Fields of the library's states, one kind of leaf each."""
 

@@ -42,6 +42,7 @@ def test_a_drift_without_rows_is_refused():
         on(mesh, local, specs, P("replica"))(params, state)
 
 
+@jaxcomp.MethodState.register
 class Drifting(NamedTuple):
     drift: Any
     mean: Any

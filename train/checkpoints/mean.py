@@ -15,15 +15,13 @@ from train.checkpoints import store, trees
 def drifts(state: Any) -> dict[str, str]:
     """Of each leaf of a state's drifts its path in a checkpoint: that of its parameter.
 
-    It is written down with a checkpoint: there, a field `drift` and a parameter of that name look
-    alike.
+    It is written down with a checkpoint: there, a field `drift` of a method and another one of that
+    name look alike.
     """
     found = {}
-    for path, _ in jax.tree_util.tree_leaves_with_path({"state": state}):
-        for number in range(len(path)):
-            if protocol.is_field(path[number : number + 1], "drift"):
-                found[trees.path_of(path)] = trees.path_of(path[number + 1 :])
-                break
+    for path, drift in protocol.fields({"state": state}, "drift").items():
+        for param, _ in jax.tree_util.tree_leaves_with_path(drift):
+            found[trees.path_of((*path, *param))] = trees.path_of(param)
     return found
 
 

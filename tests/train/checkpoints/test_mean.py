@@ -8,10 +8,12 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxcomp import MethodState
 from tests.helpers.replicas import mesh_of, one_value
 from train.checkpoints import mean, store
 
 
+@MethodState.register
 class State(NamedTuple):
     drift: Any
     momentum: Any

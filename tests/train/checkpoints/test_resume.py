@@ -23,6 +23,7 @@ from train.config import Config, Data, Optimizer
 from train.models.decoder import DecoderConfig
 
 
+@jaxcomp.MethodState.register
 class LocalSGDState(NamedTuple):
     count: Any
     drift: Any
