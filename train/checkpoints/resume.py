@@ -46,7 +46,7 @@ def begin(task: Task, directory: Path) -> tuple[Any, Any, Progress]:
 
     Args:
       task: The run.
-      directory: Directory of its checkpoints.
+      directory: Of its checkpoints.
 
     Returns:
       Parameters, state and counts.

@@ -88,7 +88,7 @@ def meet(
         )
         return
     place, closed, agreement = ["0 start"], threading.Event(), _agreement(me, count)
-    # Each process's last sign of life, and this one's number when it was new.
+    # Of each process its last sign of life, and this one's number when it was new.
     seen: dict[str, tuple[str, int]] = {}
 
     def talk():

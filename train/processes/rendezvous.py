@@ -23,7 +23,7 @@ def meet(
     Args:
       coordinator: `host:port` at which process 0 listens until this returns.
       num_processes: Processes of the run, as this one was told.
-      process_id: Id of this process, in [0, num_processes).
+      process_id: Of this process, in [0, num_processes).
       seconds: How long to wait for the others.
       patient: Whether to wait also for the coordinator's name to resolve.
 
