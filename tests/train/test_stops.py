@@ -14,11 +14,11 @@ from train.processes.signals import stop_signals
 
 STOPPED = """
 import os, runpy, signal, sys, time
-from train.checkpoints import store
+from train.checkpoints import manager
 from train.data import texts
 
 names, where = sys.argv.pop(1).split(), sys.argv.pop(1)
-draw, write = texts.batch, store.write_checksums
+draw, write = texts.batch, manager.write_checksums
 
 def be_told():
     for name in names:
@@ -40,7 +40,7 @@ def slowly(directory):
             time.sleep(1)
     write(directory)
 
-texts.batch, store.write_checksums = batch, slowly
+texts.batch, manager.write_checksums = batch, slowly
 runpy.run_module("train", run_name="__main__")
 """
 ONCE = "already stopping: the run saves and ends; a third signal ends it at once, unsaved\n"

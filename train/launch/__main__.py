@@ -10,9 +10,14 @@ from collections.abc import Callable, Sequence
 from train import __main__ as program
 from train.launch import control, detect, local, ssh
 from train.launch.supervise import supervise
-from train.processes import distributed
+from train.processes import distributed, seals
 from train.processes.distributed import Timeouts
 from train.processes.exits import Exit, clean_exits, say
+
+_OPEN = (
+    "this run has no --secret-file: whoever reaches its network can write to its processes, see "
+    "docs/many_hosts.md"
+)
 
 
 def main(args: Sequence[str]) -> None:
@@ -23,14 +28,14 @@ def main(args: Sequence[str]) -> None:
     """
     split = args.index("--") if "--" in args else len(args)
     options, train_args = parser().parse_args(args[:split]), args[split + 1 :]
-    if options.obey_stdin:
-        control.obey()
+    secret = control.obey() if options.obey_stdin else b""
     with clean_exits():
         if not train_args:
             raise ValueError("no config file; write python -m train.launch [options] -- CONFIG.")
         if options.local or options.hosts:
             sys.exit(start_all(options, train_args))
-    status = ended(lambda: be_one(options, train_args))
+        secret = secret or seals.read_secret(options.secret_file)
+    status = ended(lambda: be_one(options, train_args, secret))
     if status:
         distributed.abandon(status)
 
@@ -51,6 +56,7 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--coordinator", metavar="HOST:PORT", help="where process 0 listens")
     one.add_argument("--num-processes", type=at_least(1), metavar="N")
     one.add_argument("--process-id", type=at_least(0), metavar="I", help="in [0, N)")
+    one.add_argument("--secret-file", metavar="FILE", help="what only processes of the run know")
     one.add_argument("--local-devices", type=numbers, metavar="I,J", help="accelerators to take")
     one.add_argument("--local-id", type=at_least(0), help=argparse.SUPPRESS)
     one.add_argument("--local-count", type=at_least(1), help=argparse.SUPPRESS)
@@ -85,7 +91,7 @@ def numbers(text: str) -> list[int]:
 
 def start_all(options: argparse.Namespace, train_args: list[str]) -> int:
     """Starts the processes of a run here or by ssh, and waits for them; returns the status."""
-    for name in ("num_processes", "process_id", "local_devices"):
+    for name in ("num_processes", "process_id", "local_devices", "secret_file"):
         if getattr(options, name) is not None:
             flag = name.replace("_", "-")
             raise ValueError(f"--{flag} is for one process; leave it out with --local and --hosts.")
@@ -112,7 +118,7 @@ def start_all(options: argparse.Namespace, train_args: list[str]) -> int:
     return supervise(commands, folder, grace=timeouts.heartbeat + 5)
 
 
-def be_one(options: argparse.Namespace, train_args: list[str]) -> None:
+def be_one(options: argparse.Namespace, train_args: list[str], secret: bytes) -> None:
     """Finds this process's place, connects it to the others, and trains."""
     if options.single:
         program.main(train_args)
@@ -132,7 +138,9 @@ def be_one(options: argparse.Namespace, train_args: list[str]) -> None:
     print(detect.line(cluster, options.interface, devices, os.environ), file=sys.stderr, flush=True)
     if cluster.num_processes > 1:
         timeouts = Timeouts(options.start_timeout, options.heartbeat_timeout)
-        distributed.connect(cluster, options.interface, timeouts, devices)
+        if not secret and cluster.process_id == 0:
+            say(_OPEN)
+        distributed.connect(cluster, options.interface, timeouts, devices, secret)
     program.main(train_args, cluster.num_processes)
 
 

@@ -1,6 +1,8 @@
 """How a launcher reaches a process that it started, here or over ssh: through standard input.
 
-A line is the name of a signal, as `TERM`; the end of the input means that the launcher has gone.
+The first line is the run's secret: an argument or a variable would show in lists of processes, and
+in logs. Each other line is the name of a signal, as `TERM`; the end of the input means that the
+launcher has gone.
 """
 
 import os
@@ -12,9 +14,13 @@ import time
 _GRACE = 60.0  # seconds to save and end after the launcher has gone
 
 
-def obey() -> None:
-    """Starts a thread that turns what the launcher says into signals of this process."""
+def obey() -> bytes:
+    """Returns the run's secret, and turns what else the launcher says into signals, in a thread."""
+    secret = b""
+    while (part := os.read(0, 1)) not in (b"", b"\n"):
+        secret += part
     threading.Thread(target=_listen, daemon=True).start()
+    return secret
 
 
 def _listen() -> None:
@@ -33,7 +39,7 @@ def _listen() -> None:
 
 
 def tell(process: subprocess.Popen, name: str) -> None:
-    """Sends a signal, as `TERM`, to a process that obeys; one that has ended hears nothing."""
+    """Sends a line, as `TERM`, to a process that obeys; one that has ended hears nothing."""
     try:
         process.stdin.write(f"{name}\n".encode())
     except (OSError, ValueError):  # broken, or closed here

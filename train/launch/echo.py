@@ -3,6 +3,7 @@
 import contextlib
 import os
 import pathlib
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -10,6 +11,9 @@ from collections.abc import Callable, Iterator
 import tqdm
 
 from train.output import progress
+
+# Of ASCII, and its second half as UTF-8 writes that.
+_CONTROL = re.compile(rb"[\x00-\x08\x0b-\x0c\x0e-\x1f\x7f]|\xc2[\x80-\x9f]")
 
 
 @contextlib.contextmanager
@@ -83,10 +87,15 @@ class _Screen:
             self.bar = None
 
 
+def _harmless(text: bytes) -> bytes:
+    """A log's text, without what tells a terminal to do something: some of it is of strangers."""
+    return _CONTROL.sub(lambda found: b"\\x%02x" % found[0][-1], text)
+
+
 def _write(text: bytes) -> None:
     if text:
         try:
-            sys.stdout.buffer.write(text)
+            sys.stdout.buffer.write(_harmless(text))
             sys.stdout.buffer.flush()
         except OSError:  # a reader that has gone, a full disk: the log has it all
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

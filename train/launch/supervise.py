@@ -5,6 +5,7 @@ import datetime
 import itertools
 import os
 import pathlib
+import secrets
 import shlex
 import signal
 import subprocess
@@ -15,7 +16,7 @@ from typing import NamedTuple
 
 from train.launch import control, echo
 from train.processes.distributed import Cluster, Timeouts
-from train.processes.exits import Exit, of_returncode
+from train.processes.exits import Exit, of_returncode, printable
 
 FORWARDED = ("JAX_", "XLA_", "NCCL_")
 """Environment variables that begin so are the same on all hosts as here."""
@@ -81,15 +82,16 @@ def supervise(commands: Sequence[Sequence[str]], folder: pathlib.Path, grace: fl
     folder.mkdir(parents=True, exist_ok=True)
     print(f"{len(commands)} processes; logs: {folder}/process_*.log", flush=True)
     members: list[Member] = []
+    secret = secrets.token_hex(32)
     with _signals() as names, contextlib.ExitStack() as stack:
         for number, command in enumerate(commands):
-            members.append(_start(command, folder / f"process_{number}.log"))
+            members.append(_start(command, folder / f"process_{number}.log", secret))
             stack.callback(_kill, members[-1])
         first = members[0]
         return _wait(members, names, grace, stack.enter_context(echo.echo(first.log, first.began)))
 
 
-def _start(command: Sequence[str], log: pathlib.Path) -> Member:
+def _start(command: Sequence[str], log: pathlib.Path, secret: str) -> Member:
     # What a run prints is its user's; a link in place of the log would write elsewhere.
     owned = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     with open(owned, "ab") as output:
@@ -106,6 +108,7 @@ def _start(command: Sequence[str], log: pathlib.Path) -> Member:
             bufsize=0,
             start_new_session=True,
         )
+    control.tell(popen, secret)
     return Member(popen, log, began)
 
 
@@ -196,7 +199,7 @@ def _report(members: list[Member], first: int) -> int:
     how = f"status {code}" if code > 0 else f"signal {signal.Signals(-code).name}"
     with open(member.log, "rb") as log:
         log.seek(member.began)
-        end = log.read().decode(errors="replace").splitlines()[-20:]
+        end = printable(log.read().decode(errors="replace")).splitlines()[-20:]
     print(f"error: process {first} failed first, with {how}; {member.log} ends:", file=sys.stderr)
     print("\n".join(f"    {line}" for line in end) or "    (nothing)", file=sys.stderr)
     return status

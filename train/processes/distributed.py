@@ -9,17 +9,21 @@ import os
 import pathlib
 import platform
 import time
+from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import jax
 from jax._src import distributed as jax_distributed
 
-from train.processes import addresses, rendezvous
+from train.processes import addresses, board, rendezvous
 from train.processes.aborts import on_abort
+from train.processes.board import Board
 from train.processes.exits import Exit, Transient, flush, leave
 from train.processes.peers import bounded
+from train.processes.seals import json_object
 
-_FAILED = "jaxcomp/failed"  # below it, the exit status of each process that gives up
+_LOOK = 0.1  # seconds between two looks at the board
+_FAILED = "failed"  # on the board, the exit status of each process that gives up
 
 
 class Cluster(NamedTuple):
@@ -45,6 +49,7 @@ def connect(
     interface: str | None = None,
     timeouts: Timeouts | None = None,
     local_devices: list[int] | None = None,
+    secret: bytes = b"",
 ) -> None:
     """Connects this process to the others; call it before JAX's first use.
 
@@ -54,6 +59,7 @@ def connect(
         that leads to the coordinator, and NCCL picks.
       timeouts: How long to wait; None: the defaults.
       local_devices: Accelerators that this process takes of those that it sees; None: all.
+      secret: Of the run, known to all its processes; none: its network is trusted.
 
     Raises:
       ValueError: If the cluster cannot be as described, or an address or interface is not here.
@@ -71,9 +77,15 @@ def connect(
         os.environ["NCCL_SOCKET_IFNAME"] = f"={interface}"
     # A pod's name appears in DNS some time after its start; any other name is there or wrong.
     patient = cluster.source == "JobSet"
-    host, own = rendezvous.meet(
-        cluster.coordinator, cluster.num_processes, cluster.process_id, timeouts.start, patient
+    host, own, key = rendezvous.meet(
+        cluster.coordinator,
+        cluster.num_processes,
+        cluster.process_id,
+        timeouts.start,
+        patient,
+        secret,
     )
+    board.trust(key)
     _bind_gloo(**({"interface": interface} if interface else {"hostname": own}))
     # Processes of one run talk to each other directly, also where HTTP goes through a proxy.
     os.environ["no_grpc_proxy"] = host
@@ -125,16 +137,17 @@ def require_same(facts: dict[str, str], seconds: float = 600.0) -> None:
       RuntimeError: In every process alike, if a fact differs: it says which, and where.
       ConnectionError: If a process has failed or does not come.
     """
-    if (client := _client()) is None:
+    if (texts := board.of_this_run()) is None:
         return
     name = hashlib.sha256(json.dumps(sorted(facts)).encode()).hexdigest()[:16]
-    client.key_value_set(f"jaxcomp/{name}/{_process_id()}", json.dumps(facts))
+    texts.put(name, json.dumps(facts))
     if _process_id() == 0:
-        texts = [_get(f"jaxcomp/{name}/{i}", seconds) for i in range(_num_processes())]
-        verdict = differences([json.loads(text) for text in texts])
-        client.key_value_set(f"jaxcomp/{name}/verdict", json.dumps(verdict))
-    if verdict := json.loads(_get(f"jaxcomp/{name}/verdict", seconds + 10)):
-        raise RuntimeError(verdict)
+        found = _get(texts, name, range(_num_processes()), seconds)
+        made = [{str(key): str(value) for key, value in each.items()} for each in found]
+        texts.put(f"{name}-verdict", json.dumps({"differences": differences(made)}))
+    (verdict,) = _get(texts, f"{name}-verdict", [0], seconds + 10)
+    if verdict.get("differences"):
+        raise RuntimeError(str(verdict["differences"]))
 
 
 def differences(facts: list[dict[str, str]]) -> str:
@@ -203,18 +216,18 @@ def abandon(status: int) -> NoReturn:
     Args:
       status: Exit status.
     """
-    if (client := _client()) is None:
+    if (texts := board.of_this_run()) is None:
         leave(status)
     flush()
     on_abort(lambda: os._exit(status))  # process 0 may end first, and the service with it
 
     def tell():
-        client.key_value_set(f"{_FAILED}/{_process_id()}", str(status))
+        texts.put(_FAILED, str(int(status)))
         # The service ends with process 0, and takes those along who still use it; but where
         # somebody is gone JAX will soon abort all.
         if _process_id() == 0:
             deadline = time.monotonic() + (1 if status == Exit.TRY_AGAIN else 3)
-            while len(_notes()) < _num_processes() and time.monotonic() < deadline:
+            while len(texts.look(_FAILED)) < _num_processes() and time.monotonic() < deadline:
                 time.sleep(0.1)
             # Who has left a note is about to end: JAX in it would log that the service is gone.
             time.sleep(0.5)
@@ -223,32 +236,26 @@ def abandon(status: int) -> NoReturn:
     os._exit(status)
 
 
-def _get(key: str, seconds: float) -> str:
-    """A value that another process sets, unless a process fails first."""
-    client, deadline = _client(), time.monotonic() + seconds
+def _get(texts: Board, folder: str, processes: Sequence[int], seconds: float) -> list[Any]:
+    """The JSON objects that these processes have written, unless a process fails first."""
+    deadline = time.monotonic() + seconds
     while True:
         try:
-            return client.blocking_key_value_get(key, 500)
-        except RuntimeError as error:
-            # Not those that gave up because another one did.
-            failed = [process for process, status in _notes().items() if status != Exit.TRY_AGAIN]
-            if failed:
-                raise ConnectionError(
-                    f"{_processes(failed)} failed; see what is said there."
-                ) from error
-            if time.monotonic() > deadline:
-                raise ConnectionError(
-                    f"a process has not answered for {seconds:.0f} s; see the others' output."
-                ) from error
-
-
-def _notes() -> dict[int, int]:
-    notes = _client().key_value_dir_get(_FAILED)
-    return {int(key.rpartition("/")[2]): int(status) for key, status in notes}
-
-
-def _client() -> Any:
-    return jax_distributed.global_state.client
+            found, notes = texts.look(folder), texts.look(_FAILED)
+        except (RuntimeError, ValueError) as error:
+            raise ConnectionError("process 0, which has the board of the run, is gone.") from error
+        objects = [json_object(found.get(process, "")) for process in processes]
+        if None not in objects:
+            return objects
+        # Not those that gave up because another one did.
+        failed = [who for who, status in notes.items() if status != str(int(Exit.TRY_AGAIN))]
+        if failed:
+            raise ConnectionError(f"{_processes(failed)} failed; see what is said there.")
+        if time.monotonic() > deadline:
+            raise ConnectionError(
+                f"a process has not answered for {seconds:.0f} s; see the others' output."
+            )
+        time.sleep(_LOOK)
 
 
 def _process_id() -> int:

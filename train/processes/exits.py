@@ -77,7 +77,13 @@ def clean_exits() -> Iterator[None]:
 def say(text: str) -> None:
     """Prints to stderr, unless that is a file on a full disk."""
     with contextlib.suppress(OSError):
-        print(text, file=sys.stderr, flush=True)
+        print(printable(text), file=sys.stderr, flush=True)
+
+
+def printable(text: str) -> str:
+    """A text, perhaps of a stranger, in which nothing tells a terminal what to do."""
+    shown = (c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
+    return "".join(shown)
 
 
 def status(error: BaseException) -> Exit:

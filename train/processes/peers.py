@@ -1,29 +1,27 @@
 """What the processes of a run tell each other beside the collectives.
 
-Signs of life, a wish to stop and the reason of an end go through the key-value store of JAX's
-coordination service, which lies in process 0: a few hundred bytes a second from each process.
+Signs of life, a wish to stop and the reason of an end go over the board of the run: a few hundred
+bytes a second from each process. Without a secret anybody may have written what is read there.
 """
 
 import contextlib
 import itertools
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import jax
-from jax._src import distributed
 
-_ROOT = "jaxcomp/run"
+from train.processes import board
+from train.processes.board import Board
+from train.processes.exits import Exit
+
 _TROUBLE = (RuntimeError, ValueError)  # JAX makes the one or the other of a status
+_NUMBER = re.compile(r"[0-9]{1,15}")
+_SIGN = re.compile(r"[0-9]{1,15} ([0-9]{1,15}) (.{1,80})")  # number, step, what it does
 _LOOK = 4  # signs of life of this process until it looks for the others'
-
-
-class Store(NamedTuple):
-    """Texts by key, the same for all processes; both functions may block or raise."""
-
-    put: Callable[[str, str], None]  # key, text
-    look: Callable[[str], dict[str, str]]  # folder -> texts by what follows it in the key
 
 
 class Peers(NamedTuple):
@@ -45,25 +43,11 @@ class Peers(NamedTuple):
     lost: Callable[[], tuple[str, str]]
 
 
-def jax_store() -> Store | None:
-    """The store of JAX's coordination service; None where processes are not connected."""
-    client = distributed.global_state.client
-    if client is None:
-        return None
-
-    def look(folder):
-        found = client.key_value_dir_get(f"{_ROOT}/{folder}")
-        return {key.rpartition("/")[2]: text for key, text in found}
-
-    put = lambda key, text: client.key_value_set(f"{_ROOT}/{key}", text, allow_overwrite=True)
-    return Store(put, look)
-
-
 @contextlib.contextmanager
 def meet(
     me: int,
     count: int,
-    store: Store | None,
+    texts: Board | None,
     hear_end: Callable[[int, str], None],
     every: float = 1.0,
 ) -> Iterator[Peers]:
@@ -72,14 +56,14 @@ def meet(
     Args:
       me: Number of this process, in [0, count).
       count: Processes of the run.
-      store: Where they find each other's words; None where there is one process.
+      texts: Where they find each other's words; None where there is one process.
       hear_end: Called in the thread, once, with the status of a process that has ended, and words.
       every: Seconds between two signs of life.
 
     Yields:
       The functions of `Peers`.
     """
-    if store is None:
+    if texts is None:
         yield Peers(
             at=lambda step, doing: None,
             stop=lambda step, wish: wish,
@@ -89,7 +73,7 @@ def meet(
         return
     place, closed, agreement = ["0 start"], threading.Event(), _agreement(me, count)
     # Of each process its last sign of life, and this one's number when it was new.
-    seen: dict[str, tuple[str, int]] = {}
+    seen: dict[int, tuple[str, int]] = {}
 
     def talk():
         heard = False
@@ -98,19 +82,19 @@ def meet(
                 return
             # A store that is gone is noticed by JAX and by the collectives.
             with contextlib.suppress(*_TROUBLE):
-                store.put(f"life/{me}", f"{number} {place[0]}")
-                agreement.hear(store)
+                texts.put("life", f"{number} {place[0]}")
+                agreement.hear(texts)
                 if number % _LOOK == 0:
-                    for process, text in store.look("life").items():
+                    for process, text in texts.look("life").items():
                         if seen.get(process, ("", 0))[0] != text:
                             seen[process] = text, number
-                ends = store.look("end")
-                ends.pop(str(me), None)
+                ends = texts.look("end")
+                ends.pop(me, None)
                 if ends and not heard:
                     heard = True
                     process, text = next(iter(ends.items()))
                     status, _, reason = text.partition(" ")
-                    hear_end(int(status), f"process {process} of {count} has ended: {reason}")
+                    hear_end(_failure(status), f"process {process} of {count} has ended: {reason}")
 
     def at(step, doing):
         place[0] = f"{step} {doing}"
@@ -122,9 +106,9 @@ def meet(
             at=at,
             stop=agreement.stop,
             end=lambda status, reason: bounded(
-                lambda: store.put(f"end/{me}", f"{status} {reason}"), 2 * every
+                lambda: texts.put("end", f"{int(status)} {reason}"), 2 * every
             ),
-            lost=lambda: _lost(me, count, store, seen, every),
+            lost=lambda: _lost(me, count, texts, seen, every),
         )
     finally:
         closed.set()
@@ -133,7 +117,7 @@ def meet(
 
 class _Agreement(NamedTuple):
     stop: Callable[[int, bool], bool]
-    hear: Callable[[Store], None]
+    hear: Callable[[Board], None]
 
 
 def _agreement(me: int, count: int) -> _Agreement:
@@ -156,29 +140,29 @@ def _agreement(me: int, count: int) -> _Agreement:
             changed.wait_for(lambda: target is not None)
             return step >= target
 
-    def hear(store):
+    def hear(texts):
         nonlocal said, target
         with changed:
             if target is not None:
                 return
             wish = wished
-        if not wish and not store.look("stop"):
+        if not wish and not texts.look("stop"):
             return
-        store.put(f"stop/{me}", "")
+        texts.put("stop", "")
         with changed:
             said = True
-        store.put(f"begun/{me}", str(begun))
-        answers = store.look("begun")
+        texts.put("begun", str(begun))
+        answers = [text for text in texts.look("begun").values() if _NUMBER.fullmatch(text)]
         if len(answers) == count:
             with changed:
-                target = max(map(int, answers.values()))
+                target = max(map(int, answers))
                 changed.notify_all()
 
     return _Agreement(stop, hear)
 
 
-def _lost(me: int, count: int, store: Store, seen: dict, every: float) -> tuple[str, str]:
-    look = lambda: bounded(lambda: store.look("life"), 5 * every)
+def _lost(me: int, count: int, texts: Board, seen: dict, every: float) -> tuple[str, str]:
+    look = lambda: bounded(lambda: texts.look("life"), 5 * every)
     before = look()
     time.sleep(3 * every)
     after = look() if before is not None else None
@@ -186,35 +170,40 @@ def _lost(me: int, count: int, store: Store, seen: dict, every: float) -> tuple[
         # JAX closes the store when it misses a process: what was seen before must do.
         newest = max((number for _, number in seen.values()), default=0)
         after = {process: text for process, (text, _) in seen.items()}
-        silent = [int(process) for process, (_, number) in seen.items() if number < newest]
+        silent = [process for process, (_, number) in seen.items() if number < newest]
         if not silent:
             lost = f"process 0 of {count} is gone: it coordinates the others and does not answer"
             return lost, ""
     else:
-        alive = [str(me), *(key for key, text in after.items() if text != before.get(key))]
-        silent = [number for number in range(count) if str(number) in after.keys() - alive]
+        alive = [me, *(number for number, text in after.items() if text != before.get(number))]
+        silent = sorted(after.keys() - alive)
     gone = [
         f"process {number} of {count} is gone or stopped: its last sign of life came at "
-        f"{_place(after[str(number)])}"
+        f"{_place(after[number])}"
         for number in silent
     ]
     if gone:
         return "; ".join(gone), ""
-    steps = [int(after[str(n)].split()[1]) if str(n) in after else -1 for n in range(count)]
+    signs = [_SIGN.fullmatch(after.get(number, "")) for number in range(count)]
+    steps = [int(sign[1]) if sign else -1 for sign in signs]
     behind = [
-        f"process {number} of {count} is behind, at {_place(after.get(str(number)))}"
+        f"process {number} of {count} is behind, at {_place(after.get(number, ''))}"
         for number, step in enumerate(steps)
         if step == min(steps) < max(steps)
     ]
     return "", "; ".join(behind)
 
 
-def _place(sign: str | None) -> str:
+def _place(sign: str) -> str:
     """A sign of life's place, in words."""
-    if sign is None:
-        return "its very beginning"
-    _, step, doing = sign.split(maxsplit=2)
-    return f"step {step} ({doing})"
+    found = _SIGN.fullmatch(sign)
+    return f"step {found[1]} ({found[2]})" if found else "its very beginning"
+
+
+def _failure(status: str) -> int:
+    """The status to end with because another process did; never that of a run that is done."""
+    known = {str(int(end)): end for end in Exit if end}
+    return known.get(status, Exit.TRY_AGAIN)
 
 
 def bounded(call: Callable[[], object], seconds: float) -> object:
@@ -233,4 +222,4 @@ def bounded(call: Callable[[], object], seconds: float) -> object:
 
 def of_this_run(hear_end: Callable[[int, str], None]):
     """`meet` for the processes that JAX has connected."""
-    return meet(jax.process_index(), jax.process_count(), jax_store(), hear_end)
+    return meet(jax.process_index(), jax.process_count(), board.of_this_run(), hear_end)

@@ -4,20 +4,27 @@ JAX ends a process with a stack trace when its start times out, and lets two ser
 So process 0 listens on the coordinator's address first, sees who comes, and tells everyone.
 """
 
+import contextlib
 import ipaddress
 import json
-import selectors
 import socket
 import time
-from typing import Any
+from secrets import token_hex
 
-from train.processes import addresses
+from train.processes import addresses, gathering, seals
 from train.processes.exits import Transient
+
+_LONGEST = 1 << 16  # bytes that process 0 may answer
 
 
 def meet(
-    coordinator: str, num_processes: int, process_id: int, seconds: float, patient: bool = False
-) -> tuple[str, str]:
+    coordinator: str,
+    num_processes: int,
+    process_id: int,
+    seconds: float,
+    patient: bool = False,
+    secret: bytes = b"",
+) -> tuple[str, str, bytes]:
     """Waits until all processes of a run are there; all of them return, or all raise.
 
     Args:
@@ -26,9 +33,11 @@ def meet(
       process_id: Of this process, in [0, num_processes).
       seconds: How long to wait for the others.
       patient: Whether to wait also for the coordinator's name to resolve.
+      secret: Of the run; who does not know it is not let in, and is not believed.
 
     Returns:
-      Numeric addresses: the coordinator's, and this process's own on the way to it.
+      Numeric addresses, the coordinator's and this process's own on the way to it, and the key of
+      this start of the run.
 
     Raises:
       ValueError: If the coordinator's address is no good here.
@@ -40,21 +49,27 @@ def meet(
     address = _resolve(host, deadline if patient else 0.0)
     if process_id == 0:
         with _listen(coordinator, address, port) as listener:
-            _host(listener, num_processes, deadline, _hint(host, address))
-        return address, address
+            hint = _hint(host, address)
+            key = gathering.gather(listener, num_processes, deadline, hint, secret)
+        return address, address, key
     with _reach(coordinator, address, port, deadline, _hint(host, address)) as connection:
-        _send(connection, {"process": process_id, "of": num_processes, "on": socket.gethostname()})
-        connection.settimeout(2 * seconds + 10)
-        answer = _receive(connection)
+        until = time.monotonic() + 2 * seconds + 10  # process 0 may have begun later
+        nonce, own = (seals.json_object(_line(connection, until)) or {}).get("nonce"), token_hex(16)
+        hello = dict(process=process_id, of=num_processes, on=socket.gethostname(), nonce=own)
+        _send(connection, seals.seal(secret, f"hello {nonce}", json.dumps(hello)))
+        said = seals.unseal(secret, f"answer {own}", _line(connection, until))
+        answer = seals.json_object(said or "")
         if answer is None or "problem" not in answer:
             raise Transient(
-                f"the program at {coordinator} is not this run's process 0, or it has ended while "
-                "processes were waiting, or all processes it needs were there already. See its "
-                "output; if it belongs to something else, write another port on all hosts."
+                f"the program at {coordinator} is not this run's process 0, or has another secret, "
+                "or it has ended while processes were waiting, or all processes it needs were "
+                "there already. See its output; if it belongs to something else, write another "
+                "port on all hosts."
             )
         if answer["problem"] is not None:
-            raise (Transient if answer.get("transient") else RuntimeError)(answer["problem"])
-        return address, connection.getsockname()[0]
+            kind = Transient if answer.get("transient") else RuntimeError
+            raise kind(str(answer["problem"]))
+        return address, connection.getsockname()[0], seals.session(secret, str(nonce))
 
 
 def _resolve(host: str, deadline: float) -> str:
@@ -90,68 +105,6 @@ def _listen(coordinator: str, address: str, port: int) -> socket.socket:
         ) from error
 
 
-def _host(listener: socket.socket, num_processes: int, deadline: float, hint: str) -> None:
-    """Process 0: gathers the others, tells them what came of it, and raises if it is a problem."""
-    present: dict[int, tuple[socket.socket, str]] = {}
-    problem: RuntimeError | None = None
-    with selectors.DefaultSelector() as selector:
-        selector.register(listener, selectors.EVENT_READ)
-        while problem is None and len(present) < num_processes - 1:
-            ready = selector.select(max(0.0, deadline - time.monotonic()))
-            if not ready and time.monotonic() >= deadline:
-                problem = Transient(_missing(present, num_processes, listener) + hint)
-            for key, _ in ready:
-                if key.fileobj is listener:
-                    connection, _ = listener.accept()
-                    connection.settimeout(2.0)
-                    selector.register(connection, selectors.EVENT_READ)
-                    continue
-                present = {i: who for i, who in present.items() if who[0] is not key.fileobj}
-                hello = _receive(key.fileobj)
-                if hello is None or not isinstance(hello.get("process"), int):
-                    selector.unregister(key.fileobj)
-                    key.fileobj.close()
-                    continue
-                if conflict := _conflict(hello, present, num_processes):
-                    problem = problem or RuntimeError(conflict)
-                present[hello["process"]] = (key.fileobj, hello.get("on"))
-        answer = {"problem": problem and str(problem), "transient": isinstance(problem, Transient)}
-        for key in list(selector.get_map().values()):
-            if key.fileobj is not listener:
-                with key.fileobj as connection:
-                    _send(connection, answer)
-                    _receive(connection)  # the other side closes first
-    if problem is not None:
-        raise problem
-
-
-def _conflict(hello: dict[str, Any], present: dict, num_processes: int) -> str | None:
-    process, host = hello["process"], hello.get("on")
-    if hello.get("of") != num_processes:
-        return (
-            f"process {process} on {host} was started with --num-processes {hello.get('of')}, "
-            f"process 0 on {socket.gethostname()} with {num_processes}; write the same on all "
-            "hosts."
-        )
-    if process in present:
-        return (
-            f"two processes have --process-id {process}, one on {present[process][1]} and one on "
-            f"{host}; give each its own in [0, {num_processes})."
-        )
-    return None
-
-
-def _missing(present: dict, num_processes: int, listener: socket.socket) -> str:
-    absent = [str(i) for i in range(1, num_processes) if i not in present]
-    here = ", ".join(f"{i} ({present[i][1]})" for i in sorted(present))
-    return (
-        f"only {1 + len(present)} of {num_processes} processes have met at "
-        f"{addresses.join(*listener.getsockname()[:2])}: there are 0 ({socket.gethostname()})"
-        f"{', ' if here else ''}{here}; missing: {', '.join(absent)}. See their output; a firewall "
-        "between the hosts, too few processes or a too short --start-timeout look like this."
-    )
-
-
 def _reach(coordinator: str, address: str, port: int, deadline: float, hint: str) -> socket.socket:
     while True:
         left = deadline - time.monotonic()
@@ -171,23 +124,22 @@ def _reach(coordinator: str, address: str, port: int, deadline: float, hint: str
         time.sleep(0.1)
 
 
-def _send(connection: socket.socket, message: dict[str, Any]) -> None:
-    try:
-        connection.sendall(json.dumps(message).encode() + b"\n")
-    except OSError:
-        pass  # the other side has gone: what it has to say stands in its own output
+def _send(connection: socket.socket, line: str) -> None:
+    # If the other side has gone, what it has to say stands in its own output.
+    with contextlib.suppress(OSError):
+        connection.sendall(line.encode() + b"\n")
 
 
-def _receive(connection: socket.socket) -> dict[str, Any] | None:
-    """One message; None if the other side closes, is silent too long, or says something else."""
+def _line(connection: socket.socket, until: float) -> str:
+    """A line that comes until then; empty if the other side closes, is too slow, or says more."""
     data = b""
     try:
-        while not data.endswith(b"\n") and len(data) < 2**16:
+        while not data.endswith(b"\n") and len(data) < _LONGEST:
+            connection.settimeout(max(0.01, until - time.monotonic()))
             part = connection.recv(4096)
-            if not part:
-                return None
+            if not part or time.monotonic() > until:
+                return ""
             data += part
-        message = json.loads(data)
-    except (OSError, ValueError):
-        return None
-    return message if isinstance(message, dict) else None
+    except OSError:
+        return ""
+    return data.decode(errors="replace").rstrip("\n")

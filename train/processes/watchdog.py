@@ -113,7 +113,7 @@ def _end(latest: Callable[[], int | None], reason: str, status: int = exits.Exit
         reason = f"{reason}. {_way_on(latest)}"
     # The main thread may hold the lock of sys.stderr for ever.
     with contextlib.suppress(OSError):  # a log on a full disk
-        os.write(2, f"error: {reason}\n".encode())
+        os.write(2, exits.printable(f"error: {reason}\n").encode())
     time.sleep(_GRACE if jax.process_index() == 0 else 0)
     os._exit(status)
 

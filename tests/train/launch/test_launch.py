@@ -23,7 +23,7 @@ from train.launch import control
 told = []
 signal.signal(signal.SIGTERM, lambda *_: told.append("TERM"))
 signal.signal(signal.SIGINT, lambda *_: told.append("INT"))
-control.obey()
+secret = control.obey()
 print("here", flush=True)
 """
 WAITS = "while not told: time.sleep(0.01)\ntime.sleep(0.3)\nprint(*told, flush=True)\n"
@@ -142,10 +142,10 @@ def test_a_signal_to_the_launcher_reaches_each_process_once(launcher, name):
 def test_a_signal_while_processes_start_reaches_those_that_start_later(tmp_path, monkeypatch):
     start = supervise._start
 
-    def interrupted(command, log):
+    def interrupted(command, log, secret):
         if log.name == "process_1.log":
             os.kill(os.getpid(), signal.SIGINT)
-        return start(command, log)
+        return start(command, log, secret)
 
     monkeypatch.setattr(supervise, "_start", interrupted)
     assert supervise.supervise([member(WAITS)] * 3, tmp_path, 10.0) == 0
@@ -160,9 +160,20 @@ def test_processes_end_when_the_launcher_is_killed(launcher):
     until(lambda: all(log.read_text().endswith("here\nTERM\n") for log in logs), 20)
 
 
+def test_processes_of_a_run_get_one_secret_of_its_own_which_no_log_shows(tmp_path):
+    body = "import hashlib; print(hashlib.sha256(secret).hexdigest(), len(secret), flush=True)"
+    for _ in range(2):
+        assert supervise.supervise([member(body)] * 2, tmp_path, 10.0) == 0
+    logs = [(tmp_path / f"process_{number}.log").read_text() for number in range(2)]
+    first, second = ([re.findall(r"^(\w{64}) 64$", log, re.MULTILINE)] for log in logs)
+    assert first == second and len(set(first[0])) == 2
+
+
 def test_who_was_told_to_stop_hears_no_more_when_the_launcher_goes():
     command = member("time.sleep(1); print(*told, flush=True)")
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        process.stdin.write(b"secret\n")
+        process.stdin.flush()
         process.stdout.readline()
         process.stdin.write(b"INT\n")
         process.stdin.close()
@@ -289,6 +300,9 @@ def no_scheduler(monkeypatch):
         ("-- c.py", "nobody says which process.*--local N.*--hosts FILE.*--single"),
         ("--process-id 1 -- c.py", "write --coordinator, --num-processes as well"),
         ("--local 2 --process-id 1 -- c.py", "--process-id is for one process"),
+        ("--local 2 --secret-file x -- c.py", "--secret-file is for one process"),
+        ("--secret-file nowhere -- c.py", "No such file.*nowhere"),
+        ("--secret-file /dev/null -- c.py", "/dev/null has 0 characters, and needs 16"),
         ("--local 2 --coordinator a:1 -- c.py", "leave out --coordinator"),
         ("--local 2 -- c.py", "'c.py' is no config file"),
         ("--hosts nowhere.txt -- configs/nano_dense.py", "No such file.*nowhere.txt"),
@@ -309,18 +323,21 @@ def test_a_wrong_command_gets_one_message(args, message, no_scheduler, monkeypat
     assert re.search(message, capsys.readouterr().err)
 
 
-def test_flags_reach_connect_and_the_rest_the_program(no_scheduler, monkeypatch):
+def test_flags_reach_connect_and_the_rest_the_program(no_scheduler, monkeypatch, tmp_path):
     calls = []
     monkeypatch.setattr(launch.distributed, "connect", lambda *args: calls.append(args))
     monkeypatch.setattr(launch.program, "main", lambda *args: calls.append(args))
     monkeypatch.delenv("NPROC")
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
     flags = "--local-count 2 --coordinator a:1 --num-processes 2 --process-id 1 --interface eth1 "
+    (tmp_path / "secret").write_text("of sixteen bytes\n")
+    flags += f"--secret-file {tmp_path / 'secret'} "
     flags += "--start-timeout 5 --heartbeat-timeout 6 --local-devices 2,3 -- c.py --steps 4"
     launch.main(shlex.split(flags))
     cluster = Cluster("a:1", 2, 1, "flags", local_count=2)
     assert os.environ["NPROC"] == "4"
-    assert calls == [(cluster, "eth1", Timeouts(5, 6), [2, 3]), (["c.py", "--steps", "4"], 2)]
+    reached = (cluster, "eth1", Timeouts(5, 6), [2, 3], b"of sixteen bytes")
+    assert calls == [reached, (["c.py", "--steps", "4"], 2)]
 
 
 def test_single_ignores_half_a_scheduler(monkeypatch):

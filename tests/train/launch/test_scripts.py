@@ -82,7 +82,8 @@ def test_the_slurm_script_trains_in_all_tasks(tmp_path, stand_in):
     for task in "01":
         assert f"{task}: process {task} of 2 (SLURM); coordinator 127.0.0.1:6" in done.stdout
     assert len(re.findall("step 2, validation loss", done.stdout)) == 1
-    assert "Traceback" not in done.stdout
+    assert "Traceback" not in done.stdout and "no --secret-file" not in done.stdout
+    assert not list(tmp_path.glob(".jaxcomp*"))
 
 
 def test_the_slurm_script_asks_for_what_its_comments_say():
@@ -115,6 +116,7 @@ def test_the_mpirun_script_trains_in_all_ranks(tmp_path, stand_in):
     done = run(["bash", str(SCRIPTS / "mpirun.sh"), "--", str(config)], env=environ)
     assert done.returncode == 0, done.stdout
     assert "mpirun options -np 2 --bind-to none" in done.stdout
+    assert done.stdout.count("this run has no --secret-file") == 1
     for rank in "01":
         assert f"process {rank} of 2 (Open MPI); coordinator 127.0.0.1:6" in done.stdout
     assert len(re.findall("step 2, validation loss", done.stdout)) == 1
@@ -144,7 +146,7 @@ CONTAINER = {
     "ports": [{"!containerPort": int}],
     "securityContext": {"allowPrivilegeEscalation": bool, "capabilities": {"drop": [str]}},
     "resources": {"requests": {"cpu": str, "memory": str}, "limits": {"nvidia.com/gpu": int}},
-    "volumeMounts": [{"!name": str, "!mountPath": str}],
+    "volumeMounts": [{"!name": str, "!mountPath": str, "readOnly": bool}],
 }
 POD = {
     "!containers": [CONTAINER],
@@ -165,6 +167,7 @@ POD = {
             "!name": str,
             "persistentVolumeClaim": {"!claimName": str},
             "emptyDir": {"medium": str, "sizeLimit": str},
+            "secret": {"!secretName": str},
         }
     ],
 }
@@ -285,6 +288,8 @@ def test_pods_of_the_jobset_find_each_other(manifest):
     assert container["command"] == ["python", "-u", "-m", "train.launch"]
     options = launch.parser().parse_args(container["args"][:split])
     assert (options.start_timeout, options.heartbeat_timeout) == (600, 60)
+    (secret,) = [mount for mount in container["volumeMounts"] if mount["name"] == "secret"]
+    assert options.secret_file == f"{secret['mountPath']}/secret" and secret["readOnly"]
     assert pathlib.Path(ROOT, container["args"][split + 1]).is_file()
     mounted = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
     assert mounted["runs"] in container["args"][split + 2]

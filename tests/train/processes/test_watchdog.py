@@ -11,7 +11,7 @@ import pytest
 
 from tests.helpers.launching import ROOT, environment, free_port
 from train.processes import peers
-from train.processes.peers import Store
+from train.processes.board import Board
 
 EVERY = 0.02  # seconds between signs of life, in these tests
 
@@ -28,13 +28,17 @@ def texts():
 
 @pytest.fixture
 def store(texts):
-    """A store for threads that stand for processes."""
+    """What makes the board of a thread that stands for a process."""
 
     def look(folder):
         found = dict(texts).items()
-        return {key.partition("/")[2]: text for key, text in found if key.startswith(folder + "/")}
+        at = len(folder) + 1
+        return {int(key[at:]): text for key, text in found if key.startswith(folder + "/")}
 
-    return Store(texts.__setitem__, look)
+    def board_of(me):
+        return Board(lambda folder, text: texts.__setitem__(f"{folder}/{me}", text), look)
+
+    return board_of
 
 
 def never(status, words):
@@ -56,7 +60,7 @@ def train(count, store, wishes, lead=2):
 
     def one(me):
         draw = random.Random(me)
-        with peers.meet(me, count, store, never, EVERY) as others:
+        with peers.meet(me, count, store(me), never, EVERY) as others:
             for step in range(5, 100_000):
                 if others.stop(step, step >= wishes.get(me, 10**9)):
                     stopped[me] = step
@@ -89,15 +93,15 @@ def test_all_processes_stop_before_one_step_soon_after_the_first_wish(store, wis
 def test_no_step_begins_once_the_answer_is_given_until_all_have_answered(store, texts):
     answers = []
 
-    def put(key, text):
-        if key == "begun/0" and not answers:
+    def put(folder, text):
+        if folder == "begun" and not answers:
             answers.append(threading.Thread(target=lambda: answers.append(others.stop(6, False))))
             answers[0].start()
             answers[0].join(0.2)
             assert answers[0].is_alive() and text == "6"
-        texts[key] = text
+        texts[f"{folder}/0"] = text
 
-    with peers.meet(0, 2, Store(put, store.look), never, EVERY) as others:
+    with peers.meet(0, 2, Board(put, store(0).look), never, EVERY) as others:
         assert others.stop(5, True) is False
         until(lambda: texts.get("begun/0") == "6")
         texts["begun/1"] = "8"
@@ -116,8 +120,8 @@ def test_a_single_process_stops_when_it_wants():
 def test_an_end_is_heard_once_by_the_others_with_its_status(store):
     heard = []
     with (
-        peers.meet(0, 2, store, never, EVERY) as first,
-        peers.meet(1, 2, store, lambda *words: heard.append(words), EVERY),
+        peers.meet(0, 2, store(0), never, EVERY) as first,
+        peers.meet(1, 2, store(1), lambda *words: heard.append(words), EVERY),
     ):
         time.sleep(5 * EVERY)
         assert not heard
@@ -127,11 +131,33 @@ def test_an_end_is_heard_once_by_the_others_with_its_status(store):
     assert heard == [(2, "process 0 of 2 has ended: no space: it needs 3 bytes")]
 
 
+@pytest.mark.parametrize("said", ["0 all is well", "-9 x", "x", "", "1000000 x"])
+def test_nobody_ends_a_run_as_if_all_was_well(store, texts, said):
+    heard = []
+    texts["end/1"] = said
+    with peers.meet(0, 2, store(0), lambda status, words: heard.append(status), EVERY):
+        until(lambda: heard)
+    assert heard == [75]
+
+
+@pytest.mark.parametrize("said", ["x", "", "-1", "9" * 5000, "1e3"])
+def test_words_that_no_process_says_stop_no_thread(store, texts, said):
+    texts.update({"begun/1": said, "stop/1": "", "life/1": said})
+    with peers.meet(0, 2, store(0), never, EVERY) as others:
+        until(lambda: "begun/0" in texts)
+        assert others.lost() == (
+            "process 1 of 2 is gone or stopped: its last sign of life came at its very beginning",
+            "",
+        )
+        texts["begun/1"] = "3"
+        assert others.stop(3, False)
+
+
 def test_who_gives_no_sign_of_life_is_named_with_its_last_place(store, texts):
     texts.update({"life/1": "7 12 an evaluation", "life/3": "9 13 a step"})
     with (
-        peers.meet(0, 4, store, never, EVERY) as others,
-        peers.meet(2, 4, store, never, EVERY),
+        peers.meet(0, 4, store(0), never, EVERY) as others,
+        peers.meet(2, 4, store(2), never, EVERY),
     ):
         others.at(30, "a step")
         until(lambda: "life/2" in texts)
@@ -144,14 +170,14 @@ def test_who_gives_no_sign_of_life_is_named_with_its_last_place(store, texts):
 
 
 def test_who_has_not_come_yet_is_behind_and_not_gone(store):
-    with peers.meet(0, 2, store, never, EVERY) as others:
+    with peers.meet(0, 2, store(0), never, EVERY) as others:
         assert others.lost() == ("", "process 1 of 2 is behind, at its very beginning")
 
 
 def test_who_lives_but_is_behind_is_named(store):
     with (
-        peers.meet(0, 2, store, never, EVERY) as first,
-        peers.meet(1, 2, store, never, EVERY) as second,
+        peers.meet(0, 2, store(0), never, EVERY) as first,
+        peers.meet(1, 2, store(1), never, EVERY) as second,
     ):
         first.at(8, "a step")
         second.at(7, "a save")
@@ -172,7 +198,7 @@ def test_a_store_out_of_reach_means_that_process_0_is_gone(how):
     def put(key, text):
         raise Gone
 
-    with peers.meet(1, 2, Store(put, look), never, EVERY) as others:
+    with peers.meet(1, 2, Board(put, look), never, EVERY) as others:
         began = time.monotonic()
         gone, _ = others.lost()
         assert time.monotonic() - began < 5
@@ -187,9 +213,9 @@ def test_what_was_seen_counts_when_the_store_is_closed(store, texts):
     def look(folder):
         if closed:
             raise Gone
-        return store.look(folder)
+        return store(0).look(folder)
 
-    with peers.meet(0, 2, Store(store.put, look), never, EVERY) as others:
+    with peers.meet(0, 2, Board(store(0).put, look), never, EVERY) as others:
         texts["life/1"] = "3 9 a step"
         time.sleep(20 * EVERY)
         closed = True

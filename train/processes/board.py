@@ -1,0 +1,66 @@
+"""The board of a run: short texts that its processes leave for each other, under the run's seal.
+
+It is the key-value store of JAX's coordination service, which lies in process 0 and takes what
+anybody writes. Every text has a process's number at the end of its key; what was not sealed by this
+start of the run, or is of no process of it, is as if it were not there.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from jax._src import distributed
+
+from train.processes import seals
+
+_ROOT = "jaxcomp"
+_LONGEST = 1 << 20  # characters of a text
+_keys = [b""]  # of this start, beside JAX's own client, which is one for the process as well
+
+
+class Board(NamedTuple):
+    """Texts by folder and process, the same for all processes; both may block or raise."""
+
+    put: Callable[[str, str], None]  # folder, text: this process's
+    look: Callable[[str], dict[int, str]]  # folder -> texts by process
+
+
+def trust(key: bytes) -> None:
+    """Says with which key this start of the run is sealed."""
+    _keys[:] = [key]
+
+
+def of_this_run() -> Board | None:
+    """The board of the processes that JAX has connected; None where it has connected none."""
+    state = distributed.global_state
+    if state.client is None:
+        return None
+    return of_client(state.client, state.process_id, state.num_processes, _keys[0])
+
+
+def of_client(client: Any, me: int, count: int, key: bytes) -> Board:
+    """The board of a client of JAX's coordination service.
+
+    Args:
+      client: The client.
+      me: Number of this process, in [0, count).
+      count: Processes of the run.
+      key: Of `seals.session`.
+    """
+
+    def put(folder, text):
+        about = f"{_ROOT}/{folder}/{me}"
+        # Somebody may have written there before.
+        client.key_value_set(about, seals.seal(key, about, text), allow_overwrite=True)
+
+    def look(folder):
+        written = dict(client.key_value_dir_get(f"{_ROOT}/{folder}"))
+        found = {}
+        for number in range(count):
+            about = f"{_ROOT}/{folder}/{number}"
+            sealed = written.get(about, "")
+            text = seals.unseal(key, about, sealed)
+            if about in written and text is not None and len(sealed) <= _LONGEST:
+                found[number] = text
+        return found
+
+    return Board(put, look)
