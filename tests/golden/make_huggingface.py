@@ -2,6 +2,7 @@
 
     pip install torch transformers    # in an environment of its own; made with 2.13 and 5.24
     python tests/golden/make_huggingface.py tests/golden/huggingface
+    python tests/golden/make_huggingface.py --check FOLDER    # of exports with such an expected.npz
 
 Each folder is what `save_pretrained` writes, and `expected.npz`: tokens i64[2, 12], transformers'
 logits f32[2, 12, vocab] of them, and what it generates greedily after the first five of them. All
@@ -118,5 +119,21 @@ def main(root: pathlib.Path) -> None:
     tokenizer(root / "gpt2")
 
 
+def check(root: pathlib.Path) -> None:
+    """Compares the logits of exported folders with those that their expected.npz has."""
+    for folder in sorted(path.parent for path in root.glob("**/expected.npz")):
+        model, info = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, output_loading_info=True
+        )
+        expected = np.load(folder / "expected.npz")
+        with torch.no_grad():
+            logits = model(torch.from_numpy(expected["tokens"]), use_cache=False).logits.numpy()
+        worst = np.abs(logits - expected["logits"]).max()
+        wrong = {name: keys for name, keys in info.items() if keys}
+        print(f"{folder.name}: largest difference of a logit {worst:.1e}, {wrong or 'all read'}")
+
+
 if __name__ == "__main__":
-    main(pathlib.Path(sys.argv[1]))
+    check(pathlib.Path(sys.argv[2])) if sys.argv[1] == "--check" else main(
+        pathlib.Path(sys.argv[1])
+    )

@@ -10,12 +10,15 @@ from tests.helpers import pictures
 from tests.helpers.launching import TINY_ARGS, words
 from train import loop
 from train.config import run as configs
+from train.huggingface import folder
 from train.models.decoder import DecoderConfig
 from train.models.resnet import ResNetConfig
 from train.models.swin import SwinConfig
 from train.models.vit import ViTConfig
 
 ROOT = pathlib.Path(__file__).parents[2]
+PRETRAINED = f"--start-from {ROOT}/tests/golden/huggingface/gpt2 --model.context 16"
+"""Of configs whose model is that of a folder."""
 TINY_MODELS = {
     DecoderConfig: TINY_ARGS,
     ResNetConfig: "--model.blocks 1 1 --model.width 8 --eval-batches 1",
@@ -31,8 +34,10 @@ def tiny(tmp_path):
 
     def load(path):
         settings = "--steps 2 --optimizer.warmup-steps 1 --data.batch 8 --accumulate 1 --replicas 4"
-        kind = type(configs.load(str(path)).model)
-        args = [*settings.split(), *TINY_MODELS[kind].split(), "--runs-dir", str(tmp_path)]
+        of_folder = PRETRAINED.split() if path.stem.startswith("fine_tune") else []
+        kind = type(configs.load(str(path), of_folder).model)
+        of_model = of_folder or TINY_MODELS[kind].split()
+        args = [*settings.split(), *of_model, "--runs-dir", str(tmp_path)]
         if kind is DecoderConfig:
             return configs.load(str(path), [*args, "--data.path", words(tmp_path / "text")])
         form = configs.load(str(path)).data.form
@@ -50,7 +55,7 @@ def test_config_file_trains(path, tiny, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT))
     config = tiny(path)
     assert config.name == path.stem
-    if config.start_from is not None:
+    if config.start_from is not None and not folder.is_folder(config.start_from):
         first = tiny(path.with_name(f"{pathlib.Path(config.start_from).name}.py"))
         loop.run(first)
         config = dataclasses.replace(config, start_from=str(tmp_path / first.name))

@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxcomp.replicas import protocol
 from train.checkpoints import store, trees
+from train.placement import sharded
 
 
 def drifts(state: Any) -> dict[str, str]:
@@ -56,6 +57,27 @@ def restore_mean(directory: str | Path, like: Any, mesh: Mesh) -> Any:
     own = [[x for name, x in rows.items() if of[name] == param] for param in names]
     places = [x.sharding for x in leaves]
     return treedef.unflatten(jax.jit(_moved, out_shardings=places)(leaves, own))
+
+
+def restore_whole(directory: str | Path, natural: Any, mesh: Mesh) -> Any:
+    """Reads what `restore_mean` does onto all devices of a mesh, of runs in shards too.
+
+    Args:
+      directory: Where the checkpoints are.
+      natural: Shapes and dtypes of the parameters where they are in no shards.
+      mesh: Any, of the devices that hold the parameters.
+
+    Returns:
+      The parameters, in natural shapes.
+
+    Raises:
+      ValueError: As `restore_mean`.
+    """
+    saved = store.read_metadata(directory)
+    if saved.get("config", {}).get("qsdp") is not None:
+        natural = sharded.shapes(natural, saved["num_replicas"])
+    placed = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, P()))
+    return sharded.joined(restore_mean(directory, jax.tree.map(placed, natural), mesh))
 
 
 def _moved(params, drifts):

@@ -15,7 +15,8 @@ from jaxcomp.replicas.resize import reset_residuals
 from train.checkpoints import files, mean, store, trees
 from train.config.as_json import to_json
 from train.config.run import AXIS_NAME
-from train.placement import sharded
+from train.huggingface import folder
+from train.models import build, lora
 from train.processes import agree
 from train.processes.distributed import by_name
 from train.task import Task, shapes_of
@@ -86,19 +87,27 @@ def _first(task: Task) -> tuple[Any, Any]:
     """Parameters and state before the first step."""
     if task.config.start_from is None:
         return task.init()
-    source = Path(task.config.start_from, "checkpoints")
+    start_from = task.config.start_from
+    if agree.from_first(lambda: folder.is_folder(start_from)):
+        return task.init(_pretrained(task, start_from))
+    source = Path(start_from, "checkpoints")
     if agree.from_first(lambda: files.latest(source)) is None:
         raise ValueError(
-            f"start_from is {task.config.start_from!r}, but there is no checkpoint in {source}; "
-            "train that run first, or write --start-from None."
+            f"start_from is {start_from!r}, but there is no checkpoint in {source}, and it is no "
+            "Hugging Face folder; train that run first, or write --start-from None."
         )
-    like, saved = task.natural, store.read_metadata(source)
-    if saved.get("config", {}).get("qsdp") is not None:
-        like = sharded.shapes(like, saved["num_replicas"])
-    everywhere = NamedSharding(task.mesh, PartitionSpec())
+    return task.init(mean.restore_whole(source, task.natural, task.mesh))
+
+
+def _pretrained(task: Task, path: str) -> Any:
+    """The parameters of a Hugging Face folder, and LoRA's, which it does not have."""
+    everywhere, config = NamedSharding(task.mesh, PartitionSpec()), task.config
     placed = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere)
-    params = mean.restore_mean(source, jax.tree.map(placed, like), task.mesh)
-    return task.init(sharded.joined(params))
+    params = folder.load(path, config.model, jax.tree.map(placed, lora.without(task.natural)))
+    if not config.model.lora:
+        return params
+    drawn = jax.jit(lambda: lora.only(build.random_params(config)), out_shardings=everywhere)
+    return lora.joined(params, drawn())
 
 
 def _restore(task: Task, directory: Path, step: int) -> tuple[Any, Any, Progress]:

@@ -14,6 +14,8 @@ import tyro
 from train import checks
 from train.config import expression
 from train.data.sources import Data, Images
+from train.huggingface.pretrained import Pretrained
+from train.models import lora
 from train.models.decoder import DecoderConfig
 from train.models.objectives import OBJECTIVES
 from train.models.resnet import ResNetConfig
@@ -93,6 +95,9 @@ class Config:
     """Whether the update sees the layers of a scanned model (`model.scan`) one by one. False
     compiles faster, and is the same to a code of all parameters around an optimizer that works
     entry by entry, as cocktail_sgd of adamw."""
+    trainable: str | None = None
+    """Pattern of the paths of parameters that are trained and exchanged, as `lora_[ab]$` or
+    `bias$`; the others stay as they are. None: all of them."""
     qsdp: str | None = None
     """Parameters in shards, as `qsdp(axis_name, quantize(8, block=1024))`; None: all everywhere."""
     fast: int = 1
@@ -112,7 +117,7 @@ class Config:
     """Folder of all runs."""
     start_from: str | None = None
     """Folder of another run, as runs/nano_dense, whose last parameters this one begins with, as
-    fine-tuning does; the optimizer begins anew. None: random parameters."""
+    fine-tuning does, or a Hugging Face folder; the optimizer begins anew. None: random ones."""
     resume: bool = True
     """Continue from the run directory's last checkpoint, if there is one."""
     resize: Literal["keep_mean", "reset"] = "keep_mean"
@@ -132,7 +137,7 @@ class Config:
     link_rate: float | None = None
     """bit/s of a replica's link, from which the end of a run says how much time was saved."""
     # The config file chooses one of each; the command line changes its fields.
-    model: DecoderConfig | ResNetConfig | ViTConfig | SwinConfig = dataclasses.field(
+    model: DecoderConfig | ResNetConfig | ViTConfig | SwinConfig | Pretrained = dataclasses.field(
         default_factory=DecoderConfig
     )
     data: Data | Images = dataclasses.field(default_factory=Data)
@@ -151,7 +156,16 @@ class Config:
             raise ValueError(f"link_rate={self.link_rate} must be positive; write 500e6.")
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"seed={self.seed} must be in [0, 2^32); write --seed 0.")
+        if isinstance(self.model, Pretrained):
+            if self.start_from is None:  # which the command line may still name
+                return
+            object.__setattr__(self, "model", self.model.of(self.start_from))
         OBJECTIVES[self.objective].check(self.model, self.data)
+        if getattr(self.model, "lora", 0) and self.trainable is None:
+            raise ValueError(
+                f"model.lora={self.model.lora} adds matrices to be trained in place of the others; "
+                f"write --trainable '{lora.TRAINED}'."
+            )
         if self.optimizer.warmup_steps >= self.steps:
             raise ValueError(
                 f"optimizer.warmup_steps={self.optimizer.warmup_steps} must be less than "
@@ -206,7 +220,7 @@ def load(path: str, args: Sequence[str] = ()) -> Config:
             f"{path!r} has no get_config() that returns a train.config.Config; "
             f"write def get_config(): return Config(...)."
         )
-    return tyro.cli(
+    config = tyro.cli(
         Config,
         default=default,
         args=list(args),
@@ -214,6 +228,9 @@ def load(path: str, args: Sequence[str] = ()) -> Config:
         description=module.__doc__,
         config=(tyro.conf.AvoidSubcommands,),
     )
+    if isinstance(config.model, Pretrained):
+        raise ValueError(f"{path} has a pretrained model; write --start-from FOLDER, which has it.")
+    return config
 
 
 def schedule(optimizer: Optimizer, steps: int) -> optax.Schedule:

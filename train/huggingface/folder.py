@@ -1,5 +1,6 @@
 """A Hugging Face folder as the parameters of a run, and back."""
 
+import dataclasses
 import functools
 import json
 import math
@@ -13,6 +14,7 @@ import jax
 import numpy as np
 
 from train.huggingface import safetensors, settings, weights
+from train.models import lora
 from train.models.decoder import DecoderConfig
 
 TOKENIZER = (
@@ -39,7 +41,8 @@ def load(folder: str | pathlib.Path, config: DecoderConfig, like: Any) -> Any:
     Args:
       folder: The Hugging Face folder.
       config: The run's model; it must be the folder's.
-      like: Shapes, dtypes and shardings of the parameters, as the decoder has them.
+      like: Shapes, dtypes and shardings of the parameters, as the decoder has them, but for
+        LoRA's; see `lora.without`.
 
     Returns:
       The parameters, as `like` says.
@@ -68,7 +71,7 @@ def save(
     dtype: Any = np.float32,
     like: str | pathlib.Path | None = None,
 ) -> None:
-    """Writes a folder that transformers loads.
+    """Writes a folder that transformers loads; LoRA's matrices are added to the others.
 
     Args:
       folder: A new one, or one without a config.json.
@@ -84,6 +87,8 @@ def save(
     folder = pathlib.Path(folder)
     if (folder / "config.json").exists():
         raise ValueError(f"{folder} holds a model already; name another folder.")
+    params = lora.merged(params, config.lora_scale)
+    config = dataclasses.replace(config, lora=0)
     if like is None:
         said = settings.settings_of(config)
     else:

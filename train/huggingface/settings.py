@@ -19,7 +19,7 @@ _ACTIVATIONS = {
     "swish": "silu",
 }
 _NEVER = ("quantization_config", "num_local_experts", "num_experts", "parallel_lm_logits")
-_FREE = ("context", "dtype", "scan", "remat")  # a run chooses them
+_FREE = ("context", "dtype", "scan", "remat", "lora", "lora_alpha")  # a run chooses them
 
 
 def read(folder: str | pathlib.Path) -> tuple[str, DecoderConfig]:
@@ -105,6 +105,11 @@ def explicit(config: DecoderConfig) -> DecoderConfig:
 
 def require_same(config: DecoderConfig, other: DecoderConfig, folder: str) -> None:
     """Raises a ValueError that names the fields in which a run's model is not the folder's."""
+    if not isinstance(config, DecoderConfig):
+        raise ValueError(
+            f"start_from={folder!r} is a Hugging Face folder, and the model a "
+            f"{type(config).__name__}; write model=Pretrained()."
+        )
     ours, theirs = (dataclasses.asdict(_as_wanted(explicit(c))) for c in (config, other))
     wrong = [name for name in ours if ours[name] != theirs[name]]
     if wrong:

@@ -11,7 +11,7 @@ import numpy as np
 from flax import nnx
 
 from train import checks
-from train.models import modules
+from train.models import lora, modules
 from train.models.modules import PathRngs
 
 STACKED = "^blocks/"
@@ -92,11 +92,15 @@ class DecoderConfig:
     """Whether the embedding of tokens is the output's matrix, too."""
     head_bias: bool = False
     """Whether an output's matrix of its own has a bias."""
+    lora: int = 0
+    """Rank of what is added to each matrix of the blocks and trained in its place; 0: nothing."""
+    lora_alpha: float = 16.0
+    """Times the rank's inverse, how much that counts."""
 
     def __post_init__(self):
         sizes = "layers", "width", "heads", "context", "vocab"
         checks.at_least(1, self, *sizes, of="model.")
-        least_0 = "mlp rotary_width positions first_position kv_heads head_width window"
+        least_0 = "mlp rotary_width positions first_position kv_heads head_width window lora"
         checks.at_least(0, self, *least_0.split(), of="model.")
         if not self.head_width:
             checks.divisible(self, "width", "heads")
@@ -124,6 +128,11 @@ class DecoderConfig:
         return STACKED if self.scan else None
 
     @property
+    def lora_scale(self) -> float:
+        """What the product of two thin matrices is multiplied with."""
+        return self.lora_alpha / max(1, self.lora)
+
+    @property
     def head_size(self) -> int:
         """Features of a head."""
         return self.head_width or self.width // self.heads
@@ -144,7 +153,8 @@ class Block(nnx.Module):
     def __init__(self, config: DecoderConfig, causal: bool, *, rngs: PathRngs):
         c = self.config = config
         self.causal, self.kv_heads = causal, c.kv_heads or c.heads
-        linear = functools.partial(nnx.Linear, dtype=c.dtype, kernel_init=INIT)
+        linear = functools.partial(lora.Linear, rank=c.lora, scale=c.lora_scale)
+        linear = functools.partial(linear, dtype=c.dtype, kernel_init=INIT)
         inner, mlp = c.heads * c.head_size, c.mlp or 4 * c.width
         out_init = nnx.initializers.normal(0.02 / (2 * c.layers) ** 0.5)
 

@@ -1,6 +1,7 @@
 """Runs whose replicas hold all parameters: any transformation that averages over them."""
 
 import functools
+import re
 from typing import Any
 
 import jax
@@ -9,6 +10,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxcomp
+from jaxcomp.compressors.policies import path_of
 from train.config import Config
 from train.config.run import AXIS_NAME, update
 from train.models import build
@@ -24,7 +26,7 @@ def resolve(config: Config) -> Placement:
       ValueError: If it is no transformation.
     """
     alone = update(config)
-    tx = jaxcomp.per_replica(_per_layer(config, alone), AXIS_NAME)
+    tx = jaxcomp.per_replica(_of_trainable(config, _per_layer(config, alone)), AXIS_NAME)
     return Placement(
         update=alone,
         tx=tx,
@@ -41,6 +43,21 @@ def _per_layer(config: Config, tx: optax.GradientTransformation) -> optax.Gradie
     if pattern is None or not config.per_layer:
         return tx
     return jaxcomp.per_layer(tx, jaxcomp.by_path((pattern, True), (".*", False)))
+
+
+def _of_trainable(config: Config, tx: optax.GradientTransformation) -> optax.GradientTransformation:
+    if config.trainable is None:
+        return tx
+    trains = lambda key, _: bool(re.search(config.trainable, path_of(key)))
+    labels = lambda params: jax.tree_util.tree_map_with_path(trains, params)
+    if not any(jax.tree.leaves(labels(build.param_shapes(config)))):
+        raise ValueError(
+            f"trainable={config.trainable!r} matches no parameter's path; write a part of one, as "
+            "--trainable 'lora_[ab]$' with --model.lora 8."
+        )
+    # The mean of what stays is never sent: nobody looks at it.
+    mean = jaxcomp.compressed_mean(jaxcomp.identity(), AXIS_NAME)
+    return optax.partition({True: tx, False: optax.chain(mean, optax.set_to_zero())}, labels)
 
 
 def _functions(config: Config, tx: optax.GradientTransformation, mesh: Mesh) -> Functions:

@@ -47,6 +47,11 @@ def qsdp_of(config: Config) -> jaxcomp.QSDP:
             f"overlap=True cannot be used with qsdp={config.qsdp!r}; set one of the two to False "
             "or None."
         )
+    if config.trainable is not None:
+        raise ValueError(
+            f"trainable={config.trainable!r} excludes qsdp={config.qsdp!r}, by which gradients of "
+            "all shards are sent; write --qsdp None."
+        )
     if not isinstance(config.model, DecoderConfig):
         raise ValueError(
             f"qsdp={config.qsdp!r} needs a model whose blocks can gather for themselves: write "

@@ -1,0 +1,95 @@
+"""Thin matrices: a model begins as it was, trains them alone, and takes them up."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.helpers.launching import words
+from train import task as tasks
+from train.config import Config, Data, Optimizer
+from train.models import lora
+from train.models.decoder import Decoder, DecoderConfig
+from train.models.modules import PathRngs, split
+
+PLAIN = DecoderConfig(layers=2, width=16, heads=2, context=8, scan=True)
+THIN = dataclasses.replace(PLAIN, lora=2, lora_alpha=6.0)
+TOKENS = np.random.default_rng(0).integers(0, 256, (2, 8), np.int32)
+
+
+def made(config):
+    return split(Decoder(config, rngs=PathRngs(0)))
+
+
+def test_a_model_begins_as_without_and_takes_up_what_it_has_learned():
+    plain, params = made(PLAIN)
+    apply, thin = made(THIN)
+    jax.tree.map(np.testing.assert_array_equal, lora.merged(thin, THIN.lora_scale), params)
+    np.testing.assert_allclose(apply(thin, TOKENS), plain(params, TOKENS), rtol=0, atol=1e-6)
+    rng = np.random.default_rng(1)
+    learned = jax.tree.map(lambda x: x + rng.normal(0, 0.1, x.shape), lora.only(thin))
+    changed = lora.joined(lora.without(thin), learned)
+    assert jax.tree.structure(changed) == jax.tree.structure(thin)
+    assert len(jax.tree.leaves(learned)) == 8 and learned["embed"]["embedding"] is None
+    whole = lora.merged(changed, THIN.lora_scale)
+    kernel, thin_one = whole["blocks"]["up"]["kernel"], changed["blocks"]["up"]
+    product = thin_one["lora_a"][1] @ thin_one["lora_b"][1]
+    expected = thin_one["kernel"][1] + 3.0 * product
+    np.testing.assert_allclose(kernel[1], expected, rtol=1e-6)
+    np.testing.assert_allclose(apply(changed, TOKENS), plain(whole, TOKENS), rtol=0, atol=1e-5)
+
+
+def config_of(tmp_path, **changes):
+    update = "chain(compressed_mean(identity(), axis_name), sgd(learning_rate))"
+    return Config(
+        name="thin",
+        steps=4,
+        replicas=2,
+        optimizer=Optimizer(update, 0.1, schedule="constant"),
+        data=Data(path=words(tmp_path / "text"), batch=4),
+        **{"model": THIN, "trainable": lora.TRAINED} | changes,
+    )
+
+
+@pytest.mark.parametrize(
+    ("trainable", "model"), [(lora.TRAINED, THIN), ("(^|/)bias$", dataclasses.replace(PLAIN))]
+)
+def test_what_is_trained_is_all_that_changes_and_is_sent(trainable, model, tmp_path):
+    task = tasks.make_task(config_of(tmp_path, model=model, trainable=trainable))
+    params, state = task.init()
+    before = jax.tree.map(np.asarray, params)
+    for step in range(2):
+        params, state, _ = task.step(params, state, task.batch(step))
+    changed, numel = set(), 0
+    for (key, old), new in zip(
+        jax.tree_util.tree_leaves_with_path(before), jax.tree.leaves(params), strict=True
+    ):
+        if np.any(old != np.asarray(new)):
+            changed.add(jax.tree_util.keystr(key[-1:], simple=True))
+            numel += old.size
+    assert changed == ({"lora_a", "lora_b"} if model is THIN else {"bias"})
+    # An exact mean of two sends each half once, there and back: 4 bytes a parameter, and no more
+    # but what tells that all are finite.
+    assert 4 * numel <= task.sent_bytes <= 4 * numel + 64
+
+
+def test_what_cannot_be_trained_so_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"model.lora=2 .*; write --trainable 'lora_\[ab\]\$'"):
+        config_of(tmp_path, trainable=None)
+    nothing = config_of(tmp_path, trainable="lora_c")
+    with pytest.raises(ValueError, match="trainable='lora_c' matches no parameter's path"):
+        tasks.make_task(nothing)
+    sharded = config_of(tmp_path, qsdp="qsdp(axis_name)")
+    with pytest.raises(ValueError, match="excludes qsdp="):
+        tasks.make_task(sharded)
+
+
+def test_it_computes_in_the_model_s_type():
+    apply, params = made(dataclasses.replace(THIN, dtype="bfloat16"))
+    assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype("float32")}
+    text = jax.jit(apply).lower(params, TOKENS).as_text()
+    assert not [
+        line for line in text.splitlines() if "dot_general" in line and "xbf16>" not in line
+    ]

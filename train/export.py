@@ -1,0 +1,78 @@
+"""`python -m train.export RUN FOLDER`: writes a run's parameters as a Hugging Face folder."""
+
+import argparse
+import pathlib
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from train.checkpoints import mean, store
+from train.huggingface import folder
+from train.models import modules
+from train.models.decoder import Decoder, DecoderConfig
+from train.processes.exits import clean_exits
+
+
+def export(run: pathlib.Path, to: pathlib.Path, dtype: str, like: pathlib.Path | None) -> None:
+    """Writes the parameters of a run's last checkpoint, in the mean over its replicas.
+
+    Args:
+      run: The run's folder, as runs/nano_dense.
+      to: A folder without a model.
+      dtype: float32, bfloat16 or float16.
+      like: The Hugging Face folder whose tokenizer and config.json go along; None: the one that
+        the run, or the first of the runs before it, has begun with.
+
+    Raises:
+      ValueError: If the run is no language model, or its form none of Hugging Face's.
+    """
+    checkpoints = run / "checkpoints"
+    config = store.read_metadata(checkpoints)["config"]
+    model = model_of(config, run)
+    _, shapes = modules.split(nnx.eval_shape(lambda: Decoder(model, rngs=modules.PathRngs(0))))
+    params = mean.restore_whole(checkpoints, shapes, jax.make_mesh((1,), ("replica",)))
+    folder.save(to, model, params, jnp.dtype(dtype), like or origin(config["start_from"]))
+
+
+def model_of(config: dict[str, Any], run: pathlib.Path) -> DecoderConfig:
+    """The decoder of a recorded config."""
+    model = dict(config["model"])
+    if config["objective"] != "next_token" or model.pop("type", "DecoderConfig") != "DecoderConfig":
+        raise ValueError(
+            f"{run} is no language model that goes on with a text; export another run."
+        )
+    plain = {k: tuple(v) if isinstance(v, list) else v for k, v in model.items()}
+    return DecoderConfig(**plain)
+
+
+def origin(start_from: str | None) -> pathlib.Path | None:
+    """The Hugging Face folder that a chain of runs has begun with, if it has and is still there."""
+    while start_from is not None and not folder.is_folder(start_from):
+        checkpoints = pathlib.Path(start_from, "checkpoints")
+        if not checkpoints.is_dir():
+            print(f"{start_from} is gone; --like FOLDER names its tokenizer.", file=sys.stderr)
+            return None
+        start_from = store.read_metadata(checkpoints)["config"]["start_from"]
+    return None if start_from is None else pathlib.Path(start_from)
+
+
+def main(args: list[str]) -> None:
+    """Runs the program; a user's mistake ends it with one message and exit status 2."""
+    parser = argparse.ArgumentParser(prog="python -m train.export", description=__doc__)
+    parser.add_argument("run", type=pathlib.Path, help="as runs/nano_dense")
+    parser.add_argument("folder", type=pathlib.Path, help="a new one")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
+    parser.add_argument("--like", type=pathlib.Path, help="folder whose tokenizer goes along")
+    options = parser.parse_args(args)
+    # Parameters go from one file to another: no accelerator is needed, nor is its memory.
+    jax.config.update("jax_platforms", "cpu")
+    with clean_exits():
+        export(options.run, options.folder, options.dtype, options.like)
+        print(f"{options.folder} holds the model of {options.run}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,62 @@
+"""`python -m train.generate FOLDER PROMPT`: the likeliest text by a Hugging Face folder's model."""
+
+import argparse
+import dataclasses
+import pathlib
+import sys
+
+import jax
+from flax import nnx
+
+from train.data.tokenizer import load_tokenizer
+from train.huggingface import folder, settings
+from train.models import generate, modules
+from train.models.decoder import Decoder
+from train.processes.exits import clean_exits
+
+
+def generated(path: pathlib.Path, prompt: str, count: int) -> str:
+    """Goes on with a text by its likeliest token, again and again, in float32.
+
+    Args:
+      path: A Hugging Face folder with a tokenizer.json.
+      prompt: The text's beginning, of at least one token.
+      count: Tokens to add.
+
+    Returns:
+      Beginning and end.
+
+    Raises:
+      ValueError: If the folder or its tokenizer cannot be read, or is made for shorter texts.
+    """
+    tokenizer = load_tokenizer(path)
+    tokens = [*tokenizer.begin, *tokenizer.encode([prompt])[0].tolist()]
+    _, config = settings.read(path)
+    total = len(tokens) + count
+    if not tokens or total > config.positions:
+        raise ValueError(
+            f"a text of {len(tokens)} + {count} tokens needs a beginning, and a model made for "
+            f"more than {config.positions} tokens; write another PROMPT, or --tokens."
+        )
+    config = dataclasses.replace(config, context=total, scan=True)
+    apply, shapes = modules.split(nnx.eval_shape(lambda: Decoder(config, rngs=modules.PathRngs(0))))
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), shapes)
+    text = jax.jit(lambda p, t: generate.greedy(lambda tokens: apply(p, tokens), t, count))
+    found = text(folder.load(path, config, like), jax.numpy.asarray([tokens]))
+    return tokenizer.decode(found[0].tolist())
+
+
+def main(args: list[str]) -> None:
+    """Runs the program; a user's mistake ends it with one message and exit status 2."""
+    parser = argparse.ArgumentParser(prog="python -m train.generate", description=__doc__)
+    parser.add_argument("folder", type=pathlib.Path)
+    parser.add_argument("prompt")
+    parser.add_argument("--tokens", type=int, default=50, help="how many to add")
+    options = parser.parse_args(args)
+    with clean_exits():
+        print(generated(options.folder, options.prompt, options.tokens))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
