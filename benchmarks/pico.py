@@ -37,6 +37,11 @@ STEPS = 8000
 EVERY = 16  # steps from one meeting to the next
 TOGETHER = 100  # steps of one program
 
+# Steps that meet often at first; the last step of the run is a meeting.
+OFTEN_AT_FIRST = f"schedules.growing(32, longest={EVERY})"
+# A value and its position of every 64 in 8 bits: an eighth of a bit a parameter and meeting.
+GROUPS = "compose(group_top_1(64), bin_means(2))"
+
 # `optimizer.update` and the rate: nano's best for methods that it has. Not tuned here.
 METHODS: dict[str, tuple[str, float]] = {
     "dense Adam": (methods.METHODS["dense Adam"].update, 6e-3),
@@ -44,7 +49,29 @@ METHODS: dict[str, tuple[str, float]] = {
         f"diloco(adam(learning_rate), axis_name, every={EVERY}, code=quantize(4))",
         3e-3,
     ),
+    "DiLoCo, 4 bits, often at first": (
+        f"diloco(adam(learning_rate), axis_name, every={OFTEN_AT_FIRST}, code=quantize(4))",
+        3e-3,
+    ),
     "SparseLoCo": (f"sparse_loco(adam(learning_rate), axis_name, every={EVERY})", 6e-3),
+    "SparseLoCo, every 4th": (
+        "sparse_loco(adam(learning_rate), axis_name, every=4, error_decay=1.0)",
+        6e-3,
+    ),
+    "groups of 64, 2 bits": (
+        f"local_steps(adam(learning_rate), axis_name, every={EVERY}, code={GROUPS}, "
+        "outer=sgd(1.0), error_decay=0.95, mean=gathered)",
+        6e-3,
+    ),
+    "MuLoCo": (f"muloco(learning_rate, axis_name, every={EVERY})", 1e-2),
+    "4 bits": (methods.METHODS["4-bit Adam"].update, 6e-3),
+    "PowerSGD": ("chain(power_sgd(4, axis_name), sgd(learning_rate, momentum=0.9))", 0.1),
+    "Dion": (
+        "dion(learning_rate, axis_name, rank=16, others=adam(learning_rate), "
+        "exact=by_path(('embed|position', True), ('kernel', False), ('.*', True)))",
+        2e-2,
+    ),
+    "DeMo": ("demo(learning_rate, axis_name)", 1e-3),
     "CocktailSGD, no delay, 88x": (methods.METHODS["CocktailSGD, no delay, 88x"].update, 6e-3),
     "0/1 Adam": (methods.METHODS["0/1 Adam, warm-up, variances of 8 bits"].update, 6e-3),
 }

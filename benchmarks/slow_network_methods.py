@@ -29,6 +29,12 @@ METHODS = {
     "CocktailSGD, 8 bits": f"cocktail_sgd({ADAM}, axis_name, compressor=quantize(8))",
     "CocktailSGD, 8 bits, overlapped": f"cocktail_sgd({ADAM}, axis_name, compressor=quantize(8))",
     "sharded Adam, 4 bits": f"sharded_optimizer({ADAM}, axis_name)",
+    **{
+        f"PowerSGD {rank}": f"chain(power_sgd({rank}, axis_name, warmup_steps=2), {SGD})"
+        for rank in (1, 4)
+    },
+    "DiLoCo, 4 bits, every 4th": f"diloco({ADAM}, axis_name, every=4, code=quantize(4))",
+    "SparseLoCo, every 4th": f"sparse_loco({ADAM}, axis_name, every=4)",
     LAMB: MEAN.format("identity()", "lamb(learning_rate)"),
     "SLAMB": "slamb(learning_rate, axis_name, density=0.1, sync_every=8)",
     "SLAMB, 8 bits": "slamb(learning_rate, axis_name, sync_every=8, "

@@ -38,10 +38,23 @@ def test_a_preset_lowers_the_loss_of_the_consensus(name):
     assert loss_fn(params, batch) < 0.95 * before
 
 
-def test_sparse_loco_sends_146_times_fewer_bytes_in_a_round_and_none_between():
-    """A 64th of the entries, by 12 bits of position and 2 of value: 0.219 bits a parameter."""
+GROUPS = jaxcomp.compose(jaxcomp.group_top_1(64), jaxcomp.bin_means(2))
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "fewer"),
+    [
+        (jaxcomp.sparse_loco, {"density": 1 / 64}, 146.3),
+        (jaxcomp.local_steps, {"code": GROUPS, "mean": jaxcomp.gathered}, 256.0),
+    ],
+    ids=["sparse_loco", "groups"],
+)
+def test_sparse_codes_send_so_many_times_fewer_bytes_in_a_round_and_none_between(
+    make, options, fewer
+):
+    """A 64th of the entries, by 2 bits of value and 12 of position; or 6 in groups of 64."""
     mesh, numel = mesh_of(2), 4096 * 1280
-    tx = jaxcomp.sparse_loco(optax.sgd(0.1), "replica", every=30, density=1 / 64)
+    tx = make(optax.sgd(0.1), "replica", every=30, **options)
     loss = lambda params, batch: jnp.vdot(params["w"], params["w"]) * jnp.mean(batch)
     init, step = jaxcomp.train_step(loss, tx, mesh, "replica")
     params = {"w": jax.ShapeDtypeStruct((numel,), jnp.float32)}
@@ -50,4 +63,4 @@ def test_sparse_loco_sends_146_times_fewer_bytes_in_a_round_and_none_between():
     sent = report.sent_bytes_by_part(program, mesh, "replica")
     assert set(sent) == {"", "synchronize"} and sent[""] == 0
     dense = 4 * numel  # of every replica to every other one
-    assert round(dense / sent["synchronize"], 1) == 146.3
+    assert round(dense / sent["synchronize"], 1) == fewer
