@@ -38,7 +38,7 @@ Path = tuple[KeyEntry, ...]
 class MethodState(abc.ABC):  # noqa: B024, what counts is who is registered
     """The type of states whose fields the library knows by the protocol above.
 
-    A NamedTuple has no other base class, so that the state of a method is registered:
+    A NamedTuple has no other base class, so that the state of a method is registered::
 
         @jaxcomp.MethodState.register
         class MyState(NamedTuple):
