@@ -29,12 +29,12 @@ class Device(NamedTuple):
     Attributes:
       platform: "cuda" or "tpu".
       kind: A part of the name by which JAX calls it, `jax.Device.device_kind`.
-      memory_bytes: Of one device.
+      memory_bytes: Bytes of one device.
       bandwidth: Bytes a second of its memory.
-      flops: Of its matrix products a second in bfloat16; in float32 where it has none of these.
+      flops: FLOP a second of matrix products in bfloat16; in float32 where it has none of these.
       link: Bytes a second, one way, from it to the others of its host.
       kernel_seconds: From one kernel's start to the next one's, if they do nothing.
-      target: Of a GPU, the fields of XLA's description that are its own; () of a TPU.
+      target: The fields of XLA's description that are a GPU's own; () for a TPU.
     """
 
     platform: str

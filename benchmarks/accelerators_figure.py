@@ -126,8 +126,8 @@ def draw(rows: list[dict], path: pathlib.Path) -> None:
     """Draws the predicted step against a host's rate, a panel a device, model and mesh.
 
     Args:
-      rows: Of `benchmarks.accelerators`; those with an error are left out, and so are small models,
-        scanned ones beside unrolled ones, and meshes without a dense step.
+      rows: Rows of `benchmarks.accelerators`; those with an error are left out, and so are small
+        models, scanned ones beside unrolled ones, and meshes without a dense step.
       path: The picture; its suffix says the format.
 
     Raises:

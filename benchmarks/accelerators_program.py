@@ -76,7 +76,7 @@ class Program:
             yield self.module.computations[name]
 
     def of_instruction(self, computation: hlo.Computation, instruction: hlo.Instruction) -> Cost:
-        """Of one line, with what it calls."""
+        """Cost of one line, with what it calls."""
         op = instruction.op
         names = [name for role, _, name in hlo.called(instruction) if role != "condition"]
         if op == "while":

@@ -29,7 +29,7 @@ class Work(NamedTuple):
     """What one step needs.
 
     Attributes:
-      flops: Of the gradient's products on one device.
+      flops: FLOP of the gradient's products on one device.
       moved: Bytes that kernels move on one device.
       kernels: That run on one device.
       fast_bytes: That one device sends to others of its host.

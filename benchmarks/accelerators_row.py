@@ -134,7 +134,7 @@ def _counted(crossing: list[Message]) -> dict[str, dict[str, int]]:
 
 
 def _cpu_seconds() -> float:
-    """Of this process and of those that have ended, as the assembler: a busy machine adds none."""
+    """Seconds of this process and of ended ones, as the assembler: a busy machine adds none."""
     return sum(os.times()[:4])
 
 

@@ -113,7 +113,7 @@ def build_step(model: DecoderConfig, method: Method, mesh: Mesh, in_shards: bool
     Args:
       model: Its size.
       method: Its update.
-      mesh: Of hosts, or of hosts and their devices. Where the method knows no fast axis, all
+      mesh: Mesh of hosts, or of hosts and their devices. Where the method knows no fast axis, all
         devices are replicas alike.
       in_shards: Whether the parameters of a replica, which is a host, lie on all its devices.
     """

@@ -101,7 +101,7 @@ def start(
         for worker in workers:
             worker.process.kill()
         for worker in workers:
-            # Of a worker that has ended, the input may hold a call that nobody has read.
+            # The input of a worker that has ended may hold a call that nobody has read.
             with contextlib.suppress(BrokenPipeError), worker.process:
                 pass
 
@@ -111,7 +111,7 @@ def call(workers: Sequence[Worker], name: str, seconds: float, **arguments: Any)
 
     Args:
       workers: Whom to call.
-      name: Of the function.
+      name: Name of the function.
       seconds: How long to wait for all answers.
       **arguments: Its arguments, the same for all.
 

@@ -141,7 +141,7 @@ def main() -> None:
         for rate in args.rates or METHODS[method].rates:
             for seed in args.tuning_seeds:
                 ensure(method, rate, seed)
-        # Of the tuning seeds alone, else the others would move the choice while they are run.
+        # The tuning seeds alone: the others would move the choice while they are run.
         best = best_rate(rows_of(method), args.tuning_seeds)
         for seed in args.seeds:
             ensure(method, best, seed)

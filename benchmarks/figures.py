@@ -55,15 +55,15 @@ def summarize(rows: list[dict], task: str, steps: int) -> list[Summary]:
 def table(summaries: list[Summary]) -> str:
     """The methods as a Markdown table; bits are per parameter and direction of an all-reduce."""
     lines = [
-        "| method | rate | bits/parameter | bytes/step | validation loss | seeds |",
+        "| method | learning rate | bits | MB/step | validation loss | seeds |",
         "|---|---|---|---|---|---|",
     ]
     for s in summaries:
-        spread = f" ({min(s.losses):.4f} to {max(s.losses):.4f})" if len(s.losses) > 1 else ""
+        spread = f" ({min(s.losses):.3f} to {max(s.losses):.3f})" if len(s.losses) > 1 else ""
         lines.append(
-            f"| {s.method} | {s.learning_rate:g} | {s.bits_per_parameter:.2f} "
-            f"| {s.sent_bytes_per_step:,.0f} "
-            f"| {statistics.fmean(s.losses):.4f}{spread} | {len(s.losses)} |"
+            f"| {s.method} | {s.learning_rate:g} | {s.bits_per_parameter:.3g} "
+            f"| {s.sent_bytes_per_step / 1e6:.3g} "
+            f"| {statistics.fmean(s.losses):.3f}{spread} | {len(s.losses)} |"
         )
     return "\n".join(lines)
 
@@ -85,8 +85,8 @@ def draw(summaries: list[Summary], path: pathlib.Path, shown: Sequence[str] = SH
     """Validation loss against steps and against bytes, a band from the best to the worst seed.
 
     Args:
-      summaries: Of one task, the baseline first.
-      path: Of the picture.
+      summaries: Summaries of one task, the baseline first.
+      path: Path of the picture.
       shown: The methods that are drawn where there are more than eight.
     """
     all_names = [summary.method for summary in summaries]

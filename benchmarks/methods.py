@@ -110,7 +110,7 @@ def _slamb(arguments: str, sync_every: int = 25) -> Method:
 
 
 # CocktailSGD's exchange at growing compression. The factors are those of the codes against
-# float16, without what travels exact.
+# float16, without float32 leaves.
 FACTORS = {
     "4x": "quantize(4)",
     "10x": "cocktail(random=0.5, top=0.5)",  # the authors' for pre-training

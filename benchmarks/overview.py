@@ -102,7 +102,7 @@ def draw(path: pathlib.Path, narrow: bool) -> None:
     """Draws both panels: seconds a step against the rate, and loss against bits.
 
     Args:
-      path: Of the picture.
+      path: Path of the picture.
       narrow: Whether one panel stands above the other, for telephones.
     """
     shape, size = ((2, 1), (5, 8)) if narrow else ((1, 2), (12, 4.4))

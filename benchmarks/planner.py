@@ -96,7 +96,7 @@ def measurements(
       net: The hosts.
       options: As `parse` reads them.
       folder: For logs and compiled programs.
-      sizes: Of the messages by which the link is measured, in bytes.
+      sizes: Sizes of the messages by which the link is measured, in bytes.
     """
     team = Team([sys.executable, "-m", "benchmarks.planner_worker"], {}, connected=True)
     compiled = os.environ.get("JAX_COMPILATION_CACHE_DIR", str(folder / "compiled"))

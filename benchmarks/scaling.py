@@ -69,11 +69,11 @@ def table(
     """The rows in Markdown: bytes, memory, and the model's efficiency at each rate.
 
     Args:
-      rows: Of `measured`.
+      rows: Rows of `measured`.
       rates: bit/s of a replica's link.
       latency: Seconds of a round.
-      compute_seconds: Of a replica's gradient; by default what 64 sequences of 128 take at 6 FLOP
-        a parameter of BERT-Large and token, and 120 TFLOP/s.
+      compute_seconds: Seconds of a replica's gradient; by default what 64 sequences of 128 take at
+        6 FLOP a parameter of BERT-Large and token, and 120 TFLOP/s.
     """
     lines = [
         ["method", "replicas", "bytes/step", "MiB held"] + [f"{r / 1e9:g} Gbit/s" for r in rates]

@@ -35,9 +35,9 @@ def predicted_seconds(
     """A step by the model of `benchmarks.scaling`, its update's own time not left out.
 
     Args:
-      messages: Of the step, as compiled for so many devices.
+      messages: Messages of the step, as compiled for so many devices.
       found: Whose latency counts, at whose rate.
-      compute_seconds: Of the gradient and the update.
+      compute_seconds: Seconds of the gradient and the update.
       hosts: How many there are.
     """
     latency = found.link["all-reduce"]["seconds"][0] / (2 * (hosts - 1))

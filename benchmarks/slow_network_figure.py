@@ -57,7 +57,7 @@ def lines(axes: Axes, rows: list[dict], shown: Sequence[str]) -> None:
 
     Args:
       axes: Where to draw.
-      rows: Of one file.
+      rows: Rows of one file.
       shown: The methods, eight at most, in the order of their colours.
     """
     rates = list(dict.fromkeys(row["rate"] for row in rows))

@@ -36,7 +36,7 @@ def config_of(
       update: The optimizer, as `optimizer.update` of a config.
       model: Fields of `DecoderConfig`.
       replicas: Devices of all hosts.
-      sequences: Of one replica and step.
+      sequences: Sequences of one replica and step.
       overlap: Whether the exchange is dispatched beside the gradient.
       qsdp: How parameters live in shards; None: each replica holds all.
       fast: Devices of a host.

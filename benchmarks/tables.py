@@ -24,9 +24,9 @@ def table(name: str, patterns: list[str], task: str = "nano", steps: int = 1000)
 
     Args:
       name: A key of `TABLES`, mostly the stem of a file.
-      patterns: Of `fnmatch`, on methods' names; of none, all rows.
-      task: Of the convergence rows.
-      steps: Of the convergence rows.
+      patterns: Patterns of `fnmatch`, on methods' names; of none, all rows.
+      task: Task of the convergence rows.
+      steps: Steps of the convergence rows.
 
     Returns:
       The table; without rows, a sentence that says so.

@@ -48,7 +48,7 @@ def points(axes: Axes, summaries: list[Summary], named: list[str]) -> None:
 
     Args:
       axes: Where to draw.
-      summaries: Of one task, the baseline first; its range of seeds is shaded.
+      summaries: Summaries of one task, the baseline first; its range of seeds is shaded.
       named: The methods, eight at most, that get a colour and a name; others are small dots.
     """
     first = summaries[0].losses
@@ -79,9 +79,9 @@ def draw(summaries: list[Summary], most: float, path: pathlib.Path) -> None:
     """Draws `points`; the names are those of the baseline and of the front.
 
     Args:
-      summaries: Of one task, the baseline first.
+      summaries: Summaries of one task, the baseline first.
       most: Loss above which methods are left out.
-      path: Of the picture.
+      path: Path of the picture.
     """
     figure = Figure(figsize=(9, 5.5), layout="constrained")
     axes = figure.subplots()

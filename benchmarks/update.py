@@ -3,7 +3,7 @@
     python -m benchmarks.update --json FILE [--model 14M] [--repeats 9]
 
 An update is a step without its gradient: coding, decoding, the optimizer and the new parameters,
-of one replica alone. Of methods that skip rounds each kind of step has a row. A row's update, that
+of one replica alone. For methods that skip rounds each kind of step has a row. A row's update, that
 of the dense method and the gradient of one sequence take turns, so that a busy machine slows all
 alike; `ratio` and `step_ratio` are medians over the turns. What owners encode again for all, one
 replica alone encodes in full: a two-shot mean goes 6 times over a bucket, among four 4.5 times.
@@ -68,7 +68,7 @@ def row(method: str, sends: str, turns: list[tuple[float, float, float]]) -> dic
     Args:
       method: Its name.
       sends: What the step sends.
-      turns: Of each turn the dense method's update, this one, and the gradient.
+      turns: For each turn the dense method's update, this one, and the gradient.
     """
     dense, update, gradient = zip(*turns, strict=True)
     quotients = [u / d for d, u, _ in turns]

@@ -174,7 +174,7 @@ def plan(sync_at: Schedule, variance_at: Schedule, steps: int) -> Plan:
     Args:
       sync_at: Steps that synchronize.
       variance_at: Steps that learn the variance.
-      steps: Of the run, at least 1.
+      steps: Steps of the run, at least 1.
 
     Raises:
       ValueError: If there are no steps, or the variance is learned in a step that does not

@@ -68,8 +68,8 @@ initial_params = lambda: split(Decoder(config, rngs=PathRngs(0)))[1]
 #
 # Two codes on a mesh of eight CPU devices, by messages between them, and on one device. The
 # programs add in another order, so that they differ by roundings; below a millionth of the way
-# after twenty steps. Of the two, four bits are closer: what is rounded to one of 15 numbers has
-# mostly the same code.
+# after twenty steps. The two runs at 4 bits are closer: a value that is rounded to one of 15
+# numbers has mostly the same code.
 
 # %%
 cpus = jax.devices("cpu")

@@ -52,11 +52,11 @@ def translate(config: dict[str, Any], steps: int) -> Translation:
 
     Args:
       config: What the JSON file holds.
-      steps: Of the whole run, which DeepSpeed's file does not say.
+      steps: Steps of the whole run, which DeepSpeed's file does not say.
 
     Returns:
-      The fields to set, and a note for every key that is not among them, or means less here. Of
-      the file only numbers get into the fields, and names of keys, quoted, into the notes.
+      The fields to set, and a note for every key that is not among them, or means less here. Only
+      the file's numbers get into the fields, and only names of keys, quoted, into the notes.
 
     Raises:
       ValueError: For an optimizer that is not one of `OPTIMIZERS`, a schedule that is not of the

@@ -153,7 +153,7 @@ def gather_losses(mesh: Mesh) -> Callable[[list[jax.Array]], jax.Array]:
     """Makes the jitted function that brings losses of several steps to all processes.
 
     Args:
-      mesh: Of the run.
+      mesh: Mesh of the run.
 
     Returns:
       A function of `steps` arrays f32[num_replicas], as a step returns them, that gives

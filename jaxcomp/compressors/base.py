@@ -84,10 +84,10 @@ class Compressor:
       linear: Whether the decoded sum of payloads is the sum of the decoded ones. Then
         payloads may be summed on the wire.
       selection: The sparsifier's halves, by which `compose` chains it; None for others.
-      shared_selection: Of a chain whose first stage keeps the same entries on all replicas: that
+      shared_selection: For a chain whose first stage keeps the same entries on all replicas: that
         stage's halves and the code of what it keeps, so that an exchange need not touch the
         rest; None for others.
-      stages: Of a chain, what `compose` has chained; empty for others.
+      stages: The codes that `compose` has chained; empty for others.
       levels: How its levels are learned; None for a code whose levels are fixed.
     """
 

@@ -33,7 +33,7 @@ def learned_levels(
       block: Neighbours that share a minimum and a range.
       rounding: "nearest", whose levels then minimize the squared error; or "stochastic", up or
         down at random by the private key, unbiased, whose levels minimize its variance.
-      scale_dtype: Of the minimum and the range, as for `quantize`.
+      scale_dtype: Dtype of the minimum and the range, as for `quantize`.
 
     Raises:
       ValueError: At construction, for arguments outside these ranges.

@@ -16,7 +16,7 @@ _RUN = 1024  # neighbours that are sent together: a whole tile of a TPU, 8 rows 
 
 
 def runs(stride):
-    """Of each `stride` runs of neighbours one, the next one each step."""
+    """One of each `stride` runs of neighbours, the next one in each step."""
 
     def select(x, shared):
         mine = shared.count % stride
@@ -81,7 +81,7 @@ def _rest(stride, size, values, mine):
 
 def _tiled(x, stride):
     """Whole groups of `stride` runs, as `f32[groups, stride, 8, 128]`, and what is left over."""
-    # Of the shape of a TPU's tiles, so that nothing is copied.
+    # The shape of a TPU's tiles: nothing is copied.
     end = x.size - x.size % (stride * _RUN)
     return x[:end].reshape(-1, stride, 8, _RUN // 8), x[end:]
 
@@ -109,7 +109,7 @@ def strided(stride):
 
 
 def drawn(stride):
-    """Of each `stride` entries, far from each other, one by the shared key."""
+    """One of each `stride` entries, far from each other, by the shared key."""
 
     def draw(shared, count):
         return jnp.floor(uniform(shared, (count,)) * stride).astype(jnp.int32)

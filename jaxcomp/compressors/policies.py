@@ -32,7 +32,7 @@ def policy_of(compressor: Compressor | Policy) -> Policy:
         if not isinstance(chosen, Compressor):
             raise ValueError(
                 f"the policy returned {chosen!r} for the leaf {path!r}; needs a Compressor; write "
-                "quantize(4), or identity() for what travels exact."
+                "quantize(4), or identity() for what is sent in float32."
             )
         return chosen
 

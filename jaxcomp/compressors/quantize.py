@@ -79,7 +79,7 @@ def quantize(
       rounding: "nearest"; "stochastic", up or down at random by the private key; "shift", to
         the nearest on a grid that is shifted by a random share of a step, one for the whole
         bucket, drawn from the shared key.
-      scale_dtype: Of the step and the minimum: bfloat16, float32, or float16, in which what
+      scale_dtype: Dtype of the step and the minimum: bfloat16, float32, or float16, in which what
         is below 6e-8 vanishes. "minmax" of values far from zero needs float32.
 
     Raises:

@@ -23,7 +23,7 @@ def rotated(code: Compressor, block: int = 128) -> Compressor:
     those of `code`; zeros that fill up the last block are coded, too.
 
     Args:
-      code: Of the rotated values: one that rounds. What a sparsifier leaves out would be of all
+      code: Code of the rotated values: one that rounds. A sparsifier would leave out parts of all
         values, and one that loses nothing gains nothing.
       block: Neighbours that are rotated together, a power of two.
 

@@ -27,7 +27,7 @@ def sign(
       scale: "l1", the mean of `|x|`, least in squared error, or "l2", the root of the mean square,
         as DeepSpeed's 1-bit optimizers have it.
       block: Neighbours that share a scale; None for one scale per bucket.
-      scale_dtype: Of the scales: float32, bfloat16 or float16.
+      scale_dtype: Dtype of the scales: float32, bfloat16 or float16.
 
     Raises:
       ValueError: At construction, for arguments outside these ranges.

@@ -68,8 +68,8 @@ def top_k(density: float, block: int | None = None) -> Compressor:
 
     Args:
       density: Share of the entries to send, in (0, 1]; `ceil(density * n)` of them are.
-      block: Neighbours among which to choose; None to choose from the whole bucket. Of a last,
-        incomplete block as many are sent as of the others.
+      block: Neighbours among which to choose; None to choose from the whole bucket. A last,
+        incomplete block sends as many as the others.
 
     Raises:
       ValueError: At construction, for arguments outside these ranges.

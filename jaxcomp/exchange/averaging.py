@@ -179,7 +179,7 @@ def feedback(state: Any) -> dict[str, Any]:
 
 
 def zero_residual(plan: buckets.Plan, axis_name: str) -> Any:
-    """A tree of zeros that varies, float32 or wider; None for leaves that travel exact or empty."""
+    """A tree of zeros that varies, float32 or wider; None for float32 or empty leaves."""
     leaves = [
         _zeros(shape, jnp.promote_types(dtype, jnp.float32), label, axis_name)
         if label.compressor != EXACT and math.prod(shape) > 0  # the others lose nothing

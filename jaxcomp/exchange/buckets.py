@@ -51,7 +51,7 @@ class Plan:
 
 
 def small_or_vector(*replica_axes: str) -> Callable[[str, Any], bool]:
-    """Makes the rule that names the leaves which travel exact unless told otherwise.
+    """Makes the rule that names the leaves which are sent in float32 unless told otherwise.
 
     They are norms and biases (anything with fewer than two axes) and leaves of fewer than
     1,024 elements, over all their shards, as in CGX: a percent of the bytes, and the most

@@ -28,13 +28,13 @@ class Transmission(NamedTuple):
 def transmit(compressor: Compressor, x: jax.Array, *, seed: int = 0) -> Transmission:
     """Encodes an array as one bucket, and decodes the message again; no network is needed.
 
-    To compare codes on real gradients. Of n independent normal numbers, no code of b bits
+    To compare codes on real gradients. On independent normal numbers, no code of b bits
     per parameter loses less than 4**-b in the mean.
 
     Args:
       compressor: Any code.
       x: Floating, of any shape, with at least one element.
-      seed: Of masks, shifts and stochastic rounding.
+      seed: Seed of masks, shifts and stochastic rounding.
 
     Returns:
       The `Transmission`.

@@ -28,11 +28,11 @@ def assert_no_dense(
 
     A gradient that loses its type inside `shard_map` is summed in float32 by JAX, and training
     looks healthy. The compiled program shows it. Messages are arrays of unsigned words that are
-    not summed on their way; what `identity()` sends as a message is one, too. Of each other array
-    as many elements as the axis has replicas are free, for a loss, a flag, a norm and padding.
+    not summed on their way; what `identity()` sends as a message is one, too. Each other array
+    may have as many elements as the axis has replicas, for a loss, a flag, a norm and padding.
 
     Args:
-      program: Of a step; or those of a step that consists of several; or HLO text.
+      program: Program of a step; or those of a step that consists of several; or HLO text.
       mesh: The mesh of the program.
       axis: The mesh axis that nothing dense may cross.
       exact: Pytree of arrays, or of their shapes: the leaves that cross it exact in every step, as
@@ -117,8 +117,8 @@ def _remedy(rows: list[Collective], axis: str, part: str, allowed: int) -> str:
         return (
             "The likely cause is jax.grad at parameters that are equal on all replicas, whose "
             "gradients JAX sums inside of shard_map, or a psum or pmean of gradients. "
-            f"Differentiate at jaxcomp.local_params(params, state, {axis!r}), keep check_vma=True, "
-            "and leave the mean to the transformation. Of leaves that travel exact (here "
+            f"Take gradients at jaxcomp.local_params(params, state, {axis!r}), keep check_vma=True "
+            "and leave the mean to the transformation. For leaves sent in float32 (here "
             f"{allowed:,} elements are named) write exact=[params['bias'], ...]."
         )
     return (

@@ -22,8 +22,8 @@ class Cost:
     first point it takes as long as there; beyond the last one the last line goes on.
 
     Attributes:
-      sent_bytes: Of the points, growing; two or more.
-      seconds: Of the points, not falling; at least 0.
+      sent_bytes: Bytes of the points, growing; two or more.
+      seconds: Seconds of the points, not falling; at least 0.
     """
 
     sent_bytes: tuple[float, ...]
@@ -113,7 +113,7 @@ class Method:
     """What a method adds to the computation of a step.
 
     Attributes:
-      name: Of its row.
+      name: Name of its row.
       messages: What it sends.
       codec_seconds: Seconds a step, in the mean over a run, that its update takes more than one
         without compression does, messages apart.
@@ -173,7 +173,7 @@ def plan(
     Args:
       methods: With different names, what changes least first. One must be without `changes`.
       link: The network between the replicas.
-      compute_seconds: Of a step without any exchange: gradient and update.
+      compute_seconds: Seconds of a step without any exchange: gradient and update.
       tolerance: Share of the fastest step that may be lost, at least 0.
 
     Raises:

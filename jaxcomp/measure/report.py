@@ -74,7 +74,7 @@ def collectives(program: Program | Sequence[Program], mesh: Mesh) -> list[Collec
     broadcast. B also bounds a ragged all-to-all from above: its sizes are known at run time.
 
     Args:
-      program: Of a step; or those of a step that consists of several. Text does not name its
+      program: Program of a step; or several that make one step. Text does not name its
         devices, so their order is taken to be the mesh's.
       mesh: The mesh of the program, whose axes the report names.
 

@@ -108,7 +108,7 @@ def update_timer(
     """Makes what times an update on every device at once, without a network.
 
     Args:
-      program: Of `update_program`, for the arguments that follow.
+      program: Program of `update_program`, for the arguments that follow.
       params: Shapes and dtypes of the parameters.
       mesh: That of `alone`.
       axis_name: The axis of the replicas.

@@ -80,8 +80,9 @@ def cocktail_sgd(
     Args:
       inner: Any optax optimizer, with its learning rate. It must not average over the replicas.
       axis_name: Mesh axis of the replicas.
-      compressor: Of all parameters; or a policy `(path, leaf) -> Compressor`, as `jaxcomp.by_path`
-        makes. Default: `jaxcomp.cocktail()`, 0.1838 bits per parameter and direction.
+      compressor: Compressor of all parameters; or a policy `(path, leaf) -> Compressor`, as
+        `jaxcomp.by_path` makes. Default: `jaxcomp.cocktail()`, 0.184 bits per parameter and
+        direction.
       exchange: How buckets travel: `wire.two_shot`, or `wire.gathered` for two replicas.
       warmup_steps: First steps in which `inner` sees the exact mean gradient: all replicas take
         the same step. One sends 1.13 times the bytes of a dense float32 all-reduce: the gradient's
@@ -93,7 +94,7 @@ def cocktail_sgd(
         the exchange may overlap with the gradient. If not, d_i + u_i travels in place of d_i, at
         the end of an interval of `sync_every`: from scratch the loss is lower.
       bucket_numel: Most elements of one message's bucket; by default at most 8 buckets a code.
-      seed: Of masks, shifts and stochastic rounding; equal on all replicas.
+      seed: Seed of masks, shifts and stochastic rounding; equal on all replicas.
 
     Returns:
       A `GradientTransformationExtraArgs` whose updates move the consensus, in float32. It
@@ -135,7 +136,7 @@ class _Settings(NamedTuple):
 def _init(settings, params):
     axis_name, zero = settings.transport.axis_name, jnp.zeros([], jnp.int32)
     drift = to_varying(jax.tree.map(moments.zeros, params), axis_name)
-    # Of the dtypes that its updates will see, and all of it this replica's own from the start.
+    # Its dtypes are those that updates will have; all of it is this replica's own from the start.
     inner = settings.inner.init(jax.tree.map(moments.widened, params))
     return CocktailSGDState(
         count=zero,

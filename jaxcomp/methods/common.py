@@ -17,7 +17,7 @@ def method(
     """Makes a transformation whose update gets what it can average.
 
     Args:
-      name: Of the method, for errors.
+      name: Name of the method, for errors.
       axis_name: Mesh axis of the replicas.
       init: `params -> state`.
       update: `(updates, state, params, **extra_args) -> (updates, state)`.
@@ -66,7 +66,7 @@ def decays(weight_decay: float, mask: Any, params: Any) -> Any:
     """The rate at which each leaf decays, a number: `weight_decay`, or 0 where masked.
 
     Args:
-      weight_decay: Of the leaves that decay.
+      weight_decay: Decay of the leaves that decay.
       mask: Tree of bool like `params`, or a prefix of it, whether a leaf decays; or a function
         that makes one of the parameters, as for `optax.adamw`. None: all do.
       params: The parameters.

@@ -24,7 +24,7 @@ class CompressedMeanState(NamedTuple):
 
     # i32[], updates so far; the source of all keys
     count: jax.Array  # type: ignore[assignment]
-    # f32 leaves of the parameters' shapes, not sent yet; None for those that travel exact, ()
+    # f32 leaves of the parameters' shapes, not sent yet; None for those sent in float32, ()
     # for the others without error feedback.
     residual: Any
     # One f32[numel / R] a bucket, None for those without owners: not passed on yet.
@@ -68,7 +68,7 @@ def compressed_mean(
       exact: `(path, leaf) -> bool`, which leaves travel as float32. Default: those with fewer than
         two axes, or fewer than 1,024 elements over all their shards.
       bucket_numel: Most elements of one message's bucket; by default at most 8 buckets a code.
-      seed: Of masks, shifts and stochastic rounding.
+      seed: Seed of masks, shifts and stochastic rounding.
 
     Returns:
       A `GradientTransformationExtraArgs`; updates keep shapes, and get the dtypes of `params`

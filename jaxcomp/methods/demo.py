@@ -61,7 +61,7 @@ def demo(
     Args:
       learning_rate: Constant, or a schedule of the steps.
       axis_name: Mesh axis of the replicas.
-      decay: Of the momentum, at each step.
+      decay: Decay of the momentum, at each step.
       top: Coefficients of each tile that travel, at least 1; of a smaller tile at most all.
       tile: Longest side of a tile; the sides are the largest divisors of a matrix' sides up to it.
         Of a vector a tile is a run; of more axes all but the last are one.
@@ -69,7 +69,7 @@ def demo(
       values: Code of the coefficients that travel; default: float32.
       mean: `jaxcomp.from_senders`, as the authors' code, divides a coefficient by the replicas that
         sent it; `jaxcomp.gathered` by all. The signs are others then.
-      seed: Of the code of the values.
+      seed: Seed of the code of the values.
 
     Returns:
       A `GradientTransformationExtraArgs` that keeps one float32 a parameter. A gradient that is not

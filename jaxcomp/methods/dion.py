@@ -22,14 +22,14 @@ from jaxcomp.replicas.types import to_varying, vary_like
 
 @MethodState.register
 class DionState(NamedTuple):
-    """State of `dion`; None in place of what belongs to leaves that travel exact."""
+    """State of `dion`; None in place of what belongs to leaves sent in float32."""
 
     # i32[], steps so far
     count: jax.Array  # type: ignore[assignment]
     # f32 leaves of the parameters' shapes: this replica's momentum. Its mean is never sent whole.
     residual: Any
     right: Any  # f32[n, rank] a matrix [m, n], equal on all replicas: columns of norm 1
-    others: Any  # state of the optimizer of what travels exact
+    others: Any  # state of the optimizer of float32 leaves
     rounds: Any  # {"all", "left_factor", "right_factor"}: i32[], how often each was sent
 
 
@@ -64,12 +64,12 @@ def dion(
         width costs little loss in the paper; the larger the model, the fewer are enough.
       momentum: What a direction keeps that was stepped along, in [0, 1).
       weight_decay: Factor of the matrices, times the rate.
-      others: Optimizer of what travels exact, of its mean gradient. Default:
+      others: Optimizer of leaves sent in float32, for their mean gradient. Default:
         `optax.adamw(learning_rate, b2=0.95, weight_decay=weight_decay)`.
-      exact: `(path, leaf) -> bool`, which leaves travel exact. Default: those with fewer than two
+      exact: `(path, leaf) -> bool`, which leaves are sent in float32. Default: fewer than two
         axes. Embeddings and heads belong to them, too.
       eps: Added to the norms of columns.
-      seed: Of the first factors; equal on all replicas.
+      seed: Seed of the first factors; equal on all replicas.
 
     Returns:
       A `GradientTransformationExtraArgs` that keeps one float32 a parameter, the factors, and the
@@ -122,11 +122,11 @@ class _Settings(NamedTuple):
     eps: float
 
     def key(self) -> Key:
-        """Of the first factors, and of noise that makes columns independent."""
+        """Key of the first factors, and of noise that makes columns independent."""
         return Key(jnp.int32(0), jnp.uint32(self.transport.seed))
 
     def shapes(self, tree: Any) -> list[tuple[int, int] | None]:
-        """Of each leaf its rows and columns; None of what travels exact."""
+        """Rows and columns of each leaf; None for leaves sent in float32."""
         return [
             None
             if leaf.ndim < 2 or not leaf.size or self.exact(path_of(path), leaf)
@@ -162,7 +162,7 @@ def _update(settings, updates, state, params, **extra_args):
     columns = map(treedef.flatten_up_to, (params, updates, state.residual, state.right))
     leaves, grads, momenta, rights = columns
     groups = low_rank.batches(leaves, shapes)
-    # Of each batch of matrices the momenta with this step's gradients, and the factors.
+    # For each batch of matrices the momenta with this step's gradients, and the factors.
     moved = lambda i: (momenta[i] + grads[i].astype(momenta[i].dtype)).reshape(shapes[i])
     matrices = [jnp.stack([moved(i) for i in group]) for group in groups]
     held = [jnp.stack([rights[i] for i in group]) for group in groups]
@@ -189,7 +189,7 @@ def _update(settings, updates, state, params, **extra_args):
 
 
 def _averaged(settings, count, matrices, held, exact, updates):
-    """The orthogonal factors on the left, those on the right, and what travels exact.
+    """The orthogonal factors on the left, those on the right, and the float32 leaves.
 
     Returns:
       One array a batch of matrices, twice; the mean of `exact`; and bool[], whether any replica's
@@ -209,7 +209,7 @@ def _averaged(settings, count, matrices, held, exact, updates):
 
 
 def _stepped(settings, matrix, p, r):
-    """Of a batch of momenta the direction of the step, the next factor, and what is left."""
+    """For a batch of momenta the direction of the step, the next factor, and what is left."""
     left = matrix - (1 - settings.momentum) * low_rank.product(p, low_rank.transposed(r))
     q = r / (jnp.linalg.norm(r, axis=1, keepdims=True) + settings.eps)
     scale = math.sqrt(matrix.shape[2] / matrix.shape[1])

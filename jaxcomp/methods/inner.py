@@ -25,13 +25,13 @@ def inner_step(
     """A replica's own update, which is left out where it is not finite.
 
     Args:
-      name: Of the method, for errors.
+      name: Name of the method, for errors.
       inner: The optimizer.
       grads: This replica's gradients.
-      state: Of the optimizer.
+      state: State of the optimizer.
       params: This replica's parameters.
       axis_name: Mesh axis of the replicas.
-      extra_args: Of the method's update.
+      extra_args: Arguments of the method's update.
 
     Returns:
       The update in float32 or wider, zero where it is left out; the state after it, or the old

@@ -31,12 +31,12 @@ def diloco(
     """Local steps, then a step of Nesterov's momentum by their mean: `local_steps` as in DiLoCo.
 
     Args:
-      inner: Of each replica: AdamW in the paper.
+      inner: Optimizer of each replica: AdamW in the paper.
       axis_name: Mesh axis of the replicas.
       every: Steps from one meeting to the next, or a schedule that says in which steps.
       outer_rate: Learning rate of the outer optimizer; a schedule counts meetings.
       outer_momentum: Its momentum.
-      code: Of the differences; default: `identity()`.
+      code: Code of the differences; default: `identity()`.
       **options: Others of `local_steps`.
 
     Returns:
@@ -70,7 +70,7 @@ def streaming_diloco(
     The largest message is smaller by the number of fragments, and has `delay` steps to travel.
 
     Args:
-      inner: Of each replica: AdamW in the paper.
+      inner: Optimizer of each replica: AdamW in the paper.
       axis_name: Mesh axis of the replicas.
       every: Steps from one meeting of a fragment to its next.
       fragments: As of `local_steps`. The paper has one for every third layer, by strides: with
@@ -79,7 +79,7 @@ def streaming_diloco(
       keep: Share of its own difference that a replica keeps then; the paper compares 0 and 0.5.
       outer_rate: Learning rate of the outer optimizer; a schedule counts meetings.
       outer_momentum: Its momentum.
-      code: Of the differences; default: `quantize(4)`.
+      code: Code of the differences; default: `quantize(4)`.
       **options: Others of `local_steps`.
 
     Returns:
@@ -115,7 +115,7 @@ def sparse_loco(
     by default, 0.219 at 1/64, which are 146 times fewer than float32.
 
     Args:
-      inner: Of each replica: AdamW behind a clipping to norm 1 in the paper.
+      inner: Optimizer of each replica: AdamW behind a clipping to norm 1 in the paper.
       axis_name: Mesh axis of the replicas.
       every: Steps from one meeting to the next, or a schedule that says in which steps.
       density: Share of the entries that travel, in (0, 1].
@@ -156,14 +156,14 @@ def muloco(
     """DiLoCo with Muon inside, whose differences of models need few bits: 2 by default.
 
     Args:
-      learning_rate: Of `optax.contrib.muon`, and of its Adam for what is no matrix.
+      learning_rate: Rate of `optax.contrib.muon`, and of its Adam for what is no matrix.
       axis_name: Mesh axis of the replicas.
       every: Steps from one meeting to the next, or a schedule that says in which steps.
-      code: Of the differences; default: `bin_means(2, block=1024)`.
+      code: Code of the differences; default: `bin_means(2, block=1024)`.
       error_decay: Factor of what was not sent; None for no error feedback.
       outer_rate: Learning rate of the outer optimizer; a schedule counts meetings.
       outer_momentum: Its momentum.
-      weight_decay: Of Muon.
+      weight_decay: Decay of Muon.
       **options: Others of `local_steps`.
 
     Returns:

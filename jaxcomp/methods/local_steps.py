@@ -29,7 +29,7 @@ class LocalStepsState(NamedTuple):
     # i32[], steps so far
     count: jax.Array  # type: ignore[assignment]
     drift: Any  # this replica's parameters minus the consensus
-    # What this replica has not sent yet; None for leaves that travel exact, () without feedback.
+    # What this replica has not sent yet; None for leaves sent in float32, () without feedback.
     residual: Any
     # One f32[numel / R] a bucket, of each fragment: what this owner did not pass on yet; or None.
     owner_residual: Any
@@ -84,7 +84,7 @@ def local_steps(
       axis_name: Mesh axis of the replicas.
       every: Steps from one meeting to the next, at least 1; or a schedule, see
         `jaxcomp.schedules`, that says in which steps replicas meet.
-      code: Of the differences; or a policy `(path, leaf) -> Compressor`. Default: `quantize(4)`.
+      code: Code of the differences; or a policy `(path, leaf) -> Compressor`; `quantize(4)`.
       outer: Any optax optimizer, equal on all replicas. Its gradient is minus the mean drift.
         Default: `optax.sgd(0.7, momentum=0.9, nesterov=True)`. Momentum and sparse codes do not
         go together: with those take `optax.sgd(1.0)`.
@@ -99,7 +99,7 @@ def local_steps(
         `jaxcomp.overlapped_train_step`. From 2 on it costs one more float32 a parameter.
       keep: Share of its own difference that a replica keeps when it merges, in [0, 1).
       bucket_numel: Most elements of one message's bucket; by default at most 8 buckets a code.
-      seed: Of masks, shifts and stochastic rounding; equal on all replicas.
+      seed: Seed of masks, shifts and stochastic rounding; equal on all replicas.
 
     Returns:
       A `GradientTransformationExtraArgs` whose updates move the consensus, in float32. It keeps
@@ -162,7 +162,7 @@ class _Settings(NamedTuple):
     keep: float
 
     def due(self, parts: Fragments, count: jax.Array) -> list[jax.Array]:
-        """Of each fragment bool[], whether its interval ended after `count` steps."""
+        """For each fragment bool[], whether its interval ended after `count` steps."""
         if callable(self.every):
             return [(count > 0) & self.every(count - 1)]
         offsets = [part * self.every // parts.number for part in range(parts.number)]

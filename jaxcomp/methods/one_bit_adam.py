@@ -76,7 +76,7 @@ def one_bit_adam(
       freeze_ratio: The warm-up ends when the variance's l1 norm of 1 / (1 - b2) steps ago is this
         share of today's, in (0, 1). It knows nothing of the rate's own warm-up, which should end
         before: else give `freeze_step`.
-      compressor: Of all parameters; or a policy `(path, leaf) -> Compressor`. Default:
+      compressor: Compressor of all parameters; or a policy `(path, leaf) -> Compressor`. Default:
         `jaxcomp.sign(block=1024)`.
       precondition: Whether m / D travels, and not m as in the paper.
       variance_floor: The least variance that is divided by after the warm-up, as a share of its
@@ -88,7 +88,7 @@ def one_bit_adam(
       mask: Which leaves decay, a tree of bool or a function of the parameters as for `optax.adamw`.
       exchange: How buckets travel: `wire.two_shot`, or `wire.gathered` for two replicas.
       bucket_numel: Most elements of one message's bucket; by default at most 8 buckets a code.
-      seed: Of the compressor's noise, if it has any.
+      seed: Seed of the compressor's noise, if it has any.
 
     Returns:
       A `GradientTransformationExtraArgs`. It keeps three float32 values a parameter (momentum,

@@ -101,7 +101,7 @@ def one_bit_lamb(
       trust_decay: Decay of its moving average, in [0, 1).
       factor_bounds: Least and greatest factor.
       factor_change: Most that a factor changes in a step, as a share of itself, in (0, 1).
-      compressor: Of all parameters; or a policy `(path, leaf) -> Compressor`. Default:
+      compressor: Compressor of all parameters; or a policy `(path, leaf) -> Compressor`. Default:
         `jaxcomp.sign(block=1024)`.
       precondition: Whether m / D travels, and not as in the paper m, each layer scaled to the
         mean magnitude of all.
@@ -112,12 +112,12 @@ def one_bit_lamb(
       mask: Which leaves decay, a tree of bool or a function of the parameters as for `optax.adamw`.
       exchange: How buckets travel: `wire.two_shot`, or `wire.gathered` for two replicas.
       bucket_numel: Most elements of one message's bucket; by default at most 8 buckets a code.
-      seed: Of the compressor's noise, if it has any.
+      seed: Seed of the compressor's noise, if it has any.
 
     Returns:
       A `GradientTransformationExtraArgs`. It keeps four float32 values a parameter (momentum, two
       variances, residual) and 1/R of one. A gradient that is not finite makes the update NaN on
-      all replicas, for `jaxcomp.train_step` to skip. Of a leaf that other mesh axes shard, the
+      all replicas, for `jaxcomp.train_step` to skip. If other mesh axes shard a leaf, its
       norms are those of all shards.
 
     Raises:

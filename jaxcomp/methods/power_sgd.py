@@ -21,7 +21,7 @@ from jaxcomp.replicas.types import to_varying, vary_like
 
 @MethodState.register
 class PowerSGDState(NamedTuple):
-    """State of `power_sgd`; None in place of what belongs to leaves that travel exact."""
+    """State of `power_sgd`; None in place of what belongs to leaves sent in float32."""
 
     # i32[], updates so far
     count: jax.Array  # type: ignore[assignment]
@@ -56,12 +56,12 @@ def power_sgd(
     Args:
       rank: Columns of the factors, at least 1; 1 to 4 in the paper.
       axis_name: Mesh axis to average over.
-      warmup_steps: First steps, whose updates travel exact.
-      least: A leaf [m, n] of fewer than `least * rank * (m + n)` elements travels exact, and so
-        does one with fewer than two axes. Of more axes n is the product of all but the first.
+      warmup_steps: First steps, whose updates are sent in float32.
+      least: A leaf [m, n] of fewer than `least * rank * (m + n)` elements is sent in float32, and
+        so is one with fewer than two axes. With more axes n is the product of all but the first.
       sides: "alternating" sends one factor a step, rank * (m + n) / 2 values in the mean; "both"
         sends both in two all-reduces, the second made of the first.
-      seed: Of the first factors; equal on all replicas.
+      seed: Seed of the first factors; equal on all replicas.
 
     Returns:
       A `GradientTransformationExtraArgs`; updates get the dtypes of `params` where these are given.
@@ -200,7 +200,7 @@ def _both(settings, count, bad, leaves, residuals, lefts, rights):
 def _half(settings, count, bad, leaves, residuals, held, exact, part):
     """One factor of each matrix by the other one: `(means, residuals, factors, bool[])`.
 
-    Matrices of equal shapes are batched. What is exact travels in the same message.
+    Matrices of equal shapes are batched. Float32 leaves are in the same message.
     """
     turned = low_rank.transposed if part == "right_factor" else lambda x: x
     groups = low_rank.batches(leaves, [settings.shape_of(x) for x in leaves])

@@ -51,8 +51,8 @@ def sharded_optimizer(
 ) -> optax.GradientTransformationExtraArgs:
     """Cuts an optimizer over the replicas, and sends what it changes as codes of differences.
 
-    `params` are equal on all replicas. Of each parameter, one replica owns a piece p of 1/R, in
-    float32 or wider; e is what the copies of all lack of it. With g_i the gradients, Q and D the
+    `params` are equal on all replicas. One replica owns a piece p of 1/R of each parameter, in
+    float32 or wider; e is the part of it that all copies lack. With g_i the gradients, Q and D the
     two codes, and u the inner update, one step of an owner is
 
         u = inner(mean_i Q[g_i], p + e),  c = D[e + u],  e <- e + u - c,  p <- p + c.
@@ -75,7 +75,7 @@ def sharded_optimizer(
         those with fewer than two axes, or fewer than 1,024 elements over all their shards.
       bucket_numel: Most elements of one message, of all its chunks together; by default at most
         8 messages a code and direction.
-      seed: Of masks, shifts and stochastic rounding.
+      seed: Seed of masks, shifts and stochastic rounding.
 
     Returns:
       A `GradientTransformationExtraArgs` whose updates are float32 or wider. It keeps 1/R of the

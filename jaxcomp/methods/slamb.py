@@ -32,7 +32,7 @@ class SlambState(NamedTuple):
     momentum: Any  # this replica's own, but where it was exchanged just now
     variance: Any  # this replica's own
     drift: Any  # this replica's parameters minus the consensus: what it did since they met
-    # One f32[numel / R] a bucket of drifts, None for those that travel exact: not passed on yet.
+    # One f32[numel / R] a bucket of drifts, None for those sent in float32: not passed on yet.
     owner_residual: Any
     # u16, steps since an entry was exchanged, equal on all replicas; None for leaves that always
     # are.
@@ -112,7 +112,7 @@ def slamb(
         fewer than two axes are not clipped.
       compressor: What of the momentum travels, instead of `density`: a `random_k`, alone or first
         in a `compose` that codes its values, as `compose(random_k(0.1), quantize(8))`; or a
-        policy `(path, leaf) -> Compressor`, in which `identity()` means the whole leaf. Of
+        policy `(path, leaf) -> Compressor`, in which `identity()` means the whole leaf. With
         `random_k(0.1, pattern="random")` the masks are drawn anew each step.
       drift_compressor: What of the drifts travels where replicas meet, as `quantize(8)`, or a
         policy; all of it, exact, by default. What codes leave stays in `drift` and with the
@@ -123,7 +123,7 @@ def slamb(
       exchange: How coded values travel: `wire.two_shot`, or `wire.gathered` for two replicas.
         Float32 values are summed on the wire in any case.
       bucket_numel: Most elements of one message's bucket; by default at most 8 buckets a code.
-      seed: Of drawn masks and of the codes' noise; equal on all replicas.
+      seed: Seed of drawn masks and of the codes' noise; equal on all replicas.
 
     Returns:
       A `GradientTransformationExtraArgs` whose updates move the consensus, in float32: zeros

@@ -98,20 +98,20 @@ def zero_one_adam(
       variance_at: When the variance is learned: in the first step, and only in steps of
         `sync_at`. Default: those of `jaxcomp.schedules.growing()`, without an end, in which the
         replicas meet. The paper's runs end it with the learning rate's warm-up.
-      compressor: Of all parameters; or a policy `(path, leaf) -> Compressor`. Default:
+      compressor: Compressor of all parameters; or a policy `(path, leaf) -> Compressor`. Default:
         `jaxcomp.sign(block=1024)`.
       precondition: Whether u / D travels, and not u as in the paper.
-      variance_compressor: Of the gradients that the variance learns from; exact in the paper.
-        Eight bits, `jaxcomp.quantize(8)`, are enough: what is lost of one is not made up for.
+      variance_compressor: Compressor of the gradients that the variance learns from; float32 in
+        the paper. `jaxcomp.quantize(8)` is enough; its rounding errors are lost.
       warmup_steps: First steps, in which buffers travel by `warmup_compressor`: where a model
         rests on a plateau before it learns, the error of one bit may keep it there. At least 0.
-      warmup_compressor: Of buffers in those steps, with the same error feedback.
+      warmup_compressor: Compressor of buffers in those steps, with the same error feedback.
       fresh_variance: Whether a variance is used in the step that it is learned in, and not from the
         next one on as in the paper. Where gradients grow, as at the beginning, an older one
         makes steps that are too large.
       weigh_steps: Whether the variance forgets by b2 a step, and not by b2 an update as in the
-        paper. Of updates far apart, one then counts for the steps since the last, and the many
-        first ones no more than the steps that they were made in. No gradient ever makes more than
+        paper. An update then counts for the steps since the last one, and the many first ones
+        for no more than their own steps. No gradient ever makes more than
         an eighth of the variance, or than in Adam: long runs are safe.
       variance_floor: The least variance that is divided by, as a share of its mean over the leaf:
         a coordinate whose gradients come late would else take a step of any size. A leaf
@@ -122,7 +122,7 @@ def zero_one_adam(
       mask: Which leaves decay, a tree of bool or a function of the parameters as for `optax.adamw`.
       exchange: How buckets travel: `wire.two_shot`, or `wire.gathered` for two replicas.
       bucket_numel: Most elements of one message's bucket; by default at most 8 buckets a code.
-      seed: Of the compressor's noise, if it has any.
+      seed: Seed of the compressor's noise, if it has any.
 
     Returns:
       A `GradientTransformationExtraArgs` whose updates move the consensus. It keeps four float32

@@ -65,7 +65,7 @@ def zero_one_adam_deepspeed(
       sync_at: When the replicas meet after that; see `jaxcomp.schedules.halving`.
       variance_at: When the variance is learned before it, in the first step too. Default:
         `jaxcomp.schedules.growing()`.
-      compressor: Of all parameters; or a policy `(path, leaf) -> Compressor`. Default:
+      compressor: Compressor of all parameters; or a policy `(path, leaf) -> Compressor`. Default:
         `jaxcomp.sign(block=1024)`.
       weight_decay: Rate of decay. After the freeze each replica decays its own parameters, as part
         of its drift, from where the decay enters the momenta and acts again: replicas that meet
@@ -74,7 +74,7 @@ def zero_one_adam_deepspeed(
       mask: Which leaves decay, a tree of bool or a function of the parameters as for `optax.adamw`.
       exchange: How buckets travel: `wire.two_shot`, or `wire.gathered` for two replicas.
       bucket_numel: Most elements of one message's bucket; by default at most 8 buckets a code.
-      seed: Of the compressor's noise, if it has any.
+      seed: Seed of the compressor's noise, if it has any.
 
     Returns:
       A `GradientTransformationExtraArgs`. It keeps five float32 values a parameter (of which
@@ -85,8 +85,8 @@ def zero_one_adam_deepspeed(
         `variance_at` does not hold in the first step.
 
     References:
-      DeepSpeed 0.19.6, `ZeroOneAdam`, which left DeepSpeed in September 2026. Of its differences
-      from the paper it has these: gradients and not buffers are compressed until the freeze; a
+      DeepSpeed 0.19.6, `ZeroOneAdam`, which left DeepSpeed in September 2026. It differs
+      from the paper as that does: gradients and not buffers are compressed until the freeze; a
       step of `variance_at` sends no 1-bit message; the variance is learned before its use; the
       residual starts anew at the freeze; there is no bias correction; the buffer is kept as what
       the parameters moved by, their decay too; the state is not cut over the replicas (ZeRO). Not
@@ -137,7 +137,7 @@ class _Settings(NamedTuple):
 
 
 def _init(settings, params):
-    # Of the steps before the freeze; and not `never` itself, of which a plan asks nothing.
+    # Only the steps before the freeze; not `never` itself, which a plan asks nothing.
     learned_at = schedules.both(settings.variance_at, schedules.until(settings.freeze_step))
     schedules.plan(schedules.always, learned_at, steps=1)
     zeros = jax.tree.map(moments.zeros, params)

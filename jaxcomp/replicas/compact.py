@@ -36,7 +36,7 @@ def compact(
     Args:
       tx: A transformation with such fields in its state, as `compressed_mean`, `one_bit_adam`,
         `zero_one_adam`, `one_bit_lamb`; or a chain with one.
-      bits: Of one value: 8, or 16 for bfloat16.
+      bits: Bits of one value: 8, or 16 for bfloat16.
       fields: Names of the states' fields to keep so, as `("residual", "momentum")` of the methods
         here, `("residual", "mu")` behind a mean, or `("remainder",)` of `jaxcomp.master_weights`.
 

@@ -147,7 +147,7 @@ class _Tracker(NamedTuple):
             return [inputs[0] or any(of) for of in zip(*branches, strict=True)]
         if len(inner) == 1 and name not in ("scan", "while"):
             return self.followed(inner[0], inputs)
-        # Of a loop everything, where anything is: what is carried goes round.
+        # All of a loop, where anything is: what is carried goes round.
         makes = any(inputs) or any(map(self.mixes, _flat(eqn)))
         return [makes] * len(eqn.outvars)
 

@@ -95,7 +95,7 @@ def own(params: Any, shares: Any, fast_axis: str) -> Any:
 
 
 def scattered(grads: Any, shares: Any, fast_axis: str) -> Any:
-    """Of gradients, which differ between a host's devices, this device's share of their mean.
+    """This device's share of the mean of gradients, which differ between a host's devices.
 
     In float32 or wider: no narrower dtype of the parameters rounds a mean before it is coded.
     """

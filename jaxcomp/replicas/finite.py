@@ -28,7 +28,7 @@ def finite(tree: Any) -> jax.Array:
 
 
 def failing(tree: Any) -> Any:
-    """Of each leaf bool[], whether something in it, or in this device's part, is not finite."""
+    """For each leaf bool[], whether something in it, or in this device's part, is not finite."""
     return jax.tree.map(lambda x: ~jnp.all(jnp.isfinite(x)), tree)
 
 

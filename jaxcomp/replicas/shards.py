@@ -30,7 +30,7 @@ class Shard:
     gradients: Compressor = dataclasses.field(metadata={"static": True})  # and its gradient sent
     # By which its gradient is sent across a fast axis, where there is one.
     fast_gradients: Compressor = dataclasses.field(default=identity(), metadata={"static": True})
-    # Of the parameter, also where a scan has taken one layer of it:
+    # The whole parameter's, also where a scan has taken one layer of it:
     stack: tuple[int, ...] = dataclasses.field(default=(), metadata={"static": True})
     # For the time of a gather, each with the axes [*stack] in front:
     key: Key | None = None  # of the step and the parameter

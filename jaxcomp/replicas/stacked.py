@@ -33,7 +33,7 @@ def per_layer(
 
     `nn.scan`, `nnx.scan` and `jax.vmap` keep the parameters of many layers in one array,
     `[layers, *shape]`. What looks at a whole leaf takes them for one: a trust ratio (LAMB), a
-    variance floor, the mask of `slamb`, the rule that vectors travel exact, a mask of optax such as
+    variance floor, the mask of `slamb`, the rule that sends vectors in float32, a mask of optax as
     `ndim > 1`, a policy by path. Inside of this all of them see the model unstacked. Goes around
     the whole chain, or around a method in it.
 

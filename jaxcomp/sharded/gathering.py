@@ -200,7 +200,7 @@ _received.defvjp(_received_fwd, _received_bwd)
 
 
 def _scattered(parts, codes, key, axis_name):
-    """Of each part its own chunk along the axis, in the mean over it; all in one message."""
+    """The mean over the axis of each part's own chunk along it; all in one message."""
     rows = [part.reshape(lax.axis_size(axis_name), -1) for part in parts]
     sizes = [row.shape[1] for row in rows]
     chunks = jnp.concatenate(rows, axis=1).reshape(-1)

@@ -158,12 +158,12 @@ class QSDP:
         As by `jax.checkpoint`, nothing is kept between the passes, and the function is computed
         twice. Each gather waits for the layer's arguments, or for the gradient of its result, so
         that one layer's weights are held at a time. With secondary shards the codes that crossed
-        the slow axis are kept, and the second gather goes over the fast axis alone. Of several
-        layers in turn, `layers` gathers the next one while one computes.
+        the slow axis are kept, and the second gather goes over the fast axis alone. `layers`
+        runs several in turn, and gathers the next one while one computes.
 
         Args:
           function: A layer; `args` are arrays or trees of them, and all that is differentiated.
-          dtype: Of the weights that it gets, as for `layers`.
+          dtype: Dtype of the weights that it gets, as for `layers`.
 
         Returns:
           A function of a tree from `local` and of `args`.
@@ -226,7 +226,7 @@ def qsdp(
         those with fewer than two axes, or fewer than 1,024 elements.
       fit_at: When `qsdp_train_step` fits levels, as of `learned_levels(4)`; by default in steps 1,
         2, 4, 8, ...
-      seed: Of shifts and noise.
+      seed: Seed of shifts and noise.
       fast_axis: Mesh axis of replicas between which links are fast; None: there is none.
       fast_gradients: Code of the gradients on their way inside the fast axis, or a policy; exact
         by default.

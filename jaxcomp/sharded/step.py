@@ -73,7 +73,7 @@ def qsdp_train_step(
         loss of all replicas. It sees flat shards of the ranks that parameters have, or one layer
         of them: masks such as `ndim > 1` work, and what looks at other shapes is refused. Nothing
         that exchanges gradients by itself.
-      mesh: Of the axes `fsdp.axes`, in any order, and no others.
+      mesh: Mesh of the axes `fsdp.axes`, in any order, and no others.
       fsdp: As `jaxcomp.qsdp` makes it.
       accumulate: Microbatches that a replica's batch is cut into, in turn. Each gathers the
         weights and scatters gradients anew, with draws of its own, unless `fsdp.gather_once`.

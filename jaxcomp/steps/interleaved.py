@@ -1,7 +1,7 @@
 """A step whose exchange and gradient are one program, each in the other's gaps.
 
-Of a method that exchanges nothing of this step's gradient, the forward pass stands between the
-start and the end of the first messages, and the backward pass between those of the second.
+If a method does not exchange this step's gradient, the forward pass stands between the start and
+the end of the first messages, and the backward pass between those of the second.
 Compilers do not find that by themselves: they order what is free to move by memory, or by links
 that they take for fast ones.
 """

@@ -55,7 +55,7 @@ def mean_params(
     columns = [_by_leaf(drift, params) for drift in protocol.drifts(state)]
     if not columns:
         return params
-    # Of each parameter the drifts that it has, seldom more than one.
+    # The drifts of each parameter, seldom more than one.
     drifts = [[x for x in row if not fast.is_masked(x)] for row in zip(*columns, strict=True)]
     specs = full_specs(params, mesh, axis_name, param_specs)
     specs = tuple(jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, P)))

@@ -124,8 +124,8 @@ def overlapped_train_step(
       loss_fn: As for `train_step`, like `fast_axis` and `accumulate`.
       tx: As for `train_step`, but without wrappers that call its update in a `lax.cond`, as
         `optax.MultiSteps` does.
-      mesh: Of the axes `axis_name` and, if there is one, `fast_axis`: on others the gradient would
-        send as well, in an order that differs between processes.
+      mesh: Has the axis `axis_name` and, if there is one, `fast_axis`: on others the gradient
+        would send as well, in an order that differs between processes.
       axis_name: The axis of the replicas.
       fast_axis: That of the devices of one replica.
       accumulate: Microbatches.

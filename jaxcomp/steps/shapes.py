@@ -33,8 +33,8 @@ def state_shapes(
     Args:
       tx: The transformation of the run that wrote the state.
       params: Global parameters, or their shapes and dtypes.
-      num_replicas: Of that run.
-      mesh: Of this process. Its other axes have the sizes that they had in that run.
+      num_replicas: Replicas of that run.
+      mesh: Mesh of this process. Its other axes have the sizes that they had in that run.
       axis_name: The axis of the replicas.
       param_specs: As for `jaxcomp.train_step`, like `fast_axis`.
       fast_axis: As there.

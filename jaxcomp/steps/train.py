@@ -58,10 +58,11 @@ def train_step(
       axis_name: The axis of the replicas.
       param_specs: PartitionSpecs of the parameters, a tree or a prefix; replicated by default.
       fast_axis: The mesh axis of the devices of one replica, as those of a host, if it has
-        several: they share its batch. Of every parameter, each of F devices averages the gradient
-        over the others, sends, updates and keeps the state of 1/F, and gets the rest of the new
-        parameters from them. Together they send what one device would. `tx` sees these shares, cut
-        along the axis of a parameter that leaves the least to fill up, never the first of several.
+        several: they share its batch. Each of F devices averages the gradient of its 1/F of
+        every parameter over the others, sends and updates it, keeps its state, and gets the rest of
+        the new parameters from them. Together they send what one device would. `tx` sees these
+        shares, cut along the axis of a parameter that leaves the least to fill up, never the
+        first of several.
       accumulate: Microbatches that a device's batch is cut into, in turn; one exchange a step.
       has_aux: Whether the loss returns something beside, a tree of arrays of any kind.
       batch_specs: PartitionSpecs of the batch, a tree or a prefix; by default its first axis is

@@ -25,7 +25,7 @@ class Update(NamedTuple):
     mesh: Mesh | AbstractMesh
     axis_name: str  # of the replicas
     param_specs: Any = None  # over the mesh's other axes, a tree or a prefix
-    # Of the devices of a replica, which send and update a share each; None: one device.
+    # Axis of a replica's devices, which send and update a share each; None: one device.
     fast_axis: str | None = None
     shares: Any = None  # a `fast.Share` a parameter: from `with_shares`
 

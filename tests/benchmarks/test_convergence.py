@@ -21,7 +21,7 @@ def row(rate, seed, loss, method="a", task="nano", steps=10):
         "val_loss": loss,
         "curve": [[0, 5.0], [steps, loss]],
         "bits_per_parameter": 4.0,
-        "sent_bytes_per_step": 7.0,
+        "sent_bytes_per_step": 7e6,
     }
 
 
@@ -66,8 +66,8 @@ def test_the_table_shows_the_rate_with_most_seeds_and_of_these_the_best():
     assert (a.method, a.learning_rate, a.losses) == ("a", 0.2, [1.0, 2.0, 3.0])
     assert (b.method, b.losses) == ("b", [3.0])
     lines = figures.table([a, b]).splitlines()
-    assert lines[2] == "| a | 0.2 | 4.00 | 7 | 2.0000 (1.0000 to 3.0000) | 3 |"
-    assert lines[3] == "| b | 0.1 | 4.00 | 7 | 3.0000 | 1 |"
+    assert lines[2] == "| a | 0.2 | 4 | 7 | 2.000 (1.000 to 3.000) | 3 |"
+    assert lines[3] == "| b | 0.1 | 4 | 7 | 3.000 | 1 |"
 
 
 def test_the_trade_off_is_drawn_up_to_the_loss_that_is_asked_for(tmp_path):

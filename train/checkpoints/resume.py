@@ -47,7 +47,7 @@ def begin(task: Task, directory: Path) -> tuple[Any, Any, Progress]:
 
     Args:
       task: The run.
-      directory: Of its checkpoints.
+      directory: Directory of its checkpoints.
 
     Returns:
       Parameters, state and counts.

@@ -87,8 +87,8 @@ def batch(
 
     Args:
       tokens: u8[size], size > context.
-      seed: Of the run, in [0, 2^64).
-      step: Of the optimizer, in [0, 2^64).
+      seed: Seed of the run, in [0, 2^64).
+      step: Step of the optimizer, in [0, 2^64).
       batch_size: Sequences of the whole step.
       context: Tokens to predict in a sequence.
       rows: Which of the sequences to make.
@@ -117,7 +117,7 @@ def validation_batch(
 
     Args:
       tokens: u8[size], size > context.
-      index: Of the batch, in [0, num_batches).
+      index: Index of the batch, in [0, num_batches).
       num_batches: Validation batches of one evaluation.
       batch_size: Sequences of a batch.
       context: Tokens to predict in a sequence.
@@ -263,7 +263,7 @@ def held_out(names: list[str], fraction: float) -> list[bool]:
     """Says which of several things are held out: a matter of each one's name alone.
 
     Args:
-      names: Of the things.
+      names: Names of the things.
       fraction: Share to hold out, in (0, 1).
 
     Returns:

@@ -116,7 +116,7 @@ def names_of(kind: str, path: str, layer: int | None) -> list[str]:
 
     Args:
       kind: The `model_type`.
-      path: Of the parameter, as `norm/scale`, or inside a block, as `qkv/kernel`.
+      path: Path of the parameter, as `norm/scale`, or inside a block, as `qkv/kernel`.
       layer: The block's number, or None outside of blocks.
     """
     names, (module, _, leaf) = NAMES[kind], path.partition("/")

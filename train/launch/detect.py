@@ -136,7 +136,7 @@ SCHEDULERS = {
         },
     ),
 }
-"""Of each scheduler, the variables that show it, and how to read the fields of `Cluster`."""
+"""The variables that show each scheduler, and how to read the fields of `Cluster`."""
 
 
 def local_devices(cluster: Cluster, environ: Environ) -> list[int] | None:

@@ -12,7 +12,7 @@ import tqdm
 
 from train.output import progress
 
-# Of ASCII, and its second half as UTF-8 writes that.
+# The ASCII ones, and those of the second half as UTF-8 writes them.
 _CONTROL = re.compile(rb"[\x00-\x08\x0b-\x0c\x0e-\x1f\x7f]|\xc2[\x80-\x9f]")
 
 

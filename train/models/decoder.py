@@ -17,7 +17,7 @@ from train.models.modules import PathRngs
 STACKED = "^blocks/"
 """Pattern of the paths of parameters that a scan over the blocks stacks."""
 INIT = nnx.initializers.normal(0.02)
-"""Of weights, and of positions."""
+"""How weights and positions begin."""
 
 _ACTIVATIONS: dict[str, Callable] = {
     "gelu": nnx.gelu,  # by tanh, as GPT-2 has it
@@ -67,7 +67,7 @@ class DecoderConfig:
     rotary_width: int = 0
     """Features of a head that are rotated, an even number; 0: all."""
     rotary_base: float = 10_000.0
-    """Of the rotations' wavelengths, often called theta."""
+    """Base of the rotations' wavelengths, often called theta."""
     rotary_scaling: tuple[float, float, float, float] | None = None
     """Llama 3's scaling of wavelengths: factor, low and high frequency factor, old context."""
     positions: int = 0

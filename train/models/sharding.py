@@ -28,7 +28,7 @@ def specs(
 
     Args:
       params: The parameters, or their shapes.
-      mesh: Of any axes; one that it lacks, or that does not divide a size, cuts nothing.
+      mesh: Mesh of any axes; one that it lacks, or that does not divide a size, cuts nothing.
       fsdp: Name of the axis over which parameters are cut and gathered to be used.
       tensor: Name of the axis whose devices compute each a part of the heads and features.
 

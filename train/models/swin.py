@@ -170,7 +170,7 @@ _INIT = nnx.initializers.truncated_normal(0.02)
 
 
 def _names(config: SwinConfig, stage: int) -> list[str]:
-    """Of the blocks of a stage, or of all of them stacked."""
+    """Names of the blocks of a stage, or one for all of them stacked."""
     if config.scan:
         return [f"stage_{stage}"]
     return [f"stage_{stage}_block_{index}" for index in range(config.blocks[stage])]

@@ -38,7 +38,7 @@ STYLE = {
     "lines.linewidth": 2.0,
     "savefig.dpi": 100,
 }
-"""Of pictures in notebooks, for `plt.rcParams.update`: readable where they are 700 pixels wide."""
+"""For `plt.rcParams.update` in notebooks: pictures are readable at a width of 700 pixels."""
 
 
 def loss_figure(runs: Mapping[str, Rows], path: pathlib.Path) -> None:
@@ -130,7 +130,7 @@ def label_log(axes: Axes, which: str, values: np.ndarray, formatter: Formatter) 
       axes: Whose axis it is.
       which: `x` or `y`.
       values: What is drawn along it; those that are not above zero have no place.
-      formatter: Of the labels.
+      formatter: Formatter of the labels.
     """
     axis = {"x": axes.xaxis, "y": axes.yaxis}[which]
     values = values[np.isfinite(values) & (values > 0)]

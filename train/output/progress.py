@@ -41,7 +41,7 @@ def progress(name: str, first: Row, steps: int) -> Iterator[Callable[[Row], None
     """Shows a run's progress on stderr: a bar on a terminal, else a line every 10 seconds.
 
     Args:
-      name: Of the run.
+      name: Name of the run.
       first: `step` and `sent_bytes` of what was done before, by the run that this one resumes.
       steps: Steps of the whole run.
 

@@ -9,8 +9,8 @@ import jaxcomp
 from train.config.run import AXIS_NAME
 from train.task import Task, num_parameters
 
-# Of dense bytes, in a run of 1-bit Adam that is dense for 15% of its steps, as its authors' runs
-# of BERT; then a bit each and a float32 scale for 1,024.
+# Share of dense bytes in a run of 1-bit Adam that is dense for 15% of its steps, as its authors'
+# runs of BERT; then a bit each and a float32 scale for 1,024.
 ONE_BIT_ADAM = 0.15 + 0.85 * (1 + 32 / 1024) / 32
 # Codes of fewer bits than these are sparse, or of 1 or 2 bits.
 _COARSE_BITS = 3
@@ -33,7 +33,7 @@ def text(task: Task) -> str:
         else f"nothing to send with one replica{' across the slow axis' if fast > 1 else ''}.",
         *_rounds(task, dense),
         *_memory(task),
-        *([] if exact is None else [f"travel exact: {', '.join(exact) or 'none'}"]),
+        *([] if exact is None else [f"in float32: {', '.join(exact) or 'none'}"]),
         *notes(task),
     ]
     return "\n".join(lines)

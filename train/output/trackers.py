@@ -47,8 +47,8 @@ def wandb(
     """Opens a run of Weights & Biases, of the project and in the mode that its variables say.
 
     Args:
-      folder: Of the run: where it writes, its name in the project, and where its identity is kept
-        for a resume.
+      folder: Folder of the run: where it writes, its name in the project, and where its identity
+        is kept for a resume.
       config: What it shows as the run's settings.
       step: Steps that were done before; 0 begins a new run there, too.
 

@@ -23,7 +23,7 @@ def rounds(tx: optax.GradientTransformation, steps: int) -> dict[str, int]:
 
     Args:
       tx: The run's `train.config.update`.
-      steps: Of the run.
+      steps: Steps of the run.
 
     Returns:
       The counts by part, and by "all" those of steps that send anything; {} for a method that
@@ -37,7 +37,7 @@ def kinds_of_steps(tx: optax.GradientTransformation, steps: int) -> dict[int | N
 
     Args:
       tx: As for `rounds`.
-      steps: Of the run.
+      steps: Steps of the run.
 
     Returns:
       By the number of the first step of each kind, the share of steps that are like it; {None: 1}

@@ -64,7 +64,7 @@ def require_shared(folder: Path, seconds: float = 10.0) -> None:
     """Makes sure that a folder is one and the same for all processes, if there are many.
 
     Args:
-      folder: Of the run. Process 0 makes it and puts a file there; the others look for that.
+      folder: Folder of the run. Process 0 makes it and puts a file there; the others look for that.
       seconds: How long they look: a network file system shows a new file late.
 
     Raises:

@@ -59,7 +59,7 @@ def connect(
         that leads to the coordinator, and NCCL picks.
       timeouts: How long to wait; None: the defaults.
       local_devices: Accelerators that this process takes of those that it sees; None: all.
-      secret: Of the run, known to all its processes; none: its network is trusted.
+      secret: Secret of the run, known to all its processes; none: its network is trusted.
 
     Raises:
       ValueError: If the cluster cannot be as described, or an address or interface is not here.

@@ -72,7 +72,7 @@ def meet(
         )
         return
     place, closed, agreement = ["0 start"], threading.Event(), _agreement(me, count)
-    # Of each process its last sign of life, and this one's number when it was new.
+    # Each process's last sign of life, and this one's number when it was new.
     seen: dict[int, tuple[str, int]] = {}
 
     def talk():

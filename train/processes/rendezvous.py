@@ -30,10 +30,10 @@ def meet(
     Args:
       coordinator: `host:port` at which process 0 listens until this returns.
       num_processes: Processes of the run, as this one was told.
-      process_id: Of this process, in [0, num_processes).
+      process_id: Id of this process, in [0, num_processes).
       seconds: How long to wait for the others.
       patient: Whether to wait also for the coordinator's name to resolve.
-      secret: Of the run; who does not know it is not let in, and is not believed.
+      secret: Secret of the run; who does not know it is not let in, and is not believed.
 
     Returns:
       Numeric addresses, the coordinator's and this process's own on the way to it, and the key of
