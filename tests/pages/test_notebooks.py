@@ -6,6 +6,8 @@ import pathlib
 import re
 import subprocess
 import sys
+import types
+import zipfile
 
 import pytest
 
@@ -34,7 +36,7 @@ def test_the_notebook_holds_small_pictures_and_no_error(name):
     assert sum("image/png" in output.get("data", {}) for output in outputs) >= 1
     assert not [output for output in outputs if output["output_type"] == "error"]
     assert file.stat().st_size < 400_000
-    assert f"/notebooks/{name}.ipynb)" in file.read_text()
+    assert "https://colab" not in file.read_text()  # a badge leads nowhere without a repository
 
 
 @pytest.mark.parametrize("name", pair.names())
@@ -54,6 +56,27 @@ def test_it_runs_top_to_bottom(name, tmp_path):
         text=True,
     )
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("name", pair.names())
+def test_in_colab_it_installs_the_zip_that_the_reader_uploads(name, tmp_path, monkeypatch, capsys):
+    with zipfile.ZipFile(tmp_path / "any name.zip", "w") as archive:
+        archive.writestr("jaxcomp-main/pyproject.toml", "")
+        archive.writestr("jaxcomp-main/deeper/pyproject.toml", "")
+    files = types.SimpleNamespace(upload=lambda: {"any name.zip": b""})
+    colab = types.ModuleType("google.colab")
+    colab.files = files
+    monkeypatch.setitem(sys.modules, "google.colab", colab)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    commands = []
+    monkeypatch.setattr(subprocess, "check_call", lambda command, shell: commands.append(command))
+    first = next(x for x in pair.cells((pair.FOLDER / f"{name}.py").read_text()) if x[0] == "code")
+    exec(first.source, {})
+    folder = str(tmp_path / "checkout" / "jaxcomp-main")
+    assert sys.path[0] == folder
+    assert [f"'{folder}[train]'" in command for command in commands] == [True]
+    assert re.search(r"^jax \d+\.\d+", capsys.readouterr().out, re.MULTILINE)
 
 
 def test_cells_are_cut_at_their_marks():
