@@ -42,7 +42,7 @@ def run(config: Config) -> list[dict[str, Any]]:
       OSError: If something cannot be written.
       Transient: If the replicas' parameters have gone apart.
       ConnectionError: If another process of the run is gone.
-      KeyboardInterrupt: After a stop was asked for by Ctrl-C or SIGTERM, of any of the processes,
+      KeyboardInterrupt: After a stop was asked for by a signal of `STOPS`, to any of the processes,
         when all is saved.
     """
     folder = Path(config.runs_dir, config.name)

@@ -1,16 +1,21 @@
-"""Ctrl-C and SIGTERM: the first asks, the second changes nothing, the third stops at once."""
+"""Signals ask a run to stop; of Ctrl-C and SIGTERM the third stops it at once."""
 
+import contextlib
 import os
 import re
 import signal
+import subprocess
 import sys
+import termios
 import threading
+import time
 
 import pytest
 
 from tests.helpers.launching import ROOT, environment, run, write_config
 from train.checkpoints import files
-from train.processes.signals import stop_signals
+from train.output import metrics
+from train.processes.signals import STOPS, stop_signals
 
 STOPPED = """
 import os, runpy, signal, sys, time
@@ -43,7 +48,10 @@ def slowly(directory):
 texts.batch, manager.write_checksums = batch, slowly
 runpy.run_module("train", run_name="__main__")
 """
-ONCE = "already stopping: the run saves and ends; a third signal ends it at once, unsaved\n"
+ONCE = (
+    "already stopping: the run saves and ends; a third Ctrl-C or SIGTERM ends it at once, unsaved\n"
+)
+WARNINGS = [name for name in STOPS if name not in ("SIGINT", "SIGTERM")]
 
 
 @pytest.fixture
@@ -80,6 +88,38 @@ def test_a_third_signal_stops_at_once(stopped, where):
     assert begun == ([0] if where == "step" else [0, 1])
 
 
+def test_a_run_whose_terminal_is_closed_keeps_all_steps(tmp_path):
+    config, folder = write_config(tmp_path), tmp_path / "runs" / "tiny"
+    program = (
+        "import fcntl, runpy, termios\n"
+        "fcntl.ioctl(0, termios.TIOCSCTTY, 0)\n"
+        "runpy.run_module('train', run_name='__main__')\n"
+    )
+    screen, terminal = os.openpty()
+    os.set_blocking(screen, False)
+    termios.tcsetwinsize(terminal, (24, 80))  # a bar of no width is not drawn
+    command = [sys.executable, "-c", program, str(config), "--steps", "1000000"]
+    with subprocess.Popen(
+        command,
+        **dict.fromkeys(("stdin", "stdout", "stderr"), terminal),
+        **{"cwd": ROOT, "env": environment(), "start_new_session": True},
+    ) as process:
+        try:
+            os.close(terminal)
+            said, deadline = b"", time.monotonic() + 100
+            while not re.search(rb" [1-9]\d*/1000000", said):  # the bar
+                assert process.poll() is None and time.monotonic() < deadline, said
+                with contextlib.suppress(BlockingIOError):
+                    said += os.read(screen, 65536)
+                time.sleep(0.01)
+            os.close(screen)  # the kernel sends SIGHUP, and whatever is printed now fails
+            process.wait(60)
+        finally:
+            process.kill()
+    last = metrics.read(folder / "metrics.jsonl")[-1]["step"]
+    assert files.latest(folder / "checkpoints") == last >= 1
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_first_asks_the_second_is_told_and_the_third_interrupts(number, capfd):
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
@@ -103,6 +143,41 @@ def test_a_second_signal_is_no_trouble_where_nothing_can_be_said(monkeypatch):
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGTERM)
         assert asked()
+
+
+@pytest.mark.parametrize("name", WARNINGS)
+def test_a_warning_asks_however_often_it_comes_and_is_no_haste(name, capfd):
+    number = getattr(signal, name)
+    before = signal.getsignal(number)
+    with stop_signals() as asked:
+        for _ in range(3):  # as SIGXCPU, every second
+            os.kill(os.getpid(), number)
+            assert asked()
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert capfd.readouterr().err == ONCE
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGTERM)
+    assert signal.getsignal(number) == before
+
+
+def test_a_warning_that_is_ignored_stays_so_and_an_order_does_not():
+    numbers = signal.SIGHUP, signal.SIGINT
+    before = [signal.signal(number, signal.SIG_IGN) for number in numbers]
+    try:
+        with stop_signals() as asked:
+            os.kill(os.getpid(), signal.SIGHUP)  # nohup wants the run to go on
+            assert not asked()
+            os.kill(os.getpid(), signal.SIGINT)  # a shell ignores it for what runs in background
+            assert asked()
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+
+
+def test_the_page_has_the_table_of_signals():
+    text = (ROOT / "docs" / "many_hosts.md").read_text()
+    assert re.findall(r"^\| (SIG\w+) \| (.+) \|$", text, re.MULTILINE) == [*STOPS.items()]
 
 
 def test_handlers_return_after_an_error():

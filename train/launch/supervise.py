@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from train.launch import control, echo
+from train.processes import signals
 from train.processes.distributed import Cluster, Timeouts
 from train.processes.exits import Exit, of_returncode, printable
 
@@ -133,7 +134,7 @@ def _signals() -> Iterator[list[str]]:
     def note(number, frame):
         names.append(signal.Signals(number).name.removeprefix("SIG"))
 
-    previous = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    previous = {number: signal.signal(number, note) for number in signals.to_catch()}
     try:
         yield names
     finally:

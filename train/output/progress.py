@@ -11,6 +11,7 @@ import tqdm
 
 from train.output.metrics import Row
 from train.output.units import size
+from train.processes.exits import say
 
 # Without tqdm's own rate, of which compilation, evaluations and saves are a part.
 _BAR = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
@@ -93,6 +94,6 @@ def _lines(name: str, first: int, steps: int, rates: Callable[[Row], str]) -> Ca
         shown = now
         # Evaluations and saves come again: they are a part of what is left.
         left = tqdm.tqdm.format_interval((now - start) / max(1, step - first) * (steps - step))
-        print(Line(name, step, steps, text, left), file=sys.stderr, flush=True)
+        say(str(Line(name, step, steps, text, left)))
 
     return show

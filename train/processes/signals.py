@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM, as a question for the training loop."""
+"""The signals that end a run, as a question for its training loop."""
 
 import contextlib
 import os
@@ -6,37 +6,62 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 
-_SECOND = b"already stopping: the run saves and ends; a third signal ends it at once, unsaved\n"
+STOPS = {
+    "SIGINT": "Ctrl-C; LSF's first word after SIGUSR2",
+    "SIGTERM": "`kill`, SLURM, Kubernetes, systemd; a spot machine that is taken away",
+    "SIGHUP": "a terminal or an ssh connection that closes; not under `nohup`",
+    "SIGUSR1": "a warning, as of SLURM with `--signal=USR1@120`, and of Grid Engine before a pause",
+    "SIGUSR2": "a warning, as of LSF at the run limit, and of Grid Engine before it kills",
+    "SIGXCPU": "the processor time of a limit is used up; then it comes every second",
+    "SIGPWR": "the power fails, as a UPS says; LXC stops a container by it",
+}
+"""The signals that ask a run to save and end, and who sends them; for docs/many_hosts.md."""
+
+_ORDERS = ("SIGINT", "SIGTERM")  # that a person repeats who is in a hurry; the others are warnings
+_SECOND = b"""\
+already stopping: the run saves and ends; a third Ctrl-C or SIGTERM ends it at once, unsaved
+"""
+
+
+def to_catch() -> list[signal.Signals]:
+    """Those of `STOPS` that this system has; warnings that are ignored now stay so, as by nohup."""
+    here = [signal.Signals[name] for name in STOPS if hasattr(signal, name)]
+    is_ignored = lambda number: signal.getsignal(number) is signal.SIG_IGN
+    return [number for number in here if number.name in _ORDERS or not is_ignored(number)]
 
 
 @contextlib.contextmanager
 def stop_signals() -> Iterator[Callable[[], bool]]:
-    """Turns the first Ctrl-C or SIGTERM into a question that the training loop asks.
+    """Turns the first signal of `STOPS` into a question that the training loop asks.
 
-    The second one says on stderr what a third would do, and stops nothing: schedulers send two,
-    a warning and the end some seconds later. The third raises KeyboardInterrupt wherever the
-    program is. The handlers that were there return at the end. Signals reach Python's main thread
-    only: in any other thread nothing is installed, and the answer stays False.
+    A second Ctrl-C or SIGTERM says on stderr what a third would do, and stops nothing: schedulers
+    send two, a warning and the end some seconds later. The third raises KeyboardInterrupt wherever
+    the program is. Of the other signals, which nobody sends in a hurry, any number only asks. The
+    handlers that were there return at the end. Signals reach Python's main thread only: in any
+    other thread nothing is installed, and the answer stays False.
 
     Yields:
       A function without arguments: whether a stop was asked for.
     """
-    arrived: list[int] = []
+    arrived: list[str] = []
 
-    def handle(signum, frame):
-        arrived.append(signum)
-        if len(arrived) == 2:
+    def handle(number, frame):
+        arrived.append(signal.Signals(number).name)
+        if arrived[-1] not in _ORDERS:
+            return
+        orders = sum(name in _ORDERS for name in arrived)
+        if orders == 2:
             # The program may be inside of a print, which cannot be entered again.
             with contextlib.suppress(OSError):  # a log on a full disk
                 os.write(2, _SECOND)
-        elif len(arrived) > 2:
+        elif orders > 2:
             raise KeyboardInterrupt
 
     asked = lambda: bool(arrived)
     if threading.current_thread() is not threading.main_thread():
         yield asked
         return
-    previous = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    previous = {number: signal.signal(number, handle) for number in to_catch()}
     try:
         yield asked
     finally:
