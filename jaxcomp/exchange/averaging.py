@@ -128,7 +128,7 @@ def average(
 
     columns = plan, Key(count, jnp.uint32(transport.seed)), owner_residual
     if instead is None:
-        with _named(part):
+        with named(part):
             means = completed(map_buckets(journey, *columns), pace)
     else:
         means = map_buckets(functools.partial(_either, instead, part, journey), *columns)
@@ -150,7 +150,7 @@ def _either(instead, part, journey, key, bucket, residual):
     """One bucket's mean, by one of two ways."""
 
     def along(part, code=None):
-        with _named(part):
+        with named(part):
             return alone(journey(key, bucket, residual, code))
 
     def nowhere():
@@ -163,7 +163,8 @@ def _either(instead, part, journey, key, bucket, residual):
     )
 
 
-def _named(part: str):
+def named(part: str) -> contextlib.AbstractContextManager[Any]:
+    """The scope by which `jaxcomp.report` knows what sends a part; none of ""."""
     return jax.named_scope(f"jaxcomp.{part}") if part else contextlib.nullcontext()
 
 

@@ -55,7 +55,7 @@ def local_steps(
     code: Compressor | Policy | None = None,
     outer: optax.GradientTransformation | None = None,
     error_decay: float | None = None,
-    mean: wire.Exchange = wire.two_shot,
+    mean: wire.Exchange | None = wire.two_shot,
     fragments: int | Callable[[str, Any], int] = 1,
     delay: int = 0,
     keep: float = 0.0,
@@ -91,7 +91,8 @@ def local_steps(
       error_decay: Factor of what was not sent, in (0, 1], at each meeting and on both ways; None
         for no error feedback, which needs no memory.
       mean: How codes travel and are averaged: `jaxcomp.two_shot`, `jaxcomp.gathered`, or
-        `jaxcomp.from_senders`, which divides by the replicas that sent an entry.
+        `jaxcomp.from_senders`, which divides by the replicas that sent an entry. None: `outer`
+        averages by itself, as `jaxcomp.sharded_optimizer`, whose state is in owners' shards.
       fragments: Parts of the model that meet one after the other, evenly over `every` steps: their
         number, of about equal sizes; or a policy `(path, leaf) -> int`, from 0 on.
       delay: Steps from the end of a fragment's interval until its mean is merged, at most `every`.
@@ -136,17 +137,17 @@ def local_steps(
     require(0 <= keep < 1, name, "[0, 1)", "keep=0.0", keep=keep)
     some = callable(fragments) or fragments >= 1
     require(some, name, "at least 1", "fragments=1", fragments=fragments)
+    if mean is None:
+        alone = code is None and error_decay is None and delay == 0 and fragments == 1
+        needs, write = "no code, feedback, delay or fragments", "codes of `outer`"
+        require(alone, name, needs, write, mean=mean)
     policy = policy_of(quantize(4) if code is None else code)
-    settings = _Settings(
-        optax.with_extra_args_support(inner),
-        optax.sgd(0.7, momentum=0.9, nesterov=True) if outer is None else outer,
-        averaging.Transport(policy, mean, axis_name, bucket_numel, seed),
-        every,
-        error_decay,
-        fragments,
-        delay,
-        keep,
-    )
+    if outer is None:
+        outer = optax.sgd(0.7, momentum=0.9, nesterov=True)
+    transport = averaging.Transport(policy, mean or wire.two_shot, axis_name, bucket_numel, seed)
+    times = every, error_decay, fragments, delay, keep
+    inner = optax.with_extra_args_support(inner)
+    settings = _Settings(inner, outer, mean is not None, transport, *times)
     init, update = (functools.partial(function, settings) for function in (_init, _update))
     return method(name, axis_name, init, update)
 
@@ -154,6 +155,7 @@ def local_steps(
 class _Settings(NamedTuple):
     inner: optax.GradientTransformationExtraArgs
     outer: optax.GradientTransformation
+    averages: bool  # otherwise `outer` does
     transport: averaging.Transport
     every: int | Schedule
     error_decay: float | None
@@ -228,6 +230,8 @@ def _met(settings, parts, state, drift, count):
 
     Of the others: what has arrived before and is not merged yet, or zeros.
     """
+    if not settings.averages:
+        return drift, (), None
     residuals = parts.split(state.residual) if settings.error_decay else None
 
     def meeting(part, tree):
@@ -263,7 +267,8 @@ def _merged(settings, parts, state, params, drift, arrived, count):
 
     def merging(param, drift, mean, outer):
         wide, gradient = jax.tree.map(moments.widened, param), jax.tree.map(jnp.negative, mean)
-        change, outer = settings.outer.update(gradient, outer, wide)
+        with averaging.named("" if settings.averages else "synchronize"):
+            change, outer = settings.outer.update(gradient, outer, wide)
         change = jax.tree.map(lambda c, w: c.astype(w.dtype), change, wide)
 
         def left(param, drift, change):

@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxcomp
+from jaxcomp import report
 from tests.helpers import replicas
 from tests.helpers.replicas import everywhere, history_of, mesh_of, one_value, rows, transform
 
@@ -214,6 +215,26 @@ def test_twice_as_many_replicas_go_on_from_the_same_outer_state():
     update(rows(mesh, gradients(1, 8)[0]), jax.device_get(wider), params)
 
 
+def test_an_outer_state_in_shards_of_owners_is_the_whole_ones():
+    """The outer optimizer averages by itself, at the meetings alone."""
+    momentum, exact = optax.sgd(0.7, momentum=0.9, nesterov=True), lambda path, leaf: True
+    owners = jaxcomp.sharded_optimizer(momentum, "replica", exact=exact)
+    apart = make(every=2, outer=owners, mean=None)
+    whole = make(every=2, outer=momentum, code=jaxcomp.identity())
+    start, grads = random_tree(0), gradients(5)
+    histories = [history_of(tx, start, grads, 4) for tx in (apart, whole)]
+    for (params, _), (wanted, _) in zip(*histories, strict=True):
+        for name in SHAPES:
+            np.testing.assert_allclose(one_value(params[name]), one_value(wanted[name]), atol=2e-6)
+    pieces = [x.shape for x in jax.tree.leaves(histories[0][-1][1].outer[0].owned)]
+    assert sorted(pieces) == [(4, 1, 10), (4, 2)]  # of 40 and 6 elements
+    mesh = mesh_of(4)
+    init, update = transform(apart, mesh, start)
+    program = update.lower(rows(mesh, grads[0]), init(start), start).compile()
+    sent = report.sent_bytes_by_part(program, mesh, "replica")
+    assert sent["synchronize"] > 4 * 46 and sent.get("", 0) < 64
+
+
 def test_compact_keeps_the_residual_in_fewer_bits():
     tx = jaxcomp.compact(make(every=1, error_decay=0.9))
     _, state = history_of(tx, random_tree(0), gradients(1), 4)[-1]
@@ -228,6 +249,7 @@ def test_compact_keeps_the_residual_in_fewer_bits():
         ({"every": 2, "delay": 3}, "delay=3; needs from 0 to `every`"),
         ({"every": 2, "keep": 1.0}, r"keep=1.0; needs \[0, 1\)"),
         ({"every": 2, "fragments": 0}, "fragments=0; needs at least 1"),
+        ({"every": 2, "mean": None, "delay": 1}, "mean=None; needs no code, feedback, delay or"),
         ({"every": jaxcomp.schedules.always, "delay": 1}, "delay=1; needs 1 and 0 with a schedule"),
     ],
 )
