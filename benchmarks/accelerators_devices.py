@@ -31,10 +31,11 @@ class Device(NamedTuple):
       kind: A part of the name by which JAX calls it, `jax.Device.device_kind`.
       memory_bytes: Bytes of one device.
       bandwidth: Bytes a second of its memory.
-      flops: FLOP a second of matrix products in bfloat16; in float32 where it has none of these.
+      flops: FLOP a second of matrix products in the type `dtype`.
       link: Bytes a second, one way, from it to the others of its host.
       kernel_seconds: From one kernel's start to the next one's, if they do nothing.
       target: The fields of XLA's description that are a GPU's own; () for a TPU.
+      dtype: The type that models compute in: float32 where XLA has no products of bfloat16.
     """
 
     platform: str
@@ -45,13 +46,22 @@ class Device(NamedTuple):
     link: float
     kernel_seconds: float
     target: tuple[tuple[str, object], ...] = ()
+    dtype: str = "bfloat16"
 
 
-def _gpu(kind: str, flops: float, link: float, version: tuple[int, int], **target) -> Device:
+def _gpu(
+    kind: str,
+    flops: float,
+    link: float,
+    version: tuple[int, int],
+    dtype: str = "bfloat16",
+    **target,
+) -> Device:
     capability = f"{{ major: {version[0]} minor: {version[1]} }}"
     target = {"cuda_compute_capability": capability, **target}
     memory, bandwidth = target["device_memory_size"], target["memory_bandwidth"]
-    return Device("cuda", kind, memory, bandwidth, flops, link, 4e-6, tuple(target.items()))
+    own = tuple(target.items())
+    return Device("cuda", kind, memory, bandwidth, flops, link, 4e-6, own, dtype)
 
 
 DEVICES: dict[str, Device] = {
@@ -85,12 +95,13 @@ DEVICES: dict[str, Device] = {
         clock_rate_ghz=1.41,
         device_memory_size=85_100_068_864,
     ),
-    # It has no bfloat16 products: XLA computes them in float32. Its host's link is PCIe 3.
+    # Its host's link is PCIe 3.
     "t4": _gpu(
         "T4",
         8.1e12,
         12e9,
         (7, 5),
+        dtype="float32",
         core_count=40,
         fpus_per_core=64,
         threads_per_core_limit=1024,

@@ -15,7 +15,7 @@ from benchmarks.accelerators_devices import DEVICES, mesh_of
 from benchmarks.accelerators_messages import Message, Overlap
 from benchmarks.accelerators_program import Program
 from benchmarks.accelerators_roofline import RATES, Work
-from benchmarks.accelerators_step import IN_SHARDS, METHODS, MODELS, Built, build_step
+from benchmarks.accelerators_step import IN_SHARDS, METHODS, Built, build_step, model_for
 from jaxcomp import report
 from train.config.run import AXIS_NAME
 from train.processes.devices import FAST_AXIS
@@ -33,7 +33,8 @@ def row(device: str, model: str, method: str, sizes: tuple[int, ...]) -> dict:
       sizes: `(hosts,)`, or `(hosts, devices of each)`.
     """
     began, spent = time.perf_counter(), _cpu_seconds()
-    built = build_step(MODELS[model], METHODS[method], mesh_of(device, sizes), model in IN_SHARDS)
+    typed = model_for(device, model)
+    built = build_step(typed, METHODS[method], mesh_of(device, sizes), model in IN_SHARDS)
     compiled = compile_step(built)
     seconds, cpu_seconds = time.perf_counter() - began, _cpu_seconds() - spent
     text = compiled.as_text()

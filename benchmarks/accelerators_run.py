@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from benchmarks import accelerators_roofline as roofline
 from benchmarks.accelerators_devices import DEVICES, mesh_from
 from benchmarks.accelerators_row import compile_step, facts
-from benchmarks.accelerators_step import METHODS, MODELS, Built, build_step
+from benchmarks.accelerators_step import METHODS, Built, build_step, model_for
 from train.models import build
 
 REPEATS = 20
@@ -54,7 +54,9 @@ def measured(device: str, model: str, method: str, repeats: int = REPEATS) -> di
       and its few tokens over links that take no time.
     """
     devices = jax.local_devices()
-    built = build_step(MODELS[model], METHODS[method], mesh_from(devices, (len(devices),)))
+    built = build_step(
+        model_for(device, model), METHODS[method], mesh_from(devices, (len(devices),))
+    )
     step = compile_step(built)
     found = facts(step, step.as_text(), built, device, (len(devices),))
     # The prediction of a row is for a large batch; this is for the one that runs.

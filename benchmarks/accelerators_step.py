@@ -4,6 +4,7 @@ All arrays are abstract. A sequence has 128 tokens and each device one of them, 
 exchange needs is not hidden by activations: figures of a method are differences to the dense step.
 """
 
+import dataclasses
 import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxcomp
+from benchmarks.accelerators_devices import DEVICES
 from train.config import Config, Data, Optimizer
 from train.config.run import AXIS_NAME, update
 from train.models import build
@@ -105,6 +107,11 @@ def has_fast_axis(method: Method) -> bool:
     """Whether a step of the method tells the devices of a host from other hosts."""
     arguments = inspect.signature(jaxcomp.train_step).parameters
     return method.qsdp is not None or "fast_axis" in arguments
+
+
+def model_for(device: str, model: str) -> DecoderConfig:
+    """The model of a name, in the type that a device multiplies."""
+    return dataclasses.replace(MODELS[model], dtype=DEVICES[device].dtype)
 
 
 def build_step(model: DecoderConfig, method: Method, mesh: Mesh, in_shards: bool = False) -> Built:
