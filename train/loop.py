@@ -13,7 +13,9 @@ import jax
 
 import jaxcomp
 from jaxcomp.replicas import protocol
-from train.checkpoints import files, resume, store
+from train.checkpoints import files, resume, store, writer
+from train.checkpoints.resume import Progress
+from train.checkpoints.writer import Claim
 from train.config import Config
 from train.config.as_json import to_json
 from train.config.run import schedule
@@ -40,7 +42,7 @@ def run(config: Config) -> list[dict[str, Any]]:
     Raises:
       ValueError: For what does not fit together in config, text, devices or checkpoint.
       OSError: If something cannot be written.
-      Transient: If the replicas' parameters have gone apart.
+      Transient: If the replicas' parameters have gone apart, or another run writes in the folder.
       ConnectionError: If another process of the run is gone.
       KeyboardInterrupt: After a stop was asked for by a signal of `STOPS`, to any of the processes,
         when all is saved.
@@ -66,26 +68,27 @@ def _train(config: Config, folder: Path, until_the_end: contextlib.ExitStack) ->
         agree.require_shared(folder)
         task = make_task(config)
         distributed.require_same({"data": task.examples.record["sha256"]})
+        claim = until_the_end.enter_context(writer.claimed(folder))
         params, state, done = resume.begin(task, directory)
-        folder.mkdir(parents=True, exist_ok=True)
-        keep, show = _outputs(stack, task, folder, done)
+        keep, show = _outputs(stack, task, claim, folder, done)
         asked_to_stop = until_the_end.enter_context(stop_signals())
-        checkpoints = _checkpoints(stack, config, directory)
+        checkpoints = _checkpoints(stack, config, directory, claim)
         _Run(task, params, state, done, watch, asked_to_stop, checkpoints, keep, show).train()
         return done.step
 
 
-def _outputs(stack: contextlib.ExitStack, task: Task, folder: Path, done: resume.Progress):
+def _outputs(stack: contextlib.ExitStack, task: Task, claim: Claim, folder: Path, done: Progress):
     """What a run says of itself: functions for a row, and for progress. Only process 0 says it."""
     if not agree.is_first():
         return lambda row: None, lambda row: None
+    claim.require()
     config, log = task.config, folder / "metrics.jsonl"
     metrics.keep_until(log, done.step if done.step else -1)
     metrics.write_text(folder / "report.txt", report.text(task) + "\n")
     metrics.write_text(folder / "config.json", _record(task))
     for note in report.notes(task):
         print(note, file=sys.stderr)
-    writers = [lambda row: metrics.append(log, row)]
+    writers = [lambda row: metrics.append(log, row, claim.require)]
     if config.tensorboard:
         writers.append(stack.enter_context(trackers.tensorboard(folder / "events", done.step)))
     if config.wandb:
@@ -100,12 +103,12 @@ def _outputs(stack: contextlib.ExitStack, task: Task, folder: Path, done: resume
     return keep, stack.enter_context(progress.progress(config.name, first, config.steps))
 
 
-def _checkpoints(stack: contextlib.ExitStack, config: Config, directory: Path):
+def _checkpoints(stack: contextlib.ExitStack, config: Config, directory: Path, claim: Claim):
     """Opens the directory, and closes it at the end unless others might not come to that.
 
     After a third signal nobody waits for a save.
     """
-    checkpoints = store.open_checkpoints(directory, seconds=config.save_seconds)
+    checkpoints = store.open_checkpoints(directory, seconds=config.save_seconds, claim=claim)
 
     def close(kind, error, trace):
         if kind is None or (kind is not KeyboardInterrupt and jax.process_count() == 1):
@@ -122,7 +125,7 @@ class _Run:
     task: Task
     params: Any
     state: Any
-    done: resume.Progress
+    done: Progress
     watch: watchdog.Watch
     asked_to_stop: Callable[[], bool]
     checkpoints: store.Checkpoints

@@ -23,7 +23,7 @@ from tests.helpers.replicas import one_value
 from train import __main__ as program
 from train import loop
 from train import task as tasks
-from train.checkpoints import files, store
+from train.checkpoints import files, store, writer
 from train.config import Config, Data, Optimizer, as_json
 from train.config import run as configs
 from train.data import examples, texts
@@ -168,7 +168,7 @@ def test_run_leaves_record_metrics_picture_checkpoint_and_report(config_of, text
     rows = loop.run(config)
     folder = folder_of(config)
     assert sorted(os.listdir(folder)) == [
-        *("checkpoints", "config.json", "loss.png", "metrics.jsonl", "report.txt")
+        *("checkpoints", "config.json", "loss.png", "metrics.jsonl", "report.txt", "writer")
     ]
     record = json.loads((folder / "config.json").read_text())
     assert record["config"] == json.loads(as_json.to_json(config))
@@ -275,8 +275,8 @@ def test_run_that_crashed_goes_on_from_its_last_checkpoint(config_of, change_tas
     with monkeypatch.context() as patch:
         append = metrics.append
 
-        def failing(path, row):
-            append(path, row)
+        def failing(path, row, require):
+            append(path, row, require)
             if row["step"] == 4:
                 raise OSError("the disk is gone")
 
@@ -373,6 +373,40 @@ def test_signal_saves_ends_with_status_0_and_the_run_goes_on(tmp_path, text, num
     config = configs.load(str(NANO), [*args, "--steps", str(step + 2)])
     steps = [row["step"] for row in loop.run(config)]
     assert steps == list(range(step + 3))
+
+
+# Two runs in one folder.
+
+
+def test_a_run_begins_nothing_in_a_folder_that_has_a_writer(config_of):
+    config = config_of()
+    with writer.claimed(folder_of(config)):
+        with pytest.raises(exits.Transient, match="has a writer: process .* Wait for its end"):
+            loop.run(config)
+        assert [path.name for path in folder_of(config).iterdir()] == ["writer"]
+    assert loop.run(config)[-1]["step"] == 6
+
+
+def test_a_run_that_was_replaced_ends_without_a_row_or_a_checkpoint(config_of, change_task):
+    config = config_of(log_every=1, checkpoint_every=1)
+    note = folder_of(config) / "writer" / "1"
+
+    def replaced_at_3(task):
+        def step(*args):
+            done.append(None)
+            if len(done) == 4:
+                note.unlink()
+            return task.step(*args)
+
+        done = []
+        return task._replace(step=step)
+
+    change_task(replaced_at_3)
+    with pytest.raises(exits.Transient, match="another one has taken .* over"):
+        loop.run(config)
+    assert metrics.read(folder_of(config) / "metrics.jsonl")[-1]["step"] == 3
+    # Step 3 may have been on its way to the disk.
+    assert files.latest(folder_of(config) / "checkpoints") in (2, 3)
 
 
 # What a checkpoint may not be.

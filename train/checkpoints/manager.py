@@ -9,10 +9,15 @@ import jax
 import orbax.checkpoint as ocp
 
 from train.checkpoints.files import latest, write_checksums
+from train.checkpoints.writer import Claim
 
 
 def make_manager(
-    directory: Path, keep: int, seconds: int, failures: list[BaseException]
+    directory: Path,
+    keep: int,
+    seconds: int,
+    failures: list[BaseException],
+    claim: Claim | None,
 ) -> ocp.CheckpointManager:
     """Makes Orbax's manager; what this process's part of a save meets goes into `failures`."""
     options = everyone()
@@ -25,6 +30,12 @@ def make_manager(
             raise error
         meet(**kwargs)
 
+    def complete():
+        # Called in process 0, after the last array is written and before the rename.
+        if claim is not None:
+            claim.require()
+        write_checksums(directory)
+
     return ocp.CheckpointManager(
         directory,
         item_names=("state", "metadata"),
@@ -35,11 +46,24 @@ def make_manager(
             async_options=ocp.AsyncOptions(
                 timeout_secs=seconds,
                 barrier_sync_fn=barrier,
-                # Called in process 0, after the last array is written and before the rename.
-                post_finalization_callback=lambda: write_checksums(directory),
+                post_finalization_callback=complete,
             ),
+            temporary_path_class=_folders_of(claim) if claim else None,
         ),
     )
+
+
+def _folders_of(claim: Claim) -> type[ocp.path.atomicity.AtomicRenameTemporaryPath]:
+    """Where a writer's saves lie until they are complete: in no folder of another writer's."""
+    parent = ocp.path.atomicity.AtomicRenameTemporaryPath
+
+    class Own(parent):
+        @classmethod
+        def from_final(cls, final_path, **options):
+            name = f"{final_path.name}.orbax-checkpoint-tmp-{claim.token[:8]}"
+            return cls(final_path.parent / name, final_path, **options)
+
+    return Own
 
 
 def everyone() -> ocp.options.MultiprocessingOptions:

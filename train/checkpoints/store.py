@@ -29,6 +29,7 @@ from train.checkpoints.files import (
 )
 from train.checkpoints.manager import everyone, make_manager, save_error
 from train.checkpoints.trees import described, path_of, require_same, without_empty
+from train.checkpoints.writer import Claim
 from train.processes import agree
 
 # Orbax logs a traceback in every thread for an error that it also raises to its caller.
@@ -50,6 +51,7 @@ class Checkpoints:
     seconds: int
     manager: ocp.CheckpointManager
     failures: list[BaseException]  # of the running save
+    claim: Claim | None = None  # to the folder, where there may be other writers
     needed: int = 0  # bytes of the last save
 
     def save(self, step: int, tree: Any, metadata: dict[str, Any]) -> None:
@@ -59,6 +61,7 @@ class Checkpoints:
         this step or of a later one, and TypeError if the metadata is not JSON.
         """
         self.wait()
+        self.require()
         require_newest(self.directory, step)
         record = json.dumps({"leaves": described(tree), "run": metadata})
         items = ocp.args.Composite(
@@ -70,6 +73,11 @@ class Checkpoints:
             if self.needed > shutil.disk_usage(self.directory).free:
                 raise OSError(errno.ENOSPC, "the arrays alone are larger than the free space")
             self.manager.save(step, args=items, force=True)
+
+    def require(self) -> None:
+        """Raises `Transient` if another run has taken the folder over."""
+        if self.claim is not None:
+            self.claim.require()
 
     def check(self) -> None:
         """Raises what this process's part of the running save has met so far."""
@@ -97,22 +105,24 @@ class Checkpoints:
             yield
         except (OSError, ValueError, RuntimeError) as error:
             self.failures.clear()
+            self.require()  # before anything there is removed
             if jax.process_count() == 1:
                 remove_partial(self.directory)
                 self.manager.reload()
             raise save_error(self.directory, error, self.needed, self.seconds) from error
 
 
-def open_checkpoints(directory: str | Path, keep: int = 3, seconds: int = 300) -> Checkpoints:
+def open_checkpoints(
+    directory: str | Path, keep: int = 3, seconds: int = 300, claim: Claim | None = None
+) -> Checkpoints:
     """Makes the directory if need be, and removes what an interrupted save left in it.
-
-    One run at a time may have a directory open.
 
     Args:
       directory: Where the checkpoints are, a folder of a local or shared file system.
       keep: How many checkpoints stay, the newest ones; at least 1. An old one is deleted after
         the new one is complete, so that the disk holds keep + 1 for a while.
       seconds: How long a save may take, and a process waits for the others' parts of it.
+      claim: To the folder; without it one run at a time may have the directory open.
 
     Raises:
       ValueError: If `keep` is under 1.
@@ -124,9 +134,8 @@ def open_checkpoints(directory: str | Path, keep: int = 3, seconds: int = 300) -
     require_writable(directory)
     agree.from_first(lambda: remove_partial(directory))
     failures: list[BaseException] = []
-    return Checkpoints(
-        directory, seconds, make_manager(directory, keep, seconds, failures), failures
-    )
+    manager = make_manager(directory, keep, seconds, failures, claim)
+    return Checkpoints(directory, seconds, manager, failures, claim)
 
 
 def read_metadata(directory: str | Path, step: int | None = None) -> dict[str, Any]:

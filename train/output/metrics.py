@@ -6,7 +6,7 @@ import math
 import os
 import pathlib
 import platform
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -15,7 +15,7 @@ Row = Mapping[str, Any]
 """`step` and what was measured there: numbers, by name."""
 
 
-def append(path: pathlib.Path, row: Row) -> None:
+def append(path: pathlib.Path, row: Row, require: Callable[[], None] = lambda: None) -> None:
     """Appends a row to a JSON Lines file, in one write.
 
     Numbers that are not finite become null: JSON has no other word for them.
@@ -23,9 +23,12 @@ def append(path: pathlib.Path, row: Row) -> None:
     Args:
       path: The file; made if it is not there.
       row: Numbers (Python's, NumPy's or JAX's scalars) and strings by name.
+      require: Raises an error if this process must not write there any more.
     """
     line = json.dumps({name: plain(value) for name, value in row.items()}, allow_nan=False)
     with path.open("a", encoding="utf-8") as file:
+        # Only now: who takes over puts another file here, and this one is then nobody's.
+        require()
         file.write(line + "\n")
 
 

@@ -11,6 +11,9 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from train.processes.exits import Transient
+
+_KINDS = (OSError, Transient, ValueError)  # of what goes wrong in one process, for all
 _PIECE = 4096  # bytes: answers are filled up to multiples, so that one program broadcasts most
 
 
@@ -31,7 +34,7 @@ def from_first(make: Callable[[], Any]) -> Any:
       The value; as JSON returns it in other processes than the first.
 
     Raises:
-      ValueError: In all processes, if `make` raised one; so OSError.
+      ValueError: In all processes, if `make` raised one; so OSError and `Transient`.
     """
     if jax.process_count() == 1:
         return make()
@@ -39,15 +42,16 @@ def from_first(make: Callable[[], Any]) -> Any:
     if is_first():
         try:
             value = make()
-        except (ValueError, OSError) as caught:
+        except (ValueError, OSError, Transient) as caught:
             error = caught
-    text = json.dumps([value, str(error) if error else None, isinstance(error, OSError)])
+    kind = next((kind.__name__ for kind in _KINDS if isinstance(error, kind)), None)
+    text = json.dumps([value, str(error), kind])
     answer = _broadcast(text.encode())
     if error is not None:
         raise error
-    value, problem, is_os_error = json.loads(answer)
-    if problem is not None:
-        raise OSError(problem) if is_os_error else ValueError(problem)
+    value, problem, kind = json.loads(answer)
+    if kind is not None:
+        raise {kind.__name__: kind for kind in _KINDS}[kind](problem)
     return value
 
 

@@ -1,0 +1,201 @@
+"""One writer a run folder: who comes second hears who is there, who was replaced writes no more.
+
+`FOLDER/writer/N` is the note of the Nth writer, which renews it every few seconds. Whoever finds it
+unchanged for a lease, by his own clock, makes the note N + 1, which one process alone can, and
+removes the older ones before it writes anything else. So a process that was frozen meanwhile finds
+its note gone, and ends. This needs no links and no locks of the file system.
+"""
+
+import contextlib
+import datetime
+import errno
+import json
+import os
+import secrets
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from train.checkpoints import files
+from train.processes import agree, seals
+from train.processes.exits import Transient
+
+LEASE = 30.0
+"""Seconds without a sign of the writer after which another one may take its folder."""
+
+_BEATS = 10  # signs of life in a lease
+_SIZE = 512  # bytes of a note, always, so that one write renews it
+
+
+class Claim(NamedTuple):
+    """A folder's writer, as all processes of its run know it."""
+
+    note: Path
+    token: str  # which the note begins with
+    since: str  # when it was made
+
+    def require(self) -> None:
+        """Raises `Transient` if another run has taken the folder over."""
+        if self.token != _token(self.note):
+            folder = self.note.parents[1]
+            raise Transient(
+                f"this run was silent so long that another one has taken {folder} over: "
+                f"{_who(_newest(self.note.parent))}. It writes nothing more there"
+            )
+
+
+@contextlib.contextmanager
+def claimed(folder: Path, lease: float = LEASE) -> Iterator[Claim]:
+    """Makes this run the writer of its folder, until the end.
+
+    Every process of the run calls it at the same point; process 0 holds the claim. Saves that an
+    earlier writer has not ended are removed.
+
+    Args:
+      folder: Of the run; made if it is not there.
+      lease: Seconds.
+
+    Raises:
+      Transient: In all processes, if another run writes there: the text says who, and since when.
+    """
+    note, token, since = agree.from_first(lambda: _take(folder.absolute() / "writer", lease))
+    claim = Claim(Path(note), token, since)
+    if not agree.is_first():
+        yield claim
+        return
+    files.remove_partial(folder / "checkpoints")
+    closed = threading.Event()
+    thread = threading.Thread(target=_renew, args=(claim, lease, closed), daemon=True)
+    thread.start()
+    try:
+        yield claim
+    finally:
+        closed.set()
+        thread.join(lease / _BEATS)
+        _write(claim, done=True)
+
+
+def _take(directory: Path, lease: float) -> tuple[str, str, str]:
+    directory.mkdir(parents=True, exist_ok=True)
+    now = datetime.datetime.now(datetime.UTC).isoformat(" ", "seconds")
+    token = secrets.token_hex(16)
+    while True:
+        newest = _newest(directory)
+        if newest is not None and _is_alive(newest, lease):
+            raise Transient(
+                f"{directory.parent} has a writer: {_who(newest)}. Wait for its end or stop it, or "
+                "write another --name"
+            )
+        note = directory / str(int(newest.name) + 1 if newest else 1)
+        try:
+            os.close(os.open(note, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644))
+        except FileExistsError:
+            continue
+        _write(Claim(note, token, now))
+        # Who was slow may have made a number that others have left behind.
+        if _newest(directory) != note:
+            note.unlink(missing_ok=True)
+            continue
+        for older in _notes(directory):
+            if older != note:
+                older.unlink(missing_ok=True)
+        return str(note), token, now
+
+
+def _notes(directory: Path) -> list[Path]:
+    return [path for path in directory.iterdir() if path.name.isdecimal()]
+
+
+def _newest(directory: Path) -> Path | None:
+    return max(_notes(directory), key=lambda path: int(path.name), default=None)
+
+
+def _renew(claim: Claim, lease: float, closed: threading.Event) -> None:
+    while not closed.wait(lease / _BEATS):
+        _write(claim)
+
+
+def _write(claim: Claim, done: bool = False) -> None:
+    """Renews a note. One that is gone, or cannot be written now, stays so: `require` says it."""
+    said = {
+        "process": os.getpid(),
+        "host": socket.gethostname(),
+        "since": claim.since,
+        "place": _place(os.getpid()),
+        "done": done,
+        "sign": f"{time.monotonic_ns():020d}",
+    }
+    text = f"{claim.token}\n{json.dumps(said)}".encode()
+    with contextlib.suppress(OSError):
+        file = os.open(claim.note, os.O_WRONLY)
+        try:
+            os.pwrite(file, text.ljust(_SIZE), 0)
+        finally:
+            os.close(file)
+
+
+def _read(note: Path) -> bytes | None:
+    try:
+        return note.read_bytes()[:_SIZE]
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        if error.errno == errno.ESTALE:  # how a network file system says that it is gone
+            return None
+        raise
+
+
+def _token(note: Path) -> str:
+    return (_read(note) or b"").partition(b"\n")[0].decode(errors="replace")
+
+
+def _said(note: Path) -> dict[str, Any]:
+    return seals.json_object((_read(note) or b"").partition(b"\n")[2]) or {}
+
+
+def _who(note: Path | None) -> str:
+    said = _said(note) if note else {}
+    return (
+        f"process {said.get('process', '?')} on {said.get('host', 'a host that does not say it')}, "
+        f"since {said.get('since', 'a time that it does not say')}"
+    )
+
+
+def _is_alive(note: Path, lease: float) -> bool:
+    """Whether a writer gives a sign within a lease; at once if this host sees that it is gone."""
+    said, first = _said(note), _read(note)
+    place = said.get("place")
+    if first is None or said.get("done") is True:
+        return False
+    here = _place(os.getpid())
+    if isinstance(place, list) and here is not None and place[:2] == here[:2]:
+        process = said.get("process")
+        if type(process) is not int or _place(process) != place:
+            return False
+    deadline, told = time.monotonic() + lease, False
+    while time.monotonic() < deadline:
+        time.sleep(lease / _BEATS / 4)
+        if (now := _read(note)) != first:
+            return now is not None and _said(note).get("done") is not True
+        if not told and time.monotonic() > deadline - lease / 2:
+            print(f"waiting up to {lease / 2:.0f} s for a sign of {_who(note)}", file=sys.stderr)
+            told = True
+    return False
+
+
+def _place(process: int) -> list[str] | None:
+    """Where a process lives: machine, space of process numbers, and when it began there.
+
+    None if there is no such process, or this is no Linux.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        space = os.readlink("/proc/self/ns/pid")
+        state, *fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if state in "ZX" else [boot, space, fields[18]]
