@@ -4,6 +4,7 @@ import dataclasses
 
 import jax
 import numpy as np
+import optax
 
 import jaxcomp
 from benchmarks import pico
@@ -50,3 +51,9 @@ def test_a_run_is_that_of_a_mesh_to_rounding(monkeypatch):
     np.testing.assert_allclose(curve[-1][1], loss, rtol=1e-5)
     moved = jax.tree.map(lambda x, y: np.abs(x - y).max(), jax.device_get(params), start)
     assert max(jax.tree.leaves(moved)) > 1e-2
+
+
+def test_every_row_is_a_transformation():
+    for expression, rate in pico.METHODS.values():
+        made = update(pico.config_of(expression, rate, 1, STEPS))
+        assert isinstance(made, optax.GradientTransformationExtraArgs)
