@@ -45,6 +45,7 @@ class Task(NamedTuple):
     mean_losses: Callable[[list], list[float]]  # each step's f32[num_replicas] -> its mean
     left_out: Callable[[Any], int]  # state -> steps that single replicas have left out
     natural: Any  # shapes and dtypes of the parameters where they are in no shards
+    places: Any  # shardings in which `init` takes these
     like: Any  # {"params", "state"}: shapes, dtypes and shardings
     sent: dict[str, float]  # bytes of each part of a step's exchange, from the compiled program
     rounds: dict[str, int]  # how often the run sends each part; {} for all in every step
@@ -68,9 +69,12 @@ def make_task(config: Config, read: Callable[[Config], Examples] = examples.read
     configs.microbatch(config, mesh.size)
     made, placement = read(config), resolve(config)
     functions, everywhere = placement.functions(mesh), NamedSharding(mesh, P())
-    first_params = jax.jit(lambda: build.random_params(config), out_shardings=everywhere)
     natural, batch = build.param_shapes(config), build.batch_of(config, mesh)
-    like = _shapes(config, functions, _placed(natural, jax.tree.map(lambda _: everywhere, natural)))
+    places = jax.tree.map(lambda _: everywhere, natural)
+    if functions.places is not None:
+        places = functions.places(natural)
+    first_params = jax.jit(lambda: build.random_params(config), out_shardings=places)
+    like = _shapes(config, functions, _placed(natural, places))
     step, programs = _compiled(functions.step, like["params"], like["state"], batch)
     measure = jax.jit(build.measure_of(config))
     sent = jaxcomp.report.sent_bytes_by_part(programs, mesh, AXIS_NAME)
@@ -89,6 +93,7 @@ def make_task(config: Config, read: Callable[[Config], Examples] = examples.read
         mean_losses=functools.partial(_mean_losses, config, gather_losses(mesh)),
         left_out=functools.partial(_left_out, jax.jit(jnp.sum, out_shardings=everywhere)),
         natural=natural,
+        places=places,
         like=like,
         sent=sent,
         rounds=rounds,
@@ -163,7 +168,9 @@ def gather_losses(mesh: Mesh) -> Callable[[list[jax.Array]], jax.Array]:
     @functools.partial(jax.jit, out_shardings=NamedSharding(mesh, P()))
     def gather(losses):
         # Stacked where they are: one column of all steps travels instead of one number a step.
-        rows = NamedSharding(mesh, P(mesh.axis_names))
+        # Devices that hold a replica in shards have one loss together.
+        own = mesh.axis_names if len(losses[0]) == mesh.size else mesh.axis_names[:1]
+        rows = NamedSharding(mesh, P(own))
         return jax.lax.with_sharding_constraint(jnp.stack(losses, axis=1), rows)
 
     return gather

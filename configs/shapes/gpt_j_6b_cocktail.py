@@ -1,22 +1,38 @@
-"""GPT-J-6B by CocktailSGD, whose authors fine-tuned it: 28 layers, width 4,096, 16 heads.
+"""GPT-J-6B by CocktailSGD, whose authors fine-tuned it: four hosts of eight devices.
 
     python -m train configs/shapes/gpt_j_6b_cocktail.py --report    # trains nothing
 
-The recipe of configs/shapes/opt_1_3b_cocktail.py. What differs from GPT-J: learned positions in
-place of rotary ones, attention before the perceptron and not beside it, tied embeddings, biases in
-attention, bytes as tokens. Training is for accelerators, and has not been tried.
-
-One replica sends 201,713,568 bytes a step, 87 times fewer than a dense float16 all-reduce.
+The recipe of configs/shapes/opt_1_3b_cocktail.py, and GPT-J's own form. What a step needs on H100:
+docs/fine_tune.md. Training has not been tried.
 """
 
 import dataclasses
 
 from configs.shapes import opt_1_3b_cocktail
 from train.config import Config
+from train.models.decoder import DecoderConfig
 
 
 def get_config() -> Config:
-    """The run of OPT-1.3B with another size."""
-    opt = opt_1_3b_cocktail.get_config()
-    model = dataclasses.replace(opt.model, layers=28, width=4096, heads=16, vocab=50_400)
-    return dataclasses.replace(opt, name="gpt_j_6b_cocktail", model=model)
+    """The run of OPT-1.3B with another model."""
+    model = DecoderConfig(
+        layers=28,
+        width=4096,
+        heads=16,
+        context=2048,
+        vocab=50_400,
+        norm_eps=1e-5,
+        residual="shared",
+        rotary="pairs",
+        rotary_width=64,
+        qkv_bias=False,
+        out_bias=False,
+        tied=False,
+        head_bias=True,
+        dtype="bfloat16",
+        scan=True,
+        remat=True,
+    )
+    return dataclasses.replace(
+        opt_1_3b_cocktail.get_config(), name="gpt_j_6b_cocktail", model=model
+    )

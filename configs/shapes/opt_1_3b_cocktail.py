@@ -1,14 +1,12 @@
-"""OPT-1.3B by CocktailSGD, whose authors fine-tuned it: 24 layers, width 2,048, context 2,048.
+"""OPT-1.3B by CocktailSGD, whose authors fine-tuned it: four hosts of eight devices.
 
     python -m train configs/shapes/opt_1_3b_cocktail.py --report    # trains nothing
+    python -m train.launch --hosts hosts.txt -- configs/shapes/opt_1_3b_cocktail.py --start-from DIR
 
 The authors' compressor and recipe of their scripts: 16 sequences a replica, a linear decay after
-ten steps, no dense steps; here with blocks under one scan, since many layers compile slowly;
-`per_layer=False`, since nothing here looks at a whole leaf. What differs from OPT: GELU in place of
-ReLU, bytes as tokens; the vocabulary is kept for its size. Pretrained weights are not read. Each
-replica holds the whole model and its moments. Training is for accelerators, and has not been tried.
-
-One replica sends 45,341,664 bytes a step, 87 times fewer than a dense float16 all-reduce.
+ten steps, no dense steps. The model's form is OPT's own. A host is a replica: its devices hold the
+parameters, Adam's moments and what was not sent in shards. `per_layer=False`, since nothing here
+looks at a whole leaf. What a step needs on H100: docs/fine_tune.md. Training has not been tried.
 """
 
 from train.config import Config, Data, Optimizer
@@ -16,12 +14,14 @@ from train.models.decoder import DecoderConfig
 
 
 def get_config() -> Config:
-    """The run, on four replicas; the configs of larger models replace its `name` and `model`."""
+    """The run; the configs of larger models replace its `name` and `model`."""
     return Config(
         name="opt_1_3b_cocktail",
         steps=4_000,
-        replicas=4,
-        accumulate=16,
+        replicas=32,
+        fast=8,
+        in_shards=True,
+        accumulate=2,
         per_layer=False,
         optimizer=Optimizer(
             update="cocktail_sgd(chain(clip_by_global_norm(1.0), "
@@ -37,8 +37,13 @@ def get_config() -> Config:
             heads=32,
             context=2048,
             vocab=50_272,
+            mlp=8192,
+            activation="relu",
+            norm_eps=1e-5,
+            first_position=2,
             dtype="bfloat16",
             scan=True,
+            remat=True,
         ),
         data=Data(batch=64),
     )

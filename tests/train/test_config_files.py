@@ -38,6 +38,8 @@ def tiny(tmp_path):
         kind = type(configs.load(str(path), of_folder).model)
         of_model = of_folder or TINY_MODELS[kind].split()
         args = [*settings.split(), *of_model, "--runs-dir", str(tmp_path)]
+        if configs.load(str(path), of_folder).in_shards:
+            args += "--fast 2 --model.rotary-width 0 --model.mlp 0".split()
         if kind is DecoderConfig:
             return configs.load(str(path), [*args, "--data.path", words(tmp_path / "text")])
         form = configs.load(str(path)).data.form

@@ -96,17 +96,20 @@ def _first(task: Task) -> tuple[Any, Any]:
             f"start_from is {start_from!r}, but there is no checkpoint in {source}, and it is no "
             "Hugging Face folder; train that run first, or write --start-from None."
         )
-    return task.init(mean.restore_whole(source, task.natural, task.mesh))
+    params = mean.restore_whole(source, task.natural, task.mesh)
+    return task.init(jax.device_put(params, task.places))
 
 
 def _pretrained(task: Task, path: str) -> Any:
     """The parameters of a Hugging Face folder, and LoRA's, which it does not have."""
-    everywhere, config = NamedSharding(task.mesh, PartitionSpec()), task.config
-    placed = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere)
-    params = folder.load(path, config.model, jax.tree.map(placed, lora.without(task.natural)))
+    config = task.config
+    placed = lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
+    like = jax.tree.map(placed, task.natural, task.places)
+    params = folder.load(path, config.model, lora.without(like))
     if not config.model.lora:
         return params
-    drawn = jax.jit(lambda: lora.only(build.random_params(config)), out_shardings=everywhere)
+    places = lora.only(task.places)
+    drawn = jax.jit(lambda: lora.only(build.random_params(config)), out_shardings=places)
     return lora.joined(params, drawn())
 
 

@@ -103,6 +103,9 @@ class Config:
     fast: int = 1
     """Replicas between which links are fast, as those of a host: together they send what one would,
     each a share. With qsdp write `qsdp(axis_name, fast_axis=fast_axis)`."""
+    in_shards: bool = False
+    """Whether the `fast` devices of a host are one replica: each parameter lies in shards over
+    them, as a decoder's rules say, and XLA gathers it where it is used. For large models."""
     eval_every: int = 100
     """Steps between evaluations; the last step is always evaluated."""
     eval_batches: int = 8
@@ -165,6 +168,11 @@ class Config:
             raise ValueError(
                 f"model.lora={self.model.lora} adds matrices to be trained in place of the others; "
                 f"write --trainable '{lora.TRAINED}'."
+            )
+        if self.in_shards and (self.fast < 2 or self.qsdp is not None or self.overlap):
+            raise ValueError(
+                "in_shards=True needs several devices of a host, and neither qsdp nor overlap; got "
+                f"fast={self.fast}, qsdp={self.qsdp!r}, overlap={self.overlap}. Write --fast 8."
             )
         if self.optimizer.warmup_steps >= self.steps:
             raise ValueError(

@@ -16,6 +16,8 @@ class Functions(NamedTuple):
     mean: Callable[[Any, Any], Any]  # params, state -> params as if all replicas met now
     whole: Callable[[Any], Any]  # params -> natural parameters, everywhere
     shardings: Callable[[Any], tuple[Any, Any]]  # natural parameters' shapes -> of params, state
+    # their shapes -> the shardings in which `init` takes them; None: all of them on all devices
+    places: Callable[[Any], Any] | None = None
 
 
 class Placement(NamedTuple):

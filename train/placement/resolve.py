@@ -1,7 +1,7 @@
 """A config becomes a placement: the only place that asks which kind of run it is."""
 
 from train.config import Config
-from train.placement import replicated, sharded
+from train.placement import on_hosts, replicated, sharded
 from train.placement.base import Placement
 
 
@@ -11,4 +11,6 @@ def resolve(config: Config) -> Placement:
     Raises:
       ValueError: If an expression is not what its field needs, or fields exclude each other.
     """
+    if config.in_shards:
+        return on_hosts.resolve(config)
     return (replicated if config.qsdp is None else sharded).resolve(config)

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from tests.train.huggingface.test_folder import GOLDEN, loaded
 from train import export, loop
@@ -75,7 +76,9 @@ def test_lora_begins_with_a_folder_and_ends_as_one(config, tmp_path):
     model = dataclasses.replace(config.model, lora=2)
     config = dataclasses.replace(config, model=model, trainable=lora.TRAINED)
     mesh = jax.make_mesh((2,), ("replica",))
-    task = SimpleNamespace(config=config, mesh=mesh, natural=build.param_shapes(config))
+    natural, everywhere = build.param_shapes(config), NamedSharding(mesh, PartitionSpec())
+    places = jax.tree.map(lambda _: everywhere, natural)
+    task = SimpleNamespace(config=config, natural=natural, places=places)
     params = resume._pretrained(task, config.start_from)
     whole = loaded(GOLDEN / "gpt2", scan=True)[1]
     jax.tree.map(np.testing.assert_array_equal, lora.merged(params, model.lora_scale), whole)

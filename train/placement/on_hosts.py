@@ -1,0 +1,64 @@
+"""Runs whose replicas are hosts: each parameter lies in shards over the host's devices."""
+
+import functools
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxcomp
+from train.config import Config
+from train.config.run import AXIS_NAME
+from train.models import build, sharding
+from train.models.decoder import DecoderConfig
+from train.placement import replicated
+from train.placement.base import Functions, Placement
+from train.processes.devices import FAST_AXIS
+
+
+def resolve(config: Config) -> Placement:
+    """Evaluates what `optimizer.update` describes.
+
+    Raises:
+      ValueError: If it is no transformation, or the model has no rules for its shards.
+    """
+    if not isinstance(config.model, DecoderConfig):
+        raise ValueError(
+            f"in_shards=True needs model=DecoderConfig(...), not {config.model}; write "
+            "--no-in-shards."
+        )
+    whole = replicated.resolve(config)
+    functions = functools.partial(_functions, config, whole.tx)
+    spread = lambda params, mesh: jaxcomp.replica_spread(params, mesh, AXIS_NAME)
+    return whole._replace(functions=functions, spread=spread)
+
+
+def _functions(config: Config, tx: optax.GradientTransformation, mesh: Mesh) -> Functions:
+    specs = sharding.specs(build.param_shapes(config), mesh, fsdp=FAST_AXIS)
+    of_params = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+    made = jaxcomp.train_step(
+        build.loss_of(config),
+        tx,
+        mesh,
+        AXIS_NAME,
+        param_specs=specs,
+        accumulate=config.accumulate,
+        batch_specs=P((AXIS_NAME, FAST_AXIS)),  # XLA gathers parameters, not what they compute
+    )
+
+    def shardings(params: Any) -> tuple[Any, Any]:
+        state = jaxcomp.state_specs(tx, params, mesh, AXIS_NAME, specs)
+        return of_params, jax.tree.map(lambda spec: NamedSharding(mesh, spec), state)
+
+    return Functions(
+        init=lambda params: (params, made.init(params)),
+        step=made.step,
+        mean=lambda params, state: jaxcomp.mean_params(
+            params, state, mesh, AXIS_NAME, param_specs=specs
+        ),
+        whole=lambda params: params,
+        shardings=shardings,
+        places=lambda _: of_params,
+    )
