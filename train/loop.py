@@ -160,10 +160,11 @@ class _Run:
     def step(self) -> None:
         self.watch.at(self.done.step, "a step")
         began = time.perf_counter()
-        batch = self.task.batch(self.done.step)
+        batch = self.task.batch(self.done.step, self.done.examples)
         self.params, self.state, out = self.task.step(self.params, self.state, batch)
         self.outs.append(out)
         self.done.step += 1
+        self.done.examples += self.task.config.data.batch
         is_counted = self.row_is_due() or self.is_due(self.task.config.checkpoint_every)
         # One step runs while the host prepares the next: waiting bounds how far it runs ahead.
         jax.block_until_ready(self.outs if is_counted else self.outs[-2:-1])

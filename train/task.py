@@ -38,7 +38,7 @@ class Task(NamedTuple):
     init: Callable[..., tuple[Any, Any]]  # (params or random ones) -> params, state
     step: Callable[..., tuple[Any, Any, dict]]  # params, state, batch -> params, state, metrics
     programs: tuple[jax.stages.Compiled, ...]  # that a step runs
-    batch: Callable[[int], Any]  # step -> pytree of [batch, ...], see `objectives`
+    batch: Callable[..., Any]  # step, seen=None -> pytree of [batch, ...], see `Examples`
     # params, state -> params as if all replicas met now, and the bytes that one sends for it
     mean: Callable[[Any, Any], tuple[Any, float]]
     evaluate: Callable[[Any], dict[str, jax.Array]]  # params -> the objective's measures
@@ -87,7 +87,7 @@ def make_task(config: Config, read: Callable[[Config], Examples] = examples.read
         init=lambda params=None: functions.init(first_params() if params is None else params),
         step=step,
         programs=programs,
-        batch=lambda step: _fed(batch, functools.partial(made.train, step)),
+        batch=lambda step, seen=None: _fed(batch, lambda rows: made.train(step, rows, seen)),
         mean=functools.partial(_mean, functions.mean, mesh),
         evaluate=functools.partial(_evaluated, config, made, measure, functions.whole, batch),
         mean_losses=functools.partial(_mean_losses, config, gather_losses(mesh)),

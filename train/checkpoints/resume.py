@@ -22,7 +22,7 @@ from train.processes.distributed import by_name
 from train.task import Task, shapes_of
 
 _METADATA = {"progress", "num_replicas", "data_sha256"}  # needed to go on
-_SAID_ELSEWHERE = {"replicas", "resize"}
+_SAID_ELSEWHERE = {"replicas", "resize", "accept_data"}
 
 
 @dataclasses.dataclass
@@ -30,6 +30,7 @@ class Progress:
     """What a run has counted so far; travels in the checkpoint's metadata."""
 
     step: int = 0  # optimizer steps done, skipped ones included
+    examples: int = 0  # that these steps have read: where the next one goes on in the data
     sent_bytes: float = 0.0  # by one replica, since the first step
     rounds: int = 0  # steps in which anything was sent
     # How often each part of the exchange was sent, where steps differ.
@@ -121,12 +122,7 @@ def _restore(task: Task, directory: Path, step: int) -> tuple[Any, Any, Progress
             f"the checkpoint {directory}/{step} is not of a run of this program: its metadata "
             f"lack {', '.join(sorted(missing))}. Give another --name or --runs-dir."
         )
-    if saved["data_sha256"] != task.examples.record["sha256"]:
-        raise ValueError(
-            f"{directory} was trained on other data (sha256 {saved['data_sha256'][:12]}...) than "
-            f"this run reads ({task.examples.record['sha256'][:12]}...); give the old data, or "
-            "another --name, or --no-resume with that folder removed."
-        )
+    _require_data(task, directory, saved["data_sha256"], step)
     if step > task.config.steps:
         raise ValueError(
             f"{directory} was trained to step {step}, but steps={task.config.steps}; write more "
@@ -143,7 +139,22 @@ def _restore(task: Task, directory: Path, step: int) -> tuple[Any, Any, Progress
     if num_replicas != task.mesh.size:
         _say(task, step, f"{task.mesh.size} replicas instead of {num_replicas}, resize={policy}")
         state = reset_residuals(state) if policy == "reset" else state
-    return tree["params"], state, Progress(**saved["progress"])
+    before = {"examples": step * saved["config"]["data"]["batch"]}  # of runs that did not count
+    return tree["params"], state, Progress(**(before | saved["progress"]))
+
+
+def _require_data(task: Task, directory: Path, old: str, step: int) -> None:
+    """Raises a ValueError where a run would go on with other data, unless that is accepted."""
+    new = task.examples.record["sha256"]
+    if old == new:
+        return
+    other = f"other data (sha256 {old[:12]}...) than this run reads ({new[:12]}...)"
+    if not task.config.accept_data:
+        raise ValueError(
+            f"{directory} was trained on {other}; give the old data, or write --accept-data to go "
+            "on with these, or another --name."
+        )
+    _say(task, step, f"accepts data that changed: it was trained on {other}")
 
 
 def _require_fast(task: Task, directory: Path, saved: dict[str, Any]) -> None:

@@ -123,6 +123,9 @@ class Config:
     fine-tuning does, or a Hugging Face folder; the optimizer begins anew. None: random ones."""
     resume: bool = True
     """Continue from the run directory's last checkpoint, if there is one."""
+    accept_data: bool = False
+    """Whether to continue with data that have changed since the checkpoint; else that is refused.
+    The position in the data stays what it was."""
     resize: Literal["keep_mean", "reset"] = "keep_mean"
     """What replicas keep when a run goes on with another number of them: the mean of what each
     had for itself, or that without error feedback's residuals, which start from zero."""

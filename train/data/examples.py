@@ -1,12 +1,15 @@
 """What a run learns from, whatever it is: rows of batches, made by number."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from train.config import Config
-from train.data import images, texts
+from train.data import images, packing, texts, token_files
 from train.data.sources import Images
+from train.data.token_files import Corpus
 from train.models.objectives import OBJECTIVES
+from train.processes import agree
 
 
 class Examples(NamedTuple):
@@ -14,12 +17,13 @@ class Examples(NamedTuple):
 
     Attributes:
       record: Where the examples come from, with the sha256 of all; plain values.
-      train: (step, rows) -> those rows of the step's batch, a pytree of NumPy arrays.
+      train: (step, rows, seen=None) -> those rows of the step's batch, a pytree of NumPy arrays;
+        `seen` is how many examples the steps before had, by default as many as this one each.
       validation: (number, rows) -> those rows of one of the fixed validation batches.
     """
 
     record: dict[str, str | int]
-    train: Callable[[int, slice], Any]
+    train: Callable[..., Any]
     validation: Callable[[int, slice], Any]
 
 
@@ -29,27 +33,44 @@ def read(config: Config) -> Examples:
     Raises:
       ValueError: If something is missing or unreadable, or does not fit the model.
     """
-    return (_images if isinstance(config.data, Images) else _text)(config)
+    if isinstance(config.data, Images):
+        return _images(config)
+    corpus = _corpus(config)
+    return (_documents if config.data.packed else _text)(config, corpus)
 
 
 def none(config: Config) -> Examples:
     """No examples, of whoever only wants to know what a step sends."""
 
-    def refuse(number, rows):
+    def refuse(number, rows, seen=None):
         raise RuntimeError(f"{config.name} was made without its data: it cannot be trained.")
 
     return Examples({}, refuse, refuse)
 
 
-def _text(config: Config) -> Examples:
+def _corpus(config: Config) -> Corpus:
+    """The tokens, which process 0 makes for all that see its files; another host makes its own."""
+    data = config.data
+    folder = Path(data.cache or Path(config.runs_dir, config.name, "tokens"))
+    made = Path(agree.from_first(lambda: str(token_files.prepare(data, folder))))
+    corpus = token_files.load(made if made.is_dir() else token_files.prepare(data, folder))
+    if (vocab := corpus.record.get("vocab", 0)) > config.model.vocab:
+        raise ValueError(
+            f"data.tokenizer={data.tokenizer!r} has {vocab} tokens, but model.vocab is "
+            f"{config.model.vocab}; write --model.vocab {vocab}."
+        )
+    return corpus
+
+
+def _text(config: Config, corpus: Corpus) -> Examples:
     size, context = config.data.batch, config.model.context
-    corpus = texts.read(config.data, context)
     prepare = OBJECTIVES[config.objective].prepare
+    texts.require_enough(corpus, config.data, context)
 
     def keyed(tokens, rows, *key):
         return prepare(tokens, [[*key, row] for row in range(*rows.indices(size))])
 
-    def train(step, rows):
+    def train(step, rows, seen=None):
         tokens = texts.batch(corpus.train, config.seed, step, size, context, rows)
         return keyed(tokens, rows, config.seed, step)
 
@@ -60,12 +81,33 @@ def _text(config: Config) -> Examples:
     return Examples(corpus.record, train, validation)
 
 
+def _documents(config: Config, corpus: Corpus) -> Examples:
+    size, context = config.data.batch, config.model.context
+    made = {name: packing.pack(part, context) for name, part in corpus.parts.items()}
+    for name, packed in made.items():
+        if not packed.starts.size:
+            raise ValueError(
+                f"{corpus.record['source']} leaves no document for {name}; add some, or change "
+                f"data.validation_fraction={config.data.validation_fraction}."
+            )
+    record = corpus.record | {"train_sequences": made["train"].starts.size}
+
+    def train(step, rows, seen=None):
+        seen = step * size if seen is None else seen
+        return packing.batch(made["train"], config.seed, seen, size, rows)
+
+    def validation(number, rows):
+        return packing.validation_batch(made["validation"], number, config.eval_batches, size, rows)
+
+    return Examples(record, train, validation)
+
+
 def _images(config: Config) -> Examples:
     size = config.data.batch
     made = images.read(config.data, config.model)
 
-    def train(step, rows):
-        return images.batch(made, config.seed, step, size, rows)
+    def train(step, rows, seen=None):
+        return images.batch(made, config.seed, step * size if seen is None else seen, size, rows)
 
     def validation(number, rows):
         return images.validation_batch(made, number, config.eval_batches, size, rows)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from train.data import texts
+from train.data import files as on_disk
 
 _SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff"}
 _CIFAR10 = (*(f"data_batch_{number}" for number in range(1, 6)), "test_batch")
@@ -57,7 +57,7 @@ def digits(path: str | None) -> Stored:
                 "digits.csv.gz."
             )
         path = pathlib.Path(found.submodule_search_locations[0], "datasets/data/digits.csv.gz")
-    content = texts.content_of(pathlib.Path(path))
+    content = on_disk.content_of(pathlib.Path(path))
     try:
         text = gzip.decompress(content) if content[:2] == b"\x1f\x8b" else content
         rows = np.array([line.split(b",") for line in text.split()], np.float64)
@@ -145,7 +145,7 @@ def _in_memory(pixels, labels, validation, path) -> Stored:
 
 
 def _binary(file: pathlib.Path) -> tuple[np.ndarray, np.ndarray]:
-    content = np.frombuffer(texts.content_of(file), np.uint8)
+    content = np.frombuffer(on_disk.content_of(file), np.uint8)
     if not content.size or content.size % (1 + _CIFAR10_ROW):
         raise ValueError(
             f"{str(file)!r} is no batch of CIFAR-10: rows have {1 + _CIFAR10_ROW} bytes."
@@ -155,7 +155,7 @@ def _binary(file: pathlib.Path) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _pickled(file: pathlib.Path) -> tuple[np.ndarray, np.ndarray]:
-    content = texts.content_of(file)
+    content = on_disk.content_of(file)
     try:
         batch = _Unpickler(content).load()
         rows, labels = np.asarray(batch[b"data"]), np.asarray(batch[b"labels"])
@@ -186,7 +186,7 @@ def _image_files(part: pathlib.Path) -> list[pathlib.Path]:
     """Those images of a folder that lie in folders of it."""
     found = [
         file
-        for file in texts.files_below(part)
+        for file in on_disk.files_below(part)
         if file.suffix.lower() in _SUFFIXES and file.parent != part
     ]
     if not found:

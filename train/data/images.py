@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from train.data import image_files, texts
+from train.data import image_files
+from train.data.held_out import held_out
 from train.data.image_files import Stored
 from train.data.sources import Images
 from train.models.resnet import ResNetConfig
@@ -71,7 +72,7 @@ def read(settings: Images, model: ResNetConfig | ViTConfig | SwinConfig) -> Imag
         raise ValueError(f"the images of {form} do not fit {found} of the model; write {flags}.")
     held = stored.validation
     if held is None:
-        held = np.array(texts.held_out(stored.names, settings.validation_fraction))
+        held = np.array(held_out(stored.names, settings.validation_fraction))
     train, validation = np.flatnonzero(~held), np.flatnonzero(held)
     for part, numbers in (("train", train), ("validation", validation)):
         if not numbers.size:
@@ -90,7 +91,7 @@ def read(settings: Images, model: ResNetConfig | ViTConfig | SwinConfig) -> Imag
 
 
 def batch(
-    images: ImageSet, seed: int, step: int, batch_size: int, rows: slice = slice(None)
+    images: ImageSet, seed: int, seen: int, batch_size: int, rows: slice = slice(None)
 ) -> dict[str, np.ndarray]:
     """Draws the images of one step: a pure function of its arguments.
 
@@ -102,9 +103,9 @@ def batch(
     ratio of 3:4 to 4:3 (what of it lies outside is cut off), and mirrored half of the time.
 
     Args:
-      images: Images of `read`.
-      seed: Seed of the run, in [0, 2^64).
-      step: Step of the optimizer, from 0.
+      images: Of `read`.
+      seed: Of the run, in [0, 2^64).
+      seen: Images of all steps before.
       batch_size: Images of the whole step.
       rows: Which of them to make.
 
@@ -112,7 +113,7 @@ def batch(
       {"images": u8[rows, height, width, channels], "labels": i32[rows]}.
     """
     size = images.train.size
-    places = [step * batch_size + row for row in range(*rows.indices(batch_size))]
+    places = [seen + row for row in range(*rows.indices(batch_size))]
     numbers = [images.train[_order(seed, place // size, size)[place % size]] for place in places]
     return _rows(images, numbers, [_draws(seed, place, _CROPS, 5) for place in places])
 
@@ -126,8 +127,8 @@ def validation_batch(
     for. Those of a folder are the middle of the picture, 7/8 of its shorter side.
 
     Args:
-      images: Images of `read`.
-      index: Index of the batch, in [0, num_batches).
+      images: Of `read`.
+      index: Of the batch, in [0, num_batches).
       num_batches: Validation batches of one evaluation.
       batch_size: Images of a batch.
       rows: Which of the batch's images to make.

@@ -11,15 +11,23 @@ class Data:
     """Where the text comes from, and how much of it a step reads."""
 
     path: str | None = None
-    """Text file or folder (read recursively); None: the source of Python's standard library."""
+    """File or folder, read recursively: text, and rows in .jsonl and .parquet; or a folder that the
+    package datasets has saved. None: the source of Python's standard library."""
     huggingface: str | None = None
     """Name or local path of a Hugging Face data set; needs pip install -e '.[huggingface]'."""
     huggingface_subset: str | None = None
     """Subset (configuration) of the data set, where it has several."""
-    huggingface_column: str = "text"
-    """Column of the data set that holds the text."""
     huggingface_split: str = "train"
     """Split of the data set to read; validation rows are held out of it."""
+    column: str = "text"
+    """Field of a row that holds the text, or the messages of a chat."""
+    tokenizer: str | None = None
+    """Hugging Face folder with a tokenizer.json; None: a token is a byte."""
+    packed: bool = False
+    """Whether a sequence is whole documents behind each other, none of which sees another, and each
+    epoch has all of them once. Chats need it. False: sequences begin anywhere in the text."""
+    cache: str | None = None
+    """Folder of token files, which runs share; None: the run's own."""
     batch: int = 32
     """Sequences of one optimizer step, over all replicas and microbatches."""
     validation_fraction: float = 0.1

@@ -23,7 +23,7 @@ class Tokenizer(NamedTuple):
       decode: Tokens -> the text, without special ones.
       vocab: Tokens are in [0, vocab).
       begin: Tokens before a document, those that the tokenizer itself puts there.
-      end: Tokens behind a document.
+      end: Tokens behind a document that another one follows.
       names: Text of special tokens, as {"eos_token": "</s>"}; for chat templates.
       template: Jinja2 template of a chat; None if there is none.
       sha256: Of all files that matter.
@@ -153,7 +153,7 @@ def _bytes() -> Tokenizer:
         decode=lambda tokens: bytes(map(int, tokens)).decode("utf-8", "replace"),
         vocab=256,
         begin=(),
-        end=(),
+        end=tuple(b"\n"),
         names={},
         template=None,
         sha256="bytes",

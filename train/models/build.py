@@ -34,7 +34,7 @@ def batch_of(config: Config, mesh: Mesh) -> Any:
     rows, size = NamedSharding(mesh, P(mesh.axis_names)), config.data.batch
     return jax.tree.map(
         lambda row: jax.ShapeDtypeStruct((size, *row.shape), row.dtype, sharding=rows),
-        OBJECTIVES[config.objective].row(config.model),
+        OBJECTIVES[config.objective].row(config.model, config.data),
     )
 
 
@@ -47,7 +47,7 @@ def measure_of(config: Config, **options: Any) -> Callable[[Any, Any], dict[str,
     """
     apply, _ = modules.split(nnx.eval_shape(lambda: model_of(config)))
     measure = OBJECTIVES[config.objective].measure
-    return lambda params, batch: measure(lambda x: apply(params, x, **options), batch)
+    return lambda params, batch: measure(lambda *x: apply(params, *x, **options), batch)
 
 
 def loss_of(config: Config, **options: Any) -> Callable[[Any, Any], jax.Array]:

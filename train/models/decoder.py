@@ -175,17 +175,17 @@ class Block(nnx.Module):
         add("up", linear, c.width, mlp, use_bias=c.mlp_bias)
         add("down", linear, mlp, c.width, kernel_init=out_init, use_bias=c.mlp_bias)
 
-    def __call__(self, x_NxD, time: int):
+    def __call__(self, x_NxD, time: int, documents_BxT=None):
         residual = self.config.residual
         h_NxD = self.norm_attention(x_NxD)
-        attended_NxD = self.attention(h_NxD, time)
+        attended_NxD = self.attention(h_NxD, time, documents_BxT)
         if residual == "sequential":
             x_NxD += attended_NxD
             return x_NxD + self.perceptron(self.norm_mlp(x_NxD))
         beside_NxD = self.norm_mlp(x_NxD) if residual == "parallel" else h_NxD
         return x_NxD + attended_NxD + self.perceptron(beside_NxD)
 
-    def attention(self, h_NxD, time: int):
+    def attention(self, h_NxD, time: int, documents_BxT=None):
         """What each token takes from those that it may see: `[N, width]` of `[N, width]`."""
         c = self.config
         keys = c.heads + self.kv_heads  # where those of values begin
@@ -196,7 +196,9 @@ class Block(nnx.Module):
         if c.rotary != "none":
             q, k = rotated(q, c), rotated(k, c)
         window = (c.window - 1, 0 if self.causal else c.window - 1) if c.window else None
-        options = {"is_causal": self.causal, "local_window_size": window}
+        d = documents_BxT
+        mask_Bx1xTxT = None if d is None else d[:, None, :, None] == d[:, None, None, :]
+        options = {"is_causal": self.causal, "local_window_size": window, "mask": mask_Bx1xTxT}
         h_BxTxHxK = jax.nn.dot_product_attention(q, k, v, **options)
         return self.out(h_BxTxHxK.reshape(h_NxD.shape[0], -1))
 
@@ -213,6 +215,9 @@ class Decoder(nnx.Module):
 
     With `causal=False` every position sees all others, as in BERT. Call with tokens
     i32[batch, time], time at most `config.context`; returns logits f32[batch, time, vocab].
+    A token sees those alone that have its number in `documents`, i32[batch, time], where these are
+    given; `positions`, i32[batch, time], then choose rows of the learned table, and rotations need
+    none, since they tell distances.
     With `layers`, as `jaxcomp.QSDP.layers`, the parameters of the blocks may be shards.
     """
 
@@ -234,19 +239,23 @@ class Decoder(nnx.Module):
             options = {"use_bias": c.head_bias, "dtype": c.dtype, "kernel_init": INIT}
             self.head = nnx.Linear(c.width, c.vocab, **options, rngs=rngs.at("head"))
 
-    def __call__(self, tokens_BxT, *, layers: Callable = modules.in_turn):
+    def __call__(
+        self, tokens_BxT, documents=None, positions=None, *, layers: Callable = modules.in_turn
+    ):
         c = self.config
         batch, time = tokens_BxT.shape
         x_BxTxD = self.embed(tokens_BxT)
-        if c.rotary == "none":
+        if c.rotary == "none" and positions is None:
             x_BxTxD += self.position[None, c.first_position : c.first_position + time]
+        elif c.rotary == "none":
+            x_BxTxD += self.position[...][c.first_position + positions]
         x_NxD = x_BxTxD.reshape(-1, c.width).astype(c.dtype)
         blocks = self.blocks if c.scan else [getattr(self, name) for name in self.names]
         if c.remat:
             # A scan computes nothing anew by itself, and needs no guard against it.
             of_block = functools.partial(jax.checkpoint, prevent_cse=not c.scan)
             layers = lambda function, layers=layers: layers(of_block(function))
-        x_NxD = self.norm(modules.run(blocks, x_NxD, time, layers=layers))
+        x_NxD = self.norm(modules.run(blocks, x_NxD, time, documents, layers=layers))
         if c.tied:
             logits_NxV = x_NxD @ self.embed.embedding[...].astype(x_NxD.dtype).T
         else:

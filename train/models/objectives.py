@@ -31,10 +31,10 @@ class Objective(NamedTuple):
     data: type  # that it needs, of `train.data.sources`
     # configuration -> (the configuration, rngs=) -> the model, of those that it can train
     models: dict[type, Callable[..., nnx.Module]]
-    row: Callable[[Any], Shapes]  # the configuration -> a row of the batch
+    row: Callable[[Any, Any], Shapes]  # configurations of model and data -> a row of the batch
     # (the model: its inputs -> logits, batch) -> means over the batch, each f32[]; "loss", in nats
     # a `unit`, is minimized
-    measure: Callable[[Callable[[jax.Array], jax.Array], Any], Measures]
+    measure: Callable[[Callable[..., jax.Array], Any], Measures]
     unit: str
     # (i32[rows, context + 1], key of each row) -> i32[rows, ...]: the batch; of text alone
     prepare: Callable[[np.ndarray, list[list[int]]], np.ndarray] | None = None
@@ -50,15 +50,33 @@ class Objective(NamedTuple):
                     f"objective={name!r} cannot use {field}={type(value).__name__}(...); write "
                     f"{field}={known} in the config file."
                 )
-        if self.vocab and model.vocab < self.vocab:
+        if name == "masked" and (data.packed or data.tokenizer is not None):
+            raise ValueError(
+                "objective='masked' hides bytes anywhere in a text; write --data.no-packed "
+                "--data.tokenizer None."
+            )
+        reads_bytes = getattr(data, "tokenizer", None) is None
+        if reads_bytes and self.vocab and model.vocab < self.vocab:
             raise ValueError(
                 f"model.vocab={model.vocab} must be at least {self.vocab}; write --model.vocab "
                 f"{self.vocab}."
             )
 
 
-def _next_token(logits_of, tokens):
-    return {"loss": losses.cross_entropy(logits_of(tokens[:, :-1]), tokens[:, 1:])}
+def _next_token(logits_of, batch):
+    if not isinstance(batch, dict):
+        return {"loss": losses.cross_entropy(logits_of(batch[:, :-1]), batch[:, 1:])}
+    logits = logits_of(batch["tokens"], batch["documents"], batch["positions"])
+    return {"loss": jnp.mean(losses.cross_entropies(logits, batch["targets"]) * batch["weights"])}
+
+
+def _sequence(model, data):
+    """A sequence of tokens; or documents in one, as `train.data.packing.batch` makes them."""
+    if not data.packed:
+        return jax.ShapeDtypeStruct((model.context + 1,), "int32")
+    names = ("tokens", "targets", "documents", "positions")
+    row = {name: jax.ShapeDtypeStruct((model.context,), "int32") for name in names}
+    return row | {"weights": jax.ShapeDtypeStruct((model.context,), "float32")}
 
 
 def _masked(tokens: np.ndarray, keys: list[list[int]]) -> np.ndarray:
@@ -93,7 +111,7 @@ def _classes(logits_of, batch):
     return {"loss": losses.cross_entropy(logits, batch["labels"]), "accuracy": jnp.mean(right)}
 
 
-def _image(model):
+def _image(model, data):
     pixels = jax.ShapeDtypeStruct((model.size, model.size, model.channels), "uint8")
     return {"images": pixels, "labels": jax.ShapeDtypeStruct((), "int32")}
 
@@ -102,7 +120,7 @@ OBJECTIVES = {
     "next_token": Objective(
         data=Data,
         models={DecoderConfig: Decoder},
-        row=lambda model: jax.ShapeDtypeStruct((model.context + 1,), "int32"),
+        row=_sequence,
         measure=_next_token,
         unit="byte",
         prepare=lambda tokens, keys: tokens,
@@ -113,7 +131,7 @@ OBJECTIVES = {
     "masked": Objective(
         data=Data,
         models={DecoderConfig: functools.partial(Decoder, causal=False)},
-        row=lambda model: jax.ShapeDtypeStruct((2, model.context), "int32"),
+        row=lambda model, data: jax.ShapeDtypeStruct((2, model.context), "int32"),
         measure=_masked_tokens,
         unit="byte",
         prepare=_masked,

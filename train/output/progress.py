@@ -68,6 +68,33 @@ def bar(name: str, first: int, steps: int, of_lines: bool = False) -> tqdm.tqdm:
     return tqdm.tqdm(total=steps, initial=first, desc=name, bar_format=form)
 
 
+@contextlib.contextmanager
+def counted(what: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Shows on stderr how much of something long is done: a bar, or a line every 10 seconds.
+
+    Args:
+      what: Is done, in words.
+      total: Of what it counts; what takes less than a second shows nothing.
+
+    Yields:
+      `show(more)`, as much more of the total.
+    """
+    if sys.stderr.isatty():
+        with tqdm.tqdm(total=total, desc=what, unit="", unit_scale=True, delay=1.0) as made:
+            yield made.update
+        return
+    done, shown = 0, time.monotonic()
+
+    def show(more: int) -> None:
+        nonlocal done, shown
+        done += more
+        if (now := time.monotonic()) - shown >= _EVERY:
+            shown = now
+            print(f"{what}: {100 * done // max(1, total)}%", file=sys.stderr, flush=True)
+
+    yield show
+
+
 def _rates(first: Row) -> Callable[[Row], str]:
     """Makes the text of a row: loss, seconds of a step, bytes that a replica sends in a second."""
     before = first

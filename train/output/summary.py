@@ -25,6 +25,7 @@ def text(config: Config, rows: Rows) -> str:
       Lines: the last loss, then what it took, and last the picture's path.
     """
     folder, unit = Path(config.runs_dir, config.name), OBJECTIVES[config.objective].unit
+    unit = "token" if getattr(config.data, "tokenizer", None) else unit
     plan = json.loads((folder / "config.json").read_text())["plan"]
     checkpoint = files.latest(folder / "checkpoints")
     dense = plan.get("dense_bytes_per_step", 0)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from train.config import Data
-from train.data import texts
+from train.data import files, texts
 
 CONTEXT = 8
 TOKENS = np.frombuffer(bytes(range(256)) * 4, np.uint8)
@@ -147,8 +147,8 @@ def test_linked_folders_are_read_and_pipes_refused(tmp_path):
     settings = write(tmp_path / "near", documents(5))
     (tmp_path / "near" / "link").symlink_to(tmp_path / "far")
     (tmp_path / "far" / "back").symlink_to(tmp_path / "near")  # a circle
-    files = texts.files_below(tmp_path / "near")
-    assert [file.name for file in files if "link" in file.parts] == ["more.txt"]
+    found = files.files_below(tmp_path / "near")
+    assert [file.name for file in found if "link" in file.parts] == ["more.txt"]
     os.mkfifo(tmp_path / "far" / "pipe")
     with pytest.raises(ValueError, match=r"pipe' is no file"):
         texts.read(settings, CONTEXT)
@@ -157,7 +157,11 @@ def test_linked_folders_are_read_and_pipes_refused(tmp_path):
 def test_folder_that_cannot_be_listed_is_named(tmp_path, monkeypatch):
     settings = write(tmp_path, documents(5))
 
+    listed = os.scandir
+
     def refuse(folder):
+        if folder != tmp_path:
+            return listed(folder)
         raise PermissionError(13, "Permission denied", str(folder))
 
     monkeypatch.setattr("os.scandir", refuse)
@@ -262,7 +266,7 @@ def test_huggingface_folder_of_json_is_read_and_equal_rows_stay_together(tmp_pat
     (tmp_path / "set").mkdir()
     lines = [json.dumps({"content": text}) for text in TEXTS + TEXTS]
     (tmp_path / "set" / "train.jsonl").write_text("\n".join(lines))
-    settings = Data(huggingface=str(tmp_path / "set"), huggingface_column="content")
+    settings = Data(huggingface=str(tmp_path / "set"), column="content")
     corpus = texts.read(settings, CONTEXT)
     assert rows_of(corpus) == sorted(text.encode() for text in TEXTS + TEXTS)
     train, held = (set(part.tobytes().split(b"\n")) for part in corpus[:2])
@@ -275,8 +279,8 @@ def test_huggingface_mistakes_are_refused(tmp_path, offline):
     offline.DatasetDict({"train": numbers}).save_to_disk(tmp_path / "splits")
     where = str(tmp_path / "numbers")
     with pytest.raises(ValueError, match=r"column='txt' is not a column of .*'text'"):
-        texts.read(Data(huggingface=where, huggingface_column="txt"), CONTEXT)
-    with pytest.raises(ValueError, match=r"'text' holds 1; choose a column of strings"):
+        texts.read(Data(huggingface=where, column="txt"), CONTEXT)
+    with pytest.raises(ValueError, match=r"'text' holds 1; choose one of strings"):
         texts.read(Data(huggingface=where), CONTEXT)
     with pytest.raises(ValueError, match=r"split 'test', cannot be loaded"):
         texts.read(Data(huggingface=str(tmp_path / "splits"), huggingface_split="test"), CONTEXT)

@@ -17,7 +17,7 @@ def test_a_token_is_a_byte_without_a_folder():
     ids, ends = made.ends(text)
     assert made.decode(ids) == text
     assert [text[:end] for end in ends[:5]] == ["c", "ca", "caf", "caf\u00e9", "caf\u00e9"]
-    assert not made.begin and not made.end
+    assert made.begin == () and made.end == (10,)
 
 
 def test_a_folder_says_what_tokens_are_and_what_stands_around_a_document(tmp_path):

@@ -1,0 +1,88 @@
+"""Files of a corpus: which there are, and what is in them."""
+
+import codecs
+import os
+import pathlib
+from collections.abc import Iterator
+from typing import NoReturn
+
+_PIECE = 1 << 20  # bytes of a text in memory
+
+
+def files_below(root: pathlib.Path, links: bool = True) -> list[pathlib.Path]:
+    """All files of a folder and of those in it, in the order of their names; no hidden ones.
+
+    Args:
+      root: The folder.
+      links: Whether to follow links to folders, but for those to a folder that they are in.
+
+    Raises:
+      ValueError: If a folder cannot be listed.
+    """
+    found = []
+    for folder, subfolders, names in os.walk(root, onerror=refuse, followlinks=links):
+        path = pathlib.Path(folder)
+        above = {os.path.realpath(each) for each in (path, *path.parents)}
+        subfolders[:] = [
+            name
+            for name in subfolders
+            if not name.startswith(".") and os.path.realpath(path / name) not in above
+        ]
+        found += [pathlib.Path(folder, name) for name in names if not name.startswith(".")]
+    return sorted(found, key=lambda file: file.relative_to(root).as_posix())
+
+
+def content_of(file: pathlib.Path) -> bytes:
+    """The bytes of a file; a ValueError if it cannot be read."""
+    stat(file)
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        refuse(error)
+
+
+def stat(file: pathlib.Path) -> os.stat_result:
+    """Size and times of a file; a ValueError if it cannot be looked at, or is a pipe."""
+    try:
+        found = file.stat()
+    except OSError as error:
+        refuse(error)
+    if not file.is_file():  # a pipe would be waited for
+        raise ValueError(f"{str(file)!r} is no file; take it out.")
+    return found
+
+
+def refuse(error: OSError) -> NoReturn:
+    """Says in a ValueError which file cannot be read, and why."""
+    raise ValueError(f"{error.filename!r} cannot be read ({error.strerror}).") from error
+
+
+def pieces(file: pathlib.Path) -> Iterator[str]:
+    """The text of a file, a mebibyte at a time, cut behind the ends of lines where there are any.
+
+    Raises:
+      ValueError: If it cannot be read, or is not UTF-8, or is binary.
+    """
+    decoder, rest, start, last = codecs.getincrementaldecoder("utf-8")(), "", 0, False
+    try:
+        with file.open("rb") as opened:
+            while not last:
+                chunk = opened.read(_PIECE)
+                last, start = not chunk, opened.tell() - len(chunk) - len(decoder.getstate()[0])
+                text = decoder.decode(chunk, last)
+                if "\0" in text:
+                    raise ValueError(f"{str(file)!r} is binary: it holds NUL bytes; take it out.")
+                cut = text.rfind("\n") + 1
+                if last or (not cut and len(rest) > _PIECE):
+                    cut = len(text)
+                if cut or last:
+                    yield rest + text[:cut]
+                    rest = ""
+                rest += text[cut:]
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{str(file)!r} is not UTF-8 text (byte {start + error.start}); convert it or take it "
+            "out."
+        ) from error
+    except OSError as error:
+        refuse(error)

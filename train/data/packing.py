@@ -1,0 +1,156 @@
+"""Sequences of whole documents behind each other, none of which sees another."""
+
+import hashlib
+from typing import NamedTuple
+
+import numpy as np
+
+from train.data.token_files import Part
+
+
+class Packed(NamedTuple):
+    """Documents in sequences.
+
+    Attributes:
+      part: The documents.
+      starts: i64[sequences], where in the part's tokens each begins.
+      context: Tokens to predict in a sequence.
+    """
+
+    part: Part
+    starts: np.ndarray
+    context: int
+
+
+def pack(part: Part, context: int) -> Packed:
+    """Lays documents into sequences, in the order in which they lie on disk.
+
+    A sequence takes documents as long as they fit. One of more than `context + 1` tokens is cut:
+    each piece begins with the token at which the one before has ended, so that every token of a
+    document but its first is predicted once.
+    """
+    starts, start = [], 0
+    while start < part.tokens.size:
+        starts.append(start)
+        stop = _stop(part.ends, start, context)
+        start = stop if stop == _end_before(part.ends, stop) else stop - 1
+    return Packed(part, np.array(starts, np.int64), context)
+
+
+def batch(
+    packed: Packed, seed: int, seen: int, batch_size: int, rows: slice = slice(None)
+) -> dict[str, np.ndarray]:
+    """Makes the sequences of one step: a pure function of its arguments.
+
+    Every epoch has each sequence once, in an order of its own; a batch may end one and begin the
+    next. A row is the same whichever process makes it.
+
+    Args:
+      packed: Of `pack`.
+      seed: Of the run.
+      seen: Sequences of all steps before.
+      batch_size: Sequences of the whole step.
+      rows: Which of them to make.
+
+    Returns:
+      Arrays of [rows, context]: "tokens" and "targets", i32; "documents", i32, of each token its
+      document in the sequence, from 1, and 0 where nothing is left to fill it; "positions", i32,
+      which count from 0 in each document; "weights", f32: 0 where no target is asked, and else a
+      number that makes the mean over all rows of the batch that over its asked targets, however
+      rows are divided among replicas.
+    """
+    size = packed.starts.size
+    numbers = tuple(
+        shuffled(place % size, size, f"{seed} {place // size}")
+        for place in range(seen, seen + batch_size)
+    )
+    return _made(packed, numbers, rows)
+
+
+def validation_batch(
+    packed: Packed, index: int, num_batches: int, batch_size: int, rows: slice = slice(None)
+) -> dict[str, np.ndarray]:
+    """Makes one of the fixed validation batches: sequences evenly spaced over all of them.
+
+    The same for every run, seed and step. Sequences repeat only if there are fewer than are asked
+    for. Arguments and result are those of `texts.validation_batch` and of `batch`.
+    """
+    size, total = packed.starts.size, num_batches * batch_size
+    places = range(index * batch_size, (index + 1) * batch_size)
+    return _made(packed, tuple(place * size // total for place in places), rows)
+
+
+def shuffled(number: int, size: int, key: str) -> int:
+    """The place of a number in [0, size) after a shuffle that `key` chooses, in no memory.
+
+    Four rounds of a Feistel network, Luby and Rackoff, "How to construct pseudorandom permutations
+    from pseudorandom functions", 1988, on the least even number of bits; a place that is too large
+    is shuffled again.
+    """
+    half = -(-(size - 1).bit_length() // 2)
+    while True:
+        left, right = number >> half, number & ((1 << half) - 1)
+        for turn in range(4):
+            word = hashlib.blake2b(f"{key} {turn} {right}".encode(), digest_size=8).digest()
+            left, right = right, left ^ (int.from_bytes(word) & ((1 << half) - 1))
+        number = left << half | right
+        if number < size:
+            return number
+
+
+def _end_before(ends: np.ndarray, place: int) -> int:
+    """Where the last document ends that ends at `place` or before it; 0 if none does."""
+    number = int(np.searchsorted(ends, place, "right"))
+    return int(ends[number - 1]) if number else 0
+
+
+def _stop(ends: np.ndarray, start: int, context: int) -> int:
+    stop = _end_before(ends, start + context + 1)
+    return stop if stop > start else start + context + 1
+
+
+def _made(packed: Packed, numbers: tuple[int, ...], rows: slice) -> dict[str, np.ndarray]:
+    """The asked rows of a batch of these sequences, see `batch`."""
+    masks = [_mask(packed, number) for number in numbers]
+    scale = np.float32(len(masks) * packed.context / max(1, sum(mask.sum() for mask in masks)))
+    made = [_row(packed, number) for number in numbers[rows]]
+    arrays = {
+        name: np.array([row[name] for row in made], np.int32).reshape(-1, packed.context)
+        for name in ("tokens", "targets", "documents", "positions")
+    }
+    weights = np.array(masks[rows], np.float32).reshape(-1, packed.context) * scale
+    return arrays | {"weights": weights}
+
+
+def _span(packed: Packed, number: int) -> tuple[slice, np.ndarray]:
+    """A sequence's place in the part, and the number of each token's document, from 1."""
+    start = int(packed.starts[number])
+    stop = _stop(packed.part.ends, start, packed.context)
+    first, last = np.searchsorted(packed.part.ends, (start, stop), "right")
+    ends = packed.part.ends[first:last]
+    return slice(start, stop), 1 + np.searchsorted(ends, np.arange(start, stop), "right")
+
+
+def _filled(packed: Packed, values: np.ndarray) -> np.ndarray:
+    return np.pad(values, (0, packed.context + 1 - values.size))
+
+
+def _mask(packed: Packed, number: int) -> np.ndarray:
+    """bool[context]: whether the next token is asked, which is one of the same document."""
+    place, documents = _span(packed, number)
+    mask = documents[1:] == documents[:-1]
+    if packed.part.asked is not None:
+        mask &= packed.part.asked[place][1:]
+    return _filled(packed, mask)[:-1]
+
+
+def _row(packed: Packed, number: int) -> dict[str, np.ndarray]:
+    place, documents = _span(packed, number)
+    tokens = _filled(packed, packed.part.tokens[place])
+    first = np.searchsorted(documents, documents, "left")  # where each token's document begins
+    return {
+        "tokens": tokens[:-1],
+        "targets": tokens[1:],
+        "documents": _filled(packed, documents)[:-1],
+        "positions": _filled(packed, np.arange(documents.size) - first)[:-1],
+    }

@@ -1,0 +1,110 @@
+"""Tokens of a corpus on disk: written once, mapped into memory by all runs that read them."""
+
+import hashlib
+import json
+import pathlib
+import tempfile
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from train.data import documents, tokenizing
+from train.data.sources import Data
+from train.data.tokenizer import load_tokenizer
+
+_FORMAT = 1  # of the files: another one is written anew
+_RECORD = "corpus.json"
+
+
+class Part(NamedTuple):
+    """Documents behind each other, as files that are mapped and not read.
+
+    Attributes:
+      tokens: u8, u16 or u32[size].
+      ends: i64[documents], where each ends in `tokens`.
+      asked: bool[size], of which tokens the model is asked; None for all.
+    """
+
+    tokens: np.ndarray
+    ends: np.ndarray
+    asked: np.ndarray | None
+
+
+class Corpus(NamedTuple):
+    """Two disjoint parts of a corpus, and the record of where they came from.
+
+    Attributes:
+      train: Tokens of documents to train on.
+      validation: Those of documents that are held out.
+      record: Source, sha256 of all names and contents, and counts; plain values, for the record
+        of the run.
+      parts: "train" and "validation" with all that their files say.
+    """
+
+    train: np.ndarray
+    validation: np.ndarray
+    record: dict[str, Any]
+    parts: dict[str, Part]
+
+
+def prepare(data: Data, folder: pathlib.Path) -> pathlib.Path:
+    """Writes the tokens of a corpus, unless they are there, of the same files and tokenizer.
+
+    A document is held out if the hash of its name (of a row: its text) is below
+    `data.validation_fraction`, whatever else there is; if that picks none, the one with the lowest
+    hash is. A single document has its end held out instead.
+
+    Args:
+      data: What to read.
+      folder: Where corpora lie, one folder each.
+
+    Returns:
+      That of this corpus, for `load`.
+
+    Raises:
+      ValueError: If something is missing, unreadable or not text.
+      OSError: If the files cannot be written.
+    """
+    source, tokenizer = documents.find(data), load_tokenizer(data.tokenizer)
+    known = _FORMAT, source.fingerprint, tokenizer.sha256, data.validation_fraction
+    made = folder / hashlib.sha256(repr(known).encode()).hexdigest()[:16]
+    if (made / _RECORD).is_file():
+        return made
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".", dir=folder) as unfinished:
+        new = pathlib.Path(unfinished, "corpus")
+        new.mkdir(mode=0o755)
+        facts = tokenizing.write(new, source, tokenizer, data)
+        (new / _RECORD).write_text(json.dumps(facts))  # last: a folder that has it is whole
+        try:
+            new.rename(made)
+        except OSError:
+            if not (made / _RECORD).is_file():  # else another run has written the same
+                raise
+    return made
+
+
+def load(folder: pathlib.Path) -> Corpus:
+    """Maps the files that `prepare` has written.
+
+    Raises:
+      ValueError: If they are damaged.
+    """
+    try:
+        found = json.loads((folder / _RECORD).read_text())
+        parts = {name: _mapped(folder, name, **found["parts"][name]) for name in tokenizing.PARTS}
+        record = found["record"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{folder} is damaged: {error}; remove it.") from error
+    return Corpus(parts["train"].tokens, parts["validation"].tokens, record, parts)
+
+
+def _mapped(folder, name, dtype, size, documents, asked) -> Part:
+    def array(kind, dtype, count):
+        file = folder / f"{name}.{kind}"
+        if file.stat().st_size != count * np.dtype(dtype).itemsize:
+            raise ValueError(f"{file.name} has {file.stat().st_size} bytes")
+        return np.asarray(np.memmap(file, dtype, "r")) if count else np.zeros(0, dtype)
+
+    ends = array("ends", "int64", documents)
+    return Part(array("tokens", dtype, size), ends, array("asked", "bool", size) if asked else None)
