@@ -87,9 +87,10 @@ def compiled(config):
 
 
 @pytest.fixture(autouse=True)
-def compile_once(monkeypatch):
+def compile_once(monkeypatch, text):
     """Runs of one model and update share the compiled program."""
-    irrelevant = {"name": "any", "runs_dir": "", "resume": True, "log_every": 1, "eval_every": 1}
+    irrelevant = {"name": "any", "resume": True, "log_every": 1, "eval_every": 1}
+    irrelevant |= {"runs_dir": str(pathlib.Path(text).parent), "accept_data": False}
 
     def make_task(config):
         task = compiled(dataclasses.replace(config, **irrelevant, checkpoint_every=1))
@@ -454,14 +455,17 @@ def test_checkpoint_that_does_not_fit_is_refused_and_kept(config_of, changes, me
     assert (folder_of(config_of()) / "metrics.jsonl").read_text() == log
 
 
-def test_checkpoint_of_other_text_is_refused(config_of, tmp_path, change_task):
+def test_checkpoint_of_other_text_is_refused_or_accepted(config_of, tmp_path, change_task, capsys):
     loop.run(config_of())
     other = tmp_path / "other.txt"
     other.write_text("something else " * 100)
     other = examples.read(config_of(path=str(other)))
     change_task(lambda task: task._replace(examples=other))
-    with pytest.raises(ValueError, match="was trained on other data .* give the old data"):
+    with pytest.raises(ValueError, match="was trained on other data .* or write --accept-data"):
         loop.run(config_of())
+    rows = loop.run(config_of(accept_data=True, steps=8))
+    assert rows[-1]["step"] == 8
+    assert "from step 6 on accepts data that changed" in capsys.readouterr().err
 
 
 def test_checkpoint_beyond_the_last_step_is_refused(config_of, change_task):
@@ -494,7 +498,7 @@ def poisoned_at(*steps):
     """One replica's first token does not exist at these steps: its loss is NaN."""
 
     def change(task):
-        def batch(step):
+        def batch(step, seen=None):
             tokens = task.batch(step)
             wrong = tokens.at[0, 0].set(300) if step in steps else tokens
             return jax.device_put(wrong, tokens.sharding)

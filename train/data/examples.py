@@ -1,11 +1,12 @@
 """What a run learns from, whatever it is: rows of batches, made by number."""
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from train.config import Config
-from train.data import images, packing, texts, token_files
+from train.data import image_folder, images, packing, texts, token_files
 from train.data.sources import Images
 from train.data.token_files import Corpus
 from train.models.objectives import OBJECTIVES
@@ -48,10 +49,15 @@ def none(config: Config) -> Examples:
     return Examples({}, refuse, refuse)
 
 
+def _folder(config: Config) -> Path:
+    """Where what is made of the data once lies: with the run, unless the config names a cache."""
+    return Path(config.data.cache or Path(config.runs_dir, config.name, "data"))
+
+
 def _corpus(config: Config) -> Corpus:
     """The tokens, which process 0 makes for all that see its files; another host makes its own."""
     data = config.data
-    folder = Path(data.cache or Path(config.runs_dir, config.name, "tokens"))
+    folder = _folder(config)
     made = Path(agree.from_first(lambda: str(token_files.prepare(data, folder))))
     corpus = token_files.load(made if made.is_dir() else token_files.prepare(data, folder))
     if (vocab := corpus.record.get("vocab", 0)) > config.model.vocab:
@@ -104,7 +110,17 @@ def _documents(config: Config, corpus: Corpus) -> Examples:
 
 def _images(config: Config) -> Examples:
     size = config.data.batch
-    made = images.read(config.data, config.model)
+    settings = config.data
+    if settings.form == "folder":
+        agree.from_first(lambda: str(image_folder.check(settings.path, _folder(config))))
+    made = images.read(settings, config.model, _folder(config))
+    if (broken := made.stored.unreadable) and agree.is_first():
+        reasons = " ".join([*broken.values()][:3])
+        print(
+            f"{config.name}: {len(broken)} of {len(broken) + made.record['images']} images cannot "
+            f"be read and are left out: {reasons}",
+            file=sys.stderr,
+        )
 
     def train(step, rows, seen=None):
         return images.batch(made, config.seed, step * size if seen is None else seen, size, rows)

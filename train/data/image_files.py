@@ -1,10 +1,9 @@
-"""Images as others store them: scikit-learn's digits, CIFAR-10, a folder for each class."""
+"""Small images as others store them: scikit-learn's digits, CIFAR-10."""
 
 import gzip
 import hashlib
 import importlib.util
 import io
-import os
 import pathlib
 import pickle
 import zlib
@@ -15,7 +14,6 @@ import numpy as np
 
 from train.data import files as on_disk
 
-_SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff"}
 _CIFAR10 = (*(f"data_batch_{number}" for number in range(1, 6)), "test_batch")
 _CIFAR10_ROW = 3 * 32 * 32
 
@@ -29,8 +27,9 @@ class Stored(NamedTuple):
       validation: bool[size], which the data themselves keep for validation; None if they do not.
       shape: Height, width and channels; None for images of any shape.
       classes: Number of classes.
-      sha256: Sha256 of all there is; of a folder, of names and sizes.
+      sha256: Of all there is.
       load: Number -> u8[height, width, channels] or, where `shape` is None, a picture of Pillow.
+      unreadable: Why images cannot be read, by name; they are left out of all the rest.
     """
 
     names: list[str]
@@ -40,6 +39,7 @@ class Stored(NamedTuple):
     classes: int
     sha256: str
     load: Callable
+    unreadable: dict[str, str] = {}
 
 
 def digits(path: str | None) -> Stored:
@@ -90,43 +90,6 @@ def cifar10(path: str) -> Stored:
     pixels = np.ascontiguousarray(rows.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1))
     validation = np.arange(len(labels)) >= len(labels) - len(batches[-1][1])
     return _in_memory(pixels, labels, validation, path)
-
-
-def folder(path: str) -> Stored:
-    """Finds the images of a folder that has a folder for each class, as ImageNet.
-
-    If it has the folders `train` and `val`, the classes are in these, and the second is the part
-    for validation. Classes are numbered in the order of their names.
-
-    Raises:
-      ValueError: If Pillow is not installed, or there are no such folders or no images.
-    """
-    if importlib.util.find_spec("PIL") is None:
-        raise ValueError(
-            "data.form='folder' needs the package pillow, which reads images; run pip install "
-            "-e '.[images]' in the checkout."
-        )
-    root = pathlib.Path(path)
-    parts = [root / "train", root / "val"] if (root / "train").is_dir() else [root]
-    files = [_image_files(part) for part in parts]
-    classes = sorted({file.relative_to(parts[0]).parts[0] for file in files[0]})
-    if strange := {file.relative_to(parts[-1]).parts[0] for file in files[-1]} - set(classes):
-        raise ValueError(f"{str(parts[-1])!r} has classes that train has not: {sorted(strange)}.")
-    every = [(file, part) for part, found in zip(parts, files, strict=True) for file in found]
-    names = [file.relative_to(root).as_posix() for file, _ in every]
-    labels = [classes.index(file.relative_to(part).parts[0]) for file, part in every]
-    digest = hashlib.sha256()
-    for name, (file, _) in zip(names, every, strict=True):
-        digest.update(os.fsencode(f"{len(name)} {name} {file.stat().st_size} "))
-    return Stored(
-        names=names,
-        labels=np.array(labels, np.int32),
-        validation=np.arange(len(every)) >= len(files[0]) if len(parts) == 2 else None,
-        shape=None,
-        classes=len(classes),
-        sha256=digest.hexdigest(),
-        load=lambda number: _picture(every[number][0]),
-    )
 
 
 def _in_memory(pixels, labels, validation, path) -> Stored:
@@ -180,30 +143,3 @@ class _Unpickler(pickle.Unpickler):
         if name not in known:
             raise pickle.UnpicklingError(f"it holds {module}.{name}, which is no array")
         return known[name]
-
-
-def _image_files(part: pathlib.Path) -> list[pathlib.Path]:
-    """Those images of a folder that lie in folders of it."""
-    found = [
-        file
-        for file in on_disk.files_below(part)
-        if file.suffix.lower() in _SUFFIXES and file.parent != part
-    ]
-    if not found:
-        raise ValueError(
-            f"{str(part)!r} has no images in folders, one for each class; name the folder of these."
-        )
-    return found
-
-
-def _picture(file: pathlib.Path):
-    from PIL import Image, UnidentifiedImageError
-
-    try:
-        picture = Image.open(file)
-        picture.load()
-    except (OSError, UnidentifiedImageError, Image.DecompressionBombError) as error:
-        raise ValueError(f"{str(file)!r} cannot be read as an image: {error}.") from error
-    if picture.mode.startswith("I;16"):  # Pillow makes 255 of all that is above
-        picture = Image.fromarray((np.asarray(picture) >> 8).astype(np.uint8))
-    return picture

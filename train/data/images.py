@@ -2,12 +2,14 @@
 
 import functools
 import hashlib
+import pathlib
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
 
-from train.data import image_files
+from train.data import image_files, image_folder
 from train.data.held_out import held_out
 from train.data.image_files import Stored
 from train.data.sources import Images
@@ -41,7 +43,11 @@ class ImageSet(NamedTuple):
     record: dict[str, str | int]
 
 
-def read(settings: Images, model: ResNetConfig | ViTConfig | SwinConfig) -> ImageSet:
+def read(
+    settings: Images,
+    model: ResNetConfig | ViTConfig | SwinConfig,
+    cache: pathlib.Path | None = None,
+) -> ImageSet:
     """Finds the images that a configuration names and holds out a part of them.
 
     The part that the data keep for validation themselves, where they do; else each image whose
@@ -51,6 +57,8 @@ def read(settings: Images, model: ResNetConfig | ViTConfig | SwinConfig) -> Imag
     Args:
       settings: What to read.
       model: Whose size, channels and classes the images must have; those of a folder are scaled.
+      cache: Where it is written down which images of a folder can be read, see `image_folder`;
+        None: nowhere, so that they are looked at each time.
 
     Returns:
       The images, equal on every machine that reads the same.
@@ -59,7 +67,7 @@ def read(settings: Images, model: ResNetConfig | ViTConfig | SwinConfig) -> Imag
       ValueError: If something is missing or broken, or does not fit the model.
     """
     form, path = settings.form, settings.path
-    stored = getattr(image_files, form)(path)
+    stored = _folder(path, cache) if form == "folder" else getattr(image_files, form)(path)
     shape = (model.size, model.size, model.channels)
     found = {"size": model.size, "channels": model.channels, "classes": model.classes}
     needed = found | {"classes": stored.classes}
@@ -87,7 +95,16 @@ def read(settings: Images, model: ResNetConfig | ViTConfig | SwinConfig) -> Imag
         "train_images": train.size,
         "validation_images": validation.size,
     }
+    if stored.unreadable:
+        record |= {"unreadable_images": len(stored.unreadable)}
     return ImageSet(stored, train, validation, shape, form, record)
+
+
+def _folder(path: str, cache: pathlib.Path | None) -> Stored:
+    if cache is not None:
+        return image_folder.folder(path, image_folder.check(path, cache))
+    with tempfile.TemporaryDirectory() as unnamed:
+        return _folder(path, pathlib.Path(unnamed))
 
 
 def batch(

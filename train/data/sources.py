@@ -27,7 +27,7 @@ class Data:
     """Whether a sequence is whole documents behind each other, none of which sees another, and each
     epoch has all of them once. Chats need it. False: sequences begin anywhere in the text."""
     cache: str | None = None
-    """Folder of token files, which runs share; None: the run's own."""
+    """Folder for the tokens, which several runs may share; None: the run's own."""
     batch: int = 32
     """Sequences of one optimizer step, over all replicas and microbatches."""
     validation_fraction: float = 0.1
@@ -51,6 +51,9 @@ class Images:
     CIFAR-10's batches, those for Python or the binary ones; or, as ImageNet, one folder a class."""
     path: str | None = None
     """File or folder; None, for digits only: the one in the installed scikit-learn."""
+    cache: str | None = None
+    """Folder that keeps which images can be read, which several runs may share; None: the run's
+    own."""
     batch: int = 32
     """Images of one optimizer step, over all replicas and microbatches."""
     validation_fraction: float = 0.1

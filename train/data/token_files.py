@@ -1,18 +1,17 @@
 """Tokens of a corpus on disk: written once, mapped into memory by all runs that read them."""
 
-import hashlib
 import json
 import pathlib
-import tempfile
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from train.data import documents, tokenizing
+from train.data.documents import Source
+from train.data.once import once
 from train.data.sources import Data
-from train.data.tokenizer import load_tokenizer
+from train.data.tokenizer import Tokenizer, load_tokenizer
 
-_FORMAT = 1  # of the files: another one is written anew
 _RECORD = "corpus.json"
 
 
@@ -66,22 +65,8 @@ def prepare(data: Data, folder: pathlib.Path) -> pathlib.Path:
       OSError: If the files cannot be written.
     """
     source, tokenizer = documents.find(data), load_tokenizer(data.tokenizer)
-    known = _FORMAT, source.fingerprint, tokenizer.sha256, data.validation_fraction
-    made = folder / hashlib.sha256(repr(known).encode()).hexdigest()[:16]
-    if (made / _RECORD).is_file():
-        return made
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".", dir=folder) as unfinished:
-        new = pathlib.Path(unfinished, "corpus")
-        new.mkdir(mode=0o755)
-        facts = tokenizing.write(new, source, tokenizer, data)
-        (new / _RECORD).write_text(json.dumps(facts))  # last: a folder that has it is whole
-        try:
-            new.rename(made)
-        except OSError:
-            if not (made / _RECORD).is_file():  # else another run has written the same
-                raise
-    return made
+    key = source.fingerprint, tokenizer.sha256, data.validation_fraction
+    return once(folder, key, lambda new: _write(new, source, tokenizer, data))
 
 
 def load(folder: pathlib.Path) -> Corpus:
@@ -97,6 +82,11 @@ def load(folder: pathlib.Path) -> Corpus:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{folder} is damaged: {error}; remove it.") from error
     return Corpus(parts["train"].tokens, parts["validation"].tokens, record, parts)
+
+
+def _write(new: pathlib.Path, source: Source, tokenizer: Tokenizer, data: Data) -> None:
+    facts = tokenizing.write(new, source, tokenizer, data)
+    (new / _RECORD).write_text(json.dumps(facts))
 
 
 def _mapped(folder, name, dtype, size, documents, asked) -> Part:

@@ -18,7 +18,7 @@ from tests.helpers import pictures
 from train import loop
 from train.config import Config, Images, Optimizer
 from train.config import run as configs
-from train.data import examples, image_files, images
+from train.data import examples, image_files, image_folder, images
 from train.models.modules import PathRngs, split
 from train.models.objectives import OBJECTIVES
 from train.models.resnet import ResNet, ResNetConfig
@@ -135,8 +135,42 @@ def test_record_sees_contents_and_the_share_held_out(tmp_path):
     assert len(hashes) == 2 and other.record["sha256"] not in hashes
     path = pictures.folder(tmp_path / "f", count=20)
     before = images.read(Images("folder", path), FOLDER).record["sha256"]
-    (tmp_path / "f" / "ant" / "0.png").write_bytes(b"other")
+    file = tmp_path / "f" / "ant" / "0.png"
+    size = file.stat().st_size
+    Image.fromarray(np.full((12, 20, 3), 9, np.uint8)).save(file, compress_level=0)
+    file.write_bytes(file.read_bytes()[:-12].ljust(size, b"\0"))  # as many bytes
     assert images.read(Images("folder", path), FOLDER).record["sha256"] != before
+
+
+def test_images_that_cannot_be_read_are_left_out_and_looked_at_once(tmp_path, capsys, monkeypatch):
+    path, cache = pictures.folder(tmp_path / "f", count=20), tmp_path / "cache"
+    whole = images.read(Images("folder", path), FOLDER, cache)
+    file = tmp_path / "f" / "bee" / "3.png"
+    content = file.read_bytes()
+    file.write_bytes(content[:-30])
+    (tmp_path / "f" / "bee" / "gone.png").symlink_to(tmp_path / "nothing")
+    config = Config(
+        "run",
+        1,
+        Optimizer("sgd(0.1)", 1.0),
+        objective="classify",
+        model=FOLDER,
+        data=Images("folder", path, cache=str(cache)),
+    )
+    made = examples.read(config)
+    said = capsys.readouterr().err
+    assert said.startswith("run: 2 of 41 images cannot be read and are left out: ")
+    assert "bee/3.png' cannot be read as an image" in said and "gone.png" in said
+    assert made.record["unreadable_images"] == 2 and made.record["images"] == 39
+    assert made.record["sha256"] != whole.record["sha256"]
+    made.train(0, slice(None))
+    # What was found out is read again, not the images; that of mended ones is new.
+    with monkeypatch.context() as patch:
+        patch.setattr(image_folder, "_look", None)
+        assert examples.read(config).record == made.record
+    (tmp_path / "f" / "bee" / "gone.png").unlink()
+    file.write_bytes(content)
+    assert examples.read(config).record == whole.record
 
 
 @pytest.mark.parametrize(
@@ -179,7 +213,7 @@ def test_a_class_may_be_a_link_to_a_folder(tmp_path):
     (tmp_path / "f" / "bee").rename(tmp_path / "bees")
     (tmp_path / "f" / "bee").symlink_to(tmp_path / "bees")
     (tmp_path / "f" / "ant" / "again").symlink_to(tmp_path / "f")  # a circle
-    stored = image_files.folder(str(tmp_path / "f"))
+    stored = images.read(Images("folder", str(tmp_path / "f")), FOLDER).stored
     assert stored.classes == 2 and np.bincount(stored.labels).tolist() == [6, 6]
 
 
@@ -187,7 +221,7 @@ def test_a_class_may_be_a_link_to_a_folder(tmp_path):
 def test_pictures_of_16_bits_keep_their_greys(tmp_path, suffix):
     ramp = np.linspace(0, 65535, 64 * 64).reshape(64, 64).astype(np.uint16)
     Image.fromarray(ramp).save(tmp_path / f"ramp.{suffix}")
-    pixels = np.asarray(image_files._picture(tmp_path / f"ramp.{suffix}"))
+    pixels = np.asarray(image_folder.picture(tmp_path / f"ramp.{suffix}"))
     np.testing.assert_array_equal(pixels, ramp >> 8)
 
 
@@ -195,7 +229,7 @@ def test_a_picture_that_pillow_finds_too_large_is_named(tmp_path, monkeypatch):
     Image.new("L", (8, 8)).save(tmp_path / "large.png")
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 10)
     with pytest.raises(ValueError, match=r"large.png' cannot be read as an image"):
-        image_files._picture(tmp_path / "large.png")
+        image_folder.picture(tmp_path / "large.png")
 
 
 def test_missing_packages_and_files_are_named(tmp_path, monkeypatch):
@@ -207,8 +241,8 @@ def test_missing_packages_and_files_are_named(tmp_path, monkeypatch):
         images.read(Images("folder", str(tmp_path)), FOLDER)
     (tmp_path / "f" / "ant").mkdir(parents=True)
     (tmp_path / "f" / "ant" / "1.jpg").write_text("no picture")
-    with pytest.raises(ValueError, match=r"1.jpg' cannot be read as an image"):
-        image_files.folder(str(tmp_path / "f")).load(0)
+    with pytest.raises(ValueError, match=r"no image of .*f' can be read; 'ant/1.jpg': .* as an im"):
+        images.read(Images("folder", str(tmp_path / "f")), FOLDER)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     for settings in (Images(), Images("folder", str(tmp_path))):
         with pytest.raises(ValueError, match=r"pip install -e '.\[images\]'"):
@@ -235,7 +269,7 @@ def test_rows_are_the_same_whichever_process_makes_them(some):
 def test_batches_are_fixed_for_all_time(tmp_path):
     digest = hashlib.sha256()
     for form in ("digits", "cifar10"):
-        rows = images.batch(made(form, tmp_path), 7, 5, 8)
+        rows = images.batch(made(form, tmp_path), 7, 5 * 8, 8)
         digest.update(rows["images"].tobytes() + rows["labels"].tobytes())
     # Worked out once: a change changes every run.
     assert digest.hexdigest()[:16] == "de816ad014dc5e66"
@@ -245,7 +279,7 @@ def test_an_epoch_shows_each_image_to_train_on_once_and_no_other(tmp_path, monke
     monkeypatch.setattr(images, "_moved", lambda image, *how: image)
     some = made("digits", tmp_path)
     steps = 3 * some.train.size // 6 + 1
-    batches = [images.batch(some, 0, step, 6)["images"] for step in range(steps)]
+    batches = [images.batch(some, 0, 6 * step, 6)["images"] for step in range(steps)]
     shown = [image.tobytes() for image in np.concatenate(batches)]
     size = some.train.size
     expected = sorted(some.stored.load(number).tobytes() for number in some.train)

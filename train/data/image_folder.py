@@ -1,0 +1,172 @@
+"""Images in a folder for each class, as ImageNet: looked at once; broken ones are left out."""
+
+import hashlib
+import importlib.util
+import io
+import json
+import os
+import pathlib
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from train.data import files as on_disk
+from train.data.image_files import Stored
+from train.data.once import once
+from train.output.progress import counted
+
+_SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff"}
+_REPORT = "images.json"
+_AT_ONCE = 256  # files that are looked at together
+
+
+class _Found(NamedTuple):
+    root: pathlib.Path
+    files: list[pathlib.Path]
+    labels: list[int]
+    validation: list[bool] | None
+    classes: int
+
+    def name(self, number: int) -> str:
+        return self.files[number].relative_to(self.root).as_posix()
+
+
+def check(path: str, folder: pathlib.Path) -> pathlib.Path:
+    """Reads and decodes every image once, and writes down which cannot be, and what all hold.
+
+    Args:
+      path: The folder with one folder for each class.
+      folder: Where it is written down; what is there of the same files is not made again.
+
+    Returns:
+      The folder of the result, for `folder`.
+
+    Raises:
+      ValueError: If Pillow is not installed, or there are no images.
+    """
+    found = _find(path)
+    stats = [(found.name(number), *_stat(file)) for number, file in enumerate(found.files)]
+    return once(folder, ("images", stats), lambda new: _look(new, found))
+
+
+def folder(path: str, checked: pathlib.Path) -> Stored:
+    """Finds the images of a folder that has a folder for each class.
+
+    If it has the folders `train` and `val`, the classes are in these, and the second is the part
+    for validation. Classes are numbered in the order of their names.
+
+    Args:
+      path: The folder.
+      checked: Of `check`.
+
+    Raises:
+      ValueError: If there are no such folders, or no image can be read.
+    """
+    found, report = _find(path), json.loads((checked / _REPORT).read_text())
+    unreadable = report["unreadable"]
+    kept = [n for n in range(len(found.files)) if found.name(n) not in unreadable]
+    if not kept:
+        name, reason = next(iter(unreadable.items()))
+        raise ValueError(f"no image of {path!r} can be read; {name!r}: {reason}.")
+    held = None if found.validation is None else np.array(found.validation)[kept]
+    return Stored(
+        names=[found.name(number) for number in kept],
+        labels=np.array(found.labels, np.int32)[kept],
+        validation=held,
+        shape=None,
+        classes=found.classes,
+        sha256=report["sha256"],
+        load=lambda number: picture(found.files[kept[number]]),
+        unreadable=unreadable,
+    )
+
+
+def picture(file: pathlib.Path) -> Any:
+    """The picture of a file; a ValueError if it cannot be read."""
+    return _decoded(file, on_disk.content_of(file))
+
+
+def _find(path: str) -> _Found:
+    if importlib.util.find_spec("PIL") is None:
+        raise ValueError(
+            "data.form='folder' needs the package pillow, which reads images; run pip install "
+            "-e '.[images]' in the checkout."
+        )
+    root = pathlib.Path(path)
+    parts = [root / "train", root / "val"] if (root / "train").is_dir() else [root]
+    files = [_image_files(part) for part in parts]
+    classes = sorted({file.relative_to(parts[0]).parts[0] for file in files[0]})
+    if strange := {file.relative_to(parts[-1]).parts[0] for file in files[-1]} - set(classes):
+        raise ValueError(f"{str(parts[-1])!r} has classes that train has not: {sorted(strange)}.")
+    every = [(file, part) for part, found in zip(parts, files, strict=True) for file in found]
+    return _Found(
+        root=root,
+        files=[file for file, _ in every],
+        labels=[classes.index(file.relative_to(part).parts[0]) for file, part in every],
+        validation=[part != parts[0] for _, part in every] if len(parts) == 2 else None,
+        classes=len(classes),
+    )
+
+
+def _image_files(part: pathlib.Path) -> list[pathlib.Path]:
+    """Those images of a folder that lie in folders of it."""
+    found = [
+        file
+        for file in on_disk.files_below(part)
+        if file.suffix.lower() in _SUFFIXES and file.parent != part
+    ]
+    if not found:
+        raise ValueError(
+            f"{str(part)!r} has no images in folders, one for each class; name the folder of these."
+        )
+    return found
+
+
+def _stat(file: pathlib.Path) -> tuple[int, int]:
+    try:
+        found = file.stat()
+    except OSError:  # as a link to nothing: it is left out as what cannot be read
+        return 0, 0
+    return found.st_size, found.st_mtime_ns
+
+
+def _look(new: pathlib.Path, found: _Found) -> None:
+    """Writes the sha256 of all names and contents that can be read, and why others cannot."""
+
+    def look(number):
+        try:
+            content = on_disk.content_of(found.files[number])
+            _decoded(found.files[number], content)
+        except ValueError as error:
+            return str(error), ""
+        return "", hashlib.sha256(content).hexdigest()
+
+    digest, unreadable, count = hashlib.sha256(), {}, len(found.files)
+    with ThreadPoolExecutor() as pool, counted(f"checking images of {found.root}", count) as show:
+        for first in range(0, count, _AT_ONCE):
+            numbers = range(first, min(first + _AT_ONCE, count))
+            for number, (problem, sha256) in zip(numbers, pool.map(look, numbers), strict=True):
+                name = found.name(number)
+                if problem:
+                    unreadable[name] = problem
+                else:
+                    digest.update(os.fsencode(f"{len(name)} {name} {sha256} "))
+            show(len(numbers))
+    report = {"sha256": digest.hexdigest(), "unreadable": unreadable}
+    (new / _REPORT).write_text(json.dumps(report))
+
+
+def _decoded(file: pathlib.Path, content: bytes) -> Any:
+    from PIL import Image
+
+    # Broken files make Pillow's many readers raise many things; SyntaxError is of PNGs.
+    troubles = (OSError, ValueError, SyntaxError, EOFError, LookupError, OverflowError)
+    try:
+        made = Image.open(io.BytesIO(content))
+        made.load()
+    except (*troubles, Image.DecompressionBombError) as error:
+        raise ValueError(f"{str(file)!r} cannot be read as an image: {error}.") from error
+    if made.mode.startswith("I;16"):  # Pillow makes 255 of all that is above
+        made = Image.fromarray((np.asarray(made) >> 8).astype(np.uint8))
+    return made
