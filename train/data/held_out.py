@@ -14,7 +14,7 @@ def held_out(names: Sequence[str], fraction: float) -> list[bool]:
     """Says which of several things are held out.
 
     Args:
-      names: Of the things.
+      names: Names of the things.
       fraction: Share to hold out, in (0, 1).
 
     Returns:

@@ -27,7 +27,7 @@ class Stored(NamedTuple):
       validation: bool[size], which the data themselves keep for validation; None if they do not.
       shape: Height, width and channels; None for images of any shape.
       classes: Number of classes.
-      sha256: Of all there is.
+      sha256: Sha256 of all there is.
       load: Number -> u8[height, width, channels] or, where `shape` is None, a picture of Pillow.
       unreadable: Why images cannot be read, by name; they are left out of all the rest.
     """

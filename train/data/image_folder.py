@@ -58,7 +58,7 @@ def folder(path: str, checked: pathlib.Path) -> Stored:
 
     Args:
       path: The folder.
-      checked: Of `check`.
+      checked: Folder that `check` returned.
 
     Raises:
       ValueError: If there are no such folders, or no image can be read.

@@ -120,8 +120,8 @@ def batch(
     ratio of 3:4 to 4:3 (what of it lies outside is cut off), and mirrored half of the time.
 
     Args:
-      images: Of `read`.
-      seed: Of the run, in [0, 2^64).
+      images: Images of `read`.
+      seed: Seed of the run, in [0, 2^64).
       seen: Images of all steps before.
       batch_size: Images of the whole step.
       rows: Which of them to make.
@@ -144,8 +144,8 @@ def validation_batch(
     for. Those of a folder are the middle of the picture, 7/8 of its shorter side.
 
     Args:
-      images: Of `read`.
-      index: Of the batch, in [0, num_batches).
+      images: Images of `read`.
+      index: Index of the batch, in [0, num_batches).
       num_batches: Validation batches of one evaluation.
       batch_size: Images of a batch.
       rows: Which of the batch's images to make.

@@ -46,8 +46,8 @@ def batch(
     next. A row is the same whichever process makes it.
 
     Args:
-      packed: Of `pack`.
-      seed: Of the run.
+      packed: Sequences of `pack`.
+      seed: Seed of the run.
       seen: Sequences of all steps before.
       batch_size: Sequences of the whole step.
       rows: Which of them to make.

@@ -59,8 +59,8 @@ def batch(
 
     Args:
       tokens: [size] of whole numbers, size > context.
-      seed: Of the run, in [0, 2^64).
-      step: Of the optimizer, in [0, 2^64).
+      seed: Seed of the run, in [0, 2^64).
+      step: Step of the optimizer, in [0, 2^64).
       batch_size: Sequences of the whole step.
       context: Tokens to predict in a sequence.
       rows: Which of the sequences to make.
@@ -89,7 +89,7 @@ def validation_batch(
 
     Args:
       tokens: [size] of whole numbers, size > context.
-      index: Of the batch, in [0, num_batches).
+      index: Index of the batch, in [0, num_batches).
       num_batches: Validation batches of one evaluation.
       batch_size: Sequences of a batch.
       context: Tokens to predict in a sequence.

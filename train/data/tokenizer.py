@@ -26,7 +26,7 @@ class Tokenizer(NamedTuple):
       end: Tokens behind a document that another one follows.
       names: Text of special tokens, as {"eos_token": "</s>"}; for chat templates.
       template: Jinja2 template of a chat; None if there is none.
-      sha256: Of all files that matter.
+      sha256: Sha256 of all files that matter.
     """
 
     encode: Callable[[Sequence[str]], list[np.ndarray]]
