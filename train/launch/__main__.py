@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Callable, Sequence
 
 from train import __main__ as program
-from train.launch import control, detect, local, ssh
+from train.launch import control, detect, local, restarts, ssh
 from train.launch.supervise import supervise
 from train.processes import distributed, seals
 from train.processes.distributed import Timeouts
@@ -52,6 +52,11 @@ def parser() -> argparse.ArgumentParser:
     start.add_argument("--local", type=at_least(1), metavar="N", help="N processes here")
     start.add_argument("--hosts", metavar="FILE", help="by ssh: [user@]name [slots=K] a line")
     start.add_argument("--single", action="store_true", help="only this process, whatever is set")
+    again = made.add_argument_group("with --local and --hosts, when processes are lost")
+    text = "start the run again, N times at most"
+    again.add_argument("--restarts", type=at_least(0), default=0, metavar="N", help=text)
+    text = "go on without them where so many replicas are left; else wait until all are there"
+    again.add_argument("--min-replicas", type=at_least(1), metavar="M", help=text)
     one = made.add_argument_group("be one of them")
     one.add_argument("--coordinator", metavar="HOST:PORT", help="where process 0 listens")
     one.add_argument("--num-processes", type=at_least(1), metavar="N")
@@ -98,24 +103,34 @@ def start_all(options: argparse.Namespace, train_args: list[str]) -> int:
     if options.local and options.coordinator:
         raise ValueError("--local finds a free port of 127.0.0.1; leave out --coordinator.")
     config, _ = program.read(train_args)
+    if options.min_replicas is not None and not (options.restarts and config.replicas):
+        raise ValueError("--min-replicas needs --restarts, and a config with a number of replicas.")
     timeouts = Timeouts(options.start_timeout, options.heartbeat_timeout)
-    if options.local:
-        commands = local.commands(options.local, options.interface, timeouts, train_args)
-    else:
-        commands = ssh.commands(
-            ssh.read_hosts(pathlib.Path(options.hosts).read_text()),
-            options.coordinator,
-            options.interface,
-            timeouts,
-            train_args,
-            ssh=options.ssh,
-            python=options.remote_python,
-            folder=options.remote_folder,
-            environ=os.environ,
-        )
     folder = pathlib.Path(config.runs_dir, config.name, "logs")
-    # The others notice a dead one themselves after the heartbeat's time-out, and take a moment.
-    return supervise(commands, folder, grace=timeouts.heartbeat + 5)
+    network = options.interface, timeouts
+
+    def run(commands):
+        # The others notice a dead one themselves after the heartbeat's time-out, and take a moment.
+        return supervise(commands, folder, grace=timeouts.heartbeat + 5)
+
+    if options.local:
+        group = restarts.Group(
+            range(options.local),
+            lambda places, more: run(local.commands(places, *network, [*train_args, *more])),
+            lambda places, lost: [place for i, place in enumerate(places) if i not in lost],
+        )
+    else:
+        places = ssh.places(ssh.read_hosts(pathlib.Path(options.hosts).read_text()))
+        how = dict(ssh=options.ssh, python=options.remote_python, folder=options.remote_folder)
+
+        def run_there(places, more):
+            hosts, args = ssh.hosts_of(places), [*train_args, *more]
+            where = (hosts, options.coordinator, *network)
+            return run(ssh.commands(*where, args, **how, environ=os.environ))
+
+        there = lambda _, lost: ssh.answering(places, options.ssh)
+        group = restarts.Group(places, run_there, there)
+    return restarts.keep_running(group, config, options.restarts, options.min_replicas)
 
 
 def be_one(options: argparse.Namespace, train_args: list[str], secret: bytes) -> None:

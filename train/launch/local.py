@@ -13,12 +13,12 @@ LOOPBACK = "lo" if sys.platform == "linux" else None
 
 
 def commands(
-    count: int, interface: str | None, timeouts: Timeouts, train_args: Sequence[str]
+    places: Sequence[int], interface: str | None, timeouts: Timeouts, train_args: Sequence[str]
 ) -> list[list[str]]:
-    """Writes the command of each of `count` processes.
+    """Writes the command of each process.
 
     Args:
-      count: Processes to start.
+      places: Each one's number on this host, which says which accelerator it takes.
       interface: Network interface for collectives; None: the loopback interface.
       timeouts: How long processes wait for each other.
       train_args: Config file and overrides.
@@ -31,10 +31,10 @@ def commands(
     return [
         member_command(
             sys.executable,
-            Cluster(coordinator, count, number, "flags", number, count),
+            Cluster(coordinator, len(places), number, "flags", place, len(places)),
             interface or LOOPBACK,
             timeouts,
             train_args,
         )
-        for number in range(count)
+        for number, place in enumerate(places)
     ]

@@ -1,7 +1,10 @@
 """Processes on other machines, started over ssh from a file that lists the hosts."""
 
+import itertools
 import re
 import shlex
+import subprocess
+import time
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -58,6 +61,38 @@ def read_hosts(text: str) -> list[Host]:
 def _name(target: str) -> str:
     """The host that ssh would reach, whoever the user is; names have no case."""
     return target.rpartition("@")[2].casefold()
+
+
+def places(hosts: Sequence[Host]) -> list[str]:
+    """The target of each process: host after host, as many as it has slots."""
+    return [host.target for host in hosts for _ in range(host.slots)]
+
+
+def hosts_of(places: Sequence[str]) -> list[Host]:
+    """The hosts of processes; what `places` has written, or a part of it."""
+    return [Host(target, len(list(group))) for target, group in itertools.groupby(places)]
+
+
+def answering(places: Sequence[str], ssh: str, seconds: float = 30.0) -> list[str]:
+    """Those places whose host answers over ssh within some seconds, all asked at once."""
+    asked = {
+        target: subprocess.Popen(
+            [*shlex.split(ssh), target, "true"],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        for target in dict.fromkeys(places)
+    }
+    deadline, there = time.monotonic() + seconds, set()
+    for target, popen in asked.items():
+        try:
+            if popen.wait(max(0.0, deadline - time.monotonic())) == 0:
+                there.add(target)
+        except subprocess.TimeoutExpired:
+            popen.kill()
+            popen.wait()
+    return [target for target in places if target in there]
 
 
 def commands(

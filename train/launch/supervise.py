@@ -17,7 +17,7 @@ from typing import NamedTuple
 from train.launch import control, echo
 from train.processes import signals
 from train.processes.distributed import Cluster, Timeouts
-from train.processes.exits import Exit, of_returncode, printable
+from train.processes.exits import Exit, may_restart, of_returncode, printable
 
 FORWARDED = ("JAX_", "XLA_", "NCCL_")
 """Environment variables that begin so are the same on all hosts as here."""
@@ -68,7 +68,22 @@ class Member(NamedTuple):
     began: int  # where in the log that begins
 
 
-def supervise(commands: Sequence[Sequence[str]], folder: pathlib.Path, grace: float) -> int:
+class End(NamedTuple):
+    """How the processes of a run have ended.
+
+    Attributes:
+      status: 0, or the status of the process that failed first, 128 + its number for a signal.
+        Those that ended because another one was gone count last.
+      lost: Processes that a signal or a fault has ended, and no person has to mend that.
+      told: Whether a signal was passed on to them.
+    """
+
+    status: int
+    lost: tuple[int, ...] = ()
+    told: bool = False
+
+
+def supervise(commands: Sequence[Sequence[str]], folder: pathlib.Path, grace: float) -> End:
     """Runs commands until all have ended; the standard input of each is a control channel.
 
     Args:
@@ -77,8 +92,7 @@ def supervise(commands: Sequence[Sequence[str]], folder: pathlib.Path, grace: fl
       grace: Seconds for the others to end by themselves after one has failed.
 
     Returns:
-      0, or the status of the process that failed first, 128 + its number for a signal. Those
-      that ended because another one was gone count last.
+      How they have ended.
     """
     folder.mkdir(parents=True, exist_ok=True)
     print(f"{len(commands)} processes; logs: {folder}/process_*.log", flush=True)
@@ -142,7 +156,7 @@ def _signals() -> Iterator[list[str]]:
             signal.signal(number, handler)
 
 
-def _wait(members: list[Member], names: list[str], grace: float, show) -> int:
+def _wait(members: list[Member], names: list[str], grace: float, show) -> End:
     failed, deadline = [], float("inf")  # numbers of processes, in the order in which they fail
     told = 0
     while running := [member for member in members if member.popen.poll() is None]:
@@ -161,11 +175,11 @@ def _wait(members: list[Member], names: list[str], grace: float, show) -> int:
     _end(running)
     show()
     if not failed:
-        return 0
+        return End(Exit.DONE, told=bool(names))
     # Who ends because another one is gone says so by its status.
-    return _report(
-        members, min(failed, key=lambda n: members[n].popen.returncode == Exit.TRY_AGAIN)
-    )
+    alone = [n for n in failed if members[n].popen.returncode != Exit.TRY_AGAIN]
+    lost = [n for n in alone if may_restart(of_returncode(members[n].popen.returncode))]
+    return End(_report(members, [*alone, *failed][0]), tuple(lost), bool(names))
 
 
 def _failed(members: list[Member], known: list[int]) -> list[int]:

@@ -5,6 +5,7 @@ So process 0 listens on the coordinator's address first, sees who comes, and tel
 """
 
 import contextlib
+import errno
 import ipaddress
 import json
 import socket
@@ -42,7 +43,7 @@ def meet(
     Raises:
       ValueError: If the coordinator's address is no good here.
       RuntimeError: If somebody is there twice, or of another opinion about the number; `Transient`
-        if somebody is missing, or the coordinator's name does not appear in time.
+        if somebody is missing, the port is taken, or the name does not appear in time.
     """
     deadline = time.monotonic() + seconds
     host, port = addresses.split(coordinator)
@@ -98,7 +99,9 @@ def _listen(coordinator: str, address: str, port: int) -> socket.socket:
     try:
         return socket.create_server((address, port), family=family, backlog=1024)
     except OSError as error:
-        raise ValueError(
+        # What has the port may be an earlier start of this run that is about to end.
+        kind = Transient if error.errno == errno.EADDRINUSE else ValueError
+        raise kind(
             f"process 0 cannot listen at {coordinator} ({address}) on {socket.gethostname()}: "
             f"{error.strerror}. The address must be this host's ({addresses.listing()}), and the "
             "port free: neither another run nor a second process 0 may use it."

@@ -51,7 +51,7 @@ def from_the_checkout(monkeypatch):
 
 def test_all_end_well(tmp_path, capfd):
     bodies = ["print('first')", "print('second')"]
-    assert supervise.supervise([member(body) for body in bodies], tmp_path, 10.0) == 0
+    assert supervise.supervise([member(body) for body in bodies], tmp_path, 10.0).status == 0
     shown = capfd.readouterr().out
     assert f"2 processes; logs: {tmp_path}/process_*.log\nhere\nfirst\n" == shown
     log = (tmp_path / "process_1.log").read_text()
@@ -61,7 +61,7 @@ def test_all_end_well(tmp_path, capfd):
 def test_the_first_failure_ends_all_and_is_told_with_its_log(tmp_path, capfd):
     bodies = [WAITS, "print('old')", "time.sleep(0.5); print('no disk'); sys.exit(3)"]
     supervise.supervise([member("print('an earlier start')")] * 3, tmp_path, 10.0)
-    assert supervise.supervise([member(body) for body in bodies], tmp_path, grace=0.5) == 3
+    assert supervise.supervise([member(body) for body in bodies], tmp_path, grace=0.5).status == 3
     said = capfd.readouterr().err
     log = tmp_path / "process_2.log"
     assert said == (
@@ -73,7 +73,7 @@ def test_the_first_failure_ends_all_and_is_told_with_its_log(tmp_path, capfd):
 
 def test_others_have_time_to_end_by_themselves(tmp_path):
     bodies = ["time.sleep(1); print('by myself')", "sys.exit(3)"]
-    assert supervise.supervise([member(body) for body in bodies], tmp_path, grace=30.0) == 3
+    assert supervise.supervise([member(body) for body in bodies], tmp_path, grace=30.0).status == 3
     assert (tmp_path / "process_0.log").read_text().endswith("here\nby myself\n")
 
 
@@ -83,14 +83,14 @@ def test_who_does_not_listen_is_killed(tmp_path, monkeypatch, capfd):
     deaf = [member(DEAF), [sys.executable, "-c", "import time; time.sleep(600)"]]
     fails = member("time.sleep(0.5); import os; os.kill(os.getpid(), 9)")
     began = time.monotonic()
-    assert supervise.supervise([*deaf, fails], tmp_path, grace=0.2) == 128 + 9
+    assert supervise.supervise([*deaf, fails], tmp_path, grace=0.2).status == 128 + 9
     assert time.monotonic() - began < 30
     assert "process 2 failed first, with signal SIGKILL" in capfd.readouterr().err
 
 
 def test_who_ends_because_another_is_gone_is_not_to_blame(tmp_path, capfd):
     bodies = ["sys.exit(75)", "time.sleep(0.5); sys.exit(2)"]
-    assert supervise.supervise([member(body) for body in bodies], tmp_path, grace=30.0) == 2
+    assert supervise.supervise([member(body) for body in bodies], tmp_path, grace=30.0).status == 2
     assert "process 1 failed first, with status 2" in capfd.readouterr().err
 
 
@@ -100,7 +100,7 @@ def launcher(tmp_path):
     program = (
         "import pathlib, sys; from train.launch import supervise\n"
         f"commands = [{member(WAITS)!r}] * 2\n"
-        f"sys.exit(supervise.supervise(commands, pathlib.Path({str(tmp_path)!r}), 10.0))"
+        f"sys.exit(supervise.supervise(commands, pathlib.Path({str(tmp_path)!r}), 10.0).status)"
     )
     logs = [tmp_path / f"process_{number}.log" for number in range(2)]
     process = subprocess.Popen([sys.executable, "-c", program], start_new_session=True)
@@ -119,7 +119,7 @@ def test_members_go_on_when_nobody_reads_the_launcher(tmp_path):
     program = (
         "import pathlib, sys; from train.launch import supervise\n"
         f"commands = [{member(body)!r}]\n"
-        f"sys.exit(supervise.supervise(commands, pathlib.Path({str(tmp_path)!r}), 10.0))"
+        f"sys.exit(supervise.supervise(commands, pathlib.Path({str(tmp_path)!r}), 10.0).status)"
     )
     command = [sys.executable, "-c", program]
     with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT) as process:
@@ -148,7 +148,7 @@ def test_a_signal_while_processes_start_reaches_those_that_start_later(tmp_path,
         return start(command, log, secret)
 
     monkeypatch.setattr(supervise, "_start", interrupted)
-    assert supervise.supervise([member(WAITS)] * 3, tmp_path, 10.0) == 0
+    assert supervise.supervise([member(WAITS)] * 3, tmp_path, 10.0).status == 0
     for number in range(3):
         assert (tmp_path / f"process_{number}.log").read_text().endswith("here\nINT\n")
 
@@ -163,7 +163,7 @@ def test_processes_end_when_the_launcher_is_killed(launcher):
 def test_processes_of_a_run_get_one_secret_of_its_own_which_no_log_shows(tmp_path):
     body = "import hashlib; print(hashlib.sha256(secret).hexdigest(), len(secret), flush=True)"
     for _ in range(2):
-        assert supervise.supervise([member(body)] * 2, tmp_path, 10.0) == 0
+        assert supervise.supervise([member(body)] * 2, tmp_path, 10.0).status == 0
     logs = [(tmp_path / f"process_{number}.log").read_text() for number in range(2)]
     first, second = ([re.findall(r"^(\w{64}) 64$", log, re.MULTILINE)] for log in logs)
     assert first == second and len(set(first[0])) == 2
@@ -218,7 +218,7 @@ def test_logs_are_their_users_and_hold_no_values_of_forwarded_variables(tmp_path
         monkeypatch.setenv(name, value)
     fields = dict(ssh="true", python="python", folder="/", environ=os.environ)
     made = ssh.commands([ssh.Host("h", 1)], None, None, Timeouts(), ["a.py"], **fields)
-    assert supervise.supervise(made, tmp_path, 1.0) == 0
+    assert supervise.supervise(made, tmp_path, 1.0).status == 0
     log = tmp_path / "process_0.log"
     text = log.read_text()
     assert "NCCL_TOKEN=... " in text and "JAX_KEY=... " in text and "a.py" in text
@@ -275,7 +275,7 @@ SHOW = """print(json.dumps({"args": sys.argv[1:], "cwd": os.getcwd(),
 
 
 def test_local_processes_use_the_loopback_interface_only():
-    commands = local.commands(3, None, Timeouts(), ["c.py"])
+    commands = local.commands([0, 1, 2], None, Timeouts(), ["c.py"])
     parsed = [launch.parser().parse_args(command[4:-2]) for command in commands]
     assert {options.interface for options in parsed} == {"lo"}
     assert len({options.coordinator for options in parsed}) == 1

@@ -1,0 +1,103 @@
+"""What a lost process costs a run that `train.launch --restarts` starts again: steps and seconds.
+
+    python -m benchmarks.restarts --processes 4 --kills 6
+
+One run is left alone; in another one a process, drawn at random, is killed at random moments. Both
+end with the same losses, bit for bit. A row is one kill: the last step that the run had told of,
+the checkpoint from which it went on, and the seconds until a step that it had not told of before.
+Model and steps are small: these are the seconds of the end, the start and the compilation.
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from benchmarks.tables import RESULTS
+from train.checkpoints import files
+from train.output import metrics
+
+TINY = "--model.layers 1 --model.width 32 --model.heads 2 --model.context 16 --eval-batches 1"
+SETTINGS = "--eval-every 100000 --checksum-every 100 --log-every 1 --optimizer.warmup-steps 1"
+
+
+def command(options: argparse.Namespace, folder: pathlib.Path, name: str) -> list[str]:
+    """The launcher's command of one run."""
+    return [
+        *(sys.executable, "-m", "train.launch", "--local", str(options.processes)),
+        *("--restarts", str(options.kills), "--heartbeat-timeout", "10", "--"),
+        *("configs/nano_4bit.py", "--name", name, "--runs-dir", str(folder), *TINY.split()),
+        *(*SETTINGS.split(), "--steps", str(options.steps), "--replicas", str(options.processes)),
+        *("--checkpoint-every", str(options.checkpoint_every)),
+    ]
+
+
+def told(folder: pathlib.Path) -> int:
+    """The last step that a run has told of; -1 before the first."""
+    log = folder / "metrics.jsonl"
+    rows = metrics.read(log) if log.is_file() else []
+    return rows[-1]["step"] if rows else -1
+
+
+def kills(options: argparse.Namespace, folder: pathlib.Path, launcher: int) -> Iterator[dict]:
+    """Kills a process of a running run now and then; yields what each kill has cost."""
+    draw = random.Random(options.seed)
+    log, children = folder / "metrics.jsonl", f"/proc/{launcher}/task/{launcher}/children"
+    while told(folder) < 1:
+        time.sleep(0.05)
+    for _ in range(options.kills):
+        time.sleep(draw.uniform(1.0, 4.0))
+        victim = draw.randrange(options.processes)
+        number = int(pathlib.Path(children).read_text().split()[victim])
+        last = told(folder)
+        began = time.monotonic()
+        os.kill(number, signal.SIGKILL)
+        inode = log.stat().st_ino
+        while log.stat().st_ino == inode:  # a start drops the rows after its checkpoint
+            time.sleep(0.02)
+        resumed = files.latest(folder / "checkpoints")
+        while told(folder) <= last:
+            time.sleep(0.02)
+        seconds = round(time.monotonic() - began, 1)
+        yield {"process": victim, "last": last, "resumed": resumed, "seconds": seconds}
+
+
+def main(args: Sequence[str]) -> None:
+    """Runs both and writes the rows."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    for name, number in {"processes": 4, "kills": 6, "steps": 600, "checkpoint-every": 5}.items():
+        parser.add_argument(f"--{name}", type=int, default=number)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args(args)
+    with tempfile.TemporaryDirectory() as place:
+        folder = pathlib.Path(place)
+        env = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(folder / "cache")}
+        env["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+        harmed = command(options, folder, "harmed")
+        with subprocess.Popen(harmed, env=env, stdout=sys.stderr) as launcher:
+            rows = list(kills(options, folder / "harmed", launcher.pid))
+            status = launcher.wait()
+        subprocess.run(command(options, folder, "whole"), env=env, check=True, stdout=sys.stderr)
+        losses = [
+            [row["loss"] for row in metrics.read(folder / name / "metrics.jsonl")]
+            for name in ("harmed", "whole")
+        ]
+    found: dict[str, Any] = vars(options) | {
+        "hardware": metrics.hardware_name(),
+        "status": status,
+        "losses_equal": losses[0] == losses[1],
+        "killed": rows,
+    }
+    (RESULTS / "restarts.json").write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

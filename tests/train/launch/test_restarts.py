@@ -1,0 +1,157 @@
+"""A run that loses processes goes on by itself, with all of them or with those that are left."""
+
+import dataclasses
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.helpers import faults
+from tests.helpers.launching import ROOT, environment, run
+from train.config import Config, Optimizer
+from train.launch import restarts, ssh
+from train.launch.supervise import End
+
+CONFIG = Config("run", 10, Optimizer("sgd(learning_rate)", 0.1), replicas=4)
+
+
+def config_of(**changes):
+    batch = dataclasses.replace(CONFIG.data, batch=changes.pop("batch", 8))
+    return dataclasses.replace(CONFIG, data=batch, **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "count", "replicas", "accumulate"),
+    [
+        ({}, 2, 2, 2),
+        ({}, 1, 1, 4),
+        ({}, 3, None, None),  # 8 sequences for 3 replicas
+        ({"batch": 12}, 3, 3, 2),  # of 4 sequences, 2 microbatches of 2: they do not grow
+        ({"batch": 24, "accumulate": 2}, 3, 3, 4),
+        ({"replicas": 8}, 2, 4, 2),
+        ({"replicas": 8, "fast": 2}, 2, 4, 2),
+        ({"replicas": 8, "fast": 8}, 2, None, None),
+        ({"replicas": 0}, 2, None, None),
+    ],
+)
+def test_replicas_and_accumulation_are_fitted_to_the_batch(changes, count, replicas, accumulate):
+    config = config_of(**changes)
+    found = restarts.fitted(config, 4, count)
+    if replicas is None:
+        assert found is None
+        return
+    overrides = ["--replicas", str(replicas), "--accumulate", str(accumulate)]
+    assert found == (replicas, overrides)
+    before = config.data.batch / config.replicas / config.accumulate
+    assert config.data.batch / replicas / accumulate <= before
+
+
+class Ends:
+    """A group of four places whose starts end as they are told to."""
+
+    def __init__(self, *ends, absent=()):
+        self.ends, self.started, self.absent = list(ends), [], list(absent)
+        self.group = restarts.Group("abcd", self.run, self.left)
+
+    def run(self, places, overrides):
+        self.started.append(("".join(places), " ".join(overrides)))
+        return self.ends.pop(0)
+
+    def left(self, places, lost):
+        away = self.absent.pop(0) if self.absent else ""
+        return [place for i, place in enumerate(places) if i not in lost and place not in away]
+
+
+LOST = End(137, (1,))
+
+
+@pytest.mark.parametrize(
+    ("ends", "budget", "least", "status", "started"),
+    [
+        ([End(0)], 3, None, 0, ["abcd"]),
+        ([LOST, End(0)], 3, None, 0, ["abcd", "abcd"]),
+        ([LOST, End(0)], 0, None, 137, ["abcd"]),
+        ([LOST, LOST, LOST], 2, None, 137, ["abcd", "abcd", "abcd"]),
+        ([LOST, End(2)], 5, None, 2, ["abcd", "abcd"]),
+        ([End(75, told=True)], 5, None, 75, ["abcd"]),
+        # 8 sequences have no 3 replicas; then of "ac" the second is lost; then too few are left.
+        ([LOST, LOST, End(139, (0,)), End(0)], 5, 1, 0, ["abcd", "ac", "a", "abcd"]),
+        ([LOST, LOST, End(0)], 5, 2, 0, ["abcd", "ac", "abcd"]),
+        ([End(75), End(0)], 5, 1, 0, ["abcd", "abcd"]),
+    ],
+)
+def test_a_run_is_started_again_where_that_is_of_use(ends, budget, least, status, started, capsys):
+    group = Ends(*ends)
+    assert restarts.keep_running(group.group, config_of(), budget, least) == status
+    assert [places for places, _ in group.started] == started
+    assert capsys.readouterr().err.count("the run goes on with") == len(started) - 1
+
+
+def test_a_run_goes_on_with_the_hosts_that_answer_and_waits_for_enough(monkeypatch, capsys):
+    pauses = []
+    monkeypatch.setattr(restarts.time, "sleep", pauses.append)
+    group = Ends(End(75), End(75), End(0), absent=["d", "bcd", "bcd", "cd"])
+    assert restarts.keep_running(group.group, config_of(), 9, 2) == 0
+    fewer = "--replicas 2 --accumulate 2"
+    assert group.started == [("abcd", ""), ("ab", fewer), ("ab", fewer)]
+    assert len(pauses) == 2 and capsys.readouterr().err.count("1 of 4 processes could run") == 1
+
+
+def test_hosts_are_asked_at_once_and_a_silent_one_is_not_waited_for(tmp_path):
+    script = tmp_path / "ssh"
+    script.write_text("#!/bin/sh\ncase $1 in gone) exit 255;; silent) exec sleep 60;; esac\n")
+    script.chmod(0o755)
+    places = ssh.places([ssh.Host("a", 2), ssh.Host("gone", 1), ssh.Host("silent", 1)])
+    assert places == ["a", "a", "gone", "silent"]
+    began = time.monotonic()
+    assert ssh.answering(places, str(script), 1.0) == ["a", "a"]
+    assert time.monotonic() - began < 10
+    assert ssh.hosts_of(["a", "a", "b"]) == [ssh.Host("a", 2), ssh.Host("b", 1)]
+
+
+def children(pid):
+    return pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+
+
+def rows_of(folder):
+    return {row["step"]: row["loss"] for row in faults.metrics_of(folder)}
+
+
+def test_a_run_that_lost_a_process_goes_on_with_fewer_as_if_that_had_been_its_schedule(tmp_path):
+    values = dict(steps=40, step_seconds=0.05, checkpoint_every=5)
+    config = faults.write_config(tmp_path, **values)
+    command = [sys.executable, "-m", "train.launch", "--local", "2", "--restarts", "3"]
+    command += ["--min-replicas", "1", "--heartbeat-timeout", "10", "--", str(config)]
+    cache = environment(JAX_COMPILATION_CACHE_DIR=str(tmp_path / "cache"))
+    log = tmp_path / "run" / "metrics.jsonl"
+    with (
+        open(tmp_path / "out.txt", "wb") as output,
+        subprocess.Popen(
+            command, cwd=ROOT, env=cache, stdout=output, stderr=subprocess.STDOUT
+        ) as launcher,
+    ):
+        try:
+            deadline = time.monotonic() + 300
+            while not log.exists() or log.read_text().count("\n") < 5:
+                assert launcher.poll() is None and time.monotonic() < deadline
+                time.sleep(0.02)
+            os.kill(int(children(launcher.pid)[1]), signal.SIGKILL)
+            assert launcher.wait(300) == 0
+        finally:
+            launcher.kill()
+    said = (tmp_path / "out.txt").read_text()
+    assert "the run goes on with 1 of 2 processes --replicas 1 --accumulate 2\n" in said
+    step = int(re.search(r"from step (\d+) on 1 replicas instead of 2", said)[1])
+    again = faults.write_config(tmp_path / "again", **values | {"step_seconds": 0.0})
+    program = [sys.executable, "-m", "train", str(again)]
+    for more in (["--steps", str(step)], ["--replicas", "1", "--accumulate", "2"]):
+        done = run([*program, *more], cwd=ROOT, env=cache)
+        assert done.returncode == 0, done.stdout
+    losses, expected = rows_of(tmp_path / "run"), rows_of(tmp_path / "again" / "run")
+    assert list(losses) == list(range(0, 41, 2)) and 5 <= step < 40
+    assert losses == {number: expected[number] for number in losses}
