@@ -21,7 +21,7 @@ from benchmarks.slow_network_methods import DENSE, LAMB, METHODS, MODELS
 from benchmarks.slow_network_worker import config_of
 from jaxcomp.measure import step_probe
 from train.config import Config
-from train.config.run import AXIS_NAME, update
+from train.config.run import AXIS_NAME
 from train.models import build
 from train.placement import replicated
 from train.plan import counts, planning
@@ -43,7 +43,8 @@ def kinds(config: Config) -> dict[str, int | None]:
       By the names of the parts, "nothing" of a step that sends none; {"all": None} for a method
       whose steps are all alike.
     """
-    sent = counts.parts_of_steps(update(config), config.steps)
+    tx, few = replicated.counted(config)
+    sent = counts.parts_of_steps(tx, config.steps, few)
     if not sent:
         return {"all": None}
     sent.pop("all")

@@ -5,12 +5,14 @@ import re
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxcomp
 from jaxcomp.compressors.policies import path_of
+from jaxcomp.replicas import protocol
 from train.config import Config
 from train.config.run import AXIS_NAME, update
 from train.models import build
@@ -26,16 +28,41 @@ def resolve(config: Config) -> Placement:
       ValueError: If it is no transformation.
     """
     alone = update(config)
-    tx = jaxcomp.per_replica(_of_trainable(config, _per_layer(config, alone)), AXIS_NAME)
+    tx = jaxcomp.per_replica(_around(config, alone), AXIS_NAME)
     return Placement(
         update=alone,
         tx=tx,
         functions=functools.partial(_functions, config, tx),
-        rounds=lambda state: counts.rounds(alone, config.steps),
+        rounds=functools.partial(_rounds, config, alone),
         spread=lambda params, mesh: jaxcomp.replica_spread(params, mesh, mesh.axis_names),
         row_axes=(AXIS_NAME,),
         dense=(2, "ring all-reduce"),  # a scatter and a gather
     )
+
+
+def counted(config: Config) -> tuple[optax.GradientTransformation, Any]:
+    """What `counts` counts a run's messages by: its transformation, and one number a parameter."""
+    stacked = re.compile(config.model.stacked or "$^")
+
+    def few(key, like):
+        # Layers of one array may be fragments of their own.
+        layers = like.shape[:1] if stacked.search(path_of(key)) else ()
+        return jnp.zeros((*layers, *[1] * (like.ndim - len(layers))), like.dtype)
+
+    params = jax.tree_util.tree_map_with_path(few, build.param_shapes(config))
+    return _around(config, update(config)), params
+
+
+def _rounds(config, alone, state):
+    """One number is enough, and faster, where no fragment depends on the tree."""
+    if "synchronize_0" not in protocol.rounds(state):
+        return counts.rounds(alone, config.steps)
+    tx, params = counted(config)
+    return counts.rounds(tx, config.steps, params)
+
+
+def _around(config, tx):
+    return _of_trainable(config, _per_layer(config, tx))
 
 
 def _per_layer(config: Config, tx: optax.GradientTransformation) -> optax.GradientTransformation:

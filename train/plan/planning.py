@@ -137,7 +137,8 @@ def make_method(name: str, config: Config, mesh: Mesh, changes: str) -> planner.
     placed, params = replicated.resolve(config), build.param_shapes(config)
     axes = AXIS_NAME, devices.fast_axis_of(config)
     program = step_probe.update_program(placed.tx, params, mesh, *axes).step
-    rounds = counts.rounds(placed.update, config.steps)
+    tx, few = replicated.counted(config)
+    rounds = counts.rounds(tx, config.steps, few)
     shares = {part: n / config.steps for part, n in rounds.items()}
     return planner.Method(
         name=name,
@@ -155,7 +156,8 @@ def update_timer(config: Config, mesh: Mesh) -> Callable[[], float]:
     copies = step_probe.alone(mesh, *axes)
     program = step_probe.update_program(placed.tx, params, copies, *axes)
     time = step_probe.update_timer(program, params, copies, *axes)
-    kinds = counts.kinds_of_steps(placed.update, config.steps)
+    tx, few = replicated.counted(config)
+    kinds = counts.kinds_of_steps(tx, config.steps, few)
     return lambda: sum(share * time(REPEATS, first) for first, share in kinds.items())
 
 
@@ -164,7 +166,8 @@ def codec_seconds(config: Config, rate: float) -> float:
 
     The devices of a replica code a share each.
     """
-    rounds = counts.rounds(replicated.resolve(config).update, config.steps)
+    tx, few = replicated.counted(config)
+    rounds = counts.rounds(tx, config.steps, few)
     return (
         4
         * num_elements(config)

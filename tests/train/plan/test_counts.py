@@ -1,13 +1,20 @@
 """What a run will send, as told before it starts."""
 
+import dataclasses
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
 import jaxcomp
+from configs import nano_dense
 from jaxcomp import schedules
 from tests.helpers.replicas import everywhere, mesh_of, rows, transform
+from train.models import build
+from train.models.decoder import DecoderConfig
+from train.placement.resolve import resolve
 from train.plan import counts
 
 AXIS = "replica"
@@ -61,3 +68,23 @@ def test_a_method_that_always_sends_everything_has_no_plan():
 def test_bytes_are_summed_over_parts_and_steps():
     sent, times = {"": 10.0, "synchronize": 3.0, "variance": 100.0}, {"all": 5, "synchronize": 4}
     assert counts.total_bytes(sent, times | {"variance": 1}, 7) == 10 * 7 + 3 * 4 + 100
+
+
+@pytest.mark.parametrize(
+    ("scan", "fragments"), [(False, "2"), (True, "by_path(('^blocks/1', 1), ('.*', 0))")]
+)
+def test_fragments_are_counted_by_the_parameters_of_the_run(scan, fragments):
+    """By number, and by the paths of layers that are in one array."""
+    update = f"diloco(sgd(learning_rate), axis_name, every=4, fragments={fragments})"
+    nano = nano_dense.get_config()
+    config = dataclasses.replace(
+        nano,
+        model=DecoderConfig(layers=2, width=8, heads=1, context=8, scan=scan),
+        optimizer=dataclasses.replace(nano.optimizer, update=update, warmup_steps=1),
+        steps=10,
+        replicas=2,
+    )
+    placement = resolve(config)
+    _, state = jax.eval_shape(placement.functions(mesh_of(2)).init, build.param_shapes(config))
+    # After 4 and 8 steps the first one, after 2, 6 and 10 the second one.
+    assert placement.rounds(state) == {"all": 5, "synchronize_0": 2, "synchronize_1": 3}
