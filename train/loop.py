@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 
-import jaxcomp
 from jaxcomp.replicas import protocol
 from train.checkpoints import files, resume, store, writer
 from train.checkpoints.resume import Progress
@@ -24,7 +23,10 @@ from train.plan import counts
 from train.processes import agree, distributed, watchdog
 from train.processes.exits import Transient
 from train.processes.signals import stop_signals
-from train.task import Task, make_task, num_parameters
+from train.task import Task, make_task
+
+# What reading data or writing rows may end in.
+_OF_FILES = OSError, ValueError, MemoryError, LookupError, TypeError
 
 
 def run(config: Config) -> list[dict[str, Any]]:
@@ -85,7 +87,7 @@ def _outputs(stack: contextlib.ExitStack, task: Task, claim: Claim, folder: Path
     config, log = task.config, folder / "metrics.jsonl"
     metrics.keep_until(log, done.step if done.step else -1)
     metrics.write_text(folder / "report.txt", report.text(task) + "\n")
-    metrics.write_text(folder / "config.json", _record(task))
+    metrics.write_text(folder / "config.json", report.record(task))
     for note in report.notes(task):
         print(note, file=sys.stderr)
     writers = [lambda row: metrics.append(log, row, claim.require)]
@@ -133,22 +135,39 @@ class _Run:
     show: Callable[[dict[str, Any]], None]  # the same on the terminal
     outs: list[dict] = dataclasses.field(default_factory=list)  # of steps not yet counted
     seconds: list[float] = dataclasses.field(default_factory=list)  # of steps since the last row
+    saved: int = 0  # step of the last checkpoint, or of the last attempt at one
+    batch: Any = None  # of the last step
+    error: Exception | None = None  # why there is no other: the run saves, and raises it
 
     def train(self) -> None:
-        """Steps until the end or until a stop is agreed on; leaves a checkpoint behind."""
+        """Steps until the end, an agreed stop or an error of data; leaves a checkpoint behind."""
+        self.saved = self.done.step
+        try:
+            self.steps()
+        except _OF_FILES as error:
+            if jax.process_count() > 1:
+                raise
+            self.error = error
+        # Not where it is caught: Orbax saves nothing while an error goes up.
+        if self.done.step > self.saved:
+            self.save()
+        if self.error is not None:
+            raise self.error
+
+    def steps(self) -> None:
         config, done = self.task.config, self.done
-        saved = done.step
         if done.step == 0:
             self.write(self.row() | self.evaluated(self.params))
-        while done.step < config.steps and not self.watch.stop(done.step, self.asked_to_stop()):
-            self.step()
+        while done.step < config.steps and not self.stops():
+            if not self.step():
+                continue
             if self.row_is_due():
                 self.write_row()
             if self.is_due(config.checkpoint_every):
                 self.save()
-                saved = done.step
-        if done.step > saved:
-            self.save()
+
+    def stops(self) -> bool:
+        return self.watch.stop(self.done.step, self.asked_to_stop() or self.error is not None)
 
     def is_due(self, every: int) -> bool:
         return self.done.step % every == 0 or self.done.step == self.task.config.steps
@@ -157,10 +176,27 @@ class _Run:
         config = self.task.config
         return any(map(self.is_due, (config.log_every, config.eval_every, config.checksum_every)))
 
-    def step(self) -> None:
+    def next_batch(self) -> Any:
+        """The next step's batch; None once if it cannot be made, and then the last one again.
+
+        Others may have begun the step by then: it is made with them, and then all stop and save.
+        """
+        if self.error is None:
+            try:
+                self.batch = self.task.batch(self.done.step, self.done.examples)
+            except _OF_FILES as error:
+                if self.batch is None:
+                    raise
+                self.error = error
+                return None
+        return self.batch
+
+    def step(self) -> bool:
+        """Makes a step; False if it was not begun, since its batch cannot be made."""
         self.watch.at(self.done.step, "a step")
         began = time.perf_counter()
-        batch = self.task.batch(self.done.step, self.done.examples)
+        if (batch := self.next_batch()) is None:
+            return False
         self.params, self.state, out = self.task.step(self.params, self.state, batch)
         self.outs.append(out)
         self.done.step += 1
@@ -169,6 +205,7 @@ class _Run:
         # One step runs while the host prepares the next: waiting bounds how far it runs ahead.
         jax.block_until_ready(self.outs if is_counted else self.outs[-2:-1])
         self.seconds.append(time.perf_counter() - began)
+        return True
 
     def count(self) -> None:
         """Moves what steps have measured from the devices to the counts."""
@@ -232,6 +269,7 @@ class _Run:
     def save(self) -> None:
         self.count()
         config, step = self.task.config, self.done.step
+        self.saved = step
         self.watch.at(step, "a save", config.start_seconds + config.save_seconds)
         _require_equal(self.task, self.params, step)
         tree = {"params": self.params, "state": self.state}
@@ -251,19 +289,6 @@ def _require_equal(task: Task, params: Any, step: int) -> dict[str, int]:
             "from the last one."
         )
     return {"checksum_spread": spread}
-
-
-def _record(task: Task) -> str:
-    facts = {
-        "parameters": num_parameters(task),
-        "replicas": task.mesh.size,
-        "sent_bytes_per_step": task.sent_bytes,
-        "sent_bytes_by_part": task.sent,
-        "dense_bytes_per_step": report.dense_bytes(task),
-        "rounds": task.rounds,
-        "exact": jaxcomp.report.exact_leaves(task.like["params"], task.like["state"]),
-    }
-    return metrics.run_record(to_json(task.config), task.examples.record, facts)
 
 
 def _finished(config: Config, folder: Path) -> list[dict[str, Any]]:

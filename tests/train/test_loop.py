@@ -31,7 +31,7 @@ from train.models.decoder import Decoder, DecoderConfig
 from train.models.losses import cross_entropy
 from train.models.modules import PathRngs, split
 from train.output import metrics
-from train.processes import devices, exits
+from train.processes import devices, exits, watchdog
 
 ROOT = pathlib.Path(__file__).parents[2]
 NANO = ROOT / "configs" / "nano_dense.py"
@@ -279,10 +279,10 @@ def test_run_that_crashed_goes_on_from_its_last_checkpoint(config_of, change_tas
         def failing(path, row, require):
             append(path, row, require)
             if row["step"] == 4:
-                raise OSError("the disk is gone")
+                raise RuntimeError("a device is gone")
 
         patch.setattr(metrics, "append", failing)
-        with pytest.raises(OSError, match="the disk is gone"):
+        with pytest.raises(RuntimeError, match="a device is gone"):
             loop.run(crashed)
     assert metrics.read(folder_of(crashed) / "metrics.jsonl")[-1]["step"] == 4
     assert without_times(loop.run(crashed)) == without_times(rows)
@@ -804,3 +804,63 @@ def test_device_start_makes_a_device_for_each_replica_and_threads_for_all():
     )
     count, pool, threads = map(int, done.stdout.split())
     assert count == 5 and pool == max(20, os.cpu_count()) and threads > pool
+
+
+# Data that cannot be read.
+
+
+def unreadable_once(step=None, evaluation=None):
+    """Makes the batch of a step, or an evaluation, fail the first time."""
+
+    def change(task):
+        def batch(number, seen=None):
+            batches.append(number)
+            if number == step and batches.count(number) == 1:
+                raise ValueError("a file cannot be read")
+            return task.batch(number, seen)
+
+        def evaluate(params):
+            evaluations.append(None)
+            if len(evaluations) == evaluation:
+                raise OSError("a file cannot be read")
+            return task.evaluate(params)
+
+        return task._replace(batch=batch, evaluate=evaluate)
+
+    batches, evaluations = [], []
+    return change
+
+
+@pytest.mark.parametrize(("where", "step"), [({"step": 4}, 4), ({"evaluation": 2}, 3)])
+def test_a_run_whose_data_cannot_be_read_saves_first_and_goes_on_when_they_can(
+    config_of, change_task, where, step
+):
+    whole, harmed = (config_of(name=name) for name in ("whole", "harmed"))
+    rows = loop.run(whole)
+    change_task(unreadable_once(**where))
+    with pytest.raises((ValueError, OSError), match="a file cannot be read"):
+        loop.run(harmed)
+    assert files.latest(folder_of(harmed) / "checkpoints") == step
+    assert loop.run(harmed)[-1]["val_loss"] == rows[-1]["val_loss"]
+    assert saved(harmed) == saved(whole)
+
+
+def test_steps_that_others_have_begun_are_made_with_the_last_batch(
+    config_of, change_task, monkeypatch
+):
+    asked = []
+
+    @contextlib.contextmanager
+    def watch(*args):
+        def stop(step, wish):
+            asked.append(wish)
+            return asked.count(True) == 2  # another process had begun one more step
+
+        yield watchdog.Watch(lambda *args: None, stop)
+
+    monkeypatch.setattr(watchdog, "watch", watch)
+    change_task(unreadable_once(step=4))
+    with pytest.raises(ValueError, match="a file cannot be read"):
+        loop.run(config_of())
+    assert asked == [False] * 5 + [True] * 2
+    assert files.latest(folder_of(config_of()) / "checkpoints") == 5

@@ -166,6 +166,9 @@ class Config:
             if self.start_from is None:  # which the command line may still name
                 return
             object.__setattr__(self, "model", self.model.of(self.start_from))
+            if isinstance(self.data, Data) and self.data.tokenizer is None:
+                data = dataclasses.replace(self.data, tokenizer=self.start_from)
+                object.__setattr__(self, "data", data)
         OBJECTIVES[self.objective].check(self.model, self.data)
         if getattr(self.model, "lora", 0) and self.trainable is None:
             raise ValueError(

@@ -22,7 +22,8 @@ class Data:
     column: str = "text"
     """Field of a row that holds the text, or the messages of a chat."""
     tokenizer: str | None = None
-    """Hugging Face folder with a tokenizer.json; None: a token is a byte."""
+    """Hugging Face folder with a tokenizer.json; None: that of the one which a pretrained model
+    comes from, and else a token is a byte."""
     packed: bool = False
     """Whether a sequence is whole documents behind each other, none of which sees another, and each
     epoch has all of them once. Chats need it. False: sequences begin anywhere in the text."""

@@ -6,7 +6,9 @@ from typing import Any
 import jax
 
 import jaxcomp
+from train.config.as_json import to_json
 from train.config.run import AXIS_NAME
+from train.output import metrics
 from train.task import Task, num_parameters
 
 # Share of dense bytes in a run of 1-bit Adam that is dense for 15% of its steps, as its authors'
@@ -103,3 +105,17 @@ def _rounds(task: Task, dense: float) -> list[str]:
         f"bits per parameter and direction (dense: {steps * dense:,.0f}, 32; 1-bit Adam after 15% "
         f"of dense steps: about {steps * dense * ONE_BIT_ADAM:,.0f}, {32 * ONE_BIT_ADAM:.2f}).",
     ]
+
+
+def record(task: Task) -> str:
+    """What a run is, as JSON: its config, its data, and what it sends."""
+    facts = {
+        "parameters": num_parameters(task),
+        "replicas": task.mesh.size,
+        "sent_bytes_per_step": task.sent_bytes,
+        "sent_bytes_by_part": task.sent,
+        "dense_bytes_per_step": dense_bytes(task),
+        "rounds": task.rounds,
+        "exact": jaxcomp.report.exact_leaves(task.like["params"], task.like["state"]),
+    }
+    return metrics.run_record(to_json(task.config), task.examples.record, facts)
