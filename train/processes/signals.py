@@ -36,7 +36,7 @@ def stop_signals() -> Iterator[Callable[[], bool]]:
 
     A second Ctrl-C or SIGTERM says on stderr what a third would do, and stops nothing: schedulers
     send two, a warning and the end some seconds later. The third raises KeyboardInterrupt wherever
-    the program is. Of the other signals, which nobody sends in a hurry, any number only asks. The
+    the program is. Any number of the other signals only asks: nobody sends them in a hurry. The
     handlers that were there return at the end. Signals reach Python's main thread only: in any
     other thread nothing is installed, and the answer stays False.
 
