@@ -1,4 +1,4 @@
-# make demo [STEPS=300]                two short runs, dense and CocktailSGD, side by side
+# make demo [STEPS=600] [LINK=100mbit] three short runs: loss, bytes, and time on that link
 # make test [PYTHON=python3.12]        the whole test suite, in WORKERS=2 processes of up to 3 GB
 # make test QUICK=1                    without the tests of tests/slow.txt
 # make format                          ruff: what it can mend, and the layout
@@ -8,13 +8,14 @@
 # Each sets up its own virtual environment in this folder first.
 
 PYTHON ?= python3
-STEPS ?= 300
+STEPS ?= 600
+LINK ?= 100mbit
 WORKERS ?= 2
 VENV := .venv$(if $(filter-out python3,$(PYTHON)),-$(notdir $(PYTHON)))
 BIN := $(VENV)/bin
 
 demo: $(VENV)/train.installed
-	$(BIN)/python -m train.demo --steps $(STEPS)
+	$(BIN)/python -m train.demo --steps $(STEPS) --link $(LINK)
 
 test: $(VENV)/test.installed
 	$(BIN)/ruff check .

@@ -1,25 +1,64 @@
-"""`make demo`: one model, the same data twice; dense Adam, then CocktailSGD."""
+"""`make demo`: one model, the same data three times; loss, bytes, and time on the link you name."""
 
 import argparse
 import dataclasses
 import pathlib
+import re
 import shutil
+import statistics
+from typing import Any, NamedTuple
 
-from configs import nano_cocktail, nano_dense
-from train.compare import compare
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter
+
+from configs import nano_dense
+from jaxcomp import planner
+from jaxcomp.measure.tables import aligned
 from train.config import Config
+from train.models.decoder import DecoderConfig
+from train.output import metrics, plots
 from train.processes import devices
 from train.processes.exits import clean_exits
 
-METHODS = {"dense Adam": nano_dense, "CocktailSGD": nano_cocktail}
+# `optimizer.update` and the learning rate; the baseline first.
+METHODS = {
+    "dense Adam": ("chain(compressed_mean(identity(), axis_name), adam(learning_rate))", 6e-3),
+    "4-bit mean": (
+        "chain(compressed_mean(quantize(4, block=32), axis_name), adam(learning_rate))",
+        6e-3,
+    ),
+    "local steps": ("diloco(adam(learning_rate), axis_name, every=16, code=quantize(4))", 6e-3),
+}
+LATENCY = 1e-3  # seconds from one replica to another, of the link that is predicted
 
 
-def shortened(config: Config, steps: int) -> Config:
-    """The run with another number of steps; warm-up and evaluations in proportion."""
-    optimizer = dataclasses.replace(config.optimizer, warmup_steps=steps // 10)
+class Outcome(NamedTuple):
+    """What one run came to."""
+
+    rows: list[dict[str, Any]]  # of its metrics.jsonl
+    loss: float  # nats per byte, of the last validation
+    sent: float  # bytes that one replica sends in a step, in the mean
+    here: float  # seconds a step on this machine, in the mean
+    on_link: float  # seconds a step on the link, predicted
+
+
+def base() -> Config:
+    """The dense run: nano's text and schedule, a smaller model."""
+    nano = nano_dense.get_config()
+    model = DecoderConfig(layers=2, width=64, heads=2, context=64)
+    return dataclasses.replace(nano, model=model, data=dataclasses.replace(nano.data, batch=32))
+
+
+def config_of(method: str, steps: int) -> Config:
+    """A method's run; warm-up and evaluations in proportion to the steps."""
+    dense, (update, rate) = base(), METHODS[method]
+    optimizer = dataclasses.replace(
+        dense.optimizer, update=update, learning_rate=rate, warmup_steps=steps // 10
+    )
     return dataclasses.replace(
-        config,
-        name=f"demo/{config.name}",
+        dense,
+        name=f"demo/{method.replace(' ', '_')}",
         steps=steps,
         optimizer=optimizer,
         eval_every=max(1, steps // 10),
@@ -28,30 +67,122 @@ def shortened(config: Config, steps: int) -> Config:
     )
 
 
-def main() -> None:
-    """Reads --steps, runs the demo and prints what it found."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=300, help="optimizer steps of each run")
-    steps = parser.parse_args().steps
-    if steps < 1:
-        parser.error(f"--steps is {steps}; write at least 1, as make demo STEPS=20")
-    with clean_exits():
-        print(demo(steps))
+def bits_a_second(text: str) -> float:
+    """Reads a rate, as `100mbit`.
+
+    Raises:
+      ValueError: For another form.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)(k|m|g)bit", text.lower())
+    if not found or not float(found[1]):
+        raise ValueError(f"--link is {text!r}; write a rate, as make demo LINK=100mbit or 1gbit")
+    return float(found[1]) * {"k": 1e3, "m": 1e6, "g": 1e9}[found[2]]
 
 
-def demo(steps: int) -> str:
-    """Trains both, in place of an earlier demo; returns the table and the path of the picture."""
-    configs = [shortened(made.get_config(), steps) for made in METHODS.values()]
-    devices.start(configs[0].replicas)
+def outcome(config: Config, rate: float) -> Outcome:
+    """Trains a run, and predicts its steps on a link.
+
+    Args:
+      config: The run; an earlier one of its name is deleted.
+      rate: Rate of each replica's link, bit/s, each direction.
+
+    Returns:
+      Its outcome. A step on the link takes as long as here, and what the planner says of messages.
+    """
     from train.loop import run
+    from train.plan import planning
 
-    folders = [pathlib.Path(config.runs_dir, config.name) for config in configs]
-    for config, folder in zip(configs, folders, strict=True):
-        shutil.rmtree(folder, ignore_errors=True)
-        run(config)
-    picture = folders[0].with_name("comparison.png")
-    table = compare(dict(zip(METHODS, folders, strict=True)), picture)
-    return f"\n{table}\n\n{picture}"
+    folder = pathlib.Path(config.runs_dir, config.name)
+    shutil.rmtree(folder, ignore_errors=True)
+    run(config)
+    rows = metrics.read(folder / "metrics.jsonl")
+    losses = [row["val_loss"] for row in rows if "val_loss" in row]
+    seconds = [row["step_seconds"] for row in rows if "step_seconds" in row]
+    here = statistics.median(seconds)
+    method = planning.make_method(config.name, config, devices.make_mesh(config.replicas), "")
+    link = planner.uniform_link(rate, LATENCY, config.replicas)
+    network = planner.network_seconds(method.messages, link)
+    sent = rows[-1]["sent_bytes"] / config.steps
+    return Outcome(rows, losses[-1], sent, here, here + network)
+
+
+def table(outcomes: dict[str, Outcome], steps: int, link: str) -> str:
+    """The outcomes as lines of a terminal, the baseline first."""
+    dense = next(iter(outcomes.values()))
+    head = "method", "val loss", "bytes of dense", "step here", f"step on {link}", "whole run"
+    lines = [head]
+    for name, run in outcomes.items():
+        share, minutes = run.sent / dense.sent, steps * run.on_link / 60
+        here, there = f"{1e3 * run.here:.0f} ms", f"{1e3 * run.on_link:.0f} ms"
+        lines.append((name, f"{run.loss:.3f}", f"{share:.1%}", here, there, f"{minutes:.1f} min"))
+    return "\n".join(aligned(lines, numbers=range(1, 6)))
+
+
+def finding(outcomes: dict[str, Outcome], link: str) -> str:
+    """How much faster the fastest run is on the link, and its loss."""
+    (first, dense), *_ = outcomes.items()
+    name, best = min(outcomes.items(), key=lambda item: item[1].on_link)
+    if name == first:
+        return f"On {link} {first} is the fastest: do not compress."
+    times = dense.on_link / best.on_link
+    return (
+        f"On {link} {name}: {times:.1f} times as fast as {first}, "
+        f"loss {best.loss:.2f} ({dense.loss:.2f})"
+    )
+
+
+def draw(outcomes: dict[str, Outcome], link: str, path: pathlib.Path) -> None:
+    """Draws validation losses against predicted minutes on the link, and against bytes."""
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    by_time, by_bytes = figure.subplots(1, 2, sharey=True)
+    all_sent = []
+    for (name, run), color in zip(outcomes.items(), plots.COLORS, strict=False):
+        steps, sent, losses = plots.curve(name, run.rows)
+        steps, sent, losses = (values[sent > 0] for values in (steps, sent, losses))
+        all_sent.append(sent)
+        for axes, x in ((by_time, steps * run.on_link / 60), (by_bytes, sent)):
+            axes.plot(x, losses, color=color, label=name, marker="o", markevery=[-1], linewidth=2)
+    by_time.set(xlabel=f"minutes on {link}, predicted", ylabel="validation loss (nats per byte)")
+    by_bytes.set_xlabel("bytes sent by one replica (logarithmic)")
+    plots.label_log(by_bytes, "x", np.concatenate(all_sent), EngFormatter("B"))
+    figure.suptitle(finding(outcomes, link))
+    for axes in (by_time, by_bytes):
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+        plots.label_ends(axes)
+    figure.savefig(path, dpi=120)
+
+
+def demo(steps: int, link: str, rate: float) -> str:
+    """Trains all, in place of an earlier demo; returns the table and the path of the picture."""
+    configs = {method: config_of(method, steps) for method in METHODS}
+    first = next(iter(configs.values()))
+    devices.start(first.replicas)
+    outcomes = {method: outcome(config, rate) for method, config in configs.items()}
+    picture = pathlib.Path(first.runs_dir, first.name).with_name("comparison.png")
+    draw(outcomes, link, picture)
+    return (
+        f"\n{table(outcomes, steps, link)}\n\n{finding(outcomes, link)}.\n"
+        f"Steps here are {first.replicas} replicas on this machine. For {link} the planner\n"
+        f"adds its prediction of the messages; latency is {1e3 * LATENCY:g} ms.\n\n"
+        f"{picture}"
+    )
+
+
+def main() -> None:
+    """Reads the arguments, runs the demo and prints what it found."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=600, help="optimizer steps of each run")
+    parser.add_argument("--link", default="100mbit", help="rate of a replica's link, as 1gbit")
+    args = parser.parse_args()
+    if args.steps < 1:
+        parser.error(f"--steps is {args.steps}; write at least 1, as make demo STEPS=20")
+    try:
+        rate = bits_a_second(args.link)
+    except ValueError as error:
+        parser.error(str(error))
+    with clean_exits():
+        print(demo(args.steps, args.link, rate))
 
 
 if __name__ == "__main__":

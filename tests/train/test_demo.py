@@ -85,9 +85,7 @@ def test_folder_without_an_evaluated_run_is_refused(tmp_path, capsys, prepare, m
     assert err.startswith("error: ") and message in err
 
 
-def test_demo_trains_both_methods_and_ends_with_the_table_and_the_picture(
-    tmp_path, monkeypatch, capsys
-):
+def test_demo_trains_all_and_ends_with_the_table_and_the_picture(tmp_path, monkeypatch, capsys):
     text = tmp_path / "text"
     text.mkdir()
     for number in range(10):
@@ -98,29 +96,42 @@ def test_demo_trains_both_methods_and_ends_with_the_table_and_the_picture(
         data=Data(path=str(text), batch=8),
     )
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(nano_dense, "get_config", lambda: small)
+    monkeypatch.setattr(demo, "base", lambda: small)
     monkeypatch.setattr(devices, "start", lambda replicas, num_processes=1: None)
-    monkeypatch.setattr("sys.argv", ["train.demo", "--steps", "3"])
-    make_run(tmp_path / "runs" / "demo" / "nano_dense", [9.0] * 9, 8.0)  # an earlier demo's
+    monkeypatch.setattr("sys.argv", ["train.demo", "--steps", "17", "--link", "1mbit"])
+    make_run(tmp_path / "runs" / "demo" / "dense_Adam", [9.0] * 9, 8.0)  # an earlier demo's
     demo.main()
     lines = capsys.readouterr().out.strip().splitlines()
+    assert lines[0].split()[-5:] == ["step", "on", "1mbit", "whole", "run"]
     assert lines[1].startswith("dense Adam ") and " 100.0% " in lines[1]
-    assert lines[2].startswith("CocktailSGD ")
+    assert [line[:11] for line in lines[2:4]] == ["4-bit mean ", "local steps"]
+    assert lines[5].startswith("On 1mbit local steps: ")
+    assert max(map(len, lines)) <= 80
     assert lines[-1] == "runs/demo/comparison.png" and pathlib.Path(lines[-1]).is_file()
-    rows = [
-        metrics.read(pathlib.Path(f"runs/demo/nano_{n}/metrics.jsonl"))
-        for n in ("dense", "cocktail")
-    ]
-    assert [[row["step"] for row in run] for run in rows] == [[0, 1, 2, 3]] * 2
-    assert rows[0][0]["val_loss"] == rows[1][0]["val_loss"]
-    assert rows[0][1]["loss"] == rows[1][1]["loss"]
-    assert rows[0][3]["sent_bytes"] > rows[1][3]["sent_bytes"] > 0
+    names = "dense_Adam", "4-bit_mean", "local_steps"
+    runs = [metrics.read(pathlib.Path(f"runs/demo/{name}/metrics.jsonl")) for name in names]
+    assert len({run[0]["val_loss"] for run in runs}) == 1
+    sent = [run[-1]["sent_bytes"] for run in runs]
+    assert sent[0] > 4 * sent[1] > 4 * sent[2] > 0
+
+
+def test_a_step_on_the_link_takes_what_it_takes_here_and_the_messages():
+    rows = [{"step": n, "sent_bytes": 10.0 * n, "val_loss": 2.0} for n in range(3)]
+    dense = demo.Outcome(rows, 2.0, 10.0, 0.1, 0.5)
+    few = demo.Outcome(rows, 2.1, 1.0, 0.2, 0.25)
+    runs = {"dense Adam": dense, "few": few}
+    assert demo.finding(runs, "1gbit") == (
+        "On 1gbit few: 2.0 times as fast as dense Adam, loss 2.10 (2.00)"
+    )
+    assert "do not compress" in demo.finding(runs | {"few": dense}, "1gbit")
+    line = demo.table(runs, 60, "1gbit").splitlines()[2].split()
+    assert line == ["few", "2.100", "10.0%", "200", "ms", "250", "ms", "0.2", "min"]
 
 
 def test_demo_shortens_warmup_and_evaluations_with_the_steps():
-    config = demo.shortened(nano_dense.get_config(), 300)
+    config = demo.config_of("dense Adam", 300)
     assert (config.steps, config.optimizer.warmup_steps, config.eval_every) == (300, 30, 30)
-    tiny = demo.shortened(nano_dense.get_config(), 1)
+    tiny = demo.config_of("dense Adam", 1)
     assert (tiny.steps, tiny.optimizer.warmup_steps, tiny.eval_every, tiny.log_every) == (
         1,
         0,
@@ -129,16 +140,28 @@ def test_demo_shortens_warmup_and_evaluations_with_the_steps():
     )
 
 
-def test_demo_refuses_no_steps(monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["train.demo", "--steps", "0"])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--steps", "0"], "write at least 1"),
+        (["--link", "fast"], "write a rate, as make demo LINK=100mbit"),
+        (["--link", "0mbit"], "write a rate"),
+    ],
+)
+def test_demo_refuses_no_steps_and_no_rate(arguments, message, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["train.demo", *arguments])
     with pytest.raises(SystemExit) as stop:
         demo.main()
-    assert stop.value.code == 2 and "write at least 1" in capsys.readouterr().err
+    assert stop.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_rates_are_read_as_tc_writes_them():
+    assert [demo.bits_a_second(x) for x in ("100mbit", "2.5Gbit", "64kbit")] == [1e8, 2.5e9, 64e3]
 
 
 def test_make_hands_the_steps_on_to_the_demo():
     done = subprocess.run(
-        ["make", "-n", "demo", "STEPS=20"], cwd=ROOT, capture_output=True, text=True
+        ["make", "-n", "demo", "STEPS=20", "LINK=1gbit"], cwd=ROOT, capture_output=True, text=True
     )
     assert done.returncode == 0
-    assert "-m train.demo --steps 20\n" in done.stdout
+    assert "-m train.demo --steps 20 --link 1gbit\n" in done.stdout

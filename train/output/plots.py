@@ -87,7 +87,8 @@ def drawn(runs: Mapping[str, Rows]) -> Figure:
         _thin(by_step, runs[label], "step", "loss", style["color"])
         _thin(by_bytes, runs[label], "sent_bytes", "loss", style["color"])
         _thin(rate, runs[label], "step", "learning_rate", style["color"])
-        name = f"{losses[-1]:.3f}" if alone else f"{label}\n{losses[-1]:.3f}"
+        short = label if len(label) <= 24 else f"...{label[-21:]}"  # a path: its end tells more
+        name = f"{losses[-1]:.3f}" if alone else f"{short}\n{losses[-1]:.3f}"
         _draw(by_step, steps, losses, style, name)
         # Nothing was sent at step 0: a logarithmic axis has no place for it.
         _draw(by_bytes, sent[sent > 0], losses[sent > 0], style, name)
