@@ -1,4 +1,4 @@
-# make demo [STEPS=600] [LINK=100mbit] three short runs: loss, bytes, and time on that link
+# make demo [STEPS=500] [LINK=100mbit] three short runs: loss, bytes, and time on that link
 # make test [PYTHON=python3.12]        the whole test suite, in WORKERS=2 processes of up to 3 GB
 # make test QUICK=1                    without the tests of tests/slow.txt
 # make format                          ruff: what it can mend, and the layout
@@ -8,7 +8,7 @@
 # Each sets up its own virtual environment in this folder first.
 
 PYTHON ?= python3
-STEPS ?= 600
+STEPS ?= 500
 LINK ?= 100mbit
 WORKERS ?= 2
 VENV := .venv$(if $(filter-out python3,$(PYTHON)),-$(notdir $(PYTHON)))

@@ -98,21 +98,21 @@ def test_demo_trains_all_and_ends_with_the_table_and_the_picture(tmp_path, monke
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(demo, "base", lambda: small)
     monkeypatch.setattr(devices, "start", lambda replicas, num_processes=1: None)
-    monkeypatch.setattr("sys.argv", ["train.demo", "--steps", "17", "--link", "1mbit"])
+    monkeypatch.setattr("sys.argv", ["train.demo", "--steps", "3", "--link", "1mbit"])
     make_run(tmp_path / "runs" / "demo" / "dense_Adam", [9.0] * 9, 8.0)  # an earlier demo's
     demo.main()
     lines = capsys.readouterr().out.strip().splitlines()
     assert lines[0].split()[-5:] == ["step", "on", "1mbit", "whole", "run"]
     assert lines[1].startswith("dense Adam ") and " 100.0% " in lines[1]
-    assert [line[:11] for line in lines[2:4]] == ["4-bit mean ", "local steps"]
-    assert lines[5].startswith("On 1mbit local steps: ")
+    assert [line[:11] for line in lines[2:4]] == ["4-bit mean ", "CocktailSGD"]
+    assert lines[5].startswith("On 1mbit CocktailSGD: ")
     assert max(map(len, lines)) <= 80
     assert lines[-1] == "runs/demo/comparison.png" and pathlib.Path(lines[-1]).is_file()
-    names = "dense_Adam", "4-bit_mean", "local_steps"
+    names = "dense_Adam", "4-bit_mean", "CocktailSGD"
     runs = [metrics.read(pathlib.Path(f"runs/demo/{name}/metrics.jsonl")) for name in names]
     assert len({run[0]["val_loss"] for run in runs}) == 1
     sent = [run[-1]["sent_bytes"] for run in runs]
-    assert sent[0] > 4 * sent[1] > 4 * sent[2] > 0
+    assert sent[0] > sent[1] > sent[2] > 0
 
 
 def test_a_step_on_the_link_takes_what_it_takes_here_and_the_messages():
