@@ -112,7 +112,7 @@ def test_demo_trains_all_and_ends_with_the_table_and_the_picture(tmp_path, monke
     runs = [metrics.read(pathlib.Path(f"runs/demo/{name}/metrics.jsonl")) for name in names]
     assert len({run[0]["val_loss"] for run in runs}) == 1
     sent = [run[-1]["sent_bytes"] for run in runs]
-    assert sent[0] > sent[1] > sent[2] > 0
+    assert sent[0] > 2 * max(sent[1:]) and min(sent) > 0
 
 
 def test_a_step_on_the_link_takes_what_it_takes_here_and_the_messages():
