@@ -4,6 +4,7 @@
 # make format                          ruff: what it can mend, and the layout
 # make docs                            the pages of docs/, in docs/_build/html
 # make soak [STEPS=1000]               a run of four processes that is harmed again and again
+# make fuzz [INPUTS=100000]            as many inputs for each parser of tests/test_fuzz.py
 # make mutations                       whether the suite sees each mistake of tests/mutations.txt
 # Each sets up its own virtual environment in this folder first.
 
@@ -24,7 +25,7 @@ test: $(VENV)/test.installed
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile $(if $(QUICK),-m 'not slow')
 
 # The compilers of tests/benchmarks/test_accelerators.py come as plugins, which look for a driver.
-test soak mutations: export JAX_PLATFORMS ?= cpu
+test soak fuzz mutations: export JAX_PLATFORMS ?= cpu
 
 installed: $(VENV)/test.installed
 
@@ -39,6 +40,11 @@ soak: $(VENV)/test.installed
 	$(BIN)/python -m tests.soak --processes 4 --steps $(STEPS)
 
 soak: STEPS = 1000
+
+fuzz: $(VENV)/test.installed
+	FUZZ=$(INPUTS) $(BIN)/python -m pytest -q tests/test_fuzz.py
+
+fuzz: INPUTS = 100000
 
 mutations: $(VENV)/test.installed
 	$(BIN)/python tests/mutations.py
@@ -61,4 +67,4 @@ $(VENV)/docs.installed: pyproject.toml requirements.txt | $(VENV)/bin/python
 clean:
 	rm -rf .venv .venv-* .mypy_cache build dist runs docs/_build docs/notebooks/*.ipynb *.egg-info
 
-.PHONY: demo test installed format docs soak mutations clean
+.PHONY: demo test installed format docs soak fuzz mutations clean

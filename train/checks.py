@@ -1,6 +1,55 @@
-"""What the sizes of data, models and runs are checked for."""
+"""What settings, and the files that a user can touch, are checked for."""
 
-from typing import Any
+import json
+import math
+import pathlib
+import types
+import typing
+from typing import Any, Literal, Union
+
+_NAMES = {
+    int: "a whole number",
+    float: "a finite number",
+    str: "text",
+    bool: "True or False",
+    types.NoneType: "None",
+}
+
+
+def of_types(settings: Any, of: str = "") -> None:
+    """Raises a ValueError if a field of a dataclass, `of` a config, is not of its type.
+
+    A whole number is a number, but True is none; nor are NaN and infinities.
+    """
+    for field, kind in typing.get_type_hints(type(settings)).items():
+        if not is_of(value := getattr(settings, field), kind):
+            raise ValueError(f"{of}{field}={value!r:.80} must be {_words(kind)}.")
+
+
+def is_of(value: Any, kind: Any) -> bool:
+    """Whether a value is of a type, as dataclasses' fields and what JSON holds have them."""
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if kind is Any:
+        return True
+    if origin is Literal:
+        return any(type(value) is type(arg) and value == arg for arg in args)
+    if origin in (Union, types.UnionType):
+        return any(is_of(value, arg) for arg in args)
+    if origin is dict:
+        key, item = args
+        return isinstance(value, dict) and all(
+            is_of(name, key) and is_of(x, item) for name, x in value.items()
+        )
+    if origin is list:
+        return isinstance(value, list) and all(is_of(x, args[0]) for x in value)
+    if origin is tuple:
+        if not isinstance(value, tuple):
+            return False
+        kinds = args[:1] * len(value) if args[1:] == (...,) else args
+        return len(kinds) == len(value) and all(map(is_of, value, kinds))
+    if kind in (int, float) and isinstance(value, int):
+        return type(value) is not bool and abs(value) < 2**63  # as much as an array can hold
+    return isinstance(value, kind) and (kind is not float or math.isfinite(value))
 
 
 def at_least(minimum: int, settings: Any, *fields: str, of: str = "") -> None:
@@ -21,3 +70,52 @@ def divisible(model: Any, whole: str, part: str) -> None:
             f"model.{whole}={size} must be divisible by model.{part}={unit}; write "
             f"--model.{whole} {unit * max(1, round(size / unit))}."
         )
+
+
+def json_object(file: pathlib.Path, **kinds: Any) -> dict[str, Any]:
+    """Reads a file that holds one JSON object.
+
+    Args:
+      file: The file.
+      **kinds: Of keys that must be there, the types of their values.
+
+    Raises:
+      ValueError: If it cannot be read, or holds anything else.
+    """
+    try:
+        found = json_value(file.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{file} cannot be read: {error}.") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{file} holds {found!r:.80}; needs a JSON object.")
+    of_keys(found, str(file), **kinds)
+    return found
+
+
+def of_keys(found: dict[str, Any], where: str, **kinds: Any) -> None:
+    """Raises a ValueError if a key of an object is not there, or its value is not of its type."""
+    for key, kind in kinds.items():
+        if key not in found or not is_of(found[key], kind):
+            got = f"{found[key]!r:.80}" if key in found else "nothing"
+            raise ValueError(f"{where}: {key} is {got}; needs {_words(kind)}.")
+
+
+def json_value(text: str | bytes) -> Any:
+    """What a JSON text says; a ValueError also for what nests too deeply."""
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("it nests too deeply") from error
+
+
+def _words(kind: Any) -> str:
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if origin is Literal:
+        return "one of " + ", ".join(map(repr, args))
+    if origin in (Union, types.UnionType):
+        return " or ".join(map(_words, args))
+    if origin is dict:
+        return f"an object of values that are {_words(args[1])}"
+    if origin in (list, tuple):
+        return f"a {origin.__name__} of {_words(args[0])} each"
+    return _NAMES.get(kind, f"a {getattr(kind, '__name__', kind)}")

@@ -1,10 +1,11 @@
 """`python -m train.compare RUN ...`: finished runs side by side, as a table and a picture."""
 
-import json
 import pathlib
 import statistics
 import sys
+from typing import Any
 
+from train import checks
 from train.output import metrics, plots
 from train.processes.exits import clean_exits
 
@@ -28,9 +29,8 @@ def compare(folders: dict[str, pathlib.Path], picture: pathlib.Path) -> str:
         rows = metrics.read(folder / "metrics.jsonl")
         if not any("val_loss" in row for row in rows):
             raise ValueError(f"{folder} holds no evaluated run; train it first.")
-        record = json.loads((folder / "config.json").read_text())
         runs[label] = rows
-        lines.append(_line(label, rows, record["plan"], record["config"]["fast"]))
+        lines.append(_line(label, rows, *_facts(folder / "config.json")))
     plots.loss_figure(runs, picture)
     head = ("method", "val loss", "bytes/step", "of fp16", "of fp32", "steps/s")
     widths = [max(len(line[i]) for line in (head, *lines)) for i in range(len(head))]
@@ -41,20 +41,30 @@ def compare(folders: dict[str, pathlib.Path], picture: pathlib.Path) -> str:
     return "\n".join([pad(head), *map(pad, lines)])
 
 
+def _facts(file: pathlib.Path) -> tuple[dict[str, Any], int]:
+    """What a run's record says of its bytes, and how many of its replicas have fast links."""
+    record = checks.json_object(file, plan=dict[str, Any], config=dict[str, Any])
+    plan, fast = record["plan"], record["config"].get("fast")
+    checks.of_keys(plan, str(file), sent_bytes_per_step=float, parameters=int, replicas=int)
+    if not checks.is_of(fast, int) or not 1 <= fast <= plan["replicas"]:
+        raise ValueError(f"{file}: fast={fast!r:.80} of replicas={plan['replicas']} fits no run.")
+    return plan, fast
+
+
 def _line(label, rows, plan, fast) -> tuple[str, ...]:
     loss = [row["val_loss"] for row in rows if "val_loss" in row][-1]
     seconds = [row["step_seconds"] for row in rows if "step_seconds" in row]
     sent, slow = plan["sent_bytes_per_step"], plan["replicas"] // fast
     # Across the slow axis, which is what is counted of a run with a fast one too.
     dense = 2 * 4 * plan["parameters"] / fast * (slow - 1) / slow
-    ratio = lambda bytes: f"{100 * sent / bytes:.1f}%" if sent else "-"
+    ratio = lambda bytes: f"{100 * sent / bytes:.1f}%" if sent and bytes else "-"
     return (
         label,
         "not finite" if loss is None else f"{loss:.4f}",
         f"{sent:,.0f}",
         ratio(dense / 2),
         ratio(dense),
-        f"{1 / statistics.median(seconds):.2f}" if seconds else "-",
+        f"{1 / statistics.median(seconds):.2f}" if any(seconds) else "-",
     )
 
 

@@ -95,8 +95,18 @@ def parse(text: str) -> Module:
 
 
 def executions(module: Module) -> Iterator[Execution]:
-    """Yields what the entry computation reaches, once a place it runs in, callers first."""
-    return _walk(module, module.entry, 1, ())
+    """Yields what the entry computation reaches, once a place it runs in, callers first.
+
+    Raises:
+      ValueError: If the text names what it does not hold, or a computation calls itself.
+    """
+    try:
+        yield from _walk(module, module.entry, 1, ())
+    except (LookupError, TypeError, AttributeError, ValueError, RecursionError) as error:
+        raise ValueError(
+            f"the text of the program does not hold together ({error!r:.200}); need all of what "
+            "jax.jit(f).lower(...).compile().as_text() returns"
+        ) from error
 
 
 def num_bytes(type_: str) -> int:

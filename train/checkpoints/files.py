@@ -12,6 +12,8 @@ import tempfile
 import zlib
 from pathlib import Path
 
+from train import checks
+
 
 def steps(directory: str | Path) -> list[int]:
     """Lists the steps of the complete checkpoints in a directory, in order; [] if none.
@@ -149,20 +151,29 @@ def _checksum(path):
     return [size, crc]
 
 
+def _is_file(path):
+    try:
+        return path.is_file()
+    except (OSError, ValueError):  # no name that a file can have
+        return False
+
+
 def _damage(path, item=""):
     """Says what is wrong with the files of a checkpoint, or returns None."""
     try:
-        sums = json.loads((path / "checksums.json").read_text())
-    except (OSError, ValueError) as error:
-        return f"checksums.json cannot be read ({error})"
-    for name, (size, crc) in sums.items():
+        sums = checks.json_object(path / "checksums.json")
+    except ValueError as error:
+        return str(error).rstrip(".")
+    if not sums or not checks.is_of(sums, dict[str, list[int]]):
+        return "checksums.json is not what a save has written"
+    for name, sum_of in sums.items():
         if not name.startswith(item):
             continue
-        if not (path / name).is_file():
-            return f"{name} is missing"
-        got_size, got_crc = _checksum(path / name)
-        if got_size != size:
-            return f"{name} has {got_size:,} bytes instead of {size:,}"
-        if got_crc != crc:
+        if not _is_file(path / name):
+            return f"{name:.80} is missing"
+        got = _checksum(path / name)
+        if got[:1] != sum_of[:1]:
+            return f"{name} has {got[0]:,} bytes instead of {', '.join(map(str, sum_of[:1]))}"
+        if got != sum_of:
             return f"the bytes of {name} have changed"
     return None

@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxcomp
 from jaxcomp.replicas.resize import reset_residuals
+from train import checks
 from train.checkpoints import files, mean, store, trees
 from train.config.as_json import to_json
 from train.config.run import AXIS_NAME
@@ -23,6 +24,9 @@ from train.task import Task, shapes_of
 
 _METADATA = {"progress", "num_replicas", "data_sha256"}  # needed to go on
 _SAID_ELSEWHERE = {"replicas", "resize", "accept_data"}
+
+
+_COUNTS = "step examples sent_bytes rounds skipped left_out"  # that are never below 0
 
 
 @dataclasses.dataclass
@@ -38,7 +42,13 @@ class Progress:
     skipped: int = 0  # steps whose update was not finite
     left_out: int = 0  # steps that single replicas left out, since theirs was not
     # Of the steps since the last row: a stop between two rows must not change the next one.
-    losses: list[float] = dataclasses.field(default_factory=list)
+    losses: list = dataclasses.field(default_factory=list)  # f32, also NaN
+
+    def __post_init__(self):
+        checks.of_types(self, "progress.")
+        checks.at_least(0, self, *_COUNTS.split(), of="progress.")
+        if not all(isinstance(loss, float) for loss in self.losses):
+            raise ValueError(f"progress.losses={self.losses!r:.80} must be a list of numbers.")
 
 
 def begin(task: Task, directory: Path) -> tuple[Any, Any, Progress]:
@@ -122,6 +132,7 @@ def _restore(task: Task, directory: Path, step: int) -> tuple[Any, Any, Progress
             f"the checkpoint {directory}/{step} is not of a run of this program: its metadata "
             f"lack {', '.join(sorted(missing))}. Give another --name or --runs-dir."
         )
+    progress = _progress(f"{directory}/{step}", saved, step)
     _require_data(task, directory, saved["data_sha256"], step)
     if step > task.config.steps:
         raise ValueError(
@@ -139,8 +150,7 @@ def _restore(task: Task, directory: Path, step: int) -> tuple[Any, Any, Progress
     if num_replicas != task.mesh.size:
         _say(task, step, f"{task.mesh.size} replicas instead of {num_replicas}, resize={policy}")
         state = reset_residuals(state) if policy == "reset" else state
-    before = {"examples": step * saved["config"]["data"]["batch"]}  # of runs that did not count
-    return tree["params"], state, Progress(**(before | saved["progress"]))
+    return tree["params"], state, progress
 
 
 def _require_data(task: Task, directory: Path, old: str, step: int) -> None:
@@ -155,6 +165,27 @@ def _require_data(task: Task, directory: Path, old: str, step: int) -> None:
             "on with these, or another --name."
         )
     _say(task, step, f"accepts data that changed: it was trained on {other}")
+
+
+def _progress(path: str, saved: dict[str, Any], step: int) -> Progress:
+    """The counts in a checkpoint's metadata, of which the rest is checked, too."""
+    kinds = {"progress": dict[str, Any], "num_replicas": int, "data_sha256": str, "config": dict}
+    for name, kind in kinds.items():
+        if not checks.is_of(got := saved.get(name, {}), kind):
+            raise ValueError(f"the checkpoint {path} has metadata with {name}={got!r:.80}.")
+    data = saved.get("config", {}).get("data")
+    batch = data.get("batch") if isinstance(data, dict) else None
+    # Of runs that did not count.
+    before = {"examples": step * batch} if checks.is_of(batch, int) else {}
+    if strange := saved["progress"].keys() - {field.name for field in dataclasses.fields(Progress)}:
+        raise ValueError(
+            f"the checkpoint {path} counts {', '.join(sorted(strange))}, which this version does "
+            "not know; go on with the version that made it."
+        )
+    try:
+        return Progress(**(before | saved["progress"]))
+    except ValueError as error:
+        raise ValueError(f"the checkpoint {path} has metadata with {error}") from error
 
 
 def _require_fast(task: Task, directory: Path, saved: dict[str, Any]) -> None:

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
+from train import checks
 from train.checkpoints.files import (
     intact,
     remove_partial,
@@ -257,4 +258,6 @@ def _filled(wanted, got):
 
 
 def _record(path):
-    return json.loads((path / "metadata" / "metadata").read_text())
+    return checks.json_object(
+        path / "metadata" / "metadata", leaves=dict[str, str], run=dict[str, Any]
+    )

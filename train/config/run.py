@@ -5,6 +5,7 @@ import difflib
 import importlib.util
 import math
 import pathlib
+import traceback
 from collections.abc import Sequence
 from typing import Literal
 
@@ -24,6 +25,9 @@ from train.models.vit import ViTConfig
 
 AXIS_NAME = "replica"
 """Name of the mesh axis over which data parallelism, and every compressed message, goes."""
+
+_SLIPS = (SyntaxError, TypeError, NameError, AttributeError, ImportError, LookupError)
+"""What a slip of the pen in a config file raises."""
 
 _BINDINGS = ("learning_rate", "axis_name", "steps", "warmup_steps")  # names in an update
 
@@ -50,6 +54,7 @@ class Optimizer:
     """Rate at the last step as a share of the peak, in [0, 1]; constant stays at the peak."""
 
     def __post_init__(self):
+        checks.of_types(self, "optimizer.")
         checks.at_least(0, self, "warmup_steps", of="optimizer.")
         if not 0 < self.learning_rate < math.inf:
             raise ValueError(
@@ -149,6 +154,7 @@ class Config:
     data: Data | Images = dataclasses.field(default_factory=Data)
 
     def __post_init__(self):
+        checks.of_types(self)
         parts = pathlib.PurePath(self.name).parts
         if not parts or ".." in parts or pathlib.PurePath(self.name).is_absolute():
             raise ValueError(f"name={self.name!r} must be a folder below runs_dir; write run_1.")
@@ -227,8 +233,13 @@ def load(path: str, args: Sequence[str] = ()) -> Config:
         raise ValueError(f"{path!r} is no config file; write one of {near or ['configs/NAME.py']}.")
     spec = importlib.util.spec_from_file_location(f"config_{file.stem}", file)
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    default = module.get_config() if hasattr(module, "get_config") else None
+    try:
+        spec.loader.exec_module(module)
+        default = module.get_config() if hasattr(module, "get_config") else None
+    except _SLIPS as error:
+        line = traceback.extract_tb(error.__traceback__)[-1].lineno
+        line = error.lineno if isinstance(error, SyntaxError) else line
+        raise ValueError(f"{path!r}, line {line}: {type(error).__name__}: {error}.") from error
     if not isinstance(default, Config):
         raise ValueError(
             f"{path!r} has no get_config() that returns a train.config.Config; "

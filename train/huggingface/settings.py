@@ -1,11 +1,11 @@
 """What config.json says of a model, as a `DecoderConfig`, and back; other models are refused."""
 
 import dataclasses
-import json
 import math
 import pathlib
 from typing import Any
 
+from train import checks
 from train.huggingface.forms import FORMS, Settings
 from train.models.decoder import DecoderConfig
 
@@ -18,6 +18,7 @@ _ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
 }
+_MOST_LAYERS = 10_000
 _NEVER = ("quantization_config", "num_local_experts", "num_experts", "parallel_lm_logits")
 _FREE = ("context", "dtype", "scan", "remat", "lora", "lora_alpha")  # a run chooses them
 
@@ -29,11 +30,11 @@ def read(folder: str | pathlib.Path) -> tuple[str, DecoderConfig]:
       ValueError: If the file is missing, or says something that the decoder does not compute.
     """
     file = pathlib.Path(folder, "config.json")
+    settings = checks.json_object(file, model_type=str)
     try:
-        settings = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{file} cannot be read ({error}); name a folder that has one.") from error
-    return settings.get("model_type"), decoder_of(settings, str(file))
+        return settings["model_type"], decoder_of(settings, str(file))
+    except (TypeError, LookupError, AttributeError, ArithmeticError) as error:
+        raise ValueError(f"{file} has a value that no such model has: {error!r:.200}.") from error
 
 
 def decoder_of(settings: Settings, file: str = "config.json") -> DecoderConfig:
@@ -56,6 +57,8 @@ def decoder_of(settings: Settings, file: str = "config.json") -> DecoderConfig:
     for field, (name, default) in form.sizes.items():
         value = settings.get(name, default)
         found[field] = 0 if value is None else value
+    if not checks.is_of(found["layers"], int) or found["layers"] > _MOST_LAYERS:
+        raise _refused(file, form.sizes["layers"][0], found["layers"], f"at most {_MOST_LAYERS}")
     if found["activation"] not in _ACTIVATIONS:
         raise _refused(file, "activation", found["activation"], f"one of {', '.join(_ACTIVATIONS)}")
     found["activation"] = _ACTIVATIONS[found["activation"]]

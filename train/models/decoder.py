@@ -98,6 +98,7 @@ class DecoderConfig:
     """Times the rank's inverse, how much that counts."""
 
     def __post_init__(self):
+        checks.of_types(self, "model.")
         sizes = "layers", "width", "heads", "context", "vocab"
         checks.at_least(1, self, *sizes, of="model.")
         least_0 = "mlp rotary_width positions first_position kv_heads head_width window lora"

@@ -42,6 +42,7 @@ class SwinConfig:
     """Whether a stage is a scan over its pairs of blocks, which compiles as fast as one pair."""
 
     def __post_init__(self):
+        checks.of_types(self, "model.")
         sizes = "width", "heads", "window", "patch", "size", "channels", "classes"
         checks.at_least(1, self, *sizes, of="model.")
         if not self.blocks or min(self.blocks) < 1:

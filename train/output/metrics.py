@@ -11,6 +11,11 @@ from typing import Any
 
 import jax
 
+from train import checks
+
+_SUMMED = ("sent_bytes", "step_seconds")
+_DRAWN = ("loss", "val_loss", "val_accuracy", "learning_rate")
+
 Row = Mapping[str, Any]
 """`step` and what was measured there: numbers, by name."""
 
@@ -38,17 +43,35 @@ def read(path: pathlib.Path) -> list[dict[str, Any]]:
     A last line without its newline was cut off by a crash, and is left out.
 
     Raises:
-      ValueError: If there is no such file, or another line is no JSON.
+      ValueError: If there is no such file, or another line is no row: JSON with `step`.
     """
     if not path.is_file():
         raise ValueError(f"{str(path)!r} does not exist; train the run first.")
     rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n")[:-1], start=1):
+    text = path.read_bytes().decode(errors="replace")
+    for number, line in enumerate(text.split("\n")[:-1], start=1):
         try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{str(path)!r}, line {number}, is no JSON: {line!r}.") from error
+            rows.append(_row(line))
+        except ValueError as error:
+            what = f"is no row ({error}): {line!r:.80}"
+            raise ValueError(f"{str(path)!r}, line {number}, {what}.") from error
     return rows
+
+
+def _row(line: str) -> dict[str, Any]:
+    """A row with a step; what programs here draw and sum up is numbers, or null if not finite."""
+    row = checks.json_value(line)
+    if not isinstance(row, dict):
+        raise ValueError("no object")
+    if not checks.is_of(step := row.get("step"), int) or step < 0:
+        raise ValueError(f"needs a whole number for step, and got {step!r:.40}")
+    if "val_loss" in row and "sent_bytes" not in row:
+        raise ValueError("needs sent_bytes beside val_loss")
+    kinds = dict.fromkeys(_SUMMED, float) | dict.fromkeys(_DRAWN, float | None)
+    for name, kind in kinds.items():
+        if name in row and not checks.is_of(row[name], kind):
+            raise ValueError(f"needs a number for {name}, and got {row[name]!r:.40}")
+    return row
 
 
 def keep_until(path: pathlib.Path, step: int) -> None:

@@ -1,11 +1,11 @@
 """What the program says at the end of a run: time, bytes, losses, and where all of it lies."""
 
 import itertools
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from train import checks
 from train.checkpoints import files
 from train.config import Config
 from train.models.objectives import OBJECTIVES
@@ -26,7 +26,7 @@ def text(config: Config, rows: Rows) -> str:
     """
     folder, unit = Path(config.runs_dir, config.name), OBJECTIVES[config.objective].unit
     unit = "token" if getattr(config.data, "tokenizer", None) else unit
-    plan = json.loads((folder / "config.json").read_text())["plan"]
+    plan = checks.json_object(folder / "config.json", plan=dict[str, Any])["plan"]
     checkpoint = files.latest(folder / "checkpoints")
     dense = plan.get("dense_bytes_per_step", 0)
     training, validation = (_nats(_last(rows, name)) for name in ("loss", "val_loss"))

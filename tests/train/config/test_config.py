@@ -167,8 +167,8 @@ def test_file_without_a_config_is_refused(tmp_path, text):
         (lambda: Data(validation_fraction=1.0), "validation_fraction=1.0 must be between"),
         (lambda: Data(path="a", huggingface="b"), "exclude each other"),
         (lambda: Optimizer(UPDATE, 0.0), "learning_rate=0.0 must be positive"),
-        (lambda: Optimizer(UPDATE, float("nan")), "learning_rate=nan must be positive"),
-        (lambda: Optimizer(UPDATE, float("inf")), "learning_rate=inf must be positive"),
+        (lambda: Optimizer(UPDATE, float("nan")), "learning_rate=nan must be a finite number"),
+        (lambda: Optimizer(UPDATE, float("inf")), "learning_rate=inf must be a finite number"),
         (lambda: Optimizer(UPDATE, 1.0, -1), "warmup_steps=-1 must be at least 0"),
         (lambda: Optimizer(UPDATE, 1.0, final_fraction=1.5), "final_fraction=1.5 must be in"),
         (lambda: Optimizer(UPDATE, 1.0, final_fraction=-0.5), "final_fraction=-0.5 must be in"),
@@ -333,3 +333,18 @@ def test_call_with_a_wrong_argument_is_named():
 
 def test_check_calls_nothing():
     expression.check("f(f())", {"f": None})
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("return Config(stepz=3)", r"line 3: TypeError: .*'stepz'"),
+        ("return Config(", r"line \d: SyntaxError: "),
+        ("return missing", r"line 3: NameError: name 'missing'"),
+    ],
+)
+def test_a_slip_in_a_config_file_is_told_with_its_line(tmp_path, body, message):
+    path = tmp_path / "slip.py"
+    path.write_text(f"from train.config import Config\ndef get_config():\n    {body}\n")
+    with pytest.raises(ValueError, match=message):
+        configs.load(str(path))
