@@ -17,8 +17,9 @@ ROOT = pathlib.Path(__file__).parents[2]
 SHORT = {"steps": "2", "layers, width": "2, 16", "sizes": "(2,)"}
 
 
-def test_there_are_five():
-    assert pair.names() == ["compressors", "many_replicas", "one_line", "sharded", "slow_link"]
+def test_there_are_six():
+    names = "compressors many_replicas one_line sharded slow_link ten_megabits"
+    assert pair.names() == names.split()
 
 
 @pytest.mark.parametrize("name", pair.names())
