@@ -3,7 +3,7 @@
     python -m train configs/shapes/gpt_neox_20b_cocktail.py --report    # trains nothing
 
 The recipe of configs/shapes/opt_1_3b_cocktail.py, and GPT-NeoX's own form. Adam's first moment is
-kept in bfloat16. What a step needs on H100: docs/fine_tune.md. Training has not been tried.
+kept in bfloat16. What a device holds: docs/fine_tune.md. Training has not been tried.
 """
 
 import dataclasses

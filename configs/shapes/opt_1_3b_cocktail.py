@@ -6,7 +6,7 @@
 The authors' compressor and recipe of their scripts: 16 sequences a replica, a linear decay after
 ten steps, no dense steps. The model's form is OPT's own. A host is a replica: its devices hold the
 parameters, Adam's moments and what was not sent in shards. `per_layer=False`, since nothing here
-looks at a whole leaf. What a step needs on H100: docs/fine_tune.md. Training has not been tried.
+looks at a whole leaf. What a device holds: docs/fine_tune.md. Training has not been tried.
 """
 
 from train.config import Config, Data, Optimizer

@@ -119,6 +119,9 @@ def test_the_command_line_names_the_folder_of_a_pretrained_model(config, tmp_pat
     assert made.model == dataclasses.replace(config.model, dtype="bfloat16")
     with pytest.raises(ValueError, match="has a pretrained model; write --start-from FOLDER"):
         configs.load(str(path))
+    assert made.data.tokenizer == config.start_from
+    other = dataclasses.replace(made.data, tokenizer="other")
+    assert dataclasses.replace(config, model=Pretrained(8), data=other).data.tokenizer == "other"
     with pytest.raises(ValueError, match="is no Hugging Face folder"):
         dataclasses.replace(config, model=Pretrained(), start_from=str(tmp_path))
     with pytest.raises(ValueError, match="model.context=1024 is more than the model.positions=16"):
