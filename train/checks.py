@@ -77,7 +77,7 @@ def json_object(file: pathlib.Path, **kinds: Any) -> dict[str, Any]:
 
     Args:
       file: The file.
-      **kinds: Of keys that must be there, the types of their values.
+      **kinds: The types of values, by the keys that must be there.
 
     Raises:
       ValueError: If it cannot be read, or holds anything else.
