@@ -1,12 +1,17 @@
 """The batches of a run, as its objective prepares them."""
 
 import dataclasses
+import json
 
 import numpy as np
 
-from train.config import Data
+from tests.helpers import tokens
+from train import loop
+from train.checkpoints import store
+from train.config import Config, Data, Optimizer
 from train.config import run as configs
 from train.data import examples
+from train.models.decoder import DecoderConfig
 
 
 def hidden(batch):
@@ -25,3 +30,54 @@ def test_every_row_of_every_step_and_validation_batch_hides_places_of_its_own(tm
         assert len(np.unique(rows, axis=0)) == len(rows) == 8
         # A process that holds the last rows alone sees the same.
         np.testing.assert_array_equal(batch_of(1, slice(2, 4)), batches[1][2:])
+
+
+TEMPLATE = (
+    "{% for m in messages %}<|turn|>{{ m.role }}\n{{ m.content }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}"
+)
+
+
+def test_chats_train_alike_on_any_number_of_replicas_and_go_on_where_they_were(tmp_path):
+    folder = tokens.folder(tmp_path / "tokenizer", template=TEMPLATE)
+    with (tmp_path / "chats.jsonl").open("w") as file:
+        for number in range(20):
+            question = {"role": "user", "content": "a question"}
+            answer = {"role": "assistant", "content": "words " * (1 + number % 5)}
+            file.write(json.dumps({"messages": [question, answer]}) + "\n")
+
+    def rows_of(name, **changes):
+        config = Config(
+            name=name,
+            steps=changes.pop("steps", 2),
+            optimizer=Optimizer(
+                "chain(compressed_mean(identity(), axis_name), sgd(learning_rate))",
+                learning_rate=0.5,
+                schedule="constant",
+            ),
+            log_every=1,
+            eval_batches=1,
+            runs_dir=str(tmp_path / "runs"),
+            model=DecoderConfig(layers=1, width=8, heads=2, context=16, vocab=300),
+            data=Data(
+                path=str(tmp_path / "chats.jsonl"),
+                column="messages",
+                tokenizer=str(folder),
+                packed=True,
+                cache=str(tmp_path / "cache"),
+                batch=changes.pop("batch", 4),
+            ),
+            **changes,
+        )
+        return loop.run(config)
+
+    losses = lambda rows: [row["loss"] for row in rows[1:]] + [rows[-1]["val_loss"]]
+    whole = rows_of("whole", replicas=4)
+    assert losses(whole)[0] > losses(whole)[2]
+    # Replicas hold other numbers of answers' tokens; the loss is the mean over all of them.
+    rows_of("parts", replicas=4, steps=1)
+    parts = rows_of("parts", replicas=2)
+    np.testing.assert_allclose(losses(parts), losses(whole), rtol=1e-5)
+    found = store.read_metadata(tmp_path / "runs" / "parts" / "checkpoints")
+    assert found["progress"]["examples"] == 8
+    assert len([*(tmp_path / "cache").iterdir()]) == 1
