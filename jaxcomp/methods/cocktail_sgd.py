@@ -22,6 +22,7 @@ from jaxcomp.methods.common import counted, method, no_rounds, require
 from jaxcomp.methods.inner import inner_step
 from jaxcomp.replicas.protocol import MethodState
 from jaxcomp.replicas.types import to_varying, zeros_of
+from jaxcomp.replicas.wrapping import with_extra_args
 
 
 @MethodState.register
@@ -119,7 +120,7 @@ def cocktail_sgd(
     require(warmup_steps >= 0 and sync_every >= 1, name, needs, write, **steps)
     policy = policy_of(cocktail() if compressor is None else compressor)
     transport = averaging.Transport(policy, exchange, axis_name, bucket_numel, seed)
-    inner = optax.with_extra_args_support(inner)
+    inner = with_extra_args(inner, name)
     settings = _Settings(inner, transport, warmup_steps, sync_every, delayed)
     init, update = (functools.partial(function, settings) for function in (_init, _update))
     return method(name, axis_name, init, update)

@@ -1,5 +1,6 @@
 """What all methods share: how a transformation is made of two functions, and what it checks."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -48,6 +49,17 @@ def require(holds: bool, name: str, needs: str, write: str, **got: Any) -> None:
     if not holds:
         values = ", ".join(f"{argument}={value!r}" for argument, value in got.items())
         raise ValueError(f"{name} got {values}; needs {needs}; write {write}.")
+
+
+def schedule_of(name: str, learning_rate: Any) -> optax.Schedule:
+    """The rate of a method as `count -> rate`; a ValueError for text, NaN and infinities."""
+    if callable(learning_rate):
+        return learning_rate
+    number = not isinstance(learning_rate, str | None)
+    known = number and isinstance(learning_rate, int | float)
+    finite = number and (not known or math.isfinite(learning_rate))
+    require(finite, name, "a finite number or a schedule", "1e-3", learning_rate=learning_rate)
+    return optax.constant_schedule(learning_rate)
 
 
 def require_static(name: str, **got: Any) -> None:

@@ -18,7 +18,7 @@ from jaxcomp.compressors.policies import path_of
 from jaxcomp.compressors.sparse import top_k
 from jaxcomp.exchange import averaging, wire
 from jaxcomp.methods import moments
-from jaxcomp.methods.common import method, require
+from jaxcomp.methods.common import method, require, schedule_of
 from jaxcomp.replicas.finite import not_finite, poisoned, unless
 from jaxcomp.replicas.protocol import MethodState
 from jaxcomp.replicas.types import to_varying
@@ -93,7 +93,7 @@ def demo(
     require(0 <= decay <= 1, name, "[0, 1]", "decay=0.999", decay=decay)
     require(top >= 1, name, "at least 1", "top=32", top=top)
     require(tile >= 2, name, "at least 2", "tile=64", tile=tile)
-    rate = learning_rate if callable(learning_rate) else optax.constant_schedule(learning_rate)
+    rate = schedule_of(name, learning_rate)
     settings = _Settings(rate, decay, top, tile, weight_decay, values, mean, axis_name, seed)
     init, update = (functools.partial(function, settings) for function in (_init, _update))
     return method(name, axis_name, init, update)

@@ -14,10 +14,11 @@ from jaxcomp.compressors.packing import fold
 from jaxcomp.compressors.policies import path_of, policy_of
 from jaxcomp.exchange import averaging, wire
 from jaxcomp.methods import low_rank, moments
-from jaxcomp.methods.common import counted, method, no_rounds, require
+from jaxcomp.methods.common import counted, method, no_rounds, require, schedule_of
 from jaxcomp.replicas.finite import not_finite, poisoned, unless
 from jaxcomp.replicas.protocol import MethodState
 from jaxcomp.replicas.types import to_varying, vary_like
+from jaxcomp.replicas.wrapping import with_extra_args
 
 
 @MethodState.register
@@ -93,7 +94,7 @@ def dion(
     name = "dion"
     require(rank >= 1, name, "at least 1", "rank=16", rank=rank)
     require(0 <= momentum < 1, name, "[0, 1)", "momentum=0.95", momentum=momentum)
-    rate = learning_rate if callable(learning_rate) else optax.constant_schedule(learning_rate)
+    rate = schedule_of(name, learning_rate)
     if others is None:
         others = optax.adamw(learning_rate, b2=0.95, weight_decay=weight_decay)
     transport = averaging.Transport(policy_of(averaging.EXACT), wire.summed, axis_name, None, seed)
@@ -103,7 +104,7 @@ def dion(
         rank,
         momentum,
         weight_decay,
-        optax.with_extra_args_support(others),
+        with_extra_args(others, name),
         exact or (lambda path, leaf: leaf.ndim < 2),
         eps,
     )

@@ -19,6 +19,7 @@ from jaxcomp.methods.fragments import Fragments, fragments_of
 from jaxcomp.methods.inner import inner_step
 from jaxcomp.replicas.protocol import MethodState
 from jaxcomp.replicas.types import to_varying, vary_like, zeros_of
+from jaxcomp.replicas.wrapping import with_extra_args
 from jaxcomp.schedules import Schedule
 
 
@@ -146,7 +147,7 @@ def local_steps(
         outer = optax.sgd(0.7, momentum=0.9, nesterov=True)
     transport = averaging.Transport(policy, mean or wire.two_shot, axis_name, bucket_numel, seed)
     times = every, error_decay, fragments, delay, keep
-    inner = optax.with_extra_args_support(inner)
+    inner = with_extra_args(inner, "local_steps")
     settings = _Settings(inner, outer, mean is not None, transport, *times)
     init, update = (functools.partial(function, settings) for function in (_init, _update))
     return method(name, axis_name, init, update)

@@ -12,6 +12,7 @@ from jaxcomp.methods.common import method, require
 from jaxcomp.replicas.finite import not_finite, unless
 from jaxcomp.replicas.narrow import widened
 from jaxcomp.replicas.protocol import MethodState
+from jaxcomp.replicas.wrapping import with_extra_args
 
 _GREATEST = 2.0**24
 
@@ -73,7 +74,7 @@ def loss_scale(
     name = "loss_scale"
     require(initial >= 1, name, "at least 1", "initial=2.0**15", initial=initial)
     require(growth_steps >= 1, name, "at least 1", "growth_steps=2000", growth_steps=growth_steps)
-    tx = optax.with_extra_args_support(tx)
+    tx = with_extra_args(tx, name)
 
     def init(params):
         zero = jnp.zeros([], jnp.int32)

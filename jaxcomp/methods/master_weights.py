@@ -9,6 +9,7 @@ from jax import lax
 
 from jaxcomp.replicas.narrow import is_narrow, widened
 from jaxcomp.replicas.protocol import MethodState, keeps_rounding
+from jaxcomp.replicas.wrapping import with_extra_args
 
 
 @MethodState.register
@@ -64,7 +65,7 @@ def master_weights(tx: optax.GradientTransformation) -> optax.GradientTransforma
       >>> mean = jaxcomp.compressed_mean(jaxcomp.quantize(8), "replica")
       >>> tx = jaxcomp.master_weights(optax.chain(mean, optax.adamw(2e-4)))
     """
-    tx = optax.with_extra_args_support(tx)
+    tx = with_extra_args(tx, "master_weights")
 
     def init(params):
         inner = tx.init(jax.tree.map(widened, params))

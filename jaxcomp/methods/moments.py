@@ -70,7 +70,7 @@ def adam(
     require(0 < eps, name, "more than 0", "eps=1e-8", eps=eps)
     floor = {"variance_floor": variance_floor}
     require(0 <= variance_floor < 1, name, "[0, 1)", "variance_floor=1e-4", **floor)
-    rate = learning_rate if callable(learning_rate) else optax.constant_schedule(learning_rate)
+    rate = common.schedule_of(name, learning_rate)
     rate_of = lambda count: jnp.asarray(rate(count), jnp.float32)
     return Adam(rate_of, b1, b2, eps, variance_floor, bias_correction, weight_decay, mask)
 

@@ -86,7 +86,7 @@ def power_sgd(
       before their use, by Householder's reflections, after noise of 1e-12.
     """
     name = "power_sgd"
-    require(rank >= 1, name, "at least 1", "rank=4", rank=rank)
+    require(isinstance(rank, int) and rank >= 1, name, "at least 1", "rank=4", rank=rank)
     require(warmup_steps >= 0, name, "at least 0", "warmup_steps=100", warmup_steps=warmup_steps)
     require(least > 0, name, "more than 0", "least=2.0", least=least)
     known = sides in ("alternating", "both")

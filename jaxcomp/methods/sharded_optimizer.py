@@ -21,6 +21,7 @@ from jaxcomp.replicas.finite import not_finite, poisoned
 from jaxcomp.replicas.protocol import MethodState
 from jaxcomp.replicas.shards import cut, natural, without_padding
 from jaxcomp.replicas.types import is_tracked, num_replicas
+from jaxcomp.replicas.wrapping import with_extra_args
 
 
 @MethodState.register
@@ -108,7 +109,7 @@ def sharded_optimizer(
         choose(policy_of(gradients)), wire.two_shot, axis_name, bucket_numel, seed
     )
     back = transport._replace(policy=choose(differences))
-    settings = _Settings(optax.with_extra_args_support(inner), transport, back)
+    settings = _Settings(with_extra_args(inner, "sharded_optimizer"), transport, back)
     init, update = (functools.partial(function, settings) for function in (_init, _update))
     return method("sharded_optimizer", axis_name, init, update)
 

@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxcomp.replicas.wrapping import with_extra_args
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +68,7 @@ def compact(
             f"compact got bits=8 and fields={tuple(fields)}, but only a residual may be so coarse, "
             "whose error is sent later; for moments and remainders write bits=16."
         )
-    tx = optax.with_extra_args_support(tx)
+    tx = with_extra_args(tx, "compact")
     pack = functools.partial(_packed, frozenset(fields), bits)
 
     def init(params):

@@ -153,6 +153,16 @@ def require_registered(state: Any) -> None:
         )
 
 
+def require_no_state(params: Any) -> None:
+    """Raises a ValueError if what should be parameters has the state of a method in it."""
+    if found := _methods(params):
+        kind = type(next(iter(found.values()))).__name__
+        raise ValueError(
+            f"got a {kind} where the parameters belong; write step(params, state, batch), "
+            "init(params) and local_params(params, state, axis_name)."
+        )
+
+
 def _methods(tree: Any, path: Path = ()) -> dict[Path, Any]:
     """The states of methods in a tree, by their paths: those in others, as inner ones, too."""
     found = {}

@@ -9,6 +9,7 @@ import optax
 from jax import lax
 
 from jaxcomp.compressors.policies import path_of
+from jaxcomp.replicas.wrapping import with_extra_args
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -63,7 +64,7 @@ def per_layer(
       ... )
       >>> tx = jaxcomp.per_layer(lamb, blocks)
     """
-    tx = optax.with_extra_args_support(tx)
+    tx = with_extra_args(tx, "per_layer")
 
     def split(tree):
         unstacked = _split((), tree, stacked)

@@ -9,7 +9,7 @@ import optax
 
 from jaxcomp.replicas.narrow import warn_of_rounding
 from jaxcomp.replicas.protocol import drifts as drifts_of
-from jaxcomp.replicas.protocol import has_feedback
+from jaxcomp.replicas.protocol import has_feedback, require_no_state
 from jaxcomp.replicas.types import (
     is_tracked,
     names_of,
@@ -18,6 +18,7 @@ from jaxcomp.replicas.types import (
     vary_like,
     varying_axes,
 )
+from jaxcomp.replicas.wrapping import with_extra_args
 
 
 def local_params(params: Any, state: Any, axis_name: str) -> Any:
@@ -40,6 +41,7 @@ def local_params(params: Any, state: Any, axis_name: str) -> Any:
 
 def add_drifts(params, drifts, axis_name):
     """`params`, varying, plus the rows of each of `drifts`: see `local_params`."""
+    require_no_state(params)
     # What a method does not see, as in optax.partition, has a MaskedNode in place of a drift.
     is_masked = lambda d: isinstance(d, optax.MaskedNode)
 
@@ -103,6 +105,7 @@ def per_replica(
       UserWarning: In `init`, if parameters are below float32 and nothing in `tx` keeps what they
         round off, as `jaxcomp.master_weights` does.
     """
+    tx = with_extra_args(tx, "per_replica or train_step")
     wrapped = replica_axes(tx)
     if wrapped == names_of(axis_name):
         return tx
@@ -111,10 +114,9 @@ def per_replica(
             f"per_replica got a transformation that it has wrapped over {wrapped} already, and "
             f"the axis {axis_name!r}; wrap it once, over all axes of the replicas."
         )
-    tx = optax.with_extra_args_support(tx)
 
     def init(params):
-        state = tx.init(params)
+        state = _first_state(tx, params)
         warn_of_rounding(params, state)
         if not is_tracked(axis_name):
             return state
@@ -144,6 +146,20 @@ def per_replica(
 def replica_axes(tx: optax.GradientTransformation) -> tuple[str, ...]:
     """The axes over which `per_replica` has wrapped this, outermost; () if it has not."""
     return getattr(tx.init, "replica_axes", ())
+
+
+def _first_state(tx, params):
+    """`tx.init(params)`; a ValueError for `optax.lookahead`, and for a state in their place."""
+    require_no_state(params)
+    is_lookahead = lambda node: isinstance(node, optax.LookaheadState)
+    if not isinstance(params, optax.LookaheadParams):
+        state = tx.init(params)
+        if not any(map(is_lookahead, jax.tree.leaves(state, is_leaf=is_lookahead))):
+            return state
+    raise ValueError(
+        "optax.lookahead has two sets of parameters, and replicas have one, the consensus; leave "
+        "it out. jaxcomp.local_steps moves slow parameters after every few fast steps."
+    )
 
 
 def _require_no_guard(state, error):

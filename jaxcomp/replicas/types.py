@@ -72,8 +72,9 @@ def _is_tracked(axis_name):
         return False
     if not varies_over(index, axis_name):
         raise ValueError(
-            "shard_map was called with check_vma=False, so that nothing proves that the replicas "
-            "apply equal updates; leave check_vma at True."
+            f"JAX does not check types over the axis {axis_name!r} here, so that nothing proves "
+            "that the replicas apply equal updates. In jax.shard_map leave check_vma at True; "
+            "jax.pmap never checks them: write jax.shard_map in its place."
         )
     return True
 
@@ -158,4 +159,11 @@ def _vary(x, names):
 
 
 def names_of(axis_name):
-    return (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+    names = (axis_name,) if isinstance(axis_name, str) else axis_name
+    is_some = isinstance(names, tuple | list) and all(isinstance(name, str) for name in names)
+    if not is_some:
+        raise ValueError(
+            f"got {axis_name!r:.60} where the name of the replicas' mesh axis belongs; write "
+            "'replica', as in jax.make_mesh((4,), ('replica',)). Are two arguments swapped?"
+        )
+    return tuple(names)

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from jaxcomp.replicas import fast, protocol
 from jaxcomp.replicas.elementwise import require_whole_norms
 from jaxcomp.replicas.finite import not_finite, unless
+from jaxcomp.replicas.protocol import require_no_state
 from jaxcomp.replicas.specs import full_specs, state_specs
 from jaxcomp.replicas.types import require_alike, varies_over
 from jaxcomp.steps.placing import placed
@@ -62,6 +63,7 @@ def own_params(update: Update, params: Any) -> Any:
 
 def placed_params(update: Update, params: Any) -> Any:
     """The parameters as `param_specs` say, where the types of the mesh's axes ask for it."""
+    require_no_state(params)
     mesh = update.mesh
     return placed(mesh, params, full_specs(params, mesh, update.axis_name, update.param_specs))
 

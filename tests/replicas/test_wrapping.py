@@ -1,0 +1,74 @@
+"""What a first user writes wrong is told in words, before anything runs."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import jaxcomp
+from tests.helpers.replicas import PARAMS, mesh_of
+
+TX = optax.chain(jaxcomp.compressed_mean(jaxcomp.quantize(4), "replica"), optax.sgd(0.1))
+
+
+def loss_fn(params, batch):
+    return sum(jnp.sum(x) for x in jax.tree.leaves(params)) * jnp.mean(batch)
+
+
+def init(tx, params=PARAMS, axis_name="replica"):
+    return jax.eval_shape(jaxcomp.train_step(loss_fn, tx, mesh_of(2), axis_name).init, params)
+
+
+@pytest.mark.parametrize("params", [PARAMS, optax.LookaheadParams(PARAMS, PARAMS)])
+def test_lookahead(params):
+    with pytest.raises(ValueError, match="lookahead has two sets .* jaxcomp.local_steps"):
+        init(optax.lookahead(TX, sync_period=2, slow_step_size=0.5), params)
+
+
+@pytest.mark.parametrize("name", [None, 1e-3, [None]])
+def test_what_is_no_axis(name):
+    with pytest.raises(ValueError, match="mesh axis belongs; write 'replica'.* swapped"):
+        jaxcomp.per_replica(TX, name)
+    with pytest.raises(ValueError, match="mesh axis belongs"):
+        init(jaxcomp.slamb(1e-3, name))
+
+
+@pytest.mark.parametrize(
+    ("make", "of"),
+    [
+        (lambda: jaxcomp.cocktail_sgd("replica", optax.sgd(0.1)), "cocktail_sgd"),
+        (lambda: jaxcomp.local_steps("replica", optax.sgd(0.1), every=2), "local_steps"),
+        (lambda: jaxcomp.per_layer(loss_fn, TX), "per_layer"),
+        (lambda: jaxcomp.train_step(TX, loss_fn, mesh_of(2), "replica"), "train_step"),
+    ],
+)
+def test_swapped_arguments(make, of):
+    with pytest.raises(ValueError, match=f"{of} got .* where an optax transformation belongs"):
+        make()
+
+
+def test_a_state_in_the_place_of_parameters():
+    init, step = jaxcomp.train_step(loss_fn, TX, mesh_of(2), "replica")
+    params = jax.tree.map(jnp.asarray, PARAMS)
+    state = jax.eval_shape(init, params)
+    with pytest.raises(
+        ValueError, match=r"got a CompressedMeanState .* step\(params, state, batch"
+    ):
+        jax.eval_shape(step, state, params, jnp.ones(4))
+    with pytest.raises(ValueError, match="where the parameters belong"):
+        jaxcomp.local_params(state, params, "replica")
+
+
+def test_pmap_is_told_what_to_write():
+    run = jax.pmap(lambda x: jaxcomp.per_replica(TX, "replica").init(PARAMS), axis_name="replica")
+    with pytest.raises(ValueError, match="jax.pmap never checks them: write jax.shard_map"):
+        run(jnp.ones((2, 3)))
+
+
+@pytest.mark.parametrize("rate", [math.nan, math.inf, "1e-3", None])
+@pytest.mark.parametrize("make", [jaxcomp.slamb, jaxcomp.demo])
+def test_a_rate_that_is_none(make, rate):
+    with pytest.raises(ValueError, match="learning_rate=.*needs a finite number or a schedule"):
+        make(rate, "replica")
