@@ -154,6 +154,12 @@ def test_settings_are_of_their_types_and_finite(given):
             assert made.steps >= 1 and made.data.batch >= 1
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf, "1", True, None])
+def test_a_number_of_a_model_is_a_finite_number(value):
+    with pytest.raises(ValueError, match=r"model\.norm_eps=.* must be a finite number"):
+        DecoderConfig(norm_eps=value)
+
+
 FLAGS = st.sampled_from("--steps --optimizer.learning-rate --data.batch --seed --qsdp".split())
 VALUES = st.sampled_from("nan -1 inf 3e-3 None 0 ten 1e400 64".split())
 
