@@ -154,10 +154,10 @@ def test_a_warning_asks_however_often_it_comes_and_is_no_haste(name, capfd):
             for _ in range(3):  # as SIGXCPU, every second
                 os.kill(os.getpid(), number)
                 assert asked()
+            for _ in range(2):
+                os.kill(os.getpid(), signal.SIGTERM)
         except KeyboardInterrupt:
-            pytest.fail("a warning has ended the run at once")
-        for _ in range(2):
-            os.kill(os.getpid(), signal.SIGTERM)
+            pytest.fail("a warning was taken for haste")
         assert capfd.readouterr().err == ONCE
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGTERM)
