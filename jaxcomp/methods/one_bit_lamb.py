@@ -37,8 +37,7 @@ class OneBitLambState(NamedTuple):
     layers: Any  # a `Trust` a leaf
     rounds: Any  # {"all", "synchronize", "variance"}: i32[], how often each was sent
     frozen: jax.Array  # bool[], whether the warm-up has ended
-    # f32[1 / (1 - b2)], the variance's l1 norms of the last steps; None with a given freeze_step.
-    norms: Any
+    norms: Any  # f32[1 / (1 - b2)], of the last variances, l1; None with a given freeze_step
 
 
 class Trust(NamedTuple):
@@ -110,15 +109,14 @@ def one_bit_lamb(
         ratios likewise. The authors' code does without.
       weight_decay: Rate of decay, inside of u.
       mask: Which leaves decay, a tree of bool or a function of the parameters as for `optax.adamw`.
-      exchange: How buckets travel: `wire.two_shot`, or `wire.gathered` for two replicas.
+      exchange: `wire.two_shot`, or `wire.gathered` for two replicas.
       bucket_numel: Most elements of one message's bucket; by default at most 8 buckets a code.
       seed: Seed of the compressor's noise, if it has any.
 
     Returns:
       A `GradientTransformationExtraArgs`. It keeps four float32 values a parameter (momentum, two
       variances, residual) and 1/R of one. A gradient that is not finite makes the update NaN on
-      all replicas, for `jaxcomp.train_step` to skip. If other mesh axes shard a leaf, its
-      norms are those of all shards.
+      all replicas, for `jaxcomp.train_step` to skip. Norms are those of all shards of a leaf.
 
     Raises:
       ValueError: At construction for arguments out of range; at trace time without `params`, for

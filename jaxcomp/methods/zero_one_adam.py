@@ -39,8 +39,7 @@ class ZeroOneAdamState(NamedTuple):
     rate_sum: jax.Array  # f32[], sum of the rates since they met
     residual: Any  # not sent yet
     owner_residual: Any  # one f32[numel / R] a bucket: not passed on yet
-    # {"all", "synchronize", "variance", "warmup"}: i32[], how often each was sent
-    rounds: Any
+    rounds: Any  # {"all", "synchronize", "variance", "warmup"}: i32[], how often each was sent
     skipped: jax.Array  # i32[], this replica's steps whose gradient was not finite
 
 
@@ -110,9 +109,8 @@ def zero_one_adam(
         next one on as in the paper. Where gradients grow, as at the beginning, an older one
         makes steps that are too large.
       weigh_steps: Whether the variance forgets by b2 a step, and not by b2 an update as in the
-        paper. An update then counts for the steps since the last one, and the many first ones
-        for no more than their own steps. No gradient ever makes more than
-        an eighth of the variance, or than in Adam: long runs are safe.
+        paper. An update then counts for the steps since the last one. No gradient ever makes more
+        than an eighth of the variance, or than in Adam: long runs are safe.
       variance_floor: The least variance that is divided by, as a share of its mean over the leaf:
         a coordinate whose gradients come late would else take a step of any size. A leaf
         without any gradient so far gets the mean of the others.
