@@ -2,7 +2,7 @@
 
     python -m train configs/shapes/gpt_j_6b_cocktail.py --report    # trains nothing
 
-The recipe of configs/shapes/opt_1_3b_cocktail.py, and GPT-J's own form. X
+The recipe of configs/shapes/opt_1_3b_cocktail.py, and GPT-J's own form. What a device holds:
 docs/fine_tune.md. Training has not been tried.
 """
 

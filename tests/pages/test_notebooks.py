@@ -17,8 +17,8 @@ ROOT = pathlib.Path(__file__).parents[2]
 SHORT = {"steps": "2", "layers, width": "2, 16", "sizes": "(2,)"}
 
 
-def test_there_are_six():
-    names = "compressors many_replicas one_line sharded slow_link ten_megabits"
+def test_there_are_seven():
+    names = "compressors fine_tune many_replicas one_line sharded slow_link ten_megabits"
     assert pair.names() == names.split()
 
 

@@ -38,7 +38,7 @@ def config_of(tmp_path_factory):
         "log_every": 1,
         "checkpoint_every": 2,
         "replicas": 2,
-        "data": Data(path=str(folder / "text.txt"), batch=12),
+        "data": Data(path=str(folder / "text.txt"), cache=str(folder / "tokens"), batch=12),
         "model": DecoderConfig(layers=2, width=16, heads=2, context=16),
     }
 

@@ -1,6 +1,7 @@
 """Runs whose replicas are hosts: each parameter lies in shards over the host's devices."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 import jaxcomp
 from train.config import Config
 from train.config.run import AXIS_NAME
-from train.models import build, sharding
+from train.models import build, modules, sharding
 from train.models.decoder import DecoderConfig
 from train.placement import replicated
 from train.placement.base import Functions, Placement
@@ -35,11 +36,21 @@ def resolve(config: Config) -> Placement:
     return whole._replace(functions=functions, spread=spread)
 
 
+def _with_rows_apart(function: Callable) -> Callable:
+    """Runs blocks with the rows of tokens cut over the devices of the host, as the batch is.
+
+    XLA would else gather the tokens of all devices to parameters that are cut along the same axis,
+    and each device would compute the host's whole batch.
+    """
+    apart = lambda x: jax.lax.with_sharding_constraint(x, P(FAST_AXIS))
+    return modules.in_turn(lambda params, x: apart(function(params, apart(x))))
+
+
 def _functions(config: Config, tx: optax.GradientTransformation, mesh: Mesh) -> Functions:
     specs = sharding.specs(build.param_shapes(config), mesh, fsdp=FAST_AXIS)
     of_params = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
     made = jaxcomp.train_step(
-        build.loss_of(config),
+        build.loss_of(config, layers=_with_rows_apart),
         tx,
         mesh,
         AXIS_NAME,

@@ -1,0 +1,160 @@
+# %% [markdown]
+# # Fine-tune a Hugging Face model over a slow network
+#
+# Four replicas begin with a folder in Hugging Face's form, learn another text by CocktailSGD, and
+# write a folder that transformers loads. Dense Adam runs beside it, and sends a hundred times more.
+# A few minutes on a CPU.
+
+# %%
+import sys
+
+if "google.colab" in sys.modules:  # elsewhere you have a checkout already
+    import importlib.metadata
+    import pathlib
+    import shutil
+    import subprocess
+    import urllib.request
+    import zipfile
+
+    address = ""  # of a zip of the checkout; if empty, you upload one (a wheel lacks train/)
+    if address:
+        archive, _ = urllib.request.urlretrieve(address)
+    else:
+        from google.colab import files
+
+        archive = next(iter(files.upload()))
+    zipfile.ZipFile(archive).extractall("checkout")
+    found = pathlib.Path("checkout").rglob("pyproject.toml")
+    folder = min(found, key=lambda path: len(path.parts)).parent.resolve()
+    wanted = "jax[cuda12]" if shutil.which("nvidia-smi") else "jax"
+    subprocess.check_call(f"pip install -q '{wanted}' '{folder}[train]'", shell=True)
+    sys.path.insert(0, str(folder))  # for train, which is not installed
+    for package in ("jax", "jaxlib", "flax", "optax", "numpy"):
+        print(package, importlib.metadata.version(package))
+
+# %%
+import pathlib
+import sysconfig
+import tempfile
+
+import jax
+import matplotlib.pyplot as plt
+import tokenizers
+
+from train.config import Config, Data, Optimizer
+from train.export import export
+from train.generate import generated
+from train.huggingface.pretrained import Pretrained
+from train.loop import run
+from train.models.decoder import DecoderConfig
+from train.output import plots
+from train.processes import devices
+
+steps = 300
+jax.config.update("jax_platforms", "cpu")  # one GPU is one device; the CPU can be four
+devices.start(replicas=4)  # before anything runs
+plt.rcParams.update(plots.STYLE)
+runs_dir = tempfile.mkdtemp()
+
+# %% [markdown]
+# ## A folder
+#
+# Any folder of GPT-2, OPT, GPT-J, GPT-NeoX, Pythia, Llama, Mistral or Qwen will do. With a network,
+# `hf download EleutherAI/pythia-14m --local-dir pythia-14m` brings a small one. Write its name:
+
+# %%
+folder = ""
+
+# %% [markdown]
+# Without one, this cell makes a folder: a tokenizer of 1,024 tokens, and a model in Pythia's form
+# that learns the source of Python's standard library.
+
+# %%
+if not folder:
+    folder = f"{runs_dir}/small"
+    library = sorted(pathlib.Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    tokenizer = tokenizers.ByteLevelBPETokenizer()
+    tokenizer.train(list(map(str, library)), vocab_size=1024, show_progress=False)
+    pathlib.Path(folder).mkdir()
+    tokenizer.save(f"{folder}/tokenizer.json")
+    small = Config(
+        name="small",
+        runs_dir=f"{runs_dir}/before",
+        steps=2 * steps,
+        optimizer=Optimizer(
+            update="chain(compressed_mean(quantize(4), axis_name), adam(learning_rate))",
+            learning_rate=6e-3,
+            warmup_steps=steps // 10,
+        ),
+        model=DecoderConfig(
+            layers=2,
+            width=64,
+            heads=4,
+            context=64,
+            vocab=1024,
+            norm_eps=1e-5,
+            activation="gelu_exact",
+            residual="parallel",
+            rotary="halves",
+            tied=False,
+        ),
+        data=Data(tokenizer=folder),
+        eval_every=steps,
+        checkpoint_every=2 * steps,
+    )
+    before = run(small)
+    export(pathlib.Path(small.runs_dir, small.name), pathlib.Path(folder), "float32", None)
+print(sorted(file.name for file in pathlib.Path(folder).iterdir()))
+
+# %% [markdown]
+# ## Fine-tune it
+#
+# The new text is C: the headers of this machine's Python. `start_from` names the folder, and
+# `Pretrained` takes the model's form from it. Only `update` differs between the two runs.
+
+# %%
+updates = {
+    "dense Adam": "chain(compressed_mean(identity(), axis_name), adam(learning_rate))",
+    "CocktailSGD": "cocktail_sgd(adam(learning_rate), axis_name)",
+}
+runs = {}
+for name, update in updates.items():
+    config = Config(
+        name=name,
+        runs_dir=runs_dir,
+        steps=steps,
+        start_from=folder,
+        optimizer=Optimizer(update=update, learning_rate=2e-3, warmup_steps=steps // 10),
+        model=Pretrained(context=64, dtype="float32", remat=False),
+        data=Data(path=sysconfig.get_path("include")),
+        eval_every=max(1, steps // 10),
+        checkpoint_every=steps,
+    )
+    runs[name] = [row for row in run(config) if "val_loss" in row]
+
+# %% [markdown]
+# ## Loss against what was sent
+
+# %%
+figure, panels = plt.subplots(1, 2, sharey=True, figsize=(7.6, 3.4))
+for name, rows in runs.items():
+    number, sent, loss = plots.curve(name, rows)
+    panels[0].plot(number, loss, label=name)
+    panels[1].plot([x / 1e6 for x in sent[1:]], loss[1:], label=name)
+    print(f"{name}: {loss[-1]:.2f} nats per token, {sent[-1] / 1e6:,.1f} MB sent by a replica")
+panels[0].set(xlabel="steps", ylabel="validation loss on C\n(nats per token)")
+panels[1].set(xscale="log", xlabel="MB sent by a replica")
+panels[0].legend(frameon=False)
+plt.show()
+
+# %% [markdown]
+# ## Take it elsewhere
+#
+# The weights are the mean over the replicas. `transformers.AutoModelForCausalLM.from_pretrained`
+# loads the new folder. The likeliest text before and after, from a model of this size:
+
+# %%
+tuned = f"{runs_dir}/tuned"
+export(pathlib.Path(runs_dir, "CocktailSGD"), pathlib.Path(tuned), "float32", None)
+for path in (folder, tuned):
+    print(repr(generated(pathlib.Path(path), "static int", 12)))
