@@ -1,5 +1,7 @@
 """Dion: orthonormal steps of low rank along a momentum whose mean nobody sends whole."""
 
+from __future__ import annotations
+
 import functools
 import math
 from collections.abc import Callable

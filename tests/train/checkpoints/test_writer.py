@@ -21,11 +21,12 @@ from train.processes.exits import Transient
 LEASE = 0.5
 
 PROGRAM = """
-import itertools, os, pathlib, sys, time
+import itertools, os, pathlib, signal, sys, time
 from train.checkpoints import writer
 from train.output import metrics
 from train.processes.exits import clean_exits
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # behind "&" shells ignore it
 folder = pathlib.Path(sys.argv[1])
 with clean_exits(), writer.claimed(folder, {lease}) as claim:
     print("here", flush=True)
