@@ -45,6 +45,9 @@ def test_two_hosts_of_two_devices_train_as_two_replicas(config, monkeypatch):
     assert moments
     for moment in moments:
         assert moment.sharding.shard_shape(moment.shape)[-3:] == (2, 8, 64)
+    # Each device's perceptrons see its own 2 sequences of 16 tokens, not the host's 4.
+    program = task.step.as_text()
+    assert "f32[32,64]" in program and "f32[64,64]" not in program
     monkeypatch.setattr(loop, "make_task", lambda config: task._replace(config=config))
     rows = loop.run(config)
     whole = dataclasses.replace(config, name="whole", replicas=2, fast=1, in_shards=False)
