@@ -107,8 +107,6 @@ class DecoderConfig:
             checks.divisible(self, "width", "heads")
         if self.kv_heads:
             checks.divisible(self, "heads", "kv_heads")
-        if self.dtype not in ("float32", "bfloat16"):
-            raise ValueError(f"model.dtype is {self.dtype!r}; write float32 or bfloat16.")
         if self.positions and self.positions < self.context:
             raise ValueError(
                 f"model.context={self.context} is more than the model.positions={self.positions} "
