@@ -35,6 +35,7 @@ format: $(VENV)/test.installed
 
 docs: $(VENV)/docs.installed
 	$(BIN)/sphinx-build -q -W --keep-going docs docs/_build/html
+	$(BIN)/python docs/check_site.py docs/_build/html
 
 soak: $(VENV)/test.installed
 	$(BIN)/python -m tests.soak --processes 4 --steps $(STEPS)
