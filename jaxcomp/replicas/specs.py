@@ -123,6 +123,16 @@ def full_specs(params: Any, mesh: Any, axis_name: str, param_specs: Any) -> Any:
     return specs
 
 
+def over_some(specs: Any, axes: tuple[str, ...]) -> Any:
+    """What is left of a tree of PartitionSpecs for a `shard_map` over some of the mesh's axes."""
+
+    def part(names):
+        kept = tuple(name for name in jax.tree.leaves(names) if name in axes)
+        return kept or None
+
+    return jax.tree.map(lambda spec: P(*map(part, spec)), specs, is_leaf=_is_spec)
+
+
 def specs_of(
     function: Callable, mesh: Mesh, axis_name: str | tuple[str, ...], in_specs: Any, *args: Any
 ) -> Any:

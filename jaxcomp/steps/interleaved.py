@@ -65,7 +65,7 @@ def interleaved(
 def _local(gradient, update, params, state, drifts, batch, rng, model_state, extra_args):
     axes = gradient.axis_name
     local, model_state = add_drifts(params, drifts, axes), own_floats(model_state, axes)
-    parts = _Parts(*_halves(gradient, local, batch, rng, model_state))
+    parts = Parts(*halves(gradient, local, batch, rng, model_state))
     # Again and again: the step may trace an update once more, to look at its norms.
     made = itertools.cycle(exchanged(update, params, state, parts.pace, extra_args))
     loss, extra, grads = parts.finished()
@@ -96,7 +96,7 @@ def exchanged(
     return made
 
 
-class _Parts:
+class Parts:
     """A computation in parts, each of which may run while messages travel.
 
     Args:
@@ -124,7 +124,7 @@ class _Parts:
         return self._value
 
 
-def _halves(gradient, local, batch, rng, model_state):
+def halves(gradient, local, batch, rng, model_state):
     """`(start, first, second)`: the gradient as a forward and a backward pass, or microbatches."""
     loss_of = loss_of_part(gradient, batch, rng)
     if gradient.accumulate > 1:

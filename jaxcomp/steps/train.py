@@ -14,6 +14,7 @@ from jaxcomp.replicas.types import names_of
 from jaxcomp.steps.compiling import jitted
 from jaxcomp.steps.gradient import Gradient, all_gradients, check_accumulate, metrics_of
 from jaxcomp.steps.interleaved import interleaved
+from jaxcomp.steps.interleaved_shards import interleaved_shards
 from jaxcomp.steps.update import Update, all_updates, init_state, placed_params, whole_drifts
 
 
@@ -109,8 +110,9 @@ def _step(gradient, update, params, state, batch, rng=None, model_state=None, ex
     given = drifts, batch, rng, model_state
     scale = protocol.loss_scale(state)
     is_alone = set(update.mesh.axis_names) == {*names_of(update.axes)}
-    if protocol.exchanges_ahead(state) and is_alone and scale is None:
-        new = interleaved(gradient, update, params, state, *given, extra_args)
+    if protocol.exchanges_ahead(state) and scale is None:
+        make = interleaved if is_alone else interleaved_shards
+        new = make(gradient, update, params, state, *given, extra_args)
         params, state, skipped, loss, extra = new
     else:
         loss, grads, extra = all_gradients(gradient, params, *given, scale)

@@ -1,0 +1,124 @@
+"""A function inside `shard_map`, cut at its hops: between its stages, axes are not manual."""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+from jax.extend import core
+from jax.sharding import PartitionSpec as P
+
+from jaxcomp.exchange.journeys import Pace
+from jaxcomp.replicas.types import varying_axes
+
+_HOP = "jaxcomp_hop"
+
+
+class Value(NamedTuple):
+    """An array outside of the axes, and what it is inside."""
+
+    array: jax.Array
+    spec: P  # over the axes
+    is_row: bool = False  # whether its first axis, of what varies over the axes, is `shard_map`'s
+
+
+def cut_here(travel: Callable[[list[Any]], list[Any]], messages: list[Any]) -> list[Any]:
+    """The pace of journeys in a function of `in_stages`: a stage ends before and behind each hop."""
+
+    def hop(messages):
+        return travel(messages)
+
+    hop.__name__ = _HOP
+    return jax.jit(hop)(messages)
+
+
+def in_stages(
+    function: Callable[..., Any], axes: tuple[str, ...], in_specs: Any, pace: Pace, *args: Any
+) -> Any:
+    """Runs a function inside `shard_map` over further axes, which it leaves wherever it sends.
+
+    It is traced once, and evaluated stage by stage: no value is computed twice.
+
+    Args:
+      function: Of shards; its journeys have the pace `cut_here`.
+      axes: Mesh axes that are not manual yet.
+      in_specs: PartitionSpecs of the arguments over these, a tree like them.
+      pace: Outside of the axes, what is computed while messages travel.
+      *args: The arguments.
+
+    Returns:
+      What the function returns, each array as a `Value`, which `inside` undoes.
+    """
+    manual = functools.partial(jax.shard_map, axis_names=set(axes))
+    jaxpr, treedef = _traced(function, manual, in_specs, args)
+    flat = zip(jax.tree.leaves(args), jax.tree.leaves(in_specs, is_leaf=_is_spec), strict=True)
+    known = dict(zip(jaxpr.jaxpr.invars, (Value(x, spec) for x, spec in flat), strict=True))
+    for stage, is_hop in _stages(jaxpr):
+        takes, makes = stage.jaxpr.invars, stage.jaxpr.outvars
+        values = [known[var] for var in takes]
+        specs = [_row_spec(var.aval, axes) for var in makes]
+        run = functools.partial(_run, manual, stage, values, specs)
+        arrays = [value.array for value in values]
+        made = pace(run, arrays) if is_hop else run(arrays)
+        rows = [Value(x, spec, True) for x, spec in zip(made, specs, strict=True)]
+        known |= dict(zip(makes, rows, strict=True))
+    return treedef.unflatten([known[var] for var in jaxpr.jaxpr.outvars])
+
+
+def inside(values: Any, arrays: Any) -> Any:
+    """What `Value`s are inside `shard_map` over the axes, of arrays that their specs have cut."""
+    own = lambda value, x: x[0] if value.is_row and tuple(value.spec) else x
+    return jax.tree.map(own, values, arrays, is_leaf=lambda x: isinstance(x, Value))
+
+
+def _run(manual, stage, values, specs, arrays):
+    def local(*arrays):
+        made = core.jaxpr_as_fun(stage)(*inside(values, list(arrays)))
+        return [x[None] if tuple(spec) else x for x, spec in zip(made, specs, strict=True)]
+
+    in_specs = tuple(value.spec for value in values)
+    return manual(local, in_specs=in_specs, out_specs=specs)(*arrays)
+
+
+def _traced(function, manual, in_specs, args):
+    """The jaxpr of a function of shards, and the tree of its results."""
+    traced = []
+
+    def note(*args):
+        jaxpr, shape = jax.make_jaxpr(function, return_shape=True)(*args)
+        traced.append((jaxpr, jax.tree.structure(shape)))
+        return ()
+
+    jax.eval_shape(manual(note, in_specs=in_specs, out_specs=()), *args)
+    return traced[0]
+
+
+def _stages(closed: core.ClosedJaxpr) -> Iterator[tuple[core.ClosedJaxpr, bool]]:
+    """A jaxpr in parts, and whether each is a hop: they take and make what others make and take."""
+    parts: list[tuple[list, bool]] = [([], False)]
+    for eqn in closed.jaxpr.eqns:
+        if eqn.params.get("name") == _HOP:
+            parts += [([eqn], True), ([], False)]
+        else:
+            parts[-1][0].append(eqn)
+    needed = [set(map(id, closed.jaxpr.outvars))]
+    for eqns, _ in reversed(parts):
+        needed.append(needed[-1] | {id(x) for eqn in eqns for x in eqn.invars})
+    constants = {id(var) for var in closed.jaxpr.constvars}
+    for (eqns, is_hop), later in zip(parts, reversed(needed[:-1]), strict=True):
+        made = {id(var): var for eqn in eqns for var in eqn.outvars}
+        used = {id(x): x for eqn in eqns for x in eqn.invars if not isinstance(x, core.Literal)}
+        takes = [var for key, var in used.items() if key not in made and key not in constants]
+        makes = [var for key, var in made.items() if key in later]
+        debug_info = closed.jaxpr.debug_info.with_unknown_names()
+        part = closed.jaxpr.replace(invars=takes, outvars=makes, eqns=eqns, debug_info=debug_info)
+        yield core.ClosedJaxpr(part, closed.consts), is_hop
+
+
+def _row_spec(aval: Any, axes: tuple[str, ...]) -> P:
+    names = tuple(name for name in axes if name in varying_axes(aval))
+    return P(names) if names else P()
+
+
+def _is_spec(x: Any) -> bool:
+    return isinstance(x, P)
