@@ -24,7 +24,7 @@ def export(run: pathlib.Path, to: pathlib.Path, dtype: str, like: pathlib.Path |
       to: A folder without a model.
       dtype: float32, bfloat16 or float16.
       like: The Hugging Face folder whose tokenizer and config.json go along; None: the one that
-        the run, or the first of the runs before it, has begun with.
+        the run, or the first of the runs before it, has begun with, and the tokenizer of the run.
 
     Raises:
       ValueError: If the run is no language model, or its form none of Hugging Face's.
@@ -34,7 +34,8 @@ def export(run: pathlib.Path, to: pathlib.Path, dtype: str, like: pathlib.Path |
     model = model_of(config, run)
     _, shapes = modules.split(nnx.eval_shape(lambda: Decoder(model, rngs=modules.PathRngs(0))))
     params = mean.restore_whole(checkpoints, shapes, jax.make_mesh((1,), ("replica",)))
-    folder.save(to, model, params, jnp.dtype(dtype), like or origin(config["start_from"]))
+    tokenizer, like = like or tokenizer_of(config), like or origin(config["start_from"])
+    folder.save(to, model, params, jnp.dtype(dtype), like, tokenizer)
 
 
 def model_of(config: dict[str, Any], run: pathlib.Path) -> DecoderConfig:
@@ -46,6 +47,13 @@ def model_of(config: dict[str, Any], run: pathlib.Path) -> DecoderConfig:
         )
     plain = {k: tuple(v) if isinstance(v, list) else v for k, v in model.items()}
     return DecoderConfig(**plain)
+
+
+def tokenizer_of(config: dict[str, Any]) -> pathlib.Path | None:
+    """The folder whose tokenizer a recorded run has used, if it has and that is still there."""
+    named = config["data"].get("tokenizer")
+    found = named is not None and pathlib.Path(named, "tokenizer.json").is_file()
+    return pathlib.Path(named) if found else None
 
 
 def origin(start_from: str | None) -> pathlib.Path | None:

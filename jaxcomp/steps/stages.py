@@ -23,7 +23,7 @@ class Value(NamedTuple):
 
 
 def cut_here(travel: Callable[[list[Any]], list[Any]], messages: list[Any]) -> list[Any]:
-    """The pace of journeys in a function of `in_stages`: a stage ends before and behind each hop."""
+    """The pace of journeys in a function of `in_stages`: each hop is a stage."""
 
     def hop(messages):
         return travel(messages)

@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jaxcomp
 from jaxcomp.replicas import protocol
@@ -26,7 +28,7 @@ def loss(params, batch):
 def trained(tx, mesh, steps=5, **options):
     """Trains some steps, one of them with an infinite row."""
     init, step = jaxcomp.train_step(loss, tx, mesh, "replica", **options)
-    params = everywhere(mesh, PARAMS)
+    params = placed(mesh, options.get("param_specs"))
     state, seen = init(params), []
     for number in range(steps):
         batch = np.random.default_rng(number).normal(size=(4 * mesh.size, 40)).astype(np.float32)
@@ -34,6 +36,12 @@ def trained(tx, mesh, steps=5, **options):
         params, state, metrics = step(params, state, rows(mesh, batch))
         seen.append(jax.device_get(metrics))
     return jax.device_get((params, state, seen))
+
+
+def placed(mesh, specs=None):
+    if specs is None:
+        return everywhere(mesh, PARAMS)
+    return jax.device_put(PARAMS, {name: NamedSharding(mesh, spec) for name, spec in specs.items()})
 
 
 @pytest.mark.parametrize(
@@ -57,10 +65,42 @@ def test_it_trains_as_a_step_that_does_one_after_the_other(tx, options, monkeypa
     jax.tree.map(close, found, wanted)
 
 
-def test_the_forward_pass_waits_for_the_first_message_and_the_backward_pass_for_the_second():
-    mesh = mesh_of(2)
-    init, step = jaxcomp.train_step(loss, METHOD(compressor=CODE), mesh, "replica")
-    params = everywhere(mesh, PARAMS)
+SPECS = {"kernel": P(None, "fsdp"), "bias": P()}  # one code's buckets are not all of one type
+
+
+@pytest.mark.parametrize(
+    ("tx", "sizes", "options", "kind"),
+    [
+        (METHOD(compressor=CODE), (2, 2), {"accumulate": 2}, AxisType.Auto),
+        (METHOD(compressor=CODE, sync_every=2), (2, 2), {}, AxisType.Explicit),
+        (
+            optax.chain(optax.clip(0.1), METHOD(compressor=CODE)),
+            (2, 2, 2),
+            {"fast_axis": "fast"},
+            AxisType.Auto,
+        ),
+    ],
+    ids=["microbatches", "in a branch", "in a chain, with a fast axis"],
+)
+def test_so_it_does_with_parameters_in_shards(tx, sizes, options, kind, monkeypatch):
+    names = ("replica", "fsdp", "fast")[: len(sizes)]
+    mesh = jax.make_mesh(sizes, names, axis_types=(kind,) * len(sizes))
+    found = trained(tx, mesh, param_specs=SPECS, **options)
+    monkeypatch.setattr(protocol, "exchanges_ahead", lambda state: False)
+    monkeypatch.setattr(plain, "interleaved_shards", None)
+    wanted = trained(tx, mesh, param_specs=SPECS, **options)
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-7)
+    jax.tree.map(close, found, wanted)
+
+
+@pytest.mark.parametrize(("sizes", "specs"), [((2,), None), ((2, 2), SPECS)], ids=["", "shards"])
+def test_the_forward_pass_waits_for_the_first_message_and_the_backward_pass_for_the_second(
+    sizes, specs
+):
+    mesh = mesh_of(*sizes)
+    tx = METHOD(compressor=CODE)
+    init, step = jaxcomp.train_step(loss, tx, mesh, "replica", param_specs=specs)
+    params = placed(mesh, specs)
     batch = rows(mesh, np.zeros((8, 40), np.float32))
     text = str(step.trace(params, init(params), batch).jaxpr)
     names = "all_to_all|all_gather_invariant|tanh|dot_general|optimization_barrier"

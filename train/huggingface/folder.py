@@ -70,6 +70,7 @@ def save(
     params: Any,
     dtype: Any = np.float32,
     like: str | pathlib.Path | None = None,
+    tokenizer: str | pathlib.Path | None = None,
 ) -> None:
     """Writes a folder that transformers loads; LoRA's matrices are added to the others.
 
@@ -80,6 +81,7 @@ def save(
       dtype: In which they are written: float32, bfloat16 or float16.
       like: The Hugging Face folder that the run began with: its tokenizer, and what its
         config.json says beside the model, as the tokens at which a text begins and ends, go along.
+      tokenizer: A folder whose tokenizer goes along in place of that.
 
     Raises:
       ValueError: If there is a model already, or no form of Hugging Face's computes this one.
@@ -99,9 +101,10 @@ def save(
     said["dtype"] = np.dtype(dtype).name
     folder.mkdir(parents=True, exist_ok=True)
     safetensors.write_all(folder, _theirs(said["model_type"], config, params, np.dtype(dtype)))
-    for name in TOKENIZER if like is not None else ():
-        if pathlib.Path(like, name).is_file():
-            shutil.copyfile(pathlib.Path(like, name), folder / name)
+    tokenizer = like if tokenizer is None else tokenizer
+    for name in TOKENIZER if tokenizer is not None else ():
+        if pathlib.Path(tokenizer, name).is_file():
+            shutil.copyfile(pathlib.Path(tokenizer, name), folder / name)
     # Last: a folder that has it is whole.
     (folder / "config.json").write_text(json.dumps(said, indent=2, sort_keys=True) + "\n")
 

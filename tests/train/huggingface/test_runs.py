@@ -99,6 +99,17 @@ def test_what_is_no_language_model_is_not_exported(tmp_path, capsys, monkeypatch
     assert "is no language model that goes on with a text" in capsys.readouterr().err
 
 
+def test_the_tokenizer_of_a_run_from_nothing_goes_along(tmp_path):
+    (tmp_path / "words").mkdir()
+    (tmp_path / "words" / "tokenizer.json").write_text("{}")
+    words = {"data": {"tokenizer": str(tmp_path / "words")}}
+    _, params, model = loaded(GOLDEN / "gpt2")
+    folder.save(tmp_path / "to", model, params, tokenizer=export.tokenizer_of(words))
+    assert (tmp_path / "to" / "tokenizer.json").read_text() == "{}"
+    assert export.tokenizer_of({"data": {"tokenizer": str(tmp_path / "gone")}}) is None
+    assert export.tokenizer_of({"data": {}}) is None
+
+
 def test_a_folder_that_is_gone_is_told(tmp_path, capsys):
     assert export.origin(None) is None
     assert export.origin(str(tmp_path / "gone")) is None

@@ -1,12 +1,14 @@
 """Thin matrices: a model begins as it was, trains them alone, and takes them up."""
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxcomp.compressors.policies import path_of
 from tests.helpers.launching import words
 from train import task as tasks
 from train.config import Config, Data, Optimizer
@@ -41,8 +43,11 @@ def test_a_model_begins_as_without_and_takes_up_what_it_has_learned():
     np.testing.assert_allclose(apply(changed, TOKENS), plain(whole, TOKENS), rtol=0, atol=1e-5)
 
 
-def config_of(tmp_path, **changes):
-    update = "chain(compressed_mean(identity(), axis_name), sgd(learning_rate))"
+MEAN = "chain(compressed_mean({}, axis_name, exact=by_path(('.*', False))), sgd(learning_rate))"
+DENSE = MEAN.format("identity()")
+
+
+def config_of(tmp_path, update=DENSE, **changes):
     return Config(
         name="thin",
         steps=4,
@@ -54,10 +59,18 @@ def config_of(tmp_path, **changes):
 
 
 @pytest.mark.parametrize(
-    ("trainable", "model"), [(lora.TRAINED, THIN), ("(^|/)bias$", dataclasses.replace(PLAIN))]
+    ("trainable", "model", "code", "size"),
+    [
+        # An exact mean of two sends each half once, there and back: 4 bytes a parameter.
+        (lora.TRAINED, THIN, "identity()", 4),
+        ("(^|/)bias$", PLAIN, "identity()", 4),
+        # A scale of four bytes for each 128 of 4 bits.
+        (lora.TRAINED, THIN, "quantize(4)", 0.5 + 4 / 128),
+    ],
 )
-def test_what_is_trained_is_all_that_changes_and_is_sent(trainable, model, tmp_path):
-    task = tasks.make_task(config_of(tmp_path, model=model, trainable=trainable))
+def test_what_is_trained_is_all_that_changes_and_is_sent(trainable, model, code, size, tmp_path):
+    update = MEAN.format(code)
+    task = tasks.make_task(config_of(tmp_path, update, model=model, trainable=trainable))
     params, state = task.init()
     before = jax.tree.map(np.asarray, params)
     for step in range(2):
@@ -68,11 +81,10 @@ def test_what_is_trained_is_all_that_changes_and_is_sent(trainable, model, tmp_p
     ):
         if np.any(old != np.asarray(new)):
             changed.add(jax.tree_util.keystr(key[-1:], simple=True))
-            numel += old.size
+        numel += old.size * bool(re.search(trainable, path_of(key)))
     assert changed == ({"lora_a", "lora_b"} if model is THIN else {"bias"})
-    # An exact mean of two sends each half once, there and back: 4 bytes a parameter, and no more
-    # but what tells that all are finite.
-    assert 4 * numel <= task.sent_bytes <= 4 * numel + 64
+    # No more but what tells that all are finite, and what fills up.
+    assert size * numel <= task.sent_bytes <= size * numel + 64
 
 
 def test_what_cannot_be_trained_so_is_refused(tmp_path):

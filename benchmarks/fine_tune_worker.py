@@ -1,0 +1,133 @@
+"""One JAX host of benchmarks.fine_tune_network: fine-tunes when told to, and says how long it took.
+
+In one process with several devices it is all hosts at once, without a network.
+"""
+
+import pathlib
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+import jaxcomp
+from benchmarks import commands, slow_network_worker
+from train.checkpoints import resume
+from train.config import Config, Data, Optimizer
+from train.config.run import AXIS_NAME
+from train.huggingface.pretrained import Pretrained
+from train.models import lora as loras
+from train.processes import devices, distributed
+from train.task import make_task
+
+RANK = 8
+"""Of LoRA's matrices, where they are trained in place of the others."""
+
+
+def config_of(
+    update: str,
+    learning_rate: float,
+    *,
+    model: str,
+    text: str,
+    cache: str,
+    steps: int,
+    seed: int,
+    replicas: int,
+    sequences: int,
+    lora: bool = False,
+) -> Config:
+    """The run that is timed.
+
+    Args:
+      update: The optimizer, as `optimizer.update` of a config.
+      learning_rate: Its peak, after a tenth of the steps.
+      model: The Hugging Face folder that it begins with.
+      text: The text that it learns.
+      cache: Folder for the text's tokens.
+      steps: Of the whole run.
+      seed: Of the order of the data.
+      replicas: Hosts.
+      sequences: Of 128 tokens, of one host and step.
+      lora: Whether LoRA's matrices are trained, and nothing else.
+    """
+    return Config(
+        name="fine_tune_network",
+        steps=steps,
+        seed=seed,
+        replicas=replicas,
+        eval_batches=16,
+        start_from=model,
+        trainable=loras.TRAINED if lora else None,
+        optimizer=Optimizer(
+            update=update,
+            learning_rate=learning_rate,
+            warmup_steps=steps // 10,
+            schedule="linear",
+            final_fraction=0.0,
+        ),
+        model=Pretrained(128, "float32", scan=False, remat=False, lora=RANK if lora else 0),
+        data=Data(path=text, cache=cache, batch=replicas * sequences),
+    )
+
+
+def functions(replicas: int) -> dict[str, Callable[..., Any]]:
+    """What the benchmark calls: `build` a run, `begin` it, `train` some steps, `evaluate`."""
+    built: dict[str, Any] = {}
+
+    def build(**run: Any) -> dict:
+        built.clear()
+        built["task"] = task = make_task(config_of(replicas=replicas, **run))
+        parts = jaxcomp.report.sent_bytes_by_part(task.programs, task.mesh, AXIS_NAME)
+        built["parts"] = parts
+        return {"trained": _trained(task), "sent_bytes_per_step": task.sent_bytes}
+
+    def begin() -> None:
+        nothing = pathlib.Path(tempfile.gettempdir(), "no", "checkpoints")
+        built["params"], built["state"], _ = resume.begin(built["task"], nothing)
+        built["step"] = 0
+
+    def train(steps: int) -> dict:
+        """Seconds of each step, without those that its batch took; and the bytes that were sent."""
+        task, seconds = built["task"], []
+        before = slow_network_worker.rounds(built["state"])
+        for _ in range(steps):
+            batch = jax.block_until_ready(task.batch(built["step"]))
+            start = time.perf_counter()
+            result = task.step(built["params"], built["state"], batch)
+            built["params"], built["state"], _ = jax.block_until_ready(result)
+            seconds.append(time.perf_counter() - start)
+            built["step"] += 1
+        after = slow_network_worker.rounds(built["state"])
+        sent = slow_network_worker.report_bytes(built["parts"], steps, before, after) * steps
+        return {"seconds": seconds, "sent_bytes": sent}
+
+    def evaluate() -> float:
+        """The loss of held-out text, at the consensus; after the last step at the mean."""
+        task, params = built["task"], built["params"]
+        if built["step"] == task.config.steps:
+            params, _ = task.mean(params, built["state"])
+        return float(task.evaluate(params)["loss"])
+
+    return {"build": build, "begin": begin, "train": train, "evaluate": evaluate}
+
+
+def _trained(task) -> int:
+    leaves = jax.tree.leaves(loras.only(task.natural) if task.config.trainable else task.natural)
+    return sum(leaf.size for leaf in leaves)
+
+
+def main() -> None:
+    """Connects to the other hosts, then answers calls from standard input."""
+    args = commands.place(__doc__)
+    cluster = distributed.Cluster(args.coordinator, args.num_processes, args.process_id, "")
+    distributed.connect(cluster, args.interface)
+    slow_network_worker.share_compilations()
+    devices.start(args.num_processes, args.num_processes)
+    jax.devices()  # Waits for all hosts.
+    commands.serve(**functions(args.num_processes))
+
+
+if __name__ == "__main__":
+    main()
