@@ -17,6 +17,7 @@ import itertools
 import json
 import os
 import pathlib
+import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -64,15 +65,27 @@ def fine_tuned(call: Callable[..., list], steps: int) -> dict:
       steps: Of the run; evaluated `EVALUATIONS` times, which no seconds count.
     """
     call("begin")
-    curve, seconds, sent = [[0, 0.0, 0.0, call("evaluate")[0]]], [], 0.0
+    losses, seconds, sent = [call("evaluate")[0]], [], []
     for _ in range(EVALUATIONS):
         answers = call("train", steps=steps // EVALUATIONS)
         # Hosts wait for each other: a step takes as long as it takes on average.
         each = zip(*(answer["seconds"] for answer in answers), strict=True)
-        seconds += [sum(step) / len(answers) for step in each]
+        seconds += [statistics.fmean(step) for step in each]
         sent += answers[0]["sent_bytes"]
-        curve.append([len(seconds), sum(seconds), sent, call("evaluate")[0]])
-    return {"curve": curve, "val_loss": curve[-1][-1], "step_seconds": seconds}
+        losses.append(call("evaluate")[0])
+    usual = usual_seconds(seconds, sent)
+    at = [number * (steps // EVALUATIONS) for number in range(len(losses))]
+    curve = [[n, sum(usual[:n]), sum(sent[:n]), loss] for n, loss in zip(at, losses, strict=True)]
+    return {"curve": curve, "val_loss": losses[-1], "step_seconds": seconds, "step_bytes": sent}
+
+
+def usual_seconds(seconds: list[float], sent: list[float]) -> list[float]:
+    """For each step the median time of all that send as much: other jobs delay some of them."""
+    alike: dict[float, list[float]] = {}
+    for time, size in zip(seconds, sent, strict=True):
+        alike.setdefault(size, []).append(time)
+    usual = {size: statistics.median(times) for size, times in alike.items()}
+    return [usual[size] for size in sent]
 
 
 def trials(methods: dict[str, Method], options: argparse.Namespace, kept: list) -> Iterator[dict]:
@@ -182,8 +195,8 @@ def main() -> None:
     for row in (trials if options.trial else over_network)(methods, options, kept):
         kept = [other for other in kept if run(other) != run(row)] + [row]
         rows.write(options.json, kept)
-        took = row["curve"][-1][1]
-        print(f"{run(row)}: {row['val_loss']:.4f} after {took:.1f} s", flush=True)
+        took, really = row["curve"][-1][1], sum(row["step_seconds"])
+        print(f"{run(row)}: {row['val_loss']:.4f} after {took:.1f} s ({really:.1f})", flush=True)
 
 
 if __name__ == "__main__":

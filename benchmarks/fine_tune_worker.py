@@ -36,6 +36,7 @@ def config_of(
     seed: int,
     replicas: int,
     sequences: int,
+    context: int = 128,
     lora: bool = False,
 ) -> Config:
     """The run that is timed.
@@ -49,7 +50,8 @@ def config_of(
       steps: Of the whole run.
       seed: Of the order of the data.
       replicas: Hosts.
-      sequences: Of 128 tokens, of one host and step.
+      sequences: Of one host and step.
+      context: Tokens of a sequence.
       lora: Whether LoRA's matrices are trained, and nothing else.
     """
     return Config(
@@ -57,7 +59,7 @@ def config_of(
         steps=steps,
         seed=seed,
         replicas=replicas,
-        eval_batches=16,
+        eval_batches=8,
         start_from=model,
         trainable=loras.TRAINED if lora else None,
         optimizer=Optimizer(
@@ -67,7 +69,7 @@ def config_of(
             schedule="linear",
             final_fraction=0.0,
         ),
-        model=Pretrained(128, "float32", scan=False, remat=False, lora=RANK if lora else 0),
+        model=Pretrained(context, "float32", scan=False, remat=False, lora=RANK if lora else 0),
         data=Data(path=text, cache=cache, batch=replicas * sequences),
     )
 
@@ -89,18 +91,18 @@ def functions(replicas: int) -> dict[str, Callable[..., Any]]:
         built["step"] = 0
 
     def train(steps: int) -> dict:
-        """Seconds of each step, without those that its batch took; and the bytes that were sent."""
-        task, seconds = built["task"], []
-        before = slow_network_worker.rounds(built["state"])
+        """Of each step its seconds, without those that its batch took, and the bytes it sent."""
+        task, seconds, sent = built["task"], [], []
         for _ in range(steps):
+            before = slow_network_worker.rounds(built["state"])
             batch = jax.block_until_ready(task.batch(built["step"]))
             start = time.perf_counter()
             result = task.step(built["params"], built["state"], batch)
             built["params"], built["state"], _ = jax.block_until_ready(result)
             seconds.append(time.perf_counter() - start)
             built["step"] += 1
-        after = slow_network_worker.rounds(built["state"])
-        sent = slow_network_worker.report_bytes(built["parts"], steps, before, after) * steps
+            after = slow_network_worker.rounds(built["state"])
+            sent.append(slow_network_worker.report_bytes(built["parts"], 1, before, after))
         return {"seconds": seconds, "sent_bytes": sent}
 
     def evaluate() -> float:
