@@ -52,7 +52,9 @@ METHODS = {
         "sync_at=schedules.halving(learning_rate, steps, after=warmup_steps), "
         "warmup_steps=warmup_steps, variance_compressor=quantize(8))"
     ),
-    "DiLoCo, 4 bits, every 10th": Method(f"diloco({ADAM}, axis_name, every=10, code=quantize(4))"),
+    "DiLoCo, 4 bits, every 10th": Method(
+        f"diloco({ADAM}, axis_name, every=10, code=quantize(4))", (5e-4, 1e-3, 2e-3, 4e-3)
+    ),
 }
 LORA = {name: Method(update, lora="LoRA" in name) for name, update in fine_tune.LORA.items()}
 
