@@ -64,7 +64,7 @@ def fine_tuned(call: Callable[..., list], steps: int) -> dict:
 
     Args:
       call: Calls a function of all hosts, by name, and returns their answers.
-      steps: Of the run; evaluated `EVALUATIONS` times, which no seconds count.
+      steps: Their number; the loss is measured `EVALUATIONS` times, which no seconds count.
     """
     call("begin")
     losses, seconds, sent = [call("evaluate")[0]], [], []

@@ -22,7 +22,7 @@ from train.processes import devices, distributed
 from train.task import make_task
 
 RANK = 8
-"""Of LoRA's matrices, where they are trained in place of the others."""
+"""The rank of LoRA's matrices, where they are trained in place of the others."""
 
 
 def config_of(
@@ -91,7 +91,7 @@ def functions(replicas: int) -> dict[str, Callable[..., Any]]:
         built["step"] = 0
 
     def train(steps: int) -> dict:
-        """Of each step its seconds, without those that its batch took, and the bytes it sent."""
+        """The seconds of each step, without those that its batch took, and the bytes it sent."""
         task, seconds, sent = built["task"], [], []
         for _ in range(steps):
             before = slow_network_worker.rounds(built["state"])

@@ -31,6 +31,8 @@ ELSEWHERE = {
     "replicas/shards.py": QSDP,
     "flax.py": "users/test_nnx.py",  # whole programs
     "steps/gradient.py": "steps/test_train.py",  # both halves of a step
+    "steps/interleaved_shards.py": "steps/test_interleaved.py",  # the same on a mesh of more axes
+    "steps/stages.py": "steps/test_interleaved.py",  # what these steps are cut into
     "steps/update.py": "steps/test_train.py",
     "steps/spread.py": "steps/test_train.py",  # what every step leaves equal
     "methods/inner.py": "methods/test_cocktail_sgd.py",  # whose inner optimizer it first was
