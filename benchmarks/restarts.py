@@ -4,8 +4,9 @@
 
 One run is left alone; in another one a process, drawn at random, is killed at random moments. Both
 end with the same losses, bit for bit. A row is one kill: the last step that the run had told of,
-the checkpoint from which it went on, and the seconds until a step that it had not told of before.
-Model and steps are small: these are the seconds of the end, the start and the compilation.
+the checkpoint from which it went on, and the seconds until a step that it had not told of before,
+with those of each phase of process 0. Model and steps are small: these are the seconds of the end,
+the start and the compilation, and the share of the machine that other programs took of them.
 """
 
 import argparse
@@ -18,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from benchmarks.tables import RESULTS
@@ -50,24 +51,53 @@ def told(folder: pathlib.Path) -> int:
 def kills(options: argparse.Namespace, folder: pathlib.Path, launcher: int) -> Iterator[dict]:
     """Kills a process of a running run now and then; yields what each kill has cost."""
     draw = random.Random(options.seed)
-    log, children = folder / "metrics.jsonl", f"/proc/{launcher}/task/{launcher}/children"
+    children = f"/proc/{launcher}/task/{launcher}/children"
     while told(folder) < 1:
         time.sleep(0.05)
     for _ in range(options.kills):
         time.sleep(draw.uniform(1.0, 4.0))
         victim = draw.randrange(options.processes)
         number = int(pathlib.Path(children).read_text().split()[victim])
-        last = told(folder)
-        began = time.monotonic()
+        last, ended = told(folder), phases(folder)
         os.kill(number, signal.SIGKILL)
-        inode = log.stat().st_ino
-        while log.stat().st_ino == inode:  # a start drops the rows after its checkpoint
-            time.sleep(0.02)
-        resumed = files.latest(folder / "checkpoints")
-        while told(folder) <= last:
-            time.sleep(0.02)
-        seconds = round(time.monotonic() - began, 1)
-        yield {"process": victim, "last": last, "resumed": resumed, "seconds": seconds}
+        began, seconds = time.monotonic(), {}
+        for phase, is_over in ended.items():
+            while not is_over():
+                time.sleep(0.02)
+            seconds[phase] = round(time.monotonic() - began - sum(seconds.values()), 1)
+            if phase == "restore":
+                resumed = files.latest(folder / "checkpoints")
+        yield {
+            "process": victim,
+            "last": last,
+            "resumed": resumed,
+            "seconds": round(sum(seconds.values()), 1),
+            "phases": seconds,
+        }
+
+
+def phases(folder: pathlib.Path) -> dict[str, Callable[[], bool]]:
+    """What follows the loss of a process, in order, and whether it is over by now."""
+    log, rows, last = folder / "logs" / "process_0.log", folder / "metrics.jsonl", told(folder)
+    size, inode = log.stat().st_size, rows.stat().st_ino
+
+    def says(mark):
+        with log.open("rb") as file:
+            file.seek(size)
+            return mark in file.read()
+
+    def another(read):
+        before = read()
+        return lambda: read() not in (before, [])
+
+    return {
+        "end of the others": lambda: says(b"--- "),
+        "Python and imports": lambda: says(b"process 0 of "),
+        "connection": lambda: says(b"[Gloo] Rank 0 "),
+        "data and compilation": another(lambda: os.listdir(folder / "writer")),
+        "restore": lambda: rows.stat().st_ino != inode,  # a start drops rows after its checkpoint
+        "steps": lambda: told(folder) > last,
+    }
 
 
 def main(args: Sequence[str]) -> None:
@@ -79,13 +109,11 @@ def main(args: Sequence[str]) -> None:
     options = parser.parse_args(args)
     with tempfile.TemporaryDirectory() as place:
         folder = pathlib.Path(place)
-        env = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(folder / "cache")}
-        env["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
         harmed = command(options, folder, "harmed")
-        with subprocess.Popen(harmed, env=env, stdout=sys.stderr) as launcher:
+        with subprocess.Popen(harmed, stdout=sys.stderr) as launcher:
             rows = list(kills(options, folder / "harmed", launcher.pid))
             status = launcher.wait()
-        subprocess.run(command(options, folder, "whole"), env=env, check=True, stdout=sys.stderr)
+        subprocess.run(command(options, folder, "whole"), check=True, stdout=sys.stderr)
         losses = [
             [row["loss"] for row in metrics.read(folder / name / "metrics.jsonl")]
             for name in ("harmed", "whole")

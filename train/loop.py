@@ -18,7 +18,7 @@ from train.checkpoints.writer import Claim
 from train.config import Config
 from train.config.as_json import to_json
 from train.config.run import schedule
-from train.output import metrics, plots, progress, report, trackers
+from train.output import metrics, progress, report, trackers
 from train.plan import counts
 from train.processes import agree, distributed, watchdog
 from train.processes.exits import Transient
@@ -296,5 +296,7 @@ def _finished(config: Config, folder: Path) -> list[dict[str, Any]]:
     log = folder / "metrics.jsonl"
     rows = metrics.read(log) if log.is_file() else []  # its user may have removed it
     if any("val_loss" in row for row in rows):
+        from train.output import plots  # a second or two that no start has to wait for
+
         plots.loss_figure({config.name: rows}, folder / "loss.png")
     return rows

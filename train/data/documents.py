@@ -76,10 +76,8 @@ def _standard_library(root: pathlib.Path) -> list[pathlib.Path]:
     # _sysconfigdata describes how this machine's Python was built: not text of the library.
     return [
         file
-        for file in on_disk.files_below(root, links=False)
-        if file.suffix == ".py"
-        and not file.name.startswith("_sysconfigdata")
-        and not _STDLIB_LEAVES_OUT.intersection(file.relative_to(root).parts)
+        for file in on_disk.files_below(root, links=False, leave_out=_STDLIB_LEAVES_OUT)
+        if file.suffix == ".py" and not file.name.startswith("_sysconfigdata")
     ]
 
 

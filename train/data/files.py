@@ -3,18 +3,21 @@
 import codecs
 import os
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import NoReturn
 
 _PIECE = 1 << 20  # bytes of a text in memory
 
 
-def files_below(root: pathlib.Path, links: bool = True) -> list[pathlib.Path]:
+def files_below(
+    root: pathlib.Path, links: bool = True, leave_out: Collection[str] = ()
+) -> list[pathlib.Path]:
     """All files of a folder and of those in it, in the order of their names; no hidden ones.
 
     Args:
       root: The folder.
       links: Whether to follow links to folders, but for those to a folder that they are in.
+      leave_out: Names of folders that are not entered.
 
     Raises:
       ValueError: If a folder cannot be listed.
@@ -26,7 +29,9 @@ def files_below(root: pathlib.Path, links: bool = True) -> list[pathlib.Path]:
         subfolders[:] = [
             name
             for name in subfolders
-            if not name.startswith(".") and os.path.realpath(path / name) not in above
+            if not name.startswith(".")
+            and name not in leave_out
+            and os.path.realpath(path / name) not in above
         ]
         found += [pathlib.Path(folder, name) for name in names if not name.startswith(".")]
     return sorted(found, key=lambda file: file.relative_to(root).as_posix())

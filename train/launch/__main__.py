@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 
 from train import __main__ as program
 from train.launch import control, detect, local, restarts, ssh
-from train.launch.supervise import supervise
-from train.processes import distributed, seals
+from train.launch.supervise import PATIENCE, supervise
+from train.processes import distributed, programs, seals
 from train.processes.distributed import Timeouts
 from train.processes.exits import Exit, clean_exits, say
 
@@ -106,12 +106,16 @@ def start_all(options: argparse.Namespace, train_args: list[str]) -> int:
     if options.min_replicas is not None and not (options.restarts and config.replicas):
         raise ValueError("--min-replicas needs --restarts, and a config with a number of replicas.")
     timeouts = Timeouts(options.start_timeout, options.heartbeat_timeout)
-    folder = pathlib.Path(config.runs_dir, config.name, "logs")
-    network = options.interface, timeouts
+    folder = pathlib.Path(config.runs_dir, config.name)
+    network, hurry = (options.interface, timeouts), options.restarts > 0
+    if hurry:  # the processes inherit it, or ssh hands it on
+        for name, value in programs.kept(folder.absolute() / "programs").items():
+            os.environ.setdefault(name, value)
 
     def run(commands):
         # The others notice a dead one themselves after the heartbeat's time-out, and take a moment.
-        return supervise(commands, folder, grace=timeouts.heartbeat + 5)
+        grace = timeouts.heartbeat + 5
+        return supervise(commands, folder / "logs", PATIENCE if hurry else grace, hurry)
 
     if options.local:
         group = restarts.Group(
@@ -156,6 +160,7 @@ def be_one(options: argparse.Namespace, train_args: list[str], secret: bytes) ->
         if not secret and cluster.process_id == 0:
             say(_OPEN)
         distributed.connect(cluster, options.interface, timeouts, devices, secret)
+        programs.keep_own(cluster.process_id)
     program.main(train_args, cluster.num_processes)
 
 

@@ -83,13 +83,17 @@ class End(NamedTuple):
     told: bool = False
 
 
-def supervise(commands: Sequence[Sequence[str]], folder: pathlib.Path, grace: float) -> End:
+def supervise(
+    commands: Sequence[Sequence[str]], folder: pathlib.Path, grace: float, hurry: bool = False
+) -> End:
     """Runs commands until all have ended; the standard input of each is a control channel.
 
     Args:
       commands: One a process.
       folder: For the logs, `process_0.log` and so on; they grow with each start.
       grace: Seconds for the others to end by themselves after one has failed.
+      hurry: Whether to kill them instead, and at once where that one was lost: all will be started
+        again, and what is saved is complete at any moment.
 
     Returns:
       How they have ended.
@@ -103,7 +107,8 @@ def supervise(commands: Sequence[Sequence[str]], folder: pathlib.Path, grace: fl
             members.append(_start(command, folder / f"process_{number}.log", secret))
             stack.callback(_kill, members[-1])
         first = members[0]
-        return _wait(members, names, grace, stack.enter_context(echo.echo(first.log, first.began)))
+        show = stack.enter_context(echo.echo(first.log, first.began))
+        return _wait(members, names, grace, hurry, show)
 
 
 def _start(command: Sequence[str], log: pathlib.Path, secret: str) -> Member:
@@ -156,7 +161,7 @@ def _signals() -> Iterator[list[str]]:
             signal.signal(number, handler)
 
 
-def _wait(members: list[Member], names: list[str], grace: float, show) -> End:
+def _wait(members: list[Member], names: list[str], grace: float, hurry: bool, show) -> End:
     failed, deadline = [], float("inf")  # numbers of processes, in the order in which they fail
     told = 0
     while running := [member for member in members if member.popen.poll() is None]:
@@ -167,27 +172,36 @@ def _wait(members: list[Member], names: list[str], grace: float, show) -> End:
         failed += _failed(members, failed)
         if failed:
             deadline = min(deadline, time.monotonic() + grace)
-        if time.monotonic() > deadline:
+        if time.monotonic() > deadline or (hurry and not names and _lost(members, failed)):
             break
         show()
         time.sleep(0.05)
     failed += _failed(members, failed)
-    _end(running)
+    _end(running, ("KILL",) if hurry and not names else ("TERM", "KILL"))
     show()
     if not failed:
         return End(Exit.DONE, told=bool(names))
-    # Who ends because another one is gone says so by its status.
-    alone = [n for n in failed if members[n].popen.returncode != Exit.TRY_AGAIN]
-    lost = [n for n in alone if may_restart(of_returncode(members[n].popen.returncode))]
-    return End(_report(members, [*alone, *failed][0]), tuple(lost), bool(names))
+    alone = _alone(members, failed)
+    return End(_report(members, [*alone, *failed][0]), _lost(members, failed), bool(names))
 
 
 def _failed(members: list[Member], known: list[int]) -> list[int]:
     return [n for n, member in enumerate(members) if member.popen.returncode and n not in known]
 
 
-def _end(members: list[Member]) -> None:
-    for name in ("TERM", "KILL"):
+def _alone(members: list[Member], failed: list[int]) -> list[int]:
+    """Of processes that failed those that do not say by their status that another one is gone."""
+    return [n for n in failed if members[n].popen.returncode != Exit.TRY_AGAIN]
+
+
+def _lost(members: list[Member], failed: list[int]) -> tuple[int, ...]:
+    """Of these the ones that no person has to mend."""
+    statuses = {n: of_returncode(members[n].popen.returncode) for n in _alone(members, failed)}
+    return tuple(n for n, status in statuses.items() if may_restart(status))
+
+
+def _end(members: list[Member], names: Sequence[str]) -> None:
+    for name in names:
         for member in members:
             control.tell(member.popen, name)
         deadline = time.monotonic() + PATIENCE

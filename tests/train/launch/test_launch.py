@@ -94,6 +94,35 @@ def test_who_ends_because_another_is_gone_is_not_to_blame(tmp_path, capfd):
     assert "process 1 failed first, with status 2" in capfd.readouterr().err
 
 
+LOST, MISTAKE = "import os; os.kill(os.getpid(), 9)", "time.sleep(0.5); sys.exit(2)"
+
+
+@pytest.mark.parametrize(
+    ("bodies", "end"),
+    [
+        ([DEAF, LOST], (128 + 9, (1,), False)),
+        ([MISTAKE, "sys.exit(75)"], (2, (), False)),  # which a person has to hear of
+    ],
+)
+def test_a_run_that_starts_again_waits_for_nobody_who_can_only_end(tmp_path, bodies, end):
+    began = time.monotonic()
+    found = supervise.supervise([member(body) for body in bodies], tmp_path, 60.0, hurry=True)
+    assert found == end and time.monotonic() - began < 30
+
+
+def test_a_stop_is_obeyed_in_a_run_that_would_start_again(tmp_path, monkeypatch):
+    start = supervise._start
+
+    def interrupted(command, log, secret):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return start(command, log, secret)
+
+    monkeypatch.setattr(supervise, "_start", interrupted)
+    bodies = ["while not told: time.sleep(0.01)\ntime.sleep(1)\nprint('saved')", LOST]
+    found = supervise.supervise([member(body) for body in bodies], tmp_path, 20.0, hurry=True)
+    assert found.told and (tmp_path / "process_0.log").read_text().endswith("saved\n")
+
+
 @pytest.fixture
 def launcher(tmp_path):
     """A launcher of two members in a process of its own, when both are there."""

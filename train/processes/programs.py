@@ -1,0 +1,39 @@
+"""Compiled programs on disk: a process that starts again reads what it has compiled before."""
+
+import os
+import socket
+import types
+from pathlib import Path
+
+import jax
+from jax._src import compiler
+
+
+def kept(folder: Path) -> dict[str, str]:
+    """Environment variables with which JAX keeps programs in a folder, small ones too."""
+    return {
+        "JAX_COMPILATION_CACHE_DIR": str(folder),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",  # a start has dozens of these
+    }
+
+
+def keep_own(process_id: int) -> None:
+    """Has this process keep its programs in JAX's compilation cache, if there is one.
+
+    JAX lets process 0 write alone; on CPUs the others' programs are other ones, so that they would
+    compile again in each start. Each process gets a folder of its own, and each host, as programs
+    for one CPU need not run on another one.
+
+    Args:
+      process_id: Number of this process in its run.
+    """
+    folder = jax.config.jax_compilation_cache_dir
+    if not folder:
+        return
+    own = os.path.join(folder, f"{socket.gethostname()}-{process_id}")
+    jax.config.update("jax_compilation_cache_dir", own)
+    # The function asks for nothing else of this module than whether it is process 0.
+    first = types.SimpleNamespace(global_state=types.SimpleNamespace(process_id=0))
+    write = compiler._cache_write
+    names = {**write.__globals__, "distributed": first}
+    compiler._cache_write = types.FunctionType(write.__code__, names, write.__name__)
