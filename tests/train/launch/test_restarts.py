@@ -13,6 +13,7 @@ import pytest
 
 from tests.helpers import faults
 from tests.helpers.launching import ROOT, environment, run
+from train.checkpoints import files
 from train.config import Config, Optimizer
 from train.launch import restarts, ssh
 from train.launch.supervise import End
@@ -129,7 +130,7 @@ def test_a_run_that_lost_a_process_goes_on_with_fewer_as_if_that_had_been_its_sc
     command = [sys.executable, "-m", "train.launch", "--local", "2", "--restarts", "3"]
     command += ["--min-replicas", "1", "--heartbeat-timeout", "10", "--", str(config)]
     cache = environment(JAX_COMPILATION_CACHE_DIR=str(tmp_path / "cache"))
-    log = tmp_path / "run" / "metrics.jsonl"
+    log, saved = tmp_path / "run" / "metrics.jsonl", tmp_path / "run" / "checkpoints"
     with (
         open(tmp_path / "out.txt", "wb") as output,
         subprocess.Popen(
@@ -138,7 +139,8 @@ def test_a_run_that_lost_a_process_goes_on_with_fewer_as_if_that_had_been_its_sc
     ):
         try:
             deadline = time.monotonic() + 300
-            while not log.exists() or log.read_text().count("\n") < 5:
+            # Without a checkpoint the run would begin again.
+            while files.latest(saved) is None or log.read_text().count("\n") < 5:
                 assert launcher.poll() is None and time.monotonic() < deadline
                 time.sleep(0.02)
             os.kill(int(children(launcher.pid)[1]), signal.SIGKILL)

@@ -13,6 +13,7 @@ from train.processes import programs
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
     """JAX's cache in a folder, for one test."""
+    jax.devices()  # else they come to be while a test says that this is another process
     monkeypatch.setattr(compiler, "_cache_write", compiler._cache_write)
     names = {"jax_compilation_cache_dir": str(tmp_path)}
     names["jax_persistent_cache_min_compile_time_secs"] = 0.0
