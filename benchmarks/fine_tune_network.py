@@ -56,7 +56,11 @@ METHODS = {
         f"diloco({ADAM}, axis_name, every=10, code=quantize(4))", (5e-4, 1e-3, 2e-3, 4e-3)
     ),
 }
-LORA = {name: Method(update, lora="LoRA" in name) for name, update in fine_tune.LORA.items()}
+# Thin matrices learn at higher rates.
+LORA = {
+    name: Method(update, (8e-3, 1.6e-2, 3.2e-2), lora=True) if "LoRA" in name else Method(update)
+    for name, update in fine_tune.LORA.items()
+}
 
 
 def fine_tuned(call: Callable[..., list], steps: int) -> dict:
