@@ -102,7 +102,9 @@ def save(
     folder.mkdir(parents=True, exist_ok=True)
     safetensors.write_all(folder, _theirs(said["model_type"], config, params, np.dtype(dtype)))
     tokenizer = like if tokenizer is None else tokenizer
-    for name in TOKENIZER if tokenizer is not None else ():
+    # The tokenizer may have come first, in this very folder.
+    is_elsewhere = tokenizer is not None and not folder.samefile(tokenizer)
+    for name in TOKENIZER if is_elsewhere else ():
         if pathlib.Path(tokenizer, name).is_file():
             shutil.copyfile(pathlib.Path(tokenizer, name), folder / name)
     # Last: a folder that has it is whole.

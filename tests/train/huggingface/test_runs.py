@@ -106,6 +106,8 @@ def test_the_tokenizer_of_a_run_from_nothing_goes_along(tmp_path):
     _, params, model = loaded(GOLDEN / "gpt2")
     folder.save(tmp_path / "to", model, params, tokenizer=export.tokenizer_of(words))
     assert (tmp_path / "to" / "tokenizer.json").read_text() == "{}"
+    folder.save(tmp_path / "words", model, params, tokenizer=export.tokenizer_of(words))
+    assert (tmp_path / "words" / "tokenizer.json").read_text() == "{}"
     assert export.tokenizer_of({"data": {"tokenizer": str(tmp_path / "gone")}}) is None
     assert export.tokenizer_of({"data": {}}) is None
 
