@@ -6,7 +6,8 @@ Each host is a process in a network namespace of its own; see benchmarks/network
 the hosts serves all methods, and one compilation of a method all rates, between which the links
 are shaped anew. Bytes are those of the hosts' interfaces, beside what jaxcomp's report reads from
 the compiled program. With --devices 1 2 a host has one device, and then two, each a process: what
-goes through its interface stays. With --torch-python PyTorch's DDP trains the same model as well.
+goes through its interface stays. With --torch-python peers in PyTorch train the same model,
+from the same weights on the same rows; benchmarks.peers says how to make that Python.
 """
 
 import argparse
@@ -16,13 +17,22 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
 
-from benchmarks import commands, network
+from benchmarks import commands, network, slow_network_worker
 from benchmarks import rows as rows_file
+from benchmarks.peers import work
 from benchmarks.slow_network_figure import draw, table
-from benchmarks.slow_network_methods import ADAM, ALONE, DENSE, METHODS, MODELS, PEERS, SHARDED
+from benchmarks.slow_network_methods import (
+    ALONE,
+    DENSE,
+    METHODS,
+    MODELS,
+    PEERS,
+    SHARDED,
+    period_of,
+)
+from benchmarks.slow_network_teams import Team, programs, teams
 from train.processes.exits import clean_exits
 
 QUICK_METHODS = (ALONE, DENSE, "4 bits", "largest of 64, 4 bits")
@@ -41,54 +51,6 @@ ENVIRONMENT = {
 HEADERS = 1 + 66 / 1448 + 66 / 2896
 TOLERANCE = 0.05
 SECONDS = 600.0  # to wait for an answer: a machine may be busy
-
-
-class Team(NamedTuple):
-    """Hosts that are started together, and what they build."""
-
-    program: list[str]  # a worker's command, up to its options
-    specs: dict[str, dict]  # method -> arguments of the worker's `build`
-    connected: bool  # whether the hosts train together
-    devices: int = 1  # of a host, each a process
-
-
-def teams(
-    methods: list[str], torch_python: str | None, devices: Sequence[int] = (1,)
-) -> list[Team]:
-    """Who has to be started for some methods, in the order of the tables above."""
-    jax_host = [sys.executable, "-m", "benchmarks.slow_network_worker"]
-    torch_host = [torch_python or "", "-m", "benchmarks.peer_torch"]
-    updates = {
-        name: {"update": METHODS[name], "overlap": name.endswith("overlapped")}
-        for name in METHODS
-        if name in methods
-    } | {name: {"update": ADAM, "qsdp": SHARDED[name]} for name in SHARDED if name in methods}
-    peers = {name: {"exchange": PEERS[name]} for name in PEERS if name in methods}
-    alone = {ALONE: {"update": METHODS[DENSE]}} if ALONE in methods else {}
-    everyone = [Team(jax_host, alone, False)]
-    for count in devices:
-        # Behind one interface: together they send what one device would.
-        several = {
-            f"{name}, {count} devices": spec | {"fast": count} for name, spec in updates.items()
-        }
-        everyone.append(Team(jax_host, several if count > 1 else updates, True, count))
-    if torch_python:
-        everyone.append(Team(torch_host, peers, True))
-    return [team for team in everyone if team.specs]
-
-
-def programs(team: Team, hosts: tuple[network.Host, ...]) -> list[list[str]]:
-    """The commands of a team, of each host behind each other."""
-    count = len(hosts) * team.devices if team.connected else 1
-    options = ["--coordinator", f"{hosts[0].address}:7000", "--num-processes", str(count)]
-    options += ["--interface", network.INTERFACE]
-    places = [host for host in hosts for _ in range(team.devices)]
-    return [
-        network.inside(
-            host, [*team.program, *options, "--process-id", str(i if team.connected else 0)]
-        )
-        for i, host in enumerate(places)
-    ]
 
 
 def measure(workers, hosts, steps: int, warmup: int) -> dict:
@@ -111,6 +73,7 @@ def measure(workers, hosts, steps: int, warmup: int) -> dict:
         statistics.fmean(each)
         for each in zip(*(answer["seconds"] for answer in answers), strict=True)
     ]
+    reported = answers[0]["report_bytes"]
     quartiles = statistics.quantiles(seconds, n=4, method="inclusive")
     return {
         "steps": steps,
@@ -123,7 +86,7 @@ def measure(workers, hosts, steps: int, warmup: int) -> dict:
         "cpu_seconds": statistics.fmean(answer["cpu_seconds"] for answer in answers) / steps,
         "nic_bytes": {"sent": per_step("sent"), "received": per_step("received")},
         "retransmitted": per_step("retransmitted"),
-        "report_bytes": answers[0]["report_bytes"] * (len(workers) // len(hosts)),
+        "report_bytes": reported and reported * (len(workers) // len(hosts)),
         "skips_rounds": answers[0]["skips_rounds"],
         "loss": statistics.fmean(answer["loss"] for answer in answers),
     }
@@ -165,16 +128,19 @@ def rows_of(
     network.shape(net, network.UNLIMITED)
     with commands.start(programs(team, net.hosts), environment, folder) as workers:
         for method, spec in team.specs.items():
-            build = dict(spec, model=MODELS[model], sequences=options.sequences)
+            build = dict(spec, model=MODELS[model])
             if "update" in spec:
+                build["sequences"] = options.sequences
                 # The others find the first one's program in the cache.
                 facts = commands.call(workers[:1], "build", SECONDS, **build)[0]
                 commands.call(workers[1:], "build", SECONDS, **build)
             else:
+                build |= {"work": str(work_of(model, options, folder)), "code": options.peer_code}
                 facts = commands.call(workers, "build", SECONDS, **build)[0]
             for rate in rates if "no exchange" not in method else rates[:1]:
                 network.shape(net, rate)
-                measured = measure(workers, net.hosts, options.steps, options.warmup)
+                steps = -(-options.steps // period_of(method)) * period_of(method)
+                measured = measure(workers, net.hosts, steps, options.warmup)
                 yield {
                     "method": method,
                     **spec,
@@ -194,6 +160,18 @@ def rows_of(
                     "environment": ENVIRONMENT,
                 }
             network.shape(net, network.UNLIMITED)
+
+
+def work_of(model: str, options: argparse.Namespace, folder: pathlib.Path) -> pathlib.Path:
+    """The file of the weights and rows that the hosts in JAX begin with, for those in PyTorch."""
+    path = folder / "work.npz"
+    if not path.exists():
+        update = METHODS[DENSE]
+        config = slow_network_worker.config_of(
+            update, MODELS[model], options.hosts, options.sequences
+        )
+        work.write(path, config, options.warmup + options.steps)
+    return path
 
 
 def torch_of(python: str) -> str | None:
@@ -223,10 +201,8 @@ def parse(args: list[str]) -> argparse.Namespace:
     parser.add_argument("--sequences", type=int, default=1, help="of one host and step")
     parser.add_argument("--steps", type=int, default=8, help="timed steps of a row")
     parser.add_argument("--warmup", type=int, default=2, help="steps before them")
-    parser.add_argument(
-        "--torch-python",
-        help="Python with PyTorch, as pip install -e '.[peers]' gives it; without it no peers",
-    )
+    parser.add_argument("--torch-python", help="Python of the peers; without it there are none")
+    parser.add_argument("--peer-code", help="folder of the authors' code; without it, not theirs")
     if "--quick" in args:
         quick = {"hosts": 2, "rates": [network.UNLIMITED, "100mbit"], "steps": 4}
         parser.set_defaults(**quick, model="0.5M", methods=list(QUICK_METHODS))
@@ -250,7 +226,10 @@ def main(args: list[str]) -> None:
         print("no PyTorch rows: --torch-python PATH names a Python that has it", file=sys.stderr)
     rows: list[dict] = []
     with network.network(options.hosts) as net, tempfile.TemporaryDirectory() as folder:
-        for team in teams(options.methods, options.torch_python, options.devices):
+        started = teams(
+            options.methods, options.torch_python, bool(options.peer_code), options.devices
+        )
+        for team in started:
             for row in rows_of(
                 team, net, options.rates, options.model, options, pathlib.Path(folder)
             ):

@@ -1,8 +1,12 @@
 """What benchmarks.slow_network compares: methods and models by name."""
 
+import re
+from typing import Any, NamedTuple
+
 MEAN = "chain(compressed_mean({}, axis_name), {})"
 ADAM, SGD = "adam(learning_rate)", "sgd(learning_rate, momentum=0.9)"
 DENSE, LAMB = "dense float32", "LAMB"
+EXACT_IN_DION = "by_path(('embed|position', True), ('kernel', False), ('.*', True))"
 
 METHODS = {
     # name: optimizer.update of a config
@@ -33,8 +37,16 @@ METHODS = {
         f"PowerSGD {rank}": f"chain(power_sgd({rank}, axis_name, warmup_steps=2), {SGD})"
         for rank in (1, 4)
     },
+    **{
+        f"PowerSGD {rank}, Adam": f"chain(power_sgd({rank}, axis_name, warmup_steps=2), {ADAM})"
+        for rank in (1, 4)
+    },
     "DiLoCo, 4 bits, every 4th": f"diloco({ADAM}, axis_name, every=4, code=quantize(4))",
+    "DiLoCo, 4 bits, every 32nd": f"diloco({ADAM}, axis_name, every=32, code=quantize(4))",
     "SparseLoCo, every 4th": f"sparse_loco({ADAM}, axis_name, every=4)",
+    "SparseLoCo, every 16th": f"sparse_loco({ADAM}, axis_name, every=16)",
+    "DeMo": "demo(learning_rate, axis_name)",
+    "Dion": f"dion(learning_rate, axis_name, rank=24, others={ADAM}, exact={EXACT_IN_DION})",
     LAMB: MEAN.format("identity()", "lamb(learning_rate)"),
     "SLAMB": "slamb(learning_rate, axis_name, density=0.1, sync_every=8)",
     "SLAMB, 8 bits": "slamb(learning_rate, axis_name, sync_every=8, "
@@ -51,17 +63,42 @@ SHARDED = {
     "quantize(4, block=1024, range='minmax', rounding='stochastic'))",
 }
 ALONE = "no exchange"
+
+
+class Peer(NamedTuple):
+    """A row of PyTorch's: a file of benchmarks/peers, and what its `make` is told."""
+
+    peer: str
+    options: dict[str, Any]
+    uneven: bool = False  # whether steps differ by design: their mean counts then
+
+
 PEERS = {
-    # name: exchange of benchmarks/peer_torch.py
-    "PyTorch, no exchange": "none",
-    "PyTorch DDP float32": "float32",
-    "PyTorch DDP bfloat16": "bfloat16",
-    "PyTorch PowerSGD 1": "powersgd 1",
-    "PyTorch PowerSGD 4": "powersgd 4",
+    "PyTorch, no exchange": Peer("ddp", {"exchange": "none"}),
+    "PyTorch DDP float32": Peer("ddp", {"exchange": "float32"}),
+    "PyTorch DDP bfloat16": Peer("ddp", {"exchange": "bfloat16"}),
+    **{f"PyTorch PowerSGD {rank}": Peer("power_sgd", {"rank": rank}) for rank in (1, 4)},
+    "DeepSpeed 1-bit Adam": Peer("one_bit", {"optimizer": "one_bit_adam"}),
+    "DeepSpeed 1-bit Adam, one tensor": Peer(
+        "one_bit", {"optimizer": "one_bit_adam", "flat": True}
+    ),
+    "DeepSpeed 0/1 Adam, every 4th": Peer("one_bit", {"optimizer": "zero_one_adam"}, uneven=True),
+    "CocktailSGD's code": Peer("cocktail_sgd", {"random": 0.1, "top": 0.2, "bits": 4}),
+    "DeMo's code": Peer("demo", {"compression_topk": 32}),
+    "Dion's code": Peer("dion", {"rank_fraction": 1 / 16}),
+    "SLAMB's code": Peer("slamb", {"compress_ratio": 0.1, "local_steps": 8}, uneven=True),
 }
+AUTHORS = ("cocktail_sgd", "demo", "dion", "slamb")
+"""Peers that need the folder of the authors' code."""
 MODELS = {
     # name: fields of DecoderConfig
     "0.5M": {"layers": 2, "width": 128, "heads": 4, "context": 64},
     "5M": {"layers": 6, "width": 256, "heads": 4, "context": 128},
     "14M": {"layers": 8, "width": 384, "heads": 6, "context": 128},
 }
+
+
+def period_of(method: str) -> int:
+    """Steps until all that a method does has happened: a multiple of them is timed."""
+    every = re.search(r"every (\d+)", method)
+    return int(every[1]) if every else 8 if method.startswith("SLAMB") else 1

@@ -9,6 +9,7 @@ from benchmarks import (
     accelerators_figure,
     accelerators_targets,
     figures,
+    peers_table,
     scaling,
     scaling_check,
     slow_network_figure,
@@ -92,6 +93,12 @@ def _devices(rows, task, steps) -> str:
     )
 
 
+def _peers(rows, task, steps) -> str:
+    """Times of the file's rows, and the losses of the file beside it."""
+    losses = json.loads(path_of("peers_loss").read_text())
+    return peers_table.table(rows, losses)
+
+
 def _columns(rows: list[dict], cells: dict[str, Callable[[dict], str]]) -> str:
     lines = [list(cells), ["---"] * len(cells)]
     lines += [[cell(row) for cell in cells.values()] for row in rows]
@@ -103,6 +110,7 @@ TABLES: dict[str, Callable[[list[dict], str, int], str]] = {
     "pico": _convergence,
     "slow_network": lambda rows, task, steps: slow_network_figure.table(rows),
     "slow_network_devices": _devices,
+    "peers": _peers,
     "whole_run": lambda rows, task, steps: whole_run.table(rows),
     "scaling": lambda rows, task, steps: scaling.table(rows),
     "scaling_check": lambda rows, task, steps: scaling_check.table(rows),

@@ -1,5 +1,7 @@
 """Matrices of a tree in batches of equal shapes, and thin factors with orthogonal columns."""
 
+import functools
+import operator
 from typing import Any
 
 import jax
@@ -10,6 +12,8 @@ from jaxcomp.compressors.base import Key
 from jaxcomp.compressors.packing import fold, uniform
 from jaxcomp.methods import moments
 from jaxcomp.replicas.types import varying_axes
+
+_FEW = 4  # columns of factors up to which their product is a sum
 
 
 def batches(leaves: list[Any], shapes: list[tuple[int, int] | None]) -> list[list[int]]:
@@ -29,6 +33,19 @@ def batches(leaves: list[Any], shapes: list[tuple[int, int] | None]) -> list[lis
 def product(a: jax.Array, b: jax.Array) -> jax.Array:
     """The products of two batches of matrices, in all bits."""
     return jnp.matmul(a, b, precision=lax.Precision.HIGHEST)
+
+
+def outer(left: jax.Array, right: jax.Array) -> jax.Array:
+    """The products `left @ right.T` of two batches of factors [k, m, rank] and [k, n, rank].
+
+    A sum of few columns is not a matrix product to XLA: it is computed inside what uses it, and
+    needs no memory of the matrix' size.
+    """
+    rank = left.shape[-1]
+    if rank > _FEW:
+        return product(left, transposed(right))
+    columns = (left[..., :, None, i] * right[..., None, :, i] for i in range(rank))
+    return functools.reduce(operator.add, columns)
 
 
 def transposed(x: jax.Array) -> jax.Array:

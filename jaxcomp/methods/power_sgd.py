@@ -202,15 +202,15 @@ def _half(settings, count, bad, leaves, residuals, held, exact, part):
 
     Matrices of equal shapes are batched. Float32 leaves are in the same message.
     """
-    turned = low_rank.transposed if part == "right_factor" else lambda x: x
     groups = low_rank.batches(leaves, [settings.shape_of(x) for x in leaves])
     matrices, others, own = [], [], []
     for number, group in enumerate(groups):
         totals = [moments.widened(leaves[i]) + residuals[i] for i in group]
-        matrices.append(turned(jnp.stack([x.reshape(x.shape[0], -1) for x in totals])))
+        matrices.append(jnp.stack([x.reshape(x.shape[0], -1) for x in totals]))
         key = fold(Key(count, jnp.uint32(settings.transport.seed)), count, number)
         others.append(low_rank.orthogonal(jnp.stack([held[i] for i in group]), key))
-        own.append(low_rank.product(matrices[-1], others[-1]))
+        on_left = matrices[-1] if part == "left_factor" else low_rank.transposed(matrices[-1])
+        own.append(low_rank.product(on_left, others[-1]))
     got = averaging.average(settings.transport, (own, exact), count, part, bad=bad)
     factors, means = got.mean
     left: list[Any] = [None] * len(leaves)
@@ -218,8 +218,10 @@ def _half(settings, count, bad, leaves, residuals, held, exact, part):
     for group, matrix, other, sent, factor in zip(
         groups, matrices, others, own, factors, strict=True
     ):
-        mean = turned(low_rank.product(factor, low_rank.transposed(other)))
-        lost = turned(matrix - low_rank.product(sent, low_rank.transposed(other)))
+        # The matrix itself stays as it lies in memory, whichever factor travels.
+        both = lambda x, other=other: (x, other) if part == "left_factor" else (other, x)
+        mean = low_rank.outer(*both(factor))
+        lost = matrix - low_rank.outer(*both(sent))
         for row, i in enumerate(group):
             means[i], left[i] = (x[row].reshape(leaves[i].shape) for x in (mean, lost))
             new[i] = factor[row]

@@ -5,7 +5,14 @@ import sys
 
 import pytest
 
-from benchmarks import network, slow_network, slow_network_figure, slow_network_worker
+from benchmarks import (
+    network,
+    slow_network,
+    slow_network_figure,
+    slow_network_teams,
+    slow_network_worker,
+)
+from benchmarks.slow_network_methods import AUTHORS, PEERS, period_of
 from tests.helpers.namespaces import needs_namespaces
 from train.placement.resolve import resolve
 
@@ -60,8 +67,8 @@ def test_skipped_parts_count_as_often_as_they_were_sent():
 
 
 def test_hosts_are_told_who_they_are():
-    team = slow_network.Team(["worker"], {}, connected=True)
-    first, second = slow_network.programs(team, TWO_HOSTS.hosts)
+    team = slow_network_teams.Team(["worker"], {}, connected=True)
+    first, second = slow_network_teams.programs(team, TWO_HOSTS.hosts)
     assert first[:5] == ["ip", "netns", "exec", TWO_HOSTS.hosts[0].namespace, "worker"]
     assert second[3] == TWO_HOSTS.hosts[1].namespace
     for number, command in enumerate((first, second)):
@@ -75,9 +82,9 @@ def test_hosts_are_told_who_they_are():
 
 
 def test_the_devices_of_a_host_are_processes_in_its_namespace():
-    one, two = slow_network.teams(["4 bits"], None, devices=(1, 2))
+    one, two = slow_network_teams.teams(["4 bits"], None, devices=(1, 2))
     assert list(one.specs) == ["4 bits"] and list(two.specs) == ["4 bits, 2 devices"]
-    commands = slow_network.programs(two, TWO_HOSTS.hosts)
+    commands = slow_network_teams.programs(two, TWO_HOSTS.hosts)
     assert [command[3][-1] for command in commands] == ["1", "1", "2", "2"]
     options = [dict(zip(command[7::2], command[8::2], strict=True)) for command in commands]
     assert [of["--process-id"] for of in options] == ["0", "1", "2", "3"]
@@ -90,8 +97,8 @@ def test_the_devices_of_a_host_are_processes_in_its_namespace():
 
 
 def test_hosts_without_an_exchange_do_not_know_of_each_other():
-    team = slow_network.Team(["worker"], {}, connected=False)
-    for command in slow_network.programs(team, TWO_HOSTS.hosts):
+    team = slow_network_teams.Team(["worker"], {}, connected=False)
+    for command in slow_network_teams.programs(team, TWO_HOSTS.hosts):
         options = dict(zip(command[5::2], command[6::2], strict=True))
         assert (options["--num-processes"], options["--process-id"]) == ("1", "0")
 
@@ -103,18 +110,30 @@ def test_peers_run_only_with_a_python_that_has_them():
         *slow_network.SHARDED,
         *slow_network.PEERS,
     ]
-    assert len(slow_network.teams(everything, None)) == 2
-    *_, peers = slow_network.teams(everything, "/usr/bin/python-with-torch")
-    assert peers.program[0] == "/usr/bin/python-with-torch"
-    assert list(peers.specs) == list(slow_network.PEERS)
-    (only,) = slow_network.teams(["4 bits"], "/usr/bin/python-with-torch")
+    assert len(slow_network_teams.teams(everything, None)) == 2
+    _, _, *peers = slow_network_teams.teams(everything, "/usr/bin/python-with-torch", has_code=True)
+    assert {team.program[0] for team in peers} == {"/usr/bin/python-with-torch"}
+    assert [name for team in peers for name in team.specs] == list(PEERS)
+    # Processes of its own for each file: what one changes in PyTorch, no other sees.
+    assert all(len({spec["peer"] for spec in team.specs.values()}) == 1 for team in peers)
+    _, _, *without = slow_network_teams.teams(everything, "/usr/bin/python-with-torch")
+    left = {spec["peer"] for team in without for spec in team.specs.values()}
+    assert left == {peer.peer for peer in PEERS.values()} - set(AUTHORS)
+    (only,) = slow_network_teams.teams(["4 bits"], "/usr/bin/python-with-torch")
     assert list(only.specs) == ["4 bits"] and only.connected
+
+
+def test_as_many_steps_are_timed_as_a_method_takes_to_repeat_itself():
+    assert period_of("DiLoCo, 4 bits, every 32nd") == 32
+    assert period_of("DeepSpeed 0/1 Adam, every 4th") == 4
+    assert period_of("SLAMB's code") == 8
+    assert period_of("PowerSGD 4, Adam") == 1
 
 
 @pytest.mark.parametrize("method", [*slow_network.METHODS, *slow_network.SHARDED])
 def test_every_method_is_a_config_of_the_training_program(method):
     model = slow_network.MODELS["5M"]
-    [team] = slow_network.teams([method], None)
+    [team] = slow_network_teams.teams([method], None)
     config = slow_network_worker.config_of(
         **team.specs[method], model=model, replicas=4, sequences=2
     )
@@ -170,7 +189,7 @@ def run(steps):
     report = {"report_bytes": 1e4, "skips_rounds": False, "loss": 1.0, "cpu_seconds": 0.1}
     return {"seconds": seconds, **report}
 
-build = lambda exchange, model, sequences: {"collectives": 1, "parameters": 1000}
+build = lambda peer, model, work, code: {"collectives": 1, "parameters": 1000}
 commands.serve(build=build, run=run)
 """
 
@@ -178,8 +197,9 @@ commands.serve(build=build, run=run)
 @needs_namespaces
 def test_rows_hold_what_hosts_have_sent(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(pathlib.Path(__file__).parents[2]))
-    team = slow_network.Team([sys.executable, "-c", STUB], {"stub": {"exchange": "udp"}}, True)
+    team = slow_network_teams.Team([sys.executable, "-c", STUB], {"stub": {"peer": "udp"}}, True)
     options = slow_network.parse(["--steps", "50", "--hosts", "2"])
+    monkeypatch.setattr(slow_network, "work_of", lambda *args: tmp_path / "work.npz")
     with network.network(2) as net:
         rates = ["unlimited", "100mbit"]
         rows = list(slow_network.rows_of(team, net, rates, "5M", options, tmp_path))
@@ -192,3 +212,12 @@ def test_rows_hold_what_hosts_have_sent(tmp_path, monkeypatch):
         # The mean of a host that takes 1 ms and of one that takes 1,001 ms.
         assert row["step_seconds"]["median"] == pytest.approx(0.501)
         assert (row["method"], row["hosts"], row["steps"]) == ("stub", 2, 50)
+
+
+def test_hosts_without_a_report_are_measured(monkeypatch):
+    answer = {"seconds": [0.1], "cpu_seconds": 0.1, "loss": 1.0, "skips_rounds": False}
+    monkeypatch.setattr(
+        slow_network.commands, "call", lambda *a, **k: [answer | {"report_bytes": None}]
+    )
+    monkeypatch.setattr(slow_network.network, "counters", lambda host: network.Counters(1, 1, 0))
+    assert slow_network.measure([None], TWO_HOSTS.hosts, 1, 0)["report_bytes"] is None

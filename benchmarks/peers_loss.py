@@ -1,0 +1,175 @@
+"""Trains a small model with our methods and with peers, from the same weights on the same rows.
+
+    python -m benchmarks.peers_loss --torch-python PEERS/bin/python [--peer-code FOLDER]
+
+`train` draws the weights and orders the text for both; the first loss of a peer must be ours. Four
+hosts are four processes on this machine's loopback, ours four devices of one process. Each method
+runs at each rate of its optimizer, with a warm-up of a tenth and a cosine; a peer begins to
+compress when ours does. Runs whose row is in the file already are not run again.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import pathlib
+import socket
+import sys
+import tempfile
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from benchmarks import commands
+from benchmarks import rows as rows_file
+from benchmarks.peers import work
+from benchmarks.slow_network import ENVIRONMENT, SECONDS
+from benchmarks.slow_network_methods import ADAM, DENSE, LAMB, MEAN, METHODS, MODELS, PEERS
+from benchmarks.slow_network_worker import config_of
+from train.config import Config
+from train.config.run import schedule
+from train.models import build
+from train.processes import devices
+from train.processes.exits import clean_exits
+from train.task import make_task
+
+MODEL, HOSTS, SEQUENCES, SEED = "0.5M", 4, 4, 0
+RATES = {
+    # by optimizer
+    "adam": (3e-3, 6e-3),
+    "lamb": (1e-2, 2e-2),
+    "sign": (1e-3, 2e-3),
+    "dion": (1e-2, 2e-2),
+}
+
+
+class Row(NamedTuple):
+    """One method: ours as `optimizer.update` of a config, or a peer's name in `PEERS`."""
+
+    rates: str  # of RATES
+    update: str | None = None
+
+
+OURS = {
+    DENSE: Row("adam", METHODS[DENSE]),
+    "dense bfloat16": Row("adam", METHODS["dense bfloat16"]),
+    **{
+        f"PowerSGD {rank}, Adam": Row(
+            "adam", f"chain(power_sgd({rank}, axis_name, warmup_steps=warmup_steps), {ADAM})"
+        )
+        for rank in (1, 4)
+    },
+    "1-bit Adam": Row("adam", "one_bit_adam(learning_rate, axis_name, freeze_step=warmup_steps)"),
+    "0/1 Adam, every 4th": Row(
+        "adam",
+        "zero_one_adam(learning_rate, axis_name, warmup_steps=warmup_steps, "
+        "sync_at=schedules.every(4, steps, after=warmup_steps))",
+    ),
+    "CocktailSGD": Row("adam", METHODS["CocktailSGD"]),
+    "CocktailSGD, signs of an eighth": Row("adam", METHODS["CocktailSGD, signs of an eighth"]),
+    "DeMo": Row("sign", METHODS["DeMo"]),
+    "Dion": Row("dion", METHODS["Dion"]),
+    LAMB: Row("lamb", MEAN.format("identity()", "lamb(learning_rate)")),
+    "SLAMB": Row("lamb", METHODS["SLAMB"]),
+    "sharded Adam, 4 bits": Row("adam", METHODS["sharded Adam, 4 bits"]),
+    "DiLoCo, 4 bits, every 32nd": Row("adam", METHODS["DiLoCo, 4 bits, every 32nd"]),
+    "SparseLoCo, every 16th": Row("adam", METHODS["SparseLoCo, every 16th"]),
+}
+KINDS = {"DeMo's code": "sign", "Dion's code": "dion", "SLAMB's code": "lamb"}
+COMPARED = [name for name in PEERS if PEERS[name].options != {"exchange": "none"}]
+ROWS = OURS | {name: Row(KINDS.get(name, "adam")) for name in COMPARED}
+
+
+def run_of(name: str, rate: float, steps: int) -> Config:
+    """The run of a row; of a peer's, what its rows and its rates are taken from."""
+    config = config_of(ROWS[name].update or METHODS[DENSE], MODELS[MODEL], HOSTS, SEQUENCES)
+    optimizer = dataclasses.replace(
+        config.optimizer, learning_rate=rate, warmup_steps=steps // 10, schedule="cosine"
+    )
+    return dataclasses.replace(
+        config, name="peers_loss", steps=steps, optimizer=optimizer, seed=SEED, eval_batches=64
+    )
+
+
+def own_losses(config: Config) -> dict[str, float]:
+    """Trains with one of our methods, and measures the mean of the replicas' parameters."""
+    task = make_task(config)
+    params, state = task.init()
+    first = None
+    for step in range(config.steps):
+        params, state, metrics = task.step(params, state, task.batch(step))
+        first = float(np.mean(metrics["loss"])) if first is None else first
+    measured = task.evaluate(task.mean(params, state)[0])
+    return {"first_loss": first, "val_loss": float(measured["loss"])}
+
+
+def peer_losses(name: str, config: Config, torch_python: str, code: str | None) -> dict[str, float]:
+    """Trains with a peer, by four processes.
+
+    Raises:
+      RuntimeError: If its first losses are not those of the same weights and rows in JAX.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder, "work.npz")
+        work.write(path, config, config.steps)
+        with np.load(path) as arrays:
+            first = jax.jit(build.loss_of(config))(build.random_params(config), arrays["train"][0])
+        with commands.start(_hosts(torch_python), ENVIRONMENT, pathlib.Path(folder)) as workers:
+            asked = PEERS[name]._asdict() | {"model": MODELS[MODEL], "work": str(path)}
+            dense_steps = config.optimizer.warmup_steps
+            asked |= {"dense_steps": dense_steps, "code": code, "warm_steps": 0}
+            commands.call(workers, "build", SECONDS, **asked)
+            at = schedule(config.optimizer, config.steps)
+            rates = [float(at(step)) for step in range(config.steps)]
+            answers = commands.call(workers, "train", 2 * SECONDS, rates=rates)
+    mean = float(np.mean([answer["first_loss"] for answer in answers]))
+    if abs(mean - first) > 1e-4 * first:
+        raise RuntimeError(f"{name} begins at loss {mean}, JAX at {first}: the work differs.")
+    return {"first_loss": mean, "val_loss": answers[0]["val_loss"]}
+
+
+def _hosts(python: str) -> list[list[str]]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    program = [python, "-m", "benchmarks.peers.host", "--coordinator", f"127.0.0.1:{port}"]
+    program += ["--num-processes", str(HOSTS), "--interface", "lo", "--process-id"]
+    return [[*program, str(number)] for number in range(HOSTS)]
+
+
+def main(args: list[str]) -> None:
+    """Runs what is missing, and saves after each."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--torch-python", help="as of benchmarks.slow_network; without it no peers")
+    parser.add_argument("--peer-code", help="folder of the authors' code, see benchmarks.peers")
+    parser.add_argument("--methods", nargs="+", default=list(ROWS), choices=list(ROWS))
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--rates", type=int, default=2, help="how many of each optimizer's")
+    parser.add_argument(
+        "--json", type=pathlib.Path, default=pathlib.Path("benchmarks/results/peers_loss.json")
+    )
+    options = parser.parse_args(args)
+    devices.start(HOSTS)
+    for name in options.methods:
+        if name in PEERS and not options.torch_python:
+            continue
+        for rate in RATES[ROWS[name].rates][: options.rates]:
+            rows = json.loads(options.json.read_text()) if options.json.exists() else []
+            key = {"method": name, "learning_rate": rate, "steps": options.steps}
+            if any(key.items() <= row.items() for row in rows):
+                continue
+            config = run_of(name, rate, options.steps)
+            if name in PEERS:
+                found = peer_losses(name, config, options.torch_python, options.peer_code)
+            else:
+                found = own_losses(config)
+            print(f"{name}, rate {rate:g}: {found['val_loss']:.4f}", flush=True)
+            facts = {"update": ROWS[name].update, "model": MODEL, "sequences": SEQUENCES}
+            facts |= {"hosts": HOSTS, "cores": os.cpu_count(), **rows_file.machine()}
+            rows_file.write(options.json, [*rows, key | facts | found])
+
+
+if __name__ == "__main__":
+    with clean_exits():
+        main(sys.argv[1:])
