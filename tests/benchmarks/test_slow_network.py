@@ -215,9 +215,9 @@ def test_rows_hold_what_hosts_have_sent(tmp_path, monkeypatch):
 
 
 def test_hosts_without_a_report_are_measured(monkeypatch):
-    answer = {"seconds": [0.1], "cpu_seconds": 0.1, "loss": 1.0, "skips_rounds": False}
+    answer = {"seconds": [0.1, 0.1], "cpu_seconds": 0.1, "loss": 1.0, "skips_rounds": False}
     monkeypatch.setattr(
         slow_network.commands, "call", lambda *a, **k: [answer | {"report_bytes": None}]
     )
     monkeypatch.setattr(slow_network.network, "counters", lambda host: network.Counters(1, 1, 0))
-    assert slow_network.measure([None], TWO_HOSTS.hosts, 1, 0)["report_bytes"] is None
+    assert slow_network.measure([None], TWO_HOSTS.hosts, 2, 0)["report_bytes"] is None

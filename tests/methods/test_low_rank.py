@@ -2,9 +2,10 @@
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from jaxcomp.compressors.base import Key
-from jaxcomp.methods.low_rank import orthogonal
+from jaxcomp.methods.low_rank import orthogonal, outer
 
 
 def test_columns_that_are_nearly_parallel_become_orthogonal():
@@ -17,3 +18,11 @@ def test_columns_that_are_nearly_parallel_become_orthogonal():
     np.testing.assert_allclose(span, x[1, :, :2], atol=1e-5)
     nothing = orthogonal(jnp.zeros((1, 30, 2)), Key(jnp.int32(0), jnp.uint32(1)))
     assert np.all(np.abs(nothing) > 0)
+
+
+@pytest.mark.parametrize("rank", [1, 2, 4, 5, 9])
+def test_the_product_of_factors_is_that_of_matrices_for_any_rank(rank):
+    # Integers, so that sums are exact in any order.
+    draw = np.random.default_rng(rank).integers
+    left, right = (draw(-9, 9, size=(2, size, rank)).astype(np.float32) for size in (7, 5))
+    np.testing.assert_array_equal(outer(left, right), left @ np.swapaxes(right, 1, 2))
