@@ -25,6 +25,8 @@ def measure(rate: str, repeats: int) -> dict:
         environment = slow_network.ENVIRONMENT | {"JAX_COMPILATION_CACHE_DIR": folder}
         hosts = slow_network.programs(team, net.hosts)
         with commands.start(hosts, environment, pathlib.Path(folder)) as workers:
+            read = {"model": build["model"], "sequences": build["sequences"]}
+            commands.call(workers, "read", slow_network.SECONDS, **read)
             facts = commands.call(workers[:1], "build", slow_network.SECONDS, **build)[0]
             commands.call(workers[1:], "build", slow_network.SECONDS, **build)
             network.shape(net, rate)

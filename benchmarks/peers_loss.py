@@ -25,7 +25,7 @@ from benchmarks import commands
 from benchmarks import rows as rows_file
 from benchmarks.peers import work
 from benchmarks.slow_network import ENVIRONMENT, SECONDS
-from benchmarks.slow_network_methods import ADAM, DENSE, LAMB, MEAN, METHODS, MODELS, PEERS
+from benchmarks.slow_network_methods import DENSE, LAMB, MEAN, METHODS, MODELS, PEERS
 from benchmarks.slow_network_worker import config_of
 from train.config import Config
 from train.config.run import schedule
@@ -55,10 +55,9 @@ OURS = {
     DENSE: Row("adam", METHODS[DENSE]),
     "dense bfloat16": Row("adam", METHODS["dense bfloat16"]),
     **{
-        f"PowerSGD {rank}, Adam": Row(
-            "adam", f"chain(power_sgd({rank}, axis_name, warmup_steps=warmup_steps), {ADAM})"
-        )
-        for rank in (1, 4)
+        name: Row("adam", METHODS[name].replace("warmup_steps=2", "warmup_steps=warmup_steps"))
+        for name in METHODS
+        if name.startswith("PowerSGD") and name.endswith("Adam")
     },
     "1-bit Adam": Row("adam", "one_bit_adam(learning_rate, axis_name, freeze_step=warmup_steps)"),
     "0/1 Adam, every 4th": Row(

@@ -102,6 +102,8 @@ def measurements(
     compiled = os.environ.get("JAX_COMPILATION_CACHE_DIR", str(folder / "compiled"))
     cache = {"JAX_COMPILATION_CACHE_DIR": compiled}
     with commands.start(programs(team, net.hosts), ENVIRONMENT | cache, folder) as workers:
+        read = {"model": MODELS[options.model], "sequences": options.sequences}
+        commands.call(workers, "read", SECONDS, **read)
         sends, facts = {}, {}
         for name in options.methods:
             build = {"method": name, "update": METHODS[name]}

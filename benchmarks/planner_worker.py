@@ -15,10 +15,11 @@ from train.processes import devices, distributed
 def functions(replicas: int) -> dict:
     """What the benchmark calls; all hosts together, but for `build`."""
     steps: dict[str, dict] = {}
+    text: dict[str, Any] = {}
     timers: dict[str, Any] = {}
 
     def build(method: str, update: str, model: dict[str, int], sequences: int) -> dict:
-        steps[method] = slow_network_worker.functions(replicas)
+        steps[method] = slow_network_worker.functions(replicas, text)
         return steps[method]["build"](update=update, model=model, sequences=sequences)
 
     def prepare(method: str, update: str, model: dict[str, int], sequences: int) -> list[dict]:
@@ -34,6 +35,7 @@ def functions(replicas: int) -> dict:
         return {op: dataclasses.asdict(cost) for op, cost in found.items()}
 
     return {
+        "read": slow_network_worker.functions(replicas, text)["read"],
         "build": build,
         "prepare": prepare,
         "link": link,

@@ -127,6 +127,9 @@ def rows_of(
     environment = ENVIRONMENT | {"JAX_COMPILATION_CACHE_DIR": cache}
     network.shape(net, network.UNLIMITED)
     with commands.start(programs(team, net.hosts), environment, folder) as workers:
+        if any("update" in spec for spec in team.specs.values()):
+            read = {"model": MODELS[model], "sequences": options.sequences}
+            commands.call(workers, "read", SECONDS, **read)
         for method, spec in team.specs.items():
             build = dict(spec, model=MODELS[model])
             if "update" in spec:

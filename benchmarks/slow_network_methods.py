@@ -38,8 +38,10 @@ METHODS = {
         for rank in (1, 4)
     },
     **{
-        f"PowerSGD {rank}, Adam": f"chain(power_sgd({rank}, axis_name, warmup_steps=2), {ADAM})"
+        f"PowerSGD {rank}{name}, Adam": f"chain(power_sgd({rank}, axis_name, "
+        f"warmup_steps=2{more}), {ADAM})"
         for rank in (1, 4)
+        for name, more in {"": "", ", both sides": ", sides='both'"}.items()
     },
     "DiLoCo, 4 bits, every 4th": f"diloco({ADAM}, axis_name, every=4, code=quantize(4))",
     "DiLoCo, 4 bits, every 32nd": f"diloco({ADAM}, axis_name, every=32, code=quantize(4))",

@@ -15,6 +15,7 @@ from jaxcomp.measure import step_probe
 from jaxcomp.replicas import protocol
 from train.config import Config, Data, Optimizer
 from train.config.run import AXIS_NAME
+from train.data import examples
 from train.models.decoder import DecoderConfig
 from train.output.metrics import hardware_name
 from train.processes import devices, distributed
@@ -54,17 +55,25 @@ def config_of(
     )
 
 
-def functions(replicas: int) -> dict:
+def functions(replicas: int, kept: dict[str, examples.Examples] | None = None) -> dict:
     """What benchmarks call: `build` a step, then `run` it, or an overlapped one's `parts`.
 
-    `sends` lists the messages of its step.
+    `sends` lists the messages of its step. Hosts `read` the text together: thereafter one may
+    `build` before the others. The text is kept in `kept`, which several steps may share.
     """
     built: dict[str, Any] = {}
+    kept = {} if kept is None else kept
+
+    def read(model: dict[str, int], sequences: int) -> dict:
+        config = config_of("adam(learning_rate)", model, replicas, sequences)
+        kept["text"] = examples.read(config)
+        return kept["text"].record
 
     def build(update: str, model: dict[str, int], sequences: int, **method: Any) -> dict:
         built.clear()
         began = time.perf_counter()
-        task = make_task(config_of(update, model, replicas, sequences, **method))
+        config = config_of(update, model, replicas, sequences, **method)
+        task = make_task(config, lambda config: kept.get("text") or examples.read(config))
         params, state = jax.block_until_ready(task.init())
         parts = jaxcomp.report.sent_bytes_by_part(task.programs, task.mesh, AXIS_NAME)
         built.update(task=task, params=params, state=state, step=0, parts=parts)
@@ -121,7 +130,7 @@ def functions(replicas: int) -> dict:
         found = step_probe.messages(task.programs, task.mesh, shares, AXIS_NAME)
         return [dataclasses.asdict(message) for message in found]
 
-    return {"build": build, "run": run, "parts": parts, "sends": sends}
+    return {"read": read, "build": build, "run": run, "parts": parts, "sends": sends}
 
 
 def num_collectives(task) -> int:

@@ -208,7 +208,8 @@ def _averaged(settings, count, matrices, held, exact, updates):
         for number, factor in enumerate(factors)
     ]
     own = list(map(low_rank.product, map(low_rank.transposed, matrices), lefts))
-    return lefts, send(own, count, "right_factor").mean, exact, got.failed
+    rights = send(own, count, "right_factor").mean if own else own
+    return lefts, rights, exact, got.failed
 
 
 def _stepped(settings, matrix, p, r):

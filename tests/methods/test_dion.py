@@ -58,6 +58,15 @@ def test_four_replicas_take_the_steps_of_one_with_all_data_and_share_its_momentu
     assert state.residual["embed"] is None and state.residual["bias"] is None
 
 
+def test_parameters_without_a_matrix_take_the_others_steps():
+    # As in the tree of one number by which `train` counts messages.
+    start, grads = random_tree(0), random_tree(1, 4)
+    start, grads = ({"bias": tree["bias"]} for tree in (start, grads))
+    _, (params, _) = history_of(make(), start, [grads], 4)
+    wanted = start["bias"] - RATE * grads["bias"].mean(axis=0)
+    np.testing.assert_allclose(one_value(params["bias"]), wanted, atol=1e-6)
+
+
 def test_a_step_of_the_highest_rank_goes_along_all_directions():
     start, grads = random_tree(0), [random_tree(1, 2)]
     params, state = history_of(make(rank=50), start, grads, 2)[-1]
