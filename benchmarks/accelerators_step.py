@@ -16,10 +16,9 @@ from jax.sharding import PartitionSpec as P
 import jaxcomp
 from benchmarks.accelerators_devices import DEVICES
 from train.config import Config, Data, Optimizer
-from train.config.run import AXIS_NAME, update
+from train.config.run import AXIS_NAME
 from train.models import build
 from train.models.decoder import DecoderConfig
-from train.placement.base import Functions
 from train.placement.resolve import resolve
 from train.processes.devices import FAST_AXIS
 
@@ -126,26 +125,30 @@ def build_step(model: DecoderConfig, method: Method, mesh: Mesh, in_shards: bool
     """
     if len(mesh.axis_names) > 1 and not (in_shards or has_fast_axis(method)):
         mesh = Mesh(mesh.devices.reshape(-1), (AXIS_NAME,), axis_types=mesh.axis_types[:1])
-    config = config_of(model, method, mesh, in_shards)
+    return abstract_step(config_of(model, method, mesh, in_shards), mesh, batch_of(mesh))
+
+
+def abstract_step(config: Config, mesh: Mesh, batch: Any = None) -> Built:
+    """The step of a run of `train`, for `lower`; by default with the batch of the run."""
+    functions = resolve(config).functions(mesh)
     natural = build.param_shapes(config)
-    make = _in_shards if in_shards else resolve(config).functions
-    functions = make(config, mesh) if in_shards else make(mesh)
-    replicated = jax.tree.map(lambda _: NamedSharding(mesh, P()), natural)
-    shardings = functions.shardings(natural)
-    like = jax.eval_shape(functions.init, _placed(natural, replicated))
-    params, state = (_placed(*pair) for pair in zip(like, shardings, strict=True))
+    everywhere = jax.tree.map(lambda _: NamedSharding(mesh, P()), natural)
+    places = functions.places(natural) if functions.places else everywhere
+    like = jax.eval_shape(functions.init, _placed(natural, places))
+    params, state = _placed(like, functions.shardings(natural))
+    batch = build.batch_of(config, mesh) if batch is None else batch
     numel = sum(leaf.size for leaf in jax.tree.leaves(natural))
-    return Built(config, mesh, *functions[:2], params, state, batch_of(mesh), numel)
+    return Built(config, mesh, functions.init, functions.step, params, state, batch, numel)
 
 
 def config_of(model: DecoderConfig, method: Method, mesh: Mesh, in_shards: bool = False) -> Config:
     """The run of `train` whose step it is."""
-    fast = 1 if in_shards else mesh.shape.get(FAST_AXIS, 1)
     return Config(
         name="accelerators",
         steps=1000,
         replicas=mesh.size,
-        fast=fast,
+        fast=mesh.shape.get(FAST_AXIS, 1),
+        in_shards=in_shards,
         per_layer=method.layered,
         optimizer=Optimizer(update=method.update, learning_rate=1e-3),
         qsdp=method.qsdp,
@@ -158,42 +161,6 @@ def batch_of(mesh: Mesh, sequences: int = 1, tokens: int = TOKENS) -> jax.ShapeD
     """A batch of so many sequences a device."""
     rows = NamedSharding(mesh, P(mesh.axis_names))
     return jax.ShapeDtypeStruct((mesh.size * sequences, tokens + 1), "int32", sharding=rows)
-
-
-def _in_shards(config: Config, mesh: Mesh) -> Functions:
-    """The step of replicas that are hosts, each parameter cut along one axis over its devices."""
-    natural, tx = build.param_shapes(config), update(config)
-    cut = lambda leaf: _cut(leaf.shape, mesh.shape[FAST_AXIS])
-    specs = jax.tree.map(cut, natural)
-    loss_fn = build.loss_of(config)
-    made = jaxcomp.train_step(loss_fn, tx, mesh, AXIS_NAME, param_specs=specs)
-    of_state = jaxcomp.state_specs(
-        jaxcomp.per_replica(tx, AXIS_NAME), natural, mesh, AXIS_NAME, specs
-    )
-    place = lambda specs: jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
-
-    def init(params):
-        params = jax.lax.with_sharding_constraint(params, place(specs))
-        return params, made.init(params)
-
-    return Functions(
-        init=init,
-        step=made.step,
-        mean=lambda params, state: jaxcomp.mean_params(
-            params, state, mesh, AXIS_NAME, param_specs=specs
-        ),
-        whole=lambda params: params,
-        shardings=lambda _: place((specs, of_state)),
-    )
-
-
-def _cut(shape: tuple[int, ...], devices: int) -> P:
-    """Cuts a leaf along the last of its largest axes that can be divided."""
-    sizes = [(size, axis) for axis, size in enumerate(shape) if size % devices == 0]
-    if not sizes:
-        return P()
-    _, axis = max(sizes)
-    return P(*(None,) * axis, FAST_AXIS)
 
 
 def _placed(like: Any, shardings: Any) -> Any:

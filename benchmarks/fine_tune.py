@@ -13,23 +13,20 @@ import dataclasses
 import json
 import pathlib
 import time
-from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from benchmarks import accelerators_messages, accelerators_row
 from benchmarks import accelerators_roofline as roofline
 from benchmarks import rows as rows_file
 from benchmarks.accelerators_devices import DEVICES, mesh_of
 from benchmarks.accelerators_program import Program
+from benchmarks.accelerators_row import compile_step
+from benchmarks.accelerators_step import abstract_step
 from jaxcomp import report
-from train.config import Config
 from train.config import run as configs
 from train.config.run import AXIS_NAME
 from train.models import build, lora
-from train.placement.resolve import resolve
 from train.processes.devices import FAST_AXIS
 
 RESULTS = pathlib.Path(__file__).parent / "results" / "fine_tune.json"
@@ -48,23 +45,11 @@ LORA = {
 }
 
 
-def lowered(config: Config, mesh: Mesh) -> Any:
-    """A run's step for a mesh, without its data; nothing is computed."""
-    functions = resolve(config).functions(mesh)
-    natural = build.param_shapes(config)
-    everywhere = jax.tree.map(lambda _: NamedSharding(mesh, P()), natural)
-    places = functions.places(natural) if functions.places else everywhere
-    place = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-    like = jax.eval_shape(functions.init, jax.tree.map(place, natural, places))
-    shaped = jax.tree.map(place, like, functions.shardings(natural))
-    return functions.step.lower(*shaped, build.batch_of(config, mesh))
-
-
 def on_hosts(path: str) -> dict:
     """A row of `hosts`: what one step of a config needs of an H100, and its predicted seconds."""
     began, config, mesh = time.perf_counter(), configs.load(path), mesh_of(DEVICE, HOSTS)
-    compiled = lowered(config, mesh).compile()
-    numel = sum(x.size for x in jax.tree.leaves(build.param_shapes(config)))
+    built = abstract_step(config, mesh)
+    compiled, numel = compile_step(built), built.numel
     program = Program(compiled.as_text())
     crossing = [
         m
@@ -119,7 +104,7 @@ def of_lora(path: str, replicas: int = 4) -> list[dict]:
             trainable=lora.TRAINED if thin else None,
         )
         mesh = jax.make_mesh((replicas,), (AXIS_NAME,), axis_types=(jax.sharding.AxisType.Auto,))
-        compiled = lowered(one, mesh).compile()
+        compiled = compile_step(abstract_step(one, mesh))
         shapes = build.param_shapes(one)
         trained = lora.only(shapes) if thin else shapes
         numel = sum(x.size for x in jax.tree.leaves(trained))
