@@ -29,9 +29,9 @@ _PROGRAM = [
     "compiled in, CPU s",
 ]
 _PREDICTED = [*_COLUMNS, "MB a host sends", *(f"{rate}, ms" for rate in RATES), "unlimited, ms"]
-DRAWN = ("dense", "q8", "q4", "sign", "top_k", "cocktail", "zero_one_adam", "slamb")
+DRAWN = ("dense", "q8", "q4", "sign", "top_k", "cocktail")
 DRAWN_FROM = 10**8
-"""Methods with a curve, and the parameters of the smallest model that has one."""
+"""Methods with a curve, all of whose steps are alike, and the parameters of the smallest model."""
 _MEASURED = [*_COLUMNS, "a step of few tokens, over no slow link"]
 
 

@@ -32,6 +32,7 @@ class Message(NamedTuple):
       start: Its place in there, and of `done`, where what it brings is first at hand; equal if
         nothing can run meanwhile.
       inside: Whether that is in a `while` or a `cond`.
+      num_bytes: Of what it brings.
     """
 
     op: str
@@ -40,6 +41,7 @@ class Message(NamedTuple):
     start: int
     done: int
     inside: bool
+    num_bytes: int
 
     @property
     def asynchronous(self) -> bool:
@@ -54,11 +56,13 @@ class Overlap(NamedTuple):
       beside: Those that stand between the start and the done of a message.
       span: Those between the first start and the last done of the entry computation.
       after_first: Those that stand behind the first start, asynchronous or not.
+      bytes_asynchronous: Not of products: the share of all bytes that asynchronous messages bring.
     """
 
     beside: float
     span: float
     after_first: float
+    bytes_asynchronous: float
 
 
 def messages(program: Program, mesh: Mesh) -> list[Message]:
@@ -77,7 +81,7 @@ def overlap(program: Program, crossing: list[Message]) -> Overlap:
     total = program.cost.products
     entry = program.module.entry
     if not total or not crossing:
-        return Overlap(0.0, 0.0, 0.0)
+        return Overlap(0.0, 0.0, 0.0, 0.0)
     weights = _weights(program, entry)
     own = [m for m in crossing if m.asynchronous and m.computation == entry]
     first, last = min((m.start for m in own), default=0), max((m.done for m in own), default=0)
@@ -88,6 +92,7 @@ def overlap(program: Program, crossing: list[Message]) -> Overlap:
         _covered(program, entry, crossing) / total,
         sum(weights[first + 1 : last]) / total,
         sum(weights[min(begun) + 1 :]) / total,
+        sum(m.num_bytes for m in crossing if m.asynchronous) / sum(m.num_bytes for m in crossing),
     )
 
 
@@ -97,7 +102,10 @@ def _found(program, name, inside) -> Iterator[tuple[hlo.Instruction, tuple]]:
     for place, line in enumerate(lines):
         sent = _sent_by(program, line)
         if sent is not None:
-            yield sent, (name, place, _done(program, lines, place, sent), inside)
+            done = _done(program, lines, place, sent)
+            # What starts a message has a tuple of what goes and what comes.
+            brings = lines[done] if sent.op.endswith("-start") else sent
+            yield sent, (name, place, done, inside, hlo.num_bytes(brings.type))
         elif line.op in ("while", "conditional", "call"):
             for role, _, callee in hlo.called(line):
                 if role != "condition":

@@ -35,6 +35,7 @@ class Work(NamedTuple):
       fast_bytes: That one device sends to others of its host.
       nic_bytes: That one host sends to others.
       beside: The share of the products that the schedule puts beside messages between hosts.
+      asynchronous: The share of these messages' bytes beside which anything can run.
     """
 
     flops: float
@@ -43,6 +44,7 @@ class Work(NamedTuple):
     fast_bytes: float
     nic_bytes: float
     beside: float
+    asynchronous: float
 
 
 def gradient_flops(model: DecoderConfig, numel: int, devices: int) -> float:
@@ -59,5 +61,5 @@ def local_seconds(device: Device, work: Work) -> float:
 
 def predicted_seconds(device: Device, work: Work, rate: float) -> float:
     """A step's time over links of so many bit/s a host."""
-    hidden = work.beside * work.flops / device.flops
-    return local_seconds(device, work) + max(0.0, 8 * work.nic_bytes / rate - hidden)
+    sending, computing = 8 * work.nic_bytes / rate, work.beside * work.flops / device.flops
+    return local_seconds(device, work) + sending - min(work.asynchronous * sending, computing)

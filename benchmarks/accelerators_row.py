@@ -84,6 +84,7 @@ def facts(
         "products_beside": overlap.beside,
         "products_in_span": overlap.span,
         "products_after_first": overlap.after_first,
+        "bytes_asynchronous": overlap.bytes_asynchronous,
         "sent_bytes": sent,
         "nic_bytes": work.nic_bytes,
         "predicted": predictions(device, work),
@@ -118,6 +119,7 @@ def _work(built: Built, cost, overlap: Overlap, sent: dict[str, float], sizes) -
         fast_bytes=sent.get(FAST_AXIS, 0.0),
         nic_bytes=sent[AXIS_NAME] * devices / sizes[0],
         beside=overlap.beside,
+        asynchronous=overlap.bytes_asynchronous,
     )
 
 

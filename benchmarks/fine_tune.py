@@ -59,17 +59,20 @@ def on_hosts(path: str) -> dict:
     tokens = config.data.batch * config.model.context
     of_token = 6 * numel + 12 * config.model.layers * config.model.width * config.model.context
     sent = {axis: report.sent_bytes(compiled, mesh, axis) for axis in mesh.axis_names}
+    overlap = accelerators_messages.overlap(program, crossing)
     work = roofline.Work(
         flops=of_token * tokens / mesh.size * (_AGAIN if config.model.remat else 1),
         moved=program.cost.moved,
         kernels=program.cost.kernels,
         fast_bytes=sent[FAST_AXIS],
         nic_bytes=sent[AXIS_NAME] * HOSTS[1],
-        beside=accelerators_messages.overlap(program, crossing).beside,
+        beside=overlap.beside,
+        asynchronous=overlap.bytes_asynchronous,
     )
     kind = DEVICES[DEVICE]
     seconds = {name: roofline.predicted_seconds(kind, work, rate) for name, rate in RATES.items()}
-    dense = work._replace(nic_bytes=2 * 2 * numel * (HOSTS[0] - 1) / HOSTS[0], beside=1.0)
+    dense = work._replace(nic_bytes=2 * 2 * numel * (HOSTS[0] - 1) / HOSTS[0])
+    dense = dense._replace(beside=1.0, asynchronous=1.0)
     of_dense = {n: roofline.predicted_seconds(kind, dense, rate) for n, rate in RATES.items()}
     return {
         "config": config.name,

@@ -40,6 +40,7 @@ WORK = accelerators_roofline.Work(
     fast_bytes=450e9,
     nic_bytes=1e9,
     beside=0,
+    asynchronous=1,
 )
 
 
@@ -50,6 +51,8 @@ def test_the_roofline_adds_products_memory_launches_and_what_no_product_hides():
     assert predict(h100, WORK, 1e9) == 4 + 8
     assert predict(h100, WORK._replace(beside=0.5), 1e9) == 4 + 7.5
     assert predict(h100, WORK._replace(beside=0.5), 1e12) == 4
+    # Nothing hides what is not asynchronous, however much is computed beside the rest.
+    assert predict(h100, WORK._replace(beside=0.5, asynchronous=0.03125), 1e9) == 4 + 7.75
 
 
 def test_flops_are_six_a_parameter_and_token_and_those_of_attention():

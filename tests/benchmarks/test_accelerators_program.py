@@ -128,8 +128,11 @@ def test_products_beside_a_message_are_those_between_its_start_and_its_done(mesh
     (message,) = messages(found, mesh)
     assert (message.op, message.axes, message.asynchronous) == ("all-gather", ("replica",), True)
     assert found.cost.products == 4
-    assert overlap(found, [message]) == (0.5, 0.5, 0.75)
-    assert overlap(found, []) == (0, 0, 0)
+    assert overlap(found, [message]) == (0.5, 0.5, 0.75, 1)
+    assert message.num_bytes == 32 * 8 * 4  # what comes, not what goes
+    waiting = message._replace(done=message.start, num_bytes=3 * message.num_bytes)
+    assert overlap(found, [message, waiting]).bytes_asynchronous == 0.25
+    assert overlap(found, []) == (0, 0, 0, 0)
 
 
 def test_a_pair_that_the_compiler_made_synchronous_has_nothing_beside_it(mesh):
@@ -145,7 +148,7 @@ def test_a_message_in_a_loop_or_without_a_start_has_nothing_beside_it(mesh):
     found = program(loop, fusion("multiplies", "%x", root="ROOT "))
     (message,) = messages(found, mesh)
     assert message.inside and not message.asynchronous
-    assert overlap(found, [message]) == (0, 0, 1)
+    assert overlap(found, [message]) == (0, 0, 1, 0)
 
 
 def test_pieces_of_a_message_on_a_tpu_are_one_from_its_start_to_its_done(mesh):
@@ -166,4 +169,4 @@ def test_pieces_of_a_message_on_a_tpu_are_one_from_its_start_to_its_done(mesh):
     last = "  ROOT %end.1 = f32[8,8]{1,0} fusion(%x), calls=%end\n}\n"
     found = Program(HEADER + parts + HEAD + PARAMETERS + "\n".join([*lines, last]))
     (message,) = messages(found, mesh)
-    assert overlap(found, [message]) == (1, 1, 1)
+    assert overlap(found, [message]) == (1, 1, 1, 1)
