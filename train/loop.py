@@ -2,8 +2,6 @@
 
 import contextlib
 import dataclasses
-import json
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,13 +10,12 @@ from typing import Any
 import jax
 
 from jaxcomp.replicas import protocol
-from train.checkpoints import files, resume, store, writer
+from train.checkpoints import emergency, files, resume, store, writer
 from train.checkpoints.resume import Progress
 from train.checkpoints.writer import Claim
 from train.config import Config
-from train.config.as_json import to_json
 from train.config.run import schedule
-from train.output import metrics, progress, report, trackers
+from train.output import metrics, said
 from train.plan import counts
 from train.processes import agree, distributed, watchdog
 from train.processes.exits import Transient
@@ -71,38 +68,14 @@ def _train(config: Config, folder: Path, until_the_end: contextlib.ExitStack) ->
         task = make_task(config)
         distributed.require_same({"data": task.examples.record["sha256"]})
         claim = until_the_end.enter_context(writer.claimed(folder))
-        params, state, done = resume.begin(task, directory)
-        keep, show = _outputs(stack, task, claim, folder, done)
+        copies = stack.enter_context(emergency.opened(config, folder, claim))
+        params, state, done = resume.begin(task, directory, copies)
+        keep, show = said.opened(stack, task, claim, folder, done)
         asked_to_stop = until_the_end.enter_context(stop_signals())
         checkpoints = _checkpoints(stack, config, directory, claim)
-        _Run(task, params, state, done, watch, asked_to_stop, checkpoints, keep, show).train()
+        told = watch, asked_to_stop, checkpoints, copies, keep, show
+        _Run(task, params, state, done, *told).train()
         return done.step
-
-
-def _outputs(stack: contextlib.ExitStack, task: Task, claim: Claim, folder: Path, done: Progress):
-    """What a run says of itself: functions for a row, and for progress. Only process 0 says it."""
-    if not agree.is_first():
-        return lambda row: None, lambda row: None
-    claim.require()
-    config, log = task.config, folder / "metrics.jsonl"
-    metrics.keep_until(log, done.step if done.step else -1)
-    metrics.write_text(folder / "report.txt", report.text(task) + "\n")
-    metrics.write_text(folder / "config.json", report.record(task))
-    for note in report.notes(task):
-        print(note, file=sys.stderr)
-    writers = [lambda row: metrics.append(log, row, claim.require)]
-    if config.tensorboard:
-        writers.append(stack.enter_context(trackers.tensorboard(folder / "events", done.step)))
-    if config.wandb:
-        settings = json.loads(to_json(config))
-        writers.append(stack.enter_context(trackers.wandb(folder, settings, done.step)))
-
-    def keep(row):
-        for write in writers:
-            write(row)
-
-    first = {"step": done.step, "sent_bytes": done.sent_bytes}
-    return keep, stack.enter_context(progress.progress(config.name, first, config.steps))
 
 
 def _checkpoints(stack: contextlib.ExitStack, config: Config, directory: Path, claim: Claim):
@@ -131,6 +104,7 @@ class _Run:
     watch: watchdog.Watch
     asked_to_stop: Callable[[], bool]
     checkpoints: store.Checkpoints
+    copies: emergency.Copies | None
     keep: Callable[[dict[str, Any]], None]  # a row
     show: Callable[[dict[str, Any]], None]  # the same on the terminal
     outs: list[dict] = dataclasses.field(default_factory=list)  # of steps not yet counted
@@ -141,7 +115,8 @@ class _Run:
 
     def train(self) -> None:
         """Steps until the end, an agreed stop or an error of data; leaves a checkpoint behind."""
-        self.saved = self.done.step
+        # Not where the run goes on from: that may be emergency copies, which end with it.
+        self.saved = agree.from_first(lambda: files.latest(self.checkpoints.directory)) or 0
         try:
             self.steps()
         except _OF_FILES as error:
@@ -163,6 +138,8 @@ class _Run:
                 continue
             if self.row_is_due():
                 self.write_row()
+            if self.copy_is_due():
+                self.copy()
             if self.is_due(config.checkpoint_every):
                 self.save()
 
@@ -175,6 +152,9 @@ class _Run:
     def row_is_due(self) -> bool:
         config = self.task.config
         return any(map(self.is_due, (config.log_every, config.eval_every, config.checksum_every)))
+
+    def copy_is_due(self) -> bool:
+        return self.copies is not None and self.done.step % self.task.config.emergency_every == 0
 
     def next_batch(self) -> Any:
         """The next step's batch; None once if it cannot be made, and then the last one again.
@@ -202,6 +182,11 @@ class _Run:
         self.done.step += 1
         self.done.examples += self.task.config.data.batch
         is_counted = self.row_is_due() or self.is_due(self.task.config.checkpoint_every)
+        if copies := self.copy_is_due() and self.copies:
+            # Before steps are counted, where processes meet: see `Copies`.
+            self.watch.at(self.done.step, "an emergency copy", self.task.config.start_seconds)
+            copies.wait()
+            is_counted = True
         # One step runs while the host prepares the next: waiting bounds how far it runs ahead.
         jax.block_until_ready(self.outs if is_counted else self.outs[-2:-1])
         self.seconds.append(time.perf_counter() - began)
@@ -266,7 +251,15 @@ class _Run:
         found = self.task.evaluate(params)
         return {f"val_{name}": float(value) for name, value in found.items()}
 
+    def copy(self) -> None:
+        self.count()
+        _require_equal(self.task, self.params, self.done.step)
+        tree = {"params": self.params, "state": self.state}
+        self.copies.keep(self.done.step, tree, resume.metadata(self.task, self.done))
+
     def save(self) -> None:
+        if self.copies is not None:
+            self.copies.wait()  # the neighbour of one that is behind might end before it
         self.count()
         config, step = self.task.config, self.done.step
         self.saved = step

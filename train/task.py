@@ -179,7 +179,7 @@ def gather_losses(mesh: Mesh) -> Callable[[list[jax.Array]], jax.Array]:
 def _mean_losses(config: Config, gather: Callable, losses: list[jax.Array]) -> list[float]:
     # Filled up, so that one program serves the few steps before a stop too.
     most = min(config.log_every, config.eval_every, config.checksum_every, config.checkpoint_every)
-    size = min(most, _MOST_GATHERED)
+    size = min(most, config.emergency_every or most, _MOST_GATHERED)
     filled = [*losses, *[losses[-1]] * (-len(losses) % size)]
     pieces = [gather(filled[at : at + size]) for at in range(0, len(filled), size)]
     columns = np.concatenate([np.asarray(piece, np.float64) for piece in pieces], axis=1)

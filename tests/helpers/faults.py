@@ -60,7 +60,7 @@ def get_config():
         checkpoint_every={checkpoint_every},
         runs_dir=str(FOLDER),
         model=DecoderConfig(layers=1, width=32, heads=2, context=16),
-        data=Data(path={text!r}, batch=8),
+        data=Data(path={text!r}, batch={batch}),
     )
 """
 
@@ -71,7 +71,7 @@ def write_config(folder: pathlib.Path, **values) -> pathlib.Path:
     text = folder / "text.txt"
     text.write_text("".join(f"{i * i % 9973} and {i * 7 % 13} is a sum; " for i in range(2_000)))
     path = folder / "config.py"
-    known = {"nan_step": -1, "step_seconds": 0.0, "checkpoint_every": 10, "replicas": 2}
+    known = {"nan_step": -1, "step_seconds": 0.0, "checkpoint_every": 10, "replicas": 2, "batch": 8}
     known |= {"learning_rate": 0.5}
     path.write_text(CONFIG.format(folder=str(folder), text=str(text), **(known | values)))
     return path

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 import jaxcomp
 from jaxcomp.replicas.resize import reset_residuals
 from train import checks
-from train.checkpoints import files, mean, store, trees
+from train.checkpoints import emergency, files, mean, store, trees
+from train.checkpoints.emergency import Copies
+from train.checkpoints.places import Found
 from train.config.as_json import to_json
 from train.config.run import AXIS_NAME
 from train.huggingface import folder
@@ -51,7 +54,7 @@ class Progress:
             raise ValueError(f"progress.losses={self.losses!r:.80} must be a list of numbers.")
 
 
-def begin(task: Task, directory: Path) -> tuple[Any, Any, Progress]:
+def begin(task: Task, directory: Path, copies: Copies | None = None) -> tuple[Any, Any, Progress]:
     """Finds where a run begins: at its first step, or where its last checkpoint was made.
 
     Process 0 looks for the checkpoint; all processes come to the same answer.
@@ -59,6 +62,7 @@ def begin(task: Task, directory: Path) -> tuple[Any, Any, Progress]:
     Args:
       task: The run.
       directory: Directory of its checkpoints.
+      copies: Emergency copies; they win over a checkpoint that is not newer.
 
     Returns:
       Parameters, state and counts.
@@ -68,6 +72,16 @@ def begin(task: Task, directory: Path) -> tuple[Any, Any, Progress]:
         are damaged. One that is damaged is passed over.
     """
     step = agree.from_first(lambda: files.latest(directory))
+    if copies is None:
+        return _begin(task, directory, step)
+    found = _from_copies(task, directory, step, copies) if task.config.resume else None
+    if found is None:
+        found = _begin(task, directory, step)
+        copies.begin(found[2].step, None)
+    return found
+
+
+def _begin(task: Task, directory: Path, step: int | None) -> tuple[Any, Any, Progress]:
     if step is None:
         return *_first(task), Progress()
     if task.config.resume and (
@@ -80,7 +94,31 @@ def begin(task: Task, directory: Path) -> tuple[Any, Any, Progress]:
             f"{directory} has a checkpoint of step {step}, which --no-resume would overwrite; "
             "write --resume, give another --name, or remove that folder."
         )
-    return _restore(task, directory, step)
+    saved = store.read_metadata(directory, step)
+    load = lambda like: store.load(directory / str(step), like)[0]  # it is known to be intact
+    return _restore(task, directory, step, saved, load)
+
+
+def _from_copies(
+    task: Task, directory: Path, step: int | None, copies: Copies
+) -> tuple[Any, Any, Progress] | None:
+    """Where the newest emergency copies were made; None if they are of no use, which is said."""
+    found = copies.newest(step or 0)
+    if not isinstance(found, Found):
+        if found:
+            _say(task, step or 0, f"without emergency copies: {found}")
+        return None
+    try:
+        held = copies.fetch(found)
+    except OSError as error:
+        _say(task, step or 0, f"without emergency copies of step {found.step}: {error}")
+        return None
+    load = lambda like: emergency.load(held, like, f"{copies.folder}, copied at step {found.step}")
+    began = _restore(task, directory, found.step, emergency.record_of(held), load)
+    copies.begin(found.step, found)
+    last = "there is no checkpoint" if step is None else f"the last checkpoint is step {step}"
+    _say(task, found.step, f"by emergency copies; {last}")
+    return began
 
 
 def metadata(task: Task, done: Progress) -> dict[str, Any]:
@@ -124,9 +162,10 @@ def _pretrained(task: Task, path: str) -> Any:
     return lora.joined(params, drawn())
 
 
-def _restore(task: Task, directory: Path, step: int) -> tuple[Any, Any, Progress]:
+def _restore(
+    task: Task, directory: Path, step: int, saved: dict[str, Any], load: Callable[[Any], Any]
+) -> tuple[Any, Any, Progress]:
     """Parameters, state and counts of a checkpoint, onto this run's replicas."""
-    saved = store.read_metadata(directory, step)
     if missing := _METADATA - saved.keys():
         raise ValueError(
             f"the checkpoint {directory}/{step} is not of a run of this program: its metadata "
@@ -144,8 +183,7 @@ def _restore(task: Task, directory: Path, step: int) -> tuple[Any, Any, Progress
     like, num_replicas = task.like, saved["num_replicas"]
     if num_replicas != task.mesh.size:
         like = _like_saved(task, num_replicas)
-    tree, saved = store.load(directory / str(step), like)  # `begin` has looked for damage
-    tree = jaxcomp.resize(tree, task.like)
+    tree = jaxcomp.resize(load(like), task.like)
     state, policy = tree["state"], task.config.resize
     if num_replicas != task.mesh.size:
         _say(task, step, f"{task.mesh.size} replicas instead of {num_replicas}, resize={policy}")

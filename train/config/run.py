@@ -117,6 +117,11 @@ class Config:
     """Validation batches of data.batch sequences in one evaluation."""
     checkpoint_every: int = 500
     """Steps between checkpoints; the last step is always saved."""
+    emergency_every: int = 0
+    """Steps between copies that each process keeps on its own disk and on a neighbour's, so that a
+    lost host costs few steps; 0: none."""
+    emergency_dir: str = "/dev/shm"
+    """Folder of these copies, on each host one of its own: a local disk, or memory as this."""
     checksum_every: int = 50
     """Steps between comparisons of the replicas' parameters."""
     log_every: int = 10
@@ -163,7 +168,7 @@ class Config:
         sizes = "steps fast accumulate eval_batches watchdog_seconds start_seconds save_seconds"
         periods = "eval_every checkpoint_every checksum_every log_every"
         checks.at_least(1, self, *sizes.split(), *periods.split())
-        checks.at_least(0, self, "replicas")
+        checks.at_least(0, self, "replicas", "emergency_every")
         if self.link_rate is not None and not 0 < self.link_rate < math.inf:
             raise ValueError(f"link_rate={self.link_rate} must be positive; write 500e6.")
         if not 0 <= self.seed < 2**32:

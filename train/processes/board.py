@@ -14,7 +14,8 @@ from train.processes import seals
 
 _ROOT = "jaxcomp"
 _LONGEST = 1 << 20  # characters of a text
-_keys = [b""]  # of this start, beside JAX's own client, which is one for the process as well
+# Key and address of this start, beside JAX's own client, which is one for the process as well.
+_own = [(b"", "127.0.0.1")]
 
 
 class Board(NamedTuple):
@@ -24,9 +25,14 @@ class Board(NamedTuple):
     look: Callable[[str], dict[int, str]]  # folder -> texts by process
 
 
-def trust(key: bytes) -> None:
-    """Says with which key this start of the run is sealed."""
-    _keys[:] = [key]
+def trust(key: bytes, address: str) -> None:
+    """Says with which key this start of the run is sealed, and where others reach this process."""
+    _own[:] = [(key, address)]
+
+
+def own() -> tuple[bytes, str]:
+    """The key of this start, and this process's numeric address."""
+    return _own[0]
 
 
 def of_this_run() -> Board | None:
@@ -34,7 +40,7 @@ def of_this_run() -> Board | None:
     state = distributed.global_state
     if state.client is None:
         return None
-    return of_client(state.client, state.process_id, state.num_processes, _keys[0])
+    return of_client(state.client, state.process_id, state.num_processes, own()[0])
 
 
 def of_client(client: Any, me: int, count: int, key: bytes) -> Board:

@@ -73,7 +73,7 @@ def connect(
             f"--num-processes is {cluster.num_processes}."
         )
     if interface is not None:
-        addresses.require_interface(interface)
+        on_interface = addresses.require_interface(interface)
         os.environ["NCCL_SOCKET_IFNAME"] = f"={interface}"
     # A pod's name appears in DNS some time after its start; any other name is there or wrong.
     patient = cluster.source == "JobSet"
@@ -85,7 +85,7 @@ def connect(
         patient,
         secret,
     )
-    board.trust(key)
+    board.trust(key, on_interface if interface is not None else own)
     _bind_gloo(**({"interface": interface} if interface else {"hostname": own}))
     # Processes of one run talk to each other directly, also where HTTP goes through a proxy.
     os.environ["no_grpc_proxy"] = host
@@ -142,10 +142,10 @@ def require_same(facts: dict[str, str], seconds: float = 600.0) -> None:
     name = hashlib.sha256(json.dumps(sorted(facts)).encode()).hexdigest()[:16]
     texts.put(name, json.dumps(facts))
     if _process_id() == 0:
-        found = _get(texts, name, range(_num_processes()), seconds)
+        found = answers(texts, name, range(_num_processes()), seconds)
         made = [{str(key): str(value) for key, value in each.items()} for each in found]
         texts.put(f"{name}-verdict", json.dumps({"differences": differences(made)}))
-    (verdict,) = _get(texts, f"{name}-verdict", [0], seconds + 10)
+    (verdict,) = answers(texts, f"{name}-verdict", [0], seconds + 10)
     if verdict.get("differences"):
         raise RuntimeError(str(verdict["differences"]))
 
@@ -236,7 +236,7 @@ def abandon(status: int) -> NoReturn:
     os._exit(status)
 
 
-def _get(texts: Board, folder: str, processes: Sequence[int], seconds: float) -> list[Any]:
+def answers(texts: Board, folder: str, processes: Sequence[int], seconds: float) -> list[Any]:
     """The JSON objects that these processes have written, unless a process fails first."""
     deadline = time.monotonic() + seconds
     while True:

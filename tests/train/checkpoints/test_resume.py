@@ -1,5 +1,6 @@
 """A run goes on where a checkpoint was made, with what replicas had for themselves."""
 
+import contextlib
 import dataclasses
 import functools
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ from jaxcomp.replicas.resize import reset_residuals
 from jaxcomp.replicas.types import to_varying
 from tests.helpers.replicas import everywhere, mesh_of, rows, state_of
 from train import task as tasks
-from train.checkpoints import resume
+from train.checkpoints import emergency, resume, writer
 from train.checkpoints.store import open_checkpoints
 from train.config import Config, Data, Optimizer
 from train.models.decoder import DecoderConfig
@@ -196,6 +197,37 @@ def test_the_policy_says_what_residuals_other_replicas_begin_with(task_of, tmp_p
         f"optimizer.warmup_steps {old.optimizer.warmup_steps} -> 3; seed {old.seed} -> 5\n"
     )
     assert capsys.readouterr().err == line
+
+
+def test_other_replicas_go_on_from_copies_as_from_a_checkpoint(task_of, tmp_path, capsys):
+    task, other = task_of(4), task_of(2)
+    local = dataclasses.replace(task.config, emergency_every=1, emergency_dir=str(tmp_path / "l"))
+    params, state = task.init()
+    params, state, _ = task.step(params, state, task.batch(0))
+    tree, done = {"params": params, "state": state}, resume.Progress(step=1, losses=[5.25])
+    saved = open_checkpoints(tmp_path / "saved")
+    saved.save(1, tree, resume.metadata(task, done))
+    saved.close()
+    expected = resume.begin(other, tmp_path / "saved")
+    directory = tmp_path / "run" / "checkpoints"
+    with contextlib.suppress(ConnectionError), writer.claimed(directory.parent) as claim:
+        with emergency.opened(local, directory.parent, claim) as copies:
+            copies.begin(0, None)
+            copies.keep(1, tree, resume.metadata(task, done))
+            copies.wait()
+            raise ConnectionError
+    capsys.readouterr()
+    with writer.claimed(directory.parent) as claim:
+        with emergency.opened(local, directory.parent, claim) as copies:
+            found = resume.begin(other, directory, copies)
+    assert capsys.readouterr().err == (
+        "run: from step 1 on 2 replicas instead of 4, resize=keep_mean\n"
+        "run: from step 1 on by emergency copies; there is no checkpoint\n"
+    )
+    assert found[2] == done and not directory.exists()
+    for leaf, same in zip(jax.tree.leaves(found[:2]), jax.tree.leaves(expected[:2]), strict=True):
+        np.testing.assert_array_equal(leaf, same)
+        assert leaf.sharding == same.sharding
 
 
 def test_a_checkpoint_of_another_program_is_refused_by_name(tmp_path):

@@ -335,10 +335,10 @@ def board_of(notes, texts=None):
 def test_those_who_follow_a_failure_are_not_blamed():
     notes = board_of({1: "75", 2: "2", 5: "1"}, {})
     with pytest.raises(ConnectionError, match="^processes 2, 5 failed"):
-        distributed._get(notes, "facts", [0], 10.0)
+        distributed.answers(notes, "facts", [0], 10.0)
 
 
 @pytest.mark.parametrize("text", ["", "[1]", 60_000 * "[", '{"a": '])
 def test_nobody_waits_for_ever_and_what_is_no_answer_is_none(text):
     with pytest.raises(ConnectionError, match="has not answered for 0 s"):
-        distributed._get(board_of({1: "75"}, {0: text}), "facts", [0], 0.0)
+        distributed.answers(board_of({1: "75"}, {0: text}), "facts", [0], 0.0)

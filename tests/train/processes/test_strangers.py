@@ -92,7 +92,7 @@ def test_what_was_sealed_for_one_place_is_no_good_in_another(client, forge):
 def test_a_text_that_is_too_long_or_breaks_a_parser_is_none(client, forge):
     forge("facts/0", 60_000 * "[")
     with pytest.raises(ConnectionError, match="has not answered"):
-        distributed._get(board.of_client(client, 1, 2, b""), "facts", [0], 0.0)
+        distributed.answers(board.of_client(client, 1, 2, b""), "facts", [0], 0.0)
     forge("facts/0", "x" * (board._LONGEST + 1))
     assert board.of_client(client, 1, 2, b"").look("facts") == {}
 

@@ -1,0 +1,241 @@
+"""A step's state in parts: what all processes hold is one, what one of them holds is another.
+
+A part is a file: a line of JSON that says what is in it, then the bytes of its arrays. Its name has
+step, part and the number of parts, and a code of its bytes under the token of the start that made
+it: `57-all-of-8.CODE`, `57-3-of-8.CODE`. So nothing is taken that is cut off or has changed, or
+that another run or another start has made.
+"""
+
+import functools
+import hashlib
+import json
+import math
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from train import checks
+from train.checkpoints.trees import path_of
+from train.processes import seals
+
+ALL = "all"
+"""The part that every process holds."""
+
+LONGEST = 1 << 24
+"""Bytes of the line that says what is in a part, at most."""
+
+_NAME = re.compile(r"([0-9]{1,15})-(all|[0-9]{1,7})-of-([0-9]{1,7})\.([0-9a-f]{64})")
+_PIECE = 1 << 24
+
+Spans = tuple[tuple[int, int], ...]
+
+
+class Name(NamedTuple):
+    """What the name of a part's file says."""
+
+    step: int
+    part: str  # ALL, or the number of a process
+    count: int  # of processes
+    code: str
+
+
+class Entry(NamedTuple):
+    """A piece of an array of the state."""
+
+    path: str
+    dtype: str
+    spans: Spans  # start and stop along each axis
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(stop - start for start, stop in self.spans)
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
+
+
+def read_name(text: str) -> Name | None:
+    """Reads the name of a file; None if it is none of a part."""
+    found = _NAME.fullmatch(text)
+    return Name(int(found[1]), found[2], int(found[3]), found[4]) if found else None
+
+
+def is_of(name: Name, token: str, digest: str) -> bool:
+    """Whether a start with this token has made a part of this name, with this SHA-256."""
+    return seals.unseal(token.encode(), _about(*name[:3]), f"{name.code} {digest}") is not None
+
+
+def digest(path: Path) -> str:
+    """The SHA-256 of a file."""
+    found = hashlib.sha256()
+    with path.open("rb") as file:
+        while piece := file.read(_PIECE):
+            found.update(piece)
+    return found.hexdigest()
+
+
+def entries(tree: Any, process: int) -> dict[str, list[Entry]]:
+    """What the parts `ALL` and that of a process hold of a tree of arrays, or of their shapes."""
+    found: dict[str, list[Entry]] = {ALL: [], str(process): []}
+    for key, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        for spans, (holders, is_everywhere) in _holders(leaf.sharding, leaf.shape).items():
+            if process in holders:
+                part = ALL if is_everywhere else str(process)
+                found[part].append(Entry(path_of(key), str(leaf.dtype), spans))
+    return found
+
+
+def cut(tree: Any, process: int) -> dict[str, list[tuple[Entry, np.ndarray]]]:
+    """Copies this process's parts of a tree off its devices: the buffers may be donated then."""
+    shards: dict[tuple[str, Spans], jax.Array] = {}
+    for key, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        for shard in leaf.addressable_shards:
+            shards.setdefault((path_of(key), _spans(shard.index, leaf.shape)), shard.data)
+    for data in shards.values():
+        data.copy_to_host_async()
+    copy = lambda entry: np.array(shards[entry.path, entry.spans])
+    return {
+        part: [(entry, copy(entry)) for entry in held]
+        for part, held in entries(tree, process).items()
+    }
+
+
+def write(
+    folder: Path,
+    token: str,
+    step: int,
+    part: str,
+    count: int,
+    held: Sequence[tuple[Entry, np.ndarray]],
+    record: dict[str, Any],
+) -> Path:
+    """Writes a part into a folder, where it appears by one rename, and returns its path.
+
+    Args:
+      folder: Where to.
+      token: Of this start.
+      step: The step.
+      part: `ALL`, or the number of a process.
+      count: How many processes there are.
+      held: As of `cut`.
+      record: What else to know of the step, as JSON can hold it.
+
+    Raises:
+      OSError: If it cannot be written; nothing of it is left then.
+    """
+    said = {"entries": [entry for entry, _ in held], "record": record}
+    pieces = [json.dumps(said).encode() + b"\n"]
+    # Not every dtype has a buffer of its own, as bfloat16 has none.
+    pieces += [array.reshape(-1).view(np.uint8) for _, array in held if array.size]
+    made = hashlib.sha256()
+    for piece in pieces:
+        made.update(piece)
+    about = _about(step, part, count)
+    code, _, _ = seals.seal(token.encode(), about, made.hexdigest()).partition(" ")
+    partial = folder / f"{about}.part"
+    try:
+        with partial.open("wb", buffering=0) as file:
+            for piece in pieces:
+                view = memoryview(piece)
+                while view:  # an unbuffered file may take less than it was given
+                    view = view[file.write(view) :]
+        return partial.rename(folder / f"{about}.{code}")
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def read(path: Path) -> tuple[list[tuple[Entry, np.ndarray]], dict[str, Any]]:
+    """What a part holds, its arrays mapped from the file, and its record.
+
+    Raises:
+      ValueError: If it is no part.
+    """
+    with path.open("rb") as file:
+        line = file.readline(LONGEST)
+    said = seals.json_object(line) or {}
+    rows, record = said.get("entries"), said.get("record")
+    if not checks.is_of(rows, list[list[Any]]) or not isinstance(record, dict):
+        raise ValueError(f"{path} is no part of a state.")
+    made = [Entry(name, dtype, tuple(map(tuple, spans))) for name, dtype, spans in rows]
+    if path.stat().st_size != len(line) + sum(entry.nbytes for entry in made):
+        raise ValueError(f"{path} is not of the size that it names.")
+    found, at = [], len(line)
+    for entry in made:
+        data = np.zeros(0, np.uint8)  # an empty map is none
+        if entry.nbytes:
+            data = np.memmap(path, np.uint8, "r", at, entry.nbytes)
+        found.append((entry, data.view(jnp.dtype(entry.dtype)).reshape(entry.shape)))
+        at += entry.nbytes
+    return found, record
+
+
+def assembled(like: Any, held: Sequence[tuple[Entry, np.ndarray]]) -> Any:
+    """Puts pieces together to arrays of the shapes, dtypes and shardings of `like`.
+
+    Raises:
+      ValueError: If a piece is missing that this process needs.
+    """
+    of: dict[str, dict[Spans, np.ndarray]] = {}
+    for entry, data in held:
+        of.setdefault(entry.path, {}).setdefault(entry.spans, data)
+
+    def one(key, leaf):
+        region = _region(path_of(key), of.get(path_of(key), {}), leaf)
+        return jax.make_array_from_callback(
+            leaf.shape, leaf.sharding, lambda index: region(_spans(index, leaf.shape))
+        )
+
+    return jax.tree_util.tree_map_with_path(one, like)
+
+
+def _region(path: str, pieces: dict[Spans, np.ndarray], leaf: Any) -> Callable[[Spans], np.ndarray]:
+    """A function that copies a region of an array from disjoint pieces of it, once."""
+
+    @functools.cache
+    def region(wanted):
+        made, filled = np.empty([stop - start for start, stop in wanted], leaf.dtype), 0
+        for spans, data in pieces.items():
+            both = tuple(
+                (max(a, c), min(b, d)) for (a, b), (c, d) in zip(wanted, spans, strict=True)
+            )
+            if all(start < stop for start, stop in both):
+                made[_inside(wanted, both)] = data[_inside(spans, both)]
+                filled += math.prod(stop - start for start, stop in both)
+        if filled != made.size:
+            raise ValueError(f"of {path} {made.size - filled:,} entries are in no part.")
+        return made
+
+    return region
+
+
+def _inside(of: Spans, both: Spans) -> tuple[slice, ...]:
+    """Where a part of a region lies in it."""
+    return tuple(
+        slice(start - first, stop - first)
+        for (first, _), (start, stop) in zip(of, both, strict=True)
+    )
+
+
+def _about(step: int, part: str, count: int) -> str:
+    return f"{step}-{part}-of-{count}"
+
+
+@functools.cache
+def _holders(sharding: Any, shape: tuple[int, ...]) -> dict[Spans, tuple[set[int], bool]]:
+    """The processes that hold each piece of an array, and whether these are all."""
+    found: dict[Spans, set[int]] = {}
+    for device, index in sharding.devices_indices_map(shape).items():
+        found.setdefault(_spans(index, shape), set()).add(device.process_index)
+    everybody = {device.process_index for device in sharding.device_set}
+    return {spans: (holders, holders == everybody) for spans, holders in found.items()}
+
+
+def _spans(index: tuple[slice, ...], shape: tuple[int, ...]) -> Spans:
+    return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))

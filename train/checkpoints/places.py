@@ -1,0 +1,88 @@
+"""Where emergency copies lie: on which disks, whose neighbour keeps which, and which are whole."""
+
+import contextlib
+import errno
+import hashlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from train.checkpoints import parts
+from train.checkpoints.parts import ALL
+
+
+class Found(NamedTuple):
+    """A step of which copies of all parts are there."""
+
+    step: int
+    holders: dict[str, list[int]]  # by the name of a part's file, the processes that have it
+
+
+def chosen(held: Sequence[dict[str, Any]], at_least: int) -> Found | str:
+    """The newest step of which all parts are among those that processes say that they hold."""
+    holders: dict[str, list[int]] = {}
+    for process, told in enumerate(held):
+        for name in told.get("names", []):
+            if parts.read_name(name) is not None:
+                holders.setdefault(name, []).append(process)
+    steps: dict[tuple[int, int], dict[str, str]] = {}  # step, count -> names by part
+    for text in sorted(holders):
+        name = parts.read_name(text)
+        if name.step >= at_least:
+            steps.setdefault((name.step, name.count), {})[name.part] = text
+    missing = ""
+    for (step, count), names in sorted(steps.items(), reverse=True):
+        lacking = {ALL, *map(str, range(count))} - names.keys()
+        if not lacking:
+            return Found(step, {text: holders[text] for text in names.values()})
+        lost = ", ".join(sorted(lacking, key=lambda part: (len(part), part)))
+        missing = missing or f"of step {step} nobody has the parts of {lost}"
+    return missing
+
+
+def neighbours(hosts: Sequence[str]) -> list[int]:
+    """For each process the one that keeps its copy: on the next host, if there are several."""
+    of: dict[str, list[int]] = {}
+    for process, host in enumerate(hosts):
+        of.setdefault(host, []).append(process)
+    if len(of) == 1:
+        return [(process + 1) % len(hosts) for process in range(len(hosts))]
+    names = list(of)
+    following = dict(zip(names, [*names[1:], names[0]], strict=True))
+    found = []
+    for process, host in enumerate(hosts):
+        there = of[following[host]]
+        found.append(there[of[host].index(process) % len(there)])
+    return found
+
+
+def of_process(base: Path, run: Path, hosts: Sequence[str], me: int) -> list[Path]:
+    """Folders on this host for a run's copies, the own one first.
+
+    Those of processes that are not on this host any more are shared out among those that are.
+    """
+    here = [process for process, host in enumerate(hosts) if host == hosts[me]]
+    rank = here.index(me)
+    top = _private(base / f"jaxcomp-{os.getuid()}")
+    of_run = top / hashlib.sha256(str(run).encode()).hexdigest()[:16]
+    own = of_run / str(rank)
+    own.mkdir(parents=True, exist_ok=True, mode=0o700)
+    there = [path for path in of_run.iterdir() if path.name.isdecimal()]
+    left = [path for path in there if path != own and int(path.name) % len(here) == rank]
+    return [own, *sorted(left)]
+
+
+def _private(folder: Path) -> Path:
+    """Makes a folder that this user alone can enter; others may write beside it, as in /tmp."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    found = folder.lstat()
+    if not os.path.isdir(folder) or folder.is_symlink() or found.st_uid != os.getuid():
+        raise OSError(
+            errno.EPERM, f"{folder} is not a folder of this user. Write another --emergency-dir"
+        )
+    if found.st_mode & 0o077:
+        folder.chmod(0o700)
+    return folder

@@ -1,0 +1,50 @@
+"""All that a run says of itself: its report, its rows and its progress. Only process 0 says it."""
+
+import contextlib
+import json
+import sys
+from pathlib import Path
+
+from train.checkpoints.resume import Progress
+from train.checkpoints.writer import Claim
+from train.config.as_json import to_json
+from train.output import metrics, progress, report, trackers
+from train.processes import agree
+from train.task import Task
+
+
+def opened(stack: contextlib.ExitStack, task: Task, claim: Claim, folder: Path, done: Progress):
+    """Opens what a run says of itself, until the end of a stack.
+
+    Args:
+      stack: Closes it all.
+      task: The run.
+      claim: To its folder.
+      folder: The run's.
+      done: Where it goes on; rows of later steps are dropped.
+
+    Returns:
+      Two functions of a row: one keeps it, the other shows it as progress.
+    """
+    if not agree.is_first():
+        return lambda row: None, lambda row: None
+    claim.require()
+    config, log = task.config, folder / "metrics.jsonl"
+    metrics.keep_until(log, done.step if done.step else -1)
+    metrics.write_text(folder / "report.txt", report.text(task) + "\n")
+    metrics.write_text(folder / "config.json", report.record(task))
+    for note in report.notes(task):
+        print(note, file=sys.stderr)
+    writers = [lambda row: metrics.append(log, row, claim.require)]
+    if config.tensorboard:
+        writers.append(stack.enter_context(trackers.tensorboard(folder / "events", done.step)))
+    if config.wandb:
+        settings = json.loads(to_json(config))
+        writers.append(stack.enter_context(trackers.wandb(folder, settings, done.step)))
+
+    def keep(row):
+        for write in writers:
+            write(row)
+
+    first = {"step": done.step, "sent_bytes": done.sent_bytes}
+    return keep, stack.enter_context(progress.progress(config.name, first, config.steps))
