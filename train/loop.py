@@ -17,8 +17,8 @@ from train.config import Config
 from train.config.run import schedule
 from train.output import metrics, said
 from train.plan import counts
-from train.processes import agree, distributed, watchdog
-from train.processes.exits import Transient
+from train.processes import agree, distributed, peers, watchdog
+from train.processes.exits import Drained, Transient
 from train.processes.signals import stop_signals
 from train.task import Task, make_task
 
@@ -44,20 +44,21 @@ def run(config: Config) -> list[dict[str, Any]]:
       Transient: If the replicas' parameters have gone apart, or another run writes in the folder.
       ConnectionError: If another process of the run is gone.
       KeyboardInterrupt: After a stop was asked for by a signal of `STOPS`, to any of the processes,
-        when all is saved.
+        when all is saved; a `Drained` unless it was Ctrl-C.
     """
     folder = Path(config.runs_dir, config.name)
     # Signals are caught until all is done: no stop cuts off the last save, or the picture.
     with contextlib.ExitStack() as until_the_end:
-        step = _train(config, folder, until_the_end)
+        step, why = _train(config, folder, until_the_end)
         rows = _finished(config, folder) if agree.is_first() else []
         if step < config.steps:
-            raise KeyboardInterrupt(f"stopped at step {step}; run the same command to go on")
+            kind = KeyboardInterrupt if why == peers.A_PERSON else Drained
+            raise kind(f"stopped at step {step}; run the same command to go on")
         return rows
 
 
-def _train(config: Config, folder: Path, until_the_end: contextlib.ExitStack) -> int:
-    """Trains from where the run stands; returns the step at which it ended or was stopped."""
+def _train(config: Config, folder: Path, until_the_end: contextlib.ExitStack) -> tuple[int, str]:
+    """Trains from where the run stands; returns the step at which it ended, and who stopped it."""
     directory = folder / "checkpoints"
     with (
         watchdog.watch(config.watchdog_seconds, lambda: files.latest(directory)) as watch,
@@ -74,8 +75,9 @@ def _train(config: Config, folder: Path, until_the_end: contextlib.ExitStack) ->
         asked_to_stop = until_the_end.enter_context(stop_signals())
         checkpoints = _checkpoints(stack, config, directory, claim)
         told = watch, asked_to_stop, checkpoints, copies, keep, show
-        _Run(task, params, state, done, *told).train()
-        return done.step
+        run = _Run(task, params, state, done, *told)
+        run.train()
+        return done.step, run.stopped
 
 
 def _checkpoints(stack: contextlib.ExitStack, config: Config, directory: Path, claim: Claim):
@@ -102,7 +104,7 @@ class _Run:
     state: Any
     done: Progress
     watch: watchdog.Watch
-    asked_to_stop: Callable[[], bool]
+    asked_to_stop: Callable[[], str]
     checkpoints: store.Checkpoints
     copies: emergency.Copies | None
     keep: Callable[[dict[str, Any]], None]  # a row
@@ -111,6 +113,7 @@ class _Run:
     seconds: list[float] = dataclasses.field(default_factory=list)  # of steps since the last row
     saved: int = 0  # step of the last checkpoint, or of the last attempt at one
     batch: Any = None  # of the last step
+    stopped: str = ""  # why, before the last step
     error: Exception | None = None  # why there is no other: the run saves, and raises it
 
     def train(self) -> None:
@@ -144,7 +147,9 @@ class _Run:
                 self.save()
 
     def stops(self) -> bool:
-        return self.watch.stop(self.done.step, self.asked_to_stop() or self.error is not None)
+        wish = "" if self.error is None else "ERROR"
+        self.stopped = self.watch.stop(self.done.step, self.asked_to_stop() or wish)
+        return bool(self.stopped)
 
     def is_due(self, every: int) -> bool:
         return self.done.step % every == 0 or self.done.step == self.task.config.steps

@@ -106,7 +106,7 @@ def stop_after(monkeypatch):
     def install(count):
         @contextlib.contextmanager
         def stop_signals():
-            answers = iter([False] * count + [True])
+            answers = iter([""] * count + ["SIGTERM"])
             yield lambda: next(answers)
 
         monkeypatch.setattr(loop, "stop_signals", stop_signals)
@@ -348,8 +348,8 @@ def test_run_goes_on_with_another_number_of_replicas(config_of, stop_after, upda
     assert rows[-1]["val_loss"] < rows[0]["val_loss"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_signal_saves_ends_with_status_0_and_the_run_goes_on(tmp_path, text, number):
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 85), (signal.SIGINT, 0)])
+def test_signal_saves_ends_with_its_status_and_the_run_goes_on(tmp_path, text, number, status):
     log = tmp_path / "runs" / "nano_dense" / "metrics.jsonl"
     args = f"{TINY_ARGS} --replicas 2 --data.batch 4 --optimizer.warmup-steps 0 --log-every 1"
     args = [*args.split(), "--runs-dir", str(tmp_path / "runs"), "--data.path", text]
@@ -368,7 +368,7 @@ def test_signal_saves_ends_with_status_0_and_the_run_goes_on(tmp_path, text, num
     finally:
         process.kill()
     step = files.latest(log.parent / "checkpoints")
-    assert process.returncode == 0, errors
+    assert process.returncode == status, errors
     assert errors.endswith(f"stopped at step {step}; run the same command to go on\n")
     assert metrics.read(log)[-1]["step"] == step >= 2
     config = configs.load(str(NANO), [*args, "--steps", str(step + 2)])
@@ -781,6 +781,7 @@ def test_unknown_override_ends_with_status_2_and_the_nearest_one(monkeypatch, ca
     ("error", "status", "message"),
     [
         (KeyboardInterrupt("stopped at step 3"), 0, "stopped at step 3\n"),
+        (exits.Drained("stopped at step 3"), 85, "stopped at step 3\n"),
         (KeyboardInterrupt(), 130, "interrupted\n"),
         (RuntimeError("too many"), 2, "error: too many\n"),
         (exits.Transient("gone apart"), 75, "error: gone apart\n"),

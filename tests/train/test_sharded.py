@@ -77,7 +77,7 @@ def run(config, *, until=None):
     if until is None:
         rows = loop.run(config)
     else:
-        done = iter([False] * until + [True])
+        done = iter([""] * until + ["SIGTERM"])
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(loop, "stop_signals", stopping(lambda: next(done)))
             with pytest.raises(KeyboardInterrupt):

@@ -200,4 +200,4 @@ def test_in_another_thread_no_stop_is_ever_asked_for():
     thread = threading.Thread(target=body)
     thread.start()
     thread.join()
-    assert answers == [False]
+    assert answers == [""]

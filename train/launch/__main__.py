@@ -36,6 +36,8 @@ def main(args: Sequence[str]) -> None:
             sys.exit(start_all(options, train_args))
         secret = secret or seals.read_secret(options.secret_file)
     status = ended(lambda: be_one(options, train_args, secret))
+    if status == Exit.DRAINED:  # all end alike, as after the last step, and none before the others
+        sys.exit(status)
     if status:
         distributed.abandon(status)
 
@@ -112,28 +114,31 @@ def start_all(options: argparse.Namespace, train_args: list[str]) -> int:
         for name, value in programs.kept(folder.absolute() / "programs").items():
             os.environ.setdefault(name, value)
 
-    def run(commands):
+    def run(commands, is_wanted):
         # The others notice a dead one themselves after the heartbeat's time-out, and take a moment.
         grace = timeouts.heartbeat + 5
-        return supervise(commands, folder / "logs", PATIENCE if hurry else grace, hurry)
+        grace = PATIENCE if hurry else grace
+        return supervise(commands, folder / "logs", grace, hurry, is_wanted)
 
     if options.local:
         group = restarts.Group(
             range(options.local),
-            lambda places, more: run(local.commands(places, *network, [*train_args, *more])),
+            lambda places, more, is_wanted: run(
+                local.commands(places, *network, [*train_args, *more]), is_wanted
+            ),
             lambda places, lost: [place for i, place in enumerate(places) if i not in lost],
         )
     else:
         places = ssh.places(ssh.read_hosts(pathlib.Path(options.hosts).read_text()))
         how = dict(ssh=options.ssh, python=options.remote_python, folder=options.remote_folder)
 
-        def run_there(places, more):
+        def run_there(places, more, is_wanted):
             hosts, args = ssh.hosts_of(places), [*train_args, *more]
             where = (hosts, options.coordinator, *network)
-            return run(ssh.commands(*where, args, **how, environ=os.environ))
+            return run(ssh.commands(*where, args, **how, environ=os.environ), is_wanted)
 
-        there = lambda _, lost: ssh.answering(places, options.ssh)
-        group = restarts.Group(places, run_there, there)
+        there = lambda: ssh.answering(places, options.ssh)
+        group = restarts.Group(places, run_there, lambda _, lost: there(), there)
     return restarts.keep_running(group, config, options.restarts, options.min_replicas)
 
 

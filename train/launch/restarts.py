@@ -1,12 +1,20 @@
-"""A run that loses processes goes on from its newest checkpoint, with all of them or with fewer."""
+"""A run that loses processes goes on from its newest checkpoint, with all of them or with fewer.
 
+With fewer it asks meanwhile who is back. As soon as more could take part, and a checkpoint has been
+made, it is told to save and end, and started again with them.
+"""
+
+import contextlib
+import pathlib
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+from train.checkpoints import files
 from train.config.run import Config
 from train.launch.supervise import End
-from train.processes.exits import may_restart, say
+from train.processes.exits import Exit, may_restart, say
 
 _PAUSE = 10.0  # seconds between two questions whether a host is there
 
@@ -16,14 +24,17 @@ class Group(NamedTuple):
 
     Attributes:
       places: All of them, in the order of the processes.
-      run: `(places, overrides of the config) -> End`. Starts a process in each, and waits.
+      run: `(places, overrides of the config, is_wanted) -> End`. Starts a process in each, and waits;
+        tells them to save and end as soon as `is_wanted()`.
       left: `(places, lost processes) -> places`. Which of all could take part in the next start,
         after one in `places` that lost the processes of these numbers.
+      back: `() -> places`. Which of all could take part now; None where nobody can tell.
     """
 
     places: Sequence[Any]
-    run: Callable[[Sequence[Any], list[str]], End]
+    run: Callable[[Sequence[Any], list[str], Callable[[], bool]], End]
     left: Callable[[Sequence[Any], Sequence[int]], Sequence[Any]]
+    back: Callable[[], Sequence[Any]] | None = None
 
 
 def keep_running(group: Group, config: Config, restarts: int, min_replicas: int | None) -> int:
@@ -32,7 +43,7 @@ def keep_running(group: Group, config: Config, restarts: int, min_replicas: int 
     Args:
       group: Where its processes are.
       config: The run.
-      restarts: How often to start it again, at most.
+      restarts: How often to start it again after a loss, at most.
       min_replicas: How many replicas must be left to go on without those that were lost; None: it
         waits until all places are there.
 
@@ -41,10 +52,12 @@ def keep_running(group: Group, config: Config, restarts: int, min_replicas: int 
     """
     places, overrides = group.places, list[str]()
     while True:
-        end = group.run(places, overrides)
-        if not restarts or end.told or not may_restart(end.status):
+        with _returned(group, config, min_replicas, places) as are_back:
+            end = group.run(places, overrides, are_back)
+            returned = end.status == Exit.DRAINED and are_back()
+        if end.told or not may_restart(end.status) or not (restarts or returned):
             return end.status
-        restarts -= 1
+        restarts -= not returned
         places, overrides = _next(group, config, min_replicas, places, end.lost)
         said = [f"the run goes on with {len(places)} of {len(group.places)} processes", *overrides]
         say(" ".join(said))
@@ -62,6 +75,37 @@ def _next(group: Group, config: Config, least: int | None, places: Sequence[Any]
                 told = True
             time.sleep(_PAUSE)
     return found
+
+
+@contextlib.contextmanager
+def _returned(
+    group: Group, config: Config, least: int | None, places: Sequence[Any]
+) -> Iterator[Callable[[], bool]]:
+    """Whether more could take part than do, and this start has made a checkpoint to go on from."""
+    if least is None or group.back is None or len(places) == len(group.places):
+        yield lambda: False
+        return
+    found, closed = threading.Event(), threading.Event()
+    directory = pathlib.Path(config.runs_dir, config.name, "checkpoints")
+    before = files.latest(directory) or 0
+
+    def ask():
+        while not closed.wait(_PAUSE):
+            start = _start(group, config, least, group.back())
+            more = start is not None and len(start[0]) > len(places)
+            if more and (files.latest(directory) or 0) > before:
+                say(
+                    f"{len(start[0])} of {len(group.places)} processes can run again: the run saves"
+                )
+                found.set()
+                return
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    try:
+        yield found.is_set
+    finally:
+        closed.set()
 
 
 def _start(group: Group, config: Config, least: int | None, left: Sequence[Any]):

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from train.launch import control, echo
@@ -84,7 +84,11 @@ class End(NamedTuple):
 
 
 def supervise(
-    commands: Sequence[Sequence[str]], folder: pathlib.Path, grace: float, hurry: bool = False
+    commands: Sequence[Sequence[str]],
+    folder: pathlib.Path,
+    grace: float,
+    hurry: bool = False,
+    is_wanted: Callable[[], bool] = lambda: False,
 ) -> End:
     """Runs commands until all have ended; the standard input of each is a control channel.
 
@@ -94,6 +98,7 @@ def supervise(
       grace: Seconds for the others to end by themselves after one has failed.
       hurry: Whether to kill them instead, and at once where that one was lost: all will be started
         again, and what is saved is complete at any moment.
+      is_wanted: Whether to tell them to save and end, which is no signal from outside.
 
     Returns:
       How they have ended.
@@ -108,7 +113,7 @@ def supervise(
             stack.callback(_kill, members[-1])
         first = members[0]
         show = stack.enter_context(echo.echo(first.log, first.began))
-        return _wait(members, names, grace, hurry, show)
+        return _wait(members, names, grace, hurry, is_wanted, show)
 
 
 def _start(command: Sequence[str], log: pathlib.Path, secret: str) -> Member:
@@ -161,12 +166,14 @@ def _signals() -> Iterator[list[str]]:
             signal.signal(number, handler)
 
 
-def _wait(members: list[Member], names: list[str], grace: float, hurry: bool, show) -> End:
+def _wait(members: list[Member], names: list[str], grace: float, hurry: bool, wanted, show) -> End:
     failed, deadline = [], float("inf")  # numbers of processes, in the order in which they fail
-    told = 0
+    told, asked = 0, False
     while running := [member for member in members if member.popen.poll() is None]:
         new = names[told:]
         told += len(new)
+        if not asked and not told and wanted():
+            new, asked = ["TERM"], True
         for name, member in itertools.product(new, running):
             control.tell(member.popen, name)
         failed += _failed(members, failed)
@@ -190,8 +197,9 @@ def _failed(members: list[Member], known: list[int]) -> list[int]:
 
 
 def _alone(members: list[Member], failed: list[int]) -> list[int]:
-    """Of processes that failed those that do not say by their status that another one is gone."""
-    return [n for n in failed if members[n].popen.returncode != Exit.TRY_AGAIN]
+    """Of processes that failed those that do not say by their status that others made them end."""
+    others = Exit.TRY_AGAIN, Exit.DRAINED
+    return [n for n in failed if members[n].popen.returncode not in others]
 
 
 def _lost(members: list[Member], failed: list[int]) -> tuple[int, ...]:
@@ -223,7 +231,8 @@ def _report(members: list[Member], first: int) -> int:
     member = members[first]
     code = member.popen.returncode
     status = of_returncode(code)
-    if status == Exit.INTERRUPTED:  # Ctrl-C at the start, or a third one: the user knows
+    # Ctrl-C at the start, or a third one: the user knows; or a stop, of which the run has told.
+    if status in (Exit.INTERRUPTED, Exit.DRAINED):
         return status
     how = f"status {code}" if code > 0 else f"signal {signal.Signals(-code).name}"
     with open(member.log, "rb") as log:

@@ -24,10 +24,12 @@ class Exit(enum.IntEnum):
         made._value_, made.again, made.meaning = value, again, meaning
         return made
 
-    DONE = 0, "nobody has to", "done, or stopped by a signal and saved"
+    DONE = 0, "nobody has to", "done, or stopped by Ctrl-C and saved"
     UNFORESEEN = 1, "a machine", "an error that nobody foresaw; its traceback is worth a report"
     MISTAKE = 2, "a person", "a mistake or a full disk; the last line says what to mend"
     TRY_AGAIN = 75, "a machine", "another process is missing, gone or cut off, or this one hung"
+    # HTCondor's status for the same, so that nobody takes it for something else.
+    DRAINED = 85, "a machine", "stopped by another signal and saved, with steps left"
     INTERRUPTED = (
         130,
         "a person",
@@ -54,6 +56,10 @@ class Transient(RuntimeError):
     """Nothing is wrong with the command: it goes on when it is started again."""
 
 
+class Drained(KeyboardInterrupt):
+    """A scheduler or a cloud has stopped the run: all is saved, and the same command goes on."""
+
+
 @contextlib.contextmanager
 def clean_exits() -> Iterator[None]:
     """Ends the program with one message on stderr if what is inside cannot go on.
@@ -61,8 +67,9 @@ def clean_exits() -> Iterator[None]:
     Raises:
       SystemExit: With `MISTAKE` for a ValueError, OSError or RuntimeError; with `TRY_AGAIN` for a
         ConnectionError, as another process of the run is gone, or a `Transient`; with `DONE` for
-        a KeyboardInterrupt that says what was saved, as `train.loop.run` raises it; with
-        `INTERRUPTED` for one without a text, where the program stopped at once.
+        a KeyboardInterrupt that says what was saved, as `train.loop.run` raises it, and `DRAINED`
+        for a `Drained`; with `INTERRUPTED` for one without a text, where the program stopped at
+        once.
     """
     try:
         yield
@@ -88,6 +95,8 @@ def printable(text: str) -> str:
 
 def status(error: BaseException) -> Exit:
     """The exit status for what ends a program, see `clean_exits`."""
+    if isinstance(error, Drained):
+        return Exit.DRAINED
     if isinstance(error, KeyboardInterrupt):
         return Exit.DONE if str(error) else Exit.INTERRUPTED
     return Exit.TRY_AGAIN if isinstance(error, (ConnectionError, Transient)) else Exit.MISTAKE

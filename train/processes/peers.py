@@ -19,8 +19,11 @@ from train.processes.board import Board
 from train.processes.exits import Exit
 
 _TROUBLE = (RuntimeError, ValueError)  # JAX makes the one or the other of a status
-_NUMBER = re.compile(r"[0-9]{1,15}")
+_BEGUN = re.compile(r"([0-9]{1,15})(?: ([A-Z0-9]{1,12}))?")  # steps, why it wants to stop
 _SIGN = re.compile(r"[0-9]{1,15} ([0-9]{1,15}) (.{1,80})")  # number, step, what it does
+A_PERSON = "SIGINT"
+"""Why a run stops that no machine shall start again."""
+
 _LOOK = 4  # signs of life of this process until it looks for the others'
 
 
@@ -29,16 +32,17 @@ class Peers(NamedTuple):
 
     Attributes:
       at: `(step: int, doing: str)`. Says where this process is.
-      stop: `(step: int, wish: bool) -> bool`. Asked before each step: whether all processes stop
-        before this one. After one of them has wished it, all agree on the first step that none
-        has begun; until then nobody waits for anybody.
+      stop: `(step: int, wish: str) -> str`. Asked before each step: whether all processes stop
+        before this one, and why. After one of them has wished it, by a word for the reason, all
+        agree on the first step that none has begun; until then nobody waits for anybody. Where
+        they have several reasons, `A_PERSON` counts, and else that of the first process.
       end: `(status: int, reason: str)`. Tells the others that this process ends, and how.
       lost: `() -> (str, str)`. In words, who gives no sign of life and, if all do, who has stayed
         behind; empty if nobody. Takes a few signs' time.
     """
 
     at: Callable[[int, str], None]
-    stop: Callable[[int, bool], bool]
+    stop: Callable[[int, str], str]
     end: Callable[[int, str], None]
     lost: Callable[[], tuple[str, str]]
 
@@ -116,7 +120,7 @@ def meet(
 
 
 class _Agreement(NamedTuple):
-    stop: Callable[[int, bool], bool]
+    stop: Callable[[int, str], str]
     hear: Callable[[Board], None]
 
 
@@ -128,7 +132,7 @@ def _agreement(me: int, count: int) -> _Agreement:
     a step for those behind, so its thread must say it, and nobody may be held up below that.
     """
     changed = threading.Condition()
-    begun, wished, said, target = 0, False, False, None
+    begun, wished, said, target = 0, "", "", None
 
     def stop(step, wish):
         nonlocal begun, wished
@@ -136,9 +140,10 @@ def _agreement(me: int, count: int) -> _Agreement:
             wished = wished or wish
             if not said:
                 begun = step + 1
-                return False
+                return ""
             changed.wait_for(lambda: target is not None)
-            return step >= target
+            last, why = target
+            return why if step >= last else ""
 
     def hear(texts):
         nonlocal said, target
@@ -150,12 +155,14 @@ def _agreement(me: int, count: int) -> _Agreement:
             return
         texts.put("stop", "")
         with changed:
-            said = True
-        texts.put("begun", str(begun))
-        answers = [text for text in texts.look("begun").values() if _NUMBER.fullmatch(text)]
-        if len(answers) == count:
+            said = said or f"{begun} {wished}".rstrip()  # once: others count on it
+        texts.put("begun", said)
+        answers = [_BEGUN.fullmatch(text) for _, text in sorted(texts.look("begun").items())]
+        if len(answers) == count and None not in answers:
+            whys = [answer[2] for answer in answers if answer[2]]
+            why = A_PERSON if A_PERSON in whys else (whys or ["NOBODY"])[0]
             with changed:
-                target = max(map(int, answers))
+                target = max(int(answer[1]) for answer in answers), why
                 changed.notify_all()
 
     return _Agreement(stop, hear)

@@ -31,17 +31,17 @@ def to_catch() -> list[signal.Signals]:
 
 
 @contextlib.contextmanager
-def stop_signals() -> Iterator[Callable[[], bool]]:
+def stop_signals() -> Iterator[Callable[[], str]]:
     """Turns the first signal of `STOPS` into a question that the training loop asks.
 
     A second Ctrl-C or SIGTERM says on stderr what a third would do, and stops nothing: schedulers
     send two, a warning and the end some seconds later. The third raises KeyboardInterrupt wherever
     the program is. Any number of the other signals only asks: nobody sends them in a hurry. The
     handlers that were there return at the end. Signals reach Python's main thread only: in any
-    other thread nothing is installed, and the answer stays False.
+    other thread nothing is installed, and the answer stays empty.
 
     Yields:
-      A function without arguments: whether a stop was asked for.
+      A function without arguments: the name of the first signal; empty as long as none has come.
     """
     arrived: list[str] = []
 
@@ -57,7 +57,7 @@ def stop_signals() -> Iterator[Callable[[], bool]]:
         elif orders > 2:
             raise KeyboardInterrupt
 
-    asked = lambda: bool(arrived)
+    asked = lambda: arrived[0] if arrived else ""
     if threading.current_thread() is not threading.main_thread():
         yield asked
         return

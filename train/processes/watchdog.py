@@ -24,11 +24,11 @@ class Watch(NamedTuple):
     Attributes:
       at: `(step: int, doing: str, seconds: float | None = None)`. `step` steps are done and
         `doing` begins, which may take so long; as long as a step where no time is given.
-      stop: `(step: int, wish: bool) -> bool`. Whether to stop before this step, see `peers.Peers`.
+      stop: `(step: int, wish: str) -> str`. Why to stop before this step, see `peers.Peers`.
     """
 
     at: Callable[..., None]
-    stop: Callable[[int, bool], bool]
+    stop: Callable[[int, str], str]
 
 
 @contextlib.contextmanager

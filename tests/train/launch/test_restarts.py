@@ -12,10 +12,10 @@ import time
 import pytest
 
 from tests.helpers import faults
-from tests.helpers.launching import ROOT, environment, run
+from tests.helpers.launching import ROOT, environment, free_port, run
 from train.checkpoints import files
 from train.config import Config, Optimizer
-from train.launch import restarts, ssh
+from train.launch import restarts, ssh, supervise
 from train.launch.supervise import End
 
 CONFIG = Config("run", 10, Optimizer("sgd(learning_rate)", 0.1), replicas=4)
@@ -55,13 +55,14 @@ def test_replicas_and_accumulation_are_fitted_to_the_batch(changes, count, repli
 class Ends:
     """A group of four places whose starts end as they are told to."""
 
-    def __init__(self, *ends, absent=()):
+    def __init__(self, *ends, absent=(), back=None):
         self.ends, self.started, self.absent = list(ends), [], list(absent)
-        self.group = restarts.Group("abcd", self.run, self.left)
+        self.group = restarts.Group("abcd", self.run, self.left, back)
 
-    def run(self, places, overrides):
+    def run(self, places, overrides, is_wanted):
         self.started.append(("".join(places), " ".join(overrides)))
-        return self.ends.pop(0)
+        end = self.ends.pop(0)
+        return end(is_wanted) if callable(end) else end
 
     def left(self, places, lost):
         away = self.absent.pop(0) if self.absent else ""
@@ -84,6 +85,8 @@ LOST = End(137, (1,))
         ([LOST, LOST, End(139, (0,)), End(0)], 5, 1, 0, ["abcd", "ac", "a", "abcd"]),
         ([LOST, LOST, End(0)], 5, 2, 0, ["abcd", "ac", "abcd"]),
         ([End(75), End(0)], 5, 1, 0, ["abcd", "abcd"]),
+        ([End(85), End(0)], 5, 1, 0, ["abcd", "abcd"]),  # a host told its process to end
+        ([End(85, told=True)], 5, 1, 85, ["abcd"]),
     ],
 )
 def test_a_run_is_started_again_where_that_is_of_use(ends, budget, least, status, started, capsys):
@@ -103,6 +106,65 @@ def test_a_run_goes_on_with_the_hosts_that_answer_and_waits_for_enough(monkeypat
     assert len(pauses) == 2 and capsys.readouterr().err.count("1 of 4 processes could run") == 1
 
 
+def until_told(is_wanted):
+    """A start that ends when it is told to save and end."""
+    deadline = time.monotonic() + 30
+    while not is_wanted():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return End(85)
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """Makes a run's checkpoint of a step, as far as its folder shows."""
+    return lambda step: (tmp_path / "run" / "checkpoints" / str(step)).mkdir(parents=True)
+
+
+def test_who_is_back_takes_part_after_the_next_checkpoint_at_no_restart(
+    tmp_path, saved, monkeypatch, capsys
+):
+    monkeypatch.setattr(restarts, "_PAUSE", 0.02)
+    asked = []
+
+    def back():
+        asked.append(1)
+        if len(asked) == 3:
+            saved(40)
+        return "abcd"
+
+    saved(20)
+    group = Ends(LOST, until_told, End(0), absent=["cd", ""], back=back)
+    assert restarts.keep_running(group.group, config_of(runs_dir=str(tmp_path)), 1, 1) == 0
+    assert [places for places, _ in group.started] == ["abcd", "a", "abcd"]
+    assert len(asked) == 3  # until there was a checkpoint
+    said = capsys.readouterr().err
+    assert "4 of 4 processes can run again: the run saves\n" in said
+    assert said.endswith("the run goes on with 4 of 4 processes\n")
+
+
+@pytest.mark.parametrize(("back", "least"), [("ab", 1), ("abc", 1), ("abcd", None)])
+def test_nobody_is_told_to_end_where_no_more_could_run(tmp_path, saved, monkeypatch, back, least):
+    monkeypatch.setattr(restarts, "_PAUSE", 0.02)
+    asked = []
+
+    def a_while(is_wanted):
+        saved(40)
+        deadline = time.monotonic() + 30
+        while least and len(asked) < 3:  # 8 sequences have no 3 replicas
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert not is_wanted()
+        return End(0)
+
+    group = Ends(
+        LOST, a_while, absent=["cd"] if least else [], back=lambda: asked.append(1) or back
+    )
+    assert restarts.keep_running(group.group, config_of(runs_dir=str(tmp_path)), 1, least) == 0
+    assert [places for places, _ in group.started] == ["abcd", "a" if least else "abcd"]
+    assert least or not asked
+
+
 def test_hosts_are_asked_at_once_and_a_silent_one_is_not_waited_for(tmp_path):
     script = tmp_path / "ssh"
     script.write_text("#!/bin/sh\ncase $1 in gone) exit 255;; silent) exec sleep 60;; esac\n")
@@ -113,6 +175,16 @@ def test_hosts_are_asked_at_once_and_a_silent_one_is_not_waited_for(tmp_path):
     assert ssh.answering(places, str(script), 1.0) == ["a", "a"]
     assert time.monotonic() - began < 10
     assert ssh.hosts_of(["a", "a", "b"]) == [ssh.Host("a", 2), ssh.Host("b", 1)]
+
+
+def test_a_start_tells_all_once_when_more_are_wanted(tmp_path):
+    body = "import os, sys; print('here', flush=True); print(os.read(0, 99), os.read(0, 99)); sys.exit(85)"
+    commands = [[sys.executable, "-c", body]] * 2
+    logs = [tmp_path / f"process_{number}.log" for number in range(2)]
+    all_here = lambda: all(log.is_file() and "here" in log.read_text() for log in logs)
+    end = supervise.supervise(commands, tmp_path, 20.0, True, all_here)
+    assert end == End(85, (), False)
+    assert all("b'TERM\\n'" in log.read_text() for log in logs)
 
 
 def children(pid):
@@ -157,4 +229,63 @@ def test_a_run_that_lost_a_process_goes_on_with_fewer_as_if_that_had_been_its_sc
         assert done.returncode == 0, done.stdout
     losses, expected = rows_of(tmp_path / "run"), rows_of(tmp_path / "again" / "run")
     assert list(losses) == list(range(0, 41, 2)) and 4 <= step < 40
+    assert losses == expected
+
+
+SSH = """#!/bin/sh
+# What ssh does, on this machine, where one of two hosts is gone as long as a file is there.
+host=$3; shift 3
+[ "$host" = me@other ] && [ -e "$GONE" ] && exit 255
+exec sh -c "$*"
+"""
+
+
+def test_a_host_that_comes_back_is_taken_in_as_if_that_had_been_the_schedule(tmp_path):
+    values = dict(steps=300, step_seconds=0.1, checkpoint_every=10)
+    config = faults.write_config(tmp_path, **values)
+    stand_in, hosts, gone = (tmp_path / name for name in ("ssh", "hosts", "gone"))
+    stand_in.write_text(SSH)
+    stand_in.chmod(0o755)
+    hosts.write_text("127.0.0.1\nme@other\n")
+    command = [sys.executable, "-m", "train.launch", "--hosts", str(hosts), "--restarts", "1"]
+    command += ["--min-replicas", "1", "--ssh", f"{stand_in} -o BatchMode=yes", "--coordinator"]
+    command += [f"127.0.0.1:{free_port(29500, 29600)}", "--heartbeat-timeout", "10", "--"]
+    settings = [str(config), "--log-every", "1"]
+    env = environment(JAX_COMPILATION_CACHE_DIR=str(tmp_path / "cache"), GONE=str(gone))
+    out, saved = tmp_path / "out.txt", tmp_path / "run" / "checkpoints"
+    with (
+        out.open("wb") as output,
+        subprocess.Popen(
+            [*command, *settings], cwd=ROOT, env=env, stdout=output, stderr=subprocess.STDOUT
+        ) as launcher,
+    ):
+        try:
+            deadline = time.monotonic() + 300
+
+            def until(condition):
+                while not condition():
+                    assert launcher.poll() is None and time.monotonic() < deadline, out.read_text()
+                    time.sleep(0.02)
+
+            until(lambda: files.latest(saved))
+            gone.touch()
+            os.kill(int(children(launcher.pid)[1]), signal.SIGKILL)
+            until(lambda: "on 1 replicas instead of 2" in out.read_text())
+            gone.unlink()
+            assert launcher.wait(300) == 0, out.read_text()
+        finally:
+            launcher.kill()
+    said = out.read_text()
+    assert "the run goes on with 1 of 2 processes --replicas 1 --accumulate 2\n" in said
+    assert "2 of 2 processes can run again: the run saves\n" in said
+    lost = int(re.search(r"from step (\d+) on 1 replicas instead of 2", said)[1])
+    back = int(re.search(r"from step (\d+) on 2 replicas instead of 1", said)[1])
+    again = faults.write_config(tmp_path / "again", **values | {"step_seconds": 0.0})
+    program = [sys.executable, "-m", "train", str(again), "--log-every", "1"]
+    fewer = ["--replicas", "1", "--accumulate", "2"]
+    for more in (["--steps", str(lost)], [*fewer, "--steps", str(back)], []):
+        done = run([*program, *more], cwd=ROOT, env=env)
+        assert done.returncode == 0, done.stdout
+    losses, expected = rows_of(tmp_path / "run"), rows_of(tmp_path / "again" / "run")
+    assert list(losses) == list(range(301)) and 10 <= lost < back < 300
     assert losses == expected

@@ -72,7 +72,7 @@ def test_without_the_secret_nobody_ends_a_run_or_makes_it_stop(client, forge):
     with peers.meet(0, 2, mine, lambda *words: heard.append(words), 0.02) as others:
         theirs.put("end", "2 a mistake")
         time.sleep(0.3)
-        assert not heard and not others.stop(9, False)
+        assert not heard and not others.stop(9, "")
         board.of_client(client, 1, 2, KEY).put("end", "2 a mistake")
         deadline = time.monotonic() + 10
         while not heard and time.monotonic() < deadline:

@@ -62,7 +62,7 @@ def train(count, store, wishes, lead=2):
         draw = random.Random(me)
         with peers.meet(me, count, store(me), never, EVERY) as others:
             for step in range(5, 100_000):
-                if others.stop(step, step >= wishes.get(me, 10**9)):
+                if others.stop(step, "SIGTERM" if step >= wishes.get(me, 10**9) else ""):
                     stopped[me] = step
                     break
                 with moved:  # as a collective: all have to come this far
@@ -95,25 +95,36 @@ def test_no_step_begins_once_the_answer_is_given_until_all_have_answered(store, 
 
     def put(folder, text):
         if folder == "begun" and not answers:
-            answers.append(threading.Thread(target=lambda: answers.append(others.stop(6, False))))
+            answers.append(threading.Thread(target=lambda: answers.append(others.stop(6, ""))))
             answers[0].start()
             answers[0].join(0.2)
-            assert answers[0].is_alive() and text == "6"
+            assert answers[0].is_alive() and text == "6 SIGHUP"
         texts[f"{folder}/0"] = text
 
     with peers.meet(0, 2, Board(put, store(0).look), never, EVERY) as others:
-        assert others.stop(5, True) is False
-        until(lambda: texts.get("begun/0") == "6")
+        assert others.stop(5, "SIGHUP") == ""
+        until(lambda: texts.get("begun/0") == "6 SIGHUP")
         texts["begun/1"] = "8"
         answers[0].join(10)
-        assert answers[1:] == [False]
-        assert [others.stop(step, False) for step in (7, 8)] == [False, True]
+        assert answers[1:] == [""]
+        assert [others.stop(step, "") for step in (7, 8)] == ["", "SIGHUP"]
+
+
+@pytest.mark.parametrize(
+    ("theirs", "why"), [("", "SIGTERM"), (" SIGINT", "SIGINT"), (" SIGHUP", "SIGTERM")]
+)
+def test_all_know_why_they_stop_and_a_person_counts_first(store, texts, theirs, why):
+    with peers.meet(0, 2, store(0), never, EVERY) as others:
+        assert not others.stop(5, "SIGTERM")
+        texts["begun/1"] = f"6{theirs}"
+        until(lambda: "begun/0" in texts)
+        assert others.stop(6, "") == why
 
 
 def test_a_single_process_stops_when_it_wants():
     with peers.meet(0, 1, None, never) as others:
-        assert not others.stop(3, False)
-        assert others.stop(4, True)
+        assert not others.stop(3, "")
+        assert others.stop(4, "SIGINT") == "SIGINT"
         assert others.lost() == ("", "")
 
 
@@ -150,7 +161,7 @@ def test_words_that_no_process_says_stop_no_thread(store, texts, said):
             "",
         )
         texts["begun/1"] = "3"
-        assert others.stop(3, False)
+        assert others.stop(3, "") == "NOBODY"
 
 
 def test_who_gives_no_sign_of_life_is_named_with_its_last_place(store, texts):
