@@ -24,8 +24,8 @@ class Group(NamedTuple):
 
     Attributes:
       places: All of them, in the order of the processes.
-      run: `(places, overrides of the config, is_wanted) -> End`. Starts a process in each, and waits;
-        tells them to save and end as soon as `is_wanted()`.
+      run: `(places, overrides of the config, is_wanted) -> End`. Starts a process in each, and
+        waits; tells them to save and end as soon as `is_wanted()`.
       left: `(places, lost processes) -> places`. Which of all could take part in the next start,
         after one in `places` that lost the processes of these numbers.
       back: `() -> places`. Which of all could take part now; None where nobody can tell.
@@ -58,7 +58,8 @@ def keep_running(group: Group, config: Config, restarts: int, min_replicas: int 
         if end.told or not may_restart(end.status) or not (restarts or returned):
             return end.status
         restarts -= not returned
-        places, overrides = _next(group, config, min_replicas, places, end.lost)
+        were = group.places if returned else places
+        places, overrides = _next(group, config, min_replicas, were, end.lost)
         said = [f"the run goes on with {len(places)} of {len(group.places)} processes", *overrides]
         say(" ".join(said))
 
