@@ -1,18 +1,17 @@
-"""A long run on real processes that is harmed again and again, and must lose no step.
+"""A long run that is harmed again and again, and must lose nothing.
 
-    python -m tests.soak --processes 4 --steps 1000
+    python -m tests.soak --processes 8 --steps 1000
 
-A second run of the same length is left alone. Both must end with the same metrics and, bit for
-bit, the same parameters and optimizer state; a step with NaN gradients must be skipped in both.
-Processes are killed, stopped for a while or for ever, told to stop, and lose their disk while
-they save; after each of these the same command is started again.
+`train.launch --restarts` keeps a run going whose processes are killed, stopped, slowed down and
+told to stop, whose disks fill up, whose folder a second run wants, and to whose ports strangers
+write. A second run of the same length is left alone. Both must end with the same metrics and, bit
+for bit, the same parameters and optimizer state; a step with NaN gradients must be skipped in both.
 """
 
 import argparse
 import contextlib
 import pathlib
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -22,25 +21,15 @@ from collections.abc import Iterator
 import jax
 import numpy as np
 
-from tests.helpers.faults import (
-    Run,
-    ended,
-    last_line,
-    last_step,
-    limit_files,
-    metrics_of,
-    said,
-    started,
-    until_row,
-    write_config,
-)
+from tests.helpers import harm
+from tests.helpers.faults import metrics_of, write_config
+from tests.helpers.harm import Place
 from train import task as tasks
 from train.checkpoints import resume
 from train.config import run as configs
 from train.processes import devices
 
-WATCHDOG = 20  # seconds
-PAUSE = 5  # seconds
+WATCHDOG = 40  # seconds
 
 
 @contextlib.contextmanager
@@ -59,77 +48,52 @@ def small_disk(megabytes: int) -> Iterator[tuple[pathlib.Path, bool]]:
                 subprocess.run(["umount", "-l", folder], check=True)
 
 
-def kill(run: Run, number: int) -> list[int | None]:
-    """Kills a process."""
-    run.processes[number].kill()
-    return ended(run)
+def until(launcher: subprocess.Popen, place: Place, step: int, seconds: float = 900.0) -> None:
+    """Waits until the run has told of a step, in a start that still runs or has just ended well."""
+    deadline = time.monotonic() + seconds
+    while harm.told(place) < step:
+        if launcher.poll() or time.monotonic() > deadline:
+            raise SystemExit(
+                f"stuck before step {step}, status {launcher.poll()}: "
+                f"{(place.others / 'launcher.txt').read_text()[-2000:]}"
+            )
+        time.sleep(0.05)
 
 
-def pause(run: Run, number: int) -> list[int | None]:
-    """Stops a process for a time that is shorter than anybody's patience."""
-    run.processes[number].send_signal(signal.SIGSTOP)
-    time.sleep(PAUSE)
-    run.processes[number].send_signal(signal.SIGCONT)
-    return []
-
-
-def freeze(run: Run, number: int) -> list[int | None]:
-    """Stops a process for ever."""
-    run.processes[number].send_signal(signal.SIGSTOP)
-    return ended(run, but=[number])
-
-
-def ask(run: Run, number: int) -> list[int | None]:
-    """Asks a process to stop."""
-    run.processes[number].terminate()
-    return ended(run)
-
-
-def limit(run: Run, number: int) -> list[int | None]:
-    """Lets a process write no array of a checkpoint; its disk is full."""
-    limit_files(run, number, 4_000)
-    return ended(run)
-
-
-def fill(run: Run, number: int) -> list[int | None]:
-    """Fills the disk of all processes up to the last byte."""
-    filler = run.folder.parent / "filler"
-    with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
-        while True:
-            file.write(bytes(1 << 16))
-    try:
-        return ended(run)
-    finally:
-        filler.unlink()
-
-
-def harmed(config: pathlib.Path, count: int, steps: int, own: bool) -> None:
-    """Trains to the end, with one fault in each equal part of the steps."""
-    faults = [kill, pause, limit, freeze, ask, *([fill] if own else []), kill, pause, kill]
-    places = [(k + 1) * steps // (len(faults) + 1) for k in range(len(faults))]
-    print(f"{'step':>5}  {'fault':8}{'process':>8}  {'seconds':>7}  statuses; last words")
-    pending = list(zip(places, faults, strict=True))
-    while pending:
-        with started(config, count, "--watchdog-seconds", WATCHDOG) as run:
-            over = False
-            while pending and not over:
-                step, fault = pending.pop(0)
-                # Victims in turn; process 0, which coordinates, is the last one's.
-                number = 0 if not pending else 1 + step % (count - 1)
-                until_row(run, step)
-                began, at = time.monotonic(), last_step(run)
-                statuses = fault(run, number)
-                over = bool(statuses)
-                words = last_line(said(run)[1 if number == 0 else 0]) if over else "it goes on"
-                if over and any(status is None for n, status in enumerate(statuses) if n != number):
-                    raise SystemExit(f"not all processes ended: {statuses} {said(run)}")
-                seconds = time.monotonic() - began
-                print(
-                    f"{at:>5}  {fault.__name__:8}{number:>8}  {seconds:>7.1f}  {statuses} {words}"
-                )
-    with started(config, count) as run:
-        if any(ended(run, seconds=3600)):
-            raise SystemExit(f"the last start failed: {said(run)}")
+def harmed(place: Place, count: int, steps: int, own: bool) -> None:
+    """Trains to the end, with one harm in each equal part of the steps."""
+    harms = [
+        *(harm.kill, harm.pause, harm.second_writer, harm.lose, harm.slow, harm.strangers),
+        *(harm.limit, harm.freeze, harm.drain, harm.strangers_at_the_start),
+        *([harm.fill] if own else []),
+        *(harm.lose, harm.kill),
+    ]
+    places = [(k + 1) * steps // (len(harms) + 1) for k in range(len(harms))]
+    launcher, settings = None, ["--watchdog-seconds", str(WATCHDOG)]
+    print("| step | harm | process | what was seen | went on from | steps lost | seconds |")
+    print("|---|---|---|---|---|---|---|", flush=True)
+    for number, (step, fault) in enumerate(zip(places, harms, strict=True)):
+        if launcher is None:
+            launcher = harm.launch(place, count, *settings)
+        until(launcher, place, step)
+        # Victims in turn; process 0, which coordinates, is the last one's.
+        victim = 0 if fault is harms[-1] and number == len(harms) - 1 else 1 + step % (count - 1)
+        at, size, began = harm.told(place), len(harm.log_of(place)), time.monotonic()
+        before = harm.members(launcher)
+        seen = fault(launcher, place, victim)
+        if launcher.poll() is not None:
+            launcher = harm.launch(place, count, *settings)
+        at = max(at, harm.told(place))
+        until(launcher, place, at + 2)
+        seconds = time.monotonic() - began
+        went, of, lost = "it goes on", "", ""
+        if harm.members(launcher) != before:
+            resumed, of = harm.went_on(place, size)
+            went, lost = f"{resumed}, {of}", str(max(0, at - resumed))
+        row = [at, fault.__doc__.rstrip("."), victim, seen, went, lost, f"{seconds:.0f}"]
+        print("| " + " | ".join(map(str, row)) + " |", flush=True)
+    if launcher.wait(3600):
+        raise SystemExit(f"the run did not end well: {harm.log_of(place)[-3000:].decode()}")
 
 
 def arrays(config: pathlib.Path) -> dict[str, bytes]:
@@ -143,28 +107,34 @@ def arrays(config: pathlib.Path) -> dict[str, bytes]:
 def main() -> None:
     """Runs both, compares them, and prints what was seen."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--processes", type=int, default=4, help="at least 2")
+    parser.add_argument("--processes", type=int, default=8, help="at least 2")
     parser.add_argument("--steps", type=int, default=1000, help="at least 200")
     options = parser.parse_args()
     count, steps = options.processes, options.steps
     devices.start(count)  # to read the checkpoints in this process
-    values = {"steps": steps, "replicas": count, "nan_step": steps // 3, "checkpoint_every": 20}
-    with small_disk(megabytes=64) as (folder, own), tempfile.TemporaryDirectory() as other:
+    values = {"steps": steps, "replicas": count, "nan_step": steps // 3, "checkpoint_every": 50}
+    with (
+        small_disk(megabytes=64) as (folder, own),
+        tempfile.TemporaryDirectory() as local,
+        tempfile.TemporaryDirectory() as other,
+    ):
+        here, whole = pathlib.Path(other), write_config(pathlib.Path(other, "whole"), **values)
         config = write_config(folder / "harmed", **values)
-        whole = write_config(pathlib.Path(other), **values)
         if not own:
             print("no small file system without root: no disk is filled, only files are limited")
         began = time.monotonic()
-        harmed(config, count, steps, own)
-        with started(whole, count) as run:
-            if any(ended(run, seconds=3600)):
-                raise SystemExit(f"the run that was left alone failed: {said(run)}")
+        place = Place(config, config.parent / "run", pathlib.Path(local, "harmed"), here)
+        harmed(place, count, steps, own)
+        alone = Place(whole, whole.parent / "run", pathlib.Path(local, "whole"), here)
+        if harm.launch(alone, count).wait(3600):
+            raise SystemExit("the run that was left alone failed")
         rows, expected = (metrics_of(each.parent / "run") for each in (config, whole))
         found = {
             "every row once": [row["step"] for row in rows] == list(range(0, steps + 1, 2)),
             "the same metrics": rows == expected,
             "the NaN step skipped": rows[-1]["skipped"] == expected[-1]["skipped"] == 1,
             "the same parameters and state, bit for bit": arrays(config) == arrays(whole),
+            "no copies left": not list(pathlib.Path(local).glob("*/jaxcomp-*/*/*")),
         }
         for claim, holds in found.items():
             print(f"{'yes' if holds else 'NO':>5}  {claim}")

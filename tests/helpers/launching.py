@@ -92,6 +92,11 @@ def free_port(first: int = 0, last: int = 0) -> int:
 
 def listening(pid):
     """Addresses on which a process accepts TCP connections."""
+    return [address for address, _ in ports(pid)]
+
+
+def ports(pid):
+    """Addresses and ports on which a process accepts TCP connections."""
     sockets = set()
     for entry in pathlib.Path(f"/proc/{pid}/fd").iterdir():
         try:
@@ -104,9 +109,9 @@ def listening(pid):
             fields = line.split()
             if fields[3] == "0A" and f"socket:[{fields[9]}]" in sockets:
                 # The kernel writes words of 32 bits in the machine's order of bytes.
-                digits = fields[1].partition(":")[0]
+                digits, _, port = fields[1].partition(":")
                 words = [digits[i : i + 8] for i in range(0, len(digits), 8)]
                 packed = b"".join(int(word, 16).to_bytes(4, sys.byteorder) for word in words)
                 address = ipaddress.ip_address(packed)
-                found.append(getattr(address, "ipv4_mapped", None) or address)
+                found.append((getattr(address, "ipv4_mapped", None) or address, int(port, 16)))
     return found
