@@ -61,23 +61,23 @@ def until(launcher: subprocess.Popen, place: Place, step: int, seconds: float = 
 
 
 def harmed(place: Place, count: int, steps: int, own: bool) -> None:
-    """Trains to the end, with one harm in each equal part of the steps."""
+    """Trains to the end, with a harm every so many steps."""
     harms = [
-        *(harm.kill, harm.pause, harm.second_writer, harm.lose, harm.slow, harm.strangers),
+        *(harm.kill, harm.pause, harm.lose, harm.second_writer, harm.slow, harm.strangers),
         *(harm.limit, harm.freeze, harm.drain, harm.strangers_at_the_start),
         *([harm.fill] if own else []),
         *(harm.lose, harm.kill),
     ]
-    places = [(k + 1) * steps // (len(harms) + 1) for k in range(len(harms))]
+    gap = steps // (len(harms) + 4)  # a second writer takes its time
     launcher, settings = None, ["--watchdog-seconds", str(WATCHDOG)]
     print("| step | harm | process | what was seen | went on from | steps lost | seconds |")
     print("|---|---|---|---|---|---|---|", flush=True)
-    for number, (step, fault) in enumerate(zip(places, harms, strict=True)):
+    for number, fault in enumerate(harms):
         if launcher is None:
             launcher = harm.launch(place, count, *settings)
-        until(launcher, place, step)
+        until(launcher, place, max(harm.told(place), 0) + gap)
         # Victims in turn; process 0, which coordinates, is the last one's.
-        victim = 0 if fault is harms[-1] and number == len(harms) - 1 else 1 + step % (count - 1)
+        victim = 0 if number == len(harms) - 1 else 1 + 3 * number % (count - 1)
         at, size, began = harm.told(place), len(harm.log_of(place)), time.monotonic()
         before = harm.members(launcher)
         seen = fault(launcher, place, victim)
@@ -113,6 +113,7 @@ def main() -> None:
     count, steps = options.processes, options.steps
     devices.start(count)  # to read the checkpoints in this process
     values = {"steps": steps, "replicas": count, "nan_step": steps // 3, "checkpoint_every": 50}
+    values |= {"step_seconds": 0.1}
     with (
         small_disk(megabytes=64) as (folder, own),
         tempfile.TemporaryDirectory() as local,
@@ -124,6 +125,8 @@ def main() -> None:
             print("no small file system without root: no disk is filled, only files are limited")
         began = time.monotonic()
         place = Place(config, config.parent / "run", pathlib.Path(local, "harmed"), here)
+        # Compiles what the second writer needs: else the run has ended when that one comes.
+        harm.start_alone(place, "--steps", "4", "--name", "warm", "--runs-dir", str(here))
         harmed(place, count, steps, own)
         alone = Place(whole, whole.parent / "run", pathlib.Path(local, "whole"), here)
         if harm.launch(alone, count).wait(3600):
