@@ -37,7 +37,7 @@ def open_shelf(address: str, key: bytes, shelf: Shelf, seconds: float):
 
     Args:
       address: Numeric address to listen at.
-      key: Of the seals; who lacks it gets nothing, and nothing of him is kept.
+      key: Seals what is said; who lacks it gets nothing, and nothing of him is kept.
       shelf: The files.
       seconds: For one file, at most.
 
