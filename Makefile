@@ -3,7 +3,7 @@
 # make test QUICK=1                    without the tests of tests/slow.txt
 # make format                          ruff: what it can mend, and the layout
 # make docs                            the pages of docs/, in docs/_build/html
-# make soak [STEPS=1000]               a run of four processes that is harmed again and again
+# make soak [STEPS=1000]               a run of eight processes that is harmed again and again
 # make fuzz [INPUTS=100000]            as many inputs for each parser of tests/test_fuzz.py
 # make mutations                       whether the suite sees each mistake of tests/mutations.txt
 # Each sets up its own virtual environment in this folder first.
@@ -38,7 +38,7 @@ docs: $(VENV)/docs.installed
 	$(BIN)/python docs/check_site.py docs/_build/html
 
 soak: $(VENV)/test.installed
-	$(BIN)/python -m tests.soak --processes 4 --steps $(STEPS)
+	$(BIN)/python -m tests.soak --processes 8 --steps $(STEPS)
 
 soak: STEPS = 1000
 

@@ -189,7 +189,7 @@ class _Run:
         is_counted = self.row_is_due() or self.is_due(self.task.config.checkpoint_every)
         if copies := self.copy_is_due() and self.copies:
             # Before steps are counted, where processes meet: see `Copies`.
-            self.watch.at(self.done.step, "an emergency copy", self.task.config.start_seconds)
+            self.watch.at(self.done.step, "an emergency copy")
             copies.wait()
             is_counted = True
         # One step runs while the host prepares the next: waiting bounds how far it runs ahead.

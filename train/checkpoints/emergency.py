@@ -46,7 +46,8 @@ class Copies:
     folder: Path  # of the run
     folders: list[Path]  # on this host; this process writes to the first one
     claim: Claim
-    seconds: int  # for one file between two processes
+    seconds: int  # for a file on its way to the neighbour
+    patience: int  # for one that a start needs
     key: bytes
     peers: list[str]  # addresses of all processes; none where there is one
     wards: list[int]  # processes whose copies this one keeps
@@ -153,7 +154,8 @@ class Copies:
         error = OSError(f"nobody has {name}")
         for holder in holders:
             try:
-                return handing.get(self.peers[holder], self.key, name, self.shelf(), self.seconds)
+                at, seconds = self.peers[holder], self.patience
+                return handing.get(at, self.key, name, self.shelf(), seconds)
             except OSError as caught:
                 error = caught
         raise error
@@ -250,7 +252,8 @@ def opened(config: Config, folder: Path, claim: Claim) -> Iterator[Copies | None
         folder=folder,
         folders=places.of_process(Path(config.emergency_dir), claim.note.parents[1], hosts, me),
         claim=claim,
-        seconds=config.save_seconds,
+        seconds=config.watchdog_seconds,
+        patience=config.start_seconds,
         key=key or claim.token.encode(),
         peers=[],
         wards=[process for process in range(count) if near[process] == me],
@@ -260,7 +263,7 @@ def opened(config: Config, folder: Path, claim: Claim) -> Iterator[Copies | None
     with contextlib.ExitStack() as stack:
         if count > 1:
             shelf = copies.shelf()._replace(room=copies.wanted)
-            open_shelf = handing.open_shelf(address, copies.key, shelf, copies.seconds)
+            open_shelf = handing.open_shelf(address, copies.key, shelf, copies.patience)
             at = stack.enter_context(open_shelf)
             copies.peers = [str(told.get("at")) for told in _told("copies-at", {"at": at})]
         yield copies

@@ -44,7 +44,10 @@ def start(tmp_path):
     @contextlib.contextmanager
     def once(every=2):
         config = SimpleNamespace(
-            emergency_every=every, emergency_dir=str(tmp_path / "local"), save_seconds=10
+            emergency_every=every,
+            emergency_dir=str(tmp_path / "local"),
+            watchdog_seconds=10,
+            start_seconds=10,
         )
         with contextlib.suppress(Lost), writer.claimed(tmp_path / "run") as claim:
             with emergency.opened(config, tmp_path / "run", claim) as copies:
