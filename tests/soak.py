@@ -49,10 +49,10 @@ def small_disk(megabytes: int) -> Iterator[tuple[pathlib.Path, bool]]:
 
 
 def until(launcher: subprocess.Popen, place: Place, step: int, seconds: float = 900.0) -> None:
-    """Waits until the run has told of a step, in a start that still runs or has just ended well."""
+    """Waits until the run has told of a step."""
     deadline = time.monotonic() + seconds
     while harm.told(place) < step:
-        if launcher.poll() or time.monotonic() > deadline:
+        if launcher.poll() is not None or time.monotonic() > deadline:
             raise SystemExit(
                 f"stuck before step {step}, status {launcher.poll()}: "
                 f"{(place.others / 'launcher.txt').read_text()[-2000:]}"
@@ -68,14 +68,14 @@ def harmed(place: Place, count: int, steps: int, own: bool) -> None:
         *([harm.fill] if own else []),
         *(harm.lose, harm.kill),
     ]
-    gap = steps // (len(harms) + 4)  # a second writer takes its time
     launcher, settings = None, ["--watchdog-seconds", str(WATCHDOG)]
     print("| step | harm | process | what was seen | went on from | steps lost | seconds |")
     print("|---|---|---|---|---|---|---|", flush=True)
     for number, fault in enumerate(harms):
         if launcher is None:
             launcher = harm.launch(place, count, *settings)
-        until(launcher, place, max(harm.told(place), 0) + gap)
+        done = max(harm.told(place), 0)  # a harm may take many steps' time
+        until(launcher, place, done + (steps - done) // (len(harms) - number + 1))
         # Victims in turn; process 0, which coordinates, is the last one's.
         victim = 0 if number == len(harms) - 1 else 1 + 3 * number % (count - 1)
         at, size, began = harm.told(place), len(harm.log_of(place)), time.monotonic()

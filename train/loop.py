@@ -187,11 +187,7 @@ class _Run:
         self.done.step += 1
         self.done.examples += self.task.config.data.batch
         is_counted = self.row_is_due() or self.is_due(self.task.config.checkpoint_every)
-        if copies := self.copy_is_due() and self.copies:
-            # Before steps are counted, where processes meet: see `Copies`.
-            self.watch.at(self.done.step, "an emergency copy")
-            copies.wait()
-            is_counted = True
+        is_counted |= self.copy_is_due()
         # One step runs while the host prepares the next: waiting bounds how far it runs ahead.
         jax.block_until_ready(self.outs if is_counted else self.outs[-2:-1])
         self.seconds.append(time.perf_counter() - began)
@@ -257,6 +253,7 @@ class _Run:
         return {f"val_{name}": float(value) for name, value in found.items()}
 
     def copy(self) -> None:
+        self.watch.at(self.done.step, "an emergency copy")
         self.count()
         _require_equal(self.task, self.params, self.done.step)
         tree = {"params": self.params, "state": self.state}

@@ -121,7 +121,11 @@ def freeze(launcher, place, number) -> str:
 
 def drain(launcher, place, number) -> str:
     """A process gets a SIGTERM, as from its host."""
-    os.kill(members(launcher)[number], signal.SIGTERM)
+    before = members(launcher)
+    os.kill(before[number], signal.SIGTERM)
+    until = time.monotonic() + 600
+    while members(launcher) == before and time.monotonic() < until:
+        time.sleep(0.05)
     return ""
 
 

@@ -39,8 +39,8 @@ _NOTE = "emergency.json"
 class Copies:
     """The copies of a run, as one process of it keeps them.
 
-    All processes call `wait` before they meet in a collective and `keep` after it: so the copy
-    before the last one is complete everywhere before any process removes an older one.
+    All processes call `keep` at the same steps. There they tell each other which copy is complete,
+    and remove none that is newer than the newest that all have.
     """
 
     folder: Path  # of the run
@@ -54,7 +54,6 @@ class Copies:
     neighbour: int | None
     valid: list[tuple[str, int | None]]  # starts and their last steps, as `_NOTE` has them
     last: int = -1  # the newest step that is complete here
-    largest: int = 0  # bytes of the parts of this process
     thread: threading.Thread | None = None
     failed: bool = False
 
@@ -66,16 +65,20 @@ class Copies:
     def keep(self, step: int, tree: Any, metadata: dict[str, Any]) -> None:
         """Copies the arrays off the devices, and starts a thread that writes them."""
         self.wait()
+        last = np.int32(self.last)
+        whole = multihost_utils.process_allgather(last) if jax.process_count() > 1 else last
         held = parts.cut(tree, jax.process_index())
-        record = {"leaves": described(tree), "run": metadata}
-        self.thread = threading.Thread(target=self._write, args=(step, held, record), daemon=True)
+        made = held, {"leaves": described(tree), "run": metadata}
+        # The last one here may be of use, once the others have theirs.
+        kept = {int(np.min(whole)), self.last, step}
+        self.thread = threading.Thread(target=self._write, args=(step, *made, kept), daemon=True)
         self.thread.start()
 
-    def _write(self, step: int, held: dict[str, list], record: dict[str, Any]) -> None:
+    def _write(self, step: int, held: dict[str, list], record: dict[str, Any], kept: set[int]):
         try:
-            self.drop(self.last)
-            self.largest = sum(array.nbytes for each in held.values() for _, array in each)
-            if self.largest > shutil.disk_usage(self.folders[0]).free:
+            self.drop(kept)
+            needed = sum(array.nbytes for each in held.values() for _, array in each)
+            if needed > shutil.disk_usage(self.folders[0]).free:
                 raise OSError(errno.ENOSPC, f"no space in {self.folders[0]}")
             count, own = jax.process_count(), str(jax.process_index())
             written = {
@@ -92,11 +95,11 @@ class Copies:
                 say(f"no emergency copy of step {step}: {error}; the run goes on")
             self.failed = True
 
-    def drop(self, oldest: int) -> None:
-        """Removes copies of earlier steps than this one, and what is left of writing others."""
+    def drop(self, kept: set[int]) -> None:
+        """Removes copies of other steps than these, and what is left of writing such."""
         for path in self._files():
             step = path.name.partition("-")[0]
-            if not step.isdecimal() or int(step) < oldest:
+            if not step.isdecimal() or int(step) not in kept:
                 path.unlink(missing_ok=True)
 
     def _files(self) -> list[Path]:

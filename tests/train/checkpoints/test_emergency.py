@@ -20,9 +20,10 @@ from tests.helpers.faults import (
     until_row,
     write_config,
 )
-from tests.helpers.replicas import everywhere, mesh_of
+from tests.helpers.replicas import everywhere, mesh_of, rows
 from train import task as tasks
-from train.checkpoints import emergency, store, writer
+from train.checkpoints import emergency, parts, store, writer
+from train.checkpoints.trees import described
 from train.config import run as configs
 
 STEPS = 60
@@ -143,6 +144,37 @@ def test_a_start_that_copies_nothing_leaves_what_it_went_on_from(start):
             assert found.step == 2
 
 
+def test_one_process_goes_on_from_the_copies_of_three(start):
+    tree = tree_of(4) | {"state": rows(mesh_of(3), np.arange(12.0).reshape(3, 4))}
+    record = {"leaves": described(tree), "run": {}}
+    with start() as copies:
+        copies.begin(0, None)
+        held = parts.cut(tree, 0)
+        of = {"all": held["all"] + [pair for pair in held["0"] if pair[0].path != "state"]}
+        for entry, row in held["0"]:
+            if entry.path == "state":
+                of[str(entry.spans[0][0])] = [(entry, row)]
+        for part, pairs in of.items():
+            parts.write(copies.folders[0], copies.claim.token, 4, part, 3, pairs, record)
+    with start() as copies:
+        files = copies.fetch(copies.newest(0))
+        assert len(files) == 4
+        like = jax.tree.map(np.zeros_like, tree)
+        found = emergency.load(files, everywhere(mesh_of(2), like), "")
+        jax.tree.map(np.testing.assert_array_equal, found, tree)
+
+
+def test_the_newest_copy_that_all_have_stays_however_long_one_fails(start, monkeypatch):
+    with start() as copies:
+        copies.begin(0, None)
+        keep(copies, 2)
+        monkeypatch.setattr(emergency.jax, "process_count", lambda: 3)
+        all_have = lambda last: np.array([last, 2, last])
+        monkeypatch.setattr(emergency.multihost_utils, "process_allgather", all_have)
+        keep(copies, 4, 6, 8)
+        assert steps_of(copies) == [2, 6, 8]
+
+
 def test_a_full_disk_ends_no_run_and_is_told_once(start, monkeypatch, capsys):
     with start() as copies:
         copies.begin(0, None)
@@ -154,6 +186,8 @@ def test_a_full_disk_ends_no_run_and_is_told_once(start, monkeypatch, capsys):
         assert said.count("no emergency copy of step 4: ") == said.count("\n") == 1
         keep(copies, 8)
         assert steps_of(copies) == [2, 8]
+        keep(copies, 10)
+        assert steps_of(copies) == [8, 10]
 
 
 def test_only_a_ward_brings_copies_and_no_older_ones(start):
@@ -216,8 +250,8 @@ def test_a_run_that_went_on_from_copies_equals_one_that_was_left_alone(chain, tm
     # Sums of three numbers go another way in one process.
     with started(whole, 3) as run:
         assert ended(run) == [0, 0, 0], said(run)
-    rows, expected = metrics_of(config.parent / "run"), metrics_of(whole.parent / "run")
-    assert rows == expected and rows[-1]["step"] == STEPS
+    own, expected = metrics_of(config.parent / "run"), metrics_of(whole.parent / "run")
+    assert own == expected and own[-1]["step"] == STEPS
     like = tasks.make_task(configs.load(str(whole))).like
     trees = [
         store.restore(each.parent / "run" / "checkpoints", like)[0] for each in (config, whole)
