@@ -149,11 +149,10 @@ def test_one_process_goes_on_from_the_copies_of_three(start):
     record = {"leaves": described(tree), "run": {}}
     with start() as copies:
         copies.begin(0, None)
-        held = parts.cut(tree, 0)
-        of = {"all": held["all"] + [pair for pair in held["0"] if pair[0].path != "state"]}
-        for entry, row in held["0"]:
-            if entry.path == "state":
-                of[str(entry.spans[0][0])] = [(entry, row)]
+        of = {"all": []}  # one process holds everything
+        for entry, array in parts.cut(tree, 0)["all"]:
+            part = str(entry.spans[0][0]) if entry.path == "state" else "all"
+            of.setdefault(part, []).append((entry, array))
         for part, pairs in of.items():
             parts.write(copies.folders[0], copies.claim.token, 4, part, 3, pairs, record)
     with start() as copies:
