@@ -127,9 +127,10 @@ def main() -> None:
         place = Place(config, config.parent / "run", pathlib.Path(local, "harmed"), here)
         # Compiles what the second writer needs: else the run has ended when that one comes.
         harm.start_alone(place, "--steps", "4", "--name", "warm", "--runs-dir", str(here))
+        alone = Place(whole, whole.parent / "run", pathlib.Path(local, "whole"), here / "whole")
+        undisturbed = harm.launch(alone, count)
         harmed(place, count, steps, own)
-        alone = Place(whole, whole.parent / "run", pathlib.Path(local, "whole"), here)
-        if harm.launch(alone, count).wait(3600):
+        if undisturbed.wait(3600):
             raise SystemExit("the run that was left alone failed")
         rows, expected = (metrics_of(each.parent / "run") for each in (config, whole))
         found = {

@@ -182,7 +182,7 @@ def strangers_at_the_start(launcher, place, number) -> str:
     while b"[Gloo] Rank" not in log_of(place)[size:] and time.monotonic() < until:
         time.sleep(0.05)
         for pid in set(members(launcher)) - before:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, ValueError):  # it has just begun, or has ended
                 words = pathlib.Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
                 at = words[words.index(b"--coordinator") + 1].decode()
                 address, _, port = at.rpartition(":")
