@@ -57,7 +57,8 @@ def found(times: list[dict], losses: list[dict]) -> dict[str, Found]:
             lowest[name] = min(loss, lowest.get(name, loss))
     return {
         name: Found(
-            next(iter(at.values()))["nic_bytes"]["sent"],
+            # At the last rate: dense steps of a beginning are at the first.
+            list(at.values())[-1]["nic_bytes"]["sent"],
             {rate: seconds(row) for rate, row in at.items()},
             lowest.get(name),
         )
