@@ -11,6 +11,8 @@ import zipfile
 
 import pytest
 
+from benchmarks.accelerators import COMPILING
+from benchmarks.accelerators_devices import unavailable
 from notebooks import pair
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -40,23 +42,45 @@ def test_the_notebook_holds_small_pictures_and_no_error(name):
     assert "https://colab" not in file.read_text()  # a badge leads nowhere without a repository
 
 
-@pytest.mark.parametrize("name", pair.names())
-def test_it_runs_top_to_bottom(name, tmp_path):
+def short(name):
+    """A notebook's text, with a small model and two steps."""
     text = (pair.FOLDER / f"{name}.py").read_text()
     for variable, value in SHORT.items():
         text = re.sub(f"^{variable} = .*$", f"{variable} = {value}", text, flags=re.MULTILINE)
     text = text.replace("layers=2, width=64, heads=4", "layers=1, width=16, heads=2")
     assert "\nsteps = 2\n" in text
-    text += "\nassert plt.get_fignums()\n"
-    environment = os.environ | {"MPLBACKEND": "Agg", "PYTHONPATH": str(ROOT)}
+    return text + "\nassert plt.get_fignums()\n"
+
+
+def run(folder, text, *arguments, **variables):
+    """What a process prints that runs a notebook's text, by itself or by a module."""
+    (folder / "notebook.py").write_text(text)
+    environment = os.environ | {"MPLBACKEND": "Agg", "PYTHONPATH": str(ROOT)} | variables
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", text],
-        cwd=tmp_path,
+        [sys.executable, "-W", "ignore", *arguments, "notebook.py"],
+        cwd=folder,
         env=environment,
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize("name", pair.names())
+def test_it_runs_top_to_bottom(name, tmp_path):
+    run(tmp_path, short(name))
+
+
+# The others' replicas are CPU devices, on every machine.
+@pytest.mark.parametrize("device", ["t4", "v5e"])
+@pytest.mark.parametrize("name", ["compressors", "many_replicas"])
+def test_what_runs_on_colabs_accelerators_compiles_for_them(name, device, tmp_path):
+    if (reason := unavailable(device)) is not None:
+        pytest.skip(reason)
+    module = ("-m", "tests.helpers.compiling_notebook", device)
+    said = run(tmp_path, short(name), *module, **COMPILING)
+    assert int(re.search(rf"^compiled for {device}: (\d+)$", said, re.MULTILINE)[1]) >= 2
 
 
 @pytest.mark.parametrize("name", pair.names())

@@ -42,6 +42,15 @@ METHODS = {
     ),
     "1 bit, momentum SGD": (_MEAN.format("sign(block=128)", _SGD), "no Adam"),
     "CocktailSGD": (f"cocktail_sgd({_ADAM}, axis_name)", "local moments, a step late"),
+    "PowerSGD, momentum SGD": (f"chain(power_sgd(4, axis_name), {_SGD})", "no Adam, rank 4"),
+    "DiLoCo, 4 bits": (
+        f"diloco({_ADAM}, axis_name, every=16, code=quantize(4))",
+        "16 local steps, then a step of all",
+    ),
+    "SparseLoCo": (
+        f"sparse_loco({_ADAM}, axis_name, every=16)",
+        "16 local steps, then the largest differences",
+    ),
 }
 OWN = "this config"
 REPEATS = 5
