@@ -12,19 +12,13 @@ from flax import nnx
 
 from train import checks
 from train.models import lora, modules
+from train.models.activations import ACTIVATIONS
 from train.models.modules import PathRngs
 
 STACKED = "^blocks/"
 """Pattern of the paths of parameters that a scan over the blocks stacks."""
 INIT = nnx.initializers.normal(0.02)
 """How weights and positions begin."""
-
-_ACTIVATIONS: dict[str, Callable] = {
-    "gelu": nnx.gelu,  # by tanh, as GPT-2 has it
-    "gelu_exact": functools.partial(nnx.gelu, approximate=False),
-    "relu": nnx.relu,
-    "silu": nnx.silu,
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,7 +197,7 @@ class Block(nnx.Module):
 
     def perceptron(self, h_NxD):
         """A token's features by themselves: `[N, width]` of `[N, width]`."""
-        activation = _ACTIVATIONS[self.config.activation]
+        activation = ACTIVATIONS[self.config.activation]
         if self.config.gated:
             return self.down(activation(self.gate(h_NxD)) * self.up(h_NxD))
         return self.down(activation(self.up(h_NxD)))

@@ -13,6 +13,7 @@ from flax import nnx
 
 from train import checks
 from train.models import modules
+from train.models.activations import gelu_exact
 from train.models.modules import PathRngs
 
 
@@ -153,7 +154,7 @@ class Block(nnx.Module):
         h_NxTxHxK = jax.nn.dot_product_attention(q, k, v, bias=bias_HxTxT[None], mask=mask)
         h = _image(self.out(h_NxTxHxK.reshape(h_NxTxD.shape)), side)
         x += jnp.roll(h, (self.shift, self.shift), (1, 2))
-        return x + self.down(nnx.gelu(self.up(self.norm_mlp(x)), approximate=False))
+        return x + self.down(gelu_exact(self.up(self.norm_mlp(x))))
 
 
 class Pair(nnx.Module):
