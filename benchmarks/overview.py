@@ -29,8 +29,8 @@ LOSSES = {
     "4 bits": "sharded Adam, 4 bits",
     "0/1 Adam": "0/1 Adam",
     "CocktailSGD": "CocktailSGD, no delay, 88x",
-    "DiLoCo, 4 bits": "DiLoCo, 4 bits",
-    "SparseLoCo": "SparseLoCo",
+    "DiLoCo, Muon": "DiLoCo, Muon, 4 bits",
+    "SparseLoCo, Muon": "SparseLoCo, Muon",
 }
 
 
@@ -68,8 +68,8 @@ ROWS = (
     ),
     Row(
         "many thousand steps, replicas that meet every 16th",
-        "[`local_steps`](docs/methods/local_steps.md), 4 bits",
-        *("pico", "pico", 8000, "DiLoCo, 4 bits"),
+        "[`diloco`](docs/methods/local_steps.md) with Muon inside, 4 bits",
+        *("pico", "pico", 8000, "DiLoCo, Muon, 4 bits"),
     ),
     Row(
         "large batches with LAMB",

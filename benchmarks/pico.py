@@ -1,6 +1,7 @@
 """Trains the pico task, many steps of a small model, with methods; writes losses and bits.
 
     nice python -m benchmarks.pico --methods NAME ... [--seeds 1 2] [--json FILE]
+    nice python -m benchmarks.pico --updates "diloco(...)" --rate 3e-3 --steps 2000 --seeds 0
 
 nano's text and schedule; 2 layers of width 64, 8,000 steps of 32 sequences of 64 bytes. The four
 replicas are simulated on one device, to rounding what a mesh computes, and a hundred steps are one
@@ -144,9 +145,9 @@ def train(config: Config, text: examples.Examples) -> tuple[Any, list[list[float
     return params, curve
 
 
-def run_row(method: str, rate: float, seed: int, steps: int) -> dict:
+def run_row(method: str, expression: str, rate: float, seed: int, steps: int) -> dict:
     """One row: what the run is, what it sends, and where it ends."""
-    config = config_of(METHODS[method][0], rate, seed, steps)
+    config = config_of(expression, rate, seed, steps)
     task = make_task(config, examples.none)  # compiled for a mesh, to count its messages
     text = examples.read(config)
     began = time.perf_counter()
@@ -175,6 +176,9 @@ def main() -> None:
     """Runs what is missing, one after the other, and saves after each."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
+    parser.add_argument(
+        "--updates", nargs="+", help="other methods' `optimizer.update`; with --rate"
+    )
     parser.add_argument("--seeds", nargs="+", type=int, default=[1])
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--rate", type=float, help="instead of each method's own")
@@ -182,14 +186,20 @@ def main() -> None:
         "--json", type=pathlib.Path, default=pathlib.Path("benchmarks/results/pico.json")
     )
     args = parser.parse_args()
+    if args.updates and not args.rate:
+        parser.error("--updates needs a rate, write --rate 3e-3")
+    if args.updates:
+        chosen = {expression: (expression, args.rate) for expression in args.updates}
+    else:
+        chosen = {name: METHODS[name] for name in args.methods}
     devices.start(config_of(METHODS["dense Adam"][0], 1.0, 0, args.steps).replicas)
     for seed in args.seeds:
-        for method in args.methods:
+        for method, (expression, best) in chosen.items():
             rows = json.loads(args.json.read_text()) if args.json.exists() else []
-            rate = args.rate or METHODS[method][1]
+            rate = args.rate or best
             key = {"method": method, "learning_rate": rate, "seed": seed, "steps": args.steps}
             if not any(key.items() <= row.items() for row in rows):
-                row = run_row(method, rate, seed, args.steps)
+                row = run_row(method, expression, rate, seed, args.steps)
                 rows_file.write(args.json, [*rows, row])
                 print(f"{method}, rate {rate:g}, seed {seed}: {row['val_loss']}", flush=True)
 
