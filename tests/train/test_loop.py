@@ -855,7 +855,7 @@ def test_steps_that_others_have_begun_are_made_with_the_last_batch(
     def watch(*args):
         def stop(step, wish):
             asked.append(wish)
-            return wish if asked.count("ERROR") == 2 else ""  # another process had begun one more step
+            return wish if asked.count("ERROR") == 2 else ""  # another one had begun a step more
 
         yield watchdog.Watch(lambda *args: None, stop)
 
