@@ -112,7 +112,7 @@ def trials(methods: dict[str, Method], options: argparse.Namespace, kept: list) 
                 continue
             spec = spec_of(method, rate, seed, options)
             facts = call("build", **spec)[0]
-            row = {"method": name, "rate": "none", **spec, **facts}
+            row = {"method": name, "rate": "none", **told(spec), **facts}
             done.append(row | fine_tuned(call, options.steps) | rows.machine())
             yield done[-1]
 
@@ -146,6 +146,12 @@ def spec_of(method: Method, rate: float, seed: int, options: argparse.Namespace)
     }
 
 
+def told(spec: dict[str, Any]) -> dict[str, Any]:
+    """What a row keeps of these arguments: the names of folders, not where they lie."""
+    names = {key: pathlib.Path(spec[key]).name for key in ("model", "text")}
+    return {key: value for key, value in spec.items() if key != "cache"} | names
+
+
 def over_network(
     methods: dict[str, Method], options: argparse.Namespace, kept: list
 ) -> Iterator[dict]:
@@ -170,7 +176,7 @@ def over_network(
                     made = fine_tuned(call, options.steps)
                     after = [network.counters(host) for host in net.hosts]
                     sent = sum(new.sent - old.sent for new, old in zip(after, before, strict=True))
-                    row = {"method": name, "rate": rate, **spec, **facts, **made}
+                    row = {"method": name, "rate": rate, **told(spec), **facts, **made}
                     threads = f"one a host on {os.cpu_count()} cores"
                     yield row | {"nic_bytes": sent / HOSTS, "threads": threads} | rows.machine()
 
