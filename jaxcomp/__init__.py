@@ -1,6 +1,6 @@
-"""Training of one model on many machines whose network is too slow for it.
+"""Trains one model on many machines over a slow network.
 
-Optax transformations with collectives of their own, which send a few percent of the bytes.
+Optax transformations with their own collectives, which send a few percent of the bytes.
 """
 
 import importlib.metadata as _metadata

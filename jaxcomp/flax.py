@@ -1,4 +1,4 @@
-"""Flax's own loops over the replicas of a mesh: `nnx.Optimizer` and `TrainState`.
+"""Flax training loops over the replicas of a mesh: `nnx.Optimizer` and `TrainState`.
 
 The one module that needs flax: `import jaxcomp` does not import it. Above all rooms but measure.
 """
@@ -29,21 +29,21 @@ def on_mesh(
     param_specs: Any = None,
     fast_axis: str | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Makes a transformation that Flax can initialize: its state lies on the mesh, in rows.
+    """Makes a transformation that Flax can initialize, with the state's rows on the mesh.
 
     For `nnx.Optimizer(model, tx, wrt=nnx.Param)` and `TrainState.create(..., tx=tx)`, which call
     `tx.init` outside of `shard_map`. Only `train_step` and `train_state_step` call its update.
 
     Args:
-      tx: As for `jaxcomp.train_step`, like all others.
+      tx: As for `jaxcomp.train_step`, like the other arguments.
       mesh: Where the model trains.
       axis_name: The axis of the replicas.
       param_specs: PartitionSpecs of the parameters.
-      fast_axis: That of the devices of one replica.
+      fast_axis: The axis of the devices of one replica.
 
     Returns:
-      The transformation. Its `update` raises a ValueError, since gradients that Flax hands to it
-      are summed in float32 already.
+      The transformation. Its `update` raises a ValueError, since gradients from Flax are already
+      summed in float32.
     """
     update = Update(per_replica(tx, axis_name), mesh, axis_name, param_specs, fast_axis)
     jitted = jax.jit(functools.partial(init_state, update))
@@ -73,27 +73,26 @@ def train_step(
 ) -> "NnxStep":
     """Makes the step of an nnx model and its `nnx.Optimizer`, in place of a function in `nnx.jit`.
 
-    Each replica differentiates its own loss. The model's random streams draw other numbers on
-    each replica, for each microbatch: their keys are folded with both, and their counts go on and
-    are saved with the model. Floats that the model changes, as BatchNorm's statistics, become the
-    mean over the replicas, in one exact message. Parameters that the optimizer does not have in
-    its `wrt` stay as they are and cost nothing.
+    Each replica differentiates its own loss. The model's random streams differ between replicas and
+    microbatches: their keys are folded with both, and their counts are saved with the model. Floats
+    that the model changes, such as BatchNorm's statistics, are averaged over the replicas in one
+    float32 message. Parameters outside the optimizer's `wrt` do not change and cost nothing.
 
     Args:
-      loss_fn: `(model, batch) -> f32[]`, the mean loss of the batch that it is given, or
-        `(loss, aux)` by `has_aux`. It may change the model's variables, but for parameters.
-      has_aux: As for `jaxcomp.train_step`, like all others.
+      loss_fn: `(model, batch) -> f32[]`, the mean loss of its batch, or `(loss, aux)` with
+        `has_aux`. It may change the model's variables, except parameters.
+      has_aux: As for `jaxcomp.train_step`, like the other arguments.
       accumulate: Microbatches.
       batch_specs: PartitionSpecs of the batch.
 
     Returns:
       `step(model, optimizer, batch, extra_args=None) -> metrics`, which changes model and optimizer
-      in place, and puts them on the mesh at the first call; metrics as of `jaxcomp.train_step`.
-      `step.lower` has the same arguments, for `jaxcomp.report`.
+      in place, and puts them on the mesh at the first call. Metrics are those of
+      `jaxcomp.train_step`. `step.lower` has the same arguments, for `jaxcomp.report`.
 
     Raises:
-      ValueError: At the first call, if the optimizer's transformation is not from `on_mesh`, and
-        as `jaxcomp.train_step`.
+      ValueError: At the first call, if the optimizer's transformation is not from `on_mesh`; also
+        the errors of `jaxcomp.train_step`.
     """
     return NnxStep(_Loss(loss_fn, has_aux, accumulate, batch_specs))
 
@@ -109,18 +108,19 @@ def train_state_step(
     """Makes the step of a `flax.training.train_state.TrainState`, in place of a jitted function.
 
     Args:
-      loss_fn: As for `jaxcomp.train_step`, of `state.params`: with `rng=` if the step gets one,
-        and `model_state=` if there is any.
+      loss_fn: As for `jaxcomp.train_step`, called with `state.params`; with `rng=` if the step gets
+        one, and `model_state=` if there is any.
       model_state: The name of the state's field that the loss gets as `model_state` and returns
-        anew, as "batch_stats" of a TrainState with such a field.
-      has_aux: As for `jaxcomp.train_step`, like all others.
+        updated, for example "batch_stats".
+      has_aux: As for `jaxcomp.train_step`, like the other arguments.
       accumulate: Microbatches.
       batch_specs: PartitionSpecs of the batch.
 
     Returns:
-      `step(state, batch, rng=None, extra_args=None) -> (state, metrics)`, which donates the arrays
-      of the state. `rng` is a key, or a tree of keys, the same one in each step: it is folded with
-      `state.step`, the replica and the microbatch. `step.lower` has the same arguments.
+      `step(state, batch, rng=None, extra_args=None) -> (state,
+      metrics)`, which donates the arrays of the state. `rng` is a key, or a tree of keys. Pass the
+      same one in each step: it is folded with `state.step`, the replica and the microbatch.
+      `step.lower` has the same arguments.
 
     Raises:
       ValueError: As `train_step`.
@@ -129,7 +129,7 @@ def train_state_step(
 
 
 class _Loss(NamedTuple):
-    """A loss and how it is called."""
+    """A loss function and how to call it."""
 
     loss_fn: Callable[..., Any]
     has_aux: bool
@@ -152,7 +152,7 @@ class NnxStep:
         return metrics
 
     def lower(self, model: Any, optimizer: Any, batch: Any, extra_args: Any = None) -> Any:
-        """The step's program, lowered for these arguments; nothing changes but their places."""
+        """The step's program, lowered for these arguments; puts them on the mesh."""
         step, args = self._call(model, optimizer, batch, extra_args)
         return step.lower(*args)
 
@@ -249,7 +249,7 @@ def _update_of(tx):
 
 
 def _placed(mesh, tree, specs):
-    """Arrays where the specs say; those that lie there already are not touched."""
+    """Puts arrays where the specs say; arrays that are there already are not touched."""
 
     def put(x, spec):
         sharding = NamedSharding(mesh, spec)

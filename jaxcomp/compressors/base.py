@@ -15,7 +15,7 @@ class Key(NamedTuple):
     replica's own (stochastic rounding). `count` is the same in both.
     """
 
-    # i32[], the step: what rolls by one a step reads it. Hides `tuple.count`.
+    # i32[], the step, for patterns that roll by one each step. Hides `tuple.count`.
     count: jax.Array | int  # type: ignore[assignment]
     seed: jax.Array | int  # u32[], hash of the run's seed, the step, the bucket (and the replica)
     levels: Any = None  # f32[2**bits], of a code with learned levels; of `fused`, one a part
@@ -24,21 +24,21 @@ class Key(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Payload:
-    """One encoded bucket. The leaves of `data` are exactly what travels, nothing else is."""
+    """One encoded bucket. The leaves of `data` are exactly what is sent."""
 
     data: Any  # pytree of arrays
     numel: int = dataclasses.field(metadata={"static": True})  # of the bucket
 
 
 class Levels(NamedTuple):
-    """How the levels of a code are learned; it codes by those of its shared key, if there are any.
+    """How a code's levels are learned; the code uses the levels in its shared key, if it has any.
 
     Attributes:
-      start: `f32[2**bits]`, NumPy: those that it codes by otherwise.
-      tally: `(x: f32[numel]) -> f32[bins]`, what `fit` has to know of values; tallies of several
-        buckets, or replicas, are added up.
-      fit: `(levels: f32[2**bits], tally: f32[bins]) -> f32[2**bits]`, better levels for what was
-        tallied, or the old ones if nothing was.
+      start: `f32[2**bits]`, NumPy: the levels that it uses otherwise.
+      tally: `(x: f32[numel]) -> f32[bins]`, what `fit` has to know about the values. Tallies of
+        several buckets or replicas are added up.
+      fit: `(levels: f32[2**bits], tally: f32[bins]) -> f32[2**bits]`, better levels for the tallied
+        values, or the old ones if the tally is empty.
     """
 
     start: np.ndarray
@@ -69,21 +69,22 @@ class Selection(NamedTuple):
 class Compressor:
     """A code for one flat float32 bucket: pure, of static shapes, without state.
 
-    Two compressors are equal, and hash alike, if their names are; the name holds every
-    argument, as the expression that makes the compressor.
+    Two compressors are equal, and hash alike, if their names are. The name is the expression that
+    makes the compressor, with every argument.
 
     Attributes:
-      name: The call that makes it, as `quantize(4, block=128)`.
+      name: The call that makes it, such as `quantize(4, block=128)`.
       encode: `(x: f32[numel], shared: Key, private: Key) -> Payload`, for any numel >= 1.
       decode: `(payload, shared: Key) -> f32[numel]`, the receiver's estimate of `x`.
-      bits_per_parameter: Payload bits over numel, for a bucket that its blocks divide; a
-        last, incomplete block costs up to one block more.
-      contraction: The largest alpha in (0, 1] for which `E|x - decode(encode(x))|^2 <=
-        (1 - alpha) |x|^2` is promised for every x; None where no such promise is made.
+      bits_per_parameter: Payload bits over numel, for a bucket of whole blocks; an incomplete last
+        block costs up to one block more.
+      contraction: The largest alpha in (0, 1] for which
+        `E|x - decode(encode(x))|^2 <= (1 - alpha) |x|^2` holds for every x; None if nothing is
+        promised.
       unbiased: Whether `E decode(encode(x)) = x`, over the key's seed.
       linear: Whether the decoded sum of payloads is the sum of the decoded ones. Then
         payloads may be summed on the wire.
-      selection: The sparsifier's halves, by which `compose` chains it; None for others.
+      selection: The two halves of a sparsifier, which `compose` uses; None for others.
       shared_selection: For a chain whose first stage keeps the same entries on all replicas: that
         stage's halves and the code of what it keeps, so that an exchange need not touch the
         rest; None for others.
@@ -110,7 +111,7 @@ class Compressor:
 
 
 def identity() -> Compressor:
-    """Sends the float32 values themselves: 32 bits per parameter, exact, linear.
+    """Sends the float32 values themselves: 32 bits per parameter, exact and linear.
 
     `compressed_mean(identity(), ...)` is the uncompressed mean.
     """

@@ -1,4 +1,4 @@
-"""Few bits a value by statistics: bins that are decoded as the mean of what is in them."""
+"""Codes of few bits: each bin decodes to the mean of the values in it."""
 
 import jax.numpy as jnp
 from jax import lax
@@ -11,14 +11,14 @@ from jaxcomp.compressors.packing import pack, unpack
 
 
 def bin_means(bits: int, block: int | None = None) -> Compressor:
-    """Codes each value by its bin, and sends each bin's mean: no outlier sets the grid.
+    """Encodes each value as its bin, and sends each bin's mean, so that no outlier sets the grid.
 
     Inner bins are 6 sigma / 2**bits wide, around the mean; the two outer ones hold all that lies
-    beyond. Costs `bits` bits per parameter, and `32 * 2**bits` a bucket or block for the means,
-    which sum up to the sum of the values. It never adds to the squared norm, and promises no
-    contraction: a value that is alone in its bin is exact, many equal to each other are.
+    beyond. Costs `bits` bits per parameter, and `32 * 2**bits` bits per bucket or block for the
+    means. Decoding keeps the sum of the values and never increases the squared norm, but promises
+    no contraction. A value that is alone in its bin is exact, and so are equal values.
 
-    For what a sparsifier keeps, as in `compose(top_k(1 / 64, block=4096), bin_means(2))`.
+    Meant for what a sparsifier keeps, as in `compose(top_k(1 / 64, block=4096), bin_means(2))`.
 
     Args:
       bits: Width of a code, 1 to 4.
@@ -29,8 +29,8 @@ def bin_means(bits: int, block: int | None = None) -> Compressor:
 
     References:
       A. Sarfi et al., `Communication Efficient LLM Pre-training with SparseLoCo
-      <https://arxiv.org/abs/2508.15706>`_, 2025, of 2 bits; the bins are those of its code, moved
-      by half a bin, so that they are as many above the mean as below.
+      <https://arxiv.org/abs/2508.15706>`_, 2025, with 2 bits. The bins are those of its code, moved
+      by half a bin, so that as many lie above the mean as below.
     """
     checks.integer("bin_means", "bits", bits, "; write bin_means(2), or quantize(8)", most=4)
     if block is not None:
@@ -49,7 +49,7 @@ def bin_means(bits: int, block: int | None = None) -> Compressor:
         steps = jnp.floor(centred * jnp.where(width > 0, 1 / width, 0.0)) + num_bins // 2
         codes = jnp.clip(steps, 0, num_bins - 1)
         means = [mean_of(rows, used & (codes == code)) for code in range(num_bins)]
-        # What is not finite is in no bin, and makes all means of its block so.
+        # A value that is not finite is in no bin, and makes all means of its block NaN.
         bad = jnp.where(jnp.isfinite(width), 0.0, jnp.nan)
         table = jnp.concatenate(means, axis=1) + bad
         codes = codes.astype(jnp.uint8).reshape(-1)[: x.size]

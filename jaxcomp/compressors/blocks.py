@@ -3,11 +3,11 @@
 import jax
 import jax.numpy as jnp
 
-_INDEXED = 2**31 - 1  # the greatest number of 32 bits: JAX has no longer ones by default
+_INDEXED = 2**31 - 1  # the greatest int32: JAX has no wider integers by default
 
 
 def split(x: jax.Array, block: int, fill: str = "zero") -> jax.Array:
-    """Cuts a bucket in blocks: `f32[numel] -> f32[ceil(numel / size), size]`, one a row.
+    """Cuts a bucket into blocks: `f32[numel] -> f32[ceil(numel / size), size]`, one a row.
 
     The size is the lesser of `block` and numel. `fill` says what completes the last block: "zero",
     or "edge" for its last value.
@@ -24,7 +24,7 @@ def spread(scales: jax.Array, block: int, numel: int) -> jax.Array:
 
 
 def indexed(numel: int, unit: int = 1) -> list[slice]:
-    """Cuts a bucket where positions no longer fit in 32 bits: nearly always into one piece.
+    """Cuts a bucket where positions no longer fit in 32 bits, which is nearly always one piece.
 
     All pieces but the last are multiples of `unit`.
     """

@@ -1,4 +1,4 @@
-"""Chains sparsifiers with the code of the values that they keep."""
+"""Chains sparsifiers with a code for the values that they keep."""
 
 import math
 
@@ -8,16 +8,16 @@ from jaxcomp.compressors.packing import fold
 
 
 def compose(*stages: Compressor) -> Compressor:
-    """Hands the values that each sparsifier keeps to the next stage; the last one codes them.
+    """Passes the values that each sparsifier keeps to the next stage; the last stage encodes them.
 
     Each stage adds to the payload only what the receiver cannot know. The contraction is the
-    product of the stages', as a stage loses nothing of what it passes on.
+    product of the stages'.
 
     Args:
-      *stages: Sparsifiers, then any compressor. Where the last is a sparsifier too, the values
-        it keeps travel as float32. At most one is `random_k`: a second one that rolls with the
-        same count would never visit most entries. A chain stands for its stages, one stage for
-        itself.
+      *stages: Sparsifiers, then any compressor. If the last is a sparsifier too, the values that it
+        keeps are sent as float32. At most one is `random_k`: a second one would roll with the same
+        count and never visit most entries. A chain inside a chain counts as its stages; a single
+        stage is returned as it is.
 
     Examples:
       >>> import jaxcomp
@@ -28,8 +28,8 @@ def compose(*stages: Compressor) -> Compressor:
       0.1825
 
     Raises:
-      ValueError: At construction, without stages, with what is no compressor, with a stage before
-        the last that is not a sparsifier, or with two `random_k`.
+      ValueError: At construction, without stages, for an argument that is not a compressor, for a
+        stage before the last that is not a sparsifier, or for two `random_k`.
 
     References:
       J. Wang et al., "CocktailSGD: Fine-tuning Foundation Models over 500Mbps Networks", ICML
@@ -39,7 +39,7 @@ def compose(*stages: Compressor) -> Compressor:
         raise ValueError("compose() got no stage; write identity() to send float32 values")
     for stage in stages:
         checks.compressor("compose", stage)
-    # A chain in a chain is one: what may stand where, and how often, is asked of all stages.
+    # Chains inside a chain are flattened, so that the checks see all stages.
     stages = tuple(one for stage in stages for one in stage.stages or (stage,))
     selections = []
     for stage in stages[:-1]:
@@ -75,12 +75,12 @@ def compose(*stages: Compressor) -> Compressor:
 
 
 def sparsifier(name: str, selection: Selection, contraction: float, linear: bool) -> Compressor:
-    """Makes the compressor that sends what a selection keeps, as float32, or codes it by `compose`.
+    """Makes the compressor that sends what a selection keeps, in float32; `compose` can chain it.
 
     Args:
       name: The call that makes it.
       selection: What is kept, and how the receiver learns where.
-      contraction: Share of the squared norm that is kept at least, in expectation.
+      contraction: Least share of the squared norm that is kept, in expectation.
       linear: Whether the positions are the same on all replicas.
     """
     exact = identity()

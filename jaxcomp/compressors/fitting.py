@@ -1,4 +1,4 @@
-"""Levels for values in [0, 1] of which a histogram is known, its bins taken to be even."""
+"""Fits levels to a histogram of values in [0, 1]. Values are taken as uniform within a bin."""
 
 import jax
 import jax.numpy as jnp
@@ -20,9 +20,9 @@ def histogram(values: jax.Array, chosen: jax.Array) -> jax.Array:
 def least_error(levels: jax.Array, tally: jax.Array) -> jax.Array:
     """Moves levels to where rounding to the nearest has the least squared error.
 
-    Lloyd's steps: each of the levels, `f32[n]`, ascending in [0, 1], goes to the mean of the values
-    that are nearest to it, and stays if there are none. That is a gradient step of the squared
-    error, of a length of its own for each level. The tally is from `histogram`.
+    Lloyd's algorithm: each level moves to the mean of the values that are nearest to it, and stays
+    if there are none. `levels` is `f32[n]`, ascending in [0, 1]; `tally` is what `histogram`
+    returns.
     """
     counts, sums = _integrals(tally)
 
@@ -36,13 +36,13 @@ def least_error(levels: jax.Array, tally: jax.Array) -> jax.Array:
 
 
 def least_variance(levels: jax.Array, tally: jax.Array) -> jax.Array:
-    """Moves levels, but the first and the last, to where stochastic rounding varies least.
+    """Moves all levels except the first and last to where stochastic rounding has least variance.
 
-    A value v between levels a and c varies by (v - a)(c - v). Given its two neighbours, a level b
-    between them is best where the count up to b is that up to a, and what the values between a and
-    c lack to c, over c - a. Every second level at a time goes there.
+    The variance of a value v between levels a and c is (v - a)(c - v). Given its neighbours a and
+    c, the best level b has `count(b) = count(a) + sum(c - v for a < v < c) / (c - a)`, where
+    `count(x)` is the number of values below x. Every second level moves at a time.
 
-    All stay as they were if nothing was tallied. Arguments are those of `least_error`.
+    Levels stay if the tally is empty. Arguments are those of `least_error`.
 
     References:
       Faghri et al., `Adaptive Gradient Quantization for Data-Parallel SGD

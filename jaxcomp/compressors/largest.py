@@ -1,10 +1,10 @@
-"""The k entries of largest magnitude of each row, exactly, without sorting.
+"""Marks the k entries of largest magnitude of each row, exactly.
 
-Magnitudes are ordered as their bits are, read as integers. Each machine has the form that suits it;
-all mark the same entries. On a CPU a loop halves intervals that hold the threshold, at a fifth of
-the time of `jax.lax.top_k`. Elsewhere a loop of unknown length would wait for the host in each
-round. A GPU sorts rows of up to 4,096: one operation, of which XLA launches a kernel or a few. A
-TPU compares all pairs of short rows. In longer rows both find the threshold digit by digit.
+Magnitudes have the order of their bits, read as integers. Each platform has a form of its own, and
+all mark the same entries. A CPU bisects for the threshold, in a fifth of the time of
+`jax.lax.top_k`. On accelerators such a loop would wait for the host in each round. So a GPU sorts
+rows of up to 4,096, in one or a few kernels. A TPU compares all pairs in short rows. In longer rows
+both find the threshold digit by digit.
 """
 
 from functools import partial
@@ -22,7 +22,7 @@ _DIGIT = 4  # bits of the threshold that a pass finds, by counting at 15 values
 def mark_largest(x: jax.Array, k: int) -> jax.Array:
     """Marks the k entries of largest magnitude of each row: `[rows, n] -> bool[rows, n]`.
 
-    Of equal ones the first are marked; NaN counts as larger than any number. k is from 1 to n.
+    Ties go to the first entries. NaN counts as larger than any number. k is from 1 to n.
     """
     size = lax.bitcast_convert_type(jnp.abs(x), UNSIGNED[x.dtype.itemsize])
     n = x.shape[1]
@@ -43,7 +43,7 @@ def by_comparing(size: jax.Array, k: int) -> jax.Array:
 
 
 def by_sorting(size: jax.Array, k: int) -> jax.Array:
-    """As `by_comparing`, by the last one of the k first in order of size and place."""
+    """As `by_comparing`: sorts by size and place, and compares with the k-th entry."""
     place = lax.broadcasted_iota(jnp.uint16, size.shape, 1)
     # The largest first; not a stable sort, for which XLA would sort places once more.
     order = lax.sort((~size, place), dimension=1, is_stable=False, num_keys=2)
@@ -52,7 +52,7 @@ def by_sorting(size: jax.Array, k: int) -> jax.Array:
 
 
 def by_digits(size: jax.Array, k: int) -> jax.Array:
-    """As `by_comparing`, of rows of any length: in a pass for each four bits."""
+    """As `by_comparing`, for rows of any length: one pass for every four bits."""
     least = jnp.zeros_like(size, shape=size.shape[:1])
     for shift in reversed(range(0, 8 * size.dtype.itemsize, _DIGIT)):
         digits = (jnp.arange(1, 2**_DIGIT, dtype=size.dtype) << shift)[None]
@@ -63,7 +63,7 @@ def by_digits(size: jax.Array, k: int) -> jax.Array:
 
 
 def _at_least(size, least, k):
-    """Marks k entries, of which the least is known: of those equal to it the first ones."""
+    """Marks k entries whose least value is known; ties go to the first entries."""
     above, equal = size > least[:, None], size == least[:, None]
     return above | (equal & (ranks(equal) < k - _count(above)[:, None]))
 
@@ -79,7 +79,8 @@ def by_halving(size: jax.Array, k: int) -> jax.Array:
     above, equal = size > least, size == least
     missing = k - _count(above)
     place = lax.iota(jnp.int32, n)[None]
-    # All equal ones, as nearly always, or those before a place that is searched for.
+    # Nearly always all entries that equal the threshold; else those before a place, found by
+    # bisection.
     first = jnp.where(_count(equal) == missing, n, 0)
     end = _greatest(
         lambda end: _count(equal & (place < end[:, None])) <= missing, first, first - first + n
@@ -92,7 +93,7 @@ def _count(entries):
 
 
 def _greatest(holds, low, high):
-    """The greatest integer of [low, high] for which `holds`, as it does for `low`; a row each."""
+    """In each row, the greatest integer in [low, high] that `holds`; it must hold for `low`."""
 
     def halved(bounds):
         low, high = bounds

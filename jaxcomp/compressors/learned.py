@@ -21,18 +21,18 @@ def learned_levels(
     rounding: str = "nearest",
     scale_dtype: jax.typing.DTypeLike = "bfloat16",
 ) -> Compressor:
-    """Codes each value by one of 2**bits levels between the least and the greatest of its block.
+    """Encodes each value as one of 2**bits levels between the least and the greatest of its block.
 
-    The levels start uniform, as those of `quantize(bits, block, "minmax")`, whose bits per
-    parameter it has. `qsdp` learns them, for each parameter and each of its two directions;
-    elsewhere they stay. No contraction is promised, as levels may be any. At 4 bits learned levels
-    lose 0.6 times as much of normal values, most of which lie near the middle of their range.
+    The levels start uniform, like those of `quantize(bits, block, "minmax")`, and cost the same
+    bits per parameter. `qsdp` learns them, for each parameter and each of its two directions;
+    elsewhere they stay uniform. No contraction is promised, since levels may be anywhere. At 4
+    bits, learned levels lose 0.6 times as much of normally distributed values as uniform ones.
 
     Args:
-      bits: Width of a code, 1 to 6; more are as good without learning.
+      bits: Width of a code, 1 to 6. With more bits, learning does not help.
       block: Neighbours that share a minimum and a range.
-      rounding: "nearest", whose levels then minimize the squared error; or "stochastic", up or
-        down at random by the private key, unbiased, whose levels minimize its variance.
+      rounding: "nearest": the levels minimize the squared error. "stochastic": up or down at random
+        with the private key, unbiased; the levels minimize the variance.
       scale_dtype: Dtype of the minimum and the range, as for `quantize`.
 
     Raises:
@@ -40,9 +40,9 @@ def learned_levels(
 
     References:
       Markov et al., `Quantized Distributed Training of Large Models with Convergence Guarantees
-      <https://arxiv.org/abs/2302.02390>`_, ICML 2023, Algorithm 1. Its gradient steps on the
-      squared error of one value after another are Lloyd's steps here, of all values at once: the
-      same fixed points, without a rate. Faghri et al., `Adaptive Gradient Quantization for
+      <https://arxiv.org/abs/2302.02390>`_, ICML 2023, Algorithm 1. It takes gradient steps on the
+      squared error, one value at a time. Here Lloyd's algorithm takes all values at once: the same
+      fixed points, without a learning rate. Faghri et al., `Adaptive Gradient Quantization for
       Data-Parallel SGD <https://arxiv.org/abs/2010.12460>`_, NeurIPS 2020 (stochastic rounding).
     """
     dtype = jnp.dtype(scale_dtype)
@@ -93,9 +93,9 @@ def learned_levels(
 
 
 def _find(values, levels, share, bits):
-    """Counts the levels but the last that lie more than a share of their gap below each value.
+    """Counts the levels (not the last) that lie more than a share of their gap below each value.
 
-    A share of 1/2 gives the nearest level; uniform noise one of two, unbiased. A search by halves.
+    A share of 1/2 gives the nearest level, uniform noise an unbiased choice between two. Bisects.
     """
     digits: list[jax.Array] = []
     for digit in range(bits):

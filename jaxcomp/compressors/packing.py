@@ -21,9 +21,9 @@ def pack(codes: jax.Array, bits: int) -> jax.Array:
     """Packs codes of 1 to 32 bits into `uint8[packed_size(codes.size, bits)]`.
 
     Codes are `uint8[...]` or, for more than 8 bits, `uint32[...]`, below `2**bits`. A width is
-    split into parts of 8, 4, 2 and 1 bits, so that codes never straddle bytes; each part is padded
-    to a whole byte. The first slice of the codes takes the low bits, the next slice the bits
-    above: contiguous slices, where XLA vectorizes and neighbours would not.
+    split into parts of 8, 4, 2 and 1 bits, so that no code straddles bytes; each part is padded to
+    a whole byte. The first slice of the codes takes the low bits, the next slice the bits above.
+    XLA vectorizes operations on contiguous slices, but not on neighbours.
     """
     parts, shift = [], 0
     for width in _widths(bits):
@@ -61,9 +61,9 @@ def fold(key: Key, *data: jax.Array | int) -> Key:
 def random_bits(key: Key, shape: tuple[int, ...]) -> jax.Array:
     """Hashes each index of an array with the key's seed into 32 bits.
 
-    Counter-based, so XLA fuses it into what reads it: no array of noise is written. Not for
-    cryptography. Keys for independent draws come from `fold`; behind 2**32 entries the bits
-    repeat.
+    Counter-based, so XLA fuses it into its reader and writes no array of noise. Not for
+    cryptography. Use `fold` to make keys for independent draws. The bits repeat after 2**32
+    entries.
     """
     size = math.prod(shape)
     # The seed enters twice: once would make two seeds' streams permutations of each other.
@@ -83,7 +83,8 @@ def _hashed(seed, word):
 
 @jax.jit
 def _ended(seed):
-    # XLA fuses no sum into the loops that read it: in a long chain of hashes LLVM never returns.
+    # XLA does not fuse a sum into its readers. Without it LLVM does not finish on a long chain of
+    # hashes.
     return jnp.sum(_mix(seed ^ lax.iota(jnp.uint32, 2)), dtype=jnp.uint32)
 
 

@@ -28,8 +28,8 @@ def runs(stride):
         return lax.optimization_barrier(_joined(parts)), ()
 
     def scatter(values, where, shared, numel):
-        # Selects, fused into what reads them; the barrier keeps out what made the values, which
-        # would be made `stride` times.
+        # Selects, which XLA fuses into their readers. The barrier keeps the producer of the values
+        # out of that fusion, which would run it `stride` times.
         values, mine = lax.optimization_barrier(values), shared.count % stride
         forms = {"cpu": _runs_in_place, "default": _runs_by_tiles}
         forms = {name: functools.partial(form, stride, numel) for name, form in forms.items()}
@@ -49,7 +49,7 @@ def _runs_by_tiles(stride, numel, values, mine):
 
 
 def _runs_in_place(stride, numel, values, mine):
-    # XLA:CPU takes five to ten times as long for what is broadcast and reshaped, or joined.
+    # On XLA:CPU a broadcast with a reshape, or a concatenation, takes five to ten times as long.
     def put(piece):
         size, picked = piece.stop - piece.start, values[piece.start // stride :]
         count, x = size // (stride * _RUN), jnp.zeros(size, values.dtype)
@@ -72,7 +72,7 @@ def _runs_in_place(stride, numel, values, mine):
 
 
 def _rest(stride, size, values, mine):
-    """The entries behind all whole groups, `size` of them: one shorter run of each `stride`."""
+    """The `size` entries after the last whole group: one shorter run of each `stride`."""
     if not size:
         return values[:0]
     is_mine = lax.iota(jnp.int32, stride)[:, None] == mine
@@ -94,8 +94,8 @@ def strided(stride):
         return lax.dynamic_index_in_dim(padded, shared.count % stride, axis=1, keepdims=False), ()
 
     def scatter(values, where, shared, numel):
-        # A select, fused into what reads it; the barrier keeps out what made the values, which
-        # would be made `stride` times.
+        # A select, which XLA fuses into its reader. The barrier keeps the producer of the values
+        # out of that fusion, which would run it `stride` times.
         values, first = lax.optimization_barrier(values), (shared.count % stride).astype(jnp.uint32)
 
         def spread(piece):
@@ -120,7 +120,8 @@ def drawn(stride):
         return jnp.take_along_axis(rows, place[None, :], axis=0)[0], ()
 
     def scatter(values, where, shared, numel):
-        # No select, into which XLA would fuse, per entry, what made the values: later stages.
+        # Not a select: XLA would fuse the producer of the values (later stages) into it, and run it
+        # for each entry.
         place = draw(shared, values.size)
 
         def spread(piece):

@@ -1,4 +1,4 @@
-"""One of several forms of a function: that of the platform that the program is compiled for."""
+"""Chooses between forms of a function by the platform that the program is compiled for."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,13 +10,13 @@ from jax import lax
 def by_platform(*args: Any, cpu: Callable, default: Callable, gpu: Callable | None = None) -> Any:
     """Calls the form of the platform that the program is compiled for; all return the same.
 
-    Inside `shard_map` the mesh says which one that is, and only that form is traced. Elsewhere, as
-    under `jax.vmap`, all are traced, and the compiler takes the one that it needs.
+    Inside `shard_map` the mesh names the platform, and only its form is traced. Elsewhere, for
+    example under `jax.vmap`, all forms are traced, and the compiler takes the one that it needs.
 
     Args:
       *args: What the form gets.
       cpu: For CPUs.
-      default: For TPUs and whatever else.
+      default: For TPUs and other platforms.
       gpu: For GPUs; `default` if there is none.
     """
     gpu = default if gpu is None else gpu

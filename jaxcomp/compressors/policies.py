@@ -1,4 +1,4 @@
-"""Which compressor a leaf travels by."""
+"""Policies: which compressor each leaf is sent with."""
 
 import re
 from collections.abc import Callable
@@ -14,10 +14,11 @@ Policy = Callable[[str, Any], Compressor]
 
 
 def policy_of(compressor: Compressor | Policy) -> Policy:
-    """The policy that sends every leaf by one compressor, or the one that is given, checked.
+    """Turns one compressor for all leaves into a policy, and checks a policy that is given.
 
     Raises:
-      ValueError: If it is neither; when called, if the policy returns something else.
+      ValueError: If the argument is neither. When called, if the policy does not return a
+        compressor.
     """
     if isinstance(compressor, Compressor):
         return lambda path, leaf: compressor
@@ -40,12 +41,12 @@ def policy_of(compressor: Compressor | Policy) -> Policy:
 
 
 def path_of(key_path) -> str:
-    """The path of a leaf as one string, as `params/block_0/up/kernel`."""
+    """The path of a leaf as one string, such as `params/block_0/up/kernel`."""
     return jax.tree_util.keystr(key_path, simple=True, separator="/")
 
 
 def by_path(*rules: tuple[str, Any]) -> Callable[[str, Any], Any]:
-    """Makes a policy `(path, leaf) -> value` of rules; the first that matches wins.
+    """Makes a policy `(path, leaf) -> value` from rules; the first that matches wins.
 
     Args:
       *rules: Patterns for `re.search` on the leaf's path, each with its value.

@@ -1,4 +1,4 @@
-"""Fewer bits a value: small floating-point types, and b-bit codes with a scale per block."""
+"""Rounding: small floating-point types, and b-bit codes with a scale per block."""
 
 import jax
 import jax.numpy as jnp
@@ -14,17 +14,18 @@ from jaxcomp.compressors.packing import pack, uniform, unpack
 def cast(dtype: jax.typing.DTypeLike) -> Compressor:
     """Rounds each value to a smaller floating-point type: 8 or 16 bits per parameter.
 
-    Values beyond the type's largest finite one, infinities among them, become that one; NaN
-    stays NaN. bfloat16 has float32's range and is a contraction, with alpha = 1 - 2**-16. The
-    others make zeros of small values (below 3e-8 in float16, 1e-3 in float8_e4m3fn, 8e-6 in
-    float8_e5m2), so scale what is cast to them. The bits travel as unsigned integers, since
-    XLA:CPU widens small floating-point types on the wire.
+    Values beyond the type's largest finite value, and infinities, become that value. NaN stays NaN.
+    bfloat16 has float32's range and is a contraction, with alpha = 1 - 2**-16. The others turn
+    small values into zeros (below 3e-8 in float16, 1e-3 in float8_e4m3fn, 8e-6 in float8_e5m2), so
+    scale the values first. The bits are sent as unsigned integers, because XLA:CPU widens small
+    floating-point types on the wire.
 
     Args:
       dtype: bfloat16, float16, float8_e4m3fn or float8_e5m2.
 
     Raises:
-      ValueError: At construction, for another type; a TypeError for what is none.
+      ValueError: At construction, for another type.
+      TypeError: If it is not a dtype.
     """
     name = jnp.dtype(dtype).name
     if name not in ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"):
@@ -59,12 +60,12 @@ def quantize(
     rounding: str = "nearest",
     scale_dtype: jax.typing.DTypeLike = "bfloat16",
 ) -> Compressor:
-    """Codes each value by `bits` bits on a uniform grid per block of neighbours.
+    """Encodes each value in `bits` bits, on a uniform grid per block of neighbours.
 
-    Costs `bits + s / block` bits per parameter, s being the bits of `scale_dtype` (twice that
-    for "minmax"). The grid is rounded outwards to `scale_dtype` before encoding, so no value
-    clips, and "stochastic" and "shift" are unbiased to float32 rounding. A block of zeros
-    decodes to zeros; one with a value that is not finite, to values that are not finite.
+    Costs `bits + s / block` bits per parameter, where s is the number of bits of `scale_dtype`
+    (twice that for "minmax"). The grid is rounded outwards to `scale_dtype` before encoding. So no
+    value clips, and "stochastic" and "shift" are unbiased up to float32 rounding. A block of zeros
+    decodes to zeros. A block with a value that is not finite decodes to values that are not finite.
 
     With N + 1 levels, n = block, e = finfo(scale_dtype).eps, nearest "absmax" is a contraction
     with alpha = (1 - min(e, (1 + e) / N)**2) / (1 + (n - 1) * (1 + e)**2 / N**2). In the other
@@ -74,13 +75,13 @@ def quantize(
     Args:
       bits: Width of a code, 1 to 8.
       block: Neighbours that share a grid.
-      range: "absmax", 2**bits - 1 levels, symmetric around an exact zero (the two levels +-scale
-        for one bit), or "minmax", 2**bits levels from the block's least to its greatest value.
-      rounding: "nearest"; "stochastic", up or down at random by the private key; "shift", to
-        the nearest on a grid that is shifted by a random share of a step, one for the whole
-        bucket, drawn from the shared key.
-      scale_dtype: Dtype of the step and the minimum: bfloat16, float32, or float16, in which what
-        is below 6e-8 vanishes. "minmax" of values far from zero needs float32.
+      range: "absmax": 2**bits - 1 levels, symmetric around an exact zero (for one bit, the two
+        levels +-scale). "minmax": 2**bits levels from the block's least to its greatest value.
+      rounding: "nearest"; "stochastic", up or down at random with the private key; "shift", to the
+        nearest level of a grid that is shifted by a random fraction of a step. The shift is one
+        number for the whole bucket, drawn from the shared key.
+      scale_dtype: Dtype of the step and the minimum: bfloat16, float32, or float16, which loses
+        values below 6e-8. "minmax" needs float32 for values far from zero.
 
     Raises:
       ValueError: At construction, for arguments outside these ranges.
@@ -151,7 +152,7 @@ def in_steps(x, low, step, block):
 
 
 def _round_up(x, dtype):
-    # What is subnormal becomes zero, so that its inverse is not infinite.
+    # Subnormal values become zero, so that their inverse is finite.
     x = jnp.where(jnp.abs(x) < jnp.finfo(jnp.float32).tiny, 0.0, x)
     # The barrier keeps XLA from taking x for its own rounded value (excess precision).
     nearest = lax.optimization_barrier(x.astype(dtype))

@@ -1,10 +1,9 @@
-"""Marked entries of each row moved to its first places, and back.
+"""Moves the marked entries of each row to its first places, and back.
 
-Each machine has the form that suits it; all return the same bits. A CPU numbers the marked entries
-by a running sum, and moves them one by one. A GPU counts ones in words of 32 marks, so that each
-entry, or each place, finds by itself where to read. On a TPU single entries would move a tile each:
-there all places of a short row are compared with each other, in one fused sum, and rows of up to
-4,096 are sorted.
+Each platform has a form of its own, and all return the same bits. A CPU numbers the marked entries
+with a running sum, and moves them one by one. A GPU counts ones in words of 32 marks, so that each
+entry, or each place, computes where to read. A TPU would move a whole tile for each entry: it
+compares all places of a short row with each other, in one fused sum, and sorts rows of up to 4,096.
 """
 
 from functools import partial
@@ -28,7 +27,7 @@ def ranks(marked: jax.Array) -> jax.Array:
 
 
 def taken(x: jax.Array, marked: jax.Array, k: int) -> jax.Array:
-    """Takes the k marked entries of each row, in their order: `[rows, n] -> [rows, k]`."""
+    """Takes the k marked entries of each row, in order: `[rows, n] -> [rows, k]`."""
     n = x.shape[1]
     long = taken_by_sorting if n <= SORTED else taken_by_moving
     forms = {
@@ -98,7 +97,7 @@ def _before(counts, size):
 
 
 def taken_in_turn(x: jax.Array, marked: jax.Array, k: int) -> jax.Array:
-    """`taken`, one entry after the other, numbered through all rows."""
+    """`taken`, one entry at a time, numbered across all rows."""
     one, rank = _ones(marked)
     count = x.shape[0] * k
     place = jnp.where(one, rank, count).reshape(-1)[: x.size]
@@ -106,14 +105,14 @@ def taken_in_turn(x: jax.Array, marked: jax.Array, k: int) -> jax.Array:
 
 
 def taken_by_moving(x: jax.Array, marked: jax.Array, k: int) -> jax.Array:
-    """`taken`, one entry after the other, numbered in each row."""
+    """`taken`, one entry at a time, numbered in each row."""
     place = jnp.where(marked, ranks(marked), k)
     row = lax.broadcasted_iota(jnp.int32, x.shape, 0)
     return jnp.zeros((x.shape[0], k), x.dtype).at[row, place].set(x, mode="drop")
 
 
 def taken_by_words(x: jax.Array, marked: jax.Array, k: int) -> jax.Array:
-    """`taken` of short rows: each place halves the row to find its entry."""
+    """`taken` for short rows: each place finds its entry by bisection."""
     words, rank = _words(marked), lax.broadcasted_iota(jnp.int32, (1, k), 1)
     place, step = jnp.zeros((x.shape[0], k), jnp.int32), 1 << (x.shape[1] - 1).bit_length()
     while step := step // 2:
@@ -130,13 +129,13 @@ def taken_by_words(x: jax.Array, marked: jax.Array, k: int) -> jax.Array:
 
 
 def taken_by_comparing(x: jax.Array, marked: jax.Array, k: int) -> jax.Array:
-    """`taken` of short rows: each of the k places looks at all entries."""
+    """`taken` for short rows: each of the k places looks at all entries."""
     place = jnp.where(marked, ranks(marked), k)[:, None, :]
     return _picked(x[:, None, :], place == lax.broadcasted_iota(jnp.int32, (1, k, 1), 1))
 
 
 def taken_by_sorting(x: jax.Array, marked: jax.Array, k: int) -> jax.Array:
-    """`taken`, of entries in order of their places, the marked ones first."""
+    """`taken`: sorts entries by place, the marked ones first."""
     return _sorted(_first_if(marked), x)[1][:, :k]
 
 
@@ -144,7 +143,7 @@ def taken_by_sorting(x: jax.Array, marked: jax.Array, k: int) -> jax.Array:
 
 
 def put_back_in_turn(values: jax.Array, marked: jax.Array) -> jax.Array:
-    """`put_back`, numbered through all rows."""
+    """`put_back`, numbered across all rows."""
     one, rank = _ones(marked)
     kept = values.reshape(-1).at[rank].get(mode="clip")
     x = jnp.where(one, kept, jnp.zeros((), values.dtype))
@@ -152,27 +151,27 @@ def put_back_in_turn(values: jax.Array, marked: jax.Array) -> jax.Array:
 
 
 def put_back_by_ranks(values: jax.Array, marked: jax.Array) -> jax.Array:
-    """`put_back`, each entry from the place of its rank."""
+    """`put_back`: each entry reads the place of its rank."""
     kept = jnp.take_along_axis(values, ranks(marked), axis=1, mode="clip")
     return jnp.where(marked, kept, jnp.zeros((), values.dtype))
 
 
 def put_back_by_comparing(values: jax.Array, marked: jax.Array) -> jax.Array:
-    """`put_back` of short rows: each entry looks at all k values."""
+    """`put_back` for short rows: each entry looks at all k values."""
     k = values.shape[1]
     place = jnp.where(marked, ranks(marked), k)[:, :, None]
     return _picked(values[:, None, :], place == lax.broadcasted_iota(jnp.int32, (1, 1, k), 2))
 
 
 def put_back_by_sorting(values: jax.Array, marked: jax.Array) -> jax.Array:
-    """`put_back`: finds the places of all entries, the marked ones first, and sorts by them."""
+    """`put_back`: orders the places, the marked ones first, and sorts the values by them."""
     n, others = marked.shape[1], marked.shape[1] - values.shape[1]
     place = lax.sort(_first_if(marked), dimension=1, is_stable=False) % n
     return _sorted(place, jnp.pad(values, ((0, 0), (0, others))))[1]
 
 
 def _first_if(marked):
-    """The places of marked entries, and of all others behind them, `i32[rows, n]`."""
+    """The places of marked entries, then those of all others, `i32[rows, n]`."""
     place = lax.broadcasted_iota(jnp.int32, marked.shape, 1)
     return jnp.where(marked, place, place + marked.shape[1])
 
@@ -182,7 +181,7 @@ def _sorted(key, x):
 
 
 def put_at_by_moving(values: jax.Array, places: jax.Array, n: int) -> jax.Array:
-    """`put_at`, one value after the other."""
+    """`put_at`, one value at a time."""
     row = jnp.arange(values.shape[0])[:, None]
     x = jnp.zeros((values.shape[0], n), values.dtype)
     return x.at[row, places].set(values, unique_indices=True, mode="promise_in_bounds")
@@ -195,14 +194,14 @@ def put_at_by_comparing(values: jax.Array, places: jax.Array, n: int) -> jax.Arr
 
 
 def _picked(x, mine):
-    """The entry of the last axis that is `mine`, at most one; zero if none. Keeps its bits."""
+    """The entry of the last axis where `mine` holds, at most one; zero if none. Keeps its bits."""
     bits = lax.bitcast_convert_type(x, UNSIGNED[x.dtype.itemsize])
     total = jnp.sum(jnp.where(mine, bits, 0), axis=-1, dtype=bits.dtype)
     return lax.bitcast_convert_type(total, x.dtype)
 
 
 def _ones(marked):
-    """`bool[bytes, 8]`, eight marks each, and `i32[bytes, 8]`, how many are before, in all rows."""
+    """Marks by eights, `bool[bytes, 8]`, and how many come before in all rows, `i32[bytes, 8]`."""
     marked = jnp.pad(marked.reshape(-1), (0, -marked.size % 8)).reshape(-1, 8).astype(jnp.uint8)
     bit = lax.iota(jnp.uint8, 8)[None]
     mask = jnp.sum(marked << bit, axis=1, dtype=jnp.uint8)

@@ -1,4 +1,4 @@
-"""A code of values that were rotated before, so that no outlier sets the scale of its block."""
+"""A code for rotated values, so that no outlier sets the scale of its block."""
 
 import dataclasses
 import math
@@ -11,20 +11,21 @@ from jaxcomp.compressors import checks
 from jaxcomp.compressors.base import Compressor, Key, Payload
 from jaxcomp.compressors.packing import fold, random_bits
 
-_SIGNS = Key(0, 0)  # of what is tallied, whose levels do for all signs
+_SIGNS = Key(0, 0)  # for tallies: their levels suit all signs
 
 
 def rotated(code: Compressor, block: int = 128) -> Compressor:
-    """Codes blocks of values times a random orthogonal matrix, and rotates back.
+    """Multiplies blocks by a random orthogonal matrix before `code`, and rotates back after it.
 
-    The matrix is a Hadamard matrix over sqrt(block) behind random signs, drawn from the shared
-    key. Values of a block become sums of all of them, near normal ones: a grid of few levels codes
-    them with less error than a few outliers among small values. Bits per parameter and promises are
-    those of `code`; zeros that fill up the last block are coded, too.
+    Values are multiplied by random signs, drawn from the shared key, and then by a Hadamard matrix
+    over sqrt(block). Each rotated value is a sum over the block, nearly normally distributed, so a
+    grid of few levels has less error than with a few outliers among small values. Bits per
+    parameter and promises are those of `code`; the zeros that fill up the last block are encoded
+    too.
 
     Args:
-      code: Code of the rotated values: one that rounds. A sparsifier would leave out parts of all
-        values, and one that loses nothing gains nothing.
+      code: Code for the rotated values. It must round: a sparsifier would drop parts of all values,
+        and a lossless code gains nothing.
       block: Neighbours that are rotated together, a power of two.
 
     Raises:
@@ -33,7 +34,7 @@ def rotated(code: Compressor, block: int = 128) -> Compressor:
     References:
       A. T. Suresh et al., `Distributed Mean Estimation with Limited Communication
       <https://arxiv.org/abs/1611.00429>`_, ICML 2017. J. Jia et al., `SDP4Bit
-      <https://arxiv.org/abs/2410.15526>`_, NeurIPS 2024 (of gradients, without signs).
+      <https://arxiv.org/abs/2410.15526>`_, NeurIPS 2024 (for gradients, without signs).
     """
     if not isinstance(block, int) or block < 2 or block & (block - 1):
         raise ValueError(f"rotated got block={block!r}; needs a power of two; write block=128")

@@ -17,15 +17,15 @@ def sign(
 ) -> Compressor:
     """Sends the sign of each value, and one scale per block or per bucket: 1 bit per parameter.
 
-    The scales cost `s / block` bits per parameter more, or s bits per bucket, s being the bits
-    of `scale_dtype`. `sgn(0)` is +1; what is zero throughout a block decodes to zeros. With
-    scale "l1" it is a contraction: alpha = 1 / block, for a bfloat16 scale (1 - 2**-16) / block;
-    per bucket 1 / numel, which is not stated as it depends on the bucket. On a Gaussian bucket
-    it keeps 64% of the squared norm. "l2" is none.
+    The scales cost `s / block` bits per parameter more, or s bits per bucket, where s is the number
+    of bits of `scale_dtype`. `sgn(0)` is +1; a block of zeros decodes to zeros. With scale "l1" it
+    is a contraction: alpha = 1 / block, or (1 - 2**-16) / block for a bfloat16 scale. With one
+    scale per bucket alpha is 1 / numel, which is not stated as it depends on the bucket. It keeps
+    64% of the squared norm of a Gaussian bucket. "l2" is not a contraction.
 
     Args:
-      scale: "l1", the mean of `|x|`, least in squared error, or "l2", the root of the mean square,
-        as DeepSpeed's 1-bit optimizers have it.
+      scale: "l1", the mean of `|x|`, which has the least squared error; or "l2", the root mean
+        square, as in DeepSpeed's 1-bit optimizers.
       block: Neighbours that share a scale; None for one scale per bucket.
       scale_dtype: Dtype of the scales: float32, bfloat16 or float16.
 
@@ -47,7 +47,7 @@ def sign(
     def encode(x, shared, private):
         size = min(block or x.size, x.size)
         sums = jnp.sum(split(jnp.abs(x) if scale == "l1" else x * x, size), axis=1)
-        # As floats: of so many entries that no position fits in 32 bits, the count may not either.
+        # As floats: the count of a very large bucket may not fit in 32 bits.
         last = jnp.full(1, x.size - size * (sums.size - 1), sums.dtype)
         means = sums / jnp.pad(last, (sums.size - 1, 0), constant_values=float(size))
         scales = means if scale == "l1" else jnp.sqrt(means)

@@ -18,27 +18,26 @@ from jaxcomp.compressors.ranks import put_at, put_back, taken
 
 
 def random_k(density: float, pattern: str = "runs") -> Compressor:
-    """Sends one of every `1 / density` entries, the same on all replicas: no positions travel.
+    """Sends one of every `1 / density` entries, the same on all replicas, so it sends no positions.
 
-    Costs `32 * density` bits per parameter as float32; `compose` codes the values further.
-    Linear. A contraction with alpha = density in expectation, over `1 / density` consecutive
-    steps ("runs" and "strided", which visit each entry once in them) or over the shared key
-    ("random").
+    Costs `32 * density` bits per parameter as float32; `compose` encodes the values further.
+    Linear. A contraction with alpha = density in expectation, over `1 / density` consecutive steps
+    ("runs" and "strided", which visit each entry once in them) or over the shared key ("random").
 
     Args:
       density: Share of the entries to send, in (0, 1]; `1 / density` is an integer.
-      pattern: "runs", of every `1 / density` runs of 1,024 neighbours one, the next one each step
-        (at the bucket's end, or in a small one, of shorter runs): copies of whole rows, on any
-        machine. "strided", every `1 / density`-th entry, rolled by one each step. "random", one
-        entry drawn from each of `ceil(numel * density)` groups by the shared key.
+      pattern: "runs", one of every `1 / density` runs of 1,024 neighbours, the next one each step.
+        Runs are shorter at the bucket's end and in small buckets. It copies whole rows, which is
+        fast on any machine. "strided", every `1 / density`-th entry, rolled by one each step.
+        "random", one entry drawn from each of `ceil(numel * density)` groups by the shared key.
 
     Raises:
       ValueError: At construction, for arguments outside these ranges.
 
     References:
-      J. Wang et al., "CocktailSGD: Fine-tuning Foundation Models over 500Mbps Networks", ICML
-      2023, algorithm 2, step 1. The paper draws each entry independently; "strided" is what
-      the authors' code does. Not rounded down to a multiple of 128 entries as there.
+      J. Wang et al., "CocktailSGD: Fine-tuning Foundation Models over 500Mbps Networks", ICML 2023,
+      algorithm 2, step 1. The paper draws each entry independently; "strided" is what the authors'
+      code does. Their code rounds down to a multiple of 128 entries; this does not.
     """
     stride = _stride(density)
     checks.choice("random_k", "pattern", pattern, "runs", "strided", "random")
@@ -58,16 +57,17 @@ def random_k(density: float, pattern: str = "runs") -> Compressor:
 def top_k(density: float, block: int | None = None) -> Compressor:
     """Sends the entries of largest magnitude, of the bucket or of each block of it.
 
-    Positions travel as a bit mask or as indices of `ceil(log2(n))` bits, n being the block or
-    the bucket, whichever is smaller; so `32 * density + min(1, density * ceil(log2(n)))` bits
-    per parameter as float32. For whole buckets the stated figure is that of the mask. Values
-    travel in the order of their positions; of equal magnitudes the first are kept.
+    Positions are sent as a bit mask or as indices of `ceil(log2(n))` bits, whichever is smaller,
+    where n is the size of the block or the bucket. With float32 values that is
+    `32 * density + min(1, density * ceil(log2(n)))` bits per parameter. For whole buckets the
+    stated figure is that of the mask. Values are sent in the order of their positions. Ties go to
+    the first entries.
 
-    A contraction with alpha = density, the largest of all codes that keep as many entries. It
-    does not sort, and still `group_top_1` takes a fraction of the time.
+    A contraction with alpha = density, the largest of all codes that keep as many entries. It does
+    not sort, but `group_top_1` is still several times faster.
 
     Args:
-      density: Share of the entries to send, in (0, 1]; `ceil(density * n)` of them are.
+      density: Share of the entries to send, in (0, 1]; it sends `ceil(density * n)`.
       block: Neighbours among which to choose; None to choose from the whole bucket. A last,
         incomplete block sends as many as the others.
 
@@ -76,8 +76,8 @@ def top_k(density: float, block: int | None = None) -> Compressor:
 
     References:
       D. Alistarh et al., "The Convergence of Sparsified Gradient Methods", NeurIPS 2018.
-      J. Wang et al., "CocktailSGD: Fine-tuning Foundation Models over 500Mbps Networks", ICML
-      2023, algorithm 2, step 2. Not rounded down to a multiple of 128 entries as in its code.
+      J. Wang et al., "CocktailSGD: Fine-tuning Foundation Models over 500Mbps Networks", ICML 2023,
+      algorithm 2, step 2. Its code rounds down to a multiple of 128 entries; this does not.
     """
     _check_density("top_k", density)
     if block is not None:
@@ -104,9 +104,9 @@ def top_k(density: float, block: int | None = None) -> Compressor:
 def group_top_1(group: int) -> Compressor:
     """Sends the entry of largest magnitude of each group of `group`, in one pass.
 
-    Costs `(32 + log2(group)) / group` bits per parameter as float32. A contraction with alpha =
-    1 / group; on data without structure it keeps nearly as much as `top_k` at equal bits. Entries
-    of a group lie `numel / group` apart; of equal magnitudes the first is kept.
+    Costs `(32 + log2(group)) / group` bits per parameter as float32. A contraction with alpha = 1 /
+    group; on data without structure it keeps nearly as much as `top_k` at equal bits. Entries of a
+    group lie `numel / group` apart. Ties go to the first entry.
 
     Args:
       group: Entries per group, a power of two from 2 to 256.
@@ -125,8 +125,8 @@ def group_top_1(group: int) -> Compressor:
         return values, pack(place, bits)
 
     def scatter(values, where, shared, numel):
-        # A select: fused into what reads it, where the dense result of a scatter, and its zeros,
-        # would lie in memory until the end of a step.
+        # A select, which XLA fuses into its reader. The dense result of a scatter, and its zeros,
+        # would stay in memory until the end of the step.
         place = unpack(where, bits, values.size)[None, :]
         mine = place == lax.iota(place.dtype, group)[:, None]
         return jnp.where(mine, values[None, :], 0.0).reshape(-1)[:numel]

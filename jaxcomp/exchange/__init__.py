@@ -1,1 +1,1 @@
-"""Trees as buckets, their messages and means. May import compressors and replicas."""
+"""Trees as buckets, buckets as messages, and their means. May import compressors, replicas."""

@@ -1,4 +1,4 @@
-"""Trees averaged over the replicas: planned, flattened, exchanged and unflattened, in one place."""
+"""Averages trees over the replicas: plans, flattens, exchanges and unflattens them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ EXACT = identity()
 
 
 class Transport(NamedTuple):
-    """How the trees of one method travel."""
+    """How one method's trees are exchanged."""
 
     policy: Policy
     exchange: wire.Exchange
@@ -34,24 +34,24 @@ class Transport(NamedTuple):
 
 
 class Instead(NamedTuple):
-    """Another way of the buckets of a tree, while something holds.
+    """Another way to send the buckets of a tree in some steps.
 
-    Each bucket has a branch of its own: its message waits for what it sends, not for all leaves.
+    Each bucket has its own branch, so its message waits only for its own leaves.
     """
 
     holds: jax.Array  # bool[], equal on all replicas
-    # For all codes but linear ones; None: nothing is sent, and the means are zeros.
+    # Replaces all codes except linear ones; None: nothing is sent, and the means are zeros.
     code: Compressor | None = None
-    part: str = ""  # by which `jaxcomp.report` names what is sent then
+    part: str = ""  # the name of what is then sent in `jaxcomp.report`
 
 
 class Averaged(NamedTuple):
-    """A tree after its exchange; trees have float32 leaves, or wider ones."""
+    """A tree after its exchange; leaves are float32 or wider."""
 
     mean: Any  # equal on all replicas
-    sent: Any  # what this replica's messages decode to: what is lost is the rest
-    residual: Any  # as `nothing_sent` has it, for the next exchange; None without one
-    owner_residual: tuple[jax.Array | None, ...]  # the same of what this owner passes on
+    sent: Any  # what this replica's messages decode to; the rest is lost
+    residual: Any  # for the next exchange, as in `nothing_sent`; None without one
+    owner_residual: tuple[jax.Array | None, ...]  # the same for what this owner passes on
     failed: Any  # bool[], whether `bad` is known to hold on any replica; None without one
 
 
@@ -59,7 +59,7 @@ class Label(NamedTuple):
     """What the leaves of one bucket have in common."""
 
     compressor: Compressor
-    # Other mesh axes that shard them: what varies over none may not be mixed with what does.
+    # Other mesh axes that shard them: sharded and unsharded leaves must not be mixed.
     axes: frozenset[str]
 
 
@@ -74,7 +74,7 @@ def plan_of(transport: Transport, tree: Any) -> buckets.Plan:
 
 
 def exact(transport: Transport) -> Transport:
-    """The same way for float32 values, in one all-reduce a bucket."""
+    """The same transport in float32, with one all-reduce per bucket."""
     return transport._replace(policy=lambda path, leaf: EXACT, exchange=wire.summed)
 
 
@@ -90,24 +90,23 @@ def average(
     bad: jax.Array | None = None,
     pace: Pace = at_once,
 ) -> Averaged:
-    """Averages a tree over the replicas: the one way through which all methods send.
+    """Averages a tree over the replicas; all methods send through this function.
 
-    With both residuals, nothing is lost: over any number of calls the means, plus the mean
-    residual over replicas, plus the owners' residuals are the sum of the mean trees.
+    With both residuals nothing is lost: over any number of calls the sum of the means, plus the
+    mean residual over replicas, plus the owners' residuals is the sum of the mean trees.
 
     Args:
-      transport: How it travels.
+      transport: How the tree is exchanged.
       tree: Floating leaves that vary over the replicas.
-      count: i32[], equal on all replicas; another one draws other masks and noise.
-      part: By which `jaxcomp.report` names what is sent; "" for what every step sends.
-      residual: What this replica has not sent yet, which is sent along; None: nothing is kept.
+      count: i32[], equal on all replicas; masks and noise depend on it.
+      part: Name of what is sent in `jaxcomp.report`; "" if every step sends it.
+      residual: What this replica has not sent yet, which is added; None: no error feedback.
       owner_residual: What this owner has not passed on yet; None: nothing.
-      instead: Another way, in a branch of each bucket, which no pace stops.
-      bad: bool[] of each replica, whether its tree fails. Then one bucket of it is NaN, and so is
-        a part of the mean on all replicas; the other buckets leave before this is known. That
-        bucket is an exact one if there is one: norms and biases of all layers are complete last
-        in any case.
-      pace: What a step computes while the messages travel.
+      instead: Another way to send, in a branch of each bucket; the pace does not apply there.
+      bad: bool[] of each replica, whether its tree is not finite. Then one bucket is NaN, and so is
+        a part of the mean on all replicas; the other buckets are sent before this is known. It is a
+        float32 bucket if there is one: norms and biases of all layers are complete last anyway.
+      pace: What a step computes while messages are sent.
 
     Returns:
       The `Averaged`.
@@ -141,13 +140,13 @@ def average(
 
 
 def _carrier(plan):
-    """The number of the bucket whose mean tells that a tree fails."""
+    """The number of the bucket that is NaN if a tree is not finite."""
     exact = (i for i, bucket in enumerate(plan.buckets) if _code(bucket) == EXACT)
     return next(exact, len(plan.buckets) - 1)
 
 
 def _either(instead, part, journey, key, bucket, residual):
-    """One bucket's mean, by one of two ways."""
+    """One bucket's mean, sent in one of two ways."""
 
     def along(part, code=None):
         with named(part):
@@ -164,7 +163,7 @@ def _either(instead, part, journey, key, bucket, residual):
 
 
 def named(part: str) -> contextlib.AbstractContextManager[Any]:
-    """The scope by which `jaxcomp.report` knows what sends a part; none of ""."""
+    """The scope that names a part in `jaxcomp.report`; no scope for ""."""
     return jax.named_scope(f"jaxcomp.{part}") if part else contextlib.nullcontext()
 
 
@@ -191,7 +190,7 @@ def zero_residual(plan: buckets.Plan, axis_name: str) -> Any:
 
 
 def zero_owner_residual(plan: buckets.Plan, transport: Transport) -> tuple[jax.Array | None, ...]:
-    """One `f32[numel / R]` of zeros a bucket, varying; None for buckets without owners."""
+    """`f32[numel / R]` of zeros for each bucket, varying; None for buckets without owners."""
     axis_name = transport.axis_name
     return tuple(
         _zeros(bucket.numel // num_replicas(axis_name), bucket.dtype, bucket.label, axis_name)
@@ -205,22 +204,22 @@ def rounded_off(param: jax.Array, change: jax.Array) -> jax.Array:
     """What `param + change` loses in the dtype of `param`, in that of `change`."""
     if param.dtype == change.dtype:
         return change - ((param + change) - param)
-    # The barrier keeps XLA from leaving out the cast there and back (excess precision).
+    # The barrier keeps XLA from dropping the cast there and back (excess precision).
     rounded = lax.optimization_barrier((param + change).astype(param.dtype))
     return change - (rounded.astype(change.dtype) - param)
 
 
 def map_buckets(function: Callable, plan: buckets.Plan, shared: Key, *columns: Any) -> list:
-    """`function(key, bucket, *values)` of every bucket, with a key of its own, as a list.
+    """Maps `function(key, bucket, *values)` over the buckets, each with a key of its own.
 
-    Each of the columns has one array a bucket, or None.
+    Each column has one array per bucket, or None.
     """
     rows = zip(plan.buckets, *columns, strict=True)
     return [function(fold(shared, shared.count, i), *row) for i, row in enumerate(rows)]
 
 
 def _zeros(shape, dtype, label: Label, axis_name: str) -> jax.Array:
-    """Zeros that vary over the replicas and over the axes that shard what they are kept for."""
+    """Zeros that vary over the replicas and over the axes that shard the label's leaves."""
     return to_varying(jnp.zeros(shape, dtype), (axis_name, *sorted(label.axes)))
 
 
@@ -230,13 +229,13 @@ def _exchange_of(bucket: buckets.Bucket, transport: Transport, code=None) -> wir
 
 
 def _code(bucket: buckets.Bucket, code: Compressor | None = None) -> Compressor:
-    """The bucket's code, or another one in the place of one that is not linear."""
+    """The bucket's code, or `code` instead if the bucket's is not linear."""
     own = bucket.label.compressor
     return own if code is None or own.linear else code
 
 
 def _paired(function: Callable, residual: Any, *trees: Any) -> Any:
-    """Maps over residuals, which are None for leaves that lose nothing, and over trees."""
+    """Maps over trees and residuals, which are None for leaves that lose nothing."""
     return jax.tree.map(function, residual, *trees, is_leaf=lambda x: x is None)
 
 

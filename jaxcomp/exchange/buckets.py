@@ -1,4 +1,4 @@
-"""Pytrees as a few flat buckets of bounded size, after a plan made from shapes alone."""
+"""Pytrees as a few flat buckets of bounded size, planned from shapes alone."""
 
 import dataclasses
 import math
@@ -25,9 +25,9 @@ class Segment(NamedTuple):
 
 
 class Bucket(NamedTuple):
-    """A flat array that travels as one message: segments in a row, then zeros up to `numel`."""
+    """A flat array that is sent as one message: segments, then zeros up to `numel`."""
 
-    label: Any  # hashable: what the plan's `label` gave its leaves
+    label: Any  # hashable: the label of its leaves
     segments: tuple[Segment, ...]
     dtype: Any  # float32, or float64 if a leaf is
     numel: int
@@ -40,7 +40,7 @@ class Bucket(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Where each entry of a pytree lies in which bucket: static, hashable."""
+    """The place of each entry of a pytree in the buckets; static and hashable."""
 
     treedef: jax.tree_util.PyTreeDef
     paths: tuple[str, ...]
@@ -51,11 +51,11 @@ class Plan:
 
 
 def small_or_vector(*replica_axes: str) -> Callable[[str, Any], bool]:
-    """Makes the rule that names the leaves which are sent in float32 unless told otherwise.
+    """Makes the default rule for the leaves that are sent in float32.
 
     They are norms and biases (anything with fewer than two axes) and leaves of fewer than
-    1,024 elements, over all their shards, as in CGX: a percent of the bytes, and the most
-    sensitive of them.
+    1,024 elements, over all their shards, as in CGX. They are about 1% of the bytes, and the most
+    sensitive leaves.
 
     Args:
       *replica_axes: Mesh axes that a leaf may vary over without being a shard.
@@ -70,15 +70,15 @@ def make_plan(
     num_replicas: int,
     bucket_numel: int | None = None,
 ) -> Plan:
-    """Lays the leaves of equal label behind each other and cuts them into buckets.
+    """Concatenates the leaves of each label and cuts them into buckets.
 
-    Bucket boundaries depend on the leaves and on `bucket_numel` alone, so that what is kept
-    per bucket can move to another number of replicas; only the padding at its end differs.
+    Bucket boundaries depend only on the leaves and on `bucket_numel`, so state per bucket can move
+    to another number of replicas; only the padding at its end differs.
 
     Args:
       tree: Pytree of floating arrays, or anything with `shape` and `dtype`, of any sizes.
-      label: `(path, leaf) -> label`, as the compressor that the leaf travels by.
-      num_replicas: Every bucket is padded to a multiple of it.
+      label: `(path, leaf) -> label`, for example the compressor of the leaf.
+      num_replicas: Every bucket is padded to a multiple of this.
       bucket_numel: Most elements of a bucket before padding, at least 1. By default each label has
         at most 8 buckets; see `default_numel`.
 
@@ -118,18 +118,18 @@ def make_plan(
 
 
 def default_numel(numel: int) -> int:
-    """Elements of each bucket but the last, of `numel` in all: few buckets, whatever the model.
+    """Elements of each bucket except the last, for `numel` elements in all.
 
-    At most 8, so that one is coded while another travels, and kernels and compilation do not grow
-    with the model; each of 21 MB of float32 or more. All are multiples of 10 * 2**17, which the
-    blocks and the period of every default code divide.
+    There are at most 8 buckets, of at least 21 MB of float32 each. So one is encoded while another
+    is sent, but kernels and compile time do not grow with the model. Sizes are multiples of
+    10 * 2**17, which the blocks and the period of every default code divide.
     """
     share = -(-numel // (_MOST_BUCKETS * _UNIT))
     return _UNIT * max(share, 4)
 
 
 def _cut(chosen: list[int], sizes: list[int], bucket_numel: int):
-    """Yields the segments of each bucket: the leaves `chosen` in a row, cut when full."""
+    """Yields the segments of each bucket: the `chosen` leaves in order, cut when full."""
     segments, room = [], bucket_numel
     for leaf in chosen:
         start = 0
@@ -149,7 +149,7 @@ def _bucket(label, segments, dtypes, num_replicas: int) -> Bucket:
     """Pads so that every replica owns an equal chunk, of whole blocks where that is cheap."""
     dtype = jnp.result_type(jnp.float32, *dtypes)
     used = sum(segment.stop - segment.start for segment in segments)
-    # Padding lies in the last chunk: at most 1/64 of that chunk, so that its scales hardly see it.
+    # Padding is at most 1/64 of the last chunk, so that it hardly changes the scales there.
     align = 1
     while align < 1024 and 2 * align * num_replicas**2 * 64 <= used:
         align *= 2
@@ -176,12 +176,12 @@ def unflatten(plan: Plan, buckets: list[jax.Array], dtypes: Any = None) -> Any:
     """Copies buckets back into a tree of the planned shapes.
 
     Args:
-      plan: The plan that the buckets were filled by.
-      buckets: One `f32[numel]` a bucket of the plan.
-      dtypes: One dtype a leaf; by default the planned ones.
+      plan: The plan that filled the buckets.
+      buckets: One `f32[numel]` per bucket of the plan.
+      dtypes: One dtype per leaf; by default the planned ones.
 
     Returns:
-      The tree; what was padding is dropped, leaves without elements come back empty.
+      The tree, without padding; leaves without elements are empty.
     """
     parts: list[list[jax.Array]] = [[] for _ in plan.shapes]
     for bucket, flat in zip(plan.buckets, buckets, strict=True):

@@ -1,7 +1,7 @@
-"""Exchanges as journeys, which stop where a message travels: there others may go on.
+"""Journeys: exchanges that pause at each message, so that other work can run meanwhile.
 
-A journey is a generator. It yields a `Hop` wherever it sends, is sent what that hop's collective
-returns, and returns its result. Journeys that run together stop together; their pace decides
+A journey is a generator. It yields a `Hop` for each message, receives what that hop's collective
+returns, and returns its result. Journeys that run together pause together; their pace decides
 what a step computes meanwhile.
 """
 
@@ -13,7 +13,7 @@ from jaxcomp._printing import by_name
 
 
 class Hop(NamedTuple):
-    """A message that is ready to leave."""
+    """A message that is ready to send."""
 
     collective: Callable[[Any], Any]
     message: Any  # a tree of arrays, what `collective` takes
@@ -21,21 +21,21 @@ class Hop(NamedTuple):
 
 Journey = Generator[Hop, Any, Any]
 # `(travel, messages) -> received`: called once for each hop, with the messages of all journeys and
-# what sends them.
+# the function that sends them.
 Pace = Callable[[Callable[[list[Any]], list[Any]], list[Any]], list[Any]]
 
 
 @by_name
 def at_once(travel: Callable[[list[Any]], list[Any]], messages: list[Any]) -> list[Any]:
-    """The pace of journeys that nothing waits beside."""
+    """The pace that computes nothing while messages are sent."""
     return travel(messages)
 
 
 def completed(journeys: Sequence[Journey], pace: Pace = at_once) -> list[Any]:
     """Runs journeys hop by hop, and returns their results.
 
-    All messages of one hop are made before the first of the next, and none depends on another:
-    a compiler finds the arithmetic of one bucket to put beside the message of another.
+    All messages of one hop are built before the first of the next, and none depends on another, so
+    a compiler can overlap the arithmetic of one bucket with the message of another.
     """
     results: list[Any] = [None] * len(journeys)
     arrived: dict[int, Any] = dict.fromkeys(range(len(journeys)))

@@ -1,4 +1,4 @@
-"""Means over the replicas at the entries of a mask, which all of them share and nobody sends."""
+"""Means over the replicas at the entries of a mask, which they share without sending it."""
 
 import functools
 import itertools
@@ -18,28 +18,28 @@ from jaxcomp.replicas.types import size_over_shards, to_varying
 
 
 class Mask(NamedTuple):
-    """Which entries of a leaf are exchanged in a step, and how their values are coded."""
+    """Which entries of a leaf a step exchanges, and how it encodes their values."""
 
     selection: Selection
     values: Compressor
 
 
 class Stage(NamedTuple):
-    """Steps in which one policy chooses the masks."""
+    """A range of steps in which one policy chooses the masks."""
 
     start: int  # steps done before the first of them
     policy: Policy
-    part: str  # by which `jaxcomp.report` names what is sent
+    part: str  # the name of what is sent in `jaxcomp.report`
 
 
 def stages_of(
     density: float | Sequence[tuple[int, float]] | None,
     compressor: Compressor | Policy | None,
 ) -> list[Stage]:
-    """The stages that a compressor, a density or pairs of a step and a density stand for.
+    """The stages given by a compressor, a density, or pairs of a step and a density.
 
     Raises:
-      ValueError: If the pairs do not begin with step 0 or do not rise.
+      ValueError: If the pairs do not begin with step 0, or their steps do not rise.
     """
     if compressor is not None:
         return [Stage(0, policy_of(compressor), "momentum")]
@@ -58,7 +58,7 @@ def stages_of(
 
 
 def holding(stages: list[Stage], count: jax.Array) -> dict[str, jax.Array]:
-    """bool[] for the part of each stage, whether it holds after `count` steps; one does."""
+    """bool[] for the part of each stage, whether it is current after `count` steps; one is."""
     ends = [*(stage.start for stage in stages[1:]), jnp.iinfo(jnp.int32).max]
     return {
         stage.part: (count >= stage.start) & (count < end)
@@ -70,15 +70,15 @@ def masks_of(tree: Any, policy: Policy, exact_numel: int, axis_name: str) -> dic
     """The masks of all leaves by path; None for leaves that are exchanged whole.
 
     Args:
-      tree: Leaves that are floating.
+      tree: Floating leaves.
       policy: `(path, leaf) -> Compressor`: `identity()`, or a `random_k`, alone or first in a
         `compose`.
       exact_numel: Leaves of fewer elements, over all their shards, and those with fewer than two
-        axes are whole, whatever the policy says.
+        axes are exchanged whole, whatever the policy says.
       axis_name: The mesh axis of the replicas.
 
     Raises:
-      ValueError: For a compressor whose entries are a replica's own.
+      ValueError: For a compressor whose entries differ between replicas.
     """
 
     def mask(path, leaf):
@@ -91,7 +91,7 @@ def masks_of(tree: Any, policy: Policy, exact_numel: int, axis_name: str) -> dic
 
 
 def is_whole(leaf: Any, exact_numel: int, axis_name: str) -> bool:
-    """Whether a leaf is too small for a code: of one axis, or fewer elements over its shards."""
+    """Whether a leaf is too small for a mask: one axis, or too few elements over its shards."""
     return leaf.ndim < 2 or size_over_shards(leaf, axis_name) < exact_numel
 
 
@@ -111,7 +111,7 @@ def _mask_of(path: str, compressor: Compressor) -> Mask | None:
 class Exchanged(NamedTuple):
     """Leaves after an exchange, and where they were exchanged."""
 
-    leaves: list[jax.Array]  # this replica's own, but for the mean where `on`
+    leaves: list[jax.Array]  # the mean where `on`, else this replica's own values
     on: list[jax.Array | None]  # bool of the leaf's shape, equal on all replicas; None: everywhere
 
 
@@ -122,14 +122,14 @@ def mean_on_masks(
     transport: averaging.Transport,
     count: jax.Array,
 ) -> Exchanged:
-    """Replaces leaves by their mean over the replicas, each at the entries of its mask alone.
+    """Replaces leaves by their mean over the replicas, only at the entries of their masks.
 
     Args:
       masks: As `masks_of` makes them.
-      part: By which `jaxcomp.report` names what is sent.
-      leaves: One a mask, varying.
-      transport: How values travel; the codes are the masks' own, and not its policy's.
-      count: i32[], equal on all replicas: what the masks roll by, or are drawn from.
+      part: Name of what is sent in `jaxcomp.report`.
+      leaves: One per mask, varying.
+      transport: How values are sent; the masks' codes replace its policy.
+      count: i32[], equal on all replicas. Masks roll with it, or are drawn from it.
     """
     codes = {path: mask.values if mask else averaging.EXACT for path, mask in masks.items()}
     keys = _keys(masks, transport.seed, count)
@@ -173,18 +173,18 @@ def _keys(masks, seed: int, count: jax.Array) -> list[Key]:
 
 
 class Masked(NamedTuple):
-    """How leaves travel of which each step exchanges the entries of a mask."""
+    """How leaves are exchanged on masks."""
 
     stages: list[Stage]
     exact_numel: int  # as for `masks_of`
     transport: averaging.Transport
 
     def masks(self, stage: Stage, params: Any) -> dict[str, Mask | None]:
-        """`masks_of` parameters, in a stage."""
+        """`masks_of` the parameters in a stage."""
         return masks_of(params, stage.policy, self.exact_numel, self.transport.axis_name)
 
     def first(self, params: Any) -> Any:
-        """The tree of whether a leaf has a mask in the first stage."""
+        """Tree of bool: whether a leaf has a mask in the first stage."""
         masks = self.masks(self.stages[0], params)
         return jax.tree.unflatten(
             jax.tree.structure(params), [mask is not None for mask in masks.values()]
@@ -193,7 +193,7 @@ class Masked(NamedTuple):
     def in_stage(
         self, function: Callable[..., Any], leaves: list[jax.Array], params: Any, count: jax.Array
     ) -> Any:
-        """`mean_on_masks` or `squares_on_masks` with the masks of the stage that holds."""
+        """`mean_on_masks` or `squares_on_masks` with the masks of the current stage."""
         keywords = {"transport": self.transport, "count": count}
         ways = [
             functools.partial(function, self.masks(stage, params), stage.part, **keywords)

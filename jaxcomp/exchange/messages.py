@@ -1,4 +1,4 @@
-"""Payloads as messages: one array of 32-bit words each, whatever the compressor."""
+"""Turns each payload into one message, an array of 32-bit words, for any compressor."""
 
 import functools
 import math
@@ -11,14 +11,14 @@ from jax import lax
 from jaxcomp.compressors.base import Compressor, Key, Payload
 from jaxcomp.compressors.platforms import by_platform
 
-_UNIT = 4  # a message is padded to as many words: 16 bytes, what links and GPUs load at once
+_UNIT = 4  # messages are padded to this many words: 16 bytes, one load of a link or GPU
 
 
 def pack(payload: Payload) -> jax.Array:
-    """Lays the leaves of a payload behind each other in one message, `u32[words]`.
+    """Concatenates the leaves of a payload in one message, `u32[words]`.
 
-    Each leaf begins with a word of its own; the message ends at a multiple of 16 bytes. Where a
-    byte lies in its leaf's words is the platform's choice, so all replicas are of one platform.
+    Each leaf begins with a new word; the message ends at a multiple of 16 bytes. The order of bytes
+    within a leaf depends on the platform, so all replicas must be of one platform.
     """
     return by_platform(payload, cpu=pack_bytes, default=pack_words)
 
@@ -44,7 +44,7 @@ def payload_like(compressor: Compressor, numel: int, dtype=jnp.float32) -> Paylo
 
 
 def pack_words(payload: Payload) -> jax.Array:
-    """`pack` by shifts of whole slices: bit-casts of rows of 4 bytes would fill 4 lanes of 128."""
+    """`pack` with shifts of whole slices: bit-casts of 4-byte rows would fill 4 lanes of 128."""
     return _joined([_shifted_together(leaf) for leaf in jax.tree.leaves(payload)])
 
 
@@ -54,7 +54,7 @@ def unpack_words(message: jax.Array, like: Payload) -> Payload:
 
 
 def pack_bytes(payload: Payload) -> jax.Array:
-    """`pack` by bit-casts, which cost a CPU nothing."""
+    """`pack` with bit-casts, which cost a CPU nothing."""
     return _joined([_cast_together(leaf) for leaf in jax.tree.leaves(payload)])
 
 

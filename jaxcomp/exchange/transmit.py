@@ -1,4 +1,4 @@
-"""One array through one code: the message, what it decodes to, what it costs and loses."""
+"""Sends one array through one code: the message, what it decodes to, its cost and error."""
 
 import functools
 from typing import NamedTuple
@@ -15,8 +15,8 @@ from jaxcomp.exchange.messages import pack, unpack
 class Transmission(NamedTuple):
     """What `transmit` returns."""
 
-    message: jax.Array  # u32[words], what travels
-    decoded: jax.Array  # of the array's shape, f32: what a receiver makes of it
+    message: jax.Array  # u32[words], what is sent
+    decoded: jax.Array  # f32 of the array's shape, what a receiver gets
     bits_per_parameter: float  # of the message
     error: float  # |x - decoded|^2 / |x|^2; 0 for an array of zeros that decodes to zeros
 
@@ -26,14 +26,14 @@ class Transmission(NamedTuple):
 
 
 def transmit(compressor: Compressor, x: jax.Array, *, seed: int = 0) -> Transmission:
-    """Encodes an array as one bucket, and decodes the message again; no network is needed.
+    """Encodes an array as one bucket and decodes the message again; needs no network.
 
-    To compare codes on real gradients. On independent normal numbers, no code of b bits
-    per parameter loses less than 4**-b in the mean.
+    Use it to compare codes on real gradients. On independent normal values, no code of b bits
+    per parameter has an expected error below 4**-b.
 
     Args:
       compressor: Any code.
-      x: Floating, of any shape, with at least one element.
+      x: Floating array of any shape, with at least one element.
       seed: Seed of masks, shifts and stochastic rounding.
 
     Returns:

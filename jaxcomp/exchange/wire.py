@@ -1,4 +1,4 @@
-"""Collectives that move encoded buckets: one message of 32-bit words each, whatever the compressor.
+"""Collectives that move encoded buckets, as one message of 32-bit words each.
 
 Bytes in the docstrings are those that leave one replica, for payloads of `m` bytes and R
 replicas. Every function runs inside `shard_map` (or `jax.vmap`) over `axis_name`.
@@ -23,7 +23,7 @@ from jaxcomp.replicas.types import is_tracked
 
 
 class Mean(NamedTuple):
-    """The mean of a bucket over the replicas, and what was lost on the way to it."""
+    """The mean of a bucket over the replicas, and what compression lost."""
 
     mean: jax.Array  # f32[numel], equal on all replicas
     sent: jax.Array  # f32[numel], what this replica's message decodes to
@@ -31,13 +31,13 @@ class Mean(NamedTuple):
 
 
 class Exchange(NamedTuple):
-    """A way to average buckets: one of those at the end of this file.
+    """A way to average buckets; the end of this file lists them.
 
     Attributes:
       journey: `(x: f32[numel], owner_residual, compressor, shared: Key, axis_name) -> Journey`,
         which returns a `Mean`.
-      owns_chunks: Whether each replica encodes a chunk for the others, and so keeps an owner's
-        residual of numel / R elements; else that residual is None.
+      owns_chunks: Whether each replica encodes a chunk for the others, and keeps an owner's
+        residual of numel / R elements. Otherwise that residual is None.
     """
 
     journey: Callable[[jax.Array, jax.Array | None, Compressor, Key, str], Journey]
@@ -52,8 +52,8 @@ class Exchange(NamedTuple):
 
 
 def _encode(compressor, x, shared, private):
-    # The decoding of what was sent shall read the message: fused with the encoding, it would
-    # encode again for every entry, at 1.3 to 2.9 times the time of a whole exchange.
+    # Decoding must read the message. Fused with the encoding, it would encode again for every
+    # entry, and a whole exchange would take 1.3 to 2.9 times as long.
     return lax.optimization_barrier(pack(compressor.encode(x, shared, private)))
 
 
@@ -63,25 +63,25 @@ def _decode(compressor, message, shared, numel, dtype):
 
 
 def all_gather(message: jax.Array, axis_name: str) -> jax.Array:
-    """Every replica's message, `u32[R, words]`, of a type that is equal on all replicas."""
+    """Every replica's message, `u32[R, words]`, equal on all replicas by type."""
     return _sent_to_all(message, axis_name).reshape(-1, *message.shape)
 
 
 def _sent_to_all(message, axis_name):
-    """The messages behind each other, `u32[R * words]`: what was coded travels, and no view of it.
+    """The concatenated messages, `u32[R * words]`. Sends the encoded array itself, not a view.
 
-    XLA:GPU starts a message as soon as its operand is made, and ends it when its result is used.
-    A view between would be made when something else is done, or at once.
+    XLA:GPU starts a message once its operand is ready, and waits for it where its result is used.
+    It would schedule a view in between too late or too early.
     """
     kind = {"to": "invarying"} if is_tracked(axis_name) else {}
     return lax.all_gather(message, axis_name, tiled=True, **kind)
 
 
 def summed_journey(x, owner_residual, compressor: Compressor, shared: Key, axis_name: str):
-    """Mean by summing payloads on the wire, for linear compressors: one all-reduce.
+    """The mean by summing payloads on the wire, for linear compressors: one all-reduce.
 
-    Sends 2 m (R-1)/R bytes. With `identity` it is the exact mean. Nothing is lost but what the
-    compressor drops; there is no owner, and its residual stays as it is.
+    Sends 2 m (R-1)/R bytes. With `identity` it is the exact mean. Only the compressor loses
+    anything; there is no owner, and `owner_residual` does not change.
     """
     payload = compressor.encode(x, shared, shared)
     total = yield Hop(lambda tree: lax.psum(tree, axis_name), payload)
@@ -91,10 +91,10 @@ def summed_journey(x, owner_residual, compressor: Compressor, shared: Key, axis_
 
 
 def gathered_journey(x, owner_residual, compressor: Compressor, shared: Key, axis_name: str):
-    """Mean by giving every message to every replica: one all-gather.
+    """The mean by sending every message to every replica: one all-gather.
 
-    Sends m (R-1) bytes, loses only what this replica's encoding loses, and costs R decodings:
-    the choice for two replicas, or where latency counts more than bytes.
+    Sends m (R-1) bytes, loses only what this replica's encoding loses, and decodes R messages. Use
+    it for two replicas, or if latency matters more than bytes.
     """
     if compressor.shared_selection is not None:
         return (
@@ -110,10 +110,10 @@ def gathered_journey(x, owner_residual, compressor: Compressor, shared: Key, axi
 
 
 def from_senders_journey(x, owner_residual, compressor: Compressor, shared: Key, axis_name: str):
-    """Mean over those replicas that sent an entry, and not over all: one all-gather.
+    """The mean over the replicas that sent an entry, not over all: one all-gather.
 
-    An entry that one of R replicas sends arrives whole, not divided by R. Bytes and losses are
-    those of `gathered_journey`.
+    An entry that one of R replicas sends is not divided by R. Bytes and losses are those of
+    `gathered_journey`.
     """
     message = _encode(compressor, x, shared, _private(shared, axis_name))
     decode = lambda message: _decode(compressor, message, shared, x.size, x.dtype)
@@ -129,21 +129,21 @@ def from_senders_journey(x, owner_residual, compressor: Compressor, shared: Key,
 
 
 def two_shot_journey(x, owner_residual, compressor: Compressor, shared: Key, axis_name: str):
-    """Mean by way of owners: each replica averages one chunk and passes it on, encoded again.
+    """The mean through owners: each replica averages one chunk, encodes it again and passes it on.
 
-    An all-to-all and an all-gather send 2 m (R-1)/R bytes together. The skeleton of 1-bit
-    Adam's all-reduce, of CocktailSGD's double-sided compression, of CGX and of a ZeRO++ hop.
+    An all-to-all and an all-gather send 2 m (R-1)/R bytes together. 1-bit Adam's all-reduce,
+    CocktailSGD's double-sided compression, CGX and a ZeRO++ hop all have this form.
 
     Args:
       x: `f32[numel]`, this replica's bucket, numel divisible by R.
-      owner_residual: `f32[numel / R]`, what this owner did not pass on before.
-      compressor: Encodes chunks of numel / R elements, on both ways.
+      owner_residual: `f32[numel / R]`, what this owner has not passed on yet.
+      compressor: Encodes chunks of numel / R elements, in both directions.
       shared: Key that is equal on all replicas.
       axis_name: The mesh axis of the replicas.
 
     Returns:
-      The `Journey` of a `Mean`. Over any number of steps, the means plus the residuals left at the
-      end are the means of what went in: mean + owner_residual' = mean_i(sent_i) + owner_residual.
+      The `Journey` of a `Mean`. Nothing is lost over any number of steps: mean + owner_residual' =
+      mean_i(sent_i) + owner_residual.
 
     References:
       Tang et al., `1-bit Adam <https://arxiv.org/abs/2102.02888>`_, 2021, Section 5; Wang et
@@ -163,9 +163,9 @@ def two_shot_journey(x, owner_residual, compressor: Compressor, shared: Key, axi
 
 
 def _of_selected(journey, x, num_chunks, owner_residual, compressor, shared, axis_name):
-    """A journey of the entries that all replicas look at; it touches no others.
+    """A journey for the entries that all replicas select; it does not touch the others.
 
-    Of an owner's residual, what lies at the other entries waits for its turn.
+    An owner's residual at the other entries waits until they are selected.
     """
     selection, rest = compressor.shared_selection
     chunks = x.reshape(num_chunks, -1)
@@ -173,7 +173,7 @@ def _of_selected(journey, x, num_chunks, owner_residual, compressor, shared, axi
     put = lambda values: selection.scatter(values, (), shared, chunks.shape[1])
     whole = lambda values: jax.vmap(put)(values.reshape(num_chunks, -1)).reshape(-1)
     picked = None if owner_residual is None else pick(owner_residual)
-    # As `compose` does: each stage has a key of its own.
+    # As in `compose`, each stage has a key of its own.
     key = fold(shared, 1)
     of_picked = jax.vmap(pick)(chunks).reshape(-1)
     mean, sent, kept = yield from journey(of_picked, picked, rest, key, axis_name)
@@ -187,7 +187,7 @@ def _mean_of_decoded(messages, decode):
 
 
 def _sum_of_decoded(messages, decode):
-    """Sum of what the rows of `u32[R, words]` decode to, in one pass where that is fast."""
+    """Sum of the decoded rows of `u32[R, words]`, in one pass where that is fast."""
     return by_platform(
         messages,
         cpu=lambda rows: _sum_in_turn(rows, decode),
@@ -196,9 +196,9 @@ def _sum_of_decoded(messages, decode):
 
 
 def _sum_in_turn(messages, decode):
-    # R dense buckets do not fit in a cache, and XLA:CPU sums rows at a tenth of the speed at
-    # which it adds arrays. The next message comes along: of a row that it has to look up, XLA:CPU
-    # decodes one value at a time, at 4 times the time in 4 bits.
+    # R dense buckets do not fit in a cache, and XLA:CPU sums rows ten times as slowly as it adds
+    # arrays. The loop carries the next message: XLA:CPU decodes a row that it looks up one value at
+    # a time, which takes 4 times as long at 4 bits.
     def add(i, total_and_message):
         total, message = total_and_message
         return total + decode(message), row(i + 1)
@@ -214,8 +214,8 @@ def _sum(messages, decode):
 def reduce_scatter(x, compressor: Compressor, shared: Key, axis_name: str):
     """Gives each replica the mean of its own chunk of everyone's bucket.
 
-    By all-to-all and a local sum, since gloo's reduce-scatter is wrong on JAX 0.10.2 for
-    large chunks. Sends m (R-1)/R bytes; chunk number i belongs to replica number i.
+    Uses an all-to-all and a local sum, since gloo's reduce-scatter is wrong on JAX 0.10.2 for large
+    chunks. Sends m (R-1)/R bytes; chunk number i belongs to replica number i.
 
     Args:
       x: `f32[numel]`, numel divisible by R.
@@ -224,8 +224,8 @@ def reduce_scatter(x, compressor: Compressor, shared: Key, axis_name: str):
       axis_name: The mesh axis of the replicas.
 
     Returns:
-      `(chunk: f32[numel / R], sent: f32[numel])`: the decoded mean of the own chunk, and what
-      this replica's messages decode to.
+      `(chunk: f32[numel / R], sent: f32[numel])`: the decoded mean of this replica's chunk, and
+      what its messages decode to.
     """
     return alone(_reduce_scatter(x, compressor, shared, axis_name))
 
@@ -239,7 +239,8 @@ def _reduce_scatter(x, compressor, shared, axis_name):
         lambda chunk, index: _encode(compressor, chunk, shared, fold(private, index))
     )(chunks, jnp.arange(num_replicas))
     if not is_tracked(axis_name):
-        # Under vmap what is equal everywhere has no axis, and JAX returns other shapes for it.
+        # Under vmap a value that is equal everywhere has no axis, and JAX returns other shapes for
+        # it.
         messages += (0 * lax.axis_index(axis_name)).astype(messages.dtype)
     exchange = functools.partial(lax.all_to_all, axis_name=axis_name, split_axis=0, concat_axis=0)
     received = yield Hop(exchange, messages)
@@ -247,10 +248,10 @@ def _reduce_scatter(x, compressor, shared, axis_name):
 
 
 def gather(chunk, compressor: Compressor, shared: Key, axis_name: str):
-    """Gives every replica the chunks of all, each encoded once, by its owner.
+    """Gives every replica the chunks of all, each encoded once by its owner.
 
-    Sends m (R-1) bytes of a chunk's m. The owner uses the decoded chunk as well: what comes
-    out is equal on all replicas, by type too.
+    Sends m (R-1) bytes, where a chunk is m bytes. The owner uses its decoded chunk too, so that the
+    result is equal on all replicas, by type too.
 
     Args:
       chunk: `f32[chunk_numel]`.
@@ -259,8 +260,8 @@ def gather(chunk, compressor: Compressor, shared: Key, axis_name: str):
       axis_name: The mesh axis of the replicas.
 
     Returns:
-      `(full: f32[R * chunk_numel], kept: f32[chunk_numel])`: the decoded chunks in order of
-      their owners, and the own one among them, of a type that varies.
+      `(full: f32[R * chunk_numel], kept: f32[chunk_numel])`: the decoded chunks in order of their
+      owners, and this replica's own, of a type that varies.
     """
     return alone(_gather(chunk, compressor, shared, axis_name))
 
@@ -274,13 +275,13 @@ def _gather(chunk, compressor, shared, axis_name):
 
 
 def encode_own(chunk, compressor: Compressor, shared: Key, axis_name: str | tuple[str, ...]):
-    """An owner's message, `u32[words]`: the first half of `gather`, of owners over all the axes."""
+    """An owner's message, `u32[words]`: the first half of `gather`, with owners over all axes."""
     private = fold(_private(shared, axis_name), lax.axis_size(axis_name))
     return _encode(compressor, chunk, shared, private)
 
 
 def decode_all(messages, compressor: Compressor, shared: Key, numel: int, dtype):
-    """The chunks, `[R * numel]`, of the owners' messages `u32[R, words]`: its second half."""
+    """Decodes the owners' messages, `u32[R, words]`: the second half of `gather`."""
     decode = lambda message: _decode(compressor, message, shared, numel, dtype)
     return jax.vmap(decode)(messages).reshape(-1)
 

@@ -1,1 +1,1 @@
-"""Optax transformations that exchange. May import compressors, replicas and exchange."""
+"""Optax transformations that exchange data. May import compressors, replicas and exchange."""

@@ -1,4 +1,4 @@
-"""Clipping by the norm of a whole gradient, wherever its shards are."""
+"""Clipping by the norm of the whole gradient, over all its shards."""
 
 import numbers
 from typing import Any
@@ -12,25 +12,25 @@ from jaxcomp.replicas.types import is_tracked, varying_axes
 
 
 def clip_by_global_norm(max_norm: jax.typing.ArrayLike) -> optax.GradientTransformationExtraArgs:
-    """Scales updates down to a norm of at most `max_norm`, that of all shards of all leaves.
+    """Scales updates down to a norm of at most `max_norm`, over all shards of all leaves.
 
-    `optax.clip_by_global_norm` sees, inside `jax.shard_map`, the local shards alone. Here JAX's
-    types say which leaves vary over which axes: those are summed over their shards, the others
+    Inside `jax.shard_map`, `optax.clip_by_global_norm` sees only local shards. This one reads from
+    JAX's types which leaves are sharded: their squares are summed over the shards, other leaves
     count once, and all shards are scaled alike. Without sharded leaves the two are the same.
 
-    What is clipped depends on the place in the chain. After `compressed_mean`: the mean of the
-    replicas' updates, as in training on one device; what is cut off is gone, no residual takes
-    it. Before it, or in the inner optimizer of `cocktail_sgd`: each replica's own update, by its
-    own norm; `compressed_mean` adds its residual later, so that the mean is not bounded.
+    The place in the chain decides what is clipped. After `compressed_mean`, it clips the mean of
+    the replicas' updates, as in training on one device; no residual keeps what is cut off. Before
+    it, or in the inner optimizer of `cocktail_sgd`, it clips each replica's own update by its own
+    norm. `compressed_mean` adds its residual later, so the mean is not bounded.
 
     Args:
-      max_norm: Greatest norm of the updates that come out, positive.
+      max_norm: Greatest norm of the resulting updates, positive.
 
     Returns:
       A `GradientTransformationExtraArgs` without state; updates keep shapes, dtypes and types.
-      Sends a float32 for each set of axes that shard leaves, and nothing over the axis of the
-      replicas. Its `update` reads that from the extra argument `axis_name`, which `train_step`
-      passes; without it the norm is summed over all axes that a leaf varies over.
+      Sends one float32 for each set of axes that shard leaves, and nothing over the replica axis.
+      `train_step` passes the name of that axis as the extra argument `axis_name`; without it the
+      norm is summed over all axes that a leaf varies over.
 
     Raises:
       ValueError: At construction, if `max_norm` is a number that is not positive; at trace time,
@@ -60,9 +60,9 @@ def clip_by_global_norm(max_norm: jax.typing.ArrayLike) -> optax.GradientTransfo
 
 
 def _global_norm(updates: Any, axis_name: str | None) -> jax.Array:
-    """The norm over all axes but `axis_name`, `f32[]`; of leaves sharded alike in one message."""
+    """The norm over all axes except `axis_name`, `f32[]`; one message for leaves sharded alike."""
     for name in jax.sharding.get_abstract_mesh().manual_axes:
-        is_tracked(name)  # unchecked types would say that nothing is sharded
+        is_tracked(name)  # with unchecked types nothing would seem sharded
     squares: dict[tuple[str, ...], jax.Array] = {}
     for x in jax.tree.leaves(updates):
         axes = tuple(sorted(varying_axes(x) - {axis_name}))

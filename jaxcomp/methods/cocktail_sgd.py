@@ -84,7 +84,7 @@ def cocktail_sgd(
       compressor: Compressor of all parameters; or a policy `(path, leaf) -> Compressor`, as
         `jaxcomp.by_path` makes. Default: `jaxcomp.cocktail()`, 0.184 bits per parameter and
         direction.
-      exchange: How buckets travel: `wire.two_shot`, or `wire.gathered` for two replicas.
+      exchange: How buckets are exchanged: `wire.two_shot`, or `wire.gathered` for two replicas.
       warmup_steps: First steps in which `inner` sees the exact mean gradient: all replicas take
         the same step. One sends 1.13 times the bytes of a dense float32 all-reduce: the gradient's
         both ways, then the step from its owners in 8 bits, by which JAX's types know it to be

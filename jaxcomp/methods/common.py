@@ -1,4 +1,4 @@
-"""What all methods share: how a transformation is made of two functions, and what it checks."""
+"""What all methods share: making a transformation from two functions, and checks."""
 
 import math
 from collections.abc import Callable
@@ -15,19 +15,19 @@ from jaxcomp.replicas.types import require_varying
 def method(
     name: str, axis_name: str, init: Callable, update: Callable, *, needs_params: bool = True
 ) -> optax.GradientTransformationExtraArgs:
-    """Makes a transformation whose update gets what it can average.
+    """Makes a transformation from two functions, and checks their arguments.
 
     Args:
-      name: Name of the method, for errors.
+      name: The method's name, for errors.
       axis_name: Mesh axis of the replicas.
       init: `params -> state`.
       update: `(updates, state, params, **extra_args) -> (updates, state)`.
-      needs_params: Whether it cannot do without parameters.
+      needs_params: Whether the update needs the parameters.
 
     Returns:
-      The transformation. Its update raises a ValueError without parameters that it needs, for an
-      unknown axis, and for updates that are already reduced or scaled by norms of local shards; its
-      init, for a state with fields of the protocol that is no registered `MethodState`.
+      The transformation. Its update raises a ValueError for missing parameters, for an unknown
+      axis, and for updates that are already reduced or scaled by norms of local shards. Its init
+      raises one for a state that has fields of the protocol but is not a registered `MethodState`.
     """
 
     def started(params):
@@ -52,7 +52,7 @@ def require(holds: bool, name: str, needs: str, write: str, **got: Any) -> None:
 
 
 def schedule_of(name: str, learning_rate: Any) -> optax.Schedule:
-    """The rate of a method as `count -> rate`; a ValueError for text, NaN and infinities."""
+    """The learning rate as a schedule; a ValueError for text, NaN and infinities."""
     if callable(learning_rate):
         return learning_rate
     number = not isinstance(learning_rate, str | None)
@@ -63,7 +63,7 @@ def schedule_of(name: str, learning_rate: Any) -> optax.Schedule:
 
 
 def require_static(name: str, **got: Any) -> None:
-    """Raises a ValueError for arguments of a method that are arrays, and must be known before."""
+    """Raises a ValueError for arguments that are arrays but must be known at construction."""
     arrays = [argument for argument, value in got.items() if isinstance(value, jax.Array)]
     if arrays:
         raise ValueError(
@@ -75,12 +75,12 @@ def require_static(name: str, **got: Any) -> None:
 
 
 def decays(weight_decay: float, mask: Any, params: Any) -> Any:
-    """The rate at which each leaf decays, a number: `weight_decay`, or 0 where masked.
+    """The weight decay of each leaf: `weight_decay`, or 0 where masked.
 
     Args:
-      weight_decay: Decay of the leaves that decay.
-      mask: Tree of bool like `params`, or a prefix of it, whether a leaf decays; or a function
-        that makes one of the parameters, as for `optax.adamw`. None: all do.
+      weight_decay: The decay of unmasked leaves.
+      mask: Tree of bool like `params`, or a prefix of it, whether a leaf decays; or a function that
+        makes one from the parameters, as for `optax.adamw`. None: all leaves decay.
       params: The parameters.
     """
     if mask is None or not weight_decay:

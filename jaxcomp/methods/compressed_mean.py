@@ -1,4 +1,4 @@
-"""The mean of updates over the replicas, through any compressor, with error feedback."""
+"""The mean of updates over the replicas, with any compressor and error feedback."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class CompressedMeanState(NamedTuple):
 
     # i32[], updates so far; the source of all keys
     count: jax.Array  # type: ignore[assignment]
-    # f32 leaves of the parameters' shapes, not sent yet; None for those sent in float32, ()
-    # for the others without error feedback.
+    # f32 leaves of the parameters' shapes, not sent yet; None for leaves sent in float32; ()
+    # without error feedback.
     residual: Any
-    # One f32[numel / R] a bucket, None for those without owners: not passed on yet.
+    # f32[numel / R] per bucket, not passed on yet; None for buckets without owners.
     owner_residual: Any
 
 
@@ -43,37 +43,37 @@ def compressed_mean(
 ) -> optax.GradientTransformationExtraArgs:
     """Averages updates over the replicas, sending only the compressor's payload.
 
-    Stands first in `optax.chain`, before any optimizer, and runs inside `jax.shard_map` with
-    its types checked: updates that go in vary over `axis_name`, updates that come out do not.
-    With error feedback nothing is lost for good: the mean over replicas of `residual`, plus
-    `owner_residual`, plus all updates that came out is the sum of the mean updates that went in;
-    but for leaves below float32, whose updates are rounded at the end, which is not fed back.
+    Put it first in `optax.chain`, before the optimizer. It runs inside `jax.shard_map` with checked
+    types: incoming updates vary over `axis_name`, outgoing updates do not. With error feedback
+      nothing is lost for good: the mean over replicas of `residual`, plus `owner_residual`, plus
+      all outgoing updates is the sum of the mean incoming updates. The exception are leaves below
+      float32: the rounding of their updates is not fed back.
 
-    If any replica's update is not finite, all replicas get NaN together and every residual
-    stays as it was; `jaxcomp.train_step`, or `optax.apply_if_finite` around the optimizer that
-    follows, then skips the step everywhere. Do not put `apply_if_finite` around this
-    transformation: replicas would decide by their own gradients (JAX refuses to trace it).
+    If any replica's update is not finite, all replicas get NaN and no residual changes.
+    `jaxcomp.train_step`, or `optax.apply_if_finite` around the optimizer that follows, then skips
+    the step everywhere. Do not put `apply_if_finite` around this transformation: each replica would
+    decide from its own gradients (JAX refuses to trace it).
 
-    Sparse and 1-bit compressors in front of Adam train badly: what arrives in bursts inflates
-    the second moment. Use them in front of momentum SGD, or a method made for them.
+    Sparse and 1-bit compressors train badly before Adam: their updates arrive in bursts, which
+    inflate the second moment. Use them before momentum SGD, or take a method made for them.
 
     Args:
-      compressor: Applied to buckets of flattened updates; or a policy `(path, leaf) ->
-        Compressor`, as `jaxcomp.by_path` makes.
+      compressor: Encodes buckets of flattened updates; or a policy `(path, leaf) -> Compressor`,
+        for example from `jaxcomp.by_path`.
       axis_name: Mesh axis to average over.
-      error_feedback: Whether to add what was not sent to the next update, on both ways. Costs
-        (1 + 1/R) float32 values a parameter. Unbiased compressors can do without.
-      exchange: How buckets travel: `wire.two_shot`, or `wire.gathered` for two replicas.
+      error_feedback: Whether to add what was not sent to the next update, in both directions. Costs
+        1 + 1/R float32 values per parameter. Unbiased compressors do not need it.
+      exchange: How buckets are exchanged: `wire.two_shot`, or `wire.gathered` for two replicas.
         Payloads of linear compressors are summed on the wire in any case.
-      exact: `(path, leaf) -> bool`, which leaves travel as float32. Default: those with fewer than
-        two axes, or fewer than 1,024 elements over all their shards.
+      exact: `(path, leaf) -> bool`, which leaves are sent in float32. Default: those with fewer
+        than two axes, or fewer than 1,024 elements over all their shards.
       bucket_numel: Most elements of one message's bucket; by default at most 8 buckets a code.
       seed: Seed of masks, shifts and stochastic rounding.
 
     Returns:
-      A `GradientTransformationExtraArgs`; updates keep shapes, and get the dtypes of `params`
-      where these are given. Wrap the whole chain in `jaxcomp.per_replica`, which `train_step`
-      does by itself.
+      A `GradientTransformationExtraArgs`; updates keep their shapes, and get the dtypes of `params`
+      if these are given. Wrap the whole chain in `jaxcomp.per_replica`; `train_step` does that for
+      you.
 
     Raises:
       ValueError: At trace time, for an unknown axis, updates that are already reduced, a tree
@@ -82,9 +82,8 @@ def compressed_mean(
     References:
       Seide et al., `1-Bit Stochastic Gradient Descent
       <https://www.microsoft.com/en-us/research/publication/1-bit-stochastic-gradient-descent>`_,
-      2014; Karimireddy et al., `Error Feedback Fixes SignSGD
-      <https://arxiv.org/abs/1901.09847>`_, 2019, Algorithm 2, whose learning rate is one here:
-      the residual is in units of the update.
+      2014; Karimireddy et al., `Error Feedback Fixes SignSGD <https://arxiv.org/abs/1901.09847>`_,
+      2019, Algorithm 2, with a learning rate of 1: the residual is in units of the update.
     """
     policy = policy_of(compressor)
     exact = buckets.small_or_vector(axis_name) if exact is None else exact
@@ -107,9 +106,9 @@ def _update(transport, error_feedback, updates, state, params, **_):
     bad = not_finite(updates, transport.axis_name) > 0
     kept = averaging.feedback(state) if error_feedback else {}
     got = averaging.average(transport, updates, state.count, "", bad=bad, **kept)
-    # A mean may be infinite where no gradient is, too: float16 scales end at 65,504.
+    # A mean may be infinite although no gradient is: float16 scales end at 65,504.
     skip = not_finite(got.mean) > 0
-    # optax's states have the parameters' dtypes, and an update of another would change theirs.
+    # optax's states have the parameters' dtypes; updates of another dtype would change them.
     like = updates if params is None else params
     mean = jax.tree.map(lambda m, x: m.astype(x.dtype), poisoned(skip, got.mean), like)
     state = state._replace(count=optax.safe_increment(state.count))

@@ -1,4 +1,4 @@
-"""DeMo: the largest coefficients of each momentum's cosine transform travel, the rest waits."""
+"""DeMo: sends the largest coefficients of each momentum's cosine transform, keeps the rest."""
 
 from __future__ import annotations
 
@@ -47,29 +47,29 @@ def demo(
     mean: wire.Exchange = wire.from_senders,
     seed: int = 0,
 ) -> optax.GradientTransformationExtraArgs:
-    """Signs of what the replicas' momenta have in common in few coefficients of cosines.
+    """DeMo: averages a few cosine coefficients of the replicas' momenta, and steps by the sign.
 
-    With m_i the momentum of replica i, D the orthonormal cosine transform of its tiles and T what
-    is largest in each of them, one step is
+    With m_i the momentum of replica i, D the orthonormal cosine transform of its tiles and T the
+    largest coefficients of each tile, one step is
 
         m_i <- decay m_i + rate g_i,  q_i = T(D m_i),  m_i <- m_i - D^-1 q_i,
         params <- (1 - rate weight_decay) params - rate sign(D^-1 mean_i q_i).
 
     What a replica has not sent stays in its momentum: there is no other residual. Parameters are
-    equal on all replicas. The sign makes all entries of a step equally long.
+    equal on all replicas. With the sign, all entries of a step have equal magnitude.
 
     Args:
-      learning_rate: Constant, or a schedule of the steps.
+      learning_rate: Learning rate, or a schedule `count -> rate`.
       axis_name: Mesh axis of the replicas.
-      decay: Decay of the momentum, at each step.
-      top: Coefficients of each tile that travel, at least 1; of a smaller tile at most all.
-      tile: Longest side of a tile; the sides are the largest divisors of a matrix' sides up to it.
-        Of a vector a tile is a run; of more axes all but the last are one.
-      weight_decay: Factor of the parameters, times the rate.
-      values: Code of the coefficients that travel; default: float32.
-      mean: `jaxcomp.from_senders`, as the authors' code, divides a coefficient by the replicas that
-        sent it; `jaxcomp.gathered` by all. The signs are others then.
-      seed: Seed of the code of the values.
+      decay: Decay of the momentum in each step.
+      top: Coefficients of each tile that are sent, at least 1; all of a smaller tile.
+      tile: Longest side of a tile; its sides are the largest divisors of the matrix's sides up to
+        this. A tile of a vector is a run. With more than two axes, all but the last are merged.
+      weight_decay: Weight decay, decoupled; multiplied by the learning rate.
+      values: Code of the coefficients that are sent; default: float32.
+      mean: `jaxcomp.from_senders`, as in the authors' code, divides a coefficient by the number of
+        replicas that sent it; `jaxcomp.gathered` divides by all, and gives other signs.
+      seed: Seed for the code of the values.
 
     Returns:
       A `GradientTransformationExtraArgs` that keeps one float32 a parameter. A gradient that is not
@@ -86,8 +86,8 @@ def demo(
     References:
       B. Peng et al., `DeMo: Decoupled Momentum Optimization <https://arxiv.org/abs/2411.19870>`_,
       2024, algorithm 1, and the form of its code: the rate in the momentum, the mean over senders.
-      Deviations: positions travel in the bits that a tile needs, where the code has 64; in
-      buckets after the first of a code, tiles whose size does not divide 1,310,720 are shifted.
+      Deviations: positions are sent in as many bits as a tile needs (its code: 64). In all buckets
+        of a code but the first, tiles whose size does not divide 1,310,720 are shifted.
     """
     name = "demo"
     require(0 <= decay <= 1, name, "[0, 1]", "decay=0.999", decay=decay)
@@ -111,7 +111,7 @@ class _Settings(NamedTuple):
     seed: int
 
     def transport(self, sides: dict[str, tuple[int, int]]) -> averaging.Transport:
-        """How coefficients travel, whose tiles lie behind each other."""
+        """How coefficients are exchanged; tiles are concatenated."""
 
         def policy(path, leaf):
             block = math.prod(sides[path])
@@ -180,7 +180,7 @@ def _whole(tiles, shape):
 
 
 def _turned(tiles, *, backwards):
-    """The cosine transform of each tile, or its inverse: two products with matrices."""
+    """The cosine transform of each tile, or its inverse, as two matrix products."""
     of_rows, of_columns = (cosines(n).astype(tiles.dtype) for n in tiles.shape[1:])
     if not backwards:
         of_rows, of_columns = of_rows.T, of_columns.T
@@ -189,7 +189,7 @@ def _turned(tiles, *, backwards):
 
 
 def cosines(n: int) -> np.ndarray:
-    """The orthonormal cosine transform (DCT-II) of n values: f64[n, n], a row a coefficient."""
+    """The orthonormal cosine transform (DCT-II) of n values: f64[n, n], one row per coefficient."""
     number, place = np.arange(n)[:, None], np.arange(n)[None]
     matrix = np.cos(np.pi * (2 * place + 1) * number / (2 * n)) * np.sqrt(2 / n)
     matrix[0] /= np.sqrt(2)

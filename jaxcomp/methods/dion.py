@@ -1,4 +1,4 @@
-"""Dion: orthonormal steps of low rank along a momentum whose mean nobody sends whole."""
+"""Dion: orthonormal low-rank steps along the mean momentum, which is sent as factors."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from jaxcomp.replicas.wrapping import with_extra_args
 
 @MethodState.register
 class DionState(NamedTuple):
-    """State of `dion`; None in place of what belongs to leaves sent in float32."""
+    """State of `dion`; None for leaves sent in float32."""
 
     # i32[], steps so far
     count: jax.Array  # type: ignore[assignment]
     # f32 leaves of the parameters' shapes: this replica's momentum. Its mean is never sent whole.
     residual: Any
-    right: Any  # f32[n, rank] a matrix [m, n], equal on all replicas: columns of norm 1
+    right: Any  # f32[n, rank] for a matrix [m, n], equal on all replicas: columns of norm 1
     others: Any  # state of the optimizer of float32 leaves
     rounds: Any  # {"all", "left_factor", "right_factor"}: i32[], how often each was sent
 
@@ -48,36 +48,38 @@ def dion(
     eps: float = 1e-8,
     seed: int = 0,
 ) -> optax.GradientTransformationExtraArgs:
-    """Steps of equal length along the largest directions of the mean momentum, sent as factors.
+    """Dion: equal steps along the largest directions of the mean momentum, sent as factors.
 
-    With M_i the momentum of replica i, and Q the factor on the right that the last step has left,
-    a step of a matrix [m, n] is
+    With M_i the momentum of replica i, and Q the right factor from the previous step, a step of a
+    matrix [m, n] is
 
         M_i <- M_i + g_i,  P = orthogonal(mean_i M_i Q),  R = mean_i M_i.T P,
         M_i <- M_i - (1 - momentum) P R.T,  Q = the columns of R, of norm 1,
         params <- (1 - rate weight_decay) params - rate sqrt(n / m) P Q.T.
 
-    The mean of M_i is the momentum of one replica with all data: all of what is here is linear in
-    it. What the factors have not caught stays in the momentum, and there is no other residual.
+    The update is linear in M_i, so their mean acts like the momentum of one replica with all data.
+    What the factors miss stays in the momentum; there is no other residual.
 
     Args:
-      learning_rate: Constant, or a schedule of the steps; 0.01 in the paper, for all widths.
+      learning_rate: Learning rate, or a schedule `count -> rate`; 0.01 in the paper, for all
+        widths.
       axis_name: Mesh axis of the replicas.
-      rank: Columns of the factors, at least 1, and at most the sides of a matrix. A quarter of the
-        width costs little loss in the paper; the larger the model, the fewer are enough.
-      momentum: What a direction keeps that was stepped along, in [0, 1).
-      weight_decay: Factor of the matrices, times the rate.
-      others: Optimizer of leaves sent in float32, for their mean gradient. Default:
+      rank: Columns of the factors, at least 1; at most the smaller side of a matrix is used. In the
+        paper a quarter of the width costs little loss, and larger models need a smaller share.
+      momentum: Decay of the momentum along the directions of the step, in [0, 1).
+      weight_decay: Weight decay of the matrices, decoupled; multiplied by the learning rate.
+      others: Optimizer of the leaves sent in float32; it gets their mean gradient. Default:
         `optax.adamw(learning_rate, b2=0.95, weight_decay=weight_decay)`.
-      exact: `(path, leaf) -> bool`, which leaves are sent in float32. Default: fewer than two
-        axes. Embeddings and heads belong to them, too.
+      exact: `(path, leaf) -> bool`, which leaves are sent in float32. Default: leaves with fewer
+        than two axes. Include embeddings and heads, too.
       eps: Added to the norms of columns.
       seed: Seed of the first factors; equal on all replicas.
 
     Returns:
-      A `GradientTransformationExtraArgs` that keeps one float32 a parameter, the factors, and the
+      A `GradientTransformationExtraArgs` that keeps one float32 per parameter, the factors, and the
       state of `others`. A gradient that is not finite makes the update NaN on all replicas and
-      changes no state. Matrices must be whole on each device: shards have factors of their own.
+      changes no state. Matrices must be whole on each device, as shards would have their own
+      factors.
 
     Raises:
       ValueError: At construction for arguments out of range; at trace time without `params`, for an
@@ -90,8 +92,8 @@ def dion(
     References:
       K. Ahn et al., `Dion: Distributed Orthonormalized Updates
       <https://arxiv.org/abs/2504.05295>`_, 2025, and the form of its code. Deviations: n is the
-      last axis, which is what a layer puts out in JAX, and m all the others; QR is Householder's,
-      after noise of 1e-12; the first Q is uniform, and its scale is of no matter.
+      last axis, a layer's output in JAX, and m all others; QR uses Householder reflections, after
+      adding noise of 1e-12; the first Q is uniform, its scale does not matter.
     """
     name = "dion"
     require(rank >= 1, name, "at least 1", "rank=16", rank=rank)
@@ -143,7 +145,7 @@ def _init(settings, params):
     residual: list[Any] = []
     right: list[Any] = []
     for i, (leaf, shape) in enumerate(zip(leaves, settings.shapes(params), strict=True)):
-        dtype = moments.wide(leaf.dtype)  # refuses what is not floating
+        dtype = moments.wide(leaf.dtype)  # raises for leaves that are not floating
         if shape is None:
             residual.append(None)
             right.append(None)
@@ -165,7 +167,7 @@ def _update(settings, updates, state, params, **extra_args):
     columns = map(treedef.flatten_up_to, (params, updates, state.residual, state.right))
     leaves, grads, momenta, rights = columns
     groups = low_rank.batches(leaves, shapes)
-    # For each batch of matrices the momenta with this step's gradients, and the factors.
+    # For each batch of matrices: the momenta with this step's gradients, and the factors.
     moved = lambda i: (momenta[i] + grads[i].astype(momenta[i].dtype)).reshape(shapes[i])
     matrices = [jnp.stack([moved(i) for i in group]) for group in groups]
     held = [jnp.stack([rights[i] for i in group]) for group in groups]
@@ -192,7 +194,7 @@ def _update(settings, updates, state, params, **extra_args):
 
 
 def _averaged(settings, count, matrices, held, exact, updates):
-    """The orthogonal factors on the left, those on the right, and the float32 leaves.
+    """The orthogonal left factors, the right factors, and the float32 leaves.
 
     Returns:
       One array a batch of matrices, twice; the mean of `exact`; and bool[], whether any replica's
@@ -213,7 +215,7 @@ def _averaged(settings, count, matrices, held, exact, updates):
 
 
 def _stepped(settings, matrix, p, r):
-    """For a batch of momenta the direction of the step, the next factor, and what is left."""
+    """For a batch of momenta: the direction of the step, the next factor, and the rest."""
     left = matrix - (1 - settings.momentum) * low_rank.product(p, low_rank.transposed(r))
     q = r / (jnp.linalg.norm(r, axis=1, keepdims=True) + settings.eps)
     scale = math.sqrt(matrix.shape[2] / matrix.shape[1])
@@ -221,7 +223,7 @@ def _stepped(settings, matrix, p, r):
 
 
 def _exact(settings, params, tree):
-    """The tree without the leaves that travel as factors."""
+    """The tree without the leaves that are sent as factors."""
     leaves, treedef = jax.tree.flatten(tree)
     rows = zip(leaves, settings.shapes(params), strict=True)
     return treedef.unflatten([x if shape is None else optax.MaskedNode() for x, shape in rows])

@@ -1,4 +1,4 @@
-"""Parts of a model that are sent at different times: whole leaves, by number or by a policy."""
+"""Fragments: parts of a model that are sent at different times, in whole leaves."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -10,7 +10,7 @@ from jaxcomp.compressors.policies import path_of
 
 
 class Fragments(NamedTuple):
-    """Which leaf of a tree belongs to which part, numbered from 0 on."""
+    """The part of each leaf of a tree, numbered from 0 on."""
 
     treedef: jax.tree_util.PyTreeDef
     owners: tuple[int, ...]  # the part of each leaf
@@ -21,7 +21,7 @@ class Fragments(NamedTuple):
         return max(self.owners, default=0) + 1
 
     def split(self, tree: Any) -> list[Any]:
-        """One tree a part, with an `optax.MaskedNode` in place of the others' leaves."""
+        """One tree per part, with an `optax.MaskedNode` in place of the other parts' leaves."""
         if self.number == 1:
             return [tree]
         leaves = self.treedef.flatten_up_to(tree)
@@ -41,12 +41,12 @@ class Fragments(NamedTuple):
         )
 
     def names(self, name: str) -> list[str]:
-        """The name of each part: `name` of a single one."""
+        """The name of each part; `name` itself if there is only one."""
         return [name] if self.number == 1 else [f"{name}_{i}" for i in range(self.number)]
 
 
 def fragments_of(fragments: int | Callable[[str, Any], int], params: Any) -> Fragments:
-    """Cuts a tree into parts: so many of about equal sizes, or as `(path, leaf) -> int` says.
+    """Cuts a tree into a number of parts of about equal sizes, or as `(path, leaf) -> int` says.
 
     Raises:
       ValueError: If a part has no leaf.
@@ -55,7 +55,7 @@ def fragments_of(fragments: int | Callable[[str, Any], int], params: Any) -> Fra
     if callable(fragments):
         owners = [fragments(path_of(path), leaf) for path, leaf in keyed]
     else:
-        # The largest leaf that is left goes to the part that has the least so far.
+        # The largest remaining leaf goes to the smallest part.
         sizes, owners = [0] * fragments, [0] * len(keyed)
         for i in sorted(range(len(keyed)), key=lambda i: -keyed[i][1].size):
             owners[i] = min(range(fragments), key=lambda part: (sizes[part], part))

@@ -1,4 +1,4 @@
-"""The step of an optimizer that each replica runs by itself, inside a method that exchanges."""
+"""The inner step: the optimizer that each replica runs alone, inside a method that exchanges."""
 
 import functools
 from typing import Any
@@ -22,7 +22,7 @@ def inner_step(
     axis_name: str,
     extra_args: dict[str, Any],
 ) -> tuple[Any, Any, jax.Array]:
-    """A replica's own update, which is left out where it is not finite.
+    """A replica's own update, which is zero if it is not finite.
 
     Args:
       name: Name of the method, for errors.
@@ -34,12 +34,11 @@ def inner_step(
       extra_args: Arguments of the method's update.
 
     Returns:
-      The update in float32 or wider, zero where it is left out; the state after it, or the old
-      one; and whether it was left out: i32[], 0 or 1.
+      The update in float32 or wider, or zero if it is skipped; the state after it, or the old one;
+      and whether it is skipped: i32[], 0 or 1.
 
     Raises:
-      ValueError: If the optimizer averages over the replicas, or scales shards by norms of their
-        own.
+      ValueError: If the optimizer averages over the replicas, or scales shards by local norms.
     """
     update = functools.partial(inner.update, **extra_args)
     step, new_state = update(grads, state, params)
@@ -57,7 +56,7 @@ def _require_local(name, step, axis_name):
         if is_tracked(axis_name) and not varies_over(leaf, axis_name):
             raise ValueError(
                 f"the inner update of {jax.tree_util.keystr(path)!r} is equal on all replicas: the "
-                f"inner optimizer averages by itself. {name} exchanges models, and its inner "
+                f"inner optimizer averages itself. {name} exchanges models, and its inner "
                 f"optimizer must be local; write {name}(optax.adamw(learning_rate), "
                 f"{axis_name!r}) without compressed_mean in it."
             )

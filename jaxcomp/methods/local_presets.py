@@ -1,4 +1,4 @@
-"""Published settings of `local_steps`, by their names."""
+"""Published settings of `local_steps`, under their names."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ def diloco(
     code: Compressor | Policy | None = None,
     **options: Any,
 ) -> optax.GradientTransformationExtraArgs:
-    """Local steps, then a step of Nesterov's momentum by their mean: `local_steps` as in DiLoCo.
+    """DiLoCo: local steps, then an outer step of Nesterov momentum with their mean.
 
     Args:
       inner: Optimizer of each replica: AdamW in the paper.
       axis_name: Mesh axis of the replicas.
-      every: Steps from one meeting to the next, or a schedule that says in which steps.
-      outer_rate: Learning rate of the outer optimizer; a schedule counts meetings.
+      every: Inner steps per outer step, or a schedule that gives the steps.
+      outer_rate: Learning rate of the outer optimizer; a schedule counts outer steps.
       outer_momentum: Its momentum.
       code: Code of the differences; default: `identity()`.
-      **options: Others of `local_steps`.
+      **options: Other arguments of `local_steps`.
 
     Returns:
       The `local_steps`.
 
     References:
       A. Douillard et al., `DiLoCo: Distributed Low-Communication Training of Language Models
-      <https://arxiv.org/abs/2311.08105>`_, 2023, algorithm 1. What others do differently:
-      OpenDiLoCo and torchft have these constants; MaxText 0.3 and 0.9, every 36 steps.
+      <https://arxiv.org/abs/2311.08105>`_, 2023, algorithm 1. OpenDiLoCo and torchft have the same
+      constants; MaxText has 0.3 and 0.9, every 36 steps.
     """
     outer = optax.sgd(outer_rate, outer_momentum, nesterov=True)
     code = identity() if code is None else code
@@ -65,19 +65,20 @@ def streaming_diloco(
     code: Compressor | Policy | None = None,
     **options: Any,
 ) -> optax.GradientTransformationExtraArgs:
-    """DiLoCo by fragments, one after the other, each merged some steps late, at 4 bits.
+    """DiLoCo with fragments that are sent in turn at 4 bits, and merged some steps late.
 
-    The largest message is smaller by the number of fragments, and has `delay` steps to travel.
+    The largest message is smaller by the number of fragments, and may take `delay` steps to arrive.
 
     Args:
       inner: Optimizer of each replica: AdamW in the paper.
       axis_name: Mesh axis of the replicas.
-      every: Steps from one meeting of a fragment to its next.
-      fragments: As of `local_steps`. The paper has one for every third layer, by strides: with
-        stacked layers go through `jaxcomp.per_layer`, and number them by their paths.
-      delay: Steps until a fragment is merged; the paper's is 1, and at most 5.
-      keep: Share of its own difference that a replica keeps then; the paper compares 0 and 0.5.
-      outer_rate: Learning rate of the outer optimizer; a schedule counts meetings.
+      every: Steps between the outer steps of one fragment.
+      fragments: As for `local_steps`. In the paper a fragment holds layers at a stride. For stacked
+        layers use `jaxcomp.per_layer`, and number them by their paths.
+      delay: Steps until a fragment is merged; 1 in the paper, and at most 5.
+      keep: Share of its own difference that a replica keeps at the merge; the paper compares 0 and
+        0.5.
+      outer_rate: Learning rate of the outer optimizer; a schedule counts outer steps.
       outer_momentum: Its momentum.
       code: Code of the differences; default: `quantize(4)`.
       **options: Others of `local_steps`.
@@ -87,9 +88,10 @@ def streaming_diloco(
 
     References:
       A. Douillard et al., `Streaming DiLoCo with overlapping communication
-      <https://arxiv.org/abs/2501.18512>`_, 2025, algorithm 2. Deviations: 4 bits are equal steps
-      of a block's largest value, both ways (there: three bits of exponent, before the sum alone);
-      fragments are of equal sizes unless a policy says otherwise. MaxText has keep=0.
+      <https://arxiv.org/abs/2501.18512>`_, 2025, algorithm 2. Deviations: the 4 bits are a uniform
+      grid up to a block's largest value, in both directions (paper: three bits of exponent, only
+      before the sum); fragments have equal sizes unless a policy says otherwise. MaxText has
+      keep=0.
     """
     outer = optax.sgd(outer_rate, outer_momentum, nesterov=True)
     code = quantize(4) if code is None else code
@@ -108,19 +110,19 @@ def sparse_loco(
     mean: wire.Exchange = wire.gathered,
     **options: Any,
 ) -> optax.GradientTransformationExtraArgs:
-    """Local steps whose differences travel sparse, in 2 bits, with feedback and no outer momentum.
+    """Local steps that send sparse differences at 2 bits, with error feedback, no outer momentum.
 
-    Of each 4,096 neighbours the largest travel: their positions in 12 bits, their values in 2. A
-    replica sends `4096 density * 14 / 4096` bits per parameter and meeting to each other one: 0.44
-    by default, 0.219 at 1/64, which are 146 times fewer than float32.
+    The largest of each 4,096 neighbours are sent, positions in 12 bits and values in 2. In an outer
+    step a replica sends `4096 density * 14 / 4096` bits per parameter to each other replica: 0.44
+    by default, or 0.219 at density 1/64, which is 146 times fewer than float32.
 
     Args:
-      inner: Optimizer of each replica: AdamW behind a clipping to norm 1 in the paper.
+      inner: Optimizer of each replica: in the paper AdamW after clipping to norm 1.
       axis_name: Mesh axis of the replicas.
-      every: Steps from one meeting to the next, or a schedule that says in which steps.
-      density: Share of the entries that travel, in (0, 1].
-      error_decay: Factor of what was not sent, at each meeting.
-      outer_rate: Learning rate of the outer SGD; a schedule counts meetings.
+      every: Inner steps per outer step, or a schedule that gives the steps.
+      density: Share of the entries that is sent, in (0, 1].
+      error_decay: Decay of the residual at each outer step.
+      outer_rate: Learning rate of the outer SGD; a schedule counts outer steps.
       mean: `jaxcomp.gathered`, or `jaxcomp.from_senders`.
       **options: Others of `local_steps`.
 
@@ -129,11 +131,11 @@ def sparse_loco(
 
     References:
       A. Sarfi et al., `Communication Efficient LLM Pre-training with SparseLoCo
-      <https://arxiv.org/abs/2508.15706>`_, 2025, algorithm 1. Deviations: blocks are neighbours
-      in a bucket, not tiles of 64 x 64; bins are symmetric, and those of a bucket, not a tensor's.
-      What the authors' code (templar) does differently from the paper: it divides by the replicas
-      that sent an entry (`mean=jaxcomp.from_senders`) and clips each replica's difference to the
-      median norm; in production it sends 64 of 4,096 every 30 steps.
+      <https://arxiv.org/abs/2508.15706>`_, 2025, algorithm 1. Deviations: blocks are neighbours in
+      a bucket, not tiles of 64 x 64; bins are symmetric, and per bucket, not per tensor. The
+      authors' code (templar) differs from the paper: it divides by the number of replicas that sent
+      an entry (`mean=jaxcomp.from_senders`) and clips each replica's difference to the median norm.
+      In production it sends 64 of 4,096 entries every 30 steps.
     """
     code = compose(top_k(density, block=4096), bin_means(2))
     outer = optax.sgd(outer_rate)
@@ -153,27 +155,30 @@ def muloco(
     weight_decay: float = 0.0,
     **options: Any,
 ) -> optax.GradientTransformationExtraArgs:
-    """DiLoCo with Muon inside, whose differences of models need few bits: 2 by default.
+    """DiLoCo with Muon as inner optimizer, whose model differences need few bits: 2 by default.
 
     Args:
-      learning_rate: Rate of `optax.contrib.muon`, and of its Adam for what is no matrix.
+      learning_rate: Learning rate of `optax.contrib.muon`, and of its Adam for leaves that are not
+        matrices.
       axis_name: Mesh axis of the replicas.
-      every: Steps from one meeting to the next, or a schedule that says in which steps.
+      every: Inner steps per outer step, or a schedule that gives the steps.
       code: Code of the differences; default: `bin_means(2, block=1024)`.
-      error_decay: Factor of what was not sent; None for no error feedback.
-      outer_rate: Learning rate of the outer optimizer; a schedule counts meetings.
+      error_decay: Decay of the residual; None for no error feedback.
+      outer_rate: Learning rate of the outer optimizer; a schedule counts outer steps.
       outer_momentum: Its momentum.
-      weight_decay: Decay of Muon.
+      weight_decay: Weight decay of Muon.
       **options: Others of `local_steps`.
 
     Returns:
-      The `local_steps`. Matrices must be whole on each device: of shards Muon's norms differ.
+      The `local_steps`. Matrices must be whole on each device, as Muon's norms of shards would
+      differ.
 
     References:
       B. Therien et al., `MuLoCo: Muon is a practical inner optimizer for DiLoCo
-      <https://arxiv.org/abs/2505.23725>`_, 2025. Deviations: all leaves are coded (norms,
-      embeddings and the head are exact in the paper's sweeps: give a policy as `code`), and both
-      ways. In the authors' code the learning rate enters twice with error feedback; here once.
+      <https://arxiv.org/abs/2505.23725>`_, 2025. Deviations: all leaves are encoded, in both
+      directions. In the paper's sweeps norms, embeddings and the head are sent in float32: pass a
+      policy as `code` for that. In the authors' code the learning rate enters twice with error
+      feedback; here once.
     """
     inner = optax.contrib.muon(learning_rate, weight_decay=weight_decay)
     code = bin_means(2, block=1024) if code is None else code

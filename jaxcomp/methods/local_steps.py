@@ -1,4 +1,4 @@
-"""Local steps: each replica optimizes by itself, and now and then an outer step moves them all."""
+"""Local steps: each replica trains alone between outer steps, which move all replicas."""
 
 import functools
 from collections.abc import Callable
@@ -32,11 +32,11 @@ class LocalStepsState(NamedTuple):
     drift: Any  # this replica's parameters minus the consensus
     # What this replica has not sent yet; None for leaves sent in float32, () without feedback.
     residual: Any
-    # One f32[numel / R] a bucket, of each fragment: what this owner did not pass on yet; or None.
+    # f32[numel / R] per bucket and fragment: what this owner has not passed on yet; or None.
     owner_residual: Any
-    inner: Any  # of the inner optimizer, this replica's own: never reset, never sent
-    outer: Any  # of the outer optimizer, one a fragment, equal on all replicas
-    arrived: Any  # the mean of drifts, until it is merged; () where that is in the same step
+    inner: Any  # state of the inner optimizer, this replica's own: never reset, never sent
+    outer: Any  # states of the outer optimizer, one per fragment, equal on all replicas
+    arrived: Any  # the mean drift until it is merged; () if it is merged in the same step
     # {"all", "synchronize"}: i32[], how often each was sent; of several fragments
     # "synchronize_0", "synchronize_1" and so on.
     rounds: Any
@@ -44,7 +44,7 @@ class LocalStepsState(NamedTuple):
 
     @property
     def keeps_rounding(self) -> bool:
-        """What narrow parameters round off goes to the drift."""
+        """The drift keeps what narrow parameters round off."""
         return True
 
 
@@ -63,7 +63,7 @@ def local_steps(
     bucket_numel: int | None = None,
     seed: int = 0,
 ) -> optax.GradientTransformationExtraArgs:
-    """Lets each replica take steps by itself; every so many, an outer optimizer moves them all.
+    """Lets each replica take `every` steps alone; then an outer optimizer moves all replicas.
 
     `params` are the consensus; gradients are taken at `jaxcomp.local_params`, which adds this
     replica's `drift` d_i. A step adds the inner update to d_i and sends nothing. In every
@@ -73,32 +73,32 @@ def local_steps(
         params <- params + outer(g),  d_i <- 0.
 
     Without `error_decay` there is no e_i, and what C loses is lost. `every` counts updates, not
-    microbatches. With `every=1` and the outer `optax.sgd(1.0)` it averages the inner steps. A run
-    that begins by meeting often: `every=jaxcomp.schedules.growing(8, longest=16)`.
+    microbatches. With `every=1` and outer `optax.sgd(1.0)` inner steps are averaged. For more outer
+    steps at the start: `every=jaxcomp.schedules.growing(8, longest=16)`.
 
-    A replica whose inner update is not finite leaves it out, with its inner state as it was, and
-    counts it in `skipped`; the meeting goes on.
+    A replica whose inner update is not finite skips it, keeps its inner state, and counts it in
+    `skipped`; the outer step goes on.
 
     Args:
       inner: Any optax optimizer, with its learning rate. It sees local gradients and must not
         average over the replicas.
       axis_name: Mesh axis of the replicas.
-      every: Steps from one meeting to the next, at least 1; or a schedule, see
-        `jaxcomp.schedules`, that says in which steps replicas meet.
-      code: Code of the differences; or a policy `(path, leaf) -> Compressor`; `quantize(4)`.
+      every: Inner steps per outer step, at least 1; or a schedule, see `jaxcomp.schedules`, that
+        gives the steps in which an outer step follows.
+      code: Code of the differences, `quantize(4)`; or a policy `(path, leaf) -> Compressor`.
       outer: Any optax optimizer, equal on all replicas. Its gradient is minus the mean drift.
-        Default: `optax.sgd(0.7, momentum=0.9, nesterov=True)`. Momentum and sparse codes do not
-        go together: with those take `optax.sgd(1.0)`.
-      error_decay: Factor of what was not sent, in (0, 1], at each meeting and on both ways; None
-        for no error feedback, which needs no memory.
-      mean: How codes travel and are averaged: `jaxcomp.two_shot`, `jaxcomp.gathered`, or
-        `jaxcomp.from_senders`, which divides by the replicas that sent an entry. None: `outer`
-        averages by itself, as `jaxcomp.sharded_optimizer`, whose state is in owners' shards.
-      fragments: Parts of the model that meet one after the other, evenly over `every` steps: their
-        number, of about equal sizes; or a policy `(path, leaf) -> int`, from 0 on.
+        Default: `optax.sgd(0.7, momentum=0.9, nesterov=True)`. Sparse codes do not work with
+        momentum: use `optax.sgd(1.0)` with them.
+      error_decay: Decay of the residual at each outer step, in (0, 1], in both directions; None for
+        no error feedback, which saves memory.
+      mean: How codes are sent and averaged: `jaxcomp.two_shot`, `jaxcomp.gathered`, or
+        `jaxcomp.from_senders`, which divides by the number of replicas that sent an entry. None if
+        `outer` averages itself, like `jaxcomp.sharded_optimizer`, whose state is sharded.
+      fragments: Parts of the model that are exchanged in turn, evenly over `every` steps: a number
+        of equal parts, or a policy `(path, leaf) -> int`, from 0 on.
       delay: Steps from the end of a fragment's interval until its mean is merged, at most `every`.
-        From 1 on what travels is known before the step's gradient, and may travel beside it, in
-        `jaxcomp.overlapped_train_step`. From 2 on it costs one more float32 a parameter.
+        From 1 on, `jaxcomp.overlapped_train_step` can overlap the message with the gradient. From
+        2 on it costs one more float32 per parameter.
       keep: Share of its own difference that a replica keeps when it merges, in [0, 1).
       bucket_numel: Most elements of one message's bucket; by default at most 8 buckets a code.
       seed: Seed of masks, shifts and stochastic rounding; equal on all replicas.
@@ -123,7 +123,7 @@ def local_steps(
       <https://arxiv.org/abs/2311.08105>`_, 2023, algorithm 1; A. Douillard et al., `Streaming
       DiLoCo with overlapping communication <https://arxiv.org/abs/2501.18512>`_, 2025, algorithm
       2. Presets with their settings: `diloco`, `streaming_diloco`, `sparse_loco`, `muloco`.
-      Deviation: what narrow parameters round off stays in the drift.
+      Deviation: the drift keeps what narrow parameters round off.
     """
     name, feedback = "local_steps", {"error_decay": error_decay}
     if callable(every):
@@ -165,7 +165,7 @@ class _Settings(NamedTuple):
     keep: float
 
     def due(self, parts: Fragments, count: jax.Array) -> list[jax.Array]:
-        """For each fragment bool[], whether its interval ended after `count` steps."""
+        """bool[] for each fragment, whether its interval ended after `count` steps."""
         if callable(self.every):
             return [(count > 0) & self.every(count - 1)]
         offsets = [part * self.every // parts.number for part in range(parts.number)]
@@ -197,7 +197,7 @@ def _init(settings, params):
 
 def _update(settings, updates, state, params, *, ahead=lambda make: make(), **extra_args):
     axis_name, parts = settings.transport.axis_name, fragments_of(settings.fragments, params)
-    # The square of a float16 gradient is zero below 2e-4, and Adam's step then m / eps.
+    # Below 2e-4 the square of a float16 gradient is zero, and Adam's step would be m / eps.
     updates = jax.tree.map(moments.widened, updates)
     met = functools.partial(_met, settings, parts, state)
     if settings.delay:
@@ -227,16 +227,16 @@ def _update(settings, updates, state, params, *, ahead=lambda make: make(), **ex
 
 
 def _met(settings, parts, state, drift, count):
-    """The mean drift of the fragments that meet after `count` steps, and the residuals then.
+    """The mean drift of the fragments that are exchanged after `count` steps, and the residuals.
 
-    Of the others: what has arrived before and is not merged yet, or zeros.
+    For the others: what has arrived and is not merged yet, or zeros.
     """
     if not settings.averages:
         return drift, (), None
     residuals = parts.split(state.residual) if settings.error_decay else None
 
     def meeting(part, tree):
-        # Masks roll by one a meeting, not a step: else some entries might never be sent.
+        # Masks roll once per outer step, not per step: else some entries might never be sent.
         round_number, kept = state.rounds[parts.names("synchronize")[part]], {}
         if residuals:
             kept = {"residual": residuals[part], "owner_residual": state.owner_residual[part]}
@@ -264,7 +264,7 @@ def _met(settings, parts, state, drift, count):
 
 
 def _merged(settings, parts, state, params, drift, arrived, count):
-    """The consensus' change, the drifts after it, and the outer states."""
+    """The change of the consensus, the drifts after it, and the outer states."""
 
     def merging(param, drift, mean, outer):
         wide, gradient = jax.tree.map(moments.widened, param), jax.tree.map(jnp.negative, mean)

@@ -19,11 +19,11 @@ _GREATEST = 2.0**24
 
 @MethodState.register
 class LossScaleState(NamedTuple):
-    """State of `loss_scale`; its numbers are equal on all replicas."""
+    """State of `loss_scale`; its scalars are equal on all replicas."""
 
-    loss_scale: jax.Array  # f32[], by which the step multiplies the loss
-    good_steps: jax.Array  # i32[], since it was changed
-    overflows: jax.Array  # i32[], steps that all replicas left out
+    loss_scale: jax.Array  # f32[], the factor of the loss
+    good_steps: jax.Array  # i32[], since the scale last changed
+    overflows: jax.Array  # i32[], steps that all replicas skipped
     inner: Any
 
 
@@ -36,15 +36,15 @@ def loss_scale(
 ) -> optax.GradientTransformationExtraArgs:
     """Keeps the gradients of float16 parameters in float16's range by scaling the loss.
 
-    `jaxcomp.train_step` multiplies the loss by the scale that it finds in the state, and the
-    gradients that reach `tx` are divided by it again, in float32. If a gradient of any replica
-    is not finite, all of them leave the step out, parameters and the state of `tx` stay, and the
-    scale halves, down to 1; after `growth_steps` good steps it doubles, up to 2**24.
+    `jaxcomp.train_step` multiplies the loss by the scale in the state, and the gradients that reach
+    `tx` are divided by it again, in float32. If the gradient of any replica is not finite, all
+    replicas skip the step, parameters and the state of `tx` do not change, and the scale halves,
+    down to 1. After `growth_steps` good steps it doubles, up to 2**24.
 
-    This rule comes before those of the methods: also replicas that would leave out a step by
-    themselves do it together. The metrics' `skipped` does not count these steps, `overflows` does.
-    In a step of your own multiply the loss by the state's field `loss_scale`. Float16 rounds small
-    updates off as well: see `jaxcomp.master_weights`, which may stand inside or around this.
+    This rule takes precedence over those of the methods: replicas that would skip a step on their
+    own skip it together. `overflows` counts these steps; the metrics' `skipped` does not. In your
+    own step, multiply the loss by the state's field `loss_scale`. Float16 also rounds off small
+    updates: see `jaxcomp.master_weights`, which may be inside or around this.
 
     Args:
       tx: The whole chain.
@@ -53,8 +53,8 @@ def loss_scale(
       growth_steps: Good steps after which it doubles, at least 1.
 
     Returns:
-      A `GradientTransformationExtraArgs`. It sends 4 bytes a step, and decides before `tx` is used:
-      steps that overlap the exchange with the gradient do not.
+      A `GradientTransformationExtraArgs`. It sends 4 bytes per step, and decides before `tx` runs,
+      so the exchange cannot overlap with the gradient.
 
     Raises:
       ValueError: At construction for arguments out of range; at trace time for an unknown axis, or

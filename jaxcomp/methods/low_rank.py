@@ -13,15 +13,15 @@ from jaxcomp.compressors.packing import fold, uniform
 from jaxcomp.methods import moments
 from jaxcomp.replicas.types import varying_axes
 
-_FEW = 4  # columns of factors up to which their product is a sum
+_FEW = 4  # up to this rank, a product of factors is a sum
 
 
 def batches(leaves: list[Any], shapes: list[tuple[int, int] | None]) -> list[list[int]]:
-    """The places of matrices of equal shapes, dtypes and shards.
+    """Groups matrices of equal shapes, dtypes and shards; returns their places in `leaves`.
 
     Args:
-      leaves: Of a tree.
-      shapes: Of each leaf its rows and columns as a matrix; None for what is none.
+      leaves: Leaves of a tree.
+      shapes: Rows and columns of each leaf as a matrix; None for other leaves.
     """
     groups: dict[Any, list[int]] = {}
     for i, (x, shape) in enumerate(zip(leaves, shapes, strict=True)):
@@ -31,15 +31,15 @@ def batches(leaves: list[Any], shapes: list[tuple[int, int] | None]) -> list[lis
 
 
 def product(a: jax.Array, b: jax.Array) -> jax.Array:
-    """The products of two batches of matrices, in all bits."""
+    """The products of two batches of matrices, in full precision."""
     return jnp.matmul(a, b, precision=lax.Precision.HIGHEST)
 
 
 def outer(left: jax.Array, right: jax.Array) -> jax.Array:
     """The products `left @ right.T` of two batches of factors [k, m, rank] and [k, n, rank].
 
-    A sum of few columns is not a matrix product to XLA: it is computed inside what uses it, and
-    needs no memory of the matrix' size.
+    With few columns it is written as a sum: XLA fuses that into its reader, and needs no memory for
+    the matrix.
     """
     rank = left.shape[-1]
     if rank > _FEW:
@@ -54,13 +54,13 @@ def transposed(x: jax.Array) -> jax.Array:
 
 
 def drawn(key: Key, number: int, rows: int, columns: int) -> jax.Array:
-    """A matrix of noise in [-1/2, 1/2), equal on all replicas: f32[rows, columns]."""
+    """A matrix of uniform noise in [-1/2, 1/2), equal on all replicas: f32[rows, columns]."""
     return uniform(fold(key, number), (rows * columns,)).reshape(rows, columns) - 0.5
 
 
 def orthogonal(x: jax.Array, key: Key) -> jax.Array:
     """Columns of norm 1, orthogonal to each other, that span those of `[k, n, rank]`.
 
-    The noise lets a factor of zeros, as of a gradient that was zero, span something.
+    Noise is added, so that a factor of zeros, from a zero gradient, spans something.
     """
     return jnp.linalg.qr(x + 1e-12 * drawn(key, 0, *x.shape[1:]).astype(x.dtype)[None])[0]

@@ -1,4 +1,4 @@
-"""What methods of the Adam family share: a variance that all replicas agree on, and its root."""
+"""What methods of the Adam family share: a common variance, and its square root."""
 
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ from jaxcomp.replicas.types import size_over_shards, sums_over_shards
 
 
 class Adam(NamedTuple):
-    """The constants that methods of Adam's family share."""
+    """The constants that methods of the Adam family share."""
 
     rate_of: optax.Schedule  # `count -> f32[]`
     b1: float
@@ -27,27 +27,27 @@ class Adam(NamedTuple):
     mask: Any = None  # of the leaves that decay, see `common.decays`
 
     def decays(self, params: Any) -> Any:
-        """The rate at which each leaf decays, a number."""
+        """The weight decay of each leaf."""
         return common.decays(self.weight_decay, self.mask, params)
 
     def decayed(self, change: Any, rate: jax.Array, params: Any) -> Any:
-        """The change of the parameters, and their decoupled decay."""
+        """The change of the parameters, plus their decoupled weight decay."""
         lost = lambda c, p, decay: c - rate * decay * p if decay else c
         return jax.tree.map(lost, change, params, self.decays(params))
 
     def first_correction(self, count: jax.Array, like: Any) -> jax.Array | float:
-        """What a momentum of `count` steps is multiplied by."""
+        """The bias correction of a momentum of `count` steps, a factor."""
         return 1 / (1 - power(self.b1, count, like)) if self.bias_correction else 1.0
 
     def root(
         self, variance: Any, weight: jax.Array, floor: float | None = None, others: Any = None
     ) -> Any:
-        """D, see `denominator`, of a variance of gradients of this weight: 1 - b2^n in Adam."""
+        """D, see `denominator`, of a variance with this weight of gradients: 1 - b2^n in Adam."""
         floor = self.variance_floor if floor is None else floor
         return denominator(variance, self.eps, floor, weight if self.bias_correction else 1, others)
 
     def weight(self, num_updates: jax.Array, like: Any) -> jax.Array:
-        """The weight of as many gradients, at least one."""
+        """The weight of this many gradients, at least one."""
         return 1 - power(self.b2, jnp.maximum(num_updates, 1), like)
 
 
@@ -76,25 +76,26 @@ def adam(
 
 
 class Freeze(NamedTuple):
-    """When the variance of a 1-bit method stays as it is."""
+    """When a 1-bit method freezes its variance."""
 
-    step: int | None  # after as many steps; None: when it is stable
-    ratio: float  # share of today's norm from which that of `norms.size` steps ago is stable
+    step: int | None  # after this many steps; None: when it is stable
+    ratio: float  # stable when the norm `norms.size` steps ago is this share of today's
 
     def holds(self, state: Any) -> jax.Array:
-        """bool[], whether it does in the step after a state."""
+        """bool[], whether the variance is frozen in the step after a state."""
         return state.frozen if self.step is None else state.count >= self.step
 
     def no_norms(self, b2: float, like: Any) -> jax.Array | None:
-        """The norms of no steps yet, see `after`; None for a given end."""
+        """The norms before the first step, see `after`; None with a given `step`."""
         return jnp.zeros(round(1 / (1 - b2)), dtype_of(like)) if self.step is None else None
 
     def after(self, frozen: jax.Array, state: Any, variance: Any):
-        """Whether the next step is of few bits, and the norms to tell the one after by.
+        """Whether the next step is frozen, and the norms that decide on the step after it.
 
         Args:
           frozen: bool[], whether this step was.
-          state: With `norms`, of the last steps' l1 norms or None for a given end, and `count`.
+          state: Has `norms`, the l1 norms of the last steps or None with a given `step`, and
+            `count`.
           variance: Tree, equal on all replicas, after this step.
         """
         if self.step is not None:
@@ -106,7 +107,7 @@ class Freeze(NamedTuple):
 
 
 def freeze(name: str, freeze_step: int | None, freeze_ratio: float) -> Freeze:
-    """Makes the `Freeze` of a method; a ValueError for ends of a warm-up that are out of range."""
+    """Makes the `Freeze` of a method; a ValueError for arguments that are out of range."""
     least = freeze_step is None or freeze_step >= 1
     write = "a sixth of the steps, or None to find it"
     require(least, name, "at least 1", write, freeze_step=freeze_step)
@@ -116,7 +117,7 @@ def freeze(name: str, freeze_step: int | None, freeze_ratio: float) -> Freeze:
 
 
 def wide(dtype) -> jnp.dtype:
-    """The dtype of what belongs to a parameter: float32, or wider if that is; else a ValueError."""
+    """The dtype of a parameter's moments: at least float32; a ValueError if it is not floating."""
     if not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(
             f"a parameter has dtype {dtype}, but only floating ones can be trained; keep others "
@@ -126,12 +127,12 @@ def wide(dtype) -> jnp.dtype:
 
 
 def widened(x: jax.Array) -> jax.Array:
-    """An array in float32, or wider if it is."""
+    """An array in float32; unchanged if it is wider."""
     return x.astype(wide(x.dtype))
 
 
 def zeros(param: jax.Array) -> jax.Array:
-    """Zeros for a moment of a parameter: float32, or wider if it is."""
+    """Zeros for a moment of a parameter: float32, or its dtype if that is wider."""
     return jnp.zeros_like(param, wide(param.dtype))
 
 
@@ -141,34 +142,34 @@ def dtype_of(tree):
 
 
 def power(b: float, n: jax.Array, like) -> jax.Array:
-    """b^n in the dtype of the tree `like`: by itself JAX takes float64 where that is enabled."""
+    """b^n in the dtype of the tree `like`; JAX alone would use float64 if that is enabled."""
     return jnp.asarray(b, dtype_of(like)) ** n
 
 
 def gradients(updates, like, axis_name: str):
-    """A replica's own gradients in the moments' dtypes, those of `like`, and whether they fail.
+    """A replica's own gradients in the dtypes of `like`, the moments, and whether they fail.
 
-    They do, i32[] 1, if the square of one is not finite: a variance would not be after it.
+    They fail, i32[] 1, if the square of a gradient is not finite, as the variance would not be.
     """
     grads = jax.tree.map(lambda g, moment: g.astype(moment.dtype), updates, like)
     return grads, not_finite(jax.tree.map(jnp.square, grads), axis_name)
 
 
-# Most that one gradient makes of a variance that learns from few: about 15 count at any time.
+# Greatest share of one gradient in a variance that learns rarely: about 15 count at any time.
 _LARGEST_SHARE = 1 / 8
 
 
 def aged(b2: float, steps: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
     """What a variance keeps of itself when it is learned some steps after the last time.
 
-    That is b2^steps, but the square of the new gradient never makes more of the variance than
-    an eighth, or what Adam gives it. Without that bound a gradient weighs 1 - b2^steps, and a
-    variance that is learned every thousand steps is one noisy square, near zero somewhere.
+    That is b2^steps, but the new squared gradient is never more than an eighth of the variance, or
+    its share in Adam if that is larger. Without this bound a gradient weighs 1 - b2^steps, and a
+    variance learned every thousand steps is one noisy square, near zero somewhere.
 
     Args:
       b2: Decay of the variance in a step, in [0, 1).
       steps: i32[], since it was last learned, at least 1.
-      weight: f32[], of all gradients that it is of; 0 if of none.
+      weight: f32[], the weight of all gradients in it; 0 before the first.
 
     Returns:
       The share kept, f32[] in [0, b2], and the new `weight`.
@@ -179,18 +180,18 @@ def aged(b2: float, steps: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax
 
 
 def learned(grads, variance, b2: jax.Array, due: jax.Array, transport, count: jax.Array):
-    """The variance after the mean gradient, where `due`: only then is anything sent.
+    """The variance after the mean gradient, if `due`; otherwise nothing is sent.
 
-    A program that sends in some steps alone has a branch; here each bucket has one of its own, so
-    that what travels next can leave before the whole gradient is known.
+    A program that sends only in some steps needs a branch. Each bucket has its own, so that its
+    message can be sent before the whole gradient is known.
 
     Args:
       grads: This replica's own.
       variance: Tree, equal on all replicas.
       b2: Its decay.
       due: bool[].
-      transport: How gradients travel.
-      count: i32[], how often the variance was learned before; the source of masks and noise.
+      transport: How gradients are exchanged.
+      count: i32[], how often the variance was learned before; masks and noise depend on it.
     """
 
     instead = averaging.Instead(~due)
@@ -200,11 +201,11 @@ def learned(grads, variance, b2: jax.Array, due: jax.Array, transport, count: ja
 
 
 def root_of(adam: Adam, new: Any, old: Any, learns: jax.Array, fresh: bool) -> tuple[Any, Any]:
-    """D in a step that may learn the variance, and which leaves have none but eps: bool[] each.
+    """D in a step that may learn the variance, and which leaves have only eps: bool[] each.
 
-    No leaf waits for the gradients of the others: where one never had any, D is the mean of the
-    others' old variances. In the first step there are none; there the mean of a leaf's gradients
-    may be zero where they are not.
+    No leaf waits for the gradients of the others: a leaf without any gradient so far gets the mean
+    of the others' old variances. In the first step there are none, and a leaf's mean gradient may
+    be zero although the gradients are not.
 
     Args:
       adam: The constants.
@@ -217,7 +218,8 @@ def root_of(adam: Adam, new: Any, old: Any, learns: jax.Array, fresh: bool) -> t
     variance, weight = unless(is_first | (learns & fresh), old, new)
     guarded = is_first & learns & (adam.variance_floor > 0)
     rootless = jax.tree.map(lambda v: guarded & (jnp.sum(v) == 0), variance)
-    # Without the barrier XLA sums old and new variances of a leaf in one kernel: all would wait.
+    # Without the barrier XLA sums old and new variances of a leaf in one kernel, and all would
+    # wait.
     others = jax.tree.map(lax.optimization_barrier, old[0])
     return adam.root(variance, weight, others=others), rootless
 
@@ -225,18 +227,18 @@ def root_of(adam: Adam, new: Any, old: Any, learns: jax.Array, fresh: bool) -> t
 def denominator(
     variance, eps: float, floor: float, weight: jax.typing.ArrayLike, others: Any = None
 ):
-    """The root of the variance plus eps.
+    """The square root of the variance, plus eps.
 
     Args:
       variance: Tree, equal on all replicas.
       eps: Added to the root.
-      floor: Least variance as a share of the mean over the leaf, over all its shards. A leaf
-        that never had a gradient gets the mean over all that had one instead: else its first
-        one would be divided by `eps`.
-      weight: f32[], of all gradients that it is of, for the bias correction; 1 for none.
-      others: Tree that this mean is of, as an older variance, so that no leaf waits for the
-        gradients of the others; by default `variance`. (Over axes that shard leaves, the sums of
-        all travel together.)
+      floor: Least variance as a share of the mean over the leaf, over all its shards. A leaf that
+        never had a gradient gets the mean over the other leaves, so that its first gradient is not
+        divided by `eps`.
+      weight: f32[], of all gradients in it, for the bias correction; 1 for no correction.
+      others: Tree for the mean over the other leaves, for example an older variance, so that no
+        leaf waits for the gradients of the others; by default `variance`. (Over axes that shard
+        leaves, all sums are sent together.)
     """
     correction = 1 / weight
     leaves, treedef = jax.tree.flatten(variance)
@@ -255,7 +257,7 @@ def _sums(tree: Any) -> list[jax.Array]:
 
 
 def trust_ratio(param_square, update_square, otherwise: float = 1.0) -> jax.Array:
-    """The quotient of two norms, of their squares; `otherwise` where one is zero."""
+    """The quotient of two norms, given their squares; `otherwise` if one is zero."""
     both = (param_square > 0) & (update_square > 0)
     quotient = jnp.sqrt(param_square) / jnp.sqrt(update_square)
     return jnp.where(both, quotient, otherwise)

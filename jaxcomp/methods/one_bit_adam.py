@@ -30,7 +30,7 @@ class OneBitAdamState(NamedTuple):
     momentum: Any  # equal on all replicas
     variance: Any  # equal on all replicas, frozen after the warm-up
     residual: Any  # not sent yet
-    owner_residual: Any  # one f32[numel / R] a bucket: not passed on yet
+    owner_residual: Any  # f32[numel / R] per bucket: not passed on yet
     rounds: Any  # {"all", "synchronize", "variance"}: i32[], how often each was sent
     frozen: jax.Array  # bool[], whether the warm-up has ended
     # f32[1 / (1 - b2)], the variance's l1 norms of the last steps; None with a given freeze_step.
@@ -58,42 +58,42 @@ def one_bit_adam(
 ) -> optax.GradientTransformationExtraArgs:
     """Adam on exact mean gradients until the variance is stable, then on 1-bit mean momenta.
 
-    With D = sqrt(v) + eps, a step of the warm-up is Adam's. Later ones do m_i <- b1 m + (1 - b1)
-    g_i and m <- the compressed mean of m_i, with error feedback on both ways, at the frozen v.
+    With D = sqrt(v) + eps, a step of the warm-up is Adam's. Later steps do m_i <- b1 m + (1 - b1)
+    g_i and m <- the compressed mean of m_i, with error feedback in both directions and the frozen
+    v.
 
-    One bit cannot say zero: coordinates that never had a gradient get +-scale. What is compressed
-    is therefore m_i / D (`precondition`), in which that noise is of the size of a step wherever
-    it falls, and error feedback takes it back.
+    One bit cannot encode zero: coordinates that never had a gradient get +-scale. So m_i / D is
+    compressed (`precondition`). There this noise is as large as a step in every coordinate, and
+    error feedback removes it again.
 
     Args:
-      learning_rate: Rate, or schedule of the step.
+      learning_rate: Learning rate, or a schedule `count -> rate`.
       axis_name: Mesh axis of the replicas.
       b1: Decay of the momentum, in [0, 1).
       b2: Decay of the variance, in [0, 1).
-      eps: Added to the root of the variance.
-      freeze_step: Steps of the warm-up, at least 1: 15 to 25% of a run in the paper. None ends it
-        by `freeze_ratio`.
-      freeze_ratio: The warm-up ends when the variance's l1 norm of 1 / (1 - b2) steps ago is this
-        share of today's, in (0, 1). It knows nothing of the rate's own warm-up, which should end
-        before: else give `freeze_step`.
+      eps: Added to the square root of the variance.
+      freeze_step: Steps of the warm-up, at least 1: 15 to 25% of a run in the paper. None: see
+        `freeze_ratio`.
+      freeze_ratio: The warm-up ends when the variance's l1 norm 1 / (1 - b2) steps ago is this
+        share of the current one, in (0, 1). It ignores the learning rate's own warm-up: if that may
+        end later, give `freeze_step`.
       compressor: Compressor of all parameters; or a policy `(path, leaf) -> Compressor`. Default:
         `jaxcomp.sign(block=1024)`.
-      precondition: Whether m / D travels, and not m as in the paper.
-      variance_floor: The least variance that is divided by after the warm-up, as a share of its
-        mean over the leaf: a coordinate whose gradients come late would else take a step of
-        any size. A leaf without any gradient so far gets the mean of the others.
-      bias_correction: Whether moments are divided by 1 - b^n, as in Adam. The paper's runs do
-        without.
-      weight_decay: Rate of decay, decoupled.
+      precondition: Whether m / D is sent; the paper sends m.
+      variance_floor: Least variance to divide by after the warm-up, as a share of its mean over the
+        leaf. Without it a coordinate whose gradients come late could take a step of any size. A
+        leaf without any gradient so far gets the mean of the others.
+      bias_correction: Whether moments are divided by 1 - b^n, as in Adam. Off in the paper's runs.
+      weight_decay: Weight decay, decoupled.
       mask: Which leaves decay, a tree of bool or a function of the parameters as for `optax.adamw`.
-      exchange: How buckets travel: `wire.two_shot`, or `wire.gathered` for two replicas.
+      exchange: How buckets are exchanged: `wire.two_shot`, or `wire.gathered` for two replicas.
       bucket_numel: Most elements of one message's bucket; by default at most 8 buckets a code.
       seed: Seed of the compressor's noise, if it has any.
 
     Returns:
-      A `GradientTransformationExtraArgs`. It keeps three float32 values a parameter (momentum,
-      variance, residual) and 1/R of one. A gradient that is not finite makes the update NaN on
-      all replicas, for `jaxcomp.train_step` to skip.
+      A `GradientTransformationExtraArgs`. It keeps 3 + 1/R float32 values per parameter: momentum,
+      variance and the residuals. A gradient that is not finite makes the update NaN on all
+      replicas, for `jaxcomp.train_step` to skip.
 
     Raises:
       ValueError: At construction for arguments out of range; at trace time for an unknown axis,
@@ -101,11 +101,11 @@ def one_bit_adam(
         without `params`.
 
     References:
-      Tang et al., `1-bit Adam: Communication Efficient Large-Scale Training with Adam's
-      Convergence Speed <https://arxiv.org/abs/2102.02888>`_, ICML 2021, algorithm 1. Deviations:
-      buckets and not tensors are compressed, by an l1 scale per block (theirs: l2 per tensor);
-      `precondition`, `variance_floor` and `bias_correction` (off: `precondition=False,
-      variance_floor=0.0, bias_correction=False`); the first step is not dropped.
+      Tang et al., `1-bit Adam: Communication Efficient Large-Scale Training with Adam's Convergence
+      Speed <https://arxiv.org/abs/2102.02888>`_, ICML 2021, algorithm 1. Deviations: buckets are
+      compressed, not tensors, with an l1 scale per block (theirs: l2 per tensor); `precondition`,
+      `variance_floor` and `bias_correction` (off: `precondition=False, variance_floor=0.0,
+      bias_correction=False`); the first step is not dropped.
     """
     rest = variance_floor, bias_correction, weight_decay, mask
     adam = moments.adam("one_bit_adam", learning_rate, b1, b2, eps, *rest)
@@ -147,7 +147,7 @@ def _update(settings, updates, state, params, **_):
     local = tree_update_moment(grads, state.momentum, adam.b1, 1)
     if settings.precondition:
         local = jax.tree.map(jnp.divide, local, unit)
-    # Each bucket chooses by itself what it sends: none waits for the gradients of the others.
+    # Each bucket has its own branch, so that none waits for the gradients of the others.
     got = averaging.average(
         settings.transport,
         unless(frozen, grads, local),

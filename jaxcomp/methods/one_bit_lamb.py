@@ -1,4 +1,4 @@
-"""1-bit LAMB: dense LAMB first, then 1-bit momenta at trust ratios learned before."""
+"""1-bit LAMB: dense LAMB first, then 1-bit momenta with the trust ratios learned there."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ class OneBitLambState(NamedTuple):
     count: jax.Array  # type: ignore[assignment]
     momentum: Any  # equal on all replicas
     variance: Any  # equal on all replicas, frozen after the warm-up
-    fresh_variance: Any  # that goes on after it, of gradients estimated from momenta
+    fresh_variance: Any  # goes on after it, from gradients estimated from momenta
     residual: Any  # not sent yet
-    owner_residual: Any  # one f32[numel / R] a bucket: not passed on yet
-    layers: Any  # a `Trust` a leaf
+    owner_residual: Any  # f32[numel / R] per bucket: not passed on yet
+    layers: Any  # a `Trust` per leaf
     rounds: Any  # {"all", "synchronize", "variance"}: i32[], how often each was sent
     frozen: jax.Array  # bool[], whether the warm-up has ended
     norms: Any  # f32[1 / (1 - b2)], of the last variances, l1; None with a given freeze_step
 
 
 class Trust(NamedTuple):
-    """What is kept of one leaf's trust ratio, f32[] each."""
+    """The trust ratio of one leaf, f32[] each."""
 
     ratio: jax.Array  # decayed sum of the warm-up's ratios
-    weight: jax.Array  # of those summed: 1 - decay^n after n of them
-    factor: jax.Array  # of the last step, by which the frozen ratio is corrected
-    scale: jax.Array  # of the momentum on the wire, where it is not preconditioned
+    weight: jax.Array  # of these: 1 - decay^n after n of them
+    factor: jax.Array  # correction of the frozen ratio in the last step
+    scale: jax.Array  # of the momentum on the wire, without `precondition`
 
 
 def one_bit_lamb(
@@ -77,46 +77,46 @@ def one_bit_lamb(
     With D = sqrt(v) + eps and u = m / D + weight_decay * x, a step of the warm-up is LAMB's: each
     layer moves by -rate c u, with its trust ratio c = clip(||x|| / ||u||), of which a moving
     average C is kept. Later steps do m_i <- b1 m + (1 - b1) g_i and m <- the compressed mean of
-    m_i, with error feedback on both ways, and move by -rate C f u at the frozen v. The factor f
-    tells how v would have moved on: the largest quotient of D and the same of a variance that
-    goes on with the gradients that m lets one estimate, less where decay makes most of u. It
-    stays in `factor_bounds`, and moves by `factor_change` of itself a step at most.
+    m_i, with error feedback in both directions, and move by -rate C f u with the frozen v. The
+    factor f follows how v would have changed: it is the largest quotient of D and the D of a
+    variance that goes on with gradients estimated from m, and closer to 1 if decay is most of u. It
+    stays in `factor_bounds`, and changes by at most a share `factor_change` per step.
 
-    One bit cannot say zero: coordinates that never had a gradient get +-scale. What is compressed
-    is therefore m_i / D (`precondition`), in which that noise is of the size of a step wherever
-    it falls, and error feedback takes it back. A layer whose norm, or whose update's, was zero in
-    all of the warm-up has no trust ratio, and stands still after it.
+    One bit cannot encode zero: coordinates that never had a gradient get +-scale. So m_i / D is
+    compressed (`precondition`). There this noise is as large as a step in every coordinate, and
+    error feedback removes it again. A layer whose norm, or whose update's norm, was zero in the
+    whole warm-up has no trust ratio, and does not move after it.
 
     Args:
-      learning_rate: Rate, or schedule of the step.
+      learning_rate: Learning rate, or a schedule `count -> rate`.
       axis_name: Mesh axis of the replicas.
       b1: Decay of the momentum, in [0, 1).
       b2: Decay of the variance, in [0, 1).
-      eps: Added to the root of the variance.
-      freeze_step: Steps of the warm-up, at least 1: a sixth of a run in the paper; None: see next.
-      freeze_ratio: The warm-up ends when the variance's l1 norm of 1 / (1 - b2) steps ago is this
-        share of today's, in (0, 1); see `jaxcomp.one_bit_adam`.
+      eps: Added to the square root of the variance.
+      freeze_step: Steps of the warm-up, at least 1; a sixth of a run in the paper. See
+        `freeze_ratio` for None.
+      freeze_ratio: Share in (0, 1) that ends the warm-up, see `jaxcomp.one_bit_adam`.
       trust_bounds: Least and greatest trust ratio of the warm-up.
       trust_decay: Decay of its moving average, in [0, 1).
       factor_bounds: Least and greatest factor.
-      factor_change: Most that a factor changes in a step, as a share of itself, in (0, 1).
+      factor_change: Greatest change of a factor in a step, as a share of itself, in (0, 1).
       compressor: Compressor of all parameters; or a policy `(path, leaf) -> Compressor`. Default:
         `jaxcomp.sign(block=1024)`.
-      precondition: Whether m / D travels, and not as in the paper m, each layer scaled to the
-        mean magnitude of all.
+      precondition: Whether m / D is sent; the paper sends m, with each layer scaled to the mean
+        magnitude of all.
       variance_floor: Least variance to divide by after the warm-up, a share of the leaf's mean.
       bias_correction: Whether moments are divided by 1 - b^n, as in LAMB, and the average of trust
-        ratios likewise. The authors' code does without.
-      weight_decay: Rate of decay, inside of u.
+        ratios likewise. Off in the authors' code.
+      weight_decay: Weight decay, inside u.
       mask: Which leaves decay, a tree of bool or a function of the parameters as for `optax.adamw`.
       exchange: `wire.two_shot`, or `wire.gathered` for two replicas.
       bucket_numel: Most elements of one message's bucket; by default at most 8 buckets a code.
       seed: Seed of the compressor's noise, if it has any.
 
     Returns:
-      A `GradientTransformationExtraArgs`. It keeps four float32 values a parameter (momentum, two
-      variances, residual) and 1/R of one. A gradient that is not finite makes the update NaN on
-      all replicas, for `jaxcomp.train_step` to skip. Norms are those of all shards of a leaf.
+      A `GradientTransformationExtraArgs`. It keeps 4 + 1/R float32 values per parameter: momentum,
+      two variances and the residuals. A gradient that is not finite makes the update NaN on all
+      replicas, for `jaxcomp.train_step` to skip. Norms are over all shards of a leaf.
 
     Raises:
       ValueError: At construction for arguments out of range; at trace time without `params`, for
@@ -124,11 +124,11 @@ def one_bit_lamb(
 
     References:
       Li et al., `1-bit LAMB: Communication Efficient Large-Scale Large-Batch Training with LAMB's
-      Convergence Speed <https://arxiv.org/abs/2104.06069>`_, HiPC 2022, algorithm 1. Deviations:
-      an l1 scale per block of a bucket (theirs: one l2 scale for all); `precondition`,
+      Convergence Speed <https://arxiv.org/abs/2104.06069>`_, HiPC 2022, algorithm 1. Deviations: an
+      l1 scale per block of a bucket (theirs: one l2 scale for all); `precondition`,
       `variance_floor` and `bias_correction` (off: `precondition=False, variance_floor=0.0,
-      bias_correction=False`); layers whose momentum is zero are left out of the mean magnitude,
-      and no empty layer divides by zero; the first step is not dropped.
+      bias_correction=False`); the mean magnitude leaves out layers whose momentum is zero; empty
+      layers do not divide by zero; the first step is not dropped.
     """
     rest = variance_floor, bias_correction, weight_decay, mask
     adam = moments.adam("one_bit_lamb", learning_rate, b1, b2, eps, *rest)
@@ -197,7 +197,7 @@ def _update(settings, updates, state, params, **_):
 
 
 def _warm_up(settings, state, grads, params):
-    """A step of LAMB, and what it teaches of each layer."""
+    """A step of LAMB, and the trust ratios of its layers."""
     adam, transport = settings.adam, averaging.exact(settings.transport)
     mean = averaging.average(transport, grads, state.count, "variance").mean
     momentum = tree_update_moment(mean, state.momentum, adam.b1, 1)
@@ -221,7 +221,7 @@ def _warm_up(settings, state, grads, params):
 
 
 def _compressed(settings, state, grads, params):
-    """The same with a mean momentum of few bits, at the frozen variance and ratios."""
+    """A step with a mean momentum of few bits, and the frozen variance and ratios."""
     adam, axis_name = settings.adam, settings.transport.axis_name
     root = adam.root(state.variance, adam.weight(state.rounds["variance"], state.variance))
     unit = root
@@ -255,7 +255,7 @@ def _compressed(settings, state, grads, params):
 
 
 def _factor(settings, old, quotient, moment_square, update_square):
-    """By what the frozen ratio of a layer is corrected: f32[]."""
+    """The correction of a layer's frozen ratio: f32[]."""
     factor = quotient
     if settings.adam.weight_decay:
         share = jnp.minimum(moments.trust_ratio(moment_square, update_square), 1.0)
@@ -266,7 +266,7 @@ def _factor(settings, old, quotient, moment_square, update_square):
 
 
 def _directions(settings, count, momentum, root, params):
-    """The leaves of u, and of each the squared norms of x, of m / D and of u: f32[3]."""
+    """The leaves of u, and for each the squared norms of x, m / D and u: f32[3]."""
     correction = settings.adam.first_correction(count + 1, momentum)
     decays = settings.adam.decays(params)
     plain = jax.tree.map(lambda m, d: correction * m / d, momentum, root)
@@ -291,7 +291,7 @@ def _layers(state: OneBitLambState) -> list[Trust]:
 
 
 def _scales(momentum: list[jax.Array], axis_name: str) -> list[jax.Array]:
-    """What each leaf is multiplied by for the mean magnitude of all: f32[], 1 for zeros."""
+    """The factor that gives each leaf the mean magnitude of all: f32[], 1 for zeros."""
     sums = sums_over_shards([jnp.sum(m * m) for m in momentum], axis_name)
     sizes = [jnp.float32(max(1, size_over_shards(m, axis_name))) for m in momentum]
     roots = [jnp.sqrt(s / n) for s, n in zip(sums, sizes, strict=True)]

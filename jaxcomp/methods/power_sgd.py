@@ -1,4 +1,4 @@
-"""PowerSGD: the mean of gradients by factors of low rank, which are summed on the wire."""
+"""PowerSGD: averages gradients as low-rank factors, which are summed on the wire."""
 
 import functools
 from typing import Any, Literal, NamedTuple
@@ -21,12 +21,12 @@ from jaxcomp.replicas.types import to_varying, vary_like
 
 @MethodState.register
 class PowerSGDState(NamedTuple):
-    """State of `power_sgd`; None in place of what belongs to leaves sent in float32."""
+    """State of `power_sgd`; None for leaves sent in float32."""
 
     # i32[], updates so far
     count: jax.Array  # type: ignore[assignment]
     residual: Any  # f32 leaves of the parameters' shapes: what this replica has not sent yet
-    left: Any  # f32[m, rank] a matrix [m, n], equal on all replicas: the last mean M @ right
+    left: Any  # f32[m, rank] for a matrix [m, n], equal on all replicas: the last mean M @ right
     right: Any  # f32[n, rank], the last mean M.T @ left
     # {"all", "warmup", "left_factor", "right_factor"}: i32[], how often each was sent
     rounds: Any
@@ -43,30 +43,31 @@ def power_sgd(
 ) -> optax.GradientTransformationExtraArgs:
     """Averages updates over the replicas as products of two thin matrices, with error feedback.
 
-    Stands first in `optax.chain`, as `compressed_mean`. With M_i the update of replica i plus its
-    residual e_i, and Q the orthogonalized factor that the last step has left, one step is
+    Put it first in `optax.chain`, like `compressed_mean`. With M_i the update of replica i plus its
+    residual e_i, and Q the orthogonalized factor from the previous step, one step is
 
         P = mean_i M_i Q,  e_i <- M_i - (M_i Q) Q.T,  update = P Q.T,
 
     and the next one does the same with P in place of Q and M_i.T in place of M_i. The factors are
-    float32 and travel in one all-reduce, with all leaves that are exact: bytes and time do not
-    grow with the number of replicas. Over any number of steps the updates that came out, plus the
-    mean of e_i, are the mean updates that went in.
+    sent in one float32 all-reduce, with all leaves that are not compressed: bytes and time do not
+    grow with the number of replicas. Over any number of steps the outgoing updates, plus the mean
+    of e_i, are the mean incoming updates.
 
     Args:
       rank: Columns of the factors, at least 1; 1 to 4 in the paper.
       axis_name: Mesh axis to average over.
-      warmup_steps: First steps, whose updates are sent in float32.
+      warmup_steps: First steps, which send updates in float32.
       least: A leaf [m, n] of fewer than `least * rank * (m + n)` elements is sent in float32, and
-        so is one with fewer than two axes. With more axes n is the product of all but the first.
-      sides: "alternating" sends one factor a step, rank * (m + n) / 2 values in the mean; "both"
-        sends both in two all-reduces, the second made of the first.
+        so are leaves with fewer than two axes. With more axes, n is the product of all but the
+        first.
+      sides: "alternating" sends one factor per step, rank * (m + n) / 2 values on average; "both"
+        sends both in two all-reduces, the second computed from the first.
       seed: Seed of the first factors; equal on all replicas.
 
     Returns:
-      A `GradientTransformationExtraArgs`; updates get the dtypes of `params` where these are given.
-      If any replica's update is not finite, all get NaN together and the state stays. It keeps one
-      float32 residual a parameter.
+      A `GradientTransformationExtraArgs`; updates get the dtypes of `params` if these are given. If
+      any replica's update is not finite, all get NaN and the state does not change. It keeps one
+      float32 residual per parameter.
 
     Raises:
       ValueError: At construction for arguments out of range; at trace time for an unknown axis,
@@ -79,11 +80,11 @@ def power_sgd(
 
     References:
       T. Vogels et al., `PowerSGD: Practical Low-Rank Gradient Compression for Distributed
-      Optimization <https://arxiv.org/abs/1905.13727>`_, NeurIPS 2019, algorithms 1 and 2, which is
-      "both"; the authors' later code alternates, and so does L. Zhang et al., `Evaluation and
+      Optimization <https://arxiv.org/abs/1905.13727>`_, NeurIPS 2019, algorithms 1 and 2, for
+      "both". The authors' later code alternates, and so do L. Zhang et al., `Evaluation and
       Optimization of Gradient Compression for Distributed Deep Learning
-      <https://arxiv.org/abs/2306.08881>`_, 2023. Deviations: factors are orthogonalized just
-      before their use, by Householder's reflections, after noise of 1e-12.
+      <https://arxiv.org/abs/2306.08881>`_, 2023. Deviations: factors are orthogonalized just before
+      use, with Householder reflections, after adding noise of 1e-12.
     """
     name = "power_sgd"
     require(isinstance(rank, int) and rank >= 1, name, "at least 1", "rank=4", rank=rank)
@@ -105,7 +106,7 @@ class _Settings(NamedTuple):
     sides: str
 
     def shape_of(self, leaf: Any) -> tuple[int, int] | None:
-        """Rows and columns of a leaf that travels by its factors; None of one that is exact."""
+        """Rows and columns of a leaf that is sent as factors; None for leaves sent in float32."""
         if leaf.ndim < 2 or not leaf.size:
             return None
         rows, columns = leaf.shape[0], leaf.size // leaf.shape[0]
@@ -116,7 +117,7 @@ def _init(settings, params):
     leaves, treedef = jax.tree.flatten(params)
     columns: tuple[list[Any], ...] = ([], [], [])
     for i, leaf in enumerate(leaves):
-        dtype = moments.wide(leaf.dtype)  # refuses what is not floating
+        dtype = moments.wide(leaf.dtype)  # raises for leaves that are not floating
         if settings.shape_of(leaf) is None:
             row = (None, None, None)
         else:
@@ -152,7 +153,7 @@ def _update(settings, updates, state, params, **_):
     ]
     mean, new, failed = lax.switch(form, forms, leaves, *columns)
     skip = failed | (not_finite(mean) > 0)
-    # optax's states have the parameters' dtypes, and an update of another would change theirs.
+    # optax's states have the parameters' dtypes; updates of another dtype would change them.
     like = leaves if params is None else jax.tree.leaves(params)
     mean = [m.astype(x.dtype) for m, x in zip(poisoned(skip, mean), like, strict=True)]
     due = {"left_factor": is_left, "right_factor": ~is_left}
@@ -169,7 +170,7 @@ def _dense(settings, count, bad, leaves, residuals, lefts, rights):
 
 
 def _left(settings, count, bad, leaves, residuals, lefts, rights):
-    """The factor on the left, by the one on the right."""
+    """The left factor, from the right one."""
     exact = [None if settings.shape_of(x) else x for x in leaves]
     mean, residuals, lefts, failed = _half(
         settings, count, bad, leaves, residuals, rights, exact, "left_factor"
@@ -178,7 +179,7 @@ def _left(settings, count, bad, leaves, residuals, lefts, rights):
 
 
 def _right(settings, count, bad, leaves, residuals, lefts, rights):
-    """The factor on the right, by the one on the left: of the transposed matrices, the same."""
+    """The right factor, from the left one: the same with transposed matrices."""
     exact = [None if settings.shape_of(x) else x for x in leaves]
     mean, residuals, rights, failed = _half(
         settings, count, bad, leaves, residuals, lefts, exact, "right_factor"
@@ -187,7 +188,7 @@ def _right(settings, count, bad, leaves, residuals, lefts, rights):
 
 
 def _both(settings, count, bad, leaves, residuals, lefts, rights):
-    """The left factor, then by it the right one."""
+    """The left factor, then the right one from it."""
     exact, (_, lefts, _), failed = _left(settings, count, bad, leaves, residuals, lefts, rights)
     nothing = [None] * len(leaves)
     mean, residuals, rights, _ = _half(
@@ -198,7 +199,7 @@ def _both(settings, count, bad, leaves, residuals, lefts, rights):
 
 
 def _half(settings, count, bad, leaves, residuals, held, exact, part):
-    """One factor of each matrix by the other one: `(means, residuals, factors, bool[])`.
+    """One factor of each matrix from the other: `(means, residuals, factors, bool[])`.
 
     Matrices of equal shapes are batched. Float32 leaves are in the same message.
     """
@@ -218,7 +219,7 @@ def _half(settings, count, bad, leaves, residuals, held, exact, part):
     for group, matrix, other, sent, factor in zip(
         groups, matrices, others, own, factors, strict=True
     ):
-        # The matrix itself stays as it lies in memory, whichever factor travels.
+        # The matrix itself is not transposed, whichever factor is sent.
         both = lambda x, other=other: (x, other) if part == "left_factor" else (other, x)
         mean = low_rank.outer(*both(factor))
         lost = matrix - low_rank.outer(*both(sent))

@@ -1,4 +1,4 @@
-"""The steps of SLAMB: trust ratios on and off the mask, blended by how fresh an entry is."""
+"""The steps of SLAMB: trust ratios on and off the mask, blended by the entries' freshness."""
 
 import math
 from collections.abc import Callable
@@ -31,14 +31,14 @@ def steps(
     count: jax.Array,
     axis_name: str,
 ) -> list[jax.Array]:
-    """What each leaf of this replica's parameters loses in a step.
+    """The amount that a step subtracts from each leaf of this replica's parameters.
 
     Args:
       settings: The form, and its constants.
       momentum, variance, params: This replica's own leaves.
-      stale: Steps since each entry was exchanged; None for leaves that always are.
-      decays: The rate of decay of each leaf.
-      on_mask: Leaves -> their sums of squares on the mask, f32[] each.
+      stale: Steps since each entry was exchanged; None for leaves without a mask.
+      decays: The weight decay of each leaf.
+      on_mask: Maps leaves to their sums of squares on the mask, f32[] each.
       count: i32[], steps before this one.
       axis_name: Mesh axis of the replicas.
     """
@@ -84,6 +84,6 @@ def _linear_step(settings, rate, u, x, squares, fresh, slow):
 
 
 def _squares(x, u, x_on, u_on) -> jax.Array:
-    """f32[4]: sums of squares of x and u on the mask, and of both off it, which is what is left."""
+    """f32[4]: sums of squares of x and u on the mask, and of both off it, by subtraction."""
     off = [jnp.maximum(jnp.sum(y * y) - on, 0) for y, on in ((x, x_on), (u, u_on))]
     return jnp.stack([x_on, u_on, *off])

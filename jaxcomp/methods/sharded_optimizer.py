@@ -72,7 +72,7 @@ def sharded_optimizer(
       gradients: Code Q, or a policy `(path, leaf) -> Compressor`. Default:
         `quantize(4, rounding="stochastic")`.
       differences: Code D, or a policy. Default: `quantize(4)`.
-      exact: `(path, leaf) -> bool`, which leaves travel as float32 on both ways. Default:
+      exact: `(path, leaf) -> bool`, which leaves are sent in float32 on both ways. Default:
         those with fewer than two axes, or fewer than 1,024 elements over all their shards.
       bucket_numel: Most elements of one message, of all its chunks together; by default at most
         8 messages a code and direction.

@@ -1,4 +1,4 @@
-"""SLAMB: LAMB for large batches whose replicas agree on a tenth of the momentum a step."""
+"""SLAMB: LAMB for large batches that averages a tenth of the momentum per step."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ from jaxcomp.replicas.types import to_varying
 
 @MethodState.register
 class SlambState(NamedTuple):
-    """State of `slamb`; trees have leaves of the parameters' shapes, float32 but for `stale`."""
+    """State of `slamb`; trees have leaves of the parameters' shapes, float32 except `stale`."""
 
     # i32[], steps so far
     count: jax.Array  # type: ignore[assignment]
-    momentum: Any  # this replica's own, but where it was exchanged just now
+    momentum: Any  # this replica's own, except where it was just exchanged
     variance: Any  # this replica's own
-    drift: Any  # this replica's parameters minus the consensus: what it did since they met
-    # One f32[numel / R] a bucket of drifts, None for those sent in float32: not passed on yet.
+    drift: Any  # this replica's parameters minus the consensus, since the last synchronization
+    # f32[numel / R] per bucket of drifts, not passed on yet; None for buckets sent in float32.
     owner_residual: Any
-    # u16, steps since an entry was exchanged, equal on all replicas; None for leaves that always
-    # are.
+    # u16, steps since an entry was exchanged, equal on all replicas; None for leaves without a
+    # mask.
     stale: Any
-    # {"all", "momentum", "synchronize"}: i32[], how often each was sent; of several densities
+    # {"all", "momentum", "synchronize"}: i32[], how often each was sent; with several densities
     # "momentum_0", "momentum_1" and so on.
     rounds: Any
     skipped: jax.Array  # i32[], this replica's steps whose gradient was not finite
 
     @property
     def keeps_rounding(self) -> bool:
-        """What narrow parameters round off goes to the drift."""
+        """The drift keeps what narrow parameters round off."""
         return True
 
 
@@ -69,12 +69,12 @@ def slamb(
     bucket_numel: int | None = None,
     seed: int = 0,
 ) -> optax.GradientTransformationExtraArgs:
-    """LAMB with a variance of each replica's own, and momenta that are averaged on a mask.
+    """LAMB with local variances, and momenta that are averaged on a mask.
 
     `params` are the consensus; gradients are taken at `jaxcomp.local_params`, which adds this
-    replica's `drift`. A step moves m_i and v_i by the local gradient, and replaces m_i by its
-    mean over the replicas at the entries of a mask that all replicas share: dense values, no
-    positions, no residual, since what is not sent goes on as local momentum. With c the steps
+    replica's `drift`. A step moves m_i and v_i by the local gradient, and replaces m_i by its mean
+    over the replicas at the entries of a mask that all replicas share. It sends values without
+    positions, and keeps no residual, since the rest goes on as local momentum. With c the steps
     since an entry was exchanged, its freshness is s = b3^c. With N replicas, rate r, and u the
     direction of Adam plus weight_decay * x, each layer of x_i = params + drift_i moves by
 
@@ -82,58 +82,56 @@ def slamb(
         -(s clip(p) r + (1 - s) min(q, greatest) r / sqrt(N)) u            ("linear")
         -[s = 1] clip(p) r u                                               ("masked")
 
-    where p and q are the trust ratios ||x|| / ||u|| of the layer's entries on the mask and off it;
-    "masked" is there to compare with: what was not exchanged just now stands still.
-    A step of `sync_every` then moves the consensus by the mean drift, and all drifts become zero.
+    where p and q are the trust ratios ||x|| / ||u|| of the layer's entries on the mask and off it.
+    "masked" is for comparison: entries that were not just exchanged do not move. A step of
+    `sync_every` then moves the consensus by the mean drift, and all drifts become zero.
 
     With equal gradients on all replicas and density 1 it is LAMB. b3 = 1 switches rescaling off.
 
-    Gradients are each replica's own, of a batch N times smaller, and so is what a clipping before
-    this in a chain clips.
+    Gradients are each replica's own, from a batch N times smaller. A clipping before this in a
+    chain clips those.
 
     Args:
-      learning_rate: Rate, or schedule of the step.
+      learning_rate: Learning rate, or a schedule `count -> rate`.
       axis_name: Mesh axis of the replicas.
       b1: Decay of the momentum, in [0, 1).
       b2: Decay of the variance, in [0, 1).
-      eps: Added to the root of the variance.
-      density: Share of the entries on the mask, 1 over an integer; 0.1 by default. Stands for
-        `compressor=random_k(density)`: every entry comes once in 1 / density steps. Or pairs of
-        the step from which on it holds and the density, as `((0, 0.5), (100, 0.1))`.
+      eps: Added to the square root of the variance.
+      density: Share of the entries on the mask, 1 over an integer; 0.1 by default. Short for
+        `compressor=random_k(density)`, which sends every entry once in 1 / density steps. Or pairs
+        of a first step and a density, such as `((0, 0.5), (100, 0.1))`.
       b3: Decay of the freshness, in [0, 1].
-      sync_every: Steps from one averaging of parameters to the next, at the end of which they
-        meet; or a schedule. What replicas do after the last of them is in no consensus: let it
-        divide the steps of the run.
-      weight_decay: Rate of decay; outside of the trust ratio if the rescaling is linear, else in
-        it as in LAMB.
+      sync_every: Steps between synchronizations, or a schedule. Local steps after the last one are
+        not part of the consensus: choose a divisor of the run's steps.
+      weight_decay: Weight decay; outside the trust ratio if the rescaling is linear, else inside as
+        in LAMB.
       mask: Which leaves decay, a tree of bool or a function of the parameters as for `optax.adamw`.
       rescaling: How stale entries are blended in, see above.
       trust_bounds: Least and greatest trust ratio. Unless the form is linear, those of leaves with
         fewer than two axes are not clipped.
-      compressor: What of the momentum travels, instead of `density`: a `random_k`, alone or first
-        in a `compose` that codes its values, as `compose(random_k(0.1), quantize(8))`; or a
+      compressor: Code of the momentum, instead of `density`: a `random_k`, alone or first in a
+        `compose` that encodes its values, such as `compose(random_k(0.1), quantize(8))`; or a
         policy `(path, leaf) -> Compressor`, in which `identity()` means the whole leaf. With
-        `random_k(0.1, pattern="random")` the masks are drawn anew each step.
-      drift_compressor: What of the drifts travels where replicas meet, as `quantize(8)`, or a
-        policy; all of it, exact, by default. What codes leave stays in `drift` and with the
-        owners, so that nothing is lost. Drifts are small: 8 bits a value, and a meeting four times
-        as often, cost the bytes of an exact one.
+        `random_k(0.1, pattern="random")` each step draws a new mask.
+      drift_compressor: Code of the drifts in a synchronization, such as `quantize(8)`, or a policy;
+        float32 by default. What a code loses stays in `drift` and with the owners. Four
+        synchronizations at 8 bits cost the bytes of one in float32.
       exact_numel: Leaves of fewer elements, over all their shards, and those with fewer than two
-        axes are exchanged whole in every step, and exact.
-      exchange: How coded values travel: `wire.two_shot`, or `wire.gathered` for two replicas.
-        Float32 values are summed on the wire in any case.
+        axes are exchanged whole in every step, in float32.
+      exchange: How coded values are exchanged: `wire.two_shot`, or `wire.gathered` for two
+        replicas. Float32 values are summed on the wire in any case.
       bucket_numel: Most elements of one message's bucket; by default at most 8 buckets a code.
       seed: Seed of drawn masks and of the codes' noise; equal on all replicas.
 
     Returns:
       A `GradientTransformationExtraArgs` whose updates move the consensus, in float32: zeros
-      between synchronizations. It keeps 14 bytes a parameter, and for coded drifts 4/R more.
+      between synchronizations. It keeps 14 bytes per parameter, and 4/R more for encoded drifts.
 
-      A replica keeps its moments and stands still for a step in those leaves whose gradient is
-      not finite, and counts the step in `skipped`; the exchange goes on with what it had.
+      A replica keeps moments and parameters of leaves whose gradient is not finite, and counts the
+      step in `skipped`; the exchange goes on with the old values.
 
-      Of a leaf that other mesh axes shard, the norms are those of all shards. Each shard has the
-      mask by itself: it is that of the whole leaf for `random_k(..., "strided")`, if shards are of
+      If other mesh axes shard a leaf, norms are over all shards. Each shard has its own mask.
+      Together they are the whole leaf's mask for `random_k(..., "strided")`, if shards are
       consecutive rows and 1 / density divides their size.
 
     Raises:
@@ -144,11 +142,10 @@ def slamb(
     References:
       Xu et al., `SLAMB: Accelerated Large Batch Training with Sparse Communication
       <https://proceedings.mlr.press/v202/xu23v.html>`_, ICML 2023, algorithm 1, after the authors'
-      code: `Slamb` (quadratic) and `Slamb_V2` (linear). Deviations: the parameters meet at the
-      end of an interval and not after its first step, also where it is of one step; the default
-      mask is of runs of neighbours, the next ones each step (theirs: chunks of one random
-      permutation, or independent draws); the linear form adds eps after the bias correction;
-      drifts may be coded.
+      code: `Slamb` (quadratic) and `Slamb_V2` (linear). Deviations: parameters are averaged at the
+        end of an interval, not after its first step; the default mask has runs of neighbours, the
+        next ones in each step (theirs: chunks of one random permutation, or independent draws); the
+        linear form adds eps after the bias correction; drifts may be encoded.
     """
     adam = moments.adam("slamb", learning_rate, b1, b2, eps, weight_decay=weight_decay, mask=mask)
     _check(density, b3, sync_every, rescaling, trust_bounds, compressor)
@@ -173,8 +170,8 @@ def slamb(
 
 class _Settings(NamedTuple):
     adam: moments.Adam
-    masked: masks.Masked  # how momenta travel
-    meeting: averaging.Transport  # how drifts do
+    masked: masks.Masked  # how momenta are exchanged
+    meeting: averaging.Transport  # how drifts are exchanged
     sync_at: schedules.Schedule
     step: Rescaling
 
@@ -244,7 +241,7 @@ def _update(settings, updates, state, params, **_):
 
 
 def _together(meeting, drift, owner_residual, params, count):
-    """The replicas meet, but for what codes leave and a narrow consensus rounds off."""
+    """A synchronization; the drift keeps what codes lose and a narrow consensus rounds off."""
     got = averaging.average(meeting, drift, count, "synchronize", owner_residual=owner_residual)
     lost = to_varying(jax.tree.map(averaging.rounded_off, params, got.mean), meeting.axis_name)
     rest = jax.tree.map(lambda lost, own, sent: lost + (own - sent), lost, drift, got.sent)

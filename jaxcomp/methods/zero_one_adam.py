@@ -1,4 +1,4 @@
-"""0/1 Adam: a variance learned now and then, 1-bit synchronization, and skipped rounds."""
+"""0/1 Adam: a variance learned now and then, 1-bit synchronization, and local steps."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class ZeroOneAdamState(NamedTuple):
     momentum: Any  # this replica's own between synchronizations
     variance: Any  # equal on all replicas
     variance_steps: jax.Array  # i32[], steps done when it was last learned
-    variance_weight: jax.Array  # f32[], of all gradients that it is of: 1 - b2^n in Adam
-    drift: Any  # this replica's parameters minus the consensus: what it did since they met
-    rate_sum: jax.Array  # f32[], sum of the rates since they met
+    variance_weight: jax.Array  # f32[], the weight of all gradients in it: 1 - b2^n in Adam
+    drift: Any  # this replica's parameters minus the consensus, since the last synchronization
+    rate_sum: jax.Array  # f32[], sum of the learning rates since then
     residual: Any  # not sent yet
-    owner_residual: Any  # one f32[numel / R] a bucket: not passed on yet
+    owner_residual: Any  # f32[numel / R] per bucket: not passed on yet
     rounds: Any  # {"all", "synchronize", "variance", "warmup"}: i32[], how often each was sent
     skipped: jax.Array  # i32[], this replica's steps whose gradient was not finite
 
@@ -71,79 +71,80 @@ def zero_one_adam(
     bucket_numel: int | None = None,
     seed: int = 0,
 ) -> optax.GradientTransformationExtraArgs:
-    """Adam whose replicas take local steps and meet now and then by 1-bit messages.
+    """Adam whose replicas take local steps and synchronize now and then with 1-bit messages.
 
     `params` are the consensus; gradients are taken at `jaxcomp.local_params`, which adds this
     replica's `drift`. With rate r, momentum m_i, shared variance v, D = sqrt(v) + eps, every step
     does m_i <- b1 m_i + (1 - b1) g_i and drift_i <- drift_i - r m_i / D. A step of `sync_at` then
-    averages the buffers u_i = -drift_i D by compressed messages, with error feedback on both
-    ways; the consensus moves by -u / D, all m_i become u / (sum of r since the last one), and all
-    drifts zero. A step of `variance_at` averages g_i exactly first, for v <- b2 v + (1 - b2) g^2.
+    averages the buffers u_i = -drift_i D with compressed messages and error feedback in both
+    directions. The consensus moves by -u / D, every m_i becomes u / (sum of r since the last one),
+    and all drifts become zero. A step of `variance_at` first averages g_i exactly, for v <- b2 v +
+    (1 - b2) g^2.
 
-    One bit cannot say zero: coordinates that never had a gradient get +-scale. What is compressed
-    is therefore the difference of the parameters itself (`precondition`), in which that noise is
-    of the size of a step wherever it falls, and error feedback takes it back.
+    One bit cannot encode zero: coordinates that never had a gradient get +-scale. So the difference
+    of the parameters itself is compressed (`precondition`). There this noise is as large as a step
+    in every coordinate, and error feedback removes it again.
 
-    Gradients are each replica's own, of a batch R times smaller, and so is what a clipping before
-    this in a chain clips.
+    Gradients are each replica's own, from a batch R times smaller. A clipping before this in a
+    chain clips those.
 
     Args:
-      learning_rate: Rate, or schedule of the step.
+      learning_rate: Learning rate, or a schedule `count -> rate`.
       axis_name: Mesh axis of the replicas.
       b1: Decay of the momentum, in [0, 1).
       b2: Decay of the variance, in [0, 1).
-      eps: Added to the root of the variance.
-      sync_at: When the replicas meet; see `jaxcomp.schedules.halving`.
-      variance_at: When the variance is learned: in the first step, and only in steps of
-        `sync_at`. Default: those of `jaxcomp.schedules.growing()`, without an end, in which the
-        replicas meet. The paper's runs end it with the learning rate's warm-up.
+      eps: Added to the square root of the variance.
+      sync_at: When the replicas synchronize; see `jaxcomp.schedules.halving`.
+      variance_at: When the variance is learned: in the first step, and only in steps of `sync_at`.
+        Default: the steps of `jaxcomp.schedules.growing()` in which the replicas synchronize,
+        without an end. The paper's runs end it with the learning rate's warm-up.
       compressor: Compressor of all parameters; or a policy `(path, leaf) -> Compressor`. Default:
         `jaxcomp.sign(block=1024)`.
-      precondition: Whether u / D travels, and not u as in the paper.
-      variance_compressor: Compressor of the gradients that the variance learns from; float32 in
-        the paper. `jaxcomp.quantize(8)` is enough; its rounding errors are lost.
-      warmup_steps: First steps, in which buffers travel by `warmup_compressor`: where a model
-        rests on a plateau before it learns, the error of one bit may keep it there. At least 0.
-      warmup_compressor: Compressor of buffers in those steps, with the same error feedback.
-      fresh_variance: Whether a variance is used in the step that it is learned in, and not from the
-        next one on as in the paper. Where gradients grow, as at the beginning, an older one
-        makes steps that are too large.
-      weigh_steps: Whether the variance forgets by b2 a step, and not by b2 an update as in the
-        paper. An update then counts for the steps since the last one. No gradient ever makes more
-        than an eighth of the variance, or than in Adam: long runs are safe.
-      variance_floor: The least variance that is divided by, as a share of its mean over the leaf:
-        a coordinate whose gradients come late would else take a step of any size. A leaf
-        without any gradient so far gets the mean of the others.
-      bias_correction: Whether moments are divided by 1 - b^n, as in Adam; n counts the updates
-        that they have had. The paper's runs do without.
-      weight_decay: Rate of decay of the consensus, decoupled, outside the buffer.
+      precondition: Whether u / D is sent; the paper sends u.
+      variance_compressor: Compressor of the gradients that the variance learns from; float32 in the
+        paper. `jaxcomp.quantize(8)` is enough; it has no error feedback.
+      warmup_steps: First steps, in which `warmup_compressor` sends the buffers: a model that starts
+        on a plateau may stay there with the error of one bit. At least 0.
+      warmup_compressor: Compressor of the buffers in those steps, with the same error feedback.
+      fresh_variance: Whether a step uses the variance that it has learned; in the paper the next
+        step does. While gradients grow, as at the start, an older variance makes steps too large.
+      weigh_steps: Whether the variance decays by b2 per step; in the paper it decays by b2 per
+        update. An update then counts for all steps since the last one. One gradient is never more
+        than an eighth of the variance, or its share in Adam if that is larger, so long runs are
+        safe.
+      variance_floor: Least variance to divide by, as a share of its mean over the leaf. Without it
+        a coordinate whose gradients come late could take a step of any size. A leaf without any
+        gradient so far gets the mean of the others.
+      bias_correction: Whether moments are divided by 1 - b^n after n updates, as in Adam. Off in
+        the paper's runs.
+      weight_decay: Weight decay of the consensus, decoupled, outside the buffer.
       mask: Which leaves decay, a tree of bool or a function of the parameters as for `optax.adamw`.
-      exchange: How buckets travel: `wire.two_shot`, or `wire.gathered` for two replicas.
+      exchange: How buckets are exchanged: `wire.two_shot`, or `wire.gathered` for two replicas.
       bucket_numel: Most elements of one message's bucket; by default at most 8 buckets a code.
       seed: Seed of the compressor's noise, if it has any.
 
     Returns:
-      A `GradientTransformationExtraArgs` whose updates move the consensus. It keeps four float32
-      values a parameter (momentum, variance, drift, residual) and 1/R of one.
+      A `GradientTransformationExtraArgs` whose updates move the consensus. It keeps 4 + 1/R float32
+      values per parameter: momentum, variance, drift, residual and the owner's residual.
 
-      A replica whose gradient is not finite leaves it out in the leaves that fail, with their
-      momentum and drift as they were, and counts the step in `skipped`; the others go on. No
-      leaf's message waits for the gradient of another, if they meet in every step.
+      A replica whose gradient is not finite in some leaves keeps their momentum and drift, and
+      counts the step in `skipped`; the others go on. If replicas synchronize in every step, no
+      leaf's message waits for the gradient of another.
 
     Raises:
-      ValueError: At construction for arguments out of range; in `init` for schedules whose first
-        65,536 steps do not fit each other; at trace time without `params`, for an unknown axis,
-        gradients that are already reduced, or leaves that are not floating.
+      ValueError: At construction for arguments out of range; in `init` if `variance_at` lacks the
+        first step, or has one that `sync_at` lacks, up to 65,536; at trace time without `params`,
+        for an unknown axis, gradients that are already reduced, or leaves that are not floating.
 
     References:
       Lu et al., `Maximizing Communication Efficiency for Large-scale Training via 0/1 Adam
-      <https://arxiv.org/abs/2202.06009>`_, ICLR 2023, algorithm 1. Deviations: buckets and not
-      tensors are compressed, by an l1 scale per block (theirs: l2 per tensor); `precondition`,
+      <https://arxiv.org/abs/2202.06009>`_, ICLR 2023, algorithm 1. Deviations: buckets are
+      compressed, not tensors, with an l1 scale per block (theirs: l2 per tensor); `precondition`,
       `fresh_variance`, `weigh_steps`, `variance_floor` and `bias_correction` (off:
       `precondition=False, fresh_variance=False, weigh_steps=False, variance_floor=0.0,
-      bias_correction=False`); a warm-up, if wanted; x and u move by the momentum of this step, as
-      in the authors' code, and not by the one before; the very first variance is used at once;
-      decay is decoupled; an interval whose rates sum to zero keeps its momenta.
+      bias_correction=False`); an optional warm-up; x and u move by the momentum of this step, as in
+      the authors' code, not by the previous one; the first variance is used at once; decay is
+      decoupled; an interval whose rates sum to zero keeps its momenta.
     """
     if variance_at is None:
         variance_at = schedules.both(schedules.growing(), sync_at)
@@ -247,7 +248,7 @@ def _own_step(adam, state, grads, still, root):
 
 
 def _together(settings, state, own, root):
-    """The replicas meet: the consensus moves by the mean drift."""
+    """A synchronization: the consensus moves by the mean drift."""
     buffer, root = own.drift, _unit(settings, state, own, root)
     if not settings.precondition:
         buffer = jax.tree.map(jnp.multiply, buffer, root)
@@ -260,7 +261,7 @@ def _together(settings, state, own, root):
         return jnp.where(own.rate_sum > 0, -change * root / own.rate_sum, momentum)
 
     momentum = jax.tree.map(re_estimated, change, root, own.momentum)
-    # A `where` of no elements forgets that it varies.
+    # A `where` on an empty array loses the varying type.
     momentum = to_varying(momentum, settings.transport.axis_name)
     drift, rate_sum = jax.tree.map(zeros_of, (own.drift, own.rate_sum))
     new = {"momentum": momentum, "drift": drift, "rate_sum": rate_sum}
@@ -268,13 +269,13 @@ def _together(settings, state, own, root):
 
 
 def _apart(settings, state, own, root):
-    """Each replica goes on by itself."""
+    """A step without synchronization."""
     new = {"momentum": own.momentum, "drift": own.drift, "rate_sum": own.rate_sum}
     return jax.tree.map(zeros_of, state.variance), new | averaging.feedback(state)
 
 
 def _averaged(settings, state, buffer):
-    """The mean buffer with error feedback, in the warm-up by a code of its own."""
+    """The mean buffer with error feedback; the warm-up has a code of its own."""
     rounds, kept = state.rounds["synchronize"] + state.rounds["warmup"], averaging.feedback(state)
     sent = settings.transport, buffer, rounds
     if settings.warmup_steps:
@@ -284,10 +285,9 @@ def _averaged(settings, state, buffer):
 
 
 def _unit(settings, state, own, root):
-    """What makes the drift since the last meeting a sum of rate * momentum: a mean root.
+    """The mean D that turns the drift since the last synchronization into a sum of rate * momentum.
 
-    The last step was made at `root`; those before it, where the variance is learned just now, at
-    an older one.
+    The last step used `root`. If it has just learned the variance, earlier steps used an older one.
     """
     if settings.sync_at is schedules.always or not settings.fresh_variance:
         return root

@@ -1,4 +1,4 @@
-"""0/1 Adam as DeepSpeed's code has it: 1-bit gradients until the variance is frozen."""
+"""0/1 Adam as in DeepSpeed's code: 1-bit gradients until the variance is frozen."""
 
 from __future__ import annotations
 
@@ -48,54 +48,54 @@ def zero_one_adam_deepspeed(
     bucket_numel: int | None = None,
     seed: int = 0,
 ) -> optax.GradientTransformationExtraArgs:
-    """0/1 Adam whose replicas stay together until `freeze_step`, exchanging 1-bit gradients.
+    """0/1 Adam whose replicas stay equal until `freeze_step`, exchanging 1-bit gradients.
 
     Before `freeze_step`, a step of `variance_at` is Adam's on the exact mean gradient; any other
-    moves the momentum by the mean of 1-bit gradients, with error feedback, at the variance as it
-    is. From then on it is `jaxcomp.zero_one_adam` with that variance, and residuals from zero; but
-    weight decay is part of what is averaged.
+    step moves the momentum by the mean of 1-bit gradients, with error feedback, and does not change
+    the variance. From `freeze_step` on it is `jaxcomp.zero_one_adam` with that variance, and
+    residuals start at zero; but weight decay is part of what is averaged.
 
     Args:
-      learning_rate: Rate, or schedule of the step.
+      learning_rate: Learning rate, or a schedule `count -> rate`.
       axis_name: Mesh axis of the replicas.
       b1: Decay of the momentum, in [0, 1).
       b2: Decay of the variance, in [0, 1).
-      eps: Added to the root of the variance.
-      freeze_step: Steps with 1-bit gradients, at least 1; `var_freeze_step` there.
-      sync_at: When the replicas meet after that; see `jaxcomp.schedules.halving`.
-      variance_at: When the variance is learned before it, in the first step too. Default:
+      eps: Added to the square root of the variance.
+      freeze_step: Steps with 1-bit gradients, at least 1; `var_freeze_step` in DeepSpeed.
+      sync_at: When the replicas synchronize after that; see `jaxcomp.schedules.halving`.
+      variance_at: When the variance is learned before that; the first step must be one. Default:
         `jaxcomp.schedules.growing()`.
       compressor: Compressor of all parameters; or a policy `(path, leaf) -> Compressor`. Default:
         `jaxcomp.sign(block=1024)`.
-      weight_decay: Rate of decay. After the freeze each replica decays its own parameters, as part
-        of its drift, from where the decay enters the momenta and acts again: replicas that meet
-        every H steps decay 1 / (1 - mean of b1, ..., b1^H) times as fast as written, 10 times for
-        H = 1 and b1 = 0.9. That of `zero_one_adam` acts as written.
+      weight_decay: Weight decay. After the freeze each replica decays its own parameters, as part
+        of its drift. From there the decay enters the momenta and acts again: replicas that
+        synchronize every H steps decay 1 / (1 - mean of b1, ..., b1^H) times as fast as written, 10
+        times for H = 1 and b1 = 0.9. In `zero_one_adam` it acts as written.
       mask: Which leaves decay, a tree of bool or a function of the parameters as for `optax.adamw`.
-      exchange: How buckets travel: `wire.two_shot`, or `wire.gathered` for two replicas.
+      exchange: How buckets are exchanged: `wire.two_shot`, or `wire.gathered` for two replicas.
       bucket_numel: Most elements of one message's bucket; by default at most 8 buckets a code.
       seed: Seed of the compressor's noise, if it has any.
 
     Returns:
-      A `GradientTransformationExtraArgs`. It keeps five float32 values a parameter (of which
-      `shared_momentum` for a type that JAX can prove to be equal everywhere) and 1/R of one.
+      A `GradientTransformationExtraArgs`. It keeps 5 + 1/R float32 values per parameter. One of
+      them, `shared_momentum`, has a type that JAX can prove to be equal everywhere.
 
     Raises:
-      ValueError: As `zero_one_adam`, and at construction for `freeze_step` under 1; in `init` if
-        `variance_at` does not hold in the first step.
+      ValueError: As `zero_one_adam`; also at construction for `freeze_step` below 1, and in `init`
+        if `variance_at` does not include the first step.
 
     References:
-      DeepSpeed 0.19.6, `ZeroOneAdam`, which left DeepSpeed in September 2026. It differs
-      from the paper as that does: gradients and not buffers are compressed until the freeze; a
-      step of `variance_at` sends no 1-bit message; the variance is learned before its use; the
-      residual starts anew at the freeze; there is no bias correction; the buffer is kept as what
-      the parameters moved by, their decay too; the state is not cut over the replicas (ZeRO). Not
-      taken over: the first gradient is not dropped; the consensus is kept, and not rolled back to
-      by subtraction; rates that sum to zero are not divided by; buckets and not tensors are
-      compressed, by an l1 scale per block (there: l2 per tensor); there is no
-      `exp_avg_mask`, so that leaves with rows that never have a gradient need `identity()`, by a
-      policy; the residuals are kept in checkpoints; a loaded state is before or after the freeze
-      by its count (there by a key that nobody reads); intervals come from `sync_at`, not from a
+      DeepSpeed 0.19.6, `ZeroOneAdam`, which left DeepSpeed in September 2026. It shares these
+      differences from the paper: until the freeze gradients are compressed, not buffers; a step of
+      `variance_at` sends no 1-bit message; the variance is learned before its use; the residual
+      starts again at zero at the freeze; there is no bias correction; the buffer is kept as the
+      change of the parameters, including their decay; the state is not cut over the replicas
+      (ZeRO). It differs from that code: the first gradient is not dropped; the consensus is kept,
+      not recovered by subtraction; a sum of rates that is zero is not a divisor; buckets are
+      compressed, not tensors, with an l1 scale per block (theirs: l2 per tensor); there is no
+      `exp_avg_mask`, so leaves with rows that never have a gradient need `identity()` through a
+      policy; checkpoints keep the residuals; the count tells whether a loaded state is before or
+      after the freeze (theirs: a key that nobody reads); intervals come from `sync_at`, not from a
       count of steps.
     """
     adam = moments.adam(_NAME, learning_rate, b1, b2, eps, weight_decay=weight_decay, mask=mask)
@@ -137,7 +137,7 @@ class _Settings(NamedTuple):
 
 
 def _init(settings, params):
-    # Only the steps before the freeze; not `never` itself, which a plan asks nothing.
+    # Only the steps before the freeze.
     learned_at = schedules.both(settings.variance_at, schedules.until(settings.freeze_step))
     schedules.plan(schedules.always, learned_at, steps=1)
     zeros = jax.tree.map(moments.zeros, params)
@@ -148,7 +148,7 @@ def _update(settings, updates, state, params, **_):
     grads, bad = moments.gradients(updates, state.shared_momentum, settings.transport.axis_name)
 
     def together(grads):
-        # A gradient that is not finite is left out, as `zero_one_adam` does later on.
+        # A gradient that is not finite is dropped, as `zero_one_adam` does later on.
         grads = jax.tree.map(lambda g: jnp.where(bad, 0.0, g), grads)
         change, new = _before_freeze(settings, grads, state, params)
         return change, new._replace(local=new.local._replace(skipped=state.local.skipped + bad))
@@ -203,7 +203,7 @@ def _compressed(transport, grads, local):
 def _decayed(adam, local, params, bad):
     """The state with the decay of this replica's own parameters in its drift.
 
-    The step itself only adds to the drift, so that the decay may come first.
+    The step only adds to the drift, so the decay may come first.
     """
     rate = adam.rate_of(local.count)
     less = lambda d, p, decay: d - decay * rate * (p + d)

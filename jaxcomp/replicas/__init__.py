@@ -1,1 +1,1 @@
-"""What varies over replicas, and the states and specs of it. May import compressors."""
+"""Values that vary over replicas: their types, states and specs. May import compressors."""

@@ -1,4 +1,4 @@
-"""Residuals and moments in 8 or 16 bits between the steps: less memory for what is kept."""
+"""Keeps residuals and moments in 8 or 16 bits between the steps, to save memory."""
 
 import dataclasses
 import functools
@@ -15,7 +15,7 @@ from jaxcomp.replicas.wrapping import with_extra_args
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Compact:
-    """A floating array in fewer bits, as `int8` with a scale a row, or as `bfloat16`."""
+    """A floating array in fewer bits: `int8` with one scale per row, or `bfloat16`."""
 
     data: jax.Array  # of the array's shape
     scale: jax.Array | None  # [..., 1], in the array's dtype; None beside bfloat16
@@ -25,27 +25,29 @@ class Compact:
 def compact(
     tx: optax.GradientTransformation, bits: int = 8, *, fields: Sequence[str] = ("residual",)
 ) -> optax.GradientTransformationExtraArgs:
-    """Keeps parts of a state in fewer bits between the steps: what error feedback has not sent.
+    """Keeps parts of a state in fewer bits between the steps; by default the residual.
 
-    In 8 bits each row of a leaf's last axis is rounded to nearest, in steps of 1/127 of its
-    largest magnitude; what the rounding takes is lost, so that the sums of error feedback hold up
-    to it. Everything else, `owner_residual` too, stays as `tx` has it.
+    At 8 bits each row along a leaf's last axis is rounded to nearest, in steps of 1/127 of its
+    largest magnitude. The rounding error is lost, so error feedback is exact only up to it. The
+    rest of the state, `owner_residual` included, stays as it is.
 
-    Moments may be kept so, too, but not second ones: 1 - b2 of a variance is less than half of
-    bfloat16's last bit, so that rounding to nearest would never let it shrink. Nor in 8 bits: an
-    error of 1/254 of the largest in a row is divided by the root of each entry's own variance.
+    First moments may be kept in 16 bits too. Second moments may not: a step changes a variance by
+    a factor 1 - b2, which is less than half of bfloat16's last bit, so with rounding to nearest it
+    would never shrink. At 8 bits an error of 1/254 of a row's largest value would be divided by the
+    root of each entry's own variance.
 
     Args:
-      tx: A transformation with such fields in its state, as `compressed_mean`, `one_bit_adam`,
-        `zero_one_adam`, `one_bit_lamb`; or a chain with one.
+      tx: A transformation with such fields in its state, or a chain with one: `compressed_mean`,
+        `one_bit_adam`, `zero_one_adam`, `one_bit_lamb`.
       bits: Bits of one value: 8, or 16 for bfloat16.
-      fields: Names of the states' fields to keep so, as `("residual", "momentum")` of the methods
-        here, `("residual", "mu")` behind a mean, or `("remainder",)` of `jaxcomp.master_weights`.
+      fields: Names of the state fields to keep in fewer bits: `("residual", "momentum")` for the
+        methods of this library, `("residual", "mu")` for optax's Adam after a mean, or
+        `("remainder",)` for `jaxcomp.master_weights`.
 
     Returns:
       A `GradientTransformationExtraArgs` whose state is that of `tx` with a `Compact` in place of
-      each floating leaf of `fields`; `jaxcomp.resize` and checkpoints know it. It saves 3 or 2 of
-      4 bytes a value, and 4 bytes less a row.
+      each floating leaf of `fields`; `jaxcomp.resize` and checkpoints handle it. At 8 bits it saves
+      3 bytes per value and costs 4 bytes per row; at 16 bits it saves 2 bytes per value.
 
     Raises:
       ValueError: If `bits` is another number, or 8 for more than the residual; if `fields` names
@@ -60,7 +62,7 @@ def compact(
     if refused := sorted(_WIDE.intersection(fields)):
         raise ValueError(
             f"compact got fields={tuple(fields)}, but {refused} must stay in float32: a variance "
-            "in few bits never shrinks, and steps add a drift to parameters; write others, as "
+            "in few bits never shrinks, and steps add a drift to parameters; write, for example, "
             "fields=('residual', 'momentum')."
         )
     if bits == 8 and set(fields) != {"residual"}:
@@ -92,7 +94,7 @@ _WIDE = frozenset({"variance", "fresh_variance", "nu", "drift"})
 
 
 def _packed(names: frozenset[str], bits: int, tree: Any) -> Any:
-    """A state with the fields of these names encoded, in all the NamedTuples in it."""
+    """A state whose fields with these names are encoded, in every NamedTuple in it."""
     has = lambda x: not names.isdisjoint(getattr(x, "_fields", ()))
 
     def leaf(x):
@@ -111,7 +113,7 @@ def _packed(names: frozenset[str], bits: int, tree: Any) -> Any:
 
 
 def _values(state: Any, name: str) -> list[Any]:
-    """Those of all fields of this name, of the NamedTuples in a state."""
+    """The values of all fields with this name, of the NamedTuples in a state."""
     is_field = lambda path, _: path and isinstance(path[-1], optax.tree_utils.NamedTupleKey)
     return [value for _, value in optax.tree_utils.tree_get_all_with_path(state, name, is_field)]
 
@@ -122,7 +124,7 @@ def is_compact(x: Any) -> bool:
 
 
 def encode(x: jax.Array, bits: int) -> Compact:
-    """Rounds an array to 8 or 16 bits a value; NaN stays NaN, infinities become it."""
+    """Rounds an array to 8 or 16 bits per value; NaN and infinities become NaN."""
     if bits == 16:
         return Compact(x.astype(jnp.bfloat16), None, x.dtype)
     scale = jnp.max(jnp.abs(x), axis=-1 if x.ndim else None, keepdims=True) / 127
@@ -131,7 +133,7 @@ def encode(x: jax.Array, bits: int) -> Compact:
 
 
 def decode(x: Any) -> Any:
-    """Undoes `encode` up to the rounding; what is no `Compact` stays."""
+    """Undoes `encode` up to rounding; anything but a `Compact` is returned as it is."""
     if not is_compact(x):
         return x
     data = x.data.astype(x.dtype)

@@ -1,7 +1,7 @@
-"""Optimizers whose parameters are cut over devices: what they must not look at.
+"""Checks that an optimizer may run on pieces of parameters.
 
-An optimizer that sees pieces must do with them what it would do with whole parameters. What it
-does is read from its program: two are traced and compared, or one is followed.
+An optimizer that sees pieces must do with them what it would do with whole parameters. Its traced
+program shows that: two programs are compared, or values are followed through one.
 """
 
 import math
@@ -15,7 +15,7 @@ from jax.extend import core
 from jaxcomp.compressors.policies import path_of
 from jaxcomp.replicas.types import to_varying, varying_axes
 
-# What has as many results as entries, and still mixes them.
+# Operations with as many results as entries that still mix entries.
 _MIXING = frozenset(
     "sort rev fft cumsum cumprod cummax cummin cumlogsumexp dot_general conv_general_dilated "
     "cholesky eigh lu qr svd triangular_solve gather scatter".split()
@@ -24,9 +24,9 @@ _OF_SHAPE = frozenset("broadcast_in_dim reshape squeeze pcast pvary".split())
 
 
 def ranked(piece: jax.Array, ndim: int) -> jax.Array:
-    """A piece `[*stack, n]` with as many axes as the parameter, that masks such as `ndim > 1` see.
+    """A piece `[*stack, n]` with as many axes as the parameter, for masks such as `ndim > 1`.
 
-    That of a number has one axis.
+    The piece of a scalar has one axis.
     """
     kept = piece.shape[-ndim:] if ndim > 1 else (piece.size,)
     return piece.reshape(*[1] * (ndim - len(kept)), *kept[:-1], -1)
@@ -35,10 +35,10 @@ def ranked(piece: jax.Array, ndim: int) -> jax.Array:
 def require_elementwise(
     tx: Any, grads: Any, state: Any, params: Any, shapes: Any, **extra_args: Any
 ) -> None:
-    """Raises a ValueError for an optimizer that does not treat pieces as it would the parameters.
+    """Raises a ValueError for an optimizer that treats pieces differently from whole parameters.
 
-    Its update gets gradients, a state, parameters, all of pieces, and `extra_args`. `shapes` has
-    those of the whole parameters, a tuple a leaf.
+    Its update gets gradients, a state and parameters, all in pieces, and `extra_args`. `shapes` are
+    those of the whole parameters, one tuple per leaf.
     """
     traced = jax.make_jaxpr(
         lambda grads, state, params: tx.update(grads, state, params, **extra_args),
@@ -51,7 +51,7 @@ def require_elementwise(
             "the optimizer looks at shapes (a mask, a label of optax.partition, or a factored "
             "moment), and parameters are in flat pieces here, of which only the number of axes is "
             "that of the parameters; write masks and labels as trees, or by paths, and optimizers "
-            "that work entry by entry, as optax.adamw."
+            "that work entry by entry, such as optax.adamw."
         )
     mixed = _Tracker(_mixes, bool).results(*program)
     if mixed:
@@ -65,9 +65,9 @@ def require_elementwise(
 
 
 def _whole(tx, grads, state, params, shapes):
-    """What an optimizer would get of whole parameters, zeros; None if its state had other parts."""
+    """Zeros as an optimizer's arguments for whole parameters; None if its state would differ."""
     leaves, treedef = jax.tree.flatten(params)
-    # JAX leaves out operations on nothing, of which the piece is one zero.
+    # JAX drops operations on empty arrays; their piece is one zero.
     shapes = [
         shape if math.prod(shape) else x.shape
         for shape, x in zip(treedef.flatten_up_to(shapes), leaves, strict=True)
@@ -86,12 +86,12 @@ def require_whole_norms(
     """Raises a ValueError for an update that scales each shard of a parameter by a norm of its own.
 
     Args:
-      update: `(grads, state, params) -> (updates, state)`, traced once more, if any of the
-        parameters, local shards, is sharded.
-      *args: Its arguments.
-      axis_name: The axis of the replicas, which is no shards'.
-      of_mean: Whether only norms of what is equal on all replicas count, as behind a mean: codes
-        look at whole shards in front of it.
+      update: `(grads, state, params) -> (updates, state)`. It is traced once more if any parameter
+        is sharded.
+      *args: Its arguments; parameters are local shards.
+      axis_name: The axis of the replicas, which does not shard.
+      of_mean: Whether only norms of values that are equal on all replicas count, as after a mean.
+        Before it, codes look at whole shards.
     """
     if not any(varying_axes(x) - {axis_name} for x in jax.tree.leaves(args[2])):
         return
@@ -109,24 +109,24 @@ def require_whole_norms(
 
 
 def _zeros(shape, like):
-    """Zeros of a shape, of the dtype and varying axes of an array; a random key as it is."""
+    """Zeros with the dtype and varying axes of an array; a random key is returned as it is."""
     if jax.dtypes.issubdtype(like.dtype, jax.dtypes.extended):
         return like
     return to_varying(jnp.zeros(shape, like.dtype), tuple(sorted(varying_axes(like))))
 
 
 class _Tracker(NamedTuple):
-    """Follows through a program what is made of several entries of one device's arrays.
+    """Follows values through a program that depend on several entries of one device's arrays.
 
-    A value is forgotten where JAX's type says that it is equal wherever it has to be: what was
-    summed over the shards of all devices.
+    A value is dropped once JAX's type says that it is equal where it has to be, which is the case
+    after a sum over the shards of all devices.
     """
 
     mixes: Callable[[Any], bool]  # whether an operation makes such a value
     differs: Callable[[frozenset[str]], bool]  # of the mesh axes that a value varies over
 
     def results(self, program, like) -> list[str]:
-        """The paths of a program's results, of which `like` is the tree, that are such values."""
+        """The paths of the results that are such values; `like` is the tree of all results."""
         paths = [path_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(like)]
         found = self.followed(program.jaxpr, [False] * len(program.jaxpr.invars))
         return [path for path, is_found in zip(paths, found, strict=True) if is_found]
@@ -147,25 +147,25 @@ class _Tracker(NamedTuple):
             return [inputs[0] or any(of) for of in zip(*branches, strict=True)]
         if len(inner) == 1 and name not in ("scan", "while"):
             return self.followed(inner[0], inputs)
-        # All of a loop, where anything is: what is carried goes round.
+        # If any value of a loop is one, all are: the carry goes around.
         makes = any(inputs) or any(map(self.mixes, _flat(eqn)))
         return [makes] * len(eqn.outvars)
 
 
 def _inner(eqn):
-    """The programs inside of an operation."""
+    """The programs inside an operation."""
     parts = [y for x in eqn.params.values() for y in (x if isinstance(x, tuple | list) else (x,))]
     return [getattr(j, "jaxpr", j) for j in parts if isinstance(j, core.Jaxpr | core.ClosedJaxpr)]
 
 
 def _flat(eqn):
-    """The operations inside of an operation, or itself."""
+    """The operations inside an operation, or the operation itself."""
     inner = [e for jaxpr in _inner(eqn) for e in jaxpr.eqns]
     return [f for e in inner for f in _flat(e)] or [eqn]
 
 
 def _names(jaxpr) -> list[str]:
-    """The operations of a program in turn, but those that only change shapes."""
+    """The names of a program's operations in order, without those that only change shapes."""
     names = [e.primitive.name for eqn in jaxpr.eqns for e in _flat(eqn)]
     return [name for name in names if name not in _OF_SHAPE]
 
@@ -182,6 +182,6 @@ def _mixes(eqn) -> bool:
 
 def _is_norm(eqn) -> bool:
     largest, sizes = _sizes(eqn)
-    # A slice is one entry, as of a message; and what counts bits of a mask is no norm.
+    # A slice is one entry, for example of a message. A sum of a mask's bits is not a norm.
     is_real = all(jnp.issubdtype(x.aval.dtype, jnp.floating) for x in eqn.outvars)
     return largest > 1 and sizes == [1] and is_real and eqn.primitive.name != "slice"

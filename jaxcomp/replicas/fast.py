@@ -1,7 +1,7 @@
-"""Parameters cut over a fast axis: of each, a device of a host holds one share.
+"""Parameters cut over a fast axis: each device of a host holds one share of each parameter.
 
-A parameter is cut along one of its own axes, so that its share has the same rank, and what follows
-it in a state has a PartitionSpec. Where no axis divides evenly, zeros fill it up.
+A parameter is cut along one of its own axes, so that its share has the same rank, and state leaves
+of its shape have a PartitionSpec. If no axis divides evenly, the parameter is padded with zeros.
 """
 
 import dataclasses
@@ -21,25 +21,25 @@ from jaxcomp.replicas.types import to_varying
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-    """How one parameter is cut; no node of a tree, but a leaf."""
+    """How one parameter is cut; a leaf, not a pytree node."""
 
-    axis: int | None  # that is cut; None: all devices of a host hold, and send, all of it
-    shape: tuple[int, ...]  # of the whole, filled up
+    axis: int | None  # the axis that is cut; None: all devices of a host hold, and send, the whole
+    shape: tuple[int, ...]  # of the whole parameter, padded
     spec: P  # over all axes of the mesh
 
 
 def shares_of(params: Any, specs: Any, mesh: Mesh | AbstractMesh, fast_axis: str) -> Any:
-    """A `Share` for each parameter, from shapes alone.
+    """Makes a `Share` for each parameter, from shapes alone.
 
     Args:
       params: Global parameters, or their shapes.
       specs: Their PartitionSpecs over the other axes of the mesh, a tree like `params`.
       mesh: The mesh.
-      fast_axis: Its axis that is cut over.
+      fast_axis: Its axis over which parameters are cut.
 
     Returns:
-      A tree like `params`. Numbers and empty arrays stay whole, and so do parameters that other
-      axes shard in each of their own, where they do not divide evenly.
+      A tree like `params`. Scalars and empty arrays stay whole. So do parameters whose axes are all
+      sharded already, if they do not divide evenly.
 
     Raises:
       ValueError: If the mesh has no such axis, or if it shards a parameter already.
@@ -59,7 +59,7 @@ def _share_of(shape, spec, mesh, fast_axis):
             "devices sends a shard of its own already; leave fast_axis out."
         )
     num, names = mesh.shape[fast_axis], [*spec, *[None] * (len(shape) - len(spec))]
-    # The first of several axes may count the layers of a scan, which stay together.
+    # The first of several axes may count the layers of a scan, which must stay together.
     axes = range(len(shape) > 1, len(shape)) if math.prod(shape) else ()
     up = lambda axis: -(-shape[axis] // num) * num
     free = [axis for axis in axes if not names[axis]]
@@ -77,13 +77,13 @@ def _share_of(shape, spec, mesh, fast_axis):
 
 
 def filled(params: Any, shares: Any) -> tuple[Any, Any]:
-    """Shapes and dtypes, and PartitionSpecs, of parameters that are filled up."""
+    """Shapes and dtypes, and PartitionSpecs, of the padded parameters."""
     shape = lambda share, x: jax.ShapeDtypeStruct(share.shape, x.dtype)
     return jax.tree.map(shape, shares, params), jax.tree.map(lambda share: share.spec, shares)
 
 
 def own(params: Any, shares: Any, fast_axis: str) -> Any:
-    """This device's shares of parameters that are whole; in `jax.shard_map` over all axes."""
+    """This device's shares of whole parameters; inside `jax.shard_map` over all axes."""
 
     def take(share, x):
         if share.axis is None:
@@ -97,7 +97,7 @@ def own(params: Any, shares: Any, fast_axis: str) -> Any:
 def scattered(grads: Any, shares: Any, fast_axis: str) -> Any:
     """This device's share of the mean of gradients, which differ between a host's devices.
 
-    In float32 or wider: no narrower dtype of the parameters rounds a mean before it is coded.
+    In float32 or wider, so that narrow parameters do not round the mean before it is encoded.
     """
 
     def mean(share, x):
@@ -118,15 +118,15 @@ def scattered(grads: Any, shares: Any, fast_axis: str) -> Any:
 
 
 def _exchanged(rows, fast_axis, axis):
-    """The sum by an all-to-all: gloo's reduce-scatter is wrong on JAX 0.10.2 for large chunks."""
+    """Sums with an all-to-all: gloo's reduce-scatter is wrong on JAX 0.10.2 for large chunks."""
     received = lax.all_to_all(rows, fast_axis, split_axis=axis, concat_axis=axis)
     return jnp.sum(received, axis)
 
 
 def gathered(own: Any, shares: Any, like: Any, fast_axis: str) -> Any:
-    """Undoes `own`: the whole, equal on all devices of a host, in the shapes of `like`.
+    """Undoes `own`: whole parameters, equal on all devices of a host, with the shapes of `like`.
 
-    Nodes of `own` without arrays, as of `optax.masked`, stay.
+    Nodes of `own` without arrays, as in `optax.masked`, stay.
     """
 
     def gather(x, share, like):
@@ -139,12 +139,12 @@ def gathered(own: Any, shares: Any, like: Any, fast_axis: str) -> Any:
 
 
 def is_masked(x: Any) -> bool:
-    """Whether a node stands for what a method does not see, as in `optax.partition`."""
+    """Whether a node stands for leaves hidden from a method, as in `optax.partition`."""
     return isinstance(x, optax.MaskedNode)
 
 
 def _rows(share, x, fast_axis):
-    """`[..., numel, ...]` as `[..., F, numel / F, ...]`, filled up."""
+    """Reshapes `[..., numel, ...]` to `[..., F, numel / F, ...]`, padded."""
     num, size = lax.axis_size(fast_axis), x.shape[share.axis]
     padding = [(0, -size % num if axis == share.axis else 0) for axis in range(x.ndim)]
     before, behind = x.shape[: share.axis], x.shape[share.axis + 1 :]

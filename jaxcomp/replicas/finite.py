@@ -1,14 +1,14 @@
-"""What is not finite: the one rule for it, of methods and of steps.
+"""Gradients that are not finite: one rule for all methods and steps.
 
-Each replica asks `not_finite` of its own gradient, over all its shards. Then there are two ways:
+Each replica checks its own gradient with `not_finite`, over all its shards. There are two cases:
 
-- Replicas that keep equal parameters leave a step out together. One message of the one whose
-  gradient fails is NaN (`poisoned`), and so is the method's update on all of them; the step that
-  gets such an update keeps parameters and state. The other messages need not wait for this one.
-- Replicas with a drift go on. The one whose gradient fails stands still (`unless`), and counts
-  that in its state's field `skipped`. Who sends a leaf before it has the next one's gradient, as
-  `slamb` and `zero_one_adam` do, asks each leaf by itself (`failing`), and stands still in those
-  that fail.
+- Replicas with equal parameters skip a step together. The failing replica makes one of its messages
+  NaN (`poisoned`), so the method's update is NaN on all replicas, and the step keeps parameters and
+  state. The other messages need not wait for this one.
+- Replicas with a drift go on. The failing replica keeps its parameters (`unless`), and counts the
+  step in its state's field `skipped`. Methods that send a leaf before the next leaf's gradient is
+  known, `slamb` and `zero_one_adam`, check each leaf separately (`failing`), and keep those that
+  fail.
 """
 
 from typing import Any
@@ -21,33 +21,33 @@ from jaxcomp.replicas.types import largest
 
 
 def finite(tree: Any) -> jax.Array:
-    """bool[], whether everything in a tree is finite, or what is on this device of it."""
+    """bool[], whether this device's part of a tree is finite."""
     bad = jnp.array(jax.tree.leaves(failing(tree)), bool)
-    # Without the barrier XLA makes a chain of ors, and repeats it in the update of every leaf.
+    # Without the barrier XLA builds a chain of ors, and repeats it in the update of every leaf.
     return ~jnp.any(lax.optimization_barrier(bad))
 
 
 def failing(tree: Any) -> Any:
-    """For each leaf bool[], whether something in it, or in this device's part, is not finite."""
+    """bool[] for each leaf, whether this device's part of it is not finite anywhere."""
     return jax.tree.map(lambda x: ~jnp.all(jnp.isfinite(x)), tree)
 
 
 def any_of(bad: Any, *but: str) -> jax.Array:
-    """i32[], 1 if a leaf of a tree of bool[] holds; equal over all mesh axes `but` these."""
+    """i32[], 1 if any leaf of a tree of bool[] is true; equal over all mesh axes except `but`."""
     return largest(jnp.array(jax.tree.leaves(bad), jnp.int32).max(initial=0), *but)
 
 
 def not_finite(tree: Any, *but: str) -> jax.Array:
-    """i32[], 1 if anything in a tree is NaN or infinite; equal over all mesh axes `but` these."""
+    """i32[], 1 if a tree has a NaN or infinity; equal over all mesh axes except `but`."""
     return largest((~finite(tree)).astype(jnp.int32), *but)
 
 
 def poisoned(bad: jax.Array, tree: Any) -> Any:
-    """The tree, all of it NaN where `bad`: so is what it is averaged with."""
+    """The tree, or NaN everywhere if `bad`, which makes the average NaN too."""
     return jax.tree.map(lambda x: jnp.where(bad, jnp.nan, x), tree)
 
 
 def unless(bad: Any, new: Any, old: Any) -> Any:
-    """The tree `new`, and `old` where `bad`: bool[] for all, or a tree of them, as of leaves."""
+    """The tree `new`, or `old` where `bad`: one bool[] for all leaves, or a tree of them."""
     chosen = lambda bad, new, old: jax.tree.map(lambda n, o: jnp.where(bad, o, n), new, old)
     return jax.tree.map(chosen, bad, new, old)

@@ -1,4 +1,4 @@
-"""Parameters below float32, which round most of an update off."""
+"""Parameters narrower than float32, which round off most of an update."""
 
 import warnings
 from typing import Any
@@ -10,17 +10,17 @@ from jaxcomp.replicas.protocol import keeps_rounding
 
 
 def widened(x: jax.Array) -> jax.Array:
-    """An array in float32, or as it is if it is wider, or no floating one."""
+    """An array in float32; unchanged if it is wider or not floating."""
     return x.astype(jnp.promote_types(x.dtype, jnp.float32)) if is_narrow(x) else x
 
 
 def is_narrow(x: Any) -> bool:
-    """Whether an array is floating and below float32."""
+    """Whether an array is floating and narrower than float32."""
     return jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
 
 
 def warn_of_rounding(params: Any, state: Any) -> None:
-    """Warns, once a place as Python does, if narrow parameters would lose small updates."""
+    """Warns, once per call site, if narrow parameters would lose small updates."""
     narrow = {x.dtype.name: x.dtype for x in jax.tree.leaves(params) if is_narrow(x)}
     if not narrow or keeps_rounding(state):
         return

@@ -1,4 +1,4 @@
-"""Leaves of N replicas' rows on their way to other devices: on each one row at a time."""
+"""Moves leaves with a row per replica to other devices, one row at a time on each device."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,13 +11,13 @@ from jax.sharding import PartitionSpec as P
 
 
 def placed(x: Any, like: Any) -> Any:
-    """An array in the dtype of `like`, and where `like` is, if it says on which devices."""
+    """An array in the dtype of `like`, on the devices of `like` if it names any."""
     x = x if x.dtype == like.dtype else x.astype(like.dtype)
     return _put(x, _sharding(like))
 
 
 def repeated(row: Any, like: Any) -> Any:
-    """A row as all rows of a leaf, placed as `placed` does: each device makes its own."""
+    """A leaf whose rows all equal `row`, placed like `placed`; each device makes its own part."""
     row = row if row.dtype == like.dtype else row.astype(like.dtype)
     sharding = _sharding(like)
     if sharding is None:
@@ -27,9 +27,9 @@ def repeated(row: Any, like: Any) -> Any:
 
 
 def of_rows(function: Callable[[Any], Any], rows: Any) -> Any:
-    """What a function makes of an array `[N, ...]`, or a tree of them: the like without `[N]`.
+    """Applies a function to an array `[N, ...]`, or a tree of them; it drops the axis `[N]`.
 
-    Devices that hold the rows compute it, each what it has a part of.
+    Runs on the devices that hold the rows, each for its own part.
     """
     if not all(isinstance(x, jax.Array) for x in jax.tree.leaves(rows)):
         return jax.tree.map(np.asarray, function(rows))
@@ -45,14 +45,14 @@ def row(rows: Any, number: int) -> Any:
 
 
 def on_host(rows: Any) -> np.ndarray:
-    """An array `[N, ...]` as NumPy's, also if its rows lie in other processes."""
+    """An array `[N, ...]` in NumPy, even if its rows are in other processes."""
     if not isinstance(rows, jax.Array):
         return np.asarray(rows)
     return np.stack([_whole(row(rows, number)) for number in range(rows.shape[0])])
 
 
 def _row(rows, number):
-    # XLA would gather all rows for `rows[number]`; of a sum each device has what it holds of it.
+    # XLA would gather all rows for `rows[number]`; a sum needs only each device's own part.
     bits = rows.view(f"uint{8 * rows.dtype.itemsize}")
     chosen = jnp.arange(rows.shape[0]).reshape(-1, *[1] * (rows.ndim - 1)) == number
     return jnp.where(chosen, bits, 0).sum(axis=0, dtype=bits.dtype).view(rows.dtype)
@@ -76,13 +76,13 @@ def _put(x, sharding):
 
 def _sharding(like) -> Sharding | None:
     sharding = getattr(like, "sharding", None)
-    # What `jax.eval_shape` finds on an explicit mesh has a sharding without devices.
+    # On an explicit mesh `jax.eval_shape` returns shardings without devices.
     nowhere = isinstance(getattr(sharding, "mesh", None), AbstractMesh)
     return None if nowhere else sharding
 
 
 def _of_row(sharding: Sharding) -> Sharding:
-    """Where a row lies of what is sharded so: on all devices that the rows are spread over."""
+    """The sharding of one row of a leaf: over all devices that hold any row."""
     if not isinstance(sharding, NamedSharding):
         return sharding
     return NamedSharding(sharding.mesh, P(*sharding.spec[1:]))

@@ -1,29 +1,29 @@
-"""The protocol of states: a type, and by which fields the library knows what a method keeps.
+"""The protocol of states: a type, and the fields that tell the library what a method keeps.
 
-Whatever is around a method (steps, `per_replica`, `resize`, reports, a training program) knows
-these fields of a `MethodState`, all of them optional:
+The code around a method (steps, `per_replica`, `resize`, reports, a training program) reads these
+fields of a `MethodState`, all of them optional:
 
 - `drift`: like the parameters, float32 or wider, this replica's own. Its parameters minus the
-  consensus. Steps take gradients at their sum; `resize` keeps the mean.
+  consensus. Gradients are taken at `params + drift`; `resize` keeps the mean.
 - `residual`: like the parameters, float32 or wider, this replica's own; None for leaves that lose
   nothing. What error feedback has not sent yet. `compact` keeps it in fewer bits.
-- `owner_residual`: of each bucket `f32[numel / R]`, or of each parameter a piece, of one replica's
-  own chunk; None for those without owners. What the owner has not passed on yet.
+- `owner_residual`: `f32[numel / R]` for each bucket, or a piece of each parameter, for the chunk
+  that this replica owns; None if there are no owners. What the owner has not passed on yet.
 - `owned`: a tree of pieces of parameters, for example an optimizer's moments. `resize`
-  lays out `owner_residual` and `owned` anew.
-- `skipped`: i32[], this replica's own. How many steps it left out by itself, since its gradient
-  was not finite. A state with it never makes the whole step be left out.
-- `rounds`: {part: i32[]}, equal on all replicas. How often each part was sent, "all" for steps
-  that send anything; parts are named as the scopes `jaxcomp.PART` of the messages.
-- `loss_scale`: f32[], equal on all replicas. Steps multiply the loss by it, and divide what they
-  report; the method divides the gradients.
+  redistributes `owner_residual` and `owned` over the new owners.
+- `skipped`: i32[], this replica's own. How many steps this replica skipped on its own, because its
+  gradient was not finite. With this field, the step is never skipped as a whole.
+- `rounds`: {part: i32[]}, equal on all replicas. How often each part was sent; "all" counts the
+  steps that send anything. Part names are those of the messages' scopes `jaxcomp.PART`.
+- `loss_scale`: f32[], equal on all replicas. Steps multiply the loss by it, and divide the loss
+  that they report; the method divides the gradients.
 
-A class with an attribute `exchanges_ahead` says that the method's `update` takes an extra
-argument `ahead`; see `jaxcomp.overlapped_train_step`. One with an attribute `keeps_rounding` says
-that the method loses nothing of an update which narrow parameters, as of bfloat16, round off.
+A class with an attribute `exchanges_ahead` says that the method's `update` takes an extra argument
+`ahead`; see `jaxcomp.overlapped_train_step`. An attribute `keeps_rounding` says that the method
+keeps what narrow parameters, such as bfloat16, round off an update.
 
-Names alone do not count: a field `drift` of another library's state is no drift, nor is a
-parameter of that name.
+Only registered classes count: a field `drift` in another library's state, or a parameter of that
+name, is not a drift.
 """
 
 import abc
@@ -35,16 +35,16 @@ from jax.tree_util import KeyEntry
 Path = tuple[KeyEntry, ...]
 
 
-class MethodState(abc.ABC):  # noqa: B024, what counts is who is registered
+class MethodState(abc.ABC):  # noqa: B024, only a base to register with
     """The type of states whose fields the library knows by the protocol above.
 
-    A NamedTuple has no other base class, so that the state of a method is registered::
+    A NamedTuple cannot have another base class, so a method's state is registered instead::
 
         @jaxcomp.MethodState.register
         class MyState(NamedTuple):
             drift: Any
 
-    Any pytree class may be registered whose children have names, as dataclasses too.
+    Any pytree class whose children have names may be registered, for example a dataclass.
     """
 
 
@@ -64,7 +64,7 @@ def residuals(state: Any) -> list[Any]:
 
 
 def skipped(state: Any) -> list[jax.Array]:
-    """The counts of steps that this replica left out, one for each method that counts them."""
+    """The counts of steps that this replica skipped, one for each method that counts them."""
     return list(fields(state, "skipped").values())
 
 
@@ -72,7 +72,7 @@ def rounds(state: Any) -> dict[str, jax.Array]:
     """How often each part was sent; {} for a method that sends everything in every step.
 
     Raises:
-      ValueError: If several methods count.
+      ValueError: If several methods count what they send.
     """
     counts = list(fields(state, "rounds").values())
     if len(counts) > 1:
@@ -84,10 +84,10 @@ def rounds(state: Any) -> dict[str, jax.Array]:
 
 
 def loss_scale(state: Any) -> jax.Array | None:
-    """By what the loss is multiplied; None for a state that says nothing of it.
+    """The factor of the loss; None for a state without a loss scale.
 
     Raises:
-      ValueError: If several say something.
+      ValueError: If there are several loss scales.
     """
     scales = list(fields(state, "loss_scale").values())
     if len(scales) > 1:
@@ -99,7 +99,7 @@ def loss_scale(state: Any) -> jax.Array | None:
 
 
 def leaves_out_alone(state: Any) -> bool:
-    """Whether all methods in a state deal by themselves with gradients that are not finite."""
+    """Whether all methods in a state handle gradients that are not finite themselves."""
     return bool(skipped(state)) and all(
         hasattr(method, "skipped") for method in _methods(state).values() if has_feedback(method)
     )
@@ -116,7 +116,7 @@ def keeps_rounding(state: Any) -> bool:
 
 
 def exchanging(state: Any) -> str | None:
-    """The name of a field by which a state is that of a method that exchanges, if it has one."""
+    """The name of a field that shows that a state's method exchanges, if there is one."""
     names = ("owner_residual", "drift", "loss_scale")
     return next((name for name in names if fields(state, name)), None)
 
@@ -128,7 +128,7 @@ def has_feedback(x: Any) -> bool:
 
 
 def fields(state: Any, *names: str) -> dict[Path, Any]:
-    """The values of all fields of these names, of the methods in a state, by their paths."""
+    """The values of all fields with these names, of the methods in a state, by path."""
     return {
         (*path, *key): child
         for path, method in _methods(state).items()
@@ -138,13 +138,13 @@ def fields(state: Any, *names: str) -> dict[Path, Any]:
 
 
 def field_of(path: Path, fields: dict[Path, Any]) -> str | None:
-    """The name of that of some fields of a state which a leaf, by its path, belongs to, if any."""
+    """The name of the field, among those given, that holds the leaf at this path, if any."""
     heads = (path[:depth] for depth in range(1, len(path) + 1))
     return next((_name(head) for head in heads if head in fields), None)
 
 
 def require_registered(state: Any) -> None:
-    """Raises a ValueError for a state whose fields have names of the protocol, by name alone."""
+    """Raises a ValueError for an unregistered state whose fields have names of the protocol."""
     names = FIELDS.intersection(getattr(state, "_fields", ()))
     if names and not isinstance(state, MethodState):
         raise ValueError(
@@ -154,7 +154,7 @@ def require_registered(state: Any) -> None:
 
 
 def require_no_state(params: Any) -> None:
-    """Raises a ValueError if what should be parameters has the state of a method in it."""
+    """Raises a ValueError if an argument that should be parameters contains a method's state."""
     if found := _methods(params):
         kind = type(next(iter(found.values()))).__name__
         raise ValueError(
@@ -164,7 +164,7 @@ def require_no_state(params: Any) -> None:
 
 
 def _methods(tree: Any, path: Path = ()) -> dict[Path, Any]:
-    """The states of methods in a tree, by their paths: those in others, as inner ones, too."""
+    """The states of methods in a tree, by path, including states inside other states."""
     found = {}
     is_method = lambda node: isinstance(node, MethodState)
     for key, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_method):

@@ -1,4 +1,4 @@
-"""The state of N replicas as one for M replicas."""
+"""Converts the state of N replicas into a state for M replicas."""
 
 import dataclasses
 import functools
@@ -18,21 +18,21 @@ from jaxcomp.replicas.shards import is_shard, recut
 def resize(state: Any, like: Any) -> Any:
     """Turns the state of N replicas into one for M replicas that goes on from the same place.
 
-    Rows of replicas (residuals, drift, local moments, accumulators) become their mean, in all
-    M rows, so that their mean over replicas, which is what training sees, stays. What owners
-    hold of a bucket or a parameter (`owner_residual`, `owned`, a `Shard`) is laid out anew over M
-    owners. Counts of steps left out (`skipped`) are added up in the first row. The rest is copied.
-    The mesh's other axes must keep their sizes; the axes of `qsdp` count as one, of their product.
+    Rows of replicas (residuals, drift, local moments, accumulators) are replaced by their mean, in
+    all M rows. This keeps the mean over replicas, which is what training sees. The owners' parts of
+    a bucket or a parameter (`owner_residual`, `owned`, a `Shard`) are redistributed over M owners.
+    Counts of skipped steps (`skipped`) are added up in the first row. The rest is copied. The
+    mesh's other axes must keep their sizes; the axes of `qsdp` count as one axis.
 
     Args:
       state: Global state of N replicas, as arrays or NumPy arrays.
-      like: The state for M replicas, or its shapes: `jax.eval_shape(init, params)`. Where the
-        mesh has further axes that shard parameters, with the shardings of `state_specs`.
+      like: The state for M replicas, or its shapes: `jax.eval_shape(init, params)`. If other axes
+        of the mesh shard parameters, it needs the shardings of `state_specs`.
 
     Returns:
-      A tree like `like`, placed as `like` is if it says on which devices; shapes do not, and what
-      has another shape than before is then in NumPy arrays. No device holds more of a leaf than
-      its own part and three rows, one replica's each, meanwhile; the host, one leaf.
+      A tree like `like`, on the devices of `like` if it has any. If `like` is shapes only, leaves
+      that change their shape are NumPy arrays. Meanwhile a device holds at most its own part of a
+      leaf and three rows of one replica each; the host holds one leaf.
 
     Raises:
       ValueError: If the two are not states of one transformation and one model.
@@ -56,9 +56,9 @@ def resize(state: Any, like: Any) -> Any:
 
 
 def reset_residuals(state: Any) -> Any:
-    """Sets a state's fields `residual` and `owner_residual` to zero: what was not sent is dropped.
+    """Sets a state's fields `residual` and `owner_residual` to zero, which drops what was not sent.
 
-    The rest stays, so that what replicas have learnt since they last agreed (`drift`, moments) is
+    The rest stays, so that what replicas have learned since they last agreed (`drift`, moments) is
     not lost.
     """
     owed = protocol.fields(state, "residual", "owner_residual")
@@ -70,7 +70,7 @@ def reset_residuals(state: Any) -> Any:
 
 
 class _Place:
-    """Where a leaf is in a state."""
+    """The place of a leaf in a state."""
 
     def __init__(self, path, known):
         self.name = jax.tree_util.keystr(path)
@@ -93,7 +93,7 @@ def _resize_node(place, old, new):
 
 
 def _resize_compact(place, old, new):
-    """Rows as their mean, pieces anew: of the values, not of their codes."""
+    """Averages rows and redistributes pieces, of the values and not of their codes."""
     if old.data.shape == new.data.shape:
         return jax.tree.map(functools.partial(_resize_leaf, place), old, new)
     bits = 8 if old.scale is not None else 16
@@ -131,13 +131,13 @@ def _require_rows(place, old, new):
 
 
 def _mean(rows):
-    """In float32 or wider, of NumPy's arrays and JAX's."""
+    """The mean over rows in float32 or wider, for NumPy and JAX arrays."""
     wide = jnp.promote_types(rows.dtype, jnp.float32)
     return rows.mean(axis=0, dtype=wide).astype(rows.dtype)
 
 
 def _num_shards(like) -> int:
-    """Shards behind each other in a row, over the mesh axes other than the replicas'."""
+    """How many shards one row holds, over the mesh axes other than the replicas'."""
     sharding = getattr(like, "sharding", None)
     if not isinstance(sharding, NamedSharding):
         return 1
@@ -147,9 +147,9 @@ def _num_shards(like) -> int:
 
 
 def _resize_owned(old, shape, num_shards):
-    """Chunks `[N, shards * c]` as `[M, shards * c']`; only padding is cut off.
+    """Converts chunks `[N, shards * c]` to `[M, shards * c']`; only padding is cut off.
 
-    Of `[N, *stack, c]` each entry of the stack is by itself; shards lie in it.
+    In `[N, *stack, c]` each entry of the stack is converted on its own.
     """
     rows = old.reshape(old.shape[0], num_shards, -1) if old.ndim == 2 else old
     stack, size = rows.shape[1:-1], shape[0] * shape[-1] // (num_shards if old.ndim == 2 else 1)

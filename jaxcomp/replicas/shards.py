@@ -1,4 +1,4 @@
-"""Parameters in equal flat shards, one a replica, and back in their natural shapes."""
+"""Parameters in equal flat shards, one per replica, and back in their natural shapes."""
 
 import dataclasses
 import math
@@ -17,25 +17,24 @@ from jaxcomp.compressors.packing import fold
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """One parameter in flat shards; a node of the tree, whose array optimizers see.
+    """One parameter in flat shards; a pytree node, whose array optimizers see.
 
-    The shards behind each other, cut to the parameter's size, are the flattened parameter; what
-    is behind its end are zeros. A stacked parameter, one slice for each of L layers that are
-    scanned over, has shards of every layer.
+    The concatenated shards, cut to the parameter's size, are the flattened parameter; the rest is
+    zeros. A stacked parameter, one slice for each of L layers in a scan, has shards of every layer.
     """
 
     data: Any  # [num_shards, *stack, numel]; a replica's own: [*stack, numel]; stack: () or (L,)
     shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})  # of one layer's
-    weights: Compressor = dataclasses.field(metadata={"static": True})  # by which it is gathered
-    gradients: Compressor = dataclasses.field(metadata={"static": True})  # and its gradient sent
-    # By which its gradient is sent across a fast axis, where there is one.
+    weights: Compressor = dataclasses.field(metadata={"static": True})  # code of the parameter
+    gradients: Compressor = dataclasses.field(metadata={"static": True})  # code of its gradient
+    # Code of its gradient across a fast axis, if there is one.
     fast_gradients: Compressor = dataclasses.field(default=identity(), metadata={"static": True})
-    # The whole parameter's, also where a scan has taken one layer of it:
+    # For the whole parameter, even where a scan has taken one layer of it:
     stack: tuple[int, ...] = dataclasses.field(default=(), metadata={"static": True})
-    # For the time of a gather, each with the axes [*stack] in front:
+    # Only during a gather, each with leading axes [*stack]:
     key: Key | None = None  # of the step and the parameter
     levels: Any = None  # `levels.Tables` of the two codes
-    counter: Any = None  # f32[bins]; unless zero, its gradient is the tally of what is encoded
+    counter: Any = None  # f32[bins]; its gradient is the tally of what is encoded, unless zero
 
     def __repr__(self) -> str:
         stack = f", stack={self.stack}" if self.stack else ""
@@ -44,7 +43,7 @@ class Shard:
 
     @property
     def full_shape(self) -> tuple[int, ...]:
-        """`[*stack, *shape]`, of the parameter when it is not in shards."""
+        """`[*stack, *shape]`, the shape of the whole parameter."""
         return *self.data.shape[1:-1], *self.shape
 
 
@@ -54,7 +53,7 @@ def is_shard(x: Any) -> bool:
 
 
 def map_shards(function, tree: Any, *rest: Any) -> Any:
-    """Maps over the `Shard`s of trees of one structure; what is none stays as in the first."""
+    """Maps over the `Shard`s of trees of one structure; other nodes stay as in the first tree."""
     keep = lambda x, *others: function(x, *others) if is_shard(x) else x
     return jax.tree.map(keep, tree, *rest, is_leaf=is_shard)
 
@@ -86,19 +85,19 @@ def natural(data: Any, shape: tuple[int, ...], numpy: Any = jnp) -> Any:
     """Undoes `cut`: `[num_shards, *stack, numel] -> [*stack, *shape]`."""
     stack = data.shape[1:-1]
     flat = numpy.moveaxis(data, 0, len(stack)).reshape(*stack, data.shape[0] * data.shape[-1])
-    # As a tuple: NumPy takes no arguments for a number.
+    # As a tuple: for a scalar NumPy does not take separate arguments.
     return flat[..., : math.prod(shape)].reshape((*stack, *shape))
 
 
 def recut(data: np.ndarray, shape: tuple[int, ...], num_shards: int) -> np.ndarray:
-    """Lays the shards of a parameter out anew: `[N, *stack, n] -> [num_shards, *stack, m]`."""
+    """Redistributes a parameter's shards: `[N, *stack, n] -> [num_shards, *stack, m]`."""
     return cut(natural(data, shape, np), data.ndim - 2, num_shards, np)
 
 
 def without_padding(piece: jax.Array, numel: int, axes: str | tuple[str, ...]) -> jax.Array:
-    """This replica's shard `[n]` of a parameter of `numel` elements, zeros behind its end.
+    """This replica's shard `[n]` of a parameter of `numel` elements, with zeros in its padding.
 
-    There an optimizer would make steps of rounding noise.
+    Otherwise an optimizer would turn rounding noise in the padding into steps.
     """
     if piece.size * lax.axis_size(axes) == numel:
         return piece
@@ -109,7 +108,7 @@ def without_padding(piece: jax.Array, numel: int, axes: str | tuple[str, ...]) -
 def entries_of(owner: jax.Array, size: int, numel: int) -> jax.Array:
     """u32[]: how many of the `size` entries of a shard lie before the parameter's end.
 
-    Positions in the parameter itself need not fit in 32 bits, and JAX has no more by default.
+    Positions in the parameter itself may not fit in 32 bits, JAX's default.
     """
     full, rest = divmod(numel, size)
     last = jnp.where(owner == full, np.uint32(rest), np.uint32(0))

@@ -1,4 +1,4 @@
-"""PartitionSpecs of optimizer states, and of whatever a function makes, found by tracing it."""
+"""PartitionSpecs of optimizer states, and of any function's results, found by tracing it."""
 
 import functools
 from collections.abc import Callable
@@ -23,7 +23,7 @@ def state_specs(
     param_specs: Any = None,
     fast_axis: str | None = None,
 ) -> Any:
-    """The PartitionSpec of every leaf of the state, for `shard_map` and for checkpoints.
+    """Finds the PartitionSpec of every leaf of the state, for `shard_map` and for checkpoints.
 
     Args:
       tx: A transformation wrapped by `per_replica`.
@@ -32,16 +32,16 @@ def state_specs(
       axis_name: The axis of the replicas.
       param_specs: PartitionSpecs of the parameters over the mesh's other axes, a tree or a
         prefix of one; replicated by default.
-      fast_axis: That of the step, if it has one.
+      fast_axis: The step's `fast_axis`, if it has one.
 
     Returns:
       A tree like the state, with `P(axis_name, ...)` for rows of replicas, the parameter's own spec
-      for leaves that follow a sharded parameter, `P()` for the rest.
+      for leaves that follow a sharded parameter, and `P()` for the rest.
 
     Raises:
-      ValueError: If `axis_name` is no axis of the mesh, or shards the parameters; if `tx` is not
-        wrapped; if a number of the state, or what belongs to a whole parameter, differs between
-        shards.
+      ValueError: If `axis_name` is not an axis of the mesh, or shards the parameters; if `tx` is
+        not wrapped; if a scalar of the state, or a leaf that follows an unsharded parameter,
+        differs between shards.
     """
     param_specs = full_specs(params, mesh, axis_name, param_specs)
     if replica_axes(tx) != (axis_name,):
@@ -59,12 +59,12 @@ def state_specs(
         param_specs,
     )
     leaves, treedef = jax.tree.flatten(shaped)
-    wide = jnp.result_type(float)  # float64 where that is enabled: it decides on dtypes
+    wide = jnp.result_type(float)  # float64 if that is enabled: dtypes depend on it
     params, state = _types_of_state(tx, mesh, treedef, tuple(leaves), wide)
     paths = jax.tree_util.tree_leaves_with_path(params)
     specs = jax.tree.leaves(param_specs, is_leaf=_is_spec)
     known = [(path, x.shape, spec) for (path, x), spec in zip(paths, specs, strict=True)]
-    # The path `mu/z/w` ends with both of `w` and `z/w`: it follows the longer one.
+    # The path `mu/z/w` ends with `w` and with `z/w`: it follows the longer one.
     known.sort(key=lambda parameter: -len(parameter[0]))
     spec_of = functools.partial(_spec_of, known, mesh, axis_name)
     return jax.tree_util.tree_map_with_path(spec_of, state)
@@ -72,7 +72,7 @@ def state_specs(
 
 @functools.lru_cache(maxsize=16)
 def _types_of_state(tx, mesh, treedef, leaves, wide):
-    """JAX's types of parameters and state, remembered: a step asks again each time it is traced."""
+    """JAX's types of parameters and state, cached, since a step asks each time it is traced."""
     params = treedef.unflatten(leaves)
     specs = jax.tree.map(lambda x: x.sharding.spec, params)
     return _types_of(lambda params: (params, tx.init(params)), mesh, (specs,), params)
@@ -98,12 +98,12 @@ def _spec_of(known, mesh, axis_name, path, leaf):
             "optax.adamw, on a mesh that shards parameters (train_step leaves out by itself "
             "what is not finite)."
         )
-    # What follows no parameter, as a residual per bucket, is laid shard behind shard.
+    # Leaves that follow no parameter, such as a residual per bucket, hold shard after shard.
     return P(*lead, others)
 
 
 def full_specs(params: Any, mesh: Any, axis_name: str, param_specs: Any) -> Any:
-    """`param_specs` as one spec a parameter, checked."""
+    """`param_specs` as one spec per parameter, checked."""
     if axis_name not in mesh.axis_names:
         raise ValueError(
             f"the mesh has no axis {axis_name!r}; its axes are {tuple(mesh.axis_names)}."
@@ -124,7 +124,7 @@ def full_specs(params: Any, mesh: Any, axis_name: str, param_specs: Any) -> Any:
 
 
 def over_some(specs: Any, axes: tuple[str, ...]) -> Any:
-    """What is left of a tree of PartitionSpecs for a `shard_map` over some of the mesh's axes."""
+    """Restricts PartitionSpecs to some of the mesh's axes, for a `shard_map` over these."""
 
     def part(names):
         kept = tuple(name for name in jax.tree.leaves(names) if name in axes)
@@ -136,9 +136,9 @@ def over_some(specs: Any, axes: tuple[str, ...]) -> Any:
 def specs_of(
     function: Callable, mesh: Mesh, axis_name: str | tuple[str, ...], in_specs: Any, *args: Any
 ) -> Any:
-    """The PartitionSpecs of what `function(*args)` makes inside `shard_map`.
+    """The PartitionSpecs of the results of `function(*args)` inside `shard_map`.
 
-    `axis_name` may be several: what varies over some of them has rows over these.
+    With several axes in `axis_name`, a result has rows over those that it varies over.
     """
 
     def rows(x):
@@ -149,7 +149,7 @@ def specs_of(
 
 
 def _types_of(function, mesh, in_specs, *args):
-    """JAX's types of what `function(*args)` makes inside `shard_map`, found by tracing it."""
+    """JAX's types of the results of `function(*args)` inside `shard_map`, found by tracing."""
     types = []
 
     def note(*args):

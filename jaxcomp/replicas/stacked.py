@@ -1,4 +1,4 @@
-"""Models whose layers lie behind each other in one array: transformations see them one by one."""
+"""Stacked layers: transformations see the layers that one array holds one by one."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +14,7 @@ from jaxcomp.replicas.wrapping import with_extra_args
 
 @jax.tree_util.register_pytree_with_keys_class
 class Unstacked:
-    """A subtree of stacked leaves as one tree a layer, in a row; a node of the tree."""
+    """A subtree of stacked leaves as a sequence of trees, one per layer; a pytree node."""
 
     def __init__(self, trees: Any):
         self.trees = tuple(trees)
@@ -33,23 +33,23 @@ def per_layer(
     """Runs a transformation as if the layers of stacked parameters were leaves of their own.
 
     `nn.scan`, `nnx.scan` and `jax.vmap` keep the parameters of many layers in one array,
-    `[layers, *shape]`. What looks at a whole leaf takes them for one: a trust ratio (LAMB), a
-    variance floor, the mask of `slamb`, the rule that sends vectors in float32, a mask of optax as
-    `ndim > 1`, a policy by path. Inside of this all of them see the model unstacked. Goes around
-    the whole chain, or around a method in it.
+    `[layers, *shape]`. Anything that looks at whole leaves would take them for one layer: a trust
+    ratio (LAMB), a variance floor, the mask of `slamb`, the rule that sends vectors in float32, an
+    optax mask such as `ndim > 1`, a policy by path. Inside `per_layer` all of these see the
+    unstacked model. Wrap the whole chain in it, or one method of the chain.
 
     Args:
-      tx: Any transformation, of this library, of optax, or a chain.
-      stacked: `(path, leaf) -> bool`, whether a leaf's first axis counts layers, as
-        `jaxcomp.by_path(("^blocks/", True), (".*", False))`. That axis must be whole on each
-        device: shard the others.
+      tx: Any transformation, from this library or from optax, or a chain.
+      stacked: `(path, leaf) -> bool`, whether a leaf's first axis counts layers, for example
+        `jaxcomp.by_path(("^blocks/", True), (".*", False))`. Each device must hold all of that
+        axis: shard the others.
 
     Returns:
       A `GradientTransformationExtraArgs`. In a tree whose leaves are all stacked alike, layer
-      follows layer; paths have the layer's number behind that of the tree, as
-      `blocks/0/up/kernel`. The state has the shapes of the stacked parameters, but where layers
-      differ (a policy that treats them differently): there it has one tree a layer. Programs are
-      as long as those of the unstacked model.
+      follows layer; paths have the layer's number after the tree's name, as in
+      `blocks/0/up/kernel`. The state has the shapes of the stacked parameters, or one tree per
+      layer where layers differ, for example under a policy that treats them differently. Programs
+      are as long as those of the unstacked model.
 
     Raises:
       ValueError: At trace time, for a stacked leaf without axes, or if no leaf is stacked.
@@ -71,7 +71,7 @@ def per_layer(
         if not any(map(_is_unstacked, jax.tree.leaves(unstacked, is_leaf=_is_unstacked))):
             paths = [path_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
             raise ValueError(
-                f"per_layer got no stacked leaf among {paths}; write a rule that matches some, as "
+                f"per_layer got no stacked leaf among {paths}; write a rule that matches some: "
                 'jaxcomp.by_path(("^blocks/", True), (".*", False)), or leave per_layer out.'
             )
         return unstacked
@@ -112,20 +112,20 @@ def _split(path, tree, stacked):
 
 
 def _unstacked(tree, length):
-    """One tree a layer, of one with all of them in each leaf."""
+    """One tree per layer, from a tree whose leaves hold all layers."""
     one = lambda i: jax.tree.map(lambda x: lax.index_in_dim(x, i, keepdims=False), tree)
     return Unstacked(map(one, range(length)))
 
 
 def _joined(node):
-    """Layers stacked, where they are alike; anything else as it is."""
+    """Stacks layers that are alike; returns anything else as it is."""
     if not _is_unstacked(node) or not _alike(node.trees):
         return node
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *node.trees)
 
 
 def _apart(like, node):
-    """Undoes `_joined`: `like` is the node as it was before."""
+    """Undoes `_joined`; `like` is the node before it."""
     if not _is_unstacked(like) or not _alike(like.trees):
         return node
     return _unstacked(node, len(like.trees))

@@ -1,4 +1,4 @@
-"""States of replicas: rows of what differs between them, and parameters with their drift."""
+"""States of replicas: a row for each replica where they differ, and parameters plus drift."""
 
 import functools
 from typing import Any
@@ -22,15 +22,16 @@ from jaxcomp.replicas.wrapping import with_extra_args
 
 
 def local_params(params: Any, state: Any, axis_name: str) -> Any:
-    """What a replica differentiates the loss at: the consensus plus this replica's drift.
+    """The parameters at which a replica takes its gradient: the consensus plus its drift.
 
-    It always varies over `axis_name`, so that `jax.grad` at it stays local by type and no
-    dense all-reduce of gradients can slip in.
+    They always vary over `axis_name`, so that `jax.grad` stays local by type and JAX cannot add a
+    dense all-reduce of gradients.
 
     Args:
       params: The consensus parameters, equal on all replicas.
-      state: The state of a transformation wrapped by `per_replica`. The `drift` of a
-        `jaxcomp.MethodState` in it (methods whose replicas differ between exchanges) is added.
+      state: The state of a transformation wrapped by `per_replica`. If it contains a
+        `jaxcomp.MethodState` with a `drift` (methods whose replicas differ between exchanges), that
+        is added.
       axis_name: The mesh axis of the replicas.
 
     Returns:
@@ -40,9 +41,9 @@ def local_params(params: Any, state: Any, axis_name: str) -> Any:
 
 
 def add_drifts(params, drifts, axis_name):
-    """`params`, varying, plus the rows of each of `drifts`: see `local_params`."""
+    """`params`, cast to varying, plus the rows of each of `drifts`; see `local_params`."""
     require_no_state(params)
-    # What a method does not see, as in optax.partition, has a MaskedNode in place of a drift.
+    # optax.partition hides leaves from a method: they have a MaskedNode in place of a drift.
     is_masked = lambda d: isinstance(d, optax.MaskedNode)
 
     def add(drift, param):
@@ -51,7 +52,7 @@ def add_drifts(params, drifts, axis_name):
         if drift.shape != param.shape:
             raise ValueError(
                 f"a drift of shape {drift.shape} belongs to a parameter of shape {param.shape}: "
-                "the state has not one row a replica. Write jaxcomp.per_replica around the whole "
+                "the state lacks a row per replica. Write jaxcomp.per_replica around the whole "
                 "transformation, once, and nothing around it."
             )
         return (param + drift).astype(param.dtype)
@@ -60,7 +61,7 @@ def add_drifts(params, drifts, axis_name):
     for drift in unstack(drifts, axis_name):
         own = jax.tree.leaves(drift, is_leaf=is_masked)
         leaves, treedef = jax.tree.flatten(local)
-        if len(own) == len(leaves):  # in wrappers of its own, as in the state of nnx.Optimizer
+        if len(own) == len(leaves):  # drifts may be wrapped, as in the state of nnx.Optimizer
             local = treedef.unflatten(map(add, own, leaves))
         else:
             local = jax.tree.map(add, drift, local, is_leaf=is_masked)
@@ -84,13 +85,13 @@ def per_replica(
 ) -> optax.GradientTransformationExtraArgs:
     """Keeps state leaves that differ between replicas as rows of `[num_replicas, ...]` arrays.
 
-    Goes around the whole optimizer, outermost, `optax.MultiSteps` included. Which leaves
-    vary is found by tracing `init` and `update` once, so that a transformation of others
-    that stores local gradients (as an accumulator does) needs no change. The trace passes `value`,
-    a loss that is equal on all replicas, to what asks for it.
+    Wrap the whole optimizer in it, `optax.MultiSteps` included. It traces `init` and `update` once
+    to find out which leaves vary, so any transformation that stores local gradients, such as an
+    accumulator, works unchanged. The trace passes `value`, a loss that is equal on all replicas, to
+    transformations that take it.
 
     Args:
-      tx: Any transformation that is run inside `shard_map` over `axis_name`.
+      tx: Any transformation that runs inside `shard_map` over `axis_name`.
       axis_name: The mesh axis of the replicas, or several.
 
     Returns:
@@ -98,12 +99,12 @@ def per_replica(
       of one, for `state_specs` to shard. Under `jax.vmap` nothing changes.
 
     Raises:
-      ValueError: If `tx` is wrapped over another axis already; at trace time, if the axis is
+      ValueError: If `tx` is already wrapped over another axis. At trace time, if the axis is
         unknown or its types are not checked.
 
     Warns:
-      UserWarning: In `init`, if parameters are below float32 and nothing in `tx` keeps what they
-        round off, as `jaxcomp.master_weights` does.
+      UserWarning: In `init`, if parameters are narrower than float32 and nothing in `tx` keeps what
+        they round off, as `jaxcomp.master_weights` does.
     """
     tx = with_extra_args(tx, "per_replica or train_step")
     wrapped = replica_axes(tx)
@@ -129,7 +130,7 @@ def per_replica(
             _require_no_guard(state, error)
             if not any(map(_is_multi, jax.tree.leaves(state, is_leaf=_is_multi))):
                 raise
-        # MultiSteps around a mean traces that at its accumulator, still zeros, too.
+        # MultiSteps also traces the mean inside it with its accumulator, which is zeros at first.
         varied = lambda node: node._replace(acc_grads=to_varying(node.acc_grads, axis_name))
         return stack(_as_after_updates(_in_multi_steps(varied, state), after), axis_name)
 
@@ -144,12 +145,12 @@ def per_replica(
 
 
 def replica_axes(tx: optax.GradientTransformation) -> tuple[str, ...]:
-    """The axes over which `per_replica` has wrapped this, outermost; () if it has not."""
+    """The axes over which `per_replica` has wrapped `tx`; () if it has not."""
     return getattr(tx.init, "replica_axes", ())
 
 
 def _first_state(tx, params):
-    """`tx.init(params)`; a ValueError for `optax.lookahead`, and for a state in their place."""
+    """`tx.init(params)`; a ValueError for `optax.lookahead`, or if `params` is a state."""
     require_no_state(params)
     is_lookahead = lambda node: isinstance(node, optax.LookaheadState)
     if not isinstance(params, optax.LookaheadParams):
@@ -171,16 +172,16 @@ def _require_no_guard(state, error):
             raise ValueError(
                 "optax.apply_if_finite is around a method that exchanges: each replica would "
                 "decide by its own gradient whether to. Leave it out, since jaxcomp.train_step "
-                "leaves out what is not finite; or write optax.chain(jaxcomp.compressed_mean(...), "
+                "skips such steps; or write optax.chain(jaxcomp.compressed_mean(...), "
                 "optax.apply_if_finite(optax.adamw(...), 10))."
             ) from error
 
 
 def _as_after_updates(state, after):
-    """Lets vary what starts as zeros that are equal everywhere and varies after some update."""
+    """Casts leaves to varying that are equal zeros in `init` and vary after an update."""
     while True:
         new_state = jax.tree.map(vary_like, state, after(state))
-        # As lists: nodes of a tree, as those of `per_layer`, need not compare by what is in them.
+        # As lists: tree nodes, such as those of `per_layer`, need not compare by their contents.
         axes = lambda state: [*map(varying_axes, jax.tree.leaves(state))]
         if axes(new_state) == axes(state):
             return state
@@ -188,7 +189,7 @@ def _as_after_updates(state, after):
 
 
 def _emptied(state):
-    """The state with zeros where `optax.MultiSteps` multiplies a sum by 0: there NaN would stay."""
+    """The state with zeros where `optax.MultiSteps` multiplies a sum by 0, which would keep NaN."""
 
     def empty(node):
         clear = lambda total: jnp.where(node.mini_step == 0, jnp.zeros_like(total), total)

@@ -1,6 +1,6 @@
-"""Replicas and JAX's types: what varies over the slow axis, and where its rows are kept.
+"""JAX's types over replicas: which values vary over the slow axis.
 
-The only file that knows JAX's manual-axis types. Inside `jax.shard_map` a value's type says
+The only file that uses JAX's manual-axis types. Inside `jax.shard_map` a value's type says
 over which mesh axes it varies. A state leaf that varies over the replicas is a global array
 with a leading axis `[num_replicas, ...]`; `per_replica` adds and removes that axis.
 """
@@ -14,7 +14,7 @@ from jax import lax
 
 
 def varying_axes(x: Any) -> frozenset[str]:
-    """The mesh axes along which JAX's type of an array, or a shape, says that it may differ."""
+    """The mesh axes along which an array, or a shape, may differ, according to JAX's type."""
     kind = getattr(x, "manual_axis_type", None)
     return (kind if kind is not None else jax.typeof(x).manual_axis_type).varying
 
@@ -25,15 +25,15 @@ def varies_over(x: jax.Array, axis_name: str | tuple[str, ...]) -> bool:
 
 
 def largest(x: jax.Array, *but: str) -> jax.Array:
-    """The maximum of `x` over all mesh axes that it varies over, `but` these: equal over them."""
+    """The maximum of `x` over all mesh axes that it varies over, except `but`."""
     axes = tuple(sorted(varying_axes(x) - set(but)))
     return lax.pmax(x, axes) if axes else x
 
 
 def sums_over_shards(xs: list[jax.Array], *but: str) -> list[jax.Array]:
-    """Sums each of `xs` over all mesh axes that it varies over, `but` these.
+    """Sums each of `xs` over all mesh axes that it varies over, except `but`.
 
-    Those that vary over the same axes travel together.
+    Values that vary over the same axes are sent together.
     """
     axes = [tuple(sorted(varying_axes(x) - set(but))) for x in xs]
     sums = list(xs)
@@ -45,12 +45,12 @@ def sums_over_shards(xs: list[jax.Array], *but: str) -> list[jax.Array]:
 
 
 def size_over_shards(x: jax.Array, *but: str) -> int:
-    """Elements of all shards of `x`, over the mesh axes that it varies over, `but` these."""
+    """Elements of all shards of `x`, over the mesh axes that it varies over, except `but`."""
     return x.size * math.prod(lax.axis_size(name) for name in varying_axes(x) - set(but))
 
 
 def is_tracked(axis_name: str | tuple[str, ...]) -> bool:
-    """Whether types track an axis, or several: yes inside `shard_map`, no under `jax.vmap`.
+    """Whether types track an axis, or several: true inside `shard_map`, false under `jax.vmap`.
 
     Raises:
       ValueError: If the axis is not bound here, or `shard_map` was told not to check types.
@@ -80,27 +80,27 @@ def _is_tracked(axis_name):
 
 
 def num_replicas(axis_name: str | tuple[str, ...]) -> int:
-    """The size of the axis, or the product of several; a ValueError as that of `is_tracked`."""
+    """The size of the axis, or the product of several; raises the errors of `is_tracked`."""
     is_tracked(axis_name)
     return lax.axis_size(axis_name)
 
 
 def to_varying(tree: Any, axis_name: str | tuple[str, ...]) -> Any:
-    """Casts every leaf to a type that varies over an axis, or several; the values stay."""
+    """Casts every leaf to a type that varies over an axis, or several; values do not change."""
     if not is_tracked(axis_name):
         return tree
     return jax.tree.map(lambda x: _vary(x, names_of(axis_name)), tree)
 
 
 def zeros_of(like: Any) -> jax.Array:
-    """Zeros of the shape, dtype and varying axes of an array, or of a shape."""
+    """Zeros with the shape, dtype and varying axes of an array or a shape."""
     return vary_like(jnp.zeros(like.shape, like.dtype), like)
 
 
 def tied(*trees: Any) -> tuple[Any, ...]:
-    """The trees; a program that keeps optimization barriers uses none before all are known."""
+    """The trees behind an optimization barrier: none is used before all are computed."""
     leaves, treedef = jax.tree.flatten(trees)
-    # On JAX before 0.12 all that leaves a barrier varies as the union does: others go around it.
+    # Before JAX 0.12 every output of a barrier varies like the union: other values bypass it.
     keeps_types = jax.__version_info__ >= (0, 12)
     all_axes = frozenset().union(*map(varying_axes, leaves))
     through = [i for i, x in enumerate(leaves) if keeps_types or varying_axes(x) == all_axes]
@@ -111,9 +111,9 @@ def tied(*trees: Any) -> tuple[Any, ...]:
 
 
 def require_varying(updates: Any, axis_name: str, params: Any = None) -> None:
-    """Raises a ValueError if updates were summed over the replicas before they got here.
+    """Raises a ValueError if updates were already summed over the replicas.
 
-    Also if they differ between shards as `require_alike` says, where parameters are given.
+    With `params`, also raises the errors of `require_alike`.
     """
     if not is_tracked(axis_name):
         return
@@ -130,7 +130,7 @@ def require_varying(updates: Any, axis_name: str, params: Any = None) -> None:
 
 
 def require_alike(updates: Any, params: Any, axis_name: str) -> None:
-    """Raises a ValueError if an update differs between shards over which its parameter is whole."""
+    """Raises a ValueError if an update differs over an axis that does not shard its parameter."""
 
     def check(path, update, param):
         axes = varying_axes(update) - varying_axes(param) - {axis_name}
@@ -141,7 +141,7 @@ def require_alike(updates: Any, params: Any, axis_name: str) -> None:
 
 
 def unlike(what: str, axes: Any) -> ValueError:
-    """The error about what belongs to a whole parameter and differs between shards of others."""
+    """The error about a leaf of a whole parameter that differs between shards of others."""
     return ValueError(
         f"{what} differs between shards over {tuple(sorted(axes))}, over which its parameter is "
         "whole: a norm of local shards has scaled it, as that of optax.clip_by_global_norm. Write "

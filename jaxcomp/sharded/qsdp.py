@@ -222,8 +222,8 @@ def qsdp(
       weights: Code of the weights, or a policy `(path, leaf) -> Compressor`. To nearest by default;
         `rounding="shift"` is the unbiased random shift of the theory.
       gradients: Code of the gradients, or a policy; unbiased by default.
-      exact: `(path, leaf) -> bool`, which leaves travel as float32, in the same messages. Default:
-        those with fewer than two axes, or fewer than 1,024 elements.
+      exact: `(path, leaf) -> bool`, which leaves are sent in float32, in the same messages.
+        Default: those with fewer than two axes, or fewer than 1,024 elements.
       fit_at: When `qsdp_train_step` fits levels, as of `learned_levels(4)`; by default in steps 1,
         2, 4, 8, ...
       seed: Seed of shifts and noise.
