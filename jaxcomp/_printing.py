@@ -1,4 +1,4 @@
-"""How what a user makes prints: as the call that makes it, and arrays by type and shape."""
+"""How objects print: as the call that makes them, and arrays as type and shape."""
 
 import functools
 import inspect
@@ -26,7 +26,7 @@ def by_name(function: Callable[..., Any]) -> Printed:
 
 
 def call(factory: Callable[..., Any], **arguments: Any) -> str:
-    """The call of a factory by all its arguments, without those that are its defaults."""
+    """The call of a factory with all arguments that differ from its defaults."""
     written = []
     for name, parameter in inspect.signature(factory).parameters.items():
         if parameter.default is inspect.Parameter.empty:
@@ -37,12 +37,12 @@ def call(factory: Callable[..., Any], **arguments: Any) -> str:
 
 
 def _text(value: Any) -> str:
-    """A plain function by the name of what has made it, as `cosine_decay_schedule`."""
+    """The text of a value; a plain function prints as its maker, like `cosine_decay_schedule`."""
     return value.__qualname__.split(".")[0] if inspect.isfunction(value) else repr(value)
 
 
 def array(x: Any) -> str:
-    """An array, or what has its shape and dtype, as `float32[3, 4]`; anything else as it is."""
+    """The text of anything with a shape and dtype, like `float32[3, 4]`; else the repr."""
     if not (hasattr(x, "shape") and hasattr(x, "dtype")):
         return repr(x)
     return f"{x.dtype}{list(x.shape)}"

@@ -1,7 +1,7 @@
-"""When to exchange and when to learn the variance: functions of the step, and what they add up to.
+"""Schedules: when to exchange and when to learn the variance, as functions of the step.
 
-A schedule is `(count) -> bool`, elementwise over `i32[...]`: whether something happens in the
-step before which `count` steps were done. Only the count decides, so that all replicas agree.
+A schedule is `(count) -> bool`, elementwise over `i32[...]`: whether something happens in the step
+after `count` earlier ones. It depends only on the count, so that all replicas agree.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ def always(count: jax.Array) -> jax.Array:
 
 @by_name
 def never(count: jax.Array) -> jax.Array:
-    """No step: of a variance that comes from elsewhere."""
+    """No step, for a variance from elsewhere."""
     return jnp.zeros_like(count, bool)
 
 
 @by_name
 def doubling(count: jax.Array) -> jax.Array:
-    """Steps number 1, 2, 4, 8, ...: for what changes ever more slowly (the first is number 1)."""
+    """Steps 1, 2, 4, 8, ... (the first is step 1), for values that change ever more slowly."""
     return (count + 1) & count == 0
 
 
@@ -46,15 +46,15 @@ def until(step: int) -> Schedule:
 def every(interval: int, steps: int, after: int = 0) -> Schedule:
     """Every step before `after`, then every `interval`-th.
 
-    The last step is always one, so that nothing is left behind on the replicas.
+    The last step is always included, so that no local change is lost.
 
     Args:
       interval: Steps from one to the next, at least 1.
       steps: Steps of the whole run, at least 1.
-      after: First step at which there may be none, as the end of the variance's.
+      after: Steps before this are all included; for example the end of the variance's schedule.
 
     Raises:
-      ValueError: If `interval` or `steps` is under 1.
+      ValueError: If `interval` or `steps` is below 1.
     """
     if interval < 1 or steps < 1:
         raise ValueError(
@@ -66,23 +66,23 @@ def every(interval: int, steps: int, after: int = 0) -> Schedule:
 
 
 def both(first: Schedule, second: Schedule) -> Schedule:
-    """The steps of both."""
+    """The steps that are in both schedules."""
     return Printed(lambda count: first(count) & second(count), f"both({first!r}, {second!r})")
 
 
 def growing(kappa: int = 16, until: int | None = None, longest: int | None = None) -> Schedule:
     """Steps whose distance doubles after every `kappa` of them: 0/1 Adam's for the variance.
 
-    With kappa = 16 the steps number 1 to 16, 18, 20, ... 48, 52, ... (the first one is number 1),
-    up to 2**30.
+    With kappa = 16 these are steps 1 to 16, 18, 20, ... 48, 52, ... (the first is step 1). The
+    distance grows up to 2**30.
 
     Args:
-      kappa: Steps at one distance, at least 1.
-      until: Number of steps after which there are none, at least 1; None for no end.
-      longest: Distance that stays, a power of two; None for 2**30.
+      kappa: Number of steps at one distance, at least 1.
+      until: There are none after this many steps, at least 1; None for no end.
+      longest: Greatest distance, a power of two; None for 2**30.
 
     Raises:
-      ValueError: If `kappa` or `until` is under 1, or `longest` is no power of two.
+      ValueError: If `kappa` or `until` is below 1, or `longest` is not a power of two.
 
     References:
       Lu et al., `Maximizing Communication Efficiency for Large-scale Training via 0/1 Adam
@@ -117,22 +117,23 @@ def halving(
     """Intervals that double whenever the learning rate halves: 0/1 Adam's for synchronization.
 
     Every step until the rate has peaked (and until `after`); then every 2, 4, ... `longest`
-    steps, as the rate falls under 1/2, 1/4, ... of its peak. The last step is always one, so that
-    nothing is left behind on the replicas.
+    steps, as the rate falls below 1/2, 1/4, ... of its peak. The last step is always included, so
+    that no local change is lost.
 
     Args:
-      learning_rate: The rate that is really used, constant or a schedule.
+      learning_rate: The learning rate in use, constant or a schedule.
       steps: Steps of the whole run, at least 1.
       longest: Longest interval, a power of two; H in the paper.
-      after: First step at which an interval may be longer than 1, as the end of the variance's.
+      after: First step at which an interval may be longer than 1, for example the end of the
+        variance's schedule.
 
     Raises:
-      ValueError: If `longest` is no power of two, or `steps` is under 1.
+      ValueError: If `longest` is not a power of two, or `steps` is below 1.
 
     References:
       Lu et al., `Maximizing Communication Efficiency for Large-scale Training via 0/1 Adam
-      <https://arxiv.org/abs/2202.06009>`_, 2023, Section 4. The authors' code counts steps
-      instead of looking at the rate; here the interval follows the rate itself, up again too.
+      <https://arxiv.org/abs/2202.06009>`_, 2023, Section 4. The authors' code counts steps instead
+      of looking at the rate; here the interval follows the rate, even when it rises again.
     """
     if longest < 1 or longest & (longest - 1):
         raise ValueError(f"halving got longest={longest}; needs a power of two; write longest=16.")
@@ -143,14 +144,14 @@ def halving(
 
     @functools.cache
     def highest():
-        # Not before it is needed: a transformation may be made before JAX knows its devices.
+        # Evaluated late: a transformation may be made before JAX knows its devices.
         with jax.ensure_compile_time_eval():
             rates = np.asarray(jax.vmap(rate)(jnp.arange(steps)))
         return float(rates.max()), max(int(rates.argmax()), after)
 
     def schedule(count):
         peak, first = highest()
-        # Comparisons and not a logarithm: exact where the rate is the peak over a power of two.
+        # Comparisons, not a logarithm: exact if the rate is the peak over a power of two.
         now = jnp.asarray(rate(count))
         level = sum((now * 2**i <= peak).astype(jnp.int32) for i in range(1, halvings + 1))
         interval = jnp.where(count >= first, 1 << level, 1)
@@ -161,7 +162,7 @@ def halving(
 
 
 class Plan(NamedTuple):
-    """What schedules add up to over a run."""
+    """The number of exchanges of a run."""
 
     rounds: int  # steps in which anything is exchanged
     synchronizations: int
@@ -182,7 +183,7 @@ def plan(sync_at: Schedule, variance_at: Schedule, steps: int) -> Plan:
     """
     if steps < 1:
         raise ValueError(f"plan got steps={steps}; needs the steps of the run, at least 1.")
-    # Evaluated now, also where the transformation is made inside a jitted function.
+    # Evaluated now, even if the transformation is made inside a jitted function.
     with jax.ensure_compile_time_eval():
         count = jnp.arange(steps)
         sync, variance = (np.asarray(schedule(count)) for schedule in (sync_at, variance_at))

@@ -83,7 +83,7 @@ def test_functions_of_others_print_by_the_name_of_what_made_them():
 
 
 def test_help_of_a_schedule_that_is_a_value_shows_its_text():
-    assert schedules.doubling.__doc__.startswith("Steps number 1, 2, 4")
+    assert schedules.doubling.__doc__.startswith("Steps 1, 2, 4")
     assert schedules.doubling.__name__ == "doubling"
     assert list(inspect.signature(schedules.doubling).parameters) == ["count"]
 

@@ -1,1 +1,1 @@
-"""What programs send and hold, and for how long. May import all rooms, and none imports it."""
+"""Bytes, memory and times of programs. May import all rooms; none imports it."""

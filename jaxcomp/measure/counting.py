@@ -1,11 +1,11 @@
-"""What one collective sends, and all of a step: conditionals take one of their branches."""
+"""Bytes of one collective, and of a whole step with one branch per conditional."""
 
 from collections.abc import Sequence
 from typing import Any
 
 
 def sent(op: str, operand_bytes: int, size: int) -> float:
-    """What leaves one of `size` replicas that each hand over `operand_bytes`."""
+    """Bytes that leave each of `size` replicas, for operands of `operand_bytes`."""
     others = operand_bytes * (size - 1)
     if op == "all-gather" or size == 1:
         return float(others)
@@ -14,9 +14,9 @@ def sent(op: str, operand_bytes: int, size: int) -> float:
 
 
 def total(rows: Sequence[Any], depth: int = 0) -> float:
-    """Sums `sent_bytes` of `report.Collective` rows, all of a known count.
+    """Sums `sent_bytes` of `report.Collective` rows, whose counts must be known.
 
-    It takes what is in no deeper branch, and of each conditional the branch that sends most.
+    It adds rows in no deeper branch, and for each conditional the branch that sends most.
     """
     outside = sum(row.sent_bytes * row.count for row in rows if len(row.branch) == depth)
     conditionals: dict[str, dict[str, list[Any]]] = {}

@@ -1,4 +1,4 @@
-"""A check for tests and for the start of a run: nothing dense crosses a slow axis."""
+"""A check for tests and at the start of a run: nothing dense crosses a slow axis."""
 
 import itertools
 import math
@@ -24,26 +24,26 @@ def assert_no_dense(
     exact: Any = (),
     parts: Mapping[str, Any] | None = None,
 ) -> None:
-    """Checks that only messages and the named exact leaves cross a mesh axis in a step.
+    """Checks that only messages and the named float32 leaves cross a mesh axis in a step.
 
-    A gradient that loses its type inside `shard_map` is summed in float32 by JAX, and training
-    looks healthy. The compiled program shows it. Messages are arrays of unsigned words that are
-    not summed on their way; what `identity()` sends as a message is one, too. Each other array
-    may have as many elements as the axis has replicas, for a loss, a flag, a norm and padding.
+    If a gradient loses its type inside `shard_map`, JAX sums it in float32, and training looks
+    healthy. The compiled program shows it. Messages are arrays of unsigned words that are not
+    summed; messages of `identity()` count too. Any other array may have as many elements as the
+    axis has replicas, for a loss, a flag, a norm or padding.
 
     Args:
-      program: Program of a step; or those of a step that consists of several; or HLO text.
+      program: Program of a step, or several programs that make up one step; or HLO text.
       mesh: The mesh of the program.
       axis: The mesh axis that nothing dense may cross.
-      exact: Pytree of arrays, or of their shapes: the leaves that cross it exact in every step, as
-        those of `jaxcomp.report.exact_leaves`; or what a linear code sums, as `random_k` does.
-      parts: The same for parts of a method's exchange, by the name that the report gives them, as
+      exact: Pytree of arrays or shapes: the leaves that cross it in float32 in every step, such as
+        those of `jaxcomp.report.exact_leaves`; or the sums of a linear code such as `random_k`.
+      parts: The same for parts of a method's exchange, by their names in the report, for example
         `{"variance": params}` for `one_bit_adam`.
 
     Raises:
       AssertionError: If more crosses the axis. The text lists each collective with its bytes,
         types and origin, the likely cause, and what to write instead.
-      ValueError: If the mesh has no such axis or another size than the program.
+      ValueError: If the mesh has no such axis, or not the size of the program.
     """
     allowed = {"": _numel(exact), **{part: _numel(own) for part, own in (parts or {}).items()}}
     rows = [row for row in crossing(program, mesh, axis) if not _is_message(row)]
@@ -65,20 +65,20 @@ def _numel(leaves: Any) -> int:
 
 
 def _is_message(row: Collective) -> bool:
-    """Whether it moves encoded words: nobody can sum those."""
+    """Whether it moves encoded words, which are never summed."""
     words = all(re.match(r"u(8|32)\[", array) for array in row.shape.split(", "))
     return words and row.op not in _SUMS
 
 
 def _numels(row: Collective) -> list[int]:
-    """Elements of each of its arrays; of an all-gather those of what it makes."""
+    """Elements of each of its arrays; for an all-gather, of its results."""
     size = round(row.sent_bytes / row.operand_bytes) + 1 if row.op == "all-gather" else 1
     shapes = re.findall(r"\[([^\]]*)\]", row.shape)
     return [size * math.prod(map(int, re.findall(r"\d+", shape))) for shape in shapes]
 
 
 def _elements(rows: list[Collective], free: int) -> float:
-    """Elements that cross in a step, but for `free` of each array."""
+    """Elements that cross in a step, without `free` elements of each array."""
     if any(row.count is None for row in rows):
         return math.inf
     count = lambda row: sum(max(0, numel - free) for numel in _numels(row))
@@ -116,14 +116,14 @@ def _remedy(rows: list[Collective], axis: str, part: str, allowed: int) -> str:
     if any(row.op in _SUMS for row in rows):
         return (
             "The likely cause is jax.grad at parameters that are equal on all replicas, whose "
-            "gradients JAX sums inside of shard_map, or a psum or pmean of gradients. "
+            "gradients JAX sums inside shard_map, or a psum or pmean of gradients. "
             f"Take gradients at jaxcomp.local_params(params, state, {axis!r}), keep check_vma=True "
             "and leave the mean to the transformation. For leaves sent in float32 (here "
             f"{allowed:,} elements are named) write exact=[params['bias'], ...]."
         )
     return (
         f"The likely cause is that XLA moves arrays that the step wants placed otherwise: "
-        f"parameters, state or batch that are sharded over {axis!r}. Place parameters by "
+        f"parameters, state or batch that are sharded over {axis!r}. Place parameters with "
         f"NamedSharding(mesh, P()) and the batch by P({axis!r}), and look for "
         "with_sharding_constraint and reshard."
     )

@@ -1,6 +1,6 @@
 """Reads the text of a compiled XLA program: what runs, where and how often.
 
-It knows as much HLO as `jaxcomp.report` needs, as XLA prints it on CPU, GPU and TPU for JAX 0.10
+It parses the HLO that `jaxcomp.report` needs, as XLA prints it on CPU, GPU and TPU for JAX 0.10
 to 0.12: operands with or without inline types, asynchronous pairs in long and in short form.
 """
 
@@ -17,7 +17,7 @@ class Instruction(NamedTuple):
     name: str
     type: str
     op: str
-    argument: str  # all that stands in the parentheses
+    argument: str  # the text in the parentheses
     attributes: str
 
     @property
@@ -26,7 +26,7 @@ class Instruction(NamedTuple):
 
 
 class Computation(NamedTuple):
-    """The instructions of one computation, by name, and the name of the one it returns."""
+    """The instructions of one computation by name, and the name of its root."""
 
     instructions: dict[str, Instruction]
     root: str
@@ -42,16 +42,16 @@ class Module(NamedTuple):
 
 
 class Execution(NamedTuple):
-    """An instruction where it runs.
+    """An instruction at a place where it runs.
 
-    A branch is the name of a conditional, a space, and which of its branches.
+    A branch is the name of a conditional, a space, and the name of its branch.
     """
 
     instruction: Instruction
-    computation: Computation  # that holds it, and its operands
-    # Times a run of the program, if all branches are taken; None: not known.
+    computation: Computation  # that contains it and its operands
+    # Executions per run of the program, if all branches are taken; None: unknown.
     count: int | None  # type: ignore[assignment]
-    branch: tuple[str, ...]  # those that it is in, outermost first
+    branch: tuple[str, ...]  # branches around it, outermost first
 
 
 _HEADER = re.compile(r"(ENTRY\s+)?%?([\w.\-]+)\s*(?:\(.*\)\s*->.*)?\{$")
@@ -61,12 +61,12 @@ _CALLED = re.compile(
     r"(\{[^}]*\}|%?[\w.\-]+)"
 )
 _SHAPE = re.compile(r"\b([a-z]\w*)\[([\d,<=]*)\](?:\{([^}]*)\})?")
-# A loop longer than this, whose length XLA did not state, counts as unknown.
+# Longer loops whose length XLA does not state count as unknown.
 _MAX_SIMULATED_TRIPS = 10_000
 
 
 def parse(text: str) -> Module:
-    """Reads what `jax.stages.Compiled.as_text` returns: one instruction a line, names after `%`.
+    """Parses the text of `jax.stages.Compiled.as_text`: one instruction per line, names after `%`.
 
     Raises:
       ValueError: If the text has no entry computation.
@@ -95,10 +95,11 @@ def parse(text: str) -> Module:
 
 
 def executions(module: Module) -> Iterator[Execution]:
-    """Yields what the entry computation reaches, once a place it runs in, callers first.
+    """Yields what the entry computation reaches, once for each place, callers first.
 
     Raises:
-      ValueError: If the text names what it does not hold, or a computation calls itself.
+      ValueError: If the text names something that it does not contain, or a computation calls
+        itself.
     """
     try:
         yield from _walk(module, module.entry, 1, ())
@@ -110,7 +111,7 @@ def executions(module: Module) -> Iterator[Execution]:
 
 
 def num_bytes(type_: str) -> int:
-    """The bytes of a type as printed, `f32[8,4]{1,0}`, or of a tuple, `(f32[8], u8[4])`.
+    """The bytes of a printed type, `f32[8,4]{1,0}`, or of a tuple, `(f32[8], u8[4])`.
 
     A type narrower than a byte takes a byte, unless its layout packs it, as in `s4[8]{0:E(4)}`.
     """
@@ -129,7 +130,7 @@ def shapes(type_: str) -> list[str]:
 
 
 def called(instruction: Instruction) -> list[tuple[str, int, str]]:
-    """`(role, index, name)` of the computations that an instruction calls."""
+    """`(role, index, name)` for each computation that an instruction calls."""
     return [
         (role, index, name)
         for role, names in _CALLED.findall(instruction.attributes)
@@ -138,9 +139,9 @@ def called(instruction: Instruction) -> list[tuple[str, int, str]]:
 
 
 def trip_count(module: Module, computation: Computation, loop: Instruction) -> int | None:
-    """Rounds of a `while`: what XLA found, or else what running the loop's integers gives.
+    """Iterations of a `while`: as XLA states, or from running the loop's integers.
 
-    None where neither is known: the length depends on data.
+    None if neither works, because the length depends on data.
     """
     known = re.search(r'"known_trip_count":\s*\{"n":\s*"?(\d+)', loop.attributes)
     if known:
@@ -158,9 +159,9 @@ def trip_count(module: Module, computation: Computation, loop: Instruction) -> i
 
 
 def chain(instruction: Instruction) -> str | None:
-    """What the pieces of a collective share on TPUs, where it is printed several times; or None.
+    """The common name of a collective's pieces on TPUs, where it is printed several times; or None.
 
-    An asynchronous one is repeated in each fusion that runs beside it, from start to done.
+    An asynchronous collective is repeated in each fusion that overlaps with it, from start to done.
     """
     match = re.search(r'\bchain_id="(\w+)"', instruction.attributes)
     channel = re.search(r"\bchannel_id=(\d+)", instruction.attributes)
@@ -182,7 +183,7 @@ def _walk(module, name, count, branch) -> Iterator[Execution]:
     for instruction in computation.instructions.values():
         yield Execution(instruction, computation, count, branch)
         if instruction.op in ("async-update", "async-done"):
-            continue  # They name the computation that their async-start has called.
+            continue  # They name the computation that their async-start calls.
         for role, index, callee in called(instruction):
             times = _times(module, computation, instruction, role)
             inner = None if count is None or times is None else count * times
@@ -196,7 +197,7 @@ def _times(module, computation, instruction, role) -> int | None:
     """How often one execution of `instruction` runs what it calls."""
     if instruction.op == "while":
         trips = trip_count(module, computation, instruction)
-        # The condition runs once more than the body: the last time it says no.
+        # The condition runs once more than the body.
         return trips if trips is None else trips + (role == "condition")
     return 1 if instruction.op in ("call", "fusion", "async-start", "conditional") else None
 
@@ -207,7 +208,7 @@ def _run(module: Module, name: str, arguments: Sequence[Any]) -> Any:
 
 
 def _evaluate(module, computation, name, arguments, seen) -> Any:
-    """Computes an integer, or a tuple of some as a list; None is what cannot be known."""
+    """Computes an integer, or a list for a tuple; None if it cannot be known."""
     if name in seen:
         return seen[name]
     instruction = computation.instructions[name]
@@ -240,7 +241,7 @@ def _apply(module: Module, instruction: Instruction, operands: list[Any]) -> Any
         total = sum(operands)
         return total if abs(total) < 2**31 else None  # It may wrap around.
     if op == "compare":
-        # HLO's names of comparisons, as `LT`, are Python's.
+        # HLO's names of comparisons, such as `LT`, are Python's.
         return getattr(operator, _named("direction", attributes).lower())(*operands)
     if op == "get-tuple-element":
         return operands[0][int(_named("index", attributes))]
@@ -248,6 +249,6 @@ def _apply(module: Module, instruction: Instruction, operands: list[Any]) -> Any
 
 
 def _named(name: str, attributes: str) -> str:
-    """The value of an attribute that an operation of its kind always has."""
+    """The value of an attribute that this operation always has."""
     (value,) = re.findall(rf"{name}=(\w+)", attributes)
     return value

@@ -1,7 +1,7 @@
-"""What collectives take on the network at hand, for `jaxcomp.plan`.
+"""Measures the time of collectives on the current network, for `jaxcomp.plan`.
 
-All processes of a run call these functions together, and get the same numbers: where replicas
-wait for each other, the slowest one's count.
+All processes of a run call these functions together, and get the same numbers, those of the slowest
+process, since replicas wait for each other.
 """
 
 import functools
@@ -23,14 +23,14 @@ from jaxcomp.measure import report
 from jaxcomp.measure.planner import Cost
 
 SIZES = tuple(4**power for power in range(6, 14))
-"""Bytes that leave one replica in the calls of a sweep: 4 KiB to 64 MiB."""
+"""Bytes that leave one replica per call of a sweep: 4 KiB to 64 MiB."""
 
 
 def seconds_of(call: Callable[[], Any], repeats: int, pause: float = 0.0) -> float:
-    """The median seconds of `repeats` calls on the slowest process, after one that is not counted.
+    """The median seconds of `repeats` calls on the slowest process, after a warm-up call.
 
     Args:
-      call: Returns arrays; the same on all processes, which begin each call together.
+      call: Returns arrays. All processes call it together.
       repeats: At least 1.
       pause: Seconds before each call.
     """
@@ -45,7 +45,7 @@ def seconds_of(call: Callable[[], Any], repeats: int, pause: float = 0.0) -> flo
 
 
 def _together(values: Any) -> np.ndarray:
-    """What every process has, `[num_processes, ...]`; none goes on before all have come."""
+    """The values of all processes, `[num_processes, ...]`; also a barrier."""
     own = np.asarray(values)
     return own[None] if jax.process_count() == 1 else multihost_utils.process_allgather(own)
 
@@ -58,24 +58,24 @@ def measure_link(
     longest: float = 0.25,
     pause: float = 0.05,
 ) -> dict[str, Cost]:
-    """Times collectives of growing size between the replicas.
+    """Times collectives of increasing size between the replicas.
 
     Args:
       mesh: The mesh of the run.
-      axis_name: The axis of the replicas, of size 2 or more. Where each has several devices, all of
-        them send at once.
-      sizes: Bytes that leave one device in one call, growing; at least two.
+      axis_name: The axis of the replicas, of size 2 or more. If replicas have several devices, all
+        of them send at once.
+      sizes: Bytes that leave one device in one call, increasing; at least two sizes.
       repeats: Timed calls of each size.
-      longest: Seconds of a call after which no larger size is tried.
-      pause: Seconds before each call. A shaper lets bursts pass that fill up again while a step
-        computes; without a pause small messages would be timed as if it never did.
+      longest: Seconds; after a call that takes longer, no larger size is tried.
+      pause: Seconds before each call. A traffic shaper allows bursts, and its allowance refills
+        while a step computes; without a pause, small messages would be timed without it.
 
     Returns:
       A `planner.Link` of `all-reduce` (float32), `all-gather` and `all-to-all` (bytes). A latency
-      holds the dispatch of one program too.
+      includes the dispatch of one program.
 
     Raises:
-      ValueError: If there is one replica only, or there are fewer than two sizes.
+      ValueError: If there is only one replica, or there are fewer than two sizes.
     """
     if mesh.shape[axis_name] < 2 or len(sizes) < 2:
         raise ValueError(
@@ -97,9 +97,9 @@ def measure_link(
 
 
 def cost_of(samples: Sequence[tuple[float, float]]) -> Cost:
-    """Makes a cost of pairs of bytes, growing, and measured seconds.
+    """Makes a cost from pairs of bytes, increasing, and measured seconds.
 
-    A larger message never takes less: a time above that of a larger one counts as that one's.
+    A time above that of a larger message is replaced by the larger message's time.
     """
     sent, seconds = zip(*samples, strict=True)
     rising = itertools.accumulate(reversed(seconds), min)
@@ -126,7 +126,7 @@ COLLECTIVES = {"all-reduce": _all_reduce, "all-gather": _all_gather, "all-to-all
 
 
 def collective(make, size: int, mesh: Mesh, axis_name: str):
-    """A compiled collective that sends about `size` bytes, and what to call it with."""
+    """A compiled collective that sends about `size` bytes, and its argument."""
     function, own, out = make(size, mesh.shape[axis_name])
     rows = P(axis_name)
     run = jax.shard_map(

@@ -1,4 +1,4 @@
-"""Which devices an HLO collective joins, and which axes of the mesh these span.
+"""The devices that an HLO collective joins, and the mesh axes that they span.
 
 Groups come as lists `{{0,1},{2,3}}`, as iota tiles `[2,2]<=[4]` and, since JAX 0.12, as axes of a
 mesh, `mesh['data'=2,'fsdp'=2] {'fsdp'}`. Numbers are positions in the program's device assignment.
@@ -18,10 +18,10 @@ _MESH = r"mesh\[[^\]]*\](?:, ?device_ids=\(.*?\))? ?\{.*?\}"
 
 
 def replica_groups(attributes: str, num_devices: int) -> list[tuple[int, ...]]:
-    """Which devices take part in a collective together, by its attributes.
+    """The groups of devices that take part in a collective, from its attributes.
 
-    No group, or an empty list, means all of the program's `num_devices`. A ValueError for groups
-    in a dialect that is unknown here.
+    No group, or an empty list, means all of the program's `num_devices`. Raises a ValueError for an
+    unknown dialect.
     """
     match = re.search(rf"\breplica_groups=({_LIST}|{_IOTA}|{_MESH})", attributes)
     if not match and "replica_groups=" in attributes:
@@ -39,7 +39,7 @@ def replica_groups(attributes: str, num_devices: int) -> list[tuple[int, ...]]:
 
 
 def source_target_pairs(attributes: str) -> list[tuple[int, int]]:
-    """Who sends to whom in a permutation."""
+    """The pairs of sender and receiver of a permutation."""
     match = re.search(r'source_target_pairs="?\{(\{.*?\})\}', attributes)
     pairs = re.findall(r"\{(\d+), *(\d+)\}", match[1]) if match else []
     return [(int(source), int(target)) for source, target in pairs]
@@ -63,7 +63,7 @@ def positions_of(program: jax.stages.Compiled | str, mesh: Mesh) -> np.ndarray:
 
 
 def axes_of_groups(mesh: Mesh, positions: np.ndarray) -> dict[frozenset, tuple[str, ...]]:
-    """Maps the groups that each set of mesh axes makes to that set."""
+    """Maps the device groups of each set of mesh axes to that set."""
     sizes = mesh.shape
     wide = [name for name in mesh.axis_names if sizes[name] > 1]
     axes_of = {}
@@ -92,7 +92,7 @@ def _ints(text: str) -> list[int]:
 
 
 def _iota(text: str) -> np.ndarray:
-    """Expands `[2,4]<=[4,2]T(1,0)`; without `<=` the dimensions are those it reshapes to."""
+    """Expands `[2,4]<=[4,2]T(1,0)`; without `<=` the result is flat."""
     dims, _, rest = text.rpartition("<=")
     reshape, _, order = rest.partition("T")
     ids = np.arange(math.prod(_ints(reshape))).reshape(_ints(reshape))

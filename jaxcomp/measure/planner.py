@@ -1,9 +1,8 @@
-"""Whether compression pays: the time of a step by each method, predicted from measured parts.
+"""Predicts whether compression pays: the step time of each method, from measured parts.
 
-A step takes the gradient, the codec and the messages, one after the other, or the longer of
-gradient and messages where a method sends while it computes: in each of the steps that send.
-Nothing is run here: what the parts take is measured by `jaxcomp.measure.link_probe` and
-`step_probe`, or given.
+A step takes the sum of gradient, codec and messages. If a method sends while it computes, a step
+that sends takes the longer of gradient and messages instead. Nothing runs here:
+`jaxcomp.measure.link_probe` and `step_probe` measure the parts, or you give them.
 """
 
 import dataclasses
@@ -16,14 +15,14 @@ from jaxcomp.measure.tables import aligned
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """What one collective takes, by the bytes that leave one replica: lines between points.
+    """The time of one collective as a function of its bytes: piecewise linear.
 
-    A line of one slope is too little for links that let bursts pass and shape the rest. Under the
-    first point it takes as long as there; beyond the last one the last line goes on.
+    A single slope does not fit links that let bursts pass and shape the rest. Below the first point
+    the time is constant; beyond the last one the last line goes on.
 
     Attributes:
-      sent_bytes: Bytes of the points, growing; two or more.
-      seconds: Seconds of the points, not falling; at least 0.
+      sent_bytes: Bytes that leave one replica at each point, increasing; two or more.
+      seconds: Seconds at each point, not decreasing; at least 0.
     """
 
     sent_bytes: tuple[float, ...]
@@ -41,19 +40,19 @@ class Cost:
 
 
 def affine_cost(latency: float, rate: float) -> Cost:
-    """Describes a collective that takes `latency + 8 * sent_bytes / rate` seconds.
+    """The cost of a collective that takes `latency + 8 * sent_bytes / rate` seconds.
 
     Args:
-      latency: Seconds of one that carries nothing, all its rounds included; at least 0.
-      rate: bit/s at which bytes leave one replica, above 0; `math.inf` for no limit.
+      latency: Seconds of an empty collective, with all its rounds; at least 0.
+      rate: Rate in bit/s at which bytes leave one replica, above 0; `math.inf` for no limit.
 
     Raises:
       ValueError: For a latency or a rate out of range.
     """
     if not 0 <= latency < math.inf:
-        raise ValueError(f"latency={latency} is no time; write seconds, as 1e-3.")
+        raise ValueError(f"latency={latency} is no time; write seconds, like 1e-3.")
     if not rate > 0:
-        raise ValueError(f"rate={rate} carries nothing; write bit/s, as 500e6.")
+        raise ValueError(f"rate={rate} carries nothing; write bit/s, like 500e6.")
     return Cost((0.0, 1e6), (latency, latency + 8e6 / rate))
 
 
@@ -68,22 +67,22 @@ def cost_seconds(cost: Cost, sent_bytes: float) -> float:
 
 
 Link = Mapping[str, Cost]
-"""Costs by HLO name, as `all-reduce`. Other collectives are charged the highest of these."""
+"""Costs by HLO name, such as `all-reduce`. Other collectives are charged the highest of these."""
 
 
 def uniform_link(rate: float, latency: float, num_replicas: int) -> dict[str, Cost]:
-    """Describes a network that nothing but its rate and latency limits.
+    """The costs of a network that only rate and latency limit.
 
     Args:
-      rate: bit/s of each replica's link, each direction.
-      latency: Seconds from one replica to another.
+      rate: Rate in bit/s of each replica's link, in each direction.
+      latency: Latency in seconds from one replica to another.
       num_replicas: R, at least 2.
 
     Returns:
       A `Link`: ring all-reduces of 2 (R-1) rounds, ring all-gathers of R-1, all-to-alls of one.
 
     Raises:
-      ValueError: For fewer than two replicas, or a rate or latency that `affine_cost` refuses.
+      ValueError: For fewer than two replicas, or a rate or latency out of range.
     """
     if num_replicas < 2:
         raise ValueError(
@@ -99,8 +98,8 @@ class Message:
 
     Attributes:
       op: Its HLO name.
-      sent_bytes: What leaves one replica in one execution, in bytes, as `report` counts it.
-      times: Executions a step, in the mean over a run: a fraction where rounds are skipped.
+      sent_bytes: Bytes that leave one replica in one execution, as `report` counts them.
+      times: Executions per step, averaged over a run: a fraction if rounds are skipped.
     """
 
     op: str
@@ -110,17 +109,17 @@ class Message:
 
 @dataclasses.dataclass(frozen=True)
 class Method:
-    """What a method adds to the computation of a step.
+    """The additions of a method to a step.
 
     Attributes:
       name: Name of its row.
       messages: What it sends.
-      codec_seconds: Seconds a step, in the mean over a run, that its update takes more than one
-        without compression does, messages apart.
-      memory_bytes: What a device holds for the update, in bytes; 0 where it is not known.
-      changes: What it changes of the algorithm, in a few words; "" for the exact mean.
-      overlaps: Steps in which its messages travel beside the computation, after which the rest of
-        them wait: 1 where what is sent is known before the gradient, as with a delay of one step.
+      codec_seconds: Seconds per step, averaged over a run, that its update takes longer than one
+        without compression, without messages.
+      memory_bytes: Bytes that a device holds for the update; 0 if unknown.
+      changes: How it changes the algorithm, in a few words; "" for the exact mean.
+      overlaps: Number of steps whose computation overlaps with its messages, before the step waits
+        for the rest: 1 if a message is known before the gradient, as with a delay of one step.
     """
 
     name: str
@@ -133,27 +132,27 @@ class Method:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A method with its predicted times, in seconds a step; see `Method` for the rest."""
+    """A method with its predicted times, in seconds per step; see `Method` for the rest."""
 
     method: Method
     step_seconds: float
     network_seconds: float
-    sent_bytes: float  # that leave one replica in a step, in the mean over a run
+    sent_bytes: float  # that leave one replica in a step, averaged over a run
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The prediction of every method, and which one to take."""
+    """The predictions of all methods, and the recommended one."""
 
     rows: tuple[Row, ...]  # in the order of the methods
     compute_seconds: float  # of a step without any exchange
     recommended: Row
-    compress: bool  # False: the recommended one is the exact mean
+    compress: bool  # False: the recommended method is the exact mean
     reason: str  # of the recommendation, in one line
 
 
 def network_seconds(messages: Sequence[Message], link: Link) -> float:
-    """Seconds a step that messages take, one after the other."""
+    """Seconds per step that messages take, one at a time."""
 
     def seconds(message):
         costs = [link[message.op]] if message.op in link else link.values()
@@ -165,28 +164,29 @@ def network_seconds(messages: Sequence[Message], link: Link) -> float:
 def plan(
     methods: Sequence[Method], link: Link, compute_seconds: float, tolerance: float = 0.05
 ) -> Plan:
-    """Predicts the step of every method, and recommends one, or not to compress.
+    """Predicts the step time of every method, and recommends one, or not to compress.
 
-    Recommended is the first method that is within `tolerance` of the fastest: what changes less
-    of the algorithm comes first, and is not given up for a gain that no user would notice.
+    It recommends the first method that is within `tolerance` of the fastest: methods that change
+    the algorithm less come first, and a small gain is no reason to take a later one.
 
     Args:
-      methods: With different names, what changes least first. One must be without `changes`.
+      methods: Methods with different names; those that change least first. One must be without
+        `changes`.
       link: The network between the replicas.
       compute_seconds: Seconds of a step without any exchange: gradient and update.
-      tolerance: Share of the fastest step that may be lost, at least 0.
+      tolerance: Accepted slowdown as a share of the fastest step, at least 0.
 
     Raises:
-      ValueError: If there is no exact method, names repeat, or a number is out of its range.
+      ValueError: If there is no exact method, names repeat, or a number is out of range.
 
     References:
       The model of latency and rate: Thakur et al., Optimization of Collective Communication
-      Operations in MPICH, 2005, Section 3; bytes are read from the program and not modelled.
-      That compression seldom pays in data centres: Agarwal et al., `On the Utility of Gradient
+      Operations in MPICH, 2005, Section 3; bytes are read from the program, not modelled.
+      Compression rarely pays in data centres: Agarwal et al., `On the Utility of Gradient
       Compression in Distributed Training Systems <https://arxiv.org/abs/2103.00543>`_, 2022.
     """
     if not 0 <= compute_seconds < math.inf:
-        raise ValueError(f"compute_seconds={compute_seconds} is no time; write seconds, as 0.5.")
+        raise ValueError(f"compute_seconds={compute_seconds} is no time; write seconds, like 0.5.")
     if not tolerance >= 0:
         raise ValueError(f"tolerance={tolerance} must be at least 0; write 0.05.")
     if not link:
@@ -196,7 +196,7 @@ def plan(
         raise ValueError(f"names of methods repeat: {names}; give each its own.")
     if all(method.changes for method in methods):
         raise ValueError(
-            f"none of {names} is exact, so that nothing says what compression gains; add the dense "
+            f"none of {names} is exact, so there is no baseline; add the dense "
             "mean, a Method with changes=''."
         )
     rows = tuple(_row(method, link, compute_seconds) for method in methods)
@@ -215,9 +215,9 @@ def _row(method: Method, link: Link, compute_seconds: float) -> Row:
 
 
 def _waiting(method: Method, link: Link, compute_seconds: float) -> float:
-    """Seconds a step that nothing is computed in, in the mean over a run.
+    """Seconds per step of waiting for messages, averaged over a run.
 
-    Messages that are sent equally often are those of the same steps.
+    Messages that are sent equally often are assumed to be sent in the same steps.
     """
     waiting = 0.0
     for times in {min(m.times, 1.0) for m in method.messages if m.times > 0}:
@@ -239,7 +239,7 @@ def _reason(rows: Sequence[Row], recommended: Row, fastest: float) -> str:
 
 
 def table(planned: Plan) -> str:
-    """Formats a plan for people to read: a line a method, then the recommendation."""
+    """Formats a plan as text: a line per method, then the recommendation."""
     head = "method", "step", "of it network", "codec", "bytes sent", "memory", "changes"
     lines = [head, *map(_cells, planned.rows)]
     alone = f"without an exchange a step takes {_milliseconds(planned.compute_seconds)}"

@@ -1,8 +1,8 @@
 """Counts the bytes that one step sends, per mesh axis and per collective.
 
-The numbers come from the compiled program, not from the formula of the method: XLA may widen a
-type, and JAX may insert a collective that nobody wrote. What a program sends outside XLA's
-collectives, as custom calls and callbacks can, is not seen.
+The numbers come from the compiled program, not from a method's formula: XLA may widen a type, and
+JAX may insert a collective that nobody wrote. Data that a program sends outside XLA's collectives,
+for example in custom calls and callbacks, is not counted.
 """
 
 import itertools
@@ -38,17 +38,17 @@ class Collective(NamedTuple):
 
     Attributes:
       op: Its HLO name, `all-reduce`; an asynchronous pair is one collective.
-      axes: The mesh axes of size above 1 that its groups span, in the mesh's order; `()` where
-        every device is alone, `("?",)` where the groups are no product of axes.
-      operand_bytes: What one replica hands over in one execution.
-      sent_bytes: What leaves one replica in one execution, by the best-known algorithm.
-      shape: Types of the operands, as `f32[8,4]` or `f32[8,4], u8[3]`.
-      count: How often a step executes it: the product of the trip counts of the loops around
-        it. None where a loop's length is not known.
-      branch: The branches of conditionals that it is in, outermost first, as
+      axes: The mesh axes of size above 1 that its groups span, in the mesh's order; `()` if every
+        device is alone, `("?",)` if the groups are not a product of axes.
+      operand_bytes: Bytes of one replica's operands in one execution.
+      sent_bytes: Bytes that leave one replica in one execution, with the best-known algorithm.
+      shape: Types of the operands, such as `f32[8,4]` or `f32[8,4], u8[3]`.
+      count: How often a step executes it: the product of the trip counts of the loops around it.
+        None if a loop's length is unknown.
+      branch: The branches of conditionals around it, outermost first, such as
         `("conditional.1 branch 0",)`. For `jax.lax.cond` branch 1 is the true one.
-      part: Which part of the exchange it is, of a method that does not send all in every step.
-      origin: Where it comes from, as JAX's name of the operation; "" where XLA has lost it.
+      part: The part of the exchange, for methods that do not send everything in every step.
+      origin: JAX's name of the operation that it comes from; "" if XLA has lost it.
     """
 
     op: str
@@ -63,28 +63,28 @@ class Collective(NamedTuple):
 
 
 Program = jax.stages.Compiled | str
-"""What `jax.jit(f).lower(...).compile()` makes, or the HLO text of one."""
+"""The result of `jax.jit(f).lower(...).compile()`, or its HLO text."""
 
 
 def collectives(program: Program | Sequence[Program], mesh: Mesh) -> list[Collective]:
     """Lists the collectives of a compiled program, in its order.
 
-    A replica of N that hands over B bytes sends 2 B (N-1)/N for an all-reduce, B (N-1) for an
-    all-gather, B (N-1)/N for a reduce-scatter or an all-to-all, and B for a permutation or a
-    broadcast. B also bounds a ragged all-to-all from above: its sizes are known at run time.
+    With N replicas and operands of B bytes, a replica sends 2 B (N-1)/N for an all-reduce, B (N-1)
+    for an all-gather, B (N-1)/N for a reduce-scatter or an all-to-all, and B for a permutation or a
+    broadcast. For a ragged all-to-all, whose sizes are known only at run time, B is an upper bound.
 
     Args:
-      program: Program of a step; or several that make one step. Text does not name its
-        devices, so their order is taken to be the mesh's.
+      program: Program of a step, or several programs that make up one step. Text does not name its
+        devices, so the mesh's order is assumed.
       mesh: The mesh of the program, whose axes the report names.
 
     Raises:
-      ValueError: If the program runs on other devices than the mesh has.
+      ValueError: If the program does not run on the mesh's devices.
     """
     if not isinstance(program, Program):
         if len(program) == 1:
             return collectives(program[0], mesh)
-        # Conditionals of two programs may have one name.
+        # Conditionals of two programs may have the same name.
         named = lambda row, n: row._replace(branch=tuple(f"{n}:{name}" for name in row.branch))
         return [named(row, n) for n, one in enumerate(program) for row in collectives(one, mesh)]
     module = hlo.parse(program if isinstance(program, str) else str(program.as_text()))
@@ -104,9 +104,9 @@ def collectives(program: Program | Sequence[Program], mesh: Mesh) -> list[Collec
 def sent_bytes(program: Program | Sequence[Program], mesh: Mesh, axis: str | None = None) -> float:
     """Sums the bytes that leave one replica in one step.
 
-    Of the branches of a conditional the one that sends most counts, so the sum is that of the
-    most expensive step. A collective over several axes counts in full for each of them, and
-    one whose groups fit no axes counts for all: do not add the sums of two axes.
+    It counts the branch of a conditional that sends most, so the sum is that of the most expensive
+    step. A collective over several axes counts in full for each of them, and one whose groups fit
+    no axes counts for all: do not add the sums of two axes.
 
     Args:
       program: As for `collectives`, like `mesh`.
@@ -114,7 +114,7 @@ def sent_bytes(program: Program | Sequence[Program], mesh: Mesh, axis: str | Non
       axis: Count only what crosses this mesh axis; None counts everything.
 
     Raises:
-      ValueError: If the mesh has no such axis, or if a loop that sends has no known length.
+      ValueError: If the mesh has no such axis, or if the length of a loop that sends is unknown.
     """
     return counting.total(_sending(program, mesh, axis))
 
@@ -125,7 +125,7 @@ def sent_bytes_by_part(
     """Sums the bytes that leave one replica in one step, for each part of an exchange.
 
     Methods that skip rounds name their parts ("synchronize", "variance"), and count in their
-    state's `rounds` how often each was sent. What part "" has is sent in every step. Arguments and
+    state's `rounds` how often each was sent. The part "" is sent in every step. Arguments and
     errors are those of `sent_bytes`.
     """
     rows = _sending(program, mesh, axis)
@@ -136,12 +136,12 @@ def sent_bytes_by_part(
 
 
 def table(program: Program | Sequence[Program], mesh: Mesh) -> str:
-    """Formats the collectives of a step, with totals, for people to read.
+    """Formats the collectives of a step, with totals, as a table.
 
-    There is a row for each branch, axes, operation and operand type, with bytes a step, then totals
-    for each set of axes and for all, as `sent_bytes` counts them. Where a loop's length is unknown
-    its row says so, holds bytes of one iteration, and totals say "at least". Arguments are those of
-    `collectives`.
+    There is a row for each branch, axes, operation and operand type, with bytes per step, then
+    totals for each set of axes and for all, as `sent_bytes` counts them. If a loop's length is
+    unknown, its row says so and has the bytes of one iteration, and totals say "at least".
+    Arguments are those of `collectives`.
     """
     rows = collectives(program, mesh)
     order = lambda row: (row.branch, row.axes, row.op, row.shape, row.count is None)
@@ -152,7 +152,7 @@ def table(program: Program | Sequence[Program], mesh: Mesh) -> str:
 
 
 def _line(same: list[Collective]) -> tuple[str, ...]:
-    """The cells of collectives that differ in bytes and counts only."""
+    """The cells of collectives that differ only in bytes and counts."""
     first = same[0]
     counts = [1 if row.count is None else row.count for row in same]
     operand = sum(row.operand_bytes * count for row, count in zip(same, counts, strict=True))
@@ -173,7 +173,7 @@ def _line_of_total(rows: list[Collective], axes: tuple[str, ...] | None) -> tupl
 def crossing(
     program: Program | Sequence[Program], mesh: Mesh, axis: str | None
 ) -> list[Collective]:
-    """Lists the collectives that send something across an axis, or across any.
+    """Lists the collectives that send something across an axis, or across any axis.
 
     Arguments are those of `sent_bytes`, which raises a ValueError for the same axes.
     """
@@ -202,7 +202,7 @@ def _sending(program, mesh: Mesh, axis: str | None) -> list[Collective]:
 
 
 def _whole(executions: Iterable[hlo.Execution]) -> Iterator[hlo.Execution]:
-    """Leaves out all but the first piece of a collective that a TPU takes in several."""
+    """Keeps only the first piece of a collective that a TPU's compiler splits."""
     begun = set()
     for execution in executions:
         chain = hlo.chain(execution.instruction)
@@ -215,7 +215,7 @@ def _whole(executions: Iterable[hlo.Execution]) -> Iterator[hlo.Execution]:
 def _collective(
     execution: hlo.Execution, axes_of: dict, positions: np.ndarray, mesh: Mesh
 ) -> Collective | None:
-    """Describes one collective; None for anything else, and for a send to the host."""
+    """Describes one collective; None for other operations and for sends to the host."""
     instruction, computation, count, branch = execution
     op = instruction.op.removesuffix("-start")
     if op not in _COLLECTIVES:
@@ -243,28 +243,28 @@ def _collective(
 
 
 def _folded(shapes: str) -> str:
-    """Equal ones in a row as one: XLA:CPU gives an all-to-all an operand a replica."""
+    """Merges equal shapes in a row: on XLA:CPU an all-to-all has one operand per replica."""
     groups = itertools.groupby(shapes.split(", "))
     counted = ((shape, len(list(same))) for shape, same in groups)
     return ", ".join(shape if count == 1 else f"{count} x {shape}" for shape, count in counted)
 
 
 def exact_leaves(params: Any, state: Any) -> list[str] | None:
-    """Lists the parameters whose updates `compressed_mean` leaves exact.
+    """Lists the parameters whose updates `compressed_mean` sends in float32.
 
     Args:
       params: The parameters, or their shapes.
-      state: The optimizer's state, or its shapes; of several `compressed_mean`, as in
-        `optax.masked`, a leaf is exact if it is so for each that sees it.
+      state: The optimizer's state, or its shapes. With several `compressed_mean`, as in
+        `optax.masked`, a leaf is listed if each that sees it sends it in float32.
 
     Returns:
-      The paths of leaves, as `block_0/up/bias`; None if no state has a field `residual`.
+      The paths of leaves, such as `block_0/up/bias`; None if no state has a field `residual`.
     """
     found = protocol.residuals(state)
     if not found:
         return None
-    # Without error feedback () stands for a residual; optax.MaskedNode() is another empty tuple,
-    # which has no leaves: what no method sees, as in a group that is frozen, is not sent at all.
+    # Without error feedback () stands for a residual. optax.MaskedNode() is another empty tuple,
+    # without leaves: leaves hidden from all methods, such as a frozen group, are not sent at all.
     is_mark = lambda x: x is None or is_compact(x) or (type(x) is tuple and not x)
     exact: set[str] = set()
     lossy: set[str] = set()

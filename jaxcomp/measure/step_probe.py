@@ -1,4 +1,4 @@
-"""What a step takes apart from its messages, and what it sends, for `jaxcomp.plan`.
+"""Measures a step without its messages, and lists these, for `jaxcomp.plan`.
 
 All processes of a run call these functions together, and get the same numbers.
 """
@@ -38,10 +38,10 @@ def update_program(
     axis_name: str,
     fast_axis: str | None = None,
 ) -> UpdateProgram:
-    """Compiles what `jaxcomp.train_step` does after the gradient.
+    """Compiles the part of `jaxcomp.train_step` after the gradient.
 
-    Arguments are those of `train_step`, but for `params`, shapes and dtypes of the parameters, and
-    for a mesh of the axes that are named, or that of `alone`.
+    Arguments are those of `train_step`, except `params`, shapes and dtypes of the parameters, and
+    `mesh`, which has only the named axes, or is from `alone`.
     """
     update = Update(per_replica(tx, axis_name), mesh, axis_name, fast_axis=fast_axis)
     num_rows = math.prod(mesh.shape[name] for name in names_of(update.axes))
@@ -67,10 +67,11 @@ def messages(
     shares: Mapping[str, float],
     axis_name: str | None = None,
 ) -> tuple[Message, ...]:
-    """Lists what a compiled step, of one or several programs, sends: one message a collective.
+    """Lists the messages of a compiled step, of one or several programs: one per collective.
 
-    `shares` has the share of steps that send a part, for methods that skip some; {} for others.
-    With `axis_name` only what crosses that axis, the messages of all devices of a replica as one.
+    `shares` has the share of steps that send each part, for methods that skip some; {} for others.
+    With `axis_name`, lists only what crosses that axis, and merges the messages of all devices of a
+    replica.
     """
     devices = mesh.size // mesh.shape[axis_name] if axis_name else 1
     often = lambda row: shares.get(row.part, 0.0) if row.part and shares else 1.0
@@ -82,15 +83,15 @@ def messages(
 
 
 def held_bytes(program: jax.stages.Compiled) -> int:
-    """Bytes that a device holds while a program runs, by XLA's plan; 0 where it has none."""
+    """Bytes that a device holds while a program runs, according to XLA; 0 if it does not say."""
     planned = program.memory_analysis()
     return planned.argument_size_in_bytes + planned.temp_size_in_bytes if planned else 0
 
 
 def alone(mesh: Mesh, axis_name: str, fast_axis: str | None = None) -> Mesh:
-    """The mesh's devices as copies of one replica: all do the same at once.
+    """The mesh's devices as copies of one replica, which all do the same at once.
 
-    Nothing is sent but between the devices of a replica that has several, the last axis then.
+    Only the devices of one replica, the last axis if it has several, exchange anything.
     """
     fast = (fast_axis,) if fast_axis else ()
     devices = mesh.devices.reshape(1, -1, *(mesh.shape[name] for name in fast))
@@ -105,18 +106,18 @@ def update_timer(
     axis_name: str,
     fast_axis: str | None = None,
 ) -> Callable[[int, int | None], float]:
-    """Makes what times an update on every device at once, without a network.
+    """Makes a timer of an update on every device at once, without a network.
 
     Args:
-      program: Program of `update_program`, for the arguments that follow.
+      program: Program of `update_program`, for the following arguments.
       params: Shapes and dtypes of the parameters.
-      mesh: That of `alone`.
+      mesh: The mesh from `alone`.
       axis_name: The axis of the replicas.
-      fast_axis: That of the devices of each, if they are several.
+      fast_axis: The axis of each replica's devices, if there are several.
 
     Returns:
-      `(repeats, count) -> seconds`. `count` is the number of steps done before each call, for
-      methods that skip rounds by it; None leaves it to the state.
+      `(repeats, count) -> seconds`. `count` is the number of steps before each call, for methods
+      that skip rounds; None leaves it to the state.
     """
     axes = (axis_name, fast_axis) if fast_axis else (axis_name,)
     everywhere, rows = NamedSharding(mesh, P()), NamedSharding(mesh, P(axes))
@@ -126,7 +127,7 @@ def update_timer(
     state = program.init(start())
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(state)]
     counts = [i for i, path in enumerate(paths) if getattr(path[-1], "name", None) == "count"]
-    # All but the counts stays where it is: a copy of it would be timed too.
+    # Only the counts are new: a copy of the rest would be timed too.
     renewed = jax.jit(lambda leaves, count: [jnp.full_like(x, count) for x in leaves])
     held = [start(), state]
 
@@ -143,17 +144,17 @@ def update_timer(
 
 
 def _waves(like: Any, *lead: int) -> Any:
-    """Numbers without a pattern that a code could profit from; random ones take long to compile."""
+    """Numbers without a pattern that helps a code; random ones take long to compile."""
     wave = lambda x: jnp.sin(jnp.arange(x.size, dtype=jnp.float32) ** 1.5).reshape(x.shape)
     row = lambda x: jnp.broadcast_to(wave(x).astype(x.dtype), (*lead, *x.shape))
     return jax.tree.map(row, like)
 
 
 def passes(messages: Sequence[Message], num_replicas: int) -> float:
-    """What a codec's work is among R replicas, as a multiple of that in one `alone`.
+    """A codec's work among R replicas, as a multiple of its work `alone`.
 
-    A two-shot mean encodes 1 + 1/R of a bucket and decodes 3 + 1/R, a gathered one encodes one
-    and decodes R + 1; encoding and decoding are taken to cost the same.
+    A two-shot mean encodes 1 + 1/R buckets and decodes 3 + 1/R; a gathered mean encodes 1 and
+    decodes R + 1. Encoding and decoding are assumed to cost the same.
     """
     ops = {message.op for message in messages}
     if "all-to-all" in ops:
@@ -169,10 +170,10 @@ def gradient_timer(
     axis_name: str | tuple[str, ...],
     accumulate: int = 1,
 ) -> Callable[[int], float]:
-    """Makes `(repeats) -> seconds` of the gradient of every device at once, without a network.
+    """Makes a timer `(repeats) -> seconds` of the gradient on every device at once.
 
-    `params` and `batch` are shapes and dtypes, of what all replicas hold and of what all of them
-    get together; the mesh has the axes that are named. The rest is as for `train_step`.
+    `params` and `batch` are shapes and dtypes of the parameters and of the global batch; the mesh
+    has only the named axes. The rest is as for `train_step`.
     """
     check_batch(batch, axis_name, mesh.size, accumulate)
     gradient = Gradient(loss_fn, mesh, axis_name, accumulate)

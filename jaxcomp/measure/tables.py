@@ -1,10 +1,10 @@
-"""Rows of text below each other."""
+"""Text tables."""
 
 from collections.abc import Container, Sequence
 
 
 def aligned(rows: Sequence[Sequence[str]], numbers: Container[int] = ()) -> list[str]:
-    """Lines with aligned columns: those in `numbers` to the right, the others to the left."""
+    """Lines with aligned columns: right-aligned if in `numbers`, else left-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(

@@ -1,4 +1,4 @@
-"""CocktailSGD: compressed exchange of model differences, one step late, around any optimizer."""
+"""CocktailSGD: exchanges compressed model differences, one step late, with any optimizer."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ class CocktailSGDState(NamedTuple):
     count: jax.Array  # type: ignore[assignment]
     # f32 leaves of the parameters' shapes: this replica's parameters minus the consensus.
     drift: Any
-    owner_residual: Any  # one f32[numel / R] a bucket: what this owner did not pass on yet
-    inner: Any  # of the inner optimizer, this replica's own
+    owner_residual: Any  # f32[numel / R] per bucket: what this owner has not passed on yet
+    inner: Any  # state of the inner optimizer, this replica's own
     rounds: Any  # {"all", "synchronize", "warmup"}: i32[], how often each was sent
     skipped: jax.Array  # i32[], this replica's steps whose inner update was not finite
 
     @property
     def exchanges_ahead(self) -> bool:
-        """What was done by the last step can travel while this one's gradient is computed."""
+        """The previous step's changes can be sent while this step's gradient is computed."""
         return True
 
     @property
     def keeps_rounding(self) -> bool:
-        """What narrow parameters round off goes to the drift."""
+        """The drift keeps what narrow parameters round off."""
         return True
 
 
@@ -61,7 +61,7 @@ def cocktail_sgd(
     bucket_numel: int | None = None,
     seed: int = 0,
 ) -> optax.GradientTransformationExtraArgs:
-    """Lets each replica optimize by itself, and exchanges compressed differences of models.
+    """Lets each replica train alone, and exchanges compressed model differences.
 
     `params` are the consensus, equal on all replicas; gradients are taken at
     `jaxcomp.local_params`, the consensus plus this replica's `drift`. With d_i the drift, e the
@@ -70,30 +70,30 @@ def cocktail_sgd(
         c = C[mean_i C[d_i] + e],  e <- mean_i C[d_i] + e - c,
         params <- params + c,  d_i <- d_i - C[d_i] + u_i.
 
-    What C[d_i] leaves stays in d_i: there is no other residual. Whatever C is, the mean of the
-    replicas' parameters plus e moves by the mean inner update exactly. Nothing that is exchanged
-    depends on this step's gradient: both may run at once, and others' work arrives a step late.
+    What C[d_i] loses stays in d_i: there is no other residual. For any C, the mean of the replicas'
+    parameters plus e moves exactly by the mean inner update. The exchange does not depend on this
+    step's gradient, so both may run at once; the other replicas' updates arrive a step late.
 
     Moments are never exchanged, and `inner` sees local gradients: a clipping in it clips those,
-    of a batch R times smaller. A replica whose inner update is not finite leaves it out, with its
-    inner state as it was, and counts it in `skipped`; the exchange goes on.
+    from a batch R times smaller. A replica whose inner update is not finite skips it, keeps its
+    inner state, and counts it in `skipped`; the exchange goes on.
 
     Args:
       inner: Any optax optimizer, with its learning rate. It must not average over the replicas.
       axis_name: Mesh axis of the replicas.
-      compressor: Compressor of all parameters; or a policy `(path, leaf) -> Compressor`, as
-        `jaxcomp.by_path` makes. Default: `jaxcomp.cocktail()`, 0.184 bits per parameter and
+      compressor: Compressor of all parameters; or a policy `(path, leaf) -> Compressor`, for
+        example from `jaxcomp.by_path`. Default: `jaxcomp.cocktail()`, 0.184 bits per parameter and
         direction.
       exchange: How buckets are exchanged: `wire.two_shot`, or `wire.gathered` for two replicas.
-      warmup_steps: First steps in which `inner` sees the exact mean gradient: all replicas take
-        the same step. One sends 1.13 times the bytes of a dense float32 all-reduce: the gradient's
-        both ways, then the step from its owners in 8 bits, by which JAX's types know it to be
-        equal. What these round off, under 1% of the largest of 128 neighbours' steps, stays in
-        the drift, equal everywhere. Nothing is coded by `compressor`.
+      warmup_steps: First steps in which `inner` sees the exact mean gradient, so that all replicas
+        take the same step. `compressor` is not used. Such a step sends 1.13 times the bytes of a
+        dense float32 all-reduce: the gradient in both directions, then the owners' step at 8 bits,
+        which makes it equal by JAX's types. The drift, equal everywhere, keeps the rounding error,
+        under 1% of the largest of 128 neighbouring steps.
       sync_every: Steps from one exchange to the next.
-      delayed: Whether replicas learn of each other's work one step late, as in the paper, so that
-        the exchange may overlap with the gradient. If not, d_i + u_i travels in place of d_i, at
-        the end of an interval of `sync_every`: from scratch the loss is lower.
+      delayed: Whether updates of other replicas arrive one step late, as in the paper, so that the
+        exchange may overlap with the gradient. If not, d_i + u_i is sent instead of d_i, at the end
+        of an interval of `sync_every`, which gives a lower loss from scratch.
       bucket_numel: Most elements of one message's bucket; by default at most 8 buckets a code.
       seed: Seed of masks, shifts and stochastic rounding; equal on all replicas.
 
@@ -110,10 +110,10 @@ def cocktail_sgd(
     References:
       J. Wang et al., `CocktailSGD: Fine-tuning Foundation Models over 500Mbps Networks
       <https://proceedings.mlr.press/v202/wang23t.html>`_, ICML 2023, algorithm 1. Deviations: the
-      consensus keeps the dtype of `params` and what it rounds off goes to the drift (the
-      authors' code keeps it in float16 and loses that); the model is cut into buckets of
-      `bucket_numel`, each with its own top-K; the residual is float32 (float16 there); warm-up
-      averages gradients (the code sums them).
+      consensus keeps the dtype of `params`, and the drift keeps what it rounds off (the authors'
+      code has a float16 consensus and loses that); the model is cut into buckets of `bucket_numel`,
+      each with its own top-K; the residual is float32 (theirs: float16); the warm-up averages
+      gradients (theirs: sums them).
     """
     name, steps = "cocktail_sgd", {"warmup_steps": warmup_steps, "sync_every": sync_every}
     needs, write = "at least 0 and at least 1", "warmup_steps=0, sync_every=1"
@@ -137,7 +137,7 @@ class _Settings(NamedTuple):
 def _init(settings, params):
     axis_name, zero = settings.transport.axis_name, jnp.zeros([], jnp.int32)
     drift = to_varying(jax.tree.map(moments.zeros, params), axis_name)
-    # Its dtypes are those that updates will have; all of it is this replica's own from the start.
+    # In the dtypes of the updates; all of it is this replica's own from the start.
     inner = settings.inner.init(jax.tree.map(moments.widened, params))
     return CocktailSGDState(
         count=zero,
@@ -151,7 +151,7 @@ def _init(settings, params):
 
 def _update(settings, updates, state, params, *, ahead=lambda make: make(), **extra_args):
     _, transport, warmup_steps, sync_every, delayed = settings
-    # The square of a float16 gradient is zero below 2e-4, and Adam's step then m / eps.
+    # Below 2e-4 the square of a float16 gradient is zero, and Adam's step would be m / eps.
     updates = jax.tree.map(moments.widened, updates)
     is_warm = state.count < warmup_steps
     due = (state.count % sync_every == (0 if delayed else sync_every - 1)) & ~is_warm
@@ -187,10 +187,10 @@ def _update(settings, updates, state, params, *, ahead=lambda make: make(), **ex
 
 
 def _exchanged_if_due(settings, state, drift, due, pace=at_once):
-    """What the owners send to all, what this replica has sent, and the owners' residual."""
+    """What the owners send to all, what this replica sends, and the owners' residual."""
 
     def exchanged(state, drift, pace=at_once):
-        # Masks roll by one an exchange, not a step: else some entries might never be sent.
+        # Masks roll once per exchange, not per step: else some entries might never be sent.
         rounds, kept = state.count // settings.sync_every, state.owner_residual
         got = averaging.average(
             settings.transport, drift, rounds, "synchronize", owner_residual=kept, pace=pace
@@ -203,18 +203,18 @@ def _exchanged_if_due(settings, state, drift, due, pace=at_once):
 
     if settings.sync_every == 1 and not settings.warmup_steps:
         return exchanged(state, drift, pace)
-    # A branch computes nothing for others: there, the exchange keeps to itself.
+    # Inside a branch nothing else can be computed, so the exchange has no pace.
     return lax.cond(due, exchanged, waiting, state, drift)
 
 
 def _dense(transport, grads):
-    """The exact mean gradient, of a type that varies as local gradients do."""
+    """The exact mean gradient, of a type that varies like local gradients."""
     mean = averaging.average(averaging.exact(transport), grads, jnp.int32(0), "warmup").mean
     return to_varying(mean, transport.axis_name)
 
 
 def _from_owners(transport, drift, step):
-    """Equal drifts plus equal steps, coded, of a type that says so: each owner sends its chunk."""
+    """Equal drifts plus equal steps, encoded, and equal by type: each owner sends its chunk."""
     axis_name, tree = transport.axis_name, jax.tree.map(jnp.add, drift, step)
     plan = averaging.plan_of(transport._replace(policy=policy_of(quantize(8))), tree)
 

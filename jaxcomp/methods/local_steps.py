@@ -199,16 +199,16 @@ def _update(settings, updates, state, params, *, ahead=lambda make: make(), **ex
     axis_name, parts = settings.transport.axis_name, fragments_of(settings.fragments, params)
     # Below 2e-4 the square of a float16 gradient is zero, and Adam's step would be m / eps.
     updates = jax.tree.map(moments.widened, updates)
-    met = functools.partial(_met, settings, parts, state)
+    averaged = functools.partial(_averaged, settings, parts, state)
     if settings.delay:
-        sent = ahead(functools.partial(met, state.drift, state.count))
+        sent = ahead(functools.partial(averaged, state.drift, state.count))
     local = jax.tree.map(jnp.add, params, state.drift)
     step, inner, is_bad = inner_step(
         "local_steps", settings.inner, updates, state.inner, local, axis_name, extra_args
     )
     drift, count = jax.tree.map(jnp.add, state.drift, step), optax.safe_increment(state.count)
     if not settings.delay:
-        sent = met(drift, count)
+        sent = averaged(drift, count)
     arrived, residual, owner_residual = sent
     change, drift, outer = _merged(settings, parts, state, params, drift, arrived, count)
     due = settings.due(parts, state.count if settings.delay else count)
@@ -226,7 +226,7 @@ def _update(settings, updates, state, params, *, ahead=lambda make: make(), **ex
     )
 
 
-def _met(settings, parts, state, drift, count):
+def _averaged(settings, parts, state, drift, count):
     """The mean drift of the fragments that are exchanged after `count` steps, and the residuals.
 
     For the others: what has arrived and is not merged yet, or zeros.
@@ -235,7 +235,7 @@ def _met(settings, parts, state, drift, count):
         return drift, (), None
     residuals = parts.split(state.residual) if settings.error_decay else None
 
-    def meeting(part, tree):
+    def exchanged(part, tree):
         # Masks roll once per outer step, not per step: else some entries might never be sent.
         round_number, kept = state.rounds[parts.names("synchronize")[part]], {}
         if residuals:
@@ -246,13 +246,13 @@ def _met(settings, parts, state, drift, count):
         return got.mean, got.residual, got.owner_residual if residuals else None
 
     def waiting(part, tree):
-        like = jax.eval_shape(functools.partial(meeting, part), tree)[0]
+        like = jax.eval_shape(functools.partial(exchanged, part), tree)[0]
         held = parts.split(state.arrived)[part] if settings.delay > 1 else None
         mean = jax.tree.map(vary_like, held, like) if held else jax.tree.map(zeros_of, like)
         return mean, *((residuals[part], state.owner_residual[part]) if residuals else (None, None))
 
     rows = [
-        _chosen(settings, due, *(functools.partial(f, part) for f in (meeting, waiting)), tree)
+        _chosen(settings, due, *(functools.partial(f, part) for f in (exchanged, waiting)), tree)
         for part, (due, tree) in enumerate(
             zip(settings.due(parts, count), parts.split(drift), strict=True)
         )

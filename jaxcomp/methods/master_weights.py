@@ -1,4 +1,4 @@
-"""Float32 masters of narrow parameters, kept as what their rounding takes."""
+"""Float32 master weights of narrow parameters, kept as their rounding errors."""
 
 from typing import Any, NamedTuple
 
@@ -16,48 +16,48 @@ from jaxcomp.replicas.wrapping import with_extra_args
 class MasterWeightsState(NamedTuple):
     """State of `master_weights`."""
 
-    # f32 leaves of the parameters' shapes: the masters minus the parameters; None for leaves that
-    # are float32 or wider. Equal on all replicas.
+    # f32 leaves of the parameters' shapes, equal on all replicas: the masters minus the parameters;
+    # None for leaves that are float32 or wider.
     remainder: Any
-    inner: Any  # of the transformation, which sees the masters
+    inner: Any  # state of the transformation, which sees the masters
 
     @property
     def keeps_rounding(self) -> bool:
-        """No update is lost, however small."""
+        """Small updates are not lost."""
         return True
 
 
 def master_weights(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Trains bfloat16 or float16 parameters as if they were float32, and rounds them after.
+    """Trains bfloat16 or float16 parameters as if they were float32.
 
-    Of a narrow parameter every update under half of its last bit is lost: in bfloat16 all below
-    1/512 of it. Here `tx` sees gradients, parameters and moments in float32. The state keeps the
-    masters as a remainder: the parameters plus the remainder are the masters, and the parameters
-    are the masters rounded to nearest. So parameters that were loaded or changed outside stay what
-    they are, and `jaxcomp.compact(..., 16, fields=("remainder",))` keeps masters of 16 bits behind
-    the first one in 4 bytes a parameter, of both together.
+    A narrow parameter loses every update below half of its last bit: in bfloat16 all updates below
+    1/512 of the parameter. Here `tx` sees gradients, parameters and moments in float32. The state
+    keeps a remainder: parameters plus remainder are the masters, and the parameters are the masters
+    rounded to nearest. So you may load or change parameters outside. With
+    `jaxcomp.compact(..., 16, fields=("remainder",))` parameter and remainder together take 4 bytes,
+    with 16 more bits of precision than the parameter alone.
 
-    Goes around the whole chain, inside of `jaxcomp.per_replica`; in `optax.partition`, around each
-    group. `cocktail_sgd`, `local_steps`, `slamb` and `sharded_optimizer` keep what is rounded off
-    by themselves, the last one in pieces of its owners, and need no masters.
+    Wrap the whole chain in it, inside `jaxcomp.per_replica`; in `optax.partition`, wrap each group.
+    `cocktail_sgd`, `local_steps`, `slamb` and `sharded_optimizer` keep the rounding errors
+    themselves, the last one in its owners' pieces, and need no masters.
 
-    Where replicas drift, gradients are taken at the narrow parameters plus the drift.
+    If replicas drift, gradients are taken at the narrow parameters plus the drift.
 
     Args:
-      tx: Any transformation, of this library, of optax, or a chain.
+      tx: Any transformation, from this library or from optax, or a chain.
 
     Returns:
-      A `GradientTransformationExtraArgs` whose updates, in float32, are what the parameters move
-      by: mostly zeros in bfloat16. `optax.apply_updates` must get them as they are. It keeps one
-      float32 for each narrow parameter, and the moments of `tx` are float32, too.
+      A `GradientTransformationExtraArgs` whose float32 updates are the changes of the narrow
+      parameters, mostly zeros in bfloat16. Pass them to `optax.apply_updates` unchanged. It keeps
+      one float32 for each narrow parameter, and the moments of `tx` are float32 too.
 
     Raises:
-      ValueError: In `init` if a method in `tx` keeps what is rounded off by itself; in `update`
+      ValueError: In `init` if a method in `tx` keeps the rounding errors itself; in `update`
         without `params`.
 
     References:
       Micikevicius et al., `Mixed Precision Training <https://arxiv.org/abs/1710.03740>`_, ICLR
-      2018, section 3.1. Deviation: the remainder is kept beside the parameters, not the masters.
+      2018, section 3.1. Deviation: the remainder is kept, not the masters.
 
     Examples:
       >>> import jaxcomp
@@ -100,7 +100,7 @@ def _master(param, remainder):
 def _rounded(param, master, change):
     """The new parameter, in the dtype of its master."""
     new = master + change
-    # The barrier keeps XLA from leaving out the cast there and back (excess precision).
+    # The barrier keeps XLA from dropping the cast there and back (excess precision).
     return lax.optimization_barrier(new.astype(param.dtype)).astype(new.dtype)
 
 
@@ -109,5 +109,5 @@ def _remainder(param, master, change, rounded):
 
 
 def _moves(param, change, rounded):
-    # What is not narrow rounds nothing off, and a difference of two sums would.
+    # Wide parameters round nothing off, but a difference of two sums would.
     return rounded - widened(param) if is_narrow(param) else change

@@ -1,4 +1,4 @@
-"""An optimizer whose state is cut over the replicas: coded gradients there, coded updates back."""
+"""An optimizer sharded over the replicas: sends encoded gradients and encoded updates."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from jaxcomp.replicas.wrapping import with_extra_args
 
 @MethodState.register
 class ShardedOptimizerState(NamedTuple):
-    """State of `sharded_optimizer`; of every parameter each replica owns one of R pieces."""
+    """State of `sharded_optimizer`; each replica owns one of R pieces of every parameter."""
 
     # i32[], steps so far
     count: jax.Array  # type: ignore[assignment]
-    # f32[1, ..., 1, numel / R] a leaf, of its rank: the owner's parameters minus those of all
+    # f32[1, ..., 1, numel / R] per leaf, of its rank: the owner's parameters minus the common.
     owner_residual: Any
-    owned: Any  # the inner optimizer's, of pieces
+    owned: Any  # the inner optimizer's state, for pieces
 
     @property
     def keeps_rounding(self) -> bool:
-        """What narrow parameters round off goes to `owner_residual`."""
+        """`owner_residual` keeps what narrow parameters round off."""
         return True
 
 
@@ -50,43 +50,45 @@ def sharded_optimizer(
     bucket_numel: int | None = None,
     seed: int = 0,
 ) -> optax.GradientTransformationExtraArgs:
-    """Cuts an optimizer over the replicas, and sends what it changes as codes of differences.
+    """Shards an optimizer over the replicas, and sends encoded gradients and parameter changes.
 
-    `params` are equal on all replicas. One replica owns a piece p of 1/R of each parameter, in
-    float32 or wider; e is the part of it that all copies lack. With g_i the gradients, Q and D the
-    two codes, and u the inner update, one step of an owner is
+    `params` are equal on all replicas. Each replica owns a piece p of 1/R of each parameter, in
+    float32 or wider; e is what the other copies of it lack. With g_i the gradients, Q and D the two
+    codes, and u the inner update, one step of an owner is
 
         u = inner(mean_i Q[g_i], p + e),  c = D[e + u],  e <- e + u - c,  p <- p + c.
 
     Gradients go to the owners in one all-to-all, and c to all in one all-gather: 2 m (R-1)/R bytes
-    for messages of m bytes. An error of D is in the next difference again and is never lost. An
-    error of Q is; so Q should be unbiased. Inner moments exist once, and so does `e`.
+    for messages of m bytes. The next difference contains the error of D, so it is never lost. The
+    error of Q is lost, so Q should be unbiased. Inner moments and `e` are stored once, not per
+    replica.
 
     Args:
-      inner: Any optax optimizer whose update of an entry depends on that entry alone, as Adam's,
+      inner: Any optax optimizer whose update of an entry depends on that entry alone, such as Adam,
         with its learning rate. It sees the tree of the parameters with flat pieces as leaves, of
-        the parameters' ranks: masks by path and such as `ndim > 1` work. What looks at other
-        shapes or mixes entries is refused. `jaxcomp.clip_by_global_norm` sums over owners. In
-        `simulated_train_step`, whose axis has no types, nothing is refused and norms are local.
+        the parameters' ranks, so masks by path or `ndim > 1` work. An optimizer that looks at other
+        shapes or mixes entries is an error. `jaxcomp.clip_by_global_norm` sums over owners. In
+        `simulated_train_step`, whose axis has no types, there are no such errors, and norms are
+        local.
       axis_name: Mesh axis of the replicas.
       gradients: Code Q, or a policy `(path, leaf) -> Compressor`. Default:
         `quantize(4, rounding="stochastic")`.
       differences: Code D, or a policy. Default: `quantize(4)`.
-      exact: `(path, leaf) -> bool`, which leaves are sent in float32 on both ways. Default:
+      exact: `(path, leaf) -> bool`, which leaves are sent in float32, in both directions. Default:
         those with fewer than two axes, or fewer than 1,024 elements over all their shards.
-      bucket_numel: Most elements of one message, of all its chunks together; by default at most
-        8 messages a code and direction.
+      bucket_numel: Most elements of one message, over all its chunks; by default at most 8 messages
+        per code and direction.
       seed: Seed of masks, shifts and stochastic rounding.
 
     Returns:
       A `GradientTransformationExtraArgs` whose updates are float32 or wider. It keeps 1/R of the
-      inner state and of one float32 a parameter. A gradient that is not finite makes the update
+      inner state and of one float32 per parameter. A gradient that is not finite makes the update
       NaN on all replicas, for `jaxcomp.train_step` to skip.
 
     Raises:
       ValueError: At trace time without `params`, for an unknown axis, gradients that are already
-        reduced, leaves that are not floating, or an inner optimizer that looks at shapes or whose
-        update of an entry depends on others.
+        reduced, leaves that are not floating, or an inner optimizer that looks at shapes or mixes
+        entries.
 
     Examples:
       >>> import jaxcomp
@@ -94,10 +96,11 @@ def sharded_optimizer(
       >>> tx = jaxcomp.sharded_optimizer(optax.adamw(1e-3), "replica")
 
     References:
-      Rajbhandari et al., `ZeRO <https://arxiv.org/abs/1910.02054>`_, 2020, stage 1, for the cut
+      Rajbhandari et al., `ZeRO <https://arxiv.org/abs/1910.02054>`_, 2020, stage 1, for the sharded
       optimizer; Jia et al., `SDP4Bit <https://arxiv.org/abs/2410.15526>`_, NeurIPS 2024, for 4-bit
-      differences of weights. Deviations from the latter: differences to nearest in blocks of 128
-      with absmax scales, gradients in one hop of 4 bits without a Hadamard rotation.
+      differences of weights. Deviations from the latter: differences are rounded to nearest in
+      blocks of 128 with absmax scales; gradients take one hop at 4 bits, without a Hadamard
+      rotation.
     """
     differences = policy_of(quantize(4) if differences is None else differences)
     gradients = quantize(4, rounding="stochastic") if gradients is None else gradients
@@ -121,7 +124,7 @@ class _Settings(NamedTuple):
 
 
 def _init(settings, params):
-    _plan_of(settings.there, params)  # refuses what cannot travel
+    _plan_of(settings.there, params)  # raises for leaves that cannot be sent
     pieces, zero = _own(params, settings.there.axis_name), jnp.zeros([], jnp.int32)
     zeros = jax.tree.map(jnp.zeros_like, pieces)
     return ShardedOptimizerState(zero, zeros, settings.inner.init(pieces))
@@ -129,7 +132,7 @@ def _init(settings, params):
 
 def _update(settings, updates, state, params, **extra_args):
     axis_name = settings.there.axis_name
-    extra_args.pop("axis_name", None)  # to `inner` it is an axis that shards, as any other
+    extra_args.pop("axis_name", None)  # to `inner` it is an axis that shards, like any other
     grads = _scattered(settings.there, updates, state.count)
     held = _own(params, axis_name)
     master = jax.tree.map(jnp.add, held, state.owner_residual)
@@ -150,7 +153,7 @@ def _update(settings, updates, state, params, **extra_args):
 
 
 def _scattered(transport, grads, count):
-    """The own pieces of the mean gradient."""
+    """This replica's pieces of the mean gradient."""
     axis_name = transport.axis_name
 
     def mean(key, bucket, rows):
@@ -164,7 +167,7 @@ def _scattered(transport, grads, count):
 
 
 def _gathered(transport, pieces, params, count):
-    """What the owners' codes decode to: in natural shapes, and the own pieces of it."""
+    """The decoded changes of all owners, in natural shapes, and this replica's pieces of them."""
     axis_name = transport.axis_name
 
     def gather(key, bucket, chunk):
@@ -181,7 +184,7 @@ def _gathered(transport, pieces, params, count):
 
 
 def _plan_of(transport, tree):
-    """The buckets of one replica's pieces; a policy sees the leaves as they are."""
+    """The buckets of one replica's pieces; a policy sees the whole leaves."""
     keyed = jax.tree_util.tree_leaves_with_path(tree)
     leaves = {path_of(key_path): leaf for key_path, leaf in keyed}
     chosen = {path: transport.policy(path, leaf) for path, leaf in leaves.items()}
@@ -194,10 +197,10 @@ def _plan_of(transport, tree):
 
 
 def _rows(tree, axis_name):
-    """Every leaf in its R pieces, each of the leaf's rank, float32 or wider."""
+    """Every leaf in R pieces of the leaf's rank, float32 or wider."""
 
     def cut_up(x):
-        is_real = jnp.issubdtype(x.dtype, jnp.floating)  # others are refused by the plan
+        is_real = jnp.issubdtype(x.dtype, jnp.floating)  # the plan raises for others
         wide = x.astype(jnp.promote_types(x.dtype, jnp.float32)) if is_real else x
         rows = cut(wide, 0, num_replicas(axis_name))
         return jax.vmap(lambda piece: ranked(piece, x.ndim))(rows)

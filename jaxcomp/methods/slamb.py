@@ -171,13 +171,13 @@ def slamb(
 class _Settings(NamedTuple):
     adam: moments.Adam
     masked: masks.Masked  # how momenta are exchanged
-    meeting: averaging.Transport  # how drifts are exchanged
+    drifts: averaging.Transport  # how drifts are exchanged
     sync_at: schedules.Schedule
     step: Rescaling
 
 
 def _init(settings, params):
-    stages, axis_name = settings.masked.stages, settings.meeting.axis_name
+    stages, axis_name = settings.masked.stages, settings.drifts.axis_name
     zero = jnp.zeros([], jnp.int32)
     zeros = to_varying(jax.tree.map(moments.zeros, params), axis_name)
     is_masked = settings.masked.first(params)
@@ -187,7 +187,7 @@ def _init(settings, params):
         momentum=zeros,
         variance=zeros,
         drift=zeros,
-        owner_residual=averaging.nothing_sent(settings.meeting, zeros)[1],
+        owner_residual=averaging.nothing_sent(settings.drifts, zeros)[1],
         stale=jax.tree.map(fresh, params, is_masked),
         rounds=no_rounds(*(stage.part for stage in stages), "synchronize"),
         skipped=to_varying(zero, axis_name),
@@ -207,7 +207,7 @@ def _update(settings, updates, state, params, **_):
         unless(bad, momentum, state.momentum),
         unless(bad, variance, state.variance),
     )
-    is_bad = any_of(bad, settings.meeting.axis_name)
+    is_bad = any_of(bad, settings.drifts.axis_name)
     treedef, stages = jax.tree.structure(params), settings.masked.stages
     masked = functools.partial(settings.masked.in_stage, params=params, count=count)
     momentum, where = masked(masks.mean_on_masks, jax.tree.leaves(momentum))
@@ -219,11 +219,11 @@ def _update(settings, updates, state, params, **_):
     decays = jax.tree.leaves(adam.decays(params))
     leaves = momentum, jax.tree.leaves(variance), jax.tree.leaves(local), stale, decays
     on_mask = functools.partial(masked, masks.squares_on_masks)
-    lost = steps(settings.step, *leaves, on_mask, count, settings.meeting.axis_name)
+    lost = steps(settings.step, *leaves, on_mask, count, settings.drifts.axis_name)
     lost = treedef.unflatten(lost)
     drift = unless(bad, jax.tree.map(jnp.subtract, state.drift, lost), state.drift)
     meets, of = settings.sync_at(count), (drift, state.owner_residual, params, count)
-    together = functools.partial(_together, settings.meeting)
+    together = functools.partial(_together, settings.drifts)
     if settings.sync_at is schedules.always:
         change, drift, owner_residual = together(*of)
     else:
@@ -240,10 +240,10 @@ def _update(settings, updates, state, params, **_):
     )
 
 
-def _together(meeting, drift, owner_residual, params, count):
+def _together(transport, drift, owner_residual, params, count):
     """A synchronization; the drift keeps what codes lose and a narrow consensus rounds off."""
-    got = averaging.average(meeting, drift, count, "synchronize", owner_residual=owner_residual)
-    lost = to_varying(jax.tree.map(averaging.rounded_off, params, got.mean), meeting.axis_name)
+    got = averaging.average(transport, drift, count, "synchronize", owner_residual=owner_residual)
+    lost = to_varying(jax.tree.map(averaging.rounded_off, params, got.mean), transport.axis_name)
     rest = jax.tree.map(lambda lost, own, sent: lost + (own - sent), lost, drift, got.sent)
     return got.mean, rest, got.owner_residual
 

@@ -1,1 +1,1 @@
-"""Parameters in shards, gathered as codes, and their step. May import all but measure."""
+"""Sharded parameters, gathered as codes, and their training step. May import all but measure."""

@@ -1,4 +1,4 @@
-"""Parameters cut into shards, and whole again: what happens outside of a step."""
+"""Cutting parameters into shards and putting them together, outside of a step."""
 
 import dataclasses
 from collections.abc import Callable
@@ -18,10 +18,10 @@ _NO_KEY = Key(0, 0)
 
 
 def planned(fsdp: Any, stacked: Callable, path: Any, leaf: Any) -> Shard:
-    """A shard of a parameter, without its array, as a `QSDP` codes it.
+    """A shard of a parameter, without its array, with the codes of a `QSDP`.
 
     Raises:
-      ValueError: If it is not floating, or its code of the fast axis learns levels.
+      ValueError: If it is not floating, or its code for the fast axis learns levels.
     """
     name = path_of(path)
     if not jnp.issubdtype(leaf.dtype, jnp.floating):
@@ -37,7 +37,7 @@ def planned(fsdp: Any, stacked: Callable, path: Any, leaf: Any) -> Shard:
     weights, gradients, fast = (policy_of(policy)(name, one) for policy in policies)
     if fast.levels is not None:
         raise ValueError(
-            f"fast_gradients is {fast.name} for {name!r}, but levels are learned of what "
+            f"fast_gradients is {fast.name} for {name!r}, but levels are learned from what "
             "crosses the slow axis only; write quantize(...)."
         )
     stack = leaf.shape[: leaf.ndim - len(shape)]
@@ -59,7 +59,7 @@ def whole(axes: tuple[str, ...], shard: Shard) -> jax.Array:
 
 
 def on(mesh: Mesh, axes: tuple[str, ...], function: Callable, in_specs: Any, out_specs: Any):
-    """A jitted function of every device's own, on a mesh that needs these axes."""
+    """A jitted `shard_map` of a function on a mesh, which must have these axes."""
     missing = [name for name in axes if name not in mesh.axis_names]
     if missing:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Several arrays behind each other as one bucket, each by a code of its own."""
+"""Several arrays as one bucket, each with its own code."""
 
 import dataclasses
 import itertools
@@ -10,11 +10,11 @@ from jaxcomp.compressors.packing import fold
 
 
 def fused(*parts: tuple[Compressor, int]) -> Compressor:
-    """Codes the parts of a bucket apart, so that no block lies in two of them, as one payload.
+    """Encodes the parts of a bucket separately, as one payload, so that no block crosses parts.
 
-    All parts see the same shared key, and so the same random shift; rounding noise and levels are
-    a part's own. Unlike other compressors it is made for buckets of one size, and promises what
-    all parts promise.
+    All parts have the same shared key, and so the same random shift; each has its own rounding
+    noise and levels. Unlike other compressors it is for buckets of one size. It promises what all
+    parts promise.
 
     Args:
       *parts: The code and the number of elements of each part, at least 1, in order.
@@ -59,9 +59,9 @@ def fused(*parts: tuple[Compressor, int]) -> Compressor:
 
 
 def piece_of(index: int, *parts: tuple[Compressor, int]) -> Compressor:
-    """What `fused` makes of these parts, but that it decodes one of them alone.
+    """The code that `fused` makes from these parts, but it decodes only one of them.
 
-    So each part gets a dtype of its own, and no array ever holds them all.
+    So each part gets its own dtype, and no array holds all of them.
     """
     whole = fused(*parts)
     code, size = parts[index]

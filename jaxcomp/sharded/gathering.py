@@ -1,7 +1,7 @@
-"""A layer's weights from its shards, and its shards' gradient from its own: one VJP.
+"""Gathers a layer's weights from shards and scatters their gradients: one VJP.
 
-Shards are cut over one axis, or over a fast one and then each piece over the slow one. Weights
-cross the slow axis first and gradients last, so that of both 1/n_fast crosses it on each device.
+Shards are cut over one axis, or over a fast axis and then over the slow one. Weights cross the slow
+axis first and gradients last, so that only 1/n_fast of each crosses it on each device.
 """
 
 import dataclasses
@@ -22,41 +22,41 @@ from jaxcomp.replicas.shards import Shard, cut, natural, numel_of, without_paddi
 from jaxcomp.replicas.types import num_replicas, to_varying
 from jaxcomp.sharded.fused import fused, piece_of
 
-SECONDARY = "jaxcomp.qsdp.secondary"  # the name of what `send` returns, for `jax.checkpoint`
+SECONDARY = "jaxcomp.qsdp.secondary"  # the name of the result of `send`, for `jax.checkpoint`
 
 
 class _Bundle(NamedTuple):
-    """What is static of leaves that travel as one message."""
+    """The static description of leaves that are sent as one message."""
 
-    axes: tuple[str, ...]  # that the shards are cut over: `(slow,)` or `(fast, slow)`
+    axes: tuple[str, ...]  # of the shards: `(slow,)` or `(fast, slow)`
     weights: tuple[Compressor, ...]
     gradients: tuple[Compressor, ...]
     fast_gradients: tuple[Compressor, ...]
     shapes: tuple[tuple[int, ...], ...]
     sizes: tuple[int, ...]  # of a shard of each leaf
     dtypes: tuple[Any, ...]  # of the shards
-    computed: tuple[Any, ...]  # that the weights are decoded to
+    computed: tuple[Any, ...]  # of the decoded weights
 
     @property
     def wide(self):
-        """The dtype of the message before it is coded."""
+        """The dtype of the values before they are encoded."""
         return jnp.result_type(jnp.float32, *self.dtypes)
 
 
 def send(
     shards: list[Shard], axes: tuple[str, ...], after: Any = None, behind: Any = None
 ) -> jax.Array:
-    """The codes of a layer's shards, across the slow axis: the first half of a gather.
+    """Sends the codes of a layer's shards across the slow axis: the first half of a gather.
 
     Args:
       shards: The `Shard`s of one layer, each with a key; the first one's is the layer's.
-      axes: The mesh axes that they are cut over, the slow one last.
-      after: A tree of arrays; nothing is coded before they are known.
-      behind: Another; nothing is sent before they are known.
+      axes: Their mesh axes, the slow one last.
+      after: A tree of arrays; nothing is encoded before they are known.
+      behind: A tree of arrays; nothing is sent before they are known.
 
     Returns:
-      `u32[num_slow, words]`, a message of each owner along the slow axis, of all its shards: the
-      layer's secondary shard, where it is kept.
+      `u32[num_slow, words]`, a message from each owner along the slow axis with all its shards. If
+      kept, it is the layer's secondary shard.
     """
     bundle = _bundle_of(shards, axes)
     key = _keys(shards)[0]
@@ -70,12 +70,12 @@ def send(
 
 
 def keep(messages: jax.Array, shards: list[Shard], after: Any) -> jax.Array:
-    """What `send` has returned, for a gather that waits for `after`."""
+    """The result of `send`, for a gather that waits for `after`."""
     return messages ^ _token(after, _keys(shards)[0].count).astype(messages.dtype)
 
 
 def spread(messages: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """What `send` returns, of all owners `[num_shards, ...]`: the codes go on as they are."""
+    """Sends the result of `send` over the other axes unchanged: `[num_shards, ...]`, all owners."""
     for axis in reversed(axes[:-1]):
         messages = wire.all_gather(messages, axis)
     return messages.reshape(-1, messages.shape[-1])
@@ -84,10 +84,10 @@ def spread(messages: jax.Array, axes: tuple[str, ...]) -> jax.Array:
 def receive(
     shards: list[Shard], axes: tuple[str, ...], messages: jax.Array, dtype: Any = None
 ) -> list[jax.Array]:
-    """A layer's weights, of a type that varies, from what `spread` returns: the second half.
+    """Decodes a layer's weights, which vary by type, from the result of `spread`: the second half.
 
-    Those of two axes or more are decoded to `dtype`, where it is given; others, as of norms, have
-    the shards' dtype. The VJP gives the shards, those that were sent, their gradients.
+    Weights of two axes or more are decoded to `dtype`, if given; others, such as norms, have the
+    shards' dtype. The VJP returns the gradients of the shards.
     """
     data, counters = [shard.data for shard in shards], [shard.counter for shard in shards]
     bundle = _bundle_of(shards, axes, dtype)
@@ -95,9 +95,9 @@ def receive(
 
 
 def scatter(shards: list[Shard], axes: tuple[str, ...], grads: list[jax.Array]) -> list[Shard]:
-    """The gradients of a layer's shards, of those of its weights: what the VJP of `receive` does.
+    """The gradients of a layer's shards from those of its weights, as the VJP of `receive` does.
 
-    The tallies of what was sent are the gradients of their counters.
+    The gradients of the counters are tallies of what was sent.
     """
     saved = _keys(shards)[1], [shard.counter for shard in shards]
     owned, _, _, tallies = _received_bwd(_bundle_of(shards, axes), saved, grads)
@@ -141,7 +141,7 @@ def _keys(shards) -> list[Key]:
 
 
 def _token(after, count):
-    """u32[], always zero, which XLA cannot tell: what is sent waits for `after`.
+    """u32[], always zero, but XLA cannot know that, so the message waits for `after`.
 
     XLA:CPU drops optimization barriers before it orders a program, and would gather all layers
     first, or take the second gather of a layer for the first.
@@ -155,7 +155,7 @@ def _token(after, count):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _received(bundle: _Bundle, shards, messages, keys: list[Key], counters) -> list[jax.Array]:
-    """The parameters of a layer; of the shards, only the gradient is computed."""
+    """The parameters of a layer, differentiable with respect to the shards."""
     parts, numel = tuple(zip(bundle.weights, bundle.sizes, strict=True)), sum(bundle.sizes)
     weights = []
     for index, (shape, size, dtype) in enumerate(
@@ -163,7 +163,7 @@ def _received(bundle: _Bundle, shards, messages, keys: list[Key], counters) -> l
     ):
         code = piece_of(index, *parts)
         flat = wire.decode_all(messages, code, keys[0], numel, bundle.wide).astype(dtype)
-        # Equal by type until here; from here on varying, so that JAX sums no gradient in float32.
+        # Equal by type until here, then varying, so that JAX sums no gradient in float32.
         rows = to_varying(flat, bundle.axes).reshape(-1, size)
         weights.append(natural(rows, shape))
     return weights
@@ -179,7 +179,7 @@ def _received_bwd(bundle, saved, grads):
     num_shards = lax.axis_size(bundle.axes)
     parts = [cut(grad.astype(bundle.wide), 0, num_shards) for grad in grads]
     for axis in fast:
-        # Keys differ between groups that exchange: noise that they shared would not average out.
+        # Keys differ between groups that exchange: shared noise would not average out.
         of_group = fold(key, lax.axis_size(axis), lax.axis_index(slow))
         parts = _scattered(parts, bundle.fast_gradients, of_group, axis)
         key = fold(key, lax.axis_index(axis))
@@ -200,7 +200,7 @@ _received.defvjp(_received_fwd, _received_bwd)
 
 
 def _scattered(parts, codes, key, axis_name):
-    """The mean over the axis of each part's own chunk along it; all in one message."""
+    """The mean over the axis of this device's chunk of each part, in one message."""
     rows = [part.reshape(lax.axis_size(axis_name), -1) for part in parts]
     sizes = [row.shape[1] for row in rows]
     chunks = jnp.concatenate(rows, axis=1).reshape(-1)
@@ -213,7 +213,7 @@ def _fused(codes, sizes):
 
 
 def _counted(chunks, counter, code, axes):
-    """The tally of what is sent across the slow axis of the own chunk; with the others', of all."""
+    """The tally of what this device sends across the slow axis; the sum over devices is of all."""
     own = chunks[lax.axis_index(axes[-1])]
     tally = lambda: to_varying(code.levels.tally(own), axes)
     return lax.cond(counter[0] > 0, tally, lambda: jnp.zeros_like(counter))

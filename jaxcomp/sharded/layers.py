@@ -1,4 +1,4 @@
-"""Trees of shards gathered: once, or as layers that gather again for their gradients."""
+"""Gathers trees of shards: once, or as layers that gather again in the backward pass."""
 
 import re
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from jaxcomp.sharded.gathering import receive, send, spread, weight_dtype
 
 
 def gather(tree: Any, axes: tuple[str, ...], but: str | None = None) -> Any:
-    """A tree with its shards, which have keys, gathered: see `QSDP.gather`."""
+    """Gathers the shards of a tree, which must have keys; see `QSDP.gather`."""
     keyed, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_shard)
     leaves = [leaf for _, leaf in keyed]
     stacks: dict[tuple[int, ...], list[int]] = {}
@@ -34,7 +34,7 @@ def gather(tree: Any, axes: tuple[str, ...], but: str | None = None) -> Any:
 def layer(
     function: Callable, axes: tuple[str, ...], secondary: bool, dtype: Any = None
 ) -> Callable:
-    """A function of whole parameters as one of their shards, in both passes: see `QSDP.layer`.
+    """Turns a function of whole parameters into one of shards, in both passes; see `QSDP.layer`.
 
     `secondary` says whether what crossed the slow axis is kept between the passes.
     """
@@ -45,7 +45,7 @@ def layer(
 def layers(
     function: Callable, axes: tuple[str, ...], secondary: bool, lookahead: int, dtype: Any = None
 ) -> Callable:
-    """Layers in turn, some gathered ahead of the one that computes: see `QSDP.layers`."""
+    """Runs layers in order, and gathers some ahead; see `QSDP.layers`."""
     of_codes = walks.walk(walks.Walk(function, axes, secondary, lookahead, dtype))
     cast = lambda w: w.astype(weight_dtype(w.shape, w.dtype, dtype))
     of_whole = jax.checkpoint(lambda params, x: function(jax.tree.map(cast, params), x))
@@ -68,6 +68,6 @@ def layers(
 def _require_stacked(shards):
     if any(shard.data.ndim < 2 for shard in shards):
         raise ValueError(
-            "got one tree of shards that are not stacked; give a list of trees, one a layer, or "
+            "got one tree of shards that are not stacked; give a list of trees, one per layer, or "
             "cut stacked parameters by fsdp.shard(params, mesh, stacked)."
         )

@@ -1,4 +1,4 @@
-"""Learned levels of sharded parameters: tables that are equal everywhere, fitted now and then."""
+"""Learned levels of sharded parameters: tables, equal on all replicas, that some steps fit."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -11,22 +11,22 @@ from jaxcomp.replicas.shards import Shard, is_shard, map_shards
 
 
 class Tables(NamedTuple):
-    """Levels of one parameter's two codes, `f32[*stack, 2**bits]`; None where they are fixed."""
+    """Levels of one parameter's two codes, `f32[*stack, 2**bits]`; None for fixed levels."""
 
     weights: Any
     gradients: Any
 
 
 def start(shards: Any) -> Any:
-    """A tree of `Tables`, one a `Shard`, of levels that have learned nothing yet."""
+    """A tree of `Tables`, one per `Shard`, with the initial levels."""
     table = lambda code, shard: _stacked(code.levels and code.levels.start, shard)
     return map_shards(lambda s: Tables(table(s.weights, s), table(s.gradients, s)), shards)
 
 
 def counters(shards: Any, due: jax.Array) -> Any:
-    """What gradients are counted in, by differentiation: `f32[*stack, bins]` a parameter, or None.
+    """Counters whose gradient is the tally of gradients: `f32[*stack, bins]` or None per parameter.
 
-    Ones in a step in which counting is `due`, else zeros: see `Shard.counter`.
+    Ones in steps in which counting is `due`, else zeros; see `Shard.counter`.
     """
 
     def counter(shard):
@@ -40,10 +40,10 @@ def counters(shards: Any, due: jax.Array) -> Any:
 
 
 def refit(tables: Any, shards: Any, tallies: Any, axis_name: str | tuple[str, ...]) -> Any:
-    """New tables, fitted to the weights of all shards and to what was counted of gradients.
+    """New tables, fitted to the weights of all shards and to the tallied gradients.
 
-    `tallies` is the gradient with respect to `counters`, of a step in which they were due. What is
-    returned is equal on all replicas.
+    `tallies` is the gradient with respect to `counters`, from a step in which they were due. The
+    result is equal on all replicas.
     """
 
     def jobs(shard, tables, tally):
@@ -67,7 +67,7 @@ class _Job(NamedTuple):
 
 
 def _fit(jobs: list[_Job], axis_name: str | tuple[str, ...]) -> list[jax.Array]:
-    """The new tables; those of one code are fitted together, as one program and one message."""
+    """The new tables; tables of one code are fitted together, in one message."""
     fitted = [job.table for job in jobs]
     for code in dict.fromkeys(job.code for job in jobs):
         chosen = [index for index, job in enumerate(jobs) if job.code == code]
@@ -83,7 +83,7 @@ def _fit(jobs: list[_Job], axis_name: str | tuple[str, ...]) -> list[jax.Array]:
 
 
 def _tally(tally: Callable, data: jax.Array) -> jax.Array:
-    """Tallies each layer of a shard for itself."""
+    """Tallies each layer of a shard separately."""
     return jax.vmap(tally)(data) if data.ndim > 1 else tally(data)
 
 

@@ -1,4 +1,4 @@
-"""Quantized fully sharded data parallelism: layers gathered where they are needed, as codes."""
+"""Quantized fully sharded data parallelism: layers are gathered as codes when they are needed."""
 
 from __future__ import annotations
 
@@ -51,29 +51,29 @@ class QSDP:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The mesh axes that parameters are cut over, in this order: the slow one is the last."""
+        """The mesh axes that parameters are cut over, in this order; the slow one is the last."""
         return (self.axis_name,) if self.fast_axis is None else (self.fast_axis, self.axis_name)
 
     @property
     def remat_policy(self) -> Callable[..., bool]:
-        """What `jax.checkpoint` and `nn.remat` keep: secondary shards, if wanted; else nothing."""
+        """Policy for `jax.checkpoint` and `nn.remat`: keeps secondary shards if there are any."""
         names = [SECONDARY] if self.secondary else []
         return jax.checkpoint_policies.save_only_these_names(*names)
 
     def shard(
         self, params: Any, mesh: Mesh, stacked: Callable[[str, Any], bool] = lambda *_: False
     ) -> Any:
-        """Cuts parameters into shards, one a device along the axes of the replicas.
+        """Cuts parameters into shards, one per device along the axes of the replicas.
 
         Args:
           params: Floating arrays of any sizes, replicated on the mesh or not placed yet.
           mesh: Has the axes `axes`.
-          stacked: `(path, leaf) -> bool`, as `jaxcomp.by_path` makes: whether a leaf holds many
-            layers along its first axis, to be scanned over; none by default.
+          stacked: `(path, leaf) -> bool`, for example from `jaxcomp.by_path`: whether a leaf holds
+            many layers along its first axis, for a scan; none by default.
 
         Returns:
-          A tree of Shards, their arrays `[num_shards, ...]` sharded over `axes`. An optax
-          optimizer whose update is elementwise takes it as parameters.
+          A tree of Shards, with arrays `[num_shards, ...]` sharded over `axes`. Optax optimizers
+          with elementwise updates take it as parameters.
 
         Raises:
           ValueError: If a leaf is not floating, `fast_gradients` learns its levels, or the mesh
@@ -85,10 +85,10 @@ class QSDP:
         return cutting.on(mesh, self.axes, own, P(), P(self.axes))(params)
 
     def unshard(self, shards: Any, mesh: Mesh) -> Any:
-        """Undoes `shard`, without loss: natural shapes, a copy on every device.
+        """Undoes `shard` without loss: natural shapes, a copy on every device.
 
-        Takes any tree with `Shard`s in it, as an optimizer's state; other leaves stay. Compiles at
-        each call; in a loop, call it inside `jax.jit`.
+        Takes any tree that contains `Shard`s, such as an optimizer's state; other leaves do not
+        change. Compiles at each call; in a loop, call it inside `jax.jit`.
         """
         specs = jax.tree.map(
             lambda x: P(self.axes) if is_shard(x) else P(), shards, is_leaf=is_shard
@@ -104,17 +104,17 @@ class QSDP:
         levels: Any = None,
         counters: Any = None,
     ) -> Any:
-        """What the loss of a replica is a function of: its own shards, each with a key.
+        """The argument of a replica's loss: its own shards, each with a key.
 
-        Runs inside `jax.shard_map`; differentiate the loss at `shards`, through this.
+        Runs inside `jax.shard_map`; differentiate the loss with respect to `shards`, through this.
 
         Args:
-          shards: As `shard` returns them, one row a replica.
+          shards: From `shard`, one row per replica.
           count: i32[], the step, equal on all replicas.
-          *draw: Integers for further keys in this step, as the number of a microbatch.
-          levels: As `levels.start` makes them, for codes that learn theirs; None: uniform.
-          counters: As `levels.counters` makes them: the loss's gradient there is the tally that
-            levels are fitted to. None: nothing is counted.
+          *draw: Integers for further keys in this step, such as the number of a microbatch.
+          levels: From `levels.start`, for codes that learn them; None: uniform.
+          counters: From `levels.counters`. The loss's gradient with respect to them is the tally
+            that levels are fitted to. None: nothing is counted.
 
         Returns:
           The tree for `gather` and `layer`.
@@ -131,21 +131,21 @@ class QSDP:
         )
 
     def gather(self, tree: Any, but: str | None = None) -> Any:
-        """Gathers a layer: every replica's code of its shards, in one message.
+        """Gathers a layer: the codes of all replicas' shards, in one message.
 
-        Stacked shards are gathered layer after layer. All replicas, the owner too, get what the
-        codes decode to. The VJP encodes the gradient of this replica's loss, sends each owner its
-        chunk in one all-to-all, and takes the mean of what arrives: the gradient of the mean loss
-        over replicas, at what was gathered, by the straight-through rule for the rounding.
+        Stacked shards are gathered layer after layer. All replicas, the owner too, get the decoded
+        codes. The VJP encodes the gradient of this replica's loss, sends each owner its chunk in
+        one all-to-all, and averages what arrives. That is the gradient of the mean loss over
+        replicas, at the gathered weights, with the straight-through rule for the rounding.
 
         As `trans_in_fn` of Flax's `nn.map_variables`, inside `nn.remat` with `remat_policy`, it
-        makes any module gather for itself, under `nn.scan` layer by layer. Layers that are not
-        scanned over XLA:CPU gathers all at once, where `layer` waits.
+        makes any module gather its own weights, under `nn.scan` layer by layer. Without a scan
+        XLA:CPU gathers all layers at once; `layer` waits.
 
         Args:
           tree: Shards from `local`, or those of one layer in a scan; other leaves stay.
-          but: Pattern for `re.search` of the paths that stay shards, as of layers that gather
-            for themselves.
+          but: Pattern for `re.search` of paths that stay shards, such as layers that gather their
+            own weights.
 
         Returns:
           The tree with natural shapes, of a type that varies, so that gradients stay local.
@@ -153,16 +153,17 @@ class QSDP:
         return layers.gather(tree, self.axes, but=but)
 
     def layer(self, function: Callable, dtype: Any = None) -> Callable:
-        """Makes of `function(params, *args)` one of shards, that gathers again for its gradient.
+        """Turns `function(params, *args)` into one of shards that gathers again for its gradient.
 
-        As by `jax.checkpoint`, nothing is kept between the passes, and the function is computed
+        As with `jax.checkpoint`, nothing is kept between the passes, and the function is computed
         twice. Each gather waits for the layer's arguments, or for the gradient of its result, so
-        that one layer's weights are held at a time. With secondary shards the codes that crossed
-        the slow axis are kept, and the second gather goes over the fast axis alone. `layers`
-        runs several in turn, and gathers the next one while one computes.
+        only one layer's weights are in memory. With secondary shards the codes that crossed the
+        slow axis are kept, and the second gather uses only the fast axis. `layers` runs several
+        layers, and gathers the next one while one computes.
 
         Args:
-          function: A layer; `args` are arrays or trees of them, and all that is differentiated.
+          function: A layer. `args` are arrays or trees of arrays; only these and the weights are
+            differentiated.
           dtype: Dtype of the weights that it gets, as for `layers`.
 
         Returns:
@@ -171,22 +172,22 @@ class QSDP:
         return layers.layer(function, self.axes, self.secondary, dtype)
 
     def layers(self, function: Callable, dtype: Any = None) -> Callable:
-        """Makes of `function(params, x) -> x` one that runs many layers of shards in turn.
+        """Turns `function(params, x) -> x` into one that runs many layers of shards in order.
 
-        As `layer` in a loop, but that the gather of layer k waits for the input of layer
+        Like `layer` in a loop, but the gather of layer k waits for the input of layer
         `k - lookahead`, and in the backward pass for the gradient that enters layer
-        `k + lookahead`: it travels while those compute. At most `lookahead + 1` layers are held,
-        one of them as weights and the others as codes. The bytes sent are the same.
+        `k + lookahead`, so it is sent while those compute. At most `lookahead + 1` layers are in
+        memory, one as weights and the others as codes. The bytes sent are the same.
 
         Args:
-          function: A layer; x is an array or a tree of them. It and the weights are all that is
-            differentiated, and for stacked layers its shapes and dtypes stay.
-          dtype: To which weights of two axes or more are decoded, as "bfloat16"; others, as of
-            norms and biases, keep the shards' dtype. None: all keep it.
+          function: A layer; x is an array or a tree of arrays. Only x and the weights are
+            differentiated. Stacked layers must keep the shapes and dtypes of x.
+          dtype: Dtype of decoded weights of two axes or more, for example "bfloat16"; others, such
+            as norms and biases, keep the shards' dtype. None: all keep it.
 
         Returns:
-          A function `(trees, x) -> x`, of a list of trees from `local`, one a layer, or of one
-          tree of stacked shards, which are scanned over.
+          A function `(trees, x) -> x`, for a list of trees from `local`, one per layer, or for one
+          tree of stacked shards, which it scans over.
         """
         return layers.layers(function, self.axes, self.secondary, self.lookahead, dtype)
 
@@ -205,37 +206,36 @@ def qsdp(
     gather_once: bool = False,
     lookahead: int = 1,
 ) -> QSDP:
-    """Makes the way in which parameters live in shards and travel as codes.
+    """Makes a `QSDP`: how parameters are sharded, gathered and updated through codes.
 
     Each replica keeps 1/R of every parameter, in float32, and of the optimizer's state. A layer is
-    gathered in the forward pass and again in the backward pass, and its gradient goes back to the
-    owners of the shards: `m (R-1)` bytes each time, for a message of m bytes a shard. Draws depend
-    on the seed, the step and the layer. The weights' are equal in both passes, so that the gradient
-    is of the function that was computed; the gradients' noise is each replica's own.
+    gathered in the forward pass and again in the backward pass, and its gradient is sent to the
+    owners of the shards: `m (R-1)` bytes each time, for a message of m bytes per shard. Noise
+    depends on the seed, the step and the layer. The weights' noise is equal in both passes, so that
+    the gradient fits the forward pass; the gradients' noise differs between replicas.
 
-    With a `fast_axis`, as of the devices inside a host, parameters are cut over both axes. Codes
-    cross the slow axis first and then, as they are, the fast one; gradients are averaged over the
-    fast axis first. On each device 1/n_fast of both crosses the slow axis.
+    With a `fast_axis`, for example over the devices of a host, parameters are cut over both axes.
+    Codes cross the slow axis first and then, unchanged, the fast one; gradients are averaged over
+    the fast axis first. Each device sends 1/n_fast of both over the slow axis.
 
     Args:
       axis_name: Mesh axis of the replicas, the slow one.
-      weights: Code of the weights, or a policy `(path, leaf) -> Compressor`. To nearest by default;
-        `rounding="shift"` is the unbiased random shift of the theory.
+      weights: Code of the weights, or a policy `(path, leaf) -> Compressor`. Rounds to nearest by
+        default; `rounding="shift"` is the unbiased random shift of the paper's theory.
       gradients: Code of the gradients, or a policy; unbiased by default.
       exact: `(path, leaf) -> bool`, which leaves are sent in float32, in the same messages.
         Default: those with fewer than two axes, or fewer than 1,024 elements.
-      fit_at: When `qsdp_train_step` fits levels, as of `learned_levels(4)`; by default in steps 1,
-        2, 4, 8, ...
+      fit_at: When `qsdp_train_step` fits levels, for codes such as `learned_levels(4)`; by default
+        in steps 1, 2, 4, 8, ...
       seed: Seed of shifts and noise.
-      fast_axis: Mesh axis of replicas between which links are fast; None: there is none.
-      fast_gradients: Code of the gradients on their way inside the fast axis, or a policy; exact
-        by default.
-      secondary: Whether `layer` keeps what crossed the slow axis, the codes of 1/n_fast of the
-        parameters, until the backward pass, whose gather then sends nothing across it.
-      gather_once: Whether `qsdp_train_step` gathers all weights once a step and scatters gradients
-        once, after the last microbatch: two messages a step, at the cost of whole parameters and
-        a whole gradient on each device meanwhile.
-      lookahead: How many layers ahead of the one that computes `QSDP.layers` gathers: 0, 1 or 2.
+      fast_axis: Mesh axis of replicas with fast links between them; None: no such axis.
+      fast_gradients: Code of the gradients over the fast axis, or a policy; float32 by default.
+      secondary: Whether `layer` keeps the codes that crossed the slow axis, 1/n_fast of the
+        parameters, until the backward pass, whose gather then sends nothing over it.
+      gather_once: Whether `qsdp_train_step` gathers all weights once per step and scatters
+        gradients once, after the last microbatch: two messages per step, but each device holds
+        whole parameters and a whole gradient meanwhile.
+      lookahead: How many layers `QSDP.layers` gathers ahead of the one that computes: 0, 1 or 2.
 
     Returns:
       A `QSDP`, hashable and without arrays.
@@ -253,8 +253,8 @@ def qsdp(
     References:
       Markov et al., `Quantized Distributed Training of Large Models with Convergence Guarantees
       <https://arxiv.org/abs/2302.02390>`_, ICML 2023. Shards stay in float32, as in its
-      experiments; its analysis keeps the quantized weights only. Blocks do not cross leaves.
-      Two hops of gradients (qgZ) and secondary shards (hpZ): Wang et al., `ZeRO++
+      experiments; its analysis keeps only the quantized weights. Blocks do not cross leaves. Two
+      hops of gradients (qgZ) and secondary shards (hpZ): Wang et al., `ZeRO++
       <https://arxiv.org/abs/2306.10209>`_, 2023. Here the first hop is exact by default, and
       secondary shards are the codes that were sent.
     """
@@ -274,7 +274,7 @@ def qsdp(
             "the one that computes."
         )
     for code in (weights, gradients, fast_gradients):
-        policy_of(code)  # refuses what is neither
+        policy_of(code)  # raises for anything else
     exact = exact or _EXACT
     rest = fast_axis, fast_gradients, secondary, gather_once, lookahead
     return QSDP(axis_name, weights, gradients, exact, fit_at, seed, *rest)

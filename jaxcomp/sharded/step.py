@@ -1,4 +1,4 @@
-"""A whole training step of sharded parameters: gathered forward and backward, updated in shards."""
+"""The training step of sharded parameters: gathers forward and backward, updates shards."""
 
 import dataclasses
 import functools
@@ -43,8 +43,8 @@ class QSDPState(NamedTuple):
 
     # i32[], steps so far, skipped ones included; the source of all keys
     count: jax.Array  # type: ignore[assignment]
-    inner: Any  # the optimizer's, of shards
-    levels: Any  # `levels.Tables`, one a parameter, equal on all replicas
+    inner: Any  # the optimizer's state, for shards
+    levels: Any  # one `levels.Tables` per parameter, equal on all replicas
     rounds: Any  # {part: i32[]}, how often each part was sent; {} if no levels are learned
 
 
@@ -58,44 +58,43 @@ def qsdp_train_step(
     has_aux: bool = False,
     batch_specs: Any = None,
 ) -> TrainStep:
-    """Makes jitted `init` and `step` of a loss and an optimizer, of parameters in shards.
+    """Makes jitted `init` and `step` from a loss and an optimizer, for sharded parameters.
 
-    Gradients arrive at the shards as means over the replicas. Nothing else is exchanged but for
-    one float32, whether all of the update is finite; if it is not, parameters and optimizer stay
-    as they were on all replicas.
+    Shards get mean gradients over the replicas. Only one float32 more is exchanged: whether the
+    whole update is finite. If it is not, all replicas keep parameters and optimizer state.
 
     Args:
-      loss_fn: `(shards, batch) -> f32[]`, the mean loss over the batch that it is given. It gets
-        what `fsdp.local` returns, and uses it by `fsdp.gather` and `fsdp.layer`; these pass on
-        what is gathered already, as by `fsdp.gather_once`.
-      tx: Any optimizer whose update of an entry depends on that entry alone, as Adam's, or on what
-        is summed over all shards, as by `jaxcomp.clip_by_global_norm`. It gets `value`, the mean
-        loss of all replicas. It sees flat shards of the ranks that parameters have, or one layer
-        of them: masks such as `ndim > 1` work, and what looks at other shapes is refused. Nothing
-        that exchanges gradients by itself.
-      mesh: Mesh of the axes `fsdp.axes`, in any order, and no others.
-      fsdp: As `jaxcomp.qsdp` makes it.
-      accumulate: Microbatches that a replica's batch is cut into, in turn. Each gathers the
-        weights and scatters gradients anew, with draws of its own, unless `fsdp.gather_once`.
+      loss_fn: `(shards, batch) -> f32[]`, the mean loss of its batch. It gets the result of
+        `fsdp.local`, and uses it through `fsdp.gather` and `fsdp.layer`. These pass on what is
+        already gathered, as with `fsdp.gather_once`.
+      tx: Any optimizer whose update of an entry depends on that entry alone, such as Adam, or on
+        sums over all shards, such as `jaxcomp.clip_by_global_norm`. It gets `value`, the mean loss
+        of all replicas. It sees flat shards with the rank of the parameter, or of one layer of it:
+        masks such as `ndim > 1` work; looking at other shapes is an error. It must not exchange
+        gradients itself.
+      mesh: Mesh with the axes `fsdp.axes`, in any order, and no others.
+      fsdp: Made by `jaxcomp.qsdp`.
+      accumulate: Microbatches that a replica's batch is cut into. Each gathers weights and scatters
+        gradients again, with its own noise, unless `fsdp.gather_once`.
       has_aux: As for `jaxcomp.train_step`, like `batch_specs`.
       batch_specs: Over all axes of the mesh, in its order, or over none.
 
     Returns:
       `init(shards) -> QSDPState` and `step(shards, state, batch, ...) -> (shards, state, metrics)`,
-      with shards from `fsdp.shard`, all arguments and metrics as for `jaxcomp.train_step`, their
-      first axis sharded over all axes of the mesh, in its order. `step` donates shards and state.
+      with shards from `fsdp.shard`. Arguments and metrics are those of `jaxcomp.train_step`, with
+      the first axis sharded over all axes of the mesh, in its order. `step` donates shards and
+      state.
 
     Raises:
       ValueError: At construction, if the mesh has other axes than `fsdp.axes`, or `accumulate` is
-        under 1; at the first call, if the batch cannot be divided, the loss is equal on all
-        replicas, or `tx` is one of this package's methods, looks at shapes, or mixes entries of a
-        shard.
+        below 1; at the first call, if the batch cannot be divided, the loss is equal on all
+        replicas, or `tx` exchanges, looks at shapes, or mixes entries of a shard.
     """
     check_accumulate(accumulate)
     if set(mesh.axis_names) != set(fsdp.axes):
         raise ValueError(
             f"qsdp_train_step got a mesh of axes {mesh.axis_names}, needs one of {fsdp.axes} and "
-            "no others; of a slow and a fast axis write qsdp(slow, fast_axis=fast)."
+            "no others; for a slow and a fast axis write qsdp(slow, fast_axis=fast)."
         )
     of_rows = per_replica(_of_pieces(tx), fsdp.axes)
     gradient = Gradient(loss_fn, mesh, mesh.axis_names, accumulate, has_aux, batch_specs)
@@ -107,11 +106,11 @@ def qsdp_train_step(
 
 
 class _Run(NamedTuple):
-    """What a step was made with."""
+    """The arguments of a step."""
 
     gradient: Gradient
     given: optax.GradientTransformation  # as the user wrote it
-    tx: optax.GradientTransformationExtraArgs  # the same, of shards, with rows of replicas
+    tx: optax.GradientTransformationExtraArgs  # the same for shards, with rows of replicas
     mesh: Mesh
     fsdp: QSDP
 
@@ -161,7 +160,7 @@ def _step_local(run, shards, state, batch, rng, model_state, extra_args):
 
 
 def _of_pieces(tx):
-    """An optimizer of shards: it sees their parameters' ranks, and has to work entry by entry."""
+    """An optimizer for shards, which sees the parameters' ranks and must work entry by entry."""
     tx = optax.with_extra_args_support(tx)
     mapped = lambda of: functools.partial(
         map_shards, lambda shard: dataclasses.replace(shard, data=of(shard))
@@ -188,12 +187,12 @@ def _require_alone(state):
         raise ValueError(
             f"qsdp_train_step got a transformation that exchanges (its state has {found!r}); "
             "gradients of shards are means already, and each replica has other parameters; write "
-            "the optimizer alone, as optax.adamw(1e-3)."
+            "the optimizer alone, like optax.adamw(1e-3)."
         )
 
 
 def _fitted(fsdp, shards, state, tallies):
-    """Levels and rounds after a step; outside of the schedule's steps all stays as it is."""
+    """Levels and rounds after a step; they change only in the schedule's steps."""
     if not state.rounds:
         return state.levels, state.rounds
     due = fsdp.fit_at(state.count)
@@ -204,10 +203,10 @@ def _fitted(fsdp, shards, state, tallies):
 
 
 def _mean_gradients(run, shards, state, batch, rng, model_state):
-    """`((loss, extra), (grads, tallies))`, in the mean over this replica's microbatches.
+    """`((loss, extra), (grads, tallies))`, averaged over this replica's microbatches.
 
-    `grads` are the shards'; `tallies` of what was sent of them, in a step in which levels are
-    fitted.
+    `grads` are those of the shards; `tallies` count what was sent of them, in steps that fit
+    levels.
     """
     gradient, fsdp = run.gradient, run.fsdp
     loss_of, model_state = loss_of_part(gradient, batch, rng), own_floats(model_state, fsdp.axes)
@@ -226,7 +225,7 @@ def _mean_gradients(run, shards, state, batch, rng, model_state):
         return jax.value_and_grad(lambda params: loss_of(params, *part), has_aux=True)(params)
 
     def mean(value_and_grad, like):
-        """In the dtypes of `like`: those of cotangents, and of what `tx` was made for."""
+        """In the dtypes of `like`, which are those of cotangents and of the state of `tx`."""
         made, grads = mean_over_microbatches(gradient, value_and_grad, like, batch, model_state)
         return made, jax.tree.map(lambda g, x: g.astype(x.dtype), grads, like)
 

@@ -1,8 +1,7 @@
-"""Layers of shards in turn, gathered ahead of the one that computes: one VJP of the whole walk.
+"""A walk over layers of shards, which gathers ahead; it has one VJP.
 
-The gather of a layer waits for what enters the layer `lookahead` places before it on the walk, and
-for nothing that is computed later. So it may travel while those layers compute, and no more layers
-than these are held.
+The gather of a layer waits for the input of the layer `lookahead` places before it, and for nothing
+later. So it can be sent while those layers compute, and no more layers than these are in memory.
 """
 
 import functools
@@ -23,14 +22,14 @@ class Walk(NamedTuple):
     """A function of one layer's whole parameters, and how layers are gathered for it."""
 
     function: Callable  # (params, x) -> x
-    axes: tuple[str, ...]  # as of `QSDP.axes`
+    axes: tuple[str, ...]  # as in `QSDP.axes`
     secondary: bool  # whether what crossed the slow axis is kept between the passes
     lookahead: int
-    dtype: Any = None  # as of `receive`
+    dtype: Any = None  # as in `receive`
 
 
 def walk(of: Walk) -> Callable:
-    """`(trees, x) -> x`, of a list of layers' trees of shards, or of one tree of stacked ones."""
+    """`(trees, x) -> x`, for a list of trees of shards, one per layer, or one stacked tree."""
     run = jax.custom_vjp(lambda trees, x: _forward(of, trees, x)[0])
     run.defvjp(functools.partial(_forward, of), functools.partial(_backward, of))
     return run
@@ -39,10 +38,10 @@ def walk(of: Walk) -> Callable:
 class _Steps(NamedTuple):
     """One direction of a walk."""
 
-    fetch: Callable  # (item, after, behind) -> fetched: what travels ahead, behind others
+    fetch: Callable  # (item, after, behind) -> fetched: the gather ahead, after other messages
     step: Callable  # (item, fetched, carry) -> (carry, out)
     lookahead: int
-    finish: Callable | None = None  # (item, out) -> out: what may travel while the next computes
+    finish: Callable | None = None  # (item, out) -> out: what may be sent while the next computes
     backwards: bool = False
 
 
@@ -75,7 +74,7 @@ def _backward(of, saved, grad):
         return of_x, of_params
 
     def finish(item, of_params):
-        """Gradients of the weights that were shards go to their owners."""
+        """Sends gradients of sharded weights to their owners."""
         leaves, treedef = jax.tree.flatten(item[0], is_leaf=is_shard)
         places = [place for place, leaf in enumerate(leaves) if is_shard(leaf)]
         grads = treedef.flatten_up_to(of_params)
@@ -86,10 +85,10 @@ def _backward(of, saved, grad):
 
     items = list(zip(trees, inputs, strict=True)) if isinstance(trees, list) else (trees, inputs)
     steps = _Steps(fetch, step, of.lookahead, finish, backwards=True)
-    if not of.lookahead:  # one layer alone is held, and no gradient of another
+    if not of.lookahead:  # only one layer is in memory, and no other layer's gradient
         at_once = lambda *given: (lambda carry, out: (carry, finish(given[0], out)))(*step(*given))
         steps = _Steps(fetch, at_once, 0, backwards=True)
-    # The first gathers wait for the walk's result alone: they travel while the loss is computed.
+    # The first gathers wait only for the walk's result: they are sent while the loss is computed.
     of_x, of_trees = _in_turn(steps, items, _of_floats(grad), y)
     return of_trees, of_x
 
@@ -100,10 +99,11 @@ def _whole(of, tree, messages):
 
 
 def _in_turn(steps, items, carry, known):
-    """Walks over all items: the last carry, and each item's `out` at its place.
+    """Walks over all items; returns the last carry, and each item's `out` at its place.
 
-    The first gathers, of as many items as are fetched ahead, wait for what is `known`. Each is sent
-    behind the one before: XLA would join two that it may, and the first would wait for the second.
+    The first gathers, for the items that are fetched ahead, wait for `known`. Each is sent after
+    the one before: otherwise XLA would combine two of them, and the first would wait for the
+    second.
     """
     run = _over_list if isinstance(items, list) else _over_stack
     return run(steps, items, carry, known)
@@ -123,11 +123,11 @@ def _over_list(steps, items, carry, known):
 
 
 class _State(NamedTuple):
-    """Where a walk over a stack is."""
+    """The state of a walk over a stack."""
 
     carry: Any
-    ahead: tuple[Any, ...]  # what was fetched and not used yet
-    unfinished: Any  # the last item's, if there is something to finish
+    ahead: tuple[Any, ...]  # fetched and not used yet
+    unfinished: Any  # the last item's out, if there is something to finish
     outs: Any  # of all items, stacked
 
 
@@ -157,7 +157,7 @@ def _over_stack(steps, items, carry, known):
     for place in range(lookahead):
         ahead = (*ahead, steps.fetch(at(place), known, ahead[-1:]))
     state = _State(carry, ahead, None, _places(steps, at(0), carry, length))
-    # A loop runs the layers between those that have nothing to finish, or nothing to fetch.
+    # A loop runs the layers that both finish and fetch.
     begun = 1 if steps.finish and length > lookahead else 0
     if begun:
         state, _ = one(state, 0, first=True)
@@ -173,7 +173,7 @@ def _over_stack(steps, items, carry, known):
 
 
 def _places(steps, item, carry, length):
-    """Zeros for each item's `out`: a scan's own outputs would not have those of the last layers."""
+    """Zeros for each item's `out`: a scan's own outputs would lack those of the last layers."""
 
     def out(item, carry):
         found = steps.step(item, steps.fetch(item, carry, ()), carry)[1]
@@ -195,7 +195,7 @@ def _of_floats(grads):
 
 
 def _with_integers(grads, like):
-    """Undoes `_of_floats`, of gradients at what is `like`."""
+    """Undoes `_of_floats`; `like` has the tree of the differentiated values."""
     nothing = lambda x: np.zeros(x.shape, jax.dtypes.float0)
     fill = lambda g, x: nothing(x) if g is None else g
     return jax.tree.map(fill, grads, like, is_leaf=lambda g: g is None)

@@ -1,1 +1,1 @@
-"""Steps of replicas that hold all parameters. May import all but sharded and measure."""
+"""Training steps of replicas that hold all parameters. May import all but sharded, measure."""

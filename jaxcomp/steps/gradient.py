@@ -1,4 +1,4 @@
-"""The first half of a step: each replica's own gradient, of its part of the batch."""
+"""The first half of a step: each replica's gradient on its part of the batch."""
 
 import functools
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from jaxcomp.steps.loss import Extra, called, folded, own_floats, replica_key, r
 class Gradient(NamedTuple):
     """How the replicas of a mesh compute their gradients."""
 
-    loss_fn: Callable[..., Any]  # the mean loss of a replica's batch, as `loss.called` calls it
+    loss_fn: Callable[..., Any]  # the mean loss of a replica's batch, called by `loss.called`
     mesh: Mesh | AbstractMesh
     axis_name: str | tuple[str, ...]  # of the replicas, and of the devices of each
     accumulate: int = 1  # microbatches that a replica's batch is cut into
@@ -39,10 +39,10 @@ def all_gradients(
 ) -> tuple[jax.Array, Any, Extra]:
     """Losses and gradients of all replicas, in rows: `(f32[num_replicas], [num_replicas, ...])`.
 
-    And what their losses return beside: rows of `aux`, one for each call of the loss, and of the
-    model state. Nothing crosses the axis of the replicas. `params` is the consensus, `drifts` are
-    the state's fields `drift`; the batch is global, `rng` and `model_state` are equal everywhere,
-    and so is `scale`, f32[], by which the loss is multiplied for the gradient.
+    Also returns the losses' other results: rows of `aux`, one for each call of the loss, and of the
+    model state. Nothing is sent between replicas. `params` is the consensus, `drifts` are the
+    state's fields `drift`; the batch is global. `rng`, `model_state` and `scale`, f32[], are equal
+    everywhere; the loss is multiplied by `scale` for the gradient.
     """
     mesh, axis_name = gradient.mesh, gradient.axis_name
     names, rows = names_of(axis_name), P(axis_name)
@@ -56,7 +56,7 @@ def all_gradients(
             mesh=placing.within(mesh),
             in_specs=(P(), P(names[0]), placing.over_replicas(specs, axis_name), *[P()] * 3),
             out_specs=(rows, rows, Extra(rows, of_state)),
-            axis_names=set(names),  # the other axes are XLA's
+            axis_names=set(names),  # XLA partitions over the other axes
         )(params, drifts, batch, rng, model_state, scale)
 
     of_grads = jax.tree.map(lambda x: P(axis_name, *placing.spec_of(x)), params)
@@ -65,7 +65,7 @@ def all_gradients(
 
 
 def placed_batch(gradient: Gradient, batch: Any) -> Any:
-    """The batch, checked, where the replicas look for it."""
+    """The batch, checked and placed on the replicas."""
     _, mesh, axis_name, accumulate, _, batch_specs = gradient
     num_parts = placing.num_parts(mesh, axis_name)
     placing.check_batch(batch, axis_name, num_parts, accumulate, batch_specs)
@@ -82,7 +82,7 @@ def local_gradient(
     model_state: Any,
     scale: jax.Array | None,
 ) -> tuple[jax.Array, Any, Extra]:
-    """`all_gradients` of one replica: the means over its microbatches, in rows of one."""
+    """`all_gradients` for one replica: the means over its microbatches, as one row."""
     axis_name = gradient.axis_name
     local = add_drifts(params, drifts, axis_name)
     batch = placing.spread(batch, gradient.batch_specs, axis_name)
@@ -103,7 +103,7 @@ def local_gradient(
 
 
 def in_rows(gradient: Gradient, extra: Extra) -> Extra:
-    """This replica's results beside the loss, each with a leading axis."""
+    """This replica's other results of the loss, each with a leading axis."""
     aux = to_varying(extra.aux, gradient.axis_name)
     return Extra(aux, model_states.rows_of(extra.model_state))
 
@@ -111,7 +111,7 @@ def in_rows(gradient: Gradient, extra: Extra) -> Extra:
 def metrics_of(
     gradient: Gradient, loss: jax.Array, skipped: jax.Array, extra: Extra, model_state: Any
 ) -> dict[str, Any]:
-    """What a step returns beside parameters and state, of `all_gradients`' rows.
+    """The metrics of a step, from the rows of `all_gradients`.
 
     `model_state` is the one before the step.
     """
@@ -129,9 +129,9 @@ def as_metrics(loss: Any, skipped: Any, aux: Any, model_state: Any) -> dict[str,
 
 
 def loss_of_part(gradient: Gradient, batch: Any, rng: Any) -> Callable[..., Any]:
-    """`(params, index, part, model_state) -> (loss, Extra)`, of a part of this replica's batch.
+    """`(params, index, part, model_state) -> (loss, Extra)`, for a part of this replica's batch.
 
-    Each part has a key of its own, of the step's key, the replica and the index.
+    Each part has a key of its own, from the step's key, the replica and the index.
     """
     key = replica_key(rng, gradient.axis_name)
 
@@ -154,11 +154,11 @@ def check_accumulate(accumulate: int) -> None:
 def mean_over_microbatches(
     gradient: Gradient, value_and_grad: Callable, like: Any, batch: Any, model_state: Any
 ) -> tuple[tuple[jax.Array, Extra], Any]:
-    """Means of `value_and_grad(index, microbatch, model_state)` over the parts of a batch, in turn.
+    """Means of `value_and_grad(index, microbatch, model_state)` over microbatches, in order.
 
-    Of several parts the gradients, which are like `like`, are added in float32 or wider: no
-    narrower dtype of the parameters rounds a mean before it is coded. Each part gets the model
-    state that the one before it has left, and leaves a row of `aux`.
+    Gradients, shaped like `like`, are added in float32 or wider, so that narrow parameters do not
+    round a mean before it is encoded. Each part gets the model state of the one before it, and adds
+    a row of `aux`.
     """
     accumulate = gradient.accumulate
     if accumulate == 1:
@@ -178,12 +178,12 @@ def parts_of(gradient: Gradient, batch: Any) -> tuple[jax.Array, Any]:
 
 
 def no_gradients(like: Any) -> Any:
-    """The sum of the gradients of no microbatch."""
+    """Zeros, to add gradients of microbatches to."""
     return jax.tree.map(lambda p: jnp.zeros_like(p, jnp.promote_types(p.dtype, "float32")), like)
 
 
 def added(value_and_grad: Callable, start: tuple[Any, Any], parts: tuple[jax.Array, Any]) -> Any:
-    """Adds the gradients of microbatches, in turn: `((total, model_state), (losses, aux))`."""
+    """Adds the gradients of microbatches in order: `((total, model_state), (losses, aux))`."""
 
     def add(carry, part):
         total, model_state = carry

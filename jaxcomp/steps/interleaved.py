@@ -1,9 +1,9 @@
-"""A step whose exchange and gradient are one program, each in the other's gaps.
+"""A step that overlaps exchange and gradient in one program.
 
-If a method does not exchange this step's gradient, the forward pass stands between the start and
+If a method does not exchange this step's gradient, the forward pass runs between the start and
 the end of the first messages, and the backward pass between those of the second.
-Compilers do not find that by themselves: they order what is free to move by memory, or by links
-that they take for fast ones.
+
+Compilers do not find this order on their own: they optimize for memory, or assume fast links.
 """
 
 import functools
@@ -46,8 +46,7 @@ def interleaved(
 ) -> tuple[Any, Any, jax.Array, jax.Array, Extra]:
     """A whole step: `(params, state, skipped, losses, extra)`, arguments as for its two halves.
 
-    On a mesh without other axes than those of the replicas and their devices, which are manual
-    from the beginning to the end.
+    For a mesh with only the axes of the replicas and their devices, which are manual throughout.
     """
     axes, mesh = gradient.axis_name, gradient.mesh
     batch = placed_batch(gradient, batch)
@@ -66,7 +65,7 @@ def _local(gradient, update, params, state, drifts, batch, rng, model_state, ext
     axes = gradient.axis_name
     local, model_state = add_drifts(params, drifts, axes), own_floats(model_state, axes)
     parts = Parts(*halves(gradient, local, batch, rng, model_state))
-    # Again and again: the step may trace an update once more, to look at its norms.
+    # A cycle: the step may trace an update once more, to check its norms.
     made = itertools.cycle(exchanged(update, params, state, parts.pace, extra_args))
     loss, extra, grads = parts.finished()
     require_local(loss, *names_of(axes))
@@ -78,9 +77,9 @@ def _local(gradient, update, params, state, drifts, batch, rng, model_state, ext
 def exchanged(
     update: Update, params: Any, state: Any, pace: Pace | None = None, extra_args: Any = None
 ) -> list[Any]:
-    """What an update makes ahead of the gradient, in the order in which it asks for it.
+    """The exchanges that an update makes ahead of the gradient, in order.
 
-    Inside `shard_map`. Empty for a method that exchanges nothing ahead.
+    Runs inside `shard_map`. Empty for a method that exchanges nothing ahead.
     """
     made = []
 
@@ -90,18 +89,18 @@ def exchanged(
 
     params = own_params(update, params)
     grads = to_varying(jax.tree.map(jnp.zeros_like, params), update.axis_name)
-    # What is not recorded is computed by nobody: it does not reach the program's results.
+    # The rest is never computed: it does not reach the program's results.
     given = {"axis_name": update.axis_name, "value": jnp.zeros([])} | (extra_args or {})
     update.tx.update(grads, state, params, ahead=record, **given)
     return made
 
 
 class Parts:
-    """A computation in parts, each of which may run while messages travel.
+    """A computation in parts, each of which may run while messages are sent.
 
     Args:
-      start: What the first part gets.
-      parts: Each gets what the one before it has returned.
+      start: Argument of the first part.
+      parts: Functions; each takes the result of the one before.
     """
 
     def __init__(self, start: Any, *parts: Callable[[Any], Any]):
@@ -111,14 +110,14 @@ class Parts:
         """Sends messages, and computes the next part between their start and their end."""
         if not self._parts:
             return travel(messages)
-        # The messages themselves go around the barrier: XLA:GPU starts what is made right away, but
-        # takes what leaves a barrier when it likes, and that was behind the part.
+        # The messages bypass the barrier: XLA:GPU starts a message as soon as it is computed, but
+        # schedules a barrier's outputs late, which was after the part.
         _, value = tied(messages, self._value)
         received, self._value = tied(travel(messages), self._parts.pop(0)(value))
         return received
 
     def finished(self) -> Any:
-        """What the last part returns; what has not run beside a message runs now."""
+        """The result of the last part; runs the parts that have not run yet."""
         while self._parts:
             self._value = self._parts.pop(0)(self._value)
         return self._value

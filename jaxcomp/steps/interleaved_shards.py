@@ -1,7 +1,7 @@
 """The step of `interleaved.py` where other mesh axes shard the parameters.
 
-XLA partitions the loss over these axes, which may not be manual there; an exchange needs them
-manual. So the exchange is cut into stages, each of which is manual over all axes by itself.
+XLA partitions the loss over these axes, so they may not be manual there; an exchange needs them
+manual. So the exchange is cut into stages, each of which makes all axes manual.
 """
 
 import functools
@@ -33,7 +33,7 @@ def interleaved_shards(
     model_state: Any = None,
     extra_args: Any = None,
 ) -> tuple[Any, Any, jax.Array, jax.Array, Extra]:
-    """As `interleaved`, on a mesh that has other axes, too."""
+    """As `interleaved`, on a mesh that also has other axes."""
     mesh, axes = gradient.mesh, gradient.axis_name
     names = names_of(axes)
     batch = placed_batch(gradient, batch)
@@ -89,6 +89,6 @@ def _local(gradient, update, specs, params, state, drifts, batch, rng, model_sta
 
 
 def _others(gradient):
-    """The mesh axes that are XLA's."""
+    """The mesh axes that XLA partitions over."""
     mine = names_of(gradient.axis_name)
     return tuple(name for name in gradient.mesh.axis_names if name not in mine)

@@ -1,4 +1,4 @@
-"""One call of a user's loss: what it is given beside parameters and batch, and what it returns."""
+"""Calls of a user's loss: its optional arguments and results."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -11,19 +11,19 @@ from jaxcomp.replicas.types import is_tracked, names_of, to_varying, varying_axe
 
 
 class Extra(NamedTuple):
-    """What a loss returns beside the loss."""
+    """Results of a loss function other than the loss."""
 
     aux: Any = None
-    model_state: Any = None  # as that which it was given
+    model_state: Any = None  # like the one that it was given
 
 
 def called(
     loss_fn: Callable, has_aux: bool, params: Any, batch: Any, rng: Any, model_state: Any
 ) -> tuple[jax.Array, Extra]:
-    """Calls a loss, with `rng` and `model_state` as keyword arguments where they are not None.
+    """Calls a loss, with `rng` and `model_state` as keyword arguments unless they are None.
 
-    Raises a ValueError, if it does not return the loss, then the `aux` that `has_aux` says, then
-    the model state, if it was given one.
+    It must return the loss, then `aux` with `has_aux`, then the model state if it was given one;
+    otherwise raises a ValueError.
     """
     given = {"rng": rng, "model_state": model_state}
     given = {name: value for name, value in given.items() if value is not None}
@@ -53,19 +53,19 @@ def _require_same_shapes(new, old):
 
 
 def replica_key(rng: Any, axis_name: str | tuple[str, ...]) -> Any:
-    """A key of this replica's own, of one that all have, or a tree of them."""
+    """A key of this replica's own, from a common key, or a tree of keys."""
     return folded(rng, lax.axis_index(names_of(axis_name)))
 
 
 def folded(rng: Any, index: Any) -> Any:
-    """A key, or a tree of keys, each folded with a number; None of None."""
+    """A key, or a tree of keys, each folded with a number; None for None."""
     return jax.tree.map(lambda key: jax.random.fold_in(key, index), rng)
 
 
 def own_floats(model_state: Any, axis_name: str | tuple[str, ...]) -> Any:
-    """A model state whose floating leaves each replica changes by itself: they vary.
+    """A model state whose floating leaves vary, since each replica changes its own.
 
-    Raises a ValueError for others that vary: of counts and keys there is no mean.
+    Raises a ValueError for other leaves that vary: counts and keys have no mean.
     """
 
     def own(path, x):
@@ -83,9 +83,9 @@ def own_floats(model_state: Any, axis_name: str | tuple[str, ...]) -> Any:
 
 
 def require_local(loss: jax.Array, *axes: str) -> None:
-    """Raises a ValueError if a loss is equal on all replicas: JAX differentiates it once for all.
+    """Raises a ValueError if a loss is equal on all replicas, as its gradients would be too small.
 
-    Where no types tell, under `jax.vmap`, that is a loss without an axis of replicas.
+    Under `jax.vmap`, which has no types, that is a loss without a replica axis.
     """
     if varying_axes(loss).issuperset(axes) if is_tracked(axes) else _is_batched(loss):
         return
@@ -98,7 +98,7 @@ def require_local(loss: jax.Array, *axes: str) -> None:
 
 
 def _is_batched(x: jax.Array) -> bool:
-    """Whether `jax.vmap` maps `x`: of a function with a rule for that, it calls the rule."""
+    """Whether `jax.vmap` maps over `x`: it then calls a custom rule."""
     seen = []
     note = jax.custom_batching.custom_vmap(lambda x: x)
 

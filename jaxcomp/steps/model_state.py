@@ -1,4 +1,4 @@
-"""State of a model that its loss changes, as BatchNorm's statistics: one for all replicas."""
+"""State of a model that its loss changes, such as BatchNorm statistics: equal on all replicas."""
 
 from typing import Any
 
@@ -14,10 +14,10 @@ from jaxcomp.steps.placing import on_auto_axes, within
 
 
 def averaged(old: Any, own: Any, skipped: jax.Array, axis_name: str | tuple[str, ...]) -> Any:
-    """The mean of the replicas' `own` states, in one exact message; inside `shard_map` or `vmap`.
+    """The mean of the replicas' `own` states, in one float32 message; inside `shard_map` or `vmap`.
 
-    For the one whose state is not finite its `old` one counts; all stays in a step that was left
-    out. What is no float is equal on all replicas already.
+    A replica whose state is not finite contributes its `old` one. A skipped step keeps the old
+    state. Leaves that are not floats are equal on all replicas already.
     """
     leaves, treedef = jax.tree.flatten(own)
     before = treedef.flatten_up_to(old)
@@ -38,7 +38,7 @@ def averaged(old: Any, own: Any, skipped: jax.Array, axis_name: str | tuple[str,
 
 
 def specs_of_rows(model_state: Any, axis_name: str | tuple[str, ...]) -> Any:
-    """Where the replicas' own states lie: rows of floats, and one of all else."""
+    """Specs of the replicas' own states: rows for floats, one copy for the rest."""
     is_float = lambda x: jnp.issubdtype(x.dtype, jnp.inexact)
     return jax.tree.map(lambda x: P(axis_name) if is_float(x) else P(), model_state)
 
@@ -51,7 +51,7 @@ def rows_of(own: Any) -> Any:
 def averaged_rows(
     mesh: Mesh | AbstractMesh, axis_name: str | tuple[str, ...], old: Any, rows: Any, skipped: Any
 ) -> Any:
-    """`averaged`, of global arrays with a row a replica; None of None."""
+    """`averaged` for global arrays with a row per replica; None for None."""
     if not jax.tree.leaves(old):
         return old
     names = names_of(axis_name)

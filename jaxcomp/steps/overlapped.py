@@ -1,8 +1,8 @@
-"""A training step whose exchange travels while the gradient is computed, also on CPUs.
+"""A training step that exchanges while the gradient is computed, even on CPUs.
 
-XLA:CPU runs a program one operation after the other, and programs in the order in which a thread
-has dispatched them: the exchange and the gradient of one program take the sum of their times.
-Dispatched as two programs by two threads they take the longer one's.
+XLA:CPU runs the operations of a program one at a time, and the programs of a thread in the order of
+their dispatch. So the exchange and the gradient of one program take the sum of their times. As two
+programs dispatched by two threads, they take the longer of the two.
 """
 
 import concurrent.futures
@@ -34,14 +34,13 @@ from jaxcomp.steps.update import (
 
 
 class OverlappedStep(NamedTuple):
-    """A step in three programs, or four; called as the step of a `TrainStep` is.
+    """A step in three or four programs; called like the step of a `TrainStep`.
 
     Attributes:
-      exchange: `(params, state, extra_args) -> exchanged`: all that does not depend on the
+      exchange: `(params, state, extra_args) -> exchanged`: everything that does not depend on the
         gradient.
-      gather: `(params, drifts) -> drifts`, of a replica's several devices; None of one.
-      gradient: `(params, drifts, batch, rng, model_state) -> (loss, grads, extra)`, without a
-        message.
+      gather: `(params, drifts) -> drifts`, for replicas of several devices; None otherwise.
+      gradient: `(params, drifts, batch, rng, model_state) -> (loss, grads, extra)`; sends nothing.
       finish: `(params, state, exchanged, model_state, extra_args, (loss, grads, extra)) ->
         (params, state, metrics)`.
       helper: The thread that dispatches `gradient`.
@@ -62,7 +61,7 @@ class OverlappedStep(NamedTuple):
         model_state: Any = None,
         extra_args: Any = None,
     ) -> tuple[Any, Any, dict]:
-        # Whatever sends is dispatched by the caller's thread, in one order on all processes.
+        # The caller's thread dispatches all programs that send, in one order on all processes.
         drifts = protocol.drifts(state)
         drifts = self.gather(params, drifts) if self.gather else drifts
         gradient = self.helper.submit(self.gradient, params, drifts, batch, rng, model_state)
@@ -107,38 +106,39 @@ def overlapped_train_step(
     has_aux: bool = False,
     batch_specs: Any = None,
 ) -> TrainStep:
-    """Makes what `jaxcomp.train_step` makes, of a method that exchanges nothing of this gradient.
+    """Makes a step that exchanges while it computes the gradient, for methods that allow it.
 
-    Such a method (`cocktail_sgd`) takes an extra argument `ahead` in its `update`, a function
-    `(make) -> made`, by default one that calls `make`, and hands it what computes its exchange
-    from its state; `make` takes the exchange's pace, or nothing. Here a program of its own calls
-    `make`, and the update gets what that has made.
-    Between the programs lies a copy of what was exchanged: for `cocktail_sgd` the change of the
+    The `update` of such a method (`cocktail_sgd`) takes an extra argument `ahead`, a function
+    `(make) -> made`, which by default calls `make`. The method passes it a function `make` that
+    computes its exchange from its state; `make` takes the exchange's pace, or nothing. Here a
+    program of its own calls `make`, and the update gets the result.
+
+    The exchange's results are copied between the programs: for `cocktail_sgd` the change of the
     consensus and what was sent, each as large as a float32 gradient.
 
-    On GPUs use `train_step`: collectives have streams of their own there. A context manager of
-    JAX, as `jax.default_matmul_precision`, does not reach the gradient's thread around a call;
-    around `step.compile` it does.
+    On GPUs use `train_step`: collectives have their own streams there. A context manager of JAX,
+    such as `jax.default_matmul_precision`, has no effect on the gradient's thread around a call of
+    the step; put it around `step.compile`.
 
     Args:
       loss_fn: As for `train_step`, like `fast_axis` and `accumulate`.
-      tx: As for `train_step`, but without wrappers that call its update in a `lax.cond`, as
-        `optax.MultiSteps` does.
-      mesh: Has the axis `axis_name` and, if there is one, `fast_axis`: on others the gradient
-        would send as well, in an order that differs between processes.
+      tx: As for `train_step`, but without wrappers that call its update in a `lax.cond`, such as
+        `optax.MultiSteps`.
+      mesh: Has only the axis `axis_name` and, if used, `fast_axis`. Over other axes the gradient
+        would send too, in an order that differs between processes.
       axis_name: The axis of the replicas.
-      fast_axis: That of the devices of one replica.
+      fast_axis: The axis of the devices of one replica.
       accumulate: Microbatches.
       has_aux: As for `train_step`, like `batch_specs`.
       batch_specs: Over these axes.
 
     Returns:
-      The functions of `train_step`; `step.compile`, with the arguments of a step, compiles ahead
-      of time.
+      The functions of `train_step`. `step.compile`, with the arguments of a step, compiles ahead of
+      time.
 
     Raises:
-      ValueError: At construction, if the mesh has more axes; at the first call, if nothing in
-        `tx` exchanges ahead, and as `train_step`.
+      ValueError: At construction, if the mesh has more axes; at the first call, if nothing in `tx`
+        exchanges ahead; also the errors of `train_step`.
     """
     check_accumulate(accumulate)
     update = Update(per_replica(tx, axis_name), mesh, axis_name, fast_axis=fast_axis)
@@ -190,12 +190,12 @@ def _finish(gradient, update, params, state, exchanged, model_state, extra_args,
         in_specs=(*specs, rows, of_exchanged, rows, P()),
         out_specs=(*specs, P()),
     )(params, state, grads, exchanged, loss, extra_args)
-    # By way of this program, so that who waits for the loss waits for the exchange too.
+    # Through this program, so that waiting for the loss also waits for the exchange.
     return params, state, metrics_of(gradient, loss, skipped, extra, model_state)
 
 
 def _finish_local(update, params, state, grads, exchanged, loss, extra_args):
-    # Again and again: the step traces an update of shares once more, to look at its norms.
+    # A cycle: the step traces an update of shares once more, to check its norms.
     made = itertools.cycle(unstack(exchanged, update.axes))
     ahead = lambda make: next(made)
     return local_update(update, params, state, grads, loss, extra_args, ahead=ahead)
@@ -210,7 +210,7 @@ def _specs(update, params, state, extra_args):
 
 
 def _compiled(function, *args):
-    """A program, and the shapes, dtypes and shardings of what it returns."""
+    """A program, and the shapes, dtypes and shardings of its results."""
     program = function.lower(*args).compile()
     place = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
     return program, jax.tree.map(place, jax.eval_shape(function, *args), program.output_shardings)

@@ -1,4 +1,4 @@
-"""Where a batch lies, and the mesh's other axes: on any types of axes that JAX's meshes have."""
+"""Placing batches on a mesh, and the mesh's other axes, of any axis type."""
 
 import math
 from collections.abc import Callable
@@ -13,9 +13,9 @@ from jaxcomp.replicas.types import names_of
 
 
 def full_batch_specs(batch_specs: Any, batch: Any, axis_name: str | tuple[str, ...]) -> Any:
-    """Returns a PartitionSpec for each leaf of the batch; without `batch_specs`, rows of replicas.
+    """A PartitionSpec for each leaf of the batch; without `batch_specs`, over the replicas.
 
-    Raises a ValueError for one that is neither whole on all replicas nor begins with their axes.
+    Raises a ValueError for a spec that mentions the replica axes elsewhere than at the beginning.
     """
     names = names_of(axis_name)
     specs = jax.tree.map(
@@ -35,18 +35,18 @@ def full_batch_specs(batch_specs: Any, batch: Any, axis_name: str | tuple[str, .
 
 
 def is_cut(spec: P, axis_name: str | tuple[str, ...]) -> bool:
-    """Whether a leaf of a batch of this spec has a part for each replica."""
+    """Whether a batch leaf with this spec has a part for each replica."""
     return _first(spec)[: len(names_of(axis_name))] == names_of(axis_name)
 
 
 def over_replicas(specs: Any, axis_name: str | tuple[str, ...]) -> Any:
-    """What is left of the specs if only the axes of the replicas are manual."""
+    """The specs if only the axes of the replicas are manual."""
     cut = lambda spec: P(names_of(axis_name)) if is_cut(spec, axis_name) else P()
     return jax.tree.map(cut, specs, is_leaf=_is_spec)
 
 
 def over_others(specs: Any, axis_name: str | tuple[str, ...]) -> Any:
-    """What is left of the specs for the part of one replica."""
+    """The specs for one replica's part, over the other axes."""
     count = len(names_of(axis_name))
     rest = lambda spec: P(_first(spec)[count:] or None, *spec[1:])
     own = lambda spec: rest(spec) if is_cut(spec, axis_name) else spec
@@ -72,7 +72,7 @@ def check_batch(
 
 
 def microbatches(accumulate: int, batch: Any, specs: Any, axis_name: Any) -> Any:
-    """This replica's batch with a leading axis of its parts, None for leaves that are not cut."""
+    """This replica's batch with a leading axis of microbatches; None for leaves not cut."""
 
     def parts(x, spec, rest):
         if not is_cut(spec, axis_name):
@@ -83,34 +83,34 @@ def microbatches(accumulate: int, batch: Any, specs: Any, axis_name: Any) -> Any
 
 
 def joined(part: Any, batch: Any) -> Any:
-    """A part of a batch with the leaves that are not cut."""
+    """A microbatch, with the leaves that are not cut."""
     whole = lambda part, leaf: leaf if part is None else part
     return jax.tree.map(whole, part, batch, is_leaf=lambda x: x is None)
 
 
 def spread(batch: Any, batch_specs: Any, axis_name: Any) -> Any:
-    """This replica's batch, over the other axes that `batch_specs` name."""
+    """This replica's batch, cut over the other axes that `batch_specs` name."""
     specs = over_others(full_batch_specs(batch_specs, batch, axis_name), axis_name)
     return jax.tree.map(constrained, batch, specs)
 
 
 def constrained(x: jax.Array, spec: P) -> jax.Array:
-    """Asks XLA to lay an array out so, where the spec names any axis."""
+    """A sharding constraint for XLA, if the spec names any axis."""
     return lax.with_sharding_constraint(x, spec) if jax.tree.leaves(tuple(spec)) else x
 
 
 def placed(mesh: Mesh | AbstractMesh, tree: Any, specs: Any) -> Any:
-    """The tree where the specs say: on Explicit axes JAX's types would not let it in otherwise."""
+    """The tree placed as the specs say, which JAX's types require on Explicit axes."""
     if not _explicit(mesh):
         return tree
     return jax.tree.map(jax.sharding.reshard, tree, _shardings(mesh, specs))
 
 
 def on_auto_axes(mesh: Mesh | AbstractMesh, function: Callable, out_specs: Any) -> Callable:
-    """A function of arrays of the mesh, for which all its axes have the type Auto.
+    """Runs a function with all axes of the mesh as type Auto.
 
-    What XLA partitions by itself needs no word about each product's sharding, and models are not
-    written with such words. `out_specs` say how the results lie.
+    XLA then partitions it without a sharding for each product, which most models do not state.
+    `out_specs` are the specs of the results.
     """
     if not _explicit(mesh):
         return function
@@ -119,17 +119,17 @@ def on_auto_axes(mesh: Mesh | AbstractMesh, function: Callable, out_specs: Any) 
 
 
 def spec_of(x: Any) -> P:
-    """Over which axes of type Explicit an array's type says that it is cut."""
+    """An array's PartitionSpec over axes of type Explicit, from its type."""
     return jax.typeof(x).sharding.spec
 
 
 def within(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh | None:
-    """What a `shard_map` in a function of `on_auto_axes` takes for its mesh."""
+    """The mesh argument of a `shard_map` inside a function of `on_auto_axes`."""
     return None if _explicit(mesh) else mesh
 
 
 def num_parts(mesh: Mesh | AbstractMesh, axis_name: str | tuple[str, ...]) -> int:
-    """Into how many parts a batch is cut."""
+    """The number of parts that a batch is cut into."""
     return math.prod(mesh.shape[name] for name in names_of(axis_name))
 
 
@@ -140,7 +140,7 @@ def _explicit(mesh):
 
 
 def _shardings(mesh, specs):
-    """What the types of Explicit axes know of the specs."""
+    """The specs over Explicit axes, as shardings."""
 
     def sharding(spec):
         kept = [tuple(n for n in names_of(part or ()) if n in _explicit(mesh)) for part in spec]

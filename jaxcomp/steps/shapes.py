@@ -1,4 +1,4 @@
-"""The state of another number of replicas as shapes, for whoever restores a checkpoint of it."""
+"""The shapes of a state for another number of replicas, to restore its checkpoint."""
 
 import functools
 from typing import Any
@@ -23,28 +23,28 @@ def state_shapes(
     param_specs: Any = None,
     fast_axis: str | None = None,
 ) -> Any:
-    """The shapes, dtypes and shardings of a state of `num_replicas`, on a mesh of any number.
+    """The shapes, dtypes and shardings of a state of `num_replicas`, on any mesh.
 
-    A library that restores a checkpoint wants to be told what is in it. In a new process the
-    devices that wrote it may be gone: here they need not exist. `jaxcomp.resize` then makes of
-    what was restored a state for the replicas of `mesh`. With their own number it is what `init`
-    of `jaxcomp.train_step` returns, as shapes.
+    To restore a checkpoint, libraries need its shapes and shardings. The devices that wrote it need
+    not exist. `jaxcomp.resize` then turns the restored state into one for the replicas of `mesh`.
+    If the number of replicas is the same, these are the shapes of what `init` of
+    `jaxcomp.train_step` returns.
 
     Args:
       tx: The transformation of the run that wrote the state.
       params: Global parameters, or their shapes and dtypes.
       num_replicas: Replicas of that run.
-      mesh: Mesh of this process. Its other axes have the sizes that they had in that run.
+      mesh: Mesh of this process. Its other axes must have the sizes of that run.
       axis_name: The axis of the replicas.
       param_specs: As for `jaxcomp.train_step`, like `fast_axis`.
-      fast_axis: As there.
+      fast_axis: As for `jaxcomp.train_step`.
 
     Returns:
-      A tree like the state, of `jax.ShapeDtypeStruct`. The rows of replicas are spread over
-      `axis_name`, evenly; where its size does not divide their number, each device gets them all.
+      A tree like the state, of `jax.ShapeDtypeStruct`. The rows of replicas are spread evenly over
+      `axis_name`; if its size does not divide their number, each device gets all rows.
 
     Raises:
-      ValueError: If `num_replicas` is below 1; as `jaxcomp.state_specs`.
+      ValueError: If `num_replicas` is below 1; also the errors of `jaxcomp.state_specs`.
     """
     if num_replicas < 1:
         raise ValueError(f"state_shapes got num_replicas={num_replicas}; write at least 1.")

@@ -1,4 +1,4 @@
-"""Many replicas on one device: the training step of a mesh, by `jax.vmap` instead of devices."""
+"""Many replicas on one device: the training step of a mesh, with `jax.vmap`."""
 
 import functools
 from collections.abc import Callable
@@ -30,10 +30,10 @@ def simulated_train_step(
 ) -> TrainStep:
     """Makes the `init` and `step` of `jaxcomp.train_step`, with all replicas on one device.
 
-    What the replicas compute is that of a mesh, to rounding, and the state has the same form: it
-    can be moved to a mesh of as many devices and back. Nothing is sent. The device holds
-    `num_replicas` copies of what differs between replicas, as gradients, residuals and drift, and
-    one of all else.
+    Results equal those of a mesh up to rounding, and the state has the same form: it can be moved
+    to a mesh with this many devices and back. Nothing is sent. The device holds `num_replicas`
+    copies of what differs between replicas, such as gradients, residuals and drift, and one copy of
+    the rest.
 
     Args:
       loss_fn: As for `jaxcomp.train_step`, like `tx` and `accumulate`.
@@ -42,15 +42,15 @@ def simulated_train_step(
       axis_name: Name of the axis that `tx` averages over.
       accumulate: Microbatches.
       has_aux: As for `jaxcomp.train_step`, like `batch_specs`.
-      batch_specs: Over the axis `axis_name` alone.
+      batch_specs: Over the axis `axis_name` only.
 
     Returns:
       The functions of `jaxcomp.train_step`, with all their arguments, for arrays on one device.
 
     Raises:
-      ValueError: For `num_replicas` or `accumulate` below 1; at the first call, if the batch
-        cannot be divided, or the loss is equal on all replicas. At the first call JAX itself
-        refuses a `tx` whose updates differ between replicas, as one that does not average.
+      ValueError: For `num_replicas` or `accumulate` below 1; at the first call, if the batch cannot
+        be divided, or the loss is equal on all replicas. JAX raises one at the first call if the
+        updates of `tx` differ between replicas because it does not average.
     """
     if num_replicas < 1 or accumulate < 1:
         raise ValueError(
@@ -76,7 +76,7 @@ def _step(gradient, update, params, state, batch, rng=None, model_state=None, ex
     specs = full_batch_specs(gradient.batch_specs, batch, axis_name)
     cut = jax.tree.map(lambda x, spec: is_cut(spec, axis_name), batch, specs)
     rows = lambda x, cut: x.reshape(size, -1, *x.shape[1:]) if cut else x
-    # What must be equal on all replicas has no axis, and JAX refuses to drop one that differs.
+    # Values that must be equal on all replicas have no axis; JAX raises if they differ.
     axes = _axes_of_state(update, params)
     params, state, (loss, skipped, aux, model_state) = _replicas(
         update,
@@ -84,7 +84,7 @@ def _step(gradient, update, params, state, batch, rng=None, model_state=None, ex
         in_axes=(None, axes, jax.tree.map(lambda cut: 0 if cut else None, cut), None, None, None),
         out_axes=(None, axes, (0, None, 0, None)),
     )(params, state, jax.tree.map(rows, batch, cut), rng, model_state, extra_args)
-    # The rows of all calls of the loss, as on a mesh.
+    # One row for each call of the loss, as on a mesh.
     aux = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), aux)
     return params, state, as_metrics(loss, skipped, aux, model_state)
 

@@ -1,4 +1,4 @@
-"""Whether the replicas' copies of one value are still equal, bit for bit."""
+"""Checks that the replicas' copies of one value are equal, bit for bit."""
 
 import functools
 from typing import Any
@@ -13,7 +13,7 @@ from jaxcomp.replicas.types import names_of, sums_over_shards, to_varying
 
 
 def replica_spread(params: Any, mesh: Mesh, axis_name: str | tuple[str, ...]) -> jax.Array:
-    """How far apart the replicas' copies of what should be one value are: 0 if bit for bit equal.
+    """Compares the replicas' copies of values that should be equal: 0 if they are, bit for bit.
 
     JAX's types promise equality of replicated values but lose track in some operations; this
     compares the copies on the devices.
@@ -21,7 +21,7 @@ def replica_spread(params: Any, mesh: Mesh, axis_name: str | tuple[str, ...]) ->
     Args:
       params: Pytree of arrays that are replicated over `axis_name`.
       mesh: The mesh they live on.
-      axis_name: The axis of the replicas, or that and the axis of the devices of each.
+      axis_name: The axis of the replicas, or that and the axis of each replica's devices.
 
     Returns:
       u32[]: the largest minus the smallest of the replicas' checksums of bits. Sends two
@@ -34,7 +34,7 @@ def replica_spread(params: Any, mesh: Mesh, axis_name: str | tuple[str, ...]) ->
 
 @functools.lru_cache(maxsize=16)
 def _program(mesh, axis_name, specs):
-    """The jitted comparison, kept: a training loop calls it again and again."""
+    """The jitted comparison, cached for repeated calls."""
     spread = functools.partial(_spread, axis_name)
     return jax.jit(jax.shard_map(spread, mesh=mesh, in_specs=(list(specs),), out_specs=P()))
 
@@ -46,7 +46,7 @@ def _spread(axis_name, leaves):
 
 
 def _checksum(x) -> jax.Array:
-    """u32[]: a sum of the bits, each word weighted by an odd number of its position."""
+    """u32[]: a sum of all words of bits, each times an odd number given by its position."""
     x = x.astype(jnp.uint8) if x.dtype == bool else x
     words = lax.bitcast_convert_type(x, jnp.uint8).reshape(-1).astype(jnp.uint32)
     weights = 2 * lax.iota(jnp.uint32, words.size) + 1

@@ -1,4 +1,4 @@
-"""A function inside `shard_map`, cut at its hops: between its stages, axes are not manual."""
+"""Cuts a function inside `shard_map` at its hops; between the stages, axes are not manual."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -15,15 +15,15 @@ _HOP = "jaxcomp_hop"
 
 
 class Value(NamedTuple):
-    """An array outside of the axes, and what it is inside."""
+    """How an array outside `shard_map` is cut inside it."""
 
     array: jax.Array
     spec: P  # over the axes
-    is_row: bool = False  # whether its first axis, of what varies over the axes, is `shard_map`'s
+    is_row: bool = False  # whether `shard_map` has added a first axis
 
 
 def cut_here(travel: Callable[[list[Any]], list[Any]], messages: list[Any]) -> list[Any]:
-    """The pace of journeys in a function of `in_stages`: each hop is a stage."""
+    """The pace of journeys inside `in_stages`: each hop is a stage."""
 
     def hop(messages):
         return travel(messages)
@@ -35,19 +35,19 @@ def cut_here(travel: Callable[[list[Any]], list[Any]], messages: list[Any]) -> l
 def in_stages(
     function: Callable[..., Any], axes: tuple[str, ...], in_specs: Any, pace: Pace, *args: Any
 ) -> Any:
-    """Runs a function inside `shard_map` over further axes, which it leaves wherever it sends.
+    """Runs a function inside `shard_map` over further axes, and leaves that at each message.
 
-    It is traced once, and evaluated stage by stage: no value is computed twice.
+    It is traced once, and evaluated stage by stage, so no value is computed twice.
 
     Args:
-      function: Of shards; its journeys have the pace `cut_here`.
+      function: Takes shards; its journeys have the pace `cut_here`.
       axes: Mesh axes that are not manual yet.
-      in_specs: PartitionSpecs of the arguments over these, a tree like them.
-      pace: Outside of the axes, what is computed while messages travel.
+      in_specs: PartitionSpecs of the arguments over these axes, a tree like the arguments.
+      pace: What is computed outside the axes while messages are sent.
       *args: The arguments.
 
     Returns:
-      What the function returns, each array as a `Value`, which `inside` undoes.
+      The function's result, each array as a `Value`, which `inside` undoes.
     """
     manual = functools.partial(jax.shard_map, axis_names=set(axes))
     jaxpr, treedef = _traced(function, manual, in_specs, args)
@@ -66,7 +66,7 @@ def in_stages(
 
 
 def inside(values: Any, arrays: Any) -> Any:
-    """What `Value`s are inside `shard_map` over the axes, of arrays that their specs have cut."""
+    """The values inside `shard_map` over the axes, from arrays that the specs have cut."""
     own = lambda value, x: x[0] if value.is_row and tuple(value.spec) else x
     return jax.tree.map(own, values, arrays, is_leaf=lambda x: isinstance(x, Value))
 
@@ -94,7 +94,7 @@ def _traced(function, manual, in_specs, args):
 
 
 def _stages(closed: core.ClosedJaxpr) -> Iterator[tuple[core.ClosedJaxpr, bool]]:
-    """A jaxpr in parts, and whether each is a hop: they take and make what others make and take."""
+    """A jaxpr in parts, and whether each is a hop."""
     parts: list[tuple[list, bool]] = [([], False)]
     for eqn in closed.jaxpr.eqns:
         if eqn.params.get("name") == _HOP:

@@ -1,4 +1,4 @@
-"""A whole training step over a mesh: local gradients, exchange, update, all or nothing."""
+"""A whole training step over a mesh: local gradients, exchange, update."""
 
 import functools
 from collections.abc import Callable
@@ -22,7 +22,7 @@ class TrainStep(NamedTuple):
     """The jitted functions of one training run."""
 
     init: Callable[[Any], Any]  # params -> state
-    step: Any  # params, state, batch, ... -> params, state, metrics; jitted, or like it
+    step: Any  # params, state, batch, ... -> params, state, metrics; jitted, or similar
 
 
 def train_step(
@@ -37,63 +37,63 @@ def train_step(
     has_aux: bool = False,
     batch_specs: Any = None,
 ) -> TrainStep:
-    """Makes jitted `init` and `step` of a loss and a transformation, over the replicas of a mesh.
+    """Makes jitted `init` and `step` from a loss and a transformation, over the replicas of a mesh.
 
-    Gradients are taken at each replica's own parameters and never summed by JAX; the
-    transformation runs with all mesh axes manual, on local shards. If the update is not finite,
-    parameters and state stay as they were on all replicas. Not so if a field of the state counts
-    `skipped` (`cocktail_sgd`, `slamb`, `zero_one_adam`): there a replica whose gradient is not
-    finite leaves its step out by itself and counts it, and the others go on, unless a method
-    beside it, as in `optax.partition`, leaves that to the step.
+    Gradients are taken at each replica's own parameters and never summed by JAX. The
+    transformation runs with all mesh axes manual, on local shards.
+
+    If the update is not finite, all replicas keep parameters and state. With methods that count
+    `skipped` in their state (`cocktail_sgd`, `slamb`, `zero_one_adam`), only the replica whose
+    gradient is not finite skips its step, and the others go on; unless another method next to them,
+    for example in `optax.partition`, needs the common skip.
 
     Args:
-      loss_fn: `(params, batch) -> f32[]`, the mean loss over the batch that it is given, a
-        replica's own: no `jax.lax.pmean` of it. It gets `rng=` and `model_state=` as well where
-        `step` is called with them, and returns a tuple where there is more than the loss: the
-        loss, `aux` by `has_aux`, the new model state.
-      tx: Transformation that averages over `axis_name`; `per_replica` is put around it. Its
-        `update` gets extra arguments: `axis_name`, and `value`, the mean loss of all replicas,
-        for `optax.contrib.reduce_on_plateau`; 4 bytes are sent where something uses it.
-      mesh: Its axis `axis_name` is the slow one; over other axes `param_specs` say how parameters
-        are sharded, and XLA partitions `loss_fn`, for which they have the type Auto.
+      loss_fn: `(params, batch) -> f32[]`, the mean loss over the replica's own batch, without
+        `jax.lax.pmean`. It also gets `rng=` and `model_state=` if `step` is called with them. It
+        returns a tuple if there is more than the loss: the loss, `aux` with `has_aux`, the new
+        model state.
+      tx: Transformation that averages over `axis_name`; it is wrapped in `per_replica`. Its
+        `update` gets extra arguments: `axis_name`, and `value`, the mean loss of all replicas, for
+        `optax.contrib.reduce_on_plateau`; if used, it costs 4 bytes.
+      mesh: Its axis `axis_name` is the slow one. `param_specs` say how parameters are sharded over
+        other axes, and XLA partitions `loss_fn` over these, with type Auto.
       axis_name: The axis of the replicas.
       param_specs: PartitionSpecs of the parameters, a tree or a prefix; replicated by default.
-      fast_axis: The mesh axis of the devices of one replica, as those of a host, if it has
-        several: they share its batch. Each of F devices averages the gradient of its 1/F of
-        every parameter over the others, sends and updates it, keeps its state, and gets the rest of
-        the new parameters from them. Together they send what one device would. `tx` sees these
-        shares, cut along the axis of a parameter that leaves the least to fill up, never the
-        first of several.
-      accumulate: Microbatches that a device's batch is cut into, in turn; one exchange a step.
-      has_aux: Whether the loss returns something beside, a tree of arrays of any kind.
-      batch_specs: PartitionSpecs of the batch, a tree or a prefix; by default its first axis is
-        cut over the replicas, and XLA is told nothing else. `P()` is for leaves that all replicas,
-        and all microbatches, use alike. Behind the axes of the replicas a spec may have other ones:
-        `P(("replica", "fsdp"))` divides a replica's batch among the devices that share its weights.
+      fast_axis: The mesh axis of a replica's devices, for example those of a host; they share its
+        batch. Each of F devices averages the gradient of its 1/F of every parameter over the
+        others, sends and updates it, keeps its state, and gets the rest of the new parameters from
+        the others. Together they send as much as one device would. `tx` sees these shares. A
+        parameter is cut along the axis that needs the least padding, never the first of several.
+      accumulate: Microbatches that a device's batch is cut into; one exchange per step.
+      has_aux: Whether the loss also returns `aux`, any tree of arrays.
+      batch_specs: PartitionSpecs of the batch, a tree or a prefix; by default the first axis is cut
+        over the replicas. `P()` is for leaves that all replicas and microbatches share. Other axes
+        may follow the replica axis in a spec: `P(("replica", "fsdp"))` divides a replica's batch
+        among the devices that share its weights.
 
     Returns:
       `init(params) -> state` and `step(params, state, batch, rng=None, model_state=None,
-      extra_args=None) -> (params, state, metrics)`, which donates params and state.
-      `batch` is a pytree of global arrays whose first axis is divisible by num_replicas *
-      accumulate. `rng` is a key, or a tree of keys, others in each step, as
-      `jax.random.fold_in(key, step)`: the loss gets them folded with the numbers of the replica
-      and of the microbatch. `model_state` is a tree that the loss returns anew, as BatchNorm's
-      statistics; microbatches hand it on to each other. `extra_args` are further arguments of the
-      update of `tx`, equal on all replicas, or a `value` of yours; those without a default, but
-      for `value`, fail in `init`.
+      extra_args=None) -> (params, state, metrics)`, which donates params and state. `batch` is a
+      pytree of global arrays whose first axis is divisible by num_replicas * accumulate. `rng` is a
+      key, or a tree of keys. Pass new ones in each step, for example
+      `jax.random.fold_in(key, step)`; the loss gets them folded with the replica and the
+      microbatch. `model_state` is a tree that the loss returns updated, such as BatchNorm
+      statistics; it passes from one microbatch to the next. `extra_args` are further arguments of
+      the update of `tx`, equal on all replicas, or your own `value`. `init` fails for those without
+      a default, except `value`.
       Metrics: `loss`, f32[num_replicas], the loss on each replica's part of the batch before the
-      update, not averaged, so that it costs no message; `skipped`, bool[], whether all left this
-      step out: False for methods whose state counts `skipped`; `aux`, with a leading axis of
-      num_replicas * accumulate, a row for each call of the loss; `model_state`, the mean of the
-      replicas' in one exact message, the part `model_state` of the report, over those whose is
-      finite (the others count by the old one), and the old one if the step is left out.
-      With a fast axis of F, batch, `loss` and `aux` are those of num_replicas * F, over both axes.
+      update, not averaged, so that it costs no message; `skipped`, bool[], whether all replicas
+      skipped the step, False for methods whose state counts `skipped`; `aux`, with a leading axis
+      of num_replicas * accumulate, one row for each call of the loss; `model_state`, the mean over
+      the replicas in one float32 message, the part `model_state` in the report. A replica whose
+      model state is not finite contributes the old one; a skipped step returns the old one. With a
+      fast axis of size F, batch, `loss` and `aux` have num_replicas * F parts, over both axes.
 
     Raises:
-      ValueError: At construction for `accumulate` below 1. At the first call, if an axis is none of
-        the mesh, `param_specs` use `fast_axis`, the batch cannot be divided, the loss is equal on
-        all replicas or returns something else than it must, or the updates that reach or leave
-        `tx` are not what they must be.
+      ValueError: At construction for `accumulate` below 1. At the first call, if the mesh lacks an
+        axis, `param_specs` use `fast_axis`, the batch cannot be divided, the loss is equal on all
+        replicas or returns the wrong values, or the incoming or outgoing updates of `tx` are
+        invalid.
     """
     check_accumulate(accumulate)
     update = Update(per_replica(tx, axis_name), mesh, axis_name, param_specs, fast_axis)

@@ -1,4 +1,4 @@
-"""The second half of a step: the exchange and the optimizer, all or nothing."""
+"""The second half of a step: exchange and optimizer; applied on all replicas or on none."""
 
 import functools
 from typing import Any, NamedTuple
@@ -20,19 +20,19 @@ from jaxcomp.steps.placing import placed
 
 
 class Update(NamedTuple):
-    """What changes the parameters of the replicas of a mesh."""
+    """How the parameters of a mesh's replicas are updated."""
 
     tx: optax.GradientTransformationExtraArgs  # from `per_replica`
     mesh: Mesh | AbstractMesh
     axis_name: str  # of the replicas
     param_specs: Any = None  # over the mesh's other axes, a tree or a prefix
-    # Axis of a replica's devices, which send and update a share each; None: one device.
+    # Axis of a replica's devices, each of which sends and updates a share; None: one device.
     fast_axis: str | None = None
-    shares: Any = None  # a `fast.Share` a parameter: from `with_shares`
+    shares: Any = None  # a `fast.Share` per parameter, from `with_shares`
 
     @property
     def axes(self) -> str | tuple[str, ...]:
-        """Over which a gradient has rows."""
+        """The axes over which a gradient has rows."""
         return self.axis_name if self.fast_axis is None else (self.axis_name, self.fast_axis)
 
 
@@ -46,7 +46,7 @@ def update_specs(update: Update, params: Any) -> tuple[Any, Any]:
 
 
 def with_shares(update: Update, params: Any) -> Update:
-    """The update of parameters of these shapes, which are global."""
+    """The update with the shares of parameters of these global shapes."""
     _, mesh, axis_name, param_specs, fast_axis, _ = update
     if fast_axis is None:
         return update
@@ -55,14 +55,14 @@ def with_shares(update: Update, params: Any) -> Update:
 
 
 def own_params(update: Update, params: Any) -> Any:
-    """What of the parameters this device updates; inside `shard_map`."""
+    """The part of the parameters that this device updates; inside `shard_map`."""
     if update.fast_axis is None:
         return params
     return fast.own(params, update.shares, update.fast_axis)
 
 
 def placed_params(update: Update, params: Any) -> Any:
-    """The parameters as `param_specs` say, where the types of the mesh's axes ask for it."""
+    """The parameters placed as `param_specs` say, if the mesh's axis types require it."""
     require_no_state(params)
     mesh = update.mesh
     return placed(mesh, params, full_specs(params, mesh, update.axis_name, update.param_specs))
@@ -89,7 +89,7 @@ def whole_drifts(update: Update, params: Any, drifts: list[Any]) -> list[Any]:
     of_params, _ = update_specs(update, params)
     update = with_shares(update, params)
     _, of_shares = fast.filled(params, update.shares)
-    # A drift's tree has a node without arrays for what its method does not see.
+    # A drift's tree has a node without arrays for leaves hidden from its method.
     rows = lambda drift, spec: drift if fast.is_masked(drift) else P(update.axis_name, *spec)
     of_rows = functools.partial(jax.tree.map, rows, is_leaf=fast.is_masked)
 
@@ -109,10 +109,10 @@ def whole_drifts(update: Update, params: Any, drifts: list[Any]) -> list[Any]:
 def all_updates(
     update: Update, params: Any, state: Any, grads: Any, loss: jax.Array, extra_args: Any = None
 ) -> tuple:
-    """Averages rows of gradients and updates: `(params, state, bool[])`, the last: left out or not.
+    """Averages rows of gradients and updates: `(params, state, skipped: bool[])`.
 
     All axes of the mesh are manual. `grads` and `loss` are as `all_gradients` returns them;
-    `extra_args` are further ones of the transformation's update, equal everywhere.
+    `extra_args` are further arguments of the transformation's update, equal everywhere.
     """
     of_params, of_state = update_specs(update, params)
     rows = jax.tree.map(lambda p, spec: P(update.axes, *spec), params, of_params)
@@ -133,21 +133,21 @@ def local_update(
     extra_args: Any = None,
     **given: Any,
 ) -> tuple:
-    """`all_updates` inside `shard_map`, on local shards; all stays where it is not finite.
+    """`all_updates` inside `shard_map`, on local shards; keeps all values if not finite.
 
-    Not so for methods whose state counts `skipped`: they leave out what is not finite by
-    themselves, and need no second copy of their state until it is known.
+    Methods whose state counts `skipped` handle gradients that are not finite themselves, and need
+    no second copy of their state for that.
     """
     tx, axis_name = update.tx, update.axis_name
     grads = jax.tree.map(lambda g: g[0], grads)
-    mean_loss = lax.pmean(loss[0], update.axes)  # XLA sends nothing if nobody uses it
+    mean_loss = lax.pmean(loss[0], update.axes)  # XLA sends nothing if it is unused
     given |= {"value": mean_loss} | (extra_args or {})
     whole, params = params, own_params(update, params)
     if update.fast_axis is not None:
         grads = fast.scattered(grads, update.shares, update.fast_axis)
     own = functools.partial(tx.update, axis_name=axis_name, **given)
     updates, new_state = own(grads, state, params)
-    # Gradients of microbatches are wider than narrow parameters, and so what optax adds to them.
+    # Gradients of microbatches are wider than narrow parameters, and so are optax's results.
     new_state = jax.tree.map(_in_dtype_of, new_state, state)
     _require_averaged(updates, axis_name)
     require_alike(updates, params, axis_name)
@@ -163,9 +163,9 @@ def local_update(
 
 
 def all_or_nothing(updates: Any, new: Any, old: Any) -> tuple[Any, jax.Array]:
-    """What is new, or all that is old if anything in the updates is NaN or infinite; and whether.
+    """`new`, or `old` if anything in the updates is NaN or infinite; and whether it is.
 
-    All shards agree on it; that all replicas do, the updates' type says already.
+    All shards agree on it. The updates' type ensures that all replicas do.
     """
     skipped = not_finite(updates) > 0
     return unless(skipped, new, old), skipped

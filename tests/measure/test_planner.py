@@ -205,8 +205,8 @@ def test_the_table_shows_memory_and_what_is_changed():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: affine_cost(-1.0, 1e9), r"latency=-1\.0 is no time; write seconds, as 1e-3"),
-        (lambda: affine_cost(0.0, 0.0), r"rate=0\.0 carries nothing; write bit/s, as 500e6"),
+        (lambda: affine_cost(-1.0, 1e9), r"latency=-1\.0 is no time; write seconds, like 1e-3"),
+        (lambda: affine_cost(0.0, 0.0), r"rate=0\.0 carries nothing; write bit/s, like 500e6"),
         (lambda: affine_cost(0.0, math.nan), "rate=nan carries nothing"),
         (lambda: Cost((1.0,), (1.0,)), "no cost; write two or more growing sizes"),
         (lambda: Cost((1.0, 2.0), (2.0, 1.0)), "as many times that do not fall"),

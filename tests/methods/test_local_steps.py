@@ -216,7 +216,7 @@ def test_twice_as_many_replicas_go_on_from_the_same_outer_state():
 
 
 def test_an_outer_state_in_shards_of_owners_is_the_whole_ones():
-    """The outer optimizer averages by itself, at the meetings alone."""
+    """The outer optimizer averages by itself, only in outer steps."""
     momentum, exact = optax.sgd(0.7, momentum=0.9, nesterov=True), lambda path, leaf: True
     owners = jaxcomp.sharded_optimizer(momentum, "replica", exact=exact)
     apart = make(every=2, outer=owners, mean=None)

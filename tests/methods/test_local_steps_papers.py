@@ -14,7 +14,7 @@ REPLICAS, SIZE, EVERY, MEETINGS = 4, 256, 4, 60
 
 
 def trained(targets, code, outer):
-    """Parameters and state after the last meeting, and half an interval later."""
+    """Parameters and state after the last outer step, and half an interval later."""
     tx = jaxcomp.local_steps(
         optax.sgd(0.2), "replica", every=EVERY, code=code, outer=outer, mean=jaxcomp.gathered
     )

@@ -353,7 +353,7 @@ def test_what_crosses_the_slow_axis_is_counted_as_often_as_it_does():
             lambda: sharded(
                 hybrid(fast_gradients=jaxcomp.learned_levels(2), **NEVER_EXACT), odd_tree(), 2, 2
             ),
-            "levels are learned of what crosses the slow axis only",
+            "levels are learned from what crosses the slow axis only",
         ),
         (lambda: start(exact(), optax.sgd(1), 2), r"\('replica',\), needs one of \('fast', 'rep"),
         (

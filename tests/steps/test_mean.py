@@ -1,4 +1,4 @@
-"""The mean of the replicas' own parameters: what the next exact meeting would make."""
+"""The mean of the replicas' own parameters: what a float32 synchronization would make."""
 
 import functools
 
@@ -17,7 +17,7 @@ from tests.helpers.replicas import everywhere, mesh_of, one_value
 
 EXACT, STEPS = jaxcomp.identity(), 3
 PARAMS = {"bias": np.ones(7, np.float32), "kernel": np.ones((6, 8), np.float32)}
-# Each with all replicas meeting, exact, in steps `every`, 2 `every` and so on.
+# Each synchronizes all replicas, without compression, in steps `every`, 2 `every` and so on.
 METHODS = {
     "cocktail_sgd": lambda every: jaxcomp.cocktail_sgd(
         optax.adam(0.1), "replica", compressor=EXACT, sync_every=every, delayed=False
@@ -62,7 +62,7 @@ def sent(mesh, params, state, **options):
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_is_what_an_exact_meeting_makes(name):
+def test_is_what_an_exact_synchronization_makes(name):
     mesh = jax.make_mesh((2,), ("replica",))
     met, _ = trained(METHODS[name](STEPS), mesh)
     params, state = trained(METHODS[name](100), mesh)
@@ -75,7 +75,7 @@ def test_is_what_an_exact_meeting_makes(name):
         np.testing.assert_array_equal(one_value(x), expected)
         np.testing.assert_array_equal(x, met[leaf])
     # Each of two sends a half in a ring's scatter and a half in its gather; buckets are even.
-    assert sent(mesh, params, state) == {"meeting": 4 * (6 * 8 + 8)}
+    assert sent(mesh, params, state) == {"mean_params": 4 * (6 * 8 + 8)}
 
 
 def test_shares_of_a_fast_axis_and_leaves_without_drift():
@@ -97,7 +97,7 @@ def test_shares_of_a_fast_axis_and_leaves_without_drift():
         np.testing.assert_array_equal(one_value(mean[leaf]), expected)
     jax.tree.map(np.testing.assert_array_equal, jax.tree.map(one_value, mean["frozen"]), frozen)
     # A device sends its shares alone: half of the kernel, and 4 of the bias.
-    assert sent(mesh, params, state, fast_axis="fast") == {"meeting": 4 * (6 * 8 / 2 + 4)}
+    assert sent(mesh, params, state, fast_axis="fast") == {"mean_params": 4 * (6 * 8 / 2 + 4)}
     with pytest.raises(ValueError, match="Write the mesh and the fast_axis"):
         jaxcomp.mean_params(params, state, mesh, "replica")
 
@@ -121,7 +121,7 @@ def test_shards_and_narrow_parameters():
         assert x.dtype == jnp.bfloat16
         assert x.sharding.is_equivalent_to(params[leaf].sharding, x.ndim)
         assert np.unique(x.astype(np.float32)).tolist() == [1 + 2.0**-6]  # to even, from 1.5 bits
-    assert sent(mesh, params, state, param_specs=specs) == {"meeting": 4 * (6 * 8 / 2 + 8)}
+    assert sent(mesh, params, state, param_specs=specs) == {"mean_params": 4 * (6 * 8 / 2 + 8)}
 
 
 def test_without_drift_nothing_changes():

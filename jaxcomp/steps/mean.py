@@ -1,4 +1,4 @@
-"""The parameters that replicas would have if they met now: to evaluate, and to hand on."""
+"""The mean of the replicas' own parameters, for evaluation and export."""
 
 import functools
 from typing import Any
@@ -26,36 +26,37 @@ def mean_params(
 ) -> Any:
     """Returns the mean of the replicas' own parameters: `params` plus the mean of their `drift`.
 
-    Methods with local steps (`cocktail_sgd`, `local_steps`, `slamb`, `zero_one_adam`) hold in the
-    drift what replicas did since they last met. `params` alone know nothing of it. The mean is
-    exact in float32, and is what the next meeting would make of `params` if it were now and sent
-    everything. What codes have left with owners, or in a residual, is not in it. For `local_steps`
-    it is the plain mean, without the outer optimizer.
+    With local steps (`cocktail_sgd`, `local_steps`, `slamb`, `zero_one_adam`), the drift holds the
+    changes since the last synchronization, and `params` do not contain them. The mean is computed
+    in float32, and is what a synchronization without compression would now make of `params`. It
+    leaves out what owners or residuals hold. For `local_steps` it is the plain mean, without the
+    outer optimizer.
 
-    Call it outside of `shard_map`, at the end of a run or before parameters go to somebody else.
-    It changes no state: to go on, keep `params` and `state` as they are.
+    Call it outside `shard_map`, at the end of a run or before you export parameters. It changes no
+    state: to continue training, use `params` and `state`.
 
     Args:
       params: The consensus, global arrays.
-      state: The state as `train_step` has it, or any of `per_replica`.
+      state: The state of `train_step`, or of any `per_replica`.
       mesh: The mesh of the step.
       axis_name: The axis of the replicas.
-      param_specs: That of the step, if it has one.
-      fast_axis: That of the step, if it has one.
+      param_specs: The step's `param_specs`, if it has any.
+
+      fast_axis: The step's `fast_axis`, if it has one.
 
     Returns:
-      A tree like `params`, equal on all replicas. Leaves without a drift are as they were. The
-      others cost one float32 all-reduce, the part `meeting` of the report; of a state without a
-      drift nothing is sent.
+      A tree like `params`, equal on all replicas. Leaves without a drift do not change. The others
+      cost one float32 all-reduce, the part `mean_params` in the report; for a state without drift
+      nothing is sent.
 
     Raises:
-      ValueError: If a drift has not one row a replica, of its parameter's shape.
+      ValueError: If a drift does not have a row per replica, of its parameter's shape.
     """
     leaves, treedef = jax.tree.flatten(params)
     columns = [_by_leaf(drift, params) for drift in protocol.drifts(state)]
     if not columns:
         return params
-    # The drifts of each parameter, seldom more than one.
+    # The drifts of each parameter, rarely more than one.
     drifts = [[x for x in row if not fast.is_masked(x)] for row in zip(*columns, strict=True)]
     specs = full_specs(params, mesh, axis_name, param_specs)
     specs = tuple(jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, P)))
@@ -66,7 +67,7 @@ def _by_leaf(drift, params):
     """The drift of each parameter, or a `MaskedNode`, which may stand for a whole branch."""
     leaves = jax.tree.leaves(drift, is_leaf=fast.is_masked)
     if len(leaves) == jax.tree.structure(params).num_leaves:
-        return leaves  # also in wrappers of its own, as in the state of nnx.Optimizer
+        return leaves  # may be wrapped, as in the state of nnx.Optimizer
     spread = lambda x, branch: jax.tree.map(lambda _: x, branch)
     full = jax.tree.map(spread, drift, params, is_leaf=fast.is_masked)
     return jax.tree.leaves(full, is_leaf=fast.is_masked)
@@ -74,7 +75,7 @@ def _by_leaf(drift, params):
 
 @functools.lru_cache(maxsize=16)
 def _program(mesh, axis_name, fast_axis, specs):
-    """The jitted mean, kept: it may be called again and again."""
+    """The jitted mean, cached for repeated calls."""
     return jax.jit(functools.partial(_mean, mesh, axis_name, fast_axis, list(specs)))
 
 
@@ -93,7 +94,7 @@ def _mean(mesh, axis_name, fast_axis, specs, params, drifts):
         transport = averaging.Transport(
             policy_of(averaging.EXACT), wire.summed, axis_name, bucket_numel=None, seed=0
         )
-        means = averaging.average(transport, moved, jnp.int32(0), "meeting").mean
+        means = averaging.average(transport, moved, jnp.int32(0), "mean_params").mean
         if shares is not None:
             pick = lambda leaves: {i: leaves[i] for i in means}
             means = fast.gathered(means, pick(shares), pick(params), fast_axis)
