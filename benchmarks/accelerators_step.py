@@ -25,10 +25,10 @@ from train.processes.devices import FAST_AXIS
 TOKENS = 128
 """Of a sequence in the programs that are compiled; the roofline counts those of its own batch."""
 
+_TINY = DecoderConfig(layers=1, width=256, heads=4, context=TOKENS, vocab=1024, dtype="bfloat16")
 MODELS: dict[str, DecoderConfig] = {
-    "tiny": DecoderConfig(
-        layers=1, width=256, heads=4, context=TOKENS, vocab=1024, dtype="bfloat16"
-    ),
+    "tiny": _TINY,
+    "tiny-in-shards": _TINY,
     "toy": DecoderConfig(
         layers=4, width=768, heads=12, context=TOKENS, vocab=6720, dtype="bfloat16"
     ),
@@ -45,7 +45,7 @@ MODELS: dict[str, DecoderConfig] = {
         layers=44, width=6144, heads=64, context=1024, vocab=50_432, dtype="bfloat16", scan=True
     ),
 }
-IN_SHARDS = ("20b",)
+IN_SHARDS = ("tiny-in-shards", "20b")
 """Models whose parameters lie in shards over the devices of a host."""
 
 

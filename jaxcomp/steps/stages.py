@@ -19,7 +19,7 @@ class Value(NamedTuple):
 
     array: jax.Array
     spec: P  # over the axes
-    is_row: bool = False  # whether `shard_map` has added a first axis
+    is_row: bool = False  # whether it is a scalar, which got an axis for `shard_map`
 
 
 def cut_here(travel: Callable[[list[Any]], list[Any]], messages: list[Any]) -> list[Any]:
@@ -60,8 +60,10 @@ def in_stages(
         run = functools.partial(_run, manual, stage, values, specs)
         arrays = [value.array for value in values]
         made = pace(run, arrays) if is_hop else run(arrays)
-        rows = [Value(x, spec, True) for x, spec in zip(made, specs, strict=True)]
-        known |= dict(zip(makes, rows, strict=True))
+        known |= {
+            var: Value(x, spec, _needs_row(var.aval))
+            for var, x, spec in zip(makes, made, specs, strict=True)
+        }
     return treedef.unflatten([known[var] for var in jaxpr.jaxpr.outvars])
 
 
@@ -74,10 +76,17 @@ def inside(values: Any, arrays: Any) -> Any:
 def _run(manual, stage, values, specs, arrays):
     def local(*arrays):
         made = core.jaxpr_as_fun(stage)(*inside(values, list(arrays)))
-        return [x[None] if tuple(spec) else x for x, spec in zip(made, specs, strict=True)]
+        given = zip(made, specs, strict=True)
+        return [x[None] if tuple(spec) and _needs_row(x) else x for x, spec in given]
 
     in_specs = tuple(value.spec for value in values)
     return manual(local, in_specs=in_specs, out_specs=specs)(*arrays)
+
+
+def _needs_row(x):
+    # Shards of arrays lie behind each other. With an axis more, a barrier would get a view of each
+    # message, which nobody else uses: XLA takes it out of the barrier, and then codes too late.
+    return not x.shape
 
 
 def _traced(function, manual, in_specs, args):

@@ -125,10 +125,12 @@ def test_a_device_without_its_compiler_says_what_to_install(monkeypatch):
 def rows_of(device):
     """The rows of the table's methods, made in one process of its own."""
     methods = [method for name, method in TABLE if name == device]
-    made = accelerators.apart(
-        accelerators_row.rows, device, "tiny", methods, (8,), environment=COMPILING
-    )
+    made = made_apart(device, "tiny", methods, (8,))
     return {row["method"]: row for row in made}
+
+
+def made_apart(*step):
+    return accelerators.apart(accelerators_row.rows, *step, environment=COMPILING)
 
 
 @pytest.mark.parametrize(("device", "method"), TABLE)
@@ -145,6 +147,16 @@ def test_programs_for_accelerators_have_the_structure_that_the_page_says(device,
     assert row["unknown_loops"] == 0
     if (device, method) == ("h100", "cocktail"):
         assert row["products_in_span"] == 1.0  # the gradient, between the first start and last end
+
+
+def test_messages_of_parameters_in_shards_travel_beside_the_whole_gradient():
+    if (reason := unavailable("h100")) is not None:
+        pytest.skip(reason)
+    (row,) = made_apart("h100", "tiny-in-shards", ["cocktail"], (2, 4))
+    # Arrays that the devices of a host hold alike are a bucket, and those in shards another one.
+    assert row["messages"] == {op: {"all": 2, "async": 2} for op in ("all-to-all", "all-gather")}
+    assert row["bytes_asynchronous"] == 1.0
+    assert row["products_in_span"] == row["products_beside"] == 1.0
 
 
 def program_of(method, moved, kernels, **more):

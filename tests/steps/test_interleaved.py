@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxcomp
 from jaxcomp.replicas import protocol
+from jaxcomp.steps import stages
 from jaxcomp.steps import train as plain
 from tests.helpers.replicas import everywhere, mesh_of, rows
 
@@ -143,6 +144,30 @@ def test_what_was_coded_is_sent_and_no_view_of_it_so_that_gpus_start_it_at_once(
     assert [user.primitive.name for user in users][:behind] == ["optimization_barrier"] * behind
     gathers = re.findall(r"all_gather_invariant\[.*?\]", str(jaxpr), re.DOTALL)
     assert gathers and all("tiled=True" in gather for gather in gathers)
+
+
+def bodies(jaxpr, primitive):
+    """The equations of each `shard_map` in a jaxpr that has a collective, but in an inner one."""
+    for eqn in jaxpr.eqns:
+        inner = [getattr(x, "jaxpr", x) for x in eqn.params.values()]
+        inner = [x for x in inner if hasattr(x, "eqns")]
+        within = [body for one in inner for body in bodies(one, primitive)]
+        yield from within
+        if eqn.primitive.name == "shard_map" and not within and primitive in str(inner[0]):
+            yield inner[0].eqns
+
+
+@pytest.mark.parametrize("collective", ["all_to_all", "all_gather_invariant"])
+def test_so_it_is_in_shards_where_a_barrier_would_lose_a_view_that_nobody_else_uses(collective):
+    mesh = mesh_of(2, 2)
+    init, step = jaxcomp.train_step(
+        loss, METHOD(compressor=CODE), mesh, "replica", param_specs=SPECS
+    )
+    params = placed(mesh, SPECS)
+    batch = rows(mesh, np.zeros((8, 40), np.float32))
+    jaxpr = step.trace(params, init(params), batch).jaxpr
+    (hop,) = bodies(jaxpr.jaxpr, collective)
+    assert [eqn.params.get("name") for eqn in hop] == [stages._HOP]
 
 
 @pytest.mark.parametrize("method", ["zero_one_adam", "compressed_mean"])
