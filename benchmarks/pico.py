@@ -44,7 +44,11 @@ _GROUPS = "compose(group_top_1(64), bin_means(2))"
 _SPARSE = "outer=sgd(1.0), error_decay=0.95, mean=gathered"
 
 
-def _diloco(inner: str, every: int, rate: float, momentum: float) -> str:
+# As many meetings as every `every`-th step has, closer together while the rate is high.
+_BY_RATE = "schedules.by_rate(learning_rate, steps, {})"
+
+
+def _diloco(inner: str, every: int | str, rate: float, momentum: float) -> str:
     outer = f"outer_rate={rate}, outer_momentum={momentum}"
     return f"diloco({inner}, axis_name, every={every}, code=quantize(4), {outer})"
 
@@ -56,6 +60,7 @@ METHODS: dict[str, tuple[str, float]] = {
     "dense Muon": (f"chain(compressed_mean(identity(), axis_name), {_MUON})", 1e-2),
     "DiLoCo, Muon, 4 bits": (_diloco(_MUON, EVERY, 0.6, 0.6), 1e-2),
     "DiLoCo, Muon, 4 bits, every 32nd": (_diloco(_MUON, 32, 0.6, 0.6), 1e-2),
+    "DiLoCo, Muon, 4 bits, 32 by rate": (_diloco(_MUON, _BY_RATE.format(32), 1.0, 0.3), 1e-2),
     "MuLoCo": (
         f"muloco(learning_rate, axis_name, every={EVERY}, outer_rate=0.6, outer_momentum=0.6)",
         1e-2,

@@ -161,6 +161,46 @@ def halving(
     return Printed(schedule, call(halving, **written))
 
 
+def by_rate(learning_rate: float | optax.Schedule, steps: int, every: int) -> Schedule:
+    """As many steps as every `every`-th, at equal sums of the learning rate between them.
+
+    Intervals are short where the rate is high and replicas drift apart fast, and long where it is
+    low. With a cosine that ends at zero the shortest is about half of `every`. The last step is
+    always included, so that no local change is lost.
+
+    Args:
+      learning_rate: The learning rate in use, constant or a schedule.
+      steps: Steps of the whole run, at least 1.
+      every: Steps from one to the next in the mean, at least 1.
+
+    Raises:
+      ValueError: If `every` or `steps` is below 1; when it is used, if the rate is always zero.
+    """
+    if every < 1 or steps < 1:
+        raise ValueError(
+            f"by_rate got steps={steps}, every={every}; needs at least 1 of both; write "
+            "by_rate(learning_rate, steps, 32)."
+        )
+    rate = learning_rate if callable(learning_rate) else optax.constant_schedule(learning_rate)
+
+    @functools.cache
+    def table():
+        # Evaluated late: a transformation may be made before JAX knows its devices.
+        with jax.ensure_compile_time_eval():
+            rates = np.asarray(jax.vmap(rate)(jnp.arange(steps)), np.float64)
+        if not rates.any():
+            raise ValueError(
+                f"by_rate got {learning_rate!r}, which is zero in all {steps} steps; needs a rate "
+                "above zero in some; write every(32, steps)."
+            )
+        rounds = np.cumsum(rates) / rates.sum() * max(round(steps / every), 1)
+        rounds = np.floor(rounds + 1e-6)  # what rounding leaves below a whole one is one
+        return np.append(np.diff(rounds, prepend=0)[:-1] > 0, True)
+
+    schedule = lambda count: jnp.asarray(table())[jnp.minimum(count, steps - 1)]
+    return Printed(schedule, call(by_rate, learning_rate=learning_rate, steps=steps, every=every))
+
+
 class Plan(NamedTuple):
     """The number of exchanges of a run."""
 

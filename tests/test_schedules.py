@@ -138,3 +138,28 @@ def test_schedules_are_traced_without_a_table():
 def test_wrong_arguments_are_refused(make, text):
     with pytest.raises(ValueError, match=text):
         make()
+
+
+def test_by_rate_has_equal_sums_of_the_rate_between_its_steps():
+    steps, every = 4000, 32
+    rate = optax.warmup_cosine_decay_schedule(0.0, 0.01, 400, steps, 0.0)
+    found = counts(schedules.by_rate(rate, steps, every), steps)
+    sums = np.cumsum(np.asarray(jax.vmap(rate)(jnp.arange(steps)), np.float64))
+    moved = np.diff(sums[np.array(found) - 1], prepend=0)
+    # A step is the least: sums miss their share by no more than a step's rate at each end.
+    np.testing.assert_allclose(moved[:-1], sums[-1] * every / steps, atol=0.01)
+    assert len(found) in (steps // every, steps // every + 1) and found[-1] == steps
+    assert np.diff(found).min() < every / 2 + 2 < np.diff(found)[-4]
+
+
+@pytest.mark.parametrize("every", [1, 4, 20])
+def test_by_rate_of_a_constant_rate_is_every(every):
+    by_rate, equal = schedules.by_rate(0.1, 100, every), schedules.every(every, 100)
+    assert counts(by_rate, 100) == counts(equal, 100)
+
+
+def test_by_rate_says_what_it_needs():
+    with pytest.raises(ValueError, match="every=0; needs at least 1"):
+        schedules.by_rate(0.1, 100, 0)
+    with pytest.raises(ValueError, match="zero in all 10 steps"):
+        schedules.by_rate(0.0, 10, 2)(jnp.arange(3))
