@@ -1,12 +1,12 @@
-"""Draws what a method's quantities do to its loss, from the rows of benchmarks.convergence.
+"""Plots the effect of a method's parameters on its loss, from the rows of benchmarks.convergence.
 
     python -m benchmarks.ablation --of slamb            # large batches of digits
     python -m benchmarks.ablation --of zero_one_adam    # fine-tuning
     python -m benchmarks.ablation --of cocktail_sgd     # fine-tuning
     python -m benchmarks.ablation --of qsdp             # fine-tuning
 
-The picture is beside the rows, a panel for each quantity. Fine-tuning is where seeds agree; after
-300 steps from scratch they do not (8 bits ended 0.35 above 4).
+The plot is in the folder of the rows, with a panel for each parameter. Seeds agree in fine-tuning;
+after 300 steps from scratch they do not (the loss at 8 bits was 0.35 above that at 4).
 """
 
 import argparse
@@ -25,12 +25,12 @@ from benchmarks.figures import Summary, summarize
 
 
 class Ablation(NamedTuple):
-    """The panels of one picture."""
+    """The panels of one plot."""
 
     task: str
     steps: int  # of the runs
-    dense: str  # the method that all are compared with
-    # quantity -> its value -> the method of benchmarks/methods.py
+    dense: str  # the baseline method
+    # parameter -> its value -> the method in benchmarks/methods.py
     panels: dict[str, dict[str, str]]
 
 
@@ -176,7 +176,7 @@ def draw(summaries: list[Summary], ablation: Ablation, path: pathlib.Path) -> No
 
 
 def main() -> None:
-    """Reads the rows and draws the picture beside them."""
+    """Reads the rows and draws the plot into their folder."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument(
         "--json", type=pathlib.Path, default=pathlib.Path("benchmarks/results/convergence.json")

@@ -1,13 +1,13 @@
-"""Compiles steps for GPUs and TPUs that are not there, and says what their programs do.
+"""Compiles steps for GPUs and TPUs without having them, and reports what their programs do.
 
     python -m benchmarks.accelerators --devices h100 v5e --models 124m --methods dense q4 \\
         --meshes 8 16x8 128x8
 
 Needs Python 3.12 or newer and `pip install '.[train,accelerators]'`, no accelerator and no driver.
-Meshes are hosts, or hosts times their devices. A row that is in the file already is made anew. A
-step that cannot be compiled becomes a row with an `error`. Where an accelerator of the kind is at
-hand, the command also runs the steps, on all of its devices, and puts what it measured beside what
-the roofline predicts there; with `--no-run` it does not look for one.
+Meshes are hosts, or hosts times their devices. Rows that are already in the file are replaced. A
+step that cannot be compiled becomes a row with an `error`. If this machine has such an accelerator,
+the command also runs the steps on all of its devices, and adds the measured time to the roofline's
+prediction; `--no-run` disables that.
 """
 
 import argparse
@@ -32,12 +32,12 @@ COMPILING = {
     "JAX_DISABLE_MOST_OPTIMIZATIONS": "0",
     "TPU_SKIP_MDS_QUERY": "1",
 }
-"""Variables of the processes that compile: no driver is looked for, and tests' are not used."""
+"""Environment of the compiling processes: without a driver, and without the tests' variables."""
 _TOLD = 300  # characters of an error that a row keeps
 
 
 def apart(function: Callable, *arguments, environment: dict[str, str]) -> object:
-    """Calls a function in a process of its own: a compiler that fails may end its process.
+    """Calls a function in a process of its own, since a failing compiler may end its process.
 
     Raises:
       RuntimeError: With the reason, if the function raises or its process ends.
@@ -68,7 +68,7 @@ def compiled(device: str, model: str, method: str, mesh: str) -> dict:
 
 
 def run_at_hand(models: Sequence[str], methods: Sequence[str]) -> list[dict]:
-    """Rows of what the accelerators of this machine need for each step; [] without any."""
+    """Rows of the measured steps on this machine's accelerators; [] without any."""
     found = apart(at_hand, environment={}) if has_driver() else None
     if found is None:
         return []
@@ -85,7 +85,7 @@ def run_at_hand(models: Sequence[str], methods: Sequence[str]) -> list[dict]:
 
 
 def merged(old: list[dict], new: dict) -> list[dict]:
-    """The rows with a new one; what was measured stays beside what was compiled."""
+    """The rows with a new one; measured values stay next to the compiled ones."""
     key = [new[name] for name in KEY]
     same = [one for one in old if [one[name] for name in KEY] == key]
     others = [one for one in old if one not in same]
@@ -108,7 +108,7 @@ def _line(row: dict) -> str:
 
 
 def arguments() -> argparse.Namespace:
-    """Reads the command line, and refuses devices without a compiler."""
+    """Reads the command line; an error for devices without a compiler."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     add = lambda name, known, default: parser.add_argument(
         name, nargs="+", choices=known, default=default
@@ -116,7 +116,7 @@ def arguments() -> argparse.Namespace:
     add("--devices", list(DEVICES), ["h100"])
     add("--models", list(MODELS), ["124m"])
     add("--methods", list(METHODS), ["dense", "q4", "cocktail"])
-    parser.add_argument("--meshes", nargs="+", default=["8"], help="as 8, 16x8, 128x8")
+    parser.add_argument("--meshes", nargs="+", default=["8"], help="such as 8, 16x8, 128x8")
     parser.add_argument("--json", type=pathlib.Path, default=RESULTS, help="file for the rows")
     parser.add_argument("--figure", type=pathlib.Path, help="draw all rows of the file, as .svg")
     parser.add_argument("--no-run", action="store_true", help="compile alone")

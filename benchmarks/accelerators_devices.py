@@ -1,6 +1,6 @@
-"""Accelerators that XLA compiles for without one: what their compilers ask, and their peaks.
+"""Accelerators that XLA compiles for without having one: compiler settings and peak rates.
 
-Numbers of GPUs are those of NVIDIA's data sheets and of XLA's own descriptions of devices
+GPU numbers are from NVIDIA's data sheets and XLA's device descriptions
 (xla/backends/gpu/target_config/specs); v5e's are those of Google Cloud's documentation.
 """
 
@@ -28,7 +28,7 @@ class Device(NamedTuple):
 
     Attributes:
       platform: "cuda" or "tpu".
-      kind: A part of the name by which JAX calls it, `jax.Device.device_kind`.
+      kind: A part of JAX's name for it, `jax.Device.device_kind`.
       memory_bytes: Bytes of one device.
       bandwidth: Bytes a second of its memory.
       flops: FLOP a second of matrix products in the type `dtype`.
@@ -112,7 +112,7 @@ DEVICES: dict[str, Device] = {
         clock_rate_ghz=1.59,
         device_memory_size=15_835_660_288,
     ),
-    # Its operations are one program, which nothing launches one by one.
+    # Its operations are one program, without kernel launches.
     "v5e": Device("tpu", "v5 lite", 17_179_869_184, 819e9, 197e12, 200e9, 0.0),
 }
 
@@ -133,7 +133,7 @@ device_description_str: "NVIDIA {kind}"
 
 
 def unavailable(name: str) -> str | None:
-    """Says why nothing can be compiled for a device; None if it can."""
+    """The reason why nothing can be compiled for a device; None if it can."""
     missing = [module for module in PACKAGES[DEVICES[name].platform] if not _installed(module)]
     if not missing:
         return None
@@ -144,7 +144,7 @@ def unavailable(name: str) -> str | None:
 
 
 def mesh_of(name: str, sizes: tuple[int, ...]) -> Mesh:
-    """A mesh of devices that are not there: hosts, and where there are two sizes their devices.
+    """A mesh of absent devices: hosts, and with two sizes also their devices.
 
     Args:
       name: A key of `DEVICES`.

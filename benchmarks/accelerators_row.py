@@ -1,4 +1,4 @@
-"""A row: one method's step, compiled for one accelerator, and what its program says."""
+"""A row: one method's step compiled for one accelerator, and the facts of its program."""
 
 import collections
 import math
@@ -24,7 +24,7 @@ KEY = ("device", "model", "method", "mesh")
 
 
 def row(device: str, model: str, method: str, sizes: tuple[int, ...]) -> dict:
-    """Compiles a step and reads its program; takes seconds to minutes, and runs nothing.
+    """Compiles a step and reads its program; takes seconds to minutes, runs nothing.
 
     Args:
       device: A key of `accelerators_devices.DEVICES`.
@@ -64,7 +64,7 @@ def compile_step(built: Built) -> jax.stages.Compiled:
 def facts(
     compiled: jax.stages.Compiled, text: str, built: Built, device: str, sizes: tuple[int, ...]
 ) -> dict:
-    """What a program's text and its analyses say."""
+    """The facts from a program's text and XLA's analyses."""
     program, mesh, copy = Program(text), built.mesh, 4 * built.numel
     cost = program.cost
     crossing = [m for m in accelerators_messages.messages(program, mesh) if _is_slow(m)]
@@ -92,7 +92,7 @@ def facts(
 
 
 def memory(compiled: jax.stages.Compiled) -> dict[str, int]:
-    """Bytes of one device, as the compiler plans them; what is donated counts once."""
+    """Bytes of one device, according to the compiler; donated buffers count once."""
     found = compiled.memory_analysis()
     kept = found.argument_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
     return {
@@ -103,7 +103,7 @@ def memory(compiled: jax.stages.Compiled) -> dict[str, int]:
 
 
 def predictions(device: str, work: Work) -> dict[str, float]:
-    """Predicted seconds of a step at each rate of `RATES`, and where the network takes no time."""
+    """Predicted seconds of a step at each rate of `RATES`, and with an unlimited network."""
     kind = DEVICES[device]
     seconds = {name: roofline.predicted_seconds(kind, work, rate) for name, rate in RATES.items()}
     return {**seconds, "unlimited": roofline.local_seconds(kind, work)}
@@ -128,7 +128,7 @@ def _is_slow(message: Message) -> bool:
 
 
 def _counted(crossing: list[Message]) -> dict[str, dict[str, int]]:
-    """How many messages of each kind stand in the program, and how many are asynchronous."""
+    """How many messages of each kind the program has, and how many are asynchronous."""
     counts: dict[str, dict[str, int]] = collections.defaultdict(lambda: {"all": 0, "async": 0})
     for message in crossing:
         counts[message.op]["all"] += 1

@@ -46,7 +46,7 @@ MODELS: dict[str, DecoderConfig] = {
     ),
 }
 IN_SHARDS = ("tiny-in-shards", "20b")
-"""Models whose parameters lie in shards over the devices of a host."""
+"""Models whose parameters are sharded over the devices of a host."""
 
 
 class Method(NamedTuple):
@@ -62,7 +62,7 @@ def _mean(code: str, optimizer: str = "adamw(learning_rate)") -> Method:
 
 
 _MOMENTUM = "sgd(learning_rate, momentum=0.9)"
-# Float32 moments of 20 B parameters do not fit beside everything else.
+# Float32 moments of 20 B parameters do not fit into memory.
 _LEAN = "adamw(learning_rate, mu_dtype='bfloat16')"
 
 METHODS: dict[str, Method] = {
@@ -86,7 +86,7 @@ METHODS: dict[str, Method] = {
     "qsdp": Method("adamw(learning_rate)", qsdp="qsdp(axis_name, fast_axis=fast_axis)"),
 }
 WITH_MOMENTUM = tuple(name for name, method in METHODS.items() if _MOMENTUM in method.update)
-"""Methods in front of momentum SGD, "dense_sgd" among them."""
+"""Methods before momentum SGD, including "dense_sgd"."""
 
 
 class Built(NamedTuple):
@@ -103,13 +103,13 @@ class Built(NamedTuple):
 
 
 def has_fast_axis(method: Method) -> bool:
-    """Whether a step of the method tells the devices of a host from other hosts."""
+    """Whether a step of the method distinguishes the devices of a host from other hosts."""
     arguments = inspect.signature(jaxcomp.train_step).parameters
     return method.qsdp is not None or "fast_axis" in arguments
 
 
 def model_for(device: str, model: str) -> DecoderConfig:
-    """The model of a name, in the type that a device multiplies."""
+    """The named model, in a device's compute dtype."""
     return dataclasses.replace(MODELS[model], dtype=DEVICES[device].dtype)
 
 
@@ -158,7 +158,7 @@ def config_of(model: DecoderConfig, method: Method, mesh: Mesh, in_shards: bool 
 
 
 def batch_of(mesh: Mesh, sequences: int = 1, tokens: int = TOKENS) -> jax.ShapeDtypeStruct:
-    """A batch of so many sequences a device."""
+    """A batch with this many sequences per device."""
     rows = NamedSharding(mesh, P(mesh.axis_names))
     return jax.ShapeDtypeStruct((mesh.size * sequences, tokens + 1), "int32", sharding=rows)
 

@@ -1,4 +1,4 @@
-"""What the programs of a GPT of 124 M parameters were meant to need, and what they do need."""
+"""Targets for the compiled programs of a GPT of 124 M parameters, and what was reached."""
 
 from typing import Any, NamedTuple
 
@@ -6,13 +6,13 @@ from benchmarks.accelerators_figure import above_dense
 
 MODELS, MESH = ("124m", "124m-scan"), "8"
 RATE, SLOWER, FEWER_BYTES = "500mbit", 1.1, 30
-"""Methods that send 30 times less than dense: at most 1.1 times their step without a network."""
+"""For methods that send 30 times less than dense: most time over their step without a network."""
 ACCESSED, TEMP = 2.0, 3.0
-"""Of any method on TPUs: bytes accessed over the dense step's, and copies held above it."""
+"""For all methods on TPUs: bytes accessed over the dense step's, and copies held above it."""
 
 
 class Target(NamedTuple):
-    """What the most expensive step of a method may have above the dense one, on H100."""
+    """Limits for the most expensive step of a method above the dense step, on H100."""
 
     moved: float  # copies of the parameters
     kernels: int
@@ -39,9 +39,9 @@ _HEAD = [
 
 
 def table(rows: list[dict]) -> str:
-    """A line a program, each cell what was reached "of" the target; bold where missed.
+    """A line per program; each cell is the value "of" the target, in bold if the target is missed.
 
-    Methods that were compiled in neither form of the model have a line that says so.
+    Methods that were not compiled for any form of the model have a line that says so.
     """
     found: dict[tuple[str, str], list[list[str]]] = {}
     for row, dense in above_dense(rows):

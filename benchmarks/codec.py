@@ -2,10 +2,10 @@
 
     python -m benchmarks.codec --json FILE [--numel 16777216] [--repeats 9]
 
-A row's seconds are those of `encode`, from the bucket to the payload, plus those of `decode`,
-from the payload to a new array, compiled apart, each the median of the repeats. Rows and copies
-take turns, so that a busy machine slows all alike. `target` is the greatest ratio to accept,
-`met` whether it was. The last rows have the seconds of `lax.top_k`, not of a copy.
+A row's seconds are those of `encode`, from the bucket to the payload, plus those of `decode`, from
+the payload to a new array. They are compiled separately, and each is the median of the repeats.
+Rows and copies alternate, so that a busy machine slows all of them. `target` is the greatest
+accepted ratio, `met` whether it holds. The last rows compare with `lax.top_k`, not with a copy.
 """
 
 import argparse
@@ -98,7 +98,7 @@ def against_row(name, compressor, other, target, x, shared, private, repeats) ->
 
 
 def select_rows(x, shared, repeats) -> list[dict]:
-    """What chooses an eighth of the entries, against `lax.top_k`; nothing is packed there."""
+    """Codes that choose an eighth of the entries, against `lax.top_k`; without packing."""
     targets = {group_top_1(8): 1 / 50, top_k(1 / 8): None}
     whole = jax.jit(lambda x: jax.lax.top_k(jnp.abs(x), x.size // 8))
     calls = {"whole": lambda: whole(x)}

@@ -1,6 +1,6 @@
-"""Functions of one process that another calls through its pipes: one JSON line each way.
+"""Calls functions of another process through its pipes, with one JSON line each way.
 
-Imports nothing but the standard library: programs of any Python can `serve`.
+Imports only the standard library, so that programs of any Python can `serve`.
 """
 
 import argparse
@@ -20,14 +20,14 @@ from typing import Any, NamedTuple
 
 
 class Worker(NamedTuple):
-    """A process that serves; what it prints goes to its log."""
+    """A process that serves; its output goes to its log."""
 
     process: subprocess.Popen
     log: pathlib.Path
 
 
 def place(description: str) -> argparse.Namespace:
-    """Reads a host's place among the others from its command line."""
+    """Reads a host's place in the run from its command line."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--coordinator", required=True, help="host:port of process 0")
     parser.add_argument("--num-processes", type=int, required=True)
@@ -37,13 +37,13 @@ def place(description: str) -> argparse.Namespace:
 
 
 def serve(**functions: Callable[..., Any]) -> None:
-    """Answers calls from standard input, one after the other, until it is closed.
+    """Answers calls from standard input, one at a time, until it is closed.
 
-    What the functions, or libraries below them, print goes to standard error. When the input
-    ends, because the caller has, so does this process, at once.
+    Output of the functions, or of libraries, goes to standard error. When the input ends, because
+    the caller has ended, this process ends at once.
 
     Args:
-      **functions: By the names that they are called by; what they return goes through JSON.
+      **functions: The functions by name; their results go through JSON.
     """
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -60,7 +60,7 @@ def serve(**functions: Callable[..., Any]) -> None:
             name, arguments = json.loads(calls.get())
             print(json.dumps(functions[name](**arguments)), file=answers, flush=True)
     except BaseException:
-        # Not by way of libraries that would wait for other processes before they end.
+        # Not through libraries that would wait for other processes.
         traceback.print_exc()
         sys.stderr.flush()
         os._exit(1)
@@ -70,7 +70,7 @@ def serve(**functions: Callable[..., Any]) -> None:
 def start(
     programs: Sequence[Sequence[str]], environment: Mapping[str, str], folder: pathlib.Path
 ) -> Iterator[list[Worker]]:
-    """Starts programs that `serve`, and ends them at the end.
+    """Starts programs that `serve`, and ends them on exit.
 
     Args:
       programs: One command line each.
@@ -92,7 +92,7 @@ def start(
                     stderr=stderr,
                     env=os.environ | environment,
                     text=True,
-                    # A Ctrl-C at the terminal is for the caller to handle.
+                    # Ctrl-C at the terminal is for the caller to handle.
                     start_new_session=True,
                 )
             workers.append(Worker(process, log))
@@ -101,7 +101,7 @@ def start(
         for worker in workers:
             worker.process.kill()
         for worker in workers:
-            # The input of a worker that has ended may hold a call that nobody has read.
+            # The input of a worker that has ended may hold an unread call.
             with contextlib.suppress(BrokenPipeError), worker.process:
                 pass
 
@@ -110,9 +110,9 @@ def call(workers: Sequence[Worker], name: str, seconds: float, **arguments: Any)
     """Calls a function of all workers at the same time.
 
     Args:
-      workers: Whom to call.
+      workers: The workers to call.
       name: Name of the function.
-      seconds: How long to wait for all answers.
+      seconds: Time limit for all answers.
       **arguments: Its arguments, the same for all.
 
     Returns:
@@ -123,7 +123,7 @@ def call(workers: Sequence[Worker], name: str, seconds: float, **arguments: Any)
     """
     line = json.dumps([name, arguments]) + "\n"
     for worker in workers:
-        with contextlib.suppress(BrokenPipeError):  # That it has ended is found below.
+        with contextlib.suppress(BrokenPipeError):  # A worker that has ended is found below.
             worker.process.stdin.write(line)
             worker.process.stdin.flush()
     answers: dict[int, Any] = {}

@@ -1,11 +1,11 @@
-"""Trains the nano task, or another of the tasks below, with methods; writes losses and bytes.
+"""Trains the nano task, or another task below, with several methods; writes losses and bytes.
 
     python -m benchmarks.convergence [--task TASK] --methods NAME ... [--json FILE]
 
-Each method is run at every rate of its grid with the tuning seeds (0, unless told), then at its
-best rate with the other seeds. Runs whose row is in the file already are not run again, so that it
-can be stopped and started at will, and two halves of the methods can run beside each other on a
-core each (`taskset -c 0`, another --json): about 15% faster than one after the other.
+Each method runs at every learning rate of its grid with the tuning seeds (default: 0), then at its
+best rate with the other seeds. Runs with a row in the file are skipped, so you may stop and start
+the program at any time. Two halves of the methods can run at once on a core each (`taskset -c 0`,
+another --json), about 15% faster than one after the other.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from train.config import Config
 from train.processes import devices
 from train.processes.exits import clean_exits
 
-# Fine-tuning begins with the parameters of `python -m train configs/nano_dense.py`.
+# Fine-tuning starts from the parameters of `python -m train configs/nano_dense.py`.
 TASKS = {
     "nano": nano_dense,
     "nano_bert": nano_bert_dense,
@@ -82,8 +82,8 @@ def run_row(task: str, method: str, rate: float, seed: int, steps: int) -> dict:
         "val_accuracy": rows[-1].get("val_accuracy"),
         "curve": [[row["step"], row["val_loss"]] for row in rows if "val_loss" in row],
         "sent_bytes_per_step": plan["sent_bytes_per_step"],
-        # Per direction of an all-reduce: a ring sends 2 (R-1)/R of what it reduces. Shards send
-        # three times (R-1)/R, which counts as two.
+        # Per direction of an all-reduce: a ring sends 2 (R-1)/R of its operand. Shards send three
+        # times (R-1)/R, which counts as two.
         "bits_per_parameter": plan["sent_bytes_per_step"]
         * 8
         / plan["parameters"]
@@ -98,7 +98,7 @@ def run_row(task: str, method: str, rate: float, seed: int, steps: int) -> dict:
 
 
 def best_rate(rows: list[dict], seeds: list[int]) -> float:
-    """The rate of the lowest mean loss over some seeds; one that is not finite is the worst."""
+    """The rate with the lowest mean loss over some seeds; NaN and infinities are the worst."""
     losses = {}
     for row in rows:
         if row["seed"] in seeds:
@@ -108,7 +108,7 @@ def best_rate(rows: list[dict], seeds: list[int]) -> float:
 
 
 def main() -> None:
-    """Runs what is missing, one after the other, and saves after each."""
+    """Makes the missing runs, one after the other, and saves after each."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--task", default="nano", choices=list(TASKS))
     parser.add_argument("--methods", nargs="+", required=True, choices=list(METHODS))
@@ -141,7 +141,7 @@ def main() -> None:
         for rate in args.rates or METHODS[method].rates:
             for seed in args.tuning_seeds:
                 ensure(method, rate, seed)
-        # The tuning seeds alone: the others would move the choice while they are run.
+        # Only the tuning seeds: the others would change the choice while they run.
         best = best_rate(rows_of(method), args.tuning_seeds)
         for seed in args.seeds:
             ensure(method, best, seed)

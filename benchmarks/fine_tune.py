@@ -1,11 +1,11 @@
-"""What fine-tuning of models that people have needs: memory, bytes and predicted step times.
+"""Memory, bytes and predicted step times of fine-tuning existing models.
 
     python -m benchmarks.fine_tune hosts configs/shapes/opt_1_3b_cocktail.py ...
     python -m benchmarks.fine_tune lora
 
-`hosts` compiles each config's step for four hosts of eight H100, which nobody needs to have: Python
-3.12 and `pip install '.[train,accelerators]'`. `lora` compiles steps for CPUs, and says what they
-send. Rows go to results/fine_tune.json; nothing is run.
+`hosts` compiles each config's step for four hosts of eight H100, without needing them, with Python
+3.12 and `pip install '.[train,accelerators]'`. `lora` compiles steps for CPUs, and reports their
+bytes. Rows are written to results/fine_tune.json; nothing runs.
 """
 
 import argparse
@@ -33,7 +33,7 @@ RESULTS = pathlib.Path(__file__).parent / "results" / "fine_tune.json"
 DEVICE, HOSTS = "h100", (4, 8)
 RATES = {name: roofline.RATES[name] for name in ("100mbit", "500mbit", "1gbit", "10gbit")}
 _AGAIN = 8 / 6
-"""Products of a gradient whose blocks are computed anew, beside those of a plain one."""
+"""Matrix products of a gradient with rematerialized blocks, relative to a plain one."""
 
 LORA_RANK = 8
 LORA = {
@@ -46,7 +46,7 @@ LORA = {
 
 
 def on_hosts(path: str) -> dict:
-    """A row of `hosts`: what one step of a config needs of an H100, and its predicted seconds."""
+    """A row of `hosts`: what one step of a config needs on an H100, and its predicted seconds."""
     began, config, mesh = time.perf_counter(), configs.load(path), mesh_of(DEVICE, HOSTS)
     built = abstract_step(config, mesh)
     compiled, numel = compile_step(built), built.numel
@@ -90,7 +90,7 @@ def on_hosts(path: str) -> dict:
 
 
 def of_lora(path: str, replicas: int = 4) -> list[dict]:
-    """The rows of `lora`: what one replica of several sends in a step, of a config's model."""
+    """The rows of `lora`: the bytes that one replica sends per step, for a config's model."""
     config = configs.load(path)
     found = []
     for name, update in LORA.items():

@@ -27,7 +27,7 @@ def at_rates(rows: list[dict]) -> dict[str, dict[str, dict]]:
 
 
 def seconds_to(row: dict, loss: float) -> float | None:
-    """Seconds of training until a curve is down at a loss, between its points linearly."""
+    """Seconds of training until a curve reaches a loss, interpolated linearly."""
     points = [(seconds, value) for _, seconds, _, value in row["curve"]]
     for (before, high), (after, low) in zip(points, points[1:], strict=False):
         if low <= loss:
@@ -36,7 +36,7 @@ def seconds_to(row: dict, loss: float) -> float | None:
 
 
 def table(rows: list[dict]) -> str:
-    """Each method's rate, bytes, loss and, at each rate of the network, seconds, as Markdown."""
+    """Markdown: each method's learning rate, bytes, loss, and seconds at each network rate."""
     found = at_rates(rows)
     heads = [f"{_written(rate)}: step | to dense Adam's loss + {NEAR}" for rate in found]
     lines = [f"| method | learning rate | bytes a step | loss | {' | '.join(heads)} |"]
@@ -54,7 +54,7 @@ def table(rows: list[dict]) -> str:
 
 
 def table_of_lora(rows: list[dict]) -> str:
-    """The losses of all weights and of LoRA's, as Markdown."""
+    """Markdown: the losses with all weights and with LoRA."""
     lines = ["| trained | parameters | bytes a step | learning rate | loss |", "|---" * 5 + "|"]
     for row in rows:
         if row["method"] in LORA and row["seed"] == REPORTED:
@@ -67,7 +67,7 @@ def table_of_lora(rows: list[dict]) -> str:
 
 
 def finding(rows: list[dict]) -> str:
-    """At the slowest rate, who is first near dense Adam's loss, and how much sooner."""
+    """The title: the first method near dense Adam's loss at the slowest rate, with its speedup."""
     at = next(iter(at_rates(rows).values()))
     rate, loss = _written(at[DENSE]["rate"]), at[DENSE]["val_loss"] + NEAR
     reached = {name: seconds_to(row, loss) for name, row in at.items()}

@@ -1,4 +1,4 @@
-"""Fine-tunes a small model over slow networks, by method: loss of held-out text against seconds.
+"""Fine-tunes a small model over slow networks: loss on held-out text against seconds, by method.
 
     python -m benchmarks.fine_tune_text texts
     python -m train configs/llama_4m.py --data.tokenizer texts/tokenizer
@@ -6,10 +6,10 @@
     python -m benchmarks.fine_tune_network llama_4m texts/man --trial
     sudo python -m benchmarks.fine_tune_network llama_4m texts/man
 
-Hosts are processes in network namespaces, as those of benchmarks/slow_network.py. With --trial they
-are devices of one process, without a network: each method's rate is chosen so, on another seed than
-those that are reported; and LoRA's losses, which a network does not change, are measured so. Rows
-go to results/fine_tune_network.json, and benchmarks/fine_tune_figure.py draws them.
+Hosts are processes in network namespaces, as in benchmarks/slow_network.py. With --trial they are
+devices of one process, without a network. Trials choose each method's learning rate, on a seed that
+is not reported, and measure LoRA's losses, which do not depend on the network. Rows are written to
+results/fine_tune_network.json; benchmarks/fine_tune_figure.py plots them.
 """
 
 import argparse
@@ -35,7 +35,7 @@ REPORTED, TRIED = 0, 1
 
 
 class Method(NamedTuple):
-    """How a run exchanges, and the learning rates that are tried."""
+    """A method's update, and the learning rates to try."""
 
     update: str
     grid: tuple[float, ...] = (2e-3, 4e-3, 8e-3)
@@ -56,7 +56,7 @@ METHODS = {
         f"diloco({ADAM}, axis_name, every=10, code=quantize(4))", (5e-4, 1e-3, 2e-3, 4e-3)
     ),
 }
-# Thin matrices learn at higher rates.
+# LoRA's matrices need higher rates.
 LORA = {
     name: Method(update, (8e-3, 1.6e-2, 3.2e-2), lora=True) if "LoRA" in name else Method(update)
     for name, update in fine_tune.LORA.items()
@@ -68,13 +68,13 @@ def fine_tuned(call: Callable[..., list], steps: int) -> dict:
 
     Args:
       call: Calls a function of all hosts, by name, and returns their answers.
-      steps: Their number; the loss is measured `EVALUATIONS` times, which no seconds count.
+      steps: Number of steps; the loss is measured `EVALUATIONS` times, outside the seconds.
     """
     call("begin")
     losses, seconds, sent = [call("evaluate")[0]], [], []
     for _ in range(EVALUATIONS):
         answers = call("train", steps=steps // EVALUATIONS)
-        # Hosts wait for each other: a step takes as long as it takes on average.
+        # Hosts wait for each other, so a step takes its average time.
         each = zip(*(answer["seconds"] for answer in answers), strict=True)
         seconds += [statistics.fmean(step) for step in each]
         sent += answers[0]["sent_bytes"]
@@ -86,7 +86,7 @@ def fine_tuned(call: Callable[..., list], steps: int) -> dict:
 
 
 def usual_seconds(seconds: list[float], sent: list[float]) -> list[float]:
-    """For each step the median time of all that send as much: other jobs delay some of them."""
+    """For each step the median time of steps with the same bytes, since other jobs delay some."""
     alike: dict[float, list[float]] = {}
     for time, size in zip(seconds, sent, strict=True):
         alike.setdefault(size, []).append(time)
@@ -118,7 +118,7 @@ def trials(methods: dict[str, Method], options: argparse.Namespace, kept: list) 
 
 
 def best(kept: list[dict], method: str) -> float:
-    """The learning rate of a method whose trial has ended at the lowest loss.
+    """The learning rate of a method with the lowest loss in the trials.
 
     Raises:
       ValueError: If none was tried.
@@ -126,7 +126,7 @@ def best(kept: list[dict], method: str) -> float:
     tried = [row for row in kept if (row["method"], row["seed"]) == (method, TRIED)]
     if not tried:
         raise ValueError(f"no rate of {method!r} was tried; run with --trial first.")
-    # Other than a number is what a run that went to NaN has: it is the last.
+    # A run that diverged to NaN comes last.
     loss = lambda row: row["val_loss"] if row["val_loss"] == row["val_loss"] else float("inf")
     return min(tried, key=loss)["learning_rate"]
 
@@ -147,7 +147,7 @@ def spec_of(method: Method, rate: float, seed: int, options: argparse.Namespace)
 
 
 def told(spec: dict[str, Any]) -> dict[str, Any]:
-    """What a row keeps of these arguments: the names of folders, not where they lie."""
+    """The arguments that a row keeps, with the names of folders but not their paths."""
     names = {key: pathlib.Path(spec[key]).name for key in ("model", "text")}
     return {key: value for key, value in spec.items() if key != "cache"} | names
 

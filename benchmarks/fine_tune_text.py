@@ -1,4 +1,4 @@
-"""What benchmarks.fine_tune_network needs: a tokenizer of one text, and another text.
+"""Makes the inputs of benchmarks.fine_tune_network: a tokenizer of one text, and another text.
 
     python -m benchmarks.fine_tune_text FOLDER
 
@@ -34,7 +34,7 @@ def python_texts() -> Iterator[str]:
 
 
 def write_tokenizer(folder: pathlib.Path, texts: Iterator[str]) -> None:
-    """Trains a byte-pair code of texts, and writes it as a Hugging Face folder has it."""
+    """Trains a byte-pair code on texts, and writes it in the format of Hugging Face folders."""
     made = tokenizers.Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
@@ -49,7 +49,7 @@ def write_tokenizer(folder: pathlib.Path, texts: Iterator[str]) -> None:
 
 
 def write_manuals(folder: pathlib.Path, root: pathlib.Path = MANUALS) -> int:
-    """Unpacks manual pages, but for those that only name another one; returns their bytes."""
+    """Unpacks manual pages, except references to other pages; returns their bytes."""
     folder.mkdir(parents=True, exist_ok=True)
     total = 0
     for file in sorted(root.glob(f"man[{SECTIONS}]/*")):

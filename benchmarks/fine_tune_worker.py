@@ -1,6 +1,6 @@
-"""One JAX host of benchmarks.fine_tune_network: fine-tunes when told to, and says how long it took.
+"""One JAX host of benchmarks.fine_tune_network: fine-tunes on request, and measures the time.
 
-In one process with several devices it is all hosts at once, without a network.
+One process with several devices acts as all hosts at once, without a network.
 """
 
 import pathlib
@@ -22,7 +22,7 @@ from train.processes import devices, distributed
 from train.task import make_task
 
 RANK = 8
-"""The rank of LoRA's matrices, where they are trained in place of the others."""
+"""The rank of LoRA's matrices, if these are trained."""
 
 
 def config_of(
@@ -91,7 +91,7 @@ def functions(replicas: int) -> dict[str, Callable[..., Any]]:
         built["step"] = 0
 
     def train(steps: int) -> dict:
-        """The seconds of each step, without those that its batch took, and the bytes it sent."""
+        """The seconds of each step, without making its batch, and the bytes it sent."""
         task, seconds, sent = built["task"], [], []
         for _ in range(steps):
             before = slow_network_worker.rounds(built["state"])
@@ -106,7 +106,7 @@ def functions(replicas: int) -> dict[str, Callable[..., Any]]:
         return {"seconds": seconds, "sent_bytes": sent}
 
     def evaluate() -> float:
-        """The loss of held-out text, at the consensus; after the last step at the mean."""
+        """The loss on held-out text at the consensus; after the last step at the replicas' mean."""
         task, params = built["task"], built["params"]
         if built["step"] == task.config.steps:
             params, _ = task.mean(params, built["state"])

@@ -1,6 +1,6 @@
 """Hosts on one Linux machine: network namespaces, joined by a bridge over shaped links.
 
-Everything lies in namespaces of its own, the bridge too: the machine's own network is neither
+Everything is in its own namespaces, even the bridge: the machine's own network is neither
 used nor changed. Needs root and iproute2; `unavailable` says what is missing.
 """
 
@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 INTERFACE = "eth1"
-"""The one network interface of every host, beside its loopback."""
+"""The network interface of every host, apart from loopback."""
 
 UNLIMITED = "unlimited"
 """The rate of links that are not shaped."""
@@ -43,7 +43,7 @@ class Network(NamedTuple):
 
 
 class Counters(NamedTuple):
-    """What a host has counted since it was made."""
+    """The counters of a host since its creation."""
 
     sent: int  # bytes through its interface, headers included
     received: int
@@ -52,11 +52,11 @@ class Counters(NamedTuple):
 
 @contextlib.contextmanager
 def network(num_hosts: int) -> Iterator[Network]:
-    """Makes hosts, and takes them down at the end, whatever happens inside.
+    """Makes hosts, and always takes them down at the end.
 
     Inside, the first Ctrl-C, SIGTERM or SIGHUP raises KeyboardInterrupt and later ones are
-    ignored, so that nothing interrupts the taking down. What a killed program has left behind
-    is removed first, if the process that made it is dead.
+    ignored, so that nothing interrupts the cleanup. Namespaces of dead processes are removed
+    first.
 
     Args:
       num_hosts: From 1 to 254.
@@ -65,7 +65,7 @@ def network(num_hosts: int) -> Iterator[Network]:
       The `Network`, its links unlimited.
 
     Raises:
-      OSError: If `ip` refuses something.
+      OSError: If `ip` fails.
       ValueError: For another number of hosts.
     """
     if not 1 <= num_hosts <= 254:
@@ -81,7 +81,7 @@ def network(num_hosts: int) -> Iterator[Network]:
 
 
 def unavailable() -> str | None:
-    """Says why `network` and `shape` cannot work here, by trying them; None where they do."""
+    """The reason why `network` and `shape` do not work here, found by trying; None if they do."""
     if not sys.platform.startswith("linux"):
         return f"network namespaces need Linux, this is {sys.platform}"
     if missing := [tool for tool in ("ip", "tc") if shutil.which(tool) is None]:
@@ -97,15 +97,15 @@ def unavailable() -> str | None:
 
 
 def shape(network: Network, rate: str) -> None:
-    """Limits what every link carries, each direction by itself; programs run on meanwhile.
+    """Limits the rate of every link, in each direction; programs keep running.
 
     Args:
       network: The hosts.
-      rate: As `500mbit`, headers included, or "unlimited".
+      rate: For example `500mbit`, headers included, or "unlimited".
 
     Raises:
-      OSError: If `tc` refuses it.
-      ValueError: For a rate of another form.
+      OSError: If `tc` fails.
+      ValueError: For another format.
     """
     for command in shape_commands(network, rate):
         _run(command)
@@ -125,10 +125,10 @@ def shape_commands(network: Network, rate: str) -> list[list[str]]:
 
 
 def bits_per_second(rate: str) -> float:
-    """Reads a rate as `tc` writes it: `500mbit` is 5e8, "unlimited" is infinite.
+    """Reads a rate in the format of `tc`: `500mbit` is 5e8, "unlimited" is infinite.
 
     Raises:
-      ValueError: For text of another form.
+      ValueError: For another format.
     """
     if rate == UNLIMITED:
         return float("inf")
@@ -139,12 +139,12 @@ def bits_per_second(rate: str) -> float:
 
 
 def inside(host: Host, command: list[str]) -> list[str]:
-    """The command that runs `command` on a host; its process is the command's own."""
+    """The command that runs `command` on a host, as the same process."""
     return ["ip", "netns", "exec", host.namespace, *command]
 
 
 def counters(host: Host) -> Counters:
-    """Reads what a host has sent and received since it was made."""
+    """Reads a host's counters."""
     text = _run(inside(host, ["cat", "/proc/net/dev", "/proc/net/snmp"]))
     return parse_counters(text, INTERFACE)
 
@@ -165,27 +165,27 @@ def parse_counters(text: str, interface: str) -> Counters:
 
 
 def namespaces() -> list[str]:
-    """Names of the namespaces that this module, in any process, has made and not removed."""
+    """Names of the existing namespaces that this module has made, in any process."""
     lines = _run(["ip", "netns", "list"]).splitlines()
     names = [line.split()[0] for line in lines if line.strip()]
     return [name for name in names if owner(name) is not None]
 
 
 def owner(namespace: str) -> int | None:
-    """Process that made a namespace, by its name; None for what this module did not make."""
+    """The process that made a namespace, from its name; None if this module did not make it."""
     match = re.fullmatch(rf"{_PREFIX}-(\d+)-[0-9a-f]{{6}}-(?:bridge|\d+)", namespace)
     return int(match[1]) if match else None
 
 
 def remove_stale() -> None:
-    """Removes the namespaces that processes have left behind which are dead now."""
+    """Removes the namespaces of dead processes."""
     _remove(name for name in namespaces() if not os.path.exists(f"/proc/{owner(name)}"))
 
 
 def _make(prefix: str, num_hosts: int) -> Network:
     bridge = f"{prefix}bridge"
     _run(["ip", "netns", "add", bridge])
-    # Without addresses of IPv6 nobody solicits neighbours, which the counters would hold.
+    # Without IPv6 addresses there is no neighbour discovery, which the counters would include.
     up = ["addrgenmode", "none", "up"]
     _run(["ip", "-n", bridge, "link", "add", "bridge0", "type", "bridge"])
     _run(["ip", "-n", bridge, "link", "set", "bridge0", *up])
@@ -204,7 +204,7 @@ def _make(prefix: str, num_hosts: int) -> Network:
 
 
 def _remove(names) -> None:
-    # With the bridge's namespace go the bridge and every link, both ends.
+    # Removing the bridge's namespace removes the bridge and both ends of every link.
     for name in names:
         _run(["ip", "netns", "delete", name])
 
@@ -221,7 +221,7 @@ def _run(command: list[str]) -> str:
 
 @contextlib.contextmanager
 def _interrupted_once():
-    """Makes the first stop signal a KeyboardInterrupt; yields what ignores all that come later."""
+    """Makes the first stop signal a KeyboardInterrupt; yields a function to ignore later ones."""
     ignored = threading.Event()
 
     def handle(signum, frame):

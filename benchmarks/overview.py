@@ -1,4 +1,4 @@
-"""The README's picture and table, made from the results' files.
+"""The README's plot and table, from the results' files.
 
     python -m benchmarks.overview
 
@@ -17,7 +17,7 @@ from train.output.plots import label_ends
 
 RESULTS = pathlib.Path(__file__).parent / "results"
 
-# What the picture shows, the same colour for a method in both panels; six at most.
+# The methods of the plot, each with the same colour in both panels; six at most.
 TIMES = {
     "dense": "dense float32",
     "4 bits": "sharded Adam, 4 bits",
@@ -35,7 +35,7 @@ LOSSES = {
 
 
 class Row(NamedTuple):
-    """A row of the README's table: what you want, what you take, and where its figures are."""
+    """A row of the README's table: what you want, what to take, and the source of its figures."""
 
     want: str
     take: str
@@ -67,7 +67,7 @@ ROWS = (
         *("convergence", "nano_fine_tune", 3000, "CocktailSGD, signs of an eighth"),
     ),
     Row(
-        "many thousand steps, replicas that meet every 16th",
+        "many thousand steps, an exchange every 16th",
         "[`diloco`](docs/methods/local_steps.md) with Muon inside, 4 bits",
         *("pico", "pico", 8000, "DiLoCo, Muon, 4 bits"),
     ),
@@ -103,7 +103,7 @@ def draw(path: pathlib.Path, narrow: bool) -> None:
 
     Args:
       path: Path of the picture.
-      narrow: Whether one panel stands above the other, for telephones.
+      narrow: Whether one panel is above the other, for narrow screens.
     """
     shape, size = ((2, 1), (5, 8)) if narrow else ((1, 2), (12, 4.4))
     figure = Figure(figsize=size, layout="constrained")
@@ -127,7 +127,7 @@ def draw(path: pathlib.Path, narrow: bool) -> None:
 
 
 def main() -> None:
-    """Prints the table and draws both forms of the picture."""
+    """Prints the table and draws both forms of the plot."""
     for suffix, narrow in (("", False), ("_narrow", True)):
         draw(RESULTS / f"overview{suffix}.png", narrow)
     print(table())

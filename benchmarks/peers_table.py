@@ -1,4 +1,4 @@
-"""Our methods and those of others on the same work, as one table: bytes, times and losses.
+"""One table of our methods and others' on the same work: bytes, times and losses.
 
 Times and bytes are rows of benchmarks.slow_network, losses of benchmarks.peers_loss.
 """
@@ -8,7 +8,7 @@ from typing import NamedTuple
 from benchmarks.slow_network_figure import by_method, seconds
 
 RATES = {
-    # as rows name them: as the table does
+    # name in rows: name in the table
     "unlimited": "unlimited",
     "1gbit": "1 Gbit/s",
     "500mbit": "500 Mbit/s",
@@ -37,19 +37,19 @@ OTHERS = (
     "DiLoCo, 4 bits, every 32nd",
     "SparseLoCo, every 16th",
 )
-TIE, LOSS_TIE = 0.05, 0.01  # shares within which times and bytes, and losses, count as equal
+TIE, LOSS_TIE = 0.05, 0.01  # relative, of times and bytes, and of losses
 
 
 class Found(NamedTuple):
-    """What was measured of one method."""
+    """The measurements of one method."""
 
-    sent: float  # bytes a step
-    times: dict[str, float]  # seconds a step by rate
+    sent: float  # bytes per step
+    times: dict[str, float]  # seconds per step by rate
     loss: float | None
 
 
 def found(times: list[dict], losses: list[dict]) -> dict[str, Found]:
-    """The methods of which there are times; of losses the lowest over the rates, at equal steps."""
+    """The methods with measured times; losses are the lowest over the rates, at equal steps."""
     lowest: dict[str, float] = {}
     for row in losses:
         name, loss = row["method"], row["val_loss"]
@@ -57,7 +57,7 @@ def found(times: list[dict], losses: list[dict]) -> dict[str, Found]:
             lowest[name] = min(loss, lowest.get(name, loss))
     return {
         name: Found(
-            # At the last rate: dense steps of a beginning are at the first.
+            # At the last rate: dense steps at the start are timed at the first.
             list(at.values())[-1]["nic_bytes"]["sent"],
             {rate: seconds(row) for rate, row in at.items()},
             lowest.get(name),
@@ -67,7 +67,7 @@ def found(times: list[dict], losses: list[dict]) -> dict[str, Found]:
 
 
 def worse(ours: Found, theirs: Found) -> list[str]:
-    """In what ours is worse than theirs, beyond a tie: bytes, times by rate, loss."""
+    """What is worse in ours than in theirs, beyond a tie: bytes, times by rate, loss."""
     where = ["bytes"] if ours.sent > (1 + TIE) * theirs.sent else []
     slower = [
         name
@@ -84,7 +84,7 @@ def worse(ours: Found, theirs: Found) -> list[str]:
 
 
 def table(times: list[dict], losses: list[dict]) -> str:
-    """The rows as Markdown: theirs, then ours and in what it is worse."""
+    """The rows as Markdown: theirs, then ours and what is worse in it."""
     methods = found(times, losses)
     lines = [
         f"| method | kB a step | {' | '.join(RATES.values())} | loss | ours is worse in |",

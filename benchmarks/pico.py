@@ -1,12 +1,12 @@
-"""Trains the pico task, many steps of a small model, with methods; writes losses and bits.
+"""Trains the pico task, many steps of a small model, with several methods; writes losses and bits.
 
     nice python -m benchmarks.pico --methods NAME ... [--seeds 1 2] [--json FILE]
     nice python -m benchmarks.pico --updates "diloco(...)" --rate 3e-3 --steps 2000 --seeds 0
 
-nano's text and schedule; 2 layers of width 64, 8,000 steps of 32 sequences of 64 bytes. The four
-replicas are simulated on one device, to rounding what a mesh computes, and a hundred steps are one
-program: local steps are judged over many meetings, in minutes of a core. Bits are those of
-the program compiled for a mesh. Runs whose row is in the file already are not run again.
+The task has nano's text and schedule; 2 layers of width 64, 8,000 steps of 32 sequences of 64
+bytes. The four replicas are simulated on one device, equal to a mesh up to rounding, and a hundred
+steps are one program. So local steps are tested over many outer steps, in minutes on one core. Bits
+are those of the program compiled for a mesh. Runs with a row in the file are skipped.
 """
 
 import argparse
@@ -35,11 +35,11 @@ from train.processes.exits import clean_exits
 from train.task import make_task, num_parameters
 
 STEPS = 8000
-EVERY = 16  # steps from one meeting to the next
-TOGETHER = 100  # steps of one program
+EVERY = 16  # inner steps per outer step
+TOGETHER = 100  # steps per program
 
 _MUON = "optax.contrib.muon(learning_rate)"
-# A value and its position of every 64 in 8 bits: an eighth of a bit a parameter and meeting.
+# One value and its position of every 64 in 8 bits: an eighth of a bit per parameter and outer step.
 _GROUPS = "compose(group_top_1(64), bin_means(2))"
 _SPARSE = "outer=sgd(1.0), error_decay=0.95, mean=gathered"
 
@@ -53,8 +53,9 @@ def _diloco(inner: str, every: int | str, rate: float, momentum: float) -> str:
     return f"diloco({inner}, axis_name, every={every}, code=quantize(4), {outer})"
 
 
-# `optimizer.update` and the rate. Rates of local steps and of Muon, and the outer rates, are the
-# best of a few on seed 0 in runs of 2,000 steps; other rates are nano's best, not tuned here.
+# `optimizer.update` and the learning rate. Rates of local steps, of Muon and of outer optimizers
+# are the best of a few on seed 0 in runs of 2,000 steps; other rates are nano's best, not tuned
+# here.
 METHODS: dict[str, tuple[str, float]] = {
     "dense Adam": (methods.METHODS["dense Adam"].update, 6e-3),
     "dense Muon": (f"chain(compressed_mean(identity(), axis_name), {_MUON})", 1e-2),
@@ -111,14 +112,14 @@ def config_of(update: str, rate: float, seed: int, steps: int) -> Config:
 
 
 def steps_of(config: Config) -> tuple[Callable[[Any], Any], Callable[..., tuple[Any, Any]]]:
-    """Makes `init`, parameters -> state, and a function that takes several steps at once.
+    """Makes `init`, parameters -> state, and a function that runs several steps.
 
     Args:
       config: The run.
 
     Returns:
-      `init`, and a function of parameters, state and a batch with a leading axis of steps that
-      gives the next parameters and state.
+      `init`, and a function of parameters, state and a batch with a leading axis of steps, which
+      returns the next parameters and state.
     """
     loss_fn = build.loss_of(config)
     init, step = jaxcomp.simulated_train_step(loss_fn, update(config), config.replicas, AXIS_NAME)
@@ -151,7 +152,7 @@ def train(config: Config, text: examples.Examples) -> tuple[Any, list[list[float
 
 
 def run_row(method: str, expression: str, rate: float, seed: int, steps: int) -> dict:
-    """One row: what the run is, what it sends, and where it ends."""
+    """One row: the run, its bytes, and its losses."""
     config = config_of(expression, rate, seed, steps)
     task = make_task(config, examples.none)  # compiled for a mesh, to count its messages
     text = examples.read(config)
@@ -178,7 +179,7 @@ def run_row(method: str, expression: str, rate: float, seed: int, steps: int) ->
 
 
 def main() -> None:
-    """Runs what is missing, one after the other, and saves after each."""
+    """Makes the missing runs, one after the other, and saves after each."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
     parser.add_argument(

@@ -1,15 +1,15 @@
-"""Compares the planner's predictions with steps over a shaped network.
+"""Compares the planner's predictions with measured steps over a shaped network.
 
     sudo python -m benchmarks.planner --json FILE [--hosts 2 4] [--rates unlimited 100mbit]
     python -m benchmarks.planner --recorded benchmarks/results/slow_network.json
 
-Hosts are processes in network namespaces; see benchmarks/network.py. At every rate the hosts
-sweep the link, and for every method time its update, the gradient, and then real steps, so that
-a machine that others use too is as busy for the one as for the other. `error` is the predicted
-over the measured time, less 1; `regret` what the recommended method loses against the best.
+Hosts are processes in network namespaces; see benchmarks/network.py. At every rate the hosts sweep
+the link, and for every method time its update, the gradient, and then real steps, so that other
+load on the machine affects all of them. `error` is the predicted over the measured time, minus 1;
+`regret` is the loss of the recommended method against the best.
 
-With --recorded nothing is run: of rows that benchmarks.slow_network has measured, those at limited
-rates are predicted from those at the unlimited one, the bytes of the report and the rate alone.
+With --recorded nothing runs: rows of benchmarks.slow_network at limited rates are predicted from
+those at the unlimited rate, the bytes of the report, and the rate.
 """
 
 import argparse
@@ -52,7 +52,7 @@ RATES = (network.UNLIMITED, "500mbit", "100mbit", "25mbit")
 def predict(
     link: dict, sends: dict[str, list[dict]], local: dict[str, float], gradient: float, hosts: int
 ) -> planner.Plan:
-    """The plan by what the hosts have measured.
+    """The plan from the hosts' measurements.
 
     Args:
       link: Costs of collectives, by their names.
@@ -73,7 +73,7 @@ def predict(
 
 
 class Measured(NamedTuple):
-    """What hosts have measured at one rate; seconds, by method where they are one's own."""
+    """The hosts' measurements at one rate, in seconds, by method if they depend on it."""
 
     rate: str
     link: dict[str, dict]  # costs of collectives, by their names
@@ -155,9 +155,9 @@ def measured_rows(net: network.Network, options, folder: pathlib.Path) -> Iterat
 
 
 def recorded_rows(rows: list[dict]) -> Iterator[dict]:
-    """Predicts rows of benchmarks.slow_network at limited rates by those at the unlimited one.
+    """Predicts rows of benchmarks.slow_network at limited rates from those at the unlimited rate.
 
-    Of the methods that have rows at all rates; not of those in shards, which no plan knows.
+    Only for methods with rows at all rates, and not for sharded ones, which plans do not support.
     """
     alone = next(seconds(row) for row in rows if row["method"] == ALONE)
     rows = [row for row in rows if row["method"] not in (ALONE, *SHARDED, *PEERS)]
@@ -190,22 +190,21 @@ def recorded_rows(rows: list[dict]) -> Iterator[dict]:
 
 
 def typical(times: list[float], skips_rounds: bool) -> float:
-    """Seconds of a step: the median; of steps that differ by design, the mean over their kinds.
+    """Seconds of a step: the median; if steps differ by design, the mean of each kind's median.
 
-    One step that a busy machine has held up would move a mean over all of them, which no plan of
-    medians foresees.
+    One step that a busy machine delays would change a mean over all steps, but not medians.
     """
     period = PERIOD if skips_rounds else 1
     return statistics.fmean(statistics.median(times[phase::period]) for phase in range(period))
 
 
 def error(row: dict) -> float:
-    """The predicted over the measured time, less 1."""
+    """The predicted over the measured time, minus 1."""
     return row["predicted_seconds"] / row["measured_seconds"] - 1
 
 
 def regrets(rows: list[dict]) -> dict[tuple[int, str], float]:
-    """By hosts and rate: what the recommended method takes more than the best, as a share of it."""
+    """By hosts and rate: the relative extra time of the recommended method over the best."""
     groups: dict[tuple[int, str], list[dict]] = {}
     for row in rows:
         groups.setdefault((row["hosts"], row["rate"]), []).append(row)

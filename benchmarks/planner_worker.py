@@ -1,4 +1,4 @@
-"""One JAX host of benchmarks.planner: measures what a plan needs, and the steps it predicts."""
+"""One JAX host of benchmarks.planner: measures a plan's inputs, and the predicted steps."""
 
 import dataclasses
 from typing import Any
@@ -13,7 +13,7 @@ from train.processes import devices, distributed
 
 
 def functions(replicas: int) -> dict:
-    """What the benchmark calls; all hosts together, but for `build`."""
+    """The functions that the benchmark calls, on all hosts together, except `build`."""
     steps: dict[str, dict] = {}
     text: dict[str, Any] = {}
     timers: dict[str, Any] = {}

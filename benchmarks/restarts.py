@@ -1,12 +1,12 @@
-"""What a lost process costs a run that `train.launch --restarts` starts again: steps and seconds.
+"""The cost of a lost process in a run with `train.launch --restarts`: steps and seconds.
 
     python -m benchmarks.restarts --processes 4 --kills 6
 
-One run is left alone; in another one a process, drawn at random, is killed at random moments. Both
-end with the same losses, bit for bit. A row is one kill: the last step that the run had told of,
-the checkpoint from which it went on, and the seconds until a step that it had not told of before,
-with those of each phase of process 0. Model and steps are small: these are the seconds of the end,
-the start and the compilation, and the share of the machine that other programs took of them.
+One run is undisturbed; in another one random processes are killed at random times. Both end with
+the same losses, bit for bit. A row is one kill: the last reported step, the checkpoint from which
+the run resumed, and the seconds until it reported a new step, with those of each phase of process
+0. Model and steps are small: these are seconds of the end, the start and the compilation, and of
+other programs on the machine.
 """
 
 import argparse

@@ -2,11 +2,11 @@
 
     python -m benchmarks.scaling [--json FILE]
 
-What one replica sends and holds is read from the update that XLA compiles for so many devices;
-nothing is allocated. Step times are a model's, which assumes that each replica keeps its share of
+Bytes and memory of one replica are read from the update that XLA compiles for this many devices;
+nothing is allocated. Step times come from a model. It assumes that each replica keeps its share of
 the batch, so that the gradient takes the same time at any number; that a ring or all-to-all reaches
-the rate of a replica's link, and its rounds wait for one latency each; that nothing overlaps; and
-leaves out the update's own time.
+the rate of a replica's link, and each of its rounds waits for one latency; and that nothing
+overlaps. It leaves out the update's own time.
 """
 
 import argparse
@@ -38,7 +38,7 @@ METHODS = {
 
 
 def measured(config: Config, name: str, replicas: int) -> dict:
-    """One row: what the compiled update of a method sends and holds on so many devices."""
+    """One row: bytes and memory of a method's compiled update on this many devices."""
     mesh = devices.make_mesh(replicas)
     run = planning.with_update(config, METHODS[name])
     method = planning.make_method(name, run, mesh, name)
@@ -54,7 +54,7 @@ def measured(config: Config, name: str, replicas: int) -> dict:
 
 
 def efficiency(row: dict, rate: float, latency: float, compute_seconds: float) -> float:
-    """The share of a step that is no waiting for the network, by the model."""
+    """The share of a step without waiting for the network, in the model."""
     link = planner.uniform_link(rate, latency, row["replicas"])
     messages = [planner.Message(**message) for message in row["messages"]]
     return compute_seconds / (compute_seconds + planner.network_seconds(messages, link))
@@ -90,7 +90,7 @@ def table(
 
 
 def main() -> None:
-    """Compiles what is missing, saves after each row, and prints the table."""
+    """Compiles the missing rows, saves after each, and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     results = pathlib.Path(__file__).parent / "results"
     parser.add_argument("--json", type=pathlib.Path, default=results / "scaling.json")

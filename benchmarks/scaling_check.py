@@ -1,13 +1,13 @@
-"""Compares the model of `benchmarks.scaling` with steps over a shaped network.
+"""Compares the model of `benchmarks.scaling` with measured steps over a shaped network.
 
     sudo python -m benchmarks.scaling_check --json FILE [--hosts 2 4 8] [--rates 100mbit]
 
 Hosts are processes in network namespaces; see benchmarks/network.py. Messages are read from the
-update that is compiled for so many devices, as benchmarks.scaling does; the gradient and the update
-without messages, which share the machine's cores, are timed on all hosts at once; a round's latency
-is that of an all-reduce of 4 kB. The rest is the model's: rings that reach the rate of a link,
-headers of TCP/IP allowed for, and nothing that overlaps. `error` is the predicted over the measured
-time of a step, less 1; `efficiency` what of a step is no waiting for the network.
+update that is compiled for the number of devices, as in benchmarks.scaling. The gradient and the
+update without messages, which share the machine's cores, are timed on all hosts at once. A round's
+latency is that of an all-reduce of 4 kB. The model assumes rings that reach the rate of a link,
+adds headers of TCP/IP, and overlaps nothing. `error` is the predicted over the measured time of a
+step, minus 1; `efficiency` is the share of a step without waiting for the network.
 """
 
 import argparse
@@ -26,19 +26,19 @@ from train.plan import planning
 from train.processes import devices
 from train.processes.exits import clean_exits
 
-SIZES = (4096, 65536)  # bytes: the least one tells the latency
+SIZES = (4096, 65536)  # bytes: the smallest one gives the latency
 
 
 def predicted_seconds(
     messages: list[model.Message], found: planner.Measured, compute_seconds: float, hosts: int
 ) -> float:
-    """A step by the model of `benchmarks.scaling`, its update's own time not left out.
+    """A step in the model of `benchmarks.scaling`, plus the time of its update.
 
     Args:
-      messages: Messages of the step, as compiled for so many devices.
-      found: Whose latency counts, at whose rate.
+      messages: Messages of the step, compiled for the number of devices.
+      found: Has the latency and the rate.
       compute_seconds: Seconds of the gradient and the update.
-      hosts: How many there are.
+      hosts: Number of hosts.
     """
     latency = found.link["all-reduce"]["seconds"][0] / (2 * (hosts - 1))
     rate = network.bits_per_second(found.rate) / planner.HEADERS
@@ -55,7 +55,7 @@ def rows_of(found: planner.Measured, options: argparse.Namespace, hosts: int) ->
         messages = planning.make_method(name, config, devices.make_mesh(hosts), name).messages
         compute = found.gradient + found.local[name]
         predicted = predicted_seconds(messages, found, compute, hosts)
-        # Steps that a method skips rounds in differ by design.
+        # Steps of methods that skip rounds differ by design.
         middle = statistics.fmean if run["skips_rounds"] else statistics.median
         measured = middle(run["seconds"])
         rows.append(
@@ -94,7 +94,7 @@ def table(rows: list[dict]) -> str:
 
 
 def main(args: list[str]) -> None:
-    """Measures one number of hosts after the other, saves after each rate, prints the table."""
+    """Measures each number of hosts, saves after each rate, and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--json", type=pathlib.Path, help="file for the rows")
     parser.add_argument("--hosts", type=int, nargs="+", default=[2, 4, 8])

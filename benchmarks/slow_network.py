@@ -2,12 +2,12 @@
 
     sudo python -m benchmarks.slow_network [--quick] [--json FILE]
 
-Each host is a process in a network namespace of its own; see benchmarks/network.py. One start of
-the hosts serves all methods, and one compilation of a method all rates, between which the links
-are shaped anew. Bytes are those of the hosts' interfaces, beside what jaxcomp's report reads from
-the compiled program. With --devices 1 2 a host has one device, and then two, each a process: what
-goes through its interface stays. With --torch-python peers in PyTorch train the same model,
-from the same weights on the same rows; benchmarks.peers says how to make that Python.
+Each host is a process in its own network namespace; see benchmarks/network.py. One start of the
+hosts serves all methods, and one compilation of a method serves all rates; the links are reshaped
+in between. Bytes are those of the hosts' interfaces, next to those of jaxcomp's report on the
+compiled program. With --devices 1 2 a host has one device, and then two, each a process; its
+interface sends the same. With --torch-python, peers in PyTorch train the same model from the same
+weights on the same rows; benchmarks.peers says how to make that Python.
 """
 
 import argparse
@@ -38,27 +38,27 @@ from train.processes.exits import clean_exits
 QUICK_METHODS = (ALONE, DENSE, "4 bits", "largest of 64, 4 bits")
 RATES = (network.UNLIMITED, "1gbit", "500mbit", "100mbit")
 
-# Hosts share the machine's cores: with one thread each they do not take them from each other.
+# Hosts share the machine's cores: with one thread each they do not compete for them.
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
     "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false",
     "OMP_NUM_THREADS": "1",
-    # Large pages: else every step spends as long on the first touch of its buffers as on Adam.
+    # Large pages: otherwise the first touch of its buffers takes a step as long as Adam.
     "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.5",
 }
 # TCP/IP: 66 bytes of headers on 1,448 of payload, and 66 of acknowledgement for each two of them.
 HEADERS = 1 + 66 / 1448 + 66 / 2896
 TOLERANCE = 0.05
-SECONDS = 600.0  # to wait for an answer: a machine may be busy
+SECONDS = 600.0  # to wait for an answer; a machine may be busy
 
 
 def measure(workers, hosts, steps: int, warmup: int) -> dict:
-    """Runs some steps on all hosts at once: their seconds, and what went through their interfaces.
+    """Runs some steps on all hosts at once, and measures seconds and the bytes of their interfaces.
 
     Returns:
-      Of the row: `steps`, `step_seconds`, `cpu_seconds`, `nic_bytes`, `retransmitted` packets,
-      `report_bytes`, `skips_rounds` and `loss`; per step, and of hosts the mean.
+      Fields of the row: `steps`, `step_seconds`, `cpu_seconds`, `nic_bytes`, `retransmitted`
+      packets, `report_bytes`, `skips_rounds` and `loss`; per step, averaged over hosts.
     """
     if warmup:
         commands.call(workers, "run", SECONDS, steps=warmup)
@@ -68,7 +68,7 @@ def measure(workers, hosts, steps: int, warmup: int) -> dict:
     counts = list(zip(before, after, strict=True))
     total = lambda name: sum(getattr(new, name) - getattr(old, name) for old, new in counts)
     per_step = lambda name: total(name) / (len(hosts) * steps)
-    # Hosts wait for each other: a step takes as long as it takes on average.
+    # Hosts wait for each other, so a step takes its average time.
     seconds = [
         statistics.fmean(each)
         for each in zip(*(answer["seconds"] for answer in answers), strict=True)
@@ -93,11 +93,11 @@ def measure(workers, hosts, steps: int, warmup: int) -> dict:
 
 
 def compare(nic_bytes: float, report_bytes: float | None, collectives: int | None) -> dict:
-    """Whether an interface has sent what the report says, headers of TCP/IP allowed for.
+    """Compares an interface's bytes with the report's, plus headers of TCP/IP.
 
     Returns:
-      Of the row: `nic_over_report`, `agrees` and `disagreement`, a sentence where they do not;
-      None where nothing is to be sent, or no report is made.
+      Fields of the row: `nic_over_report`, `agrees` and `disagreement`, a sentence if they do not
+      agree; None if nothing is to be sent, or there is no report.
     """
     if not report_bytes:
         return {"nic_over_report": None, "agrees": None, "disagreement": None}
@@ -122,7 +122,7 @@ def rows_of(
     options: argparse.Namespace,
     folder: pathlib.Path,
 ) -> Iterator[dict]:
-    """Starts a team's hosts and measures every method at every rate, those alone at the first."""
+    """Starts a team's hosts and measures every method at every rate; those alone at the first."""
     cache = os.environ.get("JAX_COMPILATION_CACHE_DIR", str(folder / "compiled"))
     environment = ENVIRONMENT | {"JAX_COMPILATION_CACHE_DIR": cache}
     network.shape(net, network.UNLIMITED)
@@ -134,7 +134,7 @@ def rows_of(
             build = dict(spec, model=MODELS[model])
             if "update" in spec:
                 build["sequences"] = options.sequences
-                # The others find the first one's program in the cache.
+                # The others find the first host's program in the cache.
                 facts = commands.call(workers[:1], "build", SECONDS, **build)[0]
                 commands.call(workers[1:], "build", SECONDS, **build)
             else:
@@ -166,7 +166,7 @@ def rows_of(
 
 
 def work_of(model: str, options: argparse.Namespace, folder: pathlib.Path) -> pathlib.Path:
-    """The file of the weights and rows that the hosts in JAX begin with, for those in PyTorch."""
+    """The file with the weights and rows of the JAX hosts, for the PyTorch hosts."""
     path = folder / "work.npz"
     if not path.exists():
         update = METHODS[DENSE]
@@ -178,7 +178,7 @@ def work_of(model: str, options: argparse.Namespace, folder: pathlib.Path) -> pa
 
 
 def torch_of(python: str) -> str | None:
-    """Why this Python cannot run the PyTorch rows; None if it can."""
+    """The reason why this Python cannot run the PyTorch rows; None if it can."""
     try:
         found = subprocess.run(
             [python, "-c", "import torch.distributed as d; assert d.is_gloo_available()"],
@@ -191,13 +191,13 @@ def torch_of(python: str) -> str | None:
 
 
 def parse(args: list[str]) -> argparse.Namespace:
-    """Reads the command line; --quick changes the defaults of what it does not name."""
+    """Reads the command line; --quick changes the defaults of other options."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--json", type=pathlib.Path, help="file for the rows, a PNG beside it")
+    parser.add_argument("--json", type=pathlib.Path, help="file for the rows; a PNG is next to it")
     parser.add_argument("--quick", action="store_true", help="2 hosts, 2 rates, 3 methods")
     parser.add_argument("--hosts", type=int, default=4)
-    parser.add_argument("--devices", type=int, nargs="+", default=[1], help="of a host, as 1 2")
-    parser.add_argument("--rates", nargs="+", default=list(RATES), help="as 500mbit, or unlimited")
+    parser.add_argument("--devices", type=int, nargs="+", default=[1], help="of a host, like 1 2")
+    parser.add_argument("--rates", nargs="+", default=list(RATES), help="500mbit, or unlimited")
     every = [ALONE, *METHODS, *SHARDED, *PEERS]
     parser.add_argument("--methods", nargs="+", default=every, choices=every, metavar="NAME")
     parser.add_argument("--model", default="14M", choices=list(MODELS))
@@ -246,7 +246,7 @@ def main(args: list[str]) -> None:
 
 
 def report(row: dict, show: Callable[[str], None]) -> None:
-    """Says what a row has found, in one line."""
+    """Prints a row's result in one line."""
     sent, seconds = row["nic_bytes"]["sent"], row["step_seconds"]
     show(
         f"{row['method']}, {row['rate']}: {1e3 * seconds['median']:.0f} ms a step, "

@@ -1,4 +1,4 @@
-"""The rows of benchmarks.slow_network as a table and as a picture.
+"""The rows of benchmarks.slow_network as a table and as a plot.
 
 python -m benchmarks.slow_network_figure FILE.json
 """
@@ -30,7 +30,7 @@ def by_method(rows: list[dict]) -> dict[str, dict[str, dict]]:
 
 
 def table(rows: list[dict]) -> str:
-    """The rows as Markdown: milliseconds a step, and how often its time at the first rate."""
+    """The rows as Markdown: milliseconds per step, and multiples of the first rate's time."""
     rates = list(dict.fromkeys(row["rate"] for row in rows))
     lines = [
         f"| method | bytes sent | of the report's | {' | '.join(rates)} |",
@@ -53,7 +53,7 @@ def table(rows: list[dict]) -> str:
 
 
 def lines(axes: Axes, rows: list[dict], shown: Sequence[str]) -> None:
-    """Draws seconds a step against the rate, with bars from quartile to quartile.
+    """Draws seconds per step against the rate, with bars from quartile to quartile.
 
     Args:
       axes: Where to draw.
@@ -71,7 +71,7 @@ def lines(axes: Axes, rows: list[dict], shown: Sequence[str]) -> None:
             axes.axhline(times[0], color=color, linestyle=":", linewidth=1.6)
             continue
         spread = [row["step_seconds"]["quartiles"] for row in at.values()]
-        # A mean, where steps differ, may lie outside the quartiles.
+        # If steps differ, the mean may be outside the quartiles.
         low = [max(0.0, time - first) for time, (first, _) in zip(times, spread, strict=True)]
         high = [max(0.0, last - time) for time, (_, last) in zip(times, spread, strict=True)]
         places = [rates.index(rate) for rate in at]
@@ -106,7 +106,7 @@ SHOWN = (
 
 
 def finding(rows: list[dict], baseline: str = "dense float32") -> str:
-    """How much faster than the baseline's step the fastest one is, at the slowest rate."""
+    """The title: the speedup of the fastest step over the baseline's, at the slowest rate."""
     methods, slowest = by_method(rows), rows[-1]["rate"]
     dense = methods.get(baseline, {}).get(slowest)
     at = {name: row[slowest] for name, row in methods.items() if slowest in row}
@@ -135,7 +135,7 @@ def draw(rows: list[dict], path: pathlib.Path) -> None:
 
 
 def main() -> None:
-    """Reads rows, prints the table, draws the picture beside them."""
+    """Reads rows, prints the table, and draws the plot into their folder."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("json", type=pathlib.Path)
     path = parser.parse_args().json

@@ -29,7 +29,7 @@ METHODS = {
         f"compressor=cocktail(random=0.5, top=0.5){more})"
         for name, more in {"": "", ", no delay": ", delayed=False"}.items()
     },
-    # As many bytes as "8 bits", but they may travel while the gradient is computed.
+    # As many bytes as "8 bits", but they may be sent while the gradient is computed.
     "CocktailSGD, 8 bits": f"cocktail_sgd({ADAM}, axis_name, compressor=quantize(8))",
     "CocktailSGD, 8 bits, overlapped": f"cocktail_sgd({ADAM}, axis_name, compressor=quantize(8))",
     "sharded Adam, 4 bits": f"sharded_optimizer({ADAM}, axis_name)",
@@ -68,11 +68,11 @@ ALONE = "no exchange"
 
 
 class Peer(NamedTuple):
-    """A row of PyTorch's: a file of benchmarks/peers, and what its `make` is told."""
+    """A PyTorch row: a file of benchmarks/peers, and the arguments of its `make`."""
 
     peer: str
     options: dict[str, Any]
-    uneven: bool = False  # whether steps differ by design: their mean counts then
+    uneven: bool = False  # whether steps differ by design; then their mean counts
 
 
 PEERS = {
@@ -101,6 +101,6 @@ MODELS = {
 
 
 def period_of(method: str) -> int:
-    """Steps until all that a method does has happened: a multiple of them is timed."""
+    """The period of a method's steps; a multiple of it is timed."""
     every = re.search(r"every (\d+)", method)
     return int(every[1]) if every else 8 if method.startswith("SLAMB") else 1

@@ -1,4 +1,4 @@
-"""Which hosts benchmarks.slow_network starts for which methods, and by which commands."""
+"""The hosts that benchmarks.slow_network starts for its methods, and their commands."""
 
 import sys
 from collections.abc import Sequence
@@ -31,13 +31,13 @@ def teams(
     has_code: bool = False,
     devices: Sequence[int] = (1,),
 ) -> list[Team]:
-    """Who has to be started for some methods, in the order of the tables of methods.
+    """The teams of hosts for some methods, in the order of the tables of methods.
 
     Args:
       methods: Their names.
       torch_python: The peers' Python; None for no peers.
-      has_code: Whether the authors' code is there.
-      devices: How many a host has, of each team that trains by JAX.
+      has_code: Whether the authors' code is available.
+      devices: Devices per host, for each team that trains with JAX.
     """
     jax_host = [sys.executable, "-m", "benchmarks.slow_network_worker"]
     torch_host = [torch_python or "", "-m", "benchmarks.peers.host"]
@@ -54,7 +54,7 @@ def teams(
             f"{name}, {count} devices": spec | {"fast": count} for name, spec in updates.items()
         }
         everyone.append(Team(jax_host, several if count > 1 else updates, True, count))
-    # Each file of peers in processes of its own: some change PyTorch for themselves.
+    # Each file of peers runs in its own processes, since some modify PyTorch.
     for peer in dict.fromkeys(peer.peer for peer in PEERS.values()):
         specs = {
             name: spec._asdict()

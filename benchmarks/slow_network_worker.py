@@ -1,4 +1,4 @@
-"""One JAX host of benchmarks.slow_network: builds training steps and times them when told to."""
+"""One JAX host of benchmarks.slow_network: builds training steps and times them on request."""
 
 import dataclasses
 import time
@@ -38,8 +38,8 @@ def config_of(
       model: Fields of `DecoderConfig`.
       replicas: Devices of all hosts.
       sequences: Sequences of one replica and step.
-      overlap: Whether the exchange is dispatched beside the gradient.
-      qsdp: How parameters live in shards; None: each replica holds all.
+      overlap: Whether the exchange overlaps with the gradient.
+      qsdp: How parameters are sharded; None: not sharded.
       fast: Devices of a host.
     """
     return Config(
@@ -56,9 +56,9 @@ def config_of(
 
 
 def functions(replicas: int, kept: dict[str, examples.Examples] | None = None) -> dict:
-    """What benchmarks call: `build` a step, then `run` it, or an overlapped one's `parts`.
+    """The functions to call: `build` a step, then `run` it, or an overlapped one's `parts`.
 
-    `sends` lists the messages of its step. Hosts `read` the text together: thereafter one may
+    `sends` lists the messages of its step. Hosts `read` the text together; after that one may
     `build` before the others. The text is kept in `kept`, which several steps may share.
     """
     built: dict[str, Any] = {}
@@ -140,13 +140,13 @@ def num_collectives(task) -> int:
 
 
 def rounds(state) -> dict[str, int]:
-    """How often each part of the exchange was sent; empty for methods that send all every step."""
+    """How often each part of the exchange was sent; empty if every step sends all."""
     counts = protocol.rounds(state)
     return {part: int(count) for part, count in counts.items()}
 
 
 def report_bytes(parts: dict[str, float], steps: int, before: dict, after: dict) -> float:
-    """Bytes a step that a replica has sent by the report, as the mean over some steps.
+    """Bytes per step that a replica has sent according to the report, averaged over some steps.
 
     Args:
       parts: Bytes of each part of the exchange; that of "" is sent in every step.
@@ -159,7 +159,7 @@ def report_bytes(parts: dict[str, float], steps: int, before: dict, after: dict)
 
 
 def share_compilations() -> None:
-    """Lets each host read from JAX's compilation cache what the first one has compiled."""
+    """Lets each host read the first host's programs from JAX's compilation cache."""
     # A CPU topology's fingerprint differs from process to process; the programs are the same.
     cache_key._hash_accelerator_config = lambda hashed, accelerators: None
 

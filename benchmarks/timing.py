@@ -1,4 +1,4 @@
-"""Times of calls that take turns, so that a busy machine slows all alike."""
+"""Timing of calls that alternate, so that a busy machine slows all of them."""
 
 import statistics
 import time

@@ -1,4 +1,4 @@
-"""Draws the last loss of each method against the bits that it sends.
+"""Plots the last loss of each method against the bits that it sends.
 
 python -m benchmarks.tradeoff [--task nano] [--steps 1000]
 """
@@ -20,12 +20,12 @@ RESULTS = pathlib.Path(__file__).parent / "results"
 
 
 def mean(summary: Summary) -> float:
-    """The last loss, of all seeds."""
+    """The mean last loss over seeds."""
     return statistics.fmean(summary.losses)
 
 
 def front(summaries: list[Summary]) -> list[Summary]:
-    """The methods that no other one beats with as few bits, from the fewest bits on."""
+    """The Pareto front, from the fewest bits on."""
     best: list[Summary] = []
     for summary in sorted(summaries, key=lambda s: (s.bits_per_parameter, mean(s))):
         if not best or mean(summary) < mean(best[-1]):
@@ -34,7 +34,7 @@ def front(summaries: list[Summary]) -> list[Summary]:
 
 
 def finding(summaries: list[Summary]) -> str:
-    """Which method has the fewest bits at the first one's loss; without one, at what price."""
+    """The title: the method with the fewest bits at the baseline's loss, or the closest one."""
     dense, *others = summaries
     equal = [s for s in others if mean(s) <= max(dense.losses)]
     least = min(equal or others, key=lambda s: s.bits_per_parameter)
@@ -44,7 +44,7 @@ def finding(summaries: list[Summary]) -> str:
 
 
 def points(axes: Axes, summaries: list[Summary], named: list[str]) -> None:
-    """Draws a point a method, at the mean of its seeds, with a bar from the best to the worst.
+    """Draws a point for each method, at the mean of its seeds, with a bar from best to worst.
 
     Args:
       axes: Where to draw.
@@ -76,7 +76,7 @@ def points(axes: Axes, summaries: list[Summary], named: list[str]) -> None:
 
 
 def draw(summaries: list[Summary], most: float, path: pathlib.Path) -> None:
-    """Draws `points`; the names are those of the baseline and of the front.
+    """Draws `points`, with names for the baseline and the front.
 
     Args:
       summaries: Summaries of one task, the baseline first.
@@ -100,12 +100,12 @@ def draw(summaries: list[Summary], most: float, path: pathlib.Path) -> None:
 
 
 def main() -> None:
-    """Reads the rows and draws them into `results/tradeoff_TASK.png`."""
+    """Reads the rows and plots them in `results/tradeoff_TASK.png`."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--json", type=pathlib.Path, default=RESULTS / "convergence.json")
     parser.add_argument("--task", default="nano")
     parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--most", type=float, default=1.6, help="loss of the last one shown")
+    parser.add_argument("--most", type=float, default=1.6, help="greatest loss shown")
     args = parser.parse_args()
     summaries = summarize(json.loads(args.json.read_text()), args.task, args.steps)
     picture = args.json.with_name(f"tradeoff_{args.task}.png")

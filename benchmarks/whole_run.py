@@ -1,11 +1,11 @@
-"""Times whole runs over a slow network: the dense steps at their beginning, too.
+"""Times whole runs over a slow network, including the dense steps at their start.
 
     sudo python -m benchmarks.whole_run [--json FILE] [--steps 120] [--rates 500mbit 100mbit]
 
-1-bit Adam and 1-bit LAMB send dense gradients in the first 15% of their steps, as in their
-authors' runs of BERT; 0/1 Adam skips rounds and learns its variance in the first tenth, from
-gradients of 8 bits: in twice the share of steps that "few rounds" of benchmarks.convergence has;
-SLAMB averages parameters five times. Hosts, rates and bytes are those of benchmarks.slow_network.
+1-bit Adam and 1-bit LAMB send dense gradients in the first 15% of their steps, as in their authors'
+BERT runs. 0/1 Adam skips rounds and learns its variance in the first tenth, from 8-bit gradients:
+in twice the share of steps of "few rounds" in benchmarks.convergence. SLAMB averages parameters
+five times. Hosts, rates and bytes are those of benchmarks.slow_network.
 """
 
 import argparse
@@ -41,7 +41,7 @@ def updates(steps: int) -> dict[str, str]:
 
 
 def table(rows: list[dict]) -> str:
-    """The rows as Markdown: seconds and bytes of the whole run, and how many times 1 bit's.
+    """The rows as Markdown: seconds and bytes of the whole run, as ratios to the 1-bit method.
 
     The Adams are compared with 1-bit Adam, the LAMBs with 1-bit LAMB.
     """
@@ -79,7 +79,7 @@ def main(args: list[str]) -> None:
     team = Team([sys.executable, "-m", "benchmarks.slow_network_worker"], specs, connected=True)
     rows: list[dict] = []
     with network.network(options.hosts) as net, tempfile.TemporaryDirectory() as folder:
-        for rate in options.rates:  # hosts anew, else a run would go on at the next rate
+        for rate in options.rates:  # new hosts, otherwise a run would go on at the next rate
             for row in rows_of(team, net, [rate], options.model, options, pathlib.Path(folder)):
                 rows.append(row)
                 if options.json:

@@ -1,1 +1,1 @@
-"""Runs that are trained, one a file; `shapes` holds those that are too large for that."""
+"""Training runs, one per file; `shapes` has runs that are too large to train here."""

@@ -1,4 +1,4 @@
-"""Real images, dense: a ResNet of 0.31 M parameters learns scikit-learn's digits by LAMB.
+"""Real images, dense: a ResNet of 0.31 M parameters learns scikit-learn's digits with LAMB.
 
     pip install -e '.[train,images]'
     python -m train configs/digits_dense.py

@@ -1,11 +1,11 @@
-"""Real images by SLAMB: configs/digits_dense.py with a tenth of the momentum a step.
+"""Real images with SLAMB: configs/digits_dense.py with a tenth of the momentum a step.
 
     pip install -e '.[train,images]'
     python -m train configs/digits_slamb.py
 
-One replica sends 256,512 bytes of momentum a step and 330,486 with the parameters in the mean, 5.6
-times fewer than dense float32: small leaves travel exact. benchmarks/results/convergence.json has
-losses at three rates, of runs without weight decay.
+One replica sends 256,512 bytes of momentum a step and 330,486 with the parameters on average, 5.6
+times fewer than dense float32: small leaves are sent in float32.
+benchmarks/results/convergence.json has losses at three rates, of runs without weight decay.
 """
 
 import dataclasses

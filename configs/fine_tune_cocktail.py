@@ -1,4 +1,4 @@
-"""Fine-tuning of a Hugging Face folder by CocktailSGD, at the rate and with the decay of its paper.
+"""Fine-tuning of a Hugging Face folder with CocktailSGD, with the rate and decay of its paper.
 
     python -m train configs/fine_tune_cocktail.py --start-from FOLDER --data.path TEXT
 

@@ -1,4 +1,4 @@
-"""A Llama of 3.7 M parameters, trained from nothing on the source of Python's standard library.
+"""A Llama of 3.7 M parameters, trained from scratch on the source of Python's standard library.
 
     python -m train configs/llama_4m.py --data.tokenizer FOLDER
 

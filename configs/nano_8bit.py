@@ -1,4 +1,4 @@
-"""The nano task behind an 8-bit mean: Adam, gradients in 8-bit blocks with error feedback.
+"""The nano task with an 8-bit mean: Adam, gradients in 8-bit blocks with error feedback.
 
     python -m train configs/nano_8bit.py
 

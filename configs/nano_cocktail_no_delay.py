@@ -1,10 +1,10 @@
-"""The nano task from scratch by CocktailSGD without its step of delay, ten times fewer bytes.
+"""The nano task from scratch with CocktailSGD without its step of delay, ten times fewer bytes.
 
     python -m train configs/nano_cocktail_no_delay.py
 
-The same model, data and order as configs/nano_dense.py. Local Adam; differences of models travel in
-the step that makes them, by the authors' code for pre-training: of a random half of the entries
-the larger half, in 4 bits.
+The same model, data and order as configs/nano_dense.py. Local Adam; each step sends its own model
+differences, with the authors' code for pre-training: the larger half of a random half of the
+entries, at 4 bits.
 
 One replica sends 242,256 bytes a step, 20.9 times fewer than dense; validation loss after 1,000
 steps 1.435 nats per byte (mean of three seeds, 1.409 to 1.459; dense 1.414, 1.399 to 1.436).

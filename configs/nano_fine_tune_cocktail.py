@@ -1,11 +1,11 @@
-"""Fine-tuning by CocktailSGD, what it was made for: C after Python at 0.129 bits per parameter.
+"""Fine-tuning with CocktailSGD, its purpose: C after Python at 0.129 bits per parameter.
 
     python -m train configs/nano_dense.py                # first, once
     python -m train configs/nano_fine_tune_cocktail.py
 
 The text and the beginning of configs/nano_fine_tune_dense.py; 124 times fewer bytes than a float16
-all-reduce. What travels are signs of a random eighth of the differences; the authors' code at 140
-times fewer bytes is `compressor=cocktail(random=0.0625)`.
+all-reduce. It sends the signs of a random eighth of the differences; the authors' code at 140 times
+fewer bytes is `compressor=cocktail(random=0.0625)`.
 
 Validation loss after 300 steps 1.248 nats per byte (one seed), where dense Adam reaches 1.196.
 After 3,000 (`--steps 3000 --optimizer.learning-rate 3e-3 --optimizer.warmup-steps 300`, 15

@@ -16,7 +16,7 @@ from train.config import Config
 
 
 def get_config() -> Config:
-    """A short run on other text that begins with the dense run's parameters."""
+    """A short run on other text that starts from the dense run's parameters."""
     dense = nano_dense.get_config()
     return dataclasses.replace(
         dense,

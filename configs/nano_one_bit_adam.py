@@ -1,4 +1,4 @@
-"""The nano task by 1-bit Adam: dense until the variance is frozen, then 1-bit momenta.
+"""The nano task with 1-bit Adam: dense until the variance is frozen, then 1-bit momenta.
 
     python -m train configs/nano_one_bit_adam.py
 

@@ -1,4 +1,4 @@
-"""The nano task with parameters in shards: weights and gradients travel in 8 bits, by QSDP.
+"""The nano task with sharded parameters: weights and gradients are sent at 8 bits, with QSDP.
 
     python -m train configs/nano_qsdp.py
 

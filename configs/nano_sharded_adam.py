@@ -1,4 +1,4 @@
-"""The nano task with Adam cut over the replicas: 4-bit gradients there, 4-bit differences back.
+"""The nano task with Adam sharded over the replicas: 4-bit gradients and 4-bit differences.
 
     python -m train configs/nano_sharded_adam.py
 

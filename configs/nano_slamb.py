@@ -1,11 +1,11 @@
-"""The nano task with a large batch by SLAMB: a tenth of the momentum a step, averaged parameters.
+"""The nano task with a large batch with SLAMB: a tenth of the momentum a step, averaged parameters.
 
     python -m train configs/nano_slamb.py
 
 The same model, data and order as configs/nano_lamb.py. Parameters are averaged every 25 steps, the
 last one included.
 
-One replica sends 633,472 bytes of momentum a step and 869,443 with the parameters in the mean, 6.8
+One replica sends 633,472 bytes of momentum a step and 869,443 with the parameters on average, 6.8
 times fewer than dense; validation loss 2.188, 2.228 and 2.187 (three seeds), with values of 8
 bits 2.200 (one), where LAMB has 2.140, 2.183 and 2.177.
 """

@@ -1,7 +1,7 @@
-"""`python -m train CONFIG [overrides]`: trains the run that a config file describes.
+"""`python -m train CONFIG [overrides]`: trains the run of a config file.
 
-With `--report` among the overrides it prints what one step would send, with `--plan` which method
-is predicted to be the fastest on a network; both train nothing.
+With `--report` it prints what one step would send, with `--plan` which method is predicted to be
+the fastest on a network; neither trains.
 """
 
 import sys
@@ -17,11 +17,11 @@ from train.processes.exits import clean_exits, leave
 
 
 def main(args: list[str], num_processes: int = 1) -> None:
-    """Runs the program; a user's mistake ends it with one message and exit status 2.
+    """Runs the program; a user's mistake ends it with a message and exit status 2.
 
     Args:
       args: The command line after `python -m train`.
-      num_processes: Processes of the run, this one among them, connected to each other already.
+      num_processes: Processes of the run, including this one; already connected.
     """
     with clean_exits():
         config, instead = read(args)
@@ -48,18 +48,18 @@ def main(args: list[str], num_processes: int = 1) -> None:
             from train.loop import run
 
             rows = run(config)
-            if rows:  # the other processes of a run have none
+            if rows:  # empty in the other processes of a run
                 from train.output import summary
 
                 print(summary.text(config, rows))
 
 
 def read(args: list[str]) -> tuple[Config, Options | Literal["report"] | None]:
-    """Reads the command line: the run that it describes, and what is wanted instead of it.
+    """Reads the command line: the run, and a report or a plan if one is requested.
 
     Raises:
-      SystemExit: After the usage, with status 0 if it was asked for and with 2 if not.
-      ValueError: If the config file is no good, or options do not go together.
+      SystemExit: After the usage, with status 0 if it was requested and 2 if not.
+      ValueError: If the config file is invalid, or options conflict.
     """
     options, args = arguments.parse(args)
     report = "report" if "--report" in args else None

@@ -1,4 +1,4 @@
-"""What settings, and the files that a user can touch, are checked for."""
+"""Checks of settings, and of files that a user can change."""
 
 import json
 import math
@@ -17,9 +17,9 @@ _NAMES = {
 
 
 def of_types(settings: Any, of: str = "") -> None:
-    """Raises a ValueError if a field of a dataclass, `of` a config, is not of its type.
+    """Raises a ValueError if a field of a dataclass, `of` a config, does not have its type.
 
-    A whole number is a number, but True is none; nor are NaN and infinities.
+    An integer is a number, but True, NaN and infinities are not.
     """
     for field, kind in typing.get_type_hints(type(settings)).items():
         if not is_of(value := getattr(settings, field), kind):
@@ -27,7 +27,7 @@ def of_types(settings: Any, of: str = "") -> None:
 
 
 def is_of(value: Any, kind: Any) -> bool:
-    """Whether a value is of a type, as dataclasses' fields and what JSON holds have them."""
+    """Whether a value has a type, as in dataclass fields and in JSON."""
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if kind is Any:
         return True
@@ -48,12 +48,12 @@ def is_of(value: Any, kind: Any) -> bool:
         kinds = args[:1] * len(value) if args[1:] == (...,) else args
         return len(kinds) == len(value) and all(map(is_of, value, kinds))
     if kind in (int, float) and isinstance(value, int):
-        return type(value) is not bool and abs(value) < 2**63  # as much as an array can hold
+        return type(value) is not bool and abs(value) < 2**63  # the range of an int64
     return isinstance(value, kind) and (kind is not float or math.isfinite(value))
 
 
 def at_least(minimum: int, settings: Any, *fields: str, of: str = "") -> None:
-    """Raises a ValueError if a field of some settings, `of` a config, is under a minimum."""
+    """Raises a ValueError if a field of some settings, `of` a config, is below a minimum."""
     for field in fields:
         if (value := getattr(settings, field)) < minimum:
             flag = f"{of}{field}".replace("_", "-")
@@ -77,7 +77,7 @@ def json_object(file: pathlib.Path, **kinds: Any) -> dict[str, Any]:
 
     Args:
       file: The file.
-      **kinds: The types of values, by the keys that must be there.
+      **kinds: Types of the values, by required key.
 
     Raises:
       ValueError: If it cannot be read, or holds anything else.
@@ -93,7 +93,7 @@ def json_object(file: pathlib.Path, **kinds: Any) -> dict[str, Any]:
 
 
 def of_keys(found: dict[str, Any], where: str, **kinds: Any) -> None:
-    """Raises a ValueError if a key of an object is not there, or its value is not of its type."""
+    """Raises a ValueError if a key of an object is missing, or its value has another type."""
     for key, kind in kinds.items():
         if key not in found or not is_of(found[key], kind):
             got = f"{found[key]!r:.80}" if key in found else "nothing"
@@ -101,7 +101,7 @@ def of_keys(found: dict[str, Any], where: str, **kinds: Any) -> None:
 
 
 def json_value(text: str | bytes) -> Any:
-    """What a JSON text says; a ValueError also for what nests too deeply."""
+    """The value of a JSON text; a ValueError also for nesting that is too deep."""
     try:
         return json.loads(text)
     except RecursionError as error:

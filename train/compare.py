@@ -1,4 +1,4 @@
-"""`python -m train.compare RUN ...`: finished runs side by side, as a table and a picture."""
+"""`python -m train.compare RUN ...`: finished runs side by side, as a table and a plot."""
 
 import pathlib
 import statistics
@@ -11,15 +11,15 @@ from train.processes.exits import clean_exits
 
 
 def compare(folders: dict[str, pathlib.Path], picture: pathlib.Path) -> str:
-    """Draws the runs' curves and makes a table of them.
+    """Plots the runs' curves and makes a table of them.
 
     Args:
       folders: Label to run directory (`runs/NAME`); the baseline first.
       picture: Where the PNG goes.
 
     Returns:
-      The table: method, last validation loss (nats per byte), bytes that one replica sends in a
-      step, their share of those of a ring all-reduce in float16 and in float32, steps per second.
+      The table: method, last validation loss (nats per byte), bytes that one replica sends per
+      step, their share of a ring all-reduce in float16 and in float32, steps per second.
 
     Raises:
       ValueError: If a folder has no evaluated run.
@@ -42,7 +42,7 @@ def compare(folders: dict[str, pathlib.Path], picture: pathlib.Path) -> str:
 
 
 def _facts(file: pathlib.Path) -> tuple[dict[str, Any], int]:
-    """What a run's record says of its bytes, and how many of its replicas have fast links."""
+    """A run's record of its bytes, and how many of its replicas have fast links."""
     record = checks.json_object(file, plan=dict[str, Any], config=dict[str, Any])
     plan, fast = record["plan"], record["config"].get("fast")
     checks.of_keys(plan, str(file), sent_bytes_per_step=float, parameters=int, replicas=int)
@@ -55,7 +55,7 @@ def _line(label, rows, plan, fast) -> tuple[str, ...]:
     loss = [row["val_loss"] for row in rows if "val_loss" in row][-1]
     seconds = [row["step_seconds"] for row in rows if "step_seconds" in row]
     sent, slow = plan["sent_bytes_per_step"], plan["replicas"] // fast
-    # Across the slow axis, which is what is counted of a run with a fast one too.
+    # Across the slow axis only, as for all runs with a fast axis.
     dense = 2 * 4 * plan["parameters"] / fast * (slow - 1) / slow
     ratio = lambda bytes: f"{100 * sent / bytes:.1f}%" if sent and bytes else "-"
     return (
@@ -69,7 +69,7 @@ def _line(label, rows, plan, fast) -> tuple[str, ...]:
 
 
 def main(args: list[str]) -> None:
-    """Prints the table of the given run directories and the picture's path."""
+    """Prints the table of the given run directories and the path of the plot."""
     if not args or args[0].startswith("-"):
         print("usage: python -m train.compare runs/BASELINE runs/NAME ...")
         sys.exit(0 if args else 2)

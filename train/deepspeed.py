@@ -2,7 +2,7 @@
 
     python -m train.deepspeed ds_config.json --steps 125000 > configs/mine.py
 
-What has no counterpart is named in comments of that file; docs/from_deepspeed.md has all keys.
+Comments in that file name the keys without a counterpart; docs/from_deepspeed.md has all keys.
 """
 
 import argparse
@@ -20,7 +20,7 @@ DROPPED = {
     "amsgrad": "DeepSpeed refuses it too",
     "bias_correction": "DeepSpeed reads it and never uses it; write bias_correction=True for it",
     "comm_backend_name": "XLA takes gloo between CPUs and NCCL between GPUs",
-    "communication_data_type": "the compressor says what travels",
+    "communication_data_type": "the compressor decides what is sent",
     "cuda_aware": "XLA takes care of it",
     "eps_inside_sqrt": "eps is outside, as in DeepSpeed's default",
     "exp_avg_mask": "not needed: rows without a gradient stay where they are",
@@ -29,7 +29,7 @@ DROPPED = {
     "prescale_gradients": "gradients are averaged in float32",
     "total_num_steps": "it is --steps",
     "torch_autocast": 'see model.dtype="bfloat16"',
-    "train_micro_batch_size_per_gpu": "data.batch is of all replicas: it times their number",
+    "train_micro_batch_size_per_gpu": "data.batch is that of all replicas together",
     "wall_clock_breakdown": "every row of metrics.jsonl has step_seconds",
     "warmup_min_lr": "the warm-up begins at 0",
     "warmup_type": "the warm-up is linear",
@@ -38,7 +38,7 @@ DROPPED = {
 
 
 class Translation(NamedTuple):
-    """What a DeepSpeed configuration says, in the words of `train.config.Config`."""
+    """A DeepSpeed configuration as fields of `train.config.Config`."""
 
     optimizer: dict[str, Any]  # fields of Optimizer
     data: dict[str, Any]  # of Data
@@ -51,17 +51,17 @@ def translate(config: dict[str, Any], steps: int) -> Translation:
     """Translates a configuration key by key.
 
     Args:
-      config: What the JSON file holds.
-      steps: Steps of the whole run, which DeepSpeed's file does not say.
+      config: The contents of the JSON file.
+      steps: Steps of the whole run, which DeepSpeed's file does not have.
 
     Returns:
-      The fields to set, and a note for every key that is not among them, or means less here. Only
-      the file's numbers get into the fields, and only names of keys, quoted, into the notes.
+      The fields to set, and a note for every key that is dropped or means less here. Only numbers
+      of the file get into the fields, and only quoted key names into the notes.
 
     Raises:
-      ValueError: For an optimizer that is not one of `OPTIMIZERS`, a schedule that is not of the
-        learning rate's warm-up, ZeRO, batch sizes that contradict each other, "auto", or a value
-        that is no number where one is needed.
+      ValueError: For an optimizer that is not one of `OPTIMIZERS`, a schedule that is not a warm-up
+        of the learning rate, ZeRO, batch sizes that contradict each other, "auto", or a value that
+        should be a number and is not.
     """
     _check(config)
     config = {key: value for key, value in config.items() if value is not None}
@@ -71,7 +71,7 @@ def translate(config: dict[str, Any], steps: int) -> Translation:
     scheduled, unused = _schedule(_object(config, "scheduler"))
     config.pop("scheduler", None)
     own_rate = _number(params, "lr", 1e-3)
-    rate = scheduled.pop("rate", own_rate)  # as DeepSpeed: the schedule's wins
+    rate = scheduled.pop("rate", own_rate)  # as in DeepSpeed, the schedule's wins
     decay = _number(params, "weight_decay", 0.0)
     update = _update(kind, params, decay)
     if clipping := _number(config, "gradient_clipping", 0.0):
@@ -88,7 +88,7 @@ def translate(config: dict[str, Any], steps: int) -> Translation:
     notes = [f"{_quoted(key)}: {DROPPED.get(key, 'not known, left out')}" for key in sorted(left)]
     if kind == "ZeroOneAdam" and decay > 0:
         notes.append(
-            "what weight_decay does by way of DeepSpeed's momentum, which multiplies it: see "
+            "the effect of weight_decay through DeepSpeed's momentum, which multiplies it: see "
             "docs/methods/zero_one_adam.md"
         )
     return Translation(
@@ -101,7 +101,7 @@ def translate(config: dict[str, Any], steps: int) -> Translation:
 
 
 def _check(config: Any) -> None:
-    """Refuses what is not translated."""
+    """Raises a ValueError for what cannot be translated."""
     if not isinstance(config, dict):
         raise ValueError(f"the file holds {config!r:.40}; needs an object, as DeepSpeed's have.")
     if '"auto"' in json.dumps(config):
@@ -121,7 +121,7 @@ def _check(config: Any) -> None:
 
 
 def _object(config: dict[str, Any], key: str) -> dict[str, Any]:
-    """A copy of the object of a key; an empty one where there is none."""
+    """A copy of the object of a key; an empty one if there is none."""
     value = config.get(key)
     if value is not None and not isinstance(value, dict):
         raise ValueError(f"{_quoted(key)} is {value!r:.40}; needs an object.")
@@ -129,17 +129,17 @@ def _object(config: dict[str, Any], key: str) -> dict[str, Any]:
 
 
 def _number(config: dict[str, Any], key: str, default: float) -> float:
-    """Takes a number out of an object, or `default`: nothing else may reach the file's code."""
+    """Takes a number out of an object, or `default`; nothing else may reach the config's code."""
     value = config.pop(key, None)
     value = default if value is None else value
-    # Of NaN no comparison holds.
+    # No comparison with NaN is true.
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e300:
         raise ValueError(f"{_quoted(key)} is {value!r:.40}; needs a finite number.")
     return value
 
 
 def _whole(config: dict[str, Any], key: str, default: int) -> int:
-    """Takes a whole number out of an object, which may be written as 1e5."""
+    """Takes a whole number, which may be written as 1e5, out of an object."""
     value = _number(config, key, default)
     if value != math.floor(value):
         raise ValueError(f"{_quoted(key)} is {value!r:.40}; needs a whole number.")
@@ -147,12 +147,12 @@ def _whole(config: dict[str, Any], key: str, default: int) -> int:
 
 
 def _quoted(key: str) -> str:
-    """A key as text of one line."""
+    """A key as one line of text."""
     return key if key.isidentifier() and key.isascii() else json.dumps(key)
 
 
 def _update(kind: str, params: dict[str, Any], decay: float) -> str:
-    """The optimizer as an expression; takes out of `params` what it has used."""
+    """The optimizer as an expression; removes what it uses from `params`."""
     betas = params.pop("betas", None) or (0.9, 0.999)
     if not isinstance(betas, list | tuple) or len(betas) != 2:
         raise ValueError(f"betas is {betas!r:.40}; needs two numbers.")
@@ -166,7 +166,7 @@ def _update(kind: str, params: dict[str, Any], decay: float) -> str:
     kappa = _whole(params, "var_update_scaler", 16)
     every = _whole(params, "local_step_scaler", 32_678)
     longest = _whole(params, "local_step_clipper", 16)
-    # Intervals double by counts of steps there: as if the rate halved then.
+    # DeepSpeed doubles intervals after a number of steps: as if the rate halved then.
     halves = f"exponential_decay(1.0, {every}, 0.5, {freeze})"
     return (
         f"zero_one_adam(learning_rate, axis_name, variance_at=schedules.growing({kappa}, "
@@ -176,7 +176,7 @@ def _update(kind: str, params: dict[str, Any], decay: float) -> str:
 
 
 def _schedule(scheduler: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Fields of Optimizer, `rate` among them if the schedule has one; and what it does not use."""
+    """Fields of Optimizer, with `rate` if the schedule has one; and the unused rest."""
     kind, params = scheduler.get("type"), _object(scheduler, "params")
     if kind is None:
         return {"schedule": "constant"}, {}
@@ -192,7 +192,7 @@ def _schedule(scheduler: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]
 
 
 def _sizes(config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Fields of Config and Data; takes out of `config` what it has used."""
+    """Fields of Config and Data; removes what it uses from `config`."""
     batch = _whole(config, "train_batch_size", 0)
     micro = _whole(config, "train_micro_batch_size_per_gpu", 0)
     accumulate = _whole(config, "gradient_accumulation_steps", 1)

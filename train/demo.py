@@ -1,4 +1,4 @@
-"""`make demo`: one model, the same data three times; loss, bytes, and time on the link you name."""
+"""`make demo`: trains one model three times; compares loss, bytes, and time on a link you name."""
 
 import argparse
 import dataclasses
@@ -21,7 +21,7 @@ from train.output import metrics, plots
 from train.processes import devices
 from train.processes.exits import clean_exits
 
-# `optimizer.update` and the learning rate; the baseline first.
+# `optimizer.update` and the learning rate; the baseline is first.
 METHODS = {
     "dense Adam": ("chain(compressed_mean(identity(), axis_name), adam(learning_rate))", 6e-3),
     "4-bit mean": (
@@ -34,17 +34,17 @@ METHODS = {
         6e-3,
     ),
 }
-LATENCY = 1e-3  # seconds from one replica to another, of the link that is predicted
+LATENCY = 1e-3  # seconds from one replica to another, on the predicted link
 
 
 class Outcome(NamedTuple):
-    """What one run came to."""
+    """The results of one run."""
 
     rows: list[dict[str, Any]]  # of its metrics.jsonl
-    loss: float  # nats per byte, of the last validation
-    sent: float  # bytes that one replica sends in a step, in the mean
-    here: float  # seconds a step on this machine, in the mean
-    on_link: float  # seconds a step on the link, predicted
+    loss: float  # nats per byte, in the last validation
+    sent: float  # mean bytes that one replica sends per step
+    here: float  # mean seconds per step on this machine
+    on_link: float  # predicted seconds per step on the link
 
 
 def base() -> Config:
@@ -73,14 +73,14 @@ def config_of(method: str, steps: int) -> Config:
 
 
 def bits_a_second(text: str) -> float:
-    """Reads a rate, as `100mbit`.
+    """Reads a rate such as `100mbit`.
 
     Raises:
-      ValueError: For another form.
+      ValueError: For another format.
     """
     found = re.fullmatch(r"(\d+(?:\.\d+)?)(k|m|g)bit", text.lower())
     if not found or not float(found[1]):
-        raise ValueError(f"--link is {text!r}; write a rate, as make demo LINK=100mbit or 1gbit")
+        raise ValueError(f"--link is {text!r}; write a rate, like make demo LINK=100mbit or 1gbit")
     return float(found[1]) * {"k": 1e3, "m": 1e6, "g": 1e9}[found[2]]
 
 
@@ -88,11 +88,12 @@ def outcome(config: Config, rate: float) -> Outcome:
     """Trains a run, and predicts its steps on a link.
 
     Args:
-      config: The run; an earlier one of its name is deleted.
-      rate: Rate of each replica's link, bit/s, each direction.
+      config: The run; an earlier run with its name is deleted.
+      rate: Rate of each replica's link in bit/s, in each direction.
 
     Returns:
-      Its outcome. A step on the link takes as long as here, and what the planner says of messages.
+      Its outcome. A step on the link takes the time here plus the planner's prediction for
+      messages.
     """
     from train.loop import run
     from train.plan import planning
@@ -112,7 +113,7 @@ def outcome(config: Config, rate: float) -> Outcome:
 
 
 def table(outcomes: dict[str, Outcome], steps: int, link: str) -> str:
-    """The outcomes as lines of a terminal, the baseline first."""
+    """The outcomes as a table for a terminal, the baseline first."""
     dense = next(iter(outcomes.values()))
     head = "method", "val loss", "bytes of dense", "step here", f"step on {link}", "whole run"
     lines = [head]
@@ -137,7 +138,7 @@ def finding(outcomes: dict[str, Outcome], link: str) -> str:
 
 
 def draw(outcomes: dict[str, Outcome], link: str, path: pathlib.Path) -> None:
-    """Draws validation losses against predicted minutes on the link, and against bytes."""
+    """Plots validation losses against predicted minutes on the link, and against bytes."""
     figure = Figure(figsize=(11, 4.5), layout="constrained")
     by_time, by_bytes = figure.subplots(1, 2, sharey=True)
     all_sent = []
@@ -159,7 +160,7 @@ def draw(outcomes: dict[str, Outcome], link: str, path: pathlib.Path) -> None:
 
 
 def demo(steps: int, link: str, rate: float) -> str:
-    """Trains all, in place of an earlier demo; returns the table and the path of the picture."""
+    """Trains all runs, replacing an earlier demo; returns the table and the path of the plot."""
     configs = {method: config_of(method, steps) for method in METHODS}
     first = next(iter(configs.values()))
     devices.start(first.replicas)
@@ -175,13 +176,13 @@ def demo(steps: int, link: str, rate: float) -> str:
 
 
 def main() -> None:
-    """Reads the arguments, runs the demo and prints what it found."""
+    """Reads the arguments, runs the demo and prints its results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=500, help="optimizer steps of each run")
-    parser.add_argument("--link", default="100mbit", help="rate of a replica's link, as 1gbit")
+    parser.add_argument("--link", default="100mbit", help="rate of a replica's link, like 1gbit")
     args = parser.parse_args()
     if args.steps < 1:
-        parser.error(f"--steps is {args.steps}; write at least 1, as make demo STEPS=20")
+        parser.error(f"--steps is {args.steps}; write at least 1, like make demo STEPS=20")
     try:
         rate = bits_a_second(args.link)
     except ValueError as error:

@@ -17,17 +17,17 @@ from train.processes.exits import clean_exits
 
 
 def export(run: pathlib.Path, to: pathlib.Path, dtype: str, like: pathlib.Path | None) -> None:
-    """Writes the parameters of a run's last checkpoint, in the mean over its replicas.
+    """Writes the parameters of a run's last checkpoint, averaged over its replicas.
 
     Args:
-      run: The run's folder, as runs/nano_dense.
-      to: A folder without a model.
+      run: The run's folder, such as runs/nano_dense.
+      to: The new folder, without a model in it.
       dtype: float32, bfloat16 or float16.
-      like: The Hugging Face folder whose tokenizer and config.json go along; None: the one that
-        the run, or the first of the runs before it, has begun with, and the tokenizer of the run.
+      like: The Hugging Face folder whose tokenizer and config.json are copied. None: the one that
+        the run, or the first run of its chain, started from, and the run's tokenizer.
 
     Raises:
-      ValueError: If the run is no language model, or its form none of Hugging Face's.
+      ValueError: If the run is not a language model, or Hugging Face has no such architecture.
     """
     checkpoints = run / "checkpoints"
     config = store.read_metadata(checkpoints)["config"]
@@ -42,22 +42,20 @@ def model_of(config: dict[str, Any], run: pathlib.Path) -> DecoderConfig:
     """The decoder of a recorded config."""
     model = dict(config["model"])
     if config["objective"] != "next_token" or model.pop("type", "DecoderConfig") != "DecoderConfig":
-        raise ValueError(
-            f"{run} is no language model that goes on with a text; export another run."
-        )
+        raise ValueError(f"{run} is not a model that continues text; export another run.")
     plain = {k: tuple(v) if isinstance(v, list) else v for k, v in model.items()}
     return DecoderConfig(**plain)
 
 
 def tokenizer_of(config: dict[str, Any]) -> pathlib.Path | None:
-    """The folder whose tokenizer a recorded run has used, if it has and that is still there."""
+    """The folder whose tokenizer a recorded run used, if it still exists."""
     named = config["data"].get("tokenizer")
     found = named is not None and pathlib.Path(named, "tokenizer.json").is_file()
     return pathlib.Path(named) if found else None
 
 
 def origin(start_from: str | None) -> pathlib.Path | None:
-    """The Hugging Face folder that a chain of runs has begun with, if it has and is still there."""
+    """The Hugging Face folder that a chain of runs started from, if it still exists."""
     while start_from is not None and not folder.is_folder(start_from):
         checkpoints = pathlib.Path(start_from, "checkpoints")
         if not checkpoints.is_dir():
@@ -68,14 +66,14 @@ def origin(start_from: str | None) -> pathlib.Path | None:
 
 
 def main(args: list[str]) -> None:
-    """Runs the program; a user's mistake ends it with one message and exit status 2."""
+    """Runs the program; a user's mistake ends it with a message and exit status 2."""
     parser = argparse.ArgumentParser(prog="python -m train.export", description=__doc__)
     parser.add_argument("run", type=pathlib.Path, help="as runs/nano_dense")
     parser.add_argument("folder", type=pathlib.Path, help="a new one")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
-    parser.add_argument("--like", type=pathlib.Path, help="folder whose tokenizer goes along")
+    parser.add_argument("--like", type=pathlib.Path, help="folder whose tokenizer is copied")
     options = parser.parse_args(args)
-    # Parameters go from one file to another: no accelerator is needed, nor is its memory.
+    # Parameters are copied from file to file, which needs no accelerator.
     jax.config.update("jax_platforms", "cpu")
     with clean_exits():
         export(options.run, options.folder, options.dtype, options.like)

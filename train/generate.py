@@ -1,4 +1,4 @@
-"""`python -m train.generate FOLDER PROMPT`: the likeliest text by a Hugging Face folder's model."""
+"""`python -m train.generate FOLDER PROMPT`: greedy text from a Hugging Face folder's model."""
 
 import argparse
 import dataclasses
@@ -16,18 +16,19 @@ from train.processes.exits import clean_exits
 
 
 def generated(path: pathlib.Path, prompt: str, count: int) -> str:
-    """Goes on with a text by its likeliest token, again and again, in float32.
+    """Continues a text with the likeliest tokens, in float32.
 
     Args:
       path: A Hugging Face folder with a tokenizer.json.
-      prompt: The text's beginning, of at least one token.
+      prompt: The start of the text, at least one token.
       count: Tokens to add.
 
     Returns:
-      Beginning and end.
+      The whole text.
 
     Raises:
-      ValueError: If the folder or its tokenizer cannot be read, or is made for shorter texts.
+      ValueError: If the folder or its tokenizer cannot be read, or the text is too long for the
+        model.
     """
     tokenizer = load_tokenizer(path)
     tokens = [*tokenizer.begin, *tokenizer.encode([prompt])[0].tolist()]
@@ -35,7 +36,7 @@ def generated(path: pathlib.Path, prompt: str, count: int) -> str:
     total = len(tokens) + count
     if not tokens or total > config.positions:
         raise ValueError(
-            f"a text of {len(tokens)} + {count} tokens needs a beginning, and a model made for "
+            f"a text of {len(tokens)} + {count} tokens needs a prompt, and a model made for "
             f"more than {config.positions} tokens; write another PROMPT, or --tokens."
         )
     config = dataclasses.replace(config, context=total, scan=True)
@@ -48,7 +49,7 @@ def generated(path: pathlib.Path, prompt: str, count: int) -> str:
 
 
 def main(args: list[str]) -> None:
-    """Runs the program; a user's mistake ends it with one message and exit status 2."""
+    """Runs the program; a user's mistake ends it with a message and exit status 2."""
     parser = argparse.ArgumentParser(prog="python -m train.generate", description=__doc__)
     parser.add_argument("folder", type=pathlib.Path)
     parser.add_argument("prompt")

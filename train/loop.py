@@ -22,32 +22,33 @@ from train.processes.exits import Drained, Transient
 from train.processes.signals import stop_signals
 from train.task import Task, make_task
 
-# What reading data or writing rows may end in.
+# Errors of reading data or writing rows.
 _OF_FILES = OSError, ValueError, MemoryError, LookupError, TypeError
 
 
 def run(config: Config) -> list[dict[str, Any]]:
-    """Trains, or goes on training, one run; everything it makes lies in `runs_dir/name`.
+    """Trains one run, or resumes it; all its files are in `runs_dir/name`.
 
-    Every process of a run calls it. Process 0 writes all but its parts of checkpoints.
+    Every process of a run calls it. Process 0 writes everything except the other processes' parts
+    of checkpoints.
 
     Args:
       config: The run.
 
     Returns:
-      The rows of its `metrics.jsonl`, those of earlier parts of the run included; none in
-      processes other than the first.
+      The rows of its `metrics.jsonl`, including earlier parts of the run; empty in all processes
+      except the first.
 
     Raises:
-      ValueError: For what does not fit together in config, text, devices or checkpoint.
+      ValueError: If config, data, devices or checkpoint do not fit together.
       OSError: If something cannot be written.
-      Transient: If the replicas' parameters have gone apart, or another run writes in the folder.
+      Transient: If the replicas' parameters differ, or another run writes in the folder.
       ConnectionError: If another process of the run is gone.
-      KeyboardInterrupt: After a stop was asked for by a signal of `STOPS`, to any of the processes,
-        when all is saved; a `Drained` unless it was Ctrl-C.
+      KeyboardInterrupt: After a signal of `STOPS` to any of the processes, when all is saved; a
+        `Drained` unless it was Ctrl-C.
     """
     folder = Path(config.runs_dir, config.name)
-    # Signals are caught until all is done: no stop cuts off the last save, or the picture.
+    # Signals are caught until the end, so that none interrupts the last save or the plot.
     with contextlib.ExitStack() as until_the_end:
         step, why = _train(config, folder, until_the_end)
         rows = _finished(config, folder) if agree.is_first() else []
@@ -58,7 +59,7 @@ def run(config: Config) -> list[dict[str, Any]]:
 
 
 def _train(config: Config, folder: Path, until_the_end: contextlib.ExitStack) -> tuple[int, str]:
-    """Trains from where the run stands; returns the step at which it ended, and who stopped it."""
+    """Trains from the current step; returns the step at which it ended, and why it stopped."""
     directory = folder / "checkpoints"
     with (
         watchdog.watch(config.watchdog_seconds, lambda: files.latest(directory)) as watch,
@@ -81,7 +82,7 @@ def _train(config: Config, folder: Path, until_the_end: contextlib.ExitStack) ->
 
 
 def _checkpoints(stack: contextlib.ExitStack, config: Config, directory: Path, claim: Claim):
-    """Opens the directory, and closes it at the end unless others might not come to that.
+    """Opens the directory, and closes it at the end unless other processes might not.
 
     After a third signal nobody waits for a save.
     """
@@ -97,7 +98,7 @@ def _checkpoints(stack: contextlib.ExitStack, config: Config, directory: Path, c
 
 @dataclasses.dataclass
 class _Run:
-    """A run that trains: what it holds, and whom it tells."""
+    """The state of a run in training."""
 
     task: Task
     params: Any
@@ -107,18 +108,18 @@ class _Run:
     asked_to_stop: Callable[[], str]
     checkpoints: store.Checkpoints
     copies: emergency.Copies | None
-    keep: Callable[[dict[str, Any]], None]  # a row
-    show: Callable[[dict[str, Any]], None]  # the same on the terminal
+    keep: Callable[[dict[str, Any]], None]  # records a row
+    show: Callable[[dict[str, Any]], None]  # shows a row on the terminal
     outs: list[dict] = dataclasses.field(default_factory=list)  # of steps not yet counted
     seconds: list[float] = dataclasses.field(default_factory=list)  # of steps since the last row
     saved: int = 0  # step of the last checkpoint, or of the last attempt at one
     batch: Any = None  # of the last step
-    stopped: str = ""  # why, before the last step
-    error: Exception | None = None  # why there is no other: the run saves, and raises it
+    stopped: str = ""  # why it stops before the last step
+    error: Exception | None = None  # in the next batch: the run saves, and raises it
 
     def train(self) -> None:
-        """Steps until the end, an agreed stop or an error of data; leaves a checkpoint behind."""
-        # Not where the run goes on from: that may be emergency copies, which end with it.
+        """Trains until the end, an agreed stop or a data error; then saves a checkpoint."""
+        # Not the start of the run: that may be emergency copies, which end with the run.
         self.saved = agree.from_first(lambda: files.latest(self.checkpoints.directory)) or 0
         try:
             self.steps()
@@ -126,7 +127,7 @@ class _Run:
             if jax.process_count() > 1:
                 raise
             self.error = error
-        # Not where it is caught: Orbax saves nothing while an error goes up.
+        # Not in the except clause: Orbax saves nothing while an error is raised.
         if self.done.step > self.saved:
             self.save()
         if self.error is not None:
@@ -162,9 +163,10 @@ class _Run:
         return self.copies is not None and self.done.step % self.task.config.emergency_every == 0
 
     def next_batch(self) -> Any:
-        """The next step's batch; None once if it cannot be made, and then the last one again.
+        """The next step's batch; None once if it cannot be made, and then the last batch again.
 
-        Others may have begun the step by then: it is made with them, and then all stop and save.
+        Other processes may already have begun the step: this one takes part, then all stop and
+        save.
         """
         if self.error is None:
             try:
@@ -177,7 +179,7 @@ class _Run:
         return self.batch
 
     def step(self) -> bool:
-        """Makes a step; False if it was not begun, since its batch cannot be made."""
+        """Makes a step; False if it did not begin because its batch cannot be made."""
         self.watch.at(self.done.step, "a step")
         began = time.perf_counter()
         if (batch := self.next_batch()) is None:
@@ -188,13 +190,13 @@ class _Run:
         self.done.examples += self.task.config.data.batch
         is_counted = self.row_is_due() or self.is_due(self.task.config.checkpoint_every)
         is_counted |= self.copy_is_due()
-        # One step runs while the host prepares the next: waiting bounds how far it runs ahead.
+        # One step runs while the host prepares the next; waiting bounds the host's lead.
         jax.block_until_ready(self.outs if is_counted else self.outs[-2:-1])
         self.seconds.append(time.perf_counter() - began)
         return True
 
     def count(self) -> None:
-        """Moves what steps have measured from the devices to the counts."""
+        """Moves the steps' measures from the devices to the counts."""
         task, done, outs = self.task, self.done, self.outs
         if outs:
             rounds = protocol.rounds(self.state)
@@ -209,9 +211,9 @@ class _Run:
         outs.clear()
 
     def row(self) -> dict[str, Any]:
-        """What is known without the parameters: the loss is the mean since the last row."""
+        """A row without evaluation; the loss is the mean since the last row."""
         done, config = self.done, self.task.config
-        # The optimizer counts the updates that were applied, and the last of them had this rate.
+        # The optimizer counts applied updates, and the last of them had this rate.
         rate = schedule(config.optimizer, config.steps)(max(0, done.step - done.skipped - 1))
         return {
             "step": done.step,
@@ -237,11 +239,11 @@ class _Run:
         done.losses, self.seconds = [], []
 
     def write(self, row: dict[str, Any]) -> None:
-        self.checkpoints.check()  # the next save may be far
+        self.checkpoints.check()  # the next save may be far away
         self.keep(row)
 
     def met(self) -> Any:
-        """What a run ends with: what replicas did since they last met is in it, too."""
+        """The final parameters: the mean of the replicas' own ones."""
         self.watch.at(self.done.step, "the mean of the replicas", self.task.config.start_seconds)
         params, sent_bytes = self.task.mean(self.params, self.state)
         self.done.sent_bytes += sent_bytes
@@ -261,7 +263,7 @@ class _Run:
 
     def save(self) -> None:
         if self.copies is not None:
-            self.copies.wait()  # the neighbour of one that is behind might end before it
+            self.copies.wait()  # otherwise the neighbour of a slow process might end first
         self.count()
         config, step = self.task.config, self.done.step
         self.saved = step
@@ -272,7 +274,7 @@ class _Run:
 
 
 def _require_equal(task: Task, params: Any, step: int) -> dict[str, int]:
-    """What a row says of the spread; nothing where no parameters are held twice."""
+    """The spread for a row; empty if no parameters are replicated."""
     if task.placement.spread is None:
         return {}
     spread = int(task.placement.spread(params, task.mesh))
@@ -287,11 +289,11 @@ def _require_equal(task: Task, params: Any, step: int) -> dict[str, int]:
 
 
 def _finished(config: Config, folder: Path) -> list[dict[str, Any]]:
-    """All rows of a run, drawn where some were evaluated."""
+    """All rows of a run; plots them if some were evaluated."""
     log = folder / "metrics.jsonl"
-    rows = metrics.read(log) if log.is_file() else []  # its user may have removed it
+    rows = metrics.read(log) if log.is_file() else []  # the user may have removed it
     if any("val_loss" in row for row in rows):
-        from train.output import plots  # a second or two that no start has to wait for
+        from train.output import plots  # takes a second or two, which the start need not wait for
 
         plots.loss_figure({config.name: rows}, folder / "loss.png")
     return rows

@@ -1,4 +1,4 @@
-"""What one run trains, made from its config: model, loss, transformation, data and functions."""
+"""Builds a run from its config: model, loss, transformation, data and compiled functions."""
 
 import functools
 import math
@@ -24,32 +24,32 @@ from train.placement.resolve import resolve
 from train.plan import counts
 from train.processes import devices
 
-# Losses in one message: a program of thousands of arguments takes minutes to compile.
+# Losses per message: a program with thousands of arguments takes minutes to compile.
 _MOST_GATHERED = 64
 
 
 class Task(NamedTuple):
-    """The functions and facts of one run; arrays are global ones on `mesh`."""
+    """The functions and facts of one run; arrays are global arrays on `mesh`."""
 
     config: Config
     mesh: Mesh
     placement: Placement
     examples: Examples
-    init: Callable[..., tuple[Any, Any]]  # (params or random ones) -> params, state
+    init: Callable[..., tuple[Any, Any]]  # (params or None for random ones) -> params, state
     step: Callable[..., tuple[Any, Any, dict]]  # params, state, batch -> params, state, metrics
-    programs: tuple[jax.stages.Compiled, ...]  # that a step runs
+    programs: tuple[jax.stages.Compiled, ...]  # of a step
     batch: Callable[..., Any]  # step, seen=None -> pytree of [batch, ...], see `Examples`
-    # params, state -> params as if all replicas met now, and the bytes that one sends for it
+    # params, state -> the mean of the replicas' own parameters, and the bytes that one sends for it
     mean: Callable[[Any, Any], tuple[Any, float]]
     evaluate: Callable[[Any], dict[str, jax.Array]]  # params -> the objective's measures
     mean_losses: Callable[[list], list[float]]  # each step's f32[num_replicas] -> its mean
-    left_out: Callable[[Any], int]  # state -> steps that single replicas have left out
-    natural: Any  # shapes and dtypes of the parameters where they are in no shards
-    places: Any  # shardings in which `init` takes these
+    left_out: Callable[[Any], int]  # state -> steps that single replicas have skipped
+    natural: Any  # shapes and dtypes of the unsharded parameters
+    places: Any  # their shardings for `init`
     like: Any  # {"params", "state"}: shapes, dtypes and shardings
     sent: dict[str, float]  # bytes of each part of a step's exchange, from the compiled program
-    rounds: dict[str, int]  # how often the run sends each part; {} for all in every step
-    sent_bytes: float  # that one replica sends in a step, in the mean over the run
+    rounds: dict[str, int]  # how often the run sends each part; {} if every step sends all
+    sent_bytes: float  # that one replica sends per step, averaged over the run
 
 
 def make_task(config: Config, read: Callable[[Config], Examples] = examples.read) -> Task:
@@ -57,13 +57,13 @@ def make_task(config: Config, read: Callable[[Config], Examples] = examples.read
 
     Args:
       config: The run.
-      read: What reads the text or the images: `examples.none` for a task that is not trained.
+      read: Reads the text or the images: `examples.none` for a task that is not trained.
 
     Returns:
       The task.
 
     Raises:
-      ValueError: If the data, the devices or the expression of the update do not fit.
+      ValueError: If the data, the devices or the update's expression do not fit.
     """
     mesh = devices.make_mesh(config.replicas, config.fast)
     configs.microbatch(config, mesh.size)
@@ -104,7 +104,7 @@ def make_task(config: Config, read: Callable[[Config], Examples] = examples.read
 def _shapes(config: Config, functions: Functions, params: Any) -> dict[str, Any]:
     """Shapes, dtypes and shardings of parameters and state, without computing them."""
     try:
-        like = jax.eval_shape(functions.init, params)  # traces the update, too
+        like = jax.eval_shape(functions.init, params)  # also traces the update
     except TypeError as error:
         reason = str(error).partition("\n")[0]
         raise ValueError(
@@ -119,7 +119,7 @@ def _placed(like: Any, shardings: Any) -> Any:
 
 
 def _compiled(step, *args):
-    """A step compiled ahead of time, and the programs that it consists of."""
+    """A step compiled ahead of time, and its programs."""
     if isinstance(step, jaxcomp.OverlappedStep):
         step = step.compile(*args)
         return step, step.programs
@@ -128,7 +128,7 @@ def _compiled(step, *args):
 
 
 def _fed(like: Any, make: Callable[[slice], Any]) -> Any:
-    """A batch on its devices; each row is made by the process that feeds it, and by no other."""
+    """A batch on its devices; each process makes only the rows for its own devices."""
     made = functools.cache(lambda start, stop: jax.tree.leaves(make(slice(start, stop))))
     leaves, tree = jax.tree.flatten(like)
 
@@ -147,7 +147,7 @@ def _mean(mean, mesh: Mesh, params: Any, state: Any) -> tuple[Any, float]:
 
 
 def _evaluated(config: Config, made: Examples, measure, whole, batch: Any, params: Any) -> Any:
-    """What the objective measures, in the mean over the validation batches."""
+    """The objective's measures, averaged over the validation batches."""
     params = whole(params)
     makes = (functools.partial(made.validation, n) for n in range(config.eval_batches))
     found = [measure(params, _fed(batch, make)) for make in makes]
@@ -155,20 +155,20 @@ def _evaluated(config: Config, made: Examples, measure, whole, batch: Any, param
 
 
 def gather_losses(mesh: Mesh) -> Callable[[list[jax.Array]], jax.Array]:
-    """Makes the jitted function that brings losses of several steps to all processes.
+    """Makes a jitted function that gathers the losses of several steps on all processes.
 
     Args:
       mesh: Mesh of the run.
 
     Returns:
-      A function of `steps` arrays f32[num_replicas], as a step returns them, that gives
+      A function of `steps` arrays f32[num_replicas], as returned by steps, that returns
       f32[num_replicas, steps] on every device, in one message.
     """
 
     @functools.partial(jax.jit, out_shardings=NamedSharding(mesh, P()))
     def gather(losses):
-        # Stacked where they are: one column of all steps travels instead of one number a step.
-        # Devices that hold a replica in shards have one loss together.
+        # Stacked first: one column of all steps is sent instead of one scalar per step. The devices
+        # of a sharded replica have one loss.
         own = mesh.axis_names if len(losses[0]) == mesh.size else mesh.axis_names[:1]
         rows = NamedSharding(mesh, P(own))
         return jax.lax.with_sharding_constraint(jnp.stack(losses, axis=1), rows)
@@ -177,7 +177,7 @@ def gather_losses(mesh: Mesh) -> Callable[[list[jax.Array]], jax.Array]:
 
 
 def _mean_losses(config: Config, gather: Callable, losses: list[jax.Array]) -> list[float]:
-    # Filled up, so that one program serves the few steps before a stop too.
+    # Padded, so that one program also serves the few steps before a stop.
     most = min(config.log_every, config.eval_every, config.checksum_every, config.checkpoint_every)
     size = min(most, config.emergency_every or most, _MOST_GATHERED)
     filled = [*losses, *[losses[-1]] * (-len(losses) % size)]
@@ -191,7 +191,7 @@ def _left_out(total: Callable[[Any], jax.Array], state: Any) -> int:
 
 
 def shapes_of(task: Task, num_replicas: int) -> dict[str, Any]:
-    """Shapes and dtypes of the run's parameters and state, as so many replicas would hold them."""
+    """Shapes and dtypes of the run's parameters and state for `num_replicas`."""
     sizes = dict(task.mesh.shape) | dict.fromkeys(task.placement.row_axes, 1)
     sizes[AXIS_NAME] = num_replicas // math.prod(sizes.values())
     types = (AxisType.Auto,) * len(sizes)

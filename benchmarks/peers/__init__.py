@@ -1,12 +1,12 @@
-"""Training steps of others in PyTorch, a file for each, to stand beside ours in benchmarks.
+"""Training steps of other libraries in PyTorch, a file for each, to compare with ours.
 
-They run by a Python of their own, which imports nothing of jaxcomp, JAX or `train`:
+They run in a Python of their own, which imports nothing of jaxcomp, JAX or `train`:
 
     python -m venv PEERS
     PEERS/bin/pip install "torch>=2.13" numpy einops deepspeed==0.19.6
 
-The authors' code of four methods is no package. It is read from one folder, and no part of it is
-in this project:
+The authors' code of four methods is not packaged. It is read from one folder, and is not part of
+this project:
 
     git clone https://github.com/bloc97/DeMo             # at 0e48145
     git clone https://github.com/microsoft/dion          # at 0a059a4

@@ -1,4 +1,4 @@
-"""What a peer is: a function that makes training steps of a module on every host."""
+"""The interface of peers: functions that make the training steps of a module on every host."""
 
 import pathlib
 import sys
@@ -19,9 +19,9 @@ Afterwards the module holds this host's parameters.
 
 
 class Job(NamedTuple):
-    """What a peer has to know beside the module."""
+    """What a peer needs apart from the module."""
 
-    dense_steps: int  # before compression begins, of methods that need any
+    dense_steps: int  # before compression starts, for methods that need them
     code: str | None  # folder of the authors' code
 
     def find(self, name: str) -> pathlib.Path:
@@ -38,12 +38,12 @@ class Job(NamedTuple):
         return folder
 
     def reach(self, name: str) -> None:
-        """Lets the modules of a clone be imported."""
+        """Makes the modules of a clone importable."""
         sys.path.insert(0, str(self.find(name)))
 
 
 def plain(module: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
-    """The step of a loop that has no more to say: gradients, then the optimizer's step."""
+    """A plain step: gradients, then the optimizer's step."""
 
     def step(loss, rate):
         set_rate(optimizer, rate)
@@ -63,7 +63,7 @@ def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 
 
 def flattened(module: nn.Module) -> nn.Parameter:
-    """Moves all parameters and gradients of a module into one vector, of which they are views."""
+    """Moves all parameters and gradients of a module into one vector, as views."""
     parameters = list(module.parameters())
     flat = nn.Parameter(torch.cat([p.detach().flatten() for p in parameters]))
     flat.grad = torch.zeros_like(flat)

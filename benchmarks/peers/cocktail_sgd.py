@@ -13,14 +13,14 @@ from benchmarks.peers import base
 
 
 def make(module: nn.Module, job: base.Job, random: float, top: float, bits: int) -> base.Step:
-    """The step: Adam by itself on each host, and the exchange of parameters beside the gradient.
+    """The step: local Adam on each host, and the exchange of parameters during the gradient.
 
     As in the authors' loop, gradients are taken at a copy, while a thread changes the parameters.
 
     Args:
       module: The same on all hosts.
       job: For the folder of the code.
-      random: Share of the parameters that a step may send; of others its inverse, rounded down.
+      random: Share of the parameters that a step may send; the code uses its inverse, rounded down.
       top: Share of these that it sends, the largest.
       bits: Of each value.
     """
@@ -59,7 +59,7 @@ def make(module: nn.Module, job: base.Job, random: float, top: float, bits: int)
 
 
 def _connect(comm_utils):
-    """The hosts as the only pipeline stage's replicas."""
+    """Connects the hosts as the replicas of a single pipeline stage."""
     rank, size = dist.get_rank(), dist.get_world_size()
     data = comm_utils.TorchCommunicator(dist.group.WORLD, dp_rank=rank, comm_group_size=size)
     alone = types.SimpleNamespace(all_gather=lambda own, parts: parts[0].copy_(own))
@@ -70,7 +70,7 @@ def _connect(comm_utils):
 
 
 def _without_gpu():
-    """Streams and events that do nothing, and a cupy that the code names for GPUs alone."""
+    """Replaces streams and events, and cupy, which the code needs only on GPUs, by stubs."""
     torch.cuda.Stream = torch.cuda.Event = torch.cuda.default_stream = _Nothing
     torch.cuda.stream = lambda stream: contextlib.nullcontext()
     sys.modules.update(dict.fromkeys(("cupy", "cupy.cuda", "cupy.cuda.nccl"), _Nothing()))

@@ -1,4 +1,4 @@
-"""Dion's code, github.com/microsoft/dion: matrices by Dion, all others by its AdamW."""
+"""Dion's code, github.com/microsoft/dion: Dion for matrices, its AdamW for other parameters."""
 
 import torch
 import torch.distributed as dist
@@ -10,7 +10,7 @@ from benchmarks.peers import base
 def make(module: nn.Module, job: base.Job, rank_fraction: float) -> base.Step:
     """The step; `rank_fraction` is the rank's share of a matrix' shorter side."""
     job.reach("dion")
-    # As it is written: to compile for a CPU takes minutes.
+    # Without compilation, which takes minutes on a CPU.
     torch.compile = lambda **options: lambda function: function
     from dion import Dion
 

@@ -15,16 +15,16 @@ import torch.distributed as dist
 from benchmarks import commands
 from benchmarks.peers import base, model
 
-WARM_STEPS = 3  # built in, after the dense ones: first calls make buffers
-RATE = 1e-4  # of steps that are timed
+WARM_STEPS = 3  # run by `build`, after the dense ones: first calls allocate buffers
+RATE = 1e-4  # learning rate of timed steps
 
 
 def functions(rank: int) -> dict:
-    """What benchmarks call: `build` a step, then `run` it, or `train` from the beginning."""
+    """The functions that benchmarks call: `build` a step, then `run` it, or `train`."""
     built: dict[str, Any] = {}
 
     def rows():
-        """This host's rows of the next step: those that the replica of its number has in JAX."""
+        """This host's rows of the next step: those of the replica with its number in JAX."""
         tokens = built["train"][built["step"] % len(built["train"])]
         built["step"] += 1
         own = np.split(tokens, dist.get_world_size())[rank]
@@ -82,7 +82,7 @@ def functions(rank: int) -> dict:
 
 
 def module_of(sizes: dict[str, int], work: str, built: dict[str, Any]) -> torch.nn.Module:
-    """The model with the weights that JAX has drawn; keeps the work's rows in `built`."""
+    """The model with JAX's initial weights; keeps the work's rows in `built`."""
     module = model.GPT(**sizes)
     with np.load(work) as arrays:
         model.load(module, arrays)
@@ -113,7 +113,7 @@ def main() -> None:
     """Connects to the other hosts, then answers calls from standard input."""
     args = commands.place(__doc__)
     torch.set_num_threads(1)
-    warnings.filterwarnings("ignore")  # of old calls in the authors' code, at every step
+    warnings.filterwarnings("ignore")  # about old calls in the authors' code, at every step
     os.environ["GLOO_SOCKET_IFNAME"] = args.interface
     dist.init_process_group(
         "gloo",

@@ -1,4 +1,4 @@
-"""Names of weights in both worlds; imports nothing, so that a test of either can read it."""
+"""Names of weights in PyTorch and JAX; imports nothing, so that tests of either can use it."""
 
 
 def path_of(name: str) -> str:

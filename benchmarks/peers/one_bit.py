@@ -1,4 +1,4 @@
-"""DeepSpeed's 1-bit Adam and 0/1 Adam: its optimizers, driven without its engine."""
+"""DeepSpeed's 1-bit Adam and 0/1 Adam: its optimizers, without its engine."""
 
 import types
 
@@ -18,14 +18,14 @@ def make(module: nn.Module, job: base.Job, optimizer: str, flat: bool = False) -
       module: The same on all hosts.
       job: For its dense steps.
       optimizer: "one_bit_adam", or "zero_one_adam" whose local steps grow to four.
-      flat: Whether DeepSpeed sees all parameters as one tensor. It codes and sends each tensor by
-        itself, and most of a step's time goes into that.
+      flat: Whether DeepSpeed sees all parameters as one tensor. It encodes and sends each tensor
+        separately, which takes most of a step's time.
     """
-    # Else it compiles one that passes messages through memory: these hosts are one machine.
+    # Otherwise it compiles a shared-memory backend, as these hosts are one machine.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed("gloo", verbose=False)
     _run_on_cpus()
-    # All that these optimizers ask of an engine.
+    # All that these optimizers need from an engine.
     engine = types.SimpleNamespace(mpu=None, local_rank=0, enable_backward_allreduce=True)
     parameters = [base.flattened(module)] if flat else list(module.parameters())
     own = _optimizer(optimizer, parameters, engine, job.dense_steps)
@@ -60,7 +60,7 @@ def _optimizer(name, parameters, engine, dense_steps):
 
 
 def _average(gradients):
-    """The mean over the hosts, by one all-reduce, as the engine has it."""
+    """The mean over the hosts with one all-reduce, as in the engine."""
     flat = torch.cat([gradient.flatten() for gradient in gradients])
     dist.all_reduce(flat)
     flat /= dist.get_world_size()
@@ -69,7 +69,7 @@ def _average(gradients):
 
 
 def _run_on_cpus():
-    """Gives DeepSpeed what it has for accelerators alone: packed signs, and scales of no axes."""
+    """Gives DeepSpeed CPU versions of its code for accelerators: packed signs, 0-d scales."""
     from deepspeed.ops import op_builder
 
     op_builder.PackbitsBuilder = _Packer

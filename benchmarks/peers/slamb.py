@@ -12,7 +12,7 @@ from benchmarks.peers import base
 def make(module: nn.Module, job: base.Job, **options) -> base.Step:
     """The step; `options` are those of the authors' optimizer."""
     path = job.find("SLAMB") / "Cifar10" / "main.py"
-    # The class alone: the program around it needs Horovod and a GPU. Its mask is on the GPU, too.
+    # Only the class: the program around it needs Horovod and a GPU. Its mask is on the GPU, too.
     tree = ast.parse(path.read_text().replace("device='cuda'", "device='cpu'"))
     tree.body = [node for node in tree.body if getattr(node, "name", "") == "Slamb"]
     names = {"torch": torch, "math": math}

@@ -1,4 +1,4 @@
-"""The work that all peers do, made by `train`: first weights, and rows of text."""
+"""The common work of all peers, made by `train`: initial weights, and rows of text."""
 
 import pathlib
 
@@ -12,13 +12,13 @@ from train.models import build
 
 
 def write(path: pathlib.Path, config: Config, steps: int) -> None:
-    """Writes what a run of this config would compute with, for programs without JAX.
+    """Writes the weights and rows of a run of this config, for programs without JAX.
 
     Args:
       path: An `.npz` file: the parameters by their paths, `train` i32[steps, batch, context + 1]
         and `validation` i32[eval_batches, batch, context + 1].
       config: The run.
-      steps: Of which rows are written.
+      steps: Number of steps whose rows are written.
     """
     made, rows = examples.read(config), slice(0, config.data.batch)
     leaves = jax.tree_util.tree_leaves_with_path(build.random_params(config))

@@ -1,1 +1,1 @@
-"""Runs in the sizes of papers, for `--report` and `--plan`: none has been trained."""
+"""Runs with the sizes of papers, for `--report` and `--plan`; none has been trained."""

@@ -1,4 +1,4 @@
-"""BERT-Large by SLAMB: 24 layers, width 1,024; 64 K sequences of 128, the large batch of LAMB.
+"""BERT-Large with SLAMB: 24 layers, width 1,024; 64 K sequences of 128, the large batch of LAMB.
 
     python -m train configs/shapes/bert_large_slamb.py --report    # trains nothing
 
@@ -6,7 +6,7 @@
 momentum a step, parameters averaged every 100 steps, 64 replicas. What differs from BERT: as in
 configs/shapes/bert_base_zero_one_adam.py. Training is for accelerators, and has not been tried.
 
-One replica sends 291,344,337 bytes a step in the mean, 9.0 times fewer than dense float32.
+One replica sends 291,344,337 bytes a step on average, 9.0 times fewer than dense float32.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""BERT-Large by 0/1 Adam, the first phase: 24 layers, width 1,024, sequences of 128.
+"""BERT-Large with 0/1 Adam, the first phase: 24 layers, width 1,024, sequences of 128.
 
     python -m train configs/shapes/bert_large_zero_one_adam.py --report    # trains nothing
 
@@ -6,7 +6,7 @@ The plan of configs/shapes/bert_base_zero_one_adam.py, whose docstring says what
 over 152,511 steps, with all blocks under one scan, without which the compiler takes above 6 GiB.
 Training is for accelerators, and has not been tried.
 
-One replica sends 41,503,526 bytes a step in the mean, 56 times fewer than dense float32.
+One replica sends 41,503,526 bytes a step on average, 56 times fewer than dense float32.
 """
 
 import dataclasses

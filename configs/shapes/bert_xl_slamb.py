@@ -1,4 +1,4 @@
-"""A BERT of 2.8 billion parameters by SLAMB: 36 layers, width 2,560.
+"""A BERT of 2.8 billion parameters with SLAMB: 36 layers, width 2,560.
 
     python -m train configs/shapes/bert_xl_slamb.py --report    # trains nothing
 
@@ -6,7 +6,7 @@ The size that SLAMB's authors scaled to 1,024 GPUs; the split into layers and wi
 the recipe, that of configs/shapes/bert_large_slamb.py. Training is for accelerators, and has not
 been tried.
 
-One replica sends 2,530,027,584 bytes a step in the mean, 9.1 times fewer than dense float32.
+One replica sends 2,530,027,584 bytes a step on average, 9.1 times fewer than dense float32.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""GPT-2 of 124 M parameters by CocktailSGD: 12 layers, width 768, context 1,024, bytes as tokens.
+"""GPT-2 of 124 M parameters with CocktailSGD: 12 layers, width 768, context 1,024, bytes as tokens.
 
     python -m train configs/shapes/gpt2_124m_cocktail.py --report    # trains nothing
 

@@ -1,4 +1,4 @@
-"""GPT-2 of 124 M parameters by 0/1 Adam: 12 layers, width 768, context 1,024, bytes as tokens.
+"""GPT-2 of 124 M parameters with 0/1 Adam: 12 layers, width 768, context 1,024, bytes as tokens.
 
     python -m train configs/shapes/gpt2_124m_zero_one_adam.py --report    # trains nothing
 
@@ -6,7 +6,7 @@ The size, batch and schedule of configs/shapes/gpt2_124m_cocktail.py; the paper'
 variance and the intervals (kappa = 16, at most 16 steps). Training is for accelerators, and has not
 been tried.
 
-One replica sends 25,011,318 bytes a step in the mean, 35 times fewer than dense float32.
+One replica sends 25,011,318 bytes a step on average, 35 times fewer than dense float32.
 """
 
 import dataclasses

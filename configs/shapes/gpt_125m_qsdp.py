@@ -1,4 +1,4 @@
-"""GPT-125M by QSDP, as its authors trained it: 12 layers, width 768, context 2,048, on 32 devices.
+"""GPT-125M with QSDP, as trained by its authors: 12 layers, width 768, context 2,048, 32 devices.
 
     python -m train configs/shapes/gpt_125m_qsdp.py --report    # trains nothing
 

@@ -1,4 +1,4 @@
-"""GPT-1.3B by QSDP: 24 layers, width 2,048, 24,800 steps of 512 sequences.
+"""GPT-1.3B with QSDP: 24 layers, width 2,048, 24,800 steps of 512 sequences.
 
     python -m train configs/shapes/gpt_1_3b_qsdp.py --report    # trains nothing
 

@@ -1,4 +1,4 @@
-"""GPT-350M by QSDP: 24 layers, width 1,024, 13,400 steps of 256 sequences.
+"""GPT-350M with QSDP: 24 layers, width 1,024, 13,400 steps of 256 sequences.
 
     python -m train configs/shapes/gpt_350m_qsdp.py --report    # trains nothing
 

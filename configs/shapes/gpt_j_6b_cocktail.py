@@ -1,4 +1,4 @@
-"""GPT-J-6B by CocktailSGD, whose authors fine-tuned it: four hosts of eight devices.
+"""GPT-J-6B with CocktailSGD, whose authors fine-tuned it: four hosts of eight devices.
 
     python -m train configs/shapes/gpt_j_6b_cocktail.py --report    # trains nothing
 

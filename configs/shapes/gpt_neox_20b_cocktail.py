@@ -1,4 +1,4 @@
-"""GPT-NeoX-20B by CocktailSGD, whose authors fine-tuned it: four hosts of eight devices.
+"""GPT-NeoX-20B with CocktailSGD, whose authors fine-tuned it: four hosts of eight devices.
 
     python -m train configs/shapes/gpt_neox_20b_cocktail.py --report    # trains nothing
 

@@ -1,4 +1,4 @@
-"""OPT-1.3B by CocktailSGD, whose authors fine-tuned it: four hosts of eight devices.
+"""OPT-1.3B with CocktailSGD, whose authors fine-tuned it: four hosts of eight devices.
 
     python -m train configs/shapes/opt_1_3b_cocktail.py --report    # trains nothing
     python -m train.launch --hosts hosts.txt -- configs/shapes/opt_1_3b_cocktail.py --start-from DIR

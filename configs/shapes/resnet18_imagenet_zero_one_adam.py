@@ -1,4 +1,4 @@
-"""ResNet-18 on ImageNet by 0/1 Adam, one of its authors' tasks: 224x224, 90 epochs.
+"""ResNet-18 on ImageNet with 0/1 Adam, one of its authors' tasks: 224x224, 90 epochs.
 
     python -m train configs/shapes/resnet18_imagenet_zero_one_adam.py --report    # needs no images
     python -m train configs/shapes/resnet18_imagenet_zero_one_adam.py --data.path FOLDER
@@ -7,7 +7,7 @@ FOLDER holds `train` and `val`, each with a folder for each of the 1,000 classes
 are normalized in place of batches; the schedule is ours. Training is for accelerators, and has not
 been tried.
 
-One replica sends 1,845,891 bytes a step in the mean, 44 times fewer than dense float32.
+One replica sends 1,845,891 bytes a step on average, 44 times fewer than dense float32.
 """
 
 from train.config import Config, Images, Optimizer

@@ -1,4 +1,4 @@
-"""Swin-B on ImageNet by SLAMB, one of its authors' tasks: 88 M parameters, 128 replicas.
+"""Swin-B on ImageNet with SLAMB, one of its authors' tasks: 88 M parameters, 128 replicas.
 
     python -m train configs/shapes/swin_b_slamb.py --report    # needs no images
     python -m train configs/shapes/swin_b_slamb.py --data.path FOLDER
@@ -8,7 +8,7 @@ those of the authors' configuration; batch, rate and schedule are ours, and imag
 mirrored, but not mixed as in the paper of Swin. With each stage as a scan the report takes 92 CPU
 seconds. Training is for accelerators, and has not been tried.
 
-One replica sends 78,324,354 bytes a step in the mean, 8.9 times fewer than dense float32.
+One replica sends 78,324,354 bytes a step on average, 8.9 times fewer than dense float32.
 """
 
 from train.config import Config, Images, Optimizer

@@ -19,7 +19,7 @@ from train.checkpoints import files
 from train.output import metrics
 
 PAUSE = 5.0  # seconds
-_WENT_ON = re.compile(rb"from step (\d+) on by emergency copies")
+_WENT_ON = re.compile(rb"from step (\d+) on with emergency copies")
 
 
 class Place(NamedTuple):

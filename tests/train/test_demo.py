@@ -144,7 +144,7 @@ def test_demo_shortens_warmup_and_evaluations_with_the_steps():
     ("arguments", "message"),
     [
         (["--steps", "0"], "write at least 1"),
-        (["--link", "fast"], "write a rate, as make demo LINK=100mbit"),
+        (["--link", "fast"], "write a rate, like make demo LINK=100mbit"),
         (["--link", "0mbit"], "write a rate"),
     ],
 )

@@ -726,7 +726,7 @@ def test_run_ends_with_the_loss_and_the_picture(monkeypatch, capsys, tmp_path, t
     assert re.fullmatch(r"runs/nano_dense: step 2, validation loss \d\.\d{4} nats per byte", first)
     assert [fact.split()[0] for fact in facts] == ["time", "sent", "losses", "checkpoint"]
     assert picture == "runs/nano_dense/loss.png" and pathlib.Path(picture).is_file()
-    assert err.startswith("note: compressed_mean of ") and "second moment trains badly" in err
+    assert err.startswith("note: compressed_mean at ") and "second moment trains badly" in err
 
 
 @pytest.mark.parametrize(
@@ -741,7 +741,7 @@ def test_run_ends_with_the_loss_and_the_picture(monkeypatch, capsys, tmp_path, t
         ("{nano} --replicas 16", "replicas=16, but there are 8 cpu devices"),
         ("{nano} --replicas 0 --data.batch 9", "must be divisible by 8 replicas"),
         ("{nano} --runs-dir {tmp}/empty.txt", "Not a directory"),
-        ("{nano} --optimizer.update adam()", "cannot be called so"),
+        ("{nano} --optimizer.update adam()", "cannot be called like this"),
         ("{nano} --optimizer.update learning_rate", "not an optax transformation"),
         ("{nano} --optimizer.update compressed_mean(quantize(9),axis_name)", "integer from 1 to 8"),
         ("{nano} --optimizer.update compressed_mean(sign(),'x')", "the axis 'x' is unknown"),

@@ -212,7 +212,7 @@ def test_the_report_counts_parameters_and_what_is_held(config_of):
                 "model": ViTConfig(),
                 "data": Images(batch=8),
             },
-            "gather for themselves",
+            "gather their weights",
         ),
     ],
 )

@@ -1,1 +1,1 @@
-"""What a run saves, and where it goes on."""
+"""Checkpoints: what a run saves, and where it resumes."""

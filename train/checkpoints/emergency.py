@@ -1,8 +1,8 @@
-"""Emergency copies: every few steps each process keeps its parts of the state on its own disk.
+"""Emergency copies: every few steps each process copies its parts of the state to its own disk.
 
-A neighbour on another host keeps a copy of what one process alone has. So a lost host costs few
-steps, and no shared folder is read or written for that. Copies are an extra: a disk that is full or
-a neighbour that is slow ends no run, and where a part is missing the last checkpoint is taken.
+A neighbour on another host keeps a copy of what only one process has. So a lost host costs few
+steps, without a shared folder. Copies are optional: a full disk or a slow neighbour does not end a
+run, and if a part is missing, the run resumes from the last checkpoint.
 """
 
 import contextlib
@@ -32,27 +32,27 @@ from train.processes import agree, board, distributed, handing
 from train.processes.exits import say
 
 _NOTE = "emergency.json"
-"""In the run's folder: the starts whose copies may be taken, and up to which step of each."""
+"""File in the run's folder: the starts whose copies may be used, and up to which step."""
 
 
 @dataclasses.dataclass
 class Copies:
-    """The copies of a run, as one process of it keeps them.
+    """The copies of a run that one process keeps.
 
-    All processes call `keep` at the same steps. There they tell each other which copy is complete,
-    and remove none that is newer than the newest that all have.
+    All processes call `keep` at the same steps. Then they tell each other which copies are
+    complete, and remove only copies that are older than the newest common one.
     """
 
     folder: Path  # of the run
-    folders: list[Path]  # on this host; this process writes to the first one
+    folders: list[Path]  # on this host; this process writes to the first
     claim: Claim
-    seconds: int  # for a file on its way to the neighbour
-    patience: int  # for one that a start needs
+    seconds: int  # to send a file to the neighbour
+    patience: int  # to fetch a file at a start
     key: bytes
-    peers: list[str]  # addresses of all processes; none where there is one
+    peers: list[str]  # addresses of all processes; empty for one process
     wards: list[int]  # processes whose copies this one keeps
     neighbour: int | None
-    valid: list[tuple[str, int | None]]  # starts and their last steps, as `_NOTE` has them
+    valid: list[tuple[str, int | None]]  # starts and their last steps, as in `_NOTE`
     last: int = -1  # the newest step that is complete here
     thread: threading.Thread | None = None
     failed: bool = False
@@ -69,7 +69,7 @@ class Copies:
         whole = multihost_utils.process_allgather(last) if jax.process_count() > 1 else last
         held = parts.cut(tree, jax.process_index())
         made = held, {"leaves": described(tree), "run": metadata}
-        # The last one here may be of use, once the others have theirs.
+        # The last copy here may become usable once the others have theirs.
         kept = {int(np.min(whole)), self.last, step}
         self.thread = threading.Thread(target=self._write, args=(step, *made, kept), daemon=True)
         self.thread.start()
@@ -91,12 +91,12 @@ class Copies:
                 handing.put(self.peers[self.neighbour], self.key, written[own], self.seconds)
             self.last, self.failed = step, False
         except OSError as error:
-            if not self.failed:  # the next ones will hardly do better
+            if not self.failed:  # say it once
                 say(f"no emergency copy of step {step}: {error}; the run goes on")
             self.failed = True
 
     def drop(self, kept: set[int]) -> None:
-        """Removes copies of other steps than these, and what is left of writing such."""
+        """Removes copies of other steps, and unfinished ones."""
         for path in self._files():
             step = path.name.partition("-")[0]
             if not step.isdecimal() or int(step) not in kept:
@@ -106,13 +106,13 @@ class Copies:
         return [path for folder in self.folders if folder.is_dir() for path in folder.iterdir()]
 
     def newest(self, at_least: int) -> Found | str:
-        """The newest step of which all parts are there; in all processes alike.
+        """Finds the newest step with all parts; the same on all processes.
 
         Args:
-          at_least: Older ones are of no use.
+          at_least: Older steps are ignored.
 
         Returns:
-          What was found; or what is missing of the newest one, and an empty text if none is there.
+          What was found; or a text about what the newest step lacks, empty if there are no copies.
         """
         mine = [path.name for path in self._files() if self._is_valid(path)]
         return places.chosen(_told("copies-held", {"names": mine}), at_least)
@@ -129,7 +129,7 @@ class Copies:
         )
 
     def fetch(self, found: Found) -> list[Path]:
-        """This process's copies of the parts that it needs, after it has got what it lacked.
+        """Fetches missing parts from other processes, and returns this process's copies.
 
         Raises:
           OSError: In all processes, if one of them does not get a part.
@@ -137,7 +137,7 @@ class Copies:
         me, count = jax.process_index(), jax.process_count()
         here = {path.name: path for path in self._files()}
         needed = {name: parts.read_name(name) for name in found.holders}
-        # A new process needs what its predecessor had; another number of them anything.
+        # A new process needs its predecessor's parts; with another number of processes, any.
         needed = [
             name for name, it in needed.items() if it.count != count or it.part in (ALL, str(me))
         ]
@@ -164,7 +164,7 @@ class Copies:
         raise error
 
     def shelf(self) -> handing.Shelf:
-        """What this process takes from others and gives them."""
+        """The files that this process takes from others and gives to them."""
 
         def room(text, size):
             free = shutil.disk_usage(self.folders[0]).free
@@ -182,7 +182,7 @@ class Copies:
         return handing.Shelf(room, find, is_good)
 
     def wanted(self, text: str, size: int) -> Path | None:
-        """Where a copy that another process brings goes; None if it is not one of a ward's."""
+        """Where to put a copy from another process; None if it is not from one of its wards."""
         name = parts.read_name(text)
         is_wards = name is not None and name.part in map(str, self.wards)
         if not is_wards or name.count != len(self.peers) or name.step < self.last:
@@ -190,9 +190,9 @@ class Copies:
         return self.shelf().room(text, size)
 
     def begin(self, step: int, found: Found | None) -> None:
-        """Says that the run goes on from a step: of copies, if some were found, else otherwise.
+        """Records that the run resumes from a step, from copies if some were found.
 
-        What else was copied is of a way that the run does not go, and is never taken any more.
+        Later copies belong to a history that is abandoned, and are never used again.
         """
         tokens = [(token, step) for token, _ in self.valid] if found else []
         if agree.is_first():
@@ -205,17 +205,17 @@ class Copies:
         self.last = step if found else -1
 
     def close(self) -> None:
-        """Removes all: the run has saved what it ends with."""
+        """Removes all copies, since the run has saved its end."""
         self.wait()
         for folder in self.folders:
             shutil.rmtree(folder, ignore_errors=True)
 
 
 def load(files: Sequence[Path], like: Any, where: str) -> Any:
-    """Puts the parts of a step together, on any devices.
+    """Assembles the parts of a step, on any devices.
 
     Raises:
-      ValueError: If they are of another model, or not all that is needed.
+      ValueError: If they are from another model, or incomplete.
     """
     held: list[tuple[Entry, np.ndarray]] = []
     for file in files:
@@ -226,7 +226,7 @@ def load(files: Sequence[Path], like: Any, where: str) -> Any:
 
 
 def record_of(files: Sequence[Path]) -> dict[str, Any]:
-    """What a run has written down of the step of these parts."""
+    """The record that a run made with these parts."""
     _, record = parts.read(files[0])
     checks.of_keys(record, str(files[0]), leaves=dict[str, str], run=dict[str, Any])
     return record["run"]
@@ -234,12 +234,12 @@ def record_of(files: Sequence[Path]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def opened(config: Config, folder: Path, claim: Claim) -> Iterator[Copies | None]:
-    """Finds this process's place for copies, and its neighbour; None if the run wants no copies.
+    """Finds this process's folder for copies, and its neighbour; None if the run wants no copies.
 
     Every process of the run calls it at the same point.
 
     Raises:
-      OSError: If the place is no folder that this user alone can write to.
+      OSError: If the folder is not one that only this user can write to.
     """
     if not config.emergency_every:
         if agree.is_first():
@@ -270,11 +270,11 @@ def opened(config: Config, folder: Path, claim: Claim) -> Iterator[Copies | None
             at = stack.enter_context(open_shelf)
             copies.peers = [str(told.get("at")) for told in _told("copies-at", {"at": at})]
         yield copies
-        copies.close()  # not after an error: then they are what the run goes on from
+        copies.close()  # not after an error: the run resumes from them
 
 
 def _told(folder: str, what: dict[str, Any]) -> list[dict[str, Any]]:
-    """What each process says of itself."""
+    """The values of all processes."""
     texts = board.of_this_run()
     if texts is None:
         return [what]
@@ -285,6 +285,6 @@ def _told(folder: str, what: dict[str, Any]) -> list[dict[str, Any]]:
 def _valid(folder: Path) -> list[list[Any]]:
     try:
         found = checks.json_object(folder / _NOTE, valid=list[list[Any]])["valid"]
-    except ValueError:  # none yet, or of nobody who knows the form
+    except ValueError:  # no file yet, or an unknown format
         return []
     return [each for each in found if checks.is_of(tuple(each), tuple[str, int | None])]

@@ -1,9 +1,8 @@
-"""The files of a directory of checkpoints: which are complete, and which are intact.
+"""The files of a checkpoint directory: which checkpoints are complete, and which are intact.
 
-`DIRECTORY/STEP/` is one checkpoint. It appears under that name by one rename, when all of it is
-on disk, so that a folder whose name is a number is a finished save. `checksums.json` in it has
-the size and the CRC-32 of every file that matters: Orbax itself would read a flipped bit as a
-weight.
+`DIRECTORY/STEP/` is one checkpoint. It gets this name in one rename, when all of it is on disk, so
+a folder whose name is a number is a finished save. Its `checksums.json` has the size and the CRC-32
+of every file that matters: Orbax itself would read a flipped bit as a weight.
 """
 
 import json
@@ -32,7 +31,7 @@ def latest(directory: str | Path) -> int | None:
 
 
 def require_writable(directory: Path) -> None:
-    """Makes a directory if need be; raises OSError if no file can be made in it."""
+    """Makes a directory if necessary; raises OSError if no file can be made in it."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory):
@@ -46,7 +45,7 @@ def require_writable(directory: Path) -> None:
 
 
 def require_newest(directory: Path, step: int) -> None:
-    """Raises ValueError if there is a checkpoint of this step or of a later one."""
+    """Raises ValueError if there is a checkpoint of this step or a later one."""
     newer = [saved for saved in steps(directory) if saved >= step]
     if newer:
         raise ValueError(
@@ -56,13 +55,13 @@ def require_newest(directory: Path, step: int) -> None:
 
 
 def remove_partial(directory: Path) -> None:
-    """Deletes what saves that did not end have left."""
+    """Deletes unfinished saves."""
     for path in _partial(directory):
         shutil.rmtree(path, ignore_errors=True)
 
 
 def write_checksums(directory: Path) -> None:
-    """Adds `checksums.json` to the save that is about to be completed."""
+    """Adds `checksums.json` to a save just before it is complete."""
     for partial in _partial(directory):
         files = [path for item in ("state", "metadata") for path in (partial / item).rglob("*")]
         sums = {str(file.relative_to(partial)): _checksum(file) for file in files if file.is_file()}
@@ -70,19 +69,19 @@ def write_checksums(directory: Path) -> None:
 
 
 def intact(directory: str | Path, step: int | None = None, item: str = "") -> Path:
-    """Finds a checkpoint, and reads all its bytes to see that they are as they were written.
+    """Finds a checkpoint, and reads all its bytes to check that they have not changed.
 
     Args:
       directory: Where the checkpoints are.
       step: Which one; the newest by default.
-      item: `"metadata"` looks at nothing else.
+      item: With `"metadata"`, checks only the metadata.
 
     Returns:
       Its path.
 
     Raises:
-      ValueError: If there is no such checkpoint, or it is damaged; the text names the newest one
-        that is not.
+      ValueError: If there is no such checkpoint, or it is damaged; the text names the newest intact
+        one.
     """
     directory = Path(directory).absolute()
     saved = steps(directory)
@@ -110,16 +109,16 @@ def intact(directory: str | Path, step: int | None = None, item: str = "") -> Pa
 
 
 def pass_over_damaged(directory: Path) -> list[str]:
-    """Renames checkpoints that are damaged, if an older one is not: `40` becomes `damaged-40`.
+    """Renames damaged checkpoints, if an older one is intact: `40` becomes `damaged-40`.
 
     Args:
       directory: Where the checkpoints are.
 
     Returns:
-      What was wrong with each of them, newest first.
+      The damage of each of them, newest first.
 
     Raises:
-      ValueError: If all are damaged; nothing is renamed then.
+      ValueError: If all are damaged; then nothing is renamed.
     """
     damages = {}
     for step in reversed(steps(directory)):
@@ -128,7 +127,7 @@ def pass_over_damaged(directory: Path) -> list[str]:
         damages[step] = damage
     else:
         if damages:
-            intact(directory)  # raises: it is damaged, and so are the others
+            intact(directory)  # raises, since all are damaged
     for step in damages:
         aside = directory / f"damaged-{step}"
         if aside.exists():
@@ -154,12 +153,12 @@ def _checksum(path):
 def _is_file(path):
     try:
         return path.is_file()
-    except (OSError, ValueError):  # no name that a file can have
+    except (OSError, ValueError):  # not a possible file name
         return False
 
 
 def _damage(path, item=""):
-    """Says what is wrong with the files of a checkpoint, or returns None."""
+    """Describes the damage of a checkpoint's files; None if there is none."""
     try:
         sums = checks.json_object(path / "checksums.json")
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Orbax as a run uses it: who takes part in a save, where they wait, and what an error says."""
+"""Orbax for a run: the processes of a save, their barriers, and error messages."""
 
 import errno
 import shutil
@@ -19,12 +19,12 @@ def make_manager(
     failures: list[BaseException],
     claim: Claim | None,
 ) -> ocp.CheckpointManager:
-    """Makes Orbax's manager; what this process's part of a save meets goes into `failures`."""
+    """Makes Orbax's manager; errors of this process's part of a save go into `failures`."""
     options = everyone()
     meet = ocp.multihost.get_barrier_sync_fn(processes=options.active_processes)
 
     def barrier(**kwargs):
-        # Orbax meets the others also while an error goes up; they wait elsewhere until the end.
+        # Orbax calls its barriers even while an error is raised; the others would wait elsewhere.
         if (error := sys.exc_info()[1]) is not None:
             failures.append(error)
             raise error
@@ -54,7 +54,7 @@ def make_manager(
 
 
 def _folders_of(claim: Claim) -> type[ocp.path.atomicity.AtomicRenameTemporaryPath]:
-    """Where a writer's saves lie until they are complete: in no folder of another writer's."""
+    """The folder of a writer's incomplete saves, which no other writer shares."""
     parent = ocp.path.atomicity.AtomicRenameTemporaryPath
 
     class Own(parent):
@@ -67,7 +67,7 @@ def _folders_of(claim: Claim) -> type[ocp.path.atomicity.AtomicRenameTemporaryPa
 
 
 def everyone() -> ocp.options.MultiprocessingOptions:
-    """Processes meet at JAX's coordination service: as collectives, Orbax's barriers never end."""
+    """Barriers use JAX's coordination service: as collectives, Orbax's barriers never end."""
     count = jax.process_count()
     return ocp.options.MultiprocessingOptions(
         active_processes=set(range(count)) if count > 1 else None
@@ -75,11 +75,11 @@ def everyone() -> ocp.options.MultiprocessingOptions:
 
 
 def save_error(directory: Path, error: Exception, needed: int, seconds: int) -> OSError:
-    """What to raise for an error of Orbax in a save of `needed` bytes."""
+    """The error to raise for an error of Orbax in a save of `needed` bytes."""
     number = error.errno if isinstance(error, OSError) else None
     good = latest(directory)
     kept = "" if good is None else f" The checkpoint of step {good} is complete."
-    # Orbax raises ValueError for what TensorStore could not write.
+    # Orbax raises ValueError if TensorStore could not write.
     if number in (errno.ENOSPC, errno.EDQUOT) or "RESOURCE_EXHAUSTED" in str(error):
         free = shutil.disk_usage(directory).free
         return OSError(
@@ -89,7 +89,7 @@ def save_error(directory: Path, error: Exception, needed: int, seconds: int) -> 
         )
     reason = str(error).partition("\n")[0].rstrip(".")
     if isinstance(error, TimeoutError):
-        reason = f"not all of it was written in {seconds} s, by this process and the others"
+        reason = f"this process and the others did not write all of it in {seconds} s"
     return OSError(
         number or errno.EIO, f"could not save a checkpoint in {directory}: {reason}.{kept}"
     )

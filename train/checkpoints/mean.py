@@ -1,4 +1,4 @@
-"""The parameters that another run begins with: the mean of the replicas' own ones."""
+"""Reads a checkpoint as the mean of the replicas' own parameters, to start another run."""
 
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,9 @@ from train.placement import sharded
 
 
 def drifts(state: Any) -> dict[str, str]:
-    """Of each leaf of a state's drifts its path in a checkpoint: that of its parameter.
+    """Maps the checkpoint path of each leaf of a state's drifts to its parameter's path.
 
-    It is written down with a checkpoint: there, a field `drift` of a method and another one of that
-    name look alike.
+    A checkpoint records it: there, a method's field `drift` looks like any other of that name.
     """
     found = {}
     for path, drift in protocol.fields({"state": state}, "drift").items():
@@ -27,15 +26,15 @@ def drifts(state: Any) -> dict[str, str]:
 
 
 def restore_mean(directory: str | Path, like: Any, mesh: Mesh) -> Any:
-    """Reads the parameters of the newest checkpoint, as if its replicas had met before the save.
+    """Reads the parameters of the newest checkpoint, averaged over its replicas.
 
     Args:
       directory: Where the checkpoints are.
       like: As for `store.restore_params`.
-      mesh: Over whose devices rows of replicas are spread meanwhile, where it divides them.
+      mesh: Rows of replicas are spread over its devices meanwhile, if it divides them.
 
     Returns:
-      The parameters, plus the mean over the replicas of each `drift` that the metadata name.
+      The parameters, plus the mean over the replicas of each `drift` in the metadata.
 
     Raises:
       ValueError: As `store.restore_params`.
@@ -60,12 +59,12 @@ def restore_mean(directory: str | Path, like: Any, mesh: Mesh) -> Any:
 
 
 def restore_whole(directory: str | Path, natural: Any, mesh: Mesh) -> Any:
-    """Reads what `restore_mean` does onto all devices of a mesh, of runs in shards too.
+    """Reads what `restore_mean` reads onto all devices of a mesh, even if the run was sharded.
 
     Args:
       directory: Where the checkpoints are.
-      natural: Shapes and dtypes of the parameters where they are in no shards.
-      mesh: Any, of the devices that hold the parameters.
+      natural: Shapes and dtypes of the unsharded parameters.
+      mesh: Any mesh of the devices that get the parameters.
 
     Returns:
       The parameters, in natural shapes.
@@ -82,7 +81,7 @@ def restore_whole(directory: str | Path, natural: Any, mesh: Mesh) -> Any:
 
 def _moved(params, drifts):
     def moved(param, rows):
-        # Shares of a fast axis are filled up at their end.
+        # Shares of a fast axis are padded at their end.
         inside = tuple(map(slice, param.shape))
         change = sum(jnp.mean(x, axis=0)[inside] for x in rows)
         return (param + change).astype(param.dtype)

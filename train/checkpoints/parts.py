@@ -1,9 +1,9 @@
-"""A step's state in parts: what all processes hold is one, what one of them holds is another.
+"""A step's state in parts: one that all processes hold, and one for each process's own.
 
-A part is a file: a line of JSON that says what is in it, then the bytes of its arrays. Its name has
-step, part and the number of parts, and a code of its bytes under the token of the start that made
-it: `57-all-of-8.CODE`, `57-3-of-8.CODE`. So nothing is taken that is cut off or has changed, or
-that another run or another start has made.
+A part is a file: a line of JSON that describes it, then the bytes of its arrays. Its name has the
+step, the part and the number of parts, and a code of its bytes under the token of the start that
+made it: `57-all-of-8.CODE`, `57-3-of-8.CODE`. So a truncated or changed file, or one from another
+run or start, is never used.
 """
 
 import functools
@@ -27,7 +27,7 @@ ALL = "all"
 """The part that every process holds."""
 
 LONGEST = 1 << 24
-"""Bytes of the line that says what is in a part, at most."""
+"""Most bytes of the line that describes a part."""
 
 _NAME = re.compile(r"([0-9]{1,15})-(all|[0-9]{1,7})-of-([0-9]{1,7})\.([0-9a-f]{64})")
 _PIECE = 1 << 24
@@ -36,7 +36,7 @@ Spans = tuple[tuple[int, int], ...]
 
 
 class Name(NamedTuple):
-    """What the name of a part's file says."""
+    """The name of a part's file."""
 
     step: int
     part: str  # ALL, or the number of a process
@@ -61,13 +61,13 @@ class Entry(NamedTuple):
 
 
 def read_name(text: str) -> Name | None:
-    """Reads the name of a file; None if it is none of a part."""
+    """Reads the name of a file; None if it is not a part."""
     found = _NAME.fullmatch(text)
     return Name(int(found[1]), found[2], int(found[3]), found[4]) if found else None
 
 
 def is_of(name: Name, token: str, digest: str) -> bool:
-    """Whether a start with this token has made a part of this name, with this SHA-256."""
+    """Whether a start with this token made a part with this name and SHA-256."""
     return seals.unseal(token.encode(), _about(*name[:3]), f"{name.code} {digest}") is not None
 
 
@@ -81,7 +81,7 @@ def digest(path: Path) -> str:
 
 
 def entries(tree: Any, process: int) -> dict[str, list[Entry]]:
-    """What the parts `ALL` and that of a process hold of a tree of arrays, or of their shapes."""
+    """The contents of the part `ALL` and of a process's part, for a tree of arrays or shapes."""
     found: dict[str, list[Entry]] = {ALL: [], str(process): []}
     for key, leaf in jax.tree_util.tree_leaves_with_path(tree):
         for spans, (holders, is_everywhere) in _holders(leaf.sharding, leaf.shape).items():
@@ -92,7 +92,7 @@ def entries(tree: Any, process: int) -> dict[str, list[Entry]]:
 
 
 def cut(tree: Any, process: int) -> dict[str, list[tuple[Entry, np.ndarray]]]:
-    """Copies this process's parts of a tree off its devices: the buffers may be donated then."""
+    """Copies this process's parts of a tree off its devices; then the buffers may be donated."""
     shards: dict[tuple[str, Spans], jax.Array] = {}
     for key, leaf in jax.tree_util.tree_leaves_with_path(tree):
         for shard in leaf.addressable_shards:
@@ -115,23 +115,23 @@ def write(
     held: Sequence[tuple[Entry, np.ndarray]],
     record: dict[str, Any],
 ) -> Path:
-    """Writes a part into a folder, where it appears by one rename, and returns its path.
+    """Writes a part into a folder, with one rename at the end, and returns its path.
 
     Args:
-      folder: Where to.
-      token: Of this start.
+      folder: The folder.
+      token: Token of this start.
       step: The step.
       part: `ALL`, or the number of a process.
-      count: How many processes there are.
-      held: As of `cut`.
-      record: What else to know of the step, as JSON can hold it.
+      count: Number of processes.
+      held: From `cut`.
+      record: More about the step, as JSON values.
 
     Raises:
-      OSError: If it cannot be written; nothing of it is left then.
+      OSError: If it cannot be written; then nothing of it is left.
     """
     said = {"entries": [entry for entry, _ in held], "record": record}
     pieces = [json.dumps(said).encode() + b"\n"]
-    # Not every dtype has a buffer of its own, as bfloat16 has none.
+    # Some dtypes, such as bfloat16, have no buffer of their own.
     pieces += [array.reshape(-1).view(np.uint8) for _, array in held if array.size]
     made = hashlib.sha256()
     for piece in pieces:
@@ -143,7 +143,7 @@ def write(
         with partial.open("wb", buffering=0) as file:
             for piece in pieces:
                 view = memoryview(piece)
-                while view:  # an unbuffered file may take less than it was given
+                while view:  # an unbuffered file may write less than it was given
                     view = view[file.write(view) :]
         return partial.rename(folder / f"{about}.{code}")
     except OSError:
@@ -152,23 +152,23 @@ def write(
 
 
 def read(path: Path) -> tuple[list[tuple[Entry, np.ndarray]], dict[str, Any]]:
-    """What a part holds, its arrays mapped from the file, and its record.
+    """The contents of a part, its arrays mapped from the file, and its record.
 
     Raises:
-      ValueError: If it is no part.
+      ValueError: If it is not a part.
     """
     with path.open("rb") as file:
         line = file.readline(LONGEST)
     said = seals.json_object(line) or {}
     rows, record = said.get("entries"), said.get("record")
     if not checks.is_of(rows, list[list[Any]]) or not isinstance(record, dict):
-        raise ValueError(f"{path} is no part of a state.")
+        raise ValueError(f"{path} is not a part of a state.")
     made = [Entry(name, dtype, tuple(map(tuple, spans))) for name, dtype, spans in rows]
     if path.stat().st_size != len(line) + sum(entry.nbytes for entry in made):
         raise ValueError(f"{path} is not of the size that it names.")
     found, at = [], len(line)
     for entry in made:
-        data = np.zeros(0, np.uint8)  # an empty map is none
+        data = np.zeros(0, np.uint8)  # an empty file cannot be mapped
         if entry.nbytes:
             data = np.memmap(path, np.uint8, "r", at, entry.nbytes)
         found.append((entry, data.view(jnp.dtype(entry.dtype)).reshape(entry.shape)))
@@ -177,7 +177,7 @@ def read(path: Path) -> tuple[list[tuple[Entry, np.ndarray]], dict[str, Any]]:
 
 
 def assembled(like: Any, held: Sequence[tuple[Entry, np.ndarray]]) -> Any:
-    """Puts pieces together to arrays of the shapes, dtypes and shardings of `like`.
+    """Assembles pieces to arrays with the shapes, dtypes and shardings of `like`.
 
     Raises:
       ValueError: If a piece is missing that this process needs.
@@ -196,7 +196,7 @@ def assembled(like: Any, held: Sequence[tuple[Entry, np.ndarray]]) -> Any:
 
 
 def _region(path: str, pieces: dict[Spans, np.ndarray], leaf: Any) -> Callable[[Spans], np.ndarray]:
-    """A function that copies a region of an array from disjoint pieces of it, once."""
+    """A function that copies a region of an array from its disjoint pieces."""
 
     @functools.cache
     def region(wanted):
@@ -209,14 +209,14 @@ def _region(path: str, pieces: dict[Spans, np.ndarray], leaf: Any) -> Callable[[
                 made[_inside(wanted, both)] = data[_inside(spans, both)]
                 filled += math.prod(stop - start for start, stop in both)
         if filled != made.size:
-            raise ValueError(f"of {path} {made.size - filled:,} entries are in no part.")
+            raise ValueError(f"{made.size - filled:,} entries of {path} are in no part.")
         return made
 
     return region
 
 
 def _inside(of: Spans, both: Spans) -> tuple[slice, ...]:
-    """Where a part of a region lies in it."""
+    """The place of a part inside its region."""
     return tuple(
         slice(start - first, stop - first)
         for (first, _), (start, stop) in zip(of, both, strict=True)
@@ -229,7 +229,7 @@ def _about(step: int, part: str, count: int) -> str:
 
 @functools.cache
 def _holders(sharding: Any, shape: tuple[int, ...]) -> dict[Spans, tuple[set[int], bool]]:
-    """The processes that hold each piece of an array, and whether these are all."""
+    """The processes that hold each piece of an array, and whether these are all processes."""
     found: dict[Spans, set[int]] = {}
     for device, index in sharding.devices_indices_map(shape).items():
         found.setdefault(_spans(index, shape), set()).add(device.process_index)

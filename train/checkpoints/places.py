@@ -1,4 +1,4 @@
-"""Where emergency copies lie: on which disks, whose neighbour keeps which, and which are whole."""
+"""Where emergency copies are: folders, neighbours, and which copies are complete."""
 
 import contextlib
 import errno
@@ -13,14 +13,14 @@ from train.checkpoints.parts import ALL
 
 
 class Found(NamedTuple):
-    """A step of which copies of all parts are there."""
+    """A step with copies of all parts."""
 
     step: int
-    holders: dict[str, list[int]]  # by the name of a part's file, the processes that have it
+    holders: dict[str, list[int]]  # part's file name -> the processes that have it
 
 
 def chosen(held: Sequence[dict[str, Any]], at_least: int) -> Found | str:
-    """The newest step of which all parts are among those that processes say that they hold."""
+    """The newest step with all parts, among those that the processes report."""
     holders: dict[str, list[int]] = {}
     for process, told in enumerate(held):
         for name in told.get("names", []):
@@ -37,12 +37,12 @@ def chosen(held: Sequence[dict[str, Any]], at_least: int) -> Found | str:
         if not lacking:
             return Found(step, {text: holders[text] for text in names.values()})
         lost = ", ".join(sorted(lacking, key=lambda part: (len(part), part)))
-        missing = missing or f"of step {step} nobody has the parts of {lost}"
+        missing = missing or f"nobody has these parts of step {step}: {lost}"
     return missing
 
 
 def neighbours(hosts: Sequence[str]) -> list[int]:
-    """For each process the one that keeps its copy: on the next host, if there are several."""
+    """For each process, the process that keeps its copy: on the next host, if there are several."""
     of: dict[str, list[int]] = {}
     for process, host in enumerate(hosts):
         of.setdefault(host, []).append(process)
@@ -58,9 +58,9 @@ def neighbours(hosts: Sequence[str]) -> list[int]:
 
 
 def of_process(base: Path, run: Path, hosts: Sequence[str], me: int) -> list[Path]:
-    """Folders on this host for a run's copies, the own one first.
+    """Folders on this host for a run's copies, this process's own first.
 
-    Those of processes that are not on this host any more are shared out among those that are.
+    Folders of processes that are no longer on this host are distributed among those that are.
     """
     here = [process for process, host in enumerate(hosts) if host == hosts[me]]
     rank = here.index(me)
@@ -74,7 +74,7 @@ def of_process(base: Path, run: Path, hosts: Sequence[str], me: int) -> list[Pat
 
 
 def _private(folder: Path) -> Path:
-    """Makes a folder that this user alone can enter; others may write beside it, as in /tmp."""
+    """Makes a folder that only this user can enter; its parent may be shared, such as /tmp."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)

@@ -1,4 +1,4 @@
-"""Where a run begins: at its first step, or where a checkpoint was made, on as many replicas."""
+"""Where a run begins: at its first step, or at a checkpoint, on any number of replicas."""
 
 import dataclasses
 import json
@@ -25,26 +25,26 @@ from train.processes import agree
 from train.processes.distributed import by_name
 from train.task import Task, shapes_of
 
-_METADATA = {"progress", "num_replicas", "data_sha256"}  # needed to go on
+_METADATA = {"progress", "num_replicas", "data_sha256"}  # needed to resume
 _SAID_ELSEWHERE = {"replicas", "resize", "accept_data"}
 
 
-_COUNTS = "step examples sent_bytes rounds skipped left_out"  # that are never below 0
+_COUNTS = "step examples sent_bytes rounds skipped left_out"  # never below 0
 
 
 @dataclasses.dataclass
 class Progress:
-    """What a run has counted so far; travels in the checkpoint's metadata."""
+    """The counts of a run so far; saved in the checkpoint's metadata."""
 
     step: int = 0  # optimizer steps done, skipped ones included
-    examples: int = 0  # that these steps have read: where the next one goes on in the data
+    examples: int = 0  # read by these steps: the position in the data
     sent_bytes: float = 0.0  # by one replica, since the first step
     rounds: int = 0  # steps in which anything was sent
-    # How often each part of the exchange was sent, where steps differ.
+    # How often each part of the exchange was sent, if steps differ.
     parts: dict[str, int] = dataclasses.field(default_factory=dict)
     skipped: int = 0  # steps whose update was not finite
-    left_out: int = 0  # steps that single replicas left out, since theirs was not
-    # Of the steps since the last row: a stop between two rows must not change the next one.
+    left_out: int = 0  # steps that single replicas skipped, because their update was not
+    # Losses since the last row, so that a stop between two rows does not change the next.
     losses: list = dataclasses.field(default_factory=list)  # f32, also NaN
 
     def __post_init__(self):
@@ -55,21 +55,21 @@ class Progress:
 
 
 def begin(task: Task, directory: Path, copies: Copies | None = None) -> tuple[Any, Any, Progress]:
-    """Finds where a run begins: at its first step, or where its last checkpoint was made.
+    """Finds where a run begins: at its first step, or at its last checkpoint.
 
-    Process 0 looks for the checkpoint; all processes come to the same answer.
+    Process 0 looks for the checkpoint; all processes get the same answer.
 
     Args:
       task: The run.
       directory: Directory of its checkpoints.
-      copies: Emergency copies; they win over a checkpoint that is not newer.
+      copies: Emergency copies; preferred unless a checkpoint is newer.
 
     Returns:
       Parameters, state and counts.
 
     Raises:
-      ValueError: If there is a checkpoint that does not fit the run, or must not be resumed, or all
-        are damaged. One that is damaged is passed over.
+      ValueError: If a checkpoint does not fit the run or must not be resumed, or if all are
+        damaged. Damaged ones are skipped.
     """
     step = agree.from_first(lambda: files.latest(directory))
     if copies is None:
@@ -95,14 +95,14 @@ def _begin(task: Task, directory: Path, step: int | None) -> tuple[Any, Any, Pro
             "write --resume, give another --name, or remove that folder."
         )
     saved = store.read_metadata(directory, step)
-    load = lambda like: store.load(directory / str(step), like)[0]  # it is known to be intact
+    load = lambda like: store.load(directory / str(step), like)[0]  # known to be intact
     return _restore(task, directory, step, saved, load)
 
 
 def _from_copies(
     task: Task, directory: Path, step: int | None, copies: Copies
 ) -> tuple[Any, Any, Progress] | None:
-    """Where the newest emergency copies were made; None if they are of no use, which is said."""
+    """The start from the newest emergency copies; None, with a message, if they are unusable."""
     found = copies.newest(step or 0)
     if not isinstance(found, Found):
         if found:
@@ -117,12 +117,12 @@ def _from_copies(
     began = _restore(task, directory, found.step, emergency.record_of(held), load)
     copies.begin(found.step, found)
     last = "there is no checkpoint" if step is None else f"the last checkpoint is step {step}"
-    _say(task, found.step, f"by emergency copies; {last}")
+    _say(task, found.step, f"with emergency copies; {last}")
     return began
 
 
 def metadata(task: Task, done: Progress) -> dict[str, Any]:
-    """What a checkpoint says of its run, for `begin`."""
+    """The metadata of a checkpoint, for `begin`."""
     return {
         "progress": dataclasses.asdict(done),
         "num_replicas": task.mesh.size,
@@ -150,7 +150,7 @@ def _first(task: Task) -> tuple[Any, Any]:
 
 
 def _pretrained(task: Task, path: str) -> Any:
-    """The parameters of a Hugging Face folder, and LoRA's, which it does not have."""
+    """The parameters of a Hugging Face folder, with new ones for LoRA."""
     config = task.config
     placed = lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
     like = jax.tree.map(placed, task.natural, task.places)
@@ -165,7 +165,7 @@ def _pretrained(task: Task, path: str) -> Any:
 def _restore(
     task: Task, directory: Path, step: int, saved: dict[str, Any], load: Callable[[Any], Any]
 ) -> tuple[Any, Any, Progress]:
-    """Parameters, state and counts of a checkpoint, onto this run's replicas."""
+    """Reads parameters, state and counts of a checkpoint onto this run's replicas."""
     if missing := _METADATA - saved.keys():
         raise ValueError(
             f"the checkpoint {directory}/{step} is not of a run of this program: its metadata "
@@ -192,7 +192,7 @@ def _restore(
 
 
 def _require_data(task: Task, directory: Path, old: str, step: int) -> None:
-    """Raises a ValueError where a run would go on with other data, unless that is accepted."""
+    """Raises a ValueError if the data has changed, unless that is accepted."""
     new = task.examples.record["sha256"]
     if old == new:
         return
@@ -206,14 +206,14 @@ def _require_data(task: Task, directory: Path, old: str, step: int) -> None:
 
 
 def _progress(path: str, saved: dict[str, Any], step: int) -> Progress:
-    """The counts in a checkpoint's metadata, of which the rest is checked, too."""
+    """The counts in a checkpoint's metadata; also checks the rest of it."""
     kinds = {"progress": dict[str, Any], "num_replicas": int, "data_sha256": str, "config": dict}
     for name, kind in kinds.items():
         if not checks.is_of(got := saved.get(name, {}), kind):
             raise ValueError(f"the checkpoint {path} has metadata with {name}={got!r:.80}.")
     data = saved.get("config", {}).get("data")
     batch = data.get("batch") if isinstance(data, dict) else None
-    # Of runs that did not count.
+    # For runs of earlier versions, which did not count.
     before = {"examples": step * batch} if checks.is_of(batch, int) else {}
     if strange := saved["progress"].keys() - {field.name for field in dataclasses.fields(Progress)}:
         raise ValueError(
@@ -227,18 +227,18 @@ def _progress(path: str, saved: dict[str, Any], step: int) -> Progress:
 
 
 def _require_fast(task: Task, directory: Path, saved: dict[str, Any]) -> None:
-    """Raises a ValueError where the devices of a replica would have other shares than before."""
+    """Raises a ValueError if the devices of a replica would have other shares than before."""
     old, new = saved.get("fast", 1), task.config.fast
     if old != new and task.config.qsdp is None:
         raise ValueError(
-            f"{directory} was trained with fast={old}, and its states are cut so, but fast={new}; "
+            f"{directory} was trained with fast={old}, which cuts its states, but fast={new}; "
             f"write --fast {old}; or give another --name, and --start-from with this run's folder "
             "to begin with its parameters."
         )
 
 
 def _say_changes(task: Task, old: dict[str, Any], step: int) -> None:
-    """Prints which settings are others than those that the checkpoint was made with."""
+    """Prints the settings that have changed since the checkpoint."""
     old, new = by_name(old), by_name(json.loads(to_json(task.config)))
     changes = [
         f"{name} {json.loads(old[name])!r} -> {json.loads(value)!r}"
@@ -261,10 +261,10 @@ def _like_saved(task: Task, num_replicas: int) -> Any:
 
     def one(x, old):
         sharding = x.sharding
-        if x.shape[:1] != old.shape[:1]:  # XLA leaves axes of one device out of a program's specs
+        if x.shape[:1] != old.shape[:1]:  # XLA drops axes of one device from a program's specs
             rows = PartitionSpec(row_axes, *sharding.spec[1:])
             sharding = NamedSharding(mesh, rows)
-        # What an owner keeps of a bucket depends on their number in its length too.
+        # The length of an owner's part also depends on the number of replicas.
         return jax.ShapeDtypeStruct(x.shape[:1] + old.shape[1:], x.dtype, sharding=sharding)
 
     resized = jax.tree.map(one, task.like, shapes_of(task, num_replicas))

@@ -1,7 +1,7 @@
-"""Checkpoints by Orbax: asynchronous, atomic, checked byte for byte.
+"""Checkpoints with Orbax: asynchronous, atomic, checked byte for byte.
 
 A checkpoint is `state/` (the arrays, readable by any Orbax program), `metadata/metadata` (JSON)
-and `checksums.json`. Saving needs `open_checkpoints`; reading needs the directory alone and
+and `checksums.json`. Saving needs `open_checkpoints`; reading needs only the directory and
 changes nothing in it. `latest` and `steps` come from `train.checkpoints.files`.
 """
 
@@ -39,27 +39,27 @@ logging.getLogger("absl").setLevel(logging.CRITICAL)
 
 @dataclasses.dataclass
 class Checkpoints:
-    """An open directory of checkpoints, for saving. Call `close` at the end, come what may.
+    """An open directory of checkpoints, for saving. Always call `close` at the end.
 
-    Every process of a run calls its functions in the same order. Each raises OSError, naming the
-    directory, if this save or the one before it could not be written, with errno ENOSPC where the
-    disk is full. What the failed save left behind is removed, earlier checkpoints stay, and saving
-    may go on once there is space; in a run of many processes the next `open_checkpoints` does
-    that, for the others still write.
+    Every process of a run calls its functions in the same order. Each raises an OSError that names
+    the directory if this save or the previous one could not be written, with errno ENOSPC if the
+    disk is full. The failed save is removed, earlier checkpoints stay, and saving may continue once
+    there is space. In a run of many processes the next `open_checkpoints` removes it, because the
+    others still write.
     """
 
     directory: Path
     seconds: int
     manager: ocp.CheckpointManager
     failures: list[BaseException]  # of the running save
-    claim: Claim | None = None  # to the folder, where there may be other writers
+    claim: Claim | None = None  # to the folder, if there may be other writers
     needed: int = 0  # bytes of the last save
 
     def save(self, step: int, tree: Any, metadata: dict[str, Any]) -> None:
-        """Copies the leaves, starts writing them and returns; the buffers may be donated at once.
+        """Copies the leaves, starts writing and returns; the buffers may be donated at once.
 
-        A save that still runs is waited for first. Raises ValueError if there is a checkpoint of
-        this step or of a later one, and TypeError if the metadata is not JSON.
+        Waits for a running save first. Raises ValueError if there is a checkpoint of this step or a
+        later one, and TypeError if the metadata is not JSON.
         """
         self.wait()
         self.require()
@@ -81,7 +81,7 @@ class Checkpoints:
             self.claim.require()
 
     def check(self) -> None:
-        """Raises what this process's part of the running save has met so far."""
+        """Raises an error of this process's part of the running save."""
         with self._explained():
             if self.failures:
                 raise self.failures[0]
@@ -106,7 +106,7 @@ class Checkpoints:
             yield
         except (OSError, ValueError, RuntimeError) as error:
             self.failures.clear()
-            self.require()  # before anything there is removed
+            self.require()  # before removing anything there
             if jax.process_count() == 1:
                 remove_partial(self.directory)
                 self.manager.reload()
@@ -116,17 +116,17 @@ class Checkpoints:
 def open_checkpoints(
     directory: str | Path, keep: int = 3, seconds: int = 300, claim: Claim | None = None
 ) -> Checkpoints:
-    """Makes the directory if need be, and removes what an interrupted save left in it.
+    """Makes the directory if necessary, and removes interrupted saves in it.
 
     Args:
-      directory: Where the checkpoints are, a folder of a local or shared file system.
-      keep: How many checkpoints stay, the newest ones; at least 1. An old one is deleted after
-        the new one is complete, so that the disk holds keep + 1 for a while.
-      seconds: How long a save may take, and a process waits for the others' parts of it.
-      claim: To the folder; without it one run at a time may have the directory open.
+      directory: Where the checkpoints are, in a local or shared file system.
+      keep: Number of newest checkpoints to keep, at least 1. An old one is deleted after the new
+        one is complete, so the disk holds keep + 1 for a while.
+      seconds: Time limit of a save, with the wait for other processes.
+      claim: Claim to the folder; without one, only one run at a time may open the directory.
 
     Raises:
-      ValueError: If `keep` is under 1.
+      ValueError: If `keep` is below 1.
       OSError: If the directory cannot be made or written to.
     """
     if keep < 1:
@@ -140,7 +140,7 @@ def open_checkpoints(
 
 
 def read_metadata(directory: str | Path, step: int | None = None) -> dict[str, Any]:
-    """Reads the metadata that a checkpoint was saved with; process 0 does, for all.
+    """Reads the metadata of a checkpoint, in process 0 for all.
 
     Args:
       directory: Where the checkpoints are.
@@ -158,32 +158,32 @@ def read_metadata(directory: str | Path, step: int | None = None) -> dict[str, A
 def restore(
     directory: str | Path, like: Any, step: int | None = None
 ) -> tuple[Any, dict[str, Any], int]:
-    """Reads a checkpoint, bit for bit as it was saved, onto any mesh of any number of processes.
+    """Reads a checkpoint, bit for bit, onto any mesh of any number of processes.
 
-    Shapes, dtypes and paths must be the saved ones; shardings need not. To read one of another
-    number of replicas, change `like` by `trees.like_replicas`. Process 0 looks for
-    damage; each process then reads its own part.
+    Shapes, dtypes and paths must match; shardings need not. For another number of replicas, change
+    `like` with `trees.like_replicas`. Process 0 checks for damage; then each process reads its own
+    part.
 
     Args:
       directory: Where the checkpoints are.
-      like: A tree of the saved structure. Its leaves are `jax.ShapeDtypeStruct` with a sharding,
-        or arrays, whose values are not read, or Python numbers.
+      like: A tree of the saved structure, with leaves of `jax.ShapeDtypeStruct` with a sharding,
+        arrays (their values are ignored) or Python numbers.
       step: Which checkpoint; the newest by default.
 
     Returns:
       `(tree, metadata, step)`.
 
     Raises:
-      ValueError: If there is no such checkpoint, it is damaged (the text names the newest one
-        that is not) or it is of another model (the text lists the first leaves that differ).
-        Nothing is loaded then.
+      ValueError: If there is no such checkpoint, it is damaged (the text names the newest intact
+        one) or it is from another model (the text lists the first leaves that differ). Then nothing
+        is loaded.
     """
     path, _ = _intact(directory, step)
     return *load(path, like), int(path.name)
 
 
 def load(path: Path, like: Any) -> tuple[Any, dict[str, Any]]:
-    """`restore` of one checkpoint of which somebody knows that it is intact."""
+    """`restore` for a checkpoint that is known to be intact."""
     record = agree.from_first(lambda: _record(path))
     require_same(path, record, described(like))
     with ocp.StandardCheckpointer(multiprocessing_options=everyone()) as checkpointer:
@@ -192,11 +192,11 @@ def load(path: Path, like: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def restore_params(directory: str | Path, like: Any) -> Any:
-    """Reads the parameters alone, of a run with any optimizer on any number of replicas.
+    """Reads only the parameters, from a run with any optimizer on any number of replicas.
 
     Args:
-      directory: Where the checkpoints are; the newest one counts.
-      like: As for `restore`, of the parameters.
+      directory: Where the checkpoints are; reads the newest one.
+      like: As for `restore`, for the parameters only.
 
     Returns:
       The parameters.
@@ -221,14 +221,14 @@ def restore_params(directory: str | Path, like: Any) -> Any:
 
 
 def restore_leaves(directory: str | Path, wanted: Callable[[str, Any], Any]) -> dict[str, Any]:
-    """Reads those leaves of the newest checkpoint for which a function says how.
+    """Reads the leaves of the newest checkpoint that a function asks for.
 
     Args:
       directory: Where the checkpoints are.
-      wanted: `(path, saved) -> jax.ShapeDtypeStruct, or None`; paths as of `trees.described`.
+      wanted: `(path, saved) -> jax.ShapeDtypeStruct, or None`; paths as in `trees.described`.
 
     Returns:
-      The leaves by path. What has no entries was not saved.
+      The leaves by path. Empty leaves were not saved.
     """
     path, _ = _intact(directory, None)
     handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=everyone())
@@ -251,7 +251,7 @@ def _intact(directory, step) -> tuple[Path, dict]:
 
 
 def _filled(wanted, got):
-    """What was read, or zeros for a leaf without entries."""
+    """What was read, or zeros for an empty leaf."""
     if math.prod(np.shape(wanted)) > 0:
         return got
     return jnp.zeros(wanted.shape, wanted.dtype, device=getattr(wanted, "sharding", None))

@@ -1,4 +1,4 @@
-"""The trees that checkpoints hold: what is in them, and what another run needs of them."""
+"""The trees in checkpoints: their descriptions, and targets for a restore."""
 
 import math
 from pathlib import Path
@@ -8,20 +8,21 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-_SHOWN = 5  # differing leaves that an error names
+_SHOWN = 5  # of the differing leaves, in an error
 
 
 def like_replicas(like: Any, num_replicas: int, axis_name: str = "replica") -> Any:
     """Changes the number of replicas in the target of a restore, but not the mesh.
 
     Leaves whose first axis is sharded over the replica axis, alone or with others, get a leading
-    axis of `num_replicas`. Where the devices do not divide it, they share the first other axis
-    that they divide, or hold all of the leaf. Hand what `restore` returns to `jaxcomp.resize`.
+    axis of `num_replicas`. If the number of devices does not divide it, they shard the first other
+    axis that they divide, or each holds the whole leaf. Pass the result of `restore` to
+    `jaxcomp.resize`.
 
     Args:
       like: Tree of `jax.ShapeDtypeStruct` or arrays, for the present mesh.
-      num_replicas: What the checkpoint was saved with, at least 1.
-      axis_name: The mesh axis that the leading axis of per-replica leaves lies on.
+      num_replicas: The number of replicas in the checkpoint, at least 1.
+      axis_name: The mesh axis of the replicas.
 
     Returns:
       The same tree, with `jax.ShapeDtypeStruct` for the per-replica leaves.
@@ -45,12 +46,12 @@ def like_replicas(like: Any, num_replicas: int, axis_name: str = "replica") -> A
 
 
 def path_of(key_path: Any) -> str:
-    """A leaf's path as `params/mlp/kernel`."""
+    """A leaf's path, such as `params/mlp/kernel`."""
     return jax.tree_util.keystr(key_path, simple=True, separator="/")
 
 
 def described(tree: Any) -> dict[str, str]:
-    """Maps each leaf's path to its dtype and shape, as `params/mlp/kernel`: `float32[128,512]`."""
+    """Maps each leaf's path to its dtype and shape: `params/mlp/kernel` to `float32[128,512]`."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     return {
         path_of(path): (
@@ -61,7 +62,7 @@ def described(tree: Any) -> dict[str, str]:
 
 
 def without_empty(tree: Any) -> Any:
-    """Puts None where a leaf has no entries: Orbax refuses to write such arrays."""
+    """Replaces empty leaves with None: Orbax cannot write empty arrays."""
     return jax.tree.map(lambda leaf: None if math.prod(np.shape(leaf)) == 0 else leaf, tree)
 
 

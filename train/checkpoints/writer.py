@@ -1,9 +1,9 @@
-"""One writer a run folder: who comes second hears who is there, who was replaced writes no more.
+"""A lease that allows one writer per run folder.
 
-`FOLDER/writer/N` is the note of the Nth writer, which renews it every few seconds. Whoever finds it
-unchanged for a lease, by his own clock, makes the note N + 1, which one process alone can, and
-removes the older ones before it writes anything else. So a process that was frozen meanwhile finds
-its note gone, and ends. This needs no links and no locks of the file system.
+`FOLDER/writer/N` is the note of the Nth writer, which renews it every few seconds. A process that
+finds it unchanged for a lease, by its own clock, makes the note N + 1, which only one process can,
+and removes the older ones before it writes anything else. A process that was frozen meanwhile finds
+its note gone, and ends. This needs no links and no file locks.
 """
 
 import contextlib
@@ -25,17 +25,17 @@ from train.processes import agree, seals
 from train.processes.exits import Transient
 
 LEASE = 30.0
-"""Seconds without a sign of the writer after which another one may take its folder."""
+"""Seconds without a sign of the writer after which another may take over its folder."""
 
 _BEATS = 10  # signs of life in a lease
 _SIZE = 512  # bytes of a note, always, so that one write renews it
 
 
 class Claim(NamedTuple):
-    """A folder's writer, as all processes of its run know it."""
+    """The writer of a folder, known to all processes of its run."""
 
     note: Path
-    token: str  # which the note begins with
+    token: str  # the start of the note
     since: str  # when it was made
 
     def require(self) -> None:
@@ -50,13 +50,13 @@ class Claim(NamedTuple):
 
 @contextlib.contextmanager
 def claimed(folder: Path, lease: float = LEASE) -> Iterator[Claim]:
-    """Makes this run the writer of its folder, until the end.
+    """Makes this run the writer of its folder until the end.
 
-    Every process of the run calls it at the same point; process 0 holds the claim. Saves that an
-    earlier writer has not ended are removed.
+    Every process of the run calls it at the same point; process 0 holds the claim. Unfinished saves
+    of earlier writers are removed.
 
     Args:
-      folder: Of the run; made if it is not there.
+      folder: Folder of the run; created if necessary.
       lease: Seconds.
 
     Raises:
@@ -96,7 +96,7 @@ def _take(directory: Path, lease: float) -> tuple[str, str, str]:
         except FileExistsError:
             continue
         _write(Claim(note, token, now))
-        # Who was slow may have made a number that others have left behind.
+        # A slow process may have made a number that others have passed.
         if _newest(directory) != note:
             note.unlink(missing_ok=True)
             continue
@@ -120,7 +120,7 @@ def _renew(claim: Claim, lease: float, closed: threading.Event) -> None:
 
 
 def _write(claim: Claim, done: bool = False) -> None:
-    """Renews a note. One that is gone, or cannot be written now, stays so: `require` says it."""
+    """Renews a note. If it is gone or cannot be written now, `require` will report that."""
     said = {
         "process": os.getpid(),
         "host": socket.gethostname(),
@@ -144,7 +144,7 @@ def _read(note: Path) -> bytes | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        if error.errno == errno.ESTALE:  # how a network file system says that it is gone
+        if error.errno == errno.ESTALE:  # a network file system's error for a removed file
             return None
         raise
 
@@ -188,9 +188,9 @@ def _is_alive(note: Path, lease: float) -> bool:
 
 
 def _place(process: int) -> list[str] | None:
-    """Where a process lives: machine, space of process numbers, and when it began there.
+    """Identifies a process: machine, PID namespace, and start time.
 
-    None if there is no such process, or this is no Linux.
+    None if there is no such process, or this is not Linux.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

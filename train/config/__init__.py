@@ -1,4 +1,4 @@
-"""What a run is: config files, overrides, optimizers as text."""
+"""The configuration of a run: config files, overrides, optimizers as text."""
 
 from train.config.run import Config as Config
 from train.config.run import Optimizer as Optimizer

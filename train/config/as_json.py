@@ -1,4 +1,4 @@
-"""A configuration as JSON text: what a run records, and processes compare."""
+"""A configuration as JSON text, which a run records and processes compare."""
 
 import dataclasses
 import json
@@ -10,7 +10,7 @@ from train.config import Config
 def to_json(config: Config) -> str:
     """Writes a configuration as JSON text.
 
-    Where a field may be of several types, its `"type"` says of which it is, unless of the first.
+    If a field may have several types, `"type"` names its type, unless it is the first of them.
     """
     return json.dumps(_to_dict(config), indent=2)
 

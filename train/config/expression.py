@@ -1,4 +1,4 @@
-"""Optimizers as text: a call written in a config, resolved without `eval`."""
+"""Optimizers as text: a call in a config, resolved without `eval`."""
 
 import ast
 import difflib
@@ -11,9 +11,9 @@ import optax
 import jaxcomp
 
 MODULES = (optax, optax.contrib, jaxcomp, jaxcomp.schedules)
-"""All modules whose names an expression may use."""
+"""The modules whose names an expression may use."""
 
-_DEEPEST = 50  # calls inside of each other
+_DEEPEST = 50  # nested calls
 _FORMS = (
     *(ast.Expression, ast.Call, ast.keyword, ast.Name, ast.Attribute, ast.Load),
     *(ast.Constant, ast.Tuple, ast.List, ast.UnaryOp, ast.USub),
@@ -23,19 +23,19 @@ _FORMS = (
 def evaluate(text: str, bindings: Mapping[str, Any]) -> Any:
     """Evaluates calls, names, numbers, strings, tuples and lists, and nothing else.
 
-    A name is looked up in `bindings`, then among jaxcomp's public names, then optax's. Names
-    inside are those of `MODULES`, as `optax.contrib.muon`. What these modules have from elsewhere,
-    other modules among it, is not there: a text from a stranger calls jaxcomp and optax alone.
+    A name is looked up in `bindings`, then in jaxcomp's public names, then in optax's. Dotted names
+    are those of `MODULES`, such as `optax.contrib.muon`. Names that these modules import from
+    elsewhere are not available, so text from a stranger can only call jaxcomp and optax.
 
     Args:
-      text: One expression, as `chain(clip_by_global_norm(1.0), adamw(learning_rate))`.
+      text: One expression, such as `chain(clip_by_global_norm(1.0), adamw(learning_rate))`.
       bindings: Names that the text may use, with their values.
 
     Returns:
       The value of the expression.
 
     Raises:
-      ValueError: If the text is no such expression, a name is unknown, or a call does not
+      ValueError: If the text is not such an expression, a name is unknown, or a call does not
         accept its arguments.
     """
     return _value(parse(text), bindings)
@@ -49,7 +49,7 @@ def check(text: str, names: Mapping[str, Any]) -> None:
       names: The bindings that `evaluate` will get; their values are not used.
 
     Raises:
-      ValueError: If the text is no expression that `evaluate` accepts, or a name is unknown.
+      ValueError: If the text is not an expression that `evaluate` accepts, or a name is unknown.
     """
     tree = parse(text)
     inside = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
@@ -67,10 +67,10 @@ def parse(text: str) -> ast.expr:
     try:
         tree = ast.parse(text.strip(), mode="eval")
         depth = _depth(tree)
-    # Python's parser has its own words for what nests too deeply.
+    # Python's parser has several errors for deep nesting.
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ValueError(
-            f"{text!r:.200} is not an expression ({error}); write one call, as "
+            f"{text!r:.200} is not an expression ({error}); write one call, like "
             f"chain(clip_by_global_norm(1.0), adamw(learning_rate))."
         ) from error
     if depth > _DEEPEST:
@@ -118,20 +118,20 @@ def _call(node: ast.Call, bindings: Mapping[str, Any]) -> Any:
     try:
         return function(*args, **kwargs)
     except (TypeError, AttributeError) as error:
-        raise ValueError(f"{ast.unparse(node)} cannot be called so: {error}.") from error
+        raise ValueError(f"{ast.unparse(node)} cannot be called like this: {error}.") from error
 
 
 def _negative(value: Any, text: str) -> Any:
     if not isinstance(value, int | float):
         raise ValueError(
-            f"{text!r}: only numbers have a sign; of a schedule write "
+            f"{text!r}: only numbers have a sign; for a schedule write "
             "scale_by_learning_rate(learning_rate)."
         )
     return -value
 
 
 def _public(module: ModuleType) -> dict[str, Any]:
-    """A module's own names: those of jaxcomp and optax, and of other modules only `MODULES`."""
+    """A module's own names: those of jaxcomp and optax; other modules only if in `MODULES`."""
 
     def is_own(value):
         if isinstance(value, ModuleType):
@@ -154,7 +154,7 @@ def _named(name: str, bindings: Mapping[str, Any]) -> Any:
 
 def _attribute(owner: Any, name: str, text: str) -> Any:
     if not isinstance(owner, ModuleType):
-        raise ValueError(f"{text!r}: only modules have names inside, as optax.contrib.")
+        raise ValueError(f"{text!r}: only modules have names inside, like optax.contrib.")
     known = _public(owner)
     if name not in known:
         raise ValueError(f"{text!r} does not exist; {_nearest(name, known)}.")

@@ -1,4 +1,4 @@
-"""What a run is: frozen dataclasses, a file that makes them, overrides from the command line."""
+"""The configuration of a run: dataclasses, config files, overrides from the command line."""
 
 import dataclasses
 import difflib
@@ -24,32 +24,32 @@ from train.models.swin import SwinConfig
 from train.models.vit import ViTConfig
 
 AXIS_NAME = "replica"
-"""Name of the mesh axis over which data parallelism, and every compressed message, goes."""
+"""Name of the mesh axis of the replicas, which every compressed message crosses."""
 
 _SLIPS = (SyntaxError, TypeError, NameError, AttributeError, ImportError, LookupError)
-"""What a slip of the pen in a config file raises."""
+"""The errors that mistakes in a config file raise."""
 
 _BINDINGS = ("learning_rate", "axis_name", "steps", "warmup_steps")  # names in an update
 
 
 @dataclasses.dataclass(frozen=True)
 class Optimizer:
-    """How the mean of gradients is made and applied, and at which rate.
+    """How gradients are averaged and applied, and the learning rate.
 
     For example `chain(compressed_mean(quantize(4), axis_name), clip_by_global_norm(1.0),
-    adamw(learning_rate))`. The place in the chain says what is clipped: after compressed_mean
+    adamw(learning_rate))`. The place in the chain decides what is clipped: after compressed_mean
     the mean gradient, as here; before it this replica's local gradient.
     """
 
     update: str
-    """Optax transformation: a call of jaxcomp's and optax's names, and of learning_rate,
-    axis_name, steps and warmup_steps."""
+    """Optax transformation: a call with jaxcomp's and optax's names, and learning_rate, axis_name,
+    steps and warmup_steps."""
     learning_rate: float
     """Peak of the schedule, in update units per step; > 0."""
     warmup_steps: int = 0
-    """Steps in which the rate rises linearly from 0 to the peak; less than steps."""
+    """Steps in which the rate rises linearly from 0 to the peak; fewer than steps."""
     schedule: Literal["cosine", "linear", "exponential", "constant"] = "cosine"
-    """Form of the decay from the peak, after the warm-up until the last step."""
+    """Form of the decay from the peak, from the end of the warm-up to the last step."""
     final_fraction: float = 0.1
     """Rate at the last step as a share of the peak, in [0, 1]; constant stays at the peak."""
 
@@ -78,7 +78,7 @@ class Optimizer:
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """One run. Everything that a run depends on is here or in the text that it reads."""
+    """One run. A run depends only on this and on the data that it reads."""
 
     name: str
     """Run directory below runs_dir."""
@@ -95,22 +95,24 @@ class Config:
     accumulate: int = 1
     """Microbatches of one optimizer step; their mean gradient is exchanged once."""
     overlap: bool = False
-    """Dispatch the exchange beside the gradient, for methods that can, as cocktail_sgd; on CPU."""
+    """Overlap the exchange with the gradient, for methods that can, such as cocktail_sgd; on
+    CPU."""
     per_layer: bool = True
     """Whether the update sees the layers of a scanned model (`model.scan`) one by one. False
-    compiles faster, and is the same to a code of all parameters around an optimizer that works
-    entry by entry, as cocktail_sgd of adamw."""
+    compiles faster, and makes no difference for one code for all parameters with an optimizer that
+    works entry by entry, such as cocktail_sgd with adamw."""
     trainable: str | None = None
-    """Pattern of the paths of parameters that are trained and exchanged, as `lora_[ab]$` or
-    `bias$`; the others stay as they are. None: all of them."""
+    """Pattern of the paths of parameters that are trained and exchanged, such as `lora_[ab]$` or
+    `bias$`; the others do not change. None: all parameters."""
     qsdp: str | None = None
-    """Parameters in shards, as `qsdp(axis_name, quantize(8, block=1024))`; None: all everywhere."""
+    """Sharded parameters, such as `qsdp(axis_name, quantize(8, block=1024))`; None: not sharded."""
     fast: int = 1
-    """Replicas between which links are fast, as those of a host: together they send what one would,
-    each a share. With qsdp write `qsdp(axis_name, fast_axis=fast_axis)`."""
+    """Number of replicas with fast links between them, such as those of a host; each sends a share,
+    and together they send as much as one. With qsdp write `qsdp(axis_name,
+    fast_axis=fast_axis)`."""
     in_shards: bool = False
-    """Whether the `fast` devices of a host are one replica: each parameter lies in shards over
-    them, as a decoder's rules say, and XLA gathers it where it is used. For large models."""
+    """Whether the `fast` devices of a host are one replica: a decoder's rules shard each parameter
+    over them, and XLA gathers it for each use. For large models."""
     eval_every: int = 100
     """Steps between evaluations; the last step is always evaluated."""
     eval_batches: int = 8
@@ -118,10 +120,10 @@ class Config:
     checkpoint_every: int = 500
     """Steps between checkpoints; the last step is always saved."""
     emergency_every: int = 0
-    """Steps between copies that each process keeps on its own disk and on a neighbour's, so that a
-    lost host costs few steps; 0: none."""
+    """Steps between copies of the state on each process's own disk and on a neighbour's, so that a
+    lost host costs few steps; 0: no copies."""
     emergency_dir: str = "/dev/shm"
-    """Folder of these copies, on each host one of its own: a local disk, or memory as this."""
+    """Folder of these copies, local to each host: a disk, or memory like the default."""
     checksum_every: int = 50
     """Steps between comparisons of the replicas' parameters."""
     log_every: int = 10
@@ -129,30 +131,30 @@ class Config:
     runs_dir: str = "runs"
     """Folder of all runs."""
     start_from: str | None = None
-    """Folder of another run, as runs/nano_dense, whose last parameters this one begins with, as
-    fine-tuning does, or a Hugging Face folder; the optimizer begins anew. None: random ones."""
+    """Folder of another run, such as runs/nano_dense, or a Hugging Face folder, whose parameters
+    this run starts from, for fine-tuning; the optimizer starts fresh. None: random parameters."""
     resume: bool = True
     """Continue from the run directory's last checkpoint, if there is one."""
     accept_data: bool = False
-    """Whether to continue with data that have changed since the checkpoint; else that is refused.
-    The position in the data stays what it was."""
+    """Whether to continue if the data has changed since the checkpoint, which is an error
+    otherwise. The position in the data is kept."""
     resize: Literal["keep_mean", "reset"] = "keep_mean"
-    """What replicas keep when a run goes on with another number of them: the mean of what each
-    had for itself, or that without error feedback's residuals, which start from zero."""
+    """What replicas keep when a run resumes with another number of them: the mean of their own
+    states, or the same with error feedback's residuals set to zero."""
     watchdog_seconds: int = 300
-    """Seconds for one step until a run counts as hung and ends."""
+    """Seconds for one step after which a run counts as hung and ends."""
     start_seconds: int = 1800
-    """The same for the start with its compilation, an evaluation, and a save."""
+    """The same for the start with compilation, an evaluation, or a save."""
     save_seconds: int = 300
-    """Seconds that a process waits for the others' parts of a checkpoint."""
+    """Seconds to wait for the other processes' parts of a checkpoint."""
     tensorboard: bool = False
-    """Write TensorBoard events as well; needs pip install -e '.[tensorboard]'."""
+    """Also write TensorBoard events; needs pip install -e '.[tensorboard]'."""
     wandb: bool = False
-    """Log to Weights & Biases as well; needs pip install -e '.[wandb]'. WANDB_MODE=offline writes
-    to the run's folder alone, for `wandb sync`."""
+    """Also log to Weights & Biases; needs pip install -e '.[wandb]'. WANDB_MODE=offline writes only
+    to the run's folder, for `wandb sync`."""
     link_rate: float | None = None
-    """bit/s of a replica's link, from which the end of a run says how much time was saved."""
-    # The config file chooses one of each; the command line changes its fields.
+    """Rate in bit/s of a replica's link, to report the time saved at the end of a run."""
+    # The config file chooses one type; the command line changes its fields.
     model: DecoderConfig | ResNetConfig | ViTConfig | SwinConfig | Pretrained = dataclasses.field(
         default_factory=DecoderConfig
     )
@@ -164,7 +166,7 @@ class Config:
         if not parts or ".." in parts or pathlib.PurePath(self.name).is_absolute():
             raise ValueError(f"name={self.name!r} must be a folder below runs_dir; write run_1.")
         if not self.name.isprintable():
-            raise ValueError(f"name={self.name!r} must be of one line that prints; write run_1.")
+            raise ValueError(f"name={self.name!r} must be one printable line; write run_1.")
         sizes = "steps fast accumulate eval_batches watchdog_seconds start_seconds save_seconds"
         periods = "eval_every checkpoint_every checksum_every log_every"
         checks.at_least(1, self, *sizes.split(), *periods.split())
@@ -174,7 +176,7 @@ class Config:
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"seed={self.seed} must be in [0, 2^32); write --seed 0.")
         if isinstance(self.model, Pretrained):
-            if self.start_from is None:  # which the command line may still name
+            if self.start_from is None:  # the command line may still set it
                 return
             object.__setattr__(self, "model", self.model.of(self.start_from))
             if isinstance(self.data, Data) and self.data.tokenizer is None:
@@ -183,12 +185,12 @@ class Config:
         OBJECTIVES[self.objective].check(self.model, self.data)
         if getattr(self.model, "lora", 0) and self.trainable is None:
             raise ValueError(
-                f"model.lora={self.model.lora} adds matrices to be trained in place of the others; "
+                f"model.lora={self.model.lora} adds matrices to train instead of the others; "
                 f"write --trainable '{lora.TRAINED}'."
             )
         if self.in_shards and (self.fast < 2 or self.qsdp is not None or self.overlap):
             raise ValueError(
-                "in_shards=True needs several devices of a host, and neither qsdp nor overlap; got "
+                "in_shards=True needs several devices per host, and neither qsdp nor overlap; got "
                 f"fast={self.fast}, qsdp={self.qsdp!r}, overlap={self.overlap}. Write --fast 8."
             )
         if self.optimizer.warmup_steps >= self.steps:
@@ -201,7 +203,7 @@ class Config:
 
 
 def microbatch(config: Config, num_replicas: int) -> int:
-    """Divides the batch: sequences of one replica in one microbatch.
+    """The number of sequences of one replica in one microbatch.
 
     Raises:
       ValueError: If the batch does not divide evenly.
@@ -220,15 +222,15 @@ def load(path: str, args: Sequence[str] = ()) -> Config:
     """Runs `get_config()` of a Python file and applies command-line overrides to the result.
 
     Args:
-      path: The file, as `configs/nano_dense.py`.
-      args: Overrides, as `["--steps", "200", "--optimizer.learning-rate", "3e-4"]`.
+      path: The file, such as `configs/nano_dense.py`.
+      args: Overrides, such as `["--steps", "200", "--optimizer.learning-rate", "3e-4"]`.
 
     Returns:
       The resolved configuration.
 
     Raises:
       ValueError: If there is no such file, or it has no `get_config` that returns a `Config`.
-      SystemExit: After `--help`, and for an unknown key or a wrong value, which stderr tells.
+      SystemExit: After `--help`, and for an unknown key or a wrong value, with a message on stderr.
     """
     file = pathlib.Path(path)
     if file.suffix != ".py" or not file.is_file():
@@ -259,15 +261,15 @@ def load(path: str, args: Sequence[str] = ()) -> Config:
         config=(tyro.conf.AvoidSubcommands,),
     )
     if isinstance(config.model, Pretrained):
-        raise ValueError(f"{path} has a pretrained model; write --start-from FOLDER, which has it.")
+        raise ValueError(f"{path} needs a pretrained model; write --start-from FOLDER with one.")
     return config
 
 
 def schedule(optimizer: Optimizer, steps: int) -> optax.Schedule:
-    """Makes the learning rate: linear warm-up from 0, then the decay to the last step.
+    """Makes the learning rate schedule: linear warm-up from 0, then decay to the last step.
 
     Args:
-      optimizer: Peak, warm-up, form and final share.
+      optimizer: Peak, warm-up, form and final fraction.
       steps: Optimizer steps of the run.
 
     Returns:
@@ -290,10 +292,10 @@ def schedule(optimizer: Optimizer, steps: int) -> optax.Schedule:
 
 
 def update(config: Config) -> optax.GradientTransformationExtraArgs:
-    """Makes the optax transformation that `optimizer.update` describes.
+    """Makes the optax transformation of `optimizer.update`.
 
     Raises:
-      ValueError: If a call in it does not accept its arguments, or it is no transformation.
+      ValueError: If a call in it does not accept its arguments, or it is not a transformation.
     """
     rate = schedule(config.optimizer, config.steps)
     values = (rate, AXIS_NAME, config.steps, config.optimizer.warmup_steps)

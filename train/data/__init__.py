@@ -1,1 +1,1 @@
-"""Text and images: where they lie, and batches of them by number."""
+"""Text and images: reading them, and batches by number."""

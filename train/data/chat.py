@@ -1,4 +1,4 @@
-"""Chats as text, by the template of a tokenizer's folder, and where in it the answers are."""
+"""Chats as text, through a tokenizer's chat template, with the places of the answers."""
 
 import importlib.util
 import re
@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 
 from train.data.tokenizer import Tokenizer
 
-_OPEN, _CLOSE = "\ue000answer\ue001", "\ue000end\ue001"  # around what a template marks
+_OPEN, _CLOSE = "\ue000answer\ue001", "\ue000end\ue001"  # around the text that a template marks
 _ANSWERS = "assistant"  # role
 
 
 class Chat(NamedTuple):
-    """A chat as it is trained on: its text, and from which character to which each answer goes."""
+    """A chat for training: its text, and the first and last character of each answer."""
 
     text: str
     answers: list[tuple[int, int]]
@@ -21,23 +21,23 @@ class Chat(NamedTuple):
 def renderer(tokenizer: Tokenizer, folder: str) -> Callable[[list[dict[str, Any]]], Chat]:
     """Makes the function from messages, `{"role": ..., "content": ...}`, to a `Chat`.
 
-    An answer is what the template marks by `{% generation %}`; where it marks nothing, all that the
-    messages up to one of an assistant add to those before it and the prompt to answer them. So it
-    has the token that ends it.
+    An answer is what the template marks with `{% generation %}`. If it marks nothing, an answer is
+    the text that an assistant's message adds to the messages before it and their generation prompt.
+    So it includes the token that ends it.
 
-    The template runs in jinja2's sandbox. It is the folder's, so it may still take time and memory.
+    The template runs in jinja2's sandbox, but may still take time and memory.
 
     Args:
-      tokenizer: Its template, and its names of special tokens.
-      folder: Where it comes from, for messages.
+      tokenizer: Has the template, and the names of special tokens.
+      folder: Its folder, for messages.
 
     Raises:
-      ValueError: If there is no template, or it is damaged; from the function, if it refuses the
-        messages, or changes earlier messages as more are added.
+      ValueError: If there is no template, or it is damaged; from the function, if the template
+        raises an error, or changes earlier messages as more are added.
     """
     if tokenizer.template is None:
         raise ValueError(
-            f"chats need a chat template, which data.tokenizer={folder!r} has not; name a Hugging "
+            f"chats need a chat template, which data.tokenizer={folder!r} lacks; name a Hugging "
             "Face folder with a chat_template.jinja."
         )
     if importlib.util.find_spec("jinja2") is None:

@@ -1,6 +1,6 @@
-"""Documents of a corpus, one by one: text files, rows of JSONL, parquet and Hugging Face data sets.
+"""Iterates over a corpus's documents: text files, and rows of JSONL, parquet or Hugging Face sets.
 
-At most about a row, or a mebibyte of a file, is in memory.
+About one row, or one mebibyte of a file, is in memory at a time.
 """
 
 import hashlib
@@ -23,10 +23,10 @@ class Document(NamedTuple):
     """One text, or one chat.
 
     Attributes:
-      name: What decides whether it is held out: its file's, or the sha256 of a row.
+      name: Decides whether it is held out: the file's name, or the sha256 of a row.
       size: Bytes.
       is_chat: Whether its text is JSON, the messages of a chat.
-      pieces: Its text, of which a piece is in memory; of each how much of the total was read.
+      pieces: Its text in pieces, one in memory at a time, each with the amount read of the total.
     """
 
     name: str
@@ -36,13 +36,13 @@ class Document(NamedTuple):
 
 
 class Source(NamedTuple):
-    """Where documents come from.
+    """A source of documents.
 
     Attributes:
       name: For the record.
-      fingerprint: Other where a file was changed; of names, sizes and times.
-      total: What there is to read, bytes or rows.
-      documents: () -> each of them.
+      fingerprint: Changes if a file changes; from names, sizes and times.
+      total: Amount to read, in bytes or rows.
+      documents: () -> an iterator over them.
     """
 
     name: str
@@ -52,10 +52,10 @@ class Source(NamedTuple):
 
 
 def find(data: Data) -> Source:
-    """Finds what a configuration names; reads none of it yet.
+    """Finds the source that a configuration names; reads nothing yet.
 
     Raises:
-      ValueError: If something is missing or cannot be listed; when it is read, if it is not text.
+      ValueError: If something is missing or cannot be listed; while reading, if it is not text.
     """
     if data.huggingface is not None:
         return _rows_of_a_set(data, data.huggingface)
@@ -73,7 +73,7 @@ def find(data: Data) -> Source:
 
 
 def _standard_library(root: pathlib.Path) -> list[pathlib.Path]:
-    # _sysconfigdata describes how this machine's Python was built: not text of the library.
+    # _sysconfigdata describes how this machine's Python was built; it is not part of the library.
     return [
         file
         for file in on_disk.files_below(root, links=False, leave_out=_STDLIB_LEAVES_OUT)
@@ -100,7 +100,7 @@ def _files(source: str, root: pathlib.Path, files: list[pathlib.Path], data: Dat
 
 
 def _jsonl(file: pathlib.Path, column: str) -> Iterator[tuple[Any, int]]:
-    """A field of each line, and the bytes of that."""
+    """A field of each line, and the line's bytes."""
     try:
         with file.open("rb") as opened:
             for number, line in enumerate(opened, 1):
@@ -114,7 +114,7 @@ def _field(line: bytes, where: str, column: str) -> Any:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where} is no JSON ({error}); mend it or take it out.") from error
+        raise ValueError(f"{where} is not JSON ({error}); fix or remove it.") from error
     if not isinstance(row, dict) or column not in row:
         known = sorted(row) if isinstance(row, dict) else type(row).__name__
         raise ValueError(f"{where} has no field data.column={column!r}; write one of {known}.")

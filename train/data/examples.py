@@ -1,4 +1,4 @@
-"""What a run learns from, whatever it is: rows of batches, made by number."""
+"""Training examples of any kind: rows of batches, made by number."""
 
 import sys
 from collections.abc import Callable
@@ -14,13 +14,13 @@ from train.processes import agree
 
 
 class Examples(NamedTuple):
-    """Batches as functions of their number: a row is the same whichever process makes it.
+    """Batches as functions of their number; a row does not depend on the process that makes it.
 
     Attributes:
-      record: Where the examples come from, with the sha256 of all; plain values.
-      train: (step, rows, seen=None) -> those rows of the step's batch, a pytree of NumPy arrays;
-        `seen` is how many examples the steps before had, by default as many as this one each.
-      validation: (number, rows) -> those rows of one of the fixed validation batches.
+      record: Source of the examples, with the sha256 of all; plain values.
+      train: (step, rows, seen=None) -> those rows of the step's batch, a pytree of NumPy arrays.
+        `seen` is the number of examples in earlier steps; by default they had as many as this one.
+      validation: (number, rows) -> those rows of a fixed validation batch.
     """
 
     record: dict[str, str | int]
@@ -41,7 +41,7 @@ def read(config: Config) -> Examples:
 
 
 def none(config: Config) -> Examples:
-    """No examples, of whoever only wants to know what a step sends."""
+    """No examples, for callers that only need to know what a step sends."""
 
     def refuse(number, rows, seen=None):
         raise RuntimeError(f"{config.name} was made without its data: it cannot be trained.")
@@ -50,12 +50,12 @@ def none(config: Config) -> Examples:
 
 
 def _folder(config: Config) -> Path:
-    """Where what is made of the data once lies: with the run, unless the config names a cache."""
+    """The folder for processed data: the run's own, unless the config names a cache."""
     return Path(config.data.cache or Path(config.runs_dir, config.name, "data"))
 
 
 def _corpus(config: Config) -> Corpus:
-    """The tokens, which process 0 makes for all that see its files; another host makes its own."""
+    """The tokens, made by process 0 for all that see its files; other hosts make their own."""
     data = config.data
     folder = _folder(config)
     made = Path(agree.from_first(lambda: str(token_files.prepare(data, folder))))

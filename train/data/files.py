@@ -1,4 +1,4 @@
-"""Files of a corpus: which there are, and what is in them."""
+"""Lists and reads the files of a corpus."""
 
 import codecs
 import os
@@ -12,12 +12,12 @@ _PIECE = 1 << 20  # bytes of a text in memory
 def files_below(
     root: pathlib.Path, links: bool = True, leave_out: Collection[str] = ()
 ) -> list[pathlib.Path]:
-    """All files of a folder and of those in it, in the order of their names; no hidden ones.
+    """All files of a folder and its subfolders, in the order of their names, without hidden ones.
 
     Args:
       root: The folder.
-      links: Whether to follow links to folders, but for those to a folder that they are in.
-      leave_out: Names of folders that are not entered.
+      links: Whether to follow links to folders, except to a folder that contains the link.
+      leave_out: Names of folders to skip.
 
     Raises:
       ValueError: If a folder cannot be listed.
@@ -47,23 +47,23 @@ def content_of(file: pathlib.Path) -> bytes:
 
 
 def stat(file: pathlib.Path) -> os.stat_result:
-    """Size and times of a file; a ValueError if it cannot be looked at, or is a pipe."""
+    """Size and times of a file; a ValueError if it is not a readable regular file."""
     try:
         found = file.stat()
     except OSError as error:
         refuse(error)
-    if not file.is_file():  # a pipe would be waited for
-        raise ValueError(f"{str(file)!r} is no file; take it out.")
+    if not file.is_file():  # reading a pipe would block
+        raise ValueError(f"{str(file)!r} is no file; remove it.")
     return found
 
 
 def refuse(error: OSError) -> NoReturn:
-    """Says in a ValueError which file cannot be read, and why."""
+    """Raises a ValueError that says which file cannot be read, and why."""
     raise ValueError(f"{error.filename!r} cannot be read ({error.strerror}).") from error
 
 
 def pieces(file: pathlib.Path) -> Iterator[str]:
-    """The text of a file, a mebibyte at a time, cut behind the ends of lines where there are any.
+    """The text of a file, a mebibyte at a time, cut at line ends if there are any.
 
     Raises:
       ValueError: If it cannot be read, or is not UTF-8, or is binary.

@@ -1,4 +1,4 @@
-"""What is held out for validation: a matter of each thing's name alone."""
+"""Decides what is held out for validation, from names only."""
 
 import hashlib
 import os
@@ -6,19 +6,20 @@ from collections.abc import Sequence
 
 
 def rank(name: str) -> float:
-    """The place in [0, 1) that the hash of a name gives it; held out are the first."""
+    """A number in [0, 1) from the hash of a name; the lowest are held out."""
     return int.from_bytes(hashlib.sha256(os.fsencode(name)).digest()[:8]) / 2**64
 
 
 def held_out(names: Sequence[str], fraction: float) -> list[bool]:
-    """Says which of several things are held out.
+    """Decides which of several things are held out.
 
     Args:
       names: Names of the things.
       fraction: Share to hold out, in (0, 1).
 
     Returns:
-      Whether the rank of each name is at most `fraction`; if none is, that of the lowest.
+      For each name, whether its rank is at most `fraction`; if none is, only the lowest is held
+      out.
     """
     ranks = [rank(name) for name in names]
     limit = max(fraction, min(ranks))

@@ -1,4 +1,4 @@
-"""Small images as others store them: scikit-learn's digits, CIFAR-10."""
+"""Stored small images: scikit-learn's digits, CIFAR-10."""
 
 import gzip
 import hashlib
@@ -19,17 +19,17 @@ _CIFAR10_ROW = 3 * 32 * 32
 
 
 class Stored(NamedTuple):
-    """Images that can be had by their number.
+    """Stored images, accessed by number.
 
     Attributes:
-      names: What tells each image from the others, and alike ones not.
+      names: A name for each image; equal images have equal names.
       labels: i32[size], the class of each.
-      validation: bool[size], which the data themselves keep for validation; None if they do not.
+      validation: bool[size], the data set's own validation part; None if it has none.
       shape: Height, width and channels; None for images of any shape.
       classes: Number of classes.
-      sha256: Sha256 of all there is.
-      load: Number -> u8[height, width, channels] or, where `shape` is None, a picture of Pillow.
-      unreadable: Why images cannot be read, by name; they are left out of all the rest.
+      sha256: Sha256 of all images and labels.
+      load: Number -> u8[height, width, channels] or, if `shape` is None, a Pillow image.
+      unreadable: Reasons why images cannot be read, by name; all other fields leave these out.
     """
 
     names: list[str]
@@ -76,8 +76,8 @@ def digits(path: str | None) -> Stored:
 def cifar10(path: str) -> Stored:
     """Reads CIFAR-10 from its folder: `data_batch_1` to `_5` and `test_batch`, or those with .bin.
 
-    Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009. The last batch is
-    its own part for validation.
+    Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009. The last batch is the
+    validation part.
 
     Raises:
       ValueError: If a batch is missing or broken.
@@ -129,7 +129,7 @@ def _pickled(file: pathlib.Path) -> tuple[np.ndarray, np.ndarray]:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Makes arrays, and nothing else that a pickle may ask for: a pickle can be a program."""
+    """Unpickles only arrays, as a pickle can contain a program."""
 
     def __init__(self, content: bytes):
         super().__init__(io.BytesIO(content), encoding="bytes")

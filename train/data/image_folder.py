@@ -1,4 +1,4 @@
-"""Images in a folder for each class, as ImageNet: looked at once; broken ones are left out."""
+"""Images in one folder per class, like ImageNet: checked once; broken images are left out."""
 
 import hashlib
 import importlib.util
@@ -18,7 +18,7 @@ from train.output.progress import counted
 
 _SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff"}
 _REPORT = "images.json"
-_AT_ONCE = 256  # files that are looked at together
+_AT_ONCE = 256  # files that are checked together
 
 
 class _Found(NamedTuple):
@@ -33,11 +33,11 @@ class _Found(NamedTuple):
 
 
 def check(path: str, folder: pathlib.Path) -> pathlib.Path:
-    """Reads and decodes every image once, and writes down which cannot be, and what all hold.
+    """Reads and decodes every image once, and records the broken ones and a hash of all.
 
     Args:
       path: The folder with one folder for each class.
-      folder: Where it is written down; what is there of the same files is not made again.
+      folder: Folder for the record; a record of the same files is reused.
 
     Returns:
       The folder of the result, for `folder`.
@@ -53,12 +53,12 @@ def check(path: str, folder: pathlib.Path) -> pathlib.Path:
 def folder(path: str, checked: pathlib.Path) -> Stored:
     """Finds the images of a folder that has a folder for each class.
 
-    If it has the folders `train` and `val`, the classes are in these, and the second is the part
-    for validation. Classes are numbered in the order of their names.
+    If it has the folders `train` and `val`, these contain the classes, and `val` is the validation
+    part. Classes are numbered in the order of their names.
 
     Args:
       path: The folder.
-      checked: Folder that `check` returned.
+      checked: The folder from `check`.
 
     Raises:
       ValueError: If there are no such folders, or no image can be read.
@@ -83,7 +83,7 @@ def folder(path: str, checked: pathlib.Path) -> Stored:
 
 
 def picture(file: pathlib.Path) -> Any:
-    """The picture of a file; a ValueError if it cannot be read."""
+    """The image of a file; a ValueError if it cannot be read."""
     return _decoded(file, on_disk.content_of(file))
 
 
@@ -110,7 +110,7 @@ def _find(path: str) -> _Found:
 
 
 def _image_files(part: pathlib.Path) -> list[pathlib.Path]:
-    """Those images of a folder that lie in folders of it."""
+    """The images in a folder's subfolders."""
     found = [
         file
         for file in on_disk.files_below(part)
@@ -126,13 +126,13 @@ def _image_files(part: pathlib.Path) -> list[pathlib.Path]:
 def _stat(file: pathlib.Path) -> tuple[int, int]:
     try:
         found = file.stat()
-    except OSError:  # as a link to nothing: it is left out as what cannot be read
+    except OSError:  # for example a broken link, which counts as unreadable
         return 0, 0
     return found.st_size, found.st_mtime_ns
 
 
 def _look(new: pathlib.Path, found: _Found) -> None:
-    """Writes the sha256 of all names and contents that can be read, and why others cannot."""
+    """Records the sha256 of all readable names and contents, and why others cannot be read."""
 
     def look(number):
         try:
@@ -160,13 +160,13 @@ def _look(new: pathlib.Path, found: _Found) -> None:
 def _decoded(file: pathlib.Path, content: bytes) -> Any:
     from PIL import Image
 
-    # Broken files make Pillow's many readers raise many things; SyntaxError is of PNGs.
+    # Pillow's readers raise many errors for broken files; PNGs raise SyntaxError.
     troubles = (OSError, ValueError, SyntaxError, EOFError, LookupError, OverflowError)
     try:
         made = Image.open(io.BytesIO(content))
         made.load()
     except (*troubles, Image.DecompressionBombError) as error:
         raise ValueError(f"{str(file)!r} cannot be read as an image: {error}.") from error
-    if made.mode.startswith("I;16"):  # Pillow makes 255 of all that is above
+    if made.mode.startswith("I;16"):  # Pillow would clip values to 255
         made = Image.fromarray((np.asarray(made) >> 8).astype(np.uint8))
     return made

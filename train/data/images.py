@@ -1,4 +1,4 @@
-"""Images with labels: what is read, what is held out, and which ones a step sees."""
+"""Images with labels: reading, the validation part, and batches."""
 
 import functools
 import hashlib
@@ -17,10 +17,10 @@ from train.models.resnet import ResNetConfig
 from train.models.swin import SwinConfig
 from train.models.vit import ViTConfig
 
-_EPOCHS, _CROPS = 0, 1  # last word of Philox's counter: what the words are drawn for
-_MOVES = {"digits": 1, "cifar10": 4}  # pixels by which a small image is moved at most
+_EPOCHS, _CROPS = 0, 1  # last word of Philox's counter: the purpose of the draw
+_MOVES = {"digits": 1, "cifar10": 4}  # most pixels by which a small image is shifted
 _AREA, _RATIO = (0.08, 1.0), (3 / 4, 4 / 3)  # of a crop
-_CENTRE = 7 / 8  # of the shorter side, of images to validate
+_CENTRE = 7 / 8  # of the shorter side, for validation images
 
 
 class ImageSet(NamedTuple):
@@ -28,10 +28,10 @@ class ImageSet(NamedTuple):
 
     Attributes:
       stored: All images.
-      train: i64[size], numbers of those to train on.
-      validation: i64[size], numbers of those held out.
-      shape: Height, width and channels of an image, as the model wants it.
-      form: How they are stored, of `Images`.
+      train: i64[size], numbers of the training images.
+      validation: i64[size], numbers of the held-out images.
+      shape: Height, width and channels of an image for the model.
+      form: Their format, from `Images`.
       record: Source, sha256, and counts of images; plain values, for the record of the run.
     """
 
@@ -50,18 +50,19 @@ def read(
 ) -> ImageSet:
     """Finds the images that a configuration names and holds out a part of them.
 
-    The part that the data keep for validation themselves, where they do; else each image whose
-    hash (in a folder: whose name's hash) is below `validation_fraction`. So copies of one image
-    stay together, and nothing depends on the other images.
+    That is the data set's own validation part, if it has one. Otherwise it is each image whose hash
+    (in a folder: the hash of its name) is below `validation_fraction`. So copies of one image stay
+    together, and the choice does not depend on other images.
 
     Args:
       settings: What to read.
-      model: Whose size, channels and classes the images must have; those of a folder are scaled.
-      cache: Where it is written down which images of a folder can be read, see `image_folder`;
-        None: nowhere, so that they are looked at each time.
+      model: Gives the size, channels and classes that the images must have; images of a folder are
+        scaled.
+      cache: Folder that records which images of a folder can be read, see `image_folder`; None: no
+        record, all images are checked each time.
 
     Returns:
-      The images, equal on every machine that reads the same.
+      The images, equal on every machine with the same files.
 
     Raises:
       ValueError: If something is missing or broken, or does not fit the model.
@@ -112,17 +113,17 @@ def batch(
 ) -> dict[str, np.ndarray]:
     """Draws the images of one step: a pure function of its arguments.
 
-    Every epoch shows each image once, in an order of its own; a batch may end one and begin the
-    next. A row is the same whichever process makes it, so each process makes only its own.
+    Every epoch has each image once, in a new order; a batch may span two epochs. A row does not
+    depend on the process that makes it, so each process makes only its own.
 
-    Digits are moved by up to a pixel, images of CIFAR-10 by up to 4, and these are mirrored half of
-    the time; of a folder, a random part is scaled to the model's size, 8% to 100% of the area at a
-    ratio of 3:4 to 4:3 (what of it lies outside is cut off), and mirrored half of the time.
+    Digits are shifted by up to one pixel. CIFAR-10 images are shifted by up to 4 pixels, and
+    mirrored half of the time. From an image in a folder, a random part is scaled to the model's
+    size, 8% to 100% of the area at a ratio of 3:4 to 4:3 (cut at the edges), and mirrored half of
+    the time.
 
     Args:
-      images: Images of `read`.
-      seed: Seed of the run, in [0, 2^64).
-      seen: Images of all steps before.
+      images: From `read`. seed: Seed of the run, in [0, 2^64).
+      seen: Number of images in earlier steps.
       batch_size: Images of the whole step.
       rows: Which of them to make.
 
@@ -140,12 +141,11 @@ def validation_batch(
 ) -> dict[str, np.ndarray]:
     """Makes one of the fixed validation batches: images evenly spaced over those held out.
 
-    The same for every run, seed and step. Images repeat only if there are fewer than are asked
-    for. Those of a folder are the middle of the picture, 7/8 of its shorter side.
+    They are the same for every run, seed and step. Images repeat only if there are too few. Images
+    of a folder are center crops, 7/8 of the shorter side.
 
     Args:
-      images: Images of `read`.
-      index: Index of the batch, in [0, num_batches).
+      images: From `read`. index: Index of the batch, in [0, num_batches).
       num_batches: Validation batches of one evaluation.
       batch_size: Images of a batch.
       rows: Which of the batch's images to make.
@@ -160,7 +160,7 @@ def validation_batch(
 
 
 def _draws(seed: int, number: int, purpose: int, count: int) -> np.ndarray:
-    """f64[count] in [0, 1); raw words of Philox, which are stable across NumPy's versions."""
+    """f64[count] in [0, 1), from raw words of Philox, which are stable across NumPy versions."""
     words = np.random.Philox(key=seed, counter=purpose << 128 | number << 64).random_raw(count)
     return (words >> np.uint64(11)) * 2.0**-53
 
@@ -184,7 +184,7 @@ def _rows(images: ImageSet, numbers, draws) -> dict[str, np.ndarray]:
 
 
 def _moved(image: np.ndarray, form: str, draw: np.ndarray) -> np.ndarray:
-    """An image, black beyond its edges, moved, and if no digit mirrored or not: He et al., 2016."""
+    """Shifts an image, black beyond its edges; mirrors it unless it is a digit: He et al., 2016."""
     most = _MOVES[form]
     padded = np.pad(image, ((most, most), (most, most), (0, 0)))
     down, right = (int(x * (2 * most + 1)) for x in draw[:2])
@@ -193,7 +193,7 @@ def _moved(image: np.ndarray, form: str, draw: np.ndarray) -> np.ndarray:
 
 
 def _scaled(picture, shape: tuple[int, int, int], draw: np.ndarray | None) -> np.ndarray:
-    """A part of a picture as u8[shape]: the middle, or a random one, mirrored or not.
+    """A part of an image as u8[shape]: the center, or a random part, mirrored or not.
 
     Szegedy et al., "Going Deeper with Convolutions", 2015.
     """

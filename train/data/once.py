@@ -1,4 +1,4 @@
-"""What is made of data once, in a folder that many runs may read."""
+"""Processed data that is made once, in a folder that many runs may read."""
 
 import hashlib
 import pathlib
@@ -6,15 +6,15 @@ import tempfile
 from collections.abc import Callable
 from typing import Any
 
-_FORMAT = 1  # of what is made: another one is made anew
+_FORMAT = 1  # of the results; a change makes all again
 
 
 def once(folder: pathlib.Path, key: Any, make: Callable[[pathlib.Path], None]) -> pathlib.Path:
-    """Makes a folder, unless it is there: whole or not at all, also where several runs want it.
+    """Makes a folder unless it exists: completely or not at all, even with concurrent runs.
 
     Args:
-      folder: Where those of all keys lie.
-      key: Equal where the same would be made, by its `repr`.
+      folder: Parent of the folders of all keys.
+      key: Equal for equal results; compared by `repr`.
       make: Fills an empty folder.
 
     Returns:
@@ -31,6 +31,6 @@ def once(folder: pathlib.Path, key: Any, make: Callable[[pathlib.Path], None]) -
         try:
             new.rename(made)
         except OSError:
-            if not made.is_dir():  # else another run has made the same
+            if not made.is_dir():  # otherwise another run has made it
                 raise
     return made

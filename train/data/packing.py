@@ -1,4 +1,4 @@
-"""Sequences of whole documents behind each other, none of which sees another."""
+"""Packing: sequences of whole documents, which do not attend to each other."""
 
 import hashlib
 from typing import NamedTuple
@@ -13,7 +13,7 @@ class Packed(NamedTuple):
 
     Attributes:
       part: The documents.
-      starts: i64[sequences], where in the part's tokens each begins.
+      starts: i64[sequences], the start of each in the part's tokens.
       context: Tokens to predict in a sequence.
     """
 
@@ -23,11 +23,11 @@ class Packed(NamedTuple):
 
 
 def pack(part: Part, context: int) -> Packed:
-    """Lays documents into sequences, in the order in which they lie on disk.
+    """Packs documents into sequences, in their order on disk.
 
-    A sequence takes documents as long as they fit. One of more than `context + 1` tokens is cut:
-    each piece begins with the token at which the one before has ended, so that every token of a
-    document but its first is predicted once.
+    A sequence takes documents as long as they fit. A document of more than `context + 1` tokens is
+    cut. Each piece begins with the last token of the previous one, so that every token of a
+    document except the first is predicted once.
     """
     starts, start = [], 0
     while start < part.tokens.size:
@@ -42,22 +42,21 @@ def batch(
 ) -> dict[str, np.ndarray]:
     """Makes the sequences of one step: a pure function of its arguments.
 
-    Every epoch has each sequence once, in an order of its own; a batch may end one and begin the
-    next. A row is the same whichever process makes it.
+    Every epoch has each sequence once, in a new order; a batch may span two epochs. A row does not
+    depend on the process that makes it.
 
     Args:
-      packed: Sequences of `pack`.
+      packed: From `pack`.
       seed: Seed of the run.
-      seen: Sequences of all steps before.
+      seen: Number of sequences in earlier steps.
       batch_size: Sequences of the whole step.
       rows: Which of them to make.
 
     Returns:
-      Arrays of [rows, context]: "tokens" and "targets", i32; "documents", i32, of each token its
-      document in the sequence, from 1, and 0 where nothing is left to fill it; "positions", i32,
-      which count from 0 in each document; "weights", f32: 0 where no target is asked, and else a
-      number that makes the mean over all rows of the batch that over its asked targets, however
-      rows are divided among replicas.
+      Arrays of [rows, context]: "tokens" and "targets", i32; "documents", i32, the number of each
+      token's document in the sequence, from 1, and 0 for padding; "positions", i32, which count
+      from 0 in each document; "weights", f32, 0 without a target. With other weights the mean over
+      all rows of the batch is the mean over its targets, however rows are divided among replicas.
     """
     size = packed.starts.size
     numbers = tuple(
@@ -72,8 +71,8 @@ def validation_batch(
 ) -> dict[str, np.ndarray]:
     """Makes one of the fixed validation batches: sequences evenly spaced over all of them.
 
-    The same for every run, seed and step. Sequences repeat only if there are fewer than are asked
-    for. Arguments and result are those of `texts.validation_batch` and of `batch`.
+    They are the same for every run, seed and step. Sequences repeat only if there are too few.
+    Arguments are those of `texts.validation_batch`, the result is that of `batch`.
     """
     size, total = packed.starts.size, num_batches * batch_size
     places = range(index * batch_size, (index + 1) * batch_size)
@@ -81,10 +80,10 @@ def validation_batch(
 
 
 def shuffled(number: int, size: int, key: str) -> int:
-    """The place of a number in [0, size) after a shuffle that `key` chooses, in no memory.
+    """The place of a number in [0, size) after a shuffle with `key`, without a table.
 
     Four rounds of a Feistel network, Luby and Rackoff, "How to construct pseudorandom permutations
-    from pseudorandom functions", 1988, on the least even number of bits; a place that is too large
+    from pseudorandom functions", 1988, on the least even number of bits; a result that is too large
     is shuffled again.
     """
     half = -(-(size - 1).bit_length() // 2)
@@ -99,7 +98,7 @@ def shuffled(number: int, size: int, key: str) -> int:
 
 
 def _end_before(ends: np.ndarray, place: int) -> int:
-    """Where the last document ends that ends at `place` or before it; 0 if none does."""
+    """The last document end at or before `place`; 0 if there is none."""
     number = int(np.searchsorted(ends, place, "right"))
     return int(ends[number - 1]) if number else 0
 
@@ -110,7 +109,7 @@ def _stop(ends: np.ndarray, start: int, context: int) -> int:
 
 
 def _made(packed: Packed, numbers: tuple[int, ...], rows: slice) -> dict[str, np.ndarray]:
-    """The asked rows of a batch of these sequences, see `batch`."""
+    """The requested rows of a batch of these sequences, see `batch`."""
     masks = [_mask(packed, number) for number in numbers]
     scale = np.float32(len(masks) * packed.context / max(1, sum(mask.sum() for mask in masks)))
     made = [_row(packed, number) for number in numbers[rows]]
@@ -136,7 +135,7 @@ def _filled(packed: Packed, values: np.ndarray) -> np.ndarray:
 
 
 def _mask(packed: Packed, number: int) -> np.ndarray:
-    """bool[context]: whether the next token is asked, which is one of the same document."""
+    """bool[context]: whether the next token is a target; it must be of the same document."""
     place, documents = _span(packed, number)
     mask = documents[1:] == documents[:-1]
     if packed.part.asked is not None:
@@ -147,7 +146,7 @@ def _mask(packed: Packed, number: int) -> np.ndarray:
 def _row(packed: Packed, number: int) -> dict[str, np.ndarray]:
     place, documents = _span(packed, number)
     tokens = _filled(packed, packed.part.tokens[place])
-    first = np.searchsorted(documents, documents, "left")  # where each token's document begins
+    first = np.searchsorted(documents, documents, "left")  # the start of each token's document
     return {
         "tokens": tokens[:-1],
         "targets": tokens[1:],

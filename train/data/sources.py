@@ -1,4 +1,4 @@
-"""What a run learns from: text, or images with labels."""
+"""Training data of a run: text, or images with labels."""
 
 import dataclasses
 from typing import Literal
@@ -8,31 +8,31 @@ from train import checks
 
 @dataclasses.dataclass(frozen=True)
 class Data:
-    """Where the text comes from, and how much of it a step reads."""
+    """The text, and how much of it a step reads."""
 
     path: str | None = None
-    """File or folder, read recursively: text, and rows in .jsonl and .parquet; or a folder that the
-    package datasets has saved. None: the source of Python's standard library."""
+    """File or folder, read recursively: text, and rows of .jsonl and .parquet; or a folder saved by
+    the package datasets. None: the source of Python's standard library."""
     huggingface: str | None = None
     """Name or local path of a Hugging Face data set; needs pip install -e '.[huggingface]'."""
     huggingface_subset: str | None = None
-    """Subset (configuration) of the data set, where it has several."""
+    """Subset (configuration) of the data set, if it has several."""
     huggingface_split: str = "train"
     """Split of the data set to read; validation rows are held out of it."""
     column: str = "text"
     """Field of a row that holds the text, or the messages of a chat."""
     tokenizer: str | None = None
-    """Hugging Face folder with a tokenizer.json; None: that of the one which a pretrained model
-    comes from, and else a token is a byte."""
+    """Hugging Face folder with a tokenizer.json; None: the folder of the pretrained model, or bytes
+    as tokens without one."""
     packed: bool = False
-    """Whether a sequence is whole documents behind each other, none of which sees another, and each
-    epoch has all of them once. Chats need it. False: sequences begin anywhere in the text."""
+    """Whether to pack whole documents into sequences, without attention between them, each once per
+    epoch. Chats need it. False: sequences begin anywhere in the text."""
     cache: str | None = None
     """Folder for the tokens, which several runs may share; None: the run's own."""
     batch: int = 32
     """Sequences of one optimizer step, over all replicas and microbatches."""
     validation_fraction: float = 0.1
-    """Share of the text held out for validation, in (0, 1); whole files where there are several."""
+    """Share of the text held out for validation, in (0, 1); whole files if there are several."""
 
     def __post_init__(self):
         _check_sizes(self)
@@ -45,20 +45,20 @@ class Data:
 
 @dataclasses.dataclass(frozen=True)
 class Images:
-    """Where the images come from, and how many of them a step reads."""
+    """The images, and how many of them a step reads."""
 
     form: Literal["digits", "cifar10", "folder"] = "digits"
-    """How they are stored: scikit-learn's file digits.csv.gz, 1,797 digits of 8x8; the folder of
-    CIFAR-10's batches, those for Python or the binary ones; or, as ImageNet, one folder a class."""
+    """Format: scikit-learn's file digits.csv.gz, 1,797 digits of 8x8; the folder of CIFAR-10's
+    batches, for Python or binary; or one folder per class, like ImageNet."""
     path: str | None = None
     """File or folder; None, for digits only: the one in the installed scikit-learn."""
     cache: str | None = None
-    """Folder that keeps which images can be read, which several runs may share; None: the run's
+    """Folder that records which images can be read, which several runs may share; None: the run's
     own."""
     batch: int = 32
     """Images of one optimizer step, over all replicas and microbatches."""
     validation_fraction: float = 0.1
-    """Share of the images held out for validation, in (0, 1), where the data have no such part."""
+    """Share of the images held out for validation, in (0, 1), if the data set has no such part."""
 
     def __post_init__(self):
         _check_sizes(self)

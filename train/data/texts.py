@@ -1,4 +1,4 @@
-"""Sequences that begin anywhere in a text: which tokens a step sees."""
+"""Batches of sequences that begin anywhere in a text."""
 
 import pathlib
 import tempfile
@@ -14,12 +14,12 @@ def read(data: Data, context: int, folder: pathlib.Path | None = None) -> Corpus
     """Tokenizes the text that a configuration names, once, and maps the tokens into memory.
 
     Args:
-      data: What to read, see `token_files.prepare`.
-      context: Tokens of one sequence, to see that there is enough text for it.
-      folder: Where the tokens lie; None: in files without a name, which end with the process.
+      data: What to read; see `token_files.prepare`.
+      context: Tokens of one sequence, to check that there is enough text.
+      folder: Folder for the tokens; None: unnamed files, which end with the process.
 
     Returns:
-      The corpus, equal on every machine that reads the same names and contents.
+      The corpus, equal on every machine with the same names and contents.
 
     Raises:
       ValueError: If something is missing, unreadable, not text, or too short.
@@ -54,8 +54,8 @@ def batch(
 ) -> np.ndarray:
     """Draws the sequences of one step: a pure function of its arguments.
 
-    Positions are uniform over the text, with replacement. A row is the same whichever
-    process makes it, so each process makes only its own.
+    Positions are uniform over the text, with replacement. A row does not
+    depend on the process that makes it, so each process makes only its own.
 
     Args:
       tokens: [size] of whole numbers, size > context.
@@ -68,8 +68,8 @@ def batch(
     Returns:
       i32[rows, context + 1]; inputs are `[:, :-1]`, targets `[:, 1:]`.
     """
-    # Raw words of Philox are stable across NumPy's versions; its samplers need not be.
-    # The step is the counter's second word: the first one counts the words drawn.
+    # Raw words of Philox are stable across NumPy versions; samplers may not be. The step is the
+    # counter's second word: the first one counts the words drawn.
     words = np.random.Philox(key=seed, counter=step << 64).random_raw(batch_size)
     return _windows(tokens, words[rows] % np.uint64(tokens.size - context), context)
 
@@ -84,8 +84,8 @@ def validation_batch(
 ) -> np.ndarray:
     """Makes one of the fixed validation batches: sequences evenly spaced over the text.
 
-    The same for every run, seed and step. Sequences overlap only if the text is shorter
-    than all of them together.
+    They are the same for every run, seed and step. Sequences overlap only if the text is too short
+    for all of them.
 
     Args:
       tokens: [size] of whole numbers, size > context.

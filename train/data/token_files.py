@@ -1,4 +1,4 @@
-"""Tokens of a corpus on disk: written once, mapped into memory by all runs that read them."""
+"""Tokens of a corpus on disk: written once, memory-mapped by all runs that read them."""
 
 import json
 import pathlib
@@ -16,12 +16,12 @@ _RECORD = "corpus.json"
 
 
 class Part(NamedTuple):
-    """Documents behind each other, as files that are mapped and not read.
+    """Concatenated documents, in memory-mapped files.
 
     Attributes:
       tokens: u8, u16 or u32[size].
-      ends: i64[documents], where each ends in `tokens`.
-      asked: bool[size], of which tokens the model is asked; None for all.
+      ends: i64[documents], the end of each in `tokens`.
+      asked: bool[size], which tokens are targets; None: all.
     """
 
     tokens: np.ndarray
@@ -34,10 +34,10 @@ class Corpus(NamedTuple):
 
     Attributes:
       train: Tokens of documents to train on.
-      validation: Those of documents that are held out.
+      validation: Tokens of held-out documents.
       record: Source, sha256 of all names and contents, and counts; plain values, for the record
         of the run.
-      parts: "train" and "validation" with all that their files say.
+      parts: "train" and "validation" with all their files.
     """
 
     train: np.ndarray
@@ -47,18 +47,18 @@ class Corpus(NamedTuple):
 
 
 def prepare(data: Data, folder: pathlib.Path) -> pathlib.Path:
-    """Writes the tokens of a corpus, unless they are there, of the same files and tokenizer.
+    """Writes the tokens of a corpus, unless the same files and tokenizer were written before.
 
-    A document is held out if the hash of its name (of a row: its text) is below
-    `data.validation_fraction`, whatever else there is; if that picks none, the one with the lowest
-    hash is. A single document has its end held out instead.
+    A document is held out if the hash of its name (for a row: of its text) is below
+    `data.validation_fraction`. If there is none, the document with the lowest hash is held out. For
+    a single document, its end is held out.
 
     Args:
       data: What to read.
-      folder: Where corpora lie, one folder each.
+      folder: Folder of all corpora, one subfolder each.
 
     Returns:
-      That of this corpus, for `load`.
+      The folder of this corpus, for `load`.
 
     Raises:
       ValueError: If something is missing, unreadable or not text.
@@ -70,7 +70,7 @@ def prepare(data: Data, folder: pathlib.Path) -> pathlib.Path:
 
 
 def load(folder: pathlib.Path) -> Corpus:
-    """Maps the files that `prepare` has written.
+    """Maps the files written by `prepare`.
 
     Raises:
       ValueError: If they are damaged.

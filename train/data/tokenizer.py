@@ -1,4 +1,4 @@
-"""Text as numbers of tokens: bytes, or as a Hugging Face folder's tokenizer.json says."""
+"""Tokenizers: bytes, or the tokenizer.json of a Hugging Face folder."""
 
 import hashlib
 import importlib.util
@@ -15,18 +15,18 @@ _SAMPLE = "a"
 
 
 class Tokenizer(NamedTuple):
-    """How text becomes tokens, and tokens text.
+    """Converts text to tokens, and tokens to text.
 
     Attributes:
-      encode: Texts -> of each the tokens i64[count]; special ones only where the text names them.
-      ends: A text -> its tokens i64[count], and the character i64[count] at which each ends.
-      decode: Tokens -> the text, without special ones.
+      encode: Texts -> tokens i64[count] of each; special tokens only where the text names them.
+      ends: A text -> its tokens i64[count], and the end of each in characters, i64[count].
+      decode: Tokens -> the text, without special tokens.
       vocab: Tokens are in [0, vocab).
-      begin: Tokens before a document, those that the tokenizer itself puts there.
-      end: Tokens behind a document that another one follows.
-      names: Text of special tokens, as {"eos_token": "</s>"}; for chat templates.
+      begin: Tokens before a document, as the tokenizer itself adds them.
+      end: Tokens after a document that another one follows.
+      names: Text of special tokens, such as {"eos_token": "</s>"}; for chat templates.
       template: Jinja2 template of a chat; None if there is none.
-      sha256: Sha256 of all files that matter.
+      sha256: Sha256 of all relevant files.
     """
 
     encode: Callable[[Sequence[str]], list[np.ndarray]]
@@ -44,8 +44,8 @@ def load_tokenizer(folder: str | pathlib.Path | None) -> Tokenizer:
     """Reads the tokenizer of a Hugging Face folder; no code of the folder runs.
 
     Args:
-      folder: Has tokenizer.json, and, where special tokens or chats are needed,
-        tokenizer_config.json and chat_template.jinja. None: a token is a byte of UTF-8.
+      folder: Has tokenizer.json and, for special tokens or chats, tokenizer_config.json and
+        chat_template.jinja. None: a token is a byte of UTF-8.
 
     Returns:
       The tokenizer.
@@ -120,7 +120,7 @@ def _settings(folder, contents: dict[str, bytes]) -> tuple[dict[str, str], str |
 
 
 def _around(made) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """What the tokenizer itself puts before and behind a text."""
+    """The tokens that the tokenizer itself adds before and after a text."""
     bare, whole = (made.encode(_SAMPLE, add_special_tokens=s).ids for s in (False, True))
     for at in range(len(whole) - len(bare) + 1):
         if whole[at : at + len(bare)] == bare:

@@ -19,9 +19,9 @@ from train.data.tokenizer import Tokenizer
 from train.output.progress import counted
 
 PARTS = ("train", "validation")
-_MOST = 1 << 20, 1000  # characters, and pieces, that are tokenized at once
+_MOST = 1 << 20, 1000  # most characters, and pieces, that are tokenized at once
 
-# Pieces of documents -> of each its tokens, and which of them the model is asked.
+# Pieces of documents -> for each its tokens, and which of them are targets.
 Encode = Callable[[list[str]], list[tuple[np.ndarray, np.ndarray | None]]]
 
 
@@ -33,20 +33,20 @@ class _Piece(NamedTuple):
 
 
 def write(folder: pathlib.Path, source: Source, tokenizer: Tokenizer, data: Data) -> dict[str, Any]:
-    """Writes the tokens of both parts of a corpus, where each document ends, and what is asked.
+    """Writes the tokens of both parts of a corpus, the ends of documents, and the targets.
 
     Args:
-      folder: An empty one.
+      folder: An empty folder.
       source: The documents.
-      tokenizer: What makes tokens of them.
-      data: The share held out, see `token_files.prepare`.
+      tokenizer: The tokenizer.
+      data: Has the share held out; see `token_files.prepare`.
 
     Returns:
-      {"record": of the run, "parts": {"train": ..., "validation": ...}} with type and size of the
+      {"record": for the run, "parts": {"train": ..., "validation": ...}} with type and size of the
       files, for `token_files.load`.
 
     Raises:
-      ValueError: If there are no documents, or one is no text, or a chat among texts.
+      ValueError: If there are no documents, one is not text, or texts and chats are mixed.
     """
     fraction = data.validation_fraction
     record, parts, lowest = _pass(folder, source, tokenizer, data, fraction)
@@ -71,7 +71,7 @@ def _pass(folder, source: Source, tokenizer: Tokenizer, data: Data, limit: float
                 encode = _chats(tokenizer, data) if is_chat else _texts(tokenizer)
                 begin = () if is_chat else tokenizer.begin
             if any(piece.document.is_chat != is_chat for piece in pieces):
-                raise ValueError(f"{source.name} has texts and chats; take the ones or the others.")
+                raise ValueError(f"{source.name} has texts and chats; take only one kind.")
             encoded = encode([piece.text for piece in pieces])
             for piece, (tokens, asked) in zip(pieces, encoded, strict=True):
                 document = piece.document
@@ -97,7 +97,7 @@ def _pass(folder, source: Source, tokenizer: Tokenizer, data: Data, limit: float
 
 
 def _grouped(found: Iterator[Document]) -> Iterator[list[_Piece]]:
-    """Pieces of documents, as many as are tokenized at once."""
+    """Groups of pieces that are tokenized at once."""
     pieces, size = [], 0
     for document in found:
         is_first = True

@@ -1,1 +1,1 @@
-"""Hugging Face's folders, of config.json and safetensors: read into runs and written back."""
+"""Hugging Face folders (config.json and safetensors): read into runs and written back."""

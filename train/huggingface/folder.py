@@ -1,4 +1,4 @@
-"""A Hugging Face folder as the parameters of a run, and back."""
+"""Reads a Hugging Face folder as the parameters of a run, and writes one."""
 
 import dataclasses
 import functools
@@ -21,12 +21,12 @@ TOKENIZER = (
     "tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json vocab.json "
     "merges.txt chat_template.jinja generation_config.json"
 ).split()
-"""Files beside a model that an export takes along."""
+"""Files that an export copies."""
 _BLOCK = re.compile(r"^block(s|_(?P<number>\d+))/")
 
 
 def is_folder(path: str | pathlib.Path) -> bool:
-    """Whether a path is a Hugging Face folder, and no run's: it has a config.json that says so."""
+    """Whether a path is a Hugging Face folder and not a run's, according to its config.json."""
     try:
         return "model_type" in json.loads(pathlib.Path(path, "config.json").read_text())
     except (OSError, ValueError, TypeError):
@@ -36,20 +36,20 @@ def is_folder(path: str | pathlib.Path) -> bool:
 def load(folder: str | pathlib.Path, config: DecoderConfig, like: Any) -> Any:
     """Reads parameters straight onto the devices that hold them.
 
-    Files are mapped: beside its own shards a process holds one parameter's at a time.
+    Files are memory-mapped: apart from its own shards, a process holds one parameter at a time.
 
     Args:
       folder: The Hugging Face folder.
       config: The run's model; it must be the folder's.
-      like: Shapes, dtypes and shardings of the parameters, as the decoder has them, but for
-        LoRA's; see `lora.without`.
+      like: Shapes, dtypes and shardings of the decoder's parameters without LoRA's; see
+        `lora.without`.
 
     Returns:
-      The parameters, as `like` says.
+      The parameters, like `like`.
 
     Raises:
-      ValueError: If the folder is of another model, or is damaged, or has arrays that the decoder
-        has no place for.
+      ValueError: If the folder is of another model, is damaged, or has arrays that the decoder
+        lacks.
     """
     kind, found = settings.read(folder)
     settings.require_same(config, found, str(folder))
@@ -72,19 +72,20 @@ def save(
     like: str | pathlib.Path | None = None,
     tokenizer: str | pathlib.Path | None = None,
 ) -> None:
-    """Writes a folder that transformers loads; LoRA's matrices are added to the others.
+    """Writes a folder that transformers can load; LoRA is merged into the kernels.
 
     Args:
-      folder: A new one, or one without a config.json.
+      folder: A new folder, or one without a config.json.
       config: The model.
-      params: Its parameters, as arrays or NumPy's.
-      dtype: In which they are written: float32, bfloat16 or float16.
-      like: The Hugging Face folder that the run began with: its tokenizer, and what its
-        config.json says beside the model, as the tokens at which a text begins and ends, go along.
-      tokenizer: A folder whose tokenizer goes along in place of that.
+      params: Its parameters, as JAX or NumPy arrays.
+      dtype: Dtype of the files: float32, bfloat16 or float16.
+      like: The Hugging Face folder that the run started from. Its tokenizer is copied, and the
+        fields of its config.json that are not about the model, such as the first and last token of
+        a text.
+      tokenizer: A folder whose tokenizer is copied instead.
 
     Raises:
-      ValueError: If there is a model already, or no form of Hugging Face's computes this one.
+      ValueError: If the folder has a model already, or Hugging Face has no such architecture.
     """
     folder = pathlib.Path(folder)
     if (folder / "config.json").exists():
@@ -102,12 +103,12 @@ def save(
     folder.mkdir(parents=True, exist_ok=True)
     safetensors.write_all(folder, _theirs(said["model_type"], config, params, np.dtype(dtype)))
     tokenizer = like if tokenizer is None else tokenizer
-    # The tokenizer may have come first, in this very folder.
+    # The tokenizer may already be in this folder.
     is_elsewhere = tokenizer is not None and not folder.samefile(tokenizer)
     for name in TOKENIZER if is_elsewhere else ():
         if pathlib.Path(tokenizer, name).is_file():
             shutil.copyfile(pathlib.Path(tokenizer, name), folder / name)
-    # Last: a folder that has it is whole.
+    # Last, so that a folder with it is complete.
     (folder / "config.json").write_text(json.dumps(said, indent=2, sort_keys=True) + "\n")
 
 
@@ -128,9 +129,9 @@ def _path_of(key: Any) -> str:
 
 
 def _layers(path: str, shape: tuple[int, ...]) -> tuple[str, list[tuple[int | None, int | None]]]:
-    """A parameter's path inside its block, and of each layer its place in the leaf, and its number.
+    """A parameter's path inside its block, and for each layer its place in the leaf and its number.
 
-    A leaf that is no stack has the place None; one outside of blocks the number None.
+    The place is None for an unstacked leaf, the number is None outside blocks.
     """
     block = _BLOCK.match(path)
     if block is None:
@@ -142,7 +143,7 @@ def _layers(path: str, shape: tuple[int, ...]) -> tuple[str, list[tuple[int | No
 
 
 def _require_all(folder, kind: str, arrays: dict, of_leaves: list) -> None:
-    """Raises a ValueError if the folder lacks an array, or has one that nobody asks for."""
+    """Raises a ValueError if the folder lacks an array, or has an unknown one."""
     wanted = {
         _named(arrays, name, kind)
         for path, layers in of_leaves
@@ -154,13 +155,13 @@ def _require_all(folder, kind: str, arrays: dict, of_leaves: list) -> None:
     left = [n for n in arrays.keys() - wanted if not weights.NOT_READ.search(n)]
     if left:
         raise ValueError(
-            f"{folder} has {len(left)} arrays that a {kind} has no place for, as {min(left)!r}; "
+            f"{folder} has {len(left)} arrays that a {kind} has no place for, like {min(left)!r}; "
             "its config.json is of another model."
         )
 
 
 def _read(folder, kind: str, config: DecoderConfig, arrays: dict, path: str, layer, shape):
-    """One layer of a parameter, of this shape."""
+    """One layer of a parameter, with this shape."""
     names = [_named(arrays, name, kind) for name in weights.names_of(kind, path, layer)]
     parts = [arrays[name] for name in names]
     same = sum(part.size for part in parts) == math.prod(shape)
@@ -174,7 +175,7 @@ def _read(folder, kind: str, config: DecoderConfig, arrays: dict, path: str, lay
 
 
 def _placed(read: Callable, layers: list, leaf: jax.ShapeDtypeStruct) -> jax.Array:
-    """An array of what each device here holds of a leaf, which is read layer by layer."""
+    """A leaf on this process's devices, read layer by layer."""
     places = leaf.sharding.addressable_devices_indices_map(leaf.shape)
     spans = {
         device: tuple(part.indices(n)[:2] for part, n in zip(index, leaf.shape, strict=True))
@@ -198,6 +199,6 @@ def _placed(read: Callable, layers: list, leaf: jax.ShapeDtypeStruct) -> jax.Arr
 
 
 def _named(arrays: dict[str, np.ndarray], name: str, kind: str) -> str:
-    """The name of an array, or that without its base, as in checkpoints of the bare model."""
+    """The name of an array, or its name without the base in checkpoints of the bare model."""
     short = name.removeprefix(weights.NAMES[kind].base)
     return short if short in arrays and name not in arrays else name

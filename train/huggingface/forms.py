@@ -1,4 +1,4 @@
-"""The kinds of models that config.json may name, and which of its fields mean what."""
+"""The supported kinds of models in config.json, and the meaning of its fields."""
 
 from typing import Any, NamedTuple
 
@@ -6,13 +6,13 @@ Settings = dict[str, Any]  # of config.json
 
 
 class Form(NamedTuple):
-    """A `model_type`: which fields mean what, and what must be so.
+    """A `model_type`: the meaning of its fields, and its requirements.
 
     Attributes:
       architecture: The class of transformers that loads it.
-      sizes: DecoderConfig's field -> config.json's, and what it is where the file does not say.
+      sizes: DecoderConfig's field -> config.json's field and its default.
       always: DecoderConfig's fields that all models of the kind share.
-      only: Fields of config.json whose other values no decoder of ours computes.
+      only: Fields of config.json with the only values that the decoder supports.
     """
 
     architecture: str

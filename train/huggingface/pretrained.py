@@ -1,4 +1,4 @@
-"""A model that the Hugging Face folder describes with which a run begins."""
+"""A model from the Hugging Face folder that a run starts from."""
 
 import dataclasses
 from typing import Literal
@@ -9,27 +9,27 @@ from train.models.decoder import DecoderConfig
 
 @dataclasses.dataclass(frozen=True)
 class Pretrained:
-    """The decoder of the Hugging Face folder `start_from`, and what a run may choose about it."""
+    """The decoder of the Hugging Face folder `start_from`, and what a run may choose."""
 
     context: int = 1024
-    """Tokens of a sequence, at most as many as the model is made for."""
+    """Tokens of a sequence, at most the model's maximum."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Type of activations and matrix products; parameters are float32."""
     scan: bool = True
-    """Whether one program runs all blocks in turn, see `DecoderConfig`."""
+    """Whether to scan over the blocks, see `DecoderConfig`."""
     remat: bool = True
-    """Whether the backward pass computes each block anew, and only inputs of blocks are kept."""
+    """Whether to recompute each block in the backward pass and keep only the inputs of blocks."""
     lora: int = 0
-    """Rank of what is trained in place of the blocks' matrices, see `DecoderConfig`."""
+    """Rank of LoRA for the blocks' matrices, see `DecoderConfig`."""
     lora_alpha: float = 16.0
-    """Times the rank's inverse, how much that counts."""
+    """LoRA's alpha: its product is scaled by alpha / rank."""
 
     def of(self, path: str) -> DecoderConfig:
         """The model of a folder.
 
         Raises:
-          ValueError: If it is no Hugging Face folder, of no model that the decoder computes, or of
-            one that is made for fewer tokens.
+          ValueError: If it is not a Hugging Face folder, its model is not supported, or the model's
+            maximum context is too short.
         """
         if not folder.is_folder(path):
             raise ValueError(

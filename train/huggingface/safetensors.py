@@ -1,4 +1,4 @@
-"""The file format safetensors: a header in JSON, and arrays behind each other, mapped into memory.
+"""The file format safetensors: a JSON header, then the arrays, which are memory-mapped.
 
 Hugging Face, `safetensors <https://github.com/huggingface/safetensors>`_, "Format": eight bytes
 with the length of the header, little-endian; the header, which has dtype, shape and place of each
@@ -25,13 +25,13 @@ DTYPES: dict[str, np.dtype] = {
     "U8": np.dtype("u1"),
     "BOOL": np.dtype("?"),
 }
-"""Those that are read; files with others are refused."""
+"""The supported dtypes; files with others raise."""
 _LARGEST_HEADER = 100_000_000  # bytes, the format's own limit
-_ALIGNED = 8  # bytes that the header is a multiple of
+_ALIGNED = 8  # the header is a multiple of this many bytes
 
 
 def read(file: str | pathlib.Path) -> dict[str, np.ndarray]:
-    """The arrays of a file by name, read-only and mapped: a page is read when it is looked at.
+    """The arrays of a file by name, read-only and memory-mapped, so a page is read on access.
 
     Raises:
       ValueError: If the file cannot be read, or its header does not describe its bytes.
@@ -58,9 +58,9 @@ def read(file: str | pathlib.Path) -> dict[str, np.ndarray]:
 
 
 def write(file: str | pathlib.Path, arrays: dict[str, np.ndarray]) -> None:
-    """Writes arrays to a file; transformers reads it."""
+    """Writes arrays to a file that transformers can read."""
     names = {dtype: name for name, dtype in DTYPES.items()}
-    header: dict[str, dict] = {"__metadata__": {"format": "pt"}}  # transformers asks for it
+    header: dict[str, dict] = {"__metadata__": {"format": "pt"}}  # transformers requires it
     end = 0
     for name, array in arrays.items():
         begin, end = end, end + array.nbytes
@@ -75,7 +75,7 @@ def write(file: str | pathlib.Path, arrays: dict[str, np.ndarray]) -> None:
 
 
 def read_all(folder: str | pathlib.Path) -> dict[str, np.ndarray]:
-    """The arrays of a folder: of model.safetensors, or of the files that its index names.
+    """The arrays of a folder: from model.safetensors, or from the files in its index.
 
     Raises:
       ValueError: If there are none, or a file is missing or damaged.
@@ -85,8 +85,8 @@ def read_all(folder: str | pathlib.Path) -> dict[str, np.ndarray]:
     if not index.is_file():
         if not (folder / "model.safetensors").is_file():
             raise ValueError(
-                f"{folder} has no model.safetensors, nor an index of several; where it has "
-                "pytorch_model.bin alone, load it by transformers and save_pretrained it anew."
+                f"{folder} has no model.safetensors, nor an index of several; if it has only "
+                "pytorch_model.bin, load it with transformers and call save_pretrained."
             )
         return read(folder / "model.safetensors")
     try:
@@ -94,16 +94,16 @@ def read_all(folder: str | pathlib.Path) -> dict[str, np.ndarray]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise _damaged(index, f"it cannot be read ({error!r})") from error
     if outside := [name for name in names if pathlib.PurePath(name).name != name]:
-        raise _damaged(index, f"it names {outside[0]!r}, which is not beside it")
+        raise _damaged(index, f"it names {outside[0]!r}, which is not in its folder")
     return {name: array for file in names for name, array in read(folder / file).items()}
 
 
 def write_all(
     folder: pathlib.Path, arrays: Iterable[tuple[str, np.ndarray]], most: int = 2 << 30
 ) -> None:
-    """Writes arrays as they come to files of at most so many bytes, or of one array, and an index.
+    """Writes arrays in order to files of limited size, or of one array each, and an index.
 
-    Arrays of one file are in memory at a time.
+    The arrays of one file are in memory at a time.
     """
     places: dict[str, int] = {}
     part: dict[str, np.ndarray] = {}

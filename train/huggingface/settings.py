@@ -1,4 +1,4 @@
-"""What config.json says of a model, as a `DecoderConfig`, and back; other models are refused."""
+"""Converts config.json to a `DecoderConfig` and back; raises for unsupported models."""
 
 import dataclasses
 import math
@@ -27,7 +27,7 @@ def read(folder: str | pathlib.Path) -> tuple[str, DecoderConfig]:
     """The `model_type` of a folder's config.json, and its model.
 
     Raises:
-      ValueError: If the file is missing, or says something that the decoder does not compute.
+      ValueError: If the file is missing, or has a setting that the decoder does not support.
     """
     file = pathlib.Path(folder, "config.json")
     settings = checks.json_object(file, model_type=str)
@@ -38,10 +38,10 @@ def read(folder: str | pathlib.Path) -> tuple[str, DecoderConfig]:
 
 
 def decoder_of(settings: Settings, file: str = "config.json") -> DecoderConfig:
-    """The model that settings describe; every size is written out, `context` is the longest.
+    """The model of these settings, with every size explicit; `context` is the maximum.
 
     Raises:
-      ValueError: For what the decoder does not compute, by name.
+      ValueError: For unsupported settings, by name.
     """
     kind = settings.get("model_type")
     if kind not in FORMS:
@@ -76,10 +76,10 @@ def decoder_of(settings: Settings, file: str = "config.json") -> DecoderConfig:
 
 
 def settings_of(config: DecoderConfig) -> Settings:
-    """Settings that describe a model, of the first `model_type` that can.
+    """Settings of a model, for the first `model_type` that fits.
 
     Raises:
-      ValueError: If none can.
+      ValueError: If none fits.
     """
     wanted = dataclasses.replace(explicit(config), context=explicit(config).positions)
     for kind in FORMS:
@@ -95,7 +95,7 @@ def settings_of(config: DecoderConfig) -> Settings:
 
 
 def explicit(config: DecoderConfig) -> DecoderConfig:
-    """The same model with each size written out that 0 stands for."""
+    """The same model with explicit sizes in place of 0."""
     return dataclasses.replace(
         config,
         mlp=config.mlp or 4 * config.width,
@@ -107,7 +107,7 @@ def explicit(config: DecoderConfig) -> DecoderConfig:
 
 
 def require_same(config: DecoderConfig, other: DecoderConfig, folder: str) -> None:
-    """Raises a ValueError that names the fields in which a run's model is not the folder's."""
+    """Raises a ValueError that names the fields in which a run's model and the folder's differ."""
     if not isinstance(config, DecoderConfig):
         raise ValueError(
             f"start_from={folder!r} is a Hugging Face folder, and the model a "
@@ -129,7 +129,7 @@ def _as_wanted(config: DecoderConfig) -> DecoderConfig:
 
 
 def _rotation(kind: str, settings: Settings, found: Settings, file: str) -> Settings:
-    """Rotary positions, as transformers 5 and as earlier ones write them down."""
+    """Rotary embeddings, in the format of transformers 5 and of earlier versions."""
     rope = dict(settings.get("rope_parameters") or settings.get("rope_scaling") or {})
     base = rope.get("rope_theta", settings.get("rope_theta", settings.get("rotary_emb_base", 1e4)))
     share = 0.25 if kind == "gpt_neox" else 1.0
@@ -150,10 +150,10 @@ def _rotation(kind: str, settings: Settings, found: Settings, file: str) -> Sett
 
 
 def _window(kind: str, settings: Settings, layers: int, file: str) -> Settings:
-    """The sliding window, which all layers must have, or none."""
+    """The sliding window, which all layers or no layers must have."""
     window = settings.get("sliding_window", 4096 if kind == "mistral" else None)
     if kind in ("qwen2", "qwen3"):
-        # Qwen's first layers see all tokens, and those from max_window_layers on a window of them.
+        # Qwen's layers have a window from max_window_layers on; earlier ones see all tokens.
         first = settings.get("max_window_layers", 28)
         used = settings.get("use_sliding_window", False) and window is not None
         kinds = ["full_attention"] * (min(first, layers) if used else layers)
@@ -168,7 +168,7 @@ def _window(kind: str, settings: Settings, layers: int, file: str) -> Settings:
 
 
 def _written(kind: str, config: DecoderConfig) -> Settings:
-    """Settings that say of a model as much as the kind's fields can."""
+    """The settings of a model, as far as the kind's fields can express it."""
     form, theirs = FORMS[kind], {ours: name for name, ours in reversed(_ACTIVATIONS.items())}
     settings = {"model_type": kind, "architectures": [form.architecture]} | form.only
     settings |= {name: getattr(config, field) for field, (name, _) in form.sizes.items()}

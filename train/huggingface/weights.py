@@ -1,4 +1,4 @@
-"""How each kind of model names its arrays, and lays them out, beside the decoder's parameters."""
+"""Names and layouts of each kind of model's arrays, mapped to the decoder's parameters."""
 
 import re
 from typing import NamedTuple
@@ -9,14 +9,14 @@ from train.models.decoder import DecoderConfig
 
 
 class Names(NamedTuple):
-    """What a kind of model calls its modules, in order of the decoder's.
+    """A kind of model's names of modules, in the order of the decoder's.
 
     Attributes:
-      base: Prefix of all but the output's matrix; checkpoints of the bare model lack it.
-      blocks: What a block's names begin with, of its number.
-      outside: Those outside of blocks.
-      inside: Those of a block; several names are parts of one array.
-      head: The output's matrix, where it is one of its own.
+      base: Prefix of all names except the output matrix; checkpoints of the bare model lack it.
+      blocks: Prefix of a block's names, from its number.
+      outside: Names outside blocks.
+      inside: Names in a block; several names are parts of one array.
+      head: The output matrix, if it is untied.
     """
 
     base: str
@@ -108,15 +108,15 @@ NAMES: dict[str, Names] = {
 NOT_READ = re.compile(
     r"attn\.(masked_)?bias$|attention\.(masked_)?bias$|rotary_emb\.inv_freq$|lm_head\.weight$"
 )
-"""Arrays that older checkpoints hold though they are no parameters, and a tied output."""
+"""Arrays of older checkpoints that are not parameters, and a tied output."""
 
 
 def names_of(kind: str, path: str, layer: int | None) -> list[str]:
-    """What a kind of model calls a parameter: one name, or those of its parts in order.
+    """A kind of model's name for a parameter: one name, or those of its parts in order.
 
     Args:
       kind: The `model_type`.
-      path: Path of the parameter, as `norm/scale`, or inside a block, as `qkv/kernel`.
+      path: Path of the parameter, such as `norm/scale`, or inside a block, such as `qkv/kernel`.
       layer: The block's number, or None outside of blocks.
     """
     names, (module, _, leaf) = NAMES[kind], path.partition("/")
@@ -130,16 +130,16 @@ def names_of(kind: str, path: str, layer: int | None) -> list[str]:
 
 
 def joined(kind: str, path: str, config: DecoderConfig, parts: list[np.ndarray]) -> np.ndarray:
-    """A parameter as the decoder has it, from the arrays of `names_of`."""
+    """A parameter in the decoder's layout, from the arrays of `names_of`."""
     if kind == "gpt_neox" and path.startswith("qkv/"):
         parts = [_regrouped(part, (config.heads, 3), config.head_size) for part in parts]
     if path.endswith("/kernel") and kind != "gpt2" or path.startswith("head/kernel"):
-        parts = [part.T for part in parts]  # GPT-2's have inputs first, as ours
+        parts = [part.T for part in parts]  # GPT-2's have inputs first, like ours
     return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
 
 
 def parted(kind: str, path: str, config: DecoderConfig, array: np.ndarray) -> list[np.ndarray]:
-    """The arrays of `names_of`, from a parameter as the decoder has it: undoes `joined`."""
+    """The arrays of `names_of`, from a parameter in the decoder's layout: undoes `joined`."""
     parts = [array]
     if path.startswith("qkv/") and kind not in ("gpt2", "gpt_neox"):
         heads, keys = config.heads, config.heads + (config.kv_heads or config.heads)
@@ -152,6 +152,6 @@ def parted(kind: str, path: str, config: DecoderConfig, array: np.ndarray) -> li
 
 
 def _regrouped(array: np.ndarray, groups: tuple[int, int], size: int) -> np.ndarray:
-    """Rows in groups of groups, the other way around: GPT-NeoX has q, k and v of each head."""
+    """Swaps the two levels of groups of rows: GPT-NeoX stores q, k and v of each head together."""
     rows = array.reshape(*groups, size, *array.shape[1:])
     return rows.swapaxes(0, 1).reshape(array.shape)

@@ -15,7 +15,7 @@ from train.processes.distributed import Timeouts
 from train.processes.exits import Exit, clean_exits, say
 
 _OPEN = (
-    "this run has no --secret-file: whoever reaches its network can write to its processes, see "
+    "this run has no --secret-file: anybody on its network can write to its processes, see "
     "docs/many_hosts.md"
 )
 
@@ -36,42 +36,42 @@ def main(args: Sequence[str]) -> None:
             sys.exit(start_all(options, train_args))
         secret = secret or seals.read_secret(options.secret_file)
     status = ended(lambda: be_one(options, train_args, secret))
-    if status == Exit.DRAINED:  # all end alike, as after the last step, and none before the others
+    if status == Exit.DRAINED:  # all end the same way, as after the last step, and together
         sys.exit(status)
     if status:
         distributed.abandon(status)
 
 
 def parser() -> argparse.ArgumentParser:
-    """Makes the parser of what stands before `--`."""
+    """Makes the parser of the arguments before `--`."""
     made = argparse.ArgumentParser(
         prog="python -m train.launch",
         usage="%(prog)s [options] -- CONFIG.py [overrides]",
         description="Trains one run on many processes. Without --local, --hosts and --single this "
-        "is one of them; which one, mpirun, srun or a JobSet say, or the flags, which win.",
+        "is one of them; mpirun, srun, a JobSet or the flags, which win, say which one.",
     )
     start = made.add_argument_group("start all processes").add_mutually_exclusive_group()
     start.add_argument("--local", type=at_least(1), metavar="N", help="N processes here")
-    start.add_argument("--hosts", metavar="FILE", help="by ssh: [user@]name [slots=K] a line")
+    start.add_argument("--hosts", metavar="FILE", help="by ssh: one [user@]name [slots=K] per line")
     start.add_argument("--single", action="store_true", help="only this process, whatever is set")
     again = made.add_argument_group("with --local and --hosts, when processes are lost")
     text = "start the run again, N times at most"
     again.add_argument("--restarts", type=at_least(0), default=0, metavar="N", help=text)
-    text = "go on without them where so many replicas are left; else wait until all are there"
+    text = "continue without them if this many replicas are left; else wait for all"
     again.add_argument("--min-replicas", type=at_least(1), metavar="M", help=text)
     one = made.add_argument_group("be one of them")
     one.add_argument("--coordinator", metavar="HOST:PORT", help="where process 0 listens")
     one.add_argument("--num-processes", type=at_least(1), metavar="N")
     one.add_argument("--process-id", type=at_least(0), metavar="I", help="in [0, N)")
-    one.add_argument("--secret-file", metavar="FILE", help="what only processes of the run know")
+    one.add_argument("--secret-file", metavar="FILE", help="file with the run's secret")
     one.add_argument("--local-devices", type=numbers, metavar="I,J", help="accelerators to take")
     one.add_argument("--local-id", type=at_least(0), help=argparse.SUPPRESS)
     one.add_argument("--local-count", type=at_least(1), help=argparse.SUPPRESS)
     one.add_argument("--obey-stdin", action="store_true", help=argparse.SUPPRESS)
     network = made.add_argument_group("network")
-    network.add_argument("--interface", metavar="NAME", help="for collectives, as eth1")
+    network.add_argument("--interface", metavar="NAME", help="for collectives, like eth1")
     for name, seconds in Timeouts()._asdict().items():
-        text = f"seconds until who has not come, or gives no sign, is missed ({seconds})"
+        text = f"seconds until a silent process counts as missing ({seconds})"
         network.add_argument(f"--{name}-timeout", type=at_least(1), default=seconds, help=text)
     remote = made.add_argument_group("with --hosts")
     remote.add_argument("--ssh", default="ssh -o BatchMode=yes -o ConnectTimeout=10")
@@ -81,7 +81,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def at_least(minimum: int) -> Callable[[str], int]:
-    """Makes a reader of numbers that are not below a minimum."""
+    """Makes a parser of numbers from a minimum on."""
 
     def read(text: str) -> int:
         if not text.isdecimal() or int(text) < minimum:
@@ -92,7 +92,7 @@ def at_least(minimum: int) -> Callable[[str], int]:
 
 
 def numbers(text: str) -> list[int]:
-    """Reads numbers with commas between them."""
+    """Parses numbers separated by commas."""
     return [at_least(0)(part) for part in text.split(",")]
 
 
@@ -110,12 +110,12 @@ def start_all(options: argparse.Namespace, train_args: list[str]) -> int:
     timeouts = Timeouts(options.start_timeout, options.heartbeat_timeout)
     folder = pathlib.Path(config.runs_dir, config.name)
     network, hurry = (options.interface, timeouts), options.restarts > 0
-    if hurry:  # the processes inherit it, or ssh hands it on
+    if hurry:  # the processes inherit it, or ssh passes it on
         for name, value in programs.kept(folder.absolute() / "programs").items():
             os.environ.setdefault(name, value)
 
     def run(commands, is_wanted):
-        # The others notice a dead one themselves after the heartbeat's time-out, and take a moment.
+        # The others notice a dead process after the heartbeat's timeout, and need a moment to end.
         grace = timeouts.heartbeat + 5
         grace = PATIENCE if hurry else grace
         return supervise(commands, folder / "logs", grace, hurry, is_wanted)
@@ -152,7 +152,7 @@ def be_one(options: argparse.Namespace, train_args: list[str], secret: bytes) ->
     cluster = detect.detect(os.environ, **given)
     if cluster is None:
         raise ValueError(
-            "nobody says which process of the run this is: neither mpirun, srun nor a JobSet has "
+            "it is unknown which process of the run this is: neither mpirun, srun nor a JobSet has "
             "started it. Write --local N to start N processes here, --hosts FILE to start them by "
             "ssh, --coordinator, --num-processes and --process-id, or --single."
         )
@@ -170,7 +170,7 @@ def be_one(options: argparse.Namespace, train_args: list[str], secret: bytes) ->
 
 
 def ended(function: Callable[[], None]) -> int:
-    """Calls a function, and returns the exit status that it comes to."""
+    """Calls a function, and returns its exit status."""
     try:
         with clean_exits():
             function()

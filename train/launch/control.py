@@ -1,8 +1,8 @@
-"""How a launcher reaches a process that it started, here or over ssh: through standard input.
+"""Control of a process by its launcher, here or over ssh, through standard input.
 
-The first line is the run's secret: an argument or a variable would show in lists of processes, and
-in logs. Each other line is the name of a signal, as `TERM`; the end of the input means that the
-launcher has gone.
+The first line is the run's secret, since arguments and variables show in process lists and logs.
+Each other line is the name of a signal, such as `TERM`. The end of the input means that the
+launcher is gone.
 """
 
 import os
@@ -11,11 +11,11 @@ import subprocess
 import threading
 import time
 
-_GRACE = 60.0  # seconds to save and end after the launcher has gone
+_GRACE = 60.0  # seconds to save and end after the launcher is gone
 
 
 def obey() -> bytes:
-    """Returns the run's secret, and turns what else the launcher says into signals, in a thread."""
+    """Returns the run's secret, and turns the launcher's other lines into signals, in a thread."""
     secret = b""
     while (part := os.read(0, 1)) not in (b"", b"\n"):
         secret += part
@@ -24,14 +24,14 @@ def obey() -> bytes:
 
 
 def _listen() -> None:
-    # os.read and no buffered file: a thread inside sys.stdin's lock would break the exit.
+    # os.read, not a buffered file: a thread inside sys.stdin's lock would break the exit.
     rest, asked = b"", False
     while part := os.read(0, 1024):
         *lines, rest = (rest + part).split(b"\n")
         for line in lines:
             os.kill(os.getpid(), getattr(signal, f"SIG{line.decode()}"))
             asked = True
-    # Who was told to stop already is saving: a third signal would cut that off.
+    # A process that was told to stop is saving; a third signal would interrupt that.
     if not asked:
         os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(_GRACE)
@@ -39,7 +39,7 @@ def _listen() -> None:
 
 
 def tell(process: subprocess.Popen, name: str) -> None:
-    """Sends a line, as `TERM`, to a process that obeys; one that has ended hears nothing."""
+    """Sends a line, such as `TERM`, to a process that calls `obey`; ignores one that has ended."""
     try:
         process.stdin.write(f"{name}\n".encode())
     except (OSError, ValueError):  # broken, or closed here

@@ -1,7 +1,7 @@
-"""Who this process is, as the scheduler's environment variables say.
+"""Detects the place of this process in its run from the scheduler's environment variables.
 
-Precedence: flags, Open MPI (mpirun inside a SLURM job is the one that starts processes), SLURM
-(srun), JobSet. Pure functions of the environment: nothing is asked over a network.
+Precedence: flags, Open MPI (inside a SLURM job, mpirun starts the processes), SLURM (srun), JobSet.
+Pure functions of the environment, without network access.
 """
 
 import math
@@ -15,7 +15,7 @@ from train.processes.distributed import Cluster
 Environ = Mapping[str, str]
 
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
-"""Environment variables that hide accelerators; JAX counts those that are left."""
+"""Environment variables that hide accelerators; JAX counts the others."""
 
 
 def detect(environ: Environ, **given: Any) -> Cluster | None:
@@ -23,14 +23,14 @@ def detect(environ: Environ, **given: Any) -> Cluster | None:
 
     Args:
       environ: Environment variables.
-      **given: Fields of `Cluster` that are known, as flags; None where they are not. They win over
-        what is detected, one by one.
+      **given: Known fields of `Cluster`, for example from flags; None for others. Each wins over
+        what is detected.
 
     Returns:
-      The cluster; None if nothing is given and no scheduler has started this process.
+      The cluster; None if nothing is given and no scheduler started this process.
 
     Raises:
-      ValueError: If a scheduler's variables are there in part, or are not numbers.
+      ValueError: If a scheduler's variables are incomplete, or are not numbers.
     """
     given = {field: value for field, value in given.items() if value is not None}
     needed = {"coordinator", "num_processes", "process_id"}
@@ -74,7 +74,7 @@ def _number(name: str) -> Callable[[Environ], int]:
 
 
 def _port(job: int) -> int:
-    # The upper end of the range that is free for all, another port for another job.
+    # In the upper part of the range of dynamic ports; differs between jobs.
     return 61440 + job % 4096
 
 
@@ -97,8 +97,8 @@ def first_host(nodelist: str) -> str:
 
 
 def _open_mpi_coordinator(environ: Environ) -> str:
-    # Where mpirun runs: "1531576320.0;tcp://10.0.0.1,10.1.0.1:34911", IPv6 as "tcp6://[a,b]:port".
-    # Open MPI 5 sets no such variable.
+    # The address of mpirun: "1531576320.0;tcp://10.0.0.1,10.1.0.1:34911", IPv6 as
+    # "tcp6://[a,b]:port". Open MPI 5 sets no such variable.
     uri = environ["OMPI_MCA_orte_hnp_uri"]
     found = re.search(r"^(\d+)\..*?tcp6?://\[?([^,\]]+?)(?:,|\]|:\d+(?:;|$))", uri)
     if found is None:
@@ -136,19 +136,20 @@ SCHEDULERS = {
         },
     ),
 }
-"""The variables that show each scheduler, and how to read the fields of `Cluster`."""
+"""The variables of each scheduler, and how to read the fields of `Cluster`."""
 
 
 def local_devices(cluster: Cluster, environ: Environ) -> list[int] | None:
-    """Which of the visible accelerators this process takes, one process a device.
+    """The visible accelerators that this process uses, one process per device.
 
     Args:
       cluster: The processes.
-      environ: Environment variables; CUDA_VISIBLE_DEVICES and its like say what is visible.
+      environ: Environment variables; CUDA_VISIBLE_DEVICES and similar variables say what is
+        visible.
 
     Returns:
-      The device of this process's number on its host; None, for all that are visible, if it is
-      alone there or the scheduler has hidden the others' devices already.
+      The device with this process's number on its host; None, for all visible devices, if it is
+      alone there or the scheduler has already hidden the others' devices.
 
     Raises:
       ValueError: If a host has more processes than visible devices.
@@ -162,21 +163,21 @@ def local_devices(cluster: Cluster, environ: Environ) -> list[int] | None:
         if 0 < len(visible) <= cluster.local_id:
             raise ValueError(
                 f"{cluster.local_count} processes on this host, but {name}={environ[name]} shows "
-                f"{len(visible)} devices; start one process a device, or write --local-devices."
+                f"{len(visible)} devices; start one process per device, or write --local-devices."
             )
     return [cluster.local_id]
 
 
 def threads(cluster: Cluster, allowed: int, cores: int) -> int:
-    """How many of the cores are this process's own.
+    """The number of cores of this process.
 
     Args:
       cluster: The processes.
-      allowed: Cores that this process may run on.
+      allowed: Cores that this process may use.
       cores: Cores of the host.
 
     Returns:
-      All that are allowed where a scheduler has bound this process to some; else its share.
+      All allowed cores if a scheduler has bound this process to some; else its share.
     """
     bound = cluster.source != "flags" and allowed < cores
     return allowed if bound else max(1, allowed // cluster.local_count)

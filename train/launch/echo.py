@@ -1,4 +1,4 @@
-"""What the first process prints, on the launcher's terminal: its lines of progress become a bar."""
+"""Shows the first process's output on the launcher's terminal, with its progress as a bar."""
 
 import contextlib
 import os
@@ -12,22 +12,22 @@ import tqdm
 
 from train.output import progress
 
-# The ASCII ones, and those of the second half as UTF-8 writes them.
+# Control codes of ASCII, and of Latin-1 in UTF-8.
 _CONTROL = re.compile(rb"[\x00-\x08\x0b-\x0c\x0e-\x1f\x7f]|\xc2[\x80-\x9f]")
 
 
 @contextlib.contextmanager
 def echo(log: pathlib.Path, began: int) -> Iterator[Callable[[], None]]:
-    """Copies what is new in a log to standard output.
+    """Copies new text of a log to standard output.
 
-    On a terminal lines of progress become a bar below all other text. The log keeps them.
+    On a terminal, lines of progress become a bar below all other text. The log keeps them.
 
     Args:
-      log: What the process prints.
-      began: Where in the log that begins.
+      log: The process's output.
+      began: Position in the log where it begins.
 
     Yields:
-      A function that copies what has come since the last call.
+      A function that copies the text since the last call.
     """
     with open(log, "rb") as file, contextlib.ExitStack() as stack:
         file.seek(began)
@@ -41,12 +41,12 @@ def echo(log: pathlib.Path, began: int) -> Iterator[Callable[[], None]]:
 
 
 class _Screen:
-    """A terminal with text, and with the bar of a run in its last line."""
+    """A terminal with text, and the bar of a run in its last line."""
 
     def __init__(self):
         self.bar: tqdm.tqdm | None = None
         self.rest = b""  # a line that has not ended yet
-        self.shown = time.monotonic()  # when the bar was drawn last
+        self.shown = time.monotonic()  # when the bar was last drawn
         self.began = time.time()
 
     def show(self, new: bytes) -> None:
@@ -67,7 +67,7 @@ class _Screen:
             self.bar.start_t = self.began
         self.bar.set_postfix_str(f"{line.rates}, {line.left} left", refresh=False)
         self.bar.update(line.step - self.bar.n)
-        if line.step == line.steps:  # what the run says at its end comes below
+        if line.step == line.steps:  # the run's summary comes below
             self.close_bar()
 
     def _print(self, text: bytes) -> None:
@@ -88,7 +88,7 @@ class _Screen:
 
 
 def _harmless(text: bytes) -> bytes:
-    """A log's text, without what tells a terminal to do something: some of it is of strangers."""
+    """A log's text without terminal control codes, since some of it may come from strangers."""
     return _CONTROL.sub(lambda found: b"\\x%02x" % found[0][-1], text)
 
 
@@ -97,5 +97,5 @@ def _write(text: bytes) -> None:
         try:
             sys.stdout.buffer.write(_harmless(text))
             sys.stdout.buffer.flush()
-        except OSError:  # a reader that has gone, a full disk: the log has it all
+        except OSError:  # no reader or a full disk: the log has it all
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,4 +1,4 @@
-"""Processes on this machine, which talk over its loopback interface only."""
+"""Starts processes on this machine, which talk only over the loopback interface."""
 
 import socket
 import sys
@@ -9,22 +9,22 @@ from train.processes import addresses
 from train.processes.distributed import Cluster, Timeouts
 
 LOOPBACK = "lo" if sys.platform == "linux" else None
-"""The interface that never leaves this machine, for NCCL; gloo takes the coordinator's anyway."""
+"""The loopback interface, for NCCL; gloo uses the coordinator's interface."""
 
 
 def commands(
     places: Sequence[int], interface: str | None, timeouts: Timeouts, train_args: Sequence[str]
 ) -> list[list[str]]:
-    """Writes the command of each process.
+    """Makes the command of each process.
 
     Args:
-      places: Each one's number on this host, which says which accelerator it takes.
+      places: The number of each process on this host, which selects its accelerator.
       interface: Network interface for collectives; None: the loopback interface.
       timeouts: How long processes wait for each other.
       train_args: Config file and overrides.
 
     Returns:
-      One command a process, process 0 first.
+      One command per process, process 0 first.
     """
     with socket.create_server(("127.0.0.1", 0)) as listener:
         coordinator = addresses.join(*listener.getsockname())

@@ -1,7 +1,7 @@
-"""A run that loses processes goes on from its newest checkpoint, with all of them or with fewer.
+"""Restarts a run that loses processes from its newest checkpoint, with all of them or with fewer.
 
-With fewer it asks meanwhile who is back. As soon as more could take part, and a checkpoint has been
-made, it is told to save and end, and started again with them.
+With fewer, it keeps asking who is back. As soon as more processes could take part, and a checkpoint
+has been made, the run is told to save and end, and is started again with them.
 """
 
 import contextlib
@@ -16,19 +16,19 @@ from train.config.run import Config
 from train.launch.supervise import End
 from train.processes.exits import Exit, may_restart, say
 
-_PAUSE = 10.0  # seconds between two questions whether a host is there
+_PAUSE = 10.0  # seconds between two checks of a host
 
 
 class Group(NamedTuple):
-    """The places where a run's processes may be, one each, and what is done there.
+    """The places of a run's processes, one each, and functions on them.
 
     Attributes:
-      places: All of them, in the order of the processes.
-      run: `(places, overrides of the config, is_wanted) -> End`. Starts a process in each, and
-        waits; tells them to save and end as soon as `is_wanted()`.
-      left: `(places, lost processes) -> places`. Which of all could take part in the next start,
-        after one in `places` that lost the processes of these numbers.
-      back: `() -> places`. Which of all could take part now; None where nobody can tell.
+      places: All places, in the order of the processes.
+      run: `(places, overrides of the config, is_wanted) -> End`. Starts a process in each and
+        waits; tells them to save and end once `is_wanted()` is true.
+      left: `(places, lost processes) -> places`. Which places could take part in the next start,
+        after a start in `places` that lost the processes with these numbers.
+      back: `() -> places`. Which places could take part now; None if that is unknown.
     """
 
     places: Sequence[Any]
@@ -38,14 +38,14 @@ class Group(NamedTuple):
 
 
 def keep_running(group: Group, config: Config, restarts: int, min_replicas: int | None) -> int:
-    """Starts a run, and starts it again after each end that a machine may mend.
+    """Starts a run, and restarts it after each end that needs no action by a person.
 
     Args:
       group: Where its processes are.
       config: The run.
-      restarts: How often to start it again after a loss, at most.
-      min_replicas: How many replicas must be left to go on without those that were lost; None: it
-        waits until all places are there.
+      restarts: Most restarts after a loss.
+      min_replicas: Least replicas to continue without lost processes; None: waits until all places
+        are there.
 
     Returns:
       The exit status of the last start.
@@ -65,7 +65,7 @@ def keep_running(group: Group, config: Config, restarts: int, min_replicas: int 
 
 
 def _next(group: Group, config: Config, least: int | None, places: Sequence[Any], lost):
-    """Where to start next, and with which overrides; waits until enough places are there."""
+    """The places and overrides of the next start; waits until there are enough places."""
     left = group.left(*((places, lost) if least is not None else (group.places, ())))
     told = False
     while (found := _start(group, config, least, left)) is None:
@@ -82,7 +82,7 @@ def _next(group: Group, config: Config, least: int | None, places: Sequence[Any]
 def _returned(
     group: Group, config: Config, least: int | None, places: Sequence[Any]
 ) -> Iterator[Callable[[], bool]]:
-    """Whether more could take part than do, and this start has made a checkpoint to go on from."""
+    """Whether more places could take part, and this start has made a checkpoint."""
     if least is None or group.back is None or len(places) == len(group.places):
         yield lambda: False
         return
@@ -110,7 +110,7 @@ def _returned(
 
 
 def _start(group: Group, config: Config, least: int | None, left: Sequence[Any]):
-    """As many of the places that are left as fit the run; None if they are too few."""
+    """As many of the remaining places as fit the run; None if there are too few."""
     if len(left) == len(group.places):
         return group.places, []
     for count in range(len(left), 0, -1):
@@ -128,17 +128,17 @@ class Fitted(NamedTuple):
 
 
 def fitted(config: Config, processes: int, count: int) -> Fitted | None:
-    """Fits replicas and accumulation to fewer processes; the batch of all replicas stays.
+    """Fits replicas and accumulation to fewer processes, with the same global batch.
 
-    A microbatch of one replica does not grow, so that it fits into memory as before.
+    A replica's microbatch does not grow, so that it still fits into memory.
 
     Args:
       config: The run, on `processes` processes.
-      processes: How many it was made for.
-      count: How many there are.
+      processes: Number of processes that it was made for.
+      count: Number of processes now.
 
     Returns:
-      None where the batch does not divide, or `config.replicas` does not say how many there are.
+      None if the batch does not divide, or `config.replicas` is 0.
     """
     if not config.replicas or config.replicas % processes:
         return None

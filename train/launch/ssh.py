@@ -1,4 +1,4 @@
-"""Processes on other machines, started over ssh from a file that lists the hosts."""
+"""Starts processes on other machines over ssh, from a file that lists the hosts."""
 
 import itertools
 import re
@@ -13,25 +13,25 @@ from train.processes import addresses
 from train.processes.distributed import Cluster, Timeouts
 
 PORT = 29411
-"""Where process 0 listens unless the user says otherwise."""
+"""Default port of process 0."""
 
 
 MOST_SLOTS = 4096
-"""Processes on one host, at most."""
+"""Most processes on one host."""
 
 
 class Host(NamedTuple):
     """A line of the hosts file."""
 
-    target: str  # as ssh wants it: name, or user@name
+    target: str  # for ssh: name, or user@name
     slots: int  # processes to start there
 
 
 def read_hosts(text: str) -> list[Host]:
-    """Reads a hosts file: `[user@]name [slots=K]` a line; `#` begins a comment.
+    """Reads a hosts file: one `[user@]name [slots=K]` per line; `#` begins a comment.
 
     Raises:
-      ValueError: For anything else, for a host that stands there twice, and for no host at all.
+      ValueError: For any other line, for a host that is listed twice, and for an empty list.
     """
     hosts: list[Host] = []
     for number, line in enumerate(text.splitlines(), 1):
@@ -54,27 +54,27 @@ def read_hosts(text: str) -> list[Host]:
             )
         hosts.append(Host(found[1], int(found[2] or 1)))
     if not hosts:
-        raise ValueError("the hosts file names no host; write [user@]name [slots=K] a line.")
+        raise ValueError("the hosts file names no host; write one [user@]name [slots=K] per line.")
     return hosts
 
 
 def _name(target: str) -> str:
-    """The host that ssh would reach, whoever the user is; names have no case."""
+    """The host that ssh would reach, without the user; in lower case."""
     return target.rpartition("@")[2].casefold()
 
 
 def places(hosts: Sequence[Host]) -> list[str]:
-    """The target of each process: host after host, as many as it has slots."""
+    """The target of each process: host after host, one for each slot."""
     return [host.target for host in hosts for _ in range(host.slots)]
 
 
 def hosts_of(places: Sequence[str]) -> list[Host]:
-    """The hosts of processes; what `places` has written, or a part of it."""
+    """The hosts of processes; the inverse of `places`, or of a part of it."""
     return [Host(target, len(list(group))) for target, group in itertools.groupby(places)]
 
 
 def answering(places: Sequence[str], ssh: str, seconds: float = 30.0) -> list[str]:
-    """Those places whose host answers over ssh within some seconds, all asked at once."""
+    """The places whose host answers over ssh within a time limit; all are asked at once."""
     asked = {
         target: subprocess.Popen(
             [*shlex.split(ssh), target, "true"],
@@ -107,7 +107,7 @@ def commands(
     folder: str,
     environ: Mapping[str, str],
 ) -> list[list[str]]:
-    """Writes the ssh command of each process: host after host, as many as it has slots.
+    """Makes the ssh command of each process: host after host, one for each slot.
 
     Args:
       hosts: Where to start.
@@ -119,10 +119,10 @@ def commands(
       ssh: Command that runs another one on a host, with its options.
       python: Interpreter on the hosts.
       folder: Working directory on the hosts.
-      environ: Environment variables here; those of `FORWARDED` go along.
+      environ: Environment variables here; those of `FORWARDED` are passed on.
 
     Returns:
-      One command a process, process 0 first.
+      One command per process, process 0 first.
     """
     coordinator = coordinator or addresses.join(hosts[0].target.rpartition("@")[2], PORT)
     count = sum(host.slots for host in hosts)

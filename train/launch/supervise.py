@@ -1,4 +1,4 @@
-"""Starts the processes of a run, shows the first one's output, and sees to it that all end."""
+"""Starts the processes of a run, shows the first one's output, and makes sure that all end."""
 
 import contextlib
 import datetime
@@ -20,10 +20,10 @@ from train.processes.distributed import Cluster, Timeouts
 from train.processes.exits import Exit, may_restart, of_returncode, printable
 
 FORWARDED = ("JAX_", "XLA_", "NCCL_")
-"""Environment variables that begin so are the same on all hosts as here."""
+"""Environment variables with these prefixes are passed to all hosts."""
 
 PATIENCE = 5.0
-"""Seconds that a process has to end after it was told to."""
+"""Seconds for a process to end after it was told to."""
 
 
 def member_command(
@@ -33,12 +33,12 @@ def member_command(
     timeouts: Timeouts,
     train_args: Sequence[str],
 ) -> list[str]:
-    """Writes the command of one process, whose standard input is its control channel.
+    """Makes the command of one process, whose standard input is its control channel.
 
     Args:
       python: The interpreter.
-      cluster: The processes, as the one to be started sees them.
-      interface: Network interface for collectives, if one is wanted.
+      cluster: The cluster from the view of the process to start.
+      interface: Network interface for collectives, or None.
       timeouts: How long processes wait for each other.
       train_args: Config file and overrides.
 
@@ -64,17 +64,17 @@ class Member(NamedTuple):
     """One process of the run."""
 
     popen: subprocess.Popen
-    log: pathlib.Path  # what it prints
-    began: int  # where in the log that begins
+    log: pathlib.Path  # its output
+    began: int  # position in the log where it begins
 
 
 class End(NamedTuple):
-    """How the processes of a run have ended.
+    """The end of a run's processes.
 
     Attributes:
       status: 0, or the status of the process that failed first, 128 + its number for a signal.
-        Those that ended because another one was gone count last.
-      lost: Processes that a signal or a fault has ended, and no person has to mend that.
+        Processes that ended because another one was gone count last.
+      lost: Processes that a signal or a fault ended, which needs no action by a person.
       told: Whether a signal was passed on to them.
     """
 
@@ -93,15 +93,15 @@ def supervise(
     """Runs commands until all have ended; the standard input of each is a control channel.
 
     Args:
-      commands: One a process.
+      commands: One per process.
       folder: For the logs, `process_0.log` and so on; they grow with each start.
-      grace: Seconds for the others to end by themselves after one has failed.
-      hurry: Whether to kill them instead, and at once where that one was lost: all will be started
-        again, and what is saved is complete at any moment.
-      is_wanted: Whether to tell them to save and end, which is no signal from outside.
+      grace: Seconds for the others to end after one has failed.
+      hurry: Whether to kill them instead, and at once if that one was lost: all will be started
+        again, and saved files are always complete.
+      is_wanted: Whether to tell them to save and end.
 
     Returns:
-      How they have ended.
+      How they ended.
     """
     folder.mkdir(parents=True, exist_ok=True)
     print(f"{len(commands)} processes; logs: {folder}/process_*.log", flush=True)
@@ -117,14 +117,14 @@ def supervise(
 
 
 def _start(command: Sequence[str], log: pathlib.Path, secret: str) -> Member:
-    # What a run prints is its user's; a link in place of the log would write elsewhere.
+    # Only the user may read the log; a link in its place would write elsewhere.
     owned = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     with open(owned, "ab") as output:
         now = datetime.datetime.now().isoformat(" ", "seconds")
         output.write(f"--- {now}: {_without_values(command)}\n".encode())
         output.flush()
         began = output.tell()
-        # A session of its own: Ctrl-C reaches a process through the launcher only, and so once.
+        # A session of its own, so that Ctrl-C reaches a process only through the launcher, once.
         popen = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -138,7 +138,7 @@ def _start(command: Sequence[str], log: pathlib.Path, secret: str) -> Member:
 
 
 def _without_values(command: Sequence[str]) -> str:
-    """A command for the log: of variables that go along over ssh only the names."""
+    """A command for the log, with only the names of variables that are passed over ssh."""
     words = list(command)
     for key, value in os.environ.items():
         if key.startswith(FORWARDED):
@@ -149,9 +149,9 @@ def _without_values(command: Sequence[str]) -> str:
 
 @contextlib.contextmanager
 def _signals() -> Iterator[list[str]]:
-    """The names of the signals that arrive, for `_wait` to pass on.
+    """The names of arriving signals, for `_wait` to pass on.
 
-    A handler that did it would miss the process that is just being started.
+    A handler that passed them on would miss a process that is just being started.
     """
     names: list[str] = []
 
@@ -167,7 +167,7 @@ def _signals() -> Iterator[list[str]]:
 
 
 def _wait(members: list[Member], names: list[str], grace: float, hurry: bool, wanted, show) -> End:
-    failed, deadline = [], float("inf")  # numbers of processes, in the order in which they fail
+    failed, deadline = [], float("inf")  # numbers of processes, in the order of their failures
     told, asked = 0, False
     while running := [member for member in members if member.popen.poll() is None]:
         new = names[told:]
@@ -197,13 +197,13 @@ def _failed(members: list[Member], known: list[int]) -> list[int]:
 
 
 def _alone(members: list[Member], failed: list[int]) -> list[int]:
-    """Of processes that failed those that do not say by their status that others made them end."""
+    """The failed processes whose status does not say that another one made them end."""
     others = Exit.TRY_AGAIN, Exit.DRAINED
     return [n for n in failed if members[n].popen.returncode not in others]
 
 
 def _lost(members: list[Member], failed: list[int]) -> tuple[int, ...]:
-    """Of these the ones that no person has to mend."""
+    """The failed processes that need no action by a person."""
     statuses = {n: of_returncode(members[n].popen.returncode) for n in _alone(members, failed)}
     return tuple(n for n, status in statuses.items() if may_restart(status))
 
@@ -227,11 +227,11 @@ def _kill(member: Member) -> None:
 
 
 def _report(members: list[Member], first: int) -> int:
-    """Says which process failed first and how its log ends."""
+    """Prints which process failed first and the end of its log."""
     member = members[first]
     code = member.popen.returncode
     status = of_returncode(code)
-    # Ctrl-C at the start, or a third one: the user knows; or a stop, of which the run has told.
+    # Ctrl-C at the start, or a third one, which the user knows; or a stop, which the run reported.
     if status in (Exit.INTERRUPTED, Exit.DRAINED):
         return status
     how = f"status {code}" if code > 0 else f"signal {signal.Signals(-code).name}"

@@ -1,1 +1,1 @@
-"""The models, and what each is asked about data."""
+"""The models and their objectives."""

@@ -1,4 +1,4 @@
-"""The nonlinear functions of perceptrons, by the names that a config has for them."""
+"""Activation functions, by their names in a config."""
 
 import math
 from collections.abc import Callable
@@ -11,10 +11,10 @@ from jax import lax
 
 @jax.custom_jvp
 def gelu_exact(x: jax.Array) -> jax.Array:
-    """x times the normal distribution's share below x: GELU without an approximation.
+    """The exact GELU: x times the normal distribution function at x.
 
-    Its derivative is written out, as that of `jax.lax.erf` in JAX 0.12 cannot be taken inside
-    `jax.shard_map`: it mixes values that differ between replicas with constants that do not.
+    It has a custom derivative, because JAX 0.12 cannot differentiate `jax.lax.erf` inside
+    `jax.shard_map`: it mixes values that vary over replicas with constants that do not.
     """
     return x * _share_below(x)
 
@@ -32,7 +32,7 @@ def _share_below(x):
 
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "gelu": nnx.gelu,  # by tanh, as GPT-2 has it
+    "gelu": nnx.gelu,  # with tanh, as in GPT-2
     "gelu_exact": gelu_exact,
     "relu": nnx.relu,
     "silu": nnx.silu,

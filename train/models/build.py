@@ -1,4 +1,4 @@
-"""The model that a config describes: its parameters, its loss, and what it reads."""
+"""The model of a config: its parameters, its loss, and its batches."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,13 +14,13 @@ from train.models.objectives import OBJECTIVES
 
 
 def model_of(config: Config) -> nnx.Module:
-    """The model that a run begins with."""
+    """The initial model of a run."""
     model = OBJECTIVES[config.objective].models[type(config.model)]
     return model(config.model, rngs=modules.PathRngs(config.seed))
 
 
 def random_params(config: Config) -> Any:
-    """The parameters that a run begins with, in natural shapes."""
+    """The initial parameters of a run, in natural shapes."""
     return modules.split(model_of(config))[1]
 
 
@@ -39,11 +39,11 @@ def batch_of(config: Config, mesh: Mesh) -> Any:
 
 
 def measure_of(config: Config, **options: Any) -> Callable[[Any, Any], dict[str, jax.Array]]:
-    """What a run's objective measures of parameters and a batch; "loss" is minimized.
+    """The measures of a run's objective, as a function of parameters and a batch.
 
     Args:
       config: The run.
-      **options: What the model is called with, besides its inputs.
+      **options: Further arguments of the model.
     """
     apply, _ = modules.split(nnx.eval_shape(lambda: model_of(config)))
     measure = OBJECTIVES[config.objective].measure
@@ -51,6 +51,6 @@ def measure_of(config: Config, **options: Any) -> Callable[[Any, Any], dict[str,
 
 
 def loss_of(config: Config, **options: Any) -> Callable[[Any, Any], jax.Array]:
-    """What a run minimizes, of parameters and a batch; see `measure_of`."""
+    """The loss of a run, as a function of parameters and a batch; see `measure_of`."""
     measure = measure_of(config, **options)
     return lambda params, batch: measure(params, batch)["loss"]

@@ -18,12 +18,12 @@ from train.models.modules import PathRngs
 STACKED = "^blocks/"
 """Pattern of the paths of parameters that a scan over the blocks stacks."""
 INIT = nnx.initializers.normal(0.02)
-"""How weights and positions begin."""
+"""Initializers of weights and positions."""
 
 
 @dataclasses.dataclass(frozen=True)
 class DecoderConfig:
-    """Form and size of the model, GPT-2's form by default; parameters are float32."""
+    """Architecture and size of the model, by default like GPT-2; parameters are float32."""
 
     layers: int = 4
     """Number of transformer blocks."""
@@ -32,32 +32,32 @@ class DecoderConfig:
     heads: int = 4
     """Attention heads of a block."""
     context: int = 128
-    """Tokens that one prediction may look back on."""
+    """Tokens that a prediction can attend to."""
     vocab: int = 256
-    """Number of different tokens: 256 for bytes, 257 with one that hides a byte."""
+    """Number of different tokens: 256 for bytes, 257 with a mask token."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of activations and matrix products: float32 or bfloat16."""
     scan: bool = False
-    """Whether one program runs all blocks in turn, that compiles as fast as one of them. Parameters
-    then have other names and a leading axis of layers; methods look at one layer all the same."""
+    """Whether to scan over the blocks, which compiles as fast as one block. Parameters then have
+    other names and a leading axis of layers; methods still see one layer at a time."""
     remat: bool = False
-    """Whether the backward pass computes each block anew, and only inputs of blocks are kept."""
+    """Whether to recompute each block in the backward pass and keep only the inputs of blocks."""
     mlp: int = 0
-    """Features inside the perceptron; 0: four times width."""
+    """Hidden features of the MLP; 0: four times width."""
     activation: Literal["gelu", "gelu_exact", "relu", "silu"] = "gelu"
-    """Of the perceptron; `gelu` is the approximation by tanh."""
+    """Activation of the MLP; `gelu` is the tanh approximation."""
     gated: bool = False
-    """Whether a second projection is multiplied with the activation; with silu it is SwiGLU."""
+    """Whether a second projection multiplies the activation; with silu this is SwiGLU."""
     norm: Literal["layer", "rms"] = "layer"
-    """Normalization before attention and perceptron, and at the end."""
+    """Normalization before attention and MLP, and at the end."""
     norm_eps: float = 1e-6
-    """What a normalization adds to the variance."""
+    """Epsilon that a normalization adds to the variance."""
     residual: Literal["sequential", "parallel", "shared"] = "sequential"
-    """Whether the perceptron sees what attention has added, or stands beside it with a
-    normalization of its own (GPT-NeoX) or with the same one (GPT-J)."""
+    """Whether the MLP comes after attention, or is parallel to it with its own normalization
+    (GPT-NeoX) or the same one (GPT-J)."""
     rotary: Literal["none", "halves", "pairs"] = "none"
-    """Positions: a learned table, or rotations of the two halves of a head's features (GPT-NeoX,
-    Llama) or of neighbouring pairs (GPT-J)."""
+    """Position encoding: a learned table, or rotary embeddings of the two halves of a head's
+    features (GPT-NeoX, Llama) or of neighbouring pairs (GPT-J)."""
     rotary_width: int = 0
     """Features of a head that are rotated, an even number; 0: all."""
     rotary_base: float = 10_000.0
@@ -65,31 +65,31 @@ class DecoderConfig:
     rotary_scaling: tuple[float, float, float, float] | None = None
     """Llama 3's scaling of wavelengths: factor, low and high frequency factor, old context."""
     positions: int = 0
-    """Most tokens that the model is made for, and rows of the learned table; 0: context."""
+    """Maximum number of tokens, and rows of the learned table; 0: context."""
     first_position: int = 0
     """Row of the learned table for the first token; OPT has 2 rows before it."""
     kv_heads: int = 0
-    """Heads of keys and values, that groups of the others share; 0: as many as heads."""
+    """Heads of keys and values (grouped-query attention); 0: as many as heads."""
     head_width: int = 0
     """Features of a head; 0: width / heads."""
     window: int = 0
-    """Tokens that attention looks back on, itself included; 0: all."""
+    """Sliding window of attention in tokens, the token itself included; 0: all."""
     qk_norm: bool = False
-    """Whether queries and keys are normalized by RMSNorm, each head, before they are rotated."""
+    """Whether RMSNorm normalizes each head's queries and keys before the rotation."""
     qkv_bias: bool = True
     """Whether queries, keys and values have a bias."""
     out_bias: bool = True
-    """Whether attention's output has one."""
+    """Whether attention's output projection has a bias."""
     mlp_bias: bool = True
-    """Whether the perceptron's projections have one."""
+    """Whether the MLP's projections have a bias."""
     tied: bool = True
-    """Whether the embedding of tokens is the output's matrix, too."""
+    """Whether the output matrix is the token embedding."""
     head_bias: bool = False
-    """Whether an output's matrix of its own has a bias."""
+    """Whether an untied output matrix has a bias."""
     lora: int = 0
-    """Rank of what is added to each matrix of the blocks and trained in its place; 0: nothing."""
+    """Rank of LoRA for each matrix of the blocks; 0: no LoRA."""
     lora_alpha: float = 16.0
-    """Times the rank's inverse, how much that counts."""
+    """LoRA's alpha: its product is scaled by alpha / rank."""
 
     def __post_init__(self):
         checks.of_types(self, "model.")
@@ -122,7 +122,7 @@ class DecoderConfig:
 
     @property
     def lora_scale(self) -> float:
-        """What the product of two thin matrices is multiplied with."""
+        """The factor of LoRA's product."""
         return self.lora_alpha / max(1, self.lora)
 
     @property
@@ -132,12 +132,12 @@ class DecoderConfig:
 
     @property
     def rotated(self) -> int:
-        """Features of a head that are rotated, where any are."""
+        """Features of a head that are rotated, if any."""
         return self.rotary_width or self.head_size
 
 
 class Block(nnx.Module):
-    """Pre-norm transformer block: self-attention, and a perceptron behind or beside it.
+    """Pre-norm transformer block: self-attention, and an MLP after it or parallel to it.
 
     Features of all tokens are one matrix, N = batch * time rows: XLA:CPU multiplies matrices
     twice as fast as batches of them.
@@ -179,9 +179,9 @@ class Block(nnx.Module):
         return x_NxD + attended_NxD + self.perceptron(beside_NxD)
 
     def attention(self, h_NxD, time: int, documents_BxT=None):
-        """What each token takes from those that it may see: `[N, width]` of `[N, width]`."""
+        """Self-attention: `[N, width] -> [N, width]`."""
         c = self.config
-        keys = c.heads + self.kv_heads  # where those of values begin
+        keys = c.heads + self.kv_heads  # where the values begin
         parts = jnp.split(self.qkv(h_NxD), (c.heads * c.head_size, keys * c.head_size), axis=-1)
         q, k, v = (x.reshape(-1, time, x.shape[-1] // c.head_size, c.head_size) for x in parts)
         if c.qk_norm:
@@ -196,7 +196,7 @@ class Block(nnx.Module):
         return self.out(h_BxTxHxK.reshape(h_NxD.shape[0], -1))
 
     def perceptron(self, h_NxD):
-        """A token's features by themselves: `[N, width]` of `[N, width]`."""
+        """The MLP of each token: `[N, width] -> [N, width]`."""
         activation = ACTIVATIONS[self.config.activation]
         if self.config.gated:
             return self.down(activation(self.gate(h_NxD)) * self.up(h_NxD))
@@ -204,14 +204,14 @@ class Block(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """Logits of a transformer, of the next or the same token.
+    """A transformer that returns logits for the next or the same token.
 
-    With `causal=False` every position sees all others, as in BERT. Call with tokens
-    i32[batch, time], time at most `config.context`; returns logits f32[batch, time, vocab].
-    A token sees those alone that have its number in `documents`, i32[batch, time], where these are
-    given; `positions`, i32[batch, time], then choose rows of the learned table, and rotations need
-    none, since they tell distances.
-    With `layers`, as `jaxcomp.QSDP.layers`, the parameters of the blocks may be shards.
+    With `causal=False` every position sees all others, as in BERT. Call with tokens i32[batch,
+    time], time at most `config.context`; returns logits f32[batch, time, vocab]. With `documents`,
+    i32[batch, time], a token attends only to tokens of its own document. `positions`, i32[batch,
+    time], then choose rows of the learned table; rotary embeddings depend only on distances and
+    need none. With `layers`, for example `jaxcomp.QSDP.layers`, the parameters of the blocks may be
+    shards.
     """
 
     def __init__(self, config: DecoderConfig, *, causal: bool = True, rngs: PathRngs):
@@ -245,7 +245,7 @@ class Decoder(nnx.Module):
         x_NxD = x_BxTxD.reshape(-1, c.width).astype(c.dtype)
         blocks = self.blocks if c.scan else [getattr(self, name) for name in self.names]
         if c.remat:
-            # A scan computes nothing anew by itself, and needs no guard against it.
+            # XLA does not merge recomputation across a scan, so no guard is needed.
             of_block = functools.partial(jax.checkpoint, prevent_cse=not c.scan)
             layers = lambda function, layers=layers: layers(of_block(function))
         x_NxD = self.norm(modules.run(blocks, x_NxD, time, documents, layers=layers))
@@ -257,13 +257,13 @@ class Decoder(nnx.Module):
 
 
 def norm_of(config: DecoderConfig) -> Callable[..., nnx.Module]:
-    """What makes the normalizations: `(features, rngs=) -> module`."""
+    """The constructor of normalizations: `(features, rngs=) -> module`."""
     kind = {"layer": nnx.LayerNorm, "rms": nnx.RMSNorm}[config.norm]
     return functools.partial(kind, epsilon=config.norm_eps, dtype=config.dtype)
 
 
 def rotated(x_BxTxHxK: jax.Array, config: DecoderConfig) -> jax.Array:
-    """Turns pairs of features by angles that grow with the token's position.
+    """Rotates pairs of features by angles that grow with the token's position.
 
     Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021.
     """
@@ -280,7 +280,7 @@ def rotated(x_BxTxHxK: jax.Array, config: DecoderConfig) -> jax.Array:
 
 
 def frequencies(config: DecoderConfig) -> np.ndarray:
-    """f32[rotated / 2], radians a token; long waves are stretched where `rotary_scaling` says so.
+    """f32[rotated / 2], radians per token; `rotary_scaling` stretches long waves.
 
     Grattafiori et al., "The Llama 3 Herd of Models", 2024, as released with Llama 3.1.
     """

@@ -1,4 +1,4 @@
-"""Text from a model, the likeliest token after the other."""
+"""Greedy text generation: the likeliest token at each step."""
 
 from collections.abc import Callable
 
@@ -7,12 +7,12 @@ import jax.numpy as jnp
 
 
 def greedy(logits_of: Callable, prompt: jax.Array, count: int) -> jax.Array:
-    """Appends to each row the token with the largest logit, again and again.
+    """Appends the token with the largest logit to each row, `count` times.
 
-    All tokens are computed anew for each, in one program: for short texts.
+    Recomputes all tokens for each new one, in one program: for short texts.
 
     Args:
-      logits_of: i32[batch, time] -> f32[batch, time, vocab], of a causal model.
+      logits_of: i32[batch, time] -> f32[batch, time, vocab], a causal model.
       prompt: i32[batch, time], time at least 1.
       count: Tokens to append, at least 0.
 

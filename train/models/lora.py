@@ -1,4 +1,4 @@
-"""Matrices that change by a product of two thin ones, which alone are trained."""
+"""LoRA: only a low-rank product that is added to each matrix is trained."""
 
 from typing import Any
 
@@ -9,13 +9,13 @@ from flax import nnx
 from jaxcomp.compressors.policies import path_of
 
 TRAINED = "lora_[ab]$"
-"""Pattern of the paths of the thin matrices, for `Config.trainable`."""
+"""Pattern of the paths of LoRA's matrices, for `Config.trainable`."""
 
 
 class Linear(nnx.Linear):
-    """A linear map whose kernel is `kernel + scale * lora_a @ lora_b`; with a rank of 0 `kernel`.
+    """A linear layer with the kernel `kernel + scale * lora_a @ lora_b`; with rank 0 just `kernel`.
 
-    It begins as that of the kernel: `lora_b` is zero.
+    `lora_b` is zero at first.
 
     Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021, equation 3.
     """
@@ -37,12 +37,12 @@ class Linear(nnx.Linear):
 
 
 def only(params: Any) -> Any:
-    """The thin matrices; None in place of other parameters."""
+    """LoRA's matrices; None in place of other parameters."""
     return _chosen(params, True)
 
 
 def without(params: Any) -> Any:
-    """The other parameters; None in place of the thin matrices."""
+    """The other parameters; None in place of LoRA's matrices."""
     return _chosen(params, False)
 
 
@@ -53,7 +53,7 @@ def joined(without: Any, only: Any) -> Any:
 
 
 def merged(params: Any, scale: float) -> Any:
-    """The parameters of the same model without thin matrices: kernels have taken them up."""
+    """The parameters of the same model without LoRA: its products are added to the kernels."""
     if not isinstance(params, dict):
         return params
     rest = {n: merged(x, scale) for n, x in params.items() if n not in ("lora_a", "lora_b")}

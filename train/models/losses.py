@@ -1,4 +1,4 @@
-"""What is minimized."""
+"""Loss functions."""
 
 import jax
 import optax
@@ -9,7 +9,7 @@ def cross_entropies(logits: jax.Array, targets: jax.Array) -> jax.Array:
 
     Args:
       logits: f32[batch, time, vocab], unnormalized log-probabilities.
-      targets: i32[batch, time], the tokens that came, in [0, vocab).
+      targets: i32[batch, time], the target tokens, in [0, vocab).
 
     Returns:
       f32[batch, time], nats; uniform predictions give `log(vocab)`.

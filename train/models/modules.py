@@ -1,4 +1,4 @@
-"""nnx modules as functions of plain parameters, in stacks, and with random keys by path."""
+"""nnx modules as functions of plain parameters; stacks; random keys by path."""
 
 import hashlib
 from collections.abc import Callable, Sequence
@@ -10,17 +10,17 @@ from flax import nnx
 
 
 class PathRngs:
-    """Keys for parameters by their paths, as linen draws them: the `rngs` of nnx layers.
+    """Keys for parameters by path, as in linen: the `rngs` of nnx layers.
 
-    What a layer begins with depends on its name and on nothing that is made before it. Keys of
-    many paths, of which an index that may be traced chooses one, are those of a stack of layers.
+    A layer's initial values depend on its name, not on layers created before it. For a stack of
+    layers there are several paths, and an index, which may be traced, chooses one.
     """
 
     def __init__(self, seed: int, paths: Sequence[str] = ("",), index: Any = 0):
         self.seed, self.paths, self.index, self.count = seed, paths, index, 0
 
     def at(self, name: str) -> "PathRngs":
-        """The keys of the submodule of that name."""
+        """The keys of the submodule with that name."""
         return PathRngs(self.seed, [path + name for path in self.paths], self.index)
 
     def params(self) -> jax.Array:
@@ -42,14 +42,14 @@ def split(module: nnx.Module) -> tuple[Callable, Any]:
 
 
 def stacked(make: Callable[..., nnx.Module], names: Sequence[str], rngs: PathRngs) -> nnx.Module:
-    """Modules of these names as one, whose parameters lie behind each other along a first axis."""
+    """Modules with these names as one module, whose parameters are stacked along a first axis."""
     paths = [path + name for path in rngs.paths for name in names]
     one = lambda index: make(rngs=PathRngs(rngs.seed, paths, index))
     return nnx.vmap(one)(jnp.arange(len(paths)))
 
 
 def in_turn(function: Callable) -> Callable:
-    """As `jaxcomp.QSDP.layers`, for parameters that are whole: `(trees, x) -> x`."""
+    """Like `jaxcomp.QSDP.layers`, for whole parameters: `(trees, x) -> x`."""
 
     def run(trees, x):
         if not isinstance(trees, list):
@@ -62,7 +62,7 @@ def in_turn(function: Callable) -> Callable:
 
 
 def run(blocks: nnx.Module | list, x: Any, *args: Any, layers: Callable = in_turn) -> Any:
-    """Calls equal modules in turn, that are stacked or in a list, as `layers` does."""
+    """Calls equal modules in order, stacked or in a list, through `layers`."""
     if isinstance(blocks, list):
         applies, trees = zip(*map(split, blocks), strict=True)
         apply, trees = applies[0], list(trees)

@@ -1,4 +1,4 @@
-"""What is made of text or images, and what the model is asked about it."""
+"""Objectives: how text or images become batches, and the loss of a model on them."""
 
 import functools
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from train.models.swin import Swin, SwinConfig
 from train.models.vit import ViT, ViTConfig
 
 MASK = 256
-"""The token that stands for a hidden byte."""
+"""The mask token."""
 _HIDDEN, _REPLACED = 0.8, 0.1  # of the chosen positions; the others keep their byte
 _CHOSEN = 0.15  # of all positions
 
@@ -26,22 +26,22 @@ Shapes = Any  # a pytree of jax.ShapeDtypeStruct
 
 
 class Objective(NamedTuple):
-    """A task that text, or images with labels, set."""
+    """A training task on text, or on images with labels."""
 
-    data: type  # that it needs, of `train.data.sources`
-    # configuration -> (the configuration, rngs=) -> the model, of those that it can train
+    data: type  # that it needs, from `train.data.sources`
+    # type of configuration -> constructor (configuration, rngs=) -> model
     models: dict[type, Callable[..., nnx.Module]]
     row: Callable[[Any, Any], Shapes]  # configurations of model and data -> a row of the batch
-    # (the model: its inputs -> logits, batch) -> means over the batch, each f32[]; "loss", in nats
-    # a `unit`, is minimized
+    # (model: inputs -> logits, batch) -> means over the batch, each f32[]; "loss", in nats per
+    # `unit`, is minimized
     measure: Callable[[Callable[..., jax.Array], Any], Measures]
     unit: str
-    # (i32[rows, context + 1], key of each row) -> i32[rows, ...]: the batch; of text alone
+    # (i32[rows, context + 1], key of each row) -> i32[rows, ...], the batch; only for text
     prepare: Callable[[np.ndarray, list[list[int]]], np.ndarray] | None = None
     vocab: int = 0  # least number of tokens
 
     def check(self, model: Any, data: Any) -> None:
-        """Refuses a model or data that are not this task's, with a ValueError."""
+        """Raises a ValueError for a model or data that do not fit this task."""
         name = next(name for name, objective in OBJECTIVES.items() if objective is self)
         for field, value, kinds in (("model", model, self.models), ("data", data, [self.data])):
             if type(value) not in kinds:
@@ -71,7 +71,7 @@ def _next_token(logits_of, batch):
 
 
 def _sequence(model, data):
-    """A sequence of tokens; or documents in one, as `train.data.packing.batch` makes them."""
+    """A sequence of tokens, or packed documents from `train.data.packing.batch`."""
     if not data.packed:
         return jax.ShapeDtypeStruct((model.context + 1,), "int32")
     names = ("tokens", "targets", "documents", "positions")
@@ -80,9 +80,9 @@ def _sequence(model, data):
 
 
 def _masked(tokens: np.ndarray, keys: list[list[int]]) -> np.ndarray:
-    """i32[rows, 2, context]: what the model sees, and the hidden bytes; -1 where none is asked.
+    """i32[rows, 2, context]: the masked input, and the targets; -1 where there is no target.
 
-    As many positions of each row, so that the mean over replicas is the mean over positions.
+    Each row has equally many targets, so that the mean over replicas is the mean over targets.
     """
     tokens = tokens[:, :-1]
     rows, context = tokens.shape

@@ -10,20 +10,20 @@ from flax import nnx
 from train import checks
 from train.models.modules import PathRngs
 
-_GROUPS, _LEAST = 32, 4  # groups of a normalization at most, and channels of each at least
+_GROUPS, _LEAST = 32, 4  # most groups of a normalization, and least channels per group
 
 
 @dataclasses.dataclass(frozen=True)
 class ResNetConfig:
-    """Size of the model and the type that it computes in; the defaults are ResNet-18's."""
+    """Size and compute dtype of the model; the defaults are ResNet-18's."""
 
     blocks: tuple[int, ...] = (2, 2, 2, 2)
     """Blocks of each stage; each stage halves the image and doubles the channels of the last."""
     width: int = 64
     """Channels of the first stage."""
     stem: Literal["pooled", "plain"] = "pooled"
-    """First layers: 7x7 and a pooling, that leave a quarter of each side; or 3x3, for images of few
-    pixels."""
+    """First layers: 7x7 and a pooling, which reduce each side to a quarter; or 3x3, for small
+    images."""
     size: int = 224
     """Pixels of each side of an image."""
     channels: int = 3
@@ -49,12 +49,12 @@ class ResNetConfig:
 
 
 class ResNet(nnx.Module):
-    """Logits of a residual network of two-layer blocks, as ResNet-18 and ResNet-34.
+    """A residual network of two-layer blocks, like ResNet-18 and ResNet-34; returns logits.
 
     He et al., "Deep Residual Learning for Image Recognition", 2016. Deviation: normalization is
-    over groups of the channels of one image (Wu and He, "Group Normalization", 2018). Over a batch
-    it would depend on how many replicas share the batch, and its running statistics would be
-    parameters without a gradient, that go apart on replicas unless they are exchanged as well.
+    over groups of the channels of one image (Wu and He, "Group Normalization", 2018). Batch
+    normalization would depend on the number of replicas, and its running statistics would drift
+    apart between replicas unless they are exchanged too.
 
     Call with images f32[batch, size, size, channels]; returns logits f32[batch, classes].
     """
@@ -81,9 +81,9 @@ class ResNet(nnx.Module):
 
 
 class Block(nnx.Module):
-    """Two 3x3 convolutions, and what they are added to: the input, projected where it is narrower.
+    """Two 3x3 convolutions with a residual connection, projected if the input is narrower.
 
-    A projection halves the image.
+    The projection halves the image.
     """
 
     def __init__(self, inputs: int, width: int, dtype: str, *, rngs: PathRngs):
@@ -110,13 +110,13 @@ def _blocks(config: ResNetConfig) -> list[tuple[str, int]]:
 
 
 def _conv(inputs: int, width: int, size: int, stride: int, dtype: str, rngs: PathRngs):
-    """A convolution without bias, that a normalization would take off again."""
+    """A convolution without bias, which a normalization would remove again."""
     init = nnx.initializers.variance_scaling(2.0, "fan_out", "normal")
     options = {"padding": size // 2, "use_bias": False, "dtype": dtype, "kernel_init": init}
     return nnx.Conv(inputs, width, (size, size), (stride, stride), **options, rngs=rngs)
 
 
 def _norm(width: int, dtype: str, rngs: PathRngs):
-    # Fewer channels together lose how bright an image is: a single one has always the mean zero.
+    # Groups of few channels lose an image's brightness: a single channel always has mean zero.
     groups = math.gcd(_GROUPS, width // _LEAST)
     return nnx.GroupNorm(width, groups, dtype=dtype, rngs=rngs)

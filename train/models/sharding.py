@@ -1,4 +1,4 @@
-"""How a decoder's parameters are cut over fast devices: rules by their paths, first match first."""
+"""Sharding rules for a decoder's parameters over fast devices, by path; the first match wins."""
 
 import re
 from typing import Any
@@ -16,21 +16,21 @@ RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     (r"(qkv|gate|up|head)/kernel$", ("fsdp", "tensor")),
     (r"(out|down)/kernel$", ("tensor", "fsdp")),
     (r"(qkv|gate|up|head)/bias$", ("tensor",)),
-    (r"", ()),  # norms, and biases of what all devices add up
+    (r"", ()),  # norms, and biases of summed outputs
 )
-"""Patterns of paths, and the mesh axes of a parameter's axes; a stack's own lies on none."""
+"""Patterns of paths, and the mesh axes of a parameter's axes, without the axis of a stack."""
 
 
 def specs(
     params: Any, mesh: Mesh | AbstractMesh, fsdp: str = "fsdp", tensor: str = "tensor"
 ) -> Any:
-    """Over which axes of a mesh each parameter of a decoder lies, for `NamedSharding`.
+    """The PartitionSpec of each parameter of a decoder, for `NamedSharding`.
 
     Args:
       params: The parameters, or their shapes.
-      mesh: Mesh of any axes; one that it lacks, or that does not divide a size, cuts nothing.
-      fsdp: Name of the axis over which parameters are cut and gathered to be used.
-      tensor: Name of the axis whose devices compute each a part of the heads and features.
+      mesh: Any mesh. A rule's axis is ignored if the mesh lacks it, or its size does not divide.
+      fsdp: Name of the axis over which parameters are cut, and gathered for use.
+      tensor: Name of the axis whose devices each compute a part of the heads and features.
 
     Returns:
       A `PartitionSpec` for each leaf.

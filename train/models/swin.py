@@ -1,4 +1,4 @@
-"""A vision transformer with attention in windows, which shift from block to block, in Flax nnx."""
+"""Swin: a vision transformer with attention in shifted windows, in Flax nnx."""
 
 import dataclasses
 import functools
@@ -19,7 +19,7 @@ from train.models.modules import PathRngs
 
 @dataclasses.dataclass(frozen=True)
 class SwinConfig:
-    """Size of the model and the type that it computes in; the defaults are Swin-B's."""
+    """Size and compute dtype of the model; the defaults are Swin-B's."""
 
     blocks: tuple[int, ...] = (2, 2, 18, 2)
     """Blocks of each stage; each stage halves the image and doubles width and heads of the last."""
@@ -65,15 +65,15 @@ class SwinConfig:
 
     @property
     def stacked(self) -> str | None:
-        """As of `DecoderConfig`."""
+        """As in `DecoderConfig`."""
         return r"^stage_\d+/" if self.scan else None
 
 
 class Swin(nnx.Module):
-    """Logits of a transformer that sees patches in windows, and merges them from stage to stage.
+    """A transformer on windows of patches, which are merged from stage to stage; returns logits.
 
     Liu et al., "Swin Transformer: Hierarchical Vision Transformer using Shifted Windows", 2021.
-    Deviation: no block is skipped by chance (stochastic depth) while it trains.
+    Deviation: no stochastic depth.
 
     Call with images f32[batch, size, size, channels]; returns logits f32[batch, classes].
     """
@@ -99,7 +99,7 @@ class Swin(nnx.Module):
     def _add_blocks(self, stage: int, rngs: PathRngs):
         c, side = self.config, self.config.size // self.config.patch >> stage
         window = min(c.window, side)
-        # A window that is the whole image has nowhere to go.
+        # A window of the whole image is not shifted.
         shift = window // 2 if window < side else 0
         block = functools.partial(Block, c.width << stage, c.heads << stage, window, dtype=c.dtype)
         for index, name in enumerate(_names(c, stage)):
@@ -124,7 +124,7 @@ class Swin(nnx.Module):
 
 
 class Block(nnx.Module):
-    """Self-attention in windows, shifted or not, then a four times wider perceptron."""
+    """Self-attention in windows, shifted or not, then a four times wider MLP."""
 
     def __init__(
         self, width: int, heads: int, window: int, shift: int, *, dtype: str, rngs: PathRngs
@@ -158,7 +158,7 @@ class Block(nnx.Module):
 
 
 class Pair(nnx.Module):
-    """A block whose windows are not shifted, and one whose are."""
+    """A block without shifted windows, and one with."""
 
     def __init__(self, make: Callable[..., Block], shift: int, *, rngs: PathRngs):
         self.block_0 = make(0, rngs=rngs.at("block_0"))
@@ -193,14 +193,14 @@ def _image(x, side: int):
 
 
 def _merged(x, patch: int):
-    """Lays the features of `patch` times `patch` neighbours behind each other."""
+    """Concatenates the features of `patch` times `patch` neighbours."""
     batch, side, _, width = x.shape
     rows = _windows(x, patch)
     return rows.reshape(batch, side // patch, side // patch, patch**2 * width)
 
 
 def _offsets(window: int) -> np.ndarray:
-    """i64[tokens, tokens]: the number of the way from one token of a window to another."""
+    """i64[tokens, tokens]: the index of the offset between two tokens of a window."""
     places = np.stack(np.divmod(np.arange(window**2), window))
     down, right = places[:, :, None] - places[:, None] + window - 1
     return down * (2 * window - 1) + right
@@ -209,7 +209,7 @@ def _offsets(window: int) -> np.ndarray:
 def _of_one_place(side: int, window: int, shift: int) -> np.ndarray:
     """bool[windows, 1, tokens, tokens]: which tokens of a shifted window are neighbours.
 
-    What a shift has brought around the edge of the image shares a window with what was there.
+    Tokens that a shift moved around the edge share a window with others, but are not neighbours.
     """
     part = np.digitize(np.arange(side), (side - window, side - shift))
     parts = 3 * part[:, None] + part

@@ -1,4 +1,4 @@
-"""A vision transformer in Flax nnx: GPT's blocks over patches of an image."""
+"""A vision transformer in Flax nnx: GPT's blocks on patches of an image."""
 
 import dataclasses
 from typing import Literal
@@ -13,7 +13,7 @@ from train.models.modules import PathRngs
 
 @dataclasses.dataclass(frozen=True)
 class ViTConfig:
-    """Size of the model and the type that it computes in; the defaults are small ones."""
+    """Size and compute dtype of the model; the defaults are small."""
 
     layers: int = 4
     """Number of transformer blocks."""
@@ -39,15 +39,15 @@ class ViTConfig:
         checks.divisible(self, "width", "heads")
         checks.divisible(self, "size", "patch")
 
-    stacked = None  # as of `DecoderConfig`: no parameter has an axis of layers
+    stacked = None  # as in `DecoderConfig`: no parameter has an axis of layers
 
 
 class ViT(nnx.Module):
-    """Logits of a transformer that sees an image as a row of patches.
+    """A transformer on the patches of an image, which returns logits.
 
-    Dosovitskiy et al., "An Image is Worth 16x16 Words", 2021. Deviation: the class is read from
-    the mean over patches, without a token of its own, as in Beyer et al., "Better plain ViT
-    baselines for ImageNet-1k", 2022.
+    Dosovitskiy et al., "An Image is Worth 16x16 Words", 2021. Deviation: the class comes from the
+    mean over patches, without a class token, as in Beyer et al., "Better plain ViT baselines for
+    ImageNet-1k", 2022.
 
     Call with images f32[batch, size, size, channels]; returns logits f32[batch, classes].
     """
@@ -55,7 +55,8 @@ class ViT(nnx.Module):
     def __init__(self, config: ViTConfig, *, rngs: PathRngs):
         c = self.config = config
         self.time, pixels = (c.size // c.patch) ** 2, c.patch**2 * c.channels
-        # The first layer's features are as large as its inputs, of size one, and not 0.02 of them.
+        # Default initializer: the first layer's features have the scale of its inputs, one, not
+        # 0.02.
         self.embed = nnx.Linear(pixels, c.width, dtype=c.dtype, rngs=rngs.at("embed"))
         self.position = nnx.Param(INIT(rngs.params(), (self.time, c.width)))
         self.names = tuple(f"block_{index}" for index in range(c.layers))

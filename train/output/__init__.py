@@ -1,1 +1,1 @@
-"""What a run says: rows, figures and reports."""
+"""The output of a run: rows, figures and reports."""

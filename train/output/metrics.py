@@ -1,4 +1,4 @@
-"""What a run leaves behind: its record, and one row of metrics every few steps."""
+"""The files of a run: its record, and one row of metrics every few steps."""
 
 import importlib.metadata
 import json
@@ -17,22 +17,22 @@ _SUMMED = ("sent_bytes", "step_seconds")
 _DRAWN = ("loss", "val_loss", "val_accuracy", "learning_rate")
 
 Row = Mapping[str, Any]
-"""`step` and what was measured there: numbers, by name."""
+"""`step` and the numbers measured there, by name."""
 
 
 def append(path: pathlib.Path, row: Row, require: Callable[[], None] = lambda: None) -> None:
     """Appends a row to a JSON Lines file, in one write.
 
-    Numbers that are not finite become null: JSON has no other word for them.
+    Numbers that are not finite become null, as JSON cannot express them.
 
     Args:
-      path: The file; made if it is not there.
+      path: The file; created if necessary.
       row: Numbers (Python's, NumPy's or JAX's scalars) and strings by name.
-      require: Raises an error if this process must not write there any more.
+      require: Raises an error if this process may no longer write there.
     """
     line = json.dumps({name: plain(value) for name, value in row.items()}, allow_nan=False)
     with path.open("a", encoding="utf-8") as file:
-        # Only now: who takes over puts another file here, and this one is then nobody's.
+        # Only now: a run that takes over replaces the file, and this one is then orphaned.
         require()
         file.write(line + "\n")
 
@@ -40,10 +40,10 @@ def append(path: pathlib.Path, row: Row, require: Callable[[], None] = lambda: N
 def read(path: pathlib.Path) -> list[dict[str, Any]]:
     """Reads the rows of a JSON Lines file; null is None.
 
-    A last line without its newline was cut off by a crash, and is left out.
+    A last line without its newline was cut off by a crash, and is ignored.
 
     Raises:
-      ValueError: If there is no such file, or another line is no row: JSON with `step`.
+      ValueError: If there is no such file, or another line is not a row: JSON with `step`.
     """
     if not path.is_file():
         raise ValueError(f"{str(path)!r} does not exist; train the run first.")
@@ -59,7 +59,7 @@ def read(path: pathlib.Path) -> list[dict[str, Any]]:
 
 
 def _row(line: str) -> dict[str, Any]:
-    """A row with a step; what programs here draw and sum up is numbers, or null if not finite."""
+    """A row with a step; values that are plotted or summed are numbers, or null if not finite."""
     row = checks.json_value(line)
     if not isinstance(row, dict):
         raise ValueError("no object")
@@ -78,7 +78,7 @@ def keep_until(path: pathlib.Path, step: int) -> None:
     """Drops the rows after a step, atomically, so that a resumed run repeats none.
 
     Args:
-      path: The JSON Lines file; nothing happens if it is not there.
+      path: The JSON Lines file; may be missing.
       step: The last step to keep, that of the restored checkpoint; -1 keeps none.
     """
     if path.is_file():
@@ -89,7 +89,7 @@ def keep_until(path: pathlib.Path, step: int) -> None:
 def write_text(path: pathlib.Path, text: str) -> None:
     """Replaces a file's text atomically: a crash leaves the old file or the new one."""
     part = path.with_name(path.name + ".part")
-    part.unlink(missing_ok=True)  # of a crash, or a link that somebody has put there
+    part.unlink(missing_ok=True)  # from a crash, or a link that somebody has made
     with part.open("x", encoding="utf-8") as file:
         file.write(text)
         file.flush()
@@ -98,12 +98,12 @@ def write_text(path: pathlib.Path, text: str) -> None:
 
 
 def run_record(config_json: str, data: Row, plan: Any) -> str:
-    """Writes down what a run depends on, as JSON text.
+    """Makes the record of a run as JSON text.
 
     Args:
-      config_json: The resolved configuration, of `as_json.to_json`.
+      config_json: The resolved configuration, from `as_json.to_json`.
       data: The record of the corpus.
-      plan: What travels compressed and what exact; plain values.
+      plan: What is sent compressed and what in float32; plain values.
 
     Returns:
       JSON with keys config, versions, hardware, data and plan.
@@ -121,7 +121,7 @@ def run_record(config_json: str, data: Row, plan: Any) -> str:
 
 
 def hardware_name() -> str:
-    """Names what computes: the processor and its cores, or the accelerators."""
+    """The name of the hardware: the processor and its cores, or the accelerators."""
     devices = jax.devices()
     if devices[0].platform != "cpu":
         return f"{len(devices)} x {devices[0].device_kind}"
@@ -135,6 +135,6 @@ def hardware_name() -> str:
 
 
 def plain(value: Any) -> Any:
-    """A scalar of NumPy or JAX as Python's; None if it is not finite."""
+    """A NumPy or JAX scalar as a Python number; None if it is not finite."""
     value = value.item() if hasattr(value, "item") else value
     return None if isinstance(value, float) and not math.isfinite(value) else value

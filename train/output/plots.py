@@ -1,4 +1,4 @@
-"""The picture of a run: losses against steps and bytes, and its learning rate; the style of all."""
+"""Plots of runs: losses against steps and bytes, and the learning rate; the common style."""
 
 import pathlib
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ from matplotlib.ticker import (
 
 Rows = Sequence[Mapping[str, Any]]
 
-# Grey for the baseline, then Okabe and Ito's colours, which the colour-blind tell apart.
+# Grey for the baseline, then Okabe and Ito's colours, which colour-blind people can tell apart.
 COLORS = tuple("#999999 #0072B2 #D55E00 #009E73 #CC79A7 #E69F00 #56B4E9 #000000".split())
 _MARKERS = "osD^vP*X"
 
@@ -38,15 +38,15 @@ STYLE = {
     "lines.linewidth": 2.0,
     "savefig.dpi": 100,
 }
-"""For `plt.rcParams.update` in notebooks: pictures are readable at a width of 700 pixels."""
+"""For `plt.rcParams.update` in notebooks: plots are readable at a width of 700 pixels."""
 
 
 def loss_figure(runs: Mapping[str, Rows], path: pathlib.Path) -> None:
-    """Writes the picture of `drawn`.
+    """Writes the plot of `drawn`.
 
     Args:
-      runs: As of `drawn`.
-      path: The picture; its suffix says the format, as `.png` or `.svg`.
+      runs: As for `drawn`.
+      path: The file; its suffix gives the format, such as `.png` or `.svg`.
 
     Raises:
       ValueError: If a run has no row with a `val_loss`.
@@ -55,16 +55,15 @@ def loss_figure(runs: Mapping[str, Rows], path: pathlib.Path) -> None:
 
 
 def drawn(runs: Mapping[str, Rows]) -> Figure:
-    """Draws runs: losses against steps and against bytes, side by side, and the learning rate.
+    """Plots runs: losses against steps and against bytes, side by side, and the learning rate.
 
-    Validation losses are thick; training losses, each the mean since the row before, are thin
-    behind them. A dotted line runs through the last loss of the first run, so that the others are
-    read against it at equal bytes too. Each curve has its name and last loss at its end.
+    Validation losses are thick lines; training losses, each the mean since the previous row, are
+    thin. A dotted line marks the last loss of the first run, to compare others with it at equal
+    bytes too. Each curve has its name and last loss at its end.
 
     Args:
-      runs: Rows of metrics by label, the baseline first. Rows with a `val_loss` are drawn; they
-        need `step` and `sent_bytes`. `loss` and `learning_rate` are drawn of the rows that have
-        them.
+      runs: Rows of metrics by label, the baseline first. Rows with a `val_loss` also need `step`
+        and `sent_bytes`. `loss` and `learning_rate` are plotted from the rows that have them.
 
     Raises:
       ValueError: If a run has no row with a `val_loss`.
@@ -81,16 +80,16 @@ def drawn(runs: Mapping[str, Rows]) -> Figure:
             "color": COLORS[(index + alone) % len(COLORS)],
             "marker": _MARKERS[index % len(_MARKERS)],
             "linestyle": ("-", "--", "-.")[index // len(COLORS) % 3],
-            # The baseline shows below a curve that covers it.
+            # A thick baseline shows below a curve that covers it.
             "linewidth": 1.6 if index or alone else 4.0,
         }
         _thin(by_step, runs[label], "step", "loss", style["color"])
         _thin(by_bytes, runs[label], "sent_bytes", "loss", style["color"])
         _thin(rate, runs[label], "step", "learning_rate", style["color"])
-        short = label if len(label) <= 24 else f"...{label[-21:]}"  # a path: its end tells more
+        short = label if len(label) <= 24 else f"...{label[-21:]}"  # the end of a path says more
         name = f"{losses[-1]:.3f}" if alone else f"{short}\n{losses[-1]:.3f}"
         _draw(by_step, steps, losses, style, name)
-        # Nothing was sent at step 0: a logarithmic axis has no place for it.
+        # Nothing was sent at step 0, and a logarithmic axis has no zero.
         _draw(by_bytes, sent[sent > 0], losses[sent > 0], style, name)
     baseline = next(iter(curves.values()))[2][-1]
     for axes in (by_step, by_bytes):
@@ -111,7 +110,7 @@ def drawn(runs: Mapping[str, Rows]) -> Figure:
 
 
 def _finding(curves: Mapping[str, tuple[np.ndarray, np.ndarray, np.ndarray]]) -> str:
-    """What the picture shows, in a line."""
+    """The title: what the plot shows."""
     (first, (steps, sent, losses)), *others = curves.items()
     if not others:
         sent_text = f", {EngFormatter('B', places=0)(sent[-1])} sent" if sent[-1] else ""
@@ -125,12 +124,12 @@ def _finding(curves: Mapping[str, tuple[np.ndarray, np.ndarray, np.ndarray]]) ->
 
 
 def label_log(axes: Axes, which: str, values: np.ndarray, formatter: Formatter) -> None:
-    """Makes an axis logarithmic, with tick labels whatever it covers: decades, or a part of one.
+    """Makes an axis logarithmic, with tick labels for any range: decades, or a part of one.
 
     Args:
-      axes: Whose axis it is.
+      axes: The axes.
       which: `x` or `y`.
-      values: What is drawn along it; those that are not above zero have no place.
+      values: The values along it; those that are not positive are ignored.
       formatter: Formatter of the labels.
     """
     axis = {"x": axes.xaxis, "y": axes.yaxis}[which]
@@ -146,7 +145,7 @@ def label_log(axes: Axes, which: str, values: np.ndarray, formatter: Formatter) 
 
 
 def _thin(axes: Axes, rows: Rows, x: str, y: str, color: str) -> None:
-    """Draws a column of the rows that have it."""
+    """Plots a column from the rows that have it."""
     points = [(row[x], row[y]) for row in rows if row.get(y) is not None and x in row]
     if x == "sent_bytes":
         points = [point for point in points if point[0] > 0]  # as for validation losses
@@ -170,16 +169,16 @@ def _draw(axes: Axes, x: np.ndarray, y: np.ndarray, style: dict[str, Any], label
 
 
 def label_ends(axes: Axes) -> None:
-    """Writes each line's label behind its last point, in a darker tone of it, none over another.
+    """Writes each line's label after its last point, in a darker tone, without overlaps.
 
     Call it when all lines are drawn and scales and limits are set. Lines without a label, or
     without a finite point, get none.
 
     Args:
-      axes: Whose lines are labelled.
+      axes: The axes with the lines.
     """
     figure = axes.figure
-    figure.draw_without_rendering()  # else limits are made when the picture is drawn
+    figure.draw_without_rendering()  # otherwise limits are set only on drawing
     size, placed = axes.xaxis.label.get_size(), []
     ends = []
     for line in axes.get_lines():
@@ -188,7 +187,7 @@ def label_ends(axes: Axes) -> None:
         if not line.get_label().startswith("_") and len(points):
             ends.append((*axes.transAxes.inverted().transform(points[-1])[::-1], line))
     for y, x, line in sorted(ends, key=lambda end: end[0]):
-        dark = np.array(to_rgb(line.get_color())) * 0.75  # light ones are hard to read
+        dark = np.array(to_rgb(line.get_color())) * 0.75  # light colours are hard to read
         text = axes.text(x + 0.02, y, line.get_label(), size=size, color=dark, va="center")
         text.set(transform=axes.transAxes, path_effects=[withStroke(linewidth=4, foreground="w")])
         box = text.get_window_extent()

@@ -1,4 +1,4 @@
-"""How far a run is: a bar on a terminal, lines elsewhere, of which the launcher makes a bar."""
+"""Progress of a run: a bar on a terminal, lines elsewhere, which the launcher shows as a bar."""
 
 import contextlib
 import re
@@ -13,19 +13,19 @@ from train.output.metrics import Row
 from train.output.units import size
 from train.processes.exits import say
 
-# Without tqdm's own rate, of which compilation, evaluations and saves are a part.
+# Without tqdm's own rate, which includes compilation, evaluations and saves.
 _BAR = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
 _EVERY = 10.0  # seconds between lines
 
 
 class Line(NamedTuple):
-    """A line of progress, as it is printed where there is no terminal."""
+    """A line of progress, printed if there is no terminal."""
 
     name: str  # of the run
     step: int
     steps: int  # of the whole run
-    rates: str  # loss, seconds of a step, bytes a second
-    left: str  # time, as 01:29
+    rates: str  # loss, seconds per step, bytes per second
+    left: str  # time, such as 01:29
 
     def __str__(self) -> str:
         return f"{self.name}: step {self.step}/{self.steps}, {self.rates}, {self.left} left"
@@ -43,11 +43,11 @@ def progress(name: str, first: Row, steps: int) -> Iterator[Callable[[Row], None
 
     Args:
       name: Name of the run.
-      first: `step` and `sent_bytes` of what was done before, by the run that this one resumes.
+      first: `step` and `sent_bytes` before this start, if it resumes a run.
       steps: Steps of the whole run.
 
     Yields:
-      `show(row)`, of rows with `step`, `loss`, `step_seconds` and `sent_bytes`.
+      `show(row)`, for rows with `step`, `loss`, `step_seconds` and `sent_bytes`.
     """
     rates = _rates(first)
     if sys.stderr.isatty():
@@ -63,21 +63,21 @@ def progress(name: str, first: Row, steps: int) -> Iterator[Callable[[Row], None
 
 
 def bar(name: str, first: int, steps: int, of_lines: bool = False) -> tqdm.tqdm:
-    """Makes the bar of a run on stderr; one of lines, which say what is left, does not."""
+    """Makes the bar of a run on stderr; with `of_lines`, the lines give the time left."""
     form = _BAR.replace("<{remaining}", "") if of_lines else _BAR
     return tqdm.tqdm(total=steps, initial=first, desc=name, bar_format=form)
 
 
 @contextlib.contextmanager
 def counted(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Shows on stderr how much of something long is done: a bar, or a line every 10 seconds.
+    """Shows the progress of a long task on stderr: a bar, or a line every 10 seconds.
 
     Args:
-      what: Is done, in words.
-      total: Of what it counts; what takes less than a second shows nothing.
+      what: Description of the task.
+      total: Amount of work; a task of less than a second shows nothing.
 
     Yields:
-      `show(more)`, as much more of the total.
+      `show(more)`, for this much more of the total.
     """
     if sys.stderr.isatty():
         with tqdm.tqdm(total=total, desc=what, unit="", unit_scale=True, delay=1.0) as made:
@@ -96,7 +96,7 @@ def counted(what: str, total: int) -> Iterator[Callable[[int], None]]:
 
 
 def _rates(first: Row) -> Callable[[Row], str]:
-    """Makes the text of a row: loss, seconds of a step, bytes that a replica sends in a second."""
+    """Makes the text of a row: loss, seconds per step, bytes that a replica sends per second."""
     before = first
 
     def text(row: Row) -> str:
@@ -119,7 +119,7 @@ def _lines(name: str, first: int, steps: int, rates: Callable[[Row], str]) -> Ca
         if now - shown < _EVERY and step < steps:
             return
         shown = now
-        # Evaluations and saves come again: they are a part of what is left.
+        # Evaluations and saves recur, so they are part of the time left.
         left = tqdm.tqdm.format_interval((now - start) / max(1, step - first) * (steps - step))
         say(str(Line(name, step, steps, text, left)))
 

@@ -1,4 +1,4 @@
-"""What `--report` prints of a run: bytes, rounds and memory, from compiled programs."""
+"""The text of `--report`: bytes, rounds and memory of a run, from compiled programs."""
 
 import itertools
 from typing import Any
@@ -11,22 +11,22 @@ from train.config.run import AXIS_NAME
 from train.output import metrics
 from train.task import Task, num_parameters
 
-# Share of dense bytes in a run of 1-bit Adam that is dense for 15% of its steps, as its authors'
-# runs of BERT; then a bit each and a float32 scale for 1,024.
+# Share of dense bytes in a run of 1-bit Adam that is dense for 15% of its steps, as in its authors'
+# BERT runs; then 1 bit per parameter and a float32 scale for each 1,024.
 ONE_BIT_ADAM = 0.15 + 0.85 * (1 + 32 / 1024) / 32
-# Codes of fewer bits than these are sparse, or of 1 or 2 bits.
+# Codes with fewer bits are sparse, or have 1 or 2 bits.
 _COARSE_BITS = 3
 
 
 def text(task: Task) -> str:
-    """What one step of the run sends, as text: from the compiled program, nothing is run."""
+    """The bytes that one step of the run sends, as text; read from the program, nothing runs."""
     numel, slow = num_parameters(task), task.mesh.shape[AXIS_NAME]
     fast, dense, plain = task.mesh.size // slow, dense_bytes(task), task.placement.dense[1]
     exact = jaxcomp.report.exact_leaves(task.like["params"], task.like["state"])
     lines = [
         jaxcomp.report.table(task.programs, task.mesh),
         f"{numel:,} parameters on {task.mesh.size} replicas; one replica sends "
-        f"{task.sent_bytes:,.0f} bytes a step{' in the mean' if task.rounds else ''}"
+        f"{task.sent_bytes:,.0f} bytes a step{' on average' if task.rounds else ''}"
         f"{f' across the slow axis of {slow} x {fast} replicas' if fast > 1 else ''},",
         *([f"through the link of {fast} go {fast * task.sent_bytes:,.0f},"] if fast > 1 else []),
         f"{dense / task.sent_bytes:.1f}x fewer than a float32 {plain}, "
@@ -42,11 +42,11 @@ def text(task: Task) -> str:
 
 
 def notes(task: Task) -> list[str]:
-    """Warns of few bits in front of an optimizer that divides by the root of a second moment.
+    """Warns about few bits before an optimizer that divides by the root of a second moment.
 
-    Sparse and 1-bit means of gradients arrive in bursts, also with error feedback, and bursts
-    inflate a second moment. Read from what the step sends, and from the state: a mean behind the
-    optimizer gets no note, nor does a method that takes care of its own second moment.
+    Sparse and 1-bit means of gradients arrive in bursts, even with error feedback, and bursts
+    inflate a second moment. It looks at what the step sends, and at the state: there is no note for
+    a mean after the optimizer, or for a method with its own second moment.
     """
     if not task.sent_bytes or not _has_mean_before_second_moment(task.like["state"]):
         return []
@@ -54,15 +54,15 @@ def notes(task: Task) -> list[str]:
     if bits >= _COARSE_BITS:
         return []
     return [
-        f"note: compressed_mean of {bits:.2g} bits per parameter and direction in front of an "
-        "optimizer with a second moment trains badly: what arrives in bursts inflates what it "
-        "divides by. Write quantize(4) or quantize(8); or sgd(learning_rate, momentum=0.9) behind "
+        f"note: compressed_mean at {bits:.2g} bits per parameter and direction before an "
+        "optimizer with a second moment trains badly: updates in bursts inflate that moment. "
+        "Write quantize(4) or quantize(8); or sgd(learning_rate, momentum=0.9) after "
         "this compressor; or use a method made for so few bits."
     ]
 
 
 def _has_mean_before_second_moment(state: Any) -> bool:
-    # The states of a chain lie in the order in which its parts run.
+    # The states of a chain are in the order in which its parts run.
     is_mean = lambda node: isinstance(node, jaxcomp.CompressedMeanState)
     nodes = jax.tree.leaves(state, is_leaf=lambda node: is_mean(node) or hasattr(node, "nu"))
     behind = itertools.dropwhile(lambda node: not is_mean(node), nodes)
@@ -77,7 +77,7 @@ def dense_bytes(task: Task) -> float:
 
 
 def _memory(task: Task) -> list[str]:
-    """What a device holds, as XLA plans it."""
+    """The memory of a device, according to XLA."""
     plans = [program.memory_analysis() for program in task.programs]
     if None in plans:
         return []
@@ -90,14 +90,14 @@ def _memory(task: Task) -> list[str]:
 
 
 def _rounds(task: Task, dense: float) -> list[str]:
-    """What a run whose steps differ sends, part by part; `dense` bytes a step without codes."""
+    """The bytes of a run whose steps differ, by part; `dense` are bytes per step without codes."""
     steps = task.config.steps
     parts = [
         f"{part} {count:,} times ({task.sent.get(part, 0.0):,.0f} bytes)"
         for part, count in task.rounds.items()
         if part != "all"
     ]
-    if not parts or not dense:  # one replica counts rounds, and sends nothing in them
+    if not parts or not dense:  # one replica counts rounds but sends nothing
         return []
     return [
         f"of {steps:,} steps {task.rounds['all']:,} send anything: {', '.join(parts)};",
@@ -108,7 +108,7 @@ def _rounds(task: Task, dense: float) -> list[str]:
 
 
 def record(task: Task) -> str:
-    """What a run is, as JSON: its config, its data, and what it sends."""
+    """The record of a run as JSON: its config, its data, and what it sends."""
     facts = {
         "parameters": num_parameters(task),
         "replicas": task.mesh.size,

@@ -1,4 +1,4 @@
-"""All that a run says of itself: its report, its rows and its progress. Only process 0 says it."""
+"""The outputs of a run: its report, its rows and its progress. Only process 0 writes them."""
 
 import contextlib
 import json
@@ -14,17 +14,17 @@ from train.task import Task
 
 
 def opened(stack: contextlib.ExitStack, task: Task, claim: Claim, folder: Path, done: Progress):
-    """Opens what a run says of itself, until the end of a stack.
+    """Opens the outputs of a run, until the end of a stack.
 
     Args:
-      stack: Closes it all.
+      stack: Closes them.
       task: The run.
-      claim: To its folder.
-      folder: The run's.
-      done: Where it goes on; rows of later steps are dropped.
+      claim: Claim to its folder.
+      folder: The run's folder.
+      done: Where the run resumes; rows of later steps are dropped.
 
     Returns:
-      Two functions of a row: one keeps it, the other shows it as progress.
+      Two functions of a row: one records it, the other shows it as progress.
     """
     if not agree.is_first():
         return lambda row: None, lambda row: None

@@ -1,4 +1,4 @@
-"""What the program says at the end of a run: time, bytes, losses, and where all of it lies."""
+"""The summary at the end of a run: time, bytes, losses, and the paths of its files."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -15,14 +15,14 @@ Rows = Sequence[Mapping[str, Any]]
 
 
 def text(config: Config, rows: Rows) -> str:
-    """Sums up a run from what it has left in its folder; parts before a resume count, too.
+    """Sums up a run from the files in its folder; includes parts before a resume.
 
     Args:
       config: The run.
-      rows: Its metrics, as `train.loop.run` returns them, an evaluated one among them.
+      rows: Its metrics, from `train.loop.run`; at least one row is evaluated.
 
     Returns:
-      Lines: the last loss, then what it took, and last the picture's path.
+      Lines: the last loss, then time and bytes, and last the path of the plot.
     """
     folder, unit = Path(config.runs_dir, config.name), OBJECTIVES[config.objective].unit
     unit = "token" if getattr(config.data, "tokenizer", None) else unit

@@ -1,4 +1,4 @@
-"""Rows of metrics for other programs: TensorBoard, and Weights & Biases."""
+"""Rows of metrics for TensorBoard, and for Weights & Biases."""
 
 import contextlib
 import importlib.util
@@ -44,13 +44,13 @@ def tensorboard(folder: pathlib.Path, step: int) -> Iterator[Callable[[metrics.R
 def wandb(
     folder: pathlib.Path, config: dict[str, Any], step: int
 ) -> Iterator[Callable[[metrics.Row], None]]:
-    """Opens a run of Weights & Biases, of the project and in the mode that its variables say.
+    """Opens a run of Weights & Biases; its environment variables give the project and the mode.
 
     Args:
-      folder: Folder of the run: where it writes, its name in the project, and where its identity
-        is kept for a resume.
-      config: What it shows as the run's settings.
-      step: Steps that were done before; 0 begins a new run there, too.
+      folder: Folder of the run: it gives the name in the project, and keeps the files and the run's
+        identity for a resume.
+      config: Settings to show.
+      step: Steps before this start; 0 begins a new run.
 
     Yields:
       A function that logs the numbers of a row at its step.
@@ -82,6 +82,6 @@ def wandb(
 
 
 def _numbers(row: metrics.Row) -> dict[str, int | float]:
-    """The finite numbers of a row, but for its step."""
+    """The finite numbers of a row, without its step."""
     values = {name: metrics.plain(value) for name, value in row.items() if name != "step"}
     return {name: value for name, value in values.items() if isinstance(value, int | float)}

@@ -1,8 +1,8 @@
-"""Bytes and seconds as people write them."""
+"""Bytes and seconds in readable units."""
 
 
 def size(count: float) -> str:
-    """Bytes in the unit that fits, with three digits: `1.24 MB`."""
+    """Bytes in a suitable unit, with three digits: `1.24 MB`."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 999.5:
             return f"{count:.3g} {unit}"
@@ -11,7 +11,7 @@ def size(count: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds in the units that fit: `0.5 s`, `3 min 20 s`, `2 h 5 min`."""
+    """Seconds in suitable units: `0.5 s`, `3 min 20 s`, `2 h 5 min`."""
     if seconds < 59.95:
         return f"{seconds:.3g} s"
     minutes, rest = divmod(round(seconds), 60)

@@ -1,1 +1,1 @@
-"""How a run's parameters lie on its devices: on every replica, or in shards."""
+"""Where a run's parameters are: on every replica, or sharded."""

@@ -1,4 +1,4 @@
-"""Runs whose replicas are hosts: each parameter lies in shards over the host's devices."""
+"""Runs whose replicas are hosts: each parameter is sharded over the host's devices."""
 
 import functools
 from collections.abc import Callable
@@ -20,10 +20,10 @@ from train.processes.devices import FAST_AXIS
 
 
 def resolve(config: Config) -> Placement:
-    """Evaluates what `optimizer.update` describes.
+    """Evaluates `optimizer.update`.
 
     Raises:
-      ValueError: If it is no transformation, or the model has no rules for its shards.
+      ValueError: If it is not a transformation, or the model has no sharding rules.
     """
     if not isinstance(config.model, DecoderConfig):
         raise ValueError(
@@ -37,10 +37,10 @@ def resolve(config: Config) -> Placement:
 
 
 def _with_rows_apart(function: Callable) -> Callable:
-    """Runs blocks with the rows of tokens cut over the devices of the host, as the batch is.
+    """Runs blocks with the rows of tokens cut over the devices of the host, like the batch.
 
-    XLA would else gather the tokens of all devices to parameters that are cut along the same axis,
-    and each device would compute the host's whole batch.
+    Otherwise XLA would gather the tokens of all devices for parameters that are cut along the same
+    axis, and each device would compute the host's whole batch.
     """
     apart = lambda x: jax.lax.with_sharding_constraint(x, P(FAST_AXIS))
     return modules.in_turn(lambda params, x: apart(function(params, apart(x))))
@@ -56,7 +56,7 @@ def _functions(config: Config, tx: optax.GradientTransformation, mesh: Mesh) -> 
         AXIS_NAME,
         param_specs=specs,
         accumulate=config.accumulate,
-        batch_specs=P((AXIS_NAME, FAST_AXIS)),  # XLA gathers parameters, not what they compute
+        batch_specs=P((AXIS_NAME, FAST_AXIS)),  # so that XLA gathers parameters, not activations
     )
 
     def shardings(params: Any) -> tuple[Any, Any]:

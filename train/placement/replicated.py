@@ -22,10 +22,10 @@ from train.processes.devices import fast_axis_of
 
 
 def resolve(config: Config) -> Placement:
-    """Evaluates what `optimizer.update` describes.
+    """Evaluates `optimizer.update`.
 
     Raises:
-      ValueError: If it is no transformation.
+      ValueError: If it is not a transformation.
     """
     alone = update(config)
     tx = jaxcomp.per_replica(_around(config, alone), AXIS_NAME)
@@ -41,11 +41,11 @@ def resolve(config: Config) -> Placement:
 
 
 def counted(config: Config) -> tuple[optax.GradientTransformation, Any]:
-    """What `counts` counts a run's messages by: its transformation, and one number a parameter."""
+    """The transformation and the small parameters with which `counts` counts messages."""
     stacked = re.compile(config.model.stacked or "$^")
 
     def few(key, like):
-        # Layers of one array may be fragments of their own.
+        # Stacked layers may be separate fragments.
         layers = like.shape[:1] if stacked.search(path_of(key)) else ()
         return jnp.zeros((*layers, *[1] * (like.ndim - len(layers))), like.dtype)
 
@@ -54,7 +54,7 @@ def counted(config: Config) -> tuple[optax.GradientTransformation, Any]:
 
 
 def _rounds(config, alone, state):
-    """One number is enough, and faster, where no fragment depends on the tree."""
+    """One scalar is enough, and faster, if no fragment depends on the tree."""
     if "synchronize_0" not in protocol.rounds(state):
         return counts.rounds(alone, config.steps)
     tx, params = counted(config)
@@ -82,7 +82,7 @@ def _of_trainable(config: Config, tx: optax.GradientTransformation) -> optax.Gra
             f"trainable={config.trainable!r} matches no parameter's path; write a part of one, as "
             "--trainable 'lora_[ab]$' with --model.lora 8."
         )
-    # The mean of what stays is never sent: nobody looks at it.
+    # The mean of frozen leaves is unused, so XLA never sends it.
     mean = jaxcomp.compressed_mean(jaxcomp.identity(), AXIS_NAME)
     return optax.partition({True: tx, False: optax.chain(mean, optax.set_to_zero())}, labels)
 

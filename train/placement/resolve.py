@@ -1,4 +1,4 @@
-"""A config becomes a placement: the only place that asks which kind of run it is."""
+"""Turns a config into a placement; the only place that depends on the kind of run."""
 
 from train.config import Config
 from train.placement import on_hosts, replicated, sharded
@@ -9,7 +9,7 @@ def resolve(config: Config) -> Placement:
     """Evaluates the expressions of a config.
 
     Raises:
-      ValueError: If an expression is not what its field needs, or fields exclude each other.
+      ValueError: If an expression does not fit its field, or fields conflict.
     """
     if config.in_shards:
         return on_hosts.resolve(config)

@@ -1,4 +1,4 @@
-"""Runs whose parameters live in shards, gathered layer by layer."""
+"""Runs with sharded parameters, gathered layer by layer."""
 
 import functools
 from typing import Any
@@ -19,15 +19,15 @@ from train.processes.devices import fast_axis_of
 
 
 def resolve(config: Config) -> Placement:
-    """Evaluates what `qsdp` and `optimizer.update` describe.
+    """Evaluates `qsdp` and `optimizer.update`.
 
     Raises:
-      ValueError: As `qsdp_of`, or if the update is no transformation.
+      ValueError: As `qsdp_of`, or if the update is not a transformation.
     """
     fsdp, tx = qsdp_of(config), update(config)
     return Placement(
         update=tx,
-        tx=tx,  # of shards an optimizer sees entries, not layers
+        tx=tx,  # an optimizer of shards sees entries, not layers
         functions=functools.partial(_functions, config, fsdp, tx),
         rounds=functools.partial(_rounds, config.steps, fsdp),
         spread=None,
@@ -37,10 +37,10 @@ def resolve(config: Config) -> Placement:
 
 
 def qsdp_of(config: Config) -> jaxcomp.QSDP:
-    """Makes what `config.qsdp` describes.
+    """Evaluates `config.qsdp`.
 
     Raises:
-      ValueError: If it is no call of `qsdp`, or excludes another field of the config.
+      ValueError: If it is not a call of `qsdp`, or conflicts with another field of the config.
     """
     if config.overlap:
         raise ValueError(
@@ -49,12 +49,12 @@ def qsdp_of(config: Config) -> jaxcomp.QSDP:
         )
     if config.trainable is not None:
         raise ValueError(
-            f"trainable={config.trainable!r} excludes qsdp={config.qsdp!r}, by which gradients of "
-            "all shards are sent; write --qsdp None."
+            f"trainable={config.trainable!r} excludes qsdp={config.qsdp!r}, which sends all "
+            "gradients; write --qsdp None."
         )
     if not isinstance(config.model, DecoderConfig):
         raise ValueError(
-            f"qsdp={config.qsdp!r} needs a model whose blocks can gather for themselves: write "
+            f"qsdp={config.qsdp!r} needs a model whose blocks can gather their weights: write "
             f"model=DecoderConfig(...), not {config.model}."
         )
     fast_axis = fast_axis_of(config)
@@ -73,7 +73,7 @@ def qsdp_of(config: Config) -> jaxcomp.QSDP:
 
 
 def shapes(params: Any, num_shards: int) -> Any:
-    """Shapes and dtypes of parameters in so many shards, from those of whole ones."""
+    """Shapes and dtypes of sharded parameters, from those of whole ones."""
     mesh = AbstractMesh((num_shards,), (AXIS_NAME,), (AxisType.Auto,))
     cut = lambda params: jaxcomp.qsdp(AXIS_NAME).shard(params, mesh, _stacked)
     return jax.eval_shape(cut, params)
@@ -81,7 +81,7 @@ def shapes(params: Any, num_shards: int) -> Any:
 
 @jax.jit
 def joined(shards: Any) -> Any:
-    """Whole parameters, of shards that each device holds all of."""
+    """Whole parameters, from shards that every device holds."""
     return map_shards(lambda shard: natural(shard.data, shard.shape), shards)
 
 
@@ -110,7 +110,7 @@ def _functions(
     return Functions(
         init=init,
         step=made.step,
-        mean=lambda shards, state: shards,  # no replica goes a way of its own
+        mean=lambda shards, state: shards,  # replicas have no parameters of their own
         whole=jax.jit(lambda shards: fsdp.unshard(shards, mesh)),
         shardings=lambda params: jax.jit(init).lower(params).compile().output_shardings,
     )

@@ -1,1 +1,1 @@
-"""What a run will send, and which method is predicted to be the fastest."""
+"""Predicts what a run will send, and which method is fastest."""

@@ -1,4 +1,4 @@
-"""The command line's options of `--plan`."""
+"""The command-line options of `--plan`."""
 
 import argparse
 import contextlib
@@ -9,28 +9,28 @@ from collections.abc import Sequence
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Figures that a plan is made from; `measure` is for those that are None."""
+    """The numbers that a plan needs; with `measure`, those that are None are measured."""
 
     measure: bool = False
     link_rate: float | None = None
-    """bit/s of a replica's link, each direction."""
+    """Rate in bit/s of a replica's link, in each direction."""
     link_latency: float | None = None
-    """Seconds from one replica to another."""
+    """Latency in seconds from one replica to another."""
     compute_seconds: float | None = None
-    """Of a step without any exchange."""
+    """Seconds of a step without any exchange."""
     codec_rate: float | None = None
-    """Bytes of float32 parameters that are encoded and decoded in a second."""
+    """Bytes of float32 parameters that are encoded and decoded per second."""
 
 
 def parse(args: Sequence[str]) -> tuple[Options | None, list[str]]:
     """Takes the options of a plan out of a command line.
 
     Returns:
-      The options, None without `--plan`, and what is left.
+      The options, or None without `--plan`; and the remaining arguments.
 
     Raises:
-      SystemExit: With the usage on stderr, if a value is no positive number.
-      ValueError: If there are options of a plan, but no `--plan`.
+      SystemExit: With the usage on stderr, if a value is not a positive number.
+      ValueError: If there are options of a plan without `--plan`.
     """
     parser = argparse.ArgumentParser(
         prog="python -m train CONFIG.py", add_help=False, allow_abbrev=False
@@ -50,7 +50,7 @@ def parse(args: Sequence[str]) -> tuple[Options | None, list[str]]:
             raise ValueError(f"--{given.replace('_', '-')} is for a plan; write --plan as well.")
         return None, rest
     if "--report" in rest:
-        raise ValueError("--plan and --report say different things; write one of them.")
+        raise ValueError("--plan and --report cannot be combined; write one of them.")
     return Options(**values), rest
 
 
@@ -58,4 +58,4 @@ def _positive(text: str) -> float:
     with contextlib.suppress(ValueError):
         if 0 < (value := float(text)) < math.inf:
             return value
-    raise argparse.ArgumentTypeError(f"{text!r} must be a positive number, as 500e6")
+    raise argparse.ArgumentTypeError(f"{text!r} must be a positive number, like 500e6")

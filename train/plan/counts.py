@@ -1,4 +1,4 @@
-"""What a run will send, before it starts: how often each part comes, and the sum of bytes."""
+"""Predicts what a run will send: how often each part, and the sum of bytes."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -17,20 +17,20 @@ from train.config.run import AXIS_NAME
 
 
 def rounds(tx: optax.GradientTransformation, steps: int, params: Any = None) -> dict[str, int]:
-    """Counts how often a run will send each part, by taking its steps on few numbers.
+    """Counts how often a run will send each part, by running its steps on a few numbers.
 
-    What a method decides by its gradients, as the end of a warm-up that it finds by itself, is
-    decided by gradients of zero here.
+    Gradients are zero here. That decides anything that depends on them, such as the end of a
+    warm-up that a method finds itself.
 
     Args:
       tx: The run's `train.config.update`.
       steps: Steps of the run.
-      params: The tree that it sees; by default one number, which is enough for methods whose parts
-        are the same for each tree. Fragments are not.
+      params: The tree that it sees; by default a single scalar, which is enough for methods whose
+        parts do not depend on the tree. Fragments do.
 
     Returns:
-      The counts by part, and by "all" those of steps that send anything; {} for a method that
-      sends everything in every step.
+      The count of each part, and under "all" the number of steps that send anything; {} for a
+      method that sends everything in every step.
     """
     return {part: int(sent.sum()) for part, sent in parts_of_steps(tx, steps, params).items()}
 
@@ -38,7 +38,7 @@ def rounds(tx: optax.GradientTransformation, steps: int, params: Any = None) -> 
 def kinds_of_steps(
     tx: optax.GradientTransformation, steps: int, params: Any = None
 ) -> dict[int | None, float]:
-    """Tells steps that send different parts apart, as `rounds` counts them.
+    """Groups steps by the parts that they send, as `rounds` counts them.
 
     Args:
       tx: As for `rounds`.
@@ -46,8 +46,8 @@ def kinds_of_steps(
       params: As for `rounds`.
 
     Returns:
-      By the number of the first step of each kind, the share of steps that are like it; {None: 1}
-      for a method that sends everything in every step.
+      The share of steps of each kind, by the number of its first step; {None: 1} for a method that
+      sends everything in every step.
     """
     sent = parts_of_steps(tx, steps, params)
     if not sent:
@@ -60,7 +60,7 @@ def kinds_of_steps(
 def parts_of_steps(
     tx: optax.GradientTransformation, steps: int, params: Any = None
 ) -> dict[str, np.ndarray]:
-    """i32[steps] by part: 1 where a step sends it; as `rounds` counts them."""
+    """i32[steps] for each part: 1 if the step sends it, as `rounds` counts."""
     params = {"number": jnp.zeros(1)} if params is None else params
     mesh = Mesh(np.array(jax.local_devices()[:1]), (AXIS_NAME,))
     tx = jaxcomp.per_replica(tx, AXIS_NAME)
@@ -85,9 +85,9 @@ def total_bytes(sent: Mapping[str, float], counts: Mapping[str, int], steps: int
     """Sums what one replica sends.
 
     Args:
-      sent: Bytes of each part; that of "" is sent in every step.
+      sent: Bytes of each part; the part "" is sent in every step.
       counts: How often each part is sent.
-      steps: How many steps there are.
+      steps: Number of steps.
 
     Returns:
       The bytes.

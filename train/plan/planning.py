@@ -1,4 +1,4 @@
-"""`python -m train CONFIG --plan`: which method to train a run with on a network, or none."""
+"""`python -m train CONFIG --plan`: recommends a method for a run on a network, or none."""
 
 import dataclasses
 import functools
@@ -21,7 +21,7 @@ DENSE = "dense float32"
 _MEAN = "chain(compressed_mean({}, axis_name), {})"
 _ADAM, _SGD = "adam(learning_rate)", "sgd(learning_rate, momentum=0.9)"
 METHODS = {
-    # name: optimizer.update of a config, and what it changes of dense Adam; the least first
+    # name: optimizer.update of a config, and its change to dense Adam; smallest change first
     DENSE: (_MEAN.format("identity()", _ADAM), ""),
     "dense bfloat16": (_MEAN.format("cast('bfloat16')", _ADAM), "rounds gradients"),
     "8 bits": (_MEAN.format("quantize(8)", _ADAM), "rounds gradients"),
@@ -38,14 +38,14 @@ METHODS = {
         "zero_one_adam(learning_rate, axis_name, "
         "sync_at=schedules.halving(learning_rate, steps, after=warmup_steps), "
         "variance_at=schedules.growing(until=warmup_steps))",
-        "steps of their own, variance seldom learned",
+        "local steps, variance rarely learned",
     ),
     "1 bit, momentum SGD": (_MEAN.format("sign(block=128)", _SGD), "no Adam"),
     "CocktailSGD": (f"cocktail_sgd({_ADAM}, axis_name)", "local moments, a step late"),
     "PowerSGD, momentum SGD": (f"chain(power_sgd(4, axis_name), {_SGD})", "no Adam, rank 4"),
     "DiLoCo, 4 bits": (
         f"diloco({_ADAM}, axis_name, every=16, code=quantize(4))",
-        "16 local steps, then a step of all",
+        "16 local steps, then an outer step",
     ),
     "SparseLoCo": (
         f"sparse_loco({_ADAM}, axis_name, every=16)",
@@ -61,13 +61,13 @@ def make_plan(config: Config, options: Options) -> tuple[planner.Plan, planner.L
 
     Args:
       config: The run; its own update is one of the methods.
-      options: What is given, and whether the rest is measured on these devices.
+      options: The given numbers, and whether the rest is measured on these devices.
 
     Returns:
       The plan, and the link that it is for.
 
     Raises:
-      ValueError: If something is neither given nor to be measured, or there is nobody to send to.
+      ValueError: If a number is neither given nor to be measured, or there is only one replica.
     """
     mesh = _mesh(config, options)
     replicas = mesh.shape[AXIS_NAME]
@@ -91,7 +91,7 @@ def make_plan(config: Config, options: Options) -> tuple[planner.Plan, planner.L
 
 
 def runs_of(config: Config) -> tuple[dict[str, Config], dict[str, str]]:
-    """The run with each method, and what each changes of dense Adam; its own second."""
+    """The run with each method, and each method's change to dense Adam; its own is second."""
     others = {name: with_update(config, update) for name, (update, _) in METHODS.items()}
     changes = {name: change for name, (_, change) in METHODS.items()}
     known = {update for update, _ in METHODS.values()}
@@ -101,12 +101,12 @@ def runs_of(config: Config) -> tuple[dict[str, Config], dict[str, str]]:
 
 
 def codec(method: planner.Method, more: float, num_replicas: int) -> float:
-    """Seconds of a codec among replicas, where one alone takes so many more than without."""
+    """Seconds of a codec among replicas, if alone it takes `more` seconds."""
     return max(0.0, more) * step_probe.passes(method.messages, num_replicas)
 
 
 def _mesh(config: Config, options: Options) -> Mesh:
-    """The mesh of a run that can be planned; a ValueError for others."""
+    """The mesh of a run; a ValueError if the run cannot be planned."""
     if config.qsdp is not None:
         raise ValueError(
             f"a plan is for replicas that hold all parameters, not for qsdp={config.qsdp!r}; "
@@ -134,7 +134,7 @@ def _mesh(config: Config, options: Options) -> Mesh:
 
 
 def with_update(config: Config, update: str) -> Config:
-    """The run with another update: in one program, and with a warm-up of at least one step."""
+    """The run with another update, in one program, with a warm-up of at least one step."""
     warmup = max(1, config.optimizer.warmup_steps)
     optimizer = dataclasses.replace(config.optimizer, update=update, warmup_steps=warmup)
     steps = max(2, config.steps)
@@ -142,7 +142,7 @@ def with_update(config: Config, update: str) -> Config:
 
 
 def make_method(name: str, config: Config, mesh: Mesh, changes: str) -> planner.Method:
-    """Compiles a run's exchange and reads what it sends and holds; its codec is not timed."""
+    """Compiles a run's exchange and reads its bytes and memory; does not time its codec."""
     placed, params = replicated.resolve(config), build.param_shapes(config)
     axes = AXIS_NAME, devices.fast_axis_of(config)
     program = step_probe.update_program(placed.tx, params, mesh, *axes).step
@@ -159,7 +159,7 @@ def make_method(name: str, config: Config, mesh: Mesh, changes: str) -> planner.
 
 
 def update_timer(config: Config, mesh: Mesh) -> Callable[[], float]:
-    """Makes what times a run's update without its messages, in the mean over its steps."""
+    """Makes a timer of a run's update without its messages, averaged over its steps."""
     placed, params = replicated.resolve(config), build.param_shapes(config)
     axes = AXIS_NAME, devices.fast_axis_of(config)
     copies = step_probe.alone(mesh, *axes)
@@ -171,9 +171,9 @@ def update_timer(config: Config, mesh: Mesh) -> Callable[[], float]:
 
 
 def codec_seconds(config: Config, rate: float) -> float:
-    """What a code of all parameters takes in a step, in the mean over a run, at a given rate.
+    """Seconds per step of encoding all parameters at a given rate, averaged over a run.
 
-    The devices of a replica code a share each.
+    Each device of a replica encodes a share.
     """
     tx, few = replicated.counted(config)
     rounds = counts.rounds(tx, config.steps, few)
@@ -193,7 +193,7 @@ def num_elements(config: Config) -> int:
 
 
 def gradient_timer(config: Config, mesh: Mesh) -> Callable[..., float]:
-    """Makes what times the gradient of a run's replicas: `(repeats) -> seconds`."""
+    """Makes a timer of the gradient of a run's replicas: `(repeats) -> seconds`."""
     loss_fn = build.loss_of(config)
     shapes = build.param_shapes(config), build.batch_of(config, mesh)
     time = step_probe.gradient_timer(loss_fn, *shapes, mesh, mesh.axis_names, config.accumulate)
@@ -201,7 +201,7 @@ def gradient_timer(config: Config, mesh: Mesh) -> Callable[..., float]:
 
 
 def text(planned: planner.Plan, link: planner.Link) -> str:
-    """A plan, and the link that it is for, for people to read."""
+    """A plan and its link as text."""
     return "\n".join([planner.table(planned), *(_line(op, cost) for op, cost in link.items())])
 
 

@@ -1,1 +1,1 @@
-"""Devices and processes of a run: how they meet, agree, watch each other and end."""
+"""Devices and processes of a run: how processes connect, agree, watch each other and end."""

@@ -1,4 +1,4 @@
-"""JAX aborts a process that loses its coordination service: what such a process does instead.
+"""Runs a function when JAX aborts a process that has lost its coordination service.
 
 JAX has a callback for that, but calling it fails with std::bad_cast.
 """
@@ -7,17 +7,17 @@ import ctypes
 import signal
 from collections.abc import Callable
 
-_kept = []  # functions that C may call: it does not keep them itself
+_kept = []  # references to functions that C may call
 
 
 def on_abort(call: Callable[[], None]) -> Callable[[], None]:
-    """Has a function called in the thread that aborts; if it returns, the process ends.
+    """Calls a function in the thread that aborts; if it returns, the process ends.
 
     Args:
-      call: Without arguments. A thread that it keeps for ever aborts nothing: the others go on.
+      call: Without arguments. If it never returns, nothing is aborted and other threads go on.
 
     Returns:
-      A function that has what was there before called again.
+      A function that restores the previous handler.
     """
     kind = ctypes.CFUNCTYPE(None, ctypes.c_int)
     handler, c_signal = kind(lambda number: call()), ctypes.CDLL(None).signal

@@ -1,4 +1,4 @@
-"""Addresses of hosts and of network interfaces, checked before anybody waits for them."""
+"""Addresses of hosts and network interfaces, checked before a process waits for them."""
 
 import contextlib
 import ipaddress
@@ -25,7 +25,7 @@ def split(address: str) -> tuple[str, int]:
 
 
 def join(host: str, port: int) -> str:
-    """Writes what `split` reads."""
+    """The inverse of `split`."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
@@ -33,7 +33,7 @@ def resolve(host: str) -> str:
     """Looks up the numeric address of a host.
 
     Raises:
-      ValueError: If the name does not resolve, or stands for all addresses of a host.
+      ValueError: If the name does not resolve, or means all addresses of a host.
     """
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
@@ -52,8 +52,8 @@ def resolve(host: str) -> str:
 
 
 def interfaces() -> dict[str, str]:
-    """IPv4 address of each network interface that is up and has one; of Linux only."""
-    import fcntl  # not on Windows, where nobody should need it to train in one process
+    """The IPv4 address of each network interface that is up and has one; Linux only."""
+    import fcntl  # Windows lacks it, and one process does not need it
 
     found = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

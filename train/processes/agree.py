@@ -1,4 +1,4 @@
-"""Decisions that all processes of a run must make alike, made once and handed on."""
+"""Decisions that must be the same in all processes of a run: made once and broadcast."""
 
 import json
 import secrets
@@ -13,17 +13,17 @@ from jax.experimental import multihost_utils
 
 from train.processes.exits import Transient
 
-_KINDS = (OSError, Transient, ValueError)  # of what goes wrong in one process, for all
-_PIECE = 4096  # bytes: answers are filled up to multiples, so that one program broadcasts most
+_KINDS = (OSError, Transient, ValueError)  # errors of one process that all raise
+_PIECE = 4096  # bytes: answers are padded to multiples, so that one program broadcasts most of them
 
 
 def is_first() -> bool:
-    """Whether this process writes what a run leaves behind."""
+    """Whether this process writes the run's files."""
     return jax.process_index() == 0
 
 
 def from_first(make: Callable[[], Any]) -> Any:
-    """Calls a function in process 0 alone, and gives all processes what came of it.
+    """Calls a function only in process 0, and returns its result in all processes.
 
     Every process calls it at the same point. In a run of one process it is `make()`.
 
@@ -31,10 +31,10 @@ def from_first(make: Callable[[], Any]) -> Any:
       make: Returns a value that JSON can hold.
 
     Returns:
-      The value; as JSON returns it in other processes than the first.
+      The value; in all processes but the first, as decoded from JSON.
 
     Raises:
-      ValueError: In all processes, if `make` raised one; so OSError and `Transient`.
+      ValueError: In all processes, if `make` raised one; the same for OSError and `Transient`.
     """
     if jax.process_count() == 1:
         return make()
@@ -56,7 +56,7 @@ def from_first(make: Callable[[], Any]) -> Any:
 
 
 def _broadcast(text: bytes) -> bytes:
-    """The bytes that process 0 has."""
+    """Process 0's bytes."""
     size = int(multihost_utils.broadcast_one_to_all(np.int32(len(text))))
     room = np.zeros(-(-size // _PIECE) * _PIECE, np.uint8)
     if is_first():
@@ -65,11 +65,12 @@ def _broadcast(text: bytes) -> bytes:
 
 
 def require_shared(folder: Path, seconds: float = 10.0) -> None:
-    """Makes sure that a folder is one and the same for all processes, if there are many.
+    """Checks that a folder is the same for all processes, if there are several.
 
     Args:
-      folder: Folder of the run. Process 0 makes it and puts a file there; the others look for that.
-      seconds: How long they look: a network file system shows a new file late.
+      folder: Folder of the run. Process 0 makes it and writes a file there; the others look for
+        that.
+      seconds: How long they look: on a network file system a new file may appear late.
 
     Raises:
       OSError: If the folder cannot be made, or written to by process 0.

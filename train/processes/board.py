@@ -1,8 +1,8 @@
 """The board of a run: short texts that its processes leave for each other, under the run's seal.
 
-It is the key-value store of JAX's coordination service, which lies in process 0 and takes what
-anybody writes. Every text has a process's number at the end of its key; what was not sealed by this
-start of the run, or is of no process of it, is as if it were not there.
+It is the key-value store of JAX's coordination service, which runs in process 0 and accepts
+anybody's writes. The key of every text ends with a process number. Texts without the seal of this
+start of the run, or from no process of it, are ignored.
 """
 
 from collections.abc import Callable
@@ -14,19 +14,19 @@ from train.processes import seals
 
 _ROOT = "jaxcomp"
 _LONGEST = 1 << 20  # characters of a text
-# Key and address of this start, beside JAX's own client, which is one for the process as well.
+# Key and address of this start; like JAX's client, one for each process.
 _own = [(b"", "127.0.0.1")]
 
 
 class Board(NamedTuple):
-    """Texts by folder and process, the same for all processes; both may block or raise."""
+    """Texts by folder and process, common to all processes; both functions may block or raise."""
 
     put: Callable[[str, str], None]  # folder, text: this process's
     look: Callable[[str], dict[int, str]]  # folder -> texts by process
 
 
 def trust(key: bytes, address: str) -> None:
-    """Says with which key this start of the run is sealed, and where others reach this process."""
+    """Sets the key of this start of the run, and the address at which others reach this process."""
     _own[:] = [(key, address)]
 
 
@@ -36,7 +36,7 @@ def own() -> tuple[bytes, str]:
 
 
 def of_this_run() -> Board | None:
-    """The board of the processes that JAX has connected; None where it has connected none."""
+    """The board of the processes that JAX has connected; None if there are none."""
     state = distributed.global_state
     if state.client is None:
         return None
@@ -50,8 +50,7 @@ def of_client(client: Any, me: int, count: int, key: bytes) -> Board:
       client: The client.
       me: Number of this process, in [0, count).
       count: Processes of the run.
-      key: Of `seals.session`.
-    """
+      key: From `seals.session`."""
 
     def put(folder, text):
         about = f"{_ROOT}/{folder}/{me}"

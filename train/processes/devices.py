@@ -8,7 +8,7 @@ from jax.sharding import AxisType, Mesh
 from train.config.run import AXIS_NAME, Config
 
 FAST_AXIS = "fast"
-"""Name of the mesh axis of replicas between which links are fast, where a run has one."""
+"""Name of the mesh axis of replicas with fast links between them, if a run has one."""
 
 
 def fast_axis_of(config: Config) -> str | None:
@@ -17,26 +17,25 @@ def fast_axis_of(config: Config) -> str | None:
 
 
 def start(replicas: int, num_processes: int = 1) -> None:
-    """Makes as many CPU devices as replicas are wanted; call it before JAX's first use.
+    """Makes a CPU device for each replica; call it before JAX's first use.
 
     Args:
-      replicas: Number of CPU devices of all processes together; 0 leaves it at one for each.
-        Accelerators are not affected.
+      replicas: Number of CPU devices over all processes; 0: one each. Does not affect accelerators.
       num_processes: Processes of the run.
 
     Raises:
-      ValueError: If the replicas cannot be shared out evenly.
+      ValueError: If the replicas cannot be divided evenly.
     """
     if replicas % num_processes:
         raise ValueError(
-            f"replicas={replicas} cannot be shared out among {num_processes} processes; write "
+            f"replicas={replicas} cannot be divided among {num_processes} processes; write "
             f"--replicas {num_processes * max(1, replicas // num_processes)}."
         )
     if replicas:
         jax.config.update("jax_num_cpu_devices", replicas // num_processes)
-    # XLA:CPU runs a device's program in one thread of a pool that by default has only as many
-    # threads as devices; collectives of two steps in flight then wait for each other for ever.
-    count = jax.config.jax_num_cpu_devices  # -1 where nobody has set it
+    # XLA:CPU runs each device's program in a thread of a pool, which by default has only one thread
+    # per device. Collectives of two steps in flight would then wait for each other forever.
+    count = jax.config.jax_num_cpu_devices  # -1 if it is not set
     os.environ["NPROC"] = str(max(4 * count, int(os.environ.get("NPROC", os.cpu_count() or 1))))
 
 
@@ -44,15 +43,15 @@ def make_mesh(replicas: int, fast: int = 1) -> Mesh:
     """Makes the mesh of a run: one axis of replicas, or a slow and a fast one.
 
     Args:
-      replicas: Number of replicas, one a device; 0 for all the devices there are.
-      fast: How many that lie behind each other, as those of a host, make up the fast axis; 1:
-        there is none.
+      replicas: Number of replicas, one per device; 0 for all devices.
+      fast: Number of consecutive replicas, for example those of a host, that form the fast axis; 1:
+        no fast axis.
 
     Returns:
       The mesh.
 
     Raises:
-      ValueError: If there are fewer devices, or they cannot be shared out evenly.
+      ValueError: If there are fewer devices, or they cannot be divided evenly.
     """
     devices = jax.devices()
     count = replicas or len(devices)
@@ -63,7 +62,7 @@ def make_mesh(replicas: int, fast: int = 1) -> Mesh:
         )
     if count % fast:
         raise ValueError(
-            f"{count} replicas cannot be shared out into groups of fast={fast}; write "
+            f"{count} replicas cannot be divided into groups of fast={fast}; write "
             f"--replicas {fast * max(1, count // fast)}, or another --fast."
         )
     sizes = (count,) if fast == 1 else (count // fast, fast)

@@ -1,4 +1,4 @@
-"""Many processes: they connect, make sure that they run the same, and part."""
+"""Many processes: connecting, checking that they run the same, and ending."""
 
 import contextlib
 import functools
@@ -23,17 +23,17 @@ from train.processes.peers import bounded
 from train.processes.seals import json_object
 
 _LOOK = 0.1  # seconds between two looks at the board
-_FAILED = "failed"  # on the board, the exit status of each process that gives up
+_FAILED = "failed"  # board folder with the exit status of each process that gives up
 
 
 class Cluster(NamedTuple):
-    """The processes of one run, as this process sees them."""
+    """The processes of one run, from the view of this process."""
 
     coordinator: str  # host:port on which process 0 listens and the others find it
     num_processes: int
     process_id: int  # of this process, in [0, num_processes)
-    source: str  # who said so: "flags" or the name of a scheduler
-    local_id: int = 0  # of this process among those of its host
+    source: str  # "flags" or the name of a scheduler
+    local_id: int = 0  # number of this process on its host
     local_count: int = 1  # processes of the run on this host
 
 
@@ -41,7 +41,7 @@ class Timeouts(NamedTuple):
     """How long to wait for others, in seconds."""
 
     start: int = 60  # for all processes to connect
-    heartbeat: int = 20  # without a sign of life, until a process is taken for dead
+    heartbeat: int = 20  # without a sign of life, until a process counts as dead
 
 
 def connect(
@@ -55,16 +55,16 @@ def connect(
 
     Args:
       cluster: The processes. Process 0 listens on the coordinator's address only, never on all.
-      interface: Network interface that collectives use, as `eth1`; by default gloo uses the one
-        that leads to the coordinator, and NCCL picks.
+      interface: Network interface for collectives, such as `eth1`; by default gloo uses the one
+        that leads to the coordinator, and NCCL chooses.
       timeouts: How long to wait; None: the defaults.
-      local_devices: Accelerators that this process takes of those that it sees; None: all.
-      secret: Secret of the run, known to all its processes; none: its network is trusted.
+      local_devices: Visible accelerators that this process uses; None: all.
+      secret: Secret of the run, known to all its processes; empty: the network is trusted.
 
     Raises:
-      ValueError: If the cluster cannot be as described, or an address or interface is not here.
-      RuntimeError: If the others were told something else; `Transient` if they cannot be reached
-        in time.
+      ValueError: If the cluster is impossible, or an address or interface is not on this host.
+      RuntimeError: If the others were started with other arguments; `Transient` if they cannot be
+        reached in time.
     """
     timeouts = timeouts or Timeouts()
     if not 0 <= cluster.process_id < cluster.num_processes:
@@ -75,7 +75,7 @@ def connect(
     if interface is not None:
         on_interface = addresses.require_interface(interface)
         os.environ["NCCL_SOCKET_IFNAME"] = f"={interface}"
-    # A pod's name appears in DNS some time after its start; any other name is there or wrong.
+    # A pod's name appears in DNS some time after its start; other names exist or are wrong.
     patient = cluster.source == "JobSet"
     host, own, key = rendezvous.meet(
         cluster.coordinator,
@@ -87,10 +87,10 @@ def connect(
     )
     board.trust(key, on_interface if interface is not None else own)
     _bind_gloo(**({"interface": interface} if interface else {"hostname": own}))
-    # Processes of one run talk to each other directly, also where HTTP goes through a proxy.
+    # Processes of one run connect directly, even where HTTP goes through a proxy.
     os.environ["no_grpc_proxy"] = host
     jax.config.update("jax_check_proxy_envs", False)
-    # It would take a SIGTERM and do nothing: until training begins a stop ends the process.
+    # The service would catch SIGTERM and do nothing; before training, it should end the process.
     jax.config.update("jax_enable_preemption_service", False)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     address = addresses.join(host, addresses.split(cluster.coordinator)[1])
@@ -117,7 +117,7 @@ def _end_alone() -> None:
 
 
 def _bind_gloo(**where: str) -> None:
-    # JAX has no option for it: gloo would listen where the host's name resolves to.
+    # JAX has no option for this; gloo would listen at the address of the host's name.
     from jax._src.lib import _jax
 
     make = _jax.make_gloo_tcp_collectives
@@ -125,16 +125,16 @@ def _bind_gloo(**where: str) -> None:
 
 
 def require_same(facts: dict[str, str], seconds: float = 600.0) -> None:
-    """Compares what must be equal on all processes of the run; does nothing in a single one.
+    """Checks that values are equal on all processes of the run; does nothing for a single one.
 
     All processes call it at the same point, and once for the same keys.
 
     Args:
-      facts: Names and values, as `{"data": sha256}`.
+      facts: Names and values, such as `{"data": sha256}`.
       seconds: How long to wait for the slowest process.
 
     Raises:
-      RuntimeError: In every process alike, if a fact differs: it says which, and where.
+      RuntimeError: In every process, if a fact differs; says which, and where.
       ConnectionError: If a process has failed or does not come.
     """
     if (texts := board.of_this_run()) is None:
@@ -151,7 +151,7 @@ def require_same(facts: dict[str, str], seconds: float = 600.0) -> None:
 
 
 def differences(facts: list[dict[str, str]]) -> str:
-    """Says which facts differ between processes, the first five of them; empty if none does."""
+    """Lists the first five facts that differ between processes; empty if none does."""
     lines = []
     for key in sorted(set().union(*facts)):
         values: dict[str, list[int]] = {}
@@ -175,13 +175,13 @@ def _processes(numbers: list[int]) -> str:
 
 
 def program_facts(config_json: str) -> dict[str, str]:
-    """What a program is, for `require_same`: config fields, source files, versions of packages.
+    """The facts of a program for `require_same`: config fields, source files, package versions.
 
     Args:
-      config_json: The resolved configuration, as `train.config.as_json.to_json` writes it.
+      config_json: The resolved configuration, from `train.config.as_json.to_json`.
 
     Returns:
-      Values, and of source files the sha256's first 12 digits.
+      Values; for source files the first 12 digits of the sha256.
     """
     root = pathlib.Path(__file__).parents[2]
     sources = sorted(file for part in ("jaxcomp", "train") for file in (root / part).rglob("*.py"))
@@ -200,7 +200,7 @@ def program_facts(config_json: str) -> dict[str, str]:
 
 
 def by_name(config: dict[str, Any], above: str = "") -> dict[str, str]:
-    """The fields of a config as JSON, by names with dots, as `model.heads`."""
+    """The fields of a config as JSON, by dotted names such as `model.heads`."""
     named = {}
     for key, value in config.items():
         inner = isinstance(value, dict)
@@ -209,9 +209,9 @@ def by_name(config: dict[str, Any], above: str = "") -> dict[str, str]:
 
 
 def abandon(status: int) -> NoReturn:
-    """Ends this process after a failure, and lets the others know where they ask for it.
+    """Ends this process after a failure, and leaves a note for the others.
 
-    An ordinary exit would wait minutes for the others, who may be waiting for this process.
+    An ordinary exit would wait minutes for the others, which may be waiting for this process.
 
     Args:
       status: Exit status.
@@ -223,21 +223,21 @@ def abandon(status: int) -> NoReturn:
 
     def tell():
         texts.put(_FAILED, str(int(status)))
-        # The service ends with process 0, and takes those along who still use it; but where
-        # somebody is gone JAX will soon abort all.
+        # The service ends with process 0, and so do processes that still use it. But once a process
+        # is gone, JAX will soon abort all.
         if _process_id() == 0:
             deadline = time.monotonic() + (1 if status == Exit.TRY_AGAIN else 3)
             while len(texts.look(_FAILED)) < _num_processes() and time.monotonic() < deadline:
                 time.sleep(0.1)
-            # Who has left a note is about to end: JAX in it would log that the service is gone.
+            # A process with a note is about to end: its JAX would log that the service is gone.
             time.sleep(0.5)
 
-    bounded(tell, 5.0)  # without the service it would wait for ever
+    bounded(tell, 5.0)  # without the service it would wait forever
     os._exit(status)
 
 
 def answers(texts: Board, folder: str, processes: Sequence[int], seconds: float) -> list[Any]:
-    """The JSON objects that these processes have written, unless a process fails first."""
+    """The JSON objects that these processes write, unless a process fails first."""
     deadline = time.monotonic() + seconds
     while True:
         try:
@@ -247,7 +247,7 @@ def answers(texts: Board, folder: str, processes: Sequence[int], seconds: float)
         objects = [json_object(found.get(process, "")) for process in processes]
         if None not in objects:
             return objects
-        # Not those that gave up because another one did.
+        # Without those that gave up because another one did.
         failed = [who for who, status in notes.items() if status != str(int(Exit.TRY_AGAIN))]
         if failed:
             raise ConnectionError(f"{_processes(failed)} failed; see what is said there.")

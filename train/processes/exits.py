@@ -1,4 +1,4 @@
-"""How a program of this folder ends: one message, never a traceback for a user's mistake."""
+"""How programs end: with one message, and without a traceback for a user's mistake."""
 
 import contextlib
 import enum
@@ -12,7 +12,7 @@ class Exit(enum.IntEnum):
     """The exit statuses of a process of a run, and of its launcher.
 
     Attributes:
-      meaning: In words, for the table in docs/many_hosts.md.
+      meaning: Text for the table in docs/many_hosts.md.
       again: Who may start the same command again: "nobody has to", "a person" or "a machine".
     """
 
@@ -25,10 +25,10 @@ class Exit(enum.IntEnum):
         return made
 
     DONE = 0, "nobody has to", "done, or stopped by Ctrl-C and saved"
-    UNFORESEEN = 1, "a machine", "an error that nobody foresaw; its traceback is worth a report"
-    MISTAKE = 2, "a person", "a mistake or a full disk; the last line says what to mend"
+    UNFORESEEN = 1, "a machine", "an unexpected error; please report its traceback"
+    MISTAKE = 2, "a person", "a mistake or a full disk; the last line says what to fix"
     TRY_AGAIN = 75, "a machine", "another process is missing, gone or cut off, or this one hung"
-    # HTCondor's status for the same, so that nobody takes it for something else.
+    # HTCondor's status for the same case.
     DRAINED = 85, "a machine", "stopped by another signal and saved, with steps left"
     INTERRUPTED = (
         130,
@@ -38,38 +38,38 @@ class Exit(enum.IntEnum):
     ABORTED = 134, "a machine", "SIGABRT: JAX or another library gave up"
     KILLED = 137, "a machine", "SIGKILL: the host or the pod ran out of memory, or was taken away"
     CRASHED = 139, "a machine", "SIGSEGV: a fault of a driver or a library"
-    TERMINATED = 143, "a machine", "SIGTERM before the first step, so that nothing is lost"
+    TERMINATED = 143, "a machine", "SIGTERM before the first step; nothing is lost"
     UNREACHABLE = 255, "a machine", "ssh has lost the host, or cannot reach it"
 
 
 def may_restart(status: int) -> bool:
-    """Whether a machine may start the same command again; so what the table does not name."""
+    """Whether a machine may start the same command again; true for statuses not in the table."""
     return status not in {end for end in Exit if end.again != "a machine"}
 
 
 def of_returncode(code: int) -> int:
-    """The exit status that a shell would see, of a child that `subprocess` has waited for."""
+    """The exit status in a shell's terms, for a return code of `subprocess`."""
     return code if code >= 0 else 128 - code
 
 
 class Transient(RuntimeError):
-    """Nothing is wrong with the command: it goes on when it is started again."""
+    """An error that is not the command's fault: start it again and it goes on."""
 
 
 class Drained(KeyboardInterrupt):
-    """A scheduler or a cloud has stopped the run: all is saved, and the same command goes on."""
+    """A scheduler or a cloud stopped the run: all is saved, and the same command resumes it."""
 
 
 @contextlib.contextmanager
 def clean_exits() -> Iterator[None]:
-    """Ends the program with one message on stderr if what is inside cannot go on.
+    """Ends the program with one message on stderr if its body raises a known error.
 
     Raises:
       SystemExit: With `MISTAKE` for a ValueError, OSError or RuntimeError; with `TRY_AGAIN` for a
-        ConnectionError, as another process of the run is gone, or a `Transient`; with `DONE` for
-        a KeyboardInterrupt that says what was saved, as `train.loop.run` raises it, and `DRAINED`
-        for a `Drained`; with `INTERRUPTED` for one without a text, where the program stopped at
-        once.
+        `Transient` or a ConnectionError, since another process of the run is gone; with `DONE` for
+        a KeyboardInterrupt that says what was saved, from `train.loop.run`, and `DRAINED` for a
+        `Drained`; with `INTERRUPTED` for a KeyboardInterrupt without a text, when the program
+        stopped at once.
     """
     try:
         yield
@@ -88,13 +88,13 @@ def say(text: str) -> None:
 
 
 def printable(text: str) -> str:
-    """A text, perhaps of a stranger, in which nothing tells a terminal what to do."""
+    """A text, perhaps from a stranger, without terminal control codes."""
     shown = (c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
     return "".join(shown)
 
 
 def status(error: BaseException) -> Exit:
-    """The exit status for what ends a program, see `clean_exits`."""
+    """The exit status for an error that ends a program, see `clean_exits`."""
     if isinstance(error, Drained):
         return Exit.DRAINED
     if isinstance(error, KeyboardInterrupt):
@@ -103,7 +103,7 @@ def status(error: BaseException) -> Exit:
 
 
 def leave(status: int | str | None) -> NoReturn:
-    """Ends this process as `sys.exit` does; after an interrupt at once, also during a save."""
+    """Ends this process like `sys.exit`; after an interrupt at once, even during a save."""
     if status == Exit.INTERRUPTED:
         flush()
         os._exit(Exit.INTERRUPTED)  # sys.exit would wait for the threads that still save
@@ -111,7 +111,7 @@ def leave(status: int | str | None) -> NoReturn:
 
 
 def flush() -> None:
-    """Writes out what was printed, as `os._exit` does not."""
+    """Flushes the output, which `os._exit` does not do."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):  # a log on a full disk
             stream.flush()

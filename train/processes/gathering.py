@@ -1,7 +1,7 @@
-"""Process 0 at the start: it hears who comes, for a bounded time, and tells all what came of it.
+"""Process 0 at the start: it waits for the others for a bounded time, and tells them the result.
 
-Whoever reaches the port may connect. A guest has a few seconds for one short line with the run's
-seal; who has said something else, or nothing, is sent away, and disturbs nobody.
+Anybody who reaches the port may connect. A guest has a few seconds for one short line with the
+run's seal. Other guests are disconnected, without harm to the start.
 """
 
 import contextlib
@@ -18,33 +18,33 @@ from train.processes import addresses, seals
 from train.processes.exits import Transient
 
 HELLO = {"process": int, "of": int, "on": str, "nonce": str}
-"""What a process says of itself: its number, of how many, on which host, and a nonce of its own."""
+"""The hello of a process: its number, the number of processes, its host and a nonce."""
 
 _NAME = 64  # characters of a host's name
-_LINE = 4096  # bytes that a guest may say
-_PATIENCE = 5.0  # seconds in which it has to
+_LINE = 4096  # most bytes from a guest
+_PATIENCE = 5.0  # seconds for these
 _MOST = 1024  # guests at a time
-_FAREWELL = 2.0  # seconds for all to hear what came of it, and close
+_FAREWELL = 2.0  # seconds for all to hear the result, and close
 
 
 class Guest(NamedTuple):
-    """A connection that has not said yet which process it is."""
+    """A connection that has not said hello yet."""
 
-    data: bytes  # that has come so far
-    until: float  # when the rest must be there
+    data: bytes  # received so far
+    until: float  # deadline for the rest
 
 
 class Present(NamedTuple):
-    """A process that has come."""
+    """A process that has arrived."""
 
     connection: socket.socket
     host: str
-    nonce: str  # which the answer to it is about
+    nonce: str  # for the answer to it
 
 
 @dataclasses.dataclass
 class Gathering:
-    """Who is there of the processes 1 to `num_processes - 1`."""
+    """Which of the processes 1 to `num_processes - 1` have arrived."""
 
     listener: socket.socket
     num_processes: int
@@ -56,7 +56,7 @@ class Gathering:
     refused: set[str] = dataclasses.field(default_factory=set)  # addresses of strangers
 
     def wait(self, deadline: float) -> None:
-        """Returns when all are there; raises RuntimeError if they cannot be, or do not come."""
+        """Returns when all are there; raises RuntimeError on a conflict or if some are missing."""
         while len(self.present) < self.num_processes - 1:
             now = time.monotonic()
             if now >= deadline:
@@ -69,13 +69,13 @@ class Gathering:
                     self.welcome()
                 elif key.fileobj in self.guests:
                     self.hear(key.fileobj)
-                else:  # one that has said all, and goes
+                else:  # one that is done, and leaves
                     self.forget(key.fileobj)
 
     def welcome(self) -> None:
         try:
             guest, (address, *_) = self.listener.accept()
-        except OSError:  # it has gone already
+        except OSError:  # already gone
             return
         guest.setblocking(False)
         if len(self.guests) >= _MOST:
@@ -107,16 +107,16 @@ class Gathering:
         hello = seals.json_object(text or "")
         if hello is None or [type(hello.get(name)) for name in HELLO] != list(HELLO.values()):
             return None
-        # A process of another number of processes is told so, whatever its own number.
+        # A process with another number of processes is told so, whatever its own number.
         is_ours = 0 < hello["process"] < self.num_processes or hello["of"] != self.num_processes
         return hello if is_ours else None
 
     def take(self, guest: socket.socket, hello: dict[str, Any]) -> None:
-        """Makes a guest a process; raises RuntimeError if it is one too many, or of another run."""
+        """Accepts a guest as a process; raises RuntimeError if it conflicts with another."""
         del self.guests[guest]
         process, conflict = hello["process"], self.conflict(hello)
         present = Present(guest, hello["on"][:_NAME], hello["nonce"])
-        # All hear of a conflict, also both that are in it.
+        # All hear of a conflict, including the two processes in it.
         self.present[process if conflict is None else -1 - process] = present
         if conflict is not None:
             raise RuntimeError(conflict)
@@ -163,7 +163,7 @@ class Gathering:
         )
 
     def close(self, problem: RuntimeError | None) -> None:
-        """Tells those who are there what came of it, and sends the others away."""
+        """Tells the processes that are there the result, and disconnects other guests."""
         for guest in list(self.guests):
             self.refuse(guest)
         answer = {"problem": problem and str(problem), "transient": isinstance(problem, Transient)}
@@ -173,11 +173,11 @@ class Gathering:
 def gather(
     listener: socket.socket, num_processes: int, deadline: float, hint: str, secret: bytes
 ) -> bytes:
-    """Waits for the others as process 0 does, and returns the key of this start of the run.
+    """Waits for the others in process 0, and returns the key of this start of the run.
 
     Raises:
-      RuntimeError: After all who are there were told, if somebody is there twice, or of another
-        opinion about the number; `Transient`, with the hint, if somebody is missing.
+      RuntimeError: After telling all that are there, if a process is there twice or has another
+        number of processes; `Transient`, with the hint, if a process is missing.
     """
     listener.setblocking(False)
     with selectors.DefaultSelector() as selector:

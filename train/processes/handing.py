@@ -1,7 +1,7 @@
-"""Files that processes hand to each other directly: a line under the run's seal, then the bytes.
+"""Files that processes send to each other directly: a sealed line, then the bytes.
 
-Whoever reaches the port may connect. A guest has a few seconds for one short line; who has not
-sealed it, or asks for what is not there, is sent away. Sizes and times are bounded.
+Anybody who reaches the port may connect. A guest has a few seconds for one short line. Without the
+run's seal, or with a request for a missing file, it is disconnected. Sizes and times are bounded.
 """
 
 import contextlib
@@ -24,22 +24,22 @@ _PIECE = 1 << 20
 
 
 class Shelf(NamedTuple):
-    """The files of a process, as others ask for them by name."""
+    """The files of a process, which others request by name."""
 
-    room: Callable[[str, int], Path | None]  # name, bytes -> folder for it; None: it is not taken
-    find: Callable[[str], Path | None]  # name -> the file; None: it is not there
+    room: Callable[[str, int], Path | None]  # name, bytes -> folder for it; None: rejected
+    find: Callable[[str], Path | None]  # name -> the file; None: missing
     is_good: Callable[[str, str], bool]  # name, SHA-256 -> whether these are the file's bytes
 
 
 @contextlib.contextmanager
 def open_shelf(address: str, key: bytes, shelf: Shelf, seconds: float):
-    """Takes and gives files at a port of this process until the end.
+    """Receives and serves files at a port of this process until the end.
 
     Args:
       address: Numeric address to listen at.
-      key: Seals what is said; who lacks it gets nothing, and nothing of him is kept.
+      key: Seals the messages; guests without it get nothing, and nothing of theirs is kept.
       shelf: The files.
-      seconds: For one file, at most.
+      seconds: Time limit for one file.
 
     Yields:
       `host:port`.
@@ -73,10 +73,10 @@ def open_shelf(address: str, key: bytes, shelf: Shelf, seconds: float):
 
 
 def put(to: str, key: bytes, file: Path, seconds: float) -> None:
-    """Hands a file to the process at `host:port`, and returns when that has kept it.
+    """Sends a file to the process at `host:port`, and returns when that process has kept it.
 
     Raises:
-      OSError: If that process does not take it, or not in time.
+      OSError: If that process does not take it, or is too slow.
     """
     until = time.monotonic() + seconds
     size = file.stat().st_size
@@ -89,10 +89,10 @@ def put(to: str, key: bytes, file: Path, seconds: float) -> None:
 
 
 def get(source: str, key: bytes, name: str, shelf: Shelf, seconds: float) -> Path:
-    """Fetches a file of the process at `host:port`, and puts it where `shelf` has room.
+    """Fetches a file from the process at `host:port`, and puts it where `shelf` has room.
 
     Raises:
-      OSError: If that process does not give it, not in time, or other bytes than the file's.
+      OSError: If that process does not send it, is too slow, or sends other bytes.
     """
     until = time.monotonic() + seconds
     with _asked(source, key, {"get": name}, until) as (connection, nonce):
@@ -106,7 +106,7 @@ def get(source: str, key: bytes, name: str, shelf: Shelf, seconds: float) -> Pat
 
 @contextlib.contextmanager
 def _asked(to: str, key: bytes, wish: dict[str, Any], until: float):
-    """A connection whose other side has been told what is wanted, and the nonce of its answer."""
+    """A connection after a request was sent, and the nonce of its answer."""
     left = max(0.01, until - time.monotonic())
     with socket.create_connection(addresses.split(to), timeout=left) as connection:
         nonce = (seals.json_object(_line(connection, until)) or {}).get("nonce")
@@ -160,7 +160,7 @@ def _serve(guest: socket.socket, key: bytes, shelf: Shelf, seconds: float) -> No
 
 
 def _keep(connection, folder: Path, name: str, size: int, shelf: Shelf, until: float) -> bool:
-    """Writes so many bytes into a folder, where they appear as a file if they are good."""
+    """Writes this many bytes into a folder, where they become a file if they are good."""
     partial, found = folder / f"{name}.part", hashlib.sha256()
     try:
         with partial.open("wb") as file:
@@ -191,11 +191,11 @@ def _limit(connection: socket.socket, until: float) -> None:
 
 
 def _line(connection: socket.socket, until: float) -> str:
-    """A short line, read up to its end and no further; empty if it does not come in time."""
+    """A short line, read up to its end and no further; empty if it is too slow."""
     data = b""
     while len(data) < _LINE:
         _limit(connection, until)
-        # One byte at a time: what follows the line is the file's.
+        # One byte at a time, since the file follows the line.
         if (part := connection.recv(1)) in (b"", b"\n"):
             return data.decode(errors="replace") if part else ""
         data += part

@@ -1,7 +1,7 @@
-"""What the processes of a run tell each other beside the collectives.
+"""Messages between the processes of a run outside collectives.
 
-Signs of life, a wish to stop and the reason of an end go over the board of the run: a few hundred
-bytes a second from each process. Without a secret anybody may have written what is read there.
+Signs of life, requests to stop and reasons for an end go over the run's board: a few hundred bytes
+per second from each process. Without a secret, anybody can write there.
 """
 
 import contextlib
@@ -18,27 +18,27 @@ from train.processes import board
 from train.processes.board import Board
 from train.processes.exits import Exit
 
-_TROUBLE = (RuntimeError, ValueError)  # JAX makes the one or the other of a status
+_TROUBLE = (RuntimeError, ValueError)  # JAX turns a status into one of these
 _BEGUN = re.compile(r"([0-9]{1,15})(?: ([A-Z0-9]{1,12}))?")  # steps, why it wants to stop
-_SIGN = re.compile(r"[0-9]{1,15} ([0-9]{1,15}) (.{1,80})")  # number, step, what it does
+_SIGN = re.compile(r"[0-9]{1,15} ([0-9]{1,15}) (.{1,80})")  # number, step, activity
 A_PERSON = "SIGINT"
-"""Why a run stops that no machine shall start again."""
+"""Reason of a stop after which no machine should restart the run."""
 
-_LOOK = 4  # signs of life of this process until it looks for the others'
+_LOOK = 4  # signs of life of this process between two looks at the others'
 
 
 class Peers(NamedTuple):
-    """The other processes, as this one hears of them.
+    """Functions to talk to the other processes.
 
     Attributes:
-      at: `(step: int, doing: str)`. Says where this process is.
-      stop: `(step: int, wish: str) -> str`. Asked before each step: whether all processes stop
-        before this one, and why. After one of them has wished it, by a word for the reason, all
-        agree on the first step that none has begun; until then nobody waits for anybody. Where
-        they have several reasons, `A_PERSON` counts, and else that of the first process.
+      at: `(step: int, doing: str)`. Reports where this process is.
+      stop: `(step: int, wish: str) -> str`. Called before each step: the reason if all processes
+        stop before it. Once one of them has asked for a stop, with a word for the reason, all agree
+        on the first step that none has begun; until then nobody waits. `A_PERSON` takes precedence
+        over other reasons; otherwise the first process's reason counts.
       end: `(status: int, reason: str)`. Tells the others that this process ends, and how.
-      lost: `() -> (str, str)`. In words, who gives no sign of life and, if all do, who has stayed
-        behind; empty if nobody. Takes a few signs' time.
+      lost: `() -> (str, str)`. Texts about the process without a sign of life and, if there is
+        none, about the one that is behind; empty if nobody. Takes the time of a few signs.
     """
 
     at: Callable[[int, str], None]
@@ -60,8 +60,8 @@ def meet(
     Args:
       me: Number of this process, in [0, count).
       count: Processes of the run.
-      texts: Where they find each other's words; None where there is one process.
-      hear_end: Called in the thread, once, with the status of a process that has ended, and words.
+      texts: Their board; None for a single process.
+      hear_end: Called once, in the thread, with the status of a process that has ended, and a text.
       every: Seconds between two signs of life.
 
     Yields:
@@ -76,7 +76,7 @@ def meet(
         )
         return
     place, closed, agreement = ["0 start"], threading.Event(), _agreement(me, count)
-    # Each process's last sign of life, and this one's number when it was new.
+    # Each process's last sign of life, and this process's own number when it arrived.
     seen: dict[int, tuple[str, int]] = {}
 
     def talk():
@@ -84,7 +84,7 @@ def meet(
         for number in itertools.count():
             if closed.wait(every):
                 return
-            # A store that is gone is noticed by JAX and by the collectives.
+            # JAX and the collectives notice when the store is gone.
             with contextlib.suppress(*_TROUBLE):
                 texts.put("life", f"{number} {place[0]}")
                 agreement.hear(texts)
@@ -125,11 +125,12 @@ class _Agreement(NamedTuple):
 
 
 def _agreement(me: int, count: int) -> _Agreement:
-    """How processes find one step before which all of them stop.
+    """Agrees on one step before which all processes stop.
 
-    Once a wish is known, each says how many steps it has begun and begins no other until all have
-    said so; then all go on to the largest of these numbers. A process that is ahead waits inside
-    a step for those behind, so its thread must say it, and nobody may be held up below that.
+    Once a request to stop is known, each process reports how many steps it has begun, and begins no
+    other until all have reported. Then all go on to the largest of these numbers. A process that is
+    ahead waits for the others inside a step, so its thread must report, and no process may stop
+    before it has reached that number.
     """
     changed = threading.Condition()
     begun, wished, said, target = 0, "", "", None
@@ -155,7 +156,7 @@ def _agreement(me: int, count: int) -> _Agreement:
             return
         texts.put("stop", "")
         with changed:
-            said = said or f"{begun} {wished}".rstrip()  # once: others count on it
+            said = said or f"{begun} {wished}".rstrip()  # once: others rely on it
         texts.put("begun", said)
         answers = [_BEGUN.fullmatch(text) for _, text in sorted(texts.look("begun").items())]
         if len(answers) == count and None not in answers:
@@ -174,7 +175,7 @@ def _lost(me: int, count: int, texts: Board, seen: dict, every: float) -> tuple[
     time.sleep(3 * every)
     after = look() if before is not None else None
     if after is None:
-        # JAX closes the store when it misses a process: what was seen before must do.
+        # JAX closes the store when a process is missing: use what was seen before.
         newest = max((number for _, number in seen.values()), default=0)
         after = {process: text for process, (text, _) in seen.items()}
         silent = [process for process, (_, number) in seen.items() if number < newest]
@@ -202,13 +203,13 @@ def _lost(me: int, count: int, texts: Board, seen: dict, every: float) -> tuple[
 
 
 def _place(sign: str) -> str:
-    """A sign of life's place, in words."""
+    """The step and activity of a sign of life, as text."""
     found = _SIGN.fullmatch(sign)
     return f"step {found[1]} ({found[2]})" if found else "its very beginning"
 
 
 def _failure(status: str) -> int:
-    """The status to end with because another process did; never that of a run that is done."""
+    """The exit status after another process has ended; never that of a finished run."""
     known = {str(int(end)): end for end in Exit if end}
     return known.get(status, Exit.TRY_AGAIN)
 

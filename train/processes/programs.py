@@ -1,4 +1,4 @@
-"""Compiled programs on disk: a process that starts again reads what it has compiled before."""
+"""Compiled programs on disk, so that a restarted process need not compile again."""
 
 import os
 import socket
@@ -18,11 +18,11 @@ def kept(folder: Path) -> dict[str, str]:
 
 
 def keep_own(process_id: int) -> None:
-    """Has this process keep its programs in JAX's compilation cache, if there is one.
+    """Lets this process write its programs to JAX's compilation cache, if there is one.
 
-    JAX lets process 0 write alone; on CPUs the others' programs are other ones, so that they would
-    compile again in each start. Each process gets a folder of its own, and each host, as programs
-    for one CPU need not run on another one.
+    JAX lets only process 0 write. On CPUs the programs of other processes differ, so they would
+    compile again at each start. Each process and each host gets its own folder, as programs for one
+    CPU may not run on another.
 
     Args:
       process_id: Number of this process in its run.
@@ -32,7 +32,7 @@ def keep_own(process_id: int) -> None:
         return
     own = os.path.join(folder, f"{socket.gethostname()}-{process_id}")
     jax.config.update("jax_compilation_cache_dir", own)
-    # The function asks for nothing else of this module than whether it is process 0.
+    # The function uses this module only to ask whether it is process 0.
     first = types.SimpleNamespace(global_state=types.SimpleNamespace(process_id=0))
     write = compiler._cache_write
     names = {**write.__globals__, "distributed": first}

@@ -1,7 +1,7 @@
-"""Where processes meet before JAX connects them: what is wrong gets a message, not an abort.
+"""The rendezvous of processes before JAX connects them: problems get a message, not an abort.
 
 JAX ends a process with a stack trace when its start times out, and lets two services share a port.
-So process 0 listens on the coordinator's address first, sees who comes, and tells everyone.
+So process 0 listens on the coordinator's address first, waits for the others, and answers them.
 """
 
 import contextlib
@@ -30,20 +30,21 @@ def meet(
 
     Args:
       coordinator: `host:port` at which process 0 listens until this returns.
-      num_processes: Processes of the run, as this one was told.
+      num_processes: Processes of the run, as this one was started.
       process_id: Id of this process, in [0, num_processes).
-      seconds: How long to wait for the others.
-      patient: Whether to wait also for the coordinator's name to resolve.
-      secret: Secret of the run; who does not know it is not let in, and is not believed.
+      seconds: Time to wait for the others.
+      patient: Whether to also wait for the coordinator's name to resolve.
+      secret: Secret of the run; processes without it are rejected and ignored.
 
     Returns:
-      Numeric addresses, the coordinator's and this process's own on the way to it, and the key of
-      this start of the run.
+      Numeric addresses of the coordinator and of this process on the way to it, and the key of this
+      start of the run.
 
     Raises:
-      ValueError: If the coordinator's address is no good here.
-      RuntimeError: If somebody is there twice, or of another opinion about the number; `Transient`
-        if somebody is missing, the port is taken, or the name does not appear in time.
+      ValueError: If the coordinator's address is invalid here.
+      RuntimeError: If a process is there twice, or was started with another number of processes;
+        `Transient` if a process is missing, the port is taken, or the name does not resolve in
+        time.
     """
     deadline = time.monotonic() + seconds
     host, port = addresses.split(coordinator)
@@ -99,7 +100,7 @@ def _listen(coordinator: str, address: str, port: int) -> socket.socket:
     try:
         return socket.create_server((address, port), family=family, backlog=1024)
     except OSError as error:
-        # What has the port may be an earlier start of this run that is about to end.
+        # The port may belong to an earlier start of this run that is about to end.
         kind = Transient if error.errno == errno.EADDRINUSE else ValueError
         raise kind(
             f"process 0 cannot listen at {coordinator} ({address}) on {socket.gethostname()}: "
@@ -113,7 +114,7 @@ def _reach(coordinator: str, address: str, port: int, deadline: float, hint: str
         left = deadline - time.monotonic()
         try:
             connection = socket.create_connection((address, port), timeout=max(0.1, min(5.0, left)))
-            # Trying a free port of this host again and again can end in a connection to oneself.
+            # Repeated attempts at a free port of this host can connect a process to itself.
             if connection.getsockname() != connection.getpeername():
                 return connection
             connection.close()
@@ -128,13 +129,13 @@ def _reach(coordinator: str, address: str, port: int, deadline: float, hint: str
 
 
 def _send(connection: socket.socket, line: str) -> None:
-    # If the other side has gone, what it has to say stands in its own output.
+    # If the other side is gone, its own output says why.
     with contextlib.suppress(OSError):
         connection.sendall(line.encode() + b"\n")
 
 
 def _line(connection: socket.socket, until: float) -> str:
-    """A line that comes until then; empty if the other side closes, is too slow, or says more."""
+    """A line received in time; empty if the other side closes, is too slow, or sends more."""
     data = b""
     try:
         while not data.endswith(b"\n") and len(data) < _LONGEST:

@@ -1,6 +1,6 @@
-"""Seals of the run's secret on what processes write to each other: who lacks it is not heard.
+"""Seals messages between processes with the run's secret; messages without a seal are ignored.
 
-A key without bytes is that of a run without a secret: its seals are empty, and everybody is heard.
+An empty key belongs to a run without a secret: its seals are empty, and all messages count.
 """
 
 import hashlib
@@ -13,10 +13,10 @@ _LEAST = 16  # characters of a secret
 
 
 def read_secret(file: str | None) -> bytes:
-    """Reads the secret of a run, which all its processes are given; of no file, none.
+    """Reads the secret of a run, the same for all its processes; empty without a file.
 
     Raises:
-      ValueError: If it is too short to be one.
+      ValueError: If it is too short.
       OSError: If there is no such file.
     """
     if file is None:
@@ -31,17 +31,17 @@ def read_secret(file: str | None) -> bytes:
 
 
 def session(secret: bytes, nonce: str) -> bytes:
-    """The key of one start of a run: what was sealed in another one is no good in it."""
+    """The key of one start of a run; seals of other starts are invalid in it."""
     return _code(secret, "session", nonce).encode() if secret else b""
 
 
 def seal(key: bytes, about: str, text: str) -> str:
-    """A text with its code, HMAC-SHA256, before it; the code covers what the text is about, too."""
+    """A text after its HMAC-SHA256 code, which also covers what the text is about."""
     return f"{_code(key, about, text)} {text}" if key else text
 
 
 def unseal(key: bytes, about: str, sealed: str) -> str | None:
-    """The text that was sealed, or None if it was not sealed with this key about this."""
+    """The sealed text, or None if it was not sealed with this key for this subject."""
     if not key:
         return sealed
     code, _, text = sealed.partition(" ")
@@ -52,7 +52,7 @@ def unseal(key: bytes, about: str, sealed: str) -> str | None:
 
 
 def json_object(text: str | bytes) -> dict[str, Any] | None:
-    """The JSON object that a text is, or None; also of a text that means to break the parser."""
+    """The JSON object of a text, or None, even if the text is meant to break the parser."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):
@@ -61,6 +61,6 @@ def json_object(text: str | bytes) -> dict[str, Any] | None:
 
 
 def _code(key: bytes, about: str, text: str) -> str:
-    # The length keeps the two apart.
+    # The length separates the two.
     message = f"{len(about)} {about} {text}".encode(errors="surrogatepass")
     return hmac.new(key, message, hashlib.sha256).hexdigest()

@@ -1,4 +1,4 @@
-"""The signals that end a run, as a question for its training loop."""
+"""The signals that end a run, which the training loop polls."""
 
 import contextlib
 import os
@@ -10,21 +10,21 @@ STOPS = {
     "SIGINT": "Ctrl-C; LSF's first word after SIGUSR2",
     "SIGTERM": "`kill`, SLURM, Kubernetes, systemd; a spot machine that is taken away",
     "SIGHUP": "a terminal or an ssh connection that closes; not under `nohup`",
-    "SIGUSR1": "a warning, as of SLURM with `--signal=USR1@120`, and of Grid Engine before a pause",
-    "SIGUSR2": "a warning, as of LSF at the run limit, and of Grid Engine before it kills",
-    "SIGXCPU": "the processor time of a limit is used up; then it comes every second",
-    "SIGPWR": "the power fails, as a UPS says; LXC stops a container by it",
+    "SIGUSR1": "a warning: SLURM with `--signal=USR1@120`, or Grid Engine before a pause",
+    "SIGUSR2": "a warning: LSF at the run limit, or Grid Engine before it kills",
+    "SIGXCPU": "the limit of processor time is used up; then it comes every second",
+    "SIGPWR": "a UPS reports a power failure; LXC stops a container with it",
 }
 """The signals that ask a run to save and end, and who sends them; for docs/many_hosts.md."""
 
-_ORDERS = ("SIGINT", "SIGTERM")  # that a person repeats who is in a hurry; the others are warnings
+_ORDERS = ("SIGINT", "SIGTERM")  # which a person in a hurry repeats; the others are warnings
 _SECOND = b"""\
 already stopping: the run saves and ends; a third Ctrl-C or SIGTERM ends it at once, unsaved
 """
 
 
 def to_catch() -> list[signal.Signals]:
-    """Those of `STOPS` that this system has; warnings that are ignored now stay so, as by nohup."""
+    """The signals of `STOPS` on this system, without ignored warnings, for example under nohup."""
     here = [signal.Signals[name] for name in STOPS if hasattr(signal, name)]
     is_ignored = lambda number: signal.getsignal(number) is signal.SIG_IGN
     return [number for number in here if number.name in _ORDERS or not is_ignored(number)]
@@ -32,16 +32,16 @@ def to_catch() -> list[signal.Signals]:
 
 @contextlib.contextmanager
 def stop_signals() -> Iterator[Callable[[], str]]:
-    """Turns the first signal of `STOPS` into a question that the training loop asks.
+    """Catches the first signal of `STOPS`, for the training loop to poll.
 
-    A second Ctrl-C or SIGTERM says on stderr what a third would do, and stops nothing: schedulers
-    send two, a warning and the end some seconds later. The third raises KeyboardInterrupt wherever
-    the program is. Any number of the other signals only asks: nobody sends them in a hurry. The
-    handlers that were there return at the end. Signals reach Python's main thread only: in any
-    other thread nothing is installed, and the answer stays empty.
+    A second Ctrl-C or SIGTERM only prints what a third would do: schedulers send two, a warning
+    and the end some seconds later. The third raises KeyboardInterrupt wherever the program is. The
+    other signals never do that. The old handlers return at the end. Signals reach only Python's
+    main thread: in any other thread nothing is installed, and the answer stays empty.
 
     Yields:
-      A function without arguments: the name of the first signal; empty as long as none has come.
+      A function without arguments that returns the name of the first signal; empty if none has
+      come.
     """
     arrived: list[str] = []
 
@@ -51,7 +51,7 @@ def stop_signals() -> Iterator[Callable[[], str]]:
             return
         orders = sum(name in _ORDERS for name in arrived)
         if orders == 2:
-            # The program may be inside of a print, which cannot be entered again.
+            # The program may be inside a print, which is not reentrant.
             with contextlib.suppress(OSError):  # a log on a full disk
                 os.write(2, _SECOND)
         elif orders > 2:

@@ -1,4 +1,4 @@
-"""Sees to it that a run never hangs for ever, and that who ends it says why."""
+"""Ends a run that hangs, with a message that says why."""
 
 import contextlib
 import faulthandler
@@ -15,16 +15,16 @@ from train.processes import exits, peers
 from train.processes.aborts import on_abort
 
 _TICK = 1.0  # seconds
-_GRACE = 3.0  # seconds for others to hear of an end before the store of process 0 goes with it
+_GRACE = 3.0  # seconds for others to hear of an end before process 0 takes the store with it
 
 
 class Watch(NamedTuple):
-    """What the training loop tells its watchdog.
+    """How the training loop talks to its watchdog.
 
     Attributes:
-      at: `(step: int, doing: str, seconds: float | None = None)`. `step` steps are done and
-        `doing` begins, which may take so long; as long as a step where no time is given.
-      stop: `(step: int, wish: str) -> str`. Why to stop before this step, see `peers.Peers`.
+      at: `(step: int, doing: str, seconds: float | None = None)`. `step` steps are done and `doing`
+        begins, which may take `seconds`, by default as long as a step.
+      stop: `(step: int, wish: str) -> str`. The reason to stop before this step, see `peers.Peers`.
     """
 
     at: Callable[..., None]
@@ -33,10 +33,10 @@ class Watch(NamedTuple):
 
 @contextlib.contextmanager
 def watch(seconds: float, latest: Callable[[], int | None]) -> Iterator[Watch]:
-    """Ends this process if it makes no progress, or if the run's other processes have ended.
+    """Ends this process if it makes no progress, or if other processes of the run have ended.
 
     A process that hangs prints who is missing and the stacks of its threads, and ends with
-    status `TRY_AGAIN`. Time in which the process itself was stopped does not count.
+    status `TRY_AGAIN`. Time in which the process itself is stopped does not count.
 
     Args:
       seconds: Time without progress until the process counts as hung.
@@ -46,12 +46,12 @@ def watch(seconds: float, latest: Callable[[], int | None]) -> Iterator[Watch]:
       The functions to call.
 
     Raises:
-      ConnectionError: If an error inside came about because another process is gone.
+      ConnectionError: If an error inside happened because another process is gone.
     """
     claim, end = _make_claim(), functools.partial(_end, latest)
 
     def hear_end(status, what):
-        time.sleep(_GRACE / 2)  # what the main thread finds out by itself is no worse
+        time.sleep(_GRACE / 2)  # the main thread may find out itself
         claim()
         end(what, status)
 
@@ -77,11 +77,11 @@ def watch(seconds: float, latest: Callable[[], int | None]) -> Iterator[Watch]:
 
 
 def _reason(error: Exception, lost: str) -> Exception:
-    """What to say instead of an error that others have caused; else the error itself."""
+    """A clearer error if others have caused this one; else the error itself."""
     first = str(error).partition("\n")[0][:200]
     if lost:
         return ConnectionError(f"{lost} (here: {first})")
-    # gloo's errors come as ValueError, among others.
+    # gloo's errors are of several types, among them ValueError.
     if isinstance(error, jax.errors.JaxRuntimeError) or "gloo" in first.lower():
         return ConnectionError(f"the processes have lost each other, but all are alive ({first})")
     return error
@@ -98,7 +98,7 @@ def _way_on(latest: Callable[[], int | None]) -> str:
 
 
 def _make_claim() -> Callable[[], None]:
-    """What a thread calls before it says how this process ends: only the first returns from it."""
+    """A function to call before saying how this process ends; only the first call returns."""
     first = threading.Lock()
 
     def claim():
@@ -111,7 +111,7 @@ def _make_claim() -> Callable[[], None]:
 def _end(latest: Callable[[], int | None], reason: str, status: int = exits.Exit.TRY_AGAIN) -> None:
     if status == exits.Exit.TRY_AGAIN:
         reason = f"{reason}. {_way_on(latest)}"
-    # The main thread may hold the lock of sys.stderr for ever.
+    # The main thread may hold the lock of sys.stderr forever.
     with contextlib.suppress(OSError):  # a log on a full disk
         os.write(2, exits.printable(f"error: {reason}\n").encode())
     time.sleep(_GRACE if jax.process_index() == 0 else 0)
@@ -132,7 +132,7 @@ def _clock(seconds, others: peers.Peers, claim, end) -> Iterator[Callable[..., N
             now["idle"] += _TICK
             if now["idle"] >= now["limit"]:
                 gone, behind = others.lost()
-                if now["idle"] < now["limit"]:  # it went on while they were asked
+                if now["idle"] < now["limit"]:  # it made progress meanwhile
                     continue
                 claim()
                 what = "no progress for {limit:g} s after step {step} ({doing})".format(**now)
@@ -147,18 +147,18 @@ def _clock(seconds, others: peers.Peers, claim, end) -> Iterator[Callable[..., N
         yield at
     finally:
         closed.set()
-        thread.join(2 * _TICK)  # it may have found the end claimed, and waits for ever
+        thread.join(2 * _TICK)  # it may wait forever for a claim that another thread has
 
 
 @contextlib.contextmanager
 def _explained_aborts(lost, claim, end) -> Iterator[None]:
-    """Says why where JAX aborts this process, unless it is about to end with words of its own."""
+    """Prints a reason when JAX aborts this process, unless it is about to end itself."""
 
     def explain():
         claim()
         end(lost()[0] or "JAX has ended this process, as it says above")
 
     undo = on_abort(explain)
-    # After an error it stays: the store may go with process 0 before this one has said what it is.
+    # It stays after an error: process 0 may take the store with it before this one has spoken.
     yield
     undo()

@@ -99,7 +99,7 @@ def test_a_copy_that_is_damaged_is_not_taken(start, part):
         path.write_bytes(data)
     with start() as copies:
         assert copies.newest(0).step == 2
-        assert copies.newest(3) == f"of step 4 nobody has the parts of {part}"
+        assert copies.newest(3) == f"nobody has these parts of step 4: {part}"
 
 
 def test_copies_of_a_way_that_the_run_did_not_go_are_not_taken(start):
@@ -228,7 +228,7 @@ def chain(tmp_path_factory):
 
 def test_a_lost_process_and_its_disk_cost_the_steps_since_the_last_copy(chain):
     _, words, seen, _ = chain
-    line = r"run: from step (\d+) on by emergency copies; the last checkpoint is step 20\n"
+    line = r"run: from step (\d+) on with emergency copies; the last checkpoint is step 20\n"
     found = re.search(line, words[1][0])
     assert found, words[1][0]
     assert seen[30] - 4 <= int(found[1]) <= seen[30] + 2
@@ -238,7 +238,7 @@ def test_a_lost_process_and_its_disk_cost_the_steps_since_the_last_copy(chain):
 def test_two_lost_neighbours_leave_the_checkpoint(chain):
     _, words, _, _ = chain
     assert re.search(
-        r"run: from step 40 on without emergency copies: of step \d+ nobody has the parts of 1\n",
+        r"run: from step 40 on without emergency copies: nobody has these parts of step \d+: 1\n",
         words[2][0],
     )
 

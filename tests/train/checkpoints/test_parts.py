@@ -142,7 +142,7 @@ def test_a_piece_that_is_missing_is_named(saved):
     tree, files = saved
     held = [entry for file in files for entry in parts.read(file)[0]]
     lacking = [pair for pair in held if pair[0].path != "state/residual"]
-    with pytest.raises(ValueError, match="of state/residual 12 entries are in no part"):
+    with pytest.raises(ValueError, match="12 entries of state/residual are in no part"):
         parts.assembled(shapes(tree), lacking)
 
 

@@ -36,7 +36,7 @@ def test_the_newest_step_that_is_whole_is_taken_and_who_has_it_is_known():
         4,
         {f"4-all-of-2.{CODE}": [0, 1], f"4-0-of-2.{CODE}": [0, 1], f"4-1-of-2.{CODE}": [1]},
     )
-    assert places.chosen(whole, 5) == "of step 6 nobody has the parts of 1"
+    assert places.chosen(whole, 5) == "nobody has these parts of step 6: 1"
     assert places.chosen(whole, 7) == ""
 
 
@@ -49,7 +49,7 @@ def test_the_newest_step_that_is_whole_is_taken_and_who_has_it_is_known():
     ],
 )
 def test_what_is_missing_is_named(told, missing):
-    assert places.chosen(told, 0) == f"of step 4 nobody has the parts of {missing}"
+    assert places.chosen(told, 0) == f"nobody has these parts of step 4: {missing}"
 
 
 def test_processes_of_a_host_share_its_folders(tmp_path):

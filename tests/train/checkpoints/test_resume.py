@@ -222,7 +222,7 @@ def test_other_replicas_go_on_from_copies_as_from_a_checkpoint(task_of, tmp_path
             found = resume.begin(other, directory, copies)
     assert capsys.readouterr().err == (
         "run: from step 1 on 2 replicas instead of 4, resize=keep_mean\n"
-        "run: from step 1 on by emergency copies; there is no checkpoint\n"
+        "run: from step 1 on with emergency copies; there is no checkpoint\n"
     )
     assert found[2] == done and not directory.exists()
     for leaf, same in zip(jax.tree.leaves(found[:2]), jax.tree.leaves(expected[:2]), strict=True):

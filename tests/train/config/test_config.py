@@ -138,8 +138,8 @@ def test_file_without_a_config_is_refused(tmp_path, text):
         (lambda: config_of(name=""), "name='' must be a folder below"),
         (lambda: config_of(name="../up"), "must be a folder below"),
         (lambda: config_of(name="/up"), "must be a folder below"),
-        (lambda: config_of(name="a\nb"), r"name='a\\nb' must be of one line that prints"),
-        (lambda: config_of(name="a\x1b[2J"), "must be of one line that prints"),
+        (lambda: config_of(name="a\nb"), r"name='a\\nb' must be one printable line"),
+        (lambda: config_of(name="a\x1b[2J"), "must be one printable line"),
         (lambda: config_of(link_rate=0.0), "link_rate=0.0 must be positive; write 500e6"),
         (lambda: config_of(steps=10), "warmup_steps=10 must be less than steps=10"),
         (lambda: config_of(model=DecoderConfig(vocab=255)), "vocab=255 must be at least 256"),
@@ -316,8 +316,8 @@ def test_expression_that_is_wrong_is_refused_before_anything_is_called(text, mes
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("chain(adam)", r"chain\(adam\) cannot be called so: .*'init'"),
-        ("scale(-learning_rate)", "only numbers have a sign; of a schedule write"),
+        ("chain(adam)", r"chain\(adam\) cannot be called like this: .*'init'"),
+        ("scale(-learning_rate)", "only numbers have a sign; for a schedule write"),
     ],
 )
 def test_what_is_no_transformation_or_number_is_named(text, message):

@@ -47,7 +47,7 @@ def test_templates_have_what_hugging_faces_have(tmp_path):
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        (None, "has not; name a Hugging Face folder with a chat_template.jinja"),
+        (None, "lacks; name a Hugging Face folder with a chat_template.jinja"),
         ("{% for %}", "is damaged"),
         ("{{ raise_exception('roles must alternate') }}", r"refuses a chat \(roles must alternate"),
         ("{{ messages[9].content }}", "refuses a chat"),

@@ -89,8 +89,8 @@ def test_the_byte_that_is_no_text_is_named(tmp_path, monkeypatch, at, bad):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ('{"text": "a"}\n{"text"', r"line 2 of .*a.jsonl' is no JSON"),
-        ("[" * 100_000, r"line 1 of .*a.jsonl' is no JSON"),
+        ('{"text": "a"}\n{"text"', r"line 2 of .*a.jsonl' is not JSON"),
+        ("[" * 100_000, r"line 1 of .*a.jsonl' is not JSON"),
         ('{"body": "a", "id": 1}', r"no field data.column='text'; write one of \['body', 'id'\]"),
         ('["text"]', "no field data.column='text'; write one of list"),
         ('{"text": 3}', "holds 3; choose one of strings, or of messages"),

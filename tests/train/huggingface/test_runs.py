@@ -96,7 +96,7 @@ def test_what_is_no_language_model_is_not_exported(tmp_path, capsys, monkeypatch
     monkeypatch.setattr(store, "read_metadata", lambda directory: saved)
     with pytest.raises(SystemExit, match="2"):
         export.main([str(tmp_path), str(tmp_path / "to")])
-    assert "is no language model that goes on with a text" in capsys.readouterr().err
+    assert "is not a model that continues text" in capsys.readouterr().err
 
 
 def test_the_tokenizer_of_a_run_from_nothing_goes_along(tmp_path):
@@ -130,7 +130,7 @@ def test_the_command_line_names_the_folder_of_a_pretrained_model(config, tmp_pat
     args = ["--start-from", config.start_from, "--model.context", "8"]
     made = configs.load(str(path), args)
     assert made.model == dataclasses.replace(config.model, dtype="bfloat16")
-    with pytest.raises(ValueError, match="has a pretrained model; write --start-from FOLDER"):
+    with pytest.raises(ValueError, match="needs a pretrained model; write --start-from FOLDER"):
         configs.load(str(path))
     assert made.data.tokenizer == config.start_from
     other = dataclasses.replace(made.data, tokenizer="other")

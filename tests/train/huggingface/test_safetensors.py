@@ -75,5 +75,7 @@ def test_a_file_that_is_cut_off_or_away_is_refused(tmp_path):
         safetensors.read_all(tmp_path)
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a": "../model.safetensors"}}))
-    with pytest.raises(ValueError, match=r"names '../model.safetensors', which is not beside it"):
+    with pytest.raises(
+        ValueError, match=r"names '../model.safetensors', which is not in its folder"
+    ):
         safetensors.read_all(tmp_path)

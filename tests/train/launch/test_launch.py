@@ -326,7 +326,7 @@ def no_scheduler(monkeypatch):
     [
         ("--local 2", "no config file; write python -m train.launch"),
         ("--local 2 --", "no config file"),
-        ("-- c.py", "nobody says which process.*--local N.*--hosts FILE.*--single"),
+        ("-- c.py", "it is unknown which process.*--local N.*--hosts FILE.*--single"),
         ("--process-id 1 -- c.py", "write --coordinator, --num-processes as well"),
         ("--local 2 --process-id 1 -- c.py", "--process-id is for one process"),
         ("--local 2 --secret-file x -- c.py", "--secret-file is for one process"),

@@ -46,7 +46,7 @@ MEAN = "compressed_mean(sign(), axis_name)"
 @pytest.mark.parametrize("bits", [0.4, 2.1])
 def test_a_coarse_mean_before_a_second_moment_is_noted(update, bits):
     (note,) = notes(update, bits)
-    assert note.startswith(f"note: compressed_mean of {bits} bits per parameter and direction")
+    assert note.startswith(f"note: compressed_mean at {bits} bits per parameter and direction")
     assert "second moment" in note and "quantize(4)" in note and "momentum" in note
 
 
