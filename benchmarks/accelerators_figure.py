@@ -157,7 +157,7 @@ def draw(rows: list[dict], path: pathlib.Path) -> None:
 
 
 def _panel(axes, rows: list[dict]) -> None:
-    """A curve a method, named where it begins: there they lie apart."""
+    """A curve for each method, named at its start, where curves are apart."""
     rates = list(RATES.values())
     first = {row["method"]: row["predicted"][next(iter(RATES))] for row in rows}
     places = _apart(first)

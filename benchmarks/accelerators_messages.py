@@ -1,7 +1,7 @@
-"""The messages of a compiled program: where they start and are done, and what runs meanwhile.
+"""The messages of a compiled program: where they start and end, and what overlaps with them.
 
-The text is in the order in which the program runs. A message in a `while` or a `cond` has nothing
-beside it on GPUs, and one that has no start and done of its own waits for nobody and all for it.
+The text is in the order in which the program runs. On GPUs nothing overlaps with a message in a
+`while` or a `cond`, or with one that has no separate start and done.
 """
 
 from collections.abc import Iterator
@@ -26,13 +26,13 @@ class Message(NamedTuple):
     """A collective at one place of a program.
 
     Attributes:
-      op: As `all-gather`.
-      axes: The mesh's axes that it crosses.
-      computation: The name of the one that it stands in.
-      start: Its place in there, and of `done`, where what it brings is first at hand; equal if
-        nothing can run meanwhile.
-      inside: Whether that is in a `while` or a `cond`.
-      num_bytes: Of what it brings.
+      op: Such as `all-gather`.
+      axes: The mesh axes that it crosses.
+      computation: The name of its computation.
+      start: Its place there; `done` is the place where its result is first available. They are
+        equal if nothing can overlap.
+      inside: Whether it is in a `while` or a `cond`.
+      num_bytes: Bytes of its result.
     """
 
     op: str
@@ -45,7 +45,7 @@ class Message(NamedTuple):
 
     @property
     def asynchronous(self) -> bool:
-        """Whether something may run beside it."""
+        """Whether something may overlap with it."""
         return self.done > self.start
 
 
@@ -53,10 +53,10 @@ class Overlap(NamedTuple):
     """Matrix products of the gradient around the messages over some axis, as shares of all.
 
     Attributes:
-      beside: Those that stand between the start and the done of a message.
-      span: Those between the first start and the last done of the entry computation.
-      after_first: Those that stand behind the first start, asynchronous or not.
-      bytes_asynchronous: Not of products: the share of all bytes that asynchronous messages bring.
+      beside: Products between the start and the done of a message.
+      span: Products between the first start and the last done of the entry computation.
+      after_first: Products after the first start, asynchronous or not.
+      bytes_asynchronous: Not of products: the share of all bytes in asynchronous messages.
     """
 
     beside: float
@@ -77,7 +77,7 @@ def messages(program: Program, mesh: Mesh) -> list[Message]:
 
 
 def overlap(program: Program, crossing: list[Message]) -> Overlap:
-    """What the schedule lets run beside some messages of a program; zeros without any product."""
+    """The overlap of the schedule with some messages of a program; zeros without any product."""
     total = program.cost.products
     entry = program.module.entry
     if not total or not crossing:
@@ -97,7 +97,7 @@ def overlap(program: Program, crossing: list[Message]) -> Overlap:
 
 
 def _found(program, name, inside) -> Iterator[tuple[hlo.Instruction, tuple]]:
-    """Each message's line, and where it stands; those that a computation calls come in turn."""
+    """Each message's line and place, including those of called computations."""
     lines = _lines(program, name)
     for place, line in enumerate(lines):
         sent = _sent_by(program, line)
@@ -187,7 +187,7 @@ def _reaches(program: Program, line: hlo.Instruction, names: set[str]) -> bool:
 
 
 def _covered(program: Program, name: str, crossing: list[Message]) -> int:
-    """Products that run beside a message, in one run of a computation."""
+    """Products that overlap with a message, in one run of a computation."""
     weights, lines = _weights(program, name), _lines(program, name)
     beside = set()
     for message in crossing:

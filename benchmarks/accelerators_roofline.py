@@ -1,9 +1,9 @@
-"""The step that a roofline predicts: no measurement, and called "predicted" wherever it stands.
+"""The step time predicted by a roofline, which is always called "predicted".
 
 Each matrix product runs at the device's peak, every other kernel at its memory's, and each kernel
-takes the time to start one: `flops / peak + bytes / bandwidth + kernels * kernel_seconds`. What a
-host sends takes the time that its link needs for the bytes; of that, messages hide as much as the
-products that the schedule puts beside them take. Rounds of latency are left out.
+takes the time to start one: `flops / peak + bytes / bandwidth + kernels * kernel_seconds`. A host's
+bytes take the time of its link; asynchronous messages hide as much of it as the products that
+overlap with them take. Latency is left out.
 """
 
 from typing import NamedTuple
@@ -12,7 +12,7 @@ from benchmarks.accelerators_devices import Device
 from train.models.decoder import DecoderConfig
 
 SEQUENCES, CONTEXT = 2048, 1024
-"""The batch of all devices together that is predicted, whatever was compiled."""
+"""The global batch of the prediction, whatever was compiled."""
 
 RATES = {
     "100mbit": 100e6,
@@ -31,11 +31,11 @@ class Work(NamedTuple):
     Attributes:
       flops: FLOP of the gradient's products on one device.
       moved: Bytes that kernels move on one device.
-      kernels: That run on one device.
-      fast_bytes: That one device sends to others of its host.
-      nic_bytes: That one host sends to others.
-      beside: The share of the products that the schedule puts beside messages between hosts.
-      asynchronous: The share of these messages' bytes beside which anything can run.
+      kernels: Kernels that run on one device.
+      fast_bytes: Bytes that one device sends to others of its host.
+      nic_bytes: Bytes that one host sends to others.
+      beside: The share of the products that overlaps with messages between hosts.
+      asynchronous: The share of these messages' bytes that anything can overlap with.
     """
 
     flops: float
@@ -54,12 +54,12 @@ def gradient_flops(model: DecoderConfig, numel: int, devices: int) -> float:
 
 
 def local_seconds(device: Device, work: Work) -> float:
-    """A step's time where the network between hosts takes none."""
+    """A step's time with an unlimited network between hosts."""
     memory, launches = work.moved / device.bandwidth, work.kernels * device.kernel_seconds
     return work.flops / device.flops + memory + launches + work.fast_bytes / device.link
 
 
 def predicted_seconds(device: Device, work: Work, rate: float) -> float:
-    """A step's time over links of so many bit/s a host."""
+    """A step's time at a rate in bit/s per host."""
     sending, computing = 8 * work.nic_bytes / rate, work.beside * work.flops / device.flops
     return local_seconds(device, work) + sending - min(work.asynchronous * sending, computing)

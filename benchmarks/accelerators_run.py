@@ -1,4 +1,4 @@
-"""Runs steps on the accelerators of this machine, where there are some, beside the prediction."""
+"""Runs steps on the accelerators of this machine, if any, and compares with the prediction."""
 
 import glob
 import statistics

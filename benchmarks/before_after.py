@@ -1,4 +1,4 @@
-"""Times codes and updates of this checkout beside those of another one, on CPUs, in turns.
+"""Times codes and updates of this checkout against those of another, on CPUs, alternating.
 
     git worktree add /tmp/before COMMIT
     python -m benchmarks.before_after /tmp/before --json FILE [--turns 40]

@@ -123,7 +123,7 @@ def draw(summaries: list[Summary], path: pathlib.Path, shown: Sequence[str] = SH
 
 
 def title(summaries: list[Summary]) -> str:
-    """The lowest loss of those that send a tenth of the first one's bytes or less, beside it."""
+    """The title: the baseline's loss, and the lowest loss with a tenth of its bytes or less."""
     dense = summaries[0]
     fewer = lambda s: dense.sent_bytes_per_step / s.sent_bytes_per_step
     few = [s for s in summaries if s.sent_bytes_per_step and fewer(s) >= 10]
@@ -136,7 +136,7 @@ def title(summaries: list[Summary]) -> str:
 
 
 def main() -> None:
-    """Reads the rows, prints the table, draws the picture beside them."""
+    """Reads the rows, prints the table, and draws the plot into their folder."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "--json", type=pathlib.Path, default=pathlib.Path("benchmarks/results/convergence.json")

@@ -105,7 +105,7 @@ def _written(rate: str) -> str:
 
 
 def main() -> None:
-    """Prints the tables, and draws the picture beside the rows."""
+    """Prints the tables, and draws the plot into the rows' folder."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("json", type=pathlib.Path, nargs="?", default=RESULTS)
     path = parser.parse_args().json

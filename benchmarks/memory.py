@@ -42,9 +42,9 @@ def mean(code, replicas, target, exchange=jaxcomp.two_shot) -> Row:
     return Row(name, optax.chain(averaged, optax.adam(1e-3)), replicas, target)
 
 
-# What is not sent yet is 1 + 1/R gradients, and as much again until the update is known to be
-# finite: 2.5 for four replicas, 3 for two, where messages come on top; `gathered` has no owners.
-# top_k looks its values up entry by entry, once for all readers: XLA keeps a dense result.
+# Residuals are 1 + 1/R gradients, and as much again until the update is known to be finite: 2.5 for
+# four replicas, 3 for two, plus messages; `gathered` has no owners. top_k looks its values up entry
+# by entry, once for all readers: XLA keeps a dense result.
 ROWS = [
     mean(jaxcomp.quantize(4), 4, 3),
     mean(jaxcomp.quantize(4, rounding="stochastic"), 4, 3),

@@ -44,7 +44,7 @@ _GROUPS = "compose(group_top_1(64), bin_means(2))"
 _SPARSE = "outer=sgd(1.0), error_decay=0.95, mean=gathered"
 
 
-# As many meetings as every `every`-th step has, closer together while the rate is high.
+# As many outer steps as with a fixed interval, closer together while the rate is high.
 _BY_RATE = "schedules.by_rate(learning_rate, steps, {})"
 
 

@@ -67,7 +67,7 @@ def teams(
 
 
 def programs(team: Team, hosts: tuple[network.Host, ...]) -> list[list[str]]:
-    """The commands of a team, of each host behind each other."""
+    """The commands of a team, host after host."""
     count = len(hosts) * team.devices if team.connected else 1
     options = ["--coordinator", f"{hosts[0].address}:7000", "--num-processes", str(count)]
     options += ["--interface", network.INTERFACE]

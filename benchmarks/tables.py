@@ -94,7 +94,7 @@ def _devices(rows, task, steps) -> str:
 
 
 def _peers(rows, task, steps) -> str:
-    """Times of the file's rows, and the losses of the file beside it."""
+    """Times of the file's rows, and the losses of the file next to it."""
     losses = json.loads(path_of("peers_loss").read_text())
     return peers_table.table(rows, losses)
 

@@ -27,7 +27,7 @@ from train.placement import replicated
 from train.plan import counts, planning
 from train.processes import devices
 
-# What an overlapped step does beside its gradient is the update of the same name without.
+# An overlapped step has the same update as the method without overlap.
 TIMED = [name for name in METHODS if not name.endswith("overlapped")]
 
 

@@ -3,7 +3,7 @@
     python -m train configs/fine_tune_cocktail.py --start-from FOLDER --data.path TEXT
 
 Each replica holds the whole model, Adam's moments and what it has not sent: 20 bytes a parameter.
-docs/fine_tune.md goes through a run on two machines. The paper's models, in shards over the devices
+docs/fine_tune.md goes through a run on two machines. The paper's models, sharded over the devices
 of a host, are in configs/shapes.
 """
 

@@ -16,7 +16,7 @@ from train.config import Config
 
 
 def get_config() -> Config:
-    """The dense run in shards."""
+    """The dense run with sharded parameters."""
     dense = nano_dense.get_config()
     optimizer = dataclasses.replace(dense.optimizer, update="adam(learning_rate)")
     return dataclasses.replace(dense, name="nano_qsdp", optimizer=optimizer, qsdp="qsdp(axis_name)")

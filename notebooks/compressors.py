@@ -1,7 +1,7 @@
 # %% [markdown]
 # # What compression does to a gradient
 #
-# A compressor turns a bucket of numbers into a message of fewer bytes. Here all of them are given
+# A compressor turns a bucket of numbers into a message of fewer bytes. Here all compressors get
 # the same gradient, that of a small GPT after some training on Python source. A minute on a CPU.
 
 # %%
@@ -52,7 +52,7 @@ plt.rcParams.update(plots.STYLE)
 # %% [markdown]
 # ## A real gradient of a real model
 #
-# A byte-level GPT learns the source of Python's standard library for a moment, so that its gradient
+# A byte-level GPT trains briefly on the source of Python's standard library, so that its gradient
 # is not that of random weights.
 
 # %%
@@ -81,7 +81,7 @@ gradient, _ = ravel_pytree(grads)
 print(f"loss {loss:.2f} nats per byte after {steps} steps, {gradient.size:,} parameters")
 
 # %% [markdown]
-# ## Bits against what is lost
+# ## Bits against error
 #
 # `jaxcomp.transmit` encodes an array and decodes it again. Further left is cheaper, further down is
 # more exact. The grey line is the least that *any* code could lose if the entries were independent

@@ -1,8 +1,8 @@
 # %% [markdown]
 # # Fine-tune a Hugging Face model over a slow network
 #
-# Four replicas begin with a folder in Hugging Face's form, learn another text by CocktailSGD, and
-# write a folder that transformers loads. Dense Adam runs beside it, and sends a hundred times more.
+# Four replicas start from a Hugging Face folder, learn another text with CocktailSGD, and
+# write a folder that transformers loads. Dense Adam, for comparison, sends a hundred times more.
 # A few minutes on a CPU.
 
 # %%

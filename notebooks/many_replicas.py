@@ -2,7 +2,7 @@
 # # Sixty-four replicas on one device
 #
 # What happens with more replicas than you have machines? `jaxcomp.simulated_train_step` runs them
-# all on one GPU or CPU, by `jax.vmap` over an axis that the collectives know. A few minutes.
+# all on one GPU or CPU, with `jax.vmap` over the axis of the collectives. A few minutes.
 
 # %%
 import sys
@@ -79,10 +79,10 @@ initial_params = lambda: split(Decoder(config, rngs=PathRngs(0)))[1]
 # %% [markdown]
 # ## The same numbers as on eight devices
 #
-# Two codes on a mesh of eight CPU devices, by messages between them, and on one device. The
-# programs add in another order, so that they differ by roundings; below a millionth of the way
-# after twenty steps. The two runs at 4 bits are closer: a value that is rounded to one of 15
-# numbers has mostly the same code.
+# Two codes run on a mesh of eight CPU devices, with messages between them, and on one device. The
+# programs add in another order, so they differ by rounding: by less than a millionth after twenty
+# steps. The two runs at 4 bits are closer: a value that is rounded to one of 15 numbers mostly has
+# the same code.
 
 # %%
 cpus = jax.devices("cpu")
@@ -123,8 +123,8 @@ plt.show()
 # %% [markdown]
 # ## What happens as replicas grow
 #
-# The same steps and the same rate. In dense Adam more replicas are a larger batch, and the loss
-# falls. Four bits follow it. CocktailSGD gains less: each replica's own Adam still sees a small
+# The same steps and the same rate. For dense Adam more replicas are a larger batch, and the loss
+# falls. 4 bits match it. CocktailSGD gains less: each replica's own Adam still sees a small
 # batch.
 
 

@@ -1,8 +1,8 @@
 # %% [markdown]
 # # Four replicas, and one line changed
 #
-# A training loop as you know it, on four devices that this CPU plays. Then the line that makes the
-# optimizer changes, and the same model learns from a fraction of the bytes. A few minutes.
+# This is a usual training loop, on four devices that JAX makes of this CPU. Then one line changes,
+# the optimizer, and the same model learns with a fraction of the bytes. A few minutes.
 
 # %%
 import sys
@@ -146,22 +146,22 @@ mean = jaxcomp.compressed_mean(jaxcomp.identity(), "replica")
 runs["dense"] = train(optax.chain(mean, optax.adam(rate)))
 
 # %% [markdown]
-# Four bits for each entry of the gradient:
+# 4 bits for each entry of the gradient:
 
 # %%
 mean = jaxcomp.compressed_mean(jaxcomp.quantize(4), "replica")
 runs["4 bits"] = train(optax.chain(mean, optax.adam(rate)))
 
 # %% [markdown]
-# 0/1 Adam, which learns its variance now and then, sends one bit in between, and skips rounds:
+# 0/1 Adam, which learns its variance in some steps, sends one bit in others, and skips rounds:
 
 # %%
 meet = jaxcomp.schedules.halving(rate, steps, after=steps // 10)
 runs["0/1 Adam"] = train(jaxcomp.zero_one_adam(rate, "replica", sync_at=meet))
 
 # %% [markdown]
-# CocktailSGD, in which each replica takes steps of its own and tells the others the largest of its
-# moves, one step late:
+# CocktailSGD, in which each replica takes its own steps and sends the largest of its changes, one
+# step late:
 
 # %%
 runs["CocktailSGD"] = train(jaxcomp.cocktail_sgd(optax.adam(rate), "replica"))
@@ -169,8 +169,8 @@ runs["CocktailSGD"] = train(jaxcomp.cocktail_sgd(optax.adam(rate), "replica"))
 # %% [markdown]
 # ## Loss against steps, and against bytes
 #
-# Left: what a method costs in steps. Right: what it saves on the network. Four bits and 0/1 Adam
-# follow dense Adam. CocktailSGD sends 175 times fewer bytes than dense and is behind at equal
+# Left: what a method costs in steps. Right: what it saves on the network. 4 bits and 0/1 Adam
+# match dense Adam. CocktailSGD sends 175 times fewer bytes than dense and is behind at equal
 # steps; at equal bytes it is far ahead.
 
 # %%

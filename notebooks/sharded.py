@@ -1,9 +1,8 @@
 # %% [markdown]
-# # Parameters in shards, gathered as codes
+# # Sharded parameters, gathered as codes
 #
-# Four replicas that each hold the whole model hold it four times. QSDP keeps a quarter on each, and
-# sends eight bits instead of 32 where a layer is needed. Two lines around a Flax model; two
-# minutes.
+# Four replicas usually hold the whole model four times. QSDP keeps a quarter on each, and sends 8
+# bits instead of 32 when a layer is needed. That takes two lines around a Flax model. Two minutes.
 
 # %%
 import sys
@@ -80,7 +79,7 @@ tx = optax.adam(optax.linear_schedule(2e-3, 0, steps))
 print(f"{sum(x.size for x in jax.tree.leaves(params)):,} parameters")
 
 # %% [markdown]
-# ## Before: all of it everywhere
+# ## Before: the whole model on each replica
 
 # %%
 found = {}
@@ -140,8 +139,8 @@ train("QSDP, block\nby block", *init_and_step, fsdp.shard(params, mesh))
 # ## Memory and bytes
 #
 # What one replica holds between steps (parameters, Adam's moments, its part of the batch), what XLA
-# plans on top of it during a step, and what it sends. Block by block, weights travel twice, forward
-# and backward: three fifths of the bytes saved, and two thirds of the memory.
+# plans on top of it during a step, and what it sends. Block by block, weights are sent twice,
+# forward and backward: three fifths of the bytes saved, and two thirds of the memory.
 
 # %%
 names = list(found)

@@ -2,7 +2,7 @@
 # # Fine-tuning over a slow link
 #
 # A model that knows Python learns C on four machines whose network is slow: dense Adam against
-# CocktailSGD, which was made for this. What does each take at 100 Mbit/s to 10 Gbit/s? A few
+# CocktailSGD, which was made for this. How long does each take at 100 Mbit/s to 10 Gbit/s? A few
 # minutes.
 
 # %%
@@ -118,8 +118,8 @@ plt.show()
 # %% [markdown]
 # ## The same over time
 #
-# A step takes what the gradient takes, and what its bytes take on the link, one after the other.
-# The first is your machine's: here it is put at a fiftieth of a second. A model this small gains at
+# A step takes the time of its gradient plus the time of its bytes on the link. The first depends on
+# your machine: here it is assumed to be a fiftieth of a second. A model this small gains at
 # 100 Mbit/s; from 1 Gbit/s on dense Adam is the better choice.
 
 # %%

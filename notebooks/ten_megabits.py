@@ -3,7 +3,7 @@
 #
 # Four machines in four homes share lines of 10 Mbit/s. A dense step of a model with 124 M
 # parameters would send for ten minutes. With local steps each replica trains alone for sixteen
-# steps. Then the replicas meet, and what they send has a few bits a value, or is sparse: a hundred
+# steps. Then they exchange their changes at a few bits per value, or only the largest: a hundred
 # times fewer bytes, or several hundred. About five minutes.
 
 # %%
@@ -57,8 +57,8 @@ plt.rcParams.update(plots.STYLE)
 # A small GPT learns Python's source, byte by byte. Only `update` and the learning rate differ:
 #
 # - Dense Adam sends each gradient in float32.
-# - DiLoCo averages what sixteen steps of Adam did, at 4 bits a value. Nesterov momentum follows.
-# - SparseLoCo sends the largest of 32 values, at 2 bits, and keeps the rest for later meetings.
+# - DiLoCo averages the change of sixteen Adam steps, at 4 bits per value, with Nesterov momentum.
+# - SparseLoCo sends the largest of 32 values, at 2 bits, and keeps the rest for later.
 
 # %%
 updates = {

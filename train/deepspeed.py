@@ -110,7 +110,7 @@ def _check(config: Any) -> None:
     if kind not in OPTIMIZERS:
         raise ValueError(
             f"optimizer.type is {kind!r:.40}; needs one of {', '.join(OPTIMIZERS)}. OneBitLamb is "
-            "jaxcomp.one_bit_lamb, whose page has its keys; any other is optax's, behind "
+            "jaxcomp.one_bit_lamb, whose page has its keys; any other is optax's, after "
             "jaxcomp.compressed_mean or as it is."
         )
     if stage := _object(config, "zero_optimization").get("stage", 0):

@@ -4,9 +4,9 @@
     python -m train.launch --hosts hosts.txt -- configs/shapes/opt_1_3b_cocktail.py --start-from DIR
 
 The authors' compressor and recipe of their scripts: 16 sequences a replica, a linear decay after
-ten steps, no dense steps. The model's form is OPT's own. A host is a replica: its devices hold the
-parameters, Adam's moments and what was not sent in shards. `per_layer=False`, since nothing here
-looks at a whole leaf. What a device holds: docs/fine_tune.md. Training has not been tried.
+ten steps, no dense steps. The model's form is OPT's own. A host is a replica: parameters, Adam's
+moments and residuals are sharded over its devices. `per_layer=False`, since nothing here looks at a
+whole leaf. What a device holds: docs/fine_tune.md. Training has not been tried.
 """
 
 from train.config import Config, Data, Optimizer

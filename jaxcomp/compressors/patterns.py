@@ -141,5 +141,5 @@ def _joined(pieces):
 
 
 def in_rows(x, length):
-    """Rows of which each is a contiguous slice of `f32[numel]`: what XLA vectorizes best."""
+    """Rows that are contiguous slices of `f32[numel]`, which XLA vectorizes best."""
     return jnp.pad(x, (0, -x.size % length)).reshape(length, -1)

@@ -1,1 +1,1 @@
-"""Bytes, memory and times of programs. May import all rooms; none imports it."""
+"""What programs send and hold, and how long they take. May import all rooms; none imports it."""

@@ -84,7 +84,7 @@ def _run(manual, stage, values, specs, arrays):
 
 
 def _needs_row(x):
-    # Shards of arrays lie behind each other. With an axis more, a barrier would get a view of each
+    # Shards of arrays are concatenated. With an axis more, a barrier would get a view of each
     # message, which nobody else uses: XLA takes it out of the barrier, and then codes too late.
     return not x.shape
 

@@ -182,5 +182,5 @@ def _require_averaged(updates, axis_name):
                 f"the update of {jax.tree_util.keystr(path)!r} still varies over {axis_name!r} "
                 "when it leaves the transformation: nothing in it averages over the replicas. "
                 "For this leaf write optax.chain(jaxcomp.compressed_mean(jaxcomp.identity(), "
-                f"{axis_name!r}), ...); to freeze it, with optax.set_to_zero() behind the mean."
+                f"{axis_name!r}), ...); to freeze it, with optax.set_to_zero() after the mean."
             )

@@ -94,7 +94,7 @@ def lose(launcher, place, number) -> str:
 
 
 def pause(launcher, place, number) -> str:
-    """A process stands still for 5 s."""
+    """A process is stopped for 5 s."""
     pid = members(launcher)[number]
     os.kill(pid, signal.SIGSTOP)
     time.sleep(PAUSE)
@@ -114,7 +114,7 @@ def slow(launcher, place, number) -> str:
 
 
 def freeze(launcher, place, number) -> str:
-    """A process stands still for ever."""
+    """A process is stopped forever."""
     os.kill(members(launcher)[number], signal.SIGSTOP)
     return ""
 
