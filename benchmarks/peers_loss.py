@@ -28,7 +28,7 @@ from benchmarks.slow_network import ENVIRONMENT, SECONDS
 from benchmarks.slow_network_methods import DENSE, LAMB, MEAN, METHODS, MODELS, PEERS
 from benchmarks.slow_network_worker import config_of
 from train.config import Config
-from train.config.run import schedule
+from train.config.optimizer import schedule
 from train.models import build
 from train.processes import devices
 from train.processes.exits import clean_exits

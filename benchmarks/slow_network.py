@@ -212,6 +212,8 @@ def parse(args: list[str]) -> argparse.Namespace:
     options = parser.parse_args(args)
     for rate in options.rates:
         network.bits_per_second(rate)
+    if options.steps < 2:
+        raise ValueError(f"--steps {options.steps} has no quartiles; write --steps 2.")
     return options
 
 

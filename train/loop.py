@@ -14,7 +14,7 @@ from train.checkpoints import emergency, files, resume, store, writer
 from train.checkpoints.resume import Progress
 from train.checkpoints.writer import Claim
 from train.config import Config
-from train.config.run import schedule
+from train.config.optimizer import schedule
 from train.output import metrics, said
 from train.plan import counts
 from train.processes import agree, distributed, peers, watchdog

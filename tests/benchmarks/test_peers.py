@@ -14,7 +14,7 @@ from benchmarks import peers_loss, peers_table, slow_network_worker
 from benchmarks.peers import names, work
 from benchmarks.slow_network_methods import AUTHORS, DENSE, METHODS, MODELS, PEERS
 from jaxcomp.compressors.policies import path_of
-from train.config.run import schedule
+from train.config.optimizer import schedule
 from train.data import examples
 from train.models import build
 

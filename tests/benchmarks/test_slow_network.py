@@ -147,6 +147,8 @@ def test_quick_changes_only_what_is_not_named():
     assert slow_network.parse([]).hosts == 4
     with pytest.raises(ValueError, match="is no rate"):
         slow_network.parse(["--rates", "fast"])
+    with pytest.raises(ValueError, match="no quartiles"):
+        slow_network.parse(["--steps", "1"])
 
 
 def test_the_table_shows_each_method_against_its_own_first_rate(tmp_path):

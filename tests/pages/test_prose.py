@@ -64,6 +64,11 @@ def test_no_reader_has_to_decode_a_phrase(room):
         "of others the dearest counts",
         "It is shown. Of SLAMB the mean of 8 steps is shown, of the others the median",
         "`train_step` and `local_params` differentiate at the sum",
+        "What travels is the sign of each entry",
+        "The drift since the last meeting is kept",
+        "Its buffer is laid out anew at each resize",
+        "It costs 2 ms in the mean over the run",
+        "A replica whose gradient is infinite leaves its step out",
     ],
 )
 def test_what_the_pages_once_said_is_refused(text):

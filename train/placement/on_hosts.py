@@ -2,11 +2,10 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import optax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jaxcomp
@@ -48,7 +47,6 @@ def _with_rows_apart(function: Callable) -> Callable:
 
 def _functions(config: Config, tx: optax.GradientTransformation, mesh: Mesh) -> Functions:
     specs = sharding.specs(build.param_shapes(config), mesh, fsdp=FAST_AXIS)
-    of_params = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
     made = jaxcomp.train_step(
         build.loss_of(config, layers=_with_rows_apart),
         tx,
@@ -58,18 +56,4 @@ def _functions(config: Config, tx: optax.GradientTransformation, mesh: Mesh) -> 
         accumulate=config.accumulate,
         batch_specs=P((AXIS_NAME, FAST_AXIS)),  # so that XLA gathers parameters, not activations
     )
-
-    def shardings(params: Any) -> tuple[Any, Any]:
-        state = jaxcomp.state_specs(tx, params, mesh, AXIS_NAME, specs)
-        return of_params, jax.tree.map(lambda spec: NamedSharding(mesh, spec), state)
-
-    return Functions(
-        init=lambda params: (params, made.init(params)),
-        step=made.step,
-        mean=lambda params, state: jaxcomp.mean_params(
-            params, state, mesh, AXIS_NAME, param_specs=specs
-        ),
-        whole=lambda params: params,
-        shardings=shardings,
-        places=lambda _: of_params,
-    )
+    return replicated.functions_of(made, tx, mesh, specs=specs)

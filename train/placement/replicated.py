@@ -87,25 +87,45 @@ def _of_trainable(config: Config, tx: optax.GradientTransformation) -> optax.Gra
     return optax.partition({True: tx, False: optax.chain(mean, optax.set_to_zero())}, labels)
 
 
-def _functions(config: Config, tx: optax.GradientTransformation, mesh: Mesh) -> Functions:
-    make = jaxcomp.overlapped_train_step if config.overlap else jaxcomp.train_step
-    loss_fn = build.loss_of(config)
-    fast_axis = fast_axis_of(config)
-    made = make(loss_fn, tx, mesh, AXIS_NAME, fast_axis=fast_axis, accumulate=config.accumulate)
+def functions_of(
+    made: jaxcomp.TrainStep,
+    tx: optax.GradientTransformation,
+    mesh: Mesh,
+    *,
+    fast_axis: str | None = None,
+    specs: Any = None,
+) -> Functions:
+    """Makes the functions of a run from its step.
+
+    Args:
+      made: The step, of `tx` on this mesh.
+      tx: The transformation.
+      mesh: The mesh.
+      fast_axis: As in `jaxcomp.train_step`.
+      specs: PartitionSpec of each parameter on the devices of a host; None: not sharded.
+    """
+
+    place = functools.partial(jax.tree.map, lambda spec: NamedSharding(mesh, spec))
+
+    def shardings(params):
+        of_params = jax.tree.map(lambda _: P(), params) if specs is None else specs
+        of_state = jaxcomp.state_specs(tx, params, mesh, AXIS_NAME, specs, fast_axis=fast_axis)
+        return place(of_params), place(of_state)
+
     return Functions(
         init=lambda params: (params, made.init(params)),
         step=made.step,
         mean=lambda params, state: jaxcomp.mean_params(
-            params, state, mesh, AXIS_NAME, fast_axis=fast_axis
+            params, state, mesh, AXIS_NAME, param_specs=specs, fast_axis=fast_axis
         ),
         whole=lambda params: params,
-        shardings=functools.partial(_shardings, tx, mesh, fast_axis),
+        shardings=shardings,
+        places=None if specs is None else lambda _: place(specs),
     )
 
 
-def _shardings(
-    tx: optax.GradientTransformation, mesh: Mesh, fast_axis: str | None, params: Any
-) -> tuple[Any, Any]:
-    specs = jaxcomp.state_specs(tx, params, mesh, AXIS_NAME, fast_axis=fast_axis)
-    place = lambda spec: NamedSharding(mesh, spec)
-    return jax.tree.map(lambda _: place(P()), params), jax.tree.map(place, specs)
+def _functions(config: Config, tx: optax.GradientTransformation, mesh: Mesh) -> Functions:
+    make = jaxcomp.overlapped_train_step if config.overlap else jaxcomp.train_step
+    loss_fn, fast_axis = build.loss_of(config), fast_axis_of(config)
+    made = make(loss_fn, tx, mesh, AXIS_NAME, fast_axis=fast_axis, accumulate=config.accumulate)
+    return functions_of(made, tx, mesh, fast_axis=fast_axis)

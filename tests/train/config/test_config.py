@@ -1,4 +1,4 @@
-"""Configurations: overrides, what is refused, the schedule, and optimizers as text."""
+"""Configurations: overrides, what is refused, and optimizers as text."""
 
 import dataclasses
 import importlib
@@ -6,8 +6,6 @@ import json
 import pathlib
 import pkgutil
 
-import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 
@@ -166,14 +164,6 @@ def test_file_without_a_config_is_refused(tmp_path, text):
         (lambda: Data(validation_fraction=0.0), "validation_fraction=0.0 must be between"),
         (lambda: Data(validation_fraction=1.0), "validation_fraction=1.0 must be between"),
         (lambda: Data(path="a", huggingface="b"), "exclude each other"),
-        (lambda: Optimizer(UPDATE, 0.0), "learning_rate=0.0 must be positive"),
-        (lambda: Optimizer(UPDATE, float("nan")), "learning_rate=nan must be a finite number"),
-        (lambda: Optimizer(UPDATE, float("inf")), "learning_rate=inf must be a finite number"),
-        (lambda: Optimizer(UPDATE, 1.0, -1), "warmup_steps=-1 must be at least 0"),
-        (lambda: Optimizer(UPDATE, 1.0, final_fraction=1.5), "final_fraction=1.5 must be in"),
-        (lambda: Optimizer(UPDATE, 1.0, final_fraction=-0.5), "final_fraction=-0.5 must be in"),
-        (lambda: Optimizer(UPDATE, 1.0, 1, "exponential", 0.0), "fraction=0 is never reached"),
-        (lambda: Optimizer("adamw(", 1.0), r"optimizer.update: 'adamw\(' is not an expression"),
     ],
 )
 def test_wrong_value_is_refused(make, message):
@@ -203,48 +193,6 @@ def test_model_and_data_of_another_type_are_overridden_and_named_in_json(tmp_pat
     assert record["model"].pop("type") == "ResNetConfig" and record["model"]["blocks"] == [3, 4]
     assert record["data"] == {"type": "Images"} | dataclasses.asdict(config.data)
     assert ResNetConfig(**record["model"] | {"blocks": (3, 4)}) == config.model
-
-
-@pytest.mark.parametrize(
-    ("kind", "middle", "last"),
-    [
-        *(("cosine", 0.55, 0.1), ("linear", 0.55, 0.1), ("constant", 1, 1)),
-        ("exponential", 0.1**0.5, 0.1),
-    ],
-)
-def test_schedule_warms_up_and_decays_to_the_last_step(kind, middle, last):
-    rate = configs.schedule(Optimizer(UPDATE, 2.0, 10, schedule=kind), 110)
-    got = [rate(step) for step in (0, 5, 10, 60, 110, 500)]
-    # Six float32 operations of relative error 2^-24 each.
-    np.testing.assert_allclose(got, [0, 1, 2, 2 * middle, 2 * last, 2 * last], rtol=6 * 2**-24)
-
-
-def test_schedule_without_warmup_starts_at_the_peak():
-    assert configs.schedule(Optimizer(UPDATE, 2.0), 100)(0) == 2.0
-
-
-def test_cosine_is_above_linear_in_the_first_half():
-    cosine, linear = (
-        configs.schedule(Optimizer(UPDATE, 1.0, schedule=kind), 100)
-        for kind in ("cosine", "linear")
-    )
-    assert cosine(25) > linear(25) and cosine(75) < linear(75)
-
-
-def test_update_is_the_chain_that_its_text_says():
-    config = config_of(
-        optimizer=Optimizer("chain(clip(0.5), sgd(learning_rate))", 2.0, schedule="constant")
-    )
-    transformation = configs.update(config)
-    grads = jnp.array([3.0, -0.25])
-    updates, _ = transformation.update(grads, transformation.init(grads), grads)
-    np.testing.assert_array_equal(updates, [-1.0, 0.5])
-
-
-def test_update_that_is_no_transformation_is_refused():
-    config = config_of(optimizer=Optimizer("learning_rate", 1.0))
-    with pytest.raises(ValueError, match="is a function, not an optax transformation"):
-        configs.update(config)
 
 
 @pytest.mark.parametrize(
