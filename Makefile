@@ -1,6 +1,6 @@
 # make demo [STEPS=500] [LINK=100mbit] three short runs: loss, bytes, and time on that link
 # make test [PYTHON=python3.12]        the whole test suite, in WORKERS=2 processes of up to 3 GB
-# make test QUICK=1                    without the tests of tests/slow.txt
+# make test QUICK=1                    without most tests of tests/slow.txt
 # make format                          ruff: what it can mend, and the layout
 # make docs                            the pages of docs/, in docs/_build/html
 # make soak [STEPS=1000]               a run of eight processes that is harmed again and again

@@ -24,9 +24,10 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 collect_ignore_glob = ["golden/*"]  # what makes files there needs other packages, as torch
 
-# Of more than two seconds in one run with --durations=0, all its parameters together.
+# Of more than two seconds in one run with --durations=0, all its parameters together. QUICK ends a
+# line, one for each room of tests/train, whose test `make test QUICK=1` runs as well.
 TESTS = pathlib.Path(__file__).parent
-SLOW = set((TESTS / "slow.txt").read_text().split())
+SLOW = {line for line in (TESTS / "slow.txt").read_text().splitlines() if " QUICK" not in line}
 
 
 def pytest_collection_modifyitems(items):

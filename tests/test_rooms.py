@@ -110,7 +110,14 @@ def test_what_is_exported_hides_no_module():
 
 
 def test_every_line_of_the_slow_tests_names_one():
-    for line in (ROOT / "tests" / "slow.txt").read_text().split():
-        path, name = line.split("::")
+    for line in (ROOT / "tests" / "slow.txt").read_text().splitlines():
+        path, name = line.removesuffix(" QUICK").split("::")
         body = ast.parse((ROOT / "tests" / path).read_text()).body
         assert name in [node.name for node in body if isinstance(node, ast.FunctionDef)], line
+
+
+def test_the_quick_suite_has_a_slow_test_of_each_room_of_train():
+    lines = (ROOT / "tests" / "slow.txt").read_text().splitlines()
+    room = lambda line: pathlib.Path(line.split("::")[0]).parent
+    rooms = {room(line) for line in lines if line.startswith("train/")}
+    assert rooms == {room(line) for line in lines if line.endswith(" QUICK")}

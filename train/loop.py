@@ -227,7 +227,7 @@ class _Run:
 
     def write_row(self) -> None:
         self.count()
-        config, done = self.task.config, self.done
+        config, done, sent_bytes = self.task.config, self.done, self.done.sent_bytes
         params = self.met() if done.step == config.steps else self.params
         row = self.row() | {"step_seconds": sum(self.seconds) / len(self.seconds)}
         if self.is_due(config.checksum_every):
@@ -235,7 +235,7 @@ class _Run:
         if self.is_due(config.eval_every):
             row |= self.evaluated(params)
         self.write(row)
-        self.show(row)
+        self.show(row | {"sent_bytes": sent_bytes})  # the final mean is not part of a step's rate
         done.losses, self.seconds = [], []
 
     def write(self, row: dict[str, Any]) -> None:

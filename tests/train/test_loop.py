@@ -246,6 +246,21 @@ def test_progress_shows_the_seconds_of_a_step_that_the_rows_have(
     assert shown[-1] == (f"{rows[-1]['loss']:.3f}", f"{rows[-1]['step_seconds']:.3f}")
 
 
+def test_progress_ends_with_the_bytes_of_steps_without_those_of_the_final_mean(
+    config_of, monkeypatch
+):
+    shown = []
+
+    @contextlib.contextmanager
+    def progress(name, first, steps):
+        yield shown.append
+
+    monkeypatch.setattr("train.output.progress.progress", progress)
+    rows = loop.run(config_of(next(iter(METHODS))))
+    of_rows, of_shown = ([row["sent_bytes"] for row in each] for each in (rows[1:], shown))
+    assert of_shown[:-1] == of_rows[:-1] and of_shown[-2] <= of_shown[-1] < of_rows[-1]
+
+
 # Stopping and going on.
 
 
