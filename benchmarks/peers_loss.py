@@ -68,7 +68,8 @@ OURS = {
     "CocktailSGD": Row("adam", METHODS["CocktailSGD"]),
     "CocktailSGD, signs of an eighth": Row("adam", METHODS["CocktailSGD, signs of an eighth"]),
     "DeMo": Row("sign", METHODS["DeMo"]),
-    "Dion": Row("dion", METHODS["Dion"]),
+    # 1/16 of this model's width, as the authors' code takes it.
+    "Dion": Row("dion", METHODS["Dion"].replace("rank=24", "rank=8")),
     LAMB: Row("lamb", MEAN.format("identity()", "lamb(learning_rate)")),
     "SLAMB": Row("lamb", METHODS["SLAMB"]),
     "sharded Adam, 4 bits": Row("adam", METHODS["sharded Adam, 4 bits"]),
