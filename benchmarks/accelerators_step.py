@@ -78,6 +78,7 @@ METHODS: dict[str, Method] = {
     "local_steps": Method("local_steps(adamw(learning_rate), axis_name, every=16)"),
     "power_sgd": Method(f"chain(power_sgd(4, axis_name), {_MOMENTUM})"),
     "dion": Method("dion(learning_rate, axis_name, rank=64)"),
+    "demo": Method("demo(learning_rate, axis_name)"),
     "one_bit_adam": Method("one_bit_adam(learning_rate, axis_name, freeze_step=100)"),
     "one_bit_lamb": Method("one_bit_lamb(learning_rate, axis_name, freeze_step=100)", layered=True),
     "zero_one_adam": Method("zero_one_adam(learning_rate, axis_name)"),

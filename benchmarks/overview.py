@@ -29,8 +29,8 @@ LOSSES = {
     "4 bits": "sharded Adam, 4 bits",
     "0/1 Adam": "0/1 Adam",
     "CocktailSGD": "CocktailSGD, no delay, 88x",
-    "DiLoCo, Muon": "DiLoCo, Muon, 4 bits",
-    "SparseLoCo, Muon": "SparseLoCo, Muon",
+    "MuLoCo": "MuLoCo",
+    "MuLoCo, every 104th": "MuLoCo, every 104th",
 }
 
 
@@ -68,8 +68,8 @@ ROWS = (
     ),
     Row(
         "many thousand steps, an exchange every 16th",
-        "[`diloco`](docs/methods/local_steps.md) with Muon inside, 4 bits",
-        *("pico", "pico", 8000, "DiLoCo, Muon, 4 bits"),
+        "[`muloco`](docs/methods/local_steps.md), Muon inside, 2 bits",
+        *("pico", "pico", 8000, "MuLoCo"),
     ),
     Row(
         "large batches with LAMB",

@@ -61,10 +61,15 @@ METHODS: dict[str, tuple[str, float]] = {
     "dense Muon": (f"chain(compressed_mean(identity(), axis_name), {_MUON})", 1e-2),
     "DiLoCo, Muon, 4 bits": (_diloco(_MUON, EVERY, 0.6, 0.6), 1e-2),
     "DiLoCo, Muon, 4 bits, every 32nd": (_diloco(_MUON, 32, 0.6, 0.6), 1e-2),
-    "DiLoCo, Muon, 4 bits, 32 by rate": (_diloco(_MUON, _BY_RATE.format(32), 1.0, 0.3), 1e-2),
+    "DiLoCo, Muon, 4 bits, 32 by rate": (_diloco(_MUON, _BY_RATE, 1.0, 0.3), 1e-2),
     "MuLoCo": (
         f"muloco(learning_rate, axis_name, every={EVERY}, outer_rate=0.6, outer_momentum=0.6)",
         1e-2,
+    ),
+    "MuLoCo, every 104th": (
+        "muloco(learning_rate, axis_name, every=104, outer_rate=0.8, outer_momentum=0.3, "
+        "error_decay=1.0)",
+        6e-3,
     ),
     "DiLoCo, 4 bits": (_diloco("adam(learning_rate)", EVERY, 0.7, 0.8), 3e-3),
     "SparseLoCo": (f"sparse_loco(adam(learning_rate), axis_name, every={EVERY})", 6e-3),
@@ -78,7 +83,9 @@ METHODS: dict[str, tuple[str, float]] = {
         1e-2,
     ),
     "4 bits": (methods.METHODS["4-bit Adam"].update, 6e-3),
+    "sharded Adam, 4 bits": (methods.METHODS["sharded Adam, G4D4"].update, 6e-3),
     "PowerSGD": ("chain(power_sgd(4, axis_name), sgd(learning_rate, momentum=0.9))", 0.1),
+    "PowerSGD, Adam": ("chain(power_sgd(4, axis_name), adam(learning_rate))", 6e-3),
     "Dion": (
         "dion(learning_rate, axis_name, rank=16, others=adam(learning_rate), "
         "exact=by_path(('embed|position', True), ('kernel', False), ('.*', True)))",
