@@ -45,7 +45,7 @@ _SPARSE = "outer=sgd(1.0), error_decay=0.95, mean=gathered"
 
 
 # As many outer steps as with a fixed interval, closer together while the rate is high.
-_BY_RATE = "schedules.by_rate(learning_rate, steps, {})"
+_BY_RATE = "schedules.by_rate(learning_rate, steps, 32)"
 
 
 def _diloco(inner: str, every: int | str, rate: float, momentum: float) -> str:

@@ -437,7 +437,7 @@ def test_freezing_without_a_mean_is_refused_by_what_to_write():
         {"train": quantized_adam(), "freeze": optax.set_to_zero()},
         {"bias": "freeze", "down": "train", "up": "train"},
     )
-    with pytest.raises(ValueError, match=r"\['bias'\].*with optax.set_to_zero\(\) behind the mean"):
+    with pytest.raises(ValueError, match=r"\['bias'\].*with optax.set_to_zero\(\) after the mean"):
         train(mesh_of(2), tx, num_steps=1)
 
 

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from train import deepspeed
 from train.config import expression
 from train.config import run as configs
+from train.config.optimizer import schedule
 
 ROOT = pathlib.Path(__file__).parents[2]
 # As in DeepSpeed's tutorials on 0/1 Adam and 1-bit Adam.
@@ -81,7 +82,7 @@ def test_zero_one_adam_of_the_tutorial(tmp_path):
     assert configs.update(config).init is not None
     left = re.findall(r"^# left out: (\w+):", text, re.MULTILINE)
     assert left == ["bias_correction", "comm_backend_name", "cuda_aware", "fp16"]
-    assert "# left out: what weight_decay does by way of DeepSpeed's momentum" in text
+    assert "# left out: the effect of weight_decay through DeepSpeed's momentum" in text
 
 
 def test_one_bit_adam_of_the_tutorial(tmp_path):
@@ -99,7 +100,7 @@ def test_one_bit_adam_of_the_tutorial(tmp_path):
 def test_a_decaying_schedule_ends_at_zero(tmp_path):
     scheduler = {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 20}}
     config, _ = written(deepspeed.translate(ONE_BIT | {"scheduler": scheduler}, 100), tmp_path)
-    rate = configs.schedule(config.optimizer, config.steps)
+    rate = schedule(config.optimizer, config.steps)
     assert [float(rate(step)) for step in (0, 20, 100)] == pytest.approx([0.0, 4e-4, 0.0])
 
 

@@ -26,6 +26,7 @@ from train import task as tasks
 from train.checkpoints import files, store, writer
 from train.config import Config, Data, Optimizer, as_json
 from train.config import run as configs
+from train.config.optimizer import schedule
 from train.data import examples, texts
 from train.models.decoder import Decoder, DecoderConfig
 from train.models.losses import cross_entropy
@@ -192,7 +193,7 @@ def test_rows_count_what_was_sent_and_say_rate_and_time(config_of):
     assert [row["step"] for row in rows if "val_loss" in row] == [0, 3, 6]
     assert [row["step"] for row in rows if row.get("checksum_spread") == 0] == [4, 6]
     assert rows[0]["loss"] is None and "step_seconds" not in rows[0]
-    rate = configs.schedule(config.optimizer, config.steps)
+    rate = schedule(config.optimizer, config.steps)
     for row in rows:
         assert row["sent_bytes"] == row["step"] * plan["sent_bytes_per_step"]
         assert row["rounds"] == row["step"] and row["skipped"] == 0
@@ -529,7 +530,7 @@ def test_poisoned_batch_of_one_replica_is_skipped_by_all(config_of, change_task)
     rows = loop.run(config)
     assert [row["skipped"] for row in rows] == [0, 1, 1, 1, 2]
     assert [row["loss"] is None for row in rows] == [True, True, False, False, True]
-    rate = configs.schedule(config.optimizer, config.steps)
+    rate = schedule(config.optimizer, config.steps)
     assert rows[-1]["learning_rate"] == float(rate(3))
     assert np.all(np.isfinite(all_params(saved_params(config))))
     assert rows[-1]["val_loss"] < rows[0]["val_loss"]
@@ -592,7 +593,7 @@ def trained(config, steps=3):
 def test_identity_is_adam_on_the_gradient_of_the_whole_batch(config_of):
     config = config_of(EXACT_ADAM, schedule="constant")
     params = first_params(config)
-    optimizer = optax.adam(configs.schedule(config.optimizer, config.steps), eps=1e-4)
+    optimizer = optax.adam(schedule(config.optimizer, config.steps), eps=1e-4)
     state = optimizer.init(params)
     for step in range(3):
         tokens = jnp.asarray(np.asarray(loop.make_task(config).batch(step)))

@@ -116,8 +116,8 @@ def test_options_are_taken_out_of_the_overrides():
         (["--plan", *GIVEN[:4]], "a plan needs --compute-seconds, --codec-rate; write them"),
         (["--plan", "--measure", "--replicas", "1"], "one replica has nobody to send to"),
         (["--plan", "--measure", "--qsdp", "qsdp(axis_name)"], "not for qsdp="),
-        (["--plan", "--link-rate", "-1"], "'-1' must be a positive number, as 500e6"),
-        (["--plan", "--link-rate", "fast"], "'fast' must be a positive number, as 500e6"),
+        (["--plan", "--link-rate", "-1"], "'-1' must be a positive number, like 500e6"),
+        (["--plan", "--link-rate", "fast"], "'fast' must be a positive number, like 500e6"),
     ],
 )
 def test_what_cannot_be_planned_is_explained(args, message, tmp_path, capsys):
