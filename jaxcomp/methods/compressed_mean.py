@@ -45,9 +45,9 @@ def compressed_mean(
 
     Put it first in `optax.chain`, before the optimizer. It runs inside `jax.shard_map` with checked
     types: incoming updates vary over `axis_name`, outgoing updates do not. With error feedback
-      nothing is lost for good: the mean over replicas of `residual`, plus `owner_residual`, plus
-      all outgoing updates is the sum of the mean incoming updates. The exception are leaves below
-      float32: the rounding of their updates is not fed back.
+    nothing is lost for good: the mean over replicas of `residual`, plus `owner_residual`, plus
+    all outgoing updates is the sum of the mean incoming updates. The exception are leaves below
+    float32: the rounding of their updates is not fed back.
 
     If any replica's update is not finite, all replicas get NaN and no residual changes.
     `jaxcomp.train_step`, or `optax.apply_if_finite` around the optimizer that follows, then skips

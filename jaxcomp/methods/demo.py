@@ -87,7 +87,7 @@ def demo(
       B. Peng et al., `DeMo: Decoupled Momentum Optimization <https://arxiv.org/abs/2411.19870>`_,
       2024, algorithm 1, and the form of its code: the rate in the momentum, the mean over senders.
       Deviations: positions are sent in as many bits as a tile needs (its code: 64). In all buckets
-        of a code but the first, tiles whose size does not divide 1,310,720 are shifted.
+      of a code but the first, tiles whose size does not divide 1,310,720 are shifted.
     """
     name = "demo"
     require(0 <= decay <= 1, name, "[0, 1]", "decay=0.999", decay=decay)

@@ -143,9 +143,9 @@ def slamb(
       Xu et al., `SLAMB: Accelerated Large Batch Training with Sparse Communication
       <https://proceedings.mlr.press/v202/xu23v.html>`_, ICML 2023, algorithm 1, after the authors'
       code: `Slamb` (quadratic) and `Slamb_V2` (linear). Deviations: parameters are averaged at the
-        end of an interval, not after its first step; the default mask has runs of neighbours, the
-        next ones in each step (theirs: chunks of one random permutation, or independent draws); the
-        linear form adds eps after the bias correction; drifts may be encoded.
+      end of an interval, not after its first step; the default mask has runs of neighbours, the
+      next ones in each step (theirs: chunks of one random permutation, or independent draws); the
+      linear form adds eps after the bias correction; drifts may be encoded.
     """
     adam = moments.adam("slamb", learning_rate, b1, b2, eps, weight_decay=weight_decay, mask=mask)
     _check(density, b3, sync_every, rescaling, trust_bounds, compressor)
