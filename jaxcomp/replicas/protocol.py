@@ -18,6 +18,9 @@ fields of a `MethodState`, all of them optional:
 - `loss_scale`: f32[], equal on all replicas. Steps multiply the loss by it, and divide the loss
   that they report; the method divides the gradients.
 
+Most states also have `count`, i32[], the steps so far. As a field of a NamedTuple it hides
+`tuple.count`: mypy needs a `type: ignore` there.
+
 A class with an attribute `exchanges_ahead` says that the method's `update` takes an extra argument
 `ahead`; see `jaxcomp.overlapped_train_step`. An attribute `keeps_rounding` says that the method
 keeps what narrow parameters, such as bfloat16, round off an update.
@@ -116,7 +119,7 @@ def keeps_rounding(state: Any) -> bool:
 
 
 def exchanging(state: Any) -> str | None:
-    """The name of a field that shows that a state's method exchanges, if there is one."""
+    """The name of a state field that only methods with an exchange have; None without one."""
     names = ("owner_residual", "drift", "loss_scale")
     return next((name for name in names if fields(state, name)), None)
 

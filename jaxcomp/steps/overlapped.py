@@ -108,10 +108,10 @@ def overlapped_train_step(
 ) -> TrainStep:
     """Makes a step that exchanges while it computes the gradient, for methods that allow it.
 
-    The `update` of such a method (`cocktail_sgd`) takes an extra argument `ahead`, a function
-    `(make) -> made`, which by default calls `make`. The method passes it a function `make` that
-    computes its exchange from its state; `make` takes the exchange's pace, or nothing. Here a
-    program of its own calls `make`, and the update gets the result.
+    Such a method (`cocktail_sgd`) can exchange before it knows the gradient. Its `update` has an
+    extra argument `ahead: (make) -> made`, and gives it a function `make` that computes the
+    exchange from the state. By default `ahead` calls `make` at once. Here a separate program calls
+    it, and `update` gets the result. `make` takes the exchange's pace, or nothing.
 
     The exchange's results are copied between the programs: for `cocktail_sgd` the change of the
     consensus and what was sent, each as large as a float32 gradient.
