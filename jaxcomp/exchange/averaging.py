@@ -16,7 +16,7 @@ from jaxcomp.compressors.base import Compressor, Key, identity
 from jaxcomp.compressors.packing import fold
 from jaxcomp.compressors.policies import Policy
 from jaxcomp.exchange import buckets, wire
-from jaxcomp.exchange.journeys import Pace, alone, at_once, completed
+from jaxcomp.exchange.journeys import Pace, alone, at_once, completed, received, resumed
 from jaxcomp.replicas.finite import not_finite, poisoned
 from jaxcomp.replicas.types import num_replicas, to_varying, varying_axes, zeros_of
 
@@ -88,6 +88,7 @@ def average(
     owner_residual: Any = None,
     instead: Instead | None = None,
     bad: jax.Array | None = None,
+    zeroed: Any = None,
     pace: Pace = at_once,
 ) -> Averaged:
     """Averages a tree over the replicas; all methods send through this function.
@@ -106,6 +107,8 @@ def average(
       bad: bool[] of each replica, whether its tree is not finite. Then one bucket is NaN, and so is
         a part of the mean on all replicas; the other buckets are sent before this is known. It is a
         float32 bucket if there is one: norms and biases of all layers are complete last anyway.
+      zeroed: bool[] for each leaf, whether this replica sends it as zeros. XLA does that while it
+        fills buckets, also in a branch.
       pace: What a step computes while messages are sent.
 
     Returns:
@@ -116,10 +119,11 @@ def average(
         owner_residual = zero_owner_residual(plan, transport)
     total = tree if residual is None else _paired(_plus, residual, tree)
     leaves = plan.treedef.flatten_up_to(total)
+    empty = None if zeroed is None else plan.treedef.flatten_up_to(zeroed)
     carrier = _carrier(plan)
 
     def journey(key, bucket, residual, code=None):
-        x = buckets.fill(bucket, leaves)
+        x = buckets.fill(bucket, leaves, empty)
         if bad is not None and bucket is plan.buckets[carrier]:
             x = poisoned(bad, x)
         way = _exchange_of(bucket, transport, code).journey
@@ -148,6 +152,10 @@ def _carrier(plan):
 def _either(instead, part, journey, key, bucket, residual):
     """One bucket's mean, sent in one of two ways."""
 
+    if instead.code is None and _code(bucket).linear:
+        start = functools.partial(journey, key, bucket, residual)
+        return _sum_or_nothing(instead.holds, part, start)
+
     def along(part, code=None):
         with named(part):
             return alone(journey(key, bucket, residual, code))
@@ -160,6 +168,22 @@ def _either(instead, part, journey, key, bucket, residual):
     return lax.cond(
         instead.holds, nowhere if instead.code is None else other, functools.partial(along, part)
     )
+
+
+def _sum_or_nothing(holds, part, start):
+    """The mean of a linear code, or zeros if `holds`; `start` makes a new journey each time.
+
+    The branch returns what the collective does. The rest is outside, where XLA fuses it with its
+    reader: a branch would read and write the whole bucket for that.
+    """
+
+    def send():
+        with named(part):
+            return received(start())
+
+    nothing = lambda: jax.tree.map(zeros_of, jax.eval_shape(send))
+    mean = resumed(start(), lax.cond(holds, nothing, send))
+    return mean._replace(sent=jnp.where(holds, 0.0, mean.sent))
 
 
 def named(part: str) -> contextlib.AbstractContextManager[Any]:

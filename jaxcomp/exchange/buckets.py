@@ -163,11 +163,17 @@ def flatten(plan: Plan, tree: Any) -> list[jax.Array]:
     return [fill(bucket, leaves) for bucket in plan.buckets]
 
 
-def fill(bucket: Bucket, leaves: list[jax.Array]) -> jax.Array:
-    """Copies the segments of one bucket out of the leaves of a tree, `f32[numel]`."""
+def fill(bucket: Bucket, leaves: list[jax.Array], zeroed: list[Any] | None = None) -> jax.Array:
+    """Copies the segments of one bucket out of the leaves of a tree, `f32[numel]`.
+
+    Leaves whose `zeroed`, bool[], holds count as zeros.
+    """
     parts = [
         leaves[s.leaf].reshape(-1)[s.start : s.stop].astype(bucket.dtype) for s in bucket.segments
     ]
+    if zeroed is not None:
+        pairs = zip(parts, bucket.segments, strict=True)
+        parts = [jnp.where(zeroed[s.leaf], 0.0, part) for part, s in pairs]
     padding = bucket.numel - bucket.used
     return jnp.concatenate([*parts, jnp.zeros(padding, bucket.dtype)] if padding else parts)
 

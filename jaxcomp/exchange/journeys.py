@@ -5,6 +5,7 @@ returns, and returns its result. Journeys that run together pause together; thei
 what a step computes meanwhile.
 """
 
+import contextlib
 import functools
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, NamedTuple
@@ -59,3 +60,28 @@ def _travelled(hops, messages):
 def alone(journey: Journey) -> Any:
     """Runs one journey, and returns its result."""
     return completed([journey])[0]
+
+
+def received(journey: Journey) -> list[Any]:
+    """Runs one journey, and returns what its collectives return."""
+    arrived: list[Any] = []
+    with contextlib.suppress(StopIteration):
+        hop = next(journey)
+        while True:
+            arrived.append(hop.collective(hop.message))
+            hop = journey.send(arrived[-1])
+    return arrived
+
+
+def resumed(journey: Journey, arrived: list[Any]) -> Any:
+    """The result of a journey like the one that received this; sends nothing.
+
+    What only built messages is not computed again: the compiler drops it.
+    """
+    try:
+        next(journey)
+        for value in arrived:
+            journey.send(value)
+    except StopIteration as home:
+        return home.value
+    raise ValueError(f"the journey has more than {len(arrived)} hops, so it is another one.")

@@ -1,5 +1,6 @@
 """What methods of the Adam family share: a common variance, and its square root."""
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -7,6 +8,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
+from jaxcomp.compressors.platforms import by_platform
 from jaxcomp.exchange import averaging
 from jaxcomp.methods import common
 from jaxcomp.methods.common import require, require_static
@@ -179,7 +181,9 @@ def aged(b2: float, steps: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax
     return keeps, keeps * weight + (1 - keeps)
 
 
-def learned(grads, variance, b2: jax.Array, due: jax.Array, transport, count: jax.Array):
+def learned(
+    grads, bad, variance, b2: jax.Array, due: jax.Array, transport, count: jax.Array
+) -> Any:
     """The variance after the mean gradient, if `due`; otherwise nothing is sent.
 
     A program that sends only in some steps needs a branch. Each bucket has its own, so that its
@@ -187,6 +191,7 @@ def learned(grads, variance, b2: jax.Array, due: jax.Array, transport, count: ja
 
     Args:
       grads: This replica's own.
+      bad: bool[] for each leaf, whether this replica's counts as zeros.
       variance: Tree, equal on all replicas.
       b2: Its decay.
       due: bool[].
@@ -194,10 +199,12 @@ def learned(grads, variance, b2: jax.Array, due: jax.Array, transport, count: ja
       count: i32[], how often the variance was learned before; masks and noise depend on it.
     """
 
-    instead = averaging.Instead(~due)
-    mean = averaging.average(transport, grads, count, "variance", instead=instead).mean
-    new = optax.tree_utils.tree_update_moment(mean, variance, b2, 2)
-    return unless(~due, new, variance)
+    rest = {"instead": averaging.Instead(~due), "zeroed": bad}
+    mean = averaging.average(transport, grads, count, "variance", **rest).mean
+    new = unless(~due, optax.tree_utils.tree_update_moment(mean, variance, b2, 2), variance)
+    # On a GPU each reader would compute it again from the mean and the old variance.
+    once = functools.partial(by_platform, cpu=lambda v: v, default=lax.optimization_barrier)
+    return jax.tree.map(once, new)
 
 
 def root_of(adam: Adam, new: Any, old: Any, learns: jax.Array, fresh: bool) -> tuple[Any, Any]:
@@ -215,7 +222,9 @@ def root_of(adam: Adam, new: Any, old: Any, learns: jax.Array, fresh: bool) -> t
       fresh: Whether it is used at once. There is none to use before the first one.
     """
     is_first = old[1] == 0
-    variance, weight = unless(is_first | (learns & fresh), old, new)
+    # A step that has not learned has the same variance before and after: nothing to choose.
+    variance = new[0] if fresh else unless(is_first, old[0], new[0])
+    weight = unless(is_first | (learns & fresh), old[1], new[1])
     guarded = is_first & learns & (adam.variance_floor > 0)
     rootless = jax.tree.map(lambda v: guarded & (jnp.sum(v) == 0), variance)
     # Without the barrier XLA sums old and new variances of a leaf in one kernel, and all would

@@ -201,10 +201,9 @@ def _update(settings, updates, state, params, **_):
     adam, count = settings.adam, state.count
     grads = jax.tree.map(lambda g, v: g.astype(v.dtype), updates, state.variance)
     bad = failing(jax.tree.map(jnp.square, grads))  # a variance learns from squares
-    grads = jax.tree.map(lambda g, bad: jnp.where(bad, 0.0, g), grads, bad)
     learns, meets = settings.variance_at(count), settings.sync_at(count)
     is_warm = count < settings.warmup_steps
-    variance, weight, root, rootless = _learned(settings, state, grads, learns)
+    variance, weight, root, rootless = _learned(settings, state, grads, bad, learns)
     own = _own_step(adam, state, grads, jax.tree.map(jnp.logical_or, bad, rootless), root)
     if settings.sync_at is schedules.always:
         change, new = _together(settings, state, own, root)
@@ -224,12 +223,12 @@ def _update(settings, updates, state, params, **_):
     )
 
 
-def _learned(settings, state, grads, learns):
+def _learned(settings, state, grads, bad, learns):
     """The variance after this step, its weight if it has learned, and its root; see `root_of`."""
     steps = state.count + 1 - state.variance_steps if settings.weigh_steps else jnp.int32(1)
     keeps, weight = moments.aged(settings.adam.b2, steps, state.variance_weight)
     of_learning = settings.learning, state.rounds["variance"]
-    variance = moments.learned(grads, state.variance, keeps, learns, *of_learning)
+    variance = moments.learned(grads, bad, state.variance, keeps, learns, *of_learning)
     old = state.variance, state.variance_weight
     of_root = (variance, weight), old, learns, settings.fresh_variance
     return variance, weight, *moments.root_of(settings.adam, *of_root)

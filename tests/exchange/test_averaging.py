@@ -113,6 +113,28 @@ def test_nothing_travels_and_all_is_kept_while_nothing_is_due():
     np.testing.assert_array_equal(got.residual["kernel"], tree["kernel"])
 
 
+@pytest.mark.parametrize("code", [jaxcomp.sign(block=16), jaxcomp.random_k(0.25)])
+def test_a_branch_changes_nothing_about_what_is_due(code):
+    mesh, transport = mesh_of(2), transport_of(code)
+    tree = rows(mesh, random_tree(0, 2, shapes=SHAPES))
+    kept = nothing_kept(transport, mesh, tree)
+    instead = averaging.Instead(jnp.bool_(False))
+    got = averager(transport, mesh, instead=instead)(tree, kept, 0, None)
+    jax.tree.map(np.testing.assert_array_equal, got, averager(transport, mesh)(tree, kept, 0, None))
+
+
+@pytest.mark.parametrize("instead", [None, averaging.Instead(jnp.bool_(False))])
+def test_zeroed_leaves_are_sent_as_zeros(instead):
+    mesh, values = mesh_of(2), random_tree(0, 2, shapes=SHAPES)
+    values["kernel"] = np.full_like(values["kernel"], np.nan)
+    zeroed = {"bias": jnp.bool_(False), "kernel": jnp.bool_(True)}
+    transport = averaging.exact(transport_of(jaxcomp.sign()))
+    send = averager(transport, mesh, zeroed=zeroed, instead=instead)
+    got = send(rows(mesh, values), {}, 0, None)
+    assert not np.any(np.asarray(got.mean["kernel"]))
+    np.testing.assert_array_equal(got.sent["bias"], values["bias"])
+
+
 def test_many_buckets_alike_draw_numbers_of_their_own():
     mesh, ones = mesh_of(2), np.ones((2, 40, 16), "f4")
     code = jaxcomp.quantize(2, block=16, rounding="stochastic")

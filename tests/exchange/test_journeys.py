@@ -1,6 +1,8 @@
 """Journeys stop together before each hop, and come home with what they have found."""
 
-from jaxcomp.exchange.journeys import Hop, alone, completed
+import pytest
+
+from jaxcomp.exchange.journeys import Hop, alone, completed, received, resumed
 
 
 def walk(name, hops, log):
@@ -45,3 +47,11 @@ def test_a_pace_may_send_other_messages_and_change_what_arrives():
 def test_one_journey_alone_and_none_at_all():
     assert alone(walk("a", 2, [])) == ["A0", "A1"]
     assert completed([]) == []
+
+
+def test_a_journey_resumes_from_what_another_like_it_has_received():
+    arrived = received(walk("a", 2, []))
+    assert arrived == ["A0", "A1"] and received(walk("a", 0, [])) == []
+    assert resumed(walk("b", 2, []), arrived) == arrived
+    with pytest.raises(ValueError, match="more than 2 hops"):
+        resumed(walk("a", 3, []), arrived)
