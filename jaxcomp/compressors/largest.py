@@ -1,37 +1,70 @@
-"""Marks the k entries of largest magnitude of each row, exactly.
+"""Finds the k entries of largest magnitude of each row, exactly.
 
 Magnitudes have the order of their bits, read as integers. Each platform has a form of its own, and
-all mark the same entries. A CPU bisects for the threshold, in a fifth of the time of
+all find the same entries. A CPU bisects for the threshold, in a fifth of the time of
 `jax.lax.top_k`. On accelerators such a loop would wait for the host in each round. So a GPU sorts
 rows of up to 4,096, in one or a few kernels. A TPU compares all pairs in short rows. In longer rows
 both find the threshold digit by digit.
 """
 
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jaxcomp.compressors.platforms import by_platform
-from jaxcomp.compressors.ranks import SHORT, SORTED, UNSIGNED, ranks
+from jaxcomp.compressors.ranks import SHORT, SORTED, UNSIGNED, ranks, taken
 
 _DIGIT = 4  # bits of the threshold that a pass finds, by counting at 15 values
 
 
-def mark_largest(x: jax.Array, k: int) -> jax.Array:
-    """Marks the k entries of largest magnitude of each row: `[rows, n] -> bool[rows, n]`.
+class Largest(NamedTuple):
+    """The k entries of largest magnitude of each row; a compiler drops what is not used."""
+
+    marked: jax.Array  # bool[rows, n], which they are
+    places: jax.Array  # i32[rows, k], where they are, in order
+    values: jax.Array  # [rows, k], in the order of their places
+
+
+def find_largest(x: jax.Array, k: int) -> Largest:
+    """Finds the k entries of largest magnitude of each row of `[rows, n]`.
 
     Ties go to the first entries. NaN counts as larger than any number. k is from 1 to n.
     """
-    size = lax.bitcast_convert_type(jnp.abs(x), UNSIGNED[x.dtype.itemsize])
     n = x.shape[1]
     forms = {
-        "cpu": by_halving,
-        "gpu": by_sorting if n <= SORTED else by_digits,
-        "default": by_comparing if n <= SHORT else by_digits,
+        "cpu": partial(_marked_first, by_halving),
+        "gpu": _for_gpu(n),
+        "default": partial(_marked_first, by_comparing if n <= SHORT else by_digits),
     }
-    return by_platform(size, **{name: partial(form, k=k) for name, form in forms.items()})
+    return by_platform(x, **{name: partial(form, k=k) for name, form in forms.items()})
+
+
+def _for_gpu(n):
+    if SHORT < n <= SORTED:
+        return sorted_first
+    return partial(_marked_first, by_sorting if n <= SHORT else by_digits)
+
+
+def sorted_first(x: jax.Array, k: int) -> Largest:
+    """`find_largest`: the places of a sort need no other search for the values."""
+    size = _size(x)
+    order = _order(size)
+    places = lax.sort(order[1][:, :k], dimension=1, is_stable=False).astype(jnp.int32)
+    values = jnp.take_along_axis(x, places, axis=1, mode="promise_in_bounds")
+    return Largest(_first_of(order, size, k), places, values)
+
+
+def _marked_first(form, x, k):
+    marked = form(_size(x), k)
+    place = lax.broadcasted_iota(jnp.int32, x.shape, 1)
+    return Largest(marked, taken(place, marked, k), taken(x, marked, k))
+
+
+def _size(x):
+    return lax.bitcast_convert_type(jnp.abs(x), UNSIGNED[x.dtype.itemsize])
 
 
 def by_comparing(size: jax.Array, k: int) -> jax.Array:
@@ -44,10 +77,20 @@ def by_comparing(size: jax.Array, k: int) -> jax.Array:
 
 def by_sorting(size: jax.Array, k: int) -> jax.Array:
     """As `by_comparing`: sorts by size and place, and compares with the k-th entry."""
+    return _first_of(_order(size), size, k)
+
+
+def _order(size):
+    """Sorts a row, the largest first: inverted sizes, and `u16` places."""
     place = lax.broadcasted_iota(jnp.uint16, size.shape, 1)
-    # The largest first; not a stable sort, for which XLA would sort places once more.
-    order = lax.sort((~size, place), dimension=1, is_stable=False, num_keys=2)
+    # Not a stable sort, for which XLA would sort places once more.
+    return lax.sort((~size, place), dimension=1, is_stable=False, num_keys=2)
+
+
+def _first_of(order, size, k):
+    """Marks the first k entries of an order."""
     least, last = ~order[0][:, k - 1 : k], order[1][:, k - 1 : k]
+    place = lax.broadcasted_iota(jnp.uint16, size.shape, 1)
     return (size > least) | ((size == least) & (place <= last))
 
 

@@ -11,10 +11,10 @@ from jaxcomp.compressors import checks, patterns
 from jaxcomp.compressors.base import Compressor, Selection
 from jaxcomp.compressors.blocks import split
 from jaxcomp.compressors.compose import sparsifier
-from jaxcomp.compressors.largest import mark_largest
+from jaxcomp.compressors.largest import find_largest
 from jaxcomp.compressors.packing import pack, unpack
 from jaxcomp.compressors.patterns import in_rows
-from jaxcomp.compressors.ranks import put_at, put_back, taken
+from jaxcomp.compressors.ranks import put_at, put_back
 
 
 def random_k(density: float, pattern: str = "runs") -> Compressor:
@@ -146,12 +146,11 @@ def _largest_of_blocks(layout):
     def select(x, shared):
         size, num_blocks, k = layout(x.size)
         blocks = split(x, size)
-        marked = mark_largest(blocks, k)
-        values = taken(blocks, marked, k).reshape(-1)
+        found = find_largest(blocks, k)
+        values = found.values.reshape(-1)
         if _index_bits(size) * k >= size:
-            return values, pack(marked.astype(jnp.uint8), 1)
-        index = lax.broadcasted_iota(jnp.uint32, blocks.shape, 1)
-        return values, pack(taken(index, marked, k), _index_bits(size))
+            return values, pack(found.marked.astype(jnp.uint8), 1)
+        return values, pack(found.places.astype(jnp.uint32), _index_bits(size))
 
     def scatter(values, where, shared, numel):
         size, num_blocks, k = layout(numel)

@@ -52,5 +52,18 @@ def test_a_row_of_equals_gives_its_first(n):
     for value in (0.0, -3.0, np.nan):
         x = jnp.full((2, n), value)
         for k in (1, 3, n):
-            got = largest.mark_largest(x, k)
-            np.testing.assert_array_equal(got, np.arange(n)[None] < np.full((2, 1), k))
+            got = largest.find_largest(x, k)
+            np.testing.assert_array_equal(got.marked, np.arange(n)[None] < np.full((2, 1), k))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_sort_finds_the_values_that_are_marked(shape, dtype):
+    x, n = rows_of(shape, dtype), shape[1]
+    bits = lambda values: np.asarray(values).view(f"u{values.dtype.itemsize}")
+    for k in {1, -(-n // 5), n}:
+        for got in (largest.sorted_first(x, k), largest.find_largest(x, k)):
+            marked = expected(x, k)
+            np.testing.assert_array_equal(got.marked, marked)
+            np.testing.assert_array_equal(got.places, np.nonzero(marked)[1].reshape(-1, k))
+            np.testing.assert_array_equal(bits(got.values), bits(x)[marked].reshape(-1, k))
