@@ -37,6 +37,7 @@ ELSEWHERE = {
     "steps/spread.py": "steps/test_train.py",  # what every step leaves equal
     "methods/inner.py": "methods/test_cocktail_sgd.py",  # whose inner optimizer it first was
     "methods/rescaling.py": "methods/test_slamb.py",  # its steps
+    "methods/trust.py": "methods/test_one_bit_lamb.py",  # whose trust ratios they are
     "sharded/gathering.py": "sharded/test_gather_once.py",
     "sharded/cutting.py": QSDP,
     "sharded/levels.py": "compressors/test_learned.py",

@@ -40,7 +40,8 @@ class Instead(NamedTuple):
     """
 
     holds: jax.Array  # bool[], equal on all replicas
-    # Replaces all codes except linear ones; None: nothing is sent, and the means are zeros.
+    # Replaces all codes, or all except linear ones if it is not float32; None: nothing is sent, and
+    # the means are zeros.
     code: Compressor | None = None
     part: str = ""  # the name of what is then sent in `jaxcomp.report`
 
@@ -137,10 +138,24 @@ def average(
         means = map_buckets(functools.partial(_either, instead, part, journey), *columns)
     wide = [jnp.promote_types(dtype, jnp.float32) for dtype in plan.dtypes]
     means_of = buckets.unflatten(plan, [m.mean for m in means], wide)
-    sent = buckets.unflatten(plan, [m.sent for m in means], wide)
+    decoded = buckets.unflatten(plan, [m.sent for m in means], wide)
+    sent = _sent(plan, leaves, decoded, instead)
     left = None if residual is None else _paired(_lost, residual, total, sent)
     failed = None if bad is None else not_finite([m.mean for m in means[carrier:][:1]]) > 0
     return Averaged(means_of, sent, left, tuple(m.owner_residual for m in means), failed)
+
+
+def _sent(plan, leaves, decoded, instead):
+    """What was sent: of leaves in float32 the leaf, which need not be copied back."""
+
+    def of_leaf(label, x, decoded):
+        if label.compressor != EXACT:
+            return decoded
+        x = x.astype(decoded.dtype)
+        return x if instead is None or instead.code else jnp.where(instead.holds, 0, x)
+
+    columns = plan.labels, leaves, plan.treedef.flatten_up_to(decoded)
+    return plan.treedef.unflatten(map(of_leaf, *columns))
 
 
 def _carrier(plan):
@@ -253,9 +268,9 @@ def _exchange_of(bucket: buckets.Bucket, transport: Transport, code=None) -> wir
 
 
 def _code(bucket: buckets.Bucket, code: Compressor | None = None) -> Compressor:
-    """The bucket's code, or `code` instead if the bucket's is not linear."""
+    """The bucket's code, or `code` instead: a linear code is only replaced by float32."""
     own = bucket.label.compressor
-    return own if code is None or own.linear else code
+    return own if code is None or (own.linear and code != EXACT) else code
 
 
 def _paired(function: Callable, residual: Any, *trees: Any) -> Any:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from jaxcomp._printing import Printed
 from jaxcomp.compressors.policies import path_of
+from jaxcomp.replicas.layers import of_each_layer
 from jaxcomp.replicas.types import size_over_shards
 
 _MOST_BUCKETS = 8
@@ -77,7 +78,8 @@ def make_plan(
 
     Args:
       tree: Pytree of floating arrays, or anything with `shape` and `dtype`, of any sizes.
-      label: `(path, leaf) -> label`, for example the compressor of the leaf.
+      label: `(path, leaf) -> label`, for example the compressor of the leaf. It sees the layers
+        of stacks, which are in the buckets as they are in their arrays: layer follows layer.
       num_replicas: Every bucket is padded to a multiple of this.
       bucket_numel: Most elements of a bucket before padding, at least 1. By default each label has
         at most 8 buckets; see `default_numel`.
@@ -86,7 +88,8 @@ def make_plan(
       The `Plan`. Leaves without elements are in no bucket.
 
     Raises:
-      ValueError: If the tree has no leaves, or a leaf is not a real floating array.
+      ValueError: If the tree has no leaves, or a leaf is not a real floating array. It is a
+        `LayersDiffer` if the layers of a stack have different labels.
     """
     if bucket_numel is not None and bucket_numel < 1:
         raise ValueError(f"bucket_numel is {bucket_numel}; write at least 1, or None.")
@@ -104,7 +107,7 @@ def make_plan(
                 f"the leaf {path!r} has dtype {leaf.dtype}, but only floating gradients can be "
                 "averaged; keep such leaves out of the parameters, in a closure of the loss."
             )
-    labels = tuple(label(path, leaf) for path, leaf in zip(paths, leaves, strict=True))
+    labels = tuple(of_each_layer(label, key_path, leaf) for key_path, leaf in keyed)
     buckets = []
     for value in dict.fromkeys(labels):
         chosen = [i for i, leaf in enumerate(leaves) if labels[i] == value and leaf.size]

@@ -1,8 +1,7 @@
 """Means over the replicas at the entries of a mask, which they share without sending it."""
 
-import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,6 +13,7 @@ from jaxcomp.compressors.packing import fold
 from jaxcomp.compressors.policies import Policy, path_of, policy_of
 from jaxcomp.compressors.sparse import random_k
 from jaxcomp.exchange import averaging
+from jaxcomp.replicas.layers import is_stack, of_each_layer
 from jaxcomp.replicas.types import size_over_shards, to_varying
 
 
@@ -22,6 +22,23 @@ class Mask(NamedTuple):
 
     selection: Selection
     values: Compressor
+    is_stack: bool = False  # of each layer of a stack, whose first axis counts them
+
+    def select(self, x: jax.Array, key: Key) -> jax.Array:
+        """The values of a leaf at its mask: `f32[k]`, or `f32[layers, k]` of a stack."""
+        return self._map(lambda x, key: self.selection.select(x, key)[0], x, key)
+
+    def scatter(self, values: jax.Array, key: Key, like: jax.Array) -> jax.Array:
+        """Values at their places in zeros, with the shape of `like`."""
+        numel = like[0].size if self.is_stack else like.size
+        put = lambda values, key: self.selection.scatter(values, (), key, numel)
+        return self._map(put, values, key).reshape(like.shape)
+
+    def _map(self, function, x, key):
+        if not self.is_stack:
+            return function(x.reshape(-1), key)
+        rows, numbers = x.reshape(len(x), -1), jnp.arange(len(x), dtype=jnp.uint32)
+        return jax.vmap(lambda row, number: function(row, fold(key, number)))(rows, numbers)
 
 
 class Stage(NamedTuple):
@@ -70,7 +87,7 @@ def masks_of(tree: Any, policy: Policy, exact_numel: int, axis_name: str) -> dic
     """The masks of all leaves by path; None for leaves that are exchanged whole.
 
     Args:
-      tree: Floating leaves.
+      tree: Floating leaves. Each layer of a stack has a mask like that of a leaf of its own.
       policy: `(path, leaf) -> Compressor`: `identity()`, or a `random_k`, alone or first in a
         `compose`.
       exact_numel: Leaves of fewer elements, over all their shards, and those with fewer than two
@@ -78,16 +95,20 @@ def masks_of(tree: Any, policy: Policy, exact_numel: int, axis_name: str) -> dic
       axis_name: The mesh axis of the replicas.
 
     Raises:
-      ValueError: For a compressor whose entries differ between replicas.
+      ValueError: For a compressor whose entries differ between replicas; a `LayersDiffer` for
+        different compressors in the layers of a stack.
     """
 
-    def mask(path, leaf):
-        if is_whole(leaf, exact_numel, axis_name):
-            return None
-        return _mask_of(path, policy(path, leaf))
+    def code(path, leaf):
+        whole = is_whole(leaf, exact_numel, axis_name)
+        return averaging.EXACT if whole else policy(path, leaf)
+
+    def mask(key_path, leaf):
+        made = _mask_of(path_of(key_path), of_each_layer(code, key_path, leaf))
+        return made and made._replace(is_stack=is_stack(key_path))
 
     keyed = jax.tree_util.tree_leaves_with_path(tree)
-    return {(path := path_of(key)): mask(path, leaf) for key, leaf in keyed}
+    return {path_of(key_path): mask(key_path, leaf) for key_path, leaf in keyed}
 
 
 def is_whole(leaf: Any, exact_numel: int, axis_name: str) -> bool:
@@ -134,38 +155,18 @@ def mean_on_masks(
     codes = {path: mask.values if mask else averaging.EXACT for path, mask in masks.items()}
     keys = _keys(masks, transport.seed, count)
     of = list(zip(masks.items(), leaves, keys, strict=True))
-    picked = {
-        path: x if mask is None else mask.selection.select(x.reshape(-1), key)[0]
-        for (path, mask), x, key in of
-    }
+    picked = {path: x if mask is None else mask.select(x, key) for (path, mask), x, key in of}
     transport = transport._replace(policy=lambda path, leaf: codes[path])
     means = averaging.average(transport, picked, count, part).mean
 
     def put(mask, x, key, mean):
         if mask is None:
             return to_varying(mean, transport.axis_name), None
-        scatter = lambda v: mask.selection.scatter(v, (), key, x.size).reshape(x.shape)
-        on = scatter(jnp.ones(mean.shape, jnp.uint8)) != 0
-        return jnp.where(on, scatter(mean), x), on
+        on = mask.scatter(jnp.ones(mean.shape, jnp.uint8), key, x) != 0
+        return jnp.where(on, mask.scatter(mean, key, x), x), on
 
     pairs = [put(mask, x, key, means[path]) for (path, mask), x, key in of]
     return Exchanged(*map(list, zip(*pairs, strict=True)))
-
-
-def squares_on_masks(
-    masks: dict[str, Mask | None],
-    part: str,
-    leaves: list[jax.Array],
-    transport: averaging.Transport,
-    count: jax.Array,
-) -> list[jax.Array]:
-    """f32[] each: the sum of squares of a leaf at the entries of its mask; as `mean_on_masks`."""
-    del part
-    keys = _keys(masks, transport.seed, count)
-    return [
-        jnp.sum(jnp.square(x if mask is None else mask.selection.select(x.reshape(-1), key)[0]))
-        for mask, x, key in zip(masks.values(), leaves, keys, strict=True)
-    ]
 
 
 def _keys(masks, seed: int, count: jax.Array) -> list[Key]:
@@ -190,15 +191,14 @@ class Masked(NamedTuple):
             jax.tree.structure(params), [mask is not None for mask in masks.values()]
         )
 
-    def in_stage(
-        self, function: Callable[..., Any], leaves: list[jax.Array], params: Any, count: jax.Array
-    ) -> Any:
-        """`mean_on_masks` or `squares_on_masks` with the masks of the current stage."""
-        keywords = {"transport": self.transport, "count": count}
-        ways = [
-            functools.partial(function, self.masks(stage, params), stage.part, **keywords)
-            for stage in self.stages
-        ]
+    def mean(self, leaves: list[jax.Array], params: Any, count: jax.Array) -> Exchanged:
+        """`mean_on_masks` with the masks of the current stage."""
+
+        def way(stage):
+            of = self.masks(stage, params), stage.part
+            return lambda leaves: mean_on_masks(*of, leaves, self.transport, count)
+
+        ways = [way(stage) for stage in self.stages]
         if len(ways) == 1:
             return ways[0](leaves)
         number = jnp.argmax(jnp.stack([*holding(self.stages, count).values()]))

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxcomp.replicas.layers import of_all_layers
 from jaxcomp.replicas.protocol import require_registered
 from jaxcomp.replicas.types import require_varying
 
@@ -81,12 +82,12 @@ def decays(weight_decay: float, mask: Any, params: Any) -> Any:
       weight_decay: The decay of unmasked leaves.
       mask: Tree of bool like `params`, or a prefix of it, whether a leaf decays; or a function that
         makes one from the parameters, as for `optax.adamw`. None: all leaves decay.
-      params: The parameters.
+      params: The parameters. A function sees the layers of stacks one by one.
     """
     if mask is None or not weight_decay:
         return jax.tree.map(lambda _: weight_decay, params)
     of = lambda decays, branch: jax.tree.map(lambda _: weight_decay if decays else 0.0, branch)
-    return jax.tree.map(of, mask(params) if callable(mask) else mask, params)
+    return jax.tree.map(of, of_all_layers(mask, params) if callable(mask) else mask, params)
 
 
 def no_rounds(*parts: str) -> dict[str, Any]:

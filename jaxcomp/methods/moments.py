@@ -1,6 +1,7 @@
 """What methods of the Adam family share: a common variance, and its square root."""
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -13,6 +14,7 @@ from jaxcomp.exchange import averaging
 from jaxcomp.methods import common
 from jaxcomp.methods.common import require, require_static
 from jaxcomp.replicas.finite import not_finite, unless
+from jaxcomp.replicas.layers import own_axes, spread
 from jaxcomp.replicas.types import size_over_shards, sums_over_shards
 
 
@@ -241,9 +243,9 @@ def denominator(
     Args:
       variance: Tree, equal on all replicas.
       eps: Added to the root.
-      floor: Least variance as a share of the mean over the leaf, over all its shards. A leaf that
-        never had a gradient gets the mean over the other leaves, so that its first gradient is not
-        divided by `eps`.
+      floor: Least variance as a share of the mean over the leaf, or layer of a stack, over all its
+        shards. A leaf that never had a gradient gets the mean over the other leaves, so that its
+        first gradient is not divided by `eps`.
       weight: f32[], of all gradients in it, for the bias correction; 1 for no correction.
       others: Tree for the mean over the other leaves, for example an older variance, so that no
         leaf waits for the gradients of the others; by default `variance`. (Over axes that shard
@@ -252,17 +254,33 @@ def denominator(
     correction = 1 / weight
     leaves, treedef = jax.tree.flatten(variance)
     if floor and leaves:
-        totals, sizes = _sums(variance), [max(1, size_over_shards(v)) for v in leaves]
+        totals, sizes = _sums(variance), layer_sizes(variance)
         seen = totals if others is None else _sums(others)
-        numel = sum(jnp.where(total > 0, n, 0.0) for total, n in zip(seen, sizes, strict=True))
-        of_all = sum(seen) / jnp.maximum(1, numel)
+        counted = [jnp.where(total > 0, n, 0.0) for total, n in zip(seen, sizes, strict=True)]
+        of_all = sum(map(_total, seen)) / jnp.maximum(1, sum(map(_total, counted)))
         lows = [jnp.where(t > 0, floor * t / n, of_all) for t, n in zip(totals, sizes, strict=True)]
-        leaves = [jnp.maximum(v, low.astype(v.dtype)) for v, low in zip(leaves, lows, strict=True)]
+        above = lambda v, low: jnp.maximum(v, spread(low.astype(v.dtype), v))
+        leaves = list(map(above, leaves, lows))
     return treedef.unflatten([jnp.sqrt(v * correction) + eps for v in leaves])
 
 
 def _sums(tree: Any) -> list[jax.Array]:
-    return sums_over_shards([jnp.sum(leaf) for leaf in jax.tree.leaves(tree)])
+    return sums_over_shards(list(map(jnp.sum, jax.tree.leaves(tree), own_axes(tree))))
+
+
+def _total(x: jax.Array) -> jax.Array:
+    # Without the barrier XLA would add up the entries again, over all layers at once.
+    return jnp.sum(lax.optimization_barrier(x)) if x.ndim else x
+
+
+def layer_sizes(tree: Any, *but: str) -> list[int]:
+    """Elements of each leaf, over all its shards, or of one layer of a stack; at least 1."""
+    layers = [
+        math.prod(x.shape[: x.ndim - len(axes)])
+        for x, axes in zip(jax.tree.leaves(tree), own_axes(tree), strict=True)
+    ]
+    sizes = [size_over_shards(x, *but) for x in jax.tree.leaves(tree)]
+    return [max(1, size // max(1, n)) for size, n in zip(sizes, layers, strict=True)]
 
 
 def trust_ratio(param_square, update_square, otherwise: float = 1.0) -> jax.Array:

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
 from optax.tree_utils import tree_update_moment
 
 from jaxcomp.compressors.base import Compressor
@@ -18,9 +17,11 @@ from jaxcomp.compressors.sign import sign
 from jaxcomp.exchange import averaging, wire
 from jaxcomp.methods import moments
 from jaxcomp.methods.common import counted, method, no_rounds, require
-from jaxcomp.replicas.finite import poisoned
+from jaxcomp.methods.trust import Ratios, Trust, even_scales, largest_quotients, trusted
+from jaxcomp.replicas.finite import poisoned, unless
+from jaxcomp.replicas.layers import LayeredTransformation, own_axes, spread
 from jaxcomp.replicas.protocol import MethodState
-from jaxcomp.replicas.types import largest, size_over_shards, sums_over_shards
+from jaxcomp.replicas.types import sums_over_shards
 
 
 @MethodState.register
@@ -38,15 +39,6 @@ class OneBitLambState(NamedTuple):
     rounds: Any  # {"all", "synchronize", "variance"}: i32[], how often each was sent
     frozen: jax.Array  # bool[], whether the warm-up has ended
     norms: Any  # f32[1 / (1 - b2)], of the last variances, l1; None with a given freeze_step
-
-
-class Trust(NamedTuple):
-    """The trust ratio of one leaf, f32[] each."""
-
-    ratio: jax.Array  # decayed sum of the warm-up's ratios
-    weight: jax.Array  # of these: 1 - decay^n after n of them
-    factor: jax.Array  # correction of the frozen ratio in the last step
-    scale: jax.Array  # of the momentum on the wire, without `precondition`
 
 
 def one_bit_lamb(
@@ -135,11 +127,11 @@ def one_bit_lamb(
     freeze = moments.freeze("one_bit_lamb", freeze_step, freeze_ratio)
     policy = policy_of(sign(block=1024) if compressor is None else compressor)
     transport = averaging.Transport(policy, exchange, axis_name, bucket_numel, seed)
-    bounds = trust_bounds, trust_decay, factor_bounds, factor_change
-    settings = _Settings(adam, freeze, transport, precondition, *bounds)
-    _check(settings)
+    ratios = Ratios(adam, trust_bounds, trust_decay, factor_bounds, factor_change)
+    _check(ratios)
+    settings = _Settings(adam, freeze, transport, precondition, ratios)
     init, update = (functools.partial(function, settings) for function in (_init, _update))
-    return method("one_bit_lamb", axis_name, init, update)
+    return LayeredTransformation(*method("one_bit_lamb", axis_name, init, update))
 
 
 class _Settings(NamedTuple):
@@ -147,16 +139,13 @@ class _Settings(NamedTuple):
     freeze: moments.Freeze
     transport: averaging.Transport
     precondition: bool
-    trust_bounds: tuple[float, float]
-    trust_decay: float
-    factor_bounds: tuple[float, float]
-    factor_change: float
+    ratios: Ratios
 
 
-def _check(settings):
-    name, decay, change = "one_bit_lamb", settings.trust_decay, settings.factor_change
+def _check(ratios):
+    name, decay, change = "one_bit_lamb", ratios.trust_decay, ratios.factor_change
     for bounds, default in (("trust_bounds", (0.01, 10.0)), ("factor_bounds", (0.5, 4.0))):
-        least, greatest = got = getattr(settings, bounds)
+        least, greatest = got = getattr(ratios, bounds)
         write = f"{bounds}={default}"
         require(0 <= least <= greatest, name, "0 <= least <= greatest", write, **{bounds: got})
     require(0 <= decay < 1, name, "[0, 1)", "trust_decay=0.9", trust_decay=decay)
@@ -166,7 +155,12 @@ def _check(settings):
 def _init(settings, params):
     zeros = jax.tree.map(moments.zeros, params)
     residual, owner_residual = averaging.nothing_sent(settings.transport, zeros)
-    unseen = lambda moment: Trust(*(jnp.asarray(x, moment.dtype) for x in (0, 0, 1, 1)))
+    leaves, treedef = jax.tree.flatten(zeros)
+
+    def unseen(moment, axes):
+        layers = moment.shape[: moment.ndim - len(axes)]
+        return Trust(*(jnp.full(layers, x, moment.dtype) for x in (0, 0, 1, 1)))
+
     return OneBitLambState(
         count=jnp.zeros([], jnp.int32),
         momentum=zeros,
@@ -174,7 +168,7 @@ def _init(settings, params):
         fresh_variance=zeros,
         residual=residual,
         owner_residual=owner_residual,
-        layers=jax.tree.map(unseen, zeros),
+        layers=treedef.unflatten(map(unseen, leaves, own_axes(zeros))),
         rounds=no_rounds("synchronize", "variance"),
         frozen=jnp.zeros([], bool),
         norms=settings.freeze.no_norms(settings.adam.b2, zeros),
@@ -182,119 +176,84 @@ def _init(settings, params):
 
 
 def _update(settings, updates, state, params, **_):
+    adam, learned = settings.adam, state.rounds["variance"]
     grads, bad = moments.gradients(updates, state.variance, settings.transport.axis_name)
     frozen = settings.freeze.holds(state)
-    ways = (functools.partial(way, settings) for way in (_compressed, _warm_up))
-    change, new = lax.cond(frozen, *ways, state, poisoned(bad, grads), params)
-    freezes, norms = settings.freeze.after(frozen, state, new["variance"])
-    return change, state._replace(
-        count=optax.safe_increment(state.count),
-        rounds=counted(state.rounds, all=True, synchronize=frozen, variance=~frozen),
-        frozen=freezes,
-        norms=norms,
-        **new,
-    )
-
-
-def _warm_up(settings, state, grads, params):
-    """A step of LAMB, and the trust ratios of its layers."""
-    adam, transport = settings.adam, averaging.exact(settings.transport)
-    mean = averaging.average(transport, grads, state.count, "variance").mean
-    momentum = tree_update_moment(mean, state.momentum, adam.b1, 1)
-    variance = tree_update_moment(mean, state.variance, adam.b2, 2)
-    root = adam.root(variance, adam.weight(state.rounds["variance"] + 1, variance), floor=0.0)
-    directions, squares = _directions(settings, state.count, momentum, root, params)
-    layers, trust = [], []
-    scales = _scales(jax.tree.leaves(momentum), transport.axis_name)
-    for old, (x, _, u), scale in zip(_layers(state), squares, scales, strict=True):
-        seen = (x > 0) & (u > 0)
-        ratio = jnp.clip(moments.trust_ratio(x, u), *settings.trust_bounds)
-        decay = jnp.where(seen, settings.trust_decay, 1.0)
-        ratios, weight = (
-            decay * was + (1 - decay) * now for was, now in ((old.ratio, ratio), (old.weight, 1.0))
-        )
-        layers.append(Trust(ratios, weight, old.factor, scale))
-        trust.append(jnp.where(seen, ratio, 1.0))
-    change, layers = _stepped(settings, params, state, layers, trust, directions)
-    new = {"momentum": momentum, "variance": variance, "fresh_variance": variance}
-    return change, new | {"layers": layers} | averaging.feedback(state)
-
-
-def _compressed(settings, state, grads, params):
-    """A step with a mean momentum of few bits, and the frozen variance and ratios."""
-    adam, axis_name = settings.adam, settings.transport.axis_name
-    root = adam.root(state.variance, adam.weight(state.rounds["variance"], state.variance))
-    unit = root
-    if not settings.precondition:
-        scales = [1 / layer.scale for layer in _layers(state)]
-        unit = jax.tree.unflatten(jax.tree.structure(params), scales)
+    root = adam.root(state.variance, adam.weight(learned, state.variance))
+    unit = root if settings.precondition else _units(state, root)
     local = tree_update_moment(grads, state.momentum, adam.b1, 1)
-    local, kept = jax.tree.map(jnp.divide, local, unit), averaging.feedback(state)
-    got = averaging.average(settings.transport, local, state.count, "synchronize", **kept)
-    momentum = jax.tree.map(jnp.multiply, got.mean, unit)
-    gradient = jax.tree.map(
-        lambda new, old: (new - adam.b1 * old) / (1 - adam.b1), momentum, state.momentum
+    # Each bucket has its own branch, and all else none: XLA copies what a branch returns.
+    got = averaging.average(
+        settings.transport,
+        unless(frozen, grads, jax.tree.map(jnp.divide, local, unit)),
+        state.count,
+        "synchronize",
+        instead=averaging.Instead(~frozen, averaging.EXACT, "variance"),
+        bad=bad > 0,
+        **averaging.feedback(state),
     )
+    moved = tree_update_moment(got.mean, state.momentum, adam.b1, 1)
+    momentum = unless(frozen, moved, jax.tree.map(jnp.multiply, got.mean, unit))
+    told = lambda new, old: (new - adam.b1 * old) / (1 - adam.b1)
+    gradient = unless(frozen, got.mean, jax.tree.map(told, momentum, state.momentum))
     fresh = tree_update_moment(gradient, state.fresh_variance, adam.b2, 2)
+    variance = unless(frozen, fresh, state.variance)
     fresh_root = adam.root(fresh, adam.weight(state.count + 1, fresh))
-    quotients = jax.tree.map(
-        lambda old, new: largest(jnp.max(old / new, initial=0.0), axis_name), root, fresh_root
+    quotients = largest_quotients(root, fresh_root, settings.transport.axis_name)
+    warm = adam.root(variance, adam.weight(learned + 1, variance), floor=0.0)
+    root = unless(frozen, warm, root)
+    change, layers = _stepped(settings, frozen, state, momentum, root, quotients, params)
+    rate = poisoned(got.failed, -adam.rate_of(state.count))
+    freezes, norms = settings.freeze.after(frozen, state, variance)
+    return jax.tree.map(lambda moves: rate * moves, change), OneBitLambState(
+        optax.safe_increment(state.count),
+        momentum,
+        variance,
+        fresh,
+        got.residual,
+        got.owner_residual,
+        layers,
+        counted(state.rounds, all=True, synchronize=frozen, variance=~frozen),
+        freezes,
+        norms,
     )
+
+
+def _units(state, like):
+    """What the momentum is divided by on the wire, without `precondition`."""
+    scales = jax.tree.unflatten(jax.tree.structure(like), [of.scale for of in _layers(state)])
+    return jax.tree.map(lambda scale, x: spread(1 / scale, x), scales, like)
+
+
+def _stepped(settings, frozen, state, momentum, root, quotients, params):
+    """The change of all leaves before the rate, and the trust of their layers."""
     directions, squares = _directions(settings, state.count, momentum, root, params)
-    layers, trust = [], []
-    for old, (_, m, u), quotient in zip(
-        _layers(state), squares, jax.tree.leaves(quotients), strict=True
-    ):
-        factor = _factor(settings, old.factor, quotient, m, u)
-        layers.append(old._replace(factor=factor))
-        whole = jnp.where(old.weight > 0, old.weight, 1.0) if adam.bias_correction else 1.0
-        trust.append(old.ratio / whole * factor)
-    change, layers = _stepped(settings, params, state, layers, trust, directions)
-    new = {"momentum": momentum, "variance": state.variance, "fresh_variance": fresh}
-    return change, new | {"layers": layers} | averaging.feedback(got)
-
-
-def _factor(settings, old, quotient, moment_square, update_square):
-    """The correction of a layer's frozen ratio: f32[]."""
-    factor = quotient
-    if settings.adam.weight_decay:
-        share = jnp.minimum(moments.trust_ratio(moment_square, update_square), 1.0)
-        factor = factor * share + 1 - share
-    factor = jnp.clip(factor, *settings.factor_bounds)
-    least, greatest = (old * (1 + way * settings.factor_change) for way in (-1, 1))
-    return jnp.clip(factor, least, greatest)
+    layers, change = [], []
+    for old, sums, quotient, u in zip(_layers(state), squares, quotients, directions, strict=True):
+        trust, ratio = trusted(settings.ratios, frozen, old, sums, quotient)
+        layers.append(trust)
+        change.append(spread(ratio, u) * u)
+    if not settings.precondition:
+        scales = even_scales(momentum, settings.transport.axis_name)
+        kept = [unless(frozen, *of) for of in zip(scales, (t.scale for t in layers), strict=True)]
+        layers = [t._replace(scale=scale) for t, scale in zip(layers, kept, strict=True)]
+    treedef = jax.tree.structure(params)
+    return treedef.unflatten(change), treedef.unflatten(layers)
 
 
 def _directions(settings, count, momentum, root, params):
-    """The leaves of u, and for each the squared norms of x, m / D and u: f32[3]."""
+    """The leaves of u, and for each the squared norms of x, m / D and u: f32[3], or per layer."""
     correction = settings.adam.first_correction(count + 1, momentum)
     decays = settings.adam.decays(params)
     plain = jax.tree.map(lambda m, d: correction * m / d, momentum, root)
-    whole = jax.tree.map(lambda u, p, decay: u + decay * p, plain, params, decays)
+    whole = jax.tree.map(lambda u, p, decay: u + decay * p if decay else u, plain, params, decays)
     leaves = [jax.tree.leaves(tree) for tree in (params, plain, whole)]
     squares = [
-        jnp.stack([jnp.sum(jnp.square(x.astype(u.dtype))) for x in (p, m, u)])
-        for p, m, u in zip(*leaves, strict=True)
+        jnp.stack([jnp.sum(jnp.square(x.astype(u.dtype)), axis=axes) for x in (p, m, u)])
+        for p, m, u, axes in zip(*leaves, own_axes(params), strict=True)
     ]
     return leaves[2], sums_over_shards(squares, settings.transport.axis_name)
 
 
-def _stepped(settings, params, state, layers, trust, directions):
-    """Each leaf's change, and the new layers as a tree."""
-    rate, treedef = settings.adam.rate_of(state.count), jax.tree.structure(params)
-    change = [-rate * c * u for c, u in zip(trust, directions, strict=True)]
-    return treedef.unflatten(change), treedef.unflatten(layers)
-
-
 def _layers(state: OneBitLambState) -> list[Trust]:
     return jax.tree.leaves(state.layers, is_leaf=lambda x: isinstance(x, Trust))
-
-
-def _scales(momentum: list[jax.Array], axis_name: str) -> list[jax.Array]:
-    """The factor that gives each leaf the mean magnitude of all: f32[], 1 for zeros."""
-    sums = sums_over_shards([jnp.sum(m * m) for m in momentum], axis_name)
-    sizes = [jnp.float32(max(1, size_over_shards(m, axis_name))) for m in momentum]
-    roots = [jnp.sqrt(s / n) for s, n in zip(sums, sizes, strict=True)]
-    magnitudes = jnp.stack(roots)
-    mean = jnp.sum(magnitudes) / jnp.maximum(jnp.sum(magnitudes > 0), 1)
-    return [jnp.where(m > 0, mean / m, 1.0) for m in roots]

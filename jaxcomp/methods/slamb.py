@@ -19,6 +19,7 @@ from jaxcomp.methods import moments
 from jaxcomp.methods.common import counted, method, no_rounds, require
 from jaxcomp.methods.rescaling import Rescaling, steps
 from jaxcomp.replicas.finite import any_of, failing, unless
+from jaxcomp.replicas.layers import LayeredTransformation
 from jaxcomp.replicas.protocol import MethodState
 from jaxcomp.replicas.types import to_varying
 
@@ -165,7 +166,7 @@ def slamb(
         Rescaling(adam, b3, rescaling, trust_bounds),
     )
     init, update = (functools.partial(function, settings) for function in (_init, _update))
-    return method("slamb", axis_name, init, update)
+    return LayeredTransformation(*method("slamb", axis_name, init, update))
 
 
 class _Settings(NamedTuple):
@@ -201,56 +202,48 @@ def _update(settings, updates, state, params, **_):
     momentum = jax.tree.map(moved(adam.b1), state.momentum, grads)
     squared = lambda v, g: adam.b2 * v + (1 - adam.b2) * g * g
     variance = jax.tree.map(squared, state.variance, grads)
-    # If it is not finite, neither is a square of the gradient.
-    bad = failing(variance)
-    momentum, variance = (
-        unless(bad, momentum, state.momentum),
-        unless(bad, variance, state.variance),
-    )
+    bad = failing(jax.tree.map(jnp.square, grads))  # a variance learns from squares
+    momentum = unless(bad, momentum, state.momentum)
+    variance = unless(bad, variance, state.variance)
     is_bad = any_of(bad, settings.drifts.axis_name)
-    treedef, stages = jax.tree.structure(params), settings.masked.stages
-    masked = functools.partial(settings.masked.in_stage, params=params, count=count)
-    momentum, where = masked(masks.mean_on_masks, jax.tree.leaves(momentum))
-    stale = [
-        None if on is None else jnp.where(on, 0, jnp.minimum(old, 65534) + 1).astype(old.dtype)
-        for on, old in zip(where, treedef.flatten_up_to(state.stale), strict=True)
-    ]
+    treedef, masked = jax.tree.structure(params), settings.masked
+    exchanged = masked.mean(jax.tree.leaves(momentum), params, count)
+    momentum, where = map(treedef.unflatten, exchanged)
+    older = lambda old, on: jnp.where(on, 0, jnp.minimum(old, 65534) + 1).astype(old.dtype)
+    stale = jax.tree.map(older, state.stale, where)
     local = jax.tree.map(jnp.add, params, state.drift)
-    decays = jax.tree.leaves(adam.decays(params))
-    leaves = momentum, jax.tree.leaves(variance), jax.tree.leaves(local), stale, decays
-    on_mask = functools.partial(masked, masks.squares_on_masks)
-    lost = steps(settings.step, *leaves, on_mask, count, settings.drifts.axis_name)
-    lost = treedef.unflatten(lost)
+    of = momentum, variance, local, stale, count, settings.drifts.axis_name
+    lost = steps(settings.step, *of, adam.decays(params))
     drift = unless(bad, jax.tree.map(jnp.subtract, state.drift, lost), state.drift)
-    meets, of = settings.sync_at(count), (drift, state.owner_residual, params, count)
-    together = functools.partial(_together, settings.drifts)
-    if settings.sync_at is schedules.always:
-        change, drift, owner_residual = together(*of)
-    else:
-        change, drift, owner_residual = lax.cond(meets, together, _apart, *of)
+    meets = settings.sync_at(count)
+    synchronize = functools.partial(_synchronized, settings, meets)
+    change, drift, owner_residual = synchronize(drift, state.owner_residual, params, count)
     return change, SlambState(
         optax.safe_increment(count),
-        treedef.unflatten(momentum),
+        momentum,
         variance,
         drift,
         owner_residual,
-        treedef.unflatten(stale),
-        counted(state.rounds, all=True, synchronize=meets, **masks.holding(stages, count)),
+        stale,
+        counted(state.rounds, all=True, synchronize=meets, **masks.holding(masked.stages, count)),
         state.skipped + is_bad,
     )
 
 
-def _together(transport, drift, owner_residual, params, count):
-    """A synchronization; the drift keeps what codes lose and a narrow consensus rounds off."""
-    got = averaging.average(transport, drift, count, "synchronize", owner_residual=owner_residual)
+def _synchronized(settings, meets, drift, owner_residual, params, count):
+    """The change of the consensus, drifts and owners' residuals; the same ones unless it `meets`.
+
+    The drift keeps what codes lose and a narrow consensus rounds off.
+    """
+    transport = settings.drifts
+    instead = None if settings.sync_at is schedules.always else averaging.Instead(~meets)
+    kept = {"owner_residual": owner_residual, "instead": instead}
+    got = averaging.average(transport, drift, count, "synchronize", **kept)
+    # Without the barrier XLA takes the sum from the step's new parameters, and copies the old ones.
+    params = jax.tree.map(lax.optimization_barrier, params)
     lost = to_varying(jax.tree.map(averaging.rounded_off, params, got.mean), transport.axis_name)
     rest = jax.tree.map(lambda lost, own, sent: lost + (own - sent), lost, drift, got.sent)
     return got.mean, rest, got.owner_residual
-
-
-def _apart(drift, owner_residual, params, count):
-    del count
-    return jax.tree.map(moments.zeros, params), drift, owner_residual
 
 
 def _sync_at(sync_every: int | schedules.Schedule) -> schedules.Schedule:

@@ -11,30 +11,38 @@ Each replica checks its own gradient with `not_finite`, over all its shards. The
   fail.
 """
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxcomp.replicas.layers import own_axes, spread
 from jaxcomp.replicas.types import largest
 
 
 def finite(tree: Any) -> jax.Array:
     """bool[], whether this device's part of a tree is finite."""
-    bad = jnp.array(jax.tree.leaves(failing(tree)), bool)
+    bad = jnp.array(failing(jax.tree.leaves(tree)), bool)
     # Without the barrier XLA builds a chain of ors, and repeats it in the update of every leaf.
     return ~jnp.any(lax.optimization_barrier(bad))
 
 
 def failing(tree: Any) -> Any:
-    """bool[] for each leaf, whether this device's part of it is not finite anywhere."""
-    return jax.tree.map(lambda x: ~jnp.all(jnp.isfinite(x)), tree)
+    """For each leaf whether this device's part of it is not finite anywhere; each layer of a stack.
+
+    Leaves are bool[], and bool[layers] in a `Stacked` node.
+    """
+    leaves, treedef = jax.tree.flatten(tree)
+    fails = lambda x, axes: ~jnp.all(jnp.isfinite(x), axis=axes)
+    return treedef.unflatten(map(fails, leaves, own_axes(tree)))
 
 
 def any_of(bad: Any, *but: str) -> jax.Array:
-    """i32[], 1 if any leaf of a tree of bool[] is true; equal over all mesh axes except `but`."""
-    return largest(jnp.array(jax.tree.leaves(bad), jnp.int32).max(initial=0), *but)
+    """i32[], 1 if anything in a tree of bool is true; equal over all mesh axes except `but`."""
+    one_each = [jnp.any(x) for x in jax.tree.leaves(bad)]
+    return largest(jnp.array(one_each, jnp.int32).max(initial=0), *but)
 
 
 def not_finite(tree: Any, *but: str) -> jax.Array:
@@ -49,5 +57,6 @@ def poisoned(bad: jax.Array, tree: Any) -> Any:
 
 def unless(bad: Any, new: Any, old: Any) -> Any:
     """The tree `new`, or `old` where `bad`: one bool[] for all leaves, or a tree of them."""
-    chosen = lambda bad, new, old: jax.tree.map(lambda n, o: jnp.where(bad, o, n), new, old)
+    of_leaf = lambda bad, n, o: jnp.where(spread(bad, n), o, n)
+    chosen = lambda bad, new, old: jax.tree.map(functools.partial(of_leaf, bad), new, old)
     return jax.tree.map(chosen, bad, new, old)

@@ -1,30 +1,22 @@
 """Stacked layers: transformations see the layers that one array holds one by one."""
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
 
 from jaxcomp.compressors.policies import path_of
+from jaxcomp.replicas.layers import (
+    LayeredTransformation,
+    LayersDiffer,
+    Stacked,
+    Unstacked,
+    unstacked,
+)
 from jaxcomp.replicas.wrapping import with_extra_args
-
-
-@jax.tree_util.register_pytree_with_keys_class
-class Unstacked:
-    """A subtree of stacked leaves as a sequence of trees, one per layer; a pytree node."""
-
-    def __init__(self, trees: Any):
-        self.trees = tuple(trees)
-
-    def tree_flatten_with_keys(self):
-        return [(jax.tree_util.SequenceKey(i), tree) for i, tree in enumerate(self.trees)], None
-
-    @classmethod
-    def tree_unflatten(cls, _, trees):
-        return cls(trees)
 
 
 def per_layer(
@@ -45,11 +37,15 @@ def per_layer(
         axis: shard the others.
 
     Returns:
-      A `GradientTransformationExtraArgs`. In a tree whose leaves are all stacked alike, layer
-      follows layer; paths have the layer's number after the tree's name, as in
-      `blocks/0/up/kernel`. The state has the shapes of the stacked parameters, or one tree per
-      layer where layers differ, for example under a policy that treats them differently. Programs
-      are as long as those of the unstacked model.
+      A `GradientTransformationExtraArgs`. Paths have the layer's number after the name of the
+      largest tree whose leaves are all stacked alike, as in `blocks/0/up/kernel`. The state has the
+      shapes of the stacked parameters, or one tree per layer where layers differ, for example under
+      a policy that treats them differently.
+
+      Programs are as long as those of the unstacked model, and layer follows layer in the buckets.
+      The exceptions are `slamb` and `one_bit_lamb`, without a chain: they compute with the stacked
+      arrays, and leaf follows leaf in their buckets. Only if a policy or a mask of weight decay
+      treats the layers of an array differently, they get the layers one by one, too.
 
     Raises:
       ValueError: At trace time, for a stacked leaf without axes, or if no leaf is stacked.
@@ -66,33 +62,44 @@ def per_layer(
     """
     tx = with_extra_args(tx, "per_layer")
 
-    def split(tree):
-        unstacked = _split((), tree, stacked)
-        if not any(map(_is_unstacked, jax.tree.leaves(unstacked, is_leaf=_is_unstacked))):
+    def split(tree, node):
+        found = _split((), tree, stacked, node)
+        if not any(map(_is_node, jax.tree.leaves(found, is_leaf=_is_node))):
             paths = [path_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
             raise ValueError(
                 f"per_layer got no stacked leaf among {paths}; write a rule that matches some: "
                 'jaxcomp.by_path(("^blocks/", True), (".*", False)), or leave per_layer out.'
             )
-        return unstacked
+        return found
 
-    def init(params):
-        return jax.tree.map(_joined, tx.init(split(params)), is_leaf=_is_unstacked)
+    def init(node, params):
+        return jax.tree.map(_joined, tx.init(split(params, node)), is_leaf=_is_node)
 
-    def update(updates, state, params=None, **extra_args):
-        updates = split(updates)
-        like = jax.eval_shape(tx.init, updates if params is None else split(params))
-        nodes, treedef = jax.tree.flatten(like, is_leaf=_is_unstacked)
+    def update(node, updates, state, params=None, **extra_args):
+        updates = split(updates, node)
+        params = None if params is None else split(params, node)
+        like = jax.eval_shape(tx.init, updates if params is None else params)
+        nodes, treedef = jax.tree.flatten(like, is_leaf=_is_node)
         state = treedef.unflatten(map(_apart, nodes, treedef.flatten_up_to(state)))
-        params = None if params is None else split(params)
         updates, state = tx.update(updates, state, params, **extra_args)
-        return jax.tree.map(_joined, (updates, state), is_leaf=_is_unstacked)
+        return jax.tree.map(_joined, (updates, state), is_leaf=_is_node)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    def with_nodes(function):
+        """Gives stacks as they are to a method that knows of them, unless their layers differ."""
+
+        def with_either(*args, **extra_args):
+            if isinstance(tx, LayeredTransformation):
+                with contextlib.suppress(LayersDiffer):
+                    return function(Stacked, *args, **extra_args)
+            return function(unstacked, *args, **extra_args)
+
+        return with_either
+
+    return optax.GradientTransformationExtraArgs(with_nodes(init), with_nodes(update))
 
 
-def _split(path, tree, stacked):
-    """The tree with `Unstacked` in place of the largest subtrees of leaves stacked alike."""
+def _split(path, tree, stacked, node):
+    """The tree with a node in place of the largest subtrees of leaves stacked alike."""
     lengths = {}
     for key, leaf in jax.tree_util.tree_leaves_with_path(tree):
         name = path_of((*path, *key))
@@ -106,29 +113,28 @@ def _split(path, tree, stacked):
     if not set(lengths) - {None}:
         return tree
     if len(lengths) == 1:
-        return _unstacked(tree, *lengths)
+        return node(tree, *lengths)
     children, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: x is not tree)
-    return treedef.unflatten([_split((*path, *key), child, stacked) for key, child in children])
-
-
-def _unstacked(tree, length):
-    """One tree per layer, from a tree whose leaves hold all layers."""
-    one = lambda i: jax.tree.map(lambda x: lax.index_in_dim(x, i, keepdims=False), tree)
-    return Unstacked(map(one, range(length)))
+    split = lambda key, child: _split((*path, *key), child, stacked, node)
+    return treedef.unflatten([split(key, child) for key, child in children])
 
 
 def _joined(node):
     """Stacks layers that are alike; returns anything else as it is."""
-    if not _is_unstacked(node) or not _alike(node.trees):
+    if isinstance(node, Stacked):
+        return node.tree
+    if not isinstance(node, Unstacked) or not _alike(node.trees):
         return node
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *node.trees)
 
 
 def _apart(like, node):
     """Undoes `_joined`; `like` is the node before it."""
-    if not _is_unstacked(like) or not _alike(like.trees):
+    if isinstance(like, Stacked):
+        return Stacked(node, like.length)
+    if not isinstance(like, Unstacked) or not _alike(like.trees):
         return node
-    return _unstacked(node, len(like.trees))
+    return unstacked(node, len(like.trees))
 
 
 def _alike(trees) -> bool:
@@ -140,5 +146,5 @@ def _alike(trees) -> bool:
     return all(other == first for other in others)
 
 
-def _is_unstacked(node) -> bool:
-    return isinstance(node, Unstacked)
+def _is_node(node) -> bool:
+    return isinstance(node, Stacked | Unstacked)

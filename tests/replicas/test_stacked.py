@@ -1,5 +1,7 @@
 """A model whose layers are stacked trains as the same model unstacked, by every method."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import jaxcomp
 from jaxcomp import schedules
 from jaxcomp.replicas.protocol import drifts as drifts_of
-from tests.helpers.replicas import mesh_of, rows
+from tests.helpers.replicas import history_of, mesh_of, rows
 
 LAYERS, WIDTH, REPLICAS, STEPS = 3, 40, 2, 6
 STACKED = jaxcomp.by_path(("^blocks/", True), (".*", False))
@@ -69,6 +71,8 @@ def behind(compressor, optimizer):
     return optax.chain(jaxcomp.compressed_mean(compressor, "replica"), optimizer)
 
 
+# Layers are in another order in the buckets, but no block has values of two of them.
+WHOLE_BLOCKS = jaxcomp.by_path(("kernel|head", jaxcomp.sign(block=32)), (".*", jaxcomp.identity()))
 EVERY_3 = schedules.every(3, STEPS, after=2)
 METHODS = {
     "adamw": lambda: behind(jaxcomp.quantize(4), decayed(optax.adamw)),
@@ -97,7 +101,32 @@ METHODS = {
         compressor=jaxcomp.compose(jaxcomp.random_k(0.25), EIGHT),
         drift_compressor=EIGHT,
     ),
-    "one_bit_lamb": lambda: jaxcomp.one_bit_lamb(1e-2, "replica", freeze_step=3, weight_decay=0.01),
+    "slamb, small": lambda: decayed(
+        functools.partial(
+            jaxcomp.slamb,
+            axis_name="replica",
+            density=0.5,
+            rescaling="linear",
+            sync_every=4,
+            exact_numel=100,
+        )
+    ),
+    "slamb, by path": lambda: jaxcomp.slamb(
+        *(1e-2, "replica"),
+        sync_every=4,
+        exact_numel=1024,
+        compressor=jaxcomp.by_path(
+            (r"blocks.0/", jaxcomp.random_k(0.25)), (".*", jaxcomp.random_k(0.5))
+        ),
+    ),
+    "one_bit_lamb": lambda: decayed(
+        functools.partial(
+            jaxcomp.one_bit_lamb, axis_name="replica", freeze_step=3, compressor=WHOLE_BLOCKS
+        )
+    ),
+    "one_bit_lamb, scaled": lambda: jaxcomp.one_bit_lamb(
+        *(1e-2, "replica"), freeze_step=3, compressor=WHOLE_BLOCKS, precondition=False
+    ),
     "sharded_optimizer": lambda: jaxcomp.sharded_optimizer(optax.adamw(1e-2), "replica"),
 }
 
@@ -134,6 +163,50 @@ def test_a_stacked_model_trains_as_the_same_model_unstacked(name):
     drifts = drifts_of(state)
     assert len(drifts) == len(drifts_of(wanted_state))
     assert all(jax.tree.map(lambda d: d.shape[1:], drift) == shapes for drift in drifts)
+
+
+def slamb(code, **options):
+    return jaxcomp.slamb(1e-2, "replica", sync_every=3, exact_numel=100, compressor=code, **options)
+
+
+def one_bit_lamb(code, **options):
+    return jaxcomp.one_bit_lamb(1e-2, "replica", freeze_step=2, compressor=code, **options)
+
+
+def stepped(tx, failing=()):
+    """Parameters and state after random gradients, of which one layer's fails in some steps."""
+    like, rng = stack(unstacked_params()), np.random.default_rng(0)
+    drawn = lambda *lead: jax.tree.map(
+        lambda x: rng.normal(size=(*lead, *x.shape)).astype(np.float32), like
+    )
+    params, gradients = drawn(), [drawn(REPLICAS) for _ in range(4)]
+    for step in failing:
+        gradients[step]["blocks"]["kernel"][1, 2, 3] = np.nan
+    return history_of(jaxcomp.per_layer(tx, STACKED), params, gradients, REPLICAS)[-1]
+
+
+@pytest.mark.parametrize(
+    ("method", "code", "failing"),
+    [(slamb, jaxcomp.random_k(0.5), [1]), (one_bit_lamb, jaxcomp.sign(block=32), [])],
+)
+@pytest.mark.parametrize("exact", ["norm|gain", "norm|gain|blocks.0"])
+def test_methods_that_know_of_stacks_have_the_state_of_separate_layers(
+    method, code, failing, exact
+):
+    policy = jaxcomp.by_path((exact, jaxcomp.identity()), (".*", code))
+    tx = method(policy, weight_decay=0.01)
+    # A plain transformation gets layers one by one.
+    plain = optax.GradientTransformationExtraArgs(*tx)
+    found, wanted = stepped(tx, failing), stepped(plain, failing)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), found, wanted)
+
+
+def test_only_the_layer_that_fails_stands_still():
+    params, state = stepped(slamb(jaxcomp.random_k(0.5)), failing=range(4))
+    moved = [np.abs(np.asarray(state.variance["blocks"]["kernel"])[1, i]).max() for i in range(3)]
+    assert [x > 0 for x in moved] == [True, True, False]
+    assert np.asarray(state.skipped).tolist() == [0, 4]
+    assert np.all(np.isfinite(np.asarray(params["blocks"]["kernel"])))
 
 
 def test_without_it_a_stack_has_one_trust_ratio():
