@@ -139,22 +139,24 @@ def average(
     wide = [jnp.promote_types(dtype, jnp.float32) for dtype in plan.dtypes]
     means_of = buckets.unflatten(plan, [m.mean for m in means], wide)
     decoded = buckets.unflatten(plan, [m.sent for m in means], wide)
-    sent = _sent(plan, leaves, decoded, instead)
+    sent = _sent(plan, leaves, empty, decoded, instead)
     left = None if residual is None else _paired(_lost, residual, total, sent)
     failed = None if bad is None else not_finite([m.mean for m in means[carrier:][:1]]) > 0
     return Averaged(means_of, sent, left, tuple(m.owner_residual for m in means), failed)
 
 
-def _sent(plan, leaves, decoded, instead):
+def _sent(plan, leaves, empty, decoded, instead):
     """What was sent: of leaves in float32 the leaf, which need not be copied back."""
 
-    def of_leaf(label, x, decoded):
+    def of_leaf(label, x, empty, decoded):
         if label.compressor != EXACT:
             return decoded
         x = x.astype(decoded.dtype)
-        return x if instead is None or instead.code else jnp.where(instead.holds, 0, x)
+        nothing = empty if instead is None or instead.code else empty | instead.holds
+        return x if nothing is False else jnp.where(nothing, 0, x)
 
-    columns = plan.labels, leaves, plan.treedef.flatten_up_to(decoded)
+    empty = [False] * len(leaves) if empty is None else empty
+    columns = plan.labels, leaves, empty, plan.treedef.flatten_up_to(decoded)
     return plan.treedef.unflatten(map(of_leaf, *columns))
 
 
