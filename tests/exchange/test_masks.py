@@ -7,6 +7,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxcomp
+from jaxcomp.compressors.base import Key
 from jaxcomp.exchange import averaging, masks
 from tests.helpers.replicas import mesh_of, on, rows
 
@@ -49,6 +50,19 @@ def test_matrices_that_are_large_enough_have_masks():
     assert not any(found_masks(jaxcomp.identity()).values())
     chain = jaxcomp.compose(jaxcomp.random_k(1 / 4), jaxcomp.quantize(8))
     assert found_masks(chain)["kernel"].values == jaxcomp.quantize(8)
+
+
+@pytest.mark.parametrize("pattern", ["runs", "strided", "random"])
+def test_each_layer_of_a_stack_has_a_mask(pattern):
+    code, key = jaxcomp.random_k(1 / 4, pattern), Key(jnp.int32(1), jnp.uint32(7))
+    x = 1 + jnp.arange(3 * 64, dtype=jnp.float32).reshape(3, 8, 8)
+    mask = masks.Mask(code.selection, jaxcomp.identity(), is_stack=True)
+    values = mask.select(x, key)
+    found = np.asarray(mask.scatter(values, key, x))
+    assert values.shape == (3, 16) and np.all(np.sum(found > 0, axis=(1, 2)) == 16)
+    np.testing.assert_array_equal(found[found > 0], x[found > 0])
+    # Entries that a count picks are the same in all layers; drawn ones are not.
+    assert np.all((found > 0) == (found[:1] > 0)) == (pattern != "random")
 
 
 @pytest.mark.parametrize("code", [jaxcomp.top_k(0.1), jaxcomp.quantize(4)])
