@@ -17,10 +17,9 @@ def split(x: jax.Array, block: int, fill: str = "zero") -> jax.Array:
     return jnp.pad(x, (0, -x.size % size), mode=mode).reshape(-1, size)
 
 
-def spread(scales: jax.Array, block: int, numel: int) -> jax.Array:
-    """Repeats each block's scale for its entries: `[num_blocks] -> [numel]`."""
-    size = min(block, numel)
-    return jnp.broadcast_to(scales[:, None], (scales.size, size)).reshape(-1)[:numel]
+def joined(blocks: jax.Array, numel: int) -> jax.Array:
+    """Undoes `split`: `[num_blocks, size] -> [numel]`."""
+    return blocks.reshape(-1)[:numel]
 
 
 def indexed(numel: int, unit: int = 1) -> list[slice]:

@@ -8,7 +8,7 @@ from jax import lax
 from jaxcomp._printing import call
 from jaxcomp.compressors import checks, fitting
 from jaxcomp.compressors.base import Compressor, Levels, Payload
-from jaxcomp.compressors.blocks import split, spread
+from jaxcomp.compressors.blocks import joined, split
 from jaxcomp.compressors.packing import pack, uniform, unpack
 from jaxcomp.compressors.quantize import grid, in_steps
 
@@ -57,19 +57,19 @@ def learned_levels(
         return jnp.asarray(start) if shared.levels is None else shared.levels
 
     def encode(x, shared, private):
-        x = x.astype(jnp.float32)
-        low, span = grid(split(x, block, fill="edge"), "minmax", 1, dtype)
-        values = in_steps(x, low, span, block)
-        share = uniform(private, x.shape) if rounding == "stochastic" else 0.5
+        blocks = split(x.astype(jnp.float32), block, fill="edge")
+        low, span = grid(blocks, "minmax", 1, dtype)
+        values = in_steps(blocks, low, span)
+        share = uniform(private, values.shape) if rounding == "stochastic" else 0.5
         codes = _find(values, levels_of(shared), share, bits)
-        return Payload((pack(codes, bits), low, span), x.size)
+        return Payload((pack(joined(codes, x.size), bits), low, span), x.size)
 
     def decode(payload, shared):
         packed, *scales = payload.data
-        codes = unpack(packed, bits, payload.numel)
-        low, span = (spread(s.astype(jnp.float32), block, payload.numel) for s in scales)
+        codes = split(unpack(packed, bits, payload.numel), block)
+        low, span = (scale.astype(jnp.float32)[:, None] for scale in scales)
         digits = [(codes >> shift) & 1 == 1 for shift in reversed(range(bits))]
-        return low + span * _choose(list(levels_of(shared)), digits)
+        return joined(low + span * _choose(list(levels_of(shared)), digits), payload.numel)
 
     def tally(x):
         size = min(block, x.size)
@@ -77,8 +77,9 @@ def learned_levels(
         blocks = split(x.astype(jnp.float32), block, fill="edge")[::stride]
         is_value = split(jnp.ones(x.shape), block)[::stride] > 0
         low, span = grid(blocks, "minmax", 1, dtype)
-        values = in_steps(blocks.reshape(-1), low, span, size)
-        return fitting.histogram(values, is_value.reshape(-1) & spread(span > 0, size, values.size))
+        values = in_steps(blocks, low, span)
+        counts = is_value & (span > 0)[:, None]
+        return fitting.histogram(values.reshape(-1), counts.reshape(-1))
 
     fit = fitting.least_error if rounding == "nearest" else fitting.least_variance
     rest = {"block": block, "rounding": rounding, "scale_dtype": dtype.name}

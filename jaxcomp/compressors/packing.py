@@ -11,6 +11,8 @@ from jax import lax
 
 from jaxcomp.compressors.base import Key
 
+_LANES = 128  # of a TPU's tile
+
 
 def packed_size(count: int, bits: int) -> int:
     """Counts the bytes that `pack` makes of `count` codes of `bits` bits each."""
@@ -43,6 +45,31 @@ def unpack(packed: jax.Array, bits: int, count: int) -> jax.Array:
         parts.append(part << shift)
         start, shift = start + size, shift + width
     return functools.reduce(operator.or_, parts)
+
+
+def slices_together(x: jax.Array, width: int, slices: int) -> jax.Array:
+    """Joins the slices of a flat array: slice i is shifted up by i times `width` bits.
+
+    Maps `u[slices * n] -> u[n]`. `slices_apart` undoes it, with the bits of later slices above.
+    """
+    parts = [part << (i * width) for i, part in enumerate(_in_lanes(x, slices))]
+    return functools.reduce(operator.or_, parts).reshape(-1)
+
+
+def slices_apart(x: jax.Array, width: int, slices: int) -> jax.Array:
+    """Shifts an array down by 0, `width`, 2 * `width` bits and so on: `u[n] -> u[slices * n]`."""
+    parts = _in_lanes(x, 1)
+    shifts = lax.iota(x.dtype, slices).reshape(-1, *(1,) * (parts.ndim - 1)) * width
+    return (parts >> shifts).reshape(-1)
+
+
+def _in_lanes(x, slices):
+    """Cuts a flat array into slices: `[slices, rows, 128]` where that divides, or `[slices, n]`.
+
+    A TPU keeps arrays in tiles of 128 lanes. The first shape is a view there, the second a copy.
+    """
+    count = x.size // slices
+    return x.reshape(slices, *((count // _LANES, _LANES) if count % _LANES == 0 else (count,)))
 
 
 def fold(key: Key, *data: jax.Array | int) -> Key:
@@ -94,19 +121,12 @@ def _widths(bits):
 
 
 def _pack_width(codes, width):
-    slices = 8 // width
-    count = -(-codes.size // slices)
-    codes = jnp.pad(codes, (0, slices * count - codes.size)).reshape(slices, count)
     codes = codes & (2**width - 1)
-    packed = codes[0]
-    for i in range(1, slices):
-        packed = packed | codes[i] << (i * width)
-    return packed
+    return slices_together(jnp.pad(codes, (0, -codes.size % (8 // width))), width, 8 // width)
 
 
 def _unpack_width(packed, width):
-    shifts = lax.iota(jnp.uint8, 8 // width) * width
-    return ((packed[None, :] >> shifts[:, None]) & (2**width - 1)).reshape(-1)
+    return slices_apart(packed, width, 8 // width) & (2**width - 1)
 
 
 def _mix(x):

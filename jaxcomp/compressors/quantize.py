@@ -7,7 +7,7 @@ from jax import lax
 from jaxcomp._printing import call
 from jaxcomp.compressors import checks
 from jaxcomp.compressors.base import Compressor, Payload
-from jaxcomp.compressors.blocks import split, spread
+from jaxcomp.compressors.blocks import joined, split
 from jaxcomp.compressors.packing import pack, uniform, unpack
 
 
@@ -102,26 +102,26 @@ def quantize(
     num_steps = 2**bits - (1 if range == "minmax" or bits == 1 else 2)
 
     def encode(x, shared, private):
-        x = _widen(x)
-        low, step = grid(split(x, block, fill="edge"), range, num_steps, dtype)
-        steps = in_steps(x, low, step, block)
+        blocks = split(_widen(x), block, fill="edge")
+        low, step = grid(blocks, range, num_steps, dtype)
+        steps = in_steps(blocks, low, step)
         if range == "absmax":
             steps = steps + num_steps / 2
-        steps = jnp.clip(steps + _offset(rounding, shared, private, x.shape), 0.0, num_steps)
+        steps = jnp.clip(steps + _offset(rounding, shared, private, blocks.shape), 0.0, num_steps)
         # The sum is a rounded code in the low bits; XLA:CPU converts at a third of the speed.
         codes = lax.bitcast_convert_type(steps + 2.0**23, jnp.uint32).astype(jnp.uint8)
         scales = (step,) if range == "absmax" else (low, step)
-        return Payload((pack(codes, bits), *scales), x.size)
+        return Payload((pack(joined(codes, x.size), bits), *scales), x.size)
 
     def decode(payload, shared):
         packed, *low, step = payload.data
-        steps = unpack(packed, bits, payload.numel).astype(jnp.float32)
+        steps = split(unpack(packed, bits, payload.numel), block).astype(jnp.float32)
         if rounding == "shift":
             steps = steps - _offset(rounding, shared, None, ())
-        step = spread(_widen(step), block, payload.numel)
+        step = _widen(step)[:, None]
         if range == "absmax":
-            return (steps - num_steps / 2) * step
-        return steps * step + spread(_widen(low[0]), block, payload.numel)
+            return joined((steps - num_steps / 2) * step, payload.numel)
+        return joined(steps * step + _widen(low[0])[:, None], payload.numel)
 
     scales = 1 if range == "absmax" else 2
     rest = {"block": block, "range": range, "rounding": rounding, "scale_dtype": dtype.name}
@@ -145,10 +145,10 @@ def grid(blocks, range, num_steps, dtype):
     return low, _round_up((high - _widen(low)) / num_steps, dtype)
 
 
-def in_steps(x, low, step, block):
+def in_steps(blocks, low, step):
     """How many steps of its block's grid a value lies above the least one, or above zero."""
-    x = x if low is None else x - spread(_widen(low), block, x.size)
-    return x * spread(jnp.where(step > 0, 1.0 / _widen(step), 0.0), block, x.size)
+    blocks = blocks if low is None else blocks - _widen(low)[:, None]
+    return blocks * jnp.where(step > 0, 1.0 / _widen(step), 0.0)[:, None]
 
 
 def _round_up(x, dtype):

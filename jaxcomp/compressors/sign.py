@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxcomp._printing import call
 from jaxcomp.compressors import checks
 from jaxcomp.compressors.base import Compressor, Payload
-from jaxcomp.compressors.blocks import split, spread
+from jaxcomp.compressors.blocks import joined, split
 from jaxcomp.compressors.packing import pack, unpack
 
 
@@ -56,8 +56,9 @@ def sign(
     def decode(payload, shared):
         packed, scales = payload.data
         numel = payload.numel
-        magnitudes = spread(scales.astype(jnp.float32), block or numel, numel)
-        return jnp.where(unpack(packed, 1, numel) == 1, magnitudes, -magnitudes)
+        magnitudes = scales.astype(jnp.float32)[:, None]
+        is_positive = split(unpack(packed, 1, numel), block or numel) == 1
+        return joined(jnp.where(is_positive, magnitudes, -magnitudes), numel)
 
     scale_bits = 8 * dtype.itemsize
     return Compressor(

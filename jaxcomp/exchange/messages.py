@@ -2,13 +2,13 @@
 
 import functools
 import math
-import operator
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jaxcomp.compressors.base import Compressor, Key, Payload
+from jaxcomp.compressors.packing import slices_apart, slices_together
 from jaxcomp.compressors.platforms import by_platform
 
 _UNIT = 4  # messages are padded to this many words: 16 bytes, one load of a link or GPU
@@ -88,9 +88,8 @@ def _shifted_together(leaf):
     if width >= 4:
         return lax.bitcast_convert_type(leaf.reshape(-1), jnp.uint32).reshape(-1)
     bits = lax.bitcast_convert_type(leaf.reshape(-1), _unsigned(width))
-    slices = jnp.pad(bits, (0, -bits.size % (4 // width))).reshape(4 // width, -1)
-    wide = [row.astype(jnp.uint32) << (8 * width * i) for i, row in enumerate(slices)]
-    return functools.reduce(operator.or_, wide)
+    bits = jnp.pad(bits, (0, -bits.size % (4 // width))).astype(jnp.uint32)
+    return slices_together(bits, 8 * width, 4 // width)
 
 
 def _shifted_apart(words, leaf):
@@ -98,9 +97,8 @@ def _shifted_apart(words, leaf):
     if width >= 4:
         words = words.reshape(-1, width // 4) if width > 4 else words
         return lax.bitcast_convert_type(words, leaf.dtype)
-    shifts = lax.iota(jnp.uint32, 4 // width) * (8 * width)
-    bits = (words[None, :] >> shifts[:, None]).astype(_unsigned(width))
-    return lax.bitcast_convert_type(bits.reshape(-1)[:size], leaf.dtype)
+    bits = slices_apart(words, 8 * width, 4 // width)[:size].astype(_unsigned(width))
+    return lax.bitcast_convert_type(bits, leaf.dtype)
 
 
 def _cast_together(leaf):
