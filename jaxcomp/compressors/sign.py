@@ -56,9 +56,8 @@ def sign(
     def decode(payload, shared):
         packed, scales = payload.data
         numel = payload.numel
-        magnitudes = scales.astype(jnp.float32)[:, None]
-        is_positive = split(unpack(packed, 1, numel), block or numel) == 1
-        return joined(jnp.where(is_positive, magnitudes, -magnitudes), numel)
+        signs = jnp.where(split(unpack(packed, 1, numel), block or numel) == 1, 1.0, -1.0)
+        return joined(signs * scales.astype(jnp.float32)[:, None], numel)
 
     scale_bits = 8 * dtype.itemsize
     return Compressor(
