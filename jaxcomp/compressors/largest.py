@@ -2,9 +2,9 @@
 
 Magnitudes have the order of their bits, read as integers. Each platform has a form of its own, and
 all find the same entries. A CPU bisects for the threshold, in a fifth of the time of
-`jax.lax.top_k`. On accelerators such a loop would wait for the host in each round. So a GPU sorts
-rows of up to 4,096, in one or a few kernels. A TPU compares all pairs in short rows. In longer rows
-both find the threshold digit by digit.
+`jax.lax.top_k`. On accelerators such a loop would wait for the host in each round. So they sort
+rows of up to 4,096, but a TPU compares all pairs in short rows. In longer rows both find the
+threshold digit by digit.
 """
 
 from functools import partial
@@ -37,7 +37,7 @@ def find_largest(x: jax.Array, k: int) -> Largest:
     forms = {
         "cpu": partial(_marked_first, by_halving),
         "gpu": _for_gpu(n),
-        "default": partial(_marked_first, by_comparing if n <= SHORT else by_digits),
+        "default": _for_tpu(n),
     }
     return by_platform(x, **{name: partial(form, k=k) for name, form in forms.items()})
 
@@ -48,12 +48,27 @@ def _for_gpu(n):
     return partial(_marked_first, by_sorting if n <= SHORT else by_digits)
 
 
+def _for_tpu(n):
+    if SHORT < n <= SORTED:
+        return sorted_together
+    return partial(_marked_first, by_comparing if n <= SHORT else by_digits)
+
+
 def sorted_first(x: jax.Array, k: int) -> Largest:
     """`find_largest`: the places of a sort need no other search for the values."""
     size = _size(x)
     order = _order(size)
     places = lax.sort(order[1][:, :k], dimension=1, is_stable=False).astype(jnp.int32)
     values = jnp.take_along_axis(x, places, axis=1, mode="promise_in_bounds")
+    return Largest(_first_of(order, size, k), places, values)
+
+
+def sorted_together(x: jax.Array, k: int) -> Largest:
+    """As `sorted_first`, with values that move along, since a TPU gathers a tile for each."""
+    size = _size(x)
+    order = _order(size, x)
+    first = (order[1][:, :k].astype(jnp.int32), order[2][:, :k])
+    places, values = lax.sort(first, dimension=1, is_stable=False, num_keys=1)
     return Largest(_first_of(order, size, k), places, values)
 
 
@@ -80,11 +95,11 @@ def by_sorting(size: jax.Array, k: int) -> jax.Array:
     return _first_of(_order(size), size, k)
 
 
-def _order(size):
-    """Sorts a row, the largest first: inverted sizes, and `u16` places."""
+def _order(size, *more):
+    """Sorts a row, the largest first: inverted sizes, `u16` places, and arrays that move along."""
     place = lax.broadcasted_iota(jnp.uint16, size.shape, 1)
     # Not a stable sort, for which XLA would sort places once more.
-    return lax.sort((~size, place), dimension=1, is_stable=False, num_keys=2)
+    return lax.sort((~size, place, *more), dimension=1, is_stable=False, num_keys=2)
 
 
 def _first_of(order, size, k):

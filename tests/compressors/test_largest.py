@@ -62,8 +62,8 @@ def test_a_sort_finds_the_values_that_are_marked(shape, dtype):
     x, n = rows_of(shape, dtype), shape[1]
     bits = lambda values: np.asarray(values).view(f"u{values.dtype.itemsize}")
     for k in {1, -(-n // 5), n}:
-        for got in (largest.sorted_first(x, k), largest.find_largest(x, k)):
-            marked = expected(x, k)
+        for form in (largest.sorted_first, largest.sorted_together, largest.find_largest):
+            got, marked = form(x, k), expected(x, k)
             np.testing.assert_array_equal(got.marked, marked)
             np.testing.assert_array_equal(got.places, np.nonzero(marked)[1].reshape(-1, k))
             np.testing.assert_array_equal(bits(got.values), bits(x)[marked].reshape(-1, k))
