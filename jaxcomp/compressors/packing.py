@@ -47,12 +47,12 @@ def unpack(packed: jax.Array, bits: int, count: int) -> jax.Array:
     return functools.reduce(operator.or_, parts)
 
 
-def slices_together(x: jax.Array, width: int, slices: int) -> jax.Array:
+def slices_together(x: jax.Array, width: int, slices: int, dtype=jnp.uint8) -> jax.Array:
     """Joins the slices of a flat array: slice i is shifted up by i times `width` bits.
 
-    Maps `u[slices * n] -> u[n]`. `slices_apart` undoes it, with the bits of later slices above.
+    Maps `u[slices * n] -> dtype[n]`. `slices_apart` undoes it, with the bits of later slices above.
     """
-    parts = [part << (i * width) for i, part in enumerate(_in_lanes(x, slices))]
+    parts = [part.astype(dtype) << (i * width) for i, part in enumerate(_in_lanes(x, slices))]
     return functools.reduce(operator.or_, parts).reshape(-1)
 
 

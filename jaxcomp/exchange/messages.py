@@ -88,8 +88,8 @@ def _shifted_together(leaf):
     if width >= 4:
         return lax.bitcast_convert_type(leaf.reshape(-1), jnp.uint32).reshape(-1)
     bits = lax.bitcast_convert_type(leaf.reshape(-1), _unsigned(width))
-    bits = jnp.pad(bits, (0, -bits.size % (4 // width))).astype(jnp.uint32)
-    return slices_together(bits, 8 * width, 4 // width)
+    bits = jnp.pad(bits, (0, -bits.size % (4 // width)))
+    return slices_together(bits, 8 * width, 4 // width, jnp.uint32)
 
 
 def _shifted_apart(words, leaf):
@@ -97,8 +97,8 @@ def _shifted_apart(words, leaf):
     if width >= 4:
         words = words.reshape(-1, width // 4) if width > 4 else words
         return lax.bitcast_convert_type(words, leaf.dtype)
-    bits = slices_apart(words, 8 * width, 4 // width)[:size].astype(_unsigned(width))
-    return lax.bitcast_convert_type(bits, leaf.dtype)
+    bits = slices_apart(words, 8 * width, 4 // width).astype(_unsigned(width))
+    return lax.bitcast_convert_type(bits[:size], leaf.dtype)
 
 
 def _cast_together(leaf):
