@@ -18,15 +18,40 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxcomp.compressors.platforms import by_platform
 from jaxcomp.replicas.layers import own_axes, spread
 from jaxcomp.replicas.types import largest
+
+_LONG = 2**16  # most entries of a vector whose checks are kept until all are known
 
 
 def finite(tree: Any) -> jax.Array:
     """bool[], whether this device's part of a tree is finite."""
-    bad = jnp.array(failing(jax.tree.leaves(tree)), bool)
+    leaves = jax.tree.leaves(tree)
+    return by_platform(leaves, cpu=finite_by_leaf, gpu=finite_by_row, default=finite_by_leaf)
+
+
+def finite_by_leaf(leaves: list[jax.Array]) -> jax.Array:
+    """`finite` from one value for each array."""
+    bad = jnp.array(failing(leaves), bool)
     # Without the barrier XLA builds a chain of ors, and repeats it in the update of every leaf.
     return ~jnp.any(lax.optimization_barrier(bad))
+
+
+def finite_by_row(leaves: list[jax.Array]) -> jax.Array:
+    """`finite` from one value for each row of a matrix and each entry of a short vector.
+
+    On a GPU one value for each array would need two kernels for a matrix, and one for a vector.
+    """
+    parts = jnp.concatenate([jnp.ones(1, bool), *map(_finite_rows, leaves)])
+    # Without the inner barrier XLA would reduce each part to one value.
+    return lax.optimization_barrier(jnp.all(lax.optimization_barrier(parts)))
+
+
+def _finite_rows(x):
+    if x.ndim > 1 or x.size > _LONG:
+        return jnp.all(jnp.isfinite(x), axis=-1).reshape(-1)
+    return jnp.isfinite(x).reshape(-1)
 
 
 def failing(tree: Any) -> Any:

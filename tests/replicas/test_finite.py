@@ -6,7 +6,14 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jaxcomp.replicas.finite import finite, not_finite, poisoned, unless
+from jaxcomp.replicas.finite import (
+    finite,
+    finite_by_leaf,
+    finite_by_row,
+    not_finite,
+    poisoned,
+    unless,
+)
 from tests.helpers.replicas import mesh_of
 
 TREE = {"a": jnp.ones(3), "b": jnp.zeros((2, 2), jnp.bfloat16)}
@@ -16,6 +23,32 @@ TREE = {"a": jnp.ones(3), "b": jnp.zeros((2, 2), jnp.bfloat16)}
 def test_one_entry_makes_a_tree_fail(value):
     assert finite(TREE) and finite({})
     assert not finite(TREE | {"b": TREE["b"].at[1, 0].set(value)})
+
+
+@pytest.mark.parametrize("form", [finite_by_leaf, finite_by_row])
+def test_both_forms_find_one_entry_of_any_leaf(form):
+    shapes = (), (3,), (2**16 + 1,), (4, 5), (2, 3, 4), (0, 2), (0,)
+    leaves = [np.ones(shape, np.float32) for shape in shapes]
+    check = jax.jit(form)
+    assert check(leaves) and form([])
+    for x in leaves:
+        for place in {0, x.size - 1} if x.size else ():
+            x.flat[place] = np.inf
+            assert not check(leaves)
+            x.flat[place] = 1
+
+
+@pytest.mark.parametrize("form", [finite_by_leaf, finite_by_row])
+def test_leaves_that_vary_and_others_are_checked_together(form):
+    def found(x, same):
+        return form([x, same])[None]
+
+    x = np.zeros((2, 4), np.float32)
+    x[1, 3] = np.nan
+    specs = {"in_specs": (P("replica"), P()), "out_specs": P("replica")}
+    check = jax.shard_map(found, mesh=mesh_of(2), **specs)
+    assert check(x, np.zeros(3)).tolist() == [True, False]
+    assert check(x, np.full(3, np.nan)).tolist() == [False, False]
 
 
 @pytest.mark.parametrize("replica", range(2))
