@@ -10,7 +10,6 @@ import numpy as np
 from jax import lax
 
 from jaxcomp.compressors.base import Key
-from jaxcomp.compressors.platforms import by_platform
 
 _LANES = 128  # of a TPU's tile
 
@@ -53,18 +52,8 @@ def slices_together(x: jax.Array, width: int, slices: int, dtype=jnp.uint8) -> j
 
     Maps `u[slices * n] -> dtype[n]`. `slices_apart` undoes it, with the bits of later slices above.
     """
-    shifts = [i * width for i in range(slices)]
-
-    def in_turn(parts):
-        return functools.reduce(operator.or_, map(lambda p, n: p.astype(dtype) << n, parts, shifts))
-
-    def in_one_sum(parts):
-        above = jnp.asarray(shifts, dtype).reshape(-1, *(1,) * (parts.ndim - 1))
-        return jnp.sum(parts.astype(dtype) << above, axis=0, dtype=dtype)
-
-    # What makes the codes is part of a sum's kernel on TPUs; of several slices' it is not.
-    forms = {"cpu": in_turn, "gpu": in_turn, "default": in_one_sum}
-    return by_platform(_in_lanes(x, slices), **forms).reshape(-1)
+    parts = [part.astype(dtype) << (i * width) for i, part in enumerate(_in_lanes(x, slices))]
+    return functools.reduce(operator.or_, parts).reshape(-1)
 
 
 def slices_apart(x: jax.Array, width: int, slices: int) -> jax.Array:
