@@ -14,12 +14,14 @@ import json
 import pathlib
 import statistics
 
+from benchmarks import methods, methods_beyond
 from benchmarks import rows as rows_file
-from benchmarks.methods import METHODS
 from configs import digits_dense, nano_bert_dense, nano_dense, nano_fine_tune_dense, nano_lamb
 from train.config import Config
 from train.processes import devices
 from train.processes.exits import clean_exits
+
+METHODS = methods.METHODS | methods_beyond.METHODS
 
 # Fine-tuning starts from the parameters of `python -m train configs/nano_dense.py`.
 TASKS = {

@@ -22,7 +22,7 @@ import jax
 import numpy as np
 
 import jaxcomp
-from benchmarks import methods
+from benchmarks import methods, methods_beyond
 from benchmarks import rows as rows_file
 from configs import nano_dense
 from train.config import Config
@@ -35,66 +35,20 @@ from train.processes.exits import clean_exits
 from train.task import make_task, num_parameters
 
 STEPS = 8000
-EVERY = 16  # inner steps per outer step
 TOGETHER = 100  # steps per program
 
-_MUON = "optax.contrib.muon(learning_rate)"
-# One value and its position of every 64 in 8 bits: an eighth of a bit per parameter and outer step.
-_GROUPS = "compose(group_top_1(64), bin_means(2))"
-_SPARSE = "outer=sgd(1.0), error_decay=0.95, mean=gathered"
-
-
-# As many outer steps as with a fixed interval, closer together while the rate is high.
-_BY_RATE = "schedules.by_rate(learning_rate, steps, 32)"
-
-
-def _diloco(inner: str, every: int | str, rate: float, momentum: float) -> str:
-    outer = f"outer_rate={rate}, outer_momentum={momentum}"
-    return f"diloco({inner}, axis_name, every={every}, code=quantize(4), {outer})"
-
-
-# `optimizer.update` and the learning rate. Rates of local steps, of Muon and of outer optimizers
-# are the best of a few on seed 0 in runs of 2,000 steps; other rates are nano's best, not tuned
-# here.
+# `optimizer.update` and the learning rate. Those of the methods that `benchmarks.convergence` tunes
+# have nano's best rate, not tuned here.
 METHODS: dict[str, tuple[str, float]] = {
-    "dense Adam": (methods.METHODS["dense Adam"].update, 6e-3),
-    "dense Muon": (f"chain(compressed_mean(identity(), axis_name), {_MUON})", 1e-2),
-    "DiLoCo, Muon, 4 bits": (_diloco(_MUON, EVERY, 0.6, 0.6), 1e-2),
-    "DiLoCo, Muon, 4 bits, every 32nd": (_diloco(_MUON, 32, 0.6, 0.6), 1e-2),
-    "DiLoCo, Muon, 4 bits, 32 by rate": (_diloco(_MUON, _BY_RATE, 1.0, 0.3), 1e-2),
-    "MuLoCo": (
-        f"muloco(learning_rate, axis_name, every={EVERY}, outer_rate=0.6, outer_momentum=0.6)",
-        1e-2,
-    ),
-    "MuLoCo, every 104th": (
-        "muloco(learning_rate, axis_name, every=104, outer_rate=0.8, outer_momentum=0.3, "
-        "error_decay=1.0)",
-        6e-3,
-    ),
-    "DiLoCo, 4 bits": (_diloco("adam(learning_rate)", EVERY, 0.7, 0.8), 3e-3),
-    "SparseLoCo": (f"sparse_loco(adam(learning_rate), axis_name, every={EVERY})", 6e-3),
-    "SparseLoCo, Muon": (f"sparse_loco({_MUON}, axis_name, every={EVERY})", 1e-2),
-    "groups of 64, 2 bits": (
-        f"local_steps(adam(learning_rate), axis_name, every={EVERY}, code={_GROUPS}, {_SPARSE})",
-        6e-3,
-    ),
-    "groups of 64, 2 bits, Muon": (
-        f"local_steps({_MUON}, axis_name, every={EVERY}, code={_GROUPS}, {_SPARSE})",
-        1e-2,
-    ),
-    "4 bits": (methods.METHODS["4-bit Adam"].update, 6e-3),
-    "sharded Adam, 4 bits": (methods.METHODS["sharded Adam, G4D4"].update, 6e-3),
-    "PowerSGD": ("chain(power_sgd(4, axis_name), sgd(learning_rate, momentum=0.9))", 0.1),
-    "PowerSGD, Adam": ("chain(power_sgd(4, axis_name), adam(learning_rate))", 6e-3),
-    "Dion": (
-        "dion(learning_rate, axis_name, rank=16, others=adam(learning_rate), "
-        "exact=by_path(('embed|position', True), ('kernel', False), ('.*', True)))",
-        2e-2,
-    ),
-    "DeMo": ("demo(learning_rate, axis_name)", 1e-3),
-    "CocktailSGD, no delay, 88x": (methods.METHODS["CocktailSGD, no delay, 88x"].update, 6e-3),
-    "0/1 Adam": (methods.METHODS["0/1 Adam, warm-up, variances of 8 bits"].update, 6e-3),
-}
+    name: (methods.METHODS[known].update, 6e-3)
+    for name, known in {
+        "dense Adam": "dense Adam",
+        "4 bits": "4-bit Adam",
+        "sharded Adam, 4 bits": "sharded Adam, G4D4",
+        "CocktailSGD, no delay, 88x": "CocktailSGD, no delay, 88x",
+        "0/1 Adam": "0/1 Adam, warm-up, variances of 8 bits",
+    }.items()
+} | {name: (method.update, method.rates[0]) for name, method in methods_beyond.METHODS.items()}
 
 
 def config_of(update: str, rate: float, seed: int, steps: int) -> Config:
