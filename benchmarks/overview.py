@@ -30,7 +30,7 @@ LOSSES = {
     "0/1 Adam": "0/1 Adam",
     "CocktailSGD": "CocktailSGD, no delay, 88x",
     "MuLoCo": "MuLoCo",
-    "MuLoCo, every 104th": "MuLoCo, every 104th",
+    "MuLoCo, every 106th": "MuLoCo, every 106th",
 }
 
 
