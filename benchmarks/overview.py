@@ -72,6 +72,11 @@ ROWS = (
         *("pico", "pico", 8000, "MuLoCo"),
     ),
     Row(
+        "the least bytes, an exchange every 106th step",
+        "[`muloco`](docs/methods/local_steps.md), Muon inside, 2 bits",
+        *("pico", "pico", 8000, "MuLoCo, every 106th"),
+    ),
+    Row(
         "large batches with LAMB",
         "[`slamb`](docs/methods/slamb.md)",
         *("convergence", "digits", 400, "SLAMB"),
@@ -94,7 +99,8 @@ def table() -> str:
         fewer = dense.sent_bytes_per_step / own.sent_bytes_per_step
         mean = lambda summary: f"{statistics.fmean(summary.losses):.3g}"
         loss = f"{mean(own)} ({mean(dense)})"
-        lines.append(f"| {row.want} | {row.take} | {fewer:.3g}x | {loss} | {len(own.losses)} |")
+        factor = f"{fewer:.3g}" if fewer < 1000 else f"{fewer:,.0f}"
+        lines.append(f"| {row.want} | {row.take} | {factor}x | {loss} | {len(own.losses)} |")
     return "\n".join(lines)
 
 
