@@ -63,8 +63,7 @@ def interleaved(
 
 def _local(gradient, update, params, state, drifts, batch, rng, model_state, extra_args):
     axes = gradient.axis_name
-    local, model_state = add_drifts(params, drifts, axes), own_floats(model_state, axes)
-    parts = Parts(*halves(gradient, local, batch, rng, model_state))
+    parts = Parts(*halves(gradient, params, drifts, batch, rng, own_floats(model_state, axes)))
     # A cycle: the step may trace an update once more, to check its norms.
     made = itertools.cycle(exchanged(update, params, state, parts.pace, extra_args))
     loss, extra, grads = parts.finished()
@@ -123,26 +122,29 @@ class Parts:
         return self._value
 
 
-def halves(gradient, local, batch, rng, model_state):
-    """`(start, first, second)`: the gradient as a forward and a backward pass, or microbatches."""
+def halves(gradient, params, drifts, batch, rng, model_state):
+    """`(start, first, second)`: the gradient as a forward and a backward pass, or microbatches.
+
+    Drifts are added in the first part. Before it, a barrier would make XLA write the sums.
+    """
     loss_of = loss_of_part(gradient, batch, rng)
     if gradient.accumulate > 1:
-        return _half_the_microbatches(gradient, loss_of, local, batch, model_state)
+        return _half_the_microbatches(gradient, loss_of, params, drifts, batch, model_state)
 
     def forward(inputs):
-        local, batch, model_state = inputs
+        params, drifts, batch, model_state = inputs
         loss_at = lambda params: loss_of(params, 0, batch, model_state)
-        return jax.vjp(loss_at, local, has_aux=True)
+        return jax.vjp(loss_at, add_drifts(params, drifts, gradient.axis_name), has_aux=True)
 
     def backward(passed):
         loss, pullback, extra = passed
         (grads,) = pullback(zeros_of(loss) + 1)
         return loss, extra._replace(aux=jax.tree.map(lambda x: x[None], extra.aux)), grads
 
-    return (local, batch, model_state), forward, backward
+    return (params, drifts, batch, model_state), forward, backward
 
 
-def _half_the_microbatches(gradient, loss_of, local, batch, model_state):
+def _half_the_microbatches(gradient, loss_of, params, drifts, batch, model_state):
     count = gradient.accumulate
     parts = parts_of(gradient, batch)
     cut = lambda *ends: jax.tree.map(lambda x: x[slice(*ends)], parts)
@@ -152,7 +154,8 @@ def _half_the_microbatches(gradient, loss_of, local, batch, model_state):
         return lambda *part: grad(local, *part)
 
     def first(inputs):
-        local, model_state, parts, later = inputs
+        params, drifts, model_state, parts, later = inputs
+        local = add_drifts(params, drifts, gradient.axis_name)
         return *added(at(local), (no_gradients(local), model_state), parts), local, later
 
     def second(passed):
@@ -162,4 +165,4 @@ def _half_the_microbatches(gradient, loss_of, local, batch, model_state):
         grads = jax.tree.map(lambda t: t / count, total)
         return jnp.mean(losses), Extra(aux, model_state), grads
 
-    return (local, model_state, cut(count // 2), cut(count // 2, count)), first, second
+    return (params, drifts, model_state, cut(count // 2), cut(count // 2, count)), first, second

@@ -12,7 +12,6 @@ import jax
 from jax.sharding import PartitionSpec as P
 
 from jaxcomp.replicas.specs import over_some
-from jaxcomp.replicas.state import add_drifts
 from jaxcomp.replicas.types import names_of
 from jaxcomp.steps import model_state as model_states
 from jaxcomp.steps import placing, stages
@@ -58,9 +57,8 @@ def interleaved_shards(
 
 def _local(gradient, update, specs, params, state, drifts, batch, rng, model_state, extra_args):
     axes, others = gradient.axis_name, _others(gradient)
-    local, model_state = add_drifts(params, drifts, axes), own_floats(model_state, axes)
     batch = placing.spread(batch, gradient.batch_specs, axes)
-    parts = Parts(*halves(gradient, local, batch, rng, model_state))
+    parts = Parts(*halves(gradient, params, drifts, batch, rng, own_floats(model_state, axes)))
     ahead = lambda params, state, extra: exchanged(update, params, state, stages.cut_here, extra)
     of_extra_args = jax.tree.map(lambda _: P(), extra_args)
     given = (*specs, of_extra_args), parts.pace, params, state, extra_args
