@@ -197,14 +197,44 @@ def _sum_of_decoded(messages, decode):
 
 def _sum_in_turn(messages, decode):
     # R dense buckets do not fit in a cache, and XLA:CPU sums rows ten times as slowly as it adds
-    # arrays. The loop carries the next message: XLA:CPU decodes a row that it looks up one value at
-    # a time, which takes 4 times as long at 4 bits.
-    def add(i, total_and_message):
-        total, message = total_and_message
-        return total + decode(message), row(i + 1)
+    # arrays.
+    return _in_turn(messages, decode, lambda i, total, values: total + values, lambda values: values)
 
+
+def _in_turn(messages, decode, add, first):
+    """Decodes rows one after the other: `add(i, total, values)` for all but the first.
+
+    The loop carries the next message: XLA:CPU decodes a row that it looks up one value at a time,
+    which takes 4 times as long at 4 bits.
+    """
     row = lambda i: lax.dynamic_index_in_dim(messages, i, keepdims=False)  # or the last one
-    return lax.fori_loop(1, messages.shape[0], add, (decode(row(0)), row(1)))[0]
+
+    def body(i, total_and_message):
+        total, message = total_and_message
+        return add(i, total, decode(message)), row(i + 1)
+
+    start = first(decode(row(0))), row(1)
+    return lax.fori_loop(1, messages.shape[0], body, start)[0]
+
+
+def _decoded(messages, decode):
+    """The decoded rows of `u32[R, words]`, one behind the other."""
+    return by_platform(
+        messages,
+        cpu=lambda rows: _decoded_in_turn(rows, decode),
+        default=lambda rows: jax.vmap(decode)(rows).reshape(-1),
+    )
+
+
+def _decoded_in_turn(messages, decode):
+    # XLA:CPU would decode in the loop of each leaf, one value at a time: the parts of a leaf and
+    # those of a message are not aligned.
+    def first(values):
+        rows = jnp.broadcast_to(values, (len(messages), values.size))
+        return rows
+
+    put = lambda i, rows, values: lax.dynamic_update_index_in_dim(rows, values, i, axis=0)
+    return _in_turn(messages, decode, put, first).reshape(-1)
 
 
 def _sum(messages, decode):
@@ -244,7 +274,7 @@ def _reduce_scatter(x, compressor, shared, axis_name):
         messages += (0 * lax.axis_index(axis_name)).astype(messages.dtype)
     exchange = functools.partial(lax.all_to_all, axis_name=axis_name, split_axis=0, concat_axis=0)
     received = yield Hop(exchange, messages)
-    return _mean_of_decoded(received, decode), jax.vmap(decode)(messages).reshape(-1)
+    return _mean_of_decoded(received, decode), _decoded(messages, decode)
 
 
 def gather(chunk, compressor: Compressor, shared: Key, axis_name: str):
@@ -283,7 +313,7 @@ def encode_own(chunk, compressor: Compressor, shared: Key, axis_name: str | tupl
 def decode_all(messages, compressor: Compressor, shared: Key, numel: int, dtype):
     """Decodes the owners' messages, `u32[R, words]`: the second half of `gather`."""
     decode = lambda message: _decode(compressor, message, shared, numel, dtype)
-    return jax.vmap(decode)(messages).reshape(-1)
+    return _decoded(messages, decode)
 
 
 def _private(shared: Key, axis_name: str | tuple[str, ...]) -> Key:
