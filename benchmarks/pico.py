@@ -5,8 +5,9 @@
 
 The task has nano's text and schedule; 2 layers of width 64, 8,000 steps of 32 sequences of 64
 bytes. The four replicas are simulated on one device, equal to a mesh up to rounding, and a hundred
-steps are one program. So local steps are tested over many outer steps, in minutes on one core. Bits
-are those of the program compiled for a mesh. Runs with a row in the file are skipped.
+steps are one program; only those of `qsdp` are a mesh. So local steps are tested over many outer
+steps, in minutes on one core. Bits are those of the program compiled for a mesh. Runs with a row in
+the file are skipped.
 """
 
 import argparse
@@ -16,7 +17,7 @@ import math
 import pathlib
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -37,21 +38,48 @@ from train.task import make_task, num_parameters
 STEPS = 8000
 TOGETHER = 100  # steps per program
 
-# `optimizer.update` and the learning rate. Those of the methods that `benchmarks.convergence` tunes
-# have nano's best rate, not tuned here.
-METHODS: dict[str, tuple[str, float]] = {
-    name: (methods.METHODS[known].update, 6e-3)
-    for name, known in {
-        "dense Adam": "dense Adam",
-        "4 bits": "4-bit Adam",
-        "sharded Adam, 4 bits": "sharded Adam, G4D4",
-        "CocktailSGD, no delay, 88x": "CocktailSGD, no delay, 88x",
-        "0/1 Adam": "0/1 Adam, warm-up, variances of 8 bits",
-    }.items()
-} | {name: (method.update, method.rates[0]) for name, method in methods_beyond.METHODS.items()}
+# Methods of `benchmarks.convergence`, and nano's best learning rate, not tuned here.
+TUNED_ON_NANO = {
+    "dense Adam": ("dense Adam", 6e-3),
+    "8 bits": ("8-bit Adam", 6e-3),
+    "4 bits": ("4-bit Adam", 6e-3),
+    "top_k": ("top_k Adam", 3e-3),
+    "1 bit": ("sign Adam", 3e-3),
+    "sharded Adam, 4 bits": ("sharded Adam, G4D4", 6e-3),
+    "QSDP, 8 bits": ("QSDP W8G8", 6e-3),
+    "QSDP, 4 bits, learned": ("QSDP W4G4, learned", 6e-3),
+    "CocktailSGD, no delay, 88x": ("CocktailSGD, no delay, 88x", 6e-3),
+    "0/1 Adam": ("0/1 Adam, warm-up, variances of 8 bits", 6e-3),
+    "SLAMB": ("SLAMB", 2e-2),
+}
+METHODS: dict[str, methods.Method] = {
+    **{
+        name: methods.METHODS[known]._replace(rates=(rate,))
+        for name, (known, rate) in TUNED_ON_NANO.items()
+    },
+    # 15% of the steps are dense, as on nano.
+    "1-bit Adam": methods.Method(
+        "one_bit_adam(learning_rate, axis_name, freeze_step=1200)", (6e-3,)
+    ),
+    **methods_beyond.METHODS,
+}
 
 
-def config_of(update: str, rate: float, seed: int, steps: int) -> Config:
+class Loop(NamedTuple):
+    """A run's functions.
+
+    Attributes:
+      start: `() -> params, state`.
+      advance: `(params, state, batches) -> params, state`; batches have a leading axis of steps.
+      loss: `params -> float`, the validation loss.
+    """
+
+    start: Callable[[], tuple[Any, Any]]
+    advance: Callable[[Any, Any, Any], tuple[Any, Any]]
+    loss: Callable[[Any], float]
+
+
+def config_of(method: methods.Method, seed: int, steps: int) -> Config:
     """The run of one row: nano's dense config with another size, method, rate and seed."""
     nano = nano_dense.get_config()
     return dataclasses.replace(
@@ -59,12 +87,13 @@ def config_of(update: str, rate: float, seed: int, steps: int) -> Config:
         name="pico",
         steps=steps,
         seed=seed,
+        qsdp=method.qsdp,
         model=DecoderConfig(layers=2, width=64, heads=2, context=64),
         data=dataclasses.replace(nano.data, batch=32),
         optimizer=dataclasses.replace(
             nano.optimizer,
-            update=update,
-            learning_rate=rate,
+            update=method.update,
+            learning_rate=method.rates[0],
             warmup_steps=steps // 10,
             final_fraction=0.0,
         ),
@@ -72,49 +101,57 @@ def config_of(update: str, rate: float, seed: int, steps: int) -> Config:
     )
 
 
-def steps_of(config: Config) -> tuple[Callable[[Any], Any], Callable[..., tuple[Any, Any]]]:
-    """Makes `init`, parameters -> state, and a function that runs several steps.
-
-    Args:
-      config: The run.
-
-    Returns:
-      `init`, and a function of parameters, state and a batch with a leading axis of steps, which
-      returns the next parameters and state.
-    """
+def simulated(config: Config, text: examples.Examples) -> Loop:
+    """The loop of replicas that one device simulates; several steps are one program."""
     loss_fn = build.loss_of(config)
     init, step = jaxcomp.simulated_train_step(loss_fn, update(config), config.replicas, AXIS_NAME)
+    measure = jax.jit(loss_fn)
+    held_out = [text.validation(number, slice(None)) for number in range(config.eval_batches)]
+
+    def start():
+        params = jax.jit(lambda: build.random_params(config))()
+        return params, init(params)
 
     def advance(params, state, batches):
         one = lambda carry, batch: (step(*carry, batch)[:2], None)
         return jax.lax.scan(one, (params, state), batches)[0]
 
-    return init, jax.jit(advance, donate_argnums=(0, 1))
+    loss = lambda params: float(np.mean([measure(params, batch) for batch in held_out]))
+    return Loop(start, jax.jit(advance, donate_argnums=(0, 1)), loss)
+
+
+def on_mesh(config: Config, text: examples.Examples) -> Loop:
+    """The loop of a mesh, for parameters in shards: `simulated_train_step` has no shards."""
+    task = make_task(config, lambda config: text)
+    place = build.batch_of(config, task.mesh).sharding
+
+    def advance(params, state, batches):
+        for batch in batches:
+            params, state, _ = task.step(params, state, jax.device_put(batch, place))
+        return params, state
+
+    return Loop(task.init, advance, lambda params: float(task.evaluate(params)["loss"]))
 
 
 def train(config: Config, text: examples.Examples) -> tuple[Any, list[list[float]]]:
     """Trains once: the last parameters, and [step, validation loss] after each tenth of the run."""
-    init, advance = steps_of(config)
-    measure = jax.jit(build.loss_of(config))
-    held_out = [text.validation(number, slice(None)) for number in range(config.eval_batches)]
-    params = jax.jit(lambda: build.random_params(config))()
-    state, curve = init(params), []
+    loop = (on_mesh if config.qsdp else simulated)(config, text)
+    (params, state), curve = loop.start(), []
     for first in range(0, config.steps, TOGETHER):
         last = min(first + TOGETHER, config.steps)
         batches = np.stack([text.train(number, slice(None)) for number in range(first, last)])
-        params, state = advance(params, state, batches)
+        params, state = loop.advance(params, state, batches)
         if last * 10 // config.steps > first * 10 // config.steps:
-            loss = float(np.mean([measure(params, batch) for batch in held_out]))
-            curve.append([last, loss])
-            print(f"step {last}: {loss:.4f}", flush=True)
-            if not math.isfinite(loss):
+            curve.append([last, loop.loss(params)])
+            print(f"step {last}: {curve[-1][1]:.4f}", flush=True)
+            if not math.isfinite(curve[-1][1]):
                 break
     return params, curve
 
 
-def run_row(method: str, expression: str, rate: float, seed: int, steps: int) -> dict:
+def run_row(name: str, method: methods.Method, seed: int, steps: int) -> dict:
     """One row: the run, its bytes, and its losses."""
-    config = config_of(expression, rate, seed, steps)
+    config = config_of(method, seed, steps)
     task = make_task(config, examples.none)  # compiled for a mesh, to count its messages
     text = examples.read(config)
     began = time.perf_counter()
@@ -122,9 +159,10 @@ def run_row(method: str, expression: str, rate: float, seed: int, steps: int) ->
     loss, size = curve[-1][1], config.replicas
     return {
         "task": "pico",
-        "method": method,
+        "method": name,
         "update": config.optimizer.update,
-        "learning_rate": rate,
+        "qsdp": config.qsdp,
+        "learning_rate": config.optimizer.learning_rate,
         "seed": seed,
         "steps": steps,
         "replicas": size,
@@ -156,19 +194,19 @@ def main() -> None:
     if args.updates and not args.rate:
         parser.error("--updates needs a rate, write --rate 3e-3")
     if args.updates:
-        chosen = {expression: (expression, args.rate) for expression in args.updates}
+        chosen = {update: methods.Method(update) for update in args.updates}
     else:
         chosen = {name: METHODS[name] for name in args.methods}
-    devices.start(config_of(METHODS["dense Adam"][0], 1.0, 0, args.steps).replicas)
+    devices.start(config_of(METHODS["dense Adam"], 0, args.steps).replicas)
     for seed in args.seeds:
-        for method, (expression, best) in chosen.items():
+        for name, method in chosen.items():
             rows = json.loads(args.json.read_text()) if args.json.exists() else []
-            rate = args.rate or best
-            key = {"method": method, "learning_rate": rate, "seed": seed, "steps": args.steps}
+            rate = args.rate or method.rates[0]
+            key = {"method": name, "learning_rate": rate, "seed": seed, "steps": args.steps}
             if not any(key.items() <= row.items() for row in rows):
-                row = run_row(method, expression, rate, seed, args.steps)
+                row = run_row(name, method._replace(rates=(rate,)), seed, args.steps)
                 rows_file.write(args.json, [*rows, row])
-                print(f"{method}, rate {rate:g}, seed {seed}: {row['val_loss']}", flush=True)
+                print(f"{name}, rate {rate:g}, seed {seed}: {row['val_loss']}", flush=True)
 
 
 if __name__ == "__main__":

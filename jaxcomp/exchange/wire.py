@@ -16,9 +16,9 @@ from jax import lax
 
 from jaxcomp.compressors.base import Compressor, Key
 from jaxcomp.compressors.packing import fold
-from jaxcomp.compressors.platforms import by_platform
+from jaxcomp.exchange import decoding
 from jaxcomp.exchange.journeys import Hop, Journey, alone
-from jaxcomp.exchange.messages import pack, payload_like, unpack
+from jaxcomp.exchange.messages import pack
 from jaxcomp.replicas.types import is_tracked
 
 
@@ -55,11 +55,6 @@ def _encode(compressor, x, shared, private):
     # Decoding must read the message. Fused with the encoding, it would encode again for every
     # entry, and a whole exchange would take 1.3 to 2.9 times as long.
     return lax.optimization_barrier(pack(compressor.encode(x, shared, private)))
-
-
-def _decode(compressor, message, shared, numel, dtype):
-    payload = unpack(message, payload_like(compressor, numel, dtype))
-    return compressor.decode(payload, shared).astype(dtype)
 
 
 def all_gather(message: jax.Array, axis_name: str) -> jax.Array:
@@ -103,10 +98,10 @@ def gathered_journey(x, owner_residual, compressor: Compressor, shared: Key, axi
             )
         )
     message = _encode(compressor, x, shared, _private(shared, axis_name))
-    decode = lambda message: _decode(compressor, message, shared, x.size, x.dtype)
+    decode = decoding.of(compressor, shared, x.size, x.dtype)
     words = yield Hop(lambda message: _sent_to_all(message, axis_name), message)
     messages = words.reshape(-1, message.size)
-    return Mean(_mean_of_decoded(messages, decode), decode(message), owner_residual)
+    return Mean(decoding.mean(messages, decode), decode(message), owner_residual)
 
 
 def from_senders_journey(x, owner_residual, compressor: Compressor, shared: Key, axis_name: str):
@@ -116,7 +111,7 @@ def from_senders_journey(x, owner_residual, compressor: Compressor, shared: Key,
     `gathered_journey`.
     """
     message = _encode(compressor, x, shared, _private(shared, axis_name))
-    decode = lambda message: _decode(compressor, message, shared, x.size, x.dtype)
+    decode = decoding.of(compressor, shared, x.size, x.dtype)
     words = yield Hop(lambda message: _sent_to_all(message, axis_name), message)
     messages = words.reshape(-1, message.size)
 
@@ -124,7 +119,7 @@ def from_senders_journey(x, owner_residual, compressor: Compressor, shared: Key,
         values = decode(message)
         return jnp.stack([values, (values != 0).astype(values.dtype)])
 
-    total, senders = _sum_of_decoded(messages, with_count)
+    total, senders = decoding.total(messages, with_count)
     return Mean(total / jnp.maximum(senders, 1), decode(message), owner_residual)
 
 
@@ -182,65 +177,6 @@ def _of_selected(journey, x, num_chunks, owner_residual, compressor, shared, axi
     return Mean(whole(mean), whole(sent), owner_residual)
 
 
-def _mean_of_decoded(messages, decode):
-    return _sum_of_decoded(messages, decode) / len(messages)
-
-
-def _sum_of_decoded(messages, decode):
-    """Sum of the decoded rows of `u32[R, words]`, in one pass where that is fast."""
-    return by_platform(
-        messages,
-        cpu=lambda rows: _sum_in_turn(rows, decode),
-        default=lambda rows: _sum(rows, decode),
-    )
-
-
-def _sum_in_turn(messages, decode):
-    # R dense buckets do not fit in a cache, and XLA:CPU sums rows ten times as slowly as it adds
-    # arrays.
-    return _in_turn(messages, decode, lambda i, total, values: total + values, lambda values: values)
-
-
-def _in_turn(messages, decode, add, first):
-    """Decodes rows one after the other: `add(i, total, values)` for all but the first.
-
-    The loop carries the next message: XLA:CPU decodes a row that it looks up one value at a time,
-    which takes 4 times as long at 4 bits.
-    """
-    row = lambda i: lax.dynamic_index_in_dim(messages, i, keepdims=False)  # or the last one
-
-    def body(i, total_and_message):
-        total, message = total_and_message
-        return add(i, total, decode(message)), row(i + 1)
-
-    start = first(decode(row(0))), row(1)
-    return lax.fori_loop(1, messages.shape[0], body, start)[0]
-
-
-def _decoded(messages, decode):
-    """The decoded rows of `u32[R, words]`, one behind the other."""
-    return by_platform(
-        messages,
-        cpu=lambda rows: _decoded_in_turn(rows, decode),
-        default=lambda rows: jax.vmap(decode)(rows).reshape(-1),
-    )
-
-
-def _decoded_in_turn(messages, decode):
-    # XLA:CPU would decode in the loop of each leaf, one value at a time: the parts of a leaf and
-    # those of a message are not aligned.
-    def first(values):
-        rows = jnp.broadcast_to(values, (len(messages), values.size))
-        return rows
-
-    put = lambda i, rows, values: lax.dynamic_update_index_in_dim(rows, values, i, axis=0)
-    return _in_turn(messages, decode, put, first).reshape(-1)
-
-
-def _sum(messages, decode):
-    return jnp.sum(jax.vmap(decode)(messages), axis=0)
-
-
 def reduce_scatter(x, compressor: Compressor, shared: Key, axis_name: str):
     """Gives each replica the mean of its own chunk of everyone's bucket.
 
@@ -264,7 +200,7 @@ def _reduce_scatter(x, compressor, shared, axis_name):
     num_replicas = lax.axis_size(axis_name)
     chunks = x.reshape(num_replicas, -1)
     private = _private(shared, axis_name)
-    decode = lambda message: _decode(compressor, message, shared, chunks.shape[1], x.dtype)
+    decode = decoding.of(compressor, shared, chunks.shape[1], x.dtype)
     messages = jax.vmap(
         lambda chunk, index: _encode(compressor, chunk, shared, fold(private, index))
     )(chunks, jnp.arange(num_replicas))
@@ -274,7 +210,7 @@ def _reduce_scatter(x, compressor, shared, axis_name):
         messages += (0 * lax.axis_index(axis_name)).astype(messages.dtype)
     exchange = functools.partial(lax.all_to_all, axis_name=axis_name, split_axis=0, concat_axis=0)
     received = yield Hop(exchange, messages)
-    return _mean_of_decoded(received, decode), _decoded(messages, decode)
+    return decoding.mean(received, decode), decoding.rows(messages, decode)
 
 
 def gather(chunk, compressor: Compressor, shared: Key, axis_name: str):
@@ -301,7 +237,7 @@ def _gather(chunk, compressor, shared, axis_name):
     words = yield Hop(lambda message: _sent_to_all(message, axis_name), message)
     messages = words.reshape(-1, message.size)
     full = decode_all(messages, compressor, shared, chunk.size, chunk.dtype)
-    return full, _decode(compressor, message, shared, chunk.size, chunk.dtype)
+    return full, decoding.of(compressor, shared, chunk.size, chunk.dtype)(message)
 
 
 def encode_own(chunk, compressor: Compressor, shared: Key, axis_name: str | tuple[str, ...]):
@@ -312,8 +248,8 @@ def encode_own(chunk, compressor: Compressor, shared: Key, axis_name: str | tupl
 
 def decode_all(messages, compressor: Compressor, shared: Key, numel: int, dtype):
     """Decodes the owners' messages, `u32[R, words]`: the second half of `gather`."""
-    decode = lambda message: _decode(compressor, message, shared, numel, dtype)
-    return _decoded(messages, decode)
+    decode = decoding.of(compressor, shared, numel, dtype)
+    return decoding.rows(messages, decode)
 
 
 def _private(shared: Key, axis_name: str | tuple[str, ...]) -> Key:

@@ -7,7 +7,7 @@ import numpy as np
 import optax
 
 import jaxcomp
-from benchmarks import pico
+from benchmarks import methods, pico
 from tests.helpers.replicas import everywhere, mesh_of
 from train.config.run import update
 from train.data.examples import Examples
@@ -28,7 +28,7 @@ def test_a_run_is_that_of_a_mesh_to_rounding(monkeypatch):
     # Momentum SGD inside: Adam makes steps of gradients that are zero but for rounding.
     local = "diloco(sgd(learning_rate, momentum=0.9), axis_name, every=2)"
     config = dataclasses.replace(
-        pico.config_of(local, 0.3, 7, STEPS),
+        pico.config_of(methods.Method(local, (0.3,)), 7, STEPS),
         replicas=REPLICAS,
         model=DecoderConfig(layers=1, width=8, heads=1, context=8),
         eval_batches=2,
@@ -53,7 +53,24 @@ def test_a_run_is_that_of_a_mesh_to_rounding(monkeypatch):
     assert max(jax.tree.leaves(moved)) > 1e-2
 
 
+def test_shards_are_trained_on_a_mesh(monkeypatch):
+    monkeypatch.setattr(pico, "TOGETHER", 3)
+    exact = pico.METHODS["QSDP, 8 bits"]._replace(qsdp="qsdp(axis_name, identity(), identity())")
+    sharded, dense = (
+        dataclasses.replace(
+            pico.config_of(method, 7, STEPS),
+            replicas=REPLICAS,
+            model=DecoderConfig(layers=1, width=8, heads=1, context=8),
+            eval_batches=2,
+        )
+        for method in (exact, pico.METHODS["dense Adam"])
+    )
+    text = Examples({}, made(0), made(1))
+    (_, got), (_, wanted) = pico.train(sharded, text), pico.train(dense, text)
+    np.testing.assert_allclose(got, wanted, rtol=1e-5)
+
+
 def test_every_row_is_a_transformation():
-    for expression, rate in pico.METHODS.values():
-        made = update(pico.config_of(expression, rate, 1, STEPS))
+    for method in pico.METHODS.values():
+        made = update(pico.config_of(method, 1, STEPS))
         assert isinstance(made, optax.GradientTransformationExtraArgs)

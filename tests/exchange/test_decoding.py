@@ -1,0 +1,53 @@
+"""Both forms of decoding messages give the same: those for CPUs and those for other platforms."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxcomp
+from jaxcomp.compressors.base import Key
+from jaxcomp.exchange import decoding
+from jaxcomp.exchange.messages import pack
+
+SHARED = Key(jnp.int32(3), jnp.uint32(7))
+CODES = [
+    jaxcomp.identity(),
+    jaxcomp.quantize(4, block=16),
+    jaxcomp.quantize(8, block=16, range="minmax"),
+    jaxcomp.sign(block=16),
+    jaxcomp.top_k(0.25, block=16),
+    jaxcomp.cocktail(random=0.5, top=0.5),
+]
+
+
+@pytest.fixture(params=CODES, ids=lambda code: code.name)
+def received(request):
+    """Messages of five replicas, what decodes them, and what each decodes to."""
+    x = np.random.default_rng(3).normal(size=(5, 80)).astype(np.float32)
+    messages = jnp.stack([pack(request.param.encode(row, SHARED, SHARED)) for row in jnp.array(x)])
+    decode = decoding.of(request.param, SHARED, 80, jnp.float32)
+    return messages, decode, np.stack([decode(message) for message in messages])
+
+
+def test_rows_are_what_each_message_decodes_to(received):
+    messages, decode, values = received
+    rows = jax.jit(lambda messages: decoding.rows(messages, decode))(messages)
+    # One rounding: XLA may multiply and add at once.
+    for got in (rows, decoding.rows_in_turn(messages, decode)):
+        np.testing.assert_allclose(got, values.reshape(-1), rtol=2.0**-23, atol=2.0**-23)
+
+
+def test_both_ways_to_sum_what_was_received_give_the_same(received):
+    messages, decode, values = received
+    wanted = np.sum(np.float64(values), axis=0)
+    # Four additions of float32, in either order.
+    atol = 4 * 2.0**-24 * 5 * np.abs(values).max()
+    for form in (decoding.total_in_turn, decoding.total_at_once):
+        np.testing.assert_allclose(form(messages, decode), wanted, rtol=0, atol=atol)
+
+
+def test_means_are_sums_over_the_number_of_messages(received):
+    messages, decode, _ = received
+    total, mean = (form(messages, decode) for form in (decoding.total, decoding.mean))
+    np.testing.assert_array_equal(mean, total / 5)
