@@ -20,8 +20,22 @@ def by_platform(*args: Any, cpu: Callable, default: Callable, gpu: Callable | No
       gpu: For GPUs; `default` if there is none.
     """
     gpu = default if gpu is None else gpu
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    if device is None:
+    platform = _platform_of_mesh()
+    if platform is None:
         return lax.platform_dependent(*args, cpu=cpu, cuda=gpu, rocm=gpu, default=default)
     forms = {"cpu": cpu, "gpu": gpu, "cuda": gpu, "rocm": gpu}
-    return forms.get(device.platform, default)(*args)
+    return forms.get(platform, default)(*args)
+
+
+def on_cpus() -> bool:
+    """Whether the mesh has CPUs, or without a mesh, whether JAX computes on CPUs by default.
+
+    For forms whose results have other types. Both must be right everywhere, and one be fast here.
+    """
+    return (_platform_of_mesh() or jax.default_backend()) == "cpu"
+
+
+def _platform_of_mesh():
+    """The platform that the mesh names inside `shard_map`; None elsewhere."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return device and device.platform

@@ -1,9 +1,9 @@
 """Decodes messages, one or those of all replicas, in the form that is fast on the platform.
 
 XLA:CPU needs loops over messages. It sums the rows of a matrix ten times as slowly as it adds
-arrays. It would decode rows in the loops of all leaves that read them, one value at a time, since
-leaves and messages are not aligned. A row that it looks up in a loop takes it 4 times as long as an
-array, at 4 bits: the loops carry the next message.
+arrays. Without a loop it decodes the rows of a mean again in each loop that reads a leaf. And a row
+that it looks up in a loop takes 4 times as long as an array at 4 bits, so that the loops carry the
+next message.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from jaxcomp.compressors.platforms import by_platform
 from jaxcomp.exchange.messages import payload_like, unpack
 from jaxcomp.replicas.types import zeros_of
 
-# `u32[words] -> f32[...]`: what a message decodes to.
+# `message -> f32[...]`: what it decodes to.
 Decode = Callable[[jax.Array], jax.Array]
 
 
@@ -33,7 +33,7 @@ def of(compressor: Compressor, shared: Key, numel: int, dtype: Any) -> Decode:
 
 
 def rows(messages: jax.Array, decode: Decode) -> jax.Array:
-    """Decodes `u32[R, words]`, and joins the R arrays."""
+    """Decodes messages, one a row, and joins the arrays."""
     return by_platform(
         messages,
         cpu=lambda messages: rows_in_turn(messages, decode),
@@ -42,12 +42,12 @@ def rows(messages: jax.Array, decode: Decode) -> jax.Array:
 
 
 def mean(messages: jax.Array, decode: Decode) -> jax.Array:
-    """The mean of what the rows of `u32[R, words]` decode to."""
+    """The mean of what messages, one a row, decode to."""
     return total(messages, decode) / len(messages)
 
 
 def total(messages: jax.Array, decode: Decode) -> jax.Array:
-    """The sum of what the rows of `u32[R, words]` decode to; one pass, except on CPUs."""
+    """The sum of what messages, one a row, decode to; one pass, except on CPUs."""
     return by_platform(
         messages,
         cpu=lambda messages: total_in_turn(messages, decode),

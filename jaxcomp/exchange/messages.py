@@ -1,4 +1,8 @@
-"""Turns each payload into one message, an array of 32-bit words, for any compressor."""
+"""Turns each payload into one message, for any compressor: an array of bytes, or of 32-bit words.
+
+On CPUs it is bytes: LLVM does not vectorize most loops that find a byte in a word. On other
+platforms it is words: rows of 4 bytes would fill 4 of a TPU's 128 lanes.
+"""
 
 import functools
 import math
@@ -9,30 +13,29 @@ from jax import lax
 
 from jaxcomp.compressors.base import Compressor, Key, Payload
 from jaxcomp.compressors.packing import slices_apart, slices_together
-from jaxcomp.compressors.platforms import by_platform
+from jaxcomp.compressors.platforms import on_cpus
 
-_UNIT = 4  # messages are padded to this many words: 16 bytes, one load of a link or GPU
+_UNIT = 16  # messages are padded to this many bytes: one load of a link or GPU
 
 
 def pack(payload: Payload) -> jax.Array:
-    """Concatenates the leaves of a payload in one message, `u32[words]`.
+    """Concatenates the leaves of a payload in one message: `u8[bytes]` on CPUs, else `u32[words]`.
 
-    Each leaf begins with a new word; the message ends at a multiple of 16 bytes. The order of bytes
-    within a leaf depends on the platform, so all replicas must be of one platform.
+    Each leaf begins at a multiple of 4 bytes, the message ends at a multiple of 16. The order of
+    bytes within a leaf depends on the platform, so all replicas must be of one platform.
     """
-    return by_platform(payload, cpu=pack_bytes, default=pack_words)
+    return pack_bytes(payload) if on_cpus() else pack_words(payload)
 
 
 def unpack(message: jax.Array, like: Payload) -> Payload:
-    """Cuts a message, `u32[words]`, into a payload of the shapes and dtypes of `like`."""
-    cut = lambda form: lambda message: form(message, like)
-    return by_platform(message, cpu=cut(unpack_bytes), default=cut(unpack_words))
+    """Cuts a message into a payload of the shapes and dtypes of `like`."""
+    return _cut(message, like, _cast_apart if message.dtype == jnp.uint8 else _shifted_apart)
 
 
 def message_bytes(compressor: Compressor, numel: int, dtype=jnp.float32) -> int:
     """Bytes of the message that a bucket of `numel` elements becomes."""
     words = sum(_words_of(leaf) for leaf in jax.tree.leaves(payload_like(compressor, numel, dtype)))
-    return 4 * (words + -words % _UNIT)
+    return 4 * words + -4 * words % _UNIT
 
 
 @functools.lru_cache(maxsize=256)
@@ -44,37 +47,27 @@ def payload_like(compressor: Compressor, numel: int, dtype=jnp.float32) -> Paylo
 
 
 def pack_words(payload: Payload) -> jax.Array:
-    """`pack` with shifts of whole slices: bit-casts of 4-byte rows would fill 4 lanes of 128."""
+    """`pack` in `u32[words]`."""
     return _joined([_shifted_together(leaf) for leaf in jax.tree.leaves(payload)])
 
 
-def unpack_words(message: jax.Array, like: Payload) -> Payload:
-    """Undoes `pack_words`."""
-    return _cut(message, like, _shifted_apart)
-
-
 def pack_bytes(payload: Payload) -> jax.Array:
-    """`pack` with bit-casts, which cost a CPU nothing."""
+    """`pack` in `u8[bytes]`."""
     return _joined([_cast_together(leaf) for leaf in jax.tree.leaves(payload)])
 
 
-def unpack_bytes(message: jax.Array, like: Payload) -> Payload:
-    """Undoes `pack_bytes`."""
-    return _cut(message, like, _cast_apart)
-
-
 def _joined(parts):
-    padding = -sum(part.size for part in parts) % _UNIT
-    parts = [*parts, jnp.zeros(padding, jnp.uint32)] if padding else parts
+    padding = -sum(part.nbytes for part in parts) % _UNIT
+    parts = [*parts, jnp.zeros(padding // parts[0].itemsize, parts[0].dtype)] if padding else parts
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
 
 
 def _cut(message, like, apart):
     leaves, start = [], 0
     for leaf in jax.tree.leaves(like):
-        words = message[start : start + _words_of(leaf)]
-        leaves.append(apart(words, leaf).reshape(leaf.shape))
-        start += words.size
+        size = 4 * _words_of(leaf) // message.itemsize
+        leaves.append(apart(message[start : start + size], leaf).reshape(leaf.shape))
+        start += size
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
 
@@ -102,19 +95,15 @@ def _shifted_apart(words, leaf):
 
 
 def _cast_together(leaf):
-    width = jnp.dtype(leaf.dtype).itemsize
-    if width >= 4:
-        return _shifted_together(leaf)
-    flat = leaf.reshape(-1)
-    rows = jnp.pad(flat, (0, -flat.size % (4 // width))).reshape(-1, 4 // width)
-    return lax.bitcast_convert_type(rows, jnp.uint32)
+    """The bytes of a leaf, padded to whole words."""
+    flat = lax.bitcast_convert_type(leaf.reshape(-1), jnp.uint8).reshape(-1)
+    return jnp.pad(flat, (0, -flat.size % 4))
 
 
-def _cast_apart(words, leaf):
-    width = jnp.dtype(leaf.dtype).itemsize
-    if width >= 4:
-        return _shifted_apart(words, leaf)
-    return lax.bitcast_convert_type(words, leaf.dtype).reshape(-1)[: math.prod(leaf.shape)]
+def _cast_apart(message, leaf):
+    width, size = jnp.dtype(leaf.dtype).itemsize, math.prod(leaf.shape)
+    rows = message[: size * width].reshape((size, width) if width > 1 else (size,))
+    return lax.bitcast_convert_type(rows, leaf.dtype)
 
 
 def _unsigned(width: int):

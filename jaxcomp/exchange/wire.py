@@ -1,4 +1,4 @@
-"""Collectives that move encoded buckets, as one message of 32-bit words each.
+"""Collectives that move encoded buckets, as one message each.
 
 Bytes in the docstrings are those that leave one replica, for payloads of `m` bytes and R
 replicas. Every function runs inside `shard_map` (or `jax.vmap`) over `axis_name`.
@@ -58,12 +58,12 @@ def _encode(compressor, x, shared, private):
 
 
 def all_gather(message: jax.Array, axis_name: str) -> jax.Array:
-    """Every replica's message, `u32[R, words]`, equal on all replicas by type."""
+    """Every replica's message, one a row, equal on all replicas by type."""
     return _sent_to_all(message, axis_name).reshape(-1, *message.shape)
 
 
 def _sent_to_all(message, axis_name):
-    """The concatenated messages, `u32[R * words]`. Sends the encoded array itself, not a view.
+    """The concatenated messages. Sends the encoded array itself, not a view.
 
     XLA:GPU starts a message once its operand is ready, and waits for it where its result is used.
     It would schedule a view in between too late or too early.
@@ -99,8 +99,8 @@ def gathered_journey(x, owner_residual, compressor: Compressor, shared: Key, axi
         )
     message = _encode(compressor, x, shared, _private(shared, axis_name))
     decode = decoding.of(compressor, shared, x.size, x.dtype)
-    words = yield Hop(lambda message: _sent_to_all(message, axis_name), message)
-    messages = words.reshape(-1, message.size)
+    joined = yield Hop(lambda message: _sent_to_all(message, axis_name), message)
+    messages = joined.reshape(-1, message.size)
     return Mean(decoding.mean(messages, decode), decode(message), owner_residual)
 
 
@@ -112,8 +112,8 @@ def from_senders_journey(x, owner_residual, compressor: Compressor, shared: Key,
     """
     message = _encode(compressor, x, shared, _private(shared, axis_name))
     decode = decoding.of(compressor, shared, x.size, x.dtype)
-    words = yield Hop(lambda message: _sent_to_all(message, axis_name), message)
-    messages = words.reshape(-1, message.size)
+    joined = yield Hop(lambda message: _sent_to_all(message, axis_name), message)
+    messages = joined.reshape(-1, message.size)
 
     def with_count(message):
         values = decode(message)
@@ -210,7 +210,7 @@ def _reduce_scatter(x, compressor, shared, axis_name):
         messages += (0 * lax.axis_index(axis_name)).astype(messages.dtype)
     exchange = functools.partial(lax.all_to_all, axis_name=axis_name, split_axis=0, concat_axis=0)
     received = yield Hop(exchange, messages)
-    return decoding.mean(received, decode), decoding.rows(messages, decode)
+    return decoding.mean(received, decode), jax.vmap(decode)(messages).reshape(-1)
 
 
 def gather(chunk, compressor: Compressor, shared: Key, axis_name: str):
@@ -234,20 +234,20 @@ def gather(chunk, compressor: Compressor, shared: Key, axis_name: str):
 
 def _gather(chunk, compressor, shared, axis_name):
     message = encode_own(chunk, compressor, shared, axis_name)
-    words = yield Hop(lambda message: _sent_to_all(message, axis_name), message)
-    messages = words.reshape(-1, message.size)
+    joined = yield Hop(lambda message: _sent_to_all(message, axis_name), message)
+    messages = joined.reshape(-1, message.size)
     full = decode_all(messages, compressor, shared, chunk.size, chunk.dtype)
     return full, decoding.of(compressor, shared, chunk.size, chunk.dtype)(message)
 
 
 def encode_own(chunk, compressor: Compressor, shared: Key, axis_name: str | tuple[str, ...]):
-    """An owner's message, `u32[words]`: the first half of `gather`, with owners over all axes."""
+    """An owner's message: the first half of `gather`, with owners over all axes."""
     private = fold(_private(shared, axis_name), lax.axis_size(axis_name))
     return _encode(compressor, chunk, shared, private)
 
 
 def decode_all(messages, compressor: Compressor, shared: Key, numel: int, dtype):
-    """Decodes the owners' messages, `u32[R, words]`: the second half of `gather`."""
+    """Decodes the owners' messages, one a row: the second half of `gather`."""
     decode = decoding.of(compressor, shared, numel, dtype)
     return decoding.rows(messages, decode)
 

@@ -10,9 +10,9 @@ from jaxcomp.compressors.base import Payload
 from jaxcomp.exchange import messages
 
 FORMS = {
-    "of the platform": (messages.pack, messages.unpack),
-    "bytes": (messages.pack_bytes, messages.unpack_bytes),
-    "words": (messages.pack_words, messages.unpack_words),
+    "of the platform": (messages.pack, jnp.uint8),
+    "bytes": (messages.pack_bytes, jnp.uint8),
+    "words": (messages.pack_words, jnp.uint32),
 }
 PAYLOADS = [
     jnp.arange(5, dtype=jnp.uint8),
@@ -26,12 +26,13 @@ PAYLOADS = [
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("payload", PAYLOADS)
 def test_a_message_holds_every_bit_of_a_payload(payload, form):
-    pack, unpack = FORMS[form]
+    pack, dtype = FORMS[form]
     message, leaves = jax.jit(pack)(payload), jax.tree.leaves(payload)
-    words = sum(-(-leaf.nbytes // 4) for leaf in leaves)
-    assert message.dtype == jnp.uint32 and message.shape == (-(-words // 4) * 4,)
-    assert not np.any(message[words:])
-    back = jax.jit(lambda message: unpack(message, jax.eval_shape(lambda: payload)))(message)
+    used = sum(-(-leaf.nbytes // 4) * 4 for leaf in leaves)
+    assert message.dtype == dtype and message.nbytes == -(-used // 16) * 16
+    assert not np.any(message[used // message.itemsize :])
+    like = jax.eval_shape(lambda: payload)
+    back = jax.jit(lambda message: messages.unpack(message, like))(message)
     assert jax.tree.structure(back) == jax.tree.structure(payload)
     for a, b in zip(jax.tree.leaves(back), leaves, strict=True):
         assert (a.shape, a.dtype) == (b.shape, b.dtype)

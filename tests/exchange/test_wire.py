@@ -146,7 +146,7 @@ def test_compiled_programs_hold_the_documented_messages_and_no_other(num_replica
         ("all-gather", chunk, 1),
         ("all-to-all", num_replicas * chunk, 1),
     ]
-    assert {shape.split("[")[0] for m in messages for shape in m.shape.split(", ")} == {"u32"}
+    assert {shape.split("[")[0] for m in messages for shape in m.shape.split(", ")} == {"u8"}
     # 2 m (R - 1) / R bytes for a message of m = R chunks.
     assert report.sent_bytes(compiled, mesh) == 2 * chunk * (num_replicas - 1)
 
