@@ -15,7 +15,7 @@ from jaxcomp.exchange.messages import pack, unpack
 class Transmission(NamedTuple):
     """What `transmit` returns."""
 
-    message: jax.Array  # u32[words], what is sent
+    message: jax.Array  # what is sent: u8[bytes] on CPUs, u32[words] elsewhere
     decoded: jax.Array  # f32 of the array's shape, what a receiver gets
     bits_per_parameter: float  # of the message
     error: float  # |x - decoded|^2 / |x|^2; 0 for an array of zeros that decodes to zeros
@@ -47,7 +47,7 @@ def transmit(compressor: Compressor, x: jax.Array, *, seed: int = 0) -> Transmis
       >>> import jaxcomp
       >>> sent = jaxcomp.transmit(jaxcomp.sign(), jnp.array([3.0, -3.0] * 512))
       >>> sent.message.shape, sent.bits_per_parameter, sent.error
-      ((36,), 1.125, 0.0)
+      ((144,), 1.125, 0.0)
 
     References:
       T. M. Cover, J. A. Thomas, "Elements of Information Theory", 2nd edition, 2006, theorem

@@ -55,8 +55,8 @@ def send(
       behind: A tree of arrays; nothing is sent before they are known.
 
     Returns:
-      `u32[num_slow, words]`, a message from each owner along the slow axis with all its shards. If
-      kept, it is the layer's secondary shard.
+      A message from each owner along the slow axis with all its shards, one a row. If kept, it is
+      the layer's secondary shard.
     """
     bundle = _bundle_of(shards, axes)
     key = _keys(shards)[0]
