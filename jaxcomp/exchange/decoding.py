@@ -33,7 +33,7 @@ def of(compressor: Compressor, shared: Key, numel: int, dtype: Any) -> Decode:
 
 
 def rows(messages: jax.Array, decode: Decode) -> jax.Array:
-    """Decodes messages, one a row, and joins the arrays."""
+    """Decodes messages, one a row, and joins the arrays; on CPUs once for all readers."""
     return by_platform(
         messages,
         cpu=lambda messages: rows_in_turn(messages, decode),

@@ -151,7 +151,7 @@ def test_compiled_programs_hold_the_documented_messages_and_no_other(num_replica
     assert report.sent_bytes(compiled, mesh) == 2 * chunk * (num_replicas - 1)
 
     compiled, [message] = found(wire.gathered, quantize)
-    assert message.op == "all-gather" and message.shape.startswith("u32[")
+    assert message.op == "all-gather" and message.shape.startswith("u8[")
     assert report.sent_bytes(compiled, mesh) == message_bytes(quantize, numel) * (num_replicas - 1)
 
     kept = jaxcomp.random_k(1 / 8)

@@ -106,8 +106,8 @@ def test_nothing_is_lost_replicas_agree_and_bytes_are_as_stated(compressor, num_
     assert report.sent_bytes(update, mesh) == pytest.approx(sent, rel=1e-12)
     messages = [row for row in report.collectives(update, mesh) if row.sent_bytes]
     ops = {f"{row.op} {row.shape.split('[')[0]}" for row in messages}
-    lossy = set() if compressor.linear else {"all-gather u32", "all-to-all u32"}
-    lossy -= {"all-to-all u32"} if exchange is wire.gathered else set()
+    lossy = set() if compressor.linear else {"all-gather u8", "all-to-all u8"}
+    lossy -= {"all-to-all u8"} if exchange is wire.gathered else set()
     assert ops == (lossy | {"all-reduce f32"} if num_replicas > 1 else set())
 
     num_steps, peak = 3, 0.0

@@ -85,7 +85,7 @@ def test_a_step_sends_messages_and_one_number():
     mesh, train_step, shards, state = start(fsdp, optax.adam(1e-3), num_replicas)
     compiled = train_step.step.lower(shards, state, rows(mesh, make_batch())).compile()
     found = report.collectives(compiled, mesh)
-    assert {m.shape.split("[")[0] for m in found if m.op != "all-reduce"} == {"u32"}
+    assert {m.shape.split("[")[0] for m in found if m.op != "all-reduce"} == {"u8"}
     ops = sorted(m.op for m in found)
     assert ops == ["all-gather"] * 5 + ["all-reduce"] + ["all-to-all"] * 3
     [number] = [m for m in found if m.op == "all-reduce"]

@@ -195,7 +195,7 @@ def test_a_second_axis_changes_no_result_and_only_messages_cross_the_first(layou
     for message in crossing:
         assert message.axes == ("replica",)
         types = {shape.split("[")[0] for shape in message.shape.split(", ")}
-        assert types == ({"f32"} if message.op == "all-reduce" else {"u32"})
+        assert types == ({"f32"} if message.op == "all-reduce" else {"u8"})
 
 
 @pytest.mark.parametrize("method", ["compressed_mean", "sharded_optimizer"])
