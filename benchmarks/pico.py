@@ -121,7 +121,7 @@ def simulated(config: Config, text: examples.Examples) -> Loop:
 
 
 def on_mesh(config: Config, text: examples.Examples) -> Loop:
-    """The loop of a mesh, for parameters in shards: `simulated_train_step` has no shards."""
+    """The loop of a mesh, for sharded parameters: `simulated_train_step` does not shard them."""
     task = make_task(config, lambda config: text)
     place = build.batch_of(config, task.mesh).sharding
 
