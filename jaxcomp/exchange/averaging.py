@@ -14,6 +14,7 @@ from jax import lax
 
 from jaxcomp.compressors.base import Compressor, Key, identity
 from jaxcomp.compressors.packing import fold
+from jaxcomp.compressors.platforms import by_platform
 from jaxcomp.compressors.policies import Policy
 from jaxcomp.exchange import buckets, wire
 from jaxcomp.exchange.journeys import Pace, alone, at_once, completed, received, resumed
@@ -137,12 +138,22 @@ def average(
     else:
         means = map_buckets(functools.partial(_either, instead, part, journey), *columns)
     wide = [jnp.promote_types(dtype, jnp.float32) for dtype in plan.dtypes]
-    means_of = buckets.unflatten(plan, [m.mean for m in means], wide)
-    decoded = buckets.unflatten(plan, [m.sent for m in means], wide)
+    means_of = _laid_out(buckets.unflatten(plan, [m.mean for m in means], wide))
+    decoded = _laid_out(buckets.unflatten(plan, [m.sent for m in means], wide))
     sent = _sent(plan, leaves, empty, decoded, instead)
     left = None if residual is None else _paired(_lost, residual, total, sent)
     failed = None if bad is None else not_finite([m.mean for m in means[carrier:][:1]]) > 0
     return Averaged(means_of, sent, left, tuple(m.owner_residual for m in means), failed)
+
+
+def _laid_out(tree):
+    """The leaves, each copied once from its bucket into the leaf's own tiles on TPUs.
+
+    XLA:TPU would compute with slices of the bucket, and copy what each reader has computed.
+    """
+    same = lambda tree: tree
+    barriers = functools.partial(jax.tree.map, lax.optimization_barrier)
+    return by_platform(tree, cpu=same, gpu=same, default=barriers)
 
 
 def _sent(plan, leaves, empty, decoded, instead):

@@ -106,9 +106,8 @@ def test_padding_fits_every_number_of_replicas_and_is_small(numel):
 
 def test_large_chunks_are_whole_blocks():
     for num_replicas in range(1, 9):
-        [bucket] = buckets.make_plan(
-            [jax.ShapeDtypeStruct((2**22,), jnp.float32)], one_label, num_replicas
-        ).buckets
+        leaf = jax.ShapeDtypeStruct((2**22,), jnp.float32)
+        [bucket] = buckets.make_plan([leaf], one_label, num_replicas, 2**22).buckets
         assert (bucket.numel // num_replicas) % 1024 == 0
 
 
