@@ -100,6 +100,6 @@ def test_arrays_print_by_type_and_shape():
     assert repr(jax.tree.map(lambda x: "replica", shards)["w"]).startswith("Shard('replica', ")
     sent = jaxcomp.transmit(jaxcomp.sign(), jnp.array([3.0, -3.0] * 512))
     assert repr(sent) == (
-        "Transmission(message=uint32[36], decoded=float32[1024], bits_per_parameter=1.125, "
+        "Transmission(message=uint8[144], decoded=float32[1024], bits_per_parameter=1.125, "
         "error=0.0)"
     )

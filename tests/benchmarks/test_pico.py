@@ -8,6 +8,7 @@ import optax
 
 import jaxcomp
 from benchmarks import methods, pico
+from configs import nano_dense
 from tests.helpers.replicas import everywhere, mesh_of
 from train.config.run import update
 from train.data.examples import Examples
@@ -61,6 +62,7 @@ def test_shards_are_trained_on_a_mesh(monkeypatch):
             pico.config_of(method, 7, STEPS),
             replicas=REPLICAS,
             model=DecoderConfig(layers=1, width=8, heads=1, context=8),
+            data=dataclasses.replace(nano_dense.get_config().data, batch=4),
             eval_batches=2,
         )
         for method in (exact, pico.METHODS["dense Adam"])
