@@ -147,13 +147,13 @@ def average(
 
 
 def _laid_out(tree):
-    """The leaves, each copied once from its bucket into the leaf's own tiles on TPUs.
+    """The leaves, each matrix copied once from its bucket into its own tiles on TPUs.
 
     XLA:TPU would compute with slices of the bucket, and copy what each reader has computed.
     """
-    same = lambda tree: tree
-    barriers = functools.partial(jax.tree.map, lax.optimization_barrier)
-    return by_platform(tree, cpu=same, gpu=same, default=barriers)
+    same = lambda x: x
+    once = lambda x: lax.optimization_barrier(x) if x.ndim > 1 else x
+    return by_platform(tree, cpu=same, gpu=same, default=functools.partial(jax.tree.map, once))
 
 
 def _sent(plan, leaves, empty, decoded, instead):
