@@ -123,12 +123,12 @@ def make_plan(
 def default_numel(numel: int) -> int:
     """Elements of each bucket except the last, for `numel` elements in all.
 
-    There are at most 8 buckets, of at least 16 MB of float32 each. So one is encoded while another
+    There are at most 8 buckets, of at least 21 MB of float32 each. So one is encoded while another
     is sent, but kernels and compile time do not grow with the model. Sizes are multiples of
     10 * 2**17, which the blocks and the period of every default code divide.
     """
     share = -(-numel // (_MOST_BUCKETS * _UNIT))
-    return _UNIT * max(share, 3)
+    return _UNIT * max(share, 4)
 
 
 def _cut(chosen: list[int], sizes: list[int], bucket_numel: int):

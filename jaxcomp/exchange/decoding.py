@@ -1,9 +1,7 @@
 """Decodes messages, one or those of all replicas, in the form that is fast on the platform.
 
-XLA:CPU needs loops over messages. It sums the rows of a matrix ten times as slowly as it adds
-arrays. Without a loop it decodes the rows of a mean again in each loop that reads a leaf. And a row
-that it looks up in a loop takes 4 times as long as an array at 4 bits, so that the loops carry the
-next message.
+XLA:CPU sums the rows of a matrix ten times as slowly as it adds arrays. A row that it looks up in a
+loop takes 4 times as long as an array at 4 bits, so the loop carries the next message.
 """
 
 from collections.abc import Callable
@@ -16,7 +14,6 @@ from jax import lax
 from jaxcomp.compressors.base import Compressor, Key
 from jaxcomp.compressors.platforms import by_platform
 from jaxcomp.exchange.messages import payload_like, unpack
-from jaxcomp.replicas.types import zeros_of
 
 # `message -> f32[...]`: what it decodes to.
 Decode = Callable[[jax.Array], jax.Array]
@@ -32,15 +29,6 @@ def of(compressor: Compressor, shared: Key, numel: int, dtype: Any) -> Decode:
     return decode
 
 
-def rows(messages: jax.Array, decode: Decode) -> jax.Array:
-    """Decodes messages, one a row, and joins the arrays; on CPUs once for all readers."""
-    return by_platform(
-        messages,
-        cpu=lambda messages: rows_in_turn(messages, decode),
-        default=lambda messages: jax.vmap(decode)(messages).reshape(-1),
-    )
-
-
 def mean(messages: jax.Array, decode: Decode) -> jax.Array:
     """The mean of what messages, one a row, decode to."""
     return total(messages, decode) / len(messages)
@@ -53,13 +41,6 @@ def total(messages: jax.Array, decode: Decode) -> jax.Array:
         cpu=lambda messages: total_in_turn(messages, decode),
         default=lambda messages: total_at_once(messages, decode),
     )
-
-
-def rows_in_turn(messages: jax.Array, decode: Decode) -> jax.Array:
-    """`rows` in a loop."""
-    put = lambda i, rows, message: lax.dynamic_update_index_in_dim(rows, decode(message), i, axis=0)
-    nothing = zeros_of(jax.eval_shape(jax.vmap(decode), messages))
-    return _in_turn(messages, 0, nothing, put).reshape(-1)
 
 
 def total_in_turn(messages: jax.Array, decode: Decode) -> jax.Array:

@@ -154,8 +154,9 @@ def two_shot_journey(x, owner_residual, compressor: Compressor, shared: Key, axi
     chunk, sent = yield from _reduce_scatter(x, compressor, shared, axis_name)
     total = chunk + owner_residual
     messages, message = yield from _gather(total, compressor, shared, axis_name)
+    mean = decode_all(messages, compressor, shared, total.size, total.dtype)
     decode = decoding.of(compressor, shared, total.size, total.dtype)
-    return Mean(decoding.rows(messages, decode), sent, total - decode(message))
+    return Mean(mean, sent, total - decode(message))
 
 
 def _of_selected(journey, x, num_chunks, owner_residual, compressor, shared, axis_name):
