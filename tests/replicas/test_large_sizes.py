@@ -53,7 +53,8 @@ def starts(equation):
 
 
 def assert_no_position_wraps(function, *args):
-    for equation in equations(jax.make_jaxpr(function)(*args).jaxpr):
+    # A choice by platform of an empty tree has no result.
+    for equation in filter(lambda e: e.outvars, equations(jax.make_jaxpr(function)(*args).jaxpr)):
         name, out = equation.primitive.name, equation.outvars[0].aval
         found = []
         if name == "iota" and jnp.issubdtype(out.dtype, jnp.integer):
