@@ -45,21 +45,15 @@ def total(messages: jax.Array, decode: Decode) -> jax.Array:
 
 def total_in_turn(messages: jax.Array, decode: Decode) -> jax.Array:
     """`total` in a loop."""
-    add = lambda i, total, message: total + decode(message)
-    return _in_turn(messages, 1, decode(messages[0]), add)
+    row = lambda i: lax.dynamic_index_in_dim(messages, i, keepdims=False)  # or the last one
+
+    def add(i, total_and_message):
+        total, message = total_and_message
+        return total + decode(message), row(i + 1)
+
+    return lax.fori_loop(1, messages.shape[0], add, (decode(row(0)), row(1)))[0]
 
 
 def total_at_once(messages: jax.Array, decode: Decode) -> jax.Array:
     """`total` in one pass."""
     return jnp.sum(jax.vmap(decode)(messages), axis=0)
-
-
-def _in_turn(messages, start, value, step):
-    """Applies `value = step(i, value, message)` to the messages from number `start` on."""
-    row = lambda i: lax.dynamic_index_in_dim(messages, i, keepdims=False)  # or the last one
-
-    def body(i, value_and_message):
-        value, message = value_and_message
-        return step(i, value, message), row(i + 1)
-
-    return lax.fori_loop(start, messages.shape[0], body, (value, row(start)))[0]

@@ -153,10 +153,8 @@ def two_shot_journey(x, owner_residual, compressor: Compressor, shared: Key, axi
         )
     chunk, sent = yield from _reduce_scatter(x, compressor, shared, axis_name)
     total = chunk + owner_residual
-    messages, message = yield from _gather(total, compressor, shared, axis_name)
-    mean = decode_all(messages, compressor, shared, total.size, total.dtype)
-    decode = decoding.of(compressor, shared, total.size, total.dtype)
-    return Mean(mean, sent, total - decode(message))
+    mean, kept = yield from _gather(total, compressor, shared, axis_name)
+    return Mean(mean, sent, total - kept)
 
 
 def _of_selected(journey, x, num_chunks, owner_residual, compressor, shared, axis_name):
@@ -231,16 +229,15 @@ def gather(chunk, compressor: Compressor, shared: Key, axis_name: str):
       `(full: f32[R * chunk_numel], kept: f32[chunk_numel])`: the decoded chunks in order of their
       owners, and this replica's own, of a type that varies.
     """
-    messages, message = alone(_gather(chunk, compressor, shared, axis_name))
-    full = decode_all(messages, compressor, shared, chunk.size, chunk.dtype)
-    return full, decoding.of(compressor, shared, chunk.size, chunk.dtype)(message)
+    return alone(_gather(chunk, compressor, shared, axis_name))
 
 
 def _gather(chunk, compressor, shared, axis_name):
-    """The owners' messages, one a row, and this replica's own."""
     message = encode_own(chunk, compressor, shared, axis_name)
     joined = yield Hop(lambda message: _sent_to_all(message, axis_name), message)
-    return joined.reshape(-1, message.size), message
+    messages = joined.reshape(-1, message.size)
+    full = decode_all(messages, compressor, shared, chunk.size, chunk.dtype)
+    return full, decoding.of(compressor, shared, chunk.size, chunk.dtype)(message)
 
 
 def encode_own(chunk, compressor: Compressor, shared: Key, axis_name: str | tuple[str, ...]):
