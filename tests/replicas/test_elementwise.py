@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import jaxcomp
-from jaxcomp.replicas.elementwise import ranked
+from jaxcomp.replicas.elementwise import _is_norm, ranked
 from tests.helpers.replicas import everywhere, mesh_of, rows
 
 REPLICAS = 3
@@ -151,3 +151,12 @@ def test_what_looks_at_shapes_or_mixes_entries_is_refused(make, text, way):
 )
 def test_a_piece_has_the_rank_of_its_parameter(shape, ndim, wanted):
     assert ranked(jnp.zeros(shape), ndim).shape == wanted
+
+
+def test_the_bytes_of_one_scale_are_no_norm_but_a_sum_is():
+    def made(function, x):
+        return [_is_norm(eqn) for eqn in jax.make_jaxpr(function)(x).jaxpr.eqns]
+
+    cast = lambda x: jax.lax.bitcast_convert_type(x, jnp.float32)
+    assert made(cast, jnp.zeros((1, 4), jnp.uint8)) == [False]
+    assert any(made(jnp.sum, jnp.zeros(4)))
