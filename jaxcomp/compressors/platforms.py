@@ -20,19 +20,19 @@ def by_platform(*args: Any, cpu: Callable, default: Callable, gpu: Callable | No
       gpu: For GPUs; `default` if there is none.
     """
     gpu = default if gpu is None else gpu
-    platform = _platform_of_mesh()
-    if platform is None:
+    of_mesh = _platform_of_mesh()
+    if of_mesh is None:
         return lax.platform_dependent(*args, cpu=cpu, cuda=gpu, rocm=gpu, default=default)
     forms = {"cpu": cpu, "gpu": gpu, "cuda": gpu, "rocm": gpu}
-    return forms.get(platform, default)(*args)
+    return forms.get(of_mesh, default)(*args)
 
 
-def on_cpus() -> bool:
-    """Whether the mesh has CPUs, or without a mesh, whether JAX computes on CPUs by default.
+def platform() -> str:
+    """The platform of the mesh, or without a mesh, that on which JAX computes by default.
 
-    For forms whose results have other types. Both must be right everywhere, and one be fast here.
+    For forms with other results. All must be right everywhere; one is fast on its platform.
     """
-    return (_platform_of_mesh() or jax.default_backend()) == "cpu"
+    return _platform_of_mesh() or jax.default_backend()
 
 
 def _platform_of_mesh():

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxcomp._printing import Printed
+from jaxcomp.compressors.platforms import platform
 from jaxcomp.compressors.policies import path_of
 from jaxcomp.replicas.layers import of_each_layer
 from jaxcomp.replicas.types import size_over_shards
@@ -186,7 +187,7 @@ def unflatten(plan: Plan, buckets: list[jax.Array], dtypes: Any = None) -> Any:
 
     Args:
       plan: The plan that filled the buckets.
-      buckets: One `f32[numel]` per bucket of the plan.
+      buckets: One `f32[numel]` or `f32[rows, numel / rows]` per bucket of the plan.
       dtypes: One dtype per leaf; by default the planned ones.
 
     Returns:
@@ -197,10 +198,25 @@ def unflatten(plan: Plan, buckets: list[jax.Array], dtypes: Any = None) -> Any:
         start = 0
         for segment in bucket.segments:
             size = segment.stop - segment.start
-            parts[segment.leaf].append(flat[start : start + size])
+            parts[segment.leaf].append(_entries(flat, start, start + size))
             start += size
     leaves = [
         (jnp.concatenate(part) if part else jnp.zeros(0)).reshape(shape).astype(dtype)
         for part, shape, dtype in zip(parts, plan.shapes, dtypes or plan.dtypes, strict=True)
     ]
     return plan.treedef.unflatten(leaves)
+
+
+def _entries(bucket, start, stop):
+    """The entries `start:stop` of a bucket.
+
+    On CPUs those of one or two rows come from the rows themselves. An entry of the joined rows
+    would need a division, so that XLA would not vectorize the loop that decodes it.
+    """
+    if bucket.ndim > 1 and platform() == "cpu":
+        (first, begin), (last, end) = (divmod(i, bucket.shape[1]) for i in (start, stop - 1))
+        if first == last:
+            return bucket[first, begin : end + 1]
+        if first + 1 == last:
+            return jnp.concatenate([bucket[first, begin:], bucket[last, : end + 1]])
+    return bucket.reshape(-1)[start:stop]

@@ -1,7 +1,8 @@
 """Decodes messages, one or those of all replicas, in the form that is fast on the platform.
 
-XLA:CPU sums the rows of a matrix ten times as slowly as it adds arrays. A row that it looks up in a
-loop takes 4 times as long as an array at 4 bits, so the loop carries the next message.
+XLA:CPU needs loops over messages. It sums the rows of a matrix ten times as slowly as it adds
+arrays, and decodes rows again in the loop of each leaf that reads them. A row that it looks up in a
+loop takes 4 times as long as an array at 4 bits, so the loops carry the next message.
 """
 
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from jax import lax
 from jaxcomp.compressors.base import Compressor, Key
 from jaxcomp.compressors.platforms import by_platform
 from jaxcomp.exchange.messages import payload_like, unpack
+from jaxcomp.replicas.types import zeros_of
 
 # `message -> f32[...]`: what it decodes to.
 Decode = Callable[[jax.Array], jax.Array]
@@ -27,6 +29,27 @@ def of(compressor: Compressor, shared: Key, numel: int, dtype: Any) -> Decode:
         return compressor.decode(payload, shared).astype(dtype)
 
     return decode
+
+
+def rows(messages: jax.Array, decode: Decode) -> jax.Array:
+    """What messages, one a row, decode to, one after the other in one array."""
+    return jax.vmap(decode)(messages).reshape(-1)
+
+
+def rows_once(messages: jax.Array, decode: Decode) -> jax.Array:
+    """`rows`, but CPUs decode once for all readers, into an array of their own."""
+    return by_platform(
+        messages,
+        cpu=lambda messages: rows_in_turn(messages, decode),
+        default=lambda messages: rows(messages, decode),
+    )
+
+
+def rows_in_turn(messages: jax.Array, decode: Decode) -> jax.Array:
+    """`rows` in a loop."""
+    put = lambda i, rows, message: lax.dynamic_update_index_in_dim(rows, decode(message), i, axis=0)
+    nothing = zeros_of(jax.eval_shape(jax.vmap(decode), messages))
+    return _in_turn(messages, 0, nothing, put).reshape(-1)
 
 
 def mean(messages: jax.Array, decode: Decode) -> jax.Array:
@@ -45,15 +68,21 @@ def total(messages: jax.Array, decode: Decode) -> jax.Array:
 
 def total_in_turn(messages: jax.Array, decode: Decode) -> jax.Array:
     """`total` in a loop."""
-    row = lambda i: lax.dynamic_index_in_dim(messages, i, keepdims=False)  # or the last one
-
-    def add(i, total_and_message):
-        total, message = total_and_message
-        return total + decode(message), row(i + 1)
-
-    return lax.fori_loop(1, messages.shape[0], add, (decode(row(0)), row(1)))[0]
+    add = lambda i, total, message: total + decode(message)
+    return _in_turn(messages, 1, decode(messages[0]), add)
 
 
 def total_at_once(messages: jax.Array, decode: Decode) -> jax.Array:
     """`total` in one pass."""
     return jnp.sum(jax.vmap(decode)(messages), axis=0)
+
+
+def _in_turn(messages, start, value, step):
+    """Applies `value = step(i, value, message)` to the messages from number `start` on."""
+    row = lambda i: lax.dynamic_index_in_dim(messages, i, keepdims=False)  # or the last one
+
+    def body(i, value_and_message):
+        value, message = value_and_message
+        return step(i, value, message), row(i + 1)
+
+    return lax.fori_loop(start, messages.shape[0], body, (value, row(start)))[0]

@@ -13,7 +13,7 @@ from jax import lax
 
 from jaxcomp.compressors.base import Compressor, Key, Payload
 from jaxcomp.compressors.packing import slices_apart, slices_together
-from jaxcomp.compressors.platforms import on_cpus
+from jaxcomp.compressors.platforms import platform
 
 _UNIT = 16  # messages are padded to this many bytes: one load of a link or GPU
 
@@ -24,7 +24,7 @@ def pack(payload: Payload) -> jax.Array:
     Each leaf begins at a multiple of 4 bytes, the message ends at a multiple of 16. The order of
     bytes within a leaf depends on the platform, so all replicas must be of one platform.
     """
-    return pack_bytes(payload) if on_cpus() else pack_words(payload)
+    return pack_bytes(payload) if platform() == "cpu" else pack_words(payload)
 
 
 def unpack(message: jax.Array, like: Payload) -> Payload:

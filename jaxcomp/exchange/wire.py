@@ -26,7 +26,8 @@ class Mean(NamedTuple):
     """The mean of a bucket over the replicas, and what compression lost."""
 
     mean: jax.Array  # f32[numel], equal on all replicas
-    sent: jax.Array  # f32[numel], what this replica's message decodes to
+    # f32[numel], what this replica's message decodes to; f32[R, numel / R] if it is R messages
+    sent: jax.Array
     owner_residual: jax.Array | None  # f32[numel / R], what this owner did not pass on
 
 
@@ -153,8 +154,12 @@ def two_shot_journey(x, owner_residual, compressor: Compressor, shared: Key, axi
         )
     chunk, sent = yield from _reduce_scatter(x, compressor, shared, axis_name)
     total = chunk + owner_residual
-    mean, kept = yield from _gather(total, compressor, shared, axis_name)
-    return Mean(mean, sent, total - kept)
+    messages, message = yield from _gather(total, compressor, shared, axis_name)
+    decode = decoding.of(compressor, shared, chunk.size, x.dtype)
+    # Sparse codes decode into zeros, so that a loop would need memory for one row more.
+    is_sparse = compressor.selection or compressor.stages
+    mean = (decoding.rows if is_sparse else decoding.rows_once)(messages, decode)
+    return Mean(mean, sent.reshape(-1, chunk.size), total - decode(message))
 
 
 def _of_selected(journey, x, num_chunks, owner_residual, compressor, shared, axis_name):
@@ -229,15 +234,16 @@ def gather(chunk, compressor: Compressor, shared: Key, axis_name: str):
       `(full: f32[R * chunk_numel], kept: f32[chunk_numel])`: the decoded chunks in order of their
       owners, and this replica's own, of a type that varies.
     """
-    return alone(_gather(chunk, compressor, shared, axis_name))
+    messages, message = alone(_gather(chunk, compressor, shared, axis_name))
+    full = decode_all(messages, compressor, shared, chunk.size, chunk.dtype)
+    return full, decoding.of(compressor, shared, chunk.size, chunk.dtype)(message)
 
 
 def _gather(chunk, compressor, shared, axis_name):
+    """The owners' messages, one a row, and this replica's own."""
     message = encode_own(chunk, compressor, shared, axis_name)
     joined = yield Hop(lambda message: _sent_to_all(message, axis_name), message)
-    messages = joined.reshape(-1, message.size)
-    full = decode_all(messages, compressor, shared, chunk.size, chunk.dtype)
-    return full, decoding.of(compressor, shared, chunk.size, chunk.dtype)(message)
+    return joined.reshape(-1, message.size), message
 
 
 def encode_own(chunk, compressor: Compressor, shared: Key, axis_name: str | tuple[str, ...]):
@@ -248,7 +254,7 @@ def encode_own(chunk, compressor: Compressor, shared: Key, axis_name: str | tupl
 
 def decode_all(messages, compressor: Compressor, shared: Key, numel: int, dtype):
     """Decodes the owners' messages, one a row: the second half of `gather`."""
-    return jax.vmap(decoding.of(compressor, shared, numel, dtype))(messages).reshape(-1)
+    return decoding.rows(messages, decoding.of(compressor, shared, numel, dtype))
 
 
 def _private(shared: Key, axis_name: str | tuple[str, ...]) -> Key:

@@ -111,6 +111,14 @@ def test_large_chunks_are_whole_blocks():
         assert (bucket.numel // num_replicas) % 1024 == 0
 
 
+def test_leaves_come_back_from_the_rows_of_a_bucket():
+    # Of rows of ten entries each: leaves in one of them, in two, in three; one with an end.
+    tree = [jnp.arange(4.0), jnp.arange(6.0), jnp.arange(12.0), jnp.arange(10.0), jnp.arange(28.0)]
+    plan = buckets.make_plan(tree, one_label, 6)
+    [flat] = buckets.flatten(plan, tree)
+    assert_same(buckets.unflatten(plan, [flat.reshape(6, -1)]), tree)
+
+
 def test_boundaries_do_not_depend_on_the_number_of_replicas():
     tree = [jnp.zeros(100), jnp.zeros((30, 7)), jnp.zeros(999)]
     plans = [buckets.make_plan(tree, one_label, n, bucket_numel=256) for n in range(1, 9)]

@@ -29,6 +29,12 @@ def received(request):
     return messages, decode, np.stack([decode(message) for message in messages])
 
 
+def test_both_ways_to_join_what_was_received_give_the_same(received):
+    messages, decode, values = received
+    for form in (decoding.rows, decoding.rows_once, decoding.rows_in_turn):
+        np.testing.assert_array_equal(form(messages, decode), values.reshape(-1))
+
+
 def test_both_ways_to_sum_what_was_received_give_the_same(received):
     messages, decode, values = received
     wanted = np.sum(np.float64(values), axis=0)
