@@ -179,14 +179,14 @@ def _carrier(plan):
 
 def _either(instead, part, journey, key, bucket, residual):
     """One bucket's mean, sent in one of two ways."""
-
     if instead.code is None and _code(bucket).linear:
         start = functools.partial(journey, key, bucket, residual)
         return _sum_or_nothing(instead.holds, part, start)
 
     def along(part, code=None):
         with named(part):
-            return alone(journey(key, bucket, residual, code))
+            mean = alone(journey(key, bucket, residual, code))
+        return mean._replace(sent=mean.sent.reshape(-1))  # branches return equal shapes
 
     def nowhere():
         like = jax.eval_shape(lambda: along(part))

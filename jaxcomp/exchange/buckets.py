@@ -19,7 +19,7 @@ _UNIT = 10 * 2**17
 
 
 class Segment(NamedTuple):
-    """The entries `start:stop` of the flattened leaf number `leaf`."""
+    """The entries `start:stop` of leaf number `leaf`, in the order of `_line`."""
 
     leaf: int
     start: int
@@ -173,7 +173,7 @@ def fill(bucket: Bucket, leaves: list[jax.Array], zeroed: list[Any] | None = Non
     Leaves whose `zeroed`, bool[], holds count as zeros.
     """
     parts = [
-        leaves[s.leaf].reshape(-1)[s.start : s.stop].astype(bucket.dtype) for s in bucket.segments
+        _line(leaves[s.leaf])[s.start : s.stop].astype(bucket.dtype) for s in bucket.segments
     ]
     if zeroed is not None:
         pairs = zip(parts, bucket.segments, strict=True)
@@ -201,7 +201,7 @@ def unflatten(plan: Plan, buckets: list[jax.Array], dtypes: Any = None) -> Any:
             parts[segment.leaf].append(_entries(flat, start, start + size))
             start += size
     leaves = [
-        (jnp.concatenate(part) if part else jnp.zeros(0)).reshape(shape).astype(dtype)
+        _leaf(jnp.concatenate(part) if part else jnp.zeros(0), shape).astype(dtype)
         for part, shape, dtype in zip(parts, plan.shapes, dtypes or plan.dtypes, strict=True)
     ]
     return plan.treedef.unflatten(leaves)
@@ -220,3 +220,28 @@ def _entries(bucket, start, stop):
         if first + 1 == last:
             return jnp.concatenate([bucket[first, begin:], bucket[last, : end + 1]])
     return bucket.reshape(-1)[start:stop]
+
+
+def _line(x: jax.Array) -> jax.Array:
+    """The entries of a leaf, `[numel]`, in their order in buckets.
+
+    TPUs keep a matrix in tiles of 8 rows and 128 columns. There a bucket has tile after tile, so
+    that no entry has to move; elsewhere it has row after row.
+    """
+    if _in_tiles(x.shape):
+        *stack, rows, columns = x.shape
+        x = x.reshape(*stack, rows // 8, 8, columns // 128, 128).swapaxes(-3, -2)
+    return x.reshape(-1)
+
+
+def _leaf(line: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """The leaf of a `_line`."""
+    if _in_tiles(shape):
+        *stack, rows, columns = shape
+        line = line.reshape(*stack, rows // 8, columns // 128, 8, 128).swapaxes(-3, -2)
+    return line.reshape(shape)
+
+
+def _in_tiles(shape):
+    are_whole = len(shape) > 1 and shape[-2] % 8 == 0 and shape[-1] % 128 == 0
+    return are_whole and platform() == "tpu"

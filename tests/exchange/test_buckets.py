@@ -119,6 +119,17 @@ def test_leaves_come_back_from_the_rows_of_a_bucket():
     assert_same(buckets.unflatten(plan, [flat.reshape(6, -1)]), tree)
 
 
+def test_buckets_of_tpus_have_tile_after_tile(monkeypatch):
+    monkeypatch.setattr(buckets, "platform", lambda: "tpu")
+    matrix = np.arange(3.0 * 16 * 256).reshape(3, 16, 256)
+    tree = [jnp.array(matrix), jnp.ones((9, 128)), jnp.ones((8, 100)), jnp.arange(128.0)]
+    plan = buckets.make_plan(tree, one_label, 2)
+    [flat] = buckets.flatten(plan, tree)
+    tiles = [layer[i : i + 8, j : j + 128] for layer in matrix for i in (0, 8) for j in (0, 128)]
+    np.testing.assert_array_equal(flat[: matrix.size], np.ravel(tiles))
+    assert_same(buckets.unflatten(plan, [flat]), tree)
+
+
 def test_boundaries_do_not_depend_on_the_number_of_replicas():
     tree = [jnp.zeros(100), jnp.zeros((30, 7)), jnp.zeros(999)]
     plans = [buckets.make_plan(tree, one_label, n, bucket_numel=256) for n in range(1, 9)]
