@@ -172,9 +172,7 @@ def fill(bucket: Bucket, leaves: list[jax.Array], zeroed: list[Any] | None = Non
 
     Leaves whose `zeroed`, bool[], holds count as zeros.
     """
-    parts = [
-        _line(leaves[s.leaf])[s.start : s.stop].astype(bucket.dtype) for s in bucket.segments
-    ]
+    parts = [_line(leaves[s.leaf])[s.start : s.stop].astype(bucket.dtype) for s in bucket.segments]
     if zeroed is not None:
         pairs = zip(parts, bucket.segments, strict=True)
         parts = [jnp.where(zeroed[s.leaf], 0.0, part) for part, s in pairs]
