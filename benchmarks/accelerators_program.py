@@ -1,11 +1,13 @@
 """What the kernels of a compiled program read, write and count to, from its scheduled text.
 
 Loops count as often as they run, and of a conditional the branch that moves most. What a fusion
-slices out of an operand counts as the slice, and what it updates in place as the update. Messages
-are no kernels: `accelerators_messages` reads them.
+slices out of an operand counts as the slice, and what it updates in place as the update. Arrays
+that a TPU keeps on its chip do not count. Messages are no kernels: `accelerators_messages` reads
+them.
 """
 
 import functools
+import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -29,13 +31,16 @@ _PRODUCTS = ("dot", "convolution")
 _LIBRARIES = ("cublas", "cudnn", "gemm")
 _VIEWS = ("bitcast", "reshape")
 _SLICES = ("slice", "dynamic-slice", "gather")
+_ARRAY = re.compile(r"\w+\[[\d,]*\](?:\{[^{}]*\})?")
+# In the layout of a TPU's array: tiles, and a memory that is not the main one.
+_ON_CHIP = re.compile(r"T\(.*S\([1-9]")
 
 
 class Cost(NamedTuple):
     """Of one run of a computation.
 
     Attributes:
-      moved: Bytes that kernels read and write.
+      moved: Bytes that kernels read from main memory and write to it.
       kernels: That run.
       loops: `while`s, each counted once.
       unknown_loops: Those of them whose length the program does not say.
@@ -113,20 +118,37 @@ class Program:
         )
 
     def _moved(self, computation, instruction, names) -> int:
-        result = hlo.num_bytes(instruction.type)
+        whole = [_type(computation, operand) for operand in instruction.operands]
         if instruction.op in (*_SLICES, "copy-done", "slice-done"):
-            return 2 * result
+            start = computation.instructions.get(instruction.operands[0])
+            is_done = instruction.op.endswith("-done")
+            source = _type(computation, start.operands[0]) if is_done else whole[0]
+            return _between(instruction.type, source, instruction.type)
         if instruction.op == "dynamic-update-slice":
-            update = computation.instructions[instruction.operands[1]]
-            return 2 * hlo.num_bytes(update.type)
-        sizes = [_size(computation, operand) for operand in instruction.operands]
+            return _between(whole[1], whole[1], instruction.type)
+        sizes = [_main_bytes(of) for of in whole]
         if instruction.op != "fusion":
-            return result + sum(dict(zip(instruction.operands, sizes, strict=True)).values())
+            once = dict(zip(instruction.operands, sizes, strict=True))
+            return _main_bytes(instruction.type) + sum(once.values())
         fused = self.module.computations[names[0]]
         read = self._read(names[0])
-        return _written(fused, result) + sum(
+        return _written(fused, instruction.type) + sum(
             round(size * read.get(place, 0.0)) for place, size in enumerate(sizes)
         )
+
+
+def _main_bytes(type_: str) -> int:
+    """Bytes of the arrays in a type that are in main memory."""
+    return sum(hlo.num_bytes(array) for array in _ARRAY.findall(type_) if _is_in_main(array))
+
+
+def _is_in_main(type_: str) -> bool:
+    return not _ON_CHIP.search(type_)
+
+
+def _between(copied: str, source: str, target: str) -> int:
+    """Bytes that a copy of type `copied` reads and writes in main memory."""
+    return hlo.num_bytes(copied) * sum(map(_is_in_main, (source, target)))
 
 
 def _sum(costs) -> Cost:
@@ -148,9 +170,13 @@ def _of_gradient(instruction: hlo.Instruction) -> bool:
     return (op in _PRODUCTS or library) and "jvp(" in attributes
 
 
-def _size(computation: hlo.Computation, name: str) -> int:
+def _type(computation: hlo.Computation, name: str) -> str:
     found = computation.instructions.get(name)
-    return 0 if found is None else hlo.num_bytes(found.type)
+    return "" if found is None else found.type
+
+
+def _size(computation: hlo.Computation, name: str) -> int:
+    return hlo.num_bytes(_type(computation, name))
 
 
 def _shares_read(fused: hlo.Computation) -> dict[int, float]:
@@ -159,7 +185,7 @@ def _shares_read(fused: hlo.Computation) -> dict[int, float]:
     A fusion computes what is asked of it, element by element: of what is sliced behind some
     arithmetic, the slice is read.
     """
-    in_place = set(_updates_in_place(fused))
+    in_place = {line.name for line in _results(fused) if _is_update(line)}
     shares, read = {fused.root: 1.0}, {}
     for line in reversed(fused.instructions.values()):
         share = min(1.0, shares.get(line.name, 0.0))
@@ -176,18 +202,25 @@ def _shares_read(fused: hlo.Computation) -> dict[int, float]:
     return read
 
 
-def _written(fused: hlo.Computation, whole: int) -> int:
-    """Bytes that a fusion writes of its results."""
-    lines = (fused.instructions[name] for name in _updates_in_place(fused))
-    return whole - sum(hlo.num_bytes(u.type) - _size(fused, u.operands[1]) for u in lines)
+def _written(fused: hlo.Computation, type_: str) -> int:
+    """Bytes of main memory that a fusion writes of its results, whose types are `type_`."""
+    # A custom call may make several results by itself, and updates none.
+    pairs = zip(_ARRAY.findall(type_), _results(fused), strict=False)
+    updates = [pair for pair in pairs if _is_update(pair[1]) and _is_in_main(pair[0])]
+    stays = lambda array, line: hlo.num_bytes(array) - _size(fused, line.operands[1])
+    return _main_bytes(type_) - sum(stays(*update) for update in updates)
 
 
-def _updates_in_place(fused: hlo.Computation) -> list[str]:
-    """The updates of slices among a fusion's results: all else of these stays where it is."""
+def _results(fused: hlo.Computation) -> list[hlo.Instruction]:
+    """What makes each of a fusion's results."""
     root = fused.instructions[fused.root]
     names = root.operands if root.op == "tuple" else [root.name]
-    results = [_behind_views(fused, fused.instructions[name]) for name in names]
-    return [line.name for line in results if line.op == "dynamic-update-slice"]
+    return [_behind_views(fused, fused.instructions[name]) for name in names]
+
+
+def _is_update(result: hlo.Instruction) -> bool:
+    """Whether a slice of the result is updated, and all else stays where it is."""
+    return result.op == "dynamic-update-slice"
 
 
 def _behind_views(fused: hlo.Computation, line: hlo.Instruction) -> hlo.Instruction:

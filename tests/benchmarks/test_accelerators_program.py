@@ -84,6 +84,24 @@ def test_of_what_is_sliced_or_updated_in_place_the_slice_counts(line, moved):
     assert program(line).cost[:2] == (moved, 1)
 
 
+CHIP = "f32[8,8]{1,0:T(8,128)S(1)}"  # an array that a TPU keeps on its chip
+FETCH = f"%s = ({CHIP}, f32[8,8]{{1,0:T(8,128)}}, u32[]{{:S(2)}}) copy-start(%x)"
+
+
+@pytest.mark.parametrize(
+    ("lines", "moved"),
+    [
+        ([FETCH, f"ROOT %d = {CHIP} copy-done(%s)"], WHOLE),
+        ([f"ROOT %a = {CHIP} add(%x, %x)"], WHOLE),
+        ([f"%a = {CHIP} add(%x, %x)", "ROOT %b = f32[8,8]{1,0:T(8,128)} add(%a, %x)"], 3 * WHOLE),
+        ([f"%a = {CHIP} add(%x, %x)", fusion("multiplies", "%a", root="ROOT ")], 2 * WHOLE),
+        ([fusion("updates", "%x, %u, %i", result=CHIP, root="ROOT ")], ROW + 4),
+    ],
+)
+def test_only_the_main_memory_of_a_tpu_counts(lines, moved):
+    assert program(*lines).cost.moved == moved
+
+
 @pytest.mark.parametrize(
     "line",
     [
