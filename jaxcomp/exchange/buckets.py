@@ -208,16 +208,15 @@ def unflatten(plan: Plan, buckets: list[jax.Array], dtypes: Any = None) -> Any:
 def _entries(bucket, start, stop):
     """The entries `start:stop` of a bucket.
 
-    On CPUs those of one or two rows come from the rows themselves. An entry of the joined rows
-    would need a division, so that XLA would not vectorize the loop that decodes it.
+    On CPUs no more than a row's come from the one or two rows that hold them. An entry of the
+    joined rows would need a division, so that XLA would not vectorize the loop that decodes it.
     """
-    if bucket.ndim > 1 and platform() == "cpu":
-        (first, begin), (last, end) = (divmod(i, bucket.shape[1]) for i in (start, stop - 1))
-        if first == last:
-            return bucket[first, begin : end + 1]
-        if first + 1 == last:
-            return jnp.concatenate([bucket[first, begin:], bucket[last, : end + 1]])
-    return bucket.reshape(-1)[start:stop]
+    if bucket.ndim == 1 or stop - start > bucket.shape[1] or platform() != "cpu":
+        return bucket.reshape(-1)[start:stop]
+    (first, begin), (last, end) = (divmod(i, bucket.shape[1]) for i in (start, stop - 1))
+    if first == last:
+        return bucket[first, begin : end + 1]
+    return jnp.concatenate([bucket[first, begin:], bucket[last, : end + 1]])
 
 
 def _line(x: jax.Array) -> jax.Array:
