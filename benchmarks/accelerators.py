@@ -7,7 +7,7 @@ Needs Python 3.12 or newer and `pip install '.[train,accelerators]'`, no acceler
 Meshes are hosts, or hosts times their devices. Rows that are already in the file are replaced. A
 step that cannot be compiled becomes a row with an `error`. If this machine has such an accelerator,
 the command also runs the steps on all of its devices, and adds the measured time to the roofline's
-prediction; `--no-run` disables that.
+prediction; `--no-run` disables that, and `--no-compile` does only that.
 """
 
 import argparse
@@ -120,8 +120,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--json", type=pathlib.Path, default=RESULTS, help="file for the rows")
     parser.add_argument("--figure", type=pathlib.Path, help="draw all rows of the file, as .svg")
     parser.add_argument("--no-run", action="store_true", help="compile alone")
+    parser.add_argument("--no-compile", action="store_true", help="run alone, needs no compilers")
     found = parser.parse_args()
-    for name in found.devices:
+    for name in [] if found.no_compile else found.devices:
         if (reason := unavailable(name)) is not None:
             parser.error(reason)
     return found
@@ -131,7 +132,7 @@ def main() -> None:
     """Makes the rows one by one and saves after each; then prints the file's table."""
     options = arguments()
     rows = json.loads(options.json.read_text()) if options.json.exists() else []
-    for mesh in options.meshes:
+    for mesh in [] if options.no_compile else options.meshes:
         for device in options.devices:
             for model in options.models:
                 for method in options.methods:

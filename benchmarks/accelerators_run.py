@@ -6,7 +6,6 @@ import time
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -17,7 +16,11 @@ from benchmarks.accelerators_row import compile_step, facts
 from benchmarks.accelerators_step import METHODS, Built, build_step, model_for
 from train.models import build
 
-REPEATS = 20
+WARM_UP = 101
+"""Steps before those that are timed: 1-bit Adam and 1-bit LAMB first take 100 dense ones."""
+REPEATS, GROUPS = 10, 3
+SINGLE = 33
+"""Steps that are timed one by one: 16 is the longest interval between messages."""
 DRIVERS = ("/dev/nvidia[0-9]*", "/dev/accel[0-9]*", "/dev/vfio/[0-9]*")
 
 
@@ -40,18 +43,18 @@ def at_hand() -> AtHand | None:
     return AtHand(kinds[0], len(devices)) if kinds else None
 
 
-def measured(device: str, model: str, method: str, repeats: int = REPEATS) -> dict:
+def measured(device: str, model: str, method: str) -> dict:
     """Runs a step on all local devices, each a host of its own, and says how long it takes.
 
     Args:
       device: What they are, a key of `DEVICES`.
       model: A key of `MODELS`.
       method: A key of `METHODS`.
-      repeats: Steps that are timed, one by one.
 
     Returns:
-      `measured`: seconds of the median step, and what the roofline predicts for this very program
-      and its few tokens over links that take no time.
+      `measured`: the seconds of `time_step`; what the roofline predicts for this very program and
+      its few tokens over links that take no time; its kernels and copies moved; and the bytes that
+      it held at most, with those that the compiler counts.
     """
     devices = jax.local_devices()
     built = build_step(
@@ -62,25 +65,43 @@ def measured(device: str, model: str, method: str, repeats: int = REPEATS) -> di
     # The prediction of a row is for a large batch; this is for the one that runs.
     large = roofline.gradient_flops(built.config.model, built.numel, len(devices))
     less = (1 - _share(built)) * large / DEVICES[device].flops
-    seconds = found["predicted"]["unlimited"] - less
-    told = {"seconds": time_step(built, step, repeats), "predicted_seconds": seconds}
+    told = time_step(built, step) | {"predicted_seconds": found["predicted"]["unlimited"] - less}
+    told |= {name: found[name] for name in ("kernels", "moved_copies")}
+    told |= {"compiler_peak_bytes": found["memory"]["peak_bytes"], "peak_bytes": _held(devices[0])}
     return {"measured": told | {"hardware": devices[0].device_kind, "jax": jax.__version__}}
 
 
-def time_step(built: Built, step, repeats: int) -> float:
-    """Seconds of the median step, from random parameters and tokens."""
+def time_step(built: Built, step, warm_up: int = WARM_UP, single: int = SINGLE) -> dict[str, float]:
+    """Times steps from random parameters and tokens.
+
+    Returns:
+      `seconds` of a step among `REPEATS` queued ones, the median of `GROUPS`; and
+      `slowest_seconds`, of `single` steps that each wait for the one before.
+    """
     random = jax.jit(lambda: build.random_params(built.config))
     params, state = built.init(jax.device_put(random(), NamedSharding(built.mesh, P())))
     rows = np.random.default_rng(0).integers(0, 256, built.batch.shape, np.int32)
     batch = jax.device_put(rows, built.batch.sharding)
-    seconds = []
-    for _ in range(repeats + 1):
+
+    def steps(count: int) -> float:
+        nonlocal params, state
         began = time.perf_counter()
-        params, state, metrics = jax.block_until_ready(step(params, state, batch))
-        seconds.append(time.perf_counter() - began)
-    if not jnp.all(jnp.isfinite(metrics["loss"])):
-        raise RuntimeError(f"the loss became {metrics['loss']} after {repeats + 1} steps")
-    return statistics.median(seconds[1:])
+        for _ in range(count):
+            params, state, metrics = step(params, state, batch)
+        loss = np.asarray(metrics["loss"])  # waits
+        if not np.all(np.isfinite(loss)):
+            raise RuntimeError(f"the loss became {loss}")
+        return (time.perf_counter() - began) / count
+
+    steps(warm_up)
+    slowest = max(steps(1) for _ in range(single))
+    queued = statistics.median(steps(REPEATS) for _ in range(GROUPS))
+    return {"seconds": queued, "slowest_seconds": slowest}
+
+
+def _held(device: jax.Device) -> int | None:
+    """The most bytes that were in use at a time; None where the device does not say."""
+    return (device.memory_stats() or {}).get("peak_bytes_in_use")
 
 
 def _share(built: Built) -> float:
