@@ -12,13 +12,14 @@ prediction; `--no-run` disables that, and `--no-compile` does only that.
 
 import argparse
 import concurrent.futures
+import itertools
 import json
 import multiprocessing
 import os
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
-from benchmarks import accelerators_figure
+from benchmarks import accelerators_figure, accelerators_measured
 from benchmarks import rows as rows_file
 from benchmarks.accelerators_devices import DEVICES, unavailable
 from benchmarks.accelerators_row import KEY, row
@@ -67,21 +68,15 @@ def compiled(device: str, model: str, method: str, mesh: str) -> dict:
         return key | {"error": str(error)}
 
 
-def run_at_hand(models: Sequence[str], methods: Sequence[str]) -> list[dict]:
-    """Rows of the measured steps on this machine's accelerators; [] without any."""
+def run_at_hand(models: Sequence[str], methods: Sequence[str]) -> Iterator[dict]:
+    """Yields rows of the measured steps on this machine's accelerators; none without any."""
     found = apart(at_hand, environment={}) if has_driver() else None
-    if found is None:
-        return []
-    rows = []
-    for model in models:
-        for method in methods:
-            key = dict(zip(KEY, (found.name, model, method, str(found.count)), strict=True))
-            try:
-                rows.append(key | apart(measured, found.name, model, method, environment={}))
-            except RuntimeError as error:
-                rows.append(key | {"measured": {"error": str(error)}})
-            print(_line(rows[-1]), flush=True)
-    return rows
+    for model, method in itertools.product(models, methods) if found else ():
+        key = dict(zip(KEY, (found.name, model, method, str(found.count)), strict=True))
+        try:
+            yield key | apart(measured, found.name, model, method, environment={})
+        except RuntimeError as error:
+            yield key | {"measured": {"error": str(error)}}
 
 
 def merged(old: list[dict], new: dict) -> list[dict]:
@@ -93,12 +88,20 @@ def merged(old: list[dict], new: dict) -> list[dict]:
     return [*others, kept | new]
 
 
+def _saved(path: pathlib.Path, rows: list[dict], new: dict) -> list[dict]:
+    """The rows with a new one, which is printed; the file has them all."""
+    print(_line(new), flush=True)
+    rows = merged(rows, new)
+    rows_file.write(path, rows)
+    return rows
+
+
 def _line(row: dict) -> str:
     where = ", ".join(row[name] for name in KEY)
     if "error" in row:
         return f"{where}: {row['error']}"
     if "measured" in row:
-        return f"{where}: {accelerators_figure.measured_cell(row['measured'])}"
+        return f"{where}: {accelerators_measured.cell(row['measured'])}"
     return (
         f"{where}: {row['moved_copies']:.1f} copies moved, {row['kernels']} kernels, "
         f"{row['unknown_loops']} loops of unknown length, {row['messages_inside']} messages in "
@@ -136,13 +139,9 @@ def main() -> None:
         for device in options.devices:
             for model in options.models:
                 for method in options.methods:
-                    new = compiled(device, model, method, mesh)
-                    print(_line(new), flush=True)
-                    rows = merged(rows, new)
-                    rows_file.write(options.json, rows)
+                    rows = _saved(options.json, rows, compiled(device, model, method, mesh))
     for new in [] if options.no_run else run_at_hand(options.models, options.methods):
-        rows = merged(rows, new)
-        rows_file.write(options.json, rows)
+        rows = _saved(options.json, rows, new)
     print(accelerators_figure.table(rows))
     if options.figure:
         accelerators_figure.draw(rows, options.figure)

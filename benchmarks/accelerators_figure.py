@@ -9,6 +9,7 @@ import pathlib
 
 from matplotlib.figure import Figure
 
+from benchmarks import accelerators_measured
 from benchmarks.accelerators_roofline import RATES
 from benchmarks.accelerators_step import WITH_MOMENTUM
 from train.output.plots import COLORS
@@ -32,7 +33,6 @@ _PREDICTED = [*_COLUMNS, "MB a host sends", *(f"{rate}, ms" for rate in RATES), 
 DRAWN = ("dense", "q8", "q4", "sign", "top_k", "cocktail")
 DRAWN_FROM = 10**8
 """Methods with a curve, all of whose steps are alike, and the parameters of the smallest model."""
-_MEASURED = [*_COLUMNS, "a step of few tokens, over no slow link"]
 
 
 def above_dense(rows: list[dict]) -> list[tuple[dict, dict | None]]:
@@ -49,11 +49,11 @@ def above_dense(rows: list[dict]) -> list[tuple[dict, dict | None]]:
 
 def table(rows: list[dict]) -> str:
     """The rows as Markdown tables: programs, predicted steps, and what has been measured."""
-    whole, run = above_dense(rows), [row for row in rows if "measured" in row]
+    whole = above_dense(rows)
     tables = [
         _markdown(_PROGRAM, [_program(*pair) for pair in whole] + _failures(rows)),
         _markdown(_PREDICTED, [_predicted(row) for row, _ in whole]),
-        _markdown(_MEASURED, [_key(row) + [measured_cell(row["measured"])] for row in run]),
+        accelerators_measured.table(rows),
     ]
     return "\n\n".join(text for text in tables if text)
 
@@ -62,14 +62,6 @@ def _markdown(head: list[str], lines: list[list[str]]) -> str:
     """A table; nothing without lines."""
     written = [head, ["---"] * len(head), *lines] if lines else []
     return "\n".join(f"| {' | '.join(line)} |" for line in written)
-
-
-def measured_cell(found: dict) -> str:
-    """What running a step has shown, in words."""
-    if "error" in found:
-        return f"not measured: {found['error']}"
-    seconds, predicted = found["seconds"], found["predicted_seconds"]
-    return f"measured {1e3 * seconds:.2f} ms, predicted {1e3 * predicted:.2f} ms"
 
 
 def _key(row: dict) -> list[str]:

@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from benchmarks import accelerators_profile
 from benchmarks import accelerators_roofline as roofline
 from benchmarks.accelerators_devices import DEVICES, mesh_from
 from benchmarks.accelerators_row import compile_step, facts
@@ -37,10 +38,21 @@ def has_driver() -> bool:
 
 
 def at_hand() -> AtHand | None:
-    """What kind of accelerator JAX finds here; None for none, or one that is not described."""
+    """What kind of accelerator JAX finds here; None for none.
+
+    Raises:
+      ValueError: For one that is not described.
+    """
     devices = jax.local_devices()
+    if devices[0].platform == "cpu":
+        return None
     kinds = [name for name, device in DEVICES.items() if device.kind in devices[0].device_kind]
-    return AtHand(kinds[0], len(devices)) if kinds else None
+    if not kinds:
+        raise ValueError(
+            f"got {devices[0].device_kind}, need one of {', '.join(DEVICES)}; describe it in "
+            "benchmarks/accelerators_devices.py, or write --no-run"
+        )
+    return AtHand(kinds[0], len(devices))
 
 
 def measured(device: str, model: str, method: str) -> dict:
@@ -52,9 +64,9 @@ def measured(device: str, model: str, method: str) -> dict:
       method: A key of `METHODS`.
 
     Returns:
-      `measured`: the seconds of `time_step`; what the roofline predicts for this very program and
-      its few tokens over links that take no time; its kernels and copies moved; and the bytes that
-      it held at most, with those that the compiler counts.
+      `measured`: what `time_step` returns; what the roofline predicts for this very program and its
+      few tokens over links that take no time; its kernels and copies moved; and the bytes that it
+      held at most, with those that the compiler counts.
     """
     devices = jax.local_devices()
     built = build_step(
@@ -71,12 +83,13 @@ def measured(device: str, model: str, method: str) -> dict:
     return {"measured": told | {"hardware": devices[0].device_kind, "jax": jax.__version__}}
 
 
-def time_step(built: Built, step, warm_up: int = WARM_UP, single: int = SINGLE) -> dict[str, float]:
+def time_step(built: Built, step, warm_up: int = WARM_UP, single: int = SINGLE) -> dict:
     """Times steps from random parameters and tokens.
 
     Returns:
-      `seconds` of a step among `REPEATS` queued ones, the median of `GROUPS`; and
-      `slowest_seconds`, of `single` steps that each wait for the one before.
+      `seconds` of a step among `REPEATS` queued ones, the median of `GROUPS`; `slowest_seconds`, of
+      `single` steps that each wait for the one before; and the kernels of the last steps, as
+      `accelerators_profile.summary` returns them.
     """
     random = jax.jit(lambda: build.random_params(built.config))
     params, state = built.init(jax.device_put(random(), NamedSharding(built.mesh, P())))
@@ -96,7 +109,8 @@ def time_step(built: Built, step, warm_up: int = WARM_UP, single: int = SINGLE) 
     steps(warm_up)
     slowest = max(steps(1) for _ in range(single))
     queued = statistics.median(steps(REPEATS) for _ in range(GROUPS))
-    return {"seconds": queued, "slowest_seconds": slowest}
+    kernels = accelerators_profile.profiled(lambda: steps(1))
+    return {"seconds": queued, "slowest_seconds": slowest} | kernels
 
 
 def _held(device: jax.Device) -> int | None:

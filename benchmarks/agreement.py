@@ -148,6 +148,22 @@ def compared(here: Result, cpu: Result, near: Result) -> dict:
     return row | {"differing": differing / sum(part.size for part in cpu.payload)}
 
 
+def table(rows: list[dict]) -> str:
+    """The rows as a Markdown table."""
+    head = ["", "replicas", "distance", "last bits changed", "payload that differs"]
+    lines = [head, ["---"] * len(head)]
+    for row in rows:
+        name = f"`{row['code']}`" if "code" in row else row["method"]
+        near, share = row.get("last_bits"), row.get("differing")
+        cells = [name, str(row.get("replicas", "")), _power(row["distance"]), _power(near)]
+        lines.append([*cells, "" if share is None else f"{share:.2%}"])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _power(value: float | None) -> str:
+    return "" if value is None else f"{value:.0e}" if value else "0"
+
+
 def main() -> None:
     """Computes on JAX's default device and twice on the CPU, and compares."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])

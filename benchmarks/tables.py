@@ -7,7 +7,9 @@ from collections.abc import Callable
 
 from benchmarks import (
     accelerators_figure,
+    accelerators_measured,
     accelerators_targets,
+    agreement,
     figures,
     peers_table,
     scaling,
@@ -43,7 +45,7 @@ def table(name: str, patterns: list[str], task: str = "nano", steps: int = 1000)
 
 def path_of(name: str) -> pathlib.Path:
     """The file of a table's rows."""
-    return RESULTS / f"{name.removesuffix('_targets')}.json"
+    return RESULTS / f"{name.removesuffix('_targets').removesuffix('_measured')}.json"
 
 
 def _first(patterns: list[str], name: str) -> int | None:
@@ -116,7 +118,9 @@ TABLES: dict[str, Callable[[list[dict], str, int], str]] = {
     "scaling_check": lambda rows, task, steps: scaling_check.table(rows),
     "update": lambda rows, task, steps: update.table(rows),
     "memory": _memory,
+    "agreement": lambda rows, task, steps: agreement.table(rows),
     "accelerators": lambda rows, task, steps: accelerators_figure.table(rows),
+    "accelerators_measured": lambda rows, task, steps: accelerators_measured.table(rows),
     "accelerators_targets": lambda rows, task, steps: accelerators_targets.table(rows),
     "codec": _codec,
 }

@@ -92,8 +92,8 @@ def dion(
     References:
       K. Ahn et al., `Dion: Distributed Orthonormalized Updates
       <https://arxiv.org/abs/2504.05295>`_, 2025, and the form of its code. Deviations: n is the
-      last axis, a layer's output in JAX, and m all others; QR uses Householder reflections, after
-      adding noise of 1e-12; the first Q is uniform, its scale does not matter.
+      last axis, a layer's output in JAX, and m all others; factors are made orthogonal by
+      Cholesky QR, after adding noise of 1e-12; the first Q is uniform, its scale does not matter.
     """
     name = "dion"
     require(rank >= 1, name, "at least 1", "rank=16", rank=rank)

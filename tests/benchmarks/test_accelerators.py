@@ -6,6 +6,7 @@ run nowhere.
 
 import dataclasses
 import functools
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -13,8 +14,11 @@ import pytest
 from benchmarks import (
     accelerators,
     accelerators_figure,
+    accelerators_measured,
+    accelerators_profile,
     accelerators_roofline,
     accelerators_row,
+    accelerators_run,
     accelerators_targets,
 )
 from benchmarks.accelerators import COMPILING
@@ -68,14 +72,21 @@ def row_of(method, **more):
 
 
 def test_a_new_row_replaces_the_old_one_and_what_was_measured_stays():
-    measured = {"seconds": 1.0, "predicted_seconds": 0.5}
+    measured = {
+        "seconds": 1.0,
+        "predicted_seconds": 0.5,
+        "slowest_seconds": 2.0,
+        "peak_bytes": None,
+        "compiler_peak_bytes": 3e9,
+    }
     rows = accelerators.merged([row_of("q4", kernels=1), row_of("dense")], row_of("q4", kernels=2))
     assert rows == [row_of("dense"), row_of("q4", kernels=2)]
     rows = accelerators.merged(rows, row_of("q4", measured=measured))
     rows = accelerators.merged(rows, row_of("q4", error="why"))
     assert rows[1] == row_of("q4", error="why", measured=measured)
     text = accelerators_figure.table(rows[1:])
-    assert "not compiled: why" in text and "measured 1000.00 ms, predicted 500.00 ms" in text
+    assert "not compiled: why" in text
+    assert "| h100 | tiny | q4 | 1000.0 | 500.0 |  |  | 2000.0 |  | 3.00 |" in text
 
 
 def test_an_error_of_a_process_of_its_own_is_told():
@@ -183,3 +194,49 @@ def test_targets_are_beside_what_was_reached_and_bold_where_missed():
 def test_labels_of_curves_lie_apart():
     places = accelerators_figure._apart({"a": 1.0, "b": 1.01, "c": 5.0}, least=1.5)
     assert places == {"a": 1.0, "b": 1.5, "c": 5.0}
+
+
+def test_a_profile_sums_the_kernels_of_devices_alone():
+    event = lambda name, ns: SimpleNamespace(name=name, duration_ns=ns)
+    line = lambda name, *events: SimpleNamespace(name=name, events=events)
+    kernels = event("pack", 4e9), event("sum", 2e9), event("pack", 2e9)
+    planes = [
+        SimpleNamespace(name="/device:GPU:0", lines=[line("Stream #7", *kernels)]),
+        SimpleNamespace(name="/device:GPU:0", lines=[line("Source code", event("step", 9e9))]),
+        SimpleNamespace(name="/host:CPU", lines=[line("Stream", event("wait", 9e9))]),
+    ]
+    assert accelerators_profile.summary(planes) == {
+        "kernel_seconds": 2.0,
+        "slowest_kernels": [["pack", 0.5, 1.5], ["sum", 0.25, 0.5]],
+    }
+
+
+def test_measured_steps_are_compared_with_the_dense_step_of_their_optimizer():
+    held = {"slowest_seconds": 1.0, "peak_bytes": 2e9, "compiler_peak_bytes": 1e9}
+    measured = lambda s, p: {"measured": {"seconds": s, "predicted_seconds": p} | held}
+    rows = [
+        row_of("dense", **measured(0.001, 0.002)),
+        row_of("dense_sgd", **measured(0.002, 0.003)),
+        row_of("sign, trial: other", **measured(0.005, 0.003)),
+        row_of("q4", **measured(0.002, 0.005)),
+        row_of("q8", measured={"error": "why"}),
+    ]
+    lines = [line.split(" | ")[3:7] for line in accelerators_measured.table(rows).splitlines()[2:]]
+    assert lines == [
+        ["1.0", "2.0", "", ""],
+        ["2.0", "3.0", "", ""],
+        ["5.0", "3.0", "+3.0", "+0.0"],
+        ["2.0", "5.0", "+1.0", "+3.0"],
+        ["not measured: why", "", "", ""],
+    ]
+
+
+def test_an_accelerator_without_a_description_is_refused(monkeypatch):
+    assert accelerators_run.at_hand() is None  # CPUs
+    other = SimpleNamespace(platform="gpu", device_kind="GeForce 256")
+    monkeypatch.setattr(jax, "local_devices", lambda: [other])
+    with pytest.raises(ValueError, match="got GeForce 256, need one of h100"):
+        accelerators_run.at_hand()
+    monkeypatch.setattr(jax, "local_devices", lambda: 2 * [other])
+    other.device_kind = "NVIDIA H200"
+    assert accelerators_run.at_hand() == ("h200", 2)

@@ -1,7 +1,11 @@
 """Signs with one scale a block."""
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+import pytest
 
+from jaxcomp.compressors.base import Key
 from jaxcomp.compressors.sign import sign
 from tests.helpers.coding import (
     decoded,
@@ -11,3 +15,11 @@ from tests.helpers.coding import (
 def test_sign_of_zero_is_plus_and_zeros_stay_zeros_in_their_block():
     x = np.array([0, 4, -0.0, -4, 0, 0, 0, 0], "f4")
     np.testing.assert_array_equal(decoded(sign(block=4), x), [2, 2, 2, -2, 0, 0, 0, 0])
+
+
+@pytest.mark.parametrize(("platform", "count"), [("cpu", 0), ("cuda", 1), ("tpu", 0)])
+def test_a_gpu_writes_marks_and_scales_before_it_packs_them(platform, count):
+    key = Key(jnp.int32(0), jnp.uint32(0))
+    encode = jax.jit(lambda x: sign(block=128).encode(x, key, key))
+    lowered = encode.trace(jnp.zeros(1024)).lower(lowering_platforms=(platform,))
+    assert lowered.as_text().count("optimization_barrier") == count

@@ -8,15 +8,20 @@ from jaxcomp.compressors.base import Key
 from jaxcomp.methods.low_rank import orthogonal, outer
 
 
-def test_columns_that_are_nearly_parallel_become_orthogonal():
-    x = np.random.default_rng(0).normal(size=(2, 30, 3)).astype(np.float32)
+@pytest.mark.parametrize("rank", [3, 9])  # eliminated by hand, and by a library
+def test_columns_become_orthogonal_though_they_are_parallel_or_zero_or_of_other_sizes(rank):
+    x = np.random.default_rng(0).normal(size=(4, 30, rank)).astype(np.float32)
     x[0, :, 1] = x[0, :, 0] * (1 + 1e-6)
     x[1, :, 2] = 0
+    x[2] = x[2, :, :1] * x[2, :1]
+    x[3] *= np.logspace(8, -4, rank, dtype=np.float32)
     q = np.asarray(orthogonal(jnp.asarray(x), Key(jnp.int32(0), jnp.uint32(1))))
-    np.testing.assert_allclose(np.swapaxes(q, 1, 2) @ q, np.stack([np.eye(3)] * 2), atol=1e-5)
-    span = q[1, :, :2] @ (q[1, :, :2].T @ x[1, :, :2])
-    np.testing.assert_allclose(span, x[1, :, :2], atol=1e-5)
-    nothing = orthogonal(jnp.zeros((1, 30, 2)), Key(jnp.int32(0), jnp.uint32(1)))
+    one = np.broadcast_to(np.eye(rank), (4, rank, rank))
+    np.testing.assert_allclose(np.swapaxes(q, 1, 2) @ q, one, atol=1e-5)
+    size = np.linalg.norm(x, axis=1, keepdims=True)
+    x /= np.where(size > 0, size, 1)
+    np.testing.assert_allclose(q @ (np.swapaxes(q, 1, 2) @ x), x, atol=1e-5)
+    nothing = orthogonal(jnp.zeros((1, 30, rank)), Key(jnp.int32(0), jnp.uint32(1)))
     assert np.all(np.abs(nothing) > 0)
 
 
