@@ -19,7 +19,9 @@ PAIRS = (
     ("PyTorch DDP float32", "dense float32"),
     ("PyTorch DDP bfloat16", "dense bfloat16"),
     ("PyTorch PowerSGD 1", "PowerSGD 1, Adam"),
+    ("PyTorch PowerSGD 1", "PowerSGD 1, both sides, Adam"),
     ("PyTorch PowerSGD 4", "PowerSGD 4, Adam"),
+    ("PyTorch PowerSGD 4", "PowerSGD 4, both sides, Adam"),
     ("DeepSpeed 1-bit Adam", "1-bit Adam"),
     ("DeepSpeed 1-bit Adam, one tensor", "1-bit Adam"),
     ("DeepSpeed 0/1 Adam, every 4th", "0/1 Adam, every 4th"),
@@ -30,8 +32,6 @@ PAIRS = (
 )
 # Ours for the same task, without a counterpart.
 OTHERS = (
-    "PowerSGD 1, both sides, Adam",
-    "PowerSGD 4, both sides, Adam",
     "sharded Adam, 4 bits",
     "CocktailSGD, signs of an eighth",
     "DiLoCo, 4 bits, every 32nd",

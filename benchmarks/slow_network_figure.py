@@ -95,7 +95,7 @@ def _written(rate: str) -> str:
 # Eight at most; the table has all.
 SHOWN = (
     "dense float32",
-    "8 bits",
+    "DiLoCo, 4 bits, every 32nd",
     "4 bits",
     "sharded Adam, 4 bits",
     "0/1 Adam, every 4th",
