@@ -73,10 +73,10 @@ def sign(
 
 
 def _in_memory(*arrays):
-    """On GPUs a marker that XLA computes these arrays once, together.
+    """Arrays that a GPU writes before anything reads them.
 
-    A thread there computes one word of the message. XLA would let it compute what the 32 values of
-    the word come from, or alone a whole block's sum, in up to forty times the time.
+    A thread there computes one word of the message. XLA would let it compute what the word's 32
+    values come from, or alone a whole block's sum: more than half of a step of `zero_one_adam`.
     """
     same = lambda *arrays: arrays
     once = lambda *arrays: tuple(lax.optimization_barrier(arrays))

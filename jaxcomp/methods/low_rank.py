@@ -63,12 +63,12 @@ def orthogonal(x: jax.Array, key: Key) -> jax.Array:
     """Columns of norm 1, orthogonal to each other, that span those of `[k, n, rank]`.
 
     Noise is added, so that a factor of zeros, from a zero gradient, spans something. Cholesky's
-    factors of the products of columns take a few kernels for a batch; a QR of LAPACK's kind takes
-    several for each matrix, three times as long as the whole step of a small GPT on a GPU.
+    factors take a few kernels for a batch. Householder's QR takes several for each matrix: on a GPU
+    three times as long as the rest of a small GPT's step.
 
     References:
       T. Fukaya et al., "Shifted Cholesky QR for Computing the QR Factorization of Ill-Conditioned
-      Matrices", SIAM Journal on Scientific Computing, 2020, arXiv 1809.11085, algorithm 4.2.
+      Matrices", SIAM Journal on Scientific Computing, 2020, arXiv 1809.11085, its three rounds.
       Deviations: columns have norm 1 before each round, so that the shift is a constant, and the
       second round has it, too.
     """
