@@ -64,35 +64,31 @@ def _gpu(
     return Device("cuda", kind, memory, bandwidth, flops, link, 4e-6, own, dtype)
 
 
+_HOPPER: dict = {
+    "flops": 989e12,
+    "link": 450e9,
+    "version": (9, 0),
+    "core_count": 132,
+    "fpus_per_core": 128,
+    "threads_per_core_limit": 2048,
+    "shared_memory_per_core": 233_472,
+    "shared_memory_per_block_optin": 232_448,
+    "l2_cache_size": 52_428_800,
+    "clock_rate_ghz": 1.98,
+}
+"""Of both GPUs of this generation; their memories differ."""
+
 DEVICES: dict[str, Device] = {
     "h100": _gpu(
         "H100",
-        989e12,
-        450e9,
-        (9, 0),
-        core_count=132,
-        fpus_per_core=128,
-        threads_per_core_limit=2048,
-        shared_memory_per_core=233_472,
-        shared_memory_per_block_optin=232_448,
+        **_HOPPER,
         memory_bandwidth=3_352_320_000_000,
-        l2_cache_size=52_428_800,
-        clock_rate_ghz=1.98,
         device_memory_size=84_929_347_584,
     ),
     "h200": _gpu(
         "H200",
-        989e12,
-        450e9,
-        (9, 0),
-        core_count=132,
-        fpus_per_core=128,
-        threads_per_core_limit=2048,
-        shared_memory_per_core=233_472,
-        shared_memory_per_block_optin=232_448,
+        **_HOPPER,
         memory_bandwidth=4_800_000_000_000,
-        l2_cache_size=52_428_800,
-        clock_rate_ghz=1.98,
         device_memory_size=150_754_820_096,
     ),
     "a100": _gpu(
