@@ -32,8 +32,12 @@ COMPILING = {
     "JAX_PLATFORMS": "cpu",
     "JAX_DISABLE_MOST_OPTIMIZATIONS": "0",
     "TPU_SKIP_MDS_QUERY": "1",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
-"""Environment of the compiling processes: without a driver, and without the tests' variables."""
+"""Environment of the compiling processes: no driver, none of the tests' variables, and no lock.
+
+The library for TPUs lets one process of a machine load it, which spares a TPU and not a compiler.
+"""
 _TOLD = 300  # characters of an error that a row keeps
 
 
