@@ -1,6 +1,7 @@
 """The text of `--report`: bytes, rounds and memory of a run, from compiled programs."""
 
 import itertools
+import re
 from typing import Any
 
 import jax
@@ -22,7 +23,6 @@ def text(task: Task) -> str:
     """The bytes that one step of the run sends, as text; read from the program, nothing runs."""
     numel, slow = num_parameters(task), task.mesh.shape[AXIS_NAME]
     fast, dense, plain = task.mesh.size // slow, dense_bytes(task), task.placement.dense[1]
-    exact = jaxcomp.report.exact_leaves(task.like["params"], task.like["state"])
     lines = [
         jaxcomp.report.table(task.programs, task.mesh),
         f"{numel:,} parameters on {task.mesh.size} replicas; one replica sends "
@@ -35,7 +35,7 @@ def text(task: Task) -> str:
         else f"nothing to send with one replica{' across the slow axis' if fast > 1 else ''}.",
         *_rounds(task, dense),
         *_memory(task),
-        *([] if exact is None else [f"in float32: {', '.join(exact) or 'none'}"]),
+        *_exact(task),
         *notes(task),
     ]
     return "\n".join(lines)
@@ -74,6 +74,15 @@ def dense_bytes(task: Task) -> float:
     passes, slow = task.placement.dense[0], task.mesh.shape[AXIS_NAME]
     fast = task.mesh.size // slow
     return passes * 4 * num_parameters(task) / fast * (slow - 1) / slow
+
+
+def _exact(task: Task) -> list[str]:
+    """The arrays that are sent in float32; those of layers that differ by a number have one name."""
+    exact = jaxcomp.report.exact_leaves(task.like["params"], task.like["state"])
+    if exact is None:
+        return []
+    names = dict.fromkeys(re.sub(r"\d+", "*", name) for name in exact)
+    return [f"in float32, {len(exact)} arrays: {', '.join(names)}" if exact else "in float32: none"]
 
 
 def _memory(task: Task) -> list[str]:
