@@ -3,6 +3,8 @@
 import jax
 import jax.numpy as jnp
 
+from jaxcomp.compressors.platforms import LANES, platform
+
 _INDEXED = 2**31 - 1  # the greatest int32: JAX has no wider integers by default
 
 
@@ -29,3 +31,13 @@ def indexed(numel: int, unit: int = 1) -> list[slice]:
     """
     most = _INDEXED // unit * unit
     return [slice(start, min(start + most, numel)) for start in range(0, numel, most)]
+
+
+def in_lanes(blocks: jax.Array) -> jax.Array:
+    """Blocks `[n, size]` as `[n, size / 128, 128]` on TPUs, and as `[n, 1, size]` elsewhere.
+
+    A TPU keeps arrays in tiles of 8 rows and 128 columns. In the first shape a block of 1,024 is a
+    tile, as in the bucket; as a row it would be copied.
+    """
+    in_tiles = platform() == "tpu" and blocks.shape[1] % LANES == 0
+    return blocks.reshape(len(blocks), -1, LANES if in_tiles else blocks.shape[1])

@@ -10,8 +10,7 @@ import numpy as np
 from jax import lax
 
 from jaxcomp.compressors.base import Key
-
-_LANES = 128  # of a TPU's tile
+from jaxcomp.compressors.platforms import LANES
 
 
 def packed_size(count: int, bits: int) -> int:
@@ -69,7 +68,7 @@ def _in_lanes(x, slices):
     A TPU keeps arrays in tiles of 128 lanes. The first shape is a view there, the second a copy.
     """
     count = x.size // slices
-    return x.reshape(slices, *((count // _LANES, _LANES) if count % _LANES == 0 else (count,)))
+    return x.reshape(slices, *((count // LANES, LANES) if count % LANES == 0 else (count,)))
 
 
 def fold(key: Key, *data: jax.Array | int) -> Key:

@@ -10,9 +10,10 @@ from jax import lax
 
 from jaxcomp.compressors.blocks import indexed
 from jaxcomp.compressors.packing import uniform
-from jaxcomp.compressors.platforms import by_platform
+from jaxcomp.compressors.platforms import LANES, by_platform, platform
 
-_RUN = 1024  # neighbours that are sent together: a whole tile of a TPU, 8 rows of 128
+_TILE = (8, LANES)  # of a TPU
+_RUN = 8 * LANES  # neighbours that are sent together: a whole tile
 
 
 def runs(stride):
@@ -41,11 +42,12 @@ def runs(stride):
 def _runs_by_tiles(stride, numel, values, mine):
     """Puts runs back at `mine` in their groups of `stride`, zeros elsewhere: `f32[numel]`."""
     picked = numel // (stride * _RUN) * _RUN
-    groups = values[:picked].reshape(-1, 1, 8, _RUN // 8)
+    groups = values[:picked].reshape(-1, 1, *_TILE)
     is_mine = lax.iota(jnp.int32, stride)[None, :, None, None] == mine
-    whole = jnp.where(is_mine, groups, 0).reshape(-1)
+    whole = jnp.where(is_mine, groups, 0)
     rest = _rest(stride, numel - whole.size, values[picked:], mine)
-    return _joined([whole, rest] if rest.size else [whole])
+    parts = [whole, rest] if rest.size else [whole]
+    return jnp.concatenate([_tiles_of(part, numel) for part in parts]).reshape(-1)
 
 
 def _runs_in_place(stride, numel, values, mine):
@@ -81,9 +83,18 @@ def _rest(stride, size, values, mine):
 
 def _tiled(x, stride):
     """Whole groups of `stride` runs, as `f32[groups, stride, 8, 128]`, and what is left over."""
-    # The shape of a TPU's tiles: nothing is copied.
-    end = x.size - x.size % (stride * _RUN)
-    return x[:end].reshape(-1, stride, 8, _RUN // 8), x[end:]
+    tiles, groups = _tiles_of(x, x.size), x.size // (stride * _RUN)
+    end = groups * stride * (_RUN if tiles.ndim == 1 else 1)
+    return tiles[:end].reshape(-1, stride, *_TILE), tiles[end:].reshape(-1)
+
+
+def _tiles_of(part, numel):
+    """A part of `numel` entries: `[entries]`, or `[tiles, 8, 128]` on TPUs if these are whole.
+
+    A TPU cuts and joins tiles of all layers of a stack as they are in memory.
+    """
+    is_whole = platform() == "tpu" and numel % _RUN == 0
+    return part.reshape(-1, *_TILE) if is_whole else part.reshape(-1)
 
 
 def strided(stride):

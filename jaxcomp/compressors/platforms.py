@@ -6,6 +6,9 @@ from typing import Any
 import jax
 from jax import lax
 
+LANES = 128
+"""Columns of a TPU's tile of 8 rows."""
+
 
 def by_platform(*args: Any, cpu: Callable, default: Callable, gpu: Callable | None = None) -> Any:
     """Calls the form of the platform that the program is compiled for; all return the same.

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxcomp._printing import Printed
-from jaxcomp.compressors.platforms import platform
+from jaxcomp.compressors.platforms import LANES, platform
 from jaxcomp.compressors.policies import path_of
 from jaxcomp.replicas.layers import of_each_layer
 from jaxcomp.replicas.types import size_over_shards
@@ -19,7 +19,7 @@ _UNIT = 10 * 2**17
 
 
 class Segment(NamedTuple):
-    """The entries `start:stop` of leaf number `leaf`, in the order of `_line`."""
+    """The entries `start:stop` of leaf number `leaf`, in the order of `line_of`."""
 
     leaf: int
     start: int
@@ -172,7 +172,9 @@ def fill(bucket: Bucket, leaves: list[jax.Array], zeroed: list[Any] | None = Non
 
     Leaves whose `zeroed`, bool[], holds count as zeros.
     """
-    parts = [_line(leaves[s.leaf])[s.start : s.stop].astype(bucket.dtype) for s in bucket.segments]
+    parts = [
+        line_of(leaves[s.leaf])[s.start : s.stop].astype(bucket.dtype) for s in bucket.segments
+    ]
     if zeroed is not None:
         pairs = zip(parts, bucket.segments, strict=True)
         parts = [jnp.where(zeroed[s.leaf], 0.0, part) for part, s in pairs]
@@ -199,7 +201,7 @@ def unflatten(plan: Plan, buckets: list[jax.Array], dtypes: Any = None) -> Any:
             parts[segment.leaf].append(_entries(flat, start, start + size))
             start += size
     leaves = [
-        _leaf(jnp.concatenate(part) if part else jnp.zeros(0), shape).astype(dtype)
+        leaf_of(jnp.concatenate(part) if part else jnp.zeros(0), shape).astype(dtype)
         for part, shape, dtype in zip(parts, plan.shapes, dtypes or plan.dtypes, strict=True)
     ]
     return plan.treedef.unflatten(leaves)
@@ -219,7 +221,7 @@ def _entries(bucket, start, stop):
     return jnp.concatenate([bucket[first, begin:], bucket[last, : end + 1]])
 
 
-def _line(x: jax.Array) -> jax.Array:
+def line_of(x: jax.Array) -> jax.Array:
     """The entries of a leaf, `[numel]`, in their order in buckets.
 
     TPUs keep a matrix in tiles of 8 rows and 128 columns. There a bucket has tile after tile, so
@@ -227,18 +229,18 @@ def _line(x: jax.Array) -> jax.Array:
     """
     if _in_tiles(x.shape):
         *stack, rows, columns = x.shape
-        x = x.reshape(*stack, rows // 8, 8, columns // 128, 128).swapaxes(-3, -2)
+        x = x.reshape(*stack, rows // 8, 8, columns // LANES, LANES).swapaxes(-3, -2)
     return x.reshape(-1)
 
 
-def _leaf(line: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """The leaf of a `_line`."""
+def leaf_of(line: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """The leaf of a line that `line_of` made."""
     if _in_tiles(shape):
         *stack, rows, columns = shape
-        line = line.reshape(*stack, rows // 8, columns // 128, 8, 128).swapaxes(-3, -2)
+        line = line.reshape(*stack, rows // 8, columns // LANES, 8, LANES).swapaxes(-3, -2)
     return line.reshape(shape)
 
 
 def _in_tiles(shape):
-    are_whole = len(shape) > 1 and shape[-2] % 8 == 0 and shape[-1] % 128 == 0
+    are_whole = len(shape) > 1 and shape[-2] % 8 == 0 and shape[-1] % LANES == 0
     return are_whole and platform() == "tpu"

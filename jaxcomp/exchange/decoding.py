@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxcomp.compressors.base import Compressor, Key
-from jaxcomp.compressors.platforms import by_platform
+from jaxcomp.compressors.platforms import LANES, by_platform
 from jaxcomp.exchange.messages import payload_like, unpack
 from jaxcomp.replicas.types import zeros_of
 
@@ -33,7 +33,19 @@ def of(compressor: Compressor, shared: Key, numel: int, dtype: Any) -> Decode:
 
 def rows(messages: jax.Array, decode: Decode) -> jax.Array:
     """What messages, one a row, decode to, one after the other in one array."""
-    return jax.vmap(decode)(messages).reshape(-1)
+    same = lambda rows: rows
+    by_row = jax.vmap(decode)(messages)
+    return by_platform(by_row, cpu=same, gpu=same, default=_written).reshape(-1)
+
+
+def _written(rows):
+    """The rows in a TPU's lanes, written once.
+
+    XLA:TPU would write each block's scale for each of its entries, and not fuse what decodes them
+    into the lines of a bucket.
+    """
+    lanes = LANES if rows.size % LANES == 0 else rows.shape[-1]
+    return lax.optimization_barrier(rows.reshape(-1, lanes))
 
 
 def rows_once(messages: jax.Array, decode: Decode) -> jax.Array:

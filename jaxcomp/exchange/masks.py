@@ -13,6 +13,7 @@ from jaxcomp.compressors.packing import fold
 from jaxcomp.compressors.policies import Policy, path_of, policy_of
 from jaxcomp.compressors.sparse import random_k
 from jaxcomp.exchange import averaging
+from jaxcomp.exchange.buckets import leaf_of, line_of
 from jaxcomp.replicas.layers import is_stack, of_each_layer
 from jaxcomp.replicas.types import size_over_shards, to_varying
 
@@ -26,19 +27,20 @@ class Mask(NamedTuple):
 
     def select(self, x: jax.Array, key: Key) -> jax.Array:
         """The values of a leaf at its mask: `f32[k]`, or `f32[layers, k]` of a stack."""
-        return self._map(lambda x, key: self.selection.select(x, key)[0], x, key)
+        line = line_of(x).reshape(len(x), -1) if self.is_stack else line_of(x)
+        return self._map(lambda x, key: self.selection.select(x, key)[0], line, key)
 
     def scatter(self, values: jax.Array, key: Key, like: jax.Array) -> jax.Array:
         """Values at their places in zeros, with the shape of `like`."""
         numel = like[0].size if self.is_stack else like.size
         put = lambda values, key: self.selection.scatter(values, (), key, numel)
-        return self._map(put, values, key).reshape(like.shape)
+        return leaf_of(self._map(put, values, key).reshape(-1), like.shape)
 
     def _map(self, function, x, key):
         if not self.is_stack:
-            return function(x.reshape(-1), key)
-        rows, numbers = x.reshape(len(x), -1), jnp.arange(len(x), dtype=jnp.uint32)
-        return jax.vmap(lambda row, number: function(row, fold(key, number)))(rows, numbers)
+            return function(x, key)
+        numbers = jnp.arange(len(x), dtype=jnp.uint32)
+        return jax.vmap(lambda row, number: function(row, fold(key, number)))(x, numbers)
 
 
 class Stage(NamedTuple):

@@ -215,7 +215,7 @@ def _reduce_scatter(x, compressor, shared, axis_name):
         messages += (0 * lax.axis_index(axis_name)).astype(messages.dtype)
     exchange = functools.partial(lax.all_to_all, axis_name=axis_name, split_axis=0, concat_axis=0)
     received = yield Hop(exchange, messages)
-    return decoding.mean(received, decode), jax.vmap(decode)(messages).reshape(-1)
+    return decoding.mean(received, decode), decoding.rows(messages, decode)
 
 
 def gather(chunk, compressor: Compressor, shared: Key, axis_name: str):

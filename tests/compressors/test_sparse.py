@@ -7,8 +7,12 @@ import pytest
 
 from jaxcomp.compressors.sparse import group_top_1, random_k, top_k
 from tests.helpers.coding import (
+    as_for_tpus,
+    bucket,
     decoded,
     drawn,
+    make_key,
+    roundtrip,
 )
 
 
@@ -18,6 +22,17 @@ def test_every_entry_comes_once_in_a_period(pattern, numel):
     x = np.arange(1, numel + 1, dtype="f4")
     total = sum(decoded(random_k(0.1, pattern), x, count) for count in range(37, 47))
     np.testing.assert_array_equal(total, x)
+
+
+@pytest.mark.parametrize("numel", [3, 51234, 10 * 1024, 25 * 1024])
+def test_a_tpu_picks_the_same_runs(numel, monkeypatch):
+    x, code = bucket(numel), random_k(0.1)
+    keys = make_key(3, count=16), make_key(5)
+    payload, sent = roundtrip(code, x, *keys)
+    as_for_tpus(monkeypatch)
+    of_tpu = roundtrip(code, x, *keys)
+    np.testing.assert_array_equal(of_tpu[0].data[0], payload.data[0])
+    np.testing.assert_array_equal(of_tpu[1], sent)
 
 
 def test_runs_are_whole_rows_of_neighbours():

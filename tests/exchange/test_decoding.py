@@ -1,5 +1,6 @@
 """Both forms of decoding messages give the same: those for CPUs and those for other platforms."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ import jaxcomp
 from jaxcomp.compressors.base import Key
 from jaxcomp.exchange import decoding
 from jaxcomp.exchange.messages import pack
+from tests.helpers.coding import as_for_tpus
 
 SHARED = Key(jnp.int32(3), jnp.uint32(7))
 CODES = [
@@ -33,6 +35,18 @@ def test_both_ways_to_join_what_was_received_give_the_same(received):
     messages, decode, values = received
     for form in (decoding.rows, decoding.rows_once, decoding.rows_in_turn):
         np.testing.assert_array_equal(form(messages, decode), values.reshape(-1))
+
+
+def test_a_tpu_writes_what_it_received_once(received, monkeypatch):
+    messages, decode, values = received
+    lowered = jax.jit(decoding.rows, static_argnums=1).trace(messages, decode)
+    barriers = {
+        platform: lowered.lower(lowering_platforms=(platform,)).as_text().count("_barrier")
+        for platform in ("cpu", "cuda", "tpu")
+    }
+    assert barriers["tpu"] == barriers["cpu"] + 1 == barriers["cuda"] + 1
+    as_for_tpus(monkeypatch)
+    np.testing.assert_array_equal(decoding.rows(messages, decode), values.reshape(-1))
 
 
 def test_both_ways_to_sum_what_was_received_give_the_same(received):

@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec as P
 import jaxcomp
 from jaxcomp.compressors.base import Key
 from jaxcomp.exchange import averaging, masks
+from tests.helpers.coding import as_for_tpus
 from tests.helpers.replicas import mesh_of, on, rows
 
 STAGES = masks.stages_of(((0, 1 / 2), (3, 1 / 4), (5, 1 / 8)), None)
@@ -63,6 +64,19 @@ def test_each_layer_of_a_stack_has_a_mask(pattern):
     np.testing.assert_array_equal(found[found > 0], x[found > 0])
     # Entries that a count picks are the same in all layers; drawn ones are not.
     assert np.all((found > 0) == (found[:1] > 0)) == (pattern != "random")
+
+
+@pytest.mark.parametrize("shape", [(3, 16, 256), (3, 40, 128), (3, 9, 128)])
+@pytest.mark.parametrize("is_stack", [True, False])
+def test_a_tpu_puts_entries_back_where_it_took_them(shape, is_stack, monkeypatch):
+    as_for_tpus(monkeypatch)
+    key, code = Key(jnp.int32(1), jnp.uint32(7)), jaxcomp.random_k(1 / 2)
+    x = 1 + jnp.arange(np.prod(shape), dtype=jnp.float32).reshape(shape)
+    mask = masks.Mask(code.selection, jaxcomp.identity(), is_stack)
+    found = np.asarray(mask.scatter(mask.select(x, key), key, x))
+    np.testing.assert_array_equal(found[found > 0], x[found > 0])
+    layers = found.reshape(3 if is_stack else 1, -1)
+    assert np.all(np.sum(layers > 0, axis=1) == mask.select(x, key).size // len(layers))
 
 
 @pytest.mark.parametrize("code", [jaxcomp.top_k(0.1), jaxcomp.quantize(4)])

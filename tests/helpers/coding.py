@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxcomp.compressors import platforms
 from jaxcomp.compressors.base import Key
 from jaxcomp.compressors.packing import fold
 
@@ -14,6 +15,11 @@ SHARED, PRIVATE = 0x12345678, 0x9ABCDEF0
 
 def make_key(seed, count=0):
     return Key(jnp.int32(count), jnp.uint32(seed))
+
+
+def as_for_tpus(monkeypatch):
+    """Has every later trace take the forms of TPUs, which run here, too."""
+    monkeypatch.setattr(platforms, "_platform_of_mesh", lambda: "tpu")
 
 
 # Half the time to compile. One test compares with what XLA makes of it otherwise.

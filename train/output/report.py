@@ -77,7 +77,7 @@ def dense_bytes(task: Task) -> float:
 
 
 def _exact(task: Task) -> list[str]:
-    """The arrays that are sent in float32; those of layers that differ by a number have one name."""
+    """The arrays that are sent in float32; where only a number differs, they have one name."""
     exact = jaxcomp.report.exact_leaves(task.like["params"], task.like["state"])
     if exact is None:
         return []
