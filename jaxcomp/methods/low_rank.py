@@ -11,6 +11,7 @@ from jax import lax
 
 from jaxcomp.compressors.base import Key
 from jaxcomp.compressors.packing import fold, uniform
+from jaxcomp.compressors.platforms import platform
 from jaxcomp.methods import moments
 from jaxcomp.replicas.types import varying_axes
 
@@ -43,7 +44,7 @@ def outer(left: jax.Array, right: jax.Array) -> jax.Array:
     the matrix.
     """
     rank = left.shape[-1]
-    if rank > _FEW:
+    if rank > _FEW or platform() == "tpu":
         return product(left, transposed(right))
     columns = (left[..., :, None, i] * right[..., None, :, i] for i in range(rank))
     return functools.reduce(operator.add, columns)
