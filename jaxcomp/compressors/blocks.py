@@ -34,10 +34,16 @@ def indexed(numel: int, unit: int = 1) -> list[slice]:
 
 
 def in_lanes(blocks: jax.Array) -> jax.Array:
-    """Blocks `[n, size]` as `[n, size / 128, 128]` on TPUs, and as `[n, 1, size]` elsewhere.
+    """Blocks `[n, size]`; on TPUs as `[n, size / 128, 128]`, if that divides.
 
-    A TPU keeps arrays in tiles of 8 rows and 128 columns. In the first shape a block of 1,024 is a
+    A TPU keeps arrays in tiles of 8 rows and 128 columns. In the second shape a block of 1,024 is a
     tile, as in the bucket; as a row it would be copied.
     """
-    in_tiles = platform() == "tpu" and blocks.shape[1] % LANES == 0
-    return blocks.reshape(len(blocks), -1, LANES if in_tiles else blocks.shape[1])
+    if platform() != "tpu" or blocks.shape[1] % LANES:
+        return blocks
+    return blocks.reshape(len(blocks), -1, LANES)
+
+
+def per_block(values: jax.Array, blocks: jax.Array) -> jax.Array:
+    """`[n]` with axes of length 1, to broadcast over blocks, `[n, ...]`."""
+    return values.reshape(-1, *[1] * (blocks.ndim - 1))

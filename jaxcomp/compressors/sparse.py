@@ -9,7 +9,7 @@ from jax import lax
 from jaxcomp._printing import call
 from jaxcomp.compressors import checks, patterns
 from jaxcomp.compressors.base import Compressor, Selection
-from jaxcomp.compressors.blocks import split
+from jaxcomp.compressors.blocks import in_lanes, per_block, split
 from jaxcomp.compressors.compose import sparsifier
 from jaxcomp.compressors.largest import find_largest
 from jaxcomp.compressors.packing import pack, unpack
@@ -122,15 +122,15 @@ def group_top_1(group: int) -> Compressor:
     bits = group.bit_length() - 1
 
     def select(x, shared):
-        values, place = _largest_in_columns(in_rows(x, group))
-        return values, pack(place, bits)
+        values, place = _largest_in_columns(in_lanes(in_rows(x, group)))
+        return values.reshape(-1), pack(place, bits)
 
     def scatter(values, where, shared, numel):
         # A select, which XLA fuses into its reader. The dense result of a scatter, and its zeros,
         # would stay in memory until the end of the step.
-        place = unpack(where, bits, values.size)[None, :]
-        mine = place == lax.iota(place.dtype, group)[:, None]
-        return jnp.where(mine, values[None, :], 0.0).reshape(-1)[:numel]
+        place, values = in_lanes(unpack(where, bits, values.size)[None]), in_lanes(values[None])
+        mine = place == per_block(lax.iota(place.dtype, group), place)
+        return jnp.where(mine, values, 0.0).reshape(-1)[:numel]
 
     selection = Selection(
         kept=lambda numel: -(-numel // group),

@@ -69,8 +69,8 @@ def mean(messages: jax.Array, decode: Decode) -> jax.Array:
     return total(messages, decode) / len(messages)
 
 
-def total(messages: jax.Array, decode: Decode) -> jax.Array:
-    """The sum of what messages, one a row, decode to; one pass, except on CPUs."""
+def total(messages: jax.Array, decode: Callable[[jax.Array], Any]) -> Any:
+    """The sum of what messages, one a row, decode to, arrays or trees; one pass, except on CPUs."""
     return by_platform(
         messages,
         cpu=lambda messages: total_in_turn(messages, decode),
@@ -78,15 +78,15 @@ def total(messages: jax.Array, decode: Decode) -> jax.Array:
     )
 
 
-def total_in_turn(messages: jax.Array, decode: Decode) -> jax.Array:
+def total_in_turn(messages: jax.Array, decode: Callable[[jax.Array], Any]) -> Any:
     """`total` in a loop."""
-    add = lambda i, total, message: total + decode(message)
+    add = lambda i, total, message: jax.tree.map(jnp.add, total, decode(message))
     return _in_turn(messages, 1, decode(messages[0]), add)
 
 
-def total_at_once(messages: jax.Array, decode: Decode) -> jax.Array:
+def total_at_once(messages: jax.Array, decode: Callable[[jax.Array], Any]) -> Any:
     """`total` in one pass."""
-    return jnp.sum(jax.vmap(decode)(messages), axis=0)
+    return jax.tree.map(lambda x: jnp.sum(x, axis=0), jax.vmap(decode)(messages))
 
 
 def _in_turn(messages, start, value, step):

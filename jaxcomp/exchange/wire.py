@@ -118,7 +118,7 @@ def from_senders_journey(x, owner_residual, compressor: Compressor, shared: Key,
 
     def with_count(message):
         values = decode(message)
-        return jnp.stack([values, (values != 0).astype(values.dtype)])
+        return values, (values != 0).astype(values.dtype)
 
     total, senders = decoding.total(messages, with_count)
     return Mean(total / jnp.maximum(senders, 1), decode(message), owner_residual)

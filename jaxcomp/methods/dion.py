@@ -71,7 +71,8 @@ def dion(
       others: Optimizer of the leaves sent in float32; it gets their mean gradient. Default:
         `optax.adamw(learning_rate, b2=0.95, weight_decay=weight_decay)`.
       exact: `(path, leaf) -> bool`, which leaves are sent in float32. Default: leaves with fewer
-        than two axes. Include embeddings and heads, too.
+        than two axes. Include embeddings and heads, too. Of stacked layers, wrap the optimizer in
+        `jaxcomp.per_layer`: else they are one matrix.
       eps: Added to the norms of columns.
       seed: Seed of the first factors; equal on all replicas.
 
@@ -91,9 +92,10 @@ def dion(
 
     References:
       K. Ahn et al., `Dion: Distributed Orthonormalized Updates
-      <https://arxiv.org/abs/2504.05295>`_, 2025, and the form of its code. Deviations: n is the
-      last axis, a layer's output in JAX, and m all others; factors are made orthogonal by
-      Cholesky QR, after adding noise of 1e-12; the first Q is uniform, its scale does not matter.
+      <https://arxiv.org/abs/2504.05295>`_, 2025, and the form of its code. Deviations: n is a
+      layer's output, the last axis in JAX, and more than two axes are cut where m + n is least;
+      factors are made orthogonal by Cholesky QR, after adding noise of 1e-12; the first Q is
+      uniform, its scale does not matter.
     """
     name = "dion"
     require(rank >= 1, name, "at least 1", "rank=16", rank=rank)
@@ -135,7 +137,7 @@ class _Settings(NamedTuple):
         return [
             None
             if leaf.ndim < 2 or not leaf.size or self.exact(path_of(path), leaf)
-            else (math.prod(leaf.shape[:-1]), leaf.shape[-1])
+            else low_rank.sides(leaf.shape)
             for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
         ]
 

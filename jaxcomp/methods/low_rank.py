@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import math
 import operator
 from typing import Any
 
@@ -16,6 +17,16 @@ from jaxcomp.methods import moments
 from jaxcomp.replicas.types import varying_axes
 
 _FEW = 4  # up to this rank, a product of factors is a sum
+
+
+def sides(shape: tuple[int, ...]) -> tuple[int, int]:
+    """Rows and columns of an array of two axes or more as a matrix.
+
+    Its axes are cut where the factors have the fewest values: `[3, 3, width, out]` of a convolution
+    before the last one, `[width, heads, size]` of attention behind the first.
+    """
+    cuts = ((math.prod(shape[:i]), math.prod(shape[i:])) for i in range(len(shape) - 1, 0, -1))
+    return min(cuts, key=sum)
 
 
 def batches(leaves: list[Any], shapes: list[tuple[int, int] | None]) -> list[list[int]]:
@@ -41,7 +52,7 @@ def outer(left: jax.Array, right: jax.Array) -> jax.Array:
     """The products `left @ right.T` of two batches of factors [k, m, rank] and [k, n, rank].
 
     With few columns it is written as a sum: XLA fuses that into its reader, and needs no memory for
-    the matrix.
+    the matrix. On TPUs the sum takes more kernels and more memory than the product.
     """
     rank = left.shape[-1]
     if rank > _FEW or platform() == "tpu":

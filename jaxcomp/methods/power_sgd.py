@@ -58,8 +58,8 @@ def power_sgd(
       axis_name: Mesh axis to average over.
       warmup_steps: First steps, which send updates in float32.
       least: A leaf [m, n] of fewer than `least * rank * (m + n)` elements is sent in float32, and
-        so are leaves with fewer than two axes. With more axes, n is the product of all but the
-        first.
+        so are leaves with fewer than two axes. More axes are cut where m + n is least. Of stacked
+        layers, wrap the chain in `jaxcomp.per_layer`: else they are one matrix.
       sides: "alternating" sends one factor per step, rank * (m + n) / 2 values on average; "both"
         sends both in two all-reduces, the second computed from the first.
       seed: Seed of the first factors; equal on all replicas.
@@ -84,7 +84,7 @@ def power_sgd(
       "both". The authors' later code alternates, and so do L. Zhang et al., `Evaluation and
       Optimization of Gradient Compression for Distributed Deep Learning
       <https://arxiv.org/abs/2306.08881>`_, 2023. Deviations: factors are orthogonalized just before
-      use, with Householder reflections, after adding noise of 1e-12.
+      use, by Cholesky QR, after adding noise of 1e-12; the paper's m is always the first axis.
     """
     name = "power_sgd"
     require(isinstance(rank, int) and rank >= 1, name, "at least 1", "rank=4", rank=rank)
@@ -109,7 +109,7 @@ class _Settings(NamedTuple):
         """Rows and columns of a leaf that is sent as factors; None for leaves sent in float32."""
         if leaf.ndim < 2 or not leaf.size:
             return None
-        rows, columns = leaf.shape[0], leaf.size // leaf.shape[0]
+        rows, columns = low_rank.sides(leaf.shape)
         return (rows, columns) if leaf.size >= self.least * self.rank * (rows + columns) else None
 
 
@@ -207,7 +207,7 @@ def _half(settings, count, bad, leaves, residuals, held, exact, part):
     matrices, others, own = [], [], []
     for number, group in enumerate(groups):
         totals = [moments.widened(leaves[i]) + residuals[i] for i in group]
-        matrices.append(jnp.stack([x.reshape(x.shape[0], -1) for x in totals]))
+        matrices.append(jnp.stack([x.reshape(low_rank.sides(x.shape)) for x in totals]))
         key = fold(Key(count, jnp.uint32(settings.transport.seed)), count, number)
         others.append(low_rank.orthogonal(jnp.stack([held[i] for i in group]), key))
         on_left = matrices[-1] if part == "left_factor" else low_rank.transposed(matrices[-1])

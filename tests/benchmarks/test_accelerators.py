@@ -29,15 +29,16 @@ from benchmarks.accelerators_devices import DEVICES, mesh_from, mesh_of, unavail
 from benchmarks.accelerators_run import time_step
 from benchmarks.accelerators_step import METHODS, MODELS, batch_of, build_step
 
-# Of the `tiny` model's step: most copies of the parameters that kernels move, most kernels, most
-# messages between hosts, and those of them in a branch: 0/1 Adam learns its variance now and then.
+# Of the `tiny` model's step: most copies of the parameters that kernels move (TPUs: that XLA says
+# are accessed), most kernels, most messages between hosts, and those of them in a branch: 0/1 Adam
+# learns its variance now and then.
 TABLE = {
     ("h100", "q4"): (38, 165, 3, 0),
     ("h100", "cocktail"): (41, 190, 2, 0),
     ("h100", "zero_one_adam"): (51, 255, 3, 1),
-    ("v5e", "q4"): (78, 495, 3, 0),
-    ("v5e", "cocktail"): (79, 615, 2, 0),
-    ("v5e", "zero_one_adam"): (88, 850, 3, 1),
+    ("v5e", "q4"): (78, 475, 3, 0),
+    ("v5e", "cocktail"): (106, 610, 2, 0),
+    ("v5e", "zero_one_adam"): (114, 850, 3, 1),
 }
 
 TPU_LOCK = pathlib.Path("/tmp/libtpu_lockfile")
@@ -167,7 +168,9 @@ def test_programs_for_accelerators_have_the_structure_that_the_page_says(device,
         pytest.skip(reason)
     row = rows_of(device)[method]
     most_copies, most_kernels, most_messages, in_branches = TABLE[device, method]
-    assert row["moved_copies"] <= most_copies
+    accessed = row["accessed_bytes"]
+    copies = row["moved_copies"] if accessed is None else accessed / (4 * row["parameters"])
+    assert copies <= most_copies
     assert row["kernels"] <= most_kernels
     found = [kind["all"] for kind in row["messages"].values()]
     assert 0 < sum(found) <= most_messages

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from jaxcomp.compressors.base import Key
+from jaxcomp.methods import low_rank
 from jaxcomp.methods.low_rank import orthogonal, outer
 
 
@@ -31,3 +32,17 @@ def test_the_product_of_factors_is_that_of_matrices_for_any_rank(rank):
     draw = np.random.default_rng(rank).integers
     left, right = (draw(-9, 9, size=(2, size, rank)).astype(np.float32) for size in (7, 5))
     np.testing.assert_array_equal(outer(left, right), left @ np.swapaxes(right, 1, 2))
+
+
+@pytest.mark.parametrize(
+    ("shape", "wanted"),
+    [
+        ((6, 4), (6, 4)),
+        ((3, 3, 16, 32), (144, 32)),  # a convolution
+        ((24, 6, 4), (24, 24)),  # queries of six heads
+        ((6, 4, 24), (24, 24)),  # and what joins them again
+        ((4, 4, 4), (16, 4)),
+    ],
+)
+def test_axes_are_cut_where_factors_are_thinnest(shape, wanted):
+    assert low_rank.sides(shape) == wanted
