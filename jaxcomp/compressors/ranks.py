@@ -171,8 +171,8 @@ def put_back_by_sorting(values: jax.Array, marked: jax.Array) -> jax.Array:
 
 
 def _first_if(marked):
-    """The places of marked entries, then those of all others, `i32[rows, n]`."""
-    place = lax.broadcasted_iota(jnp.int32, marked.shape, 1)
+    """The places of marked entries, and those of all others plus n, `u16[rows, n]`."""
+    place = lax.broadcasted_iota(jnp.uint16, marked.shape, 1)
     return jnp.where(marked, place, place + marked.shape[1])
 
 
