@@ -58,8 +58,8 @@ def power_sgd(
       axis_name: Mesh axis to average over.
       warmup_steps: First steps, which send updates in float32.
       least: A leaf [m, n] of fewer than `least * rank * (m + n)` elements is sent in float32, and
-        so are leaves with fewer than two axes. More axes are cut where m + n is least. Of stacked
-        layers, wrap the chain in `jaxcomp.per_layer`: else they are one matrix.
+        so are leaves with fewer than two axes. More axes are cut where m + n is least. Stacked
+        layers would be one matrix: wrap the chain in `jaxcomp.per_layer`.
       sides: "alternating" sends one factor per step, rank * (m + n) / 2 values on average; "both"
         sends both in two all-reduces, the second computed from the first.
       seed: Seed of the first factors; equal on all replicas.
