@@ -34,8 +34,8 @@ def of(compressor: Compressor, shared: Key, numel: int, dtype: Any) -> Decode:
 def rows(messages: jax.Array, decode: Decode) -> jax.Array:
     """What messages, one a row, decode to, one after the other in one array."""
     same = lambda rows: rows
-    by_row = jax.vmap(decode)(messages)
-    return by_platform(by_row, cpu=same, gpu=same, default=_written).reshape(-1)
+    decoded = jax.vmap(decode)(messages)
+    return by_platform(decoded, cpu=same, gpu=same, default=_written).reshape(-1)
 
 
 def _written(rows):
@@ -45,7 +45,7 @@ def _written(rows):
     into the lines of a bucket.
     """
     lanes = LANES if rows.size % LANES == 0 else rows.shape[-1]
-    return lax.optimization_barrier(rows.reshape(-1, lanes))
+    return lax.optimization_barrier(rows.reshape(-1, lanes)).reshape(rows.shape)
 
 
 def rows_once(messages: jax.Array, decode: Decode) -> jax.Array:

@@ -71,8 +71,8 @@ def dion(
       others: Optimizer of the leaves sent in float32; it gets their mean gradient. Default:
         `optax.adamw(learning_rate, b2=0.95, weight_decay=weight_decay)`.
       exact: `(path, leaf) -> bool`, which leaves are sent in float32. Default: leaves with fewer
-        than two axes. Include embeddings and heads, too. Stacked layers would be one matrix: wrap the
-        optimizer in `jaxcomp.per_layer`.
+        than two axes. Include embeddings and heads, too. Stacked layers would be one matrix: wrap
+        the optimizer in `jaxcomp.per_layer`.
       eps: Added to the norms of columns.
       seed: Seed of the first factors; equal on all replicas.
 
