@@ -84,7 +84,7 @@ def power_sgd(
       "both". The authors' later code alternates, and so do L. Zhang et al., `Evaluation and
       Optimization of Gradient Compression for Distributed Deep Learning
       <https://arxiv.org/abs/2306.08881>`_, 2023. Deviations: factors are orthogonalized just before
-      use, by Cholesky QR, after adding noise of 1e-12; the paper's m is always the first axis.
+      use, by Cholesky QR, after adding noise of 1e-12; the paper always cuts behind the first axis.
     """
     name = "power_sgd"
     require(isinstance(rank, int) and rank >= 1, name, "at least 1", "rank=4", rank=rank)

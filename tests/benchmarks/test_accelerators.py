@@ -127,6 +127,20 @@ def test_steps_are_lowered_for_hosts_of_several_devices(method, in_shards):
     assert built.mesh.size == 8
 
 
+@pytest.mark.parametrize("method", ["power_sgd", "dion"])
+def test_factors_of_a_scanned_model_are_those_of_its_layers(method):
+    model = dataclasses.replace(SMALL, layers=2, scan=True)
+    built = build_step(model, METHODS[method], jax.make_mesh((4,), ("replica",)))
+    factors = [*jax.tree.leaves(right_of(built.state)["blocks"])]
+    assert factors and all(x.ndim == 3 and len(x) == 2 for x in factors)
+
+
+def right_of(state):
+    of_low_rank = lambda node: hasattr(node, "right")
+    nodes = jax.tree.leaves(state, is_leaf=of_low_rank)
+    return next(node.right for node in nodes if of_low_rank(node))
+
+
 def test_more_devices_than_a_slice_has_are_refused_before_the_compiler_ends_its_process():
     with pytest.raises(ValueError, match="got 1024 devices of v5e, need at most 256"):
         mesh_of("v5e", (128, 8))

@@ -35,6 +35,17 @@ def test_a_tpu_picks_the_same_runs(numel, monkeypatch):
     np.testing.assert_array_equal(of_tpu[1], sent)
 
 
+@pytest.mark.parametrize("numel", [5, 8 * 100, 8 * 128 * 3, 51234])
+def test_a_tpu_picks_the_same_of_each_group(numel, monkeypatch):
+    x, code, keys = bucket(numel), group_top_1(8), (make_key(3), make_key(5))
+    payload, sent = roundtrip(code, x, *keys)
+    as_for_tpus(monkeypatch)
+    of_tpu = roundtrip(code, x, *keys)
+    for ours, wanted in zip(of_tpu[0].data, payload.data, strict=True):
+        np.testing.assert_array_equal(ours, wanted)
+    np.testing.assert_array_equal(of_tpu[1], sent)
+
+
 def test_runs_are_whole_rows_of_neighbours():
     sent = decoded(random_k(0.25), np.ones(3 * 4096 + 40, "f4"), count=6)
     starts = np.flatnonzero(np.diff(sent, prepend=0) == 1)
