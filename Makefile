@@ -4,7 +4,7 @@
 # make format                          ruff: what it can mend, and the layout
 # make docs                            the pages of docs/, in docs/_build/html
 # make soak [STEPS=1000]               a run of eight processes that is harmed again and again
-# make fuzz [INPUTS=100000]            as many inputs for each parser of tests/test_fuzz.py
+# make fuzz [INPUTS=3000]              as many inputs for each parser of tests/fuzz
 # make mutations                       whether the suite sees each mistake of tests/mutations.txt
 # Each sets up its own virtual environment in this folder first.
 
@@ -43,9 +43,9 @@ soak: $(VENV)/test.installed
 soak: STEPS = 1000
 
 fuzz: $(VENV)/test.installed
-	FUZZ=$(INPUTS) $(BIN)/python -m pytest -q tests/test_fuzz.py
+	FUZZ=$(INPUTS) $(BIN)/python -m pytest -q -n $(WORKERS) tests/fuzz
 
-fuzz: INPUTS = 100000
+fuzz: INPUTS = 3000
 
 mutations: $(VENV)/test.installed
 	$(BIN)/python tests/mutations.py

@@ -1,11 +1,17 @@
 """Checks of settings, and of files that a user can change."""
 
+import collections
 import json
 import math
+import os
 import pathlib
+import stat
 import types
 import typing
-from typing import Any, Literal, Union
+from typing import Any, BinaryIO, Literal, Union
+
+MOST_TEXT = 10**8
+"""Bytes of the longest file that is read as one text, such as a JSON object."""
 
 _NAMES = {
     int: "a whole number",
@@ -14,6 +20,9 @@ _NAMES = {
     bool: "True or False",
     types.NoneType: "None",
 }
+
+_KINDS = {stat.S_IFIFO: "FIFO", stat.S_IFDIR: "folder"}
+_KINDS |= {stat.S_IFCHR: "device", stat.S_IFBLK: "device"}
 
 
 def of_types(settings: Any, of: str = "") -> None:
@@ -72,6 +81,41 @@ def divisible(model: Any, whole: str, part: str) -> None:
         )
 
 
+def open_file(path: str | pathlib.Path) -> BinaryIO:
+    """Opens a regular file to read its bytes; links to one count.
+
+    Raises:
+      ValueError: If it is a FIFO, on which a plain `open` waits for ever, a device, a socket or a
+        folder.
+      OSError: If it does not exist or cannot be opened.
+    """
+    # Without a writer, a FIFO opens at once; regular files ignore the flag.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    kind = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(kind):
+        os.close(descriptor)
+        raise ValueError(f"{path} is a {_KINDS.get(stat.S_IFMT(kind), 'socket')}; needs a file.")
+    return os.fdopen(descriptor, "rb")
+
+
+def read_file(path: str | pathlib.Path, most: int = MOST_TEXT) -> bytes:
+    """The bytes of a regular file.
+
+    Args:
+      path: The file.
+      most: A longer one is refused before memory is taken for it.
+
+    Raises:
+      ValueError: If it is longer, or no regular file.
+      OSError: If it cannot be read.
+    """
+    with open_file(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > most or len(found := file.read(most + 1)) > most:
+            raise ValueError(f"{path} has {size} bytes; needs at most {most}.")
+    return found
+
+
 def json_object(file: pathlib.Path, **kinds: Any) -> dict[str, Any]:
     """Reads a file that holds one JSON object.
 
@@ -83,7 +127,7 @@ def json_object(file: pathlib.Path, **kinds: Any) -> dict[str, Any]:
       ValueError: If it cannot be read, or holds anything else.
     """
     try:
-        found = json_value(file.read_bytes())
+        found = json_value(read_file(file))
     except (OSError, ValueError) as error:
         raise ValueError(f"{file} cannot be read: {error}.") from error
     if not isinstance(found, dict):
@@ -101,11 +145,24 @@ def of_keys(found: dict[str, Any], where: str, **kinds: Any) -> None:
 
 
 def json_value(text: str | bytes) -> Any:
-    """The value of a JSON text; a ValueError also for nesting that is too deep."""
+    """The value of a JSON text.
+
+    Raises:
+      ValueError: If it is no JSON, nests too deeply, or an object has a key twice, of which Python
+        would take the last one without a word.
+    """
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=_without_twins)
     except RecursionError as error:
         raise ValueError("it nests too deeply") from error
+
+
+def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twin, _ = collections.Counter(name for name, _ in pairs).most_common(1)[0]
+        raise ValueError(f"an object has the key {twin!r:.80} twice")
+    return found
 
 
 def _words(kind: Any) -> str:
