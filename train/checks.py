@@ -85,7 +85,7 @@ def open_file(path: str | pathlib.Path) -> BinaryIO:
     """Opens a regular file to read its bytes; links to one count.
 
     Raises:
-      ValueError: If it is a FIFO, on which a plain `open` waits for ever, a device, a socket or a
+      ValueError: If it is a FIFO, on which a plain `open` waits forever, a device, a socket or a
         folder.
       OSError: If it does not exist or cannot be opened.
     """
