@@ -62,8 +62,12 @@ def text(tmp_path_factory):
 
 
 @pytest.fixture
-def config_of(text, tmp_path):
-    """Makes configs whose rows, checksums and evaluations fall on different steps."""
+def config_of(text, tmp_path, monkeypatch):
+    """Makes configs whose rows, checksums and evaluations fall on different steps.
+
+    Their runs are in the default `runs_dir`, which is relative.
+    """
+    monkeypatch.chdir(tmp_path)
 
     def make(update=STOCHASTIC, rate=1e-2, name="tiny", batch=8, schedule="cosine", **changes):
         steps = changes.pop("steps", 6)
@@ -72,7 +76,6 @@ def config_of(text, tmp_path):
             name=name,
             steps=steps,
             optimizer=Optimizer(update, rate, min(2, steps - 1), schedule),
-            runs_dir=str(tmp_path / "runs"),
             eval_batches=2,
             data=Data(path=changes.pop("path", text), batch=batch),
             model=changes.pop("model", TINY),
@@ -365,14 +368,17 @@ def test_run_goes_on_with_another_number_of_replicas(config_of, stop_after, upda
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 85), (signal.SIGINT, 0)])
-def test_signal_saves_ends_with_its_status_and_the_run_goes_on(tmp_path, text, number, status):
+def test_signal_saves_ends_with_its_status_and_the_run_goes_on(
+    tmp_path, text, number, status, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
     log = tmp_path / "runs" / "nano_dense" / "metrics.jsonl"
     args = f"{TINY_ARGS} --replicas 2 --data.batch 4 --optimizer.warmup-steps 0 --log-every 1"
-    args = [*args.split(), "--runs-dir", str(tmp_path / "runs"), "--data.path", text]
+    args = [*args.split(), "--data.path", text]
     process = subprocess.Popen(
-        [sys.executable, "-m", "train", "configs/nano_dense.py", *args, "--steps", "1000000"],
-        **{"cwd": ROOT, "stderr": subprocess.PIPE, "text": True},
-        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        [sys.executable, "-m", "train", str(NANO), *args, "--steps", "1000000"],
+        **{"stderr": subprocess.PIPE, "text": True},
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)},
     )
     try:
         deadline = time.monotonic() + 100

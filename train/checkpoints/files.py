@@ -83,7 +83,7 @@ def intact(directory: str | Path, step: int | None = None, item: str = "") -> Pa
       ValueError: If there is no such checkpoint, or it is damaged; the text names the newest intact
         one.
     """
-    directory = Path(directory).absolute()
+    directory = Path(directory)
     saved = steps(directory)
     step = max(saved, default=None) if step is None else step
     if step not in saved:

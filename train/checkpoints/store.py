@@ -187,7 +187,7 @@ def load(path: Path, like: Any) -> tuple[Any, dict[str, Any]]:
     record = agree.from_first(lambda: _record(path))
     require_same(path, record, described(like))
     with ocp.StandardCheckpointer(multiprocessing_options=everyone()) as checkpointer:
-        loaded = checkpointer.restore(path / "state", without_empty(like))
+        loaded = checkpointer.restore(_arrays(path), without_empty(like))
     return jax.tree.map(_filled, like, loaded), record["run"]
 
 
@@ -216,7 +216,7 @@ def restore_params(directory: str | Path, like: Any) -> Any:
     )
     handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=everyone())
     with ocp.Checkpointer(handler, multiprocessing_options=everyone()) as checkpointer:
-        loaded = checkpointer.restore(path / "state", args=options)
+        loaded = checkpointer.restore(_arrays(path), args=options)
     return jax.tree.map(_filled, like, loaded)["params"]
 
 
@@ -235,12 +235,12 @@ def restore_leaves(directory: str | Path, wanted: Callable[[str, Any], Any]) -> 
     with ocp.Checkpointer(handler, multiprocessing_options=everyone()) as checkpointer:
         item = jax.tree_util.tree_map_with_path(
             lambda key, saved: wanted(path_of(key), saved) or ocp.PLACEHOLDER,
-            checkpointer.metadata(path / "state").item_metadata.tree,
+            checkpointer.metadata(_arrays(path)).item_metadata.tree,
         )
         how = ocp.checkpoint_utils.construct_restore_args
         each = jax.tree.map(lambda x: ocp.RestoreArgs() if x is ocp.PLACEHOLDER else how(x), item)
         args = ocp.args.PyTreeRestore(item=item, restore_args=each)
-        loaded = checkpointer.restore(path / "state", args=args)
+        loaded = checkpointer.restore(_arrays(path), args=args)
     leaves = jax.tree_util.tree_leaves_with_path(loaded)
     return {path_of(key): x for key, x in leaves if x is not ocp.PLACEHOLDER}
 
@@ -248,6 +248,11 @@ def restore_leaves(directory: str | Path, wanted: Callable[[str, Any], Any]) -> 
 def _intact(directory, step) -> tuple[Path, dict]:
     path = Path(agree.from_first(lambda: str(intact(directory, step))))
     return path, agree.from_first(lambda: _record(path))
+
+
+def _arrays(path: Path) -> Path:
+    """The arrays of a checkpoint, as Orbax wants it: it refuses relative paths."""
+    return path.absolute() / "state"
 
 
 def _filled(wanted, got):

@@ -28,7 +28,10 @@ def rows(count, x):
 
 
 @pytest.mark.parametrize("count", [4, 3])
-def test_reads_the_mean_of_any_number_of_replicas(tmp_path, count):
+def test_reads_the_mean_of_any_number_of_replicas_below_the_working_folder(
+    tmp_path, monkeypatch, count
+):
+    monkeypatch.chdir(tmp_path)
     drift = jax.tree.map(lambda x: rows(count, x), PARAMS)
     # As a share of a fast axis is: filled up.
     filled = drift | {"a": {"w": np.pad(drift["a"]["w"], [(0, 0), (0, 1), (0, 0)])}}
@@ -41,8 +44,8 @@ def test_reads_the_mean_of_any_number_of_replicas(tmp_path, count):
     moved = jax.tree.map(lambda p, d: p + d.mean(axis=0), PARAMS, drift)
     # Checkpoints of older versions name no drifts.
     for step, (metadata, expected) in enumerate([({}, PARAMS), ({"drifts": names}, moved)]):
-        checkpoints = store.open_checkpoints(tmp_path)
+        checkpoints = store.open_checkpoints("here")
         checkpoints.save(step, tree, metadata | {"num_replicas": count})
         checkpoints.close()
-        got = mean.restore_mean(tmp_path, jax.tree.map(place, PARAMS), mesh)
+        got = mean.restore_mean("here", jax.tree.map(place, PARAMS), mesh)
         jax.tree.map(np.testing.assert_array_equal, jax.tree.map(one_value, got), expected)

@@ -228,7 +228,8 @@ def test_the_newest_checkpoints_stay(tmp_path, mesh_of):
     assert latest(tmp_path / "nothing") is None
 
 
-def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path, mesh_of):
+def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path, mesh_of, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     mesh = mesh_of(4)
     tx = optax.adam(1e-2)
 
@@ -247,16 +248,18 @@ def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path, mesh_of):
 
     carry = begin()
     like = target(carry)
-    checkpoints = open_checkpoints(tmp_path)
+    checkpoints = open_checkpoints("here")
     for index in range(6):
         carry = step(*carry)
         if index == 2:
             checkpoints.save(3, carry, {})
     checkpoints.close()
-    resumed, _, start = restore(tmp_path, like)
+    resumed, _, start = restore("here", like)
     for _ in range(start, 6):
         resumed = step(*resumed)
     assert_same(resumed, carry)
+    loaded, _ = store.load(Path("here", "3"), like)
+    assert_same(loaded, restore("here", like)[0])
 
 
 def test_a_process_killed_while_it_saves_leaves_the_previous_checkpoint(tmp_path, mesh_of):

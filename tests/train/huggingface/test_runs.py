@@ -25,8 +25,12 @@ UPDATE = "local_steps(adam(learning_rate), axis_name, every=4)"
 
 
 @pytest.fixture
-def config(tmp_path):
-    """A run of two steps from GPT-2's folder, whose replicas end apart from each other."""
+def config(tmp_path, monkeypatch):
+    """A run of two steps from GPT-2's folder, whose replicas end apart from each other.
+
+    It is in the default `runs_dir`, which is relative.
+    """
+    monkeypatch.chdir(tmp_path)
     text = tmp_path / "text.txt"
     text.write_text("a few words, again and again\n" * 40)
     return Config(
@@ -36,7 +40,6 @@ def config(tmp_path):
         replicas=2,
         eval_batches=1,
         per_layer=False,
-        runs_dir=str(tmp_path / "runs"),
         start_from=str(GOLDEN / "gpt2"),
         model=Pretrained(context=8, dtype="float32"),
         data=Data(path=str(text), batch=4),
