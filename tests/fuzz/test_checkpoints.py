@@ -27,7 +27,7 @@ def test_metadata_of_checkpoints(value):
 def test_files_of_metadata(tmp_path, text):
     (tmp_path / "metadata").mkdir(exist_ok=True)
     (tmp_path / "metadata" / "metadata").write_bytes(text)
-    refused(store._record, tmp_path)
+    refused(store._read, tmp_path)
 
 
 SUMS = {"metadata/metadata": [2, 0], "state/a": [4, 1]}

@@ -221,7 +221,7 @@ def load(files: Sequence[Path], like: Any, where: str) -> Any:
     for file in files:
         found, record = parts.read(file)
         held += found
-    require_same(Path(where), record, described(like))
+    require_same(Path(where), record["leaves"], record["run"], described(like))
     return parts.assembled(like, held)
 
 

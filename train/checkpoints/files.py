@@ -6,12 +6,16 @@ of every file that matters: Orbax itself would read a flipped bit as a weight.
 """
 
 import json
+import re
 import shutil
 import tempfile
 import zlib
 from pathlib import Path
 
 from train import checks
+
+_STEP = re.compile("0|[1-9][0-9]{0,17}")  # the name of a complete checkpoint
+_MARK = "commit_success.txt"  # that Orbax adds to some file systems' folders, after the checksums
 
 
 def steps(directory: str | Path) -> list[int]:
@@ -22,7 +26,8 @@ def steps(directory: str | Path) -> list[int]:
     directory = Path(directory)
     if not directory.is_dir():
         return []
-    return sorted(int(path.name) for path in directory.iterdir() if path.name.isdecimal())
+    named = [path for path in directory.iterdir() if _STEP.fullmatch(path.name)]
+    return sorted(int(path.name) for path in named if path.is_dir())
 
 
 def latest(directory: str | Path) -> int | None:
@@ -63,8 +68,7 @@ def remove_partial(directory: Path) -> None:
 def write_checksums(directory: Path) -> None:
     """Adds `checksums.json` to a save just before it is complete."""
     for partial in _partial(directory):
-        files = [path for item in ("state", "metadata") for path in (partial / item).rglob("*")]
-        sums = {str(file.relative_to(partial)): _checksum(file) for file in files if file.is_file()}
+        sums = {name: _checksum(partial / name) for name in _files(partial)}
         (partial / "checksums.json").write_text(json.dumps(sums, indent=1, sort_keys=True))
 
 
@@ -84,15 +88,8 @@ def intact(directory: str | Path, step: int | None = None, item: str = "") -> Pa
         one.
     """
     directory = Path(directory)
-    saved = steps(directory)
-    step = max(saved, default=None) if step is None else step
-    if step not in saved:
-        raise ValueError(
-            f"no checkpoint{'' if step is None else f' of step {step}'} in {directory}, only of "
-            f"steps {saved}. Name one of these, or another directory"
-        )
+    saved, step, damage = _examined(directory, step, item)
     path = directory / str(step)
-    damage = _damage(path, item)
     if damage is None:
         return path
     good = next((s for s in reversed(saved) if s != step and not _damage(directory / str(s))), None)
@@ -106,6 +103,19 @@ def intact(directory: str | Path, step: int | None = None, item: str = "") -> Pa
             else (f"Step {good} is good: name it")
         )
     raise ValueError(f"the checkpoint {path} is damaged: {damage}. {remedy}")
+
+
+def require_kept(path: Path) -> None:
+    """Raises ValueError if a checkpoint, or a file of it, is not there any more."""
+    try:
+        lost = checks.json_object(path / "checksums.json").keys() - _files(path)
+    except ValueError:
+        lost = {"checksums.json"}
+    if lost:
+        raise ValueError(
+            f"the checkpoint {path} was removed while it was read: its run goes on, and keeps only "
+            "its newest ones. Start this command again"
+        )
 
 
 def pass_over_damaged(directory: Path) -> list[str]:
@@ -136,6 +146,29 @@ def pass_over_damaged(directory: Path) -> list[str]:
     return [f"step {step} is damaged: {damage}" for step, damage in damages.items()]
 
 
+def _examined(directory: Path, step: int | None, item: str) -> tuple[list[int], int, str | None]:
+    """The steps of a directory, the one that is named or the newest, and its damage."""
+    while True:
+        saved = steps(directory)
+        chosen = max(saved, default=None) if step is None else step
+        if chosen not in saved:
+            raise ValueError(
+                f"no checkpoint{'' if step is None else f' of step {step}'} in {directory}, only "
+                f"of steps {saved}. Name one of these, or another directory"
+            )
+        damage = _damage(directory / str(chosen), item)
+        # A running run removes its older checkpoints, perhaps while this one is read.
+        if damage is None or chosen == (latest(directory) if step is None else step):
+            return saved, chosen, damage
+
+
+def _files(path: Path, item: str = "") -> set[str]:
+    """The names of what a checkpoint consists of: all in its items that is no folder."""
+    items = [item] if item else ["state", "metadata"]
+    found = [file for each in items for file in (path / each).rglob("*") if not file.is_dir()]
+    return {str(file.relative_to(path)) for file in found if file.name != _MARK}
+
+
 def _partial(directory):
     return list(directory.glob("*.orbax-checkpoint-tmp*"))
 
@@ -143,18 +176,11 @@ def _partial(directory):
 def _checksum(path):
     """Returns the size of a file and its CRC-32."""
     size = crc = 0
-    with path.open("rb") as file:
+    with checks.open_file(path) as file:
         while piece := file.read(1 << 24):
             size += len(piece)
             crc = zlib.crc32(piece, crc)
     return [size, crc]
-
-
-def _is_file(path):
-    try:
-        return path.is_file()
-    except (OSError, ValueError):  # not a possible file name
-        return False
 
 
 def _damage(path, item=""):
@@ -165,14 +191,19 @@ def _damage(path, item=""):
         return str(error).rstrip(".")
     if not sums or not checks.is_of(sums, dict[str, list[int]]):
         return "checksums.json is not what a save has written"
-    for name, sum_of in sums.items():
-        if not name.startswith(item):
-            continue
-        if not _is_file(path / name):
-            return f"{name:.80} is missing"
-        got = _checksum(path / name)
-        if got[:1] != sum_of[:1]:
-            return f"{name} has {got[0]:,} bytes instead of {', '.join(map(str, sum_of[:1]))}"
-        if got != sum_of:
+    needed = {name for name in sums if not item or name.startswith(f"{item}/")}
+    there = _files(path, item)
+    if missing := sorted(needed - there):
+        return f"{missing[0]:.80} is missing"
+    if added := sorted(there - needed):
+        return f"{added[0]:.80} is not among the files that checksums.json names"
+    for name in sorted(needed):
+        try:
+            got = _checksum(path / name)
+        except FileNotFoundError:
+            return f"{name} is missing"
+        if got[:1] != sums[name][:1]:
+            return f"{name} has {got[0]:,} bytes instead of {', '.join(map(str, sums[name][:1]))}"
+        if got != sums[name]:
             return f"the bytes of {name} have changed"
     return None

@@ -1,6 +1,5 @@
 """Reads a checkpoint as the mean of the replicas' own parameters, to start another run."""
 
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -9,7 +8,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxcomp.replicas import protocol
+from train import checks
 from train.checkpoints import store, trees
+from train.checkpoints.store import Saved
 from train.placement import sharded
 
 
@@ -25,11 +26,11 @@ def drifts(state: Any) -> dict[str, str]:
     return found
 
 
-def restore_mean(directory: str | Path, like: Any, mesh: Mesh) -> Any:
-    """Reads the parameters of the newest checkpoint, averaged over its replicas.
+def restore_mean(saved: Saved, like: Any, mesh: Mesh) -> Any:
+    """Reads the parameters of a checkpoint, averaged over its replicas.
 
     Args:
-      directory: Where the checkpoints are.
+      saved: The checkpoint, from `store.choose`.
       like: As for `store.restore_params`.
       mesh: Rows of replicas are spread over its devices meanwhile, if it divides them.
 
@@ -39,18 +40,20 @@ def restore_mean(directory: str | Path, like: Any, mesh: Mesh) -> Any:
     Raises:
       ValueError: As `store.restore_params`.
     """
-    params = store.restore_params(directory, like)
-    of = store.read_metadata(directory).get("drifts", {})
+    params = store.restore_params(saved, like)
+    of = saved.metadata.get("drifts", {})
+    if not checks.is_of(of, dict[str, str]):
+        raise ValueError(f"{saved.path} has metadata with drifts={of!r:.80}; needs paths.")
     if not of:
         return params
 
-    def wanted(name, saved):
+    def wanted(name, leaf):
         if name not in of:
             return None
-        spec = P() if saved.shape[0] % mesh.size else P(mesh.axis_names)
-        return jax.ShapeDtypeStruct(saved.shape, saved.dtype, sharding=NamedSharding(mesh, spec))
+        spec = P() if leaf.shape[0] % mesh.size else P(mesh.axis_names)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
 
-    rows = store.restore_leaves(directory, wanted)
+    rows = store.restore_leaves(saved, wanted)
     leaves, treedef = jax.tree.flatten(params)
     names = trees.described(params)
     own = [[x for name, x in rows.items() if of[name] == param] for param in names]
@@ -58,11 +61,11 @@ def restore_mean(directory: str | Path, like: Any, mesh: Mesh) -> Any:
     return treedef.unflatten(jax.jit(_moved, out_shardings=places)(leaves, own))
 
 
-def restore_whole(directory: str | Path, natural: Any, mesh: Mesh) -> Any:
+def restore_whole(saved: Saved, natural: Any, mesh: Mesh) -> Any:
     """Reads what `restore_mean` reads onto all devices of a mesh, even if the run was sharded.
 
     Args:
-      directory: Where the checkpoints are.
+      saved: The checkpoint, from `store.choose`.
       natural: Shapes and dtypes of the unsharded parameters.
       mesh: Any mesh of the devices that get the parameters.
 
@@ -72,11 +75,12 @@ def restore_whole(directory: str | Path, natural: Any, mesh: Mesh) -> Any:
     Raises:
       ValueError: As `restore_mean`.
     """
-    saved = store.read_metadata(directory)
-    if saved.get("config", {}).get("qsdp") is not None:
-        natural = sharded.shapes(natural, saved["num_replicas"])
+    config = saved.metadata.get("config")
+    if isinstance(config, dict) and config.get("qsdp") is not None:
+        checks.of_keys(saved.metadata, str(saved.path), num_replicas=int)
+        natural = sharded.shapes(natural, saved.metadata["num_replicas"])
     placed = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, P()))
-    return sharded.joined(restore_mean(directory, jax.tree.map(placed, natural), mesh))
+    return sharded.joined(restore_mean(saved, jax.tree.map(placed, natural), mesh))
 
 
 def _moved(params, drifts):

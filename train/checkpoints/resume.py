@@ -94,9 +94,9 @@ def _begin(task: Task, directory: Path, step: int | None) -> tuple[Any, Any, Pro
             f"{directory} has a checkpoint of step {step}, which --no-resume would overwrite; "
             "write --resume, give another --name, or remove that folder."
         )
-    saved = store.read_metadata(directory, step)
-    load = lambda like: store.load(directory / str(step), like)[0]  # known to be intact
-    return _restore(task, directory, step, saved, load)
+    saved = store.choose(directory, step, "metadata")  # all of it is known to be intact
+    load = lambda like: store.load(saved, like)
+    return _restore(task, directory, step, saved.metadata, load)
 
 
 def _from_copies(
@@ -145,7 +145,7 @@ def _first(task: Task) -> tuple[Any, Any]:
             f"start_from is {start_from!r}, but there is no checkpoint in {source}, and it is no "
             "Hugging Face folder; train that run first, or write --start-from None."
         )
-    params = mean.restore_whole(source, task.natural, task.mesh)
+    params = mean.restore_whole(store.choose(source), task.natural, task.mesh)
     return task.init(jax.device_put(params, task.places))
 
 

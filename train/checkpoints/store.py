@@ -14,7 +14,7 @@ import math
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,7 @@ from train import checks
 from train.checkpoints.files import (
     intact,
     remove_partial,
+    require_kept,
     require_newest,
     require_writable,
 )
@@ -139,20 +140,42 @@ def open_checkpoints(
     return Checkpoints(directory, seconds, manager, failures, claim)
 
 
-def read_metadata(directory: str | Path, step: int | None = None) -> dict[str, Any]:
-    """Reads the metadata of a checkpoint, in process 0 for all.
+class Saved(NamedTuple):
+    """A checkpoint, chosen once: all that is read of it is of the same step."""
+
+    path: Path
+    leaves: dict[str, str]  # as `trees.described` makes it
+    metadata: dict[str, Any]  # given to `save`, as JSON returns it: tuples come back as lists
+
+    @property
+    def step(self) -> int:
+        """The step after which it was saved."""
+        return int(self.path.name)
+
+
+def choose(directory: str | Path, step: int | None = None, item: str = "") -> Saved:
+    """Finds a checkpoint and checks its bytes, in process 0 for all.
 
     Args:
       directory: Where the checkpoints are.
       step: Which one; the newest by default.
+      item: With `"metadata"`, checks only the metadata.
 
     Returns:
-      The dict given to `save`, as JSON returns it: tuples come back as lists.
+      The checkpoint, for `load`, `restore_params` and `restore_leaves`.
 
     Raises:
-      ValueError: If there is no such checkpoint, or its metadata is damaged.
+      ValueError: If there is no such checkpoint, or it is damaged; the text names the newest intact
+        one.
     """
-    return agree.from_first(lambda: _record(intact(directory, step, "metadata")))["run"]
+
+    path, *record = agree.from_first(lambda: _read(intact(directory, step, item)))
+    return Saved(Path(path), *record)
+
+
+def read_metadata(directory: str | Path, step: int | None = None) -> dict[str, Any]:
+    """The metadata of the checkpoint that `choose` finds, without a check of its arrays."""
+    return choose(directory, step, "metadata").metadata
 
 
 def restore(
@@ -176,26 +199,26 @@ def restore(
     Raises:
       ValueError: If there is no such checkpoint, it is damaged (the text names the newest intact
         one) or it is from another model (the text lists the first leaves that differ). Then nothing
-        is loaded.
+        is loaded. Also if a running run removed it meanwhile.
     """
-    path, _ = _intact(directory, step)
-    return *load(path, like), int(path.name)
+    saved = choose(directory, step)
+    return load(saved, like), saved.metadata, saved.step
 
 
-def load(path: Path, like: Any) -> tuple[Any, dict[str, Any]]:
-    """`restore` for a checkpoint that is known to be intact."""
-    record = agree.from_first(lambda: _record(path))
-    require_same(path, record, described(like))
+def load(saved: Saved, like: Any) -> Any:
+    """The tree of a checkpoint that is known to be intact, as `restore` reads it."""
+    require_same(saved.path, saved.leaves, saved.metadata, described(like))
     with ocp.StandardCheckpointer(multiprocessing_options=everyone()) as checkpointer:
-        loaded = checkpointer.restore(_arrays(path), without_empty(like))
-    return jax.tree.map(_filled, like, loaded), record["run"]
+        with _kept(saved) as arrays:
+            loaded = checkpointer.restore(arrays, without_empty(like))
+    return jax.tree.map(_filled, like, loaded)
 
 
-def restore_params(directory: str | Path, like: Any) -> Any:
+def restore_params(saved: Saved, like: Any) -> Any:
     """Reads only the parameters, from a run with any optimizer on any number of replicas.
 
     Args:
-      directory: Where the checkpoints are; reads the newest one.
+      saved: The checkpoint.
       like: As for `restore`, for the parameters only.
 
     Returns:
@@ -204,10 +227,9 @@ def restore_params(directory: str | Path, like: Any) -> Any:
     Raises:
       ValueError: As `restore`.
     """
-    path, record = _intact(directory, None)
     like = {"params": like}
-    leaves = {name: leaf for name, leaf in record["leaves"].items() if name.startswith("params/")}
-    require_same(path, record | {"leaves": leaves}, described(like))
+    leaves = {name: leaf for name, leaf in saved.leaves.items() if name.startswith("params/")}
+    require_same(saved.path, leaves, saved.metadata, described(like))
     wanted = without_empty(like)
     options = ocp.args.PyTreeRestore(
         item=wanted,
@@ -216,43 +238,58 @@ def restore_params(directory: str | Path, like: Any) -> Any:
     )
     handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=everyone())
     with ocp.Checkpointer(handler, multiprocessing_options=everyone()) as checkpointer:
-        loaded = checkpointer.restore(_arrays(path), args=options)
+        with _kept(saved) as arrays:
+            loaded = checkpointer.restore(arrays, args=options)
     return jax.tree.map(_filled, like, loaded)["params"]
 
 
-def restore_leaves(directory: str | Path, wanted: Callable[[str, Any], Any]) -> dict[str, Any]:
-    """Reads the leaves of the newest checkpoint that a function asks for.
+def restore_leaves(saved: Saved, wanted: Callable[[str, Any], Any]) -> dict[str, Any]:
+    """Reads the leaves of a checkpoint that a function asks for.
 
     Args:
-      directory: Where the checkpoints are.
+      saved: The checkpoint.
       wanted: `(path, saved) -> jax.ShapeDtypeStruct, or None`; paths as in `trees.described`.
 
     Returns:
       The leaves by path. Empty leaves were not saved.
+
+    Raises:
+      ValueError: If a running run removed the checkpoint meanwhile.
     """
-    path, _ = _intact(directory, None)
     handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=everyone())
     with ocp.Checkpointer(handler, multiprocessing_options=everyone()) as checkpointer:
-        item = jax.tree_util.tree_map_with_path(
-            lambda key, saved: wanted(path_of(key), saved) or ocp.PLACEHOLDER,
-            checkpointer.metadata(_arrays(path)).item_metadata.tree,
-        )
-        how = ocp.checkpoint_utils.construct_restore_args
-        each = jax.tree.map(lambda x: ocp.RestoreArgs() if x is ocp.PLACEHOLDER else how(x), item)
-        args = ocp.args.PyTreeRestore(item=item, restore_args=each)
-        loaded = checkpointer.restore(_arrays(path), args=args)
+        with _kept(saved) as arrays:
+            item = jax.tree_util.tree_map_with_path(
+                lambda key, saved: wanted(path_of(key), saved) or ocp.PLACEHOLDER,
+                checkpointer.metadata(arrays).item_metadata.tree,
+            )
+            how = ocp.checkpoint_utils.construct_restore_args
+            each = jax.tree.map(
+                lambda x: ocp.RestoreArgs() if x is ocp.PLACEHOLDER else how(x), item
+            )
+            args = ocp.args.PyTreeRestore(item=item, restore_args=each)
+            loaded = checkpointer.restore(arrays, args=args)
     leaves = jax.tree_util.tree_leaves_with_path(loaded)
     return {path_of(key): x for key, x in leaves if x is not ocp.PLACEHOLDER}
 
 
-def _intact(directory, step) -> tuple[Path, dict]:
-    path = Path(agree.from_first(lambda: str(intact(directory, step))))
-    return path, agree.from_first(lambda: _record(path))
+def _read(path: Path) -> tuple[str, dict[str, str], dict[str, Any]]:
+    file = path / "metadata" / "metadata"
+    record = checks.json_object(file, leaves=dict[str, str], run=dict[str, Any])
+    return str(path), record["leaves"], record["run"]
 
 
-def _arrays(path: Path) -> Path:
-    """The arrays of a checkpoint, as Orbax wants it: it refuses relative paths."""
-    return path.absolute() / "state"
+@contextlib.contextmanager
+def _kept(saved: Saved) -> Iterator[Path]:
+    """The folder of a checkpoint's arrays, while they are read, as Orbax wants it: absolute.
+
+    A running run removes its older checkpoints. Whatever is read of one that is half gone is not
+    used, even if Orbax sees no error in it.
+    """
+    try:
+        yield saved.path.absolute() / "state"
+    finally:
+        require_kept(saved.path)
 
 
 def _filled(wanted, got):
@@ -260,9 +297,3 @@ def _filled(wanted, got):
     if math.prod(np.shape(wanted)) > 0:
         return got
     return jnp.zeros(wanted.shape, wanted.dtype, device=getattr(wanted, "sharding", None))
-
-
-def _record(path):
-    return checks.json_object(
-        path / "metadata" / "metadata", leaves=dict[str, str], run=dict[str, Any]
-    )

@@ -66,9 +66,10 @@ def without_empty(tree: Any) -> Any:
     return jax.tree.map(lambda leaf: None if math.prod(np.shape(leaf)) == 0 else leaf, tree)
 
 
-def require_same(path: Path, record: dict[str, Any], needed: dict[str, str]) -> None:
-    """Raises a ValueError that lists the leaves in which a checkpoint's record differs."""
-    got = record["leaves"]
+def require_same(
+    path: Path, got: dict[str, str], metadata: dict[str, Any], needed: dict[str, str]
+) -> None:
+    """Raises a ValueError that lists the leaves in which a checkpoint differs."""
     names = [name for name in got | needed if got.get(name) != needed.get(name)]
     if not names:
         return
@@ -77,7 +78,7 @@ def require_same(path: Path, record: dict[str, Any], needed: dict[str, str]) -> 
         for name in names[:_SHOWN]
     )
     more = "; ..." if len(names) > _SHOWN else ""
-    replicas = record["run"].get("num_replicas", "an unknown number of")
+    replicas = metadata.get("num_replicas", "an unknown number of")
     raise ValueError(
         f"the checkpoint {path} is of another model, optimizer or number of replicas (it has "
         f"{replicas}): {len(names)} leaves differ. {listed}{more}. Use the configuration that it "

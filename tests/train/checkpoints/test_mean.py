@@ -47,5 +47,5 @@ def test_reads_the_mean_of_any_number_of_replicas_below_the_working_folder(
         checkpoints = store.open_checkpoints("here")
         checkpoints.save(step, tree, metadata | {"num_replicas": count})
         checkpoints.close()
-        got = mean.restore_mean("here", jax.tree.map(place, PARAMS), mesh)
+        got = mean.restore_mean(store.choose("here"), jax.tree.map(place, PARAMS), mesh)
         jax.tree.map(np.testing.assert_array_equal, jax.tree.map(one_value, got), expected)

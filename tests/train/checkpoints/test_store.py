@@ -343,6 +343,73 @@ def test_harm_to_the_first_bytes_of_a_large_file_is_noticed(tmp_path):
         files.intact(tmp_path)
 
 
+@pytest.mark.parametrize("kind", ["file", "link", "fifo"])
+def test_checksums_name_all_files_and_no_others(tmp_path, mesh_of, kind):
+    save_steps(tmp_path, mesh_of(2), [10, 20])
+    sums = tmp_path / "20" / "checksums.json"
+    named = json.loads(sums.read_text())
+    for name in named:  # such as one that lists fewer files than were saved
+        sums.write_text(json.dumps({n: x for n, x in named.items() if n != name}))
+        with pytest.raises(ValueError, match=f"{name} is not among the files that checksums.json"):
+            files.intact(tmp_path)
+    sums.write_text(json.dumps(named | {"../10/metadata/metadata": named["metadata/metadata"]}))
+    with pytest.raises(ValueError, match=r"\.\./10/metadata/metadata is missing"):
+        files.intact(tmp_path)
+    sums.write_text(json.dumps(named))
+    added = tmp_path / "20" / "state" / "added"
+    make = {"file": added.touch, "link": lambda: added.symlink_to("/none")}
+    make.get(kind, lambda: os.mkfifo(added))()
+    with pytest.raises(ValueError, match="state/added is not among the files"):
+        files.intact(tmp_path)
+    assert read_metadata(tmp_path) == {"step": 20}
+
+
+def test_only_folders_with_the_name_of_a_step_are_checkpoints(tmp_path):
+    for name in ("8", "07", "\u0663", "1" * 200, "-1", "9.orbax-checkpoint"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "16").touch()
+    assert files.steps(tmp_path) == [8]
+
+
+def test_the_newest_checkpoint_is_chosen_again_if_a_run_removes_it_meanwhile(
+    tmp_path, mesh_of, monkeypatch
+):
+    save_steps(tmp_path, mesh_of(2), [10, 20])
+    checksum = files._checksum
+
+    def removed_meanwhile(path):
+        if (tmp_path / "10").exists():
+            shutil.copytree(tmp_path / "20", tmp_path / "30")
+            shutil.rmtree(tmp_path / "10")
+            shutil.rmtree(tmp_path / "20" / "state")
+        return checksum(path)
+
+    monkeypatch.setattr(files, "_checksum", removed_meanwhile)
+    assert files.intact(tmp_path) == tmp_path / "30"
+    with pytest.raises(ValueError, match="no checkpoint of step 10 in"):
+        files.intact(tmp_path, 10)
+
+
+@pytest.mark.parametrize("lost", ["state", "checksums.json", ""])
+def test_what_was_read_of_a_checkpoint_that_went_meanwhile_is_not_used(
+    tmp_path, mesh_of, monkeypatch, lost
+):
+    save_steps(tmp_path, mesh_of(2), [10, 20])
+    saved = store.choose(tmp_path, 10)
+    like = target(make_tree(mesh_of(2)))
+    params = store.restore_params(saved, like["params"])  # while it is there
+    assert_same(params, make_tree(mesh_of(2), fill=10)["params"])
+    path = tmp_path / "10" / lost
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    for read in (
+        lambda: store.load(saved, like),
+        lambda: store.restore_params(saved, like["params"]),
+        lambda: store.restore_leaves(saved, lambda name, leaf: None),
+    ):
+        with pytest.raises(ValueError, match=f"{tmp_path}/10 was removed while it was read"):
+            read()
+
+
 def test_the_named_good_step_passes_over_damaged_ones(tmp_path, mesh_of):
     save_steps(tmp_path, mesh_of(2), [1, 2, 3])
     shutil.rmtree(tmp_path / "2" / "state")
