@@ -1,6 +1,7 @@
 """`python -m train.export RUN FOLDER`: writes a run's parameters as a Hugging Face folder."""
 
 import argparse
+import dataclasses
 import pathlib
 import sys
 from typing import Any
@@ -9,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from train import checks
 from train.checkpoints import mean, store
 from train.huggingface import folder
 from train.models import modules
@@ -20,8 +22,8 @@ def export(run: pathlib.Path, to: pathlib.Path, dtype: str, like: pathlib.Path |
     """Writes the parameters of a run's last checkpoint, averaged over its replicas.
 
     Args:
-      run: The run's folder, such as runs/nano_dense.
-      to: The new folder, without a model in it.
+      run: The run's folder, such as runs/nano_dense. The run may go on meanwhile.
+      to: The new folder.
       dtype: float32, bfloat16 or float16.
       like: The Hugging Face folder whose tokenizer and config.json are copied. None: the one that
         the run, or the first run of its chain, started from, and the run's tokenizer.
@@ -29,13 +31,27 @@ def export(run: pathlib.Path, to: pathlib.Path, dtype: str, like: pathlib.Path |
     Raises:
       ValueError: If the run is not a language model, or Hugging Face has no such architecture.
     """
-    checkpoints = run / "checkpoints"
-    config = store.read_metadata(checkpoints)["config"]
+    folder.require_new(to)  # before the arrays are read
+    saved = store.choose(run / "checkpoints")
+    config = recorded(saved)
     model = model_of(config, run)
     _, shapes = modules.split(nnx.eval_shape(lambda: Decoder(model, rngs=modules.PathRngs(0))))
-    params = mean.restore_whole(checkpoints, shapes, jax.make_mesh((1,), ("replica",)))
+    params = mean.restore_whole(saved, shapes, jax.make_mesh((1,), ("replica",)))
     tokenizer, like = like or tokenizer_of(config), like or origin(config["start_from"])
     folder.save(to, model, params, jnp.dtype(dtype), like, tokenizer)
+
+
+def recorded(saved: store.Saved) -> dict[str, Any]:
+    """The config of a run that saved a checkpoint.
+
+    Raises:
+      ValueError: If it is not of a run of this program.
+    """
+    checks.of_keys(saved.metadata, str(saved.path), config=dict[str, Any])
+    config, table = saved.metadata["config"], dict[str, Any]
+    kinds = {"objective": str, "model": table, "data": table, "start_from": str | None}
+    checks.of_keys(config, f"{saved.path}, config", **kinds)
+    return config
 
 
 def model_of(config: dict[str, Any], run: pathlib.Path) -> DecoderConfig:
@@ -43,25 +59,32 @@ def model_of(config: dict[str, Any], run: pathlib.Path) -> DecoderConfig:
     model = dict(config["model"])
     if config["objective"] != "next_token" or model.pop("type", "DecoderConfig") != "DecoderConfig":
         raise ValueError(f"{run} is not a model that continues text; export another run.")
-    plain = {k: tuple(v) if isinstance(v, list) else v for k, v in model.items()}
-    return DecoderConfig(**plain)
+    if strange := model.keys() - {field.name for field in dataclasses.fields(DecoderConfig)}:
+        raise ValueError(
+            f"{run} has a model with {min(strange)!r:.80}, which this version does not know; "
+            "export it with the version that trained it."
+        )
+    return DecoderConfig(**{k: tuple(v) if isinstance(v, list) else v for k, v in model.items()})
 
 
 def tokenizer_of(config: dict[str, Any]) -> pathlib.Path | None:
     """The folder whose tokenizer a recorded run used, if it still exists."""
     named = config["data"].get("tokenizer")
-    found = named is not None and pathlib.Path(named, "tokenizer.json").is_file()
+    found = isinstance(named, str) and pathlib.Path(named, "tokenizer.json").is_file()
     return pathlib.Path(named) if found else None
 
 
 def origin(start_from: str | None) -> pathlib.Path | None:
     """The Hugging Face folder that a chain of runs started from, if it still exists."""
+    seen = set()
     while start_from is not None and not folder.is_folder(start_from):
         checkpoints = pathlib.Path(start_from, "checkpoints")
-        if not checkpoints.is_dir():
-            print(f"{start_from} is gone; --like FOLDER names its tokenizer.", file=sys.stderr)
+        if not checkpoints.is_dir() or checkpoints.resolve() in seen:
+            why = "started from itself" if seen and checkpoints.is_dir() else "is gone"
+            print(f"{start_from} {why}; --like FOLDER names its tokenizer.", file=sys.stderr)
             return None
-        start_from = store.read_metadata(checkpoints)["config"]["start_from"]
+        seen.add(checkpoints.resolve())
+        start_from = recorded(store.choose(checkpoints, item="metadata"))["start_from"]
     return None if start_from is None else pathlib.Path(start_from)
 
 
@@ -69,7 +92,7 @@ def main(args: list[str]) -> None:
     """Runs the program; a user's mistake ends it with a message and exit status 2."""
     parser = argparse.ArgumentParser(prog="python -m train.export", description=__doc__)
     parser.add_argument("run", type=pathlib.Path, help="as runs/nano_dense")
-    parser.add_argument("folder", type=pathlib.Path, help="a new one")
+    parser.add_argument("folder", type=pathlib.Path, help="a new or an empty one")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--like", type=pathlib.Path, help="folder whose tokenizer is copied")
     options = parser.parse_args(args)

@@ -1,11 +1,14 @@
 """Reads a Hugging Face folder as the parameters of a run, and writes one."""
 
+import contextlib
 import dataclasses
 import functools
 import json
 import math
+import os
 import pathlib
 import re
+import secrets
 import shutil
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,6 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from train import checks
 from train.huggingface import safetensors, settings, weights
 from train.models import lora
 from train.models.decoder import DecoderConfig
@@ -28,8 +32,8 @@ _BLOCK = re.compile(r"^block(s|_(?P<number>\d+))/")
 def is_folder(path: str | pathlib.Path) -> bool:
     """Whether a path is a Hugging Face folder and not a run's, according to its config.json."""
     try:
-        return "model_type" in json.loads(pathlib.Path(path, "config.json").read_text())
-    except (OSError, ValueError, TypeError):
+        return "model_type" in checks.json_object(pathlib.Path(path, "config.json"))
+    except ValueError:
         return False
 
 
@@ -74,8 +78,10 @@ def save(
 ) -> None:
     """Writes a folder that transformers can load; LoRA is merged into the kernels.
 
+    It appears whole, in one rename, or not at all.
+
     Args:
-      folder: A new folder, or one without a config.json.
+      folder: A new folder, or an empty one: another model's files in it would be read with these.
       config: The model.
       params: Its parameters, as JAX or NumPy arrays.
       dtype: Dtype of the files: float32, bfloat16 or float16.
@@ -85,11 +91,11 @@ def save(
       tokenizer: A folder whose tokenizer is copied instead.
 
     Raises:
-      ValueError: If the folder has a model already, or Hugging Face has no such architecture.
+      ValueError: If the folder is not new, or Hugging Face has no such architecture.
+      OSError: If it cannot be written; then nothing is left of it.
     """
     folder = pathlib.Path(folder)
-    if (folder / "config.json").exists():
-        raise ValueError(f"{folder} holds a model already; name another folder.")
+    require_new(folder)
     params = lora.merged(params, config.lora_scale)
     config = dataclasses.replace(config, lora=0)
     if like is None:
@@ -97,19 +103,52 @@ def save(
     else:
         kind, there = settings.read(like)
         settings.require_same(config, there, str(like))
-        said = json.loads(pathlib.Path(like, "config.json").read_text()) | {"model_type": kind}
+        said = checks.json_object(pathlib.Path(like, "config.json")) | {"model_type": kind}
     said.pop("torch_dtype", None)
     said["dtype"] = np.dtype(dtype).name
-    folder.mkdir(parents=True, exist_ok=True)
-    safetensors.write_all(folder, _theirs(said["model_type"], config, params, np.dtype(dtype)))
+    arrays = _theirs(said["model_type"], config, params, np.dtype(dtype))
     tokenizer = like if tokenizer is None else tokenizer
-    # The tokenizer may already be in this folder.
-    is_elsewhere = tokenizer is not None and not folder.samefile(tokenizer)
-    for name in TOKENIZER if is_elsewhere else ():
-        if pathlib.Path(tokenizer, name).is_file():
-            shutil.copyfile(pathlib.Path(tokenizer, name), folder / name)
-    # Last, so that a folder with it is complete.
-    (folder / "config.json").write_text(json.dumps(said, indent=2, sort_keys=True) + "\n")
+    with _whole(folder) as made:
+        safetensors.write_all(made, arrays)
+        for name in TOKENIZER if tokenizer is not None else ():
+            if pathlib.Path(tokenizer, name).is_file():
+                shutil.copyfile(pathlib.Path(tokenizer, name), made / name)
+        (made / "config.json").write_text(json.dumps(said, indent=2, sort_keys=True) + "\n")
+
+
+def require_new(folder: pathlib.Path) -> None:
+    """Raises a ValueError if there is anything with this name but an empty folder."""
+    if not os.path.lexists(folder):
+        return
+    if folder.is_symlink() or not folder.is_dir() or any(folder.iterdir()):
+        raise ValueError(f"{folder} is not a new or an empty folder; name another one.")
+
+
+@contextlib.contextmanager
+def _whole(folder: pathlib.Path) -> Iterator[pathlib.Path]:
+    """A folder beside a new one, whose name it gets once it is whole; removed after an error."""
+    folder = folder.absolute()
+    made = folder.with_name(f"{folder.name}.part-{secrets.token_hex(4)}")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        made.mkdir()
+        yield made
+        for path in (*made.iterdir(), made):
+            _to_disk(path)
+        made.rename(folder)  # fails if it has got another file meanwhile
+    except OSError as error:
+        raise OSError(error.errno, f"{folder} cannot be written: {error.strerror}") from error
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+
+
+def _to_disk(path: pathlib.Path) -> None:
+    """Waits until a file or a folder is on disk, where a crash cannot harm it."""
+    file = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
 
 
 def _theirs(

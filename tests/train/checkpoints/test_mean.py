@@ -1,5 +1,6 @@
 """Parameters for another run: the mean of what replicas of a checkpoint had, each by itself."""
 
+import shutil
 from typing import Any, NamedTuple
 
 import jax
@@ -47,5 +48,12 @@ def test_reads_the_mean_of_any_number_of_replicas_below_the_working_folder(
         checkpoints = store.open_checkpoints("here")
         checkpoints.save(step, tree, metadata | {"num_replicas": count})
         checkpoints.close()
-        got = mean.restore_mean(store.choose("here"), jax.tree.map(place, PARAMS), mesh)
+        saved = store.choose("here")
+        # A running run saves another one, of which nothing is read.
+        checkpoints = store.open_checkpoints("here")
+        other = jax.tree.map(lambda x: x + 1, tree)
+        checkpoints.save(10 + step, other, {"drifts": {}, "num_replicas": count})
+        checkpoints.close()
+        got = mean.restore_mean(saved, jax.tree.map(place, PARAMS), mesh)
+        shutil.rmtree(f"here/{10 + step}")
         jax.tree.map(np.testing.assert_array_equal, jax.tree.map(one_value, got), expected)

@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import pathlib
+import re
+import resource
 from types import SimpleNamespace
 
 import jax
@@ -94,23 +96,104 @@ def test_lora_begins_with_a_folder_and_ends_as_one(config, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
-def test_what_is_no_language_model_is_not_exported(tmp_path, capsys, monkeypatch):
-    saved = {"config": {"objective": "classify", "model": {"type": "ResNetConfig"}}}
-    monkeypatch.setattr(store, "read_metadata", lambda directory: saved)
+def saved_run(run, **config):
+    """A folder of a run with one checkpoint, whose recorded config says this."""
+    checkpoints = store.open_checkpoints(run / "checkpoints")
+    checkpoints.save(8, {"params": {"w": np.ones(2)}}, {"config": config} if config else {})
+    checkpoints.close()
+    return run
+
+
+GPT = {"objective": "next_token", "model": {}, "data": {}, "start_from": None}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"objective": "classify"}, "is not a model that continues text"),
+        ({"model": {"type": "ResNetConfig"}}, "is not a model that continues text"),
+        ({"model": {"experts": 8}}, "with 'experts', which this version does not know"),
+        ({"model": {"heads": [8]}}, "model.heads=.8,. must be a whole number"),
+        ({"model": []}, "checkpoints/8, config: model is ..; needs an object"),
+        ({"start_from": 8}, "checkpoints/8, config: start_from is 8; needs text or None"),
+    ],
+)
+def test_what_is_no_language_model_is_not_exported(tmp_path, capsys, fields, message):
+    run = saved_run(tmp_path / "run", **GPT | fields)
     with pytest.raises(SystemExit, match="2"):
-        export.main([str(tmp_path), str(tmp_path / "to")])
-    assert "is not a model that continues text" in capsys.readouterr().err
+        export.main([str(run), str(tmp_path / "to")])
+    assert re.search(message, capsys.readouterr().err)
+    assert not (tmp_path / "to").exists()
 
 
-def test_the_tokenizer_of_a_run_from_nothing_goes_along(tmp_path):
+def test_a_checkpoint_without_a_config_is_of_another_program(tmp_path):
+    with pytest.raises(ValueError, match="checkpoints/8: config is nothing; needs an object"):
+        export.export(saved_run(tmp_path / "run"), tmp_path / "to", "float32", None)
+
+
+def test_a_run_that_started_from_itself_has_no_origin(tmp_path, capsys):
+    one, two = tmp_path / "one", tmp_path / "two"
+    saved_run(one, **GPT | {"start_from": str(two)})
+    saved_run(two, **GPT | {"start_from": str(tmp_path / "." / "one")})
+    assert export.origin(str(one)) is None
+    assert "one started from itself; --like FOLDER" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def small():
+    _, params, model = loaded(GOLDEN / "gpt2")
+    return model, params
+
+
+def test_a_folder_with_anything_in_it_is_not_written_to(tmp_path, small):
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used" / "model.safetensors").write_text("another model's")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "link").symlink_to("elsewhere")
+    (tmp_path / "dangling").symlink_to("nowhere")
+    (tmp_path / "file").touch()
+    for name in ("used", "link", "dangling", "file"):
+        with pytest.raises(ValueError, match=f"{name} is not a new or an empty folder"):
+            folder.save(tmp_path / name, *small)
+    names = ["dangling", "elsewhere", "file", "link", "used"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+    assert not any((tmp_path / "elsewhere").iterdir())
+    (tmp_path / "empty").mkdir()
+    folder.save(tmp_path / "empty", *small)
+    assert loaded(tmp_path / "empty")
+
+
+def test_a_folder_that_cannot_be_written_whole_leaves_nothing(tmp_path, small):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, hard))  # as on a full disk
+    try:
+        with pytest.raises(OSError, match=f"{tmp_path}/to cannot be written: File too large"):
+            folder.save(tmp_path / "to", *small)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_another_program_makes_meanwhile_is_not_touched(tmp_path, small, monkeypatch):
+    write_all = safetensors.write_all
+
+    def slowly(*args):
+        write_all(*args)
+        (tmp_path / "to").mkdir()
+        (tmp_path / "to" / "theirs").touch()
+
+    monkeypatch.setattr(safetensors, "write_all", slowly)
+    with pytest.raises(OSError, match="to cannot be written: Directory not empty"):
+        folder.save(tmp_path / "to", *small)
+    assert [path.name for path in tmp_path.rglob("*")] == ["to", "theirs"]
+
+
+def test_the_tokenizer_of_a_run_from_nothing_goes_along(tmp_path, small):
     (tmp_path / "words").mkdir()
     (tmp_path / "words" / "tokenizer.json").write_text("{}")
     words = {"data": {"tokenizer": str(tmp_path / "words")}}
-    _, params, model = loaded(GOLDEN / "gpt2")
-    folder.save(tmp_path / "to", model, params, tokenizer=export.tokenizer_of(words))
+    folder.save(tmp_path / "to", *small, tokenizer=export.tokenizer_of(words))
     assert (tmp_path / "to" / "tokenizer.json").read_text() == "{}"
-    folder.save(tmp_path / "words", model, params, tokenizer=export.tokenizer_of(words))
-    assert (tmp_path / "words" / "tokenizer.json").read_text() == "{}"
     assert export.tokenizer_of({"data": {"tokenizer": str(tmp_path / "gone")}}) is None
     assert export.tokenizer_of({"data": {}}) is None
 
