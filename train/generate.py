@@ -33,6 +33,11 @@ def generated(path: pathlib.Path, prompt: str, count: int) -> str:
     tokenizer = load_tokenizer(path)
     tokens = [*tokenizer.begin, *tokenizer.encode([prompt])[0].tolist()]
     _, config = settings.read(path)
+    if tokens and max(tokens) >= config.vocab:
+        raise ValueError(
+            f"{path}: its tokenizer has the token {max(tokens)}, but vocab_size of its config.json "
+            f"is {config.vocab}; take the tokenizer of the model."
+        )
     total = len(tokens) + count
     if not tokens or total > config.positions:
         raise ValueError(

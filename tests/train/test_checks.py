@@ -2,6 +2,7 @@
 
 import os
 import socket
+import tracemalloc
 
 import pytest
 
@@ -41,6 +42,16 @@ def test_a_file_longer_than_what_is_needed_takes_no_memory(tmp_path):
         checks.read_file(tmp_path / "long")
     with pytest.raises(ValueError, match="needs at most 3"):
         checks.read_file(tmp_path / "long", 3)
+
+
+def test_a_short_file_takes_as_much_memory_as_it_has(tmp_path):
+    (tmp_path / "short").write_text("{}")
+    tracemalloc.start()
+    try:
+        assert checks.json_object(tmp_path / "short") == {}
+        assert tracemalloc.get_traced_memory()[1] < 10**6
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_key_that_stands_twice_in_an_object_is_refused():

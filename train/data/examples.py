@@ -56,15 +56,11 @@ def _folder(config: Config) -> Path:
 
 def _corpus(config: Config) -> Corpus:
     """The tokens, made by process 0 for all that see its files; other hosts make their own."""
-    data = config.data
-    folder = _folder(config)
-    made = Path(agree.from_first(lambda: str(token_files.prepare(data, folder))))
-    corpus = token_files.load(made if made.is_dir() else token_files.prepare(data, folder))
-    if (vocab := corpus.record.get("vocab", 0)) > config.model.vocab:
-        raise ValueError(
-            f"data.tokenizer={data.tokenizer!r} has {vocab} tokens, but model.vocab is "
-            f"{config.model.vocab}; write --model.vocab {vocab}."
-        )
+    data, vocab = config.data, config.model.vocab
+    prepare = lambda: token_files.prepare(data, _folder(config), vocab)
+    made = Path(agree.from_first(lambda: str(prepare())))
+    corpus = token_files.load(made if made.is_dir() else prepare())
+    token_files.require_fit(corpus.vocab, vocab, data)
     return corpus
 
 

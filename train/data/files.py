@@ -1,10 +1,13 @@
 """Lists and reads the files of a corpus."""
 
 import codecs
+import contextlib
 import os
 import pathlib
 from collections.abc import Collection, Iterator
-from typing import NoReturn
+from typing import BinaryIO, NoReturn
+
+from train import checks
 
 _PIECE = 1 << 20  # bytes of a text in memory
 
@@ -37,13 +40,22 @@ def files_below(
     return sorted(found, key=lambda file: file.relative_to(root).as_posix())
 
 
-def content_of(file: pathlib.Path) -> bytes:
-    """The bytes of a file; a ValueError if it cannot be read."""
-    stat(file)
+@contextlib.contextmanager
+def opened(file: pathlib.Path) -> Iterator[BinaryIO]:
+    """Opens a file; a ValueError for what is no regular file, and where reading it fails."""
     try:
-        return file.read_bytes()
+        with checks.open_file(file) as made:
+            yield made
     except OSError as error:
-        refuse(error)
+        refuse(error, file)
+
+
+def content_of(file: pathlib.Path, most: int = checks.MOST_TEXT) -> bytes:
+    """The bytes of a regular file; a ValueError if it cannot be read, or has more than `most`."""
+    try:
+        return checks.read_file(file, most)
+    except OSError as error:
+        refuse(error, file)
 
 
 def stat(file: pathlib.Path) -> os.stat_result:
@@ -57,9 +69,10 @@ def stat(file: pathlib.Path) -> os.stat_result:
     return found
 
 
-def refuse(error: OSError) -> NoReturn:
+def refuse(error: OSError, file: str | pathlib.Path | None = None) -> NoReturn:
     """Raises a ValueError that says which file cannot be read, and why."""
-    raise ValueError(f"{error.filename!r} cannot be read ({error.strerror}).") from error
+    name = error.filename if file is None else str(file)
+    raise ValueError(f"{name!r} cannot be read ({error.strerror or error}).") from error
 
 
 def pieces(file: pathlib.Path) -> Iterator[str]:
@@ -69,25 +82,23 @@ def pieces(file: pathlib.Path) -> Iterator[str]:
       ValueError: If it cannot be read, or is not UTF-8, or is binary.
     """
     decoder, rest, start, last = codecs.getincrementaldecoder("utf-8")(), "", 0, False
-    try:
-        with file.open("rb") as opened:
-            while not last:
-                chunk = opened.read(_PIECE)
-                last, start = not chunk, opened.tell() - len(chunk) - len(decoder.getstate()[0])
+    with opened(file) as made:
+        while not last:
+            chunk = made.read(_PIECE)
+            last, start = not chunk, made.tell() - len(chunk) - len(decoder.getstate()[0])
+            try:
                 text = decoder.decode(chunk, last)
-                if "\0" in text:
-                    raise ValueError(f"{str(file)!r} is binary: it holds NUL bytes; take it out.")
-                cut = text.rfind("\n") + 1
-                if last or (not cut and len(rest) > _PIECE):
-                    cut = len(text)
-                if cut or last:
-                    yield rest + text[:cut]
-                    rest = ""
-                rest += text[cut:]
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{str(file)!r} is not UTF-8 text (byte {start + error.start}); convert it or take it "
-            "out."
-        ) from error
-    except OSError as error:
-        refuse(error)
+            except UnicodeDecodeError as error:
+                raise ValueError(
+                    f"{str(file)!r} is not UTF-8 text (byte {start + error.start}); convert it or "
+                    "take it out."
+                ) from error
+            if "\0" in text:
+                raise ValueError(f"{str(file)!r} is binary: it holds NUL bytes; take it out.")
+            cut = text.rfind("\n") + 1
+            if last or (not cut and len(rest) > _PIECE):
+                cut = len(text)
+            if cut or last:
+                yield rest + text[:cut]
+                rest = ""
+            rest += text[cut:]

@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Callable
 from typing import Any
 
-_FORMAT = 1  # of the results; a change makes all again
+_FORMAT = 2  # of the results; a change makes all again
 
 
 def once(folder: pathlib.Path, key: Any, make: Callable[[pathlib.Path], None]) -> pathlib.Path:

@@ -1,15 +1,19 @@
 """Tokens of a corpus on disk: written once, memory-mapped by all runs that read them."""
 
+import hashlib
 import json
+import os
 import pathlib
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from train import checks
 from train.data import documents, tokenizing
 from train.data.documents import Source
 from train.data.once import once
 from train.data.sources import Data
+from train.data.sums import sums
 from train.data.tokenizer import Tokenizer, load_tokenizer
 
 _RECORD = "corpus.json"
@@ -38,15 +42,18 @@ class Corpus(NamedTuple):
       record: Source, sha256 of all names and contents, and counts; plain values, for the record
         of the run.
       parts: "train" and "validation" with all their files.
+      vocab: One more than the largest token of the tokenizer, or of the files: of bytes, and where
+        it is larger.
     """
 
     train: np.ndarray
     validation: np.ndarray
     record: dict[str, Any]
     parts: dict[str, Part]
+    vocab: int
 
 
-def prepare(data: Data, folder: pathlib.Path) -> pathlib.Path:
+def prepare(data: Data, folder: pathlib.Path, vocab: int | None = None) -> pathlib.Path:
     """Writes the tokens of a corpus, unless the same files and tokenizer were written before.
 
     A document is held out if the hash of its name (for a row: of its text) is below
@@ -56,45 +63,102 @@ def prepare(data: Data, folder: pathlib.Path) -> pathlib.Path:
     Args:
       data: What to read.
       folder: Folder of all corpora, one subfolder each.
+      vocab: The model's number of tokens, to refuse a tokenizer with more before all is read; None:
+        any.
 
     Returns:
       The folder of this corpus, for `load`.
 
     Raises:
-      ValueError: If something is missing, unreadable or not text.
+      ValueError: If something is missing, unreadable or not text, or the tokenizer has larger
+        tokens than the model.
       OSError: If the files cannot be written.
     """
     source, tokenizer = documents.find(data), load_tokenizer(data.tokenizer)
+    if vocab is not None and data.tokenizer is not None:
+        require_fit(tokenizer.vocab, vocab, data)
     key = source.fingerprint, tokenizer.sha256, data.validation_fraction
     return once(folder, key, lambda new: _write(new, source, tokenizer, data))
 
 
+def require_fit(found: int, vocab: int, data: Data) -> None:
+    """Raises a ValueError if there are tokens that a model of `vocab` tokens does not have."""
+    if found > vocab:
+        raise ValueError(
+            f"data.tokenizer={data.tokenizer!r} has the token {found - 1}, but model.vocab is "
+            f"{vocab}, so that tokens end at {vocab - 1}; write --model.vocab {found}, or for a "
+            "pretrained model name its own tokenizer."
+        )
+
+
 def load(folder: pathlib.Path) -> Corpus:
-    """Maps the files written by `prepare`.
+    """Maps the files written by `prepare`, and compares all of them with their checksums.
+
+    So each start reads all tokens once. Damage would otherwise change what a run learns, unnoticed.
 
     Raises:
       ValueError: If they are damaged.
     """
     try:
-        found = json.loads((folder / _RECORD).read_text())
-        parts = {name: _mapped(folder, name, **found["parts"][name]) for name in tokenizing.PARTS}
+        found = checks.json_object(
+            folder / _RECORD, record=dict[str, Any], parts=dict[str, Any], sha256=str
+        )
+        if found.pop("sha256") != _sha256(found):
+            raise ValueError(f"{_RECORD} differs from its own checksum")
+        parts = {name: _mapped(folder, name, found["parts"]) for name in tokenizing.PARTS}
         record = found["record"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        checks.of_keys({"vocab": 0} | record, _RECORD, vocab=int, source=str, sha256=str)
+    except (OSError, ValueError) as error:
         raise ValueError(f"{folder} is damaged: {error}; remove it.") from error
-    return Corpus(parts["train"].tokens, parts["validation"].tokens, record, parts)
+    vocab = max(record.get("vocab", 0), *(1 + largest for _, largest in parts.values()))
+    train, validation = (part for part, _ in parts.values())
+    both = {"train": train, "validation": validation}
+    return Corpus(train.tokens, validation.tokens, record, both, vocab)
 
 
 def _write(new: pathlib.Path, source: Source, tokenizer: Tokenizer, data: Data) -> None:
     facts = tokenizing.write(new, source, tokenizer, data)
-    (new / _RECORD).write_text(json.dumps(facts))
+    for name, part in facts["parts"].items():
+        part["crc32"] = {
+            kind: sums(_array(new, name, kind, dtype, count)).crc32
+            for kind, (dtype, count) in _kinds(part).items()
+        }
+    (new / _RECORD).write_text(json.dumps(facts | {"sha256": _sha256(facts)}))
 
 
-def _mapped(folder, name, dtype, size, documents, asked) -> Part:
-    def array(kind, dtype, count):
-        file = folder / f"{name}.{kind}"
-        if file.stat().st_size != count * np.dtype(dtype).itemsize:
-            raise ValueError(f"{file.name} has {file.stat().st_size} bytes")
+def _sha256(facts: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def _kinds(part: dict[str, Any]) -> dict[str, tuple[str, int]]:
+    """The files of a part: type and number of their values."""
+    kinds = {"tokens": (part["dtype"], part["size"]), "ends": ("int64", part["documents"])}
+    return kinds | ({"asked": ("bool", part["size"])} if part["asked"] else {})
+
+
+def _mapped(folder: pathlib.Path, name: str, parts: dict[str, Any]) -> tuple[Part, int]:
+    """A part, and its largest token."""
+    checks.of_keys(parts, _RECORD, **{name: dict[str, Any]})
+    facts, dtypes = parts[name], Literal["uint8", "uint16", "uint32"]
+    kinds = {"size": int, "documents": int, "asked": bool, "crc32": dict[str, list[int]]}
+    checks.of_keys(facts, f"{_RECORD}: {name}", dtype=dtypes, **kinds)
+    arrays = {"asked": None}
+    for kind, (dtype, count) in _kinds(facts).items():
+        arrays[kind] = _array(folder, name, kind, dtype, count)
+        found = sums(arrays[kind])
+        if found.crc32 != facts["crc32"].get(kind):
+            raise ValueError(f"{name}.{kind} differs from its checksum")
+        if kind == "tokens":
+            largest = found.largest
+    part = Part(**arrays)
+    if np.any(np.diff(part.ends, prepend=0, append=facts["size"]) < 0):
+        raise ValueError(f"{name}.ends are not in order")
+    return part, largest
+
+
+def _array(folder: pathlib.Path, name: str, kind: str, dtype: str, count: int) -> np.ndarray:
+    with checks.open_file(folder / f"{name}.{kind}") as file:
+        size = os.fstat(file.fileno()).st_size
+        if size != count * np.dtype(dtype).itemsize:
+            raise ValueError(f"{name}.{kind} has {size} bytes")
         return np.asarray(np.memmap(file, dtype, "r")) if count else np.zeros(0, dtype)
-
-    ends = array("ends", "int64", documents)
-    return Part(array("tokens", dtype, size), ends, array("asked", "bool", size) if asked else None)

@@ -1,17 +1,22 @@
 """Tokenizers: bytes, or the tokenizer.json of a Hugging Face folder."""
 
+import contextlib
 import hashlib
 import importlib.util
-import json
+import os
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
+from train import checks
+from train.data import files as on_disk
+
 _FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 _TEMPLATE = "chat_template.jinja"
 _SAMPLE = "a"
+_MOST = 2**31  # tokens: batches are int32
 
 
 class Tokenizer(NamedTuple):
@@ -21,7 +26,7 @@ class Tokenizer(NamedTuple):
       encode: Texts -> tokens i64[count] of each; special tokens only where the text names them.
       ends: A text -> its tokens i64[count], and the end of each in characters, i64[count].
       decode: Tokens -> the text, without special tokens.
-      vocab: Tokens are in [0, vocab).
+      vocab: Tokens are in [0, vocab): one more than the largest, as ids may have holes.
       begin: Tokens before a document, as the tokenizer itself adds them.
       end: Tokens after a document that another one follows.
       names: Text of special tokens, such as {"eos_token": "</s>"}; for chat templates.
@@ -62,21 +67,22 @@ def load_tokenizer(folder: str | pathlib.Path | None) -> Tokenizer:
         )
     import tokenizers
 
-    contents = _contents(pathlib.Path(folder))
-    try:
+    contents, where = _contents(pathlib.Path(folder)), f"{folder}/tokenizer.json"
+    with _in_words(f"{where} is damaged"):
         made = tokenizers.Tokenizer.from_buffer(contents["tokenizer.json"])
-    except ValueError as error:
-        raise ValueError(f"{folder}/tokenizer.json is damaged: {error}; download it.") from error
-    made.no_truncation()
-    made.no_padding()
+        made.no_truncation()
+        made.no_padding()
+        begin, end = _around(made)
     names, template = _settings(folder, contents)
-    begin, end = _around(made)
+    vocab = 1 + max((*made.get_vocab().values(), *begin, *end), default=-1)
+    if not 0 < vocab <= _MOST:
+        raise ValueError(f"{where} has tokens up to {vocab - 1}; needs some, all below {_MOST}.")
     eos = made.token_to_id(names.get("eos_token", ""))
     return Tokenizer(
-        encode=lambda texts: _ids(made, texts),
-        ends=lambda text: _ends(made, text),
+        encode=lambda texts: _ids(made, texts, where),
+        ends=lambda text: _ends(made, text, where),
         decode=lambda tokens: made.decode(list(map(int, tokens))),
-        vocab=made.get_vocab_size(),
+        vocab=vocab,
         begin=begin,
         end=end or (() if eos is None else (eos,)),
         names=names,
@@ -85,17 +91,25 @@ def load_tokenizer(folder: str | pathlib.Path | None) -> Tokenizer:
     )
 
 
+@contextlib.contextmanager
+def _in_words(what: str) -> Iterator[None]:
+    """Raises a ValueError for any error of the package: plain exceptions, and panics of Rust."""
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise ValueError(f"{what}: {error}; download it, or take another.") from error
+
+
 def _contents(folder: pathlib.Path) -> dict[str, bytes]:
-    if not (folder / "tokenizer.json").is_file():
+    if not os.path.lexists(folder / "tokenizer.json"):
         raise ValueError(
             f"{str(folder)!r} has no tokenizer.json; name a Hugging Face folder with one, or write "
             "None for bytes."
         )
-    try:
-        files = [folder / name for name in (*_FILES, _TEMPLATE)]
-        return {file.name: file.read_bytes() for file in files if file.is_file()}
-    except OSError as error:
-        raise ValueError(f"{error.filename!r} cannot be read ({error.strerror}).") from error
+    files = [folder / name for name in (*_FILES, _TEMPLATE)]
+    return {file.name: on_disk.content_of(file) for file in files if os.path.lexists(file)}
 
 
 def _settings(folder, contents: dict[str, bytes]) -> tuple[dict[str, str], str | None]:
@@ -103,20 +117,34 @@ def _settings(folder, contents: dict[str, bytes]) -> tuple[dict[str, str], str |
     found: dict = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         try:
-            part = json.loads(contents.get(name, b"{}"))
-            found |= part
-        except (ValueError, TypeError) as error:
+            part = checks.json_value(contents.get(name, b"{}"))
+        except ValueError as error:
             raise ValueError(f"{folder}/{name} is damaged: {error}; download it.") from error
-    tokens = {key: value for key, value in found.items() if key.endswith("_token")}
-    texts = {k: v.get("content") if isinstance(v, dict) else v for k, v in tokens.items()}
+        if not isinstance(part, dict):
+            raise ValueError(
+                f"{folder}/{name} is damaged: it holds {part!r:.80}; needs an object; download it."
+            )
+        found |= part
     template = found.get("chat_template")
     if isinstance(template, list):  # several, by name
         named = {each.get("name"): each.get("template") for each in template}
         template = named.get("default")
     if _TEMPLATE in contents:
         template = contents[_TEMPLATE].decode("utf-8", "replace")
-    names = {key: text for key, text in texts.items() if isinstance(text, str)}
-    return names, template if isinstance(template, str) else None
+    return _names(folder, found), template if isinstance(template, str) else None
+
+
+def _names(folder, found: dict) -> dict[str, str]:
+    """The texts of special tokens: strings, or objects that have one."""
+    names = {}
+    for key, value in found.items():
+        text = value.get("content") if isinstance(value, dict) else value
+        if not key.endswith("_token") or key.startswith("add_") or text is None:
+            continue
+        if not isinstance(text, str):
+            raise ValueError(f"{folder}: {key} is {value!r:.80}; needs the text of a token.")
+        names[key] = text
+    return names
 
 
 def _around(made) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -128,13 +156,15 @@ def _around(made) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return (), ()
 
 
-def _ids(made, texts: Sequence[str]) -> list[np.ndarray]:
-    found = made.encode_batch_fast(list(texts), add_special_tokens=False)
+def _ids(made, texts: Sequence[str], where: str) -> list[np.ndarray]:
+    with _in_words(f"{where} cannot encode a text"):
+        found = made.encode_batch_fast(list(texts), add_special_tokens=False)
     return [np.array(each.ids, np.int64) for each in found]
 
 
-def _ends(made, text: str) -> tuple[np.ndarray, np.ndarray]:
-    found = made.encode(text, add_special_tokens=False)
+def _ends(made, text: str, where: str) -> tuple[np.ndarray, np.ndarray]:
+    with _in_words(f"{where} cannot encode a text"):
+        found = made.encode(text, add_special_tokens=False)
     ends = [end for _, end in found.offsets]
     return np.array(found.ids, np.int64), np.array(ends, np.int64)
 

@@ -143,6 +143,7 @@ class _Out:
         opened = lambda kind: stack.enter_context((folder / f"{name}.{kind}").open("wb"))
         self.files = {kind: opened(kind) for kind in kinds}
         self.between = np.array(() if is_chat else tokenizer.end, np.int64)
+        self.vocab = tokenizer.vocab
         self.dtype = np.min_scalar_type(tokenizer.vocab - 1)
         self.size = self.documents = 0
 
@@ -154,6 +155,11 @@ class _Out:
         self.write(np.array(tokens, np.int64), None)
 
     def write(self, tokens: np.ndarray, asked: np.ndarray | None) -> None:
+        if tokens.size and not 0 <= tokens.min() <= tokens.max() < self.vocab:
+            raise ValueError(
+                f"a text has the token {tokens.max()}, but the tokenizer's largest is "
+                f"{self.vocab - 1}; download its tokenizer.json again."
+            )
         self.files["tokens"].write(tokens.astype(self.dtype).tobytes())
         if "asked" in self.files and asked is not None:
             self.files["asked"].write(asked.tobytes())

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from tests.helpers import tokens
+from tests.helpers.corpora import write
 from train.config import Data
 from train.data import texts, token_files, tokenizing
 from train.data.tokenizer import load_tokenizer
@@ -15,13 +16,6 @@ TEMPLATE = (
     "{% for m in messages %}<|turn|>{{ m.role }}\n{{ m.content }}</s>{% endfor %}"
     "{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}"
 )
-
-
-def write(folder, count):
-    folder.mkdir()
-    for number in range(count):
-        (folder / f"{number}.txt").write_text(f"words of text {number}")
-    return Data(path=str(folder))
 
 
 def test_tokens_are_those_of_the_documents_with_what_stands_around_them(tmp_path):

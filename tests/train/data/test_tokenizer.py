@@ -1,6 +1,7 @@
 """Text as tokens: bytes, or what a Hugging Face folder says."""
 
 import json
+import os
 
 import numpy as np
 import pytest
@@ -54,6 +55,9 @@ def test_settings_of_the_folder_count_as_its_files_say(tmp_path):
         ("tokenizer.json", "{}", "tokenizer.json is damaged"),
         ("tokenizer_config.json", "[1", "tokenizer_config.json is damaged"),
         ("tokenizer_config.json", "[1]", "tokenizer_config.json is damaged"),
+        ("tokenizer_config.json", "[" * 60_000, "tokenizer_config.json is damaged"),
+        ("tokenizer_config.json", '{"eos_token": 5}', "eos_token is 5; needs the text of a token"),
+        ("special_tokens_map.json", '{"pad_token": {"content": []}}', "pad_token is {'content'"),
     ],
 )
 def test_a_damaged_folder_is_named(tmp_path, name, content, message):
@@ -67,3 +71,39 @@ def test_a_missing_package_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"pip install -e '.\[huggingface\]'"):
         load_tokenizer(tmp_path)
+
+
+def test_what_is_no_file_is_refused_at_once(tmp_path):
+    folder = tokens.folder(tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (folder / name).unlink(missing_ok=True)
+        os.mkfifo(folder / name)
+        with pytest.raises(ValueError, match=f"{name} is a FIFO; needs a file"):
+            load_tokenizer(folder)
+        (folder / name).unlink()
+        (folder / name).symlink_to("gone")
+        with pytest.raises(ValueError, match=f"{name}' cannot be read"):
+            load_tokenizer(folder)
+        (folder / name).unlink()
+        tokens.folder(tmp_path)
+
+
+def test_errors_of_the_package_are_said_in_words(tmp_path):
+    folder = tokens.folder(tmp_path)
+    model = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "?"}
+    settings = json.loads((folder / "tokenizer.json").read_text())
+    alone = {"added_tokens": [], "pre_tokenizer": None, "decoder": None, "model": model}
+    (folder / "tokenizer.json").write_text(json.dumps(settings | alone))
+    made = load_tokenizer(folder)
+    for call in (lambda: made.encode(["a", "b"]), lambda: made.ends("b")):
+        with pytest.raises(ValueError, match="cannot encode a text: .*Missing"):
+            call()
+    slow = {
+        "type": "Split",
+        "pattern": {"Regex": "(a+)+$"},
+        "behavior": "Isolated",
+        "invert": False,
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(settings | {"pre_tokenizer": slow}))
+    with pytest.raises(ValueError, match="cannot encode a text: .*retry"):  # a panic of Rust
+        load_tokenizer(folder).ends("a" * 40 + "b")
