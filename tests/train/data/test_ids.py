@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 
 from tests.helpers.corpora import again, write
+from tests.train.huggingface.test_folder import GOLDEN
+from train import generate
 from train.config import Config, Data, Optimizer
 from train.data import documents, examples, token_files, tokenizing
 from train.data.tokenizer import load_tokenizer
@@ -106,3 +108,11 @@ def test_a_token_that_the_tokenizer_itself_does_not_have_is_not_written(tmp_path
     few = load_tokenizer(None)._replace(vocab=110)
     with pytest.raises(ValueError, match="has the token 120, but the tokenizer's largest is 109"):
         tokenizing.write(tmp_path, source, few, Data())
+
+
+def test_a_prompt_is_made_of_tokens_that_the_model_has(tmp_path):
+    holes(tmp_path / "model", {"a": 0, "b": 300})
+    config = json.loads((GOLDEN / "gpt2" / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config | {"vocab_size": 300}))
+    with pytest.raises(ValueError, match="has the token 300, but vocab_size of its config.json is"):
+        generate.generated(tmp_path / "model", "ab", 1)
