@@ -52,17 +52,18 @@ def load(folder: str | pathlib.Path, config: DecoderConfig, like: Any) -> Any:
       The parameters, like `like`.
 
     Raises:
-      ValueError: If the folder is of another model, is damaged, or has arrays that the decoder
-        lacks.
+      ValueError: If the folder is of another model, is damaged, has arrays that the decoder
+        lacks, or weights that are not finite numbers.
     """
     kind, found = settings.read(folder)
     settings.require_same(config, found, str(folder))
     arrays = safetensors.read_all(folder)
     leaves, tree = jax.tree_util.tree_flatten_with_path(like)
-    of_leaves = [_layers(_path_of(key), leaf.shape) for key, leaf in leaves]
+    of_leaves = [(*_layers(_path_of(key), leaf.shape), leaf) for key, leaf in leaves]
     _require_all(folder, kind, arrays, of_leaves)
+    _require_tied(folder, kind, config, arrays)
     made = []
-    for (_, leaf), (path, layers) in zip(leaves, of_leaves, strict=True):
+    for path, layers, leaf in of_leaves:
         read = functools.partial(_read, folder, kind, config, arrays, path)
         made.append(_placed(read, layers, leaf))
     return tree.unflatten(made)
@@ -182,35 +183,75 @@ def _layers(path: str, shape: tuple[int, ...]) -> tuple[str, list[tuple[int | No
 
 
 def _require_all(folder, kind: str, arrays: dict, of_leaves: list) -> None:
-    """Raises a ValueError if the folder lacks an array, or has an unknown one."""
-    wanted = {
-        _named(arrays, name, kind)
-        for path, layers in of_leaves
-        for _, layer in layers
-        for name in weights.names_of(kind, path, layer)
-    }
+    """Raises a ValueError if the folder lacks an array, or has an unknown one.
+
+    Numbers are counted before memory is taken for a leaf: config.json may say any size.
+    """
+    parts = [
+        (path, shape, [_named(arrays, name, kind) for name in weights.names_of(kind, path, layer)])
+        for path, layers, leaf in of_leaves
+        for place, layer in layers
+        for shape in [leaf.shape[place is not None :]]
+    ]
+    wanted = {name for _, _, names in parts for name in names}
     if missing := sorted(wanted - arrays.keys()):
         raise ValueError(f"{folder} has no array {missing[0]!r}; download it again.")
-    left = [n for n in arrays.keys() - wanted if not weights.NOT_READ.search(n)]
-    if left:
+    for path, shape, names in parts:
+        if sum(arrays[name].size for name in names) != math.prod(shape):
+            raise _of_another(folder, arrays, names, path, shape)
+    wanted.add(weights.head_of(kind))  # beside a tied embedding, too
+    if left := [n for n in arrays.keys() - wanted if not weights.NOT_READ.search(n)]:
         raise ValueError(
             f"{folder} has {len(left)} arrays that a {kind} has no place for, like {min(left)!r}; "
             "its config.json is of another model."
         )
 
 
+def _require_tied(folder, kind: str, config: DecoderConfig, arrays: dict) -> None:
+    """Raises a ValueError if a file has an output matrix that a tied model would not use."""
+    embed, head = (
+        _named(arrays, name, kind)
+        for name in (*weights.names_of(kind, "embed/embedding", None), weights.head_of(kind))
+    )
+    if config.tied and head in arrays and not _equal(arrays[embed], arrays[head]):
+        raise ValueError(
+            f"{folder} has another {head} than {embed}, but its config.json has "
+            'tie_word_embeddings=True, or leaves it out: write "tie_word_embeddings": false there '
+            "to use both."
+        )
+
+
+def _equal(a: np.ndarray, b: np.ndarray) -> bool:
+    """Whether two matrices hold the same numbers, without a copy of more than some rows."""
+    rows = max(1, (1 << 24) // max(1, a[:1].size))
+    return a.shape == b.shape and all(
+        np.array_equal(a[i : i + rows], b[i : i + rows]) for i in range(0, len(a), rows)
+    )
+
+
 def _read(folder, kind: str, config: DecoderConfig, arrays: dict, path: str, layer, shape):
-    """One layer of a parameter, with this shape."""
+    """One layer of a parameter, with this shape; and the names of its arrays."""
     names = [_named(arrays, name, kind) for name in weights.names_of(kind, path, layer)]
     parts = [arrays[name] for name in names]
-    same = sum(part.size for part in parts) == math.prod(shape)
-    made = weights.joined(kind, path, config, parts) if same else None
-    if made is None or made.shape != shape:
+    if strange := [part.dtype for part in parts if part.dtype not in safetensors.FLOATS]:
         raise ValueError(
-            f"{folder} has {', '.join(names)} of {[part.shape for part in parts]}, which does not "
-            f"make {path} {shape}; its config.json is of another model."
+            f"{folder} has {', '.join(names)} as {strange[0]}, which are no weights; they must be "
+            f"{', '.join(kind.name for kind in safetensors.FLOATS)}."
         )
-    return made
+    try:
+        made = weights.joined(kind, path, config, parts)
+    except ValueError as error:  # parts that do not fit each other
+        raise _of_another(folder, arrays, names, path, shape) from error
+    if made.shape != shape:
+        raise _of_another(folder, arrays, names, path, shape)
+    return made, f"{folder}: {', '.join(names)}"
+
+
+def _of_another(folder, arrays: dict, names: list[str], path: str, shape) -> ValueError:
+    return ValueError(
+        f"{folder} has {', '.join(names)} of {[arrays[name].shape for name in names]}, which does "
+        f"not make {path} {shape}; its config.json is of another model."
+    )
 
 
 def _placed(read: Callable, layers: list, leaf: jax.ShapeDtypeStruct) -> jax.Array:
@@ -229,10 +270,14 @@ def _placed(read: Callable, layers: list, leaf: jax.ShapeDtypeStruct) -> jax.Arr
         wanted = [span for span in own if not stack or span[0][0] <= place < span[0][1]]
         if not wanted:
             continue
-        array = read(layer, leaf.shape[stack:])
+        array, where = read(layer, leaf.shape[stack:])
         for span in wanted:
             cut = array[tuple(slice(*part) for part in span[stack:])]
-            own[span][place - span[0][0] if stack else ...] = cut
+            held = own[span][place - span[0][0] if stack else ...]
+            with np.errstate(over="ignore"):
+                held[...] = cut
+            if not np.isfinite(held).all():
+                raise ValueError(f"{where} holds NaN or infinities; download it again.")
     pieces = [jax.device_put(own[span], device) for device, span in spans.items()]
     return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, pieces)
 

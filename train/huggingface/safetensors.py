@@ -7,11 +7,15 @@ array; then the arrays, row by row.
 
 import json
 import math
+import os
 import pathlib
 from collections.abc import Iterable
+from typing import Any
 
 import ml_dtypes
 import numpy as np
+
+from train import checks
 
 DTYPES: dict[str, np.dtype] = {
     "F64": np.dtype("<f8"),
@@ -26,7 +30,11 @@ DTYPES: dict[str, np.dtype] = {
     "BOOL": np.dtype("?"),
 }
 """The supported dtypes; files with others raise."""
+FLOATS = tuple(DTYPES[name] for name in ("F64", "F32", "F16", "BF16"))
+"""Those that weights may have."""
 _LARGEST_HEADER = 100_000_000  # bytes, the format's own limit
+_MOST_AXES = 8
+_ENTRY = {"dtype": str, "shape": list[int], "data_offsets": list[int]}
 _ALIGNED = 8  # the header is a multiple of this many bytes
 
 
@@ -34,27 +42,35 @@ def read(file: str | pathlib.Path) -> dict[str, np.ndarray]:
     """The arrays of a file by name, read-only and memory-mapped, so a page is read on access.
 
     Raises:
-      ValueError: If the file cannot be read, or its header does not describe its bytes.
+      ValueError: If the file cannot be read, or its header does not describe its bytes: each array
+        begins where the one before it ends, and the last one ends with the file.
     """
-    file = pathlib.Path(file)
     try:
-        content = np.memmap(file, np.uint8, "r")
+        with checks.open_file(file) as opened:
+            content = np.memmap(opened, np.uint8, "r")
     except (OSError, ValueError) as error:  # ValueError: an empty file
         raise ValueError(f"{file} cannot be read ({error}); download it again.") from error
     size = int.from_bytes(content[:8].tobytes(), "little")
     if content.size < 8 or size > min(_LARGEST_HEADER, content.size - 8):
         raise _damaged(file, "its header is longer than the file")
     try:
-        header = json.loads(content[8 : 8 + size].tobytes())
-        entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
-        described = {
-            name: (entry["dtype"], tuple(entry["shape"]), *entry["data_offsets"])
-            for name, entry in entries.items()
-        }
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise _damaged(file, f"its header cannot be read ({error!r})") from error
+        header = checks.json_value(content[8 : 8 + size].tobytes())
+    except ValueError as error:
+        raise _damaged(file, f"its header cannot be read ({error})") from error
+    if not checks.is_of(header, dict[str, dict[str, Any]]):
+        raise _damaged(file, f"its header cannot be read ({header!r:.80} describes no arrays)")
+    header.pop("__metadata__", None)
     arrays = content[8 + size :]
-    return {name: _array(file, arrays, name, *entry) for name, entry in described.items()}
+    made = {name: _array(file, arrays, name, entry) for name, entry in header.items()}
+    end = 0
+    for name in sorted(header, key=lambda name: header[name]["data_offsets"]):
+        begin, next_end = header[name]["data_offsets"]
+        if begin != end:
+            raise _damaged(file, f"{name} begins at {begin}, but the arrays before it end at {end}")
+        end = next_end
+    if end != arrays.size:
+        raise _damaged(file, f"its arrays end at {end}, but the file at {arrays.size}")
+    return made
 
 
 def write(file: str | pathlib.Path, arrays: dict[str, np.ndarray]) -> None:
@@ -77,25 +93,34 @@ def write(file: str | pathlib.Path, arrays: dict[str, np.ndarray]) -> None:
 def read_all(folder: str | pathlib.Path) -> dict[str, np.ndarray]:
     """The arrays of a folder: from model.safetensors, or from the files in its index.
 
+    As in transformers, an index beside a model.safetensors is not read: it is of an older model.
+
     Raises:
       ValueError: If there are none, or a file is missing or damaged.
     """
     folder = pathlib.Path(folder)
-    index = folder / "model.safetensors.index.json"
-    if not index.is_file():
-        if not (folder / "model.safetensors").is_file():
-            raise ValueError(
-                f"{folder} has no model.safetensors, nor an index of several; if it has only "
-                "pytorch_model.bin, load it with transformers and call save_pretrained."
-            )
-        return read(folder / "model.safetensors")
-    try:
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise _damaged(index, f"it cannot be read ({error!r})") from error
-    if outside := [name for name in names if pathlib.PurePath(name).name != name]:
-        raise _damaged(index, f"it names {outside[0]!r}, which is not in its folder")
-    return {name: array for file in names for name, array in read(folder / file).items()}
+    one, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if os.path.lexists(one):
+        return read(one)
+    if not os.path.lexists(index):
+        raise ValueError(
+            f"{folder} has no model.safetensors, nor an index of several; if it has only "
+            "pytorch_model.bin, load it with transformers and call save_pretrained."
+        )
+    places = checks.json_object(index, weight_map=dict[str, str])["weight_map"]
+    found: dict[str, np.ndarray] = {}
+    of: dict[str, str] = {}
+    for file in sorted(set(places.values())):
+        if file == ".." or pathlib.PurePath(file).name != file:
+            raise _damaged(index, f"it names {file!r:.80}, which is not in its folder")
+        for name, array in read(folder / file).items():
+            if name in of:
+                raise _damaged(folder, f"{name} is both in {of[name]} and in {file}")
+            found[name], of[name] = array, file
+    for name, file in places.items():
+        if of.get(name) != file:
+            raise _damaged(index, f"it has {name!r:.80} in {file}, where it is not")
+    return found
 
 
 def write_all(
@@ -131,11 +156,17 @@ def write_all(
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
 
 
-def _array(file, arrays, name, dtype, shape, begin, end):
+def _array(file, arrays: np.ndarray, name: str, entry: dict[str, Any]) -> np.ndarray:
+    checks.of_keys(entry, f"{file}, {name}", **_ENTRY)
+    dtype, shape, offsets = (entry[key] for key in _ENTRY)
+    if len(offsets) != 2:
+        raise _damaged(file, f"{name} has the data_offsets {str(offsets):.80}")
+    begin, end = offsets
     if dtype not in DTYPES:
         raise ValueError(f"{file} holds {name} as {dtype}; those read are {', '.join(DTYPES)}.")
-    if not all(type(n) is int and n >= 0 for n in (*shape, begin, end)):
-        raise _damaged(file, f"{name} has the shape {shape} from {begin} to {end}")
+    sizes = [size or 1 for size in shape]  # NumPy multiplies the sizes of empty arrays, too
+    if len(shape) > _MOST_AXES or min(0, begin, *shape) < 0 or math.prod(sizes) >= 2**60:
+        raise _damaged(file, f"{name} has the shape {str(shape):.80} from {begin} to {end}")
     needed = math.prod(shape) * DTYPES[dtype].itemsize
     if end - begin != needed or end > arrays.size:
         raise _damaged(file, f"{name} needs {needed} bytes and has those from {begin} to {end}")

@@ -105,10 +105,8 @@ NAMES: dict[str, Names] = {
     "qwen2": _LLAMA,
     "qwen3": _LLAMA,
 }
-NOT_READ = re.compile(
-    r"attn\.(masked_)?bias$|attention\.(masked_)?bias$|rotary_emb\.inv_freq$|lm_head\.weight$"
-)
-"""Arrays of older checkpoints that are not parameters, and a tied output."""
+NOT_READ = re.compile(r"attn\.(masked_)?bias$|attention\.(masked_)?bias$|rotary_emb\.inv_freq$")
+"""Arrays of older checkpoints that are not parameters."""
 
 
 def names_of(kind: str, path: str, layer: int | None) -> list[str]:
@@ -127,6 +125,11 @@ def names_of(kind: str, path: str, layer: int | None) -> list[str]:
     if module == "head":
         return [names.head + suffix]
     return [names.base + names.outside[module] + suffix]
+
+
+def head_of(kind: str) -> str:
+    """A kind of model's name for the output matrix, tied or not."""
+    return f"{NAMES[kind].head}.weight"
 
 
 def joined(kind: str, path: str, config: DecoderConfig, parts: list[np.ndarray]) -> np.ndarray:

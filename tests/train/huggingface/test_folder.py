@@ -133,6 +133,73 @@ def test_checkpoints_of_a_bare_model_have_shorter_names(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
+def with_arrays(tmp_path, kind, change, **fields):
+    """A copy of a folder in whose arrays a function changes something."""
+    path = changed(tmp_path, kind, **fields)
+    arrays = {name: np.array(array) for name, array in safetensors.read_all(path).items()}
+    change(arrays)
+    for file in path.glob("model*.safetensors"):
+        file.unlink()
+    safetensors.write(path / "model.safetensors", arrays)
+    return path
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "opt", "qwen2", "llama", "gpt_neox"])
+def test_a_tied_model_uses_all_that_its_file_has(tmp_path, kind):
+    embed, head = {
+        "gpt2": ("transformer.wte.weight", "lm_head.weight"),
+        "opt": ("model.decoder.embed_tokens.weight", "lm_head.weight"),
+        "gpt_neox": ("gpt_neox.embed_in.weight", "embed_out.weight"),
+    }.get(kind, ("model.embed_tokens.weight", "lm_head.weight"))
+
+    def equal(arrays):
+        arrays[head] = arrays[embed].copy()
+
+    def other(arrays):
+        equal(arrays)
+        arrays[head][-1, -1] += 1
+
+    def shorter(arrays):
+        arrays[head] = arrays[embed][:-1].copy()
+
+    tied = {"tie_word_embeddings": True}
+    apply, params, config = loaded(with_arrays(tmp_path / "equal", kind, equal, **tied))
+    assert config.tied and "head" not in params
+    for name, change in (("other", other), ("shorter", shorter)):
+        path = with_arrays(tmp_path / name, kind, change, **tied)
+        with pytest.raises(ValueError, match=f'another {head} than {embed}.*ings": false there'):
+            loaded(path)
+    path = with_arrays(tmp_path / "untied", kind, other, tie_word_embeddings=False)
+    assert "head" in loaded(path)[1]
+
+
+@pytest.mark.parametrize("dtype", ["I64", "I32", "I8", "U8", "BOOL"])
+def test_weights_are_floats(tmp_path, dtype):
+    def change(arrays):
+        name = "model.layers.1.mlp.up_proj.weight"
+        arrays[name] = np.ones(arrays[name].shape, safetensors.DTYPES[dtype])
+
+    with pytest.raises(ValueError, match=r"up_proj.weight as .*, which are no weights; they must"):
+        loaded(with_arrays(tmp_path, "llama", change))
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 1e300])
+def test_weights_are_finite_in_the_run_s_dtype(tmp_path, value):
+    def change(arrays):
+        name = "model.layers.1.mlp.up_proj.weight"
+        arrays[name] = arrays[name].astype(np.float64)
+        arrays[name][3, 5] = value
+
+    with pytest.raises(ValueError, match="layers.1.mlp.up_proj.weight holds NaN or infinities"):
+        loaded(with_arrays(tmp_path, "llama", change))
+
+
+def test_no_memory_is_taken_for_a_size_that_only_config_json_has(tmp_path):
+    path = changed(tmp_path, "llama", vocab_size=2**31 - 1, max_position_embeddings=32)
+    with pytest.raises(ValueError, match=r"embed_tokens.weight of .*, which does not make embed"):
+        loaded(path)
+
+
 def test_a_model_of_another_form_than_the_run_s_is_refused():
     config = settings.read(GOLDEN / "gpt2")[1]
     with pytest.raises(ValueError, match=r"model.heads=4, there 2.*Write model=Pretrained\(\)"):

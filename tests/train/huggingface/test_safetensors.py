@@ -1,7 +1,9 @@
 """The file format: what the package reads, and headers that do not describe their file."""
 
 import json
+import os
 
+import jax
 import numpy as np
 import pytest
 from safetensors import numpy as package
@@ -36,9 +38,17 @@ def test_several_files_have_an_index(most, tmp_path):
     assert not list(tmp_path.glob("*.part"))
 
 
-def header(**entry):
-    entry = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]} | entry
-    return json.dumps({"a": entry}).encode()
+def entry(**fields):
+    return {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]} | fields
+
+
+def header(**fields):
+    return json.dumps({"a": entry(**fields)}).encode()
+
+
+def written(file, text, size=8):
+    file.write_bytes(len(text).to_bytes(8, "little") + text + bytes(size))
+    return file
 
 
 @pytest.mark.parametrize(
@@ -48,18 +58,93 @@ def header(**entry):
         (header(shape=[4], data_offsets=[0, 16]), "a needs 16 bytes and has those from 0 to 16"),
         (header(shape=[-2]), "the shape"),
         (header(data_offsets=[-8, 0]), "from -8 to 0"),
-        (header(shape=[True, 2]), "the shape"),
+        (header(data_offsets=[0]), r"the data_offsets \[0\]"),
+        (header(shape=[True, 2]), "a: shape is .True, 2.; needs a list of a whole number each"),
+        (header(shape=[1] * 9), "the shape"),
+        (header(shape=[0, 2**62, 2**62], data_offsets=[0, 0]), "the shape"),
+        (header(shape=[2**40, 2**40]), "the shape"),
         (header(dtype="F8_E4M3"), "as F8_E4M3; those read are"),
+        (header(dtype=[]), r"a: dtype is \[\]; needs text"),
+        (
+            header(shape=[1], data_offsets=[4, 8]),
+            "a begins at 4, but the arrays before it end at 0",
+        ),
+        (header(shape=[1], data_offsets=[0, 4]), "its arrays end at 4, but the file at 8"),
+        (b"{}", "its arrays end at 0, but the file at 8"),
         (b"[]", "its header cannot be read"),
         (b"{", "its header cannot be read"),
         (b'{"a": 1}', "its header cannot be read"),
+        (b'{"a": {}}', "a: dtype is nothing; needs text"),
+        (b"[" * 100_000, "nests too deeply"),
+        (header()[:-1] + b"," + header()[1:], "has the key 'a' twice"),
     ],
 )
 def test_headers_that_lie_are_refused(text, message, tmp_path):
-    file = tmp_path / "model.safetensors"
-    file.write_bytes(len(text).to_bytes(8, "little") + text + bytes(8))
+    with pytest.raises(ValueError, match=message):
+        safetensors.read(written(tmp_path / "model.safetensors", text))
+
+
+@pytest.mark.parametrize(
+    ("second", "message"),
+    [
+        ([4, 12], "b begins at 4, but the arrays before it end at 8"),  # bytes of both
+        ([0, 8], "begins at 0, but the arrays before it end at 8"),
+        ([12, 20], "b begins at 12, but the arrays before it end at 8"),
+        ([8, 16], "its arrays end at 16, but the file at 20"),
+    ],
+)
+def test_arrays_lie_one_after_the_other_as_the_package_wants_them(second, message, tmp_path):
+    text = json.dumps({"b": entry(data_offsets=second), "a": entry()}).encode()
+    file = written(tmp_path / "model.safetensors", text, 20)
     with pytest.raises(ValueError, match=message):
         safetensors.read(file)
+    with pytest.raises(Exception, match="offset|[Mm]etadata"):
+        package.load_file(file)
+
+
+def test_what_is_no_file_is_refused_at_once(tmp_path):
+    os.mkfifo(tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="is a FIFO; needs a file"):
+        safetensors.read_all(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    os.mkfifo(tmp_path / "model.safetensors.index.json")
+    with pytest.raises(ValueError, match="is a FIFO; needs a file"):
+        safetensors.read_all(tmp_path)
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_one_file_wins_over_an_older_index_as_in_transformers(tmp_path, kept):
+    names = ("a", "b")
+    safetensors.write_all(tmp_path, [(name, np.ones(4, np.float32)) for name in names], most=1)
+    shards = list(tmp_path.glob("model-*"))
+    assert len(shards) == 2
+    new = {name: np.full(4, 2, np.float32) for name in names}
+    safetensors.write(tmp_path / "model.safetensors", new)
+    for shard in () if kept else shards:
+        shard.unlink()
+    found = safetensors.read_all(tmp_path)
+    jax.tree.map(np.testing.assert_array_equal, found, new)
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        ({}, "weight_map is nothing; needs an object of values that are text"),
+        ({"weight_map": {"a": 1}}, "weight_map is .* needs an object of values that are text"),
+        ({"weight_map": {"a": "one", "b": ".."}}, "names '..', which is not in its folder"),
+        ({"weight_map": {"a": "one", "b": "/one"}}, "names '/one', which is not in its folder"),
+        ({"weight_map": {"a": "one", "b": "one"}}, "has 'b' in one, where it is not"),
+        ({"weight_map": {"a": "one", "b": "three"}}, "three cannot be read"),
+        ({"weight_map": {"a": "one", "b": "two"}}, "a is both in one and in two"),
+    ],
+)
+def test_an_index_says_where_each_array_is(tmp_path, index, message):
+    one = {"a": np.ones(4, np.float32)}
+    safetensors.write(tmp_path / "one", one)
+    safetensors.write(tmp_path / "two", one | {"b": np.ones(4, np.float32)})
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=message):
+        safetensors.read_all(tmp_path)
 
 
 def test_a_file_that_is_cut_off_or_away_is_refused(tmp_path):
