@@ -1,14 +1,23 @@
-"""Chats as text, through a tokenizer's chat template, with the places of the answers."""
+"""Chats as text, through a tokenizer's chat template, and as tokens with those of the answers."""
 
+import contextlib
 import importlib.util
-import re
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from train.data.tokenizer import Tokenizer
 
-_OPEN, _CLOSE = "\ue000answer\ue001", "\ue000end\ue001"  # around the text that a template marks
-_ANSWERS = "assistant"  # role
+_PROGRAM = pathlib.Path(__file__).with_name("templates.py")
+_SECONDS, _BYTES = 10, 1 << 30  # what the template may take for a chat: of a processor, of memory
 
 
 class Chat(NamedTuple):
@@ -21,11 +30,13 @@ class Chat(NamedTuple):
 def renderer(tokenizer: Tokenizer, folder: str) -> Callable[[list[dict[str, Any]]], Chat]:
     """Makes the function from messages, `{"role": ..., "content": ...}`, to a `Chat`.
 
-    An answer is what the template marks with `{% generation %}`. If it marks nothing, an answer is
-    the text that an assistant's message adds to the messages before it and their generation prompt.
-    So it includes the token that ends it.
+    The text is the one of transformers' `apply_chat_template`. An answer is what the template marks
+    with `{% generation %}`. If it marks nothing, an answer is the text that an assistant's message
+    adds to the messages before it and their generation prompt. So it includes the token that ends
+    it.
 
-    The template runs in jinja2's sandbox, but may still take time and memory.
+    The template is code. It runs in jinja2's sandbox, in a process of its own, which may take 10
+    seconds of a processor and 1 GiB of memory for a chat, and ends with the function.
 
     Args:
       tokenizer: Has the template, and the names of special tokens.
@@ -33,8 +44,51 @@ def renderer(tokenizer: Tokenizer, folder: str) -> Callable[[list[dict[str, Any]
 
     Raises:
       ValueError: If there is no template, or it is damaged; from the function, if the template
-        raises an error, or changes earlier messages as more are added.
+        raises an error, takes too much, or changes earlier messages as more are added.
     """
+    render = _renderer(tokenizer, folder)
+    return lambda messages: render(_dumped(messages))
+
+
+def encoder(tokenizer: Tokenizer, folder: str) -> Callable[[str], tuple[np.ndarray, np.ndarray]]:
+    """Makes the function from messages to tokens i64[count] and targets bool[count].
+
+    A token is a target if an answer has any of its characters, as in transformers'
+    `return_assistant_tokens_mask`: a tokenizer may join the end of a prompt and the first letter of
+    an answer, and the model has to say the token all the same.
+
+    Args:
+      tokenizer: See `renderer`.
+      folder: See `renderer`.
+
+    Returns:
+      The function. Messages are one line of JSON.
+
+    Raises:
+      ValueError: See `renderer`.
+    """
+    render = _renderer(tokenizer, folder)
+
+    def encode(messages):
+        made = render(messages)
+        tokens, spans = tokenizer.spans(made.text)
+        asked = np.zeros(tokens.size, bool)
+        for first, last in made.answers:
+            asked |= (spans[:, 0] < last) & (spans[:, 1] > first)
+        return tokens, asked
+
+    return encode
+
+
+def _dumped(value: Any) -> str:
+    try:
+        return json.dumps(value)
+    except RecursionError as error:
+        raise ValueError(f"a chat is nested too deep: {str(value)[:200]}") from error
+
+
+def _renderer(tokenizer: Tokenizer, folder: str) -> Callable[[str], Chat]:
+    """As `renderer`, from messages as a line of JSON."""
     if tokenizer.template is None:
         raise ValueError(
             f"chats need a chat template, which data.tokenizer={folder!r} lacks; name a Hugging "
@@ -44,79 +98,69 @@ def renderer(tokenizer: Tokenizer, folder: str) -> Callable[[list[dict[str, Any]
         raise ValueError(
             "chats need the package jinja2; run pip install -e '.[huggingface]' in the checkout."
         )
-    import jinja2
+    where = f"the chat template {os.path.join(folder, tokenizer.template_file)!r}"
+    limits = {"seconds": _SECONDS, "bytes": _BYTES}
+    first = _dumped({"template": tokenizer.template, "names": tokenizer.names, **limits})
 
-    troubles = (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError)
-    where = f"the chat template of {folder!r}"
-    try:
-        template = _environment().from_string(tokenizer.template, globals=tokenizer.names)
-    except jinja2.TemplateError as error:
-        raise ValueError(f"{where} is damaged: {error}") from error
-    marks = re.search(r"\{%-?\+?\s*generation\b", tokenizer.template) is not None
+    def started():
+        ask = _start()
+        if (error := ask(first).get("error")) is not None:
+            raise ValueError(f"{where} is damaged: {error}")
+        return ask
 
-    def text_of(messages, prompt=False):
-        try:
-            return template.render(messages=messages, add_generation_prompt=prompt, tools=None)
-        except troubles as error:
-            raise ValueError(f"{where} refuses a chat ({error}): {str(messages)[:200]}") from error
+    ask = started()
 
     def render(messages):
-        if marks:
-            return _marked(text_of(messages))
-        return _grown(messages, text_of, where)
+        nonlocal ask
+        answer = ask(messages)
+        if "made" in answer:
+            text, answers = answer["made"]
+            return Chat(text, [tuple(each) for each in answers])
+        if answer.get("ended"):
+            ask = started()
+        raise ValueError(f"{where} refuses a chat ({answer['error']}): {messages[:200]}")
 
     return render
 
 
-def _environment():
-    """Jinja2 as Hugging Face's templates expect it."""
-    import jinja2
-    from jinja2 import ext, nodes, sandbox
+def _start() -> Callable[[str], dict[str, Any]]:
+    """Starts the process that renders; returns the function from a line to its answer.
 
-    class Answers(ext.Extension):
-        tags = {"generation"}
-
-        def parse(self, parser):
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            call = self.call_method("marked", [])
-            return nodes.CallBlock(call, [], [], body).set_lineno(line)
-
-        def marked(self, caller):
-            return f"{_OPEN}{caller()}{_CLOSE}"
-
-    def refuse(message):
-        raise jinja2.TemplateError(message)
-
-    made = sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Answers, ext.loopcontrols]
+    A process that is forked would have only one of this one's threads, and JAX's locks.
+    """
+    process = subprocess.Popen(
+        [sys.executable, "-P", str(_PROGRAM)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        start_new_session=True,  # Ctrl-C is for the run, which ends this process
     )
-    made.globals["raise_exception"] = refuse
-    return made
+
+    def ask(line):
+        answer = b""
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.write(line.encode() + b"\n")
+            process.stdin.flush()
+            answer = process.stdout.readline()
+        if answer.endswith(b"\n"):
+            return json.loads(answer)
+        return {"error": _reason(process.wait()), "ended": True}
+
+    weakref.finalize(ask, _end, process)
+    return ask
 
 
-def _marked(text: str) -> Chat:
-    answers, plain, begin = [], "", 0
-    for part in re.split(f"({_OPEN}|{_CLOSE})", text):
-        if part == _OPEN:
-            begin = len(plain)
-        elif part == _CLOSE:
-            answers.append((begin, len(plain)))
-        else:
-            plain += part
-    return Chat(plain, answers)
+def _reason(status: int) -> str:
+    if os.name == "posix" and -status == signal.SIGXCPU:
+        return f"it takes more than {_SECONDS} seconds"
+    how = signal.Signals(-status).name if status < 0 else f"status {status}"
+    return f"the process that renders chats ended with {how}"
 
 
-def _grown(messages: list[dict[str, Any]], text_of: Callable, where: str) -> Chat:
-    whole, answers = text_of(messages), []
-    for number, message in enumerate(messages):
-        if message.get("role") != _ANSWERS:
-            continue
-        before, after = text_of(messages[:number], prompt=True), text_of(messages[: number + 1])
-        if not (whole.startswith(before) and whole.startswith(after)):
-            raise ValueError(
-                f"{where} changes earlier messages as more are added, so that answers cannot be "
-                "found; put {% generation %} and {% endgeneration %} around them in it."
-            )
-        answers.append((len(before), len(after)))
-    return Chat(whole, answers)
+def _end(process: subprocess.Popen) -> None:
+    process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        with contextlib.suppress(OSError):
+            pipe.close()

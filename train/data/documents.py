@@ -8,7 +8,7 @@ import importlib.util
 import json
 import pathlib
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from train.data import files as on_disk
@@ -24,12 +24,14 @@ class Document(NamedTuple):
 
     Attributes:
       name: Decides whether it is held out: the file's name, or the sha256 of a row.
+      where: The file, or the row, for messages.
       size: Bytes.
       is_chat: Whether its text is JSON, the messages of a chat.
       pieces: Its text in pieces, one in memory at a time, each with the amount read of the total.
     """
 
     name: str
+    where: str
     size: int
     is_chat: bool
     pieces: Iterator[tuple[str, int]]
@@ -86,10 +88,10 @@ def _files(source: str, root: pathlib.Path, files: list[pathlib.Path], data: Dat
         for file, name, size in zip(files, names, sizes, strict=True):
             if file.suffix not in _ROWS:
                 pieces = ((piece, len(piece.encode())) for piece in on_disk.pieces(file))
-                yield Document(name, size, False, pieces)
+                yield Document(name, repr(str(file)), size, False, pieces)
                 continue
-            for value, read in _ROWS[file.suffix](file, data.column):
-                yield _row(value, f"data.column={data.column!r} of {str(file)!r}", read)
+            rows = _ROWS[file.suffix](file, data.column)
+            yield from _numbered(rows, f"data.column={data.column!r} of {str(file)!r}")
 
     names = [file.relative_to(root).as_posix() for file in files]
     stats = [on_disk.stat(file) for file in files]
@@ -148,16 +150,28 @@ def _parquet(file: pathlib.Path, column: str) -> Iterator[tuple[Any, int]]:
 _ROWS = {".jsonl": _jsonl, ".parquet": _parquet}
 
 
+def _numbered(rows: Iterable[tuple[Any, int]], where: str) -> Iterator[Document]:
+    for number, (value, read) in enumerate(rows, 1):
+        yield _row(value, f"row {number} of {where}", read)
+
+
 def _row(value: Any, where: str, read: int) -> Document:
     is_chat = isinstance(value, list) and bool(value)
-    if is_chat and all(isinstance(message, dict) for message in value):
-        value = json.dumps(value, sort_keys=True, ensure_ascii=False, default=str)
-    if not isinstance(value, str):
+    is_chat = is_chat and all(isinstance(message, dict) for message in value)
+    if not is_chat and not isinstance(value, str):
         text = repr(value)[:80]
         raise ValueError(f"{where} holds {text}; choose one of strings, or of messages of chats.")
-    content = value.encode("utf-8", "replace")
+    # A template may show the order of keys, but chats that differ only in it stay together.
+    content, ranked = (
+        text.encode("utf-8", "replace")
+        for text in ((_dumped(value, False), _dumped(value, True)) if is_chat else (value, value))
+    )
     pieces = iter([(content.decode(), read)])
-    return Document(hashlib.sha256(content).hexdigest(), len(content), is_chat, pieces)
+    return Document(hashlib.sha256(ranked).hexdigest(), where, len(content), is_chat, pieces)
+
+
+def _dumped(messages: list[dict[str, Any]], sort: bool) -> str:
+    return json.dumps(messages, sort_keys=sort, ensure_ascii=False, default=str)
 
 
 def _rows_of_a_set(data: Data, name: str) -> Source:
@@ -186,11 +200,11 @@ def _rows_of_a_set(data: Data, name: str) -> Source:
             f"data.column={column!r} is not a column of {name!r}; write one of {rows.column_names}."
         )
 
-    def documents():
+    def read():
         for batch in rows.select_columns([column]).iter(batch_size=256):
-            for value in batch[column]:
-                yield _row(value, f"data.column={column!r} of {name!r}", 1)
+            yield from ((value, 1) for value in batch[column])
 
+    documents = lambda: _numbered(read(), f"data.column={column!r} of {name!r}")
     return Source(
         f"huggingface:{name}", repr((rows._fingerprint, column)), rows.num_rows, documents
     )

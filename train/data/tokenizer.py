@@ -24,7 +24,8 @@ class Tokenizer(NamedTuple):
 
     Attributes:
       encode: Texts -> tokens i64[count] of each; special tokens only where the text names them.
-      ends: A text -> its tokens i64[count], and the end of each in characters, i64[count].
+      spans: A text -> its tokens i64[count], and the first and last of each one's characters,
+        i64[count, 2]: those of one character that several tokens make are alike.
       decode: Tokens -> the text, without special tokens.
       vocab: Tokens are in [0, vocab): one more than the largest, as ids may have holes.
       begin: Tokens before a document, as the tokenizer itself adds them.
@@ -32,10 +33,11 @@ class Tokenizer(NamedTuple):
       names: Text of special tokens, such as {"eos_token": "</s>"}; for chat templates.
       template: Jinja2 template of a chat; None if there is none.
       sha256: Sha256 of all relevant files.
+      template_file: Name of the file that has the template.
     """
 
     encode: Callable[[Sequence[str]], list[np.ndarray]]
-    ends: Callable[[str], tuple[np.ndarray, np.ndarray]]
+    spans: Callable[[str], tuple[np.ndarray, np.ndarray]]
     decode: Callable[[Sequence[int]], str]
     vocab: int
     begin: tuple[int, ...]
@@ -43,6 +45,7 @@ class Tokenizer(NamedTuple):
     names: dict[str, str]
     template: str | None
     sha256: str
+    template_file: str = _TEMPLATE
 
 
 def load_tokenizer(folder: str | pathlib.Path | None) -> Tokenizer:
@@ -73,14 +76,15 @@ def load_tokenizer(folder: str | pathlib.Path | None) -> Tokenizer:
         made.no_truncation()
         made.no_padding()
         begin, end = _around(made)
-    names, template = _settings(folder, contents)
+        made.post_processor = None  # adds these tokens, and may take spaces out of the spans
+    names, template, file = _settings(folder, contents)
     vocab = 1 + max((*made.get_vocab().values(), *begin, *end), default=-1)
     if not 0 < vocab <= _MOST:
         raise ValueError(f"{where} has tokens up to {vocab - 1}; needs some, all below {_MOST}.")
     eos = made.token_to_id(names.get("eos_token", ""))
     return Tokenizer(
         encode=lambda texts: _ids(made, texts, where),
-        ends=lambda text: _ends(made, text, where),
+        spans=lambda text: _spans(made, text, where),
         decode=lambda tokens: made.decode(list(map(int, tokens))),
         vocab=vocab,
         begin=begin,
@@ -88,6 +92,7 @@ def load_tokenizer(folder: str | pathlib.Path | None) -> Tokenizer:
         names=names,
         template=template,
         sha256=hashlib.sha256(repr(sorted(contents.items())).encode()).hexdigest(),
+        template_file=file,
     )
 
 
@@ -112,8 +117,8 @@ def _contents(folder: pathlib.Path) -> dict[str, bytes]:
     return {file.name: on_disk.content_of(file) for file in files if os.path.lexists(file)}
 
 
-def _settings(folder, contents: dict[str, bytes]) -> tuple[dict[str, str], str | None]:
-    """Names of special tokens and the chat template."""
+def _settings(folder, contents: dict[str, bytes]) -> tuple[dict[str, str], str | None, str]:
+    """Names of special tokens, the chat template, and the name of its file."""
     found: dict = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         try:
@@ -125,13 +130,7 @@ def _settings(folder, contents: dict[str, bytes]) -> tuple[dict[str, str], str |
                 f"{folder}/{name} is damaged: it holds {part!r:.80}; needs an object; download it."
             )
         found |= part
-    template = found.get("chat_template")
-    if isinstance(template, list):  # several, by name
-        named = {each.get("name"): each.get("template") for each in template}
-        template = named.get("default")
-    if _TEMPLATE in contents:
-        template = contents[_TEMPLATE].decode("utf-8", "replace")
-    return _names(folder, found), template if isinstance(template, str) else None
+    return _names(folder, found), *_template(folder, contents, found.get("chat_template"))
 
 
 def _names(folder, found: dict) -> dict[str, str]:
@@ -145,6 +144,26 @@ def _names(folder, found: dict) -> dict[str, str]:
             raise ValueError(f"{folder}: {key} is {value!r:.80}; needs the text of a token.")
         names[key] = text
     return names
+
+
+def _template(folder, contents: dict[str, bytes], setting) -> tuple[str | None, str]:
+    """The chat template and its file; `setting` is the one of tokenizer_config.json."""
+    if _TEMPLATE in contents:
+        try:
+            return contents[_TEMPLATE].decode(), _TEMPLATE
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{folder}/{_TEMPLATE} is damaged: {error}; download it.") from error
+    if isinstance(setting, list):  # several, by name
+        named = (each for each in setting if isinstance(each, dict))
+        setting = next(
+            (each.get("template") for each in named if each.get("name") == "default"), None
+        )
+    if setting is not None and not isinstance(setting, str):
+        raise ValueError(
+            f"{folder}/tokenizer_config.json: chat_template is {setting!r:.80}; needs a text, or a "
+            "list of {'name': ..., 'template': ...}."
+        )
+    return setting, "tokenizer_config.json"
 
 
 def _around(made) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -162,24 +181,23 @@ def _ids(made, texts: Sequence[str], where: str) -> list[np.ndarray]:
     return [np.array(each.ids, np.int64) for each in found]
 
 
-def _ends(made, text: str, where: str) -> tuple[np.ndarray, np.ndarray]:
+def _spans(made, text: str, where: str) -> tuple[np.ndarray, np.ndarray]:
     with _in_words(f"{where} cannot encode a text"):
         found = made.encode(text, add_special_tokens=False)
-    ends = [end for _, end in found.offsets]
-    return np.array(found.ids, np.int64), np.array(ends, np.int64)
+    return np.array(found.ids, np.int64), np.array(found.offsets, np.int64).reshape(-1, 2)
 
 
 def _bytes() -> Tokenizer:
     def encode(texts):
         return [np.frombuffer(text.encode(), np.uint8).astype(np.int64) for text in texts]
 
-    def ends(text):
-        sizes = [len(letter.encode()) for letter in text]
-        return encode([text])[0], np.repeat(np.arange(1, len(sizes) + 1), sizes)
+    def spans(text):
+        first = np.repeat(np.arange(len(text)), [len(letter.encode()) for letter in text])
+        return encode([text])[0], np.stack([first, first + 1], axis=1)
 
     return Tokenizer(
         encode=encode,
-        ends=ends,
+        spans=spans,
         decode=lambda tokens: bytes(map(int, tokens)).decode("utf-8", "replace"),
         vocab=256,
         begin=(),

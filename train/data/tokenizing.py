@@ -2,11 +2,10 @@
 
 import contextlib
 import hashlib
-import json
 import os
 import pathlib
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,15 +20,16 @@ from train.output.progress import counted
 PARTS = ("train", "validation")
 _MOST = 1 << 20, 1000  # most characters, and pieces, that are tokenized at once
 
-# Pieces of documents -> for each its tokens, and which of them are targets.
-Encode = Callable[[list[str]], list[tuple[np.ndarray, np.ndarray | None]]]
-
 
 class _Piece(NamedTuple):
     document: Document
     is_first: bool  # of its document
     text: str
     read: int  # of the source's total
+
+
+# Pieces of documents -> for each its tokens, and which of them are targets.
+Encode = Callable[[list[_Piece]], Iterable[tuple[np.ndarray, np.ndarray | None]]]
 
 
 def write(folder: pathlib.Path, source: Source, tokenizer: Tokenizer, data: Data) -> dict[str, Any]:
@@ -72,8 +72,7 @@ def _pass(folder, source: Source, tokenizer: Tokenizer, data: Data, limit: float
                 begin = () if is_chat else tokenizer.begin
             if any(piece.document.is_chat != is_chat for piece in pieces):
                 raise ValueError(f"{source.name} has texts and chats; take only one kind.")
-            encoded = encode([piece.text for piece in pieces])
-            for piece, (tokens, asked) in zip(pieces, encoded, strict=True):
+            for piece, (tokens, asked) in zip(pieces, encode(pieces), strict=True):
                 document = piece.document
                 if piece.is_first:
                     count, size = count + 1, size + document.size
@@ -112,7 +111,8 @@ def _grouped(found: Iterator[Document]) -> Iterator[list[_Piece]]:
 
 
 def _texts(tokenizer: Tokenizer) -> Encode:
-    return lambda pieces: [(tokens, None) for tokens in tokenizer.encode(pieces)]
+    texts_of = lambda pieces: [piece.text for piece in pieces]
+    return lambda pieces: [(tokens, None) for tokens in tokenizer.encode(texts_of(pieces))]
 
 
 def _chats(tokenizer: Tokenizer, data: Data) -> Encode:
@@ -121,16 +121,16 @@ def _chats(tokenizer: Tokenizer, data: Data) -> Encode:
             f"data.column={data.column!r} holds chats, which are trained on whole; write "
             "--data.packed."
         )
-    render = chat.renderer(tokenizer, str(data.tokenizer))
+    tokens_of = None
 
     def encode(pieces):
+        nonlocal tokens_of
         for piece in pieces:
-            made = render(json.loads(piece))
-            tokens, ends = tokenizer.ends(made.text)
-            asked = np.zeros(tokens.size, bool)
-            for first, last in made.answers:
-                asked |= (ends > first) & (ends <= last)
-            yield tokens, asked
+            try:
+                tokens_of = tokens_of or chat.encoder(tokenizer, str(data.tokenizer))
+                yield tokens_of(piece.text)
+            except ValueError as error:
+                raise ValueError(f"{piece.document.where}: {error}") from error
 
     return encode
 

@@ -1,9 +1,15 @@
 """Chats by a template: what the text is, and which of it are answers."""
 
+import datetime
+import gc
+import json
+import pathlib
+
 import pytest
 
 from tests.helpers import tokens
-from train.data import chat
+from train.data import chat, token_files
+from train.data.sources import Data
 from train.data.tokenizer import load_tokenizer
 
 PLAIN = (
@@ -36,6 +42,12 @@ def test_answers_are_what_the_model_has_to_say_with_its_end(tmp_path, template):
     assert answers == ["one answer</s>\n", "two</s>\n"]
 
 
+@pytest.fixture
+def brief(monkeypatch):
+    """A template may take one second."""
+    monkeypatch.setattr(chat, "_SECONDS", 1)
+
+
 def test_templates_have_what_hugging_faces_have(tmp_path):
     template = (
         "{%- for m in messages %}{% if loop.index0 == 1 %}{% continue %}{% endif %}\n"
@@ -60,3 +72,149 @@ def test_templates_have_what_hugging_faces_have(tmp_path):
 def test_a_template_that_cannot_be_used_is_refused(tmp_path, template, message):
     with pytest.raises(ValueError, match=message):
         render(tmp_path, template)
+
+
+def test_values_of_messages_are_written_as_in_transformers(tmp_path):
+    value = {"query": "it's <b>5 > 3</b> & gr\u00f6\u00dfer", "a": [1.0, None, True]}
+    template = "{% for m in messages %}{{ m.call | tojson }}{{ m.call | tojson(indent=2) }}|{{ m }}"
+    message = {"role": "user", "call": value}
+    made = render(tmp_path, template + "{% endfor %}", [message]).text
+    assert made == (
+        json.dumps(value, ensure_ascii=False)
+        + json.dumps(value, ensure_ascii=False, indent=2)
+        + f"|{message}"
+    )
+
+
+def test_a_message_with_nulls_is_one_without_these_keys(tmp_path):
+    template = "{% for m in messages %}{{ m }}{{ m.content is defined }}{% endfor %}"
+    message = {"role": "user", "content": None, "calls": [{"id": None}]}
+    made = render(tmp_path, template, [message]).text
+    assert made == "{'role': 'user', 'calls': [{'id': None}]}False"
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "thinking", "reasoning"])
+def test_reasoning_has_every_name_by_which_templates_read_it(tmp_path, name):
+    template = "{% for m in messages %}{{ m.reasoning_content }}, {{ m.thinking }}{% endfor %}"
+    assert render(tmp_path, template, [{"role": "user", name: "so"}]).text == "so, so"
+
+
+def test_time_is_one_for_all_chats(tmp_path):
+    folder = tokens.folder(tmp_path, template="{{ strftime_now('%Y-%m-%d %f') }}")
+    rendered = chat.renderer(load_tokenizer(folder), str(folder))
+    first, second = rendered(CHAT[:1]).text, rendered(CHAT[:1]).text
+    today = datetime.datetime.now(datetime.UTC)
+    days = [today.date(), today.date() - datetime.timedelta(1)]
+    assert first == second and first.split()[0] in map(str, days)
+
+
+def test_no_text_of_a_chat_makes_an_answer(tmp_path):
+    """Marks are drawn for each chat: a chat that holds ours of old is text."""
+    old = "\ue000answer\ue001spoken by the user\ue000end\ue001"
+    chat_with_marks = [{"role": "user", "content": old}, CHAT[1]]
+    made = render(tmp_path, MARKED, chat_with_marks)
+    assert old in made.text
+    assert [made.text[first:last] for first, last in made.answers] == ["one answer</s>\n"]
+
+
+def test_marks_in_macros_and_in_each_other_are_where_the_text_is(tmp_path):
+    template = (
+        "{% macro said(m) %}{% generation %}{{ m.role }}: {% generation %}{{ m.content }}"
+        "{% endgeneration %}!{% endgeneration %}{% endmacro %}"
+        "{% for m in messages %}- {{ said(m) }}\n{% endfor %}{# {% generation %} #}"
+    )
+    made = render(tmp_path, template, CHAT[:2])
+    assert made.text == "- user: a question!\n- assistant: one answer!\n"
+    assert sorted(made.text[first:last] for first, last in made.answers) == [
+        "a question", "assistant: one answer!", "one answer", "user: a question!",
+    ]  # fmt: skip
+
+
+def test_text_that_is_changed_after_its_marks_is_refused(tmp_path):
+    body = "{% set x %}{% generation %} {{ messages[0].content }} {% endgeneration %}{% endset %}"
+    assert render(tmp_path, body + "{{ x }}").answers == [(0, 12)]
+    for change in ("trim", "upper", "length", "truncate(5)"):
+        with pytest.raises(ValueError, match="put {% generation %} and {% endgeneration %} around"):
+            render(tmp_path, body + "{{ x | " + change + " }}")
+
+
+def test_a_comment_marks_nothing(tmp_path):
+    made = render(tmp_path, "{# {% generation %} #}" + PLAIN)
+    assert [made.text[first:last] for first, last in made.answers][1:] == ["two</s>\n"]
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{ 9**(9**9) > 1 }}", "is damaged: it takes more than 1 seconds"),
+        ("{{ (messages | length + 5)**(9**9) > 1 }}", r"a chat \(it takes more than 1 seconds"),
+        ("{% for i in range(10**5) %}" * 3 + "{% endfor %}" * 3, "it takes more than 1 seconds"),
+        ("{% for i in range(10**9) %}{% endfor %}", "OverflowError: Range too big"),
+        ("{{ 'a' * 10**10 }}", "needs more than 1024 MiB of memory"),
+        ("{{ [0] * 10**10 }}", "needs more than 1024 MiB of memory"),
+        ("{{ 'a' | center(10**10) }}", "needs more than 1024 MiB of memory"),
+        ("{{ '%10000000000d' % 1 }}", "ValueError|needs more than 1024 MiB of memory|too big"),
+        ("{{ '{:10000000000}'.format(1) }}", "needs more than 1024 MiB of memory"),
+        ("{{ 'a' * (1 + 2**24) }}", "its text has 16777217 characters, more than 16777216"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
+        ("{{ " + "(" * 400 + "1" + ")" * 400 + " }}", "is damaged: RecursionError"),
+        ("{% for i in [] %}" * 30 + "{% endfor %}" * 30, "is damaged: SyntaxError"),
+    ],
+)
+def test_a_template_that_takes_too_much_is_ended(tmp_path, brief, template, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        render(tmp_path, template)
+    assert f"the chat template '{tmp_path}/tokenizer_config.json'" in str(caught.value)
+
+
+def children():
+    tasks = pathlib.Path("/proc/self/task").glob("*/children")
+    return {child for task in tasks for child in task.read_text().split()}
+
+
+def test_the_process_that_renders_is_started_again_and_ends_with_the_function(tmp_path, brief):
+    gc.collect()
+    before = children()
+    template = "{% if messages[0].content == 'hang' %}{{ messages[0].n ** (9**9) }}{% endif %}fine"
+    folder = tokens.folder(tmp_path, template=template)
+    rendered = chat.renderer(load_tokenizer(folder), str(folder))
+    hang = [{"role": "user", "content": "hang", "n": 9}]
+    for _ in range(2):
+        with pytest.raises(ValueError, match="it takes more than 1 seconds"):
+            rendered(hang)
+        assert rendered(CHAT[:1]).text == "fine"
+    assert len(children() - before) == 1
+    del rendered
+    gc.collect()
+    assert children() == before
+
+
+def test_many_chats_may_take_longer_than_one(tmp_path, brief):
+    template = "{% for i in range(10**5) %}{% for j in range(4) %}{% endfor %}{% endfor %}"
+    folder = tokens.folder(tmp_path, template=template)
+    rendered = chat.renderer(load_tokenizer(folder), str(folder))
+    for _ in range(20):
+        rendered(CHAT[:1])
+
+
+def written(tmp_path, template, chats, column="chat"):
+    """What `train` writes of chats: texts of tokens, and which are targets."""
+    folder = tokens.folder(tmp_path / "tokenizer", template=template)
+    lines = (json.dumps({column: messages}) for messages in chats)
+    (tmp_path / "chats.jsonl").write_text("\n".join(lines))
+    data = Data(
+        path=str(tmp_path / "chats.jsonl"), column=column, tokenizer=str(folder), packed=True
+    )
+    part = token_files.load(token_files.prepare(data, tmp_path / "cache")).parts["train"]
+    decode = load_tokenizer(folder).decode
+    marked = zip(part.tokens, part.asked, strict=True)
+    return [(decode([token]), bool(asked)) for token, asked in marked]
+
+
+def test_a_row_is_named_that_a_template_refuses(tmp_path):
+    template = "{% if messages[0].content == 'no' %}{{ raise_exception('why') }}{% endif %}"
+    chats = [[{"role": "user", "content": text}] for text in ("yes", "no")]
+    with pytest.raises(ValueError, match=r"row 2 of data.column='chat' of '.*/chats.jsonl': t"):
+        written(tmp_path, template, chats)
+    with pytest.raises(ValueError, match=r"row 1 of data.column='chat' of .* is damaged"):
+        written(tmp_path, "{% for %}", chats)

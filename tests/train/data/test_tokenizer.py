@@ -15,9 +15,10 @@ def test_a_token_is_a_byte_without_a_folder():
     text = "caf\u00e9 \U0001f642"
     (ids,) = made.encode([text])
     assert bytes(ids.tolist()) == text.encode() and made.vocab == 256
-    ids, ends = made.ends(text)
+    ids, spans = made.spans(text)
     assert made.decode(ids) == text
-    assert [text[:end] for end in ends[:5]] == ["c", "ca", "caf", "caf\u00e9", "caf\u00e9"]
+    letters = [text[first:last] for first, last in spans]
+    assert letters == list("caf\u00e9\u00e9 \U0001f642\U0001f642\U0001f642\U0001f642")
     assert made.begin == () and made.end == (10,)
 
 
@@ -29,9 +30,10 @@ def test_a_folder_says_what_tokens_are_and_what_stands_around_a_document(tmp_pat
     assert made.end == tuple(named) and len(made.begin) == 1
     assert max(made.begin + made.end) < made.vocab
     assert made.names["eos_token"] == "</s>"
-    ids, ends = made.ends("some words")
+    ids, spans = made.spans("some words")
     np.testing.assert_array_equal(ids, made.encode(["some words"])[0])
-    assert ends[-1] == 10
+    assert spans[0, 0] == 0 and spans[-1, 1] == 10 and (spans[1:, 0] == spans[:-1, 1]).all()
+    assert made.spans("")[1].shape == (0, 2)
 
 
 def test_settings_of_the_folder_count_as_its_files_say(tmp_path):
@@ -95,7 +97,7 @@ def test_errors_of_the_package_are_said_in_words(tmp_path):
     alone = {"added_tokens": [], "pre_tokenizer": None, "decoder": None, "model": model}
     (folder / "tokenizer.json").write_text(json.dumps(settings | alone))
     made = load_tokenizer(folder)
-    for call in (lambda: made.encode(["a", "b"]), lambda: made.ends("b")):
+    for call in (lambda: made.encode(["a", "b"]), lambda: made.spans("b")):
         with pytest.raises(ValueError, match="cannot encode a text: .*Missing"):
             call()
     slow = {
@@ -106,4 +108,4 @@ def test_errors_of_the_package_are_said_in_words(tmp_path):
     }
     (folder / "tokenizer.json").write_text(json.dumps(settings | {"pre_tokenizer": slow}))
     with pytest.raises(ValueError, match="cannot encode a text: .*retry"):  # a panic of Rust
-        load_tokenizer(folder).ends("a" * 40 + "b")
+        load_tokenizer(folder).spans("a" * 40 + "b")
