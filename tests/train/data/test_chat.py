@@ -8,6 +8,7 @@ import pathlib
 import pytest
 
 from tests.helpers import tokens
+from tests.helpers.snippets import ROOT
 from train.data import chat, token_files
 from train.data.sources import Data
 from train.data.tokenizer import load_tokenizer
@@ -197,6 +198,28 @@ def test_many_chats_may_take_longer_than_one(tmp_path, brief):
         rendered(CHAT[:1])
 
 
+GOLDEN = json.loads((ROOT / "tests" / "golden" / "chats.json").read_text())
+
+
+@pytest.mark.parametrize("case", GOLDEN["cases"], ids=lambda x: f"{x['template']}-{x['chat']}")
+def test_equals_transformers(tmp_path, case):
+    """Texts, and tokens of answers; `tests/golden/make_chats.py` made them."""
+    template, messages = GOLDEN["templates"][case["template"]], GOLDEN["chats"][case["chat"]]
+    folder = str(tokens.folder(tmp_path, template=template))
+    tokenizer = load_tokenizer(folder)
+    if case["text"] is None:
+        with pytest.raises(ValueError, match="refuses a chat"):
+            chat.renderer(tokenizer, folder)(messages)
+    elif case["template"] == "phi" and case["chat"] != "system":  # ends each text with one token
+        with pytest.raises(ValueError, match="it changes earlier messages as more are added"):
+            chat.renderer(tokenizer, folder)(messages)
+    else:
+        assert chat.renderer(tokenizer, folder)(messages).text == case["text"]
+    if "masks" in case:
+        _, asked = chat.encoder(tokenizer, folder)(json.dumps(messages))
+        assert asked.astype(int).tolist() == case["masks"]
+
+
 def written(tmp_path, template, chats, column="chat"):
     """What `train` writes of chats: texts of tokens, and which are targets."""
     folder = tokens.folder(tmp_path / "tokenizer", template=template)
@@ -205,10 +228,13 @@ def written(tmp_path, template, chats, column="chat"):
     data = Data(
         path=str(tmp_path / "chats.jsonl"), column=column, tokenizer=str(folder), packed=True
     )
-    part = token_files.load(token_files.prepare(data, tmp_path / "cache")).parts["train"]
+    parts = token_files.load(token_files.prepare(data, tmp_path / "cache")).parts
     decode = load_tokenizer(folder).decode
-    marked = zip(part.tokens, part.asked, strict=True)
-    return [(decode([token]), bool(asked)) for token, asked in marked]
+    return [
+        (decode([token]), bool(asked))
+        for part in ("train", "validation")
+        for token, asked in zip(parts[part].tokens, parts[part].asked, strict=True)
+    ]
 
 
 def test_a_row_is_named_that_a_template_refuses(tmp_path):
@@ -218,3 +244,29 @@ def test_a_row_is_named_that_a_template_refuses(tmp_path):
         written(tmp_path, template, chats)
     with pytest.raises(ValueError, match=r"row 1 of data.column='chat' of .* is damaged"):
         written(tmp_path, "{% for %}", chats)
+
+
+def test_a_token_that_holds_a_letter_of_an_answer_is_a_target(tmp_path):
+    """The tokenizer joins `wo` and `rds` over both marks; `text ` ends in a space of its own."""
+    template = (
+        "{% for m in messages %}some{% if m.role == 'assistant' %} wo{% generation %}rds of a "
+        "{{ m.content }} wor{% endgeneration %}ds {% endif %}{% endfor %}"
+    )
+    made = written(tmp_path, template, [CHAT[:2]])
+    targets = "".join(text for text, asked in made if asked)
+    assert "".join(text for text, _ in made) == "somesome words of a one answer words "
+    assert targets.strip() == "words of a one answer words"
+
+
+@pytest.mark.parametrize("trims", [True, False])
+def test_spaces_at_the_ends_of_an_answer_are_targets(tmp_path, trims):
+    """A byte-level tokenizer that trims says that a space of its own has no characters."""
+    import tokenizers
+
+    folder = tokens.folder(tmp_path, template="{% generation %}  a {% endgeneration %}b")
+    made = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    made.post_processor = tokenizers.processors.ByteLevel(trim_offsets=trims)
+    made.save(str(folder / "tokenizer.json"))
+    tokenizer = load_tokenizer(folder)
+    ids, asked = chat.encoder(tokenizer, str(folder))(json.dumps(CHAT[:1]))
+    assert tokenizer.decode(ids[asked]) == "  a " and tokenizer.decode(ids[~asked]) == "b"
