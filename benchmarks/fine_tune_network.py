@@ -201,7 +201,7 @@ def main() -> None:
     table = LORA if options.lora else METHODS
     methods = {name: table[name] for name in options.methods or table}
     if not options.trial and (reason := network.unavailable()) is not None:
-        raise RuntimeError(reason)
+        raise ValueError(reason)
     kept = json.loads(options.json.read_text()) if options.json.exists() else []
     run = lambda row: [row[name] for name in ("method", "rate", "seed", "learning_rate")]
     for row in (trials if options.trial else over_network)(methods, options, kept):

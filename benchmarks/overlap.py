@@ -43,7 +43,7 @@ def main() -> None:
     parser.add_argument("--json", type=pathlib.Path, help="file for the row")
     options = parser.parse_args()
     if (reason := network.unavailable()) is not None:
-        raise RuntimeError(reason)
+        raise ValueError(reason)
     row = measure(options.rate, options.repeats)
     for name, seconds in row["seconds"].items():
         print(f"{name}: {1e3 * seconds:.0f} ms")

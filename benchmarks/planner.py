@@ -261,7 +261,7 @@ def main(args: list[str]) -> None:
         print(table(list(recorded_rows(json.loads(options.recorded.read_text())))))
         return
     if (reason := network.unavailable()) is not None:
-        raise RuntimeError(reason)
+        raise ValueError(reason)
     rows: list[dict] = []
     for count in options.hosts:
         with network.network(count) as net, tempfile.TemporaryDirectory() as folder:

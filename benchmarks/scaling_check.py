@@ -106,7 +106,7 @@ def main(args: list[str]) -> None:
     parser.add_argument("--warmup", type=int, default=8, help="steps before them")
     options = parser.parse_args(args)
     if (reason := network.unavailable()) is not None:
-        raise RuntimeError(reason)
+        raise ValueError(reason)
     devices.start(max(options.hosts))
     rows: list[dict] = []
     for hosts in options.hosts:

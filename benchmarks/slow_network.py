@@ -222,11 +222,11 @@ def main(args: list[str]) -> None:
     options = parse(args)
     if (reason := network.unavailable()) is not None:
         if os.name == "posix" and os.geteuid():
-            raise RuntimeError(reason)
+            raise ValueError(reason)
         print(f"skipped: {reason}")
         return
     if options.torch_python and (reason := torch_of(options.torch_python)):
-        raise RuntimeError(f"--torch-python {options.torch_python}: {reason}")
+        raise ValueError(f"--torch-python {options.torch_python}: {reason}")
     if not options.torch_python and set(PEERS) & set(options.methods):
         print("no PyTorch rows: --torch-python PATH names a Python that has it", file=sys.stderr)
     rows: list[dict] = []

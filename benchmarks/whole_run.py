@@ -72,7 +72,7 @@ def main(args: list[str]) -> None:
     options = parser.parse_args(args, argparse.Namespace(warmup=0))
     if (reason := network.unavailable()) is not None:
         if os.name == "posix" and os.geteuid():
-            raise RuntimeError(reason)
+            raise ValueError(reason)
         print(f"skipped: {reason}")
         return
     specs = {name: {"update": updates(options.steps)[name]} for name in options.methods}

@@ -15,7 +15,7 @@ from train.checkpoints.resume import Progress
 from train.checkpoints.writer import Claim
 from train.config import Config
 from train.config.optimizer import schedule
-from train.output import metrics, said
+from train.output import said
 from train.plan import counts
 from train.processes import agree, distributed, peers, watchdog
 from train.processes.exits import Drained, Transient
@@ -51,7 +51,7 @@ def run(config: Config) -> list[dict[str, Any]]:
     # Signals are caught until the end, so that none interrupts the last save or the plot.
     with contextlib.ExitStack() as until_the_end:
         step, why = _train(config, folder, until_the_end)
-        rows = _finished(config, folder) if agree.is_first() else []
+        rows = said.finished(config, folder) if agree.is_first() else []
         if step < config.steps:
             kind = KeyboardInterrupt if why == peers.A_PERSON else Drained
             raise kind(f"stopped at step {step}; run the same command to go on")
@@ -72,11 +72,11 @@ def _train(config: Config, folder: Path, until_the_end: contextlib.ExitStack) ->
         claim = until_the_end.enter_context(writer.claimed(folder))
         copies = stack.enter_context(emergency.opened(config, folder, claim))
         params, state, done = resume.begin(task, directory, copies)
-        keep, show = said.opened(stack, task, claim, folder, done)
+        outputs = said.opened(stack, task, claim, folder, done)
         asked_to_stop = until_the_end.enter_context(stop_signals())
         checkpoints = _checkpoints(stack, config, directory, claim)
-        told = watch, asked_to_stop, checkpoints, copies, keep, show
-        run = _Run(task, params, state, done, *told)
+        told = watch, asked_to_stop, checkpoints, copies
+        run = _Run(task, params, state, done, *told, *outputs)
         run.train()
         return done.step, run.stopped
 
@@ -109,9 +109,11 @@ class _Run:
     checkpoints: store.Checkpoints
     copies: emergency.Copies | None
     keep: Callable[[dict[str, Any]], None]  # records a row
+    track: Callable[[dict[str, Any]], None]  # passes a row on to trackers
     show: Callable[[dict[str, Any]], None]  # shows a row on the terminal
     outs: list[dict] = dataclasses.field(default_factory=list)  # of steps not yet counted
     seconds: list[float] = dataclasses.field(default_factory=list)  # of steps since the last row
+    owed: bool = False  # whether this step's row is due and not on disk
     saved: int = 0  # step of the last checkpoint, or of the last attempt at one
     batch: Any = None  # of the last step
     stopped: str = ""  # why it stops before the last step
@@ -127,6 +129,9 @@ class _Run:
             if jax.process_count() > 1:
                 raise
             self.error = error
+        # A run that resumes from a step does not write its row again, so that comes first.
+        if self.owed:
+            self.write_row()
         # Not in the except clause: Orbax saves nothing while an error is raised.
         if self.done.step > self.saved:
             self.save()
@@ -226,28 +231,31 @@ class _Run:
         }
 
     def write_row(self) -> None:
+        """Writes the row of this step; after an error it can be called again."""
+        self.owed = True
         self.count()
         config, done, sent_bytes = self.task.config, self.done, self.done.sent_bytes
-        params = self.met() if done.step == config.steps else self.params
+        params, more = self.met() if done.step == config.steps else (self.params, 0)
         row = self.row() | {"step_seconds": sum(self.seconds) / len(self.seconds)}
+        row["sent_bytes"] += more
         if self.is_due(config.checksum_every):
             row |= _require_equal(self.task, self.params, done.step)
         if self.is_due(config.eval_every):
             row |= self.evaluated(params)
         self.write(row)
         self.show(row | {"sent_bytes": sent_bytes})  # the final mean is not part of a step's rate
-        done.losses, self.seconds = [], []
 
     def write(self, row: dict[str, Any]) -> None:
         self.checkpoints.check()  # the next save may be far away
         self.keep(row)
+        self.done.sent_bytes, self.done.losses = row["sent_bytes"], []
+        self.seconds, self.owed = [], False
+        self.track(row)
 
-    def met(self) -> Any:
-        """The final parameters: the mean of the replicas' own ones."""
+    def met(self) -> tuple[Any, int]:
+        """The final parameters, the mean of the replicas' own ones, and the bytes sent for it."""
         self.watch.at(self.done.step, "the mean of the replicas", self.task.config.start_seconds)
-        params, sent_bytes = self.task.mean(self.params, self.state)
-        self.done.sent_bytes += sent_bytes
-        return params
+        return self.task.mean(self.params, self.state)
 
     def evaluated(self, params: Any) -> dict[str, float]:
         self.watch.at(self.done.step, "an evaluation", self.task.config.start_seconds)
@@ -286,14 +294,3 @@ def _require_equal(task: Task, params: Any, step: int) -> dict[str, int]:
             "from the last one."
         )
     return {"checksum_spread": spread}
-
-
-def _finished(config: Config, folder: Path) -> list[dict[str, Any]]:
-    """All rows of a run; plots them if some were evaluated."""
-    log = folder / "metrics.jsonl"
-    rows = metrics.read(log) if log.is_file() else []  # the user may have removed it
-    if any("val_loss" in row for row in rows):
-        from train.output import plots  # takes a second or two, which the start need not wait for
-
-        plots.loss_figure({config.name: rows}, folder / "loss.png")
-    return rows

@@ -4,7 +4,6 @@ import argparse
 import os
 import pathlib
 import sys
-import traceback
 from collections.abc import Callable, Sequence
 
 from train import __main__ as program
@@ -175,9 +174,9 @@ def ended(function: Callable[[], None]) -> int:
         with clean_exits():
             function()
     except SystemExit as end:
-        return end.code or 0
-    except BaseException:
-        say(traceback.format_exc())
+        if not isinstance(end.code, str):
+            return end.code or Exit.DONE
+        say(end.code)
         return Exit.UNFORESEEN
     return Exit.DONE
 

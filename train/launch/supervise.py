@@ -74,7 +74,8 @@ class End(NamedTuple):
     Attributes:
       status: 0, or the status of the process that failed first, 128 + its number for a signal.
         Processes that ended because another one was gone count last.
-      lost: Processes that a signal or a fault ended, which needs no action by a person.
+      lost: Processes that a signal or a fault ended, which needs no action by a person. An
+        unforeseen error is not one: all processes end with its status.
       told: Whether a signal was passed on to them.
     """
 
@@ -203,9 +204,9 @@ def _alone(members: list[Member], failed: list[int]) -> list[int]:
 
 
 def _lost(members: list[Member], failed: list[int]) -> tuple[int, ...]:
-    """The failed processes that need no action by a person."""
+    """The failed processes that need no action by a person, and ended by themselves."""
     statuses = {n: of_returncode(members[n].popen.returncode) for n in _alone(members, failed)}
-    return tuple(n for n, status in statuses.items() if may_restart(status))
+    return tuple(n for n, it in statuses.items() if may_restart(it) and it != Exit.UNFORESEEN)
 
 
 def _end(members: list[Member], names: Sequence[str]) -> None:

@@ -21,7 +21,7 @@ Row = Mapping[str, Any]
 
 
 def append(path: pathlib.Path, row: Row, require: Callable[[], None] = lambda: None) -> None:
-    """Appends a row to a JSON Lines file, in one write.
+    """Appends a row to a JSON Lines file; it is on disk when this returns.
 
     Numbers that are not finite become null, as JSON cannot express them.
 
@@ -29,12 +29,22 @@ def append(path: pathlib.Path, row: Row, require: Callable[[], None] = lambda: N
       path: The file; created if necessary.
       row: Numbers (Python's, NumPy's or JAX's scalars) and strings by name.
       require: Raises an error if this process may no longer write there.
+
+    Raises:
+      OSError: If it cannot be written; then nothing of it is left.
     """
     line = json.dumps({name: plain(value) for name, value in row.items()}, allow_nan=False)
-    with path.open("a", encoding="utf-8") as file:
+    with path.open("ab", buffering=0) as file:
         # Only now: a run that takes over replaces the file, and this one is then orphaned.
         require()
-        file.write(line + "\n")
+        end, left = file.tell(), f"{line}\n".encode()
+        try:
+            while left:  # a disk that is almost full takes a part
+                left = left[file.write(left) :]
+            os.fsync(file.fileno())
+        except OSError:
+            file.truncate(end)  # the next row would go on with half a line
+            raise
 
 
 def read(path: pathlib.Path) -> list[dict[str, Any]]:

@@ -11,9 +11,10 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from train.processes.exits import Transient
+from train.processes.exits import Transient, words
 
-_KINDS = (OSError, Transient, ValueError)  # errors of one process that all raise
+# Errors of one process that all raise. A RuntimeError stands for those of any other kind.
+_KINDS = (ConnectionError, OSError, Transient, ValueError, RuntimeError)
 _PIECE = 4096  # bytes: answers are padded to multiples, so that one program broadcasts most of them
 
 
@@ -35,6 +36,7 @@ def from_first(make: Callable[[], Any]) -> Any:
 
     Raises:
       ValueError: In all processes, if `make` raised one; the same for OSError and `Transient`.
+      RuntimeError: In the other processes, if `make` raised any other error.
     """
     if jax.process_count() == 1:
         return make()
@@ -42,10 +44,10 @@ def from_first(make: Callable[[], Any]) -> Any:
     if is_first():
         try:
             value = make()
-        except (ValueError, OSError, Transient) as caught:
+        except Exception as caught:
             error = caught
-    kind = next((kind.__name__ for kind in _KINDS if isinstance(error, kind)), None)
-    text = json.dumps([value, str(error), kind])
+    kind = error and next((kind for kind in _KINDS if isinstance(error, kind)), RuntimeError)
+    text = json.dumps([value, error and words(error), kind and kind.__name__])
     answer = _broadcast(text.encode())
     if error is not None:
         raise error

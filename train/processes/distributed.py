@@ -62,9 +62,9 @@ def connect(
       secret: Secret of the run, known to all its processes; empty: the network is trusted.
 
     Raises:
-      ValueError: If the cluster is impossible, or an address or interface is not on this host.
-      RuntimeError: If the others were started with other arguments; `Transient` if they cannot be
-        reached in time.
+      ValueError: If the cluster is impossible, an address or interface is not on this host, or the
+        others were started with other arguments.
+      Transient: If the others cannot be reached in time.
     """
     timeouts = timeouts or Timeouts()
     if not 0 <= cluster.process_id < cluster.num_processes:
@@ -134,7 +134,7 @@ def require_same(facts: dict[str, str], seconds: float = 600.0) -> None:
       seconds: How long to wait for the slowest process.
 
     Raises:
-      RuntimeError: In every process, if a fact differs; says which, and where.
+      ValueError: In every process, if a fact differs; says which, and where.
       ConnectionError: If a process has failed or does not come.
     """
     if (texts := board.of_this_run()) is None:
@@ -147,7 +147,7 @@ def require_same(facts: dict[str, str], seconds: float = 600.0) -> None:
         texts.put(f"{name}-verdict", json.dumps({"differences": differences(made)}))
     (verdict,) = answers(texts, f"{name}-verdict", [0], seconds + 10)
     if verdict.get("differences"):
-        raise RuntimeError(str(verdict["differences"]))
+        raise ValueError(str(verdict["differences"]))
 
 
 def differences(facts: list[dict[str, str]]) -> str:

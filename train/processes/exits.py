@@ -4,6 +4,7 @@ import contextlib
 import enum
 import os
 import sys
+import traceback
 from collections.abc import Iterator
 from typing import NoReturn
 
@@ -62,23 +63,24 @@ class Drained(KeyboardInterrupt):
 
 @contextlib.contextmanager
 def clean_exits() -> Iterator[None]:
-    """Ends the program with one message on stderr if its body raises a known error.
+    """Ends the program with one message on stderr if its body raises an error.
 
     Raises:
-      SystemExit: With `MISTAKE` for a ValueError, OSError or RuntimeError; with `TRY_AGAIN` for a
-        `Transient` or a ConnectionError, since another process of the run is gone; with `DONE` for
-        a KeyboardInterrupt that says what was saved, from `train.loop.run`, and `DRAINED` for a
+      SystemExit: With `MISTAKE` for a ValueError or OSError; with `TRY_AGAIN` for a `Transient` or
+        a ConnectionError, since another process of the run is gone; with `DONE` for a
+        KeyboardInterrupt that says what was saved, from `train.loop.run`, and `DRAINED` for a
         `Drained`; with `INTERRUPTED` for a KeyboardInterrupt without a text, when the program
-        stopped at once.
+        stopped at once; with `UNFORESEEN`, after a traceback, for any other error.
     """
     try:
         yield
-    except (ValueError, OSError, RuntimeError) as error:
-        say(f"error: {error}")
-        sys.exit(status(error))
     except KeyboardInterrupt as stop:
         say(str(stop) or "interrupted")
         sys.exit(status(stop))
+    except Exception as error:
+        end = status(error)
+        say(traceback.format_exc() if end == Exit.UNFORESEEN else f"error: {error}")
+        sys.exit(end)
 
 
 def say(text: str) -> None:
@@ -99,7 +101,15 @@ def status(error: BaseException) -> Exit:
         return Exit.DRAINED
     if isinstance(error, KeyboardInterrupt):
         return Exit.DONE if str(error) else Exit.INTERRUPTED
-    return Exit.TRY_AGAIN if isinstance(error, (ConnectionError, Transient)) else Exit.MISTAKE
+    if isinstance(error, (ConnectionError, Transient)):
+        return Exit.TRY_AGAIN
+    return Exit.MISTAKE if isinstance(error, (ValueError, OSError)) else Exit.UNFORESEEN
+
+
+def words(error: BaseException) -> str:
+    """An error's text for others; an unforeseen one means little without its type."""
+    known = status(error) != Exit.UNFORESEEN
+    return str(error) if known else f"{type(error).__name__}: {error}"
 
 
 def leave(status: int | str | None) -> NoReturn:

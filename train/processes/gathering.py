@@ -56,7 +56,7 @@ class Gathering:
     refused: set[str] = dataclasses.field(default_factory=set)  # addresses of strangers
 
     def wait(self, deadline: float) -> None:
-        """Returns when all are there; raises RuntimeError on a conflict or if some are missing."""
+        """Returns when all are there; raises ValueError on a conflict, Transient if some miss."""
         while len(self.present) < self.num_processes - 1:
             now = time.monotonic()
             if now >= deadline:
@@ -112,14 +112,14 @@ class Gathering:
         return hello if is_ours else None
 
     def take(self, guest: socket.socket, hello: dict[str, Any]) -> None:
-        """Accepts a guest as a process; raises RuntimeError if it conflicts with another."""
+        """Accepts a guest as a process; raises ValueError if it conflicts with another."""
         del self.guests[guest]
         process, conflict = hello["process"], self.conflict(hello)
         present = Present(guest, hello["on"][:_NAME], hello["nonce"])
         # All hear of a conflict, including the two processes in it.
         self.present[process if conflict is None else -1 - process] = present
         if conflict is not None:
-            raise RuntimeError(conflict)
+            raise ValueError(conflict)
 
     def forget(self, connection: socket.socket) -> None:
         self.present = {i: it for i, it in self.present.items() if it.connection is not connection}
@@ -162,7 +162,7 @@ class Gathering:
             f"--start-timeout look like this.{strangers}"
         )
 
-    def close(self, problem: RuntimeError | None) -> None:
+    def close(self, problem: Exception | None) -> None:
         """Tells the processes that are there the result, and disconnects other guests."""
         for guest in list(self.guests):
             self.refuse(guest)
@@ -176,7 +176,7 @@ def gather(
     """Waits for the others in process 0, and returns the key of this start of the run.
 
     Raises:
-      RuntimeError: After telling all that are there, if a process is there twice or has another
+      ValueError: After telling all that are there, if a process is there twice or has another
         number of processes; `Transient`, with the hint, if a process is missing.
     """
     listener.setblocking(False)
@@ -185,7 +185,7 @@ def gather(
         made = Gathering(listener, num_processes, secret, selector, secrets.token_hex(16))
         try:
             made.wait(deadline)
-        except RuntimeError as error:
+        except (ValueError, Transient) as error:
             problem = Transient(f"{error}{hint}") if isinstance(error, Transient) else error
             made.close(problem)
             raise problem from None

@@ -41,10 +41,9 @@ def meet(
       start of the run.
 
     Raises:
-      ValueError: If the coordinator's address is invalid here.
-      RuntimeError: If a process is there twice, or was started with another number of processes;
-        `Transient` if a process is missing, the port is taken, or the name does not resolve in
-        time.
+      ValueError: If the coordinator's address is invalid here, a process is there twice, or was
+        started with another number of processes.
+      Transient: If a process is missing, the port is taken, or the name does not resolve in time.
     """
     deadline = time.monotonic() + seconds
     host, port = addresses.split(coordinator)
@@ -69,7 +68,7 @@ def meet(
                 "port on all hosts."
             )
         if answer["problem"] is not None:
-            kind = Transient if answer.get("transient") else RuntimeError
+            kind = Transient if answer.get("transient") else ValueError
             raise kind(str(answer["problem"]))
         return address, connection.getsockname()[0], seals.session(secret, str(nonce))
 

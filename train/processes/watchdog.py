@@ -67,7 +67,7 @@ def watch(seconds: float, latest: Callable[[], int | None]) -> Iterator[Watch]:
                 raise
             reason = _reason(error, others.lost()[0])
             claim()
-            others.end(exits.status(reason), str(reason))
+            others.end(exits.status(reason), exits.words(reason))
             if reason is error:
                 raise
             raise ConnectionError(f"{reason}. {_way_on(latest)}") from error

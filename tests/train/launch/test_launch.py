@@ -102,6 +102,7 @@ LOST, MISTAKE = "import os; os.kill(os.getpid(), 9)", "time.sleep(0.5); sys.exit
     [
         ([DEAF, LOST], (128 + 9, (1,), False)),
         ([MISTAKE, "sys.exit(75)"], (2, (), False)),  # which a person has to hear of
+        (["sys.exit(1)", "time.sleep(0.5); sys.exit(1)"], (1, (), False)),  # an error of all
     ],
 )
 def test_a_run_that_starts_again_waits_for_nobody_who_can_only_end(tmp_path, bodies, end):

@@ -85,6 +85,7 @@ LOST = End(137, (1,))
         ([LOST, LOST, End(139, (0,)), End(0)], 5, 1, 0, ["abcd", "ac", "a", "abcd"]),
         ([LOST, LOST, End(0)], 5, 2, 0, ["abcd", "ac", "abcd"]),
         ([End(75), End(0)], 5, 1, 0, ["abcd", "abcd"]),
+        ([End(1), End(0)], 5, 1, 0, ["abcd", "abcd"]),
         ([End(85), End(0)], 5, 1, 0, ["abcd", "abcd"]),  # a host told its process to end
         ([End(85, told=True)], 5, 1, 85, ["abcd"]),
     ],

@@ -5,6 +5,8 @@ import math
 import os
 import pathlib
 import re
+import subprocess
+import sys
 import tomllib
 
 import jax
@@ -26,6 +28,25 @@ def test_rows_come_back_as_they_were_appended(path):
     for row in rows:
         metrics.append(path, row)
     assert metrics.read(path) == rows
+
+
+def test_a_row_that_does_not_fit_leaves_nothing_of_itself(path):
+    program = """
+import pathlib, resource, sys
+from train.output import metrics
+path = pathlib.Path(sys.argv[1])
+metrics.append(path, {"step": 1})
+resource.setrlimit(resource.RLIMIT_FSIZE, (20, resource.RLIM_INFINITY))
+try:
+    metrics.append(path, {"step": 2, "loss": 1.5})
+except OSError as error:
+    print(error.strerror)
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+metrics.append(path, {"step": 3})
+"""
+    done = subprocess.run([sys.executable, "-c", program, path], capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("File too large\n", "")
+    assert metrics.read(path) == [{"step": 1}, {"step": 3}]
 
 
 def test_scalars_of_numpy_and_jax_become_numbers(path):

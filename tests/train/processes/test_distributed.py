@@ -64,7 +64,7 @@ def test_all_are_told_of_two_with_one_number():
     coordinator = f"127.0.0.1:{free_port()}"
     said = meet_all([(coordinator, 3, process) for process in (0, 1, 1)])
     assert len(set(said)) == 1
-    what = f"RuntimeError: two processes have --process-id 1, one on {HERE} and one on {HERE}"
+    what = f"ValueError: two processes have --process-id 1, one on {HERE} and one on {HERE}"
     assert said[0].startswith(what)
 
 
@@ -261,7 +261,7 @@ try:
     if case == "sleeps":
         time.sleep(600)
     distributed.require_same({"data": "ab" if process else "cd"})
-except (RuntimeError, ConnectionError) as error:
+except (ValueError, ConnectionError) as error:
     print(type(error).__name__, error)
     distributed.abandon(75 if isinstance(error, ConnectionError) else 2)
 """
@@ -299,7 +299,7 @@ def test_connected_processes_refuse_alike_what_differs(start_two):
     assert [heard for heard, _, _ in said] == ["127.0.0.5", "127.0.0.1"]
     what = "data: cd on process 0, ab on process 1"
     for _, _, rest in said:
-        assert rest.startswith(f"RuntimeError the processes do not run the same. {what}. Use the")
+        assert rest.startswith(f"ValueError the processes do not run the same. {what}. Use the")
         assert rest.count("\n") == 1
     assert [process.returncode for process in processes] == [2, 2]
 

@@ -1,11 +1,15 @@
 """What an exit status means is said once, and everywhere alike."""
 
+import json
 import re
+import subprocess
+import sys
 
+import jax
 import pytest
 
-from tests.helpers.launching import ROOT
-from train.processes.exits import Exit, may_restart, of_returncode
+from tests.helpers.launching import ROOT, environment, free_port
+from train.processes.exits import Exit, clean_exits, may_restart, of_returncode, status, words
 
 
 def test_the_page_has_the_table_of_all_statuses():
@@ -25,3 +29,73 @@ def test_a_machine_restarts_what_no_person_has_to_mend(status, again):
 
 def test_a_signal_is_seen_as_a_shell_sees_it():
     assert [of_returncode(code) for code in (0, 2, -9, -11)] == [0, 2, Exit.KILLED, Exit.CRASHED]
+
+
+class Fault(jax.errors.JaxRuntimeError):
+    """What XLA raises is a RuntimeError."""
+
+
+@pytest.mark.parametrize(
+    "error", [KeyError("b"), RuntimeError("a"), Fault("c"), MemoryError(), AssertionError("no")]
+)
+def test_an_error_that_nobody_foresaw_has_status_1_and_its_traceback(error, capsys):
+    with pytest.raises(SystemExit) as end, clean_exits():
+        raise error
+    assert end.value.code == status(error) == Exit.UNFORESEEN
+    assert "Traceback" in capsys.readouterr().err
+    assert words(error).startswith(f"{type(error).__name__}: ")
+
+
+def test_a_mistake_is_told_in_its_own_words():
+    assert words(ValueError("write --steps 3")) == "write --steps 3"
+    assert status(json.JSONDecodeError("no value", "", 0)) == Exit.MISTAKE
+
+
+UNFORESEEN = """
+import sys
+from train.processes import agree, distributed, watchdog
+from train.processes.distributed import Cluster
+from train.launch.__main__ import ended
+
+process, coordinator, case = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+
+
+def fail():
+    return {}["a key that is not there"]
+
+
+def run():
+    with watchdog.watch(60.0, lambda: 40):
+        if case == "common":
+            agree.from_first(fail)
+        if process == int(case):
+            fail()
+        agree.from_first(lambda: 1)
+
+
+distributed.connect(Cluster(coordinator, 2, process, "flags"))
+distributed.abandon(ended(run))
+"""
+
+
+@pytest.mark.parametrize("case", ["0", "1", "common"])
+def test_an_unforeseen_error_of_one_process_ends_all_with_status_1(case):
+    coordinator = f"127.0.0.1:{free_port()}"
+    command = lambda number: [sys.executable, "-c", UNFORESEEN, str(number), coordinator, case]
+    processes = [
+        subprocess.Popen(
+            command(number), cwd=ROOT, env=environment(), stderr=subprocess.PIPE, text=True
+        )
+        for number in range(2)
+    ]
+    try:
+        ends = [process.communicate(timeout=120)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [1, 1], ends
+    if case != "common":
+        failed = int(case)
+        assert ends[failed].rstrip().endswith("KeyError: 'a key that is not there'")
+        told = f"error: process {failed} of 2 has ended: KeyError: 'a key that is not there'"
+        assert ends[1 - failed].splitlines()[-1] == told

@@ -103,7 +103,7 @@ def test_a_text_that_is_too_long_or_breaks_a_parser_is_none(client, forge):
 def meet(coordinator, process, secret, seconds=10.0, count=2):
     try:
         return rendezvous.meet(coordinator, count, process, seconds, False, secret)
-    except RuntimeError as error:
+    except (ValueError, Transient) as error:
         return error
 
 
