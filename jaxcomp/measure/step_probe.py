@@ -37,11 +37,12 @@ def update_program(
     mesh: Mesh,
     axis_name: str,
     fast_axis: str | None = None,
+    compiler_options: Mapping[str, Any] | None = None,
 ) -> UpdateProgram:
     """Compiles the part of `jaxcomp.train_step` after the gradient.
 
-    Arguments are those of `train_step`, except `params`, shapes and dtypes of the parameters, and
-    `mesh`, which has only the named axes, or is from `alone`.
+    Arguments are those of `train_step`, except `params`, shapes and dtypes of the parameters,
+    `mesh`, which has only the named axes, or is from `alone`, and `compiler_options`, XLA's.
     """
     update = Update(per_replica(tx, axis_name), mesh, axis_name, fast_axis=fast_axis)
     num_rows = math.prod(mesh.shape[name] for name in names_of(update.axes))
@@ -57,8 +58,9 @@ def update_program(
     state = jax.tree.map(placed, jax.eval_shape(init, params), update_specs(update, params)[1])
     grads = jax.tree.map(lambda x: placed(x, P(update.axes), num_rows), params)
     params = jax.tree.map(lambda x: placed(x, P()), params)
-    program = jax.jit(step, donate_argnums=(0, 1)).lower(params, state, grads).compile()
-    return UpdateProgram(init, program)
+    lowered = jax.jit(step, donate_argnums=(0, 1)).lower(params, state, grads)
+    own = dict(compiler_options) if compiler_options else None
+    return UpdateProgram(init, lowered.compile(compiler_options=own))
 
 
 def messages(

@@ -90,7 +90,7 @@ def counted(what: str, total: int) -> Iterator[Callable[[int], None]]:
         done += more
         if (now := time.monotonic()) - shown >= _EVERY:
             shown = now
-            print(f"{what}: {100 * done // max(1, total)}%", file=sys.stderr, flush=True)
+            say(f"{what}: {100 * done // max(1, total)}%")
 
     yield show
 

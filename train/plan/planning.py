@@ -1,5 +1,6 @@
 """`python -m train CONFIG --plan`: recommends a method for a run on a network, or none."""
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -12,10 +13,11 @@ from jaxcomp.measure import link_probe, planner, step_probe
 from train.config import Config
 from train.config.run import AXIS_NAME
 from train.models import build
+from train.output import progress
 from train.placement import replicated
 from train.plan import counts
 from train.plan.arguments import Options
-from train.processes import devices
+from train.processes import agree, devices
 
 DENSE = "dense float32"
 _MEAN = "chain(compressed_mean({}, axis_name), {})"
@@ -54,6 +56,7 @@ METHODS = {
 }
 OWN = "this config"
 REPEATS = 5
+_UNOPTIMIZED = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
 def make_plan(config: Config, options: Options) -> tuple[planner.Plan, planner.Link]:
@@ -76,7 +79,11 @@ def make_plan(config: Config, options: Options) -> tuple[planner.Plan, planner.L
     else:
         link = planner.uniform_link(options.link_rate, options.link_latency, replicas)
     runs, changes = runs_of(config)
-    methods = {name: make_method(name, runs[name], mesh, changes[name]) for name in runs}
+    methods, silent = {}, contextlib.nullcontext(lambda more: None)
+    with progress.counted("plan", len(runs)) if agree.is_first() else silent as show:
+        for name, run in runs.items():
+            methods[name] = make_method(name, run, mesh, changes[name])
+            show(1)
     local = functools.cache(lambda name: update_timer(runs[name], mesh)())
     if options.codec_rate is None:
         codecs = {name: codec(methods[name], local(name) - local(DENSE), replicas) for name in runs}
@@ -145,10 +152,10 @@ def make_method(name: str, config: Config, mesh: Mesh, changes: str) -> planner.
     """Compiles a run's exchange and reads its bytes and memory; does not time its codec."""
     placed, params = replicated.resolve(config), build.param_shapes(config)
     axes = AXIS_NAME, devices.fast_axis_of(config)
-    program = step_probe.update_program(placed.tx, params, mesh, *axes).step
-    tx, few = replicated.counted(config)
-    rounds = counts.rounds(tx, config.steps, few)
-    shares = {part: n / config.steps for part, n in rounds.items()}
+    # The program never runs. Only the CPU's compiler is known to keep its messages and memory.
+    how = _UNOPTIMIZED if mesh.devices.flat[0].platform == "cpu" else None
+    program = step_probe.update_program(placed.tx, params, mesh, *axes, how).step
+    shares = {part: n / config.steps for part, n in rounds_of(config).items()}
     return planner.Method(
         name=name,
         messages=step_probe.messages(program, mesh, shares, AXIS_NAME),
@@ -175,16 +182,15 @@ def codec_seconds(config: Config, rate: float) -> float:
 
     Each device of a replica encodes a share.
     """
+    share = rounds_of(config).get("all", config.steps) / config.steps
+    return 4 * num_elements(config) / config.fast / rate * share
+
+
+@functools.cache
+def rounds_of(config: Config) -> dict[str, int]:
+    """How often a run sends each part, see `counts.rounds`."""
     tx, few = replicated.counted(config)
-    rounds = counts.rounds(tx, config.steps, few)
-    return (
-        4
-        * num_elements(config)
-        / config.fast
-        / rate
-        * rounds.get("all", config.steps)
-        / config.steps
-    )
+    return counts.rounds(tx, config.steps, few)
 
 
 def num_elements(config: Config) -> int:

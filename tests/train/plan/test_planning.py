@@ -11,7 +11,7 @@ from train import __main__ as program
 from train import task
 from train.config import run as configs
 from train.data import examples
-from train.output import report
+from train.output import progress, report
 from train.plan import arguments, planning
 from train.plan.arguments import Options
 from train.processes import devices
@@ -39,10 +39,17 @@ def test_a_plan_of_given_figures_measures_nothing(one_method, tmp_path, capsys, 
 
     for name in ("update_timer", "gradient_timer"):
         monkeypatch.setattr(planning, name, refuse)
+    compiled, count = [], planning.counts.rounds
+    monkeypatch.setattr(
+        planning.counts, "rounds", lambda tx, *few: compiled.append(tx) or count(tx, *few)
+    )
+    monkeypatch.setattr(progress, "_EVERY", 0.0)
     monkeypatch.setattr(planning.link_probe, "measure_link", refuse)
     config = configs.load(str(write_config(tmp_path)))
     program.main([str(tmp_path / "tiny.py"), "--plan", *GIVEN])
-    lines = capsys.readouterr().out.splitlines()
+    out, err = capsys.readouterr()
+    assert err == "plan: 50%\nplan: 100%\n" and len(compiled) == 2  # each method once
+    lines = out.splitlines()
     rows = {re.split(r"\s{2,}", line)[0]: line for line in lines}
     assert list(rows)[:3] == ["method", DENSE, planning.OWN]
     assert rows[DENSE].endswith("nothing") and "MiB" in rows[DENSE]
@@ -53,6 +60,20 @@ def test_a_plan_of_given_figures_measures_nothing(one_method, tmp_path, capsys, 
     said = report.text(task.make_task(config, read=examples.none))
     sent = re.search(r"one replica sends ([\d,]+) bytes", said)[1]
     assert f"  {sent}  " in rows[planning.OWN]
+
+
+@pytest.mark.parametrize("name", [DENSE, "4 bits", "SparseLoCo"])
+def test_a_program_that_is_only_read_is_compiled_quickly_to_the_same_messages(
+    name, tmp_path, optimized, monkeypatch
+):
+    config = configs.load(str(write_config(tmp_path)))
+    mesh = planning._mesh(config, Options(measure=True))
+    run = planning.with_update(config, planning.METHODS[name][0])
+    quick = planning.make_method(name, run, mesh, "")
+    monkeypatch.setattr(planning, "_UNOPTIMIZED", {})
+    whole = planning.make_method(name, run, mesh, "")
+    assert quick.messages == whole.messages
+    assert quick.memory_bytes == pytest.approx(whole.memory_bytes, rel=1e-2)
 
 
 def test_everything_is_measured_on_two_devices(one_method, tmp_path, capsys, monkeypatch):
