@@ -1,24 +1,37 @@
 """Control of a process by its launcher, here or over ssh, through standard input.
 
-The first line is the run's secret, since arguments and variables show in process lists and logs.
+The first line is the run's secret, since arguments and variables show in process lists and logs;
+after a space there may be variables that are secret, as a JSON object.
 Each other line is the name of a signal, such as `TERM`. The end of the input means that the
 launcher is gone.
 """
 
+import json
 import os
 import signal
 import subprocess
 import threading
 import time
+from collections.abc import Mapping
 
 _GRACE = 60.0  # seconds to save and end after the launcher is gone
 
 
+def greeting(secret: str, variables: Mapping[str, str]) -> str:
+    """The first line."""
+    return f"{secret} {json.dumps(dict(variables))}" if variables else secret
+
+
 def obey() -> bytes:
-    """Returns the run's secret, and turns the launcher's other lines into signals, in a thread."""
-    secret = b""
+    """Returns the run's secret, and turns the launcher's other lines into signals, in a thread.
+
+    Sets the variables of the first line.
+    """
+    line = b""
     while (part := os.read(0, 1)) not in (b"", b"\n"):
-        secret += part
+        line += part
+    secret, _, variables = line.partition(b" ")
+    os.environ.update(json.loads(variables or b"{}"))
     threading.Thread(target=_listen, daemon=True).start()
     return secret
 

@@ -1,12 +1,13 @@
 """Detects the place of this process in its run from the scheduler's environment variables.
 
-Precedence: flags, Open MPI (inside a SLURM job, mpirun starts the processes), SLURM (srun), JobSet.
+Precedence: flags, Open MPI and MPICH (inside a SLURM job, mpirun starts the processes), SLURM
+(srun), JobSet.
 Pure functions of the environment, without network access.
 """
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from train.processes import addresses
@@ -37,7 +38,9 @@ def detect(environ: Environ, **given: Any) -> Cluster | None:
     if needed <= given.keys():
         return Cluster(source="flags", **given)
     for source, (marks, fields) in SCHEDULERS.items():
-        if any(mark in environ for mark in marks):
+        if any(mark in environ for mark in marks) and not (
+            source == _HYDRA and _is_of_srun(environ)
+        ):
             return _complete(source, fields, environ, given)
     if given:
         absent = ", ".join(sorted(f"--{name.replace('_', '-')}" for name in needed - given.keys()))
@@ -88,6 +91,12 @@ def _slurm_local_count(environ: Environ) -> int:
     return math.ceil(_number("SLURM_NTASKS")(environ) / nodes)
 
 
+def _is_of_srun(environ: Environ) -> bool:
+    """Whether srun has set MPICH's variables, as with `--mpi=pmi2`, which say less than its own."""
+    pairs = ("SLURM_PROCID", "PMI_RANK"), ("SLURM_NTASKS", "PMI_SIZE")
+    return all(environ.get(own, "") == environ.get(theirs) for own, theirs in pairs)
+
+
 def first_host(nodelist: str) -> str:
     """First host of a SLURM node list: `node001` of `node[001-003,007],gpu5`."""
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodelist)
@@ -106,6 +115,8 @@ def _open_mpi_coordinator(environ: Environ) -> str:
     return addresses.join(found[2], _port(int(found[1]) // 4096))
 
 
+_HYDRA = "MPICH or Intel MPI"
+
 SCHEDULERS = {
     "Open MPI": (
         ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
@@ -115,6 +126,17 @@ SCHEDULERS = {
             "process_id": _number("OMPI_COMM_WORLD_RANK"),
             "local_id": _number("OMPI_COMM_WORLD_LOCAL_RANK"),
             "local_count": _number("OMPI_COMM_WORLD_LOCAL_SIZE"),
+        },
+    ),
+    # They do not say where rank 0 is. Inside a SLURM job it is on the first host.
+    _HYDRA: (
+        ("PMI_RANK", "PMI_SIZE"),
+        {
+            "coordinator": _slurm_coordinator,
+            "num_processes": _number("PMI_SIZE"),
+            "process_id": _number("PMI_RANK"),
+            "local_id": _number("MPI_LOCALRANKID"),
+            "local_count": _number("MPI_LOCALNRANKS"),
         },
     ),
     "SLURM": (
@@ -139,33 +161,58 @@ SCHEDULERS = {
 """The variables of each scheduler, and how to read the fields of `Cluster`."""
 
 
-def local_devices(cluster: Cluster, environ: Environ) -> list[int] | None:
+def local_devices(
+    cluster: Cluster, environ: Environ, wanted: list[int] | None = None
+) -> list[int] | None:
     """The visible accelerators that this process uses, one process per device.
 
     Args:
       cluster: The processes.
       environ: Environment variables; CUDA_VISIBLE_DEVICES and similar variables say what is
-        visible.
+        visible. A launcher's processes all have its own.
+      wanted: Numbers among the visible ones that win over this.
 
     Returns:
       The device with this process's number on its host; None, for all visible devices, if it is
       alone there or the scheduler has already hidden the others' devices.
 
     Raises:
-      ValueError: If a host has more processes than visible devices.
+      ValueError: If a host has more processes than visible devices, or shows fewer than `wanted`.
     """
-    if cluster.local_count == 1 or "SLURM_GPUS_PER_TASK" in environ:
+    name = next((name for name in VISIBLE if name in environ), "")
+    visible = [entry for entry in environ.get(name, "").split(",") if entry.strip()]
+    if not name or not visible or visible[0].strip() == "-1":  # all are visible, or none
+        alone = cluster.local_count == 1 or name or "SLURM_GPUS_PER_TASK" in environ
+        return wanted or (None if alone else [cluster.local_id])
+    if environ.get("JAX_PLATFORMS") == "cpu":
+        return wanted
+    needed = max(wanted or [cluster.local_id])
+    hidden = len(visible) == 1 and cluster.source != "flags"
+    if not wanted and (cluster.local_count == 1 or hidden or "SLURM_GPUS_PER_TASK" in environ):
         return None
-    for name in VISIBLE:
-        visible = [entry for entry in environ.get(name, "").split(",") if entry.strip()]
-        if len(visible) == 1 or environ.get(name) == "":
-            return None
-        if 0 < len(visible) <= cluster.local_id:
-            raise ValueError(
-                f"{cluster.local_count} processes on this host, but {name}={environ[name]} shows "
-                f"{len(visible)} devices; start one process per device, or write --local-devices."
-            )
-    return [cluster.local_id]
+    if len(visible) <= needed:
+        raise ValueError(
+            f"process {cluster.local_id} of {cluster.local_count} on this host needs accelerator "
+            f"{needed} of those that are visible, but {name}={environ[name]} shows {len(visible)}; "
+            "start one process per device, or write --local-devices with numbers below "
+            f"{len(visible)}."
+        )
+    return wanted or [cluster.local_id]
+
+
+def shares(devices: Sequence[int], processes: int) -> list[list[int]]:
+    """Divides the accelerators of `--local-devices` among the processes of a host.
+
+    Raises:
+      ValueError: If they cannot be divided evenly.
+    """
+    each, rest = divmod(len(devices), processes)
+    if rest or not each:
+        raise ValueError(
+            f"--local-devices names {len(devices)} accelerators for {processes} processes of a "
+            f"host; write {processes} of them, or a multiple."
+        )
+    return [list(devices[first * each : (first + 1) * each]) for first in range(processes)]
 
 
 def threads(cluster: Cluster, allowed: int, cores: int) -> int:

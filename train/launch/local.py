@@ -13,7 +13,11 @@ LOOPBACK = "lo" if sys.platform == "linux" else None
 
 
 def commands(
-    places: Sequence[int], interface: str | None, timeouts: Timeouts, train_args: Sequence[str]
+    places: Sequence[int],
+    interface: str | None,
+    timeouts: Timeouts,
+    train_args: Sequence[str],
+    devices: Sequence[Sequence[int]] | None = None,
 ) -> list[list[str]]:
     """Makes the command of each process.
 
@@ -22,6 +26,7 @@ def commands(
       interface: Network interface for collectives; None: the loopback interface.
       timeouts: How long processes wait for each other.
       train_args: Config file and overrides.
+      devices: The accelerators of each place; None: a process finds them itself.
 
     Returns:
       One command per process, process 0 first.
@@ -35,6 +40,7 @@ def commands(
             interface or LOOPBACK,
             timeouts,
             train_args,
+            devices and devices[place],
         )
         for number, place in enumerate(places)
     ]

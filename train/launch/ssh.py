@@ -1,14 +1,17 @@
 """Starts processes on other machines over ssh, from a file that lists the hosts."""
 
+import ipaddress
 import itertools
+import pathlib
 import re
 import shlex
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
-from train.launch.supervise import FORWARDED, member_command
+from train.launch import variables
+from train.launch.supervise import member_command
 from train.processes import addresses
 from train.processes.distributed import Cluster, Timeouts
 
@@ -19,6 +22,8 @@ PORT = 29411
 MOST_SLOTS = 4096
 """Most processes on one host."""
 
+_FORM = "[user@]name [slots=K]"
+
 
 class Host(NamedTuple):
     """A line of the hosts file."""
@@ -27,8 +32,25 @@ class Host(NamedTuple):
     slots: int  # processes to start there
 
 
+def hosts_of_file(path: str) -> list[Host]:
+    """Reads a hosts file, see `read_hosts`.
+
+    Raises:
+      ValueError: If it cannot be read, or as `read_hosts`.
+    """
+    try:
+        text = pathlib.Path(path).read_text(encoding="utf-8-sig")
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise ValueError(
+            f"the hosts file {path!r} cannot be read ({why}); write the name of a text file with "
+            f"one {_FORM} per line."
+        ) from error
+    return read_hosts(text)
+
+
 def read_hosts(text: str) -> list[Host]:
-    """Reads a hosts file: one `[user@]name [slots=K]` per line; `#` begins a comment.
+    """Reads the text of a hosts file: one `[user@]name [slots=K]` per line; `#` begins a comment.
 
     Raises:
       ValueError: For any other line, for a host that is listed twice, and for an empty list.
@@ -39,9 +61,14 @@ def read_hosts(text: str) -> list[Host]:
         if not line:
             continue
         # A name that begins with a dash would be an option of ssh.
-        found = re.fullmatch(r"((?:\w[\w.-]*@)?\w[\w.:-]*)(?:\s+slots=([1-9]\d*))?", line)
+        found = re.fullmatch(r"((?:\w[\w.-]*@)?[\w:][\w.:-]*)(?:\s+slots=([1-9]\d*))?", line)
         if found is None:
-            raise ValueError(f"hosts file, line {number}: {line!r}; write [user@]name [slots=K].")
+            raise ValueError(
+                f"hosts file, line {number}: {line!r}; write {_FORM}, an IPv6 address without "
+                "brackets."
+            )
+        if problem := _colon(found[1]):
+            raise ValueError(f"hosts file, line {number}: {problem}.")
         if len(found[2] or "") > 4 or int(found[2] or 1) > MOST_SLOTS:
             raise ValueError(
                 f"hosts file, line {number}: slots={found[2]} is more than {MOST_SLOTS} processes "
@@ -54,8 +81,26 @@ def read_hosts(text: str) -> list[Host]:
             )
         hosts.append(Host(found[1], int(found[2] or 1)))
     if not hosts:
-        raise ValueError("the hosts file names no host; write one [user@]name [slots=K] per line.")
+        raise ValueError(f"the hosts file names no host; write one {_FORM} per line.")
     return hosts
+
+
+def _colon(target: str) -> str:
+    """What is wrong with a name that has a colon and is no IPv6 address; empty for others.
+
+    Open MPI and Horovod write HOST:SLOTS, others HOST:PORT.
+    """
+    name = target.rpartition("@")[2]
+    try:
+        ipaddress.IPv6Address(name if ":" in name else "::")
+        return ""
+    except ValueError:
+        host, _, count = target.partition(":")
+        count = count if count.isdecimal() else "K"
+        return (
+            f"{target!r} is neither a name nor an IPv6 address; write '{host} slots={count}' to "
+            f"start {count} processes there, or '{host}' alone and --ssh 'ssh -p PORT' for a port"
+        )
 
 
 def _name(target: str) -> str:
@@ -106,6 +151,8 @@ def commands(
     python: str,
     folder: str,
     environ: Mapping[str, str],
+    more: Collection[str] = (),
+    devices: Mapping[str, Sequence[Sequence[int]]] | None = None,
 ) -> list[list[str]]:
     """Makes the ssh command of each process: host after host, one for each slot.
 
@@ -119,19 +166,25 @@ def commands(
       ssh: Command that runs another one on a host, with its options.
       python: Interpreter on the hosts.
       folder: Working directory on the hosts.
-      environ: Environment variables here; those of `FORWARDED` are passed on.
+      environ: Environment variables here; those of `variables.passed` are passed on, but for
+        secret ones.
+      more: Names of further variables to pass on.
+      devices: The accelerators of each process of a host, by target; None: a process finds them
+        itself.
 
     Returns:
       One command per process, process 0 first.
     """
     coordinator = coordinator or addresses.join(hosts[0].target.rpartition("@")[2], PORT)
     count = sum(host.slots for host in hosts)
-    settings = [f"{key}={environ[key]}" for key in sorted(environ) if key.startswith(FORWARDED)]
+    passed = variables.passed(environ, more)
+    settings = [f"{key}={value}" for key, value in passed.items() if not variables.is_secret(key)]
     made = []
     for host in hosts:
         for slot in range(host.slots):
             cluster = Cluster(coordinator, count, len(made), "flags", slot, host.slots)
-            member = member_command(python, cluster, interface, timeouts, train_args)
+            own = devices and devices[host.target][slot]
+            member = member_command(python, cluster, interface, timeouts, train_args, own)
             remote = f"cd {shlex.quote(folder)} && exec env {shlex.join([*settings, *member])}"
             made.append([*shlex.split(ssh), host.target, remote])
     return made

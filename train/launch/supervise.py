@@ -11,16 +11,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from train.launch import control, echo
 from train.processes import signals
 from train.processes.distributed import Cluster, Timeouts
 from train.processes.exits import Exit, may_restart, of_returncode, printable
-
-FORWARDED = ("JAX_", "XLA_", "NCCL_")
-"""Environment variables with these prefixes are passed to all hosts."""
 
 PATIENCE = 5.0
 """Seconds for a process to end after it was told to."""
@@ -32,6 +29,7 @@ def member_command(
     interface: str | None,
     timeouts: Timeouts,
     train_args: Sequence[str],
+    devices: Sequence[int] | None = None,
 ) -> list[str]:
     """Makes the command of one process, whose standard input is its control channel.
 
@@ -41,6 +39,7 @@ def member_command(
       interface: Network interface for collectives, or None.
       timeouts: How long processes wait for each other.
       train_args: Config file and overrides.
+      devices: Accelerators of the process; None: it finds them itself.
 
     Returns:
       The arguments, the program first.
@@ -56,6 +55,8 @@ def member_command(
     }
     if interface is not None:
         flags["interface"] = interface
+    if devices is not None:
+        flags["local-devices"] = ",".join(map(str, devices))
     words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
     return [python, "-u", "-m", "train.launch", "--obey-stdin", *words, "--", *train_args]
 
@@ -90,6 +91,7 @@ def supervise(
     grace: float,
     hurry: bool = False,
     is_wanted: Callable[[], bool] = lambda: False,
+    private: Mapping[str, str] | None = None,
 ) -> End:
     """Runs commands until all have ended; the standard input of each is a control channel.
 
@@ -100,6 +102,7 @@ def supervise(
       hurry: Whether to kill them instead, and at once if that one was lost: all will be started
         again, and saved files are always complete.
       is_wanted: Whether to tell them to save and end.
+      private: Variables to set in them that no process list may show.
 
     Returns:
       How they ended.
@@ -107,7 +110,7 @@ def supervise(
     folder.mkdir(parents=True, exist_ok=True)
     print(f"{len(commands)} processes; logs: {folder}/process_*.log", flush=True)
     members: list[Member] = []
-    secret = secrets.token_hex(32)
+    secret = control.greeting(secrets.token_hex(32), private or {})
     with _signals() as names, contextlib.ExitStack() as stack:
         for number, command in enumerate(commands):
             members.append(_start(command, folder / f"process_{number}.log", secret))
@@ -122,7 +125,7 @@ def _start(command: Sequence[str], log: pathlib.Path, secret: str) -> Member:
     owned = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     with open(owned, "ab") as output:
         now = datetime.datetime.now().isoformat(" ", "seconds")
-        output.write(f"--- {now}: {_without_values(command)}\n".encode())
+        output.write(os.fsencode(f"--- {now}: {_without_values(command)}\n"))
         output.flush()
         began = output.tell()
         # A session of its own, so that Ctrl-C reaches a process only through the launcher, once.
@@ -142,9 +145,8 @@ def _without_values(command: Sequence[str]) -> str:
     """A command for the log, with only the names of variables that are passed over ssh."""
     words = list(command)
     for key, value in os.environ.items():
-        if key.startswith(FORWARDED):
-            given = shlex.quote(f"{key}={value}")
-            words = [word.replace(given, f"{key}=...") for word in words]
+        given = shlex.quote(f"{key}={value}")
+        words = [word.replace(f" {given} ", f" {key}=... ") for word in words]
     return shlex.join(words)
 
 

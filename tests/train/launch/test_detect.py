@@ -26,6 +26,12 @@ JOBSET = {
     "JAX_NUM_PROCESSES": "4",
     "JAX_COORDINATOR_ADDRESS": "jaxcomp-host-0-0.jaxcomp:29411",
 }
+MPICH = {
+    "PMI_RANK": "3",
+    "PMI_SIZE": "4",
+    "MPI_LOCALRANKID": "1",
+    "MPI_LOCALNRANKS": "2",
+}
 FLAGS = {"coordinator": "a:1", "num_processes": 2, "process_id": 1}
 SLURM_PORT = 61440 + 5123456 % 4096
 
@@ -117,6 +123,20 @@ def test_open_mpi_5_needs_the_coordinators_flag_only():
     assert cluster == Cluster("a:1", 8, 5, "Open MPI", 1, 4)
 
 
+def test_mpich_and_intel_mpi_need_the_coordinators_flag_only_outside_of_slurm():
+    with pytest.raises(ValueError, match="MPICH or Intel MPI is .*write --coordinator, which win"):
+        detect.detect(MPICH)
+    cluster = detect.detect(MPICH, coordinator="a:1")
+    assert cluster == Cluster("a:1", 4, 3, "MPICH or Intel MPI", 1, 2)
+    # mpirun in a SLURM job: SLURM's tasks are mpirun's helpers, one a node.
+    found = detect.detect(SLURM | {"SLURM_NTASKS": "2", "SLURM_PROCID": "1"} | MPICH)
+    assert found == Cluster(f"node001:{SLURM_PORT}", 4, 3, "MPICH or Intel MPI", 1, 2)
+    # srun --mpi=pmi2 sets two of these, beside its own.
+    both = SLURM | {"PMI_RANK": SLURM["SLURM_PROCID"], "PMI_SIZE": SLURM["SLURM_NTASKS"]}
+    assert detect.detect(both) == detect.detect(SLURM)
+    assert detect.detect(OPEN_MPI | MPICH).source == "Open MPI"
+
+
 def test_what_is_no_number_is_named():
     with pytest.raises(ValueError, match=r"SLURM_NTASKS='2\(x3\)' must be a number"):
         detect.detect(SLURM | {"SLURM_NTASKS": "2(x3)"})
@@ -151,9 +171,38 @@ def test_a_process_takes_one_device_unless_others_are_hidden(
 
 
 def test_more_processes_than_visible_devices_is_an_error():
-    cluster = Cluster("a:1", 8, 5, "SLURM", 2, 4)
-    with pytest.raises(ValueError, match="4 processes on this host.*shows 2 devices"):
-        detect.local_devices(cluster, {"CUDA_VISIBLE_DEVICES": "0,1"})
+    cluster, visible = Cluster("a:1", 8, 5, "SLURM", 2, 4), {"CUDA_VISIBLE_DEVICES": "0,1"}
+    with pytest.raises(ValueError, match="process 2 of 4 on this host needs.*=0,1 shows 2"):
+        detect.local_devices(cluster, visible)
+    assert detect.local_devices(cluster, visible | {"JAX_PLATFORMS": "cpu"}) is None
+
+
+@pytest.mark.parametrize("local_id", [0, 1])
+@pytest.mark.parametrize("visible", ["3", "0, 3", "-1", ""])
+def test_processes_of_a_launcher_all_have_its_visible_devices(local_id, visible):
+    """One device is no scheduler's share, which only its process would see."""
+    cluster, environ = Cluster("a:1", 2, 0, "flags", local_id, 2), {"CUDA_VISIBLE_DEVICES": visible}
+    if visible == "3" and local_id == 1:
+        with pytest.raises(ValueError, match="CUDA_VISIBLE_DEVICES=3 shows 1; start one process"):
+            detect.local_devices(cluster, environ)
+    else:
+        expected = None if visible in ("-1", "") else [local_id]
+        assert detect.local_devices(cluster, environ) == expected
+
+
+def test_wanted_devices_count_those_that_are_visible():
+    cluster, visible = Cluster("a:1", 2, 0, "flags", 1, 2), {"CUDA_VISIBLE_DEVICES": "4,5,6,7"}
+    assert detect.local_devices(cluster, visible, [2, 3]) == [2, 3]
+    assert detect.local_devices(cluster, {}, [6, 7]) == [6, 7]
+    with pytest.raises(ValueError, match="needs accelerator 6 of those.*numbers below 4"):
+        detect.local_devices(cluster, visible, [4, 6])
+
+
+def test_accelerators_are_shared_out_evenly():
+    assert detect.shares([2, 3, 0, 1], 2) == [[2, 3], [0, 1]]
+    for devices in ([0, 1, 2], [0]):
+        with pytest.raises(ValueError, match="accelerators for 2 processes of a host; write 2"):
+            detect.shares(devices, 2)
 
 
 @pytest.mark.parametrize(

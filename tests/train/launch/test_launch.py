@@ -211,11 +211,12 @@ def test_who_was_told_to_stop_hears_no_more_when_the_launcher_goes():
 
 
 def test_a_hosts_file_is_read():
-    text = "# two hosts\nnode1\n\nme@10.0.0.2 slots=2  # with two\nfe80::1"
+    text = "# two hosts\nnode1\n\nme@10.0.0.2 slots=2  # with two\nfe80::1\nme@::1 slots=2"
     assert ssh.read_hosts(text) == [
         ssh.Host("node1", 1),
         ssh.Host("me@10.0.0.2", 2),
         ssh.Host("fe80::1", 1),
+        ssh.Host("me@::1", 2),
     ]
 
 
@@ -233,6 +234,13 @@ def test_a_hosts_file_is_read():
         ("node1\nnode1", "line 2: node1 is there already; write slots=K"),
         ("alice@h1\nh1", "line 2: h1 is there already"),
         ("h1\n\nbob@H1", "line 3: bob@H1 is there already"),
+        ("h1\nnode1:4", "line 2: 'node1:4' is neither.*write 'node1 slots=4' to start 4 processes"),
+        ("me@10.0.0.1:2222", "write 'me@10.0.0.1 slots=2222'.*or 'me@10.0.0.1' alone and --ssh"),
+        ("node1:4 slots=4", "line 1: 'node1:4'"),
+        ("node1:", "write 'node1 slots=K'"),
+        (":4", "line 1: ':4' is neither"),
+        ("[::1]:22", "line 1: .*an IPv6 address without brackets"),
+        ("node1 slots=4 max_slots=8", "line 1: 'node1 slots=4 max_slots=8'; write"),
         ("h1 slots=4097", "line 1: slots=4097 is more than 4096"),
         (f"h1 slots={9 * '9' * 20}", "line 1: slots=9+ is more than 4096 processes"),
     ],
@@ -243,7 +251,7 @@ def test_a_wrong_hosts_file_is_refused(text, message):
 
 
 def test_logs_are_their_users_and_hold_no_values_of_forwarded_variables(tmp_path, monkeypatch):
-    secrets = {"NCCL_TOKEN": "it's $ecret", "JAX_KEY": "plain"}
+    secrets = {"NCCL_NOTE": "it's $ecret", "JAX_NAME": "plain", "WANDB_API_KEY": "for nobody"}
     for name, value in secrets.items():
         monkeypatch.setenv(name, value)
     fields = dict(ssh="true", python="python", folder="/", environ=os.environ)
@@ -251,8 +259,9 @@ def test_logs_are_their_users_and_hold_no_values_of_forwarded_variables(tmp_path
     assert supervise.supervise(made, tmp_path, 1.0).status == 0
     log = tmp_path / "process_0.log"
     text = log.read_text()
-    assert "NCCL_TOKEN=... " in text and "JAX_KEY=... " in text and "a.py" in text
-    assert "ecret" not in text and "plain" not in text
+    assert "NCCL_NOTE=... " in text and "JAX_NAME=... " in text and "a.py" in text
+    assert not any(word in text for word in ("ecret", "plain", "nobody"))
+    assert "nobody" not in str(made)  # nor a process list
     assert log.stat().st_mode & 0o777 == 0o600
 
 
@@ -314,11 +323,25 @@ def test_local_processes_use_the_loopback_interface_only():
     assert [options.local_id for options in parsed] == [0, 1, 2]
 
 
+def test_accelerators_are_divided_among_the_processes_of_each_host():
+    of = lambda command: launch.parser().parse_args(command[4:-2]).local_devices
+    commands = local.commands([0, 2], None, Timeouts(), ["c.py"], [[4, 5], [6], [7]])
+    assert [of(command) for command in commands] == [[4, 5], [7]]
+    assert [of(command) for command in local.commands([0], None, Timeouts(), ["c.py"])] == [None]
+    shares = {"a": [[0, 1]], "b": [[0], [1]]}
+    commands = ssh.commands(
+        *([ssh.Host("a", 1), ssh.Host("b", 2)], None, None, Timeouts(), ["c.py"]),
+        **dict(ssh="ssh", python="python", folder="/", environ={}, devices=shares),
+    )
+    found = [re.search(r"--local-devices (\S+) -- c.py", remote)[1] for *_, remote in commands]
+    assert found == ["0,1", "0", "1"]
+
+
 @pytest.fixture
 def no_scheduler(monkeypatch):
     """An environment that no scheduler has touched."""
     for name in list(os.environ):
-        if name.startswith(("SLURM_", "OMPI_", "JOB_COMPLETION")):
+        if name.startswith(("SLURM_", "OMPI_", "PMI_", "JOB_COMPLETION")):
             monkeypatch.delenv(name)
 
 
@@ -335,7 +358,20 @@ def no_scheduler(monkeypatch):
         ("--secret-file /dev/null -- c.py", "/dev/null has 0 characters, and needs 16"),
         ("--local 2 --coordinator a:1 -- c.py", "leave out --coordinator"),
         ("--local 2 -- c.py", "'c.py' is no config file"),
-        ("--hosts nowhere.txt -- configs/nano_dense.py", "No such file.*nowhere.txt"),
+        (
+            "--hosts nowhere -- configs/nano_dense.py",
+            "'nowhere' cannot be read .No such file.*write",
+        ),
+        ("--hosts / -- configs/nano_dense.py", "'/' cannot be read .Is a directory"),
+        ("--hosts node1:4,node2:4 -- configs/nano_dense.py", "write the name of a text file with"),
+        ("--local 2 c.py --steps 3", "write python -m train.launch --local 2 -- c.py --steps 3"),
+        ("c.py", "no -- before the config file 'c.py'"),
+        ("--local 2 --steps 3 -- c.py", "--steps 3 before -- is unknown to the launcher"),
+        ("--local 2 --env 1A=b -- configs/nano_dense.py", "'1A' is no name of a variable"),
+        ("--local 2 --env NOT_SET -- configs/nano_dense.py", "it is not set here; write --env"),
+        ("--env A=b -- configs/nano_dense.py", "--env is for --local and --hosts"),
+        ("--local 2 --local-devices 0,1,2 -- configs/nano_dense.py", "names 3 accelerators for 2"),
+        ("--local 2 --local-devices 0,0 -- configs/nano_dense.py", "'0,0' names a number twice"),
         ("--coordinator a --num-processes 2 --process-id 0 -- c.py", "needs a host and a port"),
         ("--coordinator a:1 --num-processes 2 --process-id 2 -- c.py", r"in \[0, 2\)"),
         ("--local 2 --hosts x -- c.py", "not allowed with argument --local"),
@@ -432,12 +468,29 @@ def test_hosts_of_a_file_train_over_ssh(tmp_path):
     flags = ["--hosts", str(hosts), "--ssh", f"{stand_in} -o BatchMode=yes"]
     flags += ["--coordinator", f"127.0.0.1:{free_port(29500, 29600)}"]
     config = write_config(tmp_path)
+    names = ["WANDB_MODE", "HF_TOKEN", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES"]
+    names += ["MINE", "MY_PASSWORD", "EMPTY"]
+    config.write_text(
+        f"import json, os, sys\nnames = {names + ['NOT']}\n"
+        "found = {name: os.environ.get(name) for name in names}\n"
+        "listed = open('/proc/self/cmdline').read()\n"
+        f"with open({str(tmp_path)!r} + f'/found_{{os.getpid()}}', 'w') as file:\n"
+        "    json.dump([found, listed, sys.argv], file)\n" + config.read_text()
+    )
+    theirs = ["line one\nand two", "it's $ecret", "/opt/my lib", "2,3", "a=b", "p w", ""]
+    values = dict(zip(names, theirs, strict=True))
+    flags += ["--env", "MINE=a=b", "--env", "MY_PASSWORD", "--env", "EMPTY="]
+    here = {name: values[name] for name in names if name not in ("MINE", "EMPTY")}
     done = run(
         [sys.executable, "-m", "train.launch", *flags, "--", str(config)],
-        env=environment(RECORD=str(record)),
+        env=environment(RECORD=str(record), NOT="passed", **here),
     )
     assert done.returncode == 0, done.stdout
     assert "step 2, validation loss" in done.stdout
     assert sorted(record.read_text().splitlines()) == ["127.0.0.1", "me@other"]
+    found = [json.loads(path.read_text()) for path in tmp_path.glob("found_*")]
+    reached = [each for each, listed, _ in found if "--obey-stdin" in listed]
+    assert reached == [values | {"NOT": None}] * 2
+    assert "ecret" not in str([listed for _, listed, _ in found])
     log = (tmp_path / "runs" / "tiny" / "logs" / "process_1.log").read_text()
     assert "process 1 of 2 (flags)" in log and "Traceback" not in log
