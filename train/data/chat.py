@@ -17,7 +17,7 @@ import numpy as np
 from train.data.tokenizer import Tokenizer
 
 _PROGRAM = pathlib.Path(__file__).with_name("templates.py")
-_SECONDS, _BYTES = 10, 1 << 30  # what the template may take for a chat: of a processor, of memory
+_SECONDS = 10  # of a processor that a template may take for a chat
 
 
 class Chat(NamedTuple):
@@ -99,8 +99,8 @@ def _renderer(tokenizer: Tokenizer, folder: str) -> Callable[[str], Chat]:
             "chats need the package jinja2; run pip install -e '.[huggingface]' in the checkout."
         )
     where = f"the chat template {os.path.join(folder, tokenizer.template_file)!r}"
-    limits = {"seconds": _SECONDS, "bytes": _BYTES}
-    first = _dumped({"template": tokenizer.template, "names": tokenizer.names, **limits})
+    facts = {"template": tokenizer.template, "names": tokenizer.names, "seconds": _SECONDS}
+    first = _dumped(facts)
 
     def started():
         ask = _start()

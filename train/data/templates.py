@@ -6,6 +6,7 @@ one goes out: first the template, then chats. The process ends with its standard
 
 import contextlib
 import datetime
+import functools
 import itertools
 import json
 import os
@@ -22,6 +23,7 @@ from jinja2 import ext, nodes, sandbox
 
 _ASSISTANT = "assistant"  # role
 _REASONING = "reasoning_content", "thinking", "reasoning"  # names for the same, the usual one first
+_BYTES = 1 << 30  # of memory
 _LONGEST = 1 << 24  # characters of a chat: a tokenizer needs a hundred times as many bytes
 
 
@@ -45,37 +47,40 @@ class _Marks(ext.Extension):
 
 
 def serve(asked: BinaryIO, answered: BinaryIO) -> None:
-    """Answers a line with a line, {"made": ...} or {"error": text}, until there are no more.
+    """Answers each line with a line of `answer` until there are no more.
 
-    The first line is {"template": ..., "names": ..., "seconds": ..., "bytes": ...}, the others are
-    lists of messages, whose answers are (text, [(first, last), ...]).
+    The first one is {"template": ..., "names": ..., "seconds": ...}. The others are lists of
+    messages, for which (text, [(first, last), ...]) is made.
     """
     first = json.loads(asked.readline())
-    _limit_memory(first["bytes"])
-    render: Callable[[Any], Any] = lambda setting: None
+    _limit_memory()
+    render: Callable[[Any], Any] = lambda messages: None
 
-    def answer(line):
+    def start():
         nonlocal render
-        try:
-            if line is None:
-                render = _renderer(first["template"], first["names"])
-                return json.dumps({"made": None})
-            return json.dumps({"made": render(json.loads(line))})
-        except MemoryError:
-            error = f"it needs more than {first['bytes'] >> 20} MiB of memory"
-        except Exception as caught:  # whatever a template does is its own fault
-            is_said = isinstance(caught, jinja2.TemplateError | ValueError)
-            text = " ".join(str(caught).split())[:400]
-            error = text if is_said and text else f"{type(caught).__name__}: {text}"
-        return json.dumps({"error": error})
+        render = renderer(first["template"], first["names"])
 
-    for line in itertools.chain([None], asked):
+    rest = (functools.partial(lambda line: render(json.loads(line)), line) for line in asked)
+    for call in itertools.chain([start], rest):
         _limit_time(first["seconds"])
-        answered.write(answer(line).encode() + b"\n")
+        answered.write(answer(call).encode() + b"\n")
         answered.flush()
 
 
-def _limit_memory(size: int) -> None:
+def answer(call: Callable[[], Any]) -> str:
+    """What a call returns, as {"made": ...}, or why it fails, as {"error": text}, in JSON."""
+    try:
+        return json.dumps({"made": call()})
+    except MemoryError:
+        error = f"it needs more than {_BYTES >> 20} MiB of memory"
+    except Exception as caught:  # whatever a template does is its own fault
+        is_said = isinstance(caught, jinja2.TemplateError | ValueError)
+        text = " ".join(str(caught).split())[:400]
+        error = text if is_said and text else f"{type(caught).__name__}: {text}"
+    return json.dumps({"error": error.encode("utf-8", "backslashreplace").decode()})
+
+
+def _limit_memory() -> None:
     if os.name != "posix":
         return
     import resource
@@ -83,7 +88,7 @@ def _limit_memory(size: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with contextlib.suppress(ValueError, OSError):  # macOS has no such limit
         hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-        resource.setrlimit(resource.RLIMIT_AS, (_least(size, hard), hard))
+        resource.setrlimit(resource.RLIMIT_AS, (_least(_BYTES, hard), hard))
 
 
 def _limit_time(seconds: int) -> None:
@@ -102,7 +107,8 @@ def _least(limit: int, hard: int) -> int:
     return limit if hard < 0 else min(limit, hard)  # negative: unlimited
 
 
-def _renderer(source: str, names: dict[str, str]) -> Callable[[list[dict[str, Any]]], Any]:
+def renderer(source: str, names: dict[str, str]) -> Callable[[list[dict[str, Any]]], Any]:
+    """Makes the function from messages to (text, [(first, last), ...]); may raise anything."""
     environment = _environment()
     template = environment.from_string(source, globals=names)
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.helpers import tokens
 from tests.helpers.snippets import ROOT
-from train.data import chat, token_files
+from train.data import chat, documents, token_files
 from train.data.sources import Data
 from train.data.tokenizer import load_tokenizer
 
@@ -244,6 +244,21 @@ def test_a_row_is_named_that_a_template_refuses(tmp_path):
         written(tmp_path, template, chats)
     with pytest.raises(ValueError, match=r"row 1 of data.column='chat' of .* is damaged"):
         written(tmp_path, "{% for %}", chats)
+
+
+def test_keys_of_a_row_keep_their_order_and_its_part_does_not_depend_on_it(tmp_path):
+    template = "{% for m in messages %}{{ m | tojson }}{{ m.items() | list }}{% endfor %}"
+    call = {"z": 1, "a": {"y": 2, "b": 3}}
+    other = {"call": {"a": {"b": 3, "y": 2}, "z": 1}, "role": "user"}
+    orders = [{"role": "user", "call": call}, other]
+    names = []
+    for number, message in enumerate(orders):
+        folder = tmp_path / str(number)
+        made = "".join(text for text, _ in written(folder, template, [[message]]))
+        assert made == f"{json.dumps(message)}{[*message.items()]}"
+        found = documents.find(Data(path=str(folder / "chats.jsonl"), column="chat"))
+        names += [each.name for each in found.documents()]
+    assert names[0] == names[1]
 
 
 def test_a_token_that_holds_a_letter_of_an_answer_is_a_target(tmp_path):
