@@ -12,6 +12,7 @@ import pathlib
 import sys
 from typing import Any, NamedTuple
 
+from train import checks
 from train.processes.exits import clean_exits
 
 OPTIMIZERS = ("OneBitAdam", "ZeroOneAdam")
@@ -238,9 +239,9 @@ def main(args: list[str]) -> None:
     parser.add_argument("--steps", type=int, required=True, help="optimizer steps of the run")
     options = parser.parse_args(args)
     try:
-        config = json.loads(options.file.read_text())
-    except RecursionError as error:
-        raise ValueError(f"{options.file} nests too deeply to be a configuration.") from error
+        config = checks.json_value(checks.read_file(options.file))
+    except ValueError as error:
+        raise ValueError(f"{options.file} is no configuration: {error}.") from error
     found = translate(config, options.steps)
     print(to_python(found, options.file.stem), end="")
 

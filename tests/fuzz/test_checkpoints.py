@@ -1,11 +1,13 @@
 """Metadata and checksums of checkpoints."""
 
+import contextlib
 import json
 
 import pytest
 from hypothesis import strategies as st
 
 from tests.helpers.fuzzing import fuzz, objects, refused, texts
+from train import checks, export
 from train.checkpoints import files, resume, store
 
 SAVED = {
@@ -30,13 +32,41 @@ def test_files_of_metadata(tmp_path, text):
     refused(store._read, tmp_path)
 
 
+MODEL = {"layers": 1, "width": 8, "heads": 2, "rotary_scaling": None, "type": "DecoderConfig"}
+RECORDED = {"objective": "next_token", "model": MODEL, "data": {"tokenizer": None}}
+RECORDED = {"config": RECORDED | {"start_from": None}}
+
+
+@fuzz(objects(RECORDED))
+def test_what_an_export_reads(tmp_path, value):
+    saved = store.Saved(tmp_path, {}, value if isinstance(value, dict) else {"config": value})
+    if (config := refused(export.recorded, saved)) is not None:
+        export.tokenizer_of(config)
+        if config["start_from"] is None or "\0" not in config["start_from"]:
+            export.origin(config["start_from"])
+        if (model := refused(export.model_of, config, tmp_path)) is not None:
+            checks.of_types(model)
+
+
 SUMS = {"metadata/metadata": [2, 0], "state/a": [4, 1]}
 
 
 @fuzz(st.one_of(texts(json.dumps(SUMS)), objects(SUMS).map(lambda x: json.dumps(x).encode())))
 def test_checksums(tmp_path, text):
+    (tmp_path / "state").mkdir(exist_ok=True)
+    (tmp_path / "state" / "a").write_bytes(b"")
     (tmp_path / "checksums.json").write_bytes(text)
-    assert files._damage(tmp_path)  # none of these files is there
+    assert files._damage(tmp_path)  # metadata/metadata is not there
+    refused(files.require_kept, tmp_path)
+
+
+@fuzz(st.lists(st.one_of(st.text(max_size=9), st.sampled_from(["8", "08", "-8", "\u0668", "8 "]))))
+def test_names_of_checkpoints(tmp_path_factory, names):
+    path = tmp_path_factory.mktemp("names")
+    for name in names:
+        with contextlib.suppress(OSError, ValueError):  # no possible name of a folder
+            (path / name).mkdir()
+    assert {str(step) for step in files.steps(path)} <= {file.name for file in path.iterdir()}
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ a folder whose name is a number is a finished save. Its `checksums.json` has the
 of every file that matters: Orbax itself would read a flipped bit as a weight.
 """
 
+import hashlib
 import json
 import re
 import shutil
@@ -103,6 +104,11 @@ def intact(directory: str | Path, step: int | None = None, item: str = "") -> Pa
             else (f"Step {good} is good: name it")
         )
     raise ValueError(f"the checkpoint {path} is damaged: {damage}. {remedy}")
+
+
+def digest(path: Path) -> str:
+    """A SHA-256 of a checkpoint: of the checksums of all its files."""
+    return hashlib.sha256(checks.read_file(path / "checksums.json")).hexdigest()
 
 
 def require_kept(path: Path) -> None:

@@ -19,9 +19,9 @@ from train.checkpoints.emergency import Copies
 from train.checkpoints.places import Found
 from train.config.as_json import to_json
 from train.config.run import AXIS_NAME
-from train.huggingface import folder
+from train.huggingface import folder, safetensors
 from train.models import build, lora
-from train.processes import agree
+from train.processes import agree, distributed
 from train.processes.distributed import by_name
 from train.task import Task, shapes_of
 
@@ -72,13 +72,26 @@ def begin(task: Task, directory: Path, copies: Copies | None = None) -> tuple[An
         damaged. Damaged ones are skipped.
     """
     step = agree.from_first(lambda: files.latest(directory))
-    if copies is None:
-        return _begin(task, directory, step)
-    found = _from_copies(task, directory, step, copies) if task.config.resume else None
+    found = None
+    if copies is not None and task.config.resume:
+        found = _from_copies(task, directory, step, copies)
     if found is None:
         found = _begin(task, directory, step)
-        copies.begin(found[2].step, None)
+        if copies is not None:
+            copies.begin(found[2].step, None)
+    _require_equal(task, found[0])
     return found
+
+
+def _require_equal(task: Task, params: Any) -> None:
+    """Raises a ValueError if processes begin with parameters of different bits."""
+    if jax.process_count() > 1 and task.placement.spread is not None:
+        if spread := int(task.placement.spread(params, task.mesh)):
+            raise ValueError(
+                f"the processes begin with different parameters (their checksums differ by "
+                f"{spread}): start_from={task.config.start_from!r} or the last checkpoint is not "
+                "the same on all hosts. Copy the same files to all."
+            )
 
 
 def _begin(task: Task, directory: Path, step: int | None) -> tuple[Any, Any, Progress]:
@@ -137,7 +150,9 @@ def _first(task: Task) -> tuple[Any, Any]:
     if task.config.start_from is None:
         return task.init()
     start_from = task.config.start_from
+    weights = lambda digest: distributed.require_same({f"weights in {start_from}": digest[:12]})
     if agree.from_first(lambda: folder.is_folder(start_from)):
+        weights(safetensors.sampled(start_from))
         return task.init(_pretrained(task, start_from))
     source = Path(start_from, "checkpoints")
     if agree.from_first(lambda: files.latest(source)) is None:
@@ -145,7 +160,9 @@ def _first(task: Task) -> tuple[Any, Any]:
             f"start_from is {start_from!r}, but there is no checkpoint in {source}, and it is no "
             "Hugging Face folder; train that run first, or write --start-from None."
         )
-    params = mean.restore_whole(store.choose(source), task.natural, task.mesh)
+    saved = store.choose(source)
+    weights(files.digest(saved.path))
+    params = mean.restore_whole(saved, task.natural, task.mesh)
     return task.init(jax.device_put(params, task.places))
 
 

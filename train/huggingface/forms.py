@@ -13,12 +13,14 @@ class Form(NamedTuple):
       sizes: DecoderConfig's field -> config.json's field and its default.
       always: DecoderConfig's fields that all models of the kind share.
       only: Fields of config.json with the only values that the decoder supports.
+      also: Other names of fields of config.json, which transformers takes as well.
     """
 
     architecture: str
     sizes: dict[str, tuple[str, Any]]
     always: Settings
     only: Settings
+    also: dict[str, tuple[str, ...]] = {}
 
 
 _GPT = {
@@ -30,6 +32,12 @@ _GPT = {
     "mlp": ("n_inner", None),
     "activation": ("activation_function", "gelu_new"),
     "norm_eps": ("layer_norm_epsilon", 1e-5),
+}
+_GPT_ALSO = {
+    "n_layer": ("num_hidden_layers",),
+    "n_embd": ("hidden_size",),
+    "n_head": ("num_attention_heads",),
+    "n_positions": ("max_position_embeddings",),
 }
 _OPT = {
     "layers": ("num_hidden_layers", 12),
@@ -85,6 +93,7 @@ FORMS: dict[str, Form] = {
             "scale_attn_by_inverse_layer_idx": False,
             "add_cross_attention": False,
         },
+        _GPT_ALSO,
     ),
     "opt": Form(
         "OPTForCausalLM",
@@ -106,6 +115,7 @@ FORMS: dict[str, Form] = {
         {"residual": "shared", "rotary": "pairs", "qkv_bias": False, "out_bias": False}
         | {"tied": False, "head_bias": True},
         {"tie_word_embeddings": False},
+        _GPT_ALSO,
     ),
     "gpt_neox": Form("GPTNeoXForCausalLM", _NEOX, {"rotary": "halves"}, {}),
     "llama": Form(

@@ -3,10 +3,11 @@
 import dataclasses
 import math
 import pathlib
-from typing import Any
+import typing
 
 from train import checks
-from train.huggingface.forms import FORMS, Settings
+from train.huggingface.attention import agreed, refused, rotation, window
+from train.huggingface.forms import FORMS, Form, Settings
 from train.models.decoder import DecoderConfig
 
 _ACTIVATIONS = {
@@ -18,7 +19,7 @@ _ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
 }
-_MOST_LAYERS = 10_000
+_MOST_LAYERS, _MOST = 10_000, 2**31 - 1
 _NEVER = ("quantization_config", "num_local_experts", "num_experts", "parallel_lm_logits")
 _FREE = ("context", "dtype", "scan", "remat", "lora", "lora_alpha")  # a run chooses them
 
@@ -31,10 +32,7 @@ def read(folder: str | pathlib.Path) -> tuple[str, DecoderConfig]:
     """
     file = pathlib.Path(folder, "config.json")
     settings = checks.json_object(file, model_type=str)
-    try:
-        return settings["model_type"], decoder_of(settings, str(file))
-    except (TypeError, LookupError, AttributeError, ArithmeticError) as error:
-        raise ValueError(f"{file} has a value that no such model has: {error!r:.200}.") from error
+    return settings["model_type"], decoder_of(settings, str(file))
 
 
 def decoder_of(settings: Settings, file: str = "config.json") -> DecoderConfig:
@@ -44,35 +42,54 @@ def decoder_of(settings: Settings, file: str = "config.json") -> DecoderConfig:
       ValueError: For unsupported settings, by name.
     """
     kind = settings.get("model_type")
-    if kind not in FORMS:
-        raise _refused(file, "model_type", kind, f"one of {', '.join(FORMS)}")
+    if not isinstance(kind, str) or kind not in FORMS:
+        raise refused(file, "model_type", kind, f"one of {', '.join(FORMS)}")
     form = FORMS[kind]
     for name in _NEVER:
         if settings.get(name):
-            raise _refused(file, name, settings[name], "a model without it")
+            raise refused(file, name, settings[name], "a model without it")
     for name, needed in form.only.items():
         if settings.get(name, needed) != needed:
-            raise _refused(file, name, settings[name], f"{needed!r}")
-    found = dict(form.always)
-    for field, (name, default) in form.sizes.items():
-        value = settings.get(name, default)
-        found[field] = 0 if value is None else value
-    if not checks.is_of(found["layers"], int) or found["layers"] > _MOST_LAYERS:
-        raise _refused(file, form.sizes["layers"][0], found["layers"], f"at most {_MOST_LAYERS}")
-    if found["activation"] not in _ACTIVATIONS:
-        raise _refused(file, "activation", found["activation"], f"one of {', '.join(_ACTIVATIONS)}")
-    found["activation"] = _ACTIVATIONS[found["activation"]]
+            raise refused(file, name, settings[name], f"{needed!r}")
+    found = form.always | _sizes(form, settings, file)
     if kind == "gptj" and not found["rotary_width"]:
-        raise _refused(file, "rotary_dim", settings.get("rotary_dim"), "a number")
+        raise refused(file, "rotary_dim", settings.get("rotary_dim"), "a number")
     if kind == "gpt_neox":
-        parallel = settings.get("use_parallel_residual", True)
+        parallel = agreed(file, bool, {"use_parallel_residual": settings}, True)
         found["residual"] = "parallel" if parallel else "sequential"
     if kind == "opt" and settings.get("word_embed_proj_dim", found["width"]) != found["width"]:
-        raise _refused(file, "word_embed_proj_dim", settings["word_embed_proj_dim"], "hidden_size")
+        raise refused(file, "word_embed_proj_dim", settings["word_embed_proj_dim"], "hidden_size")
     if found.get("rotary") == "halves":
-        found |= _rotation(kind, settings, found, file)
-    found |= _window(kind, settings, found["layers"], file)
-    return explicit(DecoderConfig(**found, context=found["positions"]))
+        head = found.get("head_width") or found["width"] // found["heads"]
+        found |= rotation(kind, settings, head, found["positions"], file)
+    found |= window(kind, settings, found["layers"], file)
+    try:
+        return explicit(DecoderConfig(**found, context=found["positions"]))
+    except ValueError as error:
+        raise ValueError(f"{file} is of a model that cannot be: {error}") from error
+
+
+def _sizes(form: Form, settings: Settings, file: str) -> Settings:
+    """DecoderConfig's fields that are one field of config.json."""
+    kinds, found = typing.get_type_hints(DecoderConfig), {}
+    for field, (name, default) in form.sizes.items():
+        kind = str if field == "activation" else kinds[field]
+        spellings = {name: settings} | dict.fromkeys(form.also.get(name, ()), settings)
+        # null is not what a missing field is: a head_dim of null is the width by heads.
+        missing = None if name in settings and settings[name] is None else default
+        value = agreed(file, kind, spellings, missing)
+        if kind is int and not 0 <= (value := value or 0) <= _MOST:
+            raise refused(file, name, value, f"at most {_MOST}")
+        found[field] = value
+    if not 1 <= found["layers"] <= _MOST_LAYERS:
+        name, _ = form.sizes["layers"]
+        raise refused(file, name, found["layers"], f"1 to {_MOST_LAYERS}")
+    if found["activation"] not in _ACTIVATIONS:
+        raise refused(file, "activation", found["activation"], f"one of {', '.join(_ACTIVATIONS)}")
+    found["activation"] = _ACTIVATIONS[found["activation"]]
+    if not found["heads"]:
+        raise refused(file, form.sizes["heads"][0], 0, "at least 1")
+    return found
 
 
 def settings_of(config: DecoderConfig) -> Settings:
@@ -128,45 +145,6 @@ def _as_wanted(config: DecoderConfig) -> DecoderConfig:
     return dataclasses.replace(config, context=1, **defaults)
 
 
-def _rotation(kind: str, settings: Settings, found: Settings, file: str) -> Settings:
-    """Rotary embeddings, in the format of transformers 5 and of earlier versions."""
-    rope = dict(settings.get("rope_parameters") or settings.get("rope_scaling") or {})
-    base = rope.get("rope_theta", settings.get("rope_theta", settings.get("rotary_emb_base", 1e4)))
-    share = 0.25 if kind == "gpt_neox" else 1.0
-    for place in (settings.get("rotary_pct"), settings.get("partial_rotary_factor")):
-        share = share if place is None else place
-    share = rope.get("partial_rotary_factor", share)
-    head = found.get("head_width") or found["width"] // found["heads"]
-    rotation = {"rotary_base": float(base), "rotary_width": int(head * share)}
-    scaled = rope.get("rope_type", rope.get("type", "default"))
-    if scaled == "llama3":
-        names = ("factor", "low_freq_factor", "high_freq_factor")
-        old = rope.get("original_max_position_embeddings", found["positions"])
-        values = (*(rope[name] for name in names), old)
-        return rotation | {"rotary_scaling": tuple(map(float, values))}
-    if scaled != "default":
-        raise _refused(file, "rope_type", scaled, "default or llama3")
-    return rotation
-
-
-def _window(kind: str, settings: Settings, layers: int, file: str) -> Settings:
-    """The sliding window, which all layers or no layers must have."""
-    window = settings.get("sliding_window", 4096 if kind == "mistral" else None)
-    if kind in ("qwen2", "qwen3"):
-        # Qwen's layers have a window from max_window_layers on; earlier ones see all tokens.
-        first = settings.get("max_window_layers", 28)
-        used = settings.get("use_sliding_window", False) and window is not None
-        kinds = ["full_attention"] * (min(first, layers) if used else layers)
-        kinds += ["sliding_attention"] * (layers - len(kinds))
-    else:
-        kinds = [f"{'full' if window is None else 'sliding'}_attention"] * layers
-        used = window is not None and kind == "mistral"
-    kinds = settings.get("layer_types") or kinds
-    if len(set(kinds)) > 1 or not set(kinds) <= {"full_attention", "sliding_attention"}:
-        raise _refused(file, "layer_types", sorted(set(kinds)), "layers that are all alike")
-    return {"window": window if used and kinds[0] == "sliding_attention" else 0}
-
-
 def _written(kind: str, config: DecoderConfig) -> Settings:
     """The settings of a model, as far as the kind's fields can express it."""
     form, theirs = FORMS[kind], {ours: name for name, ours in reversed(_ACTIVATIONS.items())}
@@ -197,9 +175,3 @@ def _written(kind: str, config: DecoderConfig) -> Settings:
         of_window = {"sliding_window": config.window or None, "max_window_layers": 0}
         settings |= {"use_sliding_window": bool(config.window)} | of_window
     return settings
-
-
-def _refused(file: str, name: str, got: Any, needed: str) -> ValueError:
-    return ValueError(
-        f"{file} has {name}={got!r}, which the decoder does not compute; it needs {needed}."
-    )

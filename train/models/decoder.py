@@ -7,11 +7,10 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 from train import checks
-from train.models import lora, modules
+from train.models import lora, modules, rotary
 from train.models.activations import ACTIVATIONS
 from train.models.modules import PathRngs
 
@@ -112,6 +111,12 @@ class DecoderConfig:
                 f"{self.head_size} features of a head; write --model.rotary-width "
                 f"{self.head_size // 2 * 2}."
             )
+        if not 1e-37 <= self.norm_eps <= 1e37:  # in float32
+            raise ValueError(
+                f"model.norm_eps={self.norm_eps} must be positive, so that no norm is 0 or NaN; "
+                "write --model.norm-eps 1e-6."
+            )
+        rotary.require_finite(self.rotary_base, self.rotary_scaling)
         if self.head_bias and self.tied:
             raise ValueError("model.head_bias needs --model.no-tied: a tied output has no bias.")
 
@@ -187,7 +192,8 @@ class Block(nnx.Module):
         if c.qk_norm:
             q, k = self.norm_q(q), self.norm_k(k)
         if c.rotary != "none":
-            q, k = rotated(q, c), rotated(k, c)
+            turns = rotary.frequencies(c.rotated, c.rotary_base, c.rotary_scaling)
+            q, k = (rotary.rotated(x, turns, c.rotary == "pairs") for x in (q, k))
         window = (c.window - 1, 0 if self.causal else c.window - 1) if c.window else None
         d = documents_BxT
         mask_Bx1xTxT = None if d is None else d[:, None, :, None] == d[:, None, None, :]
@@ -260,35 +266,3 @@ def norm_of(config: DecoderConfig) -> Callable[..., nnx.Module]:
     """The constructor of normalizations: `(features, rngs=) -> module`."""
     kind = {"layer": nnx.LayerNorm, "rms": nnx.RMSNorm}[config.norm]
     return functools.partial(kind, epsilon=config.norm_eps, dtype=config.dtype)
-
-
-def rotated(x_BxTxHxK: jax.Array, config: DecoderConfig) -> jax.Array:
-    """Rotates pairs of features by angles that grow with the token's position.
-
-    Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021.
-    """
-    positions = jnp.arange(x_BxTxHxK.shape[1], dtype=jnp.float32)
-    angles_1xTx1xF = jnp.outer(positions, frequencies(config))[None, :, None]
-    cos, sin = jnp.cos(angles_1xTx1xF), jnp.sin(angles_1xTx1xF)
-    rest = x_BxTxHxK[..., config.rotated :]
-    x = x_BxTxHxK[..., : config.rotated].astype(jnp.float32)
-    pairs = config.rotary == "pairs"
-    a, b = (x[..., ::2], x[..., 1::2]) if pairs else jnp.split(x, 2, axis=-1)
-    turned = a * cos - b * sin, b * cos + a * sin
-    x = jnp.stack(turned, -1).reshape(x.shape) if pairs else jnp.concatenate(turned, -1)
-    return jnp.concatenate([x.astype(rest.dtype), rest], axis=-1)
-
-
-def frequencies(config: DecoderConfig) -> np.ndarray:
-    """f32[rotated / 2], radians per token; `rotary_scaling` stretches long waves.
-
-    Grattafiori et al., "The Llama 3 Herd of Models", 2024, as released with Llama 3.1.
-    """
-    exponents = np.arange(0, config.rotated, 2) / config.rotated
-    turns = config.rotary_base**-exponents
-    if config.rotary_scaling is not None:
-        factor, low, high, context = config.rotary_scaling
-        waves = context * turns / (2 * np.pi)  # in the old context
-        kept = np.clip((waves - low) / (high - low), 0, 1)
-        turns *= kept + (1 - kept) / factor
-    return turns.astype(np.float32)

@@ -165,7 +165,7 @@ def differences(facts: list[dict[str, str]]) -> str:
     more = f"; and {len(lines) - 5} more" if len(lines) > 5 else ""
     return (
         f"the processes do not run the same. {'; '.join(lines[:5])}{more}. Use the same code, "
-        "packages, config and data on all hosts."
+        "packages, config, data and weights on all hosts."
     )
 
 

@@ -103,7 +103,11 @@ def changed(tmp_path, kind, **fields):
             "layer_types=.*layers that are all alike",
         ),
         # What the arrays show, though config.json does not say so.
-        ("qwen2", {"num_hidden_layers": 1}, "12 arrays that a qwen2 has no place for"),
+        (
+            "qwen2",
+            {"num_hidden_layers": 1, "layer_types": None},
+            "12 arrays that a qwen2 has no place for",
+        ),
         ("llama", {"attention_bias": True}, "has no array 'model.layers.0.self_attn.k_proj.bias'"),
         ("gpt2", {"vocab_size": 299}, r"wte.weight of \[\(300, 16\)\], which does not make embed"),
     ],

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from tests.helpers import faults
 from tests.train.huggingface.test_folder import GOLDEN, loaded
 from train import export, loop
 from train.checkpoints import resume, store
@@ -230,3 +231,30 @@ def test_the_command_line_names_the_folder_of_a_pretrained_model(config, tmp_pat
 def test_a_folder_needs_a_decoder(config):
     with pytest.raises(ValueError, match="the model a ResNetConfig; write model=Pretrained"):
         settings.require_same(ResNetConfig(), config.model, "there")
+
+
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        # The first page of an array is compared before anything is read, the others on the devices.
+        ((0, 0), "weights in start: [0-9a-f]{12} on process 0, [0-9a-f]{12} on process 1"),
+        ((50, 0), "the processes begin with different parameters .*start_from='start'"),
+    ],
+)
+def test_two_hosts_with_different_weights_do_not_begin(tmp_path, place, message):
+    config = faults.write_config(tmp_path / "config", steps=2)
+    model = DecoderConfig(layers=1, width=32, heads=2, context=16)
+    params = build.random_params(Config("c", 1, Optimizer("sgd(0.1)", 0.1), model=model))
+    hosts = [tmp_path / "host_0", tmp_path / "host_1"]
+    for host in hosts:
+        folder.save(host / "start", model, params)
+        embedding = np.array(params["embed"]["embedding"])
+        embedding[place] += 1e-6
+        params["embed"]["embedding"] = embedding
+    with faults.started(config, 2, "--start-from", "start", folders=hosts) as run:
+        assert faults.ended(run) == [2, 2]
+        said = faults.said(run)
+    assert all(re.search(message, each) for each in said), said
+    assert not (run.folder / "checkpoints").exists() or not any(
+        path.name.isdecimal() for path in (run.folder / "checkpoints").iterdir()
+    )
