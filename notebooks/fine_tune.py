@@ -71,12 +71,12 @@ folder = ""
 
 # %%
 if not folder:
-    folder = f"{runs_dir}/small"
+    folder, words = f"{runs_dir}/small", f"{runs_dir}/words"
     library = sorted(pathlib.Path(sysconfig.get_path("stdlib")).glob("*.py"))
     tokenizer = tokenizers.ByteLevelBPETokenizer()
     tokenizer.train(list(map(str, library)), vocab_size=1024, show_progress=False)
-    pathlib.Path(folder).mkdir()
-    tokenizer.save(f"{folder}/tokenizer.json")
+    pathlib.Path(words).mkdir()
+    tokenizer.save(f"{words}/tokenizer.json")
     small = Config(
         name="small",
         runs_dir=f"{runs_dir}/before",
@@ -98,7 +98,7 @@ if not folder:
             rotary="halves",
             tied=False,
         ),
-        data=Data(tokenizer=folder),
+        data=Data(tokenizer=words),
         eval_every=steps,
         checkpoint_every=2 * steps,
     )

@@ -208,6 +208,8 @@ def _damage(path, item=""):
             got = _checksum(path / name)
         except FileNotFoundError:
             return f"{name} is missing"
+        except ValueError as error:  # a FIFO, for example
+            return str(error).rstrip(".")
         if got[:1] != sums[name][:1]:
             return f"{name} has {got[0]:,} bytes instead of {', '.join(map(str, sums[name][:1]))}"
         if got != sums[name]:

@@ -361,6 +361,13 @@ def test_checksums_name_all_files_and_no_others(tmp_path, mesh_of, kind):
     make.get(kind, lambda: os.mkfifo(added))()
     with pytest.raises(ValueError, match="state/added is not among the files"):
         files.intact(tmp_path)
+    added.unlink()
+    instead = tmp_path / "20" / "metadata" / "metadata"
+    instead.rename(tmp_path / "metadata")
+    os.mkfifo(instead)
+    with pytest.raises(ValueError, match="is damaged: .*/metadata is a FIFO; needs a file"):
+        files.intact(tmp_path)
+    (tmp_path / "metadata").rename(instead)
     assert read_metadata(tmp_path) == {"step": 20}
 
 
