@@ -125,7 +125,9 @@ def renderer(source: str, names: dict[str, str]) -> Callable[[list[dict[str, Any
         if not isinstance(messages, list) or not all(isinstance(each, dict) for each in messages):
             raise ValueError("messages must be a list of objects")
         messages = [_normalized(message) for message in messages]
-        return (_marked if environment.has_marks else _grown)(messages, text_of)
+        if environment.has_marks:
+            return _marked(messages, text_of)
+        return _grown(messages, text_of, names.get("eos_token", ""))
 
     return render
 
@@ -181,13 +183,15 @@ def _marked(messages: list[dict[str, Any]], text_of: Callable) -> tuple[str, lis
     return whole, answers
 
 
-def _grown(messages: list[dict[str, Any]], text_of: Callable) -> tuple[str, list]:
-    """The text, and what each answer adds to the messages before it."""
+def _grown(messages: list[dict[str, Any]], text_of: Callable, end: str) -> tuple[str, list]:
+    """The text, and what each answer adds to the messages before it; `end` may close every text."""
     whole, answers = text_of(messages), []
     for number, message in enumerate(messages):
         if message.get("role") != _ASSISTANT:
             continue
         before, after = text_of(messages[:number], prompt=True), text_of(messages[: number + 1])
+        if not whole.startswith(after):
+            after = after.removesuffix(end)
         if not (whole.startswith(before) and whole.startswith(after)):
             raise ValueError(
                 "it changes earlier messages as more are added, so that answers cannot be found; "
