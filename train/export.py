@@ -11,11 +11,13 @@ import jax.numpy as jnp
 from flax import nnx
 
 from train import checks
-from train.checkpoints import mean, store
+from train.checkpoints import files, mean, store
 from train.huggingface import folder
 from train.models import modules
 from train.models.decoder import Decoder, DecoderConfig
 from train.processes.exits import clean_exits
+
+_TRIES = 10  # of a run that removes its checkpoints while they are read
 
 
 def export(run: pathlib.Path, to: pathlib.Path, dtype: str, like: pathlib.Path | None) -> None:
@@ -32,13 +34,24 @@ def export(run: pathlib.Path, to: pathlib.Path, dtype: str, like: pathlib.Path |
       ValueError: If the run is not a language model, or Hugging Face has no such architecture.
     """
     folder.require_new(to)  # before the arrays are read
+    for left in reversed(range(_TRIES)):
+        try:
+            config, model, params = _read(run)
+            break
+        except files.Removed:  # the run has newer ones
+            if not left:
+                raise
+    tokenizer, like = like or tokenizer_of(config), like or origin(config["start_from"])
+    folder.save(to, model, params, jnp.dtype(dtype), like, tokenizer)
+
+
+def _read(run: pathlib.Path) -> tuple[dict[str, Any], DecoderConfig, Any]:
+    """The config, the model and the parameters of a run's newest checkpoint."""
     saved = store.choose(run / "checkpoints")
     config = recorded(saved)
     model = model_of(config, run)
     _, shapes = modules.split(nnx.eval_shape(lambda: Decoder(model, rngs=modules.PathRngs(0))))
-    params = mean.restore_whole(saved, shapes, jax.make_mesh((1,), ("replica",)))
-    tokenizer, like = like or tokenizer_of(config), like or origin(config["start_from"])
-    folder.save(to, model, params, jnp.dtype(dtype), like, tokenizer)
+    return config, model, mean.restore_whole(saved, shapes, jax.make_mesh((1,), ("replica",)))
 
 
 def recorded(saved: store.Saved) -> dict[str, Any]:

@@ -5,6 +5,7 @@ tries as many as fit a second or two.
 """
 
 import copy
+import functools
 import json
 import os
 
@@ -20,6 +21,7 @@ NUMBERS = st.one_of(
 LEAVES = st.one_of(st.none(), st.booleans(), NUMBERS, TEXT)
 
 
+@functools.cache  # made anew at each draw, they would take most of the time
 def trees(keys=TEXT):
     """JSON values, objects among them whose keys are those of a file."""
     keys = st.one_of(keys, TEXT)

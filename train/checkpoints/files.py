@@ -19,6 +19,10 @@ _STEP = re.compile("0|[1-9][0-9]{0,17}")  # the name of a complete checkpoint
 _MARK = "commit_success.txt"  # that Orbax adds to some file systems' folders, after the checksums
 
 
+class Removed(ValueError):
+    """A checkpoint that a running run has removed while it was read."""
+
+
 def steps(directory: str | Path) -> list[int]:
     """Lists the steps of the complete checkpoints in a directory, in order; [] if none.
 
@@ -112,13 +116,13 @@ def digest(path: Path) -> str:
 
 
 def require_kept(path: Path) -> None:
-    """Raises ValueError if a checkpoint, or a file of it, is not there any more."""
+    """Raises `Removed` if a checkpoint, or a file of it, is not there any more."""
     try:
         lost = checks.json_object(path / "checksums.json").keys() - _files(path)
     except ValueError:
         lost = {"checksums.json"}
     if lost:
-        raise ValueError(
+        raise Removed(
             f"the checkpoint {path} was removed while it was read: its run goes on, and keeps only "
             "its newest ones. Start this command again"
         )

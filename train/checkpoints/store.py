@@ -22,13 +22,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from train import checks
-from train.checkpoints.files import (
-    intact,
-    remove_partial,
-    require_kept,
-    require_newest,
-    require_writable,
-)
+from train.checkpoints import files
 from train.checkpoints.manager import everyone, make_manager, save_error
 from train.checkpoints.trees import described, path_of, require_same, without_empty
 from train.checkpoints.writer import Claim
@@ -64,7 +58,7 @@ class Checkpoints:
         """
         self.wait()
         self.require()
-        require_newest(self.directory, step)
+        files.require_newest(self.directory, step)
         record = json.dumps({"leaves": described(tree), "run": metadata})
         items = ocp.args.Composite(
             state=ocp.args.StandardSave(without_empty(tree)),
@@ -109,7 +103,7 @@ class Checkpoints:
             self.failures.clear()
             self.require()  # before removing anything there
             if jax.process_count() == 1:
-                remove_partial(self.directory)
+                files.remove_partial(self.directory)
                 self.manager.reload()
             raise save_error(self.directory, error, self.needed, self.seconds) from error
 
@@ -133,8 +127,8 @@ def open_checkpoints(
     if keep < 1:
         raise ValueError(f"keep is {keep}; at least 1 checkpoint must stay. Write keep=1")
     directory = Path(directory).absolute()
-    require_writable(directory)
-    agree.from_first(lambda: remove_partial(directory))
+    files.require_writable(directory)
+    agree.from_first(lambda: files.remove_partial(directory))
     failures: list[BaseException] = []
     manager = make_manager(directory, keep, seconds, failures, claim)
     return Checkpoints(directory, seconds, manager, failures, claim)
@@ -169,7 +163,7 @@ def choose(directory: str | Path, step: int | None = None, item: str = "") -> Sa
         one.
     """
 
-    path, *record = agree.from_first(lambda: _read(intact(directory, step, item)))
+    path, *record = agree.from_first(lambda: _read(files.intact(directory, step, item)))
     return Saved(Path(path), *record)
 
 
@@ -275,7 +269,11 @@ def restore_leaves(saved: Saved, wanted: Callable[[str, Any], Any]) -> dict[str,
 
 def _read(path: Path) -> tuple[str, dict[str, str], dict[str, Any]]:
     file = path / "metadata" / "metadata"
-    record = checks.json_object(file, leaves=dict[str, str], run=dict[str, Any])
+    try:
+        record = checks.json_object(file, leaves=dict[str, str], run=dict[str, Any])
+    except ValueError:
+        files.require_kept(path)
+        raise
     return str(path), record["leaves"], record["run"]
 
 
@@ -289,7 +287,7 @@ def _kept(saved: Saved) -> Iterator[Path]:
     try:
         yield saved.path.absolute() / "state"
     finally:
-        require_kept(saved.path)
+        files.require_kept(saved.path)
 
 
 def _filled(wanted, got):

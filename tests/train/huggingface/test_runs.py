@@ -5,6 +5,7 @@ import json
 import pathlib
 import re
 import resource
+import shutil
 from types import SimpleNamespace
 
 import jax
@@ -15,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tests.helpers import faults
 from tests.train.huggingface.test_folder import GOLDEN, loaded
 from train import export, loop
-from train.checkpoints import resume, store
+from train.checkpoints import mean, resume, store
 from train.config import Config, Data, Optimizer
 from train.config import run as configs
 from train.huggingface import folder, safetensors, settings
@@ -130,6 +131,42 @@ def test_what_is_no_language_model_is_not_exported(tmp_path, capsys, fields, mes
 def test_a_checkpoint_without_a_config_is_of_another_program(tmp_path):
     with pytest.raises(ValueError, match="checkpoints/8: config is nothing; needs an object"):
         export.export(saved_run(tmp_path / "run"), tmp_path / "to", "float32", None)
+
+
+@pytest.mark.parametrize("times", [1, 99])
+def test_an_export_of_a_running_run_takes_the_next_checkpoint_if_one_goes(
+    tmp_path, small, monkeypatch, times
+):
+    model, params = small
+    checkpoints = tmp_path / "run" / "checkpoints"
+    chosen = []
+
+    def save(step, add):
+        saving = store.open_checkpoints(checkpoints)
+        tree = {"params": jax.tree.map(lambda x: x + add, params)}
+        saving.save(step, tree, {"config": GPT | {"model": dataclasses.asdict(model)}})
+        saving.close()
+
+    def read(saved, *args):
+        chosen.append(saved.step)
+        if len(chosen) <= times:
+            save(saved.step + 1, 1.0)
+            shutil.rmtree(saved.path)
+        return whole(saved, *args)
+
+    whole = mean.restore_whole
+    monkeypatch.setattr(mean, "restore_whole", read)
+    save(1, 0.0)
+    go = lambda: export.export(tmp_path / "run", tmp_path / "to", "float32", None)
+    if times > export._TRIES:
+        with pytest.raises(ValueError, match=f"checkpoints/{export._TRIES} was removed while"):
+            go()
+        assert chosen == list(range(1, export._TRIES + 1)) and not (tmp_path / "to").exists()
+        return
+    go()
+    assert chosen == [1, 2]
+    found = loaded(tmp_path / "to")[1]
+    jax.tree.map(lambda x, y: np.testing.assert_array_equal(x + 1.0, y), params, found)
 
 
 def test_a_run_that_started_from_itself_has_no_origin(tmp_path, capsys):
