@@ -106,11 +106,11 @@ def functions(replicas: int) -> dict[str, Callable[..., Any]]:
         return {"seconds": seconds, "sent_bytes": sent}
 
     def evaluate() -> float:
-        """The loss on held-out text at the consensus; after the last step at the replicas' mean."""
-        task, params = built["task"], built["params"]
+        """The loss on held-out text, as of a run; after the last step of what is deployed."""
+        task, given = built["task"], (built["params"], built["state"])
         if built["step"] == task.config.steps:
-            params, _ = task.mean(params, built["state"])
-        return float(task.evaluate(params)["loss"])
+            given = task.deployed(*given)[:1]
+        return task.evaluate(*given)["loss"]
 
     return {"build": build, "begin": begin, "train": train, "evaluate": evaluate}
 

@@ -77,14 +77,26 @@ FEW_BITS = {
 }
 
 
-def _qsdp(weights: int, gradients: int, few: str = UNIFORM, replicas: int | None = None) -> Method:
-    """`few` is the code of fewer than eight bits."""
+# What suffers most from few bits keeps eight: embedding, tied head and positions.
+WIDE = "by_path(('embed|position|head', {}), ('.*', {}))"
+
+
+def _qsdp(
+    weights: int,
+    gradients: int,
+    few: str = UNIFORM,
+    replicas: int | None = None,
+    policies: tuple[str, str] = ("{1}", "{1}"),
+) -> Method:
+    """`few` is the code of fewer than eight bits; policies of weights and gradients join both."""
 
     def code(bits, rounding):
         return (few if bits < 8 else UNIFORM).format(bits, rounding)
 
-    codes = f"{code(weights, 'nearest')}, {code(gradients, 'stochastic')}"
-    return Method("adam(learning_rate)", qsdp=f"qsdp(axis_name, {codes})", replicas=replicas)
+    ways = zip(policies, (weights, gradients), ("nearest", "stochastic"), strict=True)
+    codes = [policy.format(code(8, how), code(bits, how)) for policy, bits, how in ways]
+    qsdp = f"qsdp(axis_name, {', '.join(codes)})"
+    return Method("adam(learning_rate)", qsdp=qsdp, replicas=replicas)
 
 
 # QSDP's bits of weights and gradients; its paper learns levels where there are fewer than eight.
@@ -235,6 +247,15 @@ METHODS: dict[str, Method] = {
         for name, code in FEW_BITS.items()
         for w, g in BITS[1:]
     },
+    **{
+        f"QSDP W{w}G{g}, learned, embedding 8": _qsdp(
+            w, g, FEW_BITS["learned"], policies=(WIDE, WIDE)
+        )
+        for w, g in ((w, g) for w in (6, 5, 4, 3) for g in (8, 4))
+    },
+    "QSDP W4G4, learned, embedding's weights 8": _qsdp(
+        4, 4, FEW_BITS["learned"], policies=(WIDE, "{1}")
+    ),
     "QSDP W8G8, 8 shards": _qsdp(8, 8, replicas=8),
     "QSDP W4G4, 8 shards": _qsdp(4, 4, replicas=8),
     "QSDP W4G4, learned, 8 shards": _qsdp(4, 4, FEW_BITS["learned"], replicas=8),

@@ -100,8 +100,8 @@ def own_losses(config: Config) -> dict[str, float]:
     for step in range(config.steps):
         params, state, metrics = task.step(params, state, task.batch(step))
         first = float(np.mean(metrics["loss"])) if first is None else first
-    measured = task.evaluate(task.mean(params, state)[0])
-    return {"first_loss": first, "val_loss": float(measured["loss"])}
+    params, _ = task.deployed(params, state)
+    return {"first_loss": first, "val_loss": task.evaluate(params)["loss"]}
 
 
 def peer_losses(name: str, config: Config, torch_python: str, code: str | None) -> dict[str, float]:

@@ -6,8 +6,8 @@
 The task has nano's text and schedule; 2 layers of width 64, 8,000 steps of 32 sequences of 64
 bytes. The four replicas are simulated on one device, equal to a mesh up to rounding, and a hundred
 steps are one program; only those of `qsdp` are a mesh. So local steps are tested over many outer
-steps, in minutes on one core. Bits are those of the program compiled for a mesh. Runs with a row in
-the file are skipped.
+steps, in minutes on one core. Bits, and losses, are those of the program compiled for a mesh. Runs
+with a row in the file are skipped.
 """
 
 import argparse
@@ -28,12 +28,11 @@ from benchmarks import rows as rows_file
 from configs import nano_dense
 from train.config import Config
 from train.config.run import AXIS_NAME, update
-from train.data import examples
 from train.models import build
 from train.models.decoder import DecoderConfig
 from train.processes import devices
 from train.processes.exits import clean_exits
-from train.task import make_task, num_parameters
+from train.task import Task, make_task, num_parameters
 
 STEPS = 8000
 TOGETHER = 100  # steps per program
@@ -48,6 +47,11 @@ TUNED_ON_NANO = {
     "sharded Adam, 4 bits": ("sharded Adam, G4D4", 6e-3),
     "QSDP, 8 bits": ("QSDP W8G8", 6e-3),
     "QSDP, 4 bits, learned": ("QSDP W4G4, learned", 6e-3),
+    **{
+        f"QSDP, {bits} bits, embedding 8": (f"QSDP W{bits}G4, learned, embedding 8", 6e-3)
+        for bits in (3, 4, 5, 6)
+    },
+    "QSDP, 4 bits, embedding's weights 8": ("QSDP W4G4, learned, embedding's weights 8", 6e-3),
     "CocktailSGD, no delay, 88x": ("CocktailSGD, no delay, 88x", 6e-3),
     "0/1 Adam": ("0/1 Adam, warm-up, variances of 8 bits", 6e-3),
     "SLAMB": ("SLAMB", 1.4e-2),  # nano's 2e-2 diverges here
@@ -71,12 +75,10 @@ class Loop(NamedTuple):
     Attributes:
       start: `() -> params, state`.
       advance: `(params, state, batches) -> params, state`; batches have a leading axis of steps.
-      loss: `params -> float`, the validation loss.
     """
 
     start: Callable[[], tuple[Any, Any]]
     advance: Callable[[Any, Any, Any], tuple[Any, Any]]
-    loss: Callable[[Any], float]
 
 
 def config_of(method: methods.Method, seed: int, steps: int) -> Config:
@@ -101,12 +103,10 @@ def config_of(method: methods.Method, seed: int, steps: int) -> Config:
     )
 
 
-def simulated(config: Config, text: examples.Examples) -> Loop:
+def simulated(config: Config) -> Loop:
     """The loop of replicas that one device simulates; several steps are one program."""
     loss_fn = build.loss_of(config)
     init, step = jaxcomp.simulated_train_step(loss_fn, update(config), config.replicas, AXIS_NAME)
-    measure = jax.jit(loss_fn)
-    held_out = [text.validation(number, slice(None)) for number in range(config.eval_batches)]
 
     def start():
         params = jax.jit(lambda: build.random_params(config))()
@@ -116,33 +116,46 @@ def simulated(config: Config, text: examples.Examples) -> Loop:
         one = lambda carry, batch: (step(*carry, batch)[:2], None)
         return jax.lax.scan(one, (params, state), batches)[0]
 
-    loss = lambda params: float(np.mean([measure(params, batch) for batch in held_out]))
-    return Loop(start, jax.jit(advance, donate_argnums=(0, 1)), loss)
+    return Loop(start, jax.jit(advance, donate_argnums=(0, 1)))
 
 
-def on_mesh(config: Config, text: examples.Examples) -> Loop:
+def on_mesh(task: Task) -> Loop:
     """The loop of a mesh, for sharded parameters: `simulated_train_step` does not shard them."""
-    task = make_task(config, lambda config: text)
-    place = build.batch_of(config, task.mesh).sharding
+    place = build.batch_of(task.config, task.mesh).sharding
 
     def advance(params, state, batches):
         for batch in batches:
             params, state, _ = task.step(params, state, jax.device_put(batch, place))
         return params, state
 
-    return Loop(task.init, advance, lambda params: float(task.evaluate(params)["loss"]))
+    return Loop(task.init, advance)
 
 
-def train(config: Config, text: examples.Examples) -> tuple[Any, list[list[float]]]:
+def on_devices(task: Task, params: Any, state: Any) -> Any:
+    """Parameters and state of simulated replicas, or of a mesh's, on the task's mesh."""
+    places = jax.tree.map(lambda like: like.sharding, (task.like["params"], task.like["state"]))
+    return jax.device_put(jax.device_get((params, state)), places)
+
+
+def loss_at(task: Task, params: Any, state: Any, last: bool) -> float:
+    """The validation loss as the training program takes it, on its mesh."""
+    given = on_devices(task, params, state)
+    return task.evaluate(*(task.deployed(*given)[:1] if last else given))["loss"]
+
+
+def train(task: Task) -> tuple[Any, list[list[float]]]:
     """Trains once: the last parameters, and [step, validation loss] after each tenth of the run."""
-    loop = (on_mesh if config.qsdp else simulated)(config, text)
-    (params, state), curve = loop.start(), []
+    config, curve = task.config, []
+    loop = on_mesh(task) if config.qsdp else simulated(config)
+    params, state = loop.start()
     for first in range(0, config.steps, TOGETHER):
         last = min(first + TOGETHER, config.steps)
-        batches = np.stack([text.train(number, slice(None)) for number in range(first, last)])
+        batches = np.stack(
+            [task.examples.train(number, slice(None)) for number in range(first, last)]
+        )
         params, state = loop.advance(params, state, batches)
         if last * 10 // config.steps > first * 10 // config.steps:
-            curve.append([last, loop.loss(params)])
+            curve.append([last, loss_at(task, params, state, last == config.steps)])
             print(f"step {last}: {curve[-1][1]:.4f}", flush=True)
             if not math.isfinite(curve[-1][1]):
                 break
@@ -152,10 +165,9 @@ def train(config: Config, text: examples.Examples) -> tuple[Any, list[list[float
 def run_row(name: str, method: methods.Method, seed: int, steps: int) -> dict:
     """One row: the run, its bytes, and its losses."""
     config = config_of(method, seed, steps)
-    task = make_task(config, examples.none)  # compiled for a mesh, to count its messages
-    text = examples.read(config)
+    task = make_task(config)  # compiled for a mesh, to count its messages and to evaluate
     began = time.perf_counter()
-    _, curve = train(config, text)
+    _, curve = train(task)
     loss, size = curve[-1][1], config.replicas
     return {
         "task": "pico",
@@ -172,7 +184,7 @@ def run_row(name: str, method: methods.Method, seed: int, steps: int) -> dict:
         # Per direction of an all-reduce, as in `benchmarks.convergence`.
         "bits_per_parameter": task.sent_bytes * 8 / num_parameters(task) / (2 * (size - 1) / size),
         "seconds": round(time.perf_counter() - began),
-        "data_sha256": text.record["sha256"],
+        "data_sha256": task.examples.record["sha256"],
         **rows_file.machine(),
     }
 

@@ -80,6 +80,7 @@ from jaxcomp.sharded.qsdp import qsdp as qsdp
 from jaxcomp.sharded.step import QSDPState as QSDPState
 from jaxcomp.sharded.step import qsdp_train_step as qsdp_train_step
 from jaxcomp.steps.compiling import compiler_options as compiler_options
+from jaxcomp.steps.evaluate import eval_step as eval_step
 from jaxcomp.steps.mean import mean_params as mean_params
 from jaxcomp.steps.overlapped import OverlappedStep as OverlappedStep
 from jaxcomp.steps.overlapped import overlapped_train_step as overlapped_train_step

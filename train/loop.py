@@ -141,7 +141,7 @@ class _Run:
     def steps(self) -> None:
         config, done = self.task.config, self.done
         if done.step == 0:
-            self.write(self.row() | self.evaluated(self.params))
+            self.write(self.row() | self.evaluated()[0])
         while done.step < config.steps and not self.stops():
             if not self.step():
                 continue
@@ -235,13 +235,12 @@ class _Run:
         self.owed = True
         self.count()
         config, done, sent_bytes = self.task.config, self.done, self.done.sent_bytes
-        params, more = self.met() if done.step == config.steps else (self.params, 0)
+        measured, more = self.evaluated() if self.is_due(config.eval_every) else ({}, 0.0)
         row = self.row() | {"step_seconds": sum(self.seconds) / len(self.seconds)}
         row["sent_bytes"] += more
         if self.is_due(config.checksum_every):
             row |= _require_equal(self.task, self.params, done.step)
-        if self.is_due(config.eval_every):
-            row |= self.evaluated(params)
+        row |= measured
         self.write(row)
         self.show(row | {"sent_bytes": sent_bytes})  # the final mean is not part of a step's rate
 
@@ -252,15 +251,15 @@ class _Run:
         self.seconds, self.owed = [], False
         self.track(row)
 
-    def met(self) -> tuple[Any, int]:
-        """The final parameters, the mean of the replicas' own ones, and the bytes sent for it."""
-        self.watch.at(self.done.step, "the mean of the replicas", self.task.config.start_seconds)
-        return self.task.mean(self.params, self.state)
-
-    def evaluated(self, params: Any) -> dict[str, float]:
-        self.watch.at(self.done.step, "an evaluation", self.task.config.start_seconds)
-        found = self.task.evaluate(params)
-        return {f"val_{name}": float(value) for name, value in found.items()}
+    def evaluated(self) -> tuple[dict[str, float], float]:
+        """Validation, of the last step at what is deployed, and the bytes sent for that."""
+        task, given, sent_bytes = self.task, (self.params, self.state), 0.0
+        self.watch.at(self.done.step, "an evaluation", task.config.start_seconds)
+        if self.done.step == task.config.steps:
+            params, sent_bytes = task.deployed(*given)
+            given = (params,)
+        found = task.evaluate(*given)
+        return {f"val_{name}": value for name, value in found.items()}, sent_bytes
 
     def copy(self) -> None:
         self.watch.at(self.done.step, "an emergency copy")

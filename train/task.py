@@ -39,9 +39,10 @@ class Task(NamedTuple):
     step: Callable[..., tuple[Any, Any, dict]]  # params, state, batch -> params, state, metrics
     programs: tuple[jax.stages.Compiled, ...]  # of a step
     batch: Callable[..., Any]  # step, seen=None -> pytree of [batch, ...], see `Examples`
-    # params, state -> the mean of the replicas' own parameters, and the bytes that one sends for it
-    mean: Callable[[Any, Any], tuple[Any, float]]
-    evaluate: Callable[[Any], dict[str, jax.Array]]  # params -> the objective's measures
+    # params, state -> natural parameters that the run ends with, and the bytes one sends for them
+    deployed: Callable[[Any, Any], tuple[Any, float]]
+    # params, state -> the objective's measures during the run; without state, of natural parameters
+    evaluate: Callable[..., dict[str, float]]
     mean_losses: Callable[[list], list[float]]  # each step's f32[num_replicas] -> its mean
     left_out: Callable[[Any], int]  # state -> steps that single replicas have skipped
     natural: Any  # shapes and dtypes of the unsharded parameters
@@ -76,7 +77,6 @@ def make_task(config: Config, read: Callable[[Config], Examples] = examples.read
     first_params = jax.jit(lambda: build.random_params(config), out_shardings=places)
     like = _shapes(config, functions, _placed(natural, places))
     step, programs = _compiled(functions.step, like["params"], like["state"], batch)
-    measure = jax.jit(build.measure_of(config))
     sent = jaxcomp.report.sent_bytes_by_part(programs, mesh, AXIS_NAME)
     rounds = placement.rounds(like["state"])
     return Task(
@@ -88,8 +88,8 @@ def make_task(config: Config, read: Callable[[Config], Examples] = examples.read
         step=step,
         programs=programs,
         batch=lambda step, seen=None: _fed(batch, lambda rows: made.train(step, rows, seen)),
-        mean=functools.partial(_mean, functions.mean, mesh),
-        evaluate=functools.partial(_evaluated, config, made, measure, functions.whole, batch),
+        deployed=functools.partial(_deployed, functions.deployed, mesh),
+        evaluate=_evaluate_of(config, made, functions, batch),
         mean_losses=functools.partial(_mean_losses, config, gather_losses(mesh)),
         left_out=functools.partial(_left_out, jax.jit(jnp.sum, out_shardings=everywhere)),
         natural=natural,
@@ -139,19 +139,27 @@ def _fed(like: Any, make: Callable[[slice], Any]) -> Any:
     return tree.unflatten([place(number, leaf) for number, leaf in enumerate(leaves)])
 
 
-def _mean(mean, mesh: Mesh, params: Any, state: Any) -> tuple[Any, float]:
+def _deployed(deployed, mesh: Mesh, params: Any, state: Any) -> tuple[Any, float]:
     if not protocol.drifts(state):
-        return params, 0.0
-    program = jax.jit(mean).lower(params, state).compile()
+        return deployed(params, state), 0.0
+    program = jax.jit(deployed).lower(params, state).compile()
     return program(params, state), jaxcomp.report.sent_bytes(program, mesh, AXIS_NAME)
 
 
-def _evaluated(config: Config, made: Examples, measure, whole, batch: Any, params: Any) -> Any:
-    """The objective's measures, averaged over the validation batches."""
-    params = whole(params)
-    makes = (functools.partial(made.validation, n) for n in range(config.eval_batches))
-    found = [measure(params, _fed(batch, make)) for make in makes]
-    return jax.tree.map(lambda *values: sum(values) / config.eval_batches, *found)
+def _evaluate_of(config: Config, made: Examples, functions: Functions, batch: Any) -> Callable:
+    """The one evaluation of all methods: sums over all targets, divided once."""
+    totals_of = functions.eval_step(build.totals_of(config))
+
+    def evaluate(params, state=None):
+        params, state = (params, ()) if state is None else functions.evaluated(params, state)
+        makes = (functools.partial(made.validation, n) for n in range(config.eval_batches))
+        found = [totals_of(params, state, _fed(batch, make)) for make in makes]
+        # Of batches in turn, in float64: as if all were one.
+        add = lambda *values: math.fsum(float(x) for x in values)
+        sums, count = jax.tree.map(add, *found)
+        return {name: total / count for name, total in sums.items()}
+
+    return evaluate
 
 
 def gather_losses(mesh: Mesh) -> Callable[[list[jax.Array]], jax.Array]:

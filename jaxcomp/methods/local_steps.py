@@ -47,6 +47,11 @@ class LocalStepsState(NamedTuple):
         """The drift keeps what narrow parameters round off."""
         return True
 
+    @property
+    def evaluates_consensus(self) -> bool:
+        """An outer step decides what becomes of the drift."""
+        return True
+
 
 def local_steps(
     inner: optax.GradientTransformation,
@@ -251,16 +256,11 @@ def _averaged(settings, parts, state, drift, count):
         mean = jax.tree.map(vary_like, held, like) if held else jax.tree.map(zeros_of, like)
         return mean, *((residuals[part], state.owner_residual[part]) if residuals else (None, None))
 
-    rows = [
-        _chosen(settings, due, *(functools.partial(f, part) for f in (exchanged, waiting)), tree)
-        for part, (due, tree) in enumerate(
-            zip(settings.due(parts, count), parts.split(drift), strict=True)
-        )
-    ]
+    of = lambda part: (functools.partial(f, part) for f in (exchanged, waiting))
+    columns = zip(settings.due(parts, count), parts.split(drift), strict=True)
+    rows = [_chosen(settings, due, *of(part), tree) for part, (due, tree) in enumerate(columns)]
     means, left, owner_residual = zip(*rows, strict=True)
-    if not residuals:
-        return parts.joined(means), (), None
-    return parts.joined(means), parts.joined(left), owner_residual
+    return parts.joined(means), *((parts.joined(left), owner_residual) if residuals else ((), None))
 
 
 def _merged(settings, parts, state, params, drift, arrived, count):

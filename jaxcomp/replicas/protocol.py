@@ -23,7 +23,9 @@ Most states also have `count`, i32[], the steps so far. As a field of a NamedTup
 
 A class with an attribute `exchanges_ahead` says that the method's `update` takes an extra argument
 `ahead`; see `jaxcomp.overlapped_train_step`. An attribute `keeps_rounding` says that the method
-keeps what narrow parameters, such as bfloat16, round off an update.
+keeps what narrow parameters, such as bfloat16, round off an update. An attribute
+`evaluates_consensus` says that a drift is not yet part of the model, since an outer step decides
+what becomes of it; else evaluation during a run adds the drift, see `jaxcomp.eval_step`.
 
 Only registered classes count: a field `drift` in another library's state, or a parameter of that
 name, is not a drift.
@@ -59,6 +61,17 @@ FIELDS = frozenset(
 def drifts(state: Any) -> list[Any]:
     """The drifts in a state, one for each method with one."""
     return list(fields(state, "drift").values())
+
+
+def evaluated_drifts(state: Any) -> list[Any]:
+    """The drifts that evaluation during a run adds to the consensus."""
+    return [
+        child
+        for method in _methods(state).values()
+        if not hasattr(method, "evaluates_consensus")
+        for key, child in _children(method)
+        if _name(key) == "drift"
+    ]
 
 
 def residuals(state: Any) -> list[Any]:

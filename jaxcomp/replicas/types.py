@@ -153,6 +153,20 @@ def vary_like(x, like):
     return _vary(x, varying_axes(like))
 
 
+def is_mapped(x: jax.Array) -> bool:
+    """Whether `jax.vmap` maps over `x`: it then calls a custom rule."""
+    seen = []
+    note = jax.custom_batching.custom_vmap(lambda x: x)
+
+    @note.def_vmap
+    def rule(axis_size, in_batched, x):
+        seen.append(axis_size)
+        return x, in_batched[0]
+
+    note(x)
+    return bool(seen)
+
+
 def _vary(x, names):
     missing = tuple(sorted(set(names) - varying_axes(x)))
     return lax.pcast(x, missing, to="varying") if missing else x

@@ -21,7 +21,7 @@ from jaxcomp.compressors.quantize import quantize
 from jaxcomp.exchange import averaging, buckets
 from jaxcomp.replicas.shards import is_shard, key_of, map_shards
 from jaxcomp.replicas.state import unstack
-from jaxcomp.sharded import cutting, layers
+from jaxcomp.sharded import cutting, layers, rounding
 from jaxcomp.sharded.gathering import SECONDARY
 
 _WEIGHTS = quantize(8, block=1024, range="minmax")
@@ -95,6 +95,26 @@ class QSDP:
         )
         whole = functools.partial(map_shards, functools.partial(cutting.whole, self.axes))
         return cutting.on(mesh, self.axes, whole, (specs,), P())(shards)
+
+    def deployed(self, shards: Any, state: Any, mesh: Mesh) -> Any:
+        """The weights to evaluate and to deploy: those that layers computed with.
+
+        If a parameter's code rounds to nearest, training minimizes the loss at the decoded codes.
+        A code that draws noise, a shift or signs again in each step has no such weights: its shards
+        are right. Which it is follows from the code. Continue training, and save, with the shards.
+
+        Args:
+          shards: From `shard` or a step.
+          state: The `QSDPState` at that step; its levels decode.
+          mesh: The mesh of the step.
+
+        Returns:
+          Natural shapes, a copy on every device, as `unshard`.
+        """
+        whole = functools.partial(map_shards, functools.partial(cutting.whole, self.axes))
+        of_codes = lambda shards, levels: whole(rounding.gathered(shards, levels))
+        specs = P(self.axes), P()
+        return cutting.on(mesh, self.axes, of_codes, specs, P())(shards, state.levels)
 
     def local(
         self,

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcomp.replicas.types import is_tracked, names_of, to_varying, varying_axes
+from jaxcomp.replicas.types import is_mapped, is_tracked, names_of, to_varying, varying_axes
 
 
 class Extra(NamedTuple):
@@ -87,7 +87,7 @@ def require_local(loss: jax.Array, *axes: str) -> None:
 
     Under `jax.vmap`, which has no types, that is a loss without a replica axis.
     """
-    if varying_axes(loss).issuperset(axes) if is_tracked(axes) else _is_batched(loss):
+    if varying_axes(loss).issuperset(axes) if is_tracked(axes) else is_mapped(loss):
         return
     raise ValueError(
         f"the loss is equal on all replicas over {axes}: it was averaged over them, as by "
@@ -95,17 +95,3 @@ def require_local(loss: jax.Array, *axes: str) -> None:
         "divided by the number of replicas. Return the mean loss of the local batch: the step "
         "averages gradients, and metrics['loss'] has the loss of every replica."
     )
-
-
-def _is_batched(x: jax.Array) -> bool:
-    """Whether `jax.vmap` maps over `x`: it then calls a custom rule."""
-    seen = []
-    note = jax.custom_batching.custom_vmap(lambda x: x)
-
-    @note.def_vmap
-    def rule(axis_size, in_batched, x):
-        seen.append(axis_size)
-        return x, in_batched[0]
-
-    note(x)
-    return bool(seen)

@@ -86,7 +86,7 @@ def whole_drifts(update: Update, params: Any, drifts: list[Any]) -> list[Any]:
     fast_axis = update.fast_axis
     if fast_axis is None or not drifts:
         return drifts
-    of_params, _ = update_specs(update, params)
+    of_params = full_specs(params, update.mesh, update.axis_name, update.param_specs)
     update = with_shares(update, params)
     _, of_shares = fast.filled(params, update.shares)
     # A drift's tree has a node without arrays for leaves hidden from its method.

@@ -7,13 +7,14 @@ import numpy as np
 import optax
 
 import jaxcomp
-from benchmarks import methods, pico
+from benchmarks import evaluation, methods, pico
 from configs import nano_dense
 from tests.helpers.replicas import everywhere, mesh_of
 from train.config.run import update
 from train.data.examples import Examples
 from train.models import build
 from train.models.decoder import DecoderConfig
+from train.task import make_task
 
 STEPS, REPLICAS = 5, 2
 
@@ -32,10 +33,11 @@ def test_a_run_is_that_of_a_mesh_to_rounding(monkeypatch):
         pico.config_of(methods.Method(local, (0.3,)), 7, STEPS),
         replicas=REPLICAS,
         model=DecoderConfig(layers=1, width=8, heads=1, context=8),
+        data=dataclasses.replace(nano_dense.get_config().data, batch=4),
         eval_batches=2,
     )
     text = Examples({}, made(0), made(1))
-    params, curve = pico.train(config, text)
+    params, curve = pico.train(make_task(config, lambda _: text))
 
     mesh, loss_fn = mesh_of(REPLICAS), build.loss_of(config)
     init, step = jaxcomp.train_step(loss_fn, update(config), mesh, "replica")
@@ -47,7 +49,8 @@ def test_a_run_is_that_of_a_mesh_to_rounding(monkeypatch):
     for x, y in zip(jax.tree.leaves(params), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(x, y, rtol=0, atol=1e-5)
     measure = jax.jit(loss_fn)
-    loss = np.mean([measure(wanted, made(1)(number, slice(None))) for number in range(2)])
+    own = jaxcomp.mean_params(wanted, state, mesh, "replica")  # the last step is no outer one
+    loss = np.mean([measure(own, made(1)(number, slice(None))) for number in range(2)])
     assert [step for step, _ in curve] == [3, 5]
     np.testing.assert_allclose(curve[-1][1], loss, rtol=1e-5)
     moved = jax.tree.map(lambda x, y: np.abs(x - y).max(), jax.device_get(params), start)
@@ -68,7 +71,8 @@ def test_shards_are_trained_on_a_mesh(monkeypatch):
         for method in (exact, pico.METHODS["dense Adam"])
     )
     text = Examples({}, made(0), made(1))
-    (_, got), (_, wanted) = pico.train(sharded, text), pico.train(dense, text)
+    trained = lambda config: pico.train(make_task(config, lambda _: text))
+    (_, got), (_, wanted) = trained(sharded), trained(dense)
     np.testing.assert_allclose(got, wanted, rtol=1e-5)
 
 
@@ -76,3 +80,21 @@ def test_every_row_is_a_transformation():
     for method in pico.METHODS.values():
         made = update(pico.config_of(method, 1, STEPS))
         assert isinstance(made, optax.GradientTransformationExtraArgs)
+
+
+def test_replicas_lie_between_a_consensus_that_lags_and_their_mean(monkeypatch):
+    text = Examples({}, made(0), made(1))
+
+    def small(config):
+        nano = dataclasses.replace(nano_dense.get_config().data, batch=4)
+        model = DecoderConfig(layers=1, width=8, heads=1, context=8)
+        changes = {"replicas": REPLICAS, "model": model, "data": nano, "eval_batches": 2}
+        return make_task(dataclasses.replace(config, **changes), lambda _: text)
+
+    monkeypatch.setattr(evaluation, "make_task", small)
+    monkeypatch.setattr(evaluation, "AT", (2, 4))
+    row = evaluation.run_row("SLAMB", 1, 4)
+    assert list(row["losses"]) == ["2", "4"]
+    for found in row["losses"].values():  # nobody has met yet
+        assert found["consensus"] == row["losses"]["2"]["consensus"] != found["mean"]
+        assert found["mean"] != found["replicas"] != found["consensus"]

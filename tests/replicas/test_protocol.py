@@ -30,6 +30,17 @@ class Feedback(NamedTuple):
     residual: Any
 
 
+@protocol.MethodState.register
+class Outer(NamedTuple):
+    """That of a method whose drift is not yet part of the model."""
+
+    drift: Any
+
+    @property
+    def evaluates_consensus(self):
+        return True
+
+
 class Theirs(NamedTuple):
     """That of another library, which means something else by these words."""
 
@@ -64,6 +75,13 @@ def test_fields_are_those_of_methods_and_not_of_parameters():
     assert protocol.skipped(STATE) == [2]
     assert protocol.rounds(STATE) == {"all": 3}
     assert protocol.rounds(STATE["b"]) == {} and protocol.drifts(PARAMS) == []
+
+
+def test_a_drift_is_evaluated_unless_its_class_says_that_the_consensus_is_the_model():
+    both = STATE, Outer(PARAMS), [Own(OWN.rounds, (), (), {}, 0)]
+    assert protocol.evaluated_drifts(both) == [PARAMS, OWN.rounds]
+    assert protocol.drifts(both) == [PARAMS, PARAMS, OWN.rounds]
+    assert protocol.evaluated_drifts((Outer(PARAMS), THEIRS)) == []
 
 
 def test_several_methods_cannot_count_as_one():

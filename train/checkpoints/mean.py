@@ -1,5 +1,6 @@
 """Reads a checkpoint as the mean of the replicas' own parameters, to start another run."""
 
+import functools
 from typing import Any
 
 import jax
@@ -8,6 +9,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxcomp.replicas import protocol
+from jaxcomp.replicas.shards import is_shard
+from jaxcomp.sharded.levels import Tables
 from train import checks
 from train.checkpoints import store, trees
 from train.checkpoints.store import Saved
@@ -62,7 +65,9 @@ def restore_mean(saved: Saved, like: Any, mesh: Mesh) -> Any:
 
 
 def restore_whole(saved: Saved, natural: Any, mesh: Mesh) -> Any:
-    """Reads what `restore_mean` reads onto all devices of a mesh, even if the run was sharded.
+    """Reads the parameters to deploy onto all devices of a mesh, even if the run was sharded.
+
+    These are what `restore_mean` reads, or what `QSDP.deployed` makes of shards.
 
     Args:
       saved: The checkpoint, from `store.choose`.
@@ -73,14 +78,41 @@ def restore_whole(saved: Saved, natural: Any, mesh: Mesh) -> Any:
       The parameters, in natural shapes.
 
     Raises:
-      ValueError: As `restore_mean`.
+      ValueError: As `restore_mean`, or if the record of a sharded run is not of this program.
     """
+    whole = NamedSharding(mesh, P())
+    place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole)
+    placed = functools.partial(jax.tree.map, place)
     config = saved.metadata.get("config")
-    if isinstance(config, dict) and config.get("qsdp") is not None:
-        checks.of_keys(saved.metadata, str(saved.path), num_replicas=int)
-        natural = sharded.shapes(natural, saved.metadata["num_replicas"])
-    placed = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, P()))
-    return sharded.joined(restore_mean(saved, jax.tree.map(placed, natural), mesh))
+    if not isinstance(config, dict) or config.get("qsdp") is None:
+        return restore_mean(saved, placed(natural), mesh)
+    checks.of_keys(saved.metadata, str(saved.path), num_replicas=int)
+    checks.of_keys({"fast": 1} | config, f"{saved.path}, config", qsdp=str, steps=int, fast=int)
+    shards = sharded.saved(config, natural, saved.metadata["num_replicas"])
+    params = restore_mean(saved, placed(shards), mesh)
+    return sharded.joined(params, _levels(saved, shards, whole))
+
+
+def _levels(saved: Saved, shards: Any, place: NamedSharding) -> Any:
+    """`Tables` of each parameter of a sharded run, for what its levels decode."""
+
+    def path(key):
+        return f"state/levels/{trees.path_of(key)}/weights"
+
+    def shape(shard):
+        levels = shard.weights.levels
+        return levels and (*shard.data.shape[1:-1], levels.start.size)
+
+    keyed, treedef = jax.tree_util.tree_flatten_with_path(shards, is_leaf=is_shard)
+    needed = {path(key): shape(shard) for key, shard in keyed if shape(shard)}
+    like = {
+        name: jax.ShapeDtypeStruct(of, "float32", sharding=place) for name, of in needed.items()
+    }
+    got = {name: kind for name, kind in saved.leaves.items() if name in needed}
+    wanted = {name: f"float32[{','.join(map(str, of))}]" for name, of in needed.items()}
+    trees.require_same(saved.path, got, saved.metadata, wanted)
+    found = store.restore_leaves(saved, lambda name, leaf: like.get(name)) if like else {}
+    return treedef.unflatten([Tables(found.get(path(key)), None) for key, _ in keyed])
 
 
 def _moved(params, drifts):

@@ -70,7 +70,7 @@ class Config:
     eval_every: int = 100
     """Steps between evaluations; the last step is always evaluated."""
     eval_batches: int = 8
-    """Validation batches of data.batch sequences in one evaluation."""
+    """Validation batches of data.batch sequences in one evaluation; all targets count alike."""
     checkpoint_every: int = 500
     """Steps between checkpoints; the last step is always saved."""
     emergency_every: int = 0

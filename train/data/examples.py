@@ -69,8 +69,8 @@ def _text(config: Config, corpus: Corpus) -> Examples:
     prepare = OBJECTIVES[config.objective].prepare
     texts.require_enough(corpus, config.data, context)
 
-    def keyed(tokens, rows, *key):
-        return prepare(tokens, [[*key, row] for row in range(*rows.indices(size))])
+    def keyed(tokens, rows, *key, first=0):
+        return prepare(tokens, [[*key, first + row] for row in range(*rows.indices(size))])
 
     def train(step, rows, seen=None):
         tokens = texts.batch(corpus.train, config.seed, step, size, context, rows)
@@ -78,7 +78,9 @@ def _text(config: Config, corpus: Corpus) -> Examples:
 
     def validation(number, rows):
         sizes = (config.eval_batches, size, context)
-        return keyed(texts.validation_batch(corpus.validation, number, *sizes, rows), rows, number)
+        tokens = texts.validation_batch(corpus.validation, number, *sizes, rows)
+        # By its place among all: what is hidden of a row does not depend on the size of a batch.
+        return keyed(tokens, rows, first=number * size)
 
     return Examples(corpus.record, train, validation)
 

@@ -32,13 +32,25 @@ class Objective(NamedTuple):
     # type of configuration -> constructor (configuration, rngs=) -> model
     models: dict[type, Callable[..., nnx.Module]]
     row: Callable[[Any, Any], Shapes]  # configurations of model and data -> a row of the batch
-    # (model: inputs -> logits, batch) -> means over the batch, each f32[]; "loss", in nats per
-    # `unit`, is minimized
-    measure: Callable[[Callable[..., jax.Array], Any], Measures]
+    # (model: inputs -> logits, batch) -> measures of each target, and f32 weights of their shape: 0
+    # where nothing is asked, else such that the mean over all rows is the mean over targets.
+    # "loss", in nats per `unit`, is minimized
+    terms: Callable[[Callable[..., jax.Array], Any], tuple[Measures, jax.Array]]
     unit: str
     # (i32[rows, context + 1], key of each row) -> i32[rows, ...], the batch; only for text
     prepare: Callable[[np.ndarray, list[list[int]]], np.ndarray] | None = None
     vocab: int = 0  # least number of tokens
+
+    def measure(self, logits_of: Callable[..., jax.Array], batch: Any) -> Measures:
+        """Means over the targets of a batch, each f32[], also if replicas share its rows."""
+        values, weights = self.terms(logits_of, batch)
+        return jax.tree.map(lambda x: jnp.mean(x * weights), values)
+
+    def totals(self, logits_of: Callable[..., jax.Array], batch: Any) -> tuple[Measures, jax.Array]:
+        """Sums over the targets of a batch, and their number, f32[]: batches may be added."""
+        values, weights = self.terms(logits_of, batch)
+        sums = jax.tree.map(lambda x: jnp.sum(x, dtype="float32", where=weights > 0), values)
+        return sums, jnp.sum(weights > 0, dtype="float32")
 
     def check(self, model: Any, data: Any) -> None:
         """Raises a ValueError for a model or data that do not fit this task."""
@@ -65,9 +77,10 @@ class Objective(NamedTuple):
 
 def _next_token(logits_of, batch):
     if not isinstance(batch, dict):
-        return {"loss": losses.cross_entropy(logits_of(batch[:, :-1]), batch[:, 1:])}
+        logits, targets = logits_of(batch[:, :-1]), batch[:, 1:]
+        return {"loss": losses.cross_entropies(logits, targets)}, jnp.ones(targets.shape)
     logits = logits_of(batch["tokens"], batch["documents"], batch["positions"])
-    return {"loss": jnp.mean(losses.cross_entropies(logits, batch["targets"]) * batch["weights"])}
+    return {"loss": losses.cross_entropies(logits, batch["targets"])}, batch["weights"]
 
 
 def _sequence(model, data):
@@ -102,13 +115,14 @@ def _masked_tokens(logits_of, batch):
     inputs, targets = batch[:, 0], batch[:, 1]
     asked = targets >= 0
     losses_BxT = losses.cross_entropies(logits_of(inputs), jnp.where(asked, targets, 0))
-    return {"loss": jnp.sum(losses_BxT, where=asked) / jnp.sum(asked)}
+    return {"loss": losses_BxT}, asked / jnp.mean(asked)
 
 
 def _classes(logits_of, batch):
     logits = logits_of(batch["images"].astype("float32") / 127.5 - 1)
     right = jnp.argmax(logits, axis=-1) == batch["labels"]
-    return {"loss": losses.cross_entropy(logits, batch["labels"]), "accuracy": jnp.mean(right)}
+    values = {"loss": losses.cross_entropies(logits, batch["labels"]), "accuracy": right}
+    return values, jnp.ones(right.shape)
 
 
 def _image(model, data):
@@ -121,7 +135,7 @@ OBJECTIVES = {
         data=Data,
         models={DecoderConfig: Decoder},
         row=_sequence,
-        measure=_next_token,
+        terms=_next_token,
         unit="byte",
         prepare=lambda tokens, keys: tokens,
         vocab=256,
@@ -132,7 +146,7 @@ OBJECTIVES = {
         data=Data,
         models={DecoderConfig: functools.partial(Decoder, causal=False)},
         row=lambda model, data: jax.ShapeDtypeStruct((2, model.context), "int32"),
-        measure=_masked_tokens,
+        terms=_masked_tokens,
         unit="byte",
         prepare=_masked,
         vocab=257,
@@ -141,7 +155,7 @@ OBJECTIVES = {
         data=Images,
         models={ResNetConfig: ResNet, ViTConfig: ViT, SwinConfig: Swin},
         row=_image,
-        measure=_classes,
+        terms=_classes,
         unit="image",
     ),
 }

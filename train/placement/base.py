@@ -13,8 +13,12 @@ class Functions(NamedTuple):
 
     init: Callable[[Any], tuple[Any, Any]]  # natural parameters -> params, state
     step: Callable[[Any, Any, Any], tuple[Any, Any, dict]]  # as in `jaxcomp.train_step`
-    mean: Callable[[Any, Any], Any]  # params, state -> mean of the replicas' own parameters
-    whole: Callable[[Any], Any]  # params -> natural parameters, on all devices
+    # params, state -> params, state as `eval_step` takes them: what a run evaluates on its way
+    evaluated: Callable[[Any, Any], tuple[Any, Any]]
+    # params, state -> natural parameters, on all devices: what it ends with, and what is exported
+    deployed: Callable[[Any, Any], Any]
+    # a function as in `jaxcomp.eval_step` -> natural params, state, batch -> its mean over replicas
+    eval_step: Callable[[Callable], Callable[[Any, Any, Any], Any]]
     shardings: Callable[[Any], tuple[Any, Any]]  # natural parameters' shapes -> of params, state
     # their shapes -> their shardings for `init`; None: replicated
     places: Callable[[Any], Any] | None = None

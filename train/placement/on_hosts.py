@@ -46,6 +46,7 @@ def _with_rows_apart(function: Callable) -> Callable:
 
 
 def _functions(config: Config, tx: optax.GradientTransformation, mesh: Mesh) -> Functions:
+    batch_specs = P((AXIS_NAME, FAST_AXIS))  # so that XLA gathers parameters, not activations
     specs = sharding.specs(build.param_shapes(config), mesh, fsdp=FAST_AXIS)
     made = jaxcomp.train_step(
         build.loss_of(config, layers=_with_rows_apart),
@@ -54,6 +55,6 @@ def _functions(config: Config, tx: optax.GradientTransformation, mesh: Mesh) -> 
         AXIS_NAME,
         param_specs=specs,
         accumulate=config.accumulate,
-        batch_specs=P((AXIS_NAME, FAST_AXIS)),  # so that XLA gathers parameters, not activations
+        batch_specs=batch_specs,
     )
-    return replicated.functions_of(made, tx, mesh, specs=specs)
+    return replicated.functions_of(made, tx, mesh, specs=specs, batch_specs=batch_specs)

@@ -94,6 +94,7 @@ def functions_of(
     *,
     fast_axis: str | None = None,
     specs: Any = None,
+    batch_specs: Any = None,
 ) -> Functions:
     """Makes the functions of a run from its step.
 
@@ -103,6 +104,7 @@ def functions_of(
       mesh: The mesh.
       fast_axis: As in `jaxcomp.train_step`.
       specs: PartitionSpec of each parameter on the devices of a host; None: not sharded.
+      batch_specs: As in `jaxcomp.train_step`.
     """
 
     place = functools.partial(jax.tree.map, lambda spec: NamedSharding(mesh, spec))
@@ -115,10 +117,19 @@ def functions_of(
     return Functions(
         init=lambda params: (params, made.init(params)),
         step=made.step,
-        mean=lambda params, state: jaxcomp.mean_params(
+        # Without a drift as at the end of the run, so that one program serves both.
+        evaluated=lambda params, state: (params, state if protocol.evaluated_drifts(state) else ()),
+        deployed=lambda params, state: jaxcomp.mean_params(
             params, state, mesh, AXIS_NAME, param_specs=specs, fast_axis=fast_axis
         ),
-        whole=lambda params: params,
+        eval_step=lambda measure: jaxcomp.eval_step(
+            measure,
+            mesh,
+            AXIS_NAME,
+            param_specs=specs,
+            fast_axis=fast_axis,
+            batch_specs=batch_specs,
+        ),
         shardings=shardings,
         places=None if specs is None else lambda _: place(specs),
     )

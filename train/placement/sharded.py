@@ -1,5 +1,6 @@
 """Runs with sharded parameters, gathered layer by layer."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -10,12 +11,13 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 import jaxcomp
 from jaxcomp.replicas.shards import map_shards, natural
+from jaxcomp.sharded import rounding
 from train.config import Config, expression
 from train.config.run import AXIS_NAME, update
 from train.models import build
 from train.models.decoder import STACKED, DecoderConfig
 from train.placement.base import Functions, Placement
-from train.processes.devices import fast_axis_of
+from train.processes.devices import FAST_AXIS
 
 
 def resolve(config: Config) -> Placement:
@@ -57,32 +59,50 @@ def qsdp_of(config: Config) -> jaxcomp.QSDP:
             f"qsdp={config.qsdp!r} needs a model whose blocks can gather their weights: write "
             f"model=DecoderConfig(...), not {config.model}."
         )
-    fast_axis = fast_axis_of(config)
-    values = {"axis_name": AXIS_NAME, "fast_axis": fast_axis, "steps": config.steps}
-    fsdp = expression.evaluate(config.qsdp, values)
+    return _evaluated(config.qsdp, config.fast, config.steps)
+
+
+def _evaluated(text: str, fast: int, steps: int) -> jaxcomp.QSDP:
+    fast_axis = FAST_AXIS if fast > 1 else None
+    fsdp = expression.evaluate(
+        text, {"axis_name": AXIS_NAME, "fast_axis": fast_axis, "steps": steps}
+    )
     if not isinstance(fsdp, jaxcomp.QSDP):
         raise ValueError(
-            f"qsdp={config.qsdp!r} is a {type(fsdp).__name__}; write qsdp(axis_name, quantize(8))."
+            f"qsdp={text!r} is a {type(fsdp).__name__}; write qsdp(axis_name, quantize(8))."
         )
     if fsdp.fast_axis != fast_axis:
         raise ValueError(
-            f"qsdp={config.qsdp!r} has the fast axis {fsdp.fast_axis!r}, but fast={config.fast} "
-            f"makes {fast_axis!r}; write qsdp(axis_name, fast_axis=fast_axis)."
+            f"qsdp={text!r} has the fast axis {fsdp.fast_axis!r}, but fast={fast} makes "
+            f"{fast_axis!r}; write qsdp(axis_name, fast_axis=fast_axis)."
         )
     return fsdp
 
 
-def shapes(params: Any, num_shards: int) -> Any:
-    """Shapes and dtypes of sharded parameters, from those of whole ones."""
+def saved(config: dict[str, Any], params: Any, num_shards: int) -> Any:
+    """Shapes, dtypes and codes of a checkpoint's shards.
+
+    Args:
+      config: The recorded config of its run.
+      params: Shapes and dtypes of whole parameters.
+      num_shards: In the checkpoint.
+
+    Raises:
+      ValueError: If the config's `qsdp` is not a call of `qsdp`.
+    """
+    if num_shards < 1:
+        raise ValueError(f"a checkpoint of {num_shards} shards has no parameters.")
+    fsdp = _evaluated(config["qsdp"], config.get("fast", 1), config["steps"])
+    fsdp = dataclasses.replace(fsdp, fast_axis=None)  # shards of two axes lie as those of one
     mesh = AbstractMesh((num_shards,), (AXIS_NAME,), (AxisType.Auto,))
-    cut = lambda params: jaxcomp.qsdp(AXIS_NAME).shard(params, mesh, _stacked)
-    return jax.eval_shape(cut, params)
+    return jax.eval_shape(lambda params: fsdp.shard(params, mesh, _stacked), params)
 
 
 @jax.jit
-def joined(shards: Any) -> Any:
-    """Whole parameters, from shards that every device holds."""
-    return map_shards(lambda shard: natural(shard.data, shard.shape), shards)
+def joined(shards: Any, levels: Any) -> Any:
+    """Whole parameters to deploy, from shards that every device holds; see `QSDP.deployed`."""
+    whole = lambda shard: natural(shard.data, shard.shape)
+    return map_shards(whole, rounding.gathered(shards, levels))
 
 
 def _rounds(steps: int, fsdp: jaxcomp.QSDP, state: jaxcomp.QSDPState) -> dict[str, int]:
@@ -107,11 +127,15 @@ def _functions(
         shards = fsdp.shard(params, mesh, _stacked)
         return shards, made.init(shards)
 
+    deployed = jax.jit(lambda shards, state: fsdp.deployed(shards, state, mesh))
     return Functions(
         init=init,
         step=made.step,
-        mean=lambda shards, state: shards,  # replicas have no parameters of their own
-        whole=jax.jit(lambda shards: fsdp.unshard(shards, mesh)),
+        evaluated=lambda shards, state: (deployed(shards, state), ()),
+        deployed=deployed,
+        eval_step=lambda measure: jaxcomp.eval_step(
+            measure, mesh, AXIS_NAME, fast_axis=fsdp.fast_axis
+        ),
         shardings=lambda params: jax.jit(init).lower(params).compile().output_shardings,
     )
 

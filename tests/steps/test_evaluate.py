@@ -1,0 +1,140 @@
+"""Evaluation during a run: each replica at its own parameters, by a message of a few numbers."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxcomp
+from jaxcomp import report
+from jaxcomp.replicas import protocol
+from tests.helpers.replicas import everywhere, mesh_of, one_value
+
+SHAPES = {"in": (8, 12), "bias": (12,), "out": (12, 4)}
+SPARSE = jaxcomp.cocktail_sgd(optax.adam(0.1), "replica", compressor=jaxcomp.top_k(0.1))
+SELDOM = jaxcomp.slamb(0.1, "replica", exact_numel=0)
+LOCAL = jaxcomp.diloco(optax.adam(0.1), "replica", every=4)
+
+
+def make_params():
+    draw = np.random.default_rng(0).normal
+    return {name: draw(size=shape).astype(np.float32) for name, shape in SHAPES.items()}
+
+
+def loss_fn(params, batch):
+    hidden = jnp.tanh(batch @ params["in"] + params["bias"][None])
+    return jnp.mean((hidden @ params["out"] - batch[:, :4]) ** 2)
+
+
+def measure(params, batch):
+    return {"loss": loss_fn(params, batch), "rows": jnp.float32(len(batch)), "two": jnp.ones(2)}
+
+
+def batch_of(step):
+    return np.random.default_rng([1, step]).normal(size=(8, 8)).astype(np.float32)
+
+
+def trained(tx, mesh, num_steps=3, **options):
+    batch_specs = options.get("batch_specs", P(tuple(mesh.axis_names)))
+    place = lambda tree, specs: jax.device_put(
+        tree, jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+    )
+    specs = options.get("param_specs", dict.fromkeys(SHAPES, P()))
+    params = place(make_params(), specs)
+    made = jaxcomp.train_step(loss_fn, tx, mesh, "replica", **options)
+    state = made.init(params)
+    for step in range(num_steps):
+        batch = jax.device_put(batch_of(step), NamedSharding(mesh, batch_specs))
+        params, state, _ = made.step(params, state, batch)
+    return params, state
+
+
+def own_losses(params, state, batch, count):
+    """Each replica's loss on its rows, one after the other, in NumPy's order."""
+    params, (drift,) = jax.device_get((params, protocol.drifts(state)))
+    parts = np.split(batch, count)
+    own = lambda i: {name: params[name] + drift[name][i] for name in params}
+    return [float(loss_fn(own(i), part)) for i, part in enumerate(parts)]
+
+
+@pytest.mark.parametrize("tx", [SPARSE, SELDOM], ids=["cocktail_sgd", "slamb"])
+def test_each_replica_measures_its_rows_at_its_own_parameters(tx):
+    mesh, batch = mesh_of(4), batch_of(9)
+    params, state = trained(tx, mesh)
+    found = jaxcomp.eval_step(measure, mesh, "replica")(params, state, batch)
+    wanted = np.mean(own_losses(params, state, batch, 4))
+    np.testing.assert_allclose(one_value(found["loss"]), wanted, rtol=1e-6)
+    assert float(found["rows"]) == 2 and found["two"].tolist() == [1, 1]
+    assert abs(float(loss_fn(jax.device_get(params), batch)) / wanted - 1) > 0.01
+
+
+@pytest.mark.parametrize("state", ["local steps", "none"])
+def test_the_consensus_is_measured_where_it_is_the_model(state):
+    mesh, batch = mesh_of(4), batch_of(9)
+    params, after = trained(LOCAL, mesh)  # no outer step yet
+    assert np.any(np.asarray(after.drift["in"]) != 0)
+    after = after if state == "local steps" else ()
+    found = jaxcomp.eval_step(measure, mesh, "replica")(params, after, batch)["loss"]
+    wanted = float(loss_fn(make_params(), batch))
+    np.testing.assert_allclose(found, wanted, rtol=1e-6)
+
+
+def test_a_few_numbers_are_sent_and_no_parameters():
+    mesh = mesh_of(4)
+    params, state = trained(SPARSE, mesh, 1)
+    place = NamedSharding(mesh, P("replica"))
+    batch = jax.device_put(batch_of(9), place)
+    program = jaxcomp.eval_step(measure, mesh, "replica").lower(params, state, batch).compile()
+    assert report.sent_bytes(program, mesh, "replica") <= 2 * 4 * 4  # loss, rows and two
+
+
+def test_devices_of_a_replica_share_its_rows_and_its_drift():
+    mesh, batch = mesh_of(2, 2, second="fast"), batch_of(9)
+    params, state = trained(SELDOM, mesh, fast_axis="fast")
+    found = jaxcomp.eval_step(measure, mesh, "replica", fast_axis="fast")(params, state, batch)
+    wanted = jax.device_get(params)
+    # Shares may be padded.
+    inside = lambda x, p: x[tuple(map(slice, p.shape))]
+    drift = jax.device_get(state.drift)
+    own = [{n: p + inside(drift[n][i], p) for n, p in wanted.items()} for i in range(2)]
+    losses = [float(loss_fn(own[i], part)) for i, part in enumerate(np.split(batch, 2))]
+    np.testing.assert_allclose(float(found["loss"]), np.mean(losses), rtol=1e-6)
+    assert float(found["rows"]) == 2
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_parameters_may_be_sharded_over_other_axes(kind):
+    mesh = jax.make_mesh((2, 2), ("replica", "fsdp"), axis_types=(kind,) * 2)
+    specs = {"in": P("fsdp", None), "bias": P(), "out": P(None, "fsdp")}
+    options = {"param_specs": specs, "batch_specs": P(("replica", "fsdp"))}
+    tx = jaxcomp.cocktail_sgd(optax.adam(0.1), "replica", compressor=jaxcomp.top_k(0.1))
+    params, state = trained(tx, mesh, **options)
+    batch = batch_of(9)
+    found = jaxcomp.eval_step(measure, mesh, "replica", **options)(params, state, batch)
+    wanted = np.mean(own_losses(params, state, batch, 2))
+    np.testing.assert_allclose(float(found["loss"]), wanted, rtol=1e-6)
+    assert float(found["rows"]) == 4
+
+
+def test_leaves_that_a_method_does_not_see_have_no_drift():
+    mesh, batch = mesh_of(2), batch_of(9)
+    mean = optax.chain(jaxcomp.compressed_mean(jaxcomp.identity(), "replica"), optax.sgd(0.1))
+    labels = {"in": "a", "bias": "b", "out": "a"}
+    params, state = trained(optax.partition({"a": SPARSE, "b": mean}, labels), mesh)
+    found = jaxcomp.eval_step(measure, mesh, "replica")(params, state, batch)
+    (drift,) = protocol.drifts(jax.device_get(state))
+    own = lambda i: {
+        n: p + (0 if n == "bias" else drift[n][i]) for n, p in jax.device_get(params).items()
+    }
+    losses = [float(loss_fn(own(i), part)) for i, part in enumerate(np.split(batch, 2))]
+    np.testing.assert_allclose(float(found["loss"]), np.mean(losses), rtol=1e-6)
+
+
+def test_a_batch_that_cannot_be_divided_is_refused():
+    mesh = mesh_of(3)
+    params = everywhere(mesh, make_params())
+    with pytest.raises(ValueError, match="must be divisible by 3"):
+        jaxcomp.eval_step(measure, mesh, "replica")(params, (), batch_of(0))
