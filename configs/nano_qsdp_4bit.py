@@ -3,10 +3,10 @@
     python -m train configs/nano_qsdp_4bit.py
 
 As configs/nano_qsdp.py, with about half its bytes. The levels are learned, of each parameter's
-weights and gradients; weights of the embedding, which is also the output matrix, and of positions
-keep 8 bits. What was gathered is evaluated and exported.
+weights and gradients; the embedding, which is also the output matrix, and positions keep 8 bits.
+What was gathered is evaluated and exported.
 
-Not trained on nano yet. On pico the same codes reach 1.351, without the 8 bits 1.366, dense Adam
+Not trained on nano yet. On pico the same codes reach 1.341, without the 8 bits 1.366, dense Adam
 1.318 (one seed; python -m benchmarks.pico).
 """
 
