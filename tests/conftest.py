@@ -2,9 +2,19 @@
 
 import os
 import pathlib
+import signal
 
 import jax
 import pytest
+
+from train.processes.signals import STOPS
+
+# Under nohup, or in a script's background, some signals are ignored, and would be in all programs
+# that tests start. A handler is nothing that a new program keeps.
+for name in STOPS:
+    number = getattr(signal, name, None)
+    if number and signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, lambda number, frame: None)
 
 # XLA runs the collectives of all devices in one thread pool, of one thread a core: with more
 # devices than cores they wait for each other for ever. XLA reads this when it makes its client.

@@ -121,7 +121,7 @@ class Copies:
         name = parts.read_name(path.name)
         try:
             made = name and parts.digest(path)
-        except OSError:
+        except (OSError, ValueError):  # a folder or a FIFO with such a name
             return False
         return bool(made) and any(
             parts.is_of(name, token, made) and (most is None or name.step <= most)

@@ -74,7 +74,7 @@ def is_of(name: Name, token: str, digest: str) -> bool:
 def digest(path: Path) -> str:
     """The SHA-256 of a file."""
     found = hashlib.sha256()
-    with path.open("rb") as file:
+    with checks.open_file(path) as file:
         while piece := file.read(_PIECE):
             found.update(piece)
     return found.hexdigest()
@@ -157,13 +157,13 @@ def read(path: Path) -> tuple[list[tuple[Entry, np.ndarray]], dict[str, Any]]:
     Raises:
       ValueError: If it is not a part.
     """
-    with path.open("rb") as file:
+    with checks.open_file(path) as file:
         line = file.readline(LONGEST)
     said = seals.json_object(line) or {}
     rows, record = said.get("entries"), said.get("record")
-    if not checks.is_of(rows, list[list[Any]]) or not isinstance(record, dict):
+    made = [_entry(row) for row in rows] if isinstance(rows, list) else [None]
+    if None in made or not isinstance(record, dict):
         raise ValueError(f"{path} is not a part of a state.")
-    made = [Entry(name, dtype, tuple(map(tuple, spans))) for name, dtype, spans in rows]
     if path.stat().st_size != len(line) + sum(entry.nbytes for entry in made):
         raise ValueError(f"{path} is not of the size that it names.")
     found, at = [], len(line)
@@ -174,6 +174,21 @@ def read(path: Path) -> tuple[list[tuple[Entry, np.ndarray]], dict[str, Any]]:
         found.append((entry, data.view(jnp.dtype(entry.dtype)).reshape(entry.shape)))
         at += entry.nbytes
     return found, record
+
+
+def _entry(row: Any) -> Entry | None:
+    """Reads what a part says of a piece; None for anything else, as a dtype with pointers."""
+    if not isinstance(row, list) or not checks.is_of(tuple(row), tuple[str, str, list[list[int]]]):
+        return None
+    name, dtype, spans = row
+    try:
+        is_number = jnp.issubdtype(jnp.dtype(dtype), jnp.number) or dtype == "bool"
+    except TypeError:
+        return None
+    is_span = lambda span: len(span) == 2 and 0 <= span[0] <= span[1]
+    if not is_number or not all(map(is_span, spans)):
+        return None
+    return Entry(name, dtype, tuple(map(tuple, spans)))
 
 
 def assembled(like: Any, held: Sequence[tuple[Entry, np.ndarray]]) -> Any:

@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import hashlib
+import itertools
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,8 +24,9 @@ def chosen(held: Sequence[dict[str, Any]], at_least: int) -> Found | str:
     """The newest step with all parts, among those that the processes report."""
     holders: dict[str, list[int]] = {}
     for process, told in enumerate(held):
-        for name in told.get("names", []):
-            if parts.read_name(name) is not None:
+        names = told.get("names")
+        for name in names if isinstance(names, list) else []:
+            if isinstance(name, str) and parts.read_name(name) is not None:
                 holders.setdefault(name, []).append(process)
     steps: dict[tuple[int, int], dict[str, str]] = {}  # step, count -> names by part
     for text in sorted(holders):
@@ -33,10 +35,12 @@ def chosen(held: Sequence[dict[str, Any]], at_least: int) -> Found | str:
             steps.setdefault((name.step, name.count), {})[name.part] = text
     missing = ""
     for (step, count), names in sorted(steps.items(), reverse=True):
-        lacking = {ALL, *map(str, range(count))} - names.keys()
+        needed = itertools.chain(map(str, range(count)), [ALL])
+        # The first few: a name may speak of any number of processes.
+        lacking = list(itertools.islice((part for part in needed if part not in names), 9))
         if not lacking:
             return Found(step, {text: holders[text] for text in names.values()})
-        lost = ", ".join(sorted(lacking, key=lambda part: (len(part), part)))
+        lost = ", ".join(lacking[:8]) + (", ..." if len(lacking) > 8 else "")
         missing = missing or f"nobody has these parts of step {step}: {lost}"
     return missing
 

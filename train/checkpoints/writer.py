@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from train import checks
 from train.checkpoints import files
 from train.processes import agree, seals
 from train.processes.exits import Transient
@@ -131,7 +132,7 @@ def _write(claim: Claim, done: bool = False) -> None:
     }
     text = f"{claim.token}\n{json.dumps(said)}".encode()
     with contextlib.suppress(OSError):
-        file = os.open(claim.note, os.O_WRONLY)
+        file = os.open(claim.note, os.O_WRONLY | os.O_NONBLOCK)  # a FIFO may be there
         try:
             os.pwrite(file, text.ljust(_SIZE), 0)
         finally:
@@ -140,7 +141,8 @@ def _write(claim: Claim, done: bool = False) -> None:
 
 def _read(note: Path) -> bytes | None:
     try:
-        return note.read_bytes()[:_SIZE]
+        with checks.open_file(note) as file:
+            return file.read(_SIZE)
     except FileNotFoundError:
         return None
     except OSError as error:

@@ -35,7 +35,7 @@ def echo(log: pathlib.Path, began: int) -> Iterator[Callable[[], None]]:
             screen = stack.enter_context(contextlib.closing(_Screen()))
             copy = lambda: screen.show(file.read())
         else:
-            copy = lambda: _write(file.read())
+            copy = lambda: write(file.read())
         yield copy
         copy()
 
@@ -73,7 +73,7 @@ class _Screen:
     def _print(self, text: bytes) -> None:
         if self.bar:
             self.bar.clear()
-        _write(text)
+        write(text)
 
     def close(self) -> None:
         if self.rest:
@@ -92,7 +92,8 @@ def _harmless(text: bytes) -> bytes:
     return _CONTROL.sub(lambda found: b"\\x%02x" % found[0][-1], text)
 
 
-def _write(text: bytes) -> None:
+def write(text: bytes) -> None:
+    """Writes to standard output; nothing more of it after a failure."""
     if text:
         try:
             sys.stdout.buffer.write(_harmless(text))

@@ -108,7 +108,7 @@ def supervise(
       How they ended.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    print(f"{len(commands)} processes; logs: {folder}/process_*.log", flush=True)
+    echo.write(os.fsencode(f"{len(commands)} processes; logs: {folder}/process_*.log\n"))
     members: list[Member] = []
     secret = control.greeting(secrets.token_hex(32), private or {})
     with _signals() as names, contextlib.ExitStack() as stack:
@@ -154,14 +154,17 @@ def _without_values(command: Sequence[str]) -> str:
 def _signals() -> Iterator[list[str]]:
     """The names of arriving signals, for `_wait` to pass on.
 
-    A handler that passed them on would miss a process that is just being started.
+    A handler that passed them on would miss a process that is just being started. A new program
+    keeps what is ignored, but no handlers: what this process ignores, its processes do not.
     """
     names: list[str] = []
 
     def note(number, frame):
         names.append(signal.Signals(number).name.removeprefix("SIG"))
 
-    previous = {number: signal.signal(number, note) for number in signals.to_catch()}
+    nothing = dict.fromkeys(signals.ignored(), lambda number, frame: None)
+    handlers = dict.fromkeys(signals.to_catch(), note) | nothing
+    previous = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield names
     finally:

@@ -72,6 +72,7 @@ def clean_exits() -> Iterator[None]:
         `Drained`; with `INTERRUPTED` for a KeyboardInterrupt without a text, when the program
         stopped at once; with `UNFORESEEN`, after a traceback, for any other error.
     """
+    open_streams()
     try:
         yield
     except KeyboardInterrupt as stop:
@@ -81,6 +82,18 @@ def clean_exits() -> Iterator[None]:
         end = status(error)
         say(traceback.format_exc() if end == Exit.UNFORESEEN else f"error: {error}")
         sys.exit(end)
+
+
+def open_streams() -> None:
+    """Opens standard streams that the caller has closed, as `2>&-` does, on nothing.
+
+    A file that is opened later would take their place, and the output of libraries.
+    """
+    for name, mode in {"stdin": "r", "stdout": "w", "stderr": "w"}.items():
+        if getattr(sys, name) is None:
+            opened = os.open(os.devnull, os.O_RDWR)
+            os.set_inheritable(opened, True)
+            setattr(sys, name, open(opened, mode))
 
 
 def say(text: str) -> None:

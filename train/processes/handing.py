@@ -108,7 +108,11 @@ def get(source: str, key: bytes, name: str, shelf: Shelf, seconds: float) -> Pat
 def _asked(to: str, key: bytes, wish: dict[str, Any], until: float):
     """A connection after a request was sent, and the nonce of its answer."""
     left = max(0.01, until - time.monotonic())
-    with socket.create_connection(addresses.split(to), timeout=left) as connection:
+    try:
+        address = addresses.split(to)
+    except ValueError as error:  # a stranger may have written it
+        raise OSError(f"{to!r:.80} is no address of a process") from error
+    with socket.create_connection(address, timeout=left) as connection:
         nonce = (seals.json_object(_line(connection, until)) or {}).get("nonce")
         own = secrets.token_hex(16)
         _say(connection, key, f"wish {nonce}", wish | {"nonce": own})

@@ -24,10 +24,18 @@ already stopping: the run saves and ends; a third Ctrl-C or SIGTERM ends it at o
 
 
 def to_catch() -> list[signal.Signals]:
-    """The signals of `STOPS` on this system, without ignored warnings, for example under nohup."""
-    here = [signal.Signals[name] for name in STOPS if hasattr(signal, name)]
+    """The signals of `STOPS` on this system, without ignored warnings."""
+    return [number for number in _here() if number not in ignored()]
+
+
+def ignored() -> list[signal.Signals]:
+    """The warnings of `STOPS` that this process ignores, for example SIGHUP under nohup."""
     is_ignored = lambda number: signal.getsignal(number) is signal.SIG_IGN
-    return [number for number in here if number.name in _ORDERS or not is_ignored(number)]
+    return [number for number in _here() if number.name not in _ORDERS and is_ignored(number)]
+
+
+def _here() -> list[signal.Signals]:
+    return [signal.Signals[name] for name in STOPS if hasattr(signal, name)]
 
 
 @contextlib.contextmanager

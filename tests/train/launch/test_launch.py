@@ -169,6 +169,20 @@ def test_a_signal_to_the_launcher_reaches_each_process_once(launcher, name):
         assert log.read_text().endswith(f"here\n{name}\n")
 
 
+def test_processes_of_a_launcher_under_nohup_hear_what_it_ignores(tmp_path):
+    body = "import os, signal; os.kill(os.getppid(), signal.SIGHUP)\n"
+    body += "print(*(signal.getsignal(n).name for n in (signal.SIGHUP, signal.SIGUSR1)))"
+    program = (
+        "import pathlib, signal, sys; from train.launch import supervise\n"
+        f"end = supervise.supervise([[sys.executable, '-c', {body!r}]], "
+        f"pathlib.Path({str(tmp_path)!r}), 10.0)\n"
+        "print(end.status, end.told, signal.getsignal(signal.SIGHUP).name)"
+    )
+    shell = f"trap '' HUP USR1; exec {shlex.join([sys.executable, '-c', program])}"
+    done = run(["sh", "-c", shell], cwd=ROOT)
+    assert done.stdout.endswith("\nSIG_DFL SIG_DFL\n0 False SIG_IGN\n"), done.stdout
+
+
 def test_a_signal_while_processes_start_reaches_those_that_start_later(tmp_path, monkeypatch):
     start = supervise._start
 

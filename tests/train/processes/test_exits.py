@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 
@@ -99,3 +100,19 @@ def test_an_unforeseen_error_of_one_process_ends_all_with_status_1(case):
         assert ends[failed].rstrip().endswith("KeyError: 'a key that is not there'")
         told = f"error: process {failed} of 2 has ended: KeyError: 'a key that is not there'"
         assert ends[1 - failed].splitlines()[-1] == told
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_program_whose_caller_has_closed_its_streams_runs(closed, tmp_path):
+    program = (
+        "import subprocess, sys; from train.processes.exits import clean_exits, say\n"
+        "with clean_exits():\n"
+        f"    with open({str(tmp_path / 'file')!r}, 'w') as file:\n"
+        "        print('out'); say('err'); print(sys.stderr.isatty(), sys.stdin.read())\n"
+        "        subprocess.run(['sh', '-c', 'echo child; echo child >&2'], check=True)\n"
+        "        file.write(str(file.fileno() > 2))"
+    )
+    shell = f"exec {shlex.join([sys.executable, '-c', program])} {closed}"
+    done = subprocess.run(["sh", "-c", shell], cwd=ROOT, stdin=subprocess.DEVNULL)
+    assert done.returncode == 0
+    assert (tmp_path / "file").read_text() == "True"
