@@ -53,6 +53,22 @@ def texts(good: str, keys=TEXT):
     )
 
 
+def octets(good: bytes):
+    """A good file with pieces cut, doubled or replaced, its end gone, or any other bytes."""
+
+    @st.composite
+    def made(draw):
+        content = good
+        for _ in range(draw(st.integers(1, 3))):
+            begin = draw(st.integers(0, len(content)))
+            end = draw(st.integers(begin, min(len(content), begin + 40)))
+            piece = draw(st.one_of(st.binary(max_size=12), st.just(content[begin:end] * 2)))
+            content = content[:begin] + piece + content[end:]
+        return content[: draw(st.one_of(st.none(), st.integers(0, len(content))))]
+
+    return st.one_of(st.binary(max_size=200), made())
+
+
 def _dumped(value):
     return json.dumps(value)
 

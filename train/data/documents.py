@@ -1,4 +1,4 @@
-"""Iterates over a corpus's documents: text files, and rows of JSONL, parquet or Hugging Face sets.
+"""Iterates over a corpus's documents: text files, and rows of files or of Hugging Face sets.
 
 About one row, or one mebibyte of a file, is in memory at a time.
 """
@@ -11,12 +11,15 @@ import sysconfig
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
+from train import checks
 from train.data import files as on_disk
+from train.data import rows
 from train.data.sources import Data
 
 _STDLIB_LEAVES_OUT = frozenset(
     ("site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo")
 )
+_COMPRESSED = frozenset(".gz .bz2 .xz .lzma .zst .lz4 .br .zip .7z .rar .tar .tgz .txz".split())
 
 
 class Document(NamedTuple):
@@ -86,13 +89,15 @@ def _standard_library(root: pathlib.Path) -> list[pathlib.Path]:
 def _files(source: str, root: pathlib.Path, files: list[pathlib.Path], data: Data) -> Source:
     def documents():
         for file, name, size in zip(files, names, sizes, strict=True):
-            if file.suffix not in _ROWS:
+            read_rows = rows.KINDS.get(file.suffix.lower())
+            if read_rows is None:
                 pieces = ((piece, len(piece.encode())) for piece in on_disk.pieces(file))
                 yield Document(name, repr(str(file)), size, False, pieces)
                 continue
-            rows = _ROWS[file.suffix](file, data.column)
-            yield from _numbered(rows, f"data.column={data.column!r} of {str(file)!r}")
+            where = f"data.column={data.column!r} of {str(file)!r}"
+            yield from _numbered(read_rows(file, data.column), where)
 
+    _require_readable(source, files, data)
     names = [file.relative_to(root).as_posix() for file in files]
     stats = [on_disk.stat(file) for file in files]
     sizes = [stat.st_size for stat in stats]
@@ -101,57 +106,23 @@ def _files(source: str, root: pathlib.Path, files: list[pathlib.Path], data: Dat
     return Source(source, known, sum(sizes), documents)
 
 
-def _jsonl(file: pathlib.Path, column: str) -> Iterator[tuple[Any, int]]:
-    """A field of each line, and the line's bytes."""
-    try:
-        with file.open("rb") as opened:
-            for number, line in enumerate(opened, 1):
-                if line.strip():
-                    yield _field(line, f"line {number} of {str(file)!r}", column), len(line)
-    except OSError as error:
-        on_disk.refuse(error)
-
-
-def _field(line: bytes, where: str, column: str) -> Any:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where} is not JSON ({error}); fix or remove it.") from error
-    if not isinstance(row, dict) or column not in row:
-        known = sorted(row) if isinstance(row, dict) else type(row).__name__
-        raise ValueError(f"{where} has no field data.column={column!r}; write one of {known}.")
-    return row[column]
-
-
-def _parquet(file: pathlib.Path, column: str) -> Iterator[tuple[Any, int]]:
-    if importlib.util.find_spec("pyarrow") is None:
+def _require_readable(source: str, files: list[pathlib.Path], data: Data) -> None:
+    """Raises a ValueError for compressed files, and for a column where no file has rows."""
+    for file in files:
+        if file.suffix.lower() in _COMPRESSED:
+            raise ValueError(
+                f"{str(file)!r} is compressed, which is not read; decompress it and take it out."
+            )
+    found = sorted({file.suffix.lower() for file in files})
+    if data.column != Data.column and not rows.KINDS.keys() & found:
         raise ValueError(
-            f"{str(file)!r} needs the package pyarrow; run pip install -e '.[huggingface]' in the "
-            "checkout."
+            f"data.column={data.column!r} names a field of rows, but {source} has only {found}; "
+            f"leave it out, or name files that end with one of {[*rows.KINDS]}."
         )
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        with pyarrow.parquet.ParquetFile(file) as opened:
-            names = opened.schema_arrow.names
-            if column not in names:
-                raise ValueError(
-                    f"data.column={column!r} is not a column of {str(file)!r}; write one of "
-                    f"{names}."
-                )
-            each = file.stat().st_size // max(1, opened.metadata.num_rows)
-            for batch in opened.iter_batches(batch_size=256, columns=[column]):
-                yield from ((value.as_py(), each) for value in batch.column(0))
-    except (OSError, pyarrow.ArrowException) as error:
-        raise ValueError(f"{str(file)!r} cannot be read as parquet: {error}") from error
 
 
-_ROWS = {".jsonl": _jsonl, ".parquet": _parquet}
-
-
-def _numbered(rows: Iterable[tuple[Any, int]], where: str) -> Iterator[Document]:
-    for number, (value, read) in enumerate(rows, 1):
+def _numbered(values: Iterable[tuple[Any, int]], where: str) -> Iterator[Document]:
+    for number, (value, read) in enumerate(values, 1):
         yield _row(value, f"row {number} of {where}", read)
 
 
@@ -162,10 +133,11 @@ def _row(value: Any, where: str, read: int) -> Document:
         text = repr(value)[:80]
         raise ValueError(f"{where} holds {text}; choose one of strings, or of messages of chats.")
     # A template may show the order of keys, but chats that differ only in it stay together.
-    content, ranked = (
-        text.encode("utf-8", "replace")
-        for text in ((_dumped(value, False), _dumped(value, True)) if is_chat else (value, value))
-    )
+    try:
+        texts = (_dumped(value, False), _dumped(value, True)) if is_chat else (value, value)
+    except RecursionError as error:
+        raise ValueError(f"{where} nests too deeply; take it out.") from error
+    content, ranked = (text.encode("utf-8", "replace") for text in texts)
     pieces = iter([(content.decode(), read)])
     return Document(hashlib.sha256(ranked).hexdigest(), where, len(content), is_chat, pieces)
 
@@ -181,30 +153,53 @@ def _rows_of_a_set(data: Data, name: str) -> Source:
             f"run pip install -e '.[huggingface]' in the checkout."
         )
     import datasets
+    import pyarrow
 
-    saved, split = pathlib.Path(name), data.huggingface_split
+    saved, split, column = pathlib.Path(name), data.huggingface_split, data.column
     try:
-        if (saved / "dataset_dict.json").is_file():
-            rows = datasets.load_from_disk(str(saved))[split]
-        elif (saved / "state.json").is_file():
-            rows = datasets.load_from_disk(str(saved))
+        if (folder := _saved(saved, split)) is not None:
+            found = datasets.load_from_disk(str(folder))
         else:
-            rows = datasets.load_dataset(name, data.huggingface_subset, split=split)
-    except (OSError, KeyError, ValueError) as error:
+            found = datasets.load_dataset(name, data.huggingface_subset, split=split)
+        known = found.column_names
+    except Exception as error:  # of any kind: the package does not say which
         raise ValueError(
             f"data.huggingface={name!r}, split {split!r}, cannot be loaded: {error}"
         ) from error
-    column = data.column
-    if column not in rows.column_names:
+    if column not in known:
         raise ValueError(
-            f"data.column={column!r} is not a column of {name!r}; write one of {rows.column_names}."
+            f"data.column={column!r} is not a column of {name!r}; write one of {known!s:.200}."
         )
 
     def read():
-        for batch in rows.select_columns([column]).iter(batch_size=256):
-            yield from ((value, 1) for value in batch[column])
+        chosen = found.select_columns([column])
+        try:
+            chosen.data.table.validate(full=True)  # Arrow would follow wrong offsets out of memory
+            for batch in chosen.iter(batch_size=256):
+                yield from ((rows.without_nulls(value), 1) for value in batch[column])
+        except (OSError, UnicodeDecodeError, pyarrow.ArrowException) as error:
+            raise ValueError(f"{name!r} is damaged: {error}; save it again.") from error
 
     documents = lambda: _numbered(read(), f"data.column={column!r} of {name!r}")
     return Source(
-        f"huggingface:{name}", repr((rows._fingerprint, column)), rows.num_rows, documents
+        f"huggingface:{name}", repr((found._fingerprint, column)), found.num_rows, documents
     )
+
+
+def _saved(saved: pathlib.Path, split: str) -> pathlib.Path | None:
+    """The folder in which the package saved a split, with the files it names; None: no such."""
+    if (saved / "dataset_dict.json").is_file():
+        splits = checks.json_object(saved / "dataset_dict.json", splits=list[str])["splits"]
+        if split not in splits:
+            raise ValueError(f"it has only the splits {splits}")
+        saved /= split
+    elif not (saved / "state.json").is_file():
+        return None
+    files = {"_data_files": list[dict[str, str]], "_fingerprint": str}
+    for each in checks.json_object(saved / "state.json", **files)["_data_files"]:
+        place = pathlib.PurePath(each.get("filename", ""))
+        if len(place.parts) != 1 or place.name != str(place):
+            raise ValueError(f"{saved}/state.json names the file {str(place)!r}, elsewhere")
+        on_disk.stat(saved / place)
+    on_disk.stat(saved / "dataset_info.json")
+    return saved

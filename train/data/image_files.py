@@ -6,9 +6,10 @@ import importlib.util
 import io
 import pathlib
 import pickle
+import pickletools
 import zlib
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,6 +17,7 @@ from train.data import files as on_disk
 
 _CIFAR10 = (*(f"data_batch_{number}" for number in range(1, 6)), "test_batch")
 _CIFAR10_ROW = 3 * 32 * 32
+_MOST_TABLE = 1 << 24  # bytes of a table of digits; scikit-learn's has 264,712
 
 
 class Stored(NamedTuple):
@@ -57,13 +59,18 @@ def digits(path: str | None) -> Stored:
                 "digits.csv.gz."
             )
         path = pathlib.Path(found.submodule_search_locations[0], "datasets/data/digits.csv.gz")
-    content = on_disk.content_of(pathlib.Path(path))
+    content = on_disk.content_of(pathlib.Path(path), _MOST_TABLE)
     try:
-        text = gzip.decompress(content) if content[:2] == b"\x1f\x8b" else content
-        rows = np.array([line.split(b",") for line in text.split()], np.float64)
+        with gzip.GzipFile(fileobj=io.BytesIO(content)) as packed:
+            is_packed = content[:2] == b"\x1f\x8b"
+            text = packed.read(_MOST_TABLE + 1) if is_packed else content
+        if len(text) > _MOST_TABLE:
+            raise ValueError(f"it has more than {_MOST_TABLE} bytes")
+        lines = text.split()
+        is_table = bool(lines) and all(line.count(b",") == 64 for line in lines)
+        rows = np.array([line.split(b",") for line in lines if is_table], np.float64)
     except (OSError, EOFError, ValueError, zlib.error) as error:
         raise ValueError(f"{str(path)!r} is no table of digits: {error}.") from error
-    is_table = rows.ndim == 2 and rows.shape[1] == 65
     if not is_table or not np.all((rows >= 0) & (rows <= 16) & (rows % 1 == 0)):
         raise ValueError(
             f"{str(path)!r} is no table of digits: each line needs 64 whole numbers from 0 to 16 "
@@ -120,26 +127,71 @@ def _binary(file: pathlib.Path) -> tuple[np.ndarray, np.ndarray]:
 def _pickled(file: pathlib.Path) -> tuple[np.ndarray, np.ndarray]:
     content = on_disk.content_of(file)
     try:
-        batch = _Unpickler(content).load()
-        rows, labels = np.asarray(batch[b"data"]), np.asarray(batch[b"labels"])
-        rows = rows.reshape(len(labels), _CIFAR10_ROW).astype(np.uint8, casting="safe")
-    except (pickle.UnpicklingError, EOFError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{str(file)!r} is no batch of CIFAR-10: {error!r}.") from error
-    return rows, labels
+        _require_small(content)
+        batch = _Unpickler(io.BytesIO(content), encoding="bytes").load()
+    except Exception as error:  # of any kind, as a pickle builds what it likes of these few parts
+        raise ValueError(f"{str(file)!r} is no batch of CIFAR-10: {error!r:.200}.") from error
+    found = batch if type(batch) is dict else {}
+    rows, labels = (getattr(x, "array", x) for x in (found.get(b"data"), found.get(b"labels")))
+    is_class = lambda x: type(x) is int and 0 <= x < 10
+    if type(labels) is not list or not all(map(is_class, labels)):
+        raise ValueError(f"{str(file)!r} is no batch of CIFAR-10: labels need numbers from 0 to 9.")
+    if type(rows) is not np.ndarray or rows.shape != (len(labels), _CIFAR10_ROW):
+        raise ValueError(
+            f"{str(file)!r} is no batch of CIFAR-10: data needs a row of {_CIFAR10_ROW} bytes for "
+            f"each of {len(labels)} labels."
+        )
+    return rows, np.array(labels, np.uint8)
+
+
+def _require_small(content: bytes) -> None:
+    """Raises a ValueError for what fills the memory or the stack of Python's reader."""
+    tuples = 0
+    for code, number, _ in pickletools.genops(content):  # which compares lengths with the content
+        tuples += code.name.startswith(("TUPLE", "FROZENSET"))
+        if tuples > 64:  # nested ones are hashed in C, without an end
+            raise ValueError("it holds more tuples than its arrays need")
+        if "PUT" in code.name and number is not None and number > len(content):
+            raise ValueError("it remembers more objects than it has bytes")
 
 
 class _Unpickler(pickle.Unpickler):
-    """Unpickles only arrays, as a pickle can contain a program."""
+    """Unpickles numbers, texts, lists, and arrays of bytes; no part of NumPy is called.
 
-    def __init__(self, content: bytes):
-        super().__init__(io.BytesIO(content), encoding="bytes")
+    A pickle is a program, and NumPy takes an array of objects made of bytes for pointers.
+    """
 
-    def find_class(self, module, name):
-        known = {
-            "_reconstruct": np.zeros(0).__reduce__()[0],
-            "ndarray": np.ndarray,
-            "dtype": np.dtype,
-        }
-        if name not in known:
+    def find_class(self, module: str, name: str) -> Any:
+        known = {"_reconstruct": _Array, "ndarray": None, "dtype": _Dtype}
+        if module.partition(".")[0] != "numpy" or name not in known:
             raise pickle.UnpicklingError(f"it holds {module}.{name}, which is no array")
         return known[name]
+
+
+class _Dtype:
+    """The type of an array in a pickle: a byte, the only one that is needed."""
+
+    def __init__(self, name, *flags):
+        if name not in (b"u1", "u1"):
+            raise ValueError(f"it holds an array of {name!r:.40}, and not of bytes")
+
+    def __setstate__(self, state):
+        pass  # the order of the bytes of a number, for example: these have one
+
+
+class _Array:
+    """An array in a pickle, as NumPy describes it."""
+
+    array = None
+
+    def __init__(self, *empty):
+        pass  # what NumPy makes before it learns the shape
+
+    def __setstate__(self, state):
+        _, shape, kind, by_columns, content = state
+        if type(kind) is not _Dtype or type(content) is not bytes:
+            raise ValueError("it holds an array that is not of bytes")
+        flat = np.frombuffer(content, np.uint8)
+        if not all(type(size) is int and size >= 0 for size in shape):
+            raise ValueError(f"it holds an array of shape {shape!r:.40}")
+        self.array = flat.reshape(shape, order="F" if by_columns else "C")

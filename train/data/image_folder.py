@@ -11,12 +11,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from train import checks
 from train.data import files as on_disk
 from train.data.image_files import Stored
 from train.data.once import once
 from train.output.progress import counted
 
 _SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff"}
+_FORMATS = ("JPEG", "PNG", "BMP", "GIF", "WEBP", "TIFF")  # Pillow's others may start programs
+_MOST_PIXELS = 1 << 26  # of an image: many threads decode some, with up to 8 bytes for each
 _REPORT = "images.json"
 _AT_ONCE = 256  # files that are checked together
 
@@ -63,7 +66,8 @@ def folder(path: str, checked: pathlib.Path) -> Stored:
     Raises:
       ValueError: If there are no such folders, or no image can be read.
     """
-    found, report = _find(path), json.loads((checked / _REPORT).read_text())
+    found = _find(path)
+    report = checks.json_object(checked / _REPORT, sha256=str, unreadable=dict[str, str])
     unreadable = report["unreadable"]
     kept = [n for n in range(len(found.files)) if found.name(n) not in unreadable]
     if not kept:
@@ -160,12 +164,14 @@ def _look(new: pathlib.Path, found: _Found) -> None:
 def _decoded(file: pathlib.Path, content: bytes) -> Any:
     from PIL import Image
 
-    # Pillow's readers raise many errors for broken files; PNGs raise SyntaxError.
-    troubles = (OSError, ValueError, SyntaxError, EOFError, LookupError, OverflowError)
     try:
-        made = Image.open(io.BytesIO(content))
+        made = Image.open(io.BytesIO(content), formats=_FORMATS)
+        if made.width * made.height > _MOST_PIXELS:
+            raise ValueError(
+                f"it has {made.width} x {made.height} pixels; needs at most {_MOST_PIXELS}"
+            )
         made.load()
-    except (*troubles, Image.DecompressionBombError) as error:
+    except Exception as error:  # of any kind, SyntaxError for one: the readers do not say which
         raise ValueError(f"{str(file)!r} cannot be read as an image: {error}.") from error
     if made.mode.startswith("I;16"):  # Pillow would clip values to 255
         made = Image.fromarray((np.asarray(made) >> 8).astype(np.uint8))

@@ -11,8 +11,9 @@ class Data:
     """The text, and how much of it a step reads."""
 
     path: str | None = None
-    """File or folder, read recursively: text, and rows of .jsonl and .parquet; or a folder saved by
-    the package datasets. None: the source of Python's standard library."""
+    """File or folder, read recursively: text, and rows of .jsonl, .ndjson, .json, .csv, .tsv and
+    .parquet; or a folder saved by the package datasets. None: the source of Python's standard
+    library."""
     huggingface: str | None = None
     """Name or local path of a Hugging Face data set; needs pip install -e '.[huggingface]'."""
     huggingface_subset: str | None = None
@@ -20,7 +21,7 @@ class Data:
     huggingface_split: str = "train"
     """Split of the data set to read; validation rows are held out of it."""
     column: str = "text"
-    """Field of a row that holds the text, or the messages of a chat."""
+    """Field of a row that holds the text, or the messages of a chat. An error without rows."""
     tokenizer: str | None = None
     """Hugging Face folder with a tokenizer.json; None: the folder of the pretrained model, or bytes
     as tokens without one."""

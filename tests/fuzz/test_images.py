@@ -1,0 +1,81 @@
+"""Files of images, and the record of those that can be read."""
+
+import functools
+import io
+import json
+import pickle
+
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+from tests.helpers import pictures
+from tests.helpers.fuzzing import fuzz, octets, refused, texts, trees
+from train.data import image_files, image_folder
+
+BATCH = {b"labels": [1, 2], b"data": np.zeros((2, 3072), np.uint8)}
+
+
+@pytest.fixture(scope="module")
+def cifar(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("cifar")
+    pictures.cifar10(folder / "pickled")
+    pictures.cifar10(folder / "binary", is_binary=True)
+    return folder
+
+
+@fuzz(st.one_of(octets(pickle.dumps(BATCH, 3)), trees().map(pickle.dumps)))
+def test_pickles_of_cifar10(cifar, content):
+    (cifar / "pickled" / "data_batch_2").write_bytes(content)
+    if (found := refused(image_files._pickled, cifar / "pickled" / "data_batch_2")) is not None:
+        assert found[0].dtype == np.uint8 and found[0].shape == (found[1].size, 3072)
+
+
+@fuzz(octets(bytes(3073 * 2)))
+def test_batches_of_cifar10(cifar, content):
+    (cifar / "binary" / "data_batch_2.bin").write_bytes(content)
+    if (found := refused(image_files.cifar10, str(cifar / "binary"))) is not None:
+        assert found.labels.max() < 10
+
+
+LINE = ",".join(["0", "16", "3", "8"] * 16 + ["7"]) + "\n"
+
+
+@fuzz(st.one_of(octets(LINE.encode() * 2), st.just(b"\x1f\x8b" + LINE.encode())))
+def test_tables_of_digits(tmp_path, content):
+    (tmp_path / "digits.csv").write_bytes(content)
+    if (found := refused(image_files.digits, str(tmp_path / "digits.csv"))) is not None:
+        assert found.load(0).shape == (8, 8, 1) and 0 <= found.labels.min() <= found.labels.max()
+
+
+@functools.cache
+def drawn(form):
+    from PIL import Image
+
+    pixels = np.random.default_rng(0).integers(0, 256, (6, 5, 3), dtype=np.uint8)
+    made = io.BytesIO()
+    Image.fromarray(pixels).save(made, form)
+    return made.getvalue()
+
+
+FORMS = st.sampled_from(image_folder._FORMATS)
+
+
+@fuzz(st.deferred(lambda: FORMS.flatmap(lambda form: octets(drawn(form)))))
+def test_pictures(tmp_path, content):
+    (tmp_path / "a.png").write_bytes(content)
+    if (found := refused(image_folder.picture, tmp_path / "a.png")) is not None:
+        assert np.asarray(found.convert("RGB")).shape[2] == 3
+
+
+@fuzz(
+    st.one_of(
+        texts('{"sha256": "a", "unreadable": {}}'), trees().map(lambda x: json.dumps(x).encode())
+    )
+)
+def test_records_of_pictures(cifar, text):
+    path = cifar / "folder"
+    if not path.exists():
+        pictures.folder(path, count=1)
+    (cifar / "images.json").write_bytes(text)
+    refused(image_folder.folder, str(path), cifar)

@@ -1,0 +1,192 @@
+"""Files of rows: JSON lines, JSON, CSV and parquet; one field of each row, few rows at a time."""
+
+import csv
+import functools
+import importlib.util
+import io
+import itertools
+import json
+import pathlib
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from train import checks
+from train.data import files as on_disk
+
+_MOST = checks.MOST_TEXT  # bytes of a row
+_SPACE = re.compile(r"[ \t\r\n]*")
+_DECODER = json.JSONDecoder()
+
+# A file and a column -> its value in each row, with the row's share of the file in bytes.
+Rows = Callable[[pathlib.Path, str], Iterator[tuple[Any, int]]]
+
+
+def without_nulls(value: Any) -> Any:
+    """A value of a table without keys that are null: a row of JSON would not have them.
+
+    A column of structs has the keys of all its rows; those that a row lacks are null in it.
+    """
+    if isinstance(value, dict):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    return [without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+def _field(row: Any, where: str, column: str) -> Any:
+    if not isinstance(row, dict) or column not in row:
+        known = sorted(row) if isinstance(row, dict) else type(row).__name__
+        raise ValueError(
+            f"{where} has no field data.column={column!r}; write one of {known!s:.200}."
+        )
+    return row[column]
+
+
+def _lines(file: pathlib.Path, column: str) -> Iterator[tuple[Any, int]]:
+    """Reads an object from each line."""
+    with on_disk.opened(file) as opened:
+        for number, line in enumerate(_short(opened, b"", file), 1):
+            if line.strip():
+                where = f"line {number} of {str(file)!r}"
+                try:
+                    row = json.loads(line)
+                except (ValueError, RecursionError) as error:
+                    raise ValueError(f"{where} is not JSON ({error}); fix or remove it.") from error
+                yield _field(row, where, column), len(line)
+
+
+def _short(opened, end, file: pathlib.Path) -> Iterator:
+    """The lines of a file, which must not be as long as to fill memory."""
+    for number, line in enumerate(iter(lambda: opened.readline(_MOST), end), 1):
+        if len(line) == _MOST:
+            raise ValueError(
+                f"line {number} of {str(file)!r} has {_MOST} characters or more; needs shorter "
+                "rows, each on a line."
+            )
+        yield line
+
+
+def _json(file: pathlib.Path, column: str) -> Iterator[tuple[Any, int]]:
+    """Reads an array of objects, or objects that follow each other."""
+    for number, (row, size) in enumerate(_objects(file), 1):
+        yield _field(row, f"row {number} of {str(file)!r}", column), size
+
+
+def _objects(file: pathlib.Path) -> Iterator[tuple[dict[str, Any], int]]:
+    """The objects of a file, and the characters of each; about a mebibyte is in memory."""
+    pieces = on_disk.pieces(file)
+    text = next(pieces).removeprefix("\ufeff").lstrip()
+    at = int(is_array := text.startswith("["))
+    for number in itertools.count(1):
+        while True:
+            at = _SPACE.match(text, at).end()
+            if is_array and text.startswith("]", at):
+                if text[at + 1 :].strip() or any(piece.strip() for piece in pieces):
+                    raise ValueError(f"{str(file)!r} goes on after its array; cut it off.")
+                return
+            try:
+                row, end = _decoded(text, at, is_array and number > 1)
+                break
+            except ValueError as error:  # an object may go on in the next piece
+                longer = text[at:] + _next(pieces, len(text) - at)
+                if not longer and not is_array:
+                    return
+                if len(longer) == len(text) - at or len(longer) > 2 * _MOST:
+                    raise ValueError(
+                        f"row {number} of {str(file)!r} is not JSON "
+                        f"({getattr(error, 'msg', error)}); needs an array of objects, or an "
+                        "object on each line."
+                    ) from error
+                text, at = longer, 0
+        yield row, end - at
+        at = end
+
+
+def _next(pieces: Iterator[str], least: int) -> str:
+    """At least so many characters if there are: twice as many each time are read few times."""
+    found = []
+    while sum(map(len, found)) <= least and (piece := next(pieces, "")):
+        found.append(piece)
+    return "".join(found)
+
+
+def _decoded(text: str, at: int, comma: bool) -> tuple[dict[str, Any], int]:
+    if comma:
+        if not text.startswith(",", at):
+            raise ValueError("it lacks ',' or ']'")
+        at = _SPACE.match(text, at + 1).end()
+    if not text.startswith("{", at):
+        raise ValueError(f"it begins with {text[at : at + 10]!r}")
+    try:
+        return _DECODER.raw_decode(text, at)
+    except RecursionError as error:
+        raise ValueError("it nests too deeply") from error
+
+
+def _csv(file: pathlib.Path, column: str, delimiter: str = ",") -> Iterator[tuple[Any, int]]:
+    """Reads a table whose first row names the columns."""
+    csv.field_size_limit(_MOST)  # of this process; Python's own limit is 128 KiB
+    with on_disk.opened(file) as opened, io.TextIOWrapper(opened, "utf-8-sig", newline="") as text:
+        rows = csv.reader(_short(text, "", file), delimiter=delimiter, strict=True)
+        try:
+            names = next(rows, [])
+            if names.count(column) != 1:
+                raise ValueError(
+                    f"data.column={column!r} is not one column of {str(file)!r}; write one of "
+                    f"{names!s:.200}."
+                )
+            place, before = names.index(column), 0
+            for row in rows:
+                if not row:  # a blank line
+                    continue
+                if len(row) != len(names):
+                    raise ValueError(
+                        f"line {rows.line_num} of {str(file)!r} has {len(row)} fields, but the "
+                        f"first row names {len(names)}; fix or remove it."
+                    )
+                after = opened.tell()
+                yield row[place], after - before
+                before = after
+        except csv.Error as error:
+            raise ValueError(
+                f"line {rows.line_num} of {str(file)!r} is not CSV ({error}); fix or remove it."
+            ) from error
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"{str(file)!r} is not UTF-8 text (after line {rows.line_num}); convert it."
+            ) from error
+
+
+def _parquet(file: pathlib.Path, column: str) -> Iterator[tuple[Any, int]]:
+    if importlib.util.find_spec("pyarrow") is None:
+        raise ValueError(
+            f"{str(file)!r} needs the package pyarrow; run pip install -e '.[huggingface]' in the "
+            "checkout."
+        )
+    import pyarrow
+    import pyarrow.parquet
+
+    size = on_disk.stat(file).st_size
+    try:
+        with pyarrow.parquet.ParquetFile(file) as opened:
+            names = opened.schema_arrow.names
+            if names.count(column) != 1:
+                raise ValueError(
+                    f"data.column={column!r} is not a column of {str(file)!r}; write one of "
+                    f"{names!s:.200}."
+                )
+            each = size // max(1, opened.metadata.num_rows)
+            for batch in opened.iter_batches(batch_size=256, columns=[column]):
+                yield from ((without_nulls(value.as_py()), each) for value in batch.column(0))
+    except (OSError, UnicodeDecodeError, pyarrow.ArrowException) as error:
+        raise ValueError(f"{str(file)!r} cannot be read as parquet: {error}") from error
+
+
+KINDS: dict[str, Rows] = {
+    ".jsonl": _lines,
+    ".ndjson": _lines,
+    ".json": _json,
+    ".csv": _csv,
+    ".tsv": functools.partial(_csv, delimiter="\t"),
+    ".parquet": _parquet,
+}
+"""Readers by the end of a file's name, in small letters."""
