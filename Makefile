@@ -1,6 +1,7 @@
 # make demo [STEPS=500] [LINK=100mbit] three short runs: loss, bytes, and time on that link
 # make test [PYTHON=python3.12]        the whole test suite, in WORKERS=2 processes of up to 3 GB
 # make test QUICK=1                    without most tests of tests/slow.txt
+# make journeys                        types every command of the pages, as a reader would
 # make format                          ruff: what it can mend, and the layout
 # make docs                            the pages of docs/, in docs/_build/html
 # make soak [STEPS=1000]               a run of eight processes that is harmed again and again
@@ -25,7 +26,10 @@ test: $(VENV)/test.installed
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile $(if $(QUICK),-m 'not slow')
 
 # The compilers of tests/benchmarks/test_accelerators.py come as plugins, which look for a driver.
-test soak fuzz mutations: export JAX_PLATFORMS ?= cpu
+test journeys soak fuzz mutations: export JAX_PLATFORMS ?= cpu
+
+journeys: $(VENV)/test.installed
+	JOURNEYS=1 $(BIN)/python -m pytest -q --durations=0 tests/journeys
 
 installed: $(VENV)/test.installed
 
@@ -68,4 +72,4 @@ $(VENV)/docs.installed: pyproject.toml requirements.txt | $(VENV)/bin/python
 clean:
 	rm -rf .venv .venv-* .mypy_cache build dist runs docs/_build docs/notebooks/*.ipynb *.egg-info
 
-.PHONY: demo test installed format docs soak fuzz mutations clean
+.PHONY: demo test journeys installed format docs soak fuzz mutations clean

@@ -94,8 +94,9 @@ def dion(
       K. Ahn et al., `Dion: Distributed Orthonormalized Updates
       <https://arxiv.org/abs/2504.05295>`_, 2025, and the form of its code. Deviations: n is a
       layer's output, the last axis in JAX, and more than two axes are cut where m + n is least;
-      factors are made orthogonal by Cholesky QR, after adding noise of 1e-12; the first Q is
-      uniform, its scale does not matter.
+      factors are made orthogonal by Cholesky QR; the first Q is noise; a
+      column of R that holds only rounding errors, as where the rank of M is below `rank`, takes
+      no step, and keeps its column of Q.
     """
     name = "dion"
     require(rank >= 1, name, "at least 1", "rank=16", rank=rank)
@@ -153,7 +154,7 @@ def _init(settings, params):
             right.append(None)
             continue
         first = low_rank.drawn(settings.key(), i, shape[1], min(settings.rank, *shape))
-        right.append(vary_like(first.astype(dtype), leaf))
+        right.append(vary_like(low_rank.unit(first.astype(dtype))[0], leaf))
         residual.append(to_varying(moments.zeros(leaf), settings.transport.axis_name))
     return DionState(
         count=jnp.zeros([], jnp.int32),
@@ -179,7 +180,7 @@ def _update(settings, updates, state, params, **extra_args):
     mine = _exact(settings, params, params)
     change, others = settings.others.update(exact, state.others, mine, **extra_args)
     changes = treedef.flatten_up_to(change)
-    for group, *of in zip(groups, matrices, lefts, factors, strict=True):
+    for group, *of in zip(groups, matrices, lefts, factors, held, strict=True):
         along, q, left = _stepped(settings, *of)
         for row, i in enumerate(group):
             momenta[i], rights[i] = left[row].reshape(leaves[i].shape), q[row]
@@ -216,12 +217,17 @@ def _averaged(settings, count, matrices, held, exact, updates):
     return lefts, rights, exact, got.failed
 
 
-def _stepped(settings, matrix, p, r):
+def _stepped(settings, matrix, p, r, held):
     """For a batch of momenta: the direction of the step, the next factor, and the rest."""
     left = matrix - (1 - settings.momentum) * low_rank.product(p, low_rank.transposed(r))
-    q = r / (jnp.linalg.norm(r, axis=1, keepdims=True) + settings.eps)
+    q, length = low_rank.unit(r)
+    # P has as many columns as the factor, whatever the rank of M: the others catch rounding errors.
+    error = 32 * jnp.finfo(r.dtype).eps * jnp.max(length, axis=2, keepdims=True)
+    caught = length > error
+    along = jnp.where(caught, q * (length / (length + settings.eps)), 0)
     scale = math.sqrt(matrix.shape[2] / matrix.shape[1])
-    return scale * low_rank.product(p, low_rank.transposed(q)), q, left
+    step = scale * low_rank.product(p, low_rank.transposed(along))
+    return step, jnp.where(caught, q, held), left
 
 
 def _exact(settings, params, tree):

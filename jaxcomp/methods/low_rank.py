@@ -71,37 +71,91 @@ def drawn(key: Key, number: int, rows: int, columns: int) -> jax.Array:
     return uniform(fold(key, number), (rows * columns,)).reshape(rows, columns) - 0.5
 
 
-def orthogonal(x: jax.Array, key: Key) -> jax.Array:
-    """Columns of norm 1, orthogonal to each other, that span those of `[k, n, rank]`.
+def unit(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Columns of norm 1, whatever their scale, and their norms; columns of zeros stay zeros.
 
-    Noise is added, so that a factor of zeros, from a zero gradient, spans something. Cholesky's
-    factors take a few kernels for a batch. Householder's QR takes several for each matrix: on a GPU
-    three times as long as the rest of a small GPT's step.
+    Squares of 1e-30 or 1e30 are not float32 numbers, so that columns are scaled by their largest
+    entry first.
+    """
+    largest = jnp.max(jnp.abs(x), axis=-2, keepdims=True)
+    largest = jnp.where(largest < jnp.finfo(x.dtype).tiny, 1, largest)
+    length = jnp.linalg.norm(x / largest, axis=-2, keepdims=True)
+    return x / largest / jnp.where(length > 0, length, 1), length * largest
+
+
+def orthogonal(x: jax.Array, key: Key) -> jax.Array:
+    """Columns of norm 1, orthogonal to each other, that span those of `[k, n, rank]`, rank <= n.
+
+    They are so for every finite input. Where columns depend on each other, or are zero, noise
+    below their rounding error decides the rest: it is equal on all replicas. Cholesky's factors
+    take a few kernels for a batch. Householder's QR takes several for each matrix: on a GPU three
+    times as long as the rest of a small GPT's step.
 
     References:
       T. Fukaya et al., "Shifted Cholesky QR for Computing the QR Factorization of Ill-Conditioned
-      Matrices", SIAM Journal on Scientific Computing, 2020, arXiv 1809.11085, its three rounds.
-      Deviations: columns have norm 1 before each round, so that the shift is a constant, and the
-      second round has it, too.
+      Matrices", SIAM Journal on Scientific Computing, 2020, arXiv 1809.11085. Deviations: there are
+      four rounds, five of more than 64 columns, as its three do not reach columns that depend on
+      each other up to rounding. In each the columns are scaled to norm 1, so that the shift is a
+      constant; all but the last have it.
     """
-    x = x + 1e-12 * drawn(key, 0, *x.shape[1:]).astype(x.dtype)[None]
-    shift = 32 * float(jnp.finfo(x.dtype).eps)
-    for diagonal in (1 + shift, 1 + shift, 1.0):
-        x = x / jnp.sqrt(jnp.sum(x * x, axis=1, keepdims=True))
-        one = jnp.eye(x.shape[2], dtype=bool)
-        x = _made_orthogonal(x, jnp.where(one, diagonal, product(transposed(x), x)))
+    _, rows, rank = x.shape
+    eps = float(jnp.finfo(x.dtype).eps)
+    noise = drawn(key, 0, rows, rank).astype(x.dtype)[None]  # columns of norm sqrt(rows / 12)
+    x = unit(x)[0] + 4 * eps * math.sqrt(12 / rows) * noise
+    # More than the rounding errors of the products, which would make Cholesky's root NaN.
+    shift = 32 * eps * math.sqrt(rank)
+    shifted = 3 if rank <= 64 else 4
+    for diagonal in (1 + shift,) * shifted + (1.0,):
+        x = _made_orthogonal(x, product(transposed(x), x), diagonal)
     return x
 
 
-def _made_orthogonal(x, gram):
-    """`x @ inverse(L).T`, where `L @ L.T` are the products of the columns, `[k, rank, rank]`."""
-    if x.shape[2] > _FEW:
-        low = lax.linalg.cholesky(gram, symmetrize_input=False)
-        return lax.linalg.triangular_solve(low, x, lower=True, transpose_a=True)
-    # Gauss's elimination of few columns is a chain that XLA fuses.
+def _made_orthogonal(x, gram, diagonal):
+    """`x @ inverse(L).T / length`, where `L @ L.T` are the products of the columns at norm 1.
+
+    Args:
+      x: Columns, [k, n, rank].
+      gram: Their products, [k, rank, rank].
+      diagonal: What replaces the products of columns of norm 1 with themselves.
+    """
+    one = jnp.eye(x.shape[2], dtype=bool)
+    length = jnp.sqrt(jnp.diagonal(gram, axis1=1, axis2=2))[:, None]
+    gram = jnp.where(one, diagonal, gram / length / transposed(length))
+    if x.shape[2] <= _FEW:
+        return _eliminated(x / length, gram)
+    if platform() == "cpu":
+        return product(x / length, transposed(_inverse_root(gram)))
+    low = transposed(length) * lax.linalg.cholesky(gram, symmetrize_input=False)
+    return lax.linalg.triangular_solve(low, x, lower=True, transpose_a=True)
+
+
+def _eliminated(x, gram):
+    """Gauss's elimination of few columns: a chain that XLA fuses."""
     columns, rows = list(jnp.moveaxis(x, 2, 0)), list(jnp.moveaxis(gram, 1, 0))
     for i, j in itertools.combinations(range(len(columns)), 2):
         share = (rows[i][:, j] / rows[i][:, i])[:, None]
         columns[j], rows[j] = columns[j] - share * columns[i], rows[j] - share * rows[i]
     lengths = (jnp.sqrt(row[:, i])[:, None] for i, row in enumerate(rows))
     return jnp.stack([c / length for c, length in zip(columns, lengths, strict=True)], axis=2)
+
+
+def _inverse_root(gram):
+    """`inverse(L)`, where `L @ L.T` is `gram`: f32[k, rank, rank].
+
+    By Gauss's elimination, in place. The library that JAX calls on CPUs for Cholesky's factors and
+    triangular systems starts threads of its own, and those of several replicas wait for each other:
+    with eight of them a step took a hundred times as long.
+    """
+    at = jnp.arange(gram.shape[2])
+
+    def eliminate(i, a):
+        here = at == i
+        row = lax.dynamic_slice_in_dim(a, i, 1, axis=1)
+        pivot = lax.dynamic_slice_in_dim(row, i, 1, axis=2)
+        share = lax.dynamic_slice_in_dim(a, i, 1, axis=2) / pivot
+        row = jnp.where(here, 1, row)  # what is eliminated makes room for the inverse
+        below = jnp.where(here, 0, a) - share * row
+        a = jnp.where((at > i)[:, None], below, a)
+        return jnp.where(here[:, None], row * lax.rsqrt(pivot), a)
+
+    return jnp.tril(lax.fori_loop(0, len(at), eliminate, gram))

@@ -54,7 +54,8 @@ def power_sgd(
     of e_i, are the mean incoming updates.
 
     Args:
-      rank: Columns of the factors, at least 1; 1 to 4 in the paper.
+      rank: Columns of the factors, at least 1; at most the smaller side of a matrix is used. 1 to 4
+        in the paper.
       axis_name: Mesh axis to average over.
       warmup_steps: First steps, which send updates in float32.
       least: A leaf [m, n] of fewer than `least * rank * (m + n)` elements is sent in float32, and
@@ -84,7 +85,7 @@ def power_sgd(
       "both". The authors' later code alternates, and so do L. Zhang et al., `Evaluation and
       Optimization of Gradient Compression for Distributed Deep Learning
       <https://arxiv.org/abs/2306.08881>`_, 2023. Deviations: factors are orthogonalized just before
-      use, by Cholesky QR, after adding noise of 1e-12; the paper always cuts behind the first axis.
+      use, by Cholesky QR; the paper always cuts behind the first axis.
     """
     name = "power_sgd"
     require(isinstance(rank, int) and rank >= 1, name, "at least 1", "rank=4", rank=rank)
@@ -132,9 +133,10 @@ def _init(settings, params):
 def _nothing_sent(settings, leaf, number, dtype):
     """The residual and both factors of a matrix before the first step."""
     rows, columns = settings.shape_of(leaf)
+    rank = min(settings.rank, rows, columns)
     key = Key(jnp.int32(0), jnp.uint32(settings.transport.seed))
-    noise = low_rank.drawn(key, number, columns, settings.rank).astype(dtype)
-    left = jnp.zeros((rows, settings.rank), dtype)
+    noise = low_rank.drawn(key, number, columns, rank).astype(dtype)
+    left = jnp.zeros((rows, rank), dtype)
     residual = to_varying(moments.zeros(leaf), settings.transport.axis_name)
     return residual, vary_like(left, leaf), vary_like(noise, leaf)
 

@@ -76,6 +76,27 @@ def test_a_step_of_the_highest_rank_goes_along_all_directions():
     assert lengths.min() > 0.2
 
 
+@pytest.mark.parametrize("scale", [1.0, 1e30])
+@pytest.mark.parametrize("rank", [RANK, 50])
+@pytest.mark.parametrize("kind", ["rank one", "one row"])
+def test_a_momentum_of_low_rank_moves_the_parameters_along_itself_alone(kind, rank, scale):
+    """The columns that it does not fill hold rounding errors, which must not be steps."""
+    zero = jax.tree.map(np.zeros_like, random_tree(0, 2))
+    left, right = random_tree(3)["a"][:, :1], random_tree(4)["a"][:1]
+    left = left if kind == "rank one" else np.eye(12, 1)
+    low = (scale * left @ right).astype(np.float32)
+    start, grad = random_tree(0), zero | {"a": np.stack([low, 3 * low])}
+    history = history_of(make(rank=rank), start, [grad, grad], 2)
+    (before, first), *_, (params, state) = history
+    step = (one_value(before["a"]) - one_value(params["a"])) / (2 * RATE)
+    u, v = left / np.linalg.norm(left), right / np.linalg.norm(right)
+    np.testing.assert_allclose(step, np.sqrt(20 / 12) * u @ v, atol=1e-4)
+    np.testing.assert_allclose(np.linalg.norm(state.right["a"], axis=0), 1, atol=1e-5)
+    # The others did not move, and keep their factor.
+    np.testing.assert_array_equal(one_value(params["b"]), start["b"])
+    np.testing.assert_array_equal(state.right["b"], first.right["b"])
+
+
 def test_two_all_reduces_a_step_of_the_factors_and_the_exact_leaves():
     mesh, params = mesh_of(2), random_tree(0)
     init, update = transform(make(), mesh, params)

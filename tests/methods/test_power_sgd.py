@@ -61,6 +61,19 @@ def test_a_gradient_of_no_higher_rank_arrives_whole_after_one_that_was_zero(side
     np.testing.assert_allclose(state.residual["a"], 0, atol=1e-4)
 
 
+@pytest.mark.parametrize("sides", ["both", "alternating"])
+def test_a_rank_above_the_smaller_side_sends_matrices_whole(sides):
+    start, grads = random_tree(0), [random_tree(1 + t, 4) for t in range(4)]
+    params, (state, *_) = history_of(sgd(rank=50, least=0.01, sides=sides), start, grads, 4)[-1]
+    assert state.left["small"].shape == (2, 2) and state.right["small"].shape == (3, 2)
+    moved = np.sum([g["small"].mean(axis=0) for g in grads], axis=0)
+    kept = np.asarray(state.residual["small"]).mean(axis=0)
+    wanted = start["small"] - moved + kept
+    np.testing.assert_allclose(one_value(params["small"]), wanted, atol=1e-5)
+    if sides == "both":
+        np.testing.assert_allclose(kept, 0, atol=1e-5)
+
+
 def test_one_all_reduce_a_step_of_one_factor_and_the_exact_leaves():
     mesh, params = mesh_of(2), random_tree(0)
     init, update = transform(make(warmup_steps=1), mesh, params)
