@@ -172,7 +172,7 @@ def _rows_of_a_set(data: Data, name: str) -> Source:
         )
 
     def read():
-        chosen = found.select_columns([column])
+        chosen = found.with_format(None).select_columns([column])  # a saved one may hide columns
         try:
             chosen.data.table.validate(full=True)  # Arrow would follow wrong offsets out of memory
             for batch in chosen.iter(batch_size=256):

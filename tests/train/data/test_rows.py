@@ -183,6 +183,14 @@ def test_a_saved_set_names_files_of_its_own(tmp_path, change, message):
         documents.find(Data(path=str(folder)))
 
 
+@pytest.mark.parametrize("change", [{"_format_columns": []}, {"_format_type": "numpy"}])
+def test_the_format_of_a_saved_set_changes_nothing(tmp_path, change):
+    folder = saved(tmp_path)
+    state = json.loads((folder / "state.json").read_text())
+    (folder / "state.json").write_text(json.dumps(state | change))
+    assert texts_of(Data(path=str(folder))) == TEXTS
+
+
 def test_a_saved_set_that_is_damaged_is_refused(tmp_path):
     folder = saved(tmp_path)
     (file,) = folder.glob("*.arrow")
