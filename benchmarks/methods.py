@@ -223,7 +223,7 @@ METHODS: dict[str, Method] = {
     },
     "0/1 Adam, as in the paper": _frozen(
         "precondition=False, fresh_variance=False, weigh_steps=False, variance_floor=0.0, "
-        "bias_correction=False"
+        "step_bound=None, bias_correction=False"
     ),
     "CocktailSGD": _cocktail("warmup_steps=0"),
     "CocktailSGD, warm-up": _cocktail("warmup_steps=warmup_steps"),

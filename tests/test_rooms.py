@@ -35,6 +35,7 @@ ELSEWHERE = {
     "steps/stages.py": "steps/test_interleaved.py",  # what these steps are cut into
     "steps/update.py": "steps/test_train.py",
     "steps/spread.py": "steps/test_train.py",  # what every step leaves equal
+    "methods/freezing.py": "methods/test_one_bit_adam.py",  # whose warm-up it ends
     "methods/inner.py": "methods/test_cocktail_sgd.py",  # whose inner optimizer it first was
     "methods/rescaling.py": "methods/test_slamb.py",  # its steps
     "methods/trust.py": "methods/test_one_bit_lamb.py",  # whose trust ratios they are

@@ -29,6 +29,7 @@ class Adam(NamedTuple):
     bias_correction: bool = True
     weight_decay: float = 0.0
     mask: Any = None  # of the leaves that decay, see `common.decays`
+    step_bound: float | None = None  # see `jaxcomp.methods.step_bound`
 
     def decays(self, params: Any) -> Any:
         """The weight decay of each leaf."""
@@ -65,59 +66,28 @@ def adam(
     bias_correction: bool = True,
     weight_decay: float = 0.0,
     mask: Any = None,
+    step_bound: float | None = None,
 ) -> Adam:
     """Makes the `Adam` of a method; a ValueError for constants that are out of range, or arrays."""
     numbers = {"b1": b1, "b2": b2, "eps": eps, "weight_decay": weight_decay}
-    require_static(name, **numbers, variance_floor=variance_floor)
+    require_static(name, **numbers, variance_floor=variance_floor, step_bound=step_bound)
     require(0 <= b1 < 1, name, "[0, 1)", "b1=0.9", b1=b1)
     require(0 <= b2 < 1, name, "[0, 1)", "b2=0.999", b2=b2)
     require(0 < eps, name, "more than 0", "eps=1e-8", eps=eps)
     floor = {"variance_floor": variance_floor}
     require(0 <= variance_floor < 1, name, "[0, 1)", "variance_floor=1e-4", **floor)
+    write = "step_bound=1.0, or None for no bound"
+    require(
+        step_bound is None or 0 < step_bound < math.inf,
+        name,
+        "a number above 0",
+        write,
+        step_bound=step_bound,
+    )
     rate = common.schedule_of(name, learning_rate)
     rate_of = lambda count: jnp.asarray(rate(count), jnp.float32)
-    return Adam(rate_of, b1, b2, eps, variance_floor, bias_correction, weight_decay, mask)
-
-
-class Freeze(NamedTuple):
-    """When a 1-bit method freezes its variance."""
-
-    step: int | None  # after this many steps; None: when it is stable
-    ratio: float  # stable when the norm `norms.size` steps ago is this share of today's
-
-    def holds(self, state: Any) -> jax.Array:
-        """bool[], whether the variance is frozen in the step after a state."""
-        return state.frozen if self.step is None else state.count >= self.step
-
-    def no_norms(self, b2: float, like: Any) -> jax.Array | None:
-        """The norms before the first step, see `after`; None with a given `step`."""
-        return jnp.zeros(round(1 / (1 - b2)), dtype_of(like)) if self.step is None else None
-
-    def after(self, frozen: jax.Array, state: Any, variance: Any):
-        """Whether the next step is frozen, and the norms that decide on the step after it.
-
-        Args:
-          frozen: bool[], whether this step was.
-          state: Has `norms`, the l1 norms of the last steps or None with a given `step`, and
-            `count`.
-          variance: Tree, equal on all replicas, after this step.
-        """
-        if self.step is not None:
-            return state.count + 1 >= self.step, None
-        norm = sum(sums_over_shards([jnp.sum(v) for v in jax.tree.leaves(variance)]))
-        place = state.count % state.norms.size
-        stable = (state.count >= state.norms.size) & (state.norms[place] >= self.ratio * norm)
-        return frozen | stable, state.norms.at[place].set(norm)
-
-
-def freeze(name: str, freeze_step: int | None, freeze_ratio: float) -> Freeze:
-    """Makes the `Freeze` of a method; a ValueError for arguments that are out of range."""
-    least = freeze_step is None or freeze_step >= 1
-    write = "a sixth of the steps, or None to find it"
-    require(least, name, "at least 1", write, freeze_step=freeze_step)
-    ratio = {"freeze_ratio": freeze_ratio}
-    require(0 < freeze_ratio < 1, name, "(0, 1)", "freeze_ratio=0.96", **ratio)
-    return Freeze(freeze_step, freeze_ratio)
+    rest = bias_correction, weight_decay, mask, step_bound
+    return Adam(rate_of, b1, b2, eps, variance_floor, *rest)
 
 
 def wide(dtype) -> jnp.dtype:
@@ -233,6 +203,26 @@ def root_of(adam: Adam, new: Any, old: Any, learns: jax.Array, fresh: bool) -> t
     # wait.
     others = jax.tree.map(lax.optimization_barrier, old[0])
     return adam.root(variance, weight, others=others), rootless
+
+
+def mean_root(adam: Adam, state: Any, own: Any, root: Any) -> Any:
+    """The D that turns the drift since a synchronization into a sum of rate * momentum.
+
+    The last step used `root`. If it has just learned the variance, earlier steps used an older one.
+
+    Args:
+      adam: The constants.
+      state: Has the `variance` before the step, its `variance_weight`, and `rate_sum`.
+      own: Has `rate_sum` after it.
+      root: D in the step.
+    """
+    before, rate = state.rate_sum, own.rate_sum - state.rate_sum
+    differ = (state.variance_weight > 0) & (before > 0)
+
+    def mean(old, new):
+        return jnp.where(differ, own.rate_sum / (before / old + rate / new), new)
+
+    return jax.tree.map(mean, adam.root(state.variance, state.variance_weight), root)
 
 
 def denominator(

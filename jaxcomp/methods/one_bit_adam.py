@@ -15,8 +15,9 @@ from jaxcomp.compressors.base import Compressor
 from jaxcomp.compressors.policies import policy_of
 from jaxcomp.compressors.sign import sign
 from jaxcomp.exchange import averaging, wire
-from jaxcomp.methods import moments
+from jaxcomp.methods import freezing, moments
 from jaxcomp.methods.common import counted, method, no_rounds
+from jaxcomp.methods.step_bound import bounded, kept_back, sendable
 from jaxcomp.replicas.finite import poisoned, unless
 from jaxcomp.replicas.protocol import MethodState
 
@@ -49,6 +50,7 @@ def one_bit_adam(
     compressor: Compressor | Callable[[str, Any], Compressor] | None = None,
     precondition: bool = True,
     variance_floor: float = 1e-4,
+    step_bound: float | None = 1.0,
     bias_correction: bool = True,
     weight_decay: float = 0.0,
     mask: Any = None,
@@ -83,6 +85,9 @@ def one_bit_adam(
       variance_floor: Least variance to divide by after the warm-up, as a share of its mean over the
         leaf. Without it a coordinate whose gradients come late could take a step of any size. A
         leaf without any gradient so far gets the mean of the others.
+      step_bound: Most that a coordinate moves in a step after the warm-up, in units of the most that
+        Adam could move it with any gradients; None: no bound, as in the paper. See
+        `jaxcomp.methods.step_bound`.
       bias_correction: Whether moments are divided by 1 - b^n, as in Adam. Off in the paper's runs.
       weight_decay: Weight decay, decoupled.
       mask: Which leaves decay, a tree of bool or a function of the parameters as for `optax.adamw`.
@@ -104,12 +109,13 @@ def one_bit_adam(
       Tang et al., `1-bit Adam: Communication Efficient Large-Scale Training with Adam's Convergence
       Speed <https://arxiv.org/abs/2102.02888>`_, ICML 2021, algorithm 1. Deviations: buckets are
       compressed, not tensors, with an l1 scale per block (theirs: l2 per tensor); `precondition`,
-      `variance_floor` and `bias_correction` (off: `precondition=False, variance_floor=0.0,
-      bias_correction=False`); the first step is not dropped.
+      `variance_floor`, `step_bound` and `bias_correction` (off: `precondition=False,
+      variance_floor=0.0, step_bound=None, bias_correction=False`); the first step is not
+      dropped.
     """
-    rest = variance_floor, bias_correction, weight_decay, mask
+    rest = variance_floor, bias_correction, weight_decay, mask, step_bound
     adam = moments.adam("one_bit_adam", learning_rate, b1, b2, eps, *rest)
-    freeze = moments.freeze("one_bit_adam", freeze_step, freeze_ratio)
+    freeze = freezing.freeze("one_bit_adam", freeze_step, freeze_ratio)
     policy = policy_of(sign(block=1024) if compressor is None else compressor)
     transport = averaging.Transport(policy, exchange, axis_name, bucket_numel, seed)
     settings = _Settings(adam, freeze, transport, precondition)
@@ -119,7 +125,7 @@ def one_bit_adam(
 
 class _Settings(NamedTuple):
     adam: moments.Adam
-    freeze: moments.Freeze
+    freeze: freezing.Freeze
     transport: averaging.Transport
     precondition: bool
 
@@ -140,11 +146,13 @@ def _init(settings, params):
 
 
 def _update(settings, updates, state, params, **_):
-    adam, learned = settings.adam, state.rounds["variance"]
-    grads, bad = moments.gradients(updates, state.variance, settings.transport.axis_name)
+    adam, axis_name = settings.adam, settings.transport.axis_name
+    learned, count = state.rounds["variance"], state.count + 1
+    grads, bad = moments.gradients(updates, state.variance, axis_name)
     frozen = settings.freeze.holds(state)
     unit = adam.root(state.variance, adam.weight(learned, state.variance))
     local = tree_update_moment(grads, state.momentum, adam.b1, 1)
+    local = sendable(adam, count, local, unit, state.residual, axis_name)
     if settings.precondition:
         local = jax.tree.map(jnp.divide, local, unit)
     # Each bucket has its own branch, so that none waits for the gradients of the others.
@@ -158,14 +166,16 @@ def _update(settings, updates, state, params, **_):
         **averaging.feedback(state),
     )
     mean = got.mean
-    compressed = jax.tree.map(jnp.multiply, mean, unit) if settings.precondition else mean
+    moved = bounded(adam, count, mean, jnp.float32(1.0) if settings.precondition else unit)
+    cut = kept_back(got.residual, mean, moved)
+    compressed = jax.tree.map(jnp.multiply, moved, unit) if settings.precondition else moved
     momentum = unless(frozen, tree_update_moment(mean, state.momentum, adam.b1, 1), compressed)
     learnt = tree_update_moment(mean, state.variance, adam.b2, 2)
     variance = unless(frozen, learnt, state.variance)
     fresh = adam.root(variance, adam.weight(learned + 1, variance), floor=0.0)
     root = unless(frozen, fresh, unit)
     rate = poisoned(got.failed, adam.rate_of(state.count))
-    correction = adam.first_correction(state.count + 1, momentum)
+    correction = adam.first_correction(count, momentum)
     change = jax.tree.map(lambda m, d: -rate * correction * m / d, momentum, root)
     if adam.weight_decay:
         change = adam.decayed(change, rate, params)
@@ -174,7 +184,7 @@ def _update(settings, updates, state, params, **_):
         optax.safe_increment(state.count),
         momentum,
         variance,
-        got.residual,
+        unless(frozen, got.residual, cut),
         got.owner_residual,
         counted(state.rounds, all=True, synchronize=frozen, variance=~frozen),
         freezes,

@@ -15,8 +15,9 @@ from jaxcomp.compressors.base import Compressor
 from jaxcomp.compressors.policies import policy_of
 from jaxcomp.compressors.sign import sign
 from jaxcomp.exchange import averaging, wire
-from jaxcomp.methods import moments
+from jaxcomp.methods import freezing, moments
 from jaxcomp.methods.common import counted, method, no_rounds, require
+from jaxcomp.methods.step_bound import bounded, kept_back, sendable
 from jaxcomp.methods.trust import Ratios, Trust, even_scales, largest_quotients, trusted
 from jaxcomp.replicas.finite import poisoned, unless
 from jaxcomp.replicas.layers import LayeredTransformation, own_axes, spread
@@ -57,6 +58,7 @@ def one_bit_lamb(
     compressor: Compressor | Callable[[str, Any], Compressor] | None = None,
     precondition: bool = True,
     variance_floor: float = 1e-4,
+    step_bound: float | None = 1.0,
     bias_correction: bool = True,
     weight_decay: float = 0.0,
     mask: Any = None,
@@ -97,6 +99,8 @@ def one_bit_lamb(
       precondition: Whether m / D is sent; the paper sends m, with each layer scaled to the mean
         magnitude of all.
       variance_floor: Least variance to divide by after the warm-up, a share of the leaf's mean.
+      step_bound: Most of m / D after the warm-up, in units of the most that Adam's could be with any
+        gradients; None: no bound, as in the paper. See `jaxcomp.methods.step_bound`.
       bias_correction: Whether moments are divided by 1 - b^n, as in LAMB, and the average of trust
         ratios likewise. Off in the authors' code.
       weight_decay: Weight decay, inside u.
@@ -118,13 +122,14 @@ def one_bit_lamb(
       Li et al., `1-bit LAMB: Communication Efficient Large-Scale Large-Batch Training with LAMB's
       Convergence Speed <https://arxiv.org/abs/2104.06069>`_, HiPC 2022, algorithm 1. Deviations: an
       l1 scale per block of a bucket (theirs: one l2 scale for all); `precondition`,
-      `variance_floor` and `bias_correction` (off: `precondition=False, variance_floor=0.0,
-      bias_correction=False`); the mean magnitude leaves out layers whose momentum is zero; empty
-      layers do not divide by zero; the first step is not dropped.
+      `variance_floor`, `step_bound` and `bias_correction` (off: `precondition=False,
+      variance_floor=0.0, step_bound=None, bias_correction=False`); the mean magnitude leaves
+      out layers whose momentum is zero; empty layers do not divide by zero; the first step is not
+      dropped.
     """
-    rest = variance_floor, bias_correction, weight_decay, mask
+    rest = variance_floor, bias_correction, weight_decay, mask, step_bound
     adam = moments.adam("one_bit_lamb", learning_rate, b1, b2, eps, *rest)
-    freeze = moments.freeze("one_bit_lamb", freeze_step, freeze_ratio)
+    freeze = freezing.freeze("one_bit_lamb", freeze_step, freeze_ratio)
     policy = policy_of(sign(block=1024) if compressor is None else compressor)
     transport = averaging.Transport(policy, exchange, axis_name, bucket_numel, seed)
     ratios = Ratios(adam, trust_bounds, trust_decay, factor_bounds, factor_change)
@@ -136,7 +141,7 @@ def one_bit_lamb(
 
 class _Settings(NamedTuple):
     adam: moments.Adam
-    freeze: moments.Freeze
+    freeze: freezing.Freeze
     transport: averaging.Transport
     precondition: bool
     ratios: Ratios
@@ -176,12 +181,14 @@ def _init(settings, params):
 
 
 def _update(settings, updates, state, params, **_):
-    adam, learned = settings.adam, state.rounds["variance"]
-    grads, bad = moments.gradients(updates, state.variance, settings.transport.axis_name)
+    adam, axis_name = settings.adam, settings.transport.axis_name
+    learned, count = state.rounds["variance"], state.count + 1
+    grads, bad = moments.gradients(updates, state.variance, axis_name)
     frozen = settings.freeze.holds(state)
     root = adam.root(state.variance, adam.weight(learned, state.variance))
     unit = root if settings.precondition else _units(state, root)
     local = tree_update_moment(grads, state.momentum, adam.b1, 1)
+    local = sendable(adam, count, local, root, state.residual, axis_name)
     # Each bucket has its own branch, and all else none: XLA copies what a branch returns.
     got = averaging.average(
         settings.transport,
@@ -193,13 +200,17 @@ def _update(settings, updates, state, params, **_):
         **averaging.feedback(state),
     )
     moved = tree_update_moment(got.mean, state.momentum, adam.b1, 1)
-    momentum = unless(frozen, moved, jax.tree.map(jnp.multiply, got.mean, unit))
+    one = jnp.float32(1.0)
+    most = one if settings.precondition else jax.tree.map(jnp.divide, root, unit)
+    kept = bounded(adam, count, got.mean, most)
+    cut = kept_back(got.residual, got.mean, kept)
+    momentum = unless(frozen, moved, jax.tree.map(jnp.multiply, kept, unit))
     told = lambda new, old: (new - adam.b1 * old) / (1 - adam.b1)
     gradient = unless(frozen, got.mean, jax.tree.map(told, momentum, state.momentum))
     fresh = tree_update_moment(gradient, state.fresh_variance, adam.b2, 2)
     variance = unless(frozen, fresh, state.variance)
-    fresh_root = adam.root(fresh, adam.weight(state.count + 1, fresh))
-    quotients = largest_quotients(root, fresh_root, settings.transport.axis_name)
+    fresh_root = adam.root(fresh, adam.weight(count, fresh))
+    quotients = largest_quotients(root, fresh_root, axis_name)
     warm = adam.root(variance, adam.weight(learned + 1, variance), floor=0.0)
     root = unless(frozen, warm, root)
     change, layers = _stepped(settings, frozen, state, momentum, root, quotients, params)
@@ -210,7 +221,7 @@ def _update(settings, updates, state, params, **_):
         momentum,
         variance,
         fresh,
-        got.residual,
+        unless(frozen, got.residual, cut),
         got.owner_residual,
         layers,
         counted(state.rounds, all=True, synchronize=frozen, variance=~frozen),

@@ -20,6 +20,7 @@ from jaxcomp.compressors.sign import sign
 from jaxcomp.exchange import averaging, wire
 from jaxcomp.methods import moments
 from jaxcomp.methods.common import counted, method, no_rounds, require
+from jaxcomp.methods.step_bound import bounded, kept_back, sendable
 from jaxcomp.replicas.finite import any_of, failing, unless
 from jaxcomp.replicas.protocol import MethodState
 from jaxcomp.replicas.types import to_varying, zeros_of
@@ -64,6 +65,7 @@ def zero_one_adam(
     fresh_variance: bool = True,
     weigh_steps: bool = True,
     variance_floor: float = 1e-4,
+    step_bound: float | None = 1.0,
     bias_correction: bool = True,
     weight_decay: float = 0.0,
     mask: Any = None,
@@ -112,9 +114,10 @@ def zero_one_adam(
         update. An update then counts for all steps since the last one. One gradient is never more
         than an eighth of the variance, or its share in Adam if that is larger, so long runs are
         safe.
-      variance_floor: Least variance to divide by, as a share of its mean over the leaf. Without it
-        a coordinate whose gradients come late could take a step of any size. A leaf without any
-        gradient so far gets the mean of the others.
+      variance_floor: Least variance to divide by, as a share of its mean over the leaf. A leaf
+        without any gradient so far gets the mean of the others.
+      step_bound: Most that a coordinate moves in a step, in units of the most that Adam could move
+        it with any gradients; None: no bound, as in the paper. See `jaxcomp.methods.step_bound`.
       bias_correction: Whether moments are divided by 1 - b^n after n updates, as in Adam. Off in
         the paper's runs.
       weight_decay: Weight decay of the consensus, decoupled, outside the buffer.
@@ -140,15 +143,15 @@ def zero_one_adam(
       Lu et al., `Maximizing Communication Efficiency for Large-scale Training via 0/1 Adam
       <https://arxiv.org/abs/2202.06009>`_, ICLR 2023, algorithm 1. Deviations: buckets are
       compressed, not tensors, with an l1 scale per block (theirs: l2 per tensor); `precondition`,
-      `fresh_variance`, `weigh_steps`, `variance_floor` and `bias_correction` (off:
+      `fresh_variance`, `weigh_steps`, `variance_floor`, `step_bound` and `bias_correction` (off:
       `precondition=False, fresh_variance=False, weigh_steps=False, variance_floor=0.0,
-      bias_correction=False`); an optional warm-up; x and u move by the momentum of this step, as in
-      the authors' code, not by the previous one; the first variance is used at once; decay is
-      decoupled; an interval whose rates sum to zero keeps its momenta.
+      step_bound=None, bias_correction=False`); an optional warm-up; x and u move by the
+      momentum of this step, as in the authors' code, not by the previous one; the first variance is
+      used at once; decay is decoupled; an interval whose rates sum to zero keeps its momenta.
     """
     if variance_at is None:
         variance_at = schedules.both(schedules.growing(), sync_at)
-    name, rest = "zero_one_adam", (variance_floor, bias_correction, weight_decay, mask)
+    name, rest = "zero_one_adam", (variance_floor, bias_correction, weight_decay, mask, step_bound)
     adam = moments.adam(name, learning_rate, b1, b2, eps, *rest)
     require(warmup_steps >= 0, name, "at least 0", "warmup_steps=0", warmup_steps=warmup_steps)
     checks.compressor(f"{name} for warmup_compressor", warmup_compressor)
@@ -204,7 +207,7 @@ def _update(settings, updates, state, params, **_):
     learns, meets = settings.variance_at(count), settings.sync_at(count)
     is_warm = count < settings.warmup_steps
     variance, weight, root, rootless = _learned(settings, state, grads, bad, learns)
-    own = _own_step(adam, state, grads, jax.tree.map(jnp.logical_or, bad, rootless), root)
+    own = _own_step(settings, state, grads, jax.tree.map(jnp.logical_or, bad, rootless), root)
     if settings.sync_at is schedules.always:
         change, new = _together(settings, state, own, root)
     else:
@@ -234,13 +237,16 @@ def _learned(settings, state, grads, bad, learns):
     return variance, weight, *moments.root_of(settings.adam, *of_root)
 
 
-def _own_step(adam, state, grads, still, root):
+def _own_step(settings, state, grads, still, root):
     """The state with this replica's momentum, drift and sum of rates after its step."""
+    adam, axis_name = settings.adam, settings.transport.axis_name
     rate = adam.rate_of(state.count)
     if adam.bias_correction:
         rate = rate / (1 - moments.power(adam.b1, state.count + 1, state.momentum))
     moved = lambda m, g: adam.b1 * m + (1 - adam.b1) * g
-    momentum = unless(still, jax.tree.map(moved, state.momentum, grads), state.momentum)
+    momentum = jax.tree.map(moved, state.momentum, grads)
+    momentum = sendable(adam, state.count + 1, momentum, root, state.residual, axis_name)
+    momentum = unless(still, momentum, state.momentum)
     drifted = lambda d, m, s: d - rate * m / s
     drift = unless(still, jax.tree.map(drifted, state.drift, momentum, root), state.drift)
     return state._replace(momentum=momentum, drift=drift, rate_sum=state.rate_sum + rate)
@@ -248,11 +254,15 @@ def _own_step(adam, state, grads, still, root):
 
 def _together(settings, state, own, root):
     """A synchronization: the consensus moves by the mean drift."""
-    buffer, root = own.drift, _unit(settings, state, own, root)
+    if settings.fresh_variance and settings.sync_at is not schedules.always:
+        root = moments.mean_root(settings.adam, state, own, root)
+    buffer, most = own.drift, own.rate_sum
     if not settings.precondition:
         buffer = jax.tree.map(jnp.multiply, buffer, root)
+        most = jax.tree.map(lambda d: own.rate_sum * d, root)
     got = _averaged(settings, state, buffer)
-    change = got.mean
+    change = bounded(settings.adam, state.count + 1, got.mean, most)
+    got = got._replace(residual=kept_back(got.residual, got.mean, change))
     if not settings.precondition:
         change = jax.tree.map(jnp.divide, change, root)
 
@@ -268,9 +278,16 @@ def _together(settings, state, own, root):
 
 
 def _apart(settings, state, own, root):
-    """A step without synchronization."""
-    new = {"momentum": own.momentum, "drift": own.drift, "rate_sum": own.rate_sum}
-    return jax.tree.map(zeros_of, state.variance), new | averaging.feedback(state)
+    """A step without synchronization: what the bound cuts off waits for the next message."""
+    step = jax.tree.map(jnp.subtract, own.drift, state.drift)
+    kept = bounded(settings.adam, state.count + 1, step, own.rate_sum - state.rate_sum)
+    drift = kept_back(own.drift, kept, step)
+    if not settings.precondition:
+        step, kept = (jax.tree.map(jnp.multiply, x, root) for x in (step, kept))
+    residual = kept_back(state.residual, step, kept)
+    kept = averaging.feedback(state) | {"residual": residual}
+    new = {"momentum": own.momentum, "drift": drift, "rate_sum": own.rate_sum}
+    return jax.tree.map(zeros_of, state.variance), new | kept
 
 
 def _averaged(settings, state, buffer):
@@ -281,19 +298,3 @@ def _averaged(settings, state, buffer):
         is_warm = state.count < settings.warmup_steps
         kept["instead"] = averaging.Instead(is_warm, settings.warmup_compressor, "warmup")
     return averaging.average(*sent, "synchronize", **kept)
-
-
-def _unit(settings, state, own, root):
-    """The mean D that turns the drift since the last synchronization into a sum of rate * momentum.
-
-    The last step used `root`. If it has just learned the variance, earlier steps used an older one.
-    """
-    if settings.sync_at is schedules.always or not settings.fresh_variance:
-        return root
-    before, rate = state.rate_sum, own.rate_sum - state.rate_sum
-    differ = (state.variance_weight > 0) & (before > 0)
-
-    def mean(old, new):
-        return jnp.where(differ, own.rate_sum / (before / old + rate / new), new)
-
-    return jax.tree.map(mean, settings.adam.root(state.variance, state.variance_weight), root)

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
+from optax.tree_utils import tree_update_moment
 
 from jaxcomp import schedules
 from jaxcomp.compressors.base import Compressor
@@ -18,6 +19,7 @@ from jaxcomp.compressors.sign import sign
 from jaxcomp.exchange import averaging, wire
 from jaxcomp.methods import moments
 from jaxcomp.methods.common import counted, method, require
+from jaxcomp.methods.step_bound import bounded, kept_back, sendable
 from jaxcomp.methods.zero_one_adam import ZeroOneAdamState, zero_one_adam
 from jaxcomp.replicas.finite import unless
 from jaxcomp.replicas.types import to_varying
@@ -42,6 +44,7 @@ def zero_one_adam_deepspeed(
     sync_at: schedules.Schedule = schedules.always,
     variance_at: schedules.Schedule | None = None,
     compressor: Compressor | Callable[[str, Any], Compressor] | None = None,
+    step_bound: float | None = 1.0,
     weight_decay: float = 0.0,
     mask: Any = None,
     exchange: wire.Exchange = wire.two_shot,
@@ -67,6 +70,8 @@ def zero_one_adam_deepspeed(
         `jaxcomp.schedules.growing()`.
       compressor: Compressor of all parameters; or a policy `(path, leaf) -> Compressor`. Default:
         `jaxcomp.sign(block=1024)`.
+      step_bound: Most that a coordinate moves in a step, decay aside, in units of the most that Adam
+        could move it with any gradients; None: no bound, as in DeepSpeed. See `zero_one_adam`.
       weight_decay: Weight decay. After the freeze each replica decays its own parameters, as part
         of its drift. From there the decay enters the momenta and acts again: replicas that
         synchronize every H steps decay 1 / (1 - mean of b1, ..., b1^H) times as fast as written, 10
@@ -90,15 +95,17 @@ def zero_one_adam_deepspeed(
       `variance_at` sends no 1-bit message; the variance is learned before its use; the residual
       starts again at zero at the freeze; there is no bias correction; the buffer is kept as the
       change of the parameters, including their decay; the state is not cut over the replicas
-      (ZeRO). It differs from that code: the first gradient is not dropped; the consensus is kept,
-      not recovered by subtraction; a sum of rates that is zero is not a divisor; buckets are
-      compressed, not tensors, with an l1 scale per block (theirs: l2 per tensor); there is no
+      (ZeRO). It differs from that code: `step_bound` (off: None); the first gradient is not
+      dropped; the consensus is kept, not recovered by subtraction; a sum of rates that is zero is
+      not a divisor; buckets are compressed, not tensors, with an l1 scale per block (theirs: l2 per
+      tensor); there is no
       `exp_avg_mask`, so leaves with rows that never have a gradient need `identity()` through a
       policy; checkpoints keep the residuals; the count tells whether a loaded state is before or
       after the freeze (theirs: a key that nobody reads); intervals come from `sync_at`, not from a
       count of steps.
     """
-    adam = moments.adam(_NAME, learning_rate, b1, b2, eps, weight_decay=weight_decay, mask=mask)
+    rest = 0.0, False, weight_decay, mask, step_bound
+    adam = moments.adam(_NAME, learning_rate, b1, b2, eps, *rest)
     write = "the steps of the learning rate's warm-up"
     require(freeze_step >= 1, _NAME, "at least 1", write, freeze_step=freeze_step)
     variance_at = schedules.growing() if variance_at is None else variance_at
@@ -114,6 +121,7 @@ def zero_one_adam_deepspeed(
         compressor=policy,
         precondition=False,
         variance_floor=0.0,
+        step_bound=step_bound,
         bias_correction=False,
         exchange=exchange,
         bucket_numel=bucket_numel,
@@ -162,25 +170,25 @@ def _update(settings, updates, state, params, **_):
 
 
 def _before_freeze(settings, grads, state, params):
-    adam, local = settings.adam, state.local
+    adam, axis_name, local = settings.adam, settings.transport.axis_name, state.local
     learns = settings.variance_at(local.count)
-    ways = (functools.partial(way, settings.transport) for way in (_exact, _compressed))
-    mean, *residuals = lax.cond(learns, *ways, grads, local)
-    ends = local.count == settings.freeze_step - 1
-    residuals = jax.tree.map(lambda r: jnp.where(ends, 0.0, r), residuals)
-    momentum = optax.tree_utils.tree_update_moment(mean, state.shared_momentum, adam.b1, 1)
+    ways = (functools.partial(way, settings) for way in (_exact, _compressed))
+    mean, *residuals = lax.cond(learns, *ways, grads, state)
     learned = lambda v, g: jnp.where(learns, adam.b2 * v + (1 - adam.b2) * g * g, v)
     variance = jax.tree.map(learned, local.variance, mean)
+    root = adam.root(variance, jnp.float32(1.0))
+    whole = tree_update_moment(mean, state.shared_momentum, adam.b1, 1)
+    momentum = bounded(adam, local.count + 1, whole, root)
+    cut = unless(learns, _kept_back(adam, residuals[0], whole, momentum), residuals[0])
+    ends = local.count == settings.freeze_step - 1
+    residuals = jax.tree.map(lambda r: jnp.where(ends, 0.0, r), [cut, residuals[1]])
     rate = adam.rate_of(local.count)
-
-    def moved(m, v, p, decay):
-        return -rate * (m / (jnp.sqrt(v) + adam.eps) + decay * p)
-
-    change = jax.tree.map(moved, momentum, variance, params, adam.decays(params))
+    moved = lambda m, root, p, decay: -rate * (m / root + decay * p)
+    change = jax.tree.map(moved, momentum, root, params, adam.decays(params))
     sent = {"synchronize": ~learns, "variance": learns, "warmup": False}
     local = local._replace(
         count=optax.safe_increment(local.count),
-        momentum=to_varying(momentum, settings.transport.axis_name),
+        momentum=to_varying(momentum, axis_name),
         variance=variance,
         residual=residuals[0],
         owner_residual=residuals[1],
@@ -189,15 +197,26 @@ def _before_freeze(settings, grads, state, params):
     return change, ZeroOneAdamDeepSpeedState(momentum, local)
 
 
-def _exact(transport, grads, local):
-    mean = averaging.average(averaging.exact(transport), grads, local.count, "variance").mean
+def _exact(settings, grads, state):
+    transport, local = averaging.exact(settings.transport), state.local
+    mean = averaging.average(transport, grads, local.count, "variance").mean
     return mean, local.residual, local.owner_residual
 
 
-def _compressed(transport, grads, local):
-    kept = averaging.feedback(local)
+def _compressed(settings, grads, state):
+    adam, transport, local = settings.adam, settings.transport, state.local
+    root, kept = adam.root(local.variance, jnp.float32(1.0)), averaging.feedback(local)
+    whole = tree_update_moment(grads, state.shared_momentum, adam.b1, 1)
+    of_bound = whole, root, local.residual, transport.axis_name
+    grads = _kept_back(adam, grads, sendable(adam, local.count + 1, *of_bound), whole)
     got = averaging.average(transport, grads, local.count, "synchronize", **kept)
     return got.mean, got.residual, got.owner_residual
+
+
+def _kept_back(adam, grads, whole, moved):
+    """As `kept_back` of momenta, in gradients: before the freeze, these are sent."""
+    of = (jax.tree.map(lambda m: m / (1 - adam.b1), x) for x in (whole, moved))
+    return kept_back(grads, *of)
 
 
 def _decayed(adam, local, params, bad):

@@ -57,6 +57,7 @@ def one_bit_adam(meta: dict, trace) -> Setting:
         compressor=authors.per_tensor,
         precondition=False,
         variance_floor=0.0,
+        step_bound=None,
         bias_correction=False,
         weight_decay=config["weight_decay"],
         exchange=authors.one_bit,
@@ -83,6 +84,7 @@ def zero_one_adam(meta: dict, trace) -> Setting:
         sync_at=lambda count: meets[count],
         variance_at=lambda count: learns[count],
         compressor=authors.per_tensor,
+        step_bound=None,
         weight_decay=config["weight_decay"],
         exchange=authors.one_bit,
     )
@@ -105,6 +107,7 @@ def one_bit_lamb(meta: dict, trace) -> Setting:
         trust_bounds=(config["min_coeff"], config["max_coeff"]),
         precondition=False,
         variance_floor=0.0,
+        step_bound=None,
         bias_correction=False,
         exchange=authors.one_bit,
     )

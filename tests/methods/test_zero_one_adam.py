@@ -67,6 +67,7 @@ def test_local_steps_are_taken_back_and_their_mean_is_kept():
             compressor=jaxcomp.identity(),
             sync_at=every(3),
             variance_at=schedules.until(1),
+            step_bound=None,
             bias_correction=False,
         )
         history = trained(tx, GRADIENTS, dtype=np.float64)
@@ -131,6 +132,7 @@ def test_error_feedback_telescopes(precondition, num_replicas, warmup):
             compressor=jaxcomp.sign(block=64),
             sync_at=every(2),
             variance_at=schedules.never,
+            step_bound=None,
             eps=1.0,
             precondition=precondition,
             **warmup,
@@ -257,6 +259,7 @@ def test_other_numbers_of_replicas_go_on_in_the_middle_of_an_interval(num_replic
         "replica",
         sync_at=every(4),
         variance_at=schedules.until(1),
+        step_bound=None,
         compressor=jaxcomp.identity(),
     )
     before, after = GRADIENTS[:3], GRADIENTS[3:5]

@@ -1,0 +1,229 @@
+"""No coordinate moves farther in a step than Adam could move it, and rare tokens do no harm."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import jaxcomp
+from jaxcomp import schedules
+from jaxcomp.methods import moments, step_bound
+from tests.helpers import replicas
+
+RATE, STEPS, REPLICAS = 2.0**-6, 24, 4
+FROZEN = 6
+ROWS, WIDTH = 12, 16
+
+
+def most_rates(b1, b2, n, corrected=True):
+    """How many rates Adam can move a coordinate in step n, in float64."""
+    powers = lambda ratio: np.sum(ratio ** np.arange(n))
+    if not corrected:
+        return (1 - b1) * np.sqrt(powers(b1**2 / b2) / (1 - b2))
+    return np.sqrt(powers(b1**2 / b2) * powers(b2)) / powers(b1)
+
+
+def adams_step(b1, b2, gradients):
+    """The last step of Adam after these gradients, in rates."""
+    m, v = 0.0, 0.0
+    for g in gradients:
+        m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g * g
+    n = len(gradients)
+    return abs(m / (1 - b1**n)) / np.sqrt(v / (1 - b2**n)) if v else 0.0
+
+
+@settings(deadline=None)
+@given(
+    st.sampled_from([0.0, 0.5, 0.9, 0.95]),
+    st.sampled_from([0.8, 0.9, 0.95, 0.99, 0.999]),
+    st.lists(st.integers(-1000, 1000), min_size=1, max_size=60),
+)
+def test_no_gradients_move_adam_farther_and_some_move_it_just_so_far(b1, b2, gradients):
+    n = len(gradients)
+    assert adams_step(b1, b2, gradients) <= most_rates(b1, b2, n) * (1 + 1e-9)
+    worst = (b1 / b2) ** np.arange(n)[::-1]
+    assert adams_step(b1, b2, worst) == pytest.approx(most_rates(b1, b2, n), rel=1e-9)
+    for corrected in (True, False):
+        adam = moments.adam("adam", 1.0, b1, b2, 1e-8, bias_correction=corrected)
+        got = step_bound.largest_momentum(adam, jnp.int32(n), jnp.float32(0))
+        wanted = most_rates(b1, b2, n, corrected) * ((1 - b1**n) if corrected else 1)
+        assert float(got) == pytest.approx(wanted, rel=1e-5)
+
+
+def gradients():
+    """The gradients of all replicas in each step, whose rows differ in when they come.
+
+    Rows 0 to 2 have them always, 3 and 4 large ones that nearly cancel in the mean, 5 to 7 now and
+    then on one replica, 8 and 9 spikes of any size, 10 large ones after the freeze only, and row 11
+    huge ones in the last steps.
+    """
+    rng = np.random.default_rng(0)
+    for step in range(STEPS):
+        g = rng.standard_normal((REPLICAS, ROWS, WIDTH)).astype(np.float32)
+        g[:, 3:5] -= g[:, 3:5].mean(axis=0) * (1 - 1e-4)
+        g[:, 5:8] *= (rng.random((REPLICAS, 3, 1)) < 0.3) & (step % 5 == 4)
+        g[:, 8:10] *= 10.0 ** rng.integers(-4, 5, (REPLICAS, 2, 1))
+        g[:, 10] *= 100.0 * (step > FROZEN + 2)
+        g[:, 11] *= 1e6 * (step > STEPS - 4)
+        yield {"bias": g[:, 0, :7] * (step != 3), "rows": g}
+
+
+START = {"bias": np.zeros(7, np.float32), "rows": np.zeros((ROWS, WIDTH), np.float32)}
+METHODS = {
+    "zero_one_adam": {},
+    "zero_one_adam as the paper sends": {"precondition": False, "fresh_variance": False},
+    "zero_one_adam by local steps": {"sync_at": schedules.every(3, STEPS, after=4)},
+    "zero_one_adam frozen": {"variance_at": schedules.until(FROZEN)},
+    "one_bit_adam": {"freeze_step": FROZEN},
+    "one_bit_adam as the paper sends": {"freeze_step": FROZEN, "precondition": False},
+    "zero_one_adam_deepspeed": {"freeze_step": FROZEN},
+}
+
+
+def farthest(history, b2, corrected):
+    """The largest step of the consensus or of a replica's own parameters, over Adam's largest."""
+    found, start = 0.0, 0
+    drift_of = lambda state: optax.tree_utils.tree_get(state, "drift")
+    for n, ((old, before), (new, after)) in enumerate(itertools.pairwise(history), 1):
+        most = RATE * most_rates(0.9, b2, n, corrected)
+        apart = drift_of(after) is not None and any(map(np.any, drift_of(after).values()))
+        for k in START:
+            move = np.asarray(new[k], np.float64) - np.asarray(old[k], np.float64)
+            if apart:
+                assert not np.any(move)
+                was, now = (np.asarray(drift_of(s)[k], np.float64) for s in (before, after))
+                found = max(found, np.abs(now - was).max() / most)
+            else:  # as far as in all steps since the replicas met
+                found = max(found, np.abs(move).max() / (most * (n - start)))
+        start = start if apart else n
+    return found
+
+
+CASES = [(0.9, None), (0.95, jaxcomp.identity()), (0.999, None)]
+
+
+@pytest.mark.parametrize(("b2", "code"), CASES, ids=["0.9", "0.95 exact", "0.999"])
+@pytest.mark.parametrize("name", METHODS)
+def test_no_coordinate_moves_farther_in_a_step_than_adam_could_move_it(name, b2, code):
+    make = getattr(jaxcomp, name.split()[0])
+    tx = make(RATE, "replica", b2=b2, compressor=code, **METHODS[name])
+    history = replicas.history_of(tx, START, list(gradients()), REPLICAS)
+    assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves(history[-1]))
+    # Rates are summed, and bounds computed, in float32.
+    assert farthest(history, b2, "deepspeed" not in name) <= 1 + 1e-4
+
+
+def test_a_layer_of_one_bit_lamb_moves_no_farther_than_its_ratio_times_adam():
+    tx = jaxcomp.one_bit_lamb(
+        *(RATE, "replica"), b2=0.95, freeze_step=FROZEN, trust_bounds=(1.0, 1.0)
+    )
+    history = replicas.history_of(tx, START, list(gradients()), REPLICAS)
+    for n, ((old, _), (new, state)) in enumerate(itertools.pairwise(history), 1):
+        for k in START:
+            move = np.abs(np.asarray(new[k]) - np.asarray(old[k])).max()
+            ratio = float(state.layers[k].factor)
+            assert move <= RATE * ratio * most_rates(0.9, 0.95, n) * (1 + 1e-4)
+
+
+@pytest.mark.parametrize("precondition", [True, False])
+@pytest.mark.parametrize("every", [1, 2])
+def test_what_is_cut_off_moves_later_and_nothing_is_lost(every, precondition):
+    # One replica has gradients of three times D, where the first step may move by one.
+    with jax.enable_x64(True):
+        tx = jaxcomp.zero_one_adam(
+            *(RATE, "replica", 0.0),
+            eps=1.0,
+            compressor=jaxcomp.sign(block=64),
+            sync_at=schedules.every(every, STEPS),
+            variance_at=schedules.never,
+            precondition=precondition,
+        )
+        grads = {k: np.zeros((REPLICAS, *x.shape)) for k, x in START.items()}
+        for g in grads.values():
+            g[0] = 3.0
+        start = jax.tree.map(np.float64, START)
+        params, state = replicas.history_of(tx, start, [grads] * 5, REPLICAS)[-1]
+    flat = lambda tree: np.concatenate(
+        [np.reshape(tree[k], (*np.shape(tree[k])[: -START[k].ndim], -1)) for k in START], axis=-1
+    )
+    owned = np.concatenate([np.asarray(e).reshape(-1) for e in state.owner_residual])
+    held = flat(state.residual).mean(axis=0) + flat(state.drift).mean(axis=0)
+    moved = flat(params) + held + owned[: held.size]
+    np.testing.assert_allclose(moved, -RATE * 5 * 0.75, rtol=1e-12)
+
+
+VOCAB, FEATURES, TOKENS, RUN = 4096, 16, 64, 200
+
+
+def rare_tokens():
+    """Pairs of tokens, whose frequencies are Zipf's: half of the vocabulary is seen once or never.
+
+    Returns pairs of each step, and pairs to validate with.
+    """
+    rng = np.random.default_rng(0)
+    shares = 1 / np.arange(1, VOCAB + 1)
+    drawn = lambda *shape: rng.choice(VOCAB, shape, p=shares / shares.sum())
+    first = drawn(RUN + 16, TOKENS)
+    follows = rng.permutation(VOCAB)[first]
+    second = np.where(rng.random(first.shape) < 0.7, follows, drawn(*first.shape))
+    pairs = np.stack([first, second], -1).astype(np.int32)
+    return pairs[:RUN], pairs[RUN:].reshape(-1, 2)
+
+
+def loss_of(params, pairs):
+    hidden = params["embed"][pairs[:, 0]]
+    hidden += jax.nn.gelu(hidden @ params["up"]) @ params["down"]
+    hidden *= jax.lax.rsqrt(jnp.mean(hidden**2, axis=-1, keepdims=True) + 1e-6)
+    logits = hidden @ params.get("head", params["embed"].T)
+    return optax.losses.softmax_cross_entropy_with_integer_labels(logits, pairs[:, 1]).mean()
+
+
+@functools.cache
+def ends_at(name, b2, tied, bound=1.0):
+    """The validation loss after `RUN` steps on rare tokens."""
+    warm, rest = RUN // 10, {"b2": b2} | ({} if "dense" in name else {"step_bound": bound})
+    rate = optax.warmup_cosine_decay_schedule(0.0, 3e-2, warm, RUN)
+    frozen = {} if name in ("zero_one_adam", "adam", "lamb") else {"freeze_step": 3 * RUN // 20}
+    if name.startswith("dense"):
+        mean = jaxcomp.compressed_mean(jaxcomp.identity(), "replica")
+        tx = optax.chain(mean, getattr(optax, name.split()[1])(rate, b2=b2))
+    else:
+        tx = getattr(jaxcomp, name)(rate, "replica", **rest, **frozen)
+    init, step = jaxcomp.simulated_train_step(loss_of, tx, REPLICAS, "replica")
+    pairs, held = rare_tokens()
+    shapes = {"embed": (VOCAB, FEATURES), "up": (FEATURES, 64), "down": (64, FEATURES)}
+    shapes |= {} if tied else {"head": (FEATURES, VOCAB)}
+    start = replicas.random_tree(0, shapes=shapes)
+    sizes = {"embed": 0.02, "up": 0.25, "down": 0.125, "head": 0.02}
+
+    @jax.jit
+    def run(params):
+        body = lambda carry, batch: (step(*carry, batch)[:2], None)
+        (params, _), _ = jax.lax.scan(body, (params, init(params)), pairs)
+        return loss_of(params, held)
+
+    return float(run({k: jnp.asarray(x * sizes[k]) for k, x in start.items()}))
+
+
+@pytest.mark.parametrize(
+    ("name", "b2", "tied", "above"),
+    [
+        ("zero_one_adam", 0.95, True, 0.4),
+        ("zero_one_adam", 0.95, False, 0.4),
+        ("zero_one_adam", 0.999, True, 0.4),
+        ("one_bit_adam", 0.95, True, 0.4),
+        ("zero_one_adam_deepspeed", 0.95, True, 1.0),
+    ],
+)
+def test_rare_tokens_do_not_make_it_diverge(name, b2, tied, above):
+    assert ends_at(name, b2, tied) < ends_at("dense adam", b2, tied) + above
+
+
+def test_without_the_bound_it_does():
+    assert ends_at("zero_one_adam", 0.95, True, bound=None) > 9
