@@ -85,8 +85,8 @@ def one_bit_adam(
       variance_floor: Least variance to divide by after the warm-up, as a share of its mean over the
         leaf. Without it a coordinate whose gradients come late could take a step of any size. A
         leaf without any gradient so far gets the mean of the others.
-      step_bound: Most that a coordinate moves in a step after the warm-up, in units of the most that
-        Adam could move it with any gradients; None: no bound, as in the paper. See
+      step_bound: Most that a coordinate moves in a step after the warm-up, in units of the most
+        that Adam could move it with any gradients; None: no bound, as in the paper. See
         `jaxcomp.methods.step_bound`.
       bias_correction: Whether moments are divided by 1 - b^n, as in Adam. Off in the paper's runs.
       weight_decay: Weight decay, decoupled.

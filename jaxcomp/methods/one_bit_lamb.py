@@ -99,7 +99,7 @@ def one_bit_lamb(
       precondition: Whether m / D is sent; the paper sends m, with each layer scaled to the mean
         magnitude of all.
       variance_floor: Least variance to divide by after the warm-up, a share of the leaf's mean.
-      step_bound: Most of m / D after the warm-up, in units of the most that Adam's could be with any
+      step_bound: Most of m / D after the warm-up, in units of the most that Adam's can be with any
         gradients; None: no bound, as in the paper. See `jaxcomp.methods.step_bound`.
       bias_correction: Whether moments are divided by 1 - b^n, as in LAMB, and the average of trust
         ratios likewise. Off in the authors' code.

@@ -70,8 +70,8 @@ def zero_one_adam_deepspeed(
         `jaxcomp.schedules.growing()`.
       compressor: Compressor of all parameters; or a policy `(path, leaf) -> Compressor`. Default:
         `jaxcomp.sign(block=1024)`.
-      step_bound: Most that a coordinate moves in a step, decay aside, in units of the most that Adam
-        could move it with any gradients; None: no bound, as in DeepSpeed. See `zero_one_adam`.
+      step_bound: Most that a coordinate moves in a step, decay aside, in units of the most that
+        Adam could move it with any gradients; None: no bound, as in DeepSpeed.
       weight_decay: Weight decay. After the freeze each replica decays its own parameters, as part
         of its drift. From there the decay enters the momenta and acts again: replicas that
         synchronize every H steps decay 1 / (1 - mean of b1, ..., b1^H) times as fast as written, 10

@@ -86,6 +86,12 @@ METHODS = {
 }
 
 
+def since(start, n, corrected):
+    """How many steps like the last one are those since the replicas met, by bias corrections."""
+    of = lambda k: 1 - 0.9**k if corrected else 1.0
+    return sum(of(n) / of(k) for k in range(start + 1, n + 1))
+
+
 def farthest(history, b2, corrected):
     """The largest step of the consensus or of a replica's own parameters, over Adam's largest."""
     found, start = 0.0, 0
@@ -99,8 +105,8 @@ def farthest(history, b2, corrected):
                 assert not np.any(move)
                 was, now = (np.asarray(drift_of(s)[k], np.float64) for s in (before, after))
                 found = max(found, np.abs(now - was).max() / most)
-            else:  # as far as in all steps since the replicas met
-                found = max(found, np.abs(move).max() / (most * (n - start)))
+            else:
+                found = max(found, np.abs(move).max() / (most * since(start, n, corrected)))
         start = start if apart else n
     return found
 
