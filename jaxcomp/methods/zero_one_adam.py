@@ -87,8 +87,7 @@ def zero_one_adam(
     of the parameters itself is compressed (`precondition`). There this noise is as large as a step
     in every coordinate, and error feedback removes it again.
 
-    Gradients are each replica's own, from a batch R times smaller. A clipping before this in a
-    chain clips those.
+    Gradients are each replica's own, of a batch R times smaller; a clipping before it clips those.
 
     Args:
       learning_rate: Learning rate, or a schedule `count -> rate`.
@@ -103,10 +102,10 @@ def zero_one_adam(
       compressor: Compressor of all parameters; or a policy `(path, leaf) -> Compressor`. Default:
         `jaxcomp.sign(block=1024)`.
       precondition: Whether u / D is sent; the paper sends u.
-      variance_compressor: Compressor of the gradients that the variance learns from; float32 in the
-        paper. `jaxcomp.quantize(8)` is enough; it has no error feedback.
-      warmup_steps: First steps, in which `warmup_compressor` sends the buffers: a model that starts
-        on a plateau may stay there with the error of one bit. At least 0.
+      variance_compressor: Compressor of the gradients that the variance learns from, without error
+        feedback; float32 in the paper. `jaxcomp.quantize(8)` is enough.
+      warmup_steps: First steps, at least 0, in which `warmup_compressor` sends the buffers: a model
+        that starts on a plateau may stay there with the error of one bit.
       warmup_compressor: Compressor of the buffers in those steps, with the same error feedback.
       fresh_variance: Whether a step uses the variance that it has learned; in the paper the next
         step does. While gradients grow, as at the start, an older variance makes steps too large.
@@ -114,15 +113,15 @@ def zero_one_adam(
         update. An update then counts for all steps since the last one. One gradient is never more
         than an eighth of the variance, or its share in Adam if that is larger, so long runs are
         safe.
-      variance_floor: Least variance to divide by, as a share of its mean over the leaf. A leaf
-        without any gradient so far gets the mean of the others.
+      variance_floor: Least variance to divide by, a share of its mean over the leaf. A leaf without
+        any gradient so far gets the mean of the others.
       step_bound: Most that a coordinate moves in a step, in units of the most that Adam could move
         it with any gradients; None: no bound, as in the paper. See `jaxcomp.methods.step_bound`.
       bias_correction: Whether moments are divided by 1 - b^n after n updates, as in Adam. Off in
         the paper's runs.
       weight_decay: Weight decay of the consensus, decoupled, outside the buffer.
       mask: Which leaves decay, a tree of bool or a function of the parameters as for `optax.adamw`.
-      exchange: How buckets are exchanged: `wire.two_shot`, or `wire.gathered` for two replicas.
+      exchange: `wire.two_shot`, or `wire.gathered` for two replicas.
       bucket_numel: Most elements of one message's bucket; by default at most 8 buckets a code.
       seed: Seed of the compressor's noise, if it has any.
 
@@ -244,8 +243,8 @@ def _own_step(settings, state, grads, still, root):
     if adam.bias_correction:
         rate = rate / (1 - moments.power(adam.b1, state.count + 1, state.momentum))
     moved = lambda m, g: adam.b1 * m + (1 - adam.b1) * g
-    momentum = jax.tree.map(moved, state.momentum, grads)
-    momentum = sendable(adam, state.count + 1, momentum, root, state.residual, axis_name)
+    whole = jax.tree.map(moved, state.momentum, grads)
+    momentum = sendable(adam, state.count + 1, whole, root, state.residual, axis_name)
     momentum = unless(still, momentum, state.momentum)
     drifted = lambda d, m, s: d - rate * m / s
     drift = unless(still, jax.tree.map(drifted, state.drift, momentum, root), state.drift)
@@ -281,13 +280,14 @@ def _apart(settings, state, own, root):
     """A step without synchronization: what the bound cuts off waits for the next message."""
     step = jax.tree.map(jnp.subtract, own.drift, state.drift)
     kept = bounded(settings.adam, state.count + 1, step, own.rate_sum - state.rate_sum)
-    drift = kept_back(own.drift, kept, step)
+    moved = lambda d, new, step, kept: jnp.where(step == kept, new, d + kept)
+    drift = jax.tree.map(moved, state.drift, own.drift, step, kept)
     if not settings.precondition:
         step, kept = (jax.tree.map(jnp.multiply, x, root) for x in (step, kept))
     residual = kept_back(state.residual, step, kept)
-    kept = averaging.feedback(state) | {"residual": residual}
     new = {"momentum": own.momentum, "drift": drift, "rate_sum": own.rate_sum}
-    return jax.tree.map(zeros_of, state.variance), new | kept
+    new |= averaging.feedback(state) | {"residual": residual}
+    return jax.tree.map(zeros_of, state.variance), new
 
 
 def _averaged(settings, state, buffer):

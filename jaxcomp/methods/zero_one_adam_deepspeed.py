@@ -206,9 +206,11 @@ def _exact(settings, grads, state):
 def _compressed(settings, grads, state):
     adam, transport, local = settings.adam, settings.transport, state.local
     root, kept = adam.root(local.variance, jnp.float32(1.0)), averaging.feedback(local)
-    whole = tree_update_moment(grads, state.shared_momentum, adam.b1, 1)
-    of_bound = whole, root, local.residual, transport.axis_name
-    grads = _kept_back(adam, grads, sendable(adam, local.count + 1, *of_bound), whole)
+    whole, old = tree_update_moment(grads, state.shared_momentum, adam.b1, 1), state.shared_momentum
+    own = sendable(adam, local.count + 1, whole, root, local.residual, transport.axis_name)
+    # The gradient of the bounded momentum; a difference from a huge one would be rounded off.
+    told = lambda g, m, own, old: jnp.where(m == own, g, (own - adam.b1 * old) / (1 - adam.b1))
+    grads = jax.tree.map(told, grads, whole, own, old)
     got = averaging.average(transport, grads, local.count, "synchronize", **kept)
     return got.mean, got.residual, got.owner_residual
 
