@@ -80,6 +80,7 @@ def test_with_identity_it_is_what_the_formulas_say(precondition):
             freeze_step=4,
             compressor=jaxcomp.identity(),
             precondition=precondition,
+            step_bound=None,
             variance_floor=0.0,
             weight_decay=0.25,
         )
