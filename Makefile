@@ -29,7 +29,7 @@ test: $(VENV)/test.installed
 test journeys soak fuzz mutations: export JAX_PLATFORMS ?= cpu
 
 journeys: $(VENV)/test.installed
-	JOURNEYS=1 $(BIN)/python -m pytest -q --durations=0 tests/journeys
+	JOURNEYS=1 $(BIN)/python -m pytest -q --durations=0 -n $(WORKERS) --dist worksteal tests/journeys
 
 installed: $(VENV)/test.installed
 

@@ -1,6 +1,7 @@
 """What a person types: the commands of a page, in a shell, in a copy of the checkout."""
 
 import functools
+import importlib
 import json
 import os
 import pathlib
@@ -16,7 +17,6 @@ from typing import NamedTuple
 
 from tests.helpers.snippets import ROOT
 from train.checkpoints import files
-from train.config import run as configs
 from train.output import metrics
 
 _PROGRAM = re.compile(
@@ -95,23 +95,33 @@ def checkout(home: pathlib.Path) -> pathlib.Path:
     return folder
 
 
+def asked(command: str) -> tuple[str, int] | None:
+    """The name and the steps of the run that a command trains; None if it trains nothing."""
+    if not _TRAINS.search(command):
+        return None
+    (stem,) = re.findall(r"\bconfigs/(\w+)\.py\b", command)
+    config = importlib.import_module(f"configs.{stem}").get_config()
+    (name,) = re.findall(r" --name (\S+)", command) or [config.name]
+    (steps,) = re.findall(r" --steps (\d+)", command) or [config.steps]
+    return name, int(steps)
+
+
 def perform(folder: pathlib.Path, command: str, harm: Harm | None = None) -> str:
     """Types a command in a copy of the checkout, and checks its status; what it says.
 
-    A run is as short as its warm-up allows, and goes on by two steps if it is there already; by 40
-    where something happens to it. What has `$i` in it is typed twice, for 0 and 1.
+    A run has few steps, a warm-up of one, and one batch to evaluate on. It goes on by two steps
+    if it is there already; by 40 where something happens to it. What has `$i` in it is typed
+    twice, for 0 and 1.
     """
-    if not _TRAINS.search(command):
+    if not (run_of := asked(command)):
         return typed(folder, re.sub(r"^make demo\b", "make demo STEPS=20", command))
-    (stem,) = re.findall(r"\bconfigs/(\w+)\.py\b", command)
-    first = [f"--start-from={folder / x}" for x in re.findall(r" --start-from (\S+)", command)]
-    config = configs.load(str(folder / "configs" / f"{stem}.py"), first)
-    name = (re.findall(r" --name (\S+)", command) or [config.name])[0]
+    name, _ = run_of
     run = folder / "runs" / name
     start = files.latest(run / "checkpoints") or 0
-    steps = max(config.optimizer.warmup_steps + 1, start + (40 if harm else 2))
+    steps = start + (40 if harm else 2 if start else 4)
     command = re.sub(r" --steps \d+", "", command)
-    one_line = re.sub(rf"(\bconfigs/{stem}\.py)", rf"\1 --steps {steps}", command)
+    short = f"--steps {steps} --optimizer.warmup-steps 1 --eval-batches 1"
+    one_line = re.sub(r"(\bconfigs/\w+\.py)", rf"\1 {short}", command)
     if "$i" in one_line:
         one_line = f"i=1; {one_line} & i=0; {one_line} && wait $!"
     said = typed(folder, one_line, harm and functools.partial(harm, step=lambda: told(run)))

@@ -1,6 +1,7 @@
 """What a reader of each page has, puts in the place of its placeholders, and cannot run here."""
 
 import json
+import os
 import pathlib
 from collections.abc import Callable
 from typing import NamedTuple
@@ -18,14 +19,25 @@ class Page(NamedTuple):
     environ: dict[str, str] = {}  # last words of a command -> variables of the hosts
 
 
+# Of this process alone: two of them may type commands with one port.
+_NETWORK = "127.{}.{}".format(*divmod(os.getpid() % 60_000, 250))
+
+
 def is_named(command: engine.Command, end: str) -> bool:
     """Whether `harm` or `environ` means a command."""
     return command.comment == end or command.text.endswith(end)
 
 
+def written(page: str, text: str) -> str:
+    """A command with what a reader writes in the place of the page's placeholders."""
+    for word, typed in PAGES[page].instead.items():
+        text = text.replace(word, typed)
+    return text
+
+
 def hosts(folder: pathlib.Path) -> None:
     """Writes a list of two hosts, which are this machine."""
-    (folder / "hosts.txt").write_text("127.0.0.1\n127.0.0.2\n")
+    (folder / "hosts.txt").write_text(f"{_NETWORK}.1\n{_NETWORK}.2\n")
 
 
 def deepspeed(folder: pathlib.Path) -> None:
@@ -37,7 +49,7 @@ def deepspeed(folder: pathlib.Path) -> None:
 
 
 _CONFIG = {" CONFIG": " configs/nano_4bit.py"}
-_WHERE = "--coordinator 127.0.0.1:29411 --num-processes 2 --process-id $i"
+_WHERE = f"--coordinator {_NETWORK}.1:29411 --num-processes 2 --process-id $i"
 _EACH = {
     "--coordinator 10.0.0.1:29411 --num-processes 4 --process-id 0": _WHERE,
     "--coordinator ...": _WHERE,

@@ -24,6 +24,18 @@ def test_every_command_is_typed_or_named_and_no_name_is_stale():
     assert all(facts.ELSEWHERE.values())
 
 
+def test_no_command_asks_for_fewer_steps_than_one_before_it():
+    """Read in order, in one checkout: such a run would be refused."""
+    done: dict[str, int] = {}
+    for page in facts.PAGES:
+        for command in engine.commands(TEXTS[page]):
+            if asked := engine.asked(facts.written(page, command.text)):
+                name, steps = asked
+                assert steps >= done.get(name, 0), f"{page}: {command.text}"
+                done[name] = steps
+    assert len(done) > 10
+
+
 @pytest.mark.parametrize("name", facts.PAGES)
 def test_what_a_journey_knows_of_a_page_is_there(name):
     text, page = TEXTS[name], facts.PAGES[name]

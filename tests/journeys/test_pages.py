@@ -23,8 +23,6 @@ def test_the_commands_of_a_page_do_what_it_says(name, checkout):
         find = lambda of, command=command: [
             x for end, x in of.items() if facts.is_named(command, end)
         ]
-        text = command.text
-        for word, typed in page.instead.items():
-            text = text.replace(word, typed)
+        text = facts.written(name, command.text)
         said = engine.perform(checkout, " ".join([*find(page.environ), text]), *find(page.harm))
         engine.require_shown(command.shown, said)
