@@ -101,7 +101,7 @@ def qsdp_train_step(
     run = _Run(gradient, tx, of_rows, mesh, fsdp)
     return TrainStep(
         jax.jit(functools.partial(_init, run)),
-        jitted(functools.partial(_step, run), mesh, gathers_layers=True, donate_argnums=(0, 1)),
+        jitted(functools.partial(_step, run), mesh, gathers_layers=True),
     )
 
 

@@ -20,6 +20,7 @@ from jaxcomp.replicas import protocol
 from jaxcomp.replicas.specs import specs_of
 from jaxcomp.replicas.state import per_replica, stack, unstack
 from jaxcomp.replicas.types import names_of
+from jaxcomp.steps.donating import donating
 from jaxcomp.steps.gradient import Gradient, all_gradients, check_accumulate, metrics_of
 from jaxcomp.steps.interleaved import exchanged
 from jaxcomp.steps.train import TrainStep
@@ -152,7 +153,7 @@ def overlapped_train_step(
         jax.jit(functools.partial(whole_drifts, update)) if fast_axis else None,
         jax.jit(functools.partial(_exchange, update)),
         jax.jit(functools.partial(all_gradients, gradient)),
-        jax.jit(functools.partial(_finish, gradient, update), donate_argnums=(0, 1)),
+        donating(functools.partial(_finish, gradient, update)),
         concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="gradient"),
     )
     return TrainStep(jax.jit(functools.partial(init_state, update)), step)

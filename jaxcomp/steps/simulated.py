@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxcomp.replicas import protocol
 from jaxcomp.replicas.state import per_replica
+from jaxcomp.steps.donating import donating
 from jaxcomp.steps.gradient import Gradient, as_metrics, local_gradient, placed_batch
 from jaxcomp.steps.model_state import averaged
 from jaxcomp.steps.placing import full_batch_specs, is_cut
@@ -61,7 +62,7 @@ def simulated_train_step(
     update = Update(per_replica(tx, axis_name), mesh, axis_name)
     return TrainStep(
         jax.jit(functools.partial(_init, update)),
-        jax.jit(functools.partial(_step, gradient, update), donate_argnums=(0, 1)),
+        donating(functools.partial(_step, gradient, update)),
     )
 
 

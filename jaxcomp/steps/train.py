@@ -100,7 +100,7 @@ def train_step(
     gradient = Gradient(loss_fn, mesh, update.axes, accumulate, has_aux, batch_specs)
     return TrainStep(
         jax.jit(functools.partial(init_state, update)),
-        jitted(functools.partial(_step, gradient, update), mesh, donate_argnums=(0, 1)),
+        jitted(functools.partial(_step, gradient, update), mesh),
     )
 
 

@@ -43,4 +43,4 @@ def test_the_options_reach_the_compiler(monkeypatch):
     unknown = {"xla_there_is_no_such_option": True}
     monkeypatch.setattr(compiling, "compiler_options", lambda *args, **of: unknown)
     with pytest.raises(jax.errors.JaxRuntimeError, match="xla_there_is_no_such_option"):
-        compiling.jitted(lambda x: x + 1, mesh_of(1))(1.0)
+        compiling.jitted(lambda x, y: (x + 1, y), mesh_of(1))(1.0, 2.0)
