@@ -21,7 +21,7 @@ from jaxcomp.methods import moments
 from jaxcomp.methods.common import method, require, schedule_of
 from jaxcomp.replicas.finite import not_finite, poisoned, unless
 from jaxcomp.replicas.protocol import MethodState
-from jaxcomp.replicas.types import to_varying
+from jaxcomp.replicas.types import num_replicas, to_varying
 
 
 @MethodState.register
@@ -64,7 +64,9 @@ def demo(
       decay: Decay of the momentum in each step.
       top: Coefficients of each tile that are sent, at least 1; all of a smaller tile.
       tile: Longest side of a tile; its sides are the largest divisors of the matrix's sides up to
-        this. A tile of a vector is a run. With more than two axes, all but the last are merged.
+        this. Where that is less than a quarter of it, as for a prime side, the side is padded with
+        zeros to equal parts of at most `tile`: 32,003 to 501 of 64. A tile of a vector is a run.
+        With more than two axes, all but the last are merged.
       weight_decay: Weight decay, decoupled; multiplied by the learning rate.
       values: Code of the coefficients that are sent; default: float32.
       mean: `jaxcomp.from_senders`, as in the authors' code, divides a coefficient by the number of
@@ -72,7 +74,10 @@ def demo(
       seed: Seed for the code of the values.
 
     Returns:
-      A `GradientTransformationExtraArgs` that keeps one float32 a parameter. A gradient that is not
+      A `GradientTransformationExtraArgs` that keeps one float32 a parameter. It sends at most what
+      a float32 all-reduce does: leaves whose tiles have at most `top` entries are sent so; others
+      that cost more, too, if all coefficients together would. Each receives those of all others,
+      so that this depends on the number of replicas. A gradient that is not
       finite makes the update NaN on all replicas and changes no state.
 
     Raises:
@@ -86,8 +91,9 @@ def demo(
     References:
       B. Peng et al., `DeMo: Decoupled Momentum Optimization <https://arxiv.org/abs/2411.19870>`_,
       2024, algorithm 1, and the form of its code: the rate in the momentum, the mean over senders.
-      Deviations: positions are sent in as many bits as a tile needs (its code: 64). In all buckets
-      of a code but the first, tiles whose size does not divide 1,310,720 are shifted.
+      Deviations: sides without a large divisor are padded, and leaves may be sent in float32, as
+      above. Positions are sent in as many bits as a tile needs (its code: 64). In all buckets of a
+      code but the first, tiles whose size does not divide 1,310,720 are shifted.
     """
     name = "demo"
     require(0 <= decay <= 1, name, "[0, 1]", "decay=0.999", decay=decay)
@@ -110,21 +116,36 @@ class _Settings(NamedTuple):
     axis_name: str
     seed: int
 
-    def transport(self, sides: dict[str, tuple[int, int]]) -> averaging.Transport:
-        """How coefficients are exchanged; tiles are concatenated."""
+    def transport(self, tiles: dict[str, jax.Array], numels: dict[str, int]) -> averaging.Transport:
+        """How coefficients are exchanged; tiles are concatenated.
 
-        def policy(path, leaf):
-            block = math.prod(sides[path])
-            sparse = top_k(min(self.top, block) / block, block=block)
-            return sparse if self.values is None else compose(sparse, self.values)
-
+        `tiles` and `numels` are the tiles `[count, *sides]` and the size of each leaf.
+        """
+        codes = {path: self._code(math.prod(x.shape[1:])) for path, x in tiles.items()}
+        # In units of an all-reduce's bits: it sends 2 (R - 1) / R of them, a gather R - 1.
+        share = lambda path: codes[path].bits_per_parameter * tiles[path].size / 32
+        often = num_replicas(self.axis_name) / 2
+        cost = {
+            path: numels[path] if code == averaging.EXACT else often * share(path)
+            for path, code in codes.items()
+        }
+        if sum(cost.values()) > sum(numels.values()):
+            dear = [path for path in codes if cost[path] > numels[path]]
+            codes |= dict.fromkeys(dear, averaging.EXACT)
+        policy = lambda path, leaf: codes[path]
         return averaging.Transport(policy, self.mean, self.axis_name, None, self.seed)
+
+    def _code(self, block: int) -> Compressor:
+        """The code of tiles of `block` entries; no places are sent with all of them."""
+        if block <= self.top:
+            return averaging.EXACT
+        sparse = top_k(self.top / block, block=block)
+        return sparse if self.values is None else compose(sparse, self.values)
 
     def sides(self, leaf: Any) -> tuple[int, int]:
         """The sides of a leaf's tiles."""
-        divisor = lambda n: max(d for d in range(1, max(min(n, self.tile), 1) + 1) if n % d == 0)
         rows, columns = _matrix(leaf.shape)
-        return divisor(rows), divisor(columns)
+        return _side(rows, self.tile), _side(columns, self.tile)
 
 
 def _init(settings, params):
@@ -137,12 +158,14 @@ def _update(settings, updates, state, params, **_):
     moved = lambda m, g: settings.decay * m + rate * g.astype(m.dtype)
     momentum = jax.tree.map(moved, state.residual, updates)
     keyed, treedef = jax.tree_util.tree_flatten_with_path(momentum)
-    sides = {path_of(path): settings.sides(leaf) for path, leaf in keyed}
     tiles = [_tiles(leaf, settings.sides(leaf)) for _, leaf in keyed]
+    paths = [path_of(path) for path, _ in keyed]
+    numels = {path: leaf.size for path, (_, leaf) in zip(paths, keyed, strict=True)}
+    transport = settings.transport(dict(zip(paths, tiles, strict=True)), numels)
     there = [_turned(x, backwards=False) for x in tiles]
     bad = not_finite(updates, settings.axis_name) > 0
     flat = treedef.unflatten([x.reshape(-1) for x in there])
-    got = averaging.average(settings.transport(sides), flat, state.count, "", bad=bad)
+    got = averaging.average(transport, flat, state.count, "", bad=bad)
     back = lambda tree: treedef.unflatten(
         [
             _whole(_turned(x.reshape(like.shape), backwards=True), leaf.shape)
@@ -165,18 +188,29 @@ def _matrix(shape):
     return math.prod(shape[:-1]), shape[-1] if shape else 1
 
 
+def _side(n, tile):
+    """The side of tiles along a side of n: its largest divisor, or an equal part of more than n."""
+    n = max(n, 1)
+    divisor = max(d for d in range(1, min(n, tile) + 1) if n % d == 0)
+    return divisor if 4 * divisor >= min(n, tile) else math.ceil(n / math.ceil(n / tile))
+
+
 def _tiles(x, sides):
-    """Cuts a leaf into tiles: `[count, *sides]`."""
-    (rows, columns), (high, wide) = _matrix(x.shape), sides
-    cut = x.reshape(rows // high, high, columns // wide, wide)
-    return cut.transpose(0, 2, 1, 3).reshape(rows // high * (columns // wide), high, wide)
+    """Cuts a leaf into tiles, padded with zeros: `[count, *sides]`."""
+    x, (high, wide) = x.reshape(_matrix(x.shape)), sides
+    down, across = (math.ceil(n / side) for n, side in zip(x.shape, sides, strict=True))
+    x = jnp.pad(x, ((0, down * high - x.shape[0]), (0, across * wide - x.shape[1])))
+    cut = x.reshape(down, high, across, wide)
+    return cut.transpose(0, 2, 1, 3).reshape(down * across, high, wide)
 
 
 def _whole(tiles, shape):
     """Undoes `_tiles`."""
     (rows, columns), (_, high, wide) = _matrix(shape), tiles.shape
-    cut = tiles.reshape(rows // high, columns // wide, high, wide)
-    return cut.transpose(0, 2, 1, 3).reshape(shape)
+    down, across = math.ceil(rows / high), math.ceil(columns / wide)
+    cut = tiles.reshape(down, across, high, wide)
+    whole = cut.transpose(0, 2, 1, 3).reshape(down * high, across * wide)
+    return whole[:rows, :columns].reshape(shape)
 
 
 def _turned(tiles, *, backwards):
