@@ -81,7 +81,7 @@ def collectives(program: Program | Sequence[Program], mesh: Mesh) -> list[Collec
     Raises:
       ValueError: If the program does not run on the mesh's devices.
     """
-    if not isinstance(program, Program):
+    if isinstance(program, Sequence) and not isinstance(program, str):
         if len(program) == 1:
             return collectives(program[0], mesh)
         # Conditionals of two programs may have the same name.

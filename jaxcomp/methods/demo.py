@@ -123,7 +123,9 @@ class _Settings(NamedTuple):
         """
         codes = {path: self._code(math.prod(x.shape[1:])) for path, x in tiles.items()}
         # In units of an all-reduce's bits: it sends 2 (R - 1) / R of them, a gather R - 1.
-        share = lambda path: codes[path].bits_per_parameter * tiles[path].size / 32
+        # A bucket is padded, which may make one tile more of it.
+        padded = lambda x: x.size + math.prod(x.shape[1:])
+        share = lambda path: codes[path].bits_per_parameter * padded(tiles[path]) / 32
         often = num_replicas(self.axis_name) / 2
         cost = {
             path: numels[path] if code == averaging.EXACT else often * share(path)

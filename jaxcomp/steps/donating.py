@@ -28,9 +28,10 @@ class Donating:
         self._program = program
         self._made: dict[int, weakref.ref] = {}
 
-    def __call__(self, *args: Any, **options: Any) -> Any:
+    def __call__(self, *args: Any, spared: Any = None, **options: Any) -> Any:
+        """Runs the program; `spared` has the caller's arrays that it does not get but must keep."""
         named = {name: options.pop(name) for name in _NAMES if name in options}
-        donated, named = self._apart((args[:2], named), (args[2:], options))
+        donated, named = self._apart((args[:2], named), (args[2:], options, spared))
         made = self._program(*donated, *args[2:], **named, **options)
         self._made = {id(x): weakref.ref(x) for x in jax.tree.leaves(made) if _is_array(x)}
         return made

@@ -68,7 +68,8 @@ class OverlappedStep(NamedTuple):
         gradient = self.helper.submit(self.gradient, params, drifts, batch, rng, model_state)
         exchanged = self.exchange(params, state, extra_args)
         made = gradient.result()
-        return self.finish(params, state, exchanged, model_state, extra_args, made)
+        spared = batch, rng
+        return self.finish(params, state, exchanged, model_state, extra_args, made, spared=spared)
 
     def compile(
         self,
