@@ -22,7 +22,7 @@ from jaxcomp.sharded import levels
 from jaxcomp.sharded.qsdp import QSDP
 from jaxcomp.steps import model_state as model_states
 from jaxcomp.steps import placing
-from jaxcomp.steps.compiling import jitted
+from jaxcomp.steps.donating import donating
 from jaxcomp.steps.gradient import (
     Gradient,
     check_accumulate,
@@ -101,7 +101,7 @@ def qsdp_train_step(
     run = _Run(gradient, tx, of_rows, mesh, fsdp)
     return TrainStep(
         jax.jit(functools.partial(_init, run)),
-        jitted(functools.partial(_step, run), mesh, gathers_layers=True),
+        donating(functools.partial(_step, run), mesh, gathers_layers=True),
     )
 
 

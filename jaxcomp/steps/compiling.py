@@ -2,9 +2,8 @@
 
 from typing import Any
 
+import jax
 from jax.sharding import AbstractMesh, Mesh
-
-from jaxcomp.steps.donating import Donating, donating
 
 # XLA:GPU's latency hiding scheduler assumes that a message takes microseconds, and overlaps little
 # with it. The plain scheduler starts each message as early and ends it as late as it can. Combined
@@ -37,7 +36,6 @@ def compiler_options(mesh: Mesh | AbstractMesh, *, gathers_layers: bool = False)
     return dict(_TWO_UNDER_WAY if gathers_layers else _LATE_AS_CAN_BE)
 
 
-def jitted(function: Any, mesh: Mesh | AbstractMesh, *, gathers_layers: bool = False) -> Donating:
-    """A step with the mesh's `compiler_options`, which donates parameters and state."""
-    own = compiler_options(mesh, gathers_layers=gathers_layers)
-    return donating(function, compiler_options=own)
+def jitted(function: Any, mesh: Mesh | AbstractMesh) -> Any:
+    """`jax.jit` with the mesh's `compiler_options`."""
+    return jax.jit(function, compiler_options=compiler_options(mesh))

@@ -7,13 +7,25 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import dtypes
+from jax.sharding import AbstractMesh, Mesh
+
+from jaxcomp.steps import compiling
 
 _NAMES = ("params", "shards", "state")  # of the first two arguments, if they are named
 
 
-def donating(function: Callable[..., Any], **options: Any) -> "Donating":
-    """`jax.jit` of a function that gets parameters and state first, and donates both."""
-    return Donating(jax.jit(function, donate_argnums=(0, 1), **options))
+def donating(
+    function: Callable[..., Any], mesh: Mesh | AbstractMesh | None = None, **of_mesh: Any
+) -> "Donating":
+    """`jax.jit` of a function that gets parameters and state first, and donates both.
+
+    Args:
+      function: The step.
+      mesh: Its mesh, for `compiler_options`; None: without them.
+      **of_mesh: Further arguments of `compiler_options`.
+    """
+    options = None if mesh is None else compiling.compiler_options(mesh, **of_mesh)
+    return Donating(jax.jit(function, donate_argnums=(0, 1), compiler_options=options))
 
 
 class Donating:

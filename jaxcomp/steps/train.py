@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxcomp.replicas import protocol
 from jaxcomp.replicas.state import per_replica
 from jaxcomp.replicas.types import names_of
-from jaxcomp.steps.compiling import jitted
+from jaxcomp.steps.donating import donating
 from jaxcomp.steps.gradient import Gradient, all_gradients, check_accumulate, metrics_of
 from jaxcomp.steps.interleaved import interleaved
 from jaxcomp.steps.interleaved_shards import interleaved_shards
@@ -100,7 +100,7 @@ def train_step(
     gradient = Gradient(loss_fn, mesh, update.axes, accumulate, has_aux, batch_specs)
     return TrainStep(
         jax.jit(functools.partial(init_state, update)),
-        jitted(functools.partial(_step, gradient, update), mesh),
+        donating(functools.partial(_step, gradient, update), mesh),
     )
 
 

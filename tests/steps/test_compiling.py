@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 import jaxcomp
-from jaxcomp.steps import compiling
+from jaxcomp.steps import compiling, donating
 from tests.helpers.replicas import mesh_of
 
 
@@ -36,11 +36,13 @@ def test_the_steps_are_compiled_with_the_options_of_their_mesh(monkeypatch):
     jaxcomp.train_step(loss, jaxcomp.cocktail_sgd(optax.sgd(0.1), "replica"), mesh, "replica")
     fsdp = jaxcomp.qsdp("replica")
     jaxcomp.qsdp_train_step(loss, optax.sgd(0.1), mesh, fsdp)
-    assert asked == [(mesh, {"gathers_layers": False}), (mesh, {"gathers_layers": True})]
+    assert asked == [(mesh, {}), (mesh, {"gathers_layers": True})]
 
 
 def test_the_options_reach_the_compiler(monkeypatch):
     unknown = {"xla_there_is_no_such_option": True}
     monkeypatch.setattr(compiling, "compiler_options", lambda *args, **of: unknown)
     with pytest.raises(jax.errors.JaxRuntimeError, match="xla_there_is_no_such_option"):
-        compiling.jitted(lambda x, y: (x + 1, y), mesh_of(1))(1.0, 2.0)
+        compiling.jitted(lambda x: x + 1, mesh_of(1))(1.0)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="xla_there_is_no_such_option"):
+        donating.donating(lambda x, y: (x + 1, y), mesh_of(1))(1.0, 2.0)
