@@ -75,9 +75,9 @@ def test_only_the_gradient_is_dispatched_by_another_thread():
     step = jaxcomp.overlapped_train_step(loss, METHOD(compressor=CODE), mesh, "replica").step
 
     def noted(name):
-        def call(*args):
+        def call(*args, **options):
             seen[name] = threading.current_thread()
-            return getattr(step, name)(*args)
+            return getattr(step, name)(*args, **options)
 
         return call
 
