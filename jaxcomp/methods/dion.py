@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
 
 from jaxcomp.compressors.base import Key
 from jaxcomp.compressors.packing import fold
@@ -222,7 +223,10 @@ def _stepped(settings, matrix, p, r, held):
     left = matrix - (1 - settings.momentum) * low_rank.product(p, low_rank.transposed(r))
     q, length = low_rank.unit(r)
     # P has as many columns as the factor, whatever the rank of M: the others catch rounding errors.
-    error = 32 * jnp.finfo(r.dtype).eps * jnp.max(length, axis=2, keepdims=True)
+    # The longest is the last of running maxima: to the check for norms of shards, one reduction of
+    # a whole shard is a norm that scales it, and this only tells columns from rounding errors.
+    longest = lax.cummax(length, axis=2)[..., -1:]
+    error = 32 * jnp.finfo(r.dtype).eps * longest
     caught = length > error
     along = jnp.where(caught, q * (length / (length + settings.eps)), 0)
     scale = math.sqrt(matrix.shape[2] / matrix.shape[1])
