@@ -35,21 +35,12 @@ def trees(keys=TEXT):
 def texts(good: str, keys=TEXT):
     """Texts of a file: any bytes, any JSON, and a good one with pieces cut, doubled or replaced."""
 
-    @st.composite
-    def harmed(draw):
-        text = good
-        for _ in range(draw(st.integers(1, 3))):
-            begin = draw(st.integers(0, len(text)))
-            end = draw(st.integers(begin, min(len(text), begin + 40)))
-            piece = draw(st.one_of(TEXT, st.just(text[begin:end] * 2), LEAVES.map(_dumped)))
-            text = text[:begin] + piece + text[end:]
-        return text.encode(errors="surrogatepass")
-
+    harmed = _harmed(good, st.one_of(TEXT, LEAVES.map(_dumped)))
     return st.one_of(
         st.binary(max_size=200),
         trees(keys).map(lambda value: _dumped(value).encode(errors="surrogatepass")),
         st.just(b"[" * 60_000),
-        harmed(),
+        harmed.map(lambda text: text.encode(errors="surrogatepass")),
     )
 
 
@@ -57,16 +48,22 @@ def octets(good: bytes):
     """A good file with pieces cut, doubled or replaced, its end gone, or any other bytes."""
 
     @st.composite
-    def made(draw):
-        content = good
-        for _ in range(draw(st.integers(1, 3))):
-            begin = draw(st.integers(0, len(content)))
-            end = draw(st.integers(begin, min(len(content), begin + 40)))
-            piece = draw(st.one_of(st.binary(max_size=12), st.just(content[begin:end] * 2)))
-            content = content[:begin] + piece + content[end:]
+    def shorter(draw):
+        content = draw(_harmed(good, st.binary(max_size=12)))
         return content[: draw(st.one_of(st.none(), st.integers(0, len(content))))]
 
-    return st.one_of(st.binary(max_size=200), made())
+    return st.one_of(st.binary(max_size=200), shorter())
+
+
+@st.composite
+def _harmed(draw, good, pieces):
+    """Text or bytes with one to three pieces cut, doubled or replaced."""
+    for _ in range(draw(st.integers(1, 3))):
+        begin = draw(st.integers(0, len(good)))
+        end = draw(st.integers(begin, min(len(good), begin + 40)))
+        piece = draw(st.one_of(pieces, st.just(good[begin:end] * 2)))
+        good = good[:begin] + piece + good[end:]
+    return good
 
 
 def _dumped(value):
