@@ -30,7 +30,7 @@ def mean_params(
     changes since the last synchronization, and `params` do not contain them. The mean is computed
     in float32, and is what a synchronization without compression would now make of `params`. It
     leaves out what owners or residuals hold. For `local_steps` it is the plain mean, without the
-    outer optimizer.
+    outer optimizer; for `zero_one_adam` without its `step_bound`.
 
     Call it outside `shard_map`, at the end of a run or before you export parameters. It changes no
     state: to continue training, use `params` and `state`.
@@ -41,7 +41,6 @@ def mean_params(
       mesh: The mesh of the step.
       axis_name: The axis of the replicas.
       param_specs: The step's `param_specs`, if it has any.
-
       fast_axis: The step's `fast_axis`, if it has one.
 
     Returns:
