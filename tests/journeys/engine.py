@@ -109,8 +109,8 @@ def asked(command: str) -> tuple[str, int] | None:
 def perform(folder: pathlib.Path, command: str, harm: Harm | None = None) -> str:
     """Types a command in a copy of the checkout, and checks its status; what it says.
 
-    A run has few steps, a warm-up of one, and one batch to evaluate on. It goes on by two steps
-    if it is there already; by 40 where something happens to it. What has `$i` in it is typed
+    A run has few steps, and one batch to evaluate on. It goes on by two steps if it is there
+    already; by 40 where something happens to it. What has `$i` in it is typed
     twice, for 0 and 1.
     """
     if not (run_of := asked(command)):
@@ -120,7 +120,7 @@ def perform(folder: pathlib.Path, command: str, harm: Harm | None = None) -> str
     start = files.latest(run / "checkpoints") or 0
     steps = start + (40 if harm else 2 if start else 4)
     command = re.sub(r" --steps \d+", "", command)
-    short = f"--steps {steps} --optimizer.warmup-steps 1 --eval-batches 1"
+    short = f"--steps {steps} --eval-batches 1"
     one_line = re.sub(r"(\bconfigs/\w+\.py)", rf"\1 {short}", command)
     if "$i" in one_line:
         one_line = f"i=1; {one_line} & i=0; {one_line} && wait $!"

@@ -33,7 +33,7 @@ def tiny(tmp_path):
     """Loads a config file in a size that trains in a moment, on data of its kind."""
 
     def load(path):
-        settings = "--steps 2 --optimizer.warmup-steps 1 --data.batch 8 --accumulate 1 --replicas 4"
+        settings = "--steps 2 --data.batch 8 --accumulate 1 --replicas 4"
         of_folder = PRETRAINED.split() if path.stem.startswith("fine_tune") else []
         kind = type(configs.load(str(path), of_folder).model)
         of_model = of_folder or TINY_MODELS[kind].split()

@@ -27,7 +27,8 @@ class Optimizer:
     learning_rate: float
     """Peak of the schedule, in update units per step; > 0."""
     warmup_steps: int = 0
-    """Steps in which the rate rises linearly from 0 to the peak; fewer than steps."""
+    """Steps in which the rate rises linearly from 0 to the peak. As many as steps, or more, do not
+    fit: then a tenth of steps."""
     schedule: Literal["cosine", "linear", "exponential", "constant"] = "cosine"
     """Form of the decay from the peak, from the end of the warm-up to the last step."""
     final_fraction: float = 0.1

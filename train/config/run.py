@@ -147,11 +147,10 @@ class Config:
                 "in_shards=True needs several devices per host, and neither qsdp nor overlap; got "
                 f"fast={self.fast}, qsdp={self.qsdp!r}, overlap={self.overlap}. Write --fast 8."
             )
-        if self.optimizer.warmup_steps >= self.steps:
-            raise ValueError(
-                f"optimizer.warmup_steps={self.optimizer.warmup_steps} must be less than "
-                f"steps={self.steps}; write --optimizer.warmup-steps {self.steps // 10}."
-            )
+        if self.optimizer.warmup_steps >= self.steps:  # so that --steps 60 alone is a run
+            fits = max(self.steps // 10, min(1, self.steps - 1))
+            optimizer = dataclasses.replace(self.optimizer, warmup_steps=fits)
+            object.__setattr__(self, "optimizer", optimizer)
         if self.replicas:
             microbatch(self, self.replicas)
 

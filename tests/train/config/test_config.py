@@ -139,7 +139,6 @@ def test_file_without_a_config_is_refused(tmp_path, text):
         (lambda: config_of(name="a\nb"), r"name='a\\nb' must be one printable line"),
         (lambda: config_of(name="a\x1b[2J"), "must be one printable line"),
         (lambda: config_of(link_rate=0.0), "link_rate=0.0 must be positive; write 500e6"),
-        (lambda: config_of(steps=10), "warmup_steps=10 must be less than steps=10"),
         (lambda: config_of(model=DecoderConfig(vocab=255)), "vocab=255 must be at least 256"),
         (
             lambda: config_of(model=ViTConfig()),
@@ -169,6 +168,14 @@ def test_file_without_a_config_is_refused(tmp_path, text):
 def test_wrong_value_is_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.parametrize(
+    ("steps", "warmup"), [(1, 0), (2, 1), (9, 1), (60, 6), (100, 10), (101, 100)]
+)
+def test_a_warmup_that_does_not_fit_is_a_tenth_of_the_steps(steps, warmup):
+    optimizer = Optimizer(UPDATE, 1e-3, warmup_steps=100)
+    assert Config("short", steps, optimizer).optimizer.warmup_steps == warmup
 
 
 def test_replicas_0_leaves_the_division_of_the_batch_to_the_machine():
