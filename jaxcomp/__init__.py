@@ -69,6 +69,7 @@ from jaxcomp.methods.zero_one_adam_deepspeed import (
     zero_one_adam_deepspeed as zero_one_adam_deepspeed,
 )
 from jaxcomp.replicas.compact import compact as compact
+from jaxcomp.replicas.kinds import leaf_kinds as leaf_kinds
 from jaxcomp.replicas.protocol import MethodState as MethodState
 from jaxcomp.replicas.resize import resize as resize
 from jaxcomp.replicas.specs import state_specs as state_specs
