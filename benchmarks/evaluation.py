@@ -2,35 +2,43 @@
 
     python -m benchmarks.evaluation --json FILE [--methods NAME ...] [--steps 640]
 
-Trains methods of `benchmarks.pico` whose replicas differ, and writes the three validation losses at
+Trains methods of the pico task whose replicas differ, and writes the three validation losses at
 some steps of one run. A run of `train` evaluates the replicas, each on its rows, and at its end the
 mean.
 """
 
 import argparse
 import pathlib
+from typing import Any
 
+import jax
 import numpy as np
 
-from benchmarks import pico
 from benchmarks import rows as rows_file
+from benchmarks import scale, scale_methods, scale_sizes
 from train.processes import devices
 from train.processes.exits import clean_exits
-from train.task import make_task
+from train.task import Task, make_task
 
 DIFFER = ("CocktailSGD, no delay, 88x", "SLAMB", "0/1 Adam")
 AT = (40, 80, 160, 320, 640)
 
 
+def on_devices(task: Task, params: Any, state: Any) -> Any:
+    """Parameters and state of simulated replicas on the task's mesh."""
+    places = jax.tree.map(lambda like: like.sharding, (task.like["params"], task.like["state"]))
+    return jax.device_put(jax.device_get((params, state)), places)
+
+
 def run_row(name: str, seed: int, steps: int) -> dict:
     """The three losses of one run, by step."""
-    task = make_task(pico.config_of(pico.METHODS[name], seed, steps))
-    loop, seen, losses = pico.simulated(task.config), 0, {}
+    task = make_task(scale_sizes.config_of("pico", scale_methods.METHODS[name], seed, steps))
+    loop, seen, losses = scale.simulated(task.config, task.examples), 0, {}
     params, state = loop.start()
     for step in [step for step in AT if step <= steps]:
         batches = [task.examples.train(number, slice(None)) for number in range(seen, step)]
         (params, state), seen = loop.advance(params, state, np.stack(batches)), step
-        given = pico.on_devices(task, params, state)
+        given = on_devices(task, params, state)
         losses[str(step)] = {
             "consensus": task.evaluate(given[0])["loss"],
             "replicas": task.evaluate(*given)["loss"],
@@ -43,7 +51,9 @@ def run_row(name: str, seed: int, steps: int) -> dict:
 def main() -> None:
     """Makes all rows."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--methods", nargs="+", default=list(DIFFER), choices=list(pico.METHODS))
+    parser.add_argument(
+        "--methods", nargs="+", default=list(DIFFER), choices=list(scale_methods.METHODS)
+    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--steps", type=int, default=AT[-1])
     parser.add_argument("--json", type=pathlib.Path, required=True)

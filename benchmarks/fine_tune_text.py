@@ -33,14 +33,14 @@ def python_texts() -> Iterator[str]:
             continue
 
 
-def write_tokenizer(folder: pathlib.Path, texts: Iterator[str]) -> None:
+def write_tokenizer(folder: pathlib.Path, texts: Iterator[str], vocab: int = VOCAB) -> None:
     """Trains a byte-pair code on texts, and writes it in the format of Hugging Face folders."""
     made = tokenizers.Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
+        vocab_size=vocab, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
     )
     made.train_from_iterator(texts, trainer)
     folder.mkdir(parents=True, exist_ok=True)

@@ -7,7 +7,7 @@ weights and gradients; the embedding, which is also the output matrix, and posit
 What was gathered is evaluated and exported.
 
 Not trained on nano yet. On pico the same codes reach 1.341, without the 8 bits 1.366, dense Adam
-1.318 (one seed; python -m benchmarks.pico).
+1.318 (one seed; python -m benchmarks.scale --size pico).
 """
 
 import dataclasses

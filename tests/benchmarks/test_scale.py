@@ -5,9 +5,12 @@ import dataclasses
 import jax
 import numpy as np
 import optax
+import pytest
 
 import jaxcomp
-from benchmarks import evaluation, methods, pico
+from benchmarks import evaluation, methods, scale, scale_text
+from benchmarks.scale_methods import METHODS
+from benchmarks.scale_sizes import by_recipe, config_of
 from configs import nano_dense
 from tests.helpers.replicas import everywhere, mesh_of
 from train.config.run import update
@@ -16,7 +19,7 @@ from train.models import build
 from train.models.decoder import DecoderConfig
 from train.task import make_task
 
-STEPS, REPLICAS = 5, 2
+STEPS, REPLICAS = 23, 2  # of which a tenth does not divide all
 
 
 def made(kind):
@@ -26,18 +29,17 @@ def made(kind):
 
 
 def test_a_run_is_that_of_a_mesh_to_rounding(monkeypatch):
-    monkeypatch.setattr(pico, "TOGETHER", 3)  # which does not divide the steps
     # Momentum SGD inside: Adam makes steps of gradients that are zero but for rounding.
     local = "diloco(sgd(learning_rate, momentum=0.9), axis_name, every=2)"
     config = dataclasses.replace(
-        pico.config_of(methods.Method(local, (0.3,)), 7, STEPS),
+        config_of("pico", methods.Method(local, (0.3,)), 7, STEPS),
         replicas=REPLICAS,
         model=DecoderConfig(layers=1, width=8, heads=1, context=8),
         data=dataclasses.replace(nano_dense.get_config().data, batch=4),
         eval_batches=2,
     )
     text = Examples({}, made(0), made(1))
-    params, curve = pico.train(make_task(config, lambda _: text))
+    params, curve = scale.train(config, text)
 
     mesh, loss_fn = mesh_of(REPLICAS), build.loss_of(config)
     init, step = jaxcomp.train_step(loss_fn, update(config), mesh, "replica")
@@ -51,34 +53,35 @@ def test_a_run_is_that_of_a_mesh_to_rounding(monkeypatch):
     measure = jax.jit(loss_fn)
     own = jaxcomp.mean_params(wanted, state, mesh, "replica")  # the last step is no outer one
     loss = np.mean([measure(own, made(1)(number, slice(None))) for number in range(2)])
-    assert [step for step, _ in curve] == [3, 5]
+    assert [step for step, _ in curve] == [*range(2, 23, 2), 23]
     np.testing.assert_allclose(curve[-1][1], loss, rtol=1e-5)
     moved = jax.tree.map(lambda x, y: np.abs(x - y).max(), jax.device_get(params), start)
     assert max(jax.tree.leaves(moved)) > 1e-2
 
 
 def test_shards_are_trained_on_a_mesh(monkeypatch):
-    monkeypatch.setattr(pico, "TOGETHER", 3)
-    exact = pico.METHODS["QSDP, 8 bits"]._replace(qsdp="qsdp(axis_name, identity(), identity())")
+    exact = METHODS["QSDP, 8 bits"]._replace(qsdp="qsdp(axis_name, identity(), identity())")
     sharded, dense = (
         dataclasses.replace(
-            pico.config_of(method, 7, STEPS),
+            config_of("pico", method, 7, STEPS),
             replicas=REPLICAS,
             model=DecoderConfig(layers=1, width=8, heads=1, context=8),
             data=dataclasses.replace(nano_dense.get_config().data, batch=4),
             eval_batches=2,
         )
-        for method in (exact, pico.METHODS["dense Adam"])
+        for method in (exact, METHODS["dense Adam"])
     )
     text = Examples({}, made(0), made(1))
-    trained = lambda config: pico.train(make_task(config, lambda _: text))
+    trained = lambda config: scale.train(config, text)
     (_, got), (_, wanted) = trained(sharded), trained(dense)
     np.testing.assert_allclose(got, wanted, rtol=1e-5)
 
 
-def test_every_row_is_a_transformation():
-    for method in pico.METHODS.values():
-        made = update(pico.config_of(method, 1, STEPS))
+@pytest.mark.parametrize("size", ("pico", "micro"))
+def test_every_row_is_a_transformation(size, monkeypatch):
+    monkeypatch.setattr(scale_text, "data", lambda *_: nano_dense.get_config().data)
+    for method in METHODS.values():
+        made = update(config_of(size, by_recipe(method, size), 1, STEPS))
         assert isinstance(made, optax.GradientTransformationExtraArgs)
 
 

@@ -1,0 +1,34 @@
+"""What `benchmarks.scale` compares: methods by name, with pico's rates."""
+
+from benchmarks import methods, methods_beyond
+
+# Methods of `benchmarks.convergence`, and nano's best learning rate, not tuned here.
+TUNED_ON_NANO = {
+    "dense Adam": ("dense Adam", 6e-3),
+    "8 bits": ("8-bit Adam", 6e-3),
+    "4 bits": ("4-bit Adam", 6e-3),
+    "top_k": ("top_k Adam", 3e-3),
+    "1 bit": ("sign Adam", 3e-3),
+    "sharded Adam, 4 bits": ("sharded Adam, G4D4", 6e-3),
+    "QSDP, 8 bits": ("QSDP W8G8", 6e-3),
+    "QSDP, 4 bits, learned": ("QSDP W4G4, learned", 6e-3),
+    **{
+        f"QSDP, {bits} bits, embedding 8": (f"QSDP W{bits}G4, learned, embedding 8", 6e-3)
+        for bits in (3, 4, 5, 6)
+    },
+    "QSDP, 4 bits, embedding's weights 8": ("QSDP W4G4, learned, embedding's weights 8", 6e-3),
+    "CocktailSGD, no delay, 88x": ("CocktailSGD, no delay, 88x", 6e-3),
+    "0/1 Adam": ("0/1 Adam, warm-up, variances of 8 bits", 6e-3),
+    "SLAMB": ("SLAMB", 1.4e-2),  # nano's 2e-2 diverges here
+}
+METHODS: dict[str, methods.Method] = {
+    **{
+        name: methods.METHODS[known]._replace(rates=(rate,))
+        for name, (known, rate) in TUNED_ON_NANO.items()
+    },
+    # 15% of the steps are dense, as on nano.
+    "1-bit Adam": methods.Method(
+        "one_bit_adam(learning_rate, axis_name, freeze_step=1200)", (6e-3,)
+    ),
+    **methods_beyond.METHODS,
+}
