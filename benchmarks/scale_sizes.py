@@ -46,7 +46,7 @@ SIZES = {
     # Nano's bytes and steps, with a smaller model and many more steps.
     "pico": Size(DecoderConfig(layers=2, width=64, heads=2, context=64), 8000, 32, 64),
     "micro": Size(
-        DecoderConfig(layers=2, width=96, heads=3, context=64, vocab=8192), 2000, 16, 64, RECIPE
+        DecoderConfig(layers=2, width=96, heads=3, context=32, vocab=8192), 2000, 16, 64, RECIPE
     ),
     "34m": Size(
         DecoderConfig(layers=8, width=512, heads=8, context=512, vocab=16384, dtype="bfloat16"),
