@@ -1,5 +1,7 @@
 """What `benchmarks.scale` compares: methods by name, with pico's rates."""
 
+import re
+
 from benchmarks import methods, methods_beyond
 
 # Methods of `benchmarks.convergence`, and nano's best learning rate, not tuned here.
@@ -18,6 +20,11 @@ TUNED_ON_NANO = {
     },
     "QSDP, 4 bits, embedding's weights 8": ("QSDP W4G4, learned, embedding's weights 8", 6e-3),
     "CocktailSGD, no delay, 88x": ("CocktailSGD, no delay, 88x", 6e-3),
+    "CocktailSGD, no delay, 10x": ("CocktailSGD, no delay, 10x", 6e-3),
+    "CocktailSGD, 88x": ("CocktailSGD", 6e-3),
+    "CocktailSGD, 10x": ("CocktailSGD, 10x", 6e-3),
+    "dense LAMB": ("LAMB", 1.4e-2),
+    "dense SGD": ("dense momentum SGD", 0.1),
     "0/1 Adam": ("0/1 Adam, warm-up, variances of 8 bits", 6e-3),
     "SLAMB": ("SLAMB", 1.4e-2),  # nano's 2e-2 diverges here
 }
@@ -32,3 +39,20 @@ METHODS: dict[str, methods.Method] = {
     ),
     **methods_beyond.METHODS,
 }
+
+
+# Dense training by what its inner optimizer is called in an update; the first that matches.
+BASELINES = {
+    "dense Muon": "muon|muloco|dion",
+    "dense LAMB": "lamb",
+    "dense SGD": r"\bsgd\(learning_rate",
+    "dense Adam": "adam|demo",
+}
+
+
+def baseline_of(method: methods.Method) -> str:
+    """The name of dense training with the method's inner optimizer."""
+    for name, inside in BASELINES.items():
+        if re.search(inside, method.update):
+            return name
+    raise ValueError(f"no baseline is known for {method.update!r}; add one to BASELINES.")

@@ -21,6 +21,7 @@ class Size(NamedTuple):
       steps: Optimizer steps.
       batch: Sequences of a step, over all replicas.
       eval_batches: Batches of one evaluation.
+      centres: Of the trials of rates, by dense baseline; none: rates are not tuned by the rule.
       recipe: What the methods' inner optimizers become, see `by_recipe`.
     """
 
@@ -28,34 +29,52 @@ class Size(NamedTuple):
     steps: int
     batch: int
     eval_batches: int
+    centres: dict[str, float] = {}
     recipe: dict[str, str] = {}
+
+
+def _centres(adam: float) -> dict[str, float]:
+    """Muon has Adam's RMS here, so that one rate serves both."""
+    return {"dense Adam": adam, "dense Muon": adam, "dense LAMB": 4 * adam, "dense SGD": 100 * adam}
 
 
 # As large models are trained: a short memory of squares, decay, and clipping of what the optimizer
 # sees: the mean gradient, or with local moments the replica's own.
-CLIP, DECAY = "clip_by_global_norm(1.0)", "b2=0.95, weight_decay=0.1"
+CLIP, DECAY = "clip_by_global_norm(1.0)", "weight_decay=0.1"
 RECIPE = {
-    r"\b(adam|lamb)\(learning_rate\)": rf"chain({CLIP}, \1w(learning_rate, {DECAY}))",
+    r"\b(adam|lamb)\(learning_rate\)": rf"chain({CLIP}, \1w(learning_rate, b2=0.95, {DECAY}))",
     "lambw": "lamb",  # which decays already
+    r"\boptax\.contrib\.muon\(learning_rate\)": f"chain({CLIP}, muon(learning_rate, {DECAY}))",
+    r"\bsgd\(learning_rate, momentum=0.9\)": rf"chain({CLIP}, \g<0>)",
     # Methods with moments of their own.
-    r"^((?:zero_one|one_bit)_adam\(learning_rate, axis_name)": rf"\1, {DECAY}",
-    r"^((?:zero_one_adam|one_bit_adam|slamb|demo)\(.*)$": rf"chain({CLIP}, \1)",
+    r"^((?:zero_one_adam|one_bit_adam|slamb)\(learning_rate, axis_name)": rf"\1, b2=0.95, {DECAY}",
+    r"^((?:dion|demo|muloco)\(learning_rate, axis_name)": rf"\1, {DECAY}",
+    r"^(?:zero_one_adam|one_bit_adam|slamb|dion|demo|muloco)\(.*$": rf"chain({CLIP}, \g<0>)",
+    "freeze_step=1200": "freeze_step=warmup_steps",
 }
+LARGE = {"heads": 12, "context": 512, "dtype": "bfloat16"}
 
 SIZES = {
     # Nano's bytes and steps, with a smaller model and many more steps.
     "pico": Size(DecoderConfig(layers=2, width=64, heads=2, context=64), 8000, 32, 64),
     "micro": Size(
-        DecoderConfig(layers=2, width=96, heads=3, context=32, vocab=8192), 2000, 16, 64, RECIPE
+        DecoderConfig(layers=2, width=96, heads=3, context=32, vocab=8192),
+        *(2000, 16, 64),
+        _centres(8e-3),
+        RECIPE,
     ),
     "34m": Size(
-        DecoderConfig(layers=8, width=512, heads=8, context=512, vocab=16384, dtype="bfloat16"),
-        *(2240, 32, 8, RECIPE),
+        DecoderConfig(layers=8, width=512, vocab=16384, **(LARGE | {"heads": 8})),
+        *(2240, 32, 8),
+        _centres(2e-3),
+        RECIPE,
     ),
     # GPT-2's smallest.
     "124m": Size(
-        DecoderConfig(layers=12, width=768, heads=12, context=512, vocab=50257, dtype="bfloat16"),
-        *(2240, 32, 8, RECIPE),
+        DecoderConfig(layers=12, width=768, vocab=50257, **LARGE),
+        *(2240, 32, 8),
+        _centres(1e-3),
+        RECIPE,
     ),
 }
 

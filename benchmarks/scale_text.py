@@ -19,9 +19,9 @@ PACKAGES = (
 )
 
 
-def sources(packages: tuple[str, ...] = PACKAGES) -> Iterator[tuple[str, str]]:
-    """Name and text of each package's Python files, as installed, in the order of names."""
-    for package in packages:
+def sources() -> Iterator[tuple[str, str]]:
+    """Name and text of each Python file of the packages, as installed."""
+    for package in PACKAGES:
         files = importlib.metadata.distribution(package).files or ()
         for file in sorted(file for file in files if file.suffix == ".py"):
             try:

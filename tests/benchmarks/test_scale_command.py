@@ -1,0 +1,126 @@
+"""`benchmarks.scale` to the last line, at a toy size: text, tokens, trials, rows, and stops."""
+
+import json
+import subprocess
+
+import pytest
+
+from benchmarks import scale, scale_run, scale_sizes, scale_text, scale_tuning
+from benchmarks.scale_methods import BASELINES, METHODS, baseline_of
+from train.models.decoder import DecoderConfig
+
+METHOD, STEPS, CENTRE = "CocktailSGD, no delay, 10x", 40, 0.02
+TOY = scale_sizes.Size(
+    DecoderConfig(layers=1, width=8, heads=1, context=8, vocab=300),
+    *(STEPS, 4, 2),
+    dict.fromkeys(BASELINES, CENTRE),
+    scale_sizes.RECIPE,
+)
+
+
+@pytest.fixture
+def command(tmp_path, monkeypatch):
+    """The command's rows, and those of trials, after it ran with some arguments."""
+    monkeypatch.setattr(scale_text, "PACKAGES", ("simplejson",))
+    monkeypatch.setattr(scale_sizes, "TEXT", tmp_path / "text")
+    monkeypatch.setitem(scale_sizes.SIZES, "toy", TOY)
+
+    def run(*arguments):
+        argv = ["--size", "toy", "--methods", METHOD, "--json", str(tmp_path / "toy.json")]
+        scale.run(scale.parsed([*argv, *arguments]))
+        files = (tmp_path / "toy.json", tmp_path / "toy_tuning.json")
+        return [json.loads(file.read_text()) if file.exists() else [] for file in files]
+
+    return run
+
+
+def test_trials_then_rows_and_nothing_twice(command, monkeypatch):
+    with pytest.raises(ValueError, match="add --tune first"):
+        command()
+    rows, trials = command("--tune")
+    assert rows == []
+    assert {(row["seed"], row["steps"]) for row in trials} == {(0, STEPS // 4)}
+    rates = [row["learning_rate"] for row in trials]
+    assert rates[:3] == [CENTRE, CENTRE / 2, CENTRE * 2] and len(set(rates)) == len(rates)
+    best = min(trials, key=lambda row: row["val_loss"])["learning_rate"]
+    assert min(rates) < best < max(rates) or len(rates) == scale_tuning.MOST
+
+    rows, _ = command("--seeds", "1", "2")
+    assert [(row["seed"], row["learning_rate"]) for row in rows] == [(1, best), (2, best)]
+    for row in rows:
+        assert row["update"].startswith("cocktail_sgd(chain(clip_by_global_norm(1.0), adamw(")
+        assert (row["baseline"], row["replicas"], row["local_batch"]) == ("dense Adam", 4, 1)
+        assert [step for step, _ in row["curve"]] == [*range(4, STEPS + 1, 4)]
+        assert 1 < row["bits_per_parameter"] < 8
+    assert rows[0]["val_loss"] != rows[1]["val_loss"] and rows[0]["val_loss"] < 5.7  # log 300
+    assert len({row["data_sha256"] for row in (*rows, *trials)}) == 1
+
+    monkeypatch.setattr(scale_run, "train", lambda *_: pytest.fail("trained again"))
+    assert command("--seeds", "1", "2")[0] == rows
+
+
+def test_a_run_cut_short_is_made_again(command):
+    rows, _ = command("--rate", "1e-2", "--seeds", "1", "--minutes", "0")
+    assert [row["stopped_at"] for row in rows] == [4]
+    rows, _ = command("--rate", "1e-2", "--seeds", "1")
+    assert len(rows) == 1 and "stopped_at" not in rows[0]
+
+
+def test_bits_come_where_there_is_a_mesh(command, monkeypatch):
+    with monkeypatch.context() as one_gpu:
+        one_gpu.setattr(scale.jax, "device_count", lambda: 1)
+        rows, _ = command("--rate", "1e-2", "--seeds", "1")
+    assert "bits_per_parameter" not in rows[0]
+    again, _ = command("--rate", "1e-2", "--seeds", "1")
+    assert again[0]["bits_per_parameter"] > 1 and rows[0].items() <= again[0].items()
+
+
+def test_processes_share_a_device_and_the_runs(monkeypatch):
+    started = []
+
+    class Process:
+        def __init__(self, command, env):
+            started.append((command[3:], env["XLA_PYTHON_CLIENT_MEM_FRACTION"]))
+
+        def wait(self):
+            return 0
+
+    monkeypatch.setattr(subprocess, "Popen", Process)
+    argv = ["--methods", METHOD, "dense Adam", "--seeds", "1", "--processes", "2"]
+    with pytest.raises(SystemExit, match="0"):
+        scale.main(argv)
+    assert started == [([*argv, "--part", part], "0.450") for part in ("0", "1")]
+
+    made = []
+    monkeypatch.setattr(scale, "row_of", lambda *_, name, **__: made.append(name))
+    for part in ("0", "1"):
+        scale.run(scale.parsed([*argv, "--rate", "1", "--part", part]))
+    assert made == [METHOD, "dense Adam"]
+
+
+@pytest.mark.parametrize(
+    ("best", "tried"),
+    [(1.0, [1, 0.5, 2]), (4.0, [1, 0.5, 2, 4, 8]), (64.0, [1, 0.5, 2, 4, 8])],
+)
+def test_trials_go_on_while_the_best_is_at_an_edge(best, tried, monkeypatch):
+    monkeypatch.setitem(scale_sizes.SIZES, "toy", TOY._replace(centres={"dense Adam": 1.0}))
+    rates = []
+
+    def make(steps, learning_rate):
+        rates.append(learning_rate)
+        loss = abs(learning_rate - best)
+        return {"learning_rate": learning_rate, "val_loss": None if learning_rate == 0.5 else loss}
+
+    args = scale.parsed(["--size", "toy", "--methods", METHOD, "--tune"])
+    scale_tuning.tune(args, METHODS[METHOD], make)
+    assert rates == tried
+
+
+def test_a_method_stands_beside_dense_training_with_its_inner_optimizer():
+    of = {name: baseline_of(method) for name, method in METHODS.items()}
+    for name, beside in of.items():
+        assert of[beside] == beside  # which is a method of the table, and its own baseline
+        assert ("Muon" in name or "MuLoCo" in name or name == "Dion") == (beside == "dense Muon")
+    assert (of["0/1 Adam"], of["SLAMB"], of["PowerSGD"], of["CocktailSGD, 88x"]) == (
+        *("dense Adam", "dense LAMB", "dense SGD", "dense Adam"),
+    )
