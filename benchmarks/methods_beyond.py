@@ -45,6 +45,7 @@ METHODS: dict[str, Method] = {
     "MuLoCo": _muloco(1e-2, EVERY, 0.6, 0.6),
     "MuLoCo, every 106th": _muloco(6e-3, 106, 0.8, 0.5, ", error_decay=1.0"),
     "DiLoCo, 4 bits": _diloco(_ADAM, 3e-3, EVERY, 0.7, 0.8),
+    "DiLoCo, 4 bits, every 32nd": _diloco(_ADAM, 3e-3, 32, 0.7, 0.8),
     "SparseLoCo": _sparse(_ADAM, 6e-3),
     "SparseLoCo, Muon": _sparse(_MUON, 1e-2),
     "groups of 64, 2 bits": _groups(_ADAM, 6e-3),

@@ -28,7 +28,7 @@ import jax
 from benchmarks import methods, scale_run, scale_tuning
 from benchmarks import rows as rows_file
 from benchmarks.scale_methods import METHODS, baseline_of
-from benchmarks.scale_sizes import SIZES, by_recipe, config_of
+from benchmarks.scale_sizes import SIZES, by_recipe, config_of, data_of
 from train.processes import devices
 from train.processes.exits import clean_exits
 
@@ -106,7 +106,7 @@ def run(args: argparse.Namespace) -> None:
         of_run = {"size": args.size, "name": name, "method": chosen[name], "seed": seed}
         make = functools.partial(row_of, **of_run, until=until, counted=not args.tune)
         if args.tune:
-            scale_tuning.tune(args, chosen[name], functools.partial(make, args.trials))
+            scale_tuning.tune(args.size, chosen[name], functools.partial(make, args.trials))
         else:
             rate = args.rate or scale_tuning.best(args, name, METHODS)
             make(args.json, steps=args.steps, learning_rate=rate)
@@ -116,6 +116,7 @@ def run(args: argparse.Namespace) -> None:
 
 def side_by_side(args: argparse.Namespace, argv: Sequence[str]) -> int:
     """Runs the processes of `--processes`; returns how many failed."""
+    data_of(SIZES[args.size])  # else each process would write the text
     fraction = {"XLA_PYTHON_CLIENT_MEM_FRACTION": f"{0.9 / args.processes:.3f}"}
     command = [sys.executable, "-m", "benchmarks.scale", *argv, "--part"]
     parts = [

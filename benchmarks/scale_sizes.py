@@ -21,7 +21,7 @@ class Size(NamedTuple):
       steps: Optimizer steps.
       batch: Sequences of a step, over all replicas.
       eval_batches: Batches of one evaluation.
-      centres: Of the trials of rates, by dense baseline; none: rates are not tuned by the rule.
+      centres: The middle of trials of rates, by dense baseline; none: rates are not tuned so.
       recipe: What the methods' inner optimizers become, see `by_recipe`.
     """
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 from benchmarks.fine_tune_text import write_tokenizer
 from train.config import Data
+from train.data import token_files
 
 PACKAGES = (
     *("matplotlib", "fonttools", "optax", "orbax-checkpoint", "tyro", "rich", "pygments"),
@@ -31,7 +32,7 @@ def sources() -> Iterator[tuple[str, str]]:
 
 
 def data(vocab: int, batch: int, folder: pathlib.Path) -> Data:
-    """Writes the text and a tokenizer of `vocab` tokens, once; `train` reads both.
+    """Writes the text, a tokenizer of `vocab` tokens, and the text's tokens, each once.
 
     Args:
       vocab: Tokens of the byte-pair code, which is trained on the text.
@@ -39,7 +40,7 @@ def data(vocab: int, batch: int, folder: pathlib.Path) -> Data:
       folder: Where text, tokenizers and tokens are kept.
 
     Returns:
-      The `data` of a config.
+      The `data` of a config; `train` reads it.
     """
     text, tokenizer = folder / "text", folder / f"tokenizer_{vocab}"
     if not text.is_dir():
@@ -51,4 +52,7 @@ def data(vocab: int, batch: int, folder: pathlib.Path) -> Data:
         unfinished.rename(text)
     if not (tokenizer / "tokenizer_config.json").is_file():
         write_tokenizer(tokenizer, (content for _, content in sources()), vocab)
-    return Data(path=str(text), tokenizer=str(tokenizer), cache=str(folder / "tokens"), batch=batch)
+    cache = folder / "tokens"
+    made = Data(path=str(text), tokenizer=str(tokenizer), cache=str(cache), batch=batch)
+    token_files.prepare(made, cache, vocab)
+    return made

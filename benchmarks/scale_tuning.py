@@ -3,7 +3,7 @@
 A method's first trials are the centre of its dense baseline, half and twice that; the baseline is
 dense training with the same inner optimizer, which is tuned alike. While the best trial is at an
 edge, the next rate beyond it is tried, five trials at most. A trial is a run of a quarter of the
-steps, with its own whole schedule, on seed 0. Trials are rows of a file beside that of the rows.
+size's steps, with its own whole schedule, on seed 0. Trials are rows of a file beside the rows'.
 """
 
 import argparse
@@ -17,23 +17,23 @@ from benchmarks.scale_sizes import SIZES
 SEED, MOST = 0, 5
 
 
-def steps_of(steps: int) -> int:
+def steps_of(size: str) -> int:
     """Steps of a trial."""
-    return max(1, steps // 4)
+    return SIZES[size].steps // 4
 
 
-def tune(args: argparse.Namespace, method: Method, make: Callable[..., dict]) -> None:
+def tune(size: str, method: Method, make: Callable[..., dict]) -> None:
     """Makes a method's missing trials.
 
     Args:
-      args: Of the command; "size" and "steps" decide.
-      method: The method, whose baseline has a centre.
+      size: A key of `SIZES`.
+      method: The method, whose baseline has a centre there.
       make: `(steps=, learning_rate=) -> row`; a run that was cut short ends the trials.
     """
-    centre, losses = SIZES[args.size].centres[baseline_of(method)], {}
+    centre, losses = SIZES[size].centres[baseline_of(method)], {}
     rates = [centre, centre / 2, centre * 2]
     while rates:
-        row = make(steps=steps_of(args.steps), learning_rate=rates.pop(0))
+        row = make(steps=steps_of(size), learning_rate=rates.pop(0))
         if "stopped_at" in row:
             return
         losses[row["learning_rate"]] = row["val_loss"]
@@ -60,7 +60,7 @@ def best(args: argparse.Namespace, name: str, known: Mapping[str, Method]) -> fl
     """
     if not SIZES[args.size].centres:
         return known[name].rates[0]
-    key = {"task": args.size, "method": name, "seed": SEED, "steps": steps_of(args.steps)}
+    key = {"task": args.size, "method": name, "seed": SEED, "steps": steps_of(args.size)}
     rows = [row for row in rows_file.read(args.trials) if key.items() <= row.items()]
     losses = {row["learning_rate"]: row["val_loss"] for row in rows if "stopped_at" not in row}
     if len(losses) < 3:

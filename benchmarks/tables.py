@@ -12,6 +12,7 @@ from benchmarks import (
     agreement,
     figures,
     peers_table,
+    scale_table,
     scaling,
     scaling_check,
     slow_network_figure,
@@ -110,6 +111,8 @@ def _columns(rows: list[dict], cells: dict[str, Callable[[dict], str]]) -> str:
 TABLES: dict[str, Callable[[list[dict], str, int], str]] = {
     "convergence": _convergence,
     "pico": _convergence,
+    "micro": scale_table.table,
+    "34m_linux": scale_table.table,
     "slow_network": lambda rows, task, steps: slow_network_figure.table(rows),
     "slow_network_devices": _devices,
     "peers": _peers,

@@ -9,7 +9,7 @@ from benchmarks import scale, scale_run, scale_sizes, scale_text, scale_tuning
 from benchmarks.scale_methods import BASELINES, METHODS, baseline_of
 from train.models.decoder import DecoderConfig
 
-METHOD, STEPS, CENTRE = "CocktailSGD, no delay, 10x", 40, 0.02
+METHOD, STEPS, CENTRE = "8 bits", 40, 0.02
 TOY = scale_sizes.Size(
     DecoderConfig(layers=1, width=8, heads=1, context=8, vocab=300),
     *(STEPS, 4, 2),
@@ -48,10 +48,10 @@ def test_trials_then_rows_and_nothing_twice(command, monkeypatch):
     rows, _ = command("--seeds", "1", "2")
     assert [(row["seed"], row["learning_rate"]) for row in rows] == [(1, best), (2, best)]
     for row in rows:
-        assert row["update"].startswith("cocktail_sgd(chain(clip_by_global_norm(1.0), adamw(")
+        assert row["update"].startswith("chain(compressed_mean(quantize(8), axis_name), chain(clip")
         assert (row["baseline"], row["replicas"], row["local_batch"]) == ("dense Adam", 4, 1)
         assert [step for step, _ in row["curve"]] == [*range(4, STEPS + 1, 4)]
-        assert 1 < row["bits_per_parameter"] < 8
+        assert 8 < row["bits_per_parameter"] < 32
     assert rows[0]["val_loss"] != rows[1]["val_loss"] and rows[0]["val_loss"] < 5.7  # log 300
     assert len({row["data_sha256"] for row in (*rows, *trials)}) == 1
 
@@ -86,10 +86,11 @@ def test_processes_share_a_device_and_the_runs(monkeypatch):
             return 0
 
     monkeypatch.setattr(subprocess, "Popen", Process)
+    monkeypatch.setattr(scale, "data_of", lambda size: started.append(size.model.vocab))
     argv = ["--methods", METHOD, "dense Adam", "--seeds", "1", "--processes", "2"]
     with pytest.raises(SystemExit, match="0"):
         scale.main(argv)
-    assert started == [([*argv, "--part", part], "0.450") for part in ("0", "1")]
+    assert started == [8192, *(([*argv, "--part", part], "0.450") for part in ("0", "1"))]
 
     made = []
     monkeypatch.setattr(scale, "row_of", lambda *_, name, **__: made.append(name))
@@ -111,8 +112,7 @@ def test_trials_go_on_while_the_best_is_at_an_edge(best, tried, monkeypatch):
         loss = abs(learning_rate - best)
         return {"learning_rate": learning_rate, "val_loss": None if learning_rate == 0.5 else loss}
 
-    args = scale.parsed(["--size", "toy", "--methods", METHOD, "--tune"])
-    scale_tuning.tune(args, METHODS[METHOD], make)
+    scale_tuning.tune("toy", METHODS[METHOD], make)
     assert rates == tried
 
 
