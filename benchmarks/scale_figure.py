@@ -22,7 +22,6 @@ NAMES = (
     *("4 bits", "CocktailSGD, no delay, 88x", "0/1 Adam"),
     *("DiLoCo, 4 bits", "DiLoCo, 4 bits, every 32nd", "MuLoCo"),
 )
-MOST = 1.5  # nats; what is higher is drawn as a mark at the edge
 
 
 def costs(rows: list[dict], task: str, steps: int) -> dict[str, tuple[float, float]]:
@@ -65,12 +64,12 @@ def draw(found: Iterable[dict[str, tuple[float, float]]], path: pathlib.Path) ->
         if points:
             sizes, above = np.array(points).T
             style = {"color": color, "label": name, "marker": "o"}
-            axes.plot(sizes, np.minimum(above, MOST), **style)
+            axes.plot(sizes, above, **style)
     sizes = np.array([size for costs in found for size, _ in costs.values()])
     label_log(axes, "x", sizes, EngFormatter())
     axes.set_xlabel("parameters (logarithmic)")
     axes.set_ylabel("validation loss above dense training\nwith the same inner optimizer (nats)")
-    axes.set_title(f"What compression costs, by size; {MOST:g} stands for that and more")
+    axes.set_title("What compression costs, by size")
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     label_ends(axes)
