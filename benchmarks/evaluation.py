@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from benchmarks import rows as rows_file
-from benchmarks import scale, scale_methods, scale_sizes
+from benchmarks import scale_methods, scale_run, scale_sizes
 from train.processes import devices
 from train.processes.exits import clean_exits
 from train.task import Task, make_task
@@ -33,7 +33,7 @@ def on_devices(task: Task, params: Any, state: Any) -> Any:
 def run_row(name: str, seed: int, steps: int) -> dict:
     """The three losses of one run, by step."""
     task = make_task(scale_sizes.config_of("pico", scale_methods.METHODS[name], seed, steps))
-    loop, seen, losses = scale.simulated(task.config, task.examples), 0, {}
+    loop, seen, losses = scale_run.simulated(task.config, task.examples), 0, {}
     params, state = loop.start()
     for step in [step for step in AT if step <= steps]:
         batches = [task.examples.train(number, slice(None)) for number in range(seen, step)]
