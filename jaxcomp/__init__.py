@@ -50,6 +50,7 @@ from jaxcomp.methods.loss_scaling import LossScaleState as LossScaleState
 from jaxcomp.methods.loss_scaling import loss_scale as loss_scale
 from jaxcomp.methods.master_weights import MasterWeightsState as MasterWeightsState
 from jaxcomp.methods.master_weights import master_weights as master_weights
+from jaxcomp.methods.muon import muon as muon
 from jaxcomp.methods.one_bit_adam import OneBitAdamState as OneBitAdamState
 from jaxcomp.methods.one_bit_adam import one_bit_adam as one_bit_adam
 from jaxcomp.methods.one_bit_lamb import OneBitLambState as OneBitLambState

@@ -19,6 +19,7 @@ from jaxcomp.exchange import averaging, wire
 from jaxcomp.methods import low_rank, moments
 from jaxcomp.methods.common import counted, method, no_rounds, require, schedule_of
 from jaxcomp.replicas.finite import not_finite, poisoned, unless
+from jaxcomp.replicas.kinds import kind_of
 from jaxcomp.replicas.protocol import MethodState
 from jaxcomp.replicas.types import to_varying, vary_like
 from jaxcomp.replicas.wrapping import with_extra_args
@@ -71,9 +72,9 @@ def dion(
       weight_decay: Weight decay of the matrices, decoupled; multiplied by the learning rate.
       others: Optimizer of the leaves sent in float32; it gets their mean gradient. Default:
         `optax.adamw(learning_rate, b2=0.95, weight_decay=weight_decay)`.
-      exact: `(path, leaf) -> bool`, which leaves are sent in float32. Default: leaves with fewer
-        than two axes. Include embeddings and heads, too. Stacked layers would be one matrix: wrap
-        the optimizer in `jaxcomp.per_layer`.
+      exact: `(path, leaf) -> bool`, which leaves are sent in float32. Default: all but the matrices
+        of `jaxcomp.leaf_kinds`, so embeddings, heads and vectors. Stacked layers would be one
+        matrix: wrap the optimizer in `jaxcomp.per_layer`.
       eps: Added to the norms of columns.
       seed: Seed of the first factors; equal on all replicas.
 
@@ -113,7 +114,7 @@ def dion(
         momentum,
         weight_decay,
         with_extra_args(others, name),
-        exact or (lambda path, leaf: leaf.ndim < 2),
+        exact or (lambda path, leaf: kind_of(path, leaf) != "matrix"),
         eps,
     )
     init, update = (functools.partial(function, settings) for function in (_init, _update))

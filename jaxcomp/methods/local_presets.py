@@ -15,6 +15,7 @@ from jaxcomp.compressors.quantize import quantize
 from jaxcomp.compressors.sparse import top_k
 from jaxcomp.exchange import wire
 from jaxcomp.methods.local_steps import local_steps
+from jaxcomp.methods.muon import muon
 from jaxcomp.schedules import Schedule
 
 
@@ -158,15 +159,15 @@ def muloco(
     """DiLoCo with Muon as inner optimizer, whose model differences need few bits: 2 by default.
 
     Args:
-      learning_rate: Learning rate of `optax.contrib.muon`, and of its Adam for leaves that are not
-        matrices.
+      learning_rate: Learning rate of `jaxcomp.muon`: Muon for the matrices of blocks, Adam for
+        embeddings, heads and vectors.
       axis_name: Mesh axis of the replicas.
       every: Inner steps per outer step, or a schedule that gives the steps.
       code: Code of the differences; default: `bin_means(2, block=1024)`.
       error_decay: Decay of the residual; None for no error feedback.
       outer_rate: Learning rate of the outer optimizer; a schedule counts outer steps.
       outer_momentum: Its momentum.
-      weight_decay: Weight decay of Muon.
+      weight_decay: Weight decay of the matrices.
       **options: Others of `local_steps`.
 
     Returns:
@@ -180,7 +181,7 @@ def muloco(
       policy as `code` for that. In the authors' code the learning rate enters twice with error
       feedback; here once.
     """
-    inner = optax.contrib.muon(learning_rate, weight_decay=weight_decay)
+    inner = muon(learning_rate, weight_decay=weight_decay)
     code = bin_means(2, block=1024) if code is None else code
     outer = optax.sgd(outer_rate, outer_momentum, nesterov=True)
     options["error_decay"] = error_decay

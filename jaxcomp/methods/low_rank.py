@@ -25,8 +25,13 @@ def sides(shape: tuple[int, ...]) -> tuple[int, int]:
     Its axes are cut where the factors have the fewest values: `[3, 3, width, out]` of a convolution
     before the last one, `[width, heads, size]` of attention behind the first.
     """
-    cuts = ((math.prod(shape[:i]), math.prod(shape[i:])) for i in range(len(shape) - 1, 0, -1))
-    return min(cuts, key=sum)
+    return math.prod(shape[: cut(shape)]), math.prod(shape[cut(shape) :])
+
+
+def cut(shape: tuple[int, ...]) -> int:
+    """How many axes of an array are the rows of its matrix, see `sides`."""
+    values = lambda i: math.prod(shape[:i]) + math.prod(shape[i:])
+    return min(range(len(shape) - 1, 0, -1), key=values)
 
 
 def batches(leaves: list[Any], shapes: list[tuple[int, int] | None]) -> list[list[int]]:

@@ -1,0 +1,76 @@
+"""Muon for matrices of blocks, with Adam for embeddings, heads and vectors: an inner optimizer."""
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxcomp.methods import low_rank
+from jaxcomp.methods.common import schedule_of
+from jaxcomp.replicas.kinds import leaf_kinds
+
+
+def muon(
+    learning_rate: float | optax.Schedule,
+    *,
+    momentum: float = 0.95,
+    weight_decay: float = 0.0,
+    rms: float | None = 0.2,
+    others: optax.GradientTransformation | None = None,
+) -> optax.GradientTransformation:
+    """Muon for the matrices of blocks, Adam for the other leaves, so that one rate serves both.
+
+    `jaxcomp.leaf_kinds` tells which leaves are matrices: no table of tokens is made orthogonal. It
+    exchanges nothing: put it behind `compressed_mean`, or inside `local_steps`.
+
+    Args:
+      learning_rate: Learning rate of all leaves, or a schedule `count -> rate`.
+      momentum: Decay of Muon's momentum, in [0, 1).
+      weight_decay: Weight decay of the matrices, decoupled; multiplied by the learning rate.
+      rms: Root mean square of a matrix's step at a rate of 1; Adam's is about 0.2. None: steps of
+        norm `sqrt(max(1, n / m))` for a matrix [m, n], as in `optax.contrib.muon`.
+      others: Optimizer of the other leaves, with a rate of its own; default:
+        `optax.adam(learning_rate, b2=0.95)`.
+
+    Returns:
+      An `optax.partition` of `optax.contrib.muon` and `others`. More than two axes are cut where m
+      + n is least, as in `dion`: `[width, heads, size]` of attention is one matrix. Stacked layers
+      would be one, too: wrap the optimizer in `jaxcomp.per_layer`. Matrices must be whole on each
+      device, as norms of shards would differ.
+
+    Examples:
+      >>> import jaxcomp
+      >>> import optax
+      >>> mean = jaxcomp.compressed_mean(jaxcomp.quantize(4), "replica")
+      >>> tx = optax.chain(mean, jaxcomp.muon(4e-3, weight_decay=0.1))
+      >>> tx = jaxcomp.local_steps(jaxcomp.muon(4e-3), "replica", every=16)
+
+    References:
+      K. Jordan et al., `Muon <https://kellerjordan.github.io/posts/muon>`_, 2024; J. Liu et al.,
+      `Muon is Scalable for LLM Training <https://arxiv.org/abs/2502.16982>`_, 2025, equation 4.
+    """
+    rate = schedule_of("muon", learning_rate)
+    matrices = optax.contrib.muon(
+        rate,
+        beta=momentum,
+        weight_decay=weight_decay,
+        consistent_rms=rms,
+        muon_weight_dimension_numbers=_sides,
+    )
+    if others is None:
+        others = optax.adam(rate, b2=0.95)
+    transforms = {"matrix": matrices, "others": others}
+    return optax.partition(transforms, _labels)
+
+
+def _labels(params):
+    return jax.tree.map(lambda k: k if k == "matrix" else "others", leaf_kinds(params))
+
+
+def _sides(params):
+    """Which axes of each matrix are its rows, and which its columns."""
+
+    def of(leaf):
+        axes, first = range(jnp.ndim(leaf)), low_rank.cut(leaf.shape)
+        return optax.contrib.MuonDimensionNumbers(tuple(axes[:first]), tuple(axes[first:]))
+
+    return jax.tree.map(of, params)
