@@ -1,0 +1,174 @@
+"""Muon on blocks and Adam on the rest: references leaf by leaf, what it computes, and shards."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxcomp
+from tests.helpers.replicas import everywhere, mesh_of, rows
+
+RATE, VOCABULARY = 0.125, 4096
+# What Flax's attention, a stack of nothing, and a GPT have.
+SHAPES = {
+    "block_0/norm/scale": (8,),
+    "block_0/out/kernel": (2, 4, 8),
+    "block_0/query/bias": (2, 4),
+    "block_0/query/kernel": (8, 2, 4),
+    "block_0/up/kernel": (8, 32),
+    "embed": (VOCABULARY, 8),
+    "lm_head/kernel": (8, VOCABULARY),
+    "position": (16, 8),
+}
+MATRICES = [name for name in SHAPES if "block" in name and "kernel" in name]
+
+
+def random_tree(seed, *lead, shapes=SHAPES):
+    rng = np.random.default_rng(seed)
+    return {k: rng.normal(size=(*lead, *shape)).astype(np.float32) for k, shape in shapes.items()}
+
+
+def steps(tx, params, trees):
+    """The updates of some steps."""
+    state, update, found = tx.init(params), jax.jit(tx.update), []
+    for grads in trees:
+        updates, state = update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+        found.append(updates)
+    return found
+
+
+def test_blocks_take_muons_steps_and_all_else_adams():
+    params, trees = random_tree(0), [random_tree(1 + t) for t in range(3)]
+    found = steps(jaxcomp.muon(RATE, weight_decay=0.1), params, trees)
+    adam = steps(optax.adam(RATE, b2=0.95), params, trees)
+    cut = {k: (-1, x.shape[-1]) if "out" in k else (x.shape[0], -1) for k, x in params.items()}
+    as_matrices = lambda tree: {k: tree[k].reshape(cut[k]) for k in MATRICES}
+    reference = optax.contrib.muon(RATE, weight_decay=0.1, consistent_rms=0.2)
+    wanted = steps(reference, as_matrices(params), list(map(as_matrices, trees)))
+    for mine, of_muon, of_adam in zip(found, wanted, adam, strict=True):
+        for name in SHAPES:
+            right = of_muon[name].reshape(SHAPES[name]) if name in MATRICES else of_adam[name]
+            np.testing.assert_allclose(mine[name], right, rtol=1e-6, atol=2e-6)
+
+
+def test_steps_of_both_are_of_adams_size_and_those_of_matrices_equal_in_all_directions():
+    (found,) = steps(jaxcomp.muon(RATE), random_tree(0), [random_tree(1)])
+    for name in MATRICES:
+        step = np.asarray(found[name])
+        assert np.sqrt(np.mean(step**2)) == pytest.approx(0.2 * RATE, rel=0.3)
+    lengths = np.linalg.svd(found["block_0/up/kernel"], compute_uv=False)
+    assert lengths.min() > 0.5 * lengths.max()
+
+
+def sizes(jaxpr):
+    """The operands' shapes of all products in a program."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "dot_general":
+            yield from (x.aval.shape for x in eqn.invars)
+        for inner in jax.tree.leaves(list(eqn.params.values())):
+            if hasattr(inner, "jaxpr") or hasattr(inner, "eqns"):
+                yield from sizes(getattr(inner, "jaxpr", inner))
+
+
+INSIDE = {
+    "muon": lambda: optax.chain(
+        jaxcomp.compressed_mean(jaxcomp.identity(), "replica"), jaxcomp.muon(RATE)
+    ),
+    "muloco": lambda: jaxcomp.muloco(RATE, "replica", every=2),
+    "dion": lambda: jaxcomp.dion(RATE, "replica", rank=4),
+}
+
+
+def loss_fn(params, batch):
+    return sum(jnp.vdot(x, x) for x in jax.tree.leaves(params)) * jnp.mean(batch)
+
+
+@pytest.mark.parametrize("name", INSIDE)
+def test_no_method_multiplies_a_table_of_tokens(name):
+    params = jax.tree.map(jnp.asarray, random_tree(0))
+    init, step = jaxcomp.simulated_train_step(loss_fn, INSIDE[name](), 2, "replica")
+    program = jax.make_jaxpr(step)(params, init(params), jnp.ones(4))
+    found = set(sizes(program.jaxpr))
+    assert any(shape[-2:] == (8, 32) for shape in found)
+    gradient = {(VOCABULARY * 8,), (8 * VOCABULARY,)}  # of the loss, by vdot
+    assert not [shape for shape in found - gradient if VOCABULARY in shape]
+
+
+def test_other_leaves_may_have_a_rate_of_their_own():
+    params, trees = random_tree(0), [random_tree(1)]
+    (slow,) = steps(jaxcomp.muon(RATE, others=optax.sgd(0.5)), params, trees)
+    (same,) = steps(jaxcomp.muon(RATE), params, trees)
+    np.testing.assert_array_equal(slow["embed"], -0.5 * trees[0]["embed"])
+    np.testing.assert_array_equal(slow["block_0/up/kernel"], same["block_0/up/kernel"])
+
+
+def test_stacked_layers_take_the_steps_of_layers_apart():
+    apart = {"up/kernel": (8, 32), "up/bias": (32,), "query/kernel": (8, 2, 4)}
+    layers, grads = (
+        [random_tree(10 * seed + i, shapes=apart) for i in range(3)] for seed in (1, 2)
+    )
+    stack = lambda trees: {"blocks": jax.tree.map(lambda *x: np.stack(x), *trees)}
+    tx = jaxcomp.per_layer(jaxcomp.muon(RATE), jaxcomp.by_path(("^blocks/", True)))
+    (found,) = steps(tx, stack(layers), [stack(grads)])
+    for i, (layer, grad) in enumerate(zip(layers, grads, strict=True)):
+        (wanted,) = steps(jaxcomp.muon(RATE), layer, [grad])
+        for name, x in wanted.items():
+            np.testing.assert_allclose(found["blocks"][name][i], x, atol=2e-6)
+
+
+# Blocks of a code lie otherwise in shards.
+EXACT = {"every": 2, "code": jaxcomp.identity(), "error_decay": None}
+
+
+def trained(specs, method=lambda: jaxcomp.muloco(RATE, "replica", **EXACT), **options):
+    mesh = mesh_of(2, 2)
+    init, step = jaxcomp.train_step(
+        loss_fn, method(), mesh, "replica", param_specs=specs, **options
+    )
+    places = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+    params = jax.device_put(random_tree(0), places) if specs else everywhere(mesh, random_tree(0))
+    state = init(params)
+    for number in range(4):
+        params, state, _ = step(params, state, rows(mesh, np.float32([1, 2]) + number))
+    return jax.device_get(params), state
+
+
+def test_tables_may_be_in_shards_and_matrices_may_not():
+    specs = dict.fromkeys(SHAPES, P()) | {"embed": P("fsdp"), "lm_head/kernel": P(None, "fsdp")}
+    whole, _ = trained(None)
+    found, state = trained(specs)
+    assert state.inner.inner_states["others"].inner_state[0].mu["embed"].shape == (2, 4096, 8)
+    for name, x in whole.items():
+        np.testing.assert_allclose(found[name], x, rtol=1e-5, atol=1e-6)
+    with pytest.raises(ValueError, match="block_0/up/kernel.*a norm of local shards"):
+        trained(specs | {"block_0/up/kernel": P("fsdp")})
+
+
+def test_shares_of_a_fast_axis_are_refused_as_other_shards_are():
+    with pytest.raises(ValueError, match="a norm of local shards"):
+        trained(None, fast_axis="fsdp")
+
+
+def test_a_rate_must_be_a_number_or_a_schedule():
+    with pytest.raises(ValueError, match="muon got learning_rate='fast'"):
+        jaxcomp.muon("fast")
+
+
+def test_the_default_muloco_is_local_steps_with_muon():
+    written = jaxcomp.local_steps(
+        jaxcomp.muon(RATE, weight_decay=0.1),
+        "replica",
+        every=2,
+        code=jaxcomp.bin_means(2, block=1024),
+        outer=optax.sgd(0.6, 0.6, nesterov=True),
+        error_decay=0.9,
+    )
+    preset = {"every": 2, "outer_rate": 0.6, "outer_momentum": 0.6, "weight_decay": 0.1}
+    found, _ = trained(None, lambda: jaxcomp.muloco(RATE, "replica", **preset))
+    wanted, _ = trained(None, lambda: written)
+    for name, x in wanted.items():
+        np.testing.assert_array_equal(found[name], x)
