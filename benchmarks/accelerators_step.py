@@ -61,6 +61,7 @@ def _mean(code: str, optimizer: str = "adamw(learning_rate)") -> Method:
     return Method(f"chain(compressed_mean({code}, axis_name), {optimizer})")
 
 
+_ALL_MATRICES = "exact=by_path(('bias|scale', True), ('.*', False))"
 _MOMENTUM = "sgd(learning_rate, momentum=0.9)"
 # Float32 moments of 20 B parameters do not fit into memory.
 _LEAN = "adamw(learning_rate, mu_dtype='bfloat16')"
@@ -77,7 +78,8 @@ METHODS: dict[str, Method] = {
     "cocktail_lean": Method(f"cocktail_sgd({_LEAN}, axis_name)"),
     "local_steps": Method("local_steps(adamw(learning_rate), axis_name, every=16)"),
     "power_sgd": Method(f"chain(power_sgd(4, axis_name), {_MOMENTUM})", layered=True),
-    "dion": Method("dion(learning_rate, axis_name, rank=64)", layered=True),
+    # The rows were measured with all matrices as factors, those of tokens and positions, too.
+    "dion": Method(f"dion(learning_rate, axis_name, rank=64, {_ALL_MATRICES})", layered=True),
     "demo": Method("demo(learning_rate, axis_name)"),
     "one_bit_adam": Method("one_bit_adam(learning_rate, axis_name, freeze_step=100)"),
     "one_bit_lamb": Method("one_bit_lamb(learning_rate, axis_name, freeze_step=100)", layered=True),

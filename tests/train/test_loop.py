@@ -271,7 +271,12 @@ def test_progress_ends_with_the_bytes_of_steps_without_those_of_the_final_mean(
 
 @pytest.mark.parametrize(
     ("update", "held"),
-    [(STOCHASTIC, "residual"), (ADAM.format("sign(block=128)"), "residual"), *METHODS.items()],
+    [
+        (STOCHASTIC, "residual"),
+        (ADAM.format("sign(block=128)"), "residual"),
+        ("muloco(learning_rate, axis_name, every=3)", "drift"),
+        *METHODS.items(),
+    ],
 )
 def test_resumed_run_equals_the_uninterrupted_one_bit_for_bit(config_of, stop_after, update, held):
     whole, parts = (config_of(update, name=name) for name in ("whole", "parts"))
