@@ -167,7 +167,7 @@ def test_the_default_muloco_is_local_steps_with_muon():
         outer=optax.sgd(0.6, 0.6, nesterov=True),
         error_decay=0.9,
     )
-    preset = {"every": 2, "outer_rate": 0.6, "outer_momentum": 0.6, "weight_decay": 0.1}
+    preset = {"every": 2, "weight_decay": 0.1}
     found, _ = trained(None, lambda: jaxcomp.muloco(RATE, "replica", **preset))
     wanted, _ = trained(None, lambda: written)
     for name, x in wanted.items():
