@@ -177,10 +177,10 @@ def muloco(
 
     References:
       B. Therien et al., `MuLoCo: Muon is a practical inner optimizer for DiLoCo
-      <https://arxiv.org/abs/2505.23725>`_, 2025. Deviations: interval and outer rates; all leaves are encoded, in both
-      directions. In the paper's sweeps norms, embeddings and the head are sent in float32: pass a
-      policy as `code` for that. In the authors' code the learning rate enters twice with error
-      feedback; here once.
+      <https://arxiv.org/abs/2505.23725>`_, 2025. Deviations: interval and outer rates; all leaves
+      are encoded, in both directions. In the paper's sweeps norms, embeddings and the head are sent
+      in float32: pass a policy as `code` for that. In the authors' code the learning rate enters
+      twice with error feedback; here once.
     """
     inner = muon(learning_rate, weight_decay=weight_decay)
     code = bin_means(2, block=1024) if code is None else code
