@@ -33,9 +33,8 @@ class Size(NamedTuple):
     recipe: dict[str, str] = {}
 
 
-def _centres(adam: float) -> dict[str, float]:
-    """Muon has Adam's RMS here, so that one rate serves both."""
-    return {"dense Adam": adam, "dense Muon": adam, "dense LAMB": 4 * adam, "dense SGD": 100 * adam}
+def _centres(adam: float, muon: float) -> dict[str, float]:
+    return {"dense Adam": adam, "dense Muon": muon, "dense LAMB": 4 * adam, "dense SGD": 100 * adam}
 
 
 # As large models are trained: a short memory of squares, decay, and clipping of what the optimizer
@@ -60,20 +59,20 @@ SIZES = {
     "micro": Size(
         DecoderConfig(layers=2, width=96, heads=3, context=32, vocab=8192),
         *(2000, 16, 64),
-        _centres(8e-3),
+        _centres(adam=2e-3, muon=8e-3),
         RECIPE,
     ),
     "34m": Size(
         DecoderConfig(layers=8, width=512, vocab=16384, **(LARGE | {"heads": 8})),
         *(2240, 32, 8),
-        _centres(2e-3),
+        _centres(adam=2e-3, muon=4e-3),
         RECIPE,
     ),
     # GPT-2's smallest.
     "124m": Size(
         DecoderConfig(layers=12, width=768, vocab=50257, **LARGE),
         *(2240, 32, 8),
-        _centres(1e-3),
+        _centres(adam=1e-3, muon=2e-3),
         RECIPE,
     ),
 }
