@@ -14,7 +14,7 @@ from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh
 
 from train.config.run import AXIS_NAME
-from train.processes.devices import FAST_AXIS
+from train.placement.devices import FAST_AXIS
 
 PACKAGES = {
     "cuda": ("jax_plugins.xla_cuda12", "nvidia.cuda_nvcc"),

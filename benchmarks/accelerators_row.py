@@ -18,7 +18,7 @@ from benchmarks.accelerators_roofline import RATES, Work
 from benchmarks.accelerators_step import IN_SHARDS, METHODS, Built, build_step, model_for
 from jaxcomp import report
 from train.config.run import AXIS_NAME
-from train.processes.devices import FAST_AXIS
+from train.placement.devices import FAST_AXIS
 
 KEY = ("device", "model", "method", "mesh")
 

@@ -19,8 +19,8 @@ from train.config import Config, Data, Optimizer
 from train.config.run import AXIS_NAME
 from train.models import build
 from train.models.decoder import DecoderConfig
+from train.placement.devices import FAST_AXIS
 from train.placement.resolve import resolve
-from train.processes.devices import FAST_AXIS
 
 TOKENS = 128
 """Of a sequence in the programs that are compiled; the roofline counts those of its own batch."""

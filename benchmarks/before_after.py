@@ -35,7 +35,7 @@ from benchmarks.slow_network_worker import config_of
 from jaxcomp.compressors.base import Key
 from jaxcomp.compressors.packing import fold
 from train.config.run import AXIS_NAME, update
-from train.processes import devices
+from train.placement import devices
 
 BOUND = 1.1
 NUMEL = 2**22  # float32 values of an array, and parameters of a step

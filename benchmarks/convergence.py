@@ -17,9 +17,9 @@ import statistics
 from benchmarks import methods, methods_beyond
 from benchmarks import rows as rows_file
 from configs import digits_dense, nano_bert_dense, nano_dense, nano_fine_tune_dense, nano_lamb
+from jaxcomp.launch.exits import clean_exits
 from train.config import Config
-from train.processes import devices
-from train.processes.exits import clean_exits
+from train.placement import devices
 
 METHODS = methods.METHODS | methods_beyond.METHODS
 

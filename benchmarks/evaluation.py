@@ -16,8 +16,8 @@ import numpy as np
 
 from benchmarks import rows as rows_file
 from benchmarks import scale_methods, scale_run, scale_sizes
-from train.processes import devices
-from train.processes.exits import clean_exits
+from jaxcomp.launch.exits import clean_exits
+from train.placement import devices
 from train.task import Task, make_task
 
 DIFFER = ("CocktailSGD, no delay, 88x", "SLAMB", "0/1 Adam")

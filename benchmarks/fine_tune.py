@@ -27,7 +27,7 @@ from jaxcomp import report
 from train.config import run as configs
 from train.config.run import AXIS_NAME
 from train.models import build, lora
-from train.processes.devices import FAST_AXIS
+from train.placement.devices import FAST_AXIS
 
 RESULTS = pathlib.Path(__file__).parent / "results" / "fine_tune.json"
 DEVICE, HOSTS = "h100", (4, 8)

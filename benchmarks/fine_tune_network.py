@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from benchmarks import commands, fine_tune, network, rows, slow_network
-from train.processes.exits import clean_exits
+from jaxcomp.launch.exits import clean_exits
 
 RESULTS = pathlib.Path(__file__).parent / "results" / "fine_tune_network.json"
 HOSTS, SEQUENCES, STEPS = 4, 4, 240
@@ -97,7 +97,7 @@ def usual_seconds(seconds: list[float], sent: list[float]) -> list[float]:
 def trials(methods: dict[str, Method], options: argparse.Namespace, kept: list) -> Iterator[dict]:
     """Rows without a network: each rate on one seed, then, for LoRA, the best on another."""
     from benchmarks.fine_tune_worker import functions
-    from train.processes import devices
+    from train.placement import devices
 
     devices.start(HOSTS, 1)
     worker = functions(HOSTS)

@@ -13,12 +13,13 @@ import jax
 
 import jaxcomp
 from benchmarks import commands, slow_network_worker
+from jaxcomp.launch import distributed
 from train.checkpoints import resume
 from train.config import Config, Data, Optimizer
 from train.config.run import AXIS_NAME
 from train.huggingface.pretrained import Pretrained
 from train.models import lora as loras
-from train.processes import devices, distributed
+from train.placement import devices
 from train.task import make_task
 
 RANK = 8

@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxcomp
 from benchmarks import rows as rows_file
-from train.processes import devices
+from train.placement import devices
 
 NUMEL = 2**27  # more than one bucket: small models need less
 

@@ -11,7 +11,7 @@ import statistics
 import tempfile
 
 from benchmarks import commands, network, rows, slow_network
-from train.processes.exits import clean_exits
+from jaxcomp.launch.exits import clean_exits
 
 HOSTS, MODEL = 2, "14M"
 

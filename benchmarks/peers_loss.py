@@ -27,11 +27,11 @@ from benchmarks.peers import work
 from benchmarks.slow_network import ENVIRONMENT, SECONDS
 from benchmarks.slow_network_methods import DENSE, LAMB, MEAN, METHODS, MODELS, PEERS
 from benchmarks.slow_network_worker import config_of
+from jaxcomp.launch.exits import clean_exits
 from train.config import Config
 from train.config.optimizer import schedule
 from train.models import build
-from train.processes import devices
-from train.processes.exits import clean_exits
+from train.placement import devices
 from train.task import make_task
 
 MODEL, HOSTS, SEQUENCES, SEED = "0.5M", 4, 4, 0

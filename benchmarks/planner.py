@@ -40,9 +40,9 @@ from benchmarks.slow_network import (
 )
 from benchmarks.slow_network_figure import seconds
 from jaxcomp import planner
+from jaxcomp.launch.exits import clean_exits
 from jaxcomp.measure import link_probe
 from train.plan import planning
-from train.processes.exits import clean_exits
 
 CHOSEN = (DENSE, "dense bfloat16", "8 bits", "4 bits", "1 bit", "0/1 Adam, every 4th")
 PERIOD = 4  # steps after which those of a method that skips rounds repeat

@@ -6,10 +6,11 @@ from typing import Any
 import jax
 
 from benchmarks import commands, slow_network_worker
+from jaxcomp.launch import distributed
 from jaxcomp.measure import link_probe
 from train.config.run import AXIS_NAME
+from train.placement import devices
 from train.plan import planning
-from train.processes import devices, distributed
 
 
 def functions(replicas: int) -> dict:

@@ -30,7 +30,7 @@ from configs import nano_dense
 from train.data import examples, texts
 from train.data.sources import Data
 from train.models import build
-from train.processes import devices
+from train.placement import devices
 
 CONTEXT, BATCH, RATE = 8, 128, 3e-3
 

@@ -29,8 +29,8 @@ from benchmarks import methods, scale_run, scale_tuning
 from benchmarks import rows as rows_file
 from benchmarks.scale_methods import METHODS, baseline_of
 from benchmarks.scale_sizes import SIZES, by_recipe, config_of, data_of
-from train.processes import devices
-from train.processes.exits import clean_exits
+from jaxcomp.launch.exits import clean_exits
+from train.placement import devices
 
 RESULTS = pathlib.Path("benchmarks/results")
 REPLICAS = 4

@@ -21,8 +21,8 @@ from benchmarks import rows as rows_file
 from configs.shapes import bert_large_slamb
 from jaxcomp import planner
 from train.config import Config
+from train.placement import devices
 from train.plan import planning
-from train.processes import devices
 
 METHODS = {
     "LAMB": "chain(compressed_mean(identity(), axis_name), lamb(learning_rate))",

@@ -22,9 +22,9 @@ from benchmarks import rows as rows_file
 from benchmarks.slow_network_methods import LAMB, METHODS, MODELS
 from benchmarks.slow_network_worker import config_of
 from jaxcomp import planner as model
+from jaxcomp.launch.exits import clean_exits
+from train.placement import devices
 from train.plan import planning
-from train.processes import devices
-from train.processes.exits import clean_exits
 
 SIZES = (4096, 65536)  # bytes: the smallest one gives the latency
 

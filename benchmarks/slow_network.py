@@ -33,7 +33,7 @@ from benchmarks.slow_network_methods import (
     period_of,
 )
 from benchmarks.slow_network_teams import Team, programs, teams
-from train.processes.exits import clean_exits
+from jaxcomp.launch.exits import clean_exits
 
 QUICK_METHODS = (ALONE, DENSE, "4 bits", "largest of 64, 4 bits")
 RATES = (network.UNLIMITED, "1gbit", "500mbit", "100mbit")

@@ -11,6 +11,7 @@ from jax._src import cache_key
 import jaxcomp
 from benchmarks import commands
 from benchmarks.timing import interleaved
+from jaxcomp.launch import distributed
 from jaxcomp.measure import step_probe
 from jaxcomp.replicas import protocol
 from train.config import Config, Data, Optimizer
@@ -18,7 +19,7 @@ from train.config.run import AXIS_NAME
 from train.data import examples
 from train.models.decoder import DecoderConfig
 from train.output.metrics import hardware_name
-from train.processes import devices, distributed
+from train.placement import devices
 from train.task import make_task, num_parameters
 
 

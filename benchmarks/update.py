@@ -23,9 +23,8 @@ from jaxcomp.measure import step_probe
 from train.config import Config
 from train.config.run import AXIS_NAME
 from train.models import build
-from train.placement import replicated
+from train.placement import devices, replicated
 from train.plan import counts, planning
-from train.processes import devices
 
 # An overlapped step has the same update as the method without overlap.
 TIMED = [name for name in METHODS if not name.endswith("overlapped")]

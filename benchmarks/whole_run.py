@@ -18,7 +18,7 @@ from benchmarks import network
 from benchmarks import rows as rows_file
 from benchmarks.slow_network import Team, rows_of
 from benchmarks.slow_network_methods import DENSE, METHODS, MODELS
-from train.processes.exits import clean_exits
+from jaxcomp.launch.exits import clean_exits
 
 ONE_BIT, ZERO_ONE, ONE_BIT_LAMB = "1-bit Adam", "0/1 Adam", "1-bit LAMB"
 RATES = (network.UNLIMITED, "500mbit", "100mbit")

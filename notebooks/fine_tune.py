@@ -48,7 +48,7 @@ from train.huggingface.pretrained import Pretrained
 from train.loop import run
 from train.models.decoder import DecoderConfig
 from train.output import plots
-from train.processes import devices
+from train.placement import devices
 
 steps = 300
 jax.config.update("jax_platforms", "cpu")  # one GPU is one device; the CPU can be four

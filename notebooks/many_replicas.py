@@ -46,7 +46,7 @@ from train.models.decoder import Decoder, DecoderConfig
 from train.models.losses import cross_entropy
 from train.models.modules import PathRngs, split
 from train.output import plots
-from train.processes import devices
+from train.placement import devices
 
 steps = 100
 sizes = (1, 8, 64)

@@ -45,7 +45,7 @@ from train.config import Config, Data, Optimizer
 from train.loop import run
 from train.models.decoder import DecoderConfig
 from train.output import plots
-from train.processes import devices
+from train.placement import devices
 
 steps = 200
 jax.config.update("jax_platforms", "cpu")  # one GPU is one device; the CPU can be four

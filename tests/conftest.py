@@ -7,7 +7,7 @@ import signal
 import jax
 import pytest
 
-from train.processes.signals import STOPS
+from jaxcomp.launch.signals import STOPS
 
 # Under nohup, or in a script's background, some signals are ignored, and would be in all programs
 # that tests start. A handler is nothing that a new program keeps.

@@ -27,7 +27,7 @@ from tests.helpers.harm import Place
 from train import task as tasks
 from train.checkpoints import resume
 from train.config import run as configs
-from train.processes import devices
+from train.placement import devices
 
 WATCHDOG = 40  # seconds
 

@@ -3,11 +3,13 @@
 import ast
 import pathlib
 import re
+import sys
 
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
 ROOMS = ["compressors", "replicas", "exchange", "methods", "steps", "sharded", "measure"]
+BESIDE = "launch"  # a room that is tied to no other
 MODULES = sorted(
     path.relative_to(ROOT / "jaxcomp")
     for path in (ROOT / "jaxcomp").rglob("*.py")
@@ -30,6 +32,26 @@ ELSEWHERE = {
     "replicas/narrow.py": "methods/test_master_weights.py",  # whose absence it warns of
     "replicas/shards.py": QSDP,
     "flax.py": "users/test_nnx.py",  # whole programs
+    "launch/__main__.py": "launch/test_launch.py",
+    "launch/aborts.py": "launch/test_watchdog.py",  # what a watchdog says in an abort
+    "launch/addresses.py": "launch/test_distributed.py",
+    "launch/board.py": "launch/test_strangers.py",
+    "launch/control.py": "launch/test_launch.py",
+    "launch/gathering.py": "launch/test_distributed.py",
+    "launch/local.py": "launch/test_launch.py",
+    "launch/member.py": "launch/test_programs_of_others.py",
+    "launch/options.py": "launch/test_launch.py",
+    "launch/peers.py": "launch/test_watchdog.py",
+    "launch/place.py": "launch/test_launch.py",
+    "launch/program.py": "launch/test_restarts.py",
+    "launch/progress.py": "launch/test_echo.py",
+    "launch/rendezvous.py": "launch/test_distributed.py",
+    "launch/seals.py": "launch/test_strangers.py",
+    "launch/signals.py": "train/test_stops.py",  # a run that they stop
+    "launch/ssh.py": "launch/test_launch.py",
+    "launch/starting.py": "launch/test_launch.py",
+    "launch/supervise.py": "launch/test_launch.py",
+    "launch/variables.py": "launch/test_detect.py",
     "steps/gradient.py": "steps/test_train.py",  # both halves of a step
     "steps/interleaved_shards.py": "steps/test_interleaved.py",  # the same on a mesh of more axes
     "steps/stages.py": "steps/test_interleaved.py",  # what these steps are cut into
@@ -52,8 +74,8 @@ def place(parts):
     return [*ROOMS, "flax"].index(name) if name in [*ROOMS, "flax"] else -1
 
 
-def imported(path):
-    """The modules of jaxcomp that a file imports, those in functions too, as tuples of names."""
+def named(path):
+    """The names that a file imports, those in functions too."""
     for node in ast.walk(ast.parse((ROOT / "jaxcomp" / path).read_text())):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -62,22 +84,36 @@ def imported(path):
             names = [f"{node.module}.{alias.name}" for alias in node.names]
         else:
             continue
-        for name in names:
-            home, *rest = name.split(".")
-            if home == "jaxcomp":
-                assert rest, f"{path} imports all of jaxcomp"
-                yield tuple(rest)
+        yield from names
+
+
+def imported(path):
+    """Of these the modules of jaxcomp, as tuples of names."""
+    for name in named(path):
+        home, *rest = name.split(".")
+        if home == "jaxcomp":
+            assert rest, f"{path} imports all of jaxcomp"
+            yield tuple(rest)
 
 
 def test_the_rooms_are_those_of_the_architecture():
     folders = {path.parent.name for path in (ROOT / "jaxcomp").rglob("__init__.py")}
-    assert folders == {"jaxcomp", *ROOMS}
+    assert folders == {"jaxcomp", *ROOMS, BESIDE}
 
 
 @pytest.mark.parametrize("path", MODULES, ids=str)
 def test_a_module_imports_from_its_room_and_those_below_alone(path):
     above = [".".join(parts) for parts in imported(path) if place(parts) > place(path.parts)]
     assert not above
+
+
+@pytest.mark.parametrize("path", [*MODULES, "__init__.py", f"{BESIDE}/__init__.py"], ids=str)
+def test_the_launcher_and_the_other_rooms_do_not_import_each_other(path):
+    is_inside = str(path).startswith(f"{BESIDE}/")
+    assert {parts[0] == BESIDE for parts in imported(path)} <= {is_inside}
+    needed = {name.partition(".")[0] for name in named(path)}
+    assert not is_inside or needed <= {*sys.stdlib_module_names, "jaxcomp", "jax", "numpy", "tqdm"}
+    assert "train" not in needed
 
 
 @pytest.mark.parametrize("path", MODULES, ids=str)
@@ -118,8 +154,8 @@ def test_every_line_of_the_slow_tests_names_one():
         assert name in [node.name for node in body if isinstance(node, ast.FunctionDef)], line
 
 
-def test_the_quick_suite_has_a_slow_test_of_each_room_of_train():
+def test_the_quick_suite_has_a_slow_test_of_each_room_of_train_and_of_the_launcher():
     lines = (ROOT / "tests" / "slow.txt").read_text().splitlines()
     room = lambda line: pathlib.Path(line.split("::")[0]).parent
-    rooms = {room(line) for line in lines if line.startswith("train/")}
+    rooms = {room(line) for line in lines if line.startswith(("train/", "launch/"))}
     assert rooms == {room(line) for line in lines if line.endswith(" QUICK")}

@@ -79,6 +79,7 @@ def wheel(tmp_path_factory):
 def test_it_holds_the_library_alone(wheel):
     package = ROOT / "jaxcomp"
     ours = {f"jaxcomp/{file.relative_to(package).as_posix()}" for file in package.rglob("*.py")}
+    ours |= {f"jaxcomp/launch/{name}" for name in ("jobset.yaml", "mpirun.sh", "slurm.sbatch")}
     about = f"jaxcomp-{VERSION}.dist-info"
     named = ("METADATA", "RECORD", "WHEEL", "top_level.txt", "licenses/LICENSE")
     expected = ours | {"jaxcomp/py.typed"} | {f"{about}/{name}" for name in named}

@@ -7,36 +7,34 @@ the fastest on a network; neither trains.
 import sys
 from typing import Literal
 
+from jaxcomp import launch
+from jaxcomp.launch.exits import clean_exits
 from train.config import Config
 from train.config import run as configs
 from train.config.as_json import to_json
+from train.config.facts import program_facts
+from train.placement import devices
 from train.plan import arguments
 from train.plan.arguments import Options
-from train.processes import devices
-from train.processes.exits import clean_exits, leave
 
 
-def main(args: list[str], num_processes: int = 1) -> None:
+def main(args: list[str]) -> None:
     """Runs the program; a user's mistake ends it with a message and exit status 2.
 
     Args:
       args: The command line after `python -m train`.
-      num_processes: Processes of the run, including this one; already connected.
     """
     with clean_exits():
+        num_processes = launch.connect()
         config, instead = read(args)
         if num_processes > 1:
-            from train.processes import distributed
-
-            facts = distributed.program_facts(to_json(config)) | {"options": str(instead)}
-            distributed.require_same(facts)
+            launch.require_same(program_facts(to_json(config)) | {"options": str(instead)})
         devices.start(config.replicas, num_processes)
         if isinstance(instead, Options):
             from train.plan import planning
-            from train.processes import agree
 
             planned = planning.text(*planning.make_plan(config, instead))
-            if agree.is_first():
+            if launch.is_first():
                 print(planned)
         elif instead == "report":
             from train.data.examples import none
@@ -74,7 +72,4 @@ def read(args: list[str]) -> tuple[Config, Options | Literal["report"] | None]:
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except SystemExit as end:
-        leave(end.code)
+    launch.finish(lambda: main(sys.argv[1:]))

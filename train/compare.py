@@ -5,9 +5,9 @@ import statistics
 import sys
 from typing import Any
 
+from jaxcomp.launch.exits import clean_exits
 from train import checks
 from train.output import metrics, plots
-from train.processes.exits import clean_exits
 
 
 def compare(folders: dict[str, pathlib.Path], picture: pathlib.Path) -> str:

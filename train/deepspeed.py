@@ -12,8 +12,8 @@ import pathlib
 import sys
 from typing import Any, NamedTuple
 
+from jaxcomp.launch.exits import clean_exits
 from train import checks
-from train.processes.exits import clean_exits
 
 OPTIMIZERS = ("OneBitAdam", "ZeroOneAdam")
 DROPPED = {

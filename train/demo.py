@@ -14,12 +14,12 @@ from matplotlib.ticker import EngFormatter
 
 from configs import nano_dense
 from jaxcomp import planner
+from jaxcomp.launch.exits import clean_exits
 from jaxcomp.measure.tables import aligned
 from train.config import Config
 from train.models.decoder import DecoderConfig
 from train.output import metrics, plots
-from train.processes import devices
-from train.processes.exits import clean_exits
+from train.placement import devices
 
 # `optimizer.update` and the learning rate; the baseline is first.
 METHODS = {

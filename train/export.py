@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxcomp.launch.exits import clean_exits
 from train import checks
 from train.checkpoints import files, mean, store
 from train.huggingface import folder
 from train.models import modules
 from train.models.decoder import Decoder, DecoderConfig
-from train.processes.exits import clean_exits
 
 _TRIES = 10  # of a run that removes its checkpoints while they are read
 

@@ -8,11 +8,11 @@ import sys
 import jax
 from flax import nnx
 
+from jaxcomp.launch.exits import clean_exits
 from train.data.tokenizer import load_tokenizer
 from train.huggingface import folder, settings
 from train.models import generate, modules
 from train.models.decoder import Decoder
-from train.processes.exits import clean_exits
 
 
 def generated(path: pathlib.Path, prompt: str, count: int) -> str:

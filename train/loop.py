@@ -9,6 +9,9 @@ from typing import Any
 
 import jax
 
+from jaxcomp.launch import agree, distributed, peers, watchdog
+from jaxcomp.launch.exits import Drained, Transient
+from jaxcomp.launch.signals import stop_signals
 from jaxcomp.replicas import protocol
 from train.checkpoints import emergency, files, resume, store, writer
 from train.checkpoints.resume import Progress
@@ -17,9 +20,6 @@ from train.config import Config
 from train.config.optimizer import schedule
 from train.output import said
 from train.plan import counts
-from train.processes import agree, distributed, peers, watchdog
-from train.processes.exits import Drained, Transient
-from train.processes.signals import stop_signals
 from train.task import Task, make_task
 
 # Errors of reading data or writing rows.

@@ -19,10 +19,10 @@ from train.config.run import AXIS_NAME
 from train.data import examples
 from train.data.examples import Examples
 from train.models import build
+from train.placement import devices
 from train.placement.base import Functions, Placement
 from train.placement.resolve import resolve
 from train.plan import counts
-from train.processes import devices
 
 # Losses per message: a program with thousands of arguments takes minutes to compile.
 _MOST_GATHERED = 64

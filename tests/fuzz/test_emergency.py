@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
+from jaxcomp.launch.exits import Transient
 from tests.helpers.fuzzing import LEAVES, TEXT, fuzz, objects, refused, texts, trees
 from train.checkpoints import emergency, parts, places, writer
-from train.processes.exits import Transient
 
 ENTRIES = [["w", "float32", [[0, 2], [1, 4]]], ["b", "bfloat16", [[3, 5]]], ["n", "int32", []]]
 PART = {"entries": ENTRIES, "record": {"leaves": {"w": "float32[2,3]"}, "run": {"step": 3}}}

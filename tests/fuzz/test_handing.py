@@ -7,8 +7,8 @@ from unittest import mock
 
 from hypothesis import strategies as st
 
+from jaxcomp.launch import board, distributed, handing, peers, seals
 from tests.helpers.fuzzing import TEXT, fuzz, objects, texts
-from train.processes import board, distributed, handing, peers, seals
 
 KEY, NONCE, NAME = b"of this start", "0" * 32, "good"
 WISHES = [{"put": NAME, "size": 3, "nonce": "1"}, {"get": NAME, "nonce": "1"}]

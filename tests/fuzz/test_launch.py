@@ -2,8 +2,8 @@
 
 from hypothesis import strategies as st
 
+from jaxcomp.launch import detect, ssh
 from tests.helpers.fuzzing import fuzz, refused, texts
-from train.launch import detect, ssh
 
 
 @fuzz(texts("alice@h1 slots=2\nh2 # last\n[::1]\n"))

@@ -4,8 +4,8 @@ import json
 
 from hypothesis import strategies as st
 
+from jaxcomp.launch import addresses, seals
 from tests.helpers.fuzzing import TEXT, fuzz, refused, texts
-from train.processes import addresses, seals
 
 
 @fuzz(st.one_of(TEXT, st.sampled_from(["[::1]:80", "h:99999", ":", "h:١"])))

@@ -108,7 +108,7 @@ def main(paths: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    from train.processes import devices
+    from train.placement import devices
 
     devices.start(8)
     sys.exit(main(sys.argv[1:]))

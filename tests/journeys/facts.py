@@ -3,10 +3,12 @@
 import json
 import os
 import pathlib
+import re
 from collections.abc import Callable
 from typing import NamedTuple
 
 from tests.helpers import page_inputs
+from tests.helpers.snippets import ROOT
 from tests.journeys import engine
 
 
@@ -40,6 +42,14 @@ def hosts(folder: pathlib.Path) -> None:
     (folder / "hosts.txt").write_text(f"{_NETWORK}.1\n{_NETWORK}.2\n")
 
 
+def nnx_loop(folder: pathlib.Path) -> None:
+    """Writes the program of a page, which begins with its name."""
+    page = (ROOT / "docs" / "many_hosts.md").read_text()
+    (folder / "nnx_loop.py").write_text(
+        re.search(r'```python\n("""nnx_loop\.py""".*?)```', page, re.S)[1]
+    )
+
+
 def deepspeed(folder: pathlib.Path) -> None:
     """Writes a configuration of DeepSpeed, for four processes."""
     params = {"lr": 1e-3, "weight_decay": 0.01, "var_freeze_step": 1000}
@@ -64,7 +74,7 @@ PAGES = {
         (hosts,), _CONFIG, {_STOPPED: engine.ctrl_c, "--emergency-every 5": engine.kill_one}
     ),
     "docs/many_hosts.md": Page(
-        (hosts,), _EACH | _CONFIG, {"--checkpoint-every 50": engine.kill_one}
+        (hosts, nnx_loop), _EACH | _CONFIG, {"--checkpoint-every 50": engine.kill_one}
     ),
     "docs/fine_tune.md": Page(
         (hosts, page_inputs.text, page_inputs.pythia),
@@ -76,7 +86,7 @@ PAGES = {
 """In the order in which they are read."""
 
 _PLAN = "times all methods for minutes: tests/train/plan/test_planning.py"
-_SCHEDULER = "needs a scheduler: tests/train/launch/test_scripts.py runs the script with a stand-in"
+_SCHEDULER = "needs a scheduler: tests/launch/test_scripts.py runs the script with a stand-in"
 _WANDB = "needs wandb and its server: tests/train/output/test_trackers.py has a stand-in"
 
 ELSEWHERE = {
@@ -87,11 +97,10 @@ ELSEWHERE = {
     "WANDB_MODE=offline python -m train configs/nano_4bit.py --wandb": _WANDB,
     "python -m train configs/nano_dense.py --plan --measure": _PLAN,
     "python -m train.launch --hosts hosts.txt -- configs/nano_dense.py --plan --measure": _PLAN,
-    "sbatch train/launch/slurm.sbatch -- configs/nano_4bit.py": _SCHEDULER,
-    'MPIRUN="mpirun -np 4 --hostfile hosts" bash train/launch/mpirun.sh -- configs/nano_4bit.py': (
-        _SCHEDULER
-    ),
-    "kubectl apply -f train/launch/jobset.yaml": _SCHEDULER,
+    "sbatch jaxcomp/launch/slurm.sbatch -- python -m train configs/nano_4bit.py": _SCHEDULER,
+    'MPIRUN="mpirun -np 4 --hostfile hosts" bash jaxcomp/launch/mpirun.sh -- python -m train '
+    "configs/nano_4bit.py": _SCHEDULER,
+    "kubectl apply -f jaxcomp/launch/jobset.yaml": _SCHEDULER,
     "python -m train configs/nano_dense.py --plan --link-rate 500e6 --link-latency 1e-3 "
     "--compute-seconds 0.5 --codec-rate 2e9": _PLAN,
     "python -m train.launch --local 8 --restarts 99 -- CONFIG --checkpoint-every 50 "

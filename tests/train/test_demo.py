@@ -12,7 +12,7 @@ from train import compare, demo
 from train.config import Data
 from train.models.decoder import DecoderConfig
 from train.output import metrics
-from train.processes import devices
+from train.placement import devices
 
 ROOT = pathlib.Path(__file__).parents[2]
 

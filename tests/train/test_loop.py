@@ -19,6 +19,7 @@ import numpy as np
 import optax
 import pytest
 
+from jaxcomp.launch import exits, watchdog
 from tests.helpers.launching import TINY_ARGS, words
 from tests.helpers.replicas import one_value
 from train import __main__ as program
@@ -33,7 +34,7 @@ from train.models.decoder import Decoder, DecoderConfig
 from train.models.losses import cross_entropy
 from train.models.modules import PathRngs, split
 from train.output import metrics, report
-from train.processes import devices, exits, watchdog
+from train.placement import devices
 
 ROOT = pathlib.Path(__file__).parents[2]
 NANO = ROOT / "configs" / "nano_dense.py"
@@ -824,7 +825,7 @@ def test_ends_are_one_message_and_a_status(capsys, error, status, message):
 
 def test_device_start_makes_a_device_for_each_replica_and_threads_for_all():
     code = (
-        "import os, jax; from train.processes import devices; devices.start(5); "
+        "import os, jax; from train.placement import devices; devices.start(5); "
         "print(len(jax.devices()), os.environ['NPROC'], len(os.listdir('/proc/self/task')))"
     )
     env = {k: v for k, v in os.environ.items() if k != "NPROC"} | {"JAX_PLATFORMS": "cpu"}

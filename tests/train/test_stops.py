@@ -12,10 +12,10 @@ import time
 
 import pytest
 
+from jaxcomp.launch.signals import STOPS, stop_signals
 from tests.helpers.launching import ROOT, environment, run, write_config
 from train.checkpoints import files
 from train.output import metrics
-from train.processes.signals import STOPS, stop_signals
 
 STOPPED = """
 import os, runpy, signal, sys, time

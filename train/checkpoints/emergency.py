@@ -20,6 +20,8 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from jaxcomp.launch import agree, board, distributed, handing
+from jaxcomp.launch.exits import say
 from train import checks
 from train.checkpoints import parts, places
 from train.checkpoints.parts import ALL, Entry
@@ -28,8 +30,6 @@ from train.checkpoints.trees import described, require_same
 from train.checkpoints.writer import Claim
 from train.config import Config
 from train.output.metrics import write_text
-from train.processes import agree, board, distributed, handing
-from train.processes.exits import say
 
 _NOTE = "emergency.json"
 """File in the run's folder: the starts whose copies may be used, and up to which step."""

@@ -19,9 +19,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxcomp.launch import seals
 from train import checks
 from train.checkpoints.trees import path_of
-from train.processes import seals
 
 ALL = "all"
 """The part that every process holds."""

@@ -12,17 +12,17 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxcomp
+from jaxcomp.launch import agree, distributed
 from jaxcomp.replicas.resize import reset_residuals
 from train import checks
 from train.checkpoints import emergency, files, mean, store, trees
 from train.checkpoints.emergency import Copies
 from train.checkpoints.places import Found
 from train.config.as_json import to_json
+from train.config.facts import by_name
 from train.config.run import AXIS_NAME
 from train.huggingface import folder, safetensors
 from train.models import build, lora
-from train.processes import agree, distributed
-from train.processes.distributed import by_name
 from train.task import Task, shapes_of
 
 _METADATA = {"progress", "num_replicas", "data_sha256"}  # needed to resume

@@ -20,10 +20,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jaxcomp.launch import agree, seals
+from jaxcomp.launch.exits import Transient
 from train import checks
 from train.checkpoints import files
-from train.processes import agree, seals
-from train.processes.exits import Transient
 
 LEASE = 30.0
 """Seconds without a sign of the writer after which another may take over its folder."""

@@ -5,12 +5,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jaxcomp.launch import agree
 from train.config import Config
 from train.data import image_folder, images, packing, texts, token_files
 from train.data.sources import Images
 from train.data.token_files import Corpus
 from train.models.objectives import OBJECTIVES
-from train.processes import agree
 
 
 class Examples(NamedTuple):

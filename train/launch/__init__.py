@@ -1,1 +1,1 @@
-"""`python -m train.launch`: a run of many processes, here or on other hosts."""
+"""`python -m train.launch`: `python -m train` on many processes, through `jaxcomp.launch`."""

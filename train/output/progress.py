@@ -1,40 +1,18 @@
 """Progress of a run: a bar on a terminal, lines elsewhere, which the launcher shows as a bar."""
 
 import contextlib
-import re
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
 
 import tqdm
 
+from jaxcomp.launch.exits import say
+from jaxcomp.launch.progress import Line, bar
 from train.output.metrics import Row
 from train.output.units import size
-from train.processes.exits import say
 
-# Without tqdm's own rate, which includes compilation, evaluations and saves.
-_BAR = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
 _EVERY = 10.0  # seconds between lines
-
-
-class Line(NamedTuple):
-    """A line of progress, printed if there is no terminal."""
-
-    name: str  # of the run
-    step: int
-    steps: int  # of the whole run
-    rates: str  # loss, seconds per step, bytes per second
-    left: str  # time, such as 01:29
-
-    def __str__(self) -> str:
-        return f"{self.name}: step {self.step}/{self.steps}, {self.rates}, {self.left} left"
-
-
-def read(text: str) -> Line | None:
-    """Reads such a line; None for any other text."""
-    found = re.fullmatch(r"(.+): step (\d+)/(\d+), (loss .+), ([\d:?]+) left", text.strip())
-    return found and Line(found[1], int(found[2]), int(found[3]), found[4], found[5])
 
 
 @contextlib.contextmanager
@@ -60,12 +38,6 @@ def progress(name: str, first: Row, steps: int) -> Iterator[Callable[[Row], None
             yield show
     else:
         yield _lines(name, first["step"], steps, rates)
-
-
-def bar(name: str, first: int, steps: int, of_lines: bool = False) -> tqdm.tqdm:
-    """Makes the bar of a run on stderr; with `of_lines`, the lines give the time left."""
-    form = _BAR.replace("<{remaining}", "") if of_lines else _BAR
-    return tqdm.tqdm(total=steps, initial=first, desc=name, bar_format=form)
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from train.models import build, modules, sharding
 from train.models.decoder import DecoderConfig
 from train.placement import replicated
 from train.placement.base import Functions, Placement
-from train.processes.devices import FAST_AXIS
+from train.placement.devices import FAST_AXIS
 
 
 def resolve(config: Config) -> Placement:

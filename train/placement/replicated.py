@@ -17,8 +17,8 @@ from train.config import Config
 from train.config.run import AXIS_NAME, update
 from train.models import build
 from train.placement.base import Functions, Placement
+from train.placement.devices import fast_axis_of
 from train.plan import counts
-from train.processes.devices import fast_axis_of
 
 
 def resolve(config: Config) -> Placement:

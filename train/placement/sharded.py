@@ -17,7 +17,7 @@ from train.config.run import AXIS_NAME, update
 from train.models import build
 from train.models.decoder import STACKED, DecoderConfig
 from train.placement.base import Functions, Placement
-from train.processes.devices import FAST_AXIS
+from train.placement.devices import FAST_AXIS
 
 
 def resolve(config: Config) -> Placement:

@@ -9,15 +9,15 @@ from collections.abc import Callable
 import jax
 from jax.sharding import Mesh
 
+from jaxcomp.launch import agree
 from jaxcomp.measure import link_probe, planner, step_probe
 from train.config import Config
 from train.config.run import AXIS_NAME
 from train.models import build
 from train.output import progress
-from train.placement import replicated
+from train.placement import devices, replicated
 from train.plan import counts
 from train.plan.arguments import Options
-from train.processes import agree, devices
 
 DENSE = "dense float32"
 _MEAN = "chain(compressed_mean({}, axis_name), {})"

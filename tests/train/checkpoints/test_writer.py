@@ -12,11 +12,11 @@ import time
 import jax.numpy as jnp
 import pytest
 
+from jaxcomp.launch.exits import Transient
 from tests.helpers.launching import ROOT, environment
 from train.checkpoints import files, writer
 from train.checkpoints.store import open_checkpoints
 from train.output import metrics
-from train.processes.exits import Transient
 
 LEASE = 0.5
 
@@ -24,7 +24,7 @@ PROGRAM = """
 import itertools, os, pathlib, signal, sys, time
 from train.checkpoints import writer
 from train.output import metrics
-from train.processes.exits import clean_exits
+from jaxcomp.launch.exits import clean_exits
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # behind "&" shells ignore it
 folder = pathlib.Path(sys.argv[1])

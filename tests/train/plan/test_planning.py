@@ -12,9 +12,9 @@ from train import task
 from train.config import run as configs
 from train.data import examples
 from train.output import progress, report
+from train.placement import devices
 from train.plan import arguments, planning
 from train.plan.arguments import Options
-from train.processes import devices
 
 DENSE = planning.DENSE
 GIVEN = ["--link-rate", "1e6", "--link-latency", "1e-3", "--compute-seconds", "0.01"]

@@ -1,0 +1,208 @@
+"""Files that processes send to each other directly: a sealed line, then the bytes.
+
+Anybody who reaches the port may connect. A guest has a few seconds for one short line. Without the
+run's seal, or with a request for a missing file, it is disconnected. Sizes and times are bounded.
+"""
+
+import contextlib
+import hashlib
+import json
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxcomp.launch import addresses, seals
+
+_LINE = 4096  # bytes
+_PATIENCE = 5.0  # seconds for the first line
+_MOST = 256  # guests at a time
+_PIECE = 1 << 20
+
+
+class Shelf(NamedTuple):
+    """The files of a process, which others request by name."""
+
+    room: Callable[[str, int], Path | None]  # name, bytes -> folder for it; None: rejected
+    find: Callable[[str], Path | None]  # name -> the file; None: missing
+    is_good: Callable[[str, str], bool]  # name, SHA-256 -> whether these are the file's bytes
+
+
+@contextlib.contextmanager
+def open_shelf(address: str, key: bytes, shelf: Shelf, seconds: float):
+    """Receives and serves files at a port of this process until the end.
+
+    Args:
+      address: Numeric address to listen at.
+      key: Seals the messages; guests without it get nothing, and nothing of theirs is kept.
+      shelf: The files.
+      seconds: Time limit for one file.
+
+    Yields:
+      `host:port`.
+    """
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    guests = threading.BoundedSemaphore(_MOST)
+
+    def serve(guest):
+        with contextlib.closing(guest), contextlib.suppress(OSError):
+            _serve(guest, key, shelf, seconds)
+        guests.release()
+
+    def listen():
+        while True:
+            try:
+                guest, _ = listener.accept()
+            except OSError:  # closed
+                return
+            if not guests.acquire(blocking=False):
+                guest.close()
+                continue
+            threading.Thread(target=serve, args=(guest,), daemon=True).start()
+
+    with socket.create_server((address, 0), family=family, backlog=128) as listener:
+        threading.Thread(target=listen, daemon=True, name="shelf").start()
+        try:
+            yield addresses.join(*listener.getsockname()[:2])
+        finally:
+            with contextlib.suppress(OSError):
+                listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
+
+
+def put(to: str, key: bytes, file: Path, seconds: float) -> None:
+    """Sends a file to the process at `host:port`, and returns when that process has kept it.
+
+    Raises:
+      OSError: If that process does not take it, or is too slow.
+    """
+    until = time.monotonic() + seconds
+    size = file.stat().st_size
+    with _asked(to, key, {"put": file.name, "size": size}, until) as (connection, nonce):
+        with file.open("rb") as source:
+            while piece := source.read(_PIECE):
+                _limit(connection, until)
+                connection.sendall(piece)
+        _require_answer(connection, key, nonce, until, to, file.name)
+
+
+def get(source: str, key: bytes, name: str, shelf: Shelf, seconds: float) -> Path:
+    """Fetches a file from the process at `host:port`, and puts it where `shelf` has room.
+
+    Raises:
+      OSError: If that process does not send it, is too slow, or sends other bytes.
+    """
+    until = time.monotonic() + seconds
+    with _asked(source, key, {"get": name}, until) as (connection, nonce):
+        answer = _require_answer(connection, key, nonce, until, source, name)
+        size = answer.get("size")
+        if type(size) is not int:
+            size = -1
+        folder = shelf.room(name, size) if size >= 0 else None
+        if folder is None or not _keep(connection, folder, name, size, shelf, until):
+            raise OSError(f"what {source} gives as {name} is not it")
+        return folder / name
+
+
+@contextlib.contextmanager
+def _asked(to: str, key: bytes, wish: dict[str, Any], until: float):
+    """A connection after a request was sent, and the nonce of its answer."""
+    left = max(0.01, until - time.monotonic())
+    try:
+        address = addresses.split(to)
+    except ValueError as error:  # a stranger may have written it
+        raise OSError(f"{to!r:.80} is no address of a process") from error
+    with socket.create_connection(address, timeout=left) as connection:
+        nonce = (seals.json_object(_line(connection, until)) or {}).get("nonce")
+        own = secrets.token_hex(16)
+        _say(connection, key, f"wish {nonce}", wish | {"nonce": own})
+        yield connection, own
+
+
+def _require_answer(connection, key, nonce, until, to: str, name: str) -> dict[str, Any]:
+    said = seals.unseal(key, f"answer {nonce}", _line(connection, until))
+    answer = seals.json_object(said or "")
+    if answer is None:
+        raise OSError(f"process at {to} does not answer for {name}")
+    if problem := answer.get("problem"):
+        raise OSError(f"process at {to}, {name}: {problem}")
+    return answer
+
+
+def _serve(guest: socket.socket, key: bytes, shelf: Shelf, seconds: float) -> None:
+    nonce, began = secrets.token_hex(16), time.monotonic()
+    guest.settimeout(_PATIENCE)
+    guest.sendall(json.dumps({"nonce": nonce}).encode() + b"\n")
+    line = _line(guest, began + _PATIENCE)
+    wish = seals.json_object(seals.unseal(key, f"wish {nonce}", line) or "")
+    if wish is None:
+        return
+    about, until = f"answer {wish.get('nonce')}", began + seconds
+    if isinstance(name := wish.get("get"), str):
+        if (file := shelf.find(name)) is None:
+            _say(guest, key, about, {"problem": "it is not there"})
+            return
+        with file.open("rb") as source:
+            _say(guest, key, about, {"size": file.stat().st_size})
+            while piece := source.read(_PIECE):
+                _limit(guest, until)
+                guest.sendall(piece)
+        return
+    name, size = wish.get("put"), wish.get("size")
+    if not isinstance(name, str) or type(size) is not int or size < 0:
+        return
+    folder, problem = shelf.room(name, size), "it is not wanted here"
+    if folder is not None:
+        try:
+            is_kept = _keep(guest, folder, name, size, shelf, until)
+            problem = "" if is_kept else "its bytes are not those of its name"
+        except TimeoutError:
+            return
+        except OSError as error:  # a full disk
+            problem = error.strerror or "it cannot be kept"
+    _say(guest, key, about, {"problem": problem})
+
+
+def _keep(connection, folder: Path, name: str, size: int, shelf: Shelf, until: float) -> bool:
+    """Writes this many bytes into a folder, where they become a file if they are good."""
+    partial, found = folder / f"{name}.part", hashlib.sha256()
+    try:
+        with partial.open("wb") as file:
+            while size:
+                _limit(connection, until)
+                if not (piece := connection.recv(min(size, _PIECE))):
+                    return False
+                found.update(piece)
+                file.write(piece)
+                size -= len(piece)
+        if not shelf.is_good(name, found.hexdigest()):
+            return False
+        partial.rename(folder / name)
+        return True
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _say(connection: socket.socket, key: bytes, about: str, what: dict[str, Any]) -> None:
+    connection.sendall(seals.seal(key, about, json.dumps(what)).encode() + b"\n")
+
+
+def _limit(connection: socket.socket, until: float) -> None:
+    left = until - time.monotonic()
+    if left <= 0:
+        raise TimeoutError("it takes too long")
+    connection.settimeout(left)
+
+
+def _line(connection: socket.socket, until: float) -> str:
+    """A short line, read up to its end and no further; empty if it is too slow."""
+    data = b""
+    while len(data) < _LINE:
+        _limit(connection, until)
+        # One byte at a time, since the file follows the line.
+        if (part := connection.recv(1)) in (b"", b"\n"):
+            return data.decode(errors="replace") if part else ""
+        data += part
+    return ""

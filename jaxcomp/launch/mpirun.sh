@@ -1,0 +1,11 @@
+#!/bin/bash
+# One run with mpirun of Open MPI, MPICH or Intel MPI; MPI itself is not used:
+#     MPIRUN="mpirun -np 4 --hostfile hosts" \
+#         bash mpirun.sh [jaxcomp.launch's options] -- PROGRAM [arguments]
+# Open MPI 5, MPICH and Intel MPI do not say where rank 0 runs: add --coordinator HOST:29411 with
+# the first host. Older Open MPI takes the host where mpirun runs, if nothing else is said. PYTHON
+# is the interpreter.
+set -euo pipefail
+
+# By default mpirun binds each process to one core.
+exec ${MPIRUN:-mpirun} --bind-to none "${PYTHON:-python}" -u -m jaxcomp.launch "$@"

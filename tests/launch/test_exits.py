@@ -1,0 +1,118 @@
+"""What an exit status means is said once, and everywhere alike."""
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+
+import jax
+import pytest
+
+from jaxcomp.launch.exits import Exit, clean_exits, may_restart, of_returncode, status, words
+from tests.helpers.launching import ROOT, environment, free_port
+
+
+def test_the_page_has_the_table_of_all_statuses():
+    text = (ROOT / "docs" / "many_hosts.md").read_text()
+    rows = re.findall(r"^\| (\d+) \| (.+) \| (.+) \|$", text, re.MULTILINE)
+    assert rows == [(str(int(end)), end.meaning, end.again) for end in Exit]
+    assert {end.again for end in Exit} == {"nobody has to", "a person", "a machine"}
+
+
+@pytest.mark.parametrize(
+    ("status", "again"), [(0, False), (1, True), (2, False), (75, True), (130, False), (137, True)]
+)
+def test_a_machine_restarts_what_no_person_has_to_mend(status, again):
+    assert may_restart(status) is again
+    assert may_restart(9)  # which nobody has heard of
+
+
+def test_a_signal_is_seen_as_a_shell_sees_it():
+    assert [of_returncode(code) for code in (0, 2, -9, -11)] == [0, 2, Exit.KILLED, Exit.CRASHED]
+
+
+class Fault(jax.errors.JaxRuntimeError):
+    """What XLA raises is a RuntimeError."""
+
+
+@pytest.mark.parametrize(
+    "error", [KeyError("b"), RuntimeError("a"), Fault("c"), MemoryError(), AssertionError("no")]
+)
+def test_an_error_that_nobody_foresaw_has_status_1_and_its_traceback(error, capsys):
+    with pytest.raises(SystemExit) as end, clean_exits():
+        raise error
+    assert end.value.code == status(error) == Exit.UNFORESEEN
+    assert "Traceback" in capsys.readouterr().err
+    assert words(error).startswith(f"{type(error).__name__}: ")
+
+
+def test_a_mistake_is_told_in_its_own_words():
+    assert words(ValueError("write --steps 3")) == "write --steps 3"
+    assert status(json.JSONDecodeError("no value", "", 0)) == Exit.MISTAKE
+
+
+UNFORESEEN = """
+import sys
+from jaxcomp.launch import agree, distributed, watchdog
+from jaxcomp.launch.distributed import Cluster
+from jaxcomp.launch.exits import ended
+
+process, coordinator, case = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+
+
+def fail():
+    return {}["a key that is not there"]
+
+
+def run():
+    with watchdog.watch(60.0, lambda: 40):
+        if case == "common":
+            agree.from_first(fail)
+        if process == int(case):
+            fail()
+        agree.from_first(lambda: 1)
+
+
+distributed.connect(Cluster(coordinator, 2, process, "flags"))
+distributed.abandon(ended(run))
+"""
+
+
+@pytest.mark.parametrize("case", ["0", "1", "common"])
+def test_an_unforeseen_error_of_one_process_ends_all_with_status_1(case):
+    coordinator = f"127.0.0.1:{free_port()}"
+    command = lambda number: [sys.executable, "-c", UNFORESEEN, str(number), coordinator, case]
+    processes = [
+        subprocess.Popen(
+            command(number), cwd=ROOT, env=environment(), stderr=subprocess.PIPE, text=True
+        )
+        for number in range(2)
+    ]
+    try:
+        ends = [process.communicate(timeout=120)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [1, 1], ends
+    if case != "common":
+        failed = int(case)
+        assert ends[failed].rstrip().endswith("KeyError: 'a key that is not there'")
+        told = f"error: process {failed} of 2 has ended: KeyError: 'a key that is not there'"
+        assert ends[1 - failed].splitlines()[-1] == told
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_program_whose_caller_has_closed_its_streams_runs(closed, tmp_path):
+    program = (
+        "import subprocess, sys; from jaxcomp.launch.exits import clean_exits, say\n"
+        "with clean_exits():\n"
+        f"    with open({str(tmp_path / 'file')!r}, 'w') as file:\n"
+        "        print('out'); say('err'); print(sys.stderr.isatty(), sys.stdin.read())\n"
+        "        subprocess.run(['sh', '-c', 'echo child; echo child >&2'], check=True)\n"
+        "        file.write(str(file.fileno() > 2))"
+    )
+    shell = f"exec {shlex.join([sys.executable, '-c', program])} {closed}"
+    done = subprocess.run(["sh", "-c", shell], cwd=ROOT, stdin=subprocess.DEVNULL)
+    assert done.returncode == 0
+    assert (tmp_path / "file").read_text() == "True"
