@@ -8,9 +8,7 @@ start of the run, or from no process of it, are ignored.
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from jax._src import distributed
-
-from jaxcomp.launch import seals
+from jaxcomp.launch import private, seals
 
 _ROOT = "jaxcomp"
 _LONGEST = 1 << 20  # characters of a text
@@ -37,7 +35,7 @@ def own() -> tuple[bytes, str]:
 
 def of_this_run() -> Board | None:
     """The board of the processes that JAX has connected; None if there are none."""
-    state = distributed.global_state
+    state = private.state()
     if state.client is None:
         return None
     return of_client(state.client, state.process_id, state.num_processes, own()[0])
@@ -45,7 +43,7 @@ def of_this_run() -> Board | None:
 
 def numbers() -> tuple[int, int]:
     """The number of this process and that of all, also before JAX has devices."""
-    return distributed.global_state.process_id, distributed.global_state.num_processes
+    return private.state().process_id, private.state().num_processes
 
 
 def of_client(client: Any, me: int, count: int, key: bytes) -> Board:

@@ -3,6 +3,10 @@
 Precedence: flags, Open MPI and MPICH (inside a SLURM job, mpirun starts the processes), SLURM
 (srun), JobSet.
 Pure functions of the environment, without network access.
+
+JAX detects SLURM and Open MPI as well as this. But no public function says what it has found before
+it connects, and the processes must meet first. It knows neither MPICH and Intel MPI nor single
+fields, and it asks Kubernetes' servers what a JobSet already writes into the environment.
 """
 
 import math
@@ -62,7 +66,7 @@ def _complete(source: str, fields: dict, environ: Environ, given: dict[str, Any]
         raise ValueError(
             f"{source} is only half there: {names} not set, as in a shell opened by ssh or outside "
             f"of srun, mpirun or a pod. Let {source} start this process; or write {flags}, which "
-            "win, or --single to train in this process alone."
+            "win, or --single to run in this process alone."
         )
     return Cluster(source=source, **found)
 

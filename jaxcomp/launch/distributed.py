@@ -1,7 +1,6 @@
 """Many processes: connecting, checking that they run the same, and ending."""
 
 import contextlib
-import functools
 import hashlib
 import json
 import os
@@ -12,7 +11,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import jax
 
-from jaxcomp.launch import addresses, board, rendezvous
+from jaxcomp.launch import addresses, board, private, rendezvous
 from jaxcomp.launch.aborts import on_abort
 from jaxcomp.launch.board import Board
 from jaxcomp.launch.exits import Exit, Transient, ended, flush, leave
@@ -85,7 +84,7 @@ def connect(
         secret,
     )
     board.trust(key, on_interface if interface is not None else own)
-    _bind_gloo(**({"interface": interface} if interface else {"hostname": own}))
+    private.bind_gloo(**({"interface": interface} if interface else {"hostname": own}))
     # Processes of one run connect directly, even where HTTP goes through a proxy.
     os.environ["no_grpc_proxy"] = host
     jax.config.update("jax_check_proxy_envs", False)
@@ -125,14 +124,6 @@ def _end_alone() -> None:
     with contextlib.suppress(OSError):  # a log on a full disk
         os.write(2, b"error: another process of the run is gone; start the same command to go on\n")
     os._exit(Exit.TRY_AGAIN)
-
-
-def _bind_gloo(**where: str) -> None:
-    # JAX has no option for this; gloo would listen at the address of the host's name.
-    from jax._src.lib import _jax
-
-    make = _jax.make_gloo_tcp_collectives
-    _jax.make_gloo_tcp_collectives = functools.partial(make, **where)
 
 
 def require_same(facts: dict[str, str], seconds: float = 600.0) -> None:

@@ -2,11 +2,11 @@
 
 import os
 import socket
-import types
 from pathlib import Path
 
 import jax
-from jax._src import compiler
+
+from jaxcomp.launch import private
 
 
 def kept(folder: Path) -> dict[str, str]:
@@ -20,9 +20,7 @@ def kept(folder: Path) -> dict[str, str]:
 def keep_own(process_id: int) -> None:
     """Lets this process write its programs to JAX's compilation cache, if there is one.
 
-    JAX lets only process 0 write. On CPUs the programs of other processes differ, so they would
-    compile again at each start. Each process and each host gets its own folder, as programs for one
-    CPU may not run on another.
+    Each process and each host gets its own folder, as programs for one CPU may not run on another.
 
     Args:
       process_id: Number of this process in its run.
@@ -32,8 +30,4 @@ def keep_own(process_id: int) -> None:
         return
     own = os.path.join(folder, f"{socket.gethostname()}-{process_id}")
     jax.config.update("jax_compilation_cache_dir", own)
-    # The function uses this module only to ask whether it is process 0.
-    first = types.SimpleNamespace(global_state=types.SimpleNamespace(process_id=0))
-    write = compiler._cache_write
-    names = {**write.__globals__, "distributed": first}
-    compiler._cache_write = types.FunctionType(write.__code__, names, write.__name__)
+    private.let_all_write_programs()
