@@ -5,10 +5,11 @@ import json
 import math
 import os
 import pathlib
-import stat
 import types
 import typing
-from typing import Any, BinaryIO, Literal, Union
+from typing import Any, Literal, Union
+
+from jaxcomp.launch.regular import open_file
 
 MOST_TEXT = 10**8
 """Bytes of the longest file that is read as one text, such as a JSON object."""
@@ -20,9 +21,6 @@ _NAMES = {
     bool: "True or False",
     types.NoneType: "None",
 }
-
-_KINDS = {stat.S_IFIFO: "FIFO", stat.S_IFDIR: "folder"}
-_KINDS |= {stat.S_IFCHR: "device", stat.S_IFBLK: "device"}
 
 
 def of_types(settings: Any, of: str = "") -> None:
@@ -79,23 +77,6 @@ def divisible(model: Any, whole: str, part: str) -> None:
             f"model.{whole}={size} must be divisible by model.{part}={unit}; write "
             f"--model.{whole} {unit * max(1, round(size / unit))}."
         )
-
-
-def open_file(path: str | pathlib.Path) -> BinaryIO:
-    """Opens a regular file to read its bytes; links to one count.
-
-    Raises:
-      ValueError: If it is a FIFO, on which a plain `open` waits forever, a device, a socket or a
-        folder.
-      OSError: If it does not exist or cannot be opened.
-    """
-    # Without a writer, a FIFO opens at once; regular files ignore the flag.
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    kind = os.fstat(descriptor).st_mode
-    if not stat.S_ISREG(kind):
-        os.close(descriptor)
-        raise ValueError(f"{path} is a {_KINDS.get(stat.S_IFMT(kind), 'socket')}; needs a file.")
-    return os.fdopen(descriptor, "rb")
 
 
 def read_file(path: str | pathlib.Path, most: int = MOST_TEXT) -> bytes:

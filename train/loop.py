@@ -9,13 +9,13 @@ from typing import Any
 
 import jax
 
-from jaxcomp.launch import agree, distributed, peers, watchdog
+from jaxcomp.launch import agree, claims, distributed, peers, watchdog
+from jaxcomp.launch.claims import Claim
 from jaxcomp.launch.exits import Drained, Transient
 from jaxcomp.launch.signals import stop_signals
 from jaxcomp.replicas import protocol
-from train.checkpoints import emergency, files, resume, store, writer
+from train.checkpoints import emergency, files, resume, store
 from train.checkpoints.resume import Progress
-from train.checkpoints.writer import Claim
 from train.config import Config
 from train.config.optimizer import schedule
 from train.output import said
@@ -69,7 +69,9 @@ def _train(config: Config, folder: Path, until_the_end: contextlib.ExitStack) ->
         agree.require_shared(folder)
         task = make_task(config)
         distributed.require_same({"data": task.examples.record["sha256"]})
-        claim = until_the_end.enter_context(writer.claimed(folder))
+        claim = until_the_end.enter_context(claims.claimed(folder, instead="write another --name"))
+        if agree.is_first():
+            files.remove_partial(directory)
         copies = stack.enter_context(emergency.opened(config, folder, claim))
         params, state, done = resume.begin(task, directory, copies)
         outputs = said.opened(stack, task, claim, folder, done)

@@ -6,6 +6,7 @@ It trains nothing, and imports no other room; nor does another room import it.
 """
 
 from jaxcomp.launch.agree import from_first, is_first, require_shared
+from jaxcomp.launch.claims import Claim, claimed
 from jaxcomp.launch.distributed import finish, require_same
 from jaxcomp.launch.exits import Drained, Transient, clean_exits
 from jaxcomp.launch.place import connect
@@ -14,10 +15,12 @@ from jaxcomp.launch.signals import stop_signals
 from jaxcomp.launch.watchdog import Watch, watch
 
 __all__ = [
+    "Claim",
     "Drained",
     "Line",
     "Transient",
     "Watch",
+    "claimed",
     "clean_exits",
     "connect",
     "finish",

@@ -42,7 +42,10 @@ def be_one(options: argparse.Namespace, command: Sequence[str], secret: bytes) -
         devices = detect.local_devices(cluster, os.environ, options.local_devices)
         allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
         cores = os.cpu_count() or 1
-        os.environ.setdefault("NPROC", str(detect.threads(cluster, allowed or cores, cores)))
+        # XLA:CPU hangs where its pool has no more threads than there are devices.
+        least = 4 * int(os.environ.get("JAX_NUM_CPU_DEVICES", "1"))
+        share = detect.threads(cluster, allowed or cores, cores)
+        os.environ.setdefault("NPROC", str(max(least, share)))
         told = detect.line(cluster, options.interface, devices, os.environ)
         print(told, file=sys.stderr, flush=True)
         if cluster.num_processes > 1 and not secret and cluster.process_id == 0:
@@ -92,7 +95,7 @@ def _in_this_process(args: list[str], own: place.Place, start: Any) -> None:
     # Without arguments it detects clusters, but has no variable for the number of a process.
     jax.distributed.initialize = connect_or_initialize
     place.take(own)
-    sys.argv[:] = args
+    sys.argv[:], before = args, list(sys.argv)
     try:
         start(args[0])
     except (ConnectionError, Transient):  # the text says who is gone
@@ -101,6 +104,8 @@ def _in_this_process(args: list[str], own: place.Place, start: Any) -> None:
         # As Python does it, with a status that says who may start it again.
         say(traceback.format_exc().rstrip())
         sys.exit(Exit.TRY_AGAIN if _is_of_another(error) else Exit.UNFORESEEN)
+    finally:
+        sys.argv[:], jax.distributed.initialize = before, initialize
 
 
 def _is_of_another(error: Exception) -> bool:

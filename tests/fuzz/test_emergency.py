@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
+from jaxcomp.launch import claims
 from jaxcomp.launch.exits import Transient
 from tests.helpers.fuzzing import LEAVES, TEXT, fuzz, objects, refused, texts, trees
-from train.checkpoints import emergency, parts, places, writer
+from train.checkpoints import emergency, parts, places
 
 ENTRIES = [["w", "float32", [[0, 2], [1, 4]]], ["b", "bfloat16", [[3, 5]]], ["n", "int32", []]]
 PART = {"entries": ENTRIES, "record": {"leaves": {"w": "float32[2,3]"}, "run": {"step": 3}}}
@@ -95,10 +96,10 @@ NOTE = "0" * 32 + "\n" + json.dumps(SAID)
 def test_notes_of_writers(tmp_path, text):
     note = tmp_path / "1"
     note.write_bytes(text)
-    assert isinstance(writer._who(note), str)
-    writer._is_alive(note, 1e-3)
+    assert isinstance(claims._who(note), str)
+    claims._is_alive(note, 1e-3)
     with pytest.raises(Transient, match="another one has taken"):
-        writer.Claim(note, "a token that no note has", "now").require()
+        claims.Claim(note, "a token that no note has", "now").require()
 
 
 @pytest.mark.parametrize("kind", ["fifo", "folder"])
@@ -112,4 +113,4 @@ def test_what_is_no_file_among_copies_and_notes_hangs_nobody(tmp_path, kind):
     with pytest.raises(ValueError, match="needs a file"):
         parts.read(tmp_path / name)
     with pytest.raises(ValueError, match="1 is a .*needs a file"):
-        writer._is_alive(tmp_path / "1", 1e-3)
+        claims._is_alive(tmp_path / "1", 1e-3)

@@ -19,13 +19,13 @@ import numpy as np
 import optax
 import pytest
 
-from jaxcomp.launch import exits, watchdog
+from jaxcomp.launch import claims, exits, watchdog
 from tests.helpers.launching import TINY_ARGS, words
 from tests.helpers.replicas import one_value
 from train import __main__ as program
 from train import loop
 from train import task as tasks
-from train.checkpoints import files, store, writer
+from train.checkpoints import files, store
 from train.config import Config, Data, Optimizer, as_json
 from train.config import run as configs
 from train.config.optimizer import schedule
@@ -410,7 +410,7 @@ def test_signal_saves_ends_with_its_status_and_the_run_goes_on(
 
 def test_a_run_begins_nothing_in_a_folder_that_has_a_writer(config_of):
     config = config_of()
-    with writer.claimed(folder_of(config)):
+    with claims.claimed(folder_of(config)):
         with pytest.raises(exits.Transient, match="has a writer: process .* Wait for its end"):
             loop.run(config)
         assert [path.name for path in folder_of(config).iterdir()] == ["writer"]

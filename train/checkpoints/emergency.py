@@ -21,13 +21,13 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jaxcomp.launch import agree, board, distributed, handing
+from jaxcomp.launch.claims import Claim
 from jaxcomp.launch.exits import say
 from train import checks
 from train.checkpoints import parts, places
 from train.checkpoints.parts import ALL, Entry
 from train.checkpoints.places import Found
 from train.checkpoints.trees import described, require_same
-from train.checkpoints.writer import Claim
 from train.config import Config
 from train.output.metrics import write_text
 

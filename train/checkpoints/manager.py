@@ -8,8 +8,8 @@ from pathlib import Path
 import jax
 import orbax.checkpoint as ocp
 
+from jaxcomp.launch.claims import Claim
 from train.checkpoints.files import latest, write_checksums
-from train.checkpoints.writer import Claim
 
 
 def make_manager(

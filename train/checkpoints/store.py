@@ -22,11 +22,11 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from jaxcomp.launch import agree
+from jaxcomp.launch.claims import Claim
 from train import checks
 from train.checkpoints import files
 from train.checkpoints.manager import everyone, make_manager, save_error
 from train.checkpoints.trees import described, path_of, require_same, without_empty
-from train.checkpoints.writer import Claim
 
 # Orbax logs a traceback in every thread for an error that it also raises to its caller.
 logging.getLogger("absl").setLevel(logging.CRITICAL)

@@ -12,7 +12,6 @@ from pathlib import Path
 
 from jaxcomp.launch import __main__ as launcher
 from jaxcomp.launch.program import Plan, Program
-from train import __main__ as train
 from train.checkpoints import files
 from train.config.run import Config
 
@@ -23,6 +22,8 @@ def plan(options: argparse.Namespace, args: Sequence[str]) -> Plan:
     Raises:
       ValueError: If the config is invalid, or options conflict.
     """
+    from train import __main__ as train  # a process that becomes this program has not imported it
+
     config, _ = train.read(list(args))
     if options.min_replicas is not None and not (options.restarts and config.replicas):
         raise ValueError("--min-replicas needs --restarts, and a config with a number of replicas.")

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxcomp.launch import agree
+from jaxcomp.launch.claims import Claim
 from train.checkpoints.resume import Progress
-from train.checkpoints.writer import Claim
 from train.config import Config
 from train.config.as_json import to_json
 from train.output import metrics, progress, report, trackers

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 
+from jaxcomp.launch import claims
 from tests.helpers.faults import (
     ended,
     last_step,
@@ -22,7 +23,7 @@ from tests.helpers.faults import (
 )
 from tests.helpers.replicas import everywhere, mesh_of, rows
 from train import task as tasks
-from train.checkpoints import emergency, parts, store, writer
+from train.checkpoints import emergency, parts, store
 from train.checkpoints.trees import described
 from train.config import run as configs
 
@@ -50,7 +51,7 @@ def start(tmp_path):
             watchdog_seconds=10,
             start_seconds=10,
         )
-        with contextlib.suppress(Lost), writer.claimed(tmp_path / "run") as claim:
+        with contextlib.suppress(Lost), claims.claimed(tmp_path / "run") as claim:
             with emergency.opened(config, tmp_path / "run", claim) as copies:
                 yield copies
                 raise Lost

@@ -14,11 +14,12 @@ import pytest
 from jax import lax
 
 import jaxcomp
+from jaxcomp.launch import claims
 from jaxcomp.replicas.resize import reset_residuals
 from jaxcomp.replicas.types import to_varying
 from tests.helpers.replicas import everywhere, mesh_of, rows, state_of
 from train import task as tasks
-from train.checkpoints import emergency, resume, writer
+from train.checkpoints import emergency, resume
 from train.checkpoints.store import open_checkpoints
 from train.config import Config, Data, Optimizer
 from train.models.decoder import DecoderConfig
@@ -210,14 +211,14 @@ def test_other_replicas_go_on_from_copies_as_from_a_checkpoint(task_of, tmp_path
     saved.close()
     expected = resume.begin(other, tmp_path / "saved")
     directory = tmp_path / "run" / "checkpoints"
-    with contextlib.suppress(ConnectionError), writer.claimed(directory.parent) as claim:
+    with contextlib.suppress(ConnectionError), claims.claimed(directory.parent) as claim:
         with emergency.opened(local, directory.parent, claim) as copies:
             copies.begin(0, None)
             copies.keep(1, tree, resume.metadata(task, done))
             copies.wait()
             raise ConnectionError
     capsys.readouterr()
-    with writer.claimed(directory.parent) as claim:
+    with claims.claimed(directory.parent) as claim:
         with emergency.opened(local, directory.parent, claim) as copies:
             found = resume.begin(other, directory, copies)
     assert capsys.readouterr().err == (

@@ -20,10 +20,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxcomp.launch import agree, seals
+from jaxcomp.launch import agree, regular, seals
 from jaxcomp.launch.exits import Transient
-from train import checks
-from train.checkpoints import files
 
 LEASE = 30.0
 """Seconds without a sign of the writer after which another may take over its folder."""
@@ -50,25 +48,29 @@ class Claim(NamedTuple):
 
 
 @contextlib.contextmanager
-def claimed(folder: Path, lease: float = LEASE) -> Iterator[Claim]:
+def claimed(
+    folder: Path, lease: float = LEASE, instead: str = "take another folder"
+) -> Iterator[Claim]:
     """Makes this run the writer of its folder until the end.
 
-    Every process of the run calls it at the same point; process 0 holds the claim. Unfinished saves
-    of earlier writers are removed.
+    Every process of the run calls it at the same point; process 0 holds the claim. What earlier
+    writers have not finished may then be removed.
 
     Args:
       folder: Folder of the run; created if necessary.
       lease: Seconds.
+      instead: What to do instead, for the message.
 
     Raises:
       Transient: In all processes, if another run writes there: the text says who, and since when.
     """
-    note, token, since = agree.from_first(lambda: _take(folder.absolute() / "writer", lease))
+    note, token, since = agree.from_first(
+        lambda: _take(folder.absolute() / "writer", lease, instead)
+    )
     claim = Claim(Path(note), token, since)
     if not agree.is_first():
         yield claim
         return
-    files.remove_partial(folder / "checkpoints")
     closed = threading.Event()
     thread = threading.Thread(target=_renew, args=(claim, lease, closed), daemon=True)
     thread.start()
@@ -80,7 +82,7 @@ def claimed(folder: Path, lease: float = LEASE) -> Iterator[Claim]:
         _write(claim, done=True)
 
 
-def _take(directory: Path, lease: float) -> tuple[str, str, str]:
+def _take(directory: Path, lease: float, instead: str) -> tuple[str, str, str]:
     directory.mkdir(parents=True, exist_ok=True)
     now = datetime.datetime.now(datetime.UTC).isoformat(" ", "seconds")
     token = secrets.token_hex(16)
@@ -89,7 +91,7 @@ def _take(directory: Path, lease: float) -> tuple[str, str, str]:
         if newest is not None and _is_alive(newest, lease):
             raise Transient(
                 f"{directory.parent} has a writer: {_who(newest)}. Wait for its end or stop it, or "
-                "write another --name"
+                f"{instead}"
             )
         note = directory / str(int(newest.name) + 1 if newest else 1)
         try:
@@ -141,7 +143,7 @@ def _write(claim: Claim, done: bool = False) -> None:
 
 def _read(note: Path) -> bytes | None:
     try:
-        with checks.open_file(note) as file:
+        with regular.open_file(note) as file:
             return file.read(_SIZE)
     except FileNotFoundError:
         return None

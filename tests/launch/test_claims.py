@@ -12,9 +12,10 @@ import time
 import jax.numpy as jnp
 import pytest
 
+from jaxcomp.launch import claims
 from jaxcomp.launch.exits import Transient
 from tests.helpers.launching import ROOT, environment
-from train.checkpoints import files, writer
+from train.checkpoints import files
 from train.checkpoints.store import open_checkpoints
 from train.output import metrics
 
@@ -22,13 +23,13 @@ LEASE = 0.5
 
 PROGRAM = """
 import itertools, os, pathlib, signal, sys, time
-from train.checkpoints import writer
+from jaxcomp.launch import claims
 from train.output import metrics
 from jaxcomp.launch.exits import clean_exits
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # behind "&" shells ignore it
 folder = pathlib.Path(sys.argv[1])
-with clean_exits(), writer.claimed(folder, {lease}) as claim:
+with clean_exits(), claims.claimed(folder, {lease}) as claim:
     print("here", flush=True)
     for step in itertools.count():
         metrics.append(folder / "metrics.jsonl", {{"step": step}}, claim.require)
@@ -69,7 +70,7 @@ def notes(folder):
 def test_who_comes_second_hears_who_is_there_and_since_when(tmp_path, other):
     since = json.loads((tmp_path / "writer" / "1").read_text().partition("\n")[2])["since"]
     began = time.monotonic()
-    with pytest.raises(Transient) as error, writer.claimed(tmp_path, 60 * LEASE):
+    with pytest.raises(Transient) as error, claims.claimed(tmp_path, 60 * LEASE):
         raise AssertionError("two writers")
     assert time.monotonic() - began < 20 * LEASE  # it does not wait for the end of the lease
     host = os.uname().nodename
@@ -83,7 +84,7 @@ def test_who_was_frozen_and_replaced_writes_no_row_more(tmp_path, other):
     while not log.exists() or log.read_text().count("\n") < 3:
         time.sleep(0.01)
     other.send_signal(signal.SIGSTOP)
-    with writer.claimed(tmp_path, LEASE) as claim:
+    with claims.claimed(tmp_path, LEASE) as claim:
         metrics.keep_until(log, 1)
         metrics.append(log, {"step": 2, "mine": True}, claim.require)
         other.send_signal(signal.SIGCONT)
@@ -116,20 +117,20 @@ def test_nobody_waits_for_a_writer_that_is_seen_to_be_gone(tmp_path, other, end)
         other.send_signal(signal.SIGINT)
     other.wait(30)
     began = time.monotonic()
-    with writer.claimed(tmp_path, 60.0) as claim:
+    with claims.claimed(tmp_path, 60.0) as claim:
         assert claim.note.name == "2" and notes(tmp_path) == ["2"]
     assert time.monotonic() - began < 20.0
 
 
 def test_a_writer_on_another_host_is_waited_for_as_long_as_its_lease(tmp_path, monkeypatch, capsys):
     with monkeypatch.context() as patch:
-        patch.setattr(writer, "_place", lambda process: ["another machine", "x", "1"])
-        note, token, since = writer._take(tmp_path / "writer", LEASE)
+        patch.setattr(claims, "_place", lambda process: ["another machine", "x", "1"])
+        note, token, since = claims._take(tmp_path / "writer", LEASE, "")
     began = time.monotonic()
-    with writer.claimed(tmp_path, LEASE):
+    with claims.claimed(tmp_path, LEASE):
         assert LEASE <= time.monotonic() - began < 10 * LEASE
         with pytest.raises(Transient, match="It writes nothing more there"):
-            writer.Claim(files.Path(note), token, since).require()
+            claims.Claim(files.Path(note), token, since).require()
     assert "for a sign of process" in capsys.readouterr().err
 
 
@@ -139,7 +140,7 @@ def test_of_many_who_come_at_once_one_writes(tmp_path):
 
     def take(_):
         try:
-            return writer._take(tmp_path / "writer", LEASE)[0]
+            return claims._take(tmp_path / "writer", LEASE, "")[0]
         except Transient:
             return None
 
@@ -158,7 +159,7 @@ def replaced(claim):
 
 def test_who_was_replaced_saves_nothing_and_removes_nothing(tmp_path):
     directory, tree = tmp_path / "checkpoints", {"x": jnp.arange(4.0)}
-    with writer.claimed(tmp_path) as claim:
+    with claims.claimed(tmp_path) as claim:
         checkpoints = open_checkpoints(directory, claim=claim)
         checkpoints.save(1, tree, {})
         checkpoints.wait()
@@ -175,7 +176,7 @@ def test_a_save_during_which_another_took_over_is_not_completed(tmp_path):
     directory, tree = tmp_path / "checkpoints", {"x": jnp.arange(4.0)}
     seen = []
 
-    class Frozen(writer.Claim):
+    class Frozen(claims.Claim):
         """A claim that is lost while Orbax's thread writes."""
 
         def require(self):
@@ -184,7 +185,7 @@ def test_a_save_during_which_another_took_over_is_not_completed(tmp_path):
                 replaced(self)
             super().require()
 
-    with writer.claimed(tmp_path) as claim:
+    with claims.claimed(tmp_path) as claim:
         checkpoints = open_checkpoints(directory, claim=Frozen(*claim))
         checkpoints.save(1, tree, {})
         with pytest.raises(Transient, match="writes nothing more"):

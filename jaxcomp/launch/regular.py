@@ -1,0 +1,26 @@
+"""Files that strangers may have replaced with something else."""
+
+import os
+import pathlib
+import stat
+from typing import BinaryIO
+
+_KINDS = {stat.S_IFIFO: "FIFO", stat.S_IFDIR: "folder"}
+_KINDS |= {stat.S_IFCHR: "device", stat.S_IFBLK: "device"}
+
+
+def open_file(path: str | pathlib.Path) -> BinaryIO:
+    """Opens a regular file to read its bytes; links to one count.
+
+    Raises:
+      ValueError: If it is a FIFO, on which a plain `open` waits forever, a device, a socket or a
+        folder.
+      OSError: If it does not exist or cannot be opened.
+    """
+    # Without a writer, a FIFO opens at once; regular files ignore the flag.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    kind = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(kind):
+        os.close(descriptor)
+        raise ValueError(f"{path} is a {_KINDS.get(stat.S_IFMT(kind), 'socket')}; needs a file.")
+    return os.fdopen(descriptor, "rb")
