@@ -37,6 +37,7 @@ ELSEWHERE = {
     "launch/addresses.py": "launch/test_distributed.py",
     "launch/board.py": "launch/test_strangers.py",
     "launch/control.py": "launch/test_launch.py",
+    "launch/copies.py": "train/checkpoints/test_emergency.py",  # of a run
     "launch/gathering.py": "launch/test_distributed.py",
     "launch/local.py": "launch/test_launch.py",
     "launch/member.py": "launch/test_programs_of_others.py",
@@ -45,6 +46,7 @@ ELSEWHERE = {
     "launch/place.py": "launch/test_launch.py",
     "launch/program.py": "launch/test_restarts.py",
     "launch/progress.py": "launch/test_echo.py",
+    "launch/regular.py": "train/test_checks.py",  # which reads such files
     "launch/rendezvous.py": "launch/test_distributed.py",
     "launch/seals.py": "launch/test_strangers.py",
     "launch/signals.py": "train/test_stops.py",  # a run that they stop

@@ -66,7 +66,7 @@ def _train(config: Config, folder: Path, until_the_end: contextlib.ExitStack) ->
         contextlib.ExitStack() as stack,
     ):
         watch.at(0, "the start", config.start_seconds)
-        agree.require_shared(folder)
+        agree.require_shared(folder, instead="write its path as --runs-dir")
         task = make_task(config)
         distributed.require_same({"data": task.examples.record["sha256"]})
         claim = until_the_end.enter_context(claims.claimed(folder, instead="write another --name"))
@@ -268,7 +268,8 @@ class _Run:
         self.count()
         _require_equal(self.task, self.params, self.done.step)
         tree = {"params": self.params, "state": self.state}
-        self.copies.keep(self.done.step, tree, resume.metadata(self.task, self.done))
+        record = emergency.record(tree, resume.metadata(self.task, self.done))
+        self.copies.keep(self.done.step, tree, record)
 
     def save(self) -> None:
         if self.copies is not None:

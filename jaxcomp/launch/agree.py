@@ -66,13 +66,16 @@ def _broadcast(text: bytes) -> bytes:
     return multihost_utils.broadcast_one_to_all(room)[:size].tobytes()
 
 
-def require_shared(folder: Path, seconds: float = 10.0) -> None:
+def require_shared(
+    folder: Path, seconds: float = 10.0, instead: str = "name a folder there"
+) -> None:
     """Checks that a folder is the same for all processes, if there are several.
 
     Args:
       folder: Folder of the run. Process 0 makes it and writes a file there; the others look for
         that.
       seconds: How long they look: on a network file system a new file may appear late.
+      instead: What to write instead, for the message.
 
     Raises:
       OSError: If the folder cannot be made, or written to by process 0.
@@ -98,5 +101,5 @@ def require_shared(folder: Path, seconds: float = 10.0) -> None:
         raise ValueError(
             f"{folder.absolute()} is not one folder for all processes: what process 0 writes "
             f"there, process {', '.join(blind)} cannot see. Checkpoints need a file system that "
-            "all hosts share; write its path as --runs-dir, or start all in the same folder."
+            f"all hosts share; {instead}, or start all in the same folder."
         )

@@ -11,10 +11,13 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import IO
 
 _GRACE = 60.0  # seconds to save and end after the launcher is gone
+
+at_end: list[Callable[[], None]] = []
+"""What to call if it does not end in this time."""
 
 
 def greeting(secret: str, variables: Mapping[str, str]) -> str:
@@ -48,6 +51,8 @@ def _listen() -> None:
     if not asked:
         os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(_GRACE)
+    for call in at_end:
+        call()
     os._exit(1)
 
 

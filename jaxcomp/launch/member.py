@@ -5,7 +5,6 @@ any other runs below it.
 """
 
 import argparse
-import ctypes
 import os
 import runpy
 import signal
@@ -17,7 +16,7 @@ from typing import Any
 
 import jax
 
-from jaxcomp.launch import detect, place, signals
+from jaxcomp.launch import control, detect, place, signals
 from jaxcomp.launch.distributed import Cluster, Timeouts
 from jaxcomp.launch.exits import Exit, Transient, of_returncode, say
 
@@ -25,7 +24,6 @@ _OPEN = (
     "this run has no --secret-file: anybody on its network can write to its processes, see "
     "docs/many_hosts.md"
 )
-_DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG of Linux
 
 
 def be_one(options: argparse.Namespace, command: Sequence[str], secret: bytes) -> None:
@@ -115,19 +113,17 @@ def _is_of_another(error: Exception) -> bool:
 
 
 def _below_this_process(command: list[str], own: place.Place) -> None:
-    def die_with_parent():
-        if sys.platform == "linux":
-            ctypes.CDLL(None).prctl(_DIES_WITH_PARENT, signal.SIGKILL)
-
     try:
         popen = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            env=os.environ | place.environ(own),
-            preexec_fn=die_with_parent,
+            command, stdin=subprocess.DEVNULL, env=os.environ | place.environ(own)
         )
     except OSError as error:
         raise ValueError(f"{command[0]!r} cannot be started: {error.strerror}.") from error
-    for number in signals.to_catch():
-        signal.signal(number, lambda number, frame: popen.send_signal(number))
-    sys.exit(of_returncode(popen.wait()))
+    control.at_end.append(popen.kill)
+    pass_on = lambda number, frame: popen.send_signal(number)
+    before = {number: signal.signal(number, pass_on) for number in signals.to_catch()}
+    try:
+        sys.exit(of_returncode(popen.wait()))
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -28,7 +28,7 @@ def parser(program: Program | None = None) -> argparse.ArgumentParser:
     again = made.add_argument_group("with --local and --hosts, when processes are lost")
     text = "start the run again, N times at most"
     again.add_argument("--restarts", type=at_least(0), default=0, metavar="N", help=text)
-    text = "go on without them if M replicas of train, M processes of another program, are left"
+    text = f"continue without them if this many {program.counted} are left; else wait for all"
     again.add_argument("--min-replicas", type=at_least(1), metavar="M", help=text)
     text = "folder for the logs of all processes, with --local and --hosts"
     made.add_argument("--logs", metavar="FOLDER", help=text)

@@ -22,7 +22,7 @@ class Plan(NamedTuple):
     saved: Callable[[], int] | None = None
 
 
-def of_processes(options: argparse.Namespace, args: Sequence[str]) -> Plan:
+def count_processes(options: argparse.Namespace, args: Sequence[str]) -> Plan:
     """The plan for a program that runs unchanged on any number of processes.
 
     Raises:
@@ -44,6 +44,7 @@ class Program(NamedTuple):
       noun: What follows `--`.
       place: The same in a usage.
       own: The arguments after that.
+      counted: What `--min-replicas` counts.
       command: The words before these in the command of each process.
       plan: `(options, args) -> Plan`.
     """
@@ -52,5 +53,6 @@ class Program(NamedTuple):
     noun: str = "program"
     place: str = "PROGRAM"
     own: str = "its arguments"
+    counted: str = "processes"
     command: Sequence[str] = ()
-    plan: Callable[[argparse.Namespace, Sequence[str]], Plan] = of_processes
+    plan: Callable[[argparse.Namespace, Sequence[str]], Plan] = count_processes

@@ -24,3 +24,14 @@ def open_file(path: str | pathlib.Path) -> BinaryIO:
         os.close(descriptor)
         raise ValueError(f"{path} is a {_KINDS.get(stat.S_IFMT(kind), 'socket')}; needs a file.")
     return os.fdopen(descriptor, "rb")
+
+
+def write_text(path: pathlib.Path, text: str) -> None:
+    """Replaces a file's text atomically: a crash leaves the old file or the new one."""
+    part = path.with_name(path.name + ".part")
+    part.unlink(missing_ok=True)  # from a crash, or a link that somebody has made
+    with part.open("x", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    part.replace(path)

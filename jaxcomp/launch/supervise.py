@@ -228,7 +228,8 @@ def _end(members: list[Member], names: Sequence[str]) -> None:
 
 
 def _kill(member: Member) -> None:
-    member.popen.kill()
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(member.popen.pid, signal.SIGKILL)  # with all that it has started
     member.popen.wait()
     with contextlib.suppress(OSError):
         member.control.close()

@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from jaxcomp.launch import claims
+from jaxcomp.launch import claims, copies, holders, parts
 from jaxcomp.launch.exits import Transient
 from tests.helpers.fuzzing import LEAVES, TEXT, fuzz, objects, refused, texts, trees
-from train.checkpoints import emergency, parts, places
 
 ENTRIES = [["w", "float32", [[0, 2], [1, 4]]], ["b", "bfloat16", [[3, 5]]], ["n", "int32", []]]
 PART = {"entries": ENTRIES, "record": {"leaves": {"w": "float32[2,3]"}, "run": {"step": 3}}}
@@ -73,8 +72,8 @@ NAMES = st.one_of(
 @fuzz(st.lists(st.one_of(trees(), st.fixed_dictionaries({"names": st.lists(NAMES | LEAVES)}))))
 def test_lists_of_copies(told):
     held = [each if isinstance(each, dict) else {} for each in told]  # as a board gives them
-    found = places.chosen(held, 0)
-    if isinstance(found, places.Found):
+    found = holders.chosen(held, 0)
+    if isinstance(found, holders.Found):
         made = [parts.read_name(name) for name in found.holders]
         assert len(made) == made[0].count + 1 and {it.step for it in made} == {found.step}
     else:
@@ -83,8 +82,8 @@ def test_lists_of_copies(told):
 
 @fuzz(texts(json.dumps({"valid": [["a token", 4], ["b", None]]}), st.just("valid")))
 def test_notes_of_copies(tmp_path, text):
-    (tmp_path / emergency._NOTE).write_bytes(text)
-    for token, most in emergency._valid(tmp_path):
+    (tmp_path / copies._NOTE).write_bytes(text)
+    for token, most in copies._valid(tmp_path):
         assert isinstance(token, str) and (most is None or type(most) is int)
 
 
@@ -108,8 +107,8 @@ def test_what_is_no_file_among_copies_and_notes_hangs_nobody(tmp_path, kind):
     make = os.mkfifo if kind == "fifo" else os.mkdir
     for path in (tmp_path / name, tmp_path / "1"):
         make(path)
-    copies = types.SimpleNamespace(valid=[("a token", None)])
-    assert not emergency.Copies._is_valid(copies, tmp_path / name)
+    held = types.SimpleNamespace(valid=[("a token", None)])
+    assert not copies.Copies._is_valid(held, tmp_path / name)
     with pytest.raises(ValueError, match="needs a file"):
         parts.read(tmp_path / name)
     with pytest.raises(ValueError, match="1 is a .*needs a file"):

@@ -5,9 +5,10 @@ import json
 import pytest
 from hypothesis import strategies as st
 
+from jaxcomp.launch import progress
 from tests.helpers.fuzzing import TEXT, fuzz, objects, refused, texts
 from train import compare
-from train.output import metrics, plots, progress
+from train.output import metrics, plots
 
 ROW = {"step": 8, "loss": 0.5, "val_loss": 0.25, "learning_rate": 0.1, "sent_bytes": 10.0}
 ROW |= {"step_seconds": 0.1, "rounds": 8, "skipped": 0, "left_out": 0}

@@ -69,7 +69,7 @@ def test_a_program_that_loses_a_process_is_started_again(tmp_path):
 
 
 def test_an_error_of_a_program_ends_all_with_its_traceback(tmp_path):
-    done = launched(tmp_path, FAILS, "--logs", str(tmp_path / "mine"))
+    done = launched(tmp_path, FAILS, "--heartbeat-timeout=3", "--logs", str(tmp_path / "mine"))
     assert done.returncode == 1
     said = re.sub(r"\n    ", "\n", done.stdout)
     assert "error: process 1 failed first, with status 1" in said

@@ -11,7 +11,7 @@ import time
 import pytest
 
 from jaxcomp.launch import options, restarts, ssh, supervise
-from jaxcomp.launch.program import Plan, of_processes
+from jaxcomp.launch.program import Plan, count_processes
 from jaxcomp.launch.supervise import End
 from tests.helpers import faults
 from tests.helpers.launching import ROOT, environment, free_port, run
@@ -81,14 +81,14 @@ def test_a_run_goes_on_with_the_hosts_that_answer_and_waits_for_enough(monkeypat
 
 def test_any_program_goes_on_with_as_many_processes_as_there_are():
     given = options.parser().parse_args(["--local=4", "--restarts=2", "--min-replicas=3"])
-    plan = of_processes(given, ["python", "script.py"])
+    plan = count_processes(given, ["python", "script.py"])
     assert [plan.fewer(4, count, 3) for count in (3, 2)] == [[], None]
     group = Ends(LOST, LOST, End(0), absent=["", ""], back=lambda: "abcd")
     assert restarts.keep_running(group.group, plan, 2, 3) == 0
     assert group.started == [("abcd", ""), ("acd", ""), ("abcd", "")]
     given.restarts = 0
     with pytest.raises(ValueError, match="--min-replicas needs --restarts"):
-        of_processes(given, [])
+        count_processes(given, [])
 
 
 def until_told(is_wanted):

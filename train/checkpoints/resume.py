@@ -13,11 +13,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxcomp
 from jaxcomp.launch import agree, distributed
+from jaxcomp.launch.copies import Copies
+from jaxcomp.launch.holders import Found
 from jaxcomp.replicas.resize import reset_residuals
 from train import checks
 from train.checkpoints import emergency, files, mean, store, trees
-from train.checkpoints.emergency import Copies
-from train.checkpoints.places import Found
 from train.config.as_json import to_json
 from train.config.facts import by_name
 from train.config.run import AXIS_NAME

@@ -8,6 +8,8 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxcomp.launch.parts import path_of
+
 _SHOWN = 5  # of the differing leaves, in an error
 
 
@@ -43,11 +45,6 @@ def like_replicas(like: Any, num_replicas: int, axis_name: str = "replica") -> A
         return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
 
     return jax.tree.map(changed, like)
-
-
-def path_of(key_path: Any) -> str:
-    """A leaf's path, such as `params/mlp/kernel`."""
-    return jax.tree_util.keystr(key_path, simple=True, separator="/")
 
 
 def described(tree: Any) -> dict[str, str]:

@@ -67,6 +67,7 @@ TRAIN = Program(
     noun="config file",
     place="CONFIG",
     own="overrides of the config",
+    counted="replicas",
     command=("python", "-m", "train"),
     plan=plan,
 )

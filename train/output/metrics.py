@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 
+from jaxcomp.launch.regular import write_text
 from train import checks
 
 _SUMMED = ("sent_bytes", "step_seconds")
@@ -94,17 +95,6 @@ def keep_until(path: pathlib.Path, step: int) -> None:
     if path.is_file():
         kept = [json.dumps(row) + "\n" for row in read(path) if row["step"] <= step]
         write_text(path, "".join(kept))
-
-
-def write_text(path: pathlib.Path, text: str) -> None:
-    """Replaces a file's text atomically: a crash leaves the old file or the new one."""
-    part = path.with_name(path.name + ".part")
-    part.unlink(missing_ok=True)  # from a crash, or a link that somebody has made
-    with part.open("x", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    part.replace(path)
 
 
 def run_record(config_json: str, data: Row, plan: Any) -> str:

@@ -10,7 +10,8 @@ import jax
 import numpy as np
 import pytest
 
-from jaxcomp.launch import claims
+from jaxcomp.launch import claims, parts
+from jaxcomp.launch import copies as module
 from tests.helpers.faults import (
     ended,
     last_step,
@@ -23,7 +24,7 @@ from tests.helpers.faults import (
 )
 from tests.helpers.replicas import everywhere, mesh_of, rows
 from train import task as tasks
-from train.checkpoints import emergency, parts, store
+from train.checkpoints import emergency, store
 from train.checkpoints.trees import described
 from train.config import run as configs
 
@@ -65,7 +66,7 @@ def tree_of(step):
 
 def keep(copies, *steps):
     for step in steps:
-        copies.keep(step, tree_of(step), {"step": step})
+        copies.keep(step, tree_of(step), emergency.record(tree_of(step), {"step": step}))
     copies.wait()
 
 
@@ -168,9 +169,9 @@ def test_the_newest_copy_that_all_have_stays_however_long_one_fails(start, monke
     with start() as copies:
         copies.begin(0, None)
         keep(copies, 2)
-        monkeypatch.setattr(emergency.jax, "process_count", lambda: 3)
+        monkeypatch.setattr(module.jax, "process_count", lambda: 3)
         all_have = lambda last: np.array([last, 2, last])
-        monkeypatch.setattr(emergency.multihost_utils, "process_allgather", all_have)
+        monkeypatch.setattr(module.multihost_utils, "process_allgather", all_have)
         keep(copies, 4, 6, 8)
         assert steps_of(copies) == [2, 6, 8]
 
@@ -180,7 +181,7 @@ def test_a_full_disk_ends_no_run_and_is_told_once(start, monkeypatch, capsys):
         copies.begin(0, None)
         keep(copies, 2)
         with monkeypatch.context() as patch:
-            patch.setattr(emergency.shutil, "disk_usage", lambda path: SimpleNamespace(free=3))
+            patch.setattr(module.shutil, "disk_usage", lambda path: SimpleNamespace(free=3))
             keep(copies, 4, 6)
         said = capsys.readouterr().err
         assert said.count("no emergency copy of step 4: ") == said.count("\n") == 1

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from train.checkpoints import places
+from jaxcomp.launch import holders
 
 CODE = "a" * 64
 
@@ -22,7 +22,7 @@ CODE = "a" * 64
     ],
 )
 def test_a_neighbour_is_on_the_next_host(hosts, near):
-    assert places.neighbours(hosts) == near
+    assert holders.neighbours(hosts) == near
 
 
 def held(*each):
@@ -31,13 +31,13 @@ def held(*each):
 
 def test_the_newest_step_that_is_whole_is_taken_and_who_has_it_is_known():
     whole = held("4-all-of-2 4-0-of-2 6-all-of-2 6-0-of-2", "4-all-of-2 4-1-of-2 4-0-of-2")
-    found = places.chosen(whole, 3)
+    found = holders.chosen(whole, 3)
     assert found == (
         4,
         {f"4-all-of-2.{CODE}": [0, 1], f"4-0-of-2.{CODE}": [0, 1], f"4-1-of-2.{CODE}": [1]},
     )
-    assert places.chosen(whole, 5) == "nobody has these parts of step 6: 1"
-    assert places.chosen(whole, 7) == ""
+    assert holders.chosen(whole, 5) == "nobody has these parts of step 6: 1"
+    assert holders.chosen(whole, 7) == ""
 
 
 @pytest.mark.parametrize(
@@ -49,11 +49,11 @@ def test_the_newest_step_that_is_whole_is_taken_and_who_has_it_is_known():
     ],
 )
 def test_what_is_missing_is_named(told, missing):
-    assert places.chosen(told, 0) == f"nobody has these parts of step 4: {missing}"
+    assert holders.chosen(told, 0) == f"nobody has these parts of step 4: {missing}"
 
 
 def test_processes_of_a_host_share_its_folders(tmp_path):
-    of = lambda hosts, me: places.of_process(tmp_path, tmp_path / "run", hosts, me)
+    of = lambda hosts, me: holders.of_process(tmp_path, tmp_path / "run", hosts, me)
     names = lambda paths: [path.name for path in paths]
     assert [names(of("aba", me)) for me in range(3)] == [["0"], ["0"], ["1"]]
     for number in "23":
@@ -61,7 +61,7 @@ def test_processes_of_a_host_share_its_folders(tmp_path):
     assert [names(of("aa", me)) for me in range(2)] == [["0", "2"], ["1", "3"]]
     top = tmp_path / f"jaxcomp-{os.getuid()}"
     assert top.stat().st_mode & 0o777 == 0o700
-    other = places.of_process(tmp_path, tmp_path / "another", "a", 0)
+    other = holders.of_process(tmp_path, tmp_path / "another", "a", 0)
     assert other[0].parent != of("a", 0)[0].parent
 
 
@@ -70,5 +70,5 @@ def test_a_link_or_a_file_in_place_of_the_folder_is_refused(tmp_path):
     (tmp_path / "elsewhere").mkdir()
     top.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(OSError, match="is not a folder of this user"):
-        places.of_process(tmp_path, tmp_path / "run", "a", 0)
+        holders.of_process(tmp_path, tmp_path / "run", "a", 0)
     assert list((tmp_path / "elsewhere").iterdir()) == []

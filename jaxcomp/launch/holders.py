@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from train.checkpoints import parts
-from train.checkpoints.parts import ALL
+from jaxcomp.launch import parts
+from jaxcomp.launch.parts import ALL
 
 
 class Found(NamedTuple):
@@ -31,7 +31,7 @@ def chosen(held: Sequence[dict[str, Any]], at_least: int) -> Found | str:
     steps: dict[tuple[int, int], dict[str, str]] = {}  # step, count -> names by part
     for text in sorted(holders):
         name = parts.read_name(text)
-        if name.step >= at_least:
+        if name is not None and name.step >= at_least:
             steps.setdefault((name.step, name.count), {})[name.part] = text
     missing = ""
     for (step, count), names in sorted(steps.items(), reverse=True):
@@ -61,14 +61,16 @@ def neighbours(hosts: Sequence[str]) -> list[int]:
     return found
 
 
-def of_process(base: Path, run: Path, hosts: Sequence[str], me: int) -> list[Path]:
+def of_process(
+    base: Path, run: Path, hosts: Sequence[str], me: int, instead: str = ""
+) -> list[Path]:
     """Folders on this host for a run's copies, this process's own first.
 
     Folders of processes that are no longer on this host are distributed among those that are.
     """
     here = [process for process, host in enumerate(hosts) if host == hosts[me]]
     rank = here.index(me)
-    top = _private(base / f"jaxcomp-{os.getuid()}")
+    top = _private(base / f"jaxcomp-{os.getuid()}", instead)
     of_run = top / hashlib.sha256(str(run).encode()).hexdigest()[:16]
     own = of_run / str(rank)
     own.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -77,16 +79,14 @@ def of_process(base: Path, run: Path, hosts: Sequence[str], me: int) -> list[Pat
     return [own, *sorted(left)]
 
 
-def _private(folder: Path) -> Path:
+def _private(folder: Path, instead: str) -> Path:
     """Makes a folder that only this user can enter; its parent may be shared, such as /tmp."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
     found = folder.lstat()
     if not os.path.isdir(folder) or folder.is_symlink() or found.st_uid != os.getuid():
-        raise OSError(
-            errno.EPERM, f"{folder} is not a folder of this user. Write another --emergency-dir"
-        )
+        raise OSError(errno.EPERM, f"{folder} is not a folder of this user. {instead}".rstrip())
     if found.st_mode & 0o077:
         folder.chmod(0o700)
     return folder

@@ -19,9 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxcomp.launch import seals
-from train import checks
-from train.checkpoints.trees import path_of
+from jaxcomp.launch import regular, seals
 
 ALL = "all"
 """The part that every process holds."""
@@ -40,7 +38,7 @@ class Name(NamedTuple):
 
     step: int
     part: str  # ALL, or the number of a process
-    count: int  # of processes
+    count: int  # type: ignore[assignment]  # of processes
     code: str
 
 
@@ -66,15 +64,22 @@ def read_name(text: str) -> Name | None:
     return Name(int(found[1]), found[2], int(found[3]), found[4]) if found else None
 
 
-def is_of(name: Name, token: str, digest: str) -> bool:
+def is_of(name: Name | None, token: str, digest: str) -> bool:
     """Whether a start with this token made a part with this name and SHA-256."""
+    if name is None:
+        return False
     return seals.unseal(token.encode(), _about(*name[:3]), f"{name.code} {digest}") is not None
+
+
+def path_of(key_path: Any) -> str:
+    """A leaf's path, such as `params/mlp/kernel`."""
+    return jax.tree_util.keystr(key_path, simple=True, separator="/")
 
 
 def digest(path: Path) -> str:
     """The SHA-256 of a file."""
     found = hashlib.sha256()
-    with checks.open_file(path) as file:
+    with regular.open_file(path) as file:
         while piece := file.read(_PIECE):
             found.update(piece)
     return found.hexdigest()
@@ -130,7 +135,7 @@ def write(
       OSError: If it cannot be written; then nothing of it is left.
     """
     said = {"entries": [entry for entry, _ in held], "record": record}
-    pieces = [json.dumps(said).encode() + b"\n"]
+    pieces: list[Any] = [json.dumps(said).encode() + b"\n"]
     # Some dtypes, such as bfloat16, have no buffer of their own.
     pieces += [array.reshape(-1).view(np.uint8) for _, array in held if array.size]
     made = hashlib.sha256()
@@ -157,12 +162,13 @@ def read(path: Path) -> tuple[list[tuple[Entry, np.ndarray]], dict[str, Any]]:
     Raises:
       ValueError: If it is not a part.
     """
-    with checks.open_file(path) as file:
+    with regular.open_file(path) as file:
         line = file.readline(LONGEST)
     said = seals.json_object(line) or {}
     rows, record = said.get("entries"), said.get("record")
-    made = [_entry(row) for row in rows] if isinstance(rows, list) else [None]
-    if None in made or not isinstance(record, dict):
+    entries = [_entry(row) for row in rows] if isinstance(rows, list) else [None]
+    made = [entry for entry in entries if entry is not None]
+    if len(made) < len(entries) or not isinstance(record, dict):
         raise ValueError(f"{path} is not a part of a state.")
     if path.stat().st_size != len(line) + sum(entry.nbytes for entry in made):
         raise ValueError(f"{path} is not of the size that it names.")
@@ -178,14 +184,15 @@ def read(path: Path) -> tuple[list[tuple[Entry, np.ndarray]], dict[str, Any]]:
 
 def _entry(row: Any) -> Entry | None:
     """Reads what a part says of a piece; None for anything else, as a dtype with pointers."""
-    if not isinstance(row, list) or not checks.is_of(tuple(row), tuple[str, str, list[list[int]]]):
+    if not isinstance(row, list) or [type(part) for part in row] != [str, str, list]:
         return None
     name, dtype, spans = row
     try:
         is_number = jnp.issubdtype(jnp.dtype(dtype), jnp.number) or dtype == "bool"
     except TypeError:
         return None
-    is_span = lambda span: len(span) == 2 and 0 <= span[0] <= span[1]
+    are_numbers = lambda span: isinstance(span, list) and [type(x) for x in span] == [int, int]
+    is_span = lambda span: are_numbers(span) and 0 <= span[0] <= span[1] < 2**63
     if not is_number or not all(map(is_span, spans)):
         return None
     return Entry(name, dtype, tuple(map(tuple, spans)))
@@ -204,7 +211,7 @@ def assembled(like: Any, held: Sequence[tuple[Entry, np.ndarray]]) -> Any:
     def one(key, leaf):
         region = _region(path_of(key), of.get(path_of(key), {}), leaf)
         return jax.make_array_from_callback(
-            leaf.shape, leaf.sharding, lambda index: region(_spans(index, leaf.shape))
+            leaf.shape, leaf.sharding, lambda index: region(_spans(index or (), leaf.shape))
         )
 
     return jax.tree_util.tree_map_with_path(one, like)

@@ -9,8 +9,8 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxcomp.launch import parts
 from tests.helpers.replicas import everywhere, mesh_of, rows
-from train.checkpoints import parts
 
 TOKEN = "of one start"
 
