@@ -92,7 +92,9 @@ def _buffers(x):
     if x.is_deleted() or not x.size or jnp.issubdtype(x.dtype, dtypes.extended):
         return set()
     try:
-        parts = x.addressable_shards
-        return {(part.device.id, part.data.unsafe_buffer_pointer()) for part in parts}
+        # JAX cannot tell the shards of an array that is whole on one device of each process.
+        is_alone = x.is_fully_replicated and len(x.sharding.addressable_devices) == 1
+        parts = [x.addressable_data(0)] if is_alone else [it.data for it in x.addressable_shards]
+        return {(part.device.id, part.unsafe_buffer_pointer()) for part in parts}
     except (NotImplementedError, jax.errors.JaxRuntimeError):  # a device that does not tell
         return set()

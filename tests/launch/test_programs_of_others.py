@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from tests.helpers.launching import environment, run
+from tests.journeys import facts
 
 PLAIN = """
 import sys
@@ -55,6 +56,14 @@ def test_a_program_of_jax_alone_connects_by_initialize_without_arguments(tmp_pat
     assert "found [10, 11] ['--rate', 'a b']\n" in done.stdout
     other = (tmp_path / "logs" / "process_1.log").read_text()
     assert "found [10, 11]" in other and "no --secret-file" not in other
+
+
+def test_the_loop_of_the_page_trains_on_two_processes(tmp_path):
+    facts.nnx_loop(tmp_path)
+    done = launched(tmp_path, (tmp_path / "nnx_loop.py").read_text())
+    assert done.returncode == 0, done.stdout
+    losses = re.findall(r"^nnx: step (?:50|100)/100, loss (\S+)$", done.stdout, re.M)
+    assert len(losses) == 2 and float(losses[1]) < float(losses[0]) / 2
 
 
 def test_a_program_that_loses_a_process_is_started_again(tmp_path):

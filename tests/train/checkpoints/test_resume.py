@@ -214,7 +214,7 @@ def test_other_replicas_go_on_from_copies_as_from_a_checkpoint(task_of, tmp_path
     with contextlib.suppress(ConnectionError), claims.claimed(directory.parent) as claim:
         with emergency.opened(local, directory.parent, claim) as copies:
             copies.begin(0, None)
-            copies.keep(1, tree, resume.metadata(task, done))
+            copies.keep(1, tree, emergency.record(tree, resume.metadata(task, done)))
             copies.wait()
             raise ConnectionError
     capsys.readouterr()
