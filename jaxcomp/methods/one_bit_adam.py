@@ -13,10 +13,10 @@ from optax.tree_utils import tree_update_moment
 
 from jaxcomp.compressors.base import Compressor
 from jaxcomp.compressors.policies import policy_of
-from jaxcomp.compressors.sign import sign
 from jaxcomp.exchange import averaging, wire
 from jaxcomp.methods import freezing, moments
 from jaxcomp.methods.common import counted, method, no_rounds
+from jaxcomp.methods.signs import signs
 from jaxcomp.methods.step_bound import bounded, kept_back, sendable
 from jaxcomp.replicas.finite import poisoned, unless
 from jaxcomp.replicas.protocol import MethodState
@@ -49,7 +49,7 @@ def one_bit_adam(
     freeze_ratio: float = 0.96,
     compressor: Compressor | Callable[[str, Any], Compressor] | None = None,
     precondition: bool = True,
-    variance_floor: float = 1e-4,
+    variance_floor: float = 1e-2,
     step_bound: float | None = 1.0,
     bias_correction: bool = True,
     weight_decay: float = 0.0,
@@ -80,7 +80,7 @@ def one_bit_adam(
         share of the current one, in (0, 1). It ignores the learning rate's own warm-up: if that may
         end later, give `freeze_step`.
       compressor: Compressor of all parameters; or a policy `(path, leaf) -> Compressor`. Default:
-        `jaxcomp.sign(block=1024)`.
+        `jaxcomp.sign(block=1024)`, for embeddings with a scale for each row.
       precondition: Whether m / D is sent; the paper sends m.
       variance_floor: Least variance to divide by after the warm-up, as a share of its mean over the
         leaf. Without it a coordinate whose gradients come late could take a step of any size. A
@@ -116,7 +116,7 @@ def one_bit_adam(
     rest = variance_floor, bias_correction, weight_decay, mask, step_bound
     adam = moments.adam("one_bit_adam", learning_rate, b1, b2, eps, *rest)
     freeze = freezing.freeze("one_bit_adam", freeze_step, freeze_ratio)
-    policy = policy_of(sign(block=1024) if compressor is None else compressor)
+    policy = policy_of(signs if compressor is None else compressor)
     transport = averaging.Transport(policy, exchange, axis_name, bucket_numel, seed)
     settings = _Settings(adam, freeze, transport, precondition)
     init, update = (functools.partial(function, settings) for function in (_init, _update))

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxcomp.methods import moments
+from jaxcomp.methods import moments, step_bound
 from jaxcomp.replicas.layers import own_axes, spread
 from jaxcomp.replicas.types import num_replicas, sums_over_shards
 
@@ -43,11 +43,13 @@ def steps(
     adam, is_linear = settings.adam, settings.form == "linear"
     corrections = [1 - moments.power(b, count + 1, params) for b in (adam.b1, adam.b2)]
 
-    def direction(m, v, x, decay):
-        u = m / corrections[0] / (jnp.sqrt(v / corrections[1]) + adam.eps)
-        return _decayed(u, x, 0.0 if is_linear else decay)
+    root = jax.tree.map(lambda v: jnp.sqrt(v / corrections[1]) + adam.eps, variance)
+    momentum = step_bound.bounded(adam, count + 1, momentum, root)
 
-    directions = jax.tree.map(direction, momentum, variance, params, decays)
+    def direction(m, d, x, decay):
+        return _decayed(m / corrections[0] / d, x, 0.0 if is_linear else decay)
+
+    directions = jax.tree.map(direction, momentum, root, params, decays)
     leaves, treedef = jax.tree.flatten(params)
     columns = leaves, *map(treedef.flatten_up_to, (directions, stale)), own_axes(params)
     sums = sums_over_shards(list(map(_squares, *columns)), axis_name)

@@ -63,6 +63,7 @@ def slamb(
     mask: Any = None,
     rescaling: Literal["quadratic", "linear", "masked"] = "quadratic",
     trust_bounds: tuple[float, float] = (0.01, 1000.0),
+    step_bound: float | None = 1.0,
     compressor: Compressor | Callable[[str, Any], Compressor] | None = None,
     drift_compressor: Compressor | Callable[[str, Any], Compressor] | None = None,
     exact_numel: int = 9000,
@@ -110,6 +111,10 @@ def slamb(
       rescaling: How stale entries are blended in, see above.
       trust_bounds: Least and greatest trust ratio. Unless the form is linear, those of leaves with
         fewer than two axes are not clipped.
+      step_bound: Most of a coordinate of u before the decay, in units of the most that Adam's can
+        be with any gradients; None: no bound, as in the paper. A replica that has not seen a token
+        has a variance near zero for its row, and gets the momentum of those that have. See
+        `jaxcomp.methods.step_bound`.
       compressor: Code of the momentum, instead of `density`: a `random_k`, alone or first in a
         `compose` that encodes its values, such as `compose(random_k(0.1), quantize(8))`; or a
         policy `(path, leaf) -> Compressor`, in which `identity()` means the whole leaf. With
@@ -146,9 +151,10 @@ def slamb(
       code: `Slamb` (quadratic) and `Slamb_V2` (linear). Deviations: parameters are averaged at the
       end of an interval, not after its first step; the default mask has runs of neighbours, the
       next ones in each step (theirs: chunks of one random permutation, or independent draws); the
-      linear form adds eps after the bias correction; drifts may be encoded.
+      linear form adds eps after the bias correction; `step_bound`; drifts may be encoded.
     """
-    adam = moments.adam("slamb", learning_rate, b1, b2, eps, weight_decay=weight_decay, mask=mask)
+    rest = {"weight_decay": weight_decay, "mask": mask, "step_bound": step_bound}
+    adam = moments.adam("slamb", learning_rate, b1, b2, eps, **rest)
     _check(density, b3, sync_every, rescaling, trust_bounds, compressor)
     stages = masks.stages_of(density, compressor)
     transport = averaging.Transport(stages[0].policy, exchange, axis_name, bucket_numel, seed)

@@ -16,10 +16,10 @@ from jaxcomp.compressors import checks
 from jaxcomp.compressors.base import Compressor
 from jaxcomp.compressors.policies import policy_of
 from jaxcomp.compressors.quantize import quantize
-from jaxcomp.compressors.sign import sign
 from jaxcomp.exchange import averaging, wire
 from jaxcomp.methods import moments
 from jaxcomp.methods.common import counted, method, no_rounds, require
+from jaxcomp.methods.signs import signs
 from jaxcomp.methods.step_bound import bounded, kept_back, sendable
 from jaxcomp.replicas.finite import any_of, failing, unless
 from jaxcomp.replicas.protocol import MethodState
@@ -32,7 +32,7 @@ class ZeroOneAdamState(NamedTuple):
 
     # i32[], steps so far
     count: jax.Array  # type: ignore[assignment]
-    momentum: Any  # this replica's own between synchronizations
+    momentum: Any  # this replica's own
     variance: Any  # equal on all replicas
     variance_steps: jax.Array  # i32[], steps done when it was last learned
     variance_weight: jax.Array  # f32[], the weight of all gradients in it: 1 - b2^n in Adam
@@ -64,7 +64,8 @@ def zero_one_adam(
     warmup_compressor: Compressor = _EIGHT_BITS,
     fresh_variance: bool = True,
     weigh_steps: bool = True,
-    variance_floor: float = 1e-4,
+    mean_momentum: bool = False,
+    variance_floor: float = 1e-2,
     step_bound: float | None = 1.0,
     bias_correction: bool = True,
     weight_decay: float = 0.0,
@@ -79,15 +80,15 @@ def zero_one_adam(
     replica's `drift`. With rate r, momentum m_i, shared variance v, D = sqrt(v) + eps, every step
     does m_i <- b1 m_i + (1 - b1) g_i and drift_i <- drift_i - r m_i / D. A step of `sync_at` then
     averages the buffers u_i = -drift_i D with compressed messages and error feedback in both
-    directions. The consensus moves by -u / D, every m_i becomes u / (sum of r since the last one),
-    and all drifts become zero. A step of `variance_at` first averages g_i exactly, for v <- b2 v +
-    (1 - b2) g^2.
+    directions. The consensus moves by -u / D, and all drifts become zero. A step of `variance_at`
+    first averages g_i exactly, for v <- b2 v + (1 - b2) g^2.
 
     One bit cannot encode zero: coordinates that never had a gradient get +-scale. So the difference
     of the parameters itself is compressed (`precondition`). There this noise is as large as a step
-    in every coordinate, and error feedback removes it again.
+    in every coordinate, and error feedback removes it again. Steps are linear in momenta, since all
+    divide by one D: the consensus is Adam's but for what messages hold back (`mean_momentum`).
 
-    Gradients are each replica's own, of a batch R times smaller; a clipping before it clips those.
+    Gradients, and what clips them before it, are each replica's own, of a batch R times smaller.
 
     Args:
       learning_rate: Learning rate, or a schedule `count -> rate`.
@@ -97,30 +98,28 @@ def zero_one_adam(
       eps: Added to the square root of the variance.
       sync_at: When the replicas synchronize; see `jaxcomp.schedules.halving`.
       variance_at: When the variance is learned: in the first step, and only in steps of `sync_at`.
-        Default: the steps of `jaxcomp.schedules.growing()` in which the replicas synchronize,
-        without an end. The paper's runs end it with the learning rate's warm-up.
-      compressor: Compressor of all parameters; or a policy `(path, leaf) -> Compressor`. Default:
-        `jaxcomp.sign(block=1024)`.
+        Default: those in `jaxcomp.schedules.growing()`, to the end; in the paper to the warm-up's.
+      compressor: Compressor, or a policy. Default: `sign(block=1024)`, by row for embeddings.
       precondition: Whether u / D is sent; the paper sends u.
-      variance_compressor: Compressor of the gradients that the variance learns from, without error
-        feedback; float32 in the paper. `jaxcomp.quantize(8)` is enough.
-      warmup_steps: First steps, at least 0, in which `warmup_compressor` sends the buffers: a model
-        that starts on a plateau may stay there with the error of one bit.
-      warmup_compressor: Compressor of the buffers in those steps, with the same error feedback.
+      variance_compressor: Compressor of the gradients that the variance learns from, float32 in
+        the paper; `jaxcomp.quantize(8)` is enough.
+      warmup_steps: First steps, at least 0, in which `warmup_compressor` sends the buffers, with
+        the same error feedback: with one bit a model may stay on a plateau that it starts on.
+      warmup_compressor: Compressor of the buffers in those steps.
       fresh_variance: Whether a step uses the variance that it has learned; in the paper the next
-        step does. While gradients grow, as at the start, an older variance makes steps too large.
+        step does. While gradients grow an older variance makes steps too large.
       weigh_steps: Whether the variance decays by b2 per step; in the paper it decays by b2 per
-        update. An update then counts for all steps since the last one. One gradient is never more
-        than an eighth of the variance, or its share in Adam if that is larger, so long runs are
-        safe.
+        update. An update then counts for all steps since the last one, but one gradient is never
+        more than an eighth of the variance, or its share in Adam if that is larger.
+      mean_momentum: Whether every m_i becomes u / (sum of r since the last one) in a
+        synchronization, as in the paper. Then a message's error acts for 1 / (1 - b1) steps.
       variance_floor: Least variance to divide by, a share of its mean over the leaf. A leaf without
         any gradient so far gets the mean of the others.
       step_bound: Most that a coordinate moves in a step, in units of the most that Adam could move
         it with any gradients; None: no bound, as in the paper. See `jaxcomp.methods.step_bound`.
-      bias_correction: Whether moments are divided by 1 - b^n after n updates, as in Adam. Off in
-        the paper's runs.
+      bias_correction: Whether moments are divided by 1 - b^n, as in Adam. Off in the paper's runs.
       weight_decay: Weight decay of the consensus, decoupled, outside the buffer.
-      mask: Which leaves decay, a tree of bool or a function of the parameters as for `optax.adamw`.
+      mask: Which leaves decay, as for `optax.adamw`.
       exchange: `wire.two_shot`, or `wire.gathered` for two replicas.
       bucket_numel: Most elements of one message's bucket; by default at most 8 buckets a code.
       seed: Seed of the compressor's noise, if it has any.
@@ -130,8 +129,8 @@ def zero_one_adam(
       values per parameter: momentum, variance, drift, residual and the owner's residual.
 
       A replica whose gradient is not finite in some leaves keeps their momentum and drift, and
-      counts the step in `skipped`; the others go on. If replicas synchronize in every step, no
-      leaf's message waits for the gradient of another.
+      counts the step in `skipped`. If replicas synchronize in every step, no leaf's message waits
+      for the gradient of another.
 
     Raises:
       ValueError: At construction for arguments out of range; in `init` if `variance_at` lacks the
@@ -142,10 +141,10 @@ def zero_one_adam(
       Lu et al., `Maximizing Communication Efficiency for Large-scale Training via 0/1 Adam
       <https://arxiv.org/abs/2202.06009>`_, ICLR 2023, algorithm 1. Deviations: buckets are
       compressed, not tensors, with an l1 scale per block (theirs: l2 per tensor); `precondition`,
-      `fresh_variance`, `weigh_steps`, `variance_floor`, `step_bound` and `bias_correction` (off:
-      `precondition=False, fresh_variance=False, weigh_steps=False, variance_floor=0.0,
-      step_bound=None, bias_correction=False`); an optional warm-up; x and u move by the
-      momentum of this step, as in the authors' code, not by the previous one; the first variance is
+      `fresh_variance`, `weigh_steps`, `mean_momentum`, `variance_floor`, `step_bound` and
+      `bias_correction` (off: `precondition=False, fresh_variance=False, weigh_steps=False,
+      mean_momentum=True, variance_floor=0.0, step_bound=None, bias_correction=False`); an optional
+      warm-up; x and u move by this step's momentum, as in the authors' code; the first variance is
       used at once; decay is decoupled; an interval whose rates sum to zero keeps its momenta.
     """
     if variance_at is None:
@@ -154,12 +153,12 @@ def zero_one_adam(
     adam = moments.adam(name, learning_rate, b1, b2, eps, *rest)
     require(warmup_steps >= 0, name, "at least 0", "warmup_steps=0", warmup_steps=warmup_steps)
     checks.compressor(f"{name} for warmup_compressor", warmup_compressor)
-    policy = policy_of(sign(block=1024) if compressor is None else compressor)
+    policy = policy_of(signs if compressor is None else compressor)
     transport = averaging.Transport(policy, exchange, axis_name, bucket_numel, seed)
     learning = transport._replace(policy=policy_of(variance_compressor))
     settings = _Settings(
         *(adam, transport, learning, sync_at, variance_at, warmup_steps, warmup_compressor),
-        *(precondition, fresh_variance, weigh_steps),
+        *(precondition, fresh_variance, weigh_steps, mean_momentum),
     )
     init, update = (functools.partial(function, settings) for function in (_init, _update))
     return method(name, axis_name, init, update)
@@ -176,6 +175,7 @@ class _Settings(NamedTuple):
     precondition: bool
     fresh_variance: bool
     weigh_steps: bool
+    mean_momentum: bool
 
 
 def _init(settings, params):
@@ -265,12 +265,12 @@ def _together(settings, state, own, root):
     if not settings.precondition:
         change = jax.tree.map(jnp.divide, change, root)
 
-    def re_estimated(change, root, momentum):
-        return jnp.where(own.rate_sum > 0, -change * root / own.rate_sum, momentum)
-
-    momentum = jax.tree.map(re_estimated, change, root, own.momentum)
-    # A `where` on an empty array loses the varying type.
-    momentum = to_varying(momentum, settings.transport.axis_name)
+    momentum = own.momentum
+    if settings.mean_momentum:
+        mean = lambda c, d, m: jnp.where(own.rate_sum > 0, -c * d / own.rate_sum, m)
+        momentum = jax.tree.map(mean, change, root, momentum)
+        # A `where` on an empty array loses the varying type.
+        momentum = to_varying(momentum, settings.transport.axis_name)
     drift, rate_sum = jax.tree.map(zeros_of, (own.drift, own.rate_sum))
     new = {"momentum": momentum, "drift": drift, "rate_sum": rate_sum}
     return change, new | averaging.feedback(got)
@@ -295,6 +295,6 @@ def _averaged(settings, state, buffer):
     rounds, kept = state.rounds["synchronize"] + state.rounds["warmup"], averaging.feedback(state)
     sent = settings.transport, buffer, rounds
     if settings.warmup_steps:
-        is_warm = state.count < settings.warmup_steps
-        kept["instead"] = averaging.Instead(is_warm, settings.warmup_compressor, "warmup")
+        instead = state.count < settings.warmup_steps, settings.warmup_compressor, "warmup"
+        kept["instead"] = averaging.Instead(*instead)
     return averaging.average(*sent, "synchronize", **kept)

@@ -136,6 +136,7 @@ def slamb(meta: dict, trace) -> Setting:
         sync_every=lambda count: count % config["local_steps"] == 0,
         compressor=authors.masked_by(slices_of(trace, trace["mask__same_on_all"])),
         exact_numel=config["grad_size_thr"],
+        step_bound=None,
     )
     return Setting(tx)
 

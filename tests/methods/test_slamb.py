@@ -130,7 +130,7 @@ def test_the_updates_are_those_of_their_formulas(rescaling, halves):
     with jax.enable_x64(True):
         density = ((0, 0.5), (halves, DENSITY)) if halves else DENSITY
         options = {"rescaling": rescaling, "weight_decay": 0.25, "trust_bounds": (0.5, 1.25)}
-        options |= {"b3": 0.75, "sync_every": 3, "density": density}
+        options |= {"b3": 0.75, "sync_every": 3, "density": density, "step_bound": None}
         run = Run(slamb(**options), 3, dtype=np.float64)
         gradients = [random_tree(step, 3, dtype=np.float64) for step in range(1, 8)]
         wanted = list(authors(rescaling, gradients, 0.25, halves))

@@ -64,6 +64,7 @@ def test_local_steps_are_taken_back_and_their_mean_is_kept():
         tx = jaxcomp.zero_one_adam(
             RATE,
             "replica",
+            mean_momentum=True,
             compressor=jaxcomp.identity(),
             sync_at=every(3),
             variance_at=schedules.until(1),
@@ -86,6 +87,38 @@ def test_local_steps_are_taken_back_and_their_mean_is_kept():
     np.testing.assert_allclose(
         momentum[0], np.mean([*steps, local], axis=(0, 1)), rtol=0, atol=1e-6
     )
+
+
+@pytest.mark.parametrize("interval", [1, 3])
+def test_without_mean_momenta_only_the_residuals_are_between_it_and_adam(interval):
+    # All steps divide by one D and momenta are exact, so that a code's errors do not accumulate.
+    with jax.enable_x64(True):
+        tx = jaxcomp.zero_one_adam(
+            RATE,
+            "replica",
+            compressor=jaxcomp.sign(block=64),
+            sync_at=every(interval),
+            variance_at=schedules.until(1),
+            step_bound=None,
+        )
+        params, state = trained(tx, GRADIENTS, dtype=np.float64)[-1]
+        exact = jaxcomp.zero_one_adam(
+            RATE,
+            "replica",
+            compressor=jaxcomp.identity(),
+            variance_at=schedules.until(1),
+            step_bound=None,
+        )
+        wanted, _ = trained(exact, GRADIENTS, dtype=np.float64)[-1]
+    names = sorted(SHAPES)
+    flat = lambda tree, axis: np.concatenate(
+        [np.reshape(tree[k], (-1,) if axis else (4, -1)) for k in names], axis=-1
+    )
+    held = (flat(state.residual, 0) + flat(state.drift, 0)).mean(axis=0)
+    owned = np.concatenate([np.asarray(e).reshape(-1) for e in state.owner_residual])
+    total = flat(params, 1) + held + owned[: held.size]
+    np.testing.assert_allclose(total, flat(wanted, 1), rtol=0, atol=1e-12)
+    assert np.abs(total - flat(params, 1)).max() > RATE / 8
 
 
 def test_a_warm_up_by_exact_messages_is_adam_until_it_ends():
@@ -283,7 +316,7 @@ def test_other_numbers_of_replicas_go_on_in_the_middle_of_an_interval(num_replic
 
 
 def test_an_interval_without_a_rate_keeps_its_momenta():
-    tx = jaxcomp.zero_one_adam(0.0, "replica", compressor=jaxcomp.identity())
+    tx = jaxcomp.zero_one_adam(0.0, "replica", mean_momentum=True, compressor=jaxcomp.identity())
     params, state = trained(tx, [jax.tree.map(np.float32, GRADIENTS[0])])[-1]
     assert np.all(np.isfinite(np.asarray(params["kernel"])))
     np.testing.assert_allclose(state.momentum["kernel"], 0.1 * GRADIENTS[0]["kernel"], rtol=1e-6)

@@ -1,0 +1,22 @@
+"""The default code of 1-bit methods: a row of an embedding shares no scale with many others."""
+
+from typing import Any
+
+from jaxcomp.compressors.base import Compressor
+from jaxcomp.compressors.sign import sign
+from jaxcomp.replicas.kinds import kind_of
+
+_LEAST, _MOST = 64, 1024  # entries of a block
+_OTHERS = sign(block=_MOST)
+
+
+def signs(path: str, leaf: Any) -> Compressor:
+    """Signs with a scale for each row of an embedding, and for every 1,024 entries elsewhere.
+
+    A row whose token has just come moves by a rate, and most rows stand still. In a block of both
+    the common scale is small: the row takes as many messages to arrive as there are rows beside it.
+    Rows of fewer than 64 entries share a scale.
+    """
+    if kind_of(path, leaf) != "embedding":
+        return _OTHERS
+    return sign(block=min(max(leaf.shape[-1], _LEAST), _MOST), scale_dtype="bfloat16")
