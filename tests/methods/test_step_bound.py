@@ -248,9 +248,8 @@ def test_rare_tokens_do_not_make_it_diverge(name, b2, tied, above):
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("name", ["one_bit_lamb", "slamb"])
-def test_rare_tokens_do_not_make_layers_diverge(name, tied):
-    assert ends_at(name, 0.999, tied) < ends_at("dense lamb", 0.999, tied) + 0.4
+def test_rare_tokens_do_not_make_layers_diverge(tied):
+    assert ends_at("one_bit_lamb", 0.999, tied) < ends_at("dense lamb", 0.999, tied) + 0.4
 
 
 def test_without_the_bound_it_does():
