@@ -13,9 +13,9 @@ _OTHERS = sign(block=_MOST)
 def signs(path: str, leaf: Any) -> Compressor:
     """Signs with a scale for each row of an embedding, and for every 1,024 entries elsewhere.
 
-    A row whose token has just come moves by a rate, and most rows stand still. In a block of both
-    the common scale is small: the row takes as many messages to arrive as there are rows beside it.
-    Rows of fewer than 64 entries share a scale.
+    A row whose token has just come moves by a rate, most others by nothing. A scale for both is
+    small, and the row takes as many messages to arrive as there are rows in its block. Short rows
+    share a block of 64 entries.
     """
     if kind_of(path, leaf) != "embedding":
         return _OTHERS
