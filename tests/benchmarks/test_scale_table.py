@@ -18,7 +18,7 @@ def row(method, baseline, seed, loss, bits=32.0, **more):
         "parameters": 1000,
         "bits_per_parameter": bits,
         "val_loss": loss,
-        "curve": [[50, 4.0], [100, loss]] if loss else [],
+        "curve": [[50, loss + 1], [100, loss]] if loss else [],
         **more,
     }
 
@@ -39,7 +39,7 @@ def test_a_line_for_each_method_beside_its_own_baseline():
         "| dense Adam | 0.002 | 1 | 5.00 (4.00 to 6.00) |  | 3 |",
         "| 4 bits | 0.002 | 8 | 4.60 (4.10 to 5.10) | dense Adam: 4.50 (4.00 to 5.00) | 2 |",
         "| MuLoCo | 0.002 | 256 | 2.00 | dense Muon: not measured | 1 |",
-        "| 0/1 Adam | 0.002 | 32 | 4.50 at step 50 | dense Adam: 4.00 | 1 |",
+        "| 0/1 Adam | 0.002 | 32 | 4.50 at step 50 | dense Adam: 5.00 | 1 |",
         "| 1 bit | 0.002 | 32 | diverges | dense Adam: 4.00 | 1 |",
     ]
     assert scale_table.table(ROWS, "toy", 200) == ""
@@ -47,7 +47,7 @@ def test_a_line_for_each_method_beside_its_own_baseline():
 
 def test_the_figure_has_the_difference_on_the_same_seeds(tmp_path):
     costs = scale_figure.costs(ROWS, "toy", 100)
-    wanted = {"4 bits": 0.1, "0/1 Adam": 0.5, "1 bit": float("inf")}
+    wanted = {"4 bits": 0.1, "0/1 Adam": -0.5, "1 bit": float("inf")}
     assert costs == {name: (1000, pytest.approx(above)) for name, above in wanted.items()}
     old = {"replicas": 4, "sent_bytes_per_step": 6000.0, "bits_per_parameter": 32.0}
     assert scale_figure.parameters(old) == 1000
