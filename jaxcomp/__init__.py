@@ -57,6 +57,8 @@ from jaxcomp.methods.one_bit_lamb import OneBitLambState as OneBitLambState
 from jaxcomp.methods.one_bit_lamb import one_bit_lamb as one_bit_lamb
 from jaxcomp.methods.power_sgd import PowerSGDState as PowerSGDState
 from jaxcomp.methods.power_sgd import power_sgd as power_sgd
+from jaxcomp.methods.rare_rows import RareRowsState as RareRowsState
+from jaxcomp.methods.rare_rows import rare_rows as rare_rows
 from jaxcomp.methods.sharded_optimizer import ShardedOptimizerState as ShardedOptimizerState
 from jaxcomp.methods.sharded_optimizer import sharded_optimizer as sharded_optimizer
 from jaxcomp.methods.slamb import SlambState as SlambState

@@ -19,7 +19,7 @@ from jaxcomp.exchange import averaging, buckets, wire
 from jaxcomp.exchange.journeys import at_once
 from jaxcomp.methods import moments
 from jaxcomp.methods.common import counted, method, no_rounds, require
-from jaxcomp.methods.inner import inner_step
+from jaxcomp.methods.inner import Synchronization, inner_step
 from jaxcomp.replicas.protocol import MethodState
 from jaxcomp.replicas.types import to_varying, zeros_of
 from jaxcomp.replicas.wrapping import with_extra_args
@@ -161,7 +161,14 @@ def _update(settings, updates, state, params, *, ahead=lambda make: make(), **ex
         updates = lax.cond(is_warm, functools.partial(_dense, transport), lambda g: g, updates)
     local = jax.tree.map(jnp.add, params, state.drift)
     step, inner, is_bad = inner_step(
-        "cocktail_sgd", settings.inner, updates, state.inner, local, transport.axis_name, extra_args
+        "cocktail_sgd",
+        settings.inner,
+        updates,
+        state.inner,
+        local,
+        transport.axis_name,
+        Synchronization(True if _always(settings) else due, "synchronize", is_warm),
+        extra_args,
     )
     if not delayed:
         made = _exchanged_if_due(settings, state, jax.tree.map(jnp.add, state.drift, step), due)
@@ -201,10 +208,15 @@ def _exchanged_if_due(settings, state, drift, due, pace=at_once):
         zeros = jax.tree.map(zeros_of, jax.eval_shape(exchanged, state, drift)[:2])
         return *zeros, state.owner_residual
 
-    if settings.sync_every == 1 and not settings.warmup_steps:
+    if _always(settings):
         return exchanged(state, drift, pace)
     # Inside a branch nothing else can be computed, so the exchange has no pace.
     return lax.cond(due, exchanged, waiting, state, drift)
+
+
+def _always(settings):
+    """Whether every step exchanges, so that nothing needs a branch."""
+    return settings.sync_every == 1 and not settings.warmup_steps
 
 
 def _dense(transport, grads):

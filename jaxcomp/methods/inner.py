@@ -1,7 +1,7 @@
 """The inner step: the optimizer that each replica runs alone, inside a method that exchanges."""
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,17 @@ from jaxcomp.replicas.finite import not_finite, unless
 from jaxcomp.replicas.types import is_tracked, require_alike, varies_over
 
 
+class Synchronization(NamedTuple):
+    """What an inner optimizer may know of the exchange around it, as its extra argument `sync`.
+
+    It is equal on all replicas.
+    """
+
+    due: Any  # bool[], or True: whether replicas exchange in this step
+    part: str  # the name of what is then sent in `jaxcomp.report`; "" if every step sends it
+    alike: Any = False  # bool[], whether the gradient is the mean over the replicas
+
+
 def inner_step(
     name: str,
     inner: optax.GradientTransformationExtraArgs,
@@ -20,6 +31,7 @@ def inner_step(
     state: Any,
     params: Any,
     axis_name: str,
+    sync: Synchronization,
     extra_args: dict[str, Any],
 ) -> tuple[Any, Any, jax.Array]:
     """A replica's own update, which is zero if it is not finite.
@@ -31,6 +43,7 @@ def inner_step(
       state: State of the optimizer.
       params: This replica's parameters.
       axis_name: Mesh axis of the replicas.
+      sync: When replicas exchange, for optimizers such as `rare_rows`.
       extra_args: Arguments of the method's update.
 
     Returns:
@@ -40,7 +53,7 @@ def inner_step(
     Raises:
       ValueError: If the optimizer averages over the replicas, or scales shards by local norms.
     """
-    update = functools.partial(inner.update, **extra_args)
+    update = functools.partial(inner.update, sync=sync, **extra_args)
     step, new_state = update(grads, state, params)
     _require_local(name, step, axis_name)
     require_alike(step, params, axis_name)

@@ -16,7 +16,7 @@ from jaxcomp.exchange import averaging, wire
 from jaxcomp.methods import moments
 from jaxcomp.methods.common import counted, method, no_rounds, require
 from jaxcomp.methods.fragments import Fragments, fragments_of
-from jaxcomp.methods.inner import inner_step
+from jaxcomp.methods.inner import Synchronization, inner_step
 from jaxcomp.replicas.protocol import MethodState
 from jaxcomp.replicas.types import to_varying, vary_like, zeros_of
 from jaxcomp.replicas.wrapping import with_extra_args
@@ -207,17 +207,17 @@ def _update(settings, updates, state, params, *, ahead=lambda make: make(), **ex
     averaged = functools.partial(_averaged, settings, parts, state)
     if settings.delay:
         sent = ahead(functools.partial(averaged, state.drift, state.count))
-    local = jax.tree.map(jnp.add, params, state.drift)
-    step, inner, is_bad = inner_step(
-        "local_steps", settings.inner, updates, state.inner, local, axis_name, extra_args
-    )
-    drift, count = jax.tree.map(jnp.add, state.drift, step), optax.safe_increment(state.count)
+    local, count = jax.tree.map(jnp.add, params, state.drift), optax.safe_increment(state.count)
+    due = settings.due(parts, state.count if settings.delay else count)
+    names = parts.names("synchronize")
+    of = updates, state.inner, local, axis_name, Synchronization(due[0], names[0]), extra_args
+    step, inner, is_bad = inner_step("local_steps", settings.inner, *of)
+    drift = jax.tree.map(jnp.add, state.drift, step)
     if not settings.delay:
         sent = averaged(drift, count)
     arrived, residual, owner_residual = sent
     change, drift, outer = _merged(settings, parts, state, params, drift, arrived, count)
-    due = settings.due(parts, state.count if settings.delay else count)
-    named = dict(zip(parts.names("synchronize"), due, strict=True))
+    named = dict(zip(names, due, strict=True))
     return change, LocalStepsState(
         count,
         drift,

@@ -1,0 +1,178 @@
+"""Rows of embeddings: the mean of local steps moves them as dense Adam does."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxcomp
+from tests.helpers.replicas import everywhere, history_of, mesh_of, state_of, transform
+from tests.helpers.replicas import rows as rows_of
+
+REPLICAS, RATE, STEPS = 4, 0.25, 6
+PARAMS = {"embed": np.zeros((5, 8), np.float32), "kernel": np.zeros((3, 8), np.float32)}
+ONE, ALL = 0, 1  # rows: a token that one replica sees, and one that all see
+
+
+def adam():
+    return optax.adam(RATE, b2=0.95, eps=0.0, eps_root=1e-30)
+
+
+def averaged(inner, **options):
+    """Every step's mean, without a code."""
+    return jaxcomp.local_steps(
+        inner, "replica", every=1, code=jaxcomp.identity(), outer=optax.sgd(1.0), **options
+    )
+
+
+def rare(inner=None, **options):
+    return jaxcomp.rare_rows(inner or adam(), "replica", **options)
+
+
+def gradients(step):
+    """Powers of two, so that sums are exact.
+
+    All replicas see the second token, one of them in turn with the other sign: the square of their
+    mean is a quarter of each one's square, as for independent gradients in expectation.
+    """
+    grads = {name: np.zeros((REPLICAS, *x.shape), np.float32) for name, x in PARAMS.items()}
+    grads["embed"][1, ONE] = 2.0 ** np.arange(-4, 4) * (step % 3 == 0)
+    grads["embed"][:, ALL] = 1.0
+    grads["embed"][step % REPLICAS, ALL] = -1.0
+    grads["kernel"][:] = np.random.default_rng(step).normal(size=grads["kernel"].shape)
+    return grads
+
+
+def last(tx, steps=STEPS):
+    history = history_of(tx, PARAMS, map(gradients, range(steps)), REPLICAS)
+    return jax.tree.map(np.asarray, history[-1][0])
+
+
+def dense():
+    return optax.chain(jaxcomp.compressed_mean(jaxcomp.identity(), "replica"), adam())
+
+
+def test_a_token_of_one_replica_moves_as_in_dense_training_and_so_does_one_of_all():
+    wanted, got, local = last(dense()), last(averaged(rare())), last(averaged(adam()))
+    np.testing.assert_allclose(got["embed"], wanted["embed"], rtol=1e-5)
+    np.testing.assert_allclose(local["embed"][ONE], wanted["embed"][ONE] / REPLICAS, rtol=1e-5)
+    np.testing.assert_allclose(local["embed"][ALL], wanted["embed"][ALL] / 2, rtol=1e-5)
+    np.testing.assert_array_equal(got["kernel"], local["kernel"])
+
+
+def test_a_single_replica_takes_its_optimizers_steps():
+    one = lambda step: jax.tree.map(lambda g: g[:1], gradients(step))
+    of = lambda inner: history_of(averaged(inner), PARAMS, map(one, range(3)), 1)[-1][0]
+    jax.tree.map(np.testing.assert_array_equal, of(rare()), of(adam()))
+
+
+def test_codes_move_the_mean_of_the_replicas_as_no_code_does():
+    def mean(code):
+        tx = jaxcomp.cocktail_sgd(rare(), "replica", compressor=code, exchange=jaxcomp.gathered)
+        params, state = history_of(tx, PARAMS, map(gradients, range(STEPS)), REPLICAS)[-1]
+        return jax.tree.map(lambda p, d: np.asarray(p + d.mean(0)), params, state.drift)
+
+    exact, coded = mean(jaxcomp.identity()), mean(jaxcomp.top_k(0.25))
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), exact, coded)
+
+
+def test_rows_count_as_seen_by_all_until_replicas_exchanged_and_then_as_at_the_last_exchange():
+    tx = jaxcomp.local_steps(rare(), "replica", every=2, code=jaxcomp.identity())
+    history = history_of(tx, PARAMS, map(gradients, range(3)), REPLICAS)
+    others = [state_of(state, "others")["embed"] for _, state in history]
+    assert np.all(others[1] == -1)
+    drift = np.asarray(history[1][1].drift["embed"])
+    np.testing.assert_allclose(np.abs(drift[:, ALL]), 2 * RATE, rtol=1e-5)
+    np.testing.assert_allclose(np.abs(drift[1, ONE]), 2 * RATE, rtol=1e-5)
+    np.testing.assert_array_equal(others[2], others[3])
+    assert others[2][0, ONE] > 0 and others[2][1, ONE] == 0
+
+
+def test_dense_steps_of_a_warm_up_are_not_scaled():
+    of = lambda inner: last(
+        jaxcomp.cocktail_sgd(inner, "replica", warmup_steps=2, compressor=jaxcomp.identity()), 2
+    )
+    jax.tree.map(np.testing.assert_array_equal, of(rare()), of(adam()))
+
+
+def test_a_gradient_that_is_not_finite_spoils_no_row_of_the_others():
+    def grads(step):
+        made = gradients(step)
+        made["embed"][0, ALL] = np.nan if step == 1 else 1.0
+        return made
+
+    history = history_of(averaged(rare()), PARAMS, map(grads, range(3)), REPLICAS)
+    assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves(history))
+    np.testing.assert_array_equal(history[-1][1].skipped, [1, 0, 0, 0])
+    assert np.all(
+        np.asarray(history[2][0]["embed"])[ALL] != np.asarray(history[1][0]["embed"])[ALL]
+    )
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_it_sends_one_float_a_row_with_each_exchange(every):
+    mesh = mesh_of(REPLICAS)
+    params = everywhere(mesh, PARAMS)
+
+    def sent(inner):
+        tx = jaxcomp.local_steps(inner, "replica", every=every)
+        init, update = transform(tx, mesh, params)
+        program = update.lower(rows_of(mesh, gradients(0)), init(params), params).compile()
+        return jaxcomp.report.sent_bytes_by_part(program, mesh, "replica")
+
+    more = sent(rare())["synchronize"] - sent(adam())["synchronize"]
+    assert more == 2 * (REPLICAS - 1) / REPLICAS * 4 * len(PARAMS["embed"])
+    assert sent(rare())[""] == 0
+
+
+def test_another_number_of_replicas_goes_on_with_the_mean():
+    _, state = history_of(averaged(rare()), PARAMS, map(gradients, range(2)), REPLICAS)[-1]
+    init, _ = transform(averaged(rare()), mesh_of(2), PARAMS)
+    resized = jaxcomp.resize(jax.tree.map(np.asarray, state), jax.eval_shape(init, PARAMS))
+    others = np.asarray(state_of(state, "others")["embed"])
+    np.testing.assert_allclose(state_of(resized, "others")["embed"][0], others.mean(0), rtol=1e-6)
+
+
+def test_other_leaves_can_be_named():
+    tx = averaged(rare(rows=lambda path, leaf: path == "kernel"))
+    state = history_of(tx, PARAMS, [gradients(0)], REPLICAS)[-1][1]
+    others = state_of(state, "others")
+    assert others["embed"] is None and others["kernel"].shape == (REPLICAS, 3)
+
+
+def test_it_sits_beside_other_optimizers_in_a_partition():
+    labels = {"embed": "adam", "kernel": "sgd"}
+    inner = lambda one: optax.partition({"adam": one, "sgd": optax.sgd(1.0)}, labels)
+    np.testing.assert_array_equal(
+        last(averaged(inner(rare())))["embed"], last(averaged(rare(inner(adam()))))["embed"]
+    )
+
+
+def test_errors():
+    tx = rare()
+    with pytest.raises(ValueError, match=r"write cocktail_sgd\(rare_rows"):
+        tx.update(PARAMS, tx.init(PARAMS), PARAMS)
+    with pytest.raises(ValueError, match=r"found 0 second moments .* 'embed'"):
+        last(averaged(rare(optax.sgd(1.0))), 1)
+    with pytest.raises(ValueError, match=r"rare_rows got 3 where"):
+        rare(3)
+
+
+def test_the_simulated_step_is_the_same():
+    def loss(params, batch):
+        return jnp.mean(jnp.square(params["embed"][batch] @ params["kernel"].T - 1.0))
+
+    params = jax.tree.map(lambda x: x + 0.5, PARAMS)
+    batch = np.arange(16) % 5
+    tx, mesh = averaged(rare()), mesh_of(REPLICAS)
+    both = []
+    for init, step in (
+        jaxcomp.train_step(loss, tx, mesh, "replica"),
+        jaxcomp.simulated_train_step(loss, tx, REPLICAS, "replica"),
+    ):
+        p, state = params, init(params)
+        for _ in range(3):
+            p, state, _ = step(p, state, batch)
+        both.append(jax.tree.map(np.asarray, p))
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-6), *both)
