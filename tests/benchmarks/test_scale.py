@@ -8,7 +8,7 @@ import optax
 import pytest
 
 import jaxcomp
-from benchmarks import evaluation, methods, scale, scale_text
+from benchmarks import evaluation, methods, scale_run, scale_text
 from benchmarks.scale_methods import METHODS
 from benchmarks.scale_sizes import by_recipe, config_of
 from configs import nano_dense
@@ -39,7 +39,7 @@ def test_a_run_is_that_of_a_mesh_to_rounding(monkeypatch):
         eval_batches=2,
     )
     text = Examples({}, made(0), made(1))
-    params, curve = scale.train(config, text)
+    params, curve = scale_run.train(config, text)
 
     mesh, loss_fn = mesh_of(REPLICAS), build.loss_of(config)
     init, step = jaxcomp.train_step(loss_fn, update(config), mesh, "replica")
@@ -72,7 +72,7 @@ def test_shards_are_trained_on_a_mesh(monkeypatch):
         for method in (exact, METHODS["dense Adam"])
     )
     text = Examples({}, made(0), made(1))
-    trained = lambda config: scale.train(config, text)
+    trained = lambda config: scale_run.train(config, text)
     (_, got), (_, wanted) = trained(sharded), trained(dense)
     np.testing.assert_allclose(got, wanted, rtol=1e-5)
 
