@@ -222,8 +222,8 @@ METHODS: dict[str, Method] = {
         for name, block in {"bucket": None, "row of 128": 128}.items()
     },
     "0/1 Adam, as in the paper": _frozen(
-        "precondition=False, fresh_variance=False, weigh_steps=False, mean_momentum=True, "
-        "variance_floor=0.0, step_bound=None, bias_correction=False"
+        "precondition=False, fresh_variance=False, weigh_steps=False, variance_floor=0.0, "
+        "step_bound=None, bias_correction=False"
     ),
     "CocktailSGD": _cocktail("warmup_steps=0"),
     "CocktailSGD, warm-up": _cocktail("warmup_steps=warmup_steps"),

@@ -64,7 +64,7 @@ def zero_one_adam(
     warmup_compressor: Compressor = _EIGHT_BITS,
     fresh_variance: bool = True,
     weigh_steps: bool = True,
-    mean_momentum: bool = False,
+    mean_momentum: bool = True,
     variance_floor: float = 1e-2,
     step_bound: float | None = 1.0,
     bias_correction: bool = True,
@@ -112,7 +112,8 @@ def zero_one_adam(
         update. An update then counts for all steps since the last one, but one gradient is never
         more than an eighth of the variance, or its share in Adam if that is larger.
       mean_momentum: Whether every m_i becomes u / (sum of r since the last one) in a
-        synchronization, as in the paper. Then a message's error acts for 1 / (1 - b1) steps.
+        synchronization, as in the paper; a message's error then acts for 1 / (1 - b1) steps. False
+        lost less on rare tokens, and more with a vocabulary of bytes.
       variance_floor: Least variance to divide by, a share of its mean over the leaf. A leaf without
         any gradient so far gets the mean of the others.
       step_bound: Most that a coordinate moves in a step, in units of the most that Adam could move
@@ -141,9 +142,9 @@ def zero_one_adam(
       Lu et al., `Maximizing Communication Efficiency for Large-scale Training via 0/1 Adam
       <https://arxiv.org/abs/2202.06009>`_, ICLR 2023, algorithm 1. Deviations: buckets are
       compressed, not tensors, with an l1 scale per block (theirs: l2 per tensor); `precondition`,
-      `fresh_variance`, `weigh_steps`, `mean_momentum`, `variance_floor`, `step_bound` and
-      `bias_correction` (off: `precondition=False, fresh_variance=False, weigh_steps=False,
-      mean_momentum=True, variance_floor=0.0, step_bound=None, bias_correction=False`); an optional
+      `fresh_variance`, `weigh_steps`, `variance_floor`, `step_bound` and `bias_correction` (off:
+      `precondition=False, fresh_variance=False, weigh_steps=False, variance_floor=0.0,
+      step_bound=None, bias_correction=False`); an optional
       warm-up; x and u move by this step's momentum, as in the authors' code; the first variance is
       used at once; decay is decoupled; an interval whose rates sum to zero keeps its momenta.
     """

@@ -120,7 +120,6 @@ def zero_one_adam_deepspeed(
         variance_at=schedules.never,
         compressor=policy,
         precondition=False,
-        mean_momentum=True,
         variance_floor=0.0,
         step_bound=step_bound,
         bias_correction=False,

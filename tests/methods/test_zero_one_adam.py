@@ -64,7 +64,6 @@ def test_local_steps_are_taken_back_and_their_mean_is_kept():
         tx = jaxcomp.zero_one_adam(
             RATE,
             "replica",
-            mean_momentum=True,
             compressor=jaxcomp.identity(),
             sync_at=every(3),
             variance_at=schedules.until(1),
@@ -96,6 +95,7 @@ def test_without_mean_momenta_only_the_residuals_are_between_it_and_adam(interva
         tx = jaxcomp.zero_one_adam(
             RATE,
             "replica",
+            mean_momentum=False,
             compressor=jaxcomp.sign(block=64),
             sync_at=every(interval),
             variance_at=schedules.until(1),
@@ -316,7 +316,7 @@ def test_other_numbers_of_replicas_go_on_in_the_middle_of_an_interval(num_replic
 
 
 def test_an_interval_without_a_rate_keeps_its_momenta():
-    tx = jaxcomp.zero_one_adam(0.0, "replica", mean_momentum=True, compressor=jaxcomp.identity())
+    tx = jaxcomp.zero_one_adam(0.0, "replica", compressor=jaxcomp.identity())
     params, state = trained(tx, [jax.tree.map(np.float32, GRADIENTS[0])])[-1]
     assert np.all(np.isfinite(np.asarray(params["kernel"])))
     np.testing.assert_allclose(state.momentum["kernel"], 0.1 * GRADIENTS[0]["kernel"], rtol=1e-6)
