@@ -16,7 +16,7 @@ from jaxcomp.compressors.policies import policy_of
 from jaxcomp.exchange import averaging, wire
 from jaxcomp.methods import freezing, moments
 from jaxcomp.methods.common import counted, method, no_rounds
-from jaxcomp.methods.signs import signs
+from jaxcomp.methods.signs import signs_by_row
 from jaxcomp.methods.step_bound import bounded, kept_back, sendable
 from jaxcomp.replicas.finite import poisoned, unless
 from jaxcomp.replicas.protocol import MethodState
@@ -116,7 +116,7 @@ def one_bit_adam(
     rest = variance_floor, bias_correction, weight_decay, mask, step_bound
     adam = moments.adam("one_bit_adam", learning_rate, b1, b2, eps, *rest)
     freeze = freezing.freeze("one_bit_adam", freeze_step, freeze_ratio)
-    policy = policy_of(signs if compressor is None else compressor)
+    policy = policy_of(signs_by_row if compressor is None else compressor)
     transport = averaging.Transport(policy, exchange, axis_name, bucket_numel, seed)
     settings = _Settings(adam, freeze, transport, precondition)
     init, update = (functools.partial(function, settings) for function in (_init, _update))

@@ -10,7 +10,7 @@ _LEAST, _MOST = 64, 1024  # entries of a block
 _OTHERS = sign(block=_MOST)
 
 
-def signs(path: str, leaf: Any) -> Compressor:
+def signs_by_row(path: str, leaf: Any) -> Compressor:
     """Signs with a scale for each row of an embedding, and for every 1,024 entries elsewhere.
 
     A row whose token has just come moves by a rate, most others by nothing. A scale for both is

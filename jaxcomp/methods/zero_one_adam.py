@@ -19,7 +19,7 @@ from jaxcomp.compressors.quantize import quantize
 from jaxcomp.exchange import averaging, wire
 from jaxcomp.methods import moments
 from jaxcomp.methods.common import counted, method, no_rounds, require
-from jaxcomp.methods.signs import signs
+from jaxcomp.methods.signs import signs_by_row
 from jaxcomp.methods.step_bound import bounded, kept_back, sendable
 from jaxcomp.replicas.finite import any_of, failing, unless
 from jaxcomp.replicas.protocol import MethodState
@@ -154,7 +154,7 @@ def zero_one_adam(
     adam = moments.adam(name, learning_rate, b1, b2, eps, *rest)
     require(warmup_steps >= 0, name, "at least 0", "warmup_steps=0", warmup_steps=warmup_steps)
     checks.compressor(f"{name} for warmup_compressor", warmup_compressor)
-    policy = policy_of(signs if compressor is None else compressor)
+    policy = policy_of(signs_by_row if compressor is None else compressor)
     transport = averaging.Transport(policy, exchange, axis_name, bucket_numel, seed)
     learning = transport._replace(policy=policy_of(variance_compressor))
     settings = _Settings(

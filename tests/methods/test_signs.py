@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jaxcomp
-from jaxcomp.methods.signs import signs
+from jaxcomp.methods.signs import signs_by_row
 from tests.helpers.coding import decoded
 
 
@@ -22,7 +22,7 @@ from tests.helpers.coding import decoded
     ],
 )
 def test_an_embedding_has_scales_of_its_rows(path, shape, block):
-    code = signs(path, jax.ShapeDtypeStruct(shape, jnp.float32))
+    code = signs_by_row(path, jax.ShapeDtypeStruct(shape, jnp.float32))
     dtype = "float32" if block == 1024 and "pos" not in path else "bfloat16"
     assert code.name == jaxcomp.sign(block=block, scale_dtype=dtype).name
 
@@ -31,6 +31,6 @@ def test_an_embedding_has_scales_of_its_rows(path, shape, block):
 def test_a_row_that_moves_alone_arrives_at_once(path, arrives):
     x = np.zeros((64, 128), np.float32)
     x[9] = 0.5 * (-1) ** np.arange(128)
-    got = np.asarray(decoded(signs(path, x), x.reshape(-1))).reshape(x.shape)
+    got = np.asarray(decoded(signs_by_row(path, x), x.reshape(-1))).reshape(x.shape)
     assert np.array_equal(got, x) == arrives
     assert np.abs(got[9]).max() == (0.5 if arrives else 0.5 / 8)
