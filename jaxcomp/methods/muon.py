@@ -1,5 +1,7 @@
 """Muon for matrices of blocks, with Adam for embeddings, heads and vectors: an inner optimizer."""
 
+from __future__ import annotations
+
 import jax
 import jax.numpy as jnp
 import optax
