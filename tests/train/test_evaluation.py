@@ -91,7 +91,7 @@ def own_loss(config, params, drift, rows):
     ("update", "own"),
     [
         ("cocktail_sgd(adam(learning_rate), axis_name, compressor=top_k(0.02))", True),
-        ("slamb(learning_rate, axis_name)", True),
+        ("slamb(learning_rate, axis_name, step_bound=None)", True),
         (
             "zero_one_adam(learning_rate, axis_name, sync_at=schedules.every(64, steps, after=1))",
             True,
