@@ -2,6 +2,7 @@
 
 import pytest
 
+from jaxcomp.launch import progress as lines
 from train.output import progress
 
 FIRST = {"step": 50, "sent_bytes": 50_000_000}
@@ -54,10 +55,10 @@ def test_nothing_is_said_of_bytes_where_none_are_sent(capsys):
 
 @pytest.mark.parametrize("name", ["small", "a: b/c, 1"])
 def test_a_line_is_read_as_it_was_printed(name):
-    line = progress.Line(name, 3, 20, "loss nan, 0.500 s/step, sends 2 MB/s", "1:02:03")
-    assert progress.read(f"{line}\n") == line
+    line = lines.Line(name, 3, 20, "loss nan, 0.500 s/step, sends 2 MB/s", "1:02:03")
+    assert lines.read(f"{line}\n") == line
     for other in ("", "note: a step 3/4", "loss 3", f"  {name}: step 3 of 4"):
-        assert progress.read(other) is None
+        assert lines.read(other) is None
 
 
 def test_bytes_a_second_are_those_since_the_last_row(capsys, monkeypatch):
