@@ -38,7 +38,7 @@ TABLE = {
     ("h100", "zero_one_adam"): (51, 255, 5, 1),
     ("v5e", "q4"): (78, 475, 3, 0),
     ("v5e", "cocktail"): (106, 610, 2, 0),
-    ("v5e", "zero_one_adam"): (114, 850, 5, 1),
+    ("v5e", "zero_one_adam"): (114, 900, 5, 1),
 }
 
 TPU_LOCK = pathlib.Path("/tmp/libtpu_lockfile")
