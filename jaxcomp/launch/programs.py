@@ -25,6 +25,7 @@ def keep_own(process_id: int) -> None:
     Args:
       process_id: Number of this process in its run.
     """
+    # JAX adds its options while it runs, which mypy does not see.
     folder = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
     if not folder:
         return

@@ -50,7 +50,8 @@ def rare_rows(
 
     An exchange of the method also sends one float32 for each row: the other replicas' v_j are those
     of the last exchange. Until the first one a row counts as seen by all alike. In the dense steps
-    of a warm-up nothing is scaled.
+    of a warm-up nothing is scaled; after it v_i is that of mean gradients, and rows step up to
+    sqrt(R) too far until Adam has forgotten them.
 
     Args:
       inner: Adam, AdamW or a chain with one: an optimizer whose state has a second moment `nu`.
@@ -62,7 +63,7 @@ def rare_rows(
       A `GradientTransformationExtraArgs`. It keeps one float32 for each row.
 
     Raises:
-      ValueError: At trace time outside of such a method, and for an inner optimizer without a
+      ValueError: At trace time, if no such method is around it, or if the inner optimizer has no
         second moment of a leaf with rows.
 
     Examples:
