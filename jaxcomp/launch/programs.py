@@ -25,8 +25,7 @@ def keep_own(process_id: int) -> None:
     Args:
       process_id: Number of this process in its run.
     """
-    # JAX adds its options while it runs, which mypy does not see.
-    folder = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
+    folder = jax.config.read("jax_compilation_cache_dir")
     if not folder:
         return
     own = os.path.join(folder, f"{socket.gethostname()}-{process_id}")
