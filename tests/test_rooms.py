@@ -118,6 +118,12 @@ def test_the_launcher_and_the_other_rooms_do_not_import_each_other(path):
     assert "train" not in needed
 
 
+@pytest.mark.parametrize("folder", ["jaxcomp", "train", "benchmarks"])
+def test_a_file_holds_one_idea_in_at_most_500_lines(folder):
+    lines = lambda path: path.read_text().count("\n")
+    assert not [path for path in (ROOT / folder).rglob("*.py") if lines(path) > 500]
+
+
 @pytest.mark.parametrize("path", MODULES, ids=str)
 def test_a_module_has_its_tests_where_one_looks_for_them(path):
     tests = path.parent / f"test_{path.name}"
