@@ -25,7 +25,7 @@ def keep_own(process_id: int) -> None:
     Args:
       process_id: Number of this process in its run.
     """
-    folder = jax.config.read("jax_compilation_cache_dir")
+    folder = jax.config.values["jax_compilation_cache_dir"]
     if not folder:
         return
     own = os.path.join(folder, f"{socket.gethostname()}-{process_id}")
