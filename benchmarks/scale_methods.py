@@ -38,6 +38,15 @@ METHODS: dict[str, methods.Method] = {
         "one_bit_adam(learning_rate, axis_name, freeze_step=1200)", (6e-3,)
     ),
     **methods_beyond.METHODS,
+    # Rows of embeddings step as far as in dense Adam.
+    "CocktailSGD, no delay, 88x, rare rows": methods.Method(
+        "cocktail_sgd(rare_rows(adam(learning_rate), axis_name), axis_name, delayed=False)", (6e-3,)
+    ),
+    "DiLoCo, 4 bits, rare rows": methods.Method(
+        "diloco(rare_rows(adam(learning_rate), axis_name), axis_name, every=16, code=quantize(4), "
+        "outer_rate=0.7, outer_momentum=0.8)",
+        (3e-3,),
+    ),
 }
 
 

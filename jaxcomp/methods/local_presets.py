@@ -16,6 +16,7 @@ from jaxcomp.compressors.sparse import top_k
 from jaxcomp.exchange import wire
 from jaxcomp.methods.local_steps import local_steps
 from jaxcomp.methods.muon import muon
+from jaxcomp.methods.rare_rows import rare_rows
 from jaxcomp.schedules import Schedule
 
 
@@ -160,7 +161,8 @@ def muloco(
 
     Args:
       learning_rate: Learning rate of `jaxcomp.muon`: Muon for the matrices of blocks, Adam for
-        embeddings, heads and vectors.
+        embeddings, heads and vectors. Rows of embeddings step as far as in dense training, by
+        `jaxcomp.rare_rows`.
       axis_name: Mesh axis of the replicas.
       every: Inner steps per outer step, or a schedule that gives the steps.
       code: Code of the differences; default: `bin_means(2, block=1024)`.
@@ -177,12 +179,13 @@ def muloco(
 
     References:
       B. Therien et al., `MuLoCo: Muon is a practical inner optimizer for DiLoCo
-      <https://arxiv.org/abs/2505.23725>`_, 2025. Deviations: interval and outer rates; all leaves
-      are encoded, in both directions. In the paper's sweeps norms, embeddings and the head are sent
+      <https://arxiv.org/abs/2505.23725>`_, 2025. Deviations: interval and outer rates; the rows of
+      embeddings; all leaves are encoded, in both directions. In the paper's sweeps norms, embeddings and the head are sent
       in float32: pass a policy as `code` for that. In the authors' code the learning rate enters
       twice with error feedback; here once.
     """
-    inner = muon(learning_rate, weight_decay=weight_decay)
+    adam = rare_rows(optax.adam(learning_rate, b2=0.95), axis_name)
+    inner = muon(learning_rate, weight_decay=weight_decay, others=adam)
     code = bin_means(2, block=1024) if code is None else code
     outer = optax.sgd(outer_rate, outer_momentum, nesterov=True)
     options["error_decay"] = error_decay

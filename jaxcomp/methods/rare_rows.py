@@ -15,7 +15,7 @@ from jaxcomp.exchange import averaging
 from jaxcomp.methods.inner import Synchronization
 from jaxcomp.replicas.kinds import kind_of
 from jaxcomp.replicas.layers import of_each_layer
-from jaxcomp.replicas.types import num_replicas
+from jaxcomp.replicas.types import num_replicas, vary_like
 from jaxcomp.replicas.wrapping import with_extra_args
 
 
@@ -76,7 +76,8 @@ def rare_rows(
     rows = _is_embedding if rows is None else rows
 
     def init(params):
-        unknown = lambda scaled, x: jnp.full(x.shape[:-1], -1.0, jnp.float32) if scaled else None
+        full = lambda x: vary_like(jnp.full(x.shape[:-1], -1.0, jnp.float32), x)
+        unknown = lambda scaled, x: full(x) if scaled else None
         others = jax.tree.map(unknown, _chosen(rows, params), params)
         return RareRowsState(inner.init(params), others)
 

@@ -141,7 +141,7 @@ def test_tables_may_be_in_shards_and_matrices_may_not():
     specs = dict.fromkeys(SHAPES, P()) | {"embed": P("fsdp"), "lm_head/kernel": P(None, "fsdp")}
     whole, _ = trained(None)
     found, state = trained(specs)
-    assert state.inner.inner_states["others"].inner_state[0].mu["embed"].shape == (2, 4096, 8)
+    assert state.inner.inner_states["others"].inner_state.inner[0].mu["embed"].shape == (2, 4096, 8)
     for name, x in whole.items():
         np.testing.assert_allclose(found[name], x, rtol=1e-5, atol=1e-6)
     with pytest.raises(ValueError, match="block_0/up/kernel.*a norm of local shards"):
@@ -158,9 +158,10 @@ def test_a_rate_must_be_a_number_or_a_schedule():
         jaxcomp.muon("fast")
 
 
-def test_the_default_muloco_is_local_steps_with_muon():
+def test_the_default_muloco_is_local_steps_with_muon_and_rare_rows():
+    adam = jaxcomp.rare_rows(optax.adam(RATE, b2=0.95), "replica")
     written = jaxcomp.local_steps(
-        jaxcomp.muon(RATE, weight_decay=0.1),
+        jaxcomp.muon(RATE, weight_decay=0.1, others=adam),
         "replica",
         every=2,
         code=jaxcomp.bin_means(2, block=1024),
