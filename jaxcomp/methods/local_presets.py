@@ -180,9 +180,9 @@ def muloco(
     References:
       B. Therien et al., `MuLoCo: Muon is a practical inner optimizer for DiLoCo
       <https://arxiv.org/abs/2505.23725>`_, 2025. Deviations: interval and outer rates; the rows of
-      embeddings; all leaves are encoded, in both directions. In the paper's sweeps norms, embeddings and the head are sent
-      in float32: pass a policy as `code` for that. In the authors' code the learning rate enters
-      twice with error feedback; here once.
+      embeddings; all leaves are encoded, in both directions. In the paper's sweeps norms,
+      embeddings and the head are sent in float32: pass a policy as `code` for that. In the authors'
+      code the learning rate enters twice with error feedback; here once.
     """
     adam = rare_rows(optax.adam(learning_rate, b2=0.95), axis_name)
     inner = muon(learning_rate, weight_decay=weight_decay, others=adam)
