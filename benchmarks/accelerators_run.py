@@ -15,7 +15,7 @@ from benchmarks import accelerators_roofline as roofline
 from benchmarks.accelerators_devices import DEVICES, mesh_from
 from benchmarks.accelerators_row import compile_step, facts
 from benchmarks.accelerators_step import METHODS, Built, build_step, model_for
-from train.models import build
+from train.placement import build
 
 WARM_UP = 101
 """Steps before those that are timed: 1-bit Adam and 1-bit LAMB first take 100 dense ones."""

@@ -17,8 +17,8 @@ import jaxcomp
 from benchmarks.accelerators_devices import DEVICES
 from train.config import Config, Data, Optimizer
 from train.config.run import AXIS_NAME
-from train.models import build
 from train.models.decoder import DecoderConfig
+from train.placement import build
 from train.placement.devices import FAST_AXIS
 from train.placement.resolve import resolve
 

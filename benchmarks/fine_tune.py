@@ -26,7 +26,8 @@ from benchmarks.accelerators_step import abstract_step
 from jaxcomp import report
 from train.config import run as configs
 from train.config.run import AXIS_NAME
-from train.models import build, lora
+from train.models import lora
+from train.placement import build
 from train.placement.devices import FAST_AXIS
 
 RESULTS = pathlib.Path(__file__).parent / "results" / "fine_tune.json"

@@ -14,7 +14,7 @@ import jax
 import jaxcomp
 from benchmarks import commands, slow_network_worker
 from jaxcomp.launch import distributed
-from train.checkpoints import resume
+from train import resume
 from train.config import Config, Data, Optimizer
 from train.config.run import AXIS_NAME
 from train.huggingface.pretrained import Pretrained

@@ -30,8 +30,7 @@ from benchmarks.slow_network_worker import config_of
 from jaxcomp.launch.exits import clean_exits
 from train.config import Config
 from train.config.optimizer import schedule
-from train.models import build
-from train.placement import devices
+from train.placement import build, devices
 from train.task import make_task
 
 MODEL, HOSTS, SEQUENCES, SEED = "0.5M", 4, 4, 0

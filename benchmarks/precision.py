@@ -27,10 +27,10 @@ import optax
 import jaxcomp
 from benchmarks import rows as rows_file
 from configs import nano_dense
-from train.data import examples, texts
+from train import examples
+from train.data import texts
 from train.data.sources import Data
-from train.models import build
-from train.placement import devices
+from train.placement import build, devices
 
 CONTEXT, BATCH, RATE = 8, 128, 3e-3
 

@@ -14,11 +14,11 @@ import optax
 import jaxcomp
 from benchmarks import rows as rows_file
 from jaxcomp.replicas import protocol
+from train import examples
 from train.config import Config
 from train.config.run import AXIS_NAME, update
-from train.data import examples
-from train.data.examples import Examples
-from train.models import build
+from train.examples import Examples
+from train.placement import build
 from train.task import Task, make_task, num_parameters
 
 TOGETHER = 100  # most steps per program

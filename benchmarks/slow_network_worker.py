@@ -14,9 +14,9 @@ from benchmarks.timing import interleaved
 from jaxcomp.launch import distributed
 from jaxcomp.measure import step_probe
 from jaxcomp.replicas import protocol
+from train import examples
 from train.config import Config, Data, Optimizer
 from train.config.run import AXIS_NAME
-from train.data import examples
 from train.models.decoder import DecoderConfig
 from train.output.metrics import hardware_name
 from train.placement import devices

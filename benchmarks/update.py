@@ -22,9 +22,8 @@ from benchmarks.slow_network_worker import config_of
 from jaxcomp.measure import step_probe
 from train.config import Config
 from train.config.run import AXIS_NAME
-from train.models import build
-from train.placement import devices, replicated
-from train.plan import counts, planning
+from train.placement import build, counts, devices, replicated
+from train.plan import planning
 
 # An overlapped step has the same update as the method without overlap.
 TIMED = [name for name in METHODS if not name.endswith("overlapped")]

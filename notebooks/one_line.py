@@ -45,8 +45,7 @@ from train.models.decoder import Decoder, DecoderConfig
 from train.models.losses import cross_entropy
 from train.models.modules import PathRngs, split
 from train.output import plots
-from train.placement import devices
-from train.plan import counts
+from train.placement import counts, devices
 
 steps = 400
 jax.config.update("jax_platforms", "cpu")  # one GPU is one device; the CPU can be four

@@ -24,8 +24,8 @@ import numpy as np
 from tests.helpers import harm
 from tests.helpers.faults import metrics_of, write_config
 from tests.helpers.harm import Place
+from train import resume
 from train import task as tasks
-from train.checkpoints import resume
 from train.config import run as configs
 from train.placement import devices
 

@@ -10,6 +10,12 @@ import pytest
 ROOT = pathlib.Path(__file__).parents[1]
 ROOMS = ["compressors", "replicas", "exchange", "methods", "steps", "sharded", "measure"]
 BESIDE = "launch"  # a room that is tied to no other
+# The rooms and single modules of the trainer, from the ground up: readers and models know no
+# config, checkpoints no run; programs are on top.
+FLOORS = ["checks", "output", "data", "models", "huggingface", "config", "placement", "checkpoints"]
+FLOORS += ["examples", "task", "report", "resume", "outputs", "loop", "plan", "__main__"]
+PROGRAMS = ["compare", "deepspeed", "demo", "export", "generate", "launch"]
+TRAINER = sorted(path.relative_to(ROOT / "train") for path in (ROOT / "train").rglob("*.py"))
 MODULES = sorted(
     path.relative_to(ROOT / "jaxcomp")
     for path in (ROOT / "jaxcomp").rglob("*.py")
@@ -76,9 +82,9 @@ def place(parts):
     return [*ROOMS, "flax"].index(name) if name in [*ROOMS, "flax"] else -1
 
 
-def named(path):
+def named(path, package="jaxcomp"):
     """The names that a file imports, those in functions too."""
-    for node in ast.walk(ast.parse((ROOT / "jaxcomp" / path).read_text())):
+    for node in ast.walk(ast.parse((ROOT / package / path).read_text())):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -89,12 +95,12 @@ def named(path):
         yield from names
 
 
-def imported(path):
-    """Of these the modules of jaxcomp, as tuples of names."""
-    for name in named(path):
-        home, *rest = name.split(".")
-        if home == "jaxcomp":
-            assert rest, f"{path} imports all of jaxcomp"
+def imported(path, package="jaxcomp"):
+    """Of these the modules of a package, as tuples of names."""
+    for name in named(path, package):
+        first, *rest = name.split(".")
+        if first == package:
+            assert rest, f"{path} imports all of {package}"
             yield tuple(rest)
 
 
@@ -107,6 +113,21 @@ def test_the_rooms_are_those_of_the_architecture():
 def test_a_module_imports_from_its_room_and_those_below_alone(path):
     above = [".".join(parts) for parts in imported(path) if place(parts) > place(path.parts)]
     assert not above
+
+
+def test_the_trainer_s_floors_have_all_its_rooms_and_modules():
+    inside = {path.stem for path in (ROOT / "train").iterdir() if path.suffix in ("", ".py")}
+    assert inside - {"__init__", "__pycache__"} == {*FLOORS, *PROGRAMS}
+
+
+@pytest.mark.parametrize(
+    "path", [*(ROOT / "train").rglob("*.py")], ids=lambda p: str(p.relative_to(ROOT))
+)
+def test_a_module_of_the_trainer_imports_from_its_floor_and_those_below_alone(path):
+    path = path.relative_to(ROOT / "train")
+    room, floor = path.parts[0].removesuffix(".py"), {name: at for at, name in enumerate(FLOORS)}
+    reached = {parts[0] for parts in imported(path, "train")} - {room}
+    assert not {name for name in reached if name not in floor or floor[name] > floor.get(room, 99)}
 
 
 @pytest.mark.parametrize("path", [*MODULES, "__init__.py", f"{BESIDE}/__init__.py"], ids=str)

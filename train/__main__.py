@@ -11,8 +11,7 @@ from jaxcomp import launch
 from jaxcomp.launch.exits import clean_exits
 from train.config import Config
 from train.config import run as configs
-from train.config.as_json import to_json
-from train.config.facts import program_facts
+from train.config.facts import program_facts, to_json
 from train.placement import devices
 from train.plan import arguments
 from train.plan.arguments import Options
@@ -37,8 +36,8 @@ def main(args: list[str]) -> None:
             if launch.is_first():
                 print(planned)
         elif instead == "report":
-            from train.data.examples import none
-            from train.output.report import text
+            from train.examples import none
+            from train.report import text
             from train.task import make_task
 
             print(text(make_task(config, read=none)))
@@ -47,9 +46,9 @@ def main(args: list[str]) -> None:
 
             rows = run(config)
             if rows:  # empty in the other processes of a run
-                from train.output import summary
+                from train import outputs
 
-                print(summary.text(config, rows))
+                print(outputs.summary(config, rows))
 
 
 def read(args: list[str]) -> tuple[Config, Options | Literal["report"] | None]:

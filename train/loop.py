@@ -14,12 +14,12 @@ from jaxcomp.launch.claims import Claim
 from jaxcomp.launch.exits import Drained, Transient
 from jaxcomp.launch.signals import stop_signals
 from jaxcomp.replicas import protocol
-from train.checkpoints import emergency, files, resume, store
-from train.checkpoints.resume import Progress
+from train import outputs, resume
+from train.checkpoints import emergency, files, store
 from train.config import Config
 from train.config.optimizer import schedule
-from train.output import said
-from train.plan import counts
+from train.placement import counts
+from train.resume import Progress
 from train.task import Task, make_task
 
 # Errors of reading data or writing rows.
@@ -51,7 +51,7 @@ def run(config: Config) -> list[dict[str, Any]]:
     # Signals are caught until the end, so that none interrupts the last save or the plot.
     with contextlib.ExitStack() as until_the_end:
         step, why = _train(config, folder, until_the_end)
-        rows = said.finished(config, folder) if agree.is_first() else []
+        rows = outputs.finished(config, folder) if agree.is_first() else []
         if step < config.steps:
             kind = KeyboardInterrupt if why == peers.A_PERSON else Drained
             raise kind(f"stopped at step {step}; run the same command to go on")
@@ -72,23 +72,34 @@ def _train(config: Config, folder: Path, until_the_end: contextlib.ExitStack) ->
         claim = until_the_end.enter_context(claims.claimed(folder, instead="write another --name"))
         if agree.is_first():
             files.remove_partial(directory)
-        copies = stack.enter_context(emergency.opened(config, folder, claim))
+        seconds = config.watchdog_seconds, config.start_seconds
+        copies_in = config.emergency_dir if config.emergency_every else None
+        copies = stack.enter_context(emergency.opened(folder, claim, copies_in, *seconds))
         params, state, done = resume.begin(task, directory, copies)
-        outputs = said.opened(stack, task, claim, folder, done)
-        asked_to_stop = until_the_end.enter_context(stop_signals())
-        checkpoints = _checkpoints(stack, config, directory, claim)
-        told = watch, asked_to_stop, checkpoints, copies
-        run = _Run(task, params, state, done, *told, *outputs)
+        keep, track, show = outputs.opened(stack, task, claim, folder, done)
+        run = _Run(
+            task=task,
+            params=params,
+            state=state,
+            done=done,
+            watch=watch,
+            asked_to_stop=until_the_end.enter_context(stop_signals()),
+            checkpoints=_checkpoints(stack, config.save_seconds, directory, claim),
+            copies=copies,
+            keep=keep,
+            track=track,
+            show=show,
+        )
         run.train()
         return done.step, run.stopped
 
 
-def _checkpoints(stack: contextlib.ExitStack, config: Config, directory: Path, claim: Claim):
+def _checkpoints(stack: contextlib.ExitStack, seconds: int, directory: Path, claim: Claim):
     """Opens the directory, and closes it at the end unless other processes might not.
 
     After a third signal nobody waits for a save.
     """
-    checkpoints = store.open_checkpoints(directory, seconds=config.save_seconds, claim=claim)
+    checkpoints = store.open_checkpoints(directory, seconds=seconds, claim=claim)
 
     def close(kind, error, trace):
         if kind is None or (kind is not KeyboardInterrupt and jax.process_count() == 1):

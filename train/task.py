@@ -13,16 +13,14 @@ from jax.sharding import PartitionSpec as P
 
 import jaxcomp
 from jaxcomp.replicas import protocol
+from train import examples
 from train.config import Config
 from train.config import run as configs
 from train.config.run import AXIS_NAME
-from train.data import examples
-from train.data.examples import Examples
-from train.models import build
-from train.placement import devices
+from train.examples import Examples
+from train.placement import build, counts, devices
 from train.placement.base import Functions, Placement
 from train.placement.resolve import resolve
-from train.plan import counts
 
 # Losses per message: a program with thousands of arguments takes minutes to compile.
 _MOST_GATHERED = 64

@@ -6,9 +6,9 @@ import jax
 import numpy as np
 
 from jaxcomp.compressors.policies import path_of
+from train import examples
 from train.config import Config
-from train.data import examples
-from train.models import build
+from train.placement import build
 
 
 def write(path: pathlib.Path, config: Config, steps: int) -> None:

@@ -14,9 +14,9 @@ from benchmarks import peers_loss, peers_table, slow_network_worker
 from benchmarks.peers import names, work
 from benchmarks.slow_network_methods import AUTHORS, DENSE, METHODS, MODELS, PEERS
 from jaxcomp.compressors.policies import path_of
+from train import examples
 from train.config.optimizer import schedule
-from train.data import examples
-from train.models import build
+from train.placement import build
 
 FOLDER = pathlib.Path(benchmarks.peers.__file__).parent
 MODEL = MODELS["0.5M"]

@@ -14,9 +14,9 @@ from benchmarks.scale_sizes import by_recipe, config_of
 from configs import nano_dense
 from tests.helpers.replicas import everywhere, mesh_of
 from train.config.run import update
-from train.data.examples import Examples
-from train.models import build
+from train.examples import Examples
 from train.models.decoder import DecoderConfig
+from train.placement import build
 from train.task import make_task
 
 STEPS, REPLICAS = 23, 2  # of which a tenth does not divide all

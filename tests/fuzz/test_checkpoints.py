@@ -7,8 +7,8 @@ import pytest
 from hypothesis import strategies as st
 
 from tests.helpers.fuzzing import fuzz, objects, refused, texts
-from train import checks, export
-from train.checkpoints import files, resume, store
+from train import checks, export, resume
+from train.checkpoints import files, store
 
 SAVED = {
     "progress": {"step": 4, "losses": [0.5], "parts": {"all": 4}, "sent_bytes": 8.0},

@@ -10,7 +10,7 @@ import jaxcomp
 from jaxcomp import planner, report
 from jaxcomp.measure import step_probe
 from tests.helpers.replicas import everywhere, mesh_of, rows
-from train.plan import counts as rounds_of
+from train.placement import counts as rounds_of
 
 AXIS = "replica"
 PARAMS = {"kernel": jax.ShapeDtypeStruct((64, 40), jnp.float32)}

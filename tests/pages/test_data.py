@@ -8,8 +8,8 @@ import pytest
 
 from tests.helpers import page_inputs
 from tests.helpers.snippets import ROOT
+from train import examples
 from train.config import run as configs
-from train.data import examples
 
 COMMANDS = re.findall(
     r"^    python -m train (.*)$", (ROOT / "docs" / "data.md").read_text(), re.MULTILINE

@@ -15,8 +15,8 @@ from configs import nano_dense
 from jaxcomp.compressors.policies import path_of
 from jaxcomp.replicas.kinds import kind_of
 from train.huggingface.weights import NAMES
-from train.models import build
 from train.models.decoder import DecoderConfig
+from train.placement import build
 
 MATRIX = np.ones((4, 6), np.float32)
 

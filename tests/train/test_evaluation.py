@@ -14,10 +14,9 @@ from tests.helpers.replicas import mesh_of, one_value
 from train import loop
 from train.checkpoints import mean, store
 from train.config import Config, Data, Images, Optimizer
-from train.models import build
 from train.models.decoder import DecoderConfig
 from train.models.resnet import ResNetConfig
-from train.placement import sharded
+from train.placement import build, sharded
 from train.task import make_task
 
 DENSE = "chain(compressed_mean(identity(), axis_name), sgd(learning_rate))"

@@ -8,11 +8,9 @@ import numpy as np
 import pytest
 
 from jaxcomp import planner
-from train import loop
+from train import examples, loop, report
 from train.config import Config, Data, Optimizer
-from train.data import examples
 from train.models.decoder import DecoderConfig
-from train.output import report
 from train.plan import planning
 from train.plan.arguments import Options
 from train.task import make_task

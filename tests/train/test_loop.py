@@ -23,17 +23,17 @@ from jaxcomp.launch import claims, exits, watchdog
 from tests.helpers.launching import TINY_ARGS, words
 from tests.helpers.replicas import one_value
 from train import __main__ as program
-from train import loop
+from train import examples, loop, report
 from train import task as tasks
 from train.checkpoints import files, store
-from train.config import Config, Data, Optimizer, as_json
+from train.config import Config, Data, Optimizer, facts
 from train.config import run as configs
 from train.config.optimizer import schedule
-from train.data import examples, texts
+from train.data import texts
 from train.models.decoder import Decoder, DecoderConfig
 from train.models.losses import cross_entropy
 from train.models.modules import PathRngs, split
-from train.output import metrics, report
+from train.output import metrics
 from train.placement import devices
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -178,7 +178,7 @@ def test_run_leaves_record_metrics_picture_checkpoint_and_report(config_of, text
         *("checkpoints", "config.json", "loss.png", "metrics.jsonl", "report.txt", "writer")
     ]
     record = json.loads((folder / "config.json").read_text())
-    assert record["config"] == json.loads(as_json.to_json(config))
+    assert record["config"] == json.loads(facts.to_json(config))
     assert record["versions"]["jax"] == jax.__version__
     assert record["hardware"].endswith(f"{os.cpu_count()} cores")
     assert record["data"]["sha256"] == texts.read(config.data, TINY.context).record["sha256"]

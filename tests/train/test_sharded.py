@@ -9,12 +9,11 @@ import jax
 import numpy as np
 import pytest
 
-from train import loop
+from train import loop, report
 from train import task as tasks
 from train.config import Config, Data, Images, Optimizer
 from train.models.decoder import DecoderConfig
 from train.models.vit import ViTConfig
-from train.output import report
 from train.placement.resolve import resolve
 
 STEPS = 4

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 from tests.helpers.replicas import mesh_of, rows
 from train.config import expression
 from train.config import run as configs
-from train.models import build
+from train.placement import build
 from train.placement.resolve import resolve
 from train.task import gather_losses
 

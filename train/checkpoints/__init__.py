@@ -1,1 +1,1 @@
-"""Checkpoints: what a run saves, and where it resumes."""
+"""Checkpoints of arrays: saved, checked, and read onto any mesh."""

@@ -13,19 +13,19 @@ from jaxcomp.launch.copies import Copies
 from jaxcomp.launch.parts import Entry
 from train import checks
 from train.checkpoints.trees import described, require_same
-from train.config import Config
 
 
 @contextlib.contextmanager
-def opened(config: Config, folder: Path, claim: Claim) -> Iterator[Copies | None]:
-    """Opens the copies of a run, see `copies.opened`; None if it wants none."""
-    if not config.emergency_every:
+def opened(
+    folder: Path, claim: Claim, directory: str | None, seconds: int, patience: int
+) -> Iterator[Copies | None]:
+    """Opens the copies of a run, as `copies.opened` does; None without a directory for them."""
+    if directory is None:
         copies.forget(folder)
         yield None
         return
-    where = folder, claim, Path(config.emergency_dir)
-    seconds = config.watchdog_seconds, config.start_seconds
-    with copies.opened(*where, *seconds, "Write another --emergency-dir") as made:
+    instead = "Write another --emergency-dir"
+    with copies.opened(folder, claim, Path(directory), seconds, patience, instead) as made:
         yield made
 
 

@@ -1,18 +1,41 @@
-"""What the processes of a run compare before they train: config, source files, package versions."""
+"""A configuration as JSON, and what the processes of a run compare before they train."""
 
+import dataclasses
 import hashlib
 import importlib.metadata
 import json
 import pathlib
 import platform
-from typing import Any
+from typing import Any, get_args, get_type_hints
+
+from train.config import Config
+
+
+def to_json(config: Config) -> str:
+    """Writes a configuration as JSON text.
+
+    If a field may have several types, `"type"` names its type, unless it is the first of them.
+    """
+    return json.dumps(_to_dict(config), indent=2)
+
+
+def _to_dict(value: Any) -> dict[str, Any]:
+    values = {}
+    for name, kind in get_type_hints(type(value)).items():
+        part = getattr(value, name)
+        if dataclasses.is_dataclass(part):
+            first, *_ = get_args(kind) or (kind,)
+            tag = {} if type(part) is first else {"type": type(part).__name__}
+            part = tag | _to_dict(part)
+        values[name] = part
+    return values
 
 
 def program_facts(config_json: str) -> dict[str, str]:
     """The facts of a program for `require_same`: config fields, source files, package versions.
 
     Args:
-      config_json: The resolved configuration, from `train.config.as_json.to_json`.
+      config_json: The resolved configuration, from `to_json`.
 
     Returns:
       Values; for source files the first 12 digits of the sha256.

@@ -5,7 +5,7 @@ import hashlib
 import pathlib
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -13,9 +13,6 @@ from train.data import image_files, image_folder
 from train.data.held_out import held_out
 from train.data.image_files import Stored
 from train.data.sources import Images
-from train.models.resnet import ResNetConfig
-from train.models.swin import SwinConfig
-from train.models.vit import ViTConfig
 
 _EPOCHS, _CROPS = 0, 1  # last word of Philox's counter: the purpose of the draw
 _MOVES = {"digits": 1, "cifar10": 4}  # most pixels by which a small image is shifted
@@ -43,11 +40,15 @@ class ImageSet(NamedTuple):
     record: dict[str, str | int]
 
 
-def read(
-    settings: Images,
-    model: ResNetConfig | ViTConfig | SwinConfig,
-    cache: pathlib.Path | None = None,
-) -> ImageSet:
+class Fitting(Protocol):
+    """What the images have to fit: the size and the classes of a model's configuration."""
+
+    size: int
+    channels: int
+    classes: int
+
+
+def read(settings: Images, model: Fitting, cache: pathlib.Path | None = None) -> ImageSet:
     """Finds the images that a configuration names and holds out a part of them.
 
     That is the data set's own validation part, if it has one. Otherwise it is each image whose hash

@@ -1,1 +1,1 @@
-"""The output of a run: rows, figures and reports."""
+"""Rows, figures and progress, of any run."""

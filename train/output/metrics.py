@@ -101,7 +101,7 @@ def run_record(config_json: str, data: Row, plan: Any) -> str:
     """Makes the record of a run as JSON text.
 
     Args:
-      config_json: The resolved configuration, from `as_json.to_json`.
+      config_json: The resolved configuration, from `facts.to_json`.
       data: The record of the corpus.
       plan: What is sent compressed and what in float32; plain values.
 

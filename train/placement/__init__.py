@@ -1,1 +1,1 @@
-"""Where a run's parameters are: on every replica, or sharded."""
+"""Devices, and what is on them: parameters on every replica or sharded, batches, messages."""

@@ -11,9 +11,9 @@ from jax.sharding import PartitionSpec as P
 import jaxcomp
 from train.config import Config
 from train.config.run import AXIS_NAME
-from train.models import build, modules, sharding
+from train.models import modules, sharding
 from train.models.decoder import DecoderConfig
-from train.placement import replicated
+from train.placement import build, replicated
 from train.placement.base import Functions, Placement
 from train.placement.devices import FAST_AXIS
 

@@ -15,10 +15,9 @@ from jaxcomp.compressors.policies import path_of
 from jaxcomp.replicas import protocol
 from train.config import Config
 from train.config.run import AXIS_NAME, update
-from train.models import build
+from train.placement import build, counts
 from train.placement.base import Functions, Placement
 from train.placement.devices import fast_axis_of
-from train.plan import counts
 
 
 def resolve(config: Config) -> Placement:

@@ -14,8 +14,8 @@ from jaxcomp.replicas.shards import map_shards, natural
 from jaxcomp.sharded import rounding
 from train.config import Config, expression
 from train.config.run import AXIS_NAME, update
-from train.models import build
 from train.models.decoder import STACKED, DecoderConfig
+from train.placement import build
 from train.placement.base import Functions, Placement
 from train.placement.devices import FAST_AXIS
 

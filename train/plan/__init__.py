@@ -1,1 +1,1 @@
-"""Predicts what a run will send, and which method is fastest."""
+"""Predicts which method is the fastest on a network."""

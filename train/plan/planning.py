@@ -13,10 +13,8 @@ from jaxcomp.launch import agree
 from jaxcomp.measure import link_probe, planner, step_probe
 from train.config import Config
 from train.config.run import AXIS_NAME
-from train.models import build
 from train.output import progress
-from train.placement import devices, replicated
-from train.plan import counts
+from train.placement import build, counts, devices, replicated
 from train.plan.arguments import Options
 
 DENSE = "dense float32"

@@ -46,14 +46,9 @@ def start(tmp_path):
 
     @contextlib.contextmanager
     def once(every=2):
-        config = SimpleNamespace(
-            emergency_every=every,
-            emergency_dir=str(tmp_path / "local"),
-            watchdog_seconds=10,
-            start_seconds=10,
-        )
+        local = str(tmp_path / "local") if every else None
         with contextlib.suppress(Lost), claims.claimed(tmp_path / "run") as claim:
-            with emergency.opened(config, tmp_path / "run", claim) as copies:
+            with emergency.opened(tmp_path / "run", claim, local, 10, 10) as copies:
                 yield copies
                 raise Lost
 

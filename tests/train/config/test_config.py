@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import jaxcomp
-from train.config import Config, Data, Images, Optimizer, as_json, expression
+from train.config import Config, Data, Images, Optimizer, expression, facts
 from train.config import run as configs
 from train.models.decoder import DecoderConfig
 from train.models.resnet import ResNetConfig
@@ -187,7 +187,7 @@ def test_replicas_0_leaves_the_division_of_the_batch_to_the_machine():
 
 def test_json_has_every_field_and_no_type_of_the_first_kinds():
     config = config_of(data=Data(path="text"), model=DecoderConfig(width=64), replicas=0)
-    assert json.loads(as_json.to_json(config)) == dataclasses.asdict(config)
+    assert json.loads(facts.to_json(config)) == dataclasses.asdict(config)
 
 
 def test_model_and_data_of_another_type_are_overridden_and_named_in_json(tmp_path):
@@ -196,7 +196,7 @@ def test_model_and_data_of_another_type_are_overridden_and_named_in_json(tmp_pat
     config = configs.load(str(path), "--model.blocks 3 4 --data.form folder --data.path x".split())
     assert config.model == ResNetConfig(blocks=(3, 4), size=8)
     assert config.data == Images("folder", "x")
-    record = json.loads(as_json.to_json(config))
+    record = json.loads(facts.to_json(config))
     assert record["model"].pop("type") == "ResNetConfig" and record["model"]["blocks"] == [3, 4]
     assert record["data"] == {"type": "Images"} | dataclasses.asdict(config.data)
     assert ResNetConfig(**record["model"] | {"blocks": (3, 4)}) == config.model

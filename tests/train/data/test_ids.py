@@ -8,9 +8,9 @@ import pytest
 
 from tests.helpers.corpora import again, write
 from tests.train.huggingface.test_folder import GOLDEN
-from train import generate
+from train import examples, generate
 from train.config import Config, Data, Optimizer
-from train.data import documents, examples, token_files, tokenizing
+from train.data import documents, token_files, tokenizing
 from train.data.tokenizer import load_tokenizer
 from train.models.decoder import DecoderConfig
 

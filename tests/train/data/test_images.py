@@ -15,10 +15,10 @@ from flax import nnx
 from PIL import Image
 
 from tests.helpers import pictures
-from train import loop
+from train import examples, loop
 from train.config import Config, Images, Optimizer
 from train.config import run as configs
-from train.data import examples, image_files, image_folder, images
+from train.data import image_files, image_folder, images
 from train.models.modules import PathRngs, split
 from train.models.objectives import OBJECTIVES
 from train.models.resnet import ResNet, ResNetConfig

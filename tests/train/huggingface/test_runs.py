@@ -15,15 +15,16 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from tests.helpers import faults
 from tests.train.huggingface.test_folder import GOLDEN, loaded
-from train import export, loop
-from train.checkpoints import mean, resume, store
+from train import export, loop, resume
+from train.checkpoints import mean, store
 from train.config import Config, Data, Optimizer
 from train.config import run as configs
 from train.huggingface import folder, safetensors, settings
 from train.huggingface.pretrained import Pretrained
-from train.models import build, lora
+from train.models import lora
 from train.models.decoder import DecoderConfig
 from train.models.resnet import ResNetConfig
+from train.placement import build
 
 UPDATE = "local_steps(adam(learning_rate), axis_name, every=4)"
 

@@ -8,10 +8,9 @@ import pytest
 from jaxcomp import planner
 from tests.helpers.launching import write_config
 from train import __main__ as program
-from train import task
+from train import examples, report, task
 from train.config import run as configs
-from train.data import examples
-from train.output import progress, report
+from train.output import progress
 from train.placement import devices
 from train.plan import arguments, planning
 from train.plan.arguments import Options

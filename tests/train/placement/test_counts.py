@@ -12,10 +12,9 @@ import jaxcomp
 from configs import nano_dense
 from jaxcomp import schedules
 from tests.helpers.replicas import everywhere, mesh_of, rows, transform
-from train.models import build
 from train.models.decoder import DecoderConfig
+from train.placement import build, counts
 from train.placement.resolve import resolve
-from train.plan import counts
 
 AXIS = "replica"
 

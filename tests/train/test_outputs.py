@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from train import outputs
 from train.config import Config, Data, Optimizer
-from train.output import summary
 
 ROWS = [
     {"step": 0, "loss": None, "val_loss": 5.0, "sent_bytes": 0},
@@ -31,7 +31,7 @@ def said(tmp_path):
         (folder / "checkpoints" / "20").mkdir(parents=True, exist_ok=True)
         plan = {"dense_bytes_per_step": dense}
         (folder / "config.json").write_text(json.dumps({"plan": plan}))
-        return summary.text(config, rows).replace(str(tmp_path), "runs").splitlines()
+        return outputs.summary(config, rows).replace(str(tmp_path), "runs").splitlines()
 
     return make
 

@@ -18,11 +18,11 @@ from jaxcomp.launch.holders import Found
 from jaxcomp.replicas.resize import reset_residuals
 from train import checks
 from train.checkpoints import emergency, files, mean, store, trees
-from train.config.as_json import to_json
-from train.config.facts import by_name
+from train.config.facts import by_name, to_json
 from train.config.run import AXIS_NAME
 from train.huggingface import folder, safetensors
-from train.models import build, lora
+from train.models import lora
+from train.placement import build
 from train.task import Task, shapes_of
 
 _METADATA = {"progress", "num_replicas", "data_sha256"}  # needed to resume

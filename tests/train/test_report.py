@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from tests.helpers.replicas import mesh_of
+from train import report
 from train.config import Config, Optimizer
-from train.output import report
 from train.placement.resolve import resolve
 
 PARAMS = {"w": np.zeros((64, 64), np.float32)}

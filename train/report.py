@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 import jaxcomp
-from train.config.as_json import to_json
+from train.config.facts import to_json
 from train.config.run import AXIS_NAME
 from train.output import metrics
 from train.task import Task, num_parameters

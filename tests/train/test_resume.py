@@ -18,8 +18,9 @@ from jaxcomp.launch import claims
 from jaxcomp.replicas.resize import reset_residuals
 from jaxcomp.replicas.types import to_varying
 from tests.helpers.replicas import everywhere, mesh_of, rows, state_of
+from train import resume
 from train import task as tasks
-from train.checkpoints import emergency, resume
+from train.checkpoints import emergency
 from train.checkpoints.store import open_checkpoints
 from train.config import Config, Data, Optimizer
 from train.models.decoder import DecoderConfig
@@ -202,7 +203,7 @@ def test_the_policy_says_what_residuals_other_replicas_begin_with(task_of, tmp_p
 
 def test_other_replicas_go_on_from_copies_as_from_a_checkpoint(task_of, tmp_path, capsys):
     task, other = task_of(4), task_of(2)
-    local = dataclasses.replace(task.config, emergency_every=1, emergency_dir=str(tmp_path / "l"))
+    local = str(tmp_path / "l"), 10, 10
     params, state = task.init()
     params, state, _ = task.step(params, state, task.batch(0))
     tree, done = {"params": params, "state": state}, resume.Progress(step=1, losses=[5.25])
@@ -212,14 +213,14 @@ def test_other_replicas_go_on_from_copies_as_from_a_checkpoint(task_of, tmp_path
     expected = resume.begin(other, tmp_path / "saved")
     directory = tmp_path / "run" / "checkpoints"
     with contextlib.suppress(ConnectionError), claims.claimed(directory.parent) as claim:
-        with emergency.opened(local, directory.parent, claim) as copies:
+        with emergency.opened(directory.parent, claim, *local) as copies:
             copies.begin(0, None)
             copies.keep(1, tree, emergency.record(tree, resume.metadata(task, done)))
             copies.wait()
             raise ConnectionError
     capsys.readouterr()
     with claims.claimed(directory.parent) as claim:
-        with emergency.opened(local, directory.parent, claim) as copies:
+        with emergency.opened(directory.parent, claim, *local) as copies:
             found = resume.begin(other, directory, copies)
     assert capsys.readouterr().err == (
         "run: from step 1 on 2 replicas instead of 4, resize=keep_mean\n"

@@ -6,11 +6,10 @@ import json
 import numpy as np
 
 from tests.helpers import tokens
-from train import loop
+from train import examples, loop
 from train.checkpoints import store
 from train.config import Config, Data, Optimizer
 from train.config import run as configs
-from train.data import examples
 from train.models.decoder import DecoderConfig
 
 
