@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from benchmarks.accelerators_program import COLLECTIVES, Program
 from jaxcomp.measure import hlo
-from jaxcomp.measure.mesh import (
+from jaxcomp.measure.hlo import (
     axes_crossed,
     axes_of_groups,
     positions_of,

@@ -73,10 +73,10 @@ from jaxcomp.methods.zero_one_adam_deepspeed import (
 )
 from jaxcomp.replicas.compact import compact as compact
 from jaxcomp.replicas.kinds import leaf_kinds as leaf_kinds
+from jaxcomp.replicas.layers import per_layer as per_layer
 from jaxcomp.replicas.protocol import MethodState as MethodState
 from jaxcomp.replicas.resize import resize as resize
 from jaxcomp.replicas.specs import state_specs as state_specs
-from jaxcomp.replicas.stacked import per_layer as per_layer
 from jaxcomp.replicas.state import local_params as local_params
 from jaxcomp.replicas.state import per_replica as per_replica
 from jaxcomp.sharded.qsdp import QSDP as QSDP
@@ -86,12 +86,12 @@ from jaxcomp.sharded.step import qsdp_train_step as qsdp_train_step
 from jaxcomp.steps.compiling import compiler_options as compiler_options
 from jaxcomp.steps.evaluate import eval_step as eval_step
 from jaxcomp.steps.mean import mean_params as mean_params
+from jaxcomp.steps.mean import replica_spread as replica_spread
 from jaxcomp.steps.overlapped import OverlappedStep as OverlappedStep
 from jaxcomp.steps.overlapped import overlapped_train_step as overlapped_train_step
-from jaxcomp.steps.shapes import state_shapes as state_shapes
 from jaxcomp.steps.simulated import simulated_train_step as simulated_train_step
-from jaxcomp.steps.spread import replica_spread as replica_spread
 from jaxcomp.steps.train import TrainStep as TrainStep
+from jaxcomp.steps.train import state_shapes as state_shapes
 from jaxcomp.steps.train import train_step as train_step
 
 try:

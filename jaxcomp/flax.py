@@ -50,7 +50,7 @@ def on_mesh(
 
     def init(params):
         params = nnx.as_pure(params)
-        return jitted(_placed(mesh, params, full_specs(params, mesh, axis_name, param_specs)))
+        return jitted(_put(mesh, params, full_specs(params, mesh, axis_name, param_specs)))
 
     def refuse(updates, state, params=None, **extra_args):
         raise ValueError(
@@ -158,12 +158,12 @@ class NnxStep:
 
     def _call(self, model, optimizer, batch, extra_args):
         update = _update_of(optimizer.tx)
-        graphdef, *states = _split(model, optimizer.wrt)
+        graphdef, *states = _partition(model, optimizer.wrt)
         pure = [nnx.as_pure(state) for state in states]
-        of_params = full_specs(pure[0], update.mesh, update.axis_name, update.param_specs)
-        places = [of_params, *(jax.tree.map(lambda _: P(), state) for state in pure[1:])]
+        param_specs = full_specs(pure[0], update.mesh, update.axis_name, update.param_specs)
+        places = [param_specs, *(jax.tree.map(lambda _: P(), state) for state in pure[1:])]
         params, keys, frozen, rest = placed = [
-            _placed(update.mesh, state, specs) for state, specs in zip(pure, places, strict=True)
+            _put(update.mesh, state, specs) for state, specs in zip(pure, places, strict=True)
         ]
         nnx.update(model, *placed)
         some = lambda tree: tree if jax.tree.leaves(tree) else None
@@ -196,9 +196,9 @@ class TrainStateStep:
     def _call(self, state, batch, rng, extra_args):
         update = _update_of(state.tx)
         specs = full_specs(state.params, update.mesh, update.axis_name, update.param_specs)
-        params = _placed(update.mesh, state.params, specs)
+        params = _put(update.mesh, state.params, specs)
         own = getattr(state, self._field) if self._field else None
-        own = _placed(update.mesh, own, jax.tree.map(lambda _: P(), own))
+        own = _put(update.mesh, own, jax.tree.map(lambda _: P(), own))
         args = params, state.opt_state, batch, folded(rng, state.step), own, extra_args
         return self._made(state.tx).step, args
 
@@ -209,7 +209,7 @@ def _nnx_step(loss: _Loss, tx: Any, graphdef: Any, wrt: Any) -> TrainStep:
         states = [nnx.State({}) if s is None else s for s in (rng, frozen, model_state)]
         model = nnx.merge(graphdef, params, *states)
         returned = loss.loss_fn(model, batch)
-        *_, rest = _split(model, wrt)
+        *_, rest = _partition(model, wrt)
         kept = () if model_state is None else (nnx.as_pure(rest),)
         return (*returned, *kept) if loss.has_aux else (returned, *kept)
 
@@ -217,7 +217,7 @@ def _nnx_step(loss: _Loss, tx: Any, graphdef: Any, wrt: Any) -> TrainStep:
     return _core(loss._replace(loss_fn=loss_fn, batch_specs=(specs, P())), tx)
 
 
-def _split(model, wrt):
+def _partition(model, wrt):
     """`(graphdef, trained parameters, keys, other parameters, all else)`."""
     return nnx.split(model, wrt, nnx.RngKey, nnx.Param, ...)
 
@@ -248,7 +248,7 @@ def _update_of(tx):
     return update
 
 
-def _placed(mesh, tree, specs):
+def _put(mesh, tree, specs):
     """Puts arrays where the specs say; arrays that are there already are not touched."""
 
     def put(x, spec):

@@ -29,13 +29,9 @@ ELSEWHERE = {
     "compressors/bin_means.py": COMPRESSORS,  # a row there
     "compressors/blocks.py": COMPRESSORS,  # a helper of those that have blocks
     "compressors/cocktail.py": "compressors/test_compose.py",  # a chain by name
-    "compressors/fitting.py": "compressors/test_learned.py",  # what learned levels are fitted by
-    "compressors/patterns.py": "compressors/test_sparse.py",
     "compressors/checks.py": COMPRESSORS,  # errors of all of them
-    "measure/mesh.py": "measure/test_hlo.py",  # one reader of a compiled program
     "measure/tables.py": "measure/test_report.py",  # how rows are aligned
     "replicas/fast.py": "steps/test_fast.py",  # the step that is made of it
-    "replicas/narrow.py": "methods/test_master_weights.py",  # whose absence it warns of
     "replicas/shards.py": QSDP,
     "flax.py": "users/test_nnx.py",  # whole programs
     "launch/__main__.py": "launch/test_launch.py",
@@ -62,15 +58,12 @@ ELSEWHERE = {
     "launch/variables.py": "launch/test_detect.py",
     "steps/gradient.py": "steps/test_train.py",  # both halves of a step
     "steps/interleaved_shards.py": "steps/test_interleaved.py",  # the same on a mesh of more axes
-    "steps/stages.py": "steps/test_interleaved.py",  # what these steps are cut into
     "steps/update.py": "steps/test_train.py",
-    "steps/spread.py": "steps/test_train.py",  # what every step leaves equal
     "methods/freezing.py": "methods/test_one_bit_adam.py",  # whose warm-up it ends
     "methods/inner.py": "methods/test_cocktail_sgd.py",  # whose inner optimizer it first was
     "methods/rescaling.py": "methods/test_slamb.py",  # its steps
     "methods/trust.py": "methods/test_one_bit_lamb.py",  # whose trust ratios they are
     "sharded/gathering.py": "sharded/test_gather_once.py",
-    "sharded/cutting.py": QSDP,
     "sharded/levels.py": "compressors/test_learned.py",
     "sharded/walks.py": "sharded/test_layers.py",
 }

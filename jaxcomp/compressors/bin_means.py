@@ -6,7 +6,7 @@ from jax import lax
 from jaxcomp._printing import call
 from jaxcomp.compressors import checks
 from jaxcomp.compressors.base import Compressor, Payload
-from jaxcomp.compressors.blocks import split
+from jaxcomp.compressors.blocks import in_blocks
 from jaxcomp.compressors.packing import pack, unpack
 
 
@@ -39,7 +39,7 @@ def bin_means(bits: int, block: int | None = None) -> Compressor:
 
     def encode(x, shared, private):
         size = min(block or x.size, x.size)
-        rows, used = split(x, size), split(jnp.ones_like(x), size) > 0
+        rows, used = in_blocks(x, size), in_blocks(jnp.ones_like(x), size) > 0
         mean_of = lambda values, used: (
             jnp.sum(jnp.where(used, values, 0.0), axis=1, keepdims=True)
             / jnp.maximum(jnp.sum(used, axis=1, keepdims=True), 1)
@@ -58,7 +58,7 @@ def bin_means(bits: int, block: int | None = None) -> Compressor:
     def decode(payload, shared):
         packed, table = payload.data
         size = min(block or payload.numel, payload.numel)
-        codes = split(unpack(packed, bits, payload.numel), size)
+        codes = in_blocks(unpack(packed, bits, payload.numel), size)
         # Selects, and not a gather: they fuse.
         values = jnp.zeros(codes.shape, table.dtype)
         for code in range(num_bins):

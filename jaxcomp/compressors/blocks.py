@@ -8,7 +8,7 @@ from jaxcomp.compressors.platforms import LANES, platform
 _INDEXED = 2**31 - 1  # the greatest int32: JAX has no wider integers by default
 
 
-def split(x: jax.Array, block: int, fill: str = "zero") -> jax.Array:
+def in_blocks(x: jax.Array, block: int, fill: str = "zero") -> jax.Array:
     """Cuts a bucket into blocks: `f32[numel] -> f32[ceil(numel / size), size]`, one a row.
 
     The size is the lesser of `block` and numel. `fill` says what completes the last block: "zero",
@@ -19,8 +19,8 @@ def split(x: jax.Array, block: int, fill: str = "zero") -> jax.Array:
     return jnp.pad(x, (0, -x.size % size), mode=mode).reshape(-1, size)
 
 
-def joined(blocks: jax.Array, numel: int) -> jax.Array:
-    """Undoes `split`: `[num_blocks, size] -> [numel]`."""
+def from_blocks(blocks: jax.Array, numel: int) -> jax.Array:
+    """Undoes `in_blocks`: `[num_blocks, size] -> [numel]`."""
     return blocks.reshape(-1)[:numel]
 
 

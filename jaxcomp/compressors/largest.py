@@ -1,10 +1,14 @@
-"""Finds the k entries of largest magnitude of each row, exactly.
+"""The k entries of largest magnitude of each row: finds them, takes them out, and puts them back.
 
-Magnitudes have the order of their bits, read as integers. Each platform has a form of its own, and
-all find the same entries. A CPU bisects for the threshold, in a fifth of the time of
-`jax.lax.top_k`. On accelerators such a loop would wait for the host in each round. So they sort
+Each platform has forms of its own, and all return the same bits. A CPU bisects for the threshold,
+in a fifth of the time of `jax.lax.top_k`, numbers the marked entries with a running sum, and moves
+them one by one. On accelerators such a loop would wait for the host in each round. So they sort
 rows of up to 4,096, but a TPU compares all pairs in short rows. In longer rows both find the
 threshold digit by digit.
+
+A GPU counts ones in words of 32 marks, so that each entry, or each place, computes where to read. A
+TPU would move a whole tile for each entry: it compares all places of a short row with each other,
+in one fused sum, and sorts rows of up to 4,096.
 """
 
 from functools import partial
@@ -12,11 +16,15 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jaxcomp.compressors.platforms import by_platform
-from jaxcomp.compressors.ranks import SHORT, SORTED, UNSIGNED, ranks, taken
 
+SHORT = 256  # most entries of a row whose places are all compared with each other
+SORTED = 4096  # most entries of a row that is sorted
+UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}
+_WORD = 32
 _DIGIT = 4  # bits of the threshold that a pass finds, by counting at 15 values
 
 
@@ -161,3 +169,195 @@ def _greatest(holds, low, high):
         return jnp.where(fits, middle, low), jnp.where(fits, high, middle - 1)
 
     return lax.while_loop(lambda bounds: jnp.any(bounds[0] < bounds[1]), halved, (low, high))[0]
+
+
+def ranks(marked: jax.Array) -> jax.Array:
+    """Counts the marked entries before each one in its row: `bool[rows, n] -> i32[rows, n]`."""
+    return by_platform(marked, cpu=ranks_by_words, gpu=ranks_by_words, default=ranks_by_comparing)
+
+
+def taken(x: jax.Array, marked: jax.Array, k: int) -> jax.Array:
+    """Takes the k marked entries of each row, in order: `[rows, n] -> [rows, k]`."""
+    n = x.shape[1]
+    long = taken_by_sorting if n <= SORTED else taken_by_moving
+    forms = {
+        "cpu": taken_in_turn,
+        "gpu": taken_by_words if n <= SHORT else taken_by_moving,
+        "default": taken_by_comparing if n <= SHORT else long,
+    }
+    return by_platform(x, marked, **{name: partial(form, k=k) for name, form in forms.items()})
+
+
+def put_back(values: jax.Array, marked: jax.Array) -> jax.Array:
+    """Undoes `taken`, with zeros at the other entries: `[rows, k] -> [rows, n]`."""
+    n = marked.shape[1]
+    long = put_back_by_sorting if n <= SORTED else put_back_by_ranks
+    other = put_back_by_comparing if n <= SHORT else long
+    return by_platform(values, marked, cpu=put_back_in_turn, gpu=put_back_by_ranks, default=other)
+
+
+def put_at(values: jax.Array, places: jax.Array, n: int) -> jax.Array:
+    """Puts values at places of their row, all different: `[rows, k], i32[rows, k] -> [rows, n]`."""
+    moved = lambda values, places: put_at_by_moving(values, places, n)
+    compared = lambda values, places: put_at_by_comparing(values, places, n)
+    other = compared if n <= SHORT else moved
+    return by_platform(values, places, cpu=moved, gpu=moved, default=other)
+
+
+# Numbers of marked entries.
+
+
+def ranks_by_words(marked: jax.Array) -> jax.Array:
+    """`ranks` by counting ones in words, and by the sums of the words before."""
+    rows, n = marked.shape
+    words = _words(marked)
+    earlier = (np.uint32(1) << np.arange(_WORD, dtype=np.uint32)[None, None]) - np.uint32(1)
+    within = lax.population_count(words[:, :, None] & earlier).astype(jnp.int32)
+    sums = _before(lax.population_count(words).astype(jnp.int32), SHORT)
+    return (within + sums[:, :, None]).reshape(rows, -1)[:, :n]
+
+
+def ranks_by_comparing(marked: jax.Array) -> jax.Array:
+    """`ranks` by comparing all places of a short row, or of 128 neighbours in a long one."""
+    n = marked.shape[1]
+    return _before(marked.astype(jnp.int32), n if n <= SHORT else SHORT // 2)
+
+
+def _words(marked):
+    """Marks as bits: `bool[rows, n] -> u32[rows, ceil(n / 32)]`, the first one lowest."""
+    rows, n = marked.shape
+    padded = jnp.pad(marked, ((0, 0), (0, -n % _WORD))).reshape(rows, -1, _WORD)
+    bits = padded.astype(jnp.uint32) << lax.iota(jnp.uint32, _WORD)[None, None]
+    return jnp.sum(bits, axis=2, dtype=jnp.uint32)
+
+
+def _before(counts, size):
+    """Sums what comes before each entry of a row, in tiles of `size`: `i32[rows, n]`, as counts."""
+    rows, n = counts.shape
+    size = min(size, n)
+    tiles = jnp.pad(counts, ((0, 0), (0, -n % size))).reshape(-1, size)
+    place, other = (lax.broadcasted_iota(jnp.int32, (1, size, size), axis) for axis in (1, 2))
+    within = jnp.sum(jnp.where(other < place, tiles[:, None, :], 0), axis=2).reshape(rows, -1, size)
+    if n > size:
+        within += _before(jnp.sum(tiles, axis=1).reshape(rows, -1), size)[:, :, None]
+    return within.reshape(rows, -1)[:, :n]
+
+
+# From all entries to the marked ones.
+
+
+def taken_in_turn(x: jax.Array, marked: jax.Array, k: int) -> jax.Array:
+    """`taken`, one entry at a time, numbered across all rows."""
+    one, rank = _ones(marked)
+    count = x.shape[0] * k
+    place = jnp.where(one, rank, count).reshape(-1)[: x.size]
+    return jnp.zeros(count, x.dtype).at[place].set(x.reshape(-1), mode="drop").reshape(-1, k)
+
+
+def taken_by_moving(x: jax.Array, marked: jax.Array, k: int) -> jax.Array:
+    """`taken`, one entry at a time, numbered in each row."""
+    place = jnp.where(marked, ranks(marked), k)
+    row = lax.broadcasted_iota(jnp.int32, x.shape, 0)
+    return jnp.zeros((x.shape[0], k), x.dtype).at[row, place].set(x, mode="drop")
+
+
+def taken_by_words(x: jax.Array, marked: jax.Array, k: int) -> jax.Array:
+    """`taken` for short rows: each place finds its entry by bisection."""
+    words, rank = _words(marked), lax.broadcasted_iota(jnp.int32, (1, k), 1)
+    place, step = jnp.zeros((x.shape[0], k), jnp.int32), 1 << (x.shape[1] - 1).bit_length()
+    while step := step // 2:
+        ones: jax.Array | int = 0  # before the middle
+        for number in range(words.shape[1]):
+            bits = jnp.clip(place + step - _WORD * number, 0, _WORD).astype(jnp.uint32)
+            # A shift by all 32 bits is not defined.
+            earlier = jnp.where(
+                bits == 0, 0, jnp.uint32(2**32 - 1) >> (_WORD - jnp.maximum(bits, 1))
+            )
+            ones += lax.population_count(words[:, number, None] & earlier).astype(jnp.int32)
+        place = jnp.where(ones <= rank, place + step, place)
+    return jnp.take_along_axis(x, place, axis=1, mode="promise_in_bounds")
+
+
+def taken_by_comparing(x: jax.Array, marked: jax.Array, k: int) -> jax.Array:
+    """`taken` for short rows: each of the k places looks at all entries."""
+    place = jnp.where(marked, ranks(marked), k)[:, None, :]
+    return _picked(x[:, None, :], place == lax.broadcasted_iota(jnp.int32, (1, k, 1), 1))
+
+
+def taken_by_sorting(x: jax.Array, marked: jax.Array, k: int) -> jax.Array:
+    """`taken`: sorts entries by place, the marked ones first."""
+    return _sorted(_first_if(marked), x)[1][:, :k]
+
+
+# From values to all entries.
+
+
+def put_back_in_turn(values: jax.Array, marked: jax.Array) -> jax.Array:
+    """`put_back`, numbered across all rows."""
+    one, rank = _ones(marked)
+    kept = values.reshape(-1).at[rank].get(mode="clip")
+    x = jnp.where(one, kept, jnp.zeros((), values.dtype))
+    return x.reshape(-1)[: marked.size].reshape(marked.shape)
+
+
+def put_back_by_ranks(values: jax.Array, marked: jax.Array) -> jax.Array:
+    """`put_back`: each entry reads the place of its rank."""
+    kept = jnp.take_along_axis(values, ranks(marked), axis=1, mode="clip")
+    return jnp.where(marked, kept, jnp.zeros((), values.dtype))
+
+
+def put_back_by_comparing(values: jax.Array, marked: jax.Array) -> jax.Array:
+    """`put_back` for short rows: each entry looks at all k values."""
+    k = values.shape[1]
+    place = jnp.where(marked, ranks(marked), k)[:, :, None]
+    return _picked(values[:, None, :], place == lax.broadcasted_iota(jnp.int32, (1, 1, k), 2))
+
+
+def put_back_by_sorting(values: jax.Array, marked: jax.Array) -> jax.Array:
+    """`put_back`: orders the places, the marked ones first, and sorts the values by them."""
+    n, others = marked.shape[1], marked.shape[1] - values.shape[1]
+    place = lax.sort(_first_if(marked), dimension=1, is_stable=False) % n
+    return _sorted(place, jnp.pad(values, ((0, 0), (0, others))))[1]
+
+
+def _first_if(marked):
+    """The places of marked entries, and those of all others plus n, `u16[rows, n]`."""
+    place = lax.broadcasted_iota(jnp.uint16, marked.shape, 1)
+    return jnp.where(marked, place, place + marked.shape[1])
+
+
+def _sorted(key, x):
+    return lax.sort((key, x), dimension=1, is_stable=False, num_keys=1)
+
+
+def put_at_by_moving(values: jax.Array, places: jax.Array, n: int) -> jax.Array:
+    """`put_at`, one value at a time."""
+    row = jnp.arange(values.shape[0])[:, None]
+    x = jnp.zeros((values.shape[0], n), values.dtype)
+    return x.at[row, places].set(values, unique_indices=True, mode="promise_in_bounds")
+
+
+def put_at_by_comparing(values: jax.Array, places: jax.Array, n: int) -> jax.Array:
+    """`put_at` in short rows: each entry looks at all places."""
+    mine = places[:, None, :] == lax.broadcasted_iota(places.dtype, (1, n, 1), 1)
+    return _picked(values[:, None, :], mine)
+
+
+def _picked(x, mine):
+    """The entry of the last axis where `mine` holds, at most one; zero if none. Keeps its bits."""
+    bits = lax.bitcast_convert_type(x, UNSIGNED[x.dtype.itemsize])
+    total = jnp.sum(jnp.where(mine, bits, 0), axis=-1, dtype=bits.dtype)
+    return lax.bitcast_convert_type(total, x.dtype)
+
+
+def _ones(marked):
+    """Marks by eights, `bool[bytes, 8]`, and how many come before in all rows, `i32[bytes, 8]`."""
+    marked = jnp.pad(marked.reshape(-1), (0, -marked.size % 8)).reshape(-1, 8).astype(jnp.uint8)
+    bit = lax.iota(jnp.uint8, 8)[None]
+    mask = jnp.sum(marked << bit, axis=1, dtype=jnp.uint8)
+    # Counted byte by byte: a running sum over bits would take four bytes an entry.
+    ones = lax.population_count(mask).astype(jnp.int32)
+    mask = mask[:, None]
+    before = lax.population_count(mask & ((jnp.uint8(1) << bit) - jnp.uint8(1)))
+    rank = (jnp.cumsum(ones) - ones)[:, None] + before.astype(jnp.int32)
+    return (mask >> bit) & 1 == 1, rank

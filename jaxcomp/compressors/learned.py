@@ -1,4 +1,7 @@
-"""b-bit codes whose levels are learned: placed where the values are."""
+"""b-bit codes whose levels are learned: placed where the values are.
+
+Levels are fitted to a histogram of values in [0, 1], which are taken as uniform within a bin.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -6,13 +9,15 @@ import numpy as np
 from jax import lax
 
 from jaxcomp._printing import call
-from jaxcomp.compressors import checks, fitting
+from jaxcomp.compressors import checks
 from jaxcomp.compressors.base import Compressor, Levels, Payload
-from jaxcomp.compressors.blocks import joined, split
+from jaxcomp.compressors.blocks import from_blocks, in_blocks
 from jaxcomp.compressors.packing import pack, uniform, unpack
 from jaxcomp.compressors.quantize import grid, in_steps
 
 _SAMPLE = 2**16  # values of a bucket that are tallied, at least where there are more
+_BINS = 1024  # of a histogram: 16 for each gap between 64 uniform levels
+_STEPS = 16  # for each level: neighbours move each other, so more levels take longer to settle
 
 
 def learned_levels(
@@ -57,31 +62,31 @@ def learned_levels(
         return jnp.asarray(start) if shared.levels is None else shared.levels
 
     def encode(x, shared, private):
-        blocks = split(x.astype(jnp.float32), block, fill="edge")
+        blocks = in_blocks(x.astype(jnp.float32), block, fill="edge")
         low, span = grid(blocks, "minmax", 1, dtype)
         values = in_steps(blocks, low, span)
         share = uniform(private, values.shape) if rounding == "stochastic" else 0.5
         codes = _find(values, levels_of(shared), share, bits)
-        return Payload((pack(joined(codes, x.size), bits), low, span), x.size)
+        return Payload((pack(from_blocks(codes, x.size), bits), low, span), x.size)
 
     def decode(payload, shared):
         packed, *scales = payload.data
-        codes = split(unpack(packed, bits, payload.numel), block)
+        codes = in_blocks(unpack(packed, bits, payload.numel), block)
         low, span = (scale.astype(jnp.float32)[:, None] for scale in scales)
         digits = [(codes >> shift) & 1 == 1 for shift in reversed(range(bits))]
-        return joined(low + span * _choose(list(levels_of(shared)), digits), payload.numel)
+        return from_blocks(low + span * _choose(list(levels_of(shared)), digits), payload.numel)
 
     def tally(x):
         size = min(block, x.size)
         stride = max(1, x.size // max(size, _SAMPLE))
-        blocks = split(x.astype(jnp.float32), block, fill="edge")[::stride]
-        is_value = split(jnp.ones(x.shape), block)[::stride] > 0
+        blocks = in_blocks(x.astype(jnp.float32), block, fill="edge")[::stride]
+        is_value = in_blocks(jnp.ones(x.shape), block)[::stride] > 0
         low, span = grid(blocks, "minmax", 1, dtype)
         values = in_steps(blocks, low, span)
         counts = is_value & (span > 0)[:, None]
-        return fitting.histogram(values.reshape(-1), counts.reshape(-1))
+        return _histogram(values.reshape(-1), counts.reshape(-1))
 
-    fit = fitting.least_error if rounding == "nearest" else fitting.least_variance
+    fit = _least_error if rounding == "nearest" else _least_variance
     rest = {"block": block, "rounding": rounding, "scale_dtype": dtype.name}
     return Compressor(
         name=call(learned_levels, bits=bits, **rest),
@@ -118,3 +123,77 @@ def _choose(table, digits):
             jnp.where(digit, one, zero) for zero, one in zip(table[::2], table[1::2], strict=True)
         ]
     return table[0]
+
+
+def _histogram(values: jax.Array, chosen: jax.Array) -> jax.Array:
+    """Counts the chosen ones of `values`, `f32[n]`, in `f32[_BINS]`; NaN counts nowhere."""
+    chosen &= (values >= 0) & (values <= 1)
+    bins = jnp.clip((values * _BINS).astype(jnp.int32), 0, _BINS - 1)
+    return jnp.zeros(_BINS).at[bins].add(chosen.astype(jnp.float32))
+
+
+def _least_error(levels: jax.Array, tally: jax.Array) -> jax.Array:
+    """Moves levels to where rounding to the nearest has the least squared error.
+
+    Lloyd's algorithm: each level moves to the mean of the values that are nearest to it, and stays
+    if there are none. `levels` is `f32[n]`, ascending in [0, 1]; `tally` is what `_histogram`
+    returns.
+    """
+    counts, sums = _integrals(tally)
+
+    def step(_, levels):
+        between = (levels[1:] + levels[:-1]) / 2
+        edges = jnp.concatenate([jnp.zeros(1), between, jnp.ones(1)])
+        count, total = jnp.diff(counts(edges)), jnp.diff(sums(edges))
+        return jnp.where(count > 0, total / jnp.where(count > 0, count, 1.0), levels)
+
+    return lax.fori_loop(0, _STEPS * levels.size, step, levels)
+
+
+def _least_variance(levels: jax.Array, tally: jax.Array) -> jax.Array:
+    """Moves all levels except the first and last to where stochastic rounding has least variance.
+
+    The variance of a value v between levels a and c is (v - a)(c - v). Given its neighbours a and
+    c, the best level b has `count(b) = count(a) + sum(c - v for a < v < c) / (c - a)`, where
+    `count(x)` is the number of values below x. Every second level moves at a time.
+
+    Levels stay if the tally is empty. Arguments are those of `_least_error`.
+
+    References:
+      Faghri et al., `Adaptive Gradient Quantization for Data-Parallel SGD
+      <https://arxiv.org/abs/2010.12460>`_, NeurIPS 2020, Theorem 1.
+    """
+    counts, sums = _integrals(tally)
+    edges = jnp.linspace(0, 1, _BINS + 1)
+    cumulative = counts(edges)
+    inner = jnp.arange(1, levels.size - 1)
+
+    def step(number, levels):
+        a, b, c = levels[:-2], levels[1:-1], levels[2:]
+        count = counts(c) - counts(a)
+        lack = c * count - (sums(c) - sums(a))
+        apart = (c > a) & (count > 0)
+        target = counts(a) + lack / jnp.where(apart, c - a, 1.0)
+        best = jnp.clip(jnp.interp(target, cumulative, edges), a, c)
+        return levels.at[1:-1].set(jnp.where(apart & (inner % 2 == number % 2), best, b))
+
+    return lax.fori_loop(0, 2 * _STEPS * levels.size, step, levels)
+
+
+def _integrals(tally):
+    """Functions of positions `f32[n]`: how many values lie below, and their sum."""
+    share = tally / jnp.maximum(jnp.sum(tally), 1.0)
+    ends = jnp.linspace(0, 1, _BINS + 1)
+    before = lambda x: jnp.concatenate([jnp.zeros(1), jnp.cumsum(x)])
+    below, total = before(share), before(share * (ends[1:] + ends[:-1]) / 2)
+    bin_of = lambda x: jnp.clip((x * _BINS).astype(jnp.int32), 0, _BINS - 1)
+
+    def counts(x):
+        at = bin_of(x)
+        return below[at] + share[at] * (x - ends[at]) * _BINS
+
+    def sums(x):
+        at = bin_of(x)
+        return total[at] + share[at] * (x - ends[at]) * _BINS * (x + ends[at]) / 2
+
+    return counts, sums

@@ -23,11 +23,11 @@ def by_platform(*args: Any, cpu: Callable, default: Callable, gpu: Callable | No
       gpu: For GPUs; `default` if there is none.
     """
     gpu = default if gpu is None else gpu
-    of_mesh = _platform_of_mesh()
-    if of_mesh is None:
+    mesh_platform = _mesh_platform()
+    if mesh_platform is None:
         return lax.platform_dependent(*args, cpu=cpu, cuda=gpu, rocm=gpu, default=default)
     forms = {"cpu": cpu, "gpu": gpu, "cuda": gpu, "rocm": gpu}
-    return forms.get(of_mesh, default)(*args)
+    return forms.get(mesh_platform, default)(*args)
 
 
 def platform() -> str:
@@ -35,10 +35,10 @@ def platform() -> str:
 
     For forms with other results. All must be right everywhere; one is fast on its platform.
     """
-    return _platform_of_mesh() or jax.default_backend()
+    return _mesh_platform() or jax.default_backend()
 
 
-def _platform_of_mesh():
+def _mesh_platform():
     """The platform that the mesh names inside `shard_map`; None elsewhere."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     return device and device.platform

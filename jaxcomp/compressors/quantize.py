@@ -7,7 +7,7 @@ from jax import lax
 from jaxcomp._printing import call
 from jaxcomp.compressors import checks
 from jaxcomp.compressors.base import Compressor, Payload
-from jaxcomp.compressors.blocks import joined, split
+from jaxcomp.compressors.blocks import from_blocks, in_blocks
 from jaxcomp.compressors.packing import pack, uniform, unpack
 
 
@@ -102,7 +102,7 @@ def quantize(
     num_steps = 2**bits - (1 if range == "minmax" or bits == 1 else 2)
 
     def encode(x, shared, private):
-        blocks = split(_widen(x), block, fill="edge")
+        blocks = in_blocks(_widen(x), block, fill="edge")
         low, step = grid(blocks, range, num_steps, dtype)
         steps = in_steps(blocks, low, step)
         if range == "absmax":
@@ -111,17 +111,17 @@ def quantize(
         # The sum is a rounded code in the low bits; XLA:CPU converts at a third of the speed.
         codes = lax.bitcast_convert_type(steps + 2.0**23, jnp.uint32).astype(jnp.uint8)
         scales = (step,) if range == "absmax" else (low, step)
-        return Payload((pack(joined(codes, x.size), bits), *scales), x.size)
+        return Payload((pack(from_blocks(codes, x.size), bits), *scales), x.size)
 
     def decode(payload, shared):
         packed, *low, step = payload.data
-        steps = split(unpack(packed, bits, payload.numel), block).astype(jnp.float32)
+        steps = in_blocks(unpack(packed, bits, payload.numel), block).astype(jnp.float32)
         if rounding == "shift":
             steps = steps - _offset(rounding, shared, None, ())
         step = _widen(step)[:, None]
         if range == "absmax":
-            return joined((steps - num_steps / 2) * step, payload.numel)
-        return joined(steps * step + _widen(low[0])[:, None], payload.numel)
+            return from_blocks((steps - num_steps / 2) * step, payload.numel)
+        return from_blocks(steps * step + _widen(low[0])[:, None], payload.numel)
 
     scales = 1 if range == "absmax" else 2
     rest = {"block": block, "range": range, "rounding": rounding, "scale_dtype": dtype.name}

@@ -7,7 +7,7 @@ from jax import lax
 from jaxcomp._printing import call
 from jaxcomp.compressors import checks
 from jaxcomp.compressors.base import Compressor, Payload
-from jaxcomp.compressors.blocks import in_lanes, joined, per_block, split
+from jaxcomp.compressors.blocks import from_blocks, in_blocks, in_lanes, per_block
 from jaxcomp.compressors.packing import pack, unpack
 from jaxcomp.compressors.platforms import by_platform
 
@@ -48,7 +48,7 @@ def sign(
 
     def encode(x, shared, private):
         size = min(block or x.size, x.size)
-        blocks = in_lanes(split(jnp.abs(x) if scale == "l1" else x * x, size))
+        blocks = in_lanes(in_blocks(jnp.abs(x) if scale == "l1" else x * x, size))
         sums = jnp.sum(blocks, axis=tuple(range(1, blocks.ndim)))
         # As floats: the count of a very large bucket may not fit in 32 bits.
         last = jnp.full(1, x.size - size * (sums.size - 1), sums.dtype)
@@ -60,9 +60,9 @@ def sign(
     def decode(payload, shared):
         packed, scales = payload.data
         numel = payload.numel
-        bits = in_lanes(split(unpack(packed, 1, numel), block or numel))
+        bits = in_lanes(in_blocks(unpack(packed, 1, numel), block or numel))
         signs = jnp.where(bits == 1, 1.0, -1.0)
-        return joined(signs * per_block(scales.astype(jnp.float32), signs), numel)
+        return from_blocks(signs * per_block(scales.astype(jnp.float32), signs), numel)
 
     scale_bits = 8 * dtype.itemsize
     return Compressor(

@@ -1,5 +1,6 @@
 """Sparsifiers: a share of the entries, chosen by the step, by chance or by magnitude."""
 
+import functools
 import math
 import numbers
 
@@ -7,14 +8,16 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxcomp._printing import call
-from jaxcomp.compressors import checks, patterns
+from jaxcomp.compressors import checks
 from jaxcomp.compressors.base import Compressor, Selection
-from jaxcomp.compressors.blocks import in_lanes, per_block, split
+from jaxcomp.compressors.blocks import in_blocks, in_lanes, indexed, per_block
 from jaxcomp.compressors.compose import sparsifier
-from jaxcomp.compressors.largest import find_largest
-from jaxcomp.compressors.packing import pack, unpack
-from jaxcomp.compressors.patterns import in_rows
-from jaxcomp.compressors.ranks import put_at, put_back
+from jaxcomp.compressors.largest import find_largest, put_at, put_back
+from jaxcomp.compressors.packing import pack, uniform, unpack
+from jaxcomp.compressors.platforms import LANES, by_platform, platform
+
+_TILE = (8, LANES)  # of a TPU
+_RUN = 8 * LANES  # neighbours that are sent together: a whole tile
 
 
 def random_k(density: float, pattern: str = "runs") -> Compressor:
@@ -41,7 +44,7 @@ def random_k(density: float, pattern: str = "runs") -> Compressor:
     """
     stride = _stride(density)
     checks.choice("random_k", "pattern", pattern, "runs", "strided", "random")
-    halves = {"runs": patterns.runs, "strided": patterns.strided, "random": patterns.drawn}
+    halves = {"runs": _runs, "strided": _strided, "random": _drawn}
     select, scatter = halves[pattern](stride)
     selection = Selection(
         kept=lambda numel: -(-numel // stride),
@@ -122,7 +125,7 @@ def group_top_1(group: int) -> Compressor:
     bits = group.bit_length() - 1
 
     def select(x, shared):
-        values, place = _largest_in_columns(in_lanes(in_rows(x, group)))
+        values, place = _largest_in_columns(in_lanes(_in_rows(x, group)))
         return values.reshape(-1), pack(place, bits)
 
     def scatter(values, where, shared, numel):
@@ -146,7 +149,7 @@ def group_top_1(group: int) -> Compressor:
 def _largest_of_blocks(layout):
     def select(x, shared):
         size, num_blocks, k = layout(x.size)
-        blocks = split(x, size)
+        blocks = in_blocks(x, size)
         found = find_largest(blocks, k)
         values = found.values.reshape(-1)
         if _index_bits(size) * k >= size:
@@ -203,3 +206,146 @@ def _stride(density):
             f"1/{below + 1} or 1/{below}"
         )
     return stride
+
+
+# The patterns of `random_k`: each gives the two halves of a `Selection`.
+
+
+def _runs(stride):
+    """One of each `stride` runs of neighbours, the next one in each step."""
+
+    def select(x, shared):
+        mine = shared.count % stride
+        tiles, rest = _tiled(x, stride)
+        parts = [lax.dynamic_index_in_dim(tiles, mine, axis=1, keepdims=False).reshape(-1)]
+        if rest.size:
+            parts.append(lax.dynamic_index_in_dim(_in_rows(rest, stride), mine, keepdims=False))
+        # The barrier keeps each reader of the values from picking them again.
+        return lax.optimization_barrier(_concatenated(parts)), ()
+
+    def scatter(values, where, shared, numel):
+        # Selects, which XLA fuses into their readers. The barrier keeps the producer of the values
+        # out of that fusion, which would run it `stride` times.
+        values, mine = lax.optimization_barrier(values), shared.count % stride
+        forms = {"cpu": _runs_in_place, "default": _runs_by_tiles}
+        forms = {name: functools.partial(form, stride, numel) for name, form in forms.items()}
+        return by_platform(values, mine, **forms)
+
+    return select, scatter
+
+
+def _runs_by_tiles(stride, numel, values, mine):
+    """Puts runs back at `mine` in their groups of `stride`, zeros elsewhere: `f32[numel]`."""
+    picked = numel // (stride * _RUN) * _RUN
+    groups = values[:picked].reshape(-1, 1, *_TILE)
+    is_mine = lax.iota(jnp.int32, stride)[None, :, None, None] == mine
+    whole = jnp.where(is_mine, groups, 0)
+    rest = _rest(stride, numel - whole.size, values[picked:], mine)
+    parts = [whole, rest] if rest.size else [whole]
+    return jnp.concatenate([_tiles_of(part, numel) for part in parts]).reshape(-1)
+
+
+def _runs_in_place(stride, numel, values, mine):
+    # On XLA:CPU a broadcast with a reshape, or a concatenation, takes five to ten times as long.
+    def put(piece):
+        size, picked = piece.stop - piece.start, values[piece.start // stride :]
+        count, x = size // (stride * _RUN), jnp.zeros(size, values.dtype)
+        if count:
+            starts = (stride * lax.iota(jnp.int32, count) + mine) * _RUN
+            x = lax.scatter(
+                x,
+                starts[:, None],
+                picked[: count * _RUN].reshape(count, _RUN),
+                lax.ScatterDimensionNumbers((1,), (), (0,)),
+                indices_are_sorted=True,
+                unique_indices=True,
+                mode="promise_in_bounds",
+            )
+        whole = count * stride * _RUN
+        rest = _rest(stride, size - whole, picked[count * _RUN :], mine)
+        return lax.dynamic_update_slice(x, rest, (whole,)) if rest.size else x
+
+    return _concatenated([put(piece) for piece in indexed(numel, stride * _RUN)])
+
+
+def _rest(stride, size, values, mine):
+    """The `size` entries after the last whole group: one shorter run of each `stride`."""
+    if not size:
+        return values[:0]
+    is_mine = lax.iota(jnp.int32, stride)[:, None] == mine
+    return jnp.where(is_mine, values[: -(-size // stride)], 0).reshape(-1)[:size]
+
+
+def _tiled(x, stride):
+    """Whole groups of `stride` runs, as `f32[groups, stride, 8, 128]`, and what is left over."""
+    tiles, groups = _tiles_of(x, x.size), x.size // (stride * _RUN)
+    end = groups * stride * (_RUN if tiles.ndim == 1 else 1)
+    return tiles[:end].reshape(-1, stride, *_TILE), tiles[end:].reshape(-1)
+
+
+def _tiles_of(part, numel):
+    """A part of `numel` entries: `[entries]`, or `[tiles, 8, 128]` on TPUs if these are whole.
+
+    A TPU cuts and joins tiles of all layers of a stack as they are in memory.
+    """
+    is_whole = platform() == "tpu" and numel % _RUN == 0
+    return part.reshape(-1, *_TILE) if is_whole else part.reshape(-1)
+
+
+def _strided(stride):
+    """Every `stride`-th entry, rolled by one each step."""
+
+    def select(x, shared):
+        padded = jnp.pad(x, (0, -x.size % stride)).reshape(-1, stride)
+        return lax.dynamic_index_in_dim(padded, shared.count % stride, axis=1, keepdims=False), ()
+
+    def scatter(values, where, shared, numel):
+        # A select, which XLA fuses into its reader. The barrier keeps the producer of the values
+        # out of that fusion, which would run it `stride` times.
+        values, first = lax.optimization_barrier(values), (shared.count % stride).astype(jnp.uint32)
+
+        def put(piece):
+            index = lax.iota(jnp.uint32, piece.stop - piece.start)
+            kept = values[piece.start // stride :].at[index // stride]
+            return jnp.where(index % stride == first, kept.get(mode="promise_in_bounds"), 0)
+
+        return _concatenated([put(piece) for piece in indexed(numel, stride)])
+
+    return select, scatter
+
+
+def _drawn(stride):
+    """One of each `stride` entries, far from each other, by the shared key."""
+
+    def draw(shared, count):
+        return jnp.floor(uniform(shared, (count,)) * stride).astype(jnp.int32)
+
+    def select(x, shared):
+        rows = _in_rows(x, stride)
+        place = draw(shared, rows.shape[1])
+        return jnp.take_along_axis(rows, place[None, :], axis=0)[0], ()
+
+    def scatter(values, where, shared, numel):
+        # Not a select: XLA would fuse the producer of the values (later stages) into it, and run it
+        # for each entry.
+        place = draw(shared, values.size)
+
+        def put(piece):
+            mine = values[piece]
+            x = jnp.zeros((stride, mine.size), values.dtype)
+            return x.at[place[piece], jnp.arange(mine.size)].set(
+                mine, unique_indices=True, mode="promise_in_bounds"
+            )
+
+        return _concatenated([put(piece) for piece in indexed(values.size)]).reshape(-1)[:numel]
+
+    return select, scatter
+
+
+def _concatenated(pieces):
+    return pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=-1)
+
+
+def _in_rows(x, length):
+    """Rows that are contiguous slices of `f32[numel]`, which XLA vectorizes best."""
+    return jnp.pad(x, (0, -x.size % length)).reshape(length, -1)

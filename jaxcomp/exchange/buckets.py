@@ -114,8 +114,8 @@ def make_plan(
         chosen = [i for i, leaf in enumerate(leaves) if labels[i] == value and leaf.size]
         most = bucket_numel or default_numel(sum(leaves[i].size for i in chosen))
         for segments in _cut(chosen, [leaf.size for leaf in leaves], most):
-            of_bucket = {jnp.dtype(leaves[s.leaf].dtype) for s in segments}
-            buckets.append(_bucket(value, segments, of_bucket, num_replicas))
+            dtypes_inside = {jnp.dtype(leaves[s.leaf].dtype) for s in segments}
+            buckets.append(_bucket(value, segments, dtypes_inside, num_replicas))
     shapes = tuple(tuple(leaf.shape) for leaf in leaves)
     dtypes = tuple(jnp.dtype(leaf.dtype) for leaf in leaves)
     return Plan(treedef, paths, shapes, dtypes, labels, tuple(buckets))

@@ -45,8 +45,8 @@ def completed(journeys: Sequence[Journey], pace: Pace = at_once) -> list[Any]:
         for index, value in arrived.items():
             try:
                 hops[index] = journeys[index].send(value)
-            except StopIteration as home:
-                results[index] = home.value
+            except StopIteration as ended:
+                results[index] = ended.value
         travel = functools.partial(_travelled, tuple(hops.values()))
         received = pace(travel, [hop.message for hop in hops.values()]) if hops else []
         arrived = dict(zip(hops, received, strict=True))
@@ -82,6 +82,6 @@ def resumed(journey: Journey, arrived: list[Any]) -> Any:
         next(journey)
         for value in arrived:
             journey.send(value)
-    except StopIteration as home:
-        return home.value
+    except StopIteration as ended:
+        return ended.value
     raise ValueError(f"the journey has more than {len(arrived)} hops, so it is another one.")

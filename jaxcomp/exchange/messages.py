@@ -48,15 +48,15 @@ def payload_like(compressor: Compressor, numel: int, dtype=jnp.float32) -> Paylo
 
 def pack_words(payload: Payload) -> jax.Array:
     """`pack` in `u32[words]`."""
-    return _joined([_shifted_together(leaf) for leaf in jax.tree.leaves(payload)])
+    return _concatenated([_shifted_together(leaf) for leaf in jax.tree.leaves(payload)])
 
 
 def pack_bytes(payload: Payload) -> jax.Array:
     """`pack` in `u8[bytes]`."""
-    return _joined([_cast_together(leaf) for leaf in jax.tree.leaves(payload)])
+    return _concatenated([_cast_together(leaf) for leaf in jax.tree.leaves(payload)])
 
 
-def _joined(parts):
+def _concatenated(parts):
     padding = -sum(part.nbytes for part in parts) % _UNIT
     parts = [*parts, jnp.zeros(padding // parts[0].itemsize, parts[0].dtype)] if padding else parts
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts)

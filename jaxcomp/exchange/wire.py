@@ -94,7 +94,7 @@ def gathered_journey(x, owner_residual, compressor: Compressor, shared: Key, axi
     """
     if compressor.shared_selection is not None:
         return (
-            yield from _of_selected(
+            yield from _selected_journey(
                 gathered_journey, x, 1, owner_residual, compressor, shared, axis_name
             )
         )
@@ -148,7 +148,7 @@ def two_shot_journey(x, owner_residual, compressor: Compressor, shared: Key, axi
     if compressor.shared_selection is not None:
         chunks = lax.axis_size(axis_name)
         return (
-            yield from _of_selected(
+            yield from _selected_journey(
                 two_shot_journey, x, chunks, owner_residual, compressor, shared, axis_name
             )
         )
@@ -162,7 +162,7 @@ def two_shot_journey(x, owner_residual, compressor: Compressor, shared: Key, axi
     return Mean(mean, sent.reshape(-1, chunk.size), total - decode(message))
 
 
-def _of_selected(journey, x, num_chunks, owner_residual, compressor, shared, axis_name):
+def _selected_journey(journey, x, num_chunks, owner_residual, compressor, shared, axis_name):
     """A journey for the entries that all replicas select; it does not touch the others.
 
     An owner's residual at the other entries waits until they are selected.
@@ -175,8 +175,8 @@ def _of_selected(journey, x, num_chunks, owner_residual, compressor, shared, axi
     picked = None if owner_residual is None else pick(owner_residual)
     # As in `compose`, each stage has a key of its own.
     key = fold(shared, 1)
-    of_picked = jax.vmap(pick)(chunks).reshape(-1)
-    mean, sent, kept = yield from journey(of_picked, picked, rest, key, axis_name)
+    picked_chunks = jax.vmap(pick)(chunks).reshape(-1)
+    mean, sent, kept = yield from journey(picked_chunks, picked, rest, key, axis_name)
     if owner_residual is not None:
         owner_residual = owner_residual - put(picked) + put(kept)
     return Mean(whole(mean), whole(sent), owner_residual)

@@ -9,8 +9,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jaxcomp.measure import counting
-from jaxcomp.measure.report import Collective, Program, crossing
+from jaxcomp.measure.report import Collective, Program, crossing, step_bytes
 
 _SUMS = ("all-reduce", "reduce-scatter")
 _MOST_LISTED = 8
@@ -82,7 +81,7 @@ def _elements(rows: list[Collective], free: int) -> float:
     if any(row.count is None for row in rows):
         return math.inf
     count = lambda row: sum(max(0, numel - free) for numel in _numels(row))
-    return counting.total([row._replace(sent_bytes=count(row)) for row in rows])
+    return step_bytes([row._replace(sent_bytes=count(row)) for row in rows])
 
 
 def _text(rows: list[Collective], axis: str, allowed: Mapping[str, int]) -> str:

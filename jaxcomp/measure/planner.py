@@ -222,20 +222,20 @@ def _waiting(method: Method, link: Link, compute_seconds: float) -> float:
     waiting = 0.0
     for times in {min(m.times, 1.0) for m in method.messages if m.times > 0}:
         together = [m for m in method.messages if min(m.times, 1.0) == times]
-        of_one_step = network_seconds(together, link) / times
-        waiting += times * max(0.0, of_one_step - method.overlaps * compute_seconds)
+        step_seconds = network_seconds(together, link) / times
+        waiting += times * max(0.0, step_seconds - method.overlaps * compute_seconds)
     return waiting
 
 
 def _reason(rows: Sequence[Row], recommended: Row, fastest: float) -> str:
     dense = min((r for r in rows if not r.method.changes), key=lambda r: r.step_seconds)
     share = dense.network_seconds / dense.step_seconds if dense.step_seconds else 0.0
-    of_network = f"of a step by {dense.method.name} the network takes {share:.0%}"
+    share_text = f"of a step by {dense.method.name} the network takes {share:.0%}"
     if not recommended.method.changes:
         gain = 1 - fastest / dense.step_seconds if dense.step_seconds else 0.0
-        return f"do not compress: {of_network}, and the best code would save {gain:.0%} of the step"
+        return f"do not compress: {share_text}, and the best code would save {gain:.0%} of the step"
     gain = dense.step_seconds / recommended.step_seconds
-    return f"{recommended.method.name}: {of_network}; this is {gain:.2f} times as fast"
+    return f"{recommended.method.name}: {share_text}; this is {gain:.2f} times as fast"
 
 
 def table(planned: Plan) -> str:

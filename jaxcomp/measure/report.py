@@ -15,14 +15,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxcomp.compressors.policies import path_of
-from jaxcomp.measure import counting, hlo
-from jaxcomp.measure.mesh import (
-    axes_crossed,
-    axes_of_groups,
-    positions_of,
-    replica_groups,
-    source_target_pairs,
-)
+from jaxcomp.measure import hlo
 from jaxcomp.measure.tables import aligned
 from jaxcomp.replicas import protocol
 from jaxcomp.replicas.compact import is_compact
@@ -94,8 +87,8 @@ def collectives(program: Program | Sequence[Program], mesh: Mesh) -> list[Collec
             f"partitions, need one that runs on the mesh's {mesh.size} devices; pass the mesh "
             "that the step was made with"
         )
-    positions = positions_of(program, mesh)
-    axes_of = axes_of_groups(mesh, positions)
+    positions = hlo.positions_of(program, mesh)
+    axes_of = hlo.axes_of_groups(mesh, positions)
     runs = _whole(hlo.executions(module))
     found = (_collective(run, axes_of, positions, mesh) for run in runs)
     return [collective for collective in found if collective is not None]
@@ -116,7 +109,7 @@ def sent_bytes(program: Program | Sequence[Program], mesh: Mesh, axis: str | Non
     Raises:
       ValueError: If the mesh has no such axis, or if the length of a loop that sends is unknown.
     """
-    return counting.total(_sending(program, mesh, axis))
+    return step_bytes(_sending(program, mesh, axis))
 
 
 def sent_bytes_by_part(
@@ -130,7 +123,7 @@ def sent_bytes_by_part(
     """
     rows = _sending(program, mesh, axis)
     return {
-        part: counting.total([row for row in rows if row.part == part])
+        part: step_bytes([row for row in rows if row.part == part])
         for part in sorted({"", *(row.part for row in rows)})
     }
 
@@ -167,7 +160,7 @@ def _line_of_total(rows: list[Collective], axes: tuple[str, ...] | None) -> tupl
     known = [row for row in chosen if row.count is not None]
     label = "total, all" if axes is None else f"total, {'+'.join(axes) or '-'}"
     bound = "" if len(known) == len(chosen) else "at least"
-    return label, "", bound, "", f"{counting.total(known):,.0f}", "", ""
+    return label, "", bound, "", f"{step_bytes(known):,.0f}", "", ""
 
 
 def crossing(
@@ -223,18 +216,18 @@ def _collective(
     operands = [computation.instructions[name].type for name in instruction.operands]
     if op in ("ragged-all-to-all", "send"):
         operands = operands[:1]  # The others are offsets, sizes and tokens.
-    pairs = source_target_pairs(instruction.attributes)
+    pairs = hlo.source_target_pairs(instruction.attributes)
     if op == "send" and not pairs:
         return None
     if op in ("collective-permute", "send"):
-        axes, size = axes_crossed(pairs, positions, mesh)
+        axes, size = hlo.axes_crossed(pairs, positions, mesh)
     else:
-        groups = replica_groups(instruction.attributes, mesh.size)
+        groups = hlo.replica_groups(instruction.attributes, mesh.size)
         axes = axes_of.get(frozenset(map(frozenset, groups)), ("?",))
         size = max(map(len, groups))
     operand_bytes = sum(map(hlo.num_bytes, operands))
     shape = ", ".join(itertools.chain.from_iterable(map(hlo.shapes, operands)))
-    sent = counting.sent(op, operand_bytes, size)
+    sent = bytes_sent(op, operand_bytes, size)
     parts = re.findall(r"\bjaxcomp\.(\w+)", instruction.attributes)
     part = (parts or [""])[-1]
     origin = re.search(r'\bop_name="([^"]*)"', instruction.attributes)
@@ -273,3 +266,30 @@ def exact_leaves(params: Any, state: Any) -> list[str] | None:
             (exact if leaf is None else lossy).add(path_of(path))
     paths = [path_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
     return [path for path in paths if path in exact - lossy]
+
+
+def bytes_sent(op: str, operand_bytes: int, size: int) -> float:
+    """Bytes that leave each of `size` replicas, for operands of `operand_bytes`."""
+    others = operand_bytes * (size - 1)
+    if op == "all-gather" or size == 1:
+        return float(others)
+    shares = {"all-reduce": 2, "reduce-scatter": 1, "all-to-all": 1}
+    return shares[op] * others / size if op in shares else float(operand_bytes)
+
+
+def step_bytes(rows: Sequence[Any], depth: int = 0) -> float:
+    """Sums `sent_bytes` of `report.Collective` rows, whose counts must be known.
+
+    It adds rows in no deeper branch, and for each conditional the branch that sends most.
+    """
+    outside = sum(row.sent_bytes * row.count for row in rows if len(row.branch) == depth)
+    conditionals: dict[str, dict[str, list[Any]]] = {}
+    for row in rows:
+        if len(row.branch) > depth:
+            label = row.branch[depth]
+            branches = conditionals.setdefault(label.split()[0], {})
+            branches.setdefault(label, []).append(row)
+    return outside + sum(
+        max(step_bytes(branch, depth + 1) for branch in branches.values())
+        for branches in conditionals.values()
+    )

@@ -48,16 +48,16 @@ def update_program(
     num_rows = math.prod(mesh.shape[name] for name in names_of(update.axes))
     init = jax.jit(functools.partial(init_state, update))
 
-    def placed(x, spec, *lead):
+    def shape_at(x, spec, *lead):
         place = NamedSharding(mesh, spec)
         return jax.ShapeDtypeStruct((*lead, *x.shape), x.dtype, sharding=place)
 
     def step(params, state, grads):
         return all_updates(update, params, state, grads, jnp.zeros(num_rows))[:2]
 
-    state = jax.tree.map(placed, jax.eval_shape(init, params), update_specs(update, params)[1])
-    grads = jax.tree.map(lambda x: placed(x, P(update.axes), num_rows), params)
-    params = jax.tree.map(lambda x: placed(x, P()), params)
+    state = jax.tree.map(shape_at, jax.eval_shape(init, params), update_specs(update, params)[1])
+    grads = jax.tree.map(lambda x: shape_at(x, P(update.axes), num_rows), params)
+    params = jax.tree.map(lambda x: shape_at(x, P()), params)
     lowered = jax.jit(step, donate_argnums=(0, 1)).lower(params, state, grads)
     own = dict(compiler_options) if compiler_options else None
     return UpdateProgram(init, lowered.compile(compiler_options=own))

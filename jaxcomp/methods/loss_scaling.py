@@ -10,9 +10,8 @@ from jax import lax
 
 from jaxcomp.methods.common import method, require
 from jaxcomp.replicas.finite import not_finite, unless
-from jaxcomp.replicas.narrow import widened
 from jaxcomp.replicas.protocol import MethodState
-from jaxcomp.replicas.wrapping import with_extra_args
+from jaxcomp.replicas.wrapping import widened, with_extra_args
 
 _GREATEST = 2.0**24
 

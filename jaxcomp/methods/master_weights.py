@@ -7,9 +7,8 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from jaxcomp.replicas.narrow import is_narrow, widened
 from jaxcomp.replicas.protocol import MethodState, keeps_rounding
-from jaxcomp.replicas.wrapping import with_extra_args
+from jaxcomp.replicas.wrapping import is_narrow, widened, with_extra_args
 
 
 @MethodState.register

@@ -184,5 +184,5 @@ def _is_norm(eqn) -> bool:
     largest, sizes = _sizes(eqn)
     # One entry of a message is a slice or bytes. A sum of a mask's bits is not a norm.
     is_real = all(jnp.issubdtype(x.aval.dtype, jnp.floating) for x in eqn.outvars)
-    of_message = eqn.primitive.name in ("slice", "bitcast_convert_type")
-    return largest > 1 and sizes == [1] and is_real and not of_message
+    is_message = eqn.primitive.name in ("slice", "bitcast_convert_type")
+    return largest > 1 and sizes == [1] and is_real and not is_message

@@ -82,7 +82,7 @@ def filled(params: Any, shares: Any) -> tuple[Any, Any]:
     return jax.tree.map(shape, shares, params), jax.tree.map(lambda share: share.spec, shares)
 
 
-def own(params: Any, shares: Any, fast_axis: str) -> Any:
+def own_shares(params: Any, shares: Any, fast_axis: str) -> Any:
     """This device's shares of whole parameters; inside `jax.shard_map` over all axes."""
 
     def take(share, x):

@@ -82,6 +82,6 @@ def poisoned(bad: jax.Array, tree: Any) -> Any:
 
 def unless(bad: Any, new: Any, old: Any) -> Any:
     """The tree `new`, or `old` where `bad`: one bool[] for all leaves, or a tree of them."""
-    of_leaf = lambda bad, n, o: jnp.where(spread(bad, n), o, n)
-    chosen = lambda bad, new, old: jax.tree.map(functools.partial(of_leaf, bad), new, old)
+    chosen_leaf = lambda bad, n, o: jnp.where(spread(bad, n), o, n)
+    chosen = lambda bad, new, old: jax.tree.map(functools.partial(chosen_leaf, bad), new, old)
     return jax.tree.map(chosen, bad, new, old)

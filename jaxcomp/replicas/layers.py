@@ -1,5 +1,6 @@
-"""Layers that one array holds: tree nodes for them, and what looks at one layer at a time."""
+"""Layers that one array holds: tree nodes for them, and what shows a transformation each layer."""
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,7 @@ import optax
 from jax import lax
 
 from jaxcomp.compressors.policies import path_of
+from jaxcomp.replicas.wrapping import with_extra_args
 
 
 class LayeredTransformation(optax.GradientTransformationExtraArgs):
@@ -110,15 +112,15 @@ def of_all_layers(function: Callable[[Any], Any], tree: Any) -> Any:
       LayersDiffer: If the values of a stack's layers are not equal.
     """
     apart = lambda node: unstacked(node.tree, node.length) if isinstance(node, Stacked) else node
-    of_nodes = lambda kind: {"is_leaf": lambda node: isinstance(node, kind)}
+    leaf_kind = lambda kind: {"is_leaf": lambda node: isinstance(node, kind)}
 
     def together(node):
         if not isinstance(node, Unstacked):
             return node
         return Stacked(jax.tree.map(lambda *values: _only(values), *node.trees), len(node.trees))
 
-    values = function(jax.tree.map(apart, tree, **of_nodes(Stacked)))
-    return jax.tree.map(together, values, **of_nodes(Unstacked))
+    values = function(jax.tree.map(apart, tree, **leaf_kind(Stacked)))
+    return jax.tree.map(together, values, **leaf_kind(Unstacked))
 
 
 def _only(values):
@@ -126,3 +128,134 @@ def _only(values):
     if any(other != first for other in others):
         raise LayersDiffer(f"the layers of one stack have different values: {values}.")
     return first
+
+
+def per_layer(
+    tx: optax.GradientTransformation, stacked: Callable[[str, Any], bool]
+) -> optax.GradientTransformationExtraArgs:
+    """Runs a transformation as if the layers of stacked parameters were leaves of their own.
+
+    `nn.scan`, `nnx.scan` and `jax.vmap` keep the parameters of many layers in one array,
+    `[layers, *shape]`. Anything that looks at whole leaves would take them for one layer: a trust
+    ratio (LAMB), a variance floor, the mask of `slamb`, the rule that sends vectors in float32, an
+    optax mask such as `ndim > 1`, a policy by path. Inside `per_layer` all of these see the
+    unstacked model. Wrap the whole chain in it, or one method of the chain.
+
+    Args:
+      tx: Any transformation, from this library or from optax, or a chain.
+      stacked: `(path, leaf) -> bool`, whether a leaf's first axis counts layers, for example
+        `jaxcomp.by_path(("^blocks/", True), (".*", False))`. Each device must hold all of that
+        axis: shard the others.
+
+    Returns:
+      A `GradientTransformationExtraArgs`. Paths have the layer's number after the name of the
+      largest tree whose leaves are all stacked alike, as in `blocks/0/up/kernel`. The state has the
+      shapes of the stacked parameters, or one tree per layer where layers differ, for example under
+      a policy that treats them differently.
+
+      Programs are as long as those of the unstacked model, and layer follows layer in the buckets.
+      The exceptions are `slamb` and `one_bit_lamb`, without a chain: they compute with the stacked
+      arrays, and leaf follows leaf in their buckets. Only if a policy or a mask of weight decay
+      treats the layers of an array differently, they get the layers one by one, too.
+
+    Raises:
+      ValueError: At trace time, for a stacked leaf without axes, or if no leaf is stacked.
+
+    Examples:
+      >>> import jaxcomp
+      >>> import optax
+      >>> blocks = jaxcomp.by_path(("^blocks/", True), (".*", False))
+      >>> tx = jaxcomp.per_layer(jaxcomp.slamb(1e-2, "replica"), blocks)
+      >>> lamb = optax.chain(
+      ...     jaxcomp.compressed_mean(jaxcomp.quantize(8), "replica"), optax.lamb(1e-2)
+      ... )
+      >>> tx = jaxcomp.per_layer(lamb, blocks)
+    """
+    tx = with_extra_args(tx, "per_layer")
+
+    def split(tree, node):
+        found = _with_nodes((), tree, stacked, node)
+        if not any(map(_is_node, jax.tree.leaves(found, is_leaf=_is_node))):
+            paths = [path_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+            raise ValueError(
+                f"per_layer got no stacked leaf among {paths}; write a rule that matches some: "
+                'jaxcomp.by_path(("^blocks/", True), (".*", False)), or leave per_layer out.'
+            )
+        return found
+
+    def init(node, params):
+        return jax.tree.map(_restacked, tx.init(split(params, node)), is_leaf=_is_node)
+
+    def update(node, updates, state, params=None, **extra_args):
+        updates = split(updates, node)
+        params = None if params is None else split(params, node)
+        like = jax.eval_shape(tx.init, updates if params is None else params)
+        nodes, treedef = jax.tree.flatten(like, is_leaf=_is_node)
+        state = treedef.unflatten(map(_apart, nodes, treedef.flatten_up_to(state)))
+        updates, state = tx.update(updates, state, params, **extra_args)
+        return jax.tree.map(_restacked, (updates, state), is_leaf=_is_node)
+
+    def with_nodes(function):
+        """Gives stacks as they are to a method that knows of them, unless their layers differ."""
+
+        def with_either(*args, **extra_args):
+            if isinstance(tx, LayeredTransformation):
+                with contextlib.suppress(LayersDiffer):
+                    return function(Stacked, *args, **extra_args)
+            return function(unstacked, *args, **extra_args)
+
+        return with_either
+
+    return optax.GradientTransformationExtraArgs(with_nodes(init), with_nodes(update))
+
+
+def _with_nodes(path, tree, stacked, node):
+    """The tree with a node in place of the largest subtrees of leaves stacked alike."""
+    lengths = {}
+    for key, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        name = path_of((*path, *key))
+        is_stacked = stacked(name, leaf)
+        if is_stacked and not leaf.ndim:
+            raise ValueError(
+                f"the leaf {name!r} has no axes and cannot be stacked; write rules for per_layer "
+                "that leave it out."
+            )
+        lengths[leaf.shape[0] if is_stacked else None] = name
+    if not set(lengths) - {None}:
+        return tree
+    if len(lengths) == 1:
+        return node(tree, *lengths)
+    children, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: x is not tree)
+    split = lambda key, child: _with_nodes((*path, *key), child, stacked, node)
+    return treedef.unflatten([split(key, child) for key, child in children])
+
+
+def _restacked(node):
+    """Stacks layers that are alike; returns anything else as it is."""
+    if isinstance(node, Stacked):
+        return node.tree
+    if not isinstance(node, Unstacked) or not _alike(node.trees):
+        return node
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *node.trees)
+
+
+def _apart(like, node):
+    """Undoes `_restacked`; `like` is the node before it."""
+    if isinstance(like, Stacked):
+        return Stacked(node, like.length)
+    if not isinstance(like, Unstacked) or not _alike(like.trees):
+        return node
+    return unstacked(node, len(like.trees))
+
+
+def _alike(trees) -> bool:
+    kind = lambda tree: (
+        jax.tree.structure(tree),
+        [(x.shape, x.dtype) for x in jax.tree.leaves(tree)],
+    )
+    first, *others = map(kind, trees)
+    return all(other == first for other in others)
+
+
+def _is_node(node) -> bool:
+    return isinstance(node, Stacked | Unstacked)

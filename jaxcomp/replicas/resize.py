@@ -1,16 +1,21 @@
-"""Converts the state of N replicas into a state for M replicas."""
+"""Converts the state of N replicas into a state for M replicas.
+
+Leaves with a row per replica move to other devices one row at a time on each device.
+"""
 
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import AbstractMesh, NamedSharding, Sharding
+from jax.sharding import PartitionSpec as P
 
-from jaxcomp.replicas import placing, protocol
+from jaxcomp.replicas import protocol
 from jaxcomp.replicas.compact import decode, encode, is_compact
 from jaxcomp.replicas.shards import is_shard, recut
 
@@ -88,7 +93,7 @@ def _resize_node(place, old, new):
         return _resize_leaf(place, old, new)
     data = old.data
     if data.shape != new.data.shape:
-        data = recut(placing.on_host(data), old.shape, new.data.shape[0])
+        data = recut(on_host(data), old.shape, new.data.shape[0])
     return dataclasses.replace(old, data=_resize_leaf(place, data, new.data))
 
 
@@ -98,28 +103,28 @@ def _resize_compact(place, old, new):
         return jax.tree.map(functools.partial(_resize_leaf, place), old, new)
     bits = 8 if old.scale is not None else 16
     if place.is_owned:
-        whole = placing.on_host(decode(old))
+        whole = on_host(decode(old))
         pieces = _resize_owned(whole, new.data.shape, _num_shards(new.data))
-        return jax.tree.map(placing.placed, encode(jnp.asarray(pieces), bits), new)
+        return jax.tree.map(_placed_like, encode(jnp.asarray(pieces), bits), new)
     _require_rows(place, old.data, new.data)
     mean = lambda rows: encode(_mean(decode(rows)), bits)
-    return jax.tree.map(placing.repeated, placing.of_rows(mean, old), new)
+    return jax.tree.map(_repeated, _map_rows(mean, old), new)
 
 
 def _resize_leaf(place, old, new):
     if old.shape == new.shape:
-        return placing.placed(old, new)
+        return _placed_like(old, new)
     if old.ndim > 1 and place.is_owned:
-        out = _resize_owned(placing.on_host(old), new.shape, _num_shards(new))
-        return placing.placed(out, new)
+        out = _resize_owned(on_host(old), new.shape, _num_shards(new))
+        return _placed_like(out, new)
     if place.field == "skipped":
         out = np.zeros(new.shape, old.dtype)
-        out[0] = np.sum(placing.on_host(old))
-        return placing.placed(out, new)
+        out[0] = np.sum(on_host(old))
+        return _placed_like(out, new)
     _require_rows(place, old, new)
     if jnp.issubdtype(old.dtype, jnp.inexact):
-        return placing.repeated(placing.of_rows(_mean, old), new)
-    return placing.repeated(placing.row(old, 0), new)
+        return _repeated(_map_rows(_mean, old), new)
+    return _repeated(_row_at(old, 0), new)
 
 
 def _require_rows(place, old, new):
@@ -156,3 +161,81 @@ def _resize_owned(old, shape, num_shards):
     flat = np.moveaxis(rows, 0, -2).reshape(*stack, -1)[..., :size]
     flat = np.pad(flat, [(0, 0)] * len(stack) + [(0, size - flat.shape[-1])])
     return np.moveaxis(flat.reshape(*stack, shape[0], -1), -2, 0).reshape(shape)
+
+
+def _placed_like(x: Any, like: Any) -> Any:
+    """An array in the dtype of `like`, on the devices of `like` if it names any."""
+    x = x if x.dtype == like.dtype else x.astype(like.dtype)
+    return _put(x, _sharding(like))
+
+
+def _repeated(row: Any, like: Any) -> Any:
+    """A leaf whose rows all equal `row`, where `like` is; each device makes its own part."""
+    row = row if row.dtype == like.dtype else row.astype(like.dtype)
+    sharding = _sharding(like)
+    if sharding is None:
+        return np.broadcast_to(_whole(row), like.shape)
+    row = _put(row, _row_sharding(sharding))
+    return jax.jit(jnp.broadcast_to, static_argnums=1, out_shardings=sharding)(row, like.shape)
+
+
+def _map_rows(function: Callable[[Any], Any], rows: Any) -> Any:
+    """Applies a function to an array `[N, ...]`, or a tree of them; it drops the axis `[N]`.
+
+    Runs on the devices that hold the rows, each for its own part.
+    """
+    if not all(isinstance(x, jax.Array) for x in jax.tree.leaves(rows)):
+        return jax.tree.map(np.asarray, function(rows))
+    places = jax.tree.map(lambda x: _row_sharding(x.sharding), rows)
+    return jax.jit(function, out_shardings=places)(rows)
+
+
+def _row_at(rows: Any, number: int) -> Any:
+    """One row of an array `[N, ...]`."""
+    if not isinstance(rows, jax.Array):
+        return np.asarray(rows[number])
+    return jax.jit(_chosen_row, out_shardings=_row_sharding(rows.sharding))(rows, number)
+
+
+def on_host(rows: Any) -> np.ndarray:
+    """An array `[N, ...]` in NumPy, even if its rows are in other processes."""
+    if not isinstance(rows, jax.Array):
+        return np.asarray(rows)
+    return np.stack([_whole(_row_at(rows, number)) for number in range(rows.shape[0])])
+
+
+def _chosen_row(rows, number):
+    # XLA would gather all rows for `rows[number]`; a sum needs only each device's own part.
+    bits = rows.view(f"uint{8 * rows.dtype.itemsize}")
+    chosen = jnp.arange(rows.shape[0]).reshape(-1, *[1] * (rows.ndim - 1)) == number
+    return jnp.where(chosen, bits, 0).sum(axis=0, dtype=bits.dtype).view(rows.dtype)
+
+
+def _whole(x) -> np.ndarray:
+    if isinstance(x, jax.Array) and not x.is_fully_addressable:
+        assert isinstance(x.sharding, NamedSharding)
+        x = jax.device_put(x, NamedSharding(x.sharding.mesh, P()))
+    return np.asarray(x)
+
+
+def _put(x, sharding):
+    if sharding is None:
+        return x
+    if isinstance(x, jax.Array):
+        return jax.device_put(x, sharding)
+    x = np.asarray(x)
+    return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+
+
+def _sharding(like) -> Sharding | None:
+    sharding = getattr(like, "sharding", None)
+    # On an explicit mesh `jax.eval_shape` returns shardings without devices.
+    nowhere = isinstance(getattr(sharding, "mesh", None), AbstractMesh)
+    return None if nowhere else sharding
+
+
+def _row_sharding(sharding: Sharding) -> Sharding:
+    """The sharding of one row of a leaf: over all devices that hold any row."""
+    if not isinstance(sharding, NamedSharding):
+        return sharding
+    return NamedSharding(sharding.mesh, P(*sharding.spec[1:]))

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxcomp.replicas.narrow import warn_of_rounding
 from jaxcomp.replicas.protocol import drifts as drifts_of
 from jaxcomp.replicas.protocol import has_feedback, require_no_state
 from jaxcomp.replicas.types import (
@@ -18,7 +17,7 @@ from jaxcomp.replicas.types import (
     vary_like,
     varying_axes,
 )
-from jaxcomp.replicas.wrapping import with_extra_args
+from jaxcomp.replicas.wrapping import warn_of_rounding, with_extra_args
 
 
 def local_params(params: Any, state: Any, axis_name: str) -> Any:

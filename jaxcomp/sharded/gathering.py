@@ -15,12 +15,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxcomp.compressors.base import Compressor, Key
+from jaxcomp.compressors.base import Compressor, Key, Payload
 from jaxcomp.compressors.packing import fold
 from jaxcomp.exchange import wire
 from jaxcomp.replicas.shards import Shard, cut, natural, numel_of, without_padding
 from jaxcomp.replicas.types import num_replicas, to_varying
-from jaxcomp.sharded.fused import fused, piece_of
 
 SECONDARY = "jaxcomp.qsdp.secondary"  # the name of the result of `send`, for `jax.checkpoint`
 
@@ -74,7 +73,7 @@ def keep(messages: jax.Array, shards: list[Shard], after: Any) -> jax.Array:
     return messages ^ _token(after, _keys(shards)[0].count).astype(messages.dtype)
 
 
-def spread(messages: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+def pass_on(messages: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """Sends the result of `send` over the other axes unchanged: `[num_shards, ...]`, all owners."""
     for axis in reversed(axes[:-1]):
         messages = wire.all_gather(messages, axis)
@@ -84,7 +83,7 @@ def spread(messages: jax.Array, axes: tuple[str, ...]) -> jax.Array:
 def receive(
     shards: list[Shard], axes: tuple[str, ...], messages: jax.Array, dtype: Any = None
 ) -> list[jax.Array]:
-    """Decodes a layer's weights, which vary by type, from the result of `spread`: the second half.
+    """Decodes a layer's weights, which vary by type, from the result of `pass_on`: the second half.
 
     Weights of two axes or more are decoded to `dtype`, if given; others, such as norms, have the
     shards' dtype. The VJP returns the gradients of the shards.
@@ -137,7 +136,7 @@ def _keys(shards) -> list[Key]:
     """The layer's key for its weights' codes, and for its gradients'."""
     tables = [shard.levels or (None, None) for shard in shards]
     key = shards[0].key
-    return [key._replace(levels=list(of_code)) for of_code in zip(*tables, strict=True)]
+    return [key._replace(levels=list(levels)) for levels in zip(*tables, strict=True)]
 
 
 def _token(after, count):
@@ -180,8 +179,8 @@ def _received_bwd(bundle, saved, grads):
     parts = [cut(grad.astype(bundle.wide), 0, num_shards) for grad in grads]
     for axis in fast:
         # Keys differ between groups that exchange: shared noise would not average out.
-        of_group = fold(key, lax.axis_size(axis), lax.axis_index(slow))
-        parts = _scattered(parts, bundle.fast_gradients, of_group, axis)
+        group_key = fold(key, lax.axis_size(axis), lax.axis_index(slow))
+        parts = _scattered(parts, bundle.fast_gradients, group_key, axis)
         key = fold(key, lax.axis_index(axis))
     chunks = [part.reshape(lax.axis_size(slow), -1) for part in parts]
     pieces = _scattered(chunks, bundle.gradients, key, slow)
@@ -221,3 +220,70 @@ def _counted(chunks, counter, code, axes):
 
 def _cuts(sizes):
     return list(itertools.accumulate(sizes))[:-1]
+
+
+def fused(*parts: tuple[Compressor, int]) -> Compressor:
+    """Encodes the parts of a bucket separately, as one payload, so that no block crosses parts.
+
+    All parts have the same shared key, and so the same random shift; each has its own rounding
+    noise and levels. Unlike other compressors it is for buckets of one size. It promises what all
+    parts promise.
+
+    Args:
+      *parts: The code and the number of elements of each part, at least 1, in order.
+
+    Raises:
+      ValueError: At construction, without parts; at trace time, for a bucket of another size.
+    """
+    if not parts:
+        raise ValueError("fused() got no part; write fused((quantize(8), numel))")
+    codes, sizes = zip(*parts, strict=True)
+    numel, ends = sum(sizes), list(itertools.accumulate(sizes))
+
+    def encode(x, shared, private):
+        if x.size != numel:
+            raise ValueError(
+                f"fused got a bucket of {x.size} values, needs the {numel} of its parts"
+            )
+        pieces = [x[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+        data = [
+            code.encode(piece, _part_key(shared, index), fold(private, index)).data
+            for index, (code, piece) in enumerate(zip(codes, pieces, strict=True))
+        ]
+        return Payload(tuple(data), numel)
+
+    def decode(payload, shared):
+        pieces = [
+            code.decode(Payload(data, size), _part_key(shared, index))
+            for index, (code, size, data) in enumerate(zip(codes, sizes, payload.data, strict=True))
+        ]
+        return jnp.concatenate(pieces)
+
+    contractions = [code.contraction for code in codes]
+    return Compressor(
+        name=f"fused({', '.join(f'({code.name}, {size})' for code, size in parts)})",
+        encode=encode,
+        decode=decode,
+        bits_per_parameter=sum(c.bits_per_parameter * n for c, n in parts) / numel,
+        contraction=None if None in contractions else min(contractions),
+        unbiased=all(code.unbiased for code in codes),
+        linear=all(code.linear for code in codes),
+    )
+
+
+def piece_of(index: int, *parts: tuple[Compressor, int]) -> Compressor:
+    """The code that `fused` makes from these parts, but it decodes only one of them.
+
+    So each part gets its own dtype, and no array holds all of them.
+    """
+    whole = fused(*parts)
+    code, size = parts[index]
+
+    def decode(payload, shared):
+        return code.decode(Payload(payload.data[index], size), _part_key(shared, index))
+
+    return dataclasses.replace(whole, name=f"piece_of({index}, {whole.name})", decode=decode)
+
+
+def _part_key(shared, index):
+    return shared if shared.levels is None else shared._replace(levels=shared.levels[index])

@@ -9,24 +9,26 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxcomp import schedules
 from jaxcomp._printing import call
-from jaxcomp.compressors.base import Compressor, Key
+from jaxcomp.compressors.base import Compressor, Key, identity
 from jaxcomp.compressors.packing import fold
-from jaxcomp.compressors.policies import Policy, policy_of
+from jaxcomp.compressors.policies import Policy, path_of, policy_of
 from jaxcomp.compressors.quantize import quantize
-from jaxcomp.exchange import averaging, buckets
-from jaxcomp.replicas.shards import is_shard, key_of, map_shards
+from jaxcomp.exchange import averaging, buckets, wire
+from jaxcomp.replicas.shards import Shard, cut, is_shard, key_of, map_shards, natural
 from jaxcomp.replicas.state import unstack
-from jaxcomp.sharded import cutting, layers, rounding
+from jaxcomp.sharded import rounding, walks
 from jaxcomp.sharded.gathering import SECONDARY
 
 _WEIGHTS = quantize(8, block=1024, range="minmax")
 _GRADIENTS = quantize(8, block=1024, range="minmax", rounding="stochastic")
 _EXACT = buckets.small_or_vector()
+_NO_KEY = Key(0, 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,10 +81,10 @@ class QSDP:
           ValueError: If a leaf is not floating, `fast_gradients` learns its levels, or the mesh
             lacks one of the axes.
         """
-        plan = functools.partial(cutting.planned, self, stacked)
+        plan = functools.partial(_planned, self, stacked)
         like = jax.tree_util.tree_map_with_path(plan, params)
-        own = functools.partial(map_shards, functools.partial(cutting.own, self.axes), like)
-        return cutting.on(mesh, self.axes, own, P(), P(self.axes))(params)
+        own = functools.partial(map_shards, functools.partial(_own_row, self.axes), like)
+        return _on(mesh, self.axes, own, P(), P(self.axes))(params)
 
     def unshard(self, shards: Any, mesh: Mesh) -> Any:
         """Undoes `shard` without loss: natural shapes, a copy on every device.
@@ -93,8 +95,8 @@ class QSDP:
         specs = jax.tree.map(
             lambda x: P(self.axes) if is_shard(x) else P(), shards, is_leaf=is_shard
         )
-        whole = functools.partial(map_shards, functools.partial(cutting.whole, self.axes))
-        return cutting.on(mesh, self.axes, whole, (specs,), P())(shards)
+        whole = functools.partial(map_shards, functools.partial(_whole, self.axes))
+        return _on(mesh, self.axes, whole, (specs,), P())(shards)
 
     def deployed(self, shards: Any, state: Any, mesh: Mesh) -> Any:
         """The weights to evaluate and to deploy: those that layers computed with.
@@ -111,10 +113,10 @@ class QSDP:
         Returns:
           Natural shapes, a copy on every device, as `unshard`.
         """
-        whole = functools.partial(map_shards, functools.partial(cutting.whole, self.axes))
-        of_codes = lambda shards, levels: whole(rounding.gathered(shards, levels))
+        whole = functools.partial(map_shards, functools.partial(_whole, self.axes))
+        decoded = lambda shards, levels: whole(rounding.gathered(shards, levels))
         specs = P(self.axes), P()
-        return cutting.on(mesh, self.axes, of_codes, specs, P())(shards, state.levels)
+        return _on(mesh, self.axes, decoded, specs, P())(shards, state.levels)
 
     def local(
         self,
@@ -170,7 +172,7 @@ class QSDP:
         Returns:
           The tree with natural shapes, of a type that varies, so that gradients stay local.
         """
-        return layers.gather(tree, self.axes, but=but)
+        return walks.gather_tree(tree, self.axes, but=but)
 
     def layer(self, function: Callable, dtype: Any = None) -> Callable:
         """Turns `function(params, *args)` into one of shards that gathers again for its gradient.
@@ -189,7 +191,7 @@ class QSDP:
         Returns:
           A function of a tree from `local` and of `args`.
         """
-        return layers.layer(function, self.axes, self.secondary, dtype)
+        return walks.layer(function, self.axes, self.secondary, dtype)
 
     def layers(self, function: Callable, dtype: Any = None) -> Callable:
         """Turns `function(params, x) -> x` into one that runs many layers of shards in order.
@@ -209,7 +211,7 @@ class QSDP:
           A function `(trees, x) -> x`, for a list of trees from `local`, one per layer, or for one
           tree of stacked shards, which it scans over.
         """
-        return layers.layers(function, self.axes, self.secondary, self.lookahead, dtype)
+        return walks.layers(function, self.axes, self.secondary, self.lookahead, dtype)
 
 
 def qsdp(
@@ -298,3 +300,54 @@ def qsdp(
     exact = exact or _EXACT
     rest = fast_axis, fast_gradients, secondary, gather_once, lookahead
     return QSDP(axis_name, weights, gradients, exact, fit_at, seed, *rest)
+
+
+def _planned(fsdp: Any, stacked: Callable, path: Any, leaf: Any) -> Shard:
+    """A shard of a parameter, without its array, with the codes of a `QSDP`.
+
+    Raises:
+      ValueError: If it is not floating, or its code for the fast axis learns levels.
+    """
+    name = path_of(path)
+    if not jnp.issubdtype(leaf.dtype, jnp.floating):
+        raise ValueError(
+            f"the parameter {name!r} has dtype {leaf.dtype}, but only floating ones are sharded; "
+            "keep others out of the parameters."
+        )
+    shape = leaf.shape[1:] if stacked(name, leaf) else leaf.shape
+    one = jax.ShapeDtypeStruct(shape, leaf.dtype)
+    policies = fsdp.weights, fsdp.gradients, fsdp.fast_gradients
+    if fsdp.exact(name, one):
+        policies = (averaging.EXACT,) * 3
+    weights, gradients, fast = (policy_of(policy)(name, one) for policy in policies)
+    if fast.levels is not None:
+        raise ValueError(
+            f"fast_gradients is {fast.name} for {name!r}, but levels are learned from what "
+            "crosses the slow axis only; write quantize(...)."
+        )
+    stack = leaf.shape[: leaf.ndim - len(shape)]
+    return Shard(None, one.shape, weights, gradients, fast, stack)
+
+
+def _own_row(axes: tuple[str, ...], shard: Shard, leaf: jax.Array) -> Shard:
+    """This device's row of a parameter, `[1, *stack, numel]`."""
+    rows = cut(leaf, leaf.ndim - len(shard.shape), lax.axis_size(axes))
+    return dataclasses.replace(shard, data=rows[lax.axis_index(axes)][None])
+
+
+def _whole(axes: tuple[str, ...], shard: Shard) -> jax.Array:
+    """A parameter from its rows on all devices."""
+    rows = shard.data.reshape(-1)
+    for axis in reversed(axes):
+        rows, _ = wire.gather(rows, identity(), _NO_KEY, axis)
+    return natural(rows.reshape(-1, *shard.data.shape[1:]), shard.shape)
+
+
+def _on(mesh: Mesh, axes: tuple[str, ...], function: Callable, in_specs: Any, out_specs: Any):
+    """A jitted `shard_map` of a function on a mesh, which must have these axes."""
+    missing = [name for name in axes if name not in mesh.axis_names]
+    if missing:
+        raise ValueError(
+            f"the mesh has no axis {missing[0]!r}; its axes are {tuple(mesh.axis_names)}."
+        )
+    return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs))

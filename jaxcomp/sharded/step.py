@@ -20,9 +20,9 @@ from jaxcomp.replicas.state import per_replica, stack, unstack
 from jaxcomp.replicas.types import to_varying
 from jaxcomp.sharded import levels
 from jaxcomp.sharded.qsdp import QSDP
-from jaxcomp.steps import model_state as model_states
+from jaxcomp.steps import loss as losses
 from jaxcomp.steps import placing
-from jaxcomp.steps.donating import donating
+from jaxcomp.steps.compiling import donating
 from jaxcomp.steps.gradient import (
     Gradient,
     check_accumulate,
@@ -96,9 +96,9 @@ def qsdp_train_step(
             f"qsdp_train_step got a mesh of axes {mesh.axis_names}, needs one of {fsdp.axes} and "
             "no others; for a slow and a fast axis write qsdp(slow, fast_axis=fast)."
         )
-    of_rows = per_replica(_of_pieces(tx), fsdp.axes)
+    rowwise = per_replica(_for_pieces(tx), fsdp.axes)
     gradient = Gradient(loss_fn, mesh, mesh.axis_names, accumulate, has_aux, batch_specs)
-    run = _Run(gradient, tx, of_rows, mesh, fsdp)
+    run = _Run(gradient, tx, rowwise, mesh, fsdp)
     return TrainStep(
         jax.jit(functools.partial(_init, run)),
         donating(functools.partial(_step, run), mesh, gathers_layers=True),
@@ -133,15 +133,15 @@ def _init_local(run, shards):
 def _step(run, shards, state, batch, rng=None, model_state=None, extra_args=None):
     mesh, axes, gradient = run.mesh, run.fsdp.axes, run.gradient
     batch = placed_batch(gradient, batch)
-    of_batch = placing.full_batch_specs(gradient.batch_specs, batch, mesh.axis_names)
+    batch_specs = placing.full_batch_specs(gradient.batch_specs, batch, mesh.axis_names)
     cut, rows = P(axes), P(mesh.axis_names)
-    of_extra = Extra(rows, model_states.specs_of_rows(model_state, mesh.axis_names))
+    extra_specs = Extra(rows, losses.specs_of_rows(model_state, mesh.axis_names))
     specs = specs_of(functools.partial(_init_local, run), mesh, axes, cut, shards)
     shards, state, loss, skipped, extra = jax.shard_map(
         functools.partial(_step_local, run),
         mesh=mesh,
-        in_specs=(cut, specs, of_batch, P(), P(), P()),
-        out_specs=(cut, specs, rows, P(), of_extra),
+        in_specs=(cut, specs, batch_specs, P(), P(), P()),
+        out_specs=(cut, specs, rows, P(), extra_specs),
     )(shards, state, batch, rng, model_state, extra_args)
     return shards, state, metrics_of(gradient, loss, skipped, extra, model_state)
 
@@ -159,7 +159,7 @@ def _step_local(run, shards, state, batch, rng, model_state, extra_args):
     return stack(shards, axes), state, loss[None], skipped, in_rows(run.gradient, extra)
 
 
-def _of_pieces(tx):
+def _for_pieces(tx):
     """An optimizer for shards, which sees the parameters' ranks and must work entry by entry."""
     tx = optax.with_extra_args_support(tx)
     mapped = lambda of: functools.partial(
@@ -217,11 +217,11 @@ def _mean_gradients(run, shards, state, batch, rng, model_state):
     def local(index, shards, counters):
         return fsdp.local(shards, state.count, index, levels=state.levels, counters=counters)
 
-    def of_shards(index, *part):
+    def at_shards(index, *part):
         loss = lambda *own: loss_of(local(index, *own), index, *part)
         return jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(*own)
 
-    def of_params(*part):
+    def at_params(*part):
         return jax.value_and_grad(lambda params: loss_of(params, *part), has_aux=True)(params)
 
     def mean(value_and_grad, like):
@@ -231,9 +231,9 @@ def _mean_gradients(run, shards, state, batch, rng, model_state):
 
     if fsdp.gather_once:
         params, scattered = jax.vjp(lambda *own: fsdp.gather(local(0, *own)), *own)
-        made, grads = mean(of_params, params)
+        made, grads = mean(at_params, params)
         grads = scattered(grads)
     else:
-        made, grads = mean(of_shards, own)
+        made, grads = mean(at_shards, own)
     require_local(made[0], *fsdp.axes)
     return made, grads

@@ -1,10 +1,12 @@
-"""A walk over layers of shards, which gathers ahead; it has one VJP.
+"""Gathers trees of shards: once, or layer after layer in a walk that gathers ahead.
 
-The gather of a layer waits for the input of the layer `lookahead` places before it, and for nothing
-later. So it can be sent while those layers compute, and no more layers than these are in memory.
+A walk has one VJP. The gather of a layer waits for the input of the layer `lookahead` places before
+it, and for nothing later. So it can be sent while those layers compute, and no more layers than
+these are in memory.
 """
 
 import functools
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -13,12 +15,72 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxcomp.compressors.policies import path_of
 from jaxcomp.replicas.shards import is_shard, map_shards
-from jaxcomp.replicas.types import vary_like
-from jaxcomp.sharded.gathering import keep, receive, scatter, send, spread
+from jaxcomp.replicas.types import to_varying, vary_like
+from jaxcomp.sharded.gathering import keep, pass_on, receive, scatter, send, weight_dtype
 
 
-class Walk(NamedTuple):
+def gather_tree(tree: Any, axes: tuple[str, ...], but: str | None = None) -> Any:
+    """Gathers the shards of a tree, which must have keys; see `QSDP.gather`."""
+    keyed, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_shard)
+    leaves = [leaf for _, leaf in keyed]
+    stacks: dict[tuple[int, ...], list[int]] = {}
+    for index, (path, leaf) in enumerate(keyed):
+        if is_shard(leaf) and not (but and re.search(but, path_of(path))):
+            stacks.setdefault(leaf.data.shape[:-1], []).append(index)
+    one = lambda shards: receive(shards, axes, pass_on(send(shards, axes), axes))
+    for stack, chosen in stacks.items():
+        shards = [leaves[index] for index in chosen]
+        values = lax.map(one, shards) if stack else one(shards)
+        for index, value in zip(chosen, values, strict=True):
+            leaves[index] = value
+    return treedef.unflatten(leaves)
+
+
+def layer(
+    function: Callable, axes: tuple[str, ...], secondary: bool, dtype: Any = None
+) -> Callable:
+    """Turns a function of whole parameters into one of shards, in both passes; see `QSDP.layer`.
+
+    `secondary` says whether what crossed the slow axis is kept between the passes.
+    """
+    run = layers(lambda params, args: function(params, *args), axes, secondary, 0, dtype)
+    return lambda params, *args: run([params], args)
+
+
+def layers(
+    function: Callable, axes: tuple[str, ...], secondary: bool, lookahead: int, dtype: Any = None
+) -> Callable:
+    """Runs layers in order, and gathers some ahead; see `QSDP.layers`."""
+    run_shards = _walk(_Walk(function, axes, secondary, lookahead, dtype))
+    cast = lambda w: w.astype(weight_dtype(w.shape, w.dtype, dtype))
+    run_whole = jax.checkpoint(lambda params, x: function(jax.tree.map(cast, params), x))
+
+    def run(trees, x):
+        found = [leaf for leaf in jax.tree.leaves(trees, is_leaf=is_shard) if is_shard(leaf)]
+        if not isinstance(trees, list):
+            _require_stacked(found)
+        if found:
+            return run_shards(trees, to_varying(x, axes))
+        if not isinstance(trees, list):
+            return lax.scan(lambda x, params: (run_whole(params, x), None), x, trees)[0]
+        for params in trees:
+            x = run_whole(params, x)
+        return x
+
+    return run
+
+
+def _require_stacked(shards):
+    if any(shard.data.ndim < 2 for shard in shards):
+        raise ValueError(
+            "got one tree of shards that are not stacked; give a list of trees, one per layer, or "
+            "cut stacked parameters by fsdp.shard(params, mesh, stacked)."
+        )
+
+
+class _Walk(NamedTuple):
     """A function of one layer's whole parameters, and how layers are gathered for it."""
 
     function: Callable  # (params, x) -> x
@@ -28,10 +90,10 @@ class Walk(NamedTuple):
     dtype: Any = None  # as in `receive`
 
 
-def walk(of: Walk) -> Callable:
+def _walk(walk: _Walk) -> Callable:
     """`(trees, x) -> x`, for a list of trees of shards, one per layer, or one stacked tree."""
-    run = jax.custom_vjp(lambda trees, x: _forward(of, trees, x)[0])
-    run.defvjp(functools.partial(_forward, of), functools.partial(_backward, of))
+    run = jax.custom_vjp(lambda trees, x: _forward(walk, trees, x)[0])
+    run.defvjp(functools.partial(_forward, walk), functools.partial(_backward, walk))
     return run
 
 
@@ -45,56 +107,56 @@ class _Steps(NamedTuple):
     backwards: bool = False
 
 
-def _forward(of, trees, x):
+def _forward(walk, trees, x):
     def fetch(tree, after, behind):
-        sent = send(_shards_in(tree), of.axes, after, behind)
-        return spread(sent, of.axes), sent if of.secondary else None
+        sent = send(_shards_in(tree), walk.axes, after, behind)
+        return pass_on(sent, walk.axes), sent if walk.secondary else None
 
     def step(tree, fetched, x):
         messages, kept = fetched
-        return of.function(_whole(of, tree, messages), x), (x, kept)
+        return walk.function(_whole(walk, tree, messages), x), (x, kept)
 
-    y, saved = _in_turn(_Steps(fetch, step, of.lookahead), trees, x, x)
-    return y, (trees, saved, y if of.lookahead else None)
+    y, saved = _in_turn(_Steps(fetch, step, walk.lookahead), trees, x, x)
+    return y, (trees, saved, y if walk.lookahead else None)
 
 
-def _backward(of, saved, grad):
+def _backward(walk, saved, grad):
     trees, inputs, y = saved
 
     def fetch(item, after, behind):
         tree, (_, kept) = item
         own = _shards_in(tree)
-        sent = send(own, of.axes, after, behind) if kept is None else keep(kept, own, after)
-        return spread(sent, of.axes)
+        sent = send(own, walk.axes, after, behind) if kept is None else keep(kept, own, after)
+        return pass_on(sent, walk.axes)
 
     def step(item, messages, grad):
         tree, (x, _) = item
-        y, pull = jax.vjp(of.function, _whole(of, tree, messages), x)
-        of_params, of_x = map(_of_floats, pull(_with_integers(grad, y)))
-        return of_x, of_params
+        y, pull = jax.vjp(walk.function, _whole(walk, tree, messages), x)
+        param_grads, x_grads = map(_float_grads, pull(_with_integers(grad, y)))
+        return x_grads, param_grads
 
-    def finish(item, of_params):
+    def finish(item, param_grads):
         """Sends gradients of sharded weights to their owners."""
         leaves, treedef = jax.tree.flatten(item[0], is_leaf=is_shard)
         places = [place for place, leaf in enumerate(leaves) if is_shard(leaf)]
-        grads = treedef.flatten_up_to(of_params)
-        shards = scatter(_shards_in(item[0]), of.axes, [grads[place] for place in places])
+        grads = treedef.flatten_up_to(param_grads)
+        shards = scatter(_shards_in(item[0]), walk.axes, [grads[place] for place in places])
         for place, shard in zip(places, shards, strict=True):
             grads[place] = shard
         return treedef.unflatten(grads)
 
     items = list(zip(trees, inputs, strict=True)) if isinstance(trees, list) else (trees, inputs)
-    steps = _Steps(fetch, step, of.lookahead, finish, backwards=True)
-    if not of.lookahead:  # only one layer is in memory, and no other layer's gradient
+    steps = _Steps(fetch, step, walk.lookahead, finish, backwards=True)
+    if not walk.lookahead:  # only one layer is in memory, and no other layer's gradient
         at_once = lambda *given: (lambda carry, out: (carry, finish(given[0], out)))(*step(*given))
         steps = _Steps(fetch, at_once, 0, backwards=True)
     # The first gathers wait only for the walk's result: they are sent while the loss is computed.
-    of_x, of_trees = _in_turn(steps, items, _of_floats(grad), y)
-    return of_trees, of_x
+    x_grads, tree_grads = _in_turn(steps, items, _float_grads(grad), y)
+    return tree_grads, x_grads
 
 
-def _whole(of, tree, messages):
-    received = iter(receive(_shards_in(tree), of.axes, messages, of.dtype))
+def _whole(walk, tree, messages):
+    received = iter(receive(_shards_in(tree), walk.axes, messages, walk.dtype))
     return map_shards(lambda _: next(received), tree)
 
 
@@ -189,13 +251,13 @@ def _shards_in(tree):
     return [leaf for leaf in jax.tree.leaves(tree, is_leaf=is_shard) if is_shard(leaf)]
 
 
-def _of_floats(grads):
+def _float_grads(grads):
     """Gradients without those of integers, which no loop can carry."""
     return jax.tree.map(lambda g: None if g.dtype == jax.dtypes.float0 else g, grads)
 
 
 def _with_integers(grads, like):
-    """Undoes `_of_floats`; `like` has the tree of the differentiated values."""
+    """Undoes `_float_grads`; `like` has the tree of the differentiated values."""
     nothing = lambda x: np.zeros(x.shape, jax.dtypes.float0)
     fill = lambda g, x: nothing(x) if g is None else g
     return jax.tree.map(fill, grads, like, is_leaf=lambda g: g is None)

@@ -68,7 +68,7 @@ def _measured(on, update, params, state, batch):
     rows = placing.on_auto_axes(
         on.mesh,
         lambda *given: jax.shard_map(
-            functools.partial(_own, on),
+            functools.partial(_own_measures, on),
             mesh=placing.within(on.mesh),
             in_specs=(P(), P(names[0]), placing.over_replicas(specs, names)),
             out_specs=P(names),
@@ -79,9 +79,9 @@ def _measured(on, update, params, state, batch):
     return jax.tree.map(lambda x: jnp.mean(x, axis=0), rows(params, drifts, batch))
 
 
-def _own(on, params, drifts, batch):
+def _own_measures(on, params, drifts, batch):
     """One replica's measures, as a row."""
     local = add_drifts(params, drifts, on.axis_name)
-    batch = placing.spread(batch, on.batch_specs, on.axis_name)
+    batch = placing.sharded_batch(batch, on.batch_specs, on.axis_name)
     measured = jax.tree.map(jnp.asarray, on.loss_fn(local, batch))
     return jax.tree.map(lambda x: x[None], to_varying(measured, on.axis_name))

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxcomp.replicas.state import add_drifts
 from jaxcomp.replicas.types import names_of, to_varying
-from jaxcomp.steps import model_state as model_states
+from jaxcomp.steps import loss as losses
 from jaxcomp.steps import placing
 from jaxcomp.steps.loss import Extra, called, folded, own_floats, replica_key, require_local
 
@@ -48,19 +48,19 @@ def all_gradients(
     names, rows = names_of(axis_name), P(axis_name)
     batch = placed_batch(gradient, batch)
     specs = placing.full_batch_specs(gradient.batch_specs, batch, axis_name)
-    of_state = model_states.specs_of_rows(model_state, axis_name)
+    state_specs = losses.specs_of_rows(model_state, axis_name)
 
     def local(params, drifts, batch, rng, model_state, scale):
         return jax.shard_map(
             functools.partial(local_gradient, gradient),
             mesh=placing.within(mesh),
             in_specs=(P(), P(names[0]), placing.over_replicas(specs, axis_name), *[P()] * 3),
-            out_specs=(rows, rows, Extra(rows, of_state)),
+            out_specs=(rows, rows, Extra(rows, state_specs)),
             axis_names=set(names),  # XLA partitions over the other axes
         )(params, drifts, batch, rng, model_state, scale)
 
-    of_grads = jax.tree.map(lambda x: P(axis_name, *placing.spec_of(x)), params)
-    local = placing.on_auto_axes(mesh, local, (rows, of_grads, Extra(rows, of_state)))
+    grads_specs = jax.tree.map(lambda x: P(axis_name, *placing.spec_of(x)), params)
+    local = placing.on_auto_axes(mesh, local, (rows, grads_specs, Extra(rows, state_specs)))
     return local(params, drifts, batch, rng, model_state, scale)
 
 
@@ -85,7 +85,7 @@ def local_gradient(
     """`all_gradients` for one replica: the means over its microbatches, as one row."""
     axis_name = gradient.axis_name
     local = add_drifts(params, drifts, axis_name)
-    batch = placing.spread(batch, gradient.batch_specs, axis_name)
+    batch = placing.sharded_batch(batch, gradient.batch_specs, axis_name)
     loss_of = loss_of_part(gradient, batch, rng)
 
     def scaled(params, *part):
@@ -105,7 +105,7 @@ def local_gradient(
 def in_rows(gradient: Gradient, extra: Extra) -> Extra:
     """This replica's other results of the loss, each with a leading axis."""
     aux = to_varying(extra.aux, gradient.axis_name)
-    return Extra(aux, model_states.rows_of(extra.model_state))
+    return Extra(aux, losses.rows_of(extra.model_state))
 
 
 def metrics_of(
@@ -115,7 +115,7 @@ def metrics_of(
 
     `model_state` is the one before the step.
     """
-    new = model_states.averaged_rows(
+    new = losses.averaged_rows(
         gradient.mesh, gradient.axis_name, model_state, extra.model_state, skipped
     )
     return as_metrics(loss, skipped, extra.aux, new)
@@ -137,7 +137,7 @@ def loss_of_part(gradient: Gradient, batch: Any, rng: Any) -> Callable[..., Any]
 
     def loss_of(params, index, part, model_state):
         own = folded(key, index)
-        part = placing.joined(part, batch)
+        part = placing.with_uncut_leaves(part, batch)
         loss, extra = called(gradient.loss_fn, gradient.has_aux, params, part, own, model_state)
         kept = own_floats(extra.model_state, gradient.axis_name)
         return loss, extra._replace(model_state=kept)

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from jaxcomp.exchange.journeys import Pace
 from jaxcomp.replicas.state import add_drifts
 from jaxcomp.replicas.types import names_of, tied, to_varying, zeros_of
-from jaxcomp.steps import model_state as model_states
+from jaxcomp.steps import loss as losses
 from jaxcomp.steps import placing
 from jaxcomp.steps.gradient import (
     Gradient,
@@ -50,14 +50,14 @@ def interleaved(
     """
     axes, mesh = gradient.axis_name, gradient.mesh
     batch = placed_batch(gradient, batch)
-    of_batch = placing.full_batch_specs(gradient.batch_specs, batch, axes)
-    of_extra = Extra(P(axes), model_states.specs_of_rows(model_state, axes))
+    batch_specs = placing.full_batch_specs(gradient.batch_specs, batch, axes)
+    extra_specs = Extra(P(axes), losses.specs_of_rows(model_state, axes))
     specs = update_specs(update, params)
     return jax.shard_map(
         functools.partial(_local, gradient, with_shares(update, params)),
         mesh=mesh,
-        in_specs=(*specs, P(update.axis_name), of_batch, P(), P(), P()),
-        out_specs=(*specs, P(), P(axes), of_extra),
+        in_specs=(*specs, P(update.axis_name), batch_specs, P(), P(), P()),
+        out_specs=(*specs, P(), P(axes), extra_specs),
     )(params, state, drifts, batch, rng, model_state, extra_args)
 
 

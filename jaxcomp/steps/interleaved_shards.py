@@ -1,24 +1,29 @@
 """The step of `interleaved.py` where other mesh axes shard the parameters.
 
 XLA partitions the loss over these axes, so they may not be manual there; an exchange needs them
-manual. So the exchange is cut into stages, each of which makes all axes manual.
+manual. So the exchange is cut into stages at its hops, each of which makes all axes manual.
 """
 
 import functools
 import itertools
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import jax
+from jax.extend import core
 from jax.sharding import PartitionSpec as P
 
+from jaxcomp.exchange.journeys import Pace
 from jaxcomp.replicas.specs import over_some
-from jaxcomp.replicas.types import names_of
-from jaxcomp.steps import model_state as model_states
-from jaxcomp.steps import placing, stages
+from jaxcomp.replicas.types import names_of, varying_axes
+from jaxcomp.steps import loss as losses
+from jaxcomp.steps import placing
 from jaxcomp.steps.gradient import Gradient, in_rows, placed_batch
 from jaxcomp.steps.interleaved import Parts, exchanged, halves
 from jaxcomp.steps.loss import Extra, own_floats, require_local
 from jaxcomp.steps.update import Update, local_update, update_specs, with_shares
+
+_HOP = "jaxcomp_hop"
 
 
 def interleaved_shards(
@@ -36,51 +41,56 @@ def interleaved_shards(
     mesh, axes = gradient.mesh, gradient.axis_name
     names = names_of(axes)
     batch = placed_batch(gradient, batch)
-    of_batch = placing.full_batch_specs(gradient.batch_specs, batch, axes)
-    of_extra = Extra(P(axes), model_states.specs_of_rows(model_state, axes))
+    batch_specs = placing.full_batch_specs(gradient.batch_specs, batch, axes)
+    extra_specs = Extra(P(axes), losses.specs_of_rows(model_state, axes))
     specs = update_specs(update, params)
-    of_replicas = over_some(specs, names)
+    replica_specs = over_some(specs, names)
     update = with_shares(update, params)
 
     def whole(*args):
         return jax.shard_map(
             functools.partial(_local, gradient, update, over_some(specs, _others(gradient))),
             mesh=placing.within(mesh),
-            in_specs=(*of_replicas, P(names[0]), placing.over_replicas(of_batch, axes), *[P()] * 3),
-            out_specs=(*of_replicas, P(), P(axes), of_extra),
+            in_specs=(
+                *replica_specs,
+                P(names[0]),
+                placing.over_replicas(batch_specs, axes),
+                *[P()] * 3,
+            ),
+            out_specs=(*replica_specs, P(), P(axes), extra_specs),
             axis_names=set(names),
         )(*args)
 
-    whole = placing.on_auto_axes(mesh, whole, (*specs, P(), P(axes), of_extra))
+    whole = placing.on_auto_axes(mesh, whole, (*specs, P(), P(axes), extra_specs))
     return whole(params, state, drifts, batch, rng, model_state, extra_args)
 
 
 def _local(gradient, update, specs, params, state, drifts, batch, rng, model_state, extra_args):
     axes, others = gradient.axis_name, _others(gradient)
-    batch = placing.spread(batch, gradient.batch_specs, axes)
+    batch = placing.sharded_batch(batch, gradient.batch_specs, axes)
     parts = Parts(*halves(gradient, params, drifts, batch, rng, own_floats(model_state, axes)))
-    ahead = lambda params, state, extra: exchanged(update, params, state, stages.cut_here, extra)
-    of_extra_args = jax.tree.map(lambda _: P(), extra_args)
-    given = (*specs, of_extra_args), parts.pace, params, state, extra_args
-    made = stages.in_stages(ahead, others, *given)
+    ahead = lambda params, state, extra: exchanged(update, params, state, cut_here, extra)
+    extra_args_specs = jax.tree.map(lambda _: P(), extra_args)
+    given = (*specs, extra_args_specs), parts.pace, params, state, extra_args
+    made = in_stages(ahead, others, *given)
     loss, extra, grads = parts.finished()
     require_local(loss, *names_of(axes))
 
     def updated(params, state, grads, loss, extra_args, arrays):
-        own = itertools.cycle(stages.inside(made, arrays))
+        own = itertools.cycle(inside(made, arrays))
         rows = jax.tree.map(lambda g: g[None], grads)
         ahead = lambda make: next(own)
         return local_update(update, params, state, rows, loss[None], extra_args, ahead=ahead)
 
-    is_value = lambda x: isinstance(x, stages.Value)
-    arrays, of_made = (
+    is_value = lambda x: isinstance(x, Value)
+    arrays, made_specs = (
         jax.tree.map(lambda value, at=at: value[at], made, is_leaf=is_value) for at in (0, 1)
     )
-    of_params, of_state = specs
+    params_specs, own_state_specs = specs
     new = jax.shard_map(
         updated,
-        in_specs=(of_params, of_state, of_params, P(), of_extra_args, of_made),
-        out_specs=(of_params, of_state, P()),
+        in_specs=(params_specs, own_state_specs, params_specs, P(), extra_args_specs, made_specs),
+        out_specs=(params_specs, own_state_specs, P()),
         axis_names=set(others),
     )(params, state, grads, loss, extra_args, arrays)
     return *new, loss[None], in_rows(gradient, extra)
@@ -90,3 +100,122 @@ def _others(gradient):
     """The mesh axes that XLA partitions over."""
     mine = names_of(gradient.axis_name)
     return tuple(name for name in gradient.mesh.axis_names if name not in mine)
+
+
+class Value(NamedTuple):
+    """How an array outside `shard_map` is cut inside it."""
+
+    array: jax.Array
+    spec: P  # over the axes
+    is_row: bool = False  # whether it is a scalar, which got an axis for `shard_map`
+
+
+def cut_here(travel: Callable[[list[Any]], list[Any]], messages: list[Any]) -> list[Any]:
+    """The pace of journeys inside `in_stages`: each hop is a stage."""
+
+    def hop(messages):
+        return travel(messages)
+
+    hop.__name__ = _HOP
+    return jax.jit(hop)(messages)
+
+
+def in_stages(
+    function: Callable[..., Any], axes: tuple[str, ...], in_specs: Any, pace: Pace, *args: Any
+) -> Any:
+    """Runs a function inside `shard_map` over further axes, and leaves that at each message.
+
+    It is traced once, and evaluated stage by stage, so no value is computed twice.
+
+    Args:
+      function: Takes shards; its journeys have the pace `cut_here`.
+      axes: Mesh axes that are not manual yet.
+      in_specs: PartitionSpecs of the arguments over these axes, a tree like the arguments.
+      pace: What is computed outside the axes while messages are sent.
+      *args: The arguments.
+
+    Returns:
+      The function's result, each array as a `Value`, which `inside` undoes.
+    """
+    manual = functools.partial(jax.shard_map, axis_names=set(axes))
+    jaxpr, treedef = _traced(function, manual, in_specs, args)
+    flat = zip(jax.tree.leaves(args), jax.tree.leaves(in_specs, is_leaf=_is_spec), strict=True)
+    known = dict(zip(jaxpr.jaxpr.invars, (Value(x, spec) for x, spec in flat), strict=True))
+    for stage, is_hop in _stages(jaxpr):
+        takes, makes = stage.jaxpr.invars, stage.jaxpr.outvars
+        values = [known[var] for var in takes]
+        specs = [_row_spec(var.aval, axes) for var in makes]
+        run = functools.partial(_run, manual, stage, values, specs)
+        arrays = [value.array for value in values]
+        made = pace(run, arrays) if is_hop else run(arrays)
+        known |= {
+            var: Value(x, spec, _needs_row(var.aval))
+            for var, x, spec in zip(makes, made, specs, strict=True)
+        }
+    return treedef.unflatten([known[var] for var in jaxpr.jaxpr.outvars])
+
+
+def inside(values: Any, arrays: Any) -> Any:
+    """The values inside `shard_map` over the axes, from arrays that the specs have cut."""
+    own = lambda value, x: x[0] if value.is_row and tuple(value.spec) else x
+    return jax.tree.map(own, values, arrays, is_leaf=lambda x: isinstance(x, Value))
+
+
+def _run(manual, stage, values, specs, arrays):
+    def local(*arrays):
+        made = core.jaxpr_as_fun(stage)(*inside(values, list(arrays)))
+        given = zip(made, specs, strict=True)
+        return [x[None] if tuple(spec) and _needs_row(x) else x for x, spec in given]
+
+    in_specs = tuple(value.spec for value in values)
+    return manual(local, in_specs=in_specs, out_specs=specs)(*arrays)
+
+
+def _needs_row(x):
+    # Shards of arrays are concatenated. With an axis more, a barrier would get a view of each
+    # message, which nobody else uses: XLA takes it out of the barrier, and then codes too late.
+    return not x.shape
+
+
+def _traced(function, manual, in_specs, args):
+    """The jaxpr of a function of shards, and the tree of its results."""
+    traced = []
+
+    def note(*args):
+        jaxpr, shape = jax.make_jaxpr(function, return_shape=True)(*args)
+        traced.append((jaxpr, jax.tree.structure(shape)))
+        return ()
+
+    jax.eval_shape(manual(note, in_specs=in_specs, out_specs=()), *args)
+    return traced[0]
+
+
+def _stages(closed: core.ClosedJaxpr) -> Iterator[tuple[core.ClosedJaxpr, bool]]:
+    """A jaxpr in parts, and whether each is a hop."""
+    parts: list[tuple[list, bool]] = [([], False)]
+    for eqn in closed.jaxpr.eqns:
+        if eqn.params.get("name") == _HOP:
+            parts += [([eqn], True), ([], False)]
+        else:
+            parts[-1][0].append(eqn)
+    needed = [set(map(id, closed.jaxpr.outvars))]
+    for eqns, _ in reversed(parts):
+        needed.append(needed[-1] | {id(x) for eqn in eqns for x in eqn.invars})
+    constants = {id(var) for var in closed.jaxpr.constvars}
+    for (eqns, is_hop), later in zip(parts, reversed(needed[:-1]), strict=True):
+        made = {id(var): var for eqn in eqns for var in eqn.outvars}
+        used = {id(x): x for eqn in eqns for x in eqn.invars if not isinstance(x, core.Literal)}
+        takes = [var for key, var in used.items() if key not in made and key not in constants]
+        makes = [var for key, var in made.items() if key in later]
+        debug_info = closed.jaxpr.debug_info.with_unknown_names()
+        part = closed.jaxpr.replace(invars=takes, outvars=makes, eqns=eqns, debug_info=debug_info)
+        yield core.ClosedJaxpr(part, closed.consts), is_hop
+
+
+def _row_spec(aval: Any, axes: tuple[str, ...]) -> P:
+    names = tuple(name for name in axes if name in varying_axes(aval))
+    return P(names) if names else P()
+
+
+def _is_spec(x: Any) -> bool:
+    return isinstance(x, P)

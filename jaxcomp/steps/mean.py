@@ -1,10 +1,11 @@
-"""The mean of the replicas' own parameters, for evaluation and export."""
+"""The replicas' own parameters: their mean, and whether their copies are equal bit for bit."""
 
 import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -12,6 +13,7 @@ from jaxcomp.compressors.policies import policy_of
 from jaxcomp.exchange import averaging, wire
 from jaxcomp.replicas import fast, protocol
 from jaxcomp.replicas.specs import full_specs
+from jaxcomp.replicas.types import names_of, sums_over_shards, to_varying
 from jaxcomp.steps.placing import placed
 
 
@@ -67,8 +69,8 @@ def _by_leaf(drift, params):
     leaves = jax.tree.leaves(drift, is_leaf=fast.is_masked)
     if len(leaves) == jax.tree.structure(params).num_leaves:
         return leaves  # may be wrapped, as in the state of nnx.Optimizer
-    spread = lambda x, branch: jax.tree.map(lambda _: x, branch)
-    full = jax.tree.map(spread, drift, params, is_leaf=fast.is_masked)
+    repeat = lambda x, branch: jax.tree.map(lambda _: x, branch)
+    full = jax.tree.map(repeat, drift, params, is_leaf=fast.is_masked)
     return jax.tree.leaves(full, is_leaf=fast.is_masked)
 
 
@@ -85,7 +87,7 @@ def _mean(mesh, axis_name, fast_axis, specs, params, drifts):
         like, own = fast.filled(params, shares)
     for param, rows in zip(like, drifts, strict=True):
         _require_rows(mesh.shape[axis_name], param, rows)
-    of_rows = [[P(axis_name, *spec)] * len(rows) for spec, rows in zip(own, drifts, strict=True)]
+    row_specs = [[P(axis_name, *spec)] * len(rows) for spec, rows in zip(own, drifts, strict=True)]
     params = placed(mesh, params, specs)
 
     def local(params, drifts):
@@ -100,7 +102,7 @@ def _mean(mesh, axis_name, fast_axis, specs, params, drifts):
         add = lambda i, p: (p + means[i]).astype(p.dtype) if i in means else p
         return [add(i, p) for i, p in enumerate(params)]
 
-    return jax.shard_map(local, mesh=mesh, in_specs=(specs, of_rows), out_specs=specs)(
+    return jax.shard_map(local, mesh=mesh, in_specs=(specs, row_specs), out_specs=specs)(
         params, drifts
     )
 
@@ -113,3 +115,44 @@ def _require_rows(num_replicas, param, rows):
                 f"{num_replicas} replicas, and needs one row a replica. Write the mesh and the "
                 "fast_axis of the step that made the state; resize states of other meshes."
             )
+
+
+def replica_spread(params: Any, mesh: Mesh, axis_name: str | tuple[str, ...]) -> jax.Array:
+    """Compares the replicas' copies of values that should be equal: 0 if they are, bit for bit.
+
+    JAX's types promise equality of replicated values but lose track in some operations; this
+    compares the copies on the devices.
+
+    Args:
+      params: Pytree of arrays that are replicated over `axis_name`.
+      mesh: The mesh they live on.
+      axis_name: The axis of the replicas, or that and the axis of each replica's devices.
+
+    Returns:
+      u32[]: the largest minus the smallest of the replicas' checksums of bits. Sends two
+      all-reduces of 4 bytes.
+    """
+    leaves = jax.tree.leaves(params)
+    specs = tuple(getattr(x.sharding, "spec", P()) for x in leaves)
+    return _comparison(mesh, axis_name, specs)(leaves)
+
+
+@functools.lru_cache(maxsize=16)
+def _comparison(mesh, axis_name, specs):
+    """The jitted comparison, cached for repeated calls."""
+    local = functools.partial(_difference, axis_name)
+    return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(list(specs),), out_specs=P()))
+
+
+def _difference(axis_name, leaves):
+    total = sum((_checksum(x) for x in to_varying(leaves, axis_name)), start=jnp.uint32(0))
+    (total,) = sums_over_shards([total], *names_of(axis_name))
+    return lax.pmax(total, axis_name) - lax.pmin(total, axis_name)
+
+
+def _checksum(x) -> jax.Array:
+    """u32[]: a sum of all words of bits, each times an odd number given by its position."""
+    x = x.astype(jnp.uint8) if x.dtype == bool else x
+    words = lax.bitcast_convert_type(x, jnp.uint8).reshape(-1).astype(jnp.uint32)
+    weights = 2 * lax.iota(jnp.uint32, words.size) + 1
+    return jnp.sum(words * weights, dtype=jnp.uint32)

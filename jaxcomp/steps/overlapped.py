@@ -20,7 +20,7 @@ from jaxcomp.replicas import protocol
 from jaxcomp.replicas.specs import specs_of
 from jaxcomp.replicas.state import per_replica, stack, unstack
 from jaxcomp.replicas.types import names_of
-from jaxcomp.steps.donating import donating
+from jaxcomp.steps.compiling import donating
 from jaxcomp.steps.gradient import Gradient, all_gradients, check_accumulate, metrics_of
 from jaxcomp.steps.interleaved import exchanged
 from jaxcomp.steps.train import TrainStep
@@ -183,13 +183,13 @@ def _exchange_local(update, params, state, extra_args):
 
 
 def _finish(gradient, update, params, state, exchanged, model_state, extra_args, made):
-    specs, of_exchanged = _specs(update, params, state, extra_args)
+    specs, exchanged_specs = _specs(update, params, state, extra_args)
     loss, grads, extra = made
     rows = P(update.axes)
     params, state, skipped = jax.shard_map(
         functools.partial(_finish_local, with_shares(update, params)),
         mesh=update.mesh,
-        in_specs=(*specs, rows, of_exchanged, rows, P()),
+        in_specs=(*specs, rows, exchanged_specs, rows, P()),
         out_specs=(*specs, P()),
     )(params, state, grads, exchanged, loss, extra_args)
     # Through this program, so that waiting for the loss also waits for the exchange.

@@ -82,13 +82,13 @@ def microbatches(accumulate: int, batch: Any, specs: Any, axis_name: Any) -> Any
     return jax.tree.map(parts, batch, specs, over_others(specs, axis_name))
 
 
-def joined(part: Any, batch: Any) -> Any:
+def with_uncut_leaves(part: Any, batch: Any) -> Any:
     """A microbatch, with the leaves that are not cut."""
     whole = lambda part, leaf: leaf if part is None else part
     return jax.tree.map(whole, part, batch, is_leaf=lambda x: x is None)
 
 
-def spread(batch: Any, batch_specs: Any, axis_name: Any) -> Any:
+def sharded_batch(batch: Any, batch_specs: Any, axis_name: Any) -> Any:
     """This replica's batch, cut over the other axes that `batch_specs` name."""
     specs = over_others(full_batch_specs(batch_specs, batch, axis_name), axis_name)
     return jax.tree.map(constrained, batch, specs)

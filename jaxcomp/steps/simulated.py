@@ -11,9 +11,9 @@ from jax.sharding import PartitionSpec as P
 
 from jaxcomp.replicas import protocol
 from jaxcomp.replicas.state import per_replica
-from jaxcomp.steps.donating import donating
+from jaxcomp.steps.compiling import donating
 from jaxcomp.steps.gradient import Gradient, as_metrics, local_gradient, placed_batch
-from jaxcomp.steps.model_state import averaged
+from jaxcomp.steps.loss import averaged
 from jaxcomp.steps.placing import full_batch_specs, is_cut
 from jaxcomp.steps.train import TrainStep
 from jaxcomp.steps.update import Update, local_update, update_specs
@@ -107,5 +107,5 @@ def _replicas(update, function, in_axes, out_axes):
 def _axes_of_state(update, params):
     """0 for state leaves that differ between replicas, None for the others."""
     shapes = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype), params)
-    _, of_state = update_specs(update, shapes)
-    return jax.tree.map(lambda spec: 0 if spec == P(update.axis_name) else None, of_state)
+    _, specs = update_specs(update, shapes)
+    return jax.tree.map(lambda spec: 0 if spec == P(update.axis_name) else None, specs)

@@ -1,4 +1,4 @@
-"""A whole training step over a mesh: local gradients, exchange, update."""
+"""A whole training step over a mesh: local gradients, exchange, update; and its state's shapes."""
 
 import functools
 from collections.abc import Callable
@@ -6,12 +6,14 @@ from typing import Any, NamedTuple
 
 import jax
 import optax
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jaxcomp.replicas import protocol
+from jaxcomp.replicas.specs import state_specs
 from jaxcomp.replicas.state import per_replica
 from jaxcomp.replicas.types import names_of
-from jaxcomp.steps.donating import donating
+from jaxcomp.steps.compiling import donating
 from jaxcomp.steps.gradient import Gradient, all_gradients, check_accumulate, metrics_of
 from jaxcomp.steps.interleaved import interleaved
 from jaxcomp.steps.interleaved_shards import interleaved_shards
@@ -118,3 +120,55 @@ def _step(gradient, update, params, state, batch, rng=None, model_state=None, ex
         loss, grads, extra = all_gradients(gradient, params, *given, scale)
         params, state, skipped = all_updates(update, params, state, grads, loss, extra_args)
     return params, state, metrics_of(gradient, loss, skipped, extra, model_state)
+
+
+def state_shapes(
+    tx: optax.GradientTransformation,
+    params: Any,
+    num_replicas: int,
+    mesh: Mesh,
+    axis_name: str,
+    *,
+    param_specs: Any = None,
+    fast_axis: str | None = None,
+) -> Any:
+    """The shapes, dtypes and shardings of a state of `num_replicas`, on any mesh.
+
+    To restore a checkpoint, libraries need its shapes and shardings. The devices that wrote it need
+    not exist. `jaxcomp.resize` then turns the restored state into one for the replicas of `mesh`.
+    If the number of replicas is the same, these are the shapes of what `init` of
+    `jaxcomp.train_step` returns.
+
+    Args:
+      tx: The transformation of the run that wrote the state.
+      params: Global parameters, or their shapes and dtypes.
+      num_replicas: Replicas of that run.
+      mesh: Mesh of this process. Its other axes must have the sizes of that run.
+      axis_name: The axis of the replicas.
+      param_specs: As for `jaxcomp.train_step`, like `fast_axis`.
+      fast_axis: As for `jaxcomp.train_step`.
+
+    Returns:
+      A tree like the state, of `jax.ShapeDtypeStruct`. The rows of replicas are spread evenly over
+      `axis_name`; if its size does not divide their number, each device gets all rows.
+
+    Raises:
+      ValueError: If `num_replicas` is below 1; also the errors of `jaxcomp.state_specs`.
+    """
+    if num_replicas < 1:
+        raise ValueError(f"state_shapes got num_replicas={num_replicas}; write at least 1.")
+    tx = per_replica(tx, axis_name)
+    params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+    sizes = tuple(num_replicas if name == axis_name else n for name, n in mesh.shape.items())
+    types = (AxisType.Auto,) * len(sizes)
+    as_saved = AbstractMesh(sizes, mesh.axis_names, axis_types=types)
+    specs = state_specs(tx, params, as_saved, axis_name, param_specs, fast_axis)
+    update = Update(tx, as_saved, axis_name, param_specs, fast_axis)
+    shapes = jax.eval_shape(functools.partial(init_state, update), params)
+    divides = num_replicas % mesh.shape[axis_name] == 0
+
+    def shape_at(x, spec):
+        spec = spec if divides or spec[:1] != (axis_name,) else P(None, *spec[1:])
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+
+    return jax.tree.map(shape_at, shapes, specs)

@@ -58,7 +58,7 @@ def own_params(update: Update, params: Any) -> Any:
     """The part of the parameters that this device updates; inside `shard_map`."""
     if update.fast_axis is None:
         return params
-    return fast.own(params, update.shares, update.fast_axis)
+    return fast.own_shares(params, update.shares, update.fast_axis)
 
 
 def placed_params(update: Update, params: Any) -> Any:
@@ -70,14 +70,14 @@ def placed_params(update: Update, params: Any) -> Any:
 
 def init_state(update: Update, params: Any) -> Any:
     """The state before the first step."""
-    of_params, of_state = update_specs(update, params)
-    params = placed(update.mesh, params, of_params)
+    params_specs, own_state_specs = update_specs(update, params)
+    params = placed(update.mesh, params, params_specs)
     update = with_shares(update, params)
     return jax.shard_map(
         lambda params: update.tx.init(own_params(update, params)),
         mesh=update.mesh,
-        in_specs=(of_params,),
-        out_specs=of_state,
+        in_specs=(params_specs,),
+        out_specs=own_state_specs,
     )(params)
 
 
@@ -86,23 +86,23 @@ def whole_drifts(update: Update, params: Any, drifts: list[Any]) -> list[Any]:
     fast_axis = update.fast_axis
     if fast_axis is None or not drifts:
         return drifts
-    of_params = full_specs(params, update.mesh, update.axis_name, update.param_specs)
+    params_specs = full_specs(params, update.mesh, update.axis_name, update.param_specs)
     update = with_shares(update, params)
-    _, of_shares = fast.filled(params, update.shares)
+    _, share_specs = fast.filled(params, update.shares)
     # A drift's tree has a node without arrays for leaves hidden from its method.
     rows = lambda drift, spec: drift if fast.is_masked(drift) else P(update.axis_name, *spec)
-    of_rows = functools.partial(jax.tree.map, rows, is_leaf=fast.is_masked)
+    row_specs = functools.partial(jax.tree.map, rows, is_leaf=fast.is_masked)
 
-    def gather(drifts, params):
+    def gather_drifts(drifts, params):
         own = jax.tree.map(lambda x: x[0], drifts)
         whole = [fast.gathered(x, update.shares, params, fast_axis) for x in own]
         return jax.tree.map(lambda x: x[None], whole)
 
     return jax.shard_map(
-        gather,
+        gather_drifts,
         mesh=update.mesh,
-        in_specs=([of_rows(drift, of_shares) for drift in drifts], of_params),
-        out_specs=[of_rows(drift, of_params) for drift in drifts],
+        in_specs=([row_specs(drift, share_specs) for drift in drifts], params_specs),
+        out_specs=[row_specs(drift, params_specs) for drift in drifts],
     )(drifts, params)
 
 
@@ -114,13 +114,13 @@ def all_updates(
     All axes of the mesh are manual. `grads` and `loss` are as `all_gradients` returns them;
     `extra_args` are further arguments of the transformation's update, equal everywhere.
     """
-    of_params, of_state = update_specs(update, params)
-    rows = jax.tree.map(lambda p, spec: P(update.axes, *spec), params, of_params)
+    params_specs, own_state_specs = update_specs(update, params)
+    rows = jax.tree.map(lambda p, spec: P(update.axes, *spec), params, params_specs)
     return jax.shard_map(
         functools.partial(local_update, with_shares(update, params)),
         mesh=update.mesh,
-        in_specs=(of_params, of_state, rows, P(update.axes), P()),
-        out_specs=(of_params, of_state, P()),
+        in_specs=(params_specs, own_state_specs, rows, P(update.axes), P()),
+        out_specs=(params_specs, own_state_specs, P()),
     )(params, state, grads, loss, extra_args)
 
 

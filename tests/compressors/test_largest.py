@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from jaxcomp.compressors import largest
-from jaxcomp.compressors.ranks import UNSIGNED
 
 FORMS = [largest.by_halving, largest.by_sorting, largest.by_digits]
 SHAPES = [(1, 1), (4096, 2), (5, 128), (2, 130), (3, 256), (1, 4096)]
@@ -42,7 +41,7 @@ def expected(x, k):
 )
 def test_every_form_marks_what_a_stable_sort_does(form, shape, dtype):
     n, x = shape[1], rows_of(shape, dtype)
-    size = jax.lax.bitcast_convert_type(jnp.abs(x), UNSIGNED[x.dtype.itemsize])
+    size = jax.lax.bitcast_convert_type(jnp.abs(x), largest.UNSIGNED[x.dtype.itemsize])
     for k in {1, -(-n // 5), n}:
         np.testing.assert_array_equal(form(size, k), expected(x, k))
 

@@ -4,17 +4,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxcomp.compressors import ranks
+from jaxcomp.compressors import largest
 
 SHAPES = [(1, 1, 1), (4096, 3, 2), (3, 7, 2), (5, 128, 26), (2, 130, 130), (3, 256, 9)]
 LONG = [(2, 300, 40), (1, 4096, 512), (2, 5000, 3)]
-SHORT_TAKEN = [ranks.taken_by_words, ranks.taken_by_comparing]
-TAKEN = [ranks.taken_in_turn, ranks.taken_by_moving, ranks.taken_by_sorting, ranks.taken]
+SHORT_TAKEN = [largest.taken_by_words, largest.taken_by_comparing]
+TAKEN = [largest.taken_in_turn, largest.taken_by_moving, largest.taken_by_sorting, largest.taken]
 PUT_BACK = [
-    ranks.put_back_in_turn,
-    ranks.put_back_by_ranks,
-    ranks.put_back_by_sorting,
-    ranks.put_back,
+    largest.put_back_in_turn,
+    largest.put_back_by_ranks,
+    largest.put_back_by_sorting,
+    largest.put_back,
 ]
 
 
@@ -35,7 +35,9 @@ def same_bits(got, want):
 
 
 @pytest.mark.parametrize("shape", SHAPES + LONG)
-@pytest.mark.parametrize("form", [ranks.ranks_by_words, ranks.ranks_by_comparing, ranks.ranks])
+@pytest.mark.parametrize(
+    "form", [largest.ranks_by_words, largest.ranks_by_comparing, largest.ranks]
+)
 def test_ranks_count_the_marks_before(form, shape):
     marked = marks(*shape)
     np.testing.assert_array_equal(form(marked), np.cumsum(marked, axis=1) - marked)
@@ -45,7 +47,7 @@ def test_ranks_of_rows_with_different_counts_and_of_a_long_row():
     random = np.random.default_rng(0)
     for shape in [(6, 100), (1, 200_000)]:
         marked = random.random(shape) < random.random((shape[0], 1))
-        for form in (ranks.ranks_by_words, ranks.ranks_by_comparing):
+        for form in (largest.ranks_by_words, largest.ranks_by_comparing):
             got = form(jnp.asarray(marked))
             np.testing.assert_array_equal(got, np.cumsum(marked, axis=1) - marked)
 
@@ -64,7 +66,7 @@ def test_taken_are_the_marked_entries_in_their_order(form, shape):
 @pytest.mark.parametrize(
     "form, shape",
     [(form, shape) for form in PUT_BACK for shape in SHAPES + LONG]
-    + [(ranks.put_back_by_comparing, shape) for shape in SHAPES],
+    + [(largest.put_back_by_comparing, shape) for shape in SHAPES],
 )
 def test_put_back_undoes_taken(form, shape):
     rows, n, k = shape
@@ -76,8 +78,12 @@ def test_put_back_undoes_taken(form, shape):
 
 @pytest.mark.parametrize(
     "form, shape",
-    [(form, shape) for form in (ranks.put_at_by_moving, ranks.put_at) for shape in SHAPES + LONG]
-    + [(ranks.put_at_by_comparing, shape) for shape in SHAPES],
+    [
+        (form, shape)
+        for form in (largest.put_at_by_moving, largest.put_at)
+        for shape in SHAPES + LONG
+    ]
+    + [(largest.put_at_by_comparing, shape) for shape in SHAPES],
 )
 def test_put_at_puts_each_value_at_its_place(form, shape):
     rows, n, k = shape

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from jaxcomp.measure import counting
+from jaxcomp.measure import report
 
 
 @pytest.mark.parametrize(
@@ -20,7 +20,7 @@ from jaxcomp.measure import counting
     ],
 )
 def test_what_leaves_one_replica_that_hands_over_100_bytes(op, size, bytes):
-    assert counting.sent(op, 100, size) == bytes
+    assert report.bytes_sent(op, 100, size) == bytes
 
 
 def test_of_each_conditional_the_costliest_branch_counts():
@@ -36,5 +36,5 @@ def test_of_each_conditional_the_costliest_branch_counts():
         row(50, "if branch 1", "inner branch 1"),
         row(1000, "other branch 1"),
     ]
-    assert counting.total(rows) == 3 + 105 + 1000
-    assert counting.total([]) == 0
+    assert report.step_bytes(rows) == 3 + 105 + 1000
+    assert report.step_bytes([]) == 0

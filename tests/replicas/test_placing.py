@@ -11,9 +11,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxcomp
-from jaxcomp.replicas import placing
+from jaxcomp.replicas import resize
 from jaxcomp.replicas.compact import decode, encode
-from jaxcomp.replicas.resize import __file__ as RESIZING
 from jaxcomp.replicas.shards import Shard, numel_of, recut
 
 NUMEL = 2**16  # of a row, and so of a parameter in shards
@@ -77,7 +76,7 @@ def most_held(function):
     most = [before := held()]
 
     def watch(frame, event, arg):
-        if frame.f_code.co_filename.startswith(RESIZING.rpartition("/")[0]):
+        if frame.f_code.co_filename.startswith(resize.__file__.rpartition("/")[0]):
             most.append(held())
 
     jax.jit = recording_jit
@@ -122,5 +121,5 @@ def test_rows_of_devices_come_to_the_host_bit_for_bit(dtype):
     rows = np.random.default_rng(0).normal(size=(4, 3, 2)).round().astype(dtype)
     rows[1, 0, 0] = -0.0 if rows.dtype != bool else True
     for kind in (AxisType.Auto, AxisType.Explicit):
-        got = placing.on_host(on_mesh(rows, 4, kind))
+        got = resize.on_host(on_mesh(rows, 4, kind))
         assert got.dtype == rows.dtype and got.tobytes() == rows.tobytes()

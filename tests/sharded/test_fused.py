@@ -9,7 +9,7 @@ from jaxcomp.compressors.base import Key, identity
 from jaxcomp.compressors.packing import fold
 from jaxcomp.compressors.quantize import quantize
 from jaxcomp.exchange.messages import message_bytes, payload_like
-from jaxcomp.sharded.fused import fused, piece_of
+from jaxcomp.sharded.gathering import fused, piece_of
 
 SHARED, PRIVATE = Key(jnp.int32(3), jnp.uint32(7)), Key(jnp.int32(3), jnp.uint32(9))
 SHIFT = quantize(3, block=16, rounding="shift")

@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 import jaxcomp
-from jaxcomp.steps import compiling, donating
+from jaxcomp.steps import compiling
 from tests.helpers.replicas import mesh_of
 
 
@@ -45,4 +45,4 @@ def test_the_options_reach_the_compiler(monkeypatch):
     with pytest.raises(jax.errors.JaxRuntimeError, match="xla_there_is_no_such_option"):
         compiling.jitted(lambda x: x + 1, mesh_of(1))(1.0)
     with pytest.raises(jax.errors.JaxRuntimeError, match="xla_there_is_no_such_option"):
-        donating.donating(lambda x, y: (x + 1, y), mesh_of(1))(1.0, 2.0)
+        compiling.donating(lambda x, y: (x + 1, y), mesh_of(1))(1.0, 2.0)

@@ -175,7 +175,7 @@ def test_a_train_state_may_hold_one_array_twice():
 def test_keys_are_copied_and_what_is_traced_is_left_alone():
     mesh = mesh_of(2)
     key = jax.random.key(0)
-    from jaxcomp.steps.donating import donating
+    from jaxcomp.steps.compiling import donating
 
     step = donating(lambda params, state: (params, state))
     a, b = step(key, {"same": key})
