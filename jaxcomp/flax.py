@@ -13,7 +13,6 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxcomp.replicas.specs import full_specs
 from jaxcomp.replicas.state import per_replica
 from jaxcomp.steps.loss import folded
 from jaxcomp.steps.train import TrainStep
@@ -50,7 +49,7 @@ def on_mesh(
 
     def init(params):
         params = nnx.as_pure(params)
-        return jitted(_put(mesh, params, full_specs(params, mesh, axis_name, param_specs)))
+        return jitted(_put(mesh, params, update.specs_of(params)))
 
     def refuse(updates, state, params=None, **extra_args):
         raise ValueError(
@@ -160,7 +159,7 @@ class NnxStep:
         update = _update_of(optimizer.tx)
         graphdef, *states = _partition(model, optimizer.wrt)
         pure = [nnx.as_pure(state) for state in states]
-        param_specs = full_specs(pure[0], update.mesh, update.axis_name, update.param_specs)
+        param_specs = update.specs_of(pure[0])
         places = [param_specs, *(jax.tree.map(lambda _: P(), state) for state in pure[1:])]
         params, keys, frozen, rest = placed = [
             _put(update.mesh, state, specs) for state, specs in zip(pure, places, strict=True)
@@ -195,8 +194,7 @@ class TrainStateStep:
 
     def _call(self, state, batch, rng, extra_args):
         update = _update_of(state.tx)
-        specs = full_specs(state.params, update.mesh, update.axis_name, update.param_specs)
-        params = _put(update.mesh, state.params, specs)
+        params = _put(update.mesh, state.params, update.specs_of(state.params))
         own = getattr(state, self._field) if self._field else None
         own = _put(update.mesh, own, jax.tree.map(lambda _: P(), own))
         args = params, state.opt_state, batch, folded(rng, state.step), own, extra_args

@@ -94,7 +94,7 @@ def make_plan(
     """
     if bucket_numel is not None and bucket_numel < 1:
         raise ValueError(f"bucket_numel is {bucket_numel}; write at least 1, or None.")
-    keyed, treedef = jax.tree_util.tree_flatten_with_path(tree)
+    keyed, treedef = jax.tree.flatten_with_path(tree)
     if not keyed:
         raise ValueError(
             "got a pytree without leaves; give the gradients of some parameters. In "

@@ -109,7 +109,7 @@ def masks_of(tree: Any, policy: Policy, exact_numel: int, axis_name: str) -> dic
         made = _mask_of(path_of(key_path), of_each_layer(code, key_path, leaf))
         return made and made._replace(is_stack=is_stack(key_path))
 
-    keyed = jax.tree_util.tree_leaves_with_path(tree)
+    keyed = jax.tree.leaves_with_path(tree)
     return {path_of(key_path): mask(key_path, leaf) for key_path, leaf in keyed}
 
 

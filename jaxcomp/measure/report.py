@@ -262,9 +262,9 @@ def exact_leaves(params: Any, state: Any) -> list[str] | None:
     exact: set[str] = set()
     lossy: set[str] = set()
     for residual in found:
-        for path, leaf in jax.tree_util.tree_leaves_with_path(residual, is_leaf=is_mark):
+        for path, leaf in jax.tree.leaves_with_path(residual, is_leaf=is_mark):
             (exact if leaf is None else lossy).add(path_of(path))
-    paths = [path_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+    paths = [path_of(path) for path, _ in jax.tree.leaves_with_path(params)]
     return [path for path in paths if path in exact - lossy]
 
 

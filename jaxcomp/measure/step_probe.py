@@ -127,7 +127,7 @@ def update_timer(
     num_rows = math.prod(mesh.shape[name] for name in axes)
     grads = jax.jit(functools.partial(_waves, params, num_rows), out_shardings=rows)()
     state = program.init(start())
-    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(state)]
+    paths = [path for path, _ in jax.tree.leaves_with_path(state)]
     counts = [i for i, path in enumerate(paths) if getattr(path[-1], "name", None) == "count"]
     # Only the counts are new: a copy of the rest would be timed too.
     renewed = jax.jit(lambda leaves, count: [jnp.full_like(x, count) for x in leaves])

@@ -127,7 +127,7 @@ class _Tracker(NamedTuple):
 
     def results(self, program, like) -> list[str]:
         """The paths of the results that are such values; `like` is the tree of all results."""
-        paths = [path_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(like)]
+        paths = [path_of(path) for path, _ in jax.tree.leaves_with_path(like)]
         found = self.followed(program.jaxpr, [False] * len(program.jaxpr.invars))
         return [path for path, is_found in zip(paths, found, strict=True) if is_found]
 

@@ -124,7 +124,7 @@ def _exchanged(rows, fast_axis, axis):
 
 
 def gathered(own: Any, shares: Any, like: Any, fast_axis: str) -> Any:
-    """Undoes `own`: whole parameters, equal on all devices of a host, with the shapes of `like`.
+    """Undoes `own_shares`: whole parameters of the shapes of `like`, equal on a host's devices.
 
     Nodes of `own` without arrays, as in `optax.masked`, stay.
     """

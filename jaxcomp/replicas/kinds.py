@@ -45,7 +45,7 @@ def leaf_kinds(params: Any) -> Any:
       {'block_0': {'up': {'bias': 'vector', 'kernel': 'matrix'}}, 'embed': 'embedding'}
     """
     label = lambda key_path, leaf: of_each_layer(kind_of, key_path, leaf)
-    return jax.tree_util.tree_map_with_path(label, params)
+    return jax.tree.map_with_path(label, params)
 
 
 def kind_of(path: str, leaf: Any) -> str:

@@ -76,7 +76,7 @@ def is_stack(key_path: Any) -> bool:
 
 def own_axes(tree: Any) -> list[tuple[int, ...]]:
     """The axes of one layer, for each leaf: all axes, or all but the first in a `Stacked` node."""
-    keyed = jax.tree_util.tree_leaves_with_path(tree)
+    keyed = jax.tree.leaves_with_path(tree)
     return [tuple(range(is_stack(key_path), jnp.ndim(x))) for key_path, x in keyed]
 
 
@@ -176,7 +176,7 @@ def per_layer(
     def split(tree, node):
         found = _with_nodes((), tree, stacked, node)
         if not any(map(_is_node, jax.tree.leaves(found, is_leaf=_is_node))):
-            paths = [path_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+            paths = [path_of(path) for path, _ in jax.tree.leaves_with_path(tree)]
             raise ValueError(
                 f"per_layer got no stacked leaf among {paths}; write a rule that matches some: "
                 'jaxcomp.by_path(("^blocks/", True), (".*", False)), or leave per_layer out.'
@@ -212,7 +212,7 @@ def per_layer(
 def _with_nodes(path, tree, stacked, node):
     """The tree with a node in place of the largest subtrees of leaves stacked alike."""
     lengths = {}
-    for key, leaf in jax.tree_util.tree_leaves_with_path(tree):
+    for key, leaf in jax.tree.leaves_with_path(tree):
         name = path_of((*path, *key))
         is_stacked = stacked(name, leaf)
         if is_stacked and not leaf.ndim:
@@ -225,7 +225,7 @@ def _with_nodes(path, tree, stacked, node):
         return tree
     if len(lengths) == 1:
         return node(tree, *lengths)
-    children, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: x is not tree)
+    children, treedef = jax.tree.flatten_with_path(tree, is_leaf=lambda x: x is not tree)
     split = lambda key, child: _with_nodes((*path, *key), child, stacked, node)
     return treedef.unflatten([split(key, child) for key, child in children])
 

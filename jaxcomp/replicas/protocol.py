@@ -183,7 +183,7 @@ def _methods(tree: Any, path: Path = ()) -> dict[Path, Any]:
     """The states of methods in a tree, by path, including states inside other states."""
     found = {}
     is_method = lambda node: isinstance(node, MethodState)
-    for key, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_method):
+    for key, node in jax.tree.leaves_with_path(tree, is_leaf=is_method):
         if is_method(node):
             here = (*path, *key)
             found[here] = node
@@ -193,7 +193,7 @@ def _methods(tree: Any, path: Path = ()) -> dict[Path, Any]:
 
 
 def _children(node: Any) -> list[tuple[Path, Any]]:
-    return jax.tree_util.tree_leaves_with_path(node, is_leaf=lambda x: x is not node)
+    return jax.tree.leaves_with_path(node, is_leaf=lambda x: x is not node)
 
 
 def _name(key: Path) -> str | None:

@@ -57,7 +57,7 @@ def resize(state: Any, like: Any) -> Any:
     is_node = lambda x: is_shard(x) or is_compact(x)
     known = protocol.fields(state, "owner_residual", "owned", "skipped")
     resized = lambda path, old, new: _resize_node(_Place(path, known), old, new)
-    return jax.tree_util.tree_map_with_path(resized, state, like, is_leaf=is_node)
+    return jax.tree.map_with_path(resized, state, like, is_leaf=is_node)
 
 
 def reset_residuals(state: Any) -> Any:
@@ -71,7 +71,7 @@ def reset_residuals(state: Any) -> Any:
     def left(path, x):
         return x if protocol.field_of(path, owed) is None else jnp.zeros_like(x)
 
-    return jax.tree_util.tree_map_with_path(left, state)
+    return jax.tree.map_with_path(left, state)
 
 
 class _Place:

@@ -41,11 +41,6 @@ class Shard:
         codes = f"weights={self.weights}, gradients={self.gradients}"
         return f"Shard({array(self.data)}, shape={self.shape}, {codes}{stack})"
 
-    @property
-    def full_shape(self) -> tuple[int, ...]:
-        """`[*stack, *shape]`, the shape of the whole parameter."""
-        return *self.data.shape[1:-1], *self.shape
-
 
 def is_shard(x: Any) -> bool:
     """Whether a node of a tree is a `Shard`."""

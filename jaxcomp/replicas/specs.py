@@ -61,13 +61,13 @@ def state_specs(
     leaves, treedef = jax.tree.flatten(shaped)
     wide = jnp.result_type(float)  # float64 if that is enabled: dtypes depend on it
     params, state = _types_of_state(tx, mesh, treedef, tuple(leaves), wide)
-    paths = jax.tree_util.tree_leaves_with_path(params)
-    specs = jax.tree.leaves(param_specs, is_leaf=_is_spec)
+    paths = jax.tree.leaves_with_path(params)
+    specs = jax.tree.leaves(param_specs)
     known = [(path, x.shape, spec) for (path, x), spec in zip(paths, specs, strict=True)]
     # The path `mu/z/w` ends with `w` and with `z/w`: it follows the longer one.
     known.sort(key=lambda parameter: -len(parameter[0]))
     spec_of = functools.partial(_spec_of, known, mesh, axis_name)
-    return jax.tree_util.tree_map_with_path(spec_of, state)
+    return jax.tree.map_with_path(spec_of, state)
 
 
 @functools.lru_cache(maxsize=16)
@@ -108,13 +108,8 @@ def full_specs(params: Any, mesh: Any, axis_name: str, param_specs: Any) -> Any:
         raise ValueError(
             f"the mesh has no axis {axis_name!r}; its axes are {tuple(mesh.axis_names)}."
         )
-    specs = jax.tree.map(
-        lambda spec, branch: jax.tree.map(lambda _: spec, branch),
-        P() if param_specs is None else param_specs,
-        params,
-        is_leaf=_is_spec,
-    )
-    for spec in jax.tree.leaves(specs, is_leaf=_is_spec):
+    specs = jax.tree.broadcast(P() if param_specs is None else param_specs, params)
+    for spec in jax.tree.leaves(specs):
         if axis_name in jax.tree.leaves(tuple(spec)):
             raise ValueError(
                 f"param_specs shard a parameter over the replica axis {axis_name!r} ({spec}); "
@@ -130,7 +125,7 @@ def over_some(specs: Any, axes: tuple[str, ...]) -> Any:
         kept = tuple(name for name in jax.tree.leaves(names) if name in axes)
         return kept or None
 
-    return jax.tree.map(lambda spec: P(*map(part, spec)), specs, is_leaf=_is_spec)
+    return jax.tree.map(lambda spec: P(*map(part, spec)), specs)
 
 
 def specs_of(
@@ -157,7 +152,3 @@ def _types_of(function, mesh, in_specs, *args):
 
     jax.eval_shape(jax.shard_map(note, mesh=mesh, in_specs=in_specs, out_specs=None), *args)
     return types[0]
-
-
-def _is_spec(x):
-    return isinstance(x, P)

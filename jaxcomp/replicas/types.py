@@ -119,7 +119,7 @@ def require_varying(updates: Any, axis_name: str, params: Any = None) -> None:
         return
     if params is not None:
         require_alike(updates, params, axis_name)
-    for path, leaf in jax.tree_util.tree_leaves_with_path(updates):
+    for path, leaf in jax.tree.leaves_with_path(updates):
         if not varies_over(leaf, axis_name):
             raise ValueError(
                 f"the update {jax.tree_util.keystr(path)!r} must vary over {axis_name!r}, but its "
@@ -137,7 +137,7 @@ def require_alike(updates: Any, params: Any, axis_name: str) -> None:
         if axes:
             raise unlike(f"the update of {jax.tree_util.keystr(path)!r}", axes)
 
-    jax.tree_util.tree_map_with_path(check, updates, params)
+    jax.tree.map_with_path(check, updates, params)
 
 
 def unlike(what: str, axes: Any) -> ValueError:

@@ -82,7 +82,7 @@ class QSDP:
             lacks one of the axes.
         """
         plan = functools.partial(_planned, self, stacked)
-        like = jax.tree_util.tree_map_with_path(plan, params)
+        like = jax.tree.map_with_path(plan, params)
         own = functools.partial(map_shards, functools.partial(_own_row, self.axes), like)
         return _on(mesh, self.axes, own, P(), P(self.axes))(params)
 

@@ -20,8 +20,6 @@ from jaxcomp.replicas.state import per_replica, stack, unstack
 from jaxcomp.replicas.types import to_varying
 from jaxcomp.sharded import levels
 from jaxcomp.sharded.qsdp import QSDP
-from jaxcomp.steps import loss as losses
-from jaxcomp.steps import placing
 from jaxcomp.steps.compiling import donating
 from jaxcomp.steps.gradient import (
     Gradient,
@@ -31,8 +29,9 @@ from jaxcomp.steps.gradient import (
     mean_over_microbatches,
     metrics_of,
     placed_batch,
+    specs_of_extra,
 )
-from jaxcomp.steps.loss import Extra, own_floats, require_local
+from jaxcomp.steps.loss import own_floats, require_local
 from jaxcomp.steps.train import TrainStep
 from jaxcomp.steps.update import all_or_nothing
 
@@ -132,10 +131,9 @@ def _init_local(run, shards):
 
 def _step(run, shards, state, batch, rng=None, model_state=None, extra_args=None):
     mesh, axes, gradient = run.mesh, run.fsdp.axes, run.gradient
-    batch = placed_batch(gradient, batch)
-    batch_specs = placing.full_batch_specs(gradient.batch_specs, batch, mesh.axis_names)
+    batch, batch_specs = placed_batch(gradient, batch)
     cut, rows = P(axes), P(mesh.axis_names)
-    extra_specs = Extra(rows, losses.specs_of_rows(model_state, mesh.axis_names))
+    extra_specs = specs_of_extra(gradient, model_state)
     specs = specs_of(functools.partial(_init_local, run), mesh, axes, cut, shards)
     shards, state, loss, skipped, extra = jax.shard_map(
         functools.partial(_step_local, run),

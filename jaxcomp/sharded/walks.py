@@ -23,7 +23,7 @@ from jaxcomp.sharded.gathering import keep, pass_on, receive, scatter, send, wei
 
 def gather_tree(tree: Any, axes: tuple[str, ...], but: str | None = None) -> Any:
     """Gathers the shards of a tree, which must have keys; see `QSDP.gather`."""
-    keyed, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_shard)
+    keyed, treedef = jax.tree.flatten_with_path(tree, is_leaf=is_shard)
     leaves = [leaf for _, leaf in keyed]
     stacks: dict[tuple[int, ...], list[int]] = {}
     for index, (path, leaf) in enumerate(keyed):

@@ -15,7 +15,7 @@ from jaxcomp.replicas.state import add_drifts
 from jaxcomp.replicas.types import names_of, to_varying
 from jaxcomp.steps import placing
 from jaxcomp.steps.compiling import jitted
-from jaxcomp.steps.gradient import Gradient, placed_batch
+from jaxcomp.steps.gradient import Gradient, on_replicas
 from jaxcomp.steps.update import Update, placed_params, whole_drifts
 
 
@@ -61,22 +61,11 @@ _NO_UPDATE = optax.with_extra_args_support(optax.identity())
 
 
 def _measured(on, update, params, state, batch):
-    params, names = placed_params(update, params), names_of(on.axis_name)
+    params = placed_params(update, params)
     drifts = whole_drifts(update, params, protocol.evaluated_drifts(state))
-    batch = placed_batch(on, batch)
-    specs = placing.full_batch_specs(on.batch_specs, batch, names)
-    rows = placing.on_auto_axes(
-        on.mesh,
-        lambda *given: jax.shard_map(
-            functools.partial(_own_measures, on),
-            mesh=placing.within(on.mesh),
-            in_specs=(P(), P(names[0]), placing.over_replicas(specs, names)),
-            out_specs=P(names),
-            axis_names=set(names),  # XLA partitions over the other axes
-        )(*given),
-        P(names),
-    )
-    return jax.tree.map(lambda x: jnp.mean(x, axis=0), rows(params, drifts, batch))
+    rows = P(names_of(on.axis_name))
+    measures = on_replicas(on, functools.partial(_own_measures, on), rows, rows)
+    return jax.tree.map(lambda x: jnp.mean(x, axis=0), measures(params, drifts, batch))
 
 
 def _own_measures(on, params, drifts, batch):

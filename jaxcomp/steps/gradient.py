@@ -44,33 +44,52 @@ def all_gradients(
     state's fields `drift`; the batch is global. `rng`, `model_state` and `scale`, f32[], are equal
     everywhere; the loss is multiplied by `scale` for the gradient.
     """
-    mesh, axis_name = gradient.mesh, gradient.axis_name
-    names, rows = names_of(axis_name), P(axis_name)
-    batch = placed_batch(gradient, batch)
-    specs = placing.full_batch_specs(gradient.batch_specs, batch, axis_name)
-    state_specs = losses.specs_of_rows(model_state, axis_name)
-
-    def local(params, drifts, batch, rng, model_state, scale):
-        return jax.shard_map(
-            functools.partial(local_gradient, gradient),
-            mesh=placing.within(mesh),
-            in_specs=(P(), P(names[0]), placing.over_replicas(specs, axis_name), *[P()] * 3),
-            out_specs=(rows, rows, Extra(rows, state_specs)),
-            axis_names=set(names),  # XLA partitions over the other axes
-        )(params, drifts, batch, rng, model_state, scale)
-
+    axis_name, rows = gradient.axis_name, P(gradient.axis_name)
     grads_specs = jax.tree.map(lambda x: P(axis_name, *placing.spec_of(x)), params)
-    local = placing.on_auto_axes(mesh, local, (rows, grads_specs, Extra(rows, state_specs)))
-    return local(params, drifts, batch, rng, model_state, scale)
+    extra_specs = specs_of_extra(gradient, model_state)
+    local = functools.partial(local_gradient, gradient)
+    out_specs = (rows, rows, extra_specs), (rows, grads_specs, extra_specs)
+    return on_replicas(gradient, local, *out_specs)(params, drifts, batch, rng, model_state, scale)
 
 
-def placed_batch(gradient: Gradient, batch: Any) -> Any:
-    """The batch, checked and placed on the replicas."""
-    _, mesh, axis_name, accumulate, _, batch_specs = gradient
-    num_parts = placing.num_parts(mesh, axis_name)
-    placing.check_batch(batch, axis_name, num_parts, accumulate, batch_specs)
-    specs = placing.full_batch_specs(batch_specs, batch, axis_name)
-    return placing.placed(mesh, batch, specs)
+def on_replicas(
+    gradient: Gradient, function: Callable[..., Any], out_specs: Any, full_out_specs: Any
+) -> Callable[..., Any]:
+    """Runs `function(params, drifts, batch, *rest)` on each replica, for global arrays.
+
+    XLA partitions it over the mesh's other axes. `full_out_specs` are over these, too.
+    """
+    names = names_of(gradient.axis_name)
+
+    def whole(params, drifts, batch, *rest):
+        batch, specs = placed_batch(gradient, batch)
+        cut = placing.over_replicas(specs, names)
+        mapped = lambda *args: jax.shard_map(
+            function,
+            mesh=placing.within(gradient.mesh),
+            in_specs=(P(), P(names[0]), cut, *[P()] * len(rest)),
+            out_specs=out_specs,
+            axis_names=set(names),
+        )(*args)
+        mapped = placing.on_auto_axes(gradient.mesh, mapped, full_out_specs)
+        return mapped(params, drifts, batch, *rest)
+
+    return whole
+
+
+def placed_batch(gradient: Gradient, batch: Any) -> tuple[Any, Any]:
+    """The batch, checked and placed on the replicas, and its PartitionSpecs."""
+    mesh, axis_name = gradient.mesh, gradient.axis_name
+    specs = placing.full_batch_specs(gradient.batch_specs, batch, axis_name)
+    num_replicas = placing.num_parts(mesh, axis_name)
+    placing.check_batch(batch, axis_name, num_replicas, gradient.accumulate, specs)
+    return placing.placed(mesh, batch, specs), specs
+
+
+def specs_of_extra(gradient: Gradient, model_state: Any) -> Extra:
+    """The PartitionSpecs of the losses' other results."""
+    rows = losses.specs_of_rows(model_state, gradient.axis_name)
+    return Extra(P(gradient.axis_name), rows)
 
 
 def local_gradient(

@@ -18,8 +18,6 @@ from jax.sharding import PartitionSpec as P
 from jaxcomp.exchange.journeys import Pace
 from jaxcomp.replicas.state import add_drifts
 from jaxcomp.replicas.types import names_of, tied, to_varying, zeros_of
-from jaxcomp.steps import loss as losses
-from jaxcomp.steps import placing
 from jaxcomp.steps.gradient import (
     Gradient,
     added,
@@ -28,6 +26,7 @@ from jaxcomp.steps.gradient import (
     no_gradients,
     parts_of,
     placed_batch,
+    specs_of_extra,
 )
 from jaxcomp.steps.loss import Extra, own_floats, require_local
 from jaxcomp.steps.update import Update, local_update, own_params, update_specs, with_shares
@@ -49,9 +48,8 @@ def interleaved(
     For a mesh with only the axes of the replicas and their devices, which are manual throughout.
     """
     axes, mesh = gradient.axis_name, gradient.mesh
-    batch = placed_batch(gradient, batch)
-    batch_specs = placing.full_batch_specs(gradient.batch_specs, batch, axes)
-    extra_specs = Extra(P(axes), losses.specs_of_rows(model_state, axes))
+    batch, batch_specs = placed_batch(gradient, batch)
+    extra_specs = specs_of_extra(gradient, model_state)
     specs = update_specs(update, params)
     return jax.shard_map(
         functools.partial(_local, gradient, with_shares(update, params)),

@@ -16,9 +16,8 @@ from jax.sharding import PartitionSpec as P
 from jaxcomp.exchange.journeys import Pace
 from jaxcomp.replicas.specs import over_some
 from jaxcomp.replicas.types import names_of, varying_axes
-from jaxcomp.steps import loss as losses
 from jaxcomp.steps import placing
-from jaxcomp.steps.gradient import Gradient, in_rows, placed_batch
+from jaxcomp.steps.gradient import Gradient, in_rows, placed_batch, specs_of_extra
 from jaxcomp.steps.interleaved import Parts, exchanged, halves
 from jaxcomp.steps.loss import Extra, own_floats, require_local
 from jaxcomp.steps.update import Update, local_update, update_specs, with_shares
@@ -40,9 +39,8 @@ def interleaved_shards(
     """As `interleaved`, on a mesh that also has other axes."""
     mesh, axes = gradient.mesh, gradient.axis_name
     names = names_of(axes)
-    batch = placed_batch(gradient, batch)
-    batch_specs = placing.full_batch_specs(gradient.batch_specs, batch, axes)
-    extra_specs = Extra(P(axes), losses.specs_of_rows(model_state, axes))
+    batch, batch_specs = placed_batch(gradient, batch)
+    extra_specs = specs_of_extra(gradient, model_state)
     specs = update_specs(update, params)
     replica_specs = over_some(specs, names)
     update = with_shares(update, params)
@@ -139,7 +137,7 @@ def in_stages(
     """
     manual = functools.partial(jax.shard_map, axis_names=set(axes))
     jaxpr, treedef = _traced(function, manual, in_specs, args)
-    flat = zip(jax.tree.leaves(args), jax.tree.leaves(in_specs, is_leaf=_is_spec), strict=True)
+    flat = zip(jax.tree.leaves(args), jax.tree.leaves(in_specs), strict=True)
     known = dict(zip(jaxpr.jaxpr.invars, (Value(x, spec) for x, spec in flat), strict=True))
     for stage, is_hop in _stages(jaxpr):
         takes, makes = stage.jaxpr.invars, stage.jaxpr.outvars
@@ -215,7 +213,3 @@ def _stages(closed: core.ClosedJaxpr) -> Iterator[tuple[core.ClosedJaxpr, bool]]
 def _row_spec(aval: Any, axes: tuple[str, ...]) -> P:
     names = tuple(name for name in axes if name in varying_axes(aval))
     return P(names) if names else P()
-
-
-def _is_spec(x: Any) -> bool:
-    return isinstance(x, P)

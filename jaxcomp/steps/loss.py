@@ -86,7 +86,7 @@ def own_floats(model_state: Any, axis_name: str | tuple[str, ...]) -> Any:
             )
         return x
 
-    return jax.tree_util.tree_map_with_path(own, model_state)
+    return jax.tree.map_with_path(own, model_state)
 
 
 def require_local(loss: jax.Array, *axes: str) -> None:

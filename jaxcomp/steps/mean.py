@@ -60,7 +60,7 @@ def mean_params(
     # The drifts of each parameter, rarely more than one.
     drifts = [[x for x in row if not fast.is_masked(x)] for row in zip(*columns, strict=True)]
     specs = full_specs(params, mesh, axis_name, param_specs)
-    specs = tuple(jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, P)))
+    specs = tuple(jax.tree.leaves(specs))
     return treedef.unflatten(_program(mesh, axis_name, fast_axis, specs)(leaves, drifts))
 
 

@@ -18,13 +18,8 @@ def full_batch_specs(batch_specs: Any, batch: Any, axis_name: str | tuple[str, .
     Raises a ValueError for a spec that mentions the replica axes elsewhere than at the beginning.
     """
     names = names_of(axis_name)
-    specs = jax.tree.map(
-        lambda spec, branch: jax.tree.map(lambda _: spec, branch),
-        P(names) if batch_specs is None else batch_specs,
-        batch,
-        is_leaf=_is_spec,
-    )
-    for spec in jax.tree.leaves(specs, is_leaf=_is_spec):
+    specs = jax.tree.broadcast(P(names) if batch_specs is None else batch_specs, batch)
+    for spec in jax.tree.leaves(specs):
         used = set(jax.tree.leaves(tuple(spec))) & set(names)
         if used and _first(spec)[: len(names)] != names:
             raise ValueError(
@@ -42,7 +37,7 @@ def is_cut(spec: P, axis_name: str | tuple[str, ...]) -> bool:
 def over_replicas(specs: Any, axis_name: str | tuple[str, ...]) -> Any:
     """The specs if only the axes of the replicas are manual."""
     cut = lambda spec: P(names_of(axis_name)) if is_cut(spec, axis_name) else P()
-    return jax.tree.map(cut, specs, is_leaf=_is_spec)
+    return jax.tree.map(cut, specs)
 
 
 def over_others(specs: Any, axis_name: str | tuple[str, ...]) -> Any:
@@ -50,7 +45,7 @@ def over_others(specs: Any, axis_name: str | tuple[str, ...]) -> Any:
     count = len(names_of(axis_name))
     rest = lambda spec: P(_first(spec)[count:] or None, *spec[1:])
     own = lambda spec: rest(spec) if is_cut(spec, axis_name) else spec
-    return jax.tree.map(own, specs, is_leaf=_is_spec)
+    return jax.tree.map(own, specs)
 
 
 def check_batch(
@@ -58,8 +53,8 @@ def check_batch(
 ) -> None:
     """Raises a ValueError for a batch that cannot be divided."""
     specs = full_batch_specs(specs, batch, axis_name)
-    leaves = jax.tree_util.tree_leaves_with_path(batch)
-    for (path, leaf), spec in zip(leaves, jax.tree.leaves(specs, is_leaf=_is_spec), strict=True):
+    leaves = jax.tree.leaves_with_path(batch)
+    for (path, leaf), spec in zip(leaves, jax.tree.leaves(specs), strict=True):
         if not is_cut(spec, axis_name):
             continue
         if leaf.ndim == 0 or leaf.shape[0] % (num_replicas * accumulate):
@@ -146,13 +141,9 @@ def _shardings(mesh, specs):
         kept = [tuple(n for n in names_of(part or ()) if n in _explicit(mesh)) for part in spec]
         return NamedSharding(mesh, P(*(part or None for part in kept)))
 
-    return jax.tree.map(sharding, specs, is_leaf=_is_spec)
+    return jax.tree.map(sharding, specs)
 
 
 def _first(spec):
     """The axes that cut the first axis of an array."""
     return names_of(spec[0]) if len(spec) and spec[0] is not None else ()
-
-
-def _is_spec(x):
-    return isinstance(x, P)

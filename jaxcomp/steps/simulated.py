@@ -14,7 +14,7 @@ from jaxcomp.replicas.state import per_replica
 from jaxcomp.steps.compiling import donating
 from jaxcomp.steps.gradient import Gradient, as_metrics, local_gradient, placed_batch
 from jaxcomp.steps.loss import averaged
-from jaxcomp.steps.placing import full_batch_specs, is_cut
+from jaxcomp.steps.placing import is_cut
 from jaxcomp.steps.train import TrainStep
 from jaxcomp.steps.update import Update, local_update, update_specs
 
@@ -73,8 +73,7 @@ def _init(update, params):
 
 def _step(gradient, update, params, state, batch, rng=None, model_state=None, extra_args=None):
     size, axis_name = update.mesh.size, update.axis_name
-    batch = placed_batch(gradient, batch)
-    specs = full_batch_specs(gradient.batch_specs, batch, axis_name)
+    batch, specs = placed_batch(gradient, batch)
     cut = jax.tree.map(lambda x, spec: is_cut(spec, axis_name), batch, specs)
     rows = lambda x, cut: x.reshape(size, -1, *x.shape[1:]) if cut else x
     # Values that must be equal on all replicas have no axis; JAX raises if they differ.

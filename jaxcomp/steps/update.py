@@ -35,23 +35,24 @@ class Update(NamedTuple):
         """The axes over which a gradient has rows."""
         return self.axis_name if self.fast_axis is None else (self.axis_name, self.fast_axis)
 
+    def specs_of(self, params: Any) -> Any:
+        """One PartitionSpec for each parameter."""
+        return full_specs(params, self.mesh, self.axis_name, self.param_specs)
+
 
 def update_specs(update: Update, params: Any) -> tuple[Any, Any]:
     """The PartitionSpecs of the parameters and of the state."""
-    tx, mesh, axis_name, param_specs, fast_axis, _ = update
-    return (
-        full_specs(params, mesh, axis_name, param_specs),
-        state_specs(tx, params, mesh, axis_name, param_specs, fast_axis),
-    )
+    mesh, name, fast_axis = update.mesh, update.axis_name, update.fast_axis
+    specs = update.specs_of(params)
+    return specs, state_specs(update.tx, params, mesh, name, specs, fast_axis)
 
 
 def with_shares(update: Update, params: Any) -> Update:
     """The update with the shares of parameters of these global shapes."""
-    _, mesh, axis_name, param_specs, fast_axis, _ = update
-    if fast_axis is None:
+    if update.fast_axis is None:
         return update
-    specs = full_specs(params, mesh, axis_name, param_specs)
-    return update._replace(shares=fast.shares_of(params, specs, mesh, fast_axis))
+    specs = update.specs_of(params)
+    return update._replace(shares=fast.shares_of(params, specs, update.mesh, update.fast_axis))
 
 
 def own_params(update: Update, params: Any) -> Any:
@@ -64,8 +65,7 @@ def own_params(update: Update, params: Any) -> Any:
 def placed_params(update: Update, params: Any) -> Any:
     """The parameters placed as `param_specs` say, if the mesh's axis types require it."""
     require_no_state(params)
-    mesh = update.mesh
-    return placed(mesh, params, full_specs(params, mesh, update.axis_name, update.param_specs))
+    return placed(update.mesh, params, update.specs_of(params))
 
 
 def init_state(update: Update, params: Any) -> Any:
@@ -86,7 +86,7 @@ def whole_drifts(update: Update, params: Any, drifts: list[Any]) -> list[Any]:
     fast_axis = update.fast_axis
     if fast_axis is None or not drifts:
         return drifts
-    params_specs = full_specs(params, update.mesh, update.axis_name, update.param_specs)
+    params_specs = update.specs_of(params)
     update = with_shares(update, params)
     _, share_specs = fast.filled(params, update.shares)
     # A drift's tree has a node without arrays for leaves hidden from its method.
@@ -176,7 +176,7 @@ def _in_dtype_of(new, old):
 
 
 def _require_averaged(updates, axis_name):
-    for path, leaf in jax.tree_util.tree_leaves_with_path(updates):
+    for path, leaf in jax.tree.leaves_with_path(updates):
         if varies_over(leaf, axis_name):
             raise ValueError(
                 f"the update of {jax.tree_util.keystr(path)!r} still varies over {axis_name!r} "
