@@ -23,7 +23,7 @@ def by_platform(*args: Any, cpu: Callable, default: Callable, gpu: Callable | No
       gpu: For GPUs; `default` if there is none.
     """
     gpu = default if gpu is None else gpu
-    mesh_platform = _mesh_platform()
+    mesh_platform = _platform_of_mesh()
     if mesh_platform is None:
         return lax.platform_dependent(*args, cpu=cpu, cuda=gpu, rocm=gpu, default=default)
     forms = {"cpu": cpu, "gpu": gpu, "cuda": gpu, "rocm": gpu}
@@ -35,10 +35,10 @@ def platform() -> str:
 
     For forms with other results. All must be right everywhere; one is fast on its platform.
     """
-    return _mesh_platform() or jax.default_backend()
+    return _platform_of_mesh() or jax.default_backend()
 
 
-def _mesh_platform():
+def _platform_of_mesh():
     """The platform that the mesh names inside `shard_map`; None elsewhere."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     return device and device.platform

@@ -14,7 +14,7 @@ from jax import lax
 
 from jaxcomp.compressors.base import Compressor, Key
 from jaxcomp.compressors.platforms import LANES, by_platform
-from jaxcomp.exchange.messages import payload_like, unpack
+from jaxcomp.exchange.messages import payload_like, payload_of
 from jaxcomp.replicas.types import zeros_of
 
 # `message -> f32[...]`: what it decodes to.
@@ -25,7 +25,7 @@ def of(compressor: Compressor, shared: Key, numel: int, dtype: Any) -> Decode:
     """What decodes one message of a bucket of `numel` elements."""
 
     def decode(message):
-        payload = unpack(message, payload_like(compressor, numel, dtype))
+        payload = payload_of(message, payload_like(compressor, numel, dtype))
         return compressor.decode(payload, shared).astype(dtype)
 
     return decode

@@ -156,8 +156,8 @@ def mean_on_masks(
     """
     codes = {path: mask.values if mask else averaging.EXACT for path, mask in masks.items()}
     keys = _keys(masks, transport.seed, count)
-    of = list(zip(masks.items(), leaves, keys, strict=True))
-    picked = {path: x if mask is None else mask.select(x, key) for (path, mask), x, key in of}
+    columns = list(zip(masks.items(), leaves, keys, strict=True))
+    picked = {path: x if mask is None else mask.select(x, key) for (path, mask), x, key in columns}
     transport = transport._replace(policy=lambda path, leaf: codes[path])
     means = averaging.average(transport, picked, count, part).mean
 
@@ -167,7 +167,7 @@ def mean_on_masks(
         on = mask.scatter(jnp.ones(mean.shape, jnp.uint8), key, x) != 0
         return jnp.where(on, mask.scatter(mean, key, x), x), on
 
-    pairs = [put(mask, x, key, means[path]) for (path, mask), x, key in of]
+    pairs = [put(mask, x, key, means[path]) for (path, mask), x, key in columns]
     return Exchanged(*map(list, zip(*pairs, strict=True)))
 
 
@@ -197,8 +197,8 @@ class Masked(NamedTuple):
         """`mean_on_masks` with the masks of the current stage."""
 
         def way(stage):
-            of = self.masks(stage, params), stage.part
-            return lambda leaves: mean_on_masks(*of, leaves, self.transport, count)
+            columns = self.masks(stage, params), stage.part
+            return lambda leaves: mean_on_masks(*columns, leaves, self.transport, count)
 
         ways = [way(stage) for stage in self.stages]
         if len(ways) == 1:

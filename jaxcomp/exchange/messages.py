@@ -18,23 +18,23 @@ from jaxcomp.compressors.platforms import platform
 _UNIT = 16  # messages are padded to this many bytes: one load of a link or GPU
 
 
-def pack(payload: Payload) -> jax.Array:
+def message_of(payload: Payload) -> jax.Array:
     """Concatenates the leaves of a payload in one message: `u8[bytes]` on CPUs, else `u32[words]`.
 
     Each leaf begins at a multiple of 4 bytes, the message ends at a multiple of 16. The order of
     bytes within a leaf depends on the platform, so all replicas must be of one platform.
     """
-    return pack_bytes(payload) if platform() == "cpu" else pack_words(payload)
+    return bytes_of(payload) if platform() == "cpu" else words_of(payload)
 
 
-def unpack(message: jax.Array, like: Payload) -> Payload:
+def payload_of(message: jax.Array, like: Payload) -> Payload:
     """Cuts a message into a payload of the shapes and dtypes of `like`."""
     return _cut(message, like, _cast_apart if message.dtype == jnp.uint8 else _shifted_apart)
 
 
 def message_bytes(compressor: Compressor, numel: int, dtype=jnp.float32) -> int:
     """Bytes of the message that a bucket of `numel` elements becomes."""
-    words = sum(_words_of(leaf) for leaf in jax.tree.leaves(payload_like(compressor, numel, dtype)))
+    words = sum(map(_num_words, jax.tree.leaves(payload_like(compressor, numel, dtype))))
     return 4 * words + -4 * words % _UNIT
 
 
@@ -46,13 +46,13 @@ def payload_like(compressor: Compressor, numel: int, dtype=jnp.float32) -> Paylo
     return jax.eval_shape(lambda x: compressor.encode(x, key, key), x)
 
 
-def pack_words(payload: Payload) -> jax.Array:
-    """`pack` in `u32[words]`."""
+def words_of(payload: Payload) -> jax.Array:
+    """`message_of` in `u32[words]`."""
     return _concatenated([_shifted_together(leaf) for leaf in jax.tree.leaves(payload)])
 
 
-def pack_bytes(payload: Payload) -> jax.Array:
-    """`pack` in `u8[bytes]`."""
+def bytes_of(payload: Payload) -> jax.Array:
+    """`message_of` in `u8[bytes]`."""
     return _concatenated([_cast_together(leaf) for leaf in jax.tree.leaves(payload)])
 
 
@@ -65,13 +65,13 @@ def _concatenated(parts):
 def _cut(message, like, apart):
     leaves, start = [], 0
     for leaf in jax.tree.leaves(like):
-        size = 4 * _words_of(leaf) // message.itemsize
+        size = 4 * _num_words(leaf) // message.itemsize
         leaves.append(apart(message[start : start + size], leaf).reshape(leaf.shape))
         start += size
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
 
-def _words_of(leaf) -> int:
+def _num_words(leaf) -> int:
     return -(-math.prod(leaf.shape) * jnp.dtype(leaf.dtype).itemsize // 4)
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxcomp._printing import array
 from jaxcomp.compressors.base import Compressor, Key
 from jaxcomp.compressors.packing import fold
-from jaxcomp.exchange.messages import pack, unpack
+from jaxcomp.exchange.messages import message_of, payload_of
 
 
 class Transmission(NamedTuple):
@@ -66,7 +66,7 @@ def transmit(compressor: Compressor, x: jax.Array, *, seed: int = 0) -> Transmis
 def _transmit(compressor, x, seed):
     shared = Key(jnp.int32(0), seed)
     payload = compressor.encode(x.reshape(-1), shared, fold(shared, 1))
-    message = pack(payload)
-    decoded = compressor.decode(unpack(message, payload), shared).reshape(x.shape)
+    message = message_of(payload)
+    decoded = compressor.decode(payload_of(message, payload), shared).reshape(x.shape)
     lost, norm = jnp.sum(jnp.square(x - decoded)), jnp.sum(jnp.square(x))
     return message, decoded, lost / jnp.where(norm > 0, norm, 1)

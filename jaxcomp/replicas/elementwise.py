@@ -133,18 +133,18 @@ class _Tracker(NamedTuple):
 
     def followed(self, jaxpr, inputs: list[bool]) -> list[bool]:
         known = dict(zip(jaxpr.invars, inputs, strict=True))
-        of = lambda x: not isinstance(x, core.Literal) and known.get(x, False)
+        is_tracked = lambda x: not isinstance(x, core.Literal) and known.get(x, False)
         for eqn in jaxpr.eqns:
-            outputs = self.through(eqn, [of(x) for x in eqn.invars])
+            outputs = self.through(eqn, [is_tracked(x) for x in eqn.invars])
             for var, is_made in zip(eqn.outvars, outputs, strict=True):
                 known[var] = is_made and self.differs(varying_axes(var.aval))
-        return [of(x) for x in jaxpr.outvars]
+        return [is_tracked(x) for x in jaxpr.outvars]
 
     def through(self, eqn, inputs: list[bool]) -> list[bool]:
         inner, name = _inner(eqn), eqn.primitive.name
         if name == "cond":
             branches = [self.followed(branch, inputs[1:]) for branch in inner]
-            return [inputs[0] or any(of) for of in zip(*branches, strict=True)]
+            return [inputs[0] or any(outputs) for outputs in zip(*branches, strict=True)]
         if len(inner) == 1 and name not in ("scan", "while"):
             return self.followed(inner[0], inputs)
         # If any value of a loop is one, all are: the carry goes around.

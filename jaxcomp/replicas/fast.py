@@ -94,7 +94,7 @@ def own_shares(params: Any, shares: Any, fast_axis: str) -> Any:
     return jax.tree.map(take, shares, params)
 
 
-def scattered(grads: Any, shares: Any, fast_axis: str) -> Any:
+def scatter_shares(grads: Any, shares: Any, fast_axis: str) -> Any:
     """This device's share of the mean of gradients, which differ between a host's devices.
 
     In float32 or wider, so that narrow parameters do not round the mean before it is encoded.
@@ -107,7 +107,7 @@ def scattered(grads: Any, shares: Any, fast_axis: str) -> Any:
         rows = _rows(share, x, fast_axis)
         total = by_platform(
             rows,
-            cpu=lambda rows: _exchanged(rows, fast_axis, share.axis),
+            cpu=lambda rows: _sum_by_all_to_all(rows, fast_axis, share.axis),
             default=lambda rows: lax.psum_scatter(
                 rows, fast_axis, scatter_dimension=share.axis, tiled=False
             ),
@@ -117,13 +117,13 @@ def scattered(grads: Any, shares: Any, fast_axis: str) -> Any:
     return jax.tree.map(mean, shares, grads)
 
 
-def _exchanged(rows, fast_axis, axis):
+def _sum_by_all_to_all(rows, fast_axis, axis):
     """Sums with an all-to-all: gloo's reduce-scatter is wrong on JAX 0.10.2 for large chunks."""
     received = lax.all_to_all(rows, fast_axis, split_axis=axis, concat_axis=axis)
     return jnp.sum(received, axis)
 
 
-def gathered(own: Any, shares: Any, like: Any, fast_axis: str) -> Any:
+def gather_shares(own: Any, shares: Any, like: Any, fast_axis: str) -> Any:
     """Undoes `own_shares`: whole parameters of the shapes of `like`, equal on a host's devices.
 
     Nodes of `own` without arrays, as in `optax.masked`, stay.

@@ -114,7 +114,7 @@ class QSDP:
           Natural shapes, a copy on every device, as `unshard`.
         """
         whole = functools.partial(map_shards, functools.partial(_whole, self.axes))
-        decoded = lambda shards, levels: whole(rounding.gathered(shards, levels))
+        decoded = lambda shards, levels: whole(rounding.decoded_shards(shards, levels))
         specs = P(self.axes), P()
         return _on(mesh, self.axes, decoded, specs, P())(shards, state.levels)
 

@@ -31,7 +31,7 @@ def draws(code: Compressor) -> bool:
     return found[0]
 
 
-def gathered(shards: Any, levels: Any) -> Any:
+def decoded_shards(shards: Any, levels: Any) -> Any:
     """Shards with the values that all replicas decode, where these are the same in each step.
 
     A code that `draws` is unbiased noise around the shards: those stay as they are.
@@ -42,10 +42,10 @@ def gathered(shards: Any, levels: Any) -> Any:
     """
     leaves, treedef = jax.tree.flatten(shards, is_leaf=is_shard)
     tables = treedef.flatten_up_to(levels)
-    return treedef.unflatten(map(_gathered, leaves, tables))
+    return treedef.unflatten(map(_decoded_shard, leaves, tables))
 
 
-def _gathered(shard: Shard, tables: Any) -> Shard:
+def _decoded_shard(shard: Shard, tables: Any) -> Shard:
     if not is_shard(shard) or draws(shard.weights):
         return shard
     code, dtype = shard.weights, shard.data.dtype

@@ -98,7 +98,7 @@ def _mean(mesh, axis_name, fast_axis, specs, params, drifts):
         means = averaging.average(transport, moved, jnp.int32(0), "mean_params").mean
         if shares is not None:
             pick = lambda leaves: {i: leaves[i] for i in means}
-            means = fast.gathered(means, pick(shares), pick(params), fast_axis)
+            means = fast.gather_shares(means, pick(shares), pick(params), fast_axis)
         add = lambda i, p: (p + means[i]).astype(p.dtype) if i in means else p
         return [add(i, p) for i, p in enumerate(params)]
 

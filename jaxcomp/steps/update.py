@@ -95,7 +95,7 @@ def whole_drifts(update: Update, params: Any, drifts: list[Any]) -> list[Any]:
 
     def gather_drifts(drifts, params):
         own = jax.tree.map(lambda x: x[0], drifts)
-        whole = [fast.gathered(x, update.shares, params, fast_axis) for x in own]
+        whole = [fast.gather_shares(x, update.shares, params, fast_axis) for x in own]
         return jax.tree.map(lambda x: x[None], whole)
 
     return jax.shard_map(
@@ -144,7 +144,7 @@ def local_update(
     given |= {"value": mean_loss} | (extra_args or {})
     whole, params = params, own_params(update, params)
     if update.fast_axis is not None:
-        grads = fast.scattered(grads, update.shares, update.fast_axis)
+        grads = fast.scatter_shares(grads, update.shares, update.fast_axis)
     own = functools.partial(tx.update, axis_name=axis_name, **given)
     updates, new_state = own(grads, state, params)
     # Gradients of microbatches are wider than narrow parameters, and so are optax's results.
@@ -158,7 +158,7 @@ def local_update(
     else:
         (params, state), skipped = all_or_nothing(updates, new, (params, state))
     if update.fast_axis is not None:
-        params = fast.gathered(params, update.shares, whole, update.fast_axis)
+        params = fast.gather_shares(params, update.shares, whole, update.fast_axis)
     return params, state, skipped
 
 

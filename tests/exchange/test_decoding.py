@@ -8,7 +8,7 @@ import pytest
 import jaxcomp
 from jaxcomp.compressors.base import Key
 from jaxcomp.exchange import decoding
-from jaxcomp.exchange.messages import pack
+from jaxcomp.exchange.messages import message_of
 from tests.helpers.coding import as_for_tpus
 
 SHARED = Key(jnp.int32(3), jnp.uint32(7))
@@ -26,7 +26,9 @@ CODES = [
 def received(request):
     """Messages of five replicas, what decodes them, and what each decodes to."""
     x = np.random.default_rng(3).normal(size=(5, 80)).astype(np.float32)
-    messages = jnp.stack([pack(request.param.encode(row, SHARED, SHARED)) for row in jnp.array(x)])
+    messages = jnp.stack(
+        [message_of(request.param.encode(row, SHARED, SHARED)) for row in jnp.array(x)]
+    )
     decode = decoding.of(request.param, SHARED, 80, jnp.float32)
     return messages, decode, np.stack([decode(message) for message in messages])
 

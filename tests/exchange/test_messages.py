@@ -10,9 +10,9 @@ from jaxcomp.compressors.base import Payload
 from jaxcomp.exchange import messages
 
 FORMS = {
-    "of the platform": (messages.pack, jnp.uint8),
-    "bytes": (messages.pack_bytes, jnp.uint8),
-    "words": (messages.pack_words, jnp.uint32),
+    "of the platform": (messages.message_of, jnp.uint8),
+    "bytes": (messages.bytes_of, jnp.uint8),
+    "words": (messages.words_of, jnp.uint32),
 }
 PAYLOADS = [
     jnp.arange(5, dtype=jnp.uint8),
@@ -26,13 +26,13 @@ PAYLOADS = [
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("payload", PAYLOADS)
 def test_a_message_holds_every_bit_of_a_payload(payload, form):
-    pack, dtype = FORMS[form]
-    message, leaves = jax.jit(pack)(payload), jax.tree.leaves(payload)
+    message_of, dtype = FORMS[form]
+    message, leaves = jax.jit(message_of)(payload), jax.tree.leaves(payload)
     used = sum(-(-leaf.nbytes // 4) * 4 for leaf in leaves)
     assert message.dtype == dtype and message.nbytes == -(-used // 16) * 16
     assert not np.any(message[used // message.itemsize :])
     like = jax.eval_shape(lambda: payload)
-    back = jax.jit(lambda message: messages.unpack(message, like))(message)
+    back = jax.jit(lambda message: messages.payload_of(message, like))(message)
     assert jax.tree.structure(back) == jax.tree.structure(payload)
     for a, b in zip(jax.tree.leaves(back), leaves, strict=True):
         assert (a.shape, a.dtype) == (b.shape, b.dtype)
@@ -40,14 +40,14 @@ def test_a_message_holds_every_bit_of_a_payload(payload, form):
 
 
 def test_the_first_slice_of_a_leaf_takes_the_low_bits_of_all_words():
-    message = messages.pack_words(jnp.arange(8, dtype=jnp.uint8))
+    message = messages.words_of(jnp.arange(8, dtype=jnp.uint8))
     np.testing.assert_array_equal(message[:2], np.uint32([0x06040200, 0x07050301]))
 
 
 @pytest.mark.parametrize("compressor", [jaxcomp.quantize(4), jaxcomp.identity()])
 def test_message_bytes_are_those_of_the_message(compressor):
     key = jaxcomp.Key(jnp.int32(0), jnp.uint32(0))
-    message = messages.pack(compressor.encode(jnp.ones(1001), key, key))
+    message = messages.message_of(compressor.encode(jnp.ones(1001), key, key))
     assert messages.message_bytes(compressor, 1001) == message.nbytes
 
 

@@ -102,7 +102,7 @@ def saved(config: dict[str, Any], params: Any, num_shards: int) -> Any:
 def joined(shards: Any, levels: Any) -> Any:
     """Whole parameters to deploy, from shards that every device holds; see `QSDP.deployed`."""
     whole = lambda shard: natural(shard.data, shard.shape)
-    return map_shards(whole, rounding.gathered(shards, levels))
+    return map_shards(whole, rounding.decoded_shards(shards, levels))
 
 
 def _rounds(steps: int, fsdp: jaxcomp.QSDP, state: jaxcomp.QSDPState) -> dict[str, int]:
