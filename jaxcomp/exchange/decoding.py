@@ -21,7 +21,7 @@ from jaxcomp.replicas.types import zeros_of
 Decode = Callable[[jax.Array], jax.Array]
 
 
-def of(compressor: Compressor, shared: Key, numel: int, dtype: Any) -> Decode:
+def decoder(compressor: Compressor, shared: Key, numel: int, dtype: Any) -> Decode:
     """What decodes one message of a bucket of `numel` elements."""
 
     def decode(message):

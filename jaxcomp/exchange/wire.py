@@ -99,7 +99,7 @@ def gathered_journey(x, owner_residual, compressor: Compressor, shared: Key, axi
             )
         )
     message = _encode(compressor, x, shared, _private(shared, axis_name))
-    decode = decoding.of(compressor, shared, x.size, x.dtype)
+    decode = decoding.decoder(compressor, shared, x.size, x.dtype)
     joined = yield Hop(lambda message: _sent_to_all(message, axis_name), message)
     messages = joined.reshape(-1, message.size)
     return Mean(decoding.mean(messages, decode), decode(message), owner_residual)
@@ -112,7 +112,7 @@ def from_senders_journey(x, owner_residual, compressor: Compressor, shared: Key,
     `gathered_journey`.
     """
     message = _encode(compressor, x, shared, _private(shared, axis_name))
-    decode = decoding.of(compressor, shared, x.size, x.dtype)
+    decode = decoding.decoder(compressor, shared, x.size, x.dtype)
     joined = yield Hop(lambda message: _sent_to_all(message, axis_name), message)
     messages = joined.reshape(-1, message.size)
 
@@ -155,7 +155,7 @@ def two_shot_journey(x, owner_residual, compressor: Compressor, shared: Key, axi
     chunk, sent = yield from _reduce_scatter(x, compressor, shared, axis_name)
     total = chunk + owner_residual
     messages, message = yield from _gather(total, compressor, shared, axis_name)
-    decode = decoding.of(compressor, shared, chunk.size, x.dtype)
+    decode = decoding.decoder(compressor, shared, chunk.size, x.dtype)
     # Sparse codes decode into zeros, so that a loop would need memory for one row more.
     is_sparse = compressor.selection or compressor.stages
     mean = (decoding.rows if is_sparse else decoding.rows_once)(messages, decode)
@@ -205,7 +205,7 @@ def _reduce_scatter(x, compressor, shared, axis_name):
     num_replicas = lax.axis_size(axis_name)
     chunks = x.reshape(num_replicas, -1)
     private = _private(shared, axis_name)
-    decode = decoding.of(compressor, shared, chunks.shape[1], x.dtype)
+    decode = decoding.decoder(compressor, shared, chunks.shape[1], x.dtype)
     messages = jax.vmap(
         lambda chunk, index: _encode(compressor, chunk, shared, fold(private, index))
     )(chunks, jnp.arange(num_replicas))
@@ -236,7 +236,7 @@ def gather(chunk, compressor: Compressor, shared: Key, axis_name: str):
     """
     messages, message = alone(_gather(chunk, compressor, shared, axis_name))
     full = decode_all(messages, compressor, shared, chunk.size, chunk.dtype)
-    return full, decoding.of(compressor, shared, chunk.size, chunk.dtype)(message)
+    return full, decoding.decoder(compressor, shared, chunk.size, chunk.dtype)(message)
 
 
 def _gather(chunk, compressor, shared, axis_name):
@@ -254,7 +254,7 @@ def encode_own(chunk, compressor: Compressor, shared: Key, axis_name: str | tupl
 
 def decode_all(messages, compressor: Compressor, shared: Key, numel: int, dtype):
     """Decodes the owners' messages, one a row: the second half of `gather`."""
-    return decoding.rows(messages, decoding.of(compressor, shared, numel, dtype))
+    return decoding.rows(messages, decoding.decoder(compressor, shared, numel, dtype))
 
 
 def _private(shared: Key, axis_name: str | tuple[str, ...]) -> Key:

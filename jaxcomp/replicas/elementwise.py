@@ -20,7 +20,7 @@ _MIXING = frozenset(
     "sort rev fft cumsum cumprod cummax cummin cumlogsumexp dot_general conv_general_dilated "
     "cholesky eigh lu qr svd triangular_solve gather scatter".split()
 )
-_OF_SHAPE = frozenset("broadcast_in_dim reshape squeeze pcast pvary".split())
+_RESHAPING = frozenset("broadcast_in_dim reshape squeeze pcast pvary".split())
 
 
 def ranked(piece: jax.Array, ndim: int) -> jax.Array:
@@ -167,7 +167,7 @@ def _flat(eqn):
 def _names(jaxpr) -> list[str]:
     """The names of a program's operations in order, without those that only change shapes."""
     names = [e.primitive.name for eqn in jaxpr.eqns for e in _flat(eqn)]
-    return [name for name in names if name not in _OF_SHAPE]
+    return [name for name in names if name not in _RESHAPING]
 
 
 def _sizes(eqn):

@@ -10,12 +10,12 @@ import optax
 from jaxcomp.replicas.protocol import keeps_rounding
 
 
-def with_extra_args(tx: Any, of: str) -> optax.GradientTransformationExtraArgs:
-    """`tx` with extra arguments; a ValueError that names `of` if it is no transformation."""
+def with_extra_args(tx: Any, wrapper: str) -> optax.GradientTransformationExtraArgs:
+    """`tx` with extra arguments; a ValueError that names `wrapper` if it is no transformation."""
     if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
         raise ValueError(
-            f"{of} got {tx!r:.60} where an optax transformation belongs, like optax.adamw(1e-3); "
-            "are two arguments swapped?"
+            f"{wrapper} got {tx!r:.60} where an optax transformation belongs, like "
+            "optax.adamw(1e-3); are two arguments swapped?"
         )
     return optax.with_extra_args_support(tx)
 

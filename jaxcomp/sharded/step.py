@@ -160,8 +160,8 @@ def _step_local(run, shards, state, batch, rng, model_state, extra_args):
 def _for_pieces(tx):
     """An optimizer for shards, which sees the parameters' ranks and must work entry by entry."""
     tx = optax.with_extra_args_support(tx)
-    mapped = lambda of: functools.partial(
-        map_shards, lambda shard: dataclasses.replace(shard, data=of(shard))
+    mapped = lambda function: functools.partial(
+        map_shards, lambda shard: dataclasses.replace(shard, data=function(shard))
     )
     # In an optimizer's state a shard's array may be an optax.MaskedNode, which has no leaves.
     rank = mapped(lambda s: jax.tree.map(lambda x: ranked(x, len(s.shape)), s.data))

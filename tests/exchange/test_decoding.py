@@ -29,7 +29,7 @@ def received(request):
     messages = jnp.stack(
         [message_of(request.param.encode(row, SHARED, SHARED)) for row in jnp.array(x)]
     )
-    decode = decoding.of(request.param, SHARED, 80, jnp.float32)
+    decode = decoding.decoder(request.param, SHARED, 80, jnp.float32)
     return messages, decode, np.stack([decode(message) for message in messages])
 
 

@@ -1,4 +1,4 @@
-"""Plain English: pages, docstrings, errors, comments and notebooks have none of `refused.txt`."""
+"""Plain English: prose has none of `refused.txt`, and names in code none of `refused_names.txt`."""
 
 import ast
 import re
@@ -7,10 +7,20 @@ import pytest
 
 from tests.helpers.snippets import ROOT
 
-LINES = (ROOT / "tests" / "pages" / "refused.txt").read_text().splitlines()
-# Phrase to what one writes instead.
-REFUSED = dict(line.split(" => ") for line in LINES if line and line[0] != "#")
+
+def refused(file):
+    """Phrase to what one writes instead."""
+    lines = (ROOT / "tests" / "pages" / file).read_text().splitlines()
+    return dict(line.split(" => ") for line in lines if line and line[0] != "#")
+
+
+REFUSED, NAMES = refused("refused.txt"), refused("refused_names.txt")
 ROOMS = ["README.md", "CONTRIBUTING.md", "docs", "jaxcomp", "train", "benchmarks", "notebooks"]
+# Rooms whose names are under the linter, too.
+NAMED = [
+    *("jaxcomp/compressors", "jaxcomp/steps", "jaxcomp/sharded", "jaxcomp/measure"),
+    *("jaxcomp/flax.py", "jaxcomp/schedules.py"),
+]
 
 
 def paragraphs(text):
@@ -48,6 +58,54 @@ def test_no_reader_has_to_decode_a_phrase(room):
     files = [file for file in files if file.suffix in (".py", ".md") and "_build" not in file.parts]
     found = [f"{file.relative_to(ROOT)}: {x}" for file in files for x in complaints(prose(file))]
     assert not found, "\n".join(found)
+
+
+def names(source):
+    """The names that a program gives to things: functions, classes, arguments and variables."""
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.FunctionDef() | ast.ClassDef() | ast.ExceptHandler(name=str()):
+                yield node.name
+            case ast.arg(arg=name) | ast.alias(asname=str(name)):
+                yield name
+            case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()):
+                yield name
+
+
+def undecoded(source):
+    """The refused names of a program, each with what to write."""
+    return [
+        f"{name}: write {instead}"
+        for name in dict.fromkeys(names(source))
+        for pattern, instead in NAMES.items()
+        if re.search(pattern, name.lower())
+    ]
+
+
+@pytest.mark.parametrize("room", NAMED)
+def test_no_reader_has_to_decode_a_name(room):
+    files = [ROOT / room] if (ROOT / room).is_file() else [*(ROOT / room).rglob("*.py")]
+    found = [f"{file}: {x}" for file in files for x in undecoded(file.read_text())]
+    assert files and not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def of_each(x): ...",
+        "_of_part = 1",
+        "lambda told: told",
+        "class Guest: ...",
+        "self.is_guest = True",
+        "with open(x) as shelf: ...",
+        "try: ...\nexcept OSError as home: ...",
+        "import numpy as wards",
+        "def spread(x): ...",
+    ],
+)
+def test_what_names_once_were_is_refused(source):
+    assert undecoded(source)
+    assert not undecoded("def batch_specs_of(offset, homepage, *, metric): ...")
 
 
 @pytest.mark.parametrize(
