@@ -23,7 +23,7 @@ test: $(VENV)/test.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile $(if $(QUICK),-m 'not slow')
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(if $(QUICK),-m 'not slow')
 
 # The compilers of tests/benchmarks/test_accelerators.py come as plugins, which look for a driver.
 test journeys soak fuzz mutations: export JAX_PLATFORMS ?= cpu

@@ -1,33 +1,66 @@
-"""One transformation a method, for properties that all of them have."""
+"""One row a method, for the laws that all of them keep: a new method is a row."""
+
+from typing import NamedTuple
 
 import optax
 
 import jaxcomp
 
-EVERY_METHOD = {
-    "compressed_mean": optax.chain(
-        jaxcomp.compressed_mean(jaxcomp.quantize(4, block=8), "replica"), optax.adam(1e-2)
-    ),
-    "cocktail_sgd": jaxcomp.cocktail_sgd(optax.adam(1e-2), "replica"),
-    "demo": jaxcomp.demo(1e-2, "replica", top=1, tile=4),
-    "dion": jaxcomp.dion(1e-2, "replica", rank=2),
-    "local_steps": jaxcomp.local_steps(optax.adam(1e-2), "replica", every=2, error_decay=0.9),
-    "one_bit_adam": jaxcomp.one_bit_adam(1e-2, "replica", freeze_step=1),
-    "one_bit_lamb": jaxcomp.one_bit_lamb(1e-2, "replica", freeze_step=1),
-    "power_sgd": optax.chain(
-        jaxcomp.power_sgd(2, "replica", warmup_steps=1), optax.sgd(0.1, momentum=0.9)
-    ),
-    "sharded_optimizer": jaxcomp.sharded_optimizer(optax.adam(1e-2), "replica"),
-    "slamb": jaxcomp.slamb(1e-2, "replica", sync_every=1),
-    "zero_one_adam": jaxcomp.zero_one_adam(1e-2, "replica"),
-}
 
-NUMBERS = {
-    "dion": ("left_factor", "right_factor"),
-    "power_sgd": ("warmup", "left_factor", "right_factor"),
-    "one_bit_adam": ("variance",),
-    "one_bit_lamb": ("variance",),
-    "slamb": ("momentum", "synchronize"),
-    "zero_one_adam": ("variance",),
+class Method(NamedTuple):
+    """A transformation, and what of the laws depends on it."""
+
+    tx: optax.GradientTransformation
+    # Parts that it sends as numbers: a dense beginning, or what a mask shared by all chose.
+    numbers: tuple[str, ...] = ()
+    # A replica whose gradient is not finite stands still alone; else all leave the step out.
+    alone: bool = False
+    momentum: str = ""  # the field that `compact` may keep in 16 bits
+
+
+def behind(mean, optimizer):
+    return optax.chain(mean, optimizer)
+
+
+METHODS = {
+    "compressed_mean": Method(
+        behind(jaxcomp.compressed_mean(jaxcomp.quantize(4, block=8), "replica"), optax.adam(1e-2))
+    ),
+    "cocktail_sgd": Method(
+        jaxcomp.cocktail_sgd(optax.adam(1e-2), "replica"), alone=True, momentum="mu"
+    ),
+    "demo": Method(jaxcomp.demo(1e-2, "replica", top=1, tile=4)),
+    "dion": Method(jaxcomp.dion(1e-2, "replica", rank=2), numbers=("left_factor", "right_factor")),
+    "local_steps": Method(
+        jaxcomp.local_steps(optax.adam(1e-2), "replica", every=2, error_decay=0.9), alone=True
+    ),
+    "one_bit_adam": Method(
+        jaxcomp.one_bit_adam(1e-2, "replica", freeze_step=1),
+        numbers=("variance",),
+        momentum="momentum",
+    ),
+    "one_bit_lamb": Method(
+        jaxcomp.one_bit_lamb(1e-2, "replica", freeze_step=1),
+        numbers=("variance",),
+        momentum="momentum",
+    ),
+    "power_sgd": Method(
+        behind(jaxcomp.power_sgd(2, "replica", warmup_steps=1), optax.sgd(0.1, momentum=0.9)),
+        numbers=("warmup", "left_factor", "right_factor"),
+    ),
+    "sharded_optimizer": Method(
+        jaxcomp.sharded_optimizer(optax.adam(1e-2), "replica"), momentum="mu"
+    ),
+    "slamb": Method(
+        jaxcomp.slamb(1e-2, "replica", sync_every=1),
+        numbers=("momentum", "synchronize"),
+        alone=True,
+        momentum="momentum",
+    ),
+    "zero_one_adam": Method(
+        jaxcomp.zero_one_adam(1e-2, "replica"),
+        numbers=("variance",),
+        alone=True,
+        momentum="momentum",
+    ),
 }
-"""Parts that a method sends as numbers: a dense beginning, or what a mask shared by all chose."""

@@ -1,5 +1,7 @@
 """Replicas for tests: meshes of CPU devices, and one value a replica in and out of shard_map."""
 
+import functools
+
 import jax
 import numpy as np
 import optax
@@ -47,8 +49,17 @@ def transform(tx, mesh, params):
     """Jits `init(params)` and `update(rows of updates, state, params) -> (updates, state)`.
 
     The transformation is wrapped by `per_replica`; updates that come out are replicated by type.
+    The same transformation of parameters of the same types is jitted once.
     """
+    leaves, tree = jax.tree.flatten(params)
+    types = tuple((np.shape(x), np.result_type(x)) for x in leaves)
+    return _transform(tx, mesh, tree, types)
+
+
+@functools.lru_cache(maxsize=4)  # few: see `programs_of_one_module`
+def _transform(tx, mesh, tree, types):
     tx = jaxcomp.per_replica(tx, "replica")
+    params = tree.unflatten([jax.ShapeDtypeStruct(*of_leaf) for of_leaf in types])
     specs = jaxcomp.state_specs(tx, params, mesh, "replica")
     init = jax.shard_map(tx.init, mesh=mesh, in_specs=P(), out_specs=specs)
 

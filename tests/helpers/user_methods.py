@@ -32,6 +32,10 @@ EVERY_METHOD: dict[str, Callable[[float], optax.GradientTransformation]] = {
     "zero_one_adam": lambda rate: jaxcomp.zero_one_adam(rate, "replica"),
 }
 
+KINDS = ("mean", "cocktail_sgd", "sharded_optimizer", "sparse_loco")
+"""One of each kind of state: residuals, drifts, pieces of owners, and a drift that is no model yet.
+What wraps any method is tried on these."""
+
 PATIENCE = {"demo": 4, "one_bit_lamb": 4, "power_sgd": 4, "slamb": 4, "sparse_loco": 4}
 """Times the steps of dense Adam that some are given: LAMB's ratios keep its steps short at such a
 rate, and what a few frequencies, a few entries or two ranks leave out at first comes later."""

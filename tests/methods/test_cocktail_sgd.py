@@ -175,7 +175,8 @@ def test_alone_and_with_identity_a_replica_is_its_inner_optimizer():
 
 
 def test_what_is_sent_does_not_depend_on_the_gradient_of_the_step():
-    first, second = (Run(make(compressor=CODES["cocktail"])) for _ in range(2))
+    tx = make(compressor=CODES["cocktail"])
+    first, second = Run(tx), Run(tx)
     for run in (first, second):
         run.step(random_tree(1, 4))
         run.step(random_tree(2, 4))
@@ -225,7 +226,8 @@ def test_warm_up_neither_computes_nor_counts_the_coded_exchange(delayed):
 
 
 def test_a_method_without_warm_up_goes_on_from_its_end():
-    whole, parts = (Run(make(compressor=CODES["cocktail"], warmup_steps=2)) for _ in range(2))
+    tx = make(compressor=CODES["cocktail"], warmup_steps=2)
+    whole, parts = Run(tx), Run(tx)
     for step in range(4):
         if step == 2:
             _, parts.update = transform(
@@ -239,7 +241,7 @@ def test_a_method_without_warm_up_goes_on_from_its_end():
 
 def test_many_buckets_warm_up_as_one_does():
     inner = optax.adam(RATE)
-    one, many = (Run(make(inner, warmup_steps=2, bucket_numel=n)) for n in (2**22, 128))
+    one, many = (Run(make(inner, warmup_steps=2, bucket_numel=n)) for n in (2**22, 512))
     for step in range(2):
         for run in (one, many):
             run.step(random_tree(step, 4))

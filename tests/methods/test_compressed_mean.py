@@ -37,7 +37,10 @@ VARIANTS = [
     jaxcomp.random_k(1 / 4, "random"),
     jaxcomp.top_k(0.25, block=32),
 ]
-CASES = [(code, size) for code in COMPRESSORS for size in SIZES] + [(code, 3) for code in VARIANTS]
+# What depends on the number of replicas is the exchange: all numbers of each kind of it.
+CASES = [(code, size) for code in COMPRESSORS[::2] for size in SIZES]
+CASES += [(code, size) for code in COMPRESSORS[1::2] for size in (2, 3)]
+CASES += [(code, 3) for code in VARIANTS]
 SHAPES = {"bias": (7,), "kernel": (30, 20)}
 PARAMS = {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
 
@@ -143,7 +146,7 @@ def pmean():
     return optax.stateless(lambda updates, params: jax.tree.map(dense, updates))
 
 
-@pytest.mark.parametrize("num_replicas", SIZES)
+@pytest.mark.parametrize("num_replicas", [1, 3, 8])
 def test_identity_is_the_uncompressed_mean_bit_for_bit(num_replicas):
     mesh = mesh_of(num_replicas)
     params = PARAMS | {"half": jnp.zeros((3, 5), "bfloat16")}
@@ -158,7 +161,7 @@ def test_identity_is_the_uncompressed_mean_bit_for_bit(num_replicas):
             assert one_value(updates[name]).tobytes() == one_value(want[name]).tobytes()
 
 
-@pytest.mark.parametrize("num_replicas", SIZES)
+@pytest.mark.parametrize("num_replicas", [3, 8])
 def test_any_optimizer_behind_identity_is_the_plain_one(num_replicas):
     mesh, adam = mesh_of(num_replicas), optax.adam(1e-2)
     update, state, params = start(optax.chain(mean(jaxcomp.identity()), adam), mesh)

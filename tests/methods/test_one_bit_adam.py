@@ -27,11 +27,11 @@ def test_one_bit_adam_is_adam_until_the_freeze():
 
 def test_one_bit_adam_with_identity_keeps_on_at_the_frozen_variance():
     with jax.enable_x64(True):
-        make = lambda freeze, code: jaxcomp.one_bit_adam(
-            RATE, "replica", freeze_step=freeze, compressor=code, **PLAIN
+        tx = jaxcomp.one_bit_adam(
+            RATE, "replica", freeze_step=3, compressor=jaxcomp.identity(), **PLAIN
         )
-        _, at_freeze = trained(make(3, jaxcomp.identity()), GRADIENTS[:3], dtype=np.float64)[-1]
-        params, state = trained(make(3, jaxcomp.identity()), GRADIENTS, dtype=np.float64)[-1]
+        history = trained(tx, GRADIENTS, dtype=np.float64)
+        (_, at_freeze), (params, state) = history[3], history[-1]
     np.testing.assert_array_equal(state.variance["kernel"], at_freeze.variance["kernel"])
     assert int(state.rounds["variance"]) == 3
     m, x = (jax.tree.map(np.zeros_like, random_tree(0, dtype=np.float64)), random_tree(0))
@@ -62,16 +62,20 @@ def test_the_freeze_stands_in_the_state_of_the_step_before():
     assert [bool(state.frozen) for _, state in history] == [False, False, True, True]
 
 
+# A group's largest is sought with comparisons, which are false of NaN.
+GROUPS = jaxcomp.one_bit_adam(
+    *(RATE, "replica"),
+    freeze_step=1,
+    compressor=jaxcomp.group_top_1(8),
+    bucket_numel=400,
+    weight_decay=0.1,
+)
+
+
 @pytest.mark.parametrize("step", [0, 1])  # of the warm-up, and coded
 def test_a_gradient_that_is_not_finite_makes_all_skip_whatever_its_bucket_hides(step):
-    # A group's largest is sought with comparisons, which are false of NaN; 1e20 is finite, its
-    # square is not.
-    code, values = jaxcomp.group_top_1(8), (np.nan, 1e20)
-    tx = jaxcomp.one_bit_adam(
-        RATE, "replica", freeze_step=1, compressor=code, bucket_numel=400, weight_decay=0.1
-    )
-    for value in values:
+    for value in (np.nan, 1e20):  # whose square is not finite
         bad = [random_tree(i, 2) for i in range(2)]
         bad[step]["kernel"][1, 20, 0] = value
-        params, _ = trained(tx, bad, num_replicas=2)[step + 1]
+        params, _ = trained(GROUPS, bad, num_replicas=2)[step + 1]
         assert all(np.all(np.isnan(np.asarray(x))) for x in params.values())

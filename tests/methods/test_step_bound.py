@@ -111,10 +111,10 @@ def farthest(history, b2, corrected):
     return found
 
 
-CASES = [(0.9, None), (0.95, jaxcomp.identity()), (0.999, None)]
+CASES = [(0.95, jaxcomp.identity()), (0.999, None)]
 
 
-@pytest.mark.parametrize(("b2", "code"), CASES, ids=["0.9", "0.95 exact", "0.999"])
+@pytest.mark.parametrize(("b2", "code"), CASES, ids=["0.95 exact", "0.999"])
 @pytest.mark.parametrize("name", METHODS)
 def test_no_coordinate_moves_farther_in_a_step_than_adam_could_move_it(name, b2, code):
     make = getattr(jaxcomp, name.split()[0])

@@ -147,15 +147,13 @@ def test_a_warm_up_by_exact_messages_is_adam_until_it_ends():
 
 
 @pytest.mark.parametrize(
-    "warmup",
-    [{}, {"warmup_steps": 4, "warmup_compressor": jaxcomp.quantize(3)}],
-    ids=["no warm-up", "warm-up"],
+    ("num_replicas", "precondition", "warm"),
+    [(1, True, False), (3, True, True), (3, False, False), (4, False, True)],
 )
-@pytest.mark.parametrize("precondition", [True, False])
-@pytest.mark.parametrize("num_replicas", [1, 3, 4])
-def test_error_feedback_telescopes(precondition, num_replicas, warmup):
+def test_error_feedback_telescopes(precondition, num_replicas, warm):
     # With a fixed variance and b1 = 0, what is buffered is rate * gradient, and all of it
     # arrives or is still held.
+    warmup = {"warmup_steps": 4, "warmup_compressor": jaxcomp.quantize(3)} if warm else {}
     with jax.enable_x64(True):
         gradients = [random_tree(s, num_replicas, dtype=np.float64) for s in range(1, 8)]
         tx = jaxcomp.zero_one_adam(
@@ -266,14 +264,17 @@ def test_gradients_that_cancel_in_the_first_step_are_not_divided_by_eps():
     assert np.abs(np.asarray(state.residual["bias"])).max() < 16 * RATE
 
 
+EVERY_SECOND = jaxcomp.zero_one_adam(
+    RATE, "replica", sync_at=every(2), variance_at=lambda count: (count == 0) | (count == 2)
+)
+
+
 @pytest.mark.parametrize("bad", [np.inf, np.nan, 1e20])  # the last has a square that is not finite
 @pytest.mark.parametrize("count", [1, 2, 3])  # apart, learning the variance too, apart
 def test_a_replica_whose_gradient_is_not_finite_stands_still(count, bad):
-    learns = lambda count: (count == 0) | (count == 2)
-    tx = jaxcomp.zero_one_adam(RATE, "replica", sync_at=every(2), variance_at=learns)
     gradients = [jax.tree.map(np.float32, grads) for grads in GRADIENTS[:4]]
     gradients[count]["kernel"][1, 0, 0] = bad
-    history = trained(tx, gradients)
+    history = trained(EVERY_SECOND, gradients)
     (before, old), (params, state) = history[count], history[count + 1]
     assert np.asarray(state.skipped).tolist() == [0, 1, 0, 0]
     assert all(np.all(np.isfinite(np.asarray(x))) for x in jax.tree.leaves((params, state)))

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 import jaxcomp
 from jaxcomp.replicas.compact import decode, encode, is_compact
 from jaxcomp.replicas.resize import reset_residuals
-from tests.helpers.every_method import EVERY_METHOD
+from tests.helpers.every_method import METHODS
 from tests.helpers.replicas import (
     everywhere,
     history_of,
@@ -138,23 +138,8 @@ def test_moments_and_masters_are_kept_in_fewer_bits(name):
     assert jax.tree.map(jnp.shape, jaxcomp.resize(state, like)) == jax.tree.map(jnp.shape, like)
 
 
-MOMENTUM = {"one_bit_adam": "momentum", "one_bit_lamb": "momentum", "slamb": "momentum"}
-MOMENTUM |= {"cocktail_sgd": "mu", "sharded_optimizer": "mu", "zero_one_adam": "momentum"}
-
-
-@pytest.mark.parametrize("method", MOMENTUM)
-def test_every_method_takes_its_momentum_back(method):
-    tx = jaxcomp.compact(EVERY_METHOD[method], 16, fields=(MOMENTUM[method],))
-    params = {name: jnp.zeros(shape) for name, shape in SHAPES.items()}
-    init, update = transform(tx, mesh_of(2), params)
-    start = jax.eval_shape(init, params)
-    _, state = jax.eval_shape(update, gradients(1, 2)[0], start, params)
-    assert jax.tree.map(lambda x: x.dtype, state) == jax.tree.map(lambda x: x.dtype, start)
-    assert any(x.dtype == jnp.bfloat16 for x in jax.tree.leaves(start))
-
-
 def test_pieces_of_owners_are_laid_out_anew():
-    tx = jaxcomp.compact(EVERY_METHOD["sharded_optimizer"], 16, fields=("mu",))
+    tx = jaxcomp.compact(METHODS["sharded_optimizer"].tx, 16, fields=("mu",))
     params = {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
     _, state = history_of(tx, params, gradients(1, 4), 4)[-1]
     like = jax.eval_shape(transform(tx, mesh_of(2), params)[0], params)

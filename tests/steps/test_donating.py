@@ -10,7 +10,6 @@ from flax.training.train_state import TrainState
 
 import jaxcomp
 import jaxcomp.flax
-from tests.helpers.every_method import EVERY_METHOD
 from tests.helpers.replicas import everywhere, mesh_of
 
 WEIGHT = np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)
@@ -82,12 +81,6 @@ def test_one_array_in_two_leaves_trains_as_two_arrays_do(name, compiled):
     if name != "simulated":
         wanted = trained(functions, everywhere(mesh, apart()), compiled=compiled)
         same(trained(functions, views(mesh), compiled=compiled), wanted)
-
-
-@pytest.mark.parametrize("method", EVERY_METHOD)
-def test_every_method_trains_from_one_array_in_two_leaves(method):
-    functions = jaxcomp.train_step(loss, EVERY_METHOD[method], mesh_of(2), "replica")
-    same(*[trained(functions, make(), steps=2) for make in (one_object, apart)])
 
 
 @pytest.mark.parametrize("name", MAKERS)

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import jaxcomp
 from jaxcomp import report
 from jaxcomp.replicas import fast
-from tests.helpers.every_method import EVERY_METHOD
+from tests.helpers.every_method import METHODS
 from tests.helpers.replicas import everywhere, mesh_of, one_value, state_of
 
 WIDTH, HIDDEN = 16, 128
@@ -94,27 +94,7 @@ def test_the_mean_is_that_of_one_device_a_replica():
     }
 
 
-@pytest.mark.parametrize("name", EVERY_METHOD)
-def test_devices_send_together_what_one_would(name):
-    tx, sent = jaxcomp.per_replica(EVERY_METHOD[name], "replica"), {}
-    for size in (1, 2):
-        mesh = fast_mesh(2, size)
-        params, state, seen, of_one = train(mesh, tx, 4, fast_axis="fast")
-        sent[size] = size * of_one
-        assert seen[-1]["loss"].mean() < seen[0]["loss"].mean()
-        assert not any(row["skipped"] for row in seen)
-        for x in jax.tree.leaves(params):
-            assert np.all(np.isfinite(one_value(x)))
-    # Shards of a matrix have left factors of their own in Dion.
-    most = 1.4 if name == "dion" else 1.05
-    assert 0 < sent[2] <= most * sent[1] + 16 * 2 * 8
-    # The step was compiled ahead of time: it takes a state that is placed so, and no other.
-    specs = jaxcomp.state_specs(tx, PARAMS, mesh, "replica", fast_axis="fast")
-    same = lambda x, spec: x.sharding.is_equivalent_to(NamedSharding(mesh, spec), x.ndim)
-    assert all(jax.tree.leaves(jax.tree.map(same, state, specs)))
-
-
-@pytest.mark.parametrize("tx", [EXACT, EVERY_METHOD["one_bit_lamb"]], ids=["mean", "1-bit LAMB"])
+@pytest.mark.parametrize("tx", [EXACT, METHODS["one_bit_lamb"].tx], ids=["mean", "1-bit LAMB"])
 def test_all_devices_leave_a_step_out_where_one_has_a_bad_gradient(tx):
     params, _, seen, _ = train(fast_mesh(2, 2), tx, 3, bad=1, fast_axis="fast")
     assert [bool(row["skipped"]) for row in seen] == [False, True, False]

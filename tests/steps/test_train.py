@@ -14,7 +14,6 @@ from jax.sharding import PartitionSpec as P
 import jaxcomp
 from benchmarks import memory
 from jaxcomp import report, schedules
-from tests.helpers.every_method import EVERY_METHOD, NUMBERS
 from tests.helpers.replicas import everywhere, mesh_of, one_value, rows, state_of, transform
 
 WIDTH, HIDDEN = 16, 128
@@ -271,7 +270,8 @@ def whole_params(method):
     return train(mesh_of(2), METHODS[method](jaxcomp.identity()))[0]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+# Of the layouts, one shards all leaves and one some.
+@pytest.mark.parametrize("layout", ["tensor", "some leaves sharded"])
 @pytest.mark.parametrize("method", METHODS)
 def test_methods_of_adam_train_shards_as_whole_parameters(method, layout):
     second, specs = LAYOUTS[layout]
@@ -279,30 +279,10 @@ def test_methods_of_adam_train_shards_as_whole_parameters(method, layout):
     params, _, _ = train(mesh_of(2, 2, second=second), exact, param_specs=specs)
     found = {name: np.asarray(x) for name, x in params.items()}
     assert_close(found, whole_params(method), 1e-4)
-    one_bit = METHODS[method](jaxcomp.sign(block=16))
-    *_, history = train(mesh_of(2, 2, second=second), one_bit, param_specs=specs)
-    assert not any(metrics["skipped"] for metrics in history)
-
-
-WIDE = METHODS | {
-    "slamb": lambda code: jaxcomp.slamb(1e-2, "replica", density=0.5, sync_every=2),
-    "cocktail_sgd": lambda code: jaxcomp.cocktail_sgd(
-        optax.adam(1e-2), "replica", compressor=code, sync_every=2
-    ),
-    "mean": lambda code: optax.chain(jaxcomp.compressed_mean(code, "replica"), optax.adam(1e-2)),
-}
-
-
-@pytest.mark.parametrize("method", WIDE)
-def test_float32_parameters_train_alike_where_64_bits_are_enabled(method):
-    tx = WIDE[method](jaxcomp.sign(block=16))
-    plain, _, _ = train(mesh_of(2), tx, num_steps=4)
-    with jax.enable_x64(True):
-        params, _, history = train(mesh_of(2), tx, num_steps=4)
-    assert {x.dtype for x in params.values()} == {np.dtype("float32")}
-    assert not any(metrics["skipped"] for metrics in history)
-    # optax's Adam corrects its bias in float64 here: a rounding may turn a sign, by a step.
-    assert_close({name: np.asarray(x) for name, x in params.items()}, plain, 1e-2)
+    if layout == "some leaves sharded":
+        one_bit = METHODS[method](jaxcomp.sign(block=16))
+        *_, history = train(mesh_of(2, 2, second=second), one_bit, param_specs=specs)
+        assert not any(metrics["skipped"] for metrics in history)
 
 
 def test_the_end_of_a_warm_up_is_found_on_shards_as_on_whole_parameters():
@@ -363,16 +343,14 @@ def guarded_step(layout):
 FIELDS = ("acc_grads", "drift", "residual", "rounds", "skipped")  # in the order of their paths
 
 
-@pytest.mark.parametrize("method", ["momentum", "adam", "one_bit_adam", "zero_one_adam", "slamb"])
+@pytest.mark.parametrize("method", ["adam", "one_bit_adam", "zero_one_adam"])
 def test_parameters_may_be_called_as_fields_of_states_are(method):
     mesh = mesh_of(2)
     quantized = jaxcomp.compressed_mean(jaxcomp.quantize(4), "replica")
     tx = {
-        "momentum": optax.chain(quantized, optax.sgd(0.1, momentum=0.9)),
         "adam": optax.chain(quantized, optax.adam(0.1)),
         "one_bit_adam": jaxcomp.one_bit_adam(0.1, "replica", freeze_step=2),
         "zero_one_adam": jaxcomp.zero_one_adam(0.1, "replica"),
-        "slamb": jaxcomp.slamb(0.1, "replica", sync_every=1),
     }[method]
 
     def trained(names):
@@ -393,43 +371,9 @@ def test_parameters_may_be_called_as_fields_of_states_are(method):
     found, wanted = trained(FIELDS), trained("abcde")
     for x, y in zip(found[0], wanted[0], strict=True):
         assert x.tobytes() == y.tobytes() and np.all(np.isfinite(x)) and np.all(x != 1)
-    counts_by_itself = method in ("zero_one_adam", "slamb")
+    counts_by_itself = method == "zero_one_adam"
     assert found[1:] == wanted[1:]
     assert found[1] == [False, False, False, not counts_by_itself]
-
-
-@pytest.mark.parametrize("method", EVERY_METHOD)
-def test_frozen_parameters_stay_as_they_are_and_send_nothing(method):
-    mesh, batch = mesh_of(2), rows(mesh_of(2), make_batch())
-    mean = jaxcomp.compressed_mean(jaxcomp.identity(), "replica")
-    groups = {"train": EVERY_METHOD[method], "freeze": optax.chain(mean, optax.set_to_zero())}
-    tx = optax.partition(groups, {"layers": "freeze", "down": "train"})
-    start = make_params()
-    start = {"down": start.pop("down"), "layers": start}
-    split_loss = lambda params, batch: loss_fn({"down": params["down"]} | params["layers"], batch)
-
-    def compiled(tx, params, loss_fn):
-        init, step = jaxcomp.train_step(loss_fn, tx, mesh, "replica")
-        params = everywhere(mesh, params)
-        state = init(params)
-        program = step.lower(params, state, batch).compile()
-        return program, params, state
-
-    step, params, state = compiled(tx, start, split_loss)
-    for _ in range(3):
-        params, state, metrics = step(params, state, batch)
-        assert not metrics["skipped"]
-    for name, x in start["layers"].items():
-        assert one_value(params["layers"][name]).tobytes() == x.tobytes()
-    assert np.any(one_value(params["down"]) != start["down"])
-
-    rest = {"down": start["down"]}
-    alone = lambda params, batch: split_loss(params | {"layers": start["layers"]}, batch)
-    wanted, _, _ = compiled(EVERY_METHOD[method], rest, alone)
-    assert report.sent_bytes(step, mesh) == report.sent_bytes(wanted, mesh) > 0
-    by_design = dict.fromkeys(NUMBERS.get(method, ()), rest)
-    for program in (step, wanted):
-        jaxcomp.assert_no_dense(program, mesh, "replica", parts=by_design)
 
 
 def test_freezing_without_a_mean_is_refused_by_what_to_write():

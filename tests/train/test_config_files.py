@@ -16,6 +16,8 @@ from train.models.resnet import ResNetConfig
 from train.models.swin import SwinConfig
 from train.models.vit import ViTConfig
 
+pytestmark = pytest.mark.usefixtures("undrawn")
+
 ROOT = pathlib.Path(__file__).parents[2]
 PRETRAINED = f"--start-from {ROOT}/tests/golden/huggingface/gpt2 --model.context 16"
 """Of configs whose model is that of a folder."""

@@ -19,6 +19,8 @@ from train.models.resnet import ResNetConfig
 from train.placement import build, sharded
 from train.task import make_task
 
+pytestmark = pytest.mark.usefixtures("undrawn")
+
 DENSE = "chain(compressed_mean(identity(), axis_name), sgd(learning_rate))"
 TINY = DecoderConfig(layers=1, width=16, heads=2, context=32, vocab=257)
 
@@ -60,8 +62,7 @@ def test_the_same_rows_in_other_batches_give_the_same_numbers(texts, kind):
         return task.evaluate(task.init()[0])
 
     wanted = found(1, 12)
-    for batch in (3, 12):
-        assert found(batch, 12 // batch) == pytest.approx(wanted, rel=1e-6)
+    assert found(3, 4) == pytest.approx(wanted, rel=1e-6)
     assert ("accuracy" in wanted) == (kind == "images")
 
 
@@ -98,7 +99,9 @@ def own_loss(config, params, drift, rows):
         ("diloco(adam(learning_rate), axis_name, every=3)", False),
     ],
 )
-def test_a_run_evaluates_replicas_on_its_way_and_their_mean_at_its_end(texts, update, own):
+def test_a_run_evaluates_replicas_on_its_way_and_their_mean_at_its_end(
+    texts, update, own, monkeypatch
+):
     config = config_of(texts, update, name=update.partition("(")[0])
     task = make_task(config)
     params, state = task.init()
@@ -116,18 +119,22 @@ def test_a_run_evaluates_replicas_on_its_way_and_their_mean_at_its_end(texts, up
     of_mean = own_loss(config, whole, average, rows)
     assert task.evaluate(last)["loss"] == pytest.approx(of_mean, rel=1e-5)
     assert sent_bytes > 0 and abs(found / of_mean - 1) > 1e-5
+    monkeypatch.setattr(loop, "make_task", lambda config: task)
     rows = loop.run(config)
     assert rows[1]["val_loss"] == pytest.approx(found, rel=1e-5)
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"replicas": 4, "fast": 2}, {"model": dataclasses.replace(TINY, scan=True)}]
+    "options", [{}, {"replicas": 4, "fast": 2, "model": dataclasses.replace(TINY, scan=True)}]
 )
-def test_shards_are_evaluated_exported_and_begun_with_as_gathered(texts, options):
+def test_shards_are_evaluated_exported_and_begun_with_as_gathered(texts, options, monkeypatch):
     qsdp = "qsdp(axis_name, learned_levels(2, block=64), fast_axis=fast_axis)"
     name = f"qsdp {len(str(options))}"
     config = config_of(texts, "adam(learning_rate)", qsdp=qsdp, name=name, **options)
-    rows, task = loop.run(config), make_task(config)
+    task = make_task(config)
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "make_task", lambda config: task)
+        rows = loop.run(config)
     checkpoints = pathlib.Path(config.runs_dir, name, "checkpoints")
     saved = store.restore(checkpoints, task.like)[0]
     last, sent_bytes = task.deployed(saved["params"], saved["state"])

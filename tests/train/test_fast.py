@@ -15,6 +15,8 @@ from train.plan import planning
 from train.plan.arguments import Options
 from train.task import make_task
 
+pytestmark = pytest.mark.usefixtures("undrawn")
+
 EXACT = "chain(compressed_mean(identity(), axis_name), adam(learning_rate, eps=1e-4))"
 LOSSY = "chain(compressed_mean(quantize(4), axis_name), adam(learning_rate))"
 DRIFTS = "cocktail_sgd(adam(learning_rate), axis_name, compressor=quantize(8))"

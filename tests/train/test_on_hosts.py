@@ -15,6 +15,8 @@ from train.models.decoder import DecoderConfig
 from train.models.vit import ViTConfig
 from train.placement import on_hosts
 
+pytestmark = pytest.mark.usefixtures("undrawn")
+
 MODEL = DecoderConfig(layers=2, width=16, heads=2, context=16, scan=True, remat=True)
 UPDATE = "chain(compressed_mean(identity(), axis_name), adam(learning_rate))"
 

@@ -16,6 +16,8 @@ from train.models.decoder import DecoderConfig
 from train.models.vit import ViTConfig
 from train.placement.resolve import resolve
 
+pytestmark = pytest.mark.usefixtures("undrawn")
+
 STEPS = 4
 EXACT = "qsdp(axis_name, identity(), identity())"
 ONCE = "qsdp(axis_name, identity(), identity(), gather_once=True)"

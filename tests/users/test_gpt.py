@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxcomp
 import jaxcomp.flax
-from tests.helpers.every_method import NUMBERS
+from tests.helpers.every_method import METHODS
 from tests.helpers.user_methods import EVERY_METHOD, PATIENCE
 
 VOCABULARY, WIDTH, HEADS, LENGTH, BATCH = 16, 16, 2, 8, 16
@@ -108,5 +108,5 @@ def test_it_learns_as_by_dense_training_and_sends_codes_alone(method):
         mesh,
         "replica",
         exact=norms if method in ("mean", "demo") else (),
-        parts={part: params for part in NUMBERS.get(method, ())},
+        parts={part: params for part in METHODS[method].numbers} if method in METHODS else None,
     )

@@ -13,7 +13,7 @@ import jaxcomp
 import jaxcomp.flax
 from jaxcomp import report
 from tests.helpers.replicas import one_value
-from tests.helpers.user_methods import EVERY_METHOD, PATIENCE
+from tests.helpers.user_methods import EVERY_METHOD, KINDS, PATIENCE
 
 REPLICAS, BATCH, CLASSES = 2, 32, 4
 
@@ -79,7 +79,7 @@ def accuracy(model):
     return float(np.mean(right))
 
 
-@pytest.mark.parametrize("method", EVERY_METHOD)
+@pytest.mark.parametrize("method", KINDS)
 def test_it_classifies_as_after_dense_training(method):
     model, optimizer, step, history = trained(
         EVERY_METHOD[method](5e-3), steps=40 * PATIENCE.get(method, 1)

@@ -26,6 +26,8 @@ from train.models.decoder import DecoderConfig
 from train.models.resnet import ResNetConfig
 from train.placement import build
 
+pytestmark = pytest.mark.usefixtures("undrawn")
+
 UPDATE = "local_steps(adam(learning_rate), axis_name, every=4)"
 
 

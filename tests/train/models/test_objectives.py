@@ -63,7 +63,7 @@ def test_only_the_causal_model_does_not_look_ahead(name):
     assert changed == (name == "masked")
 
 
-def test_a_masked_model_learns(tmp_path):
+def test_a_masked_model_learns(tmp_path, undrawn):
     text = tmp_path / "text.txt"
     text.write_text("the same words again and again. " * 500)
     config = Config(
