@@ -3,6 +3,7 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
@@ -52,7 +53,7 @@ def transform(tx, mesh, params):
     The same transformation of parameters of the same types is jitted once.
     """
     leaves, tree = jax.tree.flatten(params)
-    types = tuple((np.shape(x), np.result_type(x)) for x in leaves)
+    types = tuple((jnp.shape(x), jnp.result_type(x)) for x in leaves)
     return _transform(tx, mesh, tree, types)
 
 
