@@ -3,7 +3,6 @@
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
@@ -52,9 +51,8 @@ def transform(tx, mesh, params):
     The transformation is wrapped by `per_replica`; updates that come out are replicated by type.
     The same transformation of parameters of the same types is jitted once.
     """
-    leaves, tree = jax.tree.flatten(params)
-    types = tuple((jnp.shape(x), jnp.result_type(x)) for x in leaves)
-    return _transform(tx, mesh, tree, types)
+    leaves, tree = jax.tree.flatten(jax.eval_shape(lambda tree: tree, params))
+    return _transform(tx, mesh, tree, tuple((x.shape, x.dtype) for x in leaves))
 
 
 @functools.lru_cache(maxsize=4)  # few: see `programs_of_one_module`
