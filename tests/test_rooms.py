@@ -1,6 +1,7 @@
 """The rooms of jaxcomp: imports go downwards, and each module has its tests and its own name."""
 
 import ast
+import functools
 import pathlib
 import re
 import sys
@@ -170,10 +171,16 @@ def test_what_is_exported_hides_no_module():
 
 
 def test_every_line_of_the_slow_tests_names_one():
+    names = functools.cache(
+        lambda path: [
+            node.name
+            for node in ast.parse((ROOT / "tests" / path).read_text()).body
+            if isinstance(node, ast.FunctionDef)
+        ]
+    )
     for line in (ROOT / "tests" / "slow.txt").read_text().splitlines():
         path, name = line.removesuffix(" QUICK").split("::")
-        body = ast.parse((ROOT / "tests" / path).read_text()).body
-        assert name in [node.name for node in body if isinstance(node, ast.FunctionDef)], line
+        assert name in names(path), line
 
 
 def test_the_quick_suite_has_a_slow_test_of_each_room_of_train_and_of_the_launcher():

@@ -186,10 +186,12 @@ def stepped(tx, failing=()):
 
 
 @pytest.mark.parametrize(
-    ("method", "code", "failing"),
-    [(slamb, jaxcomp.random_k(0.5), [1]), (one_bit_lamb, jaxcomp.sign(block=32), [])],
+    ("method", "code", "failing", "exact"),
+    [
+        (slamb, jaxcomp.random_k(0.5), [1], "norm|gain|blocks.0"),
+        (one_bit_lamb, jaxcomp.sign(block=32), [], "norm|gain"),
+    ],
 )
-@pytest.mark.parametrize("exact", ["norm|gain", "norm|gain|blocks.0"])
 def test_methods_that_know_of_stacks_have_the_state_of_separate_layers(
     method, code, failing, exact
 ):
