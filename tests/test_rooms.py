@@ -60,7 +60,7 @@ ELSEWHERE = {
     "steps/gradient.py": "steps/test_train.py",  # both halves of a step
     "steps/interleaved_shards.py": "steps/test_interleaved.py",  # the same on a mesh of more axes
     "steps/update.py": "steps/test_train.py",
-    "methods/freezing.py": "methods/test_one_bit_adam.py",  # whose warm-up it ends
+    "methods/one_bit.py": "methods/test_one_bit_adam.py",  # its two phases
     "methods/inner.py": "methods/test_cocktail_sgd.py",  # whose inner optimizer it first was
     "methods/rescaling.py": "methods/test_slamb.py",  # its steps
     "methods/trust.py": "methods/test_one_bit_lamb.py",  # whose trust ratios they are

@@ -46,7 +46,11 @@ def clip_by_global_norm(max_norm: jax.typing.ArrayLike) -> optax.GradientTransfo
             "clip_by_global_norm(1.0), or leave it out."
         )
 
-    def update(updates, state, params=None, *, axis_name=None, **extra_args):
+    def init_fn(params):
+        del params
+        return optax.EmptyState()
+
+    def update_fn(updates, state, params=None, *, axis_name=None, **extra_args):
         del params, extra_args
         norm = _global_norm(updates, axis_name)
 
@@ -56,7 +60,7 @@ def clip_by_global_norm(max_norm: jax.typing.ArrayLike) -> optax.GradientTransfo
 
         return jax.tree.map(clip, updates), state
 
-    return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
 def _global_norm(updates: Any, axis_name: str | None) -> jax.Array:

@@ -121,86 +121,28 @@ def cocktail_sgd(
     policy = policy_of(cocktail() if compressor is None else compressor)
     transport = averaging.Transport(policy, exchange, axis_name, bucket_numel, seed)
     inner = with_extra_args(inner, name)
-    settings = _Settings(inner, transport, warmup_steps, sync_every, delayed)
-    init, update = (functools.partial(function, settings) for function in (_init, _update))
-    return method(name, axis_name, init, update)
+    always = sync_every == 1 and not warmup_steps  # then nothing needs a branch
 
-
-class _Settings(NamedTuple):
-    inner: optax.GradientTransformationExtraArgs
-    transport: averaging.Transport
-    warmup_steps: int
-    sync_every: int
-    delayed: bool
-
-
-def _init(settings, params):
-    axis_name, zero = settings.transport.axis_name, jnp.zeros([], jnp.int32)
-    drift = to_varying(jax.tree.map(moments.zeros, params), axis_name)
-    # In the dtypes of the updates; all of it is this replica's own from the start.
-    inner = settings.inner.init(jax.tree.map(moments.widened, params))
-    return CocktailSGDState(
-        count=zero,
-        drift=drift,
-        owner_residual=averaging.nothing_sent(settings.transport, drift)[1],
-        inner=to_varying(inner, axis_name),
-        rounds=no_rounds("synchronize", "warmup"),
-        skipped=to_varying(zero, axis_name),
-    )
-
-
-def _update(settings, updates, state, params, *, ahead=lambda make: make(), **extra_args):
-    _, transport, warmup_steps, sync_every, delayed = settings
-    # Below 2e-4 the square of a float16 gradient is zero, and Adam's step would be m / eps.
-    updates = jax.tree.map(moments.widened, updates)
-    is_warm = state.count < warmup_steps
-    due = (state.count % sync_every == (0 if delayed else sync_every - 1)) & ~is_warm
-    if delayed:
-        made = ahead(functools.partial(_exchanged_if_due, settings, state, state.drift, due))
-    if warmup_steps:
-        updates = lax.cond(is_warm, functools.partial(_dense, transport), lambda g: g, updates)
-    local = jax.tree.map(jnp.add, params, state.drift)
-    step, inner, is_bad = inner_step(
-        "cocktail_sgd",
-        settings.inner,
-        updates,
-        state.inner,
-        local,
-        transport.axis_name,
-        Synchronization(True if _always(settings) else due, "synchronize", is_warm),
-        extra_args,
-    )
-    if not delayed:
-        made = _exchanged_if_due(settings, state, jax.tree.map(jnp.add, state.drift, step), due)
-    consensus, sent, owner_residual = made
-    if warmup_steps:
-        whole = functools.partial(_from_owners, transport)
-        nothing = lambda *both: jax.tree.map(zeros_of, jax.eval_shape(whole, *both))
-        warm = lax.cond(is_warm, whole, nothing, state.drift, step)
-        consensus, sent = (jax.tree.map(jnp.add, x, warm) for x in (consensus, sent))
-
-    def drifted(drift, sent, step, param, change):
-        left = drift - sent + step if delayed else drift + step - sent
-        return left + averaging.rounded_off(param, change)
-
-    return consensus, CocktailSGDState(
-        optax.safe_increment(state.count),
-        jax.tree.map(drifted, state.drift, sent, step, params, consensus),
-        owner_residual,
-        inner,
-        counted(state.rounds, all=due | is_warm, synchronize=due, warmup=is_warm),
-        state.skipped + is_bad,
-    )
-
-
-def _exchanged_if_due(settings, state, drift, due, pace=at_once):
-    """What the owners send to all, what this replica sends, and the owners' residual."""
+    def init_fn(params):
+        zero = jnp.zeros([], jnp.int32)
+        drift = to_varying(jax.tree.map(moments.zeros, params), axis_name)
+        # In the dtypes of the updates; all of it is this replica's own from the start.
+        inner_state = inner.init(jax.tree.map(moments.widened, params))
+        return CocktailSGDState(
+            count=zero,
+            drift=drift,
+            owner_residual=averaging.nothing_sent(transport, drift)[1],
+            inner=to_varying(inner_state, axis_name),
+            rounds=no_rounds("synchronize", "warmup"),
+            skipped=to_varying(zero, axis_name),
+        )
 
     def exchanged(state, drift, pace=at_once):
+        """What the owners send to all, what this replica sends, and the owners' residual."""
         # Masks roll once per exchange, not per step: else some entries might never be sent.
-        rounds, kept = state.count // settings.sync_every, state.owner_residual
+        rounds, kept = state.count // sync_every, state.owner_residual
         got = averaging.average(
-            settings.transport, drift, rounds, "synchronize", owner_residual=kept, pace=pace
+            transport, drift, rounds, "synchronize", owner_residual=kept, pace=pace
         )
         return got.mean, got.sent, got.owner_residual
 
@@ -208,15 +150,57 @@ def _exchanged_if_due(settings, state, drift, due, pace=at_once):
         zeros = jax.tree.map(zeros_of, jax.eval_shape(exchanged, state, drift)[:2])
         return *zeros, state.owner_residual
 
-    if _always(settings):
-        return exchanged(state, drift, pace)
-    # Inside a branch nothing else can be computed, so the exchange has no pace.
-    return lax.cond(due, exchanged, waiting, state, drift)
+    def exchanged_if(due, state, drift, pace=at_once):
+        # Inside a branch nothing else can be computed, so the exchange has no pace.
+        if always:
+            return exchanged(state, drift, pace)
+        return lax.cond(due, exchanged, waiting, state, drift)
 
+    def update_fn(updates, state, params, *, ahead=lambda make: make(), **extra_args):
+        # Below 2e-4 the square of a float16 gradient is zero, and Adam's step would be m / eps.
+        updates = jax.tree.map(moments.widened, updates)
+        is_warm = state.count < warmup_steps
+        due = (state.count % sync_every == (0 if delayed else sync_every - 1)) & ~is_warm
+        if delayed:
+            sent_ahead = ahead(functools.partial(exchanged_if, due, state, state.drift))
+        if warmup_steps:
+            dense = functools.partial(_dense, transport)
+            updates = lax.cond(is_warm, dense, lambda grads: grads, updates)
+        step, inner_state, is_bad = inner_step(
+            name,
+            inner,
+            updates,
+            state.inner,
+            jax.tree.map(jnp.add, params, state.drift),
+            axis_name,
+            Synchronization(True if always else due, "synchronize", is_warm),
+            extra_args,
+        )
+        if delayed:
+            consensus, sent, owner_residual = sent_ahead
+        else:
+            drift = jax.tree.map(jnp.add, state.drift, step)
+            consensus, sent, owner_residual = exchanged_if(due, state, drift)
+        if warmup_steps:
+            whole = functools.partial(_from_owners, transport)
+            nothing = lambda *both: jax.tree.map(zeros_of, jax.eval_shape(whole, *both))
+            warm = lax.cond(is_warm, whole, nothing, state.drift, step)
+            consensus, sent = (jax.tree.map(jnp.add, x, warm) for x in (consensus, sent))
 
-def _always(settings):
-    """Whether every step exchanges, so that nothing needs a branch."""
-    return settings.sync_every == 1 and not settings.warmup_steps
+        def drifted(drift, sent, step, param, change):
+            left = drift - sent + step if delayed else drift + step - sent
+            return left + averaging.rounded_off(param, change)
+
+        return consensus, CocktailSGDState(
+            count=optax.safe_increment(state.count),
+            drift=jax.tree.map(drifted, state.drift, sent, step, params, consensus),
+            owner_residual=owner_residual,
+            inner=inner_state,
+            rounds=counted(state.rounds, all=due | is_warm, synchronize=due, warmup=is_warm),
+            skipped=state.skipped + is_bad,
+        )
+
+    return method(name, axis_name, init_fn, update_fn)
 
 
 def _dense(transport, grads):

@@ -14,15 +14,20 @@ from jaxcomp.replicas.types import require_varying
 
 
 def method(
-    name: str, axis_name: str, init: Callable, update: Callable, *, needs_params: bool = True
+    name: str,
+    axis_name: str,
+    init_fn: Callable,
+    update_fn: Callable,
+    *,
+    needs_params: bool = True,
 ) -> optax.GradientTransformationExtraArgs:
     """Makes a transformation from two functions, and checks their arguments.
 
     Args:
       name: The method's name, for errors.
       axis_name: Mesh axis of the replicas.
-      init: `params -> state`.
-      update: `(updates, state, params, **extra_args) -> (updates, state)`.
+      init_fn: `params -> state`.
+      update_fn: `(updates, state, params, **extra_args) -> (updates, state)`.
       needs_params: Whether the update needs the parameters.
 
     Returns:
@@ -32,7 +37,7 @@ def method(
     """
 
     def started(params):
-        state = init(params)
+        state = init_fn(params)
         require_registered(state)
         return state
 
@@ -40,7 +45,7 @@ def method(
         if needs_params and params is None:
             raise ValueError(f"{name} needs the parameters; write tx.update(grads, state, params).")
         require_varying(updates, axis_name, params)
-        return update(updates, state, params, **extra_args)
+        return update_fn(updates, state, params, **extra_args)
 
     return optax.GradientTransformationExtraArgs(started, checked)
 

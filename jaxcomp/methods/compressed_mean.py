@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -89,29 +88,27 @@ def compressed_mean(
     exact = buckets.small_or_vector(axis_name) if exact is None else exact
     choose = lambda path, leaf: averaging.EXACT if exact(path, leaf) else policy(path, leaf)
     transport = averaging.Transport(choose, exchange, axis_name, bucket_numel, seed)
-    init = functools.partial(_init, transport, error_feedback)
-    update = functools.partial(_update, transport, error_feedback)
-    return method("compressed_mean", axis_name, init, update, needs_params=False)
 
+    def init_fn(params):
+        residual, owner_residual = averaging.nothing_sent(transport, params)
+        if not error_feedback:
+            residual, owner_residual = jax.tree.map(lambda _: (), residual), None
+        zero = jnp.zeros([], jnp.int32)
+        return CompressedMeanState(count=zero, residual=residual, owner_residual=owner_residual)
 
-def _init(transport, error_feedback, params):
-    residual, owner_residual = averaging.nothing_sent(transport, params)
-    if not error_feedback:
-        residual, owner_residual = jax.tree.map(lambda _: (), residual), None
-    return CompressedMeanState(jnp.zeros([], jnp.int32), residual, owner_residual)
+    def update_fn(updates, state, params, **_):
+        # All shards of a replica must agree, and an exact bucket of whole leaves must stay whole.
+        bad = not_finite(updates, axis_name) > 0
+        kept = averaging.feedback(state) if error_feedback else {}
+        got = averaging.average(transport, updates, state.count, "", bad=bad, **kept)
+        # A mean may be infinite although no gradient is: float16 scales end at 65,504.
+        skip = not_finite(got.mean) > 0
+        # optax's states have the parameters' dtypes; updates of another dtype would change them.
+        like = updates if params is None else params
+        mean = jax.tree.map(lambda m, x: m.astype(x.dtype), poisoned(skip, got.mean), like)
+        state = state._replace(count=optax.safe_increment(state.count))
+        if error_feedback:
+            state = state._replace(**unless(skip, averaging.feedback(got), kept))
+        return mean, state
 
-
-def _update(transport, error_feedback, updates, state, params, **_):
-    # All shards of a replica must agree, and an exact bucket of whole leaves must stay whole.
-    bad = not_finite(updates, transport.axis_name) > 0
-    kept = averaging.feedback(state) if error_feedback else {}
-    got = averaging.average(transport, updates, state.count, "", bad=bad, **kept)
-    # A mean may be infinite although no gradient is: float16 scales end at 65,504.
-    skip = not_finite(got.mean) > 0
-    # optax's states have the parameters' dtypes; updates of another dtype would change them.
-    like = updates if params is None else params
-    mean = jax.tree.map(lambda m, x: m.astype(x.dtype), poisoned(skip, got.mean), like)
-    state = state._replace(count=optax.safe_increment(state.count))
-    if error_feedback:
-        state = state._replace(**unless(skip, averaging.feedback(got), kept))
-    return mean, state
+    return method("compressed_mean", axis_name, init_fn, update_fn, needs_params=False)

@@ -99,90 +99,84 @@ def demo(
     require(0 <= decay <= 1, name, "[0, 1]", "decay=0.999", decay=decay)
     require(top >= 1, name, "at least 1", "top=32", top=top)
     require(tile >= 2, name, "at least 2", "tile=64", tile=tile)
-    rate = schedule_of(name, learning_rate)
-    settings = _Settings(rate, decay, top, tile, weight_decay, values, mean, axis_name, seed)
-    init, update = (functools.partial(function, settings) for function in (_init, _update))
-    return method(name, axis_name, init, update)
+    rate_of = schedule_of(name, learning_rate)
 
-
-class _Settings(NamedTuple):
-    rate: optax.Schedule
-    decay: float
-    top: int
-    tile: int
-    weight_decay: float
-    values: Compressor | None
-    mean: wire.Exchange
-    axis_name: str
-    seed: int
-
-    def transport(self, tiles: dict[str, jax.Array], numels: dict[str, int]) -> averaging.Transport:
-        """How coefficients are exchanged; tiles are concatenated.
-
-        `tiles` and `numels` are the tiles `[count, *sides]` and the size of each leaf.
-        """
-        codes = {path: self._code(math.prod(x.shape[1:])) for path, x in tiles.items()}
-        # In units of an all-reduce's bits: it sends 2 (R - 1) / R of them, a gather R - 1.
-        # A bucket is padded, which may make one tile more of it.
-        padded = lambda x: x.size + math.prod(x.shape[1:])
-        share = lambda path: codes[path].bits_per_parameter * padded(tiles[path]) / 32
-        often = num_replicas(self.axis_name) / 2
-        cost = {
-            path: numels[path] if code == averaging.EXACT else often * share(path)
-            for path, code in codes.items()
-        }
-        if sum(cost.values()) > sum(numels.values()):
-            dear = [path for path in codes if cost[path] > numels[path]]
-            codes |= dict.fromkeys(dear, averaging.EXACT)
-        policy = lambda path, leaf: codes[path]
-        return averaging.Transport(policy, self.mean, self.axis_name, None, self.seed)
-
-    def _code(self, block: int) -> Compressor:
+    def code_of(block):
         """The code of tiles of `block` entries; no places are sent with all of them."""
-        if block <= self.top:
+        if block <= top:
             return averaging.EXACT
-        sparse = top_k(self.top / block, block=block)
-        return sparse if self.values is None else compose(sparse, self.values)
+        sparse = top_k(top / block, block=block)
+        return sparse if values is None else compose(sparse, values)
 
-    def sides(self, leaf: Any) -> tuple[int, int]:
-        """The sides of a leaf's tiles."""
-        rows, columns = _matrix(leaf.shape)
-        return _side(rows, self.tile), _side(columns, self.tile)
+    def init_fn(params):
+        residual = to_varying(jax.tree.map(moments.zeros, params), axis_name)
+        return DemoState(count=jnp.zeros([], jnp.int32), residual=residual)
+
+    def update_fn(updates, state, params, **_):
+        rate = jnp.asarray(rate_of(state.count), jnp.float32)
+        moved = lambda m, g: decay * m + rate * g.astype(m.dtype)
+        momentum = jax.tree.map(moved, state.residual, updates)
+        keyed, treedef = jax.tree_util.tree_flatten_with_path(momentum)
+        tiles = [_tiles(leaf, _sides(leaf, tile)) for _, leaf in keyed]
+        there = [_turned(x, backwards=False) for x in tiles]
+        codes = {
+            path_of(path): (code_of(math.prod(x.shape[1:])), x, leaf.size)
+            for (path, leaf), x in zip(keyed, tiles, strict=True)
+        }
+        codes = _cheapest(codes, num_replicas(axis_name))
+        policy = lambda path, leaf: codes[path]
+        transport = averaging.Transport(policy, mean, axis_name, bucket_numel=None, seed=seed)
+        bad = not_finite(updates, axis_name) > 0
+        flat = treedef.unflatten([x.reshape(-1) for x in there])
+        got = averaging.average(transport, flat, state.count, "", bad=bad)
+
+        def back(tree):
+            rows = zip(jax.tree.leaves(tree), there, keyed, strict=True)
+            return treedef.unflatten(
+                _whole(_turned(x.reshape(like.shape), backwards=True), leaf.shape)
+                for x, like, (_, leaf) in rows
+            )
+
+        def change(param, common):
+            decayed = weight_decay * param.astype(common.dtype)
+            return -rate * (jnp.sign(common) + decayed)
+
+        residual = jax.tree.map(jnp.subtract, momentum, back(got.sent))
+        new = poisoned(got.failed, jax.tree.map(change, params, back(got.mean)))
+        return new, DemoState(
+            count=optax.safe_increment(state.count),
+            residual=unless(got.failed, residual, state.residual),
+        )
+
+    return method(name, axis_name, init_fn, update_fn)
 
 
-def _init(settings, params):
-    residual = to_varying(jax.tree.map(moments.zeros, params), settings.axis_name)
-    return DemoState(jnp.zeros([], jnp.int32), residual)
+def _cheapest(rows, replicas):
+    """The code of each leaf: float32 for those that cost more, if all together would.
+
+    Args:
+      rows: For each path its code, its tiles `[count, *sides]`, and the leaf's size.
+      replicas: How many replicas exchange.
+    """
+    # In units of an all-reduce's bits: it sends 2 (R - 1) / R of them, a gather R - 1.
+    cost = {}
+    for path, (code, tiles, numel) in rows.items():
+        # A bucket is padded, which may make one tile more of it.
+        padded = tiles.size + math.prod(tiles.shape[1:])
+        coded = replicas / 2 * (code.bits_per_parameter * padded / 32)
+        cost[path] = numel if code == averaging.EXACT else coded
+    numels = {path: numel for path, (_, _, numel) in rows.items()}
+    codes = {path: code for path, (code, _, _) in rows.items()}
+    if sum(cost.values()) > sum(numels.values()):
+        dear = [path for path in codes if cost[path] > numels[path]]
+        codes |= dict.fromkeys(dear, averaging.EXACT)
+    return codes
 
 
-def _update(settings, updates, state, params, **_):
-    rate = jnp.asarray(settings.rate(state.count), jnp.float32)
-    moved = lambda m, g: settings.decay * m + rate * g.astype(m.dtype)
-    momentum = jax.tree.map(moved, state.residual, updates)
-    keyed, treedef = jax.tree_util.tree_flatten_with_path(momentum)
-    tiles = [_tiles(leaf, settings.sides(leaf)) for _, leaf in keyed]
-    paths = [path_of(path) for path, _ in keyed]
-    numels = {path: leaf.size for path, (_, leaf) in zip(paths, keyed, strict=True)}
-    transport = settings.transport(dict(zip(paths, tiles, strict=True)), numels)
-    there = [_turned(x, backwards=False) for x in tiles]
-    bad = not_finite(updates, settings.axis_name) > 0
-    flat = treedef.unflatten([x.reshape(-1) for x in there])
-    got = averaging.average(transport, flat, state.count, "", bad=bad)
-    back = lambda tree: treedef.unflatten(
-        [
-            _whole(_turned(x.reshape(like.shape), backwards=True), leaf.shape)
-            for x, like, (_, leaf) in zip(jax.tree.leaves(tree), there, keyed, strict=True)
-        ]
-    )
-    residual = jax.tree.map(jnp.subtract, momentum, back(got.sent))
-
-    def change(param, common):
-        decayed = settings.weight_decay * param.astype(common.dtype)
-        return -rate * (jnp.sign(common) + decayed)
-
-    new = poisoned(got.failed, jax.tree.map(change, params, back(got.mean)))
-    residual = unless(got.failed, residual, state.residual)
-    return new, DemoState(optax.safe_increment(state.count), residual)
+def _sides(leaf, tile):
+    """The sides of a leaf's tiles, each at most `tile`."""
+    rows, columns = _matrix(leaf.shape)
+    return _side(rows, tile), _side(columns, tile)
 
 
 def _matrix(shape):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -106,122 +105,89 @@ def dion(
     rate = schedule_of(name, learning_rate)
     if others is None:
         others = optax.adamw(learning_rate, b2=0.95, weight_decay=weight_decay)
+    exact = exact or (lambda path, leaf: kind_of(path, leaf) != "matrix")
     transport = averaging.Transport(policy_of(averaging.EXACT), wire.summed, axis_name, None, seed)
-    settings = _Settings(
-        rate,
-        transport,
-        rank,
-        momentum,
-        weight_decay,
-        with_extra_args(others, name),
-        exact or (lambda path, leaf: kind_of(path, leaf) != "matrix"),
-        eps,
-    )
-    init, update = (functools.partial(function, settings) for function in (_init, _update))
-    return method(name, axis_name, init, update)
+    others = with_extra_args(others, name)
+    key = lambda: Key(jnp.int32(0), jnp.uint32(seed))
 
-
-class _Settings(NamedTuple):
-    rate: optax.Schedule
-    transport: averaging.Transport
-    rank: int
-    momentum: float
-    weight_decay: float
-    others: optax.GradientTransformationExtraArgs
-    exact: Callable[[str, Any], bool]
-    eps: float
-
-    def key(self) -> Key:
-        """Key of the first factors, and of noise that makes columns independent."""
-        return Key(jnp.int32(0), jnp.uint32(self.transport.seed))
-
-    def shapes(self, tree: Any) -> list[tuple[int, int] | None]:
+    def shapes_of(tree):
         """Rows and columns of each leaf; None for leaves sent in float32."""
         return [
             None
-            if leaf.ndim < 2 or not leaf.size or self.exact(path_of(path), leaf)
+            if leaf.ndim < 2 or not leaf.size or exact(path_of(path), leaf)
             else low_rank.sides(leaf.shape)
             for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
         ]
 
+    def init_fn(params):
+        leaves, treedef = jax.tree.flatten(params)
+        residual: list[Any] = [None] * len(leaves)
+        right, shapes = list(residual), shapes_of(params)
+        for i, (leaf, shape) in enumerate(zip(leaves, shapes, strict=True)):
+            dtype = moments.wide(leaf.dtype)  # raises for leaves that are not floating
+            if shape is None:
+                continue
+            first = low_rank.drawn(key(), i, shape[1], min(rank, *shape))
+            right[i] = vary_like(low_rank.unit(first.astype(dtype))[0], leaf)
+            residual[i] = to_varying(moments.zeros(leaf), axis_name)
+        return DionState(
+            count=jnp.zeros([], jnp.int32),
+            residual=treedef.unflatten(residual),
+            right=treedef.unflatten(right),
+            others=others.init(_exact(shapes, params)),
+            rounds=no_rounds("left_factor", "right_factor"),
+        )
 
-def _init(settings, params):
-    leaves, treedef = jax.tree.flatten(params)
-    residual: list[Any] = []
-    right: list[Any] = []
-    for i, (leaf, shape) in enumerate(zip(leaves, settings.shapes(params), strict=True)):
-        dtype = moments.wide(leaf.dtype)  # raises for leaves that are not floating
-        if shape is None:
-            residual.append(None)
-            right.append(None)
-            continue
-        first = low_rank.drawn(settings.key(), i, shape[1], min(settings.rank, *shape))
-        right.append(vary_like(low_rank.unit(first.astype(dtype))[0], leaf))
-        residual.append(to_varying(moments.zeros(leaf), settings.transport.axis_name))
-    return DionState(
-        count=jnp.zeros([], jnp.int32),
-        residual=treedef.unflatten(residual),
-        right=treedef.unflatten(right),
-        others=settings.others.init(_exact(settings, params, params)),
-        rounds=no_rounds("left_factor", "right_factor"),
-    )
+    def update_fn(updates, state, params, **extra_args):
+        leaves, treedef = jax.tree.flatten(params)
+        grads = treedef.flatten_up_to(updates)
+        momenta = treedef.flatten_up_to(state.residual)
+        rights = treedef.flatten_up_to(state.right)
+        shapes = shapes_of(params)
+        groups = low_rank.batches(leaves, shapes)
+        # For each batch of matrices: the momenta with this step's gradients, and the factors.
+        moved = lambda i: (momenta[i] + grads[i].astype(momenta[i].dtype)).reshape(shapes[i])
+        matrices = [jnp.stack([moved(i) for i in group]) for group in groups]
+        held = [jnp.stack([rights[i] for i in group]) for group in groups]
 
+        bad = not_finite(updates, axis_name) > 0
+        own = list(map(low_rank.product, matrices, held))
+        small = _exact(shapes, jax.tree.map(moments.widened, updates))
+        got = averaging.average(transport, (own, small), state.count, "left_factor", bad=bad)
+        factors, small = got.mean
+        noise = [fold(key(), state.count, number) for number in range(len(factors))]
+        lefts = list(map(low_rank.orthogonal, factors, noise))
+        own = list(map(low_rank.product, map(low_rank.transposed, matrices), lefts))
+        if own:
+            own = averaging.average(transport, own, state.count, "right_factor").mean
 
-def _update(settings, updates, state, params, **extra_args):
-    treedef, shapes = jax.tree.structure(params), settings.shapes(params)
-    columns = map(treedef.flatten_up_to, (params, updates, state.residual, state.right))
-    leaves, grads, momenta, rights = columns
-    groups = low_rank.batches(leaves, shapes)
-    # For each batch of matrices: the momenta with this step's gradients, and the factors.
-    moved = lambda i: (momenta[i] + grads[i].astype(momenta[i].dtype)).reshape(shapes[i])
-    matrices = [jnp.stack([moved(i) for i in group]) for group in groups]
-    held = [jnp.stack([rights[i] for i in group]) for group in groups]
-    exact = _exact(settings, params, jax.tree.map(moments.widened, updates))
-    lefts, factors, exact, failed = _averaged(settings, state.count, matrices, held, exact, updates)
+        change, others_state = others.update(
+            small, state.others, _exact(shapes, params), **extra_args
+        )
+        changes = treedef.flatten_up_to(change)
+        for group, matrix, left, right, was in zip(groups, matrices, lefts, own, held, strict=True):
+            along, q, rest = _stepped(momentum, eps, matrix, left, right, was)
+            for row, i in enumerate(group):
+                momenta[i], rights[i] = rest[row].reshape(leaves[i].shape), q[row]
+                decay = weight_decay * leaves[i].astype(along.dtype)
+                changes[i] = -rate(state.count) * (along[row].reshape(leaves[i].shape) + decay)
+        skip = got.failed | (not_finite(changes) > 0)
+        new = [m.astype(x.dtype) for m, x in zip(poisoned(skip, changes), leaves, strict=True)]
+        residual = unless(skip, treedef.unflatten(momenta), state.residual)
+        return treedef.unflatten(new), DionState(
+            count=optax.safe_increment(state.count),
+            residual=residual,
+            right=unless(skip, treedef.unflatten(rights), state.right),
+            others=unless(skip, others_state, state.others),
+            rounds=counted(state.rounds, all=True, left_factor=True, right_factor=True),
+        )
 
-    mine = _exact(settings, params, params)
-    change, others = settings.others.update(exact, state.others, mine, **extra_args)
-    changes = treedef.flatten_up_to(change)
-    for group, *of in zip(groups, matrices, lefts, factors, held, strict=True):
-        along, q, left = _stepped(settings, *of)
-        for row, i in enumerate(group):
-            momenta[i], rights[i] = left[row].reshape(leaves[i].shape), q[row]
-            decay = settings.weight_decay * leaves[i].astype(along.dtype)
-            step = along[row].reshape(leaves[i].shape) + decay
-            changes[i] = -settings.rate(state.count) * step
-    skip = failed | (not_finite(changes) > 0)
-    new = [m.astype(x.dtype) for m, x in zip(poisoned(skip, changes), leaves, strict=True)]
-    now = treedef.unflatten(momenta), treedef.unflatten(rights), others
-    residual, right, others = unless(skip, now, (state.residual, state.right, state.others))
-    rounds = counted(state.rounds, all=True, left_factor=True, right_factor=True)
-    count = optax.safe_increment(state.count)
-    return treedef.unflatten(new), DionState(count, residual, right, others, rounds)
-
-
-def _averaged(settings, count, matrices, held, exact, updates):
-    """The orthogonal left factors, the right factors, and the float32 leaves.
-
-    Returns:
-      One array a batch of matrices, twice; the mean of `exact`; and bool[], whether any replica's
-      gradient is not finite.
-    """
-    send = functools.partial(averaging.average, settings.transport)
-    bad = not_finite(updates, settings.transport.axis_name) > 0
-    own = list(map(low_rank.product, matrices, held))
-    got = send((own, exact), count, "left_factor", bad=bad)
-    factors, exact = got.mean
-    lefts = [
-        low_rank.orthogonal(factor, fold(settings.key(), count, number))
-        for number, factor in enumerate(factors)
-    ]
-    own = list(map(low_rank.product, map(low_rank.transposed, matrices), lefts))
-    rights = send(own, count, "right_factor").mean if own else own
-    return lefts, rights, exact, got.failed
+    return method(name, axis_name, init_fn, update_fn)
 
 
-def _stepped(settings, matrix, p, r, held):
+def _stepped(momentum, eps, matrix, p, r, held):
     """For a batch of momenta: the direction of the step, the next factor, and the rest."""
-    left = matrix - (1 - settings.momentum) * low_rank.product(p, low_rank.transposed(r))
+    left = matrix - (1 - momentum) * low_rank.product(p, low_rank.transposed(r))
     q, length = low_rank.unit(r)
     # P has as many columns as the factor, whatever the rank of M: the others catch rounding errors.
     # The longest is the last of running maxima: to the check for norms of shards, one reduction of
@@ -229,14 +195,14 @@ def _stepped(settings, matrix, p, r, held):
     longest = lax.cummax(length, axis=2)[..., -1:]
     error = 32 * jnp.finfo(r.dtype).eps * longest
     caught = length > error
-    along = jnp.where(caught, q * (length / (length + settings.eps)), 0)
+    along = jnp.where(caught, q * (length / (length + eps)), 0)
     scale = math.sqrt(matrix.shape[2] / matrix.shape[1])
     step = scale * low_rank.product(p, low_rank.transposed(along))
     return step, jnp.where(caught, q, held), left
 
 
-def _exact(settings, params, tree):
+def _exact(shapes, tree):
     """The tree without the leaves that are sent as factors."""
     leaves, treedef = jax.tree.flatten(tree)
-    rows = zip(leaves, settings.shapes(params), strict=True)
+    rows = zip(leaves, shapes, strict=True)
     return treedef.unflatten([x if shape is None else optax.MaskedNode() for x, shape in rows])

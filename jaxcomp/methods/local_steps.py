@@ -15,7 +15,7 @@ from jaxcomp.compressors.quantize import quantize
 from jaxcomp.exchange import averaging, wire
 from jaxcomp.methods import moments
 from jaxcomp.methods.common import counted, method, no_rounds, require
-from jaxcomp.methods.fragments import Fragments, fragments_of
+from jaxcomp.methods.fragments import fragments_of
 from jaxcomp.methods.inner import Synchronization, inner_step
 from jaxcomp.replicas.protocol import MethodState
 from jaxcomp.replicas.types import to_varying, vary_like, zeros_of
@@ -130,20 +130,9 @@ def local_steps(
       2. Presets with their settings: `diloco`, `streaming_diloco`, `sparse_loco`, `muloco`.
       Deviation: the drift keeps what narrow parameters round off.
     """
-    name, feedback = "local_steps", {"error_decay": error_decay}
-    if callable(every):
-        alone = fragments == 1 and delay == 0
-        needs, given = "1 and 0 with a schedule", {"fragments": fragments, "delay": delay}
-        require(alone, name, needs, "every=16, or neither of them", **given)
-    else:
-        require(every >= 1, name, "at least 1", "every=16", every=every)
-        require(0 <= delay <= every, name, "from 0 to `every`", "delay=1", delay=delay)
-    decays = error_decay is None or 0 < error_decay <= 1
-    require(decays, name, "(0, 1], or None", "error_decay=1.0", **feedback)
-    require(0 <= keep < 1, name, "[0, 1)", "keep=0.0", keep=keep)
-    some = callable(fragments) or fragments >= 1
-    require(some, name, "at least 1", "fragments=1", fragments=fragments)
-    if mean is None:
+    name, averages = "local_steps", mean is not None  # otherwise `outer` does
+    _check(name, every, error_decay, fragments, delay, keep)
+    if not averages:
         alone = code is None and error_decay is None and delay == 0 and fragments == 1
         needs, write = "no code, feedback, delay or fragments", "codes of `outer`"
         require(alone, name, needs, write, mean=mean)
@@ -151,150 +140,166 @@ def local_steps(
     if outer is None:
         outer = optax.sgd(0.7, momentum=0.9, nesterov=True)
     transport = averaging.Transport(policy, mean or wire.two_shot, axis_name, bucket_numel, seed)
-    times = every, error_decay, fragments, delay, keep
-    inner = with_extra_args(inner, "local_steps")
-    settings = _Settings(inner, outer, mean is not None, transport, *times)
-    init, update = (functools.partial(function, settings) for function in (_init, _update))
-    return method(name, axis_name, init, update)
+    inner = with_extra_args(inner, name)
 
+    def init_fn(params):
+        parts, zero = fragments_of(fragments, params), jnp.zeros([], jnp.int32)
+        wide = jax.tree.map(moments.widened, params)
+        zeros = jax.tree.map(jnp.zeros_like, wide)
+        drift = to_varying(zeros, axis_name)
+        residual, owner_residual = (), None
+        if error_decay is not None:
+            nothing = [averaging.nothing_sent(transport, tree) for tree in parts.split(drift)]
+            residuals, owner_residual = zip(*nothing, strict=True)
+            residual = parts.joined(residuals)
+        return LocalStepsState(
+            count=zero,
+            drift=drift,
+            residual=residual,
+            owner_residual=owner_residual,
+            # All of it this replica's own from the start.
+            inner=to_varying(inner.init(wide), axis_name),
+            outer=tuple(map(outer.init, parts.split(wide))),
+            arrived=zeros if delay > 1 else (),
+            rounds=no_rounds(*parts.names("synchronize")),
+            skipped=to_varying(zero, axis_name),
+        )
 
-class _Settings(NamedTuple):
-    inner: optax.GradientTransformationExtraArgs
-    outer: optax.GradientTransformation
-    averages: bool  # otherwise `outer` does
-    transport: averaging.Transport
-    every: int | Schedule
-    error_decay: float | None
-    fragments: int | Callable[[str, Any], int]
-    delay: int
-    keep: float
-
-    def due(self, parts: Fragments, count: jax.Array) -> list[jax.Array]:
+    def due_after(count, parts):
         """bool[] for each fragment, whether its interval ended after `count` steps."""
-        if callable(self.every):
-            return [(count > 0) & self.every(count - 1)]
-        offsets = [part * self.every // parts.number for part in range(parts.number)]
-        return [(count > 0) & (count % self.every == offset) for offset in offsets]
+        if callable(every):
+            return [(count > 0) & every(count - 1)]
+        offsets = [part * every // parts.number for part in range(parts.number)]
+        return [(count > 0) & (count % every == offset) for offset in offsets]
 
+    def chosen(due, then, otherwise, *operands):
+        if every == 1 and not delay:
+            return then(*operands)
+        return lax.cond(due, then, otherwise, *operands)
 
-def _init(settings, params):
-    parts, axis_name = fragments_of(settings.fragments, params), settings.transport.axis_name
-    zero, wide = jnp.zeros([], jnp.int32), jax.tree.map(moments.widened, params)
-    drift = to_varying(jax.tree.map(jnp.zeros_like, wide), axis_name)
-    residual, owner_residual = (), None
-    if settings.error_decay is not None:
-        of_parts = [averaging.nothing_sent(settings.transport, x) for x in parts.split(drift)]
-        residuals, owner_residual = zip(*of_parts, strict=True)
-        residual = parts.joined(residuals)
-    return LocalStepsState(
-        count=zero,
-        drift=drift,
-        residual=residual,
-        owner_residual=owner_residual,
-        # All of it this replica's own from the start.
-        inner=to_varying(settings.inner.init(wide), axis_name),
-        outer=tuple(map(settings.outer.init, parts.split(wide))),
-        arrived=jax.tree.map(jnp.zeros_like, wide) if settings.delay > 1 else (),
-        rounds=no_rounds(*parts.names("synchronize")),
-        skipped=to_varying(zero, axis_name),
-    )
+    def averaged(parts, state, drift, count):
+        """The mean drift of the fragments that are exchanged after `count` steps, and residuals.
 
+        For the others: what has arrived and is not merged yet, or zeros.
+        """
+        if not averages:
+            return drift, (), None
+        names = parts.names("synchronize")
+        residuals = parts.split(state.residual) if error_decay else None
 
-def _update(settings, updates, state, params, *, ahead=lambda make: make(), **extra_args):
-    axis_name, parts = settings.transport.axis_name, fragments_of(settings.fragments, params)
-    # Below 2e-4 the square of a float16 gradient is zero, and Adam's step would be m / eps.
-    updates = jax.tree.map(moments.widened, updates)
-    averaged = functools.partial(_averaged, settings, parts, state)
-    if settings.delay:
-        sent = ahead(functools.partial(averaged, state.drift, state.count))
-    local, count = jax.tree.map(jnp.add, params, state.drift), optax.safe_increment(state.count)
-    due = settings.due(parts, state.count if settings.delay else count)
-    names = parts.names("synchronize")
-    of = updates, state.inner, local, axis_name, Synchronization(due[0], names[0]), extra_args
-    step, inner, is_bad = inner_step("local_steps", settings.inner, *of)
-    drift = jax.tree.map(jnp.add, state.drift, step)
-    if not settings.delay:
-        sent = averaged(drift, count)
-    arrived, residual, owner_residual = sent
-    change, drift, outer = _merged(settings, parts, state, params, drift, arrived, count)
-    named = dict(zip(names, due, strict=True))
-    return change, LocalStepsState(
-        count,
-        drift,
-        residual,
-        owner_residual,
-        inner,
-        outer,
-        arrived if settings.delay > 1 else (),
-        counted(state.rounds, all=functools.reduce(jnp.logical_or, due), **named),
-        state.skipped + is_bad,
-    )
+        def exchanged(part, tree):
+            kept = {}
+            if residuals:
+                kept = {"residual": residuals[part], "owner_residual": state.owner_residual[part]}
+                kept = jax.tree.map(lambda e: error_decay * e, kept)
+            # Masks roll once per outer step, not per step: else some entries might never be sent.
+            number = state.rounds[names[part]]
+            got = averaging.average(transport, tree, number, names[part], **kept)
+            return got.mean, got.residual, got.owner_residual if residuals else None
 
+        def waiting(part, tree):
+            like = jax.eval_shape(functools.partial(exchanged, part), tree)[0]
+            held = parts.split(state.arrived)[part] if delay > 1 else None
+            mean = jax.tree.map(vary_like, held, like) if held else jax.tree.map(zeros_of, like)
+            kept = (residuals[part], state.owner_residual[part]) if residuals else (None, None)
+            return mean, *kept
 
-def _averaged(settings, parts, state, drift, count):
-    """The mean drift of the fragments that are exchanged after `count` steps, and the residuals.
+        def of_part(part, due, tree):
+            both = (functools.partial(way, part) for way in (exchanged, waiting))
+            return chosen(due, *both, tree)
 
-    For the others: what has arrived and is not merged yet, or zeros.
-    """
-    if not settings.averages:
-        return drift, (), None
-    residuals = parts.split(state.residual) if settings.error_decay else None
+        rows = map(of_part, range(parts.number), due_after(count, parts), parts.split(drift))
+        means, left, owner_residual = zip(*rows, strict=True)
+        if not residuals:
+            return parts.joined(means), (), None
+        return parts.joined(means), parts.joined(left), owner_residual
 
-    def exchanged(part, tree):
-        # Masks roll once per outer step, not per step: else some entries might never be sent.
-        round_number, kept = state.rounds[parts.names("synchronize")[part]], {}
-        if residuals:
-            kept = {"residual": residuals[part], "owner_residual": state.owner_residual[part]}
-            kept = jax.tree.map(lambda e: settings.error_decay * e, kept)
-        name = parts.names("synchronize")[part]
-        got = averaging.average(settings.transport, tree, round_number, name, **kept)
-        return got.mean, got.residual, got.owner_residual if residuals else None
+    def merged(parts, state, params, drift, arrived, count):
+        """The change of the consensus, the drifts after it, and the outer states."""
 
-    def waiting(part, tree):
-        like = jax.eval_shape(functools.partial(exchanged, part), tree)[0]
-        held = parts.split(state.arrived)[part] if settings.delay > 1 else None
-        mean = jax.tree.map(vary_like, held, like) if held else jax.tree.map(zeros_of, like)
-        return mean, *((residuals[part], state.owner_residual[part]) if residuals else (None, None))
+        def merging(param, drift, mean, outer_state):
+            wide, gradient = jax.tree.map(moments.widened, param), jax.tree.map(jnp.negative, mean)
+            with averaging.named("" if averages else "synchronize"):
+                change, outer_state = outer.update(gradient, outer_state, wide)
+            change = jax.tree.map(lambda c, w: c.astype(w.dtype), change, wide)
 
-    of = lambda part: (functools.partial(f, part) for f in (exchanged, waiting))
-    columns = zip(settings.due(parts, count), parts.split(drift), strict=True)
-    rows = [_chosen(settings, due, *of(part), tree) for part, (due, tree) in enumerate(columns)]
-    means, left, owner_residual = zip(*rows, strict=True)
-    return parts.joined(means), *((parts.joined(left), owner_residual) if residuals else ((), None))
+            def left(param, drift, change):
+                own = keep * (drift - change) if keep else zeros_of(drift)
+                if param.dtype == change.dtype:
+                    return own
+                return own + averaging.rounded_off(param, change)
 
+            return change, jax.tree.map(left, param, drift, change), outer_state
 
-def _merged(settings, parts, state, params, drift, arrived, count):
-    """The change of the consensus, the drifts after it, and the outer states."""
+        def waiting(param, drift, mean, outer_state):
+            like = jax.eval_shape(merging, param, drift, mean, outer_state)
+            same = jax.tree.map(vary_like, outer_state, like[2])
+            return jax.tree.map(zeros_of, like[0]), drift, same
 
-    def merging(param, drift, mean, outer):
-        wide, gradient = jax.tree.map(moments.widened, param), jax.tree.map(jnp.negative, mean)
-        with averaging.named("" if settings.averages else "synchronize"):
-            change, outer = settings.outer.update(gradient, outer, wide)
-        change = jax.tree.map(lambda c, w: c.astype(w.dtype), change, wide)
-
-        def left(param, drift, change):
-            own = settings.keep * (drift - change) if settings.keep else zeros_of(drift)
-            return (
-                own if param.dtype == change.dtype else own + averaging.rounded_off(param, change)
+        rows = [
+            chosen(due, merging, waiting, *operands)
+            for due, *operands in zip(
+                due_after(count - delay, parts),
+                parts.split(params),
+                parts.split(drift),
+                parts.split(arrived),
+                state.outer,
+                strict=True,
             )
+        ]
+        changes, drifts, outer_states = zip(*rows, strict=True)
+        return parts.joined(changes), parts.joined(drifts), outer_states
 
-        return change, jax.tree.map(left, param, drift, change), outer
+    def update_fn(updates, state, params, *, ahead=lambda make: make(), **extra_args):
+        parts, count = fragments_of(fragments, params), optax.safe_increment(state.count)
+        # Below 2e-4 the square of a float16 gradient is zero, and Adam's step would be m / eps.
+        updates = jax.tree.map(moments.widened, updates)
+        if delay:
+            early = functools.partial(averaged, parts, state, state.drift, state.count)
+            arrived, residual, owner_residual = ahead(early)
+        due = due_after(state.count if delay else count, parts)
+        names = parts.names("synchronize")
+        step, inner_state, is_bad = inner_step(
+            name,
+            inner,
+            updates,
+            state.inner,
+            jax.tree.map(jnp.add, params, state.drift),
+            axis_name,
+            Synchronization(due[0], names[0]),
+            extra_args,
+        )
+        drift = jax.tree.map(jnp.add, state.drift, step)
+        if not delay:
+            arrived, residual, owner_residual = averaged(parts, state, drift, count)
+        change, drift, outer_states = merged(parts, state, params, drift, arrived, count)
+        sent = dict(zip(names, due, strict=True))
+        return change, LocalStepsState(
+            count=count,
+            drift=drift,
+            residual=residual,
+            owner_residual=owner_residual,
+            inner=inner_state,
+            outer=outer_states,
+            arrived=arrived if delay > 1 else (),
+            rounds=counted(state.rounds, all=functools.reduce(jnp.logical_or, due), **sent),
+            skipped=state.skipped + is_bad,
+        )
 
-    def waiting(param, drift, mean, outer):
-        like = jax.eval_shape(merging, param, drift, mean, outer)
-        return jax.tree.map(zeros_of, like[0]), drift, jax.tree.map(vary_like, outer, like[2])
-
-    columns = (*map(parts.split, (params, drift, arrived)), state.outer)
-    due = settings.due(parts, count - settings.delay)
-    rows = [
-        _chosen(settings, is_due, merging, waiting, *of)
-        for is_due, *of in zip(due, *columns, strict=True)
-    ]
-    changes, drifts, outer = zip(*rows, strict=True)
-    return parts.joined(changes), parts.joined(drifts), outer
+    return method(name, axis_name, init_fn, update_fn)
 
 
-def _chosen(settings, due, then, otherwise, *operands):
-    if settings.every == 1 and not settings.delay:
-        return then(*operands)
-    return lax.cond(due, then, otherwise, *operands)
+def _check(name, every, error_decay, fragments, delay, keep):
+    if callable(every):
+        alone = fragments == 1 and delay == 0
+        needs, given = "1 and 0 with a schedule", {"fragments": fragments, "delay": delay}
+        require(alone, name, needs, "every=16, or neither of them", **given)
+    else:
+        require(every >= 1, name, "at least 1", "every=16", every=every)
+        require(0 <= delay <= every, name, "from 0 to `every`", "delay=1", delay=delay)
+    feedback = {"error_decay": error_decay}
+    decays = error_decay is None or 0 < error_decay <= 1
+    require(decays, name, "(0, 1], or None", "error_decay=1.0", **feedback)
+    require(0 <= keep < 1, name, "[0, 1)", "keep=0.0", keep=keep)
+    some = callable(fragments) or fragments >= 1
+    require(some, name, "at least 1", "fragments=1", fragments=fragments)

@@ -1,6 +1,5 @@
 """A loss scale that all replicas agree on, for gradients of float16."""
 
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -75,31 +74,24 @@ def loss_scale(
     require(growth_steps >= 1, name, "at least 1", "growth_steps=2000", growth_steps=growth_steps)
     tx = with_extra_args(tx, name)
 
-    def init(params):
+    def init_fn(params):
         zero = jnp.zeros([], jnp.int32)
-        return LossScaleState(jnp.float32(initial), zero, zero, tx.init(params))
+        return LossScaleState(
+            loss_scale=jnp.float32(initial), good_steps=zero, overflows=zero, inner=tx.init(params)
+        )
 
-    update = functools.partial(_update, _Settings(tx, axis_name, growth_steps))
-    return method(name, axis_name, init, update, needs_params=False)
+    def update_fn(updates, state, params, **extra_args):
+        bad = lax.pmax(not_finite(updates, axis_name), axis_name) > 0
+        grads = jax.tree.map(lambda g: widened(g) / state.loss_scale, updates)
+        changes, inner = tx.update(grads, state.inner, params, **extra_args)
+        changes = jax.tree.map(lambda c: jnp.where(bad, 0, c), changes)
+        grows = state.good_steps + 1 >= growth_steps
+        grown = jnp.where(grows, jnp.minimum(2 * state.loss_scale, _GREATEST), state.loss_scale)
+        return changes, LossScaleState(
+            loss_scale=jnp.where(bad, jnp.maximum(state.loss_scale / 2, 1), grown),
+            good_steps=jnp.where(bad | grows, 0, state.good_steps + 1),
+            overflows=state.overflows + bad,
+            inner=unless(bad, inner, state.inner),
+        )
 
-
-class _Settings(NamedTuple):
-    tx: optax.GradientTransformationExtraArgs
-    axis_name: str
-    growth_steps: int
-
-
-def _update(settings, updates, state, params, **extra_args):
-    tx, axis_name, growth_steps = settings
-    bad = lax.pmax(not_finite(updates, axis_name), axis_name) > 0
-    grads = jax.tree.map(lambda g: widened(g) / state.loss_scale, updates)
-    changes, inner = tx.update(grads, state.inner, params, **extra_args)
-    changes = jax.tree.map(lambda c: jnp.where(bad, 0, c), changes)
-    grows = state.good_steps + 1 >= growth_steps
-    grown = jnp.where(grows, jnp.minimum(2 * state.loss_scale, _GREATEST), state.loss_scale)
-    return changes, LossScaleState(
-        jnp.where(bad, jnp.maximum(state.loss_scale / 2, 1), grown),
-        jnp.where(bad | grows, 0, state.good_steps + 1),
-        state.overflows + bad,
-        unless(bad, inner, state.inner),
-    )
+    return method(name, axis_name, init_fn, update_fn, needs_params=False)

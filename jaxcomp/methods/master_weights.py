@@ -66,7 +66,7 @@ def master_weights(tx: optax.GradientTransformation) -> optax.GradientTransforma
     """
     tx = with_extra_args(tx, "master_weights")
 
-    def init(params):
+    def init_fn(params):
         inner = tx.init(jax.tree.map(widened, params))
         if keeps_rounding(inner):
             raise ValueError(
@@ -75,9 +75,9 @@ def master_weights(tx: optax.GradientTransformation) -> optax.GradientTransforma
                 "master_weights out, or in optax.partition put it around the other groups alone."
             )
         nothing = lambda p: jnp.zeros_like(widened(p)) if is_narrow(p) else None
-        return MasterWeightsState(jax.tree.map(nothing, params), inner)
+        return MasterWeightsState(remainder=jax.tree.map(nothing, params), inner=inner)
 
-    def update(updates, state, params=None, **extra_args):
+    def update_fn(updates, state, params=None, **extra_args):
         if params is None:
             raise ValueError(
                 "master_weights needs the parameters; write tx.update(grads, state, params)."
@@ -87,9 +87,10 @@ def master_weights(tx: optax.GradientTransformation) -> optax.GradientTransforma
         changes, inner = tx.update(grads, state.inner, masters, **extra_args)
         rounded = jax.tree.map(_rounded, params, masters, changes)
         remainder = jax.tree.map(_remainder, params, masters, changes, rounded)
-        return jax.tree.map(_moves, params, changes, rounded), MasterWeightsState(remainder, inner)
+        moves = jax.tree.map(_moves, params, changes, rounded)
+        return moves, MasterWeightsState(remainder=remainder, inner=inner)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
 def _master(param, remainder):

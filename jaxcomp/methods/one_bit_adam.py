@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -14,10 +13,9 @@ from optax.tree_utils import tree_update_moment
 from jaxcomp.compressors.base import Compressor
 from jaxcomp.compressors.policies import policy_of
 from jaxcomp.exchange import averaging, wire
-from jaxcomp.methods import freezing, moments
+from jaxcomp.methods import moments, one_bit
 from jaxcomp.methods.common import counted, method, no_rounds
 from jaxcomp.methods.signs import signs_by_row
-from jaxcomp.methods.step_bound import bounded, kept_back, sendable
 from jaxcomp.replicas.finite import poisoned, unless
 from jaxcomp.replicas.protocol import MethodState
 
@@ -113,80 +111,60 @@ def one_bit_adam(
       variance_floor=0.0, step_bound=None, bias_correction=False`); the first step is not
       dropped.
     """
-    rest = variance_floor, bias_correction, weight_decay, mask, step_bound
-    adam = moments.adam("one_bit_adam", learning_rate, b1, b2, eps, *rest)
-    freeze = freezing.freeze("one_bit_adam", freeze_step, freeze_ratio)
+    name = "one_bit_adam"
+    adam = moments.adam(
+        name,
+        learning_rate,
+        b1,
+        b2,
+        eps,
+        variance_floor=variance_floor,
+        bias_correction=bias_correction,
+        weight_decay=weight_decay,
+        mask=mask,
+        step_bound=step_bound,
+    )
+    freeze = one_bit.freeze(name, freeze_step, freeze_ratio)
     policy = policy_of(signs_by_row if compressor is None else compressor)
     transport = averaging.Transport(policy, exchange, axis_name, bucket_numel, seed)
-    settings = _Settings(adam, freeze, transport, precondition)
-    init, update = (functools.partial(function, settings) for function in (_init, _update))
-    return method("one_bit_adam", axis_name, init, update, needs_params=bool(weight_decay))
 
+    def init_fn(params):
+        zeros = jax.tree.map(moments.zeros, params)
+        residual, owner_residual = averaging.nothing_sent(transport, zeros)
+        return OneBitAdamState(
+            count=jnp.zeros([], jnp.int32),
+            momentum=zeros,
+            variance=zeros,
+            residual=residual,
+            owner_residual=owner_residual,
+            rounds=no_rounds("synchronize", "variance"),
+            frozen=jnp.zeros([], bool),
+            norms=freeze.no_norms(b2, zeros),
+        )
 
-class _Settings(NamedTuple):
-    adam: moments.Adam
-    freeze: freezing.Freeze
-    transport: averaging.Transport
-    precondition: bool
+    def update_fn(updates, state, params, **_):
+        frozen, learned = freeze.holds(state), state.rounds["variance"]
+        root = adam.root(state.variance, adam.weight(learned, state.variance))
+        unit = root if precondition else None
+        phase = one_bit.exchanged(adam, transport, frozen, state, updates, root, unit)
+        learnt = tree_update_moment(phase.mean, state.variance, b2, 2)
+        variance = unless(frozen, learnt, state.variance)
+        root = one_bit.root_after(adam, frozen, learned, variance, root)
+        rate = poisoned(phase.failed, adam.rate_of(state.count))
+        correction = adam.first_correction(state.count + 1, phase.momentum)
+        change = jax.tree.map(lambda m, d: -rate * correction * m / d, phase.momentum, root)
+        if weight_decay:
+            change = adam.decayed(change, rate, params)
+        freezes, norms = freeze.after(frozen, state, variance)
+        return change, OneBitAdamState(
+            count=optax.safe_increment(state.count),
+            momentum=phase.momentum,
+            variance=variance,
+            residual=phase.residual,
+            owner_residual=phase.owner_residual,
+            rounds=counted(state.rounds, all=True, synchronize=frozen, variance=~frozen),
+            frozen=freezes,
+            norms=norms,
+        )
 
-
-def _init(settings, params):
-    zeros = jax.tree.map(moments.zeros, params)
-    residual, owner_residual = averaging.nothing_sent(settings.transport, zeros)
-    return OneBitAdamState(
-        count=jnp.zeros([], jnp.int32),
-        momentum=zeros,
-        variance=zeros,
-        residual=residual,
-        owner_residual=owner_residual,
-        rounds=no_rounds("synchronize", "variance"),
-        frozen=jnp.zeros([], bool),
-        norms=settings.freeze.no_norms(settings.adam.b2, zeros),
-    )
-
-
-def _update(settings, updates, state, params, **_):
-    adam, axis_name = settings.adam, settings.transport.axis_name
-    learned, count = state.rounds["variance"], state.count + 1
-    grads, bad = moments.gradients(updates, state.variance, axis_name)
-    frozen = settings.freeze.holds(state)
-    unit = adam.root(state.variance, adam.weight(learned, state.variance))
-    local = tree_update_moment(grads, state.momentum, adam.b1, 1)
-    local = sendable(adam, count, local, unit, state.residual, axis_name)
-    if settings.precondition:
-        local = jax.tree.map(jnp.divide, local, unit)
-    # Each bucket has its own branch, so that none waits for the gradients of the others.
-    got = averaging.average(
-        settings.transport,
-        unless(frozen, grads, local),
-        state.count,
-        "synchronize",
-        instead=averaging.Instead(~frozen, averaging.EXACT, "variance"),
-        bad=bad > 0,
-        **averaging.feedback(state),
-    )
-    mean = got.mean
-    moved = bounded(adam, count, mean, jnp.float32(1.0) if settings.precondition else unit)
-    cut = kept_back(got.residual, mean, moved)
-    compressed = jax.tree.map(jnp.multiply, moved, unit) if settings.precondition else moved
-    momentum = unless(frozen, tree_update_moment(mean, state.momentum, adam.b1, 1), compressed)
-    learnt = tree_update_moment(mean, state.variance, adam.b2, 2)
-    variance = unless(frozen, learnt, state.variance)
-    fresh = adam.root(variance, adam.weight(learned + 1, variance), floor=0.0)
-    root = unless(frozen, fresh, unit)
-    rate = poisoned(got.failed, adam.rate_of(state.count))
-    correction = adam.first_correction(count, momentum)
-    change = jax.tree.map(lambda m, d: -rate * correction * m / d, momentum, root)
-    if adam.weight_decay:
-        change = adam.decayed(change, rate, params)
-    freezes, norms = settings.freeze.after(frozen, state, variance)
-    return change, OneBitAdamState(
-        optax.safe_increment(state.count),
-        momentum,
-        variance,
-        unless(frozen, got.residual, cut),
-        got.owner_residual,
-        counted(state.rounds, all=True, synchronize=frozen, variance=~frozen),
-        freezes,
-        norms,
-    )
+    return method(name, axis_name, init_fn, update_fn, needs_params=bool(weight_decay))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -15,9 +14,8 @@ from jaxcomp.compressors.base import Compressor
 from jaxcomp.compressors.policies import policy_of
 from jaxcomp.compressors.sign import sign
 from jaxcomp.exchange import averaging, wire
-from jaxcomp.methods import freezing, moments
+from jaxcomp.methods import moments, one_bit
 from jaxcomp.methods.common import counted, method, no_rounds, require
-from jaxcomp.methods.step_bound import bounded, kept_back, sendable
 from jaxcomp.methods.trust import Ratios, Trust, even_scales, largest_quotients, trusted
 from jaxcomp.replicas.finite import poisoned, unless
 from jaxcomp.replicas.layers import LayeredTransformation, own_axes, spread
@@ -127,107 +125,103 @@ def one_bit_lamb(
       out layers whose momentum is zero; empty layers do not divide by zero; the first step is not
       dropped.
     """
-    rest = variance_floor, bias_correction, weight_decay, mask, step_bound
-    adam = moments.adam("one_bit_lamb", learning_rate, b1, b2, eps, *rest)
-    freeze = freezing.freeze("one_bit_lamb", freeze_step, freeze_ratio)
+    name = "one_bit_lamb"
+    adam = moments.adam(
+        name,
+        learning_rate,
+        b1,
+        b2,
+        eps,
+        variance_floor=variance_floor,
+        bias_correction=bias_correction,
+        weight_decay=weight_decay,
+        mask=mask,
+        step_bound=step_bound,
+    )
+    freeze = one_bit.freeze(name, freeze_step, freeze_ratio)
     policy = policy_of(sign(block=1024) if compressor is None else compressor)
     transport = averaging.Transport(policy, exchange, axis_name, bucket_numel, seed)
     ratios = Ratios(adam, trust_bounds, trust_decay, factor_bounds, factor_change)
-    _check(ratios)
-    settings = _Settings(adam, freeze, transport, precondition, ratios)
-    init, update = (functools.partial(function, settings) for function in (_init, _update))
-    return LayeredTransformation(*method("one_bit_lamb", axis_name, init, update))
+    _check(name, ratios)
+
+    def init_fn(params):
+        zeros = jax.tree.map(moments.zeros, params)
+        residual, owner_residual = averaging.nothing_sent(transport, zeros)
+        return OneBitLambState(
+            count=jnp.zeros([], jnp.int32),
+            momentum=zeros,
+            variance=zeros,
+            fresh_variance=zeros,
+            residual=residual,
+            owner_residual=owner_residual,
+            layers=_unseen(zeros),
+            rounds=no_rounds("synchronize", "variance"),
+            frozen=jnp.zeros([], bool),
+            norms=freeze.no_norms(b2, zeros),
+        )
+
+    def update_fn(updates, state, params, **_):
+        frozen, learned = freeze.holds(state), state.rounds["variance"]
+        root = adam.root(state.variance, adam.weight(learned, state.variance))
+        unit = root if precondition else _units(state, root)
+        phase = one_bit.exchanged(adam, transport, frozen, state, updates, root, unit)
+        gradient_of = lambda new, old: (new - b1 * old) / (1 - b1)
+        implied = jax.tree.map(gradient_of, phase.momentum, state.momentum)
+        gradient = unless(frozen, phase.mean, implied)
+        fresh = tree_update_moment(gradient, state.fresh_variance, b2, 2)
+        variance = unless(frozen, fresh, state.variance)
+        fresh_root = adam.root(fresh, adam.weight(state.count + 1, fresh))
+        quotients = largest_quotients(root, fresh_root, axis_name)
+        root = one_bit.root_after(adam, frozen, learned, variance, root)
+        directions, squares = _directions(
+            adam, state.count + 1, phase.momentum, root, params, axis_name
+        )
+        layers, steps = _trusted(ratios, frozen, _layers(state), squares, quotients, directions)
+        if not precondition:
+            layers = _evened(frozen, layers, phase.momentum, axis_name)
+        rate = poisoned(phase.failed, -adam.rate_of(state.count))
+        treedef = jax.tree.structure(params)
+        freezes, norms = freeze.after(frozen, state, variance)
+        return treedef.unflatten([rate * step for step in steps]), OneBitLambState(
+            count=optax.safe_increment(state.count),
+            momentum=phase.momentum,
+            variance=variance,
+            fresh_variance=fresh,
+            residual=phase.residual,
+            owner_residual=phase.owner_residual,
+            layers=treedef.unflatten(layers),
+            rounds=counted(state.rounds, all=True, synchronize=frozen, variance=~frozen),
+            frozen=freezes,
+            norms=norms,
+        )
+
+    return LayeredTransformation(*method(name, axis_name, init_fn, update_fn))
 
 
-class _Settings(NamedTuple):
-    adam: moments.Adam
-    freeze: freezing.Freeze
-    transport: averaging.Transport
-    precondition: bool
-    ratios: Ratios
-
-
-def _check(ratios):
-    name, decay, change = "one_bit_lamb", ratios.trust_decay, ratios.factor_change
+def _check(name, ratios):
     for bounds, default in (("trust_bounds", (0.01, 10.0)), ("factor_bounds", (0.5, 4.0))):
         least, greatest = got = getattr(ratios, bounds)
         write = f"{bounds}={default}"
         require(0 <= least <= greatest, name, "0 <= least <= greatest", write, **{bounds: got})
+    decay, change = ratios.trust_decay, ratios.factor_change
     require(0 <= decay < 1, name, "[0, 1)", "trust_decay=0.9", trust_decay=decay)
     require(0 < change < 1, name, "(0, 1)", "factor_change=0.1", factor_change=change)
 
 
-def _init(settings, params):
-    zeros = jax.tree.map(moments.zeros, params)
-    residual, owner_residual = averaging.nothing_sent(settings.transport, zeros)
-    leaves, treedef = jax.tree.flatten(zeros)
+def _unseen(zeros):
+    """The `Trust` of each leaf before the first step."""
 
-    def unseen(moment, axes):
+    def of_leaf(moment, axes):
         layers = moment.shape[: moment.ndim - len(axes)]
-        return Trust(*(jnp.full(layers, x, moment.dtype) for x in (0, 0, 1, 1)))
+        zero, one = (jnp.full(layers, x, moment.dtype) for x in (0, 1))
+        return Trust(ratio=zero, weight=zero, factor=one, scale=one)
 
-    return OneBitLambState(
-        count=jnp.zeros([], jnp.int32),
-        momentum=zeros,
-        variance=zeros,
-        fresh_variance=zeros,
-        residual=residual,
-        owner_residual=owner_residual,
-        layers=treedef.unflatten(map(unseen, leaves, own_axes(zeros))),
-        rounds=no_rounds("synchronize", "variance"),
-        frozen=jnp.zeros([], bool),
-        norms=settings.freeze.no_norms(settings.adam.b2, zeros),
-    )
+    leaves, treedef = jax.tree.flatten(zeros)
+    return treedef.unflatten(map(of_leaf, leaves, own_axes(zeros)))
 
 
-def _update(settings, updates, state, params, **_):
-    adam, axis_name = settings.adam, settings.transport.axis_name
-    learned, count = state.rounds["variance"], state.count + 1
-    grads, bad = moments.gradients(updates, state.variance, axis_name)
-    frozen = settings.freeze.holds(state)
-    root = adam.root(state.variance, adam.weight(learned, state.variance))
-    unit = root if settings.precondition else _units(state, root)
-    local = tree_update_moment(grads, state.momentum, adam.b1, 1)
-    local = sendable(adam, count, local, root, state.residual, axis_name)
-    # Each bucket has its own branch, and all else none: XLA copies what a branch returns.
-    got = averaging.average(
-        settings.transport,
-        unless(frozen, grads, jax.tree.map(jnp.divide, local, unit)),
-        state.count,
-        "synchronize",
-        instead=averaging.Instead(~frozen, averaging.EXACT, "variance"),
-        bad=bad > 0,
-        **averaging.feedback(state),
-    )
-    moved = tree_update_moment(got.mean, state.momentum, adam.b1, 1)
-    one = jnp.float32(1.0)
-    most = one if settings.precondition else jax.tree.map(jnp.divide, root, unit)
-    kept = bounded(adam, count, got.mean, most)
-    cut = kept_back(got.residual, got.mean, kept)
-    momentum = unless(frozen, moved, jax.tree.map(jnp.multiply, kept, unit))
-    told = lambda new, old: (new - adam.b1 * old) / (1 - adam.b1)
-    gradient = unless(frozen, got.mean, jax.tree.map(told, momentum, state.momentum))
-    fresh = tree_update_moment(gradient, state.fresh_variance, adam.b2, 2)
-    variance = unless(frozen, fresh, state.variance)
-    fresh_root = adam.root(fresh, adam.weight(count, fresh))
-    quotients = largest_quotients(root, fresh_root, axis_name)
-    warm = adam.root(variance, adam.weight(learned + 1, variance), floor=0.0)
-    root = unless(frozen, warm, root)
-    change, layers = _stepped(settings, frozen, state, momentum, root, quotients, params)
-    rate = poisoned(got.failed, -adam.rate_of(state.count))
-    freezes, norms = settings.freeze.after(frozen, state, variance)
-    return jax.tree.map(lambda moves: rate * moves, change), OneBitLambState(
-        optax.safe_increment(state.count),
-        momentum,
-        variance,
-        fresh,
-        unless(frozen, got.residual, cut),
-        got.owner_residual,
-        layers,
-        counted(state.rounds, all=True, synchronize=frozen, variance=~frozen),
-        freezes,
-        norms,
-    )
+def _layers(state: OneBitLambState) -> list[Trust]:
+    return jax.tree.leaves(state.layers, is_leaf=lambda x: isinstance(x, Trust))
 
 
 def _units(state, like):
@@ -236,35 +230,34 @@ def _units(state, like):
     return jax.tree.map(lambda scale, x: spread(1 / scale, x), scales, like)
 
 
-def _stepped(settings, frozen, state, momentum, root, quotients, params):
-    """The change of all leaves before the rate, and the trust of their layers."""
-    directions, squares = _directions(settings, state.count, momentum, root, params)
-    layers, change = [], []
-    for old, sums, quotient, u in zip(_layers(state), squares, quotients, directions, strict=True):
-        trust, ratio = trusted(settings.ratios, frozen, old, sums, quotient)
+def _trusted(ratios, frozen, old, squares, quotients, directions):
+    """The trust of all layers, and their change before the rate."""
+    layers, steps = [], []
+    for was, sums, quotient, u in zip(old, squares, quotients, directions, strict=True):
+        trust, ratio = trusted(ratios, frozen, was, sums, quotient)
         layers.append(trust)
-        change.append(spread(ratio, u) * u)
-    if not settings.precondition:
-        scales = even_scales(momentum, settings.transport.axis_name)
-        kept = [unless(frozen, *of) for of in zip(scales, (t.scale for t in layers), strict=True)]
-        layers = [t._replace(scale=scale) for t, scale in zip(layers, kept, strict=True)]
-    treedef = jax.tree.structure(params)
-    return treedef.unflatten(change), treedef.unflatten(layers)
+        steps.append(spread(ratio, u) * u)
+    return layers, steps
 
 
-def _directions(settings, count, momentum, root, params):
+def _evened(frozen, layers, momentum, axis_name):
+    """The trusts with the scales that momenta will be sent at, known when the warm-up ends."""
+    scales = even_scales(momentum, axis_name)
+    return [
+        trust._replace(scale=unless(frozen, scale, trust.scale))
+        for trust, scale in zip(layers, scales, strict=True)
+    ]
+
+
+def _directions(adam, count, momentum, root, params, axis_name):
     """The leaves of u, and for each the squared norms of x, m / D and u: f32[3], or per layer."""
-    correction = settings.adam.first_correction(count + 1, momentum)
-    decays = settings.adam.decays(params)
+    correction = adam.first_correction(count, momentum)
     plain = jax.tree.map(lambda m, d: correction * m / d, momentum, root)
-    whole = jax.tree.map(lambda u, p, decay: u + decay * p if decay else u, plain, params, decays)
-    leaves = [jax.tree.leaves(tree) for tree in (params, plain, whole)]
+    whole = lambda u, p, decay: u + decay * p if decay else u
+    moves = jax.tree.map(whole, plain, params, adam.decays(params))
+    leaves = [jax.tree.leaves(tree) for tree in (params, plain, moves)]
     squares = [
         jnp.stack([jnp.sum(jnp.square(x.astype(u.dtype)), axis=axes) for x in (p, m, u)])
         for p, m, u, axes in zip(*leaves, own_axes(params), strict=True)
     ]
-    return leaves[2], sums_over_shards(squares, settings.transport.axis_name)
-
-
-def _layers(state: OneBitLambState) -> list[Trust]:
-    return jax.tree.leaves(state.layers, is_leaf=lambda x: isinstance(x, Trust))
+    return leaves[2], sums_over_shards(squares, axis_name)

@@ -94,127 +94,126 @@ def power_sgd(
     known = sides in ("alternating", "both")
     require(known, name, "a known form", "'alternating' or 'both'", sides=sides)
     transport = averaging.Transport(policy_of(averaging.EXACT), wire.summed, axis_name, None, seed)
-    settings = _Settings(transport, rank, warmup_steps, least, sides)
-    init, update = (functools.partial(function, settings) for function in (_init, _update))
-    return method(name, axis_name, init, update, needs_params=False)
 
-
-class _Settings(NamedTuple):
-    transport: averaging.Transport
-    rank: int
-    warmup_steps: int
-    least: float
-    sides: str
-
-    def shape_of(self, leaf: Any) -> tuple[int, int] | None:
+    def shape_of(leaf):
         """Rows and columns of a leaf that is sent as factors; None for leaves sent in float32."""
         if leaf.ndim < 2 or not leaf.size:
             return None
         rows, columns = low_rank.sides(leaf.shape)
-        return (rows, columns) if leaf.size >= self.least * self.rank * (rows + columns) else None
+        return (rows, columns) if leaf.size >= least * rank * (rows + columns) else None
+
+    def init_fn(params):
+        leaves, treedef = jax.tree.flatten(params)
+        residual: list[Any] = [None] * len(leaves)
+        left, right = list(residual), list(residual)
+        for i, leaf in enumerate(leaves):
+            dtype = moments.wide(leaf.dtype)  # raises for leaves that are not floating
+            if shape_of(leaf) is None:
+                continue
+            rows, columns = shape_of(leaf)
+            width = min(rank, rows, columns)
+            noise = low_rank.drawn(Key(jnp.int32(0), jnp.uint32(seed)), i, columns, width)
+            residual[i] = to_varying(moments.zeros(leaf), axis_name)
+            left[i] = vary_like(jnp.zeros((rows, width), dtype), leaf)
+            right[i] = vary_like(noise.astype(dtype), leaf)
+        return PowerSGDState(
+            count=jnp.zeros([], jnp.int32),
+            residual=treedef.unflatten(residual),
+            left=treedef.unflatten(left),
+            right=treedef.unflatten(right),
+            rounds=no_rounds("warmup", "left_factor", "right_factor"),
+        )
+
+    def update_fn(updates, state, params, **_):
+        leaves, treedef = jax.tree.flatten(updates)
+        columns = [
+            treedef.flatten_up_to(tree) for tree in (state.residual, state.left, state.right)
+        ]
+        bad = not_finite(updates, axis_name) > 0
+        send = lambda tree, part: averaging.average(transport, tree, state.count, part, bad=bad)
+        shapes = list(map(shape_of, leaves))
+        dense, left, right, both = _forms(send, shapes, Key(state.count, jnp.uint32(seed)))
+        forms = [dense, left, right] if sides == "alternating" else [dense, both, both]
+        if not any(shapes):
+            forms = [dense] * 3
+        is_warm, is_left = state.count < warmup_steps, state.count % 2 == 0
+        form = jnp.where(is_warm, 0, jnp.where(is_left, 1, 2))
+        mean, new, failed = lax.switch(form, forms, leaves, *columns)
+        skip = failed | (not_finite(mean) > 0)
+        # optax's states have the parameters' dtypes; updates of another dtype would change them.
+        like = leaves if params is None else jax.tree.leaves(params)
+        mean = [m.astype(x.dtype) for m, x in zip(poisoned(skip, mean), like, strict=True)]
+        due = {"left_factor": is_left, "right_factor": ~is_left}
+        sent = {part: ~is_warm & (due[part] | (sides == "both")) for part in due}
+        residuals, lefts, rights = unless(skip, new, columns)
+        return treedef.unflatten(mean), PowerSGDState(
+            count=optax.safe_increment(state.count),
+            residual=treedef.unflatten(residuals),
+            left=treedef.unflatten(lefts),
+            right=treedef.unflatten(rights),
+            rounds=counted(state.rounds, all=True, warmup=is_warm, **sent),
+        )
+
+    return method(name, axis_name, init_fn, update_fn, needs_params=False)
 
 
-def _init(settings, params):
-    leaves, treedef = jax.tree.flatten(params)
-    columns: tuple[list[Any], ...] = ([], [], [])
-    for i, leaf in enumerate(leaves):
-        dtype = moments.wide(leaf.dtype)  # raises for leaves that are not floating
-        if settings.shape_of(leaf) is None:
-            row = (None, None, None)
-        else:
-            row = _nothing_sent(settings, leaf, i, dtype)
-        for column, value in zip(columns, row, strict=True):
-            column.append(value)
-    rounds = no_rounds("warmup", "left_factor", "right_factor")
-    residual, left, right = map(treedef.unflatten, columns)
-    return PowerSGDState(jnp.zeros([], jnp.int32), residual, left, right, rounds)
+def _forms(send, shapes, key):
+    """The forms of a step: `(leaves, residuals, lefts, rights) -> (means, the last three, bool[])`.
+
+    Args:
+      send: `(tree, part) -> Averaged`.
+      shapes: Rows and columns of each leaf; None for those sent in float32.
+      key: Of noise that makes columns independent.
+    """
+    factor = functools.partial(_factor, send, shapes, key)
+
+    def exact(leaves):
+        return [x if shape is None else None for x, shape in zip(leaves, shapes, strict=True)]
+
+    def dense(leaves, residuals, lefts, rights):
+        got = send(leaves, "warmup")
+        return got.mean, [residuals, lefts, rights], got.failed
+
+    def left(leaves, residuals, lefts, rights):
+        """The left factor, from the right one."""
+        mean, residuals, lefts, failed = factor(
+            "left_factor", leaves, residuals, rights, exact(leaves)
+        )
+        return mean, [residuals, lefts, rights], failed
+
+    def right(leaves, residuals, lefts, rights):
+        """The right factor, from the left one: the same with transposed matrices."""
+        mean, residuals, rights, failed = factor(
+            "right_factor", leaves, residuals, lefts, exact(leaves)
+        )
+        return mean, [residuals, lefts, rights], failed
+
+    def both(leaves, residuals, lefts, rights):
+        """The left factor, then the right one from it."""
+        small, (_, lefts, _), failed = left(leaves, residuals, lefts, rights)
+        nothing = [None] * len(leaves)
+        mean, residuals, rights, _ = factor("right_factor", leaves, residuals, lefts, nothing)
+        mean = [e if m is None else m for e, m in zip(small, mean, strict=True)]
+        return mean, [residuals, lefts, rights], failed
+
+    return dense, left, right, both
 
 
-def _nothing_sent(settings, leaf, number, dtype):
-    """The residual and both factors of a matrix before the first step."""
-    rows, columns = settings.shape_of(leaf)
-    rank = min(settings.rank, rows, columns)
-    key = Key(jnp.int32(0), jnp.uint32(settings.transport.seed))
-    noise = low_rank.drawn(key, number, columns, rank).astype(dtype)
-    left = jnp.zeros((rows, rank), dtype)
-    residual = to_varying(moments.zeros(leaf), settings.transport.axis_name)
-    return residual, vary_like(left, leaf), vary_like(noise, leaf)
-
-
-def _update(settings, updates, state, params, **_):
-    leaves, treedef = jax.tree.flatten(updates)
-    columns = [treedef.flatten_up_to(tree) for tree in (state.residual, state.left, state.right)]
-    bad = not_finite(updates, settings.transport.axis_name) > 0
-    is_warm, is_left = state.count < settings.warmup_steps, state.count % 2 == 0
-    form = jnp.where(is_warm, 0, jnp.where(is_left, 1, 2))
-    sides = [_left, _right] if settings.sides == "alternating" else [_both, _both]
-    if not any(map(settings.shape_of, leaves)):
-        sides = [_dense, _dense]
-    forms = [
-        functools.partial(function, settings, state.count, bad) for function in (_dense, *sides)
-    ]
-    mean, new, failed = lax.switch(form, forms, leaves, *columns)
-    skip = failed | (not_finite(mean) > 0)
-    # optax's states have the parameters' dtypes; updates of another dtype would change them.
-    like = leaves if params is None else jax.tree.leaves(params)
-    mean = [m.astype(x.dtype) for m, x in zip(poisoned(skip, mean), like, strict=True)]
-    due = {"left_factor": is_left, "right_factor": ~is_left}
-    sent = {part: ~is_warm & (due[part] | (settings.sides == "both")) for part in due}
-    residual, left, right = map(treedef.unflatten, unless(skip, new, columns))
-    rounds = counted(state.rounds, all=True, warmup=is_warm, **sent)
-    count = optax.safe_increment(state.count)
-    return treedef.unflatten(mean), PowerSGDState(count, residual, left, right, rounds)
-
-
-def _dense(settings, count, bad, leaves, residuals, lefts, rights):
-    got = averaging.average(settings.transport, leaves, count, "warmup", bad=bad)
-    return got.mean, [residuals, lefts, rights], got.failed
-
-
-def _left(settings, count, bad, leaves, residuals, lefts, rights):
-    """The left factor, from the right one."""
-    exact = [None if settings.shape_of(x) else x for x in leaves]
-    mean, residuals, lefts, failed = _half(
-        settings, count, bad, leaves, residuals, rights, exact, "left_factor"
-    )
-    return mean, [residuals, lefts, rights], failed
-
-
-def _right(settings, count, bad, leaves, residuals, lefts, rights):
-    """The right factor, from the left one: the same with transposed matrices."""
-    exact = [None if settings.shape_of(x) else x for x in leaves]
-    mean, residuals, rights, failed = _half(
-        settings, count, bad, leaves, residuals, lefts, exact, "right_factor"
-    )
-    return mean, [residuals, lefts, rights], failed
-
-
-def _both(settings, count, bad, leaves, residuals, lefts, rights):
-    """The left factor, then the right one from it."""
-    exact, (_, lefts, _), failed = _left(settings, count, bad, leaves, residuals, lefts, rights)
-    nothing = [None] * len(leaves)
-    mean, residuals, rights, _ = _half(
-        settings, count, bad, leaves, residuals, lefts, nothing, "right_factor"
-    )
-    mean = [e if m is None else m for e, m in zip(exact, mean, strict=True)]
-    return mean, [residuals, lefts, rights], failed
-
-
-def _half(settings, count, bad, leaves, residuals, held, exact, part):
+def _factor(send, shapes, key, part, leaves, residuals, held, exact):
     """One factor of each matrix from the other: `(means, residuals, factors, bool[])`.
 
     Matrices of equal shapes are batched. Float32 leaves are in the same message.
     """
-    groups = low_rank.batches(leaves, [settings.shape_of(x) for x in leaves])
+    groups = low_rank.batches(leaves, shapes)
     matrices, others, own = [], [], []
     for number, group in enumerate(groups):
         totals = [moments.widened(leaves[i]) + residuals[i] for i in group]
         matrices.append(jnp.stack([x.reshape(low_rank.sides(x.shape)) for x in totals]))
-        key = fold(Key(count, jnp.uint32(settings.transport.seed)), count, number)
-        others.append(low_rank.orthogonal(jnp.stack([held[i] for i in group]), key))
+        noise = fold(key, key.count, number)
+        others.append(low_rank.orthogonal(jnp.stack([held[i] for i in group]), noise))
         on_left = matrices[-1] if part == "left_factor" else low_rank.transposed(matrices[-1])
         own.append(low_rank.product(on_left, others[-1]))
-    got = averaging.average(settings.transport, (own, exact), count, part, bad=bad)
+    got = send((own, exact), part)
     factors, means = got.mean
     left: list[Any] = [None] * len(leaves)
     means, new = list(means), list(left)

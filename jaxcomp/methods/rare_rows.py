@@ -75,13 +75,13 @@ def rare_rows(
     inner = with_extra_args(inner, "rare_rows")
     rows = _is_embedding if rows is None else rows
 
-    def init(params):
+    def init_fn(params):
         full = lambda x: vary_like(jnp.full(x.shape[:-1], -1.0, jnp.float32), x)
         unknown = lambda scaled, x: full(x) if scaled else None
         others = jax.tree.map(unknown, _chosen(rows, params), params)
-        return RareRowsState(inner.init(params), others)
+        return RareRowsState(inner=inner.init(params), others=others)
 
-    def update(updates, state, params=None, *, sync=None, **extra_args):
+    def update_fn(updates, state, params=None, *, sync=None, **extra_args):
         if params is None or sync is None:
             raise ValueError(
                 "rare_rows needs the parameters, and a method around it that tells when replicas "
@@ -93,9 +93,9 @@ def rare_rows(
         others = _shared(moments, state.others, sync, axis_name)
         scaled = lambda v, o, u: u if v is None else _scaled(u, v, o, sync.alike, axis_name)
         step = jax.tree.map(scaled, moments, others, step, is_leaf=lambda x: x is None)
-        return step, RareRowsState(new, others)
+        return step, RareRowsState(inner=new, others=others)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
 def _is_embedding(path, leaf):

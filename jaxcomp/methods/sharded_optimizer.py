@@ -108,48 +108,44 @@ def sharded_optimizer(
     choose = lambda policy: (
         lambda path, leaf: averaging.EXACT if exact(path, leaf) else policy(path, leaf)
     )
-    transport = averaging.Transport(
+    there = averaging.Transport(
         choose(policy_of(gradients)), wire.two_shot, axis_name, bucket_numel, seed
     )
-    back = transport._replace(policy=choose(differences))
-    settings = _Settings(with_extra_args(inner, "sharded_optimizer"), transport, back)
-    init, update = (functools.partial(function, settings) for function in (_init, _update))
-    return method("sharded_optimizer", axis_name, init, update)
+    back = there._replace(policy=choose(differences))
+    inner = with_extra_args(inner, "sharded_optimizer")
 
+    def init_fn(params):
+        _plan_of(there, params)  # raises for leaves that cannot be sent
+        pieces = _own(params, axis_name)
+        return ShardedOptimizerState(
+            count=jnp.zeros([], jnp.int32),
+            owner_residual=jax.tree.map(jnp.zeros_like, pieces),
+            owned=inner.init(pieces),
+        )
 
-class _Settings(NamedTuple):
-    inner: optax.GradientTransformationExtraArgs
-    there: averaging.Transport  # of gradients, to their owners
-    back: averaging.Transport  # of differences, to all
+    def update_fn(updates, state, params, **extra_args):
+        extra_args.pop("axis_name", None)  # to `inner` it is an axis that shards, like any other
+        grads = _scattered(there, updates, state.count)
+        held = _own(params, axis_name)
+        master = jax.tree.map(jnp.add, held, state.owner_residual)
+        if is_tracked(axis_name):
+            shapes = jax.tree.map(lambda x: x.shape, params)
+            require_elementwise(inner, grads, state.owned, master, shapes, **extra_args)
+        step, owned = inner.update(grads, state.owned, master, **extra_args)
+        total = jax.tree.map(jnp.add, state.owner_residual, step)
+        change, kept = _gathered(back, total, params, state.count)
 
+        def left(total, kept, held, param):
+            return total - kept + averaging.rounded_off(held.astype(param.dtype), kept)
 
-def _init(settings, params):
-    _plan_of(settings.there, params)  # raises for leaves that cannot be sent
-    pieces, zero = _own(params, settings.there.axis_name), jnp.zeros([], jnp.int32)
-    zeros = jax.tree.map(jnp.zeros_like, pieces)
-    return ShardedOptimizerState(zero, zeros, settings.inner.init(pieces))
+        bad = lax.pmax(not_finite(updates, axis_name), axis_name) > 0
+        return poisoned(bad, change), ShardedOptimizerState(
+            count=optax.safe_increment(state.count),
+            owner_residual=jax.tree.map(left, total, kept, held, params),
+            owned=owned,
+        )
 
-
-def _update(settings, updates, state, params, **extra_args):
-    axis_name = settings.there.axis_name
-    extra_args.pop("axis_name", None)  # to `inner` it is an axis that shards, like any other
-    grads = _scattered(settings.there, updates, state.count)
-    held = _own(params, axis_name)
-    master = jax.tree.map(jnp.add, held, state.owner_residual)
-    if is_tracked(axis_name):
-        shapes = jax.tree.map(lambda x: x.shape, params)
-        require_elementwise(settings.inner, grads, state.owned, master, shapes, **extra_args)
-    step, owned = settings.inner.update(grads, state.owned, master, **extra_args)
-    total = jax.tree.map(jnp.add, state.owner_residual, step)
-    change, kept = _gathered(settings.back, total, params, state.count)
-
-    def left(total, kept, held, param):
-        return total - kept + averaging.rounded_off(held.astype(param.dtype), kept)
-
-    residual = jax.tree.map(left, total, kept, held, params)
-    bad = lax.pmax(not_finite(updates, axis_name), axis_name) > 0
-    count = optax.safe_increment(state.count)
-    return poisoned(bad, change), ShardedOptimizerState(count, residual, owned)
+    return method("sharded_optimizer", axis_name, init_fn, update_fn)
 
 
 def _scattered(transport, grads, count):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -153,103 +152,84 @@ def slamb(
       next ones in each step (theirs: chunks of one random permutation, or independent draws); the
       linear form adds eps after the bias correction; `step_bound`; drifts may be encoded.
     """
-    rest = {"weight_decay": weight_decay, "mask": mask, "step_bound": step_bound}
-    adam = moments.adam("slamb", learning_rate, b1, b2, eps, **rest)
+    name = "slamb"
+    options = {"weight_decay": weight_decay, "mask": mask, "step_bound": step_bound}
+    adam = moments.adam(name, learning_rate, b1, b2, eps, **options)
     _check(density, b3, sync_every, rescaling, trust_bounds, compressor)
     stages = masks.stages_of(density, compressor)
     transport = averaging.Transport(stages[0].policy, exchange, axis_name, bucket_numel, seed)
+    masked = masks.Masked(stages, exact_numel, transport)
     coded = policy_of(averaging.EXACT if drift_compressor is None else drift_compressor)
 
     def drift_policy(path, leaf):
         whole = masks.is_whole(leaf, exact_numel, axis_name)
         return averaging.EXACT if whole else coded(path, leaf)
 
-    settings = _Settings(
-        adam,
-        masks.Masked(stages, exact_numel, transport),
-        transport._replace(policy=drift_policy),
-        _sync_at(sync_every),
-        Rescaling(adam, b3, rescaling, trust_bounds),
-    )
-    init, update = (functools.partial(function, settings) for function in (_init, _update))
-    return LayeredTransformation(*method("slamb", axis_name, init, update))
+    drifts = transport._replace(policy=drift_policy)
+    sync_at, blended = _sync_at(sync_every), Rescaling(adam, b3, rescaling, trust_bounds)
+
+    def init_fn(params):
+        zero = jnp.zeros([], jnp.int32)
+        zeros = to_varying(jax.tree.map(moments.zeros, params), axis_name)
+        fresh = lambda leaf, is_masked: jnp.zeros_like(leaf, jnp.uint16) if is_masked else None
+        return SlambState(
+            count=zero,
+            momentum=zeros,
+            variance=zeros,
+            drift=zeros,
+            owner_residual=averaging.nothing_sent(drifts, zeros)[1],
+            stale=jax.tree.map(fresh, params, masked.first(params)),
+            rounds=no_rounds(*(stage.part for stage in stages), "synchronize"),
+            skipped=to_varying(zero, axis_name),
+        )
+
+    def update_fn(updates, state, params, **_):
+        count, treedef = state.count, jax.tree.structure(params)
+        grads = jax.tree.map(lambda g, m: g.astype(m.dtype), updates, state.momentum)
+        moved = lambda m, g: b1 * m + (1 - b1) * g
+        squared = lambda v, g: b2 * v + (1 - b2) * g * g
+        momentum = jax.tree.map(moved, state.momentum, grads)
+        variance = jax.tree.map(squared, state.variance, grads)
+        bad = failing(jax.tree.map(jnp.square, grads))  # a variance learns from squares
+        momentum = unless(bad, momentum, state.momentum)
+        variance = unless(bad, variance, state.variance)
+        exchanged = masked.mean(jax.tree.leaves(momentum), params, count)
+        momentum, on = treedef.unflatten(exchanged.leaves), treedef.unflatten(exchanged.on)
+        older = lambda old, on: jnp.where(on, 0, jnp.minimum(old, 65534) + 1).astype(old.dtype)
+        stale = jax.tree.map(older, state.stale, on)
+        local, decays = jax.tree.map(jnp.add, params, state.drift), adam.decays(params)
+        lost = steps(blended, momentum, variance, local, stale, count, axis_name, decays)
+        drift = unless(bad, jax.tree.map(jnp.subtract, state.drift, lost), state.drift)
+        meets = sync_at(count)
+        got = averaging.average(
+            drifts,
+            drift,
+            count,
+            "synchronize",
+            owner_residual=state.owner_residual,
+            instead=None if sync_at is schedules.always else averaging.Instead(~meets),
+        )
+        sent = masks.holding(stages, count)
+        return got.mean, SlambState(
+            count=optax.safe_increment(count),
+            momentum=momentum,
+            variance=variance,
+            drift=_left(drift, params, got, axis_name),
+            owner_residual=got.owner_residual,
+            stale=stale,
+            rounds=counted(state.rounds, all=True, synchronize=meets, **sent),
+            skipped=state.skipped + any_of(bad, axis_name),
+        )
+
+    return LayeredTransformation(*method(name, axis_name, init_fn, update_fn))
 
 
-class _Settings(NamedTuple):
-    adam: moments.Adam
-    masked: masks.Masked  # how momenta are exchanged
-    drifts: averaging.Transport  # how drifts are exchanged
-    sync_at: schedules.Schedule
-    step: Rescaling
-
-
-def _init(settings, params):
-    stages, axis_name = settings.masked.stages, settings.drifts.axis_name
-    zero = jnp.zeros([], jnp.int32)
-    zeros = to_varying(jax.tree.map(moments.zeros, params), axis_name)
-    is_masked = settings.masked.first(params)
-    fresh = lambda leaf, masked: jnp.zeros_like(leaf, jnp.uint16) if masked else None
-    return SlambState(
-        count=zero,
-        momentum=zeros,
-        variance=zeros,
-        drift=zeros,
-        owner_residual=averaging.nothing_sent(settings.drifts, zeros)[1],
-        stale=jax.tree.map(fresh, params, is_masked),
-        rounds=no_rounds(*(stage.part for stage in stages), "synchronize"),
-        skipped=to_varying(zero, axis_name),
-    )
-
-
-def _update(settings, updates, state, params, **_):
-    adam, count = settings.adam, state.count
-    grads = jax.tree.map(lambda g, m: g.astype(m.dtype), updates, state.momentum)
-    moved = lambda b: lambda moment, g: b * moment + (1 - b) * g
-    momentum = jax.tree.map(moved(adam.b1), state.momentum, grads)
-    squared = lambda v, g: adam.b2 * v + (1 - adam.b2) * g * g
-    variance = jax.tree.map(squared, state.variance, grads)
-    bad = failing(jax.tree.map(jnp.square, grads))  # a variance learns from squares
-    momentum = unless(bad, momentum, state.momentum)
-    variance = unless(bad, variance, state.variance)
-    is_bad = any_of(bad, settings.drifts.axis_name)
-    treedef, masked = jax.tree.structure(params), settings.masked
-    exchanged = masked.mean(jax.tree.leaves(momentum), params, count)
-    momentum, where = map(treedef.unflatten, exchanged)
-    older = lambda old, on: jnp.where(on, 0, jnp.minimum(old, 65534) + 1).astype(old.dtype)
-    stale = jax.tree.map(older, state.stale, where)
-    local = jax.tree.map(jnp.add, params, state.drift)
-    of = momentum, variance, local, stale, count, settings.drifts.axis_name
-    lost = steps(settings.step, *of, adam.decays(params))
-    drift = unless(bad, jax.tree.map(jnp.subtract, state.drift, lost), state.drift)
-    meets = settings.sync_at(count)
-    synchronize = functools.partial(_synchronized, settings, meets)
-    change, drift, owner_residual = synchronize(drift, state.owner_residual, params, count)
-    return change, SlambState(
-        optax.safe_increment(count),
-        momentum,
-        variance,
-        drift,
-        owner_residual,
-        stale,
-        counted(state.rounds, all=True, synchronize=meets, **masks.holding(masked.stages, count)),
-        state.skipped + is_bad,
-    )
-
-
-def _synchronized(settings, meets, drift, owner_residual, params, count):
-    """The change of the consensus, drifts and owners' residuals; the same ones unless it `meets`.
-
-    The drift keeps what codes lose and a narrow consensus rounds off.
-    """
-    transport = settings.drifts
-    instead = None if settings.sync_at is schedules.always else averaging.Instead(~meets)
-    kept = {"owner_residual": owner_residual, "instead": instead}
-    got = averaging.average(transport, drift, count, "synchronize", **kept)
+def _left(drift, params, got, axis_name):
+    """The drifts after an exchange: what codes lose, and what a narrow consensus rounds off."""
     # Without the barrier XLA takes the sum from the step's new parameters, and copies the old ones.
     params = jax.tree.map(lax.optimization_barrier, params)
-    lost = to_varying(jax.tree.map(averaging.rounded_off, params, got.mean), transport.axis_name)
-    rest = jax.tree.map(lambda lost, own, sent: lost + (own - sent), lost, drift, got.sent)
-    return got.mean, rest, got.owner_residual
+    lost = to_varying(jax.tree.map(averaging.rounded_off, params, got.mean), axis_name)
+    return jax.tree.map(lambda lost, own, sent: lost + (own - sent), lost, drift, got.sent)
 
 
 def _sync_at(sync_every: int | schedules.Schedule) -> schedules.Schedule:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -150,96 +149,122 @@ def zero_one_adam(
     """
     if variance_at is None:
         variance_at = schedules.both(schedules.growing(), sync_at)
-    name, rest = "zero_one_adam", (variance_floor, bias_correction, weight_decay, mask, step_bound)
-    adam = moments.adam(name, learning_rate, b1, b2, eps, *rest)
+    name = "zero_one_adam"
+    adam = moments.adam(
+        name,
+        learning_rate,
+        b1,
+        b2,
+        eps,
+        variance_floor=variance_floor,
+        bias_correction=bias_correction,
+        weight_decay=weight_decay,
+        mask=mask,
+        step_bound=step_bound,
+    )
     require(warmup_steps >= 0, name, "at least 0", "warmup_steps=0", warmup_steps=warmup_steps)
     checks.compressor(f"{name} for warmup_compressor", warmup_compressor)
     policy = policy_of(signs_by_row if compressor is None else compressor)
     transport = averaging.Transport(policy, exchange, axis_name, bucket_numel, seed)
     learning = transport._replace(policy=policy_of(variance_compressor))
-    settings = _Settings(
-        *(adam, transport, learning, sync_at, variance_at, warmup_steps, warmup_compressor),
-        *(precondition, fresh_variance, weigh_steps, mean_momentum),
-    )
-    init, update = (functools.partial(function, settings) for function in (_init, _update))
-    return method(name, axis_name, init, update)
+
+    def init_fn(params):
+        schedules.plan(sync_at, variance_at, _CHECKED_STEPS)
+        zero, zeros = jnp.zeros([], jnp.int32), jax.tree.map(moments.zeros, params)
+        own = to_varying(zeros, axis_name)
+        residual, owner_residual = averaging.nothing_sent(transport, own)
+        return ZeroOneAdamState(
+            count=zero,
+            momentum=own,
+            variance=zeros,
+            variance_steps=zero,
+            variance_weight=jnp.zeros([], moments.dtype_of(zeros)),
+            drift=own,
+            rate_sum=jnp.zeros([], moments.dtype_of(zeros)),
+            residual=residual,
+            owner_residual=owner_residual,
+            rounds=no_rounds("synchronize", "variance", "warmup"),
+            skipped=to_varying(zero, axis_name),
+        )
+
+    def averaged(state, buffer):
+        """The mean buffer with error feedback; the warm-up has a code of its own."""
+        rounds, kept = state.rounds, averaging.feedback(state)
+        if warmup_steps:
+            is_warm = state.count < warmup_steps
+            kept["instead"] = averaging.Instead(is_warm, warmup_compressor, "warmup")
+        number = rounds["synchronize"] + rounds["warmup"]
+        return averaging.average(transport, buffer, number, "synchronize", **kept)
+
+    def together(state, own, root):
+        """A synchronization: the consensus moves by the mean drift."""
+        if fresh_variance and sync_at is not schedules.always:
+            root = moments.mean_root(adam, state, own, root)
+        buffer, most = own.drift, own.rate_sum
+        if not precondition:
+            buffer = jax.tree.map(jnp.multiply, buffer, root)
+            most = jax.tree.map(lambda d: own.rate_sum * d, root)
+        got = averaged(state, buffer)
+        change = bounded(adam, state.count + 1, got.mean, most)
+        got = got._replace(residual=kept_back(got.residual, got.mean, change))
+        if not precondition:
+            change = jax.tree.map(jnp.divide, change, root)
+        momentum = own.momentum
+        if mean_momentum:
+            mean = lambda c, d, m: jnp.where(own.rate_sum > 0, -c * d / own.rate_sum, m)
+            momentum = jax.tree.map(mean, change, root, momentum)
+            # A `where` on an empty array loses the varying type.
+            momentum = to_varying(momentum, axis_name)
+        drift, rate_sum = jax.tree.map(zeros_of, (own.drift, own.rate_sum))
+        new = {"momentum": momentum, "drift": drift, "rate_sum": rate_sum}
+        return change, new | averaging.feedback(got)
+
+    def apart(state, own, root):
+        """A step without synchronization: what the bound cuts off waits for the next message."""
+        step = jax.tree.map(jnp.subtract, own.drift, state.drift)
+        kept = bounded(adam, state.count + 1, step, own.rate_sum - state.rate_sum)
+        moved = lambda d, new, step, kept: jnp.where(step == kept, new, d + kept)
+        drift = jax.tree.map(moved, state.drift, own.drift, step, kept)
+        if not precondition:
+            step, kept = (jax.tree.map(jnp.multiply, x, root) for x in (step, kept))
+        residual = kept_back(state.residual, step, kept)
+        new = {"momentum": own.momentum, "drift": drift, "rate_sum": own.rate_sum}
+        new |= averaging.feedback(state) | {"residual": residual}
+        return jax.tree.map(zeros_of, state.variance), new
+
+    def update_fn(updates, state, params, **_):
+        count = state.count
+        grads = jax.tree.map(lambda g, v: g.astype(v.dtype), updates, state.variance)
+        bad = failing(jax.tree.map(jnp.square, grads))  # a variance learns from squares
+        learns, meets, is_warm = variance_at(count), sync_at(count), count < warmup_steps
+        steps = count + 1 - state.variance_steps if weigh_steps else jnp.int32(1)
+        keeps, weight = moments.aged(b2, steps, state.variance_weight)
+        learned = state.rounds["variance"]
+        variance = moments.learned(grads, bad, state.variance, keeps, learns, learning, learned)
+        new, old = (variance, weight), (state.variance, state.variance_weight)
+        root, rootless = moments.root_of(adam, new, old, learns, fresh_variance)
+        still = jax.tree.map(jnp.logical_or, bad, rootless)
+        own = _own_step(adam, state, grads, still, root, axis_name)
+        if sync_at is schedules.always:
+            change, fields = together(state, own, root)
+        else:
+            change, fields = lax.cond(meets, together, apart, state, own, root)
+        sent = {"synchronize": meets & ~is_warm, "variance": learns, "warmup": meets & is_warm}
+        return adam.decayed(change, adam.rate_of(count), params), state._replace(
+            count=optax.safe_increment(count),
+            variance=variance,
+            variance_steps=jnp.where(learns, count + 1, state.variance_steps),
+            variance_weight=jnp.where(learns, weight, state.variance_weight),
+            rounds=counted(state.rounds, all=meets, **sent),
+            skipped=state.skipped + any_of(bad, axis_name),
+            **fields,
+        )
+
+    return method(name, axis_name, init_fn, update_fn)
 
 
-class _Settings(NamedTuple):
-    adam: moments.Adam
-    transport: averaging.Transport
-    learning: averaging.Transport  # of the gradients that the variance learns from
-    sync_at: schedules.Schedule
-    variance_at: schedules.Schedule
-    warmup_steps: int
-    warmup_compressor: Compressor
-    precondition: bool
-    fresh_variance: bool
-    weigh_steps: bool
-    mean_momentum: bool
-
-
-def _init(settings, params):
-    schedules.plan(settings.sync_at, settings.variance_at, _CHECKED_STEPS)
-    axis_name, zero = settings.transport.axis_name, jnp.zeros([], jnp.int32)
-    zeros = jax.tree.map(moments.zeros, params)
-    own = to_varying(zeros, axis_name)
-    residual, owner_residual = averaging.nothing_sent(settings.transport, own)
-    return ZeroOneAdamState(
-        count=zero,
-        momentum=own,
-        variance=zeros,
-        variance_steps=zero,
-        variance_weight=jnp.zeros([], moments.dtype_of(zeros)),
-        drift=own,
-        rate_sum=jnp.zeros([], moments.dtype_of(zeros)),
-        residual=residual,
-        owner_residual=owner_residual,
-        rounds=no_rounds("synchronize", "variance", "warmup"),
-        skipped=to_varying(zero, axis_name),
-    )
-
-
-def _update(settings, updates, state, params, **_):
-    adam, count = settings.adam, state.count
-    grads = jax.tree.map(lambda g, v: g.astype(v.dtype), updates, state.variance)
-    bad = failing(jax.tree.map(jnp.square, grads))  # a variance learns from squares
-    learns, meets = settings.variance_at(count), settings.sync_at(count)
-    is_warm = count < settings.warmup_steps
-    variance, weight, root, rootless = _learned(settings, state, grads, bad, learns)
-    own = _own_step(settings, state, grads, jax.tree.map(jnp.logical_or, bad, rootless), root)
-    if settings.sync_at is schedules.always:
-        change, new = _together(settings, state, own, root)
-    else:
-        ways = (functools.partial(way, settings) for way in (_together, _apart))
-        change, new = lax.cond(meets, *ways, state, own, root)
-    change = adam.decayed(change, adam.rate_of(count), params)
-    sent = {"synchronize": meets & ~is_warm, "variance": learns, "warmup": meets & is_warm}
-    return change, state._replace(
-        count=optax.safe_increment(count),
-        variance=variance,
-        variance_steps=jnp.where(learns, count + 1, state.variance_steps),
-        variance_weight=jnp.where(learns, weight, state.variance_weight),
-        rounds=counted(state.rounds, all=meets, **sent),
-        skipped=state.skipped + any_of(bad, settings.transport.axis_name),
-        **new,
-    )
-
-
-def _learned(settings, state, grads, bad, learns):
-    """The variance after this step, its weight if it has learned, and its root; see `root_of`."""
-    steps = state.count + 1 - state.variance_steps if settings.weigh_steps else jnp.int32(1)
-    keeps, weight = moments.aged(settings.adam.b2, steps, state.variance_weight)
-    of_learning = settings.learning, state.rounds["variance"]
-    variance = moments.learned(grads, bad, state.variance, keeps, learns, *of_learning)
-    old = state.variance, state.variance_weight
-    of_root = (variance, weight), old, learns, settings.fresh_variance
-    return variance, weight, *moments.root_of(settings.adam, *of_root)
-
-
-def _own_step(settings, state, grads, still, root):
+def _own_step(adam, state, grads, still, root, axis_name):
     """The state with this replica's momentum, drift and sum of rates after its step."""
-    adam, axis_name = settings.adam, settings.transport.axis_name
     rate = adam.rate_of(state.count)
     if adam.bias_correction:
         rate = rate / (1 - moments.power(adam.b1, state.count + 1, state.momentum))
@@ -250,52 +275,3 @@ def _own_step(settings, state, grads, still, root):
     drifted = lambda d, m, s: d - rate * m / s
     drift = unless(still, jax.tree.map(drifted, state.drift, momentum, root), state.drift)
     return state._replace(momentum=momentum, drift=drift, rate_sum=state.rate_sum + rate)
-
-
-def _together(settings, state, own, root):
-    """A synchronization: the consensus moves by the mean drift."""
-    if settings.fresh_variance and settings.sync_at is not schedules.always:
-        root = moments.mean_root(settings.adam, state, own, root)
-    buffer, most = own.drift, own.rate_sum
-    if not settings.precondition:
-        buffer = jax.tree.map(jnp.multiply, buffer, root)
-        most = jax.tree.map(lambda d: own.rate_sum * d, root)
-    got = _averaged(settings, state, buffer)
-    change = bounded(settings.adam, state.count + 1, got.mean, most)
-    got = got._replace(residual=kept_back(got.residual, got.mean, change))
-    if not settings.precondition:
-        change = jax.tree.map(jnp.divide, change, root)
-
-    momentum = own.momentum
-    if settings.mean_momentum:
-        mean = lambda c, d, m: jnp.where(own.rate_sum > 0, -c * d / own.rate_sum, m)
-        momentum = jax.tree.map(mean, change, root, momentum)
-        # A `where` on an empty array loses the varying type.
-        momentum = to_varying(momentum, settings.transport.axis_name)
-    drift, rate_sum = jax.tree.map(zeros_of, (own.drift, own.rate_sum))
-    new = {"momentum": momentum, "drift": drift, "rate_sum": rate_sum}
-    return change, new | averaging.feedback(got)
-
-
-def _apart(settings, state, own, root):
-    """A step without synchronization: what the bound cuts off waits for the next message."""
-    step = jax.tree.map(jnp.subtract, own.drift, state.drift)
-    kept = bounded(settings.adam, state.count + 1, step, own.rate_sum - state.rate_sum)
-    moved = lambda d, new, step, kept: jnp.where(step == kept, new, d + kept)
-    drift = jax.tree.map(moved, state.drift, own.drift, step, kept)
-    if not settings.precondition:
-        step, kept = (jax.tree.map(jnp.multiply, x, root) for x in (step, kept))
-    residual = kept_back(state.residual, step, kept)
-    new = {"momentum": own.momentum, "drift": drift, "rate_sum": own.rate_sum}
-    new |= averaging.feedback(state) | {"residual": residual}
-    return jax.tree.map(zeros_of, state.variance), new
-
-
-def _averaged(settings, state, buffer):
-    """The mean buffer with error feedback; the warm-up has a code of its own."""
-    rounds, kept = state.rounds["synchronize"] + state.rounds["warmup"], averaging.feedback(state)
-    sent = settings.transport, buffer, rounds
-    if settings.warmup_steps:
-        instead = state.count < settings.warmup_steps, settings.warmup_compressor, "warmup"
-        kept["instead"] = averaging.Instead(*instead)
-    return averaging.average(*sent, "synchronize", **kept)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -104,10 +103,20 @@ def zero_one_adam_deepspeed(
       after the freeze (theirs: a key that nobody reads); intervals come from `sync_at`, not from a
       count of steps.
     """
-    rest = 0.0, False, weight_decay, mask, step_bound
-    adam = moments.adam(_NAME, learning_rate, b1, b2, eps, *rest)
+    name = "zero_one_adam_deepspeed"
+    adam = moments.adam(
+        name,
+        learning_rate,
+        b1,
+        b2,
+        eps,
+        bias_correction=False,
+        weight_decay=weight_decay,
+        mask=mask,
+        step_bound=step_bound,
+    )
     write = "the steps of the learning rate's warm-up"
-    require(freeze_step >= 1, _NAME, "at least 1", write, freeze_step=freeze_step)
+    require(freeze_step >= 1, name, "at least 1", write, freeze_step=freeze_step)
     variance_at = schedules.growing() if variance_at is None else variance_at
     policy = policy_of(sign(block=1024) if compressor is None else compressor)
     after_freeze = zero_one_adam(
@@ -128,91 +137,75 @@ def zero_one_adam_deepspeed(
         seed=seed,
     )
     transport = averaging.Transport(policy, exchange, axis_name, bucket_numel, seed)
-    settings = _Settings(adam, transport, freeze_step, variance_at, after_freeze)
-    init, update = (functools.partial(function, settings) for function in (_init, _update))
-    return method(_NAME, axis_name, init, update)
 
+    def init_fn(params):
+        # Only the steps before the freeze.
+        learned_at = schedules.both(variance_at, schedules.until(freeze_step))
+        schedules.plan(schedules.always, learned_at, steps=1)
+        zeros = jax.tree.map(moments.zeros, params)
+        return ZeroOneAdamDeepSpeedState(shared_momentum=zeros, local=after_freeze.init(params))
 
-_NAME = "zero_one_adam_deepspeed"
+    def exact(grads, state):
+        local = state.local
+        mean = averaging.average(averaging.exact(transport), grads, local.count, "variance").mean
+        return mean, local.residual, local.owner_residual
 
+    def compressed(grads, state):
+        old, local = state.shared_momentum, state.local
+        root, kept = adam.root(local.variance, jnp.float32(1.0)), averaging.feedback(local)
+        whole = tree_update_moment(grads, old, b1, 1)
+        own = sendable(adam, local.count + 1, whole, root, local.residual, axis_name)
+        # The gradient of the bounded momentum; a difference from a huge one would be rounded off.
+        implied = lambda g, m, own, old: jnp.where(m == own, g, (own - b1 * old) / (1 - b1))
+        grads = jax.tree.map(implied, grads, whole, own, old)
+        got = averaging.average(transport, grads, local.count, "synchronize", **kept)
+        return got.mean, got.residual, got.owner_residual
 
-class _Settings(NamedTuple):
-    adam: moments.Adam
-    transport: averaging.Transport
-    freeze_step: int
-    variance_at: schedules.Schedule
-    after_freeze: optax.GradientTransformationExtraArgs
+    def before_freeze(grads, state, params):
+        local = state.local
+        learns = variance_at(local.count)
+        mean, residual, owner_residual = lax.cond(learns, exact, compressed, grads, state)
+        learned = lambda v, g: jnp.where(learns, b2 * v + (1 - b2) * g * g, v)
+        variance = jax.tree.map(learned, local.variance, mean)
+        root = adam.root(variance, jnp.float32(1.0))
+        whole = tree_update_moment(mean, state.shared_momentum, b1, 1)
+        momentum = bounded(adam, local.count + 1, whole, root)
+        cut = unless(learns, _kept_back(adam, residual, whole, momentum), residual)
+        ends = local.count == freeze_step - 1
+        residual, owner_residual = jax.tree.map(
+            lambda r: jnp.where(ends, 0.0, r), (cut, owner_residual)
+        )
+        rate = adam.rate_of(local.count)
+        moved = lambda m, root, p, decay: -rate * (m / root + decay * p)
+        change = jax.tree.map(moved, momentum, root, params, adam.decays(params))
+        sent = {"synchronize": ~learns, "variance": learns, "warmup": False}
+        local = local._replace(
+            count=optax.safe_increment(local.count),
+            momentum=to_varying(momentum, axis_name),
+            variance=variance,
+            residual=residual,
+            owner_residual=owner_residual,
+            rounds=counted(local.rounds, all=True, **sent),
+        )
+        return change, ZeroOneAdamDeepSpeedState(shared_momentum=momentum, local=local)
 
+    def update_fn(updates, state, params, **_):
+        grads, bad = moments.gradients(updates, state.shared_momentum, axis_name)
 
-def _init(settings, params):
-    # Only the steps before the freeze.
-    learned_at = schedules.both(settings.variance_at, schedules.until(settings.freeze_step))
-    schedules.plan(schedules.always, learned_at, steps=1)
-    zeros = jax.tree.map(moments.zeros, params)
-    return ZeroOneAdamDeepSpeedState(zeros, settings.after_freeze.init(params))
+        def together(grads):
+            # A gradient that is not finite is dropped, as `zero_one_adam` does later on.
+            grads = jax.tree.map(lambda g: jnp.where(bad, 0.0, g), grads)
+            change, new = before_freeze(grads, state, params)
+            return change, new._replace(local=new.local._replace(skipped=state.local.skipped + bad))
 
+        def apart(grads):
+            local = _decayed(adam, state.local, params, bad)
+            change, local = after_freeze.update(grads, local, params)
+            return change, state._replace(local=local)
 
-def _update(settings, updates, state, params, **_):
-    grads, bad = moments.gradients(updates, state.shared_momentum, settings.transport.axis_name)
+        return lax.cond(state.local.count < freeze_step, together, apart, grads)
 
-    def together(grads):
-        # A gradient that is not finite is dropped, as `zero_one_adam` does later on.
-        grads = jax.tree.map(lambda g: jnp.where(bad, 0.0, g), grads)
-        change, new = _before_freeze(settings, grads, state, params)
-        return change, new._replace(local=new.local._replace(skipped=state.local.skipped + bad))
-
-    def apart(grads):
-        local = _decayed(settings.adam, state.local, params, bad)
-        change, local = settings.after_freeze.update(grads, local, params)
-        return change, ZeroOneAdamDeepSpeedState(state.shared_momentum, local)
-
-    return lax.cond(state.local.count < settings.freeze_step, together, apart, grads)
-
-
-def _before_freeze(settings, grads, state, params):
-    adam, axis_name, local = settings.adam, settings.transport.axis_name, state.local
-    learns = settings.variance_at(local.count)
-    ways = (functools.partial(way, settings) for way in (_exact, _compressed))
-    mean, *residuals = lax.cond(learns, *ways, grads, state)
-    learned = lambda v, g: jnp.where(learns, adam.b2 * v + (1 - adam.b2) * g * g, v)
-    variance = jax.tree.map(learned, local.variance, mean)
-    root = adam.root(variance, jnp.float32(1.0))
-    whole = tree_update_moment(mean, state.shared_momentum, adam.b1, 1)
-    momentum = bounded(adam, local.count + 1, whole, root)
-    cut = unless(learns, _kept_back(adam, residuals[0], whole, momentum), residuals[0])
-    ends = local.count == settings.freeze_step - 1
-    residuals = jax.tree.map(lambda r: jnp.where(ends, 0.0, r), [cut, residuals[1]])
-    rate = adam.rate_of(local.count)
-    moved = lambda m, root, p, decay: -rate * (m / root + decay * p)
-    change = jax.tree.map(moved, momentum, root, params, adam.decays(params))
-    sent = {"synchronize": ~learns, "variance": learns, "warmup": False}
-    local = local._replace(
-        count=optax.safe_increment(local.count),
-        momentum=to_varying(momentum, axis_name),
-        variance=variance,
-        residual=residuals[0],
-        owner_residual=residuals[1],
-        rounds=counted(local.rounds, all=True, **sent),
-    )
-    return change, ZeroOneAdamDeepSpeedState(momentum, local)
-
-
-def _exact(settings, grads, state):
-    transport, local = averaging.exact(settings.transport), state.local
-    mean = averaging.average(transport, grads, local.count, "variance").mean
-    return mean, local.residual, local.owner_residual
-
-
-def _compressed(settings, grads, state):
-    adam, transport, local = settings.adam, settings.transport, state.local
-    root, kept = adam.root(local.variance, jnp.float32(1.0)), averaging.feedback(local)
-    whole, old = tree_update_moment(grads, state.shared_momentum, adam.b1, 1), state.shared_momentum
-    own = sendable(adam, local.count + 1, whole, root, local.residual, transport.axis_name)
-    # The gradient of the bounded momentum; a difference from a huge one would be rounded off.
-    told = lambda g, m, own, old: jnp.where(m == own, g, (own - adam.b1 * old) / (1 - adam.b1))
-    grads = jax.tree.map(told, grads, whole, own, old)
-    got = averaging.average(transport, grads, local.count, "synchronize", **kept)
-    return got.mean, got.residual, got.owner_residual
+    return method(name, axis_name, init_fn, update_fn)
 
 
 def _kept_back(adam, grads, whole, moved):
