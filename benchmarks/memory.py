@@ -37,8 +37,8 @@ class Row(NamedTuple):
 
 def mean(code, replicas, target, exchange=jaxcomp.two_shot) -> Row:
     """The row of a compressor in front of Adam."""
-    averaged = jaxcomp.compressed_mean(code, "replica", exchange=exchange)
-    name = f"{code.name} {exchange.journey.__name__.removesuffix('_journey')}"
+    averaged = jaxcomp.compressed_mean(exchange(code), "replica")
+    name = f"{code.name} {exchange!r}"
     return Row(name, optax.chain(averaged, optax.adam(1e-3)), replicas, target)
 
 

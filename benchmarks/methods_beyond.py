@@ -33,8 +33,8 @@ def _sparse(inner: str, rate: float) -> Method:
 
 
 def _groups(inner: str, rate: float) -> Method:
-    outer = "outer=sgd(1.0), error_decay=0.95, mean=gathered"
-    update = f"local_steps({inner}, axis_name, every={EVERY}, code={_GROUPS}, {outer})"
+    outer = "outer=sgd(1.0), error_decay=0.95"
+    update = f"local_steps({inner}, axis_name, every={EVERY}, code=gathered({_GROUPS}), {outer})"
     return Method(update, (rate,))
 
 

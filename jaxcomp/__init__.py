@@ -24,6 +24,7 @@ from jaxcomp.compressors.sparse import random_k as random_k
 from jaxcomp.compressors.sparse import top_k as top_k
 from jaxcomp.exchange.transmit import Transmission as Transmission
 from jaxcomp.exchange.transmit import transmit as transmit
+from jaxcomp.exchange.wire import Transport as Transport
 from jaxcomp.exchange.wire import from_senders as from_senders
 from jaxcomp.exchange.wire import gathered as gathered
 from jaxcomp.exchange.wire import two_shot as two_shot

@@ -30,13 +30,13 @@ def call(factory: Callable[..., Any], **arguments: Any) -> str:
     written = []
     for name, parameter in inspect.signature(factory).parameters.items():
         if parameter.default is inspect.Parameter.empty:
-            written.append(_text(arguments[name]))
+            written.append(text(arguments[name]))
         elif arguments[name] != parameter.default:
-            written.append(f"{name}={_text(arguments[name])}")
+            written.append(f"{name}={text(arguments[name])}")
     return f"{factory.__name__}({', '.join(written)})"
 
 
-def _text(value: Any) -> str:
+def text(value: Any) -> str:
     """The text of a value; a plain function prints as its maker, like `cosine_decay_schedule`."""
     return value.__qualname__.split(".")[0] if inspect.isfunction(value) else repr(value)
 

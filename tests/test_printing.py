@@ -43,6 +43,8 @@ CALLS = [
     "qsdp('replica', weights=quantize(4), fit_at=never, lookahead=0)",
     "rotated(sign(block=128))",
     "two_shot",
+    "two_shot(quantize(4), bucket_numel=100)",
+    "gathered(by_path(('.*', sign(block=8))), seed=3)",
 ]
 NAMES = vars(jaxcomp) | vars(schedules)
 

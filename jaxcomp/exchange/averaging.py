@@ -15,23 +15,14 @@ from jax import lax
 from jaxcomp.compressors.base import Compressor, Key, identity
 from jaxcomp.compressors.packing import fold
 from jaxcomp.compressors.platforms import by_platform
-from jaxcomp.compressors.policies import Policy
+from jaxcomp.compressors.policies import policy_of
 from jaxcomp.exchange import buckets, wire
 from jaxcomp.exchange.journeys import Pace, alone, at_once, completed, received, resumed
+from jaxcomp.exchange.wire import Transport
 from jaxcomp.replicas.finite import not_finite, poisoned
 from jaxcomp.replicas.types import num_replicas, to_varying, varying_axes, zeros_of
 
 EXACT = identity()
-
-
-class Transport(NamedTuple):
-    """How one method's trees are exchanged."""
-
-    policy: Policy
-    exchange: wire.Exchange
-    axis_name: str  # the mesh axis of the replicas
-    bucket_numel: int | None  # most elements of one message's bucket; None: `buckets.default_numel`
-    seed: int  # of masks, shifts and stochastic rounding
 
 
 class Instead(NamedTuple):
@@ -67,17 +58,24 @@ class Label(NamedTuple):
 
 def plan_of(transport: Transport, tree: Any) -> buckets.Plan:
     """Plans the buckets of a tree; see `buckets.make_plan`."""
-    policy, _, axis_name, bucket_numel, _ = transport
+    policy, axis_name = policy_of(transport.code), transport.axis_name
 
     def label(path, leaf):
         return Label(policy(path, leaf), varying_axes(leaf) - {axis_name})
 
-    return buckets.make_plan(tree, label, num_replicas(axis_name), bucket_numel)
+    return buckets.make_plan(tree, label, num_replicas(axis_name), transport.bucket_numel)
 
 
 def exact(transport: Transport) -> Transport:
     """The same transport in float32, with one all-reduce per bucket."""
-    return transport._replace(policy=lambda path, leaf: EXACT, exchange=wire.summed)
+    return transport._replace(code=EXACT, exchange=wire.summed)
+
+
+def but_exact(transport: Transport, is_exact: Callable[[str, Any], bool]) -> Transport:
+    """The same transport, but leaves for which `is_exact(path, leaf)` holds are sent in float32."""
+    policy = policy_of(transport.code)
+    choose = lambda path, leaf: EXACT if is_exact(path, leaf) else policy(path, leaf)
+    return transport._replace(code=choose)
 
 
 def average(

@@ -12,7 +12,7 @@ from jaxcomp.compressors.base import Compressor, Key, Selection, identity
 from jaxcomp.compressors.packing import fold
 from jaxcomp.compressors.policies import Policy, path_of, policy_of
 from jaxcomp.compressors.sparse import random_k
-from jaxcomp.exchange import averaging
+from jaxcomp.exchange import averaging, wire
 from jaxcomp.exchange.buckets import leaf_of, line_of
 from jaxcomp.replicas.layers import is_stack, of_each_layer
 from jaxcomp.replicas.types import size_over_shards, to_varying
@@ -142,7 +142,7 @@ def mean_on_masks(
     masks: dict[str, Mask | None],
     part: str,
     leaves: list[jax.Array],
-    transport: averaging.Transport,
+    transport: wire.Transport,
     count: jax.Array,
 ) -> Exchanged:
     """Replaces leaves by their mean over the replicas, only at the entries of their masks.
@@ -151,14 +151,14 @@ def mean_on_masks(
       masks: As `masks_of` makes them.
       part: Name of what is sent in `jaxcomp.report`.
       leaves: One per mask, varying.
-      transport: How values are sent; the masks' codes replace its policy.
+      transport: How values are sent; the masks' codes replace its own.
       count: i32[], equal on all replicas. Masks roll with it, or are drawn from it.
     """
     codes = {path: mask.values if mask else averaging.EXACT for path, mask in masks.items()}
     keys = _keys(masks, transport.seed, count)
     columns = list(zip(masks.items(), leaves, keys, strict=True))
     picked = {path: x if mask is None else mask.select(x, key) for (path, mask), x, key in columns}
-    transport = transport._replace(policy=lambda path, leaf: codes[path])
+    transport = transport._replace(code=lambda path, leaf: codes[path])
     means = averaging.average(transport, picked, count, part).mean
 
     def put(mask, x, key, mean):
@@ -180,7 +180,7 @@ class Masked(NamedTuple):
 
     stages: list[Stage]
     exact_numel: int  # as for `masks_of`
-    transport: averaging.Transport
+    transport: wire.Transport
 
     def masks(self, stage: Stage, params: Any) -> dict[str, Mask | None]:
         """`masks_of` the parameters in a stage."""

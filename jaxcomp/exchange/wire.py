@@ -14,8 +14,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxcomp._printing import text
 from jaxcomp.compressors.base import Compressor, Key
 from jaxcomp.compressors.packing import fold
+from jaxcomp.compressors.policies import Policy, policy_of
 from jaxcomp.exchange import decoding
 from jaxcomp.exchange.journeys import Hop, Journey, alone
 from jaxcomp.exchange.messages import message_of
@@ -34,6 +36,8 @@ class Mean(NamedTuple):
 class Exchange(NamedTuple):
     """A way to average buckets; the end of this file lists them.
 
+    It is called to send by a code: `two_shot(quantize(4))` is a `Transport`.
+
     Attributes:
       journey: `(x: f32[numel], owner_residual, compressor, shared: Key, axis_name) -> Journey`,
         which returns a `Mean`.
@@ -48,8 +52,59 @@ class Exchange(NamedTuple):
         """The `Mean` of one bucket; arguments as of `journey`."""
         return alone(self.journey(*args))
 
+    def __call__(
+        self, code: Compressor | Policy, *, bucket_numel: int | None = None, seed: int = 0
+    ) -> Transport:
+        """How to send, for any argument of a method that takes a code.
+
+        Args:
+          code: Encodes buckets; or a policy `(path, leaf) -> Compressor`.
+          bucket_numel: Most elements of one message's bucket; by default at most 8 buckets a code.
+          seed: Seed of masks, shifts and stochastic rounding; equal on all replicas.
+
+        Raises:
+          ValueError: For anything but a code.
+        """
+        _require_code(code)
+        return Transport(code, self, bucket_numel, seed)
+
     def __repr__(self) -> str:
         return getattr(self.journey, "__name__", repr(self.journey)).removesuffix("_journey")
+
+
+class Transport(NamedTuple):
+    """How a tree is sent: a code, an exchange, buckets and a seed.
+
+    An exchange makes it: `jaxcomp.gathered(jaxcomp.quantize(4), seed=1)`. Methods take one wherever
+    they take a code; a code alone means `jaxcomp.two_shot(code)`.
+    """
+
+    code: Compressor | Policy
+    exchange: Exchange
+    bucket_numel: int | None = None  # most elements of one message's bucket; None: 8 buckets a code
+    seed: int = 0  # of masks, shifts and stochastic rounding; equal on all replicas
+    axis_name: str = ""  # the mesh axis of the replicas, which a method fills in
+
+    def __repr__(self) -> str:
+        cut = "" if self.bucket_numel is None else f", bucket_numel={self.bucket_numel}"
+        seed = f", seed={self.seed}" if self.seed else ""
+        return f"{self.exchange!r}({text(self.code)}{cut}{seed})"
+
+
+def transport_of(code: Compressor | Policy | Transport, axis_name: str) -> Transport:
+    """The transport of a method over its axis; a code alone is sent by `two_shot`.
+
+    Raises:
+      ValueError: If it is neither a code nor a transport.
+    """
+    transport = code if isinstance(code, Transport) else two_shot(code)
+    return transport._replace(axis_name=axis_name)
+
+
+def _require_code(code):
+    if isinstance(code, Exchange):
+        raise ValueError(f"got {code!r} without a code; write {code!r}(quantize(4)).")
+    policy_of(code)
 
 
 def _encode(compressor, x, shared, private):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -13,10 +12,11 @@ from jax import lax
 
 from jaxcomp.compressors.base import Compressor, Key
 from jaxcomp.compressors.cocktail import cocktail
-from jaxcomp.compressors.policies import policy_of
+from jaxcomp.compressors.policies import Policy
 from jaxcomp.compressors.quantize import quantize
 from jaxcomp.exchange import averaging, buckets, wire
 from jaxcomp.exchange.journeys import at_once
+from jaxcomp.exchange.wire import Transport
 from jaxcomp.methods import moments
 from jaxcomp.methods.common import counted, method, no_rounds, require
 from jaxcomp.methods.inner import Synchronization, inner_step
@@ -53,13 +53,10 @@ def cocktail_sgd(
     inner: optax.GradientTransformation,
     axis_name: str,
     *,
-    compressor: Compressor | Callable[[str, Any], Compressor] | None = None,
-    exchange: wire.Exchange = wire.two_shot,
+    compressor: Compressor | Policy | Transport | None = None,
     warmup_steps: int = 0,
     sync_every: int = 1,
     delayed: bool = True,
-    bucket_numel: int | None = None,
-    seed: int = 0,
 ) -> optax.GradientTransformationExtraArgs:
     """Lets each replica train alone, and exchanges compressed model differences.
 
@@ -82,9 +79,8 @@ def cocktail_sgd(
       inner: Any optax optimizer, with its learning rate. It must not average over the replicas.
       axis_name: Mesh axis of the replicas.
       compressor: Compressor of all parameters; or a policy `(path, leaf) -> Compressor`, for
-        example from `jaxcomp.by_path`. Default: `jaxcomp.cocktail()`, 0.184 bits per parameter and
-        direction.
-      exchange: How buckets are exchanged: `wire.two_shot`, or `wire.gathered` for two replicas.
+        example from `jaxcomp.by_path`; or a transport, such as `jaxcomp.gathered(compressor)`.
+        Default: `jaxcomp.cocktail()`, 0.184 bits per parameter and direction.
       warmup_steps: First steps in which `inner` sees the exact mean gradient, so that all replicas
         take the same step. `compressor` is not used. Such a step sends 1.13 times the bytes of a
         dense float32 all-reduce: the gradient in both directions, then the owners' step at 8 bits,
@@ -94,8 +90,6 @@ def cocktail_sgd(
       delayed: Whether updates of other replicas arrive one step late, as in the paper, so that the
         exchange may overlap with the gradient. If not, d_i + u_i is sent instead of d_i, at the end
         of an interval of `sync_every`, which gives a lower loss from scratch.
-      bucket_numel: Most elements of one message's bucket; by default at most 8 buckets a code.
-      seed: Seed of masks, shifts and stochastic rounding; equal on all replicas.
 
     Returns:
       A `GradientTransformationExtraArgs` whose updates move the consensus, in float32. It
@@ -111,15 +105,14 @@ def cocktail_sgd(
       J. Wang et al., `CocktailSGD: Fine-tuning Foundation Models over 500Mbps Networks
       <https://proceedings.mlr.press/v202/wang23t.html>`_, ICML 2023, algorithm 1. Deviations: the
       consensus keeps the dtype of `params`, and the drift keeps what it rounds off (the authors'
-      code has a float16 consensus and loses that); the model is cut into buckets of `bucket_numel`,
-      each with its own top-K; the residual is float32 (theirs: float16); the warm-up averages
+      code has a float16 consensus and loses that); the model is cut into buckets, each with
+      its own top-K; the residual is float32 (theirs: float16); the warm-up averages
       gradients (theirs: sums them).
     """
     name, steps = "cocktail_sgd", {"warmup_steps": warmup_steps, "sync_every": sync_every}
     needs, write = "at least 0 and at least 1", "warmup_steps=0, sync_every=1"
     require(warmup_steps >= 0 and sync_every >= 1, name, needs, write, **steps)
-    policy = policy_of(cocktail() if compressor is None else compressor)
-    transport = averaging.Transport(policy, exchange, axis_name, bucket_numel, seed)
+    transport = wire.transport_of(cocktail() if compressor is None else compressor, axis_name)
     inner = with_extra_args(inner, name)
     always = sync_every == 1 and not warmup_steps  # then nothing needs a branch
 
@@ -212,7 +205,7 @@ def _dense(transport, grads):
 def _from_owners(transport, drift, step):
     """Equal drifts plus equal steps, encoded, and equal by type: each owner sends its chunk."""
     axis_name, tree = transport.axis_name, jax.tree.map(jnp.add, drift, step)
-    plan = averaging.plan_of(transport._replace(policy=policy_of(quantize(8))), tree)
+    plan = averaging.plan_of(transport._replace(code=quantize(8)), tree)
 
     def whole(key, bucket, flat):
         chunk = flat.reshape(lax.axis_size(axis_name), -1)[lax.axis_index(axis_name)]

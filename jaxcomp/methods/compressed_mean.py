@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import optax
 
 from jaxcomp.compressors.base import Compressor
-from jaxcomp.compressors.policies import policy_of
-from jaxcomp.exchange import averaging, buckets, wire
+from jaxcomp.compressors.policies import Policy
+from jaxcomp.exchange import averaging, buckets
+from jaxcomp.exchange.wire import Transport, transport_of
 from jaxcomp.methods.common import method
 from jaxcomp.replicas.finite import not_finite, poisoned, unless
 from jaxcomp.replicas.protocol import MethodState
@@ -31,14 +32,11 @@ class CompressedMeanState(NamedTuple):
 
 
 def compressed_mean(
-    compressor: Compressor | Callable[[str, Any], Compressor],
+    compressor: Compressor | Policy | Transport,
     axis_name: str,
     *,
     error_feedback: bool = True,
-    exchange: wire.Exchange = wire.two_shot,
     exact: Callable[[str, Any], bool] | None = None,
-    bucket_numel: int | None = None,
-    seed: int = 0,
 ) -> optax.GradientTransformationExtraArgs:
     """Averages updates over the replicas, sending only the compressor's payload.
 
@@ -58,16 +56,14 @@ def compressed_mean(
 
     Args:
       compressor: Encodes buckets of flattened updates; or a policy `(path, leaf) -> Compressor`,
-        for example from `jaxcomp.by_path`.
+        for example from `jaxcomp.by_path`. It is sent by owners; for two replicas write
+        `jaxcomp.gathered(compressor)`. Payloads of linear compressors are summed on the wire in any
+        case.
       axis_name: Mesh axis to average over.
       error_feedback: Whether to add what was not sent to the next update, in both directions. Costs
         1 + 1/R float32 values per parameter. Unbiased compressors do not need it.
-      exchange: How buckets are exchanged: `wire.two_shot`, or `wire.gathered` for two replicas.
-        Payloads of linear compressors are summed on the wire in any case.
       exact: `(path, leaf) -> bool`, which leaves are sent in float32. Default: those with fewer
         than two axes, or fewer than 1,024 elements over all their shards.
-      bucket_numel: Most elements of one message's bucket; by default at most 8 buckets a code.
-      seed: Seed of masks, shifts and stochastic rounding.
 
     Returns:
       A `GradientTransformationExtraArgs`; updates keep their shapes, and get the dtypes of `params`
@@ -84,10 +80,8 @@ def compressed_mean(
       2014; Karimireddy et al., `Error Feedback Fixes SignSGD <https://arxiv.org/abs/1901.09847>`_,
       2019, Algorithm 2, with a learning rate of 1: the residual is in units of the update.
     """
-    policy = policy_of(compressor)
     exact = buckets.small_or_vector(axis_name) if exact is None else exact
-    choose = lambda path, leaf: averaging.EXACT if exact(path, leaf) else policy(path, leaf)
-    transport = averaging.Transport(choose, exchange, axis_name, bucket_numel, seed)
+    transport = averaging.but_exact(transport_of(compressor, axis_name), exact)
 
     def init_fn(params):
         residual, owner_residual = averaging.nothing_sent(transport, params)

@@ -125,7 +125,7 @@ def demo(
         }
         codes = _cheapest(codes, num_replicas(axis_name))
         policy = lambda path, leaf: codes[path]
-        transport = averaging.Transport(policy, mean, axis_name, bucket_numel=None, seed=seed)
+        transport = wire.transport_of(mean(policy, seed=seed), axis_name)
         bad = not_finite(updates, axis_name) > 0
         flat = treedef.unflatten([x.reshape(-1) for x in there])
         got = averaging.average(transport, flat, state.count, "", bad=bad)

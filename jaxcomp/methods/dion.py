@@ -13,7 +13,7 @@ from jax import lax
 
 from jaxcomp.compressors.base import Key
 from jaxcomp.compressors.packing import fold
-from jaxcomp.compressors.policies import path_of, policy_of
+from jaxcomp.compressors.policies import path_of
 from jaxcomp.exchange import averaging, wire
 from jaxcomp.methods import low_rank, moments
 from jaxcomp.methods.common import counted, method, no_rounds, require, schedule_of
@@ -106,7 +106,7 @@ def dion(
     if others is None:
         others = optax.adamw(learning_rate, b2=0.95, weight_decay=weight_decay)
     exact = exact or (lambda path, leaf: kind_of(path, leaf) != "matrix")
-    transport = averaging.Transport(policy_of(averaging.EXACT), wire.summed, axis_name, None, seed)
+    transport = wire.transport_of(wire.summed(averaging.EXACT, seed=seed), axis_name)
     others = with_extra_args(others, name)
     key = lambda: Key(jnp.int32(0), jnp.uint32(seed))
 

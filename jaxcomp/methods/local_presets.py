@@ -14,10 +14,13 @@ from jaxcomp.compressors.policies import Policy
 from jaxcomp.compressors.quantize import quantize
 from jaxcomp.compressors.sparse import top_k
 from jaxcomp.exchange import wire
+from jaxcomp.exchange.wire import Transport
 from jaxcomp.methods.local_steps import local_steps
 from jaxcomp.methods.muon import muon
 from jaxcomp.methods.rare_rows import rare_rows
 from jaxcomp.schedules import Schedule
+
+_EXACT, _FOUR_BITS, _TWO_BITS = identity(), quantize(4), bin_means(2, block=1024)
 
 
 def diloco(
@@ -27,7 +30,7 @@ def diloco(
     every: int | Schedule = 500,
     outer_rate: float | optax.Schedule = 0.7,
     outer_momentum: float = 0.9,
-    code: Compressor | Policy | None = None,
+    code: Compressor | Policy | Transport | None = _EXACT,
     **options: Any,
 ) -> optax.GradientTransformationExtraArgs:
     """DiLoCo: local steps, then an outer step of Nesterov momentum with their mean.
@@ -38,7 +41,7 @@ def diloco(
       every: Inner steps per outer step, or a schedule that gives the steps.
       outer_rate: Learning rate of the outer optimizer; a schedule counts outer steps.
       outer_momentum: Its momentum.
-      code: Code of the differences; default: `identity()`.
+      code: Code of the differences, see `local_steps`.
       **options: Other arguments of `local_steps`.
 
     Returns:
@@ -50,7 +53,6 @@ def diloco(
       constants; MaxText has 0.3 and 0.9, every 36 steps.
     """
     outer = optax.sgd(outer_rate, outer_momentum, nesterov=True)
-    code = identity() if code is None else code
     return local_steps(inner, axis_name, every=every, code=code, outer=outer, **options)
 
 
@@ -64,7 +66,7 @@ def streaming_diloco(
     keep: float = 0.5,
     outer_rate: float | optax.Schedule = 0.4,
     outer_momentum: float = 0.9,
-    code: Compressor | Policy | None = None,
+    code: Compressor | Policy | Transport = _FOUR_BITS,
     **options: Any,
 ) -> optax.GradientTransformationExtraArgs:
     """DiLoCo with fragments that are sent in turn at 4 bits, and merged some steps late.
@@ -82,7 +84,7 @@ def streaming_diloco(
         0.5.
       outer_rate: Learning rate of the outer optimizer; a schedule counts outer steps.
       outer_momentum: Its momentum.
-      code: Code of the differences; default: `quantize(4)`.
+      code: Code of the differences, see `local_steps`.
       **options: Others of `local_steps`.
 
     Returns:
@@ -96,9 +98,8 @@ def streaming_diloco(
       keep=0.
     """
     outer = optax.sgd(outer_rate, outer_momentum, nesterov=True)
-    code = quantize(4) if code is None else code
-    streams: dict[str, Any] = {"fragments": fragments, "delay": delay, "keep": keep}
-    return local_steps(inner, axis_name, every=every, code=code, outer=outer, **streams, **options)
+    options |= {"fragments": fragments, "delay": delay, "keep": keep}
+    return local_steps(inner, axis_name, every=every, code=code, outer=outer, **options)
 
 
 def sparse_loco(
@@ -139,10 +140,10 @@ def sparse_loco(
       an entry (`mean=jaxcomp.from_senders`) and clips each replica's difference to the median norm.
       In production it sends 64 of 4,096 entries every 30 steps.
     """
-    code = compose(top_k(density, block=4096), bin_means(2))
+    code = mean(compose(top_k(density, block=4096), bin_means(2)))
+    options["error_decay"] = error_decay
     outer = optax.sgd(outer_rate)
-    feedback: dict[str, Any] = {"error_decay": error_decay, "mean": mean}
-    return local_steps(inner, axis_name, every=every, code=code, outer=outer, **feedback, **options)
+    return local_steps(inner, axis_name, every=every, code=code, outer=outer, **options)
 
 
 def muloco(
@@ -150,7 +151,7 @@ def muloco(
     axis_name: str,
     *,
     every: int | Schedule = 16,
-    code: Compressor | Policy | None = None,
+    code: Compressor | Policy | Transport = _TWO_BITS,
     error_decay: float | None = 0.9,
     outer_rate: float | optax.Schedule = 0.6,
     outer_momentum: float = 0.6,
@@ -165,7 +166,7 @@ def muloco(
         `jaxcomp.rare_rows`.
       axis_name: Mesh axis of the replicas.
       every: Inner steps per outer step, or a schedule that gives the steps.
-      code: Code of the differences; default: `bin_means(2, block=1024)`.
+      code: Code of the differences, see `local_steps`.
       error_decay: Decay of the residual; None for no error feedback.
       outer_rate: Learning rate of the outer optimizer; a schedule counts outer steps.
       outer_momentum: Its momentum. The paper's 0.8 and 0.9, every 30 steps, move the consensus 8
@@ -186,7 +187,6 @@ def muloco(
     """
     adam = rare_rows(optax.adam(learning_rate, b2=0.95), axis_name)
     inner = muon(learning_rate, weight_decay=weight_decay, others=adam)
-    code = bin_means(2, block=1024) if code is None else code
     outer = optax.sgd(outer_rate, outer_momentum, nesterov=True)
     options["error_decay"] = error_decay
     return local_steps(inner, axis_name, every=every, code=code, outer=outer, **options)

@@ -10,9 +10,10 @@ import optax
 from jax import lax
 
 from jaxcomp.compressors.base import Compressor
-from jaxcomp.compressors.policies import Policy, policy_of
+from jaxcomp.compressors.policies import Policy
 from jaxcomp.compressors.quantize import quantize
-from jaxcomp.exchange import averaging, wire
+from jaxcomp.exchange import averaging
+from jaxcomp.exchange.wire import Transport, transport_of
 from jaxcomp.methods import moments
 from jaxcomp.methods.common import counted, method, no_rounds, require
 from jaxcomp.methods.fragments import fragments_of
@@ -21,6 +22,8 @@ from jaxcomp.replicas.protocol import MethodState
 from jaxcomp.replicas.types import to_varying, vary_like, zeros_of
 from jaxcomp.replicas.wrapping import with_extra_args
 from jaxcomp.schedules import Schedule
+
+_FOUR_BITS = quantize(4)
 
 
 @MethodState.register
@@ -58,15 +61,12 @@ def local_steps(
     axis_name: str,
     *,
     every: int | Schedule,
-    code: Compressor | Policy | None = None,
+    code: Compressor | Policy | Transport | None = _FOUR_BITS,
     outer: optax.GradientTransformation | None = None,
     error_decay: float | None = None,
-    mean: wire.Exchange | None = wire.two_shot,
     fragments: int | Callable[[str, Any], int] = 1,
     delay: int = 0,
     keep: float = 0.0,
-    bucket_numel: int | None = None,
-    seed: int = 0,
 ) -> optax.GradientTransformationExtraArgs:
     """Lets each replica take `every` steps alone; then an outer optimizer moves all replicas.
 
@@ -90,23 +90,21 @@ def local_steps(
       axis_name: Mesh axis of the replicas.
       every: Inner steps per outer step, at least 1; or a schedule, see `jaxcomp.schedules`, that
         gives the steps in which an outer step follows.
-      code: Code of the differences, `quantize(4)`; or a policy `(path, leaf) -> Compressor`.
+      code: Code of the differences; or a policy `(path, leaf) -> Compressor`; or a transport:
+        `jaxcomp.gathered(code)`, or `jaxcomp.from_senders(code)`, which divides by the number of
+        replicas that sent an entry. None if `outer` averages itself, like
+        `jaxcomp.sharded_optimizer`, whose state is sharded.
       outer: Any optax optimizer, equal on all replicas. Its gradient is minus the mean drift.
         Default: `optax.sgd(0.7, momentum=0.9, nesterov=True)`. Sparse codes do not work with
         momentum: use `optax.sgd(1.0)` with them.
       error_decay: Decay of the residual at each outer step, in (0, 1], in both directions; None for
         no error feedback, which saves memory.
-      mean: How codes are sent and averaged: `jaxcomp.two_shot`, `jaxcomp.gathered`, or
-        `jaxcomp.from_senders`, which divides by the number of replicas that sent an entry. None if
-        `outer` averages itself, like `jaxcomp.sharded_optimizer`, whose state is sharded.
       fragments: Parts of the model that are exchanged in turn, evenly over `every` steps: a number
         of equal parts, or a policy `(path, leaf) -> int`, from 0 on.
       delay: Steps from the end of a fragment's interval until its mean is merged, at most `every`.
         From 1 on, `jaxcomp.overlapped_train_step` can overlap the message with the gradient. From
         2 on it costs one more float32 per parameter.
       keep: Share of its own difference that a replica keeps when it merges, in [0, 1).
-      bucket_numel: Most elements of one message's bucket; by default at most 8 buckets a code.
-      seed: Seed of masks, shifts and stochastic rounding; equal on all replicas.
 
     Returns:
       A `GradientTransformationExtraArgs` whose updates move the consensus, in float32. It keeps
@@ -130,16 +128,15 @@ def local_steps(
       2. Presets with their settings: `diloco`, `streaming_diloco`, `sparse_loco`, `muloco`.
       Deviation: the drift keeps what narrow parameters round off.
     """
-    name, averages = "local_steps", mean is not None  # otherwise `outer` does
+    name, averages = "local_steps", code is not None  # otherwise `outer` does
     _check(name, every, error_decay, fragments, delay, keep)
     if not averages:
-        alone = code is None and error_decay is None and delay == 0 and fragments == 1
-        needs, write = "no code, feedback, delay or fragments", "codes of `outer`"
-        require(alone, name, needs, write, mean=mean)
-    policy = policy_of(quantize(4) if code is None else code)
+        alone = error_decay is None and delay == 0 and fragments == 1
+        needs, write = "no feedback, delay or fragments", "codes of `outer`"
+        require(alone, name, needs, write, code=code)
     if outer is None:
         outer = optax.sgd(0.7, momentum=0.9, nesterov=True)
-    transport = averaging.Transport(policy, mean or wire.two_shot, axis_name, bucket_numel, seed)
+    transport = transport_of(code if averages else averaging.EXACT, axis_name)
     inner = with_extra_args(inner, name)
 
     def init_fn(params):

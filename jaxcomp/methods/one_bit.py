@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from optax.tree_utils import tree_update_moment
 
 from jaxcomp.exchange import averaging
+from jaxcomp.exchange.wire import Transport
 from jaxcomp.methods import moments
 from jaxcomp.methods.common import require
 from jaxcomp.methods.step_bound import bounded, kept_back, sendable
@@ -67,7 +68,7 @@ class Phase(NamedTuple):
 
 def exchanged(
     adam: moments.Adam,
-    transport: averaging.Transport,
+    transport: Transport,
     frozen: jax.Array,
     state: Any,
     updates: Any,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -11,8 +10,9 @@ import optax
 from optax.tree_utils import tree_update_moment
 
 from jaxcomp.compressors.base import Compressor
-from jaxcomp.compressors.policies import policy_of
-from jaxcomp.exchange import averaging, wire
+from jaxcomp.compressors.policies import Policy
+from jaxcomp.exchange import averaging
+from jaxcomp.exchange.wire import Transport, transport_of
 from jaxcomp.methods import moments, one_bit
 from jaxcomp.methods.common import counted, method, no_rounds
 from jaxcomp.methods.signs import signs_by_row
@@ -45,16 +45,13 @@ def one_bit_adam(
     *,
     freeze_step: int | None = None,
     freeze_ratio: float = 0.96,
-    compressor: Compressor | Callable[[str, Any], Compressor] | None = None,
+    compressor: Compressor | Policy | Transport | None = None,
     precondition: bool = True,
     variance_floor: float = 1e-2,
     step_bound: float | None = 1.0,
     bias_correction: bool = True,
     weight_decay: float = 0.0,
     mask: Any = None,
-    exchange: wire.Exchange = wire.two_shot,
-    bucket_numel: int | None = None,
-    seed: int = 0,
 ) -> optax.GradientTransformationExtraArgs:
     """Adam on exact mean gradients until the variance is stable, then on 1-bit mean momenta.
 
@@ -77,8 +74,9 @@ def one_bit_adam(
       freeze_ratio: The warm-up ends when the variance's l1 norm 1 / (1 - b2) steps ago is this
         share of the current one, in (0, 1). It ignores the learning rate's own warm-up: if that may
         end later, give `freeze_step`.
-      compressor: Compressor of all parameters; or a policy `(path, leaf) -> Compressor`. Default:
-        `jaxcomp.sign(block=1024)`, for embeddings with a scale for each row.
+      compressor: Compressor of all parameters; or a policy `(path, leaf) -> Compressor`; or
+        a transport, such as `jaxcomp.gathered(compressor)`. Default: `jaxcomp.sign(block=1024)`,
+        for embeddings with a scale for each row.
       precondition: Whether m / D is sent; the paper sends m.
       variance_floor: Least variance to divide by after the warm-up, as a share of its mean over the
         leaf. Without it a coordinate whose gradients come late could take a step of any size. A
@@ -89,9 +87,6 @@ def one_bit_adam(
       bias_correction: Whether moments are divided by 1 - b^n, as in Adam. Off in the paper's runs.
       weight_decay: Weight decay, decoupled.
       mask: Which leaves decay, a tree of bool or a function of the parameters as for `optax.adamw`.
-      exchange: How buckets are exchanged: `wire.two_shot`, or `wire.gathered` for two replicas.
-      bucket_numel: Most elements of one message's bucket; by default at most 8 buckets a code.
-      seed: Seed of the compressor's noise, if it has any.
 
     Returns:
       A `GradientTransformationExtraArgs`. It keeps 3 + 1/R float32 values per parameter: momentum,
@@ -125,8 +120,8 @@ def one_bit_adam(
         step_bound=step_bound,
     )
     freeze = one_bit.freeze(name, freeze_step, freeze_ratio)
-    policy = policy_of(signs_by_row if compressor is None else compressor)
-    transport = averaging.Transport(policy, exchange, axis_name, bucket_numel, seed)
+    code = signs_by_row if compressor is None else compressor
+    transport = transport_of(code, axis_name)
 
     def init_fn(params):
         zeros = jax.tree.map(moments.zeros, params)

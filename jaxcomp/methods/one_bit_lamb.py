@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -11,9 +10,10 @@ import optax
 from optax.tree_utils import tree_update_moment
 
 from jaxcomp.compressors.base import Compressor
-from jaxcomp.compressors.policies import policy_of
+from jaxcomp.compressors.policies import Policy
 from jaxcomp.compressors.sign import sign
-from jaxcomp.exchange import averaging, wire
+from jaxcomp.exchange import averaging
+from jaxcomp.exchange.wire import Transport, transport_of
 from jaxcomp.methods import moments, one_bit
 from jaxcomp.methods.common import counted, method, no_rounds, require
 from jaxcomp.methods.trust import Ratios, Trust, even_scales, largest_quotients, trusted
@@ -53,16 +53,13 @@ def one_bit_lamb(
     trust_decay: float = 0.9,
     factor_bounds: tuple[float, float] = (0.5, 4.0),
     factor_change: float = 0.1,
-    compressor: Compressor | Callable[[str, Any], Compressor] | None = None,
+    compressor: Compressor | Policy | Transport | None = None,
     precondition: bool = True,
     variance_floor: float = 1e-4,
     step_bound: float | None = 1.0,
     bias_correction: bool = True,
     weight_decay: float = 0.0,
     mask: Any = None,
-    exchange: wire.Exchange = wire.two_shot,
-    bucket_numel: int | None = None,
-    seed: int = 0,
 ) -> optax.GradientTransformationExtraArgs:
     """LAMB on exact mean gradients until the variance is stable, then on 1-bit mean momenta.
 
@@ -92,8 +89,8 @@ def one_bit_lamb(
       trust_decay: Decay of its moving average, in [0, 1).
       factor_bounds: Least and greatest factor.
       factor_change: Greatest change of a factor in a step, as a share of itself, in (0, 1).
-      compressor: Compressor of all parameters; or a policy `(path, leaf) -> Compressor`. Default:
-        `jaxcomp.sign(block=1024)`.
+      compressor: Compressor of all parameters; or a policy `(path, leaf) -> Compressor`; or
+        a transport, such as `jaxcomp.gathered(compressor)`. Default: `jaxcomp.sign(block=1024)`.
       precondition: Whether m / D is sent; the paper sends m, with each layer scaled to the mean
         magnitude of all.
       variance_floor: Least variance to divide by after the warm-up, a share of the leaf's mean.
@@ -103,9 +100,6 @@ def one_bit_lamb(
         ratios likewise. Off in the authors' code.
       weight_decay: Weight decay, inside u.
       mask: Which leaves decay, a tree of bool or a function of the parameters as for `optax.adamw`.
-      exchange: `wire.two_shot`, or `wire.gathered` for two replicas.
-      bucket_numel: Most elements of one message's bucket; by default at most 8 buckets a code.
-      seed: Seed of the compressor's noise, if it has any.
 
     Returns:
       A `GradientTransformationExtraArgs`. It keeps 4 + 1/R float32 values per parameter: momentum,
@@ -139,8 +133,8 @@ def one_bit_lamb(
         step_bound=step_bound,
     )
     freeze = one_bit.freeze(name, freeze_step, freeze_ratio)
-    policy = policy_of(sign(block=1024) if compressor is None else compressor)
-    transport = averaging.Transport(policy, exchange, axis_name, bucket_numel, seed)
+    code = sign(block=1024) if compressor is None else compressor
+    transport = transport_of(code, axis_name)
     ratios = Ratios(adam, trust_bounds, trust_decay, factor_bounds, factor_change)
     _check(name, ratios)
 

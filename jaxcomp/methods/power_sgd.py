@@ -10,7 +10,6 @@ from jax import lax
 
 from jaxcomp.compressors.base import Key
 from jaxcomp.compressors.packing import fold
-from jaxcomp.compressors.policies import policy_of
 from jaxcomp.exchange import averaging, wire
 from jaxcomp.methods import low_rank, moments
 from jaxcomp.methods.common import counted, method, no_rounds, require
@@ -93,7 +92,7 @@ def power_sgd(
     require(least > 0, name, "more than 0", "least=2.0", least=least)
     known = sides in ("alternating", "both")
     require(known, name, "a known form", "'alternating' or 'both'", sides=sides)
-    transport = averaging.Transport(policy_of(averaging.EXACT), wire.summed, axis_name, None, seed)
+    transport = wire.transport_of(wire.summed(averaging.EXACT, seed=seed), axis_name)
 
     def shape_of(leaf):
         """Rows and columns of a leaf that is sent as factors; None for leaves sent in float32."""

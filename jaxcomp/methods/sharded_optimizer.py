@@ -15,7 +15,8 @@ from jaxcomp.compressors.base import Compressor, Key
 from jaxcomp.compressors.policies import Policy, path_of, policy_of
 from jaxcomp.compressors.quantize import quantize
 from jaxcomp.exchange import averaging, buckets, wire
-from jaxcomp.methods.common import method
+from jaxcomp.exchange.wire import Transport, transport_of
+from jaxcomp.methods.common import method, require
 from jaxcomp.replicas.elementwise import ranked, require_elementwise
 from jaxcomp.replicas.finite import not_finite, poisoned
 from jaxcomp.replicas.protocol import MethodState
@@ -44,11 +45,9 @@ def sharded_optimizer(
     inner: optax.GradientTransformation,
     axis_name: str,
     *,
-    gradients: Compressor | Policy | None = None,
-    differences: Compressor | Policy | None = None,
+    gradients: Compressor | Policy | Transport | None = None,
+    differences: Compressor | Policy | Transport | None = None,
     exact: Callable[[str, Any], bool] | None = None,
-    bucket_numel: int | None = None,
-    seed: int = 0,
 ) -> optax.GradientTransformationExtraArgs:
     """Shards an optimizer over the replicas, and sends encoded gradients and parameter changes.
 
@@ -73,12 +72,10 @@ def sharded_optimizer(
       axis_name: Mesh axis of the replicas.
       gradients: Code Q, or a policy `(path, leaf) -> Compressor`. Default:
         `quantize(4, rounding="stochastic")`.
-      differences: Code D, or a policy. Default: `quantize(4)`.
+      differences: Code D, or a policy. Default: `quantize(4)`. Both may be transports, such as
+        `jaxcomp.two_shot(quantize(4), seed=1)`; the exchange is by owners.
       exact: `(path, leaf) -> bool`, which leaves are sent in float32, in both directions. Default:
         those with fewer than two axes, or fewer than 1,024 elements over all their shards.
-      bucket_numel: Most elements of one message, over all its chunks; by default at most 8 messages
-        per code and direction.
-      seed: Seed of masks, shifts and stochastic rounding.
 
     Returns:
       A `GradientTransformationExtraArgs` whose updates are float32 or wider. It keeps 1/R of the
@@ -102,17 +99,17 @@ def sharded_optimizer(
       blocks of 128 with absmax scales; gradients take one hop at 4 bits, without a Hadamard
       rotation.
     """
-    differences = policy_of(quantize(4) if differences is None else differences)
+    name = "sharded_optimizer"
     gradients = quantize(4, rounding="stochastic") if gradients is None else gradients
+    differences = quantize(4) if differences is None else differences
+    there, back = transport_of(gradients, axis_name), transport_of(differences, axis_name)
+    owned = there.exchange == back.exchange == wire.two_shot
+    write = "two_shot(quantize(4))"
+    given = {"gradients": gradients, "differences": differences}
+    require(owned, name, "an exchange by owners", write, **given)
     exact = buckets.small_or_vector(axis_name) if exact is None else exact
-    choose = lambda policy: (
-        lambda path, leaf: averaging.EXACT if exact(path, leaf) else policy(path, leaf)
-    )
-    there = averaging.Transport(
-        choose(policy_of(gradients)), wire.two_shot, axis_name, bucket_numel, seed
-    )
-    back = there._replace(policy=choose(differences))
-    inner = with_extra_args(inner, "sharded_optimizer")
+    there, back = averaging.but_exact(there, exact), averaging.but_exact(back, exact)
+    inner = with_extra_args(inner, name)
 
     def init_fn(params):
         _plan_of(there, params)  # raises for leaves that cannot be sent
@@ -145,7 +142,7 @@ def sharded_optimizer(
             owned=owned,
         )
 
-    return method("sharded_optimizer", axis_name, init_fn, update_fn)
+    return method(name, axis_name, init_fn, update_fn)
 
 
 def _scattered(transport, grads, count):
@@ -183,12 +180,13 @@ def _plan_of(transport, tree):
     """The buckets of one replica's pieces; a policy sees the whole leaves."""
     keyed = jax.tree_util.tree_leaves_with_path(tree)
     leaves = {path_of(key_path): leaf for key_path, leaf in keyed}
-    chosen = {path: transport.policy(path, leaf) for path, leaf in leaves.items()}
+    policy = policy_of(transport.code)
+    chosen = {path: policy(path, leaf) for path, leaf in leaves.items()}
     numel = transport.bucket_numel
     if numel is not None:
         numel = max(1, numel // num_replicas(transport.axis_name))
     pieces = jax.tree.map(lambda rows: rows[0], _rows(tree, transport.axis_name))
-    of_piece = transport._replace(policy=lambda path, _: chosen[path], bucket_numel=numel)
+    of_piece = transport._replace(code=lambda path, _: chosen[path], bucket_numel=numel)
     return averaging.plan_of(of_piece, pieces)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -12,8 +12,9 @@ from jax import lax
 
 from jaxcomp import schedules
 from jaxcomp.compressors.base import Compressor
-from jaxcomp.compressors.policies import policy_of
-from jaxcomp.exchange import averaging, masks, wire
+from jaxcomp.compressors.policies import Policy
+from jaxcomp.exchange import averaging, masks
+from jaxcomp.exchange.wire import Transport, transport_of
 from jaxcomp.methods import moments
 from jaxcomp.methods.common import counted, method, no_rounds, require
 from jaxcomp.methods.rescaling import Rescaling, steps
@@ -63,12 +64,9 @@ def slamb(
     rescaling: Literal["quadratic", "linear", "masked"] = "quadratic",
     trust_bounds: tuple[float, float] = (0.01, 1000.0),
     step_bound: float | None = 1.0,
-    compressor: Compressor | Callable[[str, Any], Compressor] | None = None,
-    drift_compressor: Compressor | Callable[[str, Any], Compressor] | None = None,
+    compressor: Compressor | Policy | Transport | None = None,
+    drift_compressor: Compressor | Policy | Transport | None = None,
     exact_numel: int = 9000,
-    exchange: wire.Exchange = wire.two_shot,
-    bucket_numel: int | None = None,
-    seed: int = 0,
 ) -> optax.GradientTransformationExtraArgs:
     """LAMB with local variances, and momenta that are averaged on a mask.
 
@@ -117,16 +115,13 @@ def slamb(
       compressor: Code of the momentum, instead of `density`: a `random_k`, alone or first in a
         `compose` that encodes its values, such as `compose(random_k(0.1), quantize(8))`; or a
         policy `(path, leaf) -> Compressor`, in which `identity()` means the whole leaf. With
-        `random_k(0.1, pattern="random")` each step draws a new mask.
-      drift_compressor: Code of the drifts in a synchronization, such as `quantize(8)`, or a policy;
-        float32 by default. What a code loses stays in `drift` and with the owners. Four
-        synchronizations at 8 bits cost the bytes of one in float32.
+        `random_k(0.1, pattern="random")` each step draws a new mask. Or a transport of one, such as
+        `jaxcomp.gathered(compressor)` for two replicas, whose `seed` is that of the masks.
+      drift_compressor: Code of the drifts in a synchronization, such as `quantize(8)`, or a policy,
+        or a transport; float32 by default. What a code loses stays in `drift` and with the owners.
+        Four synchronizations at 8 bits cost the bytes of one in float32.
       exact_numel: Leaves of fewer elements, over all their shards, and those with fewer than two
         axes are exchanged whole in every step, in float32.
-      exchange: How coded values are exchanged: `wire.two_shot`, or `wire.gathered` for two
-        replicas. Float32 values are summed on the wire in any case.
-      bucket_numel: Most elements of one message's bucket; by default at most 8 buckets a code.
-      seed: Seed of drawn masks and of the codes' noise; equal on all replicas.
 
     Returns:
       A `GradientTransformationExtraArgs` whose updates move the consensus, in float32: zeros
@@ -156,16 +151,12 @@ def slamb(
     options = {"weight_decay": weight_decay, "mask": mask, "step_bound": step_bound}
     adam = moments.adam(name, learning_rate, b1, b2, eps, **options)
     _check(density, b3, sync_every, rescaling, trust_bounds, compressor)
-    stages = masks.stages_of(density, compressor)
-    transport = averaging.Transport(stages[0].policy, exchange, axis_name, bucket_numel, seed)
+    transport = transport_of(averaging.EXACT if compressor is None else compressor, axis_name)
+    stages = masks.stages_of(density, None if compressor is None else transport.code)
     masked = masks.Masked(stages, exact_numel, transport)
-    coded = policy_of(averaging.EXACT if drift_compressor is None else drift_compressor)
-
-    def drift_policy(path, leaf):
-        whole = masks.is_whole(leaf, exact_numel, axis_name)
-        return averaging.EXACT if whole else coded(path, leaf)
-
-    drifts = transport._replace(policy=drift_policy)
+    drift_code = averaging.EXACT if drift_compressor is None else drift_compressor
+    is_whole = lambda path, leaf: masks.is_whole(leaf, exact_numel, axis_name)
+    drifts = averaging.but_exact(transport_of(drift_code, axis_name), is_whole)
     sync_at, blended = _sync_at(sync_every), Rescaling(adam, b3, rescaling, trust_bounds)
 
     def init_fn(params):

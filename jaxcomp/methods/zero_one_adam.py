@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -13,9 +12,10 @@ from jax import lax
 from jaxcomp import schedules
 from jaxcomp.compressors import checks
 from jaxcomp.compressors.base import Compressor
-from jaxcomp.compressors.policies import policy_of
+from jaxcomp.compressors.policies import Policy
 from jaxcomp.compressors.quantize import quantize
-from jaxcomp.exchange import averaging, wire
+from jaxcomp.exchange import averaging
+from jaxcomp.exchange.wire import Transport, transport_of
 from jaxcomp.methods import moments
 from jaxcomp.methods.common import counted, method, no_rounds, require
 from jaxcomp.methods.signs import signs_by_row
@@ -56,9 +56,9 @@ def zero_one_adam(
     *,
     sync_at: schedules.Schedule = schedules.always,
     variance_at: schedules.Schedule | None = None,
-    compressor: Compressor | Callable[[str, Any], Compressor] | None = None,
+    compressor: Compressor | Policy | Transport | None = None,
     precondition: bool = True,
-    variance_compressor: Compressor | Callable[[str, Any], Compressor] = averaging.EXACT,
+    variance_compressor: Compressor | Policy | Transport = averaging.EXACT,
     warmup_steps: int = 0,
     warmup_compressor: Compressor = _EIGHT_BITS,
     fresh_variance: bool = True,
@@ -69,9 +69,6 @@ def zero_one_adam(
     bias_correction: bool = True,
     weight_decay: float = 0.0,
     mask: Any = None,
-    exchange: wire.Exchange = wire.two_shot,
-    bucket_numel: int | None = None,
-    seed: int = 0,
 ) -> optax.GradientTransformationExtraArgs:
     """Adam whose replicas take local steps and synchronize now and then with 1-bit messages.
 
@@ -98,7 +95,8 @@ def zero_one_adam(
       sync_at: When the replicas synchronize; see `jaxcomp.schedules.halving`.
       variance_at: When the variance is learned: in the first step, and only in steps of `sync_at`.
         Default: those in `jaxcomp.schedules.growing()`, to the end; in the paper to the warm-up's.
-      compressor: Compressor, or a policy. Default: `sign(block=1024)`, by row for embeddings.
+      compressor: Compressor, or a policy, or a transport such as `jaxcomp.gathered(compressor)`.
+        Default: `sign(block=1024)`, by row for embeddings.
       precondition: Whether u / D is sent; the paper sends u.
       variance_compressor: Compressor of the gradients that the variance learns from, float32 in
         the paper; `jaxcomp.quantize(8)` is enough.
@@ -120,9 +118,6 @@ def zero_one_adam(
       bias_correction: Whether moments are divided by 1 - b^n, as in Adam. Off in the paper's runs.
       weight_decay: Weight decay of the consensus, decoupled, outside the buffer.
       mask: Which leaves decay, as for `optax.adamw`.
-      exchange: `wire.two_shot`, or `wire.gathered` for two replicas.
-      bucket_numel: Most elements of one message's bucket; by default at most 8 buckets a code.
-      seed: Seed of the compressor's noise, if it has any.
 
     Returns:
       A `GradientTransformationExtraArgs` whose updates move the consensus. It keeps 4 + 1/R float32
@@ -164,9 +159,9 @@ def zero_one_adam(
     )
     require(warmup_steps >= 0, name, "at least 0", "warmup_steps=0", warmup_steps=warmup_steps)
     checks.compressor(f"{name} for warmup_compressor", warmup_compressor)
-    policy = policy_of(signs_by_row if compressor is None else compressor)
-    transport = averaging.Transport(policy, exchange, axis_name, bucket_numel, seed)
-    learning = transport._replace(policy=policy_of(variance_compressor))
+    code = signs_by_row if compressor is None else compressor
+    transport = transport_of(code, axis_name)
+    learning = transport_of(variance_compressor, axis_name)
 
     def init_fn(params):
         schedules.plan(sync_at, variance_at, _CHECKED_STEPS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -13,9 +12,10 @@ from optax.tree_utils import tree_update_moment
 
 from jaxcomp import schedules
 from jaxcomp.compressors.base import Compressor
-from jaxcomp.compressors.policies import policy_of
+from jaxcomp.compressors.policies import Policy
 from jaxcomp.compressors.sign import sign
-from jaxcomp.exchange import averaging, wire
+from jaxcomp.exchange import averaging
+from jaxcomp.exchange.wire import Transport, transport_of
 from jaxcomp.methods import moments
 from jaxcomp.methods.common import counted, method, require
 from jaxcomp.methods.step_bound import bounded, kept_back, sendable
@@ -42,13 +42,10 @@ def zero_one_adam_deepspeed(
     freeze_step: int,
     sync_at: schedules.Schedule = schedules.always,
     variance_at: schedules.Schedule | None = None,
-    compressor: Compressor | Callable[[str, Any], Compressor] | None = None,
+    compressor: Compressor | Policy | Transport | None = None,
     step_bound: float | None = 1.0,
     weight_decay: float = 0.0,
     mask: Any = None,
-    exchange: wire.Exchange = wire.two_shot,
-    bucket_numel: int | None = None,
-    seed: int = 0,
 ) -> optax.GradientTransformationExtraArgs:
     """0/1 Adam whose replicas stay equal until `freeze_step`, exchanging 1-bit gradients.
 
@@ -67,8 +64,8 @@ def zero_one_adam_deepspeed(
       sync_at: When the replicas synchronize after that; see `jaxcomp.schedules.halving`.
       variance_at: When the variance is learned before that; the first step must be one. Default:
         `jaxcomp.schedules.growing()`.
-      compressor: Compressor of all parameters; or a policy `(path, leaf) -> Compressor`. Default:
-        `jaxcomp.sign(block=1024)`.
+      compressor: Compressor of all parameters; or a policy `(path, leaf) -> Compressor`; or
+        a transport, such as `jaxcomp.gathered(compressor)`. Default: `jaxcomp.sign(block=1024)`.
       step_bound: Most that a coordinate moves in a step, decay aside, in units of the most that
         Adam could move it with any gradients; None: no bound, as in DeepSpeed.
       weight_decay: Weight decay. After the freeze each replica decays its own parameters, as part
@@ -76,9 +73,6 @@ def zero_one_adam_deepspeed(
         synchronize every H steps decay 1 / (1 - mean of b1, ..., b1^H) times as fast as written, 10
         times for H = 1 and b1 = 0.9. In `zero_one_adam` it acts as written.
       mask: Which leaves decay, a tree of bool or a function of the parameters as for `optax.adamw`.
-      exchange: How buckets are exchanged: `wire.two_shot`, or `wire.gathered` for two replicas.
-      bucket_numel: Most elements of one message's bucket; by default at most 8 buckets a code.
-      seed: Seed of the compressor's noise, if it has any.
 
     Returns:
       A `GradientTransformationExtraArgs`. It keeps 5 + 1/R float32 values per parameter. One of
@@ -118,7 +112,7 @@ def zero_one_adam_deepspeed(
     write = "the steps of the learning rate's warm-up"
     require(freeze_step >= 1, name, "at least 1", write, freeze_step=freeze_step)
     variance_at = schedules.growing() if variance_at is None else variance_at
-    policy = policy_of(sign(block=1024) if compressor is None else compressor)
+    transport = transport_of(sign(block=1024) if compressor is None else compressor, axis_name)
     after_freeze = zero_one_adam(
         learning_rate,
         axis_name,
@@ -127,16 +121,12 @@ def zero_one_adam_deepspeed(
         eps,
         sync_at=sync_at,
         variance_at=schedules.never,
-        compressor=policy,
+        compressor=transport,
         precondition=False,
         variance_floor=0.0,
         step_bound=step_bound,
         bias_correction=False,
-        exchange=exchange,
-        bucket_numel=bucket_numel,
-        seed=seed,
     )
-    transport = averaging.Transport(policy, exchange, axis_name, bucket_numel, seed)
 
     def init_fn(params):
         # Only the steps before the freeze.

@@ -9,7 +9,6 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxcomp.compressors.policies import policy_of
 from jaxcomp.exchange import averaging, wire
 from jaxcomp.replicas import fast, protocol
 from jaxcomp.replicas.specs import full_specs
@@ -92,9 +91,7 @@ def _mean(mesh, axis_name, fast_axis, specs, params, drifts):
 
     def local(params, drifts):
         moved = {i: sum(x[0] for x in rows) for i, rows in enumerate(drifts) if rows}
-        transport = averaging.Transport(
-            policy_of(averaging.EXACT), wire.summed, axis_name, bucket_numel=None, seed=0
-        )
+        transport = wire.transport_of(wire.summed(averaging.EXACT), axis_name)
         means = averaging.average(transport, moved, jnp.int32(0), "mean_params").mean
         if shares is not None:
             pick = lambda leaves: {i: leaves[i] for i in means}

@@ -43,6 +43,19 @@ def test_what_is_neither_is_refused_when_a_method_is_made(method, code):
 
 
 @pytest.mark.parametrize("method", METHODS)
+def test_an_exchange_alone_is_refused_by_what_to_write(method):
+    text = r"got gathered without a code; write gathered\(quantize\(4\)\)"
+    with pytest.raises(ValueError, match=text):
+        METHODS[method](jaxcomp.gathered)
+
+
+def test_owners_need_an_exchange_by_owners():
+    code = jaxcomp.gathered(jaxcomp.quantize(4))
+    with pytest.raises(ValueError, match=r"gathered\(quantize\(4\)\).* write two_shot\(quantize"):
+        METHODS["sharded differences"](code)
+
+
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("answer", [4, None])
 def test_a_policy_that_returns_something_else_is_told_with_the_leaf(method, answer):
     tx, params = METHODS[method](lambda path, leaf: answer), {"out": jnp.ones((64, 64))}

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 import jaxcomp
 from jaxcomp.compressors.base import Key
 from jaxcomp.exchange import averaging, buckets
+from jaxcomp.exchange.wire import transport_of as transport_over
 from tests.helpers.replicas import mesh_of, random_tree, rows
 
 SHAPES = {"bias": (6,), "kernel": (8, 16)}
@@ -20,8 +21,7 @@ AXIS = "replica"
 def transport_of(code, exact="bias", **changes):
     """Sends leaves of this name as they are, and all others by the code."""
     policy = lambda path, leaf: averaging.EXACT if path == exact else code
-    made = averaging.Transport(policy, jaxcomp.two_shot, AXIS, 2**10, 0)
-    return made._replace(**changes)
+    return transport_over(jaxcomp.two_shot(policy, **{"bucket_numel": 2**10} | changes), AXIS)
 
 
 def averager(transport, mesh, **options):

@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxcomp
 from jaxcomp.compressors.base import Key
-from jaxcomp.exchange import averaging, masks
+from jaxcomp.exchange import masks, wire
 from tests.helpers.coding import as_for_tpus
 from tests.helpers.replicas import mesh_of, on, rows
 
@@ -91,7 +91,9 @@ def test_the_mean_is_taken_at_the_entries_of_the_mask_alone():
         for name, x in TREE.items()
     }
     own = {name: x.reshape(2, *TREE[name].shape).astype("f") for name, x in own.items()}
-    transport = averaging.Transport(None, jaxcomp.two_shot, "replica", 1024, seed=0)
+    transport = wire.transport_of(
+        jaxcomp.two_shot(jaxcomp.identity(), bucket_numel=1024), "replica"
+    )
 
     def step(tree):
         tree = jax.tree.map(lambda x: x[0], tree)

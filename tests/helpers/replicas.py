@@ -100,8 +100,8 @@ def state_of(state, name):
 
 def lossy_mean(**options):
     """The mean of trees as PARAMS: the kernel at 2 bits, the bias exact."""
-    exact = lambda path, leaf: path == "bias"
-    return jaxcomp.compressed_mean(jaxcomp.quantize(2, block=8), "replica", exact=exact, **options)
+    code = jaxcomp.two_shot(jaxcomp.quantize(2, block=8), **options)
+    return jaxcomp.compressed_mean(code, "replica", exact=lambda path, leaf: path == "bias")
 
 
 def on(mesh, function, in_specs=REPLICATED, out_specs=REPLICATED, **options):

@@ -35,8 +35,7 @@ def cocktail(meta: dict, trace) -> Setting:
     tx = jaxcomp.cocktail_sgd(
         optax.sgd(meta["lr"]),
         "replica",
-        compressor=authors.cocktail_compressor(meta["env"]),
-        exchange=authors.half_two_shot,
+        compressor=authors.half_two_shot(authors.cocktail_compressor(meta["env"])),
     )
     return Setting(tx, jnp.float16)
 
@@ -54,13 +53,12 @@ def one_bit_adam(meta: dict, trace) -> Setting:
         *config["betas"],
         config["eps"],
         freeze_step=config["freeze_step"] - 1,
-        compressor=authors.per_tensor,
+        compressor=authors.one_bit(authors.per_tensor),
         precondition=False,
         variance_floor=0.0,
         step_bound=None,
         bias_correction=False,
         weight_decay=config["weight_decay"],
-        exchange=authors.one_bit,
     )
     return Setting(tx, first=1, multiple=32)
 
@@ -83,10 +81,9 @@ def zero_one_adam(meta: dict, trace) -> Setting:
         freeze_step=config["var_freeze_step"],
         sync_at=lambda count: meets[count],
         variance_at=lambda count: learns[count],
-        compressor=authors.per_tensor,
+        compressor=authors.one_bit(authors.per_tensor),
         step_bound=None,
         weight_decay=config["weight_decay"],
-        exchange=authors.one_bit,
     )
     return Setting(tx, first=1, multiple=32)
 
@@ -109,7 +106,7 @@ def one_bit_lamb(meta: dict, trace) -> Setting:
         variance_floor=0.0,
         step_bound=None,
         bias_correction=False,
-        exchange=authors.one_bit,
+        compressor=authors.one_bit(jaxcomp.sign(block=1024)),
     )
     return Setting(tx, first=1, spare=-numel % 32)
 

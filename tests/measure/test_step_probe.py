@@ -30,7 +30,8 @@ def zero_one_adam():
 
 def many_buckets():
     """Ten alike, whose messages are sent in a loop."""
-    mean = jaxcomp.compressed_mean(jaxcomp.quantize(4), AXIS, bucket_numel=256)
+    cut = jaxcomp.two_shot(jaxcomp.quantize(4), bucket_numel=256)
+    mean = jaxcomp.compressed_mean(cut, AXIS)
     return optax.chain(mean, optax.adam(1e-2))
 
 

@@ -25,6 +25,7 @@ RATE = 0.125
 
 CODES = {
     "cocktail": jaxcomp.cocktail(0.5, 0.5),
+    "cocktail, gathered": jaxcomp.gathered(jaxcomp.cocktail(0.5, 0.5)),
     "pseudo-random": jaxcomp.compose(
         jaxcomp.random_k(0.25, pattern="random"), jaxcomp.top_k(0.25), jaxcomp.quantize(4)
     ),
@@ -87,7 +88,6 @@ class Run:
         ("cocktail", {}, 1),
         ("groups", {"sync_every": 3}, 4),
         ("cocktail", {"warmup_steps": 2, "sync_every": 2}, 4),
-        ("cocktail", {"exchange": jaxcomp.gathered}, 4),
         ("cocktail", {"delayed": False}, 3),
         ("groups", {"delayed": False, "sync_every": 3}, 4),
         ("cocktail", {"delayed": False, "warmup_steps": 2, "sync_every": 2}, 4),
@@ -241,7 +241,8 @@ def test_a_method_without_warm_up_goes_on_from_its_end():
 
 def test_many_buckets_warm_up_as_one_does():
     inner = optax.adam(RATE)
-    one, many = (Run(make(inner, warmup_steps=2, bucket_numel=n)) for n in (2**22, 512))
+    cut = lambda numel: jaxcomp.two_shot(jaxcomp.cocktail(), bucket_numel=numel)
+    one, many = (Run(make(inner, warmup_steps=2, compressor=cut(n))) for n in (2**22, 512))
     for step in range(2):
         for run in (one, many):
             run.step(random_tree(step, 4))

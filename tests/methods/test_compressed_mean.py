@@ -103,7 +103,7 @@ def expected_bytes(compressor, num_replicas, exchange):
 def test_nothing_is_lost_replicas_agree_and_bytes_are_as_stated(compressor, num_replicas):
     exchange = wire.gathered if num_replicas == 2 else wire.two_shot
     mesh = mesh_of(num_replicas)
-    update, state, params = start(mean(compressor, exchange=exchange), mesh)
+    update, state, params = start(mean(exchange(compressor)), mesh)
 
     sent = expected_bytes(compressor, num_replicas, exchange)
     assert report.sent_bytes(update, mesh) == pytest.approx(sent, rel=1e-12)
@@ -180,7 +180,7 @@ def test_any_optimizer_behind_identity_is_the_plain_one(num_replicas):
 
 def test_a_leaf_may_lie_in_many_buckets():
     num_replicas, mesh = 3, mesh_of(3)
-    tx = mean(jaxcomp.quantize(4, block=16), bucket_numel=100)
+    tx = mean(jaxcomp.two_shot(jaxcomp.quantize(4, block=16), bucket_numel=100))
     update, state, params = start(tx, mesh)
     grads = gradients(num_replicas)
     updates, state = update(rows(mesh, grads), state, params)
@@ -263,7 +263,7 @@ def test_policies_send_each_leaf_by_its_own_compressor():
 @pytest.mark.parametrize("exchange", [wire.gathered, wire.two_shot])
 def test_without_error_feedback_a_step_forgets_what_it_did_not_send(exchange):
     mesh = mesh_of(2)
-    tx = mean(jaxcomp.quantize(4, block=16), error_feedback=False, exchange=exchange)
+    tx = mean(exchange(jaxcomp.quantize(4, block=16)), error_feedback=False)
     update, state, params = start(tx, mesh)
     assert sum(x.size for x in jax.tree.leaves(state)) == 1  # the counter alone
     grads = gradients(2)
@@ -280,7 +280,8 @@ def test_seeds_and_steps_change_the_noise():
     mesh, grads = mesh_of(2), gradients(2)
 
     def first_two(seed):
-        tx = mean(jaxcomp.quantize(2, rounding="stochastic"), error_feedback=False, seed=seed)
+        code = jaxcomp.quantize(2, rounding="stochastic")
+        tx = mean(jaxcomp.two_shot(code, seed=seed), error_feedback=False)
         update, state, params = start(tx, mesh)
         first, state = update(rows(mesh, grads), state, params)
         second, state = update(rows(mesh, grads), state, params)
@@ -295,7 +296,7 @@ def test_buckets_of_equal_content_are_rounded_by_different_noise():
     mesh = mesh_of(2)
     params = {"kernel": np.zeros((2, 400), np.float32)}
     code = jaxcomp.quantize(2, rounding="stochastic")
-    tx = mean(code, error_feedback=False, bucket_numel=400)
+    tx = mean(jaxcomp.two_shot(code, bucket_numel=400), error_feedback=False)
     update, state, replicated = start(tx, mesh, params)
     half = np.random.default_rng(0).normal(size=(2, 1, 400)).astype(np.float32)
     grads = {"kernel": np.concatenate([half, half], axis=1)}
@@ -435,7 +436,7 @@ def test_apply_if_finite_inside_skips_a_bad_step_everywhere():
     ("compressor", "options"),
     [
         (jaxcomp.quantize(4, block=16), {}),
-        (jaxcomp.quantize(4, block=16, rounding="stochastic"), {"exchange": wire.gathered}),
+        (jaxcomp.gathered(jaxcomp.quantize(4, block=16, rounding="stochastic")), {}),
         (jaxcomp.random_k(1 / 4, "random"), {}),
         (jaxcomp.compose(jaxcomp.top_k(0.25), jaxcomp.sign()), {"error_feedback": False}),
     ],

@@ -9,15 +9,23 @@ from tests.helpers.dependence import messages
 from tests.helpers.replicas import mesh_of, transform
 
 NAMES = ["a", "b", "c", "d"]
-CUT = {"bucket_numel": 2048}  # one leaf a bucket
+CUT = jaxcomp.two_shot(jaxcomp.sign(block=1024), bucket_numel=2048)  # one leaf a bucket
+EXACT = jaxcomp.two_shot(jaxcomp.identity(), bucket_numel=2048)
+ZERO_ONE = {"compressor": CUT, "variance_compressor": EXACT}
 METHODS = {
-    "mean": jaxcomp.compressed_mean(jaxcomp.quantize(4), "replica", **CUT),
-    "one_bit_adam": jaxcomp.one_bit_adam(1e-3, "replica", **CUT),
-    "zero_one_adam": jaxcomp.zero_one_adam(1e-3, "replica", **CUT),
-    "zero_one_adam, warm-up": jaxcomp.zero_one_adam(1e-3, "replica", warmup_steps=9, **CUT),
-    "one_bit_lamb": jaxcomp.one_bit_lamb(1e-3, "replica", **CUT),
+    "mean": jaxcomp.compressed_mean(CUT, "replica"),
+    "one_bit_adam": jaxcomp.one_bit_adam(1e-3, "replica", compressor=CUT),
+    "zero_one_adam": jaxcomp.zero_one_adam(1e-3, "replica", **ZERO_ONE),
+    "zero_one_adam, warm-up": jaxcomp.zero_one_adam(1e-3, "replica", warmup_steps=9, **ZERO_ONE),
+    "one_bit_lamb": jaxcomp.one_bit_lamb(1e-3, "replica", compressor=CUT),
     # An eighth of its momenta travels.
-    "slamb": jaxcomp.slamb(1e-3, "replica", density=1 / 8, exact_numel=64, bucket_numel=256),
+    "slamb": jaxcomp.slamb(
+        1e-3,
+        "replica",
+        compressor=jaxcomp.two_shot(jaxcomp.random_k(1 / 8), bucket_numel=256),
+        drift_compressor=jaxcomp.two_shot(jaxcomp.identity(), bucket_numel=256),
+        exact_numel=64,
+    ),
 }
 # The last bucket of these tells whether the gradient is finite, so it waits for all.
 LAST = ("mean", "one_bit_adam", "one_bit_lamb")

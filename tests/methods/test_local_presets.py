@@ -45,7 +45,7 @@ GROUPS = jaxcomp.compose(jaxcomp.group_top_1(64), jaxcomp.bin_means(2))
     ("make", "options", "fewer"),
     [
         (jaxcomp.sparse_loco, {"density": 1 / 64}, 146.3),
-        (jaxcomp.local_steps, {"code": GROUPS, "mean": jaxcomp.gathered}, 256.0),
+        (jaxcomp.local_steps, {"code": jaxcomp.gathered(GROUPS)}, 256.0),
     ],
     ids=["sparse_loco", "groups"],
 )

@@ -118,10 +118,10 @@ def test_a_schedule_says_when_replicas_meet():
     assert int(history[-1][1].rounds["all"]) == 4
 
 
-@pytest.mark.parametrize("mean", [jaxcomp.two_shot, jaxcomp.gathered])
-def test_error_feedback_loses_nothing(mean):
-    tx = make(every=2, code=jaxcomp.quantize(2, block=8), outer=optax.sgd(1.0), error_decay=1.0,
-              mean=mean)  # fmt: skip
+@pytest.mark.parametrize("exchange", [jaxcomp.two_shot, jaxcomp.gathered])
+def test_error_feedback_loses_nothing(exchange):
+    code = exchange(jaxcomp.quantize(2, block=8))
+    tx = make(every=2, code=code, outer=optax.sgd(1.0), error_decay=1.0)
     start, grads = random_tree(0), gradients(8)
     params, state = history_of(tx, start, grads, 4)[-1]
     held = np.zeros(46)
@@ -136,8 +136,8 @@ def test_error_feedback_loses_nothing(mean):
 
 
 def test_what_was_not_sent_decays():
-    options = {"every": 1, "code": jaxcomp.top_k(0.125, block=8), "outer": optax.sgd(1.0)}
-    tx = make(**options, error_decay=0.5, mean=jaxcomp.gathered)
+    code = jaxcomp.gathered(jaxcomp.top_k(0.125, block=8))
+    tx = make(every=1, code=code, outer=optax.sgd(1.0), error_decay=0.5)
     grads = [random_tree(1, 2), jax.tree.map(np.zeros_like, random_tree(1, 2))]
     (_, _), (_, first), (_, second) = history_of(tx, random_tree(0), grads, 2)
     for name in SHAPES:
@@ -154,7 +154,7 @@ def test_a_mean_of_senders_divides_by_those_that_sent_an_entry():
     for mean in (jaxcomp.gathered, jaxcomp.from_senders):
         tx = jaxcomp.local_steps(
             optax.sgd(1.0), "replica", every=1, outer=optax.sgd(1.0),
-            code=jaxcomp.top_k(0.125, block=8), mean=mean,
+            code=mean(jaxcomp.top_k(0.125, block=8)),
         )  # fmt: skip
         params, _ = history_of(tx, {"w": np.zeros((5, 8), np.float32)}, [{"w": -drifts}], 4)[-1]
         means[mean] = one_value(params["w"])
@@ -219,7 +219,7 @@ def test_an_outer_state_in_shards_of_owners_is_the_whole_ones():
     """The outer optimizer averages by itself, only in outer steps."""
     momentum, exact = optax.sgd(0.7, momentum=0.9, nesterov=True), lambda path, leaf: True
     owners = jaxcomp.sharded_optimizer(momentum, "replica", exact=exact)
-    apart = make(every=2, outer=owners, mean=None)
+    apart = make(every=2, outer=owners, code=None)
     whole = make(every=2, outer=momentum, code=jaxcomp.identity())
     start, grads = random_tree(0), gradients(5)
     histories = [history_of(tx, start, grads, 4) for tx in (apart, whole)]
@@ -249,7 +249,7 @@ def test_compact_keeps_the_residual_in_fewer_bits():
         ({"every": 2, "delay": 3}, "delay=3; needs from 0 to `every`"),
         ({"every": 2, "keep": 1.0}, r"keep=1.0; needs \[0, 1\)"),
         ({"every": 2, "fragments": 0}, "fragments=0; needs at least 1"),
-        ({"every": 2, "mean": None, "delay": 1}, "mean=None; needs no code, feedback, delay or"),
+        ({"every": 2, "code": None, "delay": 1}, "code=None; needs no feedback, delay or frag"),
         ({"every": jaxcomp.schedules.always, "delay": 1}, "delay=1; needs 1 and 0 with a schedule"),
     ],
 )

@@ -15,9 +15,8 @@ REPLICAS, SIZE, EVERY, MEETINGS = 4, 256, 4, 60
 
 def trained(targets, code, outer):
     """Parameters and state after the last outer step, and half an interval later."""
-    tx = jaxcomp.local_steps(
-        optax.sgd(0.2), "replica", every=EVERY, code=code, outer=outer, mean=jaxcomp.gathered
-    )
+    code = jaxcomp.gathered(code)
+    tx = jaxcomp.local_steps(optax.sgd(0.2), "replica", every=EVERY, code=code, outer=outer)
     loss_fn = lambda params, batch: 0.5 * jnp.sum((params - batch[0]) ** 2)
     init, step = jaxcomp.simulated_train_step(loss_fn, tx, REPLICAS, "replica")
     one = lambda carry, batch: (step(*carry, batch)[:2], None)

@@ -66,8 +66,7 @@ def test_the_freeze_stands_in_the_state_of_the_step_before():
 GROUPS = jaxcomp.one_bit_adam(
     *(RATE, "replica"),
     freeze_step=1,
-    compressor=jaxcomp.group_top_1(8),
-    bucket_numel=400,
+    compressor=jaxcomp.two_shot(jaxcomp.group_top_1(8), bucket_numel=400),
     weight_decay=0.1,
 )
 

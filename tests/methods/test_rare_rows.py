@@ -69,7 +69,7 @@ def test_a_single_replica_takes_its_optimizers_steps():
 
 def test_codes_move_the_mean_of_the_replicas_as_no_code_does():
     def mean(code):
-        tx = jaxcomp.cocktail_sgd(rare(), "replica", compressor=code, exchange=jaxcomp.gathered)
+        tx = jaxcomp.cocktail_sgd(rare(), "replica", compressor=jaxcomp.gathered(code))
         params, state = history_of(tx, PARAMS, map(gradients, range(STEPS)), REPLICAS)[-1]
         return jax.tree.map(lambda p, d: np.asarray(p + d.mean(0)), params, state.drift)
 

@@ -101,20 +101,24 @@ def test_codes_know_every_position(compressor):
     assert_no_position_wraps(lambda payload: compressor.decode(payload, KEY), payload)
 
 
+WHOLE = {"bucket_numel": 2**40}
+TENTH = jaxcomp.two_shot(jaxcomp.random_k(0.1), **WHOLE)
+EXACT = jaxcomp.two_shot(jaxcomp.identity(), **WHOLE)
+
+
 # Of `rows[index]`, where only the index among the rows is not a constant.
 @pytest.mark.filterwarnings("ignore:Explicitly requested dtype int64")
 @pytest.mark.parametrize(
     "tx",
     [
-        jaxcomp.slamb(1e-3, "replica", density=0.1, bucket_numel=2**40),
-        jaxcomp.sharded_optimizer(optax.sgd(1.0), "replica", bucket_numel=2**40),
-        jaxcomp.cocktail_sgd(
+        jaxcomp.slamb(1e-3, "replica", compressor=TENTH, drift_compressor=EXACT),
+        jaxcomp.sharded_optimizer(
             optax.sgd(1.0),
             "replica",
-            compressor=jaxcomp.random_k(0.1),
-            warmup_steps=1,
-            bucket_numel=2**40,
+            gradients=jaxcomp.two_shot(jaxcomp.quantize(4, rounding="stochastic"), **WHOLE),
+            differences=jaxcomp.two_shot(jaxcomp.quantize(4), **WHOLE),
         ),
+        jaxcomp.cocktail_sgd(optax.sgd(1.0), "replica", compressor=TENTH, warmup_steps=1),
     ],
     ids=["slamb", "sharded_optimizer", "cocktail_sgd"],
 )

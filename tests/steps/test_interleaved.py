@@ -50,7 +50,7 @@ def placed(mesh, specs=None):
     [
         (METHOD(compressor=CODE), {}),
         (METHOD(compressor=CODE), {"accumulate": 4}),
-        (METHOD(compressor=CODE, exchange=jaxcomp.gathered), {"accumulate": 2}),
+        (METHOD(compressor=jaxcomp.gathered(CODE)), {"accumulate": 2}),
         (METHOD(compressor=CODE, warmup_steps=2, sync_every=2), {}),
         (METHOD(compressor=CODE, delayed=False), {}),
         (optax.chain(optax.clip(0.1), METHOD(compressor=CODE)), {}),
