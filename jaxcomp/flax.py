@@ -3,6 +3,7 @@
 The one module that needs flax: `import jaxcomp` does not import it. Above all rooms but measure.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -58,9 +59,18 @@ def on_mesh(
             "or jaxcomp.flax.train_state_step(loss_fn), and call that."
         )
 
-    marked: Any = init
-    marked.on_mesh = update
-    return optax.GradientTransformationExtraArgs(marked, refuse)
+    return optax.GradientTransformationExtraArgs(_OnMesh(init, update), refuse)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _OnMesh:
+    """The `init` of a transformation that `on_mesh` has bound."""
+
+    init: Callable[[Any], Any]
+    update: Update
+
+    def __call__(self, params: Any) -> Any:
+        return self.init(params)
 
 
 def train_step(
@@ -236,14 +246,13 @@ def _core(loss: _Loss, tx: Any) -> TrainStep:
 
 
 def _update_of(tx):
-    update = getattr(tx.init, "on_mesh", None)
-    if update is None:
+    if not isinstance(tx.init, _OnMesh):
         raise ValueError(
             "the optimizer's transformation is bound to no mesh; write "
             "nnx.Optimizer(model, jaxcomp.flax.on_mesh(tx, mesh, 'replica'), wrt=nnx.Param), or "
             "TrainState.create(..., tx=jaxcomp.flax.on_mesh(tx, mesh, 'replica'))."
         )
-    return update
+    return tx.init.update
 
 
 def _put(mesh, tree, specs):

@@ -20,12 +20,13 @@ from jaxcomp.exchange.wire import Transport
 from jaxcomp.methods import moments
 from jaxcomp.methods.common import counted, method, no_rounds, require
 from jaxcomp.methods.inner import Synchronization, inner_step
-from jaxcomp.replicas.protocol import MethodState
+from jaxcomp.replicas.protocol import ExchangesAhead, KeepsRounding
 from jaxcomp.replicas.types import to_varying, zeros_of
 from jaxcomp.replicas.wrapping import with_extra_args
 
 
-@MethodState.register
+@ExchangesAhead.register
+@KeepsRounding.register
 class CocktailSGDState(NamedTuple):
     """State of `cocktail_sgd`."""
 
@@ -37,16 +38,6 @@ class CocktailSGDState(NamedTuple):
     inner: Any  # state of the inner optimizer, this replica's own
     rounds: Any  # {"all", "synchronize", "warmup"}: i32[], how often each was sent
     skipped: jax.Array  # i32[], this replica's steps whose inner update was not finite
-
-    @property
-    def exchanges_ahead(self) -> bool:
-        """The previous step's changes can be sent while this step's gradient is computed."""
-        return True
-
-    @property
-    def keeps_rounding(self) -> bool:
-        """The drift keeps what narrow parameters round off."""
-        return True
 
 
 def cocktail_sgd(

@@ -18,7 +18,7 @@ from jaxcomp.methods import moments
 from jaxcomp.methods.common import counted, method, no_rounds, require
 from jaxcomp.methods.fragments import fragments_of
 from jaxcomp.methods.inner import Synchronization, inner_step
-from jaxcomp.replicas.protocol import MethodState
+from jaxcomp.replicas.protocol import EvaluatesConsensus, KeepsRounding
 from jaxcomp.replicas.types import to_varying, vary_like, zeros_of
 from jaxcomp.replicas.wrapping import with_extra_args
 from jaxcomp.schedules import Schedule
@@ -26,7 +26,8 @@ from jaxcomp.schedules import Schedule
 _FOUR_BITS = quantize(4)
 
 
-@MethodState.register
+@EvaluatesConsensus.register
+@KeepsRounding.register
 class LocalStepsState(NamedTuple):
     """State of `local_steps`; trees have leaves of the parameters' shapes, float32 or wider."""
 
@@ -44,16 +45,6 @@ class LocalStepsState(NamedTuple):
     # "synchronize_0", "synchronize_1" and so on.
     rounds: Any
     skipped: jax.Array  # i32[], this replica's steps whose inner update was not finite
-
-    @property
-    def keeps_rounding(self) -> bool:
-        """The drift keeps what narrow parameters round off."""
-        return True
-
-    @property
-    def evaluates_consensus(self) -> bool:
-        """An outer step decides what becomes of the drift."""
-        return True
 
 
 def local_steps(
@@ -136,7 +127,7 @@ def local_steps(
         require(alone, name, needs, write, code=code)
     if outer is None:
         outer = optax.sgd(0.7, momentum=0.9, nesterov=True)
-    transport = transport_of(code if averages else averaging.EXACT, axis_name)
+    transport = transport_of(averaging.EXACT if code is None else code, axis_name)
     inner = with_extra_args(inner, name)
 
     def init_fn(params):

@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from jaxcomp.replicas.protocol import MethodState, keeps_rounding
+from jaxcomp.replicas.protocol import KeepsRounding, keeps_rounding
 from jaxcomp.replicas.wrapping import is_narrow, widened, with_extra_args
 
 
-@MethodState.register
+@KeepsRounding.register
 class MasterWeightsState(NamedTuple):
     """State of `master_weights`."""
 
@@ -19,11 +19,6 @@ class MasterWeightsState(NamedTuple):
     # None for leaves that are float32 or wider.
     remainder: Any
     inner: Any  # state of the transformation, which sees the masters
-
-    @property
-    def keeps_rounding(self) -> bool:
-        """Small updates are not lost."""
-        return True
 
 
 def master_weights(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:

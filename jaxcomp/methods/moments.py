@@ -86,8 +86,17 @@ def adam(
     )
     rate = common.schedule_of(name, learning_rate)
     rate_of = lambda count: jnp.asarray(rate(count), jnp.float32)
-    rest = bias_correction, weight_decay, mask, step_bound
-    return Adam(rate_of, b1, b2, eps, variance_floor, *rest)
+    return Adam(
+        rate_of=rate_of,
+        b1=b1,
+        b2=b2,
+        eps=eps,
+        variance_floor=variance_floor,
+        bias_correction=bias_correction,
+        weight_decay=weight_decay,
+        mask=mask,
+        step_bound=step_bound,
+    )
 
 
 def wide(dtype) -> jnp.dtype:
@@ -171,8 +180,8 @@ def learned(
       count: i32[], how often the variance was learned before; masks and noise depend on it.
     """
 
-    rest = {"instead": averaging.Instead(~due), "zeroed": bad}
-    mean = averaging.average(transport, grads, count, "variance", **rest).mean
+    instead = averaging.Instead(~due)
+    mean = averaging.average(transport, grads, count, "variance", instead=instead, zeroed=bad).mean
     new = unless(~due, optax.tree_utils.tree_update_moment(mean, variance, b2, 2), variance)
     # On a GPU each reader would compute it again from the mean and the old variance.
     once = functools.partial(by_platform, cpu=lambda v: v, default=lax.optimization_barrier)

@@ -19,13 +19,13 @@ from jaxcomp.exchange.wire import Transport, transport_of
 from jaxcomp.methods.common import method, require
 from jaxcomp.replicas.elementwise import ranked, require_elementwise
 from jaxcomp.replicas.finite import not_finite, poisoned
-from jaxcomp.replicas.protocol import MethodState
+from jaxcomp.replicas.protocol import KeepsRounding
 from jaxcomp.replicas.shards import cut, natural, without_padding
 from jaxcomp.replicas.types import is_tracked, num_replicas
 from jaxcomp.replicas.wrapping import with_extra_args
 
 
-@MethodState.register
+@KeepsRounding.register
 class ShardedOptimizerState(NamedTuple):
     """State of `sharded_optimizer`; each replica owns one of R pieces of every parameter."""
 
@@ -34,11 +34,6 @@ class ShardedOptimizerState(NamedTuple):
     # f32[1, ..., 1, numel / R] per leaf, of its rank: the owner's parameters minus the common.
     owner_residual: Any
     owned: Any  # the inner optimizer's state, for pieces
-
-    @property
-    def keeps_rounding(self) -> bool:
-        """`owner_residual` keeps what narrow parameters round off."""
-        return True
 
 
 def sharded_optimizer(

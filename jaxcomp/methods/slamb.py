@@ -20,11 +20,11 @@ from jaxcomp.methods.common import counted, method, no_rounds, require
 from jaxcomp.methods.rescaling import Rescaling, steps
 from jaxcomp.replicas.finite import any_of, failing, unless
 from jaxcomp.replicas.layers import LayeredTransformation
-from jaxcomp.replicas.protocol import MethodState
+from jaxcomp.replicas.protocol import KeepsRounding
 from jaxcomp.replicas.types import to_varying
 
 
-@MethodState.register
+@KeepsRounding.register
 class SlambState(NamedTuple):
     """State of `slamb`; trees have leaves of the parameters' shapes, float32 except `stale`."""
 
@@ -42,11 +42,6 @@ class SlambState(NamedTuple):
     # "momentum_0", "momentum_1" and so on.
     rounds: Any
     skipped: jax.Array  # i32[], this replica's steps whose gradient was not finite
-
-    @property
-    def keeps_rounding(self) -> bool:
-        """The drift keeps what narrow parameters round off."""
-        return True
 
 
 def slamb(

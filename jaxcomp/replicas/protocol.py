@@ -21,11 +21,8 @@ fields of a `MethodState`, all of them optional:
 Most states also have `count`, i32[], the steps so far. As a field of a NamedTuple it hides
 `tuple.count`: mypy needs a `type: ignore` there.
 
-A class with an attribute `exchanges_ahead` says that the method's `update` takes an extra argument
-`ahead`; see `jaxcomp.overlapped_train_step`. An attribute `keeps_rounding` says that the method
-keeps what narrow parameters, such as bfloat16, round off an update. An attribute
-`evaluates_consensus` says that a drift is not yet part of the model, since an outer step decides
-what becomes of it; else evaluation during a run adds the drift, see `jaxcomp.eval_step`.
+What a method does besides is said by where its state is registered: `ExchangesAhead`,
+`KeepsRounding`, `EvaluatesConsensus`, which are kinds of `MethodState`.
 
 Only registered classes count: a field `drift` in another library's state, or a parameter of that
 name, is not a drift.
@@ -53,6 +50,21 @@ class MethodState(abc.ABC):  # noqa: B024, only a base to register with
     """
 
 
+class ExchangesAhead(MethodState):
+    """States of methods whose `update` takes `ahead`; see `jaxcomp.overlapped_train_step`."""
+
+
+class KeepsRounding(MethodState):
+    """States that keep what narrow parameters, such as bfloat16, round off an update."""
+
+
+class EvaluatesConsensus(MethodState):
+    """States whose drift is not yet part of the model: an outer step decides what becomes of it.
+
+    Evaluation during a run adds other drifts, see `jaxcomp.eval_step`.
+    """
+
+
 FIELDS = frozenset(
     {"drift", "residual", "owner_residual", "owned", "skipped", "rounds", "loss_scale"}
 )
@@ -68,7 +80,7 @@ def evaluated_drifts(state: Any) -> list[Any]:
     return [
         child
         for method in _methods(state).values()
-        if not hasattr(method, "evaluates_consensus")
+        if not isinstance(method, EvaluatesConsensus)
         for key, child in _children(method)
         if _name(key) == "drift"
     ]
@@ -123,12 +135,12 @@ def leaves_out_alone(state: Any) -> bool:
 
 def exchanges_ahead(state: Any) -> bool:
     """Whether a method in a state may exchange before this step's gradient is known."""
-    return any(hasattr(method, "exchanges_ahead") for method in _methods(state).values())
+    return any(isinstance(method, ExchangesAhead) for method in _methods(state).values())
 
 
 def keeps_rounding(state: Any) -> bool:
     """Whether a method in a state keeps what narrow parameters round off."""
-    return any(hasattr(method, "keeps_rounding") for method in _methods(state).values())
+    return any(isinstance(method, KeepsRounding) for method in _methods(state).values())
 
 
 def exchanging(state: Any) -> str | None:

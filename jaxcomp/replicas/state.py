@@ -1,6 +1,8 @@
 """States of replicas: a row for each replica where they differ, and parameters plus drift."""
 
+import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -138,14 +140,24 @@ def per_replica(
         updates, state = tx.update(updates, state, params, **extra_args)
         return updates, stack(_emptied(state), axis_name)
 
-    marked: Any = init
-    marked.replica_axes = names_of(axis_name)
-    return optax.GradientTransformationExtraArgs(marked, update)
+    over = OverReplicas(init, names_of(axis_name))
+    return optax.GradientTransformationExtraArgs(over, update)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class OverReplicas:
+    """The `init` of a transformation that `per_replica` has wrapped."""
+
+    init: Callable[[Any], Any]
+    axes: tuple[str, ...]
+
+    def __call__(self, params: Any) -> Any:
+        return self.init(params)
 
 
 def replica_axes(tx: optax.GradientTransformation) -> tuple[str, ...]:
     """The axes over which `per_replica` has wrapped `tx`; () if it has not."""
-    return getattr(tx.init, "replica_axes", ())
+    return tx.init.axes if isinstance(tx.init, OverReplicas) else ()
 
 
 def _first_state(tx, params):

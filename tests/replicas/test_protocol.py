@@ -30,15 +30,11 @@ class Feedback(NamedTuple):
     residual: Any
 
 
-@protocol.MethodState.register
+@protocol.EvaluatesConsensus.register
 class Outer(NamedTuple):
     """That of a method whose drift is not yet part of the model."""
 
     drift: Any
-
-    @property
-    def evaluates_consensus(self):
-        return True
 
 
 class Theirs(NamedTuple):
@@ -50,7 +46,6 @@ class Theirs(NamedTuple):
     rounds: Any
     loss_scale: Any
     owner_residual: Any = ()
-    keeps_rounding = exchanges_ahead = True
 
 
 @protocol.MethodState.register

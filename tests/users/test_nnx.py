@@ -102,7 +102,7 @@ def test_batch_norm_and_microbatches_are_those_of_the_whole_batch():
     assert metrics["aux"].shape == (REPLICAS, BATCH // REPLICAS)
 
     args, weights = (model, optimizer, batch_of(1)), sum(x.size for x in leaves(model))
-    rows = report.collectives(step.lower(*args).compile(), optimizer.tx.init.on_mesh.mesh)
+    rows = report.collectives(step.lower(*args).compile(), optimizer.tx.init.update.mesh)
     assert sum(row.operand_bytes for row in rows) == 4 * (weights + 16)
 
 
@@ -161,7 +161,7 @@ def test_local_parameters_are_found_in_the_optimizers_state():
     _, optimizer, _, _ = trained(EVERY_METHOD["cocktail_sgd"](5e-3), steps=2)
     model = Classifier(nnx.Rngs(0))
     params = nnx.state(model, nnx.Param)
-    mesh = optimizer.tx.init.on_mesh.mesh
+    mesh = optimizer.tx.init.update.mesh
 
     def spread(params, opt_state):
         local = jaxcomp.local_params(params, opt_state, "replica")
