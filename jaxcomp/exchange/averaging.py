@@ -129,12 +129,13 @@ def average(
         way = _exchange_of(bucket, transport, code).journey
         return way(x, residual, _code(bucket, code), key, transport.axis_name)
 
-    columns = plan, Key(count, jnp.uint32(transport.seed)), owner_residual
+    shared = Key(count, jnp.uint32(transport.seed))
     if instead is None:
         with named(part):
-            means = completed(map_buckets(journey, *columns), pace)
+            means = completed(map_buckets(journey, plan, shared, owner_residual), pace)
     else:
-        means = map_buckets(functools.partial(_either, instead, part, journey), *columns)
+        either = functools.partial(_either, instead, part, journey)
+        means = map_buckets(either, plan, shared, owner_residual)
     wide = [jnp.promote_types(dtype, jnp.float32) for dtype in plan.dtypes]
     means_of = _laid_out(buckets.unflatten(plan, [m.mean for m in means], wide))
     decoded = _laid_out(buckets.unflatten(plan, [m.sent for m in means], wide))
@@ -165,8 +166,8 @@ def _sent(plan, leaves, empty, decoded, instead):
         return x if nothing is False else jnp.where(nothing, 0, x)
 
     empty = [False] * len(leaves) if empty is None else empty
-    columns = plan.labels, leaves, empty, plan.treedef.flatten_up_to(decoded)
-    return plan.treedef.unflatten(map(of_leaf, *columns))
+    decoded = plan.treedef.flatten_up_to(decoded)
+    return plan.treedef.unflatten(map(of_leaf, plan.labels, leaves, empty, decoded))
 
 
 def _carrier(plan):

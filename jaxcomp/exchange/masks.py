@@ -197,8 +197,8 @@ class Masked(NamedTuple):
         """`mean_on_masks` with the masks of the current stage."""
 
         def way(stage):
-            columns = self.masks(stage, params), stage.part
-            return lambda leaves: mean_on_masks(*columns, leaves, self.transport, count)
+            masks = self.masks(stage, params)
+            return lambda leaves: mean_on_masks(masks, stage.part, leaves, self.transport, count)
 
         ways = [way(stage) for stage in self.stages]
         if len(ways) == 1:

@@ -183,8 +183,16 @@ def slamb(
         momentum, on = treedef.unflatten(exchanged.leaves), treedef.unflatten(exchanged.on)
         older = lambda old, on: jnp.where(on, 0, jnp.minimum(old, 65534) + 1).astype(old.dtype)
         stale = jax.tree.map(older, state.stale, on)
-        local, decays = jax.tree.map(jnp.add, params, state.drift), adam.decays(params)
-        lost = steps(blended, momentum, variance, local, stale, count, axis_name, decays)
+        lost = steps(
+            blended,
+            momentum=momentum,
+            variance=variance,
+            params=jax.tree.map(jnp.add, params, state.drift),
+            stale=stale,
+            count=count,
+            axis_name=axis_name,
+            decays=adam.decays(params),
+        )
         drift = unless(bad, jax.tree.map(jnp.subtract, state.drift, lost), state.drift)
         meets = sync_at(count)
         got = averaging.average(
