@@ -297,9 +297,19 @@ def qsdp(
         )
     for code in (weights, gradients, fast_gradients):
         policy_of(code)  # raises for anything else
-    exact = exact or _EXACT
-    rest = fast_axis, fast_gradients, secondary, gather_once, lookahead
-    return QSDP(axis_name, weights, gradients, exact, fit_at, seed, *rest)
+    return QSDP(
+        axis_name=axis_name,
+        weights=weights,
+        gradients=gradients,
+        exact=exact or _EXACT,
+        fit_at=fit_at,
+        seed=seed,
+        fast_axis=fast_axis,
+        fast_gradients=fast_gradients,
+        secondary=secondary,
+        gather_once=gather_once,
+        lookahead=lookahead,
+    )
 
 
 def _planned(fsdp: Any, stacked: Callable, path: Any, leaf: Any) -> Shard:
