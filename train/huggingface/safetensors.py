@@ -1,13 +1,12 @@
-"""The file format safetensors: a JSON header, then the arrays, which are memory-mapped.
+"""Files of arrays in the format safetensors, memory-mapped; folders of several, with an index.
 
 Hugging Face, `safetensors <https://github.com/huggingface/safetensors>`_, "Format": eight bytes
 with the length of the header, little-endian; the header, which has dtype, shape and place of each
-array; then the arrays, row by row.
+array; then the arrays, row by row. The package `safetensors` checks and writes files.
 """
 
 import hashlib
 import json
-import math
 import os
 import pathlib
 from collections.abc import Iterable
@@ -15,6 +14,8 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
 
 from train import checks
 
@@ -33,63 +34,37 @@ DTYPES: dict[str, np.dtype] = {
 """The supported dtypes; files with others raise."""
 FLOATS = tuple(DTYPES[name] for name in ("F64", "F32", "F16", "BF16"))
 """Those that weights may have."""
-_LARGEST_HEADER = 100_000_000  # bytes, the format's own limit
 _PAGE = 4096  # bytes
-_MOST_AXES = 8
-_ENTRY = {"dtype": str, "shape": list[int], "data_offsets": list[int]}
-_ALIGNED = 8  # the header is a multiple of this many bytes
 
 
 def read(file: str | pathlib.Path) -> dict[str, np.ndarray]:
     """The arrays of a file by name, read-only and memory-mapped, so a page is read on access.
+
+    The package would copy each array that is read.
 
     Raises:
       ValueError: If the file cannot be read, or its header does not describe its bytes: each array
         begins where the one before it ends, and the last one ends with the file.
     """
     try:
-        with checks.open_file(file) as opened:
+        with checks.open_file(file) as opened:  # the package would wait for a pipe
             content = np.memmap(opened, np.uint8, "r")
     except (OSError, ValueError) as error:  # ValueError: an empty file
         raise ValueError(f"{file} cannot be read ({error}); download it again.") from error
-    size = int.from_bytes(content[:8].tobytes(), "little")
-    if content.size < 8 or size > min(_LARGEST_HEADER, content.size - 8):
-        raise _damaged(file, "its header is longer than the file")
     try:
-        header = checks.json_value(content[8 : 8 + size].tobytes())
-    except ValueError as error:
-        raise _damaged(file, f"its header cannot be read ({error})") from error
-    if not checks.is_of(header, dict[str, dict[str, Any]]):
-        raise _damaged(file, f"its header cannot be read ({header!r:.80} describes no arrays)")
-    header.pop("__metadata__", None)
-    arrays = content[8 + size :]
-    made = {name: _array(file, arrays, name, entry) for name, entry in header.items()}
-    end = 0
-    for name in sorted(header, key=lambda name: header[name]["data_offsets"]):
-        begin, next_end = header[name]["data_offsets"]
-        if begin != end:
-            raise _damaged(file, f"{name} begins at {begin}, but the arrays before it end at {end}")
-        end = next_end
-    if end != arrays.size:
-        raise _damaged(file, f"its arrays end at {end}, but the file at {arrays.size}")
-    return made
+        with safe_open(file, "numpy"):  # which compares the header with the file
+            size = 8 + int.from_bytes(content[:8].tobytes(), "little")
+        header = checks.json_value(content[8:size].tobytes())
+        header.pop("__metadata__", None)
+        return {name: _array(content[size:], name, entry) for name, entry in header.items()}
+    except (SafetensorError, ValueError) as error:
+        raise _damaged(file, str(error)) from error
 
 
 def write(file: str | pathlib.Path, arrays: dict[str, np.ndarray]) -> None:
     """Writes arrays to a file that transformers can read."""
-    names = {dtype: name for name, dtype in DTYPES.items()}
-    header: dict[str, dict] = {"__metadata__": {"format": "pt"}}  # transformers requires it
-    end = 0
-    for name, array in arrays.items():
-        begin, end = end, end + array.nbytes
-        entry = {"dtype": names[array.dtype], "shape": array.shape, "data_offsets": (begin, end)}
-        header[name] = entry
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % _ALIGNED)
-    with open(file, "wb") as out:
-        out.write(len(text).to_bytes(8, "little") + text)
-        for array in arrays.values():
-            out.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+    made = {name: np.asarray(array, order="C") for name, array in arrays.items()}
+    save_file(made, file, {"format": "pt"})  # which transformers requires
 
 
 def read_all(folder: str | pathlib.Path) -> dict[str, np.ndarray]:
@@ -172,21 +147,10 @@ def write_all(
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
 
 
-def _array(file, arrays: np.ndarray, name: str, entry: dict[str, Any]) -> np.ndarray:
-    checks.of_keys(entry, f"{file}, {name}", **_ENTRY)
-    dtype, shape, offsets = (entry[key] for key in _ENTRY)
-    if len(offsets) != 2:
-        raise _damaged(file, f"{name} has the data_offsets {str(offsets):.80}")
-    begin, end = offsets
-    if dtype not in DTYPES:
-        raise ValueError(f"{file} holds {name} as {dtype}; those read are {', '.join(DTYPES)}.")
-    sizes = [size or 1 for size in shape]  # NumPy multiplies the sizes of empty arrays, too
-    if len(shape) > _MOST_AXES or min(0, begin, *shape) < 0 or math.prod(sizes) >= 2**60:
-        raise _damaged(file, f"{name} has the shape {str(shape):.80} from {begin} to {end}")
-    needed = math.prod(shape) * DTYPES[dtype].itemsize
-    if end - begin != needed or end > arrays.size:
-        raise _damaged(file, f"{name} needs {needed} bytes and has those from {begin} to {end}")
-    return arrays[begin:end].view(DTYPES[dtype]).reshape(shape)
+def _array(arrays: np.ndarray, name: str, entry: dict[str, Any]) -> np.ndarray:
+    if (dtype := entry["dtype"]) not in DTYPES:
+        raise ValueError(f"it holds {name} as {dtype}; those read are {', '.join(DTYPES)}")
+    return arrays[slice(*entry["data_offsets"])].view(DTYPES[dtype]).reshape(entry["shape"])
 
 
 def _damaged(file, why: str) -> ValueError:

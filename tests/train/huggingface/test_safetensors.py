@@ -32,7 +32,7 @@ def test_several_files_have_an_index(most, tmp_path):
     index = tmp_path / "model.safetensors.index.json"
     assert index.exists() == (most < 1000)
     found = safetensors.read_all(tmp_path)
-    assert list(found) == list(ARRAYS)
+    assert found.keys() == ARRAYS.keys()
     for name, array in found.items():
         np.testing.assert_array_equal(array, ARRAYS[name], strict=True)
     assert not list(tmp_path.glob("*.part"))
@@ -54,52 +54,47 @@ def written(file, text, size=8):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (header(shape=[3]), "a needs 12 bytes and has those from 0 to 8"),
-        (header(shape=[4], data_offsets=[0, 16]), "a needs 16 bytes and has those from 0 to 16"),
-        (header(shape=[-2]), "the shape"),
-        (header(data_offsets=[-8, 0]), "from -8 to 0"),
-        (header(data_offsets=[0]), r"the data_offsets \[0\]"),
-        (header(shape=[True, 2]), "a: shape is .True, 2.; needs a list of a whole number each"),
-        (header(shape=[1] * 9), "the shape"),
-        (header(shape=[0, 2**62, 2**62], data_offsets=[0, 0]), "the shape"),
-        (header(shape=[2**40, 2**40]), "the shape"),
-        (header(dtype="F8_E4M3"), "as F8_E4M3; those read are"),
-        (header(dtype=[]), r"a: dtype is \[\]; needs text"),
-        (
-            header(shape=[1], data_offsets=[4, 8]),
-            "a begins at 4, but the arrays before it end at 0",
-        ),
-        (header(shape=[1], data_offsets=[0, 4]), "its arrays end at 4, but the file at 8"),
-        (b"{}", "its arrays end at 0, but the file at 8"),
-        (b"[]", "its header cannot be read"),
-        (b"{", "its header cannot be read"),
-        (b'{"a": 1}', "its header cannot be read"),
-        (b'{"a": {}}', "a: dtype is nothing; needs text"),
-        (b"[" * 100_000, "nests too deeply"),
+        (header(shape=[3]), "header"),
+        (header(shape=[4], data_offsets=[0, 16]), "header"),
+        (header(shape=[-2]), "header"),
+        (header(data_offsets=[-8, 0]), "header"),
+        (header(data_offsets=[0]), "header"),
+        (header(shape=[True, 2]), "header"),
+        (header(shape=[2.0]), "header"),
+        (header(shape=[1] * 70, data_offsets=[0, 8], dtype="I64"), "dimension"),
+        (header(shape=[0, 2**62, 2**62], data_offsets=[0, 0]), "header"),
+        (header(shape=[2**40, 2**40]), "header"),
+        (header(shape=[8], dtype="F8_E4M3"), "holds a as F8_E4M3; those read are"),
+        (header(dtype=[]), "header"),
+        (header(shape=[1], data_offsets=[4, 8]), "header"),
+        (header(shape=[1], data_offsets=[0, 4]), "header"),
+        (b"{}", "header"),
+        (b"[]", "header"),
+        (b"{", "header"),
+        (b'{"a": 1}', "header"),
+        (b'{"a": {}}', "header"),
+        (b"[" * 100_000, "header"),
+        (b'{"a": ' * 100_000, "header"),
+        (header(deep=json.loads("[" * 100 + "]" * 100)), None),
         (header()[:-1] + b"," + header()[1:], "has the key 'a' twice"),
     ],
 )
 def test_headers_that_lie_are_refused(text, message, tmp_path):
-    with pytest.raises(ValueError, match=message):
-        safetensors.read(written(tmp_path / "model.safetensors", text))
+    file = written(tmp_path / "model.safetensors", text)
+    if message is None:  # what the format does not know is nobody's harm
+        assert safetensors.read(file)["a"].shape == (2,)
+        return
+    with pytest.raises(ValueError, match=f"is damaged: .*{message}"):
+        safetensors.read(file)
 
 
-@pytest.mark.parametrize(
-    ("second", "message"),
-    [
-        ([4, 12], "b begins at 4, but the arrays before it end at 8"),  # bytes of both
-        ([0, 8], "begins at 0, but the arrays before it end at 8"),
-        ([12, 20], "b begins at 12, but the arrays before it end at 8"),
-        ([8, 16], "its arrays end at 16, but the file at 20"),
-    ],
-)
-def test_arrays_lie_one_after_the_other_as_the_package_wants_them(second, message, tmp_path):
+# Bytes of both, twice; a hole between them, and one behind them.
+@pytest.mark.parametrize("second", [[4, 12], [0, 8], [12, 20], [8, 16]])
+def test_arrays_lie_one_after_the_other(second, tmp_path):
     text = json.dumps({"b": entry(data_offsets=second), "a": entry()}).encode()
     file = written(tmp_path / "model.safetensors", text, 20)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match="is damaged: .* header"):
         safetensors.read(file)
-    with pytest.raises(Exception, match="offset|[Mm]etadata"):
-        package.load_file(file)
 
 
 def test_what_is_no_file_is_refused_at_once(tmp_path):
@@ -150,7 +145,7 @@ def test_an_index_says_where_each_array_is(tmp_path, index, message):
 def test_a_file_that_is_cut_off_or_away_is_refused(tmp_path):
     file = tmp_path / "model.safetensors"
     file.write_bytes((100).to_bytes(8, "little") + b"{}")
-    with pytest.raises(ValueError, match="its header is longer than the file"):
+    with pytest.raises(ValueError, match="is damaged"):
         safetensors.read_all(tmp_path)
     file.write_bytes(b"")
     with pytest.raises(ValueError, match="cannot be read"):
