@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from jaxcomp.launch import agree
 from train.config import Config
 from train.data import image_folder, images, packing, texts, token_files
-from train.data.sources import Images
+from train.data.sources import Data, Images
 from train.data.token_files import Corpus
 from train.models.objectives import OBJECTIVES
 
@@ -34,10 +34,15 @@ def read(config: Config) -> Examples:
     Raises:
       ValueError: If something is missing or unreadable, or does not fit the model.
     """
-    if isinstance(config.data, Images):
-        return _images(config)
-    corpus = _corpus(config)
-    return (_documents if config.data.packed else _text)(config, corpus)
+    data, model, seed, batches = config.data, config.model, config.seed, config.eval_batches
+    folder = Path(data.cache or Path(config.runs_dir, config.name, "data"))
+    if isinstance(data, Images):
+        return _images(_image_set(data, model, folder, config.name), data.batch, seed, batches)
+    corpus = _corpus(data, model.vocab, folder)
+    if data.packed:
+        return _documents(corpus, data, model.context, seed, batches)
+    prepare = OBJECTIVES[config.objective].prepare
+    return _text(corpus, data, model.context, prepare, seed, batches)
 
 
 def none(config: Config) -> Examples:
@@ -49,35 +54,30 @@ def none(config: Config) -> Examples:
     return Examples({}, refuse, refuse)
 
 
-def _folder(config: Config) -> Path:
-    """The folder for processed data: the run's own, unless the config names a cache."""
-    return Path(config.data.cache or Path(config.runs_dir, config.name, "data"))
-
-
-def _corpus(config: Config) -> Corpus:
+def _corpus(data: Data, vocab: int, folder: Path) -> Corpus:
     """The tokens, made by process 0 for all that see its files; other hosts make their own."""
-    data, vocab = config.data, config.model.vocab
-    prepare = lambda: token_files.prepare(data, _folder(config), vocab)
+    prepare = lambda: token_files.prepare(data, folder, vocab)
     made = Path(agree.from_first(lambda: str(prepare())))
     corpus = token_files.load(made if made.is_dir() else prepare())
     token_files.require_fit(corpus.vocab, vocab, data)
     return corpus
 
 
-def _text(config: Config, corpus: Corpus) -> Examples:
-    size, context = config.data.batch, config.model.context
-    prepare = OBJECTIVES[config.objective].prepare
-    texts.require_enough(corpus, config.data, context)
+def _text(
+    corpus: Corpus, data: Data, context: int, prepare: Callable, seed: int, batches: int
+) -> Examples:
+    size = data.batch
+    texts.require_enough(corpus, data, context)
 
     def keyed(tokens, rows, *key, first=0):
         return prepare(tokens, [[*key, first + row] for row in range(*rows.indices(size))])
 
     def train(step, rows, seen=None):
-        tokens = texts.batch(corpus.train, config.seed, step, size, context, rows)
-        return keyed(tokens, rows, config.seed, step)
+        tokens = texts.batch(corpus.train, seed, step, size, context, rows)
+        return keyed(tokens, rows, seed, step)
 
     def validation(number, rows):
-        sizes = (config.eval_batches, size, context)
+        sizes = (batches, size, context)
         tokens = texts.validation_batch(corpus.validation, number, *sizes, rows)
         # By its place among all: what is hidden of a row does not depend on the size of a batch.
         return keyed(tokens, rows, first=number * size)
@@ -85,45 +85,47 @@ def _text(config: Config, corpus: Corpus) -> Examples:
     return Examples(corpus.record, train, validation)
 
 
-def _documents(config: Config, corpus: Corpus) -> Examples:
-    size, context = config.data.batch, config.model.context
+def _documents(corpus: Corpus, data: Data, context: int, seed: int, batches: int) -> Examples:
+    size = data.batch
     made = {name: packing.pack(part, context) for name, part in corpus.parts.items()}
     for name, packed in made.items():
         if not packed.starts.size:
             raise ValueError(
                 f"{corpus.record['source']} leaves no document for {name}; add some, or change "
-                f"data.validation_fraction={config.data.validation_fraction}."
+                f"data.validation_fraction={data.validation_fraction}."
             )
     record = corpus.record | {"train_sequences": made["train"].starts.size}
 
     def train(step, rows, seen=None):
         seen = step * size if seen is None else seen
-        return packing.batch(made["train"], config.seed, seen, size, rows)
+        return packing.batch(made["train"], seed, seen, size, rows)
 
     def validation(number, rows):
-        return packing.validation_batch(made["validation"], number, config.eval_batches, size, rows)
+        return packing.validation_batch(made["validation"], number, batches, size, rows)
 
     return Examples(record, train, validation)
 
 
-def _images(config: Config) -> Examples:
-    size = config.data.batch
-    settings = config.data
-    if settings.form == "folder":
-        agree.from_first(lambda: str(image_folder.check(settings.path, _folder(config))))
-    made = images.read(settings, config.model, _folder(config))
+def _image_set(data: Images, model: Any, folder: Path, name: str) -> images.ImageSet:
+    """The images; process 0 says which cannot be read."""
+    if data.form == "folder":
+        agree.from_first(lambda: str(image_folder.check(data.path, folder)))
+    made = images.read(data, model, folder)
     if (broken := made.stored.unreadable) and agree.is_first():
         reasons = " ".join([*broken.values()][:3])
         print(
-            f"{config.name}: {len(broken)} of {len(broken) + made.record['images']} images cannot "
+            f"{name}: {len(broken)} of {len(broken) + made.record['images']} images cannot "
             f"be read and are left out: {reasons}",
             file=sys.stderr,
         )
+    return made
 
+
+def _images(made: images.ImageSet, size: int, seed: int, batches: int) -> Examples:
     def train(step, rows, seen=None):
-        return images.batch(made, config.seed, step * size if seen is None else seen, size, rows)
+        return images.batch(made, seed, step * size if seen is None else seen, size, rows)
 
     def validation(number, rows):
-        return images.validation_batch(made, number, config.eval_batches, size, rows)
+        return images.validation_batch(made, number, batches, size, rows)
 
     return Examples(made.record, train, validation)

@@ -51,7 +51,7 @@ def run(config: Config) -> list[dict[str, Any]]:
     # Signals are caught until the end, so that none interrupts the last save or the plot.
     with contextlib.ExitStack() as until_the_end:
         step, why = _train(config, folder, until_the_end)
-        rows = outputs.finished(config, folder) if agree.is_first() else []
+        rows = outputs.finished(config.name, folder) if agree.is_first() else []
         if step < config.steps:
             kind = KeyboardInterrupt if why == peers.A_PERSON else Drained
             raise kind(f"stopped at step {step}; run the same command to go on")

@@ -65,14 +65,14 @@ def opened(stack: contextlib.ExitStack, task: Task, claim: Claim, folder: Path, 
     return lambda row: metrics.append(log, row, claim.require), track, show
 
 
-def finished(config: Config, folder: Path) -> list[dict[str, Any]]:
+def finished(name: str, folder: Path) -> list[dict[str, Any]]:
     """All rows of a run; plots them if some were evaluated."""
     log = folder / "metrics.jsonl"
     rows = metrics.read(log) if log.is_file() else []  # the user may have removed it
     if any("val_loss" in row for row in rows):
         from train.output import plots  # takes a second or two, which the start need not wait for
 
-        plots.loss_figure({config.name: rows}, folder / "loss.png")
+        plots.loss_figure({name: rows}, folder / "loss.png")
     return rows
 
 
@@ -93,9 +93,9 @@ def summary(config: Config, rows: Rows) -> str:
     dense = plan.get("dense_bytes_per_step", 0)
     training, validation = (_nats(_last(rows, name)) for name in ("loss", "val_loss"))
     facts = {
-        "time": _time(config, rows),
+        "time": _time(config.data.batch, rows),
         "sent": _sent(rows, dense),
-        "saved": _saved(config, rows, dense),
+        "saved": _saved(config.link_rate, rows, dense),
         "losses": f"training {training}, validation {validation}",
         "checkpoint": "" if checkpoint is None else f"{folder / 'checkpoints' / str(checkpoint)}",
     }
@@ -118,11 +118,11 @@ def step_seconds(rows: Rows) -> float:
     )
 
 
-def _time(config: Config, rows: Rows) -> str:
+def _time(batch: int, rows: Rows) -> str:
     steps, seconds = rows[-1]["step"], step_seconds(rows)
     if not seconds:
         return ""
-    rate = steps * config.data.batch / seconds
+    rate = steps * batch / seconds
     shown = f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
     each = f"{steps:,} steps of {duration(seconds / steps)}"
     return f"{duration(seconds)} in {each}, {shown} examples/s"
@@ -137,13 +137,13 @@ def _sent(rows: Rows, dense: float) -> str:
     return f"{size(sent)} by each replica, {against} dense float32, {size(whole)}"
 
 
-def _saved(config: Config, rows: Rows, dense: float) -> str:
-    if config.link_rate is None or not dense:
+def _saved(rate: float | None, rows: Rows, dense: float) -> str:
+    if rate is None or not dense:
         return ""
     bytes_of_both = rows[-1]["sent_bytes"], rows[-1]["step"] * dense
-    sent, whole = (8 * count / config.link_rate for count in bytes_of_both)
+    sent, whole = (8 * count / rate for count in bytes_of_both)
     return (
-        f"{duration(whole - sent)} at {config.link_rate / 1e6:,.4g} Mbit/s: "
+        f"{duration(whole - sent)} at {rate / 1e6:,.4g} Mbit/s: "
         f"{duration(sent)} of sending, not {duration(whole)}, unless computing hides it"
     )
 

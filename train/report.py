@@ -2,6 +2,7 @@
 
 import itertools
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -34,8 +35,8 @@ def text(task: Task) -> str:
         if task.sent_bytes
         else f"nothing to send with one replica{' across the slow axis' if fast > 1 else ''}.",
         *_rounds(task, dense),
-        *_memory(task),
-        *_exact(task),
+        *_memory(task.programs),
+        *_exact(task.like),
         *notes(task),
     ]
     return "\n".join(lines)
@@ -76,18 +77,18 @@ def dense_bytes(task: Task) -> float:
     return passes * 4 * num_parameters(task) / fast * (slow - 1) / slow
 
 
-def _exact(task: Task) -> list[str]:
+def _exact(like: dict[str, Any]) -> list[str]:
     """The arrays that are sent in float32; where only a number differs, they have one name."""
-    exact = jaxcomp.report.exact_leaves(task.like["params"], task.like["state"])
+    exact = jaxcomp.report.exact_leaves(like["params"], like["state"])
     if exact is None:
         return []
     names = dict.fromkeys(re.sub(r"\d+", "*", name) for name in exact)
     return [f"in float32, {len(exact)} arrays: {', '.join(names)}" if exact else "in float32: none"]
 
 
-def _memory(task: Task) -> list[str]:
+def _memory(programs: Sequence[jax.stages.Compiled]) -> list[str]:
     """The memory of a device, according to XLA."""
-    plans = [program.memory_analysis() for program in task.programs]
+    plans = [program.memory_analysis() for program in programs]
     if None in plans:
         return []
     held = max(plan.argument_size_in_bytes for plan in plans)

@@ -101,7 +101,7 @@ def _begin(task: Task, directory: Path, step: int | None) -> tuple[Any, Any, Pro
         damages := agree.from_first(lambda: files.pass_over_damaged(directory))
     ):
         step = agree.from_first(lambda: files.latest(directory))
-        _say(task, step, f"since {'; '.join(damages)}; it is kept as damaged-STEP")
+        _say(task.config.name, step, f"since {'; '.join(damages)}; it is kept as damaged-STEP")
     if not task.config.resume:
         raise ValueError(
             f"{directory} has a checkpoint of step {step}, which --no-resume would overwrite; "
@@ -119,18 +119,18 @@ def _from_copies(
     found = copies.newest(step or 0)
     if not isinstance(found, Found):
         if found:
-            _say(task, step or 0, f"without emergency copies: {found}")
+            _say(task.config.name, step or 0, f"without emergency copies: {found}")
         return None
     try:
         held = copies.fetch(found)
     except OSError as error:
-        _say(task, step or 0, f"without emergency copies of step {found.step}: {error}")
+        _say(task.config.name, step or 0, f"without emergency copies of step {found.step}: {error}")
         return None
     load = lambda like: emergency.load(held, like, f"{copies.folder}, copied at step {found.step}")
     began = _restore(task, directory, found.step, emergency.record_of(held), load)
     copies.begin(found.step, found)
     last = "there is no checkpoint" if step is None else f"the last checkpoint is step {step}"
-    _say(task, found.step, f"with emergency copies; {last}")
+    _say(task.config.name, found.step, f"with emergency copies; {last}")
     return began
 
 
@@ -189,37 +189,34 @@ def _restore(
             f"lack {', '.join(sorted(missing))}. Give another --name or --runs-dir."
         )
     progress = _progress(f"{directory}/{step}", saved, step)
-    _require_data(task, directory, saved["data_sha256"], step)
+    name, old_data, data = task.config.name, saved["data_sha256"], task.examples.record["sha256"]
+    if old_data != data:
+        other = f"other data (sha256 {old_data[:12]}...) than this run reads ({data[:12]}...)"
+        if not task.config.accept_data:
+            raise ValueError(
+                f"{directory} was trained on {other}; give the old data, or write --accept-data to "
+                "go on with these, or another --name."
+            )
+        _say(name, step, f"accepts data that changed: it was trained on {other}")
     if step > task.config.steps:
         raise ValueError(
             f"{directory} was trained to step {step}, but steps={task.config.steps}; write more "
             "--steps, or give another --name."
         )
-    _require_fast(task, directory, saved.get("config", {}))
-    _say_changes(task, saved.get("config", {}), step)
+    settings = saved.get("config", {})
+    if task.config.qsdp is None:
+        _require_fast(task.config.fast, settings.get("fast", 1), directory)
+    if changes := _changes(settings, json.loads(to_json(task.config))):
+        _say(name, step, f"with other settings: {'; '.join(changes)}")
     like, num_replicas = task.like, saved["num_replicas"]
     if num_replicas != task.mesh.size:
         like = _like_saved(task, num_replicas)
     tree = jaxcomp.resize(load(like), task.like)
     state, policy = tree["state"], task.config.resize
     if num_replicas != task.mesh.size:
-        _say(task, step, f"{task.mesh.size} replicas instead of {num_replicas}, resize={policy}")
+        _say(name, step, f"{task.mesh.size} replicas instead of {num_replicas}, resize={policy}")
         state = reset_residuals(state) if policy == "reset" else state
     return tree["params"], state, progress
-
-
-def _require_data(task: Task, directory: Path, old: str, step: int) -> None:
-    """Raises a ValueError if the data has changed, unless that is accepted."""
-    new = task.examples.record["sha256"]
-    if old == new:
-        return
-    other = f"other data (sha256 {old[:12]}...) than this run reads ({new[:12]}...)"
-    if not task.config.accept_data:
-        raise ValueError(
-            f"{directory} was trained on {other}; give the old data, or write --accept-data to go "
-            "on with these, or another --name."
-        )
-    _say(task, step, f"accepts data that changed: it was trained on {other}")
 
 
 def _progress(path: str, saved: dict[str, Any], step: int) -> Progress:
@@ -243,10 +240,9 @@ def _progress(path: str, saved: dict[str, Any], step: int) -> Progress:
         raise ValueError(f"the checkpoint {path} has metadata with {error}") from error
 
 
-def _require_fast(task: Task, directory: Path, saved: dict[str, Any]) -> None:
+def _require_fast(new: int, old: Any, directory: Path) -> None:
     """Raises a ValueError if the devices of a replica would have other shares than before."""
-    old, new = saved.get("fast", 1), task.config.fast
-    if old != new and task.config.qsdp is None:
+    if old != new:
         raise ValueError(
             f"{directory} was trained with fast={old}, which cuts its states, but fast={new}; "
             f"write --fast {old}; or give another --name, and --start-from with this run's folder "
@@ -254,21 +250,19 @@ def _require_fast(task: Task, directory: Path, saved: dict[str, Any]) -> None:
         )
 
 
-def _say_changes(task: Task, old: dict[str, Any], step: int) -> None:
-    """Prints the settings that have changed since the checkpoint."""
-    old, new = by_name(old), by_name(json.loads(to_json(task.config)))
-    changes = [
+def _changes(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """The settings that have changed since the checkpoint, as text."""
+    old, new = by_name(old), by_name(new)
+    return [
         f"{name} {json.loads(old[name])!r} -> {json.loads(value)!r}"
         for name, value in new.items()
         if name not in _SAID_ELSEWHERE and name in old and old[name] != value
     ]
-    if changes:
-        _say(task, step, f"with other settings: {'; '.join(changes)}")
 
 
-def _say(task: Task, step: int, what: str) -> None:
+def _say(name: str, step: int, what: str) -> None:
     if agree.is_first():
-        print(f"{task.config.name}: from step {step} on {what}", file=sys.stderr)
+        print(f"{name}: from step {step} on {what}", file=sys.stderr)
 
 
 def _like_saved(task: Task, num_replicas: int) -> Any:

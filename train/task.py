@@ -65,7 +65,7 @@ def make_task(config: Config, read: Callable[[Config], Examples] = examples.read
       ValueError: If the data, the devices or the update's expression do not fit.
     """
     mesh = devices.make_mesh(config.replicas, config.fast)
-    configs.microbatch(config, mesh.size)
+    configs.microbatch(config.data.batch, mesh.size, config.accumulate)
     made, placement = read(config), resolve(config)
     functions, everywhere = placement.functions(mesh), NamedSharding(mesh, P())
     natural, batch = build.param_shapes(config), build.batch_of(config, mesh)
@@ -73,7 +73,7 @@ def make_task(config: Config, read: Callable[[Config], Examples] = examples.read
     if functions.places is not None:
         places = functions.places(natural)
     first_params = jax.jit(lambda: build.random_params(config), out_shardings=places)
-    like = _shapes(config, functions, _placed(natural, places))
+    like = _shapes(config.optimizer.update, functions, _placed(natural, places))
     step, programs = _compiled(functions.step, like["params"], like["state"], batch)
     sent = jaxcomp.report.sent_bytes_by_part(programs, mesh, AXIS_NAME)
     rounds = placement.rounds(like["state"])
@@ -87,8 +87,8 @@ def make_task(config: Config, read: Callable[[Config], Examples] = examples.read
         programs=programs,
         batch=lambda step, seen=None: _fed(batch, lambda rows: made.train(step, rows, seen)),
         deployed=functools.partial(_deployed, functions.deployed, mesh),
-        evaluate=_evaluate_of(config, made, functions, batch),
-        mean_losses=functools.partial(_mean_losses, config, gather_losses(mesh)),
+        evaluate=_evaluate_of(build.totals_of(config), config.eval_batches, made, functions, batch),
+        mean_losses=functools.partial(_mean_losses, _row_steps(config), gather_losses(mesh)),
         left_out=functools.partial(_left_out, jax.jit(jnp.sum, out_shardings=everywhere)),
         natural=natural,
         places=places,
@@ -99,15 +99,13 @@ def make_task(config: Config, read: Callable[[Config], Examples] = examples.read
     )
 
 
-def _shapes(config: Config, functions: Functions, params: Any) -> dict[str, Any]:
+def _shapes(update: str, functions: Functions, params: Any) -> dict[str, Any]:
     """Shapes, dtypes and shardings of parameters and state, without computing them."""
     try:
         like = jax.eval_shape(functions.init, params)  # also traces the update
     except TypeError as error:
         reason = str(error).partition("\n")[0]
-        raise ValueError(
-            f"optimizer.update={config.optimizer.update!r} does not fit gradients: {reason}"
-        ) from error
+        raise ValueError(f"optimizer.update={update!r} does not fit gradients: {reason}") from error
     return dict(zip(("params", "state"), _placed(like, functions.shardings(params)), strict=True))
 
 
@@ -144,13 +142,15 @@ def _deployed(deployed, mesh: Mesh, params: Any, state: Any) -> tuple[Any, float
     return program(params, state), jaxcomp.report.sent_bytes(program, mesh, AXIS_NAME)
 
 
-def _evaluate_of(config: Config, made: Examples, functions: Functions, batch: Any) -> Callable:
+def _evaluate_of(
+    totals: Callable, eval_batches: int, made: Examples, functions: Functions, batch: Any
+) -> Callable:
     """The one evaluation of all methods: sums over all targets, divided once."""
-    totals_of = functions.eval_step(build.totals_of(config))
+    totals_of = functions.eval_step(totals)
 
     def evaluate(params, state=None):
         params, state = (params, ()) if state is None else functions.evaluated(params, state)
-        makes = (functools.partial(made.validation, n) for n in range(config.eval_batches))
+        makes = (functools.partial(made.validation, n) for n in range(eval_batches))
         found = [totals_of(params, state, _fed(batch, make)) for make in makes]
         # Of batches in turn, in float64: as if all were one.
         add = lambda *values: math.fsum(float(x) for x in values)
@@ -182,10 +182,14 @@ def gather_losses(mesh: Mesh) -> Callable[[list[jax.Array]], jax.Array]:
     return gather
 
 
-def _mean_losses(config: Config, gather: Callable, losses: list[jax.Array]) -> list[float]:
-    # Padded, so that one program also serves the few steps before a stop.
+def _row_steps(config: Config) -> int:
+    """The steps whose losses are gathered together."""
     most = min(config.log_every, config.eval_every, config.checksum_every, config.checkpoint_every)
-    size = min(most, config.emergency_every or most, _MOST_GATHERED)
+    return min(most, config.emergency_every or most, _MOST_GATHERED)
+
+
+def _mean_losses(size: int, gather: Callable, losses: list[jax.Array]) -> list[float]:
+    # Padded, so that one program also serves the few steps before a stop.
     filled = [*losses, *[losses[-1]] * (-len(losses) % size)]
     pieces = [gather(filled[at : at + size]) for at in range(0, len(filled), size)]
     columns = np.concatenate([np.asarray(piece, np.float64) for piece in pieces], axis=1)

@@ -152,23 +152,23 @@ class Config:
             optimizer = dataclasses.replace(self.optimizer, warmup_steps=fits)
             object.__setattr__(self, "optimizer", optimizer)
         if self.replicas:
-            microbatch(self, self.replicas)
+            microbatch(self.data.batch, self.replicas, self.accumulate)
 
 
-def microbatch(config: Config, num_replicas: int) -> int:
+def microbatch(batch: int, num_replicas: int, accumulate: int) -> int:
     """The number of sequences of one replica in one microbatch.
 
     Raises:
       ValueError: If the batch does not divide evenly.
     """
-    parts = num_replicas * config.accumulate
-    if config.data.batch % parts:
+    parts = num_replicas * accumulate
+    if batch % parts:
         raise ValueError(
-            f"data.batch={config.data.batch} must be divisible by {num_replicas} replicas x "
-            f"accumulate={config.accumulate} = {parts}; write --data.batch "
-            f"{parts * math.ceil(config.data.batch / parts)}."
+            f"data.batch={batch} must be divisible by {num_replicas} replicas x "
+            f"accumulate={accumulate} = {parts}; write --data.batch "
+            f"{parts * math.ceil(batch / parts)}."
         )
-    return config.data.batch // parts
+    return batch // parts
 
 
 def load(path: str, args: Sequence[str] = ()) -> Config:

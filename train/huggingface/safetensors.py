@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import pathlib
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -62,9 +63,15 @@ def read(file: str | pathlib.Path) -> dict[str, np.ndarray]:
 
 
 def write(file: str | pathlib.Path, arrays: dict[str, np.ndarray]) -> None:
-    """Writes arrays to a file that transformers can read."""
+    """Writes arrays to a file that transformers can read; an OSError if it cannot be written."""
     made = {name: np.asarray(array, order="C") for name, array in arrays.items()}
-    save_file(made, file, {"format": "pt"})  # which transformers requires
+    try:
+        save_file(made, file, {"format": "pt"})  # which transformers requires
+    except SafetensorError as error:  # the package has an OSError's number only in its text
+        number = re.search(r"os error (\d+)", str(error))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(file)) from error
 
 
 def read_all(folder: str | pathlib.Path) -> dict[str, np.ndarray]:

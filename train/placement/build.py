@@ -38,8 +38,8 @@ def batch_of(config: Config, mesh: Mesh) -> Any:
     )
 
 
-def measure_of(config: Config, **options: Any) -> Callable[[Any, Any], dict[str, jax.Array]]:
-    """The measures of a run's objective, as a function of parameters and a batch.
+def loss_of(config: Config, **options: Any) -> Callable[[Any, Any], jax.Array]:
+    """The loss of a run, as a function of parameters and a batch.
 
     Args:
       config: The run.
@@ -47,17 +47,11 @@ def measure_of(config: Config, **options: Any) -> Callable[[Any, Any], dict[str,
     """
     apply, _ = modules.split(nnx.eval_shape(lambda: model_of(config)))
     measure = OBJECTIVES[config.objective].measure
-    return lambda params, batch: measure(lambda *x: apply(params, *x, **options), batch)
+    return lambda params, batch: measure(lambda *x: apply(params, *x, **options), batch)["loss"]
 
 
 def totals_of(config: Config) -> Callable[[Any, Any], tuple[dict[str, jax.Array], jax.Array]]:
-    """`measure_of` as sums over a batch's targets, and their number."""
+    """All measures of a run's objective, as sums over a batch's targets, and their number."""
     apply, _ = modules.split(nnx.eval_shape(lambda: model_of(config)))
     totals = OBJECTIVES[config.objective].totals
     return lambda params, batch: totals(lambda *x: apply(params, *x), batch)
-
-
-def loss_of(config: Config, **options: Any) -> Callable[[Any, Any], jax.Array]:
-    """The loss of a run, as a function of parameters and a batch; see `measure_of`."""
-    measure = measure_of(config, **options)
-    return lambda params, batch: measure(params, batch)["loss"]

@@ -5,15 +5,15 @@ import os
 import jax
 from jax.sharding import AxisType, Mesh
 
-from train.config.run import AXIS_NAME, Config
+from train.config.run import AXIS_NAME
 
 FAST_AXIS = "fast"
 """Name of the mesh axis of replicas with fast links between them, if a run has one."""
 
 
-def fast_axis_of(config: Config) -> str | None:
-    """The name of the run's fast axis, if it has one."""
-    return FAST_AXIS if config.fast > 1 else None
+def fast_axis_of(fast: int) -> str | None:
+    """The name of a run's fast axis, if it has one."""
+    return FAST_AXIS if fast > 1 else None
 
 
 def start(replicas: int, num_processes: int = 1) -> None:

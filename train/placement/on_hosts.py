@@ -1,10 +1,8 @@
 """Runs whose replicas are hosts: each parameter is sharded over the host's devices."""
 
-import functools
 from collections.abc import Callable
 
 import jax
-import optax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -30,7 +28,21 @@ def resolve(config: Config) -> Placement:
             "--no-in-shards."
         )
     whole = replicated.resolve(config)
-    functions = functools.partial(_functions, config, whole.tx)
+
+    def functions(mesh: Mesh) -> Functions:
+        batch_specs = P((AXIS_NAME, FAST_AXIS))  # so that XLA gathers parameters, not activations
+        specs = sharding.specs(build.param_shapes(config), mesh, fsdp=FAST_AXIS)
+        made = jaxcomp.train_step(
+            build.loss_of(config, layers=_with_rows_apart),
+            whole.tx,
+            mesh,
+            AXIS_NAME,
+            param_specs=specs,
+            accumulate=config.accumulate,
+            batch_specs=batch_specs,
+        )
+        return replicated.functions_of(made, whole.tx, mesh, specs=specs, batch_specs=batch_specs)
+
     spread = lambda params, mesh: jaxcomp.replica_spread(params, mesh, AXIS_NAME)
     return whole._replace(functions=functions, spread=spread)
 
@@ -43,18 +55,3 @@ def _with_rows_apart(function: Callable) -> Callable:
     """
     apart = lambda x: jax.lax.with_sharding_constraint(x, P(FAST_AXIS))
     return modules.in_turn(lambda params, x: apart(function(params, apart(x))))
-
-
-def _functions(config: Config, tx: optax.GradientTransformation, mesh: Mesh) -> Functions:
-    batch_specs = P((AXIS_NAME, FAST_AXIS))  # so that XLA gathers parameters, not activations
-    specs = sharding.specs(build.param_shapes(config), mesh, fsdp=FAST_AXIS)
-    made = jaxcomp.train_step(
-        build.loss_of(config, layers=_with_rows_apart),
-        tx,
-        mesh,
-        AXIS_NAME,
-        param_specs=specs,
-        accumulate=config.accumulate,
-        batch_specs=batch_specs,
-    )
-    return replicated.functions_of(made, tx, mesh, specs=specs, batch_specs=batch_specs)

@@ -28,11 +28,25 @@ def resolve(config: Config) -> Placement:
     """
     alone = update(config)
     tx = jaxcomp.per_replica(_around(config, alone), AXIS_NAME)
+
+    def functions(mesh: Mesh) -> Functions:
+        make = jaxcomp.overlapped_train_step if config.overlap else jaxcomp.train_step
+        loss_fn, fast_axis = build.loss_of(config), fast_axis_of(config.fast)
+        made = make(loss_fn, tx, mesh, AXIS_NAME, fast_axis=fast_axis, accumulate=config.accumulate)
+        return functions_of(made, tx, mesh, fast_axis=fast_axis)
+
+    def rounds(state: Any) -> dict[str, int]:
+        # One scalar is enough, and faster, if no fragment depends on the tree.
+        if "synchronize_0" not in protocol.rounds(state):
+            return counts.rounds(alone, config.steps)
+        tx, params = counted(config)
+        return counts.rounds(tx, config.steps, params)
+
     return Placement(
         update=alone,
         tx=tx,
-        functions=functools.partial(_functions, config, tx),
-        rounds=functools.partial(_rounds, config, alone),
+        functions=functions,
+        rounds=rounds,
         spread=lambda params, mesh: jaxcomp.replica_spread(params, mesh, mesh.axis_names),
         row_axes=(AXIS_NAME,),
         dense=(2, "ring all-reduce"),  # a scatter and a gather
@@ -52,33 +66,24 @@ def counted(config: Config) -> tuple[optax.GradientTransformation, Any]:
     return _around(config, update(config)), params
 
 
-def _rounds(config, alone, state):
-    """One scalar is enough, and faster, if no fragment depends on the tree."""
-    if "synchronize_0" not in protocol.rounds(state):
-        return counts.rounds(alone, config.steps)
-    tx, params = counted(config)
-    return counts.rounds(tx, config.steps, params)
-
-
-def _around(config, tx):
-    return _of_trainable(config, _per_layer(config, tx))
-
-
-def _per_layer(config: Config, tx: optax.GradientTransformation) -> optax.GradientTransformation:
-    pattern = config.model.stacked
-    if pattern is None or not config.per_layer:
-        return tx
-    return jaxcomp.per_layer(tx, jaxcomp.by_path((pattern, True), (".*", False)))
-
-
-def _of_trainable(config: Config, tx: optax.GradientTransformation) -> optax.GradientTransformation:
+def _around(config: Config, tx: optax.GradientTransformation) -> optax.GradientTransformation:
+    """The transformation as it sees the model: one layer at a time, and what is trained of it."""
+    if config.model.stacked is not None and config.per_layer:
+        layers = jaxcomp.by_path((config.model.stacked, True), (".*", False))
+        tx = jaxcomp.per_layer(tx, layers)
     if config.trainable is None:
         return tx
-    trains = lambda key, _: bool(re.search(config.trainable, path_of(key)))
+    return _of_trainable(tx, config.trainable, build.param_shapes(config))
+
+
+def _of_trainable(
+    tx: optax.GradientTransformation, trainable: str, shapes: Any
+) -> optax.GradientTransformation:
+    trains = lambda key, _: bool(re.search(trainable, path_of(key)))
     labels = lambda params: jax.tree_util.tree_map_with_path(trains, params)
-    if not any(jax.tree.leaves(labels(build.param_shapes(config)))):
+    if not any(jax.tree.leaves(labels(shapes))):
         raise ValueError(
-            f"trainable={config.trainable!r} matches no parameter's path; write a part of one, as "
+            f"trainable={trainable!r} matches no parameter's path; write a part of one, as "
             "--trainable 'lora_[ab]$' with --model.lora 8."
         )
     # The mean of frozen leaves is unused, so XLA never sends it.
@@ -132,10 +137,3 @@ def functions_of(
         shardings=shardings,
         places=None if specs is None else lambda _: place(specs),
     )
-
-
-def _functions(config: Config, tx: optax.GradientTransformation, mesh: Mesh) -> Functions:
-    make = jaxcomp.overlapped_train_step if config.overlap else jaxcomp.train_step
-    loss_fn, fast_axis = build.loss_of(config), fast_axis_of(config)
-    made = make(loss_fn, tx, mesh, AXIS_NAME, fast_axis=fast_axis, accumulate=config.accumulate)
-    return functions_of(made, tx, mesh, fast_axis=fast_axis)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,7 +18,7 @@ from train.config.run import AXIS_NAME, update
 from train.models.decoder import STACKED, DecoderConfig
 from train.placement import build
 from train.placement.base import Functions, Placement
-from train.placement.devices import FAST_AXIS
+from train.placement.devices import fast_axis_of
 
 
 def resolve(config: Config) -> Placement:
@@ -27,10 +28,12 @@ def resolve(config: Config) -> Placement:
       ValueError: As `qsdp_of`, or if the update is not a transformation.
     """
     fsdp, tx = qsdp_of(config), update(config)
+    layers = functools.partial(fsdp.layers, dtype=config.model.dtype)
+    loss_fn = build.loss_of(config, layers=layers)
     return Placement(
         update=tx,
         tx=tx,  # an optimizer of shards sees entries, not layers
-        functions=functools.partial(_functions, config, fsdp, tx),
+        functions=functools.partial(_functions, loss_fn, fsdp, tx, config.accumulate),
         rounds=functools.partial(_rounds, config.steps, fsdp),
         spread=None,
         row_axes=fsdp.axes,
@@ -63,7 +66,7 @@ def qsdp_of(config: Config) -> jaxcomp.QSDP:
 
 
 def _evaluated(text: str, fast: int, steps: int) -> jaxcomp.QSDP:
-    fast_axis = FAST_AXIS if fast > 1 else None
+    fast_axis = fast_axis_of(fast)
     fsdp = expression.evaluate(
         text, {"axis_name": AXIS_NAME, "fast_axis": fast_axis, "steps": steps}
     )
@@ -112,16 +115,17 @@ def _rounds(steps: int, fsdp: jaxcomp.QSDP, state: jaxcomp.QSDPState) -> dict[st
 
 
 def _functions(
-    config: Config, fsdp: jaxcomp.QSDP, tx: optax.GradientTransformation, mesh: Mesh
+    loss_fn: Callable,
+    fsdp: jaxcomp.QSDP,
+    tx: optax.GradientTransformation,
+    accumulate: int,
+    mesh: Mesh,
 ) -> Functions:
-    layers = functools.partial(fsdp.layers, dtype=config.model.dtype)
-    loss_fn = build.loss_of(config, layers=layers)
-
     def sharded_loss(shards, batch):
         # Blocks, `params["block_0"]` and so on or, stacked, `params["blocks"]`, gather themselves.
         return loss_fn(fsdp.gather(shards, but="^block"), batch)
 
-    made = jaxcomp.qsdp_train_step(sharded_loss, tx, mesh, fsdp, accumulate=config.accumulate)
+    made = jaxcomp.qsdp_train_step(sharded_loss, tx, mesh, fsdp, accumulate=accumulate)
 
     def init(params):
         shards = fsdp.shard(params, mesh, _stacked)

@@ -149,7 +149,7 @@ def with_update(config: Config, update: str) -> Config:
 def make_method(name: str, config: Config, mesh: Mesh, changes: str) -> planner.Method:
     """Compiles a run's exchange and reads its bytes and memory; does not time its codec."""
     placed, params = replicated.resolve(config), build.param_shapes(config)
-    axes = AXIS_NAME, devices.fast_axis_of(config)
+    axes = AXIS_NAME, devices.fast_axis_of(config.fast)
     # The program never runs. Only the CPU's compiler is known to keep its messages and memory.
     how = _UNOPTIMIZED if mesh.devices.flat[0].platform == "cpu" else None
     program = step_probe.update_program(placed.tx, params, mesh, *axes, how).step
@@ -166,7 +166,7 @@ def make_method(name: str, config: Config, mesh: Mesh, changes: str) -> planner.
 def update_timer(config: Config, mesh: Mesh) -> Callable[[], float]:
     """Makes a timer of a run's update without its messages, averaged over its steps."""
     placed, params = replicated.resolve(config), build.param_shapes(config)
-    axes = AXIS_NAME, devices.fast_axis_of(config)
+    axes = AXIS_NAME, devices.fast_axis_of(config.fast)
     copies = step_probe.alone(mesh, *axes)
     program = step_probe.update_program(placed.tx, params, copies, *axes)
     time = step_probe.update_timer(program, params, copies, *axes)

@@ -180,9 +180,9 @@ def test_a_warmup_that_does_not_fit_is_a_tenth_of_the_steps(steps, warmup):
 
 def test_replicas_0_leaves_the_division_of_the_batch_to_the_machine():
     config = config_of(replicas=0, accumulate=2)
-    assert configs.microbatch(config, 8) == 2
+    assert configs.microbatch(config.data.batch, 8, config.accumulate) == 2
     with pytest.raises(ValueError, match="5 replicas x accumulate=2 = 10"):
-        configs.microbatch(config, 5)
+        configs.microbatch(config.data.batch, 5, config.accumulate)
 
 
 def test_json_has_every_field_and_no_type_of_the_first_kinds():
