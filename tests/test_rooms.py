@@ -41,7 +41,7 @@ ELSEWHERE = {
     "launch/board.py": "launch/test_strangers.py",
     "launch/control.py": "launch/test_launch.py",
     "launch/copies.py": "train/checkpoints/test_emergency.py",  # of a run
-    "launch/gathering.py": "launch/test_distributed.py",
+    "launch/arrivals.py": "launch/test_distributed.py",
     "launch/local.py": "launch/test_launch.py",
     "launch/member.py": "launch/test_programs_of_others.py",
     "launch/options.py": "launch/test_launch.py",

@@ -23,17 +23,17 @@ _NAMES = {
 }
 
 
-def of_types(settings: Any, of: str = "") -> None:
+def require_types(settings: Any, of: str = "") -> None:
     """Raises a ValueError if a field of a dataclass, `of` a config, does not have its type.
 
     An integer is a number, but True, NaN and infinities are not.
     """
     for field, kind in typing.get_type_hints(type(settings)).items():
-        if not is_of(value := getattr(settings, field), kind):
+        if not has_type(value := getattr(settings, field), kind):
             raise ValueError(f"{of}{field}={value!r:.80} must be {_words(kind)}.")
 
 
-def is_of(value: Any, kind: Any) -> bool:
+def has_type(value: Any, kind: Any) -> bool:
     """Whether a value has a type, as in dataclass fields and in JSON."""
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if kind is Any:
@@ -41,19 +41,19 @@ def is_of(value: Any, kind: Any) -> bool:
     if origin is Literal:
         return any(type(value) is type(arg) and value == arg for arg in args)
     if origin in (Union, types.UnionType):
-        return any(is_of(value, arg) for arg in args)
+        return any(has_type(value, arg) for arg in args)
     if origin is dict:
         key, item = args
         return isinstance(value, dict) and all(
-            is_of(name, key) and is_of(x, item) for name, x in value.items()
+            has_type(name, key) and has_type(x, item) for name, x in value.items()
         )
     if origin is list:
-        return isinstance(value, list) and all(is_of(x, args[0]) for x in value)
+        return isinstance(value, list) and all(has_type(x, args[0]) for x in value)
     if origin is tuple:
         if not isinstance(value, tuple):
             return False
         kinds = args[:1] * len(value) if args[1:] == (...,) else args
-        return len(kinds) == len(value) and all(map(is_of, value, kinds))
+        return len(kinds) == len(value) and all(map(has_type, value, kinds))
     if kind in (int, float) and isinstance(value, int):
         return type(value) is not bool and abs(value) < 2**63  # the range of an int64
     return isinstance(value, kind) and (kind is not float or math.isfinite(value))
@@ -113,14 +113,14 @@ def json_object(file: pathlib.Path, **kinds: Any) -> dict[str, Any]:
         raise ValueError(f"{file} cannot be read: {error}.") from error
     if not isinstance(found, dict):
         raise ValueError(f"{file} holds {found!r:.80}; needs a JSON object.")
-    of_keys(found, str(file), **kinds)
+    require_keys(found, str(file), **kinds)
     return found
 
 
-def of_keys(found: dict[str, Any], where: str, **kinds: Any) -> None:
+def require_keys(found: dict[str, Any], where: str, **kinds: Any) -> None:
     """Raises a ValueError if a key of an object is missing, or its value has another type."""
     for key, kind in kinds.items():
-        if key not in found or not is_of(found[key], kind):
+        if key not in found or not has_type(found[key], kind):
             got = f"{found[key]!r:.80}" if key in found else "nothing"
             raise ValueError(f"{where}: {key} is {got}; needs {_words(kind)}.")
 

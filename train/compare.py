@@ -45,8 +45,8 @@ def _facts(file: pathlib.Path) -> tuple[dict[str, Any], int]:
     """A run's record of its bytes, and how many of its replicas have fast links."""
     record = checks.json_object(file, plan=dict[str, Any], config=dict[str, Any])
     plan, fast = record["plan"], record["config"].get("fast")
-    checks.of_keys(plan, str(file), sent_bytes_per_step=float, parameters=int, replicas=int)
-    if not checks.is_of(fast, int) or not 1 <= fast <= plan["replicas"]:
+    checks.require_keys(plan, str(file), sent_bytes_per_step=float, parameters=int, replicas=int)
+    if not checks.has_type(fast, int) or not 1 <= fast <= plan["replicas"]:
         raise ValueError(f"{file}: fast={fast!r:.80} of replicas={plan['replicas']} fits no run.")
     return plan, fast
 

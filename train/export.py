@@ -60,10 +60,10 @@ def recorded(saved: store.Saved) -> dict[str, Any]:
     Raises:
       ValueError: If it is not of a run of this program.
     """
-    checks.of_keys(saved.metadata, str(saved.path), config=dict[str, Any])
+    checks.require_keys(saved.metadata, str(saved.path), config=dict[str, Any])
     config, table = saved.metadata["config"], dict[str, Any]
     kinds = {"objective": str, "model": table, "data": table, "start_from": str | None}
-    checks.of_keys(config, f"{saved.path}, config", **kinds)
+    checks.require_keys(config, f"{saved.path}, config", **kinds)
     return config
 
 

@@ -166,8 +166,8 @@ class _Run:
                 self.save()
 
     def stops(self) -> bool:
-        wish = "" if self.error is None else "ERROR"
-        self.stopped = self.watch.stop(self.done.step, self.asked_to_stop() or wish)
+        reason = "" if self.error is None else "ERROR"
+        self.stopped = self.watch.stop(self.done.step, self.asked_to_stop() or reason)
         return bool(self.stopped)
 
     def is_due(self, every: int) -> bool:

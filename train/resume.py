@@ -48,7 +48,7 @@ class Progress:
     losses: list = dataclasses.field(default_factory=list)  # f32, also NaN
 
     def __post_init__(self):
-        checks.of_types(self, "progress.")
+        checks.require_types(self, "progress.")
         checks.at_least(0, self, *_COUNTS.split(), of="progress.")
         if not all(isinstance(loss, float) for loss in self.losses):
             raise ValueError(f"progress.losses={self.losses!r:.80} must be a list of numbers.")
@@ -223,12 +223,12 @@ def _progress(path: str, saved: dict[str, Any], step: int) -> Progress:
     """The counts in a checkpoint's metadata; also checks the rest of it."""
     kinds = {"progress": dict[str, Any], "num_replicas": int, "data_sha256": str, "config": dict}
     for name, kind in kinds.items():
-        if not checks.is_of(got := saved.get(name, {}), kind):
+        if not checks.has_type(got := saved.get(name, {}), kind):
             raise ValueError(f"the checkpoint {path} has metadata with {name}={got!r:.80}.")
     data = saved.get("config", {}).get("data")
     batch = data.get("batch") if isinstance(data, dict) else None
     # For runs of earlier versions, which did not count.
-    before = {"examples": step * batch} if checks.is_of(batch, int) else {}
+    before = {"examples": step * batch} if checks.has_type(batch, int) else {}
     if strange := saved["progress"].keys() - {field.name for field in dataclasses.fields(Progress)}:
         raise ValueError(
             f"the checkpoint {path} counts {', '.join(sorted(strange))}, which this version does "

@@ -33,12 +33,12 @@ def own() -> tuple[bytes, str]:
     return _own[0]
 
 
-def of_this_run() -> Board | None:
+def this_run() -> Board | None:
     """The board of the processes that JAX has connected; None if there are none."""
     state = private.state()
     if state.client is None:
         return None
-    return of_client(state.client, state.process_id, state.num_processes, own()[0])
+    return for_client(state.client, state.process_id, state.num_processes, own()[0])
 
 
 def numbers() -> tuple[int, int]:
@@ -46,7 +46,7 @@ def numbers() -> tuple[int, int]:
     return private.state().process_id, private.state().num_processes
 
 
-def of_client(client: Any, me: int, count: int, key: bytes) -> Board:
+def for_client(client: Any, me: int, count: int, key: bytes) -> Board:
     """The board of a client of JAX's coordination service.
 
     Args:

@@ -124,7 +124,7 @@ def _renew(claim: Claim, lease: float, closed: threading.Event) -> None:
 
 def _write(claim: Claim, done: bool = False) -> None:
     """Renews a note. If it is gone or cannot be written now, `require` will report that."""
-    said = {
+    record = {
         "process": os.getpid(),
         "host": socket.gethostname(),
         "since": claim.since,
@@ -132,7 +132,7 @@ def _write(claim: Claim, done: bool = False) -> None:
         "done": done,
         "sign": f"{time.monotonic_ns():020d}",
     }
-    text = f"{claim.token}\n{json.dumps(said)}".encode()
+    text = f"{claim.token}\n{json.dumps(record)}".encode()
     with contextlib.suppress(OSError):
         file = os.open(claim.note, os.O_WRONLY | os.O_NONBLOCK)  # a FIFO may be there
         try:
@@ -157,37 +157,38 @@ def _token(note: Path) -> str:
     return (_read(note) or b"").partition(b"\n")[0].decode(errors="replace")
 
 
-def _said(note: Path) -> dict[str, Any]:
+def _record_of(note: Path) -> dict[str, Any]:
     return seals.json_object((_read(note) or b"").partition(b"\n")[2]) or {}
 
 
 def _who(note: Path | None) -> str:
-    said = _said(note) if note else {}
+    record = _record_of(note) if note else {}
+    host = record.get("host", "a host that does not say it")
     return (
-        f"process {said.get('process', '?')} on {said.get('host', 'a host that does not say it')}, "
-        f"since {said.get('since', 'a time that it does not say')}"
+        f"process {record.get('process', '?')} on {host}, "
+        f"since {record.get('since', 'a time that it does not say')}"
     )
 
 
 def _is_alive(note: Path, lease: float) -> bool:
     """Whether a writer gives a sign within a lease; at once if this host sees that it is gone."""
-    said, first = _said(note), _read(note)
-    place = said.get("place")
-    if first is None or said.get("done") is True:
+    record, first = _record_of(note), _read(note)
+    place = record.get("place")
+    if first is None or record.get("done") is True:
         return False
     here = _place(os.getpid())
     if isinstance(place, list) and here is not None and place[:2] == here[:2]:
-        process = said.get("process")
+        process = record.get("process")
         if type(process) is not int or _place(process) != place:
             return False
-    deadline, told = time.monotonic() + lease, False
+    deadline, shown = time.monotonic() + lease, False
     while time.monotonic() < deadline:
         time.sleep(lease / _BEATS / 4)
         if (now := _read(note)) != first:
-            return now is not None and _said(note).get("done") is not True
-        if not told and time.monotonic() > deadline - lease / 2:
+            return now is not None and _record_of(note).get("done") is not True
+        if not shown and time.monotonic() > deadline - lease / 2:
             print(f"waiting up to {lease / 2:.0f} s for a sign of {_who(note)}", file=sys.stderr)
-            told = True
+            shown = True
     return False
 
 

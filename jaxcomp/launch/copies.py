@@ -45,7 +45,7 @@ class Copies:
     patience: int  # to fetch a file at a start
     key: bytes
     peers: list[str]  # addresses of all processes; empty for one process
-    wards: list[int]  # processes whose copies this one keeps
+    kept_for: list[int]  # processes whose copies this one keeps
     neighbour: int | None
     valid: list[tuple[str, int | None]]  # starts and their last steps, as in `_NOTE`
     last: int = -1  # the newest step that is complete here
@@ -111,7 +111,7 @@ class Copies:
           What was found; or a text about what the newest step lacks, empty if there are no copies.
         """
         mine = [path.name for path in self._files() if self._is_valid(path)]
-        return holders.chosen(_told("copies-held", {"names": mine}), at_least)
+        return holders.chosen(_from_all("copies-held", {"names": mine}), at_least)
 
     def _is_valid(self, path: Path) -> bool:
         name = parts.read_name(path.name)
@@ -122,7 +122,7 @@ class Copies:
         if not name or not made:
             return False
         return any(
-            parts.is_of(name, token, made) and (most is None or name.step <= most)
+            parts.belongs_to(name, token, made) and (most is None or name.step <= most)
             for token, most in self.valid
         )
 
@@ -158,12 +158,12 @@ class Copies:
         for holder in holders:
             try:
                 at, seconds = self.peers[holder], self.patience
-                return handing.get(at, self.key, name, self.shelf(), seconds)
+                return handing.get(at, self.key, name, self.store(), seconds)
             except OSError as caught:
                 error = caught
         raise error
 
-    def shelf(self) -> handing.Shelf:
+    def store(self) -> handing.FileStore:
         """The files that this process takes from others and gives to them."""
 
         def room(text, size):
@@ -177,18 +177,18 @@ class Copies:
 
         def is_good(text, made):
             tokens = [token for token, _ in self.valid] + [self.claim.token]
-            return any(parts.is_of(parts.read_name(text), token, made) for token in tokens)
+            return any(parts.belongs_to(parts.read_name(text), token, made) for token in tokens)
 
-        return handing.Shelf(room, find, is_good)
+        return handing.FileStore(room, find, is_good)
 
     def wanted(self, text: str, size: int) -> Path | None:
         """Where to put a copy from another process; None if it is not from one of its wards."""
         name = parts.read_name(text)
-        if name is None or name.part not in map(str, self.wards):
+        if name is None or name.part not in map(str, self.kept_for):
             return None
         if name.count != len(self.peers) or name.step < self.last:
             return None
-        return self.shelf().room(text, size)
+        return self.store().room(text, size)
 
     def begin(self, step: int, found: Found | None) -> None:
         """Records that the run resumes from a step, from copies if some were found.
@@ -234,26 +234,28 @@ def opened(
     me, count = jax.process_index(), jax.process_count()
     key, address = board.own()
     valid = [(str(token), most) for token, most in agree.from_first(lambda: _valid(folder))]
-    hosts = [str(told.get("host")) for told in _told("copies-host", {"host": socket.gethostname()})]
+    hosts = [
+        str(each.get("host")) for each in _from_all("copies-host", {"host": socket.gethostname()})
+    ]
     near = holders.neighbours(hosts)
     copies = Copies(
         folder=folder,
-        folders=holders.of_process(directory, claim.note.parents[1], hosts, me, instead),
+        folders=holders.folders_for(directory, claim.note.parents[1], hosts, me, instead),
         claim=claim,
         seconds=seconds,
         patience=patience,
         key=key or claim.token.encode(),
         peers=[],
-        wards=[process for process in range(count) if near[process] == me],
+        kept_for=[process for process in range(count) if near[process] == me],
         neighbour=near[me] if count > 1 else None,
         valid=valid,
     )
     with contextlib.ExitStack() as stack:
         if count > 1:
-            shelf = copies.shelf()._replace(room=copies.wanted)
-            open_shelf = handing.open_shelf(address, copies.key, shelf, copies.patience)
-            at = stack.enter_context(open_shelf)
-            copies.peers = [str(told.get("at")) for told in _told("copies-at", {"at": at})]
+            store = copies.store()._replace(room=copies.wanted)
+            serve_files = handing.serve_files(address, copies.key, store, copies.patience)
+            at = stack.enter_context(serve_files)
+            copies.peers = [str(each.get("at")) for each in _from_all("copies-at", {"at": at})]
         yield copies
         copies.close()  # not after an error: the run resumes from them
 
@@ -264,9 +266,9 @@ def forget(folder: Path) -> None:
         (folder / _NOTE).unlink(missing_ok=True)
 
 
-def _told(folder: str, what: dict[str, Any]) -> list[dict[str, Any]]:
+def _from_all(folder: str, what: dict[str, Any]) -> list[dict[str, Any]]:
     """The values of all processes."""
-    texts = board.of_this_run()
+    texts = board.this_run()
     if texts is None:
         return [what]
     texts.put(folder, json.dumps(what))

@@ -139,7 +139,7 @@ def require_same(facts: dict[str, str], seconds: float = 600.0) -> None:
       ValueError: In every process, if a fact differs; says which, and where.
       ConnectionError: If a process has failed or does not come.
     """
-    if (texts := board.of_this_run()) is None:
+    if (texts := board.this_run()) is None:
         return
     name = hashlib.sha256(json.dumps(sorted(facts)).encode()).hexdigest()[:16]
     texts.put(name, json.dumps(facts))
@@ -185,7 +185,7 @@ def abandon(status: int) -> NoReturn:
     Args:
       status: Exit status.
     """
-    if (texts := board.of_this_run()) is None:
+    if (texts := board.this_run()) is None:
         leave(status)
     flush()
     process_id, count = board.numbers()

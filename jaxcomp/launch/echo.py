@@ -62,7 +62,7 @@ class _Screen:
     def _step(self, line: progress.Line) -> bool:
         """Shows a line as a bar; False if there is no tqdm."""
         if self.bar is None:
-            self.bar = progress.bar(line.name, line.step, line.steps, of_lines=True)
+            self.bar = progress.bar(line.name, line.step, line.steps, from_lines=True)
             if self.bar is None:
                 return False
             self.bar.start_t = self.began

@@ -48,7 +48,7 @@ def may_restart(status: int) -> bool:
     return status not in {end for end in Exit if end.again != "a machine"}
 
 
-def of_returncode(code: int) -> int:
+def from_returncode(code: int) -> int:
     """The exit status in a shell's terms, for a return code of `subprocess`."""
     return code if code >= 0 else 128 - code
 

@@ -1,6 +1,6 @@
 """Files that processes send to each other directly: a sealed line, then the bytes.
 
-Anybody who reaches the port may connect. A guest has a few seconds for one short line. Without the
+Anybody who reaches the port may connect. A caller has a few seconds for one short line. Without the
 run's seal, or with a request for a missing file, it is disconnected. Sizes and times are bounded.
 """
 
@@ -19,11 +19,11 @@ from jaxcomp.launch import addresses, seals
 
 _LINE = 4096  # bytes
 _PATIENCE = 5.0  # seconds for the first line
-_MOST = 256  # guests at a time
+_MOST = 256  # callers at a time
 _PIECE = 1 << 20
 
 
-class Shelf(NamedTuple):
+class FileStore(NamedTuple):
     """The files of a process, which others request by name."""
 
     room: Callable[[str, int], Path | None]  # name, bytes -> folder for it; None: rejected
@@ -32,39 +32,39 @@ class Shelf(NamedTuple):
 
 
 @contextlib.contextmanager
-def open_shelf(address: str, key: bytes, shelf: Shelf, seconds: float):
+def serve_files(address: str, key: bytes, store: FileStore, seconds: float):
     """Receives and serves files at a port of this process until the end.
 
     Args:
       address: Numeric address to listen at.
-      key: Seals the messages; guests without it get nothing, and nothing of theirs is kept.
-      shelf: The files.
+      key: Seals the messages; callers without it get nothing, and nothing of theirs is kept.
+      store: The files.
       seconds: Time limit for one file.
 
     Yields:
       `host:port`.
     """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    guests = threading.BoundedSemaphore(_MOST)
+    callers = threading.BoundedSemaphore(_MOST)
 
-    def serve(guest):
-        with contextlib.closing(guest), contextlib.suppress(OSError):
-            _serve(guest, key, shelf, seconds)
-        guests.release()
+    def serve(caller):
+        with contextlib.closing(caller), contextlib.suppress(OSError):
+            _serve(caller, key, store, seconds)
+        callers.release()
 
     def listen():
         while True:
             try:
-                guest, _ = listener.accept()
+                caller, _ = listener.accept()
             except OSError:  # closed
                 return
-            if not guests.acquire(blocking=False):
-                guest.close()
+            if not callers.acquire(blocking=False):
+                caller.close()
                 continue
-            threading.Thread(target=serve, args=(guest,), daemon=True).start()
+            threading.Thread(target=serve, args=(caller,), daemon=True).start()
 
     with socket.create_server((address, 0), family=family, backlog=128) as listener:
-        threading.Thread(target=listen, daemon=True, name="shelf").start()
+        threading.Thread(target=listen, daemon=True, name="files").start()
         try:
             yield addresses.join(*listener.getsockname()[:2])
         finally:
@@ -80,7 +80,7 @@ def put(to: str, key: bytes, file: Path, seconds: float) -> None:
     """
     until = time.monotonic() + seconds
     size = file.stat().st_size
-    with _asked(to, key, {"put": file.name, "size": size}, until) as (connection, nonce):
+    with _connected(to, key, {"put": file.name, "size": size}, until) as (connection, nonce):
         with file.open("rb") as source:
             while piece := source.read(_PIECE):
                 _limit(connection, until)
@@ -88,26 +88,26 @@ def put(to: str, key: bytes, file: Path, seconds: float) -> None:
         _require_answer(connection, key, nonce, until, to, file.name)
 
 
-def get(source: str, key: bytes, name: str, shelf: Shelf, seconds: float) -> Path:
-    """Fetches a file from the process at `host:port`, and puts it where `shelf` has room.
+def get(source: str, key: bytes, name: str, store: FileStore, seconds: float) -> Path:
+    """Fetches a file from the process at `host:port`, and puts it where `store` has room.
 
     Raises:
       OSError: If that process does not send it, is too slow, or sends other bytes.
     """
     until = time.monotonic() + seconds
-    with _asked(source, key, {"get": name}, until) as (connection, nonce):
+    with _connected(source, key, {"get": name}, until) as (connection, nonce):
         answer = _require_answer(connection, key, nonce, until, source, name)
         size = answer.get("size")
         if type(size) is not int:
             size = -1
-        folder = shelf.room(name, size) if size >= 0 else None
-        if folder is None or not _keep(connection, folder, name, size, shelf, until):
+        folder = store.room(name, size) if size >= 0 else None
+        if folder is None or not _keep(connection, folder, name, size, store, until):
             raise OSError(f"what {source} gives as {name} is not it")
         return folder / name
 
 
 @contextlib.contextmanager
-def _asked(to: str, key: bytes, wish: dict[str, Any], until: float):
+def _connected(to: str, key: bytes, request: dict[str, Any], until: float):
     """A connection after a request was sent, and the nonce of its answer."""
     left = max(0.01, until - time.monotonic())
     try:
@@ -117,13 +117,13 @@ def _asked(to: str, key: bytes, wish: dict[str, Any], until: float):
     with socket.create_connection(address, timeout=left) as connection:
         nonce = (seals.json_object(_line(connection, until)) or {}).get("nonce")
         own = secrets.token_hex(16)
-        _say(connection, key, f"wish {nonce}", wish | {"nonce": own})
+        _say(connection, key, f"request {nonce}", request | {"nonce": own})
         yield connection, own
 
 
 def _require_answer(connection, key, nonce, until, to: str, name: str) -> dict[str, Any]:
-    said = seals.unseal(key, f"answer {nonce}", _line(connection, until))
-    answer = seals.json_object(said or "")
+    text = seals.unseal(key, f"answer {nonce}", _line(connection, until))
+    answer = seals.json_object(text or "")
     if answer is None:
         raise OSError(f"process at {to} does not answer for {name}")
     if problem := answer.get("problem"):
@@ -131,41 +131,41 @@ def _require_answer(connection, key, nonce, until, to: str, name: str) -> dict[s
     return answer
 
 
-def _serve(guest: socket.socket, key: bytes, shelf: Shelf, seconds: float) -> None:
+def _serve(caller: socket.socket, key: bytes, store: FileStore, seconds: float) -> None:
     nonce, began = secrets.token_hex(16), time.monotonic()
-    guest.settimeout(_PATIENCE)
-    guest.sendall(json.dumps({"nonce": nonce}).encode() + b"\n")
-    line = _line(guest, began + _PATIENCE)
-    wish = seals.json_object(seals.unseal(key, f"wish {nonce}", line) or "")
-    if wish is None:
+    caller.settimeout(_PATIENCE)
+    caller.sendall(json.dumps({"nonce": nonce}).encode() + b"\n")
+    line = _line(caller, began + _PATIENCE)
+    request = seals.json_object(seals.unseal(key, f"request {nonce}", line) or "")
+    if request is None:
         return
-    about, until = f"answer {wish.get('nonce')}", began + seconds
-    if isinstance(name := wish.get("get"), str):
-        if (file := shelf.find(name)) is None:
-            _say(guest, key, about, {"problem": "it is not there"})
+    about, until = f"answer {request.get('nonce')}", began + seconds
+    if isinstance(name := request.get("get"), str):
+        if (file := store.find(name)) is None:
+            _say(caller, key, about, {"problem": "it is not there"})
             return
         with file.open("rb") as source:
-            _say(guest, key, about, {"size": file.stat().st_size})
+            _say(caller, key, about, {"size": file.stat().st_size})
             while piece := source.read(_PIECE):
-                _limit(guest, until)
-                guest.sendall(piece)
+                _limit(caller, until)
+                caller.sendall(piece)
         return
-    name, size = wish.get("put"), wish.get("size")
+    name, size = request.get("put"), request.get("size")
     if not isinstance(name, str) or type(size) is not int or size < 0:
         return
-    folder, problem = shelf.room(name, size), "it is not wanted here"
+    folder, problem = store.room(name, size), "it is not wanted here"
     if folder is not None:
         try:
-            is_kept = _keep(guest, folder, name, size, shelf, until)
+            is_kept = _keep(caller, folder, name, size, store, until)
             problem = "" if is_kept else "its bytes are not those of its name"
         except TimeoutError:
             return
         except OSError as error:  # a full disk
             problem = error.strerror or "it cannot be kept"
-    _say(guest, key, about, {"problem": problem})
+    _say(caller, key, about, {"problem": problem})
 
 
-def _keep(connection, folder: Path, name: str, size: int, shelf: Shelf, until: float) -> bool:
+def _keep(connection, folder: Path, name: str, size: int, store: FileStore, until: float) -> bool:
     """Writes this many bytes into a folder, where they become a file if they are good."""
     partial, found = folder / f"{name}.part", hashlib.sha256()
     try:
@@ -177,7 +177,7 @@ def _keep(connection, folder: Path, name: str, size: int, shelf: Shelf, until: f
                 found.update(piece)
                 file.write(piece)
                 size -= len(piece)
-        if not shelf.is_good(name, found.hexdigest()):
+        if not store.is_good(name, found.hexdigest()):
             return False
         partial.rename(folder / name)
         return True

@@ -23,8 +23,8 @@ class Found(NamedTuple):
 def chosen(held: Sequence[dict[str, Any]], at_least: int) -> Found | str:
     """The newest step with all parts, among those that the processes report."""
     holders: dict[str, list[int]] = {}
-    for process, told in enumerate(held):
-        names = told.get("names")
+    for process, report in enumerate(held):
+        names = report.get("names")
         for name in names if isinstance(names, list) else []:
             if isinstance(name, str) and parts.read_name(name) is not None:
                 holders.setdefault(name, []).append(process)
@@ -61,7 +61,7 @@ def neighbours(hosts: Sequence[str]) -> list[int]:
     return found
 
 
-def of_process(
+def folders_for(
     base: Path, run: Path, hosts: Sequence[str], me: int, instead: str = ""
 ) -> list[Path]:
     """Folders on this host for a run's copies, this process's own first.
@@ -71,10 +71,10 @@ def of_process(
     here = [process for process, host in enumerate(hosts) if host == hosts[me]]
     rank = here.index(me)
     top = _private(base / f"jaxcomp-{os.getuid()}", instead)
-    of_run = top / hashlib.sha256(str(run).encode()).hexdigest()[:16]
-    own = of_run / str(rank)
+    run_folder = top / hashlib.sha256(str(run).encode()).hexdigest()[:16]
+    own = run_folder / str(rank)
     own.mkdir(parents=True, exist_ok=True, mode=0o700)
-    there = [path for path in of_run.iterdir() if path.name.isdecimal()]
+    there = [path for path in run_folder.iterdir() if path.name.isdecimal()]
     left = [path for path in there if path != own and int(path.name) % len(here) == rank]
     return [own, *sorted(left)]
 

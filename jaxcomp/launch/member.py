@@ -18,7 +18,7 @@ import jax
 
 from jaxcomp.launch import control, detect, place, signals
 from jaxcomp.launch.distributed import Cluster, Timeouts
-from jaxcomp.launch.exits import Exit, Transient, of_returncode, say
+from jaxcomp.launch.exits import Exit, Transient, from_returncode, say
 
 _OPEN = (
     "this run has no --secret-file: anybody on its network can write to its processes, see "
@@ -44,8 +44,8 @@ def be_one(options: argparse.Namespace, command: Sequence[str], secret: bytes) -
         least = 4 * int(os.environ.get("JAX_NUM_CPU_DEVICES", "1"))
         share = detect.threads(cluster, allowed or cores, cores)
         os.environ.setdefault("NPROC", str(max(least, share)))
-        told = detect.line(cluster, options.interface, devices, os.environ)
-        print(told, file=sys.stderr, flush=True)
+        text = detect.line(cluster, options.interface, devices, os.environ)
+        print(text, file=sys.stderr, flush=True)
         if cluster.num_processes > 1 and not secret and cluster.process_id == 0:
             say(_OPEN)
     run(command, place.Place(cluster, options.interface, timeouts, devices, secret))
@@ -85,8 +85,8 @@ def _in_this_process(args: list[str], own: place.Place, start: Any) -> None:
     initialize = jax.distributed.initialize
 
     def connect_or_initialize(*args, **options):
-        of_place = ("coordinator_address", "num_processes", "process_id", "local_device_ids")
-        if args or any(options.get(name) is not None for name in of_place):
+        place_options = ("coordinator_address", "num_processes", "process_id", "local_device_ids")
+        if args or any(options.get(name) is not None for name in place_options):
             return initialize(*args, **options)
         place.connect(**options)
 
@@ -123,7 +123,7 @@ def _below_this_process(command: list[str], own: place.Place) -> None:
     pass_on = lambda number, frame: popen.send_signal(number)
     before = {number: signal.signal(number, pass_on) for number in signals.to_catch()}
     try:
-        sys.exit(of_returncode(popen.wait()))
+        sys.exit(from_returncode(popen.wait()))
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -64,7 +64,7 @@ def read_name(text: str) -> Name | None:
     return Name(int(found[1]), found[2], int(found[3]), found[4]) if found else None
 
 
-def is_of(name: Name | None, token: str, digest: str) -> bool:
+def belongs_to(name: Name | None, token: str, digest: str) -> bool:
     """Whether a start with this token made a part with this name and SHA-256."""
     if name is None:
         return False
@@ -134,8 +134,8 @@ def write(
     Raises:
       OSError: If it cannot be written; then nothing of it is left.
     """
-    said = {"entries": [entry for entry, _ in held], "record": record}
-    pieces: list[Any] = [json.dumps(said).encode() + b"\n"]
+    header = {"entries": [entry for entry, _ in held], "record": record}
+    pieces: list[Any] = [json.dumps(header).encode() + b"\n"]
     # Some dtypes, such as bfloat16, have no buffer of their own.
     pieces += [array.reshape(-1).view(np.uint8) for _, array in held if array.size]
     made = hashlib.sha256()
@@ -164,8 +164,8 @@ def read(path: Path) -> tuple[list[tuple[Entry, np.ndarray]], dict[str, Any]]:
     """
     with regular.open_file(path) as file:
         line = file.readline(LONGEST)
-    said = seals.json_object(line) or {}
-    rows, record = said.get("entries"), said.get("record")
+    header = seals.json_object(line) or {}
+    rows, record = header.get("entries"), header.get("record")
     entries = [_entry(row) for row in rows] if isinstance(rows, list) else [None]
     made = [entry for entry in entries if entry is not None]
     if len(made) < len(entries) or not isinstance(record, dict):

@@ -34,7 +34,7 @@ class Peers(NamedTuple):
 
     Attributes:
       at: `(step: int, doing: str)`. Reports where this process is.
-      stop: `(step: int, wish: str) -> str`. Called before each step: the reason if all processes
+      stop: `(step: int, reason: str) -> str`. Called before each step: the reason if all processes
         stop before it. Once one of them has asked for a stop, with a word for the reason, all agree
         on the first step that none has begun; until then nobody waits. `A_PERSON` takes precedence
         over other reasons; otherwise the first process's reason counts.
@@ -72,7 +72,7 @@ def meet(
     if texts is None:
         yield Peers(
             at=lambda step, doing: None,
-            stop=lambda step, wish: wish,
+            stop=lambda step, reason: reason,
             end=lambda status, reason: None,
             lost=lambda: ("", ""),
         )
@@ -136,14 +136,14 @@ def _agreement(me: int, count: int) -> _Agreement:
     before it has reached that number.
     """
     changed = threading.Condition()
-    begun, wished, said = 0, "", ""
+    begun, asked, reported = 0, "", ""
     target: tuple[int, str] | None = None
 
-    def stop(step, wish):
-        nonlocal begun, wished
+    def stop(step, reason):
+        nonlocal begun, asked
         with changed:
-            wished = wished or wish
-            if not said:
+            asked = asked or reason
+            if not reported:
                 begun = step + 1
                 return ""
             changed.wait_for(lambda: target is not None)
@@ -151,17 +151,17 @@ def _agreement(me: int, count: int) -> _Agreement:
             return why if step >= last else ""
 
     def hear(texts):
-        nonlocal said, target
+        nonlocal reported, target
         with changed:
             if target is not None:
                 return
-            wish = wished
-        if not wish and not texts.look("stop"):
+            reason = asked
+        if not reason and not texts.look("stop"):
             return
         texts.put("stop", "")
         with changed:
-            said = said or f"{begun} {wished}".rstrip()  # once: others rely on it
-        texts.put("begun", said)
+            reported = reported or f"{begun} {asked}".rstrip()  # once: others rely on it
+        texts.put("begun", reported)
         found = [_BEGUN.fullmatch(text) for _, text in sorted(texts.look("begun").items())]
         answers = [answer for answer in found if answer is not None]
         if len(answers) == len(found) == count:
@@ -233,6 +233,6 @@ def bounded(call: Callable[[], _T], seconds: float) -> _T | None:
     return results[0] if results else None
 
 
-def of_this_run(hear_end: Callable[[int, str], None]):
+def this_run(hear_end: Callable[[int, str], None]):
     """`meet` for the processes that JAX has connected."""
-    return meet(jax.process_index(), jax.process_count(), board.of_this_run(), hear_end)
+    return meet(jax.process_index(), jax.process_count(), board.this_run(), hear_end)

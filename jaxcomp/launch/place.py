@@ -45,7 +45,7 @@ def environ(place: Place) -> dict[str, str]:
     return found
 
 
-def of_environ(environ: Mapping[str, str]) -> Place | None:
+def from_environ(environ: Mapping[str, str]) -> Place | None:
     """The inverse of `environ`; None without a launcher."""
     if VARIABLE not in environ:
         return None
@@ -75,7 +75,7 @@ def connect(**options: Any) -> int:
       >>> launch.connect()  # this process was not started by a launcher
       1
     """
-    place = _found.pop() if _found else of_environ(os.environ)
+    place = _found.pop() if _found else from_environ(os.environ)
     os.environ.pop(VARIABLE, None)  # programs that this one starts are in no place of the run
     if place is None or place.cluster.num_processes == 1:
         return board.numbers()[1]

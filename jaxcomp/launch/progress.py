@@ -33,7 +33,7 @@ def read(text: str) -> Line | None:
     return found and Line(found[1], int(found[2]), int(found[3]), found[4] or "", found[5] or "")
 
 
-def bar(name: str, first: int, steps: int, of_lines: bool = False) -> Any:
+def bar(name: str, first: int, steps: int, from_lines: bool = False) -> Any:
     """Makes the bar of a run on stderr; with `of_lines`, the lines give the time left.
 
     Returns:
@@ -43,5 +43,5 @@ def bar(name: str, first: int, steps: int, of_lines: bool = False) -> Any:
         import tqdm
     except ImportError:
         return None
-    form = _BAR.replace("<{remaining}", "") if of_lines else _BAR
+    form = _BAR.replace("<{remaining}", "") if from_lines else _BAR
     return tqdm.tqdm(total=steps, initial=first, desc=name, bar_format=form)

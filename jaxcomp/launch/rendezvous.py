@@ -12,7 +12,7 @@ import socket
 import time
 from secrets import token_hex
 
-from jaxcomp.launch import addresses, gathering, seals
+from jaxcomp.launch import addresses, arrivals, seals
 from jaxcomp.launch.exits import Transient
 
 _LONGEST = 1 << 16  # bytes that process 0 may answer
@@ -51,15 +51,15 @@ def meet(
     if process_id == 0:
         with _listen(coordinator, address, port) as listener:
             hint = _hint(host, address)
-            key = gathering.gather(listener, num_processes, deadline, hint, secret)
+            key = arrivals.gather(listener, num_processes, deadline, hint, secret)
         return address, address, key
     with _reach(coordinator, address, port, deadline, _hint(host, address)) as connection:
         until = time.monotonic() + 2 * seconds + 10  # process 0 may have begun later
         nonce, own = (seals.json_object(_line(connection, until)) or {}).get("nonce"), token_hex(16)
         hello = dict(process=process_id, of=num_processes, on=socket.gethostname(), nonce=own)
         _send(connection, seals.seal(secret, f"hello {nonce}", json.dumps(hello)))
-        said = seals.unseal(secret, f"answer {own}", _line(connection, until))
-        answer = seals.json_object(said or "")
+        text = seals.unseal(secret, f"answer {own}", _line(connection, until))
+        answer = seals.json_object(text or "")
         if answer is None or "problem" not in answer:
             raise Transient(
                 f"the program at {coordinator} is not this run's process 0, or has another secret, "

@@ -54,25 +54,25 @@ def keep_running(group: Group, plan: Plan, restarts: int, least: int | None) -> 
         with _returned(group, plan, least, places) as are_back:
             end = group.run(places, more, are_back)
             returned = end.status == Exit.DRAINED and are_back()
-        if end.told or not may_restart(end.status) or not (restarts or returned):
+        if end.signalled or not may_restart(end.status) or not (restarts or returned):
             return end.status
         restarts -= not returned
         were = group.places if returned else places
         places, more = _next(group, plan, least, were, end.lost)
-        said = [f"the run goes on with {len(places)} of {len(group.places)} processes", *more]
-        say(" ".join(said))
+        sentences = [f"the run goes on with {len(places)} of {len(group.places)} processes", *more]
+        say(" ".join(sentences))
 
 
 def _next(group: Group, plan: Plan, least: int | None, places: Sequence[Any], lost):
     """The places and further arguments of the next start; waits until there are enough places."""
     left = group.left(*((places, lost) if least is not None else (group.places, ())))
-    told = False
+    shown = False
     while (found := _start(group, plan, least, left)) is None:
         left = group.left(group.places, ())
         if len(left) < len(group.places):
-            if not told:
+            if not shown:
                 say(f"{len(left)} of {len(group.places)} processes could run: waiting for others")
-                told = True
+                shown = True
             time.sleep(_PAUSE)
     return found
 

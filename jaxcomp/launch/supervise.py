@@ -16,7 +16,7 @@ from typing import IO, NamedTuple
 
 from jaxcomp.launch import control, echo, signals
 from jaxcomp.launch.distributed import Cluster, Timeouts
-from jaxcomp.launch.exits import Exit, may_restart, of_returncode, printable
+from jaxcomp.launch.exits import Exit, from_returncode, may_restart, printable
 
 PATIENCE = 5.0
 """Seconds for a process to end after it was told to."""
@@ -77,12 +77,12 @@ class End(NamedTuple):
         Processes that ended because another one was gone count last.
       lost: Processes that a signal or a fault ended, which needs no action by a person. An
         unforeseen error is not one: all processes end with its status.
-      told: Whether a signal was passed on to them.
+      signalled: Whether a signal was passed on to them.
     """
 
     status: int
     lost: tuple[int, ...] = ()
-    told: bool = False
+    signalled: bool = False
 
 
 def supervise(
@@ -176,11 +176,11 @@ def _signals() -> Iterator[list[str]]:
 def _wait(members: list[Member], names: list[str], grace: float, hurry: bool, wanted, show) -> End:
     failed: list[int] = []  # numbers of processes, in the order of their failures
     deadline = float("inf")
-    told, asked = 0, False
+    passed, asked = 0, False
     while running := [member for member in members if member.popen.poll() is None]:
-        new = names[told:]
-        told += len(new)
-        if not asked and not told and wanted():
+        new = names[passed:]
+        passed += len(new)
+        if not asked and not passed and wanted():
             new, asked = ["TERM"], True
         for name, member in itertools.product(new, running):
             control.tell(member.control, name)
@@ -195,7 +195,7 @@ def _wait(members: list[Member], names: list[str], grace: float, hurry: bool, wa
     _end(running, ("KILL",) if hurry and not names else ("TERM", "KILL"))
     show()
     if not failed:
-        return End(Exit.DONE, told=bool(names))
+        return End(Exit.DONE, signalled=bool(names))
     alone = _alone(members, failed)
     return End(_report(members, [*alone, *failed][0]), _lost(members, failed), bool(names))
 
@@ -212,7 +212,7 @@ def _alone(members: list[Member], failed: list[int]) -> list[int]:
 
 def _lost(members: list[Member], failed: list[int]) -> tuple[int, ...]:
     """The failed processes that need no action by a person, and ended by themselves."""
-    statuses = {n: of_returncode(members[n].popen.returncode) for n in _alone(members, failed)}
+    statuses = {n: from_returncode(members[n].popen.returncode) for n in _alone(members, failed)}
     return tuple(n for n, it in statuses.items() if may_restart(it) and it != Exit.UNFORESEEN)
 
 
@@ -239,7 +239,7 @@ def _report(members: list[Member], first: int) -> int:
     """Prints which process failed first and the end of its log."""
     member = members[first]
     code = member.popen.returncode
-    status = of_returncode(code)
+    status = from_returncode(code)
     # Ctrl-C at the start, or a third one, which the user knows; or a stop, which the run reported.
     if status in (Exit.INTERRUPTED, Exit.DRAINED):
         return status

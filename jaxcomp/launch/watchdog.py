@@ -24,7 +24,8 @@ class Watch(NamedTuple):
     Attributes:
       at: `(step: int, doing: str, seconds: float | None = None)`. `step` steps are done and `doing`
         begins, which may take `seconds`, by default as long as a step.
-      stop: `(step: int, wish: str) -> str`. The reason to stop before this step, see `peers.Peers`.
+      stop: `(step: int, reason: str) -> str`. The reason to stop before this step, as in
+        `peers.Peers`.
     """
 
     at: Callable[..., None]
@@ -55,7 +56,7 @@ def watch(seconds: float, latest: Callable[[], int | None] = lambda: None) -> It
         claim()
         end(what, status)
 
-    with peers.of_this_run(hear_end) as others, contextlib.ExitStack() as stack:
+    with peers.this_run(hear_end) as others, contextlib.ExitStack() as stack:
         many = jax.process_count() > 1
         if many:
             stack.enter_context(_explained_aborts(others.lost, claim, end))

@@ -45,7 +45,7 @@ def test_what_an_export_reads(tmp_path, value):
         if config["start_from"] is None or "\0" not in config["start_from"]:
             export.origin(config["start_from"])
         if (model := refused(export.model_of, config, tmp_path)) is not None:
-            checks.of_types(model)
+            checks.require_types(model)
 
 
 SUMS = {"metadata/metadata": [2, 0], "state/a": [4, 1]}

@@ -41,7 +41,7 @@ def test_settings_are_of_their_types_and_finite(given):
     kind, values = given
     if (made := refused(kind, **values)) is not None:
         assert all(map(math.isfinite, numbers_in(made)))
-        checks.of_types(made)
+        checks.require_types(made)
         if kind is Optimizer:
             assert made.learning_rate > 0 and made.warmup_steps >= 0
         if kind is Config:

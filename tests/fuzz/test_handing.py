@@ -19,7 +19,7 @@ def shelf_of(folder):
     (folder / "there").mkdir(exist_ok=True)
     room = lambda name, size: folder / "there" if name == NAME and size < 10 else None
     find = lambda name: next((path for path in folder.iterdir() if path.name == name), None)
-    return handing.Shelf(room, find, lambda name, digest: True)
+    return handing.FileStore(room, find, lambda name, digest: True)
 
 
 def said(value, sealed, about):
@@ -39,7 +39,7 @@ def test_requests(tmp_path, given):
     (tmp_path / NAME).write_bytes(b"abc")
     guest, own = socket.socketpair()
     with guest, own, mock.patch.object(handing.secrets, "token_hex", lambda size: NONCE):
-        guest.sendall((said(value, sealed, f"wish {NONCE}") + rest)[:60_000])
+        guest.sendall((said(value, sealed, f"request {NONCE}") + rest)[:60_000])
         guest.shutdown(socket.SHUT_WR)
         try:
             handing._serve(own, KEY, shelf_of(tmp_path), 2.0)
@@ -99,8 +99,8 @@ WRITTEN = st.one_of(
 @fuzz(st.lists(st.tuples(PLACES, WRITTEN), max_size=4))
 def test_boards(written):
     """Nothing counts that has no seal; without seals a text counts for its form."""
-    assert board.of_client(Client(written), 0, 2, KEY).look("life") == {}
-    texts = board.of_client(Client(written), 0, 2, b"")
+    assert board.for_client(Client(written), 0, 2, KEY).look("life") == {}
+    texts = board.for_client(Client(written), 0, 2, b"")
     found = texts.look("life")
     assert found.keys() <= {0, 1}
     lost, behind = peers._lost(0, 2, texts, {1: ("", 1)}, 0.0)

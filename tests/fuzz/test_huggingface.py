@@ -74,7 +74,7 @@ def test_settings_of_attention(given):
 
 
 def _computes(config):
-    checks.of_types(config)
+    checks.require_types(config)
     turns = rotary.frequencies(config.rotated, config.rotary_base, config.rotary_scaling)
     assert np.isfinite(turns).all() and abs(turns).max() <= 1
     assert config.norm_eps > 0 and config.window >= 0

@@ -9,7 +9,7 @@ import sys
 import jax
 import pytest
 
-from jaxcomp.launch.exits import Exit, clean_exits, may_restart, of_returncode, status, words
+from jaxcomp.launch.exits import Exit, clean_exits, from_returncode, may_restart, status, words
 from tests.helpers.launching import ROOT, environment, free_port
 
 
@@ -29,7 +29,7 @@ def test_a_machine_restarts_what_no_person_has_to_mend(status, again):
 
 
 def test_a_signal_is_seen_as_a_shell_sees_it():
-    assert [of_returncode(code) for code in (0, 2, -9, -11)] == [0, 2, Exit.KILLED, Exit.CRASHED]
+    assert [from_returncode(code) for code in (0, 2, -9, -11)] == [0, 2, Exit.KILLED, Exit.CRASHED]
 
 
 class Fault(jax.errors.JaxRuntimeError):

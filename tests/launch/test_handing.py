@@ -24,7 +24,7 @@ def disks(tmp_path):
 
     def shelf_of(folder):
         known = lambda name: "/" not in name and (folder / name).is_file()
-        return handing.Shelf(
+        return handing.FileStore(
             room=lambda name, size: folder if "/" not in name and size <= len(DATA) else None,
             find=lambda name: folder / name if known(name) else None,
             is_good=lambda name, digest: name == digest[:16],
@@ -42,7 +42,7 @@ def named(folder, data=DATA, name=None):
 @contextlib.contextmanager
 def opened(disks, seconds=20.0):
     here, there, shelf_of = disks
-    with handing.open_shelf("127.0.0.1", KEY, shelf_of(there), seconds) as address:
+    with handing.serve_files("127.0.0.1", KEY, shelf_of(there), seconds) as address:
         yield address, here, there, shelf_of
 
 
@@ -94,7 +94,9 @@ def test_a_file_that_is_cut_off_is_not_kept(disks):
         with socket.create_connection(addresses.split(address), 5.0) as connection:
             nonce = json.loads(connection.makefile().readline())["nonce"]
             wish = json.dumps({"put": file.name, "size": len(DATA), "nonce": "x"})
-            connection.sendall(seals.seal(KEY, f"wish {nonce}", wish).encode() + b"\n" + DATA[:-1])
+            connection.sendall(
+                seals.seal(KEY, f"request {nonce}", wish).encode() + b"\n" + DATA[:-1]
+            )
         deadline = time.monotonic() + 10
         while any(thread.name.endswith("(serve)") for thread in threading.enumerate()):
             assert time.monotonic() < deadline
@@ -110,7 +112,7 @@ def test_a_wish_cannot_be_said_twice(disks):
         with first, second:
             nonces = [json.loads(each.makefile().readline())["nonce"] for each in (first, second)]
             wish = json.dumps({"get": kept.name, "nonce": "x"})
-            line = seals.seal(KEY, f"wish {nonces[0]}", wish).encode() + b"\n"
+            line = seals.seal(KEY, f"request {nonces[0]}", wish).encode() + b"\n"
             first.sendall(line)
             second.sendall(line)
             assert first.makefile("rb").readline() and second.makefile("rb").readline() == b""

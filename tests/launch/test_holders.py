@@ -53,7 +53,7 @@ def test_what_is_missing_is_named(told, missing):
 
 
 def test_processes_of_a_host_share_its_folders(tmp_path):
-    of = lambda hosts, me: holders.of_process(tmp_path, tmp_path / "run", hosts, me)
+    of = lambda hosts, me: holders.folders_for(tmp_path, tmp_path / "run", hosts, me)
     names = lambda paths: [path.name for path in paths]
     assert [names(of("aba", me)) for me in range(3)] == [["0"], ["0"], ["1"]]
     for number in "23":
@@ -61,7 +61,7 @@ def test_processes_of_a_host_share_its_folders(tmp_path):
     assert [names(of("aa", me)) for me in range(2)] == [["0", "2"], ["1", "3"]]
     top = tmp_path / f"jaxcomp-{os.getuid()}"
     assert top.stat().st_mode & 0o777 == 0o700
-    other = holders.of_process(tmp_path, tmp_path / "another", "a", 0)
+    other = holders.folders_for(tmp_path, tmp_path / "another", "a", 0)
     assert other[0].parent != of("a", 0)[0].parent
 
 
@@ -70,5 +70,5 @@ def test_a_link_or_a_file_in_place_of_the_folder_is_refused(tmp_path):
     (tmp_path / "elsewhere").mkdir()
     top.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(OSError, match="is not a folder of this user"):
-        holders.of_process(tmp_path, tmp_path / "run", "a", 0)
+        holders.folders_for(tmp_path, tmp_path / "run", "a", 0)
     assert list((tmp_path / "elsewhere").iterdir()) == []

@@ -122,7 +122,7 @@ def test_a_stop_is_obeyed_in_a_run_that_would_start_again(tmp_path, monkeypatch)
     monkeypatch.setattr(supervise, "_start", interrupted)
     bodies = ["while not told: time.sleep(0.01)\ntime.sleep(1)\nprint('saved')", LOST]
     found = supervise.supervise([member(body) for body in bodies], tmp_path, 20.0, hurry=True)
-    assert found.told and (tmp_path / "process_0.log").read_text().endswith("saved\n")
+    assert found.signalled and (tmp_path / "process_0.log").read_text().endswith("saved\n")
 
 
 @pytest.fixture
@@ -177,7 +177,7 @@ def test_processes_of_a_launcher_under_nohup_hear_what_it_ignores(tmp_path):
         "import pathlib, signal, sys; from jaxcomp.launch import supervise\n"
         f"end = supervise.supervise([[sys.executable, '-c', {body!r}]], "
         f"pathlib.Path({str(tmp_path)!r}), 10.0)\n"
-        "print(end.status, end.told, signal.getsignal(signal.SIGHUP).name)"
+        "print(end.status, end.signalled, signal.getsignal(signal.SIGHUP).name)"
     )
     shell = f"trap '' HUP USR1; exec {shlex.join([sys.executable, '-c', program])}"
     done = run(["sh", "-c", shell], cwd=ROOT)
@@ -461,7 +461,7 @@ def test_single_ignores_half_a_scheduler(monkeypatch, tmp_path):
 def test_a_place_is_found_by_a_program_that_runs_below_the_launcher_s_process():
     own = place.Place(Cluster("a:1", 2, 1, "flags"), "eth1", Timeouts(5, 6), [2, 3], b"a secret")
     found = place.environ(own)
-    assert place.of_environ(found) == own and place.of_environ({}) is None
+    assert place.from_environ(found) == own and place.from_environ({}) is None
     assert found["JAX_COORDINATOR_ADDRESS"] == "a:1" and found["JAX_LOCAL_DEVICE_IDS"] == "2,3"
     assert (found["JAX_NUM_PROCESSES"], found["JAX_PROCESS_ID"]) == ("2", "1")
 

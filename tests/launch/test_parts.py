@@ -117,18 +117,18 @@ def test_a_name_is_of_its_bytes_its_step_and_its_start(saved):
     _, (file, _) = saved
     name, made = parts.read_name(file.name), parts.digest(file)
     assert (name.step, name.part, name.count) == (3, "all", 1)
-    assert parts.is_of(name, TOKEN, made)
-    assert not parts.is_of(name, "of another start", made)
-    assert not parts.is_of(name._replace(step=4), TOKEN, made)
-    assert not parts.is_of(name._replace(part="0"), TOKEN, made)
+    assert parts.belongs_to(name, TOKEN, made)
+    assert not parts.belongs_to(name, "of another start", made)
+    assert not parts.belongs_to(name._replace(step=4), TOKEN, made)
+    assert not parts.belongs_to(name._replace(part="0"), TOKEN, made)
     data = bytearray(file.read_bytes())
     for damage in (len(data) - 1, 3):
         changed = bytearray(data)
         changed[damage] ^= 1
         file.write_bytes(changed)
-        assert not parts.is_of(name, TOKEN, parts.digest(file))
+        assert not parts.belongs_to(name, TOKEN, parts.digest(file))
     file.write_bytes(data[:-1])
-    assert not parts.is_of(name, TOKEN, parts.digest(file))
+    assert not parts.belongs_to(name, TOKEN, parts.digest(file))
 
 
 @pytest.mark.parametrize(

@@ -53,14 +53,14 @@ LOST = End(137, (1,))
         ([LOST, End(0)], 0, None, 137, ["abcd"]),
         ([LOST, LOST, LOST], 2, None, 137, ["abcd", "abcd", "abcd"]),
         ([LOST, End(2)], 5, None, 2, ["abcd", "abcd"]),
-        ([End(75, told=True)], 5, None, 75, ["abcd"]),
+        ([End(75, signalled=True)], 5, None, 75, ["abcd"]),
         # 8 sequences have no 3 replicas; then of "ac" the second is lost; then too few are left.
         ([LOST, LOST, End(139, (0,)), End(0)], 5, 1, 0, ["abcd", "ac", "a", "abcd"]),
         ([LOST, LOST, End(0)], 5, 2, 0, ["abcd", "ac", "abcd"]),
         ([End(75), End(0)], 5, 1, 0, ["abcd", "abcd"]),
         ([End(1), End(0)], 5, 1, 0, ["abcd", "abcd"]),
         ([End(85), End(0)], 5, 1, 0, ["abcd", "abcd"]),  # a host told its process to end
-        ([End(85, told=True)], 5, 1, 85, ["abcd"]),
+        ([End(85, signalled=True)], 5, 1, 85, ["abcd"]),
     ],
 )
 def test_a_run_is_started_again_where_that_is_of_use(ends, budget, least, status, started, capsys):

@@ -8,7 +8,7 @@ import time
 import pytest
 from jax._src.lib import _jax
 
-from jaxcomp.launch import board, distributed, gathering, peers, rendezvous, seals
+from jaxcomp.launch import arrivals, board, distributed, peers, rendezvous, seals
 from jaxcomp.launch.board import Board
 from jaxcomp.launch.exits import Transient, printable
 from tests.helpers.launching import free_port
@@ -44,12 +44,12 @@ def forge(client):
 
 
 def test_a_board_has_what_processes_of_this_start_have_written_there(client):
-    boards = [board.of_client(client, me, 3, KEY) for me in range(3)]
+    boards = [board.for_client(client, me, 3, KEY) for me in range(3)]
     boards[0].put("run/life", "1 0 start")
     boards[2].put("run/life", "\N{SNOWMAN} of two")
     boards[2].put("run/lives", "x")
     assert boards[1].look("run/life") == {0: "1 0 start", 2: "\N{SNOWMAN} of two"}
-    restarted = board.of_client(client, 1, 3, seals.session(SECRET, "another start"))
+    restarted = board.for_client(client, 1, 3, seals.session(SECRET, "another start"))
     assert restarted.look("run/life") == {}
 
 
@@ -59,12 +59,12 @@ def test_a_board_has_what_processes_of_this_start_have_written_there(client):
 )
 def test_a_number_that_no_process_has_is_not_heard(client, forge, key, name):
     forge(name, "0 all is well")
-    assert board.of_client(client, 0, 2, key).look("end") == {}
+    assert board.for_client(client, 0, 2, key).look("end") == {}
 
 
 def test_without_the_secret_nobody_ends_a_run_or_makes_it_stop(client, forge):
-    mine = board.of_client(client, 0, 2, KEY)
-    theirs = board.of_client(client, 1, 2, seals.session(OTHER, "a start"))
+    mine = board.for_client(client, 0, 2, KEY)
+    theirs = board.for_client(client, 1, 2, seals.session(OTHER, "a start"))
     forge("end/1", "0 all is well")
     forge("stop/1", "")
     forge("begun/1", "7")
@@ -73,7 +73,7 @@ def test_without_the_secret_nobody_ends_a_run_or_makes_it_stop(client, forge):
         theirs.put("end", "2 a mistake")
         time.sleep(0.3)
         assert not heard and not others.stop(9, "")
-        board.of_client(client, 1, 2, KEY).put("end", "2 a mistake")
+        board.for_client(client, 1, 2, KEY).put("end", "2 a mistake")
         deadline = time.monotonic() + 10
         while not heard and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -81,7 +81,7 @@ def test_without_the_secret_nobody_ends_a_run_or_makes_it_stop(client, forge):
 
 
 def test_what_was_sealed_for_one_place_is_no_good_in_another(client, forge):
-    mine = board.of_client(client, 0, 2, KEY)
+    mine = board.for_client(client, 0, 2, KEY)
     mine.put("begun", "7")
     (sealed,) = [text for _, text in client.key_value_dir_get("jaxcomp/begun")]
     forge("begun/1", sealed)
@@ -92,9 +92,9 @@ def test_what_was_sealed_for_one_place_is_no_good_in_another(client, forge):
 def test_a_text_that_is_too_long_or_breaks_a_parser_is_none(client, forge):
     forge("facts/0", 60_000 * "[")
     with pytest.raises(ConnectionError, match="has not answered"):
-        distributed.answers(board.of_client(client, 1, 2, b""), "facts", [0], 0.0)
+        distributed.answers(board.for_client(client, 1, 2, b""), "facts", [0], 0.0)
     forge("facts/0", "x" * (board._LONGEST + 1))
-    assert board.of_client(client, 1, 2, b"").look("facts") == {}
+    assert board.for_client(client, 1, 2, b"").look("facts") == {}
 
 
 # At the start.
@@ -144,7 +144,7 @@ def test_a_false_process_0_is_not_believed():
 
 
 def test_who_says_a_byte_now_and_then_holds_no_start_up(monkeypatch):
-    monkeypatch.setattr(gathering, "_PATIENCE", 0.5)
+    monkeypatch.setattr(arrivals, "_PATIENCE", 0.5)
     coordinator, over = f"127.0.0.1:{free_port()}", threading.Event()
     address = ("127.0.0.1", int(coordinator.rpartition(":")[2]))
 
@@ -167,7 +167,7 @@ def test_who_says_a_byte_now_and_then_holds_no_start_up(monkeypatch):
 
 
 def test_a_crowd_of_strangers_keeps_no_process_out(monkeypatch):
-    monkeypatch.setattr(gathering, "_MOST", 4)
+    monkeypatch.setattr(arrivals, "_MOST", 4)
     coordinator = f"127.0.0.1:{free_port()}"
     address = ("127.0.0.1", int(coordinator.rpartition(":")[2]))
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
@@ -185,5 +185,5 @@ def test_nothing_that_is_printed_commands_a_terminal():
 
 
 def test_a_board_needs_no_connection():
-    assert board.of_this_run() is None
-    assert isinstance(board.of_client(None, 0, 1, b""), Board)
+    assert board.this_run() is None
+    assert isinstance(board.for_client(None, 0, 1, b""), Board)

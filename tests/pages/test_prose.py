@@ -52,6 +52,41 @@ def complaints(text):
     return found
 
 
+# Words that no name is made of, and the rooms whose names have none of them.
+ODD = re.compile(r"^_*of_|(?<![^\W_])(told|met|said|shelf|guests?|wards?|wish|home)(?![^\W_])")
+NAMED = ["train", "jaxcomp/launch"]
+
+
+def names(path):
+    """The names that a program gives: to functions, classes, arguments, variables and fields."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        match node:
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.arg(arg=name):
+                yield name
+            case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()):
+                yield name
+            case ast.alias(asname=str(name)):
+                yield name
+
+
+@pytest.mark.parametrize("room", NAMED)
+def test_names_are_plain_words(room):
+    files = [*(ROOT / room).rglob("*.py")]
+    odd = [(file.stem, name) for file in files for name in names(file) if ODD.search(name)]
+    odd += [(file.stem,) for file in files if ODD.search(file.stem)]
+    assert files and not odd
+
+
+@pytest.mark.parametrize(
+    "name", ["of_params", "_of_one", "told", "_said", "open_shelf", "is_guest"]
+)
+def test_a_name_of_an_odd_word_is_seen(name, tmp_path):
+    for line in (f"{name} = 1", f"def f({name}): pass", f"import os as {name}", f"class {name}: 0"):
+        (tmp_path / "odd.py").write_text(line)
+        assert [each for each in names(tmp_path / "odd.py") if ODD.search(each)] == [name]
+    assert not ODD.search("homes") and not ODD.search("number_of") and not ODD.search("metrics")
+
+
 @pytest.mark.parametrize("room", ROOMS)
 def test_no_reader_has_to_decode_a_phrase(room):
     files = [ROOT / room] if (ROOT / room).is_file() else [*(ROOT / room).rglob("*")]

@@ -42,14 +42,14 @@ def load(files: Sequence[Path], like: Any, where: str) -> Any:
     """
     held: list[tuple[Entry, np.ndarray]] = []
     for file in files:
-        found, said = parts.read(file)
+        found, header = parts.read(file)
         held += found
-    require_same(Path(where), said["leaves"], said["run"], described(like))
+    require_same(Path(where), header["leaves"], header["run"], described(like))
     return parts.assembled(like, held)
 
 
 def record_of(files: Sequence[Path]) -> dict[str, Any]:
     """The record that a run made with these parts."""
-    _, said = parts.read(files[0])
-    checks.of_keys(said, str(files[0]), leaves=dict[str, str], run=dict[str, Any])
-    return said["run"]
+    _, header = parts.read(files[0])
+    checks.require_keys(header, str(files[0]), leaves=dict[str, str], run=dict[str, Any])
+    return header["run"]

@@ -199,7 +199,7 @@ def _damage(path, item=""):
         sums = checks.json_object(path / "checksums.json")
     except ValueError as error:
         return str(error).rstrip(".")
-    if not sums or not checks.is_of(sums, dict[str, list[int]]):
+    if not sums or not checks.has_type(sums, dict[str, list[int]]):
         return "checksums.json is not what a save has written"
     needed = {name for name in sums if not item or name.startswith(f"{item}/")}
     there = _files(path, item)

@@ -45,7 +45,7 @@ def restore_mean(saved: Saved, like: Any, mesh: Mesh) -> Any:
     """
     params = store.restore_params(saved, like)
     of = saved.metadata.get("drifts", {})
-    if not checks.is_of(of, dict[str, str]):
+    if not checks.has_type(of, dict[str, str]):
         raise ValueError(f"{saved.path} has metadata with drifts={of!r:.80}; needs paths.")
     if not of:
         return params
@@ -86,8 +86,10 @@ def restore_whole(saved: Saved, natural: Any, mesh: Mesh) -> Any:
     config = saved.metadata.get("config")
     if not isinstance(config, dict) or config.get("qsdp") is None:
         return restore_mean(saved, placed(natural), mesh)
-    checks.of_keys(saved.metadata, str(saved.path), num_replicas=int)
-    checks.of_keys({"fast": 1} | config, f"{saved.path}, config", qsdp=str, steps=int, fast=int)
+    checks.require_keys(saved.metadata, str(saved.path), num_replicas=int)
+    checks.require_keys(
+        {"fast": 1} | config, f"{saved.path}, config", qsdp=str, steps=int, fast=int
+    )
     shards = sharded.saved(config, natural, saved.metadata["num_replicas"])
     params = restore_mean(saved, placed(shards), mesh)
     return sharded.joined(params, _levels(saved, shards, whole))

@@ -35,7 +35,7 @@ class Optimizer:
     """Rate at the last step as a share of the peak, in [0, 1]; constant stays at the peak."""
 
     def __post_init__(self):
-        checks.of_types(self, "optimizer.")
+        checks.require_types(self, "optimizer.")
         checks.at_least(0, self, "warmup_steps", of="optimizer.")
         if not 0 < self.learning_rate < math.inf:
             raise ValueError(

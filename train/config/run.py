@@ -115,7 +115,7 @@ class Config:
     data: Data | Images = dataclasses.field(default_factory=Data)
 
     def __post_init__(self):
-        checks.of_types(self)
+        checks.require_types(self)
         parts = pathlib.PurePath(self.name).parts
         if not parts or ".." in parts or pathlib.PurePath(self.name).is_absolute():
             raise ValueError(f"name={self.name!r} must be a folder below runs_dir; write run_1.")

@@ -71,7 +71,7 @@ class Images:
 
 
 def _check_sizes(data: Data | Images) -> None:
-    checks.of_types(data, "data.")
+    checks.require_types(data, "data.")
     checks.at_least(1, data, "batch", of="data.")
     if not 0 < data.validation_fraction < 1:
         raise ValueError(

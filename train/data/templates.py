@@ -74,9 +74,9 @@ def answer(call: Callable[[], Any]) -> str:
     except MemoryError:
         error = f"it needs more than {_BYTES >> 20} MiB of memory"
     except Exception as caught:  # whatever a template does is its own fault
-        is_said = isinstance(caught, jinja2.TemplateError | ValueError)
+        is_meant = isinstance(caught, jinja2.TemplateError | ValueError)
         text = " ".join(str(caught).split())[:400]
-        error = text if is_said and text else f"{type(caught).__name__}: {text}"
+        error = text if is_meant and text else f"{type(caught).__name__}: {text}"
     return json.dumps({"error": error.encode("utf-8", "backslashreplace").decode()})
 
 

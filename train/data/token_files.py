@@ -107,7 +107,7 @@ def load(folder: pathlib.Path) -> Corpus:
             raise ValueError(f"{_RECORD} differs from its own checksum")
         parts = {name: _mapped(folder, name, found["parts"]) for name in tokenizing.PARTS}
         record = found["record"]
-        checks.of_keys({"vocab": 0} | record, _RECORD, vocab=int, source=str, sha256=str)
+        checks.require_keys({"vocab": 0} | record, _RECORD, vocab=int, source=str, sha256=str)
     except (OSError, ValueError) as error:
         raise ValueError(f"{folder} is damaged: {error}; remove it.") from error
     vocab = max(record.get("vocab", 0), *(1 + largest for _, largest in parts.values()))
@@ -138,10 +138,10 @@ def _kinds(part: dict[str, Any]) -> dict[str, tuple[str, int]]:
 
 def _mapped(folder: pathlib.Path, name: str, parts: dict[str, Any]) -> tuple[Part, int]:
     """A part, and its largest token."""
-    checks.of_keys(parts, _RECORD, **{name: dict[str, Any]})
+    checks.require_keys(parts, _RECORD, **{name: dict[str, Any]})
     facts, dtypes = parts[name], Literal["uint8", "uint16", "uint32"]
     kinds = {"size": int, "documents": int, "asked": bool, "crc32": dict[str, list[int]]}
-    checks.of_keys(facts, f"{_RECORD}: {name}", dtype=dtypes, **kinds)
+    checks.require_keys(facts, f"{_RECORD}: {name}", dtype=dtypes, **kinds)
     arrays = {"asked": None}
     for kind, (dtype, count) in _kinds(facts).items():
         arrays[kind] = _array(folder, name, kind, dtype, count)

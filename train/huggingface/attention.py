@@ -25,12 +25,12 @@ def agreed(file: str, kind: Any, places: dict[str, Settings], default: Any = Non
     Raises:
       ValueError: If two places have different values, by name, or one has another type.
     """
-    said = {name: place.get(name.rpartition(".")[2]) for name, place in places.items()}
-    said = {name: value for name, value in said.items() if value is not None}
-    for name, value in said.items():
-        checks.of_keys({name: value}, file, **{name: kind})
-    name, value = next(iter(said.items()), ("", default))
-    for other, its in said.items():
+    values = {name: place.get(name.rpartition(".")[2]) for name, place in places.items()}
+    values = {name: value for name, value in values.items() if value is not None}
+    for name, value in values.items():
+        checks.require_keys({name: value}, file, **{name: kind})
+    name, value = next(iter(values.items()), ("", default))
+    for other, its in values.items():
         if its != value:
             raise ValueError(
                 f"{file} has {name}={value!r:.80}, but {other}={its!r:.80}: a model has one of "
@@ -54,21 +54,21 @@ def rotation(kind: str, settings: Settings, head: int, positions: int, file: str
     """
     tables = _tables(settings, file)
 
-    def said(name, default, *above):
+    def setting(name, default, *above):
         inside = {f"{place}.{name}": table for place, table in tables.items()}
         return agreed(file, _ROPE[name], inside | dict.fromkeys(above, settings), default)
 
-    base = said("rope_theta", 10_000.0, "rope_theta", "rotary_emb_base")
+    base = setting("rope_theta", 10_000.0, "rope_theta", "rotary_emb_base")
     share = 0.25 if kind == "gpt_neox" else 1.0
-    share = said("partial_rotary_factor", share, "partial_rotary_factor", "rotary_pct")
+    share = setting("partial_rotary_factor", share, "partial_rotary_factor", "rotary_pct")
     if not 0 < share <= 1 or not (width := int(head * share)):
         needed = "a part of a head, at most 1"
         raise refused(file, "partial_rotary_factor or rotary_pct", share, needed)
     found = {"rotary_base": float(base), "rotary_width": width}
     names = ("factor", "low_freq_factor", "high_freq_factor")
-    factor, low, high = (said(name, None) for name in names)
-    old = said("original_max_position_embeddings", positions, "original_max_position_embeddings")
-    scaled = said("rope_type", "default")
+    factor, low, high = (setting(name, None) for name in names)
+    old = setting("original_max_position_embeddings", positions, "original_max_position_embeddings")
+    scaled = setting("rope_type", "default")
     if scaled == "llama3":
         for name, value in zip(names, (factor, low, high), strict=True):
             if value is None:

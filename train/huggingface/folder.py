@@ -59,11 +59,11 @@ def load(folder: str | pathlib.Path, config: DecoderConfig, like: Any) -> Any:
     settings.require_same(config, found, str(folder))
     arrays = safetensors.read_all(folder)
     leaves, tree = jax.tree_util.tree_flatten_with_path(like)
-    of_leaves = [(*_layers(_path_of(key), leaf.shape), leaf) for key, leaf in leaves]
-    _require_all(folder, kind, arrays, of_leaves)
+    found = [(*_layers(_path_of(key), leaf.shape), leaf) for key, leaf in leaves]
+    _require_all(folder, kind, arrays, found)
     _require_tied(folder, kind, config, arrays)
     made = []
-    for path, layers, leaf in of_leaves:
+    for path, layers, leaf in found:
         read = functools.partial(_read, folder, kind, config, arrays, path)
         made.append(_placed(read, layers, leaf))
     return tree.unflatten(made)
@@ -100,21 +100,21 @@ def save(
     params = lora.merged(params, config.lora_scale)
     config = dataclasses.replace(config, lora=0)
     if like is None:
-        said = settings.settings_of(config)
+        written = settings.settings_of(config)
     else:
         kind, there = settings.read(like)
         settings.require_same(config, there, str(like))
-        said = checks.json_object(pathlib.Path(like, "config.json")) | {"model_type": kind}
-    said.pop("torch_dtype", None)
-    said["dtype"] = np.dtype(dtype).name
-    arrays = _theirs(said["model_type"], config, params, np.dtype(dtype))
+        written = checks.json_object(pathlib.Path(like, "config.json")) | {"model_type": kind}
+    written.pop("torch_dtype", None)
+    written["dtype"] = np.dtype(dtype).name
+    arrays = _theirs(written["model_type"], config, params, np.dtype(dtype))
     tokenizer = like if tokenizer is None else tokenizer
     with _whole(folder) as made:
         safetensors.write_all(made, arrays)
         for name in TOKENIZER if tokenizer is not None else ():
             if pathlib.Path(tokenizer, name).is_file():
                 shutil.copyfile(pathlib.Path(tokenizer, name), made / name)
-        (made / "config.json").write_text(json.dumps(said, indent=2, sort_keys=True) + "\n")
+        (made / "config.json").write_text(json.dumps(written, indent=2, sort_keys=True) + "\n")
 
 
 def require_new(folder: pathlib.Path) -> None:
@@ -182,14 +182,14 @@ def _layers(path: str, shape: tuple[int, ...]) -> tuple[str, list[tuple[int | No
     return inside, [(layer, layer) for layer in range(shape[0])]
 
 
-def _require_all(folder, kind: str, arrays: dict, of_leaves: list) -> None:
+def _require_all(folder, kind: str, arrays: dict, found: list) -> None:
     """Raises a ValueError if the folder lacks an array, or has an unknown one.
 
     Numbers are counted before memory is taken for a leaf: config.json may say any size.
     """
     parts = [
         (path, shape, [_named(arrays, name, kind) for name in weights.names_of(kind, path, layer)])
-        for path, layers, leaf in of_leaves
+        for path, layers, leaf in found
         for place, layer in layers
         for shape in [leaf.shape[place is not None :]]
     ]
@@ -198,7 +198,7 @@ def _require_all(folder, kind: str, arrays: dict, of_leaves: list) -> None:
         raise ValueError(f"{folder} has no array {missing[0]!r}; download it again.")
     for path, shape, names in parts:
         if sum(arrays[name].size for name in names) != math.prod(shape):
-            raise _of_another(folder, arrays, names, path, shape)
+            raise _other_model(folder, arrays, names, path, shape)
     wanted.add(weights.head_of(kind))  # beside a tied embedding, too
     if left := [n for n in arrays.keys() - wanted if not weights.NOT_READ.search(n)]:
         raise ValueError(
@@ -241,13 +241,13 @@ def _read(folder, kind: str, config: DecoderConfig, arrays: dict, path: str, lay
     try:
         made = weights.joined(kind, path, config, parts)
     except ValueError as error:  # parts that do not fit each other
-        raise _of_another(folder, arrays, names, path, shape) from error
+        raise _other_model(folder, arrays, names, path, shape) from error
     if made.shape != shape:
-        raise _of_another(folder, arrays, names, path, shape)
+        raise _other_model(folder, arrays, names, path, shape)
     return made, f"{folder}: {', '.join(names)}"
 
 
-def _of_another(folder, arrays: dict, names: list[str], path: str, shape) -> ValueError:
+def _other_model(folder, arrays: dict, names: list[str], path: str, shape) -> ValueError:
     return ValueError(
         f"{folder} has {', '.join(names)} of {[arrays[name].shape for name in names]}, which does "
         f"not make {path} {shape}; its config.json is of another model."

@@ -133,9 +133,9 @@ def require_same(config: DecoderConfig, other: DecoderConfig, folder: str) -> No
     ours, theirs = (dataclasses.asdict(_as_wanted(explicit(c))) for c in (config, other))
     wrong = [name for name in ours if ours[name] != theirs[name]]
     if wrong:
-        told = "; ".join(f"model.{n}={ours[n]}, there {theirs[n]}" for n in wrong)
+        unlike = "; ".join(f"model.{n}={ours[n]}, there {theirs[n]}" for n in wrong)
         raise ValueError(
-            f"the model does not fit start_from={folder!r}: {told}. Write model=Pretrained(), "
+            f"the model does not fit start_from={folder!r}: {unlike}. Write model=Pretrained(), "
             "which takes all of them from that folder."
         )
 
@@ -172,6 +172,6 @@ def _written(kind: str, config: DecoderConfig) -> Settings:
     if kind == "mistral":
         settings["sliding_window"] = config.window or None
     if kind in ("qwen2", "qwen3"):
-        of_window = {"sliding_window": config.window or None, "max_window_layers": 0}
-        settings |= {"use_sliding_window": bool(config.window)} | of_window
+        sliding = {"sliding_window": config.window or None, "max_window_layers": 0}
+        settings |= {"use_sliding_window": bool(config.window)} | sliding
     return settings

@@ -91,7 +91,7 @@ class DecoderConfig:
     """LoRA's alpha: its product is scaled by alpha / rank."""
 
     def __post_init__(self):
-        checks.of_types(self, "model.")
+        checks.require_types(self, "model.")
         sizes = "layers", "width", "heads", "context", "vocab"
         checks.at_least(1, self, *sizes, of="model.")
         least_0 = "mlp rotary_width positions first_position kv_heads head_width window lora"
@@ -162,9 +162,9 @@ class Block(nnx.Module):
         add("norm_attention", norm_of(c), c.width)
         add("qkv", linear, c.width, inner + 2 * self.kv_heads * c.head_size, use_bias=c.qkv_bias)
         if c.qk_norm:
-            of_head = functools.partial(nnx.RMSNorm, epsilon=c.norm_eps, dtype=c.dtype)
-            add("norm_q", of_head, c.head_size)
-            add("norm_k", of_head, c.head_size)
+            head_norm = functools.partial(nnx.RMSNorm, epsilon=c.norm_eps, dtype=c.dtype)
+            add("norm_q", head_norm, c.head_size)
+            add("norm_k", head_norm, c.head_size)
         add("out", linear, inner, c.width, kernel_init=out_init, use_bias=c.out_bias)
         if c.residual != "shared":
             add("norm_mlp", norm_of(c), c.width)
@@ -252,8 +252,8 @@ class Decoder(nnx.Module):
         blocks = self.blocks if c.scan else [getattr(self, name) for name in self.names]
         if c.remat:
             # XLA does not merge recomputation across a scan, so no guard is needed.
-            of_block = functools.partial(jax.checkpoint, prevent_cse=not c.scan)
-            layers = lambda function, layers=layers: layers(of_block(function))
+            recomputed = functools.partial(jax.checkpoint, prevent_cse=not c.scan)
+            layers = lambda function, layers=layers: layers(recomputed(function))
         x_NxD = self.norm(modules.run(blocks, x_NxD, time, documents, layers=layers))
         if c.tied:
             logits_NxV = x_NxD @ self.embed.embedding[...].astype(x_NxD.dtype).T

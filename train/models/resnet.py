@@ -34,7 +34,7 @@ class ResNetConfig:
     """Type of activations and convolutions."""
 
     def __post_init__(self):
-        checks.of_types(self, "model.")
+        checks.require_types(self, "model.")
         checks.at_least(1, self, "width", "size", "channels", "classes", of="model.")
         if not self.blocks or min(self.blocks) < 1:
             raise ValueError(f"model.blocks={self.blocks} must be numbers from 1 up; write 2 2.")

@@ -43,7 +43,7 @@ class SwinConfig:
     """Whether a stage is a scan over its pairs of blocks, which compiles as fast as one pair."""
 
     def __post_init__(self):
-        checks.of_types(self, "model.")
+        checks.require_types(self, "model.")
         sizes = "width", "heads", "window", "patch", "size", "channels", "classes"
         checks.at_least(1, self, *sizes, of="model.")
         if not self.blocks or min(self.blocks) < 1:
@@ -90,8 +90,8 @@ class Swin(nnx.Module):
             if stage:
                 name = f"norm_merge_{stage}"
                 setattr(self, name, norm(2 * width, rngs=rngs.at(name)))
-                of_merge = {"use_bias": False, "dtype": c.dtype, "rngs": rngs.at(f"merge_{stage}")}
-                setattr(self, f"merge_{stage}", linear(2 * width, width, **of_merge))
+                options = {"use_bias": False, "dtype": c.dtype, "rngs": rngs.at(f"merge_{stage}")}
+                setattr(self, f"merge_{stage}", linear(2 * width, width, **options))
             self._add_blocks(stage, rngs)
         self.norm = norm(width, rngs=rngs.at("norm"))
         self.head = linear(width, c.classes, rngs=rngs.at("head"))
@@ -150,7 +150,7 @@ class Block(nnx.Module):
         bias_HxTxT = jnp.moveaxis(table[_offsets(self.window)], -1, 0).astype(x.dtype)
         mask = None
         if self.shift:
-            mask = jnp.tile(_of_one_place(side, self.window, self.shift), (batch, 1, 1, 1))
+            mask = jnp.tile(_neighbours(side, self.window, self.shift), (batch, 1, 1, 1))
         h_NxTxHxK = jax.nn.dot_product_attention(q, k, v, bias=bias_HxTxT[None], mask=mask)
         h = _image(self.out(h_NxTxHxK.reshape(h_NxTxD.shape)), side)
         x += jnp.roll(h, (self.shift, self.shift), (1, 2))
@@ -206,7 +206,7 @@ def _offsets(window: int) -> np.ndarray:
     return down * (2 * window - 1) + right
 
 
-def _of_one_place(side: int, window: int, shift: int) -> np.ndarray:
+def _neighbours(side: int, window: int, shift: int) -> np.ndarray:
     """bool[windows, 1, tokens, tokens]: which tokens of a shifted window are neighbours.
 
     Tokens that a shift moved around the edge share a window with others, but are not neighbours.

@@ -33,7 +33,7 @@ class ViTConfig:
     """Type of activations and matrix products."""
 
     def __post_init__(self):
-        checks.of_types(self, "model.")
+        checks.require_types(self, "model.")
         sizes = "layers", "width", "heads", "patch", "size", "channels", "classes"
         checks.at_least(1, self, *sizes, of="model.")
         checks.divisible(self, "width", "heads")

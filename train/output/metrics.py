@@ -74,13 +74,13 @@ def _row(line: str) -> dict[str, Any]:
     row = checks.json_value(line)
     if not isinstance(row, dict):
         raise ValueError("no object")
-    if not checks.is_of(step := row.get("step"), int) or step < 0:
+    if not checks.has_type(step := row.get("step"), int) or step < 0:
         raise ValueError(f"needs a whole number for step, and got {step!r:.40}")
     if "val_loss" in row and "sent_bytes" not in row:
         raise ValueError("needs sent_bytes beside val_loss")
     kinds = dict.fromkeys(_SUMMED, float) | dict.fromkeys(_DRAWN, float | None)
     for name, kind in kinds.items():
-        if name in row and not checks.is_of(row[name], kind):
+        if name in row and not checks.has_type(row[name], kind):
             raise ValueError(f"needs a number for {name}, and got {row[name]!r:.40}")
     return row
 

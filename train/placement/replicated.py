@@ -73,10 +73,10 @@ def _around(config: Config, tx: optax.GradientTransformation) -> optax.GradientT
         tx = jaxcomp.per_layer(tx, layers)
     if config.trainable is None:
         return tx
-    return _of_trainable(tx, config.trainable, build.param_shapes(config))
+    return _train_only(tx, config.trainable, build.param_shapes(config))
 
 
-def _of_trainable(
+def _train_only(
     tx: optax.GradientTransformation, trainable: str, shapes: Any
 ) -> optax.GradientTransformation:
     trains = lambda key, _: bool(re.search(trainable, path_of(key)))
@@ -114,9 +114,9 @@ def functions_of(
     place = functools.partial(jax.tree.map, lambda spec: NamedSharding(mesh, spec))
 
     def shardings(params):
-        of_params = jax.tree.map(lambda _: P(), params) if specs is None else specs
-        of_state = jaxcomp.state_specs(tx, params, mesh, AXIS_NAME, specs, fast_axis=fast_axis)
-        return place(of_params), place(of_state)
+        param_specs = jax.tree.map(lambda _: P(), params) if specs is None else specs
+        own_specs = jaxcomp.state_specs(tx, params, mesh, AXIS_NAME, specs, fast_axis=fast_axis)
+        return place(param_specs), place(own_specs)
 
     return Functions(
         init=lambda params: (params, made.init(params)),

@@ -189,7 +189,7 @@ def test_a_full_disk_ends_no_run_and_is_told_once(start, monkeypatch, capsys):
 def test_only_a_ward_brings_copies_and_no_older_ones(start):
     with start() as copies:
         copies.begin(0, None)
-        copies.peers, copies.wards, copies.last = ["", "", ""], [1], 4
+        copies.peers, copies.kept_for, copies.last = ["", "", ""], [1], 4
         name = lambda step, part, count=3: f"{step}-{part}-of-{count}.{'a' * 64}"
         assert copies.wanted(name(4, 1), 10) == copies.folders[0]
         for other in (name(2, 1), name(6, 2), name(6, "all"), name(6, 1, 2), "x", "../6"):

@@ -1,7 +1,7 @@
 """Process 0 at the start: it waits for the others for a bounded time, and tells them the result.
 
-Anybody who reaches the port may connect. A guest has a few seconds for one short line with the
-run's seal. Other guests are disconnected, without harm to the start.
+Anybody who reaches the port may connect. A caller has a few seconds for one short line with the
+run's seal. Other callers are disconnected, without harm to the start.
 """
 
 import contextlib
@@ -21,13 +21,13 @@ HELLO = {"process": int, "of": int, "on": str, "nonce": str}
 """The hello of a process: its number, the number of processes, its host and a nonce."""
 
 _NAME = 64  # characters of a host's name
-_LINE = 4096  # most bytes from a guest
+_LINE = 4096  # most bytes from a caller
 _PATIENCE = 5.0  # seconds for these
-_MOST = 1024  # guests at a time
+_MOST = 1024  # callers at a time
 _FAREWELL = 2.0  # seconds for all to hear the result, and close
 
 
-class Guest(NamedTuple):
+class Caller(NamedTuple):
     """A connection that has not said hello yet."""
 
     data: bytes  # received so far
@@ -52,7 +52,7 @@ class Gathering:
     selector: selectors.BaseSelector
     nonce: str  # of this start
     present: dict[int, Present] = dataclasses.field(default_factory=dict)
-    guests: dict[socket.socket, Guest] = dataclasses.field(default_factory=dict)
+    callers: dict[socket.socket, Caller] = dataclasses.field(default_factory=dict)
     refused: set[str] = dataclasses.field(default_factory=set)  # addresses of strangers
 
     def wait(self, deadline: float) -> None:
@@ -61,46 +61,46 @@ class Gathering:
             now = time.monotonic()
             if now >= deadline:
                 raise Transient(self.missing())
-            for guest in [guest for guest, (_, until) in self.guests.items() if until <= now]:
-                self.refuse(guest)
-            nearest = min([deadline, *(until for _, until in self.guests.values())])
+            for caller in [caller for caller, (_, until) in self.callers.items() if until <= now]:
+                self.refuse(caller)
+            nearest = min([deadline, *(until for _, until in self.callers.values())])
             for key, _ in self.selector.select(max(0.0, nearest - now)):
                 if key.fileobj is self.listener:
                     self.welcome()
                 elif isinstance(key.fileobj, socket.socket):
-                    # One that is no guest any more is done, and leaves.
-                    is_guest = key.fileobj in self.guests
-                    (self.hear if is_guest else self.forget)(key.fileobj)
+                    # One that is no caller any more is done, and leaves.
+                    is_waiting = key.fileobj in self.callers
+                    (self.hear if is_waiting else self.forget)(key.fileobj)
 
     def welcome(self) -> None:
         try:
-            guest, (address, *_) = self.listener.accept()
+            caller, (address, *_) = self.listener.accept()
         except OSError:  # already gone
             return
-        guest.setblocking(False)
-        if len(self.guests) >= _MOST:
-            self.refuse(next(iter(self.guests)))
-        self.guests[guest] = Guest(b"", time.monotonic() + _PATIENCE)
-        self.selector.register(guest, selectors.EVENT_READ, address)
+        caller.setblocking(False)
+        if len(self.callers) >= _MOST:
+            self.refuse(next(iter(self.callers)))
+        self.callers[caller] = Caller(b"", time.monotonic() + _PATIENCE)
+        self.selector.register(caller, selectors.EVENT_READ, address)
         with contextlib.suppress(OSError):
-            guest.sendall(json.dumps({"nonce": self.nonce}).encode() + b"\n")
+            caller.sendall(json.dumps({"nonce": self.nonce}).encode() + b"\n")
 
-    def hear(self, guest: socket.socket) -> None:
-        data, until = self.guests[guest]
+    def hear(self, caller: socket.socket) -> None:
+        data, until = self.callers[caller]
         try:
-            part = guest.recv(_LINE)
+            part = caller.recv(_LINE)
         except BlockingIOError:
             return
         except OSError:
             part = b""
-        self.guests[guest] = Guest(data + part, until)
+        self.callers[caller] = Caller(data + part, until)
         line, end, _ = (data + part).partition(b"\n")
         if end or not part or len(data + part) > _LINE:
             hello = self.hello(line) if end else None
             if hello is None:
-                self.refuse(guest)
+                self.refuse(caller)
             else:
-                self.take(guest, hello)
+                self.take(caller, hello)
 
     def hello(self, line: bytes) -> dict[str, Any] | None:
         text = seals.unseal(self.secret, f"hello {self.nonce}", line.decode(errors="replace"))
@@ -111,11 +111,11 @@ class Gathering:
         is_ours = 0 < hello["process"] < self.num_processes or hello["of"] != self.num_processes
         return hello if is_ours else None
 
-    def take(self, guest: socket.socket, hello: dict[str, Any]) -> None:
-        """Accepts a guest as a process; raises ValueError if it conflicts with another."""
-        del self.guests[guest]
+    def take(self, caller: socket.socket, hello: dict[str, Any]) -> None:
+        """Accepts a caller as a process; raises ValueError if it conflicts with another."""
+        del self.callers[caller]
         process, conflict = hello["process"], self.conflict(hello)
-        present = Present(guest, hello["on"][:_NAME], hello["nonce"])
+        present = Present(caller, hello["on"][:_NAME], hello["nonce"])
         # All hear of a conflict, including the two processes in it.
         self.present[process if conflict is None else -1 - process] = present
         if conflict is not None:
@@ -126,10 +126,10 @@ class Gathering:
         self.selector.unregister(connection)
         connection.close()
 
-    def refuse(self, guest: socket.socket) -> None:
-        self.refused.add(self.selector.get_key(guest).data)
-        del self.guests[guest]
-        self.forget(guest)
+    def refuse(self, caller: socket.socket) -> None:
+        self.refused.add(self.selector.get_key(caller).data)
+        del self.callers[caller]
+        self.forget(caller)
 
     def conflict(self, hello: dict[str, Any]) -> str | None:
         process, host, here = hello["process"], hello["on"][:_NAME], socket.gethostname()
@@ -163,9 +163,9 @@ class Gathering:
         )
 
     def close(self, problem: Exception | None) -> None:
-        """Tells the processes that are there the result, and disconnects other guests."""
-        for guest in list(self.guests):
-            self.refuse(guest)
+        """Tells the processes that are there the result, and disconnects other callers."""
+        for caller in list(self.callers):
+            self.refuse(caller)
         answer = {"problem": problem and str(problem), "transient": isinstance(problem, Transient)}
         _tell(self.present.values(), json.dumps(answer), self.secret)
 
