@@ -6,6 +6,7 @@ import sys
 from typing import Any
 
 from jaxcomp.launch.exits import clean_exits
+from jaxcomp.measure.tables import aligned
 from train import checks
 from train.output import metrics, plots
 
@@ -33,12 +34,7 @@ def compare(folders: dict[str, pathlib.Path], picture: pathlib.Path) -> str:
         lines.append(_line(label, rows, *_facts(folder / "config.json")))
     plots.loss_figure(runs, picture)
     head = ("method", "val loss", "bytes/step", "of fp16", "of fp32", "steps/s")
-    widths = [max(len(line[i]) for line in (head, *lines)) for i in range(len(head))]
-    pad = lambda line: "  ".join(
-        cell.ljust(width) if i == 0 else cell.rjust(width)
-        for i, (cell, width) in enumerate(zip(line, widths, strict=True))
-    )
-    return "\n".join([pad(head), *map(pad, lines)])
+    return "\n".join(aligned([head, *lines], numbers=range(1, len(head))))
 
 
 def _facts(file: pathlib.Path) -> tuple[dict[str, Any], int]:

@@ -180,9 +180,9 @@ def test_processes_without_a_common_folder_say_so_before_they_train(config_of, t
 
 
 SLOW_DISK = """
-from train.checkpoints import manager
+from train.checkpoints import store
 
-write = manager.write_checksums
+write = store.write_checksums
 
 
 def after_a_minute(directory):
@@ -190,7 +190,7 @@ def after_a_minute(directory):
     write(directory)
 
 
-manager.write_checksums = after_a_minute
+store.write_checksums = after_a_minute
 """
 
 

@@ -19,11 +19,11 @@ from train.output import metrics
 
 STOPPED = """
 import os, runpy, signal, sys, time
-from train.checkpoints import manager
+from train.checkpoints import store
 from train.data import texts
 
 names, where = sys.argv.pop(1).split(), sys.argv.pop(1)
-draw, write = texts.batch, manager.write_checksums
+draw, write = texts.batch, store.write_checksums
 
 def be_told():
     for name in names:
@@ -45,7 +45,7 @@ def slowly(directory):
             time.sleep(1)
     write(directory)
 
-texts.batch, manager.write_checksums = batch, slowly
+texts.batch, store.write_checksums = batch, slowly
 runpy.run_module("train", run_name="__main__")
 """
 ONCE = (

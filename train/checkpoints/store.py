@@ -12,6 +12,7 @@ import json
 import logging
 import math
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +26,7 @@ from jaxcomp.launch import agree
 from jaxcomp.launch.claims import Claim
 from train import checks
 from train.checkpoints import files
-from train.checkpoints.manager import everyone, make_manager, save_error
+from train.checkpoints.files import latest, write_checksums
 from train.checkpoints.trees import described, path_of, require_same, without_empty
 
 # Orbax logs a traceback in every thread for an error that it also raises to its caller.
@@ -105,7 +106,7 @@ class Checkpoints:
             if jax.process_count() == 1:
                 files.remove_partial(self.directory)
                 self.manager.reload()
-            raise save_error(self.directory, error, self.needed, self.seconds) from error
+            raise _save_error(self.directory, error, self.needed, self.seconds) from error
 
 
 def open_checkpoints(
@@ -130,8 +131,91 @@ def open_checkpoints(
     files.require_writable(directory)
     agree.from_first(lambda: files.remove_partial(directory))
     failures: list[BaseException] = []
-    manager = make_manager(directory, keep, seconds, failures, claim)
+    manager = _make_manager(directory, keep, seconds, failures, claim)
     return Checkpoints(directory, seconds, manager, failures, claim)
+
+
+def _make_manager(
+    directory: Path,
+    keep: int,
+    seconds: int,
+    failures: list[BaseException],
+    claim: Claim | None,
+) -> ocp.CheckpointManager:
+    """Makes Orbax's manager; errors of this process's part of a save go into `failures`."""
+    options = _everyone()
+    meet = ocp.multihost.get_barrier_sync_fn(processes=options.active_processes)
+
+    def barrier(**kwargs):
+        # Orbax calls its barriers even while an error is raised; the others would wait elsewhere.
+        if (error := sys.exc_info()[1]) is not None:
+            failures.append(error)
+            raise error
+        meet(**kwargs)
+
+    def complete():
+        # Called in process 0, after the last array is written and before the rename.
+        if claim is not None:
+            claim.require()
+        write_checksums(directory)
+
+    return ocp.CheckpointManager(
+        directory,
+        item_names=("state", "metadata"),
+        options=ocp.CheckpointManagerOptions(
+            max_to_keep=keep,
+            create=False,
+            multiprocessing_options=options,
+            async_options=ocp.AsyncOptions(
+                timeout_secs=seconds,
+                barrier_sync_fn=barrier,
+                post_finalization_callback=complete,
+            ),
+            temporary_path_class=_folders_of(claim) if claim else None,
+        ),
+    )
+
+
+def _folders_of(claim: Claim) -> type[ocp.path.atomicity.AtomicRenameTemporaryPath]:
+    """The folder of a writer's incomplete saves, which no other writer shares."""
+    parent = ocp.path.atomicity.AtomicRenameTemporaryPath
+
+    class Own(parent):
+        @classmethod
+        def from_final(cls, final_path, **options):
+            name = f"{final_path.name}.orbax-checkpoint-tmp-{claim.token[:8]}"
+            return cls(final_path.parent / name, final_path, **options)
+
+    return Own
+
+
+def _everyone() -> ocp.options.MultiprocessingOptions:
+    """Barriers use JAX's coordination service: as collectives, Orbax's barriers never end."""
+    count = jax.process_count()
+    return ocp.options.MultiprocessingOptions(
+        active_processes=set(range(count)) if count > 1 else None
+    )
+
+
+def _save_error(directory: Path, error: Exception, needed: int, seconds: int) -> OSError:
+    """The error to raise for an error of Orbax in a save of `needed` bytes."""
+    number = error.errno if isinstance(error, OSError) else None
+    good = latest(directory)
+    kept = "" if good is None else f" The checkpoint of step {good} is complete."
+    # Orbax raises ValueError if TensorStore could not write.
+    if number in (errno.ENOSPC, errno.EDQUOT) or "RESOURCE_EXHAUSTED" in str(error):
+        free = shutil.disk_usage(directory).free
+        return OSError(
+            errno.ENOSPC,
+            f"no space for a checkpoint in {directory}: it needs about {needed:,} bytes, "
+            f"{free:,} are free.{kept} Free some space, keep fewer, or name another directory",
+        )
+    reason = str(error).partition("\n")[0].rstrip(".")
+    if isinstance(error, TimeoutError):
+        reason = f"this process and the others did not write all of it in {seconds} s"
+    return OSError(
+        number or errno.EIO, f"could not save a checkpoint in {directory}: {reason}.{kept}"
+    )
 
 
 class Saved(NamedTuple):
@@ -202,7 +286,7 @@ def restore(
 def load(saved: Saved, like: Any) -> Any:
     """The tree of a checkpoint that is known to be intact, as `restore` reads it."""
     require_same(saved.path, saved.leaves, saved.metadata, described(like))
-    with ocp.StandardCheckpointer(multiprocessing_options=everyone()) as checkpointer:
+    with ocp.StandardCheckpointer(multiprocessing_options=_everyone()) as checkpointer:
         with _kept(saved) as arrays:
             loaded = checkpointer.restore(arrays, without_empty(like))
     return jax.tree.map(_filled, like, loaded)
@@ -230,8 +314,8 @@ def restore_params(saved: Saved, like: Any) -> Any:
         restore_args=ocp.checkpoint_utils.construct_restore_args(wanted),
         partial_restore=True,
     )
-    handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=everyone())
-    with ocp.Checkpointer(handler, multiprocessing_options=everyone()) as checkpointer:
+    handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=_everyone())
+    with ocp.Checkpointer(handler, multiprocessing_options=_everyone()) as checkpointer:
         with _kept(saved) as arrays:
             loaded = checkpointer.restore(arrays, args=options)
     return jax.tree.map(_filled, like, loaded)["params"]
@@ -250,8 +334,8 @@ def restore_leaves(saved: Saved, wanted: Callable[[str, Any], Any]) -> dict[str,
     Raises:
       ValueError: If a running run removed the checkpoint meanwhile.
     """
-    handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=everyone())
-    with ocp.Checkpointer(handler, multiprocessing_options=everyone()) as checkpointer:
+    handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=_everyone())
+    with ocp.Checkpointer(handler, multiprocessing_options=_everyone()) as checkpointer:
         with _kept(saved) as arrays:
             item = jax.tree_util.tree_map_with_path(
                 lambda key, saved: wanted(path_of(key), saved) or ocp.PLACEHOLDER,

@@ -19,7 +19,7 @@ import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from train.checkpoints import files, manager, store
+from train.checkpoints import files, store
 from train.checkpoints.files import latest, steps
 from train.checkpoints.store import open_checkpoints, read_metadata, restore
 from train.checkpoints.trees import like_replicas
@@ -195,7 +195,7 @@ def test_a_save_returns_early_and_its_buffers_may_be_donated(tmp_path, mesh_of, 
         assert overwritten.wait(60)
         files.write_checksums(directory)
 
-    monkeypatch.setattr(manager, "write_checksums", last_of_the_save)
+    monkeypatch.setattr(store, "write_checksums", last_of_the_save)
     values = np.random.default_rng(0).standard_normal((4, 500_000), np.float32)
     fresh = jax.jit(lambda a, b: (a + 0, b + 0))
     overwrite = jax.jit(lambda a, b: (-a, -b), donate_argnums=(0, 1))
@@ -525,7 +525,7 @@ def test_an_error_in_the_background_surfaces_once(tmp_path, monkeypatch, surface
         raise OSError(errno.EIO, "the cable is out")
 
     with monkeypatch.context() as patch:
-        patch.setattr(manager, "write_checksums", broken)
+        patch.setattr(store, "write_checksums", broken)
         checkpoints.save(2, tree, {})
         with pytest.raises(OSError, match="could not save.*the cable is out.*step 1 is complete"):
             checkpoints.save(3, tree, {}) if surfaces == "save" else getattr(

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.corpora import again, write
-from train.data import sums, token_files, tokenizing
+from train.data import token_files, tokenizing
 
 
 @pytest.mark.parametrize("kind", ["tokens", "ends"])
@@ -22,15 +22,15 @@ def test_a_byte_that_changed_on_disk_is_found(tmp_path, part, kind):
 
 
 def test_a_changed_place_of_any_piece_changes_the_checksums(monkeypatch):
-    monkeypatch.setattr(sums, "_PIECE", 64)
+    monkeypatch.setattr(token_files, "_PIECE", 64)
     values = np.random.default_rng(0).integers(0, 60_000, 999).astype(np.uint16)
-    whole = sums.sums(values)
+    whole = token_files.sums(values)
     assert whole.largest == values.max() and len(whole.crc32) == -(-999 // 32)
     for place in (0, 31, 32, 500, 998):
         changed = values.copy()
         changed[place] ^= 256
-        assert sums.sums(changed).crc32 != whole.crc32
-    assert sums.sums(values[:0]) == ([], -1)
+        assert token_files.sums(changed).crc32 != whole.crc32
+    assert token_files.sums(values[:0]) == ([], -1)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_ends_out_of_order_are_refused(tmp_path):
     for name in tokenizing.PARTS:
         ends = np.fromfile(made / f"{name}.ends", np.int64)[::-1].copy()
         ends.tofile(made / f"{name}.ends")
-        crc32 = {"ends": sums.sums(ends).crc32}
+        crc32 = {"ends": token_files.sums(ends).crc32}
         again(made, lambda facts, n=name, x=crc32: facts["parts"][n]["crc32"].update(x))
     with pytest.raises(ValueError, match="train.ends are not in order"):
         token_files.load(made)

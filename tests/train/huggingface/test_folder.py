@@ -11,8 +11,9 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 
+from train import generate
 from train.huggingface import folder, safetensors, settings
-from train.models import generate, modules, sharding
+from train.models import modules, sharding
 from train.models.decoder import Decoder
 from train.models.modules import PathRngs
 
