@@ -247,12 +247,12 @@ class _Run:
         """Writes the row of this step; after an error it can be called again."""
         self.owed = True
         self.count()
-        config, done, sent_bytes = self.task.config, self.done, self.done.sent_bytes
+        config, sent_bytes = self.task.config, self.done.sent_bytes
         measured, more = self.evaluated() if self.is_due(config.eval_every) else ({}, 0.0)
         row = self.row() | {"step_seconds": sum(self.seconds) / len(self.seconds)}
         row["sent_bytes"] += more
         if self.is_due(config.checksum_every):
-            row |= _require_equal(self.task, self.params, done.step)
+            row |= self.require_equal()
         row |= measured
         self.write(row)
         self.show(row | {"sent_bytes": sent_bytes})  # the final mean is not part of a step's rate
@@ -277,7 +277,7 @@ class _Run:
     def copy(self) -> None:
         self.watch.at(self.done.step, "an emergency copy")
         self.count()
-        _require_equal(self.task, self.params, self.done.step)
+        self.require_equal()
         tree = {"params": self.params, "state": self.state}
         record = emergency.record(tree, resume.metadata(self.task, self.done))
         self.copies.keep(self.done.step, tree, record)
@@ -289,21 +289,20 @@ class _Run:
         config, step = self.task.config, self.done.step
         self.saved = step
         self.watch.at(step, "a save", config.start_seconds + config.save_seconds)
-        _require_equal(self.task, self.params, step)
+        self.require_equal()
         tree = {"params": self.params, "state": self.state}
         self.checkpoints.save(step, tree, resume.metadata(self.task, self.done))
 
-
-def _require_equal(task: Task, params: Any, step: int) -> dict[str, int]:
-    """The spread for a row; empty if no parameters are replicated."""
-    if task.placement.spread is None:
-        return {}
-    spread = int(task.placement.spread(params, task.mesh))
-    if spread:
-        raise Transient(
-            f"after step {step} the replicas' parameters are not equal (their checksums differ by "
-            f"{spread}): this is a bug in the transformation {task.config.optimizer.update!r} or "
-            "a fault of a device. Earlier checkpoints hold equal parameters: run again to go on "
-            "from the last one."
-        )
-    return {"checksum_spread": spread}
+    def require_equal(self) -> dict[str, int]:
+        """The spread of the parameters for a row; empty if none are replicated."""
+        task, step = self.task, self.done.step
+        if task.placement.spread is None:
+            return {}
+        if spread := int(task.placement.spread(self.params, task.mesh)):
+            raise Transient(
+                f"after step {step} the replicas' parameters are not equal (their checksums differ "
+                f"by {spread}): this is a bug in the transformation "
+                f"{task.config.optimizer.update!r} or a fault of a device. Earlier checkpoints "
+                "hold equal parameters: run again to go on from the last one."
+            )
+        return {"checksum_spread": 0}

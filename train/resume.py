@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 import jaxcomp
 from jaxcomp.launch import agree, distributed
@@ -23,7 +23,7 @@ from train.config.run import AXIS_NAME
 from train.huggingface import folder, safetensors
 from train.models import lora
 from train.placement import build
-from train.task import Task, shapes_of
+from train.task import Task
 
 _METADATA = {"progress", "num_replicas", "data_sha256"}  # needed to resume
 _SAID_ELSEWHERE = {"replicas", "resize", "accept_data"}
@@ -267,8 +267,12 @@ def _say(name: str, step: int, what: str) -> None:
 
 def _like_saved(task: Task, num_replicas: int) -> Any:
     """Parameters and state of another number of replicas, on this run's mesh."""
-
     row_axes, mesh = task.placement.row_axes, task.mesh
+    devices = mesh.size // math.prod(mesh.shape[name] for name in row_axes)
+    sizes = dict(mesh.shape) | dict.fromkeys(row_axes, 1) | {AXIS_NAME: num_replicas // devices}
+    types = (AxisType.Auto,) * len(sizes)
+    as_saved = AbstractMesh(tuple(sizes.values()), tuple(sizes), types)
+    params, state = jax.eval_shape(task.placement.functions(as_saved).init, task.natural)
 
     def one(x, old):
         sharding = x.sharding
@@ -278,6 +282,5 @@ def _like_saved(task: Task, num_replicas: int) -> Any:
         # The length of an owner's part also depends on the number of replicas.
         return jax.ShapeDtypeStruct(x.shape[:1] + old.shape[1:], x.dtype, sharding=sharding)
 
-    resized = jax.tree.map(one, task.like, shapes_of(task, num_replicas))
-    devices = mesh.size // math.prod(mesh.shape[name] for name in row_axes)
+    resized = jax.tree.map(one, task.like, {"params": params, "state": state})
     return trees.like_replicas(resized, num_replicas // devices, AXIS_NAME)

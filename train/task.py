@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxcomp
@@ -198,16 +198,6 @@ def _mean_losses(size: int, gather: Callable, losses: list[jax.Array]) -> list[f
 
 def _left_out(total: Callable[[Any], jax.Array], state: Any) -> int:
     return sum(int(total(skipped)) for skipped in protocol.skipped(state))
-
-
-def shapes_of(task: Task, num_replicas: int) -> dict[str, Any]:
-    """Shapes and dtypes of the run's parameters and state for `num_replicas`."""
-    sizes = dict(task.mesh.shape) | dict.fromkeys(task.placement.row_axes, 1)
-    sizes[AXIS_NAME] = num_replicas // math.prod(sizes.values())
-    types = (AxisType.Auto,) * len(sizes)
-    mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), types)
-    params, state = jax.eval_shape(task.placement.functions(mesh).init, task.natural)
-    return {"params": params, "state": state}
 
 
 def num_parameters(task: Task) -> int:
