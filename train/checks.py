@@ -23,14 +23,14 @@ _NAMES = {
 }
 
 
-def require_types(settings: Any, of: str = "") -> None:
-    """Raises a ValueError if a field of a dataclass, `of` a config, does not have its type.
+def require_types(settings: Any, prefix: str = "") -> None:
+    """Raises a ValueError if a field of a dataclass does not have its type.
 
-    An integer is a number, but True, NaN and infinities are not.
+    In a config, the dataclass is at `prefix`, such as `model.`. An integer is a number, but True, NaN and infinities are not.
     """
     for field, kind in typing.get_type_hints(type(settings)).items():
         if not has_type(value := getattr(settings, field), kind):
-            raise ValueError(f"{of}{field}={value!r:.80} must be {_words(kind)}.")
+            raise ValueError(f"{prefix}{field}={value!r:.80} must be {_words(kind)}.")
 
 
 def has_type(value: Any, kind: Any) -> bool:
@@ -59,13 +59,13 @@ def has_type(value: Any, kind: Any) -> bool:
     return isinstance(value, kind) and (kind is not float or math.isfinite(value))
 
 
-def at_least(minimum: int, settings: Any, *fields: str, of: str = "") -> None:
-    """Raises a ValueError if a field of some settings, `of` a config, is below a minimum."""
+def at_least(minimum: int, settings: Any, *fields: str, prefix: str = "") -> None:
+    """Raises a ValueError if a field of some settings, at `prefix`, is below a minimum."""
     for field in fields:
         if (value := getattr(settings, field)) < minimum:
-            flag = f"{of}{field}".replace("_", "-")
+            flag = f"{prefix}{field}".replace("_", "-")
             raise ValueError(
-                f"{of}{field}={value} must be at least {minimum}; write --{flag} {minimum}."
+                f"{prefix}{field}={value} must be at least {minimum}; write --{flag} {minimum}."
             )
 
 

@@ -23,7 +23,7 @@ from train.resume import Progress
 from train.task import Task, make_task
 
 # Errors of reading data or writing rows.
-_OF_FILES = OSError, ValueError, MemoryError, LookupError, TypeError
+_FILE_ERRORS = OSError, ValueError, MemoryError, LookupError, TypeError
 
 
 def run(config: Config) -> list[dict[str, Any]]:
@@ -138,7 +138,7 @@ class _Run:
         self.saved = agree.from_first(lambda: files.latest(self.checkpoints.directory)) or 0
         try:
             self.steps()
-        except _OF_FILES as error:
+        except _FILE_ERRORS as error:
             if jax.process_count() > 1:
                 raise
             self.error = error
@@ -189,7 +189,7 @@ class _Run:
         if self.error is None:
             try:
                 self.batch = self.task.batch(self.done.step, self.done.examples)
-            except _OF_FILES as error:
+            except _FILE_ERRORS as error:
                 if self.batch is None:
                     raise
                 self.error = error
@@ -296,12 +296,12 @@ class _Run:
     def require_equal(self) -> dict[str, int]:
         """The spread of the parameters for a row; empty if none are replicated."""
         task, step = self.task, self.done.step
-        if task.placement.spread is None:
+        if task.placement.replica_spread is None:
             return {}
-        if spread := int(task.placement.spread(self.params, task.mesh)):
+        if difference := int(task.placement.replica_spread(self.params, task.mesh)):
             raise Transient(
                 f"after step {step} the replicas' parameters are not equal (their checksums differ "
-                f"by {spread}): this is a bug in the transformation "
+                f"by {difference}): this is a bug in the transformation "
                 f"{task.config.optimizer.update!r} or a fault of a device. Earlier checkpoints "
                 "hold equal parameters: run again to go on from the last one."
             )

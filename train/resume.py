@@ -26,7 +26,7 @@ from train.placement import build
 from train.task import Task
 
 _METADATA = {"progress", "num_replicas", "data_sha256"}  # needed to resume
-_SAID_ELSEWHERE = {"replicas", "resize", "accept_data"}
+_PRINTED_ELSEWHERE = {"replicas", "resize", "accept_data"}
 
 
 _COUNTS = "step examples sent_bytes rounds skipped left_out"  # never below 0
@@ -49,7 +49,7 @@ class Progress:
 
     def __post_init__(self):
         checks.require_types(self, "progress.")
-        checks.at_least(0, self, *_COUNTS.split(), of="progress.")
+        checks.at_least(0, self, *_COUNTS.split(), prefix="progress.")
         if not all(isinstance(loss, float) for loss in self.losses):
             raise ValueError(f"progress.losses={self.losses!r:.80} must be a list of numbers.")
 
@@ -85,12 +85,12 @@ def begin(task: Task, directory: Path, copies: Copies | None = None) -> tuple[An
 
 def _require_equal(task: Task, params: Any) -> None:
     """Raises a ValueError if processes begin with parameters of different bits."""
-    if jax.process_count() > 1 and task.placement.spread is not None:
-        if spread := int(task.placement.spread(params, task.mesh)):
+    if jax.process_count() > 1 and task.placement.replica_spread is not None:
+        if difference := int(task.placement.replica_spread(params, task.mesh)):
             raise ValueError(
                 f"the processes begin with different parameters (their checksums differ by "
-                f"{spread}): start_from={task.config.start_from!r} or the last checkpoint is not "
-                "the same on all hosts. Copy the same files to all."
+                f"{difference}): start_from={task.config.start_from!r} or the last checkpoint is "
+                "not the same on all hosts. Copy the same files to all."
             )
 
 
@@ -176,7 +176,7 @@ def _pretrained(task: Task, path: str) -> Any:
         return params
     places = lora.only(task.places)
     drawn = jax.jit(lambda: lora.only(build.random_params(config)), out_shardings=places)
-    return lora.joined(params, drawn())
+    return lora.combined(params, drawn())
 
 
 def _restore(
@@ -256,7 +256,7 @@ def _changes(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     return [
         f"{name} {json.loads(old[name])!r} -> {json.loads(value)!r}"
         for name, value in new.items()
-        if name not in _SAID_ELSEWHERE and name in old and old[name] != value
+        if name not in _PRINTED_ELSEWHERE and name in old and old[name] != value
     ]
 
 

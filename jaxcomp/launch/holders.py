@@ -47,17 +47,17 @@ def chosen(held: Sequence[dict[str, Any]], at_least: int) -> Found | str:
 
 def neighbours(hosts: Sequence[str]) -> list[int]:
     """For each process, the process that keeps its copy: on the next host, if there are several."""
-    of: dict[str, list[int]] = {}
+    on_host: dict[str, list[int]] = {}
     for process, host in enumerate(hosts):
-        of.setdefault(host, []).append(process)
-    if len(of) == 1:
+        on_host.setdefault(host, []).append(process)
+    if len(on_host) == 1:
         return [(process + 1) % len(hosts) for process in range(len(hosts))]
-    names = list(of)
+    names = list(on_host)
     following = dict(zip(names, [*names[1:], names[0]], strict=True))
     found = []
     for process, host in enumerate(hosts):
-        there = of[following[host]]
-        found.append(there[of[host].index(process) % len(there)])
+        there = on_host[following[host]]
+        found.append(there[on_host[host].index(process) % len(there)])
     return found
 
 

@@ -204,12 +204,12 @@ def assembled(like: Any, held: Sequence[tuple[Entry, np.ndarray]]) -> Any:
     Raises:
       ValueError: If a piece is missing that this process needs.
     """
-    of: dict[str, dict[Spans, np.ndarray]] = {}
+    found: dict[str, dict[Spans, np.ndarray]] = {}
     for entry, data in held:
-        of.setdefault(entry.path, {}).setdefault(entry.spans, data)
+        found.setdefault(entry.path, {}).setdefault(entry.spans, data)
 
     def one(key, leaf):
-        region = _region(path_of(key), of.get(path_of(key), {}), leaf)
+        region = _region(path_of(key), found.get(path_of(key), {}), leaf)
         return jax.make_array_from_callback(
             leaf.shape, leaf.sharding, lambda index: region(_spans(index or (), leaf.shape))
         )
@@ -237,11 +237,11 @@ def _region(path: str, pieces: dict[Spans, np.ndarray], leaf: Any) -> Callable[[
     return region
 
 
-def _inside(of: Spans, both: Spans) -> tuple[slice, ...]:
+def _inside(whole: Spans, both: Spans) -> tuple[slice, ...]:
     """The place of a part inside its region."""
     return tuple(
         slice(start - first, stop - first)
-        for (first, _), (start, stop) in zip(of, both, strict=True)
+        for (first, _), (start, stop) in zip(whole, both, strict=True)
     )
 
 

@@ -82,7 +82,7 @@ def meet(
     seen: dict[int, tuple[str, int]] = {}
 
     def talk():
-        heard = False
+        is_known = False
         for number in itertools.count():
             if closed.wait(every):
                 return
@@ -96,8 +96,8 @@ def meet(
                             seen[process] = text, number
                 ends = texts.look("end")
                 ends.pop(me, None)
-                if ends and not heard:
-                    heard = True
+                if ends and not is_known:
+                    is_known = True
                     process, text = next(iter(ends.items()))
                     status, _, reason = text.partition(" ")
                     hear_end(_failure(status), f"process {process} of {count} has ended: {reason}")

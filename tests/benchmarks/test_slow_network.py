@@ -138,7 +138,7 @@ def test_every_method_is_a_config_of_the_training_program(method):
         **team.specs[method], model=model, replicas=4, sequences=2
     )
     assert config.data.batch == 8
-    assert (resolve(config).spread is not None) == (method in slow_network.METHODS)
+    assert (resolve(config).replica_spread is not None) == (method in slow_network.METHODS)
 
 
 def test_quick_changes_only_what_is_not_named():

@@ -44,14 +44,14 @@ def restore_mean(saved: Saved, like: Any, mesh: Mesh) -> Any:
       ValueError: As `store.restore_params`.
     """
     params = store.restore_params(saved, like)
-    of = saved.metadata.get("drifts", {})
-    if not checks.has_type(of, dict[str, str]):
-        raise ValueError(f"{saved.path} has metadata with drifts={of!r:.80}; needs paths.")
-    if not of:
+    params_of = saved.metadata.get("drifts", {})
+    if not checks.has_type(params_of, dict[str, str]):
+        raise ValueError(f"{saved.path} has metadata with drifts={params_of!r:.80}; needs paths.")
+    if not params_of:
         return params
 
     def wanted(name, leaf):
-        if name not in of:
+        if name not in params_of:
             return None
         spec = P() if leaf.shape[0] % mesh.size else P(mesh.axis_names)
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
@@ -59,7 +59,7 @@ def restore_mean(saved: Saved, like: Any, mesh: Mesh) -> Any:
     rows = store.restore_leaves(saved, wanted)
     leaves, treedef = jax.tree.flatten(params)
     names = trees.described(params)
-    own = [[x for name, x in rows.items() if of[name] == param] for param in names]
+    own = [[x for name, x in rows.items() if params_of[name] == param] for param in names]
     places = [x.sharding for x in leaves]
     return treedef.unflatten(jax.jit(_moved, out_shardings=places)(leaves, own))
 
@@ -92,7 +92,7 @@ def restore_whole(saved: Saved, natural: Any, mesh: Mesh) -> Any:
     )
     shards = sharded.saved(config, natural, saved.metadata["num_replicas"])
     params = restore_mean(saved, placed(shards), mesh)
-    return sharded.joined(params, _levels(saved, shards, whole))
+    return sharded.whole(params, _levels(saved, shards, whole))
 
 
 def _levels(saved: Saved, shards: Any, place: NamedSharding) -> Any:
@@ -108,10 +108,10 @@ def _levels(saved: Saved, shards: Any, place: NamedSharding) -> Any:
     keyed, treedef = jax.tree_util.tree_flatten_with_path(shards, is_leaf=is_shard)
     needed = {path(key): shape(shard) for key, shard in keyed if shape(shard)}
     like = {
-        name: jax.ShapeDtypeStruct(of, "float32", sharding=place) for name, of in needed.items()
+        name: jax.ShapeDtypeStruct(size, "float32", sharding=place) for name, size in needed.items()
     }
     got = {name: kind for name, kind in saved.leaves.items() if name in needed}
-    wanted = {name: f"float32[{','.join(map(str, of))}]" for name, of in needed.items()}
+    wanted = {name: f"float32[{','.join(map(str, size))}]" for name, size in needed.items()}
     trees.require_same(saved.path, got, saved.metadata, wanted)
     found = store.restore_leaves(saved, lambda name, leaf: like.get(name)) if like else {}
     return treedef.unflatten([Tables(found.get(path(key)), None) for key, _ in keyed])

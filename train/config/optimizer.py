@@ -36,7 +36,7 @@ class Optimizer:
 
     def __post_init__(self):
         checks.require_types(self, "optimizer.")
-        checks.at_least(0, self, "warmup_steps", of="optimizer.")
+        checks.at_least(0, self, "warmup_steps", prefix="optimizer.")
         if not 0 < self.learning_rate < math.inf:
             raise ValueError(
                 f"optimizer.learning_rate={self.learning_rate} must be positive and finite; "

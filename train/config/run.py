@@ -132,7 +132,7 @@ class Config:
         if isinstance(self.model, Pretrained):
             if self.start_from is None:  # the command line may still set it
                 return
-            object.__setattr__(self, "model", self.model.of(self.start_from))
+            object.__setattr__(self, "model", self.model.decoder_of(self.start_from))
             if isinstance(self.data, Data) and self.data.tokenizer is None:
                 data = dataclasses.replace(self.data, tokenizer=self.start_from)
                 object.__setattr__(self, "data", data)

@@ -72,7 +72,7 @@ class Images:
 
 def _check_sizes(data: Data | Images) -> None:
     checks.require_types(data, "data.")
-    checks.at_least(1, data, "batch", of="data.")
+    checks.at_least(1, data, "batch", prefix="data.")
     if not 0 < data.validation_fraction < 1:
         raise ValueError(
             f"data.validation_fraction={data.validation_fraction} must be between 0 and 1; write "

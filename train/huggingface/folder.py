@@ -239,7 +239,7 @@ def _read(folder, kind: str, config: DecoderConfig, arrays: dict, path: str, lay
             f"{', '.join(kind.name for kind in safetensors.FLOATS)}."
         )
     try:
-        made = weights.joined(kind, path, config, parts)
+        made = weights.from_parts(kind, path, config, parts)
     except ValueError as error:  # parts that do not fit each other
         raise _other_model(folder, arrays, names, path, shape) from error
     if made.shape != shape:

@@ -24,7 +24,7 @@ class Pretrained:
     lora_alpha: float = 16.0
     """LoRA's alpha: its product is scaled by alpha / rank."""
 
-    def of(self, path: str) -> DecoderConfig:
+    def decoder_of(self, path: str) -> DecoderConfig:
         """The model of a folder.
 
         Raises:

@@ -93,16 +93,16 @@ def read_all(folder: str | pathlib.Path) -> dict[str, np.ndarray]:
         )
     places = checks.json_object(index, weight_map=dict[str, str])["weight_map"]
     found: dict[str, np.ndarray] = {}
-    of: dict[str, str] = {}
+    holder: dict[str, str] = {}
     for file in sorted(set(places.values())):
         if file == ".." or pathlib.PurePath(file).name != file:
             raise _damaged(index, f"it names {file!r:.80}, which is not in its folder")
         for name, array in read(folder / file).items():
-            if name in of:
-                raise _damaged(folder, f"{name} is both in {of[name]} and in {file}")
-            found[name], of[name] = array, file
+            if name in holder:
+                raise _damaged(folder, f"{name} is both in {holder[name]} and in {file}")
+            found[name], holder[name] = array, file
     for name, file in places.items():
-        if of.get(name) != file:
+        if holder.get(name) != file:
             raise _damaged(index, f"it has {name!r:.80} in {file}, where it is not")
     return found
 
@@ -149,8 +149,8 @@ def write_all(
     for number, file in enumerate(["model.safetensors"] if one else files):
         (folder / f"{number}.part").rename(folder / file)
     if not one:
-        of = {name: files[number] for name, number in places.items()}
-        index = {"metadata": {"total_size": total}, "weight_map": of}
+        weight_map = {name: files[number] for name, number in places.items()}
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
 
 

@@ -132,7 +132,7 @@ def head_of(kind: str) -> str:
     return f"{NAMES[kind].head}.weight"
 
 
-def joined(kind: str, path: str, config: DecoderConfig, parts: list[np.ndarray]) -> np.ndarray:
+def from_parts(kind: str, path: str, config: DecoderConfig, parts: list[np.ndarray]) -> np.ndarray:
     """A parameter in the decoder's layout, from the arrays of `names_of`."""
     if kind == "gpt_neox" and path.startswith("qkv/"):
         parts = [_regrouped(part, (config.heads, 3), config.head_size) for part in parts]
@@ -142,7 +142,7 @@ def joined(kind: str, path: str, config: DecoderConfig, parts: list[np.ndarray])
 
 
 def parted(kind: str, path: str, config: DecoderConfig, array: np.ndarray) -> list[np.ndarray]:
-    """The arrays of `names_of`, from a parameter in the decoder's layout: undoes `joined`."""
+    """The arrays of `names_of`, from a parameter in the decoder's layout: undoes `from_parts`."""
     parts = [array]
     if path.startswith("qkv/") and kind not in ("gpt2", "gpt_neox"):
         heads, keys = config.heads, config.heads + (config.kv_heads or config.heads)

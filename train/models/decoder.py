@@ -93,9 +93,9 @@ class DecoderConfig:
     def __post_init__(self):
         checks.require_types(self, "model.")
         sizes = "layers", "width", "heads", "context", "vocab"
-        checks.at_least(1, self, *sizes, of="model.")
+        checks.at_least(1, self, *sizes, prefix="model.")
         least_0 = "mlp rotary_width positions first_position kv_heads head_width window lora"
-        checks.at_least(0, self, *least_0.split(), of="model.")
+        checks.at_least(0, self, *least_0.split(), prefix="model.")
         if not self.head_width:
             checks.divisible(self, "width", "heads")
         if self.kv_heads:

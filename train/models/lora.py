@@ -46,7 +46,7 @@ def without(params: Any) -> Any:
     return _chosen(params, False)
 
 
-def joined(without: Any, only: Any) -> Any:
+def combined(without: Any, only: Any) -> Any:
     """All parameters, from the two parts."""
     empty = lambda x: x is None
     return jax.tree.map(lambda a, b: b if a is None else a, without, only, is_leaf=empty)

@@ -35,7 +35,7 @@ class ResNetConfig:
 
     def __post_init__(self):
         checks.require_types(self, "model.")
-        checks.at_least(1, self, "width", "size", "channels", "classes", of="model.")
+        checks.at_least(1, self, "width", "size", "channels", "classes", prefix="model.")
         if not self.blocks or min(self.blocks) < 1:
             raise ValueError(f"model.blocks={self.blocks} must be numbers from 1 up; write 2 2.")
         if self.width % _LEAST:

@@ -45,7 +45,7 @@ class SwinConfig:
     def __post_init__(self):
         checks.require_types(self, "model.")
         sizes = "width", "heads", "window", "patch", "size", "channels", "classes"
-        checks.at_least(1, self, *sizes, of="model.")
+        checks.at_least(1, self, *sizes, prefix="model.")
         if not self.blocks or min(self.blocks) < 1:
             raise ValueError(f"model.blocks={self.blocks} must be numbers from 1 up; write 2 2.")
         if self.scan and any(count % 2 for count in self.blocks):

@@ -35,7 +35,7 @@ class ViTConfig:
     def __post_init__(self):
         checks.require_types(self, "model.")
         sizes = "layers", "width", "heads", "patch", "size", "channels", "classes"
-        checks.at_least(1, self, *sizes, of="model.")
+        checks.at_least(1, self, *sizes, prefix="model.")
         checks.divisible(self, "width", "heads")
         checks.divisible(self, "size", "patch")
 

@@ -31,6 +31,6 @@ class Placement(NamedTuple):
     tx: optax.GradientTransformationExtraArgs  # the same, but it sees stacked layers one by one
     functions: Callable[[Mesh | AbstractMesh], Functions]  # an abstract mesh is enough for shapes
     rounds: Callable[[Any], dict[str, int]]  # state's shapes -> how often the run sends each part
-    spread: Callable[[Any, Mesh], jax.Array] | None  # of copies of params; None without copies
+    replica_spread: Callable[[Any, Mesh], jax.Array] | None  # of params; None: no copies
     row_axes: tuple[str, ...]  # mesh axes that a state has rows over; others must keep their sizes
     dense: tuple[int, str]  # sends of all values per step without compression, and the collective

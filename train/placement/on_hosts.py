@@ -43,8 +43,8 @@ def resolve(config: Config) -> Placement:
         )
         return replicated.functions_of(made, whole.tx, mesh, specs=specs, batch_specs=batch_specs)
 
-    spread = lambda params, mesh: jaxcomp.replica_spread(params, mesh, AXIS_NAME)
-    return whole._replace(functions=functions, spread=spread)
+    replica_spread = lambda params, mesh: jaxcomp.replica_spread(params, mesh, AXIS_NAME)
+    return whole._replace(functions=functions, replica_spread=replica_spread)
 
 
 def _with_rows_apart(function: Callable) -> Callable:

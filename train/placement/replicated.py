@@ -47,7 +47,7 @@ def resolve(config: Config) -> Placement:
         tx=tx,
         functions=functions,
         rounds=rounds,
-        spread=lambda params, mesh: jaxcomp.replica_spread(params, mesh, mesh.axis_names),
+        replica_spread=lambda params, mesh: jaxcomp.replica_spread(params, mesh, mesh.axis_names),
         row_axes=(AXIS_NAME,),
         dense=(2, "ring all-reduce"),  # a scatter and a gather
     )

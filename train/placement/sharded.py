@@ -35,7 +35,7 @@ def resolve(config: Config) -> Placement:
         tx=tx,  # an optimizer of shards sees entries, not layers
         functions=functools.partial(_functions, loss_fn, fsdp, tx, config.accumulate),
         rounds=functools.partial(_rounds, config.steps, fsdp),
-        spread=None,
+        replica_spread=None,
         row_axes=fsdp.axes,
         dense=(2 if fsdp.gather_once else 3 * config.accumulate, "sharded step"),
     )
@@ -102,10 +102,10 @@ def saved(config: dict[str, Any], params: Any, num_shards: int) -> Any:
 
 
 @jax.jit
-def joined(shards: Any, levels: Any) -> Any:
+def whole(shards: Any, levels: Any) -> Any:
     """Whole parameters to deploy, from shards that every device holds; see `QSDP.deployed`."""
-    whole = lambda shard: natural(shard.data, shard.shape)
-    return map_shards(whole, rounding.decoded_shards(shards, levels))
+    one = lambda shard: natural(shard.data, shard.shape)
+    return map_shards(one, rounding.decoded_shards(shards, levels))
 
 
 def _rounds(steps: int, fsdp: jaxcomp.QSDP, state: jaxcomp.QSDPState) -> dict[str, int]:

@@ -32,7 +32,7 @@ def test_a_model_begins_as_without_and_takes_up_what_it_has_learned():
     np.testing.assert_allclose(apply(thin, TOKENS), plain(params, TOKENS), rtol=0, atol=1e-6)
     rng = np.random.default_rng(1)
     learned = jax.tree.map(lambda x: x + rng.normal(0, 0.1, x.shape), lora.only(thin))
-    changed = lora.joined(lora.without(thin), learned)
+    changed = lora.combined(lora.without(thin), learned)
     assert jax.tree.structure(changed) == jax.tree.structure(thin)
     assert len(jax.tree.leaves(learned)) == 8 and learned["embed"]["embedding"] is None
     whole = lora.merged(changed, THIN.lora_scale)
