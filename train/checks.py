@@ -26,7 +26,8 @@ _NAMES = {
 def require_types(settings: Any, prefix: str = "") -> None:
     """Raises a ValueError if a field of a dataclass does not have its type.
 
-    In a config, the dataclass is at `prefix`, such as `model.`. An integer is a number, but True, NaN and infinities are not.
+    In a config, the dataclass is at `prefix`, such as `model.`. An integer is a number, but True,
+    NaN and infinities are not.
     """
     for field, kind in typing.get_type_hints(type(settings)).items():
         if not has_type(value := getattr(settings, field), kind):

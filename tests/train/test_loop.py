@@ -210,7 +210,7 @@ def test_step_seconds_are_of_steps_alone(config_of, change_task, monkeypatch):
     def slowed(function):
         return lambda *args: (time.sleep(slow), function(*args))[1]
 
-    monkeypatch.setattr(loop, "_require_equal", slowed(loop._require_equal))
+    monkeypatch.setattr(loop._Run, "require_equal", slowed(loop._Run.require_equal))
     change_task(lambda task: task._replace(evaluate=slowed(task.evaluate)))
     rows = loop.run(config_of(checkpoint_every=1))
     # Every window of steps has an evaluation, a checksum or a save before it or in it.
