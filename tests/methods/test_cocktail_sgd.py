@@ -114,15 +114,6 @@ def test_the_inner_optimizer_sees_the_parameters_of_its_own_replica():
     np.testing.assert_allclose(run.local(), 0.5 * before, rtol=0, atol=1e-6)
 
 
-def test_narrow_parameters_keep_the_types_of_the_inner_state():
-    inner = optax.chain(optax.add_decayed_weights(1e-2), optax.sgd(1e-2, momentum=0.9))
-    tx = jaxcomp.cocktail_sgd(inner, "replica")
-    params = {"w": jnp.ones((2, 64), jnp.bfloat16)}
-    state = jax.vmap(tx.init, axis_name="replica")(params)
-    after = jax.eval_shape(jax.vmap(tx.update, axis_name="replica"), params, state, params)[1]
-    assert jax.tree.map(lambda x: x.dtype, after) == jax.tree.map(lambda x: x.dtype, state)
-
-
 def test_what_a_narrow_consensus_rounds_off_is_not_lost():
     run = Run(make(compressor=CODES["cocktail"]), dtype=jnp.bfloat16)
     for step in range(8):
@@ -285,20 +276,6 @@ def test_a_gradient_that_is_not_finite_in_warm_up_is_left_out_by_all():
     run.step(bad)
     assert np.asarray(run.state.skipped).tolist() == [1, 1, 1, 1]
     np.testing.assert_array_equal(flat(run.params), start)
-
-
-def test_resizing_keeps_the_mean_of_the_replicas():
-    run = Run(make(compressor=CODES["cocktail"]))
-    for step in range(3):
-        run.step(random_tree(step, 4))
-    smaller = Run(make(compressor=CODES["cocktail"]), num_replicas=2)
-    state = jaxcomp.resize(run.state, smaller.state)
-    np.testing.assert_allclose(
-        mean_parameters(run.params, state),
-        mean_parameters(run.params, run.state),
-        rtol=0,
-        atol=1e-6,
-    )
 
 
 def compiled_step(mesh, **options):

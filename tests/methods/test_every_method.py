@@ -197,9 +197,9 @@ def test_float32_parameters_train_alike_where_64_bits_are_enabled(method):
 
 
 def owed(state):
-    """What replicas and owners hold back in the mean: of drifts, of residuals, and of owners."""
+    """Means of drifts and of residuals, and what owners hold: residuals, and their optimizer's."""
     means = lambda trees: [np.mean(np.asarray(x, np.float64), 0) for x in jax.tree.leaves(trees)]
-    held = protocol.fields(state, "owner_residual").values()
+    held = protocol.fields(state, "owner_residual", "owned").values()
     return means(protocol.drifts(state)), means(protocol.residuals(state)), jax.tree.leaves([*held])
 
 

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import jaxcomp
 from jaxcomp.methods.trust import Trust
 from tests.helpers import replay, replicas
-from tests.helpers.replicas import everywhere, mesh_of, rows, transform
+from tests.helpers.replicas import everywhere, mesh_of, rows
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "one_bit_lamb.npz"
 SHAPES = {"bias": (7,), "kernel": (20, 40)}
@@ -179,34 +179,6 @@ def test_layers_of_zeros_and_of_nothing_are_no_trouble():
         np.testing.assert_array_equal(after["frozen"], params["frozen"])
         for name in ("moving", "zero"):
             assert np.all(np.asarray(after[name]) != params[name])
-
-
-def test_a_gradient_that_is_not_finite_makes_all_skip():
-    tx = jaxcomp.one_bit_lamb(RATE, "replica", freeze_step=1)
-    gradients = [random_tree(i, 2) for i in range(2)]
-    for step in (0, 1):
-        bad = [jax.tree.map(np.copy, grads) for grads in gradients]
-        bad[step]["kernel"][1, 0, 0] = np.inf
-        params, _ = trained(tx, bad)[step + 1]
-        assert all(np.all(np.isnan(np.asarray(x))) for x in params.values())
-
-
-@pytest.mark.parametrize("num_replicas", [2, 8])
-def test_other_numbers_of_replicas_go_on_from_the_same_place(num_replicas):
-    tx = jaxcomp.one_bit_lamb(RATE, "replica", freeze_step=2, compressor=jaxcomp.identity())
-    gradients = [random_tree(i, 4) for i in range(5)]
-    history = trained(tx, gradients, num_replicas=4)
-    (whole, _), (params, state) = history[-1], history[3]
-    mesh = mesh_of(num_replicas)
-    params = everywhere(mesh, jax.tree.map(np.asarray, params))
-    init, update = transform(tx, mesh, params)
-    state = jaxcomp.resize(state, init(params))
-    for grads in gradients[3:]:
-        mean = jax.tree.map(lambda g: np.repeat(g.mean(0, keepdims=True), num_replicas, 0), grads)
-        updates, state = update(rows(mesh, mean), state, params)
-        params = optax.apply_updates(params, updates)
-    for name in SHAPES:
-        np.testing.assert_allclose(params[name], whole[name], rtol=0, atol=1e-5)
 
 
 def loss_fn(params, batch):
