@@ -89,8 +89,10 @@ def most_held(function):
     return result, max(most) - before + max(temporary)
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("source", ["host", "mesh", "the new mesh"])
+@pytest.mark.parametrize(
+    ("source", "kind"),
+    [("host", AxisType.Auto), ("mesh", AxisType.Explicit), ("the new mesh", AxisType.Auto)],
+)
 @pytest.mark.parametrize(("old", "new"), [(8, 4), (4, 8)])
 def test_no_device_holds_the_rows_of_all_replicas(old, new, source, kind):
     state = state_of(old)
