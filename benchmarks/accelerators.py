@@ -11,22 +11,188 @@ prediction; `--no-run` disables that, and `--no-compile` does only that.
 """
 
 import argparse
+import collections
 import concurrent.futures
+import glob
 import itertools
-import json
 import multiprocessing
 import os
 import pathlib
-from collections.abc import Callable, Iterator, Sequence
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
-from benchmarks import accelerators_figure, accelerators_measured
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from benchmarks import accelerators_tables
 from benchmarks import rows as rows_file
-from benchmarks.accelerators_devices import DEVICES, unavailable
-from benchmarks.accelerators_row import KEY, row
-from benchmarks.accelerators_run import at_hand, has_driver, measured
-from benchmarks.accelerators_step import METHODS, MODELS
+from benchmarks.accelerators_devices import (
+    CONTEXT,
+    DEVICES,
+    SEQUENCES,
+    gradient_flops,
+    mesh_from,
+    unavailable,
+)
+from benchmarks.accelerators_step import (
+    KEY,
+    METHODS,
+    MODELS,
+    Built,
+    build_step,
+    compile_step,
+    facts,
+    model_for,
+    row,
+)
+from train.placement import build
 
-RESULTS = pathlib.Path(__file__).parent / "results" / "accelerators.json"
+PROFILED = 4  # steps
+_LINES = ("Stream", "XLA Ops")  # of kernels on GPUs, of operations on TPUs
+_SLOWEST = 8  # kernels
+
+
+def profiled(step: Callable[[], object]) -> dict:
+    """Profiles `PROFILED` calls of a function that waits for its results; see `summary`."""
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            for _ in range(PROFILED):
+                step()
+        files = sorted(pathlib.Path(folder).rglob("*.xplane.pb"))
+        found = [jax.profiler.ProfileData.from_file(str(file)) for file in files]
+        return summary(plane for data in found for plane in data.planes)
+
+
+def summary(planes: Iterable) -> dict:
+    """Sums the planes of a profile.
+
+    Returns:
+      `kernel_seconds` of one step on all devices together, and its `slowest_kernels`: names, how
+      often they run, and seconds of these runs together. Zero and [] without an accelerator.
+    """
+    counts, seconds = collections.Counter(), collections.Counter()
+    for plane in planes:
+        for line in plane.lines if plane.name.startswith("/device:") else ():
+            for event in line.events if line.name.startswith(_LINES) else ():
+                counts[event.name] += 1
+                seconds[event.name] += event.duration_ns / 1e9
+    most = [[k, counts[k] / PROFILED, s / PROFILED] for k, s in seconds.most_common(_SLOWEST)]
+    return {"kernel_seconds": seconds.total() / PROFILED, "slowest_kernels": most}
+
+
+WARM_UP = 101
+"""Steps before those that are timed: 1-bit Adam and 1-bit LAMB first take 100 dense ones."""
+REPEATS, GROUPS = 10, 3
+SINGLE = 33
+"""Steps that are timed one by one: 16 is the longest interval between messages."""
+DRIVERS = ("/dev/nvidia[0-9]*", "/dev/accel[0-9]*", "/dev/vfio/[0-9]*")
+
+
+class AtHand(NamedTuple):
+    """Accelerators of this machine: a key of `DEVICES`, and how many there are."""
+
+    name: str
+    count: int
+
+
+def has_driver() -> bool:
+    """Whether this machine has a GPU's or a TPU's driver; without one JAX only complains."""
+    return any(glob.glob(files) for files in DRIVERS)
+
+
+def at_hand() -> AtHand | None:
+    """What kind of accelerator JAX finds here; None for none.
+
+    Raises:
+      ValueError: For one that is not described.
+    """
+    devices = jax.local_devices()
+    if devices[0].platform == "cpu":
+        return None
+    kinds = [name for name, device in DEVICES.items() if device.kind in devices[0].device_kind]
+    if not kinds:
+        raise ValueError(
+            f"got {devices[0].device_kind}, need one of {', '.join(DEVICES)}; describe it in "
+            "benchmarks/accelerators_devices.py, or write --no-run"
+        )
+    return AtHand(kinds[0], len(devices))
+
+
+def measured(device: str, model: str, method: str) -> dict:
+    """Runs a step on all local devices, each a host of its own, and says how long it takes.
+
+    Args:
+      device: What they are, a key of `DEVICES`.
+      model: A key of `MODELS`.
+      method: A key of `METHODS`.
+
+    Returns:
+      `measured`: what `time_step` returns; what the roofline predicts for this very program and its
+      few tokens over links that take no time; its kernels and copies moved; and the bytes that it
+      held at most, with those that the compiler counts.
+    """
+    devices = jax.local_devices()
+    built = build_step(
+        model_for(device, model), METHODS[method], mesh_from(devices, (len(devices),))
+    )
+    step = compile_step(built)
+    found = facts(step, step.as_text(), built, device, (len(devices),))
+    # The prediction of a row is for a large batch; this is for the one that runs.
+    large = gradient_flops(built.config.model, built.numel, len(devices))
+    less = (1 - _share(built)) * large / DEVICES[device].flops
+    told = time_step(built, step) | {"predicted_seconds": found["predicted"]["unlimited"] - less}
+    told |= {name: found[name] for name in ("kernels", "moved_copies")}
+    told |= {"compiler_peak_bytes": found["memory"]["peak_bytes"], "peak_bytes": _held(devices[0])}
+    return {"measured": told | {"hardware": devices[0].device_kind, "jax": jax.__version__}}
+
+
+def time_step(built: Built, step, warm_up: int = WARM_UP, single: int = SINGLE) -> dict:
+    """Times steps from random parameters and tokens.
+
+    Returns:
+      `seconds` of a step among `REPEATS` queued ones, the median of `GROUPS`; `slowest_seconds`, of
+      `single` steps that each wait for the one before; and the kernels of the last steps, as
+      `summary` returns them.
+    """
+    random = jax.jit(lambda: build.random_params(built.config))
+    params, state = built.init(jax.device_put(random(), NamedSharding(built.mesh, P())))
+    rows = np.random.default_rng(0).integers(0, 256, built.batch.shape, np.int32)
+    batch = jax.device_put(rows, built.batch.sharding)
+
+    def steps(count: int) -> float:
+        nonlocal params, state
+        began = time.perf_counter()
+        for _ in range(count):
+            params, state, metrics = step(params, state, batch)
+        loss = np.asarray(metrics["loss"])  # waits
+        if not np.all(np.isfinite(loss)):
+            raise RuntimeError(f"the loss became {loss}")
+        return (time.perf_counter() - began) / count
+
+    steps(warm_up)
+    slowest = max(steps(1) for _ in range(single))
+    queued = statistics.median(steps(REPEATS) for _ in range(GROUPS))
+    kernels = profiled(lambda: steps(1))
+    return {"seconds": queued, "slowest_seconds": slowest} | kernels
+
+
+def _held(device: jax.Device) -> int | None:
+    """The most bytes that were in use at a time; None where the device does not say."""
+    return (device.memory_stats() or {}).get("peak_bytes_in_use")
+
+
+def _share(built: Built) -> float:
+    """Tokens of the batch that runs, as a share of those that the roofline assumes."""
+    rows, length = built.batch.shape
+    return rows * (length - 1) / (SEQUENCES * CONTEXT)
+
+
+RESULTS = rows_file.RESULTS / "accelerators.json"
 
 COMPILING = {
     "JAX_PLATFORMS": "cpu",
@@ -105,7 +271,7 @@ def _line(row: dict) -> str:
     if "error" in row:
         return f"{where}: {row['error']}"
     if "measured" in row:
-        return f"{where}: {accelerators_measured.cell(row['measured'])}"
+        return f"{where}: {accelerators_tables.measured_cell(row['measured'])}"
     return (
         f"{where}: {row['moved_copies']:.1f} copies moved, {row['kernels']} kernels, "
         f"{row['unknown_loops']} loops of unknown length, {row['messages_inside']} messages in "
@@ -114,7 +280,7 @@ def _line(row: dict) -> str:
     )
 
 
-def arguments() -> argparse.Namespace:
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Reads the command line; an error for devices without a compiler."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     add = lambda name, known, default: parser.add_argument(
@@ -128,17 +294,17 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--figure", type=pathlib.Path, help="draw all rows of the file, as .svg")
     parser.add_argument("--no-run", action="store_true", help="compile alone")
     parser.add_argument("--no-compile", action="store_true", help="run alone, needs no compilers")
-    found = parser.parse_args()
+    found = parser.parse_args(argv)
     for name in [] if found.no_compile else found.devices:
         if (reason := unavailable(name)) is not None:
             parser.error(reason)
     return found
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Makes the rows one by one and saves after each; then prints the file's table."""
-    options = arguments()
-    rows = json.loads(options.json.read_text()) if options.json.exists() else []
+    options = arguments(argv)
+    rows = rows_file.read(options.json)
     for mesh in [] if options.no_compile else options.meshes:
         for device in options.devices:
             for model in options.models:
@@ -146,9 +312,9 @@ def main() -> None:
                     rows = _saved(options.json, rows, compiled(device, model, method, mesh))
     for new in [] if options.no_run else run_at_hand(options.models, options.methods):
         rows = _saved(options.json, rows, new)
-    print(accelerators_figure.table(rows))
+    print(accelerators_tables.table(rows))
     if options.figure:
-        accelerators_figure.draw(rows, options.figure)
+        accelerators_tables.draw(rows, options.figure)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,16 @@
-"""The steps that are compiled for accelerators: methods and models by name, as `train` runs them.
+"""Steps that are compiled for accelerators, as `train` runs them, and the facts of their programs.
 
 All arrays are abstract. A sequence has 128 tokens and each device one of them, so that what the
 exchange needs is not hidden by activations: figures of a method are differences to the dense step.
 """
 
+import collections
 import dataclasses
 import inspect
-from collections.abc import Callable
+import math
+import os
+import time
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +18,19 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxcomp
-from benchmarks.accelerators_devices import DEVICES
+from benchmarks import methods
+from benchmarks.accelerators_devices import (
+    DEVICES,
+    RATES,
+    Work,
+    gradient_flops,
+    local_seconds,
+    mesh_of,
+    predicted_seconds,
+)
+from benchmarks.accelerators_program import Message, Overlap, Program, messages, overlap
+from benchmarks.methods import Method
+from jaxcomp import report
 from train.config import Config, Data, Optimizer
 from train.config.run import AXIS_NAME
 from train.models.decoder import DecoderConfig
@@ -23,7 +39,7 @@ from train.placement.devices import FAST_AXIS
 from train.placement.resolve import resolve
 
 TOKENS = 128
-"""Of a sequence in the programs that are compiled; the roofline counts those of its own batch."""
+"""Of a sequence in the programs that are compiled; a prediction counts those of its own batch."""
 
 _TINY = DecoderConfig(layers=1, width=256, heads=4, context=TOKENS, vocab=1024, dtype="bfloat16")
 MODELS: dict[str, DecoderConfig] = {
@@ -49,46 +65,33 @@ IN_SHARDS = ("tiny-in-shards", "20b")
 """Models whose parameters are sharded over the devices of a host."""
 
 
-class Method(NamedTuple):
-    """A row of the tables, as a config describes it."""
-
-    update: str  # `optimizer.update`
-    layered: bool = False  # whether it looks at one layer at a time
-    qsdp: str | None = None
-
-
-def _mean(code: str, optimizer: str = "adamw(learning_rate)") -> Method:
-    return Method(f"chain(compressed_mean({code}, axis_name), {optimizer})")
-
-
-_ALL_MATRICES = "exact=by_path(('bias|scale', True), ('.*', False))"
-_MOMENTUM = "sgd(learning_rate, momentum=0.9)"
-# Float32 moments of 20 B parameters do not fit into memory.
-_LEAN = "adamw(learning_rate, mu_dtype='bfloat16')"
-
 METHODS: dict[str, Method] = {
-    "dense": _mean("identity()"),
-    "dense_sgd": _mean("identity()", _MOMENTUM),
-    "q8": _mean("quantize(8)"),
-    "q4": _mean("quantize(4)"),
-    "sign": _mean("sign(block=128)", _MOMENTUM),
-    "top_k": _mean("top_k(0.125, block=4096)", _MOMENTUM),
-    "group_top_1": _mean("group_top_1(8)", _MOMENTUM),
-    "cocktail": Method("cocktail_sgd(adamw(learning_rate), axis_name)"),
-    "cocktail_lean": Method(f"cocktail_sgd({_LEAN}, axis_name)"),
-    "local_steps": Method("local_steps(adamw(learning_rate), axis_name, every=16)"),
-    "power_sgd": Method(f"chain(power_sgd(4, axis_name), {_MOMENTUM})", layered=True),
-    # The rows were measured with all matrices as factors, those of tokens and positions, too.
-    "dion": Method(f"dion(learning_rate, axis_name, rank=64, {_ALL_MATRICES})", layered=True),
-    "demo": Method("demo(learning_rate, axis_name)"),
-    "one_bit_adam": Method("one_bit_adam(learning_rate, axis_name, freeze_step=100)"),
-    "one_bit_lamb": Method("one_bit_lamb(learning_rate, axis_name, freeze_step=100)", layered=True),
-    "zero_one_adam": Method("zero_one_adam(learning_rate, axis_name)"),
-    "slamb": Method("slamb(learning_rate, axis_name)", layered=True),
-    "sharded_optimizer": Method("sharded_optimizer(adamw(learning_rate), axis_name)"),
-    "qsdp": Method("adamw(learning_rate)", qsdp="qsdp(axis_name, fast_axis=fast_axis)"),
+    name: methods.METHODS[known]._replace(
+        layered=name in ("power_sgd", "dion", "one_bit_lamb", "slamb")
+    )
+    for name, known in {
+        "dense": "dense AdamW",
+        "dense_sgd": "dense momentum SGD",
+        "q8": "8-bit AdamW",
+        "q4": "4-bit AdamW",
+        "sign": "sign momentum SGD",
+        "top_k": "top_k momentum SGD",
+        "group_top_1": "group_top_1 momentum SGD",
+        "cocktail": "CocktailSGD, AdamW",
+        "cocktail_lean": "CocktailSGD, AdamW, narrow momentum",
+        "local_steps": "local steps, AdamW",
+        "power_sgd": "PowerSGD",
+        "dion": "Dion, rank 64",
+        "demo": "DeMo",
+        "one_bit_adam": "1-bit Adam, 100 dense steps",
+        "one_bit_lamb": "1-bit LAMB, 100 dense steps",
+        "zero_one_adam": "0/1 Adam, plain",
+        "slamb": "SLAMB, plain",
+        "sharded_optimizer": "sharded AdamW",
+        "qsdp": "QSDP W8G8, fast axis",
+    }.items()
 }
-WITH_MOMENTUM = tuple(name for name, method in METHODS.items() if _MOMENTUM in method.update)
+WITH_MOMENTUM = tuple(name for name, method in METHODS.items() if methods.SGD in method.update)
 """Methods before momentum SGD, including "dense_sgd"."""
 
 
@@ -169,3 +172,133 @@ def batch_of(mesh: Mesh, sequences: int = 1, tokens: int = TOKENS) -> jax.ShapeD
 def _placed(like: Any, shardings: Any) -> Any:
     place: Callable = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
     return jax.tree.map(place, like, shardings)
+
+
+KEY = ("device", "model", "method", "mesh")
+
+
+def row(device: str, model: str, method: str, sizes: tuple[int, ...]) -> dict:
+    """Compiles a step and reads its program; takes seconds to minutes, runs nothing.
+
+    Args:
+      device: A key of `DEVICES`.
+      model: A key of `MODELS`.
+      method: A key of `METHODS`.
+      sizes: `(hosts,)`, or `(hosts, devices of each)`.
+    """
+    began, spent = time.perf_counter(), _cpu_seconds()
+    typed = model_for(device, model)
+    built = build_step(typed, METHODS[method], mesh_of(device, sizes), model in IN_SHARDS)
+    compiled = compile_step(built)
+    seconds, cpu_seconds = time.perf_counter() - began, _cpu_seconds() - spent
+    text = compiled.as_text()
+    return {
+        **dict(zip(KEY, (device, model, method, "x".join(map(str, sizes))), strict=True)),
+        "parameters": built.numel,
+        "compile_seconds": seconds,
+        "compile_cpu_seconds": cpu_seconds,
+        **facts(compiled, text, built, device, sizes),
+        "jax": jax.__version__,
+        "options": jaxcomp.compiler_options(
+            built.mesh, gathers_layers=METHODS[method].qsdp is not None
+        ),
+    }
+
+
+def rows(device: str, model: str, names: Sequence[str], sizes: tuple[int, ...]) -> list[dict]:
+    """Rows of several methods, made in one process."""
+    return [row(device, model, name, sizes) for name in names]
+
+
+def compile_step(built: Built) -> jax.stages.Compiled:
+    """Compiles a step for its mesh."""
+    return built.step.lower(built.params, built.state, built.batch).compile()
+
+
+def facts(
+    compiled: jax.stages.Compiled, text: str, built: Built, device: str, sizes: tuple[int, ...]
+) -> dict:
+    """The facts from a program's text and XLA's analyses."""
+    program, mesh, copy = Program(text), built.mesh, 4 * built.numel
+    cost = program.cost
+    crossing = [m for m in messages(program, mesh) if _is_slow(m)]
+    hidden = overlap(program, crossing)
+    sent = {axis: report.sent_bytes(compiled, mesh, axis) for axis in mesh.axis_names}
+    work = _work(built, cost, hidden, sent, sizes)
+    return {
+        "moved_copies": cost.moved / copy,
+        "kernels": cost.kernels,
+        "loops": cost.loops,
+        "unknown_loops": cost.unknown_loops,
+        "accessed_bytes": _accessed(compiled),
+        "memory": memory(compiled) | {"temp_copies": _temp(compiled) / copy},
+        "messages": _counted(crossing),
+        "messages_inside": sum(m.inside for m in crossing),
+        "products": cost.products,
+        "products_beside": hidden.beside,
+        "products_in_span": hidden.span,
+        "products_after_first": hidden.after_first,
+        "bytes_asynchronous": hidden.bytes_asynchronous,
+        "sent_bytes": sent,
+        "nic_bytes": work.nic_bytes,
+        "predicted": predictions(device, work),
+    }
+
+
+def memory(compiled: jax.stages.Compiled) -> dict[str, int]:
+    """Bytes of one device, according to the compiler; donated buffers count once."""
+    found = compiled.memory_analysis()
+    kept = found.argument_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
+    return {
+        "argument_bytes": found.argument_size_in_bytes,
+        "temp_bytes": found.temp_size_in_bytes,
+        "peak_bytes": kept + found.temp_size_in_bytes,
+    }
+
+
+def predictions(device: str, work: Work) -> dict[str, float]:
+    """Predicted seconds of a step at each rate of `RATES`, and with an unlimited network."""
+    kind = DEVICES[device]
+    seconds = {name: predicted_seconds(kind, work, rate) for name, rate in RATES.items()}
+    return {**seconds, "unlimited": local_seconds(kind, work)}
+
+
+def _work(built: Built, cost, hidden: Overlap, sent: dict[str, float], sizes) -> Work:
+    """All devices of a host send through its link, each what crosses the axis of the replicas."""
+    devices = math.prod(sizes)
+    return Work(
+        flops=gradient_flops(built.config.model, built.numel, devices),
+        moved=cost.moved,
+        kernels=cost.kernels,
+        fast_bytes=sent.get(FAST_AXIS, 0.0),
+        nic_bytes=sent[AXIS_NAME] * devices / sizes[0],
+        beside=hidden.beside,
+        asynchronous=hidden.bytes_asynchronous,
+    )
+
+
+def _is_slow(message: Message) -> bool:
+    return message.axes == ("?",) or AXIS_NAME in message.axes
+
+
+def _counted(crossing: list[Message]) -> dict[str, dict[str, int]]:
+    """How many messages of each kind the program has, and how many are asynchronous."""
+    counts: dict[str, dict[str, int]] = collections.defaultdict(lambda: {"all": 0, "async": 0})
+    for message in crossing:
+        counts[message.op]["all"] += 1
+        counts[message.op]["async"] += message.asynchronous
+    return dict(counts)
+
+
+def _cpu_seconds() -> float:
+    """Seconds of this process and of ended ones, as the assembler: a busy machine adds none."""
+    return sum(os.times()[:4])
+
+
+def _temp(compiled: jax.stages.Compiled) -> int:
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
+def _accessed(compiled: jax.stages.Compiled) -> float | None:
+    """The bytes that XLA's own analysis counts, loops once; None on GPUs, which have none."""
+    return (compiled.cost_analysis() or {}).get("bytes accessed")

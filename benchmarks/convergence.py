@@ -14,14 +14,14 @@ import json
 import pathlib
 import statistics
 
-from benchmarks import methods, methods_beyond
 from benchmarks import rows as rows_file
+from benchmarks.methods import METHODS
 from configs import digits_dense, nano_bert_dense, nano_dense, nano_fine_tune_dense, nano_lamb
 from jaxcomp.launch.exits import clean_exits
 from train.config import Config
 from train.placement import devices
 
-METHODS = methods.METHODS | methods_beyond.METHODS
+KEY = ("task", "method", "steps", "learning_rate", "seed")
 
 # Fine-tuning starts from the parameters of `python -m train configs/nano_dense.py`.
 TASKS = {
@@ -84,18 +84,14 @@ def run_row(task: str, method: str, rate: float, seed: int, steps: int) -> dict:
         "val_accuracy": rows[-1].get("val_accuracy"),
         "curve": [[row["step"], row["val_loss"]] for row in rows if "val_loss" in row],
         "sent_bytes_per_step": plan["sent_bytes_per_step"],
-        # Per direction of an all-reduce: a ring sends 2 (R-1)/R of its operand. Shards send three
-        # times (R-1)/R, which counts as two.
-        "bits_per_parameter": plan["sent_bytes_per_step"]
-        * 8
-        / plan["parameters"]
-        / (2 * (plan["replicas"] - 1) / plan["replicas"]),
+        "bits_per_parameter": rows_file.bits_per_parameter(
+            plan["sent_bytes_per_step"], plan["parameters"], plan["replicas"]
+        ),
         "replicas": plan["replicas"],
         "rounds": rows[-1]["rounds"],
         "skipped": rows[-1]["skipped"],
         "data_sha256": record["data"]["sha256"],
-        "versions": record["versions"],
-        "hardware": record["hardware"],
+        **rows_file.machine(),
     }
 
 
@@ -118,26 +114,21 @@ def main() -> None:
     parser.add_argument("--tuning-seeds", nargs="*", type=int, default=[0])
     parser.add_argument("--steps", type=int, help="instead of the task's own")
     parser.add_argument("--rates", nargs="*", type=float, help="instead of each method's grid")
-    parser.add_argument(
-        "--json", type=pathlib.Path, default=pathlib.Path("benchmarks/results/convergence.json")
-    )
+    parser.add_argument("--json", type=pathlib.Path, default=rows_file.RESULTS / "convergence.json")
     args = parser.parse_args()
     steps = args.steps or TASKS[args.task].get_config().steps
     devices.start(max(replicas_of(args.task, method) for method in args.methods))
 
-    def rows():
-        return json.loads(args.json.read_text()) if args.json.exists() else []
-
-    def rows_of(method):
-        wanted = (args.task, method, steps)
-        return [row for row in rows() if (row["task"], row["method"], row["steps"]) == wanted]
+    def rows_of(method, **more):
+        key = {"task": args.task, "method": method, "steps": steps} | more
+        return [row for row in rows_file.read(args.json) if key.items() <= row.items()]
 
     def ensure(method, rate, seed):
-        if (rate, seed) in [(row["learning_rate"], row["seed"]) for row in rows_of(method)]:
+        if rows_of(method, learning_rate=rate, seed=seed):
             return
         row = run_row(args.task, method, rate, seed, steps)
         print(f"{method}, rate {rate:g}, seed {seed}: {row['val_loss']}", flush=True)
-        rows_file.write(args.json, [*rows(), row])
+        rows_file.add(args.json, row, {name: row[name] for name in KEY})
 
     for method in args.methods:
         for rate in args.rates or METHODS[method].rates:

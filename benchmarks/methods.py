@@ -1,4 +1,8 @@
-"""What the convergence benchmark compares: methods by name, as a config describes them."""
+"""The one table of methods by name, as a config describes them.
+
+Rows of a suite may have shorter names: `worker.METHODS`, `scale_sizes.METHODS` and
+`accelerators_step.METHODS` say which methods of this table they are.
+"""
 
 from typing import NamedTuple
 
@@ -16,6 +20,9 @@ ADAM_RATES, SGD_RATES = (3e-3, 6e-3), (0.03, 0.1)
 # 0/1 Adam's interval between rounds after the warm-up, and kappa of its variance.
 INTERVALS = (*((h, 16) for h in (1, 4, 16, 64)), *((4, k) for k in (1, 4, 64)))
 
+ADAM, MUON = "adam(learning_rate)", "optax.contrib.muon(learning_rate)"
+SGD = "sgd(learning_rate, momentum=0.9)"
+
 HALVING = "halving(learning_rate, steps, after=warmup_steps)"
 
 
@@ -28,6 +35,7 @@ class Method(NamedTuple):
     qsdp: str | None = None  # `qsdp` of a config
     replicas: int | None = None  # instead of the task's
     fast: int = 1  # `fast` of a config
+    layered: bool = False  # `per_layer` of a config, for methods that look at layers
 
 
 def _of(config) -> Method:
@@ -35,12 +43,12 @@ def _of(config) -> Method:
     return Method(run.optimizer.update, qsdp=run.qsdp, fast=run.fast)
 
 
-def _mean(compressor: str, optimizer: str = "adam(learning_rate)", rates=ADAM_RATES) -> Method:
+def _mean(compressor: str, optimizer: str = ADAM, rates=ADAM_RATES) -> Method:
     return Method(f"chain(compressed_mean({compressor}, axis_name), {optimizer})", rates)
 
 
 def _momentum(compressor: str) -> Method:
-    return _mean(compressor, "sgd(learning_rate, momentum=0.9)", SGD_RATES)
+    return _mean(compressor, SGD, SGD_RATES)
 
 
 def _cocktail(arguments: str) -> Method:
@@ -151,6 +159,133 @@ STAGES = {
     "4 bits, every 8th": "compressor=quantize(4), sync_every=8",
 }
 
+# Local steps, low rank and DCT momentum. Rates, and those of outer steps, are pico's: the best of a
+# few on seed 0, in runs of 2,000 steps, and of 8,000 for every 106th step.
+
+# One value and its position of every 64 in 8 bits: an eighth of a bit per parameter and outer step.
+_GROUPS = "compose(group_top_1(64), bin_means(2))"
+# As many outer steps as with a fixed interval, closer together while the rate is high.
+_BY_RATE = "schedules.by_rate(learning_rate, steps, 32)"
+
+
+def _diloco(inner: str, rate: float, every: int | str, outer: float, momentum: float) -> Method:
+    steps = f"outer_rate={outer}, outer_momentum={momentum}"
+    update = f"diloco({inner}, axis_name, every={every}, code=quantize(4), {steps})"
+    return Method(update, (rate,))
+
+
+def _two_bits(rate: float, every: int, outer: float, momentum: float, decay: float) -> Method:
+    """The parts of `muloco` with optax's Muon, which takes the embedding for a matrix, too."""
+    steps = f"outer=sgd({outer}, {momentum}, nesterov=True), error_decay={decay}"
+    code = f"every={every}, code=bin_means(2, block=1024)"
+    return Method(f"local_steps({MUON}, axis_name, {code}, {steps})", (rate,))
+
+
+def _sparse(inner: str, rate: float) -> Method:
+    return Method(f"sparse_loco({inner}, axis_name, every=16)", (rate,))
+
+
+def _groups(inner: str, rate: float) -> Method:
+    outer = "outer=sgd(1.0), error_decay=0.95"
+    update = f"local_steps({inner}, axis_name, every=16, code=gathered({_GROUPS}), {outer})"
+    return Method(update, (rate,))
+
+
+PICO: dict[str, Method] = {
+    "dense Muon": _mean("identity()", MUON, (1e-2,)),
+    "DiLoCo, Muon, 4 bits": _diloco(MUON, 1e-2, 16, 0.6, 0.6),
+    "DiLoCo, Muon, 4 bits, every 32nd": _diloco(MUON, 1e-2, 32, 0.6, 0.6),
+    "DiLoCo, Muon, 4 bits, 32 by rate": _diloco(MUON, 1e-2, _BY_RATE, 1.0, 0.3),
+    "DiLoCo, Muon, 2 bits": _two_bits(1e-2, 16, 0.6, 0.6, 0.9),
+    "DiLoCo, Muon, 2 bits, every 106th": _two_bits(6e-3, 106, 0.8, 0.5, 1.0),
+    "MuLoCo": Method("muloco(learning_rate, axis_name)", (8e-3,)),  # not measured on pico
+    "DiLoCo, 4 bits": _diloco(ADAM, 3e-3, 16, 0.7, 0.8),
+    "DiLoCo, 4 bits, every 32nd": _diloco(ADAM, 3e-3, 32, 0.7, 0.8),
+    "SparseLoCo": _sparse(ADAM, 6e-3),
+    "SparseLoCo, Muon": _sparse(MUON, 1e-2),
+    "groups of 64, 2 bits": _groups(ADAM, 6e-3),
+    "groups of 64, 2 bits, Muon": _groups(MUON, 1e-2),
+    "PowerSGD": Method(f"chain(power_sgd(4, axis_name), {SGD})", (0.1,)),
+    "PowerSGD, Adam": Method(f"chain(power_sgd(4, axis_name), {ADAM})", (1e-2,)),
+    "Dion": Method(f"dion(learning_rate, axis_name, rank=16, others={ADAM})", (2e-2,)),
+    "DeMo": Method("demo(learning_rate, axis_name)", (4e-3,)),
+    # Rows of embeddings step as far as in dense Adam.
+    "CocktailSGD, no delay, 88x, rare rows": Method(
+        f"cocktail_sgd(rare_rows({ADAM}, axis_name), axis_name, delayed=False)", (6e-3,)
+    ),
+    "DiLoCo, 4 bits, rare rows": _diloco(f"rare_rows({ADAM}, axis_name)", 3e-3, 16, 0.7, 0.8),
+}
+
+# Of steps that are timed, not of whole runs: warm-ups of two steps, and short intervals.
+_EXACT_IN_DION = "by_path(('embed|position', True), ('kernel', False), ('.*', True))"
+TIMED: dict[str, Method] = {
+    "dense Adam, sent in bfloat16": _mean("cast('bfloat16')"),
+    "random momentum SGD": _momentum("random_k(0.1)"),
+    "groups of 64, 4 bits, momentum SGD": _momentum("compose(group_top_1(64), quantize(4))"),
+    "0/1 Adam, every 4th": Method(
+        "zero_one_adam(learning_rate, axis_name, variance_at=schedules.until(2), sync_at="
+        "schedules.halving(exponential_decay(1.0, 1, 0.5), 999, longest=4, after=2))"
+    ),
+    "CocktailSGD, 8 bits": _cocktail("compressor=quantize(8)"),
+    **{
+        f"PowerSGD {rank}{name}, two dense steps": Method(
+            f"chain(power_sgd({rank}, axis_name, warmup_steps=2{more}), {optimizer})"
+        )
+        for rank in (1, 4)
+        for name, more, optimizer in (
+            ("", "", SGD),
+            (", Adam", "", ADAM),
+            (", both sides, Adam", ", sides='both'", ADAM),
+        )
+    },
+    **{
+        f"DiLoCo, 4 bits, every {place}, plain": Method(
+            f"diloco({ADAM}, axis_name, every={every}, code=quantize(4))"
+        )
+        for place, every in {"4th": 4, "32nd": 32}.items()
+    },
+    "SparseLoCo, every 4th": Method(f"sparse_loco({ADAM}, axis_name, every=4)"),
+    "Dion, rank 24": Method(
+        f"dion(learning_rate, axis_name, rank=24, others={ADAM}, exact={_EXACT_IN_DION})"
+    ),
+    "sharded Adam": Method(f"sharded_optimizer({ADAM}, axis_name)"),
+    "SLAMB, every 8": _slamb("density=0.1", 8),
+    "SLAMB, every 8, 8 bits": _slamb("compressor=compose(random_k(0.1), quantize(8))", 8),
+    **{
+        f"shards, {name}": Method(ADAM, qsdp=f"qsdp(axis_name{more})")
+        for name, more in {
+            "float32": ", identity(), identity()",
+            "bfloat16": ", cast('bfloat16'), cast('bfloat16')",
+            "8 bits": "",
+            "8 bits, gathered once": ", gather_once=True",
+        }.items()
+    },
+}
+
+# Of steps that are compiled for accelerators, with decay as large models have it.
+_ADAMW = "adamw(learning_rate)"
+COMPILED: dict[str, Method] = {
+    "dense AdamW": _mean("identity()", _ADAMW),
+    "8-bit AdamW": _mean("quantize(8)", _ADAMW),
+    "4-bit AdamW": _mean("quantize(4)", _ADAMW),
+    "CocktailSGD, AdamW": Method(f"cocktail_sgd({_ADAMW}, axis_name)"),
+    # Float32 moments of 20 B parameters do not fit into memory.
+    "CocktailSGD, AdamW, narrow momentum": Method(
+        "cocktail_sgd(adamw(learning_rate, mu_dtype='bfloat16'), axis_name)"
+    ),
+    "local steps, AdamW": Method(f"local_steps({_ADAMW}, axis_name, every=16)"),
+    # The rows were measured with all matrices as factors, those of tokens and positions, too.
+    "Dion, rank 64": Method(
+        "dion(learning_rate, axis_name, rank=64, "
+        "exact=by_path(('bias|scale', True), ('.*', False)))"
+    ),
+    "0/1 Adam, plain": Method("zero_one_adam(learning_rate, axis_name)"),
+    "SLAMB, plain": Method("slamb(learning_rate, axis_name)"),
+    "sharded AdamW": Method(f"sharded_optimizer({_ADAMW}, axis_name)"),
+    "QSDP W8G8, fast axis": Method(_ADAMW, qsdp="qsdp(axis_name, fast_axis=fast_axis)"),
+}
+
+
 METHODS: dict[str, Method] = {
     "dense Adam": _of(nano_dense)._replace(rates=(*ADAM_RATES, 1.2e-2)),
     "8-bit Adam": _of(nano_8bit),
@@ -165,12 +300,13 @@ METHODS: dict[str, Method] = {
     "group_top_1 momentum SGD": _momentum("group_top_1(8)"),
     "top_k momentum SGD": _momentum("top_k(0.125, block=4096)"),
     "1-bit Adam": _of(nano_one_bit_adam),
-    # A quarter of the steps, the longest warm-up that the paper speaks of.
+    # Two and a hundred are of steps that are timed; a quarter of the steps, 750, is the longest
+    # warm-up that the paper speaks of.
     **{
         f"1-bit Adam, {n} dense steps": Method(
             f"one_bit_adam(learning_rate, axis_name, freeze_step={n})"
         )
-        for n in (250, 750)
+        for n in (2, 100, 250, 750, 1200)
     },
     "0/1 Adam": _zero_one(),
     # The paper's weights of the variance, and its policy, that freezes it after the warm-up.
@@ -286,11 +422,14 @@ METHODS: dict[str, Method] = {
     **{f"SLAMB, b3 {b3}": _slamb(f"density=0.1, b3={b3}") for b3 in (0.9, 0.999)},
     **{f"SLAMB, every {h}": _slamb("density=0.1", h) for h in (5, 100)},
     **{f"SLAMB, density {d}": _slamb(f"density={d}") for d in (0.01, 0.05, 0.25)},
-    # A sixth of the steps of the tasks.
+    # A sixth of the steps of the tasks; two and a hundred of steps that are timed.
     **{
         f"1-bit LAMB, {n} dense steps": Method(
             f"one_bit_lamb(learning_rate, axis_name, freeze_step={n})", LAMB_RATES
         )
-        for n in (20, 66, 166, 500)
+        for n in (2, 20, 66, 100, 166, 500, 1167)
     },
+    **PICO,
+    **TIMED,
+    **COMPILED,
 }

@@ -6,11 +6,12 @@
 hosts are four processes on this machine's loopback, ours four devices of one process. Each method
 runs at each rate of its optimizer, with a warm-up of a tenth and a cosine; a peer begins to
 compress when ours does. Runs whose row is in the file already are not run again.
+
+The table has their losses, and times and bytes of rows of benchmarks.slow_network.
 """
 
 import argparse
 import dataclasses
-import json
 import os
 import pathlib
 import socket
@@ -23,10 +24,10 @@ import numpy as np
 
 from benchmarks import commands
 from benchmarks import rows as rows_file
-from benchmarks.peers import work
-from benchmarks.slow_network import ENVIRONMENT, SECONDS
-from benchmarks.slow_network_methods import DENSE, LAMB, MEAN, METHODS, MODELS, PEERS
-from benchmarks.slow_network_worker import config_of
+from benchmarks.peers.names import PEERS
+from benchmarks.slow_network import ENVIRONMENT, SECONDS, write_work
+from benchmarks.slow_network_figure import by_method, seconds
+from benchmarks.worker import DENSE, LAMB, MODELS, UPDATES, config_of
 from jaxcomp.launch.exits import clean_exits
 from train.config import Config
 from train.config.optimizer import schedule
@@ -51,11 +52,11 @@ class Row(NamedTuple):
 
 
 OURS = {
-    DENSE: Row("adam", METHODS[DENSE]),
-    "dense bfloat16": Row("adam", METHODS["dense bfloat16"]),
+    DENSE: Row("adam", UPDATES[DENSE]),
+    "dense bfloat16": Row("adam", UPDATES["dense bfloat16"]),
     **{
-        name: Row("adam", METHODS[name].replace("warmup_steps=2", "warmup_steps=warmup_steps"))
-        for name in METHODS
+        name: Row("adam", UPDATES[name].replace("warmup_steps=2", "warmup_steps=warmup_steps"))
+        for name in UPDATES
         if name.startswith("PowerSGD") and name.endswith("Adam")
     },
     "1-bit Adam": Row("adam", "one_bit_adam(learning_rate, axis_name, freeze_step=warmup_steps)"),
@@ -64,16 +65,16 @@ OURS = {
         "zero_one_adam(learning_rate, axis_name, warmup_steps=warmup_steps, "
         "sync_at=schedules.every(4, steps, after=warmup_steps))",
     ),
-    "CocktailSGD": Row("adam", METHODS["CocktailSGD"]),
-    "CocktailSGD, signs of an eighth": Row("adam", METHODS["CocktailSGD, signs of an eighth"]),
-    "DeMo": Row("sign", METHODS["DeMo"]),
+    "CocktailSGD": Row("adam", UPDATES["CocktailSGD"]),
+    "CocktailSGD, signs of an eighth": Row("adam", UPDATES["CocktailSGD, signs of an eighth"]),
+    "DeMo": Row("sign", UPDATES["DeMo"]),
     # 1/16 of this model's width, as the authors' code takes it.
-    "Dion": Row("dion", METHODS["Dion"].replace("rank=24", "rank=8")),
-    LAMB: Row("lamb", MEAN.format("identity()", "lamb(learning_rate)")),
-    "SLAMB": Row("lamb", METHODS["SLAMB"]),
-    "sharded Adam, 4 bits": Row("adam", METHODS["sharded Adam, 4 bits"]),
-    "DiLoCo, 4 bits, every 32nd": Row("adam", METHODS["DiLoCo, 4 bits, every 32nd"]),
-    "SparseLoCo, every 16th": Row("adam", METHODS["SparseLoCo, every 16th"]),
+    "Dion": Row("dion", UPDATES["Dion"].replace("rank=24", "rank=8")),
+    LAMB: Row("lamb", UPDATES[LAMB]),
+    "SLAMB": Row("lamb", UPDATES["SLAMB"]),
+    "sharded Adam, 4 bits": Row("adam", UPDATES["sharded Adam, 4 bits"]),
+    "DiLoCo, 4 bits, every 32nd": Row("adam", UPDATES["DiLoCo, 4 bits, every 32nd"]),
+    "SparseLoCo, every 16th": Row("adam", UPDATES["SparseLoCo, every 16th"]),
 }
 KINDS = {"DeMo's code": "sign", "Dion's code": "dion", "SLAMB's code": "lamb"}
 COMPARED = [name for name in PEERS if PEERS[name].options != {"exchange": "none"}]
@@ -82,7 +83,7 @@ ROWS = OURS | {name: Row(KINDS.get(name, "adam")) for name in COMPARED}
 
 def run_of(name: str, rate: float, steps: int) -> Config:
     """The run of a row; of a peer's, what its rows and its rates are taken from."""
-    config = config_of(ROWS[name].update or METHODS[DENSE], MODELS[MODEL], HOSTS, SEQUENCES)
+    config = config_of(ROWS[name].update or UPDATES[DENSE], MODELS[MODEL], HOSTS, SEQUENCES)
     optimizer = dataclasses.replace(
         config.optimizer, learning_rate=rate, warmup_steps=steps // 10, schedule="cosine"
     )
@@ -111,7 +112,7 @@ def peer_losses(name: str, config: Config, torch_python: str, code: str | None) 
     """
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder, "work.npz")
-        work.write(path, config, config.steps)
+        write_work(path, config, config.steps)
         with np.load(path) as arrays:
             first = jax.jit(build.loss_of(config))(build.random_params(config), arrays["train"][0])
         with commands.start(_hosts(torch_python), ENVIRONMENT, pathlib.Path(folder)) as workers:
@@ -137,6 +138,107 @@ def _hosts(python: str) -> list[list[str]]:
     return [[*program, str(number)] for number in range(HOSTS)]
 
 
+TIMED_AT = {
+    # name in rows: name in the table
+    "unlimited": "unlimited",
+    "1gbit": "1 Gbit/s",
+    "500mbit": "500 Mbit/s",
+    "100mbit": "100 Mbit/s",
+}
+PAIRS = (
+    # theirs, ours
+    ("PyTorch DDP float32", "dense float32"),
+    ("PyTorch DDP bfloat16", "dense bfloat16"),
+    ("PyTorch PowerSGD 1", "PowerSGD 1, Adam"),
+    ("PyTorch PowerSGD 1", "PowerSGD 1, both sides, Adam"),
+    ("PyTorch PowerSGD 4", "PowerSGD 4, Adam"),
+    ("PyTorch PowerSGD 4", "PowerSGD 4, both sides, Adam"),
+    ("DeepSpeed 1-bit Adam", "1-bit Adam"),
+    ("DeepSpeed 1-bit Adam, one tensor", "1-bit Adam"),
+    ("DeepSpeed 0/1 Adam, every 4th", "0/1 Adam, every 4th"),
+    ("CocktailSGD's code", "CocktailSGD"),
+    ("DeMo's code", "DeMo"),
+    ("Dion's code", "Dion"),
+    ("SLAMB's code", "SLAMB"),
+)
+# Ours for the same task, without a counterpart.
+OTHERS = (
+    "sharded Adam, 4 bits",
+    "CocktailSGD, signs of an eighth",
+    "DiLoCo, 4 bits, every 32nd",
+    "SparseLoCo, every 16th",
+)
+TIE, LOSS_TIE = 0.05, 0.01  # relative, of times and bytes, and of losses
+
+
+class Found(NamedTuple):
+    """The measurements of one method."""
+
+    sent: float  # bytes per step
+    times: dict[str, float]  # seconds per step by rate
+    loss: float | None
+
+
+def found(times: list[dict], losses: list[dict]) -> dict[str, Found]:
+    """The methods with measured times; losses are the lowest over the rates, at equal steps."""
+    lowest: dict[str, float] = {}
+    for row in losses:
+        name, loss = row["method"], row["val_loss"]
+        if loss is not None and loss == loss:
+            lowest[name] = min(loss, lowest.get(name, loss))
+    return {
+        name: Found(
+            # At the last rate: dense steps at the start are timed at the first.
+            list(at.values())[-1]["nic_bytes"]["sent"],
+            {rate: seconds(row) for rate, row in at.items()},
+            lowest.get(name),
+        )
+        for name, at in by_method(times).items()
+    }
+
+
+def worse(ours: Found, theirs: Found) -> list[str]:
+    """What is worse in ours than in theirs, beyond a tie: bytes, times by rate, loss."""
+    where = ["bytes"] if ours.sent > (1 + TIE) * theirs.sent else []
+    slower = [
+        name
+        for rate, name in TIMED_AT.items()
+        if rate in ours.times
+        and rate in theirs.times
+        and ours.times[rate] > (1 + TIE) * theirs.times[rate]
+    ]
+    if slower:
+        where.append(
+            "time: " + ("every rate" if len(slower) == len(TIMED_AT) else ", ".join(slower))
+        )
+    if None not in (ours.loss, theirs.loss) and ours.loss > (1 + LOSS_TIE) * theirs.loss:
+        where.append("loss")
+    return where
+
+
+def table(times: list[dict], losses: list[dict]) -> str:
+    """The rows as Markdown: theirs, then ours and what is worse in it."""
+    methods = found(times, losses)
+    lines = [
+        f"| method | kB a step | {' | '.join(TIMED_AT.values())} | loss | ours is worse in |",
+        "|---" * (4 + len(TIMED_AT)) + "|",
+    ]
+    for theirs, ours in PAIRS:
+        if theirs in methods:
+            lines.append(_line(theirs, methods[theirs], ""))
+            if ours in methods:
+                text = "; ".join(worse(methods[ours], methods[theirs])) or "nothing"
+                lines.append(_line(f"ours: {ours}", methods[ours], text))
+    lines += [_line(f"ours: {name}", methods[name], "") for name in OTHERS if name in methods]
+    return "\n".join(lines)
+
+
+def _line(name: str, row: Found, text: str) -> str:
+    cells = [f"{1e3 * row.times[rate]:,.0f}" if rate in row.times else "" for rate in TIMED_AT]
+    loss = "" if row.loss is None else f"{row.loss:.3f}"
+    return f"| {name} | {row.sent / 1e3:,.0f} | {' | '.join(cells)} | {loss} | {text} |"
+
+
 def main(args: list[str]) -> None:
     """Runs what is missing, and saves after each."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -145,16 +247,14 @@ def main(args: list[str]) -> None:
     parser.add_argument("--methods", nargs="+", default=list(ROWS), choices=list(ROWS))
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--rates", type=int, default=2, help="how many of each optimizer's")
-    parser.add_argument(
-        "--json", type=pathlib.Path, default=pathlib.Path("benchmarks/results/peers_loss.json")
-    )
+    parser.add_argument("--json", type=pathlib.Path, default=rows_file.RESULTS / "peers_loss.json")
     options = parser.parse_args(args)
     devices.start(HOSTS)
     for name in options.methods:
         if name in PEERS and not options.torch_python:
             continue
         for rate in RATES[ROWS[name].rates][: options.rates]:
-            rows = json.loads(options.json.read_text()) if options.json.exists() else []
+            rows = rows_file.read(options.json)
             key = {"method": name, "learning_rate": rate, "steps": options.steps}
             if any(key.items() <= row.items() for row in rows):
                 continue

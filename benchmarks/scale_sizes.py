@@ -1,16 +1,139 @@
-"""The sizes of `benchmarks.scale`: models, their text, and the recipe that all methods share."""
+"""The tasks of `benchmarks.scale`: methods, models of growing size, their text and recipe.
+
+The text of all but the smallest are sources of installed packages, in byte-pair tokens. The
+packages are those of `pip install -e '.[train,huggingface]'` whose pinned version, and whose
+source, is the same for all Python versions that requirements.txt knows. So every machine with these
+pins has the same text: a row keeps its sha256, that of the tokenizer included.
+"""
 
 import dataclasses
+import importlib.metadata
+import json
 import pathlib
 import re
+from collections.abc import Iterator
 from typing import NamedTuple
 
-from benchmarks import methods, scale_text
+from benchmarks import methods
 from configs import nano_dense
 from train.config import Config, Data
+from train.data import token_files
 from train.models.decoder import DecoderConfig
 
+METHODS: dict[str, methods.Method] = {
+    **{
+        name: methods.METHODS[known]._replace(rates=(rate,))
+        for name, known, rate in (
+            # nano's best rate, not tuned for pico
+            ("dense Adam", "dense Adam", 6e-3),
+            ("8 bits", "8-bit Adam", 6e-3),
+            ("4 bits", "4-bit Adam", 6e-3),
+            ("top_k", "top_k Adam", 3e-3),
+            ("1 bit", "sign Adam", 3e-3),
+            ("sharded Adam, 4 bits", "sharded Adam, G4D4", 6e-3),
+            ("QSDP, 8 bits", "QSDP W8G8", 6e-3),
+            ("QSDP, 4 bits, learned", "QSDP W4G4, learned", 6e-3),
+            *(
+                (f"QSDP, {bits} bits, embedding 8", f"QSDP W{bits}G4, learned, embedding 8", 6e-3)
+                for bits in (3, 4, 5, 6)
+            ),
+            (
+                "QSDP, 4 bits, embedding's weights 8",
+                *("QSDP W4G4, learned, embedding's weights 8", 6e-3),
+            ),
+            ("CocktailSGD, no delay, 88x", "CocktailSGD, no delay, 88x", 6e-3),
+            ("CocktailSGD, no delay, 10x", "CocktailSGD, no delay, 10x", 6e-3),
+            ("CocktailSGD, 88x", "CocktailSGD", 6e-3),
+            ("CocktailSGD, 10x", "CocktailSGD, 10x", 6e-3),
+            ("dense LAMB", "LAMB", 1.4e-2),
+            ("dense SGD", "dense momentum SGD", 0.1),
+            ("0/1 Adam", "0/1 Adam, warm-up, variances of 8 bits", 6e-3),
+            ("SLAMB", "SLAMB", 1.4e-2),  # nano's 2e-2 diverges here
+            ("1-bit Adam", "1-bit Adam, 1200 dense steps", 6e-3),  # 15%, as on nano
+        )
+    },
+    **methods.PICO,
+}
+# Dense training by what its inner optimizer is called in an update; the first that matches.
+BASELINES = {
+    "dense Muon": "muon|muloco|dion",
+    "dense LAMB": "lamb",
+    "dense SGD": r"\bsgd\(learning_rate",
+    "dense Adam": "adam|demo",
+}
+
+
+def baseline_of(method: methods.Method) -> str:
+    """The name of dense training with the method's inner optimizer."""
+    for name, inside in BASELINES.items():
+        if re.search(inside, method.update):
+            return name
+    raise ValueError(f"no baseline is known for {method.update!r}; add one to BASELINES.")
+
+
+END = "<|endoftext|>"
 TEXT = pathlib.Path("runs/scale")
+PACKAGES = (
+    *("matplotlib", "fonttools", "optax", "orbax-checkpoint", "tyro", "rich", "pygments"),
+    *("treescope", "etils", "simplejson", "pillow"),
+    *("pandas", "pyarrow", "datasets", "huggingface_hub", "fsspec"),
+)
+
+
+def sources() -> Iterator[tuple[str, str]]:
+    """Name and text of each Python file of the packages, as installed."""
+    for package in PACKAGES:
+        files = importlib.metadata.distribution(package).files or ()
+        for file in sorted(file for file in files if file.suffix == ".py"):
+            try:
+                yield file.as_posix(), file.read_text("utf-8")
+            except UnicodeDecodeError:
+                continue
+
+
+def write_tokenizer(folder: pathlib.Path, texts: Iterator[str], vocab: int) -> None:
+    """Trains a byte-pair code on texts, and writes it in the format of Hugging Face folders."""
+    import tokenizers  # of the extra huggingface, which no other part of this file needs
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    made = tokenizers.Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
+    )
+    made.train_from_iterator(texts, trainer)
+    folder.mkdir(parents=True, exist_ok=True)
+    made.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": END}) + "\n")
+
+
+def packages(vocab: int, batch: int, folder: pathlib.Path) -> Data:
+    """Writes the text, a tokenizer of `vocab` tokens, and the text's tokens, each once.
+
+    Args:
+      vocab: Tokens of the byte-pair code, which is trained on the text.
+      batch: Sequences of a step.
+      folder: Where text, tokenizers and tokens are kept.
+
+    Returns:
+      The `data` of a config; `train` reads it.
+    """
+    text, tokenizer = folder / "text", folder / f"tokenizer_{vocab}"
+    if not text.is_dir():
+        unfinished = folder / "text.unfinished"
+        for name, content in sources():
+            file = unfinished / name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(content)
+        unfinished.rename(text)
+    if not (tokenizer / "tokenizer_config.json").is_file():
+        write_tokenizer(tokenizer, (content for _, content in sources()), vocab)
+    cache = folder / "tokens"
+    made = Data(path=str(text), tokenizer=str(tokenizer), cache=str(cache), batch=batch)
+    token_files.prepare(made, cache, vocab)
+    return made
 
 
 class Size(NamedTuple):
@@ -82,7 +205,7 @@ def data_of(size: Size) -> Data:
     """Nano's text in bytes, or sources of packages in the model's number of tokens."""
     if size.model.vocab == 256:
         return dataclasses.replace(nano_dense.get_config().data, batch=size.batch)
-    return scale_text.data(size.model.vocab, size.batch, TEXT)
+    return packages(size.model.vocab, size.batch, TEXT)
 
 
 def by_recipe(method: methods.Method, name: str) -> methods.Method:

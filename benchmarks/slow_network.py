@@ -17,24 +17,24 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
-from benchmarks import commands, network, slow_network_worker
+import jax
+import numpy as np
+
+from benchmarks import commands, network
 from benchmarks import rows as rows_file
-from benchmarks.peers import work
+from benchmarks.peers.names import AUTHORS, PEERS
 from benchmarks.slow_network_figure import draw, table
-from benchmarks.slow_network_methods import (
-    ALONE,
-    DENSE,
-    METHODS,
-    MODELS,
-    PEERS,
-    SHARDED,
-    period_of,
-)
-from benchmarks.slow_network_teams import Team, programs, teams
+from benchmarks.worker import DENSE, METHODS, MODELS, UPDATES, config_of, period_of
+from jaxcomp.compressors.policies import path_of
 from jaxcomp.launch.exits import clean_exits
+from train import examples
+from train.config import Config
+from train.placement import build
 
+ALONE = "no exchange"
 QUICK_METHODS = (ALONE, DENSE, "4 bits", "largest of 64, 4 bits")
 RATES = (network.UNLIMITED, "1gbit", "500mbit", "100mbit")
 
@@ -51,6 +51,90 @@ ENVIRONMENT = {
 HEADERS = 1 + 66 / 1448 + 66 / 2896
 TOLERANCE = 0.05
 SECONDS = 600.0  # to wait for an answer; a machine may be busy
+
+
+class Team(NamedTuple):
+    """Hosts that are started together, and what they build."""
+
+    program: list[str]  # a worker's command, up to its options
+    specs: dict[str, dict]  # method -> arguments of the worker's `build`
+    connected: bool  # whether the hosts train together
+    devices: int = 1  # of a host, each a process
+
+
+def teams(
+    methods: list[str],
+    torch_python: str | None,
+    has_code: bool = False,
+    devices: Sequence[int] = (1,),
+) -> list[Team]:
+    """The teams of hosts for some methods, in the order of the tables of methods.
+
+    Args:
+      methods: Their names.
+      torch_python: The peers' Python; None for no peers.
+      has_code: Whether the authors' code is available.
+      devices: Devices per host, for each team that trains with JAX.
+    """
+    jax_host = [sys.executable, "-m", "benchmarks.worker"]
+    torch_host = [torch_python or "", "-m", "benchmarks.peers.host"]
+    updates = {
+        name: {"update": method.update}
+        | ({"qsdp": method.qsdp} if method.qsdp else {"overlap": name.endswith("overlapped")})
+        for name, method in METHODS.items()
+        if name in methods
+    }
+    alone = {ALONE: {"update": UPDATES[DENSE]}} if ALONE in methods else {}
+    everyone = [Team(jax_host, alone, False)]
+    for count in devices:
+        # Behind one interface: together they send what one device would.
+        several = {
+            f"{name}, {count} devices": spec | {"fast": count} for name, spec in updates.items()
+        }
+        everyone.append(Team(jax_host, several if count > 1 else updates, True, count))
+    # Each peer runs in its own processes, since some modify PyTorch.
+    for peer in dict.fromkeys(peer.peer for peer in PEERS.values()):
+        specs = {
+            name: spec._asdict()
+            for name, spec in PEERS.items()
+            if name in methods and spec.peer == peer
+        }
+        if torch_python and (has_code or peer not in AUTHORS):
+            everyone.append(Team(torch_host, specs, True))
+    return [team for team in everyone if team.specs]
+
+
+def programs(team: Team, hosts: tuple[network.Host, ...]) -> list[list[str]]:
+    """The commands of a team, host after host."""
+    count = len(hosts) * team.devices if team.connected else 1
+    options = ["--coordinator", f"{hosts[0].address}:7000", "--num-processes", str(count)]
+    options += ["--interface", network.INTERFACE]
+    places = [host for host in hosts for _ in range(team.devices)]
+    return [
+        network.inside(
+            host, [*team.program, *options, "--process-id", str(i if team.connected else 0)]
+        )
+        for i, host in enumerate(places)
+    ]
+
+
+def write_work(path: pathlib.Path, config: Config, steps: int) -> None:
+    """Writes the common work of peers, weights and rows of a run, for programs without JAX.
+
+    Args:
+      path: An `.npz` file: the parameters by their paths, `train` i32[steps, batch, context + 1]
+        and `validation` i32[eval_batches, batch, context + 1].
+      config: The run.
+      steps: Number of steps whose rows are written.
+    """
+    made, rows = examples.read(config), slice(0, config.data.batch)
+    leaves = jax.tree_util.tree_leaves_with_path(build.random_params(config))
+    arrays = {path_of(key): np.asarray(leaf) for key, leaf in leaves}
+    arrays["train"] = np.stack([made.train(step, rows) for step in range(steps)])
+    arrays["validation"] = np.stack(
+        [made.validation(number, rows) for number in range(config.eval_batches)]
+    )
+    np.savez(path, **arrays)
 
 
 def measure(workers, hosts, steps: int, warmup: int) -> dict:
@@ -169,11 +253,9 @@ def work_of(model: str, options: argparse.Namespace, folder: pathlib.Path) -> pa
     """The file with the weights and rows of the JAX hosts, for the PyTorch hosts."""
     path = folder / "work.npz"
     if not path.exists():
-        update = METHODS[DENSE]
-        config = slow_network_worker.config_of(
-            update, MODELS[model], options.hosts, options.sequences
-        )
-        work.write(path, config, options.warmup + options.steps)
+        update = UPDATES[DENSE]
+        config = config_of(update, MODELS[model], options.hosts, options.sequences)
+        write_work(path, config, options.warmup + options.steps)
     return path
 
 
@@ -198,7 +280,7 @@ def parse(args: list[str]) -> argparse.Namespace:
     parser.add_argument("--hosts", type=int, default=4)
     parser.add_argument("--devices", type=int, nargs="+", default=[1], help="of a host, like 1 2")
     parser.add_argument("--rates", nargs="+", default=list(RATES), help="500mbit, or unlimited")
-    every = [ALONE, *METHODS, *SHARDED, *PEERS]
+    every = [ALONE, *METHODS, *PEERS]
     parser.add_argument("--methods", nargs="+", default=every, choices=every, metavar="NAME")
     parser.add_argument("--model", default="14M", choices=list(MODELS))
     parser.add_argument("--sequences", type=int, default=1, help="of one host and step")

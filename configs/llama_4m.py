@@ -2,7 +2,7 @@
 
     python -m train configs/llama_4m.py --data.tokenizer FOLDER
 
-FOLDER has a tokenizer of 2,048 tokens: `python -m benchmarks.fine_tune_text texts` makes
+FOLDER has a tokenizer of 2,048 tokens: `python -m benchmarks.studies.fine_tune texts texts` makes
 texts/tokenizer. `python -m train.export runs/llama_4m llama_4m` then writes a LlamaForCausalLM
 with its tokenizer, which docs/fine_tune.md fine-tunes over slow networks. 13 minutes on one core of
 an AMD EPYC; validation loss 3.314 nats a token after 4.1 M tokens (one seed, Python 3.11.7's

@@ -1,4 +1,4 @@
-"""Training steps of other libraries in PyTorch, a file for each, to compare with ours.
+"""Training steps of other libraries in PyTorch, to compare with ours.
 
 They run in a Python of their own, which imports nothing of jaxcomp, JAX or `train`:
 
@@ -13,5 +13,5 @@ this project:
     git clone https://github.com/DS3Lab/CocktailSGD      # at 4819ed7
     git clone https://github.com/hangxu0304/SLAMB        # at 7388495
 
-Each file has one function, `make(module, job, **options) -> Step`; see `base`.
+Each is a function `(module, job, **options) -> Step`, see `base`; `names.PEERS` lists them.
 """

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import commands
-from benchmarks.peers import base, model
+from benchmarks.peers import base
 
 WARM_STEPS = 3  # run by `build`, after the dense ones: first calls allocate buffers
 RATE = 1e-4  # learning rate of timed steps
@@ -33,7 +33,7 @@ def functions(rank: int) -> dict:
     def step(rate):
         tokens = rows()
         began = time.perf_counter()
-        value = built["peer"](lambda module: model.loss(module, tokens), rate)
+        value = built["peer"](lambda module: base.loss_of(module, tokens), rate)
         return time.perf_counter() - began, value.item()
 
     def build(
@@ -50,7 +50,8 @@ def functions(rank: int) -> dict:
         began = time.perf_counter()
         torch.manual_seed(0)
         module = module_of(model, work, built)
-        make = importlib.import_module(f"benchmarks.peers.{peer}").make
+        file, _, function = peer.partition(".")
+        make = getattr(importlib.import_module(f"benchmarks.peers.{file}"), function)
         built.update(uneven=uneven, module=module, step=0)
         built["peer"] = make(module, base.Job(dense_steps, code), **options)
         for _ in range(dense_steps + warm_steps if warm_steps else 0):
@@ -83,9 +84,9 @@ def functions(rank: int) -> dict:
 
 def module_of(sizes: dict[str, int], work: str, built: dict[str, Any]) -> torch.nn.Module:
     """The model with JAX's initial weights; keeps the work's rows in `built`."""
-    module = model.GPT(**sizes)
+    module = base.GPT(**sizes)
     with np.load(work) as arrays:
-        model.load(module, arrays)
+        base.load(module, arrays)
         built.update(train=arrays["train"], validation=arrays["validation"])
     return module
 
@@ -98,7 +99,7 @@ def evaluate(built: dict[str, Any]) -> float:
             dist.all_reduce(mean)
             parameter.copy_(mean / dist.get_world_size())
         batches = [torch.from_numpy(rows.astype(np.int64)) for rows in built["validation"]]
-        return float(np.mean([model.loss(built["module"], rows).item() for rows in batches]))
+        return float(np.mean([base.loss_of(built["module"], rows).item() for rows in batches]))
 
 
 def hardware() -> str:

@@ -1,4 +1,37 @@
-"""Names of weights in PyTorch and JAX; imports nothing, so that tests of either can use it."""
+"""Names of peers, and of weights in PyTorch and JAX; imports neither, for programs of both."""
+
+from typing import Any, NamedTuple
+
+
+class Peer(NamedTuple):
+    """A PyTorch row: a file of benchmarks/peers with a function in it, and its arguments."""
+
+    peer: str
+    options: dict[str, Any]
+    uneven: bool = False  # whether steps differ by design; then their mean counts
+
+
+PEERS = {
+    "PyTorch, no exchange": Peer("optimizers.ddp", {"exchange": "none"}),
+    "PyTorch DDP float32": Peer("optimizers.ddp", {"exchange": "float32"}),
+    "PyTorch DDP bfloat16": Peer("optimizers.ddp", {"exchange": "bfloat16"}),
+    **{f"PyTorch PowerSGD {rank}": Peer("optimizers.power_sgd", {"rank": rank}) for rank in (1, 4)},
+    "DeepSpeed 1-bit Adam": Peer("one_bit.make", {"optimizer": "one_bit_adam"}),
+    "DeepSpeed 1-bit Adam, one tensor": Peer(
+        "one_bit.make", {"optimizer": "one_bit_adam", "flat": True}
+    ),
+    "DeepSpeed 0/1 Adam, every 4th": Peer(
+        "one_bit.make", {"optimizer": "zero_one_adam"}, uneven=True
+    ),
+    "CocktailSGD's code": Peer("cocktail_sgd.make", {"random": 0.1, "top": 0.2, "bits": 4}),
+    "DeMo's code": Peer("optimizers.demo", {"compression_topk": 32}),
+    "Dion's code": Peer("optimizers.dion", {"rank_fraction": 1 / 16}),
+    "SLAMB's code": Peer(
+        "optimizers.slamb", {"compress_ratio": 0.1, "local_steps": 8}, uneven=True
+    ),
+}
+AUTHORS = ("cocktail_sgd.make", "optimizers.demo", "optimizers.dion", "optimizers.slamb")
+"""Peers that need the folder of the authors' code."""
 
 
 def path_of(name: str) -> str:

@@ -14,19 +14,9 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from benchmarks import (
-    accelerators,
-    accelerators_figure,
-    accelerators_measured,
-    accelerators_profile,
-    accelerators_roofline,
-    accelerators_row,
-    accelerators_run,
-    accelerators_targets,
-)
-from benchmarks.accelerators import COMPILING
+from benchmarks import accelerators, accelerators_devices, accelerators_step, accelerators_tables
+from benchmarks.accelerators import COMPILING, time_step
 from benchmarks.accelerators_devices import DEVICES, mesh_from, mesh_of, unavailable
-from benchmarks.accelerators_run import time_step
 from benchmarks.accelerators_step import METHODS, MODELS, batch_of, build_step
 
 # Of the `tiny` model's step: most copies of the parameters that kernels move (TPUs: that XLA says
@@ -43,7 +33,7 @@ TABLE = {
 
 TPU_LOCK = pathlib.Path("/tmp/libtpu_lockfile")
 
-WORK = accelerators_roofline.Work(
+WORK = accelerators_devices.Work(
     flops=989e12,
     moved=3_352_320_000_000,
     kernels=250_000,
@@ -56,8 +46,8 @@ WORK = accelerators_roofline.Work(
 
 def test_the_roofline_adds_products_memory_launches_and_what_no_product_hides():
     h100 = DEVICES["h100"]
-    assert accelerators_roofline.local_seconds(h100, WORK) == 4
-    predict = accelerators_roofline.predicted_seconds
+    assert accelerators_devices.local_seconds(h100, WORK) == 4
+    predict = accelerators_devices.predicted_seconds
     assert predict(h100, WORK, 1e9) == 4 + 8
     assert predict(h100, WORK._replace(beside=0.5), 1e9) == 4 + 7.5
     assert predict(h100, WORK._replace(beside=0.5), 1e12) == 4
@@ -68,7 +58,7 @@ def test_the_roofline_adds_products_memory_launches_and_what_no_product_hides():
 def test_flops_are_six_a_parameter_and_token_and_those_of_attention():
     model = MODELS["124m"]
     tokens = 2048 * 1024 / 8
-    flops = accelerators_roofline.gradient_flops(model, 124_000_000, 8)
+    flops = accelerators_devices.gradient_flops(model, 124_000_000, 8)
     assert flops == (6 * 124_000_000 + 12 * 12 * 768 * 1024) * tokens
 
 
@@ -90,7 +80,7 @@ def test_a_new_row_replaces_the_old_one_and_what_was_measured_stays():
     rows = accelerators.merged(rows, row_of("q4", measured=measured))
     rows = accelerators.merged(rows, row_of("q4", error="why"))
     assert rows[1] == row_of("q4", error="why", measured=measured)
-    text = accelerators_figure.table(rows[1:])
+    text = accelerators_tables.table(rows[1:])
     assert "not compiled: why" in text
     assert "| h100 | tiny | q4 | 1000.0 | 500.0 |  |  | 2000.0 |  | 3.00 |" in text
 
@@ -163,7 +153,7 @@ def rows_of(device):
 
 def made_apart(*step):
     with locked(TPU_LOCK):
-        return accelerators.apart(accelerators_row.rows, *step, environment=COMPILING)
+        return accelerators.apart(accelerators_step.rows, *step, environment=COMPILING)
 
 
 @contextlib.contextmanager
@@ -218,14 +208,14 @@ def test_targets_are_beside_what_was_reached_and_bold_where_missed():
         program_of("cocktail", 40.0, 1250, nic_bytes=1e7),
         program_of("sign", 20.0, 1000),  # without the dense step of its optimizer
     ]
-    text = accelerators_targets.table(rows)
+    text = accelerators_tables.targets_table(rows)
     assert "| h100 | 124m | q4 | +4.0 of +8.0 | **+151 of +150** | +0.0 of +2.0 |  |  |" in text
     assert "| **+20.0 of +12.0** | +250 of +250 | +0.0 of +2.5 |  | **1.20 of 1.10** |" in text
     assert "| h100 |  | sign | not compiled |" in text
 
 
 def test_labels_of_curves_lie_apart():
-    places = accelerators_figure._apart({"a": 1.0, "b": 1.01, "c": 5.0}, least=1.5)
+    places = accelerators_tables._apart({"a": 1.0, "b": 1.01, "c": 5.0}, least=1.5)
     assert places == {"a": 1.0, "b": 1.5, "c": 5.0}
 
 
@@ -238,7 +228,7 @@ def test_a_profile_sums_the_kernels_of_devices_alone():
         SimpleNamespace(name="/device:GPU:0", lines=[line("Source code", event("step", 9e9))]),
         SimpleNamespace(name="/host:CPU", lines=[line("Stream", event("wait", 9e9))]),
     ]
-    assert accelerators_profile.summary(planes) == {
+    assert accelerators.summary(planes) == {
         "kernel_seconds": 2.0,
         "slowest_kernels": [["pack", 0.5, 1.5], ["sum", 0.25, 0.5]],
     }
@@ -254,7 +244,9 @@ def test_measured_steps_are_compared_with_the_dense_step_of_their_optimizer():
         row_of("q4", **measured(0.002, 0.005)),
         row_of("q8", measured={"error": "why"}),
     ]
-    lines = [line.split(" | ")[3:7] for line in accelerators_measured.table(rows).splitlines()[2:]]
+    lines = [
+        line.split(" | ")[3:7] for line in accelerators_tables.measured_table(rows).splitlines()[2:]
+    ]
     assert lines == [
         ["1.0", "2.0", "", ""],
         ["2.0", "3.0", "", ""],
@@ -265,11 +257,11 @@ def test_measured_steps_are_compared_with_the_dense_step_of_their_optimizer():
 
 
 def test_an_accelerator_without_a_description_is_refused(monkeypatch):
-    assert accelerators_run.at_hand() is None  # CPUs
+    assert accelerators.at_hand() is None  # CPUs
     other = SimpleNamespace(platform="gpu", device_kind="GeForce 256")
     monkeypatch.setattr(jax, "local_devices", lambda: [other])
     with pytest.raises(ValueError, match="got GeForce 256, need one of h100"):
-        accelerators_run.at_hand()
+        accelerators.at_hand()
     monkeypatch.setattr(jax, "local_devices", lambda: 2 * [other])
     other.device_kind = "NVIDIA H200"
-    assert accelerators_run.at_hand() == ("h200", 2)
+    assert accelerators.at_hand() == ("h200", 2)

@@ -3,8 +3,7 @@
 import jax
 import pytest
 
-from benchmarks.accelerators_messages import messages, overlap
-from benchmarks.accelerators_program import GUESSED_ROUNDS, Cost, Program
+from benchmarks.accelerators_program import GUESSED_ROUNDS, Cost, Program, messages, overlap
 
 HEADER = "HloModule jit_step, is_scheduled=true, num_partitions=4\n\n"
 PRODUCT = 'dot(%x, %x), metadata={op_name="jit(step)/transpose(jvp())/dot_general"}'

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from benchmarks import agreement
-from benchmarks.agreement import Result
+from benchmarks.studies import agreement
+from benchmarks.studies.agreement import Result
 from jaxcomp.compressors.sign import sign
 
 

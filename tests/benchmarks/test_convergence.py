@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from benchmarks import ablation, convergence, figures, tradeoff
+from benchmarks import convergence, figures
 from train.placement import sharded
 
 
@@ -73,7 +73,7 @@ def test_the_table_shows_the_rate_with_most_seeds_and_of_these_the_best():
 def test_the_trade_off_is_drawn_up_to_the_loss_that_is_asked_for(tmp_path):
     summaries = figures.summarize([row(0.1, 0, 1.0), row(0.1, 0, 3.0, "b")], "nano", 10)
     for most in (2.0, 4.0):
-        tradeoff.draw(summaries, most, tmp_path / f"{most}.png")
+        figures.draw_tradeoff(summaries, most, tmp_path / f"{most}.png")
     few, all_ = ((tmp_path / f"{most}.png").stat().st_size for most in (2.0, 4.0))
     assert 0 < few < all_
 
@@ -86,15 +86,15 @@ def test_the_front_has_no_method_that_another_beats_with_as_few_bits():
         row(0.1, 0, 1.4, "c") | {"bits_per_parameter": 0.5},
     ]
     summaries = figures.summarize(rows, "nano", 10)
-    assert [s.method for s in tradeoff.front(summaries)] == ["c", "b", "a"]
-    assert tradeoff.finding(summaries) == "c: 64 times fewer bits, loss 1.40, a 1.00"
+    assert [s.method for s in figures.front(summaries)] == ["c", "b", "a"]
+    assert figures.finding(summaries) == "c: 64 times fewer bits, loss 1.40, a 1.00"
     axes = Figure().subplots()
-    tradeoff.points(axes, summaries, ["a", "b"])
+    figures.points(axes, summaries, ["a", "b"])
     names = [line.get_label() for line in axes.get_lines()]
     assert [name for name in names if name[0] != "_"] == ["a", "b"]
 
 
-@pytest.mark.parametrize("ablated", ablation.ABLATIONS.values(), ids=ablation.ABLATIONS)
+@pytest.mark.parametrize("ablated", figures.ABLATIONS.values(), ids=figures.ABLATIONS)
 def test_the_panels_of_an_ablation_are_methods_of_a_task(ablated):
     assert ablated.task in convergence.TASKS and ablated.dense in convergence.METHODS
     for methods in ablated.panels.values():
@@ -107,7 +107,7 @@ def test_an_ablation_draws_the_rows_that_there_are(tmp_path):
     more = figures.summarize([*rows, row(0.1, 0, 3.0, "SLAMB, every 5")], "nano", 10)
     sizes = []
     for number, summaries in enumerate((few, more)):
-        ablation.draw(summaries, ablation.ABLATIONS["slamb"], tmp_path / f"{number}.png")
+        figures.draw_ablation(summaries, figures.ABLATIONS["slamb"], tmp_path / f"{number}.png")
         sizes.append((tmp_path / f"{number}.png").stat().st_size)
     assert 0 < sizes[0] < sizes[1]
 

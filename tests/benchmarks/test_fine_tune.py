@@ -1,6 +1,6 @@
 """The table of what fine-tuning sends."""
 
-from benchmarks import fine_tune
+from benchmarks.studies import fine_tune
 
 CONFIG = """
 from train.config import Config, Optimizer

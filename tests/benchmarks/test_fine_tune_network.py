@@ -6,8 +6,9 @@ import json
 
 import pytest
 
-from benchmarks import fine_tune_figure, fine_tune_network, fine_tune_text, fine_tune_worker
-from benchmarks.fine_tune_network import METHODS
+from benchmarks import scale_sizes
+from benchmarks.studies import fine_tune, fine_tune_network
+from benchmarks.studies.fine_tune_network import METHODS
 from tests.helpers.launching import words
 from tests.helpers.snippets import ROOT
 
@@ -50,20 +51,20 @@ def test_the_rate_of_the_lowest_loss_on_the_other_seed_is_taken():
 def test_the_picture_says_who_is_sooner_at_the_loss_of_dense_adam(tmp_path):
     rows = [row("dense Adam", [5.0, 4.0, 3.0]), row("4-bit mean", [5.0, 2.5, 2.4])]
     rows += [row(DILOCO, [5.0, 4.5, 4.0]), row("LoRA, dense", [5.0, 3.0], rate="none")]
-    assert fine_tune_figure.seconds_to(rows[1], 3.0) == pytest.approx(1.6)
-    assert fine_tune_figure.seconds_to(rows[2], 3.0) is None
+    assert fine_tune_network.seconds_to(rows[1], 3.0) == pytest.approx(1.6)
+    assert fine_tune_network.seconds_to(rows[2], 3.0) is None
     said = "At 100 Mbit/s 4-bit mean comes within 0.01 of dense Adam's loss 2.5 times sooner"
-    assert fine_tune_figure.finding(rows) == said
-    lines = fine_tune_figure.table(rows).splitlines()
+    assert fine_tune_network.finding(rows) == said
+    lines = fine_tune_network.table(rows).splitlines()
     assert lines[3] == "| 4-bit mean | 0.1 | 10 | 2.400 | 0.20 s | 2 s |"
     assert lines[4].endswith("| never |")
-    assert "| LoRA, dense | 5 | 10 | 0.1 | 3.000 |" in fine_tune_figure.table_of_lora(rows)
-    fine_tune_figure.draw(rows, tmp_path / "a.png")
+    assert "| LoRA, dense | 5 | 10 | 0.1 | 3.000 |" in fine_tune_network.table_of_lora(rows)
+    fine_tune_network.draw(rows, tmp_path / "a.png")
     assert (tmp_path / "a.png").stat().st_size > 10_000
 
 
 def test_devices_of_one_process_are_fine_tuned(tmp_path):
-    worker = fine_tune_worker.functions(2)
+    worker = fine_tune_network.functions(2)
     paths = {"model": ROOT / "tests" / "golden" / "huggingface" / "gpt2"}
     paths |= {"text": words(tmp_path / "text"), "cache": tmp_path / "cache"}
     options = argparse.Namespace(steps=2, **paths)
@@ -78,12 +79,14 @@ def test_devices_of_one_process_are_fine_tuned(tmp_path):
 
 
 def test_texts_are_a_tokenizer_and_manual_pages(tmp_path):
-    fine_tune_text.write_tokenizer(tmp_path / "tokenizer", iter(["def f(self):\n" * 50]))
+    scale_sizes.write_tokenizer(
+        tmp_path / "tokenizer", iter(["def f(self):\n" * 50]), fine_tune.VOCAB
+    )
     made = json.loads((tmp_path / "tokenizer" / "tokenizer.json").read_text())
-    assert 257 <= len(made["model"]["vocab"]) <= fine_tune_text.VOCAB
+    assert 257 <= len(made["model"]["vocab"]) <= fine_tune.VOCAB
     (tmp_path / "man" / "man7").mkdir(parents=True)
     pages = {"a.7.gz": gzip.compress(b"page"), "b.7": b"other", "c.7": b".so man7/a.7"}
     for name, content in pages.items():
         (tmp_path / "man" / "man7" / name).write_bytes(content)
-    assert fine_tune_text.write_manuals(tmp_path / "to", tmp_path / "man") == 9
+    assert fine_tune.write_manuals(tmp_path / "to", tmp_path / "man") == 9
     assert sorted(path.name for path in (tmp_path / "to").iterdir()) == ["a.7.txt", "b.7.txt"]

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 import benchmarks.peers
-from benchmarks import peers_loss, peers_table, slow_network_worker
-from benchmarks.peers import names, work
-from benchmarks.slow_network_methods import AUTHORS, DENSE, METHODS, MODELS, PEERS
+from benchmarks import peers_loss, slow_network, worker
+from benchmarks.peers import names
+from benchmarks.peers.names import AUTHORS, PEERS
+from benchmarks.worker import DENSE, MODELS, UPDATES
 from jaxcomp.compressors.policies import path_of
 from train import examples
 from train.config.optimizer import schedule
@@ -23,15 +24,16 @@ MODEL = MODELS["0.5M"]
 
 
 def make_of(peer):
-    """The function `make` of a peer's file, which only a Python with PyTorch can import."""
-    tree = ast.parse((FOLDER / f"{peer}.py").read_text())
-    [make] = [node for node in tree.body if getattr(node, "name", "") == "make"]
-    return make.args
+    """The function of a peer, which only a Python with PyTorch can import."""
+    file, _, name = peer.partition(".")
+    tree = ast.parse((FOLDER / f"{file}.py").read_text())
+    [make] = [node for node in tree.body if getattr(node, "name", "") == name]
+    return make
 
 
 @pytest.mark.parametrize("name", list(PEERS))
 def test_a_peer_takes_what_its_row_tells_it(name):
-    args = make_of(PEERS[name].peer)
+    args = make_of(PEERS[name].peer).args
     taken = [arg.arg for arg in args.args]
     assert taken[:2] == ["module", "job"]
     needed = taken[2 : len(taken) - len(args.defaults)]
@@ -41,12 +43,12 @@ def test_a_peer_takes_what_its_row_tells_it(name):
 
 def test_the_authors_code_is_named_where_it_is_needed():
     for peer in {spec.peer for spec in PEERS.values()}:
-        text = (FOLDER / f"{peer}.py").read_text()
+        text = ast.unparse(make_of(peer))
         assert (peer in AUTHORS) == ("job.reach(" in text or "job.find(" in text), peer
 
 
 def test_every_weight_of_the_decoder_has_a_name_in_pytorch():
-    config = slow_network_worker.config_of(METHODS[DENSE], MODEL, 4, 1)
+    config = worker.config_of(UPDATES[DENSE], MODEL, 4, 1)
     leaves = jax.tree_util.tree_leaves_with_path(build.param_shapes(config))
     block = ["norm_attention", "norm_mlp", "qkv", "out", "up", "down"]
     modules = ["norm", *(f"blocks.{i}.{name}" for i in range(MODEL["layers"]) for name in block)]
@@ -56,9 +58,9 @@ def test_every_weight_of_the_decoder_has_a_name_in_pytorch():
 
 
 def test_the_work_of_peers_is_that_of_a_run(tmp_path):
-    config = slow_network_worker.config_of(METHODS[DENSE], MODEL, 2, 3)
+    config = worker.config_of(UPDATES[DENSE], MODEL, 2, 3)
     config = dataclasses.replace(config, runs_dir=str(tmp_path), eval_batches=2)
-    work.write(tmp_path / "work.npz", config, 4)
+    slow_network.write_work(tmp_path / "work.npz", config, 4)
     made, rows = examples.read(config), slice(0, 6)
     with np.load(tmp_path / "work.npz") as arrays:
         assert arrays["train"].shape == (4, 6, MODEL["context"] + 1)
@@ -124,8 +126,8 @@ def row(method, sent, milliseconds, rate):
 
 
 def test_the_table_says_in_what_ours_is_worse():
-    theirs, ours = peers_table.PAIRS[0]
-    rates = list(peers_table.RATES)
+    theirs, ours = peers_loss.PAIRS[0]
+    rates = list(peers_loss.TIMED_AT)
     times = [row(theirs, 9000, 100, rates[0]), row(theirs, 2000, 200, rates[1])]
     times += [row(ours, 2099, ms, rate) for ms, rate in zip((104, 211), rates, strict=False)]
     losses = [
@@ -134,14 +136,14 @@ def test_the_table_says_in_what_ours_is_worse():
         {"method": ours, "val_loss": 2.01},
         {"method": ours, "val_loss": float("nan")},
     ]
-    _, _, first, second = peers_table.table(times, losses).splitlines()
+    _, _, first, second = peers_loss.table(times, losses).splitlines()
     assert first == f"| {theirs} | 2 | 100 | 200 |  |  | 2.000 |  |"
     assert second == f"| ours: {ours} | 2 | 104 | 211 |  |  | 2.010 | time: 1 Gbit/s |"
     at = dict.fromkeys(rates, 1.0)
-    slow = peers_table.Found(2200, dict.fromkeys(rates, 1.06), 2.03)
-    assert peers_table.worse(slow, peers_table.Found(2000, at, 2.0)) == [
+    slow = peers_loss.Found(2200, dict.fromkeys(rates, 1.06), 2.03)
+    assert peers_loss.worse(slow, peers_loss.Found(2000, at, 2.0)) == [
         "bytes",
         "time: every rate",
         "loss",
     ]
-    assert peers_table.worse(slow, slow) == []
+    assert peers_loss.worse(slow, slow) == []

@@ -2,8 +2,8 @@
 
 import pytest
 
-from benchmarks import planner as benchmark
 from benchmarks import slow_network
+from benchmarks.studies import planner as benchmark
 
 LINE = {"sent_bytes": [0.0, 1e6], "seconds": [0.01, 0.11]}  # 10 ms and 80 Mbit/s
 LINK = {op: LINE for op in ("all-reduce", "all-gather", "all-to-all")}

@@ -5,7 +5,7 @@ import optax
 import pytest
 
 import jaxcomp
-from benchmarks import precision
+from benchmarks.studies import precision
 
 NARROW = {"residual": "int8", "momentum": "bfloat16", "remainder": "bfloat16"}
 

@@ -8,9 +8,9 @@ import optax
 import pytest
 
 import jaxcomp
-from benchmarks import evaluation, methods, scale_run, scale_text
-from benchmarks.scale_methods import METHODS
-from benchmarks.scale_sizes import by_recipe, config_of
+from benchmarks import methods, scale, scale_sizes
+from benchmarks.scale_sizes import METHODS, by_recipe, config_of
+from benchmarks.studies import evaluation
 from configs import nano_dense
 from tests.helpers.replicas import everywhere, mesh_of
 from train.config.run import update
@@ -39,7 +39,7 @@ def test_a_run_is_that_of_a_mesh_to_rounding(monkeypatch):
         eval_batches=2,
     )
     text = Examples({}, made(0), made(1))
-    params, curve = scale_run.train(config, text)
+    params, curve = scale.train(config, text)
 
     mesh, loss_fn = mesh_of(REPLICAS), build.loss_of(config)
     init, step = jaxcomp.train_step(loss_fn, update(config), mesh, "replica")
@@ -72,14 +72,14 @@ def test_shards_are_trained_on_a_mesh(monkeypatch):
         for method in (exact, METHODS["dense Adam"])
     )
     text = Examples({}, made(0), made(1))
-    trained = lambda config: scale_run.train(config, text)
+    trained = lambda config: scale.train(config, text)
     (_, got), (_, wanted) = trained(sharded), trained(dense)
     np.testing.assert_allclose(got, wanted, rtol=1e-5)
 
 
 @pytest.mark.parametrize("size", ("pico", "micro"))
 def test_every_row_is_a_transformation(size, monkeypatch):
-    monkeypatch.setattr(scale_text, "data", lambda *_: nano_dense.get_config().data)
+    monkeypatch.setattr(scale_sizes, "packages", lambda *_: nano_dense.get_config().data)
     for method in METHODS.values():
         made = update(config_of(size, by_recipe(method, size), 1, STEPS))
         assert isinstance(made, optax.GradientTransformationExtraArgs)

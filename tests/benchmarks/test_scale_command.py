@@ -5,8 +5,8 @@ import subprocess
 
 import pytest
 
-from benchmarks import scale, scale_run, scale_sizes, scale_text, scale_tuning
-from benchmarks.scale_methods import BASELINES, METHODS, baseline_of
+from benchmarks import scale, scale_sizes
+from benchmarks.scale_sizes import BASELINES, METHODS, baseline_of
 from train.models.decoder import DecoderConfig
 
 METHOD, STEPS, CENTRE = "8 bits", 40, 0.02
@@ -21,7 +21,7 @@ TOY = scale_sizes.Size(
 @pytest.fixture
 def command(tmp_path, monkeypatch):
     """The command's rows, and those of trials, after it ran with some arguments."""
-    monkeypatch.setattr(scale_text, "PACKAGES", ("simplejson",))
+    monkeypatch.setattr(scale_sizes, "PACKAGES", ("simplejson",))
     monkeypatch.setattr(scale_sizes, "TEXT", tmp_path / "text")
     monkeypatch.setitem(scale_sizes.SIZES, "toy", TOY)
 
@@ -43,7 +43,7 @@ def test_trials_then_rows_and_nothing_twice(command, monkeypatch):
     rates = [row["learning_rate"] for row in trials]
     assert rates[:3] == [CENTRE, CENTRE / 2, CENTRE * 2] and len(set(rates)) == len(rates)
     best = min(trials, key=lambda row: row["val_loss"])["learning_rate"]
-    assert min(rates) < best < max(rates) or len(rates) == scale_tuning.MOST
+    assert min(rates) < best < max(rates) or len(rates) == scale.MOST_TRIALS
 
     rows, _ = command("--seeds", "1", "2")
     assert [(row["seed"], row["learning_rate"]) for row in rows] == [(1, best), (2, best)]
@@ -55,7 +55,7 @@ def test_trials_then_rows_and_nothing_twice(command, monkeypatch):
     assert rows[0]["val_loss"] != rows[1]["val_loss"] and rows[0]["val_loss"] < 5.7  # log 300
     assert len({row["data_sha256"] for row in (*rows, *trials)}) == 1
 
-    monkeypatch.setattr(scale_run, "train", lambda *_: pytest.fail("trained again"))
+    monkeypatch.setattr(scale, "train", lambda *_: pytest.fail("trained again"))
     assert command("--seeds", "1", "2")[0] == rows
 
 
@@ -112,7 +112,7 @@ def test_trials_go_on_while_the_best_is_at_an_edge(best, tried, monkeypatch):
         loss = abs(learning_rate - best)
         return {"learning_rate": learning_rate, "val_loss": None if learning_rate == 0.5 else loss}
 
-    scale_tuning.tune("toy", METHODS[METHOD], make)
+    scale.tune("toy", METHODS[METHOD], make)
     assert rates == tried
 
 

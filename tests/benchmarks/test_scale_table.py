@@ -3,7 +3,7 @@
 import matplotlib.image
 import pytest
 
-from benchmarks import scale_figure, scale_table
+from benchmarks import scale_figure
 
 
 def row(method, baseline, seed, loss, bits=32.0, **more):
@@ -34,7 +34,7 @@ ROWS = [
 
 
 def test_a_line_for_each_method_beside_its_own_baseline():
-    lines = scale_table.table(ROWS, "toy", 100).splitlines()[2:]
+    lines = scale_figure.table(ROWS, "toy", 100).splitlines()[2:]
     assert lines == [
         "| dense Adam | 0.002 | 1 | 5.00 (4.00 to 6.00) |  | 3 |",
         "| 4 bits | 0.002 | 8 | 4.60 (4.10 to 5.10) | dense Adam: 4.50 (4.00 to 5.00) | 2 |",
@@ -42,7 +42,7 @@ def test_a_line_for_each_method_beside_its_own_baseline():
         "| 0/1 Adam | 0.002 | 32 | 4.50 at step 50 | dense Adam: 5.00 | 1 |",
         "| 1 bit | 0.002 | 32 | diverges | dense Adam: 4.00 | 1 |",
     ]
-    assert scale_table.table(ROWS, "toy", 200) == ""
+    assert scale_figure.table(ROWS, "toy", 200) == ""
 
 
 def test_the_figure_has_the_difference_on_the_same_seeds(tmp_path):

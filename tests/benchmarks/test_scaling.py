@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks import scaling
+from benchmarks.studies import scaling
 
 MESSAGES = [
     {"op": "all-reduce", "sent_bytes": 1_000_000, "times": 0.5},

@@ -5,14 +5,9 @@ import sys
 
 import pytest
 
-from benchmarks import (
-    network,
-    slow_network,
-    slow_network_figure,
-    slow_network_teams,
-    slow_network_worker,
-)
-from benchmarks.slow_network_methods import AUTHORS, PEERS, period_of
+from benchmarks import network, slow_network, slow_network_figure, worker
+from benchmarks.peers.names import AUTHORS, PEERS
+from benchmarks.worker import period_of
 from tests.helpers.namespaces import needs_namespaces
 from train.placement.resolve import resolve
 
@@ -61,14 +56,14 @@ def test_skipped_parts_count_as_often_as_they_were_sent():
     parts = {"": 10.0, "synchronize": 1000.0, "variance": 4000.0}
     before = {"all": 9, "synchronize": 9, "variance": 2}
     after = {"all": 12, "synchronize": 12, "variance": 3}
-    sent = slow_network_worker.report_bytes(parts, 10, before, after)
+    sent = worker.report_bytes(parts, 10, before, after)
     assert sent == (10 * 10 + 3 * 1000 + 1 * 4000) / 10
-    assert slow_network_worker.report_bytes({"": 10.0}, 7, {}, {}) == 10.0
+    assert worker.report_bytes({"": 10.0}, 7, {}, {}) == 10.0
 
 
 def test_hosts_are_told_who_they_are():
-    team = slow_network_teams.Team(["worker"], {}, connected=True)
-    first, second = slow_network_teams.programs(team, TWO_HOSTS.hosts)
+    team = slow_network.Team(["worker"], {}, connected=True)
+    first, second = slow_network.programs(team, TWO_HOSTS.hosts)
     assert first[:5] == ["ip", "netns", "exec", TWO_HOSTS.hosts[0].namespace, "worker"]
     assert second[3] == TWO_HOSTS.hosts[1].namespace
     for number, command in enumerate((first, second)):
@@ -82,44 +77,37 @@ def test_hosts_are_told_who_they_are():
 
 
 def test_the_devices_of_a_host_are_processes_in_its_namespace():
-    one, two = slow_network_teams.teams(["4 bits"], None, devices=(1, 2))
+    one, two = slow_network.teams(["4 bits"], None, devices=(1, 2))
     assert list(one.specs) == ["4 bits"] and list(two.specs) == ["4 bits, 2 devices"]
-    commands = slow_network_teams.programs(two, TWO_HOSTS.hosts)
+    commands = slow_network.programs(two, TWO_HOSTS.hosts)
     assert [command[3][-1] for command in commands] == ["1", "1", "2", "2"]
     options = [dict(zip(command[7::2], command[8::2], strict=True)) for command in commands]
     assert [of["--process-id"] for of in options] == ["0", "1", "2", "3"]
     assert {of["--num-processes"] for of in options} == {"4"}
     [spec] = two.specs.values()
-    config = slow_network_worker.config_of(
-        **spec, model=slow_network.MODELS["0.5M"], replicas=4, sequences=1
-    )
+    config = worker.config_of(**spec, model=slow_network.MODELS["0.5M"], replicas=4, sequences=1)
     assert (config.replicas, config.fast, config.data.batch) == (4, 2, 4)
 
 
 def test_hosts_without_an_exchange_do_not_know_of_each_other():
-    team = slow_network_teams.Team(["worker"], {}, connected=False)
-    for command in slow_network_teams.programs(team, TWO_HOSTS.hosts):
+    team = slow_network.Team(["worker"], {}, connected=False)
+    for command in slow_network.programs(team, TWO_HOSTS.hosts):
         options = dict(zip(command[5::2], command[6::2], strict=True))
         assert (options["--num-processes"], options["--process-id"]) == ("1", "0")
 
 
 def test_peers_run_only_with_a_python_that_has_them():
-    everything = [
-        slow_network.ALONE,
-        *slow_network.METHODS,
-        *slow_network.SHARDED,
-        *slow_network.PEERS,
-    ]
-    assert len(slow_network_teams.teams(everything, None)) == 2
-    _, _, *peers = slow_network_teams.teams(everything, "/usr/bin/python-with-torch", has_code=True)
+    everything = [slow_network.ALONE, *worker.METHODS, *PEERS]
+    assert len(slow_network.teams(everything, None)) == 2
+    _, _, *peers = slow_network.teams(everything, "/usr/bin/python-with-torch", has_code=True)
     assert {team.program[0] for team in peers} == {"/usr/bin/python-with-torch"}
     assert [name for team in peers for name in team.specs] == list(PEERS)
-    # Processes of its own for each file: what one changes in PyTorch, no other sees.
+    # Processes of its own for each: what one changes in PyTorch, no other sees.
     assert all(len({spec["peer"] for spec in team.specs.values()}) == 1 for team in peers)
-    _, _, *without = slow_network_teams.teams(everything, "/usr/bin/python-with-torch")
+    _, _, *without = slow_network.teams(everything, "/usr/bin/python-with-torch")
     left = {spec["peer"] for team in without for spec in team.specs.values()}
     assert left == {peer.peer for peer in PEERS.values()} - set(AUTHORS)
-    (only,) = slow_network_teams.teams(["4 bits"], "/usr/bin/python-with-torch")
+    (only,) = slow_network.teams(["4 bits"], "/usr/bin/python-with-torch")
     assert list(only.specs) == ["4 bits"] and only.connected
 
 
@@ -130,15 +118,13 @@ def test_as_many_steps_are_timed_as_a_method_takes_to_repeat_itself():
     assert period_of("PowerSGD 4, Adam") == 1
 
 
-@pytest.mark.parametrize("method", [*slow_network.METHODS, *slow_network.SHARDED])
+@pytest.mark.parametrize("method", list(worker.METHODS))
 def test_every_method_is_a_config_of_the_training_program(method):
     model = slow_network.MODELS["5M"]
-    [team] = slow_network_teams.teams([method], None)
-    config = slow_network_worker.config_of(
-        **team.specs[method], model=model, replicas=4, sequences=2
-    )
+    [team] = slow_network.teams([method], None)
+    config = worker.config_of(**team.specs[method], model=model, replicas=4, sequences=2)
     assert config.data.batch == 8
-    assert (resolve(config).replica_spread is not None) == (method in slow_network.METHODS)
+    assert (resolve(config).replica_spread is not None) == (method in worker.UPDATES)
 
 
 def test_quick_changes_only_what_is_not_named():
@@ -199,7 +185,7 @@ commands.serve(build=build, run=run)
 @needs_namespaces
 def test_rows_hold_what_hosts_have_sent(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(pathlib.Path(__file__).parents[2]))
-    team = slow_network_teams.Team([sys.executable, "-c", STUB], {"stub": {"peer": "udp"}}, True)
+    team = slow_network.Team([sys.executable, "-c", STUB], {"stub": {"peer": "udp"}}, True)
     options = slow_network.parse(["--steps", "50", "--hosts", "2"])
     monkeypatch.setattr(slow_network, "work_of", lambda *args: tmp_path / "work.npz")
     with network.network(2) as net:

@@ -4,15 +4,16 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import slow_network_worker, whole_run
-from benchmarks.slow_network_methods import MODELS
+from benchmarks import worker
+from benchmarks.studies import whole_run
+from benchmarks.worker import MODELS
 from train.placement.resolve import resolve
 
 
 @pytest.mark.parametrize("steps", [5, 120, 1000])
 def test_every_method_fits_a_run_of_this_length(steps):
     for update in whole_run.updates(steps).values():
-        config = slow_network_worker.config_of(update, MODELS["14M"], replicas=4, sequences=1)
+        config = worker.config_of(update, MODELS["14M"], replicas=4, sequences=1)
         tx = resolve(config).tx
         # Schedules that do not fit each other are refused here.
         jax.eval_shape(jax.vmap(tx.init, axis_name="replica"), {"w": jnp.zeros((4, 3))})

@@ -16,7 +16,7 @@ def test_every_command_is_typed_or_named_and_no_name_is_stale():
     found = {name: {c.text for c in engine.commands(text)} for name, text in TEXTS.items()}
     typed = set().union(*(found[name] for name in facts.PAGES))
     others = set().union(*(found[name] for name in TEXTS.keys() - facts.PAGES.keys()))
-    # Of other pages those of the program; tests/benchmarks/test_commands.py reads the benchmarks'.
+    # Of other pages those of the program; tests/benchmarks/test_suites.py reads the benchmarks'.
     others = {text for text in others if "-m train" in text}
     assert len(typed) > 30
     assert others - typed - facts.ELSEWHERE.keys() == set()

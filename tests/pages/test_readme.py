@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import overview
+from benchmarks import figures, tables
 from tests.helpers.snippets import ROOT, Snippet, run
 
 README = (ROOT / "README.md").read_text()
@@ -37,14 +37,14 @@ def test_the_loop_trains_as_it_was_and_as_the_readme_changes_it():
 
 def test_the_readme_is_short_and_its_table_is_that_of_the_results():
     assert len(README.splitlines()) <= 120 and len(README.split()) <= 900
-    # Else run python -m benchmarks.overview, which prints the table and draws the picture.
-    assert overview.table() in README
+    # Else run python -m benchmarks.tables, which prints it.
+    assert tables.readme() in README
 
 
 @pytest.mark.parametrize("narrow", [False, True])
 def test_the_picture_of_the_readme_is_drawn_of_six_methods_at_most(narrow, tmp_path):
-    assert len(overview.TIMES.keys() | overview.LOSSES.keys()) <= 6
-    overview.draw(tmp_path / "a.png", narrow)
+    assert len(figures.OVERVIEW_TIMES.keys() | figures.OVERVIEW_LOSSES.keys()) <= 6
+    figures.draw_overview(tmp_path / "a.png", narrow)
     assert (tmp_path / "a.png").stat().st_size > 10_000
 
 

@@ -1,6 +1,6 @@
 """Trains with narrow parameters and states, against float32: last losses.
 
-    python -m benchmarks.precision --json FILE [--task nano] [--steps 600] [--seeds 0 1 2]
+    python -m benchmarks.studies.precision --json FILE [--task nano] [--steps 600] [--seeds 0 1 2]
 
 Both tasks predict the next byte of Python's standard library, with replicas simulated on one
 device. `small` is a perceptron of 0.1 M parameters that reads 8 bytes, done in minutes; it computes

@@ -1,7 +1,7 @@
 """Compares the planner's predictions with measured steps over a shaped network.
 
-    sudo python -m benchmarks.planner --json FILE [--hosts 2 4] [--rates unlimited 100mbit]
-    python -m benchmarks.planner --recorded benchmarks/results/slow_network.json
+    sudo python -m benchmarks.studies.planner --json FILE [--hosts 2 4] [--rates unlimited 100mbit]
+    python -m benchmarks.studies.planner --recorded benchmarks/results/slow_network.json
 
 Hosts are processes in network namespaces; see benchmarks/network.py. At every rate the hosts sweep
 the link, and for every method time its update, the gradient, and then real steps, so that other
@@ -21,29 +21,29 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from benchmarks import commands, network
+from benchmarks import commands, network, worker
 from benchmarks import rows as rows_file
+from benchmarks.peers.names import PEERS
 from benchmarks.slow_network import (
     ALONE,
-    DENSE,
     ENVIRONMENT,
     HEADERS,
-    METHODS,
-    MODELS,
-    PEERS,
     SECONDS,
-    SHARDED,
     Team,
     programs,
 )
 from benchmarks.slow_network_figure import seconds
+from benchmarks.worker import DENSE, METHODS, MODELS, UPDATES
 from jaxcomp import planner
 from jaxcomp.launch.exits import clean_exits
 from jaxcomp.measure import link_probe
+from train.config.run import AXIS_NAME
+from train.placement import devices
 from train.plan import planning
 
+SHARDED = [name for name in METHODS if name not in UPDATES]
 CHOSEN = (DENSE, "dense bfloat16", "8 bits", "4 bits", "1 bit", "0/1 Adam, every 4th")
 PERIOD = 4  # steps after which those of a method that skips rounds repeat
 RATES = (network.UNLIMITED, "500mbit", "100mbit", "25mbit")
@@ -98,7 +98,7 @@ def measurements(
       folder: For logs and compiled programs.
       sizes: Sizes of the messages by which the link is measured, in bytes.
     """
-    team = Team([sys.executable, "-m", "benchmarks.planner_worker"], {}, connected=True)
+    team = Team([sys.executable, "-m", "benchmarks.studies.planner"], {}, connected=True)
     compiled = os.environ.get("JAX_COMPILATION_CACHE_DIR", str(folder / "compiled"))
     cache = {"JAX_COMPILATION_CACHE_DIR": compiled}
     with commands.start(programs(team, net.hosts), ENVIRONMENT | cache, folder) as workers:
@@ -106,7 +106,7 @@ def measurements(
         commands.call(workers, "read", SECONDS, **read)
         sends, facts = {}, {}
         for name in options.methods:
-            build = {"method": name, "update": METHODS[name]}
+            build = {"method": name, "update": UPDATES[name]}
             build |= {"model": MODELS[options.model], "sequences": options.sequences}
             facts[name] = commands.call(workers[:1], "build", SECONDS, **build)[0]
             commands.call(workers[1:], "build", SECONDS, **build)
@@ -232,6 +232,39 @@ def table(rows: list[dict]) -> str:
     )
 
 
+def functions(replicas: int) -> dict:
+    """What a JAX host of this program does on request, all hosts together, except `build`."""
+    steps: dict[str, dict] = {}
+    text: dict[str, Any] = {}
+    timers: dict[str, Any] = {}
+
+    def build(method: str, update: str, model: dict[str, int], sequences: int) -> dict:
+        steps[method] = worker.functions(replicas, text)
+        return steps[method]["build"](update=update, model=model, sequences=sequences)
+
+    def prepare(method: str, update: str, model: dict[str, int], sequences: int) -> list[dict]:
+        config = worker.config_of(update, model, replicas, sequences)
+        mesh = devices.make_mesh(replicas)
+        timers[method] = planning.update_timer(config, mesh)
+        if "" not in timers:
+            timers[""] = planning.gradient_timer(config, mesh)
+        return steps[method]["sends"]()
+
+    def link(sizes: list[int]) -> dict[str, dict]:
+        found = link_probe.measure_link(devices.make_mesh(replicas), AXIS_NAME, sizes)
+        return {op: dataclasses.asdict(cost) for op, cost in found.items()}
+
+    return {
+        "read": worker.functions(replicas, text)["read"],
+        "build": build,
+        "prepare": prepare,
+        "link": link,
+        "local": lambda method: timers[method](),
+        "gradient": lambda: timers[""](),
+        "run": lambda method, steps_of_run: steps[method]["run"](steps_of_run),
+    }
+
+
 def parse(args: list[str]) -> argparse.Namespace:
     """Reads the command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -239,7 +272,7 @@ def parse(args: list[str]) -> argparse.Namespace:
     parser.add_argument("--recorded", type=pathlib.Path, help="rows of benchmarks.slow_network")
     parser.add_argument("--hosts", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--rates", nargs="+", default=list(RATES), help="as 500mbit, or unlimited")
-    parser.add_argument("--methods", nargs="+", default=list(CHOSEN), choices=list(METHODS))
+    parser.add_argument("--methods", nargs="+", default=list(CHOSEN), choices=list(UPDATES))
     parser.add_argument("--model", default="0.5M", choices=list(MODELS))
     parser.add_argument("--sequences", type=int, default=2, help="of one host and step")
     parser.add_argument("--steps", type=int, default=24, help="timed steps of a row")
@@ -274,5 +307,8 @@ def main(args: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    with clean_exits():
-        main(sys.argv[1:])
+    if "--process-id" in sys.argv:  # a host that this program has started
+        worker.serve(functions)
+    else:
+        with clean_exits():
+            main(sys.argv[1:])

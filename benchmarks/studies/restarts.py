@@ -1,6 +1,6 @@
 """The cost of a lost process in a run with `train.launch --restarts`: steps and seconds.
 
-    python -m benchmarks.restarts --processes 4 --kills 6
+    python -m benchmarks.studies.restarts --processes 4 --kills 6
 
 One run is undisturbed; in another one random processes are killed at random times. Both end with
 the same losses, bit for bit. A row is one kill: the last reported step, the checkpoint from which
@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from benchmarks.tables import RESULTS
+from benchmarks.rows import RESULTS
 from train.checkpoints import files
 from train.output import metrics
 

@@ -1,7 +1,7 @@
 """Times codes and updates of this checkout against those of another, on CPUs, alternating.
 
     git worktree add /tmp/before COMMIT
-    python -m benchmarks.before_after /tmp/before --json FILE [--turns 40]
+    python -m benchmarks.studies.before_after /tmp/before --json FILE [--turns 40]
 
 A process of each checkout answers in turn, before and after, so that a busy machine slows both
 alike. `codec` is the encoding and decoding of one array, `update` four steps of four replicas on
@@ -28,12 +28,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxcomp
-from benchmarks import rows as rows_file
-from benchmarks.codec import codec_calls
-from benchmarks.slow_network_methods import DENSE, METHODS, MODELS
-from benchmarks.slow_network_worker import config_of
 from jaxcomp.compressors.base import Key
 from jaxcomp.compressors.packing import fold
+from train.config import Config, Optimizer
 from train.config.run import AXIS_NAME, update
 from train.placement import devices
 
@@ -48,14 +45,12 @@ CODES = {
     "CocktailSGD": jaxcomp.cocktail,
 }
 UPDATES = {
-    name: METHODS[method]
-    for name, method in {
-        "dense": DENSE,
-        "4 bits": "4 bits",
-        "sign": "1 bit",
-        "CocktailSGD": "CocktailSGD",
-        "0/1 Adam": "0/1 Adam, every 4th",
-    }.items()
+    # a name of `worker.UPDATES`
+    "dense": "dense float32",
+    "4 bits": "4 bits",
+    "sign": "1 bit",
+    "CocktailSGD": "CocktailSGD",
+    "0/1 Adam": "0/1 Adam, every 4th",
 }
 
 
@@ -63,13 +58,17 @@ def codec_call(name: str) -> Callable[[], object]:
     """Encodes and decodes an array, one after the other."""
     x = jnp.asarray(np.random.default_rng(0).standard_normal(NUMEL, np.float32))
     shared = Key(jnp.int32(3), jnp.uint32(7))
-    halves = codec_calls(CODES[name](), x, shared, fold(shared, 1))
-    return lambda: [jax.block_until_ready(call()) for call in halves.values()]
+    code, private = CODES[name](), fold(shared, 1)
+    encode, decode = jax.jit(code.encode), jax.jit(code.decode)
+    payload = encode(x, shared, private)
+    halves = lambda: encode(x, shared, private), lambda: decode(payload, shared)
+    return lambda: [jax.block_until_ready(half()) for half in halves]
 
 
-def update_call(name: str) -> Callable[[], object]:
-    """Four steps of all replicas; the gradient is the parameters themselves."""
-    tx = update(config_of(UPDATES[name], MODELS["0.5M"], REPLICAS, 1))
+def update_call(written: str) -> Callable[[], object]:
+    """Four steps of all replicas with an `optimizer.update`; the gradient is the parameters."""
+    optimizer = Optimizer(update=written, learning_rate=1e-4, schedule="constant")
+    tx = update(Config(name="before_after", steps=10**4, replicas=REPLICAS, optimizer=optimizer))
     mesh = devices.make_mesh(REPLICAS)
     loss_fn = lambda params, batch: (optax.tree.norm(params, squared=True) + jnp.sum(batch)) / 2
     made = jaxcomp.train_step(loss_fn, tx, mesh, AXIS_NAME)
@@ -126,7 +125,7 @@ def row(kind: str, name: str, turns: list[list[tuple[float, float]]]) -> dict:
     median = lambda times: statistics.median(wall for wall, _ in times)
     return {
         "kind": kind,
-        "name": name,
+        "code" if kind == "codec" else "method": name,
         "before_seconds": least(0, before),
         "after_seconds": least(0, after),
         "ratio": least(0, after) / least(0, before),
@@ -140,11 +139,14 @@ def row(kind: str, name: str, turns: list[list[tuple[float, float]]]) -> dict:
 
 def measured(other: pathlib.Path, kind: str, name: str, turns: int) -> dict:
     """Starts a process of each checkout, and asks them in turn."""
-    this = pathlib.Path(__file__).parents[1]
+    from benchmarks import worker  # of this checkout: the other's may be older
+
+    this = pathlib.Path(__file__).parents[2]
+    call = worker.UPDATES[UPDATES[name]] if kind == "update" else name
     processes = []
     try:
         for checkout in (other, this, other):
-            processes.append(started(checkout.resolve(), kind, name))
+            processes.append(started(checkout.resolve(), kind, call))
         return row(kind, name, [[asked(one) for one in processes] for _ in range(turns)])
     finally:
         for process in processes:
@@ -165,6 +167,9 @@ def main() -> None:
     if options.answer:
         answer(*options.answer)
         return
+
+    from benchmarks import rows as rows_file
+
     rows = []
     for kind in options.kinds:
         for name in options.names or (CODES if kind == "codec" else UPDATES):

@@ -2,14 +2,14 @@
 
 import pytest
 
-from benchmarks import update
-from benchmarks.slow_network_worker import config_of
+from benchmarks import codes
+from benchmarks.worker import UPDATES, config_of
 
 MODEL = {"layers": 1, "width": 16, "heads": 2, "context": 8}
 
 
 def test_every_kind_of_step_of_a_method_is_timed_once():
-    kinds = lambda name: update.kinds(config_of(update.METHODS[name], MODEL, 1, 1))
+    kinds = lambda name: codes.kinds(config_of(UPDATES[name], MODEL, 1, 1))
     assert kinds("dense float32") == {"all": None}
     assert kinds("SLAMB") == {"momentum": 0, "momentum and synchronize": 7}
     assert kinds("1-bit LAMB") == {"variance": 0, "synchronize": 2}
@@ -17,19 +17,21 @@ def test_every_kind_of_step_of_a_method_is_timed_once():
 
 
 def test_an_update_is_compared_with_that_of_its_own_family():
-    assert {name: update.dense_of(name) for name in ("1-bit LAMB", "SLAMB", "4 bits")} == {
+    assert {name: codes.dense_of(name) for name in ("1-bit LAMB", "SLAMB", "4 bits")} == {
         "1-bit LAMB": "LAMB",
         "SLAMB": "LAMB",
         "4 bits": "dense float32",
     }
-    assert {update.dense_of(name) for name in update.TIMED} <= set(update.TIMED)
+    assert {codes.dense_of(name) for name in codes.TIMED} <= set(codes.TIMED)
 
 
 def test_ratios_are_medians_over_turns_and_not_of_medians():
-    row = update.row("SLAMB", "momentum", [(1.0, 2.0, 8.0), (4.0, 4.0, 4.0), (10.0, 15.0, 5.0)])
+    row = codes.update_row(
+        "SLAMB", "momentum", [(1.0, 2.0, 8.0), (4.0, 4.0, 4.0), (10.0, 15.0, 5.0)]
+    )
     # Quotients of the updates 2, 1 and 1.5; of whole steps 10/9, 1 and 20/15.
     assert row["ratio"] == 1.5 and row["ratio_range"] == [1.0, 2.0]
     assert row["step_ratio"] == pytest.approx(10 / 9)
     assert row["share_of_step"] == 0.5
-    line = update.table([row]).splitlines()[2]
+    line = codes.table([row]).splitlines()[2]
     assert line == "| SLAMB | momentum | LAMB | 1.50 | 1.11 | 50% |"

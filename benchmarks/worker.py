@@ -1,7 +1,13 @@
-"""One JAX host of benchmarks.slow_network: builds training steps and times them on request."""
+"""Training steps that a host builds and times on request, and what they are called.
+
+`python -m benchmarks.worker` is one JAX host of `benchmarks.slow_network`. Hosts of studies give
+more `functions` to `serve`.
+"""
 
 import dataclasses
+import re
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -9,8 +15,8 @@ import numpy as np
 from jax._src import cache_key
 
 import jaxcomp
-from benchmarks import commands
-from benchmarks.timing import interleaved
+from benchmarks import commands, methods
+from benchmarks.methods import Method
 from jaxcomp.launch import distributed
 from jaxcomp.measure import step_probe
 from jaxcomp.replicas import protocol
@@ -21,6 +27,70 @@ from train.models.decoder import DecoderConfig
 from train.output.metrics import hardware_name
 from train.placement import devices
 from train.task import make_task, num_parameters
+
+DENSE, LAMB = "dense float32", "LAMB"
+
+METHODS: dict[str, Method] = {
+    name: methods.METHODS[known]
+    for name, known in {
+        DENSE: "dense Adam",
+        "dense bfloat16": "dense Adam, sent in bfloat16",
+        "8 bits": "8-bit Adam",
+        "4 bits": "4-bit Adam",
+        "1 bit": "sign momentum SGD",
+        "random 1/10": "random momentum SGD",
+        "largest of 8": "group_top_1 momentum SGD",
+        "largest of 64, 4 bits": "groups of 64, 4 bits, momentum SGD",
+        "1-bit Adam": "1-bit Adam, 2 dense steps",
+        "0/1 Adam, every 4th": "0/1 Adam, every 4th",
+        "CocktailSGD": "CocktailSGD",
+        "CocktailSGD, signs of an eighth": "CocktailSGD, signs of an eighth",
+        "CocktailSGD, 10x": "CocktailSGD, 10x",
+        "CocktailSGD, no delay, 10x": "CocktailSGD, no delay, 10x",
+        # As many bytes as "8 bits", but they may be sent while the gradient is computed.
+        "CocktailSGD, 8 bits": "CocktailSGD, 8 bits",
+        "CocktailSGD, 8 bits, overlapped": "CocktailSGD, 8 bits",
+        "sharded Adam, 4 bits": "sharded Adam",
+        "PowerSGD 1": "PowerSGD 1, two dense steps",
+        "PowerSGD 4": "PowerSGD 4, two dense steps",
+        **{
+            f"PowerSGD {rank}{name}, Adam": f"PowerSGD {rank}{name}, Adam, two dense steps"
+            for rank in (1, 4)
+            for name in ("", ", both sides")
+        },
+        "DiLoCo, 4 bits, every 4th": "DiLoCo, 4 bits, every 4th, plain",
+        "DiLoCo, 4 bits, every 32nd": "DiLoCo, 4 bits, every 32nd, plain",
+        "SparseLoCo, every 4th": "SparseLoCo, every 4th",
+        "SparseLoCo, every 16th": "SparseLoCo",
+        "DeMo": "DeMo",
+        "Dion": "Dion, rank 24",
+        LAMB: "LAMB",
+        "SLAMB": "SLAMB, every 8",
+        "SLAMB, 8 bits": "SLAMB, every 8, 8 bits",
+        "1-bit LAMB": "1-bit LAMB, 2 dense steps",
+        "shards float32": "shards, float32",
+        "shards bfloat16": "shards, bfloat16",
+        "QSDP W8G8": "shards, 8 bits",
+        "QSDP W8G8, gathered once": "shards, 8 bits, gathered once",
+        "QSDP W4G4": "QSDP W4G4",
+    }.items()
+}
+
+UPDATES = {name: method.update for name, method in METHODS.items() if method.qsdp is None}
+"""`optimizer.update` of the methods that shard no parameters."""
+
+MODELS = {
+    # name: fields of DecoderConfig
+    "0.5M": {"layers": 2, "width": 128, "heads": 4, "context": 64},
+    "5M": {"layers": 6, "width": 256, "heads": 4, "context": 128},
+    "14M": {"layers": 8, "width": 384, "heads": 6, "context": 128},
+}
+
+
+def period_of(method: str) -> int:
+    """The period of a method's steps; a multiple of it is timed."""
+    every = re.search(r"every (\d+)", method)
+    return int(every[1]) if every else 8 if method.startswith("SLAMB") else 1
 
 
 def config_of(
@@ -57,7 +127,7 @@ def config_of(
 
 
 def functions(replicas: int, kept: dict[str, examples.Examples] | None = None) -> dict:
-    """The functions to call: `build` a step, then `run` it, or an overlapped one's `parts`.
+    """The functions to call: `build` a step, then `run` it.
 
     `sends` lists the messages of its step. Hosts `read` the text together; after that one may
     `build` before the others. The text is kept in `kept`, which several steps may share.
@@ -106,32 +176,13 @@ def functions(replicas: int, kept: dict[str, examples.Examples] | None = None) -
             "loss": float(np.mean(own)),
         }
 
-    def parts(repeats: int) -> dict[str, float]:
-        step, params, state = built["task"].step, built["params"], built["state"]
-        batch = jax.block_until_ready(built["task"].batch(0))
-        gradient_args = params, protocol.drifts(state), batch, None, None
-        exchange = lambda: step.exchange(params, state, None)
-        gradient = lambda: step.gradient(*gradient_args)
-
-        def by_two_threads():
-            other = step.helper.submit(gradient)
-            return exchange(), other.result()
-
-        calls = {
-            "exchange": exchange,
-            "gradient": gradient,
-            "both, one thread": lambda: (exchange(), gradient()),
-            "both, two threads": by_two_threads,
-        }
-        return interleaved(calls, repeats)
-
     def sends() -> list[dict]:
         task = built["task"]
         shares = {part: count / task.config.steps for part, count in task.rounds.items()}
         found = step_probe.messages(task.programs, task.mesh, shares, AXIS_NAME)
         return [dataclasses.asdict(message) for message in found]
 
-    return {"read": read, "build": build, "run": run, "parts": parts, "sends": sends}
+    return {"read": read, "build": build, "run": run, "sends": sends}
 
 
 def num_collectives(task) -> int:
@@ -165,8 +216,12 @@ def share_compilations() -> None:
     cache_key._hash_accelerator_config = lambda hashed, accelerators: None
 
 
-def main() -> None:
-    """Connects to the other hosts, then answers calls from standard input."""
+def serve(functions: Callable[[int], dict]) -> None:
+    """Connects to the other hosts, then answers calls from standard input.
+
+    Args:
+      functions: Of the number of replicas: what may be called, by name.
+    """
     args = commands.place(__doc__)
     if args.num_processes > 1:
         cluster = distributed.Cluster(args.coordinator, args.num_processes, args.process_id, "")
@@ -178,4 +233,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    serve(functions)

@@ -1,16 +1,14 @@
-"""The rows of benchmarks.accelerators as a table and as a picture.
+"""The rows of benchmarks.accelerators as tables and as a picture.
 
-python -m benchmarks.accelerators_figure FILE.json PICTURE.svg
+Tables are of programs and predicted steps, of steps that ran, and of targets for a GPT of 124 M.
 """
 
-import argparse
-import json
 import pathlib
+from typing import Any, NamedTuple
 
 from matplotlib.figure import Figure
 
-from benchmarks import accelerators_measured
-from benchmarks.accelerators_roofline import RATES
+from benchmarks.accelerators_devices import RATES
 from benchmarks.accelerators_step import WITH_MOMENTUM
 from train.output.plots import COLORS
 
@@ -53,7 +51,7 @@ def table(rows: list[dict]) -> str:
     tables = [
         _markdown(_PROGRAM, [_program(*pair) for pair in whole] + _failures(rows)),
         _markdown(_PREDICTED, [_predicted(row) for row, _ in whole]),
-        accelerators_measured.table(rows),
+        measured_table(rows),
     ]
     return "\n\n".join(text for text in tables if text)
 
@@ -176,14 +174,151 @@ def _apart(values: dict[str, float], least: float = 1.35) -> dict[str, float]:
     return places
 
 
-def main() -> None:
-    """Reads a file's rows and draws them."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("json", type=pathlib.Path)
-    parser.add_argument("picture", type=pathlib.Path)
-    options = parser.parse_args()
-    draw(json.loads(options.json.read_text()), options.picture)
+_MEASURED = [
+    "device",
+    "model",
+    "method",
+    "step, ms",
+    "predicted, ms",
+    "above dense, ms",
+    "predicted, ms",
+    "slowest step, ms",
+    "holds, GB",
+    "by the compiler, GB",
+]
 
 
-if __name__ == "__main__":
-    main()
+def measured_table(rows: list[dict]) -> str:
+    """A Markdown table of all measured rows; nothing without any."""
+    run = [row for row in rows if "measured" in row]
+    lines = [
+        _MEASURED,
+        ["---"] * len(_MEASURED),
+        *(_measured_line(row, _measured_dense(row, run)) for row in run),
+    ]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) if run else ""
+
+
+def measured_cell(found: dict) -> str:
+    """What running a step has shown, in words."""
+    if "error" in found:
+        return f"not measured: {found['error']}"
+    seconds, predicted = found["seconds"], found["predicted_seconds"]
+    return f"measured {1e3 * seconds:.2f} ms, predicted {1e3 * predicted:.2f} ms"
+
+
+def _measured_dense(row: dict, run: list[dict]) -> dict | None:
+    """The dense step of the row's device, model and optimizer, if it was measured."""
+    method = row["method"].partition(",")[0]  # a trial's name has more
+    method = "dense_sgd" if method in WITH_MOMENTUM else "dense"
+    where = {name: row[name] for name in ("device", "model", "mesh")} | {"method": method}
+    same = (one["measured"] for one in run if where.items() <= one.items())
+    return next((found for found in same if "error" not in found), None)
+
+
+def _measured_line(row: dict, dense: dict | None) -> list[str]:
+    found, key = row["measured"], [row[name] for name in ("device", "model", "method")]
+    if "error" in found:
+        return [*key, measured_cell(found), *[""] * (len(_MEASURED) - 4)]
+    names = "seconds", "predicted_seconds"
+    own = [f"{1e3 * found[name]:.1f}" for name in names]
+    is_dense = dense is None or dense is found
+    above = ["" if is_dense else f"{1e3 * (found[n] - dense[n]):+.1f}" for n in names]
+    held = [_gb(found[name]) for name in ("peak_bytes", "compiler_peak_bytes")]
+    return [*key, *own, *above, f"{1e3 * found['slowest_seconds']:.1f}", *held]
+
+
+def _gb(count: int | None) -> str:
+    return "" if count is None else f"{count / 1e9:.2f}"
+
+
+MODELS, MESH = ("124m", "124m-scan"), "8"
+RATE, SLOWER, FEWER_BYTES = "500mbit", 1.1, 30
+"""For methods that send 30 times less than dense: most time over their step without a network."""
+ACCESSED, TEMP = 2.0, 3.0
+"""For all methods on TPUs: bytes accessed over the dense step's, and copies held above it."""
+
+
+class Target(NamedTuple):
+    """Limits for the most expensive step of a method above the dense step, on H100."""
+
+    moved: float  # copies of the parameters
+    kernels: int
+    temp: float  # copies
+
+
+_DENSE_CODE, _MOMENTS = Target(8, 150, 2), Target(14, 250, 3)
+TARGETS = {
+    **dict.fromkeys(("q8", "q4", "sign"), _DENSE_CODE),
+    "top_k": Target(14, 250, 2.5),
+    "cocktail": Target(12, 250, 2.5),
+    **dict.fromkeys(("zero_one_adam", "one_bit_adam", "slamb"), _MOMENTS),
+}
+_TARGETED = [
+    "device",
+    "model",
+    "method",
+    "moved, copies",
+    "kernels",
+    "temp, copies",
+    "accessed",
+    "at 500 Mbit/s",
+]
+
+
+def targets_table(rows: list[dict]) -> str:
+    """A line per program; each cell is the value "of" the target, in bold if the target is missed.
+
+    Methods that were not compiled for any form of the model have a line that says so.
+    """
+    found: dict[tuple[str, str], list[list[str]]] = {}
+    for row, dense in above_dense(rows):
+        cells = {"h100": _on_h100, "v5e": _on_v5e}.get(row["device"])
+        if cells and dense and row["method"] in TARGETS and _is_of_target(row):
+            key = row["device"], row["method"]
+            line = [row["device"], row["model"], row["method"], *cells(row, dense)]
+            found.setdefault(key, []).append(line)
+    lines = []
+    for device in ("h100", "v5e"):
+        for method in TARGETS:
+            empty = [device, "", method, "not compiled", *[""] * (len(_TARGETED) - 4)]
+            lines += found.get((device, method), [empty])
+    written = [_TARGETED, ["---"] * len(_TARGETED), *lines]
+    return "\n".join(f"| {' | '.join(line)} |" for line in written)
+
+
+def _is_of_target(row: dict) -> bool:
+    return row["model"] in MODELS and row["mesh"] == MESH
+
+
+def _on_h100(row: dict, dense: dict) -> list[str]:
+    target = TARGETS[row["method"]]
+    above = lambda of: of(row) - of(dense)
+    return [
+        _cell(above(lambda r: r["moved_copies"]), target.moved, "+.1f"),
+        _cell(above(lambda r: r["kernels"]), target.kernels, "+,d"),
+        _cell(above(_temp), target.temp, "+.1f"),
+        "",
+        _over_slow_links(row, dense),
+    ]
+
+
+def _on_v5e(row: dict, dense: dict) -> list[str]:
+    accessed = row["accessed_bytes"] / dense["accessed_bytes"]
+    temp = _cell(_temp(row) - _temp(dense), TEMP, "+.1f")
+    return ["", "", temp, _cell(accessed, ACCESSED, ".2f"), ""]
+
+
+def _over_slow_links(row: dict, dense: dict) -> str:
+    if dense["nic_bytes"] < FEWER_BYTES * row["nic_bytes"]:
+        return ""
+    return _cell(row["predicted"][RATE] / row["predicted"]["unlimited"], SLOWER, ".2f")
+
+
+def _temp(row: dict) -> float:
+    return row["memory"]["temp_copies"]
+
+
+def _cell(reached: Any, most: Any, form: str) -> str:
+    text = f"{reached:{form}} of {most:{form}}"
+    return text if reached <= most else f"**{text}**"

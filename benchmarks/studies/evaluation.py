@@ -1,6 +1,6 @@
 """What a run may evaluate on its way: the consensus, the replicas, or the replicas' mean.
 
-    python -m benchmarks.evaluation --json FILE [--methods NAME ...] [--steps 640]
+    python -m benchmarks.studies.evaluation [--json FILE] [--methods NAME ...] [--steps 640]
 
 Trains methods of the pico task whose replicas differ, and writes the three validation losses at
 some steps of one run. A run of `train` evaluates the replicas, each on its rows, and at its end the
@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from benchmarks import rows as rows_file
-from benchmarks import scale_methods, scale_run, scale_sizes
+from benchmarks import scale, scale_sizes
 from jaxcomp.launch.exits import clean_exits
 from train.placement import devices
 from train.task import Task, make_task
@@ -32,8 +32,8 @@ def on_devices(task: Task, params: Any, state: Any) -> Any:
 
 def run_row(name: str, seed: int, steps: int) -> dict:
     """The three losses of one run, by step."""
-    task = make_task(scale_sizes.config_of("pico", scale_methods.METHODS[name], seed, steps))
-    loop, seen, losses = scale_run.simulated(task.config, task.examples), 0, {}
+    task = make_task(scale_sizes.config_of("pico", scale_sizes.METHODS[name], seed, steps))
+    loop, seen, losses = scale.simulated(task.config, task.examples), 0, {}
     params, state = loop.start()
     for step in [step for step in AT if step <= steps]:
         batches = [task.examples.train(number, slice(None)) for number in range(seen, step)]
@@ -52,11 +52,11 @@ def main() -> None:
     """Makes all rows."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument(
-        "--methods", nargs="+", default=list(DIFFER), choices=list(scale_methods.METHODS)
+        "--methods", nargs="+", default=list(DIFFER), choices=list(scale_sizes.METHODS)
     )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--steps", type=int, default=AT[-1])
-    parser.add_argument("--json", type=pathlib.Path, required=True)
+    parser.add_argument("--json", type=pathlib.Path, default=rows_file.RESULTS / "evaluation.json")
     args = parser.parse_args()
     devices.start(4)
     rows = []

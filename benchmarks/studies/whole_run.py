@@ -1,6 +1,6 @@
 """Times whole runs over a slow network, including the dense steps at their start.
 
-    sudo python -m benchmarks.whole_run [--json FILE] [--steps 120] [--rates 500mbit 100mbit]
+    sudo python -m benchmarks.studies.whole_run [--json FILE] [--steps 120] [--rates 100mbit]
 
 1-bit Adam and 1-bit LAMB send dense gradients in the first 15% of their steps, as in their authors'
 BERT runs. 0/1 Adam skips rounds and learns its variance in the first tenth, from 8-bit gradients:
@@ -17,7 +17,7 @@ import tempfile
 from benchmarks import network
 from benchmarks import rows as rows_file
 from benchmarks.slow_network import Team, rows_of
-from benchmarks.slow_network_methods import DENSE, METHODS, MODELS
+from benchmarks.worker import DENSE, MODELS, UPDATES
 from jaxcomp.launch.exits import clean_exits
 
 ONE_BIT, ZERO_ONE, ONE_BIT_LAMB = "1-bit Adam", "0/1 Adam", "1-bit LAMB"
@@ -29,7 +29,7 @@ def updates(steps: int) -> dict[str, str]:
     freeze, together = max(1, round(0.15 * steps)), max(1, steps // 10)
     slamb = f"slamb(learning_rate, axis_name, sync_every={max(1, steps // 5)}, "
     return {
-        DENSE: METHODS[DENSE],
+        DENSE: UPDATES[DENSE],
         ONE_BIT: f"one_bit_adam(learning_rate, axis_name, freeze_step={freeze})",
         ZERO_ONE: "zero_one_adam(learning_rate, axis_name, "
         f"sync_at=schedules.every(4, {steps}, after={together}), "
@@ -76,7 +76,7 @@ def main(args: list[str]) -> None:
         print(f"skipped: {reason}")
         return
     specs = {name: {"update": updates(options.steps)[name]} for name in options.methods}
-    team = Team([sys.executable, "-m", "benchmarks.slow_network_worker"], specs, connected=True)
+    team = Team([sys.executable, "-m", "benchmarks.worker"], specs, connected=True)
     rows: list[dict] = []
     with network.network(options.hosts) as net, tempfile.TemporaryDirectory() as folder:
         for rate in options.rates:  # new hosts, otherwise a run would go on at the next rate

@@ -1,28 +1,35 @@
 """Memory, bytes and predicted step times of fine-tuning existing models.
 
-    python -m benchmarks.fine_tune hosts configs/shapes/opt_1_3b_cocktail.py ...
-    python -m benchmarks.fine_tune lora
+    python -m benchmarks.studies.fine_tune hosts configs/shapes/opt_1_3b_cocktail.py ...
+    python -m benchmarks.studies.fine_tune lora
+    python -m benchmarks.studies.fine_tune texts FOLDER
 
 `hosts` compiles each config's step for four hosts of eight H100, without needing them, with Python
 3.12 and `pip install '.[train,accelerators]'`. `lora` compiles steps for CPUs, and reports their
 bytes. Rows are written to results/fine_tune.json; nothing runs.
+
+`texts` makes the inputs of fine_tune_network. FOLDER/tokenizer becomes a byte-pair code of 2,048
+tokens, of the source of Python's standard library, tests included; FOLDER/man the machine's English
+manual pages of sections 5, 7 and 8.
 """
 
 import argparse
 import dataclasses
+import gzip
 import json
 import pathlib
+import sysconfig
 import time
+from collections.abc import Iterator
 
 import jax
 
-from benchmarks import accelerators_messages, accelerators_row
-from benchmarks import accelerators_roofline as roofline
+from benchmarks import accelerators_devices as roofline
 from benchmarks import rows as rows_file
 from benchmarks.accelerators_devices import DEVICES, mesh_of
-from benchmarks.accelerators_program import Program
-from benchmarks.accelerators_row import compile_step
-from benchmarks.accelerators_step import abstract_step
+from benchmarks.accelerators_program import Program, messages, overlap
+from benchmarks.accelerators_step import abstract_step, compile_step, memory
+from benchmarks.scale_sizes import write_tokenizer
 from jaxcomp import report
 from train.config import run as configs
 from train.config.run import AXIS_NAME
@@ -30,12 +37,14 @@ from train.models import lora
 from train.placement import build
 from train.placement.devices import FAST_AXIS
 
-RESULTS = pathlib.Path(__file__).parent / "results" / "fine_tune.json"
+RESULTS = rows_file.RESULTS / "fine_tune.json"
 DEVICE, HOSTS = "h100", (4, 8)
 RATES = {name: roofline.RATES[name] for name in ("100mbit", "500mbit", "1gbit", "10gbit")}
 _AGAIN = 8 / 6
 """Matrix products of a gradient with rematerialized blocks, relative to a plain one."""
 
+VOCAB = 2048
+MANUALS, SECTIONS = pathlib.Path("/usr/share/man"), "578"
 LORA_RANK = 8
 LORA = {
     # all parameters, or LoRA's: the update
@@ -52,23 +61,19 @@ def on_hosts(path: str) -> dict:
     built = abstract_step(config, mesh)
     compiled, numel = compile_step(built), built.numel
     program = Program(compiled.as_text())
-    crossing = [
-        m
-        for m in accelerators_messages.messages(program, mesh)
-        if m.axes == ("?",) or AXIS_NAME in m.axes
-    ]
+    crossing = [m for m in messages(program, mesh) if m.axes == ("?",) or AXIS_NAME in m.axes]
     tokens = config.data.batch * config.model.context
     of_token = 6 * numel + 12 * config.model.layers * config.model.width * config.model.context
     sent = {axis: report.sent_bytes(compiled, mesh, axis) for axis in mesh.axis_names}
-    overlap = accelerators_messages.overlap(program, crossing)
+    hidden = overlap(program, crossing)
     work = roofline.Work(
         flops=of_token * tokens / mesh.size * (_AGAIN if config.model.remat else 1),
         moved=program.cost.moved,
         kernels=program.cost.kernels,
         fast_bytes=sent[FAST_AXIS],
         nic_bytes=sent[AXIS_NAME] * HOSTS[1],
-        beside=overlap.beside,
-        asynchronous=overlap.bytes_asynchronous,
+        beside=hidden.beside,
+        asynchronous=hidden.bytes_asynchronous,
     )
     kind = DEVICES[DEVICE]
     seconds = {name: roofline.predicted_seconds(kind, work, rate) for name, rate in RATES.items()}
@@ -81,7 +86,7 @@ def on_hosts(path: str) -> dict:
         "hosts": "x".join(map(str, HOSTS)),
         "parameters": numel,
         "tokens": tokens,
-        "memory": accelerators_row.memory(compiled),
+        "memory": memory(compiled),
         "work": work._asdict(),
         "predicted": seconds | {"unlimited": roofline.local_seconds(kind, work)},
         "predicted_dense_float16": of_dense,
@@ -119,15 +124,50 @@ def of_lora(path: str, replicas: int = 4) -> list[dict]:
     return found
 
 
+def python_texts() -> Iterator[str]:
+    """The files of Python's standard library that are UTF-8."""
+    root = pathlib.Path(sysconfig.get_path("stdlib"))
+    for file in sorted(root.rglob("*.py")):
+        if "site-packages" in file.parts:
+            continue
+        try:
+            yield file.read_text("utf-8")
+        except UnicodeDecodeError:
+            continue
+
+
+def write_manuals(folder: pathlib.Path, root: pathlib.Path = MANUALS) -> int:
+    """Unpacks manual pages, except references to other pages; returns their bytes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    total = 0
+    for file in sorted(root.glob(f"man[{SECTIONS}]/*")):
+        content = file.read_bytes()
+        if file.suffix == ".gz":
+            content = gzip.decompress(content)
+        if not content.startswith(b".so "):
+            (folder / f"{file.name.removesuffix('.gz')}.txt").write_bytes(content)
+            total += len(content)
+    return total
+
+
+def write_texts(folder: pathlib.Path) -> None:
+    """Makes a tokenizer of one text, and another text in a folder."""
+    write_tokenizer(folder / "tokenizer", python_texts(), VOCAB)
+    print(f"{write_manuals(folder / 'man'):,} bytes of manual pages in {folder / 'man'}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("what", choices=["hosts", "lora"])
-    parser.add_argument("configs", nargs="*", default=["configs/shapes/opt_1_3b_cocktail.py"])
+    parser.add_argument("what", choices=["hosts", "lora", "texts"])
+    default = ["configs/shapes/opt_1_3b_cocktail.py"]
+    parser.add_argument("paths", nargs="*", default=default, help="configs, or a folder for texts")
     args = parser.parse_args()
+    if args.what == "texts":
+        return write_texts(pathlib.Path(*args.paths))
     if args.what == "lora":
         jax.config.update("jax_num_cpu_devices", 4)
-    kept = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
-    for path in args.configs:
+    kept = rows_file.read(RESULTS)
+    for path in args.paths:
         made = of_lora(path) if args.what == "lora" else [on_hosts(path)]
         keys = [(row["config"], row.get("method")) for row in made]
         kept = [row for row in kept if (row["config"], row.get("method")) not in keys] + made

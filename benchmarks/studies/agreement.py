@@ -1,6 +1,6 @@
 """Compares what an accelerator computes with what a CPU computes, for every code and method.
 
-    python -m benchmarks.agreement --json FILE
+    python -m benchmarks.studies.agreement --json FILE
 
 Codes encode one random bucket and decode it. Methods take six steps: as four replicas that one
 device simulates, and as the one replica of a mesh of the device. Gradients are random and the same
@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxcomp
-from benchmarks import codec
+from benchmarks import codes, methods
 from benchmarks import rows as rows_file
 from jaxcomp.compressors.base import Compressor, Key
 from jaxcomp.compressors.packing import fold
@@ -33,25 +33,27 @@ REPLICAS, STEPS, RATE = 4, 6, 1e-3
 NUMEL = 2**20
 SHAPES = {"embed": (1000, 128), "blocks": (4, 128, 256), "bias": (256,)}
 
-_MEAN = "chain(compressed_mean({}, axis_name), {})"
-_MOMENTUM = "sgd(learning_rate, momentum=0.9)"
 UPDATES = {
-    "dense Adam": _MEAN.format("identity()", "adam(learning_rate)"),
-    "8 bits": _MEAN.format("quantize(8)", "adam(learning_rate)"),
-    "4 bits": _MEAN.format("quantize(4)", "adam(learning_rate)"),
-    "signs": _MEAN.format("sign(block=128)", _MOMENTUM),
-    "top_k": _MEAN.format("top_k(0.125, block=4096)", _MOMENTUM),
-    "group_top_1": _MEAN.format("group_top_1(8)", _MOMENTUM),
-    "CocktailSGD": "cocktail_sgd(adam(learning_rate), axis_name)",
-    "0/1 Adam": "zero_one_adam(learning_rate, axis_name)",
-    "1-bit Adam": "one_bit_adam(learning_rate, axis_name, freeze_step=2)",
-    "1-bit LAMB": "one_bit_lamb(learning_rate, axis_name, freeze_step=2)",
+    name: methods.METHODS[known].update
+    for name, known in {
+        "dense Adam": "dense Adam",
+        "8 bits": "8-bit Adam",
+        "4 bits": "4-bit Adam",
+        "signs": "sign momentum SGD",
+        "top_k": "top_k momentum SGD",
+        "group_top_1": "group_top_1 momentum SGD",
+        "CocktailSGD": "CocktailSGD",
+        "0/1 Adam": "0/1 Adam, plain",
+        "1-bit Adam": "1-bit Adam, 2 dense steps",
+        "1-bit LAMB": "1-bit LAMB, 2 dense steps",
+        "sharded Adam": "sharded Adam",
+        "PowerSGD": "PowerSGD",
+        "DeMo": "DeMo",
+    }.items()
+} | {
     "SLAMB": "slamb(learning_rate, axis_name, sync_every=3)",
-    "sharded Adam": "sharded_optimizer(adam(learning_rate), axis_name)",
     "local steps": "local_steps(adam(learning_rate), axis_name, every=2)",
-    "PowerSGD": f"chain(power_sgd(4, axis_name), {_MOMENTUM})",
     "Dion": "dion(learning_rate, axis_name, rank=16)",
-    "DeMo": "demo(learning_rate, axis_name)",
 }
 
 
@@ -125,8 +127,8 @@ def computed(name: str | None, platforms: str | None, changed: bool) -> list[Res
     jax.config.update("jax_default_matmul_precision", "highest")
     machine = rows_file.machine()
     if name is None:
-        codes = (*(row[0] for row in codec.ROWS), top_k(0.125, block=4096))
-        return [Result({"code": code.name} | machine, *coded(code)) for code in codes]
+        coded_by = (*(row[0] for row in codes.CODES), top_k(0.125, block=4096))
+        return [Result({"code": code.name} | machine, *coded(code)) for code in coded_by]
     told = lambda replicas: {"method": name, "replicas": replicas} | machine
     moved = lambda replicas: trained(name, replicas, changed=changed)
     return [Result(told(replicas), [], moved(replicas)) for replicas in (REPLICAS, 1)]
