@@ -21,6 +21,7 @@ class Suite(NamedTuple):
     answers: str
     needs: str
     takes: str
+    also: str = ""  # further programs
 
 
 SUITES = {
@@ -28,13 +29,14 @@ SUITES = {
         "benchmarks.scale",
         "loss against bits, for models of 0.1 to 124 M parameters",
         "`pip install '.[train,huggingface]'`; a GPU from 34m on",
-        "--size pico or micro: 10 to 40 minutes a run on one core",
+        "--size pico: mostly 6 minutes a run on a CPU; 34m and 124m want a GPU",
+        "benchmarks.convergence, tuned tasks of nano and fine-tuning; benchmarks.figures",
     ),
     "links": Suite(
         "benchmarks.slow_network",
         "seconds and bytes of steps over links of 100 Mbit/s to 1 Gbit/s",
         "Linux, root and iproute2",
-        "--quick: 3 minutes; all: 2 hours",
+        "48 minutes of steps on 2 cores, and compilations before; --quick: 4 methods",
     ),
     "codes": Suite(
         "benchmarks.codes",
@@ -46,7 +48,7 @@ SUITES = {
         "benchmarks.accelerators",
         "programs for GPUs and TPUs: kernels, memory, messages, predicted steps",
         "Python 3.12, `pip install '.[train,accelerators]'`; no accelerator",
-        "--models tiny: 1 minute a step; 124m: 2 to 10",
+        "10 to 60 seconds a step, 4 minutes at most, but for 20b",
     ),
     "peers": Suite(
         "benchmarks.peers_loss",
@@ -62,7 +64,8 @@ def listing() -> str:
     lines = ["python -m benchmarks SUITE [options], one of", ""]
     for name, suite in SUITES.items():
         lines += [f"{name:14s}{suite.answers}", f"{'':14s}needs {suite.needs}"]
-        lines += [f"{'':14s}takes {suite.takes}", ""]
+        lines += [f"{'':14s}takes {suite.takes}"]
+        lines += [f"{'':14s}also {suite.also}"] * bool(suite.also) + [""]
     lines.append("Studies of one question each are in benchmarks/studies/__init__.py.")
     return "\n".join(lines)
 

@@ -216,7 +216,7 @@ PICO: dict[str, Method] = {
     "DiLoCo, 4 bits, rare rows": _diloco(f"rare_rows({ADAM}, axis_name)", 3e-3, 16, 0.7, 0.8),
 }
 
-# Of steps that are timed, not of whole runs: warm-ups of two steps, and short intervals.
+# Steps that are timed, not whole runs, have warm-ups of two steps and short intervals.
 _EXACT_IN_DION = "by_path(('embed|position', True), ('kernel', False), ('.*', True))"
 TIMED: dict[str, Method] = {
     "dense Adam, sent in bfloat16": _mean("cast('bfloat16')"),
@@ -262,7 +262,7 @@ TIMED: dict[str, Method] = {
     },
 }
 
-# Of steps that are compiled for accelerators, with decay as large models have it.
+# Steps that are compiled for accelerators have decay, as large models do.
 _ADAMW = "adamw(learning_rate)"
 COMPILED: dict[str, Method] = {
     "dense AdamW": _mean("identity()", _ADAMW),
