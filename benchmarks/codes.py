@@ -354,7 +354,7 @@ def parsed(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Reads the command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; or all")
-    parser.add_argument("--quick", action="store_true", help="small arrays, few methods: 2 minutes")
+    parser.add_argument("--quick", action="store_true", help="small arrays, few methods: a minute")
     parser.add_argument("--folder", type=pathlib.Path, help="for the rows, a file for each part")
     parser.add_argument(
         "--numel", type=int, default=2**24, help="codec: float32 values in a bucket"
