@@ -62,8 +62,6 @@ ELSEWHERE = {
     "steps/update.py": "steps/test_train.py",
     "methods/one_bit.py": "methods/test_one_bit_adam.py",  # its two phases
     "methods/inner.py": "methods/test_cocktail_sgd.py",  # whose inner optimizer it first was
-    "methods/rescaling.py": "methods/test_slamb.py",  # its steps
-    "methods/trust.py": "methods/test_one_bit_lamb.py",  # whose trust ratios they are
     "sharded/gathering.py": "sharded/test_gather_once.py",
     "sharded/levels.py": "compressors/test_learned.py",
     "sharded/walks.py": "sharded/test_layers.py",

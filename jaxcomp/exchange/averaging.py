@@ -158,7 +158,7 @@ def _laid_out(tree):
 def _sent(plan, leaves, empty, decoded, instead):
     """What was sent: of leaves in float32 the leaf, which need not be copied back."""
 
-    def of_leaf(label, x, empty, decoded):
+    def sent_leaf(label, x, empty, decoded):
         if label.compressor != EXACT:
             return decoded
         x = x.astype(decoded.dtype)
@@ -167,7 +167,7 @@ def _sent(plan, leaves, empty, decoded, instead):
 
     empty = [False] * len(leaves) if empty is None else empty
     decoded = plan.treedef.flatten_up_to(decoded)
-    return plan.treedef.unflatten(map(of_leaf, plan.labels, leaves, empty, decoded))
+    return plan.treedef.unflatten(map(sent_leaf, plan.labels, leaves, empty, decoded))
 
 
 def _carrier(plan):

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxcomp._printing import Printed
 from jaxcomp.compressors.platforms import LANES, platform
 from jaxcomp.compressors.policies import path_of
-from jaxcomp.replicas.layers import of_each_layer
+from jaxcomp.replicas.layers import common_value
 from jaxcomp.replicas.types import size_over_shards
 
 _MOST_BUCKETS = 8
@@ -108,7 +108,7 @@ def make_plan(
                 f"the leaf {path!r} has dtype {leaf.dtype}, but only floating gradients can be "
                 "averaged; keep such leaves out of the parameters, in a closure of the loss."
             )
-    labels = tuple(of_each_layer(label, key_path, leaf) for key_path, leaf in keyed)
+    labels = tuple(common_value(label, key_path, leaf) for key_path, leaf in keyed)
     buckets = []
     for value in dict.fromkeys(labels):
         chosen = [i for i, leaf in enumerate(leaves) if labels[i] == value and leaf.size]

@@ -1,20 +1,16 @@
 """Means over the replicas at the entries of a mask, which they share without sending it."""
 
-import itertools
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jaxcomp.compressors.base import Compressor, Key, Selection, identity
 from jaxcomp.compressors.packing import fold
-from jaxcomp.compressors.policies import Policy, path_of, policy_of
-from jaxcomp.compressors.sparse import random_k
+from jaxcomp.compressors.policies import Policy, path_of
 from jaxcomp.exchange import averaging, wire
 from jaxcomp.exchange.buckets import leaf_of, line_of
-from jaxcomp.replicas.layers import is_stack, of_each_layer
+from jaxcomp.replicas.layers import common_value, is_stack
 from jaxcomp.replicas.types import size_over_shards, to_varying
 
 
@@ -43,48 +39,6 @@ class Mask(NamedTuple):
         return jax.vmap(lambda row, number: function(row, fold(key, number)))(x, numbers)
 
 
-class Stage(NamedTuple):
-    """A range of steps in which one policy chooses the masks."""
-
-    start: int  # steps done before the first of them
-    policy: Policy
-    part: str  # the name of what is sent in `jaxcomp.report`
-
-
-def stages_of(
-    density: float | Sequence[tuple[int, float]] | None,
-    compressor: Compressor | Policy | None,
-) -> list[Stage]:
-    """The stages given by a compressor, a density, or pairs of a step and a density.
-
-    Raises:
-      ValueError: If the pairs do not begin with step 0, or their steps do not rise.
-    """
-    if compressor is not None:
-        return [Stage(0, policy_of(compressor), "momentum")]
-    if not isinstance(density, Sequence):
-        return stages_of(None, random_k(0.1 if density is None else density))
-    starts = [start for start, _ in density]
-    if starts[:1] != [0] or any(new <= old for old, new in itertools.pairwise(starts)):
-        raise ValueError(
-            f"got densities from the steps {starts}; needs 0, then later ones; write "
-            "density=((0, 0.5), (100, 0.1))."
-        )
-    return [
-        Stage(start, policy_of(random_k(share)), f"momentum_{i}")
-        for i, (start, share) in enumerate(density)
-    ]
-
-
-def holding(stages: list[Stage], count: jax.Array) -> dict[str, jax.Array]:
-    """bool[] for the part of each stage, whether it is current after `count` steps; one is."""
-    ends = [*(stage.start for stage in stages[1:]), jnp.iinfo(jnp.int32).max]
-    return {
-        stage.part: (count >= stage.start) & (count < end)
-        for stage, end in zip(stages, ends, strict=True)
-    }
-
-
 def masks_of(tree: Any, policy: Policy, exact_numel: int, axis_name: str) -> dict[str, Mask | None]:
     """The masks of all leaves by path; None for leaves that are exchanged whole.
 
@@ -106,7 +60,7 @@ def masks_of(tree: Any, policy: Policy, exact_numel: int, axis_name: str) -> dic
         return averaging.EXACT if whole else policy(path, leaf)
 
     def mask(key_path, leaf):
-        made = _mask_of(path_of(key_path), of_each_layer(code, key_path, leaf))
+        made = _mask_of(path_of(key_path), common_value(code, key_path, leaf))
         return made and made._replace(is_stack=is_stack(key_path))
 
     keyed = jax.tree.leaves_with_path(tree)
@@ -178,30 +132,19 @@ def _keys(masks, seed: int, count: jax.Array) -> list[Key]:
 class Masked(NamedTuple):
     """How leaves are exchanged on masks."""
 
-    stages: list[Stage]
+    policy: Policy
     exact_numel: int  # as for `masks_of`
     transport: wire.Transport
 
-    def masks(self, stage: Stage, params: Any) -> dict[str, Mask | None]:
-        """`masks_of` the parameters in a stage."""
-        return masks_of(params, stage.policy, self.exact_numel, self.transport.axis_name)
+    def masks(self, params: Any) -> dict[str, Mask | None]:
+        """`masks_of` the parameters."""
+        return masks_of(params, self.policy, self.exact_numel, self.transport.axis_name)
 
-    def first(self, params: Any) -> Any:
-        """Tree of bool: whether a leaf has a mask in the first stage."""
-        masks = self.masks(self.stages[0], params)
-        return jax.tree.unflatten(
-            jax.tree.structure(params), [mask is not None for mask in masks.values()]
-        )
+    def leaves(self, params: Any) -> Any:
+        """Tree of bool: whether a leaf has a mask."""
+        has_mask = [mask is not None for mask in self.masks(params).values()]
+        return jax.tree.unflatten(jax.tree.structure(params), has_mask)
 
     def mean(self, leaves: list[jax.Array], params: Any, count: jax.Array) -> Exchanged:
-        """`mean_on_masks` with the masks of the current stage."""
-
-        def way(stage):
-            masks = self.masks(stage, params)
-            return lambda leaves: mean_on_masks(masks, stage.part, leaves, self.transport, count)
-
-        ways = [way(stage) for stage in self.stages]
-        if len(ways) == 1:
-            return ways[0](leaves)
-        number = jnp.argmax(jnp.stack([*holding(self.stages, count).values()]))
-        return lax.switch(number, ways, leaves)
+        """`mean_on_masks` of the parameters, sent as the part "momentum"."""
+        return mean_on_masks(self.masks(params), "momentum", leaves, self.transport, count)

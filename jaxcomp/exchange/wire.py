@@ -155,8 +155,8 @@ def gathered_journey(x, owner_residual, compressor: Compressor, shared: Key, axi
         )
     message = _encode(compressor, x, shared, _private(shared, axis_name))
     decode = decoding.decoder(compressor, shared, x.size, x.dtype)
-    joined = yield Hop(lambda message: _sent_to_all(message, axis_name), message)
-    messages = joined.reshape(-1, message.size)
+    arrived = yield Hop(lambda message: _sent_to_all(message, axis_name), message)
+    messages = arrived.reshape(-1, message.size)
     return Mean(decoding.mean(messages, decode), decode(message), owner_residual)
 
 
@@ -168,8 +168,8 @@ def from_senders_journey(x, owner_residual, compressor: Compressor, shared: Key,
     """
     message = _encode(compressor, x, shared, _private(shared, axis_name))
     decode = decoding.decoder(compressor, shared, x.size, x.dtype)
-    joined = yield Hop(lambda message: _sent_to_all(message, axis_name), message)
-    messages = joined.reshape(-1, message.size)
+    arrived = yield Hop(lambda message: _sent_to_all(message, axis_name), message)
+    messages = arrived.reshape(-1, message.size)
 
     def with_count(message):
         values = decode(message)
@@ -297,8 +297,8 @@ def gather(chunk, compressor: Compressor, shared: Key, axis_name: str):
 def _gather(chunk, compressor, shared, axis_name):
     """The owners' messages, one a row, and this replica's own."""
     message = encode_own(chunk, compressor, shared, axis_name)
-    joined = yield Hop(lambda message: _sent_to_all(message, axis_name), message)
-    return joined.reshape(-1, message.size), message
+    arrived = yield Hop(lambda message: _sent_to_all(message, axis_name), message)
+    return arrived.reshape(-1, message.size), message
 
 
 def encode_own(chunk, compressor: Compressor, shared: Key, axis_name: str | tuple[str, ...]):

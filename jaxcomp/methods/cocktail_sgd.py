@@ -111,7 +111,7 @@ def cocktail_sgd(
         zero = jnp.zeros([], jnp.int32)
         drift = to_varying(jax.tree.map(moments.zeros, params), axis_name)
         # In the dtypes of the updates; all of it is this replica's own from the start.
-        inner_state = inner.init(jax.tree.map(moments.widened, params))
+        inner_state = inner.init(jax.tree.map(moments.to_moment_dtype, params))
         return CocktailSGDState(
             count=zero,
             drift=drift,
@@ -142,7 +142,7 @@ def cocktail_sgd(
 
     def update_fn(updates, state, params, *, ahead=lambda make: make(), **extra_args):
         # Below 2e-4 the square of a float16 gradient is zero, and Adam's step would be m / eps.
-        updates = jax.tree.map(moments.widened, updates)
+        updates = jax.tree.map(moments.to_moment_dtype, updates)
         is_warm = state.count < warmup_steps
         due = (state.count % sync_every == (0 if delayed else sync_every - 1)) & ~is_warm
         if delayed:

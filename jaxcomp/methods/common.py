@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxcomp.replicas.layers import of_all_layers
+from jaxcomp.replicas.layers import common_values
 from jaxcomp.replicas.protocol import require_registered
 from jaxcomp.replicas.types import require_varying
 
@@ -91,8 +91,10 @@ def decays(weight_decay: float, mask: Any, params: Any) -> Any:
     """
     if mask is None or not weight_decay:
         return jax.tree.map(lambda _: weight_decay, params)
-    of = lambda decays, branch: jax.tree.map(lambda _: weight_decay if decays else 0.0, branch)
-    return jax.tree.map(of, of_all_layers(mask, params) if callable(mask) else mask, params)
+    decays_of = lambda decays, branch: jax.tree.map(
+        lambda _: weight_decay if decays else 0.0, branch
+    )
+    return jax.tree.map(decays_of, common_values(mask, params) if callable(mask) else mask, params)
 
 
 def no_rounds(*parts: str) -> dict[str, Any]:

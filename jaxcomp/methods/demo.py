@@ -211,11 +211,11 @@ def _whole(tiles, shape):
 
 def _turned(tiles, *, backwards):
     """The cosine transform of each tile, or its inverse, as two matrix products."""
-    of_rows, of_columns = (cosines(n).astype(tiles.dtype) for n in tiles.shape[1:])
+    row_basis, column_basis = (cosines(n).astype(tiles.dtype) for n in tiles.shape[1:])
     if not backwards:
-        of_rows, of_columns = of_rows.T, of_columns.T
+        row_basis, column_basis = row_basis.T, column_basis.T
     product = functools.partial(jnp.einsum, precision=lax.Precision.HIGHEST)
-    return product("ai,kij,bj->kab", of_rows.T, tiles, of_columns.T)
+    return product("ai,kij,bj->kab", row_basis.T, tiles, column_basis.T)
 
 
 def cosines(n: int) -> np.ndarray:

@@ -152,7 +152,7 @@ def dion(
 
         bad = not_finite(updates, axis_name) > 0
         own = list(map(low_rank.product, matrices, held))
-        small = _exact(shapes, jax.tree.map(moments.widened, updates))
+        small = _exact(shapes, jax.tree.map(moments.to_moment_dtype, updates))
         got = averaging.average(transport, (own, small), state.count, "left_factor", bad=bad)
         factors, small = got.mean
         noise = [fold(key(), state.count, number) for number in range(len(factors))]

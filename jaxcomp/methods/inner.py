@@ -57,8 +57,8 @@ def inner_step(
     step, new_state = update(grads, state, params)
     _require_local(name, step, axis_name)
     require_alike(step, params, axis_name)
-    require_whole_norms(update, grads, state, params, axis_name=axis_name, of_mean=False)
-    step = jax.tree.map(moments.widened, step)
+    require_whole_norms(update, grads, state, params, axis_name=axis_name, mean_only=False)
+    step = jax.tree.map(moments.to_moment_dtype, step)
     bad = not_finite(step, axis_name)
     step = jax.tree.map(lambda u: jnp.where(bad, 0.0, u), step)
     return step, unless(bad, new_state, state), bad

@@ -1,7 +1,7 @@
 """Local steps: each replica trains alone between outer steps, which move all replicas."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -10,13 +10,12 @@ import optax
 from jax import lax
 
 from jaxcomp.compressors.base import Compressor
-from jaxcomp.compressors.policies import Policy
+from jaxcomp.compressors.policies import Policy, path_of
 from jaxcomp.compressors.quantize import quantize
 from jaxcomp.exchange import averaging
 from jaxcomp.exchange.wire import Transport, transport_of
 from jaxcomp.methods import moments
 from jaxcomp.methods.common import counted, method, no_rounds, require
-from jaxcomp.methods.fragments import fragments_of
 from jaxcomp.methods.inner import Synchronization, inner_step
 from jaxcomp.replicas.protocol import EvaluatesConsensus, KeepsRounding
 from jaxcomp.replicas.types import to_varying, vary_like, zeros_of
@@ -132,14 +131,14 @@ def local_steps(
 
     def init_fn(params):
         parts, zero = fragments_of(fragments, params), jnp.zeros([], jnp.int32)
-        wide = jax.tree.map(moments.widened, params)
+        wide = jax.tree.map(moments.to_moment_dtype, params)
         zeros = jax.tree.map(jnp.zeros_like, wide)
         drift = to_varying(zeros, axis_name)
         residual, owner_residual = (), None
         if error_decay is not None:
-            nothing = [averaging.nothing_sent(transport, tree) for tree in parts.split(drift)]
+            nothing = [averaging.nothing_sent(transport, tree) for tree in parts.cut(drift)]
             residuals, owner_residual = zip(*nothing, strict=True)
-            residual = parts.joined(residuals)
+            residual = parts.merged(residuals)
         return LocalStepsState(
             count=zero,
             drift=drift,
@@ -147,7 +146,7 @@ def local_steps(
             owner_residual=owner_residual,
             # All of it this replica's own from the start.
             inner=to_varying(inner.init(wide), axis_name),
-            outer=tuple(map(outer.init, parts.split(wide))),
+            outer=tuple(map(outer.init, parts.cut(wide))),
             arrived=zeros if delay > 1 else (),
             rounds=no_rounds(*parts.names("synchronize")),
             skipped=to_varying(zero, axis_name),
@@ -173,7 +172,7 @@ def local_steps(
         if not averages:
             return drift, (), None
         names = parts.names("synchronize")
-        residuals = parts.split(state.residual) if error_decay else None
+        residuals = parts.cut(state.residual) if error_decay else None
 
         def exchanged(part, tree):
             kept = {}
@@ -187,26 +186,27 @@ def local_steps(
 
         def waiting(part, tree):
             like = jax.eval_shape(functools.partial(exchanged, part), tree)[0]
-            held = parts.split(state.arrived)[part] if delay > 1 else None
+            held = parts.cut(state.arrived)[part] if delay > 1 else None
             mean = jax.tree.map(vary_like, held, like) if held else jax.tree.map(zeros_of, like)
             kept = (residuals[part], state.owner_residual[part]) if residuals else (None, None)
             return mean, *kept
 
-        def of_part(part, due, tree):
+        def step_of_part(part, due, tree):
             both = (functools.partial(way, part) for way in (exchanged, waiting))
             return chosen(due, *both, tree)
 
-        rows = map(of_part, range(parts.number), due_after(count, parts), parts.split(drift))
+        rows = map(step_of_part, range(parts.number), due_after(count, parts), parts.cut(drift))
         means, left, owner_residual = zip(*rows, strict=True)
         if not residuals:
-            return parts.joined(means), (), None
-        return parts.joined(means), parts.joined(left), owner_residual
+            return parts.merged(means), (), None
+        return parts.merged(means), parts.merged(left), owner_residual
 
     def merged(parts, state, params, drift, arrived, count):
         """The change of the consensus, the drifts after it, and the outer states."""
 
         def merging(param, drift, mean, outer_state):
-            wide, gradient = jax.tree.map(moments.widened, param), jax.tree.map(jnp.negative, mean)
+            wide = jax.tree.map(moments.to_moment_dtype, param)
+            gradient = jax.tree.map(jnp.negative, mean)
             with averaging.named("" if averages else "synchronize"):
                 change, outer_state = outer.update(gradient, outer_state, wide)
             change = jax.tree.map(lambda c, w: c.astype(w.dtype), change, wide)
@@ -228,20 +228,20 @@ def local_steps(
             chosen(due, merging, waiting, *operands)
             for due, *operands in zip(
                 due_after(count - delay, parts),
-                parts.split(params),
-                parts.split(drift),
-                parts.split(arrived),
+                parts.cut(params),
+                parts.cut(drift),
+                parts.cut(arrived),
                 state.outer,
                 strict=True,
             )
         ]
         changes, drifts, outer_states = zip(*rows, strict=True)
-        return parts.joined(changes), parts.joined(drifts), outer_states
+        return parts.merged(changes), parts.merged(drifts), outer_states
 
     def update_fn(updates, state, params, *, ahead=lambda make: make(), **extra_args):
         parts, count = fragments_of(fragments, params), optax.safe_increment(state.count)
         # Below 2e-4 the square of a float16 gradient is zero, and Adam's step would be m / eps.
-        updates = jax.tree.map(moments.widened, updates)
+        updates = jax.tree.map(moments.to_moment_dtype, updates)
         if delay:
             early = functools.partial(averaged, parts, state, state.drift, state.count)
             arrived, residual, owner_residual = ahead(early)
@@ -291,3 +291,63 @@ def _check(name, every, error_decay, fragments, delay, keep):
     require(0 <= keep < 1, name, "[0, 1)", "keep=0.0", keep=keep)
     some = callable(fragments) or fragments >= 1
     require(some, name, "at least 1", "fragments=1", fragments=fragments)
+
+
+class Fragments(NamedTuple):
+    """The part of each leaf of a tree, numbered from 0 on."""
+
+    treedef: jax.tree_util.PyTreeDef
+    owners: tuple[int, ...]  # the part of each leaf
+
+    @property
+    def number(self) -> int:
+        """How many parts there are."""
+        return max(self.owners, default=0) + 1
+
+    def cut(self, tree: Any) -> list[Any]:
+        """One tree per part, with an `optax.MaskedNode` in place of the other parts' leaves."""
+        if self.number == 1:
+            return [tree]
+        leaves = self.treedef.flatten_up_to(tree)
+        masked = lambda part: [
+            x if owner == part else optax.MaskedNode()
+            for x, owner in zip(leaves, self.owners, strict=True)
+        ]
+        return [self.treedef.unflatten(masked(part)) for part in range(self.number)]
+
+    def merged(self, trees: Sequence[Any]) -> Any:
+        """Undoes `cut`."""
+        if self.number == 1:
+            return trees[0]
+        columns = [self.treedef.flatten_up_to(tree) for tree in trees]
+        return self.treedef.unflatten(
+            [columns[owner][leaf] for leaf, owner in enumerate(self.owners)]
+        )
+
+    def names(self, name: str) -> list[str]:
+        """The name of each part; `name` itself if there is only one."""
+        return [name] if self.number == 1 else [f"{name}_{i}" for i in range(self.number)]
+
+
+def fragments_of(fragments: int | Callable[[str, Any], int], params: Any) -> Fragments:
+    """Cuts a tree into a number of parts of about equal sizes, or as `(path, leaf) -> int` says.
+
+    Raises:
+      ValueError: If a part has no leaf.
+    """
+    keyed, treedef = jax.tree_util.tree_flatten_with_path(params)
+    if callable(fragments):
+        owners = [fragments(path_of(path), leaf) for path, leaf in keyed]
+    else:
+        # The largest remaining leaf goes to the smallest part.
+        sizes, owners = [0] * fragments, [0] * len(keyed)
+        for i in sorted(range(len(keyed)), key=lambda i: -keyed[i][1].size):
+            owners[i] = min(range(fragments), key=lambda part: (sizes[part], part))
+            sizes[owners[i]] += max(keyed[i][1].size, 1)
+    wanted = max(owners, default=0) + 1 if callable(fragments) else fragments
+    if keyed and set(owners) != set(range(wanted)):
+        raise ValueError(
+            f"got fragments {sorted(set(owners))} of {len(keyed)} leaves; needs a leaf in each of "
+            f"{list(range(wanted))}; write fragments=1, or a policy that numbers them from 0 on."
+        )
+    return Fragments(treedef, tuple(owners))

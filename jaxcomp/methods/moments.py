@@ -14,7 +14,7 @@ from jaxcomp.exchange import averaging
 from jaxcomp.methods import common
 from jaxcomp.methods.common import require, require_static
 from jaxcomp.replicas.finite import not_finite, unless
-from jaxcomp.replicas.layers import own_axes, spread
+from jaxcomp.replicas.layers import broadcast_over, own_axes
 from jaxcomp.replicas.types import size_over_shards, sums_over_shards
 
 
@@ -109,7 +109,7 @@ def wide(dtype) -> jnp.dtype:
     return jnp.promote_types(dtype, jnp.float32)
 
 
-def widened(x: jax.Array) -> jax.Array:
+def to_moment_dtype(x: jax.Array) -> jax.Array:
     """An array in float32; unchanged if it is wider."""
     return x.astype(wide(x.dtype))
 
@@ -256,9 +256,9 @@ def denominator(
         totals, sizes = _sums(variance), layer_sizes(variance)
         seen = totals if others is None else _sums(others)
         counted = [jnp.where(total > 0, n, 0.0) for total, n in zip(seen, sizes, strict=True)]
-        of_all = sum(map(_total, seen)) / jnp.maximum(1, sum(map(_total, counted)))
-        lows = [jnp.where(t > 0, floor * t / n, of_all) for t, n in zip(totals, sizes, strict=True)]
-        above = lambda v, low: jnp.maximum(v, spread(low.astype(v.dtype), v))
+        mean = sum(map(_total, seen)) / jnp.maximum(1, sum(map(_total, counted)))
+        lows = [jnp.where(t > 0, floor * t / n, mean) for t, n in zip(totals, sizes, strict=True)]
+        above = lambda v, low: jnp.maximum(v, broadcast_over(low.astype(v.dtype), v))
         leaves = list(map(above, leaves, lows))
     return treedef.unflatten([jnp.sqrt(v * correction) + eps for v in leaves])
 

@@ -71,8 +71,8 @@ def _labels(params):
 def _sides(params):
     """Which axes of each matrix are its rows, and which its columns."""
 
-    def of(leaf):
+    def dimensions(leaf):
         axes, first = range(jnp.ndim(leaf)), low_rank.cut(leaf.shape)
         return optax.contrib.MuonDimensionNumbers(tuple(axes[:first]), tuple(axes[first:]))
 
-    return jax.tree.map(of, params)
+    return jax.tree.map(dimensions, params)

@@ -16,11 +16,10 @@ from jaxcomp.exchange import averaging
 from jaxcomp.exchange.wire import Transport, transport_of
 from jaxcomp.methods import moments, one_bit
 from jaxcomp.methods.common import counted, method, no_rounds, require
-from jaxcomp.methods.trust import Ratios, Trust, even_scales, largest_quotients, trusted
 from jaxcomp.replicas.finite import poisoned, unless
-from jaxcomp.replicas.layers import LayeredTransformation, own_axes, spread
+from jaxcomp.replicas.layers import LayeredTransformation, broadcast_over, own_axes
 from jaxcomp.replicas.protocol import MethodState
-from jaxcomp.replicas.types import sums_over_shards
+from jaxcomp.replicas.types import largest, sums_over_shards
 
 
 @MethodState.register
@@ -205,13 +204,13 @@ def _check(name, ratios):
 def _unseen(zeros):
     """The `Trust` of each leaf before the first step."""
 
-    def of_leaf(moment, axes):
+    def trust_of_leaf(moment, axes):
         layers = moment.shape[: moment.ndim - len(axes)]
         zero, one = (jnp.full(layers, x, moment.dtype) for x in (0, 1))
         return Trust(ratio=zero, weight=zero, factor=one, scale=one)
 
     leaves, treedef = jax.tree.flatten(zeros)
-    return treedef.unflatten(map(of_leaf, leaves, own_axes(zeros)))
+    return treedef.unflatten(map(trust_of_leaf, leaves, own_axes(zeros)))
 
 
 def _layers(state: OneBitLambState) -> list[Trust]:
@@ -220,8 +219,8 @@ def _layers(state: OneBitLambState) -> list[Trust]:
 
 def _units(state, like):
     """What the momentum is divided by on the wire, without `precondition`."""
-    scales = jax.tree.unflatten(jax.tree.structure(like), [of.scale for of in _layers(state)])
-    return jax.tree.map(lambda scale, x: spread(1 / scale, x), scales, like)
+    scales = jax.tree.unflatten(jax.tree.structure(like), [trust.scale for trust in _layers(state)])
+    return jax.tree.map(lambda scale, x: broadcast_over(1 / scale, x), scales, like)
 
 
 def _trusted(ratios, frozen, old, squares, quotients, directions):
@@ -230,7 +229,7 @@ def _trusted(ratios, frozen, old, squares, quotients, directions):
     for was, sums, quotient, u in zip(old, squares, quotients, directions, strict=True):
         trust, ratio = trusted(ratios, frozen, was, sums, quotient)
         layers.append(trust)
-        steps.append(spread(ratio, u) * u)
+        steps.append(broadcast_over(ratio, u) * u)
     return layers, steps
 
 
@@ -255,3 +254,76 @@ def _directions(adam, count, momentum, root, params, axis_name):
         for p, m, u, axes in zip(*leaves, own_axes(params), strict=True)
     ]
     return leaves[2], sums_over_shards(squares, axis_name)
+
+
+class Ratios(NamedTuple):
+    """The constants of trust ratios; see `one_bit_lamb`."""
+
+    adam: moments.Adam
+    trust_bounds: tuple[float, float]
+    trust_decay: float
+    factor_bounds: tuple[float, float]
+    factor_change: float
+
+
+class Trust(NamedTuple):
+    """The trust ratio of one leaf, f32[] each, or f32[layers] of a stack."""
+
+    ratio: jax.Array  # decayed sum of the warm-up's ratios
+    weight: jax.Array  # of these: 1 - decay^n after n of them
+    factor: jax.Array  # correction of the frozen ratio in the last step
+    scale: jax.Array  # of the momentum on the wire, without `precondition`
+
+
+def trusted(
+    settings: Ratios, frozen: jax.Array, old: Trust, squares: jax.Array, quotient: jax.Array
+) -> tuple[Trust, jax.Array]:
+    """A leaf's trust after a step, and the trust ratio of the step: f32[], or f32[layers].
+
+    Args:
+      settings: The constants.
+      frozen: bool[], whether the warm-up has ended.
+      old: Its trust before the step.
+      squares: Squared norms of the parameters, of m / D and of the update u.
+      quotient: The largest one of the frozen D and the D of the variance that goes on.
+    """
+    x, m, u = squares
+    seen = (x > 0) & (u > 0)
+    now = jnp.clip(moments.trust_ratio(x, u), *settings.trust_bounds)
+    decay = jnp.where(seen & ~frozen, settings.trust_decay, 1.0)
+    averaged = lambda was, now: decay * was + (1 - decay) * now
+    factor = jnp.where(frozen, _factor(settings, old.factor, quotient, m, u), old.factor)
+    corrected = settings.adam.bias_correction
+    whole = jnp.where(old.weight > 0, old.weight, 1.0) if corrected else 1.0
+    ratio = jnp.where(frozen, old.ratio / whole * factor, jnp.where(seen, now, 1.0))
+    trust = Trust(averaged(old.ratio, now), averaged(old.weight, 1.0), factor, old.scale)
+    return trust, ratio
+
+
+def _factor(settings, old, quotient, moment_square, update_square):
+    """The correction of a layer's frozen ratio: f32[]."""
+    factor = quotient
+    if settings.adam.weight_decay:
+        share = jnp.minimum(moments.trust_ratio(moment_square, update_square), 1.0)
+        factor = factor * share + 1 - share
+    factor = jnp.clip(factor, *settings.factor_bounds)
+    least, greatest = (old * (1 + way * settings.factor_change) for way in (-1, 1))
+    return jnp.clip(factor, least, greatest)
+
+
+def largest_quotients(over: Any, under: Any, axis_name: str) -> list[jax.Array]:
+    """The largest quotient of two trees' entries in each layer, over all its shards."""
+    columns = zip(*map(jax.tree.leaves, (over, under)), own_axes(over), strict=True)
+    found = [jnp.max(old / new, axis=axes, initial=0.0) for old, new, axes in columns]
+    return [largest(quotient, axis_name) for quotient in found]
+
+
+def even_scales(momentum: Any, axis_name: str) -> list[jax.Array]:
+    """The factor that gives each layer the mean magnitude of all: f32[] or f32[layers]."""
+    columns = list(zip(jax.tree.leaves(momentum), own_axes(momentum), strict=True))
+    sums = sums_over_shards([jnp.sum(m * m, axis=axes) for m, axes in columns], axis_name)
+    sizes = map(jnp.float32, moments.layer_sizes(momentum, axis_name))
+    roots = [jnp.sqrt(s / n) for s, n in zip(sums, sizes, strict=True)]
+    magnitudes = jnp.concatenate([m.reshape(-1) for m in roots])
+    mean = jnp.sum(magnitudes) / jnp.maximum(jnp.sum(magnitudes > 0), 1)
+    return [jnp.where(m > 0, mean / m, 1.0) for m in roots]

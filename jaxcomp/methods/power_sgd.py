@@ -206,7 +206,7 @@ def _factor(send, shapes, key, part, leaves, residuals, held, exact):
     groups = low_rank.batches(leaves, shapes)
     matrices, others, own = [], [], []
     for number, group in enumerate(groups):
-        totals = [moments.widened(leaves[i]) + residuals[i] for i in group]
+        totals = [moments.to_moment_dtype(leaves[i]) + residuals[i] for i in group]
         matrices.append(jnp.stack([x.reshape(low_rank.sides(x.shape)) for x in totals]))
         noise = fold(key, key.count, number)
         others.append(low_rank.orthogonal(jnp.stack([held[i] for i in group]), noise))

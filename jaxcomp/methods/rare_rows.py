@@ -14,7 +14,7 @@ from jaxcomp.compressors.policies import path_of
 from jaxcomp.exchange import averaging
 from jaxcomp.methods.inner import Synchronization
 from jaxcomp.replicas.kinds import kind_of
-from jaxcomp.replicas.layers import of_each_layer
+from jaxcomp.replicas.layers import common_value
 from jaxcomp.replicas.types import num_replicas, vary_like
 from jaxcomp.replicas.wrapping import with_extra_args
 
@@ -104,7 +104,7 @@ def _is_embedding(path, leaf):
 
 def _chosen(rows, params):
     """A tree like the parameters: whether a leaf's rows are scaled."""
-    choose = lambda key_path, leaf: leaf.ndim > 1 and of_each_layer(rows, key_path, leaf)
+    choose = lambda key_path, leaf: leaf.ndim > 1 and common_value(rows, key_path, leaf)
     return jax.tree_util.tree_map_with_path(choose, params)
 
 
@@ -115,7 +115,7 @@ def _second_moments(state, chosen):
         treedef.flatten_up_to(nu) for _, nu in optax.tree_utils.tree_get_all_with_path(state, "nu")
     ]
 
-    def of_leaf(number, key_path, is_chosen):
+    def row_moments(number, key_path, is_chosen):
         if not is_chosen:
             return None
         # optax.partition hides leaves from an optimizer behind nodes without an array.
@@ -128,7 +128,7 @@ def _second_moments(state, chosen):
             )
         return jnp.mean(found[0].astype(jnp.float32), axis=-1)
 
-    return treedef.unflatten([of_leaf(i, *of) for i, of in enumerate(keyed)])
+    return treedef.unflatten([row_moments(i, *pair) for i, pair in enumerate(keyed)])
 
 
 def _shared(moments, others, sync: Synchronization, axis_name):

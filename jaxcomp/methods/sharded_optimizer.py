@@ -181,8 +181,8 @@ def _plan_of(transport, tree):
     if numel is not None:
         numel = max(1, numel // num_replicas(transport.axis_name))
     pieces = jax.tree.map(lambda rows: rows[0], _rows(tree, transport.axis_name))
-    of_piece = transport._replace(code=lambda path, _: chosen[path], bucket_numel=numel)
-    return averaging.plan_of(of_piece, pieces)
+    piece_transport = transport._replace(code=lambda path, _: chosen[path], bucket_numel=numel)
+    return averaging.plan_of(piece_transport, pieces)
 
 
 def _rows(tree, axis_name):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -12,16 +12,16 @@ from jax import lax
 
 from jaxcomp import schedules
 from jaxcomp.compressors.base import Compressor
-from jaxcomp.compressors.policies import Policy
+from jaxcomp.compressors.policies import Policy, policy_of
+from jaxcomp.compressors.sparse import random_k
 from jaxcomp.exchange import averaging, masks
 from jaxcomp.exchange.wire import Transport, transport_of
-from jaxcomp.methods import moments
+from jaxcomp.methods import moments, step_bound
 from jaxcomp.methods.common import counted, method, no_rounds, require
-from jaxcomp.methods.rescaling import Rescaling, steps
 from jaxcomp.replicas.finite import any_of, failing, unless
-from jaxcomp.replicas.layers import LayeredTransformation
+from jaxcomp.replicas.layers import LayeredTransformation, broadcast_over, own_axes
 from jaxcomp.replicas.protocol import KeepsRounding
-from jaxcomp.replicas.types import to_varying
+from jaxcomp.replicas.types import num_replicas, sums_over_shards, to_varying
 
 
 @KeepsRounding.register
@@ -38,9 +38,7 @@ class SlambState(NamedTuple):
     # u16, steps since an entry was exchanged, equal on all replicas; None for leaves without a
     # mask.
     stale: Any
-    # {"all", "momentum", "synchronize"}: i32[], how often each was sent; with several densities
-    # "momentum_0", "momentum_1" and so on.
-    rounds: Any
+    rounds: Any  # {"all", "momentum", "synchronize"}: i32[], how often each was sent
     skipped: jax.Array  # i32[], this replica's steps whose gradient was not finite
 
 
@@ -51,7 +49,7 @@ def slamb(
     b2: float = 0.999,
     eps: float = 1e-6,
     *,
-    density: float | Sequence[tuple[int, float]] | None = None,
+    density: float | None = None,
     b3: float = 0.99,
     sync_every: int | schedules.Schedule = 100,
     weight_decay: float = 0.0,
@@ -92,8 +90,7 @@ def slamb(
       b2: Decay of the variance, in [0, 1).
       eps: Added to the square root of the variance.
       density: Share of the entries on the mask, 1 over an integer; 0.1 by default. Short for
-        `compressor=random_k(density)`, which sends every entry once in 1 / density steps. Or pairs
-        of a first step and a density, such as `((0, 0.5), (100, 0.1))`.
+        `compressor=random_k(density)`, which sends every entry once in 1 / density steps.
       b3: Decay of the freshness, in [0, 1].
       sync_every: Steps between synchronizations, or a schedule. Local steps after the last one are
         not part of the consensus: choose a divisor of the run's steps.
@@ -146,13 +143,13 @@ def slamb(
     options = {"weight_decay": weight_decay, "mask": mask, "step_bound": step_bound}
     adam = moments.adam(name, learning_rate, b1, b2, eps, **options)
     _check(density, b3, sync_every, rescaling, trust_bounds, compressor)
-    transport = transport_of(averaging.EXACT if compressor is None else compressor, axis_name)
-    stages = masks.stages_of(density, None if compressor is None else transport.code)
-    masked = masks.Masked(stages, exact_numel, transport)
+    default = random_k(0.1 if density is None else density)
+    transport = transport_of(default if compressor is None else compressor, axis_name)
+    masked = masks.Masked(policy_of(transport.code), exact_numel, transport)
     drift_code = averaging.EXACT if drift_compressor is None else drift_compressor
     is_whole = lambda path, leaf: masks.is_whole(leaf, exact_numel, axis_name)
     drifts = averaging.but_exact(transport_of(drift_code, axis_name), is_whole)
-    sync_at, blended = _sync_at(sync_every), Rescaling(adam, b3, rescaling, trust_bounds)
+    sync_at, blended = _sync_at(sync_every), _Rescaling(adam, b3, rescaling, trust_bounds)
 
     def init_fn(params):
         zero = jnp.zeros([], jnp.int32)
@@ -164,8 +161,8 @@ def slamb(
             variance=zeros,
             drift=zeros,
             owner_residual=averaging.nothing_sent(drifts, zeros)[1],
-            stale=jax.tree.map(fresh, params, masked.first(params)),
-            rounds=no_rounds(*(stage.part for stage in stages), "synchronize"),
+            stale=jax.tree.map(fresh, params, masked.leaves(params)),
+            rounds=no_rounds("momentum", "synchronize"),
             skipped=to_varying(zero, axis_name),
         )
 
@@ -183,7 +180,7 @@ def slamb(
         momentum, on = treedef.unflatten(exchanged.leaves), treedef.unflatten(exchanged.on)
         older = lambda old, on: jnp.where(on, 0, jnp.minimum(old, 65534) + 1).astype(old.dtype)
         stale = jax.tree.map(older, state.stale, on)
-        lost = steps(
+        lost = _steps(
             blended,
             momentum=momentum,
             variance=variance,
@@ -203,7 +200,6 @@ def slamb(
             owner_residual=state.owner_residual,
             instead=None if sync_at is schedules.always else averaging.Instead(~meets),
         )
-        sent = masks.holding(stages, count)
         return got.mean, SlambState(
             count=optax.safe_increment(count),
             momentum=momentum,
@@ -211,7 +207,7 @@ def slamb(
             drift=_left(drift, params, got, axis_name),
             owner_residual=got.owner_residual,
             stale=stale,
-            rounds=counted(state.rounds, all=True, synchronize=meets, **sent),
+            rounds=counted(state.rounds, all=True, momentum=True, synchronize=meets),
             skipped=state.skipped + any_of(bad, axis_name),
         )
 
@@ -246,3 +242,91 @@ def _check(density, b3, sync_every, rescaling, trust_bounds, compressor):
     require(rescaling in forms, name, "a known form", " or ".join(forms), rescaling=rescaling)
     bounds, write = {"trust_bounds": trust_bounds}, "trust_bounds=(0.01, 1000.0)"
     require(0 <= least <= greatest, name, "0 <= least <= greatest", write, **bounds)
+
+
+class _Rescaling(NamedTuple):
+    """How stale entries are blended in; see `slamb`."""
+
+    adam: moments.Adam
+    b3: float
+    form: str  # "quadratic", "linear" or "masked"
+    trust_bounds: tuple[float, float]
+
+
+def _steps(
+    settings: _Rescaling,
+    momentum: Any,
+    variance: Any,
+    params: Any,
+    stale: Any,
+    count: jax.Array,
+    axis_name: str,
+    decays: Any,
+) -> Any:
+    """The amount that a step subtracts from each leaf of this replica's parameters.
+
+    Args:
+      settings: The form, and its constants.
+      momentum, variance, params: This replica's own trees.
+      stale: Steps since each entry was exchanged; None for leaves without a mask.
+      count: i32[], steps before this one.
+      axis_name: Mesh axis of the replicas.
+      decays: The weight decay of each leaf.
+    """
+    adam, is_linear = settings.adam, settings.form == "linear"
+    corrections = [1 - moments.power(b, count + 1, params) for b in (adam.b1, adam.b2)]
+
+    root = jax.tree.map(lambda v: jnp.sqrt(v / corrections[1]) + adam.eps, variance)
+    momentum = step_bound.bounded(adam, count + 1, momentum, root)
+
+    def direction(m, d, x, decay):
+        return _decayed(m / corrections[0] / d, x, 0.0 if is_linear else decay)
+
+    directions = jax.tree.map(direction, momentum, root, params, decays)
+    leaves, treedef = jax.tree.flatten(params)
+    columns = leaves, *map(treedef.flatten_up_to, (directions, stale)), own_axes(params)
+    sums = sums_over_shards(list(map(_squares, *columns)), axis_name)
+    step = _linear_step if is_linear else _quadratic_step
+    rate = adam.rate_of(count)
+    slower, kept = 1 / math.sqrt(num_replicas(axis_name)), settings.b3
+    if settings.form == "masked":
+        slower, kept = 0.0, 0.0
+    log = math.log(max(kept, 1e-30))  # XLA:CPU has no vector instruction for powers
+    lost = []
+    for x, u, old, axes, squares, decay in zip(
+        *columns, sums, jax.tree.leaves(decays), strict=True
+    ):
+        squares = [broadcast_over(square, u) for square in squares]
+        fresh = 1.0 if old is None else jnp.exp(log * old.astype(u.dtype))
+        moves = _decayed(u, x, decay if is_linear else 0.0)
+        lost.append(step(settings, rate, moves, len(axes), squares, fresh, (1 - fresh) * slower))
+    return treedef.unflatten(lost)
+
+
+def _decayed(u, x, decay):
+    return u + decay * x if decay else u
+
+
+def _quadratic_step(settings, rate, u, ndim, squares, fresh, slow):
+    p, q = (moments.trust_ratio(*squares[2 * i : 2 * i + 2]) for i in range(2))
+    trust = fresh * p + (1 - fresh) * q
+    trust = trust if ndim < 2 else jnp.clip(trust, *settings.trust_bounds)
+    return rate * (fresh + slow) * trust * u
+
+
+def _linear_step(settings, rate, u, ndim, squares, fresh, slow):
+    least, greatest = settings.trust_bounds
+    p = jnp.clip(moments.trust_ratio(*squares[:2]), least, greatest)
+    q = jnp.clip(moments.trust_ratio(squares[2], squares[3], otherwise=0.0), 0.0, greatest)
+    return rate * (fresh * p + slow * q) * u
+
+
+def _squares(x, u, stale, axes) -> jax.Array:
+    """f32[4], or f32[4, layers]: sums of squares of x and u on the mask, and of both off it."""
+    total = lambda y: jnp.sum(y, axis=axes)
+    if stale is None:
+        sums = [total(x * x), total(u * u)]
+        return jnp.stack([*sums, *map(jnp.zeros_like, sums)])
+    parts = [jnp.where(stale == 0, y * y, 0) for y in (x, u)]
+    parts += [jnp.where(stale == 0, 0, y * y) for y in (x, u)]
+    return jnp.stack([total(part) for part in parts])

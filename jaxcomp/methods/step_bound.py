@@ -41,9 +41,9 @@ def largest_momentum(adam: moments.Adam, count: jax.Array, like: Any) -> jax.Arr
     """B, the largest |m| / D that Adam can have after `count` steps: f32[]."""
     n = count.astype(moments.dtype_of(like))
     squares = _sum_of_powers(adam.b2, n) if adam.bias_correction else 1 / (1 - adam.b2)
-    of_both = _sum_of_powers(adam.b1**2 / max(adam.b2, 1e-30), n) * squares
+    product = _sum_of_powers(adam.b1**2 / max(adam.b2, 1e-30), n) * squares
     # Finite, since a rate may be zero.
-    return jnp.minimum((1 - adam.b1) * jnp.sqrt(of_both), 2.0**60)
+    return jnp.minimum((1 - adam.b1) * jnp.sqrt(product), 2.0**60)
 
 
 def bounded(

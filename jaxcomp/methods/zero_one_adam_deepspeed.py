@@ -200,8 +200,8 @@ def zero_one_adam_deepspeed(
 
 def _kept_back(adam, grads, whole, moved):
     """As `kept_back` of momenta, in gradients: before the freeze, these are sent."""
-    of = (jax.tree.map(lambda m: m / (1 - adam.b1), x) for x in (whole, moved))
-    return kept_back(grads, *of)
+    in_gradients = lambda momentum: jax.tree.map(lambda m: m / (1 - adam.b1), momentum)
+    return kept_back(grads, in_gradients(whole), in_gradients(moved))
 
 
 def _decayed(adam, local, params, bad):

@@ -81,7 +81,7 @@ def _whole(tx, grads, state, params, shapes):
 
 
 def require_whole_norms(
-    update: Callable[..., Any], *args: Any, axis_name: str, of_mean: bool = True
+    update: Callable[..., Any], *args: Any, axis_name: str, mean_only: bool = True
 ) -> None:
     """Raises a ValueError for an update that scales each shard of a parameter by a norm of its own.
 
@@ -96,7 +96,7 @@ def require_whole_norms(
     if not any(varying_axes(x) - {axis_name} for x in jax.tree.leaves(args[2])):
         return
 
-    differs = lambda axes: bool(axes - {axis_name}) and not (of_mean and axis_name in axes)
+    differs = lambda axes: bool(axes - {axis_name}) and not (mean_only and axis_name in axes)
     program = jax.make_jaxpr(update, return_shape=True)(*args)
     scaled = _Tracker(_is_norm, differs).results(*program)
     if scaled:

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxcomp.compressors.platforms import by_platform
-from jaxcomp.replicas.layers import own_axes, spread
+from jaxcomp.replicas.layers import broadcast_over, own_axes
 from jaxcomp.replicas.types import largest
 
 _LONG = 2**16  # most entries of a vector whose checks are kept until all are known
@@ -82,6 +82,6 @@ def poisoned(bad: jax.Array, tree: Any) -> Any:
 
 def unless(bad: Any, new: Any, old: Any) -> Any:
     """The tree `new`, or `old` where `bad`: one bool[] for all leaves, or a tree of them."""
-    chosen_leaf = lambda bad, n, o: jnp.where(spread(bad, n), o, n)
+    chosen_leaf = lambda bad, n, o: jnp.where(broadcast_over(bad, n), o, n)
     chosen = lambda bad, new, old: jax.tree.map(functools.partial(chosen_leaf, bad), new, old)
     return jax.tree.map(chosen, bad, new, old)

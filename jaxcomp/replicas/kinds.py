@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxcomp.replicas.layers import of_each_layer
+from jaxcomp.replicas.layers import common_value
 
 # Names of modules and arrays, between slashes, without the number that Flax adds: `Embed_0`.
 _VECTOR = r"norm|^(ln|bn)(_|\d|$)|(^|_)(bias|scale|beta|gamma|gain)$"
@@ -44,7 +44,7 @@ def leaf_kinds(params: Any) -> Any:
       >>> jaxcomp.leaf_kinds({"embed": jnp.ones((16, 4)), "block_0": block})
       {'block_0': {'up': {'bias': 'vector', 'kernel': 'matrix'}}, 'embed': 'embedding'}
     """
-    label = lambda key_path, leaf: of_each_layer(kind_of, key_path, leaf)
+    label = lambda key_path, leaf: common_value(kind_of, key_path, leaf)
     return jax.tree.map_with_path(label, params)
 
 

@@ -80,12 +80,12 @@ def own_axes(tree: Any) -> list[tuple[int, ...]]:
     return [tuple(range(is_stack(key_path), jnp.ndim(x))) for key_path, x in keyed]
 
 
-def spread(value: jax.Array, x: jax.Array) -> jax.Array:
+def broadcast_over(value: jax.Array, x: jax.Array) -> jax.Array:
     """A value per layer, f32[] or f32[layers], with axes of length 1 to broadcast over `x`."""
     return value.reshape(*value.shape, *[1] * (x.ndim - value.ndim)) if value.ndim else value
 
 
-def of_each_layer(function: Callable[[str, Any], Any], key_path: Any, leaf: Any) -> Any:
+def common_value(function: Callable[[str, Any], Any], key_path: Any, leaf: Any) -> Any:
     """Calls `function(path, leaf)`, for a stack with the path and the shape of each layer.
 
     Raises:
@@ -100,7 +100,7 @@ def of_each_layer(function: Callable[[str, Any], Any], key_path: Any, leaf: Any)
     return _only([function(path, layer) for path in paths])
 
 
-def of_all_layers(function: Callable[[Any], Any], tree: Any) -> Any:
+def common_values(function: Callable[[Any], Any], tree: Any) -> Any:
     """Calls a function with the layers of a tree apart, and joins the equal values of a stack.
 
     Args:

@@ -1,4 +1,4 @@
-"""Masks: which leaves have one, which stage holds, and the mean at their entries alone."""
+"""Masks: which leaves have one, and the mean at their entries alone."""
 
 import jax
 import jax.numpy as jnp
@@ -12,23 +12,7 @@ from jaxcomp.exchange import masks, wire
 from tests.helpers.coding import as_for_tpus
 from tests.helpers.replicas import mesh_of, on, rows
 
-STAGES = masks.stages_of(((0, 1 / 2), (3, 1 / 4), (5, 1 / 8)), None)
 TREE = {"bias": np.zeros(64, "f"), "kernel": np.zeros((8, 8), "f"), "small": np.zeros((2, 2), "f")}
-
-
-@pytest.mark.parametrize(("count", "number"), [(0, 0), (2, 0), (3, 1), (4, 1), (5, 2), (2**30, 2)])
-def test_one_stage_holds_after_every_number_of_steps(count, number):
-    held = masks.holding(STAGES, jnp.int32(count))
-    assert [name for name, holds in held.items() if holds] == [f"momentum_{number}"]
-    assert STAGES[number].policy("kernel", TREE["kernel"]) == jaxcomp.random_k(
-        1 / 2 ** (number + 1)
-    )
-
-
-@pytest.mark.parametrize("starts", [(1, 2), (0, 3, 3), (0, 4, 2), ()])
-def test_stages_begin_with_step_0_and_rise(starts):
-    with pytest.raises(ValueError, match="needs 0, then later ones"):
-        masks.stages_of([(start, 0.5) for start in starts], None)
 
 
 def found_masks(code, exact_numel=16):

@@ -4,7 +4,7 @@ import numpy as np
 import optax
 import pytest
 
-from jaxcomp.methods.fragments import fragments_of
+from jaxcomp.methods.local_steps import fragments_of
 
 PARAMS = {"a": np.zeros((4, 4)), "b": {"c": np.zeros(9), "d": np.zeros(6)}, "e": np.zeros(())}
 
@@ -12,12 +12,12 @@ PARAMS = {"a": np.zeros((4, 4)), "b": {"c": np.zeros(9), "d": np.zeros(6)}, "e":
 def test_parts_are_of_about_equal_sizes_and_join_to_the_whole():
     parts = fragments_of(2, PARAMS)
     assert parts.owners == (0, 1, 1, 1) and parts.names("x") == ["x_0", "x_1"]
-    first, second = parts.split(PARAMS)
+    first, second = parts.cut(PARAMS)
     assert first["b"] == {"c": optax.MaskedNode(), "d": optax.MaskedNode()}
-    joined = parts.joined([first, second])
+    joined = parts.merged([first, second])
     assert joined["b"]["d"] is PARAMS["b"]["d"] and joined["a"] is PARAMS["a"]
     nothing = {"a": None, "b": {"c": None, "d": 3}, "e": None}
-    assert parts.joined(parts.split(nothing)) == nothing
+    assert parts.merged(parts.cut(nothing)) == nothing
 
 
 def test_a_policy_numbers_the_parts():

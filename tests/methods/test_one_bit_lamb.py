@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxcomp
-from jaxcomp.methods.trust import Trust
+from jaxcomp.methods.one_bit_lamb import Trust
 from tests.helpers import replay, replicas
 from tests.helpers.replicas import everywhere, mesh_of, rows
 

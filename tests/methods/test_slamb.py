@@ -181,20 +181,6 @@ def test_momenta_are_averaged_where_the_mask_says_and_nowhere_else(pattern):
     assert set(np.unique(run.state.stale["kernel"])) == {0, 65535}
 
 
-def test_a_density_may_fall_in_a_warm_up():
-    run = Run(slamb(density=((0, 0.5), (2, 0.25), (6, 0.125))))
-    shares = []
-    for step in range(8):
-        run.step(random_tree(step, 4))
-        momentum, stale = (np.asarray(x["kernel"]) for x in (run.state.momentum, run.state.stale))
-        np.testing.assert_array_equal(np.all(momentum == momentum[:1], axis=0), stale == 0)
-        shares.append(np.mean(stale == 0))
-    assert shares == [0.5] * 2 + [0.25] * 4 + [0.125] * 2
-    rounds = {name: int(n) for name, n in run.state.rounds.items()}
-    sent = {"momentum_0": 2, "momentum_1": 4, "momentum_2": 2}
-    assert rounds == {"all": 8, **sent, "synchronize": 0}
-
-
 def test_values_on_the_mask_may_be_coded():
     code = jaxcomp.compose(jaxcomp.random_k(DENSITY), jaxcomp.quantize(8, block=32))
     run, exact = Run(slamb(b1=0.0, compressor=code, density=None)), Run(slamb(b1=0.0))

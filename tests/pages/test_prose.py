@@ -17,10 +17,7 @@ def refused(file):
 REFUSED, NAMES = refused("refused.txt"), refused("refused_names.txt")
 ROOMS = ["README.md", "CONTRIBUTING.md", "docs", "jaxcomp", "train", "benchmarks", "notebooks"]
 # Rooms whose names are under the linter, too.
-NAMED = [
-    *("jaxcomp/compressors", "jaxcomp/steps", "jaxcomp/sharded", "jaxcomp/measure"),
-    *("jaxcomp/flax.py", "jaxcomp/schedules.py", "jaxcomp/launch", "train"),
-]
+NAMED = ["jaxcomp", "train"]
 
 
 def paragraphs(text):

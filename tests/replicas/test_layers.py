@@ -27,9 +27,9 @@ def test_the_axes_of_a_layer_leave_out_the_first_of_a_stack():
 
 
 def test_a_value_per_layer_spreads_over_its_entries():
-    found = layers.spread(jnp.arange(3.0), jnp.ones((3, 4, 5))) * jnp.ones((3, 4, 5))
+    found = layers.broadcast_over(jnp.arange(3.0), jnp.ones((3, 4, 5))) * jnp.ones((3, 4, 5))
     assert [np.unique(x).tolist() for x in found] == [[0.0], [1.0], [2.0]]
-    assert layers.spread(jnp.float32(2), jnp.ones((3, 4))).shape == ()
+    assert layers.broadcast_over(jnp.float32(2), jnp.ones((3, 4))).shape == ()
 
 
 def test_rules_see_each_layer_by_its_path_and_shape():
@@ -40,7 +40,7 @@ def test_rules_see_each_layer_by_its_path_and_shape():
         return leaf.ndim
 
     keyed = jax.tree_util.tree_leaves_with_path(TREE)
-    assert [layers.of_each_layer(rule, *of) for of in keyed] == [1, 2, 2]
+    assert [layers.common_value(rule, *of) for of in keyed] == [1, 2, 2]
     assert list(seen) == [*PATHS, "head"]
     assert seen["blocks/1/bias"] == (4,) and seen["blocks/2/kernel"] == seen["head"] == (4, 5)
 
@@ -48,15 +48,15 @@ def test_rules_see_each_layer_by_its_path_and_shape():
 def test_layers_that_a_rule_treats_differently_are_told():
     (key_path, leaf), *_ = jax.tree_util.tree_leaves_with_path(TREE)
     with pytest.raises(LayersDiffer, match=r"different values: \[False, True, False\]"):
-        layers.of_each_layer(lambda path, leaf: "1" in path, key_path, leaf)
+        layers.common_value(lambda path, leaf: "1" in path, key_path, leaf)
 
 
 def test_a_function_of_a_tree_sees_layers_apart():
     many_axes = lambda tree: jax.tree.map(lambda x: x.ndim > 1, tree)
-    found = layers.of_all_layers(many_axes, TREE)
+    found = layers.common_values(many_axes, TREE)
     assert isinstance(found["blocks"], Stacked)
     assert found["blocks"].tree == {"bias": False, "kernel": True} and found["head"]
-    prefix = layers.of_all_layers(lambda tree: {"blocks": False, "head": True}, TREE)
+    prefix = layers.common_values(lambda tree: {"blocks": False, "head": True}, TREE)
     assert prefix == {"blocks": False, "head": True}
 
     def but_the_second(tree):
@@ -65,4 +65,4 @@ def test_a_function_of_a_tree_sees_layers_apart():
         return flags
 
     with pytest.raises(LayersDiffer):
-        layers.of_all_layers(but_the_second, TREE)
+        layers.common_values(but_the_second, TREE)
