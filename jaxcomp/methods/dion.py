@@ -128,7 +128,7 @@ def dion(
             if shape is None:
                 continue
             first = low_rank.drawn(key(), i, shape[1], min(rank, *shape))
-            right[i] = vary_like(low_rank.unit(first.astype(dtype))[0], leaf)
+            right[i] = vary_like(low_rank.normalized(first.astype(dtype))[0], leaf)
             residual[i] = to_varying(moments.zeros(leaf), axis_name)
         return DionState(
             count=jnp.zeros([], jnp.int32),
@@ -188,7 +188,7 @@ def dion(
 def _stepped(momentum, eps, matrix, p, r, held):
     """For a batch of momenta: the direction of the step, the next factor, and the rest."""
     left = matrix - (1 - momentum) * low_rank.product(p, low_rank.transposed(r))
-    q, length = low_rank.unit(r)
+    q, length = low_rank.normalized(r)
     # P has as many columns as the factor, whatever the rank of M: the others catch rounding errors.
     # The longest is the last of running maxima: to the check for norms of shards, one reduction of
     # a whole shard is a norm that scales it, and this only tells columns from rounding errors.

@@ -76,7 +76,7 @@ def drawn(key: Key, number: int, rows: int, columns: int) -> jax.Array:
     return uniform(fold(key, number), (rows * columns,)).reshape(rows, columns) - 0.5
 
 
-def unit(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+def normalized(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Columns of norm 1, whatever their scale, and their norms; columns of zeros stay zeros.
 
     Squares of 1e-30 or 1e30 are not float32 numbers, so that columns are scaled by their largest
@@ -106,7 +106,7 @@ def orthogonal(x: jax.Array, key: Key) -> jax.Array:
     _, rows, rank = x.shape
     eps = float(jnp.finfo(x.dtype).eps)
     noise = drawn(key, 0, rows, rank).astype(x.dtype)[None]  # columns of norm sqrt(rows / 12)
-    x = unit(x)[0] + 4 * eps * math.sqrt(12 / rows) * noise
+    x = normalized(x)[0] + 4 * eps * math.sqrt(12 / rows) * noise
     # More than the rounding errors of the products, which would make Cholesky's root NaN.
     shift = 32 * eps * math.sqrt(rank)
     shifted = 3 if rank <= 64 else 4

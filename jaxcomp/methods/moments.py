@@ -47,9 +47,10 @@ class Adam(NamedTuple):
     def root(
         self, variance: Any, weight: jax.Array, floor: float | None = None, others: Any = None
     ) -> Any:
-        """D, see `denominator`, of a variance with this weight of gradients: 1 - b2^n in Adam."""
+        """D, see `floored_root`, of a variance with this weight of gradients: 1 - b2^n in Adam."""
         floor = self.variance_floor if floor is None else floor
-        return denominator(variance, self.eps, floor, weight if self.bias_correction else 1, others)
+        weight = weight if self.bias_correction else 1
+        return floored_root(variance, self.eps, floor, weight, others)
 
     def weight(self, num_updates: jax.Array, like: Any) -> jax.Array:
         """The weight of this many gradients, at least one."""
@@ -188,7 +189,7 @@ def learned(
     return jax.tree.map(once, new)
 
 
-def root_of(adam: Adam, new: Any, old: Any, learns: jax.Array, fresh: bool) -> tuple[Any, Any]:
+def learned_root(adam: Adam, new: Any, old: Any, learns: jax.Array, fresh: bool) -> tuple[Any, Any]:
     """D in a step that may learn the variance, and which leaves have only eps: bool[] each.
 
     No leaf waits for the gradients of the others: a leaf without any gradient so far gets the mean
@@ -234,7 +235,7 @@ def mean_root(adam: Adam, state: Any, own: Any, root: Any) -> Any:
     return jax.tree.map(mean, adam.root(state.variance, state.variance_weight), root)
 
 
-def denominator(
+def floored_root(
     variance, eps: float, floor: float, weight: jax.typing.ArrayLike, others: Any = None
 ):
     """The square root of the variance, plus eps.

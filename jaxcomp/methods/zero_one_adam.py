@@ -237,7 +237,7 @@ def zero_one_adam(
         learned = state.rounds["variance"]
         variance = moments.learned(grads, bad, state.variance, keeps, learns, learning, learned)
         new, old = (variance, weight), (state.variance, state.variance_weight)
-        root, rootless = moments.root_of(adam, new, old, learns, fresh_variance)
+        root, rootless = moments.learned_root(adam, new, old, learns, fresh_variance)
         still = jax.tree.map(jnp.logical_or, bad, rootless)
         own = _own_step(adam, state, grads, still, root, axis_name)
         if sync_at is schedules.always:
