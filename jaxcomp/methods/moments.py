@@ -49,8 +49,8 @@ class Adam(NamedTuple):
     ) -> Any:
         """D, see `floored_root`, of a variance with this weight of gradients: 1 - b2^n in Adam."""
         floor = self.variance_floor if floor is None else floor
-        weight = weight if self.bias_correction else 1
-        return floored_root(variance, self.eps, floor, weight, others)
+        seen = weight if self.bias_correction else 1
+        return floored_root(variance, self.eps, floor, seen, others)
 
     def weight(self, num_updates: jax.Array, like: Any) -> jax.Array:
         """The weight of this many gradients, at least one."""
