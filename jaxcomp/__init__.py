@@ -66,12 +66,6 @@ from jaxcomp.methods.slamb import SlambState as SlambState
 from jaxcomp.methods.slamb import slamb as slamb
 from jaxcomp.methods.zero_one_adam import ZeroOneAdamState as ZeroOneAdamState
 from jaxcomp.methods.zero_one_adam import zero_one_adam as zero_one_adam
-from jaxcomp.methods.zero_one_adam_deepspeed import (
-    ZeroOneAdamDeepSpeedState as ZeroOneAdamDeepSpeedState,
-)
-from jaxcomp.methods.zero_one_adam_deepspeed import (
-    zero_one_adam_deepspeed as zero_one_adam_deepspeed,
-)
 from jaxcomp.replicas.compact import compact as compact
 from jaxcomp.replicas.kinds import leaf_kinds as leaf_kinds
 from jaxcomp.replicas.layers import per_layer as per_layer

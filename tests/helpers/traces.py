@@ -65,15 +65,15 @@ def one_bit_adam(meta: dict, trace) -> Setting:
 
 def zero_one_adam(meta: dict, trace) -> Setting:
     """DeepSpeed's ZeroOneAdam: when it exchanged what is read from the trace itself."""
-    import jaxcomp
     from tests.helpers import authors
+    from tests.helpers.zero_one_adam_deepspeed import zero_one_adam_deepspeed
 
     config = meta["config"]
     learns = jnp.asarray(trace["engine_allreduce_before__same_on_all"][1:].astype(bool))
     buffer = next(trace[key] for key in trace.files if key.startswith("u_w1"))
     meets = jnp.asarray(np.all(buffer == 0, axis=tuple(range(1, buffer.ndim)))[1:])
     rates = jnp.asarray(trace["lr"])[1:]
-    tx = jaxcomp.zero_one_adam_deepspeed(
+    tx = zero_one_adam_deepspeed(
         lambda count: rates[count],
         "replica",
         *config["betas"],

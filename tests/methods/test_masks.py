@@ -22,9 +22,6 @@ DECAYING = {
     "slamb, linear": lambda **o: jaxcomp.slamb(
         0.1, "replica", sync_every=1, rescaling="linear", **o
     ),
-    "zero_one_adam_deepspeed": lambda **o: jaxcomp.zero_one_adam_deepspeed(
-        0.1, "replica", freeze_step=2, **EXACT, **o
-    ),
 }
 
 
@@ -143,8 +140,7 @@ def test_a_learning_rate_is_injected_by_a_function_of_it_alone():
     found = train(optax.inject_hyperparams(make)(learning_rate=schedule))
     np.testing.assert_allclose(found["a"], train(make(schedule))["a"], rtol=1e-5)
     for name in DECAYING.keys() - {"slamb, linear"}:
-        options = {"freeze_step": 2} if name == "zero_one_adam_deepspeed" else {}
-        tx = optax.inject_hyperparams(getattr(jaxcomp, name))(1e-3, "replica", **options)
+        tx = optax.inject_hyperparams(getattr(jaxcomp, name))(1e-3, "replica")
         with pytest.raises(ValueError, match=f"{name} got arrays for b1, b2.*write optax.inject_"):
             train(tx)
 

@@ -29,7 +29,6 @@ METHODS = {
     "zero_one_adam": jaxcomp.zero_one_adam(
         RATE, "replica", sync_at=jaxcomp.schedules.every(2, 100, after=1)
     ),
-    "zero_one_adam_deepspeed": jaxcomp.zero_one_adam_deepspeed(RATE, "replica", freeze_step=2),
 }
 KEEPING = {
     "cocktail_sgd": jaxcomp.cocktail_sgd(optax.adam(RATE), "replica"),

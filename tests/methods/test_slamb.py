@@ -423,7 +423,6 @@ def test_the_authors_code_takes_the_same_steps(optimized):
         ({"b1": 1.0}, "slamb got b1=1.0"),
         ({"b3": 1.5}, "b3=1.5"),
         ({"density": 0.3}, "1 / density to be an integer"),
-        ({"density": ((5, 0.5), (9, 0.1))}, "densities from the steps [5, 9]"),
         ({"sync_every": 0}, "sync_every=0"),
         ({"rescaling": "cubic"}, "rescaling='cubic'"),
         ({"trust_bounds": (2.0, 1.0)}, "trust_bounds=(2.0, 1.0)"),

@@ -12,6 +12,7 @@ import jaxcomp
 from jaxcomp import schedules
 from tests.helpers import deepspeed_numpy, replay, replicas, traces
 from tests.helpers.replicas import everywhere, mesh_of, transform
+from tests.helpers.zero_one_adam_deepspeed import zero_one_adam_deepspeed
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
 TRACES = ("zero_one_adam", "zero_one_adam_variance")
@@ -43,7 +44,7 @@ def test_it_takes_the_same_steps_with_weight_decay(name, tmp_path):
 def test_decay_that_enters_the_momentum_is_multiplied(interval):
     """The page states this factor; without gradients nothing but the decay moves anything."""
     rate, decay, b1, steps = 2.0**-10, 0.125, 0.5, 48
-    tx = jaxcomp.zero_one_adam_deepspeed(
+    tx = zero_one_adam_deepspeed(
         *(rate, "replica", b1),
         eps=1.0,
         freeze_step=1,
@@ -64,7 +65,7 @@ def test_decay_that_enters_the_momentum_is_multiplied(interval):
 @pytest.mark.parametrize("bad", [np.nan, 1e20])  # the last has a square that is not finite
 @pytest.mark.parametrize("count", [0, 3])  # learning the variance together, apart
 def test_a_gradient_that_is_not_finite_is_left_out_with_its_decay(count, bad):
-    tx = jaxcomp.zero_one_adam_deepspeed(
+    tx = zero_one_adam_deepspeed(
         *(2.0**-7, "replica"),
         eps=1e-2,
         freeze_step=2,
@@ -85,7 +86,7 @@ def test_a_gradient_that_is_not_finite_is_left_out_with_its_decay(count, bad):
 
 
 def test_it_needs_a_variance_from_the_first_step_on():
-    make = functools.partial(jaxcomp.zero_one_adam_deepspeed, 0.1, "replica", freeze_step=3)
+    make = functools.partial(zero_one_adam_deepspeed, 0.1, "replica", freeze_step=3)
     params = everywhere(mesh_of(2), random_tree(0))
     for wrong in (schedules.never, schedules.every(2, 100)):
         with pytest.raises(ValueError, match="variance_at does not hold at count 0"):

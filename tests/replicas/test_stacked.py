@@ -88,9 +88,6 @@ METHODS = {
         variance_at=schedules.until(2),
         variance_floor=0.1,
     ),
-    "zero_one_adam_deepspeed": lambda: jaxcomp.zero_one_adam_deepspeed(
-        *(1e-2, "replica"), eps=1e-2, freeze_step=2, sync_at=EVERY_3, weight_decay=0.01
-    ),
     "slamb": lambda: jaxcomp.slamb(
         1e-2, "replica", density=0.25, sync_every=4, exact_numel=1024, weight_decay=0.01
     ),

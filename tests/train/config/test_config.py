@@ -225,7 +225,7 @@ def test_every_method_has_a_name_in_configs():
         module = importlib.import_module(f"jaxcomp.methods.{name}")
         if hasattr(module, name):
             methods[name] = getattr(module, name)
-    assert {"slamb", "zero_one_adam_deepspeed"} <= set(methods)
+    assert {"slamb", "zero_one_adam"} <= set(methods)
     for name, method in methods.items():
         for text in (name, f"jaxcomp.{name}"):
             assert expression.evaluate(text, {}) is method

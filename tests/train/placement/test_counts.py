@@ -33,9 +33,6 @@ def zero_one_adam():
     "make",
     [
         zero_one_adam,
-        lambda: jaxcomp.zero_one_adam_deepspeed(
-            1e-2, AXIS, freeze_step=6, sync_at=schedules.every(4, 40, after=9)
-        ),
         lambda: jaxcomp.one_bit_adam(1e-2, AXIS, freeze_step=7),
         lambda: jaxcomp.one_bit_lamb(1e-2, AXIS, freeze_step=7),
         lambda: jaxcomp.slamb(1e-2, AXIS, sync_every=6, exact_numel=9),
@@ -43,7 +40,7 @@ def zero_one_adam():
             jaxcomp.cocktail_sgd(optax.sgd(1e-2), AXIS, warmup_steps=3, sync_every=4)
         ),
     ],
-    ids=["zero_one_adam", "deepspeed", "one_bit_adam", "one_bit_lamb", "slamb", "cocktail_sgd"],
+    ids=["zero_one_adam", "one_bit_adam", "one_bit_lamb", "slamb", "cocktail_sgd"],
 )
 def test_the_plan_is_what_the_run_then_counts(make):
     mesh = mesh_of(2)
