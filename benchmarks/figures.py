@@ -124,7 +124,7 @@ def draw(summaries: list[Summary], path: pathlib.Path, shown: Sequence[str] = SH
     highest = max(point[1] for s in summaries for curve in s.curves for point in curve if point[0])
     by_step.set_ylim(min(losses) - 0.05, min(min(losses) + 1.2, highest + 0.05))
     by_step.set_xlabel("optimizer steps")
-    by_step.set_ylabel("validation loss (nats per byte)")
+    by_step.set_ylabel("validation loss (nats)")
     by_bytes.set_xlabel("sent by one replica (logarithmic)")
     label_log(by_bytes, "x", np.concatenate(sent), EngFormatter("B"))
     for axes in (by_step, by_bytes):

@@ -72,7 +72,8 @@ def _mean(losses: list[float | None]) -> str:
 
 NAMES = (
     *("4 bits", "CocktailSGD, no delay, 88x", "0/1 Adam"),
-    *("DiLoCo, 4 bits", "DiLoCo, 4 bits, every 32nd", "MuLoCo"),
+    *("CocktailSGD, no delay, 88x, rare rows", "DiLoCo, 4 bits"),
+    *("DiLoCo, 4 bits, every 32nd", "MuLoCo"),
 )
 
 
