@@ -93,10 +93,13 @@ def test_it_learns_as_by_dense_training_and_sends_codes_alone(method):
     model = GPT(nnx.Rngs(0))
     params = nnx.as_pure(nnx.state(model, nnx.Param))
     specs = jax.tree_util.tree_map_with_path(spec, params)
-    tx = jaxcomp.flax.on_mesh(EVERY_METHOD[method](1e-2), mesh, "replica", param_specs=specs)
+    steps = range(40 * PATIENCE.get(method, 1))
+    # In longer runs the rate falls: LAMB's steps would stay so long that single batches end far
+    # above the others.
+    rate = optax.linear_schedule(1e-2, 0.0, len(steps)) if method in PATIENCE else 1e-2
+    tx = jaxcomp.flax.on_mesh(EVERY_METHOD[method](rate), mesh, "replica", param_specs=specs)
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
     step = jaxcomp.flax.train_step(loss_fn, batch_specs=P(("replica", "fsdp")))
-    steps = range(40 * PATIENCE.get(method, 1))
     losses = [step(model, optimizer, batch_of(i))["loss"].mean() for i in steps]
     assert np.mean(losses[-5:]) < np.mean(dense(40)[-5:]) + 0.05 < 0.3 * losses[0]
     assert model.blocks[0].up.kernel[...].sharding.spec == P("fsdp", "tensor")
