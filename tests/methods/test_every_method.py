@@ -191,9 +191,9 @@ def test_float32_parameters_train_alike_where_64_bits_are_enabled(method):
         *map(jax.tree.leaves, (params[2], run(method).params[2])), strict=True
     ):
         assert found.dtype == np.float32
-        # optax's Adam corrects its bias in float64 here: a rounding may turn a code, by a step.
+        # optax's Adam corrects its bias in float64 here: a rounding may turn a code, by one step.
         apart = np.abs(np.asarray(found) - np.asarray(wanted))
-        assert np.quantile(apart, 0.9) < 1e-4 and apart.max() < 2e-2
+        assert np.quantile(apart, 0.9) < 1e-4 and apart.max() < 1.01e-2
 
 
 def owed(state):
