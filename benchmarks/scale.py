@@ -31,6 +31,7 @@ import optax
 
 import jaxcomp
 from benchmarks import rows as rows_file
+from benchmarks import scale_sizes
 from benchmarks.methods import Method
 from benchmarks.scale_sizes import METHODS, SIZES, baseline_of, by_recipe, config_of, data_of
 from jaxcomp.launch.exits import clean_exits
@@ -138,7 +139,7 @@ def simulated(config: Config, text: Examples) -> Loop:
     held_out = np.stack([text.validation(number, slice(None)) for number in numbers])
 
     def start():
-        params = jax.jit(lambda: build.random_params(config))()
+        params = first_params(config)
         return params, init(params)
 
     def advance(params, state, batches):
@@ -154,6 +155,24 @@ def simulated(config: Config, text: Examples) -> Loop:
     return Loop(start, jax.jit(advance, donate_argnums=(0, 1)), loss)
 
 
+def first_params(config: Config) -> Any:
+    """What a run starts from: random parameters, or the last of the run before, made once."""
+    random, before = jax.jit(lambda: build.random_params(config))(), SIZES[config.name].before
+    if before is None:
+        return random
+    leaves, tree = jax.tree.flatten(random)
+    file = scale_sizes.TEXT / f"{before.task}_{before.steps}.npz"
+    if not file.is_file():
+        dense = by_recipe(METHODS["dense Adam"], before.task)
+        earlier = config_of(before.task, dense, TRIAL_SEED, before.steps, before.rate)
+        params, _ = train(earlier, examples.read(earlier))
+        with open(unfinished := file.with_suffix(".unfinished"), "wb") as opened:
+            np.savez(opened, *jax.tree.leaves(params))
+        unfinished.rename(file)
+    with np.load(file) as arrays:
+        return tree.unflatten([jnp.asarray(arrays[f"arr_{n}"]) for n in range(len(leaves))])
+
+
 def on_mesh(task: Task) -> Loop:
     """The loop of a mesh, for sharded parameters: `simulated_train_step` does not shard them."""
     place = build.batch_of(task.config, task.mesh).sharding
@@ -164,7 +183,7 @@ def on_mesh(task: Task) -> Loop:
         return params, state
 
     loss = lambda *given: task.evaluate(task.deployed(*given)[0])["loss"]
-    return Loop(task.init, advance, loss)
+    return Loop(lambda: task.init(first_params(task.config)), advance, loss)
 
 
 def train(config: Config, text: Examples, until: float = math.inf) -> tuple[Any, list[list[float]]]:

@@ -73,16 +73,19 @@ def baseline_of(method: methods.Method) -> str:
 
 END = "<|endoftext|>"
 TEXT = pathlib.Path("runs/scale")
-PACKAGES = (
-    *("matplotlib", "fonttools", "optax", "orbax-checkpoint", "tyro", "rich", "pygments"),
-    *("treescope", "etils", "simplejson", "pillow"),
-    *("pandas", "pyarrow", "datasets", "huggingface_hub", "fsspec"),
-)
+TEXTS = {  # folder: packages
+    "text": (
+        *("matplotlib", "fonttools", "optax", "orbax-checkpoint", "tyro", "rich", "pygments"),
+        *("treescope", "etils", "simplejson", "pillow"),
+        *("pandas", "pyarrow", "datasets", "huggingface_hub", "fsspec"),
+    ),
+    "fine_tune_text": ("mypy", "hypothesis", "pytest"),  # of the extra test
+}
 
 
-def sources() -> Iterator[tuple[str, str]]:
-    """Name and text of each Python file of the packages, as installed."""
-    for package in PACKAGES:
+def sources(name: str) -> Iterator[tuple[str, str]]:
+    """Name and text of each Python file of a text's packages, as installed."""
+    for package in TEXTS[name]:
         files = importlib.metadata.distribution(package).files or ()
         for file in sorted(file for file in files if file.suffix == ".py"):
             try:
@@ -109,31 +112,40 @@ def write_tokenizer(folder: pathlib.Path, texts: Iterator[str], vocab: int) -> N
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": END}) + "\n")
 
 
-def packages(vocab: int, batch: int, folder: pathlib.Path) -> Data:
-    """Writes the text, a tokenizer of `vocab` tokens, and the text's tokens, each once.
+def packages(name: str, vocab: int, batch: int, folder: pathlib.Path) -> Data:
+    """Writes a text, a tokenizer of `vocab` tokens, and the text's tokens, each once.
 
     Args:
-      vocab: Tokens of the byte-pair code, which is trained on the text.
+      name: A key of `TEXTS`.
+      vocab: Tokens of the byte-pair code, which is trained on the first of `TEXTS`.
       batch: Sequences of a step.
       folder: Where text, tokenizers and tokens are kept.
 
     Returns:
       The `data` of a config; `train` reads it.
     """
-    text, tokenizer = folder / "text", folder / f"tokenizer_{vocab}"
+    text, tokenizer = folder / name, folder / f"tokenizer_{vocab}"
     if not text.is_dir():
-        unfinished = folder / "text.unfinished"
-        for name, content in sources():
-            file = unfinished / name
+        unfinished = folder / f"{name}.unfinished"
+        for path, content in sources(name):
+            file = unfinished / path
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(content)
         unfinished.rename(text)
     if not (tokenizer / "tokenizer_config.json").is_file():
-        write_tokenizer(tokenizer, (content for _, content in sources()), vocab)
+        write_tokenizer(tokenizer, (content for _, content in sources("text")), vocab)
     cache = folder / "tokens"
     made = Data(path=str(text), tokenizer=str(tokenizer), cache=str(cache), batch=batch)
     token_files.prepare(made, cache, vocab)
     return made
+
+
+class Before(NamedTuple):
+    """A run of dense Adam on another task, whose last parameters a run starts from."""
+
+    task: str
+    steps: int
+    rate: float
 
 
 class Size(NamedTuple):
@@ -146,6 +158,8 @@ class Size(NamedTuple):
       eval_batches: Batches of one evaluation.
       centres: The middle of trials of rates, by dense baseline; none: rates are not tuned so.
       recipe: What the methods' inner optimizers become, see `by_recipe`.
+      text: A key of `TEXTS`.
+      before: What a run starts from; none: from random parameters.
     """
 
     model: DecoderConfig
@@ -154,6 +168,8 @@ class Size(NamedTuple):
     eval_batches: int
     centres: dict[str, float] = {}
     recipe: dict[str, str] = {}
+    text: str = "text"
+    before: Before | None = None
 
 
 def _centres(adam: float, muon: float) -> dict[str, float]:
@@ -174,16 +190,18 @@ RECIPE = {
     r"^(?:zero_one_adam|one_bit_adam|slamb|dion|demo|muloco)\(.*$": rf"chain({CLIP}, \g<0>)",
     "freeze_step=1200": "freeze_step=warmup_steps",
 }
+MICRO = DecoderConfig(layers=2, width=96, heads=3, context=32, vocab=8192)
 LARGE = {"heads": 12, "context": 512, "dtype": "bfloat16"}
 
 SIZES = {
     # Nano's bytes and steps, with a smaller model and many more steps.
     "pico": Size(DecoderConfig(layers=2, width=64, heads=2, context=64), 8000, 32, 64),
-    "micro": Size(
-        DecoderConfig(layers=2, width=96, heads=3, context=32, vocab=8192),
-        *(2000, 16, 64),
-        _centres(adam=2e-3, muon=8e-3),
-        RECIPE,
+    "micro": Size(MICRO, 2000, 16, 64, _centres(adam=2e-3, muon=8e-3), RECIPE),
+    # A model that has stopped to learn goes on with the source of other packages.
+    "micro_fine_tune": Size(
+        *(MICRO, 1000, 16, 64, _centres(adam=5e-4, muon=2e-3), RECIPE),
+        text="fine_tune_text",
+        before=Before("micro", steps=8000, rate=2e-3),
     ),
     "34m": Size(
         DecoderConfig(layers=8, width=512, vocab=16384, **(LARGE | {"heads": 8})),
@@ -205,7 +223,7 @@ def data_of(size: Size) -> Data:
     """Nano's text in bytes, or sources of packages in the model's number of tokens."""
     if size.model.vocab == 256:
         return dataclasses.replace(nano_dense.get_config().data, batch=size.batch)
-    return packages(size.model.vocab, size.batch, TEXT)
+    return packages(size.text, size.model.vocab, size.batch, TEXT)
 
 
 def by_recipe(method: methods.Method, name: str) -> methods.Method:

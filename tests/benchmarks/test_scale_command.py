@@ -21,7 +21,7 @@ TOY = scale_sizes.Size(
 @pytest.fixture
 def command(tmp_path, monkeypatch):
     """The command's rows, and those of trials, after it ran with some arguments."""
-    monkeypatch.setattr(scale_sizes, "PACKAGES", ("simplejson",))
+    monkeypatch.setitem(scale_sizes.TEXTS, "text", ("simplejson",))
     monkeypatch.setattr(scale_sizes, "TEXT", tmp_path / "text")
     monkeypatch.setitem(scale_sizes.SIZES, "toy", TOY)
 
@@ -57,6 +57,29 @@ def test_trials_then_rows_and_nothing_twice(command, monkeypatch):
 
     monkeypatch.setattr(scale, "train", lambda *_: pytest.fail("trained again"))
     assert command("--seeds", "1", "2")[0] == rows
+
+
+def test_fine_tuning_goes_on_from_a_dense_run_that_is_made_once(command, monkeypatch):
+    monkeypatch.setitem(scale_sizes.TEXTS, "other", ("fsspec",))
+    before = scale_sizes.Before("toy", STEPS, 0.02)
+    monkeypatch.setitem(scale_sizes.SIZES, "tuned", TOY._replace(text="other", before=before))
+    arguments = ("--size", "tuned", "--rate", "1e-6", "--steps", "10")
+    rows, _ = command(*arguments, "--seeds", "1")
+    config = scale_sizes.config_of("tuned", METHODS[METHOD], 1, 10)
+    random = scale.build.random_params(config)
+    loop = scale.simulated(config, scale.examples.read(config))
+    untrained = loop.loss(random, loop.start()[1])
+    assert rows[0]["curve"][0][1] < untrained - 0.1  # at a rate that moves nothing
+
+    again = scale.train
+    monkeypatch.setattr(
+        scale,
+        "train",
+        lambda config, *_: (
+            again(config, *_) if config.name == "tuned" else pytest.fail("trained again")
+        ),
+    )
+    assert command(*arguments, "--seeds", "2")[0][1]["seed"] == 2
 
 
 def test_a_run_cut_short_is_made_again(command):
