@@ -1,16 +1,27 @@
-"""Rows of the results' files as Markdown tables, for the pages of docs/.
+"""Rows of the results' files as Markdown tables, in the README and in the pages of docs/.
 
     python -m benchmarks.tables
 
-prints the README's, which its tests compare with the page.
+writes each table again, between the two comments that stand around it on its page:
+
+    <!-- table: convergence
+    :task: nano
+    0/1 Adam*
+    dense Adam
+    -->
+    <!-- end of table -->
+
+The first word is a key of `TABLES`. `:task:` and `:steps:` choose rows of convergence. The other
+lines are patterns of methods' names; of none, all rows.
 """
 
 import fnmatch
 import json
 import pathlib
+import re
 import statistics
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any
 
 from benchmarks import (
     accelerators_tables,
@@ -46,9 +57,42 @@ def table(name: str, patterns: list[str], task: str = "nano", steps: int = 1000)
     return text or f"Not measured yet: `benchmarks/results/{path_of(name).name}` has no such row."
 
 
+def pages() -> list[pathlib.Path]:
+    """The README, and the pages of docs/."""
+    root = RESULTS.parent.parent
+    docs = [page for page in sorted((root / "docs").rglob("*.md")) if "_build" not in page.parts]
+    return [root / "README.md", *docs]
+
+
+def filled(page: str) -> str:
+    """A page's text, with what its results' files now say in each of its tables."""
+    return _MARKED.sub(_fill, page)
+
+
+_MARKED = re.compile(r"(<!-- table: (\w+)(.*?)-->\n).*?(<!-- end of table -->)", re.DOTALL)
+
+
+def _fill(marked: re.Match) -> str:
+    head, name, asked, end = marked.groups()
+    lines = [line for line in asked.splitlines() if line.strip()]
+    options: dict[str, Any] = dict(re.findall(r"^:(\w+): (.*)$", asked, re.MULTILINE))
+    if "steps" in options:
+        options["steps"] = int(options["steps"])
+    text = table(name, [line for line in lines if line[0] != ":"], **options)
+    return f"{head}\n{text}\n\n{end}"
+
+
 def path_of(name: str) -> pathlib.Path:
     """The file of a table's rows."""
-    return RESULTS / f"{name.removesuffix('_targets').removesuffix('_measured')}.json"
+    return RESULTS / f"{_FILES.get(name, name)}.json"
+
+
+# The files of tables that are not the only one of theirs.
+_FILES = {
+    "accelerators_targets": "accelerators",
+    "accelerators_measured": "accelerators",
+    "readme": "micro",
+}
 
 
 def _first(patterns: list[str], name: str) -> int | None:
@@ -110,71 +154,34 @@ def _columns(rows: list[dict], cells: dict[str, Callable[[dict], str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-class Wanted(NamedTuple):
-    """A row of the README's table: what you want, what to take, and the source of its figures."""
-
-    want: str
-    take: str
-    file: str  # of the results
-    task: str
-    steps: int
-    method: str
-    beside: str = "dense Adam"  # dense training with the same inner optimizer
-
-
-README = (
-    Wanted(
-        "the loss of dense training, one line changed",
-        "[`compressed_mean(quantize(8))`](docs/methods/compressed_mean.md)",
-        *("convergence", "nano", 1000, "8-bit Adam"),
+# The README's rows: a method of `micro.json`, and its call as a reader may write it.
+README = {
+    "4 bits": ('compressed_mean(quantize(4), "replica")', "compressed_mean"),
+    "0/1 Adam": (
+        'zero_one_adam(rate, "replica", sync_at=schedules.halving(rate, 2000, after=200), '
+        "warmup_steps=200, variance_compressor=quantize(8))",
+        "zero_one_adam",
     ),
-    Wanted(
-        "the same with fewer bytes and less memory",
-        "[`sharded_optimizer`](docs/methods/sharded_optimizer.md), 4 bits",
-        *("convergence", "nano", 1000, "sharded Adam, G4D4"),
+    "CocktailSGD, no delay, 88x, rare rows": (
+        'cocktail_sgd(rare_rows(adamw(rate), "replica"), "replica", delayed=False)',
+        "cocktail_sgd",
     ),
-    Wanted(
-        "pre-training with Adam, DeepSpeed's way",
-        "[`zero_one_adam`](docs/methods/zero_one_adam.md)",
-        *("convergence", "nano_bert", 3000, "0/1 Adam, warm-up, kappa 256"),
-    ),
-    Wanted(
-        "fine-tuning over 100 Mbit/s",
-        "[`cocktail_sgd`](docs/methods/cocktail_sgd.md), signs of an eighth",
-        *("convergence", "nano_fine_tune", 3000, "CocktailSGD, signs of an eighth"),
-    ),
-    Wanted(
-        "many thousand steps, an exchange every 16th",
-        "[`local_steps`](docs/methods/local_steps.md), Muon inside, 2 bits",
-        *("pico", "pico", 8000, "DiLoCo, Muon, 2 bits", "dense Muon"),
-    ),
-    Wanted(
-        "the least bytes, an exchange every 106th step",
-        "[`local_steps`](docs/methods/local_steps.md), Muon inside, 2 bits",
-        *("pico", "pico", 8000, "DiLoCo, Muon, 2 bits, every 106th", "dense Muon"),
-    ),
-    Wanted(
-        "large batches with LAMB",
-        "[`slamb`](docs/methods/slamb.md)",
-        *("convergence", "digits", 400, "SLAMB", "LAMB"),
-    ),
-)
+    "MuLoCo": ('muloco(rate, "replica")', "local_steps"),
+}
 
 
-def readme() -> str:
-    """The rows as Markdown: bytes saved and mean loss, each against its dense baseline."""
-    lines = ["| you want | take | fewer bytes | loss (dense) | seeds |", "|---|---|---|---|---|"]
-    for row in README:
-        summaries = figures.summarize(
-            rows_file.read(RESULTS / f"{row.file}.json"), row.task, row.steps
-        )
-        found = {summary.method: summary for summary in summaries}
-        dense, own = found[row.beside], found[row.method]
+def _readme(rows, task, steps) -> str:
+    """The rows of `README`: bytes saved and mean loss, each beside its own dense baseline."""
+    found = {summary.method: summary for summary in figures.summarize(rows, "micro", 2000)}
+    baseline = {row["method"]: row["baseline"] for row in rows}
+    lines = ["| call | fewer bytes | loss | dense | seeds |", "|---|---|---|---|---|"]
+    for method, (call, page) in README.items():
+        own, dense = found[method], found[baseline[method]]
         fewer = dense.sent_bytes_per_step / own.sent_bytes_per_step
-        mean = lambda summary: f"{statistics.fmean(summary.losses):#.3g}"
-        loss = f"{mean(own)} ({mean(dense)})"
-        factor = f"{fewer:.3g}" if fewer < 1000 else f"{fewer:,.0f}"
-        lines.append(f"| {row.want} | {row.take} | {factor}x | {loss} | {len(own.losses)} |")
+        loss, beside = (f"{statistics.fmean(summary.losses):.2f}" for summary in (own, dense))
+        link = f"[`{call}`](docs/methods/{page}.md)"
+        beside += f", {dense.method.removeprefix('dense ')}"
+        lines.append(f"| {link} | {fewer:.3g}x | {loss} | {beside} | {len(own.losses)} |")
     return "\n".join(lines)
 
 
@@ -182,6 +189,7 @@ TABLES: dict[str, Callable[[list[dict], str, int], str]] = {
     "convergence": _convergence,
     "pico": _convergence,
     "micro": scale_figure.table,
+    "readme": _readme,
     "34m_linux": scale_figure.table,
     "slow_network": lambda rows, task, steps: slow_network_figure.table(rows),
     "slow_network_devices": _devices,
@@ -200,4 +208,8 @@ TABLES: dict[str, Callable[[list[dict], str, int], str]] = {
 
 
 if __name__ == "__main__":
-    print(readme())
+    for page in pages():
+        old = page.read_text()
+        if (new := filled(old)) != old:
+            page.write_text(new)
+            print(f"wrote the tables of {page}")

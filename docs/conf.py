@@ -9,7 +9,7 @@ import sys
 import jax
 
 DOCS = pathlib.Path(__file__).parent
-sys.path[:0] = [str(DOCS), str(DOCS.parent)]
+sys.path.insert(0, str(DOCS.parent))
 
 # Sphinx reads nothing outside of its folder; a copy is as old as the notebook.
 for notebook in (DOCS.parent / "notebooks").glob("*.ipynb"):
@@ -17,7 +17,7 @@ for notebook in (DOCS.parent / "notebooks").glob("*.ipynb"):
 
 project = "jaxcomp"
 author = copyright = "the jaxcomp authors"
-extensions = ["sphinx.ext.autodoc", "sphinx.ext.napoleon", "myst_nb", "sphinx_design", "measured"]
+extensions = ["sphinx.ext.autodoc", "sphinx.ext.napoleon", "myst_nb", "sphinx_design"]
 exclude_patterns = ["_build"]
 
 html_theme = "sphinx_book_theme"

@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import figures, tables
+from benchmarks import figures, rows, slow_network_figure, tables, worker
 from tests.helpers.snippets import ROOT, Snippet, run
 
+MICRO = rows.RESULTS / "micro.json"
 README = (ROOT / "README.md").read_text()
 
 
@@ -35,15 +36,39 @@ def test_the_loop_trains_as_it_was_and_as_the_readme_changes_it():
     assert not names["metrics"]["skipped"]
 
 
-def test_the_readme_is_short_and_its_table_is_that_of_the_results():
+def test_the_readme_is_short():
     assert len(README.splitlines()) <= 120 and len(README.split()) <= 900
-    # Else run python -m benchmarks.tables, which prints it.
-    assert tables.readme() in README
+
+
+def test_the_headline_is_that_of_the_call_in_the_snippet():
+    call = "compressed_mean(jaxcomp.quantize(4)"
+    (diff,) = re.findall(r"```diff\n(.*?)```", README, re.DOTALL)
+    assert f"+tx = optax.chain(jaxcomp.{call}" in diff
+    assert worker.METHODS["4 bits"].update.startswith("chain(compressed_mean(quantize(4), ")
+    times = slow_network_figure.by_method(rows.read(rows.RESULTS / "slow_network.json"))
+    own, dense = (
+        f"{slow_network_figure.seconds(times[name]['100mbit']):.1f} s"
+        for name in ("4 bits", "dense float32")
+    )
+    assert f"at 4 bits, takes {own}; a dense float32 step takes {dense}." in README
+    losses = {s.method: s for s in figures.summarize(rows.read(MICRO), "micro", 2000)}
+    reached = {f"{figures.mean(losses[name]):.2f}" for name in ("4 bits", "dense Adam")}
+    assert len(reached) == 1 and f"loss of {reached.pop()} nats" in " ".join(README.split())
+
+
+@pytest.mark.parametrize("method", tables.README)
+def test_each_call_of_the_readme_is_that_of_its_row(method):
+    call, _ = tables.README[method]
+    (made,) = {row["update"] for row in rows.read(MICRO) if row["method"] == method}
+    words = set(re.findall(r"[a-z_]{2,}", call)) - {"rate", "replica"}
+    assert words and words <= set(re.findall(r"[a-z_]{2,}", made)), made
 
 
 @pytest.mark.parametrize("narrow", [False, True])
 def test_the_picture_of_the_readme_is_drawn_of_six_methods_at_most(narrow, tmp_path):
-    assert len(figures.OVERVIEW_TIMES.keys() | figures.OVERVIEW_LOSSES.keys()) <= 6
+    assert max(map(len, (figures.OVERVIEW_TIMES, figures.OVERVIEW_LOSSES))) <= 6
+    both = zip(figures.OVERVIEW_TIMES, figures.OVERVIEW_LOSSES, strict=False)  # of one colour
+    assert all(loss.startswith(time.partition(",")[0]) for time, loss in both)
     figures.draw_overview(tmp_path / "a.png", narrow)
     assert (tmp_path / "a.png").stat().st_size > 10_000
 
