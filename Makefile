@@ -62,7 +62,7 @@ $(VENV)/train.installed: pyproject.toml requirements.txt | $(VENV)/bin/python
 	touch $@
 
 $(VENV)/test.installed: pyproject.toml requirements.txt | $(VENV)/bin/python
-	$(BIN)/python -m pip install -q -c requirements.txt -e '.[train,huggingface,images,tensorboard,accelerators,test]'
+	$(BIN)/python -m pip install -q -c requirements.txt -e '.[train,islands,huggingface,images,tensorboard,accelerators,test]'
 	touch $@ $(VENV)/train.installed
 
 $(VENV)/docs.installed: pyproject.toml requirements.txt | $(VENV)/bin/python

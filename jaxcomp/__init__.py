@@ -5,6 +5,7 @@ Optax transformations with their own collectives, which send a few percent of th
 
 import importlib.metadata as _metadata
 
+from jaxcomp import islands as islands
 from jaxcomp import schedules as schedules
 from jaxcomp.compressors.base import Compressor as Compressor
 from jaxcomp.compressors.base import Key as Key

@@ -11,6 +11,7 @@ import pytest
 ROOT = pathlib.Path(__file__).parents[1]
 ROOMS = ["compressors", "replicas", "exchange", "methods", "steps", "sharded", "measure"]
 BESIDE = "launch"  # a room that is tied to no other
+ON_TOP = "islands"  # a room that no other imports, with names of its own
 # The rooms and single modules of the trainer, from the ground up: readers and models know no
 # config, checkpoints no run; programs are on top.
 FLOORS = ["checks", "output", "data", "models", "huggingface", "config", "placement", "checkpoints"]
@@ -35,6 +36,9 @@ ELSEWHERE = {
     "replicas/fast.py": "steps/test_fast.py",  # the step that is made of it
     "replicas/shards.py": QSDP,
     "flax.py": "users/test_nnx.py",  # whole programs
+    "islands/courier.py": "islands/test_island.py",  # its thread
+    "islands/programs.py": "islands/test_island.py",  # its arithmetic
+    "islands/runs.py": "islands/test_island.py",  # what islands share
     "launch/__main__.py": "launch/test_launch.py",
     "launch/aborts.py": "launch/test_watchdog.py",  # what a watchdog says in an abort
     "launch/addresses.py": "launch/test_distributed.py",
@@ -71,6 +75,8 @@ ELSEWHERE = {
 def place(parts):
     """How high a module is: its room's number; `flax` lies on all of them, `schedules` below."""
     name = parts[0].removesuffix(".py")
+    if name == ON_TOP:
+        return ROOMS.index("methods") + 0.5
     return [*ROOMS, "flax"].index(name) if name in [*ROOMS, "flax"] else -1
 
 
@@ -98,7 +104,7 @@ def imported(path, package="jaxcomp"):
 
 def test_the_rooms_are_those_of_the_architecture():
     folders = {path.parent.name for path in (ROOT / "jaxcomp").rglob("__init__.py")}
-    assert folders == {"jaxcomp", *ROOMS, BESIDE}
+    assert folders == {"jaxcomp", *ROOMS, BESIDE, ON_TOP}
 
 
 @pytest.mark.parametrize("path", MODULES, ids=str)
@@ -129,6 +135,11 @@ def test_the_launcher_and_the_other_rooms_do_not_import_each_other(path):
     needed = {name.partition(".")[0] for name in named(path)}
     assert not is_inside or needed <= {*sys.stdlib_module_names, "jaxcomp", "jax", "numpy", "tqdm"}
     assert "train" not in needed
+
+
+@pytest.mark.parametrize("path", MODULES, ids=str)
+def test_no_room_imports_the_islands(path):
+    assert path.parts[0] == ON_TOP or ON_TOP not in {parts[0] for parts in imported(path)}
 
 
 @pytest.mark.parametrize("folder", ["jaxcomp", "train", "benchmarks"])

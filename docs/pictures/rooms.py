@@ -12,6 +12,7 @@ PLACES = {
     "measure": (2, 0),
     "sharded": (1, 0),
     "steps": (0, 1),
+    "islands": (2, 1),
     "methods": (1, 2),
     "exchange": (1, 3),
     "replicas": (0, 4),

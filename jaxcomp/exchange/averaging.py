@@ -276,7 +276,8 @@ def _zeros(shape, dtype, label: Label, axis_name: str) -> jax.Array:
 
 def _exchange_of(bucket: buckets.Bucket, transport: Transport, code=None) -> wire.Exchange:
     """Linear codes are summed on the wire."""
-    return wire.summed if _code(bucket, code).linear else transport.exchange
+    exchange = transport.exchange
+    return wire.summed if exchange.sums_linear and _code(bucket, code).linear else exchange
 
 
 def _code(bucket: buckets.Bucket, code: Compressor | None = None) -> Compressor:

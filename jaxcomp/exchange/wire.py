@@ -43,10 +43,12 @@ class Exchange(NamedTuple):
         which returns a `Mean`.
       owns_chunks: Whether each replica encodes a chunk for the others, and keeps an owner's
         residual of numel / R elements. Otherwise that residual is None.
+      sums_linear: Whether linear codes are summed on the wire instead.
     """
 
     journey: Callable[[jax.Array, jax.Array | None, Compressor, Key, str], Journey]
     owns_chunks: bool
+    sums_linear: bool = True
 
     def mean(self, *args) -> Mean:
         """The `Mean` of one bucket; arguments as of `journey`."""

@@ -205,19 +205,8 @@ def local_steps(
         """The change of the consensus, the drifts after it, and the outer states."""
 
         def merging(param, drift, mean, outer_state):
-            wide = jax.tree.map(moments.to_moment_dtype, param)
-            gradient = jax.tree.map(jnp.negative, mean)
             with averaging.named("" if averages else "synchronize"):
-                change, outer_state = outer.update(gradient, outer_state, wide)
-            change = jax.tree.map(lambda c, w: c.astype(w.dtype), change, wide)
-
-            def left(param, drift, change):
-                own = keep * (drift - change) if keep else zeros_of(drift)
-                if param.dtype == change.dtype:
-                    return own
-                return own + averaging.rounded_off(param, change)
-
-            return change, jax.tree.map(left, param, drift, change), outer_state
+                return outer_step(outer, keep, param, drift, mean, outer_state)
 
         def waiting(param, drift, mean, outer_state):
             like = jax.eval_shape(merging, param, drift, mean, outer_state)
@@ -275,6 +264,38 @@ def local_steps(
         )
 
     return method(name, axis_name, init_fn, update_fn)
+
+
+def outer_step(
+    outer: optax.GradientTransformation,
+    keep: float,
+    params: Any,
+    drift: Any,
+    mean: Any,
+    state: Any,
+) -> tuple[Any, Any, Any]:
+    """The step of all replicas along their mean drift, which `jaxcomp.islands` takes too.
+
+    Args:
+      outer: The outer optimizer; its gradient is minus the mean.
+      keep: Share of its own difference that a replica keeps.
+      params: The consensus.
+      drift: What this replica has moved from it.
+      mean: The mean drift.
+      state: Of the optimizer.
+
+    Returns:
+      The change of the consensus, the drift after it, and the optimizer's state.
+    """
+    wide, gradient = jax.tree.map(moments.to_moment_dtype, params), jax.tree.map(jnp.negative, mean)
+    change, state = outer.update(gradient, state, wide)
+    change = jax.tree.map(lambda c, w: c.astype(w.dtype), change, wide)
+
+    def left(param, drift, change):
+        own = keep * (drift - change) if keep else zeros_of(drift)
+        return own if param.dtype == change.dtype else own + averaging.rounded_off(param, change)
+
+    return change, jax.tree.map(left, params, drift, change), state
 
 
 def _check(name, every, error_decay, fragments, delay, keep):

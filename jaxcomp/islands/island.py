@@ -1,0 +1,453 @@
+"""An island: one JAX program that trains alone, and meets others in a bucket."""
+
+import time
+import zlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding
+
+from jaxcomp.compressors.base import Compressor
+from jaxcomp.compressors.policies import Policy
+from jaxcomp.compressors.quantize import quantize
+from jaxcomp.exchange import wire
+from jaxcomp.islands import envelopes, runs, store
+from jaxcomp.islands.courier import Courier, Decided, Post
+from jaxcomp.islands.programs import checksum, programs_of
+from jaxcomp.methods.common import require
+from jaxcomp.methods.local_steps import Fragments, fragments_of
+from jaxcomp.methods.moments import to_moment_dtype
+
+_FOUR_BITS = quantize(4)
+_CALL = 'join("file:///shared/run", params, name="garage-1", every=100)'
+
+
+class Seconds(NamedTuple):
+    """An interval by this island's own clock: `every=Seconds(60)`."""
+
+    number: float
+
+
+class Tokens(NamedTuple):
+    """An interval by the tokens that `island.step(params, tokens=...)` names."""
+
+    number: float
+
+
+class Round(NamedTuple):
+    """What a round has brought."""
+
+    number: int
+    members: tuple[str, ...]  # whose differences count
+    left_out: dict[str, str]  # whose do not, and why
+    counted: bool  # whether this island's does
+
+
+class _Pending(NamedTuple):
+    round: int
+    step: int
+    residual: Any
+    tokens: int
+
+
+def join(
+    url: str,
+    params: Any,
+    *,
+    name: str,
+    every: int | Seconds | Tokens,
+    code: Compressor | Policy | wire.Transport = _FOUR_BITS,
+    outer: optax.GradientTransformation | None = None,
+    error_decay: float | None = None,
+    fragments: int | Callable[[str, Any], int] = 1,
+    delay: int = 0,
+    keep: float = 0.0,
+    late: str = "keep",
+    quorum: int = 1,
+    deadline: float = 60.0,
+    patience: float = 600.0,
+    snapshots: int = 10,
+    secret: str | None = None,
+    poll: float = 1.0,
+    options: dict[str, Any] | None = None,
+) -> "Island":
+    """Joins the run in a bucket or folder, or founds it: local steps of programs that come and go.
+
+    Every island trains alone, with any loop, optimizer and mesh. At the end of its interval it
+    writes its coded difference from the consensus; all read the differences of a round, and take
+    one outer step along their mean, weighted by tokens:
+
+        e_i <- error_decay e_i + x_i - params,  g = -sum_i w_i C[e_i] / sum_i w_i,
+        e_i <- e_i - C[e_i],  params <- params + outer(g),  x_i <- params.
+
+    A round is decided as soon as nobody is missing; or when the deadline of one of its islands
+    has passed, if a quorum is there. An island that missed it keeps its difference, moves along
+    with the consensus, and sends all at once for the next round.
+
+    Args:
+      url: `s3://bucket/run`, `gs://...`, `az://...`, `file:///folder/run`, or `memory://run` within
+        one process. One run has one URL.
+      params: Any pytree. Floating arrays are exchanged; other leaves stay as they are.
+      name: The name of this island, unique in the run. A process that joins by a name in use takes
+        it over, and the older one stops with an error.
+      every: Steps between rounds; or `Seconds` or `Tokens`, for islands of different speeds.
+      code: Code of the differences; or a policy `(path, leaf) -> Compressor`; or a transport:
+        `jaxcomp.gathered(code, seed=1)`, or `jaxcomp.from_senders(code)` for sparse codes.
+      outer: The outer optimizer. Default: `optax.sgd(0.7, momentum=0.9, nesterov=True)`.
+      error_decay: Decay of the residual, in (0, 1]; None for no error feedback.
+      fragments: Parts of the model that are sent in turn, one a round, `every / fragments` apart.
+      delay: Steps after a round's message until its outer step; training goes on meanwhile, and
+        waits only if the round is later.
+      keep: Share of its own difference that an island keeps at an outer step, in [0, 1).
+      late: "keep" or "drop" a difference that came too late for its round.
+      quorum: Fewest islands of a round.
+      deadline: Seconds from this island's message until it stops waiting for missing islands.
+      patience: Seconds until `step` stops waiting for a round, by a `TimeoutError`.
+      snapshots: Rounds between two snapshots of the consensus, from which others join.
+      secret: Text of 16 or more characters, the same on all islands. Objects that are not sealed
+        with it are refused.
+      poll: Most seconds between two looks at the store.
+      options: Arguments of `obstore.store.from_url`, such as `{"endpoint": "http://..."}`.
+
+    Returns:
+      The `Island`. Its `params` are the consensus: the given ones in a new run.
+
+    Raises:
+      ValueError: For arguments out of range, an unknown scheme, a store without conditional create,
+        several processes, or a URL where there is a run of another tree, code, outer optimizer,
+        quorum or secret.
+      OSError: If the store refuses or cannot be reached.
+      ModuleNotFoundError: Without `obstore`; `pip install 'jaxcomp[islands]'`.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from jaxcomp import islands
+      >>> island = islands.join("memory://docs", {"w": jnp.zeros(4)}, name="a", every=2)
+      >>> params = {"w": island.params["w"] + 1.0}  # any step of training
+      >>> params = island.step(island.step(params))
+      >>> island.last.members
+      ('a',)
+      >>> params = island.leave(params)
+
+    References:
+      A. Douillard et al., `DiLoCo <https://arxiv.org/abs/2311.08105>`_, 2023, algorithm 1; A.
+      Douillard et al., `Streaming DiLoCo <https://arxiv.org/abs/2501.18512>`_, 2025, algorithm 2.
+      Deviations: members of a round are those that came, and weigh as much as their tokens.
+    """
+    _check(every, error_decay, fragments, delay, keep, late, quorum, deadline, patience,
+           snapshots, poll)  # fmt: skip
+    transport = code if isinstance(code, wire.Transport) else wire.gathered(code)
+    known = transport.exchange in (wire.gathered, wire.from_senders)
+    needs, write = "gathered or from_senders", "jaxcomp.gathered(jaxcomp.quantize(4))"
+    require(known, "islands.join", needs, write, code=code)
+    outer = outer or optax.sgd(0.7, momentum=0.9, nesterov=True)
+    room = runs.Room(store.opened(url, options), envelopes.key_of(secret))
+    tree = _Tree(params)
+    given = tree.floats(params)
+    parts = fragments_of(fragments, given)
+    consensus = parts.cut(jax.tree.map(to_moment_dtype, given))
+    outer_states = [outer.init(part) for part in consensus]
+    arrays = jax.tree.leaves((consensus, outer_states))
+    shared = {"fragments": list(parts.owners), "quorum": quorum, "snapshots": snapshots}
+    facts = runs.facts_of(given, transport, outer, **shared)
+    meta = runs.founded(room, facts, given, lambda: runs.photographed(0, [], arrays))
+    fence, view = runs.claim(room, name)
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
+    snapshot = runs.newest(room, view, meta, shapes)
+    cuts = parts.cut(jax.tree.unflatten(jax.tree.structure(given), map(tuple, meta["cuts"])))
+
+    def compiled(part, cuts):
+        like = jax.eval_shape(lambda part: part, part)
+        leaf_cuts = tuple(jax.tree.structure(like).flatten_up_to(cuts))
+        return programs_of(like, leaf_cuts, transport, outer, error_decay, keep)
+
+    programs = list(map(compiled, consensus, cuts))
+    courier = Courier(
+        room, name, fence, programs, shapes, meta=meta, quorum=quorum, deadline=deadline,
+        poll=poll, snapshots=snapshots, first=snapshot.round,
+        absent=set(view.fences) - set(snapshot.members) if snapshot.round else set(),
+    )  # fmt: skip
+    island = Island(tree, parts, courier, consensus, outer_states, every, delay, late, patience,
+                    error_decay is not None)  # fmt: skip
+    island._adopt(snapshot)
+    courier.start()
+    return island
+
+
+class Island:
+    """One island of a run, made by `join`.
+
+    Attributes:
+      last: The last `Round` that it took part in or heard of; None before the first.
+      rounds: Outer steps that the consensus has taken.
+    """
+
+    def __init__(self, tree, parts: Fragments, courier: Courier, consensus, outer_states, every,
+                 delay, late, patience, feedback):  # fmt: skip
+        self.last: Round | None = None
+        self.rounds = 0
+        self._tree, self._parts, self._courier = tree, parts, courier
+        self._consensus, self._outer = consensus, outer_states
+        self._every, self._delay, self._late, self._patience = every, delay, late, patience
+        zeros = lambda part: jax.tree.map(jnp.zeros_like, part)
+        self._residual = [zeros(part) if feedback else None for part in consensus]
+        self._number = zlib.crc32(courier.island.encode()) & 0x7FFFFFFF  # of its rounding noise
+        self._steps, self._tokens, self._began = 0, 0, time.monotonic()
+        self._counted = [0] * parts.number  # tokens at the last round of each fragment that counted
+        self._slot, self._again, self._trains_since = 0, False, self._began
+        self._pending: _Pending | None = None
+        self._has_left = False
+
+    def __repr__(self) -> str:
+        courier = self._courier
+        return f"Island({courier.room.bucket.url!r}, name={courier.island!r}, rounds={self.rounds})"
+
+    @property
+    def params(self) -> Any:
+        """The consensus, in the form of the parameters that were given to `join`."""
+        return self._tree.dressed(self._tree.given, self._parts.merged(self._consensus))
+
+    def step(self, params: Any, *, tokens: int = 1) -> Any:
+        """Counts a step of training, and sends or merges what is due.
+
+        Args:
+          params: The parameters after the step; they may be donated to the next one.
+          tokens: What the step has trained on, at least 1; this island's weight. All islands must
+            count the same thing.
+
+        Returns:
+          The parameters to go on with: those given, unless the consensus has moved.
+
+        Raises:
+          ValueError: For parameters of another structure.
+          RuntimeError: If another process has taken the name, or the island has left.
+          TimeoutError: If a round is not decided within `patience`.
+        """
+        if self._has_left:
+            raise RuntimeError(f"{self} has left its run; join again.")
+        require(tokens >= 1, "island.step", "at least 1", "tokens=batch.size", tokens=tokens)
+        self._steps, self._tokens = self._steps + 1, self._tokens + int(tokens)
+        held = start = self._parts.cut(self._tree.floats(params))
+        if self._pending is None:
+            while (event := self._event(0.0)) is not None:
+                held = self._merged(held, event)
+        elif self._steps >= self._pending.step + self._delay:
+            held = self._settled(held)
+        if self._pending is None and self._is_due():
+            self._send(held)
+            held = held if self._delay else self._settled(held)
+        return params if held is start else self._tree.dressed(params, self._parts.merged(held))
+
+    def leave(self, params: Any = None) -> Any:
+        """Merges the round under way, gives up the name, and ends the thread.
+
+        Args:
+          params: The last parameters; leaves that are not exchanged are taken from them.
+
+        Returns:
+          The consensus. What was trained since the last round is not in it.
+        """
+        params = self._tree.given if params is None else params
+        try:
+            if self._pending is not None and not self._has_left:
+                self._settled(self._parts.cut(self._tree.floats(params)))
+        finally:
+            self._end(leaves=True)
+        return self._tree.dressed(params, self._parts.merged(self._consensus))
+
+    def __enter__(self) -> "Island":
+        return self
+
+    def __exit__(self, kind, error, trace) -> None:
+        self._end(leaves=kind is None)
+
+    def _end(self, leaves):
+        if not self._has_left:
+            self._has_left = True
+            self._courier.end(leaves)
+            self._courier.join(timeout=self._patience)
+
+    def _is_due(self) -> bool:
+        """Whether an interval has ended, or the last difference came too late and waits."""
+        number = self._parts.number
+        if isinstance(self._every, Seconds | Tokens):
+            is_time = isinstance(self._every, Seconds)
+            passed = time.monotonic() - self._began if is_time else self._tokens
+            slot = int(passed * number / self._every.number)
+        else:
+            slot = ((self._steps + 1) * number - 1) // self._every
+        is_due = slot > self._slot or self._again
+        self._slot = max(slot, self._slot)
+        return is_due
+
+    def _send(self, held) -> None:
+        """Encodes the difference of the fragment whose turn it is; the thread does the rest."""
+        part, count = self._turn(self.rounds)
+        programs, residual = self._courier.programs_of(self.rounds), self._residual[part]
+        keys = np.int32(count), np.int32(self._number)
+        sent, left = programs.encode(held[part], self._consensus[part], residual, *keys)
+        tokens, seconds = self._tokens - self._counted[part], time.monotonic() - self._trains_since
+        sums = jnp.stack(self._sums)
+        self._courier.post(Post(self.rounds, sent, max(tokens, 1), seconds, sums))
+        self._pending = _Pending(self.rounds, self._steps, left, self._tokens)
+        self._again = False
+
+    def _turn(self, number: int) -> tuple[int, int]:
+        """The fragment of a round, and how many rounds it has had before: as in `local_steps`."""
+        had, part = divmod(number + 1, self._parts.number)
+        return part, had if part else had - 1
+
+    def _settled(self, held):
+        """Waits for the round under way, and merges it and those before."""
+        end = time.monotonic() + self._patience
+        while self._pending is not None:
+            event = self._event(max(end - time.monotonic(), 0.0))
+            if event is None:
+                self._end(leaves=False)
+                courier = self._courier
+                raise TimeoutError(
+                    f"{courier.waits_for or f'round {self.rounds} is not sent'}; needs "
+                    f"quorum={courier.quorum}, and waited patience={self._patience:g} s; start "
+                    f"more islands, or found the run with a smaller quorum. {courier.trouble}"
+                )
+            held = self._merged(held, event)
+        return held
+
+    def _event(self, timeout: float) -> Decided | runs.Snapshot | None:
+        """What the thread has ready next; raises what has ended it."""
+        end = time.monotonic() + timeout
+        while True:
+            wait = min(max(end - time.monotonic(), 0.0), 0.2)
+            event = self._courier.take(wait)
+            if event is not None:
+                return event
+            if self._courier.failure is not None:
+                self._has_left = True
+                raise self._courier.failure
+            if time.monotonic() >= end:
+                return None
+
+    def _merged(self, held, event):
+        if isinstance(event, runs.Snapshot):
+            return self._moved(held, event)
+        (part, count), pending = self._turn(event.round), self._pending
+        programs = self._courier.programs_of(event.round)
+        most = max((share.tokens for share in event.shares), default=1)
+        sums, left_out = programs.nothing(), dict(event.left_out)
+        for share in event.shares:
+            weight = np.float32(share.tokens / most)
+            sums, _ = programs.add(sums, programs.cut(share.payload), weight, np.int32(count))
+        is_mine = pending is not None and pending.round == event.round
+        members = tuple(share.name for share in event.shares)
+        counted = is_mine and self._courier.island in members
+        stays = not counted and not (is_mine and self._late == "drop")
+        arguments = held[part], self._consensus[part], sums, self._outer[part], np.bool_(stays)
+        new, self._consensus[part], self._outer[part], self._sums[part] = programs.merge(*arguments)
+        held = [new if number == part else tree for number, tree in enumerate(held)]
+        if is_mine and pending is not None:
+            if counted:
+                self._residual[part], self._counted[part] = pending.residual, pending.tokens
+            self._pending, self._again = None, not counted
+            self._trains_since = time.monotonic()
+        self.rounds, self.last = event.round + 1, Round(event.round, members, left_out, counted)
+        if event.saves == self._courier.island:
+            arrays = jax.tree.leaves((self._consensus, self._outer))
+            self._courier.save(self.rounds, list(members), arrays)
+        return held
+
+    def _moved(self, held, snapshot):
+        """Goes over to another consensus, and keeps the difference from it."""
+        old = list(self._consensus)
+        self._adopt(snapshot)
+        moved = lambda p, old, new: (new + (to_moment_dtype(p) - old)).astype(p.dtype)
+        if self._pending is not None and self._pending.round < snapshot.round:
+            self._pending, self._again = None, True
+        return [
+            jax.tree.map(moved, *trees) for trees in zip(held, old, self._consensus, strict=True)
+        ]
+
+    def _adopt(self, snapshot: runs.Snapshot) -> None:
+        placed = (self._consensus, self._outer)
+        leaves, treedef = jax.tree.flatten(placed)
+        put = lambda new, old: jax.device_put(new, old.sharding)
+        leaves = [put(new, old) for new, old in zip(snapshot.arrays, leaves, strict=True)]
+        self._consensus, self._outer = treedef.unflatten(leaves)
+        self._sums = list(map(checksum, self._consensus))
+        self.rounds = snapshot.round
+
+
+class _Tree:
+    """The floating leaves of a user's pytree, and the way back."""
+
+    def __init__(self, params: Any):
+        self.given = params
+        leaves, self._treedef = jax.tree.flatten(params)
+        self._is_float = [runs.is_float(x) for x in leaves]
+        if not any(self._is_float):
+            raise ValueError(f"got a pytree without floating arrays; write {_CALL}.")
+        self._shapes = [x.shape if ok else () for x, ok in zip(leaves, self._is_float, strict=True)]
+
+    def floats(self, params: Any) -> Any:
+        """The tree with only its floating leaves, on meshes whose axes JAX shards by itself."""
+        leaves, treedef = jax.tree.flatten(params)
+        shapes = [x.shape if runs.is_float(x) else () for x in leaves]
+        if treedef != self._treedef or shapes != self._shapes:
+            raise ValueError(
+                "island.step got parameters of another structure than join did; give the same "
+                f"pytree. It was {self._treedef}, and is {treedef}."
+            )
+        chosen = [
+            _automatic(jnp.asarray(x)) if ok else optax.MaskedNode()
+            for x, ok in zip(leaves, self._is_float, strict=True)
+        ]
+        return treedef.unflatten(chosen)
+
+    def dressed(self, params: Any, floats: Any) -> Any:
+        """The leaves of `floats` with the dtypes and shardings of those in `params`, and others."""
+        new = iter(jax.tree.leaves(floats))
+        leaves, treedef = jax.tree.flatten(params)
+
+        def dressed_leaf(x, ok):
+            if not ok:
+                return x
+            made = next(new).astype(x.dtype)
+            return jax.device_put(made, x.sharding) if isinstance(x, jax.Array) else made
+
+        return treedef.unflatten(map(dressed_leaf, leaves, self._is_float))
+
+
+def _automatic(x: jax.Array) -> jax.Array:
+    """The same array on a mesh without explicit axes, where leaves may be cut and joined."""
+    sharding = x.sharding
+    if not isinstance(sharding, NamedSharding):
+        return x
+    mesh = Mesh(sharding.mesh.devices, sharding.mesh.axis_names)
+    return jax.device_put(x, NamedSharding(mesh, sharding.spec))
+
+
+def _check(every, error_decay, fragments, delay, keep, late, quorum, deadline, patience,
+           snapshots, poll):  # fmt: skip
+    name, feedback = "islands.join", {"error_decay": error_decay}
+    if jax.process_count() > 1:
+        raise ValueError(
+            f"islands.join got {jax.process_count()} connected processes; needs one process for "
+            "each island; connect processes with jaxcomp.local_steps instead."
+        )
+    number = every.number if isinstance(every, Seconds | Tokens) else every
+    require(number > 0, name, "more than 0", "every=100", every=every)
+    decays = error_decay is None or 0 < error_decay <= 1
+    require(decays, name, "(0, 1], or None", "error_decay=1.0", **feedback)
+    some = callable(fragments) or fragments >= 1
+    require(some, name, "at least 1", "fragments=1", fragments=fragments)
+    share = every / fragments if isinstance(every, int) and isinstance(fragments, int) else delay
+    require(0 <= delay <= share, name, "from 0 to every / fragments", "delay=1", delay=delay)
+    require(0 <= keep < 1, name, "[0, 1)", "keep=0.0", keep=keep)
+    require(late in ("keep", "drop"), name, "'keep' or 'drop'", "late='keep'", late=late)
+    require(quorum >= 1, name, "at least 1", "quorum=1", quorum=quorum)
+    require(snapshots >= 1, name, "at least 1", "snapshots=10", snapshots=snapshots)
+    times = {"deadline": deadline, "patience": patience, "poll": poll}
+    require(min(times.values()) > 0, name, "more than 0 seconds", "deadline=60.0", **times)

@@ -1,0 +1,372 @@
+"""Islands in one process: the arithmetic of `local_steps`, and members that come, go and fail."""
+
+import itertools
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxcomp
+from jaxcomp import islands
+from jaxcomp.islands import envelopes, programs, store
+from tests.helpers import replicas
+from tests.helpers.replicas import history_of, one_value
+
+SHAPES, RATE = {"bias": (6,), "kernel": (5, 8)}, 0.125
+START = jax.tree.map(
+    lambda x: np.round(64 * x).astype(np.float32) / 64, replicas.random_tree(0, shapes=SHAPES)
+)  # sums are exact
+numbers = itertools.count()
+exact = {"code": jaxcomp.identity(), "outer": optax.sgd(1.0)}
+
+
+@pytest.fixture
+def url():
+    return f"memory://run-{next(numbers)}"
+
+
+@pytest.fixture
+def join(url):
+    """Joins the test's run; all islands end with the test."""
+    joined = []
+
+    def join(name, params=START, **options):
+        given = {"every": 1, "poll": 0.02, "deadline": 20.0, "patience": 60.0, **exact, **options}
+        joined.append(islands.join(given.pop("url", url), params, name=name, **given))
+        return joined[-1]
+
+    yield join
+    for island in joined:
+        island._end(leaves=False)
+        assert not island._courier.is_alive()
+
+
+def gradients(steps, num_replicas):
+    """Eighths, so that sums are exact in any order."""
+    whole = lambda x: np.round(8 * x) / 8
+    trees = [replicas.random_tree(100 + t, num_replicas, shapes=SHAPES) for t in range(steps)]
+    return [jax.tree.map(whole, tree) for tree in trees]
+
+
+def moved(params, by):
+    return {name: params[name] + np.float32(by) for name in params}
+
+
+def together(*steps):
+    """Calls functions in threads of their own, which must all return."""
+    threads = [threading.Thread(target=step, daemon=True) for step in steps]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads)
+
+
+def equal(a, b):
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+@pytest.mark.parametrize(
+    ("options", "tolerance"),
+    [
+        ({"code": jaxcomp.gathered(jaxcomp.identity()), "outer": optax.sgd(0.5), "delay": 1}, 0),
+        (
+            {
+                "code": jaxcomp.gathered(jaxcomp.quantize(4, block=8), seed=3),
+                "error_decay": 0.5,
+                "fragments": lambda path, leaf: int(path == "bias"),
+                "delay": 2,
+                "keep": 0.5,
+            },
+            2e-6,
+        ),
+        ({"code": jaxcomp.from_senders(jaxcomp.group_top_1(4)), "outer": optax.sgd(1.0), "delay": 1,
+          "error_decay": 1.0}, 2e-6),
+    ],
+)  # fmt: skip
+def test_islands_are_local_steps(join, options, tolerance):
+    """The first to the last bit: its numbers are exact."""
+    grads = gradients(9, 2)
+    tx = jaxcomp.local_steps(optax.sgd(RATE), "replica", every=4, **options)
+    wanted = history_of(tx, START, grads, 2)
+    options = {"outer": None, **options}
+    members = [join(name, every=4, quorum=2, **options) for name in "ab"]
+    params = [island.params for island in members]
+    for grad, (consensus, state) in zip(grads, wanted[1:], strict=True):
+        for i, island in enumerate(members):
+            stepped = {k: params[i][k] - np.float32(RATE) * grad[k][i] for k in grad}
+            params[i] = island.step(stepped)
+            for name in SHAPES:
+                own = np.asarray(consensus[name]) + np.asarray(state.drift[name])[i]
+                np.testing.assert_allclose(params[i][name], own, rtol=0, atol=tolerance)
+                found, asked = island.params[name], one_value(consensus[name])
+                np.testing.assert_allclose(found, asked, rtol=0, atol=tolerance)
+    under_way = members[0]._pending is not None
+    assert members[0].rounds + under_way == int(state.rounds["all"]) > 1
+
+
+def test_who_comes_counts_and_who_does_not_is_not_waited_for_twice(join):
+    """One waits for a known member once, up to the deadline; a quorum of one goes on alone."""
+    first = join("a", deadline=1.0)
+    second = join("b", deadline=1.0)
+    start = first.params
+    together(lambda: first.step(moved(start, 1)), lambda: second.step(moved(start, 3)))
+    assert first.last.members == second.last.members == ("a", "b")
+    equal(first.params, moved(start, 2))
+    seconds = []
+    for _ in range(2):
+        began = time.monotonic()
+        params = first.step(moved(first.params, 1))
+        seconds.append(time.monotonic() - began)
+        assert first.last.members == ("a",)
+    assert seconds[0] >= 1 > seconds[1]
+    # The other hears of both rounds, and its own step was for none of them.
+    params = second.step(moved(second.params, 8))
+    assert second.rounds >= 2
+    deadline = time.monotonic() + 10
+    while second.last.number < 3 and time.monotonic() < deadline:
+        params = second.step(params)
+    assert second.last.counted
+
+
+def test_a_difference_that_came_too_late_is_kept(join):
+    first, second = join("a", deadline=0.2, delay=1), join("b", every=3, delay=1)
+    start = first.params
+    params = first.step(moved(start, 1))
+    params = first.step(params)  # decided without b
+    assert first.last.members == ("a",)
+    first.leave(params)
+    late = moved(start, 4)
+    while second.rounds < 1:
+        time.sleep(0.01)
+        late = second.step(late)
+    equal(late, moved(start, 5))  # its own difference, from the consensus that has moved by 1
+    equal(second.params, moved(start, 1))
+    while not (second.last and second.last.counted):
+        late = second.step(late)
+    assert second.last.members == ("b",)
+    equal(second.params, moved(start, 5))
+
+
+def test_a_joiner_takes_the_newest_consensus_and_its_optimizer(join):
+    outer = optax.sgd(0.5, momentum=0.5)
+    first = join("a", outer=outer, snapshots=2)
+    params = first.params
+    for _ in range(5):
+        params = first.step(moved(params, 1))
+    time.sleep(0.1)
+    second = join("b", moved(START, 77), outer=outer, snapshots=2, every=100)
+    while second.rounds < 5:
+        time.sleep(0.02)
+        second.step(second.params)
+    equal(second.params, first.params)
+    equal(second._outer, first._outer)
+    kept = second._courier.room.bucket.paths()
+    assert "rounds/00000000/members" not in kept and "rounds/00000004/members" in kept
+
+
+def test_weights_are_tokens(join):
+    first, second = (join(name, quorum=2) for name in "ab")
+    start = first.params
+    together(
+        lambda: first.step(moved(start, 4), tokens=1),
+        lambda: second.step(moved(start, 8), tokens=3),
+    )
+    equal(first.params, moved(start, 7))
+    equal(second.params, first.params)
+
+
+def test_islands_of_other_intervals():
+    is_due = lambda every, **now: islands.Island._is_due(
+        type("", (), {"_every": every, "_slot": 0, "_again": False, **now})()
+    )
+    one = {"_parts": type("", (), {"number": 1}), "_steps": 0, "_tokens": 0, "_began": 0.0}
+    assert is_due(islands.Tokens(10), **{**one, "_tokens": 10})
+    assert not is_due(islands.Tokens(10), **{**one, "_tokens": 9})
+    assert is_due(islands.Seconds(10), **{**one, "_began": time.monotonic() - 11})
+    assert not is_due(islands.Seconds(10), **{**one, "_began": time.monotonic()})
+
+
+def test_a_ghost_is_fenced_off(join):
+    ghost = join("a")
+    ghost.step(ghost.params)
+    returned = join("a")
+    with pytest.raises(RuntimeError, match="another process has joined as 'a'"):
+        for _ in range(300):
+            time.sleep(0.02)
+            ghost.step(ghost.params)
+    returned.step(returned.params)
+    assert returned.last.members == ("a",)
+
+
+@pytest.mark.parametrize(
+    ("junk", "why"),
+    [
+        (lambda data: b"junk", "bytes; needs"),
+        (lambda data: data[:-1] + b"\0" if data[-1] else data[:-1] + b"\1", "another digest"),
+    ],
+)
+def test_a_bad_message_is_left_out_and_named(join, junk, why):
+    first, second = (join(name, quorum=1) for name in "ab")
+    path = "rounds/00000000/b.00000000"
+    message = second._courier
+    good = first.params
+    second._end(leaves=False)
+    sealed = sealed_of(message, moved(good, 5))
+    first._courier.room.bucket.create(path, junk(sealed))
+    first.step(moved(good, 1))
+    assert first.last.members == ("a",)
+    assert why in first.last.left_out["b"]
+    equal(first.params, moved(good, 1))
+
+
+def sealed_of(of, params):
+    """A message of an island that has moved from START to `params`."""
+    encode = of.programs_of(0).encode
+    drift = params, START, None, np.int32(0), np.int32(0)
+    payload = b"".join(np.asarray(x).tobytes() for x in encode(*drift)[0])
+    header = {"name": of.island, "fence": of.fence, "round": 0, "tokens": 1, "seconds": 0.0,
+              "consensus": "00"}  # fmt: skip
+    return envelopes.sealed(of.room.key, f"rounds/00000000/{of.island}.00000000", header, payload)
+
+
+def test_an_island_whose_parameters_are_not_finite_returns_to_the_consensus(join):
+    first, second = (join(name, quorum=1) for name in "ab")
+    start, found = first.params, []
+    together(
+        lambda: first.step(moved(start, 2)),
+        lambda: found.append(second.step(moved(start, np.nan))),
+    )
+    assert first.last.members == ("a",) == second.last.members
+    assert "not finite" in second.last.left_out["b"] and not second.last.counted
+    equal(found[0], moved(start, 2))
+
+
+def test_a_consensus_that_differs_is_replaced(join):
+    """What another kind of device rounds differently is read from a snapshot."""
+    first, second, third = (join(name, quorum=3) for name in "abc")
+    third._consensus = [moved(third.params, 1)]
+    third._sums = [programs.checksum(third._consensus[0])]
+    params = [first.params, second.params, third.params]
+
+    def steps(i, island):
+        for _ in range(3):
+            params[i] = island.step(params[i])
+            time.sleep(0.1)
+
+    together(*(lambda i=i, x=x: steps(i, x) for i, x in enumerate((first, second, third))))
+    equal(third.params, first.params)
+    equal(second.params, first.params)
+
+
+def test_a_store_that_is_away_is_tried_again(join, monkeypatch):
+    island, away = join("a"), [3]
+    paths = store.Bucket.paths
+
+    def refuses(self):
+        if away[0]:
+            away[0] -= 1
+            raise ConnectionError("away")
+        return paths(self)
+
+    monkeypatch.setattr(store.Bucket, "paths", refuses)
+    start = island.params
+    equal(island.step(moved(start, 1)), moved(start, 1))
+    assert away == [0]
+
+
+def test_waiting_ends_and_says_for_what(join):
+    island = join("a", quorum=2, patience=0.3)
+    with pytest.raises(TimeoutError, match=r"messages of \['a'\]; needs quorum=2, and waited"):
+        island.step(island.params)
+    with pytest.raises(RuntimeError, match="has left its run"):
+        island.step(island.params)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"params": {"bias": np.zeros(6, np.float32)}}, r"its tree \(2 and 1 entries; entry 1\)"),
+        ({"params": {k: x.astype(jnp.bfloat16) for k, x in START.items()}}, "'float32'.*bfloat16"),
+        ({"code": jaxcomp.sign()}, r"its codes .*identity\(\).*sign\(\)"),
+        ({"outer": optax.sgd(0.5)}, "its outer "),
+        ({"quorum": 3}, "its quorum is 1, yours is 3"),
+        ({"secret": "sixteen letters!"}, "another digest: .*the run's secret"),
+        ({"secret": "short"}, "needs 16 or more"),
+        ({"name": "a/b"}, "needs 1 to 64 letters"),
+        ({"every": 0}, "needs more than 0"),
+        ({"delay": 2}, "from 0 to every / fragments"),
+        ({"code": jaxcomp.two_shot(jaxcomp.sign())}, "gathered or from_senders"),
+    ],
+)
+def test_mistakes_are_told(join, options, text):
+    join("a")
+    options = dict(options)
+    with pytest.raises(ValueError, match=text):
+        join(options.pop("name", "b"), options.pop("params", START), **options)
+
+
+def test_parameters_of_another_structure_are_told(join):
+    with pytest.raises(ValueError, match="another structure"):
+        join("a").step({"bias": START["bias"]})
+
+
+def test_sharded_parameters_are_encoded_where_they_lie(join):
+    """One island has its matrix on four devices, the other on one: they read each other."""
+    mesh = jax.make_mesh((4,), ("fsdp",))
+    code = jaxcomp.quantize(4, block=8)
+    kernel = np.arange(64, dtype=np.float32).reshape(8, 8)
+    place = {"kernel": NamedSharding(mesh, P("fsdp")), "bias": NamedSharding(mesh, P())}
+    start = {"kernel": kernel, "bias": np.zeros(6, np.float32)}
+    first = join("a", jax.device_put(start, place), quorum=2, code=code)
+    second = join("b", start, quorum=2, code=code)
+    found = {}
+    more = jax.device_put(start["kernel"] % 7, place["kernel"])
+    stepped = {**first.params, "kernel": first.params["kernel"] + more}
+    together(
+        lambda: found.update(a=first.step(stepped)),
+        lambda: found.update(b=second.step(second.params)),
+    )  # fmt: skip
+    equal(found["a"], found["b"])
+    assert found["a"]["kernel"].sharding.is_equivalent_to(place["kernel"], 2)
+    assert np.abs(found["a"]["kernel"] - (kernel + kernel % 7 / 2)).max() < 0.25
+    sent = jax.eval_shape(
+        lambda *of: first._courier.programs_of(0).encode(*of)[0],
+        first._consensus[0], first._consensus[0], None, np.int32(0), np.int32(0),
+    )  # fmt: skip
+    assert sorted(x.shape[0] for x in sent) == [1, 4]
+
+
+def test_other_leaves_stay_and_narrow_ones_keep_their_dtype(join):
+    params = {"w": jnp.ones(4, jnp.bfloat16), "act": jnp.tanh, "steps": np.int32(3)}
+    island = join("a", params)
+    got = island.step({**params, "w": params["w"] + 2})
+    assert got["w"].dtype == jnp.bfloat16 and got["act"] is jnp.tanh and got["steps"] == 3
+    np.testing.assert_array_equal(got["w"].astype(np.float32), 3)
+
+
+def test_leaving_is_an_event_for_nobody(join):
+    first, second = join("a", deadline=30.0), join("b", deadline=30.0)
+    start = first.params
+    together(lambda: first.step(moved(start, 1)), lambda: second.step(moved(start, 1)))
+    second.leave()
+    began = time.monotonic()
+    first.step(first.params)
+    assert first.last.members == ("a",) and time.monotonic() - began < 10
+
+
+def test_a_folder_is_a_run_too(join, tmp_path):
+    url = f"file://{tmp_path}/run"
+    secret = "a secret of some letters"
+    params = join("a", url=url, secret=secret).step(moved(START, 1))
+    assert (tmp_path / "run" / "rounds" / "00000000" / "members").is_file()
+    again = join("a", START, url=url, secret=secret)
+    while again.rounds < 1:
+        again.step(again.params)
+    equal(again.params, params)

@@ -1,0 +1,71 @@
+"""Buckets and folders by URL, and what their errors say."""
+
+import errno
+import sys
+
+import obstore
+import pytest
+
+from jaxcomp.islands import store
+
+
+@pytest.mark.parametrize("kind", ["memory", "file"])
+def test_an_object_is_created_once(kind, tmp_path):
+    url = f"memory://{tmp_path.name}" if kind == "memory" else f"file://{tmp_path}/a/run"
+    bucket = store.opened(url)
+    assert bucket.create("x/y", b"abc") and not bucket.create("x/y", b"other")
+    assert bucket.get("x/y", range(4)) == b"abc" and bucket.get("x/z", range(4)) is None
+    with pytest.raises(ValueError, match="has 3 bytes; needs 4 to 8"):
+        bucket.get("x/y", range(4, 9))
+    assert bucket.paths() == ["x/y"]
+    assert store.opened(url).paths() == ["x/y"]
+    bucket.delete(["x/y", "x/z"])
+    assert bucket.paths() == []
+
+
+@pytest.mark.parametrize(
+    "url", ["ftp://a/b", "folder", "/folder", "http://a/b", "s3://", "memory://"]
+)
+def test_schemes_are_named(url):
+    with pytest.raises(ValueError, match=r"needs one of s3://, gs://, az://.*write 's3://bucket"):
+        store.opened(url)
+
+
+def test_a_store_that_creates_an_object_twice_is_refused(monkeypatch):
+    monkeypatch.setattr(store.Bucket, "create", lambda self, path, data: True)
+    with pytest.raises(ValueError, match="does not create objects conditionally"):
+        store.opened("memory://twice")
+
+
+ERRORS = obstore.exceptions
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "text"),
+    [
+        (ERRORS.GenericError("PUT http://169.254.169.254/latest: 403"), PermissionError,
+         "found no credentials; needs AWS_ACCESS_KEY_ID"),
+        (ERRORS.PermissionDeniedError("403"), PermissionError, "refuses these credentials"),
+        (ERRORS.GenericError("<Code>NoSuchBucket</Code>"), FileNotFoundError, "no such bucket"),
+        (FileNotFoundError("404"), FileNotFoundError, "no such bucket or folder; make it first"),
+        (ERRORS.GenericError("No space left on device (os error 28)"), OSError, "disk is full"),
+        (ERRORS.GenericError("connection reset\nmore"), ConnectionError, "connection reset$"),
+        (ERRORS.NotSupportedError("x"), ValueError, "does not create objects conditionally"),
+    ],
+)  # fmt: skip
+def test_errors_of_a_store_say_what_to_do(error, kind, text, monkeypatch):
+    def refuses(*args, **kwargs):
+        raise error
+
+    bucket = store.Bucket("s3://bucket/run", None)
+    monkeypatch.setattr(obstore, "put", refuses)
+    with pytest.raises(kind, match=text) as caught:
+        bucket.create("a", b"")
+    assert "s3://bucket/run" in str(caught.value)
+    assert "disk" not in text or caught.value.errno == errno.ENOSPC
+
+
+def test_without_obstore_it_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'jaxcomp\[islands\]'"):
+        store.opened("memory://a")
