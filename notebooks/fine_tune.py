@@ -157,4 +157,4 @@ plt.show()
 tuned = f"{runs_dir}/tuned"
 export(pathlib.Path(runs_dir, "CocktailSGD"), pathlib.Path(tuned), "float32", None)
 for path in (folder, tuned):
-    print(repr(generated(pathlib.Path(path), "static int", 12)))
+    print(repr(generated(pathlib.Path(path), ["static int"], 12)[0]))

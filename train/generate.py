@@ -1,93 +1,176 @@
-"""`python -m train.generate FOLDER PROMPT`: greedy text from a Hugging Face folder's model."""
+"""`python -m train.generate FOLDER PROMPT...`: text from a Hugging Face folder's model."""
 
 import argparse
 import dataclasses
 import pathlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from jaxcomp.launch.exits import clean_exits
-from train.data.tokenizer import load_tokenizer
+from train import checks
+from train.data import chat as chats
+from train.data.tokenizer import Tokenizer, load_tokenizer
 from train.huggingface import folder, settings
 from train.models import modules
-from train.models.decoder import Decoder
+from train.models.decoder import Decoder, DecoderConfig
 
 
-def generated(path: pathlib.Path, prompt: str, count: int) -> str:
-    """Continues a text with the likeliest tokens, in float32.
+def generated(
+    path: pathlib.Path,
+    prompts: Sequence[str],
+    count: int,
+    *,
+    chat: bool = False,
+    temperature: float = 0.0,
+    seed: int = 0,
+) -> list[str]:
+    """Continues texts, in float32, each up to the model's end token.
 
     Args:
       path: A Hugging Face folder with a tokenizer.json.
-      prompt: The start of the text, at least one token.
-      count: Tokens to add.
+      prompts: The starts of the texts, at least one token each; with `chat`, a user's messages.
+      count: Most tokens to add to each.
+      chat: Whether each prompt is put into the folder's chat template, to be answered.
+      temperature: 0 takes the likeliest token; above, tokens are drawn from the model's
+        probabilities, with logits divided by it.
+      seed: Of these draws. Each prompt has draws of its own by its place among the prompts.
 
     Returns:
-      The whole text.
+      The whole texts; with `chat`, the answers alone.
 
     Raises:
-      ValueError: If the folder or its tokenizer cannot be read, or the text is too long for the
-        model.
+      ValueError: If the folder, its tokenizer or its template cannot be read, or a text is too long
+        for the model.
     """
+    if temperature < 0 or not prompts:
+        raise ValueError(
+            f"got {len(prompts)} prompts and temperature={temperature:g}; needs a prompt, and a "
+            "temperature of 0 or more, such as --temperature 0.8."
+        )
     tokenizer = load_tokenizer(path)
-    tokens = [*tokenizer.begin, *tokenizer.encode([prompt])[0].tolist()]
     _, config = settings.read(path)
-    if tokens and max(tokens) >= config.vocab:
-        raise ValueError(
-            f"{path}: its tokenizer has the token {max(tokens)}, but vocab_size of its config.json "
-            f"is {config.vocab}; take the tokenizer of the model."
-        )
-    total = len(tokens) + count
-    if not tokens or total > config.positions:
-        raise ValueError(
-            f"a text of {len(tokens)} + {count} tokens needs a prompt, and a model made for "
-            f"more than {config.positions} tokens; write another PROMPT, or --tokens."
-        )
-    config = dataclasses.replace(config, context=total, scan=True)
+    rows = _encoded(tokenizer, path, prompts, chat)
+    _check(rows, count, path, config)
+    lengths = np.array([len(row) for row in rows])
+    tokens = np.zeros((len(rows), int(lengths.max()) + count), np.int32)
+    for place, row in zip(tokens, rows, strict=True):
+        place[: len(row)] = row
+    config = dataclasses.replace(config, context=tokens.shape[1], scan=True)
     apply, shapes = modules.split(nnx.eval_shape(lambda: Decoder(config, rngs=modules.PathRngs(0))))
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), shapes)
-    text = jax.jit(lambda p, t: greedy(lambda tokens: apply(p, tokens), t, count))
-    found = text(folder.load(path, config, like), jnp.asarray([tokens]))
-    return tokenizer.decode(found[0].tolist())
+    ends, key = _ends(path, tokenizer), jax.random.key(seed)
+    more = jax.jit(
+        lambda p, t, n: continued(lambda t: apply(p, t), t, n, count, ends, temperature, key)
+    )
+    tokens, last = map(np.asarray, more(folder.load(path, config, like), tokens, lengths))
+    first = lengths if chat else np.zeros_like(lengths)
+    return [tokenizer.decode(t[a:b].tolist()) for t, a, b in zip(tokens, first, last, strict=True)]
 
 
-def greedy(logits_of: Callable, prompt: jax.Array, count: int) -> jax.Array:
-    """Appends the token with the largest logit to each row, `count` times.
+def continued(
+    logits_of: Callable[[jax.Array], jax.Array],
+    tokens: jax.Array,
+    lengths: jax.Array,
+    count: int,
+    ends: Sequence[int] = (),
+    temperature: float = 0.0,
+    key: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Writes up to `count` tokens after each row's own, until it has said one of `ends`.
 
     Recomputes all tokens for each new one, in one program: for short texts.
 
     Args:
       logits_of: i32[batch, time] -> f32[batch, time, vocab], a causal model.
-      prompt: i32[batch, time], time at least 1.
-      count: Tokens to append, at least 0.
+      tokens: i32[batch, time], each row with room for `count` tokens more.
+      lengths: i32[batch], the tokens that each row has, at least 1.
+      count: Most tokens to add, at least 0.
+      ends: Tokens after which a row is complete.
+      temperature: 0 for the token with the largest logit, else that of a softmax to draw from.
+      key: Key of the draws.
 
     Returns:
-      i32[batch, time + count].
+      The tokens, and the number of tokens that each row has now.
     """
-    first = prompt.shape[1]
-    tokens = jnp.pad(jnp.asarray(prompt, jnp.int32), ((0, 0), (0, count)))
+    rows, most = jnp.arange(len(tokens)), jnp.asarray(lengths) + count
 
-    def appended(place, tokens):
-        logits_BxV = jax.lax.dynamic_index_in_dim(logits_of(tokens), place - 1, 1, keepdims=False)
-        token_Bx1 = jnp.argmax(logits_BxV, axis=-1).astype(jnp.int32)[:, None]
-        return jax.lax.dynamic_update_slice_in_dim(tokens, token_Bx1, place, 1)
+    def said(number, logits_BxV):
+        if not temperature:
+            return jnp.argmax(logits_BxV, axis=-1).astype(jnp.int32)
+        keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.fold_in(key, number), rows)
+        return jax.vmap(jax.random.categorical)(keys, logits_BxV / temperature).astype(jnp.int32)
 
-    return jax.lax.fori_loop(first, first + count, appended, tokens)
+    def appended(state):
+        number, tokens, lengths, going = state
+        new = said(number, logits_of(tokens)[rows, lengths - 1])
+        place = jnp.where(going, lengths, tokens.shape[1])  # no such place: nothing is written
+        tokens, lengths = tokens.at[rows, place].set(new, mode="drop"), lengths + going
+        going &= (lengths < most) & ~jnp.isin(new, jnp.array(ends, jnp.int32))
+        return number + 1, tokens, lengths, going
+
+    lengths = jnp.asarray(lengths, jnp.int32)
+    start = 0, jnp.asarray(tokens, jnp.int32), lengths, lengths < most
+    return jax.lax.while_loop(lambda state: jnp.any(state[-1]), appended, start)[1:3]
+
+
+def _encoded(tokenizer: Tokenizer, path, prompts: Sequence[str], chat: bool) -> list[list[int]]:
+    if not chat:
+        return [[*tokenizer.begin, *row.tolist()] for row in tokenizer.encode(prompts)]
+    render = chats.renderer(tokenizer, str(path))
+    made = [
+        render([{"role": "user", "content": prompt}, {"role": "assistant", "content": "?"}])
+        for prompt in prompts
+    ]
+    # What is before an answer is what the model has to go on from.
+    return [row.tolist() for row in tokenizer.encode([text[: spans[0][0]] for text, spans in made])]
+
+
+def _ends(path: pathlib.Path, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """The tokens that end a text: of generation_config.json, config.json or the tokenizer."""
+    for name in ("generation_config.json", "config.json"):
+        if (path / name).is_file():
+            found = checks.json_object(path / name).get("eos_token_id")
+            if found is not None:
+                return tuple(found) if isinstance(found, list) else (found,)
+    return tokenizer.end
+
+
+def _check(rows: list[list[int]], count: int, path: pathlib.Path, config: DecoderConfig) -> None:
+    largest = max((token for row in rows for token in row), default=0)
+    if largest >= config.vocab:
+        raise ValueError(
+            f"{path}: its tokenizer has the token {largest}, but vocab_size of its config.json "
+            f"is {config.vocab}; take the tokenizer of the model."
+        )
+    longest = max(map(len, rows))
+    if not min(map(len, rows)) or longest + count > config.positions:
+        raise ValueError(
+            f"a text of {longest} + {count} tokens needs a prompt, and a model made for "
+            f"more than {config.positions} tokens; write another PROMPT, or --tokens."
+        )
 
 
 def main(args: list[str]) -> None:
     """Runs the program; a user's mistake ends it with a message and exit status 2."""
     parser = argparse.ArgumentParser(prog="python -m train.generate", description=__doc__)
     parser.add_argument("folder", type=pathlib.Path)
-    parser.add_argument("prompt")
-    parser.add_argument("--tokens", type=int, default=50, help="how many to add")
+    parser.add_argument("prompt", nargs="+", help="one or several, continued side by side")
+    parser.add_argument("--tokens", type=int, default=50, help="how many to add at most")
+    parser.add_argument("--chat", action="store_true", help="answer by the folder's chat template")
+    parser.add_argument(
+        "--temperature", type=float, default=0.0, help="0: the likeliest tokens; 1: as probable"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of what --temperature draws")
     options = parser.parse_args(args)
+    how = {"chat": options.chat, "temperature": options.temperature, "seed": options.seed}
     with clean_exits():
-        print(generated(options.folder, options.prompt, options.tokens))
+        print("\n".join(generated(options.folder, options.prompt, options.tokens, **how)))
 
 
 if __name__ == "__main__":

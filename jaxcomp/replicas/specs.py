@@ -102,12 +102,17 @@ def _spec_of(known, mesh, axis_name, path, leaf):
     return P(*lead, others)
 
 
-def full_specs(params: Any, mesh: Any, axis_name: str, param_specs: Any) -> Any:
-    """`param_specs` as one spec per parameter, checked."""
+def require_axis(mesh: Any, axis_name: str) -> None:
+    """Raises a ValueError if a mesh lacks the axis of the replicas."""
     if axis_name not in mesh.axis_names:
         raise ValueError(
             f"the mesh has no axis {axis_name!r}; its axes are {tuple(mesh.axis_names)}."
         )
+
+
+def full_specs(params: Any, mesh: Any, axis_name: str, param_specs: Any) -> Any:
+    """`param_specs` as one spec per parameter, checked."""
+    require_axis(mesh, axis_name)
     specs = jax.tree.broadcast(P() if param_specs is None else param_specs, params)
     for spec in jax.tree.leaves(specs):
         if axis_name in jax.tree.leaves(tuple(spec)):

@@ -11,6 +11,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxcomp.replicas import protocol
+from jaxcomp.replicas.specs import require_axis
 from jaxcomp.replicas.state import add_drifts
 from jaxcomp.replicas.types import names_of, to_varying
 from jaxcomp.steps import placing
@@ -50,8 +51,10 @@ def eval_step(
       donated. Measures are means over the replicas, equal everywhere.
 
     Raises:
-      ValueError: At the first call, as `train_step` for parameters and batch.
+      ValueError: As `train_step`, at construction for the axis, at the first call for parameters
+        and batch.
     """
+    require_axis(mesh, axis_name)
     update = Update(_NO_UPDATE, mesh, axis_name, param_specs, fast_axis)
     on = Gradient(measure_fn, mesh, update.axes, batch_specs=batch_specs)
     return jitted(functools.partial(_measured, on, update), mesh)

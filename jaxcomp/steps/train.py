@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxcomp.replicas import protocol
-from jaxcomp.replicas.specs import state_specs
+from jaxcomp.replicas.specs import require_axis, state_specs
 from jaxcomp.replicas.state import per_replica
 from jaxcomp.replicas.types import names_of
 from jaxcomp.steps.compiling import donating
@@ -92,12 +92,13 @@ def train_step(
       fast axis of size F, batch, `loss` and `aux` have num_replicas * F parts, over both axes.
 
     Raises:
-      ValueError: At construction for `accumulate` below 1. At the first call, if the mesh lacks an
-        axis, `param_specs` use `fast_axis`, the batch cannot be divided, the loss is equal on all
-        replicas or returns the wrong values, or the incoming or outgoing updates of `tx` are
-        invalid.
+      ValueError: At construction for `accumulate` below 1, or if the mesh lacks `axis_name`. At the
+        first call, if it lacks `fast_axis`, `param_specs` use that, the batch cannot be divided,
+        the loss is equal on all replicas or returns the wrong values, or the incoming or outgoing
+        updates of `tx` are invalid.
     """
     check_accumulate(accumulate)
+    require_axis(mesh, axis_name)
     update = Update(per_replica(tx, axis_name), mesh, axis_name, param_specs, fast_axis)
     gradient = Gradient(loss_fn, mesh, update.axes, accumulate, has_aux, batch_specs)
     return TrainStep(

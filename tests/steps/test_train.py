@@ -425,9 +425,10 @@ def test_a_batch_with_a_scalar_is_refused():
 def test_wrong_arguments_are_refused():
     with pytest.raises(ValueError, match="accumulate is 0; write at least 1"):
         jaxcomp.train_step(loss_fn, quantized_adam(), mesh_of(2), "replica", accumulate=0)
-    train_step = jaxcomp.train_step(loss_fn, quantized_adam(), mesh_of(2), "data")
     with pytest.raises(ValueError, match=r"no axis 'data'; its axes are \('replica',\)"):
-        train_step.init(make_params())
+        jaxcomp.train_step(loss_fn, quantized_adam(), mesh_of(2), "data")
+    with pytest.raises(ValueError, match=r"no axis 'data'; its axes are \('replica',\)"):
+        jaxcomp.eval_step(loss_fn, mesh_of(2), "data")
     specs = {"bias": P(), "down": P("replica"), "up": P()}
     train_step = jaxcomp.train_step(
         loss_fn, quantized_adam(), mesh_of(2), "replica", param_specs=specs

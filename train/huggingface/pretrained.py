@@ -6,13 +6,15 @@ from typing import Literal
 from train.huggingface import folder, settings
 from train.models.decoder import DecoderConfig
 
+_USUAL = 1024  # tokens: what a model is made for may not fit
+
 
 @dataclasses.dataclass(frozen=True)
 class Pretrained:
     """The decoder of the Hugging Face folder `start_from`, and what a run may choose."""
 
-    context: int = 1024
-    """Tokens of a sequence, at most the model's maximum."""
+    context: int = 0
+    """Tokens of a sequence, at most the model's maximum; 0: that maximum, at most 1,024."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Type of activations and matrix products; parameters are float32."""
     scan: bool = True
@@ -37,4 +39,6 @@ class Pretrained:
                 "model_type. Name one, or write model=DecoderConfig(...) in the config file."
             )
         _, found = settings.read(path)
-        return dataclasses.replace(found, **dataclasses.asdict(self))
+        chosen = dataclasses.asdict(self)
+        chosen["context"] = self.context or min(_USUAL, found.positions)
+        return dataclasses.replace(found, **chosen)

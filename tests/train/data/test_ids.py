@@ -115,4 +115,4 @@ def test_a_prompt_is_made_of_tokens_that_the_model_has(tmp_path):
     config = json.loads((GOLDEN / "gpt2" / "config.json").read_text())
     (tmp_path / "model" / "config.json").write_text(json.dumps(config | {"vocab_size": 300}))
     with pytest.raises(ValueError, match="has the token 300, but vocab_size of its config.json is"):
-        generate.generated(tmp_path / "model", "ab", 1)
+        generate.generated(tmp_path / "model", ["ab"], 1)

@@ -264,8 +264,9 @@ def test_the_command_line_names_the_folder_of_a_pretrained_model(config, tmp_pat
     assert dataclasses.replace(config, model=Pretrained(8), data=other).data.tokenizer == "other"
     with pytest.raises(ValueError, match="is no Hugging Face folder"):
         dataclasses.replace(config, model=Pretrained(), start_from=str(tmp_path))
-    with pytest.raises(ValueError, match="model.context=1024 is more than the model.positions=16"):
-        dataclasses.replace(config, model=Pretrained())
+    with pytest.raises(ValueError, match="model.context=17 is more than the model.positions=16"):
+        dataclasses.replace(config, model=Pretrained(17))
+    assert dataclasses.replace(config, model=Pretrained()).model.context == 16
 
 
 def test_a_folder_needs_a_decoder(config):
