@@ -82,7 +82,7 @@ def continued(
     temperature: float = 0.0,
     key: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Writes up to `count` tokens after each row's own, until it has said one of `ends`.
+    """Writes up to `count` tokens after each row's own, until one of `ends`.
 
     Recomputes all tokens for each new one, in one program: for short texts.
 
@@ -100,7 +100,7 @@ def continued(
     """
     rows, most = jnp.arange(len(tokens)), jnp.asarray(lengths) + count
 
-    def said(number, logits_BxV):
+    def drawn(number, logits_BxV):
         if not temperature:
             return jnp.argmax(logits_BxV, axis=-1).astype(jnp.int32)
         keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.fold_in(key, number), rows)
@@ -108,7 +108,7 @@ def continued(
 
     def appended(state):
         number, tokens, lengths, going = state
-        new = said(number, logits_of(tokens)[rows, lengths - 1])
+        new = drawn(number, logits_of(tokens)[rows, lengths - 1])
         place = jnp.where(going, lengths, tokens.shape[1])  # no such place: nothing is written
         tokens, lengths = tokens.at[rows, place].set(new, mode="drop"), lengths + going
         going &= (lengths < most) & ~jnp.isin(new, jnp.array(ends, jnp.int32))
