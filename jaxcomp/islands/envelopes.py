@@ -13,47 +13,59 @@ import hmac
 import json
 import math
 import re
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-import numpy as np
+from jaxcomp.islands.store import Bucket
 
 _MAGIC = b"jaxcomp-island-1 "
 _FIRST = len(_MAGIC) + 64 + 1  # bytes of the first line
 HEADER = 2**12  # most bytes of the header of a message
 LONG = 2**24  # the same of what describes a whole run or round
-NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
-_LEAST = 16  # characters of a secret
+NAME = re.compile(r"(?!members\b)[A-Za-z0-9_-]{1,64}")
 _HEX = re.compile(r"[0-9a-f]{1,2048}")
 
 
-class Floats(NamedTuple):
-    """Where numbers that must be finite lie in a payload."""
+class Sealed(NamedTuple):
+    """An object that was opened."""
 
-    start: int
-    dtype: Any
-    numel: int
+    header: dict[str, Any]
+    payload: memoryview
+    digest: str
 
 
-class Message(NamedTuple):
-    """The header of one island's difference in one round."""
+class Room(NamedTuple):
+    """A bucket with the key of the run that lies in it; an empty key seals as a checksum."""
 
-    name: str
-    fence: int  # how often this name was claimed before
-    round: int
-    tokens: int  # since the last round of it that counted: its weight
-    seconds: float  # it trained for since then
-    consensus: str  # checksum of the consensus that it started from
+    bucket: Bucket
+    key: bytes
+
+    def write(self, path: str, header: dict[str, Any], payload: bytes = b"") -> Sealed | None:
+        """Writes an object that is new; None if there is one already."""
+        data = sealed(self.key, path, header, payload)
+        if not self.bucket.create(path, data):
+            return None
+        return Sealed(header, memoryview(payload), data[len(_MAGIC) : _FIRST - 1].decode())
+
+    def read(self, path: str, payload: int = 0, most: int = LONG) -> Sealed | None:
+        """Reads an object with so many bytes of payload; None if it is not there.
+
+        Raises:
+          ValueError: If it has another size or seal; none is read whose size cannot be right.
+        """
+        try:
+            sizes = range(_FIRST + payload + 3, _FIRST + most + payload + 2)
+            data = self.bucket.get(path, sizes)
+            return None if data is None else opened(self.key, path, data, most, payload)
+        except ValueError as error:
+            raise ValueError(f"{self.bucket.url}: {path} {error}") from None
 
 
 def key_of(secret: str | None) -> bytes:
-    """The key of a run's seals; empty without a secret, so that seals are checksums.
-
-    Raises:
-      ValueError: If the secret is too short.
-    """
-    if secret is not None and len(secret) < _LEAST:
+    """The key of a run's seals."""
+    if secret is not None and len(secret) < 16:
         raise ValueError(
-            f"the secret has {len(secret)} characters, and needs {_LEAST} or more; write "
+            f"the secret has {len(secret)} characters, and needs 16 or more; write "
             "secrets.token_hex(16) once, and give all islands the result."
         )
     return (secret or "").encode()
@@ -65,80 +77,74 @@ def sealed(key: bytes, path: str, header: dict[str, Any], payload: bytes = b"") 
     return _MAGIC + _digest(key, path, body) + b"\n" + body
 
 
-def opened(
-    key: bytes, path: str, data: bytes, most: int = HEADER, payload: int | None = None
-) -> tuple[dict[str, Any], memoryview]:
-    """The header and the payload of an object, after all that can be checked without knowing more.
-
-    Args:
-      key: Of `key_of`.
-      path: Where the object lies.
-      data: Its bytes.
-      most: Most bytes of its header.
-      payload: Bytes that the payload must have; None: any number.
-
-    Raises:
-      ValueError: With what is wrong, in one line.
-    """
+def opened(key: bytes, path: str, data: bytes, most: int, payload: int) -> Sealed:
+    """An object, after all that can be checked without knowing more; see `Room.read`."""
     if data[: len(_MAGIC)] != _MAGIC or data[_FIRST - 1 : _FIRST] != b"\n":
         raise ValueError("is no object of islands, or of another version")
-    body = memoryview(data)[_FIRST:]
-    if not hmac.compare_digest(data[len(_MAGIC) : _FIRST - 1], _digest(key, path, body)):
-        raise ValueError("has another digest: it is cut, changed, or sealed with another secret")
+    body, digest = memoryview(data)[_FIRST:], data[len(_MAGIC) : _FIRST - 1]
+    if not hmac.compare_digest(digest, _digest(key, path, body)):
+        raise ValueError("has another digest: it is cut or changed; or give the run's secret")
     end = data.find(b"\n", _FIRST, _FIRST + most + 1) - _FIRST
     if end < 0:
         raise ValueError(f"has no header of at most {most} bytes")
-    if payload is not None and len(body) - end - 1 != payload:
+    if len(body) - end - 1 != payload:
         raise ValueError(f"has {len(body) - end - 1} bytes of payload; needs {payload}")
     try:
         header = json.loads(bytes(body[:end]))
     except (ValueError, RecursionError):
         raise ValueError("has a header that is not JSON") from None
-    if not isinstance(header, dict):
-        raise ValueError("has a header that is no object")
-    return header, body[end + 1 :]
+    return Sealed(header, body[end + 1 :], digest.decode())
 
 
-def digest_of(data: bytes) -> str:
-    """The digest that the first line of an object states."""
-    return data[len(_MAGIC) : _FIRST - 1].decode("ascii", errors="replace")
-
-
-def sizes_of(payload: int, most: int = HEADER) -> range:
-    """The sizes of an object with a payload of so many bytes, and a header of at most `most`."""
-    return range(_FIRST + payload + 3, _FIRST + most + payload + 2)
-
-
-def message_of(header: dict[str, Any]) -> Message:
-    """The header of a message, each of its fields checked.
+def checked(header: Any, fields: Iterable[str]) -> dict[str, Any]:
+    """A header with just these fields, each in its range.
 
     Raises:
       ValueError: With the field that is wrong.
     """
-    if header.keys() != set(Message._fields):
-        raise ValueError(f"has a header without {', '.join(Message._fields)}, or with more")
-    found = Message(**header)
-    whole = lambda x, least: isinstance(x, int) and not isinstance(x, bool) and least <= x < 2**53
-    seconds = found.seconds
-    right = {
-        "name": isinstance(found.name, str) and NAME.fullmatch(found.name),
-        "fence": whole(found.fence, 0),
-        "round": whole(found.round, 0),
-        "tokens": whole(found.tokens, 1),
-        "seconds": isinstance(seconds, float) and math.isfinite(seconds) and seconds >= 0,
-        "consensus": isinstance(found.consensus, str) and _HEX.fullmatch(found.consensus),
-    }
-    for field, is_right in right.items():
-        if not is_right:
-            raise ValueError(f"has {field}={getattr(found, field)!r:.60}, which is out of range")
-    return found
+    if not isinstance(header, dict) or header.keys() != set(fields):
+        raise ValueError(f"has a header without {', '.join(fields)}, or with more")
+    for field, value in header.items():
+        if not _RULES[field](value):
+            raise ValueError(f"has {field}={value!r:.60}, which is out of range")
+    return header
 
 
-def require_finite(payload: memoryview, floats: tuple[Floats, ...]) -> None:
-    """Raises a ValueError if the scales or values of a payload are not finite."""
-    for start, dtype, count in floats:
-        if not np.all(np.isfinite(np.frombuffer(payload, dtype, count, start))):
-            raise ValueError(f"has numbers that are not finite, from byte {start} of its payload")
+def _is_whole(x, least=0):
+    return type(x) is int and least <= x < 2**53
+
+
+def _is_text(x, pattern):
+    return isinstance(x, str) and pattern.fullmatch(x) is not None
+
+
+def _is_member(x):
+    return (
+        isinstance(x, list)
+        and len(x) == 3
+        and _is_text(x[0], NAME)
+        and _is_whole(x[1])
+        and x[1] < 10**8
+        and _is_text(x[2], _HEX)
+    )
+
+
+_RULES = {
+    "name": lambda x: _is_text(x, NAME),
+    "fence": _is_whole,
+    "round": _is_whole,
+    "tokens": lambda x: _is_whole(x, 1),
+    "seconds": lambda x: isinstance(x, float) and math.isfinite(x) and x >= 0,
+    "consensus": lambda x: _is_text(x, _HEX),
+    "members": lambda x: (
+        isinstance(x, list)
+        and all(map(_is_member, x))
+        and len({member[0] for member in x}) == len(x)
+    ),
+    "left_out": lambda x: isinstance(x, dict) and all(isinstance(v, str) for v in x.values()),
+    "saves": lambda x: x == "" or _is_text(x, NAME),
+    "absent": lambda x: isinstance(x, list) and all(_is_text(name, NAME) for name in x),
+}
 
 
 def _digest(key, path, body):

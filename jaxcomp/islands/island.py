@@ -16,13 +16,14 @@ from jaxcomp.compressors.policies import Policy
 from jaxcomp.compressors.quantize import quantize
 from jaxcomp.exchange import wire
 from jaxcomp.islands import envelopes, runs, store
-from jaxcomp.islands.courier import Courier, Decided, Post
+from jaxcomp.islands.courier import Courier, Post
 from jaxcomp.islands.programs import checksum, programs_of
 from jaxcomp.methods.common import require
-from jaxcomp.methods.local_steps import Fragments, fragments_of
+from jaxcomp.methods.local_steps import Fragments, fragments_of, require_ranges
 from jaxcomp.methods.moments import to_moment_dtype
 
 _FOUR_BITS = quantize(4)
+_NAME = "islands.join"
 _CALL = 'join("file:///shared/run", params, name="garage-1", every=100)'
 
 
@@ -66,7 +67,6 @@ def join(
     fragments: int | Callable[[str, Any], int] = 1,
     delay: int = 0,
     keep: float = 0.0,
-    late: str = "keep",
     quorum: int = 1,
     deadline: float = 60.0,
     patience: float = 600.0,
@@ -103,7 +103,6 @@ def join(
       delay: Steps after a round's message until its outer step; training goes on meanwhile, and
         waits only if the round is later.
       keep: Share of its own difference that an island keeps at an outer step, in [0, 1).
-      late: "keep" or "drop" a difference that came too late for its round.
       quorum: Fewest islands of a round.
       deadline: Seconds from this island's message until it stops waiting for missing islands.
       patience: Seconds until `step` stops waiting for a round, by a `TimeoutError`.
@@ -138,41 +137,41 @@ def join(
       Douillard et al., `Streaming DiLoCo <https://arxiv.org/abs/2501.18512>`_, 2025, algorithm 2.
       Deviations: members of a round are those that came, and weigh as much as their tokens.
     """
-    _check(every, error_decay, fragments, delay, keep, late, quorum, deadline, patience,
-           snapshots, poll)  # fmt: skip
+    _check(every, fragments, delay, quorum, snapshots, deadline, patience, poll)
+    steps = every if isinstance(every, int) else max(delay, 1)
+    require_ranges(_NAME, steps, error_decay, fragments, delay, keep)
     transport = code if isinstance(code, wire.Transport) else wire.gathered(code)
     known = transport.exchange in (wire.gathered, wire.from_senders)
     needs, write = "gathered or from_senders", "jaxcomp.gathered(jaxcomp.quantize(4))"
-    require(known, "islands.join", needs, write, code=code)
+    require(known, _NAME, needs, write, code=code)
     outer = outer or optax.sgd(0.7, momentum=0.9, nesterov=True)
-    room = runs.Room(store.opened(url, options), envelopes.key_of(secret))
-    tree = _Tree(params)
-    given = tree.floats(params)
+    room = envelopes.Room(store.opened(url, options), envelopes.key_of(secret))
+    given = _floats(params)
     parts = fragments_of(fragments, given)
     consensus = parts.cut(jax.tree.map(to_moment_dtype, given))
     outer_states = [outer.init(part) for part in consensus]
     arrays = jax.tree.leaves((consensus, outer_states))
-    shared = {"fragments": list(parts.owners), "quorum": quorum, "snapshots": snapshots}
-    facts = runs.facts_of(given, transport, outer, **shared)
-    meta = runs.founded(room, facts, given, lambda: runs.photographed(0, [], arrays))
+    shared = {"quorum": quorum, "snapshots": snapshots}
+    facts = runs.facts_of(given, parts.owners, transport, outer, **shared)
+    cuts = jax.tree.unflatten(jax.tree.structure(given), runs.founded(room, facts, given))
     fence, view = runs.claim(room, name)
-    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
-    snapshot = runs.newest(room, view, meta, shapes)
-    cuts = parts.cut(jax.tree.unflatten(jax.tree.structure(given), map(tuple, meta["cuts"])))
+    if not view.snapshots:
+        runs.save(room, 0, [], arrays)  # the first of those who begin together has decided
+    like = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
+    snapshot = runs.newest(room, like)
 
     def compiled(part, cuts):
         like = jax.eval_shape(lambda part: part, part)
         leaf_cuts = tuple(jax.tree.structure(like).flatten_up_to(cuts))
         return programs_of(like, leaf_cuts, transport, outer, error_decay, keep)
 
-    programs = list(map(compiled, consensus, cuts))
-    courier = Courier(
-        room, name, fence, programs, shapes, meta=meta, quorum=quorum, deadline=deadline,
-        poll=poll, snapshots=snapshots, first=snapshot.round,
-        absent=set(view.fences) - set(snapshot.members) if snapshot.round else set(),
-    )  # fmt: skip
-    island = Island(tree, parts, courier, consensus, outer_states, every, delay, late, patience,
-                    error_decay is not None)  # fmt: skip
+    programs = list(map(compiled, consensus, parts.cut(cuts)))
+    courier = Courier(room, name, fence, programs, like, snapshot, quorum=quorum,
+                      deadline=deadline, snapshots=snapshots, poll=poll)  # fmt: skip
+    residual = None if error_decay is None else jax.tree.map(jnp.zeros_like, consensus)
+    residuals = [None] * parts.number if residual is None else residual
+    island = Island(params, parts, courier, consensus, outer_states, residuals, every, delay,
+                    patience)  # fmt: skip
     island._adopt(snapshot)
     courier.start()
     return island
@@ -186,15 +185,13 @@ class Island:
       rounds: Outer steps that the consensus has taken.
     """
 
-    def __init__(self, tree, parts: Fragments, courier: Courier, consensus, outer_states, every,
-                 delay, late, patience, feedback):  # fmt: skip
+    def __init__(self, given, parts: Fragments, courier: Courier, consensus, outer_states,
+                 residuals, every, delay, patience):  # fmt: skip
         self.last: Round | None = None
         self.rounds = 0
-        self._tree, self._parts, self._courier = tree, parts, courier
-        self._consensus, self._outer = consensus, outer_states
-        self._every, self._delay, self._late, self._patience = every, delay, late, patience
-        zeros = lambda part: jax.tree.map(jnp.zeros_like, part)
-        self._residual = [zeros(part) if feedback else None for part in consensus]
+        self._given, self._parts, self._courier = given, parts, courier
+        self._consensus, self._outer, self._residual = consensus, outer_states, residuals
+        self._every, self._delay, self._patience = every, delay, patience
         self._number = zlib.crc32(courier.island.encode()) & 0x7FFFFFFF  # of its rounding noise
         self._steps, self._tokens, self._began = 0, 0, time.monotonic()
         self._counted = [0] * parts.number  # tokens at the last round of each fragment that counted
@@ -209,7 +206,7 @@ class Island:
     @property
     def params(self) -> Any:
         """The consensus, in the form of the parameters that were given to `join`."""
-        return self._tree.dressed(self._tree.given, self._parts.merged(self._consensus))
+        return _dressed(self._given, self._parts.merged(self._consensus))
 
     def step(self, params: Any, *, tokens: int = 1) -> Any:
         """Counts a step of training, and sends or merges what is due.
@@ -231,16 +228,16 @@ class Island:
             raise RuntimeError(f"{self} has left its run; join again.")
         require(tokens >= 1, "island.step", "at least 1", "tokens=batch.size", tokens=tokens)
         self._steps, self._tokens = self._steps + 1, self._tokens + int(tokens)
-        held = start = self._parts.cut(self._tree.floats(params))
+        held = start = self._cut(params)
         if self._pending is None:
-            while (event := self._event(0.0)) is not None:
+            while (event := self._courier.take(0.0)) is not None:
                 held = self._merged(held, event)
         elif self._steps >= self._pending.step + self._delay:
             held = self._settled(held)
         if self._pending is None and self._is_due():
             self._send(held)
             held = held if self._delay else self._settled(held)
-        return params if held is start else self._tree.dressed(params, self._parts.merged(held))
+        return params if held is start else _dressed(params, self._parts.merged(held))
 
     def leave(self, params: Any = None) -> Any:
         """Merges the round under way, gives up the name, and ends the thread.
@@ -251,13 +248,13 @@ class Island:
         Returns:
           The consensus. What was trained since the last round is not in it.
         """
-        params = self._tree.given if params is None else params
+        params = self._given if params is None else params
         try:
             if self._pending is not None and not self._has_left:
-                self._settled(self._parts.cut(self._tree.floats(params)))
+                self._settled(self._cut(params))
         finally:
             self._end(leaves=True)
-        return self._tree.dressed(params, self._parts.merged(self._consensus))
+        return _dressed(params, self._parts.merged(self._consensus))
 
     def __enter__(self) -> "Island":
         return self
@@ -270,6 +267,20 @@ class Island:
             self._has_left = True
             self._courier.end(leaves)
             self._courier.join(timeout=self._patience)
+
+    def _cut(self, params: Any) -> list[Any]:
+        """The floating leaves of each fragment."""
+        floats, like = _floats(params), self._parts.merged(self._consensus)
+        shapes = lambda tree: (
+            jax.tree.structure(tree),
+            list(map(jnp.shape, jax.tree.leaves(tree))),
+        )
+        if shapes(floats) != shapes(like):
+            raise ValueError(
+                "island.step got parameters of another structure than join did; give the same "
+                f"pytree. It was {jax.tree.structure(like)}, and is {jax.tree.structure(floats)}."
+            )
+        return self._parts.cut(floats)
 
     def _is_due(self) -> bool:
         """Whether an interval has ended, or the last difference came too late and waits."""
@@ -305,7 +316,7 @@ class Island:
         """Waits for the round under way, and merges it and those before."""
         end = time.monotonic() + self._patience
         while self._pending is not None:
-            event = self._event(max(end - time.monotonic(), 0.0))
+            event = self._courier.take(max(end - time.monotonic(), 0.0))
             if event is None:
                 self._end(leaves=False)
                 courier = self._courier
@@ -317,46 +328,38 @@ class Island:
             held = self._merged(held, event)
         return held
 
-    def _event(self, timeout: float) -> Decided | runs.Snapshot | None:
-        """What the thread has ready next; raises what has ended it."""
-        end = time.monotonic() + timeout
-        while True:
-            wait = min(max(end - time.monotonic(), 0.0), 0.2)
-            event = self._courier.take(wait)
-            if event is not None:
-                return event
-            if self._courier.failure is not None:
-                self._has_left = True
-                raise self._courier.failure
-            if time.monotonic() >= end:
-                return None
-
     def _merged(self, held, event):
         if isinstance(event, runs.Snapshot):
             return self._moved(held, event)
         (part, count), pending = self._turn(event.round), self._pending
-        programs = self._courier.programs_of(event.round)
-        most = max((share.tokens for share in event.shares), default=1)
-        sums, left_out = programs.nothing(), dict(event.left_out)
-        for share in event.shares:
-            weight = np.float32(share.tokens / most)
-            sums, _ = programs.add(sums, programs.cut(share.payload), weight, np.int32(count))
+        programs, left_out, members = self._courier.programs_of(event.round), event.left_out, []
+        most = max((message.tokens for message in event.messages), default=1)
+        sums = programs.nothing
+        for message in event.messages:
+            weight, sent = np.float32(message.tokens / most), programs.cut(message.payload)
+            sums, is_finite = programs.add(sums, sent, weight, np.int32(count))
+            if is_finite:
+                members.append(message.name)
+            else:
+                left_out[message.name] = "is not finite"
         is_mine = pending is not None and pending.round == event.round
-        members = tuple(share.name for share in event.shares)
         counted = is_mine and self._courier.island in members
-        stays = not counted and not (is_mine and self._late == "drop")
-        arguments = held[part], self._consensus[part], sums, self._outer[part], np.bool_(stays)
+        stays = np.bool_(not counted)
+        arguments = held[part], self._consensus[part], sums, self._outer[part], stays
         new, self._consensus[part], self._outer[part], self._sums[part] = programs.merge(*arguments)
         held = [new if number == part else tree for number, tree in enumerate(held)]
-        if is_mine and pending is not None:
+        if is_mine:
             if counted:
                 self._residual[part], self._counted[part] = pending.residual, pending.tokens
             self._pending, self._again = None, not counted
             self._trains_since = time.monotonic()
-        self.rounds, self.last = event.round + 1, Round(event.round, members, left_out, counted)
-        if event.saves == self._courier.island:
+        self.rounds, self.last = (
+            event.round + 1,
+            Round(event.round, tuple(members), left_out, counted),
+        )
+        if event.saves:
             arrays = jax.tree.leaves((self._consensus, self._outer))
-            self._courier.save(self.rounds, list(members), arrays)
+            self._courier.save(self.rounds, event.absent, arrays)
         return held
 
     def _moved(self, held, snapshot):
@@ -380,44 +383,13 @@ class Island:
         self.rounds = snapshot.round
 
 
-class _Tree:
-    """The floating leaves of a user's pytree, and the way back."""
-
-    def __init__(self, params: Any):
-        self.given = params
-        leaves, self._treedef = jax.tree.flatten(params)
-        self._is_float = [runs.is_float(x) for x in leaves]
-        if not any(self._is_float):
-            raise ValueError(f"got a pytree without floating arrays; write {_CALL}.")
-        self._shapes = [x.shape if ok else () for x, ok in zip(leaves, self._is_float, strict=True)]
-
-    def floats(self, params: Any) -> Any:
-        """The tree with only its floating leaves, on meshes whose axes JAX shards by itself."""
-        leaves, treedef = jax.tree.flatten(params)
-        shapes = [x.shape if runs.is_float(x) else () for x in leaves]
-        if treedef != self._treedef or shapes != self._shapes:
-            raise ValueError(
-                "island.step got parameters of another structure than join did; give the same "
-                f"pytree. It was {self._treedef}, and is {treedef}."
-            )
-        chosen = [
-            _automatic(jnp.asarray(x)) if ok else optax.MaskedNode()
-            for x, ok in zip(leaves, self._is_float, strict=True)
-        ]
-        return treedef.unflatten(chosen)
-
-    def dressed(self, params: Any, floats: Any) -> Any:
-        """The leaves of `floats` with the dtypes and shardings of those in `params`, and others."""
-        new = iter(jax.tree.leaves(floats))
-        leaves, treedef = jax.tree.flatten(params)
-
-        def dressed_leaf(x, ok):
-            if not ok:
-                return x
-            made = next(new).astype(x.dtype)
-            return jax.device_put(made, x.sharding) if isinstance(x, jax.Array) else made
-
-        return treedef.unflatten(map(dressed_leaf, leaves, self._is_float))
+def _floats(params: Any) -> Any:
+    """The tree with only its floating leaves, on meshes whose axes JAX shards by itself."""
+    chosen = lambda x: _automatic(jnp.asarray(x)) if runs.is_float(x) else optax.MaskedNode()
+    floats = jax.tree.map(chosen, params)
+    if not jax.tree.leaves(floats):
+        raise ValueError(f"got a pytree without floating arrays; write {_CALL}.")
+    return floats
 
 
 def _automatic(x: jax.Array) -> jax.Array:
@@ -429,25 +401,30 @@ def _automatic(x: jax.Array) -> jax.Array:
     return jax.device_put(x, NamedSharding(mesh, sharding.spec))
 
 
-def _check(every, error_decay, fragments, delay, keep, late, quorum, deadline, patience,
-           snapshots, poll):  # fmt: skip
-    name, feedback = "islands.join", {"error_decay": error_decay}
+def _dressed(params: Any, floats: Any) -> Any:
+    """The leaves of `floats` with the dtypes and shardings of those in `params`, and others."""
+
+    def dressed_leaf(new, x):
+        if isinstance(new, optax.MaskedNode):
+            return x
+        new = new.astype(x.dtype)
+        return jax.device_put(new, x.sharding) if isinstance(x, jax.Array) else new
+
+    is_masked = lambda x: isinstance(x, optax.MaskedNode)
+    return jax.tree.map(dressed_leaf, floats, params, is_leaf=is_masked)
+
+
+def _check(every, fragments, delay, quorum, snapshots, deadline, patience, poll):
     if jax.process_count() > 1:
         raise ValueError(
-            f"islands.join got {jax.process_count()} connected processes; needs one process for "
+            f"{_NAME} got {jax.process_count()} connected processes; needs one process for "
             "each island; connect processes with jaxcomp.local_steps instead."
         )
     number = every.number if isinstance(every, Seconds | Tokens) else every
-    require(number > 0, name, "more than 0", "every=100", every=every)
-    decays = error_decay is None or 0 < error_decay <= 1
-    require(decays, name, "(0, 1], or None", "error_decay=1.0", **feedback)
-    some = callable(fragments) or fragments >= 1
-    require(some, name, "at least 1", "fragments=1", fragments=fragments)
+    require(number > 0, _NAME, "more than 0", "every=100", every=every)
     share = every / fragments if isinstance(every, int) and isinstance(fragments, int) else delay
-    require(0 <= delay <= share, name, "from 0 to every / fragments", "delay=1", delay=delay)
-    require(0 <= keep < 1, name, "[0, 1)", "keep=0.0", keep=keep)
-    require(late in ("keep", "drop"), name, "'keep' or 'drop'", "late='keep'", late=late)
-    require(quorum >= 1, name, "at least 1", "quorum=1", quorum=quorum)
-    require(snapshots >= 1, name, "at least 1", "snapshots=10", snapshots=snapshots)
+    require(delay <= share, _NAME, "from 0 to every / fragments", "delay=1", delay=delay)
+    rounds = {"quorum": quorum, "snapshots": snapshots}
+    require(min(rounds.values()) >= 1, _NAME, "at least 1", "quorum=1", **rounds)
     times = {"deadline": deadline, "patience": patience, "poll": poll}
-    require(min(times.values()) > 0, name, "more than 0 seconds", "deadline=60.0", **times)
+    require(min(times.values()) > 0, _NAME, "more than 0 seconds", "deadline=60.0", **times)

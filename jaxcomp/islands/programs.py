@@ -19,7 +19,6 @@ from jax import lax
 from jaxcomp.compressors.base import Key
 from jaxcomp.compressors.packing import fold, random_bits
 from jaxcomp.exchange import averaging, buckets, decoding, messages, wire
-from jaxcomp.islands.envelopes import Floats
 from jaxcomp.methods.local_steps import Fragments, outer_step
 from jaxcomp.methods.moments import to_moment_dtype
 from jaxcomp.replicas.finite import finite
@@ -28,37 +27,29 @@ AXIS = "part"
 Cuts = tuple[int, ...]  # of one leaf: the parts along each of its axes
 
 
-class Sums(NamedTuple):
-    """What has been added up of a round's messages."""
-
-    total: Any  # sum_i w_i x_i, a tree
-    weight: Any  # sum_i w_i; a tree if each entry is divided by the weight of its senders
-
-
 class Programs(NamedTuple):
     """The programs of one fragment; all are compiled, and donate nothing."""
 
-    sizes: tuple[tuple[int, int], ...]  # parts and bytes of each message
-    floats: tuple[Floats, ...]
     # `(params, consensus, residual, count, number) -> (messages, residual)`
-    encode: Callable[..., tuple[list[jax.Array], Any]]
+    encode: Callable[..., tuple[Any, Any]]
     # `(sums, messages, weight, count) -> (sums, bool[])`: a difference that is not finite weighs 0.
-    add: Callable[..., tuple[Sums, jax.Array]]
+    add: Callable[..., tuple[Any, jax.Array]]
     # `(params, consensus, sums, outer, stays) -> (params, consensus, outer, u32[2])`
     merge: Callable[..., tuple[Any, Any, Any, jax.Array]]
-    nothing: Callable[[], Sums]
+    nothing: Any  # the sums of no message: `sum_i w_i x_i` and `sum_i w_i`, trees
+    messages: Any  # their shapes, u8[parts, bytes] each
 
     @property
     def payload(self) -> int:
         """Bytes of one island's payload."""
-        return sum(parts * size for parts, size in self.sizes)
+        return sum(x.size for x in jax.tree.leaves(self.messages))
 
-    def cut(self, payload: memoryview) -> list[np.ndarray]:
+    def cut(self, payload: memoryview) -> Any:
         """The messages of a payload of so many bytes."""
-        ends = np.cumsum([0, *(parts * size for parts, size in self.sizes)])
-        flat = np.frombuffer(payload, np.uint8)
-        pieces = zip(ends, ends[1:], self.sizes, strict=False)
-        return [flat[start:end].reshape(size) for start, end, size in pieces]
+        leaves, treedef = jax.tree.flatten(self.messages)
+        ends = np.cumsum([x.size for x in leaves])
+        pieces = np.split(np.frombuffer(payload, np.uint8), ends[:-1])
+        return treedef.unflatten(x.reshape(s.shape) for x, s in zip(pieces, leaves, strict=True))
 
 
 def programs_of(
@@ -79,43 +70,38 @@ def programs_of(
       error_decay: See `jaxcomp.local_steps`.
       keep: Share of its own difference that an island keeps.
     """
-    groups = _Groups(like, cuts)
+    treedef, parts = jax.tree.structure(like), [math.prod(cut) for cut in cuts]
+    kinds, cut_tree = sorted(set(parts)), treedef.unflatten(cuts)
+    groups = Fragments(treedef, tuple(map(kinds.index, parts)))  # leaves of as many parts
+    # One tree per group, with leaves `[parts, ...]`, and back.
+    rows = lambda tree: groups.cut(jax.tree.map(_in_rows, tree, cut_tree))
+    whole = lambda trees: jax.tree.map(_whole, groups.merged(trees), cut_tree)
+    one = lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
+    rows_like = [jax.tree.map(one, tree) for tree in jax.eval_shape(rows, like)]
     transport = transport._replace(axis_name=AXIS)
     counts_senders = transport.exchange == wire.from_senders
 
     def encode(params, consensus, residual, count, number):
-        drift, kept = _drift(params, consensus), None
+        kept = [None] * len(kinds)
         if error_decay is not None:
-            kept = [jax.tree.map(lambda e: error_decay * e, e) for e in groups.rows(residual)]
-        rows = groups.rows(drift)
-        encoded = [
-            _encoded(transport, count, number, *trees)
-            for trees in zip(rows, kept or [None] * len(rows), strict=True)
-        ]
-        sent, left = zip(*encoded, strict=True)
-        return sum(sent, []), None if kept is None else groups.whole(left)
+            kept = rows(jax.tree.map(lambda e: error_decay * e, residual))
+        code = functools.partial(_encoded, transport, count, number)
+        sent, left = zip(*map(code, rows(_drift(params, consensus)), kept), strict=True)
+        return list(sent), None if error_decay is None else whole(left)
 
     def add(sums, sent, weight, count):
-        rows, start = [], 0
-        for tree, number in zip(groups.rows_like(), counts, strict=True):
-            rows.append(_decoded(transport, count, tree, sent[start : start + number]))
-            start += number
-        found = groups.whole(rows)
+        found = whole(list(map(functools.partial(_decoded, transport, count), rows_like, sent)))
         good = finite(found)
         weight = jnp.where(good, weight, 0.0)
-        more = lambda total, x: total + jnp.where(good, weight.astype(x.dtype) * x, 0.0)
-        share = weight
-        if counts_senders:
-            share = jax.tree.map(lambda x: jnp.where(good & (x != 0), weight, 0.0), found)
-        total = jax.tree.map(more, sums.total, found)
-        return Sums(total, jax.tree.map(jnp.add, sums.weight, share)), good
+        plus = lambda total, x: total + jnp.where(good, weight.astype(x.dtype) * x, 0.0)
+        share = lambda w, x: w + (jnp.where(x != 0, weight, 0) if counts_senders else weight)
+        return (jax.tree.map(plus, sums[0], found), jax.tree.map(share, sums[1], found)), good
 
     def merge(params, consensus, sums, outer_state, stays):
-        weight = sums.weight if counts_senders else jax.tree.map(lambda _: sums.weight, like)
-        share = lambda x, w: x / jnp.where(w > 0, w, 1).astype(x.dtype)
+        mean = lambda x, w: x / jnp.where(w > 0, w, 1).astype(x.dtype)
         drift = _drift(params, consensus)
         drift = jax.tree.map(functools.partial(jnp.where, finite(drift)), drift, _zeros(drift))
-        means = jax.tree.map(share, sums.total, weight)
+        means = jax.tree.map(mean, *sums)
         change, left, outer_state = outer_step(outer, keep, consensus, drift, means, outer_state)
         consensus = jax.tree.map(jnp.add, consensus, change)
         drift = jax.tree.map(functools.partial(jnp.where, stays), drift, left)
@@ -123,25 +109,11 @@ def programs_of(
         params = jax.tree.map(moved, params, consensus, drift)
         return params, consensus, outer_state, checksum(consensus)
 
-    def nothing():
-        zero = np.zeros([], np.float32)
-        weight = (
-            jax.tree.map(lambda x: np.zeros(x.shape, np.float32), like) if counts_senders else zero
-        )
-        return Sums(_zeros(like), weight)
-
-    laid = [_laid_out(transport, tree) for tree in groups.rows_like()]
-    counts = [len(buckets_of_group) for buckets_of_group in laid]
-    sizes, floats, start = [], [], 0
-    for parts, rows in zip(groups.parts, laid, strict=True):
-        for size, leaves in rows:
-            for part in range(parts):
-                at = start + part * size
-                floats += [Floats(at + offset, *leaf) for offset, *leaf in leaves]
-            sizes.append((parts, size))
-            start += parts * size
-    compiled = jax.jit(encode), jax.jit(add), jax.jit(merge)
-    return Programs(tuple(sizes), tuple(floats), *compiled, nothing=nothing)
+    weight = lambda x: jnp.zeros(x.shape if counts_senders else (), jnp.float32)
+    number, left = jax.ShapeDtypeStruct((), jnp.int32), None if error_decay is None else like
+    sent, _ = jax.eval_shape(encode, like, like, left, number, number)
+    nothing = _zeros(like), jax.tree.map(weight, like)
+    return Programs(jax.jit(encode), jax.jit(add), jax.jit(merge), nothing, sent)
 
 
 @jax.jit
@@ -164,31 +136,6 @@ def cuts_of(leaf: jax.Array) -> Cuts:
     """The parts that a leaf's sharding makes along each of its axes."""
     shard = leaf.sharding.shard_shape(leaf.shape)
     return tuple(whole // max(part, 1) or 1 for whole, part in zip(leaf.shape, shard, strict=True))
-
-
-class _Groups:
-    """The leaves of a tree by their number of parts."""
-
-    def __init__(self, like: Any, cuts: tuple[Cuts, ...]):
-        leaves, treedef = jax.tree.flatten(like)
-        parts_of_leaves = [math.prod(cut) for cut in cuts]
-        self.parts, self._like, self._treedef = sorted(set(parts_of_leaves)), leaves, treedef
-        self._cuts = treedef.unflatten(cuts)
-        self._fragments = Fragments(treedef, tuple(self.parts.index(n) for n in parts_of_leaves))
-
-    def rows(self, tree: Any) -> list[Any]:
-        """One tree per group, with leaves `[parts, ...]`."""
-        return self._fragments.cut(jax.tree.map(_in_rows, tree, self._cuts))
-
-    def rows_like(self) -> list[Any]:
-        """The shapes of one part of `rows`."""
-        trees = jax.eval_shape(self.rows, self._treedef.unflatten(self._like))
-        one = lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
-        return [jax.tree.map(one, tree) for tree in trees]
-
-    def whole(self, rows: Any) -> Any:
-        """Undoes `rows`."""
-        return jax.tree.map(_whole, self._fragments.merged(rows), self._cuts)
 
 
 def _in_rows(x, cuts):
@@ -239,25 +186,6 @@ def _decoded(transport, count, like, sent):
         return buckets.unflatten(plan, averaging.map_buckets(line, plan, shared, sent))
 
     return jax.vmap(one, axis_name=AXIS)(sent)
-
-
-def _laid_out(transport, like):
-    """For each bucket of one part its bytes, and where its floating leaves lie: plain numbers."""
-    found = []
-
-    def look(_):
-        for bucket in averaging.plan_of(transport, like).buckets:
-            code, leaves, start = bucket.label.compressor, [], 0
-            for leaf in jax.tree.leaves(messages.payload_like(code, bucket.numel, bucket.dtype)):
-                if jnp.issubdtype(leaf.dtype, jnp.floating):
-                    leaves.append((start, np.dtype(leaf.dtype), math.prod(leaf.shape)))
-                start += -4 * (-math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize // 4)
-            found.append((messages.message_bytes(code, bucket.numel, bucket.dtype), leaves))
-        return 0
-
-    parts = jax.ShapeDtypeStruct((1,), jnp.float32)
-    jax.eval_shape(jax.vmap(look, axis_name=AXIS), parts)
-    return found
 
 
 def _drift(params, consensus):

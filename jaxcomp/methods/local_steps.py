@@ -119,7 +119,7 @@ def local_steps(
       Deviation: the drift keeps what narrow parameters round off.
     """
     name, averages = "local_steps", code is not None  # otherwise `outer` does
-    _check(name, every, error_decay, fragments, delay, keep)
+    require_ranges(name, every, error_decay, fragments, delay, keep)
     if not averages:
         alone = error_decay is None and delay == 0 and fragments == 1
         needs, write = "no feedback, delay or fragments", "codes of `outer`"
@@ -298,7 +298,8 @@ def outer_step(
     return change, jax.tree.map(left, params, drift, change), state
 
 
-def _check(name, every, error_decay, fragments, delay, keep):
+def require_ranges(name, every, error_decay, fragments, delay, keep) -> None:
+    """Raises a ValueError for an argument of local steps, or of islands, that is out of range."""
     if callable(every):
         alone = fragments == 1 and delay == 0
         needs, given = "1 and 0 with a schedule", {"fragments": fragments, "delay": delay}

@@ -5,22 +5,19 @@ import json
 from hypothesis import strategies as st
 
 from jaxcomp.islands import envelopes, runs
-from jaxcomp.islands.courier import _members_of
+from jaxcomp.islands.courier import _DECISION, _HEADER
 from tests.helpers.fuzzing import TEXT, fuzz, objects, octets, refused
 
 KEY, PATH = b"of a run", "rounds/00000000/a.00000000"
 GOOD = {"name": "a", "fence": 0, "round": 0, "tokens": 8, "seconds": 0.5, "consensus": "00ff"}
-FLOATS = (envelopes.Floats(4, "<f4", 2),)
 MEMBERS = {"round": 0, "members": [["a", 0, "00"]], "left_out": {"b": "x"}, "consensus": "00",
            "saves": ""}  # fmt: skip
 
 
 def read(data):
-    header, payload = envelopes.opened(KEY, PATH, data, payload=12)
+    header, payload, _ = envelopes.opened(KEY, PATH, data, envelopes.HEADER, 12)
     assert len(payload) == 12
-    message = envelopes.message_of(header)
-    envelopes.require_finite(payload, FLOATS)
-    return message
+    return envelopes.checked(header, _HEADER)
 
 
 @fuzz(octets(envelopes.sealed(KEY, PATH, GOOD, bytes(12))))
@@ -36,8 +33,8 @@ def test_objects_of_members(given):
     header, payload = given
     found = refused(read, envelopes.sealed(KEY, PATH, header, payload))
     if found is not None:
-        assert found.tokens >= 1 and found.fence >= 0 and found.seconds >= 0
-        assert envelopes.NAME.fullmatch(found.name) and len(payload) == 12
+        assert found["tokens"] >= 1 and found["fence"] >= 0 and found["seconds"] >= 0
+        assert envelopes.NAME.fullmatch(found["name"]) and len(payload) == 12
 
 
 @fuzz(st.binary(max_size=300))
@@ -51,9 +48,10 @@ def test_headers_of_members(text):
 @fuzz(st.one_of(st.just(MEMBERS), objects(MEMBERS)))
 def test_decisions(header):
     header = json.loads(json.dumps(header))
-    found = refused(_members_of, header, "x") if isinstance(header, dict) else None
+    found = refused(envelopes.checked, header, _DECISION)
     if found is not None:
-        assert all(fence >= 0 and envelopes.NAME.fullmatch(name) for name, fence, _ in found[0])
+        good = lambda name, fence: 0 <= fence < 10**8 and envelopes.NAME.fullmatch(name)
+        assert all(good(name, fence) for name, fence, _ in found["members"])
 
 
 PATHS = ["claims/a.00000000", "claims/a.00000001.left", "rounds/00000000/members", PATH]
@@ -62,5 +60,6 @@ PATHS = ["claims/a.00000000", "claims/a.00000001.left", "rounds/00000000/members
 @fuzz(st.lists(st.one_of(TEXT, st.sampled_from([*PATHS, "snapshots/00000003", "claims/a"]))))
 def test_names_of_objects(paths):
     view = runs.view_of(paths)
-    assert view.left <= set(view.fences) <= {"a"} and view.decided <= {0}
-    assert set(view.snapshots) <= {3} and set(view.messages) <= {0}
+    assert view.left <= set(view.fences) <= {"a"} and set(view.rounds) <= {0}
+    assert set(view.snapshots) <= {3}
+    assert view.rounds.get(0, set()) <= {"members", "a.00000000"}
