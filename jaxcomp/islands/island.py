@@ -342,15 +342,15 @@ class Island:
                 members.append(message.name)
             else:
                 left_out[message.name] = "is not finite"
-        is_mine = pending is not None and pending.round == event.round
-        counted = is_mine and self._courier.island in members
+        mine = pending if pending is not None and pending.round == event.round else None
+        counted = mine is not None and self._courier.island in members
         stays = np.bool_(not counted)
         arguments = held[part], self._consensus[part], sums, self._outer[part], stays
         new, self._consensus[part], self._outer[part], self._sums[part] = programs.merge(*arguments)
         held = [new if number == part else tree for number, tree in enumerate(held)]
-        if is_mine:
+        if mine is not None:
             if counted:
-                self._residual[part], self._counted[part] = pending.residual, pending.tokens
+                self._residual[part], self._counted[part] = mine.residual, mine.tokens
             self._pending, self._again = None, not counted
             self._trains_since = time.monotonic()
         self.rounds, self.last = (
