@@ -45,6 +45,30 @@ def jitted(function: Any, mesh: Mesh | AbstractMesh) -> Any:
     return jax.jit(function, compiler_options=compiler_options(mesh))
 
 
+class Initial:
+    """A jitted `params -> state`, which says what parameters are if it gets something else.
+
+    JAX says only that it cannot interpret it, of a module of Equinox with its functions.
+    """
+
+    def __init__(self, program: Any):
+        self._program = program
+
+    def __call__(self, params: Any) -> Any:
+        for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+            if callable(leaf) or isinstance(leaf, str):
+                raise ValueError(
+                    f"params{jax.tree_util.keystr(path)} is {leaf!r:.60}; parameters are a tree of "
+                    "arrays alone. With an Equinox module write params, static = "
+                    "eqx.partition(model, eqx.is_inexact_array), and eqx.combine(params, static) "
+                    "in the loss."
+                )
+        return self._program(params)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._program, name)
+
+
 _NAMES = ("params", "shards", "state")  # of the first two arguments, if they are named
 
 

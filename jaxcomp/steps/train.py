@@ -13,7 +13,7 @@ from jaxcomp.replicas import protocol
 from jaxcomp.replicas.specs import require_axis, state_specs
 from jaxcomp.replicas.state import per_replica
 from jaxcomp.replicas.types import names_of
-from jaxcomp.steps.compiling import donating
+from jaxcomp.steps.compiling import Initial, donating
 from jaxcomp.steps.gradient import Gradient, all_gradients, check_accumulate, metrics_of
 from jaxcomp.steps.interleaved import interleaved
 from jaxcomp.steps.interleaved_shards import interleaved_shards
@@ -102,7 +102,7 @@ def train_step(
     update = Update(per_replica(tx, axis_name), mesh, axis_name, param_specs, fast_axis)
     gradient = Gradient(loss_fn, mesh, update.axes, accumulate, has_aux, batch_specs)
     return TrainStep(
-        jax.jit(functools.partial(init_state, update)),
+        Initial(jax.jit(functools.partial(init_state, update))),
         donating(functools.partial(_step, gradient, update), mesh),
     )
 

@@ -1,0 +1,36 @@
+"""An Equinox module in `train_step`: its arrays train, and a whole module is refused."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxcomp
+from tests.helpers.replicas import mesh_of
+
+TX = optax.chain(jaxcomp.compressed_mean(jaxcomp.identity(), "replica"), optax.sgd(0.1))
+MODEL = eqx.nn.MLP(4, 4, width_size=8, depth=1, key=jax.random.key(0))
+BATCH = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
+
+
+def loss_fn(model, batch):
+    return jnp.mean((jax.vmap(model)(batch) - batch) ** 2)
+
+
+def test_a_step_is_that_of_equinox_alone():
+    params, static = eqx.partition(MODEL, eqx.is_inexact_array)
+    split = lambda params, batch: loss_fn(eqx.combine(params, static), batch)
+    init, step = jaxcomp.train_step(split, TX, mesh_of(2), "replica")
+    grads = eqx.filter_grad(loss_fn)(MODEL, BATCH)
+    expected = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+    found, _, _ = step(params, init(params), BATCH)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-6)
+
+
+def test_a_whole_module_is_refused_with_what_to_write():
+    init, _ = jaxcomp.train_step(loss_fn, TX, mesh_of(2), "replica")
+    with pytest.raises(ValueError, match=r"params.activation is .*eqx.partition\(model, eqx.is_i"):
+        init(MODEL)
