@@ -7,6 +7,8 @@
 # make soak [STEPS=1000]               a run of eight processes that is harmed again and again
 # make fuzz [INPUTS=3000]              as many inputs for each parser of tests/fuzz
 # make mutations                       whether the suite sees each mistake of tests/mutations.txt
+# make wheel                           the wheel and the source archive, in dist/
+# make release                         checks and tags the version of pyproject.toml, with its wheel and pages
 # Each sets up its own virtual environment in this folder first.
 
 PYTHON ?= python3
@@ -41,6 +43,13 @@ docs: $(VENV)/docs.installed
 	$(BIN)/sphinx-build -q -W --keep-going docs docs/_build/html
 	$(BIN)/python docs/check_site.py docs/_build/html
 
+wheel: $(VENV)/test.installed
+	rm -rf dist build
+	$(BIN)/python -m build -q --no-isolation --outdir dist .
+
+release:
+	sh .ci/release $(MAKE)
+
 soak: $(VENV)/test.installed
 	$(BIN)/python -m tests.soak --processes 8 --steps $(STEPS)
 
@@ -72,4 +81,4 @@ $(VENV)/docs.installed: pyproject.toml requirements.txt | $(VENV)/bin/python
 clean:
 	rm -rf .venv .venv-* .mypy_cache build dist runs docs/_build docs/notebooks/*.ipynb *.egg-info
 
-.PHONY: demo test journeys installed format docs soak fuzz mutations clean
+.PHONY: demo test journeys installed format docs wheel release soak fuzz mutations clean
