@@ -7,6 +7,7 @@ import signal
 import jax
 import pytest
 
+from jaxcomp.launch import programs
 from jaxcomp.launch.signals import STOPS
 
 # Under nohup, or in a script's background, some signals are ignored, and would be in all programs
@@ -48,6 +49,16 @@ def pytest_collection_modifyitems(items):
         name = getattr(item, "originalname", item.name)
         if item.path.is_relative_to(TESTS) and f"{item.path.relative_to(TESTS)}::{name}" in SLOW:
             item.add_marker("slow")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def programs_of_one_session(tmp_path_factory):
+    """Lets the programs that tests start share what they compile, more than half of a short run.
+
+    Each worker has a folder of its own: JAX writes files that another process could read half.
+    """
+    for name, value in programs.kept(tmp_path_factory.mktemp("programs")).items():
+        os.environ.setdefault(name, value)
 
 
 @pytest.fixture(autouse=True, scope="module")

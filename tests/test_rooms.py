@@ -142,10 +142,16 @@ def test_no_room_imports_the_islands(path):
     assert path.parts[0] == ON_TOP or ON_TOP not in {parts[0] for parts in imported(path)}
 
 
+def long_files(folder):
+    return [path for path in folder.rglob("*.py") if path.read_text().count("\n") > 500]
+
+
 @pytest.mark.parametrize("folder", ["jaxcomp", "train", "benchmarks"])
-def test_a_file_holds_one_idea_in_at_most_500_lines(folder):
-    lines = lambda path: path.read_text().count("\n")
-    assert not [path for path in (ROOT / folder).rglob("*.py") if lines(path) > 500]
+def test_a_file_holds_one_idea_in_at_most_500_lines(folder, tmp_path):
+    for lines in (500, 501):
+        (tmp_path / f"{lines}.py").write_text("\n" * lines)
+    assert long_files(tmp_path) == [tmp_path / "501.py"]
+    assert not long_files(ROOT / folder)
 
 
 @pytest.mark.parametrize("path", MODULES, ids=str)

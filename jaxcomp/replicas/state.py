@@ -17,6 +17,7 @@ from jaxcomp.replicas.types import (
     to_varying,
     varies_over,
     vary_like,
+    vary_over,
     varying_axes,
 )
 from jaxcomp.replicas.wrapping import warn_of_rounding, with_extra_args
@@ -86,10 +87,10 @@ def per_replica(
 ) -> optax.GradientTransformationExtraArgs:
     """Keeps state leaves that differ between replicas as rows of `[num_replicas, ...]` arrays.
 
-    Wrap the whole optimizer in it, `optax.MultiSteps` included. It traces `init` and `update` once
-    to find out which leaves vary, so any transformation that stores local gradients, such as an
-    accumulator, works unchanged. The trace passes `value`, a loss that is equal on all replicas, to
-    transformations that take it.
+    Wrap the whole optimizer in it, `optax.MultiSteps` included. The first `init` for parameters of
+    some types traces `update` to find out which leaves vary, so any transformation that stores
+    local gradients, such as an accumulator, works unchanged. The trace passes `value`, a loss that
+    is equal on all replicas, to transformations that take it.
 
     Args:
       tx: Any transformation that runs inside `shard_map` over `axis_name`.
@@ -117,23 +118,19 @@ def per_replica(
             f"the axis {axis_name!r}; wrap it once, over all axes of the replicas."
         )
 
+    axes_of: dict[Any, list[frozenset[str]]] = {}  # of the state's leaves, by parameters' types
+
     def init(params):
         state = _first_state(tx, params)
         warn_of_rounding(params, state)
         if not is_tracked(axis_name):
             return state
-        grads = to_varying(jax.tree.map(jnp.zeros_like, params), axis_name)
-        update_of = functools.partial(tx.update, value=jnp.zeros([]))
-        after = lambda state: jax.eval_shape(lambda s: update_of(grads, s, params)[1], state)
-        try:
-            return stack(_as_after_updates(state, after), axis_name)
-        except (TypeError, ValueError) as error:
-            _require_no_guard(state, error)
-            if not any(map(_is_multi, jax.tree.leaves(state, is_leaf=_is_multi))):
-                raise
-        # MultiSteps also traces the mean inside it with its accumulator, which is zeros at first.
-        varied = lambda node: node._replace(acc_grads=to_varying(node.acc_grads, axis_name))
-        return stack(_as_after_updates(_in_multi_steps(varied, state), after), axis_name)
+        leaves, treedef = jax.tree.flatten(params)
+        wide = jnp.result_type(float)  # float64 if that is enabled: dtypes depend on it
+        types = treedef, *map(jax.typeof, leaves), jax.sharding.get_abstract_mesh(), wide
+        if types not in axes_of:
+            axes_of[types] = _axes(_settled(tx, params, state, axis_name))
+        return stack(_varying(state, axes_of[types]), axis_name)
 
     def update(updates, state, params=None, **extra_args):
         state = unstack(state, axis_name)
@@ -188,15 +185,40 @@ def _require_no_guard(state, error):
             ) from error
 
 
+def _settled(tx, params, state, axis_name):
+    """The first state, whose leaves vary over the axes that they vary over after updates."""
+    grads = to_varying(jax.tree.map(jnp.zeros_like, params), axis_name)
+    update_of = functools.partial(tx.update, value=jnp.zeros([]))
+    after = lambda state: jax.eval_shape(lambda s: update_of(grads, s, params)[1], state)
+    try:
+        return _as_after_updates(state, after)
+    except (TypeError, ValueError) as error:
+        _require_no_guard(state, error)
+        if not any(map(_is_multi, jax.tree.leaves(state, is_leaf=_is_multi))):
+            raise
+    # MultiSteps also traces the mean inside it with its accumulator, which is zeros at first.
+    varied = lambda node: node._replace(acc_grads=to_varying(node.acc_grads, axis_name))
+    return _as_after_updates(_in_multi_steps(varied, state), after)
+
+
 def _as_after_updates(state, after):
     """Casts leaves to varying that are equal zeros in `init` and vary after an update."""
     while True:
         new_state = jax.tree.map(vary_like, state, after(state))
-        # As lists: tree nodes, such as those of `per_layer`, need not compare by their contents.
-        axes = lambda state: [*map(varying_axes, jax.tree.leaves(state))]
-        if axes(new_state) == axes(state):
+        if _axes(new_state) == _axes(state):
             return state
         state = new_state
+
+
+def _axes(state):
+    # As lists: tree nodes, such as those of `per_layer`, need not compare by their contents.
+    return [*map(varying_axes, jax.tree.leaves(state))]
+
+
+def _varying(state, axes):
+    """The state with leaves that vary over these axes, one set for each."""
+    leaves, treedef = jax.tree.flatten(state)
+    return treedef.unflatten(map(vary_over, leaves, axes))
 
 
 def _emptied(state):

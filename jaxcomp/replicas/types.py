@@ -89,7 +89,7 @@ def to_varying(tree: Any, axis_name: str | tuple[str, ...]) -> Any:
     """Casts every leaf to a type that varies over an axis, or several; values do not change."""
     if not is_tracked(axis_name):
         return tree
-    return jax.tree.map(lambda x: _vary(x, names_of(axis_name)), tree)
+    return jax.tree.map(lambda x: vary_over(x, names_of(axis_name)), tree)
 
 
 def zeros_of(like: Any) -> jax.Array:
@@ -150,7 +150,12 @@ def unlike(what: str, axes: Any) -> ValueError:
 
 
 def vary_like(x, like):
-    return _vary(x, varying_axes(like))
+    return vary_over(x, varying_axes(like))
+
+
+def vary_over(x, names):
+    missing = tuple(sorted(set(names) - varying_axes(x)))
+    return lax.pcast(x, missing, to="varying") if missing else x
 
 
 def is_mapped(x: jax.Array) -> bool:
@@ -165,11 +170,6 @@ def is_mapped(x: jax.Array) -> bool:
 
     note(x)
     return bool(seen)
-
-
-def _vary(x, names):
-    missing = tuple(sorted(set(names) - varying_axes(x)))
-    return lax.pcast(x, missing, to="varying") if missing else x
 
 
 def names_of(axis_name):

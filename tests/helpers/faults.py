@@ -110,7 +110,7 @@ def started(config, count, *overrides, heartbeat=30, folders=None):
             process = subprocess.Popen(
                 [sys.executable, *program.split(), config, *map(str, overrides)],
                 cwd=folders[number] if folders else ROOT,
-                env=environment(JAX_COMPILATION_CACHE_DIR=str(config.parent / "cache")),
+                env=environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,

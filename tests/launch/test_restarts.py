@@ -176,12 +176,11 @@ def test_a_run_that_lost_a_process_goes_on_with_fewer_as_if_that_had_been_its_sc
     config = faults.write_config(tmp_path, **values)
     command = [sys.executable, "-m", "train.launch", "--local", "2", "--restarts", "3"]
     command += ["--min-replicas", "1", "--heartbeat-timeout", "10", "--", str(config)]
-    cache = environment(JAX_COMPILATION_CACHE_DIR=str(tmp_path / "cache"))
     log, saved = tmp_path / "run" / "metrics.jsonl", tmp_path / "run" / "checkpoints"
     with (
         open(tmp_path / "out.txt", "wb") as output,
         subprocess.Popen(
-            command, cwd=ROOT, env=cache, stdout=output, stderr=subprocess.STDOUT
+            command, cwd=ROOT, env=environment(), stdout=output, stderr=subprocess.STDOUT
         ) as launcher,
     ):
         try:
@@ -200,7 +199,7 @@ def test_a_run_that_lost_a_process_goes_on_with_fewer_as_if_that_had_been_its_sc
     again = faults.write_config(tmp_path / "again", **values | {"step_seconds": 0.0})
     program = [sys.executable, "-m", "train", str(again)]
     for more in (["--steps", str(step)], ["--replicas", "1", "--accumulate", "2"]):
-        done = run([*program, *more], cwd=ROOT, env=cache)
+        done = run([*program, *more], cwd=ROOT, env=environment())
         assert done.returncode == 0, done.stdout
     losses, expected = rows_of(tmp_path / "run"), rows_of(tmp_path / "again" / "run")
     assert list(losses) == list(range(0, 41, 2)) and 4 <= step < 40
@@ -226,7 +225,7 @@ def test_a_host_that_comes_back_is_taken_in_as_if_that_had_been_the_schedule(tmp
     command += ["--min-replicas", "1", "--ssh", f"{stand_in} -o BatchMode=yes", "--coordinator"]
     command += [f"127.0.0.1:{free_port(29500, 29600)}", "--heartbeat-timeout", "10", "--"]
     settings = [str(config), "--log-every", "1"]
-    env = environment(JAX_COMPILATION_CACHE_DIR=str(tmp_path / "cache"), GONE=str(gone))
+    env = environment(GONE=str(gone))
     out, saved = tmp_path / "out.txt", tmp_path / "run" / "checkpoints"
     with (
         out.open("wb") as output,

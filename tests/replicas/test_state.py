@@ -78,6 +78,27 @@ def test_what_varies_is_found_and_kept_as_rows():
     assert float(state.mean) == 2 * 1.5
 
 
+def test_the_update_is_traced_once_for_parameters_of_the_same_types():
+    traced = []
+
+    def update(updates, state, params=None):
+        traced.append(updates["w"].shape)
+        return inner.update(updates, state, params)
+
+    inner = drifting()
+    kernel = lambda size: everywhere(mesh_of(2), {"w": np.ones(size, "f")} | PARAMS)
+    tx = jaxcomp.per_replica(optax.GradientTransformation(inner.init, update), "replica")
+    init, _ = jaxcomp.train_step(lambda p, x: 0.0, tx, mesh_of(2), "replica")
+    first = init(kernel(3))
+    once = len(traced)
+    again = jaxcomp.train_step(lambda p, x: 0.0, tx, mesh_of(2), "replica").init(kernel(3))
+    assert len(traced) == once == 2  # it finds what varies, and that nothing more does
+    jax.tree.map(np.testing.assert_array_equal, first, again)
+    assert jax.tree.map(lambda x: x.sharding, first) == jax.tree.map(lambda x: x.sharding, again)
+    init(kernel(4))
+    assert traced[2:] == [(4,)] * 2
+
+
 def test_local_params_are_the_consensus_plus_this_replicas_drift():
     mesh = mesh_of(4)
     params = {"w": jnp.full((2, 3), 10.0), "half": jnp.ones(2, "bfloat16")}
