@@ -240,7 +240,7 @@ def line(
     """Describes a process's place in one line."""
     hidden = [name for name in VISIBLE if name in environ]
     visible = ", ".join(f"{name}={environ[name]}" for name in hidden) or "all of this host"
-    taken = "" if devices is None else f", of them number {', '.join(map(str, devices))}"
+    taken = "" if devices is None else f", this process number {', '.join(map(str, devices))}"
     return (
         f"process {cluster.process_id} of {cluster.num_processes} ({cluster.source}); coordinator "
         f"{cluster.coordinator}; interface {interface or 'the one towards it'}; accelerators: "

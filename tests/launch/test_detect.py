@@ -225,5 +225,5 @@ def test_one_line_says_what_was_detected():
     line = detect.line(detect.detect(SLURM), "ib0", [1], {"CUDA_VISIBLE_DEVICES": "2,3"})
     assert line == (
         f"process 3 of 10 (SLURM); coordinator node001:{SLURM_PORT}; interface ib0; "
-        "accelerators: CUDA_VISIBLE_DEVICES=2,3, of them number 1"
+        "accelerators: CUDA_VISIBLE_DEVICES=2,3, this process number 1"
     )
