@@ -144,7 +144,7 @@ def _saved(rate: float | None, rows: Rows, dense: float) -> str:
     sent, whole = (8 * count / rate for count in bytes_of_both)
     return (
         f"{duration(whole - sent)} at {rate / 1e6:,.4g} Mbit/s: "
-        f"sending takes {duration(sent)} instead of {duration(whole)}, if computing hides none"
+        f"sending takes {duration(sent)} instead of {duration(whole)}, if nothing hides it"
     )
 
 

@@ -41,7 +41,7 @@ def test_time_bytes_losses_and_places_are_told(said):
         "runs/run: step 20, validation loss 3.5000 nats per byte",
         "  time        7.5 s in 20 steps of 0.375 s, 21.3 examples/s",
         "  sent        2 MB by each replica, 10x fewer than dense float32, 20 MB",
-        "  saved       18 s at 8 Mbit/s: sending takes 2 s instead of 20 s, if computing hides none",
+        "  saved       18 s at 8 Mbit/s: sending takes 2 s instead of 20 s, if nothing hides it",
         "  losses      training 3.0000, validation 3.5000",
         "  checkpoint  runs/run/checkpoints/20",
         "runs/run/loss.png",
