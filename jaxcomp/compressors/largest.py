@@ -2,9 +2,9 @@
 
 Each platform has forms of its own, and all return the same bits. A CPU bisects for the threshold,
 in a fifth of the time of `jax.lax.top_k`, numbers the marked entries with a running sum, and moves
-them one by one. On accelerators such a loop would wait for the host in each round. So they sort
-rows of up to 4,096, but a TPU compares all pairs in short rows. In longer rows both find the
-threshold digit by digit.
+them one by one. On accelerators such a loop would wait for the host in each round: they find the
+threshold in a fixed number of rounds, digit by digit. But a TPU compares all pairs in short rows,
+and sorts rows of up to 4,096.
 
 A GPU counts ones in words of 32 marks, so that each entry, or each place, computes where to read. A
 TPU would move a whole tile for each entry: it compares all places of a short row with each other,
@@ -44,16 +44,10 @@ def find_largest(x: jax.Array, k: int) -> Largest:
     n = x.shape[1]
     forms = {
         "cpu": partial(_marked_first, by_halving),
-        "gpu": _for_gpu(n),
+        "gpu": counted_first,
         "default": _for_tpu(n),
     }
     return by_platform(x, **{name: partial(form, k=k) for name, form in forms.items()})
-
-
-def _for_gpu(n):
-    if SHORT < n <= SORTED:
-        return sorted_first
-    return partial(_marked_first, by_sorting if n <= SHORT else by_digits)
 
 
 def _for_tpu(n):
@@ -62,22 +56,33 @@ def _for_tpu(n):
     return partial(_marked_first, by_comparing if n <= SHORT else by_digits)
 
 
-def sorted_first(x: jax.Array, k: int) -> Largest:
-    """`find_largest`: the places of a sort need no other search for the values."""
+def counted_first(x: jax.Array, k: int) -> Largest:
+    """`find_largest` by counting alone: each pass reads the sizes once.
+
+    Ties end at a place that is looked up like those of the values.
+    """
+    # Each round of the loop, and each mark, would compute again what the sizes come from.
+    x = lax.optimization_barrier(x)
     size = _size(x)
-    order = _order(size)
-    places = lax.sort(order[1][:, :k], dimension=1, is_stable=False).astype(jnp.int32)
-    values = jnp.take_along_axis(x, places, axis=1, mode="promise_in_bounds")
-    return Largest(_first_of(order, size, k), places, values)
+    least = least_by_rounds(size, k)[:, None]
+    above, equal = size > least, size == least
+    last = _found(_words(equal), k - 1 - _count(above)[:, None])
+    place = lax.broadcasted_iota(jnp.int32, x.shape, 1)
+    marked = lax.optimization_barrier(above | (equal & (place <= last)))
+    places = _places(marked, k)
+    return Largest(marked, places, jnp.take_along_axis(x, places, axis=1, mode="promise_in_bounds"))
 
 
 def sorted_together(x: jax.Array, k: int) -> Largest:
-    """As `sorted_first`, with values that move along, since a TPU gathers a tile for each."""
-    size = _size(x)
-    order = _order(size, x)
+    """`find_largest` by sorting; values move along, since a TPU gathers a tile for each."""
+    size, place = _size(x), lax.broadcasted_iota(jnp.uint16, x.shape, 1)
+    # The largest first. Not a stable sort, for which XLA would sort places once more.
+    order = lax.sort((~size, place, x), dimension=1, is_stable=False, num_keys=2)
     first = (order[1][:, :k].astype(jnp.int32), order[2][:, :k])
     places, values = lax.sort(first, dimension=1, is_stable=False, num_keys=1)
-    return Largest(_first_of(order, size, k), places, values)
+    least, last = ~order[0][:, k - 1 : k], order[1][:, k - 1 : k]
+    marked = (size > least) | ((size == least) & (place <= last))
+    return Largest(marked, places, values)
 
 
 def _marked_first(form, x, k):
@@ -98,40 +103,28 @@ def by_comparing(size: jax.Array, k: int) -> jax.Array:
     return jnp.sum(before, axis=2, dtype=jnp.int32) < k
 
 
-def by_sorting(size: jax.Array, k: int) -> jax.Array:
-    """As `by_comparing`: sorts by size and place, and compares with the k-th entry."""
-    return _first_of(_order(size), size, k)
-
-
-def _order(size, *more):
-    """Sorts a row, the largest first: inverted sizes, `u16` places, and arrays that move along."""
-    place = lax.broadcasted_iota(jnp.uint16, size.shape, 1)
-    # Not a stable sort, for which XLA would sort places once more.
-    return lax.sort((~size, place, *more), dimension=1, is_stable=False, num_keys=2)
-
-
-def _first_of(order, size, k):
-    """Marks the first k entries of an order."""
-    least, last = ~order[0][:, k - 1 : k], order[1][:, k - 1 : k]
-    place = lax.broadcasted_iota(jnp.uint16, size.shape, 1)
-    return (size > least) | ((size == least) & (place <= last))
-
-
 def by_digits(size: jax.Array, k: int) -> jax.Array:
-    """As `by_comparing`, for rows of any length: one pass for every four bits."""
-    least = jnp.zeros_like(size, shape=size.shape[:1])
-    for shift in reversed(range(0, 8 * size.dtype.itemsize, _DIGIT)):
-        digits = (jnp.arange(1, 2**_DIGIT, dtype=size.dtype) << shift)[None]
-        bounds = least[:, None] | digits
-        fits = _count(size[:, None, :] >= bounds[:, :, None]) >= k
-        least = least | (jnp.sum(fits, axis=1, dtype=size.dtype) << shift)
-    return _at_least(size, least, k)
-
-
-def _at_least(size, least, k):
-    """Marks k entries whose least value is known; ties go to the first entries."""
+    """As `by_comparing`, for rows of any length; ties go to the first entries."""
+    least = least_by_rounds(size, k)
     above, equal = size > least[:, None], size == least[:, None]
     return above | (equal & (ranks(equal) < k - _count(above)[:, None]))
+
+
+def least_by_rounds(size: jax.Array, k: int) -> jax.Array:
+    """The k-th largest of each row, `u[rows, n] -> u[rows]`; a round finds four of its bits."""
+    bits, zeros = 8 * size.dtype.itemsize, (jnp.int32(0),) * (2**_DIGIT - 1)
+    added = lambda some, others: tuple(x + y for x, y in zip(some, others, strict=True))
+
+    def round_of(number, least):
+        shift = (bits - _DIGIT * (number + 1)).astype(size.dtype)
+        digits = (jnp.asarray(digit, size.dtype) << shift for digit in range(1, 2**_DIGIT))
+        ones = tuple((size >= (least | digit)[:, None]).astype(jnp.int32) for digit in digits)
+        # One reduction of all, and not one of a longer array: it reads a size once.
+        fits = (count >= k for count in lax.reduce(ones, zeros, added, (1,)))
+        return least | (sum(fit.astype(size.dtype) for fit in fits) << shift)
+
+    # Zeros that differ between replicas, for the types of `shard_map`, as what a round returns.
+    return lax.fori_loop(0, bits // _DIGIT, round_of, size[:, 0] ^ size[:, 0])
 
 
 def by_halving(size: jax.Array, k: int) -> jax.Array:
@@ -182,7 +175,7 @@ def taken(x: jax.Array, marked: jax.Array, k: int) -> jax.Array:
     long = taken_by_sorting if n <= SORTED else taken_by_moving
     forms = {
         "cpu": taken_in_turn,
-        "gpu": taken_by_words if n <= SHORT else taken_by_moving,
+        "gpu": taken_by_words,
         "default": taken_by_comparing if n <= SHORT else long,
     }
     return by_platform(x, marked, **{name: partial(form, k=k) for name, form in forms.items()})
@@ -262,20 +255,29 @@ def taken_by_moving(x: jax.Array, marked: jax.Array, k: int) -> jax.Array:
 
 
 def taken_by_words(x: jax.Array, marked: jax.Array, k: int) -> jax.Array:
-    """`taken` for short rows: each place finds its entry by bisection."""
-    words, rank = _words(marked), lax.broadcasted_iota(jnp.int32, (1, k), 1)
-    place, step = jnp.zeros((x.shape[0], k), jnp.int32), 1 << (x.shape[1] - 1).bit_length()
+    """`taken`: each of the k places finds its entry."""
+    return jnp.take_along_axis(x, _places(marked, k), axis=1, mode="promise_in_bounds")
+
+
+def _places(marked, k):
+    """The places of the k marked entries of each row, in order: `bool[rows, n] -> i32[rows, k]`."""
+    return _found(_words(marked), lax.broadcasted_iota(jnp.int32, (marked.shape[0], k), 1))
+
+
+def _found(words, rank):
+    """The place of the entry before which `rank` ones come: `u32[rows, words], i32[rows, k]`."""
+    ones = _before(lax.population_count(words).astype(jnp.int32), SHORT)
+    word, step = jnp.zeros_like(rank), 1 << (words.shape[1] - 1).bit_length()
+    look = partial(jnp.take_along_axis, axis=1, mode="promise_in_bounds")
+    while step := step // 2:  # the last word with no more ones before it
+        later = jnp.minimum(word + step, words.shape[1] - 1)
+        word = jnp.where(look(ones, later) <= rank, later, word)
+    rank, bits = rank - look(ones, word), look(words, word)
+    place, step = jnp.zeros_like(rank), _WORD
     while step := step // 2:
-        ones: jax.Array | int = 0  # before the middle
-        for number in range(words.shape[1]):
-            bits = jnp.clip(place + step - _WORD * number, 0, _WORD).astype(jnp.uint32)
-            # A shift by all 32 bits is not defined.
-            earlier = jnp.where(
-                bits == 0, 0, jnp.uint32(2**32 - 1) >> (_WORD - jnp.maximum(bits, 1))
-            )
-            ones += lax.population_count(words[:, number, None] & earlier).astype(jnp.int32)
-        place = jnp.where(ones <= rank, place + step, place)
-    return jnp.take_along_axis(x, place, axis=1, mode="promise_in_bounds")
+        before = bits & ((jnp.uint32(1) << (place + step).astype(jnp.uint32)) - jnp.uint32(1))
+        place += step * (lax.population_count(before).astype(jnp.int32) <= rank)
+    return _WORD * word + place
 
 
 def taken_by_comparing(x: jax.Array, marked: jax.Array, k: int) -> jax.Array:
