@@ -61,14 +61,12 @@ def counted_first(x: jax.Array, k: int) -> Largest:
 
     Ties end at a place that is looked up like those of the values.
     """
-    # Each round of the loop, and each mark, would compute again what the sizes come from.
-    x = lax.optimization_barrier(x)
+    x = lax.optimization_barrier(x)  # else each pass would compute it again
     size = _size(x)
-    least = least_by_rounds(size, k)[:, None]
-    above, equal = size > least, size == least
-    last = _found(_words(equal), k - 1 - _count(above)[:, None])
-    place = lax.broadcasted_iota(jnp.int32, x.shape, 1)
-    marked = lax.optimization_barrier(above | (equal & (place <= last)))
+    least, above = least_by_digits(size, k)
+    equal, place = size == least, lax.broadcasted_iota(jnp.int32, x.shape, 1)
+    last = _found(_words(equal), k - 1 - above)
+    marked = lax.optimization_barrier((size > least) | (equal & (place <= last)))
     places = _places(marked, k)
     return Largest(marked, places, jnp.take_along_axis(x, places, axis=1, mode="promise_in_bounds"))
 
@@ -105,26 +103,27 @@ def by_comparing(size: jax.Array, k: int) -> jax.Array:
 
 def by_digits(size: jax.Array, k: int) -> jax.Array:
     """As `by_comparing`, for rows of any length; ties go to the first entries."""
-    least = least_by_rounds(size, k)
-    above, equal = size > least[:, None], size == least[:, None]
-    return above | (equal & (ranks(equal) < k - _count(above)[:, None]))
+    least, above = least_by_digits(size, k)
+    equal = size == least
+    return (size > least) | (equal & (ranks(equal) < k - above))
 
 
-def least_by_rounds(size: jax.Array, k: int) -> jax.Array:
-    """The k-th largest of each row, `u[rows, n] -> u[rows]`; a round finds four of its bits."""
+def least_by_digits(size: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+    """The k-th largest of each row, and how many are above: `u[rows, n] -> u, i32[rows, 1]`.
+
+    A pass over the sizes finds four bits, by counting at 15 values.
+    """
     bits, zeros = 8 * size.dtype.itemsize, (jnp.int32(0),) * (2**_DIGIT - 1)
     added = lambda some, others: tuple(x + y for x, y in zip(some, others, strict=True))
-
-    def round_of(number, least):
-        shift = (bits - _DIGIT * (number + 1)).astype(size.dtype)
-        digits = (jnp.asarray(digit, size.dtype) << shift for digit in range(1, 2**_DIGIT))
-        ones = tuple((size >= (least | digit)[:, None]).astype(jnp.int32) for digit in digits)
+    least, above = jnp.zeros_like(size, shape=size.shape[:1]), 0
+    for shift in reversed(range(0, bits, _DIGIT)):
+        bounds = [least | (size.dtype.type(digit) << shift) for digit in range(1, 2**_DIGIT)]
         # One reduction of all, and not one of a longer array: it reads a size once.
-        fits = (count >= k for count in lax.reduce(ones, zeros, added, (1,)))
-        return least | (sum(fit.astype(size.dtype) for fit in fits) << shift)
-
-    # Zeros that differ between replicas, for the types of `shard_map`, as what a round returns.
-    return lax.fori_loop(0, bits // _DIGIT, round_of, size[:, 0] ^ size[:, 0])
+        ones = tuple((size >= bound[:, None]).astype(jnp.int32) for bound in bounds)
+        for bound, count in zip(bounds, lax.reduce(ones, zeros, added, (1,)), strict=True):
+            least = jnp.where(count >= k, bound, least)
+            above = jnp.where(count >= k, above, jnp.maximum(above, count))
+    return least[:, None], above[:, None]
 
 
 def by_halving(size: jax.Array, k: int) -> jax.Array:
