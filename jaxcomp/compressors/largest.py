@@ -3,8 +3,8 @@
 Each platform has forms of its own, and all return the same bits. A CPU bisects for the threshold,
 in a fifth of the time of `jax.lax.top_k`, numbers the marked entries with a running sum, and moves
 them one by one. On accelerators such a loop would wait for the host in each round: they find the
-threshold in a fixed number of rounds, digit by digit. But a TPU compares all pairs in short rows,
-and sorts rows of up to 4,096.
+threshold in a fixed number of rounds, digit by digit. But in short rows a GPU sorts, and a TPU
+compares all pairs; a TPU sorts rows of up to 4,096.
 
 A GPU counts ones in words of 32 marks, so that each entry, or each place, computes where to read. A
 TPU would move a whole tile for each entry: it compares all places of a short row with each other,
@@ -44,7 +44,7 @@ def find_largest(x: jax.Array, k: int) -> Largest:
     n = x.shape[1]
     forms = {
         "cpu": partial(_marked_first, by_halving),
-        "gpu": counted_first,
+        "gpu": counted_first if n > SHORT else partial(_marked_first, by_sorting),
         "default": _for_tpu(n),
     }
     return by_platform(x, **{name: partial(form, k=k) for name, form in forms.items()})
@@ -73,14 +73,11 @@ def counted_first(x: jax.Array, k: int) -> Largest:
 
 def sorted_together(x: jax.Array, k: int) -> Largest:
     """`find_largest` by sorting; values move along, since a TPU gathers a tile for each."""
-    size, place = _size(x), lax.broadcasted_iota(jnp.uint16, x.shape, 1)
-    # The largest first. Not a stable sort, for which XLA would sort places once more.
-    order = lax.sort((~size, place, x), dimension=1, is_stable=False, num_keys=2)
+    size = _size(x)
+    order = _order(size, x)
     first = (order[1][:, :k].astype(jnp.int32), order[2][:, :k])
     places, values = lax.sort(first, dimension=1, is_stable=False, num_keys=1)
-    least, last = ~order[0][:, k - 1 : k], order[1][:, k - 1 : k]
-    marked = (size > least) | ((size == least) & (place <= last))
-    return Largest(marked, places, values)
+    return Largest(_first_of(order, size, k), places, values)
 
 
 def _marked_first(form, x, k):
@@ -99,6 +96,25 @@ def by_comparing(size: jax.Array, k: int) -> jax.Array:
     place, other = (lax.broadcasted_iota(jnp.int32, (1, *2 * size.shape[1:]), i) for i in (1, 2))
     before = (others > mine) | ((others == mine) & (other < place))
     return jnp.sum(before, axis=2, dtype=jnp.int32) < k
+
+
+def by_sorting(size: jax.Array, k: int) -> jax.Array:
+    """As `by_comparing`: sorts by size and place, and compares with the k-th entry."""
+    return _first_of(_order(size), size, k)
+
+
+def _order(size, *more):
+    """Sorts a row, the largest first: inverted sizes, `u16` places, and arrays that move along."""
+    place = lax.broadcasted_iota(jnp.uint16, size.shape, 1)
+    # Not a stable sort, for which XLA would sort places once more.
+    return lax.sort((~size, place, *more), dimension=1, is_stable=False, num_keys=2)
+
+
+def _first_of(order, size, k):
+    """Marks the first k entries of an order."""
+    least, last = ~order[0][:, k - 1 : k], order[1][:, k - 1 : k]
+    place = lax.broadcasted_iota(jnp.uint16, size.shape, 1)
+    return (size > least) | ((size == least) & (place <= last))
 
 
 def by_digits(size: jax.Array, k: int) -> jax.Array:
@@ -174,7 +190,7 @@ def taken(x: jax.Array, marked: jax.Array, k: int) -> jax.Array:
     long = taken_by_sorting if n <= SORTED else taken_by_moving
     forms = {
         "cpu": taken_in_turn,
-        "gpu": taken_by_words,
+        "gpu": taken_by_words if n <= SHORT else taken_by_places,
         "default": taken_by_comparing if n <= SHORT else long,
     }
     return by_platform(x, marked, **{name: partial(form, k=k) for name, form in forms.items()})
@@ -254,7 +270,24 @@ def taken_by_moving(x: jax.Array, marked: jax.Array, k: int) -> jax.Array:
 
 
 def taken_by_words(x: jax.Array, marked: jax.Array, k: int) -> jax.Array:
-    """`taken`: each of the k places finds its entry."""
+    """`taken` for short rows: each place finds its entry by bisection."""
+    words, rank = _words(marked), lax.broadcasted_iota(jnp.int32, (1, k), 1)
+    place, step = jnp.zeros((x.shape[0], k), jnp.int32), 1 << (x.shape[1] - 1).bit_length()
+    while step := step // 2:
+        ones: jax.Array | int = 0  # before the middle
+        for number in range(words.shape[1]):
+            bits = jnp.clip(place + step - _WORD * number, 0, _WORD).astype(jnp.uint32)
+            # A shift by all 32 bits is not defined.
+            earlier = jnp.where(
+                bits == 0, 0, jnp.uint32(2**32 - 1) >> (_WORD - jnp.maximum(bits, 1))
+            )
+            ones += lax.population_count(words[:, number, None] & earlier).astype(jnp.int32)
+        place = jnp.where(ones <= rank, place + step, place)
+    return jnp.take_along_axis(x, place, axis=1, mode="promise_in_bounds")
+
+
+def taken_by_places(x: jax.Array, marked: jax.Array, k: int) -> jax.Array:
+    """`taken` for long rows: each of the k places finds its entry."""
     return jnp.take_along_axis(x, _places(marked, k), axis=1, mode="promise_in_bounds")
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from jaxcomp.compressors import largest
 
-FORMS = [largest.by_halving, largest.by_digits]
+FORMS = [largest.by_halving, largest.by_sorting, largest.by_digits]
 SHAPES = [(1, 1), (4096, 2), (5, 128), (2, 130), (3, 256), (1, 4096)]
 
 

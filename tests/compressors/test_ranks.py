@@ -8,12 +8,12 @@ from jaxcomp.compressors import largest
 
 SHAPES = [(1, 1, 1), (4096, 3, 2), (3, 7, 2), (5, 128, 26), (2, 130, 130), (3, 256, 9)]
 LONG = [(2, 300, 40), (1, 4096, 512), (2, 5000, 3)]
-SHORT_TAKEN = [largest.taken_by_comparing]
+SHORT_TAKEN = [largest.taken_by_words, largest.taken_by_comparing]
 TAKEN = [
     largest.taken_in_turn,
     largest.taken_by_moving,
     largest.taken_by_sorting,
-    largest.taken_by_words,
+    largest.taken_by_places,
     largest.taken,
 ]
 PUT_BACK = [
