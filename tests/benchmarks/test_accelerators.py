@@ -12,12 +12,17 @@ import pathlib
 from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from benchmarks import accelerators, accelerators_devices, accelerators_step, accelerators_tables
 from benchmarks.accelerators import COMPILING, time_step
 from benchmarks.accelerators_devices import DEVICES, mesh_from, mesh_of, unavailable
+from benchmarks.accelerators_program import Program
 from benchmarks.accelerators_step import METHODS, MODELS, batch_of, build_step
+from jaxcomp.compressors.largest import find_largest
 
 # Of the `tiny` model's step: most copies of the parameters that kernels move (TPUs: that XLA says
 # are accessed), most kernels, most messages between hosts, and those of them in a branch: 0/1 Adam
@@ -192,6 +197,24 @@ def test_messages_of_parameters_in_shards_travel_beside_the_whole_gradient():
     assert row["messages"] == {op: {"all": 2, "async": 2} for op in ("all-to-all", "all-gather")}
     assert row["bytes_asynchronous"] == 1.0
     assert row["products_in_span"] == row["products_beside"] == 1.0
+
+
+def selection(copies):
+    """Whether an H100 sorts to choose an eighth of each 4,096, and whether it moves too much."""
+    mesh, x = mesh_of("h100", (1,)), jax.ShapeDtypeStruct((64, 4096), jnp.float32)
+    choose = lambda x: find_largest(x, 512)[::2]
+    whole = jax.shard_map(choose, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+    place = NamedSharding(mesh, P())
+    text = jax.jit(whole, in_shardings=place, out_shardings=place).lower(x).compile().as_text()
+    return "sort(" in text, Program(text).cost.moved > copies * 4 * x.size
+
+
+def test_an_h100_chooses_the_largest_by_counting_and_reads_a_size_once_a_pass():
+    if (reason := unavailable("h100")) is not None:
+        pytest.skip(reason)
+    with locked(TPU_LOCK):
+        sorts, moves_more = accelerators.apart(selection, 15, environment=COMPILING)
+    assert not sorts and not moves_more
 
 
 def program_of(method, moved, kernels, **more):
