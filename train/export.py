@@ -1,4 +1,8 @@
-"""`python -m train.export RUN FOLDER`: writes a run's parameters as a Hugging Face folder."""
+"""`python -m train.export RUN FOLDER`: writes a run's parameters as a Hugging Face folder.
+
+With `--adapter` it writes LoRA's matrices alone, as peft does. In place of RUN it takes an adapter
+of peft, which it adds to the folder of `--like`.
+"""
 
 import argparse
 import dataclasses
@@ -13,8 +17,8 @@ from flax import nnx
 from jaxcomp.launch.exits import clean_exits
 from train import checks
 from train.checkpoints import files, mean, store
-from train.huggingface import folder
-from train.models import modules
+from train.huggingface import adapters, folder
+from train.models import lora, modules
 from train.models.decoder import Decoder, DecoderConfig
 
 _TRIES = 10  # of a run that removes its checkpoints while they are read
@@ -43,6 +47,29 @@ def export(run: pathlib.Path, to: pathlib.Path, dtype: str, like: pathlib.Path |
                 raise
     tokenizer, like = like or tokenizer_of(config), like or origin(config["start_from"])
     folder.save(to, model, params, jnp.dtype(dtype), like, tokenizer)
+
+
+def export_adapter(run: pathlib.Path, to: pathlib.Path, like: pathlib.Path | None) -> None:
+    """Writes a run's LoRA, averaged over its replicas, as an adapter for peft.
+
+    Args:
+      run: The run's folder.
+      to: The new folder.
+      like: The Hugging Face folder that the adapter is of. None: the one that the run started from.
+
+    Raises:
+      ValueError: If the run has no LoRA, or trained more than that.
+    """
+    config, model, params = _read(run)
+    if config.get("trainable") != lora.TRAINED:
+        raise ValueError(
+            f"{run} trained {config.get('trainable') or 'all parameters'}, and an adapter has "
+            f"{lora.TRAINED} alone; leave --adapter out."
+        )
+    base = like or origin(config["start_from"])
+    if base is None:
+        raise ValueError(f"{run} started from no Hugging Face folder; name one as --like FOLDER.")
+    adapters.save(to, model, params, base)
 
 
 def _read(run: pathlib.Path) -> tuple[dict[str, Any], DecoderConfig, Any]:
@@ -103,16 +130,27 @@ def origin(start_from: str | None) -> pathlib.Path | None:
 
 def main(args: list[str]) -> None:
     """Runs the program; a user's mistake ends it with a message and exit status 2."""
-    parser = argparse.ArgumentParser(prog="python -m train.export", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m train.export", description=__doc__.partition("\n")[0]
+    )
     parser.add_argument("run", type=pathlib.Path, help="as runs/nano_dense")
     parser.add_argument("folder", type=pathlib.Path, help="a new or an empty one")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--like", type=pathlib.Path, help="folder whose tokenizer is copied")
+    parser.add_argument("--adapter", action="store_true", help="LoRA's matrices alone, for peft")
     options = parser.parse_args(args)
     # Parameters are copied from file to file, which needs no accelerator.
     jax.config.update("jax_platforms", "cpu")
     with clean_exits():
-        export(options.run, options.folder, options.dtype, options.like)
+        if adapters.is_adapter(options.run):
+            if options.like is None:
+                parser.error("an adapter is added to its base; write --like FOLDER")
+            dtype = jnp.dtype(options.dtype)
+            adapters.merge(options.run, options.folder, dtype, options.like)
+        elif options.adapter:
+            export_adapter(options.run, options.folder, options.like)
+        else:
+            export(options.run, options.folder, options.dtype, options.like)
         print(f"{options.folder} holds the model of {options.run}")
 
 

@@ -10,7 +10,7 @@ import pathlib
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -59,7 +59,7 @@ def load(folder: str | pathlib.Path, config: DecoderConfig, like: Any) -> Any:
     settings.require_same(config, found, str(folder))
     arrays = safetensors.read_all(folder)
     leaves, tree = jax.tree_util.tree_flatten_with_path(like)
-    found = [(*_layers(_path_of(key), leaf.shape), leaf) for key, leaf in leaves]
+    found = [(*layers_of(path_of(key), leaf.shape), leaf) for key, leaf in leaves]
     _require_all(folder, kind, arrays, found)
     _require_tied(folder, kind, config, arrays)
     made = []
@@ -105,16 +105,34 @@ def save(
         kind, there = settings.read(like)
         settings.require_same(config, there, str(like))
         written = checks.json_object(pathlib.Path(like, "config.json")) | {"model_type": kind}
-    written.pop("torch_dtype", None)
-    written["dtype"] = np.dtype(dtype).name
     arrays = _theirs(written["model_type"], config, params, np.dtype(dtype))
-    tokenizer = like if tokenizer is None else tokenizer
-    with _whole(folder) as made:
+    write(folder, arrays, written, np.dtype(dtype), like if tokenizer is None else tokenizer)
+
+
+def write(
+    folder: pathlib.Path,
+    arrays: Iterable[tuple[str, np.ndarray]],
+    about: dict[str, Any],
+    dtype: np.dtype,
+    tokenizer: str | pathlib.Path | None,
+) -> None:
+    """Writes a new folder of arrays in Hugging Face's names, which have this dtype.
+
+    Args:
+      folder: A new folder, or an empty one.
+      arrays: The arrays by name.
+      about: Its config.json, but for the dtype.
+      dtype: Dtype of the arrays.
+      tokenizer: A folder whose tokenizer is copied, or None.
+    """
+    about = {name: value for name, value in about.items() if name != "torch_dtype"}
+    about["dtype"] = dtype.name
+    with whole(folder) as made:
         safetensors.write_all(made, arrays)
         for name in TOKENIZER if tokenizer is not None else ():
             if pathlib.Path(tokenizer, name).is_file():
                 shutil.copyfile(pathlib.Path(tokenizer, name), made / name)
-        (made / "config.json").write_text(json.dumps(written, indent=2, sort_keys=True) + "\n")
+        (made / "config.json").write_text(json.dumps(about, indent=2, sort_keys=True) + "\n")
 
 
 def require_new(folder: pathlib.Path) -> None:
@@ -126,7 +144,7 @@ def require_new(folder: pathlib.Path) -> None:
 
 
 @contextlib.contextmanager
-def _whole(folder: pathlib.Path) -> Iterator[pathlib.Path]:
+def whole(folder: pathlib.Path) -> Iterator[pathlib.Path]:
     """A folder beside a new one, whose name it gets once it is whole; removed after an error."""
     folder = folder.absolute()
     made = folder.with_name(f"{folder.name}.part-{secrets.token_hex(4)}")
@@ -157,18 +175,19 @@ def _theirs(
 ) -> Iterator[tuple[str, np.ndarray]]:
     leaves, _ = jax.tree_util.tree_flatten_with_path(params)
     for key, leaf in leaves:
-        path, layers = _layers(_path_of(key), leaf.shape)
+        path, layers = layers_of(path_of(key), leaf.shape)
         for number, layer in layers:
             array = np.asarray(leaf if number is None else leaf[number], dtype)
             parts = weights.parted(kind, path, config, array)
             yield from zip(weights.names_of(kind, path, layer), parts, strict=True)
 
 
-def _path_of(key: Any) -> str:
+def path_of(key: Any) -> str:
+    """A leaf's path, such as `blocks/qkv/kernel`."""
     return jax.tree_util.keystr(key, simple=True, separator="/")
 
 
-def _layers(path: str, shape: tuple[int, ...]) -> tuple[str, list[tuple[int | None, int | None]]]:
+def layers_of(path: str, shape: tuple[int, ...]) -> tuple[str, list[tuple[int | None, int | None]]]:
     """A parameter's path inside its block, and for each layer its place in the leaf and its number.
 
     The place is None for an unstacked leaf, the number is None outside blocks.

@@ -58,7 +58,7 @@ def merged(params: Any, scale: float) -> Any:
         return params
     rest = {n: merged(x, scale) for n, x in params.items() if n not in ("lora_a", "lora_b")}
     if "lora_a" in params:
-        rest["kernel"] += scale * (params["lora_a"] @ params["lora_b"])
+        rest["kernel"] = rest["kernel"] + scale * (params["lora_a"] @ params["lora_b"])
     return rest
 
 
