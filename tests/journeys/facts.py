@@ -88,6 +88,7 @@ PAGES = {
 _PLAN = "times all methods for minutes: tests/train/plan/test_planning.py"
 _SCHEDULER = "needs a scheduler: tests/launch/test_scripts.py runs the script with a stand-in"
 _WANDB = "needs wandb and its server: tests/train/output/test_trackers.py has a stand-in"
+_ADAPTER = "needs a run with LoRA: tests/train/huggingface/test_adapters.py writes and merges one"
 
 ELSEWHERE = {
     "make test": "these tests are a part of it",
@@ -105,6 +106,8 @@ ELSEWHERE = {
     "--compute-seconds 0.5 --codec-rate 2e9": _PLAN,
     "python -m train.launch --local 8 --restarts 99 -- CONFIG --checkpoint-every 50 "
     "--emergency-every 5": "make soak types it",
+    "python -m train.export runs/lora adapter --adapter": _ADAPTER,
+    "python -m train.export adapter merged --like FOLDER": _ADAPTER,
     "hf download EleutherAI/pythia-160m --local-dir pythia-160m": (
         "downloads a model: the journey has a smaller one of its kind there"
     ),
