@@ -9,12 +9,13 @@ from typing import Any
 
 import jax
 
+from jaxcomp.islands import Island
 from jaxcomp.launch import agree, claims, distributed, peers, watchdog
 from jaxcomp.launch.claims import Claim
 from jaxcomp.launch.exits import Drained, Transient
 from jaxcomp.launch.signals import stop_signals
 from jaxcomp.replicas import protocol
-from train import outputs, resume
+from train import island, outputs, resume
 from train.checkpoints import emergency, files, store
 from train.config import Config
 from train.config.optimizer import schedule
@@ -76,6 +77,10 @@ def _train(config: Config, folder: Path, until_the_end: contextlib.ExitStack) ->
         copies_in = config.emergency_dir if config.emergency_every else None
         copies = stack.enter_context(emergency.opened(folder, claim, copies_in, *seconds))
         params, state, done = resume.begin(task, directory, copies)
+        member = None
+        if config.island is not None and done.step < config.steps:
+            member = stack.enter_context(island.joined(config, params))
+            params = member.params
         keep, track, show = outputs.opened(stack, task, claim, folder, done)
         run = _Run(
             task=task,
@@ -89,6 +94,7 @@ def _train(config: Config, folder: Path, until_the_end: contextlib.ExitStack) ->
             keep=keep,
             track=track,
             show=show,
+            member=member,
         )
         run.train()
         return done.step, run.stopped
@@ -124,6 +130,7 @@ class _Run:
     keep: Callable[[dict[str, Any]], None]  # records a row
     track: Callable[[dict[str, Any]], None]  # passes a row on to trackers
     show: Callable[[dict[str, Any]], None]  # shows a row on the terminal
+    member: Island | None = None  # of a run of islands
     outs: list[dict] = dataclasses.field(default_factory=list)  # of steps not yet counted
     seconds: list[float] = dataclasses.field(default_factory=list)  # of steps since the last row
     owed: bool = False  # whether this step's row is due and not on disk
@@ -205,6 +212,7 @@ class _Run:
         self.params, self.state, out = self.task.step(self.params, self.state, batch)
         self.outs.append(out)
         self.done.step += 1
+        self.meet()
         self.done.examples += self.task.config.data.batch
         is_counted = self.row_is_due() or self.is_due(self.task.config.checkpoint_every)
         is_counted |= self.copy_is_due()
@@ -212,6 +220,13 @@ class _Run:
         jax.block_until_ready(self.outs if is_counted else self.outs[-2:-1])
         self.seconds.append(time.perf_counter() - began)
         return True
+
+    def meet(self) -> None:
+        """Exchanges with other islands when it is time; the run ends at their consensus."""
+        if self.member is not None:
+            self.params = self.member.step(self.params, tokens=self.task.config.data.batch)
+            if self.done.step == self.task.config.steps:
+                self.params = self.member.leave(self.params)
 
     def count(self) -> None:
         """Moves the steps' measures from the devices to the counts."""
@@ -241,6 +256,7 @@ class _Run:
             "rounds": done.rounds,
             "skipped": done.skipped,
             "left_out": done.left_out,
+            **({} if self.member is None else island.facts(self.member)),
         }
 
     def write_row(self) -> None:

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxcomp
 from jaxcomp.replicas import protocol
-from train import examples
+from train import examples, island
 from train.config import Config
 from train.config import run as configs
 from train.config.run import AXIS_NAME
@@ -66,7 +66,7 @@ def make_task(config: Config, read: Callable[[Config], Examples] = examples.read
     """
     mesh = devices.make_mesh(config.replicas, config.fast)
     configs.microbatch(config.data.batch, mesh.size, config.accumulate)
-    made, placement = read(config), resolve(config)
+    made, placement = read(island.with_own_order(config)), resolve(config)
     functions, everywhere = placement.functions(mesh), NamedSharding(mesh, P())
     natural, batch = build.param_shapes(config), build.batch_of(config, mesh)
     places = jax.tree.map(lambda _: everywhere, natural)

@@ -70,6 +70,7 @@ class Courier(threading.Thread):
         self.quorum, self.deadline, self.snapshots, self.poll = quorum, deadline, snapshots, poll
         self.trouble = ""  # of the store, which is tried again
         self.waits_for = ""
+        self.sent_bytes = self.received_bytes = 0  # of differences
         # What is ready, in order; a `Snapshot` replaces all before it, an error has ended the run.
         self._ready: queue.SimpleQueue[Decided | runs.Snapshot | Exception] = queue.SimpleQueue()
         self._absent = set(start.absent)  # names whose islands missed the last round
@@ -184,6 +185,7 @@ class Courier(threading.Thread):
         payload = b"".join(np.asarray(x).tobytes() for x in jax.tree.leaves(post.messages))
         path = self._path(self.island, self.fence)
         sealed = self.room.write(path, dict(zip(_HEADER, header, strict=True)), payload)
+        self.sent_bytes += len(payload)
         if sealed is not None:  # else it was written before the store was away, and is read
             self._found[self.island] = Message(*header, sealed.payload, sealed.digest)
         self._posts.popleft()
@@ -206,6 +208,7 @@ class Courier(threading.Thread):
             self._bad[name] = str(error)
             log.warning("round %d leaves out %s: its message %s", self.round, name, error)
         else:
+            self.received_bytes += size
             self._found[name] = Message(**header, payload=found.payload, digest=found.digest)
 
     def _decide(self, view: runs.View) -> bool:

@@ -174,6 +174,7 @@ def join(
                     patience)  # fmt: skip
     island._adopt(snapshot)
     courier.start()
+    island._catch_up(view)
     return island
 
 
@@ -204,9 +205,19 @@ class Island:
         return f"Island({courier.room.bucket.url!r}, name={courier.island!r}, rounds={self.rounds})"
 
     @property
+    def sent_bytes(self) -> int:
+        """Bytes of the differences that this island has written."""
+        return self._courier.sent_bytes
+
+    @property
+    def received_bytes(self) -> int:
+        """Bytes of the differences of others that it has read."""
+        return self._courier.received_bytes
+
+    @property
     def params(self) -> Any:
         """The consensus, in the form of the parameters that were given to `join`."""
-        return _dressed(self._given, self._parts.merged(self._consensus))
+        return self._copied(self._given)
 
     def step(self, params: Any, *, tokens: int = 1) -> Any:
         """Counts a step of training, and sends or merges what is due.
@@ -254,7 +265,7 @@ class Island:
                 self._settled(self._cut(params))
         finally:
             self._end(leaves=True)
-        return _dressed(params, self._parts.merged(self._consensus))
+        return self._copied(params)
 
     def __enter__(self) -> "Island":
         return self
@@ -267,6 +278,10 @@ class Island:
             self._has_left = True
             self._courier.end(leaves)
             self._courier.join(timeout=self._patience)
+
+    def _copied(self, params: Any) -> Any:
+        """The consensus in the form of `params`: a training step may donate what it gets."""
+        return _dressed(params, jax.tree.map(jnp.copy, self._parts.merged(self._consensus)))
 
     def _cut(self, params: Any) -> list[Any]:
         """The floating leaves of each fragment."""
@@ -311,6 +326,19 @@ class Island:
         """The fragment of a round, and how many rounds it has had before: as in `local_steps`."""
         had, part = divmod(number + 1, self._parts.number)
         return part, had if part else had - 1
+
+    def _catch_up(self, view: runs.View) -> None:
+        """Takes the outer steps of rounds that were decided before this island came."""
+        decided = self.rounds
+        while "members" in view.rounds.get(decided, ()):
+            decided += 1
+        while self.rounds < decided:
+            event = self._courier.take(self._patience)
+            if event is None:
+                trouble = self._courier.trouble or "the store does not answer"
+                self._end(leaves=False)
+                raise TimeoutError(f"{self} needs round {self.rounds}, and {trouble}")
+            self._merged(list(self._consensus), event)
 
     def _settled(self, held):
         """Waits for the round under way, and merges it and those before."""

@@ -80,6 +80,7 @@ PAGES = {
         (hosts, page_inputs.text, page_inputs.pythia),
         environ={"--fast 8": "JAX_NUM_CPU_DEVICES=8"},
     ),
+    "docs/islands.md": Page(instead={"/tmp/islands/run": f"/tmp/islands-{os.getpid()}/run"}),
     "docs/data.md": Page((page_inputs.every_form,)),
     "docs/from_deepspeed.md": Page((deepspeed,)),
 }

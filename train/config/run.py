@@ -13,6 +13,7 @@ import optax
 import tyro
 
 from train import checks
+from train.config import expression
 from train.config.optimizer import Optimizer, transformation
 from train.data.sources import Data, Images
 from train.huggingface.pretrained import Pretrained
@@ -67,6 +68,11 @@ class Config:
     in_shards: bool = False
     """Whether the `fast` devices of a host are one replica: a decoder's rules shard each parameter
     over them, and XLA gathers it for each use. For large models."""
+    island: str | None = None
+    """URL of a run of islands that this run joins by its name, such as s3://bucket/run: programs
+    that train one model over a bucket or folder, and come and go."""
+    join: str = "join(every=100, delay=1)"
+    """How it joins: arguments of jaxcomp.islands.join, equal on all islands but for every."""
     eval_every: int = 100
     """Steps between evaluations; the last step is always evaluated."""
     eval_batches: int = 8
@@ -151,6 +157,10 @@ class Config:
             fits = max(self.steps // 10, min(1, self.steps - 1))
             optimizer = dataclasses.replace(self.optimizer, warmup_steps=fits)
             object.__setattr__(self, "optimizer", optimizer)
+        try:
+            expression.check(self.join, dict.fromkeys(("join", "Seconds", "Tokens")))
+        except ValueError as error:
+            raise ValueError(f"join: {error}") from error
         if self.replicas:
             microbatch(self.data.batch, self.replicas, self.accumulate)
 

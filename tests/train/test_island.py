@@ -1,0 +1,81 @@
+"""Runs of the program that are islands: they meet in a store, and end at one consensus."""
+
+import dataclasses
+import itertools
+
+import jax
+import numpy as np
+import pytest
+
+from tests.helpers.launching import words
+from train import island, loop
+from train.config import Config, Data, Optimizer
+from train.models.decoder import DecoderConfig
+
+numbers = itertools.count()
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    return str(words(tmp_path_factory.mktemp("text")))
+
+
+@pytest.fixture
+def config(tmp_path, text, undrawn):
+    return Config(
+        name="garage",
+        steps=4,
+        optimizer=Optimizer(
+            "chain(compressed_mean(identity(), axis_name), sgd(learning_rate))", 1e-2
+        ),
+        replicas=1,
+        model=DecoderConfig(layers=1, width=16, heads=2, context=16),
+        data=Data(path=text, batch=2),
+        eval_batches=1,
+        log_every=1,
+        runs_dir=str(tmp_path / "runs"),
+        island=f"memory://train-{next(numbers)}",
+        join="join(every=2, poll=0.02, outer=sgd(1.0))",
+    )
+
+
+def test_an_island_that_comes_later_begins_at_the_consensus_of_the_others(config):
+    rows = loop.run(config)
+    assert [row["outer_steps"] for row in rows] == [0, 0, 1, 1, 2]
+    assert rows[-1]["members"] == 1 and rows[-1]["island_bytes"] > 0
+    later = loop.run(dataclasses.replace(config, name="attic", seed=7))
+    assert later[0]["val_loss"] == rows[-1]["val_loss"] != rows[0]["val_loss"]
+
+
+def test_an_island_draws_data_of_its_own(config):
+    seeds = [island.with_own_order(dataclasses.replace(config, name=name)).seed for name in "ab"]
+    assert seeds[0] != seeds[1]
+    alone = dataclasses.replace(config, island=None)
+    assert island.with_own_order(alone) is alone
+
+
+def test_a_run_that_goes_on_takes_the_consensus_of_now(config):
+    loop.run(config)
+    rows = loop.run(dataclasses.replace(config, name="attic"))
+    again = loop.run(dataclasses.replace(config, steps=6))
+    assert [row["step"] for row in again] == [0, 1, 2, 3, 4, 5, 6]
+    assert again[-1]["outer_steps"] == rows[-1]["outer_steps"] + 1
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"qsdp": "qsdp(axis_name, quantize(8))"}, "needs parameters that each replica holds"),
+        ({"join": "join(every=0)"}, "islands.join got every=0"),
+        ({"join": "join(evry=1)"}, "unexpected keyword"),
+    ],
+)
+def test_mistakes_are_told(config, change, text):
+    params = jax.tree.map(np.float32, {"w": [1.0]})
+    with pytest.raises(ValueError, match=text):
+        island.joined(dataclasses.replace(config, **change), params)
+
+
+def test_a_join_that_is_no_expression_is_told_at_once(config):
+    with pytest.raises(ValueError, match="join: .*is not"):
+        dataclasses.replace(config, join="leave()")
