@@ -3,6 +3,7 @@
 import contextlib
 import datetime
 import errno
+import os
 import uuid
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -82,7 +83,11 @@ def opened(url: str, options: dict[str, Any] | None = None) -> Bucket:
         given.setdefault("mkdir", True)
     elif scheme != "memory":
         # A slow upload is no failure, and the courier asks a store that is away again.
-        given.setdefault("client_options", {"timeout": "900s", "connect_timeout": "10s"})
+        names = "AWS_ENDPOINT_URL", "AWS_ENDPOINT"
+        endpoints = [given.get("endpoint", ""), *(os.environ.get(name, "") for name in names)]
+        is_plain = next(filter(None, endpoints), "").startswith("http://")
+        client = {"timeout": "900s", "connect_timeout": "10s", "allow_http": is_plain}
+        given.setdefault("client_options", client)
         wait = datetime.timedelta(seconds=10)
         given.setdefault("retry_config", {"max_retries": 2, "retry_timeout": wait})
     with _named(url) as obstore:
