@@ -8,7 +8,7 @@ from jaxcomp import islands
 from train.config import Config, expression
 
 
-def joined(config: Config, params: Any) -> islands.Island:
+def member_of(config: Config, params: Any) -> islands.Island:
     """Joins the run of islands that a config names.
 
     Args:

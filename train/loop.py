@@ -79,7 +79,7 @@ def _train(config: Config, folder: Path, until_the_end: contextlib.ExitStack) ->
         params, state, done = resume.begin(task, directory, copies)
         member = None
         if config.island is not None and done.step < config.steps:
-            member = stack.enter_context(island.joined(config, params))
+            member = stack.enter_context(island.member_of(config, params))
             params = member.params
         keep, track, show = outputs.opened(stack, task, claim, folder, done)
         run = _Run(

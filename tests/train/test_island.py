@@ -73,7 +73,7 @@ def test_a_run_that_goes_on_takes_the_consensus_of_now(config):
 def test_mistakes_are_told(config, change, text):
     params = jax.tree.map(np.float32, {"w": [1.0]})
     with pytest.raises(ValueError, match=text):
-        island.joined(dataclasses.replace(config, **change), params)
+        island.member_of(dataclasses.replace(config, **change), params)
 
 
 def test_a_join_that_is_no_expression_is_told_at_once(config):
