@@ -120,10 +120,11 @@ def _named(url: str) -> Iterator[Any]:
     except (kinds.BaseError, FileNotFoundError) as error:
         text = (str(error).splitlines() or [""])[0][:300]
         refused = isinstance(error, kinds.PermissionDeniedError | kinds.UnauthenticatedError)
-        raise _by_name(url, str(error), text, refused, isinstance(error, FileNotFoundError)) from None
+        is_lost = isinstance(error, FileNotFoundError)
+        raise _named_error(url, str(error), text, refused, is_lost) from None
 
 
-def _by_name(url: str, whole: str, text: str, refused: bool, is_lost: bool) -> OSError:
+def _named_error(url: str, whole: str, text: str, refused: bool, is_lost: bool) -> OSError:
     if is_lost or "NoSuchBucket" in whole:
         return FileNotFoundError(f"{url}: no such bucket or folder; make it first: {text}")
     if "os error 28" in text or "No space left" in text:
