@@ -1,4 +1,4 @@
-"""Checks the built pages: each link leads somewhere, and a browser shows each page on a telephone.
+"""Checks the built pages: links, markup that has become text, and how a browser shows a page.
 
     python docs/check_site.py docs/_build/html
 
@@ -93,6 +93,23 @@ def broken_links(folder: pathlib.Path) -> list[str]:
     return found
 
 
+def lost_markup(folder: pathlib.Path) -> list[str]:
+    """Markup that a page shows as text: lines of a card or a list that were joined to one."""
+    found = []
+    for path in written(folder):
+        article = re.search("<article.*?</article>", path.read_text(), re.DOTALL)
+        text = re.sub(
+            "<pre.*?</pre>|<code.*?</code>", "...", article[0] if article else "", flags=re.DOTALL
+        )
+        text = html.unescape(re.sub("<[^>]*>", "", text))
+        for match in re.finditer(
+            r":::|```|:link(-type)?: |^\| .* \|$|^\w+ : |\]\(", text, re.MULTILINE
+        ):
+            around = " ".join(text[match.start() : match.start() + 60].split())
+            found.append(f"{path.relative_to(folder)} shows markup as text: {around}")
+    return found
+
+
 def misshown(folder: pathlib.Path, browser: str) -> list[str]:
     """What a browser shows badly, a line each."""
     pages = [str(path.relative_to(folder)) for path in written(folder)]
@@ -122,10 +139,10 @@ def misshown(folder: pathlib.Path, browser: str) -> list[str]:
 def main() -> None:
     """Prints what is wrong, and ends with 1 if anything is."""
     folder = pathlib.Path(sys.argv[1]).resolve()
-    found = broken_links(folder)
+    found = broken_links(folder) + lost_markup(folder)
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     if browser is None:
-        print("no Chromium on this machine: only the links are checked")
+        print("no Chromium on this machine: only links and markup are checked")
     else:
         found += misshown(folder, browser)
     print("\n".join(found), end="\n" if found else "")

@@ -111,3 +111,18 @@ def test_the_picture_of_the_rooms_is_drawn_from_the_code():
     rooms = {path.parent.name for path in ROOT.glob("jaxcomp/*/__init__.py")}
     assert set(drawn["PLACES"]) == rooms - {"launch"}  # which is tied to no other
     assert (ROOT / "docs" / "pictures" / "rooms.svg").read_text() == drawn["draw"]()
+
+
+@pytest.mark.parametrize(
+    ("text", "is_lost"),
+    [
+        (":::{grid-item-card} Which method :link: which_method", True),
+        ("pace : What a step computes.", True),
+        ("| method | loss |", True),
+        ("a loss of 3: less than before, by <code>x[:, 1](y)</code> :", False),
+    ],
+)
+def test_markup_that_a_page_shows_as_text_is_found(tmp_path, text, is_lost):
+    check = runpy.run_path(str(DOCS / "check_site.py"))
+    (tmp_path / "page.html").write_text(f"<body>:::<article><p>{text}</p></article></body>")
+    assert bool(check["lost_markup"](tmp_path)) == is_lost
