@@ -22,7 +22,8 @@ SETTINGS = [
 ]
 PROGRAM = f"""
 const {{ METHODS, plan }} = require({json.dumps(str(SCRIPT))});
-console.log(JSON.stringify([METHODS, {json.dumps(SETTINGS)}.map(plan)]));
+const settings = {json.dumps(SETTINGS)}, short = settings.map((s) => plan({{ ...s, steps: 2000 }}));
+console.log(JSON.stringify([METHODS, settings.map(plan), short]));
 """
 
 
@@ -42,7 +43,11 @@ def method_of(row, settings):
 )
 def test_the_calculator_predicts_what_the_planner_does():
     done = subprocess.run(["node", "-e", PROGRAM], capture_output=True, text=True, check=True)
-    methods, plans = json.loads(done.stdout)
+    methods, plans, short = json.loads(done.stdout)
+    local = methods[-1]["name"]
+    assert local in {found["best"] for found in plans}
+    assert local not in {found["best"] for found in short}
+    assert all(method["loss"] for method in methods[1:])
     for settings, found in zip(SETTINGS, plans, strict=True):
         link = planner.uniform_link(settings["rate"], settings["latency"], settings["replicas"])
         wanted = planner.plan(
