@@ -34,10 +34,14 @@ def compiler_options(mesh: Mesh | AbstractMesh, *, gathers_layers: bool = False)
     Returns:
       Names and values on GPUs; empty for other devices, or an abstract mesh.
     """
-    on_gpus = isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "gpu"
-    if not on_gpus:
+    if not is_of_gpus(mesh):
         return {}
     return dict(_TWO_UNDER_WAY if gathers_layers else _LATE_AS_CAN_BE)
+
+
+def is_of_gpus(mesh: Mesh | AbstractMesh) -> bool:
+    """Whether a mesh has devices, and these are GPUs."""
+    return isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "gpu"
 
 
 def jitted(function: Any, mesh: Mesh | AbstractMesh) -> Any:

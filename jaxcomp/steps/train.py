@@ -13,7 +13,8 @@ from jaxcomp.replicas import protocol
 from jaxcomp.replicas.specs import require_axis, state_specs
 from jaxcomp.replicas.state import per_replica
 from jaxcomp.replicas.types import names_of
-from jaxcomp.steps.compiling import Initial, donating
+from jaxcomp.steps.compiling import Initial, donating, is_of_gpus
+from jaxcomp.steps.early import early
 from jaxcomp.steps.gradient import Gradient, all_gradients, check_accumulate, metrics_of
 from jaxcomp.steps.interleaved import interleaved
 from jaxcomp.steps.interleaved_shards import interleaved_shards
@@ -116,6 +117,9 @@ def _step(gradient, update, params, state, batch, rng=None, model_state=None, ex
     if protocol.exchanges_ahead(state) and scale is None:
         make = interleaved if is_alone else interleaved_shards
         new = make(gradient, update, params, state, *given, extra_args)
+        params, state, skipped, loss, extra = new
+    elif is_alone and is_of_gpus(update.mesh):
+        new = early(gradient, update, params, state, *given, scale, extra_args)
         params, state, skipped, loss, extra = new
     else:
         loss, grads, extra = all_gradients(gradient, params, *given, scale)
