@@ -45,8 +45,8 @@ def early(
     specs = update_specs(update, params)
     update = with_shares(update, params)
 
-    def local(params, state, *given):
-        *given, extra_args = given
+    def local(params, state, *arguments):
+        *given, extra_args = arguments
         first = functools.partial(local_gradient, gradient, params, *given)
         second = lambda made: (
             *local_update(update, params, state, made[1], made[0], extra_args),
@@ -131,7 +131,7 @@ class _Order:
             last = [x for x in self.eqns[self.products[-1]].outvars if x in self.used]
             self._tie(arrived, last)
         self._run(self.needed)
-        return [x.val if _is_literal(x) else self.values[x] for x in self.results]
+        return [x.val if isinstance(x, core.Literal) else self.values[x] for x in self.results]
 
     def _rounds(self) -> tuple[list[int], list[list[int]]]:
         """Where the first function is cut, and the messages that are sent at each place."""
