@@ -120,7 +120,7 @@ def join(
         several processes, or a URL where there is a run of another tree, code, outer optimizer,
         quorum or secret.
       OSError: If the store refuses or cannot be reached.
-      ModuleNotFoundError: Without `obstore`; `pip install 'jaxcomp[islands]'`.
+      ModuleNotFoundError: Without `obstore`; `pip install obstore`.
 
     Examples:
       >>> import jax.numpy as jnp

@@ -109,8 +109,7 @@ def _named(url: str) -> Iterator[Any]:
         import obstore
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            "jaxcomp.islands needs obstore, which is not installed; write "
-            "pip install 'jaxcomp[islands]'."
+            "jaxcomp.islands needs obstore, which is not installed; write pip install obstore."
         ) from error
     kinds = obstore.exceptions
     try:
