@@ -61,9 +61,20 @@ class Decided(NamedTuple):
 class Courier(threading.Thread):
     """Carries the messages of one island; all public methods return at once, but for `take`."""
 
-    def __init__(self, room: envelopes.Room, name: str, fence: int, programs: list[Programs],
-                 like: list[Any], start: runs.Snapshot, *, quorum: int, deadline: float,
-                 snapshots: int, poll: float):  # fmt: skip
+    def __init__(
+        self,
+        room: envelopes.Room,
+        name: str,
+        fence: int,
+        programs: list[Programs],
+        like: list[Any],
+        start: runs.Snapshot,
+        *,
+        quorum: int,
+        deadline: float,
+        snapshots: int,
+        poll: float,
+    ):
         super().__init__(name=f"jaxcomp island {name}", daemon=True)
         self.room, self.island, self.fence = room, name, fence
         self.programs, self.like, self.round = programs, like, start.round
@@ -257,8 +268,12 @@ class Courier(threading.Thread):
             else:
                 raise ConnectionError(f"{self.room.bucket.url}: {path} names {name}, who is lost")
         if self._mine is not None and self._mine.consensus != decision["consensus"]:
-            log.warning("island %s rounds differently from the others after round %d, and reads "
-                        "their next snapshot", self.island, self.round - 1)  # fmt: skip
+            log.warning(
+                "island %s rounds differently from the others after round %d, and reads "
+                "their next snapshot",
+                self.island,
+                self.round - 1,
+            )
             self._reload_from = self.round + 1
         self._seconds.update({name: message.seconds for name, message in self._found.items()})
         absent = sorted(set(view.fences) - {message.name for message in messages})

@@ -166,12 +166,23 @@ def join(
         return programs_of(like, leaf_cuts, transport, outer, error_decay, keep)
 
     programs = list(map(compiled, consensus, parts.cut(cuts)))
-    courier = Courier(room, name, fence, programs, like, snapshot, quorum=quorum,
-                      deadline=deadline, snapshots=snapshots, poll=poll)  # fmt: skip
+    courier = Courier(
+        room,
+        name,
+        fence,
+        programs,
+        like,
+        snapshot,
+        quorum=quorum,
+        deadline=deadline,
+        snapshots=snapshots,
+        poll=poll,
+    )
     residual = None if error_decay is None else jax.tree.map(jnp.zeros_like, consensus)
     residuals = [None] * parts.number if residual is None else residual
-    island = Island(params, parts, courier, consensus, outer_states, residuals, every, delay,
-                    patience)  # fmt: skip
+    island = Island(
+        params, parts, courier, consensus, outer_states, residuals, every, delay, patience
+    )
     island._adopt(snapshot)
     courier.start()
     island._catch_up(view)
@@ -186,8 +197,18 @@ class Island:
       rounds: Outer steps that the consensus has taken.
     """
 
-    def __init__(self, given, parts: Fragments, courier: Courier, consensus, outer_states,
-                 residuals, every, delay, patience):  # fmt: skip
+    def __init__(
+        self,
+        given,
+        parts: Fragments,
+        courier: Courier,
+        consensus,
+        outer_states,
+        residuals,
+        every,
+        delay,
+        patience,
+    ):
         self.last: Round | None = None
         self.rounds = 0
         self._given, self._parts, self._courier = given, parts, courier
