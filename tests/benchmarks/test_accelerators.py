@@ -199,6 +199,14 @@ def test_messages_of_parameters_in_shards_travel_beside_the_whole_gradient():
     assert row["products_in_span"] == row["products_beside"] == 1.0
 
 
+def test_messages_of_a_mean_travel_beside_the_backward_pass():
+    if (reason := unavailable("h100")) is not None:
+        pytest.skip(reason)
+    (row,) = made_apart("h100", "toy", ["q4"], (8,))
+    assert row["products_in_span"] > 0.4  # of all; two thirds are the backward pass's
+    assert row["messages"]["all-to-all"]["async"] >= 5
+
+
 def selection(copies):
     """Whether an H100 sorts to choose an eighth of each 4,096, and whether it moves too much."""
     mesh, x = mesh_of("h100", (1,)), jax.ShapeDtypeStruct((64, 4096), jnp.float32)
