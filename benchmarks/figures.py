@@ -92,6 +92,10 @@ SHOWN = (
     "CocktailSGD, signs of an eighth",
     "top_k Adam",
 )
+SHOWN_OF_MICRO = (
+    *("dense Adam", "4 bits", "0/1 Adam", "dense Muon", "MuLoCo", "SLAMB"),
+    *("CocktailSGD, no delay, 88x", "CocktailSGD, no delay, 88x, rare rows"),
+)
 
 
 def draw(summaries: list[Summary], path: pathlib.Path, shown: Sequence[str] = SHOWN) -> None:
@@ -453,7 +457,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         suffix = "" if args.task == "nano" else f"_{args.task}"
         picture = args.json.with_name(f"{args.json.stem}{suffix}.png")
         summaries = summarize(rows, args.task, args.steps)
-        draw(summaries, picture)
+        draw(summaries, picture, SHOWN_OF_MICRO if args.task == "micro" else SHOWN)
         print(f"{table(summaries)}\n")
     print(picture)
 
