@@ -14,7 +14,7 @@ from tests.helpers.snippets import ROOT
 
 EXAMPLES = ROOT / "examples"
 ALONE = "with_optax with_nnx with_linen with_equinox with_fsdp own_compressor own_method".split()
-ELSEWHERE = {"two_hosts", "fine_tune", "islands"}  # here below, and in tests/islands
+BELOW = {"two_hosts", "islands", "fine_tune"}
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +27,7 @@ def readers_jax():
 
 
 def test_each_example_is_run():
-    assert {path.stem for path in EXAMPLES.glob("*.py")} <= {*ALONE, *ELSEWHERE}
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == {*ALONE, *BELOW}
 
 
 @pytest.mark.parametrize("name", ALONE)
@@ -47,6 +47,20 @@ def test_two_hosts_train_one_model(tmp_path):
     assert done.returncode == 0, done.stderr[-2000:]
     first, last = map(float, re.search(r"loss (\S+), after 60 steps (\S+)", done.stdout).groups())
     assert last < 0.5 * first
+
+
+def test_islands_share_a_folder(tmp_path):
+    command = [sys.executable, str(EXAMPLES / "islands.py"), f"file://{tmp_path}/shared"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_NUM_CPU_DEVICES": "1"}
+    islands = [
+        subprocess.Popen([*command, name], env=environment, stdout=subprocess.PIPE, text=True)
+        for name in ("garage-1", "garage-2")
+    ]
+    for island in islands:
+        said, _ = island.communicate(timeout=200)
+        assert island.returncode == 0
+        first, last = map(float, re.search(r"loss (\S+), after 60 steps (\S+),", said).groups())
+        assert last < 0.5 * first
 
 
 def test_a_folder_is_fine_tuned_and_read_again(tmp_path, monkeypatch):
