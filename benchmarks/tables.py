@@ -91,6 +91,7 @@ def path_of(name: str) -> pathlib.Path:
 _FILES = {
     "accelerators_targets": "accelerators",
     "accelerators_measured": "accelerators",
+    "scaling_hosts": "accelerators",
     "readme": "micro",
 }
 
@@ -198,6 +199,8 @@ TABLES: dict[str, Callable[[list[dict], str, int], str]] = {
     "whole_run": lambda rows, task, steps: whole_run.table(rows),
     "scaling": lambda rows, task, steps: scaling.table(rows),
     "scaling_check": lambda rows, task, steps: scaling.check_table(rows),
+    "scaling_hosts": lambda rows, task, steps: scaling.hosts_table(rows),
+    "scaling_published": lambda rows, task, steps: scaling.published_table(rows),
     "update": lambda rows, task, steps: codes.table(rows),
     "memory": _memory,
     "agreement": lambda rows, task, steps: agreement.table(rows),

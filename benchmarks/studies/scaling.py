@@ -2,6 +2,7 @@
 
     python -m benchmarks.studies.scaling [--json FILE]
     sudo python -m benchmarks.studies.scaling check --json FILE [--hosts 2 4 8] [--rates 100mbit]
+    python -m benchmarks.studies.scaling published [--json FILE]
 
 Bytes and memory of one replica are read from the update that XLA compiles for this many devices;
 nothing is allocated. Step times come from a model. It assumes that each replica keeps its share of
@@ -14,6 +15,10 @@ namespaces; see benchmarks/network.py. The gradient and the update without messa
 machine's cores, are timed on all hosts at once, and added to the model's time; so are headers of
 TCP/IP. A round's latency is that of an all-reduce of 4 kB. `error` is the predicted over the
 measured time of a step, minus 1; `efficiency` is the share of a step without waiting.
+
+`published` compares the planner with figures of papers, from each paper's own set-up. Where a paper
+says how long its gradient or its dense message takes, that time replaces the formula's. The table
+of hosts, `hosts_table`, needs no run: it is the planner on rows of benchmarks.accelerators.
 """
 
 import argparse
@@ -23,11 +28,14 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 
 from benchmarks import methods, network
 from benchmarks import rows as rows_file
+from benchmarks.accelerators_devices import DEVICES, gradient_flops
+from benchmarks.accelerators_step import MODELS as LARGE
 from benchmarks.studies import planner as measuring
 from benchmarks.worker import LAMB, MODELS, UPDATES, config_of
 from configs.shapes import bert_large_slamb
@@ -215,10 +223,237 @@ def check(args: list[str]) -> None:
     print(f"\n{check_table(rows)}")
 
 
+LATENCY = 10e-6
+"""Seconds of a round, where nothing else is known."""
+UTILIZATION = 0.4
+"""The share of a GPU's peak that its gradient reaches, where nothing else is known."""
+
+HOSTS, HOST_RATES = (8, 64, 512, 1024), (1e9, 10e9, 100e9)
+COMPILED_HOSTS, HOST_DEVICES = 16, 8
+ON_HOSTS = {"dense": 1, "q4": 1, "cocktail": 1, "local_steps": 16}
+"""Rows of benchmarks.accelerators, and the steps from one message to the next."""
+
+
+def on_hosts(row: dict, hosts: int, codec_seconds: float) -> planner.Method:
+    """A program of 16 hosts of eight devices as a method of the planner, for more or fewer hosts.
+
+    A ring, an all-to-all and an all-gather all send (R-1)/R of something. A host's devices send at
+    the same time, each its share, so that a message is all they send together.
+
+    Args:
+      row: Of `benchmarks.accelerators`; which messages overlap is read from its program.
+      hosts: R.
+      codec_seconds: Seconds of coding per step, averaged over a run.
+    """
+    counts = {op: found["all"] for op, found in row["messages"].items()}
+    sent = row["nic_bytes"] * (1 - 1 / hosts) / (1 - 1 / COMPILED_HOSTS) / sum(counts.values())
+    times = {op: count / ON_HOSTS[row["method"]] for op, count in counts.items()}
+    return planner.Method(
+        row["method"],
+        tuple(planner.Message(op, sent, times[op]) for op in counts),
+        codec_seconds=codec_seconds + row["sent_bytes"]["fast"] / DEVICES["h100"].link,
+        changes="" if row["method"] == "dense" else "yes",
+        overlaps=row["products_beside"],
+    )
+
+
+def codecs(rows: list[dict], device: str = "h100") -> dict[str, float]:
+    """Seconds per parameter that a measured step of each method took above the dense one.
+
+    They were measured on an H200; other devices differ by their memory's bandwidth.
+    """
+    steps = {
+        row["method"]: row["measured"]["seconds"]
+        for row in rows
+        if "measured" in row and (row["device"], row["model"]) == ("h200", "124m-scan")
+    }
+    known = (row for row in rows if row["model"] == "124m-scan" and "parameters" in row)
+    slower = DEVICES["h200"].bandwidth / DEVICES[device].bandwidth
+    each = slower / next(known)["parameters"]
+    return {method: each * (seconds - steps["dense"]) for method, seconds in steps.items()}
+
+
+def hosts_table(rows: list[dict]) -> str:
+    """Predicted steps on hosts of eight H100, and the share of a step that computes.
+
+    Args:
+      rows: Of `benchmarks.accelerators`.
+    """
+    codec = codecs(rows)
+    found = {(r["model"], r["method"]): r for r in rows if r["mesh"] == "16x8" and "nic_bytes" in r}
+    lines = [["model", "method", "hosts", *(f"{rate / 1e9:g} Gbit/s" for rate in HOST_RATES)]]
+    lines.append(["---"] * len(lines[0]))
+    for model in ("1.3b", "20b"):
+        compute = _compute_seconds(model, found[model, "dense"]["parameters"])
+        for name in ON_HOSTS:
+            row = found[model, name]
+            for hosts in HOSTS:
+                # Each device of a host codes its share.
+                method = on_hosts(row, hosts, codec[name] * row["parameters"] / HOST_DEVICES)
+                cells = [_cell(method, rate, hosts, compute) for rate in HOST_RATES]
+                lines.append([model, name, f"{hosts:,}", *cells])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _compute_seconds(model: str, numel: int) -> float:
+    """Seconds of a gradient of 16 sequences of 1,024 tokens per device, as on 16 hosts."""
+    flops = gradient_flops(LARGE[model], numel, COMPILED_HOSTS * HOST_DEVICES)
+    return flops / (UTILIZATION * DEVICES["h100"].flops)
+
+
+def _cell(method: planner.Method, rate: float, hosts: int, compute: float) -> str:
+    seconds = _step(method, rate, hosts, compute)
+    return f"{seconds:,.2f} s, {compute / seconds:.0%}"
+
+
+def _step(method: planner.Method, rate: float, replicas: int, compute: float) -> float:
+    """Seconds of a step; one alone has no recommendation, so that it counts as exact."""
+    link = planner.uniform_link(rate, LATENCY, replicas)
+    alone = dataclasses.replace(method, changes="")
+    return planner.plan([alone], link, compute).rows[0].step_seconds
+
+
+class Published(NamedTuple):
+    """A figure of a paper beside the planner's."""
+
+    method: str
+    figure: str  # what it is, with its unit
+    published: float
+    predicted: float | None  # None: the paper's set-up is not known
+    assumed: str  # what the paper does not say, or we do not know of it
+
+
+def published() -> list[dict]:
+    """All figures, as rows with the error of the prediction."""
+    found = [*_one_bit(), *_zero(), *_cocktail(), *_slamb(), *_streaming()]
+    error = lambda one: None if one.predicted is None else one.predicted / one.published - 1
+    return [one._asdict() | {"error": error(one)} for one in found]
+
+
+_BERT = 333_697_024  # parameters of BERT-Large
+_ETHERNET = 4.1e9  # bit/s that the paper measured of its 40 Gbit/s
+# GPUs and milliseconds of an all-reduce, in 16 bits: Table 1 of 1-bit Adam.
+_RINGS = {"Ethernet": {8: 1897, 16: 2133, 32: 2173, 64: 2275}, "InfiniBand": {16: 184, 64: 336}}
+_OF_BERT = 0.0357 + 0.0608 + 0.0756  # forward, backward, update, of the same table
+
+
+def _ring(sent_bytes: float, replicas: int) -> tuple[planner.Message, ...]:
+    return (planner.Message("all-reduce", 2 * (1 - 1 / replicas) * sent_bytes),)
+
+
+def _one_bit() -> list[Published]:
+    """1-bit Adam and 0/1 Adam on BERT-Large, with the measured gradient and dense message."""
+    assumed = {"Ethernet": "a flat ring, 4.1 Gbit/s measured", "InfiniBand": "100 Gbit/s reached"}
+    rates = {"Ethernet": _ETHERNET, "InfiniBand": 100e9}
+    rows = []
+    for kind, times in _RINGS.items():
+        for gpus, milliseconds in times.items():
+            link = planner.uniform_link(rates[kind], LATENCY, gpus)
+            seconds = planner.network_seconds(_ring(2 * _BERT, gpus), link)
+            what = f"all-reduce of BERT-Large, {gpus} GPUs, {kind}, ms"
+            rows.append(Published("Adam", what, milliseconds, 1e3 * seconds, assumed[kind]))
+    # Messages of b bits take b/16 of the measured time.
+    step = lambda bits: _OF_BERT + bits / 16 * _RINGS["Ethernet"][64] / 1e3
+    once = "a host sends each byte once; coding is free"
+    stage, against = "compressed steps, 64 GPUs, times as fast", "1-bit Adam, times as fast as"
+    rows.append(Published("1-bit Adam", stage, 6.6, step(16) / step(1), once))
+    rows.append(Published("0/1 Adam", against, 2.0, step(3.26) / step(0.503), once))
+    return rows
+
+
+def _zero() -> list[Published]:
+    """QSDP and ZeRO++, whose messages overlap with the gradient of other layers."""
+
+    def step(sent, gpus, rate, compute):
+        return _step(planner.Method("it", _ring(sent / 2, gpus), overlaps=1.0), rate, gpus, compute)
+
+    # Four batches a step gather 1.3 B weights twice and reduce gradients once, in 16 bits.
+    sent = 4 * 3 * 2 * 1.3e9
+    compute = 6 * 1.3e9 * 512 * 2048 / (32 * UTILIZATION * 125e12)
+    seconds = [step(sent * bits / 16, 32, 10e9, compute) for bits in (16, 8.06)]
+    assumed = "32 V100, 10 Gbit/s a host, 16 bits dense, 40% of the peak"
+    rows = [Published("QSDP", "times as fast as FSDP", 2.2, seconds[0] / seconds[1], assumed)]
+    # 18 B on 384 V100: the step over four links replaces the gradient's time.
+    flops = 6 * 18e9 * 1024
+    dense, few = (step(sent, 384, 100e9, flops / 35e12) for sent in (3 * 36e9, 0.75 * 36e9))
+    assumed = "gradient as long as ZeRO++'s step over 400 Gbit/s"
+    speeds = {"ZeRO-3": (14.0, dense), "ZeRO++": (31.0, few)}
+    for name, (told, found) in speeds.items():
+        what = "18 B, 1,024 tokens a GPU, 100 Gbit/s, TFLOP/s"
+        rows.append(Published(name, what, told, flops / found / 1e12, assumed))
+    return rows
+
+
+def _cocktail() -> list[Published]:
+    """Fine-tuning of 1.3 B over 500 Mbit/s, against a data centre."""
+    messages = _ring(1.3e9 * 2 / 117, 4)
+    compute = 6 * 1.3e9 * 16 * 2048 / (2 * UTILIZATION * 312e12)
+    late = planner.Method("it", messages, overlaps=1.0)
+    slower = _step(late, 500e6, 4, compute) / compute
+    assumed = "1.3 B, 16 sequences on two A100, 40% of the peak"
+    return [Published("CocktailSGD", "slower at 500 Mbit/s, times", 1.2, slower, assumed)]
+
+
+def _slamb() -> list[Published]:
+    assumed = "its network and batch are not known to us"
+    return [Published("SLAMB", "BERT-XL on 1,024 A100, share computing", 0.9, None, assumed)]
+
+
+# Bits, fragments, executions a step, steps that overlap, and Gbit/s of Table 4.
+_BACKWARD = 2 / 3 * 23 / 24  # of a step: two thirds of it, but for the last of 24 layers
+_TABLE_4 = {
+    "data parallel": (16, 1, 1.0, _BACKWARD, 222.3),
+    "DiLoCo": (16, 1, 1 / 100, _BACKWARD, 23.3),
+    "Streaming DiLoCo": (16, 8, 8 / 100, _BACKWARD, 16.0),
+    "Streaming DiLoCo, a step late": (16, 8, 8 / 100, _BACKWARD + 1, 9.1),
+    "Streaming DiLoCo, a step late, 4 bits": (4, 8, 8 / 100, _BACKWARD + 1, 2.0),
+}
+
+
+def _streaming() -> list[Published]:
+    """The least rates at which two replicas of 1 B, with steps of 0.1 s, compute for 95%."""
+    rows = []
+    for name, (bits, fragments, times, overlaps, told) in _TABLE_4.items():
+        message = planner.Message("all-reduce", bits / 8 * 1e9 / fragments, times)
+        method = planner.Method(name, (message,), overlaps=overlaps)
+        least, most = 1e6, 1e15
+        while most / least > 1.001:
+            middle = (least * most) ** 0.5
+            enough = 0.1 / _step(method, middle, 2, 0.1) >= 0.95
+            least, most = (least, middle) if enough else (middle, most)
+        what, assumed = "95% computing, Gbit/s", "1e9 parameters, backward two thirds of a step"
+        rows.append(Published(name, what, told, most / 1e9, assumed))
+    return rows
+
+
+def published_table(rows: list[dict]) -> str:
+    """The rows in Markdown."""
+    lines = ["| method | figure | published | predicted | error | assumed |", "|---" * 6 + "|"]
+    for row in rows:
+        told, known = _figure(row["published"]), row["predicted"] is not None
+        found = f"{_figure(row['predicted'])} | {row['error']:+.0%}" if known else "not checked |"
+        lines.append(f"| {row['method']} | {row['figure']} | {told} | {found} | {row['assumed']} |")
+    return "\n".join(lines)
+
+
+def _figure(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def write_published(args: Sequence[str]) -> None:
+    """Writes the rows, and prints them."""
+    parser = argparse.ArgumentParser(prog="scaling published", description=published.__doc__)
+    path = rows_file.RESULTS / "scaling_published.json"
+    parser.add_argument("--json", type=pathlib.Path, default=path, help="file for the rows")
+    rows_file.write(parser.parse_args(args).json, rows := published())
+    print(published_table(rows))
+
+
 def main(args: Sequence[str]) -> None:
-    """Compiles, or with the word `check` measures."""
-    if args[:1] == ["check"]:
-        check(args[1:])
+    """Compiles; with the word `check` measures, with `published` compares with papers."""
+    words = {"check": check, "published": write_published}
+    if args and args[0] in words:
+        words[args[0]](args[1:])
     else:
         compiled(args)
 

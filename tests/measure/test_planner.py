@@ -60,32 +60,6 @@ def test_messages_of_few_steps_travel_beside_those_alone():
     assert row.step_seconds == pytest.approx(0.5 + 0.25 * 1.5)
 
 
-# Steps of 0.1 s, H = 100, 8 fragments of 3 layers; all travel beside the backward pass.
-BACKWARD = 2 / 3 * 23 / 24  # of a step: two thirds of it, but for the last layer
-TABLE_4 = {
-    "data parallel": (16, 1, 1.0, BACKWARD, 222.3),
-    "DiLoCo": (16, 1, 1 / 100, BACKWARD, 23.3),
-    "streaming": (16, 8, 8 / 100, BACKWARD, 16.0),
-    "one step late": (16, 8, 8 / 100, BACKWARD + 1, 9.1),
-    "one step late, 4 bits": (4, 8, 8 / 100, BACKWARD + 1, 2.0),
-}
-
-
-@pytest.mark.parametrize(("bits", "fragments", "times", "overlaps", "wanted"), TABLE_4.values(),
-                         ids=TABLE_4)  # fmt: skip
-def test_bandwidths_are_those_of_table_4_of_streaming_diloco(
-    bits, fragments, times, overlaps, wanted
-):
-    """Gbit/s at which two replicas of 1e9 parameters compute for 95% of the time.
-
-    The paper's search goes in steps of about 1.2, and its exact sizes are not given.
-    """
-    message = Message("all-reduce", bits / 8 * 1e9 / fragments, times)
-    method = Method("it", (message,), overlaps=overlaps)
-    busy = lambda rate: 0.1 / chosen([method], rate, 0.0, 0.1, replicas=2).rows[0].step_seconds
-    assert busy(1e9 * wanted / 1.2) < 0.95 < busy(1e9 * wanted * 1.2)
-
-
 def test_a_collective_that_was_not_measured_costs_as_the_dearest():
     link = {"all-reduce": affine_cost(0.1, 80e6), "all-gather": affine_cost(0.2, 8e9)}
     seconds = planner.network_seconds([Message("collective-permute", MEGABYTE)], link)
