@@ -90,6 +90,7 @@ class Courier(threading.Thread):
         self._mine: Message | None = None
         self._mine_since = 0.0
         self._reload_from: int | None = None
+        self._known: runs.View | None = None  # claims and snapshots; None to look at them again
         self._found: dict[str, Message] = {}  # of the round
         self._bad: dict[str, str] = {}
         self._seconds: dict[str, float] = {}  # that islands trained for between their last rounds
@@ -133,6 +134,7 @@ class Courier(threading.Thread):
             try:
                 moved, self.trouble = self._turn(ends), ""
             except OSError as error:
+                self._known = None
                 if not self.trouble:  # once until it answers again
                     log.warning("island %s tries again: %s", self.island, error)
                 self.trouble = str(error)
@@ -145,21 +147,15 @@ class Courier(threading.Thread):
 
     def _turn(self, ends: bool) -> bool:
         """One look at the store, and what follows from it; whether anything has moved."""
-        view = runs.view_of(self.room.bucket.paths())
-        if view.fences.get(self.island, 0) > self.fence:
-            raise RuntimeError(
-                f"another process has joined as {self.island!r}, so that this one is fenced off; "
-                "give each island a name of its own."
-            )
         while self._snaps:
             runs.save(self.room, *self._snaps[0])
-            self._clear(view)
+            self._clear()
             self._snaps.popleft()
         if ends or self._ready.qsize() > 1:
             if ends and self._leaves:
                 self.room.write(f"claims/{self.island}.{self.fence:08d}.left", {})
             return False
-        here = view.rounds.get(self.round, set())
+        here, view = self._look()
         wanted = self.round + 1 if self._reload_from is None else self._reload_from
         is_there = max(view.snapshots, default=-1) >= wanted
         if is_there and (self._reload_from is not None or "members" not in here):
@@ -172,9 +168,28 @@ class Courier(threading.Thread):
                 self._fetch(name, fence)
         return self._decide(view) or moved
 
-    def _clear(self, view: runs.View) -> None:
+    def _look(self) -> tuple[set[str], runs.View]:
+        """What lies in the round; and claims and snapshots, which are only read when they matter.
+
+        That is in a new round, while this island's message waits, and while it needs a snapshot.
+        """
+        paths = self.room.bucket.paths
+        waits = self._posts or self._mine is not None
+        here = runs.view_of(paths(f"rounds/{self.round:08d}")).rounds.get(self.round, set())
+        if self._known is None or waits or self._reload_from is not None:
+            self._known = runs.view_of([*paths("claims"), *paths("snapshots")])
+        known = self._known
+        if known.fences.get(self.island, 0) > self.fence:
+            raise RuntimeError(
+                f"another process has joined as {self.island!r}, so that this one is fenced off; "
+                "give each island a name of its own."
+            )
+        return here, known
+
+    def _clear(self) -> None:
         """Deletes what nobody needs any more: all before the last snapshot but one."""
-        kept = max(view.snapshots, default=0)
+        view = runs.view_of(self.room.bucket.paths())
+        kept = sorted(view.snapshots)[-2:][0]
         old = [f"snapshots/{number:08d}" for number in view.snapshots if number < kept]
         old += [
             f"rounds/{r:08d}/{x}" for r, found in view.rounds.items() if r < kept for x in found
@@ -241,7 +256,8 @@ class Courier(threading.Thread):
         saves = (self.round + 1) % self.snapshots == 0 or len(alike) < len(there)
         members = [[message.name, message.fence, message.digest] for message in there.values()]
         left_out = {name: why[:200] for name, why in self._bad.items()}
-        header = self.round, members, left_out, usual, alike[0] if saves else ""
+        saver = alike[(self.round + 1) // self.snapshots % len(alike)] if saves else ""
+        header = self.round, members, left_out, usual, saver
         path = f"rounds/{self.round:08d}/members"
         self.room.write(path, dict(zip(_DECISION, header, strict=True)))
         return True  # who was first is read at the next look
@@ -284,7 +300,7 @@ class Courier(threading.Thread):
 
     def _go_on(self, number: int, absent: list[str]) -> None:
         self.round, self._absent = number, set(absent)
-        self._mine, self._found, self._bad = None, {}, {}
+        self._mine, self._found, self._bad, self._known = None, {}, {}, None
 
     def _reload(self, wanted: int) -> bool:
         """Goes on from the newest snapshot, which is of a later round or another consensus."""

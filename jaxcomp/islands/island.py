@@ -70,7 +70,7 @@ def join(
     quorum: int = 1,
     deadline: float = 60.0,
     patience: float = 600.0,
-    snapshots: int = 10,
+    snapshots: int = 20,
     secret: str | None = None,
     poll: float = 1.0,
     options: dict[str, Any] | None = None,
@@ -106,7 +106,8 @@ def join(
       quorum: Fewest islands of a round.
       deadline: Seconds from this island's message until it stops waiting for missing islands.
       patience: Seconds until `step` stops waiting for a round, by a `TimeoutError`.
-      snapshots: Rounds between two snapshots of the consensus, from which others join.
+      snapshots: Rounds between two snapshots of the consensus, from which others join. Members
+        write them in turn.
       secret: Text of 16 or more characters, the same on all islands. Objects that are not sealed
         with it are refused.
       poll: Most seconds between two looks at the store.

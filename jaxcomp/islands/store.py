@@ -49,16 +49,16 @@ class Bucket(NamedTuple):
                 raise ValueError(f"has {size} bytes; needs {sizes.start} to {sizes.stop - 1}")
             return bytes(found.bytes())
 
-    def paths(self) -> list[str]:
-        """Where there are objects."""
+    def paths(self, folder: str = "") -> list[str]:
+        """Where there are objects, below a folder."""
         with _named(self.url) as obstore:
-            return [meta["path"] for meta in obstore.list(self.store).collect()]
+            found = obstore.list(self.store, prefix=folder or None).collect()
+            return [meta["path"] for meta in found]
 
     def delete(self, paths: list[str]) -> None:
-        """Deletes objects, those among them that are there."""
-        for path in paths:
-            with _named(self.url) as obstore, contextlib.suppress(FileNotFoundError):
-                obstore.delete(self.store, path)
+        """Deletes objects, many in one request; some may stay if others are not there."""
+        with _named(self.url) as obstore, contextlib.suppress(FileNotFoundError):
+            obstore.delete(self.store, paths)
 
 
 def opened(url: str, options: dict[str, Any] | None = None) -> Bucket:

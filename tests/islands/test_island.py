@@ -279,16 +279,38 @@ def test_a_store_that_is_away_is_tried_again(join, monkeypatch):
     island, away = join("a"), [3]
     paths = store.Bucket.paths
 
-    def refuses(self):
+    def refuses(self, *folder):
         if away[0]:
             away[0] -= 1
             raise ConnectionError("away")
-        return paths(self)
+        return paths(self, *folder)
 
     monkeypatch.setattr(store.Bucket, "paths", refuses)
     start = island.params
     equal(island.step(moved(start, 1)), moved(start, 1))
     assert away == [0]
+
+
+def test_while_it_trains_an_island_lists_its_round_alone(join, monkeypatch):
+    asked, paths = [], store.Bucket.paths
+    monkeypatch.setattr(
+        store.Bucket, "paths", lambda self, *of: (asked.extend(of), paths(self, *of))[1]
+    )
+    island = join("a")
+    island.step(island.params)
+    end = time.monotonic() + 10
+    while asked[-3:] != ["rounds/00000001"] * 3 and time.monotonic() < end:
+        time.sleep(0.02)
+    assert asked[-3:] == ["rounds/00000001"] * 3 and "claims" in asked
+
+
+def test_members_write_snapshots_in_turn(join):
+    members, saved = [join(name, quorum=2, snapshots=1) for name in "ab"], []
+    for number in range(2):
+        together(*(lambda x=x: x.step(x.params) for x in members))
+        decided = members[0]._courier.room.read(f"rounds/{number:08d}/members")
+        saved.append(decided.header["saves"])
+    assert sorted(saved) == ["a", "b"]
 
 
 def test_waiting_ends_and_says_for_what(join):
@@ -365,9 +387,9 @@ def test_leaving_is_an_event_for_nobody(join):
     first, second = join("a", deadline=30.0), join("b", deadline=30.0)
     start = first.params
     together(lambda: first.step(moved(start, 1)), lambda: second.step(moved(start, 1)))
-    second.leave()
     began = time.monotonic()
-    first.step(first.params)
+    # It leaves while the other one waits for it.
+    together(lambda: first.step(first.params), lambda: (time.sleep(0.3), second.leave()))
     assert first.last.members == ("a",) and time.monotonic() - began < 10
 
 

@@ -7,6 +7,7 @@ import obstore
 import pytest
 
 from jaxcomp.islands import store
+from tests.helpers import s3
 
 
 @pytest.mark.parametrize("kind", ["memory", "file"])
@@ -17,10 +18,29 @@ def test_an_object_is_created_once(kind, tmp_path):
     assert bucket.get("x/y", range(4)) == b"abc" and bucket.get("x/z", range(4)) is None
     with pytest.raises(ValueError, match="has 3 bytes; needs 4 to 8"):
         bucket.get("x/y", range(4, 9))
-    assert bucket.paths() == ["x/y"]
+    assert bucket.paths() == bucket.paths("x") == ["x/y"] and not bucket.paths("y")
     assert store.opened(url).paths() == ["x/y"]
+    bucket.delete(["x/y"])
     bucket.delete(["x/y", "x/z"])
     assert bucket.paths() == []
+
+
+def test_a_bucket_is_reached_by_http(monkeypatch):
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", s3.KEY)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    with s3.served() as (endpoint, objects):
+        monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+        bucket = store.opened("s3://runs/run")
+        assert bucket.create("rounds/1/a", b"abc") and not bucket.create("rounds/1/a", b"x")
+        assert bucket.create("rounds/10/b", b"") and objects["run/rounds/1/a"] == b"abc"
+        assert bucket.paths("rounds/1") == ["rounds/1/a"] and len(bucket.paths()) == 2
+        bucket.delete(["rounds/1/a"])
+        assert bucket.get("rounds/1/a", range(4)) is None
+        with pytest.raises(FileNotFoundError, match="no such bucket or folder; make it first"):
+            store.opened("s3://others/run")
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "another")
+        with pytest.raises(PermissionError, match="refuses these credentials"):
+            store.opened("s3://runs/run")
 
 
 @pytest.mark.parametrize(
