@@ -70,7 +70,7 @@ def join(
     quorum: int = 1,
     deadline: float = 60.0,
     patience: float = 600.0,
-    snapshots: int = 20,
+    snapshots: int = 25,
     secret: str | None = None,
     poll: float = 1.0,
     options: dict[str, Any] | None = None,
