@@ -169,9 +169,9 @@ class Courier(threading.Thread):
         return self._decide(view) or moved
 
     def _look(self) -> tuple[set[str], runs.View]:
-        """What lies in the round; and claims and snapshots, which are only read when they matter.
+        """The objects of the round, and the claims and snapshots of its last longer look.
 
-        That is in a new round, while this island's message waits, and while it needs a snapshot.
+        It looks at those in a new round, while its message waits, and while it needs a snapshot.
         """
         paths = self.room.bucket.paths
         waits = self._posts or self._mine is not None
