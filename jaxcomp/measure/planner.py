@@ -130,6 +130,27 @@ class Method:
     overlaps: float = 0.0
 
 
+def over_bucket(
+    message_bytes: float, num_islands: int, every: int, delay: int = 0, name: str = "islands"
+) -> Method:
+    """The exchange of `jaxcomp.islands`, on the link of each island; the store's has no limit.
+
+    In a round an island writes its message and reads all others'. Each request waits for an answer:
+    the message, a list, the members, and the others' messages.
+
+    Args:
+      message_bytes: Bytes of one island's difference.
+      num_islands: R, at least 2.
+      every: Steps between two rounds.
+      delay: Steps from a message to the outer step, whose computation hides the round.
+      name: Name of its row.
+    """
+    moved = Message("all-to-all", num_islands * message_bytes, 1 / every)
+    waits = (Message("all-to-all", 0.0, 1 / every),) * (2 * (num_islands + 2) - 1)
+    changes = f"{every} local steps, over a bucket"
+    return Method(name, (moved, *waits), changes=changes, overlaps=float(delay))
+
+
 @dataclasses.dataclass(frozen=True)
 class Row:
     """A method with its predicted times, in seconds per step; see `Method` for the rest."""

@@ -82,6 +82,17 @@ def test_a_uniform_link_counts_rounds():
     assert list(of_much.values()) == pytest.approx([8.0] * 3)
 
 
+def test_islands_wait_for_what_their_delay_does_not_hide():
+    """Four islands at 8 Mbit/s: 4 MB in 4 s, and six requests of 2 x 50 ms."""
+    link = planner.uniform_link(8e6, 0.05, 4)
+    waiting = {
+        delay: planner.plan([dense(0), planner.over_bucket(1e6, 4, 100, delay)], link, 0.5)
+        for delay in (0, 4, 10)
+    }
+    found = {delay: plan.rows[1].step_seconds - 0.5 for delay, plan in waiting.items()}
+    assert found == pytest.approx({0: 4.6 / 100, 4: 2.6 / 100, 10: 0.0})
+
+
 CODES = [
     # 25 million parameters: float32, 4 bits, 1 bit
     dense(200 * MEGABYTE),

@@ -17,7 +17,7 @@ from train.output import progress
 from train.placement import build, counts, devices, replicated
 from train.plan.arguments import Options
 
-DENSE = "dense float32"
+DENSE, DILOCO = "dense float32", "DiLoCo, 4 bits"
 _MEAN = "chain(compressed_mean({}, axis_name), {})"
 _ADAM, _SGD = "adam(learning_rate)", "sgd(learning_rate, momentum=0.9)"
 METHODS = {
@@ -43,7 +43,7 @@ METHODS = {
     "1 bit, momentum SGD": (_MEAN.format("sign(block=128)", _SGD), "no Adam"),
     "CocktailSGD": (f"cocktail_sgd({_ADAM}, axis_name)", "local moments, a step late"),
     "PowerSGD, momentum SGD": (f"chain(power_sgd(4, axis_name), {_SGD})", "no Adam, rank 4"),
-    "DiLoCo, 4 bits": (
+    DILOCO: (
         f"diloco({_ADAM}, axis_name, every=16, code=quantize(4))",
         "16 local steps, then an outer step",
     ),
@@ -92,6 +92,7 @@ def make_plan(config: Config, options: Options) -> tuple[planner.Plan, planner.L
     if compute is None:
         compute = gradient_timer(config, mesh)() + local(DENSE)
     timed = [dataclasses.replace(methods[name], codec_seconds=codecs[name]) for name in runs]
+    timed += [islands_of(method, replicas) for method in timed if method.name == DILOCO]
     return planner.plan(timed, link, compute), link
 
 
@@ -103,6 +104,16 @@ def runs_of(config: Config) -> tuple[dict[str, Config], dict[str, str]]:
     if config.optimizer.update in known and not config.overlap:
         return others, changes
     return {DENSE: others[DENSE], OWN: config} | others, changes | {OWN: "what it says"}
+
+
+def islands_of(diloco: planner.Method, replicas: int) -> planner.Method:
+    """Islands with the code of DiLoCo: rounds of 100 steps, whose outer step is 10 steps late."""
+    rounds = min(message.times for message in diloco.messages)
+    shares = sum(message.sent_bytes * message.times for message in diloco.messages) / rounds
+    message_bytes = shares * replicas / (2 * (replicas - 1))  # a two-shot mean sends it in parts
+    made = planner.over_bucket(message_bytes, replicas, every=100, delay=10, name="islands, 4 bits")
+    codec_seconds = diloco.codec_seconds / rounds / 100
+    return dataclasses.replace(made, codec_seconds=codec_seconds, memory_bytes=diloco.memory_bytes)
 
 
 def codec(method: planner.Method, more: float, num_replicas: int) -> float:

@@ -32,6 +32,14 @@ def one_method(monkeypatch):
     monkeypatch.setattr(planning, "METHODS", {DENSE: planning.METHODS[DENSE]})
 
 
+def test_islands_send_what_diloco_sends_but_whole_and_rarely():
+    half = [planner.Message(op, 3e6, 1 / 16) for op in ("all-to-all", "all-gather")]
+    diloco = planner.Method(planning.DILOCO, tuple(half), codec_seconds=0.1)
+    made = planning.islands_of(diloco, 4)
+    assert made.messages == planner.over_bucket(4e6, 4, 100).messages
+    assert made.overlaps == 10 and made.codec_seconds == pytest.approx(0.1 * 16 / 100)
+
+
 def test_a_plan_of_given_figures_measures_nothing(one_method, tmp_path, capsys, monkeypatch):
     def refuse(*args):
         raise AssertionError("something was measured")
