@@ -23,6 +23,7 @@ INTERVALS = (*((h, 16) for h in (1, 4, 16, 64)), *((4, k) for k in (1, 4, 64)))
 ADAM, MUON = "adam(learning_rate)", "optax.contrib.muon(learning_rate)"
 SGD = "sgd(learning_rate, momentum=0.9)"
 
+EQUAL_WEIGHTS = "deviations=Deviations(fresh_variance=False, weigh_steps=False)"
 HALVING = "halving(learning_rate, steps, after=warmup_steps)"
 
 
@@ -310,9 +311,9 @@ METHODS: dict[str, Method] = {
     },
     "0/1 Adam": _zero_one(),
     # The paper's weights of the variance, and its policy, that freezes it after the warm-up.
-    "0/1 Adam, stale variance": _zero_one(", fresh_variance=False"),
-    "0/1 Adam, equal weights": _zero_one(", fresh_variance=False, weigh_steps=False"),
-    "0/1 Adam, equal weights, frozen": _frozen("fresh_variance=False, weigh_steps=False"),
+    "0/1 Adam, stale variance": _zero_one(", deviations=Deviations(fresh_variance=False)"),
+    "0/1 Adam, equal weights": _zero_one(f", {EQUAL_WEIGHTS}"),
+    "0/1 Adam, equal weights, frozen": _frozen(EQUAL_WEIGHTS),
     # Buffers of 8 bits in the warm-up.
     "0/1 Adam, warm-up": _zero_one(", warmup_steps=warmup_steps"),
     "0/1 Adam, warm-up, variances of 8 bits": _of(nano_zero_one_adam),
@@ -336,7 +337,7 @@ METHODS: dict[str, Method] = {
     "0/1 Adam, kappa 64, 8 bits, stale variance": Method(
         f"zero_one_adam(learning_rate, axis_name, sync_at=schedules.{HALVING}, "
         f"variance_at=schedules.both(schedules.{HALVING}, schedules.growing(64)), "
-        "variance_compressor=quantize(8), fresh_variance=False)"
+        "variance_compressor=quantize(8), deviations=Deviations(fresh_variance=False))"
     ),
     # A third of the rounds, and variances from a few gradients of 8 bits.
     **{
@@ -345,7 +346,10 @@ METHODS: dict[str, Method] = {
             "sync_at=schedules.every(4, steps, after=warmup_steps), "
             f"variance_at=schedules.growing(4), variance_compressor=quantize(8){more})"
         )
-        for name, more in {"": "", ", stale variance": ", fresh_variance=False"}.items()
+        for name, more in {
+            "": "",
+            ", stale variance": ", deviations=Deviations(fresh_variance=False)",
+        }.items()
     },
     **{f"0/1 Adam, H {h}, kappa {k}": _every(h, k) for h, k in INTERVALS},
     # What of the state, and of a message, may have fewer bits.
@@ -357,10 +361,7 @@ METHODS: dict[str, Method] = {
         f"0/1 Adam, a scale a {name}": _zero_one(f", compressor=sign(block={block})")
         for name, block in {"bucket": None, "row of 128": 128}.items()
     },
-    "0/1 Adam, as in the paper": _frozen(
-        "precondition=False, fresh_variance=False, weigh_steps=False, variance_floor=0.0, "
-        "step_bound=None, bias_correction=False"
-    ),
+    "0/1 Adam, as in the paper": _frozen("deviations=None"),
     "CocktailSGD": _cocktail("warmup_steps=0"),
     "CocktailSGD, warm-up": _cocktail("warmup_steps=warmup_steps"),
     "CocktailSGD, no compression": _cocktail("compressor=identity()"),
@@ -415,11 +416,14 @@ METHODS: dict[str, Method] = {
     "SLAMB, 8 bits, drifts too": _slamb(
         "compressor=compose(random_k(0.1), quantize(8)), drift_compressor=quantize(8)"
     ),
-    "SLAMB, linear": _slamb("density=0.1, rescaling='linear'"),
-    "SLAMB, no rescaling": _slamb("density=0.1, b3=1.0"),
-    "SLAMB, masked": _slamb("density=0.1, rescaling='masked'"),
+    "SLAMB, linear": _slamb("density=0.1, rescaling=Rescaling('linear')"),
+    "SLAMB, no rescaling": _slamb("density=0.1, rescaling=Rescaling(b3=1.0)"),
+    "SLAMB, masked": _slamb("density=0.1, rescaling=Rescaling('masked')"),
     # One quantity after the other, from "SLAMB": b3=0.99, sync_every=25, density=0.1.
-    **{f"SLAMB, b3 {b3}": _slamb(f"density=0.1, b3={b3}") for b3 in (0.9, 0.999)},
+    **{
+        f"SLAMB, b3 {b3}": _slamb(f"density=0.1, rescaling=Rescaling(b3={b3})")
+        for b3 in (0.9, 0.999)
+    },
     **{f"SLAMB, every {h}": _slamb("density=0.1", h) for h in (5, 100)},
     **{f"SLAMB, density {d}": _slamb(f"density={d}") for d in (0.01, 0.05, 0.25)},
     # A sixth of the steps of the tasks; two and a hundred of steps that are timed.

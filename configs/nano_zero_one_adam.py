@@ -9,7 +9,8 @@ too; after it the replicas synchronize at intervals that double as the rate halv
 Of 1,000 steps 719 send anything, 351,652 bytes a step on average, 14.4 times fewer than dense;
 validation loss after 1,000 steps 1.440 nats per byte (mean of three seeds; dense 1.414). Without a
 warm-up of 8 bits one seed of three never recovers from it at this rate; at half the rate, with
-the paper's stale variance (`fresh_variance=False`), all three end at 1.449 on average.
+the paper's stale variance (`deviations=Deviations(fresh_variance=False)`), all three end at 1.449
+on average.
 """
 
 import dataclasses

@@ -52,10 +52,12 @@ from jaxcomp.methods.loss_scaling import LossScaleState as LossScaleState
 from jaxcomp.methods.loss_scaling import loss_scale as loss_scale
 from jaxcomp.methods.master_weights import MasterWeightsState as MasterWeightsState
 from jaxcomp.methods.master_weights import master_weights as master_weights
+from jaxcomp.methods.moments import Deviations as Deviations
 from jaxcomp.methods.muon import muon as muon
 from jaxcomp.methods.one_bit_adam import OneBitAdamState as OneBitAdamState
 from jaxcomp.methods.one_bit_adam import one_bit_adam as one_bit_adam
 from jaxcomp.methods.one_bit_lamb import OneBitLambState as OneBitLambState
+from jaxcomp.methods.one_bit_lamb import TrustRatio as TrustRatio
 from jaxcomp.methods.one_bit_lamb import one_bit_lamb as one_bit_lamb
 from jaxcomp.methods.power_sgd import PowerSGDState as PowerSGDState
 from jaxcomp.methods.power_sgd import power_sgd as power_sgd
@@ -63,6 +65,7 @@ from jaxcomp.methods.rare_rows import RareRowsState as RareRowsState
 from jaxcomp.methods.rare_rows import rare_rows as rare_rows
 from jaxcomp.methods.sharded_optimizer import ShardedOptimizerState as ShardedOptimizerState
 from jaxcomp.methods.sharded_optimizer import sharded_optimizer as sharded_optimizer
+from jaxcomp.methods.slamb import Rescaling as Rescaling
 from jaxcomp.methods.slamb import SlambState as SlambState
 from jaxcomp.methods.slamb import slamb as slamb
 from jaxcomp.methods.zero_one_adam import ZeroOneAdamState as ZeroOneAdamState

@@ -19,7 +19,7 @@ OPTIMIZERS = ("OneBitAdam", "ZeroOneAdam")
 DROPPED = {
     # key: why it has no counterpart
     "amsgrad": "DeepSpeed refuses it too",
-    "bias_correction": "DeepSpeed reads it and never uses it; write bias_correction=True for it",
+    "bias_correction": "DeepSpeed reads it and never uses it; leave out deviations=... for it",
     "comm_backend_name": "XLA takes gloo between CPUs and NCCL between GPUs",
     "communication_data_type": "the compressor decides what is sent",
     "cuda_aware": "XLA takes care of it",
@@ -158,8 +158,8 @@ def _update(kind: str, params: dict[str, Any], decay: float) -> str:
     if not isinstance(betas, list | tuple) or len(betas) != 2:
         raise ValueError(f"betas is {betas!r:.40}; needs two numbers.")
     b1, b2 = (_number({"betas": beta}, "betas", 0.9) for beta in betas)
-    common = f"b1={b1!r}, b2={b2!r}, eps={_number(params, 'eps', 1e-8)!r}, bias_correction=False"
-    common += f", weight_decay={decay!r}"
+    common = f"b1={b1!r}, b2={b2!r}, eps={_number(params, 'eps', 1e-8)!r}, "
+    common += f"deviations=Deviations(bias_correction=False), weight_decay={decay!r}"
     if kind == "OneBitAdam":
         freeze = _whole(params, "freeze_step", 100_000)
         return f"one_bit_adam(learning_rate, axis_name, freeze_step={freeze}, {common})"

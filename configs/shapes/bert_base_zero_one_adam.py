@@ -30,7 +30,7 @@ def get_config() -> Config:
             update="zero_one_adam(learning_rate, axis_name, "
             "sync_at=schedules.halving(learning_rate, steps, after=warmup_steps), "
             "variance_at=schedules.growing(until=warmup_steps), "
-            "bias_correction=False, weight_decay=0.01)",
+            "deviations=Deviations(bias_correction=False), weight_decay=0.01)",
             learning_rate=4e-4,
             warmup_steps=12_500,
             schedule="exponential",

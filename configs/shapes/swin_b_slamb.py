@@ -23,8 +23,8 @@ def get_config() -> Config:
         replicas=128,
         objective="classify",
         optimizer=Optimizer(
-            update="slamb(learning_rate, axis_name, eps=1e-8, density=0.1, b3=0.999, "
-            "sync_every=100, weight_decay=0.05)",
+            update="slamb(learning_rate, axis_name, eps=1e-8, density=0.1, "
+            "rescaling=Rescaling(b3=0.999), sync_every=100, weight_decay=0.05)",
             learning_rate=5e-3,
             warmup_steps=6_000,
         ),

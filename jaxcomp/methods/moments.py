@@ -18,6 +18,60 @@ from jaxcomp.replicas.layers import broadcast_over, own_axes
 from jaxcomp.replicas.types import size_over_shards, sums_over_shards
 
 
+class Deviations(NamedTuple):
+    """What `one_bit_adam`, `one_bit_lamb` and `zero_one_adam` do otherwise than their papers.
+
+    Each field has its reason; D is sqrt(v) + eps. `deviations=None` in place of a value is the
+    paper's form. The last three fields are for `zero_one_adam` alone.
+
+    Attributes:
+      precondition: Whether messages hold momenta over D; the papers send momenta, and 1-bit LAMB
+        scales each layer to the mean magnitude of all. One bit cannot encode zero: coordinates that
+        never had a gradient get +-scale. Over D this noise is as large as a step in every
+        coordinate, and error feedback removes it again.
+      variance_floor: Least variance to divide by, a share in [0, 1) of its mean over the leaf; for
+        the methods that freeze it, after the warm-up. Without it a coordinate whose gradients come
+        late could take a step of any size. A leaf without any gradient so far gets the mean of the
+        others. In the papers 0.
+      step_bound: Most that a coordinate moves in a step, in units of the most that Adam could move
+        it with any gradients; after the warm-up, if there is one. In LAMB this bounds m / D. None:
+        no bound, as in the papers. See `jaxcomp.methods.step_bound`.
+      bias_correction: Whether moments are divided by 1 - b^n, as in Adam, and in 1-bit LAMB the
+        average of trust ratios likewise. Off in the papers' runs.
+      fresh_variance: Whether a step uses the variance that it has learned; in the paper the next
+        step does. While gradients grow an older variance makes steps too large.
+      weigh_steps: Whether the variance decays by b2 per step; in the paper it decays by b2 per
+        update. An update then counts for all steps since the last one, but one gradient is never
+        more than an eighth of the variance, or its share in Adam if that is larger.
+      mean_momentum: Whether every momentum becomes the mean one in a synchronization, as in the
+        paper; a message's error then acts for 1 / (1 - b1) steps. False lost less on rare tokens,
+        and more with a vocabulary of bytes.
+
+    Examples:
+      >>> import jaxcomp
+      >>> unbounded = jaxcomp.Deviations(step_bound=None)
+      >>> tx = jaxcomp.one_bit_adam(1e-3, "replica", deviations=unbounded)
+    """
+
+    precondition: bool = True
+    variance_floor: float = 1e-2
+    step_bound: float | None = 1.0
+    bias_correction: bool = True
+    fresh_variance: bool = True
+    weigh_steps: bool = True
+    mean_momentum: bool = True
+
+
+NONE = Deviations(
+    precondition=False,
+    variance_floor=0.0,
+    step_bound=None,
+    bias_correction=False,
+    fresh_variance=False,
+    weigh_steps=False,
+)
+
+
 class Adam(NamedTuple):
     """The constants that methods of the Adam family share."""
 
@@ -25,11 +79,9 @@ class Adam(NamedTuple):
     b1: float
     b2: float
     eps: float
-    variance_floor: float = 0.0
-    bias_correction: bool = True
-    weight_decay: float = 0.0
-    mask: Any = None  # of the leaves that decay, see `common.decays`
-    step_bound: float | None = None  # see `jaxcomp.methods.step_bound`
+    weight_decay: float
+    mask: Any  # of the leaves that decay, see `common.decays`
+    deviations: Deviations
 
     def decays(self, params: Any) -> Any:
         """The weight decay of each leaf."""
@@ -42,14 +94,14 @@ class Adam(NamedTuple):
 
     def first_correction(self, count: jax.Array, like: Any) -> jax.Array | float:
         """The bias correction of a momentum of `count` steps, a factor."""
-        return 1 / (1 - power(self.b1, count, like)) if self.bias_correction else 1.0
+        return 1 / (1 - power(self.b1, count, like)) if self.deviations.bias_correction else 1.0
 
     def root(
         self, variance: Any, weight: jax.Array, floor: float | None = None, others: Any = None
     ) -> Any:
         """D, see `floored_root`, of a variance with this weight of gradients: 1 - b2^n in Adam."""
-        floor = self.variance_floor if floor is None else floor
-        seen = weight if self.bias_correction else 1
+        floor = self.deviations.variance_floor if floor is None else floor
+        seen = weight if self.deviations.bias_correction else 1
         return floored_root(variance, self.eps, floor, seen, others)
 
     def weight(self, num_updates: jax.Array, like: Any) -> jax.Array:
@@ -63,13 +115,13 @@ def adam(
     b1: float,
     b2: float,
     eps: float,
-    variance_floor: float = 0.0,
-    bias_correction: bool = True,
     weight_decay: float = 0.0,
     mask: Any = None,
-    step_bound: float | None = None,
+    deviations: Deviations | None = None,
 ) -> Adam:
     """Makes the `Adam` of a method; a ValueError for constants that are out of range, or arrays."""
+    deviations = NONE if deviations is None else deviations
+    variance_floor, step_bound = deviations.variance_floor, deviations.step_bound
     numbers = {"b1": b1, "b2": b2, "eps": eps, "weight_decay": weight_decay}
     require_static(name, **numbers, variance_floor=variance_floor, step_bound=step_bound)
     require(0 <= b1 < 1, name, "[0, 1)", "b1=0.9", b1=b1)
@@ -87,17 +139,7 @@ def adam(
     )
     rate = common.schedule_of(name, learning_rate)
     rate_of = lambda count: jnp.asarray(rate(count), jnp.float32)
-    return Adam(
-        rate_of=rate_of,
-        b1=b1,
-        b2=b2,
-        eps=eps,
-        variance_floor=variance_floor,
-        bias_correction=bias_correction,
-        weight_decay=weight_decay,
-        mask=mask,
-        step_bound=step_bound,
-    )
+    return Adam(rate_of, b1, b2, eps, weight_decay, mask, deviations)
 
 
 def wide(dtype) -> jnp.dtype:
@@ -189,7 +231,7 @@ def learned(
     return jax.tree.map(once, new)
 
 
-def learned_root(adam: Adam, new: Any, old: Any, learns: jax.Array, fresh: bool) -> tuple[Any, Any]:
+def learned_root(adam: Adam, new: Any, old: Any, learns: jax.Array) -> tuple[Any, Any]:
     """D in a step that may learn the variance, and which leaves have only eps: bool[] each.
 
     No leaf waits for the gradients of the others: a leaf without any gradient so far gets the mean
@@ -200,14 +242,13 @@ def learned_root(adam: Adam, new: Any, old: Any, learns: jax.Array, fresh: bool)
       adam: The constants.
       new: `(variance, weight)` after the step.
       old: The same before it.
-      learns: bool[], whether the step has learned it.
-      fresh: Whether it is used at once. There is none to use before the first one.
+      learns: bool[], whether the step has learned it. There is none to use before the first one.
     """
-    is_first = old[1] == 0
+    is_first, fresh = old[1] == 0, adam.deviations.fresh_variance
     # A step that has not learned has the same variance before and after: nothing to choose.
     variance = new[0] if fresh else unless(is_first, old[0], new[0])
     weight = unless(is_first | (learns & fresh), old[1], new[1])
-    guarded = is_first & learns & (adam.variance_floor > 0)
+    guarded = is_first & learns & (adam.deviations.variance_floor > 0)
     rootless = jax.tree.map(lambda v: guarded & (jnp.sum(v) == 0), variance)
     # Without the barrier XLA sums old and new variances of a leaf in one kernel, and all would
     # wait.

@@ -56,6 +56,13 @@ def freeze(name: str, freeze_step: int | None, freeze_ratio: float) -> Freeze:
     return Freeze(freeze_step, freeze_ratio)
 
 
+def check(name: str, deviations: moments.Deviations | None) -> None:
+    """Raises a ValueError for deviations that a method without rare variances does not have."""
+    for field in ("fresh_variance", "weigh_steps", "mean_momentum"):
+        has = deviations is None or getattr(deviations, field)
+        require(has, name, "True", f"{field}=False to zero_one_adam alone", **{field: False})
+
+
 class Phase(NamedTuple):
     """What a step of either phase has exchanged; trees are equal on all replicas."""
 

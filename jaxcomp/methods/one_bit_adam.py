@@ -46,10 +46,7 @@ def one_bit_adam(
     freeze_step: int | None = None,
     freeze_ratio: float = 0.96,
     compressor: Compressor | Policy | Transport | None = None,
-    precondition: bool = True,
-    variance_floor: float = 1e-2,
-    step_bound: float | None = 1.0,
-    bias_correction: bool = True,
+    deviations: moments.Deviations | None = moments.Deviations(),
     weight_decay: float = 0.0,
     mask: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -58,10 +55,6 @@ def one_bit_adam(
     With D = sqrt(v) + eps, a step of the warm-up is Adam's. Later steps do m_i <- b1 m + (1 - b1)
     g_i and m <- the compressed mean of m_i, with error feedback in both directions and the frozen
     v.
-
-    One bit cannot encode zero: coordinates that never had a gradient get +-scale. So m_i / D is
-    compressed (`precondition`). There this noise is as large as a step in every coordinate, and
-    error feedback removes it again.
 
     Args:
       learning_rate: Learning rate, or a schedule `count -> rate`.
@@ -77,14 +70,7 @@ def one_bit_adam(
       compressor: Compressor of all parameters; or a policy `(path, leaf) -> Compressor`; or
         a transport, such as `jaxcomp.gathered(compressor)`. Default: `jaxcomp.sign(block=1024)`,
         for embeddings with a scale for each row.
-      precondition: Whether m / D is sent; the paper sends m.
-      variance_floor: Least variance to divide by after the warm-up, as a share of its mean over the
-        leaf. Without it a coordinate whose gradients come late could take a step of any size. A
-        leaf without any gradient so far gets the mean of the others.
-      step_bound: Most that a coordinate moves in a step after the warm-up, in units of the most
-        that Adam could move it with any gradients; None: no bound, as in the paper. See
-        `jaxcomp.methods.step_bound`.
-      bias_correction: Whether moments are divided by 1 - b^n, as in Adam. Off in the paper's runs.
+      deviations: Where it differs from the paper, see `jaxcomp.Deviations`; None: nowhere.
       weight_decay: Weight decay, decoupled.
       mask: Which leaves decay, a tree of bool or a function of the parameters as for `optax.adamw`.
 
@@ -101,24 +87,12 @@ def one_bit_adam(
     References:
       Tang et al., `1-bit Adam: Communication Efficient Large-Scale Training with Adam's Convergence
       Speed <https://arxiv.org/abs/2102.02888>`_, ICML 2021, algorithm 1. Deviations: buckets are
-      compressed, not tensors, with an l1 scale per block (theirs: l2 per tensor); `precondition`,
-      `variance_floor`, `step_bound` and `bias_correction` (off: `precondition=False,
-      variance_floor=0.0, step_bound=None, bias_correction=False`); the first step is not
-      dropped.
+      compressed, not tensors, with an l1 scale per block (theirs: l2 per tensor); `deviations`;
+      the first step is not dropped.
     """
     name = "one_bit_adam"
-    adam = moments.adam(
-        name,
-        learning_rate,
-        b1,
-        b2,
-        eps,
-        variance_floor=variance_floor,
-        bias_correction=bias_correction,
-        weight_decay=weight_decay,
-        mask=mask,
-        step_bound=step_bound,
-    )
+    adam = moments.adam(name, learning_rate, b1, b2, eps, weight_decay, mask, deviations)
+    one_bit.check(name, deviations)
     freeze = one_bit.freeze(name, freeze_step, freeze_ratio)
     code = signs_by_row if compressor is None else compressor
     transport = transport_of(code, axis_name)
@@ -140,7 +114,7 @@ def one_bit_adam(
     def update_fn(updates, state, params, **_):
         frozen, learned = freeze.holds(state), state.rounds["variance"]
         root = adam.root(state.variance, adam.weight(learned, state.variance))
-        unit = root if precondition else None
+        unit = root if adam.deviations.precondition else None
         phase = one_bit.exchanged(adam, transport, frozen, state, updates, root, unit)
         learnt = tree_update_moment(phase.mean, state.variance, b2, 2)
         variance = unless(frozen, learnt, state.variance)

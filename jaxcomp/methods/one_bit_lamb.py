@@ -39,6 +39,22 @@ class OneBitLambState(NamedTuple):
     norms: Any  # f32[1 / (1 - b2)], of the last variances, l1; None with a given freeze_step
 
 
+class TrustRatio(NamedTuple):
+    """How `one_bit_lamb` learns a layer's trust ratio in its warm-up, and corrects it later.
+
+    Attributes:
+      bounds: Least and greatest trust ratio of the warm-up.
+      decay: Decay of its moving average, in [0, 1).
+      factor_bounds: Least and greatest factor that corrects the average later.
+      factor_change: Greatest change of a factor in a step, as a share of itself, in (0, 1).
+    """
+
+    bounds: tuple[float, float] = (0.01, 10.0)
+    decay: float = 0.9
+    factor_bounds: tuple[float, float] = (0.5, 4.0)
+    factor_change: float = 0.1
+
+
 def one_bit_lamb(
     learning_rate: float | optax.Schedule,
     axis_name: str,
@@ -48,15 +64,9 @@ def one_bit_lamb(
     *,
     freeze_step: int | None = None,
     freeze_ratio: float = 0.96,
-    trust_bounds: tuple[float, float] = (0.01, 10.0),
-    trust_decay: float = 0.9,
-    factor_bounds: tuple[float, float] = (0.5, 4.0),
-    factor_change: float = 0.1,
+    trust: TrustRatio = TrustRatio(),
     compressor: Compressor | Policy | Transport | None = None,
-    precondition: bool = True,
-    variance_floor: float = 1e-4,
-    step_bound: float | None = 1.0,
-    bias_correction: bool = True,
+    deviations: moments.Deviations | None = moments.Deviations(variance_floor=1e-4),
     weight_decay: float = 0.0,
     mask: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -68,12 +78,8 @@ def one_bit_lamb(
     m_i, with error feedback in both directions, and move by -rate C f u with the frozen v. The
     factor f follows how v would have changed: it is the largest quotient of D and the D of a
     variance that goes on with gradients estimated from m, and closer to 1 if decay is most of u. It
-    stays in `factor_bounds`, and changes by at most a share `factor_change` per step.
-
-    One bit cannot encode zero: coordinates that never had a gradient get +-scale. So m_i / D is
-    compressed (`precondition`). There this noise is as large as a step in every coordinate, and
-    error feedback removes it again. A layer whose norm, or whose update's norm, was zero in the
-    whole warm-up has no trust ratio, and does not move after it.
+    stays in its bounds, and changes slowly (`trust`). A layer whose norm, or whose update's norm,
+    was zero in the whole warm-up has no trust ratio, and does not move after it.
 
     Args:
       learning_rate: Learning rate, or a schedule `count -> rate`.
@@ -84,19 +90,11 @@ def one_bit_lamb(
       freeze_step: Steps of the warm-up, at least 1; a sixth of a run in the paper. See
         `freeze_ratio` for None.
       freeze_ratio: Share in (0, 1) that ends the warm-up, see `jaxcomp.one_bit_adam`.
-      trust_bounds: Least and greatest trust ratio of the warm-up.
-      trust_decay: Decay of its moving average, in [0, 1).
-      factor_bounds: Least and greatest factor.
-      factor_change: Greatest change of a factor in a step, as a share of itself, in (0, 1).
+      trust: Bounds of c and f, and how fast C and f may change, see `jaxcomp.TrustRatio`.
       compressor: Compressor of all parameters; or a policy `(path, leaf) -> Compressor`; or
         a transport, such as `jaxcomp.gathered(compressor)`. Default: `jaxcomp.sign(block=1024)`.
-      precondition: Whether m / D is sent; the paper sends m, with each layer scaled to the mean
-        magnitude of all.
-      variance_floor: Least variance to divide by after the warm-up, a share of the leaf's mean.
-      step_bound: Most of m / D after the warm-up, in units of the most that Adam's can be with any
-        gradients; None: no bound, as in the paper. See `jaxcomp.methods.step_bound`.
-      bias_correction: Whether moments are divided by 1 - b^n, as in LAMB, and the average of trust
-        ratios likewise. Off in the authors' code.
+      deviations: Where it differs from the paper, see `jaxcomp.Deviations`; None: nowhere. The
+        default has a smaller `variance_floor` than the other methods'.
       weight_decay: Weight decay, inside u.
       mask: Which leaves decay, a tree of bool or a function of the parameters as for `optax.adamw`.
 
@@ -112,30 +110,18 @@ def one_bit_lamb(
     References:
       Li et al., `1-bit LAMB: Communication Efficient Large-Scale Large-Batch Training with LAMB's
       Convergence Speed <https://arxiv.org/abs/2104.06069>`_, HiPC 2022, algorithm 1. Deviations: an
-      l1 scale per block of a bucket (theirs: one l2 scale for all); `precondition`,
-      `variance_floor`, `step_bound` and `bias_correction` (off: `precondition=False,
-      variance_floor=0.0, step_bound=None, bias_correction=False`); the mean magnitude leaves
-      out layers whose momentum is zero; empty layers do not divide by zero; the first step is not
-      dropped.
+      l1 scale per block of a bucket (theirs: one l2 scale for all); `deviations`;
+      the mean magnitude leaves out layers whose momentum is zero; empty layers do not divide by
+      zero; the first step is not dropped.
     """
     name = "one_bit_lamb"
-    adam = moments.adam(
-        name,
-        learning_rate,
-        b1,
-        b2,
-        eps,
-        variance_floor=variance_floor,
-        bias_correction=bias_correction,
-        weight_decay=weight_decay,
-        mask=mask,
-        step_bound=step_bound,
-    )
+    adam = moments.adam(name, learning_rate, b1, b2, eps, weight_decay, mask, deviations)
+    one_bit.check(name, deviations)
     freeze = one_bit.freeze(name, freeze_step, freeze_ratio)
     code = sign(block=1024) if compressor is None else compressor
     transport = transport_of(code, axis_name)
-    ratios = Ratios(adam, trust_bounds, trust_decay, factor_bounds, factor_change)
-    _check(name, ratios)
+    _check(name, trust)
+    is_preconditioned = adam.deviations.precondition
 
     def init_fn(params):
         zeros = jax.tree.map(moments.zeros, params)
@@ -156,7 +142,7 @@ def one_bit_lamb(
     def update_fn(updates, state, params, **_):
         frozen, learned = freeze.holds(state), state.rounds["variance"]
         root = adam.root(state.variance, adam.weight(learned, state.variance))
-        unit = root if precondition else _units(state, root)
+        unit = root if is_preconditioned else _units(state, root)
         phase = one_bit.exchanged(adam, transport, frozen, state, updates, root, unit)
         gradient_of = lambda new, old: (new - b1 * old) / (1 - b1)
         implied = jax.tree.map(gradient_of, phase.momentum, state.momentum)
@@ -169,8 +155,10 @@ def one_bit_lamb(
         directions, squares = _directions(
             adam, state.count + 1, phase.momentum, root, params, axis_name
         )
-        layers, steps = _trusted(ratios, frozen, _layers(state), squares, quotients, directions)
-        if not precondition:
+        layers, steps = _trusted(
+            adam, trust, frozen, _layers(state), squares, quotients, directions
+        )
+        if not is_preconditioned:
             layers = _evened(frozen, layers, phase.momentum, axis_name)
         rate = poisoned(phase.failed, -adam.rate_of(state.count))
         treedef = jax.tree.structure(params)
@@ -191,14 +179,14 @@ def one_bit_lamb(
     return LayeredTransformation(*method(name, axis_name, init_fn, update_fn))
 
 
-def _check(name, ratios):
-    for bounds, default in (("trust_bounds", (0.01, 10.0)), ("factor_bounds", (0.5, 4.0))):
-        least, greatest = got = getattr(ratios, bounds)
-        write = f"{bounds}={default}"
+def _check(name, trust):
+    for bounds in ("bounds", "factor_bounds"):
+        least, greatest = got = getattr(trust, bounds)
+        write = f"TrustRatio({bounds}={getattr(TrustRatio(), bounds)})"
         require(0 <= least <= greatest, name, "0 <= least <= greatest", write, **{bounds: got})
-    decay, change = ratios.trust_decay, ratios.factor_change
-    require(0 <= decay < 1, name, "[0, 1)", "trust_decay=0.9", trust_decay=decay)
-    require(0 < change < 1, name, "(0, 1)", "factor_change=0.1", factor_change=change)
+    decay, change = trust.decay, trust.factor_change
+    require(0 <= decay < 1, name, "[0, 1)", "TrustRatio(decay=0.9)", decay=decay)
+    require(0 < change < 1, name, "(0, 1)", "TrustRatio(factor_change=0.1)", factor_change=change)
 
 
 def _unseen(zeros):
@@ -223,11 +211,11 @@ def _units(state, like):
     return jax.tree.map(lambda scale, x: broadcast_over(1 / scale, x), scales, like)
 
 
-def _trusted(ratios, frozen, old, squares, quotients, directions):
+def _trusted(adam, settings, frozen, old, squares, quotients, directions):
     """The trust of all layers, and their change before the rate."""
     layers, steps = [], []
     for was, sums, quotient, u in zip(old, squares, quotients, directions, strict=True):
-        trust, ratio = trusted(ratios, frozen, was, sums, quotient)
+        trust, ratio = trusted(adam, settings, frozen, was, sums, quotient)
         layers.append(trust)
         steps.append(broadcast_over(ratio, u) * u)
     return layers, steps
@@ -256,16 +244,6 @@ def _directions(adam, count, momentum, root, params, axis_name):
     return leaves[2], sums_over_shards(squares, axis_name)
 
 
-class Ratios(NamedTuple):
-    """The constants of trust ratios; see `one_bit_lamb`."""
-
-    adam: moments.Adam
-    trust_bounds: tuple[float, float]
-    trust_decay: float
-    factor_bounds: tuple[float, float]
-    factor_change: float
-
-
 class Trust(NamedTuple):
     """The trust ratio of one leaf, f32[] each, or f32[layers] of a stack."""
 
@@ -276,12 +254,18 @@ class Trust(NamedTuple):
 
 
 def trusted(
-    settings: Ratios, frozen: jax.Array, old: Trust, squares: jax.Array, quotient: jax.Array
+    adam: moments.Adam,
+    settings: TrustRatio,
+    frozen: jax.Array,
+    old: Trust,
+    squares: jax.Array,
+    quotient: jax.Array,
 ) -> tuple[Trust, jax.Array]:
     """A leaf's trust after a step, and the trust ratio of the step: f32[], or f32[layers].
 
     Args:
-      settings: The constants.
+      adam: The constants of the moments.
+      settings: Those of the ratios.
       frozen: bool[], whether the warm-up has ended.
       old: Its trust before the step.
       squares: Squared norms of the parameters, of m / D and of the update u.
@@ -289,23 +273,21 @@ def trusted(
     """
     x, m, u = squares
     seen = (x > 0) & (u > 0)
-    now = jnp.clip(moments.trust_ratio(x, u), *settings.trust_bounds)
-    decay = jnp.where(seen & ~frozen, settings.trust_decay, 1.0)
+    now = jnp.clip(moments.trust_ratio(x, u), *settings.bounds)
+    decay = jnp.where(seen & ~frozen, settings.decay, 1.0)
     averaged = lambda was, now: decay * was + (1 - decay) * now
-    factor = jnp.where(frozen, _factor(settings, old.factor, quotient, m, u), old.factor)
-    corrected = settings.adam.bias_correction
+    share = jnp.minimum(moments.trust_ratio(m, u), 1.0) if adam.weight_decay else None
+    factor = jnp.where(frozen, _factor(settings, old.factor, quotient, share), old.factor)
+    corrected = adam.deviations.bias_correction
     whole = jnp.where(old.weight > 0, old.weight, 1.0) if corrected else 1.0
     ratio = jnp.where(frozen, old.ratio / whole * factor, jnp.where(seen, now, 1.0))
     trust = Trust(averaged(old.ratio, now), averaged(old.weight, 1.0), factor, old.scale)
     return trust, ratio
 
 
-def _factor(settings, old, quotient, moment_square, update_square):
-    """The correction of a layer's frozen ratio: f32[]."""
-    factor = quotient
-    if settings.adam.weight_decay:
-        share = jnp.minimum(moments.trust_ratio(moment_square, update_square), 1.0)
-        factor = factor * share + 1 - share
+def _factor(settings, old, quotient, share):
+    """The correction of a layer's frozen ratio, given the share of m / D in the update: f32[]."""
+    factor = quotient if share is None else quotient * share + 1 - share
     factor = jnp.clip(factor, *settings.factor_bounds)
     least, greatest = (old * (1 + way * settings.factor_change) for way in (-1, 1))
     return jnp.clip(factor, least, greatest)

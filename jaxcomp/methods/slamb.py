@@ -42,6 +42,22 @@ class SlambState(NamedTuple):
     skipped: jax.Array  # i32[], this replica's steps whose gradient was not finite
 
 
+class Rescaling(NamedTuple):
+    """How `slamb` blends in entries that were not just exchanged; it has the formulas.
+
+    Attributes:
+      form: The authors' "quadratic" or "linear"; or "masked", for comparison: entries that were not
+        just exchanged do not move.
+      b3: Decay of the freshness in a step, in [0, 1]; 1 switches rescaling off.
+      trust_bounds: Least and greatest trust ratio. Unless the form is linear, those of leaves with
+        fewer than two axes are not clipped.
+    """
+
+    form: Literal["quadratic", "linear", "masked"] = "quadratic"
+    b3: float = 0.99
+    trust_bounds: tuple[float, float] = (0.01, 1000.0)
+
+
 def slamb(
     learning_rate: float | optax.Schedule,
     axis_name: str,
@@ -50,12 +66,10 @@ def slamb(
     eps: float = 1e-6,
     *,
     density: float | None = None,
-    b3: float = 0.99,
     sync_every: int | schedules.Schedule = 100,
     weight_decay: float = 0.0,
     mask: Any = None,
-    rescaling: Literal["quadratic", "linear", "masked"] = "quadratic",
-    trust_bounds: tuple[float, float] = (0.01, 1000.0),
+    rescaling: Rescaling = Rescaling(),
     step_bound: float | None = 1.0,
     compressor: Compressor | Policy | Transport | None = None,
     drift_compressor: Compressor | Policy | Transport | None = None,
@@ -75,10 +89,8 @@ def slamb(
         -[s = 1] clip(p) r u                                               ("masked")
 
     where p and q are the trust ratios ||x|| / ||u|| of the layer's entries on the mask and off it.
-    "masked" is for comparison: entries that were not just exchanged do not move. A step of
-    `sync_every` then moves the consensus by the mean drift, and all drifts become zero.
-
-    With equal gradients on all replicas and density 1 it is LAMB. b3 = 1 switches rescaling off.
+    A step of `sync_every` then moves the consensus by the mean drift, and all drifts become zero.
+    With equal gradients on all replicas and density 1 it is LAMB.
 
     Gradients are each replica's own, from a batch N times smaller. A clipping before this in a
     chain clips those.
@@ -91,15 +103,12 @@ def slamb(
       eps: Added to the square root of the variance.
       density: Share of the entries on the mask, 1 over an integer; 0.1 by default. Short for
         `compressor=random_k(density)`, which sends every entry once in 1 / density steps.
-      b3: Decay of the freshness, in [0, 1].
       sync_every: Steps between synchronizations, or a schedule. Local steps after the last one are
         not part of the consensus: choose a divisor of the run's steps.
       weight_decay: Weight decay; outside the trust ratio if the rescaling is linear, else inside as
         in LAMB.
       mask: Which leaves decay, a tree of bool or a function of the parameters as for `optax.adamw`.
-      rescaling: How stale entries are blended in, see above.
-      trust_bounds: Least and greatest trust ratio. Unless the form is linear, those of leaves with
-        fewer than two axes are not clipped.
+      rescaling: How stale entries are blended in, as `jaxcomp.Rescaling("linear", b3=0.999)`.
       step_bound: Most of a coordinate of u before the decay, in units of the most that Adam's can
         be with any gradients; None: no bound, as in the paper. A replica that has not seen a token
         has a variance near zero for its row, and gets the momentum of those that have. See
@@ -140,16 +149,16 @@ def slamb(
       linear form adds eps after the bias correction; `step_bound`; drifts may be encoded.
     """
     name = "slamb"
-    options = {"weight_decay": weight_decay, "mask": mask, "step_bound": step_bound}
-    adam = moments.adam(name, learning_rate, b1, b2, eps, **options)
-    _check(density, b3, sync_every, rescaling, trust_bounds, compressor)
+    differs = moments.Deviations(variance_floor=0.0, step_bound=step_bound)
+    adam = moments.adam(name, learning_rate, b1, b2, eps, weight_decay, mask, differs)
+    _check(density, sync_every, rescaling, compressor)
     default = random_k(0.1 if density is None else density)
     transport = transport_of(default if compressor is None else compressor, axis_name)
     masked = masks.Masked(policy_of(transport.code), exact_numel, transport)
     drift_code = averaging.EXACT if drift_compressor is None else drift_compressor
     is_whole = lambda path, leaf: masks.is_whole(leaf, exact_numel, axis_name)
     drifts = averaging.but_exact(transport_of(drift_code, axis_name), is_whole)
-    sync_at, blended = _sync_at(sync_every), _Rescaling(adam, b3, rescaling, trust_bounds)
+    sync_at = _sync_at(sync_every)
 
     def init_fn(params):
         zero = jnp.zeros([], jnp.int32)
@@ -181,7 +190,8 @@ def slamb(
         older = lambda old, on: jnp.where(on, 0, jnp.minimum(old, 65534) + 1).astype(old.dtype)
         stale = jax.tree.map(older, state.stale, on)
         lost = _steps(
-            blended,
+            adam,
+            rescaling,
             momentum=momentum,
             variance=variance,
             params=jax.tree.map(jnp.add, params, state.drift),
@@ -230,31 +240,24 @@ def _sync_at(sync_every: int | schedules.Schedule) -> schedules.Schedule:
     return lambda count: count % sync_every == sync_every - 1
 
 
-def _check(density, b3, sync_every, rescaling, trust_bounds, compressor):
-    name, (least, greatest) = "slamb", trust_bounds
+def _check(density, sync_every, rescaling, compressor):
+    name, form, b3 = "slamb", rescaling.form, rescaling.b3
     both = {"density": density, "compressor": getattr(compressor, "name", compressor)}
     write = "compressor=compose(random_k(0.1), ...) without density, or density alone"
     require(None in both.values(), name, "one of them", write, **both)
-    require(0 <= b3 <= 1, name, "[0, 1]", "b3=0.99", b3=b3)
+    require(0 <= b3 <= 1, name, "[0, 1]", "Rescaling(b3=0.99)", b3=b3)
     every = callable(sync_every) or sync_every >= 1
     require(every, name, "at least 1", "sync_every=100", sync_every=sync_every)
     forms = ("quadratic", "linear", "masked")
-    require(rescaling in forms, name, "a known form", " or ".join(forms), rescaling=rescaling)
-    bounds, write = {"trust_bounds": trust_bounds}, "trust_bounds=(0.01, 1000.0)"
+    require(form in forms, name, "a known form", " or ".join(forms), form=form)
+    least, greatest = rescaling.trust_bounds
+    bounds, write = {"trust_bounds": rescaling.trust_bounds}, "trust_bounds=(0.01, 1000.0)"
     require(0 <= least <= greatest, name, "0 <= least <= greatest", write, **bounds)
 
 
-class _Rescaling(NamedTuple):
-    """How stale entries are blended in; see `slamb`."""
-
-    adam: moments.Adam
-    b3: float
-    form: str  # "quadratic", "linear" or "masked"
-    trust_bounds: tuple[float, float]
-
-
 def _steps(
-    settings: _Rescaling,
+    adam: moments.Adam,
+    rescaling: Rescaling,
     momentum: Any,
     variance: Any,
     params: Any,
@@ -266,14 +269,15 @@ def _steps(
     """The amount that a step subtracts from each leaf of this replica's parameters.
 
     Args:
-      settings: The form, and its constants.
+      adam: The constants of the moments.
+      rescaling: How stale entries are blended in.
       momentum, variance, params: This replica's own trees.
       stale: Steps since each entry was exchanged; None for leaves without a mask.
       count: i32[], steps before this one.
       axis_name: Mesh axis of the replicas.
       decays: The weight decay of each leaf.
     """
-    adam, is_linear = settings.adam, settings.form == "linear"
+    is_linear = rescaling.form == "linear"
     corrections = [1 - moments.power(b, count + 1, params) for b in (adam.b1, adam.b2)]
 
     root = jax.tree.map(lambda v: jnp.sqrt(v / corrections[1]) + adam.eps, variance)
@@ -287,9 +291,9 @@ def _steps(
     columns = leaves, *map(treedef.flatten_up_to, (directions, stale)), own_axes(params)
     sums = sums_over_shards(list(map(_squares, *columns)), axis_name)
     step = _linear_step if is_linear else _quadratic_step
-    rate = adam.rate_of(count)
-    slower, kept = 1 / math.sqrt(num_replicas(axis_name)), settings.b3
-    if settings.form == "masked":
+    rate, bounds = adam.rate_of(count), rescaling.trust_bounds
+    slower, kept = 1 / math.sqrt(num_replicas(axis_name)), rescaling.b3
+    if rescaling.form == "masked":
         slower, kept = 0.0, 0.0
     log = math.log(max(kept, 1e-30))  # XLA:CPU has no vector instruction for powers
     lost = []
@@ -299,7 +303,7 @@ def _steps(
         squares = [broadcast_over(square, u) for square in squares]
         fresh = 1.0 if old is None else jnp.exp(log * old.astype(u.dtype))
         moves = _decayed(u, x, decay if is_linear else 0.0)
-        lost.append(step(settings, rate, moves, len(axes), squares, fresh, (1 - fresh) * slower))
+        lost.append(step(bounds, rate, moves, len(axes), squares, fresh, (1 - fresh) * slower))
     return treedef.unflatten(lost)
 
 
@@ -307,15 +311,15 @@ def _decayed(u, x, decay):
     return u + decay * x if decay else u
 
 
-def _quadratic_step(settings, rate, u, ndim, squares, fresh, slow):
+def _quadratic_step(bounds, rate, u, ndim, squares, fresh, slow):
     p, q = (moments.trust_ratio(*squares[2 * i : 2 * i + 2]) for i in range(2))
     trust = fresh * p + (1 - fresh) * q
-    trust = trust if ndim < 2 else jnp.clip(trust, *settings.trust_bounds)
+    trust = trust if ndim < 2 else jnp.clip(trust, *bounds)
     return rate * (fresh + slow) * trust * u
 
 
-def _linear_step(settings, rate, u, ndim, squares, fresh, slow):
-    least, greatest = settings.trust_bounds
+def _linear_step(bounds, rate, u, ndim, squares, fresh, slow):
+    least, greatest = bounds
     p = jnp.clip(moments.trust_ratio(*squares[:2]), least, greatest)
     q = jnp.clip(moments.trust_ratio(squares[2], squares[3], otherwise=0.0), 0.0, greatest)
     return rate * (fresh * p + slow * q) * u

@@ -40,7 +40,7 @@ from jaxcomp.replicas.types import num_replicas
 def largest_momentum(adam: moments.Adam, count: jax.Array, like: Any) -> jax.Array:
     """B, the largest |m| / D that Adam can have after `count` steps: f32[]."""
     n = count.astype(moments.dtype_of(like))
-    squares = _sum_of_powers(adam.b2, n) if adam.bias_correction else 1 / (1 - adam.b2)
+    squares = _sum_of_powers(adam.b2, n) if adam.deviations.bias_correction else 1 / (1 - adam.b2)
     product = _sum_of_powers(adam.b1**2 / max(adam.b2, 1e-30), n) * squares
     # Finite, since a rate may be zero.
     return jnp.minimum((1 - adam.b1) * jnp.sqrt(product), 2.0**60)
@@ -58,9 +58,10 @@ def bounded(
       units: Tree like `moves`: D for momenta; or one array for all leaves.
       times: How often the bound.
     """
-    if adam.step_bound is None:
+    step_bound = adam.deviations.step_bound
+    if step_bound is None:
         return moves
-    most = times * adam.step_bound * largest_momentum(adam, count, moves)
+    most = times * step_bound * largest_momentum(adam, count, moves)
     clipped = lambda x, unit: jnp.clip(x, -most * unit, most * unit)
     if isinstance(units, jax.Array):
         return jax.tree.map(lambda x: clipped(x, units), moves)

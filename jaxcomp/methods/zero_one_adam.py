@@ -57,16 +57,10 @@ def zero_one_adam(
     sync_at: schedules.Schedule = schedules.always,
     variance_at: schedules.Schedule | None = None,
     compressor: Compressor | Policy | Transport | None = None,
-    precondition: bool = True,
     variance_compressor: Compressor | Policy | Transport = averaging.EXACT,
     warmup_steps: int = 0,
     warmup_compressor: Compressor = _EIGHT_BITS,
-    fresh_variance: bool = True,
-    weigh_steps: bool = True,
-    mean_momentum: bool = True,
-    variance_floor: float = 1e-2,
-    step_bound: float | None = 1.0,
-    bias_correction: bool = True,
+    deviations: moments.Deviations | None = moments.Deviations(),
     weight_decay: float = 0.0,
     mask: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -79,10 +73,8 @@ def zero_one_adam(
     directions. The consensus moves by -u / D, and all drifts become zero. A step of `variance_at`
     first averages g_i exactly, for v <- b2 v + (1 - b2) g^2.
 
-    One bit cannot encode zero: coordinates that never had a gradient get +-scale. So the difference
-    of the parameters itself is compressed (`precondition`). There this noise is as large as a step
-    in every coordinate, and error feedback removes it again. Steps are linear in momenta, since all
-    divide by one D: the consensus is Adam's but for what messages hold back (`mean_momentum`).
+    Messages hold u / D, the difference of the parameters itself (`precondition`). Steps are linear
+    in momenta, since all divide by one D: the consensus is Adam's but for what messages hold back.
 
     Gradients, and what clips them before it, are each replica's own, of a batch R times smaller.
 
@@ -97,25 +89,13 @@ def zero_one_adam(
         Default: those in `jaxcomp.schedules.growing()`, to the end; in the paper to the warm-up's.
       compressor: Compressor, or a policy, or a transport such as `jaxcomp.gathered(compressor)`.
         Default: `sign(block=1024)`, by row for embeddings.
-      precondition: Whether u / D is sent; the paper sends u.
       variance_compressor: Compressor of the gradients that the variance learns from, float32 in
         the paper; `jaxcomp.quantize(8)` is enough.
       warmup_steps: First steps, at least 0, in which `warmup_compressor` sends the buffers, with
         the same error feedback: with one bit a model may stay on a plateau that it starts on.
       warmup_compressor: Compressor of the buffers in those steps.
-      fresh_variance: Whether a step uses the variance that it has learned; in the paper the next
-        step does. While gradients grow an older variance makes steps too large.
-      weigh_steps: Whether the variance decays by b2 per step; in the paper it decays by b2 per
-        update. An update then counts for all steps since the last one, but one gradient is never
-        more than an eighth of the variance, or its share in Adam if that is larger.
-      mean_momentum: Whether every m_i becomes u / (sum of r since the last one) in a
-        synchronization, as in the paper; a message's error then acts for 1 / (1 - b1) steps. False
-        lost less on rare tokens, and more with a vocabulary of bytes.
-      variance_floor: Least variance to divide by, a share of its mean over the leaf. A leaf without
-        any gradient so far gets the mean of the others.
-      step_bound: Most that a coordinate moves in a step, in units of the most that Adam could move
-        it with any gradients; None: no bound, as in the paper. See `jaxcomp.methods.step_bound`.
-      bias_correction: Whether moments are divided by 1 - b^n, as in Adam. Off in the paper's runs.
+      deviations: Where it differs from the paper, see `jaxcomp.Deviations`. None: nowhere, but for
+        `variance_at`, which is `schedules.growing(until=...)` there.
       weight_decay: Weight decay of the consensus, decoupled, outside the buffer.
       mask: Which leaves decay, as for `optax.adamw`.
 
@@ -135,28 +115,16 @@ def zero_one_adam(
     References:
       Lu et al., `Maximizing Communication Efficiency for Large-scale Training via 0/1 Adam
       <https://arxiv.org/abs/2202.06009>`_, ICLR 2023, algorithm 1. Deviations: buckets are
-      compressed, not tensors, with an l1 scale per block (theirs: l2 per tensor); `precondition`,
-      `fresh_variance`, `weigh_steps`, `variance_floor`, `step_bound` and `bias_correction` (off:
-      `precondition=False, fresh_variance=False, weigh_steps=False, variance_floor=0.0,
-      step_bound=None, bias_correction=False`); an optional
-      warm-up; x and u move by this step's momentum, as in the authors' code; the first variance is
-      used at once; decay is decoupled; an interval whose rates sum to zero keeps its momenta.
+      compressed, not tensors, with an l1 scale per block (theirs: l2 per tensor); `deviations`; an
+      optional warm-up; x and u move by this step's momentum, as in the authors' code; the first
+      variance is used at once; decay is decoupled; an interval whose rates sum to zero keeps its
+      momenta.
     """
     if variance_at is None:
         variance_at = schedules.both(schedules.growing(), sync_at)
     name = "zero_one_adam"
-    adam = moments.adam(
-        name,
-        learning_rate,
-        b1,
-        b2,
-        eps,
-        variance_floor=variance_floor,
-        bias_correction=bias_correction,
-        weight_decay=weight_decay,
-        mask=mask,
-        step_bound=step_bound,
-    )
+    adam = moments.adam(name, learning_rate, b1, b2, eps, weight_decay, mask, deviations)
+    differs = adam.deviations
     require(warmup_steps >= 0, name, "at least 0", "warmup_steps=0", warmup_steps=warmup_steps)
     checks.compressor(f"{name} for warmup_compressor", warmup_compressor)
     code = signs_by_row if compressor is None else compressor
@@ -193,19 +161,19 @@ def zero_one_adam(
 
     def together(state, own, root):
         """A synchronization: the consensus moves by the mean drift."""
-        if fresh_variance and sync_at is not schedules.always:
+        if differs.fresh_variance and sync_at is not schedules.always:
             root = moments.mean_root(adam, state, own, root)
         buffer, most = own.drift, own.rate_sum
-        if not precondition:
+        if not differs.precondition:
             buffer = jax.tree.map(jnp.multiply, buffer, root)
             most = jax.tree.map(lambda d: own.rate_sum * d, root)
         got = averaged(state, buffer)
         change = bounded(adam, state.count + 1, got.mean, most)
         got = got._replace(residual=kept_back(got.residual, got.mean, change))
-        if not precondition:
+        if not differs.precondition:
             change = jax.tree.map(jnp.divide, change, root)
         momentum = own.momentum
-        if mean_momentum:
+        if differs.mean_momentum:
             mean = lambda c, d, m: jnp.where(own.rate_sum > 0, -c * d / own.rate_sum, m)
             momentum = jax.tree.map(mean, change, root, momentum)
             # A `where` on an empty array loses the varying type.
@@ -220,7 +188,7 @@ def zero_one_adam(
         kept = bounded(adam, state.count + 1, step, own.rate_sum - state.rate_sum)
         moved = lambda d, new, step, kept: jnp.where(step == kept, new, d + kept)
         drift = jax.tree.map(moved, state.drift, own.drift, step, kept)
-        if not precondition:
+        if not differs.precondition:
             step, kept = (jax.tree.map(jnp.multiply, x, root) for x in (step, kept))
         residual = kept_back(state.residual, step, kept)
         new = {"momentum": own.momentum, "drift": drift, "rate_sum": own.rate_sum}
@@ -232,12 +200,12 @@ def zero_one_adam(
         grads = jax.tree.map(lambda g, v: g.astype(v.dtype), updates, state.variance)
         bad = failing(jax.tree.map(jnp.square, grads))  # a variance learns from squares
         learns, meets, is_warm = variance_at(count), sync_at(count), count < warmup_steps
-        steps = count + 1 - state.variance_steps if weigh_steps else jnp.int32(1)
+        steps = count + 1 - state.variance_steps if differs.weigh_steps else jnp.int32(1)
         keeps, weight = moments.aged(b2, steps, state.variance_weight)
         learned = state.rounds["variance"]
         variance = moments.learned(grads, bad, state.variance, keeps, learns, learning, learned)
         new, old = (variance, weight), (state.variance, state.variance_weight)
-        root, rootless = moments.learned_root(adam, new, old, learns, fresh_variance)
+        root, rootless = moments.learned_root(adam, new, old, learns)
         still = jax.tree.map(jnp.logical_or, bad, rootless)
         own = _own_step(adam, state, grads, still, root, axis_name)
         if sync_at is schedules.always:
@@ -261,7 +229,7 @@ def zero_one_adam(
 def _own_step(adam, state, grads, still, root, axis_name):
     """The state with this replica's momentum, drift and sum of rates after its step."""
     rate = adam.rate_of(state.count)
-    if adam.bias_correction:
+    if adam.deviations.bias_correction:
         rate = rate / (1 - moments.power(adam.b1, state.count + 1, state.momentum))
     moved = lambda m, g: adam.b1 * m + (1 - adam.b1) * g
     whole = jax.tree.map(moved, state.momentum, grads)

@@ -8,13 +8,6 @@ from tests.helpers import replicas
 
 SHAPES = {"bias": (7,), "kernel": (33, 40)}
 RATE = 2.0**-7  # exact in float32
-PLAIN = {
-    "precondition": False,
-    "variance_floor": 0.0,
-    "step_bound": None,
-    "bias_correction": False,
-}
-
 random_tree = functools.partial(replicas.random_tree, shapes=SHAPES)
 GRADIENTS = [random_tree(step, 4, dtype=np.float64) for step in range(1, 7)]
 

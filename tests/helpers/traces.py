@@ -54,10 +54,7 @@ def one_bit_adam(meta: dict, trace) -> Setting:
         config["eps"],
         freeze_step=config["freeze_step"] - 1,
         compressor=authors.one_bit(authors.per_tensor),
-        precondition=False,
-        variance_floor=0.0,
-        step_bound=None,
-        bias_correction=False,
+        deviations=None,
         weight_decay=config["weight_decay"],
     )
     return Setting(tx, first=1, multiple=32)
@@ -101,11 +98,8 @@ def one_bit_lamb(meta: dict, trace) -> Setting:
         "replica",
         **adam_options(meta),
         freeze_step=config["freeze_step"] - 1,
-        trust_bounds=(config["min_coeff"], config["max_coeff"]),
-        precondition=False,
-        variance_floor=0.0,
-        step_bound=None,
-        bias_correction=False,
+        trust=jaxcomp.TrustRatio((config["min_coeff"], config["max_coeff"])),
+        deviations=None,
         compressor=authors.one_bit(jaxcomp.sign(block=1024)),
     )
     return Setting(tx, first=1, spare=-numel % 32)
@@ -129,7 +123,7 @@ def slamb(meta: dict, trace) -> Setting:
         config["lr"],
         "replica",
         **adam_options(meta),
-        b3=config["beta3"],
+        rescaling=jaxcomp.Rescaling(b3=config["beta3"]),
         sync_every=lambda count: count % config["local_steps"] == 0,
         compressor=authors.masked_by(slices_of(trace, trace["mask__same_on_all"])),
         exact_numel=config["grad_size_thr"],

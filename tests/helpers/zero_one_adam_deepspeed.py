@@ -18,6 +18,7 @@ from jaxcomp.exchange import averaging
 from jaxcomp.exchange.wire import Transport, transport_of
 from jaxcomp.methods import moments
 from jaxcomp.methods.common import counted, method, require
+from jaxcomp.methods.moments import NONE
 from jaxcomp.methods.step_bound import bounded, kept_back, sendable
 from jaxcomp.methods.zero_one_adam import ZeroOneAdamState, zero_one_adam
 from jaxcomp.replicas.finite import unless
@@ -98,17 +99,8 @@ def zero_one_adam_deepspeed(
       count of steps.
     """
     name = "zero_one_adam_deepspeed"
-    adam = moments.adam(
-        name,
-        learning_rate,
-        b1,
-        b2,
-        eps,
-        bias_correction=False,
-        weight_decay=weight_decay,
-        mask=mask,
-        step_bound=step_bound,
-    )
+    differs = NONE._replace(step_bound=step_bound)
+    adam = moments.adam(name, learning_rate, b1, b2, eps, weight_decay, mask, differs)
     write = "the steps of the learning rate's warm-up"
     require(freeze_step >= 1, name, "at least 1", write, freeze_step=freeze_step)
     variance_at = schedules.growing() if variance_at is None else variance_at
@@ -122,10 +114,7 @@ def zero_one_adam_deepspeed(
         sync_at=sync_at,
         variance_at=schedules.never,
         compressor=transport,
-        precondition=False,
-        variance_floor=0.0,
-        step_bound=step_bound,
-        bias_correction=False,
+        deviations=differs._replace(fresh_variance=True, weigh_steps=True),
     )
 
     def init_fn(params):

@@ -20,7 +20,7 @@ DECAYING = {
     "one_bit_lamb": lambda **o: jaxcomp.one_bit_lamb(0.1, "replica", freeze_step=2, **EXACT, **o),
     "slamb": lambda **o: jaxcomp.slamb(0.1, "replica", sync_every=1, **o),
     "slamb, linear": lambda **o: jaxcomp.slamb(
-        0.1, "replica", sync_every=1, rescaling="linear", **o
+        0.1, "replica", sync_every=1, rescaling=jaxcomp.Rescaling("linear"), **o
     ),
 }
 

@@ -115,8 +115,8 @@ def test_the_momentum_of_an_interval_is_not_that_of_a_newer_root(precondition):
         sync_at=lambda count: (count == 0) | (count % 3 == 2),
         variance_at=learns,
         compressor=jaxcomp.identity(),
-        precondition=precondition,
-        step_bound=None,  # these gradients are far larger than the root of the first
+        # These gradients are far larger than the root of the first.
+        deviations=jaxcomp.Deviations(precondition=precondition, step_bound=None),
     )
     gradient_of = lambda local, step, _: jnp.where(step == 0, 1.0, 10.0) * jnp.ones_like(local)
     with jax.enable_x64(True):

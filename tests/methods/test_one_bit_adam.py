@@ -6,7 +6,7 @@ import optax
 import pytest
 
 import jaxcomp
-from tests.helpers.adam import GRADIENTS, PLAIN, RATE, SHAPES, random_tree, trained
+from tests.helpers.adam import GRADIENTS, RATE, SHAPES, random_tree, trained
 
 
 def test_one_bit_adam_is_adam_until_the_freeze():
@@ -28,7 +28,7 @@ def test_one_bit_adam_is_adam_until_the_freeze():
 def test_one_bit_adam_with_identity_keeps_on_at_the_frozen_variance():
     with jax.enable_x64(True):
         tx = jaxcomp.one_bit_adam(
-            RATE, "replica", freeze_step=3, compressor=jaxcomp.identity(), **PLAIN
+            RATE, "replica", freeze_step=3, compressor=jaxcomp.identity(), deviations=None
         )
         history = trained(tx, GRADIENTS, dtype=np.float64)
         (_, at_freeze), (params, state) = history[3], history[-1]

@@ -17,6 +17,7 @@ from jaxcomp.methods.one_bit_lamb import Trust
 from tests.helpers import replay, replicas
 from tests.helpers.replicas import everywhere, mesh_of, rows
 
+DEVIATIONS = jaxcomp.Deviations(variance_floor=1e-4)  # the default of `one_bit_lamb`
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "one_bit_lamb.npz"
 SHAPES = {"bias": (7,), "kernel": (20, 40)}
 RATE = 2.0**-7  # exact in float32
@@ -79,9 +80,9 @@ def test_with_identity_it_is_what_the_formulas_say(precondition):
             "replica",
             freeze_step=4,
             compressor=jaxcomp.identity(),
-            precondition=precondition,
-            step_bound=None,
-            variance_floor=0.0,
+            deviations=jaxcomp.Deviations(
+                precondition=precondition, variance_floor=0.0, step_bound=None
+            ),
             weight_decay=0.25,
         )
         scale = [1, 1, 1, 1, 0.1, 0.1, 30, 1]
@@ -129,11 +130,9 @@ def test_of_one_bit_nothing_is_lost_and_factors_stay_in_their_bounds(preconditio
         *(RATE, "replica"),
         b1=0.0,
         freeze_step=2,
-        precondition=precondition,
+        deviations=DEVIATIONS._replace(precondition=precondition),
         compressor=jaxcomp.sign(block=64),
-        trust_bounds=(0.25, 0.25),
-        factor_bounds=(0.75, 1.2),
-        factor_change=0.2,
+        trust=jaxcomp.TrustRatio((0.25, 0.25), factor_bounds=(0.75, 1.2), factor_change=0.2),
         eps=1.0,
     )
     gradients = [random_tree(i, 4) for i in range(1, 12)]
@@ -173,7 +172,8 @@ def test_layers_of_zeros_and_of_nothing_are_no_trouble():
         for i in range(6)
     ]
     for precondition in (True, False):
-        tx = jaxcomp.one_bit_lamb(RATE, "replica", freeze_step=3, precondition=precondition)
+        differs = DEVIATIONS._replace(precondition=precondition)
+        tx = jaxcomp.one_bit_lamb(RATE, "replica", freeze_step=3, deviations=differs)
         (_, _), *_, (after, state) = trained(tx, gradients, params=params)
         assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves((after, state)))
         np.testing.assert_array_equal(after["frozen"], params["frozen"])
@@ -198,7 +198,7 @@ def trained_on(shape):
         *(RATE, "replica"),
         freeze_step=2,
         compressor=jaxcomp.identity(),
-        precondition=False,
+        deviations=DEVIATIONS._replace(precondition=False),
         eps=1e-3,
         weight_decay=0.1,
     )
@@ -258,10 +258,10 @@ def test_the_authors_code_takes_the_same_steps(optimized):
     [
         ({"eps": 0.0}, "one_bit_lamb got eps=0.0"),
         ({"freeze_step": 0}, "one_bit_lamb got freeze_step=0"),
-        ({"trust_bounds": (2, 1)}, "trust_bounds=(2, 1)"),
-        ({"factor_bounds": (-1, 1)}, "factor_bounds=(-1, 1)"),
-        ({"trust_decay": 1.0}, "trust_decay=1.0"),
-        ({"factor_change": 0.0}, "factor_change=0.0"),
+        ({"trust": jaxcomp.TrustRatio((2, 1))}, "one_bit_lamb got bounds=(2, 1)"),
+        ({"trust": jaxcomp.TrustRatio(factor_bounds=(-1, 1))}, "factor_bounds=(-1, 1)"),
+        ({"trust": jaxcomp.TrustRatio(decay=1.0)}, "decay=1.0"),
+        ({"trust": jaxcomp.TrustRatio(factor_change=0.0)}, "factor_change=0.0"),
     ],
 )
 def test_wrong_arguments_are_refused(options, text):

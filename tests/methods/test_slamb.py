@@ -126,8 +126,8 @@ def authors(rescaling, gradients, decay):
 @pytest.mark.parametrize("rescaling", ["quadratic", "linear", "masked"])
 def test_the_updates_are_those_of_their_formulas(rescaling):
     with jax.enable_x64(True):
-        options = {"rescaling": rescaling, "weight_decay": 0.25, "trust_bounds": (0.5, 1.25)}
-        options |= {"b3": 0.75, "sync_every": 3, "step_bound": None}
+        options = {"rescaling": jaxcomp.Rescaling(rescaling, b3=0.75, trust_bounds=(0.5, 1.25))}
+        options |= {"weight_decay": 0.25, "sync_every": 3, "step_bound": None}
         run = Run(slamb(**options), 3, dtype=np.float64)
         gradients = [random_tree(step, 3, dtype=np.float64) for step in range(1, 8)]
         wanted = list(authors(rescaling, gradients, 0.25))
@@ -231,7 +231,7 @@ def test_what_a_narrow_consensus_rounds_off_is_not_lost():
 )
 def test_what_coded_drifts_leave_stays_with_replicas_and_owners(code, num_replicas):
     with jax.enable_x64(True):
-        options = {"sync_every": 2, "b3": 1.0}
+        options = {"sync_every": 2, "rescaling": jaxcomp.Rescaling(b3=1.0)}
         run = Run(slamb(**options, drift_compressor=code), num_replicas, dtype=np.float64)
         exact = Run(slamb(**options), num_replicas, dtype=np.float64)
         for step in range(2):
@@ -274,7 +274,7 @@ def test_a_gradient_that_is_not_finite_stays_at_home(bad):
 def test_layers_of_zeros_and_of_nothing_are_no_trouble(rescaling):
     shapes = {"empty": (0, 5), "frozen": (9, 9), "zero": (9, 9)}
     params = random_tree(0, shapes=shapes) | {"zero": np.zeros((9, 9), np.float32)}
-    run = Run(slamb(b3=0.0, sync_every=2, rescaling=rescaling), 2, params)
+    run = Run(slamb(sync_every=2, rescaling=jaxcomp.Rescaling(rescaling, b3=0.0)), 2, params)
     for step in range(4):
         grads = random_tree(step, 2, shapes=shapes)
         run.step(grads | {"frozen": np.zeros((2, 9, 9), np.float32)})
@@ -349,7 +349,7 @@ def trained_on(shape, compressor):
         exact_numel=150,
         sync_every=3,
         weight_decay=0.1,
-        b3=0.5,
+        rescaling=jaxcomp.Rescaling(b3=0.5),
     )
     functions = jaxcomp.train_step(loss_fn, tx, mesh, "replica", param_specs=specs)
     state = functions.init(params)
@@ -418,11 +418,11 @@ def test_the_authors_code_takes_the_same_steps(optimized):
     ("options", "text"),
     [
         ({"b1": 1.0}, "slamb got b1=1.0"),
-        ({"b3": 1.5}, "b3=1.5"),
+        ({"rescaling": jaxcomp.Rescaling(b3=1.5)}, "b3=1.5"),
         ({"density": 0.3}, "1 / density to be an integer"),
         ({"sync_every": 0}, "sync_every=0"),
-        ({"rescaling": "cubic"}, "rescaling='cubic'"),
-        ({"trust_bounds": (2.0, 1.0)}, "trust_bounds=(2.0, 1.0)"),
+        ({"rescaling": jaxcomp.Rescaling("cubic")}, "form='cubic'"),
+        ({"rescaling": jaxcomp.Rescaling(trust_bounds=(2.0, 1.0))}, "trust_bounds=(2.0, 1.0)"),
         ({"compressor": DRAWN}, "density=0.25, compressor="),
     ],
 )

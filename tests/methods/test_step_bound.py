@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 import jaxcomp
 from jaxcomp import schedules
 from jaxcomp.methods import moments, step_bound
+from jaxcomp.methods.moments import NONE
 from tests.helpers import replicas
 
 RATE, STEPS, REPLICAS = 2.0**-6, 24, 4
@@ -50,7 +51,8 @@ def test_no_gradients_move_adam_farther_and_some_move_it_just_so_far(b1, b2, gra
     worst = (b1 / b2) ** np.arange(n)[::-1]
     assert adams_step(b1, b2, worst) == pytest.approx(most_rates(b1, b2, n), rel=1e-9)
     for corrected in (True, False):
-        adam = moments.adam("adam", 1.0, b1, b2, 1e-8, bias_correction=corrected)
+        of_paper = NONE._replace(bias_correction=corrected)
+        adam = moments.adam("adam", 1.0, b1, b2, 1e-8, deviations=of_paper)
         got = step_bound.largest_momentum(adam, jnp.int32(n), jnp.float32(0))
         wanted = most_rates(b1, b2, n, corrected) * ((1 - b1**n) if corrected else 1)
         assert float(got) == pytest.approx(wanted, rel=1e-5)
@@ -77,11 +79,16 @@ def gradients():
 START = {"bias": np.zeros(7, np.float32), "rows": np.zeros((ROWS, WIDTH), np.float32)}
 METHODS = {
     "zero_one_adam": {},
-    "zero_one_adam as the paper sends": {"precondition": False, "fresh_variance": False},
+    "zero_one_adam as the paper sends": {
+        "deviations": jaxcomp.Deviations(precondition=False, fresh_variance=False)
+    },
     "zero_one_adam by local steps": {"sync_at": schedules.every(3, STEPS, after=4)},
     "zero_one_adam frozen": {"variance_at": schedules.until(FROZEN)},
     "one_bit_adam": {"freeze_step": FROZEN},
-    "one_bit_adam as the paper sends": {"freeze_step": FROZEN, "precondition": False},
+    "one_bit_adam as the paper sends": {
+        "freeze_step": FROZEN,
+        "deviations": jaxcomp.Deviations(precondition=False),
+    },
 }
 
 
@@ -126,7 +133,7 @@ def test_no_coordinate_moves_farther_in_a_step_than_adam_could_move_it(name, b2,
 
 def test_a_layer_of_one_bit_lamb_moves_no_farther_than_its_ratio_times_adam():
     tx = jaxcomp.one_bit_lamb(
-        *(RATE, "replica"), b2=0.95, freeze_step=FROZEN, trust_bounds=(1.0, 1.0)
+        *(RATE, "replica"), b2=0.95, freeze_step=FROZEN, trust=jaxcomp.TrustRatio((1.0, 1.0))
     )
     history = replicas.history_of(tx, START, list(gradients()), REPLICAS)
     for n, ((old, _), (new, state)) in enumerate(itertools.pairwise(history), 1):
@@ -137,10 +144,11 @@ def test_a_layer_of_one_bit_lamb_moves_no_farther_than_its_ratio_times_adam():
 
 
 def test_a_matrix_of_slamb_moves_no_farther_than_its_ratio_times_adam():
-    options = {"b2": 0.95, "sync_every": 1, "density": 0.5, "exact_numel": 0, "b3": 1.0}
+    options = {"b2": 0.95, "sync_every": 1, "density": 0.5, "exact_numel": 0}
+    options["rescaling"] = jaxcomp.Rescaling(b3=1.0, trust_bounds=(1.0, 1.0))
 
     def largest(bound):
-        tx = jaxcomp.slamb(RATE, "replica", step_bound=bound, trust_bounds=(1.0, 1.0), **options)
+        tx = jaxcomp.slamb(RATE, "replica", step_bound=bound, **options)
         history = replicas.history_of(tx, START, list(gradients()), REPLICAS)
         moves = [new["rows"] - old["rows"] for (old, _), (new, _) in itertools.pairwise(history)]
         most = [RATE * most_rates(0.9, 0.95, n) for n in range(1, STEPS + 1)]
@@ -161,7 +169,7 @@ def test_what_is_cut_off_moves_later_and_nothing_is_lost(every, precondition):
             compressor=jaxcomp.sign(block=64),
             sync_at=schedules.every(every, STEPS),
             variance_at=schedules.never,
-            precondition=precondition,
+            deviations=jaxcomp.Deviations(precondition=precondition),
         )
         grads = {k: np.zeros((REPLICAS, *x.shape)) for k, x in START.items()}
         for g in grads.values():
@@ -251,5 +259,6 @@ def test_rare_tokens_do_not_make_layers_diverge(tied):
 
 
 def test_without_the_bound_and_the_floor_it_does():
-    end = ends_at("zero_one_adam", 0.95, True, step_bound=None, variance_floor=0.0)
+    wild = jaxcomp.Deviations(step_bound=None, variance_floor=0.0)
+    end = ends_at("zero_one_adam", 0.95, True, deviations=wild)
     assert not end < 9, "it need not be finite"

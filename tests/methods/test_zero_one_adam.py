@@ -12,8 +12,9 @@ import pytest
 
 import jaxcomp
 from jaxcomp import schedules
+from jaxcomp.methods.moments import NONE
 from tests.helpers import replay
-from tests.helpers.adam import GRADIENTS, PLAIN, RATE, SHAPES, random_tree, trained
+from tests.helpers.adam import GRADIENTS, RATE, SHAPES, random_tree, trained
 from tests.helpers.replicas import everywhere, mesh_of, one_value, rows, transform
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
@@ -49,9 +50,7 @@ def test_with_identity_and_every_step_it_is_adam(precondition, fresh):
             "replica",
             compressor=jaxcomp.identity(),
             variance_at=schedules.always,
-            weigh_steps=False,
-            fresh_variance=fresh,
-            **PLAIN | {"precondition": precondition},
+            deviations=NONE._replace(precondition=precondition, fresh_variance=fresh),
         )
         params, _ = trained(tx, GRADIENTS, dtype=np.float64)[-1]
         wanted = adam(RATE, GRADIENTS, stale=not fresh)
@@ -67,8 +66,7 @@ def test_local_steps_are_taken_back_and_their_mean_is_kept():
             compressor=jaxcomp.identity(),
             sync_at=every(3),
             variance_at=schedules.until(1),
-            step_bound=None,
-            bias_correction=False,
+            deviations=jaxcomp.Deviations(step_bound=None, bias_correction=False),
         )
         history = trained(tx, GRADIENTS, dtype=np.float64)
     for step in (2, 3, 5, 6):
@@ -95,11 +93,10 @@ def test_without_mean_momenta_only_the_residuals_are_between_it_and_adam(interva
         tx = jaxcomp.zero_one_adam(
             RATE,
             "replica",
-            mean_momentum=False,
             compressor=jaxcomp.sign(block=64),
             sync_at=every(interval),
             variance_at=schedules.until(1),
-            step_bound=None,
+            deviations=jaxcomp.Deviations(mean_momentum=False, step_bound=None),
         )
         params, state = trained(tx, GRADIENTS, dtype=np.float64)[-1]
         exact = jaxcomp.zero_one_adam(
@@ -107,7 +104,7 @@ def test_without_mean_momenta_only_the_residuals_are_between_it_and_adam(interva
             "replica",
             compressor=jaxcomp.identity(),
             variance_at=schedules.until(1),
-            step_bound=None,
+            deviations=jaxcomp.Deviations(step_bound=None),
         )
         wanted, _ = trained(exact, GRADIENTS, dtype=np.float64)[-1]
     names = sorted(SHAPES)
@@ -129,8 +126,7 @@ def test_a_warm_up_by_exact_messages_is_adam_until_it_ends():
             warmup_steps=steps,
             warmup_compressor=jaxcomp.identity(),
             variance_at=schedules.always,
-            weigh_steps=False,
-            **PLAIN,
+            deviations=NONE._replace(fresh_variance=True),
         )
         history = trained(make(4), GRADIENTS, dtype=np.float64)
         for steps, differs in ((4, False), (6, True)):
@@ -163,9 +159,8 @@ def test_error_feedback_telescopes(precondition, num_replicas, warm):
             compressor=jaxcomp.sign(block=64),
             sync_at=every(2),
             variance_at=schedules.never,
-            step_bound=None,
             eps=1.0,
-            precondition=precondition,
+            deviations=jaxcomp.Deviations(precondition=precondition, step_bound=None),
             **warmup,
         )
         history = trained(tx, gradients, num_replicas, np.float64)
@@ -187,7 +182,11 @@ def test_masks_move_from_one_synchronization_to_the_next(name):
         "zero_one_adam": jaxcomp.zero_one_adam(RATE, "replica", compressor=half),
         # Bounded momenta of two signs would cancel exactly, and a sent coordinate stay.
         "one_bit_adam": jaxcomp.one_bit_adam(
-            RATE, "replica", freeze_step=1, compressor=half, step_bound=None
+            RATE,
+            "replica",
+            freeze_step=1,
+            compressor=half,
+            deviations=jaxcomp.Deviations(step_bound=None),
         ),
     }[name]
     gradients = [jax.tree.map(np.float32, grads) for grads in GRADIENTS[:4]]
@@ -220,7 +219,7 @@ def test_what_never_has_a_gradient_does_not_drift(name):
 @pytest.mark.parametrize("name", ["zero_one_adam", "one_bit_adam"])
 def test_what_gets_its_gradient_late_takes_no_giant_step(name):
     # Without the floor its step would be the rate times 10**5.
-    options = {"variance_floor": 1e-2, "compressor": jaxcomp.identity()}
+    options = {"compressor": jaxcomp.identity()}
     once = schedules.until(1)
     tx = {
         "zero_one_adam": jaxcomp.zero_one_adam(RATE, "replica", variance_at=once, **options),
@@ -296,7 +295,7 @@ def test_other_numbers_of_replicas_go_on_in_the_middle_of_an_interval(num_replic
         "replica",
         sync_at=every(4),
         variance_at=schedules.until(1),
-        step_bound=None,
+        deviations=jaxcomp.Deviations(step_bound=None),
         compressor=jaxcomp.identity(),
     )
     before, after = GRADIENTS[:3], GRADIENTS[3:5]
@@ -349,7 +348,18 @@ def test_the_authors_code_takes_the_same_steps(name, optimized):
     ("make", "text"),
     [
         (lambda: jaxcomp.zero_one_adam(0.1, "replica", b1=1.0), "b1=1.0"),
-        (lambda: jaxcomp.zero_one_adam(0.1, "replica", variance_floor=1.0), "variance_floor=1.0"),
+        (
+            lambda: jaxcomp.zero_one_adam(
+                0.1, "replica", deviations=jaxcomp.Deviations(variance_floor=1.0)
+            ),
+            "variance_floor=1.0",
+        ),
+        (
+            lambda: jaxcomp.one_bit_adam(
+                0.1, "replica", deviations=jaxcomp.Deviations(weigh_steps=False)
+            ),
+            "weigh_steps=False to zero_one_adam alone",
+        ),
         (lambda: jaxcomp.one_bit_adam(0.1, "replica", eps=0.0), "eps=0.0"),
         (lambda: jaxcomp.one_bit_adam(0.1, "replica", freeze_step=0), "freeze_step=0"),
         (lambda: jaxcomp.zero_one_adam(0.1, "replica", warmup_steps=-1), "warmup_steps=-1"),

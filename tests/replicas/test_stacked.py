@@ -86,7 +86,7 @@ METHODS = {
         *(1e-2, "replica"),
         sync_at=EVERY_3,
         variance_at=schedules.until(2),
-        variance_floor=0.1,
+        deviations=jaxcomp.Deviations(variance_floor=0.1),
     ),
     "slamb": lambda: jaxcomp.slamb(
         1e-2, "replica", density=0.25, sync_every=4, exact_numel=1024, weight_decay=0.01
@@ -103,7 +103,7 @@ METHODS = {
             jaxcomp.slamb,
             axis_name="replica",
             density=0.5,
-            rescaling="linear",
+            rescaling=jaxcomp.Rescaling("linear"),
             sync_every=4,
             exact_numel=100,
         )
@@ -122,7 +122,10 @@ METHODS = {
         )
     ),
     "one_bit_lamb, scaled": lambda: jaxcomp.one_bit_lamb(
-        *(1e-2, "replica"), freeze_step=3, compressor=WHOLE_BLOCKS, precondition=False
+        *(1e-2, "replica"),
+        freeze_step=3,
+        compressor=WHOLE_BLOCKS,
+        deviations=jaxcomp.Deviations(precondition=False, variance_floor=1e-4),
     ),
     "sharded_optimizer": lambda: jaxcomp.sharded_optimizer(optax.adamw(1e-2), "replica"),
 }

@@ -32,7 +32,8 @@ METHODS = {
         compressor=EXACT,
         sync_at=lambda count: (count == 0) | (count % every == every - 1),
         variance_at=schedules.until(1),
-        step_bound=None,  # a bounded synchronization leaves a rest in the residual
+        # A bounded synchronization leaves a rest in the residual.
+        deviations=jaxcomp.Deviations(step_bound=None),
     ),
 }
 

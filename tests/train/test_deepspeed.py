@@ -77,7 +77,8 @@ def test_zero_one_adam_of_the_tutorial(tmp_path):
         "chain(jaxcomp.clip_by_global_norm(1.0), zero_one_adam(learning_rate, axis_name, "
         "variance_at=schedules.growing(16, until=1000), "
         "sync_at=schedules.halving(exponential_decay(1.0, 1000, 0.5, 1000), steps, longest=16, "
-        "after=1000), b1=0.9, b2=0.999, eps=1e-08, bias_correction=False, weight_decay=0.01))"
+        "after=1000), b1=0.9, b2=0.999, eps=1e-08, deviations=Deviations(bias_correction=False), "
+        "weight_decay=0.01))"
     )
     assert configs.update(config).init is not None
     left = re.findall(r"^# left out: (\w+):", text, re.MULTILINE)
@@ -92,7 +93,7 @@ def test_one_bit_adam_of_the_tutorial(tmp_path):
     assert (optimizer.learning_rate, optimizer.warmup_steps) == (2e-4, 50)
     assert optimizer.update == (
         "one_bit_adam(learning_rate, axis_name, freeze_step=23000, b1=0.9, b2=0.95, eps=1e-08, "
-        "bias_correction=False, weight_decay=0.0)"
+        "deviations=Deviations(bias_correction=False), weight_decay=0.0)"
     )
     assert configs.update(config).init is not None
 
