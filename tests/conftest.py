@@ -24,9 +24,11 @@ os.environ.setdefault("NPROC", "32")
 # Most of the time of tiny programs is the compiler's; most of that is LLVM's, and that of passes
 # over each fusion, which JAX 0.12 cannot leave out. For programs that tests start, too.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+# In one part: other workers have the other cores.
+flags = "--xla_cpu_parallel_codegen_split_count=1"
 if jax.__version_info__ < (0, 11):
-    flags = os.environ.get("XLA_FLAGS", "")
-    os.environ["XLA_FLAGS"] = f"--xla_cpu_use_fusion_emitters=false {flags}"
+    flags += " --xla_cpu_use_fusion_emitters=false"
+os.environ["XLA_FLAGS"] = f"{flags} {os.environ.get('XLA_FLAGS', '')}"
 
 jax.config.update("jax_disable_most_optimizations", True)
 jax.config.update("jax_num_cpu_devices", 8)

@@ -11,14 +11,14 @@ import numpy as np
 import optax
 
 import jaxcomp
-from tests.helpers.user_methods import EVERY_METHOD
+from tests.helpers.user_methods import KINDS
 from tests.users import elastic
 from tests.users.elastic import STEPS
 
 
 def run(action, devices, folder):
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
-    arguments = [action, ",".join(EVERY_METHOD), str(folder)]
+    arguments = [action, ",".join(KINDS), str(folder)]
     done = subprocess.run(
         [sys.executable, "-m", "tests.users.elastic", *arguments],
         env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
@@ -41,9 +41,9 @@ def dense():
     return np.mean(losses[-5:])
 
 
-def test_every_method_goes_on_with_half_of_the_replicas(tmp_path):
+def test_every_kind_of_state_goes_on_with_half_of_the_replicas(tmp_path):
     run("save", 8, tmp_path)
-    for name, row in zip(EVERY_METHOD, run("resume", 4, tmp_path), strict=True):
+    for name, row in zip(KINDS, run("resume", 4, tmp_path), strict=True):
         assert row["replicas"] == [8, 4]
         losses = np.asarray(row["losses"])
         before, at, last = (losses[i : i + 5].mean() for i in (STEPS - 5, STEPS, 2 * STEPS - 5))
