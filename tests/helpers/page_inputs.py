@@ -49,10 +49,10 @@ def every_form(folder: pathlib.Path) -> None:
 
 
 def pythia(folder: pathlib.Path) -> None:
-    """Makes `pythia-160m`: its kind and its maximum context, with 3,000 times fewer parameters."""
+    """Makes `pythia-160m`: its kind, with 3,000 times fewer parameters and a short context."""
     path = folder / "pythia-160m"
     _, tiny = settings.read(ROOT / "tests" / "golden" / "huggingface" / "gpt_neox")
-    config = dataclasses.replace(tiny, vocab=304, positions=2048, context=2048)
+    config = dataclasses.replace(tiny, vocab=304, positions=256, context=256)
     _, shapes = modules.split(nnx.eval_shape(lambda: Decoder(config, rngs=modules.PathRngs(0))))
     leaves, tree = jax.tree.flatten(shapes)
     keys = jax.random.split(jax.random.key(0), len(leaves))

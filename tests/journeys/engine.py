@@ -15,6 +15,7 @@ import venv
 from collections.abc import Callable
 from typing import NamedTuple
 
+from jaxcomp.launch import programs
 from tests.helpers.snippets import ROOT
 from train.checkpoints import files
 from train.output import metrics
@@ -109,9 +110,9 @@ def asked(command: str) -> tuple[str, int] | None:
 def perform(folder: pathlib.Path, command: str, harm: Harm | None = None) -> str:
     """Types a command in a copy of the checkout, and checks its status; what it says.
 
-    A run has few steps, and one batch to evaluate on. It goes on by two steps if it is there
-    already; by 40 where something happens to it. What has `$i` in it is typed
-    twice, for 0 and 1.
+    A run has few steps, one batch to evaluate on, and one layer if it is a nano run. It goes on by
+    two steps if it is there already; by 40 where something happens to it. What has `$i` in it is
+    typed twice, for 0 and 1.
     """
     if not (run_of := asked(command)):
         return typed(folder, re.sub(r"^make demo\b", "make demo STEPS=4", command))
@@ -121,6 +122,7 @@ def perform(folder: pathlib.Path, command: str, harm: Harm | None = None) -> str
     steps = start + (40 if harm else 2 if start else 4)
     command = re.sub(r" --steps \d+", "", command)
     short = f"--steps {steps} --eval-batches 1"
+    short += " --model.layers 1" * ("configs/nano_" in command)
     one_line = re.sub(r"(\bconfigs/\w+\.py)", rf"\1 {short}", command)
     if "$i" in one_line:
         one_line = f"i=1; {one_line} & i=0; {one_line} && wait $!"
@@ -139,7 +141,7 @@ def typed(folder: pathlib.Path, command: str, harm=None, ends: int = 0, seconds=
     path = f"{folder / '.venv' / 'bin'}:{os.environ['PATH']}"
     # pip reads the second as: do not isolate.
     offline = {"PIP_NO_INDEX": "1", "PIP_NO_BUILD_ISOLATION": "0"}
-    cache = {"JAX_COMPILATION_CACHE_DIR": str(folder.parent / "programs")}
+    cache = programs.kept(folder.parent / "programs")
     output = folder.parent / "said.txt"
     with output.open("wb") as file:
         process = subprocess.Popen(

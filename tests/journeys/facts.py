@@ -93,6 +93,7 @@ _ADAPTER = "needs a run with LoRA: tests/train/huggingface/test_adapters.py writ
 
 ELSEWHERE = {
     "make test": "these tests are a part of it",
+    "make demo": "docs/quick_start.md types it with a link",
     "tensorboard --logdir runs": "needs tensorboard, a server that never ends",
     "pip install -e '.[wandb]'": _WANDB,
     "python -m train configs/nano_4bit.py --wandb": _WANDB,

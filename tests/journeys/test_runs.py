@@ -1,4 +1,4 @@
-"""Runs are stopped, killed and started again as a person types it, in the default `runs_dir`."""
+"""Runs are stopped, killed and started again as a person types it: `make journeys`."""
 
 import functools
 import os
