@@ -86,16 +86,16 @@ def _mask_of(path: str, compressor: Compressor) -> Mask | None:
 
 
 class Exchanged(NamedTuple):
-    """Leaves after an exchange, and where they were exchanged."""
+    """A tree after an exchange, and where it was exchanged."""
 
-    leaves: list[jax.Array]  # the mean where `on`, else this replica's own values
-    on: list[jax.Array | None]  # bool of the leaf's shape, equal on all replicas; None: everywhere
+    tree: Any  # the mean where `on`, else this replica's own values
+    on: Any  # bool of the leaves' shapes, equal on all replicas; None: everywhere
 
 
 def mean_on_masks(
     masks: dict[str, Mask | None],
     part: str,
-    leaves: list[jax.Array],
+    tree: Any,
     transport: wire.Transport,
     count: jax.Array,
 ) -> Exchanged:
@@ -104,10 +104,11 @@ def mean_on_masks(
     Args:
       masks: As `masks_of` makes them.
       part: Name of what is sent in `jaxcomp.report`.
-      leaves: One per mask, varying.
+      tree: One leaf per mask, varying.
       transport: How values are sent; the masks' codes replace its own.
       count: i32[], equal on all replicas. Masks roll with it, or are drawn from it.
     """
+    leaves, treedef = jax.tree.flatten(tree)
     codes = {path: mask.values if mask else averaging.EXACT for path, mask in masks.items()}
     keys = _keys(masks, transport.seed, count)
     columns = list(zip(masks.items(), leaves, keys, strict=True))
@@ -122,29 +123,8 @@ def mean_on_masks(
         return jnp.where(on, mask.scatter(mean, key, x), x), on
 
     pairs = [put(mask, x, key, means[path]) for (path, mask), x, key in columns]
-    return Exchanged(*map(list, zip(*pairs, strict=True)))
+    return Exchanged(*map(treedef.unflatten, zip(*pairs, strict=True)))
 
 
 def _keys(masks, seed: int, count: jax.Array) -> list[Key]:
     return [fold(Key(count, jnp.uint32(seed)), i) for i in range(len(masks))]
-
-
-class Masked(NamedTuple):
-    """How leaves are exchanged on masks."""
-
-    policy: Policy
-    exact_numel: int  # as for `masks_of`
-    transport: wire.Transport
-
-    def masks(self, params: Any) -> dict[str, Mask | None]:
-        """`masks_of` the parameters."""
-        return masks_of(params, self.policy, self.exact_numel, self.transport.axis_name)
-
-    def leaves(self, params: Any) -> Any:
-        """Tree of bool: whether a leaf has a mask."""
-        has_mask = [mask is not None for mask in self.masks(params).values()]
-        return jax.tree.unflatten(jax.tree.structure(params), has_mask)
-
-    def mean(self, leaves: list[jax.Array], params: Any, count: jax.Array) -> Exchanged:
-        """`mean_on_masks` of the parameters, sent as the part "momentum"."""
-        return mean_on_masks(self.masks(params), "momentum", leaves, self.transport, count)

@@ -151,7 +151,7 @@ def called(instruction: Instruction) -> list[tuple[str, int, str]]:
 
 
 def trip_count(module: Module, computation: Computation, loop: Instruction) -> int | None:
-    """Iterations of a `while`: as XLA states, or from running the loop's integers.
+    """Iterations of a `while`: as XLA states, or from running the loop's integers, as for TPUs.
 
     None if neither works, because the length depends on data.
     """

@@ -99,10 +99,32 @@ class Adam(NamedTuple):
     def root(
         self, variance: Any, weight: jax.Array, floor: float | None = None, others: Any = None
     ) -> Any:
-        """D, see `floored_root`, of a variance with this weight of gradients: 1 - b2^n in Adam."""
+        """D, the square root of the variance, plus eps.
+
+        Args:
+          variance: Tree, equal on all replicas.
+          weight: f32[], of all gradients in it: 1 - b2^n in Adam.
+          floor: In place of `variance_floor`, a share of the mean over the leaf, or layer of a
+            stack, over all its shards. A leaf that never had a gradient gets the mean over the
+            other leaves, so that its first gradient is not divided by `eps`.
+          others: Tree for the mean over the other leaves, for example an older variance, so that no
+            leaf waits for the gradients of the others; by default `variance`. (Over axes that shard
+            leaves, all sums are sent together.)
+        """
         floor = self.deviations.variance_floor if floor is None else floor
-        seen = weight if self.deviations.bias_correction else 1
-        return floored_root(variance, self.eps, floor, seen, others)
+        correction = 1 / weight if self.deviations.bias_correction else 1.0
+        leaves, treedef = jax.tree.flatten(variance)
+        if floor and leaves:
+            totals, sizes = _sums(variance), layer_sizes(variance)
+            seen = totals if others is None else _sums(others)
+            counted = [jnp.where(total > 0, n, 0.0) for total, n in zip(seen, sizes, strict=True)]
+            mean = sum(map(_total, seen)) / jnp.maximum(1, sum(map(_total, counted)))
+            lows = [
+                jnp.where(t > 0, floor * t / n, mean) for t, n in zip(totals, sizes, strict=True)
+            ]
+            above = lambda v, low: jnp.maximum(v, broadcast_over(low.astype(v.dtype), v))
+            leaves = list(map(above, leaves, lows))
+        return treedef.unflatten([jnp.sqrt(v * correction) + self.eps for v in leaves])
 
     def weight(self, num_updates: jax.Array, like: Any) -> jax.Array:
         """The weight of this many gradients, at least one."""
@@ -274,35 +296,6 @@ def mean_root(adam: Adam, state: Any, own: Any, root: Any) -> Any:
         return jnp.where(differ, own.rate_sum / (before / old + rate / new), new)
 
     return jax.tree.map(mean, adam.root(state.variance, state.variance_weight), root)
-
-
-def floored_root(
-    variance, eps: float, floor: float, weight: jax.typing.ArrayLike, others: Any = None
-):
-    """The square root of the variance, plus eps.
-
-    Args:
-      variance: Tree, equal on all replicas.
-      eps: Added to the root.
-      floor: Least variance as a share of the mean over the leaf, or layer of a stack, over all its
-        shards. A leaf that never had a gradient gets the mean over the other leaves, so that its
-        first gradient is not divided by `eps`.
-      weight: f32[], of all gradients in it, for the bias correction; 1 for no correction.
-      others: Tree for the mean over the other leaves, for example an older variance, so that no
-        leaf waits for the gradients of the others; by default `variance`. (Over axes that shard
-        leaves, all sums are sent together.)
-    """
-    correction = 1 / weight
-    leaves, treedef = jax.tree.flatten(variance)
-    if floor and leaves:
-        totals, sizes = _sums(variance), layer_sizes(variance)
-        seen = totals if others is None else _sums(others)
-        counted = [jnp.where(total > 0, n, 0.0) for total, n in zip(seen, sizes, strict=True)]
-        mean = sum(map(_total, seen)) / jnp.maximum(1, sum(map(_total, counted)))
-        lows = [jnp.where(t > 0, floor * t / n, mean) for t, n in zip(totals, sizes, strict=True)]
-        above = lambda v, low: jnp.maximum(v, broadcast_over(low.astype(v.dtype), v))
-        leaves = list(map(above, leaves, lows))
-    return treedef.unflatten([jnp.sqrt(v * correction) + eps for v in leaves])
 
 
 def _sums(tree: Any) -> list[jax.Array]:

@@ -154,7 +154,8 @@ def slamb(
     _check(density, sync_every, rescaling, compressor)
     default = random_k(0.1 if density is None else density)
     transport = transport_of(default if compressor is None else compressor, axis_name)
-    masked = masks.Masked(policy_of(transport.code), exact_numel, transport)
+    policy = policy_of(transport.code)
+    masks_of = lambda params: masks.masks_of(params, policy, exact_numel, axis_name)
     drift_code = averaging.EXACT if drift_compressor is None else drift_compressor
     is_whole = lambda path, leaf: masks.is_whole(leaf, exact_numel, axis_name)
     drifts = averaging.but_exact(transport_of(drift_code, axis_name), is_whole)
@@ -163,20 +164,21 @@ def slamb(
     def init_fn(params):
         zero = jnp.zeros([], jnp.int32)
         zeros = to_varying(jax.tree.map(moments.zeros, params), axis_name)
-        fresh = lambda leaf, is_masked: jnp.zeros_like(leaf, jnp.uint16) if is_masked else None
+        leaves, treedef = jax.tree.flatten(params)
+        fresh = lambda leaf, mask: None if mask is None else jnp.zeros_like(leaf, jnp.uint16)
         return SlambState(
             count=zero,
             momentum=zeros,
             variance=zeros,
             drift=zeros,
             owner_residual=averaging.nothing_sent(drifts, zeros)[1],
-            stale=jax.tree.map(fresh, params, masked.leaves(params)),
+            stale=treedef.unflatten(map(fresh, leaves, masks_of(params).values())),
             rounds=no_rounds("momentum", "synchronize"),
             skipped=to_varying(zero, axis_name),
         )
 
     def update_fn(updates, state, params, **_):
-        count, treedef = state.count, jax.tree.structure(params)
+        count = state.count
         grads = jax.tree.map(lambda g, m: g.astype(m.dtype), updates, state.momentum)
         moved = lambda m, g: b1 * m + (1 - b1) * g
         squared = lambda v, g: b2 * v + (1 - b2) * g * g
@@ -185,14 +187,13 @@ def slamb(
         bad = failing(jax.tree.map(jnp.square, grads))  # a variance learns from squares
         momentum = unless(bad, momentum, state.momentum)
         variance = unless(bad, variance, state.variance)
-        exchanged = masked.mean(jax.tree.leaves(momentum), params, count)
-        momentum, on = treedef.unflatten(exchanged.leaves), treedef.unflatten(exchanged.on)
+        exchanged = masks.mean_on_masks(masks_of(params), "momentum", momentum, transport, count)
         older = lambda old, on: jnp.where(on, 0, jnp.minimum(old, 65534) + 1).astype(old.dtype)
-        stale = jax.tree.map(older, state.stale, on)
+        stale = jax.tree.map(older, state.stale, exchanged.on)
         lost = _steps(
             adam,
             rescaling,
-            momentum=momentum,
+            momentum=exchanged.tree,
             variance=variance,
             params=jax.tree.map(jnp.add, params, state.drift),
             stale=stale,
@@ -212,7 +213,7 @@ def slamb(
         )
         return got.mean, SlambState(
             count=optax.safe_increment(count),
-            momentum=momentum,
+            momentum=exchanged.tree,
             variance=variance,
             drift=_left(drift, params, got, axis_name),
             owner_residual=got.owner_residual,

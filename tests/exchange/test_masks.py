@@ -84,7 +84,7 @@ def test_the_mean_is_taken_at_the_entries_of_the_mask_alone():
         of = masks.masks_of(tree, lambda path, leaf: jaxcomp.random_k(1 / 4), 16, "replica")
         done = masks.mean_on_masks(of, "part", jax.tree.leaves(tree), transport, jnp.int32(1))
         where = jnp.zeros((1, 64)) if done.on[1] is None else done.on[1].reshape(1, -1)
-        return [x[None] for x in done.leaves], where
+        return [x[None] for x in done.tree], where
 
     (bias, kernel, small), where = on(mesh_of(2), step, P("replica"), (P("replica"), P(None)))(
         rows(mesh_of(2), own)
