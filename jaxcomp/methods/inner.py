@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import optax
 
 from jaxcomp.methods import moments
-from jaxcomp.replicas.elementwise import require_whole_norms
+from jaxcomp.replicas.elementwise import with_whole_norms
 from jaxcomp.replicas.finite import not_finite, unless
-from jaxcomp.replicas.types import is_tracked, require_alike, varies_over
+from jaxcomp.replicas.types import is_tracked, varies_over
 
 
 class Synchronization(NamedTuple):
@@ -54,10 +54,9 @@ def inner_step(
       ValueError: If the optimizer averages over the replicas, or scales shards by local norms.
     """
     update = functools.partial(inner.update, sync=sync, **extra_args)
-    step, new_state = update(grads, state, params)
+    args = grads, state, params
+    step, new_state = with_whole_norms(update, *args, axis_name=axis_name, mean_only=False)
     _require_local(name, step, axis_name)
-    require_alike(step, params, axis_name)
-    require_whole_norms(update, grads, state, params, axis_name=axis_name, mean_only=False)
     step = jax.tree.map(moments.to_moment_dtype, step)
     bad = not_finite(step, axis_name)
     step = jax.tree.map(lambda u: jnp.where(bad, 0.0, u), step)

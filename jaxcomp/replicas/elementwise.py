@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from jaxcomp.compressors.policies import path_of
-from jaxcomp.replicas.types import to_varying, varying_axes
+from jaxcomp.replicas.types import require_alike, to_varying, varying_axes
 
 # Operations with as many results as entries that still mix entries.
 _MIXING = frozenset(
@@ -80,25 +80,33 @@ def _whole(tx, grads, state, params, shapes):
     return jax.tree.map(like, whole, grads), jax.tree.map(like, whole_state, state), whole
 
 
-def require_whole_norms(
+def with_whole_norms(
     update: Callable[..., Any], *args: Any, axis_name: str, mean_only: bool = True
-) -> None:
-    """Raises a ValueError for an update that scales each shard of a parameter by a norm of its own.
+) -> Any:
+    """The results of an update that scales no shard of a parameter by a norm of its own.
 
     Args:
-      update: `(grads, state, params) -> (updates, state)`. It is traced once more if any parameter
-        is sharded.
+      update: `(grads, state, params) -> (updates, state)`, traced once.
       *args: Its arguments; parameters are local shards.
       axis_name: The axis of the replicas, which does not shard.
-      of_mean: Whether only norms of values that are equal on all replicas count, as after a mean.
+      mean_only: Whether only norms of values that are equal on all replicas count, as after a mean.
         Before it, codes look at whole shards.
+
+    Raises:
+      ValueError: If it scales one so; or the errors of `require_alike`.
     """
-    if not any(varying_axes(x) - {axis_name} for x in jax.tree.leaves(args[2])):
-        return
+    grads, _, params = args
+    if not any(varying_axes(x) - {axis_name} for x in jax.tree.leaves(params)):
+        results = update(*args)
+        require_alike(results[0], params, axis_name)
+        return results
 
     differs = lambda axes: bool(axes - {axis_name}) and not (mean_only and axis_name in axes)
-    program = jax.make_jaxpr(update, return_shape=True)(*args)
-    scaled = _Tracker(_is_norm, differs).results(*program)
+    program, like = jax.make_jaxpr(update, return_shape=True)(*args)
+    flat = core.jaxpr_as_fun(program)(*jax.tree.leaves(args))
+    results = jax.tree.unflatten(jax.tree.structure(like), flat)
+    require_alike(results[0], params, axis_name)
+    scaled = _Tracker(_is_norm, differs).results(program, like)
     if scaled:
         raise ValueError(
             f"the update's {scaled[0]!r} depends on a norm of local shards, as that of "
@@ -106,6 +114,7 @@ def require_whole_norms(
             "jaxcomp.clip_by_global_norm, jaxcomp.slamb or jaxcomp.one_bit_lamb, which take the "
             "norms of all shards."
         )
+    return results
 
 
 def _zeros(shape, like):

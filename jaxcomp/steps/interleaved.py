@@ -7,7 +7,6 @@ Compilers do not find this order on their own: they optimize for memory, or assu
 """
 
 import functools
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -62,8 +61,7 @@ def interleaved(
 def _local(gradient, update, params, state, drifts, batch, rng, model_state, extra_args):
     axes = gradient.axis_name
     parts = Parts(*halves(gradient, params, drifts, batch, rng, own_floats(model_state, axes)))
-    # A cycle: the step may trace an update once more, to check its norms.
-    made = itertools.cycle(exchanged(update, params, state, parts.pace, extra_args))
+    made = iter(exchanged(update, params, state, parts.pace, extra_args))
     loss, extra, grads = parts.finished()
     require_local(loss, *names_of(axes))
     rows, ahead = jax.tree.map(lambda g: g[None], grads), lambda make: next(made)

@@ -8,7 +8,6 @@ the gradient lies between the start and the end of one, with either of its sched
 """
 
 import functools
-import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -78,7 +77,7 @@ def _local(gradient, update, specs, params, state, drifts, batch, rng, model_sta
     require_local(loss, *names_of(axes))
 
     def updated(params, state, grads, loss, extra_args, arrays):
-        own = itertools.cycle(inside(made, arrays))
+        own = iter(inside(made, arrays))
         rows = jax.tree.map(lambda g: g[None], grads)
         ahead = lambda make: next(own)
         return local_update(update, params, state, rows, loss[None], extra_args, ahead=ahead)

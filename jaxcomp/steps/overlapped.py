@@ -7,7 +7,6 @@ programs dispatched by two threads, they take the longer of the two.
 
 import concurrent.futures
 import functools
-import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -197,8 +196,7 @@ def _finish(gradient, update, params, state, exchanged, model_state, extra_args,
 
 
 def _finish_local(update, params, state, grads, exchanged, loss, extra_args):
-    # A cycle: the step traces an update of shares once more, to check its norms.
-    made = itertools.cycle(unstack(exchanged, update.axes))
+    made = iter(unstack(exchanged, update.axes))
     ahead = lambda make: next(made)
     return local_update(update, params, state, grads, loss, extra_args, ahead=ahead)
 

@@ -11,11 +11,11 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxcomp.replicas import fast, protocol
-from jaxcomp.replicas.elementwise import require_whole_norms
+from jaxcomp.replicas.elementwise import with_whole_norms
 from jaxcomp.replicas.finite import not_finite, unless
 from jaxcomp.replicas.protocol import require_no_state
 from jaxcomp.replicas.specs import full_specs, state_specs
-from jaxcomp.replicas.types import require_alike, varies_over
+from jaxcomp.replicas.types import varies_over
 from jaxcomp.steps.placing import placed
 
 
@@ -146,12 +146,10 @@ def local_update(
     if update.fast_axis is not None:
         grads = fast.scatter_shares(grads, update.shares, update.fast_axis)
     own = functools.partial(tx.update, axis_name=axis_name, **given)
-    updates, new_state = own(grads, state, params)
+    updates, new_state = with_whole_norms(own, grads, state, params, axis_name=axis_name)
     # Gradients of microbatches are wider than narrow parameters, and so are optax's results.
     new_state = jax.tree.map(_in_dtype_of, new_state, state)
     _require_averaged(updates, axis_name)
-    require_alike(updates, params, axis_name)
-    require_whole_norms(own, grads, state, params, axis_name=axis_name)
     new = optax.apply_updates(params, updates), new_state
     if protocol.leaves_out_alone(state):
         (params, state), skipped = new, jnp.zeros([], bool)
