@@ -173,12 +173,11 @@ class Courier(threading.Thread):
 
         It looks at those in a new round, while its message waits, and while it needs a snapshot.
         """
-        paths = self.room.bucket.paths
+        paths, known = self.room.bucket.paths, self._known
         waits = self._posts or self._mine is not None
         here = runs.view_of(paths(f"rounds/{self.round:08d}")).rounds.get(self.round, set())
-        if self._known is None or waits or self._reload_from is not None:
-            self._known = runs.view_of([*paths("claims"), *paths("snapshots")])
-        known = self._known
+        if known is None or waits or self._reload_from is not None:
+            known = self._known = runs.view_of([*paths("claims"), *paths("snapshots")])
         if known.fences.get(self.island, 0) > self.fence:
             raise RuntimeError(
                 f"another process has joined as {self.island!r}, so that this one is fenced off; "
@@ -189,7 +188,7 @@ class Courier(threading.Thread):
     def _clear(self) -> None:
         """Deletes what nobody needs any more: all before the last snapshot but one."""
         view = runs.view_of(self.room.bucket.paths())
-        kept = sorted(view.snapshots)[-2:][0]
+        kept = sorted([0, 0, *view.snapshots])[-2]
         old = [f"snapshots/{number:08d}" for number in view.snapshots if number < kept]
         old += [
             f"rounds/{r:08d}/{x}" for r, found in view.rounds.items() if r < kept for x in found
