@@ -10,6 +10,7 @@ gradient, each alone and both by one thread and by two.
 - `fine_tune`: what does fine-tuning of existing models need, in memory, bytes and seconds?
 - `fine_tune_network`: which method reaches dense Adam's loss first, in seconds over slow links?
 - `islands`: what do faults of an island or of the store cost the others?
+- `islands_cost`: what do islands cost in step time, bytes and loss, beside local steps?
 - `planner`: how far are the planner's predictions from measured steps?
 - `precision`: what do narrow parameters and states cost in loss?
 - `restarts`: what does a lost process cost, in steps and seconds?

@@ -12,6 +12,8 @@ that the library counts.
 """
 
 import argparse
+import contextlib
+import functools
 import json
 import os
 import pathlib
@@ -20,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from benchmarks import network
@@ -97,33 +100,61 @@ def worker(options: argparse.Namespace) -> None:
     island.leave(params)
 
 
-class Field:
-    """The hosts, the server and the islands of one run."""
+@contextlib.contextmanager
+def served(
+    weed: str, address: str, folder: pathlib.Path, inside: Callable[[list[str]], list[str]] = list
+) -> Iterator[tuple[subprocess.Popen, dict[str, str]]]:
+    """A real S3 server with the bucket `runs`.
 
-    def __init__(self, options, net, folder: pathlib.Path, rounds: int):
-        self.options, self.net, self.folder, self.rounds = options, net, folder, rounds
-        self.islands: dict[str, subprocess.Popen] = {}
-        self.logs: dict[str, list[pathlib.Path]] = {name: [] for name in NAMES}
-        address = net.hosts[0].address
-        users = {"credentials": [{"accessKey": "key", "secretKey": "secret"}], "name": "a"}
-        users["actions"] = ["Admin", "Read", "Write", "List"]
-        (folder / "s3.json").write_text(json.dumps({"identities": [users]}))
-        (folder / "data").mkdir()
-        command = [options.weed, "server", f"-dir={folder}/data", f"-ip={address}", "-s3"]
-        command += ["-s3.port=8333", f"-s3.config={folder}/s3.json"]
-        log = (folder / "server.log").open("w")
-        inside = network.inside(net.hosts[0], command)
-        self.server = subprocess.Popen(inside, stdout=log, stderr=log)
-        self.environ = {**os.environ, **KEYS, "AWS_ENDPOINT_URL": f"http://{address}:8333"}
-        shell = network.inside(net.hosts[0], [options.weed, "shell", f"-master={address}:9333"])
+    Args:
+      weed: Path of SeaweedFS's program.
+      address: Where it listens.
+      folder: Where its files go.
+      inside: Makes the command of a program that runs on the server's host.
+
+    Yields:
+      Its process, and variables of a program that uses it.
+    """
+    users = {"credentials": [{"accessKey": "key", "secretKey": "secret"}], "name": "a"}
+    users["actions"] = ["Admin", "Read", "Write", "List"]
+    (folder / "s3.json").write_text(json.dumps({"identities": [users]}))
+    (folder / "data").mkdir()
+    command = [weed, "server", f"-dir={folder}/data", f"-ip={address}", "-s3"]
+    command += ["-s3.port=8333", f"-s3.config={folder}/s3.json"]
+    shell = inside([weed, "shell", f"-master={address}:9333"])
+    with (folder / "server.log").open("w") as log:
+        process = subprocess.Popen(inside(command), stdout=log, stderr=log)
+    try:
         for _ in range(20):
             time.sleep(2)
             made = subprocess.run(
                 shell, input="s3.bucket.create -name runs\n", text=True, capture_output=True
             )
             if "created bucket" in made.stdout + made.stderr:
-                return
-        raise OSError(f"the server has not started: {(folder / 'server.log').read_text()[-500:]}")
+                break
+        else:
+            text = (folder / "server.log").read_text()[-500:]
+            raise OSError(f"the server has not started: {text}")
+        yield process, KEYS | {"AWS_ENDPOINT_URL": f"http://{address}:8333"}
+    finally:
+        process.kill()
+        process.wait()
+
+
+def on_host(weed: str, host: network.Host, folder: pathlib.Path):
+    """The same, on a host of a network."""
+    inside = functools.partial(network.inside, host)
+    return served(weed, host.address, folder, inside)
+
+
+class Field:
+    """The hosts, the server and the islands of one run."""
+
+    def __init__(self, net, folder: pathlib.Path, rounds: int, server, environ):
+        self.net, self.folder, self.rounds, self.server = net, folder, rounds, server
+        self.environ = {**os.environ, **environ}
+        self.islands: dict[str, subprocess.Popen] = {}
+        self.logs: dict[str, list[pathlib.Path]] = {name: [] for name in NAMES}
 
     def start(self, name: str) -> subprocess.Popen:
         """Starts an island on its host."""
@@ -159,7 +190,7 @@ class Field:
 
     def end(self) -> None:
         """Ends what still runs."""
-        for process in [*self.islands.values(), self.server]:
+        for process in self.islands.values():
             process.kill()
             process.wait()
 
@@ -244,8 +275,12 @@ def junk(field: Field) -> None:
 def measured(options: argparse.Namespace, disturbed: bool, rounds: int) -> list[dict[str, Any]]:
     """The rows of one run."""
     found: list[dict[str, Any]] = []
-    with network.network(1 + len(NAMES)) as net, tempfile.TemporaryDirectory() as folder:
-        field = Field(options, net, pathlib.Path(folder), rounds)
+    with (
+        network.network(1 + len(NAMES)) as net,
+        tempfile.TemporaryDirectory() as name,
+        on_host(options.weed, net.hosts[0], pathlib.Path(name)) as (server, environ),
+    ):
+        field = Field(net, pathlib.Path(name), rounds, server, environ)
         network.shape(net, options.rate)
         try:
             for name in NAMES:
@@ -297,7 +332,7 @@ def main(args: list[str] | None = None) -> None:
     for row in rows:
         print(json.dumps(row))
     if options.json:
-        options.json.write_text("[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n")
+        rows_file.write(options.json, rows)
 
 
 if __name__ == "__main__":

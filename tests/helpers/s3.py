@@ -80,14 +80,14 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
 
 @contextlib.contextmanager
-def served() -> Iterator[tuple[str, dict[str, bytes]]]:
+def served(host: str = "127.0.0.1", port: int = 0) -> Iterator[tuple[str, dict[str, bytes]]]:
     """Serves the bucket `runs`; the endpoint, and the objects by key."""
     objects: dict[str, bytes] = {}
     handler = type("Handler", (_Handler,), {"objects": objects})
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+    with http.server.ThreadingHTTPServer((host, port), handler) as server:
         server.daemon_threads = True
         threading.Thread(target=server.serve_forever, daemon=True).start()
         try:
-            yield f"http://127.0.0.1:{server.server_port}", objects
+            yield f"http://{host}:{server.server_port}", objects
         finally:
             server.shutdown()
