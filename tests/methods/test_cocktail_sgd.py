@@ -30,10 +30,7 @@ CODES = {
         jaxcomp.random_k(0.25, pattern="random"), jaxcomp.top_k(0.25), jaxcomp.quantize(4)
     ),
     "groups": jaxcomp.compose(jaxcomp.random_k(0.25), jaxcomp.group_top_1(8), jaxcomp.quantize(4)),
-    "random_k": jaxcomp.random_k(0.1),
-    "top_k": jaxcomp.top_k(0.1),
     "quantize": jaxcomp.quantize(2, rounding="stochastic"),
-    "sign": jaxcomp.sign(),
     "identity": jaxcomp.identity(),
 }
 

@@ -116,7 +116,8 @@ def divided_in_turn(g):
     return jax.lax.fori_loop(0, 2, lambda _, x: x / (1 + jnp.sum(x * x)), g)
 
 
-@pytest.mark.parametrize("way", WAYS)
+# Stacks are shards to the check.
+@pytest.mark.parametrize("way", WAYS[:2])
 @pytest.mark.parametrize(
     ("make", "text"),
     [

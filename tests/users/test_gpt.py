@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import jaxcomp
 import jaxcomp.flax
 from tests.helpers.every_method import METHODS
-from tests.helpers.user_methods import EVERY_METHOD, PATIENCE
+from tests.helpers.user_methods import EVERY_METHOD, KINDS, PATIENCE
 
 VOCABULARY, WIDTH, HEADS, LENGTH, BATCH = 16, 16, 2, 8, 16
 
@@ -86,7 +86,8 @@ def dense(steps):
     return [float(step(model, optimizer, batch_of(i))) for i in range(steps)]
 
 
-@pytest.mark.parametrize("method", EVERY_METHOD)
+# Beside one of each kind of state: ratios of whole layers, and factors of matrices in shards.
+@pytest.mark.parametrize("method", [*KINDS, "one_bit_lamb", "power_sgd"])
 def test_it_learns_as_by_dense_training_and_sends_codes_alone(method):
     names = ("replica", "fsdp", "tensor")
     mesh = jax.make_mesh((2, 2, 2), names, axis_types=(AxisType.Explicit,) * 3)
