@@ -28,7 +28,14 @@ _PROGRAM = [
     "compiled in, CPU s",
 ]
 _PREDICTED = [*_COLUMNS, "MB a host sends", *(f"{rate}, ms" for rate in RATES), "unlimited, ms"]
-DRAWN = ("dense", "q8", "q4", "sign", "top_k", "cocktail")
+DRAWN = {
+    "dense": "dense float32",
+    "q8": "8 bits",
+    "q4": "4 bits",
+    "sign": "signs",
+    "top_k": "top_k",
+    "cocktail": "CocktailSGD",
+}
 DRAWN_FROM = 10**8
 """Methods with a curve, all of whose steps are alike, and the parameters of the smallest model."""
 
@@ -141,9 +148,16 @@ def draw(rows: list[dict], path: pathlib.Path) -> None:
     figure.set_layout_engine("constrained")
     for number, (place, own) in enumerate(panels.items(), 1):
         axes = figure.add_subplot(lines, columns, number)
-        axes.set_title("{}, {}, {} devices".format(*place))
+        axes.set_title(_title(*place))
         _panel(axes, [row for row in own if row["method"] in DRAWN])
     figure.savefig(path, dpi=100)
+
+
+def _title(device: str, model: str, mesh: str) -> str:
+    hosts, _, each = mesh.partition("x")
+    many = f"{hosts} hosts of {each} devices" if each else f"{hosts} hosts of one device"
+    size = model.removesuffix("-scan").upper()
+    return f"{device.upper()}, {size[:-1]} {size[-1]} parameters, {many}"
 
 
 def _panel(axes, rows: list[dict]) -> None:
@@ -153,15 +167,21 @@ def _panel(axes, rows: list[dict]) -> None:
     places = _apart(first)
     for row in rows:
         method = row["method"]
-        color = COLORS[DRAWN.index(method) % len(COLORS)]
+        color = COLORS[[*DRAWN].index(method) % len(COLORS)]
         seconds = [row["predicted"][rate] for rate in RATES]
         style = "--" if method == "dense" else "-"
         axes.loglog(rates, seconds, style, color=color, marker=".")
         at = (rates[0] / 1.15, places[method])
-        axes.text(*at, method, color=color, fontsize=8, ha="right", va="center")
-    axes.set_xlim(rates[0] / 8, rates[-1] * 1.3)
-    axes.set_xlabel("bit/s of a host")
-    axes.set_ylabel("predicted step (s)")
+        axes.text(*at, DRAWN[method], color=color, fontsize=8, ha="right", va="center")
+    axes.set_xlim(rates[0] / 20, rates[-1] * 1.3)
+    marked = {1e8: "100 Mbit/s", 1e9: "1 Gbit/s", 1e10: "10 Gbit/s", 1e11: "100 Gbit/s"}
+    axes.set_xticks([*marked], marked.values(), fontsize=8)
+    axes.minorticks_off()
+    low, high = axes.get_ylim()
+    ticks = [x for ten in (0.1, 1, 10, 100, 1000) for x in (ten, 3 * ten) if low <= x <= high]
+    axes.set_yticks(ticks, [f"{x:g} s" for x in ticks])
+    axes.set_xlabel("rate of a host's link")
+    axes.set_ylabel("predicted step")
     axes.grid(alpha=0.25)
 
 

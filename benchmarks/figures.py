@@ -372,7 +372,8 @@ def draw_ablation(summaries: list[Summary], ablation: Ablation, path: pathlib.Pa
     panels[0].set_ylabel("validation loss")
     for axes in grid.flat[count:]:
         axes.axis("off")
-    figure.suptitle("under each value: kB a step", fontsize="small")
+    about = f"{ablation.task}, {ablation.steps:,} steps: each point is a seed, lines are means"
+    figure.suptitle(f"{about}, dashed: {ablation.dense}. Under each value: kB a step")
     figure.tight_layout()
     figure.savefig(path, dpi=120)
 

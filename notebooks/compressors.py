@@ -5,33 +5,6 @@
 # the same gradient, that of a small GPT after some training on Python source. A minute on a CPU.
 
 # %%
-import sys
-
-if "google.colab" in sys.modules:  # elsewhere you have a checkout already
-    import importlib.metadata
-    import pathlib
-    import shutil
-    import subprocess
-    import urllib.request
-    import zipfile
-
-    address = ""  # of a zip of the checkout; if empty, you upload one (a wheel lacks train/)
-    if address:
-        archive, _ = urllib.request.urlretrieve(address)
-    else:
-        from google.colab import files
-
-        archive = next(iter(files.upload()))
-    zipfile.ZipFile(archive).extractall("checkout")
-    found = pathlib.Path("checkout").rglob("pyproject.toml")
-    folder = min(found, key=lambda path: len(path.parts)).parent.resolve()
-    wanted = "jax[cuda12]" if shutil.which("nvidia-smi") else "jax"
-    subprocess.check_call(f"pip install -q '{wanted}' '{folder}[train]'", shell=True)
-    sys.path.insert(0, str(folder))  # for train, which is not installed
-    for package in ("jax", "jaxlib", "flax", "optax", "numpy"):
-        print(package, importlib.metadata.version(package))
-
-# %%
 import jax
 import matplotlib.pyplot as plt
 import numpy as np

@@ -1,11 +1,16 @@
 """`python -m notebooks.pair [NAME ...]`: makes NAME.ipynb of NAME.py; all of them by default.
 
 The .py is the one to edit. `# %%` begins a cell of code, `# %% [markdown]` one of text, whose lines
-are comments. A notebook whose code has changed is run, which needs pip install -e '.[notebooks]';
-where only text has changed, what its code has shown stays.
+are comments. `first_cell.py` comes after each title: it finds the checkout, and shows nothing in
+one. A notebook whose other code has changed is run, which needs pip install -e '.[notebooks]'; else
+what its code has shown stays.
+
+JAXCOMP_REPOSITORY=https://github.com/OWNER/jaxcomp makes notebooks that fetch themselves from there
+in Colab, with a link to Colab below their titles.
 """
 
 import argparse
+import os
 import pathlib
 import re
 import textwrap
@@ -45,13 +50,28 @@ def cells(text: str) -> list[Cell]:
     return found
 
 
+def with_first_cell(name: str, repository: str) -> list[Cell]:
+    """The cells of a notebook's .py, with `first_cell.py` for a repository after the title."""
+    title, *rest = cells((FOLDER / f"{name}.py").read_text())
+    first = (FOLDER / "first_cell.py").read_text().strip()
+    first = first.replace('repository = ""', f'repository = "{repository}"')
+    if repository:
+        where = (
+            repository.removeprefix("https://github.com/") + f"/blob/main/notebooks/{name}.ipynb"
+        )
+        link = f"[Open in Colab](https://colab.research.google.com/github/{where})"
+        title = title._replace(source=f"{title.source}\n\n{link}")
+    return [title, Cell("code", first), *rest]
+
+
 def make(name: str) -> None:
     """Writes a notebook with what its cells show, as they run or have run; not if one fails."""
     import nbclient
     import nbformat
 
     kinds = {"code": nbformat.v4.new_code_cell, "markdown": nbformat.v4.new_markdown_cell}
-    file, found = FOLDER / f"{name}.ipynb", cells((FOLDER / f"{name}.py").read_text())
+    file = FOLDER / f"{name}.ipynb"
+    found = with_first_cell(name, os.environ.get("JAXCOMP_REPOSITORY", ""))
     notebook = nbformat.v4.new_notebook(
         # Ids are random by default, and would differ after every run.
         cells=[kinds[kind](source, id=f"cell-{n}") for n, (kind, source) in enumerate(found)],
@@ -64,7 +84,7 @@ def make(name: str) -> None:
     code_of = lambda notebook: [cell for cell in notebook.cells if cell.cell_type == "code"]
     old = code_of(nbformat.read(file, as_version=4)) if file.exists() else []
     new = code_of(notebook)
-    if [cell.source for cell in old] == [cell.source for cell in new]:
+    if [cell.source for cell in old[1:]] == [cell.source for cell in new[1:]]:
         for before, after in zip(old, new, strict=True):
             after.update(outputs=before.outputs, execution_count=before.execution_count)
     else:

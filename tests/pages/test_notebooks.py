@@ -1,9 +1,11 @@
 """Notebooks: both files of a pair say the same, each runs top to bottom, and has its pictures."""
 
+import importlib.util
 import json
 import os
 import pathlib
 import re
+import shutil
 import subprocess
 import sys
 import types
@@ -34,8 +36,17 @@ def test_there_are_seven():
 def test_both_files_say_the_same(name):
     notebook = json.loads((pair.FOLDER / f"{name}.ipynb").read_text())
     found = [pair.Cell(c["cell_type"], "".join(c["source"])) for c in notebook["cells"]]
+    (repository,) = re.findall('^repository = "(.*)"', found[1].source, re.MULTILINE)
     # Else run: python -m notebooks.pair NAME
-    assert found == pair.cells((pair.FOLDER / f"{name}.py").read_text())
+    assert found == pair.with_first_cell(name, repository)
+    assert repository or "https://colab" not in found[0].source  # it would lead nowhere
+
+
+def test_one_address_is_linked_and_fetched():
+    title, first, *_ = pair.with_first_cell("sharded", "https://github.com/me/jaxcomp")
+    link = "https://colab.research.google.com/github/me/jaxcomp/blob/main/notebooks/sharded.ipynb"
+    assert title.source.endswith(f"[Open in Colab]({link})")
+    assert 'repository = "https://github.com/me/jaxcomp"' in first.source
 
 
 @pytest.mark.parametrize("name", pair.names())
@@ -45,7 +56,6 @@ def test_the_notebook_holds_small_pictures_and_no_error(name):
     assert sum("image/png" in output.get("data", {}) for output in outputs) >= 1
     assert not [output for output in outputs if output["output_type"] == "error"]
     assert file.stat().st_size < 400_000
-    assert "https://colab" not in file.read_text()  # a badge leads nowhere without a repository
 
 
 def short(name):
@@ -74,9 +84,32 @@ def run(folder, text, *arguments, **variables):
     return done.stdout
 
 
+@pytest.fixture(scope="module")
+def archive(tmp_path_factory):
+    """The source archive that `make wheel` writes."""
+    folder = tmp_path_factory.mktemp("archive")
+    others = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist", "runs")
+    shutil.copytree(ROOT, folder / "checkout", ignore=others)
+    command = (sys.executable, "-m", "build", "-n", "-s", "-o", folder, folder / "checkout")
+    subprocess.run(command, check=True, capture_output=True)
+    (found,) = folder.glob("jaxcomp-*.tar.gz")
+    return found
+
+
 @pytest.mark.parametrize("name", pair.names())
-def test_it_runs_top_to_bottom(name, tmp_path):
-    run(tmp_path, short(name))
+def test_it_runs_from_an_empty_folder_with_the_archive_alone(name, archive, tmp_path):
+    """pip looks at what is installed, in one notebook: their first cells are the same."""
+    shutil.copy(archive, tmp_path)
+    first = (pair.FOLDER / "first_cell.py").read_text()
+    if name != pair.names()[0]:
+        first = first.replace("subprocess.check_call", "print")
+    ours = (
+        "\nimport jaxcomp, train\nassert {jaxcomp.__file__[:9], train.__file__[:9]} == {'HERE'}\n"
+    )
+    ours = ours.replace("[:9]", f"[:{len(str(tmp_path))}]").replace("HERE", str(tmp_path))
+    variables = {"PYTHONPATH": "", "PIP_DRY_RUN": "1", "PIP_NO_INDEX": "1"}
+    said = run(tmp_path, first + ours + short(name), **variables)
+    assert re.search(r"^jax \d+\.\d+", said, re.MULTILINE)
 
 
 # The others' replicas are CPU devices, on every machine.
@@ -90,24 +123,22 @@ def test_what_runs_on_colabs_accelerators_compiles_for_them(name, device, tmp_pa
     assert int(re.search(rf"^compiled for {device}: (\d+)$", said, re.MULTILINE)[1]) >= 2
 
 
-@pytest.mark.parametrize("name", pair.names())
-def test_in_colab_it_installs_the_zip_that_the_reader_uploads(name, tmp_path, monkeypatch, capsys):
+def test_in_colab_it_takes_the_zip_that_the_reader_uploads(tmp_path, monkeypatch, capsys):
     with zipfile.ZipFile(tmp_path / "any name.zip", "w") as archive:
-        archive.writestr("jaxcomp-main/pyproject.toml", "")
+        project = '[project]\ndependencies = ["a"]\n[project.optional-dependencies]\ntrain = ["b"]'
+        archive.writestr("jaxcomp-main/pyproject.toml", project)
         archive.writestr("jaxcomp-main/deeper/pyproject.toml", "")
-    files = types.SimpleNamespace(upload=lambda: {"any name.zip": b""})
     colab = types.ModuleType("google.colab")
-    colab.files = files
+    colab.files = types.SimpleNamespace(upload=lambda: {"any name.zip": b""})
     monkeypatch.setitem(sys.modules, "google.colab", colab)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     commands = []
-    monkeypatch.setattr(subprocess, "check_call", lambda command, shell: commands.append(command))
-    first = next(x for x in pair.cells((pair.FOLDER / f"{name}.py").read_text()) if x[0] == "code")
-    exec(first.source, {})
-    folder = str(tmp_path / "checkout" / "jaxcomp-main")
-    assert sys.path[0] == folder
-    assert [f"'{folder}[train]'" in command for command in commands] == [True]
+    monkeypatch.setattr(subprocess, "check_call", commands.append)
+    exec((pair.FOLDER / "first_cell.py").read_text(), {})
+    assert sys.path[0] == str(tmp_path / "checkout" / "jaxcomp-main")
+    assert [[word for word in command if len(word) == 1] for command in commands] == [["a", "b"]]
     assert re.search(r"^jax \d+\.\d+", capsys.readouterr().out, re.MULTILINE)
 
 

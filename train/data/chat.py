@@ -32,8 +32,9 @@ def renderer(tokenizer: Tokenizer, folder: str) -> Callable[[list[dict[str, Any]
 
     The text is the one of transformers' `apply_chat_template`. An answer is what the template marks
     with `{% generation %}`. If it marks nothing, an answer is the text that an assistant's message
-    adds to the messages before it and their generation prompt. So it includes the token that ends
-    it.
+    adds to the messages before it and their generation prompt. Where the template changes earlier
+    messages, as Qwen 3's drops their reasoning, it is what the template's loop writes for the
+    message after the generation prompt. So it includes the token that ends it.
 
     The template is code. It runs in jinja2's sandbox, in a process of its own, which may take 10
     seconds of a processor and 1 GiB of memory for a chat, and ends with the function.
@@ -44,7 +45,7 @@ def renderer(tokenizer: Tokenizer, folder: str) -> Callable[[list[dict[str, Any]
 
     Raises:
       ValueError: If there is no template, or it is damaged; from the function, if the template
-        raises an error, takes too much, or changes earlier messages as more are added.
+        raises an error, takes too much, or writes no answer in a loop over messages.
     """
     render = _renderer(tokenizer, folder)
     return lambda messages: render(_dumped(messages))

@@ -19,18 +19,21 @@ from collections.abc import Callable
 from typing import Any, BinaryIO
 
 import jinja2
-from jinja2 import ext, nodes, sandbox
+from jinja2 import ext, nodes, sandbox, visitor
 
 _ASSISTANT = "assistant"  # role
 _REASONING = "reasoning_content", "thinking", "reasoning"  # names for the same, the usual one first
 _BYTES = 1 << 30  # of memory
 _LONGEST = 1 << 24  # characters of a chat: a tokenizer needs a hundred times as many bytes
+_LOST = "so answers are not found; put {% generation %} and {% endgeneration %} around them in it"
 
 
 class _Marks(ext.Extension):
-    """The tag `{% generation %}`: writes `environment.marks` around what it encloses.
+    """Writes marks into the text while `environment.key` is set, where answers may begin and end.
 
-    transformers counts the characters before the tag instead, which is wrong inside macros.
+    Around what the tag `{% generation %}` encloses; transformers counts the characters before the
+    tag instead, which is wrong inside macros. A template without the tag gets marks of its loops
+    over messages, by `_Loops`.
     """
 
     tags = {"generation"}
@@ -42,8 +45,41 @@ class _Marks(ext.Extension):
         return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
 
     def _marked(self, caller):
-        begin, end = self.environment.marks
-        return f"{begin}{caller()}{end}"
+        return f"{self._mark('begin')}{caller()}{self._mark('end')}"
+
+    def _enter(self):
+        self.environment.loops.append(False)
+        return ""
+
+    def _turn(self, item):
+        number = self.environment.numbers.get(id(item))
+        if number is None:
+            return ""
+        self.environment.loops[-1] = True
+        return self._mark(f"{len(self.environment.loops)} {number}")
+
+    def _leave(self):
+        depth = len(self.environment.loops)
+        return self._mark(f"{depth} -1") if self.environment.loops.pop() else ""
+
+    def _mark(self, word):
+        key = self.environment.key
+        return key and f"\ue000{key} {word}\ue001"
+
+
+class _Loops(visitor.NodeTransformer):
+    """Marks where each message's turn in a loop begins, and where the loop ends."""
+
+    def __init__(self, marks: _Marks):
+        self.marks = marks
+
+    def visit_For(self, node):
+        self.generic_visit(node)
+        if not isinstance(node.target, nodes.Name):
+            return node
+        call = lambda *names: nodes.Output([self.marks.call_method(*names)])
+        node.body.insert(0, call("_turn", [nodes.Name(node.target.name, "load")]))
+        return [call("_enter"), node, call("_leave")]
 
 
 def serve(asked: BinaryIO, answered: BinaryIO) -> None:
@@ -110,10 +146,21 @@ def _least(limit: int, hard: int) -> int:
 def renderer(source: str, names: dict[str, str]) -> Callable[[list[dict[str, Any]]], Any]:
     """Makes the function from messages to (text, [(first, last), ...]); may raise anything."""
     environment = _environment()
-    template = environment.from_string(source, globals=names)
+    plain = environment.from_string(source, globals=names)
 
-    def text_of(messages, prompt=False, marks=("", "")):
-        environment.marks = marks
+    @functools.cache  # marks make loops slow, and few templates need them
+    def with_marks():
+        if environment.has_marks:
+            return plain
+        loops = _Loops(environment.extensions[_Marks.identifier])
+        tree = loops.visit(environment.parse(source))
+        tree.set_environment(environment).set_lineno(1)
+        return environment.from_string(tree, globals=names)
+
+    def text_of(messages, prompt=False, key=""):
+        numbers = {id(message): number for number, message in enumerate(messages)}
+        environment.key, environment.numbers, environment.loops = key, numbers, []
+        template = with_marks() if key else plain
         text = template.render(
             messages=messages, tools=None, documents=None, add_generation_prompt=prompt
         )
@@ -127,7 +174,7 @@ def renderer(source: str, names: dict[str, str]) -> Callable[[list[dict[str, Any
         messages = [_normalized(message) for message in messages]
         if environment.has_marks:
             return _marked(messages, text_of)
-        return _grown(messages, text_of, names.get("eos_token", ""))
+        return _unmarked(messages, text_of, names.get("eos_token", ""))
 
     return render
 
@@ -146,7 +193,7 @@ def _environment() -> Any:
     made: Any = sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Marks, ext.loopcontrols]
     )
-    made.has_marks, made.marks = False, ("", "")
+    made.has_marks = False
     made.filters["tojson"] = tojson
     # One time for all chats, in UTC: hosts in different zones must make the same tokens.
     now = datetime.datetime.now(datetime.UTC)
@@ -165,26 +212,35 @@ def _normalized(message: dict[str, Any]) -> dict[str, Any]:
 
 def _marked(messages: list[dict[str, Any]], text_of: Callable) -> tuple[str, list]:
     """The text, and what the template marks as answers."""
-    # Nobody can write marks into a chat that are drawn for it.
-    begin, end = (f"\ue000{secrets.token_hex(16)}\ue001" for _ in range(2))
-    whole, answers, open_ones, plain = text_of(messages), [], [], ""
-    for part in re.split(f"({begin}|{end})", text_of(messages, marks=(begin, end))):
-        if part == begin:
-            open_ones.append(len(plain))
-        elif part == end and open_ones:
-            answers.append((open_ones.pop(), len(plain)))
+    whole, marks = _read_marks(messages, text_of)
+    answers, open_ones = [], []
+    for word, at in marks:
+        if word == "begin":
+            open_ones.append(at)
         else:
-            plain += part
-    if plain != whole or open_ones:
-        raise ValueError(
-            "it changes text after {% generation %} has marked it; put {% generation %} and "
-            "{% endgeneration %} around the place where the template writes that text"
-        )
+            answers.append((open_ones.pop(), at))
     return whole, answers
 
 
-def _grown(messages: list[dict[str, Any]], text_of: Callable, end: str) -> tuple[str, list]:
-    """The text, and what each answer adds to the messages before it; `end` may close every text."""
+def _read_marks(messages: list, text_of: Callable, **how: Any) -> tuple[str, list[tuple[str, int]]]:
+    """The text without marks, and each mark with its place there."""
+    # Nobody can write marks into a chat that are drawn for it.
+    key = secrets.token_hex(16)
+    marks, plain = [], ""
+    parts = re.split(f"\ue000{key} (.*?)\ue001", text_of(messages, key=key, **how))
+    for text, word in itertools.zip_longest(parts[::2], parts[1::2]):
+        plain += text
+        marks.append((word, len(plain)))
+    if plain != text_of(messages, **how):
+        raise ValueError(
+            "it changes text after it has written it; put {% generation %} and {% endgeneration %} "
+            "around the place where the template writes that text"
+        )
+    return plain, marks[:-1]
+
+
+def _unmarked(messages: list[dict[str, Any]], text_of: Callable, end: str) -> tuple[str, list]:
+    """The text, and what each answer adds to it; `end` may close every text."""
     whole, answers = text_of(messages), []
     for number, message in enumerate(messages):
         if message.get("role") != _ASSISTANT:
@@ -192,13 +248,48 @@ def _grown(messages: list[dict[str, Any]], text_of: Callable, end: str) -> tuple
         before, after = text_of(messages[:number], prompt=True), text_of(messages[: number + 1])
         if not whole.startswith(after):
             after = after.removesuffix(end)
-        if not (whole.startswith(before) and whole.startswith(after)):
-            raise ValueError(
-                "it changes earlier messages as more are added, so that answers cannot be found; "
-                "put {% generation %} and {% endgeneration %} around them in it"
-            )
-        answers.append((len(before), len(after)))
+        if whole.startswith(before) and whole.startswith(after):
+            answers.append((len(before), len(after)))
+        else:
+            answers.append(_in_loop(messages, number, text_of))
     return whole, answers
+
+
+def _in_loop(messages: list[dict[str, Any]], number: int, text_of: Callable) -> tuple[int, int]:
+    """Where an answer is if the template changes earlier messages, as Qwen 3's drops reasoning.
+
+    It is what the template's loop writes in the message's turn, without the beginning that is the
+    generation prompt's, too.
+    """
+    whole, turns = _turns(messages, text_of)
+    _, before = _turns(messages[:number], text_of)
+    if number not in turns or not before:
+        raise ValueError(
+            f"it changes earlier messages as more are added, outside of loops over them, {_LOST}"
+        )
+    prompt = text_of(messages[:number], prompt=True)[max(last for _, last in before.values()) :]
+    first, last = turns[number]
+    begun = os.path.commonprefix([prompt, whole[first:last]])
+    if begun != prompt:  # a special token is no part of another: `<think>` and `<tool_call>`
+        begun = re.sub(r"[<\[][^>\]]*$", "", begun)
+    if prompt and not begun:
+        raise ValueError(f"it begins no answer as its generation prompt does, {_LOST}")
+    return first + len(begun), last if number + 1 < len(messages) else len(whole)
+
+
+def _turns(messages: list, text_of: Callable) -> tuple[str, dict[int, tuple[int, int]]]:
+    """The text, and by message the longest part of it that a loop writes in the message's turn."""
+    whole, marks = _read_marks(messages, text_of)
+    turns: dict[int, tuple[int, int]] = {}
+    open_ones: list[tuple[int, int, int]] = []
+    for word, at in marks:
+        depth, number = map(int, word.split())
+        while open_ones and open_ones[-1][0] >= depth:
+            _, message, first = open_ones.pop()
+            turns[message] = max(turns.get(message, (0, 0)), (first, at), key=lambda x: x[1] - x[0])
+        if number >= 0:
+            open_ones.append((depth, number, at))
+    return whole, turns
 
 
 if __name__ == "__main__":
