@@ -157,7 +157,8 @@ def _title(device: str, model: str, mesh: str) -> str:
     hosts, _, each = mesh.partition("x")
     many = f"{hosts} hosts of {each} devices" if each else f"{hosts} hosts of one device"
     size = model.removesuffix("-scan").upper()
-    return f"{device.upper()}, {size[:-1]} {size[-1]} parameters, {many}"
+    chip = device if device.startswith("v") else device.upper()
+    return f"{chip}, {size[:-1]} {size[-1]} parameters, {many}"
 
 
 def _panel(axes, rows: list[dict]) -> None:

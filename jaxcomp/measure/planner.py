@@ -251,7 +251,7 @@ def _waiting(method: Method, link: Link, compute_seconds: float) -> float:
 def _reason(rows: Sequence[Row], recommended: Row, fastest: float) -> str:
     dense = min((r for r in rows if not r.method.changes), key=lambda r: r.step_seconds)
     share = dense.network_seconds / dense.step_seconds if dense.step_seconds else 0.0
-    share_text = f"the network takes {share:.0%} of a step by {dense.method.name}"
+    share_text = f"the network takes {share:.0%} of a step with {dense.method.name}"
     if not recommended.method.changes:
         gain = 1 - fastest / dense.step_seconds if dense.step_seconds else 0.0
         return f"do not compress: {share_text}, and the best code would save {gain:.0%} of the step"

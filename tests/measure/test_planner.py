@@ -118,11 +118,11 @@ def test_the_reason_says_what_is_to_be_had():
     # Dense takes 1 s of network at 1.6 Gbit/s, 4 bits 0.13 s, and 0.04 s of codec.
     assert (
         slow.reason
-        == "4 bits: the network takes 50% of a step by dense; this is 1.71 times as fast"
+        == "4 bits: the network takes 50% of a step with dense; this is 1.71 times as fast"
     )
     assert fast.reason == (
-        "do not compress: the network takes 1% of a step by dense, and the best code would save 0% "
-        "of the step"
+        "do not compress: the network takes 1% of a step with dense, and the best code would save "
+        "0% of the step"
     )
 
 

@@ -252,7 +252,20 @@ def _unmarked(messages: list[dict[str, Any]], text_of: Callable, end: str) -> tu
             answers.append((len(before), len(after)))
         else:
             answers.append(_in_loop(messages, number, text_of))
+    if any(message.get("role") == "tool" for message in messages):
+        _require_own_turns(messages, [whole[first:last] for first, last in answers], text_of)
     return whole, answers
+
+
+def _require_own_turns(messages: list[dict[str, Any]], said: list[str], text_of: Callable) -> None:
+    """Raises a ValueError if a template writes a tool's result into an answer, as Gemma 4's."""
+    _, turns = _turns(messages, text_of)
+    for number, message in enumerate(messages):
+        first, last = turns.get(number, (0, 0))
+        result = message.get("content")
+        if message.get("role") == "tool" and first == last and isinstance(result, str) and result:
+            if any(result in text for text in said):
+                raise ValueError(f"it writes the result of a tool into an answer's turn, {_LOST}")
 
 
 def _in_loop(messages: list[dict[str, Any]], number: int, text_of: Callable) -> tuple[int, int]:

@@ -133,14 +133,16 @@ def label_log(axes: Axes, which: str, values: np.ndarray, formatter: Formatter) 
       formatter: Formatter of the labels.
     """
     axis = {"x": axes.xaxis, "y": axes.yaxis}[which]
+    limits = axes.dataLim.get_points()[:, "xy".index(which)]  # curves may go on beyond the values
+    values = np.concatenate([values, limits])
     values = values[np.isfinite(values) & (values > 0)]
     if len(values):
         axes.set(**{f"{which}scale": "log"})
         axis.set_minor_formatter(NullFormatter())
     axis.set_major_formatter(formatter)
-    if len(values) and values.max() / values.min() < 100:
-        few = MaxNLocator(4) if values.max() / values.min() < 10 else LogLocator(subs=(1, 2, 5))
-        axis.set_major_locator(few)
+    if len(values) and (times := values.max() / values.min()) < 1000:
+        subs = (1, 2, 5) if times < 40 else (1, 3)
+        axis.set_major_locator(MaxNLocator(4) if times < 10 else LogLocator(subs=subs))
         axis.set_minor_locator(NullLocator())
 
 

@@ -241,6 +241,19 @@ def test_equals_transformers(tmp_path, name, marked):
             assert "".join(map(str, asked.astype(int))) == case["mask"], case["chat"]
 
 
+def test_a_result_in_the_turn_of_an_answer_is_refused(tmp_path):
+    """Gemma 4's template writes results where they were asked for: they are not the model's."""
+    template = (
+        "{% for m in messages %}{% if m.role != 'tool' %}[{{ m.role }}]{{ m.content }}"
+        "{% if m.tool_calls %}<{{ messages[loop.index].content }}>{% endif %}{% endif %}"
+        "{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    call = {"role": "assistant", "content": "call", "tool_calls": ["f"]}
+    result = {"role": "tool", "content": "result"}
+    with pytest.raises(ValueError, match="the result of a tool into an answer's turn, so answers"):
+        render(tmp_path, template, [CHAT[0], call, result, CHAT[1]])
+
+
 def written(tmp_path, template, chats, column="chat"):
     """What `train` writes of chats: texts of tokens, and which are targets."""
     folder = tokens.folder(tmp_path / "tokenizer", template=template)

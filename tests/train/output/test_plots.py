@@ -86,6 +86,22 @@ def test_every_axis_has_labels_whatever_its_range(sent):
             assert len(set(visible_labels(axis))) >= 2, (axes.get_xlabel(), axes.get_ylabel())
 
 
+@pytest.mark.parametrize(("low", "high"), [(7e5, 4e6), (7e5, 3e8), (7e5, 4.2e7), (3e5, 5e6)])
+def test_labels_of_bytes_do_not_touch(low, high):
+    """Training rows begin long before the first validation that has sent anything."""
+    rows = [{"step": n, "sent_bytes": b} for n, b in enumerate(np.geomspace(low, high, 20))]
+    rows = [row | {"loss": 3.5, "learning_rate": 1e-3} for row in rows]
+    rows = [row | {"val_loss": 3.0} if row["step"] > 16 else row for row in rows]
+    figure = plots.drawn({"a": rows})
+    figure.canvas.draw()
+    axis = next(a for a in figure.axes if "bytes" in a.get_xlabel()).xaxis
+    left, right = axis.get_view_interval()
+    ticks = [tick for tick in axis.get_major_ticks() if left <= tick.get_loc() <= right]
+    places = [tick.label1.get_window_extent() for tick in ticks]
+    assert len(places) >= 2
+    assert all(a.x1 < b.x0 for a, b in zip(places, places[1:], strict=False))
+
+
 def test_training_and_rate_are_drawn_of_the_rows_that_have_them():
     rows = run_of(3)
     rows = [row | {"loss": 2.0, "learning_rate": 0.1} for row in rows if row["step"] > 10]
