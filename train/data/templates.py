@@ -257,14 +257,16 @@ def _unmarked(messages: list[dict[str, Any]], text_of: Callable, end: str) -> tu
     return whole, answers
 
 
-def _require_own_turns(messages: list[dict[str, Any]], said: list[str], text_of: Callable) -> None:
+def _require_own_turns(
+    messages: list[dict[str, Any]], answers: list[str], text_of: Callable
+) -> None:
     """Raises a ValueError if a template writes a tool's result into an answer, as Gemma 4's."""
     _, turns = _turns(messages, text_of)
     for number, message in enumerate(messages):
         first, last = turns.get(number, (0, 0))
         result = message.get("content")
         if message.get("role") == "tool" and first == last and isinstance(result, str) and result:
-            if any(result in text for text in said):
+            if any(result in text for text in answers):
                 raise ValueError(f"it writes the result of a tool into an answer's turn, {_LOST}")
 
 

@@ -241,17 +241,20 @@ def test_equals_transformers(tmp_path, name, marked):
             assert "".join(map(str, asked.astype(int))) == case["mask"], case["chat"]
 
 
-def test_a_result_in_the_turn_of_an_answer_is_refused(tmp_path):
+def test_a_result_in_the_turn_of_an_answer_is_in_no_answer(tmp_path):
     """Gemma 4's template writes results where they were asked for: they are not the model's."""
     template = (
         "{% for m in messages %}{% if m.role != 'tool' %}[{{ m.role }}]{{ m.content }}"
-        "{% if m.tool_calls %}<{{ messages[loop.index].content }}>{% endif %}{% endif %}"
-        "{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+        "{% if not loop.last %}{% if m.tool_calls %}<{{ messages[loop.index].content }}>{% endif %}"
+        "{% else %}END{% endif %}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
     )
     call = {"role": "assistant", "content": "call", "tool_calls": ["f"]}
-    result = {"role": "tool", "content": "result"}
+    messages = [CHAT[0], call, {"role": "tool", "content": "result"}, CHAT[1]]
+    made = render(tmp_path, template.replace("END", ""), messages)
+    assert [made.text[first:last] for first, last in made.answers] == ["call", "one answer"]
     with pytest.raises(ValueError, match="the result of a tool into an answer's turn, so answers"):
-        render(tmp_path, template, [CHAT[0], call, result, CHAT[1]])
+        render(tmp_path, template, messages)
 
 
 def written(tmp_path, template, chats, column="chat"):
