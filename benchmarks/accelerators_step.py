@@ -67,7 +67,7 @@ IN_SHARDS = ("tiny-in-shards", "20b")
 
 METHODS: dict[str, Method] = {
     name: methods.METHODS[known]._replace(
-        layered=name in ("power_sgd", "dion", "one_bit_lamb", "slamb")
+        layered=name in ("power_sgd", "dion", "muloco", "one_bit_lamb", "slamb")
     )
     for name, known in {
         "dense": "dense AdamW",
@@ -80,6 +80,7 @@ METHODS: dict[str, Method] = {
         "cocktail": "CocktailSGD, AdamW",
         "cocktail_lean": "CocktailSGD, AdamW, narrow momentum",
         "local_steps": "local steps, AdamW",
+        "muloco": "MuLoCo",
         "power_sgd": "PowerSGD",
         "dion": "Dion, rank 64",
         "demo": "DeMo",

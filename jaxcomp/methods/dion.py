@@ -13,12 +13,12 @@ from jax import lax
 
 from jaxcomp.compressors.base import Key
 from jaxcomp.compressors.packing import fold
-from jaxcomp.compressors.policies import path_of
 from jaxcomp.exchange import averaging, wire
 from jaxcomp.methods import low_rank, moments
 from jaxcomp.methods.common import counted, method, no_rounds, require, schedule_of
 from jaxcomp.replicas.finite import not_finite, poisoned, unless
 from jaxcomp.replicas.kinds import kind_of
+from jaxcomp.replicas.layers import common_value, in_batches, layer_by_layer
 from jaxcomp.replicas.protocol import MethodState
 from jaxcomp.replicas.types import to_varying, vary_like
 from jaxcomp.replicas.wrapping import with_extra_args
@@ -73,7 +73,7 @@ def dion(
         `optax.adamw(learning_rate, b2=0.95, weight_decay=weight_decay)`.
       exact: `(path, leaf) -> bool`, which leaves are sent in float32. Default: all but the matrices
         of `jaxcomp.leaf_kinds`, so embeddings, heads and vectors. Stacked layers would be one
-        matrix: wrap the optimizer in `jaxcomp.per_layer`.
+        matrix: wrap the optimizer in `jaxcomp.per_layer`, which makes them a batch.
       eps: Added to the norms of columns.
       seed: Seed of the first factors; equal on all replicas.
 
@@ -107,17 +107,16 @@ def dion(
         others = optax.adamw(learning_rate, b2=0.95, weight_decay=weight_decay)
     exact = exact or (lambda path, leaf: kind_of(path, leaf) != "matrix")
     transport = wire.transport_of(wire.summed(averaging.EXACT, seed=seed), axis_name)
-    others = with_extra_args(others, name)
+    others = layer_by_layer(with_extra_args(others, name))
     key = lambda: Key(jnp.int32(0), jnp.uint32(seed))
 
+    def shape_of(path, leaf):
+        """Rows and columns of a leaf; None for leaves sent in float32."""
+        small = leaf.ndim < 2 or not leaf.size
+        return None if small or exact(path, leaf) else low_rank.sides(leaf.shape)
+
     def shapes_of(tree):
-        """Rows and columns of each leaf; None for leaves sent in float32."""
-        return [
-            None
-            if leaf.ndim < 2 or not leaf.size or exact(path_of(path), leaf)
-            else low_rank.sides(leaf.shape)
-            for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-        ]
+        return [common_value(shape_of, *keyed) for keyed in jax.tree.leaves_with_path(tree)]
 
     def init_fn(params):
         leaves, treedef = jax.tree.flatten(params)
@@ -127,7 +126,7 @@ def dion(
             dtype = moments.wide(leaf.dtype)  # raises for leaves that are not floating
             if shape is None:
                 continue
-            first = low_rank.drawn(key(), i, shape[1], min(rank, *shape))
+            first = low_rank.drawn_for(key(), params, i, shape[1], min(rank, *shape))
             right[i] = vary_like(low_rank.normalized(first.astype(dtype))[0], leaf)
             residual[i] = to_varying(moments.zeros(leaf), axis_name)
         return DionState(
@@ -140,15 +139,15 @@ def dion(
 
     def update_fn(updates, state, params, **extra_args):
         leaves, treedef = jax.tree.flatten(params)
+        shapes = shapes_of(params)  # before the state is read: layers may differ
         grads = treedef.flatten_up_to(updates)
         momenta = treedef.flatten_up_to(state.residual)
         rights = treedef.flatten_up_to(state.right)
-        shapes = shapes_of(params)
         groups = low_rank.batches(leaves, shapes)
         # For each batch of matrices: the momenta with this step's gradients, and the factors.
-        moved = lambda i: (momenta[i] + grads[i].astype(momenta[i].dtype)).reshape(shapes[i])
-        matrices = [jnp.stack([moved(i) for i in group]) for group in groups]
-        held = [jnp.stack([rights[i] for i in group]) for group in groups]
+        moved = lambda i: momenta[i] + grads[i].astype(momenta[i].dtype)
+        matrices = [low_rank.joined(map(moved, group), shapes[group[0]]) for group in groups]
+        held = [low_rank.joined([rights[i] for i in group]) for group in groups]
 
         bad = not_finite(updates, axis_name) > 0
         own = list(map(low_rank.product, matrices, held))
@@ -166,11 +165,13 @@ def dion(
         )
         changes = treedef.flatten_up_to(change)
         for group, matrix, left, right, was in zip(groups, matrices, lefts, own, held, strict=True):
-            along, q, rest = _stepped(momentum, eps, matrix, left, right, was)
-            for row, i in enumerate(group):
-                momenta[i], rights[i] = rest[row].reshape(leaves[i].shape), q[row]
+            found = _stepped(momentum, eps, matrix, left, right, was)
+            layers = [rights[i].shape[:-2] for i in group]
+            parts = (low_rank.parted(x, layers) for x in found)
+            for i, along, q, rest in zip(group, *parts, strict=True):
+                momenta[i], rights[i] = rest.reshape(leaves[i].shape), q
                 decay = weight_decay * leaves[i].astype(along.dtype)
-                changes[i] = -rate(state.count) * (along[row].reshape(leaves[i].shape) + decay)
+                changes[i] = -rate(state.count) * (along.reshape(leaves[i].shape) + decay)
         skip = got.failed | (not_finite(changes) > 0)
         new = [m.astype(x.dtype) for m, x in zip(poisoned(skip, changes), leaves, strict=True)]
         residual = unless(skip, treedef.unflatten(momenta), state.residual)
@@ -182,7 +183,7 @@ def dion(
             rounds=counted(state.rounds, all=True, left_factor=True, right_factor=True),
         )
 
-    return method(name, axis_name, init_fn, update_fn)
+    return in_batches(method(name, axis_name, init_fn, update_fn))
 
 
 def _stepped(momentum, eps, matrix, p, r, held):

@@ -14,6 +14,7 @@ from jaxcomp.compressors.base import Key
 from jaxcomp.compressors.packing import fold, uniform
 from jaxcomp.compressors.platforms import platform
 from jaxcomp.methods import moments
+from jaxcomp.replicas.layers import numbers, own_axes
 from jaxcomp.replicas.types import varying_axes
 
 _FEW = 4  # up to this rank, a product of factors is a sum
@@ -46,6 +47,32 @@ def batches(leaves: list[Any], shapes: list[tuple[int, int] | None]) -> list[lis
         if shape is not None:
             groups.setdefault((shape, moments.wide(x.dtype), varying_axes(x)), []).append(i)
     return list(groups.values())
+
+
+def joined(arrays: Any, shape: tuple[int, int] | None = None) -> jax.Array:
+    """One batch [k, m, n] of leaves that are a matrix, or one per layer, each.
+
+    Args:
+      arrays: Of leaves of equal matrices.
+      shape: Rows and columns of a matrix; by default the last two axes.
+    """
+    return jnp.concatenate([x.reshape(-1, *(shape or x.shape[-2:])) for x in arrays])
+
+
+def parted(batch: jax.Array, layers: list[tuple[int, ...]]) -> list[jax.Array]:
+    """Undoes `joined`: one array per leaf, `[*layers, rows, columns]`, of a batch."""
+    ends = itertools.accumulate(map(math.prod, layers))
+    parts = jnp.split(batch, list(ends)[:-1])
+    return [x.reshape(*one, *x.shape[1:]) for x, one in zip(parts, layers, strict=True)]
+
+
+def drawn_for(key: Key, tree: Any, i: int, rows: int, columns: int) -> jax.Array:
+    """`drawn` for the layers of a tree's leaf i: f32[rows, columns], or f32[layers, rows, columns].
+
+    A layer's number is that of its leaf in the unstacked tree.
+    """
+    each = [drawn(key, number, rows, columns) for number in numbers(tree)[i]]
+    return jnp.stack(each) if own_axes(tree)[i][:1] == (1,) else each[0]
 
 
 def product(a: jax.Array, b: jax.Array) -> jax.Array:

@@ -9,6 +9,7 @@ import optax
 from jaxcomp.methods import low_rank
 from jaxcomp.methods.common import schedule_of
 from jaxcomp.replicas.kinds import leaf_kinds
+from jaxcomp.replicas.layers import in_batches, is_stack, layer_by_layer
 
 
 def muon(
@@ -36,8 +37,8 @@ def muon(
     Returns:
       An `optax.partition` of `optax.contrib.muon` and `others`. More than two axes are cut where m
       + n is least, as in `dion`: `[width, heads, size]` of attention is one matrix. Stacked layers
-      would be one, too: wrap the optimizer in `jaxcomp.per_layer`. Matrices must be whole on each
-      device, as norms of shards would differ.
+      would be one, too: wrap the optimizer in `jaxcomp.per_layer`, which makes them a batch.
+      Matrices must be whole on each device, as norms of shards would differ.
 
     Examples:
       >>> import jaxcomp
@@ -58,10 +59,9 @@ def muon(
         consistent_rms=rms,
         muon_weight_dimension_numbers=_sides,
     )
-    if others is None:
-        others = optax.adam(rate, b2=0.95)
+    others = optax.adam(rate, b2=0.95) if others is None else layer_by_layer(others)
     transforms = {"matrix": matrices, "others": others}
-    return optax.partition(transforms, _labels)
+    return in_batches(optax.partition(transforms, _labels))
 
 
 def _labels(params):
@@ -71,8 +71,10 @@ def _labels(params):
 def _sides(params):
     """Which axes of each matrix are its rows, and which its columns."""
 
-    def dimensions(leaf):
-        axes, first = range(jnp.ndim(leaf)), low_rank.cut(leaf.shape)
+    def dimensions(key_path, leaf):
+        # What is neither, the layers of a stack, is a batch.
+        axes = range(is_stack(key_path), jnp.ndim(leaf))
+        first = low_rank.cut(leaf.shape[axes.start :])
         return optax.contrib.MuonDimensionNumbers(tuple(axes[:first]), tuple(axes[first:]))
 
-    return jax.tree.map(dimensions, params)
+    return jax.tree.map_with_path(dimensions, params)

@@ -14,6 +14,7 @@ from jaxcomp.exchange import averaging, wire
 from jaxcomp.methods import low_rank, moments
 from jaxcomp.methods.common import counted, method, no_rounds, require
 from jaxcomp.replicas.finite import not_finite, poisoned, unless
+from jaxcomp.replicas.layers import common_value, in_batches
 from jaxcomp.replicas.protocol import MethodState
 from jaxcomp.replicas.types import to_varying, vary_like
 
@@ -59,7 +60,7 @@ def power_sgd(
       warmup_steps: First steps, which send updates in float32.
       least: A leaf [m, n] of fewer than `least * rank * (m + n)` elements is sent in float32, and
         so are leaves with fewer than two axes. More axes are cut where m + n is least. Stacked
-        layers would be one matrix: wrap the chain in `jaxcomp.per_layer`.
+        layers would be one matrix: wrap the chain in `jaxcomp.per_layer`, which makes them a batch.
       sides: "alternating" sends one factor per step, rank * (m + n) / 2 values on average; "both"
         sends both in two all-reduces, the second computed from the first.
       seed: Seed of the first factors; equal on all replicas.
@@ -94,26 +95,29 @@ def power_sgd(
     require(known, name, "a known form", "'alternating' or 'both'", sides=sides)
     transport = wire.transport_of(wire.summed(averaging.EXACT, seed=seed), axis_name)
 
-    def shape_of(leaf):
+    def shape_of(_, leaf):
         """Rows and columns of a leaf that is sent as factors; None for leaves sent in float32."""
         if leaf.ndim < 2 or not leaf.size:
             return None
         rows, columns = low_rank.sides(leaf.shape)
         return (rows, columns) if leaf.size >= least * rank * (rows + columns) else None
 
+    def shapes_of(tree):
+        return [common_value(shape_of, *keyed) for keyed in jax.tree.leaves_with_path(tree)]
+
     def init_fn(params):
         leaves, treedef = jax.tree.flatten(params)
         residual: list[Any] = [None] * len(leaves)
         left, right = list(residual), list(residual)
-        for i, leaf in enumerate(leaves):
+        key = Key(jnp.int32(0), jnp.uint32(seed))
+        for i, (leaf, shape) in enumerate(zip(leaves, shapes_of(params), strict=True)):
             dtype = moments.wide(leaf.dtype)  # raises for leaves that are not floating
-            if shape_of(leaf) is None:
+            if shape is None:
                 continue
-            rows, columns = shape_of(leaf)
-            width = min(rank, rows, columns)
-            noise = low_rank.drawn(Key(jnp.int32(0), jnp.uint32(seed)), i, columns, width)
+            noise = low_rank.drawn_for(key, params, i, shape[1], min(rank, *shape))
             residual[i] = to_varying(moments.zeros(leaf), axis_name)
-            left[i] = vary_like(jnp.zeros((rows, width), dtype), leaf)
+            zeros = jnp.zeros((*noise.shape[:-2], shape[0], noise.shape[-1]), dtype)
+            left[i] = vary_like(zeros, leaf)
             right[i] = vary_like(noise.astype(dtype), leaf)
         return PowerSGDState(
             count=jnp.zeros([], jnp.int32),
@@ -130,7 +134,7 @@ def power_sgd(
         ]
         bad = not_finite(updates, axis_name) > 0
         send = lambda tree, part: averaging.average(transport, tree, state.count, part, bad=bad)
-        shapes = list(map(shape_of, leaves))
+        shapes = shapes_of(updates)
         dense, left, right, both = _forms(send, shapes, Key(state.count, jnp.uint32(seed)))
         forms = [dense, left, right] if sides == "alternating" else [dense, both, both]
         if not any(shapes):
@@ -153,7 +157,7 @@ def power_sgd(
             rounds=counted(state.rounds, all=True, warmup=is_warm, **sent),
         )
 
-    return method(name, axis_name, init_fn, update_fn, needs_params=False)
+    return in_batches(method(name, axis_name, init_fn, update_fn, needs_params=False))
 
 
 def _forms(send, shapes, key):
@@ -207,9 +211,9 @@ def _factor(send, shapes, key, part, leaves, residuals, held, exact):
     matrices, others, own = [], [], []
     for number, group in enumerate(groups):
         totals = [moments.to_moment_dtype(leaves[i]) + residuals[i] for i in group]
-        matrices.append(jnp.stack([x.reshape(low_rank.sides(x.shape)) for x in totals]))
+        matrices.append(low_rank.joined(totals, shapes[group[0]]))
         noise = fold(key, key.count, number)
-        others.append(low_rank.orthogonal(jnp.stack([held[i] for i in group]), noise))
+        others.append(low_rank.orthogonal(low_rank.joined([held[i] for i in group]), noise))
         on_left = matrices[-1] if part == "left_factor" else low_rank.transposed(matrices[-1])
         own.append(low_rank.product(on_left, others[-1]))
     got = send((own, exact), part)
@@ -223,7 +227,9 @@ def _factor(send, shapes, key, part, leaves, residuals, held, exact):
         both = lambda x, other=other: (x, other) if part == "left_factor" else (other, x)
         mean = low_rank.outer(*both(factor))
         lost = matrix - low_rank.outer(*both(sent))
-        for row, i in enumerate(group):
-            means[i], left[i] = (x[row].reshape(leaves[i].shape) for x in (mean, lost))
-            new[i] = factor[row]
+        layers = [held[i].shape[:-2] for i in group]
+        parts = (low_rank.parted(x, layers) for x in (mean, lost, factor))
+        for i, mean_of, lost_of, factor_of in zip(group, *parts, strict=True):
+            means[i], left[i] = (x.reshape(leaves[i].shape) for x in (mean_of, lost_of))
+            new[i] = factor_of
     return means, left, new, got.failed

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -50,10 +51,13 @@ class Stacked:
 
 @jax.tree_util.register_pytree_with_keys_class
 class Unstacked:
-    """A subtree of stacked leaves as a sequence of trees, one per layer; a pytree node."""
+    """A subtree of stacked leaves as a sequence of trees, one per layer; a pytree node.
 
-    def __init__(self, trees: Any):
-        self.trees = tuple(trees)
+    It remembers the stacked tree that the layers were taken from, until something maps it.
+    """
+
+    def __init__(self, trees: Any, whole: Any = None):
+        self.trees, self.whole = tuple(trees), whole
 
     def tree_flatten_with_keys(self):
         return [(jax.tree_util.SequenceKey(i), tree) for i, tree in enumerate(self.trees)], None
@@ -66,7 +70,93 @@ class Unstacked:
 def unstacked(tree: Any, length: int) -> Unstacked:
     """One tree per layer, from a tree whose leaves hold all layers."""
     one = lambda i: jax.tree.map(lambda x: lax.index_in_dim(x, i, keepdims=False), tree)
-    return Unstacked(map(one, range(length)))
+    return Unstacked(map(one, range(length)), tree)
+
+
+def in_batches(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """Gives a transformation that knows of stacks the arrays that `per_layer` took apart.
+
+    It may stand anywhere inside `per_layer`: in a chain, in `optax.partition`, in `local_steps`.
+    Where nothing has changed the layers since, no array is cut or joined.
+
+    Args:
+      tx: Takes `Stacked` nodes, and treats their layers as separate leaves. If it raises
+        `LayersDiffer`, it gets the layers one by one.
+
+    Returns:
+      A transformation of the same layers with the same state.
+    """
+    tx = optax.with_extra_args_support(tx)
+
+    def init(params):
+        with contextlib.suppress(LayersDiffer):
+            return _taken_apart(tx.init(_joined(params)))
+        return tx.init(params)
+
+    def update(updates, state, params=None, **extra_args):
+        with contextlib.suppress(LayersDiffer):
+            trees = map(_joined, (updates, state, params))
+            return _taken_apart(tx.update(*trees, **extra_args))
+        return tx.update(updates, state, params, **extra_args)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def layer_by_layer(
+    tx: optax.GradientTransformation,
+) -> optax.GradientTransformationExtraArgs:
+    """Shows a transformation the layers of `Stacked` nodes one by one: the reverse."""
+    tx = optax.with_extra_args_support(tx)
+
+    def init(params):
+        state = tx.init(_taken_apart(params))
+        return _joined(state) if any(map(is_stack, _paths(params))) else state
+
+    def update(updates, state, params=None, **extra_args):
+        if not any(map(is_stack, _paths(updates))):
+            return tx.update(updates, state, params, **extra_args)
+        trees = map(_taken_apart, (updates, state, params))
+        return _joined(tx.update(*trees, **extra_args))
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _joined(tree):
+    """The tree with `Stacked` nodes in place of `Unstacked` ones whose layers are alike."""
+
+    def joined(node):
+        if not isinstance(node, Unstacked) or not _alike(node.trees):
+            return node
+        return Stacked(_restacked(node), len(node.trees))
+
+    return jax.tree.map(joined, tree, is_leaf=lambda node: isinstance(node, Unstacked))
+
+
+def _taken_apart(tree):
+    """The tree with `Unstacked` nodes in place of `Stacked` ones."""
+    apart = lambda node: unstacked(node.tree, node.length) if isinstance(node, Stacked) else node
+    return jax.tree.map(apart, tree, is_leaf=lambda node: isinstance(node, Stacked))
+
+
+def numbers(tree: Any) -> list[list[int]]:
+    """The numbers that each leaf's layers have among the leaves of the unstacked tree."""
+    found: list[list[int]] = []
+    first = 0
+    for node, group in itertools.groupby(_paths(tree), _node_of):
+        size, length = len(list(group)), node[-1].length if is_stack(node) else 1
+        found += [[first + layer * size + i for layer in range(length)] for i in range(size)]
+        first += length * size
+    return found
+
+
+def _paths(tree):
+    return [path for path, _ in jax.tree.leaves_with_path(tree)]
+
+
+def _node_of(path):
+    """The path of the `Stacked` node that a leaf lies in; of another leaf its own."""
+    ends = [place + 1 for place, key in enumerate(path) if isinstance(key, _AllLayers)]
+    return path[: ends[0]] if ends else path
 
 
 def is_stack(key_path: Any) -> bool:
@@ -111,16 +201,14 @@ def common_values(function: Callable[[Any], Any], tree: Any) -> Any:
     Raises:
       LayersDiffer: If the values of a stack's layers are not equal.
     """
-    apart = lambda node: unstacked(node.tree, node.length) if isinstance(node, Stacked) else node
-    leaf_kind = lambda kind: {"is_leaf": lambda node: isinstance(node, kind)}
 
-    def together(node):
+    def joined(node):
         if not isinstance(node, Unstacked):
             return node
         return Stacked(jax.tree.map(lambda *values: _only(values), *node.trees), len(node.trees))
 
-    values = function(jax.tree.map(apart, tree, **leaf_kind(Stacked)))
-    return jax.tree.map(together, values, **leaf_kind(Unstacked))
+    values = function(_taken_apart(tree))
+    return jax.tree.map(joined, values, is_leaf=lambda node: isinstance(node, Unstacked))
 
 
 def _only(values):
@@ -154,9 +242,10 @@ def per_layer(
       a policy that treats them differently.
 
       Programs are as long as those of the unstacked model, and layer follows layer in the buckets.
-      The exceptions are `slamb` and `one_bit_lamb`, without a chain: they compute with the stacked
-      arrays, and leaf follows leaf in their buckets. Only if a policy or a mask of weight decay
-      treats the layers of an array differently, they get the layers one by one, too.
+      The exceptions are `power_sgd`, `dion` and `muon`, which compute with the stacked arrays
+      wherever they stand; and `slamb` and `one_bit_lamb` without a chain, in whose buckets leaf
+      follows leaf. Only if a policy or a mask of weight decay treats the layers of an array
+      differently, they get the layers one by one, too.
 
     Raises:
       ValueError: At trace time, for a stacked leaf without axes, or if no leaf is stacked.
@@ -236,6 +325,8 @@ def _restacked(node):
         return node.tree
     if not isinstance(node, Unstacked) or not _alike(node.trees):
         return node
+    if node.whole is not None:
+        return node.whole
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *node.trees)
 
 

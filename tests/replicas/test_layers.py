@@ -3,8 +3,10 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
+from jaxcomp import by_path
 from jaxcomp.replicas import layers
 from jaxcomp.replicas.layers import LayersDiffer, Stacked
 
@@ -66,3 +68,24 @@ def test_a_function_of_a_tree_sees_layers_apart():
 
     with pytest.raises(LayersDiffer):
         layers.common_values(but_the_second, TREE)
+
+
+def test_a_method_in_batches_gets_the_arrays_themselves_in_a_chain():
+    seen = []
+
+    def update(updates, state, params=None, **_):
+        seen.append(updates)
+        return jax.tree.map(jnp.negative, updates), state
+
+    inner = layers.in_batches(optax.GradientTransformation(lambda params: (), update))
+    blocks = by_path(("^blocks/", True), (".*", False))
+    tx = layers.per_layer(optax.chain(inner, optax.scale(2.0)), blocks)
+    grads = {"blocks": {"w": jnp.arange(6.0).reshape(3, 2)}, "head": jnp.ones(2)}
+    found, _ = tx.update(grads, tx.init(grads))
+    assert seen[-1]["blocks"].tree["w"] is grads["blocks"]["w"]
+    assert found["blocks"]["w"].tolist() == (-2 * grads["blocks"]["w"]).tolist()
+
+
+def test_layers_have_the_numbers_of_the_unstacked_tree():
+    stack = layers.Stacked({"a": jnp.ones((3, 1)), "b": jnp.ones((3, 1))}, 3)
+    assert layers.numbers({"a": 0, "blocks": stack, "c": 0}) == [[0], [1, 3, 5], [2, 4, 6], [7]]

@@ -128,6 +128,20 @@ METHODS = {
         deviations=jaxcomp.Deviations(precondition=False, variance_floor=1e-4),
     ),
     "sharded_optimizer": lambda: jaxcomp.sharded_optimizer(optax.adamw(1e-2), "replica"),
+    "power_sgd": lambda: optax.chain(
+        jaxcomp.power_sgd(2, "replica", warmup_steps=2), optax.sgd(0.1, momentum=0.9)
+    ),
+    "dion": lambda: jaxcomp.dion(1e-2, "replica", rank=2, weight_decay=0.1),
+    "dion, by path": lambda: jaxcomp.dion(
+        1e-2,
+        "replica",
+        rank=2,
+        exact=jaxcomp.by_path(("blocks.0", True), (".*", False)),
+        others=optax.lamb(0.1),
+    ),
+    "muon": lambda: jaxcomp.local_steps(
+        jaxcomp.muon(1e-2, others=decayed(optax.lamb)), "replica", every=2, code=WHOLE_BLOCKS
+    ),
 }
 
 
