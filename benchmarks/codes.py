@@ -1,6 +1,6 @@
 """What codes cost: their own time, that of whole updates, and memory; no network.
 
-    python -m benchmarks.codes [codec] [update] [memory] [--quick] [--folder FOLDER]
+    python -m benchmarks.codes [codec] [update] [memory] [moved] [--quick] [--folder FOLDER]
 
 `codec` times each code against a copy of the same array. A row's seconds are those of `encode`,
 from the bucket to the payload, plus those of `decode`, from the payload to a new array; each is the
@@ -18,6 +18,10 @@ over a bucket, among four 4.5 times.
 parameters. XLA says what a step holds at most: arguments, results that are not donated arguments,
 and temporaries. Nothing runs. `gradients` is the difference to the dense step of as many replicas,
 in copies of a float32 gradient.
+
+`moved` compiles `encode` and `decode` of a bucket, each alone, for an H100, and compares the bytes
+that their kernels read and write with the least that they must; see `least_bytes`. Nothing runs. It
+needs what benchmarks.accelerators needs.
 """
 
 import argparse
@@ -38,9 +42,12 @@ from jax.sharding import PartitionSpec as P
 
 import jaxcomp
 from benchmarks import rows as rows_file
+from benchmarks.accelerators_devices import mesh_of, unavailable
+from benchmarks.accelerators_program import Cost, Program
 from benchmarks.rows import interleaved
 from benchmarks.worker import DENSE, LAMB, MODELS, UPDATES, config_of
-from jaxcomp.compressors.base import Key
+from jaxcomp.compressors.base import Compressor, Key
+from jaxcomp.compressors.cocktail import cocktail
 from jaxcomp.compressors.compose import compose
 from jaxcomp.compressors.learned import learned_levels
 from jaxcomp.compressors.packing import fold
@@ -298,6 +305,61 @@ def gradients_above_dense(row: Held, numel: int = NUMEL) -> float:
     return (peak_bytes(row.tx, row.replicas, numel) - dense) / (4 * numel)
 
 
+MOVED: dict[Compressor, Compressor | None] = {
+    quantize(8): None,
+    quantize(4): None,
+    sign(block=128): None,
+    sign(block=1024): None,
+    random_k(0.1): random_k(0.1),
+    cocktail(): random_k(0.1),
+}
+"""Codes, and the code that chooses what they look at; None for all values."""
+BUCKET = 2**22  # values of a message
+_KEY = Key(jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((), jnp.uint32))
+
+
+def payload_bytes(code: Compressor, numel: int) -> int:
+    """Bytes of a code's payload."""
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(_payload(code, numel)))
+
+
+def _payload(code, numel):
+    x = jax.ShapeDtypeStruct((numel,), jnp.float32)
+    return jax.eval_shape(code.encode, x, _KEY, _KEY)
+
+
+def least_bytes(code: Compressor, chooses: Compressor | None, numel: int) -> tuple[int, int]:
+    """Bytes that encoding and decoding must move, if each value is read once and written once.
+
+    With n values, of which a share s is looked at, and a payload of p bytes,
+
+        encode = 4 s n + p,  decode = p + 4 n.
+
+    A scale is known when its block has been read: a kernel that keeps the block in registers need
+    not read it again.
+    """
+    payload = payload_bytes(code, numel)
+    seen = 4 * numel if chooses is None else payload_bytes(chooses, numel)
+    return seen + payload, payload + 4 * numel
+
+
+def compiled_costs(code: Compressor, numel: int) -> tuple[Cost, Cost]:
+    """What the H100 programs of encoding and of decoding cost."""
+    mesh = mesh_of("h100", (1,))
+    whole = NamedSharding(mesh, P())
+    place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole)
+    x = jax.ShapeDtypeStruct((numel,), jnp.float32)
+    calls = (code.encode, (x, _KEY, _KEY)), (code.decode, (_payload(code, numel), _KEY))
+
+    def cost(function, arguments):
+        on_device = jax.shard_map(function, mesh=mesh, in_specs=P(), out_specs=P())
+        program = jax.jit(on_device).lower(*jax.tree.map(place, arguments)).compile()
+        return Program(program.as_text()).cost
+
+    encode, decode = (cost(*call) for call in calls)
+    return encode, decode
+
+
 def measure_codec(options: argparse.Namespace) -> Iterator[dict]:
     """The rows of all codes, and a line of print for each."""
     numel, repeats = (2**20, 3) if options.quick else (options.numel, options.repeats)
@@ -347,7 +409,50 @@ def measure_memory(options: argparse.Namespace) -> Iterator[dict]:
         yield facts | {"gradients": gradients, "numel": numel}
 
 
-PARTS = {"codec": measure_codec, "update": measure_update, "memory": measure_memory}
+def measure_moved(options: argparse.Namespace) -> Iterator[dict]:
+    """The rows of all codes that are compiled for an H100; none without its compiler."""
+    if (reason := unavailable("h100")) is not None:
+        print(reason)
+        return
+    numel = 2**16 if options.quick else BUCKET
+    for code, chooses in MOVED.items():
+        costs, least = compiled_costs(code, numel), least_bytes(code, chooses, numel)
+        moved = [cost.moved for cost in costs]
+        facts = {"code": code.name, "device": "h100", "numel": numel, "target": 1.3}
+        row = facts | {
+            "encode_kernels": costs[0].kernels,
+            "decode_kernels": costs[1].kernels,
+            "encode_bytes": moved[0],
+            "decode_bytes": moved[1],
+            "encode_least_bytes": least[0],
+            "decode_least_bytes": least[1],
+            "ratio": sum(moved) / sum(least),
+        }
+        print(moved_table([row]).splitlines()[-1], flush=True)
+        yield row
+
+
+def moved_table(rows: list[dict]) -> str:
+    """The rows of `moved` in Markdown, in bytes per value; a missed target is bold."""
+    lines = ["| code | must move | moves | kernels | encode | decode | both |", "|---" * 7 + "|"]
+    for row in rows:
+        each = {half: row[f"{half}_bytes"] for half in ("encode", "decode")}
+        least = {half: row[f"{half}_least_bytes"] for half in each}
+        ratios = [f"{each[half] / least[half]:.2f}" for half in each]
+        both = f"{row['ratio']:.2f}"
+        cells = [f"{sum(found.values()) / row['numel']:.2f}" for found in (least, each)]
+        kernels = f"{row['encode_kernels']} + {row['decode_kernels']}"
+        cells += [kernels, *ratios, both if row["ratio"] <= row["target"] else f"**{both}**"]
+        lines.append(f"| `{row['code']}` | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+PARTS = {
+    "codec": measure_codec,
+    "update": measure_update,
+    "memory": measure_memory,
+    "moved": measure_moved,
+}
 
 
 def parsed(argv: Sequence[str] | None = None) -> argparse.Namespace:

@@ -203,6 +203,7 @@ TABLES: dict[str, Callable[[list[dict], str, int], str]] = {
     "scaling_published": lambda rows, task, steps: scaling.published_table(rows),
     "update": lambda rows, task, steps: codes.table(rows),
     "memory": _memory,
+    "moved": lambda rows, task, steps: codes.moved_table(rows),
     "agreement": lambda rows, task, steps: agreement.table(rows),
     "accelerators": lambda rows, task, steps: accelerators_tables.table(rows),
     "accelerators_measured": lambda rows, task, steps: accelerators_tables.measured_table(rows),

@@ -35,3 +35,19 @@ def test_ratios_are_medians_over_turns_and_not_of_medians():
     assert row["share_of_step"] == 0.5
     line = codes.table([row]).splitlines()[2]
     assert line == "| SLAMB | momentum | LAMB | 1.50 | 1.11 | 50% |"
+
+
+def test_the_least_bytes_are_those_of_one_read_and_one_write():
+    numel = 2**16
+    payload = numel + 2 * numel // 128  # a byte a value, and a bfloat16 scale a block
+    assert codes.least_bytes(codes.quantize(8), None, numel) == (
+        4 * numel + payload,
+        4 * numel + payload,
+    )
+    few = codes.random_k(0.25)
+    assert codes.least_bytes(few, few, numel) == (2 * numel, 5 * numel)
+    row = {"code": "a", "numel": 10, "ratio": 1.4, "target": 1.3}
+    row |= {"encode_kernels": 4, "encode_bytes": 90, "encode_least_bytes": 50}
+    row |= {"decode_kernels": 1, "decode_bytes": 50, "decode_least_bytes": 50}
+    line = "| `a` | 10.00 | 14.00 | 4 + 1 | 1.80 | 1.00 | **1.40** |"
+    assert codes.moved_table([row]).splitlines()[2] == line
