@@ -31,6 +31,7 @@ from benchmarks.accelerators_devices import (
 from benchmarks.accelerators_program import Message, Overlap, Program, messages, overlap
 from benchmarks.methods import Method
 from jaxcomp import report
+from jaxcomp.steps.train import sends_early
 from train.config import Config, Data, Optimizer
 from train.config.run import AXIS_NAME
 from train.models.decoder import DecoderConfig
@@ -200,10 +201,16 @@ def row(device: str, model: str, method: str, sizes: tuple[int, ...]) -> dict:
         "compile_cpu_seconds": cpu_seconds,
         **facts(compiled, text, built, device, sizes),
         "jax": jax.__version__,
-        "options": jaxcomp.compiler_options(
-            built.mesh, gathers_layers=METHODS[method].qsdp is not None
-        ),
+        "options": _options(built, model in IN_SHARDS),
     }
+
+
+def _options(built: Built, in_shards: bool) -> dict[str, Any]:
+    """What XLA is told by the step."""
+    if built.config.qsdp is not None:
+        return jaxcomp.compiler_options(built.mesh, gathers_layers=True)
+    axes = (AXIS_NAME,) if in_shards else built.mesh.axis_names
+    return jaxcomp.compiler_options(built.mesh, early=sends_early(built.mesh, axes, built.state))
 
 
 def rows(device: str, model: str, names: Sequence[str], sizes: tuple[int, ...]) -> list[dict]:

@@ -16,12 +16,22 @@ _LATE_AS_CAN_BE = {
     "xla_gpu_enable_latency_hiding_scheduler": False,
     "xla_gpu_all_gather_combine_threshold_bytes": 0,
 }
+# Where barriers hold the end of a message back, only its start is left to the scheduler. The plain
+# one starts a sum late. The other one can be told not to, and has one message under way by default.
+_EARLY_AS_CAN_BE = {
+    "xla_gpu_enable_latency_hiding_scheduler": True,
+    "xla_gpu_experimental_collective_start_as_early_as_possible": True,
+    "xla_gpu_experimental_parallel_collective_overlap_limit": 16,  # two hops of eight buckets
+    "xla_gpu_all_gather_combine_threshold_bytes": 0,
+}
 # With several gathers in a row, the plain scheduler makes them synchronous. The other one keeps
 # only one message in flight, and sends a gradient before the weights that are needed first.
 _TWO_UNDER_WAY = {"xla_gpu_experimental_parallel_collective_overlap_limit": 2}
 
 
-def compiler_options(mesh: Mesh | AbstractMesh, *, gathers_layers: bool = False) -> dict[str, Any]:
+def compiler_options(
+    mesh: Mesh | AbstractMesh, *, gathers_layers: bool = False, early: bool = False
+) -> dict[str, Any]:
     """The options of `jax.jit` with which XLA overlaps messages with as much work as it can.
 
     `train_step` and `qsdp_train_step` use them. If you jit your own step, write `jax.jit(step,
@@ -30,12 +40,16 @@ def compiler_options(mesh: Mesh | AbstractMesh, *, gathers_layers: bool = False)
     Args:
       mesh: Where the program runs.
       gathers_layers: Whether it gathers layer after layer, as `qsdp` does.
+      early: Whether barriers in it keep the backward pass beside messages, as in the `train_step`
+        of a mean of gradients.
 
     Returns:
       Names and values on GPUs; empty for other devices, or an abstract mesh.
     """
     if not is_of_gpus(mesh):
         return {}
+    if early:
+        return dict(_EARLY_AS_CAN_BE)
     return dict(_TWO_UNDER_WAY if gathers_layers else _LATE_AS_CAN_BE)
 
 
@@ -88,6 +102,35 @@ def donating(
     """
     options = None if mesh is None else compiler_options(mesh, **mesh_options)
     return Donating(jax.jit(function, donate_argnums=(0, 1), compiler_options=options))
+
+
+class ByState:
+    """A jitted function `(params, state, ...)`, made when it first gets a state, which decides how.
+
+    Args:
+      make: `state -> jitted function`.
+    """
+
+    def __init__(self, make: Callable[[Any], Any]):
+        self._make, self._made = make, None
+
+    def __call__(self, params: Any, state: Any, *args: Any, **options: Any) -> Any:
+        return self._of(state)(params, state, *args, **options)
+
+    def lower(self, params: Any, state: Any, *args: Any, **options: Any) -> Any:
+        """The lowered program."""
+        return self._of(state).lower(params, state, *args, **options)
+
+    def trace(self, params: Any, state: Any, *args: Any, **options: Any) -> Any:
+        """The traced program."""
+        return self._of(state).trace(params, state, *args, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._made, name)
+
+    def _of(self, state):
+        self._made = self._made or self._make(state)
+        return self._made
 
 
 class Donating:

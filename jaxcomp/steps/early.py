@@ -7,6 +7,7 @@ and evaluated in another order, with barriers that a compiler cannot undo.
 
 import bisect
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -75,6 +76,8 @@ def in_early_order(first: Callable[[], Any], second: Callable[[Any], Any], axis_
         return made, second(made)
 
     closed, (made, results) = jax.make_jaxpr(both, return_shape=True)()
+    if any(map(_is_call, closed.eqns)):
+        closed = jax.make_jaxpr(lambda: _opened(closed, []))()
     order = _Order(closed, len(jax.tree.leaves(made)), axis_name)
     return jax.tree.unflatten(jax.tree.structure(results), order.evaluated())
 
@@ -87,8 +90,7 @@ class _Order:
         self.eqns = closed.jaxpr.eqns
         self.values = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
         self.made_by = {var: i for i, eqn in enumerate(self.eqns) for var in eqn.outvars}
-        self.used = {x for eqn in self.eqns for x in eqn.invars if not _is_literal(x)}
-        self.used |= {x for x in closed.jaxpr.outvars if not _is_literal(x)}
+        self.used = _used(closed.jaxpr)
         # Sets of equations are the bits of integers.
         self.needs: list[int] = []
         for i, eqn in enumerate(self.eqns):
@@ -177,17 +179,44 @@ class _Order:
         """Evaluates those of a set of equations that have not been."""
         eqns = [self.eqns[i] for i in _bits(wanted & ~self.done)]
         self.done |= wanted
-        if not eqns:
-            return
-        makes = [x for eqn in eqns for x in eqn.outvars if x in self.used]
-        own = set(makes)
-        takes = dict.fromkeys(x for e in eqns for x in _variables(e) if x not in own)
-        debug_info = self.jaxpr.debug_info.with_unknown_names()
-        part = self.jaxpr.replace(
-            constvars=[], invars=[*takes], outvars=makes, eqns=eqns, debug_info=debug_info
-        )
-        run = core.jaxpr_as_fun(core.ClosedJaxpr(part, []))
-        self.values |= dict(zip(makes, run(*[self.values[x] for x in takes]), strict=True))
+        self.values |= _evaluated(self.jaxpr, eqns, self.values, self.used)
+
+
+def _opened(closed: core.ClosedJaxpr, arguments: list[Any]) -> list[Any]:
+    """The results of a program: products in jitted functions are then among its equations."""
+    jaxpr = closed.jaxpr
+    values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *arguments], strict=True))
+    read = lambda x: x.val if _is_literal(x) else values[x]
+    used = _used(jaxpr)
+    for is_call, group in itertools.groupby(jaxpr.eqns, _is_call):
+        for eqn in group if is_call else ():
+            made = _opened(eqn.params["jaxpr"], [read(x) for x in eqn.invars])
+            values |= dict(zip(eqn.outvars, made, strict=True))
+        values |= _evaluated(jaxpr, [] if is_call else [*group], values, used)
+    return [read(x) for x in jaxpr.outvars]
+
+
+def _evaluated(jaxpr: core.Jaxpr, eqns: list[Any], values: dict, used: set) -> dict[Any, Any]:
+    """What some equations of a program make, of what is used."""
+    makes = [x for eqn in eqns for x in eqn.outvars if x in used]
+    own = set(makes)
+    takes = dict.fromkeys(x for eqn in eqns for x in _variables(eqn) if x not in own)
+    debug_info = jaxpr.debug_info.with_unknown_names()
+    part = jaxpr.replace(
+        constvars=[], invars=[*takes], outvars=makes, eqns=eqns, debug_info=debug_info
+    )
+    run = core.jaxpr_as_fun(core.ClosedJaxpr(part, []))
+    return dict(zip(makes, run(*[values[x] for x in takes]), strict=True))
+
+
+def _used(jaxpr: core.Jaxpr) -> set[Any]:
+    """The variables that a program reads or returns."""
+    read = [*jaxpr.outvars, *itertools.chain.from_iterable(eqn.invars for eqn in jaxpr.eqns)]
+    return {x for x in read if not _is_literal(x)}
+
+
+def _is_call(eqn) -> bool:
+    return eqn.primitive.name in ("jit", "pjit") and _contains(eqn, _PRODUCTS)
 
 
 def _bits(number: int) -> Iterator[int]:

@@ -13,7 +13,7 @@ from jaxcomp.replicas import protocol
 from jaxcomp.replicas.specs import require_axis, state_specs
 from jaxcomp.replicas.state import per_replica
 from jaxcomp.replicas.types import names_of
-from jaxcomp.steps.compiling import Initial, donating, is_of_gpus
+from jaxcomp.steps.compiling import ByState, Donating, Initial, compiler_options, is_of_gpus
 from jaxcomp.steps.early import early
 from jaxcomp.steps.gradient import Gradient, all_gradients, check_accumulate, metrics_of
 from jaxcomp.steps.interleaved import interleaved
@@ -102,10 +102,27 @@ def train_step(
     require_axis(mesh, axis_name)
     update = Update(per_replica(tx, axis_name), mesh, axis_name, param_specs, fast_axis)
     gradient = Gradient(loss_fn, mesh, update.axes, accumulate, has_aux, batch_specs)
-    return TrainStep(
-        Initial(jax.jit(functools.partial(init_state, update))),
-        donating(functools.partial(_step, gradient, update), mesh),
-    )
+    step = functools.partial(_step, gradient, update)
+
+    def jitted(state):
+        options = compiler_options(mesh, early=sends_early(mesh, update.axes, state))
+        return jax.jit(step, donate_argnums=(0, 1), compiler_options=options)
+
+    init = Initial(jax.jit(functools.partial(init_state, update)))
+    return TrainStep(init, Donating(ByState(jitted)))
+
+
+def sends_early(mesh: Mesh | AbstractMesh, axes: str | tuple[str, ...], state: Any) -> bool:
+    """Whether a step sends what it needs of the gradient while the rest is computed."""
+    return is_of_gpus(mesh) and _are_all(mesh, axes) and not _sends_ahead(state)
+
+
+def _are_all(mesh, axes):
+    return set(mesh.axis_names) == {*names_of(axes)}
+
+
+def _sends_ahead(state):
+    return protocol.exchanges_ahead(state) and protocol.loss_scale(state) is None
 
 
 def _step(gradient, update, params, state, batch, rng=None, model_state=None, extra_args=None):
@@ -113,12 +130,11 @@ def _step(gradient, update, params, state, batch, rng=None, model_state=None, ex
     drifts = whole_drifts(update, params, protocol.drifts(state))
     given = drifts, batch, rng, model_state
     scale = protocol.loss_scale(state)
-    is_alone = set(update.mesh.axis_names) == {*names_of(update.axes)}
-    if protocol.exchanges_ahead(state) and scale is None:
-        make = interleaved if is_alone else interleaved_shards
+    if _sends_ahead(state):
+        make = interleaved if _are_all(update.mesh, update.axes) else interleaved_shards
         new = make(gradient, update, params, state, *given, extra_args)
         params, state, skipped, loss, extra = new
-    elif is_alone and is_of_gpus(update.mesh):
+    elif sends_early(update.mesh, update.axes, state):
         new = early(gradient, update, params, state, *given, scale, extra_args)
         params, state, skipped, loss, extra = new
     else:

@@ -203,8 +203,8 @@ def test_messages_of_a_mean_travel_beside_the_backward_pass():
     if (reason := unavailable("h100")) is not None:
         pytest.skip(reason)
     (row,) = made_apart("h100", "toy", ["q4"], (8,))
-    assert row["products_in_span"] > 0.4  # of all; two thirds are the backward pass's
-    assert row["messages"]["all-to-all"]["async"] >= 5
+    assert row["products_beside"] > 0.45  # of all; two thirds are the backward pass's
+    assert all(kind["async"] == kind["all"] for kind in row["messages"].values())
 
 
 def selection(copies):

@@ -1,13 +1,14 @@
 """What XLA is told of slow links: on GPUs, and by the steps that the library jits."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 import jaxcomp
-from jaxcomp.steps import compiling
+from jaxcomp.steps import compiling, train
 from tests.helpers.replicas import mesh_of
 
 
@@ -24,19 +25,31 @@ def test_only_gpus_get_options():
     assert options["xla_gpu_enable_latency_hiding_scheduler"] is False
     of_layers = jaxcomp.compiler_options(Mesh(np.array([GPU()]), ("a",)), gathers_layers=True)
     assert of_layers == {"xla_gpu_experimental_parallel_collective_overlap_limit": 2}
+    early = jaxcomp.compiler_options(Mesh(np.array([GPU()]), ("a",)), early=True)
+    assert early["xla_gpu_experimental_collective_start_as_early_as_possible"] is True
+    assert jax.jit(lambda x: x + 1, compiler_options=early)(1.0) == 2.0  # this XLA knows them
 
 
 def test_the_steps_are_compiled_with_the_options_of_their_mesh(monkeypatch):
     asked = []
-    monkeypatch.setattr(
-        compiling, "compiler_options", lambda *args, **of: asked.append((*args, of)) or {}
-    )
+    note = lambda *args, **of: asked.append((*args, of)) or {}
+    monkeypatch.setattr(compiling, "compiler_options", note)
+    monkeypatch.setattr(train, "compiler_options", note)
+    monkeypatch.setattr(train, "is_of_gpus", lambda mesh: True)
     mesh = mesh_of(2)
-    loss = lambda params, batch: (params * batch).mean()
-    jaxcomp.train_step(loss, jaxcomp.cocktail_sgd(optax.sgd(0.1), "replica"), mesh, "replica")
+    loss = lambda params, batch: (batch @ params).mean()
+    params, batch = jnp.zeros(4), jnp.zeros((2, 4))
+    mean = jaxcomp.compressed_mean(jaxcomp.identity(), "replica")
+    for tx in jaxcomp.cocktail_sgd(optax.sgd(0.1), "replica"), optax.chain(mean, optax.sgd(0.1)):
+        init, step = jaxcomp.train_step(loss, tx, mesh, "replica")
+        step.lower(params, init(params), batch)
     fsdp = jaxcomp.qsdp("replica")
     jaxcomp.qsdp_train_step(loss, optax.sgd(0.1), mesh, fsdp)
-    assert asked == [(mesh, {}), (mesh, {"gathers_layers": True})]
+    assert asked == [
+        (mesh, {"early": False}),
+        (mesh, {"early": True}),
+        (mesh, {"gathers_layers": True}),
+    ]
 
 
 def test_the_options_reach_the_compiler(monkeypatch):

@@ -85,7 +85,7 @@ def test_it_trains_as_a_step_that_does_one_after_the_other(tx, sizes, options, m
     jax.tree.map(close, found, wanted)
 
 
-def order_of(tx):
+def order_of(tx, loss=loss):
     mesh = mesh_of(2)
     init, step = jaxcomp.train_step(loss, tx, mesh, "replica")
     params = everywhere(mesh, PARAMS)
@@ -115,6 +115,11 @@ def test_a_message_leaves_before_the_products_of_the_layers_below(monkeypatch):
     for layer in range(LAYERS - 2):
         assert between(made("all_to_all", layer), made("all_to_all", layer + 1)) == 2
         assert between(made("all_to_all", layer), made("all_gather_invariant", layer)) == 2
+
+
+def test_products_of_a_jitted_loss_are_seen(monkeypatch):
+    as_on_gpus(monkeypatch)
+    assert order_of(CLIPPED, jax.jit(loss)) == order_of(CLIPPED)
 
 
 def positions(order, name):
