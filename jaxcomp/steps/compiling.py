@@ -115,20 +115,20 @@ class ByState:
         self._make, self._made = make, None
 
     def __call__(self, params: Any, state: Any, *args: Any, **options: Any) -> Any:
-        return self._of(state)(params, state, *args, **options)
+        return self._program(state)(params, state, *args, **options)
 
     def lower(self, params: Any, state: Any, *args: Any, **options: Any) -> Any:
         """The lowered program."""
-        return self._of(state).lower(params, state, *args, **options)
+        return self._program(state).lower(params, state, *args, **options)
 
     def trace(self, params: Any, state: Any, *args: Any, **options: Any) -> Any:
         """The traced program."""
-        return self._of(state).trace(params, state, *args, **options)
+        return self._program(state).trace(params, state, *args, **options)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._made, name)
 
-    def _of(self, state):
+    def _program(self, state):
         self._made = self._made or self._make(state)
         return self._made
 
