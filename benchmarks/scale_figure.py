@@ -20,10 +20,11 @@ HEAD = "| method | rate | fewer bits | loss | dense, same inner optimizer | seed
 
 
 def table(rows: list[dict], task: str, steps: int) -> str:
-    """One line for each method, in the order in which methods first appear.
+    """One line for each method and rate, in the order in which they first appear.
 
     A baseline's loss is the mean over those of the method's seeds that it has, at the same step: a
-    run that was cut short is compared where it stopped.
+    run that was cut short is compared where it stopped. It is that of the same rate, where a
+    baseline has it.
 
     Args:
       rows: Rows of one file.
@@ -33,11 +34,17 @@ def table(rows: list[dict], task: str, steps: int) -> str:
     Returns:
       A Markdown table; "" without rows.
     """
-    runs: dict[str, list[dict]] = {}
+    runs: dict[tuple[str, float], list[dict]] = {}
     for row in rows:
         if (row["task"], row["steps"]) == (task, steps):
-            runs.setdefault(row["method"], []).append(row)
-    lines = [_line(same, runs.get(same[0]["baseline"], [])) for same in runs.values()]
+            runs.setdefault((row["method"], row["learning_rate"]), []).append(row)
+    lines = []
+    for (_, rate), same in runs.items():
+        name = same[0]["baseline"]
+        of_any_rate = [
+            row for (method, _), dense in runs.items() if method == name for row in dense
+        ]
+        lines.append(_line(same, runs.get((name, rate), of_any_rate)))
     return "\n".join([HEAD, "|---|---|---|---|---|---|", *lines]) if lines else ""
 
 

@@ -191,6 +191,7 @@ TABLES: dict[str, Callable[[list[dict], str, int], str]] = {
     "pico": _convergence,
     "micro": scale_figure.table,
     "micro_fine_tune": scale_figure.table,
+    "micro_fine_tune_rates": scale_figure.table,
     "readme": _readme,
     "34m_linux": scale_figure.table,
     "slow_network": lambda rows, task, steps: slow_network_figure.table(rows),

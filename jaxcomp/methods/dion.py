@@ -146,8 +146,8 @@ def dion(
         groups = low_rank.batches(leaves, shapes)
         # For each batch of matrices: the momenta with this step's gradients, and the factors.
         moved = lambda i: momenta[i] + grads[i].astype(momenta[i].dtype)
-        matrices = [low_rank.joined(map(moved, group), shapes[group[0]]) for group in groups]
-        held = [low_rank.joined([rights[i] for i in group]) for group in groups]
+        matrices = [low_rank.batched(map(moved, group), shapes[group[0]]) for group in groups]
+        held = [low_rank.batched([rights[i] for i in group]) for group in groups]
 
         bad = not_finite(updates, axis_name) > 0
         own = list(map(low_rank.product, matrices, held))

@@ -49,7 +49,7 @@ def batches(leaves: list[Any], shapes: list[tuple[int, int] | None]) -> list[lis
     return list(groups.values())
 
 
-def joined(arrays: Any, shape: tuple[int, int] | None = None) -> jax.Array:
+def batched(arrays: Any, shape: tuple[int, int] | None = None) -> jax.Array:
     """One batch [k, m, n] of leaves that are a matrix, or one per layer, each.
 
     Args:
@@ -60,7 +60,7 @@ def joined(arrays: Any, shape: tuple[int, int] | None = None) -> jax.Array:
 
 
 def parted(batch: jax.Array, layers: list[tuple[int, ...]]) -> list[jax.Array]:
-    """Undoes `joined`: one array per leaf, `[*layers, rows, columns]`, of a batch."""
+    """Undoes `batched`: one array per leaf, `[*layers, rows, columns]`, of a batch."""
     ends = itertools.accumulate(map(math.prod, layers))
     parts = jnp.split(batch, list(ends)[:-1])
     return [x.reshape(*one, *x.shape[1:]) for x, one in zip(parts, layers, strict=True)]

@@ -211,9 +211,9 @@ def _factor(send, shapes, key, part, leaves, residuals, held, exact):
     matrices, others, own = [], [], []
     for number, group in enumerate(groups):
         totals = [moments.to_moment_dtype(leaves[i]) + residuals[i] for i in group]
-        matrices.append(low_rank.joined(totals, shapes[group[0]]))
+        matrices.append(low_rank.batched(totals, shapes[group[0]]))
         noise = fold(key, key.count, number)
-        others.append(low_rank.orthogonal(low_rank.joined([held[i] for i in group]), noise))
+        others.append(low_rank.orthogonal(low_rank.batched([held[i] for i in group]), noise))
         on_left = matrices[-1] if part == "left_factor" else low_rank.transposed(matrices[-1])
         own.append(low_rank.product(on_left, others[-1]))
     got = send((own, exact), part)

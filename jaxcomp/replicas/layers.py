@@ -90,12 +90,12 @@ def in_batches(tx: optax.GradientTransformation) -> optax.GradientTransformation
 
     def init(params):
         with contextlib.suppress(LayersDiffer):
-            return _taken_apart(tx.init(_joined(params)))
+            return _taken_apart(tx.init(_stacked(params)))
         return tx.init(params)
 
     def update(updates, state, params=None, **extra_args):
         with contextlib.suppress(LayersDiffer):
-            trees = map(_joined, (updates, state, params))
+            trees = map(_stacked, (updates, state, params))
             return _taken_apart(tx.update(*trees, **extra_args))
         return tx.update(updates, state, params, **extra_args)
 
@@ -110,26 +110,26 @@ def layer_by_layer(
 
     def init(params):
         state = tx.init(_taken_apart(params))
-        return _joined(state) if any(map(is_stack, _paths(params))) else state
+        return _stacked(state) if any(map(is_stack, _paths(params))) else state
 
     def update(updates, state, params=None, **extra_args):
         if not any(map(is_stack, _paths(updates))):
             return tx.update(updates, state, params, **extra_args)
         trees = map(_taken_apart, (updates, state, params))
-        return _joined(tx.update(*trees, **extra_args))
+        return _stacked(tx.update(*trees, **extra_args))
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _joined(tree):
+def _stacked(tree):
     """The tree with `Stacked` nodes in place of `Unstacked` ones whose layers are alike."""
 
-    def joined(node):
+    def stacked(node):
         if not isinstance(node, Unstacked) or not _alike(node.trees):
             return node
         return Stacked(_restacked(node), len(node.trees))
 
-    return jax.tree.map(joined, tree, is_leaf=lambda node: isinstance(node, Unstacked))
+    return jax.tree.map(stacked, tree, is_leaf=lambda node: isinstance(node, Unstacked))
 
 
 def _taken_apart(tree):
@@ -202,13 +202,13 @@ def common_values(function: Callable[[Any], Any], tree: Any) -> Any:
       LayersDiffer: If the values of a stack's layers are not equal.
     """
 
-    def joined(node):
+    def stacked(node):
         if not isinstance(node, Unstacked):
             return node
         return Stacked(jax.tree.map(lambda *values: _only(values), *node.trees), len(node.trees))
 
     values = function(_taken_apart(tree))
-    return jax.tree.map(joined, values, is_leaf=lambda node: isinstance(node, Unstacked))
+    return jax.tree.map(stacked, values, is_leaf=lambda node: isinstance(node, Unstacked))
 
 
 def _only(values):
