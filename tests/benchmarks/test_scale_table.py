@@ -45,6 +45,17 @@ def test_a_line_for_each_method_beside_its_own_baseline():
     assert scale_figure.table(ROWS, "toy", 200) == ""
 
 
+def test_a_baseline_has_the_rate_of_its_method_if_it_was_trained_at_it():
+    rates = {"learning_rate": 1e-3}
+    rows = [*ROWS[:3], row("dense Adam", "dense Adam", 1, 3.5, **rates)]
+    rows += [row("4 bits", "dense Adam", 1, 3.6, bits=4.0, **rates)]
+    lines = scale_figure.table(rows, "toy", 100).splitlines()[2:]
+    assert lines[1:] == [
+        "| dense Adam | 0.001 | 1 | 3.50 |  | 1 |",
+        "| 4 bits | 0.001 | 8 | 3.60 | dense Adam: 3.50 | 1 |",
+    ]
+
+
 def test_the_figure_has_the_difference_on_the_same_seeds(tmp_path):
     costs = scale_figure.costs(ROWS, "toy", 100)
     wanted = {"4 bits": 0.1, "0/1 Adam": -0.5, "1 bit": float("inf")}
