@@ -127,8 +127,8 @@ def test_every_text_that_says_what_to_install_names_an_extra_of_the_checkout():
         for command in re.findall("pip install.*", text):
             installed += re.findall(r"'([^'\[]*)\[([\w,]+)\]'", command)
     assert len(installed) > 9
-    # The package index does not have jaxcomp: a checkout does, or the clone that a notebook makes.
-    assert {folder for folder, _ in installed} == {".", "{folder}"}
+    # The package index does not have jaxcomp: a checkout does.
+    assert {folder for folder, _ in installed} == {"."}
     extras = {extra for _, group in installed for extra in group.split(",")}
     assert extras <= project["optional-dependencies"].keys()
 
