@@ -6,6 +6,7 @@ more `functions` to `serve`.
 
 import dataclasses
 import re
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +19,7 @@ import jaxcomp
 from benchmarks import commands, methods
 from benchmarks.methods import Method
 from jaxcomp.launch import distributed
+from jaxcomp.launch.exits import clean_exits
 from jaxcomp.measure import step_probe
 from jaxcomp.replicas import protocol
 from train import examples
@@ -230,6 +232,15 @@ def serve(functions: Callable[[int], dict]) -> None:
     devices.start(args.num_processes, args.num_processes)
     jax.devices()  # Waits for all hosts; to build, none needs another.
     commands.serve(**functions(args.num_processes))
+
+
+def main_or_host(main: Callable[[], None], functions: Callable[[int], dict]) -> None:
+    """Runs a program that starts itself once more for each host: `main`, or `serve` in a host."""
+    if "--process-id" in sys.argv:
+        serve(functions)
+    else:
+        with clean_exits():
+            main()
 
 
 if __name__ == "__main__":

@@ -29,7 +29,6 @@ from matplotlib.figure import Figure
 import jaxcomp
 from benchmarks import commands, methods, network, rows, slow_network, worker
 from benchmarks.studies import fine_tune
-from jaxcomp.launch.exits import clean_exits
 from train import resume
 from train.config import Config, Data, Optimizer
 from train.config.run import AXIS_NAME
@@ -418,8 +417,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if "--process-id" in sys.argv:  # a host that this program has started
-        worker.serve(functions)
-    else:
-        with clean_exits():
-            main()
+    worker.main_or_host(main, functions)

@@ -40,7 +40,6 @@ from benchmarks import (
 from benchmarks.studies import islands as faults
 from jaxcomp import islands
 from jaxcomp.islands import envelopes, programs
-from jaxcomp.launch.exits import clean_exits
 from train import examples
 from train.config.optimizer import schedule
 from train.placement import build
@@ -289,8 +288,4 @@ def over_network(options) -> Any:
 
 
 if __name__ == "__main__":
-    if "--process-id" in sys.argv:  # a host that this program has started
-        worker.serve(functions)
-    else:
-        with clean_exits():
-            main()
+    worker.main_or_host(main, functions)

@@ -37,7 +37,6 @@ from benchmarks.slow_network import (
 from benchmarks.slow_network_figure import seconds
 from benchmarks.worker import DENSE, METHODS, MODELS, UPDATES
 from jaxcomp import planner
-from jaxcomp.launch.exits import clean_exits
 from jaxcomp.measure import link_probe
 from train.config.run import AXIS_NAME
 from train.placement import devices
@@ -307,8 +306,4 @@ def main(args: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    if "--process-id" in sys.argv:  # a host that this program has started
-        worker.serve(functions)
-    else:
-        with clean_exits():
-            main(sys.argv[1:])
+    worker.main_or_host(lambda: main(sys.argv[1:]), functions)
