@@ -4,9 +4,9 @@
     PYTHONPATH=. python tests/golden/make_chats.py tests/golden/chats.json
 
 The templates are written here, in `templates`, in the style of public models: none is a copy. Each
-is tried with each chat that it takes. All but `filters` mark answers; `mask` is transformers'
-`assistant_masks`, by the tokenizer of `tests/helpers/tokens.py`, whose merges reach over the marks
-of `joined`.
+is tried with each chat that it takes; six write the tools of the one that has some. All but
+`filters` mark answers; `mask` is transformers' `assistant_masks`, by the tokenizer of
+`tests/helpers/tokens.py`, whose merges reach over the marks of `joined`.
 """
 
 import json
@@ -49,9 +49,34 @@ CHATS = {
         {"role": "user", "content": "again"},
         {"role": "assistant", "content": "three", "reasoning_content": "at last"},
     ],
+    "functions": [
+        {"role": "user", "content": "go"},
+        {"role": "assistant", "content": "", "tool_calls": [CALL]},
+        {"role": "tool", "name": "f", "tool_call_id": "abc123def", "content": "a text"},
+        {"role": "assistant", "content": "done"},
+        {"role": "user", "content": "again"},
+        {"role": "assistant", "content": "some words"},
+    ],
     "repeats": [  # no part of it is found by its text
         *(3 * [{"role": "user", "content": "yes"}, {"role": "assistant", "content": "yes"}]),
     ],
+}
+TOOLS = {  # of the chats that have some
+    "functions": [
+        {
+            "type": "function",
+            "function": {
+                "name": name,
+                "description": "Finds gr\u00f6\u00dfer <b>words</b>.",
+                "parameters": {
+                    "type": "object",
+                    "properties": {"query": {"type": "string"}, "a": {"type": "array"}},
+                    "required": ["query"],
+                },
+            },
+        }
+        for name in "fg"
+    ]
 }
 
 
@@ -66,7 +91,7 @@ def main(file: pathlib.Path) -> None:
             name, template = source.stem, source.read_text()
             for chat, messages in CHATS.items():
                 case = {"template": name, "chat": chat, "text": None}
-                options = {"chat_template": template}
+                options = {"chat_template": template, "tools": TOOLS.get(chat)}
                 try:
                     case["text"] = made.apply_chat_template(messages, tokenize=False, **options)
                 except (jinja2.TemplateError, TypeError) as error:
@@ -78,7 +103,7 @@ def main(file: pathlib.Path) -> None:
                         )["assistant_masks"]
                         case["mask"] = "".join(map(str, masks))
                 cases.append(case)
-    contents = {"chats": CHATS, "cases": cases}
+    contents = {"chats": CHATS, "tools": TOOLS, "cases": cases}
     file.write_text(json.dumps(contents, indent=1) + "\n")
 
 

@@ -27,8 +27,11 @@ class Chat(NamedTuple):
     answers: list[tuple[int, int]]
 
 
-def renderer(tokenizer: Tokenizer, folder: str) -> Callable[[list[dict[str, Any]]], Chat]:
-    """Makes the function from messages, `{"role": ..., "content": ...}`, to a `Chat`.
+def renderer(tokenizer: Tokenizer, folder: str) -> Callable[[Any], Chat]:
+    """Makes the function from messages, `[{"role": ..., "content": ...}, ...]`, to a `Chat`.
+
+    If there are tools, the messages stand in `{"messages": ..., "tools": ...}`, beside the JSON
+    schemas that the template gets as `tools`.
 
     The text is the one of transformers' `apply_chat_template`. An answer is what the template marks
     with `{% generation %}`. If it marks nothing, an answer is the text that an assistant's message
@@ -48,7 +51,7 @@ def renderer(tokenizer: Tokenizer, folder: str) -> Callable[[list[dict[str, Any]
         raises an error, takes too much, or writes no answer in a loop over messages.
     """
     render = _renderer(tokenizer, folder)
-    return lambda messages: render(_dumped(messages))
+    return lambda chat: render(_dumped(chat))
 
 
 def encoder(tokenizer: Tokenizer, folder: str) -> Callable[[str], tuple[np.ndarray, np.ndarray]]:
@@ -63,7 +66,7 @@ def encoder(tokenizer: Tokenizer, folder: str) -> Callable[[str], tuple[np.ndarr
       folder: See `renderer`.
 
     Returns:
-      The function. Messages are one line of JSON.
+      The function. Messages, or the object of them and tools, are one line of JSON.
 
     Raises:
       ValueError: See `renderer`.

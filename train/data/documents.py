@@ -29,7 +29,9 @@ class Document(NamedTuple):
       name: Decides whether it is held out: the file's name, or the sha256 of a row.
       where: The file, or the row, for messages.
       size: Bytes.
-      is_chat: Whether its text is JSON, the messages of a chat.
+      is_chat: Whether its text is JSON: the messages of a chat or, with tools, an object of
+        `messages` and `tools`.
+      has_tools: Whether there are tools.
       pieces: Its text in pieces, one in memory at a time, each with the amount read of the total.
     """
 
@@ -37,6 +39,7 @@ class Document(NamedTuple):
     where: str
     size: int
     is_chat: bool
+    has_tools: bool
     pieces: Iterator[tuple[str, int]]
 
 
@@ -60,8 +63,26 @@ def find(data: Data) -> Source:
     """Finds the source that a configuration names; reads nothing yet.
 
     Raises:
-      ValueError: If something is missing or cannot be listed; while reading, if it is not text.
+      ValueError: If something is missing or cannot be listed; while reading, if it is not text, or
+        no chat has the tools that are asked for.
     """
+    found = _find(data)
+    return found._replace(documents=lambda: _require_tools(found, data))
+
+
+def _require_tools(found: Source, data: Data) -> Iterator[Document]:
+    missing = data.tools is not None
+    for document in found.documents():
+        missing = missing and not document.has_tools
+        yield document
+    if missing:
+        raise ValueError(
+            f"no chat of {found.name} has the field data.tools={data.tools!r}; write the name of "
+            "the field with their tools, or leave it out."
+        )
+
+
+def _find(data: Data) -> Source:
     if data.huggingface is not None:
         return _rows_of_a_set(data, data.huggingface)
     if data.path is None:
@@ -75,6 +96,10 @@ def find(data: Data) -> Source:
     if root.is_file():
         return _files(data.path, root.parent, [root], data)
     return _files(data.path, root, on_disk.files_below(root), data)
+
+
+def _columns(data: Data) -> rows.Columns:
+    return {"column": data.column} | ({} if data.tools is None else {"tools": data.tools})
 
 
 def _standard_library(root: pathlib.Path) -> list[pathlib.Path]:
@@ -92,17 +117,17 @@ def _files(source: str, root: pathlib.Path, files: list[pathlib.Path], data: Dat
             read_rows = rows.KINDS.get(file.suffix.lower())
             if read_rows is None:
                 pieces = ((piece, len(piece.encode())) for piece in on_disk.pieces(file))
-                yield Document(name, repr(str(file)), size, False, pieces)
+                yield Document(name, repr(str(file)), size, False, False, pieces)
                 continue
             where = f"data.column={data.column!r} of {str(file)!r}"
-            yield from _numbered(read_rows(file, data.column), where)
+            yield from _numbered(read_rows(file, _columns(data)), where)
 
     _require_readable(source, files, data)
     names = [file.relative_to(root).as_posix() for file in files]
     stats = [on_disk.stat(file) for file in files]
     sizes = [stat.st_size for stat in stats]
     times = [stat.st_mtime_ns for stat in stats]
-    known = repr((list(zip(names, sizes, times, strict=True)), data.column))
+    known = repr((list(zip(names, sizes, times, strict=True)), *_columns(data).values()))
     return Source(source, known, sum(sizes), documents)
 
 
@@ -121,17 +146,20 @@ def _require_readable(source: str, files: list[pathlib.Path], data: Data) -> Non
         )
 
 
-def _numbered(values: Iterable[tuple[Any, int]], where: str) -> Iterator[Document]:
-    for number, (value, read) in enumerate(values, 1):
-        yield _row(value, f"row {number} of {where}", read)
+def _numbered(values: Iterable[tuple[list[Any], int]], where: str) -> Iterator[Document]:
+    for number, (row, read) in enumerate(values, 1):
+        yield _row(f"row {number} of {where}", read, *row)
 
 
-def _row(value: Any, where: str, read: int) -> Document:
+def _row(where: str, read: int, value: Any, tools: Any = None) -> Document:
     is_chat = isinstance(value, list) and bool(value)
     is_chat = is_chat and all(isinstance(message, dict) for message in value)
     if not is_chat and not isinstance(value, str):
         text = repr(value)[:80]
         raise ValueError(f"{where} holds {text}; choose one of strings, or of messages of chats.")
+    tools = _listed(tools, where)
+    if tools is not None and is_chat:
+        value = {"messages": value, "tools": tools}
     # A template may show the order of keys, but chats that differ only in it stay together.
     try:
         texts = (_dumped(value, False), _dumped(value, True)) if is_chat else (value, value)
@@ -139,11 +167,28 @@ def _row(value: Any, where: str, read: int) -> Document:
         raise ValueError(f"{where} nests too deeply; take it out.") from error
     content, ranked = (text.encode("utf-8", "replace") for text in texts)
     pieces = iter([(content.decode(), read)])
-    return Document(hashlib.sha256(ranked).hexdigest(), where, len(content), is_chat, pieces)
+    name = hashlib.sha256(ranked).hexdigest()
+    return Document(name, where, len(content), is_chat, is_chat and tools is not None, pieces)
 
 
-def _dumped(messages: list[dict[str, Any]], sort: bool) -> str:
-    return json.dumps(messages, sort_keys=sort, ensure_ascii=False, default=str)
+def _listed(tools: Any, where: str) -> list[dict[str, Any]] | None:
+    """The tools of a row: a table often holds their text, and an empty one where there are none."""
+    found = tools
+    if isinstance(tools, str):
+        try:
+            found = json.loads(tools) if tools.strip() else None
+        except (ValueError, RecursionError) as error:
+            text = f"{where} has tools that are not JSON ({error}): {tools:.80}"
+            raise ValueError(text) from error
+    if found is None or isinstance(found, list) and all(isinstance(each, dict) for each in found):
+        return found
+    raise ValueError(
+        f"{where} has the tools {tools!r:.80}; needs a list of JSON schemas, or the text of one."
+    )
+
+
+def _dumped(chat: Any, sort: bool) -> str:
+    return json.dumps(chat, sort_keys=sort, ensure_ascii=False, default=str)
 
 
 def _rows_of_a_set(data: Data, name: str) -> Source:
@@ -155,7 +200,7 @@ def _rows_of_a_set(data: Data, name: str) -> Source:
     import datasets
     import pyarrow
 
-    saved, split, column = pathlib.Path(name), data.huggingface_split, data.column
+    saved, split, columns = pathlib.Path(name), data.huggingface_split, _columns(data)
     try:
         if (folder := _saved(saved, split)) is not None:
             found = datasets.load_from_disk(str(folder))
@@ -166,24 +211,22 @@ def _rows_of_a_set(data: Data, name: str) -> Source:
         raise ValueError(
             f"data.huggingface={name!r}, split {split!r}, cannot be loaded: {error}"
         ) from error
-    if column not in known:
-        raise ValueError(
-            f"data.column={column!r} is not a column of {name!r}; write one of {known!s:.200}."
-        )
+    rows.require_columns(known, columns, repr(name))
 
     def read():
-        chosen = found.with_format(None).select_columns([column])  # a saved one may hide columns
+        # A saved one may hide columns.
+        chosen = found.with_format(None).select_columns([*columns.values()])
         try:
             chosen.data.table.validate(full=True)  # Arrow would follow wrong offsets out of memory
             for batch in chosen.iter(batch_size=256):
-                yield from ((rows.without_nulls(value), 1) for value in batch[column])
+                for row in zip(*map(batch.get, columns.values()), strict=True):
+                    yield [rows.without_nulls(value) for value in row], 1
         except (OSError, UnicodeDecodeError, pyarrow.ArrowException) as error:
             raise ValueError(f"{name!r} is damaged: {error}; save it again.") from error
 
-    documents = lambda: _numbered(read(), f"data.column={column!r} of {name!r}")
-    return Source(
-        f"huggingface:{name}", repr((found._fingerprint, column)), found.num_rows, documents
-    )
+    documents = lambda: _numbered(read(), f"data.column={data.column!r} of {name!r}")
+    fingerprint = repr((found._fingerprint, *columns.values()))
+    return Source(f"huggingface:{name}", fingerprint, found.num_rows, documents)
 
 
 def _saved(saved: pathlib.Path, split: str) -> pathlib.Path | None:

@@ -1,4 +1,4 @@
-"""Files of rows: JSON lines, JSON, CSV and parquet; one field of each row, few rows at a time."""
+"""Files of rows: JSON lines, JSON, CSV and parquet; some fields of each, few rows at a time."""
 
 import csv
 import functools
@@ -18,8 +18,11 @@ _MOST = checks.MOST_TEXT  # bytes of a row
 _SPACE = re.compile(r"[ \t\r\n]*")
 _DECODER = json.JSONDecoder()
 
-# A file and a column -> its value in each row, with the row's share of the file in bytes.
-Rows = Callable[[pathlib.Path, str], Iterator[tuple[Any, int]]]
+Columns = dict[str, str]
+"""Names of fields by the settings that give them: "column", and perhaps "tools"."""
+
+# A file and columns -> their values in each row, with the row's share of the file in bytes.
+Rows = Callable[[pathlib.Path, Columns], Iterator[tuple[list[Any], int]]]
 
 
 def without_nulls(value: Any) -> Any:
@@ -32,16 +35,27 @@ def without_nulls(value: Any) -> Any:
     return [without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
-def _field(row: Any, where: str, column: str) -> Any:
+def _fields(row: Any, where: str, columns: Columns) -> list[Any]:
+    column, *others = columns.values()
     if not isinstance(row, dict) or column not in row:
         known = sorted(row) if isinstance(row, dict) else type(row).__name__
         raise ValueError(
             f"{where} has no field data.column={column!r}; write one of {known!s:.200}."
         )
-    return row[column]
+    return [row[column], *map(row.get, others)]
 
 
-def _lines(file: pathlib.Path, column: str) -> Iterator[tuple[Any, int]]:
+def require_columns(names: list[str], columns: Columns, where: str) -> None:
+    """Raises a ValueError if a table lacks a column, or has several of its name."""
+    for setting, name in columns.items():
+        if names.count(name) != 1:
+            raise ValueError(
+                f"data.{setting}={name!r} is not one column of {where}; write one of "
+                f"{names!s:.200}."
+            )
+
+
+def _lines(file: pathlib.Path, columns: Columns) -> Iterator[tuple[list[Any], int]]:
     """Reads an object from each line."""
     with on_disk.opened(file) as opened:
         for number, line in enumerate(_short(opened, b"", file), 1):
@@ -51,7 +65,7 @@ def _lines(file: pathlib.Path, column: str) -> Iterator[tuple[Any, int]]:
                     row = json.loads(line)
                 except (ValueError, RecursionError) as error:
                     raise ValueError(f"{where} is not JSON ({error}); fix or remove it.") from error
-                yield _field(row, where, column), len(line)
+                yield _fields(row, where, columns), len(line)
 
 
 def _short(opened, end, file: pathlib.Path) -> Iterator:
@@ -65,10 +79,10 @@ def _short(opened, end, file: pathlib.Path) -> Iterator:
         yield line
 
 
-def _json(file: pathlib.Path, column: str) -> Iterator[tuple[Any, int]]:
+def _json(file: pathlib.Path, columns: Columns) -> Iterator[tuple[list[Any], int]]:
     """Reads an array of objects, or objects that follow each other."""
     for number, (row, size) in enumerate(_objects(file), 1):
-        yield _field(row, f"row {number} of {str(file)!r}", column), size
+        yield _fields(row, f"row {number} of {str(file)!r}", columns), size
 
 
 def _objects(file: pathlib.Path) -> Iterator[tuple[dict[str, Any], int]]:
@@ -122,19 +136,17 @@ def _decoded(text: str, at: int, comma: bool) -> tuple[dict[str, Any], int]:
         raise ValueError("it nests too deeply") from error
 
 
-def _csv(file: pathlib.Path, column: str, delimiter: str = ",") -> Iterator[tuple[Any, int]]:
+def _csv(
+    file: pathlib.Path, columns: Columns, delimiter: str = ","
+) -> Iterator[tuple[list[Any], int]]:
     """Reads a table whose first row names the columns."""
     csv.field_size_limit(_MOST)  # of this process; Python's own limit is 128 KiB
     with on_disk.opened(file) as opened, io.TextIOWrapper(opened, "utf-8-sig", newline="") as text:
         rows = csv.reader(_short(text, "", file), delimiter=delimiter, strict=True)
         try:
             names = next(rows, [])
-            if names.count(column) != 1:
-                raise ValueError(
-                    f"data.column={column!r} is not one column of {str(file)!r}; write one of "
-                    f"{names!s:.200}."
-                )
-            place, before = names.index(column), 0
+            require_columns(names, columns, repr(str(file)))
+            places, before = [names.index(name) for name in columns.values()], 0
             for row in rows:
                 if not row:  # a blank line
                     continue
@@ -144,7 +156,7 @@ def _csv(file: pathlib.Path, column: str, delimiter: str = ",") -> Iterator[tupl
                         f"first row names {len(names)}; fix or remove it."
                     )
                 after = opened.tell()
-                yield row[place], after - before
+                yield [row[place] for place in places], after - before
                 before = after
         except csv.Error as error:
             raise ValueError(
@@ -156,7 +168,7 @@ def _csv(file: pathlib.Path, column: str, delimiter: str = ",") -> Iterator[tupl
             ) from error
 
 
-def _parquet(file: pathlib.Path, column: str) -> Iterator[tuple[Any, int]]:
+def _parquet(file: pathlib.Path, columns: Columns) -> Iterator[tuple[list[Any], int]]:
     if importlib.util.find_spec("pyarrow") is None:
         raise ValueError(
             f"{str(file)!r} needs the package pyarrow; run pip install -e '.[huggingface]' in the "
@@ -168,15 +180,12 @@ def _parquet(file: pathlib.Path, column: str) -> Iterator[tuple[Any, int]]:
     size = on_disk.stat(file).st_size
     try:
         with pyarrow.parquet.ParquetFile(file) as opened:
-            names = opened.schema_arrow.names
-            if names.count(column) != 1:
-                raise ValueError(
-                    f"data.column={column!r} is not a column of {str(file)!r}; write one of "
-                    f"{names!s:.200}."
-                )
+            require_columns(opened.schema_arrow.names, columns, repr(str(file)))
             each = size // max(1, opened.metadata.num_rows)
-            for batch in opened.iter_batches(batch_size=256, columns=[column]):
-                yield from ((without_nulls(value.as_py()), each) for value in batch.column(0))
+            names = [*columns.values()]
+            for batch in opened.iter_batches(batch_size=256, columns=names):
+                for values in zip(*map(batch.column, names), strict=True):
+                    yield [without_nulls(value.as_py()) for value in values], each
     except (OSError, UnicodeDecodeError, pyarrow.ArrowException) as error:
         raise ValueError(f"{str(file)!r} cannot be read as parquet: {error}") from error
 

@@ -22,6 +22,9 @@ class Data:
     """Split of the data set to read; validation rows are held out of it."""
     column: str = "text"
     """Field of a row that holds the text, or the messages of a chat. An error without rows."""
+    tools: str | None = None
+    """Field of a row that holds the functions which a chat may call, for the chat template: a list
+    of JSON schemas, or its text. A row without it has none."""
     tokenizer: str | None = None
     """Hugging Face folder with a tokenizer.json; None: the folder of the pretrained model, or bytes
     as tokens without one."""

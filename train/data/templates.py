@@ -85,8 +85,8 @@ class _Loops(visitor.NodeTransformer):
 def serve(asked: BinaryIO, answered: BinaryIO) -> None:
     """Answers each line with a line of `answer` until there are no more.
 
-    The first one is {"template": ..., "names": ..., "seconds": ...}. The others are lists of
-    messages, for which (text, [(first, last), ...]) is made.
+    The first one is {"template": ..., "names": ..., "seconds": ...}. For the others, see
+    `renderer`.
     """
     first = json.loads(asked.readline())
     _limit_memory()
@@ -143,8 +143,11 @@ def _least(limit: int, hard: int) -> int:
     return limit if hard < 0 else min(limit, hard)  # negative: unlimited
 
 
-def renderer(source: str, names: dict[str, str]) -> Callable[[list[dict[str, Any]]], Any]:
-    """Makes the function from messages to (text, [(first, last), ...]); may raise anything."""
+def renderer(source: str, names: dict[str, str]) -> Callable[[Any], Any]:
+    """Makes the function from a chat to (text, [(first, last), ...]); may raise anything.
+
+    A chat is its messages or, with tools, {"messages": ..., "tools": ...}.
+    """
     environment = _environment()
     plain = environment.from_string(source, globals=names)
 
@@ -157,21 +160,24 @@ def renderer(source: str, names: dict[str, str]) -> Callable[[list[dict[str, Any
         tree.set_environment(environment).set_lineno(1)
         return environment.from_string(tree, globals=names)
 
-    def text_of(messages, prompt=False, key=""):
+    def written(tools, messages, prompt=False, key=""):
         numbers = {id(message): number for number, message in enumerate(messages)}
         environment.key, environment.numbers, environment.loops = key, numbers, []
         template = with_marks() if key else plain
         text = template.render(
-            messages=messages, tools=None, documents=None, add_generation_prompt=prompt
+            messages=messages, tools=tools, documents=None, add_generation_prompt=prompt
         )
         if len(text) > _LONGEST:
             raise ValueError(f"its text has {len(text)} characters, more than {_LONGEST}")
         return text.encode("utf-8", "replace").decode()  # no tokenizer takes half a character
 
-    def render(messages):
+    def render(chat):
+        is_plain = not isinstance(chat, dict)
+        messages, tools = (chat, None) if is_plain else (chat["messages"], chat["tools"])
         if not isinstance(messages, list) or not all(isinstance(each, dict) for each in messages):
             raise ValueError("messages must be a list of objects")
         messages = [_normalized(message) for message in messages]
+        text_of = functools.partial(written, tools)
         if environment.has_marks:
             return _marked(messages, text_of)
         return _unmarked(messages, text_of, names.get("eos_token", ""))

@@ -230,7 +230,10 @@ def test_equals_transformers(tmp_path, name, marked):
     tokenizer = load_tokenizer(folder)
     encode = chat.encoder(tokenizer, folder)
     for case in [case for case in GOLDEN["cases"] if case["template"] == name]:
-        messages = json.dumps(GOLDEN["chats"][case["chat"]])
+        messages = GOLDEN["chats"][case["chat"]]
+        if tools := GOLDEN["tools"].get(case["chat"]):
+            messages = {"messages": messages, "tools": tools}
+        messages = json.dumps(messages)
         if case["text"] is None:
             with pytest.raises(ValueError, match="refuses a chat"):
                 encode(messages)

@@ -105,7 +105,7 @@ def test_a_row_that_cannot_be_used_is_named(tmp_path, content, message):
 
 
 def test_parquet_that_cannot_be_used_is_named(tmp_path, monkeypatch):
-    with pytest.raises(ValueError, match=r"'text' is not a column of .*a.parquet'; write one of"):
+    with pytest.raises(ValueError, match=r"'text' is not one column of .*a.parquet'; write one of"):
         texts_of(Data(path=parquet(tmp_path / "a.parquet", TEXTS, "body")))
     (tmp_path / "b.parquet").write_bytes(b"PAR1 nothing")
     with pytest.raises(ValueError, match=r"b.parquet' cannot be read as parquet"):

@@ -145,6 +145,73 @@ def test_chats_of_tables_have_no_keys_that_their_rows_did_not_have(tmp_path):
     )
 
 
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+CHATS = [[{"role": "user", "content": text}] for text in "abcd"]
+TOOLS = [json.dumps([TOOL]), None, "", "[]"]
+"""A table's text of them, and two forms of none; the last row has a list, which is empty."""
+
+
+def write_chats_with_tools(folder, tools=TOOLS):
+    import datasets
+    import pyarrow.parquet
+
+    rows = [{"chat": chat, "functions": each} for chat, each in zip(CHATS, tools, strict=True)]
+    table = pyarrow.Table.from_pylist(rows)
+    pyarrow.parquet.write_table(table, folder / "a.parquet")
+    datasets.Dataset(table).save_to_disk(folder / "set")
+    lists = [{**row, "functions": json.loads(row["functions"] or "null")} for row in rows]
+    del lists[1]["functions"]  # as lines of JSON may
+    (folder / "a.json").write_text(json.dumps(rows))
+    (folder / "a.jsonl").write_text("\n".join(map(json.dumps, lists)))
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "set", "a.json", "a.jsonl"])
+def test_tools_of_a_chat_are_a_field_of_its_row(tmp_path, name):
+    write_chats_with_tools(tmp_path)
+    data = Data(path=str(tmp_path / name), column="chat", tools="functions")
+    expected = [
+        {"messages": CHATS[0], "tools": [TOOL]}, CHATS[1], CHATS[2],
+        {"messages": CHATS[3], "tools": []},
+    ]  # fmt: skip
+    assert [*map(json.loads, texts_of(data))] == expected
+    plain = Data(path=data.path, column="chat")
+    assert [*map(json.loads, texts_of(plain))] == CHATS
+    assert documents.find(data).fingerprint != documents.find(plain).fingerprint
+
+
+@pytest.mark.parametrize(
+    ("tools", "message"),
+    [
+        ("[{", r"row 1 of .* has tools that are not JSON \(.*\): \[{"),
+        ("[" * 100_000, "row 1 of .* has tools that are not JSON"),
+        (
+            '{"name": "f"}',
+            r"row 1 .* has the tools '{\"name.*; needs a list of JSON schemas",
+        ),
+        ('["f"]', r"has the tools '\[\"f\"\]'; needs a list of JSON schemas"),
+    ],
+)
+def test_tools_that_are_no_schemas_are_refused(tmp_path, tools, message):
+    row = {"text": CHATS[0], "tools": tools}
+    (tmp_path / "a.jsonl").write_text(json.dumps(row))
+    with pytest.raises(ValueError, match=message):
+        texts_of(Data(path=str(tmp_path), tools="tools"))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("a.jsonl", "no chat of .* has the field data.tools='tool'; write the name of the field"),
+        ("a.parquet", r"data.tools='tool' is not one column of .*\['chat', 'functions'\]"),
+        ("set", r"data.tools='tool' is not one column of .*set'; write one of \['chat', 'fu"),
+    ],
+)
+def test_a_field_of_tools_that_no_row_has_is_refused(tmp_path, name, message):
+    write_chats_with_tools(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        texts_of(Data(path=str(tmp_path / name), column="chat", tools="tool"))
+
+
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.parquet", "a.txt"])
 def test_what_is_no_file_is_refused_at_once(tmp_path, name):
     os.mkfifo(tmp_path / name)

@@ -278,7 +278,7 @@ def test_huggingface_mistakes_are_refused(tmp_path, offline):
     numbers.save_to_disk(tmp_path / "numbers")
     offline.DatasetDict({"train": numbers}).save_to_disk(tmp_path / "splits")
     where = str(tmp_path / "numbers")
-    with pytest.raises(ValueError, match=r"column='txt' is not a column of .*'text'"):
+    with pytest.raises(ValueError, match=r"column='txt' is not one column of .*'text'"):
         texts.read(Data(huggingface=where, column="txt"), CONTEXT)
     with pytest.raises(ValueError, match=r"'text' of .* holds 1; choose one of strings"):
         texts.read(Data(huggingface=where), CONTEXT)
