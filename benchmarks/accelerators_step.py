@@ -75,6 +75,8 @@ METHODS: dict[str, Method] = {
         "dense_sgd": "dense momentum SGD",
         "q8": "8-bit AdamW",
         "q4": "4-bit AdamW",
+        "dense_ordered": "dense AdamW, last layers first",
+        "q4_ordered": "4-bit AdamW, last layers first",
         "sign": "sign momentum SGD",
         "top_k": "top_k momentum SGD",
         "group_top_1": "group_top_1 momentum SGD",

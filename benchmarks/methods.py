@@ -269,6 +269,12 @@ COMPILED: dict[str, Method] = {
     "dense AdamW": _mean("identity()", _ADAMW),
     "8-bit AdamW": _mean("quantize(8)", _ADAMW),
     "4-bit AdamW": _mean("quantize(4)", _ADAMW),
+    **{
+        f"{name} AdamW, last layers first": _mean(
+            f"two_shot({code}, order=last_layers_first)", _ADAMW
+        )
+        for name, code in {"dense": "identity()", "4-bit": "quantize(4)"}.items()
+    },
     "CocktailSGD, AdamW": Method(f"cocktail_sgd({_ADAMW}, axis_name)"),
     # Float32 moments of 20 B parameters do not fit into memory.
     "CocktailSGD, AdamW, narrow momentum": Method(

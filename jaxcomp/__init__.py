@@ -16,6 +16,7 @@ from jaxcomp.compressors.cocktail import cocktail as cocktail
 from jaxcomp.compressors.compose import compose as compose
 from jaxcomp.compressors.learned import learned_levels as learned_levels
 from jaxcomp.compressors.policies import by_path as by_path
+from jaxcomp.compressors.policies import last_layers_first as last_layers_first
 from jaxcomp.compressors.quantize import cast as cast
 from jaxcomp.compressors.quantize import quantize as quantize
 from jaxcomp.compressors.rotated import rotated as rotated

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxcomp._printing import text
 from jaxcomp.compressors.base import Compressor, Key, identity
 from jaxcomp.compressors.packing import fold
 from jaxcomp.compressors.platforms import by_platform
@@ -44,7 +45,7 @@ class Averaged(NamedTuple):
     mean: Any  # equal on all replicas
     sent: Any  # what this replica's messages decode to; the rest is lost
     residual: Any  # for the next exchange, as in `nothing_sent`; None without one
-    owner_residual: tuple[jax.Array | None, ...]  # the same for what this owner passes on
+    owner_residual: Any  # the same for what this owner passes on, as `zero_owner_residual`
     failed: Any  # bool[], whether `bad` is known to hold on any replica; None without one
 
 
@@ -63,7 +64,8 @@ def plan_of(transport: Transport, tree: Any) -> buckets.Plan:
     def label(path, leaf):
         return Label(policy(path, leaf), varying_axes(leaf) - {axis_name})
 
-    return buckets.make_plan(tree, label, num_replicas(axis_name), transport.bucket_numel)
+    numel, order = transport.bucket_numel, transport.order
+    return buckets.make_plan(tree, label, num_replicas(axis_name), numel, order)
 
 
 def exact(transport: Transport) -> Transport:
@@ -105,8 +107,9 @@ def average(
       owner_residual: What this owner has not passed on yet; None: nothing.
       instead: Another way to send, in a branch of each bucket; the pace does not apply there.
       bad: bool[] of each replica, whether its tree is not finite. Then one bucket is NaN, and so is
-        a part of the mean on all replicas; the other buckets are sent before this is known. It is a
-        float32 bucket if there is one: norms and biases of all layers are complete last anyway.
+        a part of the mean on all replicas; the other buckets are sent before this is known. It is
+        the last float32 bucket if there is one: norms and biases of all layers, and what ends a
+        dense mean, are complete last anyway.
       zeroed: bool[] for each leaf, whether this replica sends it as zeros. XLA does that while it
         fills buckets, also in a branch.
       pace: What a step computes while messages are sent.
@@ -117,6 +120,8 @@ def average(
     plan = plan_of(transport, tree)
     if owner_residual is None:
         owner_residual = zero_owner_residual(plan, transport)
+    if transport.order is not None:
+        (owner_residual,) = owner_residual.values()
     total = tree if residual is None else _paired(_plus, residual, tree)
     leaves = plan.treedef.flatten_up_to(total)
     empty = None if zeroed is None else plan.treedef.flatten_up_to(zeroed)
@@ -142,7 +147,8 @@ def average(
     sent = _sent(plan, leaves, empty, decoded, instead)
     left = None if residual is None else _paired(_lost, residual, total, sent)
     failed = None if bad is None else not_finite([m.mean for m in means[carrier:][:1]]) > 0
-    return Averaged(means_of, sent, left, tuple(m.owner_residual for m in means), failed)
+    owed = _by_bucket(transport, (m.owner_residual for m in means))
+    return Averaged(means_of, sent, left, owed, failed)
 
 
 def _laid_out(tree):
@@ -172,8 +178,8 @@ def _sent(plan, leaves, empty, decoded, instead):
 
 def _carrier(plan):
     """The number of the bucket that is NaN if a tree is not finite."""
-    exact = (i for i, bucket in enumerate(plan.buckets) if _code(bucket) == EXACT)
-    return next(exact, len(plan.buckets) - 1)
+    exact = [i for i, bucket in enumerate(plan.buckets) if _code(bucket) == EXACT]
+    return exact[-1] if exact else len(plan.buckets) - 1
 
 
 def _either(instead, part, journey, key, bucket, residual):
@@ -240,15 +246,22 @@ def zero_residual(plan: buckets.Plan, axis_name: str) -> Any:
     return plan.treedef.unflatten(leaves)
 
 
-def zero_owner_residual(plan: buckets.Plan, transport: Transport) -> tuple[jax.Array | None, ...]:
+def zero_owner_residual(plan: buckets.Plan, transport: Transport) -> Any:
     """`f32[numel / R]` of zeros for each bucket, varying; None for buckets without owners."""
     axis_name = transport.axis_name
-    return tuple(
+    each = (
         _zeros(bucket.numel // num_replicas(axis_name), bucket.dtype, bucket.label, axis_name)
         if _exchange_of(bucket, transport).owns_chunks
         else None
         for bucket in plan.buckets
     )
+    return _by_bucket(transport, each)
+
+
+def _by_bucket(transport, residuals):
+    """As states keep it: a tuple, under the name of an order other than the tree's."""
+    order = transport.order
+    return tuple(residuals) if order is None else {text(order): tuple(residuals)}
 
 
 def rounded_off(param: jax.Array, change: jax.Array) -> jax.Array:

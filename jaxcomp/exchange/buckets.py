@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jaxcomp._printing import Printed
 from jaxcomp.compressors.platforms import LANES, platform
-from jaxcomp.compressors.policies import path_of
+from jaxcomp.compressors.policies import Order, path_of
 from jaxcomp.replicas.layers import common_value
 from jaxcomp.replicas.types import size_over_shards
 
@@ -71,6 +71,7 @@ def make_plan(
     label: Callable[[str, Any], Hashable],
     num_replicas: int,
     bucket_numel: int | None = None,
+    order: Order | None = None,
 ) -> Plan:
     """Concatenates the leaves of each label and cuts them into buckets.
 
@@ -84,6 +85,7 @@ def make_plan(
       num_replicas: Every bucket is padded to a multiple of this.
       bucket_numel: Most elements of a bucket before padding, at least 1. By default each label has
         at most 8 buckets; see `default_numel`.
+      order: `path -> key`, by which the leaves of a label are sorted; None: as in the tree.
 
     Returns:
       The `Plan`. Leaves without elements are in no bucket.
@@ -112,6 +114,7 @@ def make_plan(
     buckets = []
     for value in dict.fromkeys(labels):
         chosen = [i for i, leaf in enumerate(leaves) if labels[i] == value and leaf.size]
+        chosen.sort(key=lambda i: i if order is None else order(paths[i]))
         most = bucket_numel or default_numel(sum(leaves[i].size for i in chosen))
         for segments in _cut(chosen, [leaf.size for leaf in leaves], most):
             dtypes_inside = {jnp.dtype(leaves[s.leaf].dtype) for s in segments}

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jaxcomp._printing import text
 from jaxcomp.compressors.platforms import platform
 from jaxcomp.compressors.policies import path_of, policy_of
 from jaxcomp.exchange.wire import Transport
@@ -83,6 +84,7 @@ def facts_of(
         facts[f"leaf {path!r}"] = described
     facts |= {"exchange": repr(transport.exchange), "seed": transport.seed}
     facts |= {"bucket_numel": transport.bucket_numel, "tiles": platform() == "tpu"}
+    facts |= {"order": transport.order and text(transport.order)}
     return facts | {"outer": _trial(outer, params)}
 
 

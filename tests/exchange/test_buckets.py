@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxcomp.compressors.policies import by_path
+from jaxcomp.compressors.policies import by_path, last_layers_first
 from jaxcomp.exchange import buckets
 
 TREES = {
@@ -57,13 +57,17 @@ dtypes = st.sampled_from(["bfloat16", "float16", "float32"])
     leaves=st.lists(st.tuples(shapes, dtypes, st.integers(0, 2)), min_size=1, max_size=8),
     num_replicas=st.integers(1, 8),
     bucket_numel=st.integers(1, 100),
+    order=st.sampled_from([None, last_layers_first]),
 )
-def test_any_tree_comes_back_and_every_entry_lies_in_one_bucket(leaves, num_replicas, bucket_numel):
+def test_any_tree_comes_back_and_every_entry_lies_in_one_bucket(
+    leaves, num_replicas, bucket_numel, order
+):
     # Integers up to 255 are exact in all three types.
     tree = [(np.arange(np.prod(shape, dtype=int)) % 256).reshape(shape) for shape, _, _ in leaves]
     tree = [jnp.asarray(x, dtype) for x, (_, dtype, _) in zip(tree, leaves, strict=True)]
     labels = {str(i): label for i, (_, _, label) in enumerate(leaves)}
-    plan = buckets.make_plan(tree, lambda path, _: labels[path], num_replicas, bucket_numel)
+    label = lambda path, _: labels[path]
+    plan = buckets.make_plan(tree, label, num_replicas, bucket_numel, order)
     flat = buckets.flatten(plan, tree)
     assert_same(buckets.unflatten(plan, flat), tree)
 

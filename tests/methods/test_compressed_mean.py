@@ -195,6 +195,27 @@ def test_a_leaf_may_lie_in_many_buckets():
     )
 
 
+def test_a_bucket_has_neighbouring_layers_where_the_last_ones_come_first():
+    mesh, layers = mesh_of(2), range(11, -1, -1)
+    params = {f"layer_{i}": np.zeros((4, 16), np.float32) for i in layers}
+    code = jaxcomp.two_shot(CODED, bucket_numel=128, order=jaxcomp.last_layers_first)
+    update, state, replicated = start(mean(code, exact=lambda path, leaf: False), mesh, params)
+    grads = gradients(2, 0, params)
+    updates, state = update(rows(mesh, grads), state, replicated)
+    [(name, owned)] = state_of(state, "owner_residual").items()
+    assert name == "last_layers_first" and len(owned) == 6
+    for i, owed in zip(layers, np.reshape(owned, (12, 4, 16)), strict=True):
+        layer = f"layer_{i}"
+        residual = np.asarray(state_of(state, "residual")[layer]).mean(axis=0)
+        assert np.any(owed)
+        np.testing.assert_allclose(
+            one_value(updates[layer]) + residual + owed,
+            grads[layer].mean(axis=0, dtype=np.float64),
+            rtol=0,
+            atol=9 * 2.0**-24 * 2 * np.abs(grads[layer]).max(),  # as above
+        )
+
+
 def test_exact_leaves_are_exact_next_to_lossy_ones():
     mesh = mesh_of(4)
     update, state, params = start(mean(jaxcomp.sign()), mesh)

@@ -98,6 +98,20 @@ def test_four_to_two_to_four_keeps_what_owners_hold():
             np.testing.assert_array_equal(old, new)
 
 
+def test_what_owners_hold_fits_no_other_order_of_leaves():
+    def shapes(num_replicas, order):
+        code = jaxcomp.two_shot(jaxcomp.quantize(4, block=8), order=order)
+        tx = jaxcomp.compressed_mean(code, "replica", exact=lambda path, leaf: False)
+        return jax.eval_shape(transform(tx, mesh_of(num_replicas), PARAMS)[0], PARAMS)
+
+    old = jax.tree.map(lambda x: np.ones(x.shape, x.dtype), shapes(4, jaxcomp.last_layers_first))
+    moved = jaxcomp.resize(old, shapes(2, jaxcomp.last_layers_first))
+    [(owned,)] = state_of(moved, "owner_residual").values()
+    assert np.sum(owned) == sum(p.size for p in PARAMS.values())
+    with pytest.raises(ValueError, match=r"cannot resize a state of structure.*last_layers_first"):
+        jaxcomp.resize(old, shapes(4, None))
+
+
 def test_owners_of_shards_are_laid_out_shard_by_shard():
     def state(num_replicas, num_shards, numel):
         # Shard s holds 100 s + 0 ... 4 and zeros up to its buckets' size.

@@ -92,7 +92,8 @@ def order_of(tx, loss=loss):
     batch = rows(mesh, np.zeros((8, WIDTH), np.float32))
     text = str(step.trace(params, init(params), batch).jaxpr)
     return re.findall(
-        r"\b(all_to_all|all_gather_invariant|dot_general|optimization_barrier)\b", text
+        r"\b(all_to_all|all_gather_invariant|psum_invariant|dot_general|optimization_barrier)\b",
+        text,
     )
 
 
@@ -115,6 +116,15 @@ def test_a_message_leaves_before_the_products_of_the_layers_below(monkeypatch):
     for layer in range(LAYERS - 2):
         assert between(made("all_to_all", layer), made("all_to_all", layer + 1)) == 2
         assert between(made("all_to_all", layer), made("all_gather_invariant", layer)) == 2
+
+
+def test_the_first_bucket_of_a_dense_mean_does_not_wait_for_what_is_not_finite(monkeypatch):
+    whole = WIDTH * (WIDTH + 1)
+    code = jaxcomp.two_shot(jaxcomp.identity(), bucket_numel=whole, order=jaxcomp.last_layers_first)
+    as_on_gpus(monkeypatch)
+    order = order_of(optax.chain(jaxcomp.compressed_mean(code, "replica"), optax.sgd(0.1)))
+    first = order[: order.index("psum_invariant")]
+    assert 0 < first.count("dot_general") <= LAYERS + 2
 
 
 def test_products_of_a_jitted_loss_are_seen(monkeypatch):
