@@ -20,8 +20,10 @@ def get_config() -> Config:
         accumulate=4,
         per_layer=False,
         optimizer=Optimizer(
-            update="cocktail_sgd(chain(clip_by_global_norm(1.0), "
-            "adamw(learning_rate, weight_decay=0.01)), axis_name)",
+            # Rows of rare tokens would step 1/replicas as far as in dense training: most of what
+            # CocktailSGD costs at such rates, see docs/methods/cocktail_sgd.md.
+            update="cocktail_sgd(rare_rows(chain(clip_by_global_norm(1.0), "
+            "adamw(learning_rate, weight_decay=0.01)), axis_name), axis_name)",
             learning_rate=1e-5,
             warmup_steps=10,
             schedule="linear",
