@@ -68,8 +68,7 @@ _STOPPED = "Ctrl-C or SIGTERM saves and ends"
 
 PAGES = {
     "README.md": Page((hosts,)),
-    "docs/quick_start.md": Page(),
-    "docs/program.md": Page((page_inputs.text,), {"FOLDER": "text"}),
+    "docs/quick_start.md": Page((page_inputs.text,), {"FOLDER": "text"}),
     "docs/checkpoints.md": Page(
         (hosts,), _CONFIG, {_STOPPED: engine.ctrl_c, "--emergency-every 5": engine.kill_one}
     ),
