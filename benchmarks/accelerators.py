@@ -7,7 +7,8 @@ Needs Python 3.12 or newer and `pip install '.[train,accelerators]'`, no acceler
 Meshes are hosts, or hosts times their devices. Rows that are already in the file are replaced. A
 step that cannot be compiled becomes a row with an `error`. If this machine has such an accelerator,
 the command also runs the steps on all of its devices, and adds the measured time to the roofline's
-prediction; `--no-run` disables that, and `--no-compile` does only that.
+prediction; `--no-run` disables that, and `--no-compile` does only that. `--mocked 8 2x8` runs the
+programs of these meshes on one GPU: kernels are real, messages go nowhere.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import collections
 import concurrent.futures
 import glob
 import itertools
+import math
 import multiprocessing
 import os
 import pathlib
@@ -123,54 +125,62 @@ def at_hand() -> AtHand | None:
     return AtHand(kinds[0], len(devices))
 
 
-def measured(device: str, model: str, method: str) -> dict:
-    """Runs a step on all local devices, each a host of its own, and says how long it takes.
+def measured(device: str, model: str, method: str, sizes: tuple[int, ...], mocked: bool) -> dict:
+    """Runs a step on all devices, and says how long it takes.
 
     Args:
       device: What they are, a key of `DEVICES`.
       model: A key of `MODELS`.
       method: A key of `METHODS`.
+      sizes: Of the mesh that the devices become.
+      mocked: Whether all of them but one are made up, see `MOCKED`.
 
     Returns:
       `measured`: what `time_step` returns; what the roofline predicts for this very program and its
       few tokens over links that take no time; its kernels and copies moved; and the bytes that it
       held at most, with those that the compiler counts.
     """
-    devices = jax.local_devices()
-    built = build_step(
-        model_for(device, model), METHODS[method], mesh_from(devices, (len(devices),))
-    )
+    here, mesh = jax.local_devices()[0], mesh_from(jax.devices(), sizes)
+    built = build_step(model_for(device, model), METHODS[method], mesh)
     step = compile_step(built)
-    found = facts(step, step.as_text(), built, device, (len(devices),))
+    found = facts(step, step.as_text(), built, device, sizes)
     # The prediction of a row is for a large batch; this is for the one that runs.
-    large = gradient_flops(built.config.model, built.numel, len(devices))
+    large = gradient_flops(built.config.model, built.numel, mesh.size)
     less = (1 - _share(built)) * large / DEVICES[device].flops
-    told = time_step(built, step) | {"predicted_seconds": found["predicted"]["unlimited"] - less}
+    told = time_step(built, step, mocked=mocked) | {
+        "predicted_seconds": found["predicted"]["unlimited"] - less
+    }
     told |= {name: found[name] for name in ("kernels", "moved_copies")}
-    told |= {"compiler_peak_bytes": found["memory"]["peak_bytes"], "peak_bytes": _held(devices[0])}
-    return {"measured": told | {"hardware": devices[0].device_kind, "jax": jax.__version__}}
+    told |= {"compiler_peak_bytes": found["memory"]["peak_bytes"], "peak_bytes": _held(here)}
+    told |= {"mocked": True} if mocked else {}
+    return {"measured": told | {"hardware": here.device_kind, "jax": jax.__version__}}
 
 
-def time_step(built: Built, step, warm_up: int = WARM_UP, single: int = SINGLE) -> dict:
-    """Times steps from random parameters and tokens.
+def time_step(
+    built: Built, step, warm_up: int = WARM_UP, single: int = SINGLE, mocked: bool = False
+) -> dict:
+    """Times steps from random parameters and tokens; of mocked messages the loss is meaningless.
 
     Returns:
       `seconds` of a step among `REPEATS` queued ones, the median of `GROUPS`; `slowest_seconds`, of
       `single` steps that each wait for the one before; and the kernels of the last steps, as
       `summary` returns them.
     """
-    random = jax.jit(lambda: build.random_params(built.config))
-    params, state = built.init(jax.device_put(random(), NamedSharding(built.mesh, P())))
+    # Not by `device_put`, which compares the arrays of all processes.
+    everywhere = NamedSharding(built.mesh, P())
+    random = jax.jit(lambda: build.random_params(built.config), out_shardings=everywhere)
+    params, state = built.init(random())
     rows = np.random.default_rng(0).integers(0, 256, built.batch.shape, np.int32)
-    batch = jax.device_put(rows, built.batch.sharding)
+    shape, sharding = built.batch.shape, built.batch.sharding
+    batch = jax.make_array_from_callback(shape, sharding, lambda index: rows[index])
 
     def steps(count: int) -> float:
         nonlocal params, state
         began = time.perf_counter()
         for _ in range(count):
             params, state, metrics = step(params, state, batch)
-        loss = np.asarray(metrics["loss"])  # waits
-        if not np.all(np.isfinite(loss)):
+        loss = np.asarray(metrics["loss"].addressable_data(0))  # waits
+        if not (mocked or np.all(np.isfinite(loss))):
             raise RuntimeError(f"the loss became {loss}")
         return (time.perf_counter() - began) / count
 
@@ -238,13 +248,26 @@ def compiled(device: str, model: str, method: str, mesh: str) -> dict:
         return key | {"error": str(error)}
 
 
-def run_at_hand(models: Sequence[str], methods: Sequence[str]) -> Iterator[dict]:
-    """Yields rows of the measured steps on this machine's accelerators; none without any."""
+MOCKED = {"CUDA_VISIBLE_DEVICES": "0", "JAX_MOCK_GPU_TOPOLOGY": "1x{}x1"}
+"""Environment of a process with one GPU, for which XLA makes up the other hosts' GPUs."""
+
+
+def run_at_hand(
+    models: Sequence[str], methods: Sequence[str], mocked: Sequence[str] = ()
+) -> Iterator[dict]:
+    """Yields rows of the measured steps on this machine's accelerators; none without any.
+
+    On all devices; or on one, for meshes of which the others are `mocked`.
+    """
     found = apart(at_hand, environment={}) if has_driver() else None
-    for model, method in itertools.product(models, methods) if found else ():
-        key = dict(zip(KEY, (found.name, model, method, str(found.count)), strict=True))
+    meshes = [*mocked] or [str(found and found.count)]
+    for mesh, model, method in itertools.product(meshes, models, methods) if found else ():
+        key = dict(zip(KEY, (found.name, model, method, mesh), strict=True))
+        sizes = tuple(map(int, mesh.split("x")))
+        hosts = {k: v.format(math.prod(sizes)) for k, v in MOCKED.items()} if mocked else {}
+        step = measured, found.name, model, method, sizes, bool(mocked)
         try:
-            yield key | apart(measured, found.name, model, method, environment={})
+            yield key | apart(*step, environment=hosts)
         except RuntimeError as error:
             yield key | {"measured": {"error": str(error)}}
 
@@ -290,6 +313,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--models", list(MODELS), ["124m"])
     add("--methods", list(METHODS), ["dense", "q4", "cocktail"])
     parser.add_argument("--meshes", nargs="+", default=["8"], help="such as 8, 16x8, 128x8")
+    parser.add_argument("--mocked", nargs="+", default=[], help="meshes to run on one GPU")
     parser.add_argument("--json", type=pathlib.Path, default=RESULTS, help="file for the rows")
     parser.add_argument("--figure", type=pathlib.Path, help="draw all rows of the file, as .svg")
     parser.add_argument("--no-run", action="store_true", help="compile alone")
@@ -310,7 +334,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             for model in options.models:
                 for method in options.methods:
                     rows = _saved(options.json, rows, compiled(device, model, method, mesh))
-    for new in [] if options.no_run else run_at_hand(options.models, options.methods):
+    run = () if options.no_run else run_at_hand(options.models, options.methods, options.mocked)
+    for new in run:
         rows = _saved(options.json, rows, new)
     print(accelerators_tables.table(rows))
     if options.figure:

@@ -198,6 +198,7 @@ def _apart(values: dict[str, float], least: float = 1.35) -> dict[str, float]:
 _MEASURED = [
     "device",
     "model",
+    "mesh",
     "method",
     "step, ms",
     "predicted, ms",
@@ -238,9 +239,10 @@ def _measured_dense(row: dict, run: list[dict]) -> dict | None:
 
 
 def _measured_line(row: dict, dense: dict | None) -> list[str]:
-    found, key = row["measured"], [row[name] for name in ("device", "model", "method")]
+    found, key = row["measured"], _key(row)
+    key[2] += ", mocked" if found.get("mocked") else ""
     if "error" in found:
-        return [*key, measured_cell(found), *[""] * (len(_MEASURED) - 4)]
+        return [*key, measured_cell(found), *[""] * (len(_MEASURED) - 5)]
     names = "seconds", "predicted_seconds"
     own = [f"{1e3 * found[name]:.1f}" for name in names]
     is_dense = dense is None or dense is found

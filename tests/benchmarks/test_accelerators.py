@@ -87,7 +87,7 @@ def test_a_new_row_replaces_the_old_one_and_what_was_measured_stays():
     assert rows[1] == row_of("q4", error="why", measured=measured)
     text = accelerators_tables.table(rows[1:])
     assert "not compiled: why" in text
-    assert "| h100 | tiny | q4 | 1000.0 | 500.0 |  |  | 2000.0 |  | 3.00 |" in text
+    assert "| h100 | tiny | 8 | q4 | 1000.0 | 500.0 |  |  | 2000.0 |  | 3.00 |" in text
 
 
 def test_an_error_of_a_process_of_its_own_is_told():
@@ -95,12 +95,42 @@ def test_an_error_of_a_process_of_its_own_is_told():
         accelerators.apart(int, "x", environment={})
 
 
-def test_a_step_runs_and_is_timed_on_the_devices_at_hand():
-    mesh = jax.make_mesh((4,), ("replica",))
-    built = build_step(SMALL, METHODS["q4"], mesh)
-    assert built.batch == batch_of(mesh)
-    found = time_step(built, built.step, warm_up=1, single=2)
+def test_a_step_runs_and_is_timed_on_the_devices_at_hand(monkeypatch):
+    def short(built, step, **options):
+        assert built.batch == batch_of(built.mesh)
+        assert dict(built.mesh.shape) == {"replica": 4}
+        return time_step(built, step, warm_up=1, single=2, **options)
+
+    monkeypatch.setattr(accelerators, "time_step", short)
+    monkeypatch.setitem(MODELS, "tiny", SMALL)
+    monkeypatch.setattr(jax, "devices", lambda: jax.local_devices()[:4])
+    found = accelerators.measured("h100", "tiny", "q4", (4,), True)["measured"]
     assert found["seconds"] > 0 and found["slowest_seconds"] > 0
+    assert found["mocked"]
+
+
+def test_one_gpu_runs_the_programs_of_many_hosts(monkeypatch):
+    steps = []
+
+    def apart(function, *arguments, environment):
+        if function is accelerators.at_hand:
+            return accelerators.AtHand("h200", 1)
+        steps.append((arguments, environment))
+        return {"measured": {"error": "why", "mocked": True}}
+
+    monkeypatch.setattr(accelerators, "has_driver", lambda: True)
+    monkeypatch.setattr(accelerators, "apart", apart)
+    rows = list(accelerators.run_at_hand(["tiny"], ["q4"], ["8", "2x8"]))
+    hosts = lambda topology: {"CUDA_VISIBLE_DEVICES": "0", "JAX_MOCK_GPU_TOPOLOGY": topology}
+    assert steps == [
+        (("h200", "tiny", "q4", (8,), True), hosts("1x8x1")),
+        (("h200", "tiny", "q4", (2, 8), True), hosts("1x16x1")),
+    ]
+    table = accelerators_tables.measured_table(rows)
+    assert "| h200 | tiny | 2x8, mocked | q4 | not measured: why |" in table
+    steps.clear()
+    list(accelerators.run_at_hand(["tiny"], ["q4"]))
+    assert steps == [(("h200", "tiny", "q4", (1,), False), {})]
 
 
 SMALL = dataclasses.replace(MODELS["tiny"], layers=1, width=32, heads=2, vocab=256)
@@ -276,7 +306,7 @@ def test_measured_steps_are_compared_with_the_dense_step_of_their_optimizer():
         row_of("q8", measured={"error": "why"}),
     ]
     lines = [
-        line.split(" | ")[3:7] for line in accelerators_tables.measured_table(rows).splitlines()[2:]
+        line.split(" | ")[4:8] for line in accelerators_tables.measured_table(rows).splitlines()[2:]
     ]
     assert lines == [
         ["1.0", "2.0", "", ""],
