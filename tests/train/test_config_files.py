@@ -1,8 +1,9 @@
-"""Every config file of configs/ trains, in a size that takes a moment."""
+"""Every config file of configs/ makes a step, and one of each kind trains, in a small size."""
 
 import dataclasses
 import pathlib
 
+import jax
 import numpy as np
 import pytest
 
@@ -10,11 +11,12 @@ from tests.helpers import pictures
 from tests.helpers.launching import TINY_ARGS, words
 from train import loop
 from train.config import run as configs
-from train.huggingface import folder
 from train.models.decoder import DecoderConfig
 from train.models.resnet import ResNetConfig
 from train.models.swin import SwinConfig
 from train.models.vit import ViTConfig
+from train.placement import build, devices
+from train.placement.resolve import resolve
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 
@@ -54,13 +56,39 @@ def tiny(tmp_path):
     return load
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "configs").rglob("[!_]*.py")), ids=lambda p: p.stem)
-def test_config_file_trains(path, tiny, tmp_path, monkeypatch):
+FILES = {path.stem: path for path in sorted((ROOT / "configs").rglob("[!_]*.py"))}
+# Of each objective, each form of data, each placement, and what starts from another run.
+KINDS = [
+    *("digits_slamb", "nano_bert_zero_one_adam", "nano_fine_tune_cocktail", "nano_qsdp_hybrid"),
+    *("opt_1_3b_cocktail", "resnet18_imagenet_zero_one_adam"),
+]
+
+
+@pytest.fixture(autouse=True)
+def configs_import_each_other(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT))
-    config = tiny(path)
-    assert config.name == path.stem
-    if config.start_from is not None and not folder.is_folder(config.start_from):
-        first = tiny(path.with_name(f"{pathlib.Path(config.start_from).name}.py"))
+
+
+def forms(tree):
+    return jax.tree.map(lambda x: (x.shape, x.dtype), tree)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_the_step_of_a_config_file_is_traced_and_keeps_shapes_and_types(name, tiny):
+    config = tiny(FILES[name])
+    assert config.name == name
+    mesh = devices.make_mesh(config.replicas, config.fast)
+    functions, batch = resolve(config).functions(mesh), build.batch_of(config, mesh)
+    params, state = jax.eval_shape(lambda: functions.init(build.random_params(config)))
+    after, last, _ = jax.eval_shape(functions.step, params, state, batch)
+    assert forms((after, last)) == forms((params, state))
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_one_config_file_of_a_kind_trains(name, tiny, tmp_path):
+    config = tiny(FILES[name])
+    if config.start_from is not None:
+        first = tiny(FILES[pathlib.Path(config.start_from).name])
         loop.run(first)
         config = dataclasses.replace(config, start_from=str(tmp_path / first.name))
     rows = loop.run(config)
