@@ -82,9 +82,7 @@ SHAPES_SENT = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("num_replicas", "values"), [(2, None), (4, None), (2, jaxcomp.cast("float16"))]
-)
+@pytest.mark.parametrize(("num_replicas", "values"), [(4, None), (2, jaxcomp.cast("float16"))])
 def test_no_shape_sends_more_than_a_dense_all_reduce(num_replicas, values):
     mesh = mesh_of(num_replicas)
     demo = jaxcomp.demo(1e-3, "replica", values=values)

@@ -5,12 +5,9 @@ import pathlib
 import re
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 import jaxcomp
 from jaxcomp.methods.one_bit_lamb import Trust
@@ -179,46 +176,6 @@ def test_layers_of_zeros_and_of_nothing_are_no_trouble():
         np.testing.assert_array_equal(after["frozen"], params["frozen"])
         for name in ("moving", "zero"):
             assert np.all(np.asarray(after[name]) != params[name])
-
-
-def loss_fn(params, batch):
-    hidden = jnp.tanh(batch @ params["up"] + params["bias"][None])
-    return jnp.mean((hidden @ params["down"] - batch) ** 2)
-
-
-@functools.cache
-def trained_on(shape):
-    """Parameters and state after a few steps on a mesh."""
-    mesh = mesh_of(*shape)
-    specs = {"bias": P(), "down": P(None, "fsdp"), "up": P("fsdp")}
-    specs = specs if len(shape) > 1 else dict.fromkeys(specs, P())
-    params = random_tree(0, shapes={"bias": (12,), "down": (12, 16), "up": (16, 12)})
-    params = jax.device_put(params, {k: NamedSharding(mesh, spec) for k, spec in specs.items()})
-    tx = jaxcomp.one_bit_lamb(
-        *(RATE, "replica"),
-        freeze_step=2,
-        compressor=jaxcomp.identity(),
-        deviations=DEVIATIONS._replace(precondition=False),
-        eps=1e-3,
-        weight_decay=0.1,
-    )
-    functions = jaxcomp.train_step(loss_fn, tx, mesh, "replica", param_specs=specs)
-    state = functions.init(params)
-    for step in range(5):
-        batch = rows(mesh, random_tree(step, shapes={"x": (8, 16)})["x"])
-        params, state, metrics = functions.step(params, state, batch)
-        assert not metrics["skipped"]
-    return params, state
-
-
-def test_shards_train_as_whole_parameters():
-    (whole, layers), (sharded, other) = trained_on((2,)), trained_on((2, 2))
-    for name in whole:
-        np.testing.assert_allclose(sharded[name], whole[name], rtol=0, atol=1e-5)
-    for field in Trust._fields:
-        got, want = of_layers(other, field), of_layers(layers, field)
-        np.testing.assert_allclose(got, want, rtol=1e-4)
-    assert len(set(of_layers(layers, "scale"))) == 3
 
 
 def test_the_state_counts_what_the_compiled_program_sends_in_parts():

@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxcomp
@@ -16,7 +15,6 @@ from tests.helpers.replicas import (
     history_of,
     mesh_of,
     random_tree,
-    rows,
     transform,
 )
 
@@ -142,33 +140,6 @@ def test_a_step_sends_two_messages_of_four_bits_and_keeps_its_share():
     assert sorted(kinds) == ["all-gather", "all-reduce", "all-to-all"]
     kept = sum(x.size for x in jax.tree.leaves(state) if x.ndim) / 4
     assert kept == 3 * 512 * 256 / 4
-
-
-def test_on_a_two_axis_mesh_shards_stay_where_they_are():
-    mesh, spec = mesh_of(2, 2), {"kernel": P("fsdp"), "bias": P()}
-    rng = np.random.default_rng(0)
-    start = {"kernel": rng.normal(size=(64, 32)).astype("f"), "bias": np.zeros(32, "f")}
-    x = rng.normal(size=(8, 64)).astype("f")
-    loss_fn = lambda params, batch: jnp.mean(
-        (batch["x"] @ params["kernel"] + params["bias"][None]) ** 2
-    )
-    inner = optax.chain(jaxcomp.clip_by_global_norm(0.5), optax.adam(1e-2))
-    init, step = jaxcomp.train_step(
-        loss_fn, make(inner, **EXACT), mesh, "replica", param_specs=spec
-    )
-    place = lambda tree: jax.tree.map(
-        lambda leaf, s: jax.device_put(leaf, NamedSharding(mesh, s)), tree, spec
-    )
-    params = place(start)
-    state = init(params)
-    wanted, dense = start, inner.init(start)
-    for _ in range(3):
-        params, state, _ = step(params, state, rows(mesh, {"x": x}))
-        updates, dense = inner.update(jax.grad(loss_fn)(wanted, {"x": x}), dense, wanted)
-        wanted = optax.apply_updates(wanted, updates)
-    for name in start:
-        np.testing.assert_allclose(params[name], wanted[name], rtol=0, atol=2e-6)
-    assert params["kernel"].sharding.spec == P("fsdp")
 
 
 def test_masks_and_policies_go_by_path():

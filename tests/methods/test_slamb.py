@@ -9,8 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 import jaxcomp
 from jaxcomp.exchange.messages import message_bytes
@@ -252,12 +250,11 @@ def test_what_coded_drifts_leave_stays_with_replicas_and_owners(code, num_replic
 APART = slamb(sync_every=9)
 
 
-@pytest.mark.parametrize("bad", [np.nan, 1e30])
-def test_a_gradient_that_is_not_finite_stays_at_home(bad):
+def test_a_gradient_whose_square_is_not_finite_stays_at_home():
     run = Run(APART)
     run.step(random_tree(1, 4))
     before, grads = run.state, random_tree(2, 4)
-    grads["kernel"][2, 5, 5] = bad  # the square of 1e30 is infinite
+    grads["kernel"][2, 5, 5] = 1e30  # NaN: tests/methods/test_every_method.py
     run.step(grads)
     assert np.asarray(run.state.skipped).tolist() == [0, 0, 1, 0]
     for name in SHAPES:
@@ -287,89 +284,6 @@ def test_layers_of_zeros_and_of_nothing_are_no_trouble(rescaling):
     assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves((run.params, run.state.drift)))
     np.testing.assert_array_equal(run.params["frozen"], params["frozen"])
     assert np.any(np.asarray(run.params["zero"]))
-
-
-def test_coded_drifts_follow_exact_ones():
-    coded = slamb(sync_every=2, drift_compressor=jaxcomp.quantize(8))
-    run, exact = Run(coded), Run(slamb(sync_every=2))
-    for step in range(20):
-        grads = random_tree(step, 4)
-        run.step(grads)
-        exact.step(grads)
-    got, wanted, start = (
-        np.asarray(x["kernel"]) for x in (run.params, exact.params, random_tree(0))
-    )
-    assert 0 < np.linalg.norm(got - wanted) < 0.02 * np.linalg.norm(wanted - start)
-
-
-@pytest.mark.parametrize(("num_replicas", "code"), [(2, jaxcomp.quantize(8)), (8, None)])
-def test_other_numbers_of_replicas_go_on_in_the_middle_of_an_interval(num_replicas, code):
-    tx = slamb(sync_every=4, drift_compressor=code)
-    run = Run(tx)
-    for step in range(2):
-        run.step(random_tree(step, 4))
-    other = Run(tx, num_replicas)
-    other.params = everywhere(other.mesh, jax.tree.map(np.asarray, run.params))
-    other.state = jaxcomp.resize(run.state, other.state)
-    np.testing.assert_allclose(other.local().mean(axis=0), run.local().mean(axis=0), atol=1e-6)
-    np.testing.assert_array_equal(other.state.stale["kernel"], run.state.stale["kernel"])
-    for step in (2, 3):
-        before = np.asarray(other.state.stale["kernel"])
-        other.step(random_tree(step, num_replicas))
-        assert np.all(before[np.asarray(other.state.stale["kernel"]) == 0] == step)
-    drift = np.asarray(other.state.drift["kernel"])
-    if code is None:
-        assert np.all(drift == drift[:1]) and np.abs(drift).max() < 1e-6
-    else:
-        assert 0 < np.abs(drift).max() < 1e-3
-
-
-def loss_fn(params, batch):
-    hidden = jnp.tanh(batch @ params["up"] + params["bias"][None])
-    return jnp.mean((hidden @ params["down"] - batch) ** 2)
-
-
-@functools.cache
-def trained_on(shape, compressor):
-    """Local parameters, of all replicas, after a few steps on a mesh."""
-    mesh = mesh_of(*shape)
-    specs = {"bias": P(), "down": P(None, "fsdp"), "up": P("fsdp")} if len(shape) > 1 else None
-    shapes = {"bias": (12,), "down": (12, 16), "up": (16, 12)}
-    params = random_tree(0, shapes=shapes)
-    if specs:
-        placed = {k: NamedSharding(mesh, spec) for k, spec in specs.items()}
-        params = jax.device_put(params, placed)
-    else:
-        params = everywhere(mesh, params)
-    # A shard of "up" has fewer elements than exact_numel, and "down" is whole by the policy.
-    tx = jaxcomp.slamb(
-        RATE,
-        "replica",
-        compressor=jaxcomp.by_path(("down", jaxcomp.identity()), (".*", compressor)),
-        exact_numel=150,
-        sync_every=3,
-        weight_decay=0.1,
-        rescaling=jaxcomp.Rescaling(b3=0.5),
-    )
-    functions = jaxcomp.train_step(loss_fn, tx, mesh, "replica", param_specs=specs)
-    state = functions.init(params)
-    for step in range(4):
-        batch = rows(mesh, random_tree(step, shapes={"x": (8, 16)})["x"])
-        params, state, metrics = functions.step(params, state, batch)
-        assert not metrics["skipped"]
-    assert state.stale["up"] is not None and state.stale["down"] is None
-    return {k: np.asarray(params[k])[None] + np.asarray(state.drift[k]) for k in shapes}
-
-
-def test_shards_train_as_whole_parameters():
-    code = jaxcomp.random_k(DENSITY, "strided")
-    whole, sharded = trained_on((2,), code), trained_on((2, 2), code)
-    for name, x in whole.items():
-        np.testing.assert_allclose(sharded[name], x, rtol=0, atol=1e-5)
-    assert np.abs(whole["up"][0] - whole["up"][1]).max() > 1e-3
-    # Drawn masks are a shard's own, so that there is nothing to compare them with.
-    drawn = trained_on((2, 2), jaxcomp.compose(DRAWN, jaxcomp.quantize(8)))
-    assert all(np.all(np.isfinite(x)) for x in drawn.values())
 
 
 def test_the_compiled_step_sends_masked_momenta_and_now_and_then_parameters():

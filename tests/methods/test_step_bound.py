@@ -240,11 +240,9 @@ def ends_at(name, b2, tied, *, rate=3e-2, seed=0, **options):
     return float(run({k: jnp.asarray(x * sizes[k]) for k, x in start.items()}))
 
 
-@pytest.mark.parametrize(
-    ("name", "tied"), [("zero_one_adam", True), ("zero_one_adam", False), ("one_bit_adam", True)]
-)
-def test_rare_tokens_do_not_make_it_diverge(name, tied):
-    assert ends_at(name, 0.95, tied) < ends_at("dense adam", 0.95, tied) + 0.4
+@pytest.mark.parametrize("name", ["zero_one_adam", "one_bit_adam"])
+def test_rare_tokens_do_not_make_it_diverge(name):
+    assert ends_at(name, 0.95, True) < ends_at("dense adam", 0.95, True) + 0.4
 
 
 def test_rare_tokens_do_not_make_layers_diverge():

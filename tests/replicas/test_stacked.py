@@ -75,7 +75,6 @@ def behind(compressor, optimizer):
 WHOLE_BLOCKS = jaxcomp.by_path(("kernel|head", jaxcomp.sign(block=32)), (".*", jaxcomp.identity()))
 EVERY_3 = schedules.every(3, STEPS, after=2)
 METHODS = {
-    "adamw": lambda: behind(jaxcomp.quantize(4), decayed(optax.adamw)),
     "lamb": lambda: behind(EIGHT, decayed(optax.lamb)),
     "by path": lambda: behind(
         jaxcomp.by_path((r"blocks.0/", jaxcomp.quantize(2)), (".*", jaxcomp.sign())), optax.sgd(0.1)
@@ -97,16 +96,6 @@ METHODS = {
         exact_numel=1024,
         compressor=jaxcomp.compose(jaxcomp.random_k(0.25), EIGHT),
         drift_compressor=EIGHT,
-    ),
-    "slamb, small": lambda: decayed(
-        functools.partial(
-            jaxcomp.slamb,
-            axis_name="replica",
-            density=0.5,
-            rescaling=jaxcomp.Rescaling("linear"),
-            sync_every=4,
-            exact_numel=100,
-        )
     ),
     "slamb, by path": lambda: jaxcomp.slamb(
         *(1e-2, "replica"),

@@ -36,9 +36,6 @@ def mean(compressor, optimizer):
 METHODS = {
     "dense": mean(jaxcomp.identity(), optax.sgd(0.1)),
     "4 bits": mean(jaxcomp.quantize(4, rounding="stochastic"), optax.adam(1e-2)),
-    "cocktail_sgd": jaxcomp.cocktail_sgd(
-        optax.adam(1e-2), "replica", compressor=jaxcomp.cocktail(0.25), warmup_steps=2
-    ),
     "sharded_optimizer": jaxcomp.sharded_optimizer(optax.adam(1e-2), "replica"),
     "zero_one_adam": jaxcomp.zero_one_adam(
         1e-2,

@@ -270,8 +270,6 @@ def test_progress_ends_with_the_bytes_of_steps_without_those_of_the_final_mean(
     ("update", "held"),
     [
         (STOCHASTIC, "residual"),
-        ("muloco(learning_rate, axis_name, every=3)", "drift"),
-        (ZERO_ONE_ADAM, "drift"),
         (SLAMB, "drift"),
     ],
 )
@@ -354,7 +352,7 @@ def test_finished_run_is_left_as_it_is(config_of):
     assert loop.run(config_of()) == []
 
 
-@pytest.mark.parametrize(("update", "replicas"), [(STOCHASTIC, 2), (STOCHASTIC, 8), (SLAMB, 2)])
+@pytest.mark.parametrize(("update", "replicas"), [(STOCHASTIC, 8), (SLAMB, 2)])
 def test_run_goes_on_with_another_number_of_replicas(config_of, stop_after, update, replicas):
     stop_after(3)
     with pytest.raises(KeyboardInterrupt):
@@ -368,10 +366,8 @@ def test_run_goes_on_with_another_number_of_replicas(config_of, stop_after, upda
     assert rows[-1]["val_loss"] < rows[0]["val_loss"]
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 85), (signal.SIGINT, 0)])
-def test_signal_saves_ends_with_its_status_and_the_run_goes_on(
-    tmp_path, text, number, status, monkeypatch
-):
+def test_a_signal_saves_ends_with_its_status_and_the_run_goes_on(tmp_path, text, monkeypatch):
+    """SIGINT, whose status is 0: tests/train/test_stops.py."""
     monkeypatch.chdir(tmp_path)
     log = tmp_path / "runs" / "nano_dense" / "metrics.jsonl"
     args = f"{TINY_ARGS} --replicas 2 --data.batch 4 --optimizer.warmup-steps 0 --log-every 1"
@@ -386,12 +382,12 @@ def test_signal_saves_ends_with_its_status_and_the_run_goes_on(
         while not (log.is_file() and len(metrics.read(log)) > 2):
             assert process.poll() is None and time.monotonic() < deadline
             time.sleep(0.1)
-        process.send_signal(number)
+        process.send_signal(signal.SIGTERM)
         _, errors = process.communicate(timeout=60)
     finally:
         process.kill()
     step = files.latest(log.parent / "checkpoints")
-    assert process.returncode == status, errors
+    assert process.returncode == 85, errors
     assert errors.endswith(f"stopped at step {step}; run the same command to go on\n")
     assert metrics.read(log)[-1]["step"] == step >= 2
     config = configs.load(str(NANO), [*args, "--steps", str(step + 2)])
@@ -640,26 +636,6 @@ def test_bfloat16_computes_in_16_bits_and_keeps_float32_parameters(config_of):
     assert 0 < abs(half_loss - full_loss) < 2**-8 * full_loss
 
 
-@pytest.mark.parametrize("place", ["local", "mean"])
-def test_clipping_is_of_the_local_gradient_before_the_mean_and_of_the_mean_after(config_of, place):
-    mean, clip = "compressed_mean(identity(), axis_name)", "clip_by_global_norm(0.5)"
-    first = f"{clip}, {mean}" if place == "local" else f"{mean}, {clip}"
-    config = config_of(f"chain({first}, sgd(1.0))")
-    params = first_params(config)
-    tokens = np.asarray(loop.make_task(config).batch(0)).reshape(4, 2, -1)
-    grads = [jax.grad(loss_fn)(params, jnp.asarray(part)) for part in tokens]
-    clipped = lambda g: optax.clip_by_global_norm(0.5).update(g, None)[0]
-    average = lambda trees: jax.tree.map(lambda *x: sum(x) / 4, *trees)
-    assert all(optax.tree_utils.tree_norm(g) > 0.6 for g in grads)
-    if place == "local":
-        expected = average([clipped(g) for g in grads])
-    else:
-        expected = clipped(average(grads))
-    moved = all_params(params) - all_params(trained(config, 1))
-    # Parameters of at most 1 are rounded to 2^-25 of that, gradients to a few of their own.
-    np.testing.assert_allclose(moved, all_params(expected), rtol=0, atol=4 * 2**-24)
-
-
 def test_evaluation_is_at_the_consensus_and_of_fixed_batches(config_of):
     config = config_of()
     task = loop.make_task(config)
@@ -871,7 +847,7 @@ def test_a_run_whose_data_cannot_be_read_saves_first_and_goes_on_when_they_can(
 
 @pytest.mark.parametrize(
     ("every", "step", "times"),
-    [(1, 2, 1), (3, 3, 1), (1, 4, 2), (3, 4, 2), (3, 6, 1), (1, 6, 2)],
+    [(1, 2, 1), (3, 4, 2), (3, 6, 1), (1, 6, 2)],
 )
 def test_no_checkpoint_is_of_a_step_whose_row_is_not_on_disk(
     config_of, monkeypatch, step, times, every

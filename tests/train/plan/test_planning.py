@@ -69,7 +69,7 @@ def test_a_plan_of_given_figures_measures_nothing(one_method, tmp_path, capsys, 
     assert f"  {sent}  " in rows[planning.OWN]
 
 
-@pytest.mark.parametrize("name", [DENSE, "4 bits", "SparseLoCo"])
+@pytest.mark.parametrize("name", [DENSE, "SparseLoCo"])
 def test_a_program_that_is_only_read_is_compiled_quickly_to_the_same_messages(
     name, tmp_path, optimized, monkeypatch
 ):

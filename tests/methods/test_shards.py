@@ -1,0 +1,84 @@
+"""Every method whose sums cross shards trains parameters in shards as it trains whole ones."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxcomp
+from jaxcomp.replicas import protocol
+from tests.helpers.replicas import mesh_of, random_tree, rows
+
+SHAPES = {"bias": (64,), "down": (64, 32), "up": (32, 64)}
+SPECS = {"bias": P(), "down": P(None, "fsdp"), "up": P("fsdp")}
+EXACT = jaxcomp.identity()
+METHODS = {
+    "cocktail_sgd": jaxcomp.cocktail_sgd(
+        optax.adam(1e-2, eps=1e-3), "replica", compressor=EXACT, warmup_steps=2
+    ),
+    "one_bit_adam": jaxcomp.one_bit_adam(1e-2, "replica", freeze_step=2, compressor=EXACT),
+    "one_bit_lamb": jaxcomp.one_bit_lamb(1e-2, "replica", freeze_step=2, compressor=EXACT),
+    "one_bit_lamb, scaled": jaxcomp.one_bit_lamb(
+        *(1e-2, "replica"),
+        freeze_step=2,
+        compressor=EXACT,
+        deviations=jaxcomp.Deviations(precondition=False, variance_floor=1e-4),
+        eps=1e-3,
+        weight_decay=0.1,
+    ),
+    "sharded_optimizer": jaxcomp.sharded_optimizer(
+        optax.chain(jaxcomp.clip_by_global_norm(0.5), optax.adam(1e-2, eps=1e-3)),
+        "replica",
+        gradients=EXACT,
+        differences=EXACT,
+    ),
+    # A shard of "up" has fewer elements than exact_numel, and "down" is whole by the policy.
+    "slamb": jaxcomp.slamb(
+        *(1e-2, "replica"),
+        compressor=jaxcomp.by_path(("down", EXACT), (".*", jaxcomp.random_k(0.25, "strided"))),
+        exact_numel=1500,
+        sync_every=3,
+        weight_decay=0.1,
+        rescaling=jaxcomp.Rescaling(b3=0.5),
+    ),
+    "zero_one_adam": jaxcomp.zero_one_adam(
+        *(1e-2, "replica"),
+        sync_at=lambda count: count % 2 == 0,
+        variance_at=lambda count: count % 4 == 0,
+        compressor=EXACT,
+    ),
+}
+
+
+def loss_fn(params, batch):
+    hidden = jnp.tanh(batch @ params["up"] + params["bias"][None])
+    return jnp.mean((hidden @ params["down"] - batch) ** 2)
+
+
+def trained(tx, mesh, specs):
+    """Each replica's own parameters after a few steps, where all shards are put together."""
+    params = jax.tree.map(lambda x: x / 4, random_tree(0, shapes=SHAPES))
+    params = jax.device_put(params, {name: NamedSharding(mesh, specs[name]) for name in SHAPES})
+    init, step = jaxcomp.train_step(loss_fn, tx, mesh, "replica", param_specs=specs)
+    state = init(params)
+    for number in range(5):
+        batch = rows(mesh, random_tree(number, shapes={"x": (8, 32)})["x"])
+        params, state, metrics = step(params, state, batch)
+        assert not metrics["skipped"]
+    assert {name: x.sharding.spec for name, x in params.items()} == specs
+    assert int(jaxcomp.replica_spread(params, mesh, "replica")) == 0
+    drift = next(iter(protocol.drifts(state)), dict.fromkeys(SHAPES, 0))
+    return {name: np.asarray(params[name])[None] + np.asarray(drift[name]) for name in SHAPES}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_shards_train_as_whole_parameters(method):
+    whole = trained(METHODS[method], mesh_of(2), dict.fromkeys(SHAPES, P()))
+    found = trained(METHODS[method], mesh_of(2, 2), SPECS)
+    for name in SHAPES:
+        np.testing.assert_allclose(found[name], whole[name], rtol=0, atol=1e-5)
+    if method == "slamb":  # between two synchronizations
+        assert np.abs(whole["up"][0] - whole["up"][1]).max() > 1e-3
