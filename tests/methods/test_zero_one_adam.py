@@ -268,7 +268,7 @@ EVERY_SECOND = jaxcomp.zero_one_adam(
 
 
 # Apart, where they meet and learn the variance, and apart; 1e20 has a square that is not finite.
-@pytest.mark.parametrize(("count", "bad"), [(1, np.nan), (2, 1e20), (3, np.inf)])
+@pytest.mark.parametrize(("count", "bad"), [(1, 1e20), (2, np.nan), (3, np.inf)])
 def test_a_replica_whose_gradient_is_not_finite_stands_still(count, bad):
     gradients = [jax.tree.map(np.float32, grads) for grads in GRADIENTS[:4]]
     gradients[count]["kernel"][1, 0, 0] = bad
