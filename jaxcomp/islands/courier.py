@@ -29,7 +29,6 @@ class Message(NamedTuple):
     fence: int  # how often this name was claimed before
     round: int
     tokens: int  # since the last round of it that counted: its weight
-    seconds: float  # it trained for since then
     consensus: str  # checksum of the consensus that it started from
     payload: memoryview
     digest: str
@@ -44,7 +43,6 @@ class Post(NamedTuple):
     round: int
     messages: Any
     tokens: int
-    seconds: float
     sums: Any  # u32[fragments, 2], the checksums of the consensus
 
 
@@ -81,10 +79,12 @@ class Courier(threading.Thread):
         self.quorum, self.deadline, self.snapshots, self.poll = quorum, deadline, snapshots, poll
         self.trouble = ""  # of the store, which is tried again
         self.waits_for = ""
+        self.opened = -1  # the last round for which another island has sent
+        self.trains = False  # whether the island has made a step in this round
         self.sent_bytes = self.received_bytes = 0  # of differences
         # What is ready, in order; a `Snapshot` replaces all before it, an error has ended the run.
         self._ready: queue.SimpleQueue[Decided | runs.Snapshot | Exception] = queue.SimpleQueue()
-        self._absent = set(start.absent)  # names whose islands missed the last round
+        self._absent = {*start.absent, name}  # names whose islands missed the last round
         self._posts: collections.deque[Post] = collections.deque()
         self._snaps: collections.deque[tuple] = collections.deque()
         self._mine: Message | None = None
@@ -93,7 +93,6 @@ class Courier(threading.Thread):
         self._known: runs.View | None = None  # claims and snapshots; None to look at them again
         self._found: dict[str, Message] = {}  # of the round
         self._bad: dict[str, str] = {}
-        self._seconds: dict[str, float] = {}  # that islands trained for between their last rounds
         self._wake, self._ends, self._leaves = threading.Event(), False, False
 
     def programs_of(self, number: int) -> Programs:
@@ -166,7 +165,13 @@ class Courier(threading.Thread):
         for name, fence in sorted(view.fences.items()):
             if f"{name}.{fence:08d}" in here:
                 self._fetch(name, fence)
-        return self._decide(view) or moved
+        if self._found.keys() - {self.island}:
+            self.opened = self.round
+        if self.island in self._absent and self.trains and self._mine is None:
+            self.room.write(f"{self._path(self.island, self.fence)}.here", {})
+            self._absent.remove(self.island)
+        here_again = {name for name, f in view.fences.items() if f"{name}.{f:08d}.here" in here}
+        return self._decide(view, self._absent - here_again) or moved
 
     def _look(self) -> tuple[set[str], runs.View]:
         """The objects of the round, and the claims and snapshots of its last longer look.
@@ -206,7 +211,7 @@ class Courier(threading.Thread):
             return False
         post = self._posts[0]
         sums = np.asarray(post.sums).tobytes().hex()
-        header = self.island, self.fence, post.round, post.tokens, float(post.seconds), sums
+        header = self.island, self.fence, post.round, post.tokens, sums
         payload = b"".join(np.asarray(x).tobytes() for x in jax.tree.leaves(post.messages))
         path = self._path(self.island, self.fence)
         sealed = self.room.write(path, dict(zip(_HEADER, header, strict=True)), payload)
@@ -236,13 +241,10 @@ class Courier(threading.Thread):
             self.received_bytes += size
             self._found[name] = Message(**header, payload=found.payload, digest=found.digest)
 
-    def _decide(self, view: runs.View) -> bool:
+    def _decide(self, view: runs.View, absent: set[str]) -> bool:
         """Decides the round if everybody is there, or the deadline has passed with a quorum."""
         there, own = dict(sorted(self._found.items())), self._mine
-        missing = set(view.fences) - view.left - self._absent - set(there) - set(self._bad)
-        # One that trains for longer than the deadline would not be here before it.
-        late = lambda name: own and self._seconds.get(name, 0) - own.seconds > self.deadline
-        missing = {name for name in missing if not late(name)}
+        missing = set(view.fences) - view.left - absent - set(there) - set(self._bad)
         self.waits_for = f"round {self.round} has messages of {list(there)}"
         if self._bad:
             self.waits_for += f", and leaves out {self._bad}"
@@ -290,7 +292,6 @@ class Courier(threading.Thread):
                 self.round - 1,
             )
             self._reload_from = self.round + 1
-        self._seconds.update({name: message.seconds for name, message in self._found.items()})
         absent = sorted(set(view.fences) - {message.name for message in messages})
         saves = decision["saves"] == self.island
         self._ready.put(Decided(self.round, messages, left_out, absent, saves))
@@ -300,6 +301,7 @@ class Courier(threading.Thread):
     def _go_on(self, number: int, absent: list[str]) -> None:
         self.round, self._absent = number, set(absent)
         self._mine, self._found, self._bad, self._known = None, {}, {}, None
+        self.trains = False
 
     def _reload(self, wanted: int) -> bool:
         """Goes on from the newest snapshot, which is of a later round or another consensus."""

@@ -86,7 +86,7 @@ def join(
 
     A round is decided as soon as nobody is missing; or when the deadline of one of its islands
     has passed, if a quorum is there. An island that missed it keeps its difference, moves along
-    with the consensus, and sends all at once for the next round.
+    with the consensus, and sends all for the next round.
 
     Args:
       url: `s3://bucket/run`, `gs://...`, `az://...`, `file:///folder/run`, or `memory://run` within
@@ -94,7 +94,8 @@ def join(
       params: Any pytree. Floating arrays are exchanged; other leaves stay as they are.
       name: The name of this island, unique in the run. A process that joins by a name in use takes
         it over, and the older one stops with an error.
-      every: Steps between rounds; or `Seconds` or `Tokens`, for islands of different speeds.
+      every: Steps of an interval; or `Seconds`, or `Tokens`. The first island that has ended its
+        interval opens a round; the others send at their next step.
       code: Code of the differences; or a policy `(path, leaf) -> Compressor`; or a transport:
         `jaxcomp.gathered(code, seed=1)`, or `jaxcomp.from_senders(code)` for sparse codes.
       outer: The outer optimizer. Default: `optax.sgd(0.7, momentum=0.9, nesterov=True)`.
@@ -104,7 +105,8 @@ def join(
         waits only if the round is later.
       keep: Share of its own difference that an island keeps at an outer step, in [0, 1).
       quorum: Fewest islands of a round.
-      deadline: Seconds from this island's message until it stops waiting for missing islands.
+      deadline: Seconds from this island's message until it stops waiting for missing islands; more
+        than a step of the slowest one.
       patience: Seconds until `step` stops waiting for a round, by a `TimeoutError`.
       snapshots: Rounds between two snapshots of the consensus, from which others join. Members
         write them in turn.
@@ -218,7 +220,7 @@ class Island:
         self._number = zlib.crc32(courier.island.encode()) & 0x7FFFFFFF  # of its rounding noise
         self._steps, self._tokens, self._began = 0, 0, time.monotonic()
         self._counted = [0] * parts.number  # tokens at the last round of each fragment that counted
-        self._slot, self._again, self._trains_since = 0, False, self._began
+        self._origin, self._ended = 0.0, 0  # where intervals count from, and how many have ended
         self._pending: _Pending | None = None
         self._has_left = False
 
@@ -261,6 +263,7 @@ class Island:
             raise RuntimeError(f"{self} has left its run; join again.")
         require(tokens >= 1, "island.step", "at least 1", "tokens=batch.size", tokens=tokens)
         self._steps, self._tokens = self._steps + 1, self._tokens + int(tokens)
+        self._courier.trains = True
         held = start = self._cut(params)
         if self._pending is None:
             while (event := self._courier.take(0.0)) is not None:
@@ -320,16 +323,22 @@ class Island:
         return self._parts.cut(floats)
 
     def _is_due(self) -> bool:
-        """Whether an interval has ended, or the last difference came too late and waits."""
-        number = self._parts.number
-        if isinstance(self._every, Seconds | Tokens):
-            is_time = isinstance(self._every, Seconds)
-            passed = time.monotonic() - self._began if is_time else self._tokens
-            slot = int(passed * number / self._every.number)
+        """Whether an interval has ended, or another island has opened the round.
+
+        So all come to send together, whenever they have begun and however fast they are.
+        """
+        every, parts = self._every, self._parts.number
+        if isinstance(every, Seconds | Tokens):
+            is_time = isinstance(every, Seconds)
+            amount = time.monotonic() - self._began if is_time else self._tokens
+            intervals = int((amount - self._origin) * parts / every.number)
         else:
-            slot = ((self._steps + 1) * number - 1) // self._every
-        is_due = slot > self._slot or self._again
-        self._slot = max(slot, self._slot)
+            amount = self._steps
+            intervals = int(((amount - self._origin + 1) * parts - 1) / every)
+        is_due = intervals > self._ended
+        if not is_due and self._courier.opened == self.rounds:
+            self._origin, intervals, self._ended, is_due = amount, 0, 0, True
+        self._ended = max(intervals, self._ended)
         return is_due
 
     def _send(self, held) -> None:
@@ -338,11 +347,9 @@ class Island:
         programs, residual = self._courier.programs_of(self.rounds), self._residual[part]
         keys = np.int32(count), np.int32(self._number)
         sent, left = programs.encode(held[part], self._consensus[part], residual, *keys)
-        tokens, seconds = self._tokens - self._counted[part], time.monotonic() - self._trains_since
-        sums = jnp.stack(self._sums)
-        self._courier.post(Post(self.rounds, sent, max(tokens, 1), seconds, sums))
+        tokens, sums = max(self._tokens - self._counted[part], 1), jnp.stack(self._sums)
+        self._courier.post(Post(self.rounds, sent, tokens, sums))
         self._pending = _Pending(self.rounds, self._steps, left, self._tokens)
-        self._again = False
 
     def _turn(self, number: int) -> tuple[int, int]:
         """The fragment of a round, and how many rounds it has had before: as in `local_steps`."""
@@ -401,8 +408,7 @@ class Island:
         if mine is not None:
             if counted:
                 self._residual[part], self._counted[part] = mine.residual, mine.tokens
-            self._pending, self._again = None, not counted
-            self._trains_since = time.monotonic()
+            self._pending = None
         self.rounds, self.last = (
             event.round + 1,
             Round(event.round, tuple(members), left_out, counted),
@@ -418,7 +424,7 @@ class Island:
         self._adopt(snapshot)
         moved = lambda p, old, new: (new + (to_moment_dtype(p) - old)).astype(p.dtype)
         if self._pending is not None and self._pending.round < snapshot.round:
-            self._pending, self._again = None, True
+            self._pending = None
         return [
             jax.tree.map(moved, *trees) for trees in zip(held, old, self._consensus, strict=True)
         ]

@@ -20,7 +20,7 @@ from jaxcomp.methods.moments import wide
 
 _NAME = envelopes.NAME.pattern
 _PATH = re.compile(
-    rf"claims/({_NAME})\.(\d{{8}})(\.left)?|rounds/(\d{{8}})/(members|{_NAME}\.\d{{8}})"
+    rf"claims/({_NAME})\.(\d{{8}})(\.left)?|rounds/(\d{{8}})/(members|{_NAME}\.\d{{8}}(?:\.here)?)"
     r"|snapshots/(\d{8})"
 )
 
@@ -30,7 +30,7 @@ class View(NamedTuple):
 
     fences: dict[str, int]  # the newest claim of each name
     left: set[str]  # names whose newest claim is given up
-    rounds: dict[int, set[str]]  # "members", and NAME.FENCE of each message
+    rounds: dict[int, set[str]]  # "members", NAME.FENCE of messages, NAME.FENCE.here before them
     snapshots: list[int]
 
 

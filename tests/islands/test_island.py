@@ -154,6 +154,20 @@ def test_a_difference_that_came_too_late_is_kept(join):
     equal(second.params, moved(start, 5))
 
 
+def test_who_missed_a_round_and_trains_is_waited_for_again(join):
+    first, second = join("a", deadline=0.2), join("b", every=100)
+    first.step(first.params)
+    assert first.last.members == ("a",)
+    second.step(second.params)
+    first._courier.deadline = 20.0
+    until(lambda: "rounds/00000001/b.00000000.here" in first._courier.room.bucket.paths())
+    together(
+        lambda: first.step(first.params),
+        lambda: (until(lambda: second._courier.opened == 1), second.step(second.params)),
+    )
+    assert first.last.members == second.last.members == ("a", "b")
+
+
 def test_a_joiner_takes_the_newest_consensus_and_its_optimizer(join):
     outer = optax.sgd(0.5, momentum=0.5)
     first = join("a", outer=outer, snapshots=2)
@@ -192,15 +206,40 @@ def test_weights_are_tokens(join):
     equal(second.params, first.params)
 
 
-def test_islands_of_other_intervals():
-    is_due = lambda every, **now: islands.Island._is_due(
-        type("", (), {"_every": every, "_slot": 0, "_again": False, **now})()
+@pytest.mark.parametrize("every", [10, islands.Tokens(10), islands.Seconds(10)])
+def test_islands_of_other_intervals(join, every):
+    """An interval ends by itself, or because another island has sent."""
+    island = join("a", every=every)
+
+    def is_due_at(amount, opened=-1):
+        island._steps = island._tokens = amount
+        island._began = time.monotonic() - amount
+        island._courier.opened = opened
+        return island._is_due()
+
+    told = [is_due_at(9), is_due_at(10), is_due_at(14), is_due_at(14, 0), is_due_at(20)]
+    assert told == [False, True, False, True, False]
+    assert [is_due_at(23), is_due_at(25)] == [False, True]
+
+
+def test_islands_come_to_send_together(join):
+    """The second began later, and is in the midst of its interval when the first sends."""
+    first, second = (join(name, every=4) for name in "ab")
+    for _ in range(3):
+        first.step(first.params)
+    second.step(second.params)
+    together(
+        lambda: first.step(first.params),
+        lambda: (until(lambda: second._courier.opened == 0), second.step(second.params)),
     )
-    one = {"_parts": type("", (), {"number": 1}), "_steps": 0, "_tokens": 0, "_began": 0.0}
-    assert is_due(islands.Tokens(10), **{**one, "_tokens": 10})
-    assert not is_due(islands.Tokens(10), **{**one, "_tokens": 9})
-    assert is_due(islands.Seconds(10), **{**one, "_began": time.monotonic() - 11})
-    assert not is_due(islands.Seconds(10), **{**one, "_began": time.monotonic()})
+    assert first.last.members == second.last.members == ("a", "b") and second._steps == 2
+
+
+def until(holds):
+    end = time.monotonic() + 20
+    while not holds() and time.monotonic() < end:
+        time.sleep(0.01)
+    assert holds()
 
 
 def test_a_ghost_is_fenced_off(join):
@@ -241,7 +280,7 @@ def sealed_of(of, params):
     encode = of.programs_of(0).encode
     drift = params, START, None, np.int32(0), np.int32(0)
     payload = b"".join(np.asarray(x).tobytes() for x in jax.tree.leaves(encode(*drift)[0]))
-    header = {"name": of.island, "fence": of.fence, "round": 0, "tokens": 1, "seconds": 0.0,
+    header = {"name": of.island, "fence": of.fence, "round": 0, "tokens": 1,
               "consensus": "00"}  # fmt: skip
     return envelopes.sealed(of.room.key, f"rounds/00000000/{of.island}.00000000", header, payload)
 

@@ -1,5 +1,7 @@
 """What a reader of each page has, puts in the place of its placeholders, and cannot run here."""
 
+import atexit
+import contextlib
 import json
 import os
 import pathlib
@@ -7,6 +9,7 @@ import re
 from collections.abc import Callable
 from typing import NamedTuple
 
+from benchmarks.studies import islands
 from tests.helpers import page_inputs
 from tests.helpers.snippets import ROOT
 from tests.journeys import engine
@@ -50,6 +53,18 @@ def nnx_loop(folder: pathlib.Path) -> None:
     )
 
 
+def bucket(folder: pathlib.Path) -> None:
+    """Serves the bucket `runs`, until this process ends."""
+    served = contextlib.ExitStack()
+    atexit.register(served.close)
+    (folder / "bucket").mkdir()
+    served.enter_context(islands.served(islands.WEED, f"{_NETWORK}.3", folder / "bucket"))
+
+
+_KEYS = islands.KEYS | {"AWS_ENDPOINT_URL": f"http://{_NETWORK}.3:8333"}
+_IN_BUCKET = " ".join(f"{name}={value}" for name, value in _KEYS.items())
+
+
 def deepspeed(folder: pathlib.Path) -> None:
     """Writes a configuration of DeepSpeed, for four processes."""
     params = {"lr": 1e-3, "weight_decay": 0.01, "var_freeze_step": 1000}
@@ -79,7 +94,11 @@ PAGES = {
         (hosts, page_inputs.text, page_inputs.pythia),
         environ={"--fast 8": "JAX_NUM_CPU_DEVICES=8"},
     ),
-    "docs/islands.md": Page(instead={"/tmp/islands/run": f"/tmp/islands-{os.getpid()}/run"}),
+    "docs/islands.md": Page(  # tests/islands has a run in a folder
+        (bucket,),
+        {"file:///tmp/islands/run": "s3://runs/run"},
+        environ={"--name garage": _IN_BUCKET, "--name attic": _IN_BUCKET},
+    ),
     "docs/data.md": Page((page_inputs.every_form,)),
     "docs/from_deepspeed.md": Page((deepspeed,)),
 }

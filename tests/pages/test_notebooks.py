@@ -27,9 +27,9 @@ FEWER = {
 }
 
 
-def test_there_are_seven():
+def test_there_are_eight():
     names = "compressors fine_tune many_replicas one_line sharded slow_link ten_megabits"
-    assert pair.names() == names.split()
+    assert pair.names() == [*names.split(), "two_islands"]
 
 
 @pytest.mark.parametrize("name", pair.names())
