@@ -157,7 +157,13 @@ def cocktail_sgd(
             state.inner,
             jax.tree.map(jnp.add, params, state.drift),
             axis_name,
-            Synchronization(True if always else due, "synchronize", is_warm),
+            Synchronization(
+                due=True if always else due,
+                part="synchronize",
+                always=sync_every == 1,
+                step=state.count,
+                alike=is_warm,
+            ),
             extra_args,
         )
         if delayed:

@@ -21,6 +21,8 @@ class Synchronization(NamedTuple):
 
     due: Any  # bool[], or True: whether replicas exchange in this step
     part: str  # the name of what is then sent in `jaxcomp.report`; "" if every step sends it
+    always: bool  # whether they do in every step, but for those of a warm-up
+    step: Any  # i32[], the number of this step
     alike: Any = False  # bool[], whether the gradient is the mean over the replicas
 
 

@@ -243,7 +243,7 @@ def local_steps(
             state.inner,
             jax.tree.map(jnp.add, params, state.drift),
             axis_name,
-            Synchronization(due[0], names[0]),
+            Synchronization(due[0], names[0], always=every == 1 and not delay, step=state.count),
             extra_args,
         )
         drift = jax.tree.map(jnp.add, state.drift, step)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -23,9 +24,10 @@ class RareRowsState(NamedTuple):
     """State of `rare_rows`."""
 
     inner: Any  # state of the optimizer
-    # f32[rows] of an embedding: the other replicas' mean second moment at the last exchange, -1
-    # before the first; None for other leaves.
-    others: Any
+    # f32[rows] of an embedding, None for other leaves. If every step has an exchange: the second
+    # moment of the mean gradient; else the other replicas' mean second moment at the last exchange,
+    # -1 before the first.
+    shared: Any
 
 
 def rare_rows(
@@ -38,20 +40,23 @@ def rare_rows(
 
     Adam divides by the root of its second moment, so a token that one of R replicas saw takes a
     whole step there and none elsewhere: the mean is 1/R of dense Adam's step. Dense Adam divides by
-    the second moment of the mean gradient. With v_i the mean of replica i's over a row, that is
-    sum_i v_i / R^2 if the replicas' gradients are independent, as those of rare tokens are. So
-    replica i multiplies its step in the row by
+    the second moment of the mean gradient. With v_i the mean of replica i's second moment over a
+    row, and v that of the mean gradient, replica i multiplies its step in the row by sqrt(v_i / v):
+    R if it alone saw the token, 1 if all had the same gradient. Then the mean of the steps is
+    linear in the momenta, as in dense Adam. Write it around Adam inside `cocktail_sgd` or
+    `local_steps`; what these conserve they still do, since they take any inner update.
 
-        sqrt(v_i / (sum_j v_j / R^2)) = R sqrt(v_i / sum_j v_j),
+    An exchange of the method also sends one float32 for each row:
 
-    R if it alone saw the token, sqrt(R) if all did alike. Then the mean of the steps is linear in
-    the momenta, as in dense Adam. Write it around Adam inside `cocktail_sgd` or `local_steps`;
-    what these conserve they still do, since they take any inner update.
+    - If every step has an exchange: <g_i, r>, with r random signs that are equal on all replicas
+      and new in each step. The square of its mean over the replicas is in expectation the square of
+      the mean gradient, however alike the replicas' gradients are. Adam's decay averages it.
+    - Else v_i, and v is sum_j v_j / R^2: that is right if gradients are independent, as those of
+      rare tokens are. The other replicas' v_j are those of the last exchange. Until the first one a
+      row counts as seen by all alike. (One random number for many steps would be too noisy.)
 
-    An exchange of the method also sends one float32 for each row: the other replicas' v_j are those
-    of the last exchange. Until the first one a row counts as seen by all alike. In the dense steps
-    of a warm-up nothing is scaled; after it v_i is that of mean gradients, and rows step up to
-    sqrt(R) too far until Adam has forgotten them.
+    In the dense steps of a warm-up nothing is scaled. After it rows step up to sqrt(R) too far in
+    the second case, until Adam has forgotten the mean gradients.
 
     Args:
       inner: Adam, AdamW or a chain with one: an optimizer whose state has a second moment `nu`.
@@ -77,9 +82,9 @@ def rare_rows(
 
     def init_fn(params):
         full = lambda x: vary_like(jnp.full(x.shape[:-1], -1.0, jnp.float32), x)
-        unknown = lambda scaled, x: full(x) if scaled else None
-        others = jax.tree.map(unknown, _chosen(rows, params), params)
-        return RareRowsState(inner=inner.init(params), others=others)
+        unknown = lambda is_chosen, x: full(x) if is_chosen else None
+        shared = jax.tree.map(unknown, _chosen(rows, params), params)
+        return RareRowsState(inner=inner.init(params), shared=shared)
 
     def update_fn(updates, state, params=None, *, sync=None, **extra_args):
         if params is None or sync is None:
@@ -88,12 +93,30 @@ def rare_rows(
                 "exchange; write cocktail_sgd(rare_rows(optax.adamw(1e-3), 'replica'), 'replica'), "
                 "or local_steps."
             )
-        step, new = inner.update(updates, state.inner, params, sync=sync, **extra_args)
-        moments = _second_moments(new, _chosen(rows, params))
-        others = _shared(moments, state.others, sync, axis_name)
-        scaled = lambda v, o, u: u if v is None else _scaled(u, v, o, sync.alike, axis_name)
-        step = jax.tree.map(scaled, moments, others, step, is_leaf=lambda x: x is None)
-        return step, RareRowsState(inner=new, others=others)
+        chosen = _chosen(rows, params)
+        after = lambda grads: inner.update(grads, state.inner, params, sync=sync, **extra_args)
+        step, new = after(updates)
+        moments = _row_moments(new, chosen)
+        if sync.always:
+            # What Adam keeps of its moments at a zero gradient tells how it forgets.
+            _, forgot = after(jax.tree.map(jnp.zeros_like, updates))
+            old, kept = (_row_moments(s, chosen) for s in (state.inner, forgot))
+            sketches = _sketches(updates, chosen, kept, moments, sync.step)
+            shared = _mean_moments(state.shared, sketches, old, kept, moments, sync, axis_name)
+            factor = functools.partial(_factor, axis_name)
+        else:
+            shared = _shared(moments, state.shared, sync, axis_name)
+            factor = functools.partial(_independent_factor, axis_name)
+
+        def scaled(v, known, u):
+            if v is None:
+                return u
+            # Weight decay acts on rows that were never seen, too.
+            scale = jnp.where(sync.alike | (v == 0), 1.0, factor(v, known))
+            return u * scale[..., None].astype(u.dtype)
+
+        step = jax.tree.map(scaled, moments, shared, step, is_leaf=lambda x: x is None)
+        return step, RareRowsState(inner=new, shared=shared)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
@@ -108,7 +131,7 @@ def _chosen(rows, params):
     return jax.tree_util.tree_map_with_path(choose, params)
 
 
-def _second_moments(state, chosen):
+def _row_moments(state, chosen):
     """f32[rows] of each chosen leaf, the mean second moment over a row; None for the others."""
     keyed, treedef = jax.tree_util.tree_flatten_with_path(chosen)
     trees = [
@@ -131,13 +154,43 @@ def _second_moments(state, chosen):
     return treedef.unflatten([row_moments(i, *pair) for i, pair in enumerate(keyed)])
 
 
+def _sketches(grads, chosen, kept, moments, number):
+    """f32[rows] of each chosen leaf, whose square is in expectation what a gradient adds to v."""
+    key = jax.random.fold_in(jax.random.key(0), number)
+
+    def sketch(is_chosen, g, kept, v):
+        if not is_chosen:
+            return None
+        g = g.astype(jnp.float32)
+        signs = jax.random.rademacher(key, (1,) * (g.ndim - 1) + g.shape[-1:], jnp.float32)
+        # What Adam gained tells how it weighs the gradient, which an optimizer before it may scale.
+        weight = _ratio(jnp.maximum(v - kept, 0.0), jnp.sum(g * g, axis=-1))
+        return jnp.sqrt(weight) * jnp.sum(g * signs, axis=-1)
+
+    return jax.tree.map(sketch, chosen, grads, kept, moments)
+
+
+def _mean_moments(known, sketches, old, kept, moments, sync: Synchronization, axis_name):
+    """The second moments of the mean gradient after this step."""
+
+    def averaged():
+        with averaging.named(sync.part):
+            means = lax.pmean(_finite(sketches), axis_name)
+        # A row without a moment has none to forget, nor a known one.
+        after = lambda known, s, old, kept: _ratio(kept, old) * known + s * s
+        return jax.tree.map(after, known, means, old, kept)
+
+    if sync.due is True:
+        return averaged()
+    return lax.cond(sync.due, averaged, lambda: moments)  # of the mean gradient in a warm-up
+
+
 def _shared(moments, others, sync: Synchronization, axis_name):
     """The others' mean second moments after this step; the exchange is part of the method's."""
     replicas = num_replicas(axis_name)
 
     def shared():
-        # A replica whose gradient is not finite would spoil the rows of all.
-        own = jax.tree.map(lambda v: jnp.where(jnp.isfinite(v), v, 0.0), moments)
+        own = _finite(moments)
         with averaging.named(sync.part):
             total = lax.psum(own, axis_name)
         # Rounding must not make a sum of nothing look like one that is not known yet.
@@ -147,8 +200,22 @@ def _shared(moments, others, sync: Synchronization, axis_name):
     return shared() if sync.due is True else lax.cond(sync.due, shared, lambda: others)
 
 
-def _scaled(step, own, others, alike, axis_name):
+def _finite(rows):
+    """A replica whose gradient is not finite would spoil the rows of all."""
+    return jax.tree.map(lambda x: jnp.where(jnp.isfinite(x), x, 0.0), rows)
+
+
+def _ratio(x, y):
+    return jnp.where(y > 0, x / jnp.where(y > 0, y, 1.0), 0.0)
+
+
+def _factor(axis_name, v, mean):
     replicas = num_replicas(axis_name)
-    total = own + (replicas - 1) * jnp.where(others < 0, own, others)
-    factor = replicas * jnp.sqrt(own / jnp.where(total > 0, total, 1.0))
-    return step * jnp.where(alike, 1.0, factor)[..., None].astype(step.dtype)
+    if replicas == 1:
+        return jnp.ones_like(v)
+    return jnp.sqrt(_ratio(v, jnp.maximum(mean, v / replicas**2)))  # no other replica saw the row
+
+
+def _independent_factor(axis_name, v, others):
+    replicas = num_replicas(axis_name)
+    return replicas * jnp.sqrt(_ratio(v, v + (replicas - 1) * jnp.where(others < 0, v, others)))

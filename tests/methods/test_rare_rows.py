@@ -12,7 +12,8 @@ from tests.helpers.replicas import rows as rows_of
 
 REPLICAS, RATE, STEPS = 4, 0.25, 6
 PARAMS = {"embed": np.zeros((5, 8), np.float32), "kernel": np.zeros((3, 8), np.float32)}
-ONE, ALL = 0, 1  # rows: a token that one replica sees, and one that all see
+# Rows: a token that one replica sees, one that all see, and one with the same gradient on all.
+ONE, ALL, SAME = 0, 1, 2
 
 
 def adam():
@@ -31,15 +32,16 @@ def rare(inner=None, **options):
 
 
 def gradients(step):
-    """Powers of two, so that sums are exact.
+    """Powers of two, so that sums are exact; one entry of a row, so that its sketch is.
 
     All replicas see the second token, one of them in turn with the other sign: the square of their
     mean is a quarter of each one's square, as for independent gradients in expectation.
     """
     grads = {name: np.zeros((REPLICAS, *x.shape), np.float32) for name, x in PARAMS.items()}
-    grads["embed"][1, ONE] = 2.0 ** np.arange(-4, 4) * (step % 3 == 0)
-    grads["embed"][:, ALL] = 1.0
-    grads["embed"][step % REPLICAS, ALL] = -1.0
+    grads["embed"][1, ONE, 3] = 4.0 * (step % 3 == 0)
+    grads["embed"][:, ALL, 0] = 1.0
+    grads["embed"][step % REPLICAS, ALL, 0] = -1.0
+    grads["embed"][:, SAME, 5] = 0.5 * (step % 2)
     grads["kernel"][:] = np.random.default_rng(step).normal(size=grads["kernel"].shape)
     return grads
 
@@ -53,11 +55,12 @@ def dense():
     return optax.chain(jaxcomp.compressed_mean(jaxcomp.identity(), "replica"), adam())
 
 
-def test_a_token_of_one_replica_moves_as_in_dense_training_and_so_does_one_of_all():
+def test_tokens_move_as_in_dense_training_however_many_replicas_have_seen_them():
     wanted, got, local = last(dense()), last(averaged(rare())), last(averaged(adam()))
     np.testing.assert_allclose(got["embed"], wanted["embed"], rtol=1e-5)
     np.testing.assert_allclose(local["embed"][ONE], wanted["embed"][ONE] / REPLICAS, rtol=1e-5)
     np.testing.assert_allclose(local["embed"][ALL], wanted["embed"][ALL] / 2, rtol=1e-5)
+    np.testing.assert_allclose(local["embed"][SAME], wanted["embed"][SAME], rtol=1e-5)
     np.testing.assert_array_equal(got["kernel"], local["kernel"])
 
 
@@ -80,34 +83,63 @@ def test_codes_move_the_mean_of_the_replicas_as_no_code_does():
 def test_rows_count_as_seen_by_all_until_replicas_exchanged_and_then_as_at_the_last_exchange():
     tx = jaxcomp.local_steps(rare(), "replica", every=2, code=jaxcomp.identity())
     history = history_of(tx, PARAMS, map(gradients, range(3)), REPLICAS)
-    others = [state_of(state, "others")["embed"] for _, state in history]
-    assert np.all(others[1] == -1)
+    shared = [state_of(state, "shared")["embed"] for _, state in history]
+    assert np.all(shared[1] == -1)
     drift = np.asarray(history[1][1].drift["embed"])
-    np.testing.assert_allclose(np.abs(drift[:, ALL]), 2 * RATE, rtol=1e-5)
-    np.testing.assert_allclose(np.abs(drift[1, ONE]), 2 * RATE, rtol=1e-5)
-    np.testing.assert_array_equal(others[2], others[3])
-    assert others[2][0, ONE] > 0 and others[2][1, ONE] == 0
+    np.testing.assert_allclose(np.abs(drift[:, ALL, 0]), 2 * RATE, rtol=1e-5)
+    np.testing.assert_allclose(np.abs(drift[1, ONE, 3]), 2 * RATE, rtol=1e-5)
+    np.testing.assert_array_equal(shared[2], shared[3])
+    assert shared[2][0, ONE] > 0 and shared[2][1, ONE] == 0
 
 
-def test_dense_steps_of_a_warm_up_are_not_scaled():
-    of = lambda inner: last(
-        jaxcomp.cocktail_sgd(inner, "replica", warmup_steps=2, compressor=jaxcomp.identity()), 2
-    )
+def test_sketches_give_the_second_moment_of_the_mean_gradient():
+    params = {"embed": np.zeros((2048, 8), np.float32)}
+    draw = np.random.default_rng(0)
+    common, own = draw.normal(size=(STEPS, 1, 2048, 8)), draw.normal(size=(STEPS, 4, 2048, 8))
+    grads = (common + own).astype(np.float32)
+    history = history_of(averaged(rare()), params, ({"embed": g} for g in grads), REPLICAS)
+    got = np.asarray(state_of(history[-1][1], "shared")["embed"])
+    weights = 0.05 * 0.95 ** np.arange(STEPS)[::-1]
+    wanted = np.tensordot(weights, np.mean(grads.mean(1) ** 2, -1), 1)
+    np.testing.assert_allclose(got, np.broadcast_to(got[0], got.shape), rtol=1e-5)
+    # The mean of 2,048 squares of normal numbers is known to sqrt(2 / 2048) = 3%.
+    np.testing.assert_allclose(got[0].mean(), wanted.mean(), rtol=0.1)
+    of_independent = weights.sum() * 2 / REPLICAS
+    assert got[0].mean() > 2 * of_independent
+
+
+def test_what_stands_before_adam_scales_its_moments_as_it_does_the_gradients():
+    of = lambda inner: state_of(
+        history_of(averaged(rare(inner)), PARAMS, [gradients(0)], REPLICAS)[-1][1], "shared"
+    )["embed"]
+    half = of(optax.chain(optax.scale(0.5), adam()))
+    np.testing.assert_allclose(half, np.asarray(of(adam())) / 4, rtol=1e-5)
+
+
+def test_rows_that_nobody_has_seen_decay_as_in_dense_training():
+    inner = optax.adamw(RATE, b2=0.95, weight_decay=0.5)
+    params = jax.tree.map(np.ones_like, PARAMS)
+    got = history_of(averaged(rare(inner)), params, map(gradients, range(2)), REPLICAS)[-1][0]
+    np.testing.assert_allclose(got["embed"][SAME + 1 :], (1 - RATE * 0.5) ** 2, rtol=1e-6)
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_dense_steps_of_a_warm_up_are_not_scaled(every):
+    options = {"warmup_steps": 2, "sync_every": every, "compressor": jaxcomp.identity()}
+    of = lambda inner: last(jaxcomp.cocktail_sgd(inner, "replica", **options), 2)
     jax.tree.map(np.testing.assert_array_equal, of(rare()), of(adam()))
 
 
 def test_a_gradient_that_is_not_finite_spoils_no_row_of_the_others():
     def grads(step):
         made = gradients(step)
-        made["embed"][0, ALL] = np.nan if step == 1 else 1.0
+        made["embed"][0, ALL, 0] = np.nan if step == 1 else 1.0
         return made
 
     history = history_of(averaged(rare()), PARAMS, map(grads, range(3)), REPLICAS)
     assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves(history))
     np.testing.assert_array_equal(history[-1][1].skipped, [1, 0, 0, 0])
-    assert np.all(
-        np.asarray(history[2][0]["embed"])[ALL] != np.asarray(history[1][0]["embed"])[ALL]
-    )
+    assert history[2][0]["embed"][ALL, 0] != history[1][0]["embed"][ALL, 0]
 
 
 @pytest.mark.parametrize("every", [1, 3])
@@ -130,15 +162,15 @@ def test_another_number_of_replicas_goes_on_with_the_mean():
     _, state = history_of(averaged(rare()), PARAMS, map(gradients, range(2)), REPLICAS)[-1]
     init, _ = transform(averaged(rare()), mesh_of(2), PARAMS)
     resized = jaxcomp.resize(jax.tree.map(np.asarray, state), jax.eval_shape(init, PARAMS))
-    others = np.asarray(state_of(state, "others")["embed"])
-    np.testing.assert_allclose(state_of(resized, "others")["embed"][0], others.mean(0), rtol=1e-6)
+    shared = np.asarray(state_of(state, "shared")["embed"])
+    np.testing.assert_allclose(state_of(resized, "shared")["embed"][0], shared.mean(0), rtol=1e-6)
 
 
 def test_other_leaves_can_be_named():
     tx = averaged(rare(rows=lambda path, leaf: path == "kernel"))
     state = history_of(tx, PARAMS, [gradients(0)], REPLICAS)[-1][1]
-    others = state_of(state, "others")
-    assert others["embed"] is None and others["kernel"].shape == (REPLICAS, 3)
+    shared = state_of(state, "shared")
+    assert shared["embed"] is None and shared["kernel"].shape == (REPLICAS, 3)
 
 
 def test_it_sits_beside_other_optimizers_in_a_partition():
