@@ -89,7 +89,7 @@ SHOWN = (
     "1-bit Adam, 250 dense steps",
     "CocktailSGD, no delay, 10x",
     "CocktailSGD, no delay, 88x",
-    "CocktailSGD, signs of an eighth",
+    "CocktailSGD, 1 bit of 1/8",
     "top_k Adam",
 )
 SHOWN_OF_MICRO = (
@@ -291,9 +291,9 @@ ABLATIONS = {
                 "top-K": "CocktailSGD, top-K only",
                 "quantization": "CocktailSGD, quantization only",
                 "all three": "CocktailSGD",
-                "groups": "CocktailSGD, a tenth, groups of 4",
-                "1 of 64": "CocktailSGD, signs of the largest of 64",
-                "1 bit of 1/8": "CocktailSGD, signs of an eighth",
+                "groups": "CocktailSGD, 1/10, groups of 4",
+                "1 of 64": "CocktailSGD, 1 bit of the largest of 64",
+                "1 bit of 1/8": "CocktailSGD, 1 bit of 1/8",
             },
             "times fewer bytes than float16": {
                 "1/2": "CocktailSGD, no compression",

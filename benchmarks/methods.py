@@ -148,13 +148,13 @@ STAGES = {
     # One bit is the least that a code of every value takes: a sixth of the exchanges.
     "quantization only": "compressor=sign(block=1024), sync_every=6",
     "groups of 64": "compressor=compose(group_top_1(64), quantize(4))",
-    "a tenth, groups of 4": "compressor=compose(random_k(0.1), group_top_1(4), quantize(4))",
-    "signs of the largest of 64": "compressor=compose(group_top_1(64), sign(block=128))",
-    "signs of an eighth": "compressor=compose(random_k(0.125), sign(block=1024))",
-    "signs of a sixteenth": "compressor=compose(random_k(0.0625), sign(block=1024))",
+    "1/10, groups of 4": "compressor=compose(random_k(0.1), group_top_1(4), quantize(4))",
+    "1 bit of the largest of 64": "compressor=compose(group_top_1(64), sign(block=128))",
+    "1 bit of 1/8": "compressor=compose(random_k(0.125), sign(block=1024))",
+    "1 bit of 1/16": "compressor=compose(random_k(0.0625), sign(block=1024))",
     # What of the last one's loss is the mask's, and what the code's, at more bytes.
-    "an eighth": "compressor=random_k(0.125)",
-    "signs": "compressor=sign(block=1024)",
+    "random 1/8": "compressor=random_k(0.125)",
+    "1 bit": "compressor=sign(block=1024)",
     # All values now and then, after local steps.
     "4 bits, every 32nd": "compressor=quantize(4), sync_every=32",
     "4 bits, every 8th": "compressor=quantize(4), sync_every=8",
@@ -380,8 +380,8 @@ METHODS: dict[str, Method] = {
             "no compression": "identity()",
             **FACTORS,
             "88x": "cocktail()",
-            "signs": "sign(block=1024)",
-            "signs of an eighth": "compose(random_k(0.125), sign(block=1024))",
+            "1 bit": "sign(block=1024)",
+            "1 bit of 1/8": "compose(random_k(0.125), sign(block=1024))",
         }.items()
     },
     **{f"QSDP W{w}G{g}": _qsdp(w, g) for w, g in BITS},

@@ -66,7 +66,7 @@ OURS = {
         "sync_at=schedules.every(4, steps, after=warmup_steps))",
     ),
     "CocktailSGD": Row("adam", UPDATES["CocktailSGD"]),
-    "CocktailSGD, signs of an eighth": Row("adam", UPDATES["CocktailSGD, signs of an eighth"]),
+    "CocktailSGD, 1 bit of 1/8": Row("adam", UPDATES["CocktailSGD, 1 bit of 1/8"]),
     "DeMo": Row("sign", UPDATES["DeMo"]),
     # 1/16 of this model's width, as the authors' code takes it.
     "Dion": Row("dion", UPDATES["Dion"].replace("rank=24", "rank=8")),
@@ -164,7 +164,7 @@ PAIRS = (
 # Ours for the same task, without a counterpart.
 OTHERS = (
     "sharded Adam, 4 bits",
-    "CocktailSGD, signs of an eighth",
+    "CocktailSGD, 1 bit of 1/8",
     "DiLoCo, 4 bits, every 32nd",
     "SparseLoCo, every 16th",
 )

@@ -99,7 +99,7 @@ SHOWN = (
     "4 bits",
     "sharded Adam, 4 bits",
     "0/1 Adam, every 4th",
-    "CocktailSGD, signs of an eighth",
+    "CocktailSGD, 1 bit of 1/8",
     "PyTorch DDP float32",
     "PyTorch PowerSGD 1",
 )

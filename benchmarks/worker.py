@@ -46,7 +46,7 @@ METHODS: dict[str, Method] = {
         "1-bit Adam": "1-bit Adam, 2 dense steps",
         "0/1 Adam, every 4th": "0/1 Adam, every 4th",
         "CocktailSGD": "CocktailSGD",
-        "CocktailSGD, signs of an eighth": "CocktailSGD, signs of an eighth",
+        "CocktailSGD, 1 bit of 1/8": "CocktailSGD, 1 bit of 1/8",
         "CocktailSGD, 10x": "CocktailSGD, 10x",
         "CocktailSGD, no delay, 10x": "CocktailSGD, no delay, 10x",
         # As many bytes as "8 bits", but they may be sent while the gradient is computed.

@@ -146,6 +146,16 @@ class _Loss(NamedTuple):
     batch_specs: Any
 
 
+@dataclasses.dataclass(frozen=True)
+class _Graph:
+    """A graph as a key of a cache: lists, which MaxText's modules hold, have no hash."""
+
+    graphdef: Any
+
+    def __hash__(self) -> int:
+        return self.graphdef.num_leaves
+
+
 class NnxStep:
     """A step of an nnx model; made by `train_step`."""
 
@@ -178,7 +188,7 @@ class NnxStep:
         some = lambda tree: tree if jax.tree.leaves(tree) else None
         opt_state = nnx.as_pure(optimizer.opt_state)
         args = params, opt_state, (batch, frozen), some(keys), some(rest), extra_args
-        return self._made(optimizer.tx, graphdef, optimizer.wrt).step, args
+        return self._made(optimizer.tx, _Graph(graphdef), optimizer.wrt).step, args
 
 
 class TrainStateStep:
@@ -211,11 +221,11 @@ class TrainStateStep:
         return self._made(state.tx).step, args
 
 
-def _nnx_step(loss: _Loss, tx: Any, graphdef: Any, wrt: Any) -> TrainStep:
+def _nnx_step(loss: _Loss, tx: Any, graph: _Graph, wrt: Any) -> TrainStep:
     def loss_fn(params, batch, *, rng=None, model_state=None):
         batch, frozen = batch
         states = [nnx.State({}) if s is None else s for s in (rng, frozen, model_state)]
-        model = nnx.merge(graphdef, params, *states)
+        model = nnx.merge(graph.graphdef, params, *states)
         returned = loss.loss_fn(model, batch)
         *_, rest = _partition(model, wrt)
         kept = () if model_state is None else (nnx.as_pure(rest),)

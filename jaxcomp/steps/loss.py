@@ -65,8 +65,18 @@ def replica_key(rng: Any, axis_name: str | tuple[str, ...]) -> Any:
 
 
 def folded(rng: Any, index: Any) -> Any:
-    """A key, or a tree of keys, each folded with a number; None for None."""
-    return jax.tree.map(lambda key: jax.random.fold_in(key, index), rng)
+    """A key, or a tree of keys, each folded with a number; None for None.
+
+    A key may be an array of them: scanned layers have one each.
+    """
+
+    def fold(key):
+        fold_in = jax.random.fold_in
+        for _ in range(key.ndim - (not jnp.issubdtype(key.dtype, jax.dtypes.prng_key))):
+            fold_in = jax.vmap(fold_in, (0, None))
+        return fold_in(key, index)
+
+    return jax.tree.map(fold, rng)
 
 
 def own_floats(model_state: Any, axis_name: str | tuple[str, ...]) -> Any:

@@ -141,6 +141,37 @@ def test_dropout_differs_by_replica_microbatch_and_step_and_goes_on_where_it_sto
     np.testing.assert_array_equal(after, masks(restored, 1))
 
 
+class Scanned(nnx.Module):
+    """As MaxText's: layers in one array, with keys in one array, and a list without a hash."""
+
+    def __init__(self, rngs):
+        self.weight = nnx.Param(jnp.zeros(()))
+        self.activations = ["silu", "linear"]
+        made = nnx.vmap(lambda rngs: nnx.Dropout(0.5, rngs=rngs), in_axes=0, out_axes=0)
+        self.layers = nnx.split_rngs(splits=3)(made)(rngs)
+
+    def __call__(self, x):
+        masks = nnx.vmap(lambda layer, x: layer(x), in_axes=(0, None))(self.layers, jnp.ones(64))
+        return self.weight * x.mean(), masks
+
+
+def test_layers_that_are_scanned_draw_by_replica_and_are_traced_once():
+    traced = []
+    mesh = jax.make_mesh((REPLICAS,), ("replica",))
+    tx = optax.chain(jaxcomp.compressed_mean(jaxcomp.identity(), "replica"), optax.sgd(0.1))
+    step = jaxcomp.flax.train_step(lambda model, x: traced.append(1) or model(x), has_aux=True)
+    model = Scanned(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, jaxcomp.flax.on_mesh(tx, mesh, "replica"), wrt=nnx.Param)
+    masks, counts = [], []
+    for _ in range(2):
+        metrics = step(model, optimizer, np.ones(REPLICAS, np.float32))
+        masks.append(np.asarray(metrics["aux"]).reshape(-1, 64))
+        counts.append(len(traced))
+    rows = np.concatenate(masks)
+    assert len(np.unique(rows, axis=0)) == len(rows) == 2 * REPLICAS * 3
+    assert counts[0] == counts[1]
+
+
 def test_only_what_the_optimizer_trains_is_exchanged():
     mesh = jax.make_mesh((REPLICAS,), ("replica",))
     model = nnx.LoRALinear(8, 8, lora_rank=2, rngs=nnx.Rngs(0))
