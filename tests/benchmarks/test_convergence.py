@@ -88,6 +88,10 @@ def test_the_front_has_no_method_that_another_beats_with_as_few_bits():
     summaries = figures.summarize(rows, "nano", 10)
     assert [s.method for s in figures.front(summaries)] == ["c", "b", "a"]
     assert figures.finding(summaries) == "c: 64 times fewer bits, loss 1.40, a 1.00"
+    rows += [row(0.1, 0, 0.9, "few, Muon") | {"bits_per_parameter": 0.5}]
+    rows += [row(0.1, 0, 0.5, "dense Muon") | {"bits_per_parameter": 32.0}]
+    with_muon = figures.finding(figures.summarize(rows, "nano", 10))
+    assert with_muon == "few, Muon: 64 times fewer bits, loss 0.90, dense Muon 0.50"
     axes = Figure().subplots()
     figures.points(axes, summaries, ["a", "b"])
     names = [line.get_label() for line in axes.get_lines()]
