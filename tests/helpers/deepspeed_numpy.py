@@ -7,22 +7,15 @@ import numpy as np
 _ALIGN = 8  # bits of a byte, of which each worker's chunk of a message has whole ones
 
 
-def trace_of(trace, weight_decay: float) -> dict[str, np.ndarray]:
-    """The run of a recorded trace, with another weight decay.
+def trace_of(trace) -> dict[str, np.ndarray]:
+    """The run of a recorded trace: `u_*` and `x_*` of all workers after each step.
 
     Args:
       trace: Of DeepSpeed's ZeroOneAdam; its settings, first parameters, gradients and rates count.
-      weight_decay: In place of the trace's.
-
-    Returns:
-      A trace for `tests.helpers.replay`, and `u_*` and `x_*` of all workers after each step.
     """
-    meta = json.loads(str(trace["meta_json"]))
-    config = meta["config"] | {"weight_decay": weight_decay}
-    given = {name: trace[name] for name in trace.files if name.startswith(("g_", "x0_", "lr"))}
-    found = given | {"meta_json": json.dumps(meta | {"config": config})}
+    meta, found = json.loads(str(trace["meta_json"])), {}
     for name in meta["shapes"]:
-        steps = run(config, trace[f"x0_{name}"], trace[f"g_{name}"], trace["lr"])
+        steps = run(meta["config"], trace[f"x0_{name}"], trace[f"g_{name}"], trace["lr"])
         found[f"x_{name}"], found[f"u_{name}"], learns = map(np.stack, zip(*steps, strict=True))
     return found | {"engine_allreduce_before__same_on_all": learns}
 

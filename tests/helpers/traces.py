@@ -79,8 +79,6 @@ def zero_one_adam(meta: dict, trace) -> Setting:
         sync_at=lambda count: meets[count],
         variance_at=lambda count: learns[count],
         compressor=authors.one_bit(authors.per_tensor),
-        step_bound=None,
-        weight_decay=config["weight_decay"],
     )
     return Setting(tx, first=1, multiple=32)
 

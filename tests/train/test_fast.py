@@ -1,6 +1,7 @@
 """Runs on hosts of several devices: as without them where codes are exact, and they go on."""
 
 import dataclasses
+import functools
 import random
 import re
 
@@ -53,12 +54,22 @@ def losses(config):
     return [row["loss"] for row in loop.run(config)[1:]]
 
 
+@pytest.fixture
+def compile_once(monkeypatch):
+    """Runs that differ in their names share a program."""
+    compiled = functools.cache(make_task)
+    shared = lambda config: compiled(dataclasses.replace(config, name="any", fast=2))
+    monkeypatch.setattr(loop, "make_task", lambda config: shared(config)._replace(config=config))
+
+
 def test_exact_codes_train_as_on_one_device_a_host(config_of):
     one = losses(config_of(EXACT, 2, 1, name="one"))
     np.testing.assert_allclose(losses(config_of(EXACT, name="two")), one, rtol=1e-5)
 
 
-def test_a_run_goes_on_bit_for_bit_and_on_more_hosts_but_not_on_other_hosts(config_of):
+def test_a_run_goes_on_bit_for_bit_and_on_more_hosts_but_not_on_other_hosts(
+    config_of, compile_once
+):
     config = config_of(DRIFTS, overlap=True, optimizer=Optimizer(DRIFTS, 1e-2, 1, "constant"))
     whole = losses(dataclasses.replace(config, name="whole"))
     assert losses(dataclasses.replace(config, steps=2)) == whole[:2]
