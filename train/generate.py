@@ -52,8 +52,12 @@ def generated(
             f"got {len(prompts)} prompts and temperature={temperature:g}; needs a prompt, and a "
             "temperature of 0 or more, such as --temperature 0.8."
         )
-    tokenizer = load_tokenizer(path)
+    if (path / "checkpoints").is_dir():
+        raise ValueError(
+            f"{str(path)!r} is a run; write python -m train.export {path} FOLDER, and take FOLDER."
+        )
     _, config = settings.read(path)
+    tokenizer = load_tokenizer(_tokenizer_of(path, config))
     rows = _encoded(tokenizer, path, prompts, chat)
     _check(rows, count, path, config)
     lengths = np.array([len(row) for row in rows])
@@ -117,6 +121,11 @@ def continued(
     lengths = jnp.asarray(lengths, jnp.int32)
     start = 0, jnp.asarray(tokens, jnp.int32), lengths, lengths < most
     return jax.lax.while_loop(lambda state: jnp.any(state[-1]), appended, start)[1:3]
+
+
+def _tokenizer_of(path: pathlib.Path, config: DecoderConfig) -> pathlib.Path | None:
+    """The folder; None, for bytes, if the model was trained without a tokenizer."""
+    return None if config.vocab == 256 and not (path / "tokenizer.json").exists() else path
 
 
 def _encoded(tokenizer: Tokenizer, path, prompts: Sequence[str], chat: bool) -> list[list[int]]:

@@ -91,6 +91,21 @@ def test_an_answer_follows_the_chat_template(model):
     assert "uhia" + answer == generate.generated(model, ["uhia"], 4)[0]
 
 
+def test_a_model_of_bytes_needs_no_tokenizer_and_a_run_is_exported_first(model):
+    from safetensors import numpy as safe
+
+    weights = safe.load_file(model / "model.safetensors")
+    weights = {k: v[:256] if "wte" in k else v for k, v in weights.items() if "lm_head" not in k}
+    safe.save_file(weights, model / "model.safetensors")
+    settings(model, vocab_size=256, eos_token_id=None)
+    (model / "tokenizer.json").unlink()
+    (text,) = generate.generated(model, ["import"], 3)
+    assert text.startswith("import") and len(text) > 6
+    (model / "checkpoints").mkdir()
+    with pytest.raises(ValueError, match="is a run; write python -m train.export .* FOLDER, and"):
+        generate.generated(model, ["import"], 3)
+
+
 @pytest.mark.parametrize(
     ("prompts", "more", "text"),
     [

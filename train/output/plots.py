@@ -83,11 +83,12 @@ def drawn(runs: Mapping[str, Rows]) -> Figure:
             # A thick baseline shows below a curve that covers it.
             "linewidth": 1.6 if index or alone else 4.0,
         }
-        _thin(by_step, runs[label], "step", "loss", style["color"])
-        _thin(by_bytes, runs[label], "sent_bytes", "loss", style["color"])
-        _thin(rate, runs[label], "step", "learning_rate", style["color"])
+        thin = {"color": style["color"], "label": "training" if alone else "_"}
+        _thin(by_step, runs[label], "step", "loss", **thin)
+        _thin(by_bytes, runs[label], "sent_bytes", "loss", **thin)
+        _thin(rate, runs[label], "step", "learning_rate", **thin)
         short = label if len(label) <= 24 else f"...{label[-21:]}"  # the end of a path says more
-        name = f"{losses[-1]:.3f}" if alone else f"{short}\n{losses[-1]:.3f}"
+        name = f"{'validation' if alone else short}\n{losses[-1]:.3f}"
         _draw(by_step, steps, losses, style, name)
         # Nothing was sent at step 0, and a logarithmic axis has no zero.
         _draw(by_bytes, sent[sent > 0], losses[sent > 0], style, name)
@@ -146,13 +147,13 @@ def label_log(axes: Axes, which: str, values: np.ndarray, formatter: Formatter) 
         axis.set_minor_locator(NullLocator())
 
 
-def _thin(axes: Axes, rows: Rows, x: str, y: str, color: str) -> None:
+def _thin(axes: Axes, rows: Rows, x: str, y: str, **style: Any) -> None:
     """Plots a column from the rows that have it."""
     points = [(row[x], row[y]) for row in rows if row.get(y) is not None and x in row]
     if x == "sent_bytes":
         points = [point for point in points if point[0] > 0]  # as for validation losses
     if points:
-        axes.plot(*zip(*points, strict=True), color=color, linewidth=1.0, alpha=0.6, zorder=1.5)
+        axes.plot(*zip(*points, strict=True), **style, linewidth=1.0, alpha=0.6, zorder=1.5)
 
 
 def curve(label: str, rows: Rows) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
