@@ -52,6 +52,16 @@ MODELS: dict[str, DecoderConfig] = {
     "124m": DecoderConfig(
         layers=12, width=768, heads=12, context=1024, vocab=50_257, dtype="bfloat16"
     ),
+    "124m-scans": DecoderConfig(
+        layers=12,
+        width=768,
+        heads=12,
+        context=1024,
+        vocab=50_257,
+        dtype="bfloat16",
+        scan=True,
+        stacks=4,
+    ),
     "124m-scan": DecoderConfig(
         layers=12, width=768, heads=12, context=1024, vocab=50_257, dtype="bfloat16", scan=True
     ),

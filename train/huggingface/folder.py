@@ -26,7 +26,7 @@ TOKENIZER = (
     "merges.txt chat_template.jinja generation_config.json"
 ).split()
 """Files that an export copies."""
-_BLOCK = re.compile(r"^block(s|_(?P<number>\d+))/")
+_BLOCK = re.compile(r"^block(s(_(?P<first>\d+))?|_(?P<number>\d+))/")
 
 
 def is_folder(path: str | pathlib.Path) -> bool:
@@ -198,7 +198,8 @@ def layers_of(path: str, shape: tuple[int, ...]) -> tuple[str, list[tuple[int | 
     inside, number = path[block.end() :], block["number"]
     if number is not None:
         return inside, [(None, int(number))]
-    return inside, [(layer, layer) for layer in range(shape[0])]
+    first = int(block["first"] or 0)
+    return inside, [(place, first + place) for place in range(shape[0])]
 
 
 def _require_all(folder, kind: str, arrays: dict, found: list) -> None:

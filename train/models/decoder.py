@@ -14,7 +14,7 @@ from train.models import lora, modules, rotary
 from train.models.activations import ACTIVATIONS
 from train.models.modules import PathRngs
 
-STACKED = "^blocks/"
+STACKED = r"^blocks(_\d+)?/"
 """Pattern of the paths of parameters that a scan over the blocks stacks."""
 INIT = nnx.initializers.normal(0.02)
 """Initializers of weights and positions."""
@@ -39,6 +39,9 @@ class DecoderConfig:
     scan: bool = False
     """Whether to scan over the blocks, which compiles as fast as one block. Parameters then have
     other names and a leading axis of layers; methods still see one layer at a time."""
+    stacks: int = 1
+    """Scans over the blocks, each with parameters of its own, which are named by its first layer. A
+    gradient of one scan is complete last; of several, those of the last layers are sent first."""
     remat: bool = False
     """Whether to recompute each block in the backward pass and keep only the inputs of blocks."""
     mlp: int = 0
@@ -92,10 +95,13 @@ class DecoderConfig:
 
     def __post_init__(self):
         checks.require_types(self, "model.")
-        sizes = "layers", "width", "heads", "context", "vocab"
+        sizes = "layers", "stacks", "width", "heads", "context", "vocab"
         checks.at_least(1, self, *sizes, prefix="model.")
         least_0 = "mlp rotary_width positions first_position kv_heads head_width window lora"
         checks.at_least(0, self, *least_0.split(), prefix="model.")
+        checks.divisible(self, "layers", "stacks")
+        if self.stacks > 1 and not self.scan:
+            raise ValueError(f"model.stacks={self.stacks} needs scans; write --model.scan.")
         if not self.head_width:
             checks.divisible(self, "width", "heads")
         if self.kv_heads:
@@ -124,6 +130,12 @@ class DecoderConfig:
     def stacked(self) -> str | None:
         """Pattern of the paths whose first axis counts layers, see `jaxcomp.per_layer`; or None."""
         return STACKED if self.scan else None
+
+    @property
+    def stack_names(self) -> tuple[str, ...]:
+        """Names of the stacks of a scanned model."""
+        firsts = range(0, self.layers, self.layers // self.stacks)
+        return ("blocks",) if self.stacks == 1 else tuple(f"blocks_{first}" for first in firsts)
 
     @property
     def lora_scale(self) -> float:
@@ -229,7 +241,10 @@ class Decoder(nnx.Module):
         block = functools.partial(Block, c, causal)
         self.names = tuple(f"block_{index}" for index in range(c.layers))
         if c.scan:
-            self.blocks = modules.stacked(block, self.names, rngs)
+            size = c.layers // c.stacks
+            for number, name in enumerate(c.stack_names):
+                names = self.names[number * size : (number + 1) * size]
+                setattr(self, name, modules.stacked(block, names, rngs))
         else:
             for name in self.names:
                 setattr(self, name, block(rngs=rngs.at(name)))
@@ -249,12 +264,14 @@ class Decoder(nnx.Module):
         elif c.rotary == "none":
             x_BxTxD += self.position[...][c.first_position + positions]
         x_NxD = x_BxTxD.reshape(-1, c.width).astype(c.dtype)
-        blocks = self.blocks if c.scan else [getattr(self, name) for name in self.names]
+        blocks = [getattr(self, name) for name in (c.stack_names if c.scan else self.names)]
         if c.remat:
             # XLA does not merge recomputation across a scan, so no guard is needed.
             recomputed = functools.partial(jax.checkpoint, prevent_cse=not c.scan)
             layers = lambda function, layers=layers: layers(recomputed(function))
-        x_NxD = self.norm(modules.run(blocks, x_NxD, time, documents, layers=layers))
+        for part in blocks if c.scan else [blocks]:
+            x_NxD = modules.run(part, x_NxD, time, documents, layers=layers)
+        x_NxD = self.norm(x_NxD)
         if c.tied:
             logits_NxV = x_NxD @ self.embed.embedding[...].astype(x_NxD.dtype).T
         else:

@@ -48,6 +48,19 @@ def test_scanned_blocks_are_those_of_the_loop_with_their_parameters_stacked():
     np.testing.assert_allclose(scanned(stacked, TOKENS), apply(params, TOKENS), rtol=0, atol=1e-5)
 
 
+def test_several_stacks_are_the_same_model():
+    parted = dataclasses.replace(SMALL, layers=4, scan=True, stacks=2)
+    apply, params = split_decoder(dataclasses.replace(parted, stacks=1))
+    by_part, parts = split_decoder(parted)
+    whole = jax.tree.map(lambda *x: jnp.concatenate(x), parts["blocks_0"], parts["blocks_2"])
+    jax.tree.map(np.testing.assert_array_equal, whole, params["blocks"])
+    np.testing.assert_allclose(by_part(parts, TOKENS), apply(params, TOKENS), rtol=0, atol=1e-5)
+    with pytest.raises(ValueError, match="model.layers=4 must be divisible by model.stacks=3"):
+        dataclasses.replace(parted, stacks=3)
+    with pytest.raises(ValueError, match="model.stacks=2 needs scans; write --model.scan"):
+        dataclasses.replace(parted, scan=False)
+
+
 LLAMA = DecoderConfig(
     **SIZES | {"heads": 4},
     kv_heads=2,
