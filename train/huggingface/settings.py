@@ -162,7 +162,7 @@ _ACTIVATIONS = {
 }
 _MOST_LAYERS, _MOST = 10_000, 2**31 - 1
 _NEVER = ("quantization_config", "num_local_experts", "num_experts", "parallel_lm_logits")
-_FREE = ("context", "dtype", "scan", "remat", "lora", "lora_alpha")  # a run chooses them
+_FREE = ("context", "dtype", "scan", "stacks", "remat", "lora", "lora_alpha")  # a run chooses them
 
 
 def read(folder: str | pathlib.Path) -> tuple[str, DecoderConfig]:
