@@ -142,7 +142,7 @@ SMALL = dataclasses.replace(MODELS["tiny"], layers=1, width=32, heads=2, vocab=2
 )
 def test_steps_are_lowered_for_hosts_of_several_devices(method, in_shards):
     hosts = mesh_from(jax.devices(), (4, 2))
-    model = dataclasses.replace(SMALL, scan=True)
+    model = dataclasses.replace(SMALL, layers=2, scan=True, stacks=2)
     built = build_step(model, METHODS[method], hosts, in_shards)
     built.step.lower(built.params, built.state, built.batch)
     axes = {
