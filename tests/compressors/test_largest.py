@@ -9,6 +9,8 @@ from jaxcomp.compressors import largest
 
 FORMS = [largest.by_halving, largest.by_sorting, largest.by_digits]
 SHAPES = [(1, 1), (4096, 2), (5, 128), (2, 130), (3, 256), (1, 4096)]
+# Of 16 bits there are more ties; what depends on sizes is the same.
+ROWS = [*((shape, jnp.float32) for shape in SHAPES), ((3, 256), jnp.bfloat16)]
 
 
 def rows_of(shape, dtype):
@@ -33,11 +35,10 @@ def expected(x, k):
     return marked
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize(
-    "form, shape",
-    [(form, shape) for form in FORMS for shape in SHAPES]
-    + [(largest.by_comparing, shape) for shape in SHAPES if shape[1] <= 256],
+    "form, shape, dtype",
+    [(form, *row) for form in FORMS for row in ROWS]
+    + [(largest.by_comparing, *row) for row in ROWS if row[0][1] <= 256],
 )
 def test_every_form_marks_what_a_stable_sort_does(form, shape, dtype):
     n, x = shape[1], rows_of(shape, dtype)
@@ -56,8 +57,7 @@ def test_a_row_of_equals_gives_its_first(n):
             np.testing.assert_array_equal(got.marked, np.arange(n)[None] < np.full((2, 1), k))
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("shape", "dtype"), ROWS)
 def test_every_search_finds_the_values_that_are_marked(shape, dtype):
     x, n = rows_of(shape, dtype), shape[1]
     bits = lambda values: np.asarray(values).view(f"u{values.dtype.itemsize}")

@@ -112,9 +112,11 @@ def test_it_runs_from_an_empty_folder_with_the_archive_alone(name, archive, tmp_
     assert re.search(r"^jax \d+\.\d+", said, re.MULTILINE)
 
 
-# The others' replicas are CPU devices, on every machine.
-@pytest.mark.parametrize("device", ["t4", "v5e"])
-@pytest.mark.parametrize("name", ["compressors", "many_replicas"])
+# The others' replicas are CPU devices, on every machine. Whole steps compile for GPUs in
+# tests/benchmarks/test_accelerators.py.
+@pytest.mark.parametrize(
+    ("name", "device"), [("compressors", "t4"), ("compressors", "v5e"), ("many_replicas", "v5e")]
+)
 def test_what_runs_on_colabs_accelerators_compiles_for_them(name, device, tmp_path):
     if (reason := unavailable(device)) is not None:
         pytest.skip(reason)
