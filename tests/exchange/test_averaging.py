@@ -140,10 +140,11 @@ def test_many_buckets_alike_draw_numbers_of_their_own():
     code = jaxcomp.quantize(2, block=16, rounding="stochastic")
     of = functools.partial(transport_of, code)
     halves = {"kernel": rows(mesh, ones * np.where(np.arange(16) == 0, 1, 0.4).astype("f4"))}
-    got = averager(of(bucket_numel=32), mesh)(halves, {}, 0, None)
+    send = averager(of(bucket_numel=32), mesh)
+    got = send(halves, {}, 0, None)
     pieces = np.asarray(got.sent["kernel"])[0].reshape(20, 32)
     assert len(np.unique(pieces, axis=0)) > 10
-    later = averager(of(bucket_numel=32), mesh)(halves, {}, 1, None)
+    later = send(halves, {}, 1, None)
     assert not np.array_equal(pieces, np.asarray(later.sent["kernel"])[0].reshape(20, 32))
 
 

@@ -343,17 +343,6 @@ def test_freezing_without_a_mean_is_refused_by_what_to_write():
         train(mesh_of(2), tx, num_steps=1)
 
 
-def test_multi_steps_work_in_the_step():
-    mesh = mesh_of(2)
-    tx = optax.MultiSteps(quantized_adam(), 2).gradient_transformation()
-    params, state, _ = train(mesh, tx, num_steps=1)
-    assert_close(params, make_params(), 0)
-    assert np.any(np.asarray(state.acc_grads["up"][0]) != np.asarray(state.acc_grads["up"][1]))
-    params, state, history = train(mesh, tx, num_steps=2)
-    assert not history[-1]["skipped"] and int(state.gradient_step) == 1
-    assert np.any(np.asarray(params["up"]) != make_params()["up"])
-
-
 @pytest.mark.parametrize("size", [23, 9, 6])
 def test_a_batch_that_cannot_be_divided_is_refused(size):
     mesh = mesh_of(3)
