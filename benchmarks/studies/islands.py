@@ -365,9 +365,10 @@ def faults(field: Field, kills: int, away: float):
 
 
 def killed(field: Field, kills: int):
-    """Kills islands by chance, one after the other; each returns before the next is killed."""
+    """Kills an island by chance, at any time of a round; it returns before the next is killed."""
     draw = random.Random(0)
     for _ in range(kills):
+        time.sleep(draw.random() * ROUND)
         began, victim = time.monotonic(), draw.choice(NAMES)
         others = sorted({*NAMES} - {victim})
         field.kill(victim)
