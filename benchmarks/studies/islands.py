@@ -280,7 +280,7 @@ class Field:
             self.islands[name].kill()
             self.islands[name].wait()
 
-    def wait_for(self, rounds: int, names=NAMES, seconds: float = 200.0) -> None:
+    def wait_for(self, rounds: int, names=NAMES, seconds: float = 600.0) -> None:
         """Waits until islands have taken so many outer steps."""
         end = time.monotonic() + seconds
         while any(self.last(name) < rounds for name in names):
