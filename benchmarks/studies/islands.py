@@ -174,7 +174,8 @@ def replica(name: str) -> None:
         replica_id=name, timeout=datetime.timedelta(seconds=30), rank=0, world_size=1,
         store_addr="127.0.0.1", store_port=store.port,
     )  # fmt: skip
-    with local_sgd.DiLoCo(manager, [model], inner, outer, sync_every=EVERY):
+    overlap = {"fragment_sync_delay": DELAY, "fragment_update_alpha": 0.5}
+    with local_sgd.DiLoCo(manager, [model], inner, outer, sync_every=EVERY, **overlap):
         while True:
             began = time.monotonic()
             x = torch.randn(32, 256)
