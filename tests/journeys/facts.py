@@ -61,7 +61,7 @@ def bucket(folder: pathlib.Path) -> None:
     served.enter_context(islands.served(islands.WEED, f"{_NETWORK}.3", folder / "bucket"))
 
 
-_KEYS = islands.KEYS | {"AWS_ENDPOINT_URL": f"http://{_NETWORK}.3:8333"}
+_KEYS = islands.KEYS | {"AWS_ENDPOINT_URL": f"http://{_NETWORK}.3:{islands.PORT}"}
 _IN_BUCKET = " ".join(f"{name}={value}" for name, value in _KEYS.items())
 
 
