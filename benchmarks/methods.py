@@ -214,6 +214,11 @@ PICO: dict[str, Method] = {
     "CocktailSGD, no delay, 88x, rare rows": Method(
         f"cocktail_sgd(rare_rows({ADAM}, axis_name), axis_name, delayed=False)", (6e-3,)
     ),
+    "CocktailSGD, no delay, 10x, rare rows": Method(
+        f"cocktail_sgd(rare_rows({ADAM}, axis_name), axis_name, delayed=False, "
+        "compressor=cocktail(random=0.5, top=0.5))",
+        (6e-3,),
+    ),
     "DiLoCo, 4 bits, rare rows": _diloco(f"rare_rows({ADAM}, axis_name)", 3e-3, 16, 0.7, 0.8),
 }
 
