@@ -176,7 +176,8 @@ class Courier(threading.Thread):
             self.room.write(f"{self._path(self.island, self.fence)}.here", {})
             self._absent.remove(self.island)
         here_again = {name for name, f in view.fences.items() if f"{name}.{f:08d}.here" in here}
-        return self._decide(view, self._absent - here_again) or moved
+        # Others may have joined between this look and its message, so it looks again first.
+        return moved or self._decide(view, self._absent - here_again)
 
     def _look(self) -> tuple[set[str], runs.View]:
         """The objects of the round, and the claims and snapshots of its last longer look.

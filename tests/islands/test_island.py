@@ -235,6 +235,27 @@ def test_islands_come_to_send_together(join):
     assert first.last.members == second.last.members == ("a", "b") and second._steps == 2
 
 
+def test_who_joins_while_another_sends_is_waited_for(join):
+    options = {"every": 2, "delay": 1}
+    first, second, may = join("a", **options), [], threading.Event()
+    look = first._courier._look
+
+    def joined_after():
+        seen = look()
+        if may.is_set() and not second:
+            second.append(join("b", **options))
+            first.step(first.params)  # sends
+        return seen
+
+    first._courier._look = joined_after
+    first.step(first.params)
+    may.set()
+    until(lambda: second and second[0]._courier.opened == 0)
+    second[0].step(second[0].params)
+    together(*(lambda island=island: island.step(island.params) for island in (first, *second)))
+    assert first.last.members == second[0].last.members == ("a", "b")
+
+
 def until(holds):
     end = time.monotonic() + 20
     while not holds() and time.monotonic() < end:
