@@ -94,15 +94,19 @@ def rare_rows(
                 "or local_steps."
             )
         chosen = _chosen(rows, params)
-        after = lambda grads: inner.update(grads, state.inner, params, sync=sync, **extra_args)
-        step, new = after(updates)
+        after = lambda grads, state: inner.update(grads, state, params, sync=sync, **extra_args)
+        step, new = after(updates, state.inner)
         moments = _row_moments(new, chosen)
         if sync.always:
-            # What Adam keeps of its moments at a zero gradient tells how it forgets.
-            _, forgot = after(jax.tree.map(jnp.zeros_like, updates))
-            old, kept = (_row_moments(s, chosen) for s in (state.inner, forgot))
+            # What Adam keeps of moments of one at a zero gradient is its decay, also in rows that
+            # this replica has not seen and others have.
+            _, forgot = after(
+                jax.tree.map(jnp.zeros_like, updates), _with_unit_moments(state.inner)
+            )
+            old, decay = (_row_moments(s, chosen) for s in (state.inner, forgot))
+            kept = jax.tree.map(jnp.multiply, decay, old)
             sketches = _sketches(updates, chosen, kept, moments, sync.step)
-            shared = _mean_moments(state.shared, sketches, old, kept, moments, sync, axis_name)
+            shared = _mean_moments(state.shared, sketches, decay, moments, sync, axis_name)
             factor = functools.partial(_factor, axis_name)
         else:
             shared = _shared(moments, state.shared, sync, axis_name)
@@ -154,6 +158,13 @@ def _row_moments(state, chosen):
     return treedef.unflatten([row_moments(i, *pair) for i, pair in enumerate(keyed)])
 
 
+def _with_unit_moments(state):
+    """The optimizer's state with ones as second moments."""
+    is_moment = lambda path: jax.tree_util.GetAttrKey("nu") in path
+    one = lambda path, x: jnp.ones_like(x) if is_moment(path) else x
+    return jax.tree_util.tree_map_with_path(one, state)
+
+
 def _sketches(grads, chosen, kept, moments, number):
     """f32[rows] of each chosen leaf, whose square is in expectation what a gradient adds to v."""
     key = jax.random.fold_in(jax.random.key(0), number)
@@ -170,15 +181,14 @@ def _sketches(grads, chosen, kept, moments, number):
     return jax.tree.map(sketch, chosen, grads, kept, moments)
 
 
-def _mean_moments(known, sketches, old, kept, moments, sync: Synchronization, axis_name):
+def _mean_moments(known, sketches, decay, moments, sync: Synchronization, axis_name):
     """The second moments of the mean gradient after this step."""
 
     def averaged():
         with averaging.named(sync.part):
             means = lax.pmean(_finite(sketches), axis_name)
-        # A row without a moment has none to forget, nor a known one.
-        after = lambda known, s, old, kept: _ratio(kept, old) * known + s * s
-        return jax.tree.map(after, known, means, old, kept)
+        after = lambda known, s, b: b * jnp.maximum(known, 0.0) + s * s
+        return jax.tree.map(after, known, means, decay)
 
     if sync.due is True:
         return averaged()

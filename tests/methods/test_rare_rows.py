@@ -108,6 +108,13 @@ def test_sketches_give_the_second_moment_of_the_mean_gradient():
     assert got[0].mean() > 2 * of_independent
 
 
+def test_what_others_saw_is_remembered_by_those_who_did_not():
+    history = history_of(averaged(rare()), PARAMS, map(gradients, range(3)), REPLICAS)
+    # One of four replicas has a gradient of 4 in one of 8 entries, in the first step alone.
+    wanted = 0.05 * (4 / REPLICAS) ** 2 / 8 * 0.95**2
+    np.testing.assert_allclose(state_of(history[-1][1], "shared")["embed"][:, ONE], wanted, 1e-5)
+
+
 def test_what_stands_before_adam_scales_its_moments_as_it_does_the_gradients():
     of = lambda inner: state_of(
         history_of(averaged(rare(inner)), PARAMS, [gradients(0)], REPLICAS)[-1][1], "shared"
