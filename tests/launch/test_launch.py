@@ -20,13 +20,15 @@ from train.launch.__main__ import TRAIN
 
 MEMBER = """
 import signal, sys, time
-from jaxcomp.launch import control
+sys.path.append({folder!r})  # without the package, which takes a second to import
+import control
 told = []
 for name in ("TERM", "INT", "HUP"):
-    signal.signal(getattr(signal, f"SIG{name}"), lambda *_, name=name: told.append(name))
+    signal.signal(getattr(signal, "SIG" + name), lambda *_, name=name: told.append(name))
 secret = control.obey()
 print("here", flush=True)
 """
+MEMBER = MEMBER.format(folder=str(ROOT / "jaxcomp" / "launch"))
 WAITS = "while not told: time.sleep(0.01)\ntime.sleep(0.3)\nprint(*told, flush=True)\n"
 DEAF = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nwhile True: time.sleep(0.01)\n"
 
@@ -44,24 +46,21 @@ def until(condition, seconds=60.0):
         time.sleep(0.05)
 
 
-@pytest.fixture(autouse=True)
-def from_the_checkout(monkeypatch):
-    """Members import this checkout wherever the tests are started."""
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-
-
-def test_all_end_well(tmp_path, capfd):
-    bodies = ["print('first')", "print('second')"]
-    assert supervise.supervise([member(body) for body in bodies], tmp_path, 10.0).status == 0
-    shown = capfd.readouterr().out
-    assert f"2 processes; logs: {tmp_path}/process_*.log\nhere\nfirst\n" == shown
-    log = (tmp_path / "process_1.log").read_text()
-    assert log.startswith("--- ") and log.endswith("\nhere\nsecond\n")
+def test_all_end_well_with_one_secret_a_start_which_no_log_shows(tmp_path, capfd):
+    body = "import hashlib; print(hashlib.sha256(secret).hexdigest(), len(secret), flush=True)"
+    for _ in range(2):
+        assert supervise.supervise([member(body)] * 2, tmp_path, 10.0).status == 0
+        start = f"2 processes; logs: {tmp_path}/process_*.log\nhere\n"
+        assert capfd.readouterr().out.startswith(start)
+    logs = [(tmp_path / f"process_{number}.log").read_text() for number in range(2)]
+    first, second = ([re.findall(r"^(\w{64}) 64$", log, re.MULTILINE)] for log in logs)
+    assert first == second and len(set(first[0])) == 2
+    assert all(log.startswith("--- ") for log in logs)
 
 
 def test_the_first_failure_ends_all_and_is_told_with_its_log(tmp_path, capfd):
     bodies = [WAITS, "print('old')", "time.sleep(0.5); print('no disk'); sys.exit(3)"]
-    supervise.supervise([member("print('an earlier start')")] * 3, tmp_path, 10.0)
+    (tmp_path / "process_2.log").write_text("an earlier start\n")
     assert supervise.supervise([member(body) for body in bodies], tmp_path, grace=0.5).status == 3
     said = capfd.readouterr().err
     log = tmp_path / "process_2.log"
@@ -70,12 +69,6 @@ def test_the_first_failure_ends_all_and_is_told_with_its_log(tmp_path, capfd):
     )
     assert "an earlier start" in log.read_text()
     assert (tmp_path / "process_0.log").read_text().endswith("here\nTERM\n")
-
-
-def test_others_have_time_to_end_by_themselves(tmp_path):
-    bodies = ["time.sleep(1); print('by myself')", "sys.exit(3)"]
-    assert supervise.supervise([member(body) for body in bodies], tmp_path, grace=30.0).status == 3
-    assert (tmp_path / "process_0.log").read_text().endswith("here\nby myself\n")
 
 
 def test_who_does_not_listen_is_killed(tmp_path, monkeypatch, capfd):
@@ -90,8 +83,10 @@ def test_who_does_not_listen_is_killed(tmp_path, monkeypatch, capfd):
 
 
 def test_who_ends_because_another_is_gone_is_not_to_blame(tmp_path, capfd):
-    bodies = ["sys.exit(75)", "time.sleep(0.5); sys.exit(2)"]
+    """And who is has time to end by itself."""
+    bodies = ["sys.exit(75)", "time.sleep(0.5); print('by myself'); sys.exit(2)"]
     assert supervise.supervise([member(body) for body in bodies], tmp_path, grace=30.0).status == 2
+    assert (tmp_path / "process_1.log").read_text().endswith("here\nby myself\n")
     assert "process 1 failed first, with status 2" in capfd.readouterr().err
 
 
@@ -134,7 +129,7 @@ def launcher(tmp_path):
         f"sys.exit(supervise.supervise(commands, pathlib.Path({str(tmp_path)!r}), 10.0).status)"
     )
     logs = [tmp_path / f"process_{number}.log" for number in range(2)]
-    process = subprocess.Popen([sys.executable, "-c", program], start_new_session=True)
+    process = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, start_new_session=True)
     until(lambda: all(log.exists() and log.read_text().endswith("\nhere\n") for log in logs))
     yield process, logs
     process.kill()
@@ -160,14 +155,13 @@ def test_members_go_on_when_nobody_reads_the_launcher(tmp_path):
     assert (tmp_path / "saved").read_text() == "all"
 
 
-@pytest.mark.parametrize("name", ["INT", "HUP"])
-def test_a_signal_to_the_launcher_reaches_each_process_once(launcher, name):
+def test_a_signal_to_the_launcher_reaches_each_process_once(launcher):
     process, logs = launcher
-    # As a terminal does: to the launcher's whole group.
-    os.killpg(process.pid, getattr(signal, f"SIG{name}"))
+    # As a terminal does that is closed: to the launcher's whole group.
+    os.killpg(process.pid, signal.SIGHUP)
     assert process.wait(30) == 0
     for log in logs:
-        assert log.read_text().endswith(f"here\n{name}\n")
+        assert log.read_text().endswith("here\nHUP\n")
 
 
 def test_processes_of_a_launcher_under_nohup_hear_what_it_ignores(tmp_path):
@@ -205,15 +199,6 @@ def test_processes_end_when_the_launcher_is_killed(launcher):
     until(lambda: all(log.read_text().endswith("here\nTERM\n") for log in logs), 20)
 
 
-def test_processes_of_a_run_get_one_secret_of_its_own_which_no_log_shows(tmp_path):
-    body = "import hashlib; print(hashlib.sha256(secret).hexdigest(), len(secret), flush=True)"
-    for _ in range(2):
-        assert supervise.supervise([member(body)] * 2, tmp_path, 10.0).status == 0
-    logs = [(tmp_path / f"process_{number}.log").read_text() for number in range(2)]
-    first, second = ([re.findall(r"^(\w{64}) 64$", log, re.MULTILINE)] for log in logs)
-    assert first == second and len(set(first[0])) == 2
-
-
 def test_who_was_told_to_stop_hears_no_more_when_the_launcher_goes():
     command = member("time.sleep(1); print(*told, flush=True)")
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
@@ -239,25 +224,18 @@ def test_a_hosts_file_is_read():
     ("text", "message"),
     [
         ("", "names no host"),
-        ("# node1\n", "names no host"),
         ("node1\n-oProxyCommand=x", "line 2: '-oProxyCommand=x'; write"),
-        ("me@-x", "line 1"),
         ("node1 slots=0", "line 1"),
-        ("node1 slots=two", "line 1"),
         ("node1 node2", "line 1"),
         ("node1; reboot", "line 1"),
         ("node1\nnode1", "line 2: node1 is there already; write slots=K"),
-        ("alice@h1\nh1", "line 2: h1 is there already"),
         ("h1\n\nbob@H1", "line 3: bob@H1 is there already"),
         ("h1\nnode1:4", "line 2: 'node1:4' is neither.*write 'node1 slots=4' to start 4 processes"),
         ("me@10.0.0.1:2222", "write 'me@10.0.0.1 slots=2222'.*or 'me@10.0.0.1' alone and --ssh"),
-        ("node1:4 slots=4", "line 1: 'node1:4'"),
         ("node1:", "write 'node1 slots=K'"),
-        (":4", "line 1: ':4' is neither"),
         ("[::1]:22", "line 1: .*an IPv6 address without brackets"),
         ("node1 slots=4 max_slots=8", "line 1: 'node1 slots=4 max_slots=8'; write"),
         ("h1 slots=4097", "line 1: slots=4097 is more than 4096"),
-        (f"h1 slots={9 * '9' * 20}", "line 1: slots=9+ is more than 4096 processes"),
     ],
 )
 def test_a_wrong_hosts_file_is_refused(text, message):
@@ -364,10 +342,8 @@ def no_scheduler(monkeypatch):
     ("args", "message"),
     [
         ("--local 2", "no config file; write python -m train.launch"),
-        ("--local 2 --", "no config file"),
         ("-- c.py", "it is unknown which process.*--local N.*--hosts FILE.*--single"),
         ("--process-id 1 -- c.py", "write --coordinator, --num-processes as well"),
-        ("--local 2 --process-id 1 -- c.py", "--process-id is for one process"),
         ("--local 2 --secret-file x -- c.py", "--secret-file is for one process"),
         ("--secret-file nowhere -- c.py", "No such file.*nowhere"),
         ("--secret-file /dev/null -- c.py", "/dev/null has 0 characters, and needs 16"),
@@ -377,7 +353,6 @@ def no_scheduler(monkeypatch):
             "--hosts nowhere -- configs/nano_dense.py",
             "'nowhere' cannot be read .No such file.*write",
         ),
-        ("--hosts / -- configs/nano_dense.py", "'/' cannot be read .Is a directory"),
         ("--hosts node1:4,node2:4 -- configs/nano_dense.py", "write the name of a text file with"),
         ("--local 2 c.py --steps 3", "write python -m train.launch --local 2 -- c.py --steps 3"),
         ("c.py", "no -- before the config file 'c.py'"),
@@ -391,7 +366,6 @@ def no_scheduler(monkeypatch):
         ("--coordinator a:1 --num-processes 2 --process-id 2 -- c.py", r"in \[0, 2\)"),
         ("--local 2 --hosts x -- c.py", "not allowed with argument --local"),
         ("--local none -- c.py", "'none' must be a number, 1 or more"),
-        ("--start-timeout 0 --local 2 -- c.py", "'0' must be a number, 1 or more"),
         ("--local-devices 0,x -- c.py", "'x' must be a number, 0 or more"),
     ],
 )

@@ -1,6 +1,7 @@
 """Configurations: overrides, what is refused, and optimizers as text."""
 
 import dataclasses
+import functools
 import importlib
 import json
 import pathlib
@@ -123,19 +124,15 @@ def test_file_without_a_config_is_refused(tmp_path, text):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: config_of(steps=0), "steps=0 must be at least 1"),
-        (lambda: config_of(accumulate=0), "accumulate=0 must be at least 1"),
-        (lambda: config_of(eval_every=0), "eval_every=0 must be at least 1"),
-        (lambda: config_of(eval_batches=0), "eval_batches=0 must be at least 1"),
+        *(
+            (functools.partial(config_of, **{name: 0}), f"{name}=0 must be at least 1")
+            for name in "steps accumulate eval_every eval_batches checksum_every log_every".split()
+        ),
         (lambda: config_of(checkpoint_every=0), "write --checkpoint-every 1"),
-        (lambda: config_of(checksum_every=0), "checksum_every=0 must be at least 1"),
-        (lambda: config_of(log_every=0), "log_every=0 must be at least 1"),
         (lambda: config_of(replicas=-1), "replicas=-1 must be at least 0"),
         (lambda: config_of(seed=-1), r"seed=-1 must be in \[0, 2\^32\)"),
-        (lambda: config_of(seed=2**32), "seed=4294967296 must be in"),
         (lambda: config_of(name=""), "name='' must be a folder below"),
         (lambda: config_of(name="../up"), "must be a folder below"),
-        (lambda: config_of(name="/up"), "must be a folder below"),
         (lambda: config_of(name="a\nb"), r"name='a\\nb' must be one printable line"),
         (lambda: config_of(name="a\x1b[2J"), "must be one printable line"),
         (lambda: config_of(link_rate=0.0), "link_rate=0.0 must be positive; write 500e6"),
@@ -155,13 +152,11 @@ def test_file_without_a_config_is_refused(tmp_path, text):
         (lambda: ViTConfig(patch=3), "model.size=8 must be divisible by model.patch=3"),
         (lambda: ViTConfig(classes=0), "model.classes=0 must be at least 1"),
         (lambda: ResNetConfig(width=6), "divisible by 4, .* write --model.width 8"),
-        (lambda: ResNetConfig(blocks=()), r"model.blocks=\(\) must be"),
         (lambda: ResNetConfig(size=0), "model.size=0 must be at least 1"),
         (lambda: config_of(replicas=3), r"32 must be .* 3 replicas .* write --data.batch 33"),
         (lambda: config_of(accumulate=3), r"accumulate=3 = 12; write --data.batch 36"),
         (lambda: Data(batch=0), "data.batch=0 must be at least 1"),
         (lambda: Data(validation_fraction=0.0), "validation_fraction=0.0 must be between"),
-        (lambda: Data(validation_fraction=1.0), "validation_fraction=1.0 must be between"),
         (lambda: Data(path="a", huggingface="b"), "exclude each other"),
     ],
 )
@@ -210,11 +205,12 @@ def test_model_and_data_of_another_type_are_overridden_and_named_in_json(tmp_pat
         ("f(True, y=False)", ((True,), {"y": False})),
         ("f(\n  f(),\n)", ((((), {}),), {})),
         ("optax.adamw", optax.adamw),
+        ("sgd", 3),  # bindings hide names of optax
         ("contrib.schedule_free", optax.contrib.schedule_free),
     ],
 )
 def test_expression_has_the_value_that_python_gives(text, value):
-    bindings = {"f": lambda *args, **kwargs: (args, kwargs), "x": 7}
+    bindings = {"f": lambda *args, **kwargs: (args, kwargs), "x": 7, "sgd": 3}
     assert expression.evaluate(text, bindings) == value
 
 
@@ -229,10 +225,6 @@ def test_every_method_has_a_name_in_configs():
     for name, method in methods.items():
         for text in (name, f"jaxcomp.{name}"):
             assert expression.evaluate(text, {}) is method
-
-
-def test_bindings_hide_names_of_optax():
-    assert expression.evaluate("adamw", {"adamw": 3}) == 3
 
 
 @pytest.mark.parametrize(
@@ -272,22 +264,13 @@ def test_expression_that_is_wrong_is_refused_before_anything_is_called(text, mes
     ("text", "message"),
     [
         ("chain(adam)", r"chain\(adam\) cannot be called like this: .*'init'"),
+        ("adamw(0.1, weight_decy=1.0)", r"adamw\(0.1, weight_decy=1.0\) cannot .*weight_decy"),
         ("scale(-learning_rate)", "only numbers have a sign; for a schedule write"),
     ],
 )
 def test_what_is_no_transformation_or_number_is_named(text, message):
     with pytest.raises(ValueError, match=message):
         expression.evaluate(text, {"learning_rate": optax.constant_schedule(0.1)})
-
-
-def test_call_with_a_wrong_argument_is_named():
-    text = "chain(adamw(0.1, weight_decy=1.0))"
-    with pytest.raises(ValueError, match=r"adamw\(0.1, weight_decy=1.0\) cannot .*weight_decy"):
-        expression.evaluate(text, {})
-
-
-def test_check_calls_nothing():
-    expression.check("f(f())", {"f": None})
 
 
 @pytest.mark.parametrize(

@@ -36,21 +36,13 @@ def test_wrong_value_is_refused(make, message):
     ],
 )
 def test_schedule_warms_up_and_decays_to_the_last_step(kind, middle, last):
+    assert schedule(Optimizer(UPDATE, 2.0, schedule=kind), 100)(0) == 2.0
     rate = schedule(Optimizer(UPDATE, 2.0, 10, schedule=kind), 110)
     got = [rate(step) for step in (0, 5, 10, 60, 110, 500)]
     # Six float32 operations of relative error 2^-24 each.
     np.testing.assert_allclose(got, [0, 1, 2, 2 * middle, 2 * last, 2 * last], rtol=6 * 2**-24)
-
-
-def test_schedule_without_warmup_starts_at_the_peak():
-    assert schedule(Optimizer(UPDATE, 2.0), 100)(0) == 2.0
-
-
-def test_cosine_is_above_linear_in_the_first_half():
-    cosine, linear = (
-        schedule(Optimizer(UPDATE, 1.0, schedule=kind), 100) for kind in ("cosine", "linear")
-    )
-    assert cosine(25) > linear(25) and cosine(75) < linear(75)
+    # A cosine falls slowly at first; a line is at 1.55.
+    assert (rate(35) > 1.56) == (kind in ("cosine", "constant"))
 
 
 def test_update_is_the_chain_that_its_text_says():

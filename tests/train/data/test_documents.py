@@ -52,10 +52,10 @@ def test_rows_of_each_kind_are_documents_and_all_of_a_folder_are_read(tmp_path):
 
 def test_rows_may_be_chats_and_any_text_of_json(tmp_path):
     chats = [[{"role": "user", "content": f"{text} \ud800"}] for text in TEXTS]
-    for made in (jsonl(tmp_path / "a.jsonl", chats, "messages"),):
-        found = list(documents.find(Data(path=made, column="messages")).documents())
-        assert all(each.is_chat for each in found) and len({each.name for each in found}) == 5
-        assert json.loads(next(found[1].pieces)[0])[0]["content"] == f"{TEXTS[1]} ?"
+    made = jsonl(tmp_path / "a.jsonl", chats, "messages")
+    found = list(documents.find(Data(path=made, column="messages")).documents())
+    assert all(each.is_chat for each in found) and len({each.name for each in found}) == 5
+    assert json.loads(next(found[1].pieces)[0])[0]["content"] == f"{TEXTS[1]} ?"
 
 
 def test_the_fingerprint_sees_sizes_times_and_names(tmp_path):

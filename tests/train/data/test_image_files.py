@@ -29,6 +29,7 @@ def nested_tuples():
     ("batch", "message"),
     [
         (reduced(np.ndarray, (2,), np.dtype("O"), b"A" * 16), "array of b?'O8', and not of bytes"),
+        (reduced(os.getpid), "no array"),
         (reduced(np.ndarray, (2,), np.dtype("u1"), b"A" * 16), "not callable"),
         ({b"labels": [1], b"data": np.zeros((1, 3072), np.int64)}, "of b?'i8', and not of bytes"),
         ({b"labels": [1], b"data": np.array([None])}, "array of b?'O8', and not of bytes"),

@@ -47,13 +47,6 @@ def test_standard_library_is_its_own_source_alone(tmp_path, monkeypatch):
     assert corpus.record["documents"] == 3 and corpus.record["bytes"] == 150
 
 
-def test_reading_twice_gives_the_same(tmp_path):
-    first, second = (texts.read(write(tmp_path, documents(50)), CONTEXT) for _ in range(2))
-    np.testing.assert_array_equal(first.train, second.train)
-    np.testing.assert_array_equal(first.validation, second.validation)
-    assert first.record == second.record
-
-
 def test_whole_files_are_held_out_and_none_is_lost_or_in_both(tmp_path):
     files = documents(200)
     corpus = texts.read(write(tmp_path, files), CONTEXT)
@@ -78,20 +71,6 @@ def test_documents_are_joined_in_the_order_of_their_names(tmp_path):
     corpus = texts.read(write(tmp_path, files), CONTEXT)
     train = corpus.train.tobytes().decode().split("\n")
     assert train == [files[name] for name in sorted(files) if files[name] in train]
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda files: files | {"part0/0.txt": files["part0/0.txt"] + "!"},
-        lambda files: {name.replace("0.txt", "0.md"): text for name, text in files.items()},
-        lambda files: files | {"empty": ""},
-    ],
-)
-def test_hash_sees_contents_names_and_empty_files(tmp_path, change):
-    before = texts.read(write(tmp_path / "a", documents(30)), CONTEXT)
-    after = texts.read(write(tmp_path / "b", change(documents(30))), CONTEXT)
-    assert before.record["sha256"] != after.record["sha256"]
 
 
 def test_single_file_has_its_end_held_out(tmp_path):

@@ -55,26 +55,14 @@ def written(file, text, size=8):
     ("text", "message"),
     [
         (header(shape=[3]), "header"),
-        (header(shape=[4], data_offsets=[0, 16]), "header"),
         (header(shape=[-2]), "header"),
-        (header(data_offsets=[-8, 0]), "header"),
-        (header(data_offsets=[0]), "header"),
-        (header(shape=[True, 2]), "header"),
-        (header(shape=[2.0]), "header"),
         (header(shape=[1] * 70, data_offsets=[0, 8], dtype="I64"), "dimension"),
-        (header(shape=[0, 2**62, 2**62], data_offsets=[0, 0]), "header"),
         (header(shape=[2**40, 2**40]), "header"),
         (header(shape=[8], dtype="F8_E4M3"), "holds a as F8_E4M3; those read are"),
-        (header(dtype=[]), "header"),
         (header(shape=[1], data_offsets=[4, 8]), "header"),
-        (header(shape=[1], data_offsets=[0, 4]), "header"),
         (b"{}", "header"),
-        (b"[]", "header"),
-        (b"{", "header"),
-        (b'{"a": 1}', "header"),
         (b'{"a": {}}', "header"),
         (b"[" * 100_000, "header"),
-        (b'{"a": ' * 100_000, "header"),
         (header(deep=json.loads("[" * 100 + "]" * 100)), None),
         (header()[:-1] + b"," + header()[1:], "has the key 'a' twice"),
     ],
@@ -85,15 +73,6 @@ def test_headers_that_lie_are_refused(text, message, tmp_path):
         assert safetensors.read(file)["a"].shape == (2,)
         return
     with pytest.raises(ValueError, match=f"is damaged: .*{message}"):
-        safetensors.read(file)
-
-
-# Bytes of both, twice; a hole between them, and one behind them.
-@pytest.mark.parametrize("second", [[4, 12], [0, 8], [12, 20], [8, 16]])
-def test_arrays_lie_one_after_the_other(second, tmp_path):
-    text = json.dumps({"b": entry(data_offsets=second), "a": entry()}).encode()
-    file = written(tmp_path / "model.safetensors", text, 20)
-    with pytest.raises(ValueError, match="is damaged: .* header"):
         safetensors.read(file)
 
 

@@ -19,15 +19,6 @@ def test_picture_is_drawn(tmp_path, suffix):
     assert (tmp_path / f"loss{suffix}").stat().st_size > 10_000
 
 
-def test_picture_of_one_row_or_of_a_diverged_run_is_drawn(tmp_path):
-    runs = {
-        "one row": [{"step": 0, "sent_bytes": 0, "val_loss": 5.5}],
-        "diverged": [{"step": 5, "sent_bytes": 5, "val_loss": None}],
-    }
-    plots.loss_figure(runs, tmp_path / "loss.png")
-    assert (tmp_path / "loss.png").stat().st_size > 10_000
-
-
 def test_curve_holds_the_evaluated_rows_only():
     steps, sent, evaluated = plots.curve("a", run_of(3))
     np.testing.assert_array_equal(steps, [0, 10, 20, 30, 40])

@@ -1,0 +1,36 @@
+"""Runs of the training program that take a moment: a tiny model, and a text of few words."""
+
+import pathlib
+from typing import Any
+
+from tests.helpers.launching import words
+from train.config import Config, Data, Optimizer
+from train.models.decoder import DecoderConfig
+
+TINY = DecoderConfig(layers=1, width=16, heads=2, context=16)
+EXACT_SGD = "chain(compressed_mean(identity(), axis_name), sgd(learning_rate))"
+# Adam divides by |g| + eps: of gradients that are zero but for rounding only eps keeps it.
+EXACT_ADAM = "chain(compressed_mean(identity(), axis_name), adam(learning_rate, eps=1e-4))"
+
+
+def tiny_config(
+    folder: pathlib.Path,
+    update: str = EXACT_SGD,
+    rate: float = 1e-2,
+    schedule: str = "cosine",
+    batch: int = 8,
+    **changes: Any,
+) -> Config:
+    """The config of a run of two replicas and four steps; its text and its runs are in a folder."""
+    defaults = {
+        "name": "run",
+        "steps": 4,
+        "replicas": 2,
+        "optimizer": Optimizer(update, rate, 1, schedule),
+        "model": TINY,
+        "eval_batches": 1,
+        "runs_dir": str(folder / "runs"),
+    }
+    if "data" not in changes:
+        defaults["data"] = Data(path=words(folder / "text"), batch=batch)
+    return Config(**defaults | changes)
