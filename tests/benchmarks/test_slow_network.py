@@ -61,19 +61,19 @@ def test_skipped_parts_count_as_often_as_they_were_sent():
     assert worker.report_bytes({"": 10.0}, 7, {}, {}) == 10.0
 
 
-def test_hosts_are_told_who_they_are():
-    team = slow_network.Team(["worker"], {}, connected=True)
-    first, second = slow_network.programs(team, TWO_HOSTS.hosts)
-    assert first[:5] == ["ip", "netns", "exec", TWO_HOSTS.hosts[0].namespace, "worker"]
-    assert second[3] == TWO_HOSTS.hosts[1].namespace
-    for number, command in enumerate((first, second)):
+@pytest.mark.parametrize("connected", [True, False])
+def test_hosts_are_told_who_they_are(connected):
+    """Without an exchange they do not know of each other."""
+    team = slow_network.Team(["worker"], {}, connected)
+    for number, command in enumerate(slow_network.programs(team, TWO_HOSTS.hosts)):
+        namespace = TWO_HOSTS.hosts[number].namespace
+        assert command[:5] == ["ip", "netns", "exec", namespace, "worker"]
         options = dict(zip(command[5::2], command[6::2], strict=True))
-        assert options == {
-            "--coordinator": "10.0.0.1:7000",
-            "--num-processes": "2",
-            "--process-id": str(number),
-            "--interface": "eth1",
-        }
+        found = options["--num-processes"], options["--process-id"]
+        assert found == (("2", str(number)) if connected else ("1", "0"))
+        if connected:
+            assert options["--coordinator"] == "10.0.0.1:7000"
+            assert options["--interface"] == "eth1"
 
 
 def test_the_devices_of_a_host_are_processes_in_its_namespace():
@@ -87,13 +87,6 @@ def test_the_devices_of_a_host_are_processes_in_its_namespace():
     [spec] = two.specs.values()
     config = worker.config_of(**spec, model=slow_network.MODELS["0.5M"], replicas=4, sequences=1)
     assert (config.replicas, config.fast, config.data.batch) == (4, 2, 4)
-
-
-def test_hosts_without_an_exchange_do_not_know_of_each_other():
-    team = slow_network.Team(["worker"], {}, connected=False)
-    for command in slow_network.programs(team, TWO_HOSTS.hosts):
-        options = dict(zip(command[5::2], command[6::2], strict=True))
-        assert (options["--num-processes"], options["--process-id"]) == ("1", "0")
 
 
 def test_peers_run_only_with_a_python_that_has_them():
@@ -112,10 +105,8 @@ def test_peers_run_only_with_a_python_that_has_them():
 
 
 def test_as_many_steps_are_timed_as_a_method_takes_to_repeat_itself():
-    assert period_of("DiLoCo, 4 bits, every 32nd") == 32
-    assert period_of("DeepSpeed 0/1 Adam, every 4th") == 4
-    assert period_of("SLAMB's code") == 8
-    assert period_of("PowerSGD 4, Adam") == 1
+    found = [period_of(name) for name in ("DiLoCo, 4 bits, every 32nd", "SLAMB's code")]
+    assert [*found, period_of("PowerSGD 4, Adam")] == [32, 8, 1]
 
 
 @pytest.mark.parametrize("method", list(worker.METHODS))
@@ -139,16 +130,12 @@ def test_quick_changes_only_what_is_not_named():
 
 def test_the_table_shows_each_method_against_its_own_first_rate(tmp_path):
     slower = ROW | {"rate": "100mbit", "step_seconds": ROW["step_seconds"] | {"median": 0.5}}
+    assert slow_network_figure.seconds(ROW | {"skips_rounds": True}) == 0.3  # the mean
     text = slow_network_figure.table([ROW, slower])
     assert "| 4 bits | 1,234 | 1.010 | 200 ms (1.00) | 500 ms (2.50) |" in text
     alone = ROW | {"method": "no exchange", "nic_over_report": None}
     slow_network_figure.draw([alone, ROW, slower], tmp_path / "rows.png")
     assert (tmp_path / "rows.png").read_bytes()[:4] == b"\x89PNG"
-
-
-def test_of_methods_that_skip_rounds_the_mean_counts():
-    assert slow_network_figure.seconds(ROW) == 0.2
-    assert slow_network_figure.seconds(ROW | {"skips_rounds": True}) == 0.3
 
 
 STUB = """
@@ -200,12 +187,3 @@ def test_rows_hold_what_hosts_have_sent(tmp_path, monkeypatch):
         # The mean of a host that takes 1 ms and of one that takes 1,001 ms.
         assert row["step_seconds"]["median"] == pytest.approx(0.501)
         assert (row["method"], row["hosts"], row["steps"]) == ("stub", 2, 50)
-
-
-def test_hosts_without_a_report_are_measured(monkeypatch):
-    answer = {"seconds": [0.1, 0.1], "cpu_seconds": 0.1, "loss": 1.0, "skips_rounds": False}
-    monkeypatch.setattr(
-        slow_network.commands, "call", lambda *a, **k: [answer | {"report_bytes": None}]
-    )
-    monkeypatch.setattr(slow_network.network, "counters", lambda host: network.Counters(1, 1, 0))
-    assert slow_network.measure([None], TWO_HOSTS.hosts, 2, 0)["report_bytes"] is None

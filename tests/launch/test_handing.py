@@ -118,17 +118,6 @@ def test_a_wish_cannot_be_said_twice(disks):
             assert first.makefile("rb").readline() and second.makefile("rb").readline() == b""
 
 
-@pytest.mark.parametrize("line", [b"x" * 10_000 + b"\n", b"[" * 4000 + b"\n", b"\xff\n", b"{}\n"])
-def test_what_is_no_wish_is_sent_away(disks, line):
-    with opened(disks) as (address, _, there, _):
-        with socket.create_connection(addresses.split(address), 5.0) as connection:
-            connection.makefile("rb").readline()
-            with contextlib.suppress(OSError):
-                connection.sendall(line)
-                assert connection.recv(100) == b""
-        assert list(there.iterdir()) == []
-
-
 def test_who_says_nothing_holds_up_nobody(disks, monkeypatch):
     monkeypatch.setattr(handing, "_PATIENCE", 0.2)
     with opened(disks) as (address, here, there, _):
