@@ -41,17 +41,19 @@ def bin_means(bits: int, block: int | None = None) -> Compressor:
         size = min(block or x.size, x.size)
         rows, used = in_blocks(x, size), in_blocks(jnp.ones_like(x), size) > 0
         mean_of = lambda values, used: (
-            jnp.sum(jnp.where(used, values, 0.0), axis=1, keepdims=True)
-            / jnp.maximum(jnp.sum(used, axis=1, keepdims=True), 1)
+            jnp.sum(jnp.where(used, values, 0.0), axis=-1, keepdims=True)
+            / jnp.maximum(jnp.sum(used, axis=-1, keepdims=True), 1)
         )
         centred = rows - mean_of(rows, used)
         width = jnp.sqrt(mean_of(jnp.square(centred), used)) * (6 / num_bins)
         steps = jnp.floor(centred * jnp.where(width > 0, 1 / width, 0.0)) + num_bins // 2
         codes = jnp.clip(steps, 0, num_bins - 1)
-        means = [mean_of(rows, used & (codes == code)) for code in range(num_bins)]
+        # One reduction over all bins: a GPU would run two kernels for each.
+        bins = jnp.arange(num_bins, dtype=codes.dtype).reshape(1, -1, 1)
+        inside = used[:, None] & (codes[:, None] == bins)  # [blocks, bins, size]
         # A value that is not finite is in no bin, and makes all means of its block NaN.
         bad = jnp.where(jnp.isfinite(width), 0.0, jnp.nan)
-        table = jnp.concatenate(means, axis=1) + bad
+        table = mean_of(rows[:, None], inside)[..., 0] + bad
         codes = codes.astype(jnp.uint8).reshape(-1)[: x.size]
         return Payload((pack(codes, bits), table), x.size)
 
