@@ -17,6 +17,7 @@ from jaxcomp.exchange.wire import Transport, transport_of
 from jaxcomp.methods import moments
 from jaxcomp.methods.common import counted, method, no_rounds, require
 from jaxcomp.methods.inner import Synchronization, inner_step
+from jaxcomp.replicas.layers import LayersDiffer, in_batches, is_stack, layer_by_layer, one_by_one
 from jaxcomp.replicas.protocol import EvaluatesConsensus, KeepsRounding
 from jaxcomp.replicas.types import to_varying, vary_like, zeros_of
 from jaxcomp.replicas.wrapping import with_extra_args
@@ -127,7 +128,8 @@ def local_steps(
     if outer is None:
         outer = optax.sgd(0.7, momentum=0.9, nesterov=True)
     transport = transport_of(averaging.EXACT if code is None else code, axis_name)
-    inner = with_extra_args(inner, name)
+    # Of stacked layers the drift is one array. All else sees the layers.
+    inner, outer = layer_by_layer(with_extra_args(inner, name)), layer_by_layer(outer)
 
     def init_fn(params):
         parts, zero = fragments_of(fragments, params), jnp.zeros([], jnp.int32)
@@ -136,7 +138,8 @@ def local_steps(
         drift = to_varying(zeros, axis_name)
         residual, owner_residual = (), None
         if error_decay is not None:
-            nothing = [averaging.nothing_sent(transport, tree) for tree in parts.cut(drift)]
+            zero_of = functools.partial(one_by_one, averaging.nothing_sent, transport)
+            nothing = [zero_of(tree) for tree in parts.cut(drift)]
             residuals, owner_residual = zip(*nothing, strict=True)
             residual = parts.merged(residuals)
         return LocalStepsState(
@@ -181,7 +184,8 @@ def local_steps(
                 kept = jax.tree.map(lambda e: error_decay * e, kept)
             # Masks roll once per outer step, not per step: else some entries might never be sent.
             number = state.rounds[names[part]]
-            got = averaging.average(transport, tree, number, names[part], **kept)
+            average = functools.partial(averaging.average, transport, part=names[part])
+            got = one_by_one(lambda tree, kept: average(tree, number, **kept), tree, kept)
             return got.mean, got.residual, got.owner_residual if residuals else None
 
         def waiting(part, tree):
@@ -263,7 +267,7 @@ def local_steps(
             skipped=state.skipped + is_bad,
         )
 
-    return method(name, axis_name, init_fn, update_fn)
+    return in_batches(method(name, axis_name, init_fn, update_fn))
 
 
 def outer_step(
@@ -355,9 +359,12 @@ def fragments_of(fragments: int | Callable[[str, Any], int], params: Any) -> Fra
     """Cuts a tree into a number of parts of about equal sizes, or as `(path, leaf) -> int` says.
 
     Raises:
-      ValueError: If a part has no leaf.
+      ValueError: If a part has no leaf. It is a `LayersDiffer` for stacks, whose layers may
+        be in several parts.
     """
     keyed, treedef = jax.tree_util.tree_flatten_with_path(params)
+    if fragments != 1 and any(is_stack(path) for path, _ in keyed):
+        raise LayersDiffer("the layers of a stack may be in several fragments.")
     if callable(fragments):
         owners = [fragments(path_of(path), leaf) for path, leaf in keyed]
     else:

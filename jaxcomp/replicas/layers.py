@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -108,17 +109,18 @@ def layer_by_layer(
     """Shows a transformation the layers of `Stacked` nodes one by one: the reverse."""
     tx = optax.with_extra_args_support(tx)
 
-    def init(params):
-        state = tx.init(_taken_apart(params))
-        return _stacked(state) if any(map(is_stack, _paths(params))) else state
-
     def update(updates, state, params=None, **extra_args):
-        if not any(map(is_stack, _paths(updates))):
-            return tx.update(updates, state, params, **extra_args)
-        trees = map(_taken_apart, (updates, state, params))
-        return _stacked(tx.update(*trees, **extra_args))
+        with_extra = functools.partial(tx.update, **extra_args)
+        return one_by_one(with_extra, updates, state, params)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return optax.GradientTransformationExtraArgs(functools.partial(one_by_one, tx.init), update)
+
+
+def one_by_one(function: Callable[..., Any], *trees: Any) -> Any:
+    """What a function makes of trees in which it sees the layers of `Stacked` nodes one by one."""
+    if not any(map(is_stack, _paths(trees))):
+        return function(*trees)
+    return _stacked(function(*map(_taken_apart, trees)))
 
 
 def _stacked(tree):
@@ -242,10 +244,10 @@ def per_layer(
       a policy that treats them differently.
 
       Programs are as long as those of the unstacked model, and layer follows layer in the buckets.
-      The exceptions are `power_sgd`, `dion` and `muon`, which compute with the stacked arrays
-      wherever they stand; and `slamb` and `one_bit_lamb` without a chain, in whose buckets leaf
-      follows leaf. Only if a policy or a mask of weight decay treats the layers of an array
-      differently, they get the layers one by one, too.
+      The exceptions are `power_sgd`, `dion`, `muon` and `local_steps`, which compute with the
+      stacked arrays wherever they stand; and `slamb` and `one_bit_lamb` without a chain, in whose
+      buckets leaf follows leaf. Only if a policy, fragments or a mask of weight decay treat the
+      layers of an array differently, they get the layers one by one, too.
 
     Raises:
       ValueError: At trace time, for a stacked leaf without axes, or if no leaf is stacked.

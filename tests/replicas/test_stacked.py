@@ -1,6 +1,7 @@
 """A model whose layers are stacked trains as the same model unstacked, by every method."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -131,6 +132,13 @@ METHODS = {
     "muon": lambda: jaxcomp.local_steps(
         jaxcomp.muon(1e-2, others=decayed(optax.lamb)), "replica", every=2, code=WHOLE_BLOCKS
     ),
+    "local_steps, by path": lambda: jaxcomp.local_steps(
+        *(decayed(optax.lamb), "replica"),
+        every=2,
+        code=jaxcomp.by_path((r"blocks.0/", jaxcomp.quantize(2)), (".*", jaxcomp.sign())),
+        outer=decayed(optax.lamb),
+        error_decay=0.9,
+    ),
 }
 
 
@@ -204,6 +212,28 @@ def test_methods_that_know_of_stacks_have_the_state_of_separate_layers(
     plain = optax.GradientTransformationExtraArgs(*tx)
     found, wanted = stepped(tx, failing), stepped(plain, failing)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), found, wanted)
+
+
+def outside_branches(jaxpr):
+    """The equations of a program, without those of its branches."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in (getattr(x, "jaxpr", x) for x in eqn.params.values()):
+            if hasattr(inner, "eqns"):
+                yield from outside_branches(inner)
+
+
+def test_local_steps_leave_stacks_whole_between_exchanges():
+    """A drift of separate layers would be cut and joined in every step: kernels for each layer."""
+    params, mesh = stack(unstacked_params()), mesh_of(REPLICAS)
+    local = jaxcomp.local_steps(jaxcomp.muon(1e-2), "replica", every=2)
+    init, step = jaxcomp.train_step(loss_fn, jaxcomp.per_layer(local, STACKED), mesh, "replica")
+    traced = step.trace(params, init(params), batch_of(0, mesh))
+    joins = lambda eqn: eqn.primitive.name in ("stack", "concatenate") and eqn.outvars[0].aval.shape
+    whole = (LAYERS, WIDTH, WIDTH)
+    assert whole not in map(joins, outside_branches(traced.jaxpr.jaxpr))
+    named = rf"f32\[{LAYERS},{WIDTH},{WIDTH}\]\S* = (stack|concatenate)"
+    assert re.search(named, str(traced.jaxpr))  # in an exchange
 
 
 def test_only_the_layer_that_fails_stands_still():
