@@ -43,31 +43,21 @@ TOKENS = 128
 """Of a sequence in the programs that are compiled; a prediction counts those of its own batch."""
 
 _TINY = DecoderConfig(layers=1, width=256, heads=4, context=TOKENS, vocab=1024, dtype="bfloat16")
+_124M = DecoderConfig(layers=12, width=768, heads=12, context=1024, vocab=50_257, dtype="bfloat16")
+_1_3B = DecoderConfig(
+    layers=24, width=2048, heads=32, context=1024, vocab=50_272, dtype="bfloat16", scan=True
+)
 MODELS: dict[str, DecoderConfig] = {
     "tiny": _TINY,
     "tiny-in-shards": _TINY,
     "toy": DecoderConfig(
         layers=4, width=768, heads=12, context=TOKENS, vocab=6720, dtype="bfloat16"
     ),
-    "124m": DecoderConfig(
-        layers=12, width=768, heads=12, context=1024, vocab=50_257, dtype="bfloat16"
-    ),
-    "124m-scans": DecoderConfig(
-        layers=12,
-        width=768,
-        heads=12,
-        context=1024,
-        vocab=50_257,
-        dtype="bfloat16",
-        scan=True,
-        stacks=4,
-    ),
-    "124m-scan": DecoderConfig(
-        layers=12, width=768, heads=12, context=1024, vocab=50_257, dtype="bfloat16", scan=True
-    ),
-    "1.3b": DecoderConfig(
-        layers=24, width=2048, heads=32, context=1024, vocab=50_272, dtype="bfloat16", scan=True
-    ),
+    "124m": _124M,
+    "124m-scan": dataclasses.replace(_124M, scan=True),
+    "124m-scans": dataclasses.replace(_124M, scan=True, stacks=4),
+    "1.3b": _1_3B,
+    "1.3b-scans": dataclasses.replace(_1_3B, stacks=4),
     "20b": DecoderConfig(
         layers=44, width=6144, heads=64, context=1024, vocab=50_432, dtype="bfloat16", scan=True
     ),
