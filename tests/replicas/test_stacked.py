@@ -132,11 +132,17 @@ METHODS = {
     "muon": lambda: jaxcomp.local_steps(
         jaxcomp.muon(1e-2, others=decayed(optax.lamb)), "replica", every=2, code=WHOLE_BLOCKS
     ),
-    "local_steps, by path": lambda: jaxcomp.local_steps(
+    "local_steps": lambda: jaxcomp.local_steps(
         *(decayed(optax.lamb), "replica"),
         every=2,
-        code=jaxcomp.by_path((r"blocks.0/", jaxcomp.quantize(2)), (".*", jaxcomp.sign())),
+        code=EIGHT,
         outer=decayed(optax.lamb),
+        error_decay=0.9,
+    ),
+    "local_steps, by path": lambda: jaxcomp.local_steps(
+        *(optax.adamw(1e-2), "replica"),
+        every=2,
+        code=jaxcomp.by_path((r"blocks.0/", jaxcomp.quantize(2)), (".*", jaxcomp.sign())),
         error_decay=0.9,
     ),
 }
