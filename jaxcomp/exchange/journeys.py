@@ -10,7 +10,12 @@ import functools
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, NamedTuple
 
+import jax
+from jax.flatten_util import ravel_pytree
+
 from jaxcomp._printing import by_name
+from jaxcomp.compressors.platforms import platform
+from jaxcomp.replicas.types import varying_axes
 
 
 class Hop(NamedTuple):
@@ -18,6 +23,7 @@ class Hop(NamedTuple):
 
     collective: Callable[[Any], Any]
     message: Any  # a tree of arrays, what `collective` takes
+    is_sum: bool = False  # of its own entries: then sums over one axis may be joined
 
 
 Journey = Generator[Hop, Any, Any]
@@ -54,7 +60,19 @@ def completed(journeys: Sequence[Journey], pace: Pace = at_once) -> list[Any]:
 
 
 def _travelled(hops, messages):
-    return [hop.collective(message) for hop, message in zip(hops, messages, strict=True)]
+    """What the collectives return. On CPUs sums of one type are one message.
+
+    There nothing is computed while a message is sent, and links idle while a sum starts and ends.
+    """
+    pairs = list(zip(hops, messages, strict=True))
+    sums = [message for hop, message in pairs if hop.is_sum]
+    types = {(x.dtype, varying_axes(x)) for x in jax.tree.leaves(sums)}
+    if platform() != "cpu" or len(types) != 1:
+        return [hop.collective(message) for hop, message in pairs]
+    concatenated, parts = ravel_pytree(sums)
+    send_sum = next(hop.collective for hop in hops if hop.is_sum)
+    totals = iter(parts(send_sum(concatenated)))
+    return [next(totals) if hop.is_sum else hop.collective(message) for hop, message in pairs]
 
 
 def alone(journey: Journey) -> Any:

@@ -143,11 +143,12 @@ def _sent_to_all(message, axis_name):
 def summed_journey(x, owner_residual, compressor: Compressor, shared: Key, axis_name: str):
     """The mean by summing payloads on the wire, for linear compressors: one all-reduce.
 
-    Sends 2 m (R-1)/R bytes. With `identity` it is the exact mean. Only the compressor loses
-    anything; there is no owner, and `owner_residual` does not change.
+    Sends 2 m (R-1)/R bytes, on CPUs together with other buckets' sums. With `identity` it is the
+    exact mean. Only the compressor loses anything; there is no owner, and `owner_residual` does not
+    change.
     """
     payload = compressor.encode(x, shared, shared)
-    total = yield Hop(lambda tree: lax.psum(tree, axis_name), payload)
+    total = yield Hop(lambda tree: lax.psum(tree, axis_name), payload, is_sum=True)
     mean = jax.tree.map(lambda leaf: leaf / lax.axis_size(axis_name), total)
     decode = lambda payload: compressor.decode(payload, shared).astype(x.dtype)
     return Mean(decode(mean), decode(payload), owner_residual)

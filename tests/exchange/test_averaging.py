@@ -162,3 +162,20 @@ def test_every_bucket_and_step_has_a_key_of_its_own():
     seed = lambda key, bucket: int(key.seed)
     seeds = [averaging.map_buckets(seed, plan, of_step(count)) for count in range(3)]
     assert len({*seeds[0], *seeds[1], *seeds[2]}) == 30
+
+
+def test_sums_of_shards_and_of_whole_leaves_keep_their_types():
+    mesh = jax.make_mesh((2, 2), (AXIS, "shards"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    transport = transport_over(jaxcomp.identity(), AXIS)
+
+    def mean(tree):
+        own = {"shard": tree["shard"][0], "whole": tree["whole"][0]}
+        return averaging.average(transport, own, jnp.int32(0), "").mean
+
+    given = {"shard": P(AXIS, "shards"), "whole": P(AXIS)}
+    # The types say that the mean of a whole leaf is equal on all shards.
+    kept = {"shard": P("shards"), "whole": P()}
+    program = jax.jit(jax.shard_map(mean, mesh=mesh, in_specs=(given,), out_specs=kept))
+    tree = {"shard": jnp.arange(16.0).reshape(2, 8), "whole": jnp.arange(6.0).reshape(2, 3)}
+    found = program(tree)
+    jax.tree.map(np.testing.assert_array_equal, found, jax.tree.map(lambda x: x.mean(0), tree))

@@ -1,7 +1,11 @@
 """Journeys stop together before each hop, and come home with what they have found."""
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
+from jaxcomp.exchange import journeys
 from jaxcomp.exchange.journeys import Hop, alone, completed, received, resumed
 
 
@@ -55,3 +59,30 @@ def test_a_journey_resumes_from_what_another_like_it_has_received():
     assert resumed(walk("b", 2, []), arrived) == arrived
     with pytest.raises(ValueError, match="more than 2 hops"):
         resumed(walk("a", 3, []), arrived)
+
+
+@pytest.mark.parametrize(
+    ("platform", "dtype", "messages"),
+    [("cpu", "float32", 2), ("cpu", "bfloat16", 3), ("gpu", "float32", 3)],
+)
+def test_on_cpus_sums_of_one_type_are_one_message(monkeypatch, platform, dtype, messages):
+    monkeypatch.setattr(journeys, "platform", lambda: platform)
+    sent = []
+
+    def doubled(message):
+        sent.append(message)
+        return jax.tree.map(lambda x: 2 * x, message)
+
+    def walk(message, is_sum):
+        return (yield Hop(doubled, message, is_sum))
+
+    trees = [
+        jnp.arange(3.0),
+        jnp.ones(2),
+        {"a": jnp.full((2, 2), 5.0, dtype), "b": jnp.arange(4.0)},
+    ]
+    found = completed([walk(trees[0], True), walk(trees[1], False), walk(trees[2], True)])
+    jax.tree.map(np.testing.assert_array_equal, found, jax.tree.map(lambda x: 2 * x, trees))
+    dtypes = lambda tree: [x.dtype for x in jax.tree.leaves(tree)]
+    assert dtypes(found) == dtypes(trees)
+    assert len(sent) == messages

@@ -10,6 +10,7 @@ import optax
 import pytest
 
 import jaxcomp
+from jaxcomp.exchange import journeys
 from jaxcomp.steps import early
 from jaxcomp.steps import train as plain
 from tests.helpers.every_method import METHODS
@@ -39,6 +40,7 @@ def small_messages_count(monkeypatch):
 
 def as_on_gpus(monkeypatch):
     monkeypatch.setattr(plain, "is_of_gpus", lambda mesh: True)
+    monkeypatch.setattr(journeys, "platform", lambda: "gpu")
 
 
 def trained(tx, mesh, **options):
