@@ -22,7 +22,7 @@ import os, runpy, signal, sys, time
 from train.checkpoints import store
 from train.data import texts
 
-names, where = sys.argv.pop(1).split(), sys.argv.pop(1)
+names = sys.argv.pop(1).split()
 draw, write = texts.batch, store.write_checksums
 
 def be_told():
@@ -33,16 +33,13 @@ def be_told():
 
 def batch(tokens, seed, step, *rest):
     print(f"step {step} begins", flush=True)
-    if where == "step":
-        be_told()
     return draw(tokens, seed, step, *rest)
 
 def slowly(directory):
-    if where == "save":
-        hangs = len(names) > 2
-        be_told()
-        while hangs:
-            time.sleep(1)
+    hangs = len(names) > 2
+    be_told()
+    while hangs:
+        time.sleep(1)
     write(directory)
 
 texts.batch, store.write_checksums = batch, slowly
@@ -54,36 +51,22 @@ ONCE = (
 WARNINGS = [name for name in STOPS if name not in ("SIGINT", "SIGTERM")]
 
 
-@pytest.fixture
-def stopped(tmp_path):
-    """Runs two steps, or more, and sends its process signals in the first step or a save."""
-    config, cache = write_config(tmp_path), str(tmp_path / "cache")
-
-    def start(names, where, *overrides):
-        command = [sys.executable, "-c", STOPPED, names, where, str(config), *overrides]
-        ended = run(command, cwd=ROOT, env=environment(JAX_COMPILATION_CACHE_DIR=cache))
-        # Each replica's rows are drawn by themselves.
-        begun = sorted({int(step) for step in re.findall(r"step (\d+) begins", ended.stdout)})
-        saved = files.latest(tmp_path / "runs" / "tiny" / "checkpoints")
-        return ended.returncode, ended.stdout, begun, saved
-
-    return start
-
-
-def test_a_second_signal_does_not_discard_the_save_and_the_run_goes_on(stopped):
-    status, said, begun, saved = stopped("SIGINT SIGTERM", "save")
-    assert (status, said.count(ONCE)) == (0, 1), said
-    assert (begun, saved) == ([0, 1], 2)
-    status, said, begun, saved = stopped("", "save", "--steps", "3")
-    assert (status, begun, saved) == (0, [2], 3), said
-
-
-@pytest.mark.parametrize("where", ["step", "save"])
-def test_a_third_signal_stops_at_once(stopped, where):
-    status, said, begun, saved = stopped("SIGINT SIGTERM SIGTERM", where)
-    assert (status, said.count(ONCE), saved) == (130, 1, None), said
-    assert said.endswith("interrupted\n") and "Traceback" not in said
-    assert begun == ([0] if where == "step" else [0, 1])
+@pytest.mark.parametrize(
+    ("names", "status", "step"), [("SIGINT SIGTERM", 0, 2), ("SIGINT SIGTERM SIGTERM", 130, None)]
+)
+def test_a_second_signal_does_not_discard_the_save_and_a_third_stops_it(
+    tmp_path, names, status, step
+):
+    """A run of two steps gets the signals in its save."""
+    command = [sys.executable, "-c", STOPPED, names, str(write_config(tmp_path))]
+    ended = run(command, cwd=ROOT, env=environment())
+    said = ended.stdout
+    assert (ended.returncode, said.count(ONCE)) == (status, 1), said
+    # Each replica's rows are drawn by themselves.
+    assert {int(number) for number in re.findall(r"step (\d+) begins", said)} == {0, 1}
+    assert files.latest(tmp_path / "runs" / "tiny" / "checkpoints") == step
+    if step is None:
+        assert said.endswith("interrupted\n") and "Traceback" not in said
 
 
 def test_a_run_whose_terminal_is_closed_keeps_all_steps(tmp_path):
@@ -129,6 +112,9 @@ def test_the_first_asks_the_second_is_told_and_the_third_interrupts(number, capf
         assert asked() and capfd.readouterr().err == ONCE
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), number)
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+    with pytest.raises(ZeroDivisionError), stop_signals():
+        raise ZeroDivisionError
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
 
 
@@ -179,13 +165,6 @@ def test_a_warning_that_is_ignored_stays_so_and_an_order_does_not():
 def test_the_page_has_the_table_of_signals():
     text = (ROOT / "docs" / "many_hosts.md").read_text()
     assert re.findall(r"^\| (SIG\w+) \| (.+) \|$", text, re.MULTILINE) == [*STOPS.items()]
-
-
-def test_handlers_return_after_an_error():
-    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
-    with pytest.raises(ZeroDivisionError), stop_signals():
-        raise ZeroDivisionError
-    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
 
 
 def test_in_another_thread_no_stop_is_ever_asked_for():
