@@ -202,29 +202,6 @@ def test_owners_round_with_a_noise_of_their_own(num_replicas):
     assert np.abs(correlation).max() < 5 / np.sqrt(4095)
 
 
-@pytest.mark.parametrize("num_replicas", [1, 3])
-@pytest.mark.parametrize(
-    ("exchange", "compressor"),
-    [
-        (wire.summed, jaxcomp.random_k(0.5)),
-        (wire.gathered, jaxcomp.quantize(4, block=16)),
-        (wire.two_shot, jaxcomp.quantize(4, block=16, rounding="stochastic")),
-        (wire.two_shot, jaxcomp.compose(jaxcomp.top_k(0.2), jaxcomp.sign())),
-    ],
-)
-def test_vmap_on_one_device_gives_what_shard_map_gives(exchange, compressor, num_replicas):
-    rng = np.random.default_rng(4)
-    x = rng.normal(size=(num_replicas, 40 * num_replicas)).astype(np.float32)
-    owned = rng.normal(size=(num_replicas, 40 if exchange.owns_chunks else 0)).astype(np.float32)
-    sharded = mean_of(exchange, compressor, num_replicas)(*rows(mesh_of(num_replicas), (x, owned)))
-    mean = lambda x, owned: exchange.mean(x, owned, compressor, SHARED, "replica")
-    simulated = jax.jit(jax.vmap(mean, axis_name="replica"))(x, owned)
-    for row in simulated.mean:
-        # The two programs may fuse a multiplication with an addition differently: a rounding each.
-        np.testing.assert_allclose(row, sharded.mean, rtol=0, atol=8 * 2.0**-24 * np.abs(x).max())
-    np.testing.assert_array_equal(simulated.sent.reshape(sharded.sent.shape), sharded.sent)
-
-
 def test_equal_values_travel_under_vmap_too():
     # As a drift that is still zero everywhere, in a function that makes and updates a state.
     x, residual = jnp.arange(64.0), jnp.zeros(16)

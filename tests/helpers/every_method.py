@@ -15,6 +15,7 @@ class Method(NamedTuple):
     numbers: tuple[str, ...] = ()
     # A replica whose gradient is not finite stands still alone; else all leave the step out.
     alone: bool = False
+    by_row: tuple[str, ...] = ()  # parts with one number for each row of an embedding
     momentum: str = ""  # the field that `compact` may keep in 16 bits
 
 
@@ -32,7 +33,11 @@ METHODS = {
     "demo": Method(jaxcomp.demo(1e-2, "replica", top=1, tile=4)),
     "dion": Method(jaxcomp.dion(1e-2, "replica", rank=2), numbers=("left_factor", "right_factor")),
     "local_steps": Method(
-        jaxcomp.local_steps(optax.adam(1e-2), "replica", every=2, error_decay=0.9), alone=True
+        jaxcomp.local_steps(
+            jaxcomp.rare_rows(optax.adam(1e-2), "replica"), "replica", every=2, error_decay=0.9
+        ),
+        alone=True,
+        by_row=("synchronize",),
     ),
     "one_bit_adam": Method(
         jaxcomp.one_bit_adam(1e-2, "replica", freeze_step=1),

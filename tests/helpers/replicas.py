@@ -93,6 +93,47 @@ def history_of(tx, params, gradients, num_replicas):
     return history
 
 
+class Run:
+    """Steps of a transformation with a drift, one after the other."""
+
+    def __init__(self, tx, params, num_replicas=4):
+        self.mesh = mesh_of(num_replicas)
+        self.params = everywhere(self.mesh, params)
+        init, self.update = transform(tx, self.mesh, self.params)
+        self.state = init(self.params)
+
+    def step(self, grads):
+        updates, self.state = self.update(rows(self.mesh, grads), self.state, self.params)
+        self.params = optax.apply_updates(self.params, updates)
+        for x in jax.tree.leaves(self.params):
+            one_value(x)
+        return updates
+
+    def local(self, name="kernel"):
+        """The replicas' own parameters of this name, one row each."""
+        return np.asarray(self.params[name])[None] + np.asarray(self.state.drift[name])
+
+
+def trained(loss_fn, tx, mesh, params, batches, make=jaxcomp.train_step, **options):
+    """Parameters, state and the metrics of each step, after one step for each batch."""
+    init, step = make(loss_fn, tx, mesh, "replica", **options)
+    specs = options.get("param_specs")
+    places = jax.tree.map(lambda spec: NamedSharding(mesh, spec), P() if specs is None else specs)
+    params = jax.device_put(jax.tree.map(np.array, params), places)  # copies: steps donate theirs
+    state, seen = init(params), []
+    for batch in batches:
+        params, state, metrics = step(params, state, batch)
+        seen.append(jax.device_get(metrics))
+    return params, state, seen
+
+
+def simulated(num_replicas):
+    """Makes steps of replicas on one device, for `trained` on a mesh of one."""
+    return lambda loss_fn, tx, mesh, axis_name, **options: jaxcomp.simulated_train_step(
+        loss_fn, tx, num_replicas, axis_name, **options
+    )
+
+
 def state_of(state, name):
     """The field `name` of an optax state."""
     return optax.tree_utils.tree_get(state, name)

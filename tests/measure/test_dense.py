@@ -3,6 +3,8 @@
 Steps that are right, one a method, are checked in `tests/steps/test_train.py`.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +14,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jaxcomp
+from tests.helpers.hlo import program
 from tests.helpers.replicas import mesh_of
 
 MEAN = jaxcomp.compressed_mean(jaxcomp.quantize(4, block=8), "replica")
@@ -104,24 +107,7 @@ def test_exact_leaves_pass_by_name_only_and_cover_no_others():
         jaxcomp.assert_no_dense(program, mesh, "replica")
 
 
-def hlo(body, entry="", num_partitions=4, more=""):
-    """A program whose entry has `p: f32[64]`."""
-    return f"""HloModule jit_step, is_scheduled=true, num_partitions={num_partitions}
-
-%add (a: f32[], b: f32[]) -> f32[] {{
-  %a = f32[] parameter(0)
-  %b = f32[] parameter(1)
-  ROOT %sum = f32[] add(%a, %b)
-}}
-{more}
-ENTRY %main (p: f32[64], u: u32[1,64]) -> f32[64] {{
-  %p = f32[64]{{0}} parameter(0)
-  %u = u32[1,64]{{1,0}} parameter(1)
-  {body}
-}}
-"""
-
-
+hlo = functools.partial(program, p="f32[64]{0}", u="u32[1,64]{1,0}")
 LOOP = """
 %body (s: (s32[], f32[64])) -> (s32[], f32[64]) {
   %s = (s32[], f32[64]{0}) parameter(0)

@@ -6,6 +6,7 @@ import pytest
 from jax.sharding import Mesh
 
 from jaxcomp import report
+from tests.helpers.hlo import program
 
 BOTH = ("data", "fsdp")
 
@@ -15,27 +16,10 @@ def mesh_of_shape(*sizes, names=BOTH):
     return Mesh(devices, names[: len(sizes)])
 
 
-HEADER = "HloModule jit_step, is_scheduled=true, num_partitions={}\n\n"
-ADD = """%add (a: f32[], b: f32[]) -> f32[] {
-  %a = f32[] parameter(0)
-  %b = f32[] parameter(1)
-  ROOT %sum = f32[] add(%a, %b)
-}
-
-"""
-
-
 def one_reduction(groups, num_devices=4, operand="%p"):
-    return (
-        HEADER.format(num_devices)
-        + ADD
-        + f"""ENTRY %main (p: f32[8]) -> f32[8] {{
-  %p = f32[8]{{0}} parameter(0)
-  ROOT %r = f32[8]{{0}} all-reduce({operand}), channel_id=1, replica_groups={groups}, \
-use_global_device_ids=true, to_apply=%add, metadata={{op_name="jit(f)/psum(x)"}}
-}}
-"""
-    )
+    body = f"""ROOT %r = f32[8]{{0}} all-reduce({operand}), channel_id=1, replica_groups={groups}, \
+use_global_device_ids=true, to_apply=%add, metadata={{op_name="jit(f)/psum(x)"}}"""
+    return program(body, num_partitions=num_devices, p="f32[8]{0}")
 
 
 @pytest.mark.parametrize(
@@ -78,19 +62,12 @@ def test_types_printed_with_the_operands_change_nothing():
     assert report.sent_bytes(text, mesh_of_shape(2, 2)) == 32
 
 
-def test_asynchronous_pairs_count_once():
-    text = (
-        HEADER.format(4)
-        + ADD
-        + """%wrapped (q: u8[16]) -> u8[16] {
+WRAPPED = """%wrapped (q: u8[16]) -> u8[16] {
   %q = u8[16]{0} parameter(0)
   ROOT %a2a = u8[16]{0} all-to-all(%q), channel_id=5, replica_groups={{0,1},{2,3}}, dimensions={0}
 }, execution_thread="parallel"
-
-ENTRY %main (p: f32[8], q: u8[16], h: bf16[4]) -> f32[8] {
-  %p = f32[8]{0} parameter(0)
-  %q = u8[16]{0} parameter(1)
-  %h = bf16[4]{0} parameter(2)
+"""
+PAIRS = """
   %ars = (f32[8]{0}, bf16[4]{0}) all-reduce-start(%p, %h), channel_id=1, \
 replica_groups=[2,2]<=[4], use_global_device_ids=true, to_apply=%add
   %ard = (f32[8]{0}, /*index=1*/bf16[4]{0}) all-reduce-done(%ars)
@@ -107,9 +84,11 @@ source_target_pairs={{0,2},{2,0},{1,3},{3,1}}
   %au = ((u8[16]{0}), u8[16]{0}, s32[]) async-update(%as), calls=%wrapped
   %ad = u8[16]{0} async-done(%au), calls=%wrapped
   ROOT %g = f32[8]{0} get-tuple-element(%ard), index=0
-}
 """
-    )
+
+
+def test_asynchronous_pairs_count_once():
+    text = program(PAIRS, WRAPPED, p="f32[8]{0}", q="u8[16]{0}", h="bf16[4]{0}")
     mesh = mesh_of_shape(2, 2)
     found = [
         (row.op, row.axes, row.operand_bytes, row.sent_bytes, row.count)
@@ -151,19 +130,13 @@ frontend_attributes={chain_id="0"}
 
 
 def test_the_pieces_of_an_asynchronous_collective_on_a_tpu_count_once():
-    text = (
-        HEADER.format(4)
-        + PIECES
-        + """ENTRY %main (p: u8[16], w: f32[8]) -> u8[64] {
-  %p = u8[16]{0} parameter(0)
-  %w = f32[8]{0} parameter(1)
+    body = """
   %start = (u8[16]{0}, u8[64]{0}, u32[]{:S(2)}) fusion(%p), kind=kCustom, calls=%begin
   %one = f32[8]{0} fusion(%p, %w), kind=kOutput, calls=%beside
   %done = u8[64]{0} fusion(%p), kind=kCustom, calls=%end
   ROOT %alone = u8[64]{0} all-gather(%p), channel_id=2, replica_groups=[1,4]<=[4], dimensions={0}
-}
 """
-    )
+    text = program(body, PIECES, p="u8[16]{0}", w="f32[8]{0}")
     mesh = mesh_of_shape(2, 2)
     found = [(row.op, row.sent_bytes) for row in report.collectives(text, mesh)]
     assert found == [("all-gather", 48), ("all-gather", 48)]
@@ -172,11 +145,7 @@ def test_the_pieces_of_an_asynchronous_collective_on_a_tpu_count_once():
 
 
 def test_rarer_collectives_are_not_missed():
-    text = (
-        HEADER.format(4)
-        + """ENTRY %main (p: f32[8], i: s32[2]) -> f32[8] {
-  %p = f32[8]{0} parameter(0)
-  %i = s32[2]{0} parameter(1)
+    body = """
   %t = token[] after-all()
   %cb = f32[8]{0} collective-broadcast(%p), replica_groups={{0,1},{2,3}}
   %ra = f32[8]{0} ragged-all-to-all(%p, %cb, %i, %i, %i, %i), replica_groups={{0,2},{1,3}}
@@ -189,9 +158,8 @@ def test_rarer_collectives_are_not_missed():
   %g = (s4[16]{0:E(4)}, s4[16]{0}) all-gather(%n, %w), replica_groups={{0,1},{2,3}}, dimensions={0}
   %self = f32[8]{0} collective-permute(%p), source_target_pairs={{0,0},{1,1},{2,2},{3,3}}
   ROOT %x = f32[8]{0} add(%ra, %cb)
-}
 """
-    )
+    text = program(body, p="f32[8]{0}", i="s32[2]{0}")
     mesh = mesh_of_shape(2, 2)
     assert [row[:4] for row in report.collectives(text, mesh)] == [
         ("collective-broadcast", ("fsdp",), 32, 32),
@@ -205,10 +173,7 @@ def test_rarer_collectives_are_not_missed():
 
 def loop_text(init=3, step=2, bound=12, direction="LT", config=""):
     """A loop over a counter, as XLA:CPU prints one, with a reduction in body and condition."""
-    return (
-        HEADER.format(4)
-        + ADD
-        + f"""%compare (x: s32[], y: s32[]) -> pred[] {{
+    more = f"""%compare (x: s32[], y: s32[]) -> pred[] {{
   %x = s32[] parameter(0)
   %y = s32[] parameter(1)
   ROOT %c = pred[] compare(%x, %y), direction={direction}
@@ -232,18 +197,15 @@ def loop_text(init=3, step=2, bound=12, direction="LT", config=""):
   %j = s32[] get-tuple-element(%held), index=0
   ROOT %less = pred[] fusion(%j, %bound), kind=kLoop, calls=%compare
 }}
-
-ENTRY %main (p: f32[8], n: s32[]) -> f32[8] {{
-  %p = f32[8]{{0}} parameter(0)
-  %n = s32[] parameter(1)
+"""
+    body = f"""
   %init = s32[] constant({init})
   %copy = s32[] copy(%init)
   %start = (s32[], f32[8]{{0}}) tuple(%copy, %p)
   %loop = (s32[], f32[8]{{0}}) while(%start), condition=%condition, body=%body{config}
   ROOT %end = f32[8]{{0}} get-tuple-element(%loop), index=1
-}}
 """
-    )
+    return program(body, more, p="f32[8]{0}", n="s32[]")
 
 
 @pytest.mark.parametrize(
@@ -276,11 +238,11 @@ def test_what_sends_nothing_may_have_an_unknown_count():
     assert report.sent_bytes(text, mesh_of_shape(2, 2)) == 0
 
 
-def test_predicated_conditionals_and_calls_are_followed():
-    text = one_reduction("{{0,1},{2,3}}").replace(
-        "ENTRY %main (p: f32[8]) -> f32[8] {", "%yes (p: f32[8]) -> f32[8] {"
-    )
-    text += """
+BRANCHES = """%yes (y: f32[8]) -> f32[8] {
+  %y = f32[8]{0} parameter(0)
+  ROOT %r = f32[8]{0} all-reduce(%y), replica_groups={{0,1},{2,3}}, to_apply=%add
+}
+
 %no (s: f32[8]) -> f32[8] {
   %s = f32[8]{0} parameter(0)
   ROOT %ag = f32[16]{0} all-gather(%s), replica_groups={{0,1},{2,3}}, dimensions={0}
@@ -290,16 +252,17 @@ def test_predicated_conditionals_and_calls_are_followed():
   %m = f32[8]{0} parameter(0)
   ROOT %mr = f32[8]{0} all-reduce(%m), replica_groups={{0,2},{1,3}}, to_apply=%add
 }
+"""
 
-ENTRY %main (z: f32[8], flag: pred[]) -> f32[8] {
-  %z = f32[8]{0} parameter(0)
-  %flag = pred[] parameter(1)
+
+def test_predicated_conditionals_and_calls_are_followed():
+    body = """
   %twice = f32[8]{0} call(%z), to_apply=%yes
   %custom = f32[8]{0} custom-call(%z), custom_call_target="f", called_computations={%mystery}
   ROOT %if = f32[8]{0} conditional(%flag, %twice, %z), true_computation=%yes, \
 false_computation=%no
-}
 """
+    text = program(body, BRANCHES, z="f32[8]{0}", flag="pred[]")
     mesh = mesh_of_shape(2, 2)
     assert [(row.op, row.count, row.branch) for row in report.collectives(text, mesh)] == [
         ("all-reduce", 1, ()),

@@ -133,25 +133,26 @@ def test_nothing_is_changed_for_a_gain_that_nobody_notices():
     assert not planner.plan(methods, planner.uniform_link(1e9, 0.0, 8), 1.0, tolerance=0.1).compress
 
 
-def test_gpus_of_one_machine_need_no_compression():
+# What users were not told before they compressed: bytes dense and coded, seconds of the code, the
+# link, seconds of computing, and whether it pays.
+REPORTED = {
     # epfml/powersgd issue 17: ResNet-50 on 8 A100 within one machine became slower.
-    methods = [dense(179 * MEGABYTE), two_shot("PowerSGD", 2 * MEGABYTE, codec=0.012)]
-    plan = chosen(methods, 2.4e12, 5e-6, compute=0.10)
-    assert not plan.compress
-    assert plan.rows[1].step_seconds > plan.rows[0].step_seconds
-
-
-def test_a_dear_codec_loses_on_a_fast_network_and_wins_on_a_slow_one():
+    "GPUs of one machine": (179, 2, 0.012, (2.4e12, 5e-6), 0.10, False),
     # PrimeIntellect-ai/prime-diloco pull request 23: a uint8 ring took 9 s where float32 took 3.1.
-    methods = [dense(4000 * MEGABYTE), two_shot("uint8 ring", 1000 * MEGABYTE, codec=8.0)]
-    assert not chosen(methods, 10.4e9, 1e-3, compute=0.0).compress
-    assert chosen(methods, 500e6, 1e-3, compute=0.0).compress
-
-
-def test_a_selection_by_sorting_takes_longer_than_what_it_saves():
+    "a dear code on a fast link": (4000, 1000, 8.0, (10.4e9, 1e-3), 0.0, False),
+    "a dear code on a slow link": (4000, 1000, 8.0, (500e6, 1e-3), 0.0, True),
     # sands-lab/grace issues 5 and 22: top-k with QSGD takes longer an epoch, as sorting dominates.
-    methods = [dense(200 * MEGABYTE), two_shot("top_k by sorting", 2 * MEGABYTE, codec=1.1)]
-    assert not chosen(methods, 10e9, 1e-4, compute=0.3).compress
+    "a selection by sorting": (200, 2, 1.1, (10e9, 1e-4), 0.3, False),
+}
+
+
+@pytest.mark.parametrize("name", REPORTED)
+def test_it_compresses_where_that_pays(name):
+    whole, coded, codec, link, compute, pays = REPORTED[name]
+    methods = [dense(whole * MEGABYTE), two_shot("coded", coded * MEGABYTE, codec)]
+    plan = chosen(methods, *link, compute=compute)
+    assert plan.compress == pays
+    assert (plan.rows[1].step_seconds < plan.rows[0].step_seconds) == pays
 
 
 def test_small_codes_win_where_codecs_are_slower_than_the_link():

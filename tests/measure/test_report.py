@@ -307,16 +307,23 @@ def test_exact_leaves_are_named_with_error_feedback_and_without(error_feedback):
     mean = functools.partial(jaxcomp.compressed_mean, axis_name="data")
     mean = functools.partial(mean, error_feedback=error_feedback)
     policy = jaxcomp.by_path(("head", jaxcomp.identity()), (".*", jaxcomp.quantize(4)))
+    some = mean(policy, exact=lambda path, leaf: leaf.ndim == 1)
+    labels = {"bias": "frozen", "block": "trained", "nothing": ()}
     found = {
-        "some": mean(policy, exact=lambda path, leaf: leaf.ndim == 1),
+        "some": some,
         "all": mean(policy, exact=lambda path, leaf: True),
         "none": mean(jaxcomp.sign(), exact=lambda path, leaf: False),
+        "frozen": optax.partition({"trained": some, "frozen": optax.set_to_zero()}, labels),
     }
+    if error_feedback:
+        found["compact"] = jaxcomp.compact(some)
     for name, tx in found.items():
         state = shapes_of_state(optax.chain(tx, optax.adam(1e-3)), PARAMS)
         found[name] = report.exact_leaves(PARAMS, state)
+    named = ["bias", "block/head"]
     every = ["bias", "block/down", "block/head"]
-    assert found == {"some": ["bias", "block/head"], "all": every, "none": []}
+    wanted = {"some": named, "all": every, "none": [], "frozen": ["block/head"]}
+    assert found == wanted | ({"compact": named} if error_feedback else {})
 
 
 def test_exact_leaves_of_several_means_and_of_none():

@@ -1,25 +1,9 @@
 """What all methods check, and how they count."""
 
-import jax
 import jax.numpy as jnp
-import optax
 import pytest
 
-from jaxcomp.methods.common import counted, method, no_rounds, require
-
-
-def test_a_method_gets_parameters_where_it_needs_them():
-    update = lambda updates, state, params, **extra: (updates, extra)
-    grads = jnp.ones((2, 3))
-    for needs_params in (True, False):
-        init = lambda params: optax.EmptyState()
-        tx = method("mine", "replica", init, update, needs_params=needs_params)
-        of = jax.vmap(lambda g, tx=tx: tx.update(g, (), None, value=2)[1], axis_name="replica")
-        if needs_params:
-            with pytest.raises(ValueError, match="mine needs the parameters; write tx.update"):
-                of(grads)
-        else:
-            assert of(grads)["value"].tolist() == [2, 2]
+from jaxcomp.methods.common import counted, no_rounds, require
 
 
 def test_an_argument_out_of_range_is_named_with_what_to_write():

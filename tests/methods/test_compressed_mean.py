@@ -1,7 +1,5 @@
 """The mean through any compressor: every property for every compressor and number of replicas."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -152,24 +150,6 @@ def test_identity_is_the_uncompressed_mean_bit_for_bit(num_replicas):
             assert one_value(updates[name]).tobytes() == one_value(want[name]).tobytes()
 
 
-def test_a_leaf_may_lie_in_many_buckets():
-    num_replicas, mesh = 3, mesh_of(3)
-    tx = mean(jaxcomp.two_shot(jaxcomp.quantize(4, block=16), bucket_numel=100))
-    update, state, params = start(tx, mesh)
-    grads = gradients(num_replicas)
-    updates, state = update(rows(mesh, grads), state, params)
-    owned = state_of(state, "owner_residual")
-    assert [x is None or x.shape for x in owned] == [True] + [(3, 34)] * 6
-    owned = np.concatenate([np.asarray(x).reshape(-1)[:100] for x in owned[1:]]).reshape(30, 20)
-    residual = np.asarray(state_of(state, "residual")["kernel"]).mean(axis=0)
-    np.testing.assert_allclose(
-        one_value(updates["kernel"]) + residual + owned,
-        grads["kernel"].mean(axis=0, dtype=np.float64),
-        rtol=0,
-        atol=9 * 2.0**-24 * 2 * np.abs(grads["kernel"]).max(),  # as above, for one step
-    )
-
-
 def test_a_bucket_has_neighbouring_layers_where_the_last_ones_come_first():
     mesh, layers = mesh_of(2), range(11, -1, -1)
     params = {f"layer_{i}": np.zeros((4, 16), np.float32) for i in layers}
@@ -189,29 +169,6 @@ def test_a_bucket_has_neighbouring_layers_where_the_last_ones_come_first():
             rtol=0,
             atol=9 * 2.0**-24 * 2 * np.abs(grads[layer]).max(),  # as above
         )
-
-
-def test_exact_leaves_are_exact_next_to_lossy_ones():
-    mesh = mesh_of(4)
-    update, state, params = start(mean(jaxcomp.sign()), mesh)
-    grads = whole_gradients(4)
-    updates, state = update(rows(mesh, grads), state, params)
-    np.testing.assert_array_equal(one_value(updates["bias"]), grads["bias"].mean(axis=0))
-    assert np.abs(one_value(updates["kernel"]) - grads["kernel"].mean(axis=0)).max() > 1
-    assert report.exact_leaves(params, state) == ["bias"]
-
-
-def test_leaves_keep_their_dtypes_and_only_the_result_is_rounded():
-    mesh = mesh_of(2)
-    params = {name: np.zeros((8, 16), name) for name in ("float16", "float32")}
-    params["bfloat16"] = jnp.zeros((8, 16), "bfloat16")
-    tx = jaxcomp.compressed_mean(
-        jaxcomp.quantize(4, block=16), "replica", exact=lambda path, leaf: False
-    )
-    update, state, replicated = start(tx, mesh, params)
-    updates, state = update(rows(mesh, gradients(2, 0, params)), state, replicated)
-    assert {name: x.dtype.name for name, x in updates.items()} == {name: name for name in params}
-    assert {x.dtype.name for x in jax.tree.leaves(state_of(state, "residual"))} == {"float32"}
 
 
 @pytest.mark.parametrize("exact", [True, False])
@@ -287,80 +244,8 @@ def test_seeds_and_steps_change_the_noise():
     assert (a != b).mean() > 0.1 and (a != c).mean() > 0.1
 
 
-def test_buckets_of_equal_content_are_rounded_by_different_noise():
-    mesh = mesh_of(2)
-    params = {"kernel": np.zeros((2, 400), np.float32)}
-    code = jaxcomp.quantize(2, rounding="stochastic")
-    tx = mean(jaxcomp.two_shot(code, bucket_numel=400), error_feedback=False)
-    update, state, replicated = start(tx, mesh, params)
-    half = np.random.default_rng(0).normal(size=(2, 1, 400)).astype(np.float32)
-    grads = {"kernel": np.concatenate([half, half], axis=1)}
-    updates, _ = update(rows(mesh, grads), state, replicated)
-    first, second = one_value(updates["kernel"])
-    assert (first != second).mean() > 0.1
-
-
-def masked_chain():
-    codes = {"kernel": jaxcomp.quantize(4), "bias": jaxcomp.identity()}
-    masks = {name: {other: other == name for other in SHAPES} for name in SHAPES}
-    means = [optax.masked(mean(codes[name]), masks[name]) for name in SHAPES]
-    return optax.chain(*means, optax.adam(1e-2))
-
-
-def multi_steps(tx):
-    return optax.MultiSteps(tx, 2).gradient_transformation()
-
-
-def adam_behind(code, **options):
-    return optax.chain(mean(code, **options), optax.adam(1e-2))
-
-
 def finite_inside():
     return optax.chain(mean(jaxcomp.quantize(4)), optax.apply_if_finite(optax.adam(1e-2), 3))
-
-
-def injected():
-    make = lambda learning_rate: optax.chain(mean(jaxcomp.quantize(4)), optax.adam(learning_rate))
-    return optax.inject_hyperparams(make)(learning_rate=1e-2)
-
-
-@pytest.mark.parametrize("wrapped", [masked_chain, finite_inside, injected])
-def test_optax_wrappers_do_not_change_the_updates(wrapped):
-    mesh = mesh_of(3)
-    plain, plain_state, params = start(adam_behind(jaxcomp.quantize(4)), mesh)
-    update, state, params = start(wrapped(), mesh)
-    for step in range(2):
-        grads = rows(mesh, gradients(3, step))
-        want, plain_state = plain(grads, plain_state, params)
-        got, state = update(grads, state, params)
-        for name in SHAPES:
-            # Adam's update is at most the rate; the programs may fuse it differently: 4 roundings.
-            np.testing.assert_allclose(
-                one_value(got[name]), one_value(want[name]), rtol=0, atol=4 * 2.0**-24 * 1e-2
-            )
-
-
-def test_multi_steps_exchanges_the_mean_of_its_accumulated_gradients():
-    mesh = mesh_of(2)
-    plain, plain_state, params = start(adam_behind(jaxcomp.identity()), mesh)
-    update, state, params = start(multi_steps(adam_behind(jaxcomp.identity())), mesh)
-    for step in range(2):
-        first, second = (whole_gradients(2, 2 * step + i) for i in range(2))
-        updates, state = update(rows(mesh, first), state, params)
-        assert all(np.all(one_value(x) == 0) for x in updates.values())
-        updates, state = update(rows(mesh, second), state, params)
-        both = jax.tree.map(lambda a, b: (a + b) / 2, first, second)
-        want, plain_state = plain(rows(mesh, both), plain_state, params)
-        for name in SHAPES:
-            np.testing.assert_allclose(
-                one_value(updates[name]), one_value(want[name]), rtol=0, atol=4 * 2.0**-24 * 1e-2
-            )
-
-
-def test_apply_if_finite_around_the_mean_is_refused_at_trace_time():
-    tx = optax.apply_if_finite(adam_behind(jaxcomp.quantize(4)), 3)
-    with pytest.raises(ValueError, match="apply_if_finite is around a method that exchanges"):
-        start(tx, mesh_of(2))
 
 
 BAD = [
@@ -396,16 +281,6 @@ def test_one_bad_value_on_one_replica_gives_nan_on_all_and_leaves_residuals():
     assert any(np.any(old != new) for old, new in zip(before, residuals(state), strict=True))
 
 
-@pytest.mark.parametrize("exact", [lambda path, leaf: True, lambda path, leaf: False])
-def test_bad_values_are_seen_where_all_or_no_leaves_travel_exact(exact):
-    mesh = mesh_of(2)
-    update, state, params = start(mean(jaxcomp.top_k(0.25), exact=exact), mesh)
-    grads = gradients(2)
-    grads["kernel"][1, 3, 3] = np.nan
-    updates, state = update(rows(mesh, grads), state, params)
-    assert all(np.all(np.isnan(one_value(x))) for x in updates.values())
-
-
 def test_an_infinity_that_its_code_makes_finite_is_seen_beside_exact_leaves():
     # One of three replicas: what tells the others is a third, beside the mean of the bias.
     mesh = mesh_of(3)
@@ -427,33 +302,6 @@ def test_apply_if_finite_inside_skips_a_bad_step_everywhere():
     assert int(state_of(state, "total_notfinite")) == 1
 
 
-@pytest.mark.parametrize(
-    ("compressor", "options"),
-    [
-        (jaxcomp.gathered(jaxcomp.quantize(4, block=16, rounding="stochastic")), {}),
-        (jaxcomp.compose(jaxcomp.top_k(0.25), jaxcomp.sign()), {"error_feedback": False}),
-    ],
-    ids=lambda value: getattr(value, "name", None),
-)
-def test_vmap_on_one_device_simulates_the_replicas(compressor, options):
-    num_replicas, mesh = 3, mesh_of(3)
-    tx = jaxcomp.per_replica(mean(compressor, **options), "replica")
-    vmapped = functools.partial(jax.vmap, axis_name="replica", axis_size=num_replicas)
-    simulated = jax.jit(vmapped(tx.init, in_axes=None))(PARAMS)
-    simulate = jax.jit(vmapped(tx.update, in_axes=(0, 0, None)))
-    update, state, params = start(mean(compressor, **options), mesh)
-    for step in range(2):
-        grads = gradients(num_replicas, step)
-        want, state = update(rows(mesh, grads), state, params)
-        got, simulated = simulate(grads, simulated, PARAMS)
-        for name in SHAPES:
-            copies = np.asarray(got[name])
-            assert np.all(copies == copies[0])
-            # The programs may fuse a multiplication and an addition differently: 8 roundings.
-            atol = 8 * 2.0**-24 * np.abs(grads[name]).max() * num_replicas
-            np.testing.assert_allclose(copies[0], one_value(want[name]), rtol=0, atol=atol)
-
-
 def test_updates_that_are_reduced_already_are_refused():
     mesh = mesh_of(2)
     tx = jaxcomp.per_replica(mean(jaxcomp.sign()), "replica")
@@ -466,18 +314,3 @@ def test_updates_that_are_reduced_already_are_refused():
     step = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(P(), P("replica")), out_specs=P()))
     with pytest.raises(ValueError, match=r"must vary over 'replica'.*local_params"):
         step(params, rows(mesh, gradients(2)))
-
-
-@pytest.mark.parametrize(
-    ("params", "text"),
-    [
-        ({}, "without leaves"),
-        (
-            {"count": np.zeros(3, np.int32)},
-            "'count' has dtype int32.*keep such leaves out of the parameters",
-        ),
-    ],
-)
-def test_trees_that_cannot_be_averaged_are_refused(params, text):
-    with pytest.raises(ValueError, match=text):
-        start(mean(jaxcomp.sign()), mesh_of(2), params)

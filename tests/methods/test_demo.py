@@ -1,7 +1,6 @@
 """DeMo: its authors' own steps, the transform, and what is sent."""
 
 import functools
-import pathlib
 
 import jax
 import numpy as np
@@ -10,17 +9,11 @@ import pytest
 import jaxcomp
 from jaxcomp import report
 from jaxcomp.methods.demo import cosines
-from tests.helpers import replay, replicas
+from tests.helpers import replicas
 from tests.helpers.replicas import history_of, mesh_of, one_value, rows, transform
 
-GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "demo.npz"
 SHAPES = {"bias": (6,), "kernel": (4, 8), "of_three": (2, 2, 4), "scale": ()}
 random_tree = functools.partial(replicas.random_tree, shapes=SHAPES)
-
-
-def test_replays_the_steps_of_its_authors():
-    errors = list(replay.errors(GOLDEN))
-    assert len(errors) == 20 and max(errors) < 1e-5
 
 
 @pytest.mark.parametrize("n", [1, 7, 64])
@@ -116,25 +109,3 @@ def test_padded_tiles_keep_in_the_momentum_what_was_not_sent(shape):
     np.testing.assert_allclose(state.residual["w"], 0, atol=1e-5)
     wanted = -sum(np.sign(g["w"].mean(axis=0)) for g in grads)
     np.testing.assert_allclose(one_value(params["w"]), wanted, atol=1e-5)
-
-
-def test_a_gradient_that_is_not_finite_changes_nothing_on_any_replica():
-    mesh, params, grads = mesh_of(2), random_tree(0), random_tree(1, 2)
-    init, update = transform(jaxcomp.demo(1e-3, "replica", tile=4), mesh, params)
-    grads["bias"][1, 0] = np.nan
-    updates, state = update(rows(mesh, grads), init(params), params)
-    assert all(np.all(np.isnan(one_value(x))) for x in jax.tree.leaves(updates))
-    assert not any(np.any(x) for x in jax.tree.leaves(state.residual))
-
-
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"decay": 1.5}, r"decay=1.5; needs \[0, 1\]"),
-        ({"top": 0}, "top=0; needs at least 1"),
-        ({"tile": 1}, "tile=1; needs at least 2"),
-    ],
-)
-def test_mistakes_are_told(options, text):
-    with pytest.raises(ValueError, match=text):
-        jaxcomp.demo(1e-3, "replica", **options)

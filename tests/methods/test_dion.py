@@ -8,9 +8,8 @@ import optax
 import pytest
 
 import jaxcomp
-from jaxcomp import report
 from tests.helpers import replicas
-from tests.helpers.replicas import history_of, mesh_of, one_value, rows, transform
+from tests.helpers.replicas import history_of, one_value
 
 # Two matrices of one shape, one of three axes, and what travels exact.
 SHAPES = {"a": (12, 20), "b": (12, 20), "bias": (5,), "c": (2, 4, 6), "embed": (4, 6)}
@@ -95,36 +94,3 @@ def test_a_momentum_of_low_rank_moves_the_parameters_along_itself_alone(kind, ra
     # The others did not move, and keep their factor.
     np.testing.assert_array_equal(one_value(params["b"]), start["b"])
     np.testing.assert_array_equal(state.right["b"], first.right["b"])
-
-
-def test_two_all_reduces_a_step_of_the_factors_and_the_exact_leaves():
-    mesh, params = mesh_of(2), random_tree(0)
-    init, update = transform(make(), mesh, params)
-    program = update.lower(rows(mesh, random_tree(1, 2)), init(params), params).compile()
-    found = {row.part: row for row in report.collectives(program, mesh) if row.part}
-    assert {row.op for row in found.values()} == {"all-reduce"}
-    floats = {"left_factor": RANK * (12 + 12 + 8) + 5 + 24, "right_factor": RANK * (20 + 20 + 6)}
-    sent = report.sent_bytes_by_part(program, mesh, "replica")
-    assert set(found) == set(floats)
-    for part, number in floats.items():
-        assert 0 <= sent[part] - 4 * number <= 8
-
-
-def test_a_gradient_that_is_not_finite_changes_nothing_on_any_replica():
-    mesh, params, grads = mesh_of(2), random_tree(0), random_tree(1, 2)
-    init, update = transform(make(others=None), mesh, params)
-    state = init(params)
-    grads["a"][1, 0] = np.inf
-    updates, after = update(rows(mesh, grads), state, params)
-    assert all(np.all(np.isnan(one_value(x))) for x in jax.tree.leaves(updates))
-    for name in ("residual", "right", "others"):
-        jax.tree.map(np.testing.assert_array_equal, getattr(after, name), getattr(state, name))
-
-
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [({"rank": 0}, "rank=0; needs at least 1"), ({"momentum": 1.0}, r"momentum=1.0; needs \[0, 1")],
-)
-def test_mistakes_are_told(options, text):
-    with pytest.raises(ValueError, match=text):
-        make(**options)

@@ -7,8 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 import jaxcomp
 from jaxcomp import report
@@ -63,14 +61,6 @@ def test_the_mean_of_local_steps_is_federated_averaging():
     assert {k: int(n) for k, n in history[-1][1].rounds.items()} == {"all": 2, "synchronize": 2}
 
 
-def test_without_local_steps_it_is_the_inner_optimizer_averaged():
-    tx = make(every=1, code=jaxcomp.identity(), outer=optax.sgd(1.0))
-    dense = optax.chain(jaxcomp.compressed_mean(jaxcomp.identity(), "replica"), optax.sgd(RATE))
-    got, wanted = (history_of(t, random_tree(0), gradients(3), 4)[-1][0] for t in (tx, dense))
-    for name in SHAPES:
-        np.testing.assert_allclose(one_value(got[name]), one_value(wanted[name]), atol=1e-6)
-
-
 @pytest.mark.parametrize("delay", [0, 1, 3])
 @pytest.mark.parametrize("keep", [0.0, 0.5])
 def test_fragments_meet_in_turn_and_are_merged_late(delay, keep):
@@ -116,23 +106,6 @@ def test_a_schedule_says_when_replicas_meet():
     moved = [float((start["bias"] - one_value(params["bias"]))[0] / RATE) for params, _ in history]
     np.testing.assert_allclose(moved, [0, 1, 2, 2, 4, 4, 6, 6], atol=1e-5)
     assert int(history[-1][1].rounds["all"]) == 4
-
-
-@pytest.mark.parametrize("exchange", [jaxcomp.two_shot, jaxcomp.gathered])
-def test_error_feedback_loses_nothing(exchange):
-    code = exchange(jaxcomp.quantize(2, block=8))
-    tx = make(every=2, code=code, outer=optax.sgd(1.0), error_decay=1.0)
-    start, grads = random_tree(0), gradients(8)
-    params, state = history_of(tx, start, grads, 4)[-1]
-    held = np.zeros(46)
-    for bucket in [e for e in state.owner_residual[0] if e is not None]:
-        held += np.asarray(bucket, np.float64).reshape(-1)[:46]
-    held = dict(zip(SHAPES, np.split(held, [6]), strict=True))
-    for name, shape in SHAPES.items():
-        wanted = start[name] - RATE * np.sum([g[name].mean(axis=0) for g in grads], axis=0)
-        rest = np.asarray(state.residual[name]).mean(axis=0) + held[name].reshape(shape)
-        np.testing.assert_allclose(one_value(params[name]) + rest, wanted, atol=3e-6)
-        assert np.any(rest)
 
 
 def test_what_was_not_sent_decays():
@@ -197,24 +170,6 @@ def test_a_replica_whose_gradient_fails_stands_still_and_the_others_go_on():
     np.testing.assert_allclose(one_value(params["bias"]), wanted, atol=1e-6)
 
 
-def test_twice_as_many_replicas_go_on_from_the_same_outer_state():
-    tx = jaxcomp.local_steps(optax.adam(RATE), "replica", every=2, error_decay=0.9, delay=2)
-    params, state = history_of(tx, random_tree(0), gradients(5), 4)[-1]
-    mesh = mesh_of(8)
-    params = everywhere(mesh, jax.device_get(params))
-    init, update = transform(tx, mesh, params)
-    wider = jaxcomp.resize(state, jax.eval_shape(init, params))
-    equal = lambda new, old: np.testing.assert_array_equal(np.asarray(new), np.asarray(old))
-    for name in ("outer", "arrived", "rounds", "count"):
-        jax.tree.map(equal, getattr(wider, name), getattr(state, name))
-    assert np.any(np.asarray(wider.outer[0][0].trace["kernel"]))
-    for name in SHAPES:
-        for field in ("drift", "residual"):
-            means = [np.asarray(getattr(x, field)[name]).mean(axis=0) for x in (wider, state)]
-            np.testing.assert_allclose(*means, atol=1e-6)
-    update(rows(mesh, gradients(1, 8)[0]), jax.device_get(wider), params)
-
-
 def test_an_outer_state_in_shards_of_owners_is_the_whole_ones():
     """The outer optimizer averages by itself, only in outer steps."""
     momentum, exact = optax.sgd(0.7, momentum=0.9, nesterov=True), lambda path, leaf: True
@@ -233,85 +188,3 @@ def test_an_outer_state_in_shards_of_owners_is_the_whole_ones():
     program = update.lower(rows(mesh, grads[0]), init(start), start).compile()
     sent = report.sent_bytes_by_part(program, mesh, "replica")
     assert sent["synchronize"] > 4 * 46 and sent.get("", 0) < 64
-
-
-def test_compact_keeps_the_residual_in_fewer_bits():
-    tx = jaxcomp.compact(make(every=1, error_decay=0.9))
-    _, state = history_of(tx, random_tree(0), gradients(1), 4)[-1]
-    assert state.residual["kernel"].data.dtype == jnp.int8
-
-
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"every": 0}, "every=0; needs at least 1; write every=16"),
-        ({"every": 2, "error_decay": 1.5}, r"error_decay=1.5; needs \(0, 1\], or None"),
-        ({"every": 2, "delay": 3}, "delay=3; needs from 0 to `every`"),
-        ({"every": 2, "keep": 1.0}, r"keep=1.0; needs \[0, 1\)"),
-        ({"every": 2, "fragments": 0}, "fragments=0; needs at least 1"),
-        ({"every": 2, "code": None, "delay": 1}, "code=None; needs no feedback, delay or frag"),
-        ({"every": jaxcomp.schedules.always, "delay": 1}, "delay=1; needs 1 and 0 with a schedule"),
-    ],
-)
-def test_mistakes_are_told(options, text):
-    with pytest.raises(ValueError, match=text):
-        make(**options)
-
-
-def test_an_inner_optimizer_that_averages_is_refused():
-    mean = jaxcomp.compressed_mean(jaxcomp.identity(), "replica")
-    tx = jaxcomp.local_steps(optax.chain(mean, optax.sgd(0.1)), "replica", every=2)
-    with pytest.raises(ValueError, match=r"write local_steps\(optax.adamw"):
-        history_of(tx, random_tree(0), gradients(1), 2)
-
-
-def loss_fn(params, batch):
-    return jnp.mean((jnp.tanh(batch @ params["u"]) @ params["w"] - batch) ** 2)
-
-
-def trained(make_step, tx, params, batch, *args, **options):
-    init, step = make_step(loss_fn, tx, *args, "replica", **options)
-    state = init(params)
-    for _ in range(5):
-        params, state, _ = step(params, state, batch)
-    return jax.tree.map(np.asarray, params), state
-
-
-def test_steps_on_shards_simulated_and_overlapped_are_the_same():
-    tx = make(every=2, code=jaxcomp.identity(), fragments=2, delay=1, keep=0.25)
-    params = random_tree(0, shapes={"u": (8, 16), "w": (16, 8)})
-    batch, mesh = random_tree(1, shapes={"x": (8, 8)})["x"], mesh_of(2, 2)
-    specs = {"u": P(None, "fsdp"), "w": P("fsdp")}
-    sharded = jax.tree.map(lambda x, s: jax.device_put(x, NamedSharding(mesh, s)), params, specs)
-    start = lambda: jax.tree.map(jnp.array, params)
-    wanted, state = trained(jaxcomp.simulated_train_step, tx, start(), batch, 2)
-    assert any(np.any(np.asarray(d[0]) != np.asarray(d[1])) for d in state.drift.values())
-    on_shards, _ = trained(
-        jaxcomp.train_step, tx, sharded, rows(mesh, batch), mesh, param_specs=specs
-    )
-    narrow = mesh_of(2)
-    overlapped, _ = trained(
-        jaxcomp.overlapped_train_step, tx, everywhere(narrow, params), rows(narrow, batch), narrow
-    )
-    for got in (on_shards, overlapped):
-        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-6), got, wanted)
-
-
-def test_layers_of_one_array_are_fragments_by_their_paths():
-    fragments = jaxcomp.by_path(("^blocks/0", 0), ("^blocks/1", 1), (".*", 0))
-    tx = make(every=2, code=jaxcomp.identity(), fragments=fragments)
-    flat = random_tree(0, shapes={"blocks/0": (8, 8), "blocks/1": (8, 8), "u": (8, 8), "w": (8, 8)})
-    stacked = {"blocks": np.stack([flat["blocks/0"], flat["blocks/1"]]), "u": flat["u"],
-               "w": flat["w"]}  # fmt: skip
-    grads = random_tree(1, 2, shapes={name: x.shape for name, x in flat.items()})
-    of_stacked = {"blocks": np.stack([grads["blocks/0"], grads["blocks/1"]], axis=1),
-                  "u": grads["u"], "w": grads["w"]}  # fmt: skip
-    layers = jaxcomp.per_layer(tx, jaxcomp.by_path(("^blocks", True), (".*", False)))
-    got = history_of(layers, stacked, [of_stacked] * 2, 2)
-    wanted = history_of(tx, flat, [grads] * 2, 2)
-    for (one, _), (other, _) in zip(got, wanted, strict=True):
-        for layer in range(2):
-            np.testing.assert_array_equal(one["blocks"][layer], other[f"blocks/{layer}"])
-    # After one step only the second layer has met.
-    np.testing.assert_array_equal(got[1][0]["blocks"][0], stacked["blocks"][0])
-    assert np.any(np.asarray(got[1][0]["blocks"][1]) != stacked["blocks"][1])

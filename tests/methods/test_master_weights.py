@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxcomp
+from tests.helpers import replicas
 from tests.helpers.replicas import everywhere, mesh_of, one_value, rows, state_of
 
 RATE = 2e-4
@@ -47,12 +48,9 @@ def train(tx, dtype, steps=6, mesh=None, shapes=SHAPES, **options):
     """Parameters, masters and state of steps from ones."""
     mesh = mesh or mesh_of(2)
     params = {k: jnp.ones(shape, dtype) for k, shape in shapes.items()}
-    init, step = jaxcomp.train_step(linear, tx, mesh, "replica", **options)
-    params = everywhere(mesh, params)
-    state = init(params)
-    for number in range(steps):
-        batch = np.random.default_rng(number).integers(1, 9, (mesh.size, 8)).astype(np.float32)
-        params, state, _ = step(params, state, rows(mesh, batch))
+    draw = lambda number: np.random.default_rng(number).integers(1, 9, (mesh.size, 8))
+    batches = [draw(number).astype(np.float32) for number in range(steps)]
+    params, state, _ = replicas.trained(linear, tx, mesh, params, batches, **options)
     rest = state_of(state, "remainder") if "MasterWeights" in str(type(state)) else None
     masters = jax.tree.map(np.float32, params)
     if rest is not None:

@@ -1,15 +1,17 @@
 """Muon on blocks and Adam on the rest: references leaf by leaf, what it computes, and shards."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxcomp
-from tests.helpers.replicas import everywhere, mesh_of, rows
+from tests.helpers import replicas
+from tests.helpers.replicas import mesh_of
 
 RATE, VOCABULARY = 0.125, 4096
 # What Flax's attention, a stack of nothing, and a GPT have.
@@ -26,9 +28,7 @@ SHAPES = {
 MATRICES = [name for name in SHAPES if "block" in name and "kernel" in name]
 
 
-def random_tree(seed, *lead, shapes=SHAPES):
-    rng = np.random.default_rng(seed)
-    return {k: rng.normal(size=(*lead, *shape)).astype(np.float32) for k, shape in shapes.items()}
+random_tree = functools.partial(replicas.random_tree, shapes=SHAPES)
 
 
 def steps(tx, params, trees):
@@ -125,16 +125,10 @@ EXACT = {"every": 2, "code": jaxcomp.identity(), "error_decay": None}
 
 
 def trained(specs, method=lambda: jaxcomp.muloco(RATE, "replica", **EXACT), **options):
-    mesh = mesh_of(2, 2)
-    init, step = jaxcomp.train_step(
-        loss_fn, method(), mesh, "replica", param_specs=specs, **options
-    )
-    places = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
-    params = jax.device_put(random_tree(0), places) if specs else everywhere(mesh, random_tree(0))
-    state = init(params)
-    for number in range(4):
-        params, state, _ = step(params, state, rows(mesh, np.float32([1, 2]) + number))
-    return jax.device_get(params), state
+    batches = [np.float32([1, 2]) + number for number in range(4)]
+    options |= {"param_specs": specs}
+    found = replicas.trained(loss_fn, method(), mesh_of(2, 2), random_tree(0), batches, **options)
+    return jax.device_get(found[0]), found[1]
 
 
 def test_tables_may_be_in_shards_and_matrices_may_not():
@@ -146,16 +140,6 @@ def test_tables_may_be_in_shards_and_matrices_may_not():
         np.testing.assert_allclose(found[name], x, rtol=1e-5, atol=1e-6)
     with pytest.raises(ValueError, match="block_0/up/kernel.*a norm of local shards"):
         trained(specs | {"block_0/up/kernel": P("fsdp")})
-
-
-def test_shares_of_a_fast_axis_are_refused_as_other_shards_are():
-    with pytest.raises(ValueError, match="a norm of local shards"):
-        trained(None, fast_axis="fsdp")
-
-
-def test_a_rate_must_be_a_number_or_a_schedule():
-    with pytest.raises(ValueError, match="muon got learning_rate='fast'"):
-        jaxcomp.muon("fast")
 
 
 def test_the_default_muloco_is_local_steps_with_muon_and_rare_rows():

@@ -2,27 +2,10 @@
 
 import jax
 import numpy as np
-import optax
 import pytest
 
 import jaxcomp
 from tests.helpers.adam import GRADIENTS, RATE, SHAPES, random_tree, trained
-
-
-def test_one_bit_adam_is_adam_until_the_freeze():
-    with jax.enable_x64(True):
-        tx = jaxcomp.one_bit_adam(RATE, "replica", freeze_step=6)
-        params, state = trained(tx, GRADIENTS, dtype=np.float64)[-1]
-        adam = optax.adam(RATE)
-        wanted = random_tree(0, dtype=np.float64)
-        inner = adam.init(wanted)
-        for grads in GRADIENTS:
-            mean = jax.tree.map(lambda g: g.mean(axis=0), grads)
-            updates, inner = adam.update(mean, inner)
-            wanted = optax.apply_updates(wanted, updates)
-    for k in SHAPES:
-        np.testing.assert_allclose(params[k], wanted[k], rtol=0, atol=1e-7)
-    assert not np.any(np.asarray(state.residual["kernel"]))
 
 
 def test_one_bit_adam_with_identity_keeps_on_at_the_frozen_variance():

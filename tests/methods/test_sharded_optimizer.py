@@ -9,7 +9,6 @@ from jax.sharding import PartitionSpec as P
 
 import jaxcomp
 from jaxcomp import report
-from jaxcomp.replicas.resize import reset_residuals
 from tests.helpers.replicas import (
     everywhere,
     history_of,
@@ -39,48 +38,6 @@ def whole(pieces, shape):
     """Owners' rows `[R, n]` as the parameter that they are cut from; what is behind its end."""
     flat, numel = np.ravel(pieces), int(np.prod(shape))
     return flat[:numel].reshape(shape), flat[numel:]
-
-
-@pytest.mark.parametrize("num_replicas", [1, 3, 8])
-def test_exact_codes_are_the_inner_optimizer_on_the_mean_gradient(num_replicas):
-    inner = optax.chain(jaxcomp.clip_by_global_norm(1.0), optax.adamw(1e-2, weight_decay=0.1))
-    params, grads = random_tree(0, shapes=SHAPES), gradients(4, num_replicas)
-    (found, state) = history_of(make(inner, **EXACT), params, grads, num_replicas)[-1]
-    wanted, dense = params, inner.init(params)
-    for grad in grads:
-        mean = jax.tree.map(lambda g: g.mean(0), grad)
-        updates, dense = inner.update(mean, dense, wanted)
-        wanted = optax.apply_updates(wanted, updates)
-    for name in SHAPES:
-        np.testing.assert_allclose(found[name], wanted[name], rtol=0, atol=3e-6)
-    moments = optax.tree_utils.tree_get(state, "mu")
-    for name, shape in SHAPES.items():
-        mean, padding = whole(moments[name], shape)
-        np.testing.assert_allclose(
-            mean, optax.tree_utils.tree_get(dense, "mu")[name], rtol=0, atol=1e-6
-        )
-        assert not padding.any()
-
-
-@pytest.mark.parametrize("code", [jaxcomp.sign(), jaxcomp.top_k(0.1)])
-def test_no_error_of_a_difference_is_lost(code):
-    """What all hold, plus what their owners hold back, is where exact codes would have led."""
-    with jax.enable_x64(True):
-        params = random_tree(0, shapes=SHAPES, dtype=np.float64)
-        grads = gradients(6, 3, np.float64)
-        inner = optax.chain(optax.add_decayed_weights(0.5), optax.sgd(RATE))
-        codes = {"gradients": jaxcomp.identity(), "differences": code}
-        found, state = history_of(make(inner, **codes, exact=lambda *_: False), params, grads, 3)[
-            -1
-        ]
-        wanted = params
-        for grad in grads:
-            step = lambda p, g: p - RATE * (g.mean(0) + 0.5 * p)
-            wanted = jax.tree.map(step, wanted, grad)
-        for name, shape in SHAPES.items():
-            held, _ = whole(state.owner_residual[name], shape)
-            np.testing.assert_allclose(found[name] + held, wanted[name], rtol=0, atol=1e-13)
-        assert np.abs(whole(state.owner_residual["kernel"], (33, 40))[0]).max() > 1e-3
 
 
 def test_many_small_buckets_are_one_large_one():
@@ -156,13 +113,6 @@ def test_masks_and_policies_go_by_path():
     np.testing.assert_array_equal(found["bias"], params["bias"])
     assert not np.array_equal(found["kernel"], params["kernel"])
     assert set(seen) == {("kernel", (33, 40))}
-
-
-def test_residuals_are_reset():
-    tx = make(differences=jaxcomp.sign())
-    _, state = history_of(tx, random_tree(0, shapes=SHAPES), gradients(2, 2), 2)[-1]
-    assert np.any(state.owner_residual["kernel"])
-    assert not any(np.any(x) for x in jax.tree.leaves(reset_residuals(state).owner_residual))
 
 
 def test_mistakes_are_told():

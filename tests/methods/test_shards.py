@@ -5,12 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxcomp
 from jaxcomp.replicas import protocol
-from tests.helpers.replicas import mesh_of, random_tree, rows
+from tests.helpers import replicas
+from tests.helpers.replicas import mesh_of, random_tree
 
 SHAPES = {"bias": (64,), "down": (64, 32), "up": (32, 64)}
 SPECS = {"bias": P(), "down": P(None, "fsdp"), "up": P("fsdp")}
@@ -18,6 +18,15 @@ EXACT = jaxcomp.identity()
 METHODS = {
     "cocktail_sgd": jaxcomp.cocktail_sgd(
         optax.adam(1e-2, eps=1e-3), "replica", compressor=EXACT, warmup_steps=2
+    ),
+    "local_steps": jaxcomp.local_steps(
+        optax.sgd(0.1),
+        "replica",
+        every=2,
+        code=EXACT,
+        fragments=2,
+        delay=1,
+        keep=0.25,
     ),
     "one_bit_adam": jaxcomp.one_bit_adam(1e-2, "replica", freeze_step=2, compressor=EXACT),
     "one_bit_lamb": jaxcomp.one_bit_lamb(1e-2, "replica", freeze_step=2, compressor=EXACT),
@@ -61,13 +70,10 @@ def loss_fn(params, batch):
 def trained(tx, mesh, specs):
     """Each replica's own parameters after a few steps, where all shards are put together."""
     params = jax.tree.map(lambda x: x / 4, random_tree(0, shapes=SHAPES))
-    params = jax.device_put(params, {name: NamedSharding(mesh, specs[name]) for name in SHAPES})
-    init, step = jaxcomp.train_step(loss_fn, tx, mesh, "replica", param_specs=specs)
-    state = init(params)
-    for number in range(5):
-        batch = rows(mesh, random_tree(number, shapes={"x": (8, 32)})["x"])
-        params, state, metrics = step(params, state, batch)
-        assert not metrics["skipped"]
+    batches = [random_tree(number, shapes={"x": (8, 32)})["x"] for number in range(5)]
+    options = {"param_specs": specs}
+    params, state, seen = replicas.trained(loss_fn, tx, mesh, params, batches, **options)
+    assert not any(metrics["skipped"] for metrics in seen)
     assert {name: x.sharding.spec for name, x in params.items()} == specs
     assert int(jaxcomp.replica_spread(params, mesh, "replica")) == 0
     drift = next(iter(protocol.drifts(state)), dict.fromkeys(SHAPES, 0))

@@ -1,5 +1,7 @@
 """Optimizers of parameters in pieces: they do what they do with whole ones, or are refused."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,8 @@ import pytest
 
 import jaxcomp
 from jaxcomp.replicas.elementwise import _is_norm, ranked
-from tests.helpers.replicas import everywhere, mesh_of, rows
+from tests.helpers import replicas
+from tests.helpers.replicas import mesh_of, rows
 
 REPLICAS = 3
 # Of one axis as large as the matrices, so that sizes tell nothing; a size that 3 does not divide.
@@ -25,55 +28,47 @@ def loss_fn(params, batch):
     return sum(jax.tree.leaves(losses))
 
 
-def batch_of(step, mesh):
-    rng = np.random.default_rng(step + 1)
-    draw = lambda shape: 10 * rng.normal(size=(REPLICAS, *shape)).astype(np.float32)
-    return rows(mesh, {name: draw(shape) for name, shape in SHAPES.items()})
+def batches(mesh):
+    for step in range(3):
+        rng = np.random.default_rng(step + 1)
+        draw = lambda shape, rng=rng: 10 * rng.normal(size=(REPLICAS, *shape)).astype(np.float32)
+        yield rows(mesh, {name: draw(shape) for name, shape in SHAPES.items()})
 
 
-def steps(functions, params, mesh, number=3):
-    state = functions.init(params)
-    for step in range(number):
-        params, state, _ = functions.step(params, state, batch_of(step, mesh))
-    return params
-
-
-def by_mean(optimizer):
-    """One optimizer of whole parameters."""
+def by_step(tx):
     mesh = mesh_of(REPLICAS)
+    return replicas.trained(loss_fn, tx, mesh, parameters(), batches(mesh))[0]
+
+
+@functools.cache
+def by_mean(name):
+    """One optimizer of whole parameters."""
     dense = jaxcomp.compressed_mean(jaxcomp.identity(), "replica")
-    functions = jaxcomp.train_step(loss_fn, optax.chain(dense, optimizer), mesh, "replica")
-    return steps(functions, everywhere(mesh, parameters()), mesh)
+    return by_step(optax.chain(dense, OPTIMIZERS[name]()))
 
 
 def by_sharded_optimizer(optimizer):
-    mesh = mesh_of(REPLICAS)
     exact = {"gradients": jaxcomp.identity(), "differences": jaxcomp.identity()}
-    tx = jaxcomp.sharded_optimizer(optimizer, "replica", **exact)
-    functions = jaxcomp.train_step(loss_fn, tx, mesh, "replica")
-    return steps(functions, everywhere(mesh, parameters()), mesh)
+    return by_step(jaxcomp.sharded_optimizer(optimizer, "replica", **exact))
 
 
-def by_qsdp(optimizer):
+def by_shards(optimizer, stacked):
+    """Of parameters in shards, or of stacks of one layer."""
     mesh = mesh_of(REPLICAS)
     fsdp = jaxcomp.qsdp("replica", jaxcomp.identity(), jaxcomp.identity())
-    whole = lambda shards, batch: loss_fn(fsdp.gather(shards), batch)
-    functions = jaxcomp.qsdp_train_step(whole, optimizer, mesh, fsdp)
-    return fsdp.unshard(steps(functions, fsdp.shard(parameters(), mesh), mesh), mesh)
+    first = lambda tree: jax.tree.map(lambda x: x[0], tree) if stacked else tree
+    whole = lambda shards, batch: loss_fn(first(fsdp.gather(shards)), batch)
+    init, step = jaxcomp.qsdp_train_step(whole, optimizer, mesh, fsdp)
+    params = jax.tree.map(lambda x: x[None], parameters()) if stacked else parameters()
+    shards = fsdp.shard(params, mesh, stacked=lambda path, leaf: stacked)
+    state = init(shards)
+    for batch in batches(mesh):
+        shards, state, _ = step(shards, state, batch)
+    return first(fsdp.unshard(shards, mesh))
 
 
-def by_stacked_qsdp(optimizer):
-    """Of stacks of one layer."""
-    mesh = mesh_of(REPLICAS)
-    fsdp = jaxcomp.qsdp("replica", jaxcomp.identity(), jaxcomp.identity())
-    whole = lambda shards, batch: loss_fn(jax.tree.map(lambda x: x[0], fsdp.gather(shards)), batch)
-    functions = jaxcomp.qsdp_train_step(whole, optimizer, mesh, fsdp)
-    stack = jax.tree.map(lambda x: x[None], parameters())
-    shards = fsdp.shard(stack, mesh, stacked=lambda path, leaf: True)
-    found = fsdp.unshard(steps(functions, shards, mesh), mesh)
-    return jax.tree.map(lambda x: x[0], found)
-
-
+by_qsdp = functools.partial(by_shards, stacked=False)
+by_stacked_qsdp = functools.partial(by_shards, stacked=True)
 WAYS = [by_sharded_optimizer, by_qsdp, by_stacked_qsdp]
 matrices = lambda tree: jax.tree.map(lambda x: x.ndim > 1, tree)
 label = lambda tree: jax.tree.map(lambda x: "matrix" if x.ndim > 1 else "other", tree)
@@ -94,7 +89,7 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_optimizer_does_with_pieces_what_it_does_with_parameters(name, way):
-    wanted, found = by_mean(OPTIMIZERS[name]()), way(OPTIMIZERS[name]())
+    wanted, found = by_mean(name), way(OPTIMIZERS[name]())
     for key, x in found.items():
         np.testing.assert_allclose(x, wanted[key], rtol=0, atol=2e-6)
 

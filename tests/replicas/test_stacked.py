@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxcomp
 from jaxcomp import schedules
 from jaxcomp.replicas.protocol import drifts as drifts_of
-from tests.helpers.replicas import history_of, mesh_of, rows
+from tests.helpers import replicas
+from tests.helpers.replicas import history_of, mesh_of
 
 LAYERS, WIDTH, REPLICAS, STEPS = 3, 40, 2, 6
 STACKED = jaxcomp.by_path(("^blocks/", True), (".*", False))
@@ -54,11 +54,10 @@ def loss_fn(params, batch):
     return sum(blocks) + of_leaf(params["head"], head)
 
 
-def batch_of(step, mesh):
+def batch_of(step):
     rng = np.random.default_rng(step + 1)
     draw = lambda shape: rng.normal(size=(REPLICAS, *shape)).astype(np.float32)
-    batch = [{k: draw(s) for k, s in SHAPES.items()} for _ in range(LAYERS)], draw((WIDTH, WIDTH))
-    return rows(mesh, batch)
+    return [{k: draw(s) for k, s in SHAPES.items()} for _ in range(LAYERS)], draw((WIDTH, WIDTH))
 
 
 def decayed(optimizer):
@@ -117,6 +116,14 @@ METHODS = {
         compressor=WHOLE_BLOCKS,
         deviations=jaxcomp.Deviations(precondition=False, variance_floor=1e-4),
     ),
+    "local_steps, fragments by path": lambda: jaxcomp.local_steps(
+        optax.sgd(0.1),
+        "replica",
+        every=2,
+        code=WHOLE_BLOCKS,
+        # After one step only the first layer has met.
+        fragments=jaxcomp.by_path((r"blocks.0/", 1), (".*", 0)),
+    ),
     "sharded_optimizer": lambda: jaxcomp.sharded_optimizer(optax.adamw(1e-2), "replica"),
     "power_sgd": lambda: optax.chain(
         jaxcomp.power_sgd(2, "replica", warmup_steps=2), optax.sgd(0.1, momentum=0.9)
@@ -154,18 +161,14 @@ def distance(x, y):
     return np.abs(x - y).max() / np.abs(y).max()
 
 
-def trained(tx, params, mesh=None, param_specs=None):
-    """Parameters and state after a few steps; the state keeps its structure and types."""
-    mesh = mesh_of(REPLICAS) if mesh is None else mesh
-    specs = P() if param_specs is None else param_specs
-    params = jax.tree.map(np.array, params)  # steps donate theirs
-    params = jax.device_put(params, jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs))
-    init, step = jaxcomp.train_step(loss_fn, tx, mesh, "replica", param_specs=param_specs)
-    state = init(params)
-    for index in range(STEPS):
-        params, state, metrics = step(params, state, batch_of(index, mesh))
-        assert not metrics["skipped"]
-    assert step._cache_size() == 1
+def trained(tx, params, mesh=None, **options):
+    """Parameters and state after a few steps."""
+    mesh = mesh or mesh_of(REPLICAS)
+    made = jaxcomp.train_step(loss_fn, tx, mesh, "replica", **options)
+    batches, make = map(batch_of, range(STEPS)), lambda *args, **options: made
+    params, state, seen = replicas.trained(loss_fn, tx, mesh, params, batches, make, **options)
+    assert made.step._cache_size() == 1
+    assert not any(metrics["skipped"] for metrics in seen)
     return params, state
 
 

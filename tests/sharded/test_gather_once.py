@@ -16,7 +16,6 @@ from tests.helpers.layered import (
     make_batch,
     odd_tree,
     on,
-    plain_training,
     stacked,
     start,
     train,
@@ -28,17 +27,6 @@ EIGHT = jaxcomp.quantize(8, block=64, range="minmax")
 
 def once(fsdp, **changes):
     return dataclasses.replace(fsdp, gather_once=True, **changes)
-
-
-@pytest.mark.parametrize("sizes", [(1,), (4,), (2, 2)])
-@pytest.mark.parametrize("accumulate", [1, 3])
-def test_exact_codes_train_as_one_device_does_on_the_whole_batch(sizes, accumulate):
-    fsdp = once(EXACT, fast_axis="fast" if len(sizes) > 1 else None)
-    params, _, history = train(fsdp, optax.sgd(0.5), *sizes, accumulate=accumulate)
-    want, losses, _ = plain_training(optax.sgd(0.5))
-    assert_close(params, want, ROUNDING)
-    for metrics, loss in zip(history, losses, strict=True):
-        assert abs(metrics["loss"].mean(dtype=np.float64) - loss) < 1e-6 * loss
 
 
 def test_microbatches_see_the_weights_that_gathers_of_their_own_would_give():

@@ -18,15 +18,10 @@ from jaxcomp.replicas.resize import resize
 from tests.helpers.layered import (
     ROUNDING,
     assert_close,
-    loss_of,
-    make_batch,
-    make_params,
     odd_tree,
     on,
-    plain_training,
     stacked,
     start,
-    train,
 )
 from tests.helpers.replicas import everywhere, mesh_of, one_value
 
@@ -70,17 +65,6 @@ def test_shards_of_any_size_come_back_and_lie_fast_axis_first(sizes):
         np.testing.assert_array_equal(piece.data[0], pieces[fast, slow])
 
 
-def test_shards_are_laid_out_anew_on_meshes_of_other_shapes():
-    before = exact()
-    _, shards = sharded(before, odd_tree(), 2, 2, stacked=stacked)
-    for sizes in ((3,), (4,), (2, 3), (1, 4)):
-        fsdp = before if len(sizes) == 2 else dataclasses.replace(before, fast_axis=None)
-        mesh, like = sharded(fsdp, odd_tree(seed=1), *sizes, stacked=stacked)
-        resized = resize(shards, like)
-        assert resized["matrix"].data.sharding == like["matrix"].data.sharding
-        jax.tree.map(np.testing.assert_array_equal, fsdp.unshard(resized, mesh), odd_tree())
-
-
 def test_all_devices_compute_with_what_as_many_shards_of_one_axis_give():
     code = jaxcomp.quantize(4, block=64, range="minmax")
     params = {"a": odd_tree()["matrix"], "bias": odd_tree()["less than the axis"]}
@@ -89,66 +73,6 @@ def test_all_devices_compute_with_what_as_many_shards_of_one_axis_give():
     for name, copies in full.items():
         for copy in copies:
             assert np.asarray(copy).tobytes() == np.asarray(want[name][0]).tobytes()
-
-
-@pytest.mark.parametrize(
-    ("sizes", "options"),
-    [((2, 3), {}), ((4, 2), {"secondary": True}), ((3,), {"secondary": True})],
-)
-def test_exact_codes_train_as_one_device_does_on_the_whole_batch(sizes, options):
-    fsdp = exact(**options)
-    if len(sizes) == 1:
-        fsdp = dataclasses.replace(fsdp, fast_axis=None)
-    params, _, history = train(fsdp, optax.sgd(0.5), *sizes)
-    want, losses, _ = plain_training(optax.sgd(0.5))
-    assert_close(params, want, ROUNDING)
-    for metrics, loss in zip(history, losses, strict=True):
-        assert metrics["loss"].shape == (np.prod(sizes),) and not metrics["skipped"]
-        assert abs(metrics["loss"].mean(dtype=np.float64) - loss) < 1e-6 * loss
-
-
-def test_microbatches_and_a_whole_norm_on_a_mesh_whose_fast_axis_comes_first():
-    clip, adam, fsdp = 0.1, optax.adam(1e-2, eps=1e-3), exact()
-    tx = optax.chain(jaxcomp.clip_by_global_norm(clip), adam)
-    mesh = jax.sharding.Mesh(mesh_of(2, 2).devices, ("fast", "replica"))
-    made = jaxcomp.qsdp_train_step(loss_of(fsdp), tx, mesh, fsdp, accumulate=3)
-    shards = fsdp.shard(everywhere(mesh, make_params()), mesh)
-    state = made.init(shards)
-    for moment in jax.tree.leaves(optax.tree_utils.tree_get(state, "mu")):
-        assert moment.sharding.spec == CUT
-    for number in range(3):
-        shards, state, _ = made.step(shards, state, on(mesh, make_batch(number)))
-    want, _, _ = plain_training(optax.chain(optax.clip_by_global_norm(clip), adam))
-    assert_close(fsdp.unshard(shards, mesh), want, 1e-6)
-
-
-SHIFT = jaxcomp.quantize(3, block=64, rounding="shift")
-
-
-@pytest.mark.parametrize("secondary", [False, True])
-def test_both_passes_see_one_draw(secondary):
-    fsdp = hybrid(SHIFT, jaxcomp.identity(), secondary=secondary)
-    square = odd_tree()["matrix"][:, :33]
-    mesh, shards = sharded(fsdp, np.stack([square] * 2), 2, 2, stacked=lambda *_: True)
-
-    def passes(shards, count):
-        eye = jaxcomp.replicas.types.to_varying(jnp.eye(33), fsdp.axes)
-        layer = fsdp.layer(lambda w, x: x @ w)
-
-        def both(_, shard):
-            forward, vjp = jax.vjp(lambda x: layer(shard, x), eye)
-            return _, (forward, vjp(eye)[0].T)
-
-        _, pairs = lax.scan(both, 0, fsdp.local(shards, count))
-        return jax.tree.map(lambda x: x[None], pairs)
-
-    found = on_devices(passes, mesh, fsdp)(shards, jnp.int32(0))
-    forward, backward = map(np.asarray, found)
-    np.testing.assert_array_equal(forward, backward)
-    for device in forward[1:]:
-        np.testing.assert_array_equal(device, forward[0])
-    assert np.any(forward[0, 0] != forward[0, 1])  # layers draw for themselves
-    assert np.abs(forward[0] - square).max() < 0.51 * np.abs(square).max() / 3
 
 
 CODE = jaxcomp.quantize(2, block=8, range="minmax", rounding="stochastic", scale_dtype="float32")

@@ -1,5 +1,6 @@
 """Sharded parameters: equal weights everywhere, in both passes; codes, draws and what is sent."""
 
+import dataclasses
 import functools
 
 import jax
@@ -17,21 +18,21 @@ from tests.helpers.layered import EXACT, odd_tree, stacked
 from tests.helpers.replicas import everywhere, mesh_of
 
 
-def sharded(fsdp, params, num_replicas, stacked=lambda *_: False):
-    mesh = mesh_of(num_replicas)
+def sharded(fsdp, params, *sizes, stacked=lambda *_: False):
+    mesh = mesh_of(*sizes, second="fast")
     return mesh, fsdp.shard(everywhere(mesh, params), mesh, stacked)
 
 
 def on_replicas(function, mesh):
-    """Jits a function of this replica's shards and of what is equal everywhere."""
-    rows = P("replica")
-    return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=(rows, P()), out_specs=rows))
+    """Jits a function of this device's shards and of what is equal everywhere."""
+    cut, rows = P(mesh.axis_names[::-1]), P(mesh.axis_names)  # a fast axis comes first in shards
+    return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=(cut, P()), out_specs=rows))
 
 
 @pytest.mark.parametrize("num_replicas", [1, 3, 8])
 def test_shards_of_any_size_come_back_as_they_were(num_replicas):
     params = odd_tree() | {"half": jnp.arange(11, dtype=jnp.bfloat16)}
-    mesh, shards = sharded(EXACT, params, num_replicas, stacked)
+    mesh, shards = sharded(EXACT, params, num_replicas, stacked=stacked)
     sizes = {name: shard.data.shape for name, shard in shards.items()}
     ceil = lambda size: max(1, -(-size // num_replicas))
     assert sizes == {
@@ -54,10 +55,13 @@ def test_shards_of_any_size_come_back_as_they_were(num_replicas):
     )
 
 
-def test_shards_are_laid_out_anew_for_another_number_of_replicas():
-    mesh, shards = sharded(EXACT, odd_tree(), 3, stacked)
-    for num_replicas in (1, 2, 8):
-        mesh, like = sharded(EXACT, odd_tree(seed=1), num_replicas, stacked)
+@pytest.mark.parametrize("sizes", [(3,), (2, 2)])
+def test_shards_are_laid_out_anew_on_meshes_of_other_shapes(sizes):
+    over = lambda sizes: dataclasses.replace(EXACT, fast_axis="fast" if len(sizes) > 1 else None)
+    _, shards = sharded(over(sizes), odd_tree(), *sizes, stacked=stacked)
+    for others in ((1,), (4,), (8,), (2, 3), (1, 4)):
+        fsdp = over(others)
+        mesh, like = sharded(fsdp, odd_tree(seed=1), *others, stacked=stacked)
         resized = resize(
             {"params": shards, "count": jnp.int32(3)}, {"params": like, "count": jnp.int32(0)}
         )
@@ -65,7 +69,7 @@ def test_shards_are_laid_out_anew_for_another_number_of_replicas():
         for name, shard in resized["params"].items():
             assert shard.data.shape == like[name].data.shape
             assert shard.data.sharding == like[name].data.sharding
-        back = EXACT.unshard(resized["params"], mesh)
+        back = fsdp.unshard(resized["params"], mesh)
         jax.tree.map(np.testing.assert_array_equal, back, odd_tree())
 
 
@@ -103,20 +107,22 @@ def test_all_replicas_compute_with_what_the_owners_codes_decode_to():
 
 
 SHIFT = jaxcomp.quantize(3, block=64, rounding="shift")
+KEPT = {"secondary": True}
 
 
-def test_both_passes_see_one_draw_and_every_step_and_layer_another():
-    num_replicas, width = 2, 33
-    fsdp = jaxcomp.qsdp("replica", SHIFT, jaxcomp.identity(), seed=5)
+@pytest.mark.parametrize("options", [{}, {"fast_axis": "fast"}, {"fast_axis": "fast", **KEPT}])
+def test_both_passes_see_one_draw_and_every_step_and_layer_another(options):
+    width, sizes = 33, (2, 2) if options else (2,)
+    fsdp = jaxcomp.qsdp("replica", SHIFT, jaxcomp.identity(), seed=5, **options)
     square = odd_tree()["matrix"][:, :width]
     params = {"layers": np.stack([square, square]), "last": square}
-    mesh, shards = sharded(fsdp, params, num_replicas, stacked)
+    mesh, shards = sharded(fsdp, params, *sizes, stacked=stacked)
 
     def passes(shards, count):
         """Each layer's weights in the forward pass, and in the backward pass."""
         local = fsdp.local(shards, count)
         layer = fsdp.layer(lambda w, x: x @ w)
-        eye = jaxcomp.replicas.types.to_varying(jnp.eye(width), "replica")
+        eye = jaxcomp.replicas.types.to_varying(jnp.eye(width), fsdp.axes)
 
         def both(shard):
             forward, vjp = jax.vjp(lambda x: layer(shard, x), eye)
@@ -129,7 +135,8 @@ def test_both_passes_see_one_draw_and_every_step_and_layer_another():
     run = on_replicas(passes, mesh)
     forward, backward = run(shards, jnp.int32(0))
     np.testing.assert_array_equal(forward, backward)
-    np.testing.assert_array_equal(forward[0], forward[1])
+    for device in forward[1:]:
+        np.testing.assert_array_equal(device, forward[0])
     again, _ = run(shards, jnp.int32(0))
     np.testing.assert_array_equal(forward, again)
     later, _ = run(shards, jnp.int32(1))
@@ -140,7 +147,7 @@ def test_both_passes_see_one_draw_and_every_step_and_layer_another():
 
 
 def test_every_step_microbatch_layer_and_seed_has_a_key_of_its_own():
-    mesh, shards = sharded(EXACT, odd_tree(), 2, stacked)
+    mesh, shards = sharded(EXACT, odd_tree(), 2, stacked=stacked)
 
     def seeds(shards, counts):
         keys = [
@@ -210,37 +217,6 @@ def test_nearest_rounding_stalls_where_the_random_shift_escapes():
 
 def shard_facts(shard):
     return shard.shape, shard.weights, shard.gradients
-
-
-def test_gradients_are_means_over_replicas_with_noise_of_their_own():
-    num_replicas, num_draws = 4, 512
-    words = {"range": "minmax", "rounding": "stochastic", "scale_dtype": "float32"}
-    code = jaxcomp.quantize(2, block=8, **words)
-    fsdp = jaxcomp.qsdp("replica", jaxcomp.identity(), code, exact=lambda *_: False)
-    # Shards of 7, one of them padded. Zero is no level, but what is behind the end stays zero.
-    numel, step = 27, 2 / 3
-    slope = np.random.default_rng(0).uniform(-1, 1, numel).astype(np.float32)
-    slope[::7], slope[1::7] = 1.0, -1.0  # the range of every chunk
-    mesh, shards = sharded(fsdp, np.zeros(numel, np.float32), num_replicas)
-
-    def grads(shards, counts):
-        def draw(_, count):
-            # All replicas have the same gradient: their noise alone differs.
-            loss = lambda shards: jnp.sum(fsdp.gather(fsdp.local(shards, count)) * slope)
-            return _, jax.grad(loss)(shards).data[0]
-
-        return lax.scan(draw, 0, counts)[1][None]
-
-    got = np.asarray(on_replicas(grads, mesh)(shards, jnp.arange(num_draws)))
-    got = got.swapaxes(0, 1).reshape(num_draws, -1)
-    np.testing.assert_array_equal(got[:, numel:], 0.0)
-    got = got[:, :numel]
-    # A coin of probability p between neighbours: variance p (1 - p), a quarter of it for four.
-    share = (slope + 1) / step % 1
-    variance = step**2 * share * (1 - share) / num_replicas
-    error = np.abs(got.mean(axis=0) - slope)
-    assert np.all(error <= 5 * np.sqrt(variance / num_draws) + 1e-6)
-    assert np.abs(got.var(axis=0).mean() / variance.mean() - 1) < 5 * np.sqrt(2 / num_draws / 20)
 
 
 def test_eight_bits_cost_at_most_807_per_parameter_and_gather_and_nothing_else_is_sent():
@@ -343,6 +319,6 @@ def test_vmap_on_one_device_gives_what_shard_map_gives():
     ],
 )
 def test_mistakes_are_told(call, message):
-    _, shards = sharded(EXACT, odd_tree(), 2, stacked)
+    _, shards = sharded(EXACT, odd_tree(), 2, stacked=stacked)
     with pytest.raises(ValueError, match=message):
         call(EXACT, shards)

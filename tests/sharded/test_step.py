@@ -1,11 +1,14 @@
 """A whole step of sharded parameters against training on one device, plain and in Flax."""
 
+import dataclasses
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import jaxcomp
 from jaxcomp import report
@@ -18,34 +21,59 @@ from tests.helpers.layered import (
     assert_close,
     loss_of,
     make_batch,
+    make_params,
+    on,
     plain_training,
     start,
     train,
 )
 from tests.helpers.replicas import everywhere, mesh_of, rows
 
+FAST, KEPT, ONCE = {"fast_axis": "fast"}, {"secondary": True}, {"gather_once": True}
 
-@pytest.mark.parametrize("num_replicas", [1, 3, 8])
-def test_exact_codes_train_as_one_device_does_on_the_whole_batch(num_replicas):
-    params, _, history = train(EXACT, optax.sgd(0.5), num_replicas)
+
+@pytest.mark.parametrize(
+    ("sizes", "options", "accumulate"),
+    [
+        ((1,), {}, 1),
+        ((3,), {}, 1),
+        ((8,), {}, 1),
+        ((3,), KEPT, 1),
+        ((2, 3), FAST, 1),
+        ((4, 2), FAST | KEPT, 1),
+        ((1,), ONCE, 3),
+        ((4,), ONCE, 1),
+        ((2, 2), FAST | ONCE, 3),
+    ],
+)
+def test_exact_codes_train_as_one_device_does_on_the_whole_batch(sizes, options, accumulate):
+    fsdp = dataclasses.replace(EXACT, **options)
+    params, _, history = train(fsdp, optax.sgd(0.5), *sizes, accumulate=accumulate)
     want, losses, _ = plain_training(optax.sgd(0.5))
     assert_close(params, want, ROUNDING)
     for metrics, loss in zip(history, losses, strict=True):
-        assert metrics["loss"].shape == (num_replicas,) and not metrics["skipped"]
+        assert metrics["loss"].shape == (np.prod(sizes),) and not metrics["skipped"]
         assert abs(metrics["loss"].mean(dtype=np.float64) - loss) < 1e-6 * loss
 
 
-def test_an_optimizer_of_shards_is_the_optimizer_and_clips_by_the_whole_norm():
+@pytest.mark.parametrize("names", [("replica",), ("fast", "replica")], ids=str)
+def test_an_optimizer_of_shards_is_the_optimizer_and_clips_by_the_whole_norm(names):
     # A norm of at most 0.1 is always reached; without momentum Adam's first steps are signs.
     clip, adam = 0.1, optax.adam(1e-2, eps=1e-3)
     tx = optax.chain(jaxcomp.clip_by_global_norm(clip), adam)
-    params, state, _ = train(EXACT, tx, 2, accumulate=3)
+    fsdp = dataclasses.replace(EXACT, fast_axis="fast") if "fast" in names else EXACT
+    mesh = jax.sharding.Mesh(mesh_of(*[2] * len(names)).devices, names)
+    made = jaxcomp.qsdp_train_step(loss_of(fsdp), tx, mesh, fsdp, accumulate=3)
+    shards = fsdp.shard(everywhere(mesh, make_params()), mesh)
+    state = made.init(shards)
+    for number in range(3):
+        shards, state, _ = made.step(shards, state, on(mesh, make_batch(number)))
     want, _, want_state = plain_training(optax.chain(optax.clip_by_global_norm(clip), adam))
-    assert_close(params, want, 1e-6)
+    assert_close(fsdp.unshard(shards, mesh), want, 1e-6)
     assert state.count == 3
-    moments = jax.tree.leaves(optax.tree_utils.tree_get(state, "mu"))
-    assert {x.sharding.shard_shape(x.shape)[0] for x in moments} == {1}
-    whole = EXACT.unshard(state.inner, mesh_of(2))
+    for moment in jax.tree.leaves(optax.tree_utils.tree_get(state, "mu")):
+        assert moment.sharding.spec == P(fsdp.axes)
+    whole = fsdp.unshard(state.inner, mesh)
     assert_close(jax.tree.leaves(whole), jax.tree.leaves(want_state), 1e-7)
 
 

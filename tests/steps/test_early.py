@@ -13,6 +13,7 @@ import jaxcomp
 from jaxcomp.exchange import journeys
 from jaxcomp.steps import early
 from jaxcomp.steps import train as plain
+from tests.helpers import replicas
 from tests.helpers.every_method import METHODS
 from tests.helpers.replicas import everywhere, mesh_of, rows
 
@@ -45,15 +46,10 @@ def as_on_gpus(monkeypatch):
 
 def trained(tx, mesh, **options):
     """Trains some steps, one of them with an infinite row."""
-    init, step = jaxcomp.train_step(loss, tx, mesh, "replica", **options)
-    params = everywhere(mesh, PARAMS)
-    state, seen = init(params), []
-    for number in range(4):
-        batch = np.random.default_rng(number).normal(size=(8, WIDTH)).astype(np.float32)
-        batch[1] = np.inf if number == 2 else batch[1]
-        params, state, metrics = step(params, state, rows(mesh, batch))
-        seen.append(jax.device_get(metrics))
-    return jax.device_get((params, state, seen))
+    draw = lambda number: np.random.default_rng(number).normal(size=(8, WIDTH))
+    batches = [draw(number).astype(np.float32) for number in range(4)]
+    batches[2][1] = np.inf
+    return jax.device_get(replicas.trained(loss, tx, mesh, PARAMS, batches, **options))
 
 
 CODE = jaxcomp.quantize(8, block=16)

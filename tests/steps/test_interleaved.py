@@ -15,6 +15,7 @@ import jaxcomp
 from jaxcomp.replicas import protocol
 from jaxcomp.steps import interleaved_shards
 from jaxcomp.steps import train as plain
+from tests.helpers import replicas
 from tests.helpers.replicas import everywhere, mesh_of, rows
 
 PARAMS = {"kernel": np.full((40, 20), 0.1, np.float32), "bias": np.zeros(20, np.float32)}
@@ -28,15 +29,11 @@ def loss(params, batch):
 
 def trained(tx, mesh, steps=5, **options):
     """Trains some steps, one of them with an infinite row."""
-    init, step = jaxcomp.train_step(loss, tx, mesh, "replica", **options)
-    params = placed(mesh, options.get("param_specs"))
-    state, seen = init(params), []
-    for number in range(steps):
-        batch = np.random.default_rng(number).normal(size=(4 * mesh.size, 40)).astype(np.float32)
-        batch[1] = np.inf if number == 3 else batch[1]
-        params, state, metrics = step(params, state, rows(mesh, batch))
-        seen.append(jax.device_get(metrics))
-    return jax.device_get((params, state, seen))
+    draw = lambda number: np.random.default_rng(number).normal(size=(4 * mesh.size, 40))
+    batches = [draw(number).astype(np.float32) for number in range(steps)]
+    for batch in batches[3:4]:
+        batch[1] = np.inf
+    return jax.device_get(replicas.trained(loss, tx, mesh, PARAMS, batches, **options))
 
 
 def placed(mesh, specs=None):

@@ -1,5 +1,7 @@
 """Many replicas on one device: what a mesh of devices computes, in the same state."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,8 @@ import pytest
 
 import jaxcomp
 from jaxcomp import schedules
-from tests.helpers.replicas import everywhere, mesh_of, rows
+from tests.helpers import replicas
+from tests.helpers.replicas import mesh_of
 
 REPLICAS, STEPS = 4, 6
 
@@ -36,6 +39,18 @@ def mean(compressor, optimizer):
 METHODS = {
     "dense": mean(jaxcomp.identity(), optax.sgd(0.1)),
     "4 bits": mean(jaxcomp.quantize(4, rounding="stochastic"), optax.adam(1e-2)),
+    "gathered": mean(
+        jaxcomp.gathered(jaxcomp.compose(jaxcomp.top_k(0.25), jaxcomp.sign())), optax.sgd(0.1)
+    ),
+    "local steps": jaxcomp.local_steps(
+        jaxcomp.rare_rows(optax.adam(1e-2), "replica", rows=lambda path, leaf: path == "up"),
+        "replica",
+        every=2,
+        code=jaxcomp.identity(),
+        fragments=2,
+        delay=1,
+        keep=0.25,
+    ),
     "sharded_optimizer": jaxcomp.sharded_optimizer(optax.adam(1e-2), "replica"),
     "zero_one_adam": jaxcomp.zero_one_adam(
         1e-2,
@@ -46,22 +61,17 @@ METHODS = {
 }
 
 
-def train(train_step, params, place):
-    """Parameters, state and metrics of each step, after all steps."""
-    state, history = train_step.init(params), []
-    for step in range(STEPS):
-        params, state, metrics = train_step.step(params, state, place(make_batch(step)))
-        history.append(jax.device_get(metrics))
-    return jax.device_get((params, state)), history
+def trained(mesh, method, make):
+    """Parameters, state and the metrics of each step, on the host."""
+    batches = map(make_batch, range(STEPS))
+    found = replicas.trained(loss_fn, METHODS[method], mesh, make_params(), batches, make)
+    return jax.device_get(found)
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_one_device_computes_what_a_mesh_does(method):
-    mesh, tx = mesh_of(REPLICAS), METHODS[method]
-    on_mesh = jaxcomp.train_step(loss_fn, tx, mesh, "replica")
-    simulated = jaxcomp.simulated_train_step(loss_fn, tx, REPLICAS, "replica")
-    wanted, want = train(on_mesh, everywhere(mesh, make_params()), lambda batch: rows(mesh, batch))
-    found, got = train(simulated, jax.tree.map(jnp.asarray, make_params()), lambda batch: batch)
+    *wanted, want = trained(mesh_of(REPLICAS), method, jaxcomp.train_step)
+    *found, got = trained(mesh_of(1), method, replicas.simulated(REPLICAS))
     assert jax.tree.structure(found) == jax.tree.structure(wanted)
     for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         assert (x.shape, x.dtype) == (y.shape, y.dtype)
@@ -92,14 +102,12 @@ def test_replicas_that_would_go_apart_are_refused():
         train_step.step(params, train_step.init(params), make_batch(0))
 
 
-@pytest.mark.parametrize("wrong", [{"num_replicas": 0}, {"num_replicas": 2, "accumulate": 0}])
-def test_less_than_one_is_refused(wrong):
-    with pytest.raises(ValueError, match="write at least 1 for both"):
-        jaxcomp.simulated_train_step(loss_fn, optax.sgd(0.1), axis_name="replica", **wrong)
-
-
-def test_a_batch_that_cannot_be_divided_is_refused():
-    train_step = jaxcomp.simulated_train_step(loss_fn, METHODS["dense"], 3, "replica")
+def test_what_does_not_fit_is_refused():
+    make = functools.partial(jaxcomp.simulated_train_step, loss_fn, METHODS["dense"])
+    for wrong in ({"num_replicas": 0}, {"num_replicas": 2, "accumulate": 0}):
+        with pytest.raises(ValueError, match="write at least 1 for both"):
+            make(axis_name="replica", **wrong)
+    init, step = make(3, "replica")
     params = jax.tree.map(jnp.asarray, make_params())
     with pytest.raises(ValueError, match="divisible by 3"):
-        train_step.step(params, train_step.init(params), make_batch(0))
+        step(params, init(params), make_batch(0))

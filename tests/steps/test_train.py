@@ -1,6 +1,5 @@
 """The whole step: on one axis and on two, all replicas skip together, and what it sends."""
 
-import functools
 import math
 
 import jax
@@ -14,7 +13,8 @@ from jax.sharding import PartitionSpec as P
 import jaxcomp
 from benchmarks import codes
 from jaxcomp import report
-from tests.helpers.replicas import everywhere, mesh_of, one_value, rows, state_of, transform
+from tests.helpers import replicas
+from tests.helpers.replicas import everywhere, mesh_of, one_value, rows, transform
 
 WIDTH, HIDDEN = 16, 128
 
@@ -50,18 +50,13 @@ def quantized_adam(**options):
     return optax.chain(mean, optax.adam(1e-2))
 
 
-def train(mesh, tx, num_steps=3, param_specs=None, loss_fn=loss_fn, **options):
+def train(mesh, tx, num_steps=3, loss_fn=loss_fn, **options):
     """Runs some steps: `(parameters, state, metrics of each step)`."""
-    train_step = jaxcomp.train_step(
-        loss_fn, tx, mesh, "replica", param_specs=param_specs, **options
-    )
-    params = put(mesh, make_params(), param_specs)
-    state, history = train_step.init(params), []
-    for step in range(num_steps):
-        params, state, metrics = train_step.step(params, state, rows(mesh, make_batch(step)))
-        history.append(jax.tree.map(np.asarray, metrics))
-    assert train_step.step._cache_size() == 1
-    return params, state, history
+    made = jaxcomp.train_step(loss_fn, tx, mesh, "replica", **options)
+    batches, make = map(make_batch, range(num_steps)), lambda *args, **options: made
+    found = replicas.trained(loss_fn, tx, mesh, make_params(), batches, make, **options)
+    assert made.step._cache_size() == 1
+    return found
 
 
 def plain_training(tx, num_steps=3):
@@ -100,14 +95,10 @@ def test_identity_trains_as_one_device_does_on_the_whole_batch(num_replicas):
     for metrics, loss in zip(history, losses, strict=True):
         assert metrics["loss"].shape == (num_replicas,) and not metrics["skipped"]
         assert abs(metrics["loss"].mean(dtype=np.float64) - loss) < 1e-6 * loss
-
-
-def test_the_loss_is_each_replicas_own():
-    mesh, batch = mesh_of(3), make_batch()
-    _, _, history = train(mesh, quantized_adam(), num_steps=1)
+    parts = {name: np.split(x, num_replicas) for name, x in make_batch().items()}
     for i, loss in enumerate(history[0]["loss"]):
-        part = {name: x[8 * i : 8 * (i + 1)] for name, x in batch.items()}
-        assert abs(loss - loss_fn(make_params(), part)) < 1e-6 * loss
+        own = loss_fn(make_params(), {name: x[i] for name, x in parts.items()})
+        assert abs(loss - own) < 1e-6 * loss
 
 
 def test_microbatches_add_up_to_the_batch_and_are_exchanged_once():
@@ -124,24 +115,11 @@ def test_microbatches_add_up_to_the_batch_and_are_exchanged_once():
     assert report.collectives(compiled, mesh) == report.collectives(once, mesh)
 
 
-def shape_on(mesh, tree, specs):
-    """Shapes of arrays that lie on the mesh as the specs say, one for each or one for all."""
-    specs = jax.tree.map(lambda _: specs, tree) if isinstance(specs, P) else specs
-
-    def shape(x, spec):
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
-
-    return jax.tree.map(shape, tree, specs)
-
-
 def compile_step(mesh, tx, param_specs=None, **options):
     options["param_specs"] = param_specs
-    train_step = jaxcomp.train_step(loss_fn, tx, mesh, "replica", **options)
+    init, step = jaxcomp.train_step(loss_fn, tx, mesh, "replica", **options)
     params = put(mesh, make_params(), param_specs)
-    wrapped = jaxcomp.per_replica(tx, "replica")
-    specs = jaxcomp.state_specs(wrapped, params, mesh, "replica", param_specs)
-    state = shape_on(mesh, jax.eval_shape(train_step.init, params), specs)
-    return train_step.step.lower(params, state, rows(mesh, make_batch())).compile()
+    return step.lower(params, init(params), rows(mesh, make_batch())).compile()
 
 
 FSDP = {"bias": P(), "down": P("fsdp"), "up": P(None, "fsdp")}
@@ -252,86 +230,36 @@ def test_the_end_of_a_warm_up_is_found_on_shards_as_on_whole_parameters():
     assert bool(one_value(sharded.frozen)) and bool(whole.frozen)
 
 
-@pytest.mark.parametrize("leaf", ["bias", "down", "up"])
 @pytest.mark.parametrize("layout", ["one axis", "tensor", "some leaves sharded"])
-def test_one_bad_value_on_one_device_makes_all_skip_together(layout, leaf):
-    step_of, mesh, param_specs = guarded_step(layout)
-    params = put(mesh, make_params(), param_specs)
-    train_step = step_of
-    state = train_step.init(params)
-    good, bad = make_batch(), make_batch()
-    good["blame"] = np.zeros((24, 3), np.float32)
-    bad["blame"] = np.zeros((24, 3), np.float32)
-    bad["blame"][-1, ["bias", "down", "up"].index(leaf)] = np.inf if leaf == "up" else np.nan
-    params, state, metrics = train_step.step(params, state, rows(mesh, good))
-    assert not metrics["skipped"]
-    before = jax.tree.map(np.array, (params, state))
-    params, state, metrics = train_step.step(params, state, rows(mesh, bad))
-    assert bool(one_value(metrics["skipped"]))
-    for old, new in zip(jax.tree.leaves(before), jax.tree.leaves((params, state)), strict=True):
-        assert old.tobytes() == np.asarray(new).tobytes()
-    params, state, metrics = train_step.step(params, state, rows(mesh, good))
-    assert not metrics["skipped"]
-    assert int(state_of(state, "residual") is not None) and int(state[0].count) == 2
-    assert np.any(before[0]["up"] != np.asarray(params["up"]))
-    assert int(jaxcomp.replica_spread(params, mesh, "replica")) == 0
-    assert train_step.step._cache_size() == 1
-
-
-@functools.cache
-def guarded_step(layout):
-    """A step whose batch can put a bad value into one entry of one parameter's gradient."""
-
+def test_one_bad_value_on_one_device_makes_all_skip_together(layout):
     def blamed_loss(params, batch):
         blame = jnp.sum(batch["blame"], axis=0)
         ends = [params["bias"][-1], params["down"][0, 0], params["up"][-1, -1]]
-        extra = sum(end * weight for end, weight in zip(ends, blame, strict=True))
-        return loss_fn(params, batch) + extra
+        return loss_fn(params, batch) + sum(
+            end * weight for end, weight in zip(ends, blame, strict=True)
+        )
 
-    second, param_specs = LAYOUTS.get(layout, (None, None))
-    mesh = mesh_of(2) if second is None else mesh_of(2, 2, second=second)
-    options = {"param_specs": param_specs}
-    return (
-        jaxcomp.train_step(blamed_loss, quantized_adam(), mesh, "replica", **options),
-        mesh,
-        param_specs,
-    )
-
-
-FIELDS = ("acc_grads", "drift", "residual", "rounds", "skipped")  # in the order of their paths
-
-
-@pytest.mark.parametrize("method", ["adam", "one_bit_adam", "zero_one_adam"])
-def test_parameters_may_be_called_as_fields_of_states_are(method):
-    mesh = mesh_of(2)
-    quantized = jaxcomp.compressed_mean(jaxcomp.quantize(4), "replica")
-    tx = {
-        "adam": optax.chain(quantized, optax.adam(0.1)),
-        "one_bit_adam": jaxcomp.one_bit_adam(0.1, "replica", freeze_step=2),
-        "zero_one_adam": jaxcomp.zero_one_adam(0.1, "replica"),
-    }[method]
-
-    def trained(names):
-        def loss_fn(params, batch):
-            return jnp.mean(batch @ sum(params[name]["w"] for name in names))
-
-        init, step = jaxcomp.train_step(loss_fn, tx, mesh, "replica")
-        params = everywhere(mesh, {name: {"w": np.ones((32, 64), np.float32)} for name in names})
-        state, skipped = init(params), []
-        exact = report.exact_leaves(params, state)
-        for number in range(4):
-            batch = np.random.default_rng(number).normal(size=(4, 32)).astype(np.float32)
-            batch[0, 0] = np.nan if number == 3 else batch[0, 0]
-            params, state, metrics = step(params, state, rows(mesh, batch))
-            skipped.append(bool(metrics["skipped"]))
-        return [one_value(params[name]["w"]) for name in names], skipped, exact
-
-    found, wanted = trained(FIELDS), trained("abcde")
-    for x, y in zip(found[0], wanted[0], strict=True):
-        assert x.tobytes() == y.tobytes() and np.all(np.isfinite(x)) and np.all(x != 1)
-    counts_by_itself = method == "zero_one_adam"
-    assert found[1:] == wanted[1:]
-    assert found[1] == [False, False, False, not counts_by_itself]
+    second, specs = LAYOUTS.get(layout, (None, None))
+    mesh = mesh_of(2, 2, second=second) if second else mesh_of(2)
+    options = {"param_specs": specs}
+    init, step = jaxcomp.train_step(blamed_loss, quantized_adam(), mesh, "replica", **options)
+    params = put(mesh, make_params(), specs)
+    good = make_batch() | {"blame": np.zeros((24, 3), np.float32)}
+    params, state, metrics = step(params, init(params), rows(mesh, good))
+    assert not metrics["skipped"]
+    before = jax.tree.map(np.array, (params, state))
+    for leaf, value in enumerate((np.nan, np.nan, np.inf)):
+        bad = jax.tree.map(np.copy, good)
+        bad["blame"][-1, leaf] = value
+        params, state, metrics = step(params, state, rows(mesh, bad))
+        assert bool(one_value(metrics["skipped"]))
+        for old, new in zip(*map(jax.tree.leaves, (before, (params, state))), strict=True):
+            assert old.tobytes() == np.asarray(new).tobytes()
+    params, state, metrics = step(params, state, rows(mesh, good))
+    assert not metrics["skipped"] and int(state[0].count) == 2
+    assert np.any(before[0]["up"] != np.asarray(params["up"]))
+    assert int(jaxcomp.replica_spread(params, mesh, "replica")) == 0
+    assert step._cache_size() == 1
 
 
 def test_freezing_without_a_mean_is_refused_by_what_to_write():
@@ -343,22 +271,19 @@ def test_freezing_without_a_mean_is_refused_by_what_to_write():
         train(mesh_of(2), tx, num_steps=1)
 
 
-@pytest.mark.parametrize("size", [23, 9, 6])
-def test_a_batch_that_cannot_be_divided_is_refused(size):
-    mesh = mesh_of(3)
-    train_step = jaxcomp.train_step(loss_fn, quantized_adam(), mesh, "replica", accumulate=4)
-    params = everywhere(mesh, make_params())
-    state = train_step.init(params)
-    with pytest.raises(ValueError, match=rf"'\['x'\]'|.*shape \({size}, 16\).*divisible by 12"):
-        train_step.step(params, state, make_batch(size=size))
-
-
-def test_a_batch_with_a_scalar_is_refused():
-    mesh = mesh_of(2)
-    train_step = jaxcomp.train_step(loss_fn, quantized_adam(), mesh, "replica")
-    params = everywhere(mesh, make_params())
-    with pytest.raises(ValueError, match=r"shape \(\), but its first axis must be divisible by 2"):
-        train_step.step(params, train_step.init(params), {"x": jnp.float32(1)})
+@pytest.mark.parametrize(
+    ("batch", "text"),
+    [
+        (make_batch(size=23), r"shape \(23, 16\).*divisible by 12"),
+        (make_batch(size=6), r"shape \(6, 16\).*divisible by 12"),
+        ({"x": np.float32(1)}, r"shape \(\), but its first axis must be divisible by 12"),
+    ],
+)
+def test_a_batch_that_cannot_be_divided_is_refused(batch, text):
+    init, step = jaxcomp.train_step(loss_fn, quantized_adam(), mesh_of(3), "replica", accumulate=4)
+    params = everywhere(mesh_of(3), make_params())
+    with pytest.raises(ValueError, match=text):
+        step(params, init(params), batch)
 
 
 def test_wrong_arguments_are_refused():
@@ -383,32 +308,20 @@ def test_a_transformation_that_does_not_average_is_refused():
         train_step.step(params, train_step.init(params), rows(mesh_of(2), make_batch()))
 
 
-def test_a_copy_that_went_astray_is_seen():
-    mesh = mesh_of(3)
-    params = everywhere(mesh, make_params() | {"flags": np.ones(3, bool), "n": np.int32(3)})
-    assert int(jaxcomp.replica_spread(params, mesh, "replica")) == 0
-    for place in [(0, 0), (-1, -1)]:
-        copies = [np.array(params["up"]) for _ in range(3)]
-        copies[1][place] = np.nextafter(copies[1][place], np.inf)
-        shards = [jax.device_put(c, d) for c, d in zip(copies, mesh.devices, strict=True)]
-        astray = jax.make_array_from_single_device_arrays(
-            params["up"].shape, params["up"].sharding, shards
-        )
-        assert int(jaxcomp.replica_spread(params | {"up": astray}, mesh, "replica")) != 0
-
-
-def test_a_shard_that_went_astray_is_seen():
-    mesh = mesh_of(2, 2)
-    x = jax.device_put(np.arange(8, dtype=np.float32), NamedSharding(mesh, P("fsdp")))
-    assert int(jaxcomp.replica_spread({"x": x}, mesh, "replica")) == 0
-    shards = [np.array(shard.data) for shard in x.addressable_shards]
-    shards[3][2] += 1
-    shards = [
-        jax.device_put(part, shard.device)
-        for part, shard in zip(shards, x.addressable_shards, strict=True)
-    ]
-    astray = jax.make_array_from_single_device_arrays(x.shape, x.sharding, shards)
-    assert int(jaxcomp.replica_spread({"x": astray}, mesh, "replica")) != 0
+@pytest.mark.parametrize("sizes", [(3,), (2, 2)], ids=["a copy", "a shard"])
+@pytest.mark.parametrize("place", [0, -1])
+def test_what_went_astray_is_seen(sizes, place):
+    mesh = mesh_of(*sizes)
+    params = everywhere(mesh, {"flags": np.ones(3, bool), "n": np.int32(3)})
+    x = np.arange(8, dtype=np.float32).reshape(4, 2)
+    x = jax.device_put(x, NamedSharding(mesh, P() if len(sizes) == 1 else P("fsdp")))
+    assert int(jaxcomp.replica_spread(params | {"x": x}, mesh, "replica")) == 0
+    parts = [np.array(shard.data) for shard in x.addressable_shards]
+    parts[1].flat[place] = np.nextafter(parts[1].flat[place], np.inf)
+    devices = [shard.device for shard in x.addressable_shards]
+    parts = list(map(jax.device_put, parts, devices))
+    astray = jax.make_array_from_single_device_arrays(x.shape, x.sharding, parts)
+    assert int(jaxcomp.replica_spread(params | {"x": astray}, mesh, "replica")) != 0
 
 
 @pytest.mark.parametrize(

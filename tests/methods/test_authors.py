@@ -1,17 +1,43 @@
-"""DeepSpeed's 0/1 Adam in NumPy: it is the authors' code, and what its weight decay comes to."""
+"""The steps of the authors' own code, replayed from its traces."""
 
 import pathlib
 
 import numpy as np
 import pytest
 
-from tests.helpers import deepspeed_numpy, traces
+from tests.helpers import deepspeed_numpy, replay, traces
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
+# How many steps are replayed.
+STEPS = {
+    "cocktail_sgd": 10,
+    "demo": 20,
+    "lamb": 12,
+    "one_bit_adam": 19,
+    "one_bit_lamb": 23,
+    "power_sgd": 12,
+    "slamb": 24,
+    "zero_one_adam": 19,
+    "zero_one_adam_variance": 19,
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_method_takes_the_steps_of_the_authors_code(name, optimized):
+    found = list(replay.errors(GOLDEN / f"{name}.npz"))
+    assert len(found) >= STEPS[name]
+    assert max(found) < (1e-5 if name == "demo" else 1e-6)
+
+
+def test_a_replay_of_wrong_settings_is_noticed(tmp_path):
+    trace = dict(np.load(GOLDEN / "cocktail_sgd.npz"))
+    trace["meta_json"] = np.array(str(trace["meta_json"]).replace('"lr": 0.02', '"lr": 0.021'))
+    np.savez(tmp_path / "wrong.npz", **trace)
+    assert replay.main([str(tmp_path / "wrong.npz")]) == 1
 
 
 @pytest.mark.parametrize("name", ["zero_one_adam", "zero_one_adam_variance"])
-def test_numpy_takes_the_steps_of_the_authors_code(name):
+def test_numpy_takes_the_steps_of_deepspeed(name):
     trace = np.load(GOLDEN / f"{name}.npz")
     found = deepspeed_numpy.trace_of(trace)
     wanted = traces.named(trace, "x")
@@ -28,10 +54,7 @@ def test_decay_that_enters_the_momentum_is_multiplied(interval):
     rate, decay, b1, steps = 2.0**-10, 0.125, 0.5, 48
     config = {"betas": (b1, 0.999), "eps": 1.0, "weight_decay": decay, "var_freeze_step": 1}
     config |= {"var_update_scaler": 1, "local_step_scaler": 2, "local_step_clipper": interval}
-    start, rates = (
-        np.ones(16, np.float32),
-        np.full(steps + 1, rate),
-    )  # a message of 16 is not padded
+    start, rates = np.ones(16, np.float32), np.full(steps + 1, rate)  # 16 entries are not padded
     run = deepspeed_numpy.run(config, start, np.zeros((steps + 1, 2, 16), np.float32), rates)
     params = [x[0, 0] for x, _, _ in run]
     strength = np.log(params[steps // 2 - 1] / params[steps - 1]) / (steps // 2 * rate * decay)
