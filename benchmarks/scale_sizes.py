@@ -198,6 +198,11 @@ SIZES = {
     # Nano's bytes and steps, with a smaller model and many more steps.
     "pico": Size(DecoderConfig(layers=2, width=64, heads=2, context=64), 8000, 32, 64),
     "micro": Size(MICRO, 2000, 16, 64, _centres(adam=2e-3, muon=8e-3), RECIPE),
+    # Compression begins after a quarter of the steps, which are dense.
+    "micro_dense_start": Size(
+        *(MICRO, 1500, 16, 64, _centres(adam=2e-3, muon=8e-3), RECIPE),
+        before=Before("micro", steps=500, rate=2e-3),
+    ),
     # A model that has stopped to learn goes on with the source of other packages.
     "micro_fine_tune": Size(
         *(MICRO, 1000, 16, 64, _centres(adam=5e-4, muon=2e-3), RECIPE),
