@@ -21,6 +21,7 @@ ADAM_RATES, SGD_RATES = (3e-3, 6e-3), (0.03, 0.1)
 INTERVALS = (*((h, 16) for h in (1, 4, 16, 64)), *((4, k) for k in (1, 4, 64)))
 
 ADAM, MUON = "adam(learning_rate)", "optax.contrib.muon(learning_rate)"
+MUON_RARE_ROWS = "muon(learning_rate, others=rare_rows(adam(learning_rate, b2=0.95), axis_name))"
 SGD = "sgd(learning_rate, momentum=0.9)"
 
 EQUAL_WEIGHTS = "deviations=Deviations(fresh_variance=False, weigh_steps=False)"
@@ -220,6 +221,14 @@ PICO: dict[str, Method] = {
         (6e-3,),
     ),
     "DiLoCo, 4 bits, rare rows": _diloco(f"rare_rows({ADAM}, axis_name)", 3e-3, 16, 0.7, 0.8),
+    "CocktailSGD, no delay, 88x, Muon": Method(
+        f"cocktail_sgd({MUON_RARE_ROWS}, axis_name, delayed=False)", (8e-3,)
+    ),
+    "CocktailSGD, no delay, 10x, Muon": Method(
+        f"cocktail_sgd({MUON_RARE_ROWS}, axis_name, delayed=False, "
+        "compressor=cocktail(random=0.5, top=0.5))",
+        (8e-3,),
+    ),
 }
 
 # Steps that are timed, not whole runs, have warm-ups of two steps and short intervals.

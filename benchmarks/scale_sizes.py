@@ -184,6 +184,9 @@ RECIPE = {
     r"\b(adam|lamb)\(learning_rate\)": rf"chain({CLIP}, \1w(learning_rate, b2=0.95, {DECAY}))",
     "lambw": "lamb",  # which decays already
     r"\boptax\.contrib\.muon\(learning_rate\)": f"chain({CLIP}, muon(learning_rate, {DECAY}))",
+    re.escape(methods.MUON_RARE_ROWS): f"chain({CLIP}, "
+    + methods.MUON_RARE_ROWS.replace("rate, others", f"rate, {DECAY}, others")
+    + ")",
     r"\bsgd\(learning_rate, momentum=0.9\)": rf"chain({CLIP}, \g<0>)",
     # Methods with moments of their own.
     r"^((?:zero_one_adam|one_bit_adam|slamb)\(learning_rate, axis_name)": rf"\1, b2=0.95, {DECAY}",
