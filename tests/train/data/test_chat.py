@@ -54,6 +54,14 @@ def brief(monkeypatch):
     monkeypatch.setattr(chat, "_SECONDS", 1)
 
 
+def test_templates_have_what_hugging_faces_have(tmp_path):
+    template = (
+        "{%- for m in messages %}{% if loop.index0 == 1 %}{% continue %}{% endif %}\n"
+        "    {% set x = m | tojson %}\n{{ m.content | trim }}|{{ tools is none }}{%- endfor %}"
+    )
+    assert render(tmp_path, template, CHAT[::2]).text == "a question|True"
+
+
 @pytest.mark.parametrize(
     ("template", "message"),
     [
@@ -134,6 +142,11 @@ def test_text_that_is_changed_after_its_marks_is_refused(tmp_path):
     for change in ("trim", "upper", "length", "truncate(5)"):
         with pytest.raises(ValueError, match="put {% generation %} and {% endgeneration %} around"):
             render(tmp_path, body + "{{ x | " + change + " }}")
+
+
+def test_a_comment_marks_nothing(tmp_path):
+    made = render(tmp_path, "{# {% generation %} #}" + PLAIN)
+    assert [made.text[first:last] for first, last in made.answers][1:] == ["two</s>\n"]
 
 
 @pytest.mark.parametrize(
