@@ -16,15 +16,9 @@ def member_of(config: Config, params: Any) -> islands.Island:
       params: The parameters to begin with, which the first island gives to all.
 
     Raises:
-      ValueError: If the config does not fit, or as `jaxcomp.islands.join`.
+      ValueError: If `join` is no call, or as `jaxcomp.islands.join`.
       OSError: If the store refuses.
     """
-    if config.qsdp is not None or config.in_shards:
-        raise ValueError(
-            f"island={config.island!r} needs parameters that each replica holds whole; got "
-            f"qsdp={config.qsdp!r}, in_shards={config.in_shards}. Write neither, or join in a loop "
-            "of your own."
-        )
     options = expression.evaluate(config.join, {**vars(islands), "join": dict})
     try:
         return islands.join(config.island, params, name=config.name, **options)

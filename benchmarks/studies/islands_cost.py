@@ -158,7 +158,7 @@ def compute(options) -> Any:
         jax.block_until_ready(of.merge(params, consensus, sums, outer_state, np.bool_(False)))
 
     data = send()
-    sums = read(data, of.nothing)
+    sums = read(data, of.nothing())
     parts = {"step": train, "encode and seal": send, "merge": lambda: merge(sums)}
     parts["read and add one message"] = lambda: read(data, sums)
     for name, part in parts.items():
@@ -216,7 +216,7 @@ def of_islands(config, text, absent: float) -> tuple[float, float]:
         steps = range(number * LONG, (number + 1) * LONG)
         rates = np.float32([rate(step) for step in steps])
         here = np.flatnonzero(draw.random(config.replicas) >= absent)
-        sums, trained = of.nothing, trained + len(here)
+        sums, trained = of.nothing(), trained + len(here)
         for island in map(int, here):
             rows = slice(island * SEQUENCES, (island + 1) * SEQUENCES)
             batches = np.stack([text.train(step, rows) for step in steps])

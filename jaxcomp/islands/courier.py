@@ -15,7 +15,6 @@ import jax
 import numpy as np
 
 from jaxcomp.islands import envelopes, runs
-from jaxcomp.islands.programs import Programs
 
 log = logging.getLogger("jaxcomp.islands")
 _SOON = 0.01  # seconds until the thread looks again after something has moved
@@ -30,7 +29,7 @@ class Message(NamedTuple):
     round: int
     tokens: int  # since the last round of it that counted: its weight
     consensus: str  # checksum of the consensus that it started from
-    payload: memoryview
+    payload: np.ndarray  # u8[bytes]
     digest: str
 
 
@@ -73,14 +72,14 @@ class Courier(threading.Thread):
         room: envelopes.Room,
         name: str,
         fence: int,
-        programs: list[Programs],
+        sizes: list[int],
         like: list[Any],
         start: runs.Snapshot,
         rules: Rules,
     ):
         super().__init__(name=f"jaxcomp island {name}", daemon=True)
         self.room, self.island, self.fence = room, name, fence
-        self.programs, self.like, self.round = programs, like, start.round
+        self.sizes, self.like, self.round = sizes, like, start.round  # sizes of payloads
         self.rules = rules
         self.trouble = ""  # of the store, which is tried again
         self.waits_for = ""
@@ -100,9 +99,10 @@ class Courier(threading.Thread):
         self._bad: dict[str, str] = {}
         self._wake, self._ends, self._leaves = threading.Event(), False, False
 
-    def programs_of(self, number: int) -> Programs:
-        """Those of the fragment whose turn it is in a round: as in `local_steps`."""
-        return self.programs[(number + 1) % len(self.programs)]
+    @property
+    def ready(self) -> int:
+        """How many events wait to be taken."""
+        return self._ready.qsize()
 
     def post(self, post: Post) -> None:
         """Sends a difference."""
@@ -124,6 +124,16 @@ class Courier(threading.Thread):
         if isinstance(found, Exception):
             raise found
         return found
+
+    def why(self, patience: float) -> str:
+        """Why nothing was ready after so many seconds."""
+        if not self.waits_for:
+            answers = self.trouble or "the store does not answer"
+            return f"needs round {self.round}, and waited patience={patience:g} s; {answers}"
+        return (
+            f"{self.waits_for}; needs quorum={self.rules.quorum}, and waited patience={patience:g} "
+            "s; start more islands, or found the run with a smaller quorum. " + self.trouble
+        )
 
     def end(self, leaves: bool) -> None:
         """Ends the thread, after its snapshots; an island that leaves is not waited for."""
@@ -225,7 +235,7 @@ class Courier(threading.Thread):
         if sealed is not None:  # else it was written before the store was away, and is read
             self._found[self.island] = Message(*header, sealed.payload, sealed.digest)
         self._posts.popleft()
-        self._mine, self._mine_since = Message(*header, memoryview(b""), ""), time.monotonic()
+        self._mine, self._mine_since = Message(*header, np.zeros(0), ""), time.monotonic()
         return True
 
     def _fetch(self, name: str, fence: int) -> None:
@@ -233,7 +243,7 @@ class Courier(threading.Thread):
         if name in self._found or name in self._bad:
             return
         try:
-            size = self.programs_of(self.round).payload
+            size = self.sizes[(self.round + 1) % len(self.sizes)]
             found = self.room.read(self._path(name, fence), size, envelopes.HEADER)
             if found is None:
                 return

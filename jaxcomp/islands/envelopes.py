@@ -15,6 +15,8 @@ import re
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from jaxcomp.islands.store import Bucket
 
 _MAGIC = b"jaxcomp-island-1 "
@@ -29,7 +31,7 @@ class Sealed(NamedTuple):
     """An object that was opened."""
 
     header: dict[str, Any]
-    payload: memoryview
+    payload: np.ndarray  # u8[bytes]
     digest: str
 
 
@@ -44,7 +46,8 @@ class Room(NamedTuple):
         data = sealed(self.key, path, header, payload)
         if not self.bucket.create(path, data):
             return None
-        return Sealed(header, memoryview(payload), data[len(_MAGIC) : _FIRST - 1].decode())
+        digest = data[len(_MAGIC) : _FIRST - 1].decode()
+        return Sealed(header, np.frombuffer(payload, np.uint8), digest)
 
     def read(self, path: str, payload: int = 0, most: int = LONG) -> Sealed | None:
         """Reads an object with so many bytes of payload; None if it is not there.
@@ -92,7 +95,7 @@ def opened(key: bytes, path: str, data: bytes, most: int, payload: int) -> Seale
         header = json.loads(bytes(body[:end]))
     except (ValueError, RecursionError):
         raise ValueError("has a header that is not JSON") from None
-    return Sealed(header, body[end + 1 :], digest.decode())
+    return Sealed(header, np.frombuffer(body[end + 1 :], np.uint8), digest.decode())
 
 
 def checked(header: Any, fields: Iterable[str]) -> dict[str, Any]:

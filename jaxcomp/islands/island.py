@@ -1,6 +1,5 @@
 """An island: one JAX program that trains alone, and meets others in a bucket."""
 
-import time
 import zlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -10,19 +9,22 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jaxcomp.compressors.base import Compressor
 from jaxcomp.compressors.policies import Policy
 from jaxcomp.compressors.quantize import quantize
 from jaxcomp.exchange import wire
-from jaxcomp.islands import envelopes, runs, store
+from jaxcomp.islands import crew, envelopes, runs, store
 from jaxcomp.islands.courier import Courier, Post, Rules
-from jaxcomp.islands.programs import checksum, programs_of
+from jaxcomp.islands.crew import News
+from jaxcomp.islands.programs import checksum, in_turn, place_of, programs_of
 from jaxcomp.methods.common import require
 from jaxcomp.methods.local_steps import fragments_of, require_ranges
 from jaxcomp.methods.moments import to_moment_dtype
 
 _FOUR_BITS = quantize(4)
+_checksum = in_turn(jax.jit(checksum))
 _NAME = "islands.join"
 _CALL = 'join("file:///shared/run", params, name="garage-1", every=100)'
 
@@ -77,9 +79,10 @@ def join(
 ) -> "Island":
     """Joins the run in a bucket or folder, or founds it: local steps of programs that come and go.
 
-    Every island trains alone, with any loop, optimizer and mesh. At the end of its interval it
-    writes its coded difference from the consensus; all read the differences of a round, and take
-    one outer step along their mean, weighted by tokens:
+    Every island trains alone, with any loop, optimizer and mesh; if it is several connected
+    processes, all call `join` and `step`. At the end of its interval it writes its coded difference
+    from the consensus; all read the differences of a round, and take one outer step along their
+    mean, weighted by tokens:
 
         e_i <- error_decay e_i + x_i - params,  g = -sum_i w_i C[e_i] / sum_i w_i,
         e_i <- e_i - C[e_i],  params <- params + outer(g),  x_i <- params.
@@ -120,8 +123,8 @@ def join(
 
     Raises:
       ValueError: For arguments out of range, an unknown scheme, a store without conditional create,
-        several processes, or a URL where there is a run of another tree, code, outer optimizer,
-        quorum or secret.
+        processes that do not join as one island, or a URL where there is a run of another tree,
+        code, outer optimizer, quorum or secret.
       OSError: If the store refuses or cannot be reached.
       ModuleNotFoundError: Without `obstore`; `pip install obstore`.
 
@@ -148,36 +151,44 @@ def join(
     needs, write = "gathered or from_senders", "jaxcomp.gathered(jaxcomp.quantize(4))"
     require(known, _NAME, needs, write, code=code)
     outer = outer or optax.sgd(0.7, momentum=0.9, nesterov=True)
-    room = envelopes.Room(store.opened(url, options), envelopes.key_of(secret))
     given = _floats(params)
+    shared = {"quorum": quorum, "snapshots": snapshots}
+    equal = {"url": url, "name": name, "every": every, "delay": delay, "keep": keep, **shared}
+    crew.require_one_island(given, equal)
     parts = fragments_of(fragments, given)
     consensus = parts.cut(jax.tree.map(to_moment_dtype, given))
     outer_states = [outer.init(part) for part in consensus]
     arrays = jax.tree.leaves((consensus, outer_states))
-    shared = {"quorum": quorum, "snapshots": snapshots}
     facts = runs.facts_of(given, parts.owners, transport, outer, **shared)
-    cuts = jax.tree.unflatten(jax.tree.structure(given), runs.founded(room, facts, given))
-    fence, view = runs.claim(room, name)
-    if not view.snapshots:
-        runs.save(room, 0, [], arrays)  # the first of those who begin together has decided
+    # Only the first of several processes opens the bucket.
+    opened = lambda: envelopes.Room(store.opened(url, options), envelopes.key_of(secret))
+    room = crew.on_first(opened)
+    cuts = crew.from_first(lambda: runs.founded(room, facts, given))
+    fence, view = crew.from_first(lambda: runs.claim(room, name))
+    if not view.snapshots:  # the first of those who begin together decides
+        whole = list(map(crew.gathered, arrays))
+        crew.on_first(lambda: runs.save(room, 0, [], whole))
     like = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
-    snapshot = runs.newest(room, like)
+    snapshot = crew.from_first(lambda: runs.newest(room, like))
+    cut_tree = parts.cut(jax.tree.unflatten(jax.tree.structure(given), cuts))
 
     def compiled(part, cuts):
         leaf_cuts = tuple(jax.tree.structure(part).flatten_up_to(cuts))
-        shapes = jax.eval_shape(lambda: part)
-        return programs_of(shapes, leaf_cuts, transport, outer, error_decay, keep)
+        return programs_of(part, leaf_cuts, transport, outer, error_decay, keep)
 
-    programs = list(map(compiled, consensus, parts.cut(cuts)))
-    rules = Rules(quorum, deadline, snapshots, poll)
-    courier = Courier(room, name, fence, programs, like, snapshot, rules)
-    residual = None if error_decay is None else jax.tree.map(jnp.zeros_like, consensus)
-    residuals = [None] * parts.number if residual is None else residual
-    island = Island(
-        params, parts, courier, consensus, outer_states, residuals, every, delay, patience
-    )
+    programs = list(map(compiled, consensus, cut_tree))
+    courier = None
+    if room is not None:
+        sizes, rules = [each.payload for each in programs], Rules(quorum, deadline, snapshots, poll)
+        courier = Courier(room, name, fence, sizes, like, snapshot, rules)
+        courier.start()
+    residual = [None] * parts.number
+    if error_decay is not None:
+        residual = jax.tree.map(jnp.zeros_like, consensus)
+    state = consensus, outer_states, residual
+    pace = every, delay, patience
+    island = Island((url, name), params, parts, programs, crew.Crew(courier, poll), state, pace)
     island._adopt(snapshot)
-    courier.start()
     island._catch_up(view)
     return island
 
@@ -190,34 +201,32 @@ class Island:
       rounds: Outer steps that the consensus has taken.
     """
 
-    def __init__(
-        self, given, parts, courier, consensus, outer_states, residuals, every, delay, patience
-    ):
+    def __init__(self, place, given, parts, programs, crew, state, pace):
         self.last: Round | None = None
         self.rounds = 0
-        self._given, self._parts, self._courier = given, parts, courier
-        self._consensus, self._outer, self._residual = consensus, outer_states, residuals
-        self._every, self._delay, self._patience = every, delay, patience
-        self._number = zlib.crc32(courier.island.encode()) & 0x7FFFFFFF  # of its rounding noise
-        self._steps, self._tokens, self._began = 0, 0, time.monotonic()
+        self._url, self._name = place
+        self._number = zlib.crc32(self._name.encode()) & 0x7FFFFFFF  # of its rounding noise
+        self._given, self._parts, self._programs, self._crew = given, parts, programs, crew
+        self._consensus, self._outer, self._residual = state
+        self._every, self._delay, self._patience = pace
+        self._steps = self._tokens = 0
         self._counted = [0] * parts.number  # tokens at the last round of each fragment that counted
         self._origin, self._ended = 0.0, 0  # where intervals count from, and how many have ended
         self._pending: _Pending | None = None
         self._has_left = False
 
     def __repr__(self) -> str:
-        courier = self._courier
-        return f"Island({courier.room.bucket.url!r}, name={courier.island!r}, rounds={self.rounds})"
+        return f"Island({self._url!r}, name={self._name!r}, rounds={self.rounds})"
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes of the differences that this island has written."""
-        return self._courier.sent_bytes
+        """Bytes of the differences that this island has written; 0 but in its first process."""
+        return self._crew.sent_bytes
 
     @property
     def received_bytes(self) -> int:
-        """Bytes of the differences of others that it has read."""
-        return self._courier.received_bytes
+        """Bytes of the differences of others that it has read; 0 but in its first process."""
+        return self._crew.received_bytes
 
     @property
     def params(self) -> Any:
@@ -244,14 +253,14 @@ class Island:
             raise RuntimeError(f"{self} has left its run; join again.")
         require(tokens >= 1, "island.step", "at least 1", "tokens=batch.size", tokens=tokens)
         self._steps, self._tokens = self._steps + 1, self._tokens + int(tokens)
-        self._courier.trains = True
         held = start = self._cut(params)
+        news = self._crew.look(held)
         if self._pending is None:
-            while (event := self._courier.take(0.0)) is not None:
+            while news.ready and (event := self._crew.take()) is not None:
                 held = self._merged(held, event)
         elif self._steps >= self._pending.step + self._delay:
             held = self._settled(held)
-        if self._pending is None and self._is_due():
+        if self._pending is None and self._is_due(news):
             self._send(held)
             held = held if self._delay else self._settled(held)
         return params if held is start else _dressed(params, self._parts.merged(held))
@@ -282,8 +291,7 @@ class Island:
     def _end(self, leaves):
         if not self._has_left:
             self._has_left = True
-            self._courier.end(leaves)
-            self._courier.join(timeout=self._patience)
+            self._crew.end(leaves, self._patience)
 
     def _copied(self, params: Any) -> Any:
         """The consensus in the form of `params`: a training step may donate what it gets."""
@@ -301,7 +309,7 @@ class Island:
             )
         return self._parts.cut(floats)
 
-    def _is_due(self) -> bool:
+    def _is_due(self, news: News) -> bool:
         """Whether an interval has ended, or another island has opened the round.
 
         So all come to send together, whenever they have begun and however fast they are.
@@ -309,13 +317,13 @@ class Island:
         every, parts = self._every, self._parts.number
         if isinstance(every, Seconds | Tokens):
             is_time = isinstance(every, Seconds)
-            amount = time.monotonic() - self._began if is_time else self._tokens
+            amount = news.seconds if is_time else self._tokens
             intervals = int((amount - self._origin) * parts / every.number)
         else:
             amount = self._steps
             intervals = int(((amount - self._origin + 1) * parts - 1) / every)
         is_due = intervals > self._ended
-        if not is_due and self._courier.opened == self.rounds:
+        if not is_due and news.opened == self.rounds:
             self._origin, intervals, self._ended, is_due = amount, 0, 0, True
         self._ended = max(intervals, self._ended)
         return is_due
@@ -323,11 +331,11 @@ class Island:
     def _send(self, held) -> None:
         """Encodes the difference of the fragment whose turn it is; the thread does the rest."""
         part, count = self._turn(self.rounds)
-        programs, residual = self._courier.programs_of(self.rounds), self._residual[part]
+        given = held[part], self._consensus[part], self._residual[part]
         keys = np.int32(count), np.int32(self._number)
-        sent, left = programs.encode(held[part], self._consensus[part], residual, *keys)
+        sent, left = self._programs[part].encode(*given, *keys)
         tokens, sums = max(self._tokens - self._counted[part], 1), jnp.stack(self._sums)
-        self._courier.post(Post(self.rounds, sent, tokens, sums))
+        self._crew.post(Post(self.rounds, sent, tokens, sums))
         self._pending = _Pending(self.rounds, self._steps, left, self._tokens)
 
     def _turn(self, number: int) -> tuple[int, int]:
@@ -341,36 +349,29 @@ class Island:
         while "members" in view.rounds.get(decided, ()):
             decided += 1
         while self.rounds < decided:
-            event = self._courier.take(self._patience)
-            if event is None:
-                trouble = self._courier.trouble or "the store does not answer"
-                self._end(leaves=False)
-                raise TimeoutError(f"{self} needs round {self.rounds}, and {trouble}")
-            self._merged(list(self._consensus), event)
+            self._merged(list(self._consensus), self._event())
+
+    def _event(self):
+        """What the courier has next."""
+        try:
+            return self._crew.take(self._patience)
+        except TimeoutError:
+            self._end(leaves=False)
+            raise
 
     def _settled(self, held):
         """Waits for the round under way, and merges it and those before."""
-        end = time.monotonic() + self._patience
         while self._pending is not None:
-            event = self._courier.take(max(end - time.monotonic(), 0.0))
-            if event is None:
-                self._end(leaves=False)
-                courier = self._courier
-                raise TimeoutError(
-                    f"{courier.waits_for or f'round {self.rounds} is not sent'}; needs quorum="
-                    f"{courier.rules.quorum}, and waited patience={self._patience:g} s; start more "
-                    f"islands, or found the run with a smaller quorum. {courier.trouble}"
-                )
-            held = self._merged(held, event)
+            held = self._merged(held, self._event())
         return held
 
     def _merged(self, held, event):
         if isinstance(event, runs.Snapshot):
             return self._moved(held, event)
         (part, count), pending = self._turn(event.round), self._pending
-        programs, left_out, members = self._courier.programs_of(event.round), event.left_out, []
+        programs, left_out, members = self._programs[part], event.left_out, []
         most = max((message.tokens for message in event.messages), default=1)
-        sums = programs.nothing
+        sums = programs.nothing()
         for message in event.messages:
             weight, sent = np.float32(message.tokens / most), programs.cut(message.payload)
             sums, is_finite = programs.add(sums, sent, weight, np.int32(count))
@@ -379,7 +380,7 @@ class Island:
             else:
                 left_out[message.name] = "is not finite"
         mine = pending if pending is not None and pending.round == event.round else None
-        counted = mine is not None and self._courier.island in members
+        counted = mine is not None and self._name in members
         stays = np.bool_(not counted)
         arguments = held[part], self._consensus[part], sums, self._outer[part], stays
         new, self._consensus[part], self._outer[part], self._sums[part] = programs.merge(*arguments)
@@ -392,7 +393,7 @@ class Island:
         self.last = Round(event.round, tuple(members), left_out, counted)
         if event.saves:
             arrays = jax.tree.leaves((self._consensus, self._outer))
-            self._courier.save(self.rounds, event.absent, arrays)
+            self._crew.save(self.rounds, event.absent, arrays)
         return held
 
     def _moved(self, held, snapshot):
@@ -405,12 +406,18 @@ class Island:
         return jax.tree.map(moved, held, old, self._consensus)
 
     def _adopt(self, snapshot: runs.Snapshot) -> None:
-        placed = (self._consensus, self._outer)
-        leaves, treedef = jax.tree.flatten(placed)
-        put = lambda new, old: jax.device_put(new, old.sharding)
-        leaves = [put(new, old) for new, old in zip(snapshot.arrays, leaves, strict=True)]
+        leaves, treedef = jax.tree.flatten((self._consensus, self._outer))
+        meshes = [place.mesh for place in map(place_of, leaves) if place]
+        # Counts, say, of the outer optimizer lie on all devices of the consensus.
+        everywhere = NamedSharding(meshes[0], P()) if meshes else None
+
+        def put(new, old):
+            place = place_of(old) or everywhere or old.sharding
+            return jax.make_array_from_callback(new.shape, place, lambda index: new[index])
+
+        leaves = [put(*pair) for pair in zip(snapshot.arrays, leaves, strict=True)]
         self._consensus, self._outer = treedef.unflatten(leaves)
-        self._sums = list(map(checksum, self._consensus))
+        self._sums = list(map(_checksum, self._consensus))
         self.rounds = snapshot.round
 
 
@@ -446,11 +453,6 @@ def _dressed(params: Any, floats: Any) -> Any:
 
 
 def _check(every, fragments, delay, quorum, snapshots, deadline, patience, poll):
-    if jax.process_count() > 1:
-        raise ValueError(
-            f"{_NAME} got {jax.process_count()} connected processes; needs one process for "
-            "each island; connect processes with jaxcomp.local_steps instead."
-        )
     number = every.number if isinstance(every, Seconds | Tokens) else every
     require(number > 0, _NAME, "more than 0", "every=100", every=every)
     share = every / fragments if isinstance(every, int) and isinstance(fragments, int) else delay

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
+from jax.sharding import NamedSharding
 
 from jaxcomp.compressors.base import Key
 from jaxcomp.compressors.packing import fold, random_bits
@@ -36,7 +37,8 @@ class Programs(NamedTuple):
     add: Callable[..., tuple[Any, jax.Array]]
     # `(params, consensus, sums, outer, stays) -> (params, consensus, outer, u32[2])`
     merge: Callable[..., tuple[Any, Any, Any, jax.Array]]
-    nothing: Any  # the sums of no message: `sum_i w_i x_i` and `sum_i w_i`, trees
+    # `() -> sums` of no message: `sum_i w_i x_i` and `sum_i w_i`, trees
+    nothing: Callable[[], Any]
     messages: Any  # their shapes, u8[parts, bytes] each
 
     @property
@@ -44,11 +46,10 @@ class Programs(NamedTuple):
         """Bytes of one island's payload."""
         return sum(x.size for x in jax.tree.leaves(self.messages))
 
-    def cut(self, payload: memoryview) -> Any:
-        """The messages of a payload of so many bytes."""
+    def cut(self, payload: np.ndarray) -> Any:
+        """The messages of a payload, u8[bytes]."""
         leaves, treedef = jax.tree.flatten(self.messages)
-        ends = np.cumsum([x.size for x in leaves])
-        pieces = np.split(np.frombuffer(payload, np.uint8), ends[:-1])
+        pieces = np.split(payload, np.cumsum([x.size for x in leaves])[:-1])
         return treedef.unflatten(x.reshape(s.shape) for x, s in zip(pieces, leaves, strict=True))
 
 
@@ -63,13 +64,15 @@ def programs_of(
     """The programs of one fragment.
 
     Args:
-      like: The shapes of its leaves, float32 or wider.
+      like: Its leaves, float32 or wider: their shapes, and where they are sharded.
       cuts: How each leaf is cut.
       transport: The codes, and `jaxcomp.gathered` or `jaxcomp.from_senders`.
       outer: The outer optimizer.
       error_decay: See `jaxcomp.local_steps`.
       keep: Share of its own difference that an island keeps.
     """
+    places = jax.tree.map(place_of, like)
+    like = jax.eval_shape(lambda: like)  # programs keep no arrays
     treedef, parts = jax.tree.structure(like), [math.prod(cut) for cut in cuts]
     kinds, cut_tree = sorted(set(parts)), treedef.unflatten(cuts)
     groups = Fragments(treedef, tuple(map(kinds.index, parts)))  # leaves of as many parts
@@ -112,11 +115,39 @@ def programs_of(
     weight = lambda x: jnp.zeros(x.shape if counts_senders else (), jnp.float32)
     number, left = jax.ShapeDtypeStruct((), jnp.int32), None if error_decay is None else like
     sent, _ = jax.eval_shape(encode, like, like, left, number, number)
-    nothing = _zeros(like), jax.tree.map(weight, like)
-    return Programs(jax.jit(encode), jax.jit(add), jax.jit(merge), nothing, sent)
+    # Sums lie where the consensus does, though messages come to every device.
+    totals = places, (places if counts_senders else None)
+    nothing = lambda: (_zeros(like), jax.tree.map(weight, like))
+    return Programs(
+        in_turn(jax.jit(encode)),
+        in_turn(jax.jit(add, out_shardings=(totals, None))),
+        in_turn(jax.jit(merge, out_shardings=(None, places, None, None))),
+        in_turn(jax.jit(nothing, out_shardings=totals)),
+        sent,
+    )
 
 
-@jax.jit
+def in_turn(program: Callable) -> Callable:
+    """The program; among several processes of CPUs it ends before another one begins.
+
+    Their collectives would meet those of the other in any order. GPUs and TPUs keep the order.
+    """
+
+    def call(*args):
+        unordered = jax.process_count() > 1 and jax.default_backend() == "cpu"
+        if not unordered:
+            return program(*args)
+        return jax.block_until_ready(program(*jax.block_until_ready(args)))
+
+    return call
+
+
+def place_of(x: Any) -> NamedSharding | None:
+    """The sharding of an array that lies on a mesh of several devices."""
+    found = getattr(x, "sharding", None)
+    return found if isinstance(found, NamedSharding) and found.mesh.size > 1 else None
+
+
 def checksum(tree: Any) -> jax.Array:
     """u32[2] of the bits of a tree, the same for any sharding: sums have no order.
 

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 import jaxcomp
 from jaxcomp import islands
 from jaxcomp.islands import envelopes, programs, store
+from jaxcomp.islands.crew import News
 from tests.helpers import replicas
 from tests.helpers.replicas import history_of, one_value
 
@@ -44,7 +45,7 @@ def join(url):
     yield join
     for island in joined:
         island._end(leaves=False)
-        assert not island._courier.is_alive()
+        assert not island._crew.courier.is_alive()
 
 
 def gradients(steps, num_replicas):
@@ -159,11 +160,11 @@ def test_who_missed_a_round_and_trains_is_waited_for_again(join):
     first.step(first.params)
     assert first.last.members == ("a",)
     second.step(second.params)
-    first._courier.rules = first._courier.rules._replace(deadline=20.0)
-    until(lambda: "rounds/00000001/b.00000000.here" in first._courier.room.bucket.paths())
+    first._crew.courier.rules = first._crew.courier.rules._replace(deadline=20.0)
+    until(lambda: "rounds/00000001/b.00000000.here" in first._crew.courier.room.bucket.paths())
     together(
         lambda: first.step(first.params),
-        lambda: (until(lambda: second._courier.opened == 1), second.step(second.params)),
+        lambda: (until(lambda: second._crew.courier.opened == 1), second.step(second.params)),
     )
     assert first.last.members == second.last.members == ("a", "b")
 
@@ -176,10 +177,10 @@ def test_a_joiner_takes_the_newest_consensus_and_its_optimizer(join):
         params = first.step(moved(params, 1))
     time.sleep(0.1)
     second = join("b", moved(START, 77), outer=outer, snapshots=2, every=100)
-    assert second.rounds == 5 and first._courier.room.bucket.paths()
+    assert second.rounds == 5 and first._crew.courier.room.bucket.paths()
     equal(second.params, first.params)
     equal(second._outer, first._outer)
-    kept = second._courier.room.bucket.paths()
+    kept = second._crew.courier.room.bucket.paths()
     assert "rounds/00000000/members" not in kept and "rounds/00000004/members" in kept
 
 
@@ -213,9 +214,7 @@ def test_islands_of_other_intervals(join, every):
 
     def is_due_at(amount, opened=-1):
         island._steps = island._tokens = amount
-        island._began = time.monotonic() - amount
-        island._courier.opened = opened
-        return island._is_due()
+        return island._is_due(News(opened, seconds=amount, ready=0, pause=1))
 
     told = [is_due_at(9), is_due_at(10), is_due_at(14), is_due_at(14, 0), is_due_at(20)]
     assert told == [False, True, False, True, False]
@@ -230,7 +229,7 @@ def test_islands_come_to_send_together(join):
     second.step(second.params)
     together(
         lambda: first.step(first.params),
-        lambda: (until(lambda: second._courier.opened == 0), second.step(second.params)),
+        lambda: (until(lambda: second._crew.courier.opened == 0), second.step(second.params)),
     )
     assert first.last.members == second.last.members == ("a", "b") and second._steps == 2
 
@@ -238,7 +237,7 @@ def test_islands_come_to_send_together(join):
 def test_who_joins_while_another_sends_is_waited_for(join):
     options = {"every": 2, "delay": 1}
     first, second, may = join("a", **options), [], threading.Event()
-    look = first._courier._look
+    look = first._crew.courier._look
 
     def joined_after():
         seen = look()
@@ -247,10 +246,10 @@ def test_who_joins_while_another_sends_is_waited_for(join):
             first.step(first.params)  # sends
         return seen
 
-    first._courier._look = joined_after
+    first._crew.courier._look = joined_after
     first.step(first.params)
     may.set()
-    until(lambda: second and second[0]._courier.opened == 0)
+    until(lambda: second and second[0]._crew.courier.opened == 0)
     second[0].step(second[0].params)
     together(*(lambda island=island: island.step(island.params) for island in (first, *second)))
     assert first.last.members == second[0].last.members == ("a", "b")
@@ -285,11 +284,10 @@ def test_a_ghost_is_fenced_off(join):
 def test_a_bad_message_is_left_out_and_named(join, junk, why):
     first, second = (join(name, quorum=1) for name in "ab")
     path = "rounds/00000000/b.00000000"
-    message = second._courier
     good = first.params
     second._end(leaves=False)
-    sealed = sealed_of(message, moved(good, 5))
-    first._courier.room.bucket.create(path, junk(sealed))
+    sealed = sealed_of(second, moved(good, 5))
+    first._crew.courier.room.bucket.create(path, junk(sealed))
     first.step(moved(good, 1))
     assert first.last.members == ("a",)
     assert why in first.last.left_out["b"]
@@ -298,7 +296,7 @@ def test_a_bad_message_is_left_out_and_named(join, junk, why):
 
 def sealed_of(of, params):
     """A message of an island that has moved from START to `params`."""
-    encode = of.programs_of(0).encode
+    encode, of = of._programs[0].encode, of._crew.courier
     drift = params, START, None, np.int32(0), np.int32(0)
     payload = b"".join(np.asarray(x).tobytes() for x in jax.tree.leaves(encode(*drift)[0]))
     header = {"name": of.island, "fence": of.fence, "round": 0, "tokens": 1,
@@ -368,7 +366,7 @@ def test_members_write_snapshots_in_turn(join):
     members, saved = [join(name, quorum=2, snapshots=1) for name in "ab"], []
     for number in range(2):
         together(*(lambda x=x: x.step(x.params) for x in members))
-        decided = members[0]._courier.room.read(f"rounds/{number:08d}/members")
+        decided = members[0]._crew.courier.room.read(f"rounds/{number:08d}/members")
         saved.append(decided.header["saves"])
     assert sorted(saved) == ["a", "b"]
 
@@ -412,12 +410,12 @@ def test_parameters_of_another_structure_are_told(join):
 def test_sharded_parameters_are_encoded_where_they_lie(join):
     """One island has its matrix on four devices, the other on one: they read each other."""
     mesh = jax.make_mesh((4,), ("fsdp",))
-    code = jaxcomp.quantize(4, block=8)
+    options = {"code": jaxcomp.quantize(4, block=8), "outer": optax.sgd(lambda count: 1.0)}
     kernel = np.arange(64, dtype=np.float32).reshape(8, 8)
     place = {"kernel": NamedSharding(mesh, P("fsdp")), "bias": NamedSharding(mesh, P())}
     start = {"kernel": kernel, "bias": np.zeros(6, np.float32)}
-    first = join("a", jax.device_put(start, place), quorum=2, code=code)
-    second = join("b", start, quorum=2, code=code)
+    first = join("a", jax.device_put(start, place), quorum=2, **options)
+    second = join("b", start, quorum=2, **options)
     found = {}
     more = jax.device_put(start["kernel"] % 7, place["kernel"])
     stepped = {**first.params, "kernel": first.params["kernel"] + more}
@@ -429,7 +427,7 @@ def test_sharded_parameters_are_encoded_where_they_lie(join):
     assert found["a"]["kernel"].sharding.is_equivalent_to(place["kernel"], 2)
     assert np.abs(found["a"]["kernel"] - (kernel + kernel % 7 / 2)).max() < 0.25
     sent = jax.eval_shape(
-        lambda *of: first._courier.programs_of(0).encode(*of)[0],
+        lambda *of: first._programs[0].encode(*of)[0],
         first._consensus[0], first._consensus[0], None, np.int32(0), np.int32(0),
     )  # fmt: skip
     assert sorted(x.shape[0] for x in jax.tree.leaves(sent)) == [1, 4]

@@ -97,7 +97,7 @@ PAGES = {
     "docs/islands.md": Page(  # tests/islands has a run in a folder
         (bucket,),
         {"file:///tmp/islands/run": "s3://runs/run"},
-        environ={"--name garage": _IN_BUCKET, "--name attic": _IN_BUCKET},
+        environ={f"--name {name}": _IN_BUCKET for name in ("garage", "attic", "club")},
     ),
     "docs/data.md": Page((page_inputs.every_form,)),
     "docs/from_deepspeed.md": Page((deepspeed,)),

@@ -2,12 +2,14 @@
 
 import dataclasses
 import itertools
+import json
+import sys
 
 import jax
 import numpy as np
 import pytest
 
-from tests.helpers.launching import words
+from tests.helpers.launching import environment, run, words, write_config
 from train import island, loop
 from train.config import Config, Data, Optimizer
 from train.models.decoder import DecoderConfig
@@ -39,7 +41,18 @@ def config(tmp_path, text, undrawn):
     )
 
 
-def test_an_island_that_comes_later_begins_at_the_consensus_of_the_others(config):
+SHARDS = {
+    "qsdp": "qsdp(axis_name, identity(), identity())",
+    "optimizer": Optimizer("sgd(learning_rate)", 1e-2),
+    "replicas": 2,
+}
+
+
+@pytest.mark.parametrize(
+    "change", [{}, SHARDS, {"replicas": 4, "fast": 2, "in_shards": True}], ids=str
+)
+def test_an_island_that_comes_later_begins_at_the_consensus_of_the_others(config, change):
+    config = dataclasses.replace(config, **change, data=dataclasses.replace(config.data, batch=4))
     rows = loop.run(config)
     assert [row["outer_steps"] for row in rows] == [0, 0, 1, 1, 2]
     assert rows[-1]["members"] == 1 and rows[-1]["island_bytes"] > 0
@@ -65,7 +78,6 @@ def test_a_run_that_goes_on_takes_the_consensus_of_now(config):
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"qsdp": "qsdp(axis_name, quantize(8))"}, "needs parameters that each replica holds"),
         ({"join": "join(every=0)"}, "islands.join got every=0"),
         ({"join": "join(evry=1)"}, "unexpected keyword"),
     ],
@@ -74,6 +86,26 @@ def test_mistakes_are_told(config, change, text):
     params = jax.tree.map(np.float32, {"w": [1.0]})
     with pytest.raises(ValueError, match=text):
         island.member_of(dataclasses.replace(config, **change), params)
+
+
+def test_islands_with_other_shards_do_not_meet(config):
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, batch=4), **SHARDS)
+    loop.run(config)
+    with pytest.raises(ValueError, match="its leaf .*or write another prefix"):
+        loop.run(dataclasses.replace(config, name="attic", replicas=4))
+
+
+def test_an_island_of_two_processes_has_shards_on_both(tmp_path, config):
+    """Two replicas of two devices each, whose parameters lie in shards."""
+    path = write_config(tmp_path)
+    command = [sys.executable, "-m", "train.launch", "--local", "2", "--", str(path)]
+    command += "--steps 4 --replicas 4 --fast 2 --in-shards --name garage".split()
+    command += ["--join", "join(every=2, poll=0.02, snapshots=1)", "--island"]
+    done = run([*command, f"file://{tmp_path}/run"], env=environment(JAX_NUM_CPU_DEVICES="2"))
+    assert done.returncode == 0, done.stdout
+    rows = (tmp_path / "runs" / "garage" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(row)["outer_steps"] for row in rows] == [0, 0, 1, 1, 2]
+    assert (tmp_path / "run" / "snapshots" / "00000002").exists()
 
 
 def test_a_join_that_is_no_expression_is_told_at_once(config):
