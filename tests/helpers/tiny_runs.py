@@ -9,8 +9,6 @@ from train.models.decoder import DecoderConfig
 
 TINY = DecoderConfig(layers=1, width=16, heads=2, context=16)
 EXACT_SGD = "chain(compressed_mean(identity(), axis_name), sgd(learning_rate))"
-# Adam divides by |g| + eps: of gradients that are zero but for rounding only eps keeps it.
-EXACT_ADAM = "chain(compressed_mean(identity(), axis_name), adam(learning_rate, eps=1e-4))"
 
 
 def tiny_config(

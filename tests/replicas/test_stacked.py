@@ -237,7 +237,7 @@ def test_local_steps_leave_stacks_whole_between_exchanges():
     params, mesh = stack(unstacked_params()), mesh_of(REPLICAS)
     local = jaxcomp.local_steps(jaxcomp.muon(1e-2), "replica", every=2)
     init, step = jaxcomp.train_step(loss_fn, jaxcomp.per_layer(local, STACKED), mesh, "replica")
-    traced = step.trace(params, init(params), batch_of(0, mesh))
+    traced = step.trace(params, init(params), batch_of(0))
     joins = lambda eqn: eqn.primitive.name in ("stack", "concatenate") and eqn.outvars[0].aval.shape
     whole = (LAYERS, WIDTH, WIDTH)
     assert whole not in map(joins, outside_branches(traced.jaxpr.jaxpr))
