@@ -94,7 +94,7 @@ SHOWN = (
 )
 SHOWN_OF_MICRO = (
     *("dense Adam", "4 bits", "0/1 Adam", "dense Muon", "MuLoCo", "SLAMB"),
-    *("CocktailSGD, no delay, 88x", "CocktailSGD, no delay, 88x, rare rows"),
+    *("CocktailSGD, no delay, 88x, rare rows", "CocktailSGD, no delay, 88x, Muon"),
 )
 
 
@@ -396,7 +396,7 @@ OVERVIEW_LOSSES = {
     "dense Adam": "dense Adam",
     "4 bits": "4 bits",
     "0/1 Adam": "0/1 Adam",
-    "CocktailSGD": "CocktailSGD, no delay, 88x, rare rows",
+    "CocktailSGD, Muon": "CocktailSGD, no delay, 88x, Muon",
     "MuLoCo": "MuLoCo",
     "dense Muon": "dense Muon",
 }

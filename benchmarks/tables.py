@@ -163,8 +163,9 @@ README = {
         "warmup_steps=200, variance_compressor=quantize(8))",
         "zero_one_adam",
     ),
-    "CocktailSGD, no delay, 88x, rare rows": (
-        'cocktail_sgd(rare_rows(adamw(rate), "replica"), "replica", delayed=False)',
+    "CocktailSGD, no delay, 88x, Muon": (
+        'cocktail_sgd(muon(rate, others=rare_rows(adam(rate, b2=0.95), "replica")), "replica", '
+        "delayed=False)",
         "cocktail_sgd",
     ),
     "MuLoCo": ('muloco(rate, "replica")', "local_steps"),

@@ -67,7 +67,7 @@ class Crew:
     def _seen(self, steps: int) -> News:
         courier, now = self.courier, time.monotonic()
         if courier is None:
-            return News(0, 0, 0, 0)  # of another process, whose view does not count
+            return News(0, 0, 0, 0)  # of another process: what all hear is a sum
         courier.trains = True
         pace, self._looked = (now - self._looked) / steps, now
         pause = min(max(self._poll / max(pace, 1e-9), 1), 2 * self._news.pause)
@@ -212,10 +212,9 @@ def _padded(data: bytes, size: int) -> np.ndarray:
 
 
 def _broadcast(x: np.ndarray) -> jax.Array:
-    """The first process's array in all; it may still be on its way."""
+    """The first process's array in all, since others give zeros; it may still be on its way."""
     rows, total = _adder()
-    mine = x if is_first() else np.zeros_like(x)
-    return total(jax.make_array_from_process_local_data(rows, mine[None]))
+    return total(jax.make_array_from_process_local_data(rows, x[None]))
 
 
 @functools.cache
