@@ -16,8 +16,9 @@ from tests.helpers.launching import ROOT, environment, free_port, run
 
 SCRIPTS = ROOT / "jaxcomp" / "launch"
 PROGRAM = """
+import sys
 from jaxcomp import launch
-print("one of", launch.connect())
+sys.stdout.write(f"one of {launch.connect()}\\n")  # at once: two ranks write into one pipe
 """
 
 SRUN = """#!/bin/bash

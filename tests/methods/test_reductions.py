@@ -35,7 +35,12 @@ ROWS = {
         4,
     ),
     "one_bit_lamb until its freeze": (
-        jaxcomp.one_bit_lamb(RATE, "replica", freeze_step=STEPS, weight_decay=0.5),
+        jaxcomp.one_bit_lamb(
+            *(RATE, "replica"),
+            freeze_step=STEPS,
+            weight_decay=0.5,
+            trust=jaxcomp.TrustRatio(bounds=(1e-6, 1e6)),  # optax's has none
+        ),
         LAMB,
         2,
     ),
