@@ -53,6 +53,38 @@ assert params["kernel"].sharding.is_equivalent_to(NamedSharding(mesh, specs["ker
 island.leave(params)
 """
 
+HEARERS = """
+import types
+import jax
+jax.distributed.initialize()
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxcomp.islands import courier, crew
+
+long = bytes(range(256)) * 2**17  # in several pieces
+assert crew.from_first(lambda: long) == long
+assert (crew.on_first(lambda: "the room") is None) != crew.is_first()
+try:
+    crew.from_first(lambda: {}["lost"])
+except KeyError as error:
+    print("found: hears of", error)
+
+posted = []
+seen = types.SimpleNamespace(opened=7, ready=3, trains=False, post=posted.append)
+heard = crew.Crew(seen if crew.is_first() else None, poll=1e-9)
+sharding = NamedSharding(jax.make_mesh((4,), ("fsdp",)), P("fsdp"))
+rows = np.arange(8, dtype=np.float32)
+shards = jax.make_array_from_callback((8,), sharding, lambda index: rows[index])
+for _ in range(3):  # the answer to a look is read at the next one
+    news = heard.look(shards)
+print("found: has seen", int(news.opened), int(news.ready))
+heard.post(courier.Post(0, [shards], 1, shards))
+for post in posted:
+    assert all((np.asarray(x) == rows).all() for x in (*post.messages, post.sums))
+print("found: all is sent")
+"""
+
 START = {
     "bias": np.zeros(6, np.float32),
     "kernel": np.arange(64, dtype=np.float32).reshape(8, 8) / 64,
@@ -81,6 +113,16 @@ def join(url, params, name):
 @jax.jit
 def moved(params):
     return jax.tree.map(lambda x: x + (x - 1) / 8, params)
+
+
+def test_all_processes_hear_what_the_first_one_has(tmp_path):
+    (tmp_path / "hearers.py").write_text(HEARERS)
+    command = [sys.executable, "-m", "jaxcomp.launch", "--local", "2", "--heartbeat-timeout", "5"]
+    environ = environment(JAX_NUM_CPU_DEVICES="2")
+    done = run([*command, "--", "python", "hearers.py"], 60.0, cwd=tmp_path, env=environ)
+    logs = [log.read_text() for log in tmp_path.rglob("process_*.log")]
+    found = [re.findall("^found: (.*)$", log, re.MULTILINE) for log in logs]
+    assert found == [["hears of 'lost'", "has seen 7 3", "all is sent"]] * 2, done.stdout
 
 
 def test_an_island_of_two_processes_joins_loses_one_and_returns(tmp_path):
