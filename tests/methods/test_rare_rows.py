@@ -136,6 +136,18 @@ def test_dense_steps_of_a_warm_up_are_not_scaled(every):
     jax.tree.map(np.testing.assert_array_equal, of(rare()), of(adam()))
 
 
+def test_a_gradient_that_is_not_finite_spoils_no_row_of_the_others():
+    def grads(step):
+        made = gradients(step)
+        made["embed"][0, ALL, 0] = np.nan if step == 1 else 1.0
+        return made
+
+    history = history_of(averaged(rare()), PARAMS, map(grads, range(3)), REPLICAS)
+    assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves(history))
+    np.testing.assert_array_equal(history[-1][1].skipped, [1, 0, 0, 0])
+    assert history[2][0]["embed"][ALL, 0] != history[1][0]["embed"][ALL, 0]
+
+
 @pytest.mark.parametrize("every", [1, 3])
 def test_it_sends_one_float_a_row_with_each_exchange(every):
     mesh = mesh_of(REPLICAS)

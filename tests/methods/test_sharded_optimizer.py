@@ -40,6 +40,27 @@ def whole(pieces, shape):
     return flat[:numel].reshape(shape), flat[numel:]
 
 
+@pytest.mark.parametrize("code", [jaxcomp.sign(), jaxcomp.top_k(0.1)])
+def test_no_error_of_a_difference_is_lost(code):
+    """What all hold, plus what their owners hold back, is where exact codes would have led."""
+    with jax.enable_x64(True):
+        params = random_tree(0, shapes=SHAPES, dtype=np.float64)
+        grads = gradients(6, 3, np.float64)
+        inner = optax.chain(optax.add_decayed_weights(0.5), optax.sgd(RATE))
+        codes = {"gradients": jaxcomp.identity(), "differences": code}
+        found, state = history_of(make(inner, **codes, exact=lambda *_: False), params, grads, 3)[
+            -1
+        ]
+        wanted = params
+        for grad in grads:
+            step = lambda p, g: p - RATE * (g.mean(0) + 0.5 * p)
+            wanted = jax.tree.map(step, wanted, grad)
+        for name, shape in SHAPES.items():
+            held, _ = whole(state.owner_residual[name], shape)
+            np.testing.assert_allclose(found[name] + held, wanted[name], rtol=0, atol=1e-13)
+        assert np.abs(whole(state.owner_residual["kernel"], (33, 40))[0]).max() > 1e-3
+
+
 def test_many_small_buckets_are_one_large_one():
     """Of a code that takes each value for itself; many alike are sent in a loop."""
     params, grads = random_tree(0, shapes=SHAPES), gradients(3, 4)
