@@ -337,7 +337,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     run = () if options.no_run else run_at_hand(options.models, options.methods, options.mocked)
     for new in run:
         rows = _saved(options.json, rows, new)
-    print(accelerators_tables.table(rows))
+    print(accelerators_tables.table(rows), accelerators_tables.measured_table(rows), sep="\n\n")
     if options.figure:
         accelerators_tables.draw(rows, options.figure)
 

@@ -53,14 +53,13 @@ def above_dense(rows: list[dict]) -> list[tuple[dict, dict | None]]:
 
 
 def table(rows: list[dict]) -> str:
-    """The rows as Markdown tables: programs, predicted steps, and what has been measured."""
-    whole = above_dense(rows)
+    """The rows as Markdown tables: programs and predicted steps."""
+    whole = sorted(above_dense(rows), key=lambda pair: _key(pair[0]))
     tables = [
         _markdown(_PROGRAM, [_program(*pair) for pair in whole] + _failures(rows)),
         _markdown(_PREDICTED, [_predicted(row) for row, _ in whole]),
-        measured_table(rows),
     ]
-    return "\n\n".join(text for text in tables if text)
+    return "\n\n".join(tables)
 
 
 def _markdown(head: list[str], lines: list[list[str]]) -> str:
