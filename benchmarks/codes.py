@@ -47,8 +47,7 @@ from benchmarks.accelerators_program import Cost, Program
 from benchmarks.rows import interleaved
 from benchmarks.worker import DENSE, LAMB, MODELS, UPDATES, config_of
 from jaxcomp.compressors.base import Compressor, Key
-from jaxcomp.compressors.cocktail import cocktail
-from jaxcomp.compressors.compose import compose
+from jaxcomp.compressors.compose import cocktail, compose
 from jaxcomp.compressors.learned import learned_levels
 from jaxcomp.compressors.packing import fold
 from jaxcomp.compressors.quantize import cast, quantize

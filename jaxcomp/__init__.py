@@ -12,7 +12,7 @@ from jaxcomp.compressors.base import Key as Key
 from jaxcomp.compressors.base import Payload as Payload
 from jaxcomp.compressors.base import identity as identity
 from jaxcomp.compressors.bin_means import bin_means as bin_means
-from jaxcomp.compressors.cocktail import cocktail as cocktail
+from jaxcomp.compressors.compose import cocktail as cocktail
 from jaxcomp.compressors.compose import compose as compose
 from jaxcomp.compressors.learned import learned_levels as learned_levels
 from jaxcomp.compressors.policies import by_path as by_path
@@ -24,8 +24,8 @@ from jaxcomp.compressors.sign import sign as sign
 from jaxcomp.compressors.sparse import group_top_1 as group_top_1
 from jaxcomp.compressors.sparse import random_k as random_k
 from jaxcomp.compressors.sparse import top_k as top_k
-from jaxcomp.exchange.transmit import Transmission as Transmission
-from jaxcomp.exchange.transmit import transmit as transmit
+from jaxcomp.exchange.messages import Transmission as Transmission
+from jaxcomp.exchange.messages import transmit as transmit
 from jaxcomp.exchange.wire import Transport as Transport
 from jaxcomp.exchange.wire import from_senders as from_senders
 from jaxcomp.exchange.wire import gathered as gathered
@@ -49,10 +49,6 @@ from jaxcomp.methods.local_presets import sparse_loco as sparse_loco
 from jaxcomp.methods.local_presets import streaming_diloco as streaming_diloco
 from jaxcomp.methods.local_steps import LocalStepsState as LocalStepsState
 from jaxcomp.methods.local_steps import local_steps as local_steps
-from jaxcomp.methods.loss_scaling import LossScaleState as LossScaleState
-from jaxcomp.methods.loss_scaling import loss_scale as loss_scale
-from jaxcomp.methods.master_weights import MasterWeightsState as MasterWeightsState
-from jaxcomp.methods.master_weights import master_weights as master_weights
 from jaxcomp.methods.moments import Deviations as Deviations
 from jaxcomp.methods.muon import muon as muon
 from jaxcomp.methods.one_bit_adam import OneBitAdamState as OneBitAdamState
@@ -62,6 +58,10 @@ from jaxcomp.methods.one_bit_lamb import TrustRatio as TrustRatio
 from jaxcomp.methods.one_bit_lamb import one_bit_lamb as one_bit_lamb
 from jaxcomp.methods.power_sgd import PowerSGDState as PowerSGDState
 from jaxcomp.methods.power_sgd import power_sgd as power_sgd
+from jaxcomp.methods.precision import LossScaleState as LossScaleState
+from jaxcomp.methods.precision import MasterWeightsState as MasterWeightsState
+from jaxcomp.methods.precision import loss_scale as loss_scale
+from jaxcomp.methods.precision import master_weights as master_weights
 from jaxcomp.methods.rare_rows import RareRowsState as RareRowsState
 from jaxcomp.methods.rare_rows import rare_rows as rare_rows
 from jaxcomp.methods.sharded_optimizer import ShardedOptimizerState as ShardedOptimizerState
@@ -85,8 +85,8 @@ from jaxcomp.sharded.step import QSDPState as QSDPState
 from jaxcomp.sharded.step import qsdp_train_step as qsdp_train_step
 from jaxcomp.steps.compiling import compiler_options as compiler_options
 from jaxcomp.steps.evaluate import eval_step as eval_step
-from jaxcomp.steps.mean import mean_params as mean_params
-from jaxcomp.steps.mean import replica_spread as replica_spread
+from jaxcomp.steps.evaluate import mean_params as mean_params
+from jaxcomp.steps.evaluate import replica_spread as replica_spread
 from jaxcomp.steps.overlapped import OverlappedStep as OverlappedStep
 from jaxcomp.steps.overlapped import overlapped_train_step as overlapped_train_step
 from jaxcomp.steps.simulated import simulated_train_step as simulated_train_step

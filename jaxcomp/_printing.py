@@ -1,8 +1,8 @@
-"""How objects print: as the call that makes them, and arrays as type and shape."""
+"""How objects print: as the call that makes them, arrays as type and shape, rows as a table."""
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 
@@ -46,3 +46,15 @@ def array(x: Any) -> str:
     if not (hasattr(x, "shape") and hasattr(x, "dtype")):
         return repr(x)
     return f"{x.dtype}{list(x.shape)}"
+
+
+def aligned(rows: Sequence[Sequence[str]], numbers: Container[int] = ()) -> list[str]:
+    """Lines with aligned columns: right-aligned if in `numbers`, else left-aligned."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.rjust(width) if column in numbers else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]

@@ -30,9 +30,6 @@ ELSEWHERE = {
     "compressors/base.py": COMPRESSORS,  # what all compressors state, of each
     "compressors/bin_means.py": COMPRESSORS,  # a row there
     "compressors/blocks.py": COMPRESSORS,  # a helper of those that have blocks
-    "compressors/cocktail.py": "compressors/test_compose.py",  # a chain by name
-    "compressors/checks.py": COMPRESSORS,  # errors of all of them
-    "measure/tables.py": "measure/test_report.py",  # how rows are aligned
     "replicas/fast.py": "steps/test_fast.py",  # the step that is made of it
     "replicas/shards.py": QSDP,
     "flax.py": "users/test_nnx.py",  # whole programs
@@ -62,9 +59,7 @@ ELSEWHERE = {
     "launch/supervise.py": "launch/test_launch.py",
     "launch/variables.py": "launch/test_detect.py",
     "steps/gradient.py": "steps/test_train.py",  # both halves of a step
-    "steps/interleaved_shards.py": "steps/test_interleaved.py",  # the same on a mesh of more axes
     "steps/update.py": "steps/test_train.py",
-    "methods/one_bit.py": "methods/test_one_bit_adam.py",  # its two phases
     "methods/inner.py": "methods/test_cocktail_sgd.py",  # whose inner optimizer it first was
     "sharded/gathering.py": "sharded/test_gather_once.py",
     "sharded/levels.py": "compressors/test_learned.py",

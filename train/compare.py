@@ -5,8 +5,8 @@ import statistics
 import sys
 from typing import Any
 
+from jaxcomp._printing import aligned
 from jaxcomp.launch.exits import clean_exits
-from jaxcomp.measure.tables import aligned
 from train import checks
 from train.output import metrics, plots
 

@@ -14,8 +14,8 @@ from matplotlib.ticker import EngFormatter
 
 from configs import nano_dense
 from jaxcomp import planner
+from jaxcomp._printing import aligned
 from jaxcomp.launch.exits import clean_exits
-from jaxcomp.measure.tables import aligned
 from train.config import Config
 from train.models.decoder import DecoderConfig
 from train.output import metrics, plots

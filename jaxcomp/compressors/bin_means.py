@@ -4,8 +4,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxcomp._printing import call
-from jaxcomp.compressors import checks
-from jaxcomp.compressors.base import Compressor, Payload
+from jaxcomp.compressors.base import Compressor, Payload, require_integer
 from jaxcomp.compressors.blocks import in_blocks
 from jaxcomp.compressors.packing import pack, unpack
 
@@ -32,9 +31,9 @@ def bin_means(bits: int, block: int | None = None) -> Compressor:
       <https://arxiv.org/abs/2508.15706>`_, 2025, with 2 bits. The bins are those of its code, moved
       by half a bin, so that as many lie above the mean as below.
     """
-    checks.integer("bin_means", "bits", bits, "; write bin_means(2), or quantize(8)", most=4)
+    require_integer("bin_means", "bits", bits, "; write bin_means(2), or quantize(8)", most=4)
     if block is not None:
-        checks.integer("bin_means", "block", block, ", or None for the whole bucket")
+        require_integer("bin_means", "block", block, ", or None for the whole bucket")
     num_bins = 2**bits
 
     def encode(x, shared, private):

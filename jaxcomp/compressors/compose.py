@@ -1,10 +1,10 @@
-"""Chains sparsifiers with a code for the values that they keep."""
+"""Chains sparsifiers with a code for the values that they keep; CocktailSGD's is such a chain."""
 
 import math
 
-from jaxcomp.compressors import checks
-from jaxcomp.compressors.base import Compressor, Payload, Selection, identity
-from jaxcomp.compressors.packing import fold
+from jaxcomp.compressors.base import Compressor, require_compressor
+from jaxcomp.compressors.quantize import quantize
+from jaxcomp.compressors.sparse import chained, random_k, top_k
 
 
 def compose(*stages: Compressor) -> Compressor:
@@ -38,7 +38,7 @@ def compose(*stages: Compressor) -> Compressor:
     if not stages:
         raise ValueError("compose() got no stage; write identity() to send float32 values")
     for stage in stages:
-        checks.compressor("compose", stage)
+        require_compressor("compose", stage)
     # Chains inside a chain are flattened, so that the checks see all stages.
     stages = tuple(one for stage in stages for one in stage.stages or (stage,))
     selections = []
@@ -58,7 +58,7 @@ def compose(*stages: Compressor) -> Compressor:
         return stages[0]
     encode, decode, bits = stages[-1].encode, stages[-1].decode, stages[-1].bits_per_parameter
     for selection in reversed(selections):
-        encode, decode = _chain(selection, encode, decode)
+        encode, decode = chained(selection, encode, decode)
         bits = selection.position_bits + selection.density * bits
     alphas = [stage.contraction for stage in stages if stage.contraction is not None]
     return Compressor(
@@ -74,39 +74,37 @@ def compose(*stages: Compressor) -> Compressor:
     )
 
 
-def sparsifier(name: str, selection: Selection, contraction: float, linear: bool) -> Compressor:
-    """Makes the compressor that sends what a selection keeps, in float32; `compose` can chain it.
+def cocktail(
+    random: float = 0.1,
+    top: float = 0.2,
+    bits: int = 4,
+    block: int = 128,
+    top_block: int | None = 128,
+) -> Compressor:
+    """Random sparsification, then top-K, then quantization: CocktailSGD's compressor.
+
+    It is `compose(random_k(random), top_k(top, block=top_block), quantize(bits, block=block))`. It
+    costs `random * (1 + kept * (bits + 16 / block))` bits per parameter, where `kept` is
+    `ceil(top * top_block) / top_block`: 0.184 by default, 87 times fewer than float16.
 
     Args:
-      name: The call that makes it.
-      selection: What is kept, and how the receiver learns where.
-      contraction: Least share of the squared norm that is kept, in expectation.
-      linear: Whether the positions are the same on all replicas.
+      random: Share of the entries that a step considers, the same on all replicas: in (0, 1], one
+        over an integer.
+      top: Share of these that is sent, the largest ones, in (0, 1]; a bit mask gives their
+        positions.
+      bits: Width of a value's code, 1 to 8.
+      block: Values that share a scale.
+      top_block: Entries among which to choose the largest. The default is what a GPU sorts, or a
+        TPU compares, in one pass. None chooses from all, as the authors do: 0.182 bits.
+
+    Raises:
+      ValueError: At construction, for arguments outside these ranges.
+
+    References:
+      J. Wang et al., "CocktailSGD: Fine-tuning Foundation Models over 500Mbps Networks", ICML 2023,
+      algorithm 2; the default is that of the authors' fine-tuning scripts. Their code differs in
+      four points: random entries lie a stride apart (`random_k(random, "strided")`), the largest
+      are chosen from all of these, codes are asymmetric (the largest value decodes to 7/8 of
+      itself), and blocks are strided.
     """
-    exact = identity()
-    encode, decode = _chain(selection, exact.encode, exact.decode)
-    return Compressor(
-        name=name,
-        encode=encode,
-        decode=decode,
-        bits_per_parameter=selection.position_bits + selection.density * exact.bits_per_parameter,
-        contraction=contraction,
-        unbiased=contraction == 1.0,
-        linear=linear,
-        selection=selection,
-    )
-
-
-def _chain(selection, encode_kept, decode_kept):
-    # Each stage folds the shared key, so that two stages never draw the same numbers.
-    def encode(x, shared, private):
-        values, where = selection.select(x, shared)
-        return Payload((where, encode_kept(values, fold(shared, 1), private).data), x.size)
-
-    def decode(payload, shared):
-        where, data = payload.data
-        kept = Payload(data, selection.kept(payload.numel))
-        values = decode_kept(kept, fold(shared, 1))
-        return selection.scatter(values, where, shared, payload.numel)
-
-    return encode, decode
+    return compose(random_k(random), top_k(top, block=top_block), quantize(bits, block=block))

@@ -9,8 +9,14 @@ import numpy as np
 from jax import lax
 
 from jaxcomp._printing import call
-from jaxcomp.compressors import checks
-from jaxcomp.compressors.base import Compressor, Levels, Payload
+from jaxcomp.compressors.base import (
+    Compressor,
+    Levels,
+    Payload,
+    require_choice,
+    require_integer,
+    require_scale_dtype,
+)
 from jaxcomp.compressors.blocks import from_blocks, in_blocks
 from jaxcomp.compressors.packing import pack, uniform, unpack
 from jaxcomp.compressors.quantize import grid, in_steps
@@ -52,10 +58,10 @@ def learned_levels(
     """
     dtype = jnp.dtype(scale_dtype)
     more = "; write quantize(8, block=1024, range='minmax') for more"
-    checks.integer("learned_levels", "bits", bits, more, most=6)
-    checks.integer("learned_levels", "block", block, "; write block=1024")
-    checks.choice("learned_levels", "rounding", rounding, "nearest", "stochastic")
-    checks.scale_dtype("learned_levels", dtype.name)
+    require_integer("learned_levels", "bits", bits, more, most=6)
+    require_integer("learned_levels", "block", block, "; write block=1024")
+    require_choice("learned_levels", "rounding", rounding, "nearest", "stochastic")
+    require_scale_dtype("learned_levels", dtype.name)
     start = np.linspace(0, 1, 2**bits, dtype=np.float32)
 
     def levels_of(shared):

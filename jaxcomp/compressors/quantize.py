@@ -5,8 +5,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxcomp._printing import call
-from jaxcomp.compressors import checks
-from jaxcomp.compressors.base import Compressor, Payload
+from jaxcomp.compressors.base import (
+    Compressor,
+    Payload,
+    require_choice,
+    require_integer,
+    require_scale_dtype,
+)
 from jaxcomp.compressors.blocks import from_blocks, in_blocks
 from jaxcomp.compressors.packing import pack, uniform, unpack
 
@@ -94,11 +99,11 @@ def quantize(
     """
     dtype = jnp.dtype(scale_dtype)
     more = "; write quantize(4), or cast('bfloat16') or identity() for more bits"
-    checks.integer("quantize", "bits", bits, more, most=8)
-    checks.integer("quantize", "block", block, "; write block=128")
-    checks.choice("quantize", "range", range, "absmax", "minmax")
-    checks.choice("quantize", "rounding", rounding, "nearest", "stochastic", "shift")
-    checks.scale_dtype("quantize", dtype.name)
+    require_integer("quantize", "bits", bits, more, most=8)
+    require_integer("quantize", "block", block, "; write block=128")
+    require_choice("quantize", "range", range, "absmax", "minmax")
+    require_choice("quantize", "rounding", rounding, "nearest", "stochastic", "shift")
+    require_scale_dtype("quantize", dtype.name)
     num_steps = 2**bits - (1 if range == "minmax" or bits == 1 else 2)
 
     def encode(x, shared, private):

@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxcomp.compressors import checks
-from jaxcomp.compressors.base import Compressor, Key, Payload
+from jaxcomp.compressors.base import Compressor, Key, Payload, require_compressor
 from jaxcomp.compressors.packing import fold, random_bits
 
 _SIGNS = Key(0, 0)  # for tallies: their levels suit all signs
@@ -38,7 +37,7 @@ def rotated(code: Compressor, block: int = 128) -> Compressor:
     """
     if not isinstance(block, int) or block < 2 or block & (block - 1):
         raise ValueError(f"rotated got block={block!r}; needs a power of two; write block=128")
-    checks.compressor("rotated", code)
+    require_compressor("rotated", code)
     if code.selection is not None or code.stages or code.linear:
         raise ValueError(f"rotated got {code.name}, needs a code that rounds; write quantize(4)")
     matrix = _hadamard(block)

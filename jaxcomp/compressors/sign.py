@@ -5,8 +5,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxcomp._printing import call
-from jaxcomp.compressors import checks
-from jaxcomp.compressors.base import Compressor, Payload
+from jaxcomp.compressors.base import (
+    Compressor,
+    Payload,
+    require_choice,
+    require_integer,
+    require_scale_dtype,
+)
 from jaxcomp.compressors.blocks import from_blocks, in_blocks, in_lanes, per_block
 from jaxcomp.compressors.packing import pack, unpack
 from jaxcomp.compressors.platforms import by_platform
@@ -41,10 +46,10 @@ def sign(
       Schemes", ICML 2019, arXiv 1901.09847 (the l1 scale).
     """
     dtype = jnp.dtype(scale_dtype)
-    checks.choice("sign", "scale", scale, "l1", "l2")
+    require_choice("sign", "scale", scale, "l1", "l2")
     if block is not None:
-        checks.integer("sign", "block", block, ", or None for one scale per bucket")
-    checks.scale_dtype("sign", dtype.name)
+        require_integer("sign", "block", block, ", or None for one scale per bucket")
+    require_scale_dtype("sign", dtype.name)
 
     def encode(x, shared, private):
         size = min(block or x.size, x.size)

@@ -3,17 +3,24 @@
 import functools
 import math
 import numbers
+from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 
 from jaxcomp._printing import call
-from jaxcomp.compressors import checks
-from jaxcomp.compressors.base import Compressor, Selection
+from jaxcomp.compressors.base import (
+    Compressor,
+    Payload,
+    Selection,
+    identity,
+    require_choice,
+    require_integer,
+)
 from jaxcomp.compressors.blocks import in_blocks, in_lanes, indexed, per_block
-from jaxcomp.compressors.compose import sparsifier
 from jaxcomp.compressors.largest import find_largest, put_at, put_back
-from jaxcomp.compressors.packing import pack, uniform, unpack
+from jaxcomp.compressors.packing import fold, pack, uniform, unpack
 from jaxcomp.compressors.platforms import LANES, by_platform, platform
 
 _TILE = (8, LANES)  # of a TPU
@@ -43,7 +50,7 @@ def random_k(density: float, pattern: str = "runs") -> Compressor:
       code does. Their code rounds down to a multiple of 128 entries; this does not.
     """
     stride = _stride(density)
-    checks.choice("random_k", "pattern", pattern, "runs", "strided", "random")
+    require_choice("random_k", "pattern", pattern, "runs", "strided", "random")
     halves = {"runs": _runs, "strided": _strided, "random": _drawn}
     select, scatter = halves[pattern](stride)
     selection = Selection(
@@ -85,7 +92,7 @@ def top_k(density: float, block: int | None = None) -> Compressor:
     """
     _check_density("top_k", density)
     if block is not None:
-        checks.integer("top_k", "block", block, ", or None for the whole bucket")
+        require_integer("top_k", "block", block, ", or None for the whole bucket")
 
     def layout(numel):
         size = min(block or numel, numel)
@@ -144,6 +151,50 @@ def group_top_1(group: int) -> Compressor:
     )
     name = call(group_top_1, group=group)
     return sparsifier(name, selection, contraction=1 / group, linear=False)
+
+
+def sparsifier(name: str, selection: Selection, contraction: float, linear: bool) -> Compressor:
+    """Makes the compressor that sends what a selection keeps, in float32; `compose` can chain it.
+
+    Args:
+      name: The call that makes it.
+      selection: What is kept, and how the receiver learns where.
+      contraction: Least share of the squared norm that is kept, in expectation.
+      linear: Whether the positions are the same on all replicas.
+    """
+    exact = identity()
+    encode, decode = chained(selection, exact.encode, exact.decode)
+    return Compressor(
+        name=name,
+        encode=encode,
+        decode=decode,
+        bits_per_parameter=selection.position_bits + selection.density * exact.bits_per_parameter,
+        contraction=contraction,
+        unbiased=contraction == 1.0,
+        linear=linear,
+        selection=selection,
+    )
+
+
+def chained(
+    selection: Selection, encode_kept: Callable[..., Any], decode_kept: Callable[..., Any]
+) -> tuple[Callable[..., Payload], Callable[..., Any]]:
+    """The `encode` and `decode` of a selection whose values another code has.
+
+    It folds the shared key, so that two stages never draw the same numbers.
+    """
+
+    def encode(x, shared, private):
+        values, where = selection.select(x, shared)
+        return Payload((where, encode_kept(values, fold(shared, 1), private).data), x.size)
+
+    def decode(payload, shared):
+        where, data = payload.data
+        kept = Payload(data, selection.kept(payload.numel))
+        values = decode_kept(kept, fold(shared, 1))
+        return selection.scatter(values, where, shared, payload.numel)
+
+    return encode, decode
 
 
 def _largest_of_blocks(layout):

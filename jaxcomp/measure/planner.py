@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 
-from jaxcomp.measure.tables import aligned
+from jaxcomp._printing import aligned
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,9 +14,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxcomp._printing import aligned
 from jaxcomp.compressors.policies import path_of
 from jaxcomp.measure import hlo
-from jaxcomp.measure.tables import aligned
 from jaxcomp.replicas import protocol
 from jaxcomp.replicas.compact import is_compact
 

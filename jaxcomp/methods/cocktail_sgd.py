@@ -11,7 +11,7 @@ import optax
 from jax import lax
 
 from jaxcomp.compressors.base import Compressor, Key
-from jaxcomp.compressors.cocktail import cocktail
+from jaxcomp.compressors.compose import cocktail
 from jaxcomp.compressors.policies import Policy
 from jaxcomp.compressors.quantize import quantize
 from jaxcomp.exchange import averaging, buckets, wire
@@ -20,9 +20,8 @@ from jaxcomp.exchange.wire import Transport
 from jaxcomp.methods import moments
 from jaxcomp.methods.common import counted, method, no_rounds, require
 from jaxcomp.methods.inner import Synchronization, inner_step
-from jaxcomp.replicas.protocol import ExchangesAhead, KeepsRounding
+from jaxcomp.replicas.protocol import ExchangesAhead, KeepsRounding, with_extra_args
 from jaxcomp.replicas.types import to_varying, zeros_of
-from jaxcomp.replicas.wrapping import with_extra_args
 
 
 @ExchangesAhead.register

@@ -19,9 +19,8 @@ from jaxcomp.methods.common import counted, method, no_rounds, require, schedule
 from jaxcomp.replicas.finite import not_finite, poisoned, unless
 from jaxcomp.replicas.kinds import kind_of
 from jaxcomp.replicas.layers import common_value, in_batches, layer_by_layer
-from jaxcomp.replicas.protocol import MethodState
+from jaxcomp.replicas.protocol import MethodState, with_extra_args
 from jaxcomp.replicas.types import to_varying, vary_like
-from jaxcomp.replicas.wrapping import with_extra_args
 
 
 @MethodState.register

@@ -18,9 +18,8 @@ from jaxcomp.methods import moments
 from jaxcomp.methods.common import counted, method, no_rounds, require
 from jaxcomp.methods.inner import Synchronization, inner_step
 from jaxcomp.replicas.layers import LayersDiffer, in_batches, is_stack, layer_by_layer, one_by_one
-from jaxcomp.replicas.protocol import EvaluatesConsensus, KeepsRounding
+from jaxcomp.replicas.protocol import EvaluatesConsensus, KeepsRounding, with_extra_args
 from jaxcomp.replicas.types import to_varying, vary_like, zeros_of
-from jaxcomp.replicas.wrapping import with_extra_args
 from jaxcomp.schedules import Schedule
 
 _FOUR_BITS = quantize(4)

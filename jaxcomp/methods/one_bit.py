@@ -1,4 +1,4 @@
-"""The two phases of 1-bit Adam and 1-bit LAMB: mean gradients, then 1-bit mean momenta."""
+"""What 1-bit methods share: the phases of 1-bit Adam and 1-bit LAMB, and a default code."""
 
 from typing import Any, NamedTuple
 
@@ -6,12 +6,15 @@ import jax
 import jax.numpy as jnp
 from optax.tree_utils import tree_update_moment
 
+from jaxcomp.compressors.base import Compressor
+from jaxcomp.compressors.sign import sign
 from jaxcomp.exchange import averaging
 from jaxcomp.exchange.wire import Transport
 from jaxcomp.methods import moments
 from jaxcomp.methods.common import require
 from jaxcomp.methods.step_bound import bounded, kept_back, sendable
 from jaxcomp.replicas.finite import unless
+from jaxcomp.replicas.kinds import kind_of
 from jaxcomp.replicas.types import sums_over_shards
 
 
@@ -138,3 +141,19 @@ def root_after(
     """
     fresh = adam.root(variance, adam.weight(learned + 1, variance), floor=0.0)
     return unless(frozen, fresh, root)
+
+
+_LEAST, _MOST = 64, 1024  # entries of a block
+_OTHERS = sign(block=_MOST)
+
+
+def signs_by_row(path: str, leaf: Any) -> Compressor:
+    """Signs with a scale for each row of an embedding, and for every 1,024 entries elsewhere.
+
+    A row whose token has just come moves by a rate, most others by nothing. A scale for both is
+    small, and the row takes as many messages to arrive as there are rows in its block. Short rows
+    share a block of 64 entries.
+    """
+    if kind_of(path, leaf) != "embedding":
+        return _OTHERS
+    return sign(block=min(max(leaf.shape[-1], _LEAST), _MOST), scale_dtype="bfloat16")

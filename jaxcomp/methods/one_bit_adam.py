@@ -15,7 +15,7 @@ from jaxcomp.exchange import averaging
 from jaxcomp.exchange.wire import Transport, transport_of
 from jaxcomp.methods import moments, one_bit
 from jaxcomp.methods.common import counted, method, no_rounds
-from jaxcomp.methods.signs import signs_by_row
+from jaxcomp.methods.one_bit import signs_by_row
 from jaxcomp.replicas.finite import poisoned, unless
 from jaxcomp.replicas.protocol import MethodState
 

@@ -16,8 +16,8 @@ from jaxcomp.exchange import averaging
 from jaxcomp.methods.inner import Synchronization
 from jaxcomp.replicas.kinds import kind_of
 from jaxcomp.replicas.layers import common_value
+from jaxcomp.replicas.protocol import with_extra_args
 from jaxcomp.replicas.types import num_replicas, vary_like
-from jaxcomp.replicas.wrapping import with_extra_args
 
 
 class RareRowsState(NamedTuple):

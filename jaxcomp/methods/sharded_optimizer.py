@@ -19,10 +19,9 @@ from jaxcomp.exchange.wire import Transport, transport_of
 from jaxcomp.methods.common import method, require
 from jaxcomp.replicas.elementwise import ranked, require_elementwise
 from jaxcomp.replicas.finite import not_finite, poisoned
-from jaxcomp.replicas.protocol import KeepsRounding
+from jaxcomp.replicas.protocol import KeepsRounding, with_extra_args
 from jaxcomp.replicas.shards import cut, natural, without_padding
 from jaxcomp.replicas.types import is_tracked, num_replicas
-from jaxcomp.replicas.wrapping import with_extra_args
 
 
 @KeepsRounding.register

@@ -10,15 +10,14 @@ import optax
 from jax import lax
 
 from jaxcomp import schedules
-from jaxcomp.compressors import checks
-from jaxcomp.compressors.base import Compressor
+from jaxcomp.compressors.base import Compressor, require_compressor
 from jaxcomp.compressors.policies import Policy
 from jaxcomp.compressors.quantize import quantize
 from jaxcomp.exchange import averaging
 from jaxcomp.exchange.wire import Transport, transport_of
 from jaxcomp.methods import moments
 from jaxcomp.methods.common import counted, method, no_rounds, require
-from jaxcomp.methods.signs import signs_by_row
+from jaxcomp.methods.one_bit import signs_by_row
 from jaxcomp.methods.step_bound import bounded, kept_back, sendable
 from jaxcomp.replicas.finite import any_of, failing, unless
 from jaxcomp.replicas.protocol import MethodState
@@ -126,7 +125,7 @@ def zero_one_adam(
     adam = moments.adam(name, learning_rate, b1, b2, eps, weight_decay, mask, deviations)
     differs = adam.deviations
     require(warmup_steps >= 0, name, "at least 0", "warmup_steps=0", warmup_steps=warmup_steps)
-    checks.compressor(f"{name} for warmup_compressor", warmup_compressor)
+    require_compressor(f"{name} for warmup_compressor", warmup_compressor)
     code = signs_by_row if compressor is None else compressor
     transport = transport_of(code, axis_name)
     learning = transport_of(variance_compressor, axis_name)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxcomp.replicas.wrapping import with_extra_args
+from jaxcomp.replicas.protocol import with_extra_args
 
 
 @jax.tree_util.register_dataclass

@@ -13,7 +13,7 @@ import optax
 from jax import lax
 
 from jaxcomp.compressors.policies import path_of
-from jaxcomp.replicas.wrapping import with_extra_args
+from jaxcomp.replicas.protocol import with_extra_args
 
 
 class LayeredTransformation(optax.GradientTransformationExtraArgs):

@@ -10,7 +10,12 @@ import jax.numpy as jnp
 import optax
 
 from jaxcomp.replicas.protocol import drifts as drifts_of
-from jaxcomp.replicas.protocol import has_feedback, require_no_state
+from jaxcomp.replicas.protocol import (
+    has_feedback,
+    require_no_state,
+    warn_of_rounding,
+    with_extra_args,
+)
 from jaxcomp.replicas.types import (
     is_tracked,
     names_of,
@@ -20,7 +25,6 @@ from jaxcomp.replicas.types import (
     vary_over,
     varying_axes,
 )
-from jaxcomp.replicas.wrapping import warn_of_rounding, with_extra_args
 
 
 def local_params(params: Any, state: Any, axis_name: str) -> Any:

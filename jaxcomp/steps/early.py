@@ -13,12 +13,11 @@ from typing import Any
 
 import jax
 from jax.extend import core
-from jax.sharding import PartitionSpec as P
 
 from jaxcomp.replicas.types import names_of, tied
-from jaxcomp.steps.gradient import Gradient, local_gradient, placed_batch, specs_of_extra
+from jaxcomp.steps.gradient import Gradient, local_gradient
 from jaxcomp.steps.loss import Extra
-from jaxcomp.steps.update import Update, local_update, update_specs, with_shares
+from jaxcomp.steps.update import Update, local_update
 
 _SENDS = ("psum", "all_gather", "all_to_all", "reduce_scatter")
 _PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot")
@@ -32,36 +31,25 @@ def early(
     state: Any,
     drifts: Any,
     batch: Any,
-    rng: Any = None,
-    model_state: Any = None,
-    scale: jax.Array | None = None,
-    extra_args: Any = None,
+    rng: Any,
+    model_state: Any,
+    scale: jax.Array | None,
+    extra_args: Any,
 ) -> tuple[Any, Any, jax.Array, jax.Array, Extra]:
-    """A whole step: `(params, state, skipped, losses, extra)`, arguments as for its two halves.
+    """A whole step, inside `shard_map`: `(params, state, skipped, losses, extra)`.
 
     For a mesh with only the axes of the replicas and their devices, which are manual throughout.
+    Arguments are those of the two halves of a step.
     """
-    axes, mesh = gradient.axis_name, gradient.mesh
-    batch, batch_specs = placed_batch(gradient, batch)
-    specs = update_specs(update, params)
-    update = with_shares(update, params)
 
-    def local(params, state, *arguments):
-        *given, extra_args = arguments
-        first = functools.partial(local_gradient, gradient, params, *given)
-        second = lambda made: (
-            *local_update(update, params, state, made[1], made[0], extra_args),
-            made[0],
-            made[2],
-        )
-        return in_early_order(first, second, update.axis_name)
+    def exchanged(made):
+        losses, grads, extra = made
+        new = local_update(update, params, state, grads, losses, extra_args)
+        return *new, losses, extra
 
-    return jax.shard_map(
-        local,
-        mesh=mesh,
-        in_specs=(*specs, P(names_of(axes)[0]), batch_specs, *[P()] * 4),
-        out_specs=(*specs, P(), P(axes), specs_of_extra(gradient, model_state)),
-    )(params, state, drifts, batch, rng, model_state, scale, extra_args)
+    given = params, drifts, batch, rng, model_state, scale
+    first = functools.partial(local_gradient, gradient, *given)
+    return in_early_order(first, exchanged, update.axis_name)
 
 
 def in_early_order(first: Callable[[], Any], second: Callable[[Any], Any], axis_name: str) -> Any:

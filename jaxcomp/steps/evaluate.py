@@ -1,4 +1,4 @@
-"""Evaluation on a mesh: each replica at the parameters of its next gradient."""
+"""Evaluation on a mesh: each replica at its own parameters, their mean, and equal copies."""
 
 import functools
 from collections.abc import Callable
@@ -7,16 +7,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxcomp.replicas import protocol
-from jaxcomp.replicas.specs import require_axis
+from jaxcomp.exchange import averaging, wire
+from jaxcomp.replicas import fast, protocol
+from jaxcomp.replicas.specs import full_specs, require_axis
 from jaxcomp.replicas.state import add_drifts
-from jaxcomp.replicas.types import names_of, to_varying
+from jaxcomp.replicas.types import names_of, sums_over_shards, to_varying
 from jaxcomp.steps import placing
 from jaxcomp.steps.compiling import jitted
 from jaxcomp.steps.gradient import Gradient, on_replicas
+from jaxcomp.steps.placing import placed
 from jaxcomp.steps.update import Update, placed_params, whole_drifts
 
 
@@ -77,3 +80,142 @@ def _own_measures(on, params, drifts, batch):
     batch = placing.sharded_batch(batch, on.batch_specs, on.axis_name)
     measured = jax.tree.map(jnp.asarray, on.loss_fn(local, batch))
     return jax.tree.map(lambda x: x[None], to_varying(measured, on.axis_name))
+
+
+def mean_params(
+    params: Any,
+    state: Any,
+    mesh: Mesh,
+    axis_name: str,
+    *,
+    param_specs: Any = None,
+    fast_axis: str | None = None,
+) -> Any:
+    """Returns the mean of the replicas' own parameters: `params` plus the mean of their `drift`.
+
+    With local steps (`cocktail_sgd`, `local_steps`, `slamb`, `zero_one_adam`), the drift holds the
+    changes since the last synchronization, and `params` do not contain them. The mean is computed
+    in float32, and is what a synchronization without compression would now make of `params`. It
+    leaves out what owners or residuals hold. For `local_steps` it is the plain mean, without the
+    outer optimizer; for `zero_one_adam` without its `step_bound`.
+
+    Call it outside `shard_map`, at the end of a run or before you export parameters. It changes no
+    state: to continue training, use `params` and `state`.
+
+    Args:
+      params: The consensus, global arrays.
+      state: The state of `train_step`, or of any `per_replica`.
+      mesh: The mesh of the step.
+      axis_name: The axis of the replicas.
+      param_specs: The step's `param_specs`, if it has any.
+      fast_axis: The step's `fast_axis`, if it has one.
+
+    Returns:
+      A tree like `params`, equal on all replicas. Leaves without a drift do not change. The others
+      cost one float32 all-reduce, the part `mean_params` in the report; for a state without drift
+      nothing is sent.
+
+    Raises:
+      ValueError: If a drift does not have a row per replica, of its parameter's shape.
+    """
+    leaves, treedef = jax.tree.flatten(params)
+    columns = [_by_leaf(drift, params) for drift in protocol.drifts(state)]
+    if not columns:
+        return params
+    # The drifts of each parameter, rarely more than one.
+    drifts = [[x for x in row if not fast.is_masked(x)] for row in zip(*columns, strict=True)]
+    specs = full_specs(params, mesh, axis_name, param_specs)
+    specs = tuple(jax.tree.leaves(specs))
+    return treedef.unflatten(_program(mesh, axis_name, fast_axis, specs)(leaves, drifts))
+
+
+def _by_leaf(drift, params):
+    """The drift of each parameter, or a `MaskedNode`, which may stand for a whole branch."""
+    leaves = jax.tree.leaves(drift, is_leaf=fast.is_masked)
+    if len(leaves) == jax.tree.structure(params).num_leaves:
+        return leaves  # may be wrapped, as in the state of nnx.Optimizer
+    repeat = lambda x, branch: jax.tree.map(lambda _: x, branch)
+    full = jax.tree.map(repeat, drift, params, is_leaf=fast.is_masked)
+    return jax.tree.leaves(full, is_leaf=fast.is_masked)
+
+
+@functools.lru_cache(maxsize=16)
+def _program(mesh, axis_name, fast_axis, specs):
+    """The jitted mean, cached for repeated calls."""
+    return jax.jit(functools.partial(_mean, mesh, axis_name, fast_axis, list(specs)))
+
+
+def _mean(mesh, axis_name, fast_axis, specs, params, drifts):
+    shares, own, like = None, specs, params
+    if fast_axis is not None:
+        shares = fast.shares_of(params, specs, mesh, fast_axis)
+        like, own = fast.filled(params, shares)
+    for param, rows in zip(like, drifts, strict=True):
+        _require_rows(mesh.shape[axis_name], param, rows)
+    row_specs = [[P(axis_name, *spec)] * len(rows) for spec, rows in zip(own, drifts, strict=True)]
+    params = placed(mesh, params, specs)
+
+    def local(params, drifts):
+        moved = {i: sum(x[0] for x in rows) for i, rows in enumerate(drifts) if rows}
+        transport = wire.transport_of(wire.summed(averaging.EXACT), axis_name)
+        means = averaging.average(transport, moved, jnp.int32(0), "mean_params").mean
+        if shares is not None:
+            pick = lambda leaves: {i: leaves[i] for i in means}
+            means = fast.gather_shares(means, pick(shares), pick(params), fast_axis)
+        add = lambda i, p: (p + means[i]).astype(p.dtype) if i in means else p
+        return [add(i, p) for i, p in enumerate(params)]
+
+    return jax.shard_map(local, mesh=mesh, in_specs=(specs, row_specs), out_specs=specs)(
+        params, drifts
+    )
+
+
+def _require_rows(num_replicas, param, rows):
+    for drift in rows:
+        if drift.shape != (num_replicas, *param.shape):
+            raise ValueError(
+                f"a drift of shape {drift.shape} belongs to a parameter of shape {param.shape} on "
+                f"{num_replicas} replicas, and needs one row a replica. Write the mesh and the "
+                "fast_axis of the step that made the state; resize states of other meshes."
+            )
+
+
+def replica_spread(params: Any, mesh: Mesh, axis_name: str | tuple[str, ...]) -> jax.Array:
+    """Compares the replicas' copies of values that should be equal: 0 if they are, bit for bit.
+
+    JAX's types promise equality of replicated values but lose track in some operations; this
+    compares the copies on the devices.
+
+    Args:
+      params: Pytree of arrays that are replicated over `axis_name`.
+      mesh: The mesh they live on.
+      axis_name: The axis of the replicas, or that and the axis of each replica's devices.
+
+    Returns:
+      u32[]: the largest minus the smallest of the replicas' checksums of bits. Sends two
+      all-reduces of 4 bytes.
+    """
+    leaves = jax.tree.leaves(params)
+    specs = tuple(getattr(x.sharding, "spec", P()) for x in leaves)
+    return _comparison(mesh, axis_name, specs)(leaves)
+
+
+@functools.lru_cache(maxsize=16)
+def _comparison(mesh, axis_name, specs):
+    """The jitted comparison, cached for repeated calls."""
+    local = functools.partial(_difference, axis_name)
+    return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(list(specs),), out_specs=P()))
+
+
+def _difference(axis_name, leaves):
+    total = sum((_checksum(x) for x in to_varying(leaves, axis_name)), start=jnp.uint32(0))
+    (total,) = sums_over_shards([total], *names_of(axis_name))
+    return lax.pmax(total, axis_name) - lax.pmin(total, axis_name)
+
+
+def _checksum(x) -> jax.Array:
+    """u32[]: a sum of all words of bits, each times an odd number given by its position."""
+    x = x.astype(jnp.uint8) if x.dtype == bool else x
+    words = lax.bitcast_convert_type(x, jnp.uint8).reshape(-1).astype(jnp.uint32)
+    weights = 2 * lax.iota(jnp.uint32, words.size) + 1
+    return jnp.sum(words * weights, dtype=jnp.uint32)

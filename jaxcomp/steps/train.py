@@ -15,10 +15,24 @@ from jaxcomp.replicas.state import per_replica
 from jaxcomp.replicas.types import names_of
 from jaxcomp.steps.compiling import ByState, Donating, Initial, compiler_options, is_of_gpus
 from jaxcomp.steps.early import early
-from jaxcomp.steps.gradient import Gradient, all_gradients, check_accumulate, metrics_of
-from jaxcomp.steps.interleaved import interleaved
-from jaxcomp.steps.interleaved_shards import interleaved_shards
-from jaxcomp.steps.update import Update, all_updates, init_state, placed_params, whole_drifts
+from jaxcomp.steps.gradient import (
+    Gradient,
+    all_gradients,
+    check_accumulate,
+    metrics_of,
+    placed_batch,
+    specs_of_extra,
+)
+from jaxcomp.steps.interleaved import interleaved, interleaved_shards
+from jaxcomp.steps.update import (
+    Update,
+    all_updates,
+    init_state,
+    placed_params,
+    update_specs,
+    whole_drifts,
+    with_shares,
+)
 
 
 class TrainStep(NamedTuple):
@@ -128,19 +142,33 @@ def _sends_ahead(state):
 def _step(gradient, update, params, state, batch, rng=None, model_state=None, extra_args=None):
     params = placed_params(update, params)
     drifts = whole_drifts(update, params, protocol.drifts(state))
-    given = drifts, batch, rng, model_state
-    scale = protocol.loss_scale(state)
+    given, scale = (drifts, batch, rng, model_state), protocol.loss_scale(state)
     if _sends_ahead(state):
-        make = interleaved if _are_all(update.mesh, update.axes) else interleaved_shards
+        make = _manual(interleaved) if _are_all(update.mesh, update.axes) else interleaved_shards
         new = make(gradient, update, params, state, *given, extra_args)
-        params, state, skipped, loss, extra = new
     elif sends_early(update.mesh, update.axes, state):
-        new = early(gradient, update, params, state, *given, scale, extra_args)
-        params, state, skipped, loss, extra = new
+        new = _manual(early)(gradient, update, params, state, *given, scale, extra_args)
     else:
         loss, grads, extra = all_gradients(gradient, params, *given, scale)
-        params, state, skipped = all_updates(update, params, state, grads, loss, extra_args)
+        new = *all_updates(update, params, state, grads, loss, extra_args), loss, extra
+    params, state, skipped, loss, extra = new
     return params, state, metrics_of(gradient, loss, skipped, extra, model_state)
+
+
+def _manual(local):
+    """Both halves of a step in one `shard_map`, where all axes of the mesh are manual."""
+
+    def whole(gradient, update, params, state, drifts, batch, rng, model_state, *rest):
+        batch, batch_specs = placed_batch(gradient, batch)
+        specs, axes = update_specs(update, params), gradient.axis_name
+        return jax.shard_map(
+            functools.partial(local, gradient, with_shares(update, params)),
+            mesh=gradient.mesh,
+            in_specs=(*specs, P(update.axis_name), batch_specs, *[P()] * (2 + len(rest))),
+            out_specs=(*specs, P(), P(axes), specs_of_extra(gradient, model_state)),
+        )(params, state, drifts, batch, rng, model_state, *rest)
+
+    return whole
 
 
 def state_shapes(

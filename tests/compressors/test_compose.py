@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxcomp.compressors.cocktail import cocktail
-from jaxcomp.compressors.compose import compose
+from jaxcomp.compressors.compose import cocktail, compose
 from jaxcomp.compressors.quantize import quantize
 from jaxcomp.compressors.sparse import random_k, top_k
 from tests.helpers.coding import (

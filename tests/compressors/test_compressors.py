@@ -17,8 +17,7 @@ from jax.sharding import PartitionSpec as P
 import jaxcomp
 from jaxcomp.compressors.base import Compressor, identity
 from jaxcomp.compressors.bin_means import bin_means
-from jaxcomp.compressors.cocktail import cocktail
-from jaxcomp.compressors.compose import compose
+from jaxcomp.compressors.compose import cocktail, compose
 from jaxcomp.compressors.learned import learned_levels
 from jaxcomp.compressors.packing import fold
 from jaxcomp.compressors.quantize import cast, quantize

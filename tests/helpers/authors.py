@@ -8,7 +8,7 @@ from jax import lax
 
 import jaxcomp
 from jaxcomp.compressors.base import Compressor, Payload, Selection
-from jaxcomp.compressors.compose import sparsifier
+from jaxcomp.compressors.sparse import sparsifier
 from jaxcomp.exchange import wire
 from jaxcomp.exchange.journeys import Hop
 

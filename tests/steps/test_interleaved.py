@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxcomp
 from jaxcomp.replicas import protocol
-from jaxcomp.steps import interleaved_shards
+from jaxcomp.steps import interleaved
 from jaxcomp.steps import train as plain
 from tests.helpers import replicas
 from tests.helpers.replicas import everywhere, mesh_of, rows
@@ -164,7 +164,7 @@ def test_so_it_is_in_shards_where_a_barrier_would_lose_a_view_that_nobody_else_u
     batch = rows(mesh, np.zeros((8, 40), np.float32))
     jaxpr = step.trace(params, init(params), batch).jaxpr
     (hop,) = bodies(jaxpr.jaxpr, collective)
-    assert [eqn.params.get("name") for eqn in hop] == [interleaved_shards._HOP]
+    assert [eqn.params.get("name") for eqn in hop] == [interleaved._HOP]
 
 
 @pytest.mark.parametrize("method", ["zero_one_adam", "compressed_mean"])

@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 import jaxcomp
 from jaxcomp.replicas.shards import map_shards, natural
-from jaxcomp.sharded import rounding
+from jaxcomp.sharded import qsdp
 from train.config import Config, expression
 from train.config.run import AXIS_NAME, update
 from train.models.decoder import STACKED, DecoderConfig
@@ -105,7 +105,7 @@ def saved(config: dict[str, Any], params: Any, num_shards: int) -> Any:
 def whole(shards: Any, levels: Any) -> Any:
     """Whole parameters to deploy, from shards that every device holds; see `QSDP.deployed`."""
     one = lambda shard: natural(shard.data, shard.shape)
-    return map_shards(one, rounding.decoded_shards(shards, levels))
+    return map_shards(one, qsdp.decoded_shards(shards, levels))
 
 
 def _rounds(steps: int, fsdp: jaxcomp.QSDP, state: jaxcomp.QSDPState) -> dict[str, int]:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jaxcomp
-from jaxcomp.methods.signs import signs_by_row
+from jaxcomp.methods.one_bit import signs_by_row
 from tests.helpers.coding import decoded
 
 
