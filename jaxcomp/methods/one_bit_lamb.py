@@ -17,7 +17,7 @@ from jaxcomp.exchange.wire import Transport, transport_of
 from jaxcomp.methods import moments, one_bit
 from jaxcomp.methods.common import counted, method, no_rounds, require
 from jaxcomp.replicas.finite import poisoned, unless
-from jaxcomp.replicas.layers import LayeredTransformation, broadcast_over, own_axes
+from jaxcomp.replicas.layers import broadcast_over, in_batches, own_axes
 from jaxcomp.replicas.protocol import MethodState
 from jaxcomp.replicas.types import largest, sums_over_shards
 
@@ -176,7 +176,7 @@ def one_bit_lamb(
             norms=norms,
         )
 
-    return LayeredTransformation(*method(name, axis_name, init_fn, update_fn))
+    return in_batches(method(name, axis_name, init_fn, update_fn))
 
 
 def _check(name, trust):

@@ -19,7 +19,7 @@ from jaxcomp.exchange.wire import Transport, transport_of
 from jaxcomp.methods import moments, step_bound
 from jaxcomp.methods.common import counted, method, no_rounds, require
 from jaxcomp.replicas.finite import any_of, failing, unless
-from jaxcomp.replicas.layers import LayeredTransformation, broadcast_over, own_axes
+from jaxcomp.replicas.layers import broadcast_over, in_batches, own_axes
 from jaxcomp.replicas.protocol import KeepsRounding
 from jaxcomp.replicas.types import num_replicas, sums_over_shards, to_varying
 
@@ -222,7 +222,7 @@ def slamb(
             skipped=state.skipped + any_of(bad, axis_name),
         )
 
-    return LayeredTransformation(*method(name, axis_name, init_fn, update_fn))
+    return in_batches(method(name, axis_name, init_fn, update_fn))
 
 
 def _left(drift, params, got, axis_name):

@@ -16,10 +16,6 @@ from jaxcomp.compressors.policies import path_of
 from jaxcomp.replicas.protocol import with_extra_args
 
 
-class LayeredTransformation(optax.GradientTransformationExtraArgs):
-    """A transformation that takes `Stacked` nodes, and treats their layers as separate leaves."""
-
-
 class LayersDiffer(ValueError):
     """A rule treats the layers of a stack differently, so that they need arrays of their own."""
 
@@ -127,11 +123,11 @@ def _stacked(tree):
     """The tree with `Stacked` nodes in place of `Unstacked` ones whose layers are alike."""
 
     def stacked(node):
-        if not isinstance(node, Unstacked) or not _alike(node.trees):
+        if not _is_unstacked(node) or not _alike(node.trees):
             return node
         return Stacked(_restacked(node), len(node.trees))
 
-    return jax.tree.map(stacked, tree, is_leaf=lambda node: isinstance(node, Unstacked))
+    return jax.tree.map(stacked, tree, is_leaf=_is_unstacked)
 
 
 def _taken_apart(tree):
@@ -205,12 +201,12 @@ def common_values(function: Callable[[Any], Any], tree: Any) -> Any:
     """
 
     def stacked(node):
-        if not isinstance(node, Unstacked):
+        if not _is_unstacked(node):
             return node
         return Stacked(jax.tree.map(lambda *values: _only(values), *node.trees), len(node.trees))
 
     values = function(_taken_apart(tree))
-    return jax.tree.map(stacked, values, is_leaf=lambda node: isinstance(node, Unstacked))
+    return jax.tree.map(stacked, values, is_leaf=_is_unstacked)
 
 
 def _only(values):
@@ -244,10 +240,10 @@ def per_layer(
       a policy that treats them differently.
 
       Programs are as long as those of the unstacked model, and layer follows layer in the buckets.
-      The exceptions are `power_sgd`, `dion`, `muon` and `local_steps`, which compute with the
-      stacked arrays wherever they stand; and `slamb` and `one_bit_lamb` without a chain, in whose
-      buckets leaf follows leaf. Only if a policy, fragments or a mask of weight decay treat the
-      layers of an array differently, they get the layers one by one, too.
+      The exceptions are `power_sgd`, `dion`, `muon`, `local_steps`, `slamb` and `one_bit_lamb`,
+      which compute with the stacked arrays wherever they stand; in buckets of the last two leaf
+      follows leaf. Only if a policy, fragments or a mask of weight decay treat the layers of an
+      array differently, they get the layers one by one, too.
 
     Raises:
       ValueError: At trace time, for a stacked leaf without axes, or if no leaf is stacked.
@@ -264,9 +260,9 @@ def per_layer(
     """
     tx = with_extra_args(tx, "per_layer")
 
-    def split(tree, node):
-        found = _with_nodes((), tree, stacked, node)
-        if not any(map(_is_node, jax.tree.leaves(found, is_leaf=_is_node))):
+    def split(tree):
+        found = _split((), tree, stacked)
+        if not any(map(_is_unstacked, jax.tree.leaves(found, is_leaf=_is_unstacked))):
             paths = [path_of(path) for path, _ in jax.tree.leaves_with_path(tree)]
             raise ValueError(
                 f"per_layer got no stacked leaf among {paths}; write a rule that matches some: "
@@ -274,35 +270,24 @@ def per_layer(
             )
         return found
 
-    def init(node, params):
-        return jax.tree.map(_restacked, tx.init(split(params, node)), is_leaf=_is_node)
+    def init(params):
+        return jax.tree.map(_restacked, tx.init(split(params)), is_leaf=_is_unstacked)
 
-    def update(node, updates, state, params=None, **extra_args):
-        updates = split(updates, node)
-        params = None if params is None else split(params, node)
+    def update(updates, state, params=None, **extra_args):
+        updates = split(updates)
+        params = None if params is None else split(params)
         like = jax.eval_shape(tx.init, updates if params is None else params)
-        nodes, treedef = jax.tree.flatten(like, is_leaf=_is_node)
+        nodes, treedef = jax.tree.flatten(like, is_leaf=_is_unstacked)
         state = treedef.unflatten(map(_apart, nodes, treedef.flatten_up_to(state)))
         updates, state = tx.update(updates, state, params, **extra_args)
-        return jax.tree.map(_restacked, (updates, state), is_leaf=_is_node)
+        return jax.tree.map(_restacked, (updates, state), is_leaf=_is_unstacked)
 
-    def with_nodes(function):
-        """Gives stacks as they are to a method that knows of them, unless their layers differ."""
-
-        def with_either(*args, **extra_args):
-            if isinstance(tx, LayeredTransformation):
-                with contextlib.suppress(LayersDiffer):
-                    return function(Stacked, *args, **extra_args)
-            return function(unstacked, *args, **extra_args)
-
-        return with_either
-
-    return optax.GradientTransformationExtraArgs(with_nodes(init), with_nodes(update))
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _with_nodes(path, tree, stacked, node):
-    """The tree with a node in place of the largest subtrees of leaves stacked alike."""
-    lengths = {}
+def _split(path, tree, stacked):
+    """The tree with `Unstacked` nodes in place of the largest subtrees of leaves stacked alike."""
+    lengths: dict[Any, str] = {}
     for key, leaf in jax.tree.leaves_with_path(tree):
         name = path_of((*path, *key))
         is_stacked = stacked(name, leaf)
@@ -315,17 +300,15 @@ def _with_nodes(path, tree, stacked, node):
     if not set(lengths) - {None}:
         return tree
     if len(lengths) == 1:
-        return node(tree, *lengths)
+        return unstacked(tree, *lengths)
     children, treedef = jax.tree.flatten_with_path(tree, is_leaf=lambda x: x is not tree)
-    split = lambda key, child: _with_nodes((*path, *key), child, stacked, node)
+    split = lambda key, child: _split((*path, *key), child, stacked)
     return treedef.unflatten([split(key, child) for key, child in children])
 
 
 def _restacked(node):
     """Stacks layers that are alike; returns anything else as it is."""
-    if isinstance(node, Stacked):
-        return node.tree
-    if not isinstance(node, Unstacked) or not _alike(node.trees):
+    if not _is_unstacked(node) or not _alike(node.trees):
         return node
     if node.whole is not None:
         return node.whole
@@ -334,9 +317,7 @@ def _restacked(node):
 
 def _apart(like, node):
     """Undoes `_restacked`; `like` is the node before it."""
-    if isinstance(like, Stacked):
-        return Stacked(node, like.length)
-    if not isinstance(like, Unstacked) or not _alike(like.trees):
+    if not _is_unstacked(like) or not _alike(like.trees):
         return node
     return unstacked(node, len(like.trees))
 
@@ -350,5 +331,5 @@ def _alike(trees) -> bool:
     return all(other == first for other in others)
 
 
-def _is_node(node) -> bool:
-    return isinstance(node, Stacked | Unstacked)
+def _is_unstacked(node) -> bool:
+    return isinstance(node, Unstacked)
