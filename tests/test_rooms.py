@@ -60,6 +60,7 @@ ELSEWHERE = {
     "launch/variables.py": "launch/test_detect.py",
     "steps/gradient.py": "steps/test_train.py",  # both halves of a step
     "steps/update.py": "steps/test_train.py",
+    "methods/moments.py": "methods/test_one_bit_adam.py",  # constants of the Adam family
     "methods/inner.py": "methods/test_cocktail_sgd.py",  # whose inner optimizer it first was
     "sharded/gathering.py": "sharded/test_gather_once.py",
     "sharded/levels.py": "compressors/test_learned.py",

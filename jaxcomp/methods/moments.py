@@ -1,6 +1,5 @@
 """What methods of the Adam family share: a common variance, and its square root."""
 
-import functools
 import math
 from typing import Any, NamedTuple
 
@@ -9,11 +8,9 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from jaxcomp.compressors.platforms import by_platform
-from jaxcomp.exchange import averaging
 from jaxcomp.methods import common
 from jaxcomp.methods.common import require, require_static
-from jaxcomp.replicas.finite import not_finite, unless
+from jaxcomp.replicas.finite import not_finite
 from jaxcomp.replicas.layers import broadcast_over, own_axes
 from jaxcomp.replicas.types import size_over_shards, sums_over_shards
 
@@ -201,101 +198,6 @@ def gradients(updates, like, axis_name: str):
     """
     grads = jax.tree.map(lambda g, moment: g.astype(moment.dtype), updates, like)
     return grads, not_finite(jax.tree.map(jnp.square, grads), axis_name)
-
-
-# Greatest share of one gradient in a variance that learns rarely: about 15 count at any time.
-_LARGEST_SHARE = 1 / 8
-
-
-def aged(b2: float, steps: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """What a variance keeps of itself when it is learned some steps after the last time.
-
-    That is b2^steps, but the new squared gradient is never more than an eighth of the variance, or
-    its share in Adam if that is larger. Without this bound a gradient weighs 1 - b2^steps, and a
-    variance learned every thousand steps is one noisy square, near zero somewhere.
-
-    Args:
-      b2: Decay of the variance in a step, in [0, 1).
-      steps: i32[], since it was last learned, at least 1.
-      weight: f32[], the weight of all gradients in it; 0 before the first.
-
-    Returns:
-      The share kept, f32[] in [0, b2], and the new `weight`.
-    """
-    least = (1 - _LARGEST_SHARE) / (1 - _LARGEST_SHARE * (1 - weight))
-    keeps = jnp.minimum(jnp.maximum(power(b2, steps, weight), least), b2)
-    return keeps, keeps * weight + (1 - keeps)
-
-
-def learned(
-    grads, bad, variance, b2: jax.Array, due: jax.Array, transport, count: jax.Array
-) -> Any:
-    """The variance after the mean gradient, if `due`; otherwise nothing is sent.
-
-    A program that sends only in some steps needs a branch. Each bucket has its own, so that its
-    message can be sent before the whole gradient is known.
-
-    Args:
-      grads: This replica's own.
-      bad: bool[] for each leaf, whether this replica's counts as zeros.
-      variance: Tree, equal on all replicas.
-      b2: Its decay.
-      due: bool[].
-      transport: How gradients are exchanged.
-      count: i32[], how often the variance was learned before; masks and noise depend on it.
-    """
-
-    instead = averaging.Instead(~due)
-    mean = averaging.average(transport, grads, count, "variance", instead=instead, zeroed=bad).mean
-    new = unless(~due, optax.tree_utils.tree_update_moment(mean, variance, b2, 2), variance)
-    # On a GPU each reader would compute it again from the mean and the old variance.
-    once = functools.partial(by_platform, cpu=lambda v: v, default=lax.optimization_barrier)
-    return jax.tree.map(once, new)
-
-
-def learned_root(adam: Adam, new: Any, old: Any, learns: jax.Array) -> tuple[Any, Any]:
-    """D in a step that may learn the variance, and which leaves have only eps: bool[] each.
-
-    No leaf waits for the gradients of the others: a leaf without any gradient so far gets the mean
-    of the others' old variances. In the first step there are none, and a leaf's mean gradient may
-    be zero although the gradients are not.
-
-    Args:
-      adam: The constants.
-      new: `(variance, weight)` after the step.
-      old: The same before it.
-      learns: bool[], whether the step has learned it. There is none to use before the first one.
-    """
-    is_first, fresh = old[1] == 0, adam.deviations.fresh_variance
-    # A step that has not learned has the same variance before and after: nothing to choose.
-    variance = new[0] if fresh else unless(is_first, old[0], new[0])
-    weight = unless(is_first | (learns & fresh), old[1], new[1])
-    guarded = is_first & learns & (adam.deviations.variance_floor > 0)
-    rootless = jax.tree.map(lambda v: guarded & (jnp.sum(v) == 0), variance)
-    # Without the barrier XLA sums old and new variances of a leaf in one kernel, and all would
-    # wait.
-    others = jax.tree.map(lax.optimization_barrier, old[0])
-    return adam.root(variance, weight, others=others), rootless
-
-
-def mean_root(adam: Adam, state: Any, own: Any, root: Any) -> Any:
-    """The D that turns the drift since a synchronization into a sum of rate * momentum.
-
-    The last step used `root`. If it has just learned the variance, earlier steps used an older one.
-
-    Args:
-      adam: The constants.
-      state: Has the `variance` before the step, its `variance_weight`, and `rate_sum`.
-      own: Has `rate_sum` after it.
-      root: D in the step.
-    """
-    before, rate = state.rate_sum, own.rate_sum - state.rate_sum
-    differ = (state.variance_weight > 0) & (before > 0)
-
-    def mean(old, new):
-        return jnp.where(differ, own.rate_sum / (before / old + rate / new), new)
-
-    return jax.tree.map(mean, adam.root(state.variance, state.variance_weight), root)
 
 
 def _sums(tree: Any) -> list[jax.Array]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -11,6 +12,7 @@ from jax import lax
 
 from jaxcomp import schedules
 from jaxcomp.compressors.base import Compressor, require_compressor
+from jaxcomp.compressors.platforms import by_platform
 from jaxcomp.compressors.policies import Policy
 from jaxcomp.compressors.quantize import quantize
 from jaxcomp.exchange import averaging
@@ -44,6 +46,8 @@ class ZeroOneAdamState(NamedTuple):
 
 _EIGHT_BITS = quantize(8)
 _CHECKED_STEPS = 2**16  # of both schedules, when the state is made
+# Greatest share of one gradient in a variance that learns rarely: about 15 count at any time.
+_LARGEST_SHARE = 1 / 8
 
 
 def zero_one_adam(
@@ -123,7 +127,6 @@ def zero_one_adam(
         variance_at = schedules.both(schedules.growing(), sync_at)
     name = "zero_one_adam"
     adam = moments.adam(name, learning_rate, b1, b2, eps, weight_decay, mask, deviations)
-    differs = adam.deviations
     require(warmup_steps >= 0, name, "at least 0", "warmup_steps=0", warmup_steps=warmup_steps)
     require_compressor(f"{name} for warmup_compressor", warmup_compressor)
     code = signs_by_row if compressor is None else compressor
@@ -158,68 +161,28 @@ def zero_one_adam(
         number = rounds["synchronize"] + rounds["warmup"]
         return averaging.average(transport, buffer, number, "synchronize", **kept)
 
-    def together(state, own, root):
-        """A synchronization: the consensus moves by the mean drift."""
-        if differs.fresh_variance and sync_at is not schedules.always:
-            root = moments.mean_root(adam, state, own, root)
-        buffer, most = own.drift, own.rate_sum
-        if not differs.precondition:
-            buffer = jax.tree.map(jnp.multiply, buffer, root)
-            most = jax.tree.map(lambda d: own.rate_sum * d, root)
-        got = averaged(state, buffer)
-        change = bounded(adam, state.count + 1, got.mean, most)
-        got = got._replace(residual=kept_back(got.residual, got.mean, change))
-        if not differs.precondition:
-            change = jax.tree.map(jnp.divide, change, root)
-        momentum = own.momentum
-        if differs.mean_momentum:
-            mean = lambda c, d, m: jnp.where(own.rate_sum > 0, -c * d / own.rate_sum, m)
-            momentum = jax.tree.map(mean, change, root, momentum)
-            # A `where` on an empty array loses the varying type.
-            momentum = to_varying(momentum, axis_name)
-        drift, rate_sum = jax.tree.map(zeros_of, (own.drift, own.rate_sum))
-        new = {"momentum": momentum, "drift": drift, "rate_sum": rate_sum}
-        return change, new | averaging.feedback(got)
-
-    def apart(state, own, root):
-        """A step without synchronization: what the bound cuts off waits for the next message."""
-        step = jax.tree.map(jnp.subtract, own.drift, state.drift)
-        kept = bounded(adam, state.count + 1, step, own.rate_sum - state.rate_sum)
-        moved = lambda d, new, step, kept: jnp.where(step == kept, new, d + kept)
-        drift = jax.tree.map(moved, state.drift, own.drift, step, kept)
-        if not differs.precondition:
-            step, kept = (jax.tree.map(jnp.multiply, x, root) for x in (step, kept))
-        residual = kept_back(state.residual, step, kept)
-        new = {"momentum": own.momentum, "drift": drift, "rate_sum": own.rate_sum}
-        new |= averaging.feedback(state) | {"residual": residual}
-        return jax.tree.map(zeros_of, state.variance), new
-
     def update_fn(updates, state, params, **_):
         count = state.count
         grads = jax.tree.map(lambda g, v: g.astype(v.dtype), updates, state.variance)
         bad = failing(jax.tree.map(jnp.square, grads))  # a variance learns from squares
         learns, meets, is_warm = variance_at(count), sync_at(count), count < warmup_steps
-        steps = count + 1 - state.variance_steps if differs.weigh_steps else jnp.int32(1)
-        keeps, weight = moments.aged(b2, steps, state.variance_weight)
-        learned = state.rounds["variance"]
-        variance = moments.learned(grads, bad, state.variance, keeps, learns, learning, learned)
-        new, old = (variance, weight), (state.variance, state.variance_weight)
-        root, rootless = moments.learned_root(adam, new, old, learns)
+        learned, root, rootless = _learned(adam, state, grads, bad, learns, learning)
         still = jax.tree.map(jnp.logical_or, bad, rootless)
         own = _own_step(adam, state, grads, still, root, axis_name)
-        if sync_at is schedules.always:
-            change, fields = together(state, own, root)
+        always = sync_at is schedules.always
+        together = functools.partial(_together, adam, averaged, axis_name, always)
+        if always:
+            change, moved = together(state, own, root)
         else:
-            change, fields = lax.cond(meets, together, apart, state, own, root)
+            apart = functools.partial(_apart, adam)
+            change, moved = lax.cond(meets, together, apart, state, own, root)
         sent = {"synchronize": meets & ~is_warm, "variance": learns, "warmup": meets & is_warm}
         return adam.decayed(change, adam.rate_of(count), params), state._replace(
             count=optax.safe_increment(count),
-            variance=variance,
-            variance_steps=jnp.where(learns, count + 1, state.variance_steps),
-            variance_weight=jnp.where(learns, weight, state.variance_weight),
             rounds=counted(state.rounds, all=meets, **sent),
             skipped=state.skipped + any_of(bad, axis_name),
-            **fields,
+            **learned,
+            **moved,
         )
 
     return method(name, axis_name, init_fn, update_fn)
@@ -237,3 +200,157 @@ def _own_step(adam, state, grads, still, root, axis_name):
     drifted = lambda d, m, s: d - rate * m / s
     drift = unless(still, jax.tree.map(drifted, state.drift, momentum, root), state.drift)
     return state._replace(momentum=momentum, drift=drift, rate_sum=state.rate_sum + rate)
+
+
+def _together(adam, averaged, axis_name, always, state, own, root):
+    """A synchronization: the consensus moves by the mean drift, and the fields that it changes.
+
+    Args:
+      adam: The constants.
+      averaged: `(state, buffer) -> Averaged`.
+      axis_name: Mesh axis of the replicas.
+      always: Whether every step synchronizes.
+      state: The state before the step.
+      own: The same with this replica's own step.
+      root: D in the step.
+    """
+    differs = adam.deviations
+    if differs.fresh_variance and not always:
+        root = _mean_root(adam, state, own, root)
+    buffer, most = own.drift, own.rate_sum
+    if not differs.precondition:
+        buffer = jax.tree.map(jnp.multiply, buffer, root)
+        most = jax.tree.map(lambda d: own.rate_sum * d, root)
+    got = averaged(state, buffer)
+    change = bounded(adam, state.count + 1, got.mean, most)
+    got = got._replace(residual=kept_back(got.residual, got.mean, change))
+    if not differs.precondition:
+        change = jax.tree.map(jnp.divide, change, root)
+    momentum = own.momentum
+    if differs.mean_momentum:
+        mean = lambda c, d, m: jnp.where(own.rate_sum > 0, -c * d / own.rate_sum, m)
+        momentum = jax.tree.map(mean, change, root, momentum)
+        # A `where` on an empty array loses the varying type.
+        momentum = to_varying(momentum, axis_name)
+    drift, rate_sum = jax.tree.map(zeros_of, (own.drift, own.rate_sum))
+    new = {"momentum": momentum, "drift": drift, "rate_sum": rate_sum}
+    return change, new | averaging.feedback(got)
+
+
+def _apart(adam, state, own, root):
+    """A step without synchronization: what the bound cuts off waits for the next message."""
+    step = jax.tree.map(jnp.subtract, own.drift, state.drift)
+    kept = bounded(adam, state.count + 1, step, own.rate_sum - state.rate_sum)
+    moved = lambda d, new, step, kept: jnp.where(step == kept, new, d + kept)
+    drift = jax.tree.map(moved, state.drift, own.drift, step, kept)
+    if not adam.deviations.precondition:
+        step, kept = (jax.tree.map(jnp.multiply, x, root) for x in (step, kept))
+    residual = kept_back(state.residual, step, kept)
+    new = {"momentum": own.momentum, "drift": drift, "rate_sum": own.rate_sum}
+    new |= averaging.feedback(state) | {"residual": residual}
+    return jax.tree.map(zeros_of, state.variance), new
+
+
+def _learned(adam, state, grads, bad, learns, transport):
+    """The variance's fields after a step, D in it, and which leaves have only eps: bool[] each.
+
+    Args:
+      adam: The constants.
+      state: The state before the step.
+      grads: This replica's own gradients.
+      bad: bool[] for each leaf, whether this replica's counts as zeros.
+      learns: bool[], whether the step learns the variance.
+      transport: How gradients are exchanged.
+    """
+    count, weight = state.count, state.variance_weight
+    steps = count + 1 - state.variance_steps if adam.deviations.weigh_steps else jnp.int32(1)
+    keeps, new_weight = aged(adam.b2, steps, weight)
+    variance = _after_mean_gradient(grads, bad, state, keeps, learns, transport)
+    new, old = (variance, new_weight), (state.variance, weight)
+    root, rootless = _learned_root(adam, new, old, learns)
+    fields = {
+        "variance": variance,
+        "variance_steps": jnp.where(learns, count + 1, state.variance_steps),
+        "variance_weight": jnp.where(learns, new_weight, weight),
+    }
+    return fields, root, rootless
+
+
+def aged(b2: float, steps: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """What a variance keeps of itself when it is learned some steps after the last time.
+
+    That is b2^steps, but the new squared gradient is never more than an eighth of the variance, or
+    its share in Adam if that is larger. Without this bound a gradient weighs 1 - b2^steps, and a
+    variance learned every thousand steps is one noisy square, near zero somewhere.
+
+    Args:
+      b2: Decay of the variance in a step, in [0, 1).
+      steps: i32[], since it was last learned, at least 1.
+      weight: f32[], the weight of all gradients in it; 0 before the first.
+
+    Returns:
+      The share kept, f32[] in [0, b2], and the new `weight`.
+    """
+    least = (1 - _LARGEST_SHARE) / (1 - _LARGEST_SHARE * (1 - weight))
+    keeps = jnp.minimum(jnp.maximum(moments.power(b2, steps, weight), least), b2)
+    return keeps, keeps * weight + (1 - keeps)
+
+
+def _after_mean_gradient(grads, bad, state, b2, due, transport):
+    """The variance after the mean gradient, if `due`; otherwise nothing is sent.
+
+    A program that sends only in some steps needs a branch. Each bucket has its own, so that its
+    message can be sent before the whole gradient is known.
+    """
+    count, variance = state.rounds["variance"], state.variance
+    instead = averaging.Instead(~due)
+    mean = averaging.average(transport, grads, count, "variance", instead=instead, zeroed=bad).mean
+    new = unless(~due, optax.tree_utils.tree_update_moment(mean, variance, b2, 2), variance)
+    # On a GPU each reader would compute it again from the mean and the old variance.
+    once = functools.partial(by_platform, cpu=lambda v: v, default=lax.optimization_barrier)
+    return jax.tree.map(once, new)
+
+
+def _learned_root(adam, new, old, learns):
+    """D in a step that may learn the variance, and which leaves have only eps: bool[] each.
+
+    No leaf waits for the gradients of the others: a leaf without any gradient so far gets the mean
+    of the others' old variances. In the first step there are none, and a leaf's mean gradient may
+    be zero although the gradients are not.
+
+    Args:
+      adam: The constants.
+      new: `(variance, weight)` after the step.
+      old: The same before it.
+      learns: bool[], whether the step has learned it. There is none to use before the first one.
+    """
+    is_first, fresh = old[1] == 0, adam.deviations.fresh_variance
+    # A step that has not learned has the same variance before and after: nothing to choose.
+    variance = new[0] if fresh else unless(is_first, old[0], new[0])
+    weight = unless(is_first | (learns & fresh), old[1], new[1])
+    guarded = is_first & learns & (adam.deviations.variance_floor > 0)
+    rootless = jax.tree.map(lambda v: guarded & (jnp.sum(v) == 0), variance)
+    # Without the barrier XLA sums old and new variances of a leaf in one kernel, and all would
+    # wait.
+    others = jax.tree.map(lax.optimization_barrier, old[0])
+    return adam.root(variance, weight, others=others), rootless
+
+
+def _mean_root(adam, state, own, root):
+    """The D that turns the drift since a synchronization into a sum of rate * momentum.
+
+    The last step used `root`. If it has just learned the variance, earlier steps used an older one.
+
+    Args:
+      adam: The constants.
+      state: Has the `variance` before the step, its `variance_weight`, and `rate_sum`.
+      own: Has `rate_sum` after it.
+      root: D in the step.
+    """
+    before, rate = state.rate_sum, own.rate_sum - state.rate_sum
+    differ = (state.variance_weight > 0) & (before > 0)
+
+    def mean(old, new):
+        return jnp.where(differ, own.rate_sum / (before / old + rate / new), new)
+
+    return jax.tree.map(mean, adam.root(state.variance, state.variance_weight), root)

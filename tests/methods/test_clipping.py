@@ -168,6 +168,7 @@ TREES = {
     "zero": np.float32(0),
     "nested": {"a": np.float32(-12), "b": {"c": np.zeros((0, 3), "f"), "d": np.full(1, 5, "f")}},
     "two types": {"half": jnp.full((300,), 3, "bfloat16"), "single": np.float32([[3, 4]])},
+    "a norm beyond its type": jnp.full(4, 4e4, "float16"),
 }
 
 

@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 
 import jaxcomp
 from jaxcomp import schedules
-from jaxcomp.methods import moments
+from jaxcomp.methods.zero_one_adam import aged
 
 
 def shares_of(b2, gaps):
     """What each gradient is of the variance in the end, learned so many steps after the last."""
     shares, weight = np.zeros(len(gaps)), jnp.float64(0.0)
     for j, gap in enumerate(gaps):
-        keeps, weight = moments.aged(b2, jnp.int32(gap), weight)
+        keeps, weight = aged(b2, jnp.int32(gap), weight)
         shares[: j + 1] *= float(keeps)
         shares[j] = 1 - float(keeps)
     np.testing.assert_allclose(shares.sum(), float(weight), rtol=1e-9)
