@@ -1,14 +1,14 @@
 """The k entries of largest magnitude of each row: finds them, takes them out, and puts them back.
 
-Each platform has forms of its own, and all return the same bits. A CPU bisects for the threshold,
-in a fifth of the time of `jax.lax.top_k`, numbers the marked entries with a running sum, and moves
-them one by one. On accelerators such a loop would wait for the host in each round: they find the
-threshold in a fixed number of rounds, digit by digit. But in short rows a GPU sorts, and a TPU
-compares all pairs; a TPU sorts rows of up to 4,096.
+Each platform has forms of its own, and all return the same bits. To find the threshold, a CPU
+bisects, in a fifth of the time of `jax.lax.top_k`. On accelerators such a loop would wait for the
+host in each round: they find it in a fixed number of rounds, digit by digit. But in short rows a
+GPU sorts, and a TPU compares all pairs; a TPU sorts rows of up to 4,096.
 
-A GPU counts ones in words of 32 marks, so that each entry, or each place, computes where to read. A
-TPU would move a whole tile for each entry: it compares all places of a short row with each other,
-in one fused sum, and sorts rows of up to 4,096.
+To move entries, a CPU numbers those of long rows with a running sum, and moves them one by one. In
+short rows it does as a GPU, which counts ones in words of 32 marks, so that each entry, or each
+place, computes where to read. A TPU would move a whole tile for each entry: it compares all places
+of a short row with each other, in one fused sum, and sorts rows of up to 4,096.
 """
 
 from functools import partial
@@ -144,9 +144,7 @@ def least_by_digits(size: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
             above = jnp.where(count >= k, above, jnp.maximum(above, count))
         return least, above
 
-    none = (
-        size[:, 0] ^ size[:, 0]
-    )  # zeros that differ between replicas, in the types of `shard_map`
+    none = size[:, 0] ^ size[:, 0]  # zeros that vary, in the types of `shard_map`
     found = lax.fori_loop(0, bits // _DIGIT, find_digit, (none, none.astype(jnp.int32)))
     return found[0][:, None], found[1][:, None]
 
@@ -198,7 +196,7 @@ def taken(x: jax.Array, marked: jax.Array, k: int) -> jax.Array:
     n = x.shape[1]
     long = taken_by_sorting if n <= SORTED else taken_by_moving
     forms = {
-        "cpu": taken_in_turn,
+        "cpu": taken_by_places if n <= SHORT else taken_in_turn,
         "gpu": taken_by_words if n <= SHORT else taken_by_places,
         "default": taken_by_comparing if n <= SHORT else long,
     }
@@ -296,7 +294,7 @@ def taken_by_words(x: jax.Array, marked: jax.Array, k: int) -> jax.Array:
 
 
 def taken_by_places(x: jax.Array, marked: jax.Array, k: int) -> jax.Array:
-    """`taken` for long rows: each of the k places finds its entry."""
+    """`taken`: each of the k places finds its entry."""
     return jnp.take_along_axis(x, _places(marked, k), axis=1, mode="promise_in_bounds")
 
 

@@ -122,7 +122,7 @@ def average(
         owner_residual = zero_owner_residual(plan, transport)
     if transport.order is not None:
         (owner_residual,) = owner_residual.values()
-    total = tree if residual is None else _paired(_plus, residual, tree)
+    total = tree if residual is None else paired(_plus, residual, tree)
     leaves = plan.treedef.flatten_up_to(total)
     empty = None if zeroed is None else plan.treedef.flatten_up_to(zeroed)
     carrier = _carrier(plan)
@@ -145,7 +145,7 @@ def average(
     means_of = _laid_out(buckets.unflatten(plan, [m.mean for m in means], wide))
     decoded = _laid_out(buckets.unflatten(plan, [m.sent for m in means], wide))
     sent = _sent(plan, leaves, empty, decoded, instead)
-    left = None if residual is None else _paired(_lost, residual, total, sent)
+    left = None if residual is None else paired(_lost, residual, total, sent)
     failed = None if bad is None else not_finite([m.mean for m in means[carrier:][:1]]) > 0
     owed = _by_bucket(transport, (m.owner_residual for m in means))
     return Averaged(means_of, sent, left, owed, failed)
@@ -273,6 +273,11 @@ def rounded_off(param: jax.Array, change: jax.Array) -> jax.Array:
     return change - (rounded.astype(change.dtype) - param)
 
 
+def paired(function: Callable, residual: Any, *trees: Any) -> Any:
+    """Maps over trees and residuals, which are None for leaves that lose nothing."""
+    return jax.tree.map(function, residual, *trees, is_leaf=lambda x: x is None)
+
+
 def map_buckets(function: Callable, plan: buckets.Plan, shared: Key, *columns: Any) -> list:
     """Maps `function(key, bucket, *values)` over the buckets, each with a key of its own.
 
@@ -297,11 +302,6 @@ def _code(bucket: buckets.Bucket, code: Compressor | None = None) -> Compressor:
     """The bucket's code, or `code` instead: a linear code is only replaced by float32."""
     own = bucket.label.compressor
     return own if code is None or (own.linear and code != EXACT) else code
-
-
-def _paired(function: Callable, residual: Any, *trees: Any) -> Any:
-    """Maps over trees and residuals, which are None for leaves that lose nothing."""
-    return jax.tree.map(function, residual, *trees, is_leaf=lambda x: x is None)
 
 
 def _plus(residual, x):

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
+from jaxcomp.replicas.protocol import widened
 from jaxcomp.replicas.types import is_tracked, varying_axes
 
 
@@ -55,8 +56,9 @@ def clip_by_global_norm(max_norm: jax.typing.ArrayLike) -> optax.GradientTransfo
         norm = _global_norm(updates, axis_name)
 
         def clip(x):
-            scaled = x / norm.astype(x.dtype) * jnp.asarray(max_norm, x.dtype)
-            return jnp.where(norm < max_norm, x, scaled)
+            wide = widened(x)  # a norm may be beyond the range of float16
+            scaled = wide / norm.astype(wide.dtype) * jnp.asarray(max_norm, wide.dtype)
+            return jnp.where(norm < max_norm, x, scaled.astype(x.dtype))
 
         return jax.tree.map(clip, updates), state
 
@@ -70,7 +72,6 @@ def _global_norm(updates: Any, axis_name: str | None) -> jax.Array:
     squares: dict[tuple[str, ...], jax.Array] = {}
     for x in jax.tree.leaves(updates):
         axes = tuple(sorted(varying_axes(x) - {axis_name}))
-        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-        squares[axes] = squares.get(axes, 0.0) + jnp.sum(jnp.square(wide))
+        squares[axes] = squares.get(axes, 0.0) + jnp.sum(jnp.square(widened(x)))
     totals = [lax.psum(square, axes) if axes else square for axes, square in squares.items()]
     return jnp.sqrt(jnp.asarray(sum(totals), jnp.result_type(jnp.float32, *totals)))

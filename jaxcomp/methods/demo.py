@@ -30,9 +30,8 @@ class DemoState(NamedTuple):
 
     # i32[], steps so far
     count: jax.Array  # type: ignore[assignment]
-    residual: (
-        Any  # f32 leaves of the parameters' shapes: this replica's momentum, less what it sent
-    )
+    # f32 leaves of the parameters' shapes: this replica's momentum, less what it sent.
+    residual: Any
 
 
 def demo(

@@ -19,7 +19,7 @@ from jaxcomp.exchange.wire import Transport, transport_of
 from jaxcomp.methods.common import method, require
 from jaxcomp.replicas.elementwise import ranked, require_elementwise
 from jaxcomp.replicas.finite import not_finite, poisoned
-from jaxcomp.replicas.protocol import KeepsRounding, with_extra_args
+from jaxcomp.replicas.protocol import KeepsRounding, widened, with_extra_args
 from jaxcomp.replicas.shards import cut, natural, without_padding
 from jaxcomp.replicas.types import is_tracked, num_replicas
 
@@ -188,9 +188,7 @@ def _rows(tree, axis_name):
     """Every leaf in R pieces of the leaf's rank, float32 or wider."""
 
     def cut_up(x):
-        is_real = jnp.issubdtype(x.dtype, jnp.floating)  # the plan raises for others
-        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32)) if is_real else x
-        rows = cut(wide, 0, num_replicas(axis_name))
+        rows = cut(widened(x), 0, num_replicas(axis_name))
         return jax.vmap(lambda piece: ranked(piece, x.ndim))(rows)
 
     return jax.tree.map(cut_up, tree)

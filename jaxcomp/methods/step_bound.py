@@ -33,6 +33,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxcomp.exchange.averaging import paired
 from jaxcomp.methods import moments
 from jaxcomp.replicas.types import num_replicas
 
@@ -73,7 +74,7 @@ def sendable(
 ) -> Any:
     """A replica's momentum as it may be sent: at most R B D where there is a residual."""
     whole = bounded(adam, count, momentum, root, num_replicas(axis_name))
-    return _paired(lambda r, m, least: m if r is None else least, residual, momentum, whole)
+    return paired(lambda r, m, least: m if r is None else least, residual, momentum, whole)
 
 
 def kept_back(residual: Any, whole: Any, moved: Any) -> Any:
@@ -81,7 +82,7 @@ def kept_back(residual: Any, whole: Any, moved: Any) -> Any:
     if moved is whole:
         return residual
     plus = lambda r, x, y: None if r is None else (r + (x - y)).astype(r.dtype)
-    return _paired(plus, residual, whole, moved)
+    return paired(plus, residual, whole, moved)
 
 
 def _sum_of_powers(ratio: float, n: jax.Array) -> jax.Array:
@@ -90,7 +91,3 @@ def _sum_of_powers(ratio: float, n: jax.Array) -> jax.Array:
         return n
     powers = n * math.log(ratio) if ratio else jnp.full_like(n, -jnp.inf)
     return jnp.expm1(powers) / (ratio - 1)
-
-
-def _paired(function, residual, *trees):
-    return jax.tree.map(function, residual, *trees, is_leaf=lambda x: x is None)

@@ -16,6 +16,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxcomp.compressors.platforms import by_platform
+from jaxcomp.replicas.protocol import widened
 from jaxcomp.replicas.types import to_varying
 
 
@@ -101,7 +102,7 @@ def scatter_shares(grads: Any, shares: Any, fast_axis: str) -> Any:
     """
 
     def mean(share, x):
-        x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        x = widened(x)
         if share.axis is None:
             return lax.pmean(x, fast_axis)
         rows = _rows(share, x, fast_axis)

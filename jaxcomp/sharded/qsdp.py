@@ -21,6 +21,7 @@ from jaxcomp.compressors.policies import Policy, path_of, policy_of
 from jaxcomp.compressors.quantize import quantize
 from jaxcomp.exchange import averaging, buckets, wire
 from jaxcomp.replicas.shards import Shard, cut, is_shard, key_of, map_shards, natural
+from jaxcomp.replicas.specs import require_axis
 from jaxcomp.replicas.state import unstack
 from jaxcomp.replicas.types import is_mapped
 from jaxcomp.sharded import walks
@@ -356,11 +357,8 @@ def _whole(axes: tuple[str, ...], shard: Shard) -> jax.Array:
 
 def _on(mesh: Mesh, axes: tuple[str, ...], function: Callable, in_specs: Any, out_specs: Any):
     """A jitted `shard_map` of a function on a mesh, which must have these axes."""
-    missing = [name for name in axes if name not in mesh.axis_names]
-    if missing:
-        raise ValueError(
-            f"the mesh has no axis {missing[0]!r}; its axes are {tuple(mesh.axis_names)}."
-        )
+    for name in axes:
+        require_axis(mesh, name)
     return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs))
 
 

@@ -37,9 +37,9 @@ class OverlappedStep(NamedTuple):
     """A step in three or four programs; called like the step of a `TrainStep`.
 
     Attributes:
+      gather: `(params, drifts) -> drifts`, for replicas of several devices; None otherwise.
       exchange: `(params, state, extra_args) -> exchanged`: everything that does not depend on the
         gradient.
-      gather: `(params, drifts) -> drifts`, for replicas of several devices; None otherwise.
       gradient: `(params, drifts, batch, rng, model_state) -> (loss, grads, extra)`; sends nothing.
       finish: `(params, state, exchanged, model_state, extra_args, (loss, grads, extra)) ->
         (params, state, metrics)`.
