@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jaxcomp._checks import is_power_of_two, require
 from jaxcomp._printing import Printed, by_name, call
 
 Schedule = Callable[[jax.Array], jax.Array]
@@ -56,11 +57,8 @@ def every(interval: int, steps: int, after: int = 0) -> Schedule:
     Raises:
       ValueError: If `interval` or `steps` is below 1.
     """
-    if interval < 1 or steps < 1:
-        raise ValueError(
-            f"every got interval={interval}, steps={steps}; needs at least 1 of both; write "
-            "every(4, steps)."
-        )
+    needs, given = "at least 1 of both", {"interval": interval, "steps": steps}
+    require(interval >= 1 and steps >= 1, "every", needs, "every(4, steps)", **given)
     due = lambda count: (count < after) | ((count + 1) % interval == 0) | (count == steps - 1)
     return Printed(due, call(every, interval=interval, steps=steps, after=after))
 
@@ -88,16 +86,11 @@ def growing(kappa: int = 16, until: int | None = None, longest: int | None = Non
       Lu et al., `Maximizing Communication Efficiency for Large-scale Training via 0/1 Adam
       <https://arxiv.org/abs/2202.06009>`_, 2023, Section 4: k_{j+1} - k_j = 2^floor(j / kappa).
     """
-    if kappa < 1:
-        raise ValueError(f"growing got kappa={kappa}; needs at least 1; write kappa=16.")
-    if until is not None and until < 1:
-        raise ValueError(
-            f"growing got until={until}; needs at least 1, or nothing is ever learned; write the "
-            "steps of the learning rate's warm-up."
-        )
-
-    if longest is not None and (longest < 1 or longest & (longest - 1)):
-        raise ValueError(f"growing got longest={longest}; needs a power of two; write longest=16.")
+    require(kappa >= 1, "growing", "at least 1", "kappa=16", kappa=kappa)
+    needs, write = "at least 1, or nothing is learned", "the steps of the learning rate's warm-up"
+    require(until is None or until >= 1, "growing", needs, write, until=until)
+    holds = longest is None or is_power_of_two(longest)
+    require(holds, "growing", "a power of two", "longest=16", longest=longest)
     levels = 30 if longest is None else min(longest.bit_length() - 1, 30)
 
     def schedule(count):
@@ -135,10 +128,9 @@ def halving(
       <https://arxiv.org/abs/2202.06009>`_, 2023, Section 4. The authors' code counts steps instead
       of looking at the rate; here the interval follows the rate, even when it rises again.
     """
-    if longest < 1 or longest & (longest - 1):
-        raise ValueError(f"halving got longest={longest}; needs a power of two; write longest=16.")
-    if steps < 1:
-        raise ValueError(f"halving got steps={steps}; needs the steps of the run, at least 1.")
+    holds = is_power_of_two(longest)
+    require(holds, "halving", "a power of two", "longest=16", longest=longest)
+    require(steps >= 1, "halving", "at least 1", "the steps of the run", steps=steps)
     rate = learning_rate if callable(learning_rate) else optax.constant_schedule(learning_rate)
     halvings = longest.bit_length() - 1
 
@@ -176,11 +168,8 @@ def by_rate(learning_rate: float | optax.Schedule, steps: int, every: int) -> Sc
     Raises:
       ValueError: If `every` or `steps` is below 1; when it is used, if the rate is always zero.
     """
-    if every < 1 or steps < 1:
-        raise ValueError(
-            f"by_rate got steps={steps}, every={every}; needs at least 1 of both; write "
-            "by_rate(learning_rate, steps, 32)."
-        )
+    write, given = "by_rate(learning_rate, steps, 32)", {"steps": steps, "every": every}
+    require(every >= 1 and steps >= 1, "by_rate", "at least 1 of both", write, **given)
     rate = learning_rate if callable(learning_rate) else optax.constant_schedule(learning_rate)
 
     @functools.cache
@@ -221,8 +210,7 @@ def plan(sync_at: Schedule, variance_at: Schedule, steps: int) -> Plan:
       ValueError: If there are no steps, or the variance is learned in a step that does not
         synchronize, or not in the first one.
     """
-    if steps < 1:
-        raise ValueError(f"plan got steps={steps}; needs the steps of the run, at least 1.")
+    require(steps >= 1, "plan", "at least 1", "the steps of the run", steps=steps)
     # Evaluated now, even if the transformation is made inside a jitted function.
     with jax.ensure_compile_time_eval():
         count = jnp.arange(steps)

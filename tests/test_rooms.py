@@ -26,6 +26,7 @@ MODULES = sorted(
 # Modules without a test file of their own, and where their tests are.
 COMPRESSORS, QSDP = "compressors/test_compressors.py", "sharded/test_qsdp.py"
 ELSEWHERE = {
+    "_checks.py": "methods/test_common.py",
     "_printing.py": "test_printing.py",
     "compressors/base.py": COMPRESSORS,  # what all compressors state, of each
     "compressors/bin_means.py": COMPRESSORS,  # a row there

@@ -1,4 +1,4 @@
-"""What a compressor is, the identity, and checks of arguments."""
+"""What a compressor is, and the identity."""
 
 import dataclasses
 from collections.abc import Callable
@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+
+SCALE_DTYPES = ("bfloat16", "float16", "float32")  # that scales can be sent in
 
 
 class Key(NamedTuple):
@@ -129,23 +131,4 @@ def identity() -> Compressor:
 def require_compressor(call: str, got: Any) -> None:
     """Raises a ValueError for anything but a compressor."""
     if not isinstance(got, Compressor):
-        raise ValueError(f"{call} got {got!r}; needs a Compressor; write quantize(4)")
-
-
-def require_choice(call: str, argument: str, got: Any, *choices: str) -> None:
-    """Raises a ValueError for an argument that is not among the two or more choices."""
-    if got not in choices:
-        *most, last = map(repr, choices)
-        raise ValueError(f"{call} got {argument}={got!r}; write {', '.join(most)} or {last}")
-
-
-def require_scale_dtype(call: str, name: str) -> None:
-    """Raises a ValueError for a dtype that scales cannot be sent in."""
-    require_choice(call, "scale_dtype", name, "bfloat16", "float16", "float32")
-
-
-def require_integer(call: str, argument: str, got: Any, instead: str, most: int = 0) -> None:
-    """Raises a ValueError unless the argument is an integer from 1 on, or from 1 to `most`."""
-    if not isinstance(got, int) or got < 1 or (most and got > most):
-        needs = f"an integer from 1 to {most}" if most else "a positive integer"
-        raise ValueError(f"{call} got {argument}={got!r}; needs {needs}{instead}")
+        raise ValueError(f"{call} got {got!r}; needs a Compressor; write quantize(4).")

@@ -3,8 +3,9 @@
 import jax.numpy as jnp
 from jax import lax
 
+from jaxcomp._checks import require_integer
 from jaxcomp._printing import call
-from jaxcomp.compressors.base import Compressor, Payload, require_integer
+from jaxcomp.compressors.base import Compressor, Payload
 from jaxcomp.compressors.blocks import in_blocks
 from jaxcomp.compressors.packing import pack, unpack
 
@@ -31,9 +32,8 @@ def bin_means(bits: int, block: int | None = None) -> Compressor:
       <https://arxiv.org/abs/2508.15706>`_, 2025, with 2 bits. The bins are those of its code, moved
       by half a bin, so that as many lie above the mean as below.
     """
-    require_integer("bin_means", "bits", bits, "; write bin_means(2), or quantize(8)", most=4)
-    if block is not None:
-        require_integer("bin_means", "block", block, ", or None for the whole bucket")
+    require_integer("bin_means", "bits", bits, "bin_means(2), or quantize(8)", most=4)
+    require_integer("bin_means", "block", block, "block=1024", none="the whole bucket")
     num_bins = 2**bits
 
     def encode(x, shared, private):

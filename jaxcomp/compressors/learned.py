@@ -8,15 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxcomp._checks import require_choice, require_integer
 from jaxcomp._printing import call
-from jaxcomp.compressors.base import (
-    Compressor,
-    Levels,
-    Payload,
-    require_choice,
-    require_integer,
-    require_scale_dtype,
-)
+from jaxcomp.compressors.base import SCALE_DTYPES, Compressor, Levels, Payload
 from jaxcomp.compressors.blocks import from_blocks, in_blocks
 from jaxcomp.compressors.packing import pack, uniform, unpack
 from jaxcomp.compressors.quantize import grid, in_steps
@@ -57,11 +51,11 @@ def learned_levels(
       Data-Parallel SGD <https://arxiv.org/abs/2010.12460>`_, NeurIPS 2020 (stochastic rounding).
     """
     dtype = jnp.dtype(scale_dtype)
-    more = "; write quantize(8, block=1024, range='minmax') for more"
+    more = "quantize(8, block=1024, range='minmax') for more"
     require_integer("learned_levels", "bits", bits, more, most=6)
-    require_integer("learned_levels", "block", block, "; write block=1024")
+    require_integer("learned_levels", "block", block, "block=1024")
     require_choice("learned_levels", "rounding", rounding, "nearest", "stochastic")
-    require_scale_dtype("learned_levels", dtype.name)
+    require_choice("learned_levels", "scale_dtype", dtype.name, *SCALE_DTYPES)
     start = np.linspace(0, 1, 2**bits, dtype=np.float32)
 
     def levels_of(shared):

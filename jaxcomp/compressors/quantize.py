@@ -4,14 +4,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxcomp._checks import require_choice, require_integer
 from jaxcomp._printing import call
-from jaxcomp.compressors.base import (
-    Compressor,
-    Payload,
-    require_choice,
-    require_integer,
-    require_scale_dtype,
-)
+from jaxcomp.compressors.base import SCALE_DTYPES, Compressor, Payload
 from jaxcomp.compressors.blocks import from_blocks, in_blocks
 from jaxcomp.compressors.packing import pack, uniform, unpack
 
@@ -98,12 +93,12 @@ def quantize(
       Guarantees", ICML 2023, arXiv 2302.02390 (random shift).
     """
     dtype = jnp.dtype(scale_dtype)
-    more = "; write quantize(4), or cast('bfloat16') or identity() for more bits"
+    more = "quantize(4), or cast('bfloat16') or identity() for more bits"
     require_integer("quantize", "bits", bits, more, most=8)
-    require_integer("quantize", "block", block, "; write block=128")
+    require_integer("quantize", "block", block, "block=128")
     require_choice("quantize", "range", range, "absmax", "minmax")
     require_choice("quantize", "rounding", rounding, "nearest", "stochastic", "shift")
-    require_scale_dtype("quantize", dtype.name)
+    require_choice("quantize", "scale_dtype", dtype.name, *SCALE_DTYPES)
     num_steps = 2**bits - (1 if range == "minmax" or bits == 1 else 2)
 
     def encode(x, shared, private):

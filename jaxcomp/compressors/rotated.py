@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxcomp._checks import is_power_of_two, require
 from jaxcomp.compressors.base import Compressor, Key, Payload, require_compressor
 from jaxcomp.compressors.packing import fold, random_bits
 
@@ -35,8 +36,8 @@ def rotated(code: Compressor, block: int = 128) -> Compressor:
       <https://arxiv.org/abs/1611.00429>`_, ICML 2017. J. Jia et al., `SDP4Bit
       <https://arxiv.org/abs/2410.15526>`_, NeurIPS 2024 (for gradients, without signs).
     """
-    if not isinstance(block, int) or block < 2 or block & (block - 1):
-        raise ValueError(f"rotated got block={block!r}; needs a power of two; write block=128")
+    holds = is_power_of_two(block) and block > 1
+    require(holds, "rotated", "a power of two", "block=128", block=block)
     require_compressor("rotated", code)
     if code.selection is not None or code.stages or code.linear:
         raise ValueError(f"rotated got {code.name}, needs a code that rounds; write quantize(4)")

@@ -4,14 +4,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxcomp._checks import require_choice, require_integer
 from jaxcomp._printing import call
-from jaxcomp.compressors.base import (
-    Compressor,
-    Payload,
-    require_choice,
-    require_integer,
-    require_scale_dtype,
-)
+from jaxcomp.compressors.base import SCALE_DTYPES, Compressor, Payload
 from jaxcomp.compressors.blocks import from_blocks, in_blocks, in_lanes, per_block
 from jaxcomp.compressors.packing import pack, unpack
 from jaxcomp.compressors.platforms import by_platform
@@ -47,9 +42,8 @@ def sign(
     """
     dtype = jnp.dtype(scale_dtype)
     require_choice("sign", "scale", scale, "l1", "l2")
-    if block is not None:
-        require_integer("sign", "block", block, ", or None for one scale per bucket")
-    require_scale_dtype("sign", dtype.name)
+    require_integer("sign", "block", block, "block=1024", none="one scale per bucket")
+    require_choice("sign", "scale_dtype", dtype.name, *SCALE_DTYPES)
 
     def encode(x, shared, private):
         size = min(block or x.size, x.size)

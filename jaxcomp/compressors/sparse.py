@@ -9,15 +9,9 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
+from jaxcomp._checks import is_power_of_two, require, require_choice, require_integer
 from jaxcomp._printing import call
-from jaxcomp.compressors.base import (
-    Compressor,
-    Payload,
-    Selection,
-    identity,
-    require_choice,
-    require_integer,
-)
+from jaxcomp.compressors.base import Compressor, Payload, Selection, identity
 from jaxcomp.compressors.blocks import in_blocks, in_lanes, indexed, per_block
 from jaxcomp.compressors.largest import find_largest, put_at, put_back
 from jaxcomp.compressors.packing import fold, pack, uniform, unpack
@@ -91,8 +85,7 @@ def top_k(density: float, block: int | None = None) -> Compressor:
       algorithm 2, step 2. Its code rounds down to a multiple of 128 entries; this does not.
     """
     _check_density("top_k", density)
-    if block is not None:
-        require_integer("top_k", "block", block, ", or None for the whole bucket")
+    require_integer("top_k", "block", block, "block=4096", none="the whole bucket")
 
     def layout(numel):
         size = min(block or numel, numel)
@@ -125,10 +118,8 @@ def group_top_1(group: int) -> Compressor:
     Raises:
       ValueError: At construction, for another group.
     """
-    if not isinstance(group, int) or group not in [2**i for i in range(1, 9)]:
-        raise ValueError(
-            f"group_top_1 got group={group!r}; needs a power of two from 2 to 256; write group=8"
-        )
+    holds = is_power_of_two(group) and 2 <= group <= 256
+    require(holds, "group_top_1", "a power of two from 2 to 256", "group=8", group=group)
     bits = group.bit_length() - 1
 
     def select(x, shared):
@@ -240,22 +231,17 @@ def _ceil(x):
 
 
 def _check_density(name, density):
-    if not isinstance(density, numbers.Real) or not 0 < float(density) <= 1:
-        raise ValueError(
-            f"{name} got density={density!r}; needs a share of the entries in (0, 1]; write "
-            f"{name}(0.1) to send a tenth"
-        )
+    holds = isinstance(density, numbers.Real) and 0 < float(density) <= 1
+    needs, write = "a share of the entries in (0, 1]", f"{name}(0.1) to send a tenth"
+    require(holds, name, needs, write, density=density)
 
 
 def _stride(density):
     _check_density("random_k", density)
     stride = round(1 / density)
-    if abs(1 / density - stride) > 1e-6:
-        below = math.floor(1 / density)
-        raise ValueError(
-            f"random_k got density={density}; needs 1 / density to be an integer; write "
-            f"1/{below + 1} or 1/{below}"
-        )
+    below = math.floor(1 / density)
+    holds, write = abs(1 / density - stride) <= 1e-6, f"1/{below + 1} or 1/{below}"
+    require(holds, "random_k", "1 / density to be an integer", write, density=density)
     return stride
 
 

@@ -11,6 +11,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxcomp._checks import require
 from jaxcomp.compressors.base import Compressor
 from jaxcomp.compressors.policies import Policy
 from jaxcomp.compressors.quantize import quantize
@@ -19,7 +20,6 @@ from jaxcomp.islands import crew, envelopes, runs, store
 from jaxcomp.islands.courier import Courier, Post, Rules
 from jaxcomp.islands.crew import News
 from jaxcomp.islands.programs import checksum, in_turn, place_of, programs_of
-from jaxcomp.methods.common import require
 from jaxcomp.methods.local_steps import fragments_of, require_ranges
 from jaxcomp.methods.moments import to_moment_dtype
 

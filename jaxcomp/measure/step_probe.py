@@ -79,8 +79,7 @@ def messages(
     often = lambda row: shares.get(row.part, 0.0) if row.part and shares else 1.0
     return tuple(
         Message(row.op, devices * row.sent_bytes, row.count * often(row))
-        for row in report.collectives(program, mesh)
-        if row.sent_bytes and (axis_name is None or {axis_name, "?"} & set(row.axes))
+        for row in report.crossing(program, mesh, axis_name)
     )
 
 

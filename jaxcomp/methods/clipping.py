@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
+from jaxcomp._checks import require
 from jaxcomp.replicas.protocol import widened
 from jaxcomp.replicas.types import is_tracked, varying_axes
 
@@ -41,11 +42,8 @@ def clip_by_global_norm(max_norm: jax.typing.ArrayLike) -> optax.GradientTransfo
       Pascanu et al., `On the difficulty of training Recurrent Neural Networks
       <https://arxiv.org/abs/1211.5063>`_, 2012, Algorithm 1.
     """
-    if isinstance(max_norm, numbers.Real) and not max_norm > 0:
-        raise ValueError(
-            f"clip_by_global_norm got max_norm={max_norm}; needs a positive number; write "
-            "clip_by_global_norm(1.0), or leave it out."
-        )
+    holds, name = not isinstance(max_norm, numbers.Real) or max_norm > 0, "clip_by_global_norm"
+    require(holds, name, "a positive number", f"{name}(1.0), or leave it out", max_norm=max_norm)
 
     def init_fn(params):
         del params

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
+from jaxcomp._checks import require
 from jaxcomp.compressors.base import Compressor, Key
 from jaxcomp.compressors.compose import cocktail
 from jaxcomp.compressors.policies import Policy
@@ -18,7 +19,7 @@ from jaxcomp.exchange import averaging, buckets, wire
 from jaxcomp.exchange.journeys import at_once
 from jaxcomp.exchange.wire import Transport
 from jaxcomp.methods import moments
-from jaxcomp.methods.common import counted, method, no_rounds, require
+from jaxcomp.methods.common import counted, method, no_rounds
 from jaxcomp.methods.inner import Synchronization, inner_step
 from jaxcomp.replicas.protocol import ExchangesAhead, KeepsRounding, with_extra_args
 from jaxcomp.replicas.types import to_varying, zeros_of

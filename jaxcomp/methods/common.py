@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxcomp._checks import require
 from jaxcomp.replicas.layers import common_values
 from jaxcomp.replicas.protocol import require_registered
 from jaxcomp.replicas.types import require_varying
@@ -48,13 +49,6 @@ def method(
         return update_fn(updates, state, params, **extra_args)
 
     return optax.GradientTransformationExtraArgs(started, checked)
-
-
-def require(holds: bool, name: str, needs: str, write: str, **got: Any) -> None:
-    """Raises a ValueError for an argument of a method that is out of its range."""
-    if not holds:
-        values = ", ".join(f"{argument}={value!r}" for argument, value in got.items())
-        raise ValueError(f"{name} got {values}; needs {needs}; write {write}.")
 
 
 def schedule_of(name: str, learning_rate: Any) -> optax.Schedule:

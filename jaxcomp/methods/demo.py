@@ -12,13 +12,14 @@ import numpy as np
 import optax
 from jax import lax
 
+from jaxcomp._checks import require
 from jaxcomp.compressors.base import Compressor
 from jaxcomp.compressors.compose import compose
 from jaxcomp.compressors.policies import path_of
 from jaxcomp.compressors.sparse import top_k
 from jaxcomp.exchange import averaging, wire
 from jaxcomp.methods import moments
-from jaxcomp.methods.common import method, require, schedule_of
+from jaxcomp.methods.common import method, schedule_of
 from jaxcomp.replicas.finite import not_finite, poisoned, unless
 from jaxcomp.replicas.protocol import MethodState
 from jaxcomp.replicas.types import num_replicas, to_varying

@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 from optax.tree_utils import tree_update_moment
 
+from jaxcomp._checks import require
 from jaxcomp.compressors.base import Compressor
 from jaxcomp.compressors.sign import sign
 from jaxcomp.exchange import averaging
 from jaxcomp.exchange.wire import Transport
 from jaxcomp.methods import moments
-from jaxcomp.methods.common import require
 from jaxcomp.methods.step_bound import bounded, kept_back, sendable
 from jaxcomp.replicas.finite import unless
 from jaxcomp.replicas.kinds import kind_of

@@ -9,13 +9,14 @@ import jax.numpy as jnp
 import optax
 from optax.tree_utils import tree_update_moment
 
+from jaxcomp._checks import require
 from jaxcomp.compressors.base import Compressor
 from jaxcomp.compressors.policies import Policy
 from jaxcomp.compressors.sign import sign
 from jaxcomp.exchange import averaging
 from jaxcomp.exchange.wire import Transport, transport_of
 from jaxcomp.methods import moments, one_bit
-from jaxcomp.methods.common import counted, method, no_rounds, require
+from jaxcomp.methods.common import counted, method, no_rounds
 from jaxcomp.replicas.finite import poisoned, unless
 from jaxcomp.replicas.layers import broadcast_over, in_batches, own_axes
 from jaxcomp.replicas.protocol import MethodState

@@ -8,11 +8,12 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
+from jaxcomp._checks import require
 from jaxcomp.compressors.base import Key
 from jaxcomp.compressors.packing import fold
 from jaxcomp.exchange import averaging, wire
 from jaxcomp.methods import low_rank, moments
-from jaxcomp.methods.common import counted, method, no_rounds, require
+from jaxcomp.methods.common import counted, method, no_rounds
 from jaxcomp.replicas.finite import not_finite, poisoned, unless
 from jaxcomp.replicas.layers import common_value, in_batches
 from jaxcomp.replicas.protocol import MethodState

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from jaxcomp.methods.common import method, require
+from jaxcomp._checks import require
+from jaxcomp.methods.common import method
 from jaxcomp.replicas.finite import not_finite, unless
 from jaxcomp.replicas.protocol import (
     KeepsRounding,

@@ -11,12 +11,13 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
+from jaxcomp._checks import require
 from jaxcomp.compressors.base import Compressor, Key
 from jaxcomp.compressors.policies import Policy, path_of, policy_of
 from jaxcomp.compressors.quantize import quantize
 from jaxcomp.exchange import averaging, buckets, wire
 from jaxcomp.exchange.wire import Transport, transport_of
-from jaxcomp.methods.common import method, require
+from jaxcomp.methods.common import method
 from jaxcomp.replicas.elementwise import ranked, require_elementwise
 from jaxcomp.replicas.finite import not_finite, poisoned
 from jaxcomp.replicas.protocol import KeepsRounding, widened, with_extra_args

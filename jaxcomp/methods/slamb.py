@@ -11,13 +11,14 @@ import optax
 from jax import lax
 
 from jaxcomp import schedules
+from jaxcomp._checks import require
 from jaxcomp.compressors.base import Compressor
 from jaxcomp.compressors.policies import Policy, policy_of
 from jaxcomp.compressors.sparse import random_k
 from jaxcomp.exchange import averaging, masks
 from jaxcomp.exchange.wire import Transport, transport_of
 from jaxcomp.methods import moments, step_bound
-from jaxcomp.methods.common import counted, method, no_rounds, require
+from jaxcomp.methods.common import counted, method, no_rounds
 from jaxcomp.replicas.finite import any_of, failing, unless
 from jaxcomp.replicas.layers import broadcast_over, in_batches, own_axes
 from jaxcomp.replicas.protocol import KeepsRounding

@@ -11,6 +11,7 @@ import optax
 from jax import lax
 
 from jaxcomp import schedules
+from jaxcomp._checks import require
 from jaxcomp.compressors.base import Compressor, require_compressor
 from jaxcomp.compressors.platforms import by_platform
 from jaxcomp.compressors.policies import Policy
@@ -18,7 +19,7 @@ from jaxcomp.compressors.quantize import quantize
 from jaxcomp.exchange import averaging
 from jaxcomp.exchange.wire import Transport, transport_of
 from jaxcomp.methods import moments
-from jaxcomp.methods.common import counted, method, no_rounds, require
+from jaxcomp.methods.common import counted, method, no_rounds
 from jaxcomp.methods.one_bit import signs_by_row
 from jaxcomp.methods.step_bound import bounded, kept_back, sendable
 from jaxcomp.replicas.finite import any_of, failing, unless

@@ -3,7 +3,8 @@
 import jax.numpy as jnp
 import pytest
 
-from jaxcomp.methods.common import counted, no_rounds, require
+from jaxcomp._checks import require
+from jaxcomp.methods.common import counted, no_rounds
 
 
 def test_an_argument_out_of_range_is_named_with_what_to_write():

@@ -1,0 +1,45 @@
+"""Checks of arguments: an error says what was got, what is needed, and what to write instead."""
+
+from typing import Any
+
+
+def require(holds: bool, call: str, needs: str, write: str, **got: Any) -> None:
+    """Raises a ValueError for arguments of a call that are out of their range.
+
+    Args:
+      holds: Whether they are in it.
+      call: The function that got them.
+      needs: The range, in words.
+      write: What to write instead.
+      **got: The arguments.
+    """
+    if not holds:
+        values = ", ".join(f"{argument}={value!r}" for argument, value in got.items())
+        raise ValueError(f"{call} got {values}; needs {needs}; write {write}.")
+
+
+def require_choice(call: str, argument: str, got: Any, *choices: str) -> None:
+    """Raises a ValueError for an argument that is not among the two or more choices."""
+    if got not in choices:
+        *most, last = map(repr, choices)
+        raise ValueError(f"{call} got {argument}={got!r}; write {', '.join(most)} or {last}.")
+
+
+def require_integer(
+    call: str, argument: str, got: Any, write: str, *, most: int = 0, none: str = ""
+) -> None:
+    """Raises a ValueError unless the argument is an integer from 1 on, or from 1 to `most`.
+
+    It may be None, too, if `none` says what that stands for.
+    """
+    if none and got is None:
+        return
+    needs = f"an integer from 1 to {most}" if most else "a positive integer"
+    needs += f", or None for {none}" if none else ""
+    holds = isinstance(got, int) and got >= 1 and not (most and got > most)
+    require(holds, call, needs, write, **{argument: got})
+
+
+def is_power_of_two(value: Any) -> bool:
+    """Whether a value is one of the integers 1, 2, 4, 8 and so on."""
+    return isinstance(value, int) and value >= 1 and not value & (value - 1)
