@@ -140,6 +140,12 @@ def _sent_to_all(message, axis_name):
     return lax.all_gather(message, axis_name, tiled=True, **kind)
 
 
+def _messages_of_all(message, axis_name):
+    """A journey of one hop that returns every replica's message, one a row."""
+    arrived = yield Hop(lambda message: _sent_to_all(message, axis_name), message)
+    return arrived.reshape(-1, message.size)
+
+
 def summed_journey(x, owner_residual, compressor: Compressor, shared: Key, axis_name: str):
     """The mean by summing payloads on the wire, for linear compressors: one all-reduce.
 
@@ -168,8 +174,7 @@ def gathered_journey(x, owner_residual, compressor: Compressor, shared: Key, axi
         )
     message = _encode(compressor, x, shared, _private(shared, axis_name))
     decode = decoding.decoder(compressor, shared, x.size, x.dtype)
-    arrived = yield Hop(lambda message: _sent_to_all(message, axis_name), message)
-    messages = arrived.reshape(-1, message.size)
+    messages = yield from _messages_of_all(message, axis_name)
     return Mean(decoding.mean(messages, decode), decode(message), owner_residual)
 
 
@@ -181,8 +186,7 @@ def from_senders_journey(x, owner_residual, compressor: Compressor, shared: Key,
     """
     message = _encode(compressor, x, shared, _private(shared, axis_name))
     decode = decoding.decoder(compressor, shared, x.size, x.dtype)
-    arrived = yield Hop(lambda message: _sent_to_all(message, axis_name), message)
-    messages = arrived.reshape(-1, message.size)
+    messages = yield from _messages_of_all(message, axis_name)
 
     def with_count(message):
         values = decode(message)
@@ -310,8 +314,7 @@ def gather(chunk, compressor: Compressor, shared: Key, axis_name: str):
 def _gather(chunk, compressor, shared, axis_name):
     """The owners' messages, one a row, and this replica's own."""
     message = encode_own(chunk, compressor, shared, axis_name)
-    arrived = yield Hop(lambda message: _sent_to_all(message, axis_name), message)
-    return arrived.reshape(-1, message.size), message
+    return (yield from _messages_of_all(message, axis_name)), message
 
 
 def encode_own(chunk, compressor: Compressor, shared: Key, axis_name: str | tuple[str, ...]):

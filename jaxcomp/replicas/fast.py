@@ -10,13 +10,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxcomp.compressors.platforms import by_platform
-from jaxcomp.replicas.protocol import widened
+from jaxcomp.replicas.protocol import is_masked, widened
 from jaxcomp.replicas.types import to_varying
 
 
@@ -137,11 +136,6 @@ def gather_shares(own: Any, shares: Any, like: Any, fast_axis: str) -> Any:
         return lax.slice_in_dim(whole, 0, like.shape[share.axis], axis=share.axis)
 
     return jax.tree.map(gather, own, shares, like, is_leaf=is_masked)
-
-
-def is_masked(x: Any) -> bool:
-    """Whether a node stands for leaves hidden from a method, as in `optax.partition`."""
-    return isinstance(x, optax.MaskedNode)
 
 
 def _rows(share, x, fast_axis):

@@ -229,6 +229,11 @@ def warn_of_rounding(params: Any, state: Any) -> None:
     )
 
 
+def is_masked(x: Any) -> bool:
+    """Whether a node stands for leaves hidden from a method, as in `optax.partition`."""
+    return isinstance(x, optax.MaskedNode)
+
+
 def _methods(tree: Any, path: Path = ()) -> dict[Path, Any]:
     """The states of methods in a tree, by path, including states inside other states."""
     found = {}

@@ -12,6 +12,7 @@ import optax
 from jaxcomp.replicas.protocol import drifts as drifts_of
 from jaxcomp.replicas.protocol import (
     has_feedback,
+    is_masked,
     require_no_state,
     warn_of_rounding,
     with_extra_args,
@@ -49,8 +50,6 @@ def local_params(params: Any, state: Any, axis_name: str) -> Any:
 def add_drifts(params, drifts, axis_name):
     """`params`, cast to varying, plus the rows of each of `drifts`; see `local_params`."""
     require_no_state(params)
-    # optax.partition hides leaves from a method: they have a MaskedNode in place of a drift.
-    is_masked = lambda d: isinstance(d, optax.MaskedNode)
 
     def add(drift, param):
         if is_masked(drift):

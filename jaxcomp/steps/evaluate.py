@@ -123,7 +123,7 @@ def mean_params(
     if not columns:
         return params
     # The drifts of each parameter, rarely more than one.
-    drifts = [[x for x in row if not fast.is_masked(x)] for row in zip(*columns, strict=True)]
+    drifts = [[x for x in row if not protocol.is_masked(x)] for row in zip(*columns, strict=True)]
     specs = full_specs(params, mesh, axis_name, param_specs)
     specs = tuple(jax.tree.leaves(specs))
     return treedef.unflatten(_program(mesh, axis_name, fast_axis, specs)(leaves, drifts))
@@ -131,12 +131,12 @@ def mean_params(
 
 def _by_leaf(drift, params):
     """The drift of each parameter, or a `MaskedNode`, which may stand for a whole branch."""
-    leaves = jax.tree.leaves(drift, is_leaf=fast.is_masked)
+    leaves = jax.tree.leaves(drift, is_leaf=protocol.is_masked)
     if len(leaves) == jax.tree.structure(params).num_leaves:
         return leaves  # may be wrapped, as in the state of nnx.Optimizer
     repeat = lambda x, branch: jax.tree.map(lambda _: x, branch)
-    full = jax.tree.map(repeat, drift, params, is_leaf=fast.is_masked)
-    return jax.tree.leaves(full, is_leaf=fast.is_masked)
+    full = jax.tree.map(repeat, drift, params, is_leaf=protocol.is_masked)
+    return jax.tree.leaves(full, is_leaf=protocol.is_masked)
 
 
 @functools.lru_cache(maxsize=16)

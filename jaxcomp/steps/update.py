@@ -90,8 +90,8 @@ def whole_drifts(update: Update, params: Any, drifts: list[Any]) -> list[Any]:
     update = with_shares(update, params)
     _, share_specs = fast.filled(params, update.shares)
     # A drift's tree has a node without arrays for leaves hidden from its method.
-    rows = lambda drift, spec: drift if fast.is_masked(drift) else P(update.axis_name, *spec)
-    row_specs = functools.partial(jax.tree.map, rows, is_leaf=fast.is_masked)
+    rows = lambda drift, spec: drift if protocol.is_masked(drift) else P(update.axis_name, *spec)
+    row_specs = functools.partial(jax.tree.map, rows, is_leaf=protocol.is_masked)
 
     def gather_drifts(drifts, params):
         own = jax.tree.map(lambda x: x[0], drifts)
