@@ -24,6 +24,7 @@ from jaxcomp.replicas.types import to_varying, vary_like, zeros_of
 from jaxcomp.schedules import Schedule
 
 _FOUR_BITS = quantize(4)
+_FEEDBACK = ("residual", "owner_residual")  # arguments of `average`
 
 
 @EvaluatesConsensus.register
@@ -136,23 +137,18 @@ def local_steps(
         wide = jax.tree.map(moments.to_moment_dtype, params)
         zeros = jax.tree.map(jnp.zeros_like, wide)
         drift = to_varying(zeros, axis_name)
-        residual, owner_residual = (), None
-        if error_decay is not None:
-            zero_of = functools.partial(one_by_one, averaging.nothing_sent, transport)
-            nothing = [zero_of(tree) for tree in parts.cut(drift)]
-            residuals, owner_residual = zip(*nothing, strict=True)
-            residual = parts.merged(residuals)
+        zero_of = functools.partial(one_by_one, averaging.nothing_sent, transport)
+        nothing = [] if error_decay is None else [zero_of(tree) for tree in parts.cut(drift)]
         return LocalStepsState(
             count=zero,
             drift=drift,
-            residual=residual,
-            owner_residual=owner_residual,
             # All of it this replica's own from the start.
             inner=to_varying(inner.init(wide), axis_name),
             outer=tuple(map(outer.init, parts.cut(wide))),
             arrived=zeros if delay > 1 else (),
             rounds=no_rounds(*parts.names("synchronize")),
             skipped=to_varying(zero, axis_name),
+            **_residuals(parts, nothing),
         )
 
     def due_after(count, parts):
@@ -173,60 +169,30 @@ def local_steps(
         For the others: what has arrived and is not merged yet, or zeros.
         """
         if not averages:
-            return drift, (), None
-        names = parts.names("synchronize")
-        residuals = parts.cut(state.residual) if error_decay else None
+            return drift, []
+        held = parts.cut(state.arrived) if delay > 1 else [None] * parts.number
+        kept: list[Any] = [()] * parts.number
+        if error_decay is not None:
+            kept = list(zip(parts.cut(state.residual), state.owner_residual, strict=True))
 
-        def exchanged(part, tree):
-            kept = {}
-            if residuals:
-                kept = {"residual": residuals[part], "owner_residual": state.owner_residual[part]}
-                kept = jax.tree.map(lambda e: error_decay * e, kept)
+        def sent(name, due, kept, held, tree):
             # Masks roll once per outer step, not per step: else some entries might never be sent.
-            number = state.rounds[names[part]]
-            average = functools.partial(averaging.average, transport, part=names[part])
-            got = one_by_one(lambda tree, kept: average(tree, number, **kept), tree, kept)
-            return got.mean, got.residual, got.owner_residual if residuals else None
+            number = state.rounds[name]
+            send = functools.partial(_sent, transport, error_decay, name, number, kept)
+            return chosen(due, send, functools.partial(_not_sent, send, kept, held), tree)
 
-        def waiting(part, tree):
-            like = jax.eval_shape(functools.partial(exchanged, part), tree)[0]
-            held = parts.cut(state.arrived)[part] if delay > 1 else None
-            mean = jax.tree.map(vary_like, held, like) if held else jax.tree.map(zeros_of, like)
-            kept = (residuals[part], state.owner_residual[part]) if residuals else (None, None)
-            return mean, *kept
-
-        def step_of_part(part, due, tree):
-            both = (functools.partial(way, part) for way in (exchanged, waiting))
-            return chosen(due, *both, tree)
-
-        rows = map(step_of_part, range(parts.number), due_after(count, parts), parts.cut(drift))
-        means, left, owner_residual = zip(*rows, strict=True)
-        if not residuals:
-            return parts.merged(means), (), None
-        return parts.merged(means), parts.merged(left), owner_residual
+        rows = parts.names("synchronize"), due_after(count, parts), kept, held, parts.cut(drift)
+        means, left = zip(*map(sent, *rows), strict=True)
+        return parts.merged(means), [] if error_decay is None else left
 
     def merged(parts, state, params, drift, arrived, count):
         """The change of the consensus, the drifts after it, and the outer states."""
-
-        def merging(param, drift, mean, outer_state):
-            with averaging.named("" if averages else "synchronize"):
-                return outer_step(outer, keep, param, drift, mean, outer_state)
-
-        def waiting(param, drift, mean, outer_state):
-            like = jax.eval_shape(merging, param, drift, mean, outer_state)
-            same = jax.tree.map(vary_like, outer_state, like[2])
-            return jax.tree.map(zeros_of, like[0]), drift, same
-
+        merge = functools.partial(_moved, outer, keep, "" if averages else "synchronize")
+        operands = *map(parts.cut, (params, drift, arrived)), state.outer
+        stay = functools.partial(_unmoved, merge)
         rows = [
-            chosen(due, merging, waiting, *operands)
-            for due, *operands in zip(
-                due_after(count - delay, parts),
-                parts.cut(params),
-                parts.cut(drift),
-                parts.cut(arrived),
-                state.outer,
-                strict=True,
-            )
+            chosen(due, merge, stay, *own)
+            for due, *own in zip(due_after(count - delay, parts), *operands, strict=True)
         ]
         changes, drifts, outer_states = zip(*rows, strict=True)
         return parts.merged(changes), parts.merged(drifts), outer_states
@@ -237,7 +203,7 @@ def local_steps(
         updates = jax.tree.map(moments.to_moment_dtype, updates)
         if delay:
             early = functools.partial(averaged, parts, state, state.drift, state.count)
-            arrived, residual, owner_residual = ahead(early)
+            arrived, left = ahead(early)
         due = due_after(state.count if delay else count, parts)
         names = parts.names("synchronize")
         step, inner_state, is_bad = inner_step(
@@ -252,22 +218,56 @@ def local_steps(
         )
         drift = jax.tree.map(jnp.add, state.drift, step)
         if not delay:
-            arrived, residual, owner_residual = averaged(parts, state, drift, count)
+            arrived, left = averaged(parts, state, drift, count)
         change, drift, outer_states = merged(parts, state, params, drift, arrived, count)
         sent = dict(zip(names, due, strict=True))
         return change, LocalStepsState(
             count=count,
             drift=drift,
-            residual=residual,
-            owner_residual=owner_residual,
             inner=inner_state,
             outer=outer_states,
             arrived=arrived if delay > 1 else (),
             rounds=counted(state.rounds, all=functools.reduce(jnp.logical_or, due), **sent),
             skipped=state.skipped + is_bad,
+            **_residuals(parts, left),
         )
 
     return in_batches(method(name, axis_name, init_fn, update_fn))
+
+
+def _sent(transport, decay, name, number, kept, tree):
+    """A fragment's mean drift, and its residuals after that: `(residual, owner_residual)` or ()."""
+    kept = jax.tree.map(lambda e: decay * e, dict(zip(_FEEDBACK[: len(kept)], kept, strict=True)))
+    average = functools.partial(averaging.average, transport, part=name)
+    got = one_by_one(lambda tree, kept: average(tree, number, **kept), tree, kept)
+    return got.mean, (got.residual, got.owner_residual) if kept else ()
+
+
+def _not_sent(send, kept, held, tree):
+    """What `send` returns in steps without an exchange: what is `held` since the last, or zeros."""
+    like = jax.eval_shape(send, tree)[0]
+    mean = jax.tree.map(zeros_of, like) if held is None else jax.tree.map(vary_like, held, like)
+    return mean, kept
+
+
+def _moved(outer, keep, name, param, drift, mean, state):
+    """The outer step of a fragment; `name` is the part that the optimizer sends, if it does."""
+    with averaging.named(name):
+        return outer_step(outer, keep, param, drift, mean, state)
+
+
+def _unmoved(merge, param, drift, mean, state):
+    """What `merge` returns in steps without an outer step: nothing moves."""
+    change, _, like = jax.eval_shape(merge, param, drift, mean, state)
+    return jax.tree.map(zeros_of, change), drift, jax.tree.map(vary_like, state, like)
+
+
+def _residuals(parts, each):
+    """The state's fields from the residuals of each fragment; [] without feedback."""
+    if not each:
+        return {"residual": (), "owner_residual": None}
+    residuals, owner_residuals = zip(*each, strict=True)
+    return {"residual": parts.merged(residuals), "owner_residual": owner_residuals}
 
 
 def outer_step(
