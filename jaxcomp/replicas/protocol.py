@@ -215,7 +215,7 @@ def is_narrow(x: Any) -> bool:
 
 
 def warn_of_rounding(params: Any, state: Any) -> None:
-    """Warns, once per call site, if narrow parameters would lose small updates."""
+    """Warns, once in a program, if narrow parameters would lose small updates."""
     narrow = {x.dtype.name: x.dtype for x in jax.tree.leaves(params) if is_narrow(x)}
     if not narrow or keeps_rounding(state):
         return

@@ -31,6 +31,7 @@ _WEIGHTS = quantize(8, block=1024, range="minmax")
 _GRADIENTS = quantize(8, block=1024, range="minmax", rounding="stochastic")
 _EXACT = buckets.small_or_vector()
 _NO_KEY = Key(0, 0)
+_TRIED = 256  # values with which a code is tried
 
 
 @dataclasses.dataclass(frozen=True)
@@ -362,9 +363,6 @@ def _on(mesh: Mesh, axes: tuple[str, ...], function: Callable, in_specs: Any, ou
     return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs))
 
 
-_BLOCK = 256  # values with which a code is tried
-
-
 def draws(code: Compressor) -> bool:
     """Whether what a code makes of values depends on its keys: on noise, shifts, signs or masks.
 
@@ -374,7 +372,7 @@ def draws(code: Compressor) -> bool:
 
     def coded(seed, count):
         shared, private = Key(count, seed), Key(count, seed + jnp.uint32(1))
-        x = jnp.linspace(-1.0, 1.0, _BLOCK)
+        x = jnp.linspace(-1.0, 1.0, _TRIED)
         found.append(is_mapped(code.decode(code.encode(x, shared, private), shared)))
         return seed
 
