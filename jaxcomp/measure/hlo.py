@@ -31,6 +31,7 @@ class Instruction(NamedTuple):
 
     @property
     def operands(self) -> list[str]:
+        """The names of the instructions that it takes."""
         return re.findall(r"%([\w.\-]+)", self.argument)
 
 

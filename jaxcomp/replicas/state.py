@@ -73,13 +73,15 @@ def add_drifts(params, drifts, axis_name):
     return local
 
 
-def stack(tree, axis_name):
+def stack(tree: Any, axis_name: str | tuple[str, ...]) -> Any:
+    """Gives leaves that vary over the replicas a leading axis of one; inside `shard_map` only."""
     if not is_tracked(axis_name):
         return tree
     return jax.tree.map(lambda x: x[None] if varies_over(x, axis_name) else x, tree)
 
 
-def unstack(tree, axis_name):
+def unstack(tree: Any, axis_name: str | tuple[str, ...]) -> Any:
+    """Undoes `stack`."""
     if not is_tracked(axis_name):
         return tree
     return jax.tree.map(lambda x: x[0] if varies_over(x, axis_name) else x, tree)

@@ -6,6 +6,7 @@ with a leading axis `[num_replicas, ...]`; `per_replica` adds and removes that a
 """
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -149,11 +150,13 @@ def unlike(what: str, axes: Any) -> ValueError:
     )
 
 
-def vary_like(x, like):
+def vary_like(x: jax.Array, like: Any) -> jax.Array:
+    """Casts an array to a type that varies at least over the axes of another, or of a shape."""
     return vary_over(x, varying_axes(like))
 
 
-def vary_over(x, names):
+def vary_over(x: jax.Array, names: Iterable[str]) -> jax.Array:
+    """Casts an array to a type that varies at least over these axes; values do not change."""
     missing = tuple(sorted(set(names) - varying_axes(x)))
     return lax.pcast(x, missing, to="varying") if missing else x
 
@@ -172,7 +175,8 @@ def is_mapped(x: jax.Array) -> bool:
     return bool(seen)
 
 
-def names_of(axis_name):
+def names_of(axis_name: Any) -> tuple[str, ...]:
+    """The name of an axis, or of several, as a tuple; a ValueError for anything else."""
     names = (axis_name,) if isinstance(axis_name, str) else axis_name
     is_some = isinstance(names, tuple | list) and all(isinstance(name, str) for name in names)
     if not is_some:
