@@ -6,8 +6,8 @@
 
 A mistake is a block of lines in the table: the file and what is broken, the text as it is (`-`,
 once in the file), the text in its place (`+`), and the tests that should see it (`?`), after which
-come the others of their files. It is made in a copy of the checkout. It is caught if a test fails;
-what takes too long or cannot be imported is not.
+come the others of their files. It is made in a copy of the checkout. It is caught if a test fails,
+or if the process of the tests crashes; what takes too long or cannot be imported is not.
 """
 
 import argparse
@@ -116,6 +116,8 @@ def _verdict(copy: pathlib.Path, tests: list[str], limit: float) -> str:
         said = output.read()
     if status == 0:
         return "SURVIVED"
+    if -status in (signal.SIGSEGV, signal.SIGABRT):  # of an array that is read after its donation
+        return f"caught by {signal.Signals(-status).name}, which ended the tests"
     failed = re.findall(r"^(?:FAILED|ERROR) (.+)", said, re.MULTILINE)
     if status == 1 and failed:
         return f"caught by {failed[0]}"
