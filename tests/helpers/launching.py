@@ -7,6 +7,7 @@ import random
 import socket
 import subprocess
 import sys
+import time
 
 ROOT = pathlib.Path(__file__).parents[2]
 TINY_ARGS = "--model.layers 1 --model.width 16 --model.heads 2 --model.context 16 --eval-batches 1"
@@ -77,6 +78,14 @@ def run(command, seconds=300.0, **options) -> subprocess.CompletedProcess:
             except ProcessLookupError:
                 pass
     return subprocess.CompletedProcess(command, process.returncode, said)
+
+
+def until(condition, seconds: float = 60.0) -> None:
+    """Waits until a condition holds."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "not in time"
+        time.sleep(0.01)
 
 
 def free_port(first: int = 0, last: int = 0) -> int:

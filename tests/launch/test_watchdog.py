@@ -11,7 +11,7 @@ import pytest
 
 from jaxcomp.launch import peers
 from jaxcomp.launch.board import Board
-from tests.helpers.launching import ROOT, environment, free_port
+from tests.helpers.launching import ROOT, environment, free_port, until
 
 EVERY = 0.02  # seconds between signs of life, in these tests
 
@@ -44,14 +44,6 @@ def store(texts):
 def never(status, words):
     """For processes that must not hear of an end."""
     raise AssertionError(words)
-
-
-def until(condition, seconds=30.0):
-    """Waits until a condition holds."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "not in time"
-        time.sleep(EVERY / 4)
 
 
 def train(count, store, wishes, lead=2):
