@@ -1,4 +1,4 @@
-# make demo [STEPS=500] [LINK=100mbit] three short runs: loss, bytes, and time on that link
+# make demo [STEPS=500] [LINK=100e6]   three short runs: loss, bytes, and time at so many bit/s
 # make test [PYTHON=python3.12]        the whole test suite, in WORKERS=2 processes of up to 3 GB
 # make test QUICK=1                    without most tests of tests/slow.txt
 # make journeys                        types every command of the pages, as a reader would
@@ -13,13 +13,22 @@
 
 PYTHON ?= python3
 STEPS ?= 500
-LINK ?= 100mbit
+LINK ?= 100e6
 WORKERS ?= 2
 VENV := .venv$(if $(filter-out python3,$(PYTHON)),-$(notdir $(PYTHON)))
 BIN := $(VENV)/bin
 
+# Half the layers and a quarter of the tokens a step.
+TENTH = $(shell echo $$((($(STEPS) + 9) / 10)))
+SHORT = --steps $(STEPS) --optimizer.warmup-steps $(TENTH) --eval-every $(TENTH) --eval-batches 32 \
+    --model.layers 2 --model.context 64 --data.batch 16 --data.cache runs/demo/data --link-rate $(LINK)
+
 demo: $(VENV)/train.installed
-	$(BIN)/python -m train.demo --steps $(STEPS) --link $(LINK)
+	rm -rf runs/demo
+	$(BIN)/python -m train configs/nano_dense.py $(SHORT) --name demo/dense
+	$(BIN)/python -m train configs/nano_4bit.py $(SHORT) --name demo/4_bits
+	$(BIN)/python -m train configs/nano_cocktail_no_delay.py $(SHORT) --name demo/cocktail
+	$(BIN)/python -m train.compare runs/demo/dense runs/demo/4_bits runs/demo/cocktail --link-rate $(LINK)
 
 test: $(VENV)/test.installed
 	$(BIN)/ruff check .

@@ -24,7 +24,7 @@ import numpy as np
 
 from benchmarks import commands
 from benchmarks import rows as rows_file
-from benchmarks.peers.names import PEERS
+from benchmarks.peers import PEERS
 from benchmarks.slow_network import ENVIRONMENT, SECONDS, write_work
 from benchmarks.slow_network_figure import by_method, seconds
 from benchmarks.worker import DENSE, LAMB, MODELS, UPDATES, config_of

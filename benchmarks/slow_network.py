@@ -25,7 +25,7 @@ import numpy as np
 
 from benchmarks import commands, network
 from benchmarks import rows as rows_file
-from benchmarks.peers.names import AUTHORS, PEERS
+from benchmarks.peers import AUTHORS, PEERS
 from benchmarks.slow_network_figure import draw, table
 from benchmarks.worker import DENSE, METHODS, MODELS, UPDATES, config_of, period_of
 from jaxcomp.compressors.policies import path_of

@@ -1,5 +1,7 @@
 """`python -m train.compare RUN ...`: finished runs side by side, as a table and a plot."""
 
+import argparse
+import math
 import pathlib
 import statistics
 import sys
@@ -10,31 +12,52 @@ from jaxcomp.launch.exits import clean_exits
 from train import checks
 from train.output import metrics, plots
 
+_HEAD = ("method", "val loss", "bytes/step", "of fp16", "of fp32", "steps/s")
 
-def compare(folders: dict[str, pathlib.Path], picture: pathlib.Path) -> str:
+
+def compare(
+    folders: dict[str, pathlib.Path], picture: pathlib.Path, link_rate: float | None = None
+) -> str:
     """Plots the runs' curves and makes a table of them.
 
     Args:
       folders: Label to run directory (`runs/NAME`); the baseline first.
       picture: Where the PNG goes.
+      link_rate: Rate in bit/s of a replica's link, for a step there, if nothing hides the messages.
 
     Returns:
       The table: method, last validation loss (nats per byte), bytes that one replica sends per
-      step, their share of a ring all-reduce in float16 and in float32, steps per second.
+      step, their share of a ring all-reduce in float16 and in float32, steps per second here; and
+      with a rate how long a step takes there, below it which run is the fastest.
 
     Raises:
       ValueError: If a folder has no evaluated run.
     """
-    runs, lines = {}, []
+    runs, lines, there = {}, [], {}
     for label, folder in folders.items():
         rows = metrics.read(folder / "metrics.jsonl")
         if not any("val_loss" in row for row in rows):
             raise ValueError(f"{folder} holds no evaluated run; train it first.")
         runs[label] = rows
-        lines.append(_line(label, rows, *_facts(folder / "config.json")))
+        plan, fast = _facts(folder / "config.json")
+        seconds = [row["step_seconds"] for row in rows if "step_seconds" in row]
+        here = statistics.median(seconds) if seconds else math.nan
+        there[label] = here + 8 * plan["sent_bytes_per_step"] / (link_rate or math.inf)
+        lines.append((*_line(label, rows, plan, fast, here), f"{1e3 * there[label]:,.0f} ms"))
     plots.loss_figure(runs, picture)
-    head = ("method", "val loss", "bytes/step", "of fp16", "of fp32", "steps/s")
-    return "\n".join(aligned([head, *lines], numbers=range(1, len(head))))
+    if link_rate is None:
+        return "\n".join(aligned([_HEAD, *(line[:-1] for line in lines)], numbers=range(1, 6)))
+    link = f"{link_rate / 1e6:,.4g} Mbit/s"
+    table = aligned([(*_HEAD, f"step at {link}"), *lines], numbers=range(1, 7))
+    return "\n".join([*table, "", _finding(there, link)])
+
+
+def _finding(seconds: dict[str, float], link: str) -> str:
+    """How much faster than the baseline the fastest run is on a link."""
+    first, best = next(iter(seconds)), min(seconds, key=lambda label: seconds[label])
+    if best == first:
+        return f"At {link} {first} is the fastest: do not compress."
+    return f"At {link} {best} is {seconds[first] / seconds[best]:.1f} times as fast as {first}."
 
 
 def _facts(file: pathlib.Path) -> tuple[dict[str, Any], int]:
@@ -47,9 +70,8 @@ def _facts(file: pathlib.Path) -> tuple[dict[str, Any], int]:
     return plan, fast
 
 
-def _line(label, rows, plan, fast) -> tuple[str, ...]:
+def _line(label, rows, plan, fast, seconds) -> tuple[str, ...]:
     loss = [row["val_loss"] for row in rows if "val_loss" in row][-1]
-    seconds = [row["step_seconds"] for row in rows if "step_seconds" in row]
     sent, slow = plan["sent_bytes_per_step"], plan["replicas"] // fast
     # Across the slow axis only, as for all runs with a fast axis.
     dense = 2 * 4 * plan["parameters"] / fast * (slow - 1) / slow
@@ -60,19 +82,22 @@ def _line(label, rows, plan, fast) -> tuple[str, ...]:
         f"{sent:,.0f}",
         ratio(dense / 2),
         ratio(dense),
-        f"{1 / statistics.median(seconds):.2f}" if any(seconds) else "-",
+        f"{1 / seconds:.2f}" if seconds > 0 else "-",
     )
 
 
 def main(args: list[str]) -> None:
     """Prints the table of the given run directories and the path of the plot."""
-    if not args or args[0].startswith("-"):
-        print("usage: python -m train.compare runs/BASELINE runs/NAME ...")
-        sys.exit(0 if args else 2)
-    folders = {arg: pathlib.Path(arg) for arg in args}
-    picture = pathlib.Path(args[0]).parent / "comparison.png"
+    parser = argparse.ArgumentParser(prog="python -m train.compare", description=__doc__)
+    parser.add_argument("run", nargs="+", help="as runs/nano_dense; the baseline first")
+    parser.add_argument("--link-rate", type=float, help="of a replica's link in bit/s, as 100e6")
+    options = parser.parse_args(args)
+    if options.link_rate is not None and not 0 < options.link_rate < math.inf:
+        parser.error(f"--link-rate is {options.link_rate}; write a positive number, like 100e6")
+    folders = {run: pathlib.Path(run) for run in options.run}
+    picture = pathlib.Path(options.run[0]).parent / "comparison.png"
     with clean_exits():
-        print(compare(folders, picture))
+        print(compare(folders, picture, options.link_rate))
         print(picture)
 
 

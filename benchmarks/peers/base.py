@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from benchmarks.peers.names import path_of
+from benchmarks.peers import path_of
 
 Loss = Callable[[nn.Module], torch.Tensor]
 """The loss of a module on this host's next rows."""

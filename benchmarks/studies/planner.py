@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 from benchmarks import commands, network, worker
 from benchmarks import rows as rows_file
-from benchmarks.peers.names import PEERS
+from benchmarks.peers import PEERS
 from benchmarks.slow_network import (
     ALONE,
     ENVIRONMENT,

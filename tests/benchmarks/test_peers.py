@@ -11,8 +11,8 @@ import pytest
 
 import benchmarks.peers
 from benchmarks import peers_loss, slow_network, worker
-from benchmarks.peers import names
-from benchmarks.peers.names import AUTHORS, PEERS
+from benchmarks.peers import AUTHORS, PEERS
+from benchmarks.peers import path_of as path_of_peer
 from benchmarks.worker import DENSE, MODELS, UPDATES
 from jaxcomp.compressors.policies import path_of
 from train import examples
@@ -54,7 +54,7 @@ def test_every_weight_of_the_decoder_has_a_name_in_pytorch():
     modules = ["norm", *(f"blocks.{i}.{name}" for i in range(MODEL["layers"]) for name in block)]
     torch_names = [f"{module}.{kind}" for module in modules for kind in ("weight", "bias")]
     torch_names += ["embed.weight", "position"]
-    assert {names.path_of(name) for name in torch_names} == {path_of(key) for key, _ in leaves}
+    assert {path_of_peer(name) for name in torch_names} == {path_of(key) for key, _ in leaves}
 
 
 def test_the_work_of_peers_is_that_of_a_run(tmp_path):

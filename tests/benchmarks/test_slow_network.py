@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from benchmarks import network, slow_network, slow_network_figure, worker
-from benchmarks.peers.names import AUTHORS, PEERS
+from benchmarks.peers import AUTHORS, PEERS
 from benchmarks.worker import period_of
 from tests.helpers.namespaces import needs_namespaces
 from train.placement.resolve import resolve

@@ -3,7 +3,6 @@
 import functools
 import io
 import json
-import pickle
 
 import numpy as np
 import pytest
@@ -13,22 +12,12 @@ from tests.helpers import pictures
 from tests.helpers.fuzzing import fuzz, octets, refused, texts, trees
 from train.data import image_files, image_folder
 
-BATCH = {b"labels": [1, 2], b"data": np.zeros((2, 3072), np.uint8)}
-
 
 @pytest.fixture(scope="module")
 def cifar(tmp_path_factory):
     folder = tmp_path_factory.mktemp("cifar")
-    pictures.cifar10(folder / "pickled")
-    pictures.cifar10(folder / "binary", is_binary=True)
+    pictures.cifar10(folder / "binary")
     return folder
-
-
-@fuzz(st.one_of(octets(pickle.dumps(BATCH, 3)), trees().map(pickle.dumps)))
-def test_pickles_of_cifar10(cifar, content):
-    (cifar / "pickled" / "data_batch_2").write_bytes(content)
-    if (found := refused(image_files._pickled, cifar / "pickled" / "data_batch_2")) is not None:
-        assert found[0].dtype == np.uint8 and found[0].shape == (found[1].size, 3072)
 
 
 @fuzz(octets(bytes(3073 * 2)))

@@ -2,7 +2,6 @@
 
 import gzip
 import pathlib
-import pickle
 
 import numpy as np
 from PIL import Image
@@ -19,19 +18,14 @@ def digits(path: pathlib.Path, seed: int = 0) -> str:
     return str(path)
 
 
-def cifar10(path: pathlib.Path, is_binary: bool = False) -> np.ndarray:
+def cifar10(path: pathlib.Path) -> np.ndarray:
     """Writes six batches of ten images; returns all of them, u8[60, 3, 32, 32]."""
     path.mkdir(exist_ok=True)
     images = np.random.default_rng(1).integers(0, 256, (60, 3, 32, 32), dtype=np.uint8)
     names = [*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"]
     for name, rows in zip(names, images.reshape(6, 10, -1), strict=True):
-        labels = np.arange(10, dtype=np.uint8)
-        if is_binary:
-            content = np.concatenate([labels[:, None], rows], axis=1).tobytes()
-            (path / f"{name}.bin").write_bytes(content)
-        else:
-            batch = {b"data": rows, b"labels": labels.tolist(), b"batch_label": name.encode()}
-            (path / name).write_bytes(pickle.dumps(batch, protocol=3))
+        labels = np.arange(10, dtype=np.uint8)[:, None]
+        (path / f"{name}.bin").write_bytes(np.concatenate([labels, rows], axis=1).tobytes())
     return images
 
 

@@ -1,9 +1,14 @@
 """Runs of the training program that take a moment: a tiny model, and a text of few words."""
 
+import contextlib
 import pathlib
+from collections.abc import Iterator
 from typing import Any
 
+import pytest
+
 from tests.helpers.launching import words
+from train import loop
 from train.config import Config, Data, Optimizer
 from train.models.decoder import DecoderConfig
 
@@ -32,3 +37,17 @@ def tiny_config(
     if "data" not in changes:
         defaults["data"] = Data(path=words(folder / "text"), batch=batch)
     return Config(**defaults | changes)
+
+
+@contextlib.contextmanager
+def stopped_after(steps: int, message: str = "stopped at step") -> Iterator[None]:
+    """Asks the run inside to stop after so many of its steps, as a signal does; it says so."""
+
+    @contextlib.contextmanager
+    def stop_signals():
+        answers = iter([""] * steps + ["SIGTERM"])
+        yield lambda: next(answers)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt, match=message):
+        patch.setattr(loop, "stop_signals", stop_signals)
+        yield

@@ -9,7 +9,16 @@ import sys
 import jax
 import pytest
 
-from jaxcomp.launch.exits import Exit, clean_exits, from_returncode, may_restart, status, words
+from jaxcomp.launch.exits import (
+    Drained,
+    Exit,
+    Transient,
+    clean_exits,
+    from_returncode,
+    may_restart,
+    status,
+    words,
+)
 from tests.helpers.launching import ROOT, environment, free_port
 
 
@@ -30,6 +39,23 @@ def test_a_machine_restarts_what_no_person_has_to_mend(status, again):
 
 def test_a_signal_is_seen_as_a_shell_sees_it():
     assert [from_returncode(code) for code in (0, 2, -9, -11)] == [0, 2, Exit.KILLED, Exit.CRASHED]
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "message"),
+    [
+        (KeyboardInterrupt("stopped at step 3"), 0, "stopped at step 3\n"),
+        (Drained("stopped at step 3"), 85, "stopped at step 3\n"),
+        (KeyboardInterrupt(), 130, "interrupted\n"),
+        (ValueError("too many"), 2, "error: too many\n"),
+        (Transient("gone apart"), 75, "error: gone apart\n"),
+        (ConnectionError("lost"), 75, "error: lost\n"),
+    ],
+)
+def test_ends_are_one_message_and_a_status(capsys, error, status, message):
+    with pytest.raises(SystemExit) as stop, clean_exits():
+        raise error
+    assert (stop.value.code, capsys.readouterr().err) == (status, message)
 
 
 class Fault(jax.errors.JaxRuntimeError):

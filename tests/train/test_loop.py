@@ -8,47 +8,30 @@ import json
 import os
 import pathlib
 import re
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 from jaxcomp.launch import claims, exits, watchdog
-from tests.helpers.launching import TINY_ARGS, words
-from tests.helpers.replicas import one_value
-from train import __main__ as program
+from tests.helpers.launching import words
+from tests.helpers.tiny_runs import EXACT_SGD, TINY, stopped_after, tiny_config
 from train import examples, loop, report
 from train import task as tasks
 from train.checkpoints import files, store
-from train.config import Config, Data, Optimizer, facts
+from train.config import Data, Optimizer, facts
 from train.config.optimizer import schedule
 from train.data import texts
-from train.models.decoder import Decoder, DecoderConfig
-from train.models.losses import cross_entropy
-from train.models.modules import PathRngs, split
 from train.output import metrics
-from train.placement import devices
 
-ROOT = pathlib.Path(__file__).parents[2]
-NANO = ROOT / "configs" / "nano_dense.py"
-ADAM = "chain(compressed_mean({}, axis_name), adam(learning_rate))"
-STOCHASTIC = ADAM.format("quantize(4, rounding='stochastic')")
-EXACT_SGD = "chain(compressed_mean(identity(), axis_name), sgd(learning_rate))"
-# Adam divides by |g| + eps: of gradients that are zero but for rounding only eps keeps it.
-EXACT_ADAM = "chain(compressed_mean(identity(), axis_name), adam(learning_rate, eps=1e-4))"
-# They meet seldom, so that runs stop between meetings. Of all other methods:
-# tests/methods/test_every_method.py, and on other numbers of replicas tests/users/test_elastic.py.
-ZERO_ONE_ADAM = (
-    "zero_one_adam(learning_rate, axis_name, sync_at=schedules.every(4, steps, after=1), "
-    "variance_at=schedules.every(4, steps, after=1))"
+STOCHASTIC = (
+    "chain(compressed_mean(quantize(4, rounding='stochastic'), axis_name), adam(learning_rate))"
 )
+EXACT_ADAM = "chain(compressed_mean(identity(), axis_name), adam(learning_rate))"
+# Meets seldom, so that runs stop between meetings. Of all other methods:
+# tests/methods/test_every_method.py, and on other numbers of replicas tests/users/test_elastic.py.
 SLAMB = "slamb(learning_rate, axis_name, density=0.5, sync_every=4, exact_numel=0)"
-TINY = DecoderConfig(layers=1, width=16, heads=2, context=16)
 
 
 @pytest.fixture(scope="module")
@@ -64,18 +47,12 @@ def config_of(text, tmp_path, monkeypatch, undrawn):
     """
     monkeypatch.chdir(tmp_path)
 
-    def make(update=STOCHASTIC, rate=1e-2, name="tiny", batch=8, schedule="cosine", **changes):
-        steps = changes.pop("steps", 6)
+    def make(update=STOCHASTIC, steps=6, path=text, **changes):
         every = {"log_every": 2, "eval_every": 3, "checksum_every": 4, "checkpoint_every": 100}
-        return Config(
-            name=name,
-            steps=steps,
-            optimizer=Optimizer(update, rate, min(2, steps - 1), schedule),
-            eval_batches=2,
-            data=Data(path=changes.pop("path", text), batch=batch),
-            model=changes.pop("model", TINY),
-            **(every | changes),
-        )
+        optimizer = Optimizer(update, 1e-2, 2, changes.pop("schedule", "cosine"))
+        fixed = {"name": "tiny", "replicas": 4, "eval_batches": 2, "runs_dir": "runs"}
+        fixed |= {"steps": steps, "optimizer": optimizer, "data": Data(path=path, batch=8)}
+        return tiny_config(tmp_path, **(every | fixed | changes))
 
     return make
 
@@ -96,21 +73,6 @@ def compile_once(monkeypatch, text):
         return task._replace(config=config)
 
     monkeypatch.setattr(loop, "make_task", make_task)
-
-
-@pytest.fixture
-def stop_after(monkeypatch):
-    """Asks the next run to stop after so many of its steps, as a signal does."""
-
-    def install(count):
-        @contextlib.contextmanager
-        def stop_signals():
-            answers = iter([""] * count + ["SIGTERM"])
-            yield lambda: next(answers)
-
-        monkeypatch.setattr(loop, "stop_signals", stop_signals)
-
-    return install
 
 
 @pytest.fixture
@@ -144,20 +106,6 @@ def saved_params(config):
 
 def without_times(rows):
     return [{name: row[name] for name in row if name != "step_seconds"} for row in rows]
-
-
-def first_params(config):
-    """The initial parameters of a config, on one device."""
-    return jax.tree.map(one_value, loop.make_task(config).init()[0])
-
-
-def loss_fn(params, tokens):
-    apply, _ = split(Decoder(TINY, rngs=PathRngs(0)))
-    return cross_entropy(apply(params, tokens[:, :-1]), tokens[:, 1:])
-
-
-def all_params(params):
-    return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(params)])
 
 
 # What a run leaves behind.
@@ -243,29 +191,19 @@ def test_loss_of_a_row_is_the_mean_over_its_steps_in_whatever_pieces_they_are_ga
 # Stopping and going on.
 
 
-@pytest.mark.parametrize(
-    ("update", "held"),
-    [
-        (STOCHASTIC, "residual"),
-        (SLAMB, "drift"),
-    ],
-)
-def test_resumed_run_equals_the_uninterrupted_one_bit_for_bit(
-    config_of, stop_after, change_task, update, held
-):
+@pytest.mark.parametrize(("update", "held"), [(STOCHASTIC, "residual"), (SLAMB, "drift")])
+def test_resumed_run_equals_the_uninterrupted_one_bit_for_bit(config_of, change_task, update, held):
     whole, parts = (config_of(update, name=name) for name in ("whole", "parts"))
     # Step 4, the fifth, is left out: a checkpoint counts it before any row tells it.
     change_task(poisoned_at(4))
     rows = loop.run(whole)
     assert rows[-1]["skipped"] + rows[-1]["left_out"] > 0
     for count, step in ((1, 1), (2, 3), (2, 5)):
-        stop_after(count)
-        with pytest.raises(KeyboardInterrupt, match=f"stopped at step {step}; run the same"):
+        with stopped_after(count, f"stopped at step {step}; run the same"):
             loop.run(parts)
         assert files.latest(folder_of(parts) / "checkpoints") == step
     contents = saved(parts)[2]
     assert any(any(contents[name]) for name in contents if held in name)
-    stop_after(100)
     assert without_times(loop.run(parts)) == without_times(rows)
     assert saved(parts) == saved(whole)
 
@@ -429,7 +367,7 @@ def test_poisoned_batch_of_one_replica_is_skipped_by_all(config_of, change_task)
     assert [row["loss"] is None for row in rows] == [True, True, False, False, True]
     rate = schedule(config.optimizer, config.steps)
     assert rows[-1]["learning_rate"] == float(rate(3))
-    assert np.all(np.isfinite(all_params(saved_params(config))))
+    assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(saved_params(config)))
     assert rows[-1]["val_loss"] < rows[0]["val_loss"]
 
 
@@ -465,196 +403,6 @@ def test_replicas_gone_apart_stop_the_run_with_the_step(
     with pytest.raises(exits.Transient, match="after step 4 the replicas' parameters"):
         loop.run(config)
     assert files.latest(folder_of(config) / "checkpoints") == 2
-
-
-# The mathematics of a step.
-
-
-def trained(config, steps=3):
-    """The parameters after a few steps, compared over the replicas."""
-    task = loop.make_task(config)
-    params, state = task.init()
-    for step in range(steps):
-        params, state, _ = task.step(params, state, task.batch(step))
-    return jax.tree.map(one_value, params)
-
-
-def test_identity_is_adam_on_the_gradient_of_the_whole_batch(config_of):
-    config = config_of(EXACT_ADAM, schedule="constant")
-    params = first_params(config)
-    optimizer = optax.adam(schedule(config.optimizer, config.steps), eps=1e-4)
-    state = optimizer.init(params)
-    for step in range(3):
-        tokens = jnp.asarray(np.asarray(loop.make_task(config).batch(step)))
-        updates, state = optimizer.update(jax.grad(loss_fn)(params, tokens), state)
-        params = optax.apply_updates(params, updates)
-    moved = np.abs(all_params(params) - all_params(first_params(config))).max()
-    assert moved > 5e-3
-    # Gradients differ by 1e-8, a few float32 roundings of 0.1; over eps, times the rate.
-    np.testing.assert_allclose(
-        all_params(trained(config)), all_params(params), rtol=0, atol=3 * 1e-8 / 1e-4 * 1e-2
-    )
-
-
-@pytest.mark.parametrize(("changes", "size"), [({"accumulate": 2}, 4), ({"replicas": 0}, 8)])
-def test_division_of_the_batch_changes_nothing_but_rounding(config_of, changes, size):
-    make = functools.partial(config_of, EXACT_SGD, rate=0.5, schedule="constant")
-    one, other = trained(make(replicas=1)), trained(make(**changes))
-    assert loop.make_task(make(**changes)).mesh.size == size
-    moved = np.abs(all_params(one) - all_params(first_params(make(replicas=1)))).max()
-    assert moved > 1e-2
-    # Means over 128 tokens in another order: a few float32 roundings of the largest update.
-    np.testing.assert_allclose(
-        all_params(other), all_params(one), rtol=0, atol=8 * 2**-24 * max(moved, 1.0)
-    )
-
-
-def test_bfloat16_computes_in_16_bits_and_keeps_float32_parameters(config_of):
-    full = config_of(EXACT_SGD, rate=0.5, schedule="constant", replicas=1)
-    half = dataclasses.replace(full, model=dataclasses.replace(TINY, dtype="bfloat16"))
-    full_loss, half_loss = (
-        loop.make_task(config).evaluate(trained(config))["loss"] for config in (full, half)
-    )
-    assert all(leaf.dtype == "float32" for leaf in jax.tree.leaves(trained(half)))
-    # bfloat16 keeps 8 bits of each activation; errors of many average out in the loss.
-    assert 0 < abs(half_loss - full_loss) < 2**-8 * full_loss
-
-
-# The command line.
-
-
-def main(monkeypatch, capsys, *args):
-    """Runs the program in this process, whose devices exist; returns status, output, errors."""
-    monkeypatch.setattr(devices, "start", lambda replicas, num_processes=1: None)
-    status = 0
-    try:
-        program.main([str(arg) for arg in args])
-    except SystemExit as stop:
-        status = stop.code
-    captured = capsys.readouterr()
-    return status, captured.out, captured.err
-
-
-@pytest.fixture
-def reported(monkeypatch, capsys, tmp_path, text):
-    """Prints the report of `nano_dense` with another update, and other settings."""
-    monkeypatch.chdir(tmp_path)
-
-    def report(update, args=""):
-        args = [*TINY_ARGS.split(), "--data.path", text, *args.split()]
-        args += ["--optimizer.update", update]
-        status, out, err = main(monkeypatch, capsys, NANO, "--report", *args)
-        assert (status, err, os.listdir(tmp_path)) == (0, "", [])
-        return out
-
-    return report
-
-
-def test_report_prints_bytes_and_makes_nothing(reported):
-    # Wide enough that most parameters do not travel exact.
-    out = reported(ADAM.format("sign(block=128)"), "--model.width 128")
-    for line in ("all-to-all", "bytes a step", "MiB of parameters"):
-        assert line in out
-    assert re.search(r"in float32, \d+ arrays: block_\*/", out) and out.count("note: ") == 1
-
-
-def test_report_of_a_run_that_skips_rounds_counts_its_bits(reported):
-    out = reported(ZERO_ONE_ADAM, "--steps 12 --optimizer.warmup-steps 1")
-    number = lambda pattern: float(re.search(pattern, out)[1].replace(",", ""))
-    total, bits = number(r"([\d,]+) bytes over the run"), number(r"run, ([\d.]+) bits")
-    dense = number(r"\(dense: ([\d,]+), 32;")
-    assert dense == 12 * 4 * number(r"([\d,]+) parameters on 4 replicas") * 2 * 3 / 4
-    assert bits == pytest.approx(32 * total / dense, abs=0.005)
-    assert "of 12 steps 4 send anything: synchronize 4 times" in out and bits < 32 * 5 / 12
-    # 0.15 of 32 bits, and 0.85 of one with a float32 scale for 1,024.
-    assert number(r"dense steps: about [\d,]+, ([\d.]+)\)") == 5.68
-
-
-def test_one_replica_reports_that_it_sends_nothing(reported):
-    out = reported(ZERO_ONE_ADAM, "--replicas 1")
-    assert "one replica sends 0 bytes a step" in out and "nothing to send with one replica" in out
-
-
-def test_run_ends_with_the_loss_and_the_picture(monkeypatch, capsys, tmp_path, text):
-    monkeypatch.chdir(tmp_path)
-    args = [
-        *TINY_ARGS.split(),
-        *"--steps 2 --optimizer.warmup-steps 0 --model.width 128".split(),
-        "--data.path",
-        text,
-    ]
-    update = ADAM.format("sign()")
-    status, out, err = main(monkeypatch, capsys, NANO, *args, "--optimizer.update", update)
-    assert status == 0
-    first, *facts, picture = out.splitlines()
-    assert re.fullmatch(r"runs/nano_dense: step 2, validation loss \d\.\d{4} nats per byte", first)
-    assert [fact.split()[0] for fact in facts] == ["time", "sent", "losses", "checkpoint"]
-    assert picture == "runs/nano_dense/loss.png" and pathlib.Path(picture).is_file()
-    assert err.startswith("note: compressed_mean at ") and "second moment trains badly" in err
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        ("configs/nano_dens.py", "is no config file; write one of"),
-        ("{nano} --data.path {tmp}/missing", "missing' does not exist; name a text file"),
-        ("{nano} --replicas 16", "replicas=16, but there are 8 cpu devices"),
-        ("{nano} --replicas 0 --data.batch 9", "must be divisible by 8 replicas"),
-        ("{nano} --runs-dir {tmp}/empty.txt", "Not a directory"),
-        ("{nano} --optimizer.update adam()", "cannot be called like this"),
-        ("{nano} --optimizer.update compressed_mean(sign(),'x')", "the axis 'x' is unknown"),
-        ("{nano} --optimizer.update adam(learning_rate)", "compressed_mean"),
-        ("{nano} --optimizer.update scale(learning_rate)", "does not fit gradients"),
-    ],
-)
-def test_mistake_ends_with_status_2_and_one_message(
-    monkeypatch, capsys, tmp_path, text, args, message
-):
-    (tmp_path / "empty.txt").write_text("")
-    words = args.format(nano=NANO, tmp=tmp_path).split()
-    own = "--model.layers 1 --model.width 16 --model.heads 2"
-    own = [*own.split(), "--runs-dir", str(tmp_path / "runs"), "--data.path", text]
-    monkeypatch.chdir(ROOT)
-    status, out, err = main(monkeypatch, capsys, words[0], *own, *words[1:])
-    assert (status, out) == (2, "")
-    assert err.startswith("error: ") and message in err and "Traceback" not in err
-    assert not (tmp_path / "runs").exists()
-
-
-@pytest.mark.parametrize("args", [[], ["--report"]])
-def test_no_config_is_answered_with_the_usage(monkeypatch, capsys, args):
-    status, out, _ = main(monkeypatch, capsys, *args)
-    assert status == 2 and out.startswith("usage: python -m train CONFIG.py")
-
-
-@pytest.mark.parametrize(
-    ("error", "status", "message"),
-    [
-        (KeyboardInterrupt("stopped at step 3"), 0, "stopped at step 3\n"),
-        (exits.Drained("stopped at step 3"), 85, "stopped at step 3\n"),
-        (KeyboardInterrupt(), 130, "interrupted\n"),
-        (ValueError("too many"), 2, "error: too many\n"),
-        (exits.Transient("gone apart"), 75, "error: gone apart\n"),
-        (ConnectionError("lost"), 75, "error: lost\n"),
-    ],
-)
-def test_ends_are_one_message_and_a_status(capsys, error, status, message):
-    with pytest.raises(SystemExit) as stop, exits.clean_exits():
-        raise error
-    assert (stop.value.code, capsys.readouterr().err) == (status, message)
-
-
-def test_device_start_makes_a_device_for_each_replica_and_threads_for_all():
-    code = (
-        "import os, jax; from train.placement import devices; devices.start(5); "
-        "print(len(jax.devices()), os.environ['NPROC'], len(os.listdir('/proc/self/task')))"
-    )
-    env = {k: v for k, v in os.environ.items() if k != "NPROC"} | {"JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], **{"cwd": ROOT, "env": env, "capture_output": True}
-    )
-    count, pool, threads = map(int, done.stdout.split())
-    assert count == 5 and pool == max(20, os.cpu_count()) and threads > pool
 
 
 # Data that cannot be read.

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 
+from tests.helpers.tiny_runs import stopped_after
 from train import loop, report
 from train import task as tasks
 from train.config import Config, Data, Images, Optimizer
@@ -73,29 +74,17 @@ def compile_once(monkeypatch):
     monkeypatch.setattr(loop, "make_task", shared_task)
 
 
-def run(config, *, until=None):
-    """Trains, or stops after some steps as a signal does; the losses of all steps so far."""
-    if until is None:
-        rows = loop.run(config)
-    else:
-        done = iter([""] * until + ["SIGTERM"])
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(loop, "stop_signals", stopping(lambda: next(done)))
-            with pytest.raises(KeyboardInterrupt):
-                loop.run(config)
-        return None
+def run(config):
+    """Trains; the losses of all steps, and the last one of validation."""
+    rows = loop.run(config)
     return [row["loss"] for row in rows[1:]], rows[-1]["val_loss"]
 
 
-def stopping(answer):
-    class Stop:
-        def __enter__(self):
-            return answer
-
-        def __exit__(self, *error):
-            return None
-
-    return Stop
+def run_a_step(*configs):
+    """Trains a step of each, one after the other, and stops as a signal does."""
+    for config in configs:
+        with stopped_after(1):
+            loop.run(config)
 
 
 @pytest.mark.parametrize("scan", [False, True])
@@ -129,13 +118,11 @@ def exact(config_of):
 def test_a_run_goes_on_bit_for_bit_and_on_other_shards_to_rounding(config_of, exact):
     whole = run(config_of("whole", LOSSY))
     parts = config_of("parts", LOSSY)
-    run(parts, until=1)
+    run_a_step(parts)
     assert run(parts) == whole
 
     moved = config_of("moved", EXACT)
-    run(moved, until=1)
-    run(dataclasses.replace(moved, replicas=3), until=1)
-    run(dataclasses.replace(moved, replicas=1), until=1)
+    run_a_step(moved, *(dataclasses.replace(moved, replicas=count) for count in (3, 1)))
     losses, last = run(moved)
     np.testing.assert_allclose(losses, exact[0], rtol=1e-5)
     assert abs(last - exact[1]) < 1e-5 * last
@@ -143,9 +130,7 @@ def test_a_run_goes_on_bit_for_bit_and_on_other_shards_to_rounding(config_of, ex
 
 def test_a_mesh_of_two_axes_trains_alike_and_a_run_moves_between_meshes(config_of, exact):
     hybrid = config_of("two axes", HYBRID, replicas=4, fast=2)
-    run(hybrid, until=1)
-    run(dataclasses.replace(hybrid, replicas=3, fast=1), until=1)
-    run(hybrid, until=1)
+    run_a_step(hybrid, dataclasses.replace(hybrid, replicas=3, fast=1), hybrid)
     losses, last = run(dataclasses.replace(hybrid, replicas=2))  # one host is left
     np.testing.assert_allclose(losses, exact[0], rtol=1e-5)
     assert abs(last - exact[1]) < 1e-5 * last

@@ -5,11 +5,9 @@ import hashlib
 import importlib.util
 import io
 import pathlib
-import pickle
-import pickletools
 import zlib
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -81,7 +79,7 @@ def digits(path: str | None) -> Stored:
 
 
 def cifar10(path: str) -> Stored:
-    """Reads CIFAR-10 from its folder: `data_batch_1` to `_5` and `test_batch`, or those with .bin.
+    """Reads CIFAR-10's binary version from its folder: `data_batch_1.bin` to `_5` and `test_batch`.
 
     Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009. The last batch is the
     validation part.
@@ -90,9 +88,12 @@ def cifar10(path: str) -> Stored:
       ValueError: If a batch is missing or broken.
     """
     folder = pathlib.Path(path)
-    is_binary = (folder / f"{_CIFAR10[0]}.bin").is_file()
-    files = [folder / f"{name}{'.bin' if is_binary else ''}" for name in _CIFAR10]
-    batches = [(_binary if is_binary else _pickled)(file) for file in files]
+    if (folder / _CIFAR10[0]).exists():
+        raise ValueError(
+            f"{path!r} holds pickles, which are programs; needs CIFAR-10's binary version: write "
+            "--data.path with the folder of cifar-10-binary.tar.gz."
+        )
+    batches = [_batch(folder / f"{name}.bin") for name in _CIFAR10]
     rows, labels = (np.concatenate(parts) for parts in zip(*batches, strict=True))
     pixels = np.ascontiguousarray(rows.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1))
     validation = np.arange(len(labels)) >= len(labels) - len(batches[-1][1])
@@ -114,7 +115,7 @@ def _in_memory(pixels, labels, validation, path) -> Stored:
     )
 
 
-def _binary(file: pathlib.Path) -> tuple[np.ndarray, np.ndarray]:
+def _batch(file: pathlib.Path) -> tuple[np.ndarray, np.ndarray]:
     content = np.frombuffer(on_disk.content_of(file), np.uint8)
     if not content.size or content.size % (1 + _CIFAR10_ROW):
         raise ValueError(
@@ -122,76 +123,3 @@ def _binary(file: pathlib.Path) -> tuple[np.ndarray, np.ndarray]:
         )
     rows = content.reshape(-1, 1 + _CIFAR10_ROW)
     return rows[:, 1:], rows[:, 0]
-
-
-def _pickled(file: pathlib.Path) -> tuple[np.ndarray, np.ndarray]:
-    content = on_disk.content_of(file)
-    try:
-        _require_small(content)
-        batch = _Unpickler(io.BytesIO(content), encoding="bytes").load()
-    except Exception as error:  # of any kind, as a pickle builds what it likes of these few parts
-        raise ValueError(f"{str(file)!r} is no batch of CIFAR-10: {error!r:.200}.") from error
-    found = batch if type(batch) is dict else {}
-    rows, labels = (getattr(x, "array", x) for x in (found.get(b"data"), found.get(b"labels")))
-    is_class = lambda x: type(x) is int and 0 <= x < 10
-    if type(labels) is not list or not all(map(is_class, labels)):
-        raise ValueError(f"{str(file)!r} is no batch of CIFAR-10: labels need numbers from 0 to 9.")
-    if type(rows) is not np.ndarray or rows.shape != (len(labels), _CIFAR10_ROW):
-        raise ValueError(
-            f"{str(file)!r} is no batch of CIFAR-10: data needs a row of {_CIFAR10_ROW} bytes for "
-            f"each of {len(labels)} labels."
-        )
-    return rows, np.array(labels, np.uint8)
-
-
-def _require_small(content: bytes) -> None:
-    """Raises a ValueError for what fills the memory or the stack of Python's reader."""
-    tuples = 0
-    for code, number, _ in pickletools.genops(content):  # which compares lengths with the content
-        tuples += code.name.startswith(("TUPLE", "FROZENSET"))
-        if tuples > 64:  # nested ones are hashed in C, without an end
-            raise ValueError("it holds more tuples than its arrays need")
-        if "PUT" in code.name and number is not None and number > len(content):
-            raise ValueError("it remembers more objects than it has bytes")
-
-
-class _Unpickler(pickle.Unpickler):
-    """Unpickles numbers, texts, lists, and arrays of bytes; no part of NumPy is called.
-
-    A pickle is a program, and NumPy takes an array of objects made of bytes for pointers.
-    """
-
-    def find_class(self, module: str, name: str) -> Any:
-        known = {"_reconstruct": _Array, "ndarray": None, "dtype": _Dtype}
-        if module.partition(".")[0] != "numpy" or name not in known:
-            raise pickle.UnpicklingError(f"it holds {module}.{name}, which is no array")
-        return known[name]
-
-
-class _Dtype:
-    """The type of an array in a pickle: a byte, the only one that is needed."""
-
-    def __init__(self, name, *flags):
-        if name not in (b"u1", "u1"):
-            raise ValueError(f"it holds an array of {name!r:.40}, and not of bytes")
-
-    def __setstate__(self, state):
-        pass  # the order of the bytes of a number, for example: these have one
-
-
-class _Array:
-    """An array in a pickle, as NumPy describes it."""
-
-    array = None
-
-    def __init__(self, *empty):
-        pass  # what NumPy makes before it learns the shape
-
-    def __setstate__(self, state):
-        _, shape, kind, by_columns, content = state
-        if type(kind) is not _Dtype or type(content) is not bytes:
-            raise ValueError("it holds an array that is not of bytes")
-        flat = np.frombuffer(content, np.uint8)
-        if not all(type(size) is int and size >= 0 for size in shape):
-            raise ValueError(f"it holds an array of shape {shape!r:.40}")
-        self.array = flat.reshape(shape, order="F" if by_columns else "C")

@@ -53,7 +53,7 @@ class Images:
 
     form: Literal["digits", "cifar10", "folder"] = "digits"
     """Format: scikit-learn's file digits.csv.gz, 1,797 digits of 8x8; the folder of CIFAR-10's
-    batches, for Python or binary; or one folder per class, like ImageNet."""
+    binary version; or one folder per class, like ImageNet."""
     path: str | None = None
     """File or folder; None, for digits only: the one in the installed scikit-learn."""
     cache: str | None = None

@@ -63,9 +63,8 @@ def test_digits_are_read_whole_and_scaled_to_bytes(tmp_path):
     assert set(np.unique(image)) <= {round(n * 255 / 16) for n in range(17)}
 
 
-@pytest.mark.parametrize("is_binary", [False, True])
-def test_cifar10_is_read_in_colour_with_its_own_validation(tmp_path, is_binary):
-    expected = pictures.cifar10(tmp_path / "c", is_binary)
+def test_cifar10_is_read_in_colour_with_its_own_validation(tmp_path):
+    expected = pictures.cifar10(tmp_path / "c")
     found = images.read(Images("cifar10", str(tmp_path / "c")), CIFAR10)
     for number in (0, 33, 59):
         np.testing.assert_array_equal(
@@ -196,7 +195,7 @@ def test_pictures_of_16_bits_keep_their_greys(tmp_path, suffix):
 def test_missing_packages_and_files_are_named(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"gone' cannot be read \(No such file"):
         images.read(Images("digits", str(tmp_path / "gone")), DIGITS)
-    with pytest.raises(ValueError, match=r"data_batch_1' cannot be read"):
+    with pytest.raises(ValueError, match=r"data_batch_1.bin' cannot be read"):
         images.read(Images("cifar10", str(tmp_path)), CIFAR10)
     with pytest.raises(ValueError, match="has no images in folders"):
         images.read(Images("folder", str(tmp_path)), FOLDER)
