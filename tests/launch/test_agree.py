@@ -1,27 +1,19 @@
 """Two real processes over loopback against two devices of one: the same parameters."""
 
-import os
-import pathlib
-import socket
-import subprocess
 import sys
 
 import numpy as np
-import pytest
+
+from tests.helpers.launching import environment, run
 
 WORKER = """
-import sys
-
 import jax
 
-port, process, out = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-num_processes = 2 if port else 1
-jax.config.update("jax_num_cpu_devices", 2 // num_processes)
-if port:
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(f"127.0.0.1:{port}", 2, process)
+from jaxcomp import launch
 
-import jax.numpy as jnp
+count = launch.connect()
+jax.config.update("jax_num_cpu_devices", 2 // count)
+
 import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
@@ -30,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 import jaxcomp
 
 mesh = Mesh(np.array(jax.devices()), ("replica",))
-assert mesh.size == 2 and jax.process_count() == num_processes
+assert mesh.size == 2 and jax.process_count() == count
 
 
 def place(tree, spec):
@@ -68,68 +60,18 @@ results = {}
 for name, code in codes.items():
     tx = optax.chain(jaxcomp.compressed_mean(code, "replica"), optax.adam(1e-2))
     results |= {f"{name} {leaf}": value for leaf, value in train(tx).items()}
-np.savez(out, **results)
+np.savez(f"{count}_{jax.process_index()}.npz", **results)
 """
 
-SECONDS = 120
 
-
-def free_port():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
-
-
-def run_workers(folder, port, count):
-    """Runs `count` workers, bounded in time; returns what each wrote."""
-    script = folder / "worker.py"
-    script.write_text(WORKER)
-    root = str(pathlib.Path(__file__).parents[3])
-    environment = os.environ | {
-        "PYTHONPATH": root,
-        "JAX_PLATFORMS": "cpu",
-        "GLOO_SOCKET_IFNAME": "lo",
-    }
-    outputs = [folder / f"{bool(port)}_{i}.npz" for i in range(count)]
-    workers = [
-        subprocess.Popen(
-            [sys.executable, str(script), str(port), str(i), str(output)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for i, output in enumerate(outputs)
-    ]
-    try:
-        logs = [worker.communicate(timeout=SECONDS)[0] for worker in workers]
-    finally:
-        for worker in workers:
-            worker.kill()
-            worker.communicate()
-    for worker, log in zip(workers, logs, strict=True):
-        assert worker.returncode == 0, log
-    return [dict(np.load(output)) for output in outputs]
-
-
-@pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    """Parameters by each of two processes, and by two devices of one."""
-    folder = tmp_path_factory.mktemp("workers")
-    return *run_workers(folder, free_port(), 2), *run_workers(folder, 0, 1)
-
-
-def test_two_processes_hold_equal_parameters(results):
-    first, second, _ = results
-    for name, value in first.items():
-        assert value.tobytes() == second[name].tobytes(), name
-
-
-@pytest.mark.parametrize("code", ["identity", "nearest", "stochastic"])
-def test_two_processes_train_as_two_devices_of_one_do(results, code):
-    several, _, one = results
-    names = [name for name in one if name.startswith(code)]
-    assert len(names) == 3
-    for name in names:
+def test_two_processes_train_as_two_devices_of_one_and_hold_equal_parameters(tmp_path):
+    (tmp_path / "worker.py").write_text(WORKER)
+    launched = [sys.executable, "-m", "jaxcomp.launch", "--local", "2", "--", "python", "worker.py"]
+    for command in (launched, [sys.executable, "worker.py"]):
+        done = run(command, cwd=tmp_path, env=environment())
+        assert done.returncode == 0, done.stdout
+    first, second, one = (np.load(tmp_path / f"{name}.npz") for name in ("2_0", "2_1", "1_0"))
+    assert len(one) == 9
+    for name, value in one.items():
         # A sum of two is the same in any order, so nothing may differ, not by a bit.
-        assert several[name].tobytes() == one[name].tobytes(), name
+        assert first[name].tobytes() == second[name].tobytes() == value.tobytes(), name

@@ -77,6 +77,6 @@ def test_chats_train_alike_on_any_number_of_replicas_and_go_on_where_they_were(t
     rows_of("parts", replicas=4, steps=1)
     parts = rows_of("parts", replicas=2)
     np.testing.assert_allclose(losses(parts), losses(whole), rtol=1e-5)
-    found = store.read_metadata(tmp_path / "runs" / "parts" / "checkpoints")
-    assert found["progress"]["examples"] == 8
+    saved = store.choose(tmp_path / "runs" / "parts" / "checkpoints", item="metadata")
+    assert saved.metadata["progress"]["examples"] == 8
     assert len([*(tmp_path / "cache").iterdir()]) == 1

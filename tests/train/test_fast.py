@@ -2,15 +2,15 @@
 
 import dataclasses
 import functools
-import random
 import re
 
 import numpy as np
 import pytest
 
 from jaxcomp import planner
+from tests.helpers.tiny_runs import tiny_config
 from train import examples, loop, report
-from train.config import Config, Data, Optimizer
+from train.config import Optimizer
 from train.models.decoder import DecoderConfig
 from train.plan import planning
 from train.plan.arguments import Options
@@ -26,26 +26,11 @@ DRIFTS = "cocktail_sgd(adam(learning_rate), axis_name, compressor=quantize(8))"
 @pytest.fixture
 def config_of(tmp_path):
     """Makes configs of tiny runs; 17 bytes of context do not divide evenly."""
-    draw = random.Random(0)
-    (tmp_path / "text.txt").write_text("".join(draw.choices("the of and to in is ", k=9000)))
+    model = DecoderConfig(layers=2, width=16, heads=2, context=17, scan=True)
+    fixed = {"model": model, "batch": 12, "log_every": 1, "checkpoint_every": 2}
 
     def make(update, replicas=4, fast=2, **changes):
-        defaults = {
-            "name": "run",
-            "optimizer": Optimizer(update, 1e-2, 1),
-            "model": DecoderConfig(layers=2, width=16, heads=2, context=17, scan=True),
-            "data": Data(path=str(tmp_path / "text.txt"), batch=12),
-        }
-        return Config(
-            steps=4,
-            replicas=replicas,
-            fast=fast,
-            log_every=1,
-            checkpoint_every=2,
-            eval_batches=1,
-            runs_dir=str(tmp_path / "runs"),
-            **(defaults | changes),
-        )
+        return tiny_config(tmp_path, update, replicas=replicas, fast=fast, **(fixed | changes))
 
     return make
 

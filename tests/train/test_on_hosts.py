@@ -6,10 +6,9 @@ import jax
 import numpy as np
 import pytest
 
-from tests.helpers.launching import words
+from tests.helpers.tiny_runs import tiny_config
 from train import loop
 from train import task as tasks
-from train.config import Config, Data, Optimizer
 from train.data.sources import Images
 from train.models.decoder import DecoderConfig
 from train.models.vit import ViTConfig
@@ -23,20 +22,8 @@ UPDATE = "chain(compressed_mean(identity(), axis_name), adam(learning_rate))"
 
 @pytest.fixture
 def config(tmp_path):
-    return Config(
-        name="on_hosts",
-        steps=3,
-        replicas=4,
-        fast=2,
-        in_shards=True,
-        optimizer=Optimizer(UPDATE, 1e-2, schedule="constant"),
-        data=Data(path=words(tmp_path / "text"), batch=8),
-        eval_batches=1,
-        checksum_every=2,
-        per_layer=False,
-        runs_dir=str(tmp_path / "runs"),
-        model=MODEL,
-    )
+    on_hosts = {"replicas": 4, "fast": 2, "in_shards": True, "per_layer": False, "model": MODEL}
+    return tiny_config(tmp_path, UPDATE, schedule="constant", steps=3, checksum_every=2, **on_hosts)
 
 
 def test_two_hosts_of_two_devices_train_as_two_replicas(config, monkeypatch):

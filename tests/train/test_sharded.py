@@ -3,16 +3,16 @@
 import dataclasses
 import functools
 import itertools
-import random
 
 import jax
 import numpy as np
 import pytest
 
-from tests.helpers.tiny_runs import stopped_after
+from tests.helpers.launching import words
+from tests.helpers.tiny_runs import stopped_after, tiny_config
 from train import loop, report
 from train import task as tasks
-from train.config import Config, Data, Images, Optimizer
+from train.config import Data, Images
 from train.models.decoder import DecoderConfig
 from train.models.vit import ViTConfig
 from train.placement.resolve import resolve
@@ -33,27 +33,12 @@ LOSSY = (
 def config_of(tmp_path_factory):
     """Makes configs of tiny runs; none shares a folder with another."""
     folder = tmp_path_factory.mktemp("qsdp")
-    draw = random.Random(0)
-    (folder / "text.txt").write_text("".join(draw.choices("the of and to in is ", k=9000)))
-
-    defaults = {
-        "log_every": 1,
-        "checkpoint_every": 2,
-        "replicas": 2,
-        "data": Data(path=str(folder / "text.txt"), cache=str(folder / "tokens"), batch=12),
-        "model": DecoderConfig(layers=2, width=16, heads=2, context=16),
-    }
+    data = Data(path=words(folder / "text"), cache=str(folder / "tokens"), batch=12)
+    model = DecoderConfig(layers=2, width=16, heads=2, context=16)
+    fixed = {"log_every": 1, "checkpoint_every": 2, "steps": STEPS, "data": data, "model": model}
 
     def make(name, qsdp, update="adam(learning_rate, eps=1e-4)", **changes):
-        return Config(
-            name=name,
-            steps=STEPS,
-            optimizer=Optimizer(update, 1e-2, 1),
-            qsdp=qsdp,
-            runs_dir=str(folder / "runs"),
-            eval_batches=1,
-            **(defaults | changes),
-        )
+        return tiny_config(folder, update, name=name, qsdp=qsdp, **(fixed | changes))
 
     return make
 

@@ -251,11 +251,6 @@ def choose(directory: str | Path, step: int | None = None, item: str = "") -> Sa
     return Saved(Path(path), *record)
 
 
-def read_metadata(directory: str | Path, step: int | None = None) -> dict[str, Any]:
-    """The metadata of the checkpoint that `choose` finds, without a check of its arrays."""
-    return choose(directory, step, "metadata").metadata
-
-
 def restore(
     directory: str | Path, like: Any, step: int | None = None
 ) -> tuple[Any, dict[str, Any], int]:
@@ -286,10 +281,7 @@ def restore(
 def load(saved: Saved, like: Any) -> Any:
     """The tree of a checkpoint that is known to be intact, as `restore` reads it."""
     require_same(saved.path, saved.leaves, saved.metadata, described(like))
-    with ocp.StandardCheckpointer(multiprocessing_options=_everyone()) as checkpointer:
-        with _kept(saved) as arrays:
-            loaded = checkpointer.restore(arrays, without_empty(like))
-    return jax.tree.map(_filled, like, loaded)
+    return _tree(saved, like)
 
 
 def restore_params(saved: Saved, like: Any) -> Any:
@@ -308,17 +300,7 @@ def restore_params(saved: Saved, like: Any) -> Any:
     like = {"params": like}
     leaves = {name: leaf for name, leaf in saved.leaves.items() if name.startswith("params/")}
     require_same(saved.path, leaves, saved.metadata, described(like))
-    wanted = without_empty(like)
-    options = ocp.args.PyTreeRestore(
-        item=wanted,
-        restore_args=ocp.checkpoint_utils.construct_restore_args(wanted),
-        partial_restore=True,
-    )
-    handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=_everyone())
-    with ocp.Checkpointer(handler, multiprocessing_options=_everyone()) as checkpointer:
-        with _kept(saved) as arrays:
-            loaded = checkpointer.restore(arrays, args=options)
-    return jax.tree.map(_filled, like, loaded)["params"]
+    return _tree(saved, like)["params"]
 
 
 def restore_leaves(saved: Saved, wanted: Callable[[str, Any], Any]) -> dict[str, Any]:
@@ -334,19 +316,14 @@ def restore_leaves(saved: Saved, wanted: Callable[[str, Any], Any]) -> dict[str,
     Raises:
       ValueError: If a running run removed the checkpoint meanwhile.
     """
-    handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=_everyone())
-    with ocp.Checkpointer(handler, multiprocessing_options=_everyone()) as checkpointer:
-        with _kept(saved) as arrays:
-            item = jax.tree_util.tree_map_with_path(
-                lambda key, saved: wanted(path_of(key), saved) or ocp.PLACEHOLDER,
-                checkpointer.metadata(arrays).item_metadata.tree,
-            )
-            how = ocp.checkpoint_utils.construct_restore_args
-            each = jax.tree.map(
-                lambda x: ocp.RestoreArgs() if x is ocp.PLACEHOLDER else how(x), item
-            )
-            args = ocp.args.PyTreeRestore(item=item, restore_args=each)
-            loaded = checkpointer.restore(arrays, args=args)
+    how = ocp.checkpoint_utils.construct_restore_args
+    with _reader(saved) as (reader, arrays):
+        item = jax.tree_util.tree_map_with_path(
+            lambda key, saved: wanted(path_of(key), saved) or ocp.PLACEHOLDER,
+            reader.metadata(arrays).item_metadata.tree,
+        )
+        each = jax.tree.map(lambda x: ocp.RestoreArgs() if x is ocp.PLACEHOLDER else how(x), item)
+        loaded = reader.restore(arrays, args=ocp.args.PyTreeRestore(item=item, restore_args=each))
     leaves = jax.tree_util.tree_leaves_with_path(loaded)
     return {path_of(key): x for key, x in leaves if x is not ocp.PLACEHOLDER}
 
@@ -362,16 +339,28 @@ def _read(path: Path) -> tuple[str, dict[str, str], dict[str, Any]]:
 
 
 @contextlib.contextmanager
-def _kept(saved: Saved) -> Iterator[Path]:
-    """The folder of a checkpoint's arrays, while they are read, as Orbax wants it: absolute.
+def _reader(saved: Saved) -> Iterator[tuple[ocp.Checkpointer, Path]]:
+    """Orbax's reader, and the folder of a checkpoint's arrays, as it wants it: absolute.
 
     A running run removes its older checkpoints. Whatever is read of one that is half gone is not
     used, even if Orbax sees no error in it.
     """
-    try:
-        yield saved.path.absolute() / "state"
-    finally:
-        files.require_kept(saved.path)
+    handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=_everyone())
+    with ocp.Checkpointer(handler, multiprocessing_options=_everyone()) as reader:
+        try:
+            yield reader, saved.path.absolute() / "state"
+        finally:
+            files.require_kept(saved.path)
+
+
+def _tree(saved: Saved, like: Any) -> Any:
+    """What a checkpoint has of a tree, which may be a part of what was saved."""
+    wanted = without_empty(like)
+    how = ocp.checkpoint_utils.construct_restore_args(wanted)
+    options = ocp.args.PyTreeRestore(item=wanted, restore_args=how, partial_restore=True)
+    with _reader(saved) as (reader, arrays):
+        loaded = reader.restore(arrays, args=options)
+    return jax.tree.map(_filled, like, loaded)
 
 
 def _filled(wanted, got):

@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from train.checkpoints import files, store
 from train.checkpoints.files import latest, steps
-from train.checkpoints.store import open_checkpoints, read_metadata, restore
+from train.checkpoints.store import choose, open_checkpoints, restore
 from train.checkpoints.trees import like_replicas
 
 ROOT = Path(__file__).parents[3]
@@ -151,7 +151,7 @@ def test_every_kind_of_leaf_returns_bit_for_bit(tmp_path, mesh_of, monkeypatch):
     got, got_metadata, step = restore("new/folder", target(tree))
     assert_same(got, tree)
     assert (got_metadata, step) == (metadata, 7)
-    assert read_metadata("new/folder") == metadata
+    assert choose("new/folder", item="metadata").metadata == metadata
     assert_same(restore("new/folder", tree)[0], tree)
     loaded = store.load(store.choose("new/folder", 7, "metadata"), target(tree))
     assert_same(loaded, tree)
@@ -163,7 +163,7 @@ def test_a_mesh_of_another_size_reads_the_saved_replicas(tmp_path, mesh_of, num_
     like = target(make_tree(mesh_of(num_devices)))
     with pytest.raises(ValueError, match=r"it has 4\).*residual/w: got float32\[4,2,3\], needed"):
         restore(tmp_path, like)
-    old = like_replicas(like, read_metadata(tmp_path)["num_replicas"])
+    old = like_replicas(like, choose(tmp_path, item="metadata").metadata["num_replicas"])
     got = restore(tmp_path, old)[0]
     residual = got["state"][0].residual["w"]
     np.testing.assert_array_equal(residual, make_tree(mesh_of(4), 1)["state"][0].residual["w"])
@@ -268,7 +268,7 @@ def test_harm_to_any_file_is_noticed_and_the_last_good_step_named(tmp_path, mesh
         shutil.copytree(tmp_path / "copy", tmp_path / "20")
     assert restore(tmp_path, like)[2] == 20
     shutil.rmtree(tmp_path / "20" / "state")
-    assert read_metadata(tmp_path) == {"step": 20}
+    assert choose(tmp_path, item="metadata").metadata == {"step": 20}
     assert restore(tmp_path, like, step=10)[2] == 10
     shutil.rmtree(tmp_path / "10" / "state")
     with pytest.raises(ValueError, match="No other checkpoint there is good"):
@@ -313,7 +313,7 @@ def test_checksums_name_all_files_and_no_others(tmp_path, mesh_of):
     with pytest.raises(ValueError, match="is damaged: .*/metadata is a FIFO; needs a file"):
         files.intact(tmp_path)
     (tmp_path / "metadata").rename(instead)
-    assert read_metadata(tmp_path) == {"step": 20}
+    assert choose(tmp_path, item="metadata").metadata == {"step": 20}
 
 
 def test_only_folders_with_the_name_of_a_step_are_checkpoints(tmp_path):
@@ -368,7 +368,7 @@ def test_the_named_good_step_passes_over_damaged_ones(tmp_path, mesh_of):
     shutil.rmtree(tmp_path / "3" / "metadata")
     remedy = f"Step 1 is good; to resume from it: rm -r {tmp_path}/2 {tmp_path}/3"
     with pytest.raises(ValueError, match=remedy):
-        read_metadata(tmp_path)
+        choose(tmp_path, item="metadata")
     shutil.rmtree(tmp_path / "1" / "state")
     save_steps(tmp_path, mesh_of(2), [4])
     with pytest.raises(ValueError, match=f"{tmp_path}/2 is damaged.*Step 4 is good: name it"):
@@ -377,7 +377,7 @@ def test_the_named_good_step_passes_over_damaged_ones(tmp_path, mesh_of):
 
 def test_a_checkpoint_of_another_model_is_refused_before_loading(tmp_path, mesh_of, monkeypatch):
     save_steps(tmp_path, mesh_of(2), [1], num_replicas=2)
-    monkeypatch.setattr(store.ocp, "StandardCheckpointer", None)
+    monkeypatch.setattr(store.ocp, "Checkpointer", None)
     like = target(make_tree(mesh_of(2), width=6))
     like["params"]["other"] = like["params"].pop("one")
     like["params"]["bf16"] = like["params"]["f16"]
