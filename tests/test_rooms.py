@@ -16,7 +16,7 @@ ON_TOP = "islands"  # a room that no other imports, with names of its own
 # config, checkpoints no run; programs are on top.
 FLOORS = ["checks", "output", "data", "models", "huggingface", "config", "placement", "checkpoints"]
 FLOORS += ["examples", "island", "task", "report", "resume", "outputs", "loop", "plan", "__main__"]
-PROGRAMS = ["compare", "deepspeed", "demo", "export", "generate", "launch"]
+PROGRAMS = ["compare", "deepspeed", "export", "generate", "launch"]
 TRAINER = sorted(path.relative_to(ROOT / "train") for path in (ROOT / "train").rglob("*.py"))
 MODULES = sorted(
     path.relative_to(ROOT / "jaxcomp")
@@ -41,7 +41,7 @@ ELSEWHERE = {
     "launch/aborts.py": "launch/test_watchdog.py",  # what a watchdog says in an abort
     "launch/addresses.py": "launch/test_distributed.py",
     "launch/board.py": "launch/test_strangers.py",
-    "launch/control.py": "launch/test_launch.py",
+    "launch/control.py": "launch/test_supervise.py",
     "launch/copies.py": "train/checkpoints/test_emergency.py",  # of a run
     "launch/arrivals.py": "launch/test_distributed.py",
     "launch/local.py": "launch/test_launch.py",
@@ -55,9 +55,7 @@ ELSEWHERE = {
     "launch/rendezvous.py": "launch/test_distributed.py",
     "launch/seals.py": "launch/test_strangers.py",
     "launch/signals.py": "train/test_stops.py",  # a run that they stop
-    "launch/ssh.py": "launch/test_launch.py",
     "launch/starting.py": "launch/test_launch.py",
-    "launch/supervise.py": "launch/test_launch.py",
     "launch/variables.py": "launch/test_detect.py",
     "steps/gradient.py": "steps/test_train.py",  # both halves of a step
     "steps/update.py": "steps/test_train.py",
@@ -143,7 +141,7 @@ def long_files(folder):
     return [path for path in folder.rglob("*.py") if path.read_text().count("\n") > 500]
 
 
-@pytest.mark.parametrize("folder", ["jaxcomp", "train", "benchmarks"])
+@pytest.mark.parametrize("folder", ["jaxcomp", "train", "benchmarks", "tests"])
 def test_a_file_holds_one_idea_in_at_most_500_lines(folder, tmp_path):
     for lines in (500, 501):
         (tmp_path / f"{lines}.py").write_text("\n" * lines)
