@@ -14,6 +14,7 @@ from jaxcomp import launch
 count = launch.connect()
 jax.config.update("jax_num_cpu_devices", 2 // count)
 
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding

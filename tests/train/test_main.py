@@ -116,6 +116,7 @@ def test_mistake_ends_with_status_2_and_one_message(
     words = args.format(nano=NANO, tmp=tmp_path).split()
     own = "--model.layers 1 --model.width 16 --model.heads 2"
     own = [*own.split(), "--runs-dir", str(tmp_path / "runs"), "--data.path", text]
+    own += ["--data.cache", str(tmp_path / "tokens")]
     monkeypatch.chdir(ROOT)
     status, out, err = main(monkeypatch, capsys, words[0], *own, *words[1:])
     assert (status, out) == (2, "")
