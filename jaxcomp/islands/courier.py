@@ -51,7 +51,7 @@ class Post(NamedTuple):
     round: int
     messages: Any
     tokens: int
-    sums: Any  # u32[fragments, 2], the checksums of the consensus
+    sums: Any  # u32[fragments], the checksums of the consensus
 
 
 class Decided(NamedTuple):

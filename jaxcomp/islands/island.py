@@ -253,14 +253,17 @@ class Island:
             raise RuntimeError(f"{self} has left its run; join again.")
         require(tokens >= 1, "island.step", "at least 1", "tokens=batch.size", tokens=tokens)
         self._steps, self._tokens = self._steps + 1, self._tokens + int(tokens)
+        news = self._crew.look(params)
+        if not self._acts(news):
+            return params
         held = start = self._cut(params)
-        news = self._crew.look(held)
-        if self._pending is None:
+        if self._pending is not None:
+            held = self._settled(held)
+        else:
             while news.ready and (event := self._crew.take()) is not None:
                 held = self._merged(held, event)
-        elif self._steps >= self._pending.step + self._delay:
-            held = self._settled(held)
-        if self._pending is None and self._is_due(news):
+        if self._is_due(news):
+            self._end_interval(news)
             self._send(held)
             held = held if self._delay else self._settled(held)
         return params if held is start else _dressed(params, self._parts.merged(held))
@@ -309,24 +312,38 @@ class Island:
             )
         return self._parts.cut(floats)
 
+    def _acts(self, news: News) -> bool:
+        """Whether anything is sent or merged after this step; most steps cost nothing here."""
+        if self._pending is not None:
+            return self._steps >= self._pending.step + self._delay
+        return news.ready > 0 or self._is_due(news)
+
     def _is_due(self, news: News) -> bool:
         """Whether an interval has ended, or another island has opened the round.
 
         So all come to send together, whenever they have begun and however fast they are.
         """
-        every, parts = self._every, self._parts.number
-        if isinstance(every, Seconds | Tokens):
-            is_time = isinstance(every, Seconds)
-            amount = news.seconds if is_time else self._tokens
-            intervals = int((amount - self._origin) * parts / every.number)
-        else:
-            amount = self._steps
-            intervals = int(((amount - self._origin + 1) * parts - 1) / every)
-        is_due = intervals > self._ended
-        if not is_due and news.opened == self.rounds:
-            self._origin, intervals, self._ended, is_due = amount, 0, 0, True
-        self._ended = max(intervals, self._ended)
-        return is_due
+        return self._intervals(news) > self._ended or news.opened == self.rounds
+
+    def _intervals(self, news: News) -> int:
+        """How many intervals have ended since their origin."""
+        passed, parts = self._amount(news) - self._origin, self._parts.number
+        if isinstance(self._every, Seconds | Tokens):
+            return int(passed * parts / self._every.number)
+        return int(((passed + 1) * parts - 1) / self._every)
+
+    def _amount(self, news: News) -> float:
+        """What intervals count."""
+        if isinstance(self._every, Seconds):
+            return news.seconds
+        return self._tokens if isinstance(self._every, Tokens) else self._steps
+
+    def _end_interval(self, news: News) -> None:
+        """Counts an interval; the next ones count from here if another island has opened it."""
+        intervals = self._intervals(news)
+        if intervals <= self._ended:
+            self._origin, intervals = self._amount(news), 0
+        self._ended = intervals
 
     def _send(self, held) -> None:
         """Encodes the difference of the fragment whose turn it is; the thread does the rest."""

@@ -76,7 +76,7 @@ def facts_of(
     **others: Any,
 ) -> dict[str, Any]:
     """What must be equal on all islands, in plain values; `owners` are the leaves' fragments."""
-    policy, facts = policy_of(transport.code), {"version": 1, **others}
+    policy, facts = policy_of(transport.code), {"version": 2, **others}
     keyed, _ = jax.tree_util.tree_flatten_with_path(params)
     for (keys, x), owner in zip(keyed, owners, strict=True):
         path = path_of(keys)
