@@ -119,7 +119,8 @@ def test_a_run_that_starts_again_waits_for_nobody_who_can_only_end(tmp_path, bod
     assert found == end and time.monotonic() - began < 30
 
 
-def test_a_stop_is_obeyed_in_a_run_that_would_start_again(tmp_path, signal_before):
+def test_a_stop_is_obeyed_in_a_run_that_would_start_again(tmp_path, signal_before, monkeypatch):
+    monkeypatch.setattr(supervise, "PATIENCE", 0.2)  # saving takes longer
     signal_before(0, signal.SIGTERM)
     bodies = ["while not told: time.sleep(0.01)\ntime.sleep(1)\nprint('saved')", LOST]
     found = supervise.supervise([member(body) for body in bodies], tmp_path, 20.0, hurry=True)
