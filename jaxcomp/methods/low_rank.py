@@ -126,7 +126,7 @@ def orthogonal(x: jax.Array, key: Key) -> jax.Array:
     References:
       T. Fukaya et al., "Shifted Cholesky QR for Computing the QR Factorization of Ill-Conditioned
       Matrices", SIAM Journal on Scientific Computing, 2020, arXiv 1809.11085. Deviations: there are
-      four rounds, five of more than 64 columns, as its three do not reach columns that depend on
+      four rounds, five of more than 16 columns, as its three do not reach columns that depend on
       each other up to rounding. In each the columns are scaled to norm 1, so that the shift is a
       constant; all but the last have it.
     """
@@ -136,7 +136,7 @@ def orthogonal(x: jax.Array, key: Key) -> jax.Array:
     x = normalized(x)[0] + 4 * eps * math.sqrt(12 / rows) * noise
     # More than the rounding errors of the products, which would make Cholesky's root NaN.
     shift = 32 * eps * math.sqrt(rank)
-    shifted = 3 if rank <= 64 else 4
+    shifted = 3 if rank <= 16 else 4
     for diagonal in (1 + shift,) * shifted + (1.0,):
         x = _made_orthogonal(x, product(transposed(x), x), diagonal)
     return x
