@@ -207,6 +207,7 @@ class Island:
         self._url, self._name = place
         self._number = zlib.crc32(self._name.encode()) & 0x7FFFFFFF  # of its rounding noise
         self._given, self._parts, self._programs, self._crew = given, parts, programs, crew
+        self._tree = _tree_of(given)
         self._consensus, self._outer, self._residual = state
         self._every, self._delay, self._patience = pace
         self._steps = self._tokens = 0
@@ -252,6 +253,7 @@ class Island:
         if self._has_left:
             raise RuntimeError(f"{self} has left its run; join again.")
         require(tokens >= 1, "island.step", "at least 1", "tokens=batch.size", tokens=tokens)
+        self._require_same_tree(params)
         self._steps, self._tokens = self._steps + 1, self._tokens + int(tokens)
         news = self._crew.look(params)
         if not self._acts(news):
@@ -276,8 +278,12 @@ class Island:
 
         Returns:
           The consensus. What was trained since the last round is not in it.
+
+        Raises:
+          ValueError: For parameters of another structure.
         """
         params = self._given if params is None else params
+        self._require_same_tree(params)
         try:
             if self._pending is not None and not self._has_left:
                 self._settled(self._cut(params))
@@ -302,15 +308,14 @@ class Island:
 
     def _cut(self, params: Any) -> list[Any]:
         """The floating leaves of each fragment."""
-        floats, like = _floats(params), self._parts.merged(self._consensus)
-        was, now = jax.tree.structure(like), jax.tree.structure(floats)
-        shapes = lambda tree: list(map(jnp.shape, jax.tree.leaves(tree)))
-        if was != now or shapes(like) != shapes(floats):
+        return self._parts.cut(_floats(params))
+
+    def _require_same_tree(self, params: Any) -> None:
+        if self._tree != (tree := _tree_of(params)):
             raise ValueError(
-                "island.step got parameters of another structure than join did; give the same "
-                f"pytree. It was {was}, and is {now}."
+                f"{self} got parameters of another structure than join did; give the same "
+                f"pytree. It was {self._tree}, and is {tree}."
             )
-        return self._parts.cut(floats)
 
     def _acts(self, news: News) -> bool:
         """Whether anything is sent or merged after this step; most steps cost nothing here."""
@@ -445,6 +450,12 @@ def _floats(params: Any) -> Any:
     if not jax.tree.leaves(floats):
         raise ValueError(f"got a pytree without floating arrays; write {_CALL}.")
     return floats
+
+
+def _tree_of(params: Any) -> Any:
+    """The structure of a pytree, and the shapes of its leaves."""
+    leaves, treedef = jax.tree.flatten(params)
+    return treedef, list(map(np.shape, leaves))
 
 
 def _automatic(x: jax.Array) -> jax.Array:
