@@ -1,5 +1,6 @@
 """Eight CPU devices in one process, and JAX at its strictest."""
 
+import gc
 import os
 import pathlib
 import signal
@@ -30,15 +31,24 @@ if jax.__version_info__ < (0, 11):
     flags += " --xla_cpu_use_fusion_emitters=false"
 os.environ["XLA_FLAGS"] = f"{flags} {os.environ.get('XLA_FLAGS', '')}"
 
+# Half of the time of lowering is to note which lines of Python made each operation.
+os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
+
 jax.config.update("jax_disable_most_optimizations", True)
+jax.config.update("jax_traceback_in_locations_limit", 0)
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
+# What JAX traces lives long. Python would look through all of it for each few thousand new objects,
+# which takes a tenth of the time of tests.
+gc.freeze()
+gc.set_threshold(50_000, 20, 100)
+
 collect_ignore_glob = ["golden/*"]  # what makes files there needs other packages, as torch
 
-# Of more than two seconds in one run with --durations=0, all its parameters together. QUICK ends a
-# line, one for each room of tests/train, whose test `make test QUICK=1` runs as well.
+# Of more than three seconds in one run with --durations=0, all its parameters together. QUICK ends
+# a line, one for each room of the library and of train; `make test QUICK=1` runs that test as well.
 TESTS = pathlib.Path(__file__).parent
 SLOW = {line for line in (TESTS / "slow.txt").read_text().splitlines() if " QUICK" not in line}
 

@@ -1,5 +1,6 @@
 """Marked entries moved to the front of their row and back: forms of all machines against NumPy."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -46,7 +47,7 @@ def same_bits(got, want):
 )
 def test_ranks_count_the_marks_before(form, shape):
     marked = marks(*shape)
-    np.testing.assert_array_equal(form(marked), np.cumsum(marked, axis=1) - marked)
+    np.testing.assert_array_equal(jax.jit(form)(marked), np.cumsum(marked, axis=1) - marked)
 
 
 def test_ranks_of_rows_with_different_counts_and_of_a_long_row():
@@ -54,7 +55,7 @@ def test_ranks_of_rows_with_different_counts_and_of_a_long_row():
     for shape in [(6, 100), (1, 200_000)]:
         marked = random.random(shape) < random.random((shape[0], 1))
         for form in (largest.ranks_by_words, largest.ranks_by_comparing):
-            got = form(jnp.asarray(marked))
+            got = jax.jit(form)(jnp.asarray(marked))
             np.testing.assert_array_equal(got, np.cumsum(marked, axis=1) - marked)
 
 
@@ -66,7 +67,8 @@ def test_ranks_of_rows_with_different_counts_and_of_a_long_row():
 def test_taken_are_the_marked_entries_in_their_order(form, shape):
     rows, n, k = shape
     x, marked = values(rows, n), marks(*shape)
-    same_bits(form(jnp.asarray(x), marked, k), x[np.asarray(marked)].reshape(rows, k))
+    got = jax.jit(form, static_argnums=2)(jnp.asarray(x), marked, k)
+    same_bits(got, x[np.asarray(marked)].reshape(rows, k))
 
 
 @pytest.mark.parametrize(
@@ -79,7 +81,7 @@ def test_put_back_undoes_taken(form, shape):
     marked, kept = marks(*shape), values(rows, k)
     want = np.zeros((rows, n), "f4")
     want[np.asarray(marked)] = kept.reshape(-1)
-    same_bits(form(jnp.asarray(kept), marked), want)
+    same_bits(jax.jit(form)(jnp.asarray(kept), marked), want)
 
 
 @pytest.mark.parametrize(
@@ -97,4 +99,5 @@ def test_put_at_puts_each_value_at_its_place(form, shape):
     places = np.nonzero(marked)[1].reshape(rows, k).astype("i4")
     want = np.zeros((rows, n), "f4")
     want[marked] = kept.reshape(-1)
-    same_bits(form(jnp.asarray(kept), jnp.asarray(places), n), want)
+    got = jax.jit(form, static_argnums=2)(jnp.asarray(kept), jnp.asarray(places), n)
+    same_bits(got, want)

@@ -26,17 +26,17 @@ CODES = [
 def received(request):
     """Messages of five replicas, what decodes them, and what each decodes to."""
     x = np.random.default_rng(3).normal(size=(5, 80)).astype(np.float32)
-    messages = jnp.stack(
-        [message_of(request.param.encode(row, SHARED, SHARED)) for row in jnp.array(x)]
-    )
-    decode = decoding.decoder(request.param, SHARED, 80, jnp.float32)
+    message = jax.jit(lambda row: message_of(request.param.encode(row, SHARED, SHARED)))
+    messages = jnp.stack([message(row) for row in x])
+    decode = jax.jit(decoding.decoder(request.param, SHARED, 80, jnp.float32))
     return messages, decode, np.stack([decode(message) for message in messages])
 
 
 def test_both_ways_to_join_what_was_received_give_the_same(received):
     messages, decode, values = received
     for form in (decoding.rows, decoding.rows_once, decoding.rows_in_turn):
-        np.testing.assert_array_equal(form(messages, decode), values.reshape(-1))
+        joined = jax.jit(form, static_argnums=1)(messages, decode)
+        np.testing.assert_array_equal(joined, values.reshape(-1))
 
 
 def test_a_tpu_writes_what_it_received_once(received, monkeypatch):
@@ -48,7 +48,8 @@ def test_a_tpu_writes_what_it_received_once(received, monkeypatch):
     }
     assert barriers["tpu"] == barriers["cpu"] + 1 == barriers["cuda"] + 1
     as_for_tpus(monkeypatch)
-    np.testing.assert_array_equal(decoding.rows(messages, decode), values.reshape(-1))
+    joined = jax.jit(lambda messages: decoding.rows(messages, decode))(messages)
+    np.testing.assert_array_equal(joined, values.reshape(-1))
 
 
 def test_both_ways_to_sum_what_was_received_give_the_same(received):
@@ -57,10 +58,12 @@ def test_both_ways_to_sum_what_was_received_give_the_same(received):
     # Four additions of float32, in either order.
     atol = 4 * 2.0**-24 * 5 * np.abs(values).max()
     for form in (decoding.total_in_turn, decoding.total_at_once):
-        np.testing.assert_allclose(form(messages, decode), wanted, rtol=0, atol=atol)
+        total = jax.jit(form, static_argnums=1)(messages, decode)
+        np.testing.assert_allclose(total, wanted, rtol=0, atol=atol)
 
 
 def test_means_are_sums_over_the_number_of_messages(received):
     messages, decode, _ = received
-    total, mean = (form(messages, decode) for form in (decoding.total, decoding.mean))
+    forms = decoding.total, decoding.mean
+    total, mean = (jax.jit(form, static_argnums=1)(messages, decode) for form in forms)
     np.testing.assert_array_equal(mean, total / 5)

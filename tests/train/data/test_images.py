@@ -352,7 +352,7 @@ def test_scanned_pairs_are_those_of_the_loop_with_their_parameters_stacked():
 )
 def test_an_image_is_judged_by_itself(model, config):
     batch = jax.random.normal(jax.random.key(1), (3, 8, 8, 1))
-    made = made_of(model, config)
+    made = nnx.jit(made_of(model, config))
     whole = made(batch)
     alone = jnp.concatenate([made(batch[i : i + 1]) for i in range(3)])
     assert whole.shape == (3, 10) and np.std(whole) > 1e-3
