@@ -47,8 +47,9 @@ gc.set_threshold(50_000, 20, 100)
 
 collect_ignore_glob = ["golden/*"]  # what makes files there needs other packages, as torch
 
-# Of more than one second in one run with --durations=0, all its parameters together. QUICK ends
-# a line, one for each room of the library and of train; `make test QUICK=1` runs that test as well.
+# Of more than one second in one run with --durations=0, all its parameters and what it sets up for
+# others of its module together; these are here, too. QUICK ends a line, one for each room of the
+# library and of train; `make test QUICK=1` runs that test as well.
 TESTS = pathlib.Path(__file__).parent
 SLOW = {line for line in (TESTS / "slow.txt").read_text().splitlines() if " QUICK" not in line}
 
