@@ -31,7 +31,7 @@ if jax.__version_info__ < (0, 11):
     flags += " --xla_cpu_use_fusion_emitters=false"
 os.environ["XLA_FLAGS"] = f"{flags} {os.environ.get('XLA_FLAGS', '')}"
 
-# Half of the time of lowering is to note which lines of Python made each operation.
+# A tenth of the time of tests is to note which lines of Python made each operation.
 os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
 
 jax.config.update("jax_disable_most_optimizations", True)
