@@ -453,9 +453,9 @@ def _floats(params: Any) -> Any:
 
 
 def _tree_of(params: Any) -> Any:
-    """The structure of a pytree, and the shapes of its leaves."""
+    """The structure of a pytree, and of each leaf the shape and whether it is exchanged."""
     leaves, treedef = jax.tree.flatten(params)
-    return treedef, list(map(np.shape, leaves))
+    return treedef, [(np.shape(x), runs.is_float(x)) for x in leaves]
 
 
 def _automatic(x: jax.Array) -> jax.Array:

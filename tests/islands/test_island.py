@@ -405,7 +405,14 @@ def test_mistakes_are_told(join, options, text):
         join(options.pop("name", "b"), options.pop("params", START), **options)
 
 
-@pytest.mark.parametrize("params", [{"bias": START["bias"]}, {**START, "bias": np.zeros(7)}])
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"bias": START["bias"]},
+        {**START, "bias": np.zeros(7)},
+        {**START, "bias": np.zeros(6, np.int32)},
+    ],
+)
 def test_parameters_of_another_structure_are_told_at_once(join, params):
     island = join("a", every=100)
     with pytest.raises(ValueError, match="another structure"):
