@@ -206,8 +206,8 @@ class Island:
         self.rounds = 0
         self._url, self._name = place
         self._number = zlib.crc32(self._name.encode()) & 0x7FFFFFFF  # of its rounding noise
-        self._given, self._parts, self._programs, self._crew = given, parts, programs, crew
-        self._tree = _tree_of(given)
+        self._given, self._tree = _with_own_others(given), _tree_of(given)
+        self._parts, self._programs, self._crew = parts, programs, crew
         self._consensus, self._outer, self._residual = state
         self._every, self._delay, self._patience = pace
         self._steps = self._tokens = 0
@@ -304,7 +304,8 @@ class Island:
 
     def _copied(self, params: Any) -> Any:
         """The consensus in the form of `params`: a training step may donate what it gets."""
-        return _dressed(params, jax.tree.map(jnp.copy, self._parts.merged(self._consensus)))
+        consensus = jax.tree.map(jnp.copy, self._parts.merged(self._consensus))
+        return _dressed(_with_own_others(params), consensus)
 
     def _cut(self, params: Any) -> list[Any]:
         """The floating leaves of each fragment."""
@@ -450,6 +451,12 @@ def _floats(params: Any) -> Any:
     if not jax.tree.leaves(floats):
         raise ValueError(f"got a pytree without floating arrays; write {_CALL}.")
     return floats
+
+
+def _with_own_others(params: Any) -> Any:
+    """The tree, with copies of the arrays that are not exchanged: they may be donated, too."""
+    is_other = lambda x: isinstance(x, jax.Array) and not runs.is_float(x)
+    return jax.tree.map(lambda x: jnp.copy(x) if is_other(x) else x, params)
 
 
 def _tree_of(params: Any) -> Any:
