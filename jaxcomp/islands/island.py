@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxcomp._checks import require
@@ -16,7 +16,7 @@ from jaxcomp.compressors.base import Compressor
 from jaxcomp.compressors.policies import Policy
 from jaxcomp.compressors.quantize import quantize
 from jaxcomp.exchange import wire
-from jaxcomp.islands import crew, envelopes, runs, store
+from jaxcomp.islands import crew, envelopes, runs, store, trees
 from jaxcomp.islands.courier import Courier, Post, Rules
 from jaxcomp.islands.crew import News
 from jaxcomp.islands.programs import checksum, in_turn, place_of, programs_of
@@ -26,7 +26,6 @@ from jaxcomp.methods.moments import to_moment_dtype
 _FOUR_BITS = quantize(4)
 _checksum = in_turn(jax.jit(checksum))
 _NAME = "islands.join"
-_CALL = 'join("file:///shared/run", params, name="garage-1", every=100)'
 
 
 class Seconds(NamedTuple):
@@ -151,7 +150,7 @@ def join(
     needs, write = "gathered or from_senders", "jaxcomp.gathered(jaxcomp.quantize(4))"
     require(known, _NAME, needs, write, code=code)
     outer = outer or optax.sgd(0.7, momentum=0.9, nesterov=True)
-    given = _floats(params)
+    given = trees.floats(params)
     shared = {"quorum": quorum, "snapshots": snapshots}
     equal = {"url": url, "name": name, "every": every, "delay": delay, "keep": keep, **shared}
     crew.require_one_island(given, equal)
@@ -206,7 +205,7 @@ class Island:
         self.rounds = 0
         self._url, self._name = place
         self._number = zlib.crc32(self._name.encode()) & 0x7FFFFFFF  # of its rounding noise
-        self._given, self._tree = _with_own_others(given), _tree_of(given)
+        self._given, self._tree = trees.with_own_others(given), trees.form_of(given)
         self._parts, self._programs, self._crew = parts, programs, crew
         self._consensus, self._outer, self._residual = state
         self._every, self._delay, self._patience = pace
@@ -268,7 +267,7 @@ class Island:
             self._end_interval(news)
             self._send(held)
             held = held if self._delay else self._settled(held)
-        return params if held is start else _dressed(params, self._parts.merged(held))
+        return params if held is start else trees.dressed(params, self._parts.merged(held))
 
     def leave(self, params: Any = None) -> Any:
         """Merges the round under way, gives up the name, and ends the thread.
@@ -305,14 +304,14 @@ class Island:
     def _copied(self, params: Any) -> Any:
         """The consensus in the form of `params`: a training step may donate what it gets."""
         consensus = jax.tree.map(jnp.copy, self._parts.merged(self._consensus))
-        return _dressed(_with_own_others(params), consensus)
+        return trees.dressed(trees.with_own_others(params), consensus)
 
     def _cut(self, params: Any) -> list[Any]:
         """The floating leaves of each fragment."""
-        return self._parts.cut(_floats(params))
+        return self._parts.cut(trees.floats(params))
 
     def _require_same_tree(self, params: Any) -> None:
-        if self._tree != (tree := _tree_of(params)):
+        if self._tree != (tree := trees.form_of(params)):
             raise ValueError(
                 f"{self} got parameters of another structure than join did; give the same "
                 f"pytree. It was {self._tree}, and is {tree}."
@@ -435,6 +434,8 @@ class Island:
         everywhere = NamedSharding(meshes[0], P()) if meshes else None
 
         def put(new, old):
+            if not meshes and not old.committed:
+                return jnp.array(new)
             place = place_of(old) or everywhere or old.sharding
             return jax.make_array_from_callback(new.shape, place, lambda index: new[index])
 
@@ -442,49 +443,6 @@ class Island:
         self._consensus, self._outer = treedef.unflatten(leaves)
         self._sums = list(map(_checksum, self._consensus))
         self.rounds = snapshot.round
-
-
-def _floats(params: Any) -> Any:
-    """The tree with only its floating leaves, on meshes whose axes JAX shards by itself."""
-    chosen = lambda x: _automatic(jnp.asarray(x)) if runs.is_float(x) else optax.MaskedNode()
-    floats = jax.tree.map(chosen, params)
-    if not jax.tree.leaves(floats):
-        raise ValueError(f"got a pytree without floating arrays; write {_CALL}.")
-    return floats
-
-
-def _with_own_others(params: Any) -> Any:
-    """The tree, with copies of the arrays that are not exchanged: they may be donated, too."""
-    is_other = lambda x: isinstance(x, jax.Array) and not runs.is_float(x)
-    return jax.tree.map(lambda x: jnp.copy(x) if is_other(x) else x, params)
-
-
-def _tree_of(params: Any) -> Any:
-    """The structure of a pytree, and of each leaf the shape and whether it is exchanged."""
-    leaves, treedef = jax.tree.flatten(params)
-    return treedef, [(np.shape(x), runs.is_float(x)) for x in leaves]
-
-
-def _automatic(x: jax.Array) -> jax.Array:
-    """The same array on a mesh without explicit axes, where leaves may be cut and joined."""
-    sharding = x.sharding
-    if not isinstance(sharding, NamedSharding):
-        return x
-    mesh = Mesh(sharding.mesh.devices, sharding.mesh.axis_names)
-    return jax.device_put(x, NamedSharding(mesh, sharding.spec))
-
-
-def _dressed(params: Any, floats: Any) -> Any:
-    """The leaves of `floats` with the dtypes and shardings of those in `params`, and others."""
-
-    def dressed_leaf(new, x):
-        if isinstance(new, optax.MaskedNode):
-            return x
-        new = new.astype(x.dtype)
-        return jax.device_put(new, x.sharding) if isinstance(x, jax.Array) else new
-
-    is_masked = lambda x: isinstance(x, optax.MaskedNode)
-    return jax.tree.map(dressed_leaf, floats, params, is_leaf=is_masked)
 
 
 def _check(every, fragments, delay, quorum, snapshots, deadline, patience, poll):

@@ -160,8 +160,3 @@ def newest(room: Room, like: list[Any]) -> Snapshot:
         arrays = [np.frombuffer(part, x.dtype).reshape(x.shape) for x, part in parts]
         return Snapshot(number, header["absent"], arrays)
     raise ValueError(f"{room.bucket.url}: the run has lost its snapshots; write another prefix")
-
-
-def is_float(x: Any) -> bool:
-    """Whether a leaf is an array that islands exchange."""
-    return hasattr(x, "dtype") and hasattr(x, "shape") and jnp.issubdtype(x.dtype, jnp.floating)

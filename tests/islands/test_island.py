@@ -1,6 +1,5 @@
 """Islands in one process: the arithmetic of `local_steps`, and members that come, go and fail."""
 
-import itertools
 import threading
 import time
 
@@ -9,43 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 import jaxcomp
 from jaxcomp import islands
 from jaxcomp.islands import envelopes, programs, store
 from jaxcomp.islands.crew import News
 from tests.helpers import replicas
+from tests.helpers.exact_islands import SHAPES, START, equal, moved, together, until
 from tests.helpers.replicas import history_of, one_value
 
-SHAPES, RATE = {"bias": (6,), "kernel": (5, 8)}, 0.125
-START = jax.tree.map(
-    lambda x: np.round(64 * x).astype(np.float32) / 64, replicas.random_tree(0, shapes=SHAPES)
-)  # sums are exact
-numbers = itertools.count()
-exact = {"code": jaxcomp.identity(), "outer": optax.sgd(1.0)}
-
-
-@pytest.fixture
-def url():
-    return f"memory://run-{next(numbers)}"
-
-
-@pytest.fixture
-def join(url):
-    """Joins the test's run; all islands end with the test."""
-    joined = []
-
-    def join(name, params=START, **options):
-        given = {"every": 1, "poll": 0.02, "deadline": 20.0, "patience": 60.0, **exact, **options}
-        joined.append(islands.join(given.pop("url", url), params, name=name, **given))
-        return joined[-1]
-
-    yield join
-    for island in joined:
-        island._end(leaves=False)
-        assert not island._crew.courier.is_alive()
+RATE = 0.125
 
 
 def gradients(steps, num_replicas):
@@ -53,24 +25,6 @@ def gradients(steps, num_replicas):
     whole = lambda x: np.round(8 * x) / 8
     trees = [replicas.random_tree(100 + t, num_replicas, shapes=SHAPES) for t in range(steps)]
     return [jax.tree.map(whole, tree) for tree in trees]
-
-
-def moved(params, by):
-    return {name: params[name] + np.float32(by) for name in params}
-
-
-def together(*steps):
-    """Calls functions in threads of their own, which must all return."""
-    threads = [threading.Thread(target=step, daemon=True) for step in steps]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert not any(thread.is_alive() for thread in threads)
-
-
-def equal(a, b):
-    jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
 @pytest.mark.parametrize(
@@ -184,21 +138,6 @@ def test_a_joiner_takes_the_newest_consensus_and_its_optimizer(join):
     assert "rounds/00000000/members" not in kept and "rounds/00000004/members" in kept
 
 
-@pytest.mark.parametrize("delay", [0, 1])
-def test_a_step_of_training_may_donate_its_parameters(join, delay):
-    """And a counter among them, which is not exchanged."""
-    begins = jax.tree.map(jnp.asarray, {**START, "steps": np.int32(0)})
-    island = join("a", begins, delay=delay, every=2)
-    train = jax.jit(lambda p: jax.tree.map(lambda x: x + 1, p), donate_argnums=0)
-    train(begins)
-    params = island.params
-    for _ in range(6):
-        params = island.step(train(params))
-    assert island.rounds == 3 - delay and island.params["steps"] == 0
-    # With a delay the step after each message is lost: at the outer step nothing of it is kept.
-    equal(island.leave(params), {**moved(START, 6 - 2 * delay), "steps": 6})
-
-
 def test_weights_are_tokens(join):
     first, second = (join(name, quorum=2) for name in "ab")
     start = first.params
@@ -259,13 +198,6 @@ def test_who_joins_while_another_sends_is_waited_for(join):
     second[0].step(second[0].params)
     together(*(lambda island=island: island.step(island.params) for island in (first, *second)))
     assert first.last.members == second[0].last.members == ("a", "b")
-
-
-def until(holds):
-    end = time.monotonic() + 20
-    while not holds() and time.monotonic() < end:
-        time.sleep(0.01)
-    assert holds()
 
 
 def test_a_ghost_is_fenced_off(join):
@@ -406,65 +338,6 @@ def test_mistakes_are_told(join, options, text):
     options = dict(options)
     with pytest.raises(ValueError, match=text):
         join(options.pop("name", "b"), options.pop("params", START), **options)
-
-
-@pytest.mark.parametrize(
-    "params",
-    [
-        {"bias": START["bias"]},
-        {**START, "bias": np.zeros(7)},
-        {**START, "bias": np.zeros(6, np.int32)},
-    ],
-)
-def test_parameters_of_another_structure_are_told_at_once(join, params):
-    island = join("a", every=100)
-    with pytest.raises(ValueError, match="another structure"):
-        island.step(params)
-    with pytest.raises(ValueError, match="another structure"):
-        island.leave(params)
-    assert island.step({**START, "bias": jnp.ones(6)})["bias"][0] == 1  # as any array
-
-
-def test_a_step_between_rounds_reads_no_array(join):
-    """To put hundreds of leaves on another mesh would cost milliseconds."""
-    island, parameters = join("a", every=2), jax.tree.map(jnp.array, START)
-    for x in parameters.values():
-        x.delete()
-    assert island.step(parameters) is parameters
-
-
-def test_sharded_parameters_are_encoded_where_they_lie(join):
-    """One island has its matrix on four devices, the other on one: they read each other."""
-    mesh = jax.make_mesh((4,), ("fsdp",))
-    options = {"code": jaxcomp.quantize(4, block=8), "outer": optax.sgd(lambda count: 1.0)}
-    kernel = np.arange(64, dtype=np.float32).reshape(8, 8)
-    place = {"kernel": NamedSharding(mesh, P("fsdp")), "bias": NamedSharding(mesh, P())}
-    start = {"kernel": kernel, "bias": np.zeros(6, np.float32)}
-    first = join("a", jax.device_put(start, place), quorum=2, **options)
-    second = join("b", start, quorum=2, **options)
-    found = {}
-    more = jax.device_put(start["kernel"] % 7, place["kernel"])
-    stepped = {**first.params, "kernel": first.params["kernel"] + more}
-    together(
-        lambda: found.update(a=first.step(stepped)),
-        lambda: found.update(b=second.step(second.params)),
-    )  # fmt: skip
-    equal(found["a"], found["b"])
-    assert found["a"]["kernel"].sharding.is_equivalent_to(place["kernel"], 2)
-    assert np.abs(found["a"]["kernel"] - (kernel + kernel % 7 / 2)).max() < 0.25
-    sent = jax.eval_shape(
-        lambda *of: first._programs[0].encode(*of)[0],
-        first._consensus[0], first._consensus[0], None, np.int32(0), np.int32(0),
-    )  # fmt: skip
-    assert sorted(x.shape[0] for x in jax.tree.leaves(sent)) == [1, 4]
-
-
-def test_other_leaves_stay_and_narrow_ones_keep_their_dtype(join):
-    params = {"w": jnp.ones(4, jnp.bfloat16), "act": jnp.tanh, "steps": np.int32(3)}
-    island = join("a", params)
-    got = island.step({**params, "w": params["w"] + 2})
-    assert got["w"].dtype == jnp.bfloat16 and got["act"] is jnp.tanh and got["steps"] == 3
-    np.testing.assert_array_equal(got["w"].astype(np.float32), 3)
 
 
 def test_leaving_is_an_event_for_nobody(join):
