@@ -261,7 +261,7 @@ class Island:
         if self._pending is not None:
             held = self._settled(held)
         else:
-            while news.ready and (event := self._crew.take()) is not None:
+            while news.ready and (event := self._event(None)) is not None:
                 held = self._merged(held, event)
         if self._is_due(news):
             self._end_interval(news)
@@ -371,20 +371,20 @@ class Island:
         while "members" in view.rounds.get(decided, ()):
             decided += 1
         while self.rounds < decided:
-            self._merged(list(self._consensus), self._event())
+            self._merged(list(self._consensus), self._event(self._patience))
 
-    def _event(self):
-        """What the courier has next."""
+    def _event(self, patience):
+        """What the courier has next, or None; an error of it ends the island."""
         try:
-            return self._crew.take(self._patience)
-        except TimeoutError:
+            return self._crew.take(patience)
+        except Exception:
             self._end(leaves=False)
             raise
 
     def _settled(self, held):
         """Waits for the round under way, and merges it and those before."""
         while self._pending is not None:
-            held = self._merged(held, self._event())
+            held = self._merged(held, self._event(self._patience))
         return held
 
     def _merged(self, held, event):

@@ -200,14 +200,21 @@ def test_who_joins_while_another_sends_is_waited_for(join):
     assert first.last.members == second[0].last.members == ("a", "b")
 
 
-def test_a_ghost_is_fenced_off(join):
-    ghost = join("a")
+@pytest.mark.parametrize("delay", [0, 1])
+def test_a_ghost_is_fenced_off(join, delay):
+    """Once it has heard, it waits for nothing, and takes no step as if it were an island."""
+    ghost = join("a", every=2, delay=delay)
     ghost.step(ghost.params)
     returned = join("a")
     with pytest.raises(RuntimeError, match="another process has joined as 'a'"):
         for _ in range(300):
             time.sleep(0.02)
             ghost.step(ghost.params)
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match="has left its run; join again"):
+        ghost.step(ghost.params)
+    equal(ghost.leave(), START)
+    assert time.monotonic() - began < 10
     returned.step(returned.params)
     assert returned.last.members == ("a",)
 
