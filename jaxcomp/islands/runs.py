@@ -145,8 +145,10 @@ def save(room: Room, number: int, absent: list[str], arrays: list[Any]) -> None:
 def newest(room: Room, like: list[Any]) -> Snapshot:
     """The newest snapshot that is whole, with arrays of these shapes."""
     sizes = [x.size * np.dtype(x.dtype).itemsize for x in like]
-    ends = np.cumsum(sizes)
-    for number in reversed(view_of(room.bucket.paths()).snapshots):
+    ends, tried = np.cumsum(sizes), set[int]()
+    # It looks again each time: others may have deleted what it saw, and written newer ones.
+    while untried := {*view_of(room.bucket.paths()).snapshots} - tried:
+        tried.add(number := max(untried))
         try:
             found = room.read(f"snapshots/{number:08d}", sum(sizes))
             if found is None:

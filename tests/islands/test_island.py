@@ -138,6 +138,24 @@ def test_a_joiner_takes_the_newest_consensus_and_its_optimizer(join):
     assert "rounds/00000000/members" not in kept and "rounds/00000004/members" in kept
 
 
+def test_a_joiner_whose_snapshot_is_replaced_meanwhile_reads_the_next(join, monkeypatch):
+    """Between its look and its answer the others take two snapshots, and delete those before."""
+    first, get, looked = join("a", snapshots=1), store.Bucket.get, []
+
+    def late(self, path, sizes):
+        if path.startswith("snapshots/") and not looked:
+            looked.append(path)
+            for _ in range(3):
+                first.step(moved(first.params, 1))
+            until(lambda: path not in self.paths())
+        return get(self, path, sizes)
+
+    monkeypatch.setattr(store.Bucket, "get", late)
+    second = join("b", snapshots=1)
+    assert looked == ["snapshots/00000000"] and second.rounds == 3
+    equal(second.params, moved(START, 3))
+
+
 def test_weights_are_tokens(join):
     first, second = (join(name, quorum=2) for name in "ab")
     start = first.params
