@@ -60,6 +60,7 @@ class Decided(NamedTuple):
     round: int
     messages: list[Message]  # of its members, by name
     left_out: dict[str, str]  # why
+    has_mine: bool  # whether this island's is among them, and not that of an older claim
     absent: list[str]  # who is known, and is no member
     saves: bool  # whether this island takes a snapshot after it
 
@@ -310,8 +311,9 @@ class Courier(threading.Thread):
             )
             self._reload_from = self.round + 1
         absent = sorted(set(view.fences) - {message.name for message in messages})
+        has_mine = (self.island, self.fence) in {(x.name, x.fence) for x in messages}
         saves = decision["saves"] == self.island
-        self._ready.put(Decided(self.round, messages, left_out, absent, saves))
+        self._ready.put(Decided(self.round, messages, left_out, has_mine, absent, saves))
         self._go_on(self.round + 1, absent)
         return True
 

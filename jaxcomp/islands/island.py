@@ -402,7 +402,7 @@ class Island:
             else:
                 left_out[message.name] = "is not finite"
         mine = pending if pending is not None and pending.round == event.round else None
-        counted = mine is not None and self._name in members
+        counted = mine is not None and event.has_mine and self._name in members
         stays = np.bool_(not counted)
         arguments = held[part], self._consensus[part], sums, self._outer[part], stays
         new, self._consensus[part], self._outer[part], self._sums[part] = programs.merge(*arguments)

@@ -237,6 +237,24 @@ def test_a_ghost_is_fenced_off(join, delay):
     assert returned.last.members == ("a",)
 
 
+def test_who_returns_keeps_its_difference_if_that_of_its_ghost_counts(join):
+    options = {"quorum": 3, "delay": 1}
+    first, ghost, third = (join(name, **options) for name in "abc")
+    ghost.step(moved(ghost.params, 3))
+    params = first.step(first.params)
+    until(lambda: first._crew.courier._found.keys() == {"a", "b"})
+    ghost._end(leaves=False)
+    returned = join("b", **options)
+    returned._crew.courier._decide = third._crew.courier._decide = lambda *_: False
+    late = returned.step(moved(returned.params, 6))
+    third.step(third.params)
+    first.step(params)
+    late = returned.step(late)
+    assert first.last.counted and not returned.last.counted
+    equal(returned.params, moved(START, 1))
+    equal(late, moved(START, 7))
+
+
 @pytest.mark.parametrize(
     ("junk", "why"),
     [
