@@ -23,7 +23,7 @@ _MAGIC = b"jaxcomp-island-1 "
 _FIRST = len(_MAGIC) + 64 + 1  # bytes of the first line
 HEADER = 2**12  # most bytes of the header of a message
 LONG = 2**24  # the same of what describes a whole run or round
-NAME = re.compile(r"(?!members\b)[A-Za-z0-9_-]{1,64}")
+NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _HEX = re.compile(r"[0-9a-f]{1,2048}")
 
 

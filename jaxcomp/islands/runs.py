@@ -53,8 +53,8 @@ def claim(room: Room, name: str) -> tuple[int, View]:
     """Claims a name: an older island of this name is fenced off. The number, and what was there."""
     if not envelopes.NAME.fullmatch(name):
         raise ValueError(
-            f"got the name {name!r:.80}; needs 1 to 64 letters, digits, '-' or '_', other than "
-            "'members'; write name='garage-1'."
+            f"got the name {name!r:.80}; needs 1 to 64 letters of A to Z, digits, '-' or '_'; "
+            "write name='garage-1'."
         )
     nonce = uuid.uuid4().hex
     for _ in range(8):

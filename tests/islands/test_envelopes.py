@@ -75,7 +75,6 @@ def test_a_header_has_its_fields_and_no_others(header):
     ("field", "value"),
     [
         ("members", [["a", 0, "00"], ["a", 1, "01"]]),
-        ("members", [["members", 0, "00"]]),
         ("members", [["a", 10**8, "00"]]),
         ("left_out", {"a": 1}),
         ("saves", "../a"),
