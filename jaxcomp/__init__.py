@@ -75,6 +75,7 @@ from jaxcomp.replicas.compact import compact as compact
 from jaxcomp.replicas.kinds import leaf_kinds as leaf_kinds
 from jaxcomp.replicas.layers import per_layer as per_layer
 from jaxcomp.replicas.protocol import MethodState as MethodState
+from jaxcomp.replicas.resize import reset_residuals as reset_residuals
 from jaxcomp.replicas.resize import resize as resize
 from jaxcomp.replicas.specs import state_specs as state_specs
 from jaxcomp.replicas.state import local_params as local_params

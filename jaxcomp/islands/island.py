@@ -123,7 +123,7 @@ def join(
     Raises:
       ValueError: For arguments out of range, an unknown scheme, a store without conditional create,
         processes that do not join as one island, or a URL where there is a run of another tree,
-        code, outer optimizer, quorum or secret.
+        code, outer optimizer, fragments, quorum, snapshots or secret.
       OSError: If the store refuses or cannot be reached.
       ModuleNotFoundError: Without `obstore`; `pip install obstore`.
 

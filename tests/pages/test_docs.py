@@ -1,7 +1,11 @@
 """What the pages tell a reader to type, to read on, and to call."""
 
+import ast
+import contextlib
 import importlib
+import inspect
 import json
+import pkgutil
 import re
 import runpy
 
@@ -48,6 +52,22 @@ def test_links_lead_to_files_and_headings_that_exist(page):
         other = (page.parent / path).resolve() if path else page
         assert other.exists(), target
         assert not anchor or anchor in anchors(other), target
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=lambda page: page.name)
+def test_the_names_and_arguments_that_a_page_tells_exist(page):
+    told = re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL))
+    for name in re.findall(r"\bjaxcomp(?:\.\w+)+(?![\w/])", " ".join(told)):
+        pkgutil.resolve_name(name)
+    for text in told:
+        with contextlib.suppress(SyntaxError):
+            calls = [x for x in ast.walk(ast.parse(text)) if isinstance(x, ast.Call)]
+            for call in calls:
+                name = ast.unparse(call.func).removeprefix("jaxcomp.")
+                if callable(called := getattr(jaxcomp, name, None)):
+                    inspect.signature(called).bind_partial(
+                        **dict.fromkeys(x.arg for x in call.keywords)
+                    )
 
 
 def test_the_reference_lists_every_public_name():
