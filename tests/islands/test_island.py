@@ -147,13 +147,35 @@ def test_a_joiner_whose_snapshot_is_replaced_meanwhile_reads_the_next(join, monk
             looked.append(path)
             for _ in range(3):
                 first.step(moved(first.params, 1))
-            until(lambda: path not in self.paths())
+            until(lambda: path not in self.paths() and "snapshots/00000003" in self.paths())
         return get(self, path, sizes)
 
     monkeypatch.setattr(store.Bucket, "get", late)
     second = join("b", snapshots=1)
     assert looked == ["snapshots/00000000"] and second.rounds == 3
     equal(second.params, moved(START, 3))
+
+
+def test_a_round_that_was_deleted_is_not_decided_again(join):
+    """An island stops between its look and its decision until the others are three rounds ahead."""
+    options = {"snapshots": 1, "deadline": 0.2}
+    first, second, stopped = join("a", **options), join("b", delay=1, **options), []
+    decide = second._crew.courier._decide
+
+    def late(*of):
+        if second._crew.courier._mine is not None and not stopped:
+            stopped.append(True)
+            for _ in range(3):
+                first.step(moved(first.params, 1))
+            paths = first._crew.courier.room.bucket.paths
+            until(lambda: "rounds/00000000/members" not in paths())
+        return decide(*of)
+
+    second._crew.courier._decide = late
+    params = second.step(moved(second.params, 4))
+    params = second.step(params)
+    assert stopped and second.rounds == 3
+    equal(second.params, first.params)
 
 
 def test_weights_are_tokens(join):
