@@ -75,9 +75,14 @@ def opened(url: str, options: dict[str, Any] | None = None) -> Bucket:
       OSError: If the store refuses, or cannot be reached.
     """
     scheme, colon, rest = url.partition("://")
-    if scheme not in SCHEMES or not colon or not rest.strip("/"):
+    is_relative = scheme == "file" and not rest.startswith("/")
+    # A store would drop what follows '?' or '#', and two runs would lie at one place.
+    if scheme not in SCHEMES or not rest.strip("/") or is_relative or {*rest} & {*"?#"}:
         known = ", ".join(f"{name}://" for name in SCHEMES)
-        raise ValueError(f"got the URL {url!r}; needs one of {known}; write 's3://bucket/run'.")
+        raise ValueError(
+            f"got the URL {url!r}; needs one of {known}, no '?' or '#', and of a folder the whole "
+            "path; write 's3://bucket/run' or 'file:///shared/run'."
+        )
     given = dict(options or {})
     if scheme == "file":
         given.setdefault("mkdir", True)
@@ -92,9 +97,10 @@ def opened(url: str, options: dict[str, Any] | None = None) -> Bucket:
         given.setdefault("retry_config", {"max_retries": 2, "retry_timeout": wait})
     with _named(url) as obstore:
         is_memory = scheme == "memory"
-        store = _memories.get(rest) if is_memory else obstore.store.from_url(url, **given)
+        key = rest.strip("/")
+        store = _memories.get(key) if is_memory else obstore.store.from_url(url, **given)
         if store is None:
-            store = _memories[rest] = obstore.store.MemoryStore()
+            store = _memories[key] = obstore.store.MemoryStore()
     bucket, probe = Bucket(url, store), f"probes/{uuid.uuid4().hex}"
     if not bucket.create(probe, b"") or bucket.create(probe, b""):
         raise _unconditional(url)

@@ -20,7 +20,7 @@ def test_an_object_is_created_once(kind, tmp_path):
     with pytest.raises(ValueError, match="has 3 bytes; needs 4 to 8"):
         bucket.get("x/y", range(4, 9))
     assert bucket.paths() == bucket.paths("x") == ["x/y"] and not bucket.paths("y")
-    assert store.opened(url).paths() == ["x/y"]
+    assert store.opened(url).paths() == store.opened(f"{url}/").paths() == ["x/y"]
     bucket.delete(["x/y"])
     bucket.delete(["x/y", "x/z"])
     assert bucket.paths() == []
@@ -43,7 +43,9 @@ def test_a_bucket_of_a_real_server(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "url", ["ftp://a/b", "folder", "/folder", "http://a/b", "s3://", "memory://"]
+    "url",
+    ["ftp://a/b", "folder", "/folder", "http://a/b", "s3://", "memory://", "file://folder/run"]
+    + ["s3://a/run?2", "memory://run#2"],
 )
 def test_schemes_are_named(url):
     with pytest.raises(ValueError, match=r"needs one of s3://, gs://, az://.*write 's3://bucket"):
