@@ -49,7 +49,7 @@ class Programs(NamedTuple):
     def cut(self, payload: np.ndarray) -> Any:
         """The messages of a payload, u8[bytes]."""
         leaves, treedef = jax.tree.flatten(self.messages)
-        pieces = np.split(payload, np.cumsum([x.size for x in leaves])[:-1])
+        *pieces, _ = np.split(payload, np.cumsum([x.size for x in leaves]))
         return treedef.unflatten(x.reshape(s.shape) for x, s in zip(pieces, leaves, strict=True))
 
 
@@ -93,7 +93,8 @@ def programs_of(
         return list(sent), None if error_decay is None else whole(left)
 
     def add(sums, sent, weight, count):
-        found = whole(list(map(functools.partial(_decoded, transport, count), rows_like, sent)))
+        decode = functools.partial(_decoded, transport, count)
+        found = whole(list(map(decode, kinds, rows_like, sent)))
         good = finite(found)
         weight = jnp.where(good, weight, 0.0)
         plus = lambda total, x: total + jnp.where(good, weight.astype(x.dtype) * x, 0.0)
@@ -201,7 +202,7 @@ def _encoded(transport, count, number, rows, residual):
     return jax.vmap(one, axis_name=AXIS)(rows, residual)
 
 
-def _decoded(transport, count, like, sent):
+def _decoded(transport, count, parts, like, sent):
     """What the messages of a group decode to."""
 
     def one(sent):
@@ -214,7 +215,7 @@ def _decoded(transport, count, like, sent):
         shared = Key(count, jnp.uint32(transport.seed))
         return buckets.unflatten(plan, averaging.map_buckets(line, plan, shared, sent))
 
-    return jax.vmap(one, axis_name=AXIS)(sent)
+    return jax.vmap(one, axis_name=AXIS, axis_size=parts)(sent)  # which may be empty
 
 
 def _drift(params, consensus):

@@ -78,6 +78,18 @@ def test_sharded_parameters_are_encoded_where_they_lie(join):
     assert sorted(x.shape[0] for x in jax.tree.leaves(sent)) == [1, 4]
 
 
+def test_a_fragment_may_have_nothing_to_send(join):
+    empty = np.zeros((0, 3), np.float32)
+    island = join(
+        "a", {**START, "empty": empty}, fragments=lambda path, x: int(x.size == 0), every=2
+    )
+    params = island.params
+    for _ in range(4):
+        params = island.step(moved(params, 1))
+    assert island.rounds == 4
+    equal(island.leave(params), {**moved(START, 4), "empty": empty})
+
+
 @pytest.mark.parametrize("array", [np.asarray, jnp.asarray])
 @pytest.mark.parametrize("shards", [(), ("kernel",)])
 def test_arrays_that_are_on_no_device_yet_go_where_training_puts_them(join, array, shards):
