@@ -61,7 +61,7 @@ class Decided(NamedTuple):
     messages: list[Message]  # of its members, by name
     left_out: dict[str, str]  # why
     has_mine: bool  # whether this island's is among them, and not that of an older claim
-    absent: list[str]  # who is known, and is no member
+    last: dict[str, list[int]]  # of all who are known, after it; see `runs.Snapshot`
     saves: bool  # whether this island takes a snapshot after it
 
 
@@ -89,7 +89,8 @@ class Courier(threading.Thread):
         self.sent_bytes = self.received_bytes = 0  # of differences
         # What is ready, in order; a `Snapshot` replaces all before it, an error has ended the run.
         self._ready: queue.SimpleQueue[Decided | runs.Snapshot | Exception] = queue.SimpleQueue()
-        self._absent = {*start.absent, name}  # names whose islands missed the last round
+        self._last = start.last
+        self._absent = {*_absent(start.last, start.round), name}  # who missed the last round
         self._posts: collections.deque[Post] = collections.deque()
         self._snaps: collections.deque[tuple] = collections.deque()
         self._mine: Message | None = None
@@ -111,7 +112,7 @@ class Courier(threading.Thread):
         self._wake.set()
 
     def save(self, *snapshot: Any) -> None:
-        """Writes a snapshot: number, absent, arrays."""
+        """Writes a snapshot: number, last, arrays."""
         self._snaps.append(snapshot)
         self._wake.set()
 
@@ -311,14 +312,16 @@ class Courier(threading.Thread):
                 self.round - 1,
             )
             self._reload_from = self.round + 1
-        absent = sorted(set(view.fences) - {message.name for message in messages})
-        has_mine = (self.island, self.fence) in {(x.name, x.fence) for x in messages}
+        last = {name: [0, -1] for name in view.fences} | self._last
+        last |= {message.name: [message.fence, self.round] for message in messages}
+        has_mine = last.get(self.island) == [self.fence, self.round]
         saves = decision["saves"] == self.island
-        self._ready.put(Decided(self.round, messages, left_out, has_mine, absent, saves))
-        self._go_on(self.round + 1, absent)
+        self._ready.put(Decided(self.round, messages, left_out, has_mine, last, saves))
+        self._go_on(self.round + 1, last)
         return True
 
-    def _go_on(self, number: int, absent: list[str]) -> None:
+    def _go_on(self, number: int, last: dict[str, list[int]]) -> None:
+        absent, self._last = _absent(last, number), last
         self.round, self._absent = number, set(absent)
         self._mine, self._found, self._bad, self._known = None, {}, {}, None
         self.trains = False
@@ -329,7 +332,14 @@ class Courier(threading.Thread):
         if snapshot.round < wanted:
             return False
         self._reload_from = None
-        self._ready.put(snapshot)
+        mine = [self.fence, self.round]  # the message that waits is of this round
+        has_mine = self._mine is not None and snapshot.last.get(self.island) == mine
+        self._ready.put(snapshot._replace(has_mine=has_mine))
         if snapshot.round != self.round:
-            self._go_on(snapshot.round, snapshot.absent)
+            self._go_on(snapshot.round, snapshot.last)
         return True
+
+
+def _absent(last: dict[str, list[int]], number: int) -> list[str]:
+    """The known names without a message in the round before this one."""
+    return [name for name, (_, counted) in last.items() if counted < number - 1]

@@ -95,11 +95,11 @@ class Crew:
         if self.courier is not None:
             self.courier.post(post._replace(messages=messages, sums=sums))
 
-    def save(self, number: int, absent: list[str], arrays: list[jax.Array]) -> None:
+    def save(self, number: int, last: dict[str, list[int]], arrays: list[jax.Array]) -> None:
         """Writes a snapshot; gathers arrays that no process holds whole."""
         whole = list(map(gathered, arrays))
         if self.courier is not None:
-            self.courier.save(number, absent, whole)
+            self.courier.save(number, last, whole)
 
     def end(self, leaves: bool, patience: float) -> None:
         """Ends the courier; an island that leaves is not waited for."""

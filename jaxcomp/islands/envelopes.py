@@ -131,6 +131,10 @@ def _is_member(x):
     )
 
 
+def _is_last(x):
+    return isinstance(x, list) and len(x) == 2 and _is_whole(x[0]) and _is_whole(x[1], -1)
+
+
 _RULES = {
     "name": lambda x: _is_text(x, NAME),
     "fence": _is_whole,
@@ -144,7 +148,9 @@ _RULES = {
     ),
     "left_out": lambda x: isinstance(x, dict) and all(isinstance(v, str) for v in x.values()),
     "saves": lambda x: x == "" or _is_text(x, NAME),
-    "absent": lambda x: isinstance(x, list) and all(_is_text(name, NAME) for name in x),
+    "last": lambda x: (
+        isinstance(x, dict) and all(_is_text(name, NAME) and _is_last(v) for name, v in x.items())
+    ),
 }
 
 

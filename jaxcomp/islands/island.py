@@ -166,7 +166,7 @@ def join(
     fence, view = crew.from_first(lambda: runs.claim(room, name))
     if not view.snapshots:  # the first of those who begin together decides
         whole = list(map(crew.gathered, arrays))
-        crew.on_first(lambda: runs.save(room, 0, [], whole))
+        crew.on_first(lambda: runs.save(room, 0, {}, whole))
     like = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
     snapshot = crew.from_first(lambda: runs.newest(room, like))
     cut_tree = parts.cut(jax.tree.unflatten(jax.tree.structure(given), cuts))
@@ -415,15 +415,19 @@ class Island:
         self.last = Round(event.round, tuple(members), left_out, counted)
         if event.saves:
             arrays = jax.tree.leaves((self._consensus, self._outer))
-            self._crew.save(self.rounds, event.absent, arrays)
+            self._crew.save(self.rounds, event.last, arrays)
         return held
 
     def _moved(self, held, snapshot):
-        """Goes over to another consensus, and keeps the difference from it."""
-        old = list(self._consensus)
+        """Goes over to another consensus, and keeps the difference from it, if none counted."""
+        old, pending = list(self._consensus), self._pending
         self._adopt(snapshot)
+        if pending is not None and snapshot.has_mine:
+            part, _ = self._turn(pending.round)
+            old[part] = jax.tree.map(to_moment_dtype, held[part])
+            self._residual[part], self._counted[part] = pending.residual, pending.tokens
         moved = lambda p, old, new: (new + (to_moment_dtype(p) - old)).astype(p.dtype)
-        if self._pending is not None and self._pending.round < snapshot.round:
+        if pending is not None and pending.round < snapshot.round:
             self._pending = None
         return jax.tree.map(moved, held, old, self._consensus)
 

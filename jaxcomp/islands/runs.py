@@ -76,7 +76,7 @@ def facts_of(
     **others: Any,
 ) -> dict[str, Any]:
     """What must be equal on all islands, in plain values; `owners` are the leaves' fragments."""
-    policy, facts = policy_of(transport.code), {"version": 2, **others}
+    policy, facts = policy_of(transport.code), {"version": 3, **others}
     keyed, _ = jax.tree_util.tree_flatten_with_path(params)
     for (keys, x), owner in zip(keyed, owners, strict=True):
         path = path_of(keys)
@@ -131,14 +131,16 @@ class Snapshot(NamedTuple):
     """The consensus before a round."""
 
     round: int
-    absent: list[str]  # who missed the round before
+    # Of all known names: fence and round of the last message that counted, or a round of -1.
+    last: dict[str, list[int]]
     arrays: list[np.ndarray]  # leaves of the consensus, then of the outer states
+    has_mine: bool = False  # whether what this island has sent for an earlier round is in it
 
 
-def save(room: Room, number: int, absent: list[str], arrays: list[Any]) -> None:
+def save(room: Room, number: int, last: dict[str, list[int]], arrays: list[Any]) -> None:
     """Writes a snapshot, if there is none of this round; copies arrays from their devices."""
     payload = b"".join(np.ascontiguousarray(x).tobytes() for x in arrays)
-    header = {"round": number, "absent": absent}
+    header = {"round": number, "last": last}
     room.write(f"snapshots/{number:08d}", header, payload)
 
 
@@ -154,11 +156,11 @@ def newest(room: Room, like: list[Any]) -> Snapshot:
             if found is None:
                 continue
             header, payload, _ = found
-            envelopes.checked(header, ("round", "absent"))
+            envelopes.checked(header, ("round", "last"))
         except ValueError:
             continue  # an older one and the rounds since it may still be there
         pieces = zip(like, sizes, ends, strict=True)
         parts = [(x, payload[end - size : end]) for x, size, end in pieces]
         arrays = [np.frombuffer(part, x.dtype).reshape(x.shape) for x, part in parts]
-        return Snapshot(number, header["absent"], arrays)
+        return Snapshot(number, header["last"], arrays)
     raise ValueError(f"{room.bucket.url}: the run has lost its snapshots; write another prefix")

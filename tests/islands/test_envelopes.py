@@ -78,7 +78,9 @@ def test_a_header_has_its_fields_and_no_others(header):
         ("members", [["a", 10**8, "00"]]),
         ("left_out", {"a": 1}),
         ("saves", "../a"),
-        ("absent", "a"),
+        ("last", ["a"]),
+        ("last", {"a": [0, -2]}),
+        ("last", {"a/b": [0, 1]}),
     ],
 )
 def test_decisions_out_of_range_are_named(field, value):
