@@ -93,9 +93,11 @@ def merge(adapter: pathlib.Path, to: pathlib.Path, dtype: Any, base: pathlib.Pat
     added = dict(safetensors.read(pathlib.Path(adapter, _MODEL)))
     scale, kind = about["lora_alpha"] / about["r"], settings.read(base)[0]
     arrays = safetensors.read_all(base)
+    modules = {key.removeprefix(_PREFIX).partition(".lora_")[0] for key in added}
+    places = {folder.named(arrays, f"{module}.weight", kind): module for module in modules}
 
     def changed(name: str, array: np.ndarray) -> np.ndarray:
-        module = name.removesuffix(".weight")
+        module = places.get(name)
         parts = [added.pop(f"{_PREFIX}{module}.lora_{x}.weight", None) for x in "AB"]
         if all(part is None for part in parts):
             return array

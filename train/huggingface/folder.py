@@ -208,7 +208,7 @@ def _require_all(folder, kind: str, arrays: dict, found: list) -> None:
     Numbers are counted before memory is taken for a leaf: config.json may say any size.
     """
     parts = [
-        (path, shape, [_named(arrays, name, kind) for name in weights.names_of(kind, path, layer)])
+        (path, shape, [named(arrays, name, kind) for name in weights.names_of(kind, path, layer)])
         for path, layers, leaf in found
         for place, layer in layers
         for shape in [leaf.shape[place is not None :]]
@@ -230,7 +230,7 @@ def _require_all(folder, kind: str, arrays: dict, found: list) -> None:
 def _require_tied(folder, kind: str, config: DecoderConfig, arrays: dict) -> None:
     """Raises a ValueError if a file has an output matrix that a tied model would not use."""
     embed, head = (
-        _named(arrays, name, kind)
+        named(arrays, name, kind)
         for name in (*weights.names_of(kind, "embed/embedding", None), weights.head_of(kind))
     )
     if config.tied and head in arrays and not _equal(arrays[embed], arrays[head]):
@@ -251,7 +251,7 @@ def _equal(a: np.ndarray, b: np.ndarray) -> bool:
 
 def _read(folder, kind: str, config: DecoderConfig, arrays: dict, path: str, layer, shape):
     """One layer of a parameter, with this shape; and the names of its arrays."""
-    names = [_named(arrays, name, kind) for name in weights.names_of(kind, path, layer)]
+    names = [named(arrays, name, kind) for name in weights.names_of(kind, path, layer)]
     parts = [arrays[name] for name in names]
     if strange := [part.dtype for part in parts if part.dtype not in safetensors.FLOATS]:
         raise ValueError(
@@ -302,7 +302,13 @@ def _placed(read: Callable, layers: list, leaf: jax.ShapeDtypeStruct) -> jax.Arr
     return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, pieces)
 
 
-def _named(arrays: dict[str, np.ndarray], name: str, kind: str) -> str:
-    """The name of an array, or its name without the base in checkpoints of the bare model."""
-    short = name.removeprefix(weights.NAMES[kind].base)
-    return short if short in arrays and name not in arrays else name
+def named(arrays: dict[str, np.ndarray], name: str, kind: str) -> str:
+    """The name of an array, or its shorter name in checkpoints of the bare model.
+
+    OPT's base is two modules, `model.decoder.`, of which the bare model has the second.
+    """
+    if name.startswith(base := weights.NAMES[kind].base):
+        rest, modules = name.removeprefix(base), base.split(".")
+        spellings = [".".join([*modules[at:-1], rest]) for at in range(len(modules))]
+        return next((each for each in spellings if each in arrays), name)
+    return name

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from tests.train.huggingface.test_folder import GOLDEN, KINDS, loaded
+from tests.train.huggingface.test_folder import BARE, GOLDEN, KINDS, bare, loaded
 from train import export
 from train.huggingface import adapters, folder, safetensors, settings
 from train.models import lora
@@ -45,6 +45,17 @@ def test_an_adapter_that_is_merged_is_the_export(kind, tmp_path):
     assert len(changed) >= 4 * config.layers
     for name in found:
         np.testing.assert_allclose(found[name], expected[name], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", BARE)
+def test_an_adapter_is_added_to_a_bare_model(kind, tmp_path):
+    base = bare(tmp_path, kind)
+    config, params = thin(kind)
+    adapters.save(tmp_path / "adapter", config, params, base)
+    adapters.merge(tmp_path / "adapter", tmp_path / "merged", np.float32, base)
+    adapters.merge(tmp_path / "adapter", tmp_path / "whole", np.float32, GOLDEN / kind)
+    found, expected = (loaded(tmp_path / name)[1] for name in ("merged", "whole"))
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
 def test_names_and_shapes_are_those_of_peft(tmp_path):

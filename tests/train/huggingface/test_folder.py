@@ -128,15 +128,24 @@ def test_settings_of_earlier_transformers_mean_the_same(tmp_path):
     assert settings.read(changed(tmp_path, "gpt_neox", **old)) == settings.read(GOLDEN / "gpt_neox")
 
 
-def test_checkpoints_of_a_bare_model_have_shorter_names(tmp_path):
-    path = changed(tmp_path, "gpt2")
-    arrays = safetensors.read(path / "model.safetensors")
-    short = {name.removeprefix("transformer."): np.array(array) for name, array in arrays.items()}
-    short["h.0.attn.bias"] = np.ones((1, 1, 16, 16), np.uint8)  # a mask, no parameter
-    (path / "model.safetensors").unlink()
-    safetensors.write(path / "model.safetensors", short)
-    _, found, _ = loaded(path)
-    _, expected, _ = loaded(GOLDEN / "gpt2")
+BARE = {"gpt2": "transformer.", "opt": "model.", "gpt_neox": "gpt_neox.", "llama": "model."}
+
+
+def bare(tmp_path, kind):
+    """A copy of a folder as the model without its output matrix names its arrays."""
+
+    def shorter(arrays):
+        for name in [*arrays]:
+            arrays[name.removeprefix(BARE[kind])] = arrays.pop(name)
+        arrays["h.0.attn.bias"] = np.ones((1, 1, 16, 16), np.uint8)  # a mask, no parameter
+
+    return with_arrays(tmp_path, kind, shorter)
+
+
+@pytest.mark.parametrize("kind", BARE)
+def test_checkpoints_of_a_bare_model_have_shorter_names(tmp_path, kind):
+    _, found, _ = loaded(bare(tmp_path, kind))
+    _, expected, _ = loaded(GOLDEN / kind)
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
