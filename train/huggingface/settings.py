@@ -411,7 +411,7 @@ def window(kind: str, settings: Settings, layers: int, file: str) -> Settings:
     say = lambda name, kind, default: agreed(file, kind, {name: settings}, default)
     has_window = kind in ("mistral", "qwen2", "qwen3")
     size = say("sliding_window", int, None) if has_window else None
-    if kind == "mistral" and "sliding_window" not in settings:
+    if has_window and "sliding_window" not in settings:
         size = 4096
     if size is not None and size < 1:
         raise refused(file, "sliding_window", size, "at least 1, or null")

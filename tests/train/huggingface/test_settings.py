@@ -88,6 +88,8 @@ def test_two_spellings_with_two_values_are_refused_by_name(model, fields, two):
             {"layer_types": SLIDING, "sliding_window": 4, "use_sliding_window": True},
             {"window": 4},
         ),
+        (QWEN, {"use_sliding_window": True, "max_window_layers": 0}, {"window": 4096}),
+        (MISTRAL, {}, {"window": 4096}),
         (MISTRAL, {"layer_types": SLIDING, "sliding_window": 4}, {"window": 4}),
         (MISTRAL, {"layer_types": FULL, "sliding_window": None}, {"window": 0}),
     ],
