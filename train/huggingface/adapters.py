@@ -20,7 +20,9 @@ from train.models.decoder import DecoderConfig
 _MODEL, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _PREFIX = "base_model.model."
 _NEVER = ("use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "modules_to_save")
-_NEVER += ("trainable_token_indices", "lora_bias")
+_NEVER += ("trainable_token_indices", "lora_bias", "alora_invocation_tokens", "layer_replication")
+_DRAWN = (True, False, "gaussian", "eva", "orthogonal")
+"""First values of LoRA that leave the base as it is; PiSSA and others take a part out of it."""
 
 
 def save(to: pathlib.Path, config: DecoderConfig, params: Any, base: pathlib.Path) -> None:
@@ -85,6 +87,8 @@ def merge(adapter: pathlib.Path, to: pathlib.Path, dtype: Any, base: pathlib.Pat
     file = pathlib.Path(adapter, _CONFIG)
     about = checks.json_object(file, peft_type=str, r=int, lora_alpha=int | float)
     strange = [name for name in _NEVER if about.get(name)]
+    if about.get("init_lora_weights", True) not in _DRAWN:
+        strange.append("init_lora_weights")
     if about["peft_type"] != "LORA" or about.get("bias", "none") != "none" or strange:
         raise ValueError(
             f"{file} has {', '.join(strange) or 'another peft_type or bias'}; only plain LoRA is "

@@ -76,6 +76,8 @@ def test_names_and_shapes_are_those_of_peft(tmp_path):
     ("change", "text"),
     [
         ({"use_dora": True}, "has use_dora; only plain LoRA is read"),
+        ({"alora_invocation_tokens": [1, 2]}, "has alora_invocation_tokens; only plain LoRA"),
+        ({"init_lora_weights": "pissa_niter_4"}, "has init_lora_weights; only plain LoRA is read"),
         ({"peft_type": "IA3"}, "has another peft_type or bias"),
         ({"r": "3"}, "r is '3'"),
     ],
