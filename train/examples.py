@@ -89,9 +89,11 @@ def _documents(corpus: Corpus, data: Data, context: int, seed: int, batches: int
     size = data.batch
     made = {name: packing.pack(part, context) for name, part in corpus.parts.items()}
     for name, packed in made.items():
-        if not packed.starts.size:
+        every, few = range(packed.starts.size), packing.evenly_spaced(packed, batches * size)
+        if not every or not packing.has_targets(packed, every if name == "train" else few):
             raise ValueError(
-                f"{corpus.record['source']} leaves no document for {name}; add some, or change "
+                f"{corpus.record['source']} leaves nothing to predict for {name}, which needs a "
+                "document of two tokens, or a chat with an answer; add some, or change "
                 f"data.validation_fraction={data.validation_fraction}."
             )
     record = corpus.record | {"train_sequences": made["train"].starts.size}

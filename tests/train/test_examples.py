@@ -4,6 +4,7 @@ import dataclasses
 import json
 
 import numpy as np
+import pytest
 
 from tests.helpers import tokens
 from train import examples, loop
@@ -80,3 +81,15 @@ def test_chats_train_alike_on_any_number_of_replicas_and_go_on_where_they_were(t
     saved = store.choose(tmp_path / "runs" / "parts" / "checkpoints", item="metadata")
     assert saved.metadata["progress"]["examples"] == 8
     assert len([*(tmp_path / "cache").iterdir()]) == 1
+
+
+@pytest.mark.parametrize(
+    ("texts", "part"),
+    [(["abcdefghi", "q"], "train"), (["a", "bcd"], "train"), (["abcdefghi"], "validation")],
+)
+def test_documents_without_a_token_to_predict_are_refused_at_the_start(tmp_path, texts, part):
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    config = configs.load("configs/nano_dense.py")
+    data = Data(path=str(tmp_path / "rows.jsonl"), packed=True, cache=str(tmp_path / "cache"))
+    with pytest.raises(ValueError, match=f"leaves nothing to predict for {part}, which needs a"):
+        examples.read(dataclasses.replace(config, data=data))

@@ -1,6 +1,7 @@
 """Packing: sequences of whole documents, which do not attend to each other."""
 
 import hashlib
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -74,9 +75,19 @@ def validation_batch(
     They are the same for every run, seed and step. Sequences repeat only if there are too few.
     Arguments are those of `texts.validation_batch`, the result is that of `batch`.
     """
-    size, total = packed.starts.size, num_batches * batch_size
-    places = range(index * batch_size, (index + 1) * batch_size)
-    return _made(packed, tuple(place * size // total for place in places), rows)
+    first = index * batch_size
+    numbers = evenly_spaced(packed, num_batches * batch_size)[first : first + batch_size]
+    return _made(packed, numbers, rows)
+
+
+def evenly_spaced(packed: Packed, total: int) -> tuple[int, ...]:
+    """Numbers of `total` sequences that are evenly spaced over all."""
+    return tuple(place * packed.starts.size // total for place in range(total))
+
+
+def has_targets(packed: Packed, numbers: Iterable[int]) -> bool:
+    """Whether any of these sequences has a token to predict; looks no further than the first."""
+    return any(_mask(packed, number).any() for number in numbers)
 
 
 def shuffled(number: int, size: int, key: str) -> int:
