@@ -50,7 +50,8 @@ def check(path: str, folder: pathlib.Path) -> pathlib.Path:
     """
     found = _find(path)
     stats = [(found.name(number), *_stat(file)) for number, file in enumerate(found.files)]
-    return once(folder, ("images", stats), lambda new: _look(new, found))
+    # The number changes with the rules of what can be read, so that all are looked at again.
+    return once(folder, ("images", 2, stats), lambda new: _look(new, found))
 
 
 def folder(path: str, checked: pathlib.Path) -> Stored:
@@ -170,9 +171,11 @@ def _decoded(file: pathlib.Path, content: bytes) -> Any:
             raise ValueError(
                 f"it has {made.width} x {made.height} pixels; needs at most {_MOST_PIXELS}"
             )
+        if made.mode in ("I", "F"):  # Pillow would clip values to 255
+            raise ValueError("its values have 32 bits; needs 8 or 16")
         made.load()
     except Exception as error:  # of any kind, SyntaxError for one: the readers do not say which
         raise ValueError(f"{str(file)!r} cannot be read as an image: {error}.") from error
-    if made.mode.startswith("I;16"):  # Pillow would clip values to 255
+    if made.mode.startswith("I;16"):  # which Pillow would clip, too
         made = Image.fromarray((np.asarray(made) >> 8).astype(np.uint8))
     return made

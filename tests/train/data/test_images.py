@@ -192,6 +192,15 @@ def test_pictures_of_16_bits_keep_their_greys(tmp_path, suffix):
     np.testing.assert_array_equal(pixels, ramp >> 8)
 
 
+@pytest.mark.parametrize("dtype", [np.int32, np.float32])
+def test_pictures_of_32_bits_are_not_read(tmp_path, dtype):
+    Image.fromarray(np.full((8, 8), 0.5 if dtype == np.float32 else 30_000, dtype)).save(
+        tmp_path / "a.tif"
+    )
+    with pytest.raises(ValueError, match="a.tif' cannot be read as an image: its values have 32"):
+        image_folder.picture(tmp_path / "a.tif")
+
+
 def test_missing_packages_and_files_are_named(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"gone' cannot be read \(No such file"):
         images.read(Images("digits", str(tmp_path / "gone")), DIGITS)
