@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import math
 import pathlib
 import sys
 from collections.abc import Callable, Sequence
@@ -47,10 +48,11 @@ def generated(
       ValueError: If the folder, its tokenizer or its template cannot be read, or a text is too long
         for the model.
     """
-    if temperature < 0 or not prompts:
+    if not 0 <= temperature < math.inf or count < 0 or not prompts:
         raise ValueError(
-            f"got {len(prompts)} prompts and temperature={temperature:g}; needs a prompt, and a "
-            "temperature of 0 or more, such as --temperature 0.8."
+            f"got {len(prompts)} prompts, temperature={temperature:g} and {count} tokens to add; "
+            "needs a prompt, a temperature of 0 or more, such as --temperature 0.8, and --tokens "
+            "of 0 or more."
         )
     if (path / "checkpoints").is_dir():
         raise ValueError(

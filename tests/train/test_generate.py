@@ -111,13 +111,15 @@ def test_a_model_of_bytes_needs_no_tokenizer_and_a_run_is_exported_first(model):
     [
         ([], {}, "got 0 prompts"),
         (["a"], {"temperature": -1.0}, "temperature of 0 or more"),
+        (["a"], {"temperature": float("nan")}, "got 1 prompts, temperature=nan"),
+        (["a"], {"count": -1}, "-1 tokens to add; .* and --tokens of 0 or more"),
         (["a", ""], {}, "needs a prompt"),
         (["a"], {"chat": True}, "chats need a chat template"),
     ],
 )
 def test_wrong_arguments_are_refused(prompts, more, text):
     with pytest.raises(ValueError, match=text):
-        generate.generated(GPT2, prompts, 2, **more)
+        generate.generated(GPT2, prompts, **{"count": 2} | more)
 
 
 def test_the_program_prints_a_line_a_prompt(capsys):
