@@ -59,7 +59,8 @@ def generated(
             f"{str(path)!r} is a run; write python -m train.export {path} FOLDER, and take FOLDER."
         )
     _, config = settings.read(path)
-    tokenizer = load_tokenizer(_tokenizer_of(path, config))
+    source = _tokenizer_of(path, config)
+    tokenizer = load_tokenizer(source)
     rows = _encoded(tokenizer, path, prompts, chat)
     _check(rows, count, path, config)
     lengths = np.array([len(row) for row in rows])
@@ -70,7 +71,8 @@ def generated(
     apply, shapes = modules.split(nnx.eval_shape(lambda: Decoder(config, rngs=modules.PathRngs(0))))
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), shapes)
-    ends, key = _ends(path, tokenizer), jax.random.key(seed)
+    # A newline is between documents of bytes, but within them, too.
+    ends, key = _ends(path, tokenizer.end if source else ()), jax.random.key(seed)
     more = jax.jit(
         lambda p, t, n: continued(lambda t: apply(p, t), t, n, count, ends, temperature, key)
     )
@@ -142,14 +144,14 @@ def _encoded(tokenizer: Tokenizer, path, prompts: Sequence[str], chat: bool) -> 
     return [row.tolist() for row in tokenizer.encode([text[: spans[0][0]] for text, spans in made])]
 
 
-def _ends(path: pathlib.Path, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """The tokens that end a text: of generation_config.json, config.json or the tokenizer."""
+def _ends(path: pathlib.Path, default: tuple[int, ...]) -> tuple[int, ...]:
+    """The tokens that end a text: of generation_config.json or config.json, or the default."""
     for name in ("generation_config.json", "config.json"):
         if (path / name).is_file():
             found = checks.json_object(path / name).get("eos_token_id")
             if found is not None:
                 return tuple(found) if isinstance(found, list) else (found,)
-    return tokenizer.end
+    return default
 
 
 def _check(rows: list[list[int]], count: int, path: pathlib.Path, config: DecoderConfig) -> None:

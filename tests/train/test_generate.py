@@ -101,6 +101,12 @@ def test_a_model_of_bytes_needs_no_tokenizer_and_a_run_is_exported_first(model):
     (model / "tokenizer.json").unlink()
     (text,) = generate.generated(model, ["import"], 3)
     assert text.startswith("import") and len(text) > 6
+    # A newline is a byte like others: documents have some inside.
+    first = text.encode()[6]
+    weights["transformer.wte.weight"][[10, first]] = weights["transformer.wte.weight"][[first, 10]]
+    safe.save_file(weights, model / "model.safetensors")
+    (text,) = generate.generated(model, ["import"], 3)
+    assert text.startswith("import\n") and len(text) > 7
     (model / "checkpoints").mkdir()
     with pytest.raises(ValueError, match="is a run; write python -m train.export .* FOLDER, and"):
         generate.generated(model, ["import"], 3)
