@@ -54,6 +54,7 @@ METHODS = {
 }
 OWN = "this config"
 REPEATS = 5
+_ROUND = 16  # steps of the methods with rounds
 _UNOPTIMIZED = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
@@ -98,7 +99,9 @@ def make_plan(config: Config, options: Options) -> tuple[planner.Plan, planner.L
 
 def runs_of(config: Config) -> tuple[dict[str, Config], dict[str, str]]:
     """The run with each method, and each method's change to dense Adam; its own is second."""
-    others = {name: with_update(config, update) for name, (update, _) in METHODS.items()}
+    # A run that ends before the first round would send nothing, and cost nothing.
+    long = dataclasses.replace(config, steps=max(_ROUND, config.steps))
+    others = {name: with_update(long, update) for name, (update, _) in METHODS.items()}
     changes = {name: change for name, (_, change) in METHODS.items()}
     known = {update for update, _ in METHODS.values()}
     if config.optimizer.update in known and not config.overlap:

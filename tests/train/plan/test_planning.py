@@ -109,6 +109,15 @@ def test_codecs_of_skipped_rounds_cost_their_share(tmp_path):
     assert planning.codec_seconds(seldom, 1e6) == pytest.approx(size / 1e6 / 2)
 
 
+@pytest.mark.parametrize("name", [planning.DILOCO, "SparseLoCo"])
+def test_a_short_run_is_planned_with_a_whole_round(name, tmp_path):
+    config = configs.load(str(write_config(tmp_path)), ["--steps", "3"])
+    runs, _ = planning.runs_of(config)
+    rounds = planning.rounds_of(runs[name])
+    assert rounds and all(count >= 1 for count in rounds.values())
+    assert runs[planning.OWN] is config
+
+
 def test_work_alone_is_scaled_to_that_among_replicas():
     messages = planner.Message("all-to-all", 1.0), planner.Message("all-gather", 1.0)
     method = planner.Method("two-shot", messages)
