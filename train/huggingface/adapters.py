@@ -114,7 +114,12 @@ def merge(adapter: pathlib.Path, to: pathlib.Path, dtype: Any, base: pathlib.Pat
             raise ValueError(f"{adapter} is of another model: {module} is {array.shape} there.")
         return array.astype(np.float32) + delta
 
-    made = {name: changed(name, array).astype(dtype) for name, array in arrays.items()}
+    with np.errstate(over="ignore"):  # `folder.write` looks for infinities
+        made = {
+            name: changed(name, array).astype(dtype)
+            for name, array in arrays.items()
+            if not weights.NOT_READ.search(name)  # masks, some as large as float32 can be
+        }
     if added:
         raise ValueError(f"{base} has no matrix for {min(added)!r} of {adapter}; name its base.")
     about = checks.json_object(pathlib.Path(base, "config.json"))

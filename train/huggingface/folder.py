@@ -124,15 +124,28 @@ def write(
       about: Its config.json, but for the dtype.
       dtype: Dtype of the arrays.
       tokenizer: A folder whose tokenizer is copied, or None.
+
+    Raises:
+      ValueError: If an array has NaN, or became infinite in this dtype: nobody could read it.
     """
     about = {name: value for name, value in about.items() if name != "torch_dtype"}
     about["dtype"] = dtype.name
     with whole(folder) as made:
-        safetensors.write_all(made, arrays)
+        safetensors.write_all(made, map(_finite, arrays))
         for name in TOKENIZER if tokenizer is not None else ():
             if pathlib.Path(tokenizer, name).is_file():
                 shutil.copyfile(pathlib.Path(tokenizer, name), made / name)
         (made / "config.json").write_text(json.dumps(about, indent=2, sort_keys=True) + "\n")
+
+
+def _finite(item: tuple[str, np.ndarray]) -> tuple[str, np.ndarray]:
+    name, array = item
+    if not np.isfinite(array).all():
+        raise ValueError(
+            f"{name} holds NaN, or numbers that {array.dtype} has not; write --dtype bfloat16, or "
+            "if that fails, too, export a run that is finite."
+        )
+    return item
 
 
 def require_new(folder: pathlib.Path) -> None:
@@ -177,7 +190,8 @@ def _theirs(
     for key, leaf in leaves:
         path, layers = layers_of(path_of(key), leaf.shape)
         for number, layer in layers:
-            array = np.asarray(leaf if number is None else leaf[number], dtype)
+            with np.errstate(over="ignore"):  # `write` looks for infinities
+                array = np.asarray(leaf if number is None else leaf[number], dtype)
             parts = weights.parted(kind, path, config, array)
             yield from zip(weights.names_of(kind, path, layer), parts, strict=True)
 

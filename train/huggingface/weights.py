@@ -105,7 +105,7 @@ NAMES: dict[str, Names] = {
     "qwen2": _LLAMA,
     "qwen3": _LLAMA,
 }
-NOT_READ = re.compile(r"attn\.(masked_)?bias$|attention\.(masked_)?bias$|rotary_emb\.inv_freq$")
+NOT_READ = re.compile(r"\b(attn|attention)\.(masked_)?bias$|rotary_emb\.inv_freq$")
 """Arrays of older checkpoints that are not parameters."""
 
 

@@ -52,8 +52,8 @@ def test_an_adapter_is_added_to_a_bare_model(kind, tmp_path):
     base = bare(tmp_path, kind)
     config, params = thin(kind)
     adapters.save(tmp_path / "adapter", config, params, base)
-    adapters.merge(tmp_path / "adapter", tmp_path / "merged", np.float32, base)
-    adapters.merge(tmp_path / "adapter", tmp_path / "whole", np.float32, GOLDEN / kind)
+    adapters.merge(tmp_path / "adapter", tmp_path / "merged", np.float16, base)
+    adapters.merge(tmp_path / "adapter", tmp_path / "whole", np.float16, GOLDEN / kind)
     found, expected = (loaded(tmp_path / name)[1] for name in ("merged", "whole"))
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 

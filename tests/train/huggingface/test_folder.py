@@ -138,6 +138,7 @@ def bare(tmp_path, kind):
         for name in [*arrays]:
             arrays[name.removeprefix(BARE[kind])] = arrays.pop(name)
         arrays["h.0.attn.bias"] = np.ones((1, 1, 16, 16), np.uint8)  # a mask, no parameter
+        arrays["h.0.attn.masked_bias"] = np.float32(-1e9)
 
     return with_arrays(tmp_path, kind, shorter)
 
@@ -208,6 +209,17 @@ def test_weights_are_finite_in_the_run_s_dtype(tmp_path, value):
 
     with pytest.raises(ValueError, match="layers.1.mlp.up_proj.weight holds NaN or infinities"):
         loaded(with_arrays(tmp_path, "llama", change))
+
+
+def test_numbers_beyond_the_dtype_of_an_export_are_refused(tmp_path):
+    def change(arrays):
+        arrays["transformer.h.1.mlp.c_fc.weight"][0, 0] = 1e5
+
+    path = with_arrays(tmp_path, "gpt2", change)
+    _, params, config = loaded(path)
+    with pytest.raises(ValueError, match="h.1.mlp.c_fc.weight holds NaN, or numbers that float16"):
+        folder.save(tmp_path / "half", config, params, np.float16, like=path)
+    assert not (tmp_path / "half").exists()
 
 
 def test_no_memory_is_taken_for_a_size_that_only_config_json_has(tmp_path):
