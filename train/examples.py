@@ -1,11 +1,11 @@
 """Training examples of any kind: rows of batches, made by number."""
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxcomp.launch import agree
+from jaxcomp.launch.exits import say
 from train.config import Config
 from train.data import image_folder, images, packing, texts, token_files
 from train.data.sources import Data, Images
@@ -115,10 +115,9 @@ def _image_set(data: Images, model: Any, folder: Path, name: str) -> images.Imag
     made = images.read(data, model, folder)
     if (broken := made.stored.unreadable) and agree.is_first():
         reasons = " ".join([*broken.values()][:3])
-        print(
+        say(
             f"{name}: {len(broken)} of {len(broken) + made.record['images']} images cannot "
-            f"be read and are left out: {reasons}",
-            file=sys.stderr,
+            f"be read and are left out: {reasons}"
         )
     return made
 

@@ -6,13 +6,13 @@ Only process 0 writes them.
 import contextlib
 import itertools
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxcomp.launch import agree
 from jaxcomp.launch.claims import Claim
+from jaxcomp.launch.exits import say
 from train import checks, report
 from train.checkpoints import files
 from train.config import Config
@@ -48,7 +48,7 @@ def opened(stack: contextlib.ExitStack, task: Task, claim: Claim, folder: Path, 
     metrics.write_text(folder / "report.txt", report.text(task) + "\n")
     metrics.write_text(folder / "config.json", report.record(task))
     for note in report.notes(task):
-        print(note, file=sys.stderr)
+        say(note)
     writers = []
     if config.tensorboard:
         writers.append(stack.enter_context(trackers.tensorboard(folder / "events", done.step)))

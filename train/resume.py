@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import math
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 import jaxcomp
 from jaxcomp.launch import agree, distributed
 from jaxcomp.launch.copies import Copies
+from jaxcomp.launch.exits import say
 from jaxcomp.launch.holders import Found
 from jaxcomp.replicas.resize import reset_residuals
 from train import checks
@@ -262,7 +262,7 @@ def _changes(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
 
 def _say(name: str, step: int, what: str) -> None:
     if agree.is_first():
-        print(f"{name}: from step {step} on {what}", file=sys.stderr)
+        say(f"{name}: from step {step} on {what}")
 
 
 def _like_saved(task: Task, num_replicas: int) -> Any:

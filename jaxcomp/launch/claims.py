@@ -13,7 +13,6 @@ import json
 import os
 import secrets
 import socket
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxcomp.launch import agree, regular, seals
-from jaxcomp.launch.exits import Transient
+from jaxcomp.launch.exits import Transient, say
 
 LEASE = 30.0
 """Seconds without a sign of the writer after which another may take over its folder."""
@@ -187,7 +186,7 @@ def _is_alive(note: Path, lease: float) -> bool:
         if (now := _read(note)) != first:
             return now is not None and _record_of(note).get("done") is not True
         if not shown and time.monotonic() > deadline - lease / 2:
-            print(f"waiting up to {lease / 2:.0f} s for a sign of {_who(note)}", file=sys.stderr)
+            say(f"waiting up to {lease / 2:.0f} s for a sign of {_who(note)}")
             shown = True
     return False
 

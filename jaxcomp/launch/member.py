@@ -45,7 +45,7 @@ def be_one(options: argparse.Namespace, command: Sequence[str], secret: bytes) -
         share = detect.threads(cluster, allowed or cores, cores)
         os.environ.setdefault("NPROC", str(max(least, share)))
         text = detect.line(cluster, options.interface, devices, os.environ)
-        print(text, file=sys.stderr, flush=True)
+        say(text)
         if cluster.num_processes > 1 and not secret and cluster.process_id == 0:
             say(_OPEN)
     run(command, place.Place(cluster, options.interface, timeouts, devices, secret))

@@ -9,14 +9,13 @@ import secrets
 import shlex
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO, NamedTuple
 
 from jaxcomp.launch import control, echo, signals
 from jaxcomp.launch.distributed import Cluster, Timeouts
-from jaxcomp.launch.exits import Exit, from_returncode, may_restart, printable
+from jaxcomp.launch.exits import Exit, from_returncode, may_restart, printable, say
 
 PATIENCE = 5.0
 """Seconds for a process to end after it was told to."""
@@ -247,6 +246,6 @@ def _report(members: list[Member], first: int) -> int:
     with open(member.log, "rb") as log:
         log.seek(member.began)
         end = printable(log.read().decode(errors="replace")).splitlines()[-20:]
-    print(f"error: process {first} failed first, with {how}; {member.log} ends:", file=sys.stderr)
-    print("\n".join(f"    {line}" for line in end) or "    (nothing)", file=sys.stderr)
+    say(f"error: process {first} failed first, with {how}; {member.log} ends:")
+    say("\n".join(f"    {line}" for line in end) or "    (nothing)")
     return status

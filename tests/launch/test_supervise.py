@@ -176,6 +176,17 @@ def test_members_go_on_when_nobody_reads_the_launcher(tmp_path):
     assert (tmp_path / "saved").read_text() == "all"
 
 
+def test_a_launcher_without_a_reader_still_returns_who_failed(tmp_path):
+    commands = member("sys.exit(3)"), member(WAITS)
+    last = "pathlib.Path(sys.argv[1]).write_text(str(end))"
+    command = [*launcher_of(tmp_path, *commands, last=last), str(tmp_path / "end")]
+    reader, writer = os.pipe()
+    os.close(reader)
+    subprocess.run(command, stdout=writer, stderr=writer, cwd=ROOT, timeout=60)
+    os.close(writer)
+    assert (tmp_path / "end").read_text() == str(supervise.End(3, (0,)))
+
+
 def test_processes_of_a_launcher_under_nohup_hear_what_it_ignores(tmp_path):
     body = "import os, signal; os.kill(os.getppid(), signal.SIGHUP)\n"
     body += "print(*(signal.getsignal(n).name for n in (signal.SIGHUP, signal.SIGUSR1)))"
