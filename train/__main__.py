@@ -8,7 +8,7 @@ import sys
 from typing import Literal
 
 from jaxcomp import launch
-from jaxcomp.launch.exits import clean_exits
+from jaxcomp.launch.exits import clean_exits, show
 from train.config import Config
 from train.config import run as configs
 from train.config.facts import program_facts, to_json
@@ -34,13 +34,13 @@ def main(args: list[str]) -> None:
 
             planned = planning.text(*planning.make_plan(config, instead))
             if launch.is_first():
-                print(planned)
+                show(planned)
         elif instead == "report":
             from train.examples import none
             from train.report import text
             from train.task import make_task
 
-            print(text(make_task(config, read=none)))
+            show(text(make_task(config, read=none)))
         else:
             from train.loop import run
 
@@ -48,7 +48,7 @@ def main(args: list[str]) -> None:
             if rows:  # empty in the other processes of a run
                 from train import outputs
 
-                print(outputs.summary(config, rows))
+                show(outputs.summary(config, rows))
 
 
 def read(args: list[str]) -> tuple[Config, Options | Literal["report"] | None]:

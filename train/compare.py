@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 from jaxcomp._printing import aligned
-from jaxcomp.launch.exits import clean_exits
+from jaxcomp.launch.exits import clean_exits, show
 from train import checks
 from train.output import metrics, plots
 
@@ -97,8 +97,7 @@ def main(args: list[str]) -> None:
     folders = {run: pathlib.Path(run) for run in options.run}
     picture = pathlib.Path(options.run[0]).parent / "comparison.png"
     with clean_exits():
-        print(compare(folders, picture, options.link_rate))
-        print(picture)
+        show(f"{compare(folders, picture, options.link_rate)}\n{picture}")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxcomp.launch.exits import clean_exits
+from jaxcomp.launch.exits import clean_exits, say, show
 from train import checks
 from train.checkpoints import files, mean, store
 from train.huggingface import adapters, folder
@@ -121,7 +121,7 @@ def origin(start_from: str | None) -> pathlib.Path | None:
         checkpoints = pathlib.Path(start_from, "checkpoints")
         if not checkpoints.is_dir() or checkpoints.resolve() in seen:
             why = "started from itself" if seen and checkpoints.is_dir() else "is gone"
-            print(f"{start_from} {why}; --like FOLDER names its tokenizer.", file=sys.stderr)
+            say(f"{start_from} {why}; --like FOLDER names its tokenizer.")
             return None
         seen.add(checkpoints.resolve())
         start_from = recorded(store.choose(checkpoints, item="metadata"))["start_from"]
@@ -151,7 +151,7 @@ def main(args: list[str]) -> None:
             export_adapter(options.run, options.folder, options.like)
         else:
             export(options.run, options.folder, options.dtype, options.like)
-        print(f"{options.folder} holds the model of {options.run}")
+        show(f"{options.folder} holds the model of {options.run}")
 
 
 if __name__ == "__main__":

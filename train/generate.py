@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxcomp.launch.exits import clean_exits
+from jaxcomp.launch.exits import clean_exits, show
 from train import checks
 from train.data import chat as chats
 from train.data.tokenizer import Tokenizer, load_tokenizer
@@ -183,7 +183,7 @@ def main(args: list[str]) -> None:
     options = parser.parse_args(args)
     how = {"chat": options.chat, "temperature": options.temperature, "seed": options.seed}
     with clean_exits():
-        print("\n".join(generated(options.folder, options.prompt, options.tokens, **how)))
+        show("\n".join(generated(options.folder, options.prompt, options.tokens, **how)))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 
 class Exit(enum.IntEnum):
@@ -82,6 +82,8 @@ def clean_exits() -> Iterator[None]:
         end = status(error)
         say(traceback.format_exc() if end == Exit.UNFORESEEN else f"error: {error}")
         sys.exit(end)
+    finally:
+        _give_up_unwritten(sys.stderr)
 
 
 def ended(function: Callable[[], None]) -> int:
@@ -110,9 +112,30 @@ def open_streams() -> None:
 
 
 def say(text: str) -> None:
-    """Prints to stderr, unless that is a file on a full disk."""
+    """Prints to stderr, unless that is a file on a full disk, or a pipe that nobody reads."""
     with contextlib.suppress(OSError):
         print(printable(text), file=sys.stderr, flush=True)
+
+
+def show(text: str) -> None:
+    """Prints a result to stdout, unless that is a pipe that nobody reads any more, as of `head`.
+
+    Raises:
+      OSError: If it is a file on a full disk.
+    """
+    with contextlib.suppress(BrokenPipeError):
+        try:
+            print(text, flush=True)
+        finally:
+            _give_up_unwritten(sys.stdout)
+
+
+def _give_up_unwritten(stream: TextIO) -> None:
+    """Drops what a stream cannot write: Python would try again at its end, and exit with 120."""
+    try:
+        stream.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def printable(text: str) -> str:

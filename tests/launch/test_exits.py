@@ -1,6 +1,7 @@
 """What an exit status means is said once, and everywhere alike."""
 
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -126,6 +127,46 @@ def test_an_unforeseen_error_of_one_process_ends_all_with_status_1(case):
         assert ends[0].rstrip().endswith("KeyError: 'a key that is not there'")
         told = "error: process 0 of 2 has ended: KeyError: 'a key that is not there'"
         assert ends[1].splitlines()[-1] == told
+
+
+def unread():
+    """A pipe whose reader is gone, as after `| head`, or `| tee` and Ctrl-C."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    return writer
+
+
+def full():
+    """A file on a full disk."""
+    return os.open("/dev/full", os.O_WRONLY)
+
+
+UNWRITTEN = """
+from jaxcomp.launch.exits import Drained, clean_exits, say, show
+with clean_exits():
+    say("it runs")
+    show("result")
+    {last}
+"""
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize(
+    ("out", "err", "last", "status"),
+    [
+        (unread, unread, "", 0),
+        (None, full, "raise Drained('saved')", 85),
+        (None, full, "raise ValueError('no')", 2),
+        (full, None, "", 2),
+    ],
+)
+def test_a_program_that_cannot_tell_its_end_keeps_its_status(out, err, last, status, unbuffered):
+    streams = {"stdout": out and out(), "stderr": err and err()}
+    command = [sys.executable, "-c", UNWRITTEN.format(last=last)]
+    env = environment(PYTHONUNBUFFERED=unbuffered)
+    assert subprocess.run(command, cwd=ROOT, env=env, **streams).returncode == status
+    for stream in filter(None, streams.values()):
+        os.close(stream)
 
 
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
