@@ -207,9 +207,8 @@ def load(path: str, args: Sequence[str] = ()) -> Config:
         spec.loader.exec_module(module)
         default = module.get_config() if hasattr(module, "get_config") else None
     except _SLIPS as error:
-        line = traceback.extract_tb(error.__traceback__)[-1].lineno
-        line = error.lineno if isinstance(error, SyntaxError) else line
-        raise ValueError(f"{path!r}, line {line}: {type(error).__name__}: {error}.") from error
+        where = f"{path!r}{_line_in(spec.origin, error)}"
+        raise ValueError(f"{where}: {type(error).__name__}: {error}.") from error
     if not isinstance(default, Config):
         raise ValueError(
             f"{path!r} has no get_config() that returns a train.config.Config; "
@@ -226,6 +225,15 @@ def load(path: str, args: Sequence[str] = ()) -> Config:
     if isinstance(config.model, Pretrained):
         raise ValueError(f"{path} needs a pretrained model; write --start-from FOLDER with one.")
     return config
+
+
+def _line_in(file: str, error: Exception) -> str:
+    """The line of a file at which it raised an error, perhaps in a function that it called."""
+    if isinstance(error, SyntaxError) and error.filename == file:
+        return f", line {error.lineno}"
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == file]
+    return f", line {lines[-1]}" if lines else ""
 
 
 def update(config: Config) -> optax.GradientTransformationExtraArgs:

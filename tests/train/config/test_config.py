@@ -279,10 +279,18 @@ def test_what_is_no_transformation_or_number_is_named(text, message):
         ("return Config(stepz=3)", r"line 3: TypeError: .*'stepz'"),
         ("return Config(", r"line \d: SyntaxError: "),
         ("return missing", r"line 3: NameError: name 'missing'"),
+        (
+            "return dataclasses.replace(Optimizer('adam(0.1)', 0.1), stepz=3)",
+            r"line 3: .*'stepz'",
+        ),
+        ("import broken", r"slip.py', line 3: SyntaxError: .*broken.py, line 2"),
+        ("return 1\nget_config = 3", r"slip.py': TypeError: 'int' object is not callable"),
     ],
 )
-def test_a_slip_in_a_config_file_is_told_with_its_line(tmp_path, body, message):
-    path = tmp_path / "slip.py"
-    path.write_text(f"from train.config import Config\ndef get_config():\n    {body}\n")
+def test_a_slip_in_a_config_file_is_told_with_its_line(tmp_path, monkeypatch, body, message):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "broken.py").write_text("a = 1\ndef (\n")
+    path, names = tmp_path / "slip.py", "Config, Optimizer; import dataclasses"
+    path.write_text(f"from train.config import {names}\ndef get_config():\n    {body}\n")
     with pytest.raises(ValueError, match=message):
         configs.load(str(path))
