@@ -43,7 +43,8 @@ def compare(
         seconds = [row["step_seconds"] for row in rows if "step_seconds" in row]
         here = statistics.median(seconds) if seconds else math.nan
         there[label] = here + 8 * plan["sent_bytes_per_step"] / (link_rate or math.inf)
-        lines.append((*_line(label, rows, plan, fast, here), f"{1e3 * there[label]:,.0f} ms"))
+        step = "-" if math.isnan(here) else f"{1e3 * there[label]:,.0f} ms"
+        lines.append((*_line(label, rows, plan, fast, here), step))
     plots.loss_figure(runs, picture)
     if link_rate is None:
         return "\n".join(aligned([_HEAD, *(line[:-1] for line in lines)], numbers=range(1, 6)))
@@ -54,7 +55,10 @@ def compare(
 
 def _finding(seconds: dict[str, float], link: str) -> str:
     """How much faster than the baseline the fastest run is on a link."""
-    first, best = next(iter(seconds)), min(seconds, key=lambda label: seconds[label])
+    first, timed = next(iter(seconds)), {k: v for k, v in seconds.items() if not math.isnan(v)}
+    if first not in timed:
+        return f"{first} has made no step yet: no run is faster or slower than it."
+    best = min(timed, key=lambda label: timed[label])
     if best == first:
         return f"At {link} {first} is the fastest: do not compress."
     return f"At {link} {best} is {seconds[first] / seconds[best]:.1f} times as fast as {first}."

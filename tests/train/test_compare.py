@@ -96,6 +96,19 @@ def test_a_step_on_a_link_takes_what_it_takes_here_and_what_it_sends(tmp_path, c
         assert finding.startswith(found)
 
 
+def test_a_run_without_a_step_is_neither_faster_nor_slower(tmp_path, capsys):
+    none = str(make_run(tmp_path / "none", [5.5], 6000.0, seconds=()))
+    some = str(make_run(tmp_path / "some", [5.5], 750.0))
+    for runs, found in (
+        ((none, some), f"{none} has made no st"),
+        ((some, none), f"At 1 Mbit/s {some}"),
+    ):
+        compare.main([*runs, "--link-rate", "1e6"])
+        *table, _, finding, _ = capsys.readouterr().out.splitlines()
+        assert {line.split()[0]: line.split()[-1] for line in table[1:]} == {none: "-", some: "ms"}
+        assert finding.startswith(found)
+
+
 @pytest.mark.parametrize("rate", ["0", "nan", "inf", "-1", "fast"])
 def test_a_rate_that_is_none_is_refused(rate, capsys):
     with pytest.raises(SystemExit) as stop:
