@@ -104,7 +104,7 @@ def drawn(runs: Mapping[str, Rows]) -> Figure:
     by_bytes.set_xlabel("bytes sent by one replica (logarithmic)")
     drawn_bytes = np.concatenate([s[np.isfinite(y)] for _, s, y in curves.values()])
     label_log(by_bytes, "x", drawn_bytes, EngFormatter("B"))
-    figure.suptitle(_finding(curves))
+    figure.suptitle(_finding(curves), parse_math=False)
     for axes in (by_step, by_bytes):
         label_ends(axes)
     return figure
@@ -193,6 +193,7 @@ def label_ends(axes: Axes) -> None:
         dark = np.array(to_rgb(line.get_color())) * 0.75  # light colours are hard to read
         text = axes.text(x + 0.02, y, line.get_label(), size=size, color=dark, va="center")
         text.set(transform=axes.transAxes, path_effects=[withStroke(linewidth=4, foreground="w")])
+        text.set_parse_math(False)  # a name with two dollars is no formula
         box = text.get_window_extent()
         for other in placed:  # from the lowest to the highest
             if box.overlaps(other):

@@ -19,6 +19,11 @@ def test_picture_is_drawn(tmp_path, suffix):
     assert (tmp_path / f"loss{suffix}").stat().st_size > 10_000
 
 
+def test_a_name_with_dollars_is_no_formula():
+    for names in (["$^$"], ["$^$", "cost$5$_$x"]):
+        plots.drawn({name: run_of(3) for name in names}).draw_without_rendering()
+
+
 def test_curve_holds_the_evaluated_rows_only():
     steps, sent, evaluated = plots.curve("a", run_of(3))
     np.testing.assert_array_equal(steps, [0, 10, 20, 30, 40])
