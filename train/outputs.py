@@ -119,7 +119,8 @@ def step_seconds(rows: Rows) -> float:
 
 
 def _time(batch: int, rows: Rows) -> str:
-    steps, seconds = rows[-1]["step"], step_seconds(rows)
+    # Of the rows that are there: the user may have removed earlier ones.
+    steps, seconds = rows[-1]["step"] - rows[0]["step"], step_seconds(rows)
     if not seconds:
         return ""
     rate = steps * batch / seconds
