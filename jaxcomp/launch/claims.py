@@ -78,7 +78,8 @@ def claimed(
     finally:
         closed.set()
         thread.join(lease / _BEATS)
-        _write(claim, done=True)
+        with contextlib.suppress(OSError):
+            _write(claim, done=True)
 
 
 def _take(directory: Path, lease: float, instead: str) -> tuple[str, str, str]:
@@ -97,7 +98,11 @@ def _take(directory: Path, lease: float, instead: str) -> tuple[str, str, str]:
             os.close(os.open(note, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644))
         except FileExistsError:
             continue
-        _write(Claim(note, token, now))
+        try:
+            _write(Claim(note, token, now))
+        except OSError as error:
+            note.unlink(missing_ok=True)  # the next start would wait for a sign of it
+            raise OSError(error.errno, error.strerror, str(note)) from error
         # A slow process may have made a number that others have passed.
         if _newest(directory) != note:
             note.unlink(missing_ok=True)
@@ -118,11 +123,16 @@ def _newest(directory: Path) -> Path | None:
 
 def _renew(claim: Claim, lease: float, closed: threading.Event) -> None:
     while not closed.wait(lease / _BEATS):
-        _write(claim)
+        with contextlib.suppress(OSError):  # perhaps it can be written at the next beat
+            _write(claim)
 
 
 def _write(claim: Claim, done: bool = False) -> None:
-    """Renews a note. If it is gone or cannot be written now, `require` will report that."""
+    """Renews a note. If it is gone, `require` will report that.
+
+    Raises:
+      OSError: If it cannot be written, for example because the disk is full.
+    """
     record = {
         "process": os.getpid(),
         "host": socket.gethostname(),
@@ -132,7 +142,7 @@ def _write(claim: Claim, done: bool = False) -> None:
         "sign": f"{time.monotonic_ns():020d}",
     }
     text = f"{claim.token}\n{json.dumps(record)}".encode()
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(FileNotFoundError):
         file = os.open(claim.note, os.O_WRONLY | os.O_NONBLOCK)  # a FIFO may be there
         try:
             os.pwrite(file, text.ljust(_SIZE), 0)

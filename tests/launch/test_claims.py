@@ -1,6 +1,7 @@
 """A run folder has one writer; who was replaced writes nothing more, also after a long sleep."""
 
 import concurrent.futures
+import errno
 import json
 import os
 import signal
@@ -132,6 +133,17 @@ def test_a_writer_on_another_host_is_waited_for_as_long_as_its_lease(tmp_path, m
         with pytest.raises(Transient, match="It writes nothing more there"):
             claims.Claim(files.Path(note), token, since).require()
     assert "for a sign of process" in capsys.readouterr().err
+
+
+def test_a_full_disk_is_told_as_such_and_leaves_no_note(tmp_path, monkeypatch):
+    def full(*args):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", full)
+        with pytest.raises(OSError, match="No space left on device: .*writer/1'"):
+            claims._take(tmp_path / "writer", LEASE, "")
+    assert notes(tmp_path) == []
 
 
 def test_of_many_who_come_at_once_one_writes(tmp_path):
