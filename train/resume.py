@@ -18,6 +18,7 @@ from jaxcomp.launch.holders import Found
 from jaxcomp.replicas.resize import reset_residuals
 from train import checks
 from train.checkpoints import emergency, files, mean, store, trees
+from train.config import Config
 from train.config.facts import by_name, to_json
 from train.config.run import AXIS_NAME
 from train.huggingface import folder, safetensors
@@ -205,7 +206,7 @@ def _restore(
         )
     settings = saved.get("config", {})
     if task.config.qsdp is None:
-        _require_fast(task.config.fast, settings.get("fast", 1), directory)
+        _require_same_cut(task.config, settings, directory)
     if changes := _changes(settings, json.loads(to_json(task.config))):
         _say(name, step, f"with other settings: {'; '.join(changes)}")
     like, num_replicas = task.like, saved["num_replicas"]
@@ -240,14 +241,17 @@ def _progress(path: str, saved: dict[str, Any], step: int) -> Progress:
         raise ValueError(f"the checkpoint {path} has metadata with {error}") from error
 
 
-def _require_fast(new: int, old: Any, directory: Path) -> None:
+def _require_same_cut(config: Config, settings: dict[str, Any], directory: Path) -> None:
     """Raises a ValueError if the devices of a replica would have other shares than before."""
-    if old != new:
-        raise ValueError(
-            f"{directory} was trained with fast={old}, which cuts its states, but fast={new}; "
-            f"write --fast {old}; or give another --name, and --start-from with this run's folder "
-            "to begin with its parameters."
-        )
+    shards = "--in-shards" if settings.get("in_shards") else "--no-in-shards"
+    for name, default, write in ("fast", 1, "--fast {}"), ("in_shards", False, shards):
+        old, new = settings.get(name, default), getattr(config, name)
+        if old != new:
+            raise ValueError(
+                f"{directory} was trained with {name}={old}, which cuts its states, but {name}="
+                f"{new}; write {write.format(old)}; or give another --name, and --start-from with "
+                "this run's folder to begin with its parameters."
+            )
 
 
 def _changes(old: dict[str, Any], new: dict[str, Any]) -> list[str]:

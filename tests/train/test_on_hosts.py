@@ -53,6 +53,8 @@ def test_two_hosts_of_two_devices_train_as_two_replicas(config, monkeypatch):
     monkeypatch.setattr(loop, "make_task", lambda config: task._replace(config=config))
     again = loop.run(dataclasses.replace(config, steps=4))
     assert again[-1]["step"] == 4 and again[-1]["val_loss"] < rows[0]["val_loss"]
+    with pytest.raises(ValueError, match="trained with in_shards=True.* write --in-shards;"):
+        loop.run(dataclasses.replace(config, steps=5, in_shards=False))
 
 
 def test_what_cannot_be_in_shards_is_refused(config):

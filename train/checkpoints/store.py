@@ -10,7 +10,6 @@ import dataclasses
 import errno
 import json
 import logging
-import math
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -19,7 +18,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import orbax.checkpoint as ocp
 
 from jaxcomp.launch import agree
@@ -317,9 +315,10 @@ def restore_leaves(saved: Saved, wanted: Callable[[str, Any], Any]) -> dict[str,
       ValueError: If a running run removed the checkpoint meanwhile.
     """
     how = ocp.checkpoint_utils.construct_restore_args
+    placed = lambda leaf: ocp.PLACEHOLDER if leaf is None else leaf
     with _reader(saved) as (reader, arrays):
         item = jax.tree_util.tree_map_with_path(
-            lambda key, saved: wanted(path_of(key), saved) or ocp.PLACEHOLDER,
+            lambda key, saved: placed(wanted(path_of(key), saved)),
             reader.metadata(arrays).item_metadata.tree,
         )
         each = jax.tree.map(lambda x: ocp.RestoreArgs() if x is ocp.PLACEHOLDER else how(x), item)
@@ -354,17 +353,19 @@ def _reader(saved: Saved) -> Iterator[tuple[ocp.Checkpointer, Path]]:
 
 
 def _tree(saved: Saved, like: Any) -> Any:
-    """What a checkpoint has of a tree, which may be a part of what was saved."""
-    wanted = without_empty(like)
-    how = ocp.checkpoint_utils.construct_restore_args(wanted)
-    options = ocp.args.PyTreeRestore(item=wanted, restore_args=how, partial_restore=True)
-    with _reader(saved) as (reader, arrays):
-        loaded = reader.restore(arrays, args=options)
-    return jax.tree.map(_filled, like, loaded)
+    """What a checkpoint has of a tree, which may be a part of what was saved.
+
+    By paths, since two trees with the same leaves may differ in parts without any, such as the
+    state of optax's `clip`.
+    """
+    keyed, treedef = jax.tree_util.tree_flatten_with_path(like)
+    wanted = {path_of(key): leaf for key, leaf in keyed}
+    loaded = restore_leaves(saved, lambda name, _: wanted.get(name))
+    return treedef.unflatten(
+        [loaded[name] if name in loaded else _empty(leaf) for name, leaf in wanted.items()]
+    )
 
 
-def _filled(wanted, got):
-    """What was read, or zeros for an empty leaf."""
-    if math.prod(np.shape(wanted)) > 0:
-        return got
-    return jnp.zeros(wanted.shape, wanted.dtype, device=getattr(wanted, "sharding", None))
+def _empty(leaf):
+    """What was not saved."""
+    return jnp.zeros(leaf.shape, leaf.dtype, device=getattr(leaf, "sharding", None))

@@ -157,6 +157,15 @@ def test_every_kind_of_leaf_returns_bit_for_bit(tmp_path, mesh_of, monkeypatch):
     assert_same(loaded, tree)
 
 
+@pytest.mark.parametrize("parts", [[{"w": 1}], [{"w": 1}, (), None, ()], [{"w": 1, "none": ()}]])
+def test_parts_without_leaves_may_come_and_go(tmp_path, parts):
+    tree = lambda parts, fill: jax.tree.map(lambda _: jnp.full(3, fill), {"state": parts})
+    checkpoints = open_checkpoints(tmp_path)
+    checkpoints.save(1, tree([{"w": 1}, ()], 2.5), {})
+    checkpoints.close()
+    assert_same(restore(tmp_path, tree(parts, 0.0))[0], tree(parts, 2.5))
+
+
 @pytest.mark.parametrize("num_devices, spec", [(2, ("replica",)), (8, (None,)), (1, ("replica",))])
 def test_a_mesh_of_another_size_reads_the_saved_replicas(tmp_path, mesh_of, num_devices, spec):
     save_steps(tmp_path, mesh_of(4), [1], num_replicas=4)
