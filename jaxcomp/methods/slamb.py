@@ -207,7 +207,7 @@ def slamb(
         got = averaging.average(
             drifts,
             drift,
-            count,
+            state.rounds["synchronize"],  # by step a sparse code might never send some entries
             "synchronize",
             owner_residual=state.owner_residual,
             instead=None if sync_at is schedules.always else averaging.Instead(~meets),

@@ -187,6 +187,15 @@ def test_what_coded_drifts_leave_stays_with_replicas_and_owners(code, num_replic
         assert np.abs(met - np.asarray(exact.params["kernel"])).max() > 1e-4
 
 
+def test_sparse_codes_send_all_drifts_in_turn():
+    # The entries roll once for each synchronization. By step they would be the same ones each time.
+    run = started(slamb(sync_every=4, drift_compressor=jaxcomp.random_k(0.25)), 2)
+    first = np.asarray(run.params["kernel"])
+    for step in range(16):
+        run.step(random_tree(step, 2))
+    assert np.all(np.asarray(run.params["kernel"]) != first)
+
+
 APART = slamb(sync_every=9)
 
 
