@@ -127,7 +127,7 @@ def encode(x: jax.Array, bits: int) -> Compact:
     """Rounds an array to 8 or 16 bits per value; NaN and infinities become NaN."""
     if bits == 16:
         return Compact(x.astype(jnp.bfloat16), None, x.dtype)
-    scale = jnp.max(jnp.abs(x), axis=-1 if x.ndim else None, keepdims=True) / 127
+    scale = jnp.max(jnp.abs(x), axis=-1 if x.ndim else None, keepdims=True, initial=0) / 127
     data = jnp.round(x / jnp.where(scale > 0, scale, 1))
     return Compact(data.astype(jnp.int8), scale, x.dtype)
 

@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxcomp.replicas.finite import finite, unless
+from jaxcomp.replicas.protocol import widened
 from jaxcomp.replicas.types import is_mapped, is_tracked, names_of, to_varying, varying_axes
 from jaxcomp.steps.placing import on_auto_axes, within
 
@@ -129,7 +130,7 @@ def averaged(old: Any, own: Any, skipped: jax.Array, axis_name: str | tuple[str,
             [leaves[i] for i in floats],
             [before[i] for i in floats],
         )
-        flat = jnp.concatenate([x.reshape(-1) for x in kept])
+        flat = jnp.concatenate([widened(x.reshape(-1)) for x in kept])
         with jax.named_scope("jaxcomp.model_state"):
             flat = lax.pmean(flat, names_of(axis_name))
         ends = [sum(x.size for x in kept[: n + 1]) for n in range(len(kept) - 1)]

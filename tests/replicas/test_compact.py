@@ -54,6 +54,13 @@ def test_what_is_not_finite_does_not_come_back_as_a_number(bits):
 
 
 @pytest.mark.parametrize("bits", [8, 16])
+@pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 3), ()])
+def test_arrays_may_be_empty_or_scalars(bits, shape):
+    x = jnp.ones(shape)
+    np.testing.assert_array_equal(decode(encode(x, bits)), x)
+
+
+@pytest.mark.parametrize("bits", [8, 16])
 def test_error_feedback_adds_up_to_the_rounding(bits):
     """The sum of what comes out, and of what is kept, is the sum of what went in."""
     steps, num_replicas = 12, 4

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxcomp
 from jaxcomp import report
+from jaxcomp.steps import loss as losses
 from tests.helpers.replicas import everywhere, mesh_of, one_value
 
 REPLICAS, PARTS = 2, 2
@@ -120,6 +121,15 @@ def test_the_mean_of_a_model_state_is_one_exact_message():
     rows = report.collectives(program, mesh_of(REPLICAS))
     (own,) = [row for row in rows if row.part == "model_state"]
     assert (own.op, own.operand_bytes, own.axes) == ("all-reduce", 16, ("replica",))
+
+
+def test_the_mean_of_a_narrow_model_state_is_taken_in_float32():
+    own = jnp.asarray([[1], [1 / 256], [1 / 256], [1 / 256]], jnp.bfloat16)
+    skipped = jnp.bool_(False)
+    mean = jax.vmap(lambda x: losses.averaged(x, x, skipped, "replica"), axis_name="replica")(own)
+    assert mean.dtype == jnp.bfloat16
+    want = jnp.bfloat16((1 + 3 / 256) / 4)  # 0.25, if the sum were in bfloat16
+    np.testing.assert_array_equal(np.float32(mean), np.full((4, 1), np.float32(want)))
 
 
 def test_a_replica_whose_state_is_not_finite_counts_by_its_old_one():
