@@ -10,6 +10,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 
+from jaxcomp._checks import require
 from jaxcomp._printing import aligned
 
 
@@ -144,7 +145,11 @@ def over_bucket(
       every: Steps between two rounds.
       delay: Steps from a message to the outer step, whose computation hides the round.
       name: Name of its row.
+
+    Raises:
+      ValueError: For rounds of less than a step.
     """
+    require(every >= 1, "over_bucket", "at least 1", "every=100", every=every)
     moved = Message("all-to-all", num_islands * message_bytes, 1 / every)
     waits = (Message("all-to-all", 0.0, 1 / every),) * (2 * (num_islands + 2) - 1)
     changes = f"{every} local steps, over a bucket"
@@ -221,6 +226,10 @@ def plan(
             "mean, a Method with changes=''."
         )
     rows = tuple(_row(method, link, compute_seconds) for method in methods)
+    for row in rows:
+        known = 0 <= row.step_seconds < math.inf
+        needs, write = "finite times and bytes of each method", "codec_seconds=0.0"
+        require(known, "plan", needs, write, method=row.method.name, step_seconds=row.step_seconds)
     fastest = min(row.step_seconds for row in rows)
     recommended = next(row for row in rows if row.step_seconds <= (1 + tolerance) * fastest)
     compress = bool(recommended.method.changes)

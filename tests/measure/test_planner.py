@@ -1,5 +1,6 @@
 """The planner's model: steps by hand, and what users were not told before they compressed."""
 
+import dataclasses
 import math
 
 import pytest
@@ -207,6 +208,11 @@ def test_the_table_shows_memory_and_what_is_changed():
         (lambda: chosen([CODES[0]] * 2, 1e9, 0.0, 1.0), "names of methods repeat"),
         (lambda: chosen(CODES[1:], 1e9, 0.0, 1.0), "is exact.*add the dense mean"),
         (lambda: chosen([], 1e9, 0.0, 1.0), "is exact"),
+        (
+            lambda: chosen([dataclasses.replace(CODES[0], codec_seconds=math.nan)], 1e9, 0.0, 1.0),
+            "step_seconds=nan; needs finite",
+        ),
+        (lambda: planner.over_bucket(1e6, 4, 0), "over_bucket got every=0; needs at least 1"),
     ],
 )
 def test_what_is_wrong_is_said(call, message):
