@@ -201,6 +201,8 @@ SIZES = {
     # Nano's bytes and steps, with a smaller model and many more steps.
     "pico": Size(DecoderConfig(layers=2, width=64, heads=2, context=64), 8000, 32, 64),
     "micro": Size(MICRO, 2000, 16, 64, _centres(adam=2e-3, muon=8e-3), RECIPE),
+    # Four times the tokens a step: more replicas see the same rows of the embedding.
+    "micro_batch_64": Size(MICRO, 2000, 64, 16, _centres(adam=4e-3, muon=1.6e-2), RECIPE),
     # Compression begins after a quarter of the steps, which are dense.
     "micro_dense_start": Size(
         *(MICRO, 1500, 16, 64, _centres(adam=2e-3, muon=8e-3), RECIPE),
