@@ -124,6 +124,14 @@ ROWS = {
         FACTORS,
         padding=24,
     ),
+    "power_sgd, nothing to factor": Row(
+        jaxcomp.power_sgd(2, "replica", warmup_steps=1),
+        {"warmup": RING * 4 * (512 + 6)},
+        3,
+        {"all": 3, "warmup": 3},
+        {"bias": (512,), "small": (2, 3)},
+        padding=24,
+    ),
     "power_sgd, both sides": Row(
         jaxcomp.power_sgd(2, "replica", warmup_steps=2, sides="both"),
         BOTH | {"warmup": RING * 4 * (20 * 24 + 5 + 128 + 6)},
