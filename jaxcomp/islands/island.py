@@ -155,6 +155,8 @@ def join(
     equal = {"url": url, "name": name, "every": every, "delay": delay, "keep": keep, **shared}
     crew.require_one_island(given, equal)
     parts = fragments_of(fragments, given)
+    few = parts.number <= 256  # a message names the checksum of each
+    require(few, _NAME, "at most 256", "fragments=16", fragments=parts.number)
     consensus = parts.cut(jax.tree.map(to_moment_dtype, given))
     outer_states = [outer.init(part) for part in consensus]
     arrays = jax.tree.leaves((consensus, outer_states))

@@ -415,6 +415,14 @@ def test_waiting_ends_and_says_for_what(join):
         ({"name": "a/b"}, "needs 1 to 64 letters"),
         ({"every": 0}, "needs more than 0"),
         ({"delay": 2}, "from 0 to every / fragments"),
+        (
+            {
+                "params": {str(i): np.zeros(1, np.float32) for i in range(257)},
+                "fragments": 257,
+                "every": 300,
+            },
+            "at most 256",
+        ),
         ({"code": jaxcomp.two_shot(jaxcomp.sign())}, "gathered or from_senders"),
     ],
 )
