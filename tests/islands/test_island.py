@@ -140,7 +140,7 @@ def test_a_joiner_takes_the_newest_consensus_and_its_optimizer(join):
 
 def test_a_joiner_whose_snapshot_is_replaced_meanwhile_reads_the_next(join, monkeypatch):
     """Between its look and its answer the others take two snapshots, and delete those before."""
-    first, get, looked = join("a", snapshots=1), store.Bucket.get, []
+    first, get, looked = join("a", snapshots=1, deadline=0.2), store.Bucket.get, []
 
     def late(self, path, sizes):
         if path.startswith("snapshots/") and not looked:
