@@ -142,8 +142,8 @@ def _finite(item: tuple[str, np.ndarray]) -> tuple[str, np.ndarray]:
     name, array = item
     if not np.isfinite(array).all():
         raise ValueError(
-            f"{name} holds NaN, or numbers that {array.dtype} has not; write --dtype bfloat16, or "
-            "if that fails, too, export a run that is finite."
+            f"{name} holds NaN, or numbers too large for {array.dtype}; write --dtype bfloat16. If "
+            "that fails too, export a run whose parameters are finite."
         )
     return item
 
