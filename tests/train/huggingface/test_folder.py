@@ -217,7 +217,8 @@ def test_numbers_beyond_the_dtype_of_an_export_are_refused(tmp_path):
 
     path = with_arrays(tmp_path, "gpt2", change)
     _, params, config = loaded(path)
-    with pytest.raises(ValueError, match="h.1.mlp.c_fc.weight holds NaN, or numbers too large for float16"):
+    text = "h.1.mlp.c_fc.weight holds NaN, or numbers too large for float16"
+    with pytest.raises(ValueError, match=text):
         folder.save(tmp_path / "half", config, params, np.float16, like=path)
     assert not (tmp_path / "half").exists()
 
