@@ -156,6 +156,14 @@ def test_counters_hold_what_sockets_have_sent():
 
 
 @needs_namespaces
+def test_hosts_hear_nothing_that_no_host_has_sent():
+    with network.network(2) as net:
+        time.sleep(2.5)  # the kernel looks for neighbours and routers within two seconds
+        counted = [network.counters(host) for host in net.hosts]
+    assert counted == [network.Counters(0, 0, 0)] * 2
+
+
+@needs_namespaces
 def test_links_carry_what_they_are_shaped_to():
     size, bits = 4_000_000, 8 * 4_000_000
     burst = 2 * 8 * 128 * 1024  # one at each end passes at once
