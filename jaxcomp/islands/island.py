@@ -109,7 +109,8 @@ def join(
       quorum: Fewest islands of a round.
       deadline: Seconds from this island's message until it stops waiting for missing islands; more
         than a step of the slowest one.
-      patience: Seconds until `step` stops waiting for a round, by a `TimeoutError`.
+      patience: Seconds until `step` stops waiting for a round, by a `TimeoutError`; more than
+        `deadline`.
       snapshots: Rounds between two snapshots of the consensus, from which others join. Members
         write them in turn.
       secret: Text of 16 or more characters, the same on all islands. Objects that are not sealed
@@ -460,3 +461,6 @@ def _check(every, fragments, delay, quorum, snapshots, deadline, patience, poll)
     require(min(rounds.values()) >= 1, _NAME, "at least 1", "quorum=1", **rounds)
     times = {"deadline": deadline, "patience": patience, "poll": poll}
     require(min(times.values()) > 0, _NAME, "more than 0 seconds", "deadline=60.0", **times)
+    # An island would give up before any round with a missing island could be decided.
+    longer, waits = f"patience={10 * deadline:g}", {"patience": patience, "deadline": deadline}
+    require(patience > deadline, _NAME, "patience above deadline", longer, **waits)

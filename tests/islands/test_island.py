@@ -395,7 +395,7 @@ def test_members_write_snapshots_in_turn(join):
 
 
 def test_waiting_ends_and_says_for_what(join):
-    island = join("a", quorum=2, patience=0.3)
+    island = join("a", quorum=2, deadline=0.2, patience=0.3)
     with pytest.raises(TimeoutError, match=r"messages of \['a'\]; needs quorum=2, and waited"):
         island.step(island.params)
     with pytest.raises(RuntimeError, match="has left its run"):
@@ -415,6 +415,7 @@ def test_waiting_ends_and_says_for_what(join):
         ({"name": "a/b"}, "needs 1 to 64 letters"),
         ({"every": 0}, "needs more than 0"),
         ({"delay": 2}, "from 0 to every / fragments"),
+        ({"deadline": 60.0}, "patience=60.0, deadline=60.0; needs patience above .* patience=600"),
         (
             {
                 "params": {str(i): np.zeros(1, np.float32) for i in range(257)},
