@@ -129,7 +129,7 @@ def _histogram(values: jax.Array, chosen: jax.Array) -> jax.Array:
     """Counts the chosen ones of `values`, `f32[n]`, in `f32[_BINS]`; NaN counts nowhere."""
     chosen &= (values >= 0) & (values <= 1)
     bins = jnp.clip((values * _BINS).astype(jnp.int32), 0, _BINS - 1)
-    return jnp.zeros(_BINS).at[bins].add(chosen.astype(jnp.float32))
+    return jnp.zeros(_BINS, jnp.float32).at[bins].add(chosen.astype(jnp.float32))
 
 
 def _least_error(levels: jax.Array, tally: jax.Array) -> jax.Array:
@@ -143,7 +143,7 @@ def _least_error(levels: jax.Array, tally: jax.Array) -> jax.Array:
 
     def step(_, levels):
         between = (levels[1:] + levels[:-1]) / 2
-        edges = jnp.concatenate([jnp.zeros(1), between, jnp.ones(1)])
+        edges = jnp.pad(between, 1, constant_values=(0, 1))
         count, total = jnp.diff(counts(edges)), jnp.diff(sums(edges))
         return jnp.where(count > 0, total / jnp.where(count > 0, count, 1.0), levels)
 
@@ -164,7 +164,7 @@ def _least_variance(levels: jax.Array, tally: jax.Array) -> jax.Array:
       <https://arxiv.org/abs/2010.12460>`_, NeurIPS 2020, Theorem 1.
     """
     counts, sums = _integrals(tally)
-    edges = jnp.linspace(0, 1, _BINS + 1)
+    edges = jnp.linspace(0, 1, _BINS + 1, dtype=levels.dtype)
     cumulative = counts(edges)
     inner = jnp.arange(1, levels.size - 1)
 
@@ -183,8 +183,8 @@ def _least_variance(levels: jax.Array, tally: jax.Array) -> jax.Array:
 def _integrals(tally):
     """Functions of positions `f32[n]`: how many values lie below, and their sum."""
     share = tally / jnp.maximum(jnp.sum(tally), 1.0)
-    ends = jnp.linspace(0, 1, _BINS + 1)
-    before = lambda x: jnp.concatenate([jnp.zeros(1), jnp.cumsum(x)])
+    ends = jnp.linspace(0, 1, _BINS + 1, dtype=tally.dtype)
+    before = lambda x: jnp.pad(jnp.cumsum(x), (1, 0))
     below, total = before(share), before(share * (ends[1:] + ends[:-1]) / 2)
     bin_of = lambda x: jnp.clip((x * _BINS).astype(jnp.int32), 0, _BINS - 1)
 

@@ -92,6 +92,8 @@ def _resize_node(place, old, new):
     if not is_shard(old):
         return _resize_leaf(place, old, new)
     data = old.data
+    if protocol.is_masked(data):
+        return old
     if data.shape != new.data.shape:
         data = recut(on_host(data), old.shape, new.data.shape[0])
     return dataclasses.replace(old, data=_resize_leaf(place, data, new.data))

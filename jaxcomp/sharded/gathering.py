@@ -145,7 +145,10 @@ def _token(after, count):
     XLA:CPU drops optimization barriers before it orders a program, and would gather all layers
     first, or take the second gather of a layer for the first.
     """
-    leaves = [x for x in jax.tree.leaves(after) if x.dtype != jax.dtypes.float0 and x.size]
+    is_number = lambda x: (
+        x.dtype != jax.dtypes.float0 and not jnp.issubdtype(x.dtype, jax.dtypes.extended)
+    )
+    leaves = [x for x in jax.tree.leaves(after) if x.size and is_number(x)]
     if not leaves:
         return jnp.uint32(0)
     seen = sum((x.reshape(-1)[0] != 0).astype(jnp.uint32) for x in leaves)

@@ -20,6 +20,7 @@ from jaxcomp.compressors.packing import fold
 from jaxcomp.compressors.policies import Policy, path_of, policy_of
 from jaxcomp.compressors.quantize import quantize
 from jaxcomp.exchange import averaging, buckets, wire
+from jaxcomp.replicas.protocol import is_masked
 from jaxcomp.replicas.shards import Shard, cut, is_shard, key_of, map_shards, natural
 from jaxcomp.replicas.specs import require_axis
 from jaxcomp.replicas.state import unstack
@@ -319,7 +320,8 @@ def _planned(fsdp: Any, stacked: Callable, path: Any, leaf: Any) -> Shard:
     """A shard of a parameter, without its array, with the codes of a `QSDP`.
 
     Raises:
-      ValueError: If it is not floating, or its code for the fast axis learns levels.
+      ValueError: If it is not floating or a stack of no layers, or its code for the fast axis
+        learns levels.
     """
     name = path_of(path)
     if not jnp.issubdtype(leaf.dtype, jnp.floating):
@@ -339,6 +341,11 @@ def _planned(fsdp: Any, stacked: Callable, path: Any, leaf: Any) -> Shard:
             "crosses the slow axis only; write quantize(...)."
         )
     stack = leaf.shape[: leaf.ndim - len(shape)]
+    if 0 in stack:
+        raise ValueError(
+            f"the stacked parameter {name!r} has shape {leaf.shape}, which is no layer at all; "
+            "leave it out of the parameters."
+        )
     return Shard(None, one.shape, weights, gradients, fast, stack)
 
 
@@ -350,6 +357,8 @@ def _own_row(axes: tuple[str, ...], shard: Shard, leaf: jax.Array) -> Shard:
 
 def _whole(axes: tuple[str, ...], shard: Shard) -> jax.Array:
     """A parameter from its rows on all devices."""
+    if is_masked(shard.data):
+        return shard.data
     rows = shard.data.reshape(-1)
     for axis in reversed(axes):
         rows, _ = wire.gather(rows, identity(), _NO_KEY, axis)

@@ -12,9 +12,10 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from jaxcomp.compressors.policies import path_of
 from jaxcomp.replicas import protocol
 from jaxcomp.replicas.elementwise import ranked, require_elementwise
-from jaxcomp.replicas.shards import map_shards
+from jaxcomp.replicas.shards import is_shard, map_shards
 from jaxcomp.replicas.specs import specs_of
 from jaxcomp.replicas.state import per_replica, stack, unstack
 from jaxcomp.replicas.types import to_varying
@@ -115,6 +116,7 @@ class _Run(NamedTuple):
 
 
 def _init(run, shards):
+    _require_shards(run, shards)
     cut = P(run.fsdp.axes)
     own = functools.partial(_init_local, run)
     specs = specs_of(own, run.mesh, run.fsdp.axes, cut, shards)
@@ -131,6 +133,7 @@ def _init_local(run, shards):
 
 def _step(run, shards, state, batch, rng=None, model_state=None, extra_args=None):
     mesh, axes, gradient = run.mesh, run.fsdp.axes, run.gradient
+    _require_shards(run, shards)
     batch, batch_specs = placed_batch(gradient, batch)
     cut, rows = P(axes), P(mesh.axis_names)
     extra_specs = specs_of_extra(gradient, model_state)
@@ -155,6 +158,18 @@ def _step_local(run, shards, state, batch, rng, model_state, extra_args):
     (shards, inner), skipped = all_or_nothing(updates, new, (shards, state.inner))
     state = QSDPState(optax.safe_increment(state.count), inner, tables, rounds)
     return stack(shards, axes), state, loss[None], skipped, in_rows(run.gradient, extra)
+
+
+def _require_shards(run, shards):
+    """Raises a ValueError for parameters, or shards of another number of devices."""
+    count = run.mesh.size
+    for path, leaf in jax.tree.leaves_with_path(shards, is_leaf=is_shard):
+        if not is_shard(leaf) or leaf.data.shape[0] != count:
+            raise ValueError(
+                f"the shards have {leaf!r:.120} at {path_of(path)!r}, and qsdp_train_step needs a "
+                f"shard for each of the mesh's {count} devices; write fsdp.shard(params, mesh), "
+                "and jaxcomp.resize(shards, like) for those of another number of devices."
+            )
 
 
 def _for_pieces(tx):

@@ -242,7 +242,7 @@ def _places(steps, item, carry, length):
         return steps.finish(item, found) if steps.finish else found
 
     return jax.tree.map(
-        lambda out: vary_like(jnp.zeros((length, *out.shape), out.dtype), out),
+        lambda out: vary_like(lax.full((length, *out.shape), 0, out.dtype), out),
         jax.eval_shape(out, item, carry),
     )
 

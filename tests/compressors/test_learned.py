@@ -90,6 +90,18 @@ def test_levels_without_values_stay():
         np.testing.assert_allclose(levels.fit(table, tally), table, rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_levels_are_float32_where_float64_is_enabled(rounding):
+    code = learned_levels(3, 8, rounding)
+    x = np.random.default_rng(0).normal(size=999)
+    fitted = lambda x: code.levels.fit(jnp.asarray(code.levels.start), code.levels.tally(x))
+    want = jax.jit(fitted)(x)
+    with jax.enable_x64(True):
+        got = jax.jit(fitted)(x)
+    assert got.dtype == np.float32
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-6)
+
+
 def test_levels_of_rotated_values_lose_least():
     x = np.random.default_rng(0).standard_t(3, size=2**14).astype(np.float32)
 

@@ -109,6 +109,32 @@ def test_a_stack_of_any_length_is_what_the_list_is(num_layers, lookahead):
 
 
 @pytest.mark.parametrize("form", ["list", "stack"])
+def test_random_keys_go_from_layer_to_layer(form):
+    def dropped(p, given):
+        x, key = given
+        kept = jax.random.bernoulli(key, 0.5, x.shape)
+        return jnp.where(kept, block(p, x), x), jax.random.fold_in(key, 1)
+
+    def found(run_of):
+        mesh, fsdp, shards = make(form, 1, 2)
+        run = lambda trees, x: run_of(fsdp)(trees, (x, jax.random.key(3)))[0]
+        return gradient(fsdp, mesh, run)(shards, inputs())
+
+    def one_by_one(fsdp):
+        at = lambda trees, i: trees[i] if form == "list" else jax.tree.map(lambda x: x[i], trees)
+
+        def run(trees, given):
+            for i in range(NUM_LAYERS):
+                given = dropped(fsdp.gather(at(trees, i)), given)
+            return given
+
+        return run
+
+    close = functools.partial(np.testing.assert_allclose, rtol=0, atol=1e-6)
+    jax.tree.map(close, found(lambda fsdp: fsdp.layers(dropped)), found(one_by_one))
+
+
+@pytest.mark.parametrize("form", ["list", "stack"])
 def test_weights_come_in_the_type_that_computes_and_vectors_in_their_own(form):
     mesh, fsdp, shards = make(form, 1, 2)
     seen = []

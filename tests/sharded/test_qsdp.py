@@ -308,6 +308,10 @@ def test_vmap_on_one_device_gives_what_shard_map_gives():
     ("call", "message"),
     [
         (lambda f, s: f.shard({"n": jnp.arange(4)}, mesh_of(2)), "'n' has dtype int32"),
+        (
+            lambda f, s: f.shard({"none": jnp.ones((0, 4))}, mesh_of(2), lambda *_: True),
+            r"'none' has shape \(0, 4\), which is no layer",
+        ),
         (lambda f, s: jaxcomp.qsdp("nodes").shard(odd_tree(), mesh_of(2)), "no axis 'nodes'"),
         (
             lambda f, s: on_replicas(lambda s, _: f.gather(s), mesh_of(2))(s, 0),

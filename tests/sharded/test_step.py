@@ -56,6 +56,20 @@ def test_exact_codes_train_as_one_device_does_on_the_whole_batch(sizes, options,
         assert abs(metrics["loss"].mean(dtype=np.float64) - loss) < 1e-6 * loss
 
 
+def test_parameters_that_an_optimizer_leaves_out_stay_so_in_whole_and_in_resized_states():
+    matrices = lambda tree: jax.tree.map(lambda x: x.ndim > 1, tree)
+    tx = optax.masked(optax.adam(1e-2, eps=1e-3), matrices)
+    mesh, train_step, shards, state = start(EXACT, tx, 2)
+    shards, state, _ = train_step.step(shards, state, rows(mesh, make_batch(0)))
+    mesh, train_step, *like = start(EXACT, tx, 3)
+    shards, state = resize((shards, state), tuple(like))
+    for step in (1, 2):
+        shards, state, _ = train_step.step(shards, state, rows(mesh, make_batch(step)))
+    want, _, want_state = plain_training(tx)
+    assert_close(EXACT.unshard(shards, mesh), want, 1e-6)
+    assert_close(EXACT.unshard(state.inner, mesh), want_state, 1e-6)
+
+
 @pytest.mark.parametrize("names", [("replica",), ("fast", "replica")], ids=str)
 def test_an_optimizer_of_shards_is_the_optimizer_and_clips_by_the_whole_norm(names):
     # A norm of at most 0.1 is always reached; without momentum Adam's first steps are signs.
@@ -199,3 +213,12 @@ def test_what_would_mix_the_shards_of_replicas_is_refused(method):
     made = jaxcomp.qsdp_train_step(loss_of(EXACT), method, mesh, EXACT)
     with pytest.raises(ValueError, match="write the optimizer alone"):
         made.init(EXACT.shard({"kernel": np.ones((4, 4), np.float32)}, mesh))
+
+
+def test_parameters_and_shards_of_other_meshes_are_told_from_shards():
+    mesh, train_step, shards, state = start(EXACT, optax.sgd(1), 2)
+    with pytest.raises(ValueError, match=r"float32\[16,16\].*each of the mesh's 2 dev"):
+        train_step.init(make_params())
+    _, _, others, _ = start(EXACT, optax.sgd(1), 4)
+    with pytest.raises(ValueError, match=r"Shard.*at 'first'.*jaxcomp.resize\(shards, like\)"):
+        train_step.step(jax.tree.map(np.asarray, others), state, rows(mesh, make_batch()))
