@@ -70,6 +70,6 @@ def _global_norm(updates: Any, axis_name: str | None) -> jax.Array:
     squares: dict[tuple[str, ...], jax.Array] = {}
     for x in jax.tree.leaves(updates):
         axes = tuple(sorted(varying_axes(x) - {axis_name}))
-        squares[axes] = squares.get(axes, 0.0) + jnp.sum(jnp.square(widened(x)))
+        squares[axes] = squares.get(axes, 0.0) + jnp.sum(jnp.square(jnp.abs(widened(x))))
     totals = [lax.psum(square, axes) if axes else square for axes, square in squares.items()]
     return jnp.sqrt(jnp.asarray(sum(totals), jnp.result_type(jnp.float32, *totals)))

@@ -10,7 +10,7 @@ import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxcomp.replicas import fast
+from jaxcomp.replicas import fast, protocol
 from jaxcomp.replicas.state import replica_axes
 from jaxcomp.replicas.types import names_of, unlike, varies_over, varying_axes
 
@@ -66,7 +66,13 @@ def state_specs(
     known = [(path, x.shape, spec) for (path, x), spec in zip(paths, specs, strict=True)]
     # The path `mu/z/w` ends with `w` and with `z/w`: it follows the longer one.
     known.sort(key=lambda parameter: -len(parameter[0]))
-    spec_of = functools.partial(_spec_of, known, mesh, axis_name)
+    # A piece of one replica may have the parameter's shape, and is laid out as other pieces are.
+    owned = protocol.fields(state, "owner_residual", "owned")
+
+    def spec_of(path, leaf):
+        is_owned = protocol.field_of(path, owned) is not None
+        return _spec_of([] if is_owned else known, mesh, axis_name, path, leaf)
+
     return jax.tree.map_with_path(spec_of, state)
 
 

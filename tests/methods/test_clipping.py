@@ -192,6 +192,12 @@ def test_trees_of_any_form_are_clipped_and_keep_it(name):
             np.testing.assert_allclose(np.float64(out), scale * np.float64(x), rtol=rtol)
 
 
+def test_complex_leaves_are_clipped_by_their_absolute_values():
+    tree = {"complex": np.complex64([3 + 4j, 12j]), "real": np.float32([84])}
+    got, _ = jaxcomp.clip_by_global_norm(8.5).update(tree, ())
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y / 10, rtol=1e-6), got, tree)
+
+
 def test_the_norm_of_half_precision_leaves_is_summed_in_float32():
     x = jnp.full(2**16, 1.0, "bfloat16")  # in bfloat16 a sum of ones ends at 256
     got, _ = jaxcomp.clip_by_global_norm(1.0).update(x, ())

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxcomp
@@ -82,6 +83,30 @@ def test_unbiased_codes_leave_the_padding_alone():
     for tree in (state.owner_residual, *(state.owned[0][1:])):
         for name, shape in SHAPES.items():
             assert not whole(tree[name], shape)[1].any()
+
+
+@pytest.mark.parametrize(("old", "new"), [(1, 2), (2, 1)])
+def test_pieces_of_sharded_rows_move_to_and_from_one_replica(old, new):
+    slopes = {"row": np.arange(8, dtype="f").reshape(1, 8), "bias": np.arange(4, dtype="f")}
+    specs = {"row": P(None, "fsdp"), "bias": P("fsdp")}
+    tx = make(optax.sgd(1.0, momentum=0.5), **EXACT)
+
+    def loss_fn(params, batch):
+        slope = lambda p, slope: jnp.sum(p * slope)
+        return jnp.mean(batch) * sum(jax.tree.leaves(jax.tree.map(slope, params, slopes)))
+
+    def on(num_replicas, params):
+        mesh = mesh_of(num_replicas, 2)
+        made = jaxcomp.train_step(loss_fn, tx, mesh, "replica", param_specs=specs)
+        places = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+        return made, jax.device_put(params, places)
+
+    made, params = on(old, jax.tree.map(np.zeros_like, slopes))
+    params, state, _ = made.step(params, made.init(params), np.ones(2, np.float32))
+    made, params = on(new, jax.device_get(params))
+    state = jaxcomp.resize(state, made.init(params))
+    params, _, _ = made.step(params, state, np.ones(2, np.float32))
+    jax.tree.map(lambda x, slope: np.testing.assert_array_equal(x, -2.5 * slope), params, slopes)
 
 
 def test_narrow_parameters_have_a_wide_owner():
