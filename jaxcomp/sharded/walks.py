@@ -78,6 +78,11 @@ def _require_stacked(shards):
             "got one tree of shards that are not stacked; give a list of trees, one per layer, or "
             "cut stacked parameters by fsdp.shard(params, mesh, stacked)."
         )
+    if len(numbers := {shard.data.shape[0] for shard in shards}) > 1:
+        raise ValueError(
+            f"got one tree of stacks of {sorted(numbers)} layers, and a layer needs a slice of "
+            "each; stack as many of all, or give a list of trees, one per layer."
+        )
 
 
 class _Walk(NamedTuple):

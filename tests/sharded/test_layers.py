@@ -243,4 +243,8 @@ def test_mistakes_are_told():
     one_tree = lambda trees, x: fsdp.layers(block)(trees[0], x)
     with pytest.raises(ValueError, match="give a list of trees"):
         gradient(fsdp, mesh, one_tree)(shards, inputs())
+    mesh, fsdp, shards = make("stack", 1, 2)
+    fewer = shards | {"down": jax.tree.map(lambda x: x[:, :3], shards["down"])}
+    with pytest.raises(ValueError, match=r"stacks of \[3, 4\] layers"):
+        gradient(fsdp, mesh, lambda trees, x: fsdp.layers(block)(trees, x))(fewer, inputs())
     assert dataclasses.replace(fsdp, lookahead=0) != fsdp
