@@ -150,7 +150,7 @@ class _Tracker(NamedTuple):
         return [is_tracked(x) for x in jaxpr.outvars]
 
     def through(self, eqn, inputs: list[bool]) -> list[bool]:
-        inner, name = _inner(eqn), eqn.primitive.name
+        inner, name = programs_in(eqn), eqn.primitive.name
         if name == "cond":
             branches = [self.followed(branch, inputs[1:]) for branch in inner]
             return [inputs[0] or any(outputs) for outputs in zip(*branches, strict=True)]
@@ -161,7 +161,7 @@ class _Tracker(NamedTuple):
         return [makes] * len(eqn.outvars)
 
 
-def _inner(eqn):
+def programs_in(eqn):
     """The programs inside an operation."""
     parts = [y for x in eqn.params.values() for y in (x if isinstance(x, tuple | list) else (x,))]
     return [getattr(j, "jaxpr", j) for j in parts if isinstance(j, core.Jaxpr | core.ClosedJaxpr)]
@@ -169,7 +169,7 @@ def _inner(eqn):
 
 def _flat(eqn):
     """The operations inside an operation, or the operation itself."""
-    inner = [e for jaxpr in _inner(eqn) for e in jaxpr.eqns]
+    inner = [e for jaxpr in programs_in(eqn) for e in jaxpr.eqns]
     return [f for e in inner for f in _flat(e)] or [eqn]
 
 

@@ -50,6 +50,11 @@ def state_specs(
             "state has rows of replicas. Write "
             f"jaxcomp.per_replica(optax.chain(...), {axis_name!r})."
         )
+    if fast_axis == axis_name:
+        raise ValueError(
+            f"fast_axis is {fast_axis!r}, the axis of the replicas; it names another axis of the "
+            "mesh, over which the devices of one replica lie, or is left out."
+        )
     if fast_axis is not None:
         shares = fast.shares_of(params, param_specs, mesh, fast_axis)
         params, param_specs = fast.filled(params, shares)
@@ -110,6 +115,11 @@ def _spec_of(known, mesh, axis_name, path, leaf):
 
 def require_axis(mesh: Any, axis_name: str) -> None:
     """Raises a ValueError if a mesh lacks the axis of the replicas."""
+    if not hasattr(mesh, "axis_names"):
+        raise ValueError(
+            f"got {mesh!r:.60} where the mesh belongs; write jax.make_mesh((4,), ('replica',)). "
+            "Are two arguments swapped?"
+        )
     if axis_name not in mesh.axis_names:
         raise ValueError(
             f"the mesh has no axis {axis_name!r}; its axes are {tuple(mesh.axis_names)}."

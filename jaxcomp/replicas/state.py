@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxcomp.replicas.elementwise import programs_in
 from jaxcomp.replicas.protocol import drifts as drifts_of
 from jaxcomp.replicas.protocol import (
     has_feedback,
@@ -26,6 +27,8 @@ from jaxcomp.replicas.types import (
     vary_over,
     varying_axes,
 )
+
+_MESSAGES = ("psum", "pmax", "pmin", "ppermute", "all_gather", "all_to_all", "reduce_scatter")
 
 
 def local_params(params: Any, state: Any, axis_name: str) -> Any:
@@ -194,7 +197,13 @@ def _settled(tx, params, state, axis_name):
     """The first state, whose leaves vary over the axes that they vary over after updates."""
     grads = to_varying(jax.tree.map(jnp.zeros_like, params), axis_name)
     update_of = functools.partial(tx.update, value=jnp.zeros([]))
-    after = lambda state: jax.eval_shape(lambda s: update_of(grads, s, params)[1], state)
+
+    def after(state):
+        new = lambda state: update_of(grads, state, params)[1]
+        program, shapes = jax.make_jaxpr(new, return_shape=True)(state)
+        _require_sent_by_all(program.jaxpr, axis_name)
+        return shapes
+
     try:
         return _as_after_updates(state, after)
     except (TypeError, ValueError) as error:
@@ -204,6 +213,32 @@ def _settled(tx, params, state, axis_name):
     # MultiSteps also traces the mean inside it with its accumulator, which is zeros at first.
     varied = lambda node: node._replace(acc_grads=to_varying(node.acc_grads, axis_name))
     return _as_after_updates(_in_multi_steps(varied, state), after)
+
+
+def _require_sent_by_all(jaxpr, axis_name):
+    """Raises a ValueError for a message where some replicas may go and others not."""
+    for eqn in jaxpr.eqns:
+        parts = programs_in(eqn)
+        deciding = {"cond": eqn.invars[:1], "while": parts[0].outvars if parts else ()}
+        chosen = deciding.get(eqn.primitive.name, ())
+        if any(varies_over(x.aval, axis_name) for x in chosen) and any(map(_sends, parts)):
+            raise ValueError(
+                "the transformation exchanges in a branch that each replica takes or leaves by its "
+                "own gradient: the others would wait for it forever. Leave should_skip_update_fn "
+                "out of optax.MultiSteps, since jaxcomp.train_step skips what is not finite; or "
+                "write optax.chain(jaxcomp.compressed_mean(...), optax.MultiSteps(...)), which "
+                "decides by the mean."
+            )
+        for part in parts:
+            _require_sent_by_all(part, axis_name)
+
+
+def _sends(jaxpr) -> bool:
+    """Whether a program has a message, or a program in it has."""
+    return any(
+        eqn.primitive.name.startswith(_MESSAGES) or any(map(_sends, programs_in(eqn)))
+        for eqn in jaxpr.eqns
+    )
 
 
 def _as_after_updates(state, after):

@@ -72,3 +72,23 @@ def test_pmap_is_told_what_to_write():
 def test_a_rate_that_is_none(make, rate):
     with pytest.raises(ValueError, match="learning_rate=.*needs a finite number or a schedule"):
         make(rate, "replica")
+
+
+def test_a_choice_of_each_replica_to_exchange():
+    skipping = optax.MultiSteps(TX, 2, should_skip_update_fn=optax.skip_not_finite)
+    with pytest.raises(ValueError, match="exchanges in a branch that each replica takes or leaves"):
+        init(skipping.gradient_transformation())
+    behind = optax.MultiSteps(optax.sgd(0.1), 2, should_skip_update_fn=optax.skip_not_finite)
+    init(optax.chain(TX, behind.gradient_transformation()))
+
+
+@pytest.mark.parametrize("mesh", [None, "replica"])
+def test_what_is_no_mesh(mesh):
+    with pytest.raises(ValueError, match="where the mesh belongs; write jax.make_mesh"):
+        jaxcomp.train_step(loss_fn, TX, mesh, "replica")
+
+
+def test_one_axis_for_replicas_and_their_devices():
+    made = jaxcomp.train_step(loss_fn, TX, mesh_of(2), "replica", fast_axis="replica")
+    with pytest.raises(ValueError, match="fast_axis is 'replica', the axis of the replicas"):
+        jax.eval_shape(made.init, PARAMS)
