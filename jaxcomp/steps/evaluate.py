@@ -1,11 +1,13 @@
 """Evaluation on a mesh: each replica at its own parameters, their mean, and equal copies."""
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh
@@ -195,8 +197,10 @@ def replica_spread(params: Any, mesh: Mesh, axis_name: str | tuple[str, ...]) ->
       u32[]: the largest minus the smallest of the replicas' checksums of bits. Sends two
       all-reduces of 4 bytes.
     """
+    for name in names_of(axis_name):
+        require_axis(mesh, name)
     leaves = jax.tree.leaves(params)
-    specs = tuple(getattr(x.sharding, "spec", P()) for x in leaves)
+    specs = tuple(getattr(getattr(x, "sharding", None), "spec", P()) for x in leaves)
     return _comparison(mesh, axis_name, specs)(leaves)
 
 
@@ -208,14 +212,23 @@ def _comparison(mesh, axis_name, specs):
 
 
 def _difference(axis_name, leaves):
-    total = sum((_checksum(x) for x in to_varying(leaves, axis_name)), start=jnp.uint32(0))
+    parts = [_bytes(x) for x in to_varying(leaves, axis_name)]
+    starts = itertools.accumulate((x.size for x in parts), initial=0)
+    total = sum(map(_checksum, parts, starts), start=jnp.uint32(0))
     (total,) = sums_over_shards([total], *names_of(axis_name))
     return lax.pmax(total, axis_name) - lax.pmin(total, axis_name)
 
 
-def _checksum(x) -> jax.Array:
-    """u32[]: a sum of all words of bits, each times an odd number given by its position."""
-    x = x.astype(jnp.uint8) if x.dtype == bool else x
-    words = lax.bitcast_convert_type(x, jnp.uint8).reshape(-1).astype(jnp.uint32)
-    weights = 2 * lax.iota(jnp.uint32, words.size) + 1
-    return jnp.sum(words * weights, dtype=jnp.uint32)
+def _bytes(x) -> jax.Array:
+    """u8[n]: the bits of an array of any dtype."""
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        x = jax.random.key_data(x)
+    if jnp.issubdtype(x.dtype, jnp.integer) and jnp.iinfo(x.dtype).bits < 8:
+        x = x.astype(jnp.int8)
+    return x.reshape(-1).view(jnp.uint8)
+
+
+def _checksum(x, start: int) -> jax.Array:
+    """u32[]: a sum of all bytes, each times an odd number given by its position among all."""
+    places = lax.iota(jnp.uint32, x.size) + np.uint32(start % 2**32)
+    return jnp.sum(x.astype(jnp.uint32) * (2 * places + 1), dtype=jnp.uint32)

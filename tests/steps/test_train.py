@@ -324,6 +324,32 @@ def test_what_went_astray_is_seen(sizes, place):
     assert int(jaxcomp.replica_spread(params | {"x": astray}, mesh, "replica")) != 0
 
 
+def test_copies_of_any_dtype_are_compared():
+    mesh = mesh_of(2)
+    params = {
+        "complex": jnp.ones((), jnp.complex64),
+        "key": jax.random.key(0),
+        "narrow": jnp.ones(3, jnp.int4),
+        "numpy": np.zeros((0, 2)),
+    }
+    assert int(jaxcomp.replica_spread(params, mesh, "replica")) == 0
+    with pytest.raises(ValueError, match="no axis 'data'; its axes are"):
+        jaxcomp.replica_spread(params, mesh, "data")
+
+
+def test_leaves_in_each_others_place_are_seen():
+    mesh = mesh_of(2)
+
+    def copies(*values):
+        parts = [
+            jax.device_put(np.float32(x), d) for x, d in zip(values, mesh.devices, strict=True)
+        ]
+        return jax.make_array_from_single_device_arrays((), NamedSharding(mesh, P()), parts)
+
+    swapped = {"one": copies(1, 2), "two": copies(2, 1)}
+    assert int(jaxcomp.replica_spread(swapped, mesh, "replica")) != 0
+
+
 @pytest.mark.parametrize(
     "row",
     [row for row in codes.HELD if row.target is not None],
