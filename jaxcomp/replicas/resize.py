@@ -176,7 +176,12 @@ def _repeated(row: Any, like: Any) -> Any:
     row = row if row.dtype == like.dtype else row.astype(like.dtype)
     sharding = _sharding(like)
     if sharding is None:
-        return np.broadcast_to(_whole(row), like.shape)
+        is_key = jnp.issubdtype(row.dtype, jax.dtypes.prng_key)  # which NumPy cannot hold
+        return (
+            jnp.broadcast_to(row, like.shape)
+            if is_key
+            else np.broadcast_to(_whole(row), like.shape)
+        )
     row = _put(row, _row_sharding(sharding))
     return jax.jit(jnp.broadcast_to, static_argnums=1, out_shardings=sharding)(row, like.shape)
 
@@ -207,6 +212,9 @@ def on_host(rows: Any) -> np.ndarray:
 
 
 def _chosen_row(rows, number):
+    if jnp.issubdtype(rows.dtype, jax.dtypes.prng_key):
+        row = _chosen_row(jax.random.key_data(rows), number)
+        return jax.random.wrap_key_data(row, impl=jax.random.key_impl(rows))
     # XLA would gather all rows for `rows[number]`; a sum needs only each device's own part.
     bits = rows.view(f"uint{8 * rows.dtype.itemsize}")
     chosen = jnp.arange(rows.shape[0]).reshape(-1, *[1] * (rows.ndim - 1)) == number

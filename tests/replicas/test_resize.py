@@ -130,6 +130,15 @@ def test_rows_of_integers_and_flags_are_copied():
     assert got["w"].tolist() == [[2.5]] * 3
 
 
+def test_rows_of_keys_are_copied():
+    keys = jax.random.split(jax.random.key(0), 2)
+    shape = jax.ShapeDtypeStruct((3,), keys.dtype)
+    placed = jax.device_put(keys, NamedSharding(mesh_of(2), P("replica")))
+    for old in (keys, placed):
+        got = jaxcomp.resize({"rng_key": old}, {"rng_key": shape})["rng_key"]
+        assert got.shape == (3,) and (got == keys[0]).all()
+
+
 def test_steps_that_replicas_left_out_are_added_up():
     state = lambda skipped: jaxcomp.CocktailSGDState(*[None] * 5, jnp.array(skipped, jnp.int32))
     for like in ([0, 0, 0, 0, 0], [0]):
