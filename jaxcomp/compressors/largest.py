@@ -279,7 +279,8 @@ def taken_by_moving(x: jax.Array, marked: jax.Array, k: int) -> jax.Array:
 def taken_by_words(x: jax.Array, marked: jax.Array, k: int) -> jax.Array:
     """`taken` for short rows: each place finds its entry by bisection."""
     words, rank = _words(marked), lax.broadcasted_iota(jnp.int32, (1, k), 1)
-    place, step = jnp.zeros((x.shape[0], k), jnp.int32), 1 << (x.shape[1] - 1).bit_length()
+    # At least one turn, also for rows of one entry: the result's type varies as `marked` does.
+    place, step = jnp.zeros((x.shape[0], k), jnp.int32), 1 << max(1, (x.shape[1] - 1).bit_length())
     while step := step // 2:
         ones: jax.Array | int = 0  # before the middle
         for number in range(words.shape[1]):

@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractMesh
+from jax.sharding import PartitionSpec as P
 
 from jaxcomp.compressors import largest
 
@@ -55,6 +57,13 @@ def test_a_row_of_equals_gives_its_first(n):
         for k in (1, 3, n):
             got = jax.jit(largest.find_largest, static_argnums=1)(x, k)
             np.testing.assert_array_equal(got.marked, np.arange(n)[None] < np.full((2, 1), k))
+
+
+def test_rows_of_one_entry_have_the_type_of_others():
+    mesh = AbstractMesh((2,), ("replica",))  # of no platform: all forms are traced
+    rows = {"in_specs": P("replica"), "out_specs": P("replica")}
+    find = jax.shard_map(lambda x: largest.find_largest(x, 1).places, mesh=mesh, **rows)
+    assert jax.eval_shape(find, jnp.ones((2, 1))).shape == (2, 1)
 
 
 @pytest.mark.parametrize(("shape", "dtype"), ROWS)
