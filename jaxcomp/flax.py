@@ -177,7 +177,8 @@ class NnxStep:
 
     def _call(self, model, optimizer, batch, extra_args):
         update = _update_of(optimizer.tx)
-        graphdef, *states = _partition(model, optimizer.wrt)
+        wrt = nnx.filterlib.to_predicate(optimizer.wrt)  # hashable; a list of filters is not
+        graphdef, *states = _partition(model, wrt)
         pure = [nnx.as_pure(state) for state in states]
         param_specs = update.specs_of(pure[0])
         places = [param_specs, *(jax.tree.map(lambda _: P(), state) for state in pure[1:])]
@@ -188,7 +189,7 @@ class NnxStep:
         some = lambda tree: tree if jax.tree.leaves(tree) else None
         opt_state = nnx.as_pure(optimizer.opt_state)
         args = params, opt_state, (batch, frozen), some(keys), some(rest), extra_args
-        return self._made(optimizer.tx, _Graph(graphdef), optimizer.wrt).step, args
+        return self._made(optimizer.tx, _Graph(graphdef), wrt).step, args
 
 
 class TrainStateStep:

@@ -188,6 +188,25 @@ def test_only_what_the_optimizer_trains_is_exchanged():
     np.testing.assert_array_equal(model.kernel[...], base)
 
 
+@pytest.mark.parametrize("wrt", [[nnx.Param], ..., "bias"], ids=["list", "all", "tag"])
+def test_an_optimizer_may_train_what_any_filter_of_nnx_names(wrt):
+    class Model(nnx.Module):
+        def __init__(self):
+            self.kernel = nnx.Param(jnp.ones(3))
+            self.bias = nnx.Variable(jnp.ones(3), tag="bias")
+
+    model = Model()
+    mesh = jax.make_mesh((REPLICAS,), ("replica",))
+    tx = optax.chain(jaxcomp.compressed_mean(jaxcomp.identity(), "replica"), optax.sgd(1.0))
+    optimizer = nnx.Optimizer(model, jaxcomp.flax.on_mesh(tx, mesh, "replica"), wrt=wrt)
+    step = jaxcomp.flax.train_step(
+        lambda model, x: jnp.mean(x) * jnp.sum(model.kernel[...] * model.bias[...])
+    )
+    step(model, optimizer, np.ones(REPLICAS, np.float32))
+    assert model.kernel[0] == (1.0 if wrt == "bias" else 0.0)
+    assert model.bias[0] == (1.0 if wrt == [nnx.Param] else 0.0)
+
+
 def test_local_parameters_are_found_in_the_optimizers_state():
     _, optimizer, _, _ = trained(EVERY_METHOD["cocktail_sgd"](5e-3), steps=2)
     model = Classifier(nnx.Rngs(0))
