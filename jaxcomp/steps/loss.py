@@ -45,10 +45,10 @@ def called(
             f"the step was called with one ({'it was' if model_state is not None else 'not so'})."
         )
     results = dict(zip(names, values, strict=True))
+    extra = Extra(*(jax.tree.map(jnp.asarray, results.get(name)) for name in Extra._fields))
     if model_state is not None:
-        _require_same_shapes(results["model_state"], model_state)
-    aux = jax.tree.map(jnp.asarray, results.get("aux"))
-    return results["loss"], Extra(aux, results.get("model_state"))
+        _require_same_shapes(extra.model_state, model_state)
+    return results["loss"], extra
 
 
 def _require_same_shapes(new, old):

@@ -19,7 +19,7 @@ from jaxcomp.replicas import protocol
 from jaxcomp.replicas.specs import specs_of
 from jaxcomp.replicas.state import per_replica, stack, unstack
 from jaxcomp.replicas.types import names_of
-from jaxcomp.steps.compiling import donating
+from jaxcomp.steps.compiling import Initial, donating
 from jaxcomp.steps.gradient import Gradient, all_gradients, check_accumulate, metrics_of
 from jaxcomp.steps.interleaved import exchanged
 from jaxcomp.steps.train import TrainStep
@@ -156,7 +156,7 @@ def overlapped_train_step(
         donating(functools.partial(_finish, gradient, update)),
         concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="gradient"),
     )
-    return TrainStep(jax.jit(functools.partial(init_state, update)), step)
+    return TrainStep(Initial(jax.jit(functools.partial(init_state, update))), step)
 
 
 def _exchange(update, params, state, extra_args):

@@ -72,7 +72,9 @@ def microbatches(accumulate: int, batch: Any, specs: Any, axis_name: Any) -> Any
     def parts(x, spec, rest):
         if not is_cut(spec, axis_name):
             return None
-        return constrained(x.reshape(accumulate, -1, *x.shape[1:]), P(None, *rest))
+        # Not -1, which an array without entries does not determine.
+        rows = x.reshape(accumulate, x.shape[0] // accumulate, *x.shape[1:])
+        return constrained(rows, P(None, *rest))
 
     return jax.tree.map(parts, batch, specs, over_others(specs, axis_name))
 

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxcomp.replicas import protocol
 from jaxcomp.replicas.state import per_replica
-from jaxcomp.steps.compiling import donating
+from jaxcomp.steps.compiling import Initial, donating
 from jaxcomp.steps.gradient import Gradient, as_metrics, local_gradient, placed_batch
 from jaxcomp.steps.loss import averaged
 from jaxcomp.steps.placing import is_cut
@@ -61,7 +61,7 @@ def simulated_train_step(
     gradient = Gradient(loss_fn, mesh, axis_name, accumulate, has_aux, batch_specs)
     update = Update(per_replica(tx, axis_name), mesh, axis_name)
     return TrainStep(
-        jax.jit(functools.partial(_init, update)),
+        Initial(jax.jit(functools.partial(_init, update))),
         donating(functools.partial(_step, gradient, update)),
     )
 
@@ -75,7 +75,7 @@ def _step(gradient, update, params, state, batch, rng=None, model_state=None, ex
     size, axis_name = update.mesh.size, update.axis_name
     batch, specs = placed_batch(gradient, batch)
     cut = jax.tree.map(lambda x, spec: is_cut(spec, axis_name), batch, specs)
-    rows = lambda x, cut: x.reshape(size, -1, *x.shape[1:]) if cut else x
+    rows = lambda x, cut: x.reshape(size, x.shape[0] // size, *x.shape[1:]) if cut else x
     # Values that must be equal on all replicas have no axis; JAX raises if they differ.
     axes = _axes_of_state(update, params)
     params, state, (loss, skipped, aux, model_state) = _replicas(
@@ -85,7 +85,7 @@ def _step(gradient, update, params, state, batch, rng=None, model_state=None, ex
         out_axes=(None, axes, (0, None, 0, None)),
     )(params, state, jax.tree.map(rows, batch, cut), rng, model_state, extra_args)
     # One row for each call of the loss, as on a mesh.
-    aux = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), aux)
+    aux = jax.tree.map(lambda x: x.reshape(size * x.shape[1], *x.shape[2:]), aux)
     return params, state, as_metrics(loss, skipped, aux, model_state)
 
 

@@ -172,6 +172,14 @@ def test_what_the_loss_must_return_is_said(returned, message):
         step.trace(params, init(params), make_batch(), jax.random.key(0), STATE)
 
 
+def test_a_model_state_may_be_a_number_that_the_loss_writes_down():
+    constant = lambda params, batch, *, model_state: (jnp.mean(batch @ params["w"]), 0.5)
+    init, step = jaxcomp.train_step(constant, optax.chain(MEAN, SGD), mesh_of(2), "replica")
+    params = {"w": jnp.eye(4)}
+    metrics = step(params, init(params), make_batch()["x"], model_state=0.0)[2]
+    assert metrics["model_state"] == 0.5
+
+
 def test_extra_arguments_reach_the_update_and_a_value_may_be_given():
     def update(updates, state, params=None, *, value, rate=1.0, **_):
         return jax.tree.map(lambda u: -rate * value * jnp.ones_like(u), updates), state

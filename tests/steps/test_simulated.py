@@ -111,3 +111,15 @@ def test_what_does_not_fit_is_refused():
     params = jax.tree.map(jnp.asarray, make_params())
     with pytest.raises(ValueError, match="divisible by 3"):
         step(params, init(params), make_batch(0))
+
+
+def test_arrays_without_entries_are_cut_and_joined():
+    with_nothing = lambda params, batch: (loss_fn(params, batch), {"nothing": batch["none"]})
+    batch = make_batch(0) | {"none": np.zeros((8 * REPLICAS, 0), np.float32)}
+    params = make_params()
+    for make, mesh in ((jaxcomp.train_step, mesh_of(2)), (replicas.simulated(2), None)):
+        init, step = make(
+            with_nothing, METHODS["dense"], mesh, "replica", accumulate=2, has_aux=True
+        )
+        metrics = jax.eval_shape(step, params, jax.eval_shape(init, params), batch)[2]
+        assert metrics["aux"]["nothing"].shape == (4, 2 * REPLICAS, 0)

@@ -31,6 +31,11 @@ def test_a_step_is_that_of_equinox_alone():
 
 
 def test_a_whole_module_is_refused_with_what_to_write():
-    init, _ = jaxcomp.train_step(loss_fn, TX, mesh_of(2), "replica")
-    with pytest.raises(ValueError, match=r"params.activation is .*eqx.partition\(model, eqx.is_i"):
-        init(MODEL)
+    for made in (
+        jaxcomp.train_step(loss_fn, TX, mesh_of(2), "replica"),
+        jaxcomp.overlapped_train_step(loss_fn, TX, mesh_of(2), "replica"),
+        jaxcomp.simulated_train_step(loss_fn, TX, 2, "replica"),
+    ):
+        message = r"params.activation is .*eqx.partition\(model, eqx.is_i"
+        with pytest.raises(ValueError, match=message):
+            made.init(MODEL)
