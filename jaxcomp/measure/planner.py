@@ -33,10 +33,11 @@ class Cost:
         sizes, times = self.sent_bytes, self.seconds
         grow = all(a < b for a, b in itertools.pairwise(sizes))
         fall = any(a > b for a, b in itertools.pairwise(times))
-        if len(sizes) < 2 or len(sizes) != len(times) or not grow or fall:
+        known = all(0 <= x < math.inf for x in (*sizes, *times))
+        if len(sizes) < 2 or len(sizes) != len(times) or not grow or fall or not known:
             raise ValueError(
                 f"sent_bytes={sizes} and seconds={times} are no cost; write two or more growing "
-                "sizes and as many times that do not fall, or affine_cost(1e-3, 500e6)."
+                "sizes and as many times that do not fall, all finite, or affine_cost(1e-3, 500e6)."
             )
 
 

@@ -80,6 +80,12 @@ def collectives(program: Program | Sequence[Program], mesh: Mesh) -> list[Collec
         # Conditionals of two programs may have the same name.
         named = lambda row, n: row._replace(branch=tuple(f"{n}:{name}" for name in row.branch))
         return [named(row, n) for n, one in enumerate(program) for row in collectives(one, mesh)]
+    if not isinstance(program, str) and not hasattr(program, "as_text"):
+        raise ValueError(
+            f"got {program!r:.60} where a compiled program belongs; write step.lower(params, "
+            "state, batch).compile(), or step.compile(params, state, batch).programs for the step "
+            "of overlapped_train_step"
+        )
     module = hlo.parse(program if isinstance(program, str) else str(program.as_text()))
     if sorted((module.num_replicas, module.num_partitions)) != [1, mesh.size]:
         raise ValueError(

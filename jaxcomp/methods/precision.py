@@ -152,7 +152,7 @@ def loss_scale(
     Args:
       tx: The whole chain.
       axis_name: Mesh axis of the replicas.
-      initial: The first scale, at least 1.
+      initial: The first scale, from 1 to 2**24.
       growth_steps: Good steps after which it doubles, at least 1.
 
     Returns:
@@ -175,8 +175,10 @@ def loss_scale(
       >>> tx = jaxcomp.loss_scale(tx, "replica")
     """
     name = "loss_scale"
-    require(initial >= 1, name, "at least 1", "initial=2.0**15", initial=initial)
-    require(growth_steps >= 1, name, "at least 1", "growth_steps=2000", growth_steps=growth_steps)
+    in_range = 1 <= initial <= _GREATEST
+    require(in_range, name, "a scale from 1 to 2**24", "initial=2.0**15", initial=initial)
+    grows, needs = {"growth_steps": growth_steps}, "at least 1 and below 2**31"
+    require(1 <= growth_steps < 2**31, name, needs, "growth_steps=2000", **grows)
     tx = with_extra_args(tx, name)
 
     def init_fn(params):

@@ -65,15 +65,23 @@ def add_drifts(params, drifts, axis_name):
             )
         return (param + drift).astype(param.dtype)
 
-    local = to_varying(params, axis_name)
+    local, treedef = jax.tree.flatten(to_varying(params, axis_name))
     for drift in unstack(drifts, axis_name):
+        local = [add(*pair) for pair in zip(by_leaf(drift, params), local, strict=True)]
+    return treedef.unflatten(local)
+
+
+def by_leaf(drift: Any, params: Any) -> list[Any]:
+    """The drift of each parameter, or a `MaskedNode`, which may stand for a whole branch."""
+    repeat = lambda x, branch: [x] * jax.tree.structure(branch).num_leaves
+    try:
+        each = jax.tree.map(repeat, drift, params, is_leaf=is_masked)
+    except ValueError:
         own = jax.tree.leaves(drift, is_leaf=is_masked)
-        leaves, treedef = jax.tree.flatten(local)
-        if len(own) == len(leaves):  # drifts may be wrapped, as in the state of nnx.Optimizer
-            local = treedef.unflatten(map(add, own, leaves))
-        else:
-            local = jax.tree.map(add, drift, local, is_leaf=is_masked)
-    return local
+        if len(own) != jax.tree.structure(params).num_leaves:
+            raise
+        return own  # wrapped, as in the state of nnx.Optimizer
+    return jax.tree.leaves(each, is_leaf=is_masked)
 
 
 def stack(tree: Any, axis_name: str | tuple[str, ...]) -> Any:

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from jaxcomp.exchange import averaging, wire
 from jaxcomp.replicas import fast, protocol
 from jaxcomp.replicas.specs import full_specs, require_axis
-from jaxcomp.replicas.state import add_drifts
+from jaxcomp.replicas.state import add_drifts, by_leaf
 from jaxcomp.replicas.types import names_of, sums_over_shards, to_varying
 from jaxcomp.steps import placing
 from jaxcomp.steps.compiling import jitted
@@ -121,7 +121,7 @@ def mean_params(
       ValueError: If a drift does not have a row per replica, of its parameter's shape.
     """
     leaves, treedef = jax.tree.flatten(params)
-    columns = [_by_leaf(drift, params) for drift in protocol.drifts(state)]
+    columns = [by_leaf(drift, params) for drift in protocol.drifts(state)]
     if not columns:
         return params
     # The drifts of each parameter, rarely more than one.
@@ -129,16 +129,6 @@ def mean_params(
     specs = full_specs(params, mesh, axis_name, param_specs)
     specs = tuple(jax.tree.leaves(specs))
     return treedef.unflatten(_program(mesh, axis_name, fast_axis, specs)(leaves, drifts))
-
-
-def _by_leaf(drift, params):
-    """The drift of each parameter, or a `MaskedNode`, which may stand for a whole branch."""
-    leaves = jax.tree.leaves(drift, is_leaf=protocol.is_masked)
-    if len(leaves) == jax.tree.structure(params).num_leaves:
-        return leaves  # may be wrapped, as in the state of nnx.Optimizer
-    repeat = lambda x, branch: jax.tree.map(lambda _: x, branch)
-    full = jax.tree.map(repeat, drift, params, is_leaf=protocol.is_masked)
-    return jax.tree.leaves(full, is_leaf=protocol.is_masked)
 
 
 @functools.lru_cache(maxsize=16)

@@ -198,6 +198,8 @@ def test_the_table_shows_memory_and_what_is_changed():
         (lambda: Cost((1.0,), (1.0,)), "no cost; write two or more growing sizes"),
         (lambda: Cost((1.0, 2.0), (2.0, 1.0)), "as many times that do not fall"),
         (lambda: Cost((2.0, 1.0), (1.0, 2.0)), "are no cost"),
+        (lambda: Cost((1.0, 2.0), (math.nan, 2.0)), "not fall, all finite"),
+        (lambda: Cost((1.0, 2.0), (-1.0, 2.0)), "are no cost"),
         (lambda: planner.uniform_link(1e9, 0.0, 1), "one replica has nobody to send to"),
         (lambda: chosen(CODES, 1e9, 0.0, compute=-1.0), "compute_seconds=-1.0 is no time"),
         (lambda: planner.plan(CODES, {}, 1.0), "the link has no costs; write uniform_link"),

@@ -337,3 +337,13 @@ def test_exact_leaves_of_several_means_and_of_none():
     )
     assert report.exact_leaves(PARAMS, shapes_of_state(tx, PARAMS)) == ["bias", "block/head"]
     assert report.exact_leaves(PARAMS, shapes_of_state(optax.sgd(0.1), PARAMS)) is None
+
+
+def test_what_is_no_program_is_told():
+    mesh = mesh_of_shape(2)
+    tx = jaxcomp.cocktail_sgd(optax.sgd(0.1), "data")
+    loss_fn = lambda params, batch: jnp.mean(batch @ params)
+    plain = jaxcomp.train_step(loss_fn, tx, mesh, "data").step
+    for wrong in (plain, jaxcomp.overlapped_train_step(loss_fn, tx, mesh, "data").step):
+        with pytest.raises(ValueError, match=r"where a compiled program belongs; .*\.programs"):
+            report.table(wrong, mesh)

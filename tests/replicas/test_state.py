@@ -124,3 +124,16 @@ def test_drifts_of_several_methods_are_all_added():
     specs = Drifting(P("replica"), P())
     local = on(mesh, local, (P(), {"a": specs, "b": specs}), P("replica"))
     np.testing.assert_array_equal(local({"w": jnp.full(1, 10.0)}, state)["w"], [12.0, 14.0])
+
+
+def test_branches_that_are_hidden_from_a_method_move_no_drift_to_other_leaves():
+    mesh, hidden = mesh_of(2), optax.MaskedNode()
+    params = {"a": {"x": jnp.zeros(1), "y": jnp.zeros(1)}, "b": jnp.zeros(1), "empty": {}}
+    drift = {"a": hidden, "b": rows(mesh, np.ones((2, 1), np.float32)), "empty": hidden}
+    state = Drifting(drift, jnp.float32(0))
+    local = lambda p, s: jaxcomp.local_params(p, s, "replica")
+    local = on(mesh, local, (P(), Drifting(P("replica"), P())), P("replica"))(params, state)
+    mean = jaxcomp.mean_params(params, state, mesh, "replica")
+    for found in (local, mean):
+        sums = [float(x.sum()) for x in (found["a"]["x"], found["a"]["y"])]
+        assert sums == [0.0, 0.0] and np.all(np.asarray(found["b"]) == 1)
