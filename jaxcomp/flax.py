@@ -204,7 +204,7 @@ class TrainStateStep:
     ) -> tuple[Any, dict]:
         step, args = self._call(state, batch, rng, extra_args)
         params, opt_state, metrics = step(*args)
-        changed = {self._field: metrics.pop("model_state")} if self._field else {}
+        changed = {self._field: metrics.pop("model_state", None)} if self._field else {}
         new = {"step": state.step + 1, "params": params, "opt_state": opt_state}
         return state.replace(**new, **changed), metrics
 
@@ -271,7 +271,8 @@ def _put(mesh, tree, specs):
 
     def put(x, spec):
         sharding = NamedSharding(mesh, spec)
-        there = isinstance(x, jax.Array) and x.sharding.is_equivalent_to(sharding, x.ndim)
+        known = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
+        there = known and x.sharding.is_equivalent_to(sharding, x.ndim)
         return x if there else jax.device_put(x, sharding)
 
     return jax.tree.map(put, tree, specs)

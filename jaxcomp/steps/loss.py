@@ -73,7 +73,10 @@ def folded(rng: Any, index: Any) -> Any:
 
     def fold(key):
         fold_in = jax.random.fold_in
-        for _ in range(key.ndim - (not jnp.issubdtype(key.dtype, jax.dtypes.prng_key))):
+        axes = jnp.ndim(key) - (not jnp.issubdtype(jnp.result_type(key), jax.dtypes.prng_key))
+        if axes < 0:
+            raise ValueError(f"got rng={key!r:.60}, which is no key; write rng=jax.random.key(0).")
+        for _ in range(axes):
             fold_in = jax.vmap(fold_in, (0, None))
         return fold_in(key, index)
 

@@ -102,3 +102,34 @@ def test_it_fits_as_dense_training_does_and_resumes(method):
     again, _ = trained(saved, 10, first=first)  # the same keys: nothing but the state counts
     for x, y in zip(jax.tree.leaves(state.params), jax.tree.leaves(again.params), strict=True):
         np.testing.assert_array_equal(one_value(x), one_value(y))
+
+
+def linear_state():
+    mesh = jax.make_mesh((REPLICAS,), ("replica",))
+    mean = jaxcomp.compressed_mean(jaxcomp.identity(), "replica")
+    tx = jaxcomp.flax.on_mesh(optax.chain(mean, optax.sgd(1.0)), mesh, "replica")
+    return TrainState.create(apply_fn=None, params={"w": jnp.ones(3)}, tx=tx, batch_stats=None)
+
+
+def linear_loss(params, batch, **given):
+    return jnp.mean(batch @ params["w"])
+
+
+def test_its_shapes_may_be_asked_for_and_its_step_be_traced():
+    shapes = jax.eval_shape(linear_state)
+    assert shapes.params["w"].shape == (3,) and shapes.step.shape == ()
+    step = jax.jit(jaxcomp.flax.train_state_step(linear_loss).__call__)
+    state, _ = step(linear_state(), np.ones((REPLICAS, 3), np.float32))
+    np.testing.assert_array_equal(state.params["w"], np.zeros(3))
+
+
+def test_the_field_of_the_model_state_may_be_empty():
+    step = jaxcomp.flax.train_state_step(linear_loss, model_state="batch_stats")
+    state, _ = step(linear_state(), np.ones((REPLICAS, 3), np.float32))
+    assert state.step == 1 and state.batch_stats is None
+
+
+def test_a_number_in_the_place_of_a_key_is_told():
+    step = jaxcomp.flax.train_state_step(linear_loss)
+    with pytest.raises(ValueError, match=r"got rng=3, which is no key; write rng=jax.random.key"):
+        step(linear_state(), np.ones((REPLICAS, 3), np.float32), rng=3)
