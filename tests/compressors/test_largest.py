@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 from jaxcomp.compressors import largest
@@ -60,7 +60,8 @@ def test_a_row_of_equals_gives_its_first(n):
 
 
 def test_rows_of_one_entry_have_the_type_of_others():
-    mesh = AbstractMesh((2,), ("replica",))  # of no platform: all forms are traced
+    # Of no platform: all forms are traced.
+    mesh = AbstractMesh((2,), ("replica",), axis_types=(AxisType.Auto,))
     rows = {"in_specs": P("replica"), "out_specs": P("replica")}
     find = jax.shard_map(lambda x: largest.find_largest(x, 1).places, mesh=mesh, **rows)
     assert jax.eval_shape(find, jnp.ones((2, 1))).shape == (2, 1)

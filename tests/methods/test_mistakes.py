@@ -65,8 +65,8 @@ MISTAKES = {
         ({"every": ALWAYS, "delay": 1}, "delay=1; needs 1 and 0 with a schedule"),
     ],
     "loss_scale": [
-        ({"initial": 0.5}, "initial=0.5; needs at least 1; write"),
-        ({"growth_steps": 0}, "growth_steps=0; needs at least 1; write"),
+        ({"initial": 0.5}, "initial=0.5; needs a scale from 1 to 2**24; write"),
+        ({"growth_steps": 0}, "growth_steps=0; needs at least 1 and below 2**31; write"),
     ],
     "muon": [({"learning_rate": "fast"}, "muon got learning_rate='fast'")],
     "one_bit_adam": [
