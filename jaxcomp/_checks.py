@@ -1,5 +1,6 @@
 """Checks of arguments: an error says what was got, what is needed, and what to write instead."""
 
+import numbers
 from typing import Any
 
 
@@ -36,10 +37,15 @@ def require_integer(
         return
     needs = f"an integer from 1 to {most}" if most else "a positive integer"
     needs += f", or None for {none}" if none else ""
-    holds = isinstance(got, int) and got >= 1 and not (most and got > most)
+    holds = is_count(got) and not (most and got > most)
     require(holds, call, needs, write, **{argument: got})
+
+
+def is_count(value: Any, least: int = 1) -> bool:
+    """Whether a value is an integer, of Python or of NumPy, of at least `least`."""
+    return isinstance(value, numbers.Integral) and int(value) >= least
 
 
 def is_power_of_two(value: Any) -> bool:
     """Whether a value is one of the integers 1, 2, 4, 8 and so on."""
-    return isinstance(value, int) and value >= 1 and not value & (value - 1)
+    return is_count(value) and not value & (value - 1)

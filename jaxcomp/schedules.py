@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxcomp._checks import is_power_of_two, require
+from jaxcomp._checks import is_count, is_power_of_two, require
 from jaxcomp._printing import Printed, by_name, call
 
 Schedule = Callable[[jax.Array], jax.Array]
@@ -57,8 +57,9 @@ def every(interval: int, steps: int, after: int = 0) -> Schedule:
     Raises:
       ValueError: If `interval` or `steps` is below 1.
     """
-    needs, given = "at least 1 of both", {"interval": interval, "steps": steps}
-    require(interval >= 1 and steps >= 1, "every", needs, "every(4, steps)", **given)
+    needs, given = "at least 1 of both, as integers", {"interval": interval, "steps": steps}
+    holds = is_count(interval) and is_count(steps)  # no count is the last of 12.5 steps
+    require(holds, "every", needs, "every(4, steps)", **given)
     due = lambda count: (count < after) | ((count + 1) % interval == 0) | (count == steps - 1)
     return Printed(due, call(every, interval=interval, steps=steps, after=after))
 
@@ -86,12 +87,12 @@ def growing(kappa: int = 16, until: int | None = None, longest: int | None = Non
       Lu et al., `Maximizing Communication Efficiency for Large-scale Training via 0/1 Adam
       <https://arxiv.org/abs/2202.06009>`_, 2023, Section 4: k_{j+1} - k_j = 2^floor(j / kappa).
     """
-    require(kappa >= 1, "growing", "at least 1", "kappa=16", kappa=kappa)
+    require(is_count(kappa), "growing", "at least 1, as an integer", "kappa=16", kappa=kappa)
     needs, write = "at least 1, or nothing is learned", "the steps of the learning rate's warm-up"
     require(until is None or until >= 1, "growing", needs, write, until=until)
     holds = longest is None or is_power_of_two(longest)
     require(holds, "growing", "a power of two", "longest=16", longest=longest)
-    levels = 30 if longest is None else min(longest.bit_length() - 1, 30)
+    levels = 30 if longest is None else min(int(longest).bit_length() - 1, 30)
 
     def schedule(count):
         number = count + 1
@@ -130,9 +131,10 @@ def halving(
     """
     holds = is_power_of_two(longest)
     require(holds, "halving", "a power of two", "longest=16", longest=longest)
-    require(steps >= 1, "halving", "at least 1", "the steps of the run", steps=steps)
+    write = "the steps of the run"
+    require(is_count(steps), "halving", "at least 1, as an integer", write, steps=steps)
     rate = learning_rate if callable(learning_rate) else optax.constant_schedule(learning_rate)
-    halvings = longest.bit_length() - 1
+    halvings = int(longest).bit_length() - 1
 
     @functools.cache
     def highest():
@@ -169,7 +171,8 @@ def by_rate(learning_rate: float | optax.Schedule, steps: int, every: int) -> Sc
       ValueError: If `every` or `steps` is below 1; when it is used, if the rate is always zero.
     """
     write, given = "by_rate(learning_rate, steps, 32)", {"steps": steps, "every": every}
-    require(every >= 1 and steps >= 1, "by_rate", "at least 1 of both", write, **given)
+    needs, holds = "at least 1 of both, and whole steps", every >= 1 and is_count(steps)
+    require(holds, "by_rate", needs, write, **given)
     rate = learning_rate if callable(learning_rate) else optax.constant_schedule(learning_rate)
 
     @functools.cache
@@ -210,7 +213,8 @@ def plan(sync_at: Schedule, variance_at: Schedule, steps: int) -> Plan:
       ValueError: If there are no steps, or the variance is learned in a step that does not
         synchronize, or not in the first one.
     """
-    require(steps >= 1, "plan", "at least 1", "the steps of the run", steps=steps)
+    needs = "at least 1, as an integer"
+    require(is_count(steps), "plan", needs, "the steps of the run", steps=steps)
     # Evaluated now, even if the transformation is made inside a jitted function.
     with jax.ensure_compile_time_eval():
         count = jnp.arange(steps)

@@ -1,11 +1,14 @@
 """Schedules: which steps, in closed form, and what they add up to."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
+import jaxcomp
 from jaxcomp import schedules
 
 
@@ -163,3 +166,25 @@ def test_by_rate_says_what_it_needs():
         schedules.by_rate(0.1, 100, 0)
     with pytest.raises(ValueError, match="zero in all 10 steps"):
         schedules.by_rate(0.0, 10, 2)(jnp.arange(3))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        functools.partial(schedules.every, 2.5, 100),
+        functools.partial(schedules.every, 4, 62.5),  # without a last step
+        functools.partial(schedules.growing, 2.5),
+        functools.partial(schedules.halving, 0.1, 62.5),
+        functools.partial(schedules.by_rate, 0.1, 62.5, 4),
+    ],
+)
+def test_parts_of_steps_are_refused(make):
+    with pytest.raises(ValueError, match=r"2\.5.*; needs at least 1"):
+        make()
+
+
+def test_integers_may_be_numpys():
+    two, ten = np.int64(2), np.int32(10)
+    assert counts(schedules.every(two, ten), 10) == [2, 4, 6, 8, 10]
+    assert counts(schedules.growing(two, longest=two), 8) == [1, 2, 4, 6, 8]
+    assert jaxcomp.quantize(4, block=np.int64(8)).bits_per_parameter == 6.0

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 from jax import lax
 
-from jaxcomp._checks import require
+from jaxcomp._checks import is_count, require
 from jaxcomp.compressors.base import Compressor
 from jaxcomp.compressors.compose import compose
 from jaxcomp.compressors.policies import path_of
@@ -97,8 +97,8 @@ def demo(
     """
     name = "demo"
     require(0 <= decay <= 1, name, "[0, 1]", "decay=0.999", decay=decay)
-    require(top >= 1, name, "at least 1", "top=32", top=top)
-    require(tile >= 2, name, "at least 2", "tile=64", tile=tile)
+    require(is_count(top), name, "at least 1, as an integer", "top=32", top=top)
+    require(is_count(tile, 2), name, "at least 2, as an integer", "tile=64", tile=tile)
     rate_of = schedule_of(name, learning_rate)
 
     def code_of(block):

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from jaxcomp._checks import require
+from jaxcomp._checks import is_count, require
 from jaxcomp.compressors.base import Key
 from jaxcomp.compressors.packing import fold
 from jaxcomp.exchange import averaging, wire
@@ -100,7 +100,7 @@ def dion(
       no step, and keeps its column of Q.
     """
     name = "dion"
-    require(rank >= 1, name, "at least 1", "rank=16", rank=rank)
+    require(is_count(rank), name, "at least 1, as an integer", "rank=16", rank=rank)
     require(0 <= momentum < 1, name, "[0, 1)", "momentum=0.95", momentum=momentum)
     rate = schedule_of(name, learning_rate)
     if others is None:

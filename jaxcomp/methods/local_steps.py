@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from jaxcomp._checks import require
+from jaxcomp._checks import is_count, require
 from jaxcomp.compressors.base import Compressor
 from jaxcomp.compressors.policies import Policy, path_of
 from jaxcomp.compressors.quantize import quantize
@@ -309,14 +309,16 @@ def require_ranges(name, every, error_decay, fragments, delay, keep) -> None:
         needs, given = "1 and 0 with a schedule", {"fragments": fragments, "delay": delay}
         require(alone, name, needs, "every=16, or neither of them", **given)
     else:
-        require(every >= 1, name, "at least 1", "every=16", every=every)
-        require(0 <= delay <= every, name, "from 0 to `every`", "delay=1", delay=delay)
+        # A count is never a multiple of 12.5, or only of two of them.
+        require(is_count(every), name, "at least 1, as an integer", "every=16", every=every)
+        in_time = is_count(delay, 0) and delay <= every
+        require(in_time, name, "an integer from 0 to `every`", "delay=1", delay=delay)
     feedback = {"error_decay": error_decay}
     decays = error_decay is None or 0 < error_decay <= 1
     require(decays, name, "(0, 1], or None", "error_decay=1.0", **feedback)
     require(0 <= keep < 1, name, "[0, 1)", "keep=0.0", keep=keep)
-    some = callable(fragments) or fragments >= 1
-    require(some, name, "at least 1", "fragments=1", fragments=fragments)
+    some = callable(fragments) or is_count(fragments)
+    require(some, name, "at least 1, as an integer", "fragments=1", fragments=fragments)
 
 
 class Fragments(NamedTuple):

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxcomp._checks import require
 from jaxcomp.methods import low_rank
 from jaxcomp.methods.common import schedule_of
 from jaxcomp.replicas.kinds import leaf_kinds
@@ -51,6 +52,7 @@ def muon(
       K. Jordan et al., `Muon <https://kellerjordan.github.io/posts/muon>`_, 2024; J. Liu et al.,
       `Muon is Scalable for LLM Training <https://arxiv.org/abs/2502.16982>`_, 2025, equation 4.
     """
+    require(0 <= momentum < 1, "muon", "[0, 1)", "momentum=0.95", momentum=momentum)
     rate = schedule_of("muon", learning_rate)
     matrices = optax.contrib.muon(
         rate,

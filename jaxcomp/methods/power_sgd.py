@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from jaxcomp._checks import require
+from jaxcomp._checks import is_count, require
 from jaxcomp.compressors.base import Key
 from jaxcomp.compressors.packing import fold
 from jaxcomp.exchange import averaging, wire
@@ -89,7 +89,7 @@ def power_sgd(
       use, by Cholesky QR; the paper always cuts behind the first axis.
     """
     name = "power_sgd"
-    require(isinstance(rank, int) and rank >= 1, name, "at least 1", "rank=4", rank=rank)
+    require(is_count(rank), name, "at least 1, as an integer", "rank=4", rank=rank)
     require(warmup_steps >= 0, name, "at least 0", "warmup_steps=100", warmup_steps=warmup_steps)
     require(least > 0, name, "more than 0", "least=2.0", least=least)
     known = sides in ("alternating", "both")

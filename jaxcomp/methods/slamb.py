@@ -11,7 +11,7 @@ import optax
 from jax import lax
 
 from jaxcomp import schedules
-from jaxcomp._checks import require
+from jaxcomp._checks import is_count, require
 from jaxcomp.compressors.base import Compressor
 from jaxcomp.compressors.policies import Policy, policy_of
 from jaxcomp.compressors.sparse import random_k
@@ -248,8 +248,8 @@ def _check(density, sync_every, rescaling, compressor):
     write = "compressor=compose(random_k(0.1), ...) without density, or density alone"
     require(None in both.values(), name, "one of them", write, **both)
     require(0 <= b3 <= 1, name, "[0, 1]", "Rescaling(b3=0.99)", b3=b3)
-    every = callable(sync_every) or sync_every >= 1
-    require(every, name, "at least 1", "sync_every=100", sync_every=sync_every)
+    every = callable(sync_every) or is_count(sync_every)
+    require(every, name, "at least 1, as an integer", "sync_every=100", sync_every=sync_every)
     forms = ("quadratic", "linear", "masked")
     require(form in forms, name, "a known form", " or ".join(forms), form=form)
     least, greatest = rescaling.trust_bounds

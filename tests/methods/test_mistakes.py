@@ -45,10 +45,12 @@ MISTAKES = {
     "cocktail_sgd": [
         ({"warmup_steps": -1}, "warmup_steps=-1"),
         ({"sync_every": 0}, "sync_every=0"),
+        ({"sync_every": 2.5}, "sync_every=2.5; needs integers"),
     ],
     "demo": [
         ({"decay": 1.5}, "decay=1.5; needs [0, 1]"),
         ({"top": 0}, "top=0; needs at least 1"),
+        ({"top": 2.5}, "top=2.5; needs at least 1, as an integer"),
         ({"tile": 1}, "tile=1; needs at least 2"),
     ],
     "dion": [
@@ -56,9 +58,11 @@ MISTAKES = {
         ({"rank": 2, "momentum": 1.0}, "momentum=1.0; needs [0, 1"),
     ],
     "local_steps": [
-        ({"every": 0}, "every=0; needs at least 1; write every=16"),
+        ({"every": 0}, "every=0; needs at least 1, as an integer; write every=16"),
+        ({"every": 12.5}, "every=12.5; needs at least 1, as an integer"),  # they would never meet
+        ({"every": "16"}, "every='16'; needs at least 1, as an integer"),
         ({"error_decay": 1.5}, "error_decay=1.5; needs (0, 1], or None"),
-        ({"delay": 3}, "delay=3; needs from 0 to `every`"),
+        ({"delay": 3}, "delay=3; needs an integer from 0 to `every`"),
         ({"keep": 1.0}, "keep=1.0; needs [0, 1)"),
         ({"fragments": 0}, "fragments=0; needs at least 1"),
         ({"code": None, "delay": 1}, "code=None; needs no feedback, delay or frag"),
@@ -68,7 +72,10 @@ MISTAKES = {
         ({"initial": 0.5}, "initial=0.5; needs a scale from 1 to 2**24; write"),
         ({"growth_steps": 0}, "growth_steps=0; needs at least 1 and below 2**31; write"),
     ],
-    "muon": [({"learning_rate": "fast"}, "muon got learning_rate='fast'")],
+    "muon": [
+        ({"learning_rate": "fast"}, "muon got learning_rate='fast'"),
+        ({"learning_rate": 1e-2, "momentum": 1.5}, "muon got momentum=1.5; needs [0, 1)"),
+    ],
     "one_bit_adam": [
         (deviations(weigh_steps=False), "weigh_steps=False to zero_one_adam alone"),
         ({"eps": 0.0}, "eps=0.0"),
@@ -94,6 +101,7 @@ MISTAKES = {
         ({"b1": 1.0}, "slamb got b1=1.0"),
         ({"density": 0.3}, "1 / density to be an integer"),
         ({"sync_every": 0}, "sync_every=0"),
+        ({"sync_every": 12.5}, "sync_every=12.5; needs at least 1, as an integer"),
         ({"density": 0.25, "compressor": DRAWN}, "density=0.25, compressor="),
         ({"rescaling": jaxcomp.Rescaling(b3=1.5)}, "b3=1.5"),
         ({"rescaling": jaxcomp.Rescaling("cubic")}, "form='cubic'"),
