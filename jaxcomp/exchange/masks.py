@@ -1,5 +1,6 @@
 """Means over the replicas at the entries of a mask, which they share without sending it."""
 
+import collections
 from typing import Any, NamedTuple
 
 import jax
@@ -40,7 +41,9 @@ class Mask(NamedTuple):
 
 
 def masks_of(tree: Any, policy: Policy, exact_numel: int, axis_name: str) -> dict[str, Mask | None]:
-    """The masks of all leaves by path; None for leaves that are exchanged whole.
+    """The masks of all leaves by name; None for leaves that are exchanged whole.
+
+    A name is the path, and a number where two leaves have the same: `{"a/b": x, "a": {"b": y}}`.
 
     Args:
       tree: Floating leaves. Each layer of a stack has a mask like that of a leaf of its own.
@@ -64,7 +67,10 @@ def masks_of(tree: Any, policy: Policy, exact_numel: int, axis_name: str) -> dic
         return made and made._replace(is_stack=is_stack(key_path))
 
     keyed = jax.tree.leaves_with_path(tree)
-    return {path_of(key_path): mask(key_path, leaf) for key_path, leaf in keyed}
+    paths = [path_of(key_path) for key_path, _ in keyed]
+    found = collections.Counter(paths)
+    names = [f"{path} {i}" if found[path] > 1 else path for i, path in enumerate(paths)]
+    return {name: mask(*pair) for name, pair in zip(names, keyed, strict=True)}
 
 
 def is_whole(leaf: Any, exact_numel: int, axis_name: str) -> bool:

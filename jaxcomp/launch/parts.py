@@ -72,8 +72,9 @@ def belongs_to(name: Name | None, token: str, digest: str) -> bool:
 
 
 def path_of(key_path: Any) -> str:
-    """A leaf's path, such as `params/mlp/kernel`."""
-    return jax.tree_util.keystr(key_path, simple=True, separator="/")
+    """A leaf's path, such as `params/mlp/kernel`; no two leaves of a tree have the same."""
+    names = (jax.tree_util.keystr((key,), simple=True) for key in key_path)
+    return "/".join(name.replace("/", "\\/") for name in names)
 
 
 def digest(path: Path) -> str:

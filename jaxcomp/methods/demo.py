@@ -15,7 +15,6 @@ from jax import lax
 from jaxcomp._checks import is_count, require
 from jaxcomp.compressors.base import Compressor
 from jaxcomp.compressors.compose import compose
-from jaxcomp.compressors.policies import path_of
 from jaxcomp.compressors.sparse import top_k
 from jaxcomp.exchange import averaging, wire
 from jaxcomp.methods import moments
@@ -116,25 +115,24 @@ def demo(
         rate = jnp.asarray(rate_of(state.count), jnp.float32)
         moved = lambda m, g: decay * m + rate * g.astype(m.dtype)
         momentum = jax.tree.map(moved, state.residual, updates)
-        keyed, treedef = jax.tree_util.tree_flatten_with_path(momentum)
-        tiles = [_tiles(leaf, _sides(leaf, tile)) for _, leaf in keyed]
+        leaves, treedef = jax.tree.flatten(momentum)
+        tiles = [_tiles(leaf, _sides(leaf, tile)) for leaf in leaves]
         there = [_turned(x, backwards=False) for x in tiles]
-        codes = {
-            path_of(path): (code_of(math.prod(x.shape[1:])), x, leaf.size)
-            for (path, leaf), x in zip(keyed, tiles, strict=True)
-        }
-        codes = _cheapest(codes, num_replicas(axis_name))
-        policy = lambda path, leaf: codes[path]
-        transport = wire.transport_of(mean(policy, seed=seed), axis_name)
+        rows = [
+            (code_of(math.prod(x.shape[1:])), x, leaf.size)
+            for leaf, x in zip(leaves, tiles, strict=True)
+        ]
+        codes = _cheapest(rows, num_replicas(axis_name))
+        by_number = lambda path, leaf: codes[int(path)]  # two leaves may have one path
+        transport = wire.transport_of(mean(by_number, seed=seed), axis_name)
         bad = not_finite(updates, axis_name) > 0
-        flat = treedef.unflatten([x.reshape(-1) for x in there])
+        flat = [x.reshape(-1) for x in there]
         got = averaging.average(transport, flat, state.count, "", bad=bad)
 
         def back(tree):
-            rows = zip(jax.tree.leaves(tree), there, keyed, strict=True)
             return treedef.unflatten(
                 _whole(_turned(x.reshape(like.shape), backwards=True), leaf.shape)
-                for x, like, (_, leaf) in rows
+                for x, like, leaf in zip(tree, there, leaves, strict=True)
             )
 
         def change(param, common):
@@ -155,22 +153,21 @@ def _cheapest(rows, replicas):
     """The code of each leaf: float32 for those that cost more, if all together would.
 
     Args:
-      rows: For each path its code, its tiles `[count, *sides]`, and the leaf's size.
+      rows: For each leaf its code, its tiles `[count, *sides]`, and its size.
       replicas: How many replicas exchange.
     """
     # In units of an all-reduce's bits: it sends 2 (R - 1) / R of them, a gather R - 1.
-    cost = {}
-    for path, (code, tiles, numel) in rows.items():
+    cost = []
+    for code, tiles, numel in rows:
         # A bucket is padded, which may make one tile more of it.
         padded = tiles.size + math.prod(tiles.shape[1:])
         coded = replicas / 2 * (code.bits_per_parameter * padded / 32)
-        cost[path] = numel if code == averaging.EXACT else coded
-    numels = {path: numel for path, (_, _, numel) in rows.items()}
-    codes = {path: code for path, (code, _, _) in rows.items()}
-    if sum(cost.values()) > sum(numels.values()):
-        dear = [path for path in codes if cost[path] > numels[path]]
-        codes |= dict.fromkeys(dear, averaging.EXACT)
-    return codes
+        cost.append(numel if code == averaging.EXACT else coded)
+    codes, numels = [row[0] for row in rows], [row[2] for row in rows]
+    if sum(cost) <= sum(numels):
+        return codes
+    priced = zip(codes, cost, numels, strict=True)
+    return [averaging.EXACT if dear > numel else code for code, dear, numel in priced]
 
 
 def _sides(leaf, tile):

@@ -122,7 +122,8 @@ def require_axis(mesh: Any, axis_name: str) -> None:
         )
     if axis_name not in mesh.axis_names:
         raise ValueError(
-            f"the mesh has no axis {axis_name!r}; its axes are {tuple(mesh.axis_names)}."
+            f"the mesh has no axis {axis_name!r}; its axes are {tuple(mesh.axis_names)}. Replicas "
+            "are along one: write its name, such as 'replica'."
         )
 
 

@@ -146,6 +146,12 @@ def test_a_piece_that_is_missing_is_named(saved):
         parts.assembled(shapes(tree), lacking)
 
 
+def test_keys_with_a_slash_are_no_path_of_two_keys():
+    tree = everywhere(mesh_of(2), {"a": {"b": np.float32([1, 2])}, "a/b": np.float32([3, 4])})
+    held = [pair for each in parts.cut(tree, 0).values() for pair in each]
+    assert same(tree, parts.assembled(shapes(tree), held))
+
+
 def test_a_full_disk_leaves_nothing_of_a_part(tmp_path, monkeypatch):
     def full(self, target):
         raise OSError(28, "No space left on device")

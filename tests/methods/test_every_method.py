@@ -15,6 +15,7 @@ import jaxcomp
 from jaxcomp import report
 from jaxcomp.replicas import protocol
 from jaxcomp.replicas.resize import reset_residuals
+from tests.helpers import replicas
 from tests.helpers.every_method import METHODS
 from tests.helpers.replicas import everywhere, mesh_of, one_value, rows
 
@@ -269,3 +270,19 @@ def test_wide_gradients_of_narrow_parameters_change_no_type_of_a_state(method):
         params, after, _ = jax.eval_shape(step, narrow, state, batch_of(0))
         assert forms(params) == forms(narrow) and forms(after) == forms(state)
         assert kept is None or any(x.dtype == jnp.bfloat16 for x in jax.tree.leaves(state))
+
+
+@pytest.mark.parametrize("method", ["demo", "slamb"])
+def test_two_leaves_may_have_one_path(method):
+    tx = {
+        "demo": jaxcomp.demo(1e-2, "replica", top=1, tile=4),
+        "slamb": jaxcomp.slamb(1e-2, "replica", sync_every=1, exact_numel=1),
+    }[method]
+    shapes = {"a": (6, 3), "b": (8, 8)}
+    params = replicas.random_tree(0, shapes=shapes)
+    grads = replicas.random_tree(1, 2, shapes=shapes)
+    alike = lambda tree: {"a": {"b": tree["a"]}, "a/b": tree["b"]}
+    wanted, found = replicas.Run(tx, params, 2), replicas.Run(tx, alike(params), 2)
+    wanted.step(grads)
+    found.step(alike(grads))
+    same(found.params, alike(wanted.params))

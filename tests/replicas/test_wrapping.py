@@ -35,6 +35,19 @@ def test_what_is_no_axis(name):
         init(jaxcomp.slamb(1e-3, name))
 
 
+def test_two_axes_of_a_mesh_are_no_axis_of_replicas():
+    with pytest.raises(ValueError, match="Replicas are along one: write its name"):
+        jaxcomp.train_step(loss_fn, TX, mesh_of(1, 2), ("replica", "fsdp"))
+
+
+def test_a_method_whose_parameters_are_flattened():
+    tx = optax.flatten(jaxcomp.cocktail_sgd(optax.sgd(0.1), "replica"))
+    init, step = jaxcomp.train_step(loss_fn, tx, mesh_of(2), "replica")
+    state = jax.eval_shape(init, PARAMS)
+    with pytest.raises(ValueError, match="of a tree.* leave out optax.flatten"):
+        jax.eval_shape(step, PARAMS, state, jnp.zeros(2))
+
+
 @pytest.mark.parametrize(
     ("make", "of"),
     [
