@@ -73,7 +73,7 @@ mutations: $(VENV)/test.installed
 	$(BIN)/python tests/mutations.py
 
 $(VENV)/bin/python:
-	python=$$(sh .ci/python $(PYTHON)) && $$python -m venv $(VENV)
+	python=$$(sh .ci/python $(PYTHON)) && "$$python" -m venv $(VENV)
 
 $(VENV)/train.installed: pyproject.toml requirements.txt | $(VENV)/bin/python
 	$(BIN)/python -m pip install -q -c requirements.txt -e '.[train]'

@@ -1,7 +1,10 @@
-"""The files for GitHub: what they say agrees with the project's own."""
+"""The Makefile, and the files for GitHub: what they say agrees with the project's own."""
 
+import os
 import pathlib
 import re
+import shutil
+import subprocess
 import tomllib
 
 import yaml
@@ -33,6 +36,20 @@ def test_the_workflow_tests_both_pairs_by_targets_that_exist():
     assert set(re.findall(r'python_version [<>=]+ "(.*)"', pins)) == {pythons[1]}
     commands = [job["steps"][-1]["run"] for job in jobs.values()]
     assert commands == ["make test PYTHON=python${{ matrix.python }}", "make docs"]
+
+
+def test_make_takes_an_interpreter_whose_path_has_a_space(tmp_path):
+    folder, ci = tmp_path / "a b", tmp_path / "checkout" / ".ci"
+    for made in (folder, ci):
+        made.mkdir(parents=True)
+    fake = '#!/bin/sh\nif test "$1" = -c; then echo "$0"; else touch made_with_"$2"; fi\n'
+    (folder / "python3").write_text(fake)
+    (folder / "python3").chmod(0o755)
+    shutil.copy(ROOT / ".ci" / "python", ci)
+    env = os.environ | {"PATH": f"{folder}:{os.environ['PATH']}"}
+    command = ["make", "-f", ROOT / "Makefile", ".venv/bin/python"]
+    subprocess.run(command, cwd=ci.parent, env=env, check=True)
+    assert (ci.parent / "made_with_venv").exists()
 
 
 def test_hooks_run_what_make_format_runs():

@@ -250,6 +250,7 @@ class _Run:
         rate = schedule(config.optimizer, config.steps)(max(0, done.step - done.skipped - 1))
         return {
             "step": done.step,
+            "examples": done.examples,
             "loss": sum(done.losses) / len(done.losses) if done.losses else None,
             "learning_rate": rate,
             "sent_bytes": done.sent_bytes,

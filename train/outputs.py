@@ -121,9 +121,10 @@ def step_seconds(rows: Rows) -> float:
 def _time(batch: int, rows: Rows) -> str:
     # Of the rows that are there: the user may have removed earlier ones.
     steps, seconds = rows[-1]["step"] - rows[0]["step"], step_seconds(rows)
+    seen = lambda row: row.get("examples", row["step"] * batch)  # of older rows
     if not seconds:
         return ""
-    rate = steps * batch / seconds
+    rate = (seen(rows[-1]) - seen(rows[0])) / seconds
     shown = f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
     each = f"{steps:,} steps of {duration(seconds / steps)}"
     return f"{duration(seconds)} in {each}, {shown} examples/s"

@@ -120,12 +120,15 @@ def say(text: str) -> None:
 def show(text: str) -> None:
     """Prints a result to stdout, unless that is a pipe that nobody reads any more, as of `head`.
 
+    A character that stdout's encoding lacks is shown by its code: the result has cost its time.
+
     Raises:
       OSError: If it is a file on a full disk.
     """
     with contextlib.suppress(BrokenPipeError):
         try:
-            print(text, flush=True)
+            known = getattr(sys.stdout, "encoding", None) or "utf-8"
+            print(text.encode(known, "backslashreplace").decode(known), flush=True)
         finally:
             _give_up_unwritten(sys.stdout)
 

@@ -17,7 +17,7 @@ STOPS = {
 }
 """The signals that ask a run to save and end, and who sends them; for docs/many_hosts.md."""
 
-_ORDERS = ("SIGINT", "SIGTERM")  # which a person in a hurry repeats; the others are warnings
+ORDERS = ("SIGINT", "SIGTERM")  # which a person in a hurry repeats; the others are warnings
 _SECOND = b"""\
 already stopping: the run saves and ends; a third Ctrl-C or SIGTERM ends it at once, unsaved
 """
@@ -31,7 +31,7 @@ def to_catch() -> list[signal.Signals]:
 def ignored() -> list[signal.Signals]:
     """The warnings of `STOPS` that this process ignores, for example SIGHUP under nohup."""
     is_ignored = lambda number: signal.getsignal(number) is signal.SIG_IGN
-    return [number for number in _here() if number.name not in _ORDERS and is_ignored(number)]
+    return [number for number in _here() if number.name not in ORDERS and is_ignored(number)]
 
 
 def _here() -> list[signal.Signals]:
@@ -55,9 +55,9 @@ def stop_signals() -> Iterator[Callable[[], str]]:
 
     def handle(number, frame):
         arrived.append(signal.Signals(number).name)
-        if arrived[-1] not in _ORDERS:
+        if arrived[-1] not in ORDERS:
             return
-        orders = sum(name in _ORDERS for name in arrived)
+        orders = sum(name in ORDERS for name in arrived)
         if orders == 2:
             # The program may be inside a print, which is not reentrant.
             with contextlib.suppress(OSError):  # a log on a full disk

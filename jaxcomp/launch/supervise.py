@@ -175,7 +175,7 @@ def _signals() -> Iterator[list[str]]:
 def _wait(members: list[Member], names: list[str], grace: float, hurry: bool, wanted, show) -> End:
     failed: list[int] = []  # numbers of processes, in the order of their failures
     deadline = float("inf")
-    passed, asked = 0, False
+    passed, asked, at_once = 0, False, False
     while running := [member for member in members if member.popen.poll() is None]:
         new = names[passed:]
         passed += len(new)
@@ -186,15 +186,17 @@ def _wait(members: list[Member], names: list[str], grace: float, hurry: bool, wa
         failed += _failed(members, failed)
         if failed:
             deadline = min(deadline, time.monotonic() + grace)
+        if at_once := sum(f"SIG{name}" in signals.ORDERS for name in names) > 2:
+            deadline = min(deadline, time.monotonic() + PATIENCE)  # for those that end themselves
         if time.monotonic() > deadline or (hurry and not names and _lost(members, failed)):
             break
         show()
         time.sleep(0.05)
     failed += _failed(members, failed)
-    _end(running, ("KILL",) if hurry and not names else ("TERM", "KILL"))
+    _end(running, ("KILL",) if at_once or (hurry and not names) else ("TERM", "KILL"))
     show()
     if not failed:
-        return End(Exit.DONE, signalled=bool(names))
+        return End(Exit.INTERRUPTED if running else Exit.DONE, signalled=bool(names))
     alone = _alone(members, failed)
     return End(_report(members, [*alone, *failed][0]), _lost(members, failed), bool(names))
 

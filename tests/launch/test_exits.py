@@ -169,6 +169,18 @@ def test_a_program_that_cannot_tell_its_end_keeps_its_status(out, err, last, sta
         os.close(stream)
 
 
+@pytest.mark.parametrize(
+    ("encoding", "shown"), [("ascii", b"\\xe9\\udcff\n"), ("utf-8", b"\xc3\xa9\\udcff\n")]
+)
+def test_a_result_is_shown_on_terminals_that_lack_its_characters(encoding, shown):
+    program = "from jaxcomp.launch.exits import show; show('\xe9\udcff')"
+    env = environment(PYTHONIOENCODING=encoding)
+    done = subprocess.run(
+        [sys.executable, "-c", ascii(program)[1:-1]], cwd=ROOT, env=env, capture_output=True
+    )
+    assert done.stdout == shown
+
+
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
 def test_a_program_whose_caller_has_closed_its_streams_runs(closed, tmp_path):
     program = (

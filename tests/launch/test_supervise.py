@@ -134,6 +134,17 @@ def test_a_signal_while_processes_start_reaches_those_that_start_later(tmp_path,
         assert (tmp_path / f"process_{number}.log").read_text().endswith("here\nINT\n")
 
 
+@pytest.mark.parametrize(("orders", "status"), [(2, 0), (3, 130)])
+def test_a_third_order_ends_processes_that_ignore_all(
+    tmp_path, signal_before, monkeypatch, orders, status
+):
+    monkeypatch.setattr(supervise, "PATIENCE", 0.2)
+    for number in range(orders):
+        signal_before(number, signal.SIGINT)
+    found = supervise.supervise([member("time.sleep(2)")] * 3, tmp_path, 10.0)
+    assert found == supervise.End(status, signalled=True)
+
+
 @pytest.fixture
 def launcher(tmp_path):
     """A launcher of two members in a process of its own, when both are there."""

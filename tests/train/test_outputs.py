@@ -59,6 +59,11 @@ def test_the_time_of_a_step_is_that_of_the_rows_that_are_left(said):
     assert said(ROWS[1:])[1] == "  time        2.5 s in 10 steps of 0.25 s, 32 examples/s"
 
 
+def test_the_rate_counts_examples_of_batches_of_other_sizes(said):
+    rows = [row | {"examples": seen} for row, seen in zip(ROWS, (0, 20, 100), strict=True)]
+    assert said(rows)[1].endswith("13.3 examples/s")
+
+
 def test_a_dense_run_sends_what_a_dense_one_does(said):
     assert said(dense=1e5)[2] == "  sent        2 MB by each replica, 100% of dense float32, 2 MB"
     assert said(dense=5e4)[2] == "  sent        2 MB by each replica, 200% of dense float32, 1 MB"

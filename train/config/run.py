@@ -27,9 +27,6 @@ from train.models.vit import ViTConfig
 AXIS_NAME = "replica"
 """Name of the mesh axis of the replicas, which every compressed message crosses."""
 
-_SLIPS = (SyntaxError, TypeError, NameError, AttributeError, ImportError, LookupError)
-"""The errors that mistakes in a config file raise."""
-
 
 @dataclasses.dataclass(frozen=True)
 class Config:
@@ -206,9 +203,10 @@ def load(path: str, args: Sequence[str] = ()) -> Config:
     try:
         spec.loader.exec_module(module)
         default = module.get_config() if hasattr(module, "get_config") else None
-    except _SLIPS as error:
+    except Exception as error:  # of any kind: the file is a user's program
         where = f"{path!r}{_line_in(spec.origin, error)}"
-        raise ValueError(f"{where}: {type(error).__name__}: {error}.") from error
+        known = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        raise ValueError(f"{where}: {known}{str(error).rstrip('.')}.") from error
     if not isinstance(default, Config):
         raise ValueError(
             f"{path!r} has no get_config() that returns a train.config.Config; "

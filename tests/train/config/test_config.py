@@ -279,6 +279,9 @@ def test_what_is_no_transformation_or_number_is_named(text, message):
         ("return Config(stepz=3)", r"line 3: TypeError: .*'stepz'"),
         ("return Config(", r"line \d: SyntaxError: "),
         ("return missing", r"line 3: NameError: name 'missing'"),
+        ("return 1 / 0", r"line 3: ZeroDivisionError: division by zero\.$"),
+        ("return int('1e3')", r"line 3: invalid literal .*'1e3'\.$"),
+        ("return open('/no/file')", r"line 3: FileNotFoundError: .*'/no/file'\.$"),
         (
             "return dataclasses.replace(Optimizer('adam(0.1)', 0.1), stepz=3)",
             r"line 3: .*'stepz'",
