@@ -27,7 +27,6 @@ steps = 300
 jax.config.update("jax_platforms", "cpu")  # one GPU is one device; the CPU can be four
 devices.start(replicas=4)  # before anything runs
 plt.rcParams.update(plots.STYLE)
-runs_dir = tempfile.mkdtemp()
 
 # %% [markdown]
 # ## A folder
@@ -44,7 +43,8 @@ folder = ""
 
 # %%
 if not folder:
-    folder, words = f"{runs_dir}/small", f"{runs_dir}/words"
+    made = tempfile.mkdtemp()
+    folder, words = f"{made}/small", f"{made}/words"
     library = sorted(pathlib.Path(sysconfig.get_path("stdlib")).glob("*.py"))
     tokenizer = tokenizers.ByteLevelBPETokenizer()
     tokenizer.train(list(map(str, library)), vocab_size=1024, show_progress=False)
@@ -52,7 +52,7 @@ if not folder:
     tokenizer.save(f"{words}/tokenizer.json")
     small = Config(
         name="small",
-        runs_dir=f"{runs_dir}/before",
+        runs_dir=f"{made}/before",
         steps=2 * steps,
         optimizer=Optimizer(
             update="chain(compressed_mean(quantize(4), axis_name), adam(learning_rate))",
@@ -90,7 +90,7 @@ updates = {
     "dense Adam": "chain(compressed_mean(identity(), axis_name), adam(learning_rate))",
     "CocktailSGD": "cocktail_sgd(adam(learning_rate), axis_name)",
 }
-runs = {}
+runs, runs_dir = {}, tempfile.mkdtemp()  # another folder each time this cell runs
 for name, update in updates.items():
     config = Config(
         name=name,
@@ -127,7 +127,7 @@ plt.show()
 # loads the new folder. The likeliest text before and after, from a model of this size:
 
 # %%
-tuned = f"{runs_dir}/tuned"
+tuned = tempfile.mkdtemp()  # an empty folder, also if this cell runs again
 export(pathlib.Path(runs_dir, "CocktailSGD"), pathlib.Path(tuned), "float32", None)
 for path in (folder, tuned):
     print(repr(generated(pathlib.Path(path), ["static int"], 12)[0]))

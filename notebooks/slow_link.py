@@ -58,12 +58,13 @@ updates = {
     "dense Adam": "chain(compressed_mean(identity(), axis_name), adam(learning_rate))",
     "CocktailSGD": "cocktail_sgd(adam(learning_rate), axis_name)",
 }
-runs = {}
+runs, folder = {}, tempfile.mkdtemp()  # another folder each time this cell runs
 for name, update in updates.items():
     optimizer = dataclasses.replace(python.optimizer, update=update)
     config = dataclasses.replace(
         python,
         name=name,
+        runs_dir=folder,
         steps=steps,
         start_from=f"{python.runs_dir}/{python.name}",
         optimizer=optimizer,

@@ -160,6 +160,14 @@ def test_cells_are_cut_at_their_marks():
     ]
 
 
+@pytest.mark.parametrize("name", pair.names())
+def test_a_cell_that_writes_runs_has_a_new_folder_each_time(name):
+    # A second run of the same name would go on from the first one's end, whatever was changed.
+    for cell in pair.cells((pair.FOLDER / f"{name}.py").read_text()):
+        if re.search(r"\b(run|export)\(", cell.source) and cell.cell_type == "code":
+            assert "tempfile.mkdtemp()" in cell.source
+
+
 def test_a_file_without_cells_is_refused():
     with pytest.raises(ValueError, match="a notebook begins with '# %%'"):
         pair.cells("import jax\n# %%\n")

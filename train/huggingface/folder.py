@@ -17,6 +17,7 @@ import jax
 import numpy as np
 
 from train import checks
+from train.data.tokenizer import load_tokenizer
 from train.huggingface import safetensors, settings, weights
 from train.models import lora
 from train.models.decoder import DecoderConfig
@@ -100,13 +101,22 @@ def save(
     params = lora.merged(params, config.lora_scale)
     config = dataclasses.replace(config, lora=0)
     if like is None:
-        written = settings.settings_of(config)
+        written = settings.settings_of(config) | _ends_of(tokenizer)
     else:
         kind, there = settings.read(like)
         settings.require_same(config, there, str(like))
         written = checks.json_object(pathlib.Path(like, "config.json")) | {"model_type": kind}
     arrays = _theirs(written["model_type"], config, params, np.dtype(dtype))
     write(folder, arrays, written, np.dtype(dtype), like if tokenizer is None else tokenizer)
+
+
+def _ends_of(tokenizer: str | pathlib.Path | None) -> dict[str, int | None]:
+    """The tokens around a text. Where config.json names none, transformers has its own."""
+    begin, end = (), ()
+    if tokenizer is not None:
+        made = load_tokenizer(tokenizer)
+        begin, end = made.begin, made.end
+    return {"bos_token_id": next(iter(begin), None), "eos_token_id": next(iter(end), None)}
 
 
 def write(

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from tests.helpers import faults
+from tests.helpers import faults, tokens
 from tests.train.huggingface.test_folder import GOLDEN, loaded
 from train import export, loop, resume
 from train.checkpoints import mean, store
@@ -230,13 +230,22 @@ def test_a_folder_that_another_program_makes_meanwhile_is_not_touched(tmp_path, 
 
 
 def test_the_tokenizer_of_a_run_from_nothing_goes_along(tmp_path, small):
-    (tmp_path / "words").mkdir()
-    (tmp_path / "words" / "tokenizer.json").write_text("{}")
-    words = {"data": {"tokenizer": str(tmp_path / "words")}}
+    there = tokens.folder(tmp_path / "words", begin="<s>")
+    words = {"data": {"tokenizer": str(there)}}
     folder.save(tmp_path / "to", *small, tokenizer=export.tokenizer_of(words))
-    assert (tmp_path / "to" / "tokenizer.json").read_text() == "{}"
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (tmp_path / "to" / name).read_text() == (there / name).read_text()
     assert export.tokenizer_of({"data": {"tokenizer": str(tmp_path / "gone")}}) is None
     assert export.tokenizer_of({"data": {}}) is None
+
+
+@pytest.mark.parametrize(("has_tokenizer", "ends"), [(True, [0, 1]), (False, [None, None])])
+def test_a_run_from_nothing_names_its_first_and_last_token(tmp_path, small, has_tokenizer, ends):
+    # Without them transformers takes those of the first models of the kind: 50256, or for Llama 2.
+    words = tokens.folder(tmp_path / "words", begin="<s>") if has_tokenizer else None
+    folder.save(tmp_path / "to", *small, tokenizer=words)
+    written = json.loads((tmp_path / "to" / "config.json").read_text())
+    assert [written["bos_token_id"], written["eos_token_id"]] == ends
 
 
 def test_a_folder_that_is_gone_is_told(tmp_path, capsys):
