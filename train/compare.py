@@ -28,7 +28,7 @@ def compare(
     Returns:
       The table: method, last validation loss (nats per byte), bytes that one replica sends per
       step, their share of a ring all-reduce in float16 and in float32, steps per second here; and
-      with a rate how long a step takes there, below it which run is the fastest.
+      with a rate how long a step takes there, below it which of several runs is the fastest.
 
     Raises:
       ValueError: If a folder has no evaluated run.
@@ -50,7 +50,8 @@ def compare(
         return "\n".join(aligned([_HEAD, *(line[:-1] for line in lines)], numbers=range(1, 6)))
     link = f"{link_rate / 1e6:,.4g} Mbit/s"
     table = aligned([(*_HEAD, f"step at {link}"), *lines], numbers=range(1, 7))
-    return "\n".join([*table, "", _finding(there, link)])
+    finding = ["", _finding(there, link)] if len(folders) > 1 else []
+    return "\n".join([*table, *finding])
 
 
 def _finding(seconds: dict[str, float], link: str) -> str:

@@ -109,6 +109,11 @@ def test_a_run_without_a_step_is_neither_faster_nor_slower(tmp_path, capsys):
         assert finding.startswith(found)
 
 
+def test_a_run_alone_is_no_reason_not_to_compress(tmp_path, capsys):
+    compare.main([str(make_run(tmp_path / "few", [5.5], 750.0)), "--link-rate", "1e6"])
+    assert len(capsys.readouterr().out.splitlines()) == 3  # head, run, picture
+
+
 @pytest.mark.parametrize("rate", ["0", "nan", "inf", "-1", "fast"])
 def test_a_rate_that_is_none_is_refused(rate, capsys):
     with pytest.raises(SystemExit) as stop:

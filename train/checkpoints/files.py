@@ -162,10 +162,9 @@ def _examined(directory: Path, step: int | None, item: str) -> tuple[list[int], 
         saved = steps(directory)
         chosen = max(saved, default=None) if step is None else step
         if chosen not in saved:
-            raise ValueError(
-                f"no checkpoint{'' if step is None else f' of step {step}'} in {directory}, only "
-                f"of steps {saved}. Name one of these, or another directory"
-            )
+            which = "" if step is None else f" of step {step}"
+            there = f", only of steps {saved}. Name one of these, or" if saved else ". Name"
+            raise ValueError(f"no checkpoint{which} in {directory}{there} another directory")
         damage = _damage(directory / str(chosen), item)
         # A running run removes its older checkpoints, perhaps while this one is read.
         if damage is None or chosen == (latest(directory) if step is None else step):

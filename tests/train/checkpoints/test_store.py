@@ -402,9 +402,13 @@ def test_a_checkpoint_of_another_model_is_refused_before_loading(tmp_path, mesh_
 
 def test_what_cannot_be_saved_or_found_is_told_at_once(tmp_path, mesh_of):
     for step, text in ((None, "no checkpoint in"), (5, "no checkpoint of step 5")):
-        with pytest.raises(ValueError, match=rf"{text} .*only of steps \[\]"):
+        with pytest.raises(ValueError, match=rf"{text} .*\. Name another directory$"):
             restore(tmp_path, {}, step)
     save_steps(tmp_path, mesh_of(2), [5, 8])
+    with pytest.raises(
+        ValueError, match=r"step 6 .*only of steps \[5, 8\]\. Name one of these, or"
+    ):
+        restore(tmp_path, {}, 6)
     checkpoints = open_checkpoints(tmp_path)
     for step in (5, 6, 8):
         with pytest.raises(ValueError, match=rf"cannot save step {step}: .* steps \[.*8\]"):
