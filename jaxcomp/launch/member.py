@@ -5,6 +5,7 @@ any other runs below it.
 """
 
 import argparse
+import importlib.util
 import os
 import runpy
 import signal
@@ -71,6 +72,8 @@ def run(command: Sequence[str], own: place.Place) -> None:
     while is_python and rest[:1] == ["-u"]:  # as this process is
         rest.pop(0)
     if is_python and rest[:1] == ["-m"] and len(rest) > 1:
+        if importlib.util.find_spec(rest[1].partition(".")[0]) is None:
+            raise ValueError(f"there is no module {rest[1]!r} in {os.getcwd()}, nor installed.")
         _in_this_process(rest[1:], own, lambda name: runpy.run_module(name, None, "__main__", True))
     elif is_python and rest and not rest[0].startswith("-"):
         if not os.path.exists(rest[0]):

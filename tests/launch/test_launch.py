@@ -99,6 +99,7 @@ def test_a_wrong_command_gets_one_message(args, message, no_scheduler, monkeypat
         ("--local 2 --steps 3 -- python a.py", "its arguments come after PROGRAM"),
         ("--local 2 --min-replicas 1 -- python a.py", "--min-replicas needs --restarts"),
         ("--single -- python nowhere.py", "there is no program 'nowhere.py' in"),
+        ("--single -- python -m nowhere.x", "there is no module 'nowhere.x' in .*, nor installed"),
         ("--single -- ./nowhere", "'./nowhere' cannot be started: No such file"),
     ],
 )
