@@ -33,7 +33,7 @@ DROPPED = {
     "train_micro_batch_size_per_gpu": "data.batch is that of all replicas together",
     "wall_clock_breakdown": "every row of metrics.jsonl has step_seconds",
     "warmup_min_lr": "the warm-up begins at 0",
-    "warmup_type": "the warm-up is linear",
+    "warmup_type": "the warm-up is linear, and DeepSpeed's is logarithmic unless told otherwise",
     "zero_allow_untrusted_optimizer": "there is no ZeRO to allow it for",
 }
 
@@ -187,6 +187,10 @@ def _schedule(scheduler: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]
             "Leave it out, and write optimizer.schedule by hand."
         )
     decays = {"schedule": "linear", "final_fraction": 0.0}
+    if kind == "WarmupDecayLR":  # whose default replaces the optimizer's rate
+        params.setdefault("warmup_max_lr", 1e-3)
+    if params.setdefault("warmup_type", "log") == "linear":
+        del params["warmup_type"]  # nothing to note
     rate = {"rate": _number(params, "warmup_max_lr", 1e-3)} if "warmup_max_lr" in params else {}
     form = decays if kind == "WarmupDecayLR" else {"schedule": "constant"}
     return {"warmup_steps": _whole(params, "warmup_num_steps", 1000), **form, **rate}, params
