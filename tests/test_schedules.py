@@ -183,6 +183,13 @@ def test_parts_of_steps_are_refused(make):
         make()
 
 
+@pytest.mark.parametrize("rate", [float("nan"), None, "1e-3"])
+def test_a_rate_that_is_no_number_is_refused(rate):
+    for make in (schedules.halving, functools.partial(schedules.by_rate, every=4)):
+        with pytest.raises(ValueError, match="a finite number or a schedule"):
+            make(rate, 100)
+
+
 def test_integers_may_be_numpys():
     two, ten = np.int64(2), np.int32(10)
     assert counts(schedules.every(two, ten), 10) == [2, 4, 6, 8, 10]

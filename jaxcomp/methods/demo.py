@@ -18,7 +18,7 @@ from jaxcomp.compressors.compose import compose
 from jaxcomp.compressors.sparse import top_k
 from jaxcomp.exchange import averaging, wire
 from jaxcomp.methods import moments
-from jaxcomp.methods.common import method, schedule_of
+from jaxcomp.methods.common import method, require_static, schedule_of
 from jaxcomp.replicas.finite import not_finite, poisoned, unless
 from jaxcomp.replicas.protocol import MethodState
 from jaxcomp.replicas.types import num_replicas, to_varying
@@ -95,6 +95,7 @@ def demo(
       code but the first, tiles whose size does not divide 1,310,720 are shifted.
     """
     name = "demo"
+    require_static(name, decay=decay, top=top, tile=tile, weight_decay=weight_decay)
     require(0 <= decay <= 1, name, "[0, 1]", "decay=0.999", decay=decay)
     require(is_count(top), name, "at least 1, as an integer", "top=32", top=top)
     require(is_count(tile, 2), name, "at least 2, as an integer", "tile=64", tile=tile)

@@ -16,7 +16,7 @@ from jaxcomp.compressors.base import Key
 from jaxcomp.compressors.packing import fold
 from jaxcomp.exchange import averaging, wire
 from jaxcomp.methods import low_rank, moments
-from jaxcomp.methods.common import counted, method, no_rounds, schedule_of
+from jaxcomp.methods.common import counted, method, no_rounds, require_static, schedule_of
 from jaxcomp.replicas.finite import not_finite, poisoned, unless
 from jaxcomp.replicas.kinds import kind_of
 from jaxcomp.replicas.layers import common_value, in_batches, layer_by_layer
@@ -100,6 +100,7 @@ def dion(
       no step, and keeps its column of Q.
     """
     name = "dion"
+    require_static(name, rank=rank, momentum=momentum, weight_decay=weight_decay, eps=eps)
     require(is_count(rank), name, "at least 1, as an integer", "rank=16", rank=rank)
     require(0 <= momentum < 1, name, "[0, 1)", "momentum=0.95", momentum=momentum)
     rate = schedule_of(name, learning_rate)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numbers
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -52,7 +54,9 @@ def muon(
       K. Jordan et al., `Muon <https://kellerjordan.github.io/posts/muon>`_, 2024; J. Liu et al.,
       `Muon is Scalable for LLM Training <https://arxiv.org/abs/2502.16982>`_, 2025, equation 4.
     """
-    require(0 <= momentum < 1, "muon", "[0, 1)", "momentum=0.95", momentum=momentum)
+    # optax.inject_hyperparams makes an array of it.
+    holds = not isinstance(momentum, numbers.Real) or 0 <= momentum < 1
+    require(holds, "muon", "[0, 1)", "momentum=0.95", momentum=momentum)
     rate = schedule_of("muon", learning_rate)
     matrices = optax.contrib.muon(
         rate,

@@ -124,10 +124,13 @@ def zero_one_adam(
       variance is used at once; decay is decoupled; an interval whose rates sum to zero keeps its
       momenta.
     """
+    name, given = "zero_one_adam", {"sync_at": sync_at, "variance_at": variance_at}
+    adam = moments.adam(name, learning_rate, b1, b2, eps, weight_decay, mask, deviations)
+    are_schedules = callable(sync_at) and (variance_at is None or callable(variance_at))
+    write = "sync_at=jaxcomp.schedules.every(4, steps)"
+    require(are_schedules, name, "schedules", write, **given)
     if variance_at is None:
         variance_at = schedules.both(schedules.growing(), sync_at)
-    name = "zero_one_adam"
-    adam = moments.adam(name, learning_rate, b1, b2, eps, weight_decay, mask, deviations)
     require(warmup_steps >= 0, name, "at least 0", "warmup_steps=0", warmup_steps=warmup_steps)
     require_compressor(f"{name} for warmup_compressor", warmup_compressor)
     code = signs_by_row if compressor is None else compressor

@@ -1,5 +1,7 @@
 """Methods inside and beside optax's own combinators: masks of decay, groups, rates, wrappers."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -143,6 +145,9 @@ def test_a_learning_rate_is_injected_by_a_function_of_it_alone():
         tx = optax.inject_hyperparams(getattr(jaxcomp, name))(1e-3, "replica")
         with pytest.raises(ValueError, match=f"{name} got arrays for b1, b2.*write optax.inject_"):
             train(tx)
+    for make, static in ((jaxcomp.demo, "mean"), (functools.partial(jaxcomp.dion, rank=2), ())):
+        with pytest.raises(ValueError, match="got arrays for .*write optax.inject_"):
+            train(optax.inject_hyperparams(make, static_args=static)(1e-3, "replica"))
 
 
 def test_what_a_mask_hides_from_the_mean_is_refused():

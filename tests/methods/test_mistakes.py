@@ -112,6 +112,7 @@ MISTAKES = {
         (deviations(variance_floor=1.0), "variance_floor=1.0"),
         ({"warmup_steps": -1}, "warmup_steps=-1"),
         ({"warmup_compressor": ALWAYS}, "for warmup_comp"),
+        ({"sync_at": 4}, "sync_at=4, variance_at=None; needs schedules"),
     ],
 }
 
