@@ -173,16 +173,18 @@ def _gathered(transport, pieces, params, count):
 
 def _plan_of(transport, tree):
     """The buckets of one replica's pieces; a policy sees the whole leaves."""
-    keyed = jax.tree_util.tree_leaves_with_path(tree)
-    leaves = {path_of(key_path): leaf for key_path, leaf in keyed}
+    keyed, treedef = jax.tree_util.tree_flatten_with_path(tree)
     policy = policy_of(transport.code)
-    chosen = {path: policy(path, leaf) for path, leaf in leaves.items()}
+    pieces = [rows[0] for rows in jax.tree.leaves(_rows(tree, transport.axis_name))]
+    # By piece, not by path: two leaves may have one.
+    pairs = zip(pieces, keyed, strict=True)
+    chosen = {id(piece): policy(path_of(key_path), leaf) for piece, (key_path, leaf) in pairs}
     numel = transport.bucket_numel
     if numel is not None:
         numel = max(1, numel // num_replicas(transport.axis_name))
-    pieces = jax.tree.map(lambda rows: rows[0], _rows(tree, transport.axis_name))
-    piece_transport = transport._replace(code=lambda path, _: chosen[path], bucket_numel=numel)
-    return averaging.plan_of(piece_transport, pieces)
+    code = lambda _, piece: chosen[id(piece)]
+    piece_transport = transport._replace(code=code, bucket_numel=numel)
+    return averaging.plan_of(piece_transport, treedef.unflatten(pieces))
 
 
 def _rows(tree, axis_name):

@@ -272,10 +272,13 @@ def test_wide_gradients_of_narrow_parameters_change_no_type_of_a_state(method):
         assert kept is None or any(x.dtype == jnp.bfloat16 for x in jax.tree.leaves(state))
 
 
-@pytest.mark.parametrize("method", ["demo", "slamb"])
+@pytest.mark.parametrize("method", ["demo", "sharded_optimizer", "slamb"])
 def test_two_leaves_may_have_one_path(method):
     tx = {
         "demo": jaxcomp.demo(1e-2, "replica", top=1, tile=4),
+        "sharded_optimizer": jaxcomp.sharded_optimizer(
+            optax.sgd(1.0), "replica", exact=lambda path, leaf: leaf.shape == (6, 3)
+        ),
         "slamb": jaxcomp.slamb(1e-2, "replica", sync_every=1, exact_numel=1),
     }[method]
     shapes = {"a": (6, 3), "b": (8, 8)}
