@@ -1,7 +1,12 @@
 """Checks of arguments: an error says what was got, what is needed, and what to write instead."""
 
+from __future__ import annotations
+
+import math
 import numbers
 from typing import Any
+
+import optax
 
 
 def require(holds: bool, call: str, needs: str, write: str, **got: Any) -> None:
@@ -49,3 +54,14 @@ def is_count(value: Any, least: int = 1) -> bool:
 def is_power_of_two(value: Any) -> bool:
     """Whether a value is one of the integers 1, 2, 4, 8 and so on."""
     return is_count(value) and not value & (value - 1)
+
+
+def schedule_of(name: str, learning_rate: Any) -> optax.Schedule:
+    """The learning rate as a schedule; a ValueError for text, NaN and infinities."""
+    if callable(learning_rate):
+        return learning_rate
+    number = not isinstance(learning_rate, str | None)
+    known = number and isinstance(learning_rate, int | float)
+    finite = number and (not known or math.isfinite(learning_rate))
+    require(finite, name, "a finite number or a schedule", "1e-3", learning_rate=learning_rate)
+    return optax.constant_schedule(learning_rate)

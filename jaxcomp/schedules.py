@@ -15,9 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxcomp._checks import is_count, is_power_of_two, require
+from jaxcomp._checks import is_count, is_power_of_two, require, schedule_of
 from jaxcomp._printing import Printed, by_name, call
-from jaxcomp.methods import common
 
 Schedule = Callable[[jax.Array], jax.Array]
 
@@ -134,7 +133,7 @@ def halving(
     require(holds, "halving", "a power of two", "longest=16", longest=longest)
     write = "the steps of the run"
     require(is_count(steps), "halving", "at least 1, as an integer", write, steps=steps)
-    rate = common.schedule_of("halving", learning_rate)
+    rate = schedule_of("halving", learning_rate)
     halvings = int(longest).bit_length() - 1
 
     @functools.cache
@@ -174,7 +173,7 @@ def by_rate(learning_rate: float | optax.Schedule, steps: int, every: int) -> Sc
     write, given = "by_rate(learning_rate, steps, 32)", {"steps": steps, "every": every}
     needs, holds = "at least 1 of both, and whole steps", every >= 1 and is_count(steps)
     require(holds, "by_rate", needs, write, **given)
-    rate = common.schedule_of("by_rate", learning_rate)
+    rate = schedule_of("by_rate", learning_rate)
 
     @functools.cache
     def table():

@@ -1,6 +1,5 @@
 """What all methods share: making a transformation from two functions, and checks."""
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -8,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxcomp._checks import require
 from jaxcomp.replicas.layers import common_values
 from jaxcomp.replicas.protocol import require_registered
 from jaxcomp.replicas.types import require_varying
@@ -49,17 +47,6 @@ def method(
         return update_fn(updates, state, params, **extra_args)
 
     return optax.GradientTransformationExtraArgs(started, checked)
-
-
-def schedule_of(name: str, learning_rate: Any) -> optax.Schedule:
-    """The learning rate as a schedule; a ValueError for text, NaN and infinities."""
-    if callable(learning_rate):
-        return learning_rate
-    number = not isinstance(learning_rate, str | None)
-    known = number and isinstance(learning_rate, int | float)
-    finite = number and (not known or math.isfinite(learning_rate))
-    require(finite, name, "a finite number or a schedule", "1e-3", learning_rate=learning_rate)
-    return optax.constant_schedule(learning_rate)
 
 
 def require_static(name: str, **got: Any) -> None:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from jaxcomp._checks import require
+from jaxcomp._checks import require, schedule_of
 from jaxcomp.methods import common
 from jaxcomp.methods.common import require_static
 from jaxcomp.replicas.finite import not_finite
@@ -157,7 +157,7 @@ def adam(
         write,
         step_bound=step_bound,
     )
-    rate = common.schedule_of(name, learning_rate)
+    rate = schedule_of(name, learning_rate)
     rate_of = lambda count: jnp.asarray(rate(count), jnp.float32)
     return Adam(rate_of, b1, b2, eps, weight_decay, mask, deviations)
 

@@ -8,9 +8,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxcomp._checks import require
+from jaxcomp._checks import require, schedule_of
 from jaxcomp.methods import low_rank
-from jaxcomp.methods.common import schedule_of
 from jaxcomp.replicas.kinds import leaf_kinds
 from jaxcomp.replicas.layers import in_batches, is_stack, layer_by_layer
 
