@@ -138,9 +138,8 @@ def power_sgd(
         shapes = shapes_of(updates)
         dense, left, right, both = _forms(send, shapes, Key(state.count, jnp.uint32(seed)))
         forms = [dense, left, right] if sides == "alternating" else [dense, both, both]
+        # The parts depend on the count alone: `train` plans them on another tree.
         is_warm, is_left = state.count < warmup_steps, state.count % 2 == 0
-        if not any(shapes):  # then all steps are as in the warm-up, and count as such
-            forms, is_warm = [dense], jnp.bool(True)
         form = jnp.where(is_warm, 0, jnp.where(is_left, 1, 2))
         mean, new, failed = lax.switch(form, forms, leaves, *columns)
         skip = failed | (not_finite(mean) > 0)

@@ -126,9 +126,9 @@ ROWS = {
     ),
     "power_sgd, nothing to factor": Row(
         jaxcomp.power_sgd(2, "replica", warmup_steps=1),
-        {"warmup": RING * 4 * (512 + 6)},
-        3,
-        {"all": 3, "warmup": 3},
+        dict.fromkeys(("warmup", "left_factor", "right_factor"), RING * 4 * (512 + 6)),
+        5,
+        {"all": 5, "warmup": 1, "left_factor": 2, "right_factor": 2},
         {"bias": (512,), "small": (2, 3)},
         padding=24,
     ),

@@ -39,8 +39,11 @@ def zero_one_adam():
         lambda: optax.chain(
             jaxcomp.cocktail_sgd(optax.sgd(1e-2), AXIS, warmup_steps=3, sync_every=4)
         ),
+        lambda: jaxcomp.power_sgd(1, AXIS, warmup_steps=5),
+        lambda: jaxcomp.dion(1e-2, AXIS, rank=2),
+        lambda: jaxcomp.diloco(optax.sgd(1e-2), AXIS, every=4),
     ],
-    ids=["zero_one_adam", "one_bit_adam", "one_bit_lamb", "slamb", "cocktail_sgd"],
+    ids="zero_one_adam one_bit_adam one_bit_lamb slamb cocktail_sgd power_sgd dion diloco".split(),
 )
 def test_the_plan_is_what_the_run_then_counts(make):
     mesh = mesh_of(2)
