@@ -57,14 +57,13 @@ def add_drifts(params, drifts, axis_name):
     def add(drift, param):
         if is_masked(drift):
             return param
-        shape = getattr(param, "shape", None)  # optax.flatten makes one vector of a whole tree
-        if drift.shape != shape:
-            of = "a tree" if shape is None else f"shape {shape}"
+        if drift.shape != param.shape:
             raise ValueError(
-                f"a drift of shape {drift.shape} belongs to a parameter of {of}: the state lacks a "
-                "row per replica, or the parameters are not those of the method. Write "
-                "jaxcomp.per_replica around the whole transformation, once, and nothing around it; "
-                "leave out optax.flatten, since all leaves are sent in few messages anyway."
+                f"a drift of shape {drift.shape} belongs to a parameter of shape {param.shape}: "
+                "the state lacks a row per replica, or the parameters are not those of the method. "
+                "Write jaxcomp.per_replica around the whole transformation, once, and nothing "
+                "around it; leave out optax.flatten, which makes one vector of all leaves, since "
+                "they are sent in few messages anyway."
             )
         return (param + drift).astype(param.dtype)
 
