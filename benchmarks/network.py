@@ -184,31 +184,31 @@ def remove_stale() -> None:
 
 def _make(prefix: str, num_hosts: int) -> Network:
     bridge = f"{prefix}bridge"
-    _add(bridge)
+    _run(["ip", "netns", "add", bridge])
     # A bridge that snoops on multicast joins a group itself, and tells every host.
     quiet = ["type", "bridge", "mcast_snooping", "0"]
     _run(["ip", "-n", bridge, "link", "add", "bridge0", *quiet])
-    _run(["ip", "-n", bridge, "link", "set", "bridge0", "up"])
+    _up(bridge, "bridge0")
     hosts = []
     for number in range(1, num_hosts + 1):
         host = Host(f"{prefix}{number}", f"10.0.0.{number}", f"port{number}")
-        _add(host.namespace)
+        _run(["ip", "netns", "add", host.namespace])
         ends = [host.port, "type", "veth", "peer", "name", INTERFACE, "netns", host.namespace]
         _run(["ip", "-n", bridge, "link", "add", *ends])
-        _run(["ip", "-n", bridge, "link", "set", host.port, "master", "bridge0", "up"])
+        _run(["ip", "-n", bridge, "link", "set", host.port, "master", "bridge0"])
+        _up(bridge, host.port)
         _run(["ip", "-n", host.namespace, "address", "add", f"{host.address}/24", "dev", INTERFACE])
-        _run(["ip", "-n", host.namespace, "link", "set", INTERFACE, "up"])
+        _up(host.namespace, INTERFACE)
         _run(["ip", "-n", host.namespace, "link", "set", "lo", "up"])
         hosts.append(host)
     return Network(bridge, tuple(hosts))
 
 
-def _add(namespace: str) -> None:
-    _run(["ip", "netns", "add", namespace])
-    # IPv6 looks for neighbours and routers unasked, which the counters would include.
-    setting = "/proc/sys/net/ipv6/conf/default/disable_ipv6"
-    script = f"[ ! -e {setting} ] || echo 1 > {setting}"
-    _run(["ip", "netns", "exec", namespace, "sh", "-c", script])
+def _up(namespace: str, interface: str) -> None:
+    # With an IPv6 address it looks for neighbours and routers, which the counters would include.
+    # First, since in one command `ip` brings the interface up before it looks at the address.
+    _run(["ip", "-n", namespace, "link", "set", interface, "addrgenmode", "none"])
+    _run(["ip", "-n", namespace, "link", "set", interface, "up"])
 
 
 def _remove(names) -> None:

@@ -176,12 +176,9 @@ def _repeated(row: Any, like: Any) -> Any:
     row = row if row.dtype == like.dtype else row.astype(like.dtype)
     sharding = _sharding(like)
     if sharding is None:
-        is_key = jnp.issubdtype(row.dtype, jax.dtypes.prng_key)  # which NumPy cannot hold
-        return (
-            jnp.broadcast_to(row, like.shape)
-            if is_key
-            else np.broadcast_to(_whole(row), like.shape)
-        )
+        if jnp.issubdtype(row.dtype, jax.dtypes.prng_key):  # which NumPy cannot hold
+            return jnp.broadcast_to(row, like.shape)
+        return np.broadcast_to(_whole(row), like.shape)
     row = _put(row, _row_sharding(sharding))
     return jax.jit(jnp.broadcast_to, static_argnums=1, out_shardings=sharding)(row, like.shape)
 
