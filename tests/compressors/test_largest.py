@@ -71,7 +71,7 @@ def test_rows_of_one_entry_have_the_type_of_others():
 def test_every_search_finds_the_values_that_are_marked(shape, dtype):
     x, n = rows_of(shape, dtype), shape[1]
     bits = lambda values: np.asarray(values).view(f"u{values.dtype.itemsize}")
-    for k in {1, -(-n // 5), n}:
+    for k in {1, -(-n // 5)}:  # all of a row are marked above
         for form in (largest.counted_first, largest.sorted_together, largest.find_largest):
             got, marked = jax.jit(form, static_argnums=1)(x, k), expected(x, k)
             np.testing.assert_array_equal(got.marked, marked)

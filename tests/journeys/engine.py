@@ -28,6 +28,9 @@ _BLOCK = re.compile(r"^```(\S*)[^\n]*\n(.*?)^```$|(?<=\n\n)((?: {4}[^\n]*\n)+)",
 _TRAINS = re.compile(r"\bpython -m train(?:\.launch)? (?!.*--(?:report|plan|help)\b)")
 _QUANTITY = re.compile(r"(?:\d[\d.,]*(?:e[+-]?\d+)?(?: (?:h|min|s|ms|[kMG]?B)\b)? ?)+")
 
+# Of tests/conftest.py: XLA takes half of its time.
+_QUICKLY = ("JAX_DISABLE_MOST_OPTIMIZATIONS", "XLA_FLAGS")
+
 # What ssh does, on this machine: what follows options and host, in a shell without our variables.
 _SSH = """#!/bin/sh
 while [ "$1" = -o ]; do shift 2; done
@@ -107,7 +110,9 @@ def asked(command: str) -> tuple[str, int] | None:
     return name, int(steps)
 
 
-def perform(folder: pathlib.Path, command: str, harm: Harm | None = None) -> str:
+def perform(
+    folder: pathlib.Path, command: str, harm: Harm | None = None, quickly: bool = True
+) -> str:
     """Types a command in a copy of the checkout, and checks its status; what it says.
 
     A run has few steps, one batch to evaluate on, and one layer if it is a nano run. It goes on by
@@ -115,7 +120,8 @@ def perform(folder: pathlib.Path, command: str, harm: Harm | None = None) -> str
     typed twice, for 0 and 1.
     """
     if not (run_of := asked(command)):
-        return typed(folder, re.sub(r"^make demo\b", "make demo STEPS=4", command))
+        command = re.sub(r"^make demo\b", "make demo STEPS=4", command)
+        return typed(folder, command, quickly=quickly)
     name, _ = run_of
     run = folder / "runs" / name
     start = files.latest(run / "checkpoints") or 0
@@ -126,7 +132,8 @@ def perform(folder: pathlib.Path, command: str, harm: Harm | None = None) -> str
     one_line = re.sub(r"(\bconfigs/\w+\.py)", rf"\1 {short}", command)
     if "$i" in one_line:
         one_line = f"i=1; {one_line} & i=0; {one_line} && wait $!"
-    said = typed(folder, one_line, harm and functools.partial(harm, step=lambda: told(run)))
+    harm = harm and functools.partial(harm, step=lambda: told(run))
+    said = typed(folder, one_line, harm, quickly=quickly)
     done = [row["step"] for row in metrics.read(run / "metrics.jsonl")]
     assert done == sorted(set(done)), done
     if not re.search(r"stopped at step \d+; run the same command to go on", said):
@@ -135,9 +142,20 @@ def perform(folder: pathlib.Path, command: str, harm: Harm | None = None) -> str
     return said
 
 
-def typed(folder: pathlib.Path, command: str, harm=None, ends: int = 0, seconds=900.0) -> str:
-    """Runs a command in bash, without our variables, until it ends with a status; what it says."""
-    kept = {name: os.environ[name] for name in ("HOME", "LANG", "TMPDIR") if name in os.environ}
+def typed(
+    folder: pathlib.Path,
+    command: str,
+    harm: Callable[[subprocess.Popen], None] | None = None,
+    ends: int = 0,
+    seconds: float = 900.0,
+    quickly: bool = True,
+) -> str:
+    """Runs a command in bash, without our variables, until it ends with a status; what it says.
+
+    Programs are compiled `quickly`, as those of other tests, or as for a reader.
+    """
+    names = ("HOME", "LANG", "TMPDIR", *_QUICKLY * quickly)
+    kept = {name: os.environ[name] for name in names if name in os.environ}
     path = f"{folder / '.venv' / 'bin'}:{os.environ['PATH']}"
     # pip reads the second as: do not isolate.
     offline = {"PIP_NO_INDEX": "1", "PIP_NO_BUILD_ISOLATION": "0"}

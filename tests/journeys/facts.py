@@ -22,6 +22,7 @@ class Page(NamedTuple):
     instead: dict[str, str] = {}  # placeholder -> what a reader writes
     harm: dict[str, engine.Harm] = {}  # comment or last words of a command -> what happens to it
     environ: dict[str, str] = {}  # last words of a command -> variables of the hosts
+    quickly: bool = True  # whether its programs are compiled as those of tests
 
 
 # Of this process alone: two of them may type commands with one port.
@@ -82,7 +83,7 @@ _EACH = {
 _STOPPED = "Ctrl-C or SIGTERM saves and ends"
 
 PAGES = {
-    "README.md": Page((hosts,)),
+    "README.md": Page((hosts,), quickly=False),
     "docs/quick_start.md": Page((page_inputs.text,), {"FOLDER": "text"}),
     "docs/checkpoints.md": Page(
         (hosts,), _CONFIG, {_STOPPED: engine.ctrl_c, "--emergency-every 5": engine.kill_one}

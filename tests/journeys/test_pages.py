@@ -24,5 +24,7 @@ def test_the_commands_of_a_page_do_what_it_says(name, checkout):
             x for end, x in of.items() if facts.is_named(command, end)
         ]
         text = facts.written(name, command.text)
-        said = engine.perform(checkout, " ".join([*find(page.environ), text]), *find(page.harm))
+        (harm,) = find(page.harm) or [None]
+        text = " ".join([*find(page.environ), text])
+        said = engine.perform(checkout, text, harm, page.quickly)
         engine.require_shown(command.shown, said)
