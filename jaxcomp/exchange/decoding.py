@@ -31,8 +31,8 @@ def decoder(compressor: Compressor, shared: Key, numel: int, dtype: Any) -> Deco
     return decode
 
 
-def rows(messages: jax.Array, decode: Decode) -> jax.Array:
-    """What messages, one a row, decode to, one after the other in one array."""
+def rows(messages: Any, decode: Callable[[Any], jax.Array]) -> jax.Array:
+    """What messages, or parts of them, decode to: one a row, one after the other in one array."""
     same = lambda rows: rows
     decoded = jax.vmap(decode)(messages)
     return by_platform(decoded, cpu=same, gpu=same, default=_written).reshape(-1)

@@ -307,8 +307,8 @@ def gather(chunk, compressor: Compressor, shared: Key, axis_name: str):
       owners, and this replica's own, of a type that varies.
     """
     messages, message = alone(_gather(chunk, compressor, shared, axis_name))
-    full = decode_all(messages, compressor, shared, chunk.size, chunk.dtype)
-    return full, decoding.decoder(compressor, shared, chunk.size, chunk.dtype)(message)
+    decode = decoding.decoder(compressor, shared, chunk.size, chunk.dtype)
+    return decoding.rows(messages, decode), decode(message)
 
 
 def _gather(chunk, compressor, shared, axis_name):
@@ -321,11 +321,6 @@ def encode_own(chunk, compressor: Compressor, shared: Key, axis_name: str | tupl
     """An owner's message: the first half of `gather`, with owners over all axes."""
     private = fold(_private(shared, axis_name), lax.axis_size(axis_name))
     return _encode(compressor, chunk, shared, private)
-
-
-def decode_all(messages, compressor: Compressor, shared: Key, numel: int, dtype):
-    """Decodes the owners' messages, one a row: the second half of `gather`."""
-    return decoding.rows(messages, decoding.decoder(compressor, shared, numel, dtype))
 
 
 def _private(shared: Key, axis_name: str | tuple[str, ...]) -> Key:

@@ -17,7 +17,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxcomp.compressors.base import Compressor, Key, Payload
 from jaxcomp.compressors.packing import fold
-from jaxcomp.exchange import wire
+from jaxcomp.exchange import decoding, wire
+from jaxcomp.exchange.messages import payload_like, payload_of
 from jaxcomp.replicas.shards import Shard, cut, natural, numel_of, without_padding
 from jaxcomp.replicas.types import num_replicas, to_varying
 
@@ -158,13 +159,16 @@ def _token(after, count):
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _received(bundle: _Bundle, shards, messages, keys: list[Key], counters) -> list[jax.Array]:
     """The parameters of a layer, differentiable with respect to the shards."""
-    parts, numel = tuple(zip(bundle.weights, bundle.sizes, strict=True)), sum(bundle.sizes)
+    code = _fused(bundle.weights, bundle.sizes)
+    like = payload_like(code, sum(bundle.sizes), bundle.wide)
+    payloads = jax.vmap(lambda message: payload_of(message, like).data)(messages)
     weights = []
+    # Each by itself, in its own dtype, so that no array holds all of them.
     for index, (shape, size, dtype) in enumerate(
         zip(bundle.shapes, bundle.sizes, bundle.computed, strict=True)
     ):
-        code = piece_of(index, *parts)
-        flat = wire.decode_all(messages, code, keys[0], numel, bundle.wide).astype(dtype)
+        decode = _part_decoder(bundle.weights[index], size, _part_key(keys[0], index))
+        flat = decoding.rows(payloads[index], decode).astype(bundle.wide).astype(dtype)
         # Equal by type until here, then varying, so that JAX sums no gradient in float32.
         rows = to_varying(flat, bundle.axes).reshape(-1, size)
         weights.append(natural(rows, shape))
@@ -257,7 +261,7 @@ def fused(*parts: tuple[Compressor, int]) -> Compressor:
 
     def decode(payload, shared):
         pieces = [
-            code.decode(Payload(data, size), _part_key(shared, index))
+            _part_decoder(code, size, _part_key(shared, index))(data)
             for index, (code, size, data) in enumerate(zip(codes, sizes, payload.data, strict=True))
         ]
         return jnp.concatenate(pieces)
@@ -274,18 +278,9 @@ def fused(*parts: tuple[Compressor, int]) -> Compressor:
     )
 
 
-def piece_of(index: int, *parts: tuple[Compressor, int]) -> Compressor:
-    """The code that `fused` makes from these parts, but it decodes only one of them.
-
-    So each part gets its own dtype, and no array holds all of them.
-    """
-    whole = fused(*parts)
-    code, size = parts[index]
-
-    def decode(payload, shared):
-        return code.decode(Payload(payload.data[index], size), _part_key(shared, index))
-
-    return dataclasses.replace(whole, name=f"piece_of({index}, {whole.name})", decode=decode)
+def _part_decoder(code, size, key):
+    """What decodes the data of one part of what `fused` encodes."""
+    return lambda data: code.decode(Payload(data, size), key)
 
 
 def _part_key(shared, index):
