@@ -60,8 +60,13 @@ def schedule_of(name: str, learning_rate: Any) -> optax.Schedule:
     """The learning rate as a schedule; a ValueError for text, NaN and infinities."""
     if callable(learning_rate):
         return learning_rate
-    number = not isinstance(learning_rate, str | None)
-    known = number and isinstance(learning_rate, int | float)
-    finite = number and (not known or math.isfinite(learning_rate))
+    finite = is_finite(learning_rate)
     require(finite, name, "a finite number or a schedule", "1e-3", learning_rate=learning_rate)
     return optax.constant_schedule(learning_rate)
+
+
+def is_finite(value: Any) -> bool:
+    """Whether a value is a finite number, or an array, whose entries are not known yet."""
+    if isinstance(value, numbers.Real):
+        return math.isfinite(value)
+    return not isinstance(value, str | None)

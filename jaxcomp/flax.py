@@ -10,10 +10,12 @@ from typing import Any, NamedTuple
 
 import jax
 import optax
-from flax import nnx
+from flax import nnx, serialization
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxcomp.replicas.compact import Compact
+from jaxcomp.replicas.shards import Shard
 from jaxcomp.replicas.state import per_replica
 from jaxcomp.steps.loss import folded
 from jaxcomp.steps.train import TrainStep
@@ -276,3 +278,16 @@ def _put(mesh, tree, specs):
         return x if there else jax.device_put(x, sharding)
 
     return jax.tree.map(put, tree, specs)
+
+
+def _saved(node):
+    return {str(i): x for i, x in enumerate(jax.tree.leaves(node))}
+
+
+def _restored(node, saved):
+    treedef = jax.tree.structure(node)
+    return treedef.unflatten([saved[str(i)] for i in range(treedef.num_leaves)])
+
+
+for node in (Compact, Shard):  # `flax.serialization` knows no nodes of other libraries
+    serialization.register_serialization_state(node, _saved, _restored)

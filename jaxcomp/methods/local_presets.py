@@ -7,6 +7,7 @@ from typing import Any
 
 import optax
 
+from jaxcomp._checks import is_finite, require
 from jaxcomp.compressors.base import Compressor, identity
 from jaxcomp.compressors.bin_means import bin_means
 from jaxcomp.compressors.compose import compose
@@ -15,6 +16,7 @@ from jaxcomp.compressors.quantize import quantize
 from jaxcomp.compressors.sparse import top_k
 from jaxcomp.exchange import wire
 from jaxcomp.exchange.wire import Transport
+from jaxcomp.methods.common import require_static
 from jaxcomp.methods.local_steps import local_steps
 from jaxcomp.methods.muon import muon
 from jaxcomp.methods.rare_rows import rare_rows
@@ -52,7 +54,7 @@ def diloco(
       <https://arxiv.org/abs/2311.08105>`_, 2023, algorithm 1. OpenDiLoCo and torchft have the same
       constants; MaxText has 0.3 and 0.9, every 36 steps.
     """
-    outer = optax.sgd(outer_rate, outer_momentum, nesterov=True)
+    outer = _outer("diloco", every, outer_rate, outer_momentum)
     return local_steps(inner, axis_name, every=every, code=code, outer=outer, **options)
 
 
@@ -97,7 +99,7 @@ def streaming_diloco(
       before the sum); fragments have equal sizes unless a policy says otherwise. MaxText has
       keep=0.
     """
-    outer = optax.sgd(outer_rate, outer_momentum, nesterov=True)
+    outer = _outer("streaming_diloco", every, outer_rate, outer_momentum)
     options |= {"fragments": fragments, "delay": delay, "keep": keep}
     return local_steps(inner, axis_name, every=every, code=code, outer=outer, **options)
 
@@ -142,7 +144,7 @@ def sparse_loco(
     """
     code = mean(compose(top_k(density, block=4096), bin_means(2)))
     options["error_decay"] = error_decay
-    outer = optax.sgd(outer_rate)
+    outer = _outer("sparse_loco", every, outer_rate)
     return local_steps(inner, axis_name, every=every, code=code, outer=outer, **options)
 
 
@@ -187,6 +189,14 @@ def muloco(
     """
     adam = rare_rows(optax.adam(learning_rate, b2=0.95), axis_name)
     inner = muon(learning_rate, weight_decay=weight_decay, others=adam)
-    outer = optax.sgd(outer_rate, outer_momentum, nesterov=True)
+    outer = _outer("muloco", every, outer_rate, outer_momentum, "learning_rate")
     options["error_decay"] = error_decay
     return local_steps(inner, axis_name, every=every, code=code, outer=outer, **options)
+
+
+def _outer(name, every, rate, momentum=None, first="optax.adam(learning_rate)"):
+    """The outer optimizer; a ValueError for an interval that is an array, or no rate."""
+    require_static(name, first, every=every)
+    known, write = callable(rate) or is_finite(rate), "outer_rate=0.7"
+    require(known, name, "a finite number or a schedule", write, outer_rate=rate)
+    return optax.sgd(rate, momentum, nesterov=True)

@@ -16,7 +16,7 @@ from jaxcomp.compressors.quantize import quantize
 from jaxcomp.exchange import averaging
 from jaxcomp.exchange.wire import Transport, transport_of
 from jaxcomp.methods import moments
-from jaxcomp.methods.common import counted, method, no_rounds
+from jaxcomp.methods.common import counted, method, no_rounds, require_static
 from jaxcomp.methods.inner import Synchronization, inner_step
 from jaxcomp.replicas.layers import LayersDiffer, in_batches, is_stack, layer_by_layer, one_by_one
 from jaxcomp.replicas.protocol import EvaluatesConsensus, KeepsRounding, with_extra_args
@@ -121,6 +121,7 @@ def local_steps(
       Deviation: the drift keeps what narrow parameters round off.
     """
     name, averages = "local_steps", code is not None  # otherwise `outer` does
+    require_static(name, "optax.adam(learning_rate)", every=every)
     require_ranges(name, every, error_decay, fragments, delay, keep)
     if not averages:
         alone = error_decay is None and delay == 0 and fragments == 1
@@ -185,9 +186,10 @@ def local_steps(
         means, left = zip(*map(sent, *rows), strict=True)
         return parts.merged(means), [] if error_decay is None else left
 
-    def merged(parts, state, params, drift, arrived, count):
+    def merged(parts, state, params, drift, arrived, count, extra_args):
         """The change of the consensus, the drifts after it, and the outer states."""
-        merge = functools.partial(_moved, outer, keep, "" if averages else "synchronize")
+        part = "" if averages else "synchronize"
+        merge = functools.partial(_moved, outer, keep, part, extra_args)
         operands = *map(parts.cut, (params, drift, arrived)), state.outer
         stay = functools.partial(_unmoved, merge)
         rows = [
@@ -219,7 +221,9 @@ def local_steps(
         drift = jax.tree.map(jnp.add, state.drift, step)
         if not delay:
             arrived, left = averaged(parts, state, drift, count)
-        change, drift, outer_states = merged(parts, state, params, drift, arrived, count)
+        change, drift, outer_states = merged(
+            parts, state, params, drift, arrived, count, extra_args
+        )
         sent = dict(zip(names, due, strict=True))
         return change, LocalStepsState(
             count=count,
@@ -250,10 +254,10 @@ def _not_sent(send, kept, held, tree):
     return mean, kept
 
 
-def _moved(outer, keep, name, param, drift, mean, state):
+def _moved(outer, keep, name, extra_args, param, drift, mean, state):
     """The outer step of a fragment; `name` is the part that the optimizer sends, if it does."""
     with averaging.named(name):
-        return outer_step(outer, keep, param, drift, mean, state)
+        return outer_step(outer, keep, param, drift, mean, state, **extra_args)
 
 
 def _unmoved(merge, param, drift, mean, state):
@@ -277,6 +281,7 @@ def outer_step(
     drift: Any,
     mean: Any,
     state: Any,
+    **extra_args: Any,
 ) -> tuple[Any, Any, Any]:
     """The step of all replicas along their mean drift, which `jaxcomp.islands` takes too.
 
@@ -287,12 +292,13 @@ def outer_step(
       drift: What this replica has moved from it.
       mean: The mean drift.
       state: Of the optimizer.
+      **extra_args: Of the optimizer, such as the mean loss as `value`.
 
     Returns:
       The change of the consensus, the drift after it, and the optimizer's state.
     """
     wide, gradient = jax.tree.map(moments.to_moment_dtype, params), jax.tree.map(jnp.negative, mean)
-    change, state = outer.update(gradient, state, wide)
+    change, state = outer.update(gradient, state, wide, **extra_args)
     change = jax.tree.map(lambda c, w: c.astype(w.dtype), change, wide)
 
     def left(param, drift, change):

@@ -17,10 +17,11 @@ from jaxcomp.compressors.policies import Policy, path_of, policy_of
 from jaxcomp.compressors.quantize import quantize
 from jaxcomp.exchange import averaging, buckets, wire
 from jaxcomp.exchange.wire import Transport, transport_of
+from jaxcomp.methods import moments
 from jaxcomp.methods.common import method
 from jaxcomp.replicas.elementwise import ranked, require_elementwise
 from jaxcomp.replicas.finite import not_finite, poisoned
-from jaxcomp.replicas.protocol import KeepsRounding, widened, with_extra_args
+from jaxcomp.replicas.protocol import KeepsRounding, with_extra_args
 from jaxcomp.replicas.shards import cut, natural, without_padding
 from jaxcomp.replicas.types import is_tracked, num_replicas
 
@@ -191,7 +192,7 @@ def _rows(tree, axis_name):
     """Every leaf in R pieces of the leaf's rank, float32 or wider."""
 
     def cut_up(x):
-        rows = cut(widened(x), 0, num_replicas(axis_name))
+        rows = cut(moments.to_moment_dtype(x), 0, num_replicas(axis_name))
         return jax.vmap(lambda piece: ranked(piece, x.ndim))(rows)
 
     return jax.tree.map(cut_up, tree)

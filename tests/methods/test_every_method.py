@@ -213,8 +213,9 @@ def test_a_method_says_that_it_needs_the_parameters_and_refuses_whole_numbers(me
         on(lambda grads: tx.update(grads, tx.init(grads))[0])
     except ValueError as error:
         assert "needs the parameters; write tx.update(" in str(error)
-    with pytest.raises(ValueError, match="dtype int32.*out of the parameters"):
-        on(lambda grads: tx.init(grads | {"count": jnp.arange(3)}))
+    for other in (jnp.arange(3), jax.random.key(0)):
+        with pytest.raises(ValueError, match="dtype (int32|key).*out of the parameters"):
+            on(lambda grads, other=other: tx.init(grads | {"other": other}))
 
 
 def owed(state):

@@ -188,3 +188,17 @@ def test_an_outer_state_in_shards_of_owners_is_the_whole_ones():
     program = update.lower(rows(mesh, grads[0]), init(start), start).compile()
     sent = report.sent_bytes_by_part(program, mesh, "replica")
     assert sent["synchronize"] > 4 * 46 and sent.get("", 0) < 64
+
+
+def test_an_outer_optimizer_gets_the_loss():
+    plateau = optax.contrib.reduce_on_plateau(factor=0.5, patience=1)
+    tx = make(every=1, outer=plateau, code=jaxcomp.identity())
+
+    def scale(grads):
+        state = tx.init(grads)
+        for _ in range(2):
+            _, state = tx.update(grads, state, grads, value=jnp.ones([]))
+        return replicas.state_of(state.outer, "scale")
+
+    scales = jax.jit(jax.vmap(scale, axis_name="replica"))(jnp.ones([2, 6]))
+    assert scales.tolist() == [0.5, 0.5]

@@ -148,6 +148,14 @@ def test_a_learning_rate_is_injected_by_a_function_of_it_alone():
     for make, static in ((jaxcomp.demo, "mean"), (functools.partial(jaxcomp.dion, rank=2), ())):
         with pytest.raises(ValueError, match="got arrays for .*write optax.inject_"):
             train(optax.inject_hyperparams(make, static_args=static)(1e-3, "replica"))
+    inner = optax.adam(1e-3)
+    for make in (functools.partial(jaxcomp.local_steps, every=2), jaxcomp.diloco):
+        with pytest.raises(
+            ValueError, match=r"got arrays for every.*\(optax.adam\(learning_rate\)"
+        ):
+            train(optax.inject_hyperparams(make)(inner, "replica"))
+    with pytest.raises(ValueError, match=r"muloco got arrays for every.*muloco\(learning_rate, "):
+        train(optax.inject_hyperparams(jaxcomp.muloco)(1e-3, "replica"))
 
 
 def test_what_a_mask_hides_from_the_mean_is_refused():

@@ -1,5 +1,6 @@
 """Arguments that a method cannot have are refused by what was got and what to write."""
 
+import math
 import re
 
 import optax
@@ -25,6 +26,7 @@ MAKERS = {
     "clip_by_global_norm": jaxcomp.clip_by_global_norm,
     "cocktail_sgd": sgd(jaxcomp.cocktail_sgd),
     "demo": rate(jaxcomp.demo),
+    "diloco": sgd(jaxcomp.diloco),
     "dion": rate(jaxcomp.dion),
     "local_steps": lambda every=2, **options: sgd(jaxcomp.local_steps)(every=every, **options),
     "loss_scale": sgd(jaxcomp.loss_scale),
@@ -52,10 +54,15 @@ MISTAKES = {
         ({"top": 0}, "top=0; needs at least 1"),
         ({"top": 2.5}, "top=2.5; needs at least 1, as an integer"),
         ({"tile": 1}, "tile=1; needs at least 2"),
+        ({"weight_decay": "0.1"}, "weight_decay='0.1'; needs a finite number"),
+    ],
+    "diloco": [
+        ({"outer_rate": math.nan}, "diloco got outer_rate=nan; needs a finite number or a sch"),
     ],
     "dion": [
         ({"rank": 0}, "rank=0; needs at least 1"),
         ({"rank": 2, "momentum": 1.0}, "momentum=1.0; needs [0, 1"),
+        ({"rank": 2, "weight_decay": math.nan}, "weight_decay=nan; needs a finite number"),
     ],
     "local_steps": [
         ({"every": 0}, "every=0; needs at least 1, as an integer; write every=16"),
@@ -75,6 +82,7 @@ MISTAKES = {
     "muon": [
         ({"learning_rate": "fast"}, "muon got learning_rate='fast'"),
         ({"learning_rate": 1e-2, "momentum": 1.5}, "muon got momentum=1.5; needs [0, 1)"),
+        ({"learning_rate": 1e-2, "weight_decay": math.inf}, "weight_decay=inf; needs a finite"),
     ],
     "one_bit_adam": [
         (deviations(weigh_steps=False), "weigh_steps=False to zero_one_adam alone"),
@@ -99,6 +107,7 @@ MISTAKES = {
     "rare_rows": [({"inner": 3}, "rare_rows got 3 where")],
     "slamb": [
         ({"b1": 1.0}, "slamb got b1=1.0"),
+        ({"weight_decay": math.nan}, "weight_decay=nan; needs a finite number; write weight_dec"),
         ({"density": 0.3}, "1 / density to be an integer"),
         ({"sync_every": 0}, "sync_every=0"),
         ({"sync_every": 12.5}, "sync_every=12.5; needs at least 1, as an integer"),

@@ -8,11 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import serialization
 from flax.training import train_state
 
 import jaxcomp
 import jaxcomp.flax
-from tests.helpers.replicas import one_value
+from jaxcomp.replicas.compact import encode
+from tests.helpers.replicas import mesh_of, one_value
 from tests.helpers.user_methods import EVERY_METHOD, PATIENCE
 
 REPLICAS, BATCH = 2, 32
@@ -133,3 +135,14 @@ def test_a_number_in_the_place_of_a_key_is_told():
     step = jaxcomp.flax.train_state_step(linear_loss)
     with pytest.raises(ValueError, match=r"got rng=3, which is no key; write rng=jax.random.key"):
         step(linear_state(), np.ones((REPLICAS, 3), np.float32), rng=3)
+
+
+def test_flax_serializes_what_is_kept_in_few_bits_and_in_shards():
+    start = np.random.default_rng(0).normal(size=(REPLICAS, 8)).astype(np.float32)
+    shards = jaxcomp.qsdp("replica").shard({"w": start}, mesh_of(REPLICAS))
+    for node in (encode(jnp.asarray(start), 8), encode(jnp.asarray(start), 16), shards):
+        back = serialization.from_bytes(
+            jax.tree.map(jnp.zeros_like, node), serialization.to_bytes(node)
+        )
+        assert jax.tree.structure(back) == jax.tree.structure(node)
+        jax.tree.map(np.testing.assert_array_equal, back, node)
