@@ -49,7 +49,7 @@ def method(
     return optax.GradientTransformationExtraArgs(started, checked)
 
 
-def require_static(name: str, first: str = "learning_rate", **got: Any) -> None:
+def require_static(name: str, first: str = "learning_rate", /, **got: Any) -> None:
     """Raises a ValueError for arguments that are arrays but must be known at construction.
 
     `first` is the method's first argument, with the learning rate, as the error says to write it.

@@ -188,8 +188,9 @@ def local_steps(
 
     def merged(parts, state, params, drift, arrived, count, extra_args):
         """The change of the consensus, the drifts after it, and the outer states."""
-        part = "" if averages else "synchronize"
-        merge = functools.partial(_moved, outer, keep, part, extra_args)
+        merge = functools.partial(
+            _moved, outer, keep, "" if averages else "synchronize", extra_args
+        )
         operands = *map(parts.cut, (params, drift, arrived)), state.outer
         stay = functools.partial(_unmoved, merge)
         rows = [
