@@ -74,14 +74,14 @@ def main(argv: Sequence[str]) -> None:
     """Runs the named suite with the other words, or lists all.
 
     Raises:
-      SystemExit: For a suite that there is not.
+      ValueError: For a suite that there is not.
     """
     if not argv or argv[0] in ("-h", "--help"):
         print(listing())
     elif argv[0] in SUITES:
         importlib.import_module(SUITES[argv[0]].program).main(argv[1:])
     else:
-        raise SystemExit(f"got suite {argv[0]!r}, need one of {', '.join(SUITES)}\n\n{listing()}")
+        raise ValueError(f"got suite {argv[0]!r}, need one of {', '.join(SUITES)}\n\n{listing()}")
 
 
 if __name__ == "__main__":

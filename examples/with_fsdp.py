@@ -27,7 +27,8 @@ def batches(count):
 
 
 # The slow axis is between hosts, and the other one inside a host.
-mesh = jax.make_mesh((2, jax.device_count() // 2), ("replica", "fsdp"))
+replicas = min(2, jax.device_count())
+mesh = jax.make_mesh((replicas, jax.device_count() // replicas), ("replica", "fsdp"))
 specs = {"up": P("fsdp", None), "down": P("fsdp", None)}
 tx = optax.chain(jaxcomp.compressed_mean(jaxcomp.quantize(4), "replica"), optax.adamw(1e-2))
 rows = P(("replica", "fsdp"))  # the devices of a replica share its batch

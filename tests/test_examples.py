@@ -30,9 +30,9 @@ def test_each_example_is_run():
     assert {path.stem for path in EXAMPLES.glob("*.py")} == {*ALONE, *BELOW}
 
 
-@pytest.mark.parametrize("name", ALONE)
-def test_the_loss_of_an_example_falls(name, monkeypatch):
-    monkeypatch.setattr(jax, "device_count", lambda: 4)
+@pytest.mark.parametrize(("name", "devices"), [*((name, 4) for name in ALONE), ("with_fsdp", 1)])
+def test_the_loss_of_an_example_falls(name, devices, monkeypatch):
+    monkeypatch.setattr(jax, "device_count", lambda: devices)
     losses = runpy.run_path(str(EXAMPLES / f"{name}.py"))["losses"]
     assert losses[-1] < 0.5 * losses[0]
 

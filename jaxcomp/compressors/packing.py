@@ -77,10 +77,9 @@ def fold(key: Key, *data: jax.Array | int) -> Key:
     Integers may be arrays of no axis, as `lax.axis_index` returns; their order matters. Equal
     arguments give equal keys.
     """
-    seed = key.seed
+    seed = _word(key.seed)
     for datum in data:
-        word = np.uint32(datum & 0xFFFFFFFF) if isinstance(datum, int) else datum
-        seed = _hashed(seed, jnp.asarray(word).astype(jnp.uint32))
+        seed = _hashed(seed, jnp.asarray(_word(datum)).astype(jnp.uint32))
     return key._replace(seed=_ended(seed))
 
 
@@ -91,10 +90,14 @@ def random_bits(key: Key, shape: tuple[int, ...]) -> jax.Array:
     cryptography. Use `fold` to make keys for independent draws. The bits repeat after 2**32
     entries.
     """
-    size = math.prod(shape)
+    size, seed = math.prod(shape), _word(key.seed)
     # The seed enters twice: once would make two seeds' streams permutations of each other.
-    first = _mix_start(lax.iota(jnp.uint32, size) ^ key.seed)
-    return _mix_end(first + _mix(key.seed)).reshape(shape)
+    first = _mix_start(lax.iota(jnp.uint32, size) ^ seed)
+    return _mix_end(first + _mix(seed)).reshape(shape)
+
+
+def _word(integer):
+    return np.uint32(integer & 0xFFFFFFFF) if isinstance(integer, int) else integer
 
 
 def uniform(key: Key, shape: tuple[int, ...] = ()) -> jax.Array:

@@ -65,7 +65,8 @@ def quantize(
     Costs `bits + s / block` bits per parameter, where s is the number of bits of `scale_dtype`
     (twice that for "minmax"). The grid is rounded outwards to `scale_dtype` before encoding. So no
     value clips, and "stochastic" and "shift" are unbiased up to float32 rounding. A block of zeros
-    decodes to zeros. A block with a value that is not finite decodes to values that are not finite.
+    decodes to zeros. A block with a value that is not finite, or with a step above 2**126, decodes
+    to values that are not finite.
 
     With N + 1 levels, n = block, e = finfo(scale_dtype).eps, nearest "absmax" is a contraction
     with alpha = (1 - min(e, (1 + e) / N)**2) / (1 + (n - 1) * (1 + e)**2 / N**2). In the other
@@ -140,15 +141,20 @@ def grid(blocks, range, num_steps, dtype):
     high, low = jnp.max(blocks, axis=1), jnp.min(blocks, axis=1)
     if range == "absmax":
         # Two reductions: XLA:CPU vectorizes max and min, but not the maximum of abs.
-        return None, _round_up(jnp.maximum(high, -low) / (num_steps / 2), dtype)
+        return None, _step(jnp.maximum(high, -low) / (num_steps / 2), dtype)
     low = -_round_up(-low, dtype)
-    return low, _round_up((high - _widen(low)) / num_steps, dtype)
+    return low, _step((high - _widen(low)) / num_steps, dtype)
 
 
 def in_steps(blocks, low, step):
     """How many steps of its block's grid a value lies above the least one, or above zero."""
     blocks = blocks if low is None else blocks - _widen(low)[:, None]
     return blocks * jnp.where(step > 0, 1.0 / _widen(step), 0.0)[:, None]
+
+
+def _step(x, dtype):
+    # The inverse of a greater one would be subnormal, and all values of its block become zero.
+    return _round_up(jnp.where(x > 2.0**126, jnp.inf, x), dtype)
 
 
 def _round_up(x, dtype):

@@ -339,7 +339,8 @@ def _strided(stride):
     def scatter(values, where, shared, numel):
         # A select, which XLA fuses into its reader. The barrier keeps the producer of the values
         # out of that fusion, which would run it `stride` times.
-        values, first = lax.optimization_barrier(values), (shared.count % stride).astype(jnp.uint32)
+        values = lax.optimization_barrier(values)
+        first = jnp.asarray(shared.count % stride, jnp.uint32)
 
         def put(piece):
             index = lax.iota(jnp.uint32, piece.stop - piece.start)

@@ -148,9 +148,13 @@ def over_bucket(
       name: Name of its row.
 
     Raises:
-      ValueError: For rounds of less than a step.
+      ValueError: For numbers outside these ranges.
     """
+    sent = 0 <= message_bytes < math.inf
+    require(sent, "over_bucket", "bytes", "message_bytes=4e6", message_bytes=message_bytes)
+    require(num_islands >= 2, "over_bucket", "at least 2", "num_islands=4", num_islands=num_islands)
     require(every >= 1, "over_bucket", "at least 1", "every=100", every=every)
+    require(delay >= 0, "over_bucket", "at least 0", "delay=10", delay=delay)
     moved = Message("all-to-all", num_islands * message_bytes, 1 / every)
     waits = (Message("all-to-all", 0.0, 1 / every),) * (2 * (num_islands + 2) - 1)
     changes = f"{every} local steps, over a bucket"

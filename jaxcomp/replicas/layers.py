@@ -246,7 +246,7 @@ def per_layer(
       array differently, they get the layers one by one, too.
 
     Raises:
-      ValueError: At trace time, for a stacked leaf without axes, or if no leaf is stacked.
+      ValueError: At trace time, for a stacked leaf of no axes or layers, or if no leaf is.
 
     Examples:
       >>> import jaxcomp
@@ -291,10 +291,10 @@ def _split(path, tree, stacked):
     for key, leaf in jax.tree.leaves_with_path(tree):
         name = path_of((*path, *key))
         is_stacked = stacked(name, leaf)
-        if is_stacked and not leaf.ndim:
+        if is_stacked and not (leaf.ndim and leaf.shape[0]):
             raise ValueError(
-                f"the leaf {name!r} has no axes and cannot be stacked; write rules for per_layer "
-                "that leave it out."
+                f"the leaf {name!r} has no {'layers' if leaf.ndim else 'axes'} and cannot be "
+                "stacked; write rules for per_layer that leave it out."
             )
         lengths[leaf.shape[0] if is_stacked else None] = name
     if not set(lengths) - {None}:

@@ -10,6 +10,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
+from jaxcomp._checks import is_count
 from jaxcomp.replicas.state import add_drifts
 from jaxcomp.replicas.types import names_of, to_varying
 from jaxcomp.steps import loss as losses
@@ -165,9 +166,9 @@ def loss_of_part(gradient: Gradient, batch: Any, rng: Any) -> Callable[..., Any]
 
 
 def check_accumulate(accumulate: int) -> None:
-    """Raises a ValueError for less than one microbatch."""
-    if accumulate < 1:
-        raise ValueError(f"accumulate is {accumulate}; write at least 1.")
+    """Raises a ValueError for what is no number of microbatches."""
+    if not is_count(accumulate):
+        raise ValueError(f"accumulate is {accumulate!r}; write at least 1, as an integer.")
 
 
 def mean_over_microbatches(

@@ -9,6 +9,7 @@ import optax
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
+from jaxcomp._checks import is_count
 from jaxcomp.replicas import protocol
 from jaxcomp.replicas.state import per_replica
 from jaxcomp.steps.compiling import Initial, donating
@@ -49,13 +50,14 @@ def simulated_train_step(
       The functions of `jaxcomp.train_step`, with all their arguments, for arrays on one device.
 
     Raises:
-      ValueError: For `num_replicas` or `accumulate` below 1; at the first call, if the batch cannot
-        be divided, or the loss is equal on all replicas. JAX raises one at the first call if the
-        updates of `tx` differ between replicas because it does not average.
+      ValueError: For `num_replicas` or `accumulate` that is no positive integer; at the first call,
+        if the batch cannot be divided, or the loss is equal on all replicas. JAX raises one at the
+        first call if the updates of `tx` differ between replicas because it does not average.
     """
-    if num_replicas < 1 or accumulate < 1:
+    if not (is_count(num_replicas) and is_count(accumulate)):
         raise ValueError(
-            f"got num_replicas={num_replicas}, accumulate={accumulate}; write at least 1 for both."
+            f"got num_replicas={num_replicas!r}, accumulate={accumulate!r}; write at least 1 for "
+            "both, as integers."
         )
     mesh = AbstractMesh((num_replicas,), (axis_name,), axis_types=(AxisType.Auto,))
     gradient = Gradient(loss_fn, mesh, axis_name, accumulate, has_aux, batch_specs)

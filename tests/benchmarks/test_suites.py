@@ -62,7 +62,7 @@ def test_the_list_has_five_suites_with_what_they_need_and_take(capsys):
     for name, suite in suites.SUITES.items():
         assert f"{name:14s}{suite.answers}" in text
         assert f"needs {suite.needs}" in text and f"takes {suite.takes}" in text
-    with pytest.raises(SystemExit, match="got suite 'code', need one of loss, links, codes"):
+    with pytest.raises(ValueError, match="got suite 'code', need one of loss, links, codes"):
         suites.main(["code"])
 
 

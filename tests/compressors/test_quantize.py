@@ -38,6 +38,11 @@ def test_quantize_codes_values_of_every_magnitude():
         assert error < 0.02 * np.linalg.norm(x / magnitude)
 
 
+@pytest.mark.parametrize("code", [quantize(3), quantize(1, range="minmax")], ids=str)
+def test_values_whose_step_has_no_inverse_do_not_become_zeros(code):
+    assert not np.isfinite(decoded(code, np.array([3e38, 0, 1], "f4"))).any()
+
+
 @settings(max_examples=30, deadline=None, derandomize=True)
 @given(
     bits=st.integers(2, 8),

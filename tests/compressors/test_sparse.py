@@ -6,6 +6,8 @@ import jax
 import numpy as np
 import pytest
 
+from jaxcomp.compressors.base import Key
+from jaxcomp.compressors.packing import random_bits
 from jaxcomp.compressors.sparse import group_top_1, random_k, top_k
 from tests.helpers.coding import (
     as_for_tpus,
@@ -23,6 +25,13 @@ def test_every_entry_comes_once_in_a_period(pattern, numel):
     x = np.arange(1, numel + 1, dtype="f4")
     total = sum(decoded(random_k(0.1, pattern), x, count) for count in range(37, 47))
     np.testing.assert_array_equal(total, x)
+
+
+def test_a_key_may_hold_integers_of_python():
+    code, x, key = random_k(0.5, "strided"), np.arange(1, 5, dtype="f4"), Key(3, 2**32 - 1)
+    np.testing.assert_array_equal(code.decode(code.encode(x, key, key), key), [0, 2, 0, 4])
+    same = key._replace(seed=np.uint32(key.seed))
+    np.testing.assert_array_equal(random_bits(key, (4,)), random_bits(same, (4,)))
 
 
 @pytest.mark.parametrize("numel", [3, 5, 800, 3072, 10 * 1024, 25 * 1024, 51234])

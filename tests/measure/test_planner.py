@@ -215,6 +215,10 @@ def test_the_table_shows_memory_and_what_is_changed():
             "step_seconds=nan; needs finite",
         ),
         (lambda: planner.over_bucket(1e6, 4, 0), "over_bucket got every=0; needs at least 1"),
+        (lambda: planner.over_bucket(-1e6, 4, 9), "message_bytes=-1000000.0; needs bytes"),
+        (lambda: planner.over_bucket(math.nan, 4, 9), "message_bytes=nan; needs bytes"),
+        (lambda: planner.over_bucket(1e6, -4, 9), "num_islands=-4; needs at least 2"),
+        (lambda: planner.over_bucket(1e6, 4, 9, -1), "delay=-1; needs at least 0"),
     ],
 )
 def test_what_is_wrong_is_said(call, message):

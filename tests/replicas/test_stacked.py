@@ -285,10 +285,11 @@ def test_rules_that_match_nothing_are_refused():
         tx.init(stack(unstacked_params()))
 
 
-def test_a_scalar_is_no_stack():
+@pytest.mark.parametrize(("shape", "lack"), [((), "axes"), ((0, 3), "layers")])
+def test_neither_a_scalar_nor_an_array_of_no_layers_is_a_stack(shape, lack):
     tx = jaxcomp.per_layer(optax.sgd(0.1), lambda path, leaf: True)
-    with pytest.raises(ValueError, match="'scale' has no axes"):
-        tx.init({"scale": jnp.zeros([]), "w": jnp.zeros((2, 3))})
+    with pytest.raises(ValueError, match=f"'scale' has no {lack} and cannot be stacked"):
+        tx.init({"scale": jnp.zeros(shape), "w": jnp.zeros((2, 3))})
 
 
 def test_what_owners_hold_of_stacked_layers_moves_to_other_numbers_of_replicas():

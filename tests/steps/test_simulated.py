@@ -104,9 +104,9 @@ def test_replicas_that_would_go_apart_are_refused():
 
 def test_what_does_not_fit_is_refused():
     make = functools.partial(jaxcomp.simulated_train_step, loss_fn, METHODS["dense"])
-    for wrong in ({"num_replicas": 0}, {"num_replicas": 2, "accumulate": 0}):
+    for number, accumulate in ((0, 1), (2.0, 1), (2, 0), (2, 2.0)):
         with pytest.raises(ValueError, match="write at least 1 for both"):
-            make(axis_name="replica", **wrong)
+            make(number, "replica", accumulate=accumulate)
     init, step = make(3, "replica")
     params = jax.tree.map(jnp.asarray, make_params())
     with pytest.raises(ValueError, match="divisible by 3"):

@@ -1,5 +1,6 @@
 """The whole step: on one axis and on two, all replicas skip together, and what it sends."""
 
+import functools
 import math
 
 import jax
@@ -287,8 +288,10 @@ def test_a_batch_that_cannot_be_divided_is_refused(batch, text):
 
 
 def test_wrong_arguments_are_refused():
-    with pytest.raises(ValueError, match="accumulate is 0; write at least 1"):
-        jaxcomp.train_step(loss_fn, quantized_adam(), mesh_of(2), "replica", accumulate=0)
+    make = functools.partial(jaxcomp.train_step, loss_fn, quantized_adam())
+    for accumulate in (0, 2.0, None):
+        with pytest.raises(ValueError, match=f"accumulate is {accumulate}; write at least 1"):
+            make(mesh_of(2), "replica", accumulate=accumulate)
     with pytest.raises(ValueError, match=r"no axis 'data'; its axes are \('replica',\)"):
         jaxcomp.train_step(loss_fn, quantized_adam(), mesh_of(2), "data")
     with pytest.raises(ValueError, match=r"no axis 'data'; its axes are \('replica',\)"):
