@@ -15,14 +15,11 @@ from train.output import metrics, plots
 _HEAD = ("method", "val loss", "bytes/step", "of fp16", "of fp32", "steps/s")
 
 
-def compare(
-    folders: dict[str, pathlib.Path], picture: pathlib.Path, link_rate: float | None = None
-) -> str:
-    """Plots the runs' curves and makes a table of them.
+def compare(folders: dict[str, pathlib.Path], link_rate: float | None = None) -> str:
+    """Makes a table of runs.
 
     Args:
       folders: Label to run directory (`runs/NAME`); the baseline first.
-      picture: Where the PNG goes.
       link_rate: Rate in bit/s of a replica's link, for a step there, if nothing hides the messages.
 
     Returns:
@@ -33,19 +30,17 @@ def compare(
     Raises:
       ValueError: If a folder has no evaluated run.
     """
-    runs, lines, there = {}, [], {}
+    lines, there = [], {}
     for label, folder in folders.items():
         rows = metrics.read(folder / "metrics.jsonl")
         if not any("val_loss" in row for row in rows):
             raise ValueError(f"{folder} holds no evaluated run; train it first.")
-        runs[label] = rows
         plan, fast = _facts(folder / "config.json")
         seconds = [row["step_seconds"] for row in rows if "step_seconds" in row]
         here = statistics.median(seconds) if seconds else math.nan
         there[label] = here + 8 * plan["sent_bytes_per_step"] / (link_rate or math.inf)
         step = "-" if math.isnan(here) else f"{1e3 * there[label]:,.0f} ms"
         lines.append((*_line(label, rows, plan, fast, here), step))
-    plots.loss_figure(runs, picture)
     if link_rate is None:
         return "\n".join(aligned([_HEAD, *(line[:-1] for line in lines)], numbers=range(1, 6)))
     link = f"{link_rate / 1e6:,.4g} Mbit/s"
@@ -102,7 +97,11 @@ def main(args: list[str]) -> None:
     folders = {run: pathlib.Path(run) for run in options.run}
     picture = pathlib.Path(options.run[0]).parent / "comparison.png"
     with clean_exits():
-        show(f"{compare(folders, picture, options.link_rate)}\n{picture}")
+        show(compare(folders, options.link_rate))
+        # After the table, which needs no folder that can be written.
+        rows = {run: metrics.read(folder / "metrics.jsonl") for run, folder in folders.items()}
+        plots.loss_figure(rows, picture)
+        show(str(picture))
 
 
 if __name__ == "__main__":

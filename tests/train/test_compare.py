@@ -36,8 +36,7 @@ def test_table_has_last_loss_bytes_ratios_and_median_speed(tmp_path):
         # Between two hosts of two devices cross 2,000 bytes of each device's half.
         "2 x 2": make_run(tmp_path / "hybrid", [5.5], 500.0, fast=2),
     }
-    picture = tmp_path / "comparison.png"
-    assert [line.split("  ") for line in compact(compare.compare(folders, picture))] == [
+    assert [line.split("  ") for line in compact(compare.compare(folders))] == [
         ["method", "val loss", "bytes/step", "of fp16", "of fp32", "steps/s"],
         ["dense", "2.2500", "6,000", "200.0%", "100.0%", "5.00"],
         ["4-bit", "2.7500", "750", "25.0%", "12.5%", "5.00"],
@@ -45,7 +44,6 @@ def test_table_has_last_loss_bytes_ratios_and_median_speed(tmp_path):
         ["alone", "5.5000", "0", "-", "-", "5.00"],
         ["2 x 2", "5.5000", "500", "50.0%", "25.0%", "5.00"],
     ]
-    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def compact(table):
@@ -56,11 +54,26 @@ def compact(table):
 
 
 def test_compare_takes_runs_of_one_name_in_two_folders(tmp_path, capsys):
-    paths = [str(make_run(tmp_path / part / "nano", [5.5, 2.0], 8.0)) for part in ("a", "b")]
+    # In letters that matplotlib's font lacks, of which nobody has to hear.
+    paths = [str(make_run(tmp_path / part / "日本", [5.5, 2.0], 8.0)) for part in ("a", "b")]
     compare.main(paths)
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[1:3]] == paths
-    assert lines[3] == str(tmp_path / "a" / "comparison.png")
+    assert lines[3] == str(picture := tmp_path / "a" / "comparison.png")
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_folder_that_cannot_be_written_costs_the_picture_alone(tmp_path, capsys, monkeypatch):
+    def refuse(rows, path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(compare.plots, "loss_figure", refuse)
+    run = make_run(tmp_path / "nano", [5.5, 2.0], 8.0)
+    with pytest.raises(SystemExit) as stop:
+        compare.main([str(run)])
+    said = capsys.readouterr()
+    assert stop.value.code == 2 and "comparison.png" in said.err
+    assert said.out.splitlines()[1].split()[:2] == [str(run), "2.0000"]
 
 
 @pytest.mark.parametrize(

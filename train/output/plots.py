@@ -1,6 +1,7 @@
 """Plots of runs: losses against steps and bytes, and the learning rate; the common style."""
 
 import pathlib
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -51,7 +52,9 @@ def loss_figure(runs: Mapping[str, Rows], path: pathlib.Path) -> None:
     Raises:
       ValueError: If a run has no row with a `val_loss`.
     """
-    drawn(runs).savefig(path, dpi=150)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph")  # the font lacks a letter of a run's name
+        drawn(runs).savefig(path, dpi=150)
 
 
 def drawn(runs: Mapping[str, Rows]) -> Figure:
