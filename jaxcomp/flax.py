@@ -289,5 +289,5 @@ def _restored(node, saved):
     return treedef.unflatten([saved[str(i)] for i in range(treedef.num_leaves)])
 
 
-for node in (Compact, Shard):  # `flax.serialization` knows no nodes of other libraries
-    serialization.register_serialization_state(node, _saved, _restored)
+for _node in (Compact, Shard):  # `flax.serialization` knows no nodes of other libraries
+    serialization.register_serialization_state(_node, _saved, _restored)
