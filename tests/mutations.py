@@ -26,7 +26,8 @@ from typing import NamedTuple
 
 ROOT = pathlib.Path(__file__).parent.parent
 TABLE = pathlib.Path(__file__).with_suffix(".txt")
-COPIED = "jaxcomp train tests configs benchmarks notebooks docs pyproject.toml README.md Makefile"
+FOLDERS = "jaxcomp train tests configs benchmarks notebooks examples docs"
+COPIED = (*FOLDERS.split(), "pyproject.toml", "README.md", "Makefile")
 
 
 class Mutant(NamedTuple):
@@ -138,7 +139,7 @@ def _environment(copy: pathlib.Path) -> dict[str, str]:
 
 
 def _copied(folder: pathlib.Path) -> pathlib.Path:
-    for name in COPIED.split():
+    for name in COPIED:
         if (ROOT / name).is_dir():
             ignored = shutil.ignore_patterns("__pycache__", "_build")
             shutil.copytree(ROOT / name, folder / name, ignore=ignored)
