@@ -168,7 +168,7 @@ def _received(bundle: _Bundle, shards, messages, keys: list[Key], counters) -> l
         zip(bundle.shapes, bundle.sizes, bundle.computed, strict=True)
     ):
         decode = _part_decoder(bundle.weights[index], size, _part_key(keys[0], index))
-        flat = decoding.rows(payloads[index], decode).astype(bundle.wide).astype(dtype)
+        flat = decoding.rows(payloads[index], decode).astype(dtype)
         # Equal by type until here, then varying, so that JAX sums no gradient in float32.
         rows = to_varying(flat, bundle.axes).reshape(-1, size)
         weights.append(natural(rows, shape))
