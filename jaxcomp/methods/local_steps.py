@@ -293,7 +293,7 @@ def outer_step(
       drift: What this replica has moved from it.
       mean: The mean drift.
       state: Of the optimizer.
-      **extra_args: Of the optimizer, such as the mean loss as `value`.
+      **extra_args: What else the optimizer needs, such as the mean loss as `value`.
 
     Returns:
       The change of the consensus, the drift after it, and the optimizer's state.
