@@ -65,6 +65,12 @@ def schedule_of(name: str, learning_rate: Any) -> optax.Schedule:
     return optax.constant_schedule(learning_rate)
 
 
+def require_decay(name: str, weight_decay: Any) -> None:
+    """Raises a ValueError for a weight decay that is text, NaN or infinite."""
+    wanted, write = "a finite number", "weight_decay=0.1"
+    require(is_finite(weight_decay), name, wanted, write, weight_decay=weight_decay)
+
+
 def is_finite(value: Any) -> bool:
     """Whether a value is a finite number, or an array, whose entries are not known yet."""
     if isinstance(value, numbers.Real):

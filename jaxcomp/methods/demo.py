@@ -12,7 +12,7 @@ import numpy as np
 import optax
 from jax import lax
 
-from jaxcomp._checks import is_count, is_finite, require, schedule_of
+from jaxcomp._checks import is_count, require, require_decay, schedule_of
 from jaxcomp.compressors.base import Compressor
 from jaxcomp.compressors.compose import compose
 from jaxcomp.compressors.sparse import top_k
@@ -99,8 +99,7 @@ def demo(
     require(0 <= decay <= 1, name, "[0, 1]", "decay=0.999", decay=decay)
     require(is_count(top), name, "at least 1, as an integer", "top=32", top=top)
     require(is_count(tile, 2), name, "at least 2, as an integer", "tile=64", tile=tile)
-    decays = {"weight_decay": weight_decay}
-    require(is_finite(weight_decay), name, "a finite number", "weight_decay=0.1", **decays)
+    require_decay(name, weight_decay)
     rate_of = schedule_of(name, learning_rate)
 
     def code_of(block):

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from jaxcomp._checks import is_count, is_finite, require, schedule_of
+from jaxcomp._checks import is_count, require, require_decay, schedule_of
 from jaxcomp.compressors.base import Key
 from jaxcomp.compressors.packing import fold
 from jaxcomp.exchange import averaging, wire
@@ -103,8 +103,7 @@ def dion(
     require_static(name, rank=rank, momentum=momentum, weight_decay=weight_decay, eps=eps)
     require(is_count(rank), name, "at least 1, as an integer", "rank=16", rank=rank)
     require(0 <= momentum < 1, name, "[0, 1)", "momentum=0.95", momentum=momentum)
-    decays = {"weight_decay": weight_decay}
-    require(is_finite(weight_decay), name, "a finite number", "weight_decay=0.1", **decays)
+    require_decay(name, weight_decay)
     rate = schedule_of(name, learning_rate)
     if others is None:
         others = optax.adamw(learning_rate, b2=0.95, weight_decay=weight_decay)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from jaxcomp._checks import is_finite, require, schedule_of
+from jaxcomp._checks import require, require_decay, schedule_of
 from jaxcomp.methods import common
 from jaxcomp.methods.common import require_static
 from jaxcomp.replicas.finite import not_finite
@@ -147,8 +147,8 @@ def adam(
     require(0 <= b1 < 1, name, "[0, 1)", "b1=0.9", b1=b1)
     require(0 <= b2 < 1, name, "[0, 1)", "b2=0.999", b2=b2)
     require(0 < eps, name, "more than 0", "eps=1e-8", eps=eps)
-    decay, floor = {"weight_decay": weight_decay}, {"variance_floor": variance_floor}
-    require(is_finite(weight_decay), name, "a finite number", "weight_decay=0.1", **decay)
+    require_decay(name, weight_decay)
+    floor = {"variance_floor": variance_floor}
     require(0 <= variance_floor < 1, name, "[0, 1)", "variance_floor=1e-4", **floor)
     write = "step_bound=1.0, or None for no bound"
     require(

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxcomp._checks import is_finite, require, schedule_of
+from jaxcomp._checks import require, require_decay, schedule_of
 from jaxcomp.methods import low_rank
 from jaxcomp.replicas.kinds import leaf_kinds
 from jaxcomp.replicas.layers import in_batches, is_stack, layer_by_layer
@@ -56,8 +56,7 @@ def muon(
     # optax.inject_hyperparams makes an array of it.
     holds = not isinstance(momentum, numbers.Real) or 0 <= momentum < 1
     require(holds, "muon", "[0, 1)", "momentum=0.95", momentum=momentum)
-    decays = {"weight_decay": weight_decay}
-    require(is_finite(weight_decay), "muon", "a finite number", "weight_decay=0.1", **decays)
+    require_decay("muon", weight_decay)
     rate = schedule_of("muon", learning_rate)
     matrices = optax.contrib.muon(
         rate,

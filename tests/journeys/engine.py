@@ -28,7 +28,7 @@ _BLOCK = re.compile(r"^```(\S*)[^\n]*\n(.*?)^```$|(?<=\n\n)((?: {4}[^\n]*\n)+)",
 _TRAINS = re.compile(r"\bpython -m train(?:\.launch)? (?!.*--(?:report|plan|help)\b)")
 _QUANTITY = re.compile(r"(?:\d[\d.,]*(?:e[+-]?\d+)?(?: (?:h|min|s|ms|[kMG]?B)\b)? ?)+")
 
-# Of tests/conftest.py: short runs take a third less.
+# Of tests/conftest.py: most of a short run is the compiler's.
 _QUICKLY = ("JAX_DISABLE_MOST_OPTIMIZATIONS", "XLA_FLAGS")
 
 # What ssh does, on this machine: what follows options and host, in a shell without our variables.
