@@ -5,7 +5,6 @@ it, and for nothing later. So it can be sent while those layers compute, and no 
 these are in memory.
 """
 
-import functools
 import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -97,13 +96,28 @@ class _Walk(NamedTuple):
 
 def _walk(walk: _Walk) -> Callable:
     """`(trees, x) -> x`, for a list of trees of shards, one per layer, or one stacked tree."""
-    run = jax.custom_vjp(lambda trees, x: _forward(walk, trees, x)[0])
-    run.defvjp(functools.partial(_forward, walk), functools.partial(_backward, walk))
+    forward, backward = _forward_steps(walk), _backward_steps(walk)
+
+    def run_forward(trees, x):
+        y, saved = _in_turn(forward, trees, x, x)
+        return y, (trees, saved, y if walk.lookahead else None)
+
+    def run_backward(saved, grad):
+        trees, inputs, y = saved
+        listed = isinstance(trees, list)
+        items = list(zip(trees, inputs, strict=True)) if listed else (trees, inputs)
+        # The first gathers wait only for the walk's result: they are sent while the loss is
+        # computed.
+        x_grads, tree_grads = _in_turn(backward, items, _float_grads(grad), y)
+        return tree_grads, x_grads
+
+    run = jax.custom_vjp(lambda trees, x: run_forward(trees, x)[0])
+    run.defvjp(run_forward, run_backward)
     return run
 
 
 class _Steps(NamedTuple):
-    """One direction of a walk."""
+    """One direction of a walk. Layers alike are traced once, by `jax.jit`."""
 
     fetch: Callable  # (item, after, behind) -> fetched: the gather ahead, after other messages
     step: Callable  # (item, fetched, carry) -> (carry, out)
@@ -112,34 +126,36 @@ class _Steps(NamedTuple):
     backwards: bool = False
 
 
-def _forward(walk, trees, x):
+def _forward_steps(walk):
+    @jax.jit
     def fetch(tree, after, behind):
         sent = send(_shards_in(tree), walk.axes, after, behind)
         return pass_on(sent, walk.axes), sent if walk.secondary else None
 
+    @jax.jit
     def step(tree, fetched, x):
         messages, kept = fetched
         return walk.function(_whole(walk, tree, messages), x), (x, kept)
 
-    y, saved = _in_turn(_Steps(fetch, step, walk.lookahead), trees, x, x)
-    return y, (trees, saved, y if walk.lookahead else None)
+    return _Steps(fetch, step, walk.lookahead)
 
 
-def _backward(walk, saved, grad):
-    trees, inputs, y = saved
-
+def _backward_steps(walk):
+    @jax.jit
     def fetch(item, after, behind):
         tree, (_, kept) = item
         own = _shards_in(tree)
         sent = send(own, walk.axes, after, behind) if kept is None else keep(kept, own, after)
         return pass_on(sent, walk.axes)
 
+    @jax.jit
     def step(item, messages, grad):
         tree, (x, _) = item
         y, pull = jax.vjp(walk.function, _whole(walk, tree, messages), x)
         param_grads, x_grads = map(_float_grads, pull(_with_integers(grad, y)))
         return x_grads, param_grads
 
+    @jax.jit
     def finish(item, param_grads):
         """Sends gradients of sharded weights to their owners."""
         leaves, treedef = jax.tree.flatten(item[0], is_leaf=is_shard)
@@ -150,14 +166,15 @@ def _backward(walk, saved, grad):
             grads[place] = shard
         return treedef.unflatten(grads)
 
-    items = list(zip(trees, inputs, strict=True)) if isinstance(trees, list) else (trees, inputs)
-    steps = _Steps(fetch, step, walk.lookahead, finish, backwards=True)
-    if not walk.lookahead:  # only one layer is in memory, and no other layer's gradient
-        at_once = lambda *given: (lambda carry, out: (carry, finish(given[0], out)))(*step(*given))
-        steps = _Steps(fetch, at_once, 0, backwards=True)
-    # The first gathers wait only for the walk's result: they are sent while the loss is computed.
-    x_grads, tree_grads = _in_turn(steps, items, _float_grads(grad), y)
-    return tree_grads, x_grads
+    if walk.lookahead:
+        return _Steps(fetch, step, walk.lookahead, finish, backwards=True)
+
+    def step_and_finish(item, messages, grad):
+        """Leaves only one layer in memory, and no other layer's gradient."""
+        x_grads, param_grads = step(item, messages, grad)
+        return x_grads, finish(item, param_grads)
+
+    return _Steps(fetch, step_and_finish, 0, backwards=True)
 
 
 def _whole(walk, tree, messages):
