@@ -96,6 +96,7 @@ def summary(config: Config, rows: Rows) -> str:
         "time": _time(config.data.batch, rows),
         "sent": _sent(rows, dense),
         "saved": _saved(config.link_rate, rows, dense),
+        "skipped": _skipped(rows[-1]),
         "losses": f"training {training}, validation {validation}",
         "checkpoint": "" if checkpoint is None else f"{folder / 'checkpoints' / str(checkpoint)}",
     }
@@ -148,6 +149,13 @@ def _saved(rate: float | None, rows: Rows, dense: float) -> str:
         f"{duration(whole - sent)} at {rate / 1e6:,.4g} Mbit/s: "
         f"sending takes {duration(sent)} instead of {duration(whole)}, if nothing hides it"
     )
+
+
+def _skipped(last: Mapping[str, Any]) -> str:
+    whole, alone = last.get("skipped", 0), last.get("left_out", 0)
+    parts = [f"{whole:,} of {last['step']:,} steps"] if whole else []
+    parts += [f"{alone:,} steps of single replicas"] if alone else []
+    return f"{' and '.join(parts)}: their updates were not finite" if parts else ""
 
 
 def _last(rows: Rows, name: str) -> Any:

@@ -28,7 +28,7 @@ from train.task import Task
 
 _METADATA = {"progress", "num_replicas", "data_sha256"}  # needed to resume
 _PRINTED_ELSEWHERE = {"replicas", "resize", "accept_data"}
-
+_READ_WITH = "model.", "objective", "data.tokenizer"  # settings that give parameters their meaning
 
 _COUNTS = "step examples sent_bytes rounds skipped left_out"  # never below 0
 
@@ -164,6 +164,10 @@ def _first(task: Task) -> tuple[Any, Any]:
     saved = store.choose(source)
     weights(files.digest(saved.path))
     params = mean.restore_whole(saved, task.natural, task.mesh)
+    changes = _changes(saved.metadata.get("config"), json.loads(to_json(task.config)))
+    if changes := [change for change in changes if change.startswith(_READ_WITH)]:
+        what = f"with the parameters of {start_from}, which had other settings"
+        _say(task.config.name, 0, f"{what}: {'; '.join(changes)}")
     return task.init(jax.device_put(params, task.places))
 
 
@@ -254,9 +258,9 @@ def _require_same_cut(config: Config, settings: dict[str, Any], directory: Path)
             )
 
 
-def _changes(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """The settings that have changed since the checkpoint, as text."""
-    old, new = by_name(old), by_name(new)
+def _changes(old: Any, new: dict[str, Any]) -> list[str]:
+    """The settings that have changed since the checkpoint, as text; none if it has no record."""
+    old, new = by_name(old if isinstance(old, dict) else {}), by_name(new)
     return [
         f"{name} {json.loads(old[name])!r} -> {json.loads(value)!r}"
         for name, value in new.items()

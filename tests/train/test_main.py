@@ -130,6 +130,24 @@ def test_no_config_is_answered_with_the_usage(monkeypatch, capsys, args):
     assert status == 2 and out.startswith("usage: python -m train CONFIG.py")
 
 
+@pytest.mark.parametrize(
+    ("error", "raised", "message"),
+    [
+        (AssertionError(), ValueError, "JAX_PLATFORMS=.* finds no device here; write JAX_PL"),
+        (RuntimeError("'x' is not in the list of known backends"), ValueError, "JAX_PLATFORMS="),
+        (RuntimeError("CUDA_ERROR_UNKNOWN"), RuntimeError, "CUDA"),  # a fault of a device
+    ],
+)
+def test_a_platform_that_is_not_there_is_told(monkeypatch, error, raised, message):
+    def fail():
+        raise error
+
+    monkeypatch.setenv("NPROC", "1")
+    monkeypatch.setattr("jax.devices", fail)
+    with pytest.raises(raised, match=message):
+        devices.start(0)
+
+
 def test_device_start_makes_a_device_for_each_replica_and_threads_for_all():
     code = (
         "import os, jax; from train.placement import devices; devices.start(5); "

@@ -69,6 +69,15 @@ def test_a_dense_run_sends_what_a_dense_one_does(said):
     assert said(dense=5e4)[2] == "  sent        2 MB by each replica, 200% of dense float32, 1 MB"
 
 
+def test_steps_that_were_skipped_are_told(said):
+    why = "their updates were not finite"
+    rows = lambda **counts: [*ROWS[:2], ROWS[2] | counts]
+    assert f"  skipped     20 of 20 steps: {why}" in said(rows(skipped=20, left_out=0))
+    both = f"  skipped     1 of 20 steps and 3 steps of single replicas: {why}"
+    assert both in said(rows(skipped=1, left_out=3))
+    assert not any("skipped" in line for line in said(rows(skipped=0, left_out=0)))
+
+
 def test_losses_that_are_not_finite_and_accuracies_are_told(said):
     diverged = [*ROWS[:2], ROWS[2] | {"loss": None, "val_loss": None, "val_accuracy": 0.25}]
     first, *rest = said(diverged)

@@ -131,3 +131,18 @@ def test_a_checkpoint_of_another_program_is_refused_by_name(tmp_path):
     task = SimpleNamespace(config=SimpleNamespace(resume=True))
     with pytest.raises(ValueError, match="/3 is not of a run of this program: its metadata lack"):
         resume.begin(task, tmp_path)
+
+
+def test_what_was_set_otherwise_in_the_run_that_gives_parameters_is_told(task_of, tmp_path, capsys):
+    task = task_of(2)
+    checkpoints = open_checkpoints(tmp_path / "checkpoints")
+    saved = resume.metadata(task, resume.Progress(step=1))
+    checkpoints.save(1, {"params": task.init()[0]}, saved)
+    checkpoints.close()
+    task = task._replace(init=lambda params: (params, None))
+    told = f"run: from step 0 on with the parameters of {tmp_path}, which had other settings: "
+    model = dataclasses.replace(task.config.model, heads=4)
+    changes = {"start_from": str(tmp_path), "model": model, "seed": 1}
+    changed = task._replace(config=dataclasses.replace(task.config, **changes))
+    resume.begin(changed, tmp_path / "new")
+    assert capsys.readouterr().err == f"{told}model.heads 2 -> 4\n"

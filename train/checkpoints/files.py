@@ -7,6 +7,7 @@ of every file that matters: Orbax itself would read a flipped bit as a weight.
 
 import hashlib
 import json
+import os
 import re
 import shutil
 import tempfile
@@ -118,8 +119,8 @@ def digest(path: Path) -> str:
 def require_kept(path: Path) -> None:
     """Raises `Removed` if a checkpoint, or a file of it, is not there any more."""
     try:
-        lost = checks.json_object(path / "checksums.json").keys() - _files(path)
-    except ValueError:
+        lost = _sums(path).keys() - _files(path)
+    except (FileNotFoundError, ValueError):
         lost = {"checksums.json"}
     if lost:
         raise Removed(
@@ -173,9 +174,23 @@ def _examined(directory: Path, step: int | None, item: str) -> tuple[list[int], 
 
 def _files(path: Path, item: str = "") -> set[str]:
     """The names of what a checkpoint consists of: all in its items that is no folder."""
+
+    def refuse(error):  # what may not be listed is not missing
+        if not isinstance(error, FileNotFoundError | NotADirectoryError):
+            raise error
+
     items = [item] if item else ["state", "metadata"]
-    found = [file for each in items for file in (path / each).rglob("*") if not file.is_dir()]
+    walked = [each for item in items for each in os.walk(path / item, onerror=refuse)]
+    found = [Path(folder, name) for folder, _, names in walked for name in names]
     return {str(file.relative_to(path)) for file in found if file.name != _MARK}
+
+
+def _sums(path: Path) -> dict[str, list[int]]:
+    """Reads a checkpoint's `checksums.json`; a ValueError if a save has not written it so."""
+    sums = checks.json_value(checks.read_file(path / "checksums.json"))
+    if not sums or not checks.has_type(sums, dict[str, list[int]]):
+        raise ValueError("it has no checksums")
+    return sums
 
 
 def _partial(directory):
@@ -193,13 +208,16 @@ def _checksum(path):
 
 
 def _damage(path, item=""):
-    """Describes the damage of a checkpoint's files; None if there is none."""
+    """Describes the damage of a checkpoint's files; None if there is none.
+
+    What this user may not read is no damage, but an OSError: a good checkpoint would be put aside.
+    """
     try:
-        sums = checks.json_object(path / "checksums.json")
+        sums = _sums(path)
+    except FileNotFoundError:
+        return "checksums.json is missing"
     except ValueError as error:
-        return str(error).rstrip(".")
-    if not sums or not checks.has_type(sums, dict[str, list[int]]):
-        return "checksums.json is not what a save has written"
+        return f"checksums.json is not what a save has written: {str(error).rstrip('.')}"
     needed = {name for name in sums if not item or name.startswith(f"{item}/")}
     there = _files(path, item)
     if missing := sorted(needed - there):

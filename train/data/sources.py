@@ -76,6 +76,8 @@ class Images:
 def _check_sizes(data: Data | Images) -> None:
     checks.require_types(data, "data.")
     checks.at_least(1, data, "batch", prefix="data.")
+    if data.path == "":  # to pathlib it is the current folder
+        raise ValueError("data.path='' names nothing; write --data.path FOLDER, or . for this one.")
     if not 0 < data.validation_fraction < 1:
         raise ValueError(
             f"data.validation_fraction={data.validation_fraction} must be between 0 and 1; write "

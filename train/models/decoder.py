@@ -237,7 +237,7 @@ class Decoder(nnx.Module):
         self.embed = nnx.Embed(c.vocab, c.width, embedding_init=INIT, rngs=rngs.at("embed"))
         if c.rotary == "none":
             rows = c.first_position + (c.positions or c.context)
-            self.position = nnx.Param(INIT(rngs.params(), (rows, c.width)))
+            self.position = nnx.Param(INIT(rngs.params(), (rows, c.width), jnp.float32))
         block = functools.partial(Block, c, causal)
         self.names = tuple(f"block_{index}" for index in range(c.layers))
         if c.scan:

@@ -25,8 +25,8 @@ class Linear(nnx.Linear):
         self.scale = scale if rank else None
         if rank:
             draw = nnx.initializers.normal(inputs**-0.5)
-            self.lora_a = nnx.Param(draw(rngs.params(), (inputs, rank)))
-            self.lora_b = nnx.Param(jnp.zeros((rank, outputs)))
+            self.lora_a = nnx.Param(draw(rngs.params(), (inputs, rank), jnp.float32))
+            self.lora_b = nnx.Param(jnp.zeros((rank, outputs), jnp.float32))
 
     def __call__(self, x):
         y = super().__call__(x)

@@ -134,7 +134,7 @@ class Block(nnx.Module):
         norm = functools.partial(nnx.LayerNorm, width, dtype=dtype)
         self.norm_attention = norm(rngs=rngs.at("norm_attention"))
         self.qkv = linear(width, 3 * width, rngs=rngs.at("qkv"))
-        self.position = nnx.Param(_INIT(rngs.params(), ((2 * window - 1) ** 2, heads)))
+        self.position = nnx.Param(_INIT(rngs.params(), ((2 * window - 1) ** 2, heads), jnp.float32))
         self.out = linear(width, width, rngs=rngs.at("out"))
         self.norm_mlp = norm(rngs=rngs.at("norm_mlp"))
         self.up = linear(width, 4 * width, rngs=rngs.at("up"))

@@ -58,7 +58,7 @@ class ViT(nnx.Module):
         # Default initializer: the first layer's features have the scale of its inputs, one, not
         # 0.02.
         self.embed = nnx.Linear(pixels, c.width, dtype=c.dtype, rngs=rngs.at("embed"))
-        self.position = nnx.Param(INIT(rngs.params(), (self.time, c.width)))
+        self.position = nnx.Param(INIT(rngs.params(), (self.time, c.width), jnp.float32))
         self.names = tuple(f"block_{index}" for index in range(c.layers))
         blocks = DecoderConfig(layers=c.layers, width=c.width, heads=c.heads, dtype=c.dtype)
         for name in self.names:

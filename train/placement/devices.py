@@ -24,7 +24,7 @@ def start(replicas: int, num_processes: int = 1) -> None:
       num_processes: Processes of the run.
 
     Raises:
-      ValueError: If the replicas cannot be divided evenly.
+      ValueError: If the replicas cannot be divided evenly, or JAX_PLATFORMS names what is not here.
     """
     if replicas % num_processes:
         raise ValueError(
@@ -37,6 +37,21 @@ def start(replicas: int, num_processes: int = 1) -> None:
     # per device. Collectives of two steps in flight would then wait for each other forever.
     count = jax.config.jax_num_cpu_devices  # -1 if it is not set
     os.environ["NPROC"] = str(max(4 * count, int(os.environ.get("NPROC", os.cpu_count() or 1))))
+    _require_platform()
+
+
+def _require_platform() -> None:
+    """Raises a ValueError if JAX_PLATFORMS names what this machine or its JAX does not have."""
+    try:
+        jax.devices()
+    except (AssertionError, RuntimeError) as error:
+        # JAX has no text where no GPU is visible; other errors are those of a device.
+        if isinstance(error, RuntimeError) and "is not in the list of known" not in str(error):
+            raise
+        raise ValueError(
+            f"JAX_PLATFORMS={jax.config.jax_platforms!r}, of which JAX finds no device here; write "
+            "JAX_PLATFORMS=cpu, or install JAX for the device, as by pip install 'jax[cuda12]'."
+        ) from error
 
 
 def make_mesh(replicas: int, fast: int = 1) -> Mesh:

@@ -158,6 +158,7 @@ def test_file_without_a_config_is_refused(tmp_path, text):
         (lambda: Data(batch=0), "data.batch=0 must be at least 1"),
         (lambda: Data(validation_fraction=0.0), "validation_fraction=0.0 must be between"),
         (lambda: Data(path="a", huggingface="b"), "exclude each other"),
+        (lambda: Data(path=""), "data.path='' names nothing; write --data.path FOLDER"),
     ],
 )
 def test_wrong_value_is_refused(make, message):
