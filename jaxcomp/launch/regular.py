@@ -1,8 +1,10 @@
 """Files that strangers may have replaced with something else."""
 
+import contextlib
 import os
 import pathlib
 import stat
+from collections.abc import Iterator
 from typing import BinaryIO
 
 _KINDS = {stat.S_IFIFO: "FIFO", stat.S_IFDIR: "folder"}
@@ -26,11 +28,22 @@ def open_file(path: str | pathlib.Path) -> BinaryIO:
     return os.fdopen(descriptor, "rb")
 
 
+@contextlib.contextmanager
+def named(path: pathlib.Path) -> Iterator[None]:
+    """Names a file in an OSError that names none, as Python's for a full disk."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None or error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
 def write_text(path: pathlib.Path, text: str) -> None:
     """Replaces a file's text atomically: a crash leaves the old file or the new one."""
     part = path.with_name(path.name + ".part")
     part.unlink(missing_ok=True)  # from a crash, or a link that somebody has made
-    with part.open("x", encoding="utf-8") as file:
+    with named(path), part.open("x", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

@@ -5,6 +5,7 @@ import difflib
 import importlib.util
 import math
 import pathlib
+import sys
 import traceback
 from collections.abc import Sequence
 from typing import Literal
@@ -200,6 +201,7 @@ def load(path: str, args: Sequence[str] = ()) -> Config:
         raise ValueError(f"{path!r} is no config file; write one of {near or ['configs/NAME.py']}.")
     spec = importlib.util.spec_from_file_location(f"config_{file.stem}", file)
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where a dataclass looks for the names in its annotations
     try:
         spec.loader.exec_module(module)
         default = module.get_config() if hasattr(module, "get_config") else None

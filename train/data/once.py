@@ -6,6 +6,8 @@ import tempfile
 from collections.abc import Callable
 from typing import Any
 
+from jaxcomp.launch.regular import named
+
 _FORMAT = 2  # of the results; a change makes all again
 
 
@@ -27,7 +29,8 @@ def once(folder: pathlib.Path, key: Any, make: Callable[[pathlib.Path], None]) -
     with tempfile.TemporaryDirectory(prefix=".", dir=folder) as unfinished:
         new = pathlib.Path(unfinished, "new")
         new.mkdir(mode=0o755)
-        make(new)
+        with named(folder):
+            make(new)
         try:
             new.rename(made)
         except OSError:

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from jaxcomp.launch.regular import write_text
+from jaxcomp.launch.regular import named, write_text
 from train import checks
 
 _SUMMED = ("examples", "sent_bytes", "step_seconds", "skipped", "left_out")
@@ -35,7 +35,7 @@ def append(path: pathlib.Path, row: Row, require: Callable[[], None] = lambda: N
       OSError: If it cannot be written; then nothing of it is left.
     """
     line = json.dumps({name: plain(value) for name, value in row.items()}, allow_nan=False)
-    with path.open("ab", buffering=0) as file:
+    with named(path), path.open("ab", buffering=0) as file:
         # Only now: a run that takes over replaces the file, and this one is then orphaned.
         require()
         end, left = file.tell(), f"{line}\n".encode()

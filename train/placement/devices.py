@@ -50,7 +50,7 @@ def _require_platform() -> None:
             raise
         raise ValueError(
             f"JAX_PLATFORMS={jax.config.jax_platforms!r}, of which JAX finds no device here; write "
-            "JAX_PLATFORMS=cpu, or install JAX for the device, as by pip install 'jax[cuda12]'."
+            "JAX_PLATFORMS=cpu, or install JAX for the device, such as jax[cuda12]."
         ) from error
 
 

@@ -113,6 +113,13 @@ def test_missing_file_is_refused_with_those_that_exist(file):
         configs.load(str(pathlib.Path(file).parent))
 
 
+def test_a_config_file_may_have_dataclasses_of_its_own(file, tmp_path):
+    path, own = tmp_path / "own sizes.py", "class Size:\n    width: int = 64\n"
+    first = "from __future__ import annotations\nimport dataclasses\n@dataclasses.dataclass\n"
+    path.write_text(first + own + pathlib.Path(file).read_text())
+    assert configs.load(str(path)) == config_of()
+
+
 @pytest.mark.parametrize("text", ["", "def get_config():\n    return {'steps': 3}\n"])
 def test_file_without_a_config_is_refused(tmp_path, text):
     path = tmp_path / "empty.py"

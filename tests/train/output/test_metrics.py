@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from train.data.once import once
 from train.models import losses
 from train.output import metrics
 
@@ -99,8 +100,14 @@ def test_replacing_a_text_that_fails_leaves_the_old_one(path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.fsync", disk_full)
-    with pytest.raises(OSError, match="No space left"):
-        metrics.write_text(path, "new")
+    for write in (
+        lambda: metrics.write_text(path, "new"),
+        lambda: metrics.append(path, {"step": 1}),
+        lambda: once(path.parent, "tokens", lambda new: disk_full(0)),
+    ):
+        with pytest.raises(OSError, match="No space left on device: ") as full:
+            write()
+        assert full.value.errno == 28 and str(path).startswith(full.value.filename)
     assert path.read_text() == "old"
 
 
