@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import math
 import pathlib
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 
@@ -55,9 +56,8 @@ def generated(
             "of 0 or more."
         )
     if (path / "checkpoints").is_dir():
-        raise ValueError(
-            f"{str(path)!r} is a run; write python -m train.export {path} FOLDER, and take FOLDER."
-        )
+        command = shlex.join(["python", "-m", "train.export", str(path), "FOLDER"])
+        raise ValueError(f"{str(path)!r} is a run; write {command}, and take FOLDER.")
     _, config = settings.read(path)
     source = _tokenizer_of(path, config)
     tokenizer = load_tokenizer(source)

@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import re
+import shlex
 import shutil
 import tempfile
 import zlib
@@ -102,7 +103,7 @@ def intact(directory: str | Path, step: int | None = None, item: str = "") -> Pa
     if good is None:
         remedy = "No other checkpoint there is good: delete the folder and start again"
     else:
-        newer = " ".join(str(directory / str(other)) for other in saved if other > good)
+        newer = shlex.join(str(directory / str(other)) for other in saved if other > good)
         remedy = (
             f"Step {good} is good; to resume from it: rm -r {newer}"
             if newer

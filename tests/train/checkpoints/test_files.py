@@ -3,6 +3,7 @@
 import errno
 import functools
 import os
+import shlex
 
 import pytest
 
@@ -36,3 +37,14 @@ def test_a_checkpoint_that_may_not_be_read_is_not_damaged(tmp_path, monkeypatch,
         with pytest.raises(PermissionError):
             look(tmp_path)
     assert files.steps(tmp_path) == [10, 20]
+
+
+def test_the_command_that_removes_a_damaged_checkpoint_removes_nothing_else(tmp_path):
+    directory = tmp_path / "my runs"
+    save(directory, 10)
+    save(directory, 20)
+    (directory / "20" / "state" / "d").unlink()
+    with pytest.raises(ValueError, match=r"state/d is missing. Step 10 is good; .*: rm") as damage:
+        files.intact(directory)
+    command = str(damage.value).partition("resume from it: ")[2]
+    assert shlex.split(command) == ["rm", "-r", str(directory / "20")]
