@@ -108,10 +108,15 @@ def model_of(config: dict[str, Any], run: pathlib.Path) -> DecoderConfig:
 
 
 def tokenizer_of(config: dict[str, Any]) -> pathlib.Path | None:
-    """The folder whose tokenizer a recorded run used, if it still exists."""
+    """The folder whose tokenizer a recorded run used; None, with a message, if it is gone."""
     named = config["data"].get("tokenizer")
-    found = isinstance(named, str) and pathlib.Path(named, "tokenizer.json").is_file()
-    return pathlib.Path(named) if found else None
+    if not isinstance(named, str):
+        return None
+    if pathlib.Path(named, "tokenizer.json").is_file():
+        return pathlib.Path(named)
+    if named != config["start_from"]:  # of which `origin` tells
+        say(f"{named}, whose tokenizer the run used, is gone: copy its files into the export.")
+    return None
 
 
 def origin(start_from: str | None) -> pathlib.Path | None:

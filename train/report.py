@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import optax
 
 import jaxcomp
 from train.config.facts import to_json
@@ -43,6 +44,22 @@ def text(task: Task) -> str:
 
 
 def notes(task: Task) -> list[str]:
+    """Warns about updates that train badly, or at other parameters than they are evaluated at."""
+    return [*_coarse_mean(task), *_schedule_free(task.like["state"])]
+
+
+def _schedule_free(state: Any) -> list[str]:
+    is_one = lambda node: isinstance(node, optax.contrib.ScheduleFreeState)
+    if not any(map(is_one, jax.tree.leaves(state, is_leaf=is_one))):
+        return []
+    return [
+        "note: validation, exports and start_from take the parameters of the steps, and not "
+        "schedule_free_eval_params, the average that schedule_free makes for them. Write "
+        "adamw(learning_rate) instead."
+    ]
+
+
+def _coarse_mean(task: Task) -> list[str]:
     """Warns about few bits before an optimizer that divides by the root of a second moment.
 
     Sparse and 1-bit means of gradients arrive in bursts, even with error feedback, and bursts

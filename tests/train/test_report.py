@@ -50,6 +50,11 @@ def test_a_coarse_mean_before_a_second_moment_is_noted(update, bits):
     assert "second moment" in note and "quantize(4)" in note and "momentum" in note
 
 
+def test_an_update_that_is_evaluated_elsewhere_is_noted():
+    (note,) = notes(f"chain({MEAN}, contrib.schedule_free_adamw(learning_rate))", 4.1)
+    assert "validation" in note and "schedule_free_eval_params" in note
+
+
 @pytest.mark.parametrize(
     ("update", "bits"),
     [

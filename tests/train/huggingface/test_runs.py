@@ -229,13 +229,17 @@ def test_a_folder_that_another_program_makes_meanwhile_is_not_touched(tmp_path, 
     assert [path.name for path in tmp_path.rglob("*")] == ["to", "theirs"]
 
 
-def test_the_tokenizer_of_a_run_from_nothing_goes_along(tmp_path, small):
+def test_the_tokenizer_of_a_run_from_nothing_goes_along(tmp_path, small, capsys):
     there = tokens.folder(tmp_path / "words", begin="<s>")
     words = {"data": {"tokenizer": str(there)}}
     folder.save(tmp_path / "to", *small, tokenizer=export.tokenizer_of(words))
     for name in ("tokenizer.json", "tokenizer_config.json"):
         assert (tmp_path / "to" / name).read_text() == (there / name).read_text()
-    assert export.tokenizer_of({"data": {"tokenizer": str(tmp_path / "gone")}}) is None
+    gone, there = str(tmp_path / "gone"), "gone, whose tokenizer the run used, is gone: copy its"
+    assert export.tokenizer_of({"data": {"tokenizer": gone}, "start_from": None}) is None
+    assert there in capsys.readouterr().err
+    assert export.tokenizer_of({"data": {"tokenizer": gone}, "start_from": gone}) is None
+    assert not capsys.readouterr().err  # `origin` tells of it
     assert export.tokenizer_of({"data": {}}) is None
 
 
