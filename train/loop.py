@@ -81,6 +81,8 @@ def _train(config: Config, folder: Path, until_the_end: contextlib.ExitStack) ->
         if config.island is not None and done.step < config.steps:
             member = stack.enter_context(island.member_of(config, params))
             params = member.params
+        # Before rows of a run whose checkpoints are out of reach, on a lost disk, are dropped.
+        agree.from_first(lambda: files.require_writable(directory))
         keep, track, show = outputs.opened(stack, task, claim, folder, done)
         run = _Run(
             task=task,

@@ -15,7 +15,7 @@ import jaxcomp
 from jaxcomp.launch import claims
 from tests.helpers.replicas import state_of
 from tests.helpers.tiny_runs import tiny_config
-from train import resume
+from train import loop, resume
 from train import task as tasks
 from train.checkpoints import emergency
 from train.checkpoints.store import open_checkpoints
@@ -146,3 +146,17 @@ def test_what_was_set_otherwise_in_the_run_that_gives_parameters_is_told(task_of
     changed = task._replace(config=dataclasses.replace(task.config, **changes))
     resume.begin(changed, tmp_path / "new")
     assert capsys.readouterr().err == f"{told}model.heads 2 -> 4\n"
+
+
+def test_rows_stay_where_checkpoints_are_on_a_disk_that_is_not_there(
+    task_of, tmp_path, monkeypatch
+):
+    task = task_of(2)
+    config = dataclasses.replace(task.config, runs_dir=str(tmp_path))
+    monkeypatch.setattr(loop, "make_task", lambda config: task._replace(config=config))
+    (folder := tmp_path / config.name).mkdir()
+    (folder / "metrics.jsonl").write_text('{"step": 3}\n')
+    (folder / "checkpoints").symlink_to(tmp_path / "disk")
+    with pytest.raises(OSError, match="cannot write checkpoints to"):
+        loop.run(config)
+    assert (folder / "metrics.jsonl").read_text() == '{"step": 3}\n'
