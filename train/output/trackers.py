@@ -56,7 +56,8 @@ def wandb(
       A function that logs the numbers of a row at its step.
 
     Raises:
-      ValueError: If the extra is not installed.
+      ValueError: If the extra is not installed, or nobody has logged in.
+      ConnectionError: If the service does not answer.
     """
     if importlib.util.find_spec("wandb") is None:
         raise ValueError(
@@ -66,14 +67,19 @@ def wandb(
 
     identity = folder / "wandb_id.txt"
     known = identity.read_text().strip() if step and identity.is_file() else None
-    run = client.init(
-        project=os.environ.get("WANDB_PROJECT", "jaxcomp"),
-        name=folder.name,
-        id=known,
-        resume="allow",
-        dir=str(folder),
-        config=config,
-    )
+    try:
+        run = client.init(
+            project=os.environ.get("WANDB_PROJECT", "jaxcomp"),
+            name=folder.name,
+            id=known,
+            resume="allow",
+            dir=str(folder),
+            config=config,
+        )
+    except (client.errors.UsageError, client.errors.CommError) as error:
+        kind = ConnectionError if isinstance(error, client.errors.CommError) else ValueError
+        reason = str(error).rstrip(".")
+        raise kind(f"wandb=True: {reason}; or write WANDB_MODE=offline.") from error
     metrics.write_text(identity, f"{run.id}\n")
     try:
         yield lambda row: run.log(_numbers(row), step=int(row["step"]))

@@ -57,7 +57,9 @@ def wandb(monkeypatch):
         calls.append(("init", settings))
         return Run()
 
-    module = types.SimpleNamespace(init=init, __spec__=object())
+    names = "UsageError", "CommError"
+    errors = types.SimpleNamespace(**{name: type(name, (Exception,), {}) for name in names})
+    module = types.SimpleNamespace(init=init, errors=errors, __spec__=object())
     monkeypatch.setitem(sys.modules, "wandb", module)
     return calls
 
@@ -85,6 +87,17 @@ def test_a_resumed_run_goes_on_there_and_a_new_one_begins(tmp_path, wandb, monke
     settings = [call[1] for call in wandb if call[0] == "init"]
     assert [call["id"] for call in settings] == [None, "abc123", None]
     assert {call["project"] for call in settings} == {"mine"}
+
+
+@pytest.mark.parametrize(("name", "kind"), [("UsageError", ValueError), ("CommError", OSError)])
+def test_a_service_that_takes_nothing_is_told(tmp_path, wandb, monkeypatch, name, kind):
+    def init(**settings):
+        raise getattr(module.errors, name)("No API key configured. Use `wandb login`.")
+
+    module = sys.modules["wandb"]
+    monkeypatch.setattr(module, "init", init)
+    with pytest.raises(kind, match="Use `wandb login`; or write WANDB_MODE=offline"):
+        trackers.wandb(tmp_path, {}, step=0).__enter__()
 
 
 def test_missing_weights_and_biases_says_what_to_install(tmp_path, monkeypatch):
