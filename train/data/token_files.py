@@ -111,6 +111,8 @@ def load(folder: pathlib.Path) -> Corpus:
         record = found["record"]
         checks.require_keys({"vocab": 0} | record, _RECORD, vocab=int, source=str, sha256=str)
     except (OSError, ValueError) as error:
+        if isinstance(error.__cause__ or error, PermissionError):  # of another user
+            raise ValueError(f"{folder} is closed: {error}; write another --data.cache.") from error
         raise ValueError(f"{folder} is damaged: {error}; remove it.") from error
     vocab = max(record.get("vocab", 0), *(1 + largest for _, largest in parts.values()))
     train, validation = (part for part, _ in parts.values())

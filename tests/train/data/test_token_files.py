@@ -8,6 +8,7 @@ import pytest
 
 from tests.helpers import tokens
 from tests.helpers.corpora import write
+from train import checks
 from train.config import Data
 from train.data import texts, token_files, tokenizing
 from train.data.tokenizer import load_tokenizer
@@ -98,6 +99,20 @@ def test_damaged_files_are_named(tmp_path):
     with (made / "train.tokens").open("ab") as file:
         file.write(b"x")
     with pytest.raises(ValueError, match=r"is damaged: train.tokens has \d+ bytes; remove it"):
+        token_files.load(made)
+
+
+@pytest.mark.parametrize("name", ["corpus.json", "train.ends"])
+def test_files_of_another_user_are_not_damaged(tmp_path, monkeypatch, name):
+    made = token_files.prepare(write(tmp_path / "texts", 3), tmp_path / "cache")
+
+    def guarded(path, opened=checks.open_file):
+        if path == made / name:
+            raise PermissionError(13, "Permission denied")
+        return opened(path)
+
+    monkeypatch.setattr(checks, "open_file", guarded)
+    with pytest.raises(ValueError, match=r"is closed: .*denied.*; write another --data.cache"):
         token_files.load(made)
 
 
