@@ -53,6 +53,7 @@ def require_elementwise(
             "that of the parameters; write masks and labels as trees, or by paths, and optimizers "
             "that work entry by entry, such as optax.adamw."
         )
+    _require_own_noise(program[0].jaxpr, params)
     mixed = _Tracker(_mixes, bool).results(*program)
     if mixed:
         raise ValueError(
@@ -81,7 +82,11 @@ def _whole(tx, grads, state, params, shapes):
 
 
 def with_whole_norms(
-    update: Callable[..., Any], *args: Any, axis_name: str, mean_only: bool = True
+    update: Callable[..., Any],
+    *args: Any,
+    axis_name: str,
+    specs: Any = None,
+    mean_only: bool = True,
 ) -> Any:
     """The results of an update that scales no shard of a parameter by a norm of its own.
 
@@ -89,11 +94,14 @@ def with_whole_norms(
       update: `(grads, state, params) -> (updates, state)`, traced once.
       *args: Its arguments; parameters are local shards.
       axis_name: The axis of the replicas, which does not shard.
+      specs: PartitionSpecs of the parameters, a tree like these. Then sums over a part of the axes,
+        as of rows, count if they are over an axis that is cut.
       mean_only: Whether only norms of values that are equal on all replicas count, as after a mean.
         Before it, codes look at whole shards.
 
     Raises:
-      ValueError: If it scales one so; or the errors of `require_alike`.
+      ValueError: If it scales one so, or draws random numbers for one that are those of another; or
+        the errors of `require_alike`.
     """
     grads, _, params = args
     if not any(varying_axes(x) - {axis_name} for x in jax.tree.leaves(params)):
@@ -106,7 +114,10 @@ def with_whole_norms(
     flat = core.jaxpr_as_fun(program)(*jax.tree.leaves(args))
     results = jax.tree.unflatten(jax.tree.structure(like), flat)
     require_alike(results[0], params, axis_name)
-    scaled = _Tracker(_is_norm, differs).results(program, like)
+    _require_own_noise(program.jaxpr, params, axis_name)
+    cuts = set() if specs is None else _cuts(params, specs)
+    is_local = lambda eqn: _is_norm(eqn) or _is_over(cuts, eqn)
+    scaled = _Tracker(is_local, differs).results(program, like)
     if scaled:
         raise ValueError(
             f"the update's {scaled[0]!r} depends on a norm of local shards, as that of "
@@ -115,6 +126,26 @@ def with_whole_norms(
             "norms of all shards."
         )
     return results
+
+
+def _require_own_noise(jaxpr, params, *but):
+    """Raises a ValueError for random numbers that are equal for different shards."""
+    every = [e for eqn in jaxpr.eqns for e in _flat(eqn)]
+    for drawn in [e.outvars[0].aval for e in every if e.primitive.name == "random_bits"]:
+        for x in jax.tree.leaves(params):
+            if x.shape == drawn.shape and varying_axes(x) - varying_axes(drawn) - {*but}:
+                raise ValueError(
+                    "the optimizer draws the same random numbers for every shard of a parameter, "
+                    "as optax.add_noise or optax.noisy_sgd: its key is equal on all devices. Add "
+                    "noise where gradients are whole: write optax.chain(optax.add_noise(...), "
+                    "jaxcomp.sharded_optimizer(...)), or a mesh whose devices hold all parameters."
+                )
+
+
+def _cuts(params, specs):
+    """The local shapes of parameters, each with an axis that is cut into shards."""
+    pairs = zip(jax.tree.leaves(params), jax.tree.leaves(specs), strict=True)
+    return {(x.shape, i) for x, spec in pairs for i, names in enumerate(spec) if names}
 
 
 def _zeros(shape, like):
@@ -187,6 +218,11 @@ def _sizes(eqn):
 def _mixes(eqn) -> bool:
     largest, sizes = _sizes(eqn)
     return largest > 1 and (eqn.primitive.name in _MIXING or min(sizes, default=1) < largest)
+
+
+def _is_over(cuts, eqn) -> bool:
+    axes = eqn.params.get("axes", ())
+    return bool(axes) and any((eqn.invars[0].aval.shape, axis) in cuts for axis in axes)
 
 
 def _is_norm(eqn) -> bool:

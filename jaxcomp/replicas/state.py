@@ -255,9 +255,17 @@ def _as_after_updates(state, after):
     """Casts leaves to varying that are equal zeros in `init` and vary after an update."""
     while True:
         new_state = jax.tree.map(vary_like, state, after(state))
+        new_state = _in_multi_steps(_chosen_alone, new_state)
         if _axes(new_state) == _axes(state):
             return state
         state = new_state
+
+
+def _chosen_alone(node):
+    """Casts a node of `optax.MultiSteps` to varying if each replica skips by its own gradient."""
+    # Its counters then differ, although JAX says of a branch's results that they do not.
+    axes = frozenset().union(*map(varying_axes, jax.tree.leaves(node.skip_state)))
+    return jax.tree.map(lambda x: vary_over(x, axes), node)
 
 
 def _axes(state):

@@ -39,6 +39,12 @@ class Update(NamedTuple):
         """One PartitionSpec for each parameter."""
         return full_specs(params, self.mesh, self.axis_name, self.param_specs)
 
+    def specs_of_shards(self, params: Any) -> Any:
+        """One PartitionSpec for each array that a device updates."""
+        if self.shares is None:
+            return self.specs_of(params)
+        return jax.tree.map(lambda share: share.spec, self.shares)
+
 
 def update_specs(update: Update, params: Any) -> tuple[Any, Any]:
     """The PartitionSpecs of the parameters and of the state."""
@@ -146,7 +152,8 @@ def local_update(
     if update.fast_axis is not None:
         grads = fast.scatter_shares(grads, update.shares, update.fast_axis)
     own = functools.partial(tx.update, axis_name=axis_name, **given)
-    updates, new_state = with_whole_norms(own, grads, state, params, axis_name=axis_name)
+    cut = {"axis_name": axis_name, "specs": update.specs_of_shards(params)}
+    updates, new_state = with_whole_norms(own, grads, state, params, **cut)
     # Gradients of microbatches are wider than narrow parameters, and so are optax's results.
     new_state = jax.tree.map(_in_dtype_of, new_state, state)
     _require_averaged(updates, axis_name)

@@ -209,6 +209,7 @@ QUANTIZED = jaxcomp.compressed_mean(jaxcomp.quantize(4), "replica")
 ALL_SHARDED = {"down": P("fsdp"), "up": P(None, "fsdp")}
 SOME = r"update of.*'bias'.*shards over \('fsdp',\).*Write jaxcomp.clip_by_global_norm"
 ALL = "a norm of local shards.*clip_by_global_norm"
+NOISE = "the same random numbers for every shard"
 BY_LOCAL_NORMS = {
     "before SGD": (SPECS, SOME, (MEAN, OPTAX, optax.sgd(1.0))),
     "before momentum": (
@@ -223,7 +224,10 @@ BY_LOCAL_NORMS = {
     "all sharded, behind the mean": (ALL_SHARDED, ALL, (MEAN, OPTAX, optax.adam(1e-3))),
     "all sharded, behind codes": (ALL_SHARDED, ALL, (QUANTIZED, OPTAX, optax.sgd(1.0))),
     "all sharded, LAMB": (ALL_SHARDED, ALL, (QUANTIZED, optax.lamb(1e-3))),
+    "means of rows": (ALL_SHARDED, ALL, (MEAN, optax.centralize(), optax.sgd(1.0))),
     "all sharded, inside": (ALL_SHARDED, ALL, (cocktail(OPTAX, optax.sgd(1.0)),)),
+    "noise": (SPECS, NOISE, (MEAN, optax.noisy_sgd(1e-3, key=0))),
+    "noise, inside": (SPECS, NOISE, (cocktail(optax.noisy_sgd(1e-3, key=0)),)),
 }
 
 

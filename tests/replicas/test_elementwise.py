@@ -122,11 +122,23 @@ def divided_in_turn(g):
         (lambda: optax.lamb(1e-2), "several entries"),
         (lambda: optax.chain(optax.clip_by_block_rms(1.0), optax.sgd(0.1)), "several entries"),
         (lambda: optax.apply_if_finite(optax.adam(1e-2), 3), "several entries"),
+        (lambda: optax.noisy_sgd(0.1, key=0), "the same random numbers for every shard"),
         (lambda: of_leaves(halved_if_large), "several entries"),
         (lambda: of_leaves(divided_in_turn), "several entries"),
         (lambda: of_leaves(lambda g: jnp.cumsum(g).reshape(g.shape)), "several entries"),
     ],
-    ids=["mask", "adafactor", "clip", "lamb", "block rms", "finite", "cond", "loop", "cumsum"],
+    ids=[
+        "mask",
+        "adafactor",
+        "clip",
+        "lamb",
+        "block rms",
+        "finite",
+        "noise",
+        "cond",
+        "loop",
+        "cumsum",
+    ],
 )
 def test_what_looks_at_shapes_or_mixes_entries_is_refused(make, text, way):
     with pytest.raises(ValueError, match=text):

@@ -93,6 +93,9 @@ def test_a_choice_of_each_replica_to_exchange():
         init(skipping.gradient_transformation())
     behind = optax.MultiSteps(optax.sgd(0.1), 2, should_skip_update_fn=optax.skip_not_finite)
     init(optax.chain(TX, behind.gradient_transformation()))
+    # Before the mean each replica counts by itself, which JAX's types of a branch do not tell.
+    counted, _ = init(optax.chain(behind.gradient_transformation(), TX))
+    assert counted.mini_step.shape == counted.gradient_step.shape == (2,)
 
 
 @pytest.mark.parametrize("mesh", [None, "replica"])

@@ -208,11 +208,9 @@ def test_what_does_not_fit_is_said(specs, fast_axis, message):
         made.init(PARAMS)
 
 
-def test_norms_of_single_shares_are_refused():
-    tx = optax.chain(
-        jaxcomp.compressed_mean(jaxcomp.identity(), "replica"),
-        optax.clip_by_global_norm(1.0),
-        optax.sgd(0.1),
-    )
+@pytest.mark.parametrize("local", [optax.clip_by_global_norm(1.0), optax.centralize()])
+def test_norms_and_means_of_single_shares_are_refused(local):
+    mean = jaxcomp.compressed_mean(jaxcomp.identity(), "replica")
+    tx = optax.chain(mean, local, optax.sgd(0.1))
     with pytest.raises(ValueError, match=r"jaxcomp\.clip_by_global_norm"):
         train(fast_mesh(2, 2), tx, 1, fast_axis="fast")
