@@ -189,8 +189,14 @@ def _first_state(tx, params):
     )
 
 
-def _require_no_guard(state, error):
-    """Raises a ValueError for `optax.apply_if_finite` around a method that exchanges."""
+def _explain(error, state):
+    """Raises a ValueError that says what to write, if an update's error is a known one."""
+    if "unexpected keyword argument" in str(error):
+        raise ValueError(
+            f"{error}. Steps give all optimizers the loss and the axis, and this one, like "
+            "optax.contrib.sam, takes no argument that it does not know; write "
+            "optax.GradientTransformation(sam.init, lambda *args: sam.update(*args)) for it."
+        ) from error
     is_guard = lambda node: isinstance(node, optax.ApplyIfFiniteState)
     for guard in filter(is_guard, jax.tree.leaves(state, is_leaf=is_guard)):
         inner = jax.tree.leaves(guard.inner_state, is_leaf=has_feedback)
@@ -217,7 +223,7 @@ def _settled(tx, params, state, axis_name):
     try:
         return _as_after_updates(state, after)
     except (TypeError, ValueError) as error:
-        _require_no_guard(state, error)
+        _explain(error, state)
         if not any(map(_is_multi, jax.tree.leaves(state, is_leaf=_is_multi))):
             raise
     # MultiSteps also traces the mean inside it with its accumulator, which is zeros at first.

@@ -98,6 +98,13 @@ def test_a_choice_of_each_replica_to_exchange():
     assert counted.mini_step.shape == counted.gradient_step.shape == (2,)
 
 
+def test_an_optimizer_that_takes_no_argument_of_a_step():
+    sam = optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.05))
+    with pytest.raises(ValueError, match="argument 'value'. .*GradientTransformation.sam.init"):
+        init(optax.chain(TX, sam))
+    init(optax.chain(TX, optax.GradientTransformation(sam.init, lambda *args: sam.update(*args))))
+
+
 @pytest.mark.parametrize("mesh", [None, "replica"])
 def test_what_is_no_mesh(mesh):
     with pytest.raises(ValueError, match="where the mesh belongs; write jax.make_mesh"):
