@@ -203,8 +203,8 @@ class QSDP:
         Like `layer` in a loop, but the gather of layer k waits for the input of layer
         `k - lookahead`, and in the backward pass for the gradient that enters layer
         `k + lookahead`, so it is sent while those compute. At most `lookahead + 1` layers are in
-        memory, one as weights and the others as codes. The bytes sent are the same. Layers alike are
-        traced once in each pass, so that the function must depend on its arguments alone.
+        memory, one as weights and the others as codes. The bytes sent are the same. Layers alike
+        are traced once in each pass, so that the function must depend on its arguments alone.
 
         Args:
           function: A layer; x is an array or a tree of arrays. Only x and the weights are
