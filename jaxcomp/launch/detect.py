@@ -63,6 +63,11 @@ def _complete(source: str, fields: dict, environ: Environ, given: dict[str, Any]
     if absent:
         names = ", ".join(sorted(set(absent.values())))
         flags = ", ".join(f"--{field.replace('_', '-')}" for field in absent)
+        if absent.keys() == {"coordinator"}:
+            raise ValueError(
+                f"{source} does not say where process 0 runs: {names} is not set. Write "
+                "--coordinator HOST:29411, with the host of rank 0: the first one."
+            )
         raise ValueError(
             f"{source} is only half there: {names} not set, as in a shell opened by ssh or outside "
             f"of srun, mpirun or a pod. Let {source} start this process; or write {flags}, which "

@@ -7,5 +7,7 @@
 # is the interpreter.
 set -euo pipefail
 
+# mpirun does not bring PATH to other hosts, on which python may be another one.
+python=$(command -v "${PYTHON:-python}")
 # By default mpirun binds each process to one core.
-exec ${MPIRUN:-mpirun} --bind-to none "${PYTHON:-python}" -u -m jaxcomp.launch "$@"
+exec ${MPIRUN:-mpirun} --bind-to none "$python" -u -m jaxcomp.launch "$@"

@@ -104,7 +104,8 @@ def _listen(coordinator: str, address: str, port: int) -> socket.socket:
         raise kind(
             f"process 0 cannot listen at {coordinator} ({address}) on {socket.gethostname()}: "
             f"{error.strerror}. The address must be this host's ({addresses.listing()}), and the "
-            "port free: neither another run nor a second process 0 may use it."
+            "port free: neither another run nor a second process 0 may use it. Write --coordinator "
+            "HOST:PORT with this host, or another port."
         ) from error
 
 

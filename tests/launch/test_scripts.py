@@ -3,6 +3,7 @@
 import os
 import pathlib
 import re
+import shutil
 import subprocess
 import sys
 
@@ -22,15 +23,17 @@ sys.stdout.write(f"one of {launch.connect()}\\n")  # at once: two ranks write in
 """
 
 SRUN = """#!/bin/bash
-# What srun does for two tasks on this host: its variables, a label, the worst status.
+# What srun does for two tasks on this host: its variables, a label, the largest status.
+set -o pipefail
+status=0 each=0
 while [[ $1 == --* ]]; do echo "srun option $1"; shift; done
 export SLURM_STEP_NODELIST=127.0.0.1 SLURM_STEP_NUM_NODES=1 SLURM_STEP_NUM_TASKS=2 SLURM_NTASKS=2
 export SLURM_STEP_ID=0 SLURM_NODEID=0 SLURM_STEP_TASKS_PER_NODE=2
 for i in 0 1; do
     SLURM_PROCID=$i SLURM_LOCALID=$i "$@" 2>&1 | sed -u "s/^/$i: /" & pids+=($!)
 done
-for pid in "${pids[@]}"; do wait $pid || status=$?; done
-exit ${status:-0}
+for pid in "${pids[@]}"; do wait $pid || each=$?; ((status = each > status ? each : status)); done
+exit $status
 """
 
 MPIRUN = """#!/bin/bash
@@ -45,6 +48,14 @@ done
 for pid in "${pids[@]}"; do wait $pid || status=$?; done
 exit ${status:-0}
 """
+
+
+# Imports nothing, then ends by a status in task 1, and by SIGTERM's in task 0.
+STATUSES = """#!/bin/bash
+[[ $1 != -c ]] || exit 0
+exit $((SLURM_PROCID == 1 ? {} : 143))
+"""
+SCONTROL = '#!/bin/bash\necho "scontrol $*"\n'
 
 
 @pytest.fixture
@@ -109,12 +120,42 @@ def test_the_slurm_script_asks_for_what_its_comments_say():
 @pytest.mark.parametrize("restarts", [0, 10])
 def test_the_slurm_script_requeues_what_a_machine_may_restart(tmp_path, stand_in, status, restarts):
     environ = stand_in("srun", f"#!/bin/bash\nexit {int(status)}\n", SLURM_JOB_ID="71")
-    stand_in("scontrol", '#!/bin/bash\necho "scontrol $*"\n')
+    stand_in("scontrol", SCONTROL)
     environ |= {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_RESTART_COUNT": str(restarts)}
+    environ["PYTHON"] = "true"  # imports nothing
     done = run(["bash", str(SCRIPTS / "slurm.sbatch")], env=environ)
     assert done.returncode == status
     requeued = "scontrol requeue 71\n" in done.stdout
     assert requeued == (may_restart(status) and restarts < 10)
+
+
+@pytest.mark.parametrize("status", [2, 130])
+def test_a_mistake_of_one_task_is_the_slurm_scripts_status(tmp_path, stand_in, status):
+    """srun tells of the other task alone, whose status is larger; a machine might restart it."""
+    environ = stand_in("srun", SRUN, SLURM_JOB_ID="71")
+    stand_in("scontrol", SCONTROL)
+    environ |= {"SLURM_SUBMIT_DIR": str(tmp_path), "PYTHON": "python_of_the_run"}
+    stand_in("python_of_the_run", STATUSES.format(status))
+    done = run(["bash", str(SCRIPTS / "slurm.sbatch")], env=environ)
+    assert done.returncode == status, done.stdout
+    assert "requeue" not in done.stdout
+    assert not list(tmp_path.glob(".jaxcomp*"))
+
+
+def test_the_slurm_script_needs_an_interpreter_with_jaxcomp(tmp_path, stand_in):
+    environ = stand_in("srun", "#!/bin/bash\necho started\n", SLURM_JOB_ID="71")
+    environ |= {"SLURM_SUBMIT_DIR": str(tmp_path), "PYTHON": "false"}
+    done = run(["bash", str(SCRIPTS / "slurm.sbatch")], env=environ)
+    assert done.returncode == 2
+    assert "false cannot import jaxcomp: activate" in done.stdout
+    assert "started" not in done.stdout
+
+
+def test_the_mpirun_script_names_the_whole_path_of_the_interpreter(stand_in):
+    environ = stand_in("mpirun", '#!/bin/bash\necho "mpirun $*"\n')
+    environ["PYTHON"] = "python3"
+    done = run(["bash", str(SCRIPTS / "mpirun.sh")], env=environ)
+    assert f"--bind-to none {shutil.which('python3')} -u" in done.stdout
 
 
 def test_the_mpirun_script_connects_all_ranks(stand_in, command):
