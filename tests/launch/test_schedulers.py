@@ -1,4 +1,4 @@
-"""The ready scripts under real SLURM, Open MPI, MPICH and sshd, where a machine has them.
+"""The ready scripts under a real Open MPI; and SLURM, MPICH and sshd, where a machine has them.
 
 On Debian: apt-get install slurmctld slurmd slurm-client munge openmpi-bin mpich openssh-server
 """
@@ -159,20 +159,24 @@ def test_slurm_starts_and_requeues(slurm, tmp_path, program, words, end):
     assert not list(tmp_path.glob(".jaxcomp*"))
 
 
-OPEN_MPI = "mpirun.openmpi -np 2 --oversubscribe"
-MPICH = "mpirun.mpich -np 2"
+MPIRUN = {  # and by what name its processes call it
+    pathlib.Path(sys.executable).with_name("mpirun"): "Open MPI",  # 5, of the extra test
+    "mpirun.openmpi": "Open MPI",  # 4
+    "mpirun.mpich": "MPICH or Intel MPI",
+}
 
 
 @pytest.mark.parametrize(
     ("mpirun", "name"),
     [
-        pytest.param(OPEN_MPI, "Open MPI", marks=needs("mpirun.openmpi"), id="Open MPI"),
-        pytest.param(MPICH, "MPICH or Intel MPI", marks=needs("mpirun.mpich"), id="MPICH"),
+        pytest.param(*pair, id=pathlib.Path(pair[0]).name, marks=needs(pair[0]))
+        for pair in MPIRUN.items()
     ],
 )
-def test_mpirun_starts(tmp_path, program, mpirun, name):
-    as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    environ = environment(MPIRUN=mpirun, PYTHON=sys.executable, **as_root)
+def test_mpirun_starts(program, mpirun, name):
+    as_root = {f"{start}_ALLOW_RUN_AS_ROOT": "1" for start in ("OMPI", "PRTE")}
+    as_root |= {f"{variable}_CONFIRM": "1" for variable in as_root}
+    environ = environment(MPIRUN=f"{mpirun} -np 2", PYTHON=sys.executable, **as_root)
     script = ["bash", str(SCRIPTS / "mpirun.sh")]
     port = free_port(29500, 29600)
     done = run([*script, "--coordinator", f"127.0.0.1:{port}", *program], env=environ)
@@ -181,9 +185,10 @@ def test_mpirun_starts(tmp_path, program, mpirun, name):
         assert f"process {rank} of 2 ({name}); coordinator 127.0.0.1:{port}" in done.stdout
     assert done.stdout.count("one of 2\n") == 2
     done = run([*script, *program], env=environ)
-    if name == "Open MPI":  # it says where mpirun runs
+    if mpirun == "mpirun.openmpi":  # it says where it runs
         assert done.returncode == 0, done.stdout
     else:
+        assert done.returncode != 0
         assert f"{name} does not say where process 0 runs" in done.stdout
 
 
