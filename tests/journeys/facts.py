@@ -120,8 +120,8 @@ ELSEWHERE = {
     "python -m train configs/nano_dense.py --plan --measure": _PLAN,
     "python -m train.launch --hosts hosts.txt -- configs/nano_dense.py --plan --measure": _PLAN,
     "sbatch jaxcomp/launch/slurm.sbatch -- python -m train configs/nano_4bit.py": _SCHEDULER,
-    'MPIRUN="mpirun -np 4 --hostfile hosts" bash jaxcomp/launch/mpirun.sh -- python -m train '
-    "configs/nano_4bit.py": _SCHEDULER,
+    'MPIRUN="mpirun -np 4 --hostfile hosts" bash jaxcomp/launch/mpirun.sh --coordinator '
+    "node1:29411 -- python -m train configs/nano_4bit.py": _SCHEDULER,
     "kubectl apply -f jaxcomp/launch/jobset.yaml": _SCHEDULER,
     "python -m train configs/nano_dense.py --plan --link-rate 500e6 --link-latency 1e-3 "
     "--compute-seconds 0.5 --codec-rate 2e9": _PLAN,
