@@ -65,6 +65,8 @@ def _facts(file: pathlib.Path) -> tuple[dict[str, Any], int]:
     record = checks.json_object(file, plan=dict[str, Any], config=dict[str, Any])
     plan, fast = record["plan"], record["config"].get("fast")
     checks.require_keys(plan, str(file), sent_bytes_per_step=float, parameters=int, replicas=int)
+    plan = {"trained": plan["parameters"]} | plan  # older runs do not record it
+    checks.require_keys(plan, str(file), trained=int)
     if not checks.has_type(fast, int) or not 1 <= fast <= plan["replicas"]:
         raise ValueError(f"{file}: fast={fast!r:.80} of replicas={plan['replicas']} fits no run.")
     return plan, fast
@@ -74,7 +76,7 @@ def _line(label, rows, plan, fast, seconds) -> tuple[str, ...]:
     loss = [row["val_loss"] for row in rows if "val_loss" in row][-1]
     sent, slow = plan["sent_bytes_per_step"], plan["replicas"] // fast
     # Across the slow axis only, as for all runs with a fast axis.
-    dense = 2 * 4 * plan["parameters"] / fast * (slow - 1) / slow
+    dense = 2 * 4 * plan["trained"] / fast * (slow - 1) / slow
     ratio = lambda bytes: f"{100 * sent / bytes:.1f}%" if sent and bytes else "-"
     return (
         label,

@@ -12,7 +12,7 @@ import jaxcomp
 from train.config.facts import to_json
 from train.config.run import AXIS_NAME
 from train.output import metrics
-from train.task import Task, num_parameters
+from train.task import Task, num_parameters, num_trained
 
 # Share of dense bytes in a run of 1-bit Adam that is dense for 15% of its steps, as in its authors'
 # BERT runs; then 1 bit per parameter and a float32 scale for each 1,024.
@@ -23,11 +23,12 @@ _COARSE_BITS = 3
 
 def text(task: Task) -> str:
     """The bytes that one step of the run sends, as text; read from the program, nothing runs."""
-    numel, slow = num_parameters(task), task.mesh.shape[AXIS_NAME]
+    numel, trained, slow = num_parameters(task), num_trained(task), task.mesh.shape[AXIS_NAME]
     fast, dense, plain = task.mesh.size // slow, dense_bytes(task), task.placement.dense[1]
     lines = [
         jaxcomp.report.table(task.programs, task.mesh),
-        f"{numel:,} parameters on {task.mesh.size} replicas; one replica sends "
+        f"{numel:,} parameters{f', {trained:,} of them trained,' if trained < numel else ''} on "
+        f"{task.mesh.size} replicas; one replica sends "
         f"{task.sent_bytes:,.0f} bytes a step{' on average' if task.rounds else ''}"
         f"{f' across the slow axis of {slow} x {fast} replicas' if fast > 1 else ''},",
         *([f"through the link of {fast} go {fast * task.sent_bytes:,.0f},"] if fast > 1 else []),
@@ -37,7 +38,7 @@ def text(task: Task) -> str:
         else f"nothing to send with one replica{' across the slow axis' if fast > 1 else ''}.",
         *_rounds(task, dense),
         *_memory(task.programs),
-        *_exact(task.like),
+        *_exact(task),
         *notes(task),
     ]
     return "\n".join(lines)
@@ -91,12 +92,17 @@ def dense_bytes(task: Task) -> float:
     """Bytes that one replica would send in a step without codes."""
     passes, slow = task.placement.dense[0], task.mesh.shape[AXIS_NAME]
     fast = task.mesh.size // slow
-    return passes * 4 * num_parameters(task) / fast * (slow - 1) / slow
+    return passes * 4 * num_trained(task) / fast * (slow - 1) / slow
 
 
-def _exact(like: dict[str, Any]) -> list[str]:
+def _exact_leaves(task: Task) -> list[str] | None:
+    exact = jaxcomp.report.exact_leaves(task.like["params"], task.like["state"])
+    return None if exact is None else [*filter(task.placement.trains, exact)]
+
+
+def _exact(task: Task) -> list[str]:
     """The arrays that are sent in float32; where only a number differs, they have one name."""
-    exact = jaxcomp.report.exact_leaves(like["params"], like["state"])
+    exact = _exact_leaves(task)
     if exact is None:
         return []
     names = dict.fromkeys(re.sub(r"\d+", "*", name) for name in exact)
@@ -138,11 +144,12 @@ def record(task: Task) -> str:
     """The record of a run as JSON: its config, its data, and what it sends."""
     facts = {
         "parameters": num_parameters(task),
+        "trained": num_trained(task),
         "replicas": task.mesh.size,
         "sent_bytes_per_step": task.sent_bytes,
         "sent_bytes_by_part": task.sent,
         "dense_bytes_per_step": dense_bytes(task),
         "rounds": task.rounds,
-        "exact": jaxcomp.report.exact_leaves(task.like["params"], task.like["state"]),
+        "exact": _exact_leaves(task),
     }
     return metrics.run_record(to_json(task.config), task.examples.record, facts)

@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxcomp
+from jaxcomp.compressors.policies import path_of
 from jaxcomp.replicas import protocol
 from train import examples, island
 from train.config import Config
@@ -203,3 +204,9 @@ def _left_out(total: Callable[[Any], jax.Array], state: Any) -> int:
 def num_parameters(task: Task) -> int:
     """Elements of all parameters."""
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(task.natural))
+
+
+def num_trained(task: Task) -> int:
+    """Elements of the parameters that are trained; the others are never sent."""
+    leaves = jax.tree.leaves_with_path(task.natural)
+    return sum(math.prod(x.shape) for key, x in leaves if task.placement.trains(path_of(key)))

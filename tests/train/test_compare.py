@@ -12,10 +12,10 @@ from train import compare
 from train.output import metrics
 
 
-def make_run(folder, losses, sent_bytes, replicas=4, seconds=(0.1, 0.5, 0.2), fast=1):
+def make_run(folder, losses, sent_bytes, replicas=4, seconds=(0.1, 0.5, 0.2), fast=1, **more):
     """A finished run of 1,000 parameters."""
     folder.mkdir(parents=True)
-    plan = {"parameters": 1000, "replicas": replicas, "sent_bytes_per_step": sent_bytes}
+    plan = {"parameters": 1000, "replicas": replicas, "sent_bytes_per_step": sent_bytes} | more
     (folder / "config.json").write_text(json.dumps({"plan": plan, "config": {"fast": fast}}))
     for step, loss in enumerate(losses):
         row = {"step": step, "val_loss": loss, "sent_bytes": step * sent_bytes}
@@ -35,6 +35,8 @@ def test_table_has_last_loss_bytes_ratios_and_median_speed(tmp_path):
         "alone": make_run(tmp_path / "alone", [5.5], 0.0, replicas=1),
         # Between two hosts of two devices cross 2,000 bytes of each device's half.
         "2 x 2": make_run(tmp_path / "hybrid", [5.5], 500.0, fast=2),
+        # A dense mean of what is trained.
+        "LoRA": make_run(tmp_path / "lora", [5.5], 600.0, trained=100),
     }
     assert [line.split("  ") for line in compact(compare.compare(folders))] == [
         ["method", "val loss", "bytes/step", "of fp16", "of fp32", "steps/s"],
@@ -43,6 +45,7 @@ def test_table_has_last_loss_bytes_ratios_and_median_speed(tmp_path):
         ["broken", "not finite", "1,500", "50.0%", "25.0%", "-"],
         ["alone", "5.5000", "0", "-", "-", "5.00"],
         ["2 x 2", "5.5000", "500", "50.0%", "25.0%", "5.00"],
+        ["LoRA", "5.5000", "600", "200.0%", "100.0%", "5.00"],
     ]
 
 

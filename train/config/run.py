@@ -5,6 +5,7 @@ import difflib
 import importlib.util
 import math
 import pathlib
+import re
 import sys
 import traceback
 from collections.abc import Sequence
@@ -146,6 +147,13 @@ class Config:
                 f"model.lora={self.model.lora} adds matrices to train instead of the others; "
                 f"write --trainable '{lora.TRAINED}'."
             )
+        try:
+            re.compile(self.trainable or "")
+        except re.error as error:
+            raise ValueError(
+                f"trainable={self.trainable!r} is no regular expression: {error}; write a part of "
+                "a parameter's path, such as 'bias$'."
+            ) from error
         if self.in_shards and (self.fast < 2 or self.qsdp is not None or self.overlap):
             raise ValueError(
                 "in_shards=True needs several devices per host, and neither qsdp nor overlap; got "

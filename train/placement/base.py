@@ -34,3 +34,4 @@ class Placement(NamedTuple):
     replica_spread: Callable[[Any, Mesh], jax.Array] | None  # of params; None: no copies
     row_axes: tuple[str, ...]  # mesh axes that a state has rows over; others must keep their sizes
     dense: tuple[int, str]  # sends of all values per step without compression, and the collective
+    trains: Callable[[str], bool] = lambda path: True  # whether a parameter is trained, and sent

@@ -50,6 +50,7 @@ def resolve(config: Config) -> Placement:
         replica_spread=lambda params, mesh: jaxcomp.replica_spread(params, mesh, mesh.axis_names),
         row_axes=(AXIS_NAME,),
         dense=(2, "ring all-reduce"),  # a scatter and a gather
+        trains=re.compile(config.trainable or "").search,
     )
 
 

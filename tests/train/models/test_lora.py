@@ -1,6 +1,7 @@
 """Thin matrices: a model begins as it was, trains them alone, and takes them up."""
 
 import dataclasses
+import json
 import re
 
 import jax
@@ -10,6 +11,7 @@ import pytest
 
 from jaxcomp.compressors.policies import path_of
 from tests.helpers.launching import words
+from train import report
 from train import task as tasks
 from train.config import Config, Data, Optimizer
 from train.models import lora
@@ -85,6 +87,11 @@ def test_what_is_trained_is_all_that_changes_and_is_sent(trainable, model, code,
     assert changed == ({"lora_a", "lora_b"} if model is THIN else {"bias"})
     # No more but what tells that all are finite, and what fills up.
     assert size * numel <= task.sent_bytes <= size * numel + 64
+    # A report compares that with a dense mean of the same, and names no array that is frozen.
+    assert report.dense_bytes(task) == 4 * numel < 4 * tasks.num_parameters(task)
+    plan = json.loads(report.record(task))["plan"]
+    assert plan["trained"] == numel and all(re.search(trainable, path) for path in plan["exact"])
+    assert f" parameters, {numel:,} of them trained, on 2 replicas" in report.text(task)
 
 
 def test_what_cannot_be_trained_so_is_refused(tmp_path):
@@ -93,6 +100,8 @@ def test_what_cannot_be_trained_so_is_refused(tmp_path):
     nothing = config_of(tmp_path, trainable="lora_c")
     with pytest.raises(ValueError, match="trainable='lora_c' matches no parameter's path"):
         tasks.make_task(nothing)
+    with pytest.raises(ValueError, match=r"trainable='lora_\(a' is no regular expression: missing"):
+        config_of(tmp_path, trainable="lora_(a")
     sharded = config_of(tmp_path, qsdp="qsdp(axis_name)")
     with pytest.raises(ValueError, match="excludes qsdp="):
         tasks.make_task(sharded)
