@@ -45,8 +45,10 @@ def opened(stack: contextlib.ExitStack, task: Task, claim: Claim, folder: Path, 
     claim.require()
     config, log = task.config, folder / "metrics.jsonl"
     metrics.keep_until(log, done.step if done.step else -1)
-    metrics.write_text(folder / "report.txt", report.text(task) + "\n")
-    metrics.write_text(folder / "config.json", report.record(task))
+    # The steps of a run that is done were made with the settings on record.
+    if done.step < config.steps or not (folder / "config.json").is_file():
+        metrics.write_text(folder / "report.txt", report.text(task) + "\n")
+        metrics.write_text(folder / "config.json", report.record(task))
     for note in report.notes(task):
         say(note)
     writers = []

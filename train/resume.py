@@ -212,7 +212,10 @@ def _restore(
     if task.config.qsdp is None:
         _require_same_cut(task.config, settings, directory)
     if changes := _changes(settings, json.loads(to_json(task.config))):
-        _say(name, step, f"with other settings: {'; '.join(changes)}")
+        is_done = step == task.config.steps
+        how = "no step is left for other settings" if is_done else "with other settings"
+        instead = "; write another --name, or more --steps" if is_done else ""
+        _say(name, step, f"{how}: {'; '.join(changes)}{instead}")
     like, num_replicas = task.like, saved["num_replicas"]
     if num_replicas != task.mesh.size:
         like = _like_saved(task, num_replicas)

@@ -251,9 +251,14 @@ def test_a_run_ends_with_what_replicas_did_since_they_met(config_of, monkeypatch
     assert loop.run(second)[0]["val_loss"] == pytest.approx(last["val_loss"], rel=1e-6)
 
 
-def test_finished_run_is_left_as_it_is(config_of):
-    rows = loop.run(config_of())
+def test_finished_run_is_left_as_it_is(config_of, capsys):
+    rows, record = loop.run(config_of()), folder_of(config_of()) / "config.json"
     assert loop.run(config_of()) == rows
+    before = record.read_bytes()
+    assert loop.run(config_of(log_every=3)) == rows
+    assert record.read_bytes() == before  # of the settings that made its steps
+    told = "from step 6 on no step is left for other settings: log_every 2 -> 3; write another"
+    assert told in capsys.readouterr().err
     (folder_of(config_of()) / "metrics.jsonl").unlink()
     assert loop.run(config_of()) == []
 
