@@ -78,6 +78,8 @@ def refuse(error: OSError, file: str | pathlib.Path | None = None) -> NoReturn:
 def pieces(file: pathlib.Path) -> Iterator[str]:
     """The text of a file, a mebibyte at a time, cut at line ends if there are any.
 
+    Without the byte order mark that some editors write first.
+
     Raises:
       ValueError: If it cannot be read, or is not UTF-8, or is binary.
     """
@@ -95,6 +97,8 @@ def pieces(file: pathlib.Path) -> Iterator[str]:
                 ) from error
             if "\0" in text:
                 raise ValueError(f"{str(file)!r} is binary: it holds NUL bytes; take it out.")
+            if not start:  # a byte order mark is no text
+                text = text.removeprefix("\ufeff")
             cut = text.rfind("\n") + 1
             if last or (not cut and len(rest) > _PIECE):
                 cut = len(text)

@@ -51,7 +51,7 @@ def check(path: str, folder: pathlib.Path) -> pathlib.Path:
     found = _find(path)
     stats = [(found.name(number), *_stat(file)) for number, file in enumerate(found.files)]
     # The number changes with the rules of what can be read, so that all are looked at again.
-    return once(folder, ("images", 2, stats), lambda new: _look(new, found))
+    return once(folder, ("images", 3, stats), lambda new: _look(new, found))
 
 
 def folder(path: str, checked: pathlib.Path) -> Stored:
@@ -173,6 +173,8 @@ def _decoded(file: pathlib.Path, content: bytes) -> Any:
             )
         if made.mode in ("I", "F"):  # Pillow would clip values to 255
             raise ValueError("its values have 32 bits; needs 8 or 16")
+        if made.mode == "LAB":  # Pillow would fail, in the step that takes it
+            raise ValueError("its colours are LAB; needs RGB")
         made.load()
     except Exception as error:  # of any kind, SyntaxError for one: the readers do not say which
         raise ValueError(f"{str(file)!r} cannot be read as an image: {error}.") from error

@@ -88,7 +88,7 @@ def _json(file: pathlib.Path, columns: Columns) -> Iterator[tuple[list[Any], int
 def _objects(file: pathlib.Path) -> Iterator[tuple[dict[str, Any], int]]:
     """The objects of a file, and the characters of each; about a mebibyte is in memory."""
     pieces = on_disk.pieces(file)
-    text = next(pieces).removeprefix("\ufeff").lstrip()
+    text = next(pieces).lstrip()
     at = int(is_array := text.startswith("["))
     for number in itertools.count(1):
         while True:

@@ -39,7 +39,7 @@ def test_rows_of_each_kind_are_documents_and_all_of_a_folder_are_read(tmp_path):
 
     jsonl(tmp_path / "a.jsonl", TEXTS)
     parquet(tmp_path / "b.parquet", TEXTS)
-    (tmp_path / "c.txt").write_text("a text\nof two lines")
+    (tmp_path / "c.txt").write_text("\ufeffa text\nof two lines")  # as from Notepad
     datasets.Dataset.from_dict({"text": TEXTS}).save_to_disk(tmp_path / "set")
     for name in ("a.jsonl", "b.parquet", "set"):
         data = Data(path=str(tmp_path / name))

@@ -201,6 +201,12 @@ def test_pictures_of_32_bits_are_not_read(tmp_path, dtype):
         image_folder.picture(tmp_path / "a.tif")
 
 
+def test_pictures_in_lab_are_not_read(tmp_path):
+    Image.new("LAB", (8, 8)).save(tmp_path / "a.tif")
+    with pytest.raises(ValueError, match="a.tif' cannot be read as an image: its colours are LAB"):
+        image_folder.picture(tmp_path / "a.tif")
+
+
 def test_missing_packages_and_files_are_named(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"gone' cannot be read \(No such file"):
         images.read(Images("digits", str(tmp_path / "gone")), DIGITS)
