@@ -15,7 +15,7 @@ from jaxcomp.launch.claims import Claim
 from jaxcomp.launch.exits import Drained, Transient
 from jaxcomp.launch.signals import stop_signals
 from jaxcomp.replicas import protocol
-from train import island, outputs, resume
+from train import island, outputs, report, resume
 from train.checkpoints import emergency, files, store
 from train.config import Config
 from train.config.optimizer import schedule
@@ -238,6 +238,7 @@ class _Run:
             parts = {part: int(count) for part, count in rounds.items()}
             new = {part: count - done.parts.get(part, 0) for part, count in parts.items()}
             done.sent_bytes += counts.total_bytes(task.sent, new, len(outs))
+            done.dense_bytes += report.dense_bytes(task) * len(outs)
             done.rounds += new.get("all", len(outs) * (task.sent_bytes > 0))
             done.parts = parts
             done.losses += task.mean_losses([out["loss"] for out in outs])
@@ -256,6 +257,7 @@ class _Run:
             "loss": sum(done.losses) / len(done.losses) if done.losses else None,
             "learning_rate": rate,
             "sent_bytes": done.sent_bytes,
+            "dense_bytes": done.dense_bytes,
             "rounds": done.rounds,
             "skipped": done.skipped,
             "left_out": done.left_out,

@@ -92,12 +92,13 @@ def summary(config: Config, rows: Rows) -> str:
     unit = "token" if getattr(config.data, "tokenizer", None) else unit
     plan = checks.json_object(folder / "config.json", plan=dict[str, Any])["plan"]
     checkpoint = files.latest(folder / "checkpoints")
-    dense = plan.get("dense_bytes_per_step", 0)
+    # Older rows do not count it, although steps of other numbers of replicas are not alike.
+    whole = rows[-1].get("dense_bytes", rows[-1]["step"] * plan.get("dense_bytes_per_step", 0))
     training, validation = (_nats(_last(rows, name)) for name in ("loss", "val_loss"))
     facts = {
         "time": _time(config.data.batch, rows),
-        "sent": _sent(rows, dense),
-        "saved": _saved(config.link_rate, rows, dense),
+        "sent": _sent(rows[-1]["sent_bytes"], whole),
+        "saved": _saved(config.link_rate, rows[-1]["sent_bytes"], whole),
         "skipped": _skipped(rows[-1]),
         "losses": f"training {training}, validation {validation}",
         "checkpoint": "" if checkpoint is None else f"{folder / 'checkpoints' / str(checkpoint)}",
@@ -133,8 +134,7 @@ def _time(batch: int, rows: Rows) -> str:
     return f"{duration(seconds)} in {each}, {shown} examples/s"
 
 
-def _sent(rows: Rows, dense: float) -> str:
-    sent, whole = rows[-1]["sent_bytes"], rows[-1]["step"] * dense
+def _sent(sent: float, whole: float) -> str:
     if not sent or not whole:
         return ""
     ratio = whole / sent
@@ -142,11 +142,10 @@ def _sent(rows: Rows, dense: float) -> str:
     return f"{size(sent)} by each replica, {against} dense float32, {size(whole)}"
 
 
-def _saved(rate: float | None, rows: Rows, dense: float) -> str:
-    if rate is None or not dense:
+def _saved(rate: float | None, sent: float, whole: float) -> str:
+    if rate is None or not whole:
         return ""
-    bytes_of_both = rows[-1]["sent_bytes"], rows[-1]["step"] * dense
-    sent, whole = (8 * count / rate for count in bytes_of_both)
+    sent, whole = 8 * sent / rate, 8 * whole / rate
     return (
         f"{duration(whole - sent)} at {rate / 1e6:,.4g} Mbit/s: "
         f"sending takes {duration(sent)} instead of {duration(whole)}, if nothing hides it"

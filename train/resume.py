@@ -16,7 +16,7 @@ from jaxcomp.launch.copies import Copies
 from jaxcomp.launch.exits import say
 from jaxcomp.launch.holders import Found
 from jaxcomp.replicas.resize import reset_residuals
-from train import checks
+from train import checks, report
 from train.checkpoints import emergency, files, mean, store, trees
 from train.config import Config
 from train.config.facts import by_name, to_json
@@ -30,7 +30,7 @@ _METADATA = {"progress", "num_replicas", "data_sha256"}  # needed to resume
 _PRINTED_ELSEWHERE = {"replicas", "resize", "accept_data"}
 _READ_WITH = "model.", "objective", "data.tokenizer"  # settings that give parameters their meaning
 
-_COUNTS = "step examples sent_bytes rounds skipped left_out"  # never below 0
+_COUNTS = "step examples sent_bytes dense_bytes rounds skipped left_out"  # never below 0
 
 
 @dataclasses.dataclass
@@ -40,6 +40,7 @@ class Progress:
     step: int = 0  # optimizer steps done, skipped ones included
     examples: int = 0  # read by these steps: the position in the data
     sent_bytes: float = 0.0  # by one replica, since the first step
+    dense_bytes: float = 0.0  # that it would have sent without codes
     rounds: int = 0  # steps in which anything was sent
     # How often each part of the exchange was sent, if steps differ.
     parts: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -194,6 +195,8 @@ def _restore(
             f"lack {', '.join(sorted(missing))}. Give another --name or --runs-dir."
         )
     progress = _progress(f"{directory}/{step}", saved, step)
+    if "dense_bytes" not in saved["progress"]:  # of an earlier version
+        progress.dense_bytes = step * report.dense_bytes(task)
     name, old_data, data = task.config.name, saved["data_sha256"], task.examples.record["sha256"]
     if old_data != data:
         other = f"other data (sha256 {old_data[:12]}...) than this run reads ({data[:12]}...)"

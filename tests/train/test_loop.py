@@ -143,6 +143,7 @@ def test_rows_count_what_was_sent_and_say_rate_and_time(config_of):
     rate = schedule(config.optimizer, config.steps)
     for row in rows:
         assert row["sent_bytes"] == row["step"] * plan["sent_bytes_per_step"]
+        assert row["dense_bytes"] == row["step"] * plan["dense_bytes_per_step"]
         assert row["rounds"] == row["step"] and row["skipped"] == 0
         # The update of step n is the optimizer's with count n - 1.
         assert row["learning_rate"] == float(rate(max(0, row["step"] - 1)))
@@ -253,12 +254,10 @@ def test_a_run_ends_with_what_replicas_did_since_they_met(config_of, monkeypatch
 
 def test_finished_run_is_left_as_it_is(config_of, capsys):
     rows, record = loop.run(config_of()), folder_of(config_of()) / "config.json"
-    assert loop.run(config_of()) == rows
     before = record.read_bytes()
-    assert loop.run(config_of(log_every=3)) == rows
+    assert loop.run(config_of(log_every=3)) == rows == loop.run(config_of())
     assert record.read_bytes() == before  # of the settings that made its steps
-    told = "from step 6 on no step is left for other settings: log_every 2 -> 3; write another"
-    assert told in capsys.readouterr().err
+    assert "no step is left for other settings: log_every 2 -> 3; write" in capsys.readouterr().err
     (folder_of(config_of()) / "metrics.jsonl").unlink()
     assert loop.run(config_of()) == []
 

@@ -69,6 +69,13 @@ def test_a_dense_run_sends_what_a_dense_one_does(said):
     assert said(dense=5e4)[2] == "  sent        2 MB by each replica, 200% of dense float32, 1 MB"
 
 
+def test_what_is_saved_counts_steps_of_other_numbers_of_replicas(said):
+    rows = [*ROWS[:2], ROWS[2] | {"dense_bytes": 4e6}]  # the last steps had one
+    sent, saved = said(rows, dense=0, link_rate=8e6)[2:4]
+    assert sent == "  sent        2 MB by each replica, 2x fewer than dense float32, 4 MB"
+    assert saved.startswith("  saved       2 s at 8 Mbit/s: sending takes 2 s instead of 4 s")
+
+
 def test_steps_that_were_skipped_are_told(said):
     why = "their updates were not finite"
     rows = lambda **counts: [*ROWS[:2], ROWS[2] | counts]

@@ -14,7 +14,7 @@ import jax
 from jaxcomp.launch.regular import named, write_text
 from train import checks
 
-_SUMMED = ("examples", "sent_bytes", "step_seconds", "skipped", "left_out")
+_SUMMED = ("examples", "sent_bytes", "dense_bytes", "step_seconds", "skipped", "left_out")
 _DRAWN = ("loss", "val_loss", "val_accuracy", "learning_rate")
 
 Row = Mapping[str, Any]
