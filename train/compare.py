@@ -25,28 +25,37 @@ def compare(folders: dict[str, pathlib.Path], link_rate: float | None = None) ->
     Returns:
       The table: method, last validation loss (nats per byte), bytes that one replica sends per
       step, their share of a ring all-reduce in float16 and in float32, steps per second here; and
-      with a rate how long a step takes there, below it which of several runs is the fastest.
+      with a rate how long a step takes there, below it which of several runs is the fastest. Last
+      a note if runs have losses of other data.
 
     Raises:
       ValueError: If a folder has no evaluated run.
     """
-    lines, there = [], {}
+    lines, there, read = [], {}, {}
     for label, folder in folders.items():
         rows = metrics.read(folder / "metrics.jsonl")
         if not any("val_loss" in row for row in rows):
             raise ValueError(f"{folder} holds no evaluated run; train it first.")
-        plan, fast = _facts(folder / "config.json")
+        plan, fast, read[label] = _facts(folder / "config.json")
         seconds = [row["step_seconds"] for row in rows if "step_seconds" in row]
         here = statistics.median(seconds) if seconds else math.nan
         there[label] = here + 8 * plan["sent_bytes_per_step"] / (link_rate or math.inf)
         step = "-" if math.isnan(here) else f"{1e3 * there[label]:,.0f} ms"
         lines.append((*_line(label, rows, plan, fast, here), step))
     if link_rate is None:
-        return "\n".join(aligned([_HEAD, *(line[:-1] for line in lines)], numbers=range(1, 6)))
+        table = aligned([_HEAD, *(line[:-1] for line in lines)], numbers=range(1, 6))
+        return "\n".join([*table, *_other_data(read)])
     link = f"{link_rate / 1e6:,.4g} Mbit/s"
     table = aligned([(*_HEAD, f"step at {link}"), *lines], numbers=range(1, 7))
     finding = ["", _finding(there, link)] if len(folders) > 1 else []
-    return "\n".join([*table, *finding])
+    return "\n".join([*table, *finding, *_other_data(read)])
+
+
+def _other_data(read: dict[str, Any]) -> list[str]:
+    first, *others = read
+    others = [label for label in others if read[label] != read[first]]
+    why = f"{', '.join(others)} read other data or tokens than {first}"
+    return ["", f"note: {why}, so that losses do not compare."] if others else []
 
 
 def _finding(seconds: dict[str, float], link: str) -> str:
@@ -60,8 +69,8 @@ def _finding(seconds: dict[str, float], link: str) -> str:
     return f"At {link} {best} is {seconds[first] / seconds[best]:.1f} times as fast as {first}."
 
 
-def _facts(file: pathlib.Path) -> tuple[dict[str, Any], int]:
-    """A run's record of its bytes, and how many of its replicas have fast links."""
+def _facts(file: pathlib.Path) -> tuple[dict[str, Any], int, Any]:
+    """A run's record of its bytes, how many of its replicas have fast links, and what it read."""
     record = checks.json_object(file, plan=dict[str, Any], config=dict[str, Any])
     plan, fast = record["plan"], record["config"].get("fast")
     checks.require_keys(plan, str(file), sent_bytes_per_step=float, parameters=int, replicas=int)
@@ -69,7 +78,9 @@ def _facts(file: pathlib.Path) -> tuple[dict[str, Any], int]:
     checks.require_keys(plan, str(file), trained=int)
     if not checks.has_type(fast, int) or not 1 <= fast <= plan["replicas"]:
         raise ValueError(f"{file}: fast={fast!r:.80} of replicas={plan['replicas']} fits no run.")
-    return plan, fast
+    data = record.get("data")
+    sha256 = data.get("sha256") if isinstance(data, dict) else None
+    return plan, fast, (sha256, record["config"].get("objective"))
 
 
 def _line(label, rows, plan, fast, seconds) -> tuple[str, ...]:

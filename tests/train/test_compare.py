@@ -12,11 +12,14 @@ from train import compare
 from train.output import metrics
 
 
-def make_run(folder, losses, sent_bytes, replicas=4, seconds=(0.1, 0.5, 0.2), fast=1, **more):
+def make_run(
+    folder, losses, sent_bytes, replicas=4, seconds=(0.1, 0.5, 0.2), fast=1, sha256="0a", **more
+):
     """A finished run of 1,000 parameters."""
     folder.mkdir(parents=True)
     plan = {"parameters": 1000, "replicas": replicas, "sent_bytes_per_step": sent_bytes} | more
-    (folder / "config.json").write_text(json.dumps({"plan": plan, "config": {"fast": fast}}))
+    record = {"plan": plan, "config": {"fast": fast}, "data": {"sha256": sha256}}
+    (folder / "config.json").write_text(json.dumps(record))
     for step, loss in enumerate(losses):
         row = {"step": step, "val_loss": loss, "sent_bytes": step * sent_bytes}
         metrics.append(folder / "metrics.jsonl", row)
@@ -47,6 +50,16 @@ def test_table_has_last_loss_bytes_ratios_and_median_speed(tmp_path):
         ["2 x 2", "5.5000", "500", "50.0%", "25.0%", "5.00"],
         ["LoRA", "5.5000", "600", "200.0%", "100.0%", "5.00"],
     ]
+
+
+def test_losses_of_other_data_are_told(tmp_path):
+    sources = {"a": "0a", "b": "0a", "c": "0c"}
+    runs = {n: make_run(tmp_path / n, [5.5], 8.0, sha256=sha256) for n, sha256 in sources.items()}
+    for rate in None, 1e6:
+        last = compare.compare(runs, rate).splitlines()[-1]
+        why = "c read other data or tokens than a"
+        assert last == f"note: {why}, so that losses do not compare."
+    assert "note" not in compare.compare({name: runs[name] for name in "ab"})
 
 
 def compact(table):
