@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -164,6 +165,13 @@ def _first(task: Task) -> tuple[Any, Any]:
         )
     saved = store.choose(source)
     weights(files.digest(saved.path))
+    rank = getattr(task.config.model, "lora", 0)
+    if rank and not any(name.endswith("lora_a") for name in saved.leaves):
+        command = shlex.join(["python", "-m", "train.export", start_from, "FOLDER"])
+        raise ValueError(
+            f"model.lora={rank} is added to a Hugging Face folder, but start_from={start_from!r} "
+            f"is a run without LoRA; write {command}, and --start-from FOLDER."
+        )
     params = mean.restore_whole(saved, task.natural, task.mesh)
     changes = _changes(saved.metadata.get("config"), json.loads(to_json(task.config)))
     if changes := [change for change in changes if change.startswith(_READ_WITH)]:

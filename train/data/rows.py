@@ -37,10 +37,11 @@ def without_nulls(value: Any) -> Any:
 
 def _fields(row: Any, where: str, columns: Columns) -> list[Any]:
     column, *others = columns.values()
-    if not isinstance(row, dict) or column not in row:
-        known = sorted(row) if isinstance(row, dict) else type(row).__name__
+    if not isinstance(row, dict):
+        raise ValueError(f'{where} holds {row!r:.80}; needs an object, as {{"{column}": "..."}}.')
+    if column not in row:
         raise ValueError(
-            f"{where} has no field data.column={column!r}; write one of {known!s:.200}."
+            f"{where} has no field data.column={column!r}; write one of {sorted(row)!s:.200}."
         )
     return [row[column], *map(row.get, others)]
 

@@ -92,7 +92,7 @@ def test_the_byte_that_is_no_text_is_named(tmp_path, monkeypatch, at, bad):
         ('{"text": "a"}\n{"text"', r"line 2 of .*a.jsonl' is not JSON"),
         ("[" * 100_000, r"line 1 of .*a.jsonl' is not JSON"),
         ('{"body": "a", "id": 1}', r"no field data.column='text'; write one of \['body', 'id'\]"),
-        ('["text"]', "no field data.column='text'; write one of list"),
+        ('["text"]', r"line 1 of .*a.jsonl' holds \['text'\]; needs an object, as .\"text\": "),
         ('{"text": 3}', "holds 3; choose one of strings, or of messages"),
         ('{"text": [1, 2]}', r"holds \[1, 2\]; choose one of strings"),
         ('{"text": []}', r"holds \[\]; choose one of strings"),

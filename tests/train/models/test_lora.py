@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +12,9 @@ import pytest
 
 from jaxcomp.compressors.policies import path_of
 from tests.helpers.launching import words
-from train import report
+from train import report, resume
 from train import task as tasks
+from train.checkpoints.store import open_checkpoints
 from train.config import Config, Data, Optimizer
 from train.models import lora
 from train.models.decoder import Decoder, DecoderConfig
@@ -92,6 +94,18 @@ def test_what_is_trained_is_all_that_changes_and_is_sent(trainable, model, code,
     plan = json.loads(report.record(task))["plan"]
     assert plan["trained"] == numel and all(re.search(trainable, path) for path in plan["exact"])
     assert f" parameters, {numel:,} of them trained, on 2 replicas" in report.text(task)
+
+
+def test_a_run_without_lora_is_exported_before_some_is_added(tmp_path):
+    thin = config_of(tmp_path, start_from=str(tmp_path / "my run"))
+    natural = jax.tree.map(np.asarray, made(PLAIN)[1])
+    checkpoints = open_checkpoints(tmp_path / "my run" / "checkpoints")
+    checkpoints.save(1, {"params": natural}, {})
+    checkpoints.close()
+    task = SimpleNamespace(config=thin, natural=jax.eval_shape(lambda: made(THIN)[1]))
+    export = f"write python -m train.export '{tmp_path / 'my run'}' FOLDER, and --start-from FOLDER"
+    with pytest.raises(ValueError, match=f"model.lora=2 .* is a run without LoRA; {export}"):
+        resume.begin(task, tmp_path / "new")
 
 
 def test_what_cannot_be_trained_so_is_refused(tmp_path):
