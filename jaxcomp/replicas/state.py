@@ -178,10 +178,9 @@ def replica_axes(tx: optax.GradientTransformation) -> tuple[str, ...]:
 def _first_state(tx, params):
     """`tx.init(params)`; a ValueError for `optax.lookahead`, or if `params` is a state."""
     require_no_state(params)
-    is_lookahead = lambda node: isinstance(node, optax.LookaheadState)
     if not isinstance(params, optax.LookaheadParams):
         state = tx.init(params)
-        if not any(map(is_lookahead, jax.tree.leaves(state, is_leaf=is_lookahead))):
+        if not any(_nodes(optax.LookaheadState, state)):
             return state
     raise ValueError(
         "optax.lookahead has two sets of parameters, and replicas have one, the consensus; leave "
@@ -197,16 +196,36 @@ def _explain(error, state):
             "optax.contrib.sam, takes no argument that it does not know; write "
             "optax.GradientTransformation(sam.init, lambda *args: sam.update(*args)) for it."
         ) from error
-    is_guard = lambda node: isinstance(node, optax.ApplyIfFiniteState)
-    for guard in filter(is_guard, jax.tree.leaves(state, is_leaf=is_guard)):
-        inner = jax.tree.leaves(guard.inner_state, is_leaf=has_feedback)
-        if any(map(has_feedback, inner)):
+    if any(_nodes(optax.contrib.ReduceLROnPlateauState, state)) and "in_cooldown" in str(error):
+        raise ValueError(
+            "optax.contrib.reduce_on_plateau is inside a method whose replicas train alone: each "
+            "has an optimizer's state of its own, and JAX refuses its branches there. Write a "
+            "schedule as the learning rate, or in jaxcomp.local_steps put it behind the outer "
+            "optimizer: outer=optax.chain(optax.sgd(0.7, momentum=0.9, nesterov=True), "
+            "optax.contrib.reduce_on_plateau())."
+        ) from error
+    for kind, name in _CHOOSING.items():
+        inside = [node.inner_state for node in _nodes(kind, state)]
+        if any(map(has_feedback, jax.tree.leaves(inside, is_leaf=has_feedback))):
             raise ValueError(
-                "optax.apply_if_finite is around a method that exchanges: each replica would "
-                "decide by its own gradient whether to. Leave it out, since jaxcomp.train_step "
-                "skips such steps; or write optax.chain(jaxcomp.compressed_mean(...), "
-                "optax.apply_if_finite(optax.adamw(...), 10))."
+                f"optax.{name} is around a method that exchanges, which it cannot leave out of a "
+                "step: what it passes on instead is each replica's own. Leave it out, since "
+                "jaxcomp.train_step skips what is not finite; or write "
+                f"optax.chain(jaxcomp.compressed_mean(...), optax.{name}(optax.adamw(...), ...))."
             ) from error
+
+
+# What takes a step of another transformation or leaves it, by the state that it keeps.
+_CHOOSING = {
+    optax.ApplyIfFiniteState: "apply_if_finite",
+    optax.transforms.ConditionallyMaskState: "transforms.conditionally_mask",
+    optax.transforms.ConditionallyTransformState: "transforms.conditionally_transform",
+}
+
+
+def _nodes(kind, state):
+    is_one = lambda node: isinstance(node, kind)
+    return filter(is_one, jax.tree.leaves(state, is_leaf=is_one))
 
 
 def _settled(tx, params, state, axis_name):

@@ -105,6 +105,35 @@ def test_an_optimizer_that_takes_no_argument_of_a_step():
     init(optax.chain(TX, optax.GradientTransformation(sam.init, lambda *args: sam.update(*args))))
 
 
+PLATEAU = optax.contrib.reduce_on_plateau(patience=5)
+
+
+@pytest.mark.parametrize(
+    "around",
+    [
+        lambda inner: jaxcomp.cocktail_sgd(inner, "replica"),
+        lambda inner: jaxcomp.local_steps(inner, "replica", every=2),
+    ],
+)
+def test_a_plateau_inside_of_what_trains_alone(around):
+    with pytest.raises(ValueError, match="reduce_on_plateau is inside .* outer=optax.chain"):
+        init(around(optax.chain(optax.adam(1e-2), PLATEAU)))
+
+
+def test_a_plateau_where_replicas_are_alike():
+    init(optax.chain(TX, PLATEAU))
+    outer = optax.chain(optax.sgd(0.7, momentum=0.9, nesterov=True), PLATEAU)
+    init(jaxcomp.local_steps(optax.adam(1e-2), "replica", every=2, outer=outer))
+
+
+@pytest.mark.parametrize("name", ["conditionally_mask", "conditionally_transform"])
+def test_steps_that_a_method_is_left_out_of(name):
+    every_other = lambda inner: getattr(optax.transforms, name)(inner, lambda step: step % 2 == 0)
+    with pytest.raises(ValueError, match=f"{name} is around .*chain.*{name}.optax.adamw"):
+        init(every_other(TX))
+    init(optax.chain(TX, every_other(optax.adam(1e-2))))
+
+
 @pytest.mark.parametrize("mesh", [None, "replica"])
 def test_what_is_no_mesh(mesh):
     with pytest.raises(ValueError, match="where the mesh belongs; write jax.make_mesh"):
