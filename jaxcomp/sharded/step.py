@@ -21,7 +21,7 @@ from jaxcomp.replicas.state import per_replica, stack, unstack
 from jaxcomp.replicas.types import to_varying
 from jaxcomp.sharded import levels
 from jaxcomp.sharded.qsdp import QSDP
-from jaxcomp.steps.compiling import donating
+from jaxcomp.steps.compiling import Kept, donating
 from jaxcomp.steps.gradient import (
     Gradient,
     check_accumulate,
@@ -100,7 +100,7 @@ def qsdp_train_step(
     gradient = Gradient(loss_fn, mesh, mesh.axis_names, accumulate, has_aux, batch_specs)
     run = _Run(gradient, tx, rowwise, mesh, fsdp)
     return TrainStep(
-        jax.jit(functools.partial(_init, run)),
+        Kept(jax.jit(functools.partial(_init, run))),
         donating(functools.partial(_step, run), mesh, gathers_layers=True),
     )
 

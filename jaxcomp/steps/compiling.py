@@ -63,14 +63,46 @@ def jitted(function: Any, mesh: Mesh | AbstractMesh) -> Any:
     return jax.jit(function, compiler_options=compiler_options(mesh))
 
 
-class Initial:
+class Kept:
+    """A jitted function, which refuses arrays that a step has donated."""
+
+    def __init__(self, program: Any):
+        self._program = program
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        require_kept(*args, *options.values())
+        return self._program(*args, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._program, name)
+
+
+def require_kept(*args: Any) -> None:
+    """Raises a ValueError for arrays that a step has donated: on several CPU devices XLA crashes.
+
+    Args:
+      *args: Trees, first the parameters, then the state.
+    """
+    if not any(x.is_deleted() for x in filter(_is_array, jax.tree.leaves(args))):
+        return
+    for (place, *path), x in jax.tree_util.tree_leaves_with_path(args):
+        if _is_array(x) and x.is_deleted():
+            # `shards` take the place of parameters.
+            what = ("the parameters", "the state", "the arguments")[min(place.idx, 2)]
+            raise ValueError(
+                f"{what}: there is an array of shape {x.shape} at "
+                f"{jax.tree_util.keystr(path)!r} that is gone, since an earlier step has taken its "
+                "memory. Go on with what that step returned: write params, state, metrics = "
+                "step(params, state, batch). To start again from the same parameters, copy them "
+                "before the first step: jax.tree.map(jnp.copy, params)."
+            )
+
+
+class Initial(Kept):
     """A jitted `params -> state`, which says what parameters are if it gets something else.
 
     JAX says only that it cannot interpret it, of a module of Equinox with its functions.
     """
-
-    def __init__(self, program: Any):
-        self._program = program
 
     def __call__(self, params: Any) -> Any:
         for path, leaf in jax.tree_util.tree_leaves_with_path(params):
@@ -81,10 +113,7 @@ class Initial:
                     "eqx.partition(model, eqx.is_inexact_array), and eqx.combine(params, static) "
                     "in the loss."
                 )
-        return self._program(params)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._program, name)
+        return super().__call__(params)
 
 
 _NAMES = ("params", "shards", "state")  # of the first two arguments, if they are named
@@ -147,6 +176,7 @@ class Donating:
 
     def __call__(self, *args: Any, spared: Any = None, **options: Any) -> Any:
         """Runs the program; `spared` has the caller's arrays that it does not get but must keep."""
+        require_kept(*args, *options.values())
         named = {name: options.pop(name) for name in _NAMES if name in options}
         donated, named = self._apart((args[:2], named), (args[2:], options, spared))
         made = self._program(*donated, *args[2:], **named, **options)

@@ -19,7 +19,7 @@ from jaxcomp.replicas.specs import full_specs, require_axis
 from jaxcomp.replicas.state import add_drifts, by_leaf
 from jaxcomp.replicas.types import names_of, sums_over_shards, to_varying
 from jaxcomp.steps import placing
-from jaxcomp.steps.compiling import jitted
+from jaxcomp.steps.compiling import Kept, jitted, require_kept
 from jaxcomp.steps.gradient import Gradient, on_replicas
 from jaxcomp.steps.placing import placed
 from jaxcomp.steps.update import Update, placed_params, whole_drifts
@@ -62,7 +62,7 @@ def eval_step(
     require_axis(mesh, axis_name)
     update = Update(_NO_UPDATE, mesh, axis_name, param_specs, fast_axis)
     on = Gradient(measure_fn, mesh, update.axes, batch_specs=batch_specs)
-    return jitted(functools.partial(_measured, on, update), mesh)
+    return Kept(jitted(functools.partial(_measured, on, update), mesh))
 
 
 _NO_UPDATE = optax.with_extra_args_support(optax.identity())
@@ -120,6 +120,7 @@ def mean_params(
     Raises:
       ValueError: If a drift does not have a row per replica, of its parameter's shape.
     """
+    require_kept(params, state)
     leaves, treedef = jax.tree.flatten(params)
     columns = [by_leaf(drift, params) for drift in protocol.drifts(state)]
     if not columns:

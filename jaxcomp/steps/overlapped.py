@@ -19,7 +19,7 @@ from jaxcomp.replicas import protocol
 from jaxcomp.replicas.specs import specs_of
 from jaxcomp.replicas.state import per_replica, stack, unstack
 from jaxcomp.replicas.types import names_of
-from jaxcomp.steps.compiling import Initial, donating
+from jaxcomp.steps.compiling import Initial, donating, require_kept
 from jaxcomp.steps.gradient import Gradient, all_gradients, check_accumulate, metrics_of
 from jaxcomp.steps.interleaved import exchanged
 from jaxcomp.steps.train import TrainStep
@@ -61,6 +61,7 @@ class OverlappedStep(NamedTuple):
         model_state: Any = None,
         extra_args: Any = None,
     ) -> tuple[Any, Any, dict]:
+        require_kept(params, state, batch, rng, model_state, extra_args)
         # The caller's thread dispatches all programs that send, in one order on all processes.
         drifts = protocol.drifts(state)
         drifts = self.gather(params, drifts) if self.gather else drifts

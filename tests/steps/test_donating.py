@@ -180,3 +180,43 @@ def test_keys_are_copied_and_what_is_traced_is_left_alone():
     assert "copy" not in str(twice(params, state).jaxpr.eqns[0].primitive)
     shapes = jax.eval_shape(step, params, state, WEIGHT)
     assert jax.tree.structure(shapes[0]) == jax.tree.structure(params)
+
+
+def gone(**tree):
+    """Arrays on a mesh of two whose memory a step has taken."""
+    tree = everywhere(mesh_of(2), tree)
+    for x in jax.tree.leaves(tree):
+        x.delete()
+    return tree
+
+
+def test_what_a_step_has_taken_is_refused():
+    """JAX would end the process, since there are several CPU devices."""
+    mesh = mesh_of(2)
+    init, step = jaxcomp.train_step(loss, TX, mesh, "replica")
+    old = everywhere(mesh, apart())
+    state = init(old)
+    params, new, _ = step(old, state, WEIGHT)
+    taken = r"parameters: there is an array of shape \(8,\) at .*bias.* that is gone.*jnp.copy"
+    for function in (step, step.lower(params, new, WEIGHT).compile()):
+        with pytest.raises(ValueError, match=taken):
+            function(old, new, WEIGHT)
+        with pytest.raises(ValueError, match="the state: there is .*Go on with what that"):
+            function(params, state=state, batch=WEIGHT)
+    with pytest.raises(ValueError, match=taken):
+        init(old)
+    with pytest.raises(ValueError, match=taken):
+        jaxcomp.mean_params(old, new, mesh, "replica")
+    with pytest.raises(ValueError, match=taken):
+        jaxcomp.eval_step(loss, mesh, "replica")(old, new, WEIGHT)
+    step(params, new, WEIGHT)
+
+
+def test_what_a_step_has_taken_is_refused_by_the_other_steps():
+    mesh, method = mesh_of(2), jaxcomp.cocktail_sgd(optax.sgd(0.1), "replica", compressor=CODE)
+    _, step = jaxcomp.overlapped_train_step(loss, method, mesh, "replica")
+    with pytest.raises(ValueError, match="the parameters: there is an array .* that is gone"):
+        step(gone(kernel=WEIGHT), (), WEIGHT)
+    init, _ = jaxcomp.qsdp_train_step(loss, optax.sgd(0.1), mesh, jaxcomp.qsdp("replica"))
+    with pytest.raises(ValueError, match="the parameters: there is an array .* that is gone"):
+        init(gone(kernel=WEIGHT))
