@@ -176,16 +176,32 @@ def replica_axes(tx: optax.GradientTransformation) -> tuple[str, ...]:
 
 
 def _first_state(tx, params):
-    """`tx.init(params)`; a ValueError for `optax.lookahead`, or if `params` is a state."""
+    """`tx.init(params)`; a ValueError if no run can have this state, or `params` is a state."""
     require_no_state(params)
     if not isinstance(params, optax.LookaheadParams):
         state = tx.init(params)
         if not any(_nodes(optax.LookaheadState, state)):
+            _require_last(state)
             return state
     raise ValueError(
         "optax.lookahead has two sets of parameters, and replicas have one, the consensus; leave "
         "it out. jaxcomp.local_steps moves slow parameters after every few fast steps."
     )
+
+
+def _require_last(state):
+    """A ValueError if something stands behind a drift in a chain, whose state is a tuple."""
+    for chain in _nodes(tuple, state, exactly=True):
+        if drifts_of(chain[:-1]):
+            raise ValueError(
+                "something stands behind a method whose replicas drift, in an optax.chain: it "
+                "would change the consensus, and not what each replica has gone away from it. Put "
+                "it into the inner optimizer, jaxcomp.cocktail_sgd(optax.chain(...), axis_name), "
+                "or leave it out: such methods have the learning rate and the weight decay of "
+                "their own. What changes gradients, such as clipping, stands before the method."
+            )
+        for each in chain:
+            _require_last(each)
 
 
 def _explain(error, state):
@@ -223,8 +239,8 @@ _CHOOSING = {
 }
 
 
-def _nodes(kind, state):
-    is_one = lambda node: isinstance(node, kind)
+def _nodes(kind, state, exactly=False):
+    is_one = lambda node: type(node) is kind if exactly else isinstance(node, kind)
     return filter(is_one, jax.tree.leaves(state, is_leaf=is_one))
 
 

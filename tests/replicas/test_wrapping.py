@@ -27,6 +27,26 @@ def test_lookahead(params):
         init(optax.lookahead(TX, sync_period=2, slow_step_size=0.5), params)
 
 
+@pytest.mark.parametrize(
+    "behind",
+    [
+        lambda method: optax.chain(method, optax.scale_by_learning_rate(0.1)),
+        lambda method: optax.chain(optax.trace(0.9), optax.chain(method, optax.identity())),
+        lambda method: optax.MultiSteps(optax.chain(method, optax.scale(0.5)), 2),
+    ],
+)
+@pytest.mark.parametrize(
+    "method",
+    [jaxcomp.cocktail_sgd(optax.scale_by_adam(), "replica"), jaxcomp.slamb(1e-3, "replica")],
+)
+def test_what_stands_behind_a_drift(method, behind):
+    """The consensus would move by what it makes of updates, and the drift lose what it got."""
+    with pytest.raises(ValueError, match=r"behind a method .* jaxcomp.cocktail_sgd\(optax.chain\("):
+        init(behind(method))
+    init(optax.chain(optax.trace(0.9), method))
+    init(optax.chain(jaxcomp.demo(1e-3, "replica"), optax.scale(0.5)))
+
+
 @pytest.mark.parametrize("name", [None, 1e-3, [None]])
 def test_what_is_no_axis(name):
     with pytest.raises(ValueError, match="mesh axis belongs; write 'replica'.* swapped"):
