@@ -220,7 +220,17 @@ PICO: dict[str, Method] = {
         "compressor=cocktail(random=0.5, top=0.5))",
         (6e-3,),
     ),
-    "DiLoCo, 4 bits, rare rows": _diloco(f"rare_rows({ADAM}, axis_name)", 3e-3, 16, 0.7, 0.8),
+    **{
+        f"DiLoCo, 4 bits, rare rows{name}": _diloco(
+            f"rare_rows({ADAM}, axis_name)", 3e-3, every, outer, momentum
+        )
+        for name, every, outer, momentum in (
+            ("", 16, 0.7, 0.8),
+            (", every 4th", 4, 0.7, 0.8),
+            (", outer 1.0", 16, 1.0, 0.0),
+        )
+    },
+    "MuLoCo, every 4th": Method("muloco(learning_rate, axis_name, every=4)", (8e-3,)),
     "CocktailSGD, no delay, 88x, Muon": Method(
         f"cocktail_sgd({MUON_RARE_ROWS}, axis_name, delayed=False)", (8e-3,)
     ),
