@@ -192,7 +192,9 @@ def _first_state(tx, params):
 def _require_last(state):
     """A ValueError if something stands behind a drift in a chain, whose state is a tuple."""
     for chain in _nodes(tuple, state, exactly=True):
-        if drifts_of(chain[:-1]):
+        # What is masked has leaves of its own: groups of leaves, each with its method, in a chain.
+        whole = [k for k, each in enumerate(chain) if not isinstance(each, optax.MaskedState)]
+        if whole and drifts_of(chain[: whole[-1]]):
             raise ValueError(
                 "something stands behind a method whose replicas drift, in an optax.chain: it "
                 "would change the consensus, and not what each replica has gone away from it. Put "
