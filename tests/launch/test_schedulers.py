@@ -169,7 +169,7 @@ MPIRUN = {  # and by what name its processes call it
 @pytest.mark.parametrize(
     ("mpirun", "name"),
     [
-        pytest.param(*pair, id=pathlib.Path(pair[0]).name, marks=needs(pair[0]))
+        pytest.param(*pair, id=pathlib.Path(pair[0]).name, marks=needs(str(pair[0])))
         for pair in MPIRUN.items()
     ],
 )
