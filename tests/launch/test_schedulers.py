@@ -84,7 +84,7 @@ PartitionName=main Nodes=ALL Default=YES State=UP
 
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory):
-    """The environment of a cluster of two nodes, each with a GPU that is none."""
+    """The environment of a cluster of two nodes, each with /dev/null for a GPU."""
     folder = tmp_path_factory.mktemp("slurm")
     user = subprocess.check_output(["id", "-un"], text=True).strip()
     ports = [free_port(20_000 + 100 * number, 20_099 + 100 * number) for number in range(3)]
