@@ -15,7 +15,8 @@ ON_TOP = "islands"  # a room that no other imports, with names of its own
 # The rooms and single modules of the trainer, from the ground up: readers and models know no
 # config, checkpoints no run; programs are on top.
 FLOORS = ["checks", "output", "data", "models", "huggingface", "config", "placement", "checkpoints"]
-FLOORS += ["examples", "island", "task", "report", "resume", "outputs", "loop", "plan", "__main__"]
+FLOORS += ["examples", "island", "task", "report", "resume", "outputs", "loop", "plan"]
+FLOORS += ["program", "__main__"]
 PROGRAMS = ["compare", "deepspeed", "export", "generate", "launch"]
 TRAINER = sorted(path.relative_to(ROOT / "train") for path in (ROOT / "train").rglob("*.py"))
 MODULES = sorted(

@@ -1,9 +1,11 @@
 """How programs end: with one message, and without a traceback for a user's mistake."""
 
+import _thread
 import contextlib
 import enum
 import os
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 from typing import NoReturn, TextIO
@@ -74,7 +76,8 @@ def clean_exits() -> Iterator[None]:
     """
     open_streams()
     try:
-        yield
+        with _no_interrupt_lost():
+            yield
     except KeyboardInterrupt as stop:
         say(str(stop) or "interrupted")
         sys.exit(status(stop))
@@ -84,6 +87,27 @@ def clean_exits() -> Iterator[None]:
         sys.exit(end)
     finally:
         _give_up_unwritten(sys.stderr)
+
+
+@contextlib.contextmanager
+def _no_interrupt_lost() -> Iterator[None]:
+    """Interrupts the main thread again after a Ctrl-C during a callback.
+
+    Python ignores what a callback raises, such as JAX's own in the garbage collector.
+    """
+    previous = sys.unraisablehook
+
+    def hook(ignored):
+        if issubclass(ignored.exc_type, KeyboardInterrupt):
+            threading.Timer(0.01, _thread.interrupt_main).start()  # after the callback
+        else:
+            previous(ignored)
+
+    sys.unraisablehook = hook
+    try:
+        yield
+    finally:
+        sys.unraisablehook = previous
 
 
 def ended(function: Callable[[], None]) -> int:

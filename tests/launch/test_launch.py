@@ -84,7 +84,6 @@ def no_scheduler(monkeypatch):
 def test_a_wrong_command_gets_one_message(args, message, no_scheduler, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("NPROC", os.environ.get("NPROC", "32"))
-    monkeypatch.delitem(sys.modules, "train.__main__", raising=False)  # runpy would warn of it
     with pytest.raises(SystemExit) as end:
         launch.main(shlex.split(args), TRAIN)
     assert end.value.code == 2

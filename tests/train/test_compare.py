@@ -7,8 +7,7 @@ import subprocess
 import pytest
 
 from tests.helpers.launching import ROOT
-from train import __main__ as program
-from train import compare
+from train import compare, program
 from train.output import metrics
 
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from tests.helpers.launching import ROOT, TINY_ARGS, words
-from train import __main__ as program
+from train import program
 from train.placement import devices
 
 NANO = ROOT / "configs" / "nano_dense.py"

@@ -1,6 +1,7 @@
 """Signals ask a run to stop; of Ctrl-C and SIGTERM the third stops it at once."""
 
 import contextlib
+import gc
 import os
 import re
 import signal
@@ -12,6 +13,7 @@ import time
 
 import pytest
 
+from jaxcomp.launch.exits import clean_exits
 from jaxcomp.launch.signals import STOPS, stop_signals
 from tests.helpers.launching import ROOT, environment, run, write_config
 from train.checkpoints import files
@@ -116,6 +118,36 @@ def test_the_first_asks_the_second_is_told_and_the_third_interrupts(number, capf
     with pytest.raises(ZeroDivisionError), stop_signals():
         raise ZeroDivisionError
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+
+
+def test_ctrl_c_during_the_imports_ends_at_once_without_a_traceback(tmp_path):
+    kill = "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\nraise SystemExit('not ended')\n"
+    (tmp_path / "jax.py").write_text(kill)
+    program = (
+        "import runpy, signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "runpy.run_module('train', run_name='__main__')"
+    )
+    env = environment(PYTHONPATH=f"{tmp_path}:{ROOT}")
+    ended = run([sys.executable, "-c", program, "configs/nano_dense.py"], cwd=tmp_path, env=env)
+    assert (ended.returncode, ended.stdout) == (130, "interrupted\n")
+
+
+def test_ctrl_c_in_a_callback_of_the_garbage_collector_is_not_lost(capsys):
+    def callback(phase, info):
+        gc.callbacks.remove(callback)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    hook = sys.unraisablehook
+    try:
+        with pytest.raises(SystemExit) as end, clean_exits():
+            gc.callbacks.append(callback)
+            gc.collect()
+            time.sleep(60)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert (end.value.code, capsys.readouterr().err) == (130, "interrupted\n")
+    assert sys.unraisablehook is hook
 
 
 def test_a_second_signal_is_no_trouble_where_nothing_can_be_said(monkeypatch):

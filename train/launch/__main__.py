@@ -14,6 +14,7 @@ from jaxcomp.launch import __main__ as launcher
 from jaxcomp.launch.program import Plan, Program
 from train.checkpoints import files
 from train.config.run import Config
+from train.program import read
 
 
 def plan(options: argparse.Namespace, args: Sequence[str]) -> Plan:
@@ -22,9 +23,7 @@ def plan(options: argparse.Namespace, args: Sequence[str]) -> Plan:
     Raises:
       ValueError: If the config is invalid, or options conflict.
     """
-    from train import __main__ as train  # a process that becomes this program has not imported it
-
-    config, _ = train.read(list(args))
+    config, _ = read(list(args))
     if options.min_replicas is not None and not (options.restarts and config.replicas):
         raise ValueError("--min-replicas needs --restarts, and a config with a number of replicas.")
     folder = Path(config.runs_dir, config.name)

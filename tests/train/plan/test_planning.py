@@ -7,8 +7,7 @@ import pytest
 
 from jaxcomp import planner
 from tests.helpers.launching import write_config
-from train import __main__ as program
-from train import examples, report, task
+from train import examples, program, report, task
 from train.config import run as configs
 from train.output import progress
 from train.placement import devices
