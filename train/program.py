@@ -8,7 +8,7 @@ import sys
 from typing import Literal
 
 from jaxcomp import launch
-from jaxcomp.launch.exits import clean_exits, show
+from jaxcomp.launch.exits import clean_exits, show, while_read
 from train.config import Config
 from train.config import run as configs
 from train.config.facts import program_facts, to_json
@@ -25,7 +25,8 @@ def main(args: list[str]) -> None:
     """
     with clean_exits():
         num_processes = launch.connect()
-        config, instead = read(args)
+        with while_read():  # `--help | head`
+            config, instead = read(args)
         if num_processes > 1:
             launch.require_same(program_facts(to_json(config)) | {"options": str(instead)})
         devices.start(config.replicas, num_processes)

@@ -157,6 +157,20 @@ def show(text: str) -> None:
             _give_up_unwritten(sys.stdout)
 
 
+@contextlib.contextmanager
+def while_read() -> Iterator[None]:
+    """Ends the program, with status 0, when its body prints to a pipe that nobody reads any more.
+
+    For long texts that a library prints, as `--help`; the body must not use sockets.
+    """
+    try:
+        yield
+    except BrokenPipeError:
+        sys.exit(Exit.DONE)
+    finally:
+        _give_up_unwritten(sys.stdout)
+
+
 def _give_up_unwritten(stream: TextIO) -> None:
     """Drops what a stream cannot write: Python would try again at its end, and exit with 120."""
     try:

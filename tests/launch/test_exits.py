@@ -169,6 +169,18 @@ def test_a_program_that_cannot_tell_its_end_keeps_its_status(out, err, last, sta
         os.close(stream)
 
 
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("count", [1, 10_000])
+def test_a_long_text_that_nobody_reads_to_its_end_is_no_error(count, unbuffered):
+    program = "from jaxcomp.launch.exits import *\nwith clean_exits(), while_read():\n "
+    program += f"[print('a line') for _ in range({count})]"
+    out, env = unread(), environment(PYTHONUNBUFFERED=unbuffered)
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=ROOT, env=env, stdout=out, stderr=subprocess.PIPE)
+    os.close(out)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
 @pytest.mark.parametrize(
     ("encoding", "shown"), [("ascii", b"\\xe9\\udcff\n"), ("utf-8", b"\xc3\xa9\\udcff\n")]
 )
