@@ -20,6 +20,8 @@ from matplotlib.ticker import (
     NullLocator,
 )
 
+from jaxcomp.launch.regular import named
+
 Rows = Sequence[Mapping[str, Any]]
 
 # Grey for the baseline, then Okabe and Ito's colours, which colour-blind people can tell apart.
@@ -51,8 +53,9 @@ def loss_figure(runs: Mapping[str, Rows], path: pathlib.Path) -> None:
 
     Raises:
       ValueError: If a run has no row with a `val_loss`.
+      OSError: If it cannot be written.
     """
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), named(path):
         warnings.filterwarnings("ignore", "Glyph")  # the font lacks a letter of a run's name
         drawn(runs).savefig(path, dpi=150)
 

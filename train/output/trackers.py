@@ -4,40 +4,58 @@ import contextlib
 import importlib.util
 import os
 import pathlib
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from jaxcomp.launch.regular import named
 from train.output import metrics
 
 
 @contextlib.contextmanager
 def tensorboard(folder: pathlib.Path, step: int) -> Iterator[Callable[[metrics.Row], None]]:
-    """Opens TensorBoard's event files in a folder; they are complete once it is closed.
+    """Opens TensorBoard's event files in a folder.
 
     Args:
       folder: Where the events go.
       step: The last step to keep, as in `keep_until`; TensorBoard hides later events.
 
     Yields:
-      A function that writes the numbers of a row as scalars at its step.
+      A function that writes the numbers of a row as scalars at its step; they are on disk when it
+      returns.
 
     Raises:
       ValueError: If the extra is not installed.
+      OSError: If it cannot be written.
     """
     if importlib.util.find_spec("tensorboardX") is None:
         raise ValueError(
             "tensorboard=True needs the package tensorboardX; "
             "run pip install -e '.[tensorboard]' in the checkout."
         )
-    from tensorboardX import SummaryWriter
+    from tensorboardX.event_file_writer import EventsWriter
+    from tensorboardX.proto.event_pb2 import Event, SessionLog
+    from tensorboardX.summary import scalar
 
-    with SummaryWriter(str(folder), purge_step=step + 1, flush_secs=10) as writer:
+    folder.mkdir(parents=True, exist_ok=True)
+    # No SummaryWriter: its thread ends at a full disk, and the run would wait for it forever.
+    with named(folder):
+        events = EventsWriter(str(folder / "events"))
+        start = SessionLog(status=SessionLog.START)
+        events.write_event(Event(wall_time=time.time(), step=step + 1, session_log=start))
 
-        def write(row: metrics.Row) -> None:
+    def write(row: metrics.Row) -> None:
+        now, number = time.time(), int(row["step"])
+        with named(folder):
             for name, value in _numbers(row).items():
-                writer.add_scalar(name, value, int(row["step"]))
+                events.write_event(Event(wall_time=now, step=number, summary=scalar(name, value)))
+            events.flush()
 
+    try:
         yield write
+    finally:
+        with contextlib.suppress(OSError):  # rows are on disk, but for one of which `write` told
+            events.close()
 
 
 @contextlib.contextmanager

@@ -1,6 +1,9 @@
 """Rows for other programs: TensorBoard, and Weights & Biases with a stand-in of its three calls."""
 
+import errno
 import math
+import os
+import re
 import sys
 import types
 
@@ -23,6 +26,21 @@ def test_tensorboard_gets_the_numbers_of_a_row(tmp_path):
         for value in event.summary.value
     ]
     assert scalars == [(5, "loss", 0.5), (5, "sent_bytes", 2.0**40)]
+
+
+def test_tensorboard_on_a_full_disk_is_an_error(tmp_path, monkeypatch):
+    record_writer = pytest.importorskip("tensorboardX.record_writer")
+    folder = tmp_path / "events"
+
+    def flush():
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    full = types.SimpleNamespace(write=lambda content: None, flush=flush)
+    monkeypatch.setattr(record_writer, "open_file", lambda path: full)
+    with pytest.raises(OSError, match=re.escape(f"No space left on device: '{folder}'")):
+        with trackers.tensorboard(folder, step=0) as write:
+            for step in range(100):
+                write({"step": step, "loss": 1.0})
 
 
 def events_of(content, event):
