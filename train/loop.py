@@ -98,6 +98,7 @@ def _train(config: Config, folder: Path, until_the_end: contextlib.ExitStack) ->
             show=show,
             member=member,
         )
+        run.follow(agree.from_first(lambda: outputs.last_row(folder)))
         run.train()
         return done.step, run.stopped
 
@@ -141,29 +142,42 @@ class _Run:
     stopped: str = ""  # why it stops before the last step
     error: Exception | None = None  # in the next batch: the run saves, and raises it
 
+    def follow(self, row: dict[str, Any] | None) -> None:
+        """Goes on after the last row, which may be older or newer than the checkpoint's counts."""
+        if row is not None:
+            self.owed = row["step"] < self.done.step and self.row_is_due()
+            if row["step"] == self.done.step:
+                self.done.sent_bytes = row.get("sent_bytes", self.done.sent_bytes)
+                self.done.losses = []
+
     def train(self) -> None:
         """Trains until the end, an agreed stop or a data error; then saves a checkpoint."""
         # Not the start of the run: that may be emergency copies, which end with the run.
         self.saved = agree.from_first(lambda: files.latest(self.checkpoints.directory)) or 0
-        try:
-            self.steps()
-        except _FILE_ERRORS as error:
-            if jax.process_count() > 1:
-                raise
-            self.error = error
-        # A run that resumes from a step does not write its row again, so that comes first.
-        if self.owed:
-            self.write_row()
-        # Not in the except clause: Orbax saves nothing while an error is raised.
+        self.attempt(self.steps)
+        if self.owed:  # if this fails again, the resumed run begins with it
+            self.attempt(self.write_row)
+        # Not in an except clause: Orbax saves nothing while an error is raised.
         if self.done.step > self.saved:
             self.save()
         if self.error is not None:
             raise self.error
 
+    def attempt(self, function: Callable[[], None]) -> None:
+        """Calls a function; keeps its error for the end, so that a run of one process saves."""
+        try:
+            function()
+        except _FILE_ERRORS as error:
+            if jax.process_count() > 1:
+                raise
+            self.error = error
+
     def steps(self) -> None:
         config, done = self.task.config, self.done
         if done.step == 0:
             self.write(self.row() | self.evaluated()[0])
+        elif self.owed:
+            self.write_row()
         while done.step < config.steps and not self.stops():
             if not self.step():
                 continue
@@ -270,13 +284,16 @@ class _Run:
         self.count()
         config, sent_bytes = self.task.config, self.done.sent_bytes
         measured, more = self.evaluated() if self.is_due(config.eval_every) else ({}, 0.0)
-        row = self.row() | {"step_seconds": sum(self.seconds) / len(self.seconds)}
+        row = self.row()
+        if self.seconds:  # not in a row that an earlier start owes
+            row["step_seconds"] = sum(self.seconds) / len(self.seconds)
         row["sent_bytes"] += more
         if self.is_due(config.checksum_every):
             row |= self.require_equal()
         row |= measured
         self.write(row)
-        self.show(row | {"sent_bytes": sent_bytes})  # the final mean is not part of a step's rate
+        if "step_seconds" in row:  # the final mean is not part of a step's rate
+            self.show(row | {"sent_bytes": sent_bytes})
 
     def write(self, row: dict[str, Any]) -> None:
         self.checkpoints.check()  # the next save may be far away

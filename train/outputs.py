@@ -67,6 +67,13 @@ def opened(stack: contextlib.ExitStack, task: Task, claim: Claim, folder: Path, 
     return lambda row: metrics.append(log, row, claim.require), track, show
 
 
+def last_row(folder: Path) -> dict[str, Any] | None:
+    """The last row of a run; None without rows, which the user may have removed."""
+    log = folder / "metrics.jsonl"
+    rows = metrics.read(log) if log.is_file() else []
+    return rows[-1] if rows else None
+
+
 def finished(name: str, folder: Path) -> list[dict[str, Any]]:
     """All rows of a run; plots them if some were evaluated."""
     log = folder / "metrics.jsonl"
