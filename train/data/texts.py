@@ -37,9 +37,11 @@ def require_enough(corpus: Corpus, data: Data, context: int) -> None:
     unit = "bytes" if data.tokenizer is None else "tokens"
     for part in ("train", "validation"):
         if (size := getattr(corpus, part).size) <= context:
+            whole, count = (corpus.record.get(name) for name in ("documents", f"{part}_documents"))
+            which = f", in {count} of {whole} documents" if whole and whole > 1 else ""
             raise ValueError(
-                f"{corpus.record['source']} leaves {size} {unit} for {part}, but one sequence "
-                f"needs {context + 1}; add text, or lower model.context or change "
+                f"{corpus.record['source']} leaves {size} {unit} for {part}{which}, but one "
+                f"sequence needs {context + 1}; add text, or lower model.context or change "
                 f"data.validation_fraction={data.validation_fraction}."
             )
 

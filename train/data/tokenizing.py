@@ -84,7 +84,7 @@ def _pass(folder, source: Source, tokenizer: Tokenizer, data: Data, limit: float
                 digest.update(piece.text.encode())
                 part.write(tokens, asked)
             show(sum(piece.read for piece in pieces))
-        if outs is None:
+        if outs is None or not size:
             raise ValueError(f"{source.name} holds no text; name a text file or a folder of some.")
         parts = {name: out.end() for name, out in outs.items()}
     record = {"source": source.name, "sha256": digest.hexdigest(), "documents": count}
