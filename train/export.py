@@ -58,14 +58,16 @@ def export_adapter(run: pathlib.Path, to: pathlib.Path, like: pathlib.Path | Non
       like: The Hugging Face folder that the adapter is of. None: the one that the run started from.
 
     Raises:
-      ValueError: If the run has no LoRA, or trained more than that.
+      ValueError: If the run has no LoRA, or it or a run that it began with trained more than that.
     """
     config, model, params = _read(run)
-    if config.get("trainable") != lora.TRAINED:
-        raise ValueError(
-            f"{run} trained {config.get('trainable') or 'all parameters'}, and an adapter has "
-            f"{lora.TRAINED} alone; leave --adapter out."
-        )
+    for name, each in [(run, config), *_chain(config["start_from"])]:
+        if each.get("trainable") != lora.TRAINED:
+            began = "" if name == run else f", with which {run} began,"
+            raise ValueError(
+                f"{name}{began} trained {each.get('trainable') or 'all parameters'}, and an "
+                f"adapter has {lora.TRAINED} alone; leave --adapter out."
+            )
     base = like or origin(config["start_from"])
     if base is None:
         raise ValueError(f"{run} started from no Hugging Face folder; name one as --like FOLDER.")
@@ -121,16 +123,27 @@ def tokenizer_of(config: dict[str, Any]) -> pathlib.Path | None:
 
 def origin(start_from: str | None) -> pathlib.Path | None:
     """The Hugging Face folder that a chain of runs started from, if it still exists."""
-    seen = set()
+    for _, config in _chain(start_from):
+        start_from = config["start_from"]
+    if start_from is None or folder.is_folder(start_from):
+        return None if start_from is None else pathlib.Path(start_from)
+    why = "started from itself" if pathlib.Path(start_from, "checkpoints").is_dir() else "is gone"
+    say(f"{start_from} {why}; --like FOLDER names its tokenizer.")
+    return None
+
+
+def _chain(start_from: str | None) -> list[tuple[str, dict[str, Any]]]:
+    """The runs that a run began with, the last one first, and their configs; each once."""
+    found, seen = [], set()
     while start_from is not None and not folder.is_folder(start_from):
         checkpoints = pathlib.Path(start_from, "checkpoints")
         if not checkpoints.is_dir() or checkpoints.resolve() in seen:
-            why = "started from itself" if seen and checkpoints.is_dir() else "is gone"
-            say(f"{start_from} {why}; --like FOLDER names its tokenizer.")
-            return None
+            break
         seen.add(checkpoints.resolve())
-        start_from = recorded(store.choose(checkpoints, item="metadata"))["start_from"]
-    return None if start_from is None else pathlib.Path(start_from)
+        config = recorded(store.choose(checkpoints, item="metadata"))
+        found.append((start_from, config))
+        start_from = config["start_from"]
+    return found
 
 
 def main(args: list[str]) -> None:

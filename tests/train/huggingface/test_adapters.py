@@ -121,3 +121,13 @@ def test_a_run_is_exported_as_an_adapter_that_the_program_merges(tmp_path, monke
     with pytest.raises(SystemExit):
         export.main(["run", str(tmp_path / "other"), "--adapter"])
     assert "trained bias$, and an adapter has lora_[ab]$ alone" in capsys.readouterr().err
+    # Biases that an earlier run trained are in no folder that the adapter could be added to.
+    first = tmp_path / "first"
+    (first / "checkpoints").mkdir(parents=True)
+    earlier = {"trainable": "lora_[ab]$|bias$", "start_from": str(GOLDEN / "gpt2")}
+    monkeypatch.setattr(export.store, "choose", lambda checkpoints, item: None)
+    monkeypatch.setattr(export, "recorded", lambda saved: earlier)
+    recorded |= {"trainable": lora.TRAINED, "start_from": str(first)}
+    with pytest.raises(SystemExit):
+        export.main(["run", str(tmp_path / "other"), "--adapter"])
+    assert f"{first}, with which run began, trained lora_[ab]$|bias$" in capsys.readouterr().err
