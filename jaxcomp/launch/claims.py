@@ -37,9 +37,15 @@ class Claim(NamedTuple):
     since: str  # when it was made
 
     def require(self) -> None:
-        """Raises `Transient` if another run has taken the folder over."""
+        """Raises `Transient` if another run has taken the folder over; an OSError if it is gone."""
         if self.token != _token(self.note):
             folder = self.note.parents[1]
+            if not self.note.parent.is_dir():
+                raise OSError(
+                    errno.ENOENT,
+                    f"{folder} was moved or removed while this run wrote there. To go on, start "
+                    "the run again with the name that the folder has now",
+                )
             raise Transient(
                 f"this run was silent so long that another one has taken {folder} over: "
                 f"{_who(_newest(self.note.parent))}. It writes nothing more there"

@@ -110,6 +110,13 @@ def test_a_file_that_was_opened_before_is_not_written_to_after(tmp_path):
     assert metrics.read(log) == [{"step": 0}]
 
 
+def test_a_folder_that_was_moved_is_told_as_such(tmp_path):
+    with claims.claimed(tmp_path / "run", LEASE) as claim:
+        (tmp_path / "run").rename(tmp_path / "moved")
+        with pytest.raises(OSError, match="/run was moved or removed while this run wrote there"):
+            claim.require()
+
+
 @pytest.mark.parametrize("end", ["ended", "killed"])
 def test_nobody_waits_for_a_writer_that_is_seen_to_be_gone(tmp_path, other, end):
     if end == "killed":
