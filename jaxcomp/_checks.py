@@ -6,6 +6,7 @@ import math
 import numbers
 from typing import Any
 
+import jax
 import optax
 
 
@@ -56,6 +57,21 @@ def is_power_of_two(value: Any) -> bool:
     return is_count(value) and not value & (value - 1)
 
 
+def require_static(name: str, first: str = "learning_rate", /, **got: Any) -> None:
+    """Raises a ValueError for arguments that are arrays but must be known at construction.
+
+    `first` is the method's first argument, with the learning rate, as the error says to write it.
+    """
+    arrays = [argument for argument, value in got.items() if isinstance(value, jax.Array)]
+    if arrays:
+        raise ValueError(
+            f"{name} got arrays for {', '.join(arrays)}; needs Python numbers, and only the "
+            "learning rate may be an array. optax.inject_hyperparams makes arrays of all: write "
+            f"optax.inject_hyperparams(lambda learning_rate: jaxcomp.{name}({first}, ...))"
+            "(learning_rate=1e-3)."
+        )
+
+
 def schedule_of(name: str, learning_rate: Any) -> optax.Schedule:
     """The learning rate as a schedule; a ValueError for text, NaN and infinities."""
     if callable(learning_rate):
@@ -76,3 +92,29 @@ def is_finite(value: Any) -> bool:
     if isinstance(value, numbers.Real):
         return math.isfinite(value)
     return not isinstance(value, str | None)
+
+
+def require_kept(*args: Any) -> None:
+    """Raises a ValueError for arrays that a step has donated: on several CPU devices XLA crashes.
+
+    Args:
+      *args: Trees, first the parameters, then the state.
+    """
+    if not any(x.is_deleted() for x in filter(is_array, jax.tree.leaves(args))):
+        return
+    for (place, *path), x in jax.tree_util.tree_leaves_with_path(args):
+        if is_array(x) and x.is_deleted():
+            # `shards` take the place of parameters.
+            what = ("the parameters", "the state", "the arguments")[min(place.idx, 2)]
+            raise ValueError(
+                f"{what}: there is an array of shape {x.shape} at "
+                f"{jax.tree_util.keystr(path)!r} that is gone, since an earlier step has taken its "
+                "memory. Go on with what that step returned: write params, state, metrics = "
+                "step(params, state, batch). To start again from the same parameters, copy them "
+                "before the first step: jax.tree.map(jnp.copy, params)."
+            )
+
+
+def is_array(x: Any) -> bool:
+    """Whether a leaf is an array with memory: not a shape, and not traced."""
+    return isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)

@@ -14,6 +14,7 @@ from flax import nnx, serialization
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxcomp._checks import require_kept
 from jaxcomp.replicas.compact import Compact
 from jaxcomp.replicas.shards import Shard
 from jaxcomp.replicas.state import per_replica
@@ -52,6 +53,7 @@ def on_mesh(
 
     def init(params):
         params = nnx.as_pure(params)
+        require_kept(params)
         return jitted(_put(mesh, params, update.specs_of(params)))
 
     def refuse(updates, state, params=None, **extra_args):

@@ -27,9 +27,12 @@ def policy_of(compressor: Compressor | Policy) -> Policy:
     if isinstance(compressor, Compressor):
         return lambda path, leaf: compressor
     if not callable(compressor):
+        injected = isinstance(compressor, jax.Array)
         raise ValueError(
             f"got {compressor!r} to send by; needs a Compressor, or a policy (path, leaf) -> "
             "Compressor; write quantize(4)."
+            + " Give optax.inject_hyperparams a function of the learning rate only."
+            * injected
         )
 
     def policy(path, leaf):

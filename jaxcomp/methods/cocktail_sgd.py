@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from jaxcomp._checks import is_count, require
+from jaxcomp._checks import is_count, require, require_static
 from jaxcomp.compressors.base import Compressor, Key
 from jaxcomp.compressors.compose import cocktail
 from jaxcomp.compressors.policies import Policy
@@ -101,6 +101,7 @@ def cocktail_sgd(
       gradients (theirs: sums them).
     """
     name, steps = "cocktail_sgd", {"warmup_steps": warmup_steps, "sync_every": sync_every}
+    require_static(name, "optax.adam(learning_rate)", **steps)
     needs, write = "integers of at least 0 and 1", "warmup_steps=0, sync_every=1"
     require(is_count(warmup_steps, 0) and is_count(sync_every), name, needs, write, **steps)
     transport = wire.transport_of(cocktail() if compressor is None else compressor, axis_name)

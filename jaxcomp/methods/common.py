@@ -49,21 +49,6 @@ def method(
     return optax.GradientTransformationExtraArgs(started, checked)
 
 
-def require_static(name: str, first: str = "learning_rate", /, **got: Any) -> None:
-    """Raises a ValueError for arguments that are arrays but must be known at construction.
-
-    `first` is the method's first argument, with the learning rate, as the error says to write it.
-    """
-    arrays = [argument for argument, value in got.items() if isinstance(value, jax.Array)]
-    if arrays:
-        raise ValueError(
-            f"{name} got arrays for {', '.join(arrays)}; needs Python numbers, and only the "
-            "learning rate may be an array. optax.inject_hyperparams makes arrays of all: write "
-            f"optax.inject_hyperparams(lambda learning_rate: jaxcomp.{name}({first}, ...))"
-            "(learning_rate=1e-3)."
-        )
-
-
 def decays(weight_decay: float, mask: Any, params: Any) -> Any:
     """The weight decay of each leaf: `weight_decay`, or 0 where masked.
 

@@ -12,13 +12,13 @@ import numpy as np
 import optax
 from jax import lax
 
-from jaxcomp._checks import is_count, require, require_decay, schedule_of
+from jaxcomp._checks import is_count, require, require_decay, require_static, schedule_of
 from jaxcomp.compressors.base import Compressor
 from jaxcomp.compressors.compose import compose
 from jaxcomp.compressors.sparse import top_k
 from jaxcomp.exchange import averaging, wire
 from jaxcomp.methods import moments
-from jaxcomp.methods.common import method, require_static
+from jaxcomp.methods.common import method
 from jaxcomp.replicas.finite import not_finite, poisoned, unless
 from jaxcomp.replicas.protocol import MethodState
 from jaxcomp.replicas.types import num_replicas, to_varying

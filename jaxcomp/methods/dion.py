@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from jaxcomp._checks import is_count, require, require_decay, schedule_of
+from jaxcomp._checks import is_count, require, require_decay, require_static, schedule_of
 from jaxcomp.compressors.base import Key
 from jaxcomp.compressors.packing import fold
 from jaxcomp.exchange import averaging, wire
 from jaxcomp.methods import low_rank, moments
-from jaxcomp.methods.common import counted, method, no_rounds, require_static
+from jaxcomp.methods.common import counted, method, no_rounds
 from jaxcomp.replicas.finite import not_finite, poisoned, unless
 from jaxcomp.replicas.kinds import kind_of
 from jaxcomp.replicas.layers import common_value, in_batches, layer_by_layer

@@ -7,7 +7,7 @@ from typing import Any
 
 import optax
 
-from jaxcomp._checks import is_finite, require
+from jaxcomp._checks import is_finite, require, require_static
 from jaxcomp.compressors.base import Compressor, identity
 from jaxcomp.compressors.bin_means import bin_means
 from jaxcomp.compressors.compose import compose
@@ -16,7 +16,6 @@ from jaxcomp.compressors.quantize import quantize
 from jaxcomp.compressors.sparse import top_k
 from jaxcomp.exchange import wire
 from jaxcomp.exchange.wire import Transport
-from jaxcomp.methods.common import require_static
 from jaxcomp.methods.local_steps import local_steps
 from jaxcomp.methods.muon import muon
 from jaxcomp.methods.rare_rows import rare_rows
@@ -142,6 +141,8 @@ def sparse_loco(
       an entry (`mean=jaxcomp.from_senders`) and clips each replica's difference to the median norm.
       In production it sends 64 of 4,096 entries every 30 steps.
     """
+    first = "optax.adam(learning_rate)"
+    require_static("sparse_loco", first, every=every, density=density, error_decay=error_decay)
     code = mean(compose(top_k(density, block=4096), bin_means(2)))
     options["error_decay"] = error_decay
     outer = _outer("sparse_loco", every, outer_rate)

@@ -9,14 +9,14 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from jaxcomp._checks import is_count, require
+from jaxcomp._checks import is_count, require, require_static
 from jaxcomp.compressors.base import Compressor
 from jaxcomp.compressors.policies import Policy, path_of
 from jaxcomp.compressors.quantize import quantize
 from jaxcomp.exchange import averaging
 from jaxcomp.exchange.wire import Transport, transport_of
 from jaxcomp.methods import moments
-from jaxcomp.methods.common import counted, method, no_rounds, require_static
+from jaxcomp.methods.common import counted, method, no_rounds
 from jaxcomp.methods.inner import Synchronization, inner_step
 from jaxcomp.replicas.layers import LayersDiffer, in_batches, is_stack, layer_by_layer, one_by_one
 from jaxcomp.replicas.protocol import EvaluatesConsensus, KeepsRounding, with_extra_args

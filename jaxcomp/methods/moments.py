@@ -8,9 +8,8 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from jaxcomp._checks import require, require_decay, schedule_of
+from jaxcomp._checks import require, require_decay, require_static, schedule_of
 from jaxcomp.methods import common
-from jaxcomp.methods.common import require_static
 from jaxcomp.replicas.finite import not_finite
 from jaxcomp.replicas.layers import broadcast_over, own_axes
 from jaxcomp.replicas.types import size_over_shards, sums_over_shards

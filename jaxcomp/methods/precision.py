@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from jaxcomp._checks import require
+from jaxcomp._checks import require, require_static
 from jaxcomp.methods.common import method
 from jaxcomp.replicas.finite import not_finite, unless
 from jaxcomp.replicas.protocol import (
@@ -175,6 +175,8 @@ def loss_scale(
       >>> tx = jaxcomp.loss_scale(tx, "replica")
     """
     name = "loss_scale"
+    first = "optax.chain(mean, optax.adam(learning_rate))"
+    require_static(name, first, initial=initial, growth_steps=growth_steps)
     in_range = 1 <= initial <= _GREATEST
     require(in_range, name, "a scale from 1 to 2**24", "initial=2.0**15", initial=initial)
     grows, needs = {"growth_steps": growth_steps}, "at least 1 and below 2**31"

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxcomp._checks import require_static
 from jaxcomp.replicas.protocol import with_extra_args
 
 
@@ -57,6 +58,7 @@ def compact(
       >>> import jaxcomp
       >>> tx = jaxcomp.compact(jaxcomp.one_bit_adam(1e-3, "replica", freeze_step=100), bits=8)
     """
+    require_static("compact", "optax.chain(mean, optax.adam(learning_rate))", bits=bits)
     if bits not in (8, 16):
         raise ValueError(f"compact got bits={bits}; write 8, or 16 for bfloat16.")
     if refused := sorted(_WIDE.intersection(fields)):

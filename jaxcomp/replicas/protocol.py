@@ -194,6 +194,17 @@ def require_no_state(params: Any) -> None:
         )
 
 
+def require_two_bytes(params: Any) -> None:
+    """Raises a ValueError for parameters of 8 bits, such as float8, which JAX promotes to none."""
+    for path, x in jax.tree.leaves_with_path(params):
+        if is_narrow(x) and x.dtype.itemsize < 2:
+            raise ValueError(
+                f"the parameter {jax.tree_util.keystr(path)!r} has dtype {x.dtype.name}, which JAX "
+                "mixes with no other; keep it in bfloat16 and write x.astype(jnp."
+                f"{x.dtype.name}) in the loss. If it is frozen, keep it in a closure of the loss."
+            )
+
+
 def with_extra_args(tx: Any, wrapper: str) -> optax.GradientTransformationExtraArgs:
     """`tx` with extra arguments; a ValueError that names `wrapper` if it is no transformation."""
     if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):

@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
+from jaxcomp._checks import require_kept
 from jaxcomp.replicas import protocol
 from jaxcomp.replicas.compact import decode, encode, is_compact
 from jaxcomp.replicas.shards import is_shard, recut
@@ -42,6 +43,7 @@ def resize(state: Any, like: Any) -> Any:
     Raises:
       ValueError: If the two are not states of one transformation and one model.
     """
+    require_kept((), state)
     if jax.tree.structure(state) != jax.tree.structure(like):
         raise ValueError(
             f"cannot resize a state of structure {jax.tree.structure(state)} to "

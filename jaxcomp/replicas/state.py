@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from jaxcomp.replicas.protocol import (
     has_feedback,
     is_masked,
     require_no_state,
+    require_two_bytes,
     warn_of_rounding,
     with_extra_args,
 )
@@ -178,6 +180,7 @@ def replica_axes(tx: optax.GradientTransformation) -> tuple[str, ...]:
 def _first_state(tx, params):
     """`tx.init(params)`; a ValueError if no run can have this state, or `params` is a state."""
     require_no_state(params)
+    require_two_bytes(params)
     if not isinstance(params, optax.LookaheadParams):
         state = tx.init(params)
         if not any(_nodes(optax.LookaheadState, state)):
@@ -190,8 +193,9 @@ def _first_state(tx, params):
 
 
 def _require_last(state):
-    """A ValueError if something stands behind a drift in a chain, whose state is a tuple."""
-    for chain in _nodes(tuple, state, exactly=True):
+    """A ValueError if something stands behind a drift in a chain, or an `optax.named_chain`."""
+    named = [[*node.values()] for node in _nodes(OrderedDict, state, exactly=True)]
+    for chain in (*named, *_nodes(tuple, state, exactly=True)):
         # What is masked has leaves of its own: groups of leaves, each with its method, in a chain.
         whole = [k for k, each in enumerate(chain) if not isinstance(each, optax.MaskedState)]
         if whole and drifts_of(chain[: whole[-1]]):
@@ -206,13 +210,20 @@ def _require_last(state):
             _require_last(each)
 
 
-def _explain(error, state):
+def _explain(error, state, params):
     """Raises a ValueError that says what to write, if an update's error is a known one."""
     if "unexpected keyword argument" in str(error):
         raise ValueError(
             f"{error}. Steps give all optimizers the loss and the axis, and this one, like "
             "optax.contrib.sam, takes no argument that it does not know; write "
             "optax.GradientTransformation(sam.init, lambda *args: sam.update(*args)) for it."
+        ) from error
+    if "missing" in str(error) and "keyword-only argument" in str(error):
+        raise ValueError(
+            f"{error}. Of further arguments init passes `value` alone: give the others a default, "
+            "and pass them by step(..., extra_args={...}). A line search of optax takes the loss "
+            "of all replicas at other parameters, which no step has: write optax.lbfgs(0.1, "
+            "linesearch=None), or leave optax.scale_by_backtracking_linesearch out."
         ) from error
     if any(_nodes(optax.contrib.ReduceLROnPlateauState, state)) and "in_cooldown" in str(error):
         raise ValueError(
@@ -221,6 +232,13 @@ def _explain(error, state):
             "schedule as the learning rate, or in jaxcomp.local_steps put it behind the outer "
             "optimizer: outer=optax.chain(optax.sgd(0.7, momentum=0.9, nesterov=True), "
             "optax.contrib.reduce_on_plateau())."
+        ) from error
+    shards = frozenset().union(*map(varying_axes, jax.tree.leaves(params)))
+    if shards and "must have equal output types" in str(error):
+        raise ValueError(
+            f"the optimizer has branches that treat shards over {tuple(sorted(shards))} as whole "
+            "parameters, as optax.contrib.galore does; write one that works entry by entry, as "
+            "optax.adamw, or a mesh whose devices hold all parameters."
         ) from error
     for kind, name in _CHOOSING.items():
         inside = [node.inner_state for node in _nodes(kind, state)]
@@ -260,7 +278,7 @@ def _settled(tx, params, state, axis_name):
     try:
         return _as_after_updates(state, after)
     except (TypeError, ValueError) as error:
-        _explain(error, state)
+        _explain(error, state, params)
         if not any(map(_is_multi, jax.tree.leaves(state, is_leaf=_is_multi))):
             raise
     # MultiSteps also traces the mean inside it with its accumulator, which is zeros at first.

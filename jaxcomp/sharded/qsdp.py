@@ -14,13 +14,14 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxcomp import schedules
+from jaxcomp._checks import require_kept
 from jaxcomp._printing import call
 from jaxcomp.compressors.base import Compressor, Key, identity
 from jaxcomp.compressors.packing import fold
 from jaxcomp.compressors.policies import Policy, path_of, policy_of
 from jaxcomp.compressors.quantize import quantize
 from jaxcomp.exchange import averaging, buckets, wire
-from jaxcomp.replicas.protocol import is_masked
+from jaxcomp.replicas.protocol import is_masked, require_two_bytes
 from jaxcomp.replicas.shards import Shard, cut, is_shard, key_of, map_shards, natural
 from jaxcomp.replicas.specs import require_axis
 from jaxcomp.replicas.state import unstack
@@ -85,6 +86,8 @@ class QSDP:
           ValueError: If a leaf is not floating, `fast_gradients` learns its levels, or the mesh
             lacks one of the axes.
         """
+        require_kept(params)
+        require_two_bytes(params)
         plan = functools.partial(_planned, self, stacked)
         like = jax.tree.map_with_path(plan, params)
         own = functools.partial(map_shards, functools.partial(_own_row, self.axes), like)
@@ -96,6 +99,7 @@ class QSDP:
         Takes any tree that contains `Shard`s, such as an optimizer's state; other leaves do not
         change. Compiles at each call; in a loop, call it inside `jax.jit`.
         """
+        require_kept(shards)
         specs = jax.tree.map(
             lambda x: P(self.axes) if is_shard(x) else P(), shards, is_leaf=is_shard
         )
@@ -117,6 +121,7 @@ class QSDP:
         Returns:
           Natural shapes, a copy on every device, as `unshard`.
         """
+        require_kept(shards, state)
         whole = functools.partial(map_shards, functools.partial(_whole, self.axes))
         decoded = lambda shards, levels: whole(decoded_shards(shards, levels))
         specs = P(self.axes), P()

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 from jax import dtypes
 from jax.sharding import AbstractMesh, Mesh
 
+from jaxcomp._checks import is_array, require_kept
+
 # XLA:GPU's latency hiding scheduler assumes that a message takes microseconds, and overlaps little
 # with it. The plain scheduler starts each message as early and ends it as late as it can. Combined
 # gathers would wait for the last of them, and are not asynchronous.
@@ -75,27 +77,6 @@ class Kept:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._program, name)
-
-
-def require_kept(*args: Any) -> None:
-    """Raises a ValueError for arrays that a step has donated: on several CPU devices XLA crashes.
-
-    Args:
-      *args: Trees, first the parameters, then the state.
-    """
-    if not any(x.is_deleted() for x in filter(_is_array, jax.tree.leaves(args))):
-        return
-    for (place, *path), x in jax.tree_util.tree_leaves_with_path(args):
-        if _is_array(x) and x.is_deleted():
-            # `shards` take the place of parameters.
-            what = ("the parameters", "the state", "the arguments")[min(place.idx, 2)]
-            raise ValueError(
-                f"{what}: there is an array of shape {x.shape} at "
-                f"{jax.tree_util.keystr(path)!r} that is gone, since an earlier step has taken its "
-                "memory. Go on with what that step returned: write params, state, metrics = "
-                "step(params, state, batch). To start again from the same parameters, copy them "
-                "before the first step: jax.tree.map(jnp.copy, params)."
-            )
 
 
 class Initial(Kept):
@@ -180,7 +161,7 @@ class Donating:
         named = {name: options.pop(name) for name in _NAMES if name in options}
         donated, named = self._apart((args[:2], named), (args[2:], options, spared))
         made = self._program(*donated, *args[2:], **named, **options)
-        self._made = {id(x): weakref.ref(x) for x in jax.tree.leaves(made) if _is_array(x)}
+        self._made = {id(x): weakref.ref(x) for x in jax.tree.leaves(made) if is_array(x)}
         return made
 
     def lower(self, *args: Any, **options: Any) -> "Donating":
@@ -197,14 +178,14 @@ class Donating:
     def _apart(self, donated, others):
         """The donated trees, with copies of arrays that are there twice or among the others."""
         leaves, treedef = jax.tree.flatten(donated)
-        others = list(filter(_is_array, jax.tree.leaves(others)))
+        others = list(filter(is_array, jax.tree.leaves(others)))
         # To look at buffers takes microseconds each. Different arrays share them only if they have
         # a shape in common, and one of them is not what this step has made.
-        shapes = {x.shape for x in filter(_is_array, (*leaves, *others)) if not self._is_own(x)}
+        shapes = {x.shape for x in filter(is_array, (*leaves, *others)) if not self._is_own(x)}
         places = lambda x: {id(x)} | (_buffers(x) if shapes and x.shape in shapes else set())
         taken = set().union(*map(places, others))
         for i, x in enumerate(leaves):
-            if not _is_array(x):
+            if not is_array(x):
                 continue
             own = places(x)
             if taken.isdisjoint(own):
@@ -216,10 +197,6 @@ class Donating:
     def _is_own(self, x):
         made = self._made.get(id(x))
         return made is not None and made() is x
-
-
-def _is_array(x):
-    return isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
 
 
 def _buffers(x):

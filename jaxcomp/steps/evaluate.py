@@ -13,13 +13,14 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
+from jaxcomp._checks import require_kept
 from jaxcomp.exchange import averaging, wire
 from jaxcomp.replicas import fast, protocol
 from jaxcomp.replicas.specs import full_specs, require_axis
 from jaxcomp.replicas.state import add_drifts, by_leaf
 from jaxcomp.replicas.types import names_of, sums_over_shards, to_varying
 from jaxcomp.steps import placing
-from jaxcomp.steps.compiling import Kept, jitted, require_kept
+from jaxcomp.steps.compiling import Kept, jitted
 from jaxcomp.steps.gradient import Gradient, on_replicas
 from jaxcomp.steps.placing import placed
 from jaxcomp.steps.update import Update, placed_params, whole_drifts
@@ -190,6 +191,7 @@ def replica_spread(params: Any, mesh: Mesh, axis_name: str | tuple[str, ...]) ->
     """
     for name in names_of(axis_name):
         require_axis(mesh, name)
+    require_kept(params)
     leaves = jax.tree.leaves(params)
     specs = tuple(getattr(getattr(x, "sharding", None), "spec", P()) for x in leaves)
     return _comparison(mesh, axis_name, specs)(leaves)

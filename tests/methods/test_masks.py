@@ -154,6 +154,16 @@ def test_a_learning_rate_is_injected_by_a_function_of_it_alone():
             ValueError, match=r"got arrays for every.*\(optax.adam\(learning_rate\)"
         ):
             train(optax.inject_hyperparams(make)(inner, "replica"))
+    for make in (jaxcomp.cocktail_sgd, jaxcomp.loss_scale):
+        with pytest.raises(ValueError, match=r"got arrays for .*optax.adam\(learning_rate\)"):
+            train(optax.inject_hyperparams(make)(inner, "replica"))
+    with pytest.raises(ValueError, match="compact got arrays for bits.*write optax.inject_"):
+        train(optax.inject_hyperparams(jaxcomp.compact)(inner))
+    with pytest.raises(ValueError, match="Give optax.inject_hyperparams a function of the"):
+        train(optax.inject_hyperparams(jaxcomp.sparse_loco)(inner, "replica"))
+    sparse = optax.inject_hyperparams(jaxcomp.sparse_loco, static_args="mean")(inner, "replica")
+    with pytest.raises(ValueError, match="sparse_loco got arrays for every, density, error_decay"):
+        train(sparse)
     with pytest.raises(ValueError, match=r"muloco got arrays for every.*muloco\(learning_rate, "):
         train(optax.inject_hyperparams(jaxcomp.muloco)(1e-3, "replica"))
 

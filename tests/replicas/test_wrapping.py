@@ -33,6 +33,7 @@ def test_lookahead(params):
         lambda method: optax.chain(method, optax.scale_by_learning_rate(0.1)),
         lambda method: optax.chain(optax.trace(0.9), optax.chain(method, optax.identity())),
         lambda method: optax.MultiSteps(optax.chain(method, optax.scale(0.5)), 2),
+        lambda method: optax.named_chain(("method", method), ("after", optax.scale(0.5))),
     ],
 )
 @pytest.mark.parametrize(
@@ -44,6 +45,7 @@ def test_what_stands_behind_a_drift(method, behind):
     with pytest.raises(ValueError, match=r"behind a method .* jaxcomp.cocktail_sgd\(optax.chain\("):
         init(behind(method))
     init(optax.chain(optax.trace(0.9), method))
+    init(optax.named_chain(("before", optax.trace(0.9)), ("method", method)))
     init(optax.chain(jaxcomp.demo(1e-3, "replica"), optax.scale(0.5)))
 
 
@@ -123,6 +125,32 @@ def test_an_optimizer_that_takes_no_argument_of_a_step():
     with pytest.raises(ValueError, match="argument 'value'. .*GradientTransformation.sam.init"):
         init(optax.chain(TX, sam))
     init(optax.chain(TX, optax.GradientTransformation(sam.init, lambda *args: sam.update(*args))))
+
+
+def test_an_optimizer_that_searches_along_a_line():
+    with pytest.raises(ValueError, match=r"'value_fn'.* write optax.lbfgs\(0.1, linesearch=None"):
+        init(optax.chain(TX, optax.lbfgs()))
+    init(optax.chain(TX, optax.lbfgs(0.1, linesearch=None)))
+
+
+def test_an_optimizer_that_branches_on_shards():
+    whole = optax.chain(TX, optax.contrib.galore(1e-3, rank=2))
+    params = {"w": jnp.ones((8, 8))}
+    init(whole, params)
+    specs = {"w": jax.P("fsdp")}
+    made = jaxcomp.train_step(loss_fn, whole, mesh_of(2, 2), "replica", param_specs=specs)
+    with pytest.raises(ValueError, match=r"shards over \('fsdp',\) as whole .*galore"):
+        jax.eval_shape(made.init, params)
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
+def test_parameters_of_one_byte(dtype):
+    params = {"wide": jnp.ones(8), "narrow": jnp.ones(8, dtype)}
+    told = f"'narrow'.* has dtype {dtype}.*keep it in bfloat16"
+    with pytest.raises(ValueError, match=told):
+        init(jaxcomp.master_weights(TX), params)
+    with pytest.raises(ValueError, match=told):
+        jaxcomp.qsdp("replica").shard(params, mesh_of(2))
 
 
 PLATEAU = optax.contrib.reduce_on_plateau(patience=5)

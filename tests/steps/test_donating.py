@@ -209,7 +209,25 @@ def test_what_a_step_has_taken_is_refused():
         jaxcomp.mean_params(old, new, mesh, "replica")
     with pytest.raises(ValueError, match=taken):
         jaxcomp.eval_step(loss, mesh, "replica")(old, new, WEIGHT)
+    with pytest.raises(ValueError, match=taken):
+        jaxcomp.replica_spread(old, mesh, "replica")
+    with pytest.raises(ValueError, match=taken):
+        jaxcomp.flax.on_mesh(TX, mesh, "replica").init(old)
+    with pytest.raises(ValueError, match="the state: there is an array"):
+        jaxcomp.resize(state, new)
     step(params, new, WEIGHT)
+
+
+def test_shards_that_a_step_has_taken_are_refused():
+    fsdp, taken = jaxcomp.qsdp("replica"), "the parameters: there is an array .* that is gone"
+    with pytest.raises(ValueError, match=taken):
+        fsdp.shard(gone(kernel=WEIGHT), mesh_of(2))
+    shards = fsdp.shard({"kernel": WEIGHT}, mesh_of(2))
+    jax.tree.map(lambda x: x.delete(), shards)
+    with pytest.raises(ValueError, match=taken):
+        fsdp.unshard(shards, mesh_of(2))
+    with pytest.raises(ValueError, match=taken):
+        fsdp.deployed(shards, (), mesh_of(2))
 
 
 def test_what_a_step_has_taken_is_refused_by_the_other_steps():
