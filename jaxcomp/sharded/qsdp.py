@@ -28,6 +28,7 @@ from jaxcomp.replicas.state import unstack
 from jaxcomp.replicas.types import is_mapped
 from jaxcomp.sharded import walks
 from jaxcomp.sharded.gathering import SECONDARY
+from jaxcomp.steps.placing import placed
 
 _WEIGHTS = quantize(8, block=1024, range="minmax")
 _GRADIENTS = quantize(8, block=1024, range="minmax", rounding="stochastic")
@@ -375,7 +376,8 @@ def _on(mesh: Mesh, axes: tuple[str, ...], function: Callable, in_specs: Any, ou
     """A jitted `shard_map` of a function on a mesh, which must have these axes."""
     for name in axes:
         require_axis(mesh, name)
-    return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs))
+    mapped = jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+    return jax.jit(lambda *args: mapped(*placed(mesh, args, jax.tree.broadcast(in_specs, args))))
 
 
 def draws(code: Compressor) -> bool:

@@ -33,6 +33,7 @@ from jaxcomp.steps.gradient import (
     specs_of_extra,
 )
 from jaxcomp.steps.loss import own_floats, require_local
+from jaxcomp.steps.placing import placed
 from jaxcomp.steps.train import TrainStep
 from jaxcomp.steps.update import all_or_nothing
 
@@ -137,7 +138,9 @@ def _step(run, shards, state, batch, rng=None, model_state=None, extra_args=None
     batch, batch_specs = placed_batch(gradient, batch)
     cut, rows = P(axes), P(mesh.axis_names)
     extra_specs = specs_of_extra(gradient, model_state)
+    shards = placed(mesh, shards, jax.tree.broadcast(cut, shards))
     specs = specs_of(functools.partial(_init_local, run), mesh, axes, cut, shards)
+    state = placed(mesh, state, specs)
     shards, state, loss, skipped, extra = jax.shard_map(
         functools.partial(_step_local, run),
         mesh=mesh,

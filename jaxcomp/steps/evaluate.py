@@ -22,7 +22,7 @@ from jaxcomp.replicas.types import names_of, sums_over_shards, to_varying
 from jaxcomp.steps import placing
 from jaxcomp.steps.compiling import Kept, jitted
 from jaxcomp.steps.gradient import Gradient, on_replicas
-from jaxcomp.steps.placing import placed
+from jaxcomp.steps.placing import everywhere, placed
 from jaxcomp.steps.update import Update, placed_params, whole_drifts
 
 
@@ -63,7 +63,7 @@ def eval_step(
     require_axis(mesh, axis_name)
     update = Update(_NO_UPDATE, mesh, axis_name, param_specs, fast_axis)
     on = Gradient(measure_fn, mesh, update.axes, batch_specs=batch_specs)
-    return Kept(jitted(functools.partial(_measured, on, update), mesh))
+    return Kept(jitted(functools.partial(_measured, on, update), mesh, everywhere(mesh)))
 
 
 _NO_UPDATE = optax.with_extra_args_support(optax.identity())
@@ -147,7 +147,7 @@ def _mean(mesh, axis_name, fast_axis, specs, params, drifts):
     for param, rows in zip(like, drifts, strict=True):
         _require_rows(mesh.shape[axis_name], param, rows)
     row_specs = [[P(axis_name, *spec)] * len(rows) for spec, rows in zip(own, drifts, strict=True)]
-    params = placed(mesh, params, specs)
+    params, drifts = placed(mesh, params, specs), placed(mesh, drifts, row_specs)
 
     def local(params, drifts):
         moved = {i: sum(x[0] for x in rows) for i, rows in enumerate(drifts) if rows}

@@ -64,6 +64,7 @@ def on_replicas(
 
     def whole(params, drifts, batch, *rest):
         batch, specs = placed_batch(gradient, batch)
+        drifts = placing.placed_rows(gradient.mesh, drifts, names[0])
         cut = placing.over_replicas(specs, names)
         mapped = lambda *args: jax.shard_map(
             function,

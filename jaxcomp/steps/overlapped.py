@@ -28,6 +28,7 @@ from jaxcomp.steps.update import (
     Update,
     init_state,
     local_update,
+    placed_state,
     update_specs,
     whole_drifts,
     with_shares,
@@ -167,6 +168,7 @@ def _exchange(update, params, state, extra_args):
             "overlapped_train_step computes the gradient without looking at the state, and "
             "jaxcomp.loss_scale keeps the scale there; write jaxcomp.train_step around it."
         )
+    state = placed_state(update, params, state)
     specs, made = _specs(update, params, state, extra_args)
     own = functools.partial(_exchange_local, with_shares(update, params))
     sharded = jax.shard_map(own, mesh=update.mesh, in_specs=(*specs, P()), out_specs=made)
@@ -184,6 +186,7 @@ def _exchange_local(update, params, state, extra_args):
 
 
 def _finish(gradient, update, params, state, exchanged, model_state, extra_args, made):
+    state = placed_state(update, params, state)
     specs, exchanged_specs = _specs(update, params, state, extra_args)
     loss, grads, extra = made
     rows = P(update.axes)

@@ -103,6 +103,19 @@ def placed(mesh: Mesh | AbstractMesh, tree: Any, specs: Any) -> Any:
     return jax.tree.map(jax.sharding.reshard, tree, _shardings(mesh, specs))
 
 
+def placed_rows(mesh: Mesh | AbstractMesh, tree: Any, axis_name: str) -> Any:
+    """The tree with its first axes cut over the replicas, as `placed`."""
+    return placed(mesh, tree, jax.tree.map(lambda x: P(axis_name, *spec_of(x)[1:]), tree))
+
+
+def everywhere(mesh: Mesh | AbstractMesh) -> NamedSharding | None:
+    """Where results lie that are equal on all devices of an Explicit mesh.
+
+    With arguments in NumPy, nothing else tells `jax.jit` the devices.
+    """
+    return NamedSharding(mesh, P()) if _explicit(mesh) else None
+
+
 def on_auto_axes(mesh: Mesh | AbstractMesh, function: Callable, out_specs: Any) -> Callable:
     """Runs a function with all axes of the mesh as type Auto.
 

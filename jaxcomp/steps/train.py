@@ -29,6 +29,7 @@ from jaxcomp.steps.update import (
     all_updates,
     init_state,
     placed_params,
+    placed_state,
     update_specs,
     whole_drifts,
     with_shares,
@@ -141,6 +142,7 @@ def _sends_ahead(state):
 
 def _step(gradient, update, params, state, batch, rng=None, model_state=None, extra_args=None):
     params = placed_params(update, params)
+    state = placed_state(update, params, state)
     drifts = whole_drifts(update, params, protocol.drifts(state))
     given, scale = (drifts, batch, rng, model_state), protocol.loss_scale(state)
     if _sends_ahead(state):

@@ -74,6 +74,30 @@ def placed_params(update: Update, params: Any) -> Any:
     return placed(update.mesh, params, update.specs_of(params))
 
 
+def placed_state(update: Update, params: Any, state: Any) -> Any:
+    """The state placed as its specs say, which one from a file, in NumPy, is not.
+
+    Raises a ValueError for a state of another number of replicas.
+    """
+    mesh, name = update.mesh, update.axis_name
+    specs = update_specs(update, params)[1]
+    if jax.tree.structure(state) != jax.tree.structure(specs):
+        raise ValueError(
+            "the state is of another transformation or of other parameters: it has the structure "
+            f"{jax.tree.structure(state)}, and this step needs {jax.tree.structure(specs)}."
+        )
+    for (path, x), spec in zip(
+        jax.tree.leaves_with_path(state), jax.tree.leaves(specs), strict=True
+    ):
+        if spec[:1] == (name,) and x.shape[0] != mesh.shape[name]:
+            raise ValueError(
+                f"the state has {x.shape[0]} replicas' rows at {jax.tree_util.keystr(path)!r}, and "
+                f"the mesh has {mesh.shape[name]} replicas; write state = jaxcomp.resize(state, "
+                "jax.eval_shape(init, params)) before the first step."
+            )
+    return placed(mesh, state, specs)
+
+
 def init_state(update: Update, params: Any) -> Any:
     """The state before the first step."""
     params_specs, own_state_specs = update_specs(update, params)
@@ -99,6 +123,9 @@ def whole_drifts(update: Update, params: Any, drifts: list[Any]) -> list[Any]:
     rows = lambda drift, spec: drift if protocol.is_masked(drift) else P(update.axis_name, *spec)
     row_specs = functools.partial(jax.tree.map, rows, is_leaf=protocol.is_masked)
 
+    drift_specs = [row_specs(drift, share_specs) for drift in drifts]
+    drifts = placed(update.mesh, drifts, drift_specs)
+
     def gather_drifts(drifts, params):
         own = jax.tree.map(lambda x: x[0], drifts)
         whole = [fast.gather_shares(x, update.shares, params, fast_axis) for x in own]
@@ -107,7 +134,7 @@ def whole_drifts(update: Update, params: Any, drifts: list[Any]) -> list[Any]:
     return jax.shard_map(
         gather_drifts,
         mesh=update.mesh,
-        in_specs=([row_specs(drift, share_specs) for drift in drifts], params_specs),
+        in_specs=(drift_specs, params_specs),
         out_specs=[row_specs(drift, params_specs) for drift in drifts],
     )(drifts, params)
 

@@ -1,0 +1,89 @@
+"""States that a step gets from a file: in NumPy, or of another number of replicas."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType
+
+import jaxcomp
+from tests.helpers.replicas import mesh_of
+
+BATCH = np.random.default_rng(0).normal(size=(8, 16)).astype(np.float32)
+EXACT = jaxcomp.compressed_mean(jaxcomp.identity(), "replica")
+ANYTHING = lambda path, leaf: False  # nothing is sent exactly: each leaf has a residual
+MEAN = jaxcomp.compressed_mean(jaxcomp.quantize(4), "replica", exact=ANYTHING)
+METHODS = {
+    "mean": optax.chain(MEAN, optax.sgd(0.1)),
+    "drift": jaxcomp.cocktail_sgd(
+        optax.sgd(0.1), "replica", compressor=jaxcomp.quantize(4), delayed=False
+    ),
+}
+
+
+def loss(params, batch):
+    return jnp.mean((batch @ params["w"]) ** 2)
+
+
+def made(tx, mesh):
+    """The step, and parameters and a state after one."""
+    init, step = jaxcomp.train_step(loss, tx, mesh, "replica")
+    params = {"w": jnp.ones((16, 16))}
+    return step, step(params, init(params), BATCH)[:2]
+
+
+@pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
+@pytest.mark.parametrize("name", METHODS)
+def test_a_state_in_numpy_goes_on_a_mesh_of_explicit_axes(name):
+    mesh = jax.make_mesh((2,), ("replica",), axis_types=(AxisType.Explicit,))
+    step, arrays = made(METHODS[name], mesh)
+    saved = jax.device_get(arrays)
+    found = []
+    for params, state in (saved, arrays):
+        measured = jaxcomp.eval_step(loss, mesh, "replica")(params, state, BATCH)
+        means = jaxcomp.mean_params(params, state, mesh, "replica")
+        after = step(params, state, BATCH)[:2]
+        found.append(jax.device_get((measured, means, after)))
+    jax.tree.map(np.testing.assert_array_equal, *found)
+
+
+def test_shards_in_numpy_go_on_a_mesh_of_explicit_axes():
+    mesh = jax.make_mesh((2,), ("replica",), axis_types=(AxisType.Explicit,))
+    fsdp = jaxcomp.qsdp("replica")
+    sharded_loss = lambda shards, batch: loss(fsdp.gather(shards), batch)
+    init, step = jaxcomp.qsdp_train_step(sharded_loss, optax.sgd(0.1), mesh, fsdp)
+    shards = fsdp.shard({"w": jnp.ones((16, 16))}, mesh)
+    arrays = shards, init(shards)
+    saved = jax.device_get(arrays)
+    with pytest.warns(UserWarning, match="Some donated buffers were not usable"):
+        found = step(*saved, BATCH)[0]
+    assert np.array_equal(fsdp.unshard(saved[0], mesh)["w"], fsdp.unshard(shards, mesh)["w"])
+    assert np.array_equal(found["w"].data, step(*arrays, BATCH)[0]["w"].data)
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        optax.chain(optax.trace(0.9), EXACT, optax.sgd(0.1)),
+        optax.MultiSteps(optax.chain(EXACT, optax.sgd(0.1)), 2),
+        METHODS["drift"],
+    ],
+)
+def test_a_state_of_more_replicas_is_refused(tx):
+    """Without rows of buckets nothing fails: half of the rows would be lost, without a word."""
+    tx = tx.gradient_transformation() if isinstance(tx, optax.MultiSteps) else tx
+    _, arrays = made(tx, mesh_of(4))
+    init, step = jaxcomp.train_step(loss, tx, mesh_of(2), "replica")
+    params, state = jax.device_get(arrays)
+    with pytest.raises(ValueError, match="4 replicas' rows at .* has 2 .* jaxcomp.resize"):
+        step(params, state, BATCH)
+    step(params, jaxcomp.resize(state, jax.eval_shape(init, params)), BATCH)
+
+
+def test_a_state_of_another_transformation_is_refused():
+    _, (params, state) = made(optax.chain(MEAN, optax.sgd(0.1)), mesh_of(2))
+    tx = optax.chain(MEAN, optax.sgd(0.1, momentum=0.9))
+    _, step = jaxcomp.train_step(loss, tx, mesh_of(2), "replica")
+    with pytest.raises(ValueError, match="the state is of another transformation"):
+        step(params, state, BATCH)
