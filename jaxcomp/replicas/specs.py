@@ -127,9 +127,21 @@ def require_axis(mesh: Any, axis_name: str) -> None:
         )
 
 
+def require_specs(argument: str, specs: Any) -> None:
+    """Raises a ValueError for a tree whose leaves are not PartitionSpecs."""
+    for path, spec in jax.tree.leaves_with_path(specs):
+        if not isinstance(spec, P):
+            raise ValueError(
+                f"{argument}{jax.tree_util.keystr(path)} is {spec!r:.80}, which is no "
+                "jax.sharding.PartitionSpec; write P('fsdp', None), P() for what is whole, or "
+                "sharding.spec of a NamedSharding."
+            )
+
+
 def full_specs(params: Any, mesh: Any, axis_name: str, param_specs: Any) -> Any:
     """`param_specs` as one spec per parameter, checked."""
     require_axis(mesh, axis_name)
+    require_specs("param_specs", param_specs)
     specs = jax.tree.broadcast(P() if param_specs is None else param_specs, params)
     for spec in jax.tree.leaves(specs):
         if axis_name in jax.tree.leaves(tuple(spec)):

@@ -9,6 +9,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxcomp.replicas.specs import require_specs
 from jaxcomp.replicas.types import names_of
 
 
@@ -18,6 +19,7 @@ def full_batch_specs(batch_specs: Any, batch: Any, axis_name: str | tuple[str, .
     Raises a ValueError for a spec that mentions the replica axes elsewhere than at the beginning.
     """
     names = names_of(axis_name)
+    require_specs("batch_specs", batch_specs)
     specs = jax.tree.broadcast(P(names) if batch_specs is None else batch_specs, batch)
     for spec in jax.tree.leaves(specs):
         used = set(jax.tree.leaves(tuple(spec))) & set(names)

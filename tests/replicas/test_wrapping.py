@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from jax.sharding import NamedSharding
 
 import jaxcomp
 from tests.helpers.replicas import PARAMS, mesh_of
@@ -186,6 +187,14 @@ def test_steps_that_a_method_is_left_out_of(name):
 def test_what_is_no_mesh(mesh):
     with pytest.raises(ValueError, match="where the mesh belongs; write jax.make_mesh"):
         jaxcomp.train_step(loss_fn, TX, mesh, "replica")
+
+
+@pytest.mark.parametrize("argument", ["param_specs", "batch_specs"])
+@pytest.mark.parametrize("specs", ["fsdp", (None, "fsdp"), NamedSharding(mesh_of(2), jax.P())])
+def test_what_is_no_spec(argument, specs):
+    made = jaxcomp.train_step(loss_fn, TX, mesh_of(2, 2), "replica", **{argument: specs})
+    with pytest.raises(ValueError, match=f"{argument}.* is .*no jax.sharding.PartitionSpec; write"):
+        jax.eval_shape(made.step, PARAMS, jax.eval_shape(made.init, PARAMS), jnp.ones(4))
 
 
 def test_one_axis_for_replicas_and_their_devices():
