@@ -51,7 +51,7 @@ def view_of(paths: list[str]) -> View:
 
 def claim(room: Room, name: str) -> tuple[int, View]:
     """Claims a name: an older island of this name is fenced off. The number, and what was there."""
-    if not envelopes.NAME.fullmatch(name):
+    if not (isinstance(name, str) and envelopes.NAME.fullmatch(name)):
         raise ValueError(
             f"got the name {name!r:.80}; needs 1 to 64 letters of A to Z, digits, '-' or '_'; "
             "write name='garage-1'."

@@ -4,6 +4,7 @@ import contextlib
 import datetime
 import errno
 import os
+import re
 import uuid
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -74,6 +75,7 @@ def opened(url: str, options: dict[str, Any] | None = None) -> Bucket:
       ValueError: For an unknown scheme, or a store without conditional create.
       OSError: If the store refuses, or cannot be reached.
     """
+    url = url if isinstance(url, str) else repr(url)  # a Path has no scheme
     scheme, colon, rest = url.partition("://")
     is_relative = scheme == "file" and not rest.startswith("/")
     # A store would drop what follows '?' or '#', and two runs would lie at one place.
@@ -122,7 +124,7 @@ def _named(url: str) -> Iterator[Any]:
         yield obstore
     except (kinds.NotSupportedError, NotImplementedError) as error:
         raise _unconditional(url) from error
-    except (kinds.BaseError, FileNotFoundError) as error:
+    except (kinds.BaseError, OSError) as error:
         text = (str(error).splitlines() or [""])[0][:300]
         refused = isinstance(error, kinds.PermissionDeniedError | kinds.UnauthenticatedError)
         is_lost = isinstance(error, FileNotFoundError)
@@ -130,6 +132,10 @@ def _named(url: str) -> Iterator[Any]:
 
 
 def _named_error(url: str, whole: str, text: str, refused: bool, is_lost: bool) -> OSError:
+    number = re.search(r"\(os error (\d+)\)", text)
+    if number and url.startswith("file://") and int(number[1]) != errno.ENOSPC:
+        needs = "needs a folder in which this user may write"
+        return OSError(int(number[1]), f"{url}: {needs}: {text}")
     if is_lost or "NoSuchBucket" in whole:
         return FileNotFoundError(f"{url}: no such bucket or folder; make it first: {text}")
     if "os error 28" in text or "No space left" in text:

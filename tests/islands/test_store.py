@@ -2,6 +2,7 @@
 
 import errno
 import os
+import pathlib
 import sys
 
 import obstore
@@ -45,20 +46,31 @@ def test_a_bucket_of_a_real_server(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     "url",
     ["ftp://a/b", "folder", "/folder", "http://a/b", "s3://", "memory://", "file://folder/run"]
-    + ["s3://a/run?2", "memory://run#2"],
+    + ["s3://a/run?2", "memory://run#2", pathlib.Path("/folder/run")],
 )
 def test_schemes_are_named(url):
     with pytest.raises(ValueError, match=r"needs one of s3://, gs://, az://.*write 's3://bucket"):
         store.opened(url)
 
 
+ERRORS = obstore.exceptions
+
+
+@pytest.mark.parametrize("path", ["file", "file/run", "barred/run"])
+def test_a_folder_that_cannot_be_one_is_named(path, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    if path == "barred/run":  # root may write anywhere
+        barred = ERRORS.GenericError("Unable to create dir: Permission denied (os error 13)")
+        monkeypatch.setattr(obstore, "put", lambda *args, **kwargs: (_ for _ in ()).throw(barred))
+    kind = PermissionError if path == "barred/run" else OSError
+    with pytest.raises(kind, match=f"{path}: needs a folder in which this user may write"):
+        store.opened(f"file://{tmp_path}/{path}")
+
+
 def test_a_store_that_creates_an_object_twice_is_refused(monkeypatch):
     monkeypatch.setattr(store.Bucket, "create", lambda self, path, data: True)
     with pytest.raises(ValueError, match="does not create objects conditionally"):
         store.opened("memory://twice")
-
-
-ERRORS = obstore.exceptions
 
 
 @pytest.mark.parametrize(
