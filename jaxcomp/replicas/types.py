@@ -126,7 +126,8 @@ def require_varying(updates: Any, axis_name: str, params: Any = None) -> None:
                 f"the update {jax.tree_util.keystr(path)!r} must vary over {axis_name!r}, but its "
                 "type says that it is equal on all replicas: jax.grad at replicated parameters "
                 "has summed it in float32, past any compression. Differentiate at "
-                f"jaxcomp.local_params(params, state, {axis_name!r})."
+                f"jaxcomp.local_params(params, state, {axis_name!r}). If another method stands "
+                "before this one in the chain, leave one of them out: it has averaged already."
             )
 
 

@@ -128,6 +128,12 @@ def test_an_optimizer_that_takes_no_argument_of_a_step():
     init(optax.chain(TX, optax.GradientTransformation(sam.init, lambda *args: sam.update(*args))))
 
 
+def test_two_means_in_one_chain():
+    twice = optax.chain(jaxcomp.compressed_mean(jaxcomp.quantize(4), "replica"), TX)
+    with pytest.raises(ValueError, match="another method stands before .* leave one of them out"):
+        init(twice)
+
+
 def test_an_optimizer_that_searches_along_a_line():
     with pytest.raises(ValueError, match=r"'value_fn'.* write optax.lbfgs\(0.1, linesearch=None"):
         init(optax.chain(TX, optax.lbfgs()))
