@@ -82,9 +82,15 @@ def placed_state(update: Update, params: Any, state: Any) -> Any:
     mesh, name = update.mesh, update.axis_name
     specs = update_specs(update, params)[1]
     if jax.tree.structure(state) != jax.tree.structure(specs):
+        has, needs = (
+            {jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(tree)}
+            for tree in (state, specs)
+        )
         raise ValueError(
-            "the state is of another transformation or of other parameters: it has the structure "
-            f"{jax.tree.structure(state)}, and this step needs {jax.tree.structure(specs)}."
+            "the state is of another transformation, or of other parameters: it has leaves "
+            f"{sorted(has - needs)[:2]} that this step does not know, and lacks "
+            f"{sorted(needs - has)[:2]}; write state = init(params), and restore a checkpoint into "
+            "its form."
         )
     for (path, x), spec in zip(
         jax.tree.leaves_with_path(state), jax.tree.leaves(specs), strict=True

@@ -51,3 +51,25 @@ def stopped_after(steps: int, message: str = "stopped at step") -> Iterator[None
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt, match=message):
         patch.setattr(loop, "stop_signals", stop_signals)
         yield
+
+
+def unreadable_once(step=None, evaluations=()):
+    """Makes the batch of a step fail the first time, or some evaluations."""
+
+    def change(task):
+        def batch(number, seen=None):
+            batches.append(number)
+            if number == step and batches.count(number) == 1:
+                raise ValueError("a file cannot be read")
+            return task.batch(number, seen)
+
+        def evaluate(*given):
+            evaluated.append(None)
+            if len(evaluated) in evaluations:
+                raise OSError("a file cannot be read")
+            return task.evaluate(*given)
+
+        return task._replace(batch=batch, evaluate=evaluate)
+
+    batches, evaluated = [], []
+    return change

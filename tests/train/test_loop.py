@@ -16,7 +16,7 @@ import pytest
 
 from jaxcomp.launch import claims, exits, watchdog
 from tests.helpers.launching import words
-from tests.helpers.tiny_runs import EXACT_SGD, TINY, stopped_after, tiny_config
+from tests.helpers.tiny_runs import EXACT_SGD, TINY, stopped_after, tiny_config, unreadable_once
 from train import examples, loop, report
 from train import task as tasks
 from train.checkpoints import files, store
@@ -410,28 +410,6 @@ def test_replicas_gone_apart_stop_the_run_with_the_step(
 
 
 # Data that cannot be read.
-
-
-def unreadable_once(step=None, evaluations=()):
-    """Makes the batch of a step fail the first time, or some evaluations."""
-
-    def change(task):
-        def batch(number, seen=None):
-            batches.append(number)
-            if number == step and batches.count(number) == 1:
-                raise ValueError("a file cannot be read")
-            return task.batch(number, seen)
-
-        def evaluate(*given):
-            evaluated.append(None)
-            if len(evaluated) in evaluations:
-                raise OSError("a file cannot be read")
-            return task.evaluate(*given)
-
-        return task._replace(batch=batch, evaluate=evaluate)
-
-    batches, evaluated = [], []
-    return change
 
 
 @pytest.mark.parametrize(
