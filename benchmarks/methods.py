@@ -195,6 +195,7 @@ def _groups(inner: str, rate: float) -> Method:
 
 PICO: dict[str, Method] = {
     "dense Muon": _mean("identity()", MUON, (1e-2,)),
+    "dense Lion": _mean("identity()", "lion(learning_rate)", (1e-3,)),
     "DiLoCo, Muon, 4 bits": _diloco(MUON, 1e-2, 16, 0.6, 0.6),
     "DiLoCo, Muon, 4 bits, every 32nd": _diloco(MUON, 1e-2, 32, 0.6, 0.6),
     "DiLoCo, Muon, 4 bits, 32 by rate": _diloco(MUON, 1e-2, _BY_RATE, 1.0, 0.3),

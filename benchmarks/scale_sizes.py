@@ -60,6 +60,7 @@ BASELINES = {
     "dense Muon": "muon|muloco|dion",
     "dense LAMB": "lamb",
     "dense SGD": r"\bsgd\(learning_rate",
+    "dense Lion": "lion",
     "dense Adam": "adam|demo",
 }
 
@@ -174,7 +175,13 @@ class Size(NamedTuple):
 
 
 def _centres(adam: float, muon: float) -> dict[str, float]:
-    return {"dense Adam": adam, "dense Muon": muon, "dense LAMB": 4 * adam, "dense SGD": 100 * adam}
+    return {
+        "dense Adam": adam,
+        "dense Muon": muon,
+        "dense LAMB": 4 * adam,
+        "dense SGD": 100 * adam,
+        "dense Lion": adam,
+    }
 
 
 # As large models are trained: a short memory of squares, decay, and clipping of what the optimizer
@@ -184,6 +191,7 @@ RECIPE = {
     r"\b(adam|lamb)\(learning_rate\)": rf"chain({CLIP}, \1w(learning_rate, b2=0.95, {DECAY}))",
     "lambw": "lamb",  # which decays already
     r"\boptax\.contrib\.muon\(learning_rate\)": f"chain({CLIP}, muon(learning_rate, {DECAY}))",
+    r"\blion\(learning_rate\)": f"chain({CLIP}, lion(learning_rate, {DECAY}))",
     re.escape(methods.MUON_RARE_ROWS): f"chain({CLIP}, "
     + methods.MUON_RARE_ROWS.replace("rate, others", f"rate, {DECAY}, others")
     + ")",
