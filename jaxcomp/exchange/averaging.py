@@ -47,6 +47,7 @@ class Averaged(NamedTuple):
     residual: Any  # for the next exchange, as in `nothing_sent`; None without one
     owner_residual: Any  # the same for what this owner passes on, as `zero_owner_residual`
     failed: Any  # bool[], whether `bad` is known to hold on any replica; None without one
+    flat: Any  # the mean of each bucket, of which the leaves of `mean` are slices
 
 
 class Label(NamedTuple):
@@ -142,13 +143,14 @@ def average(
         either = functools.partial(_either, instead, part, journey)
         means = map_buckets(either, plan, shared, owner_residual)
     wide = [jnp.promote_types(dtype, jnp.float32) for dtype in plan.dtypes]
-    means_of = _laid_out(buckets.unflatten(plan, [m.mean for m in means], wide))
+    flat = [m.mean for m in means]
+    means_of = _laid_out(buckets.unflatten(plan, flat, wide))
     decoded = _laid_out(buckets.unflatten(plan, [m.sent for m in means], wide))
     sent = _sent(plan, leaves, empty, decoded, instead)
     left = None if residual is None else paired(_lost, residual, total, sent)
-    failed = None if bad is None else not_finite([m.mean for m in means[carrier:][:1]]) > 0
+    failed = None if bad is None else not_finite(flat[carrier:][:1]) > 0
     owed = _by_bucket(transport, (m.owner_residual for m in means))
-    return Averaged(means_of, sent, left, owed, failed)
+    return Averaged(means_of, sent, left, owed, failed, flat)
 
 
 def _laid_out(tree):

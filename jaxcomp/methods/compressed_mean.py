@@ -96,7 +96,7 @@ def compressed_mean(
         kept = averaging.feedback(state) if error_feedback else {}
         got = averaging.average(transport, updates, state.count, "", bad=bad, **kept)
         # A mean may be infinite although no gradient is: float16 scales end at 65,504.
-        skip = not_finite(got.mean) > 0
+        skip = not_finite(got.mean, flat=got.flat) > 0
         # optax's states have the parameters' dtypes; updates of another dtype would change them.
         like = updates if params is None else params
         mean = jax.tree.map(lambda m, x: m.astype(x.dtype), poisoned(skip, got.mean), like)

@@ -25,10 +25,22 @@ from jaxcomp.replicas.types import largest
 _LONG = 2**16  # most entries of a vector whose checks are kept until all are known
 
 
-def finite(tree: Any) -> jax.Array:
-    """bool[], whether this device's part of a tree is finite."""
+def finite(tree: Any, flat: list[jax.Array] | None = None) -> jax.Array:
+    """bool[], whether this device's part of a tree is finite.
+
+    Args:
+      tree: The arrays.
+      flat: The same numbers in few arrays, of which the tree's leaves are slices. CPUs check these:
+        XLA would compile a kernel for each slice.
+    """
     leaves = jax.tree.leaves(tree)
-    return by_platform(leaves, cpu=finite_by_leaf, gpu=finite_by_row, default=finite_by_leaf)
+    return by_platform(
+        leaves,
+        leaves if flat is None else flat,
+        cpu=lambda _, flat: finite_by_leaf(flat),
+        gpu=lambda leaves, _: finite_by_row(leaves),
+        default=lambda leaves, _: finite_by_leaf(leaves),
+    )
 
 
 def finite_by_leaf(leaves: list[jax.Array]) -> jax.Array:
@@ -70,9 +82,12 @@ def any_of(bad: Any, *but: str) -> jax.Array:
     return largest(jnp.array(one_each, jnp.int32).max(initial=0), *but)
 
 
-def not_finite(tree: Any, *but: str) -> jax.Array:
-    """i32[], 1 if a tree has a NaN or infinity; equal over all mesh axes except `but`."""
-    return largest((~finite(tree)).astype(jnp.int32), *but)
+def not_finite(tree: Any, *but: str, flat: list[jax.Array] | None = None) -> jax.Array:
+    """i32[], 1 if a tree has a NaN or infinity; equal over all mesh axes except `but`.
+
+    `flat` has the same numbers in few arrays, see `finite`.
+    """
+    return largest((~finite(tree, flat)).astype(jnp.int32), *but)
 
 
 def poisoned(bad: jax.Array, tree: Any) -> Any:
