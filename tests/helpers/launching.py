@@ -4,7 +4,6 @@ import ipaddress
 import os
 import pathlib
 import random
-import random
 import socket
 import subprocess
 import sys
