@@ -65,6 +65,9 @@ def read(file: str | pathlib.Path) -> dict[str, np.ndarray]:
 def write(file: str | pathlib.Path, arrays: dict[str, np.ndarray]) -> None:
     """Writes arrays to a file that transformers can read; an OSError if it cannot be written."""
     made = {name: np.asarray(array, order="C") for name, array in arrays.items()}
+    file = pathlib.Path(file)
+    file.touch()
+    mode = file.stat().st_mode
     try:
         save_file(made, file, {"format": "pt"})  # which transformers requires
     except SafetensorError as error:  # the package has an OSError's number only in its text
@@ -72,6 +75,7 @@ def write(file: str | pathlib.Path, arrays: dict[str, np.ndarray]) -> None:
         if number is None:
             raise
         raise OSError(int(number[1]), os.strerror(int(number[1])), str(file)) from error
+    file.chmod(mode)  # the package's own file would be for its owner alone
 
 
 def read_all(folder: str | pathlib.Path) -> dict[str, np.ndarray]:

@@ -26,6 +26,13 @@ def test_files_are_those_of_the_package(tmp_path):
     np.testing.assert_array_equal(safetensors.read(tmp_path / "theirs")["a"], ARRAYS["a"])
 
 
+def test_others_may_read_what_they_may_read_of_plain_files(tmp_path):
+    (tmp_path / "plain").touch()
+    safetensors.write(tmp_path / "weights", {"a": np.zeros(2, np.float32)})
+    modes = [(tmp_path / name).stat().st_mode for name in ("weights", "plain")]
+    assert modes[0] == modes[1]
+
+
 @pytest.mark.parametrize("most", [1, 20, 1000])
 def test_several_files_have_an_index(most, tmp_path):
     safetensors.write_all(tmp_path, iter(ARRAYS.items()), most)
