@@ -211,13 +211,9 @@ class Courier(threading.Thread):
 
     def _clear(self) -> None:
         """Deletes what nobody needs any more: all before the last snapshot but one."""
-        view = runs.view_of(self.room.bucket.paths())
-        kept = sorted([0, 0, *view.snapshots])[-2]
-        old = [f"snapshots/{number:08d}" for number in view.snapshots if number < kept]
-        old += [
-            f"rounds/{r:08d}/{x}" for r, found in view.rounds.items() if r < kept for x in found
-        ]
-        self.room.bucket.delete(old)
+        paths = self.room.bucket.paths()
+        kept = sorted([0, 0, *runs.view_of(paths).snapshots])[-2]
+        self.room.bucket.delete([path for path in paths if runs.is_before(kept, path)])
 
     def _path(self, name: str, fence: int) -> str:
         return f"rounds/{self.round:08d}/{name}.{fence:08d}"

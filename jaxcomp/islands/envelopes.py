@@ -24,6 +24,7 @@ _FIRST = len(_MAGIC) + 64 + 1  # bytes of the first line
 HEADER = 2**12  # most bytes of the header of a message
 LONG = 2**24  # the same of what describes a whole run or round
 NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_NONCE = re.compile(r"[0-9a-f]{32}")
 _HEX = re.compile(r"[0-9a-f]{1,2048}")
 
 
@@ -48,6 +49,11 @@ class Room(NamedTuple):
             return None
         digest = data[len(_MAGIC) : _FIRST - 1].decode()
         return Sealed(header, np.frombuffer(payload, np.uint8), digest)
+
+    def upload(self, path: str, payload: list[np.ndarray]) -> None:
+        """Writes an object without a header, of any size, at a path that nobody else writes."""
+        lines = [np.ascontiguousarray(x).reshape(-1).view(np.uint8).data for x in payload]
+        self.bucket.upload(path, _pieces(self.key, path, {}, lines))
 
     def read(self, path: str, payload: int = 0, most: int = LONG) -> Sealed | None:
         """Reads an object with so many bytes of payload; None if it is not there.
@@ -75,11 +81,15 @@ def key_of(secret: str | None) -> bytes:
 
 def sealed(key: bytes, path: str, header: dict[str, Any], payload: bytes = b"") -> bytes:
     """The bytes of an object at a path."""
-    body = json.dumps(header, sort_keys=True).encode() + b"\n" + payload
-    return _MAGIC + _digest(key, path, body) + b"\n" + body
+    return b"".join(_pieces(key, path, header, [payload]))
 
 
-def opened(key: bytes, path: str, data: bytes, most: int, payload: int) -> Sealed:
+def _pieces(key, path, header, payload):
+    body = [json.dumps(header, sort_keys=True).encode() + b"\n", *payload]
+    return [_MAGIC + _digest(key, path, *body) + b"\n", *body]
+
+
+def opened(key: bytes, path: str, data: bytes | bytearray, most: int, payload: int) -> Sealed:
     """An object, after all that can be checked without knowing more; see `Room.read`."""
     if data[: len(_MAGIC)] != _MAGIC or data[_FIRST - 1 : _FIRST] != b"\n":
         raise ValueError("is no object of islands, or of another version")
@@ -148,13 +158,15 @@ _RULES = {
     ),
     "left_out": lambda x: isinstance(x, dict) and all(isinstance(v, str) for v in x.values()),
     "saves": lambda x: x == "" or _is_text(x, NAME),
+    "nonce": lambda x: _is_text(x, _NONCE),
     "last": lambda x: (
         isinstance(x, dict) and all(_is_text(name, NAME) and _is_last(v) for name, v in x.items())
     ),
 }
 
 
-def _digest(key, path, body):
+def _digest(key, path, *body):
     code = hmac.new(key, f"{len(path)} {path} ".encode(), hashlib.sha256)
-    code.update(body)
+    for piece in body:
+        code.update(piece)
     return code.hexdigest().encode()

@@ -23,6 +23,7 @@ _PATH = re.compile(
     rf"claims/({_NAME})\.(\d{{8}})(\.left)?|rounds/(\d{{8}})/(members|{_NAME}\.\d{{8}}(?:\.here)?)"
     r"|snapshots/(\d{8})"
 )
+_ROUND = re.compile(r"(?:rounds|snapshots)/(\d{8})\b")
 
 
 class View(NamedTuple):
@@ -47,6 +48,12 @@ def view_of(paths: list[str]) -> View:
         else:
             view.snapshots.append(int(snapshot))
     return view
+
+
+def is_before(number: int, path: str) -> bool:
+    """Whether an object is a message, a decision or a part of a snapshot of an earlier round."""
+    found = _ROUND.match(path)
+    return found is not None and int(found[1]) < number
 
 
 def claim(room: Room, name: str) -> tuple[int, View]:
@@ -76,7 +83,7 @@ def facts_of(
     **others: Any,
 ) -> dict[str, Any]:
     """What must be equal on all islands, in plain values; `owners` are the leaves' fragments."""
-    policy, facts = policy_of(transport.code), {"version": 3, **others}
+    policy, facts = policy_of(transport.code), {"version": 4, **others}
     keyed, _ = jax.tree_util.tree_flatten_with_path(params)
     for (keys, x), owner in zip(keyed, owners, strict=True):
         path = path_of(keys)
@@ -138,10 +145,16 @@ class Snapshot(NamedTuple):
 
 
 def save(room: Room, number: int, last: dict[str, list[int]], arrays: list[Any]) -> None:
-    """Writes a snapshot, if there is none of this round; copies arrays from their devices."""
-    payload = b"".join(np.ascontiguousarray(x).tobytes() for x in arrays)
-    header = {"round": number, "last": last}
-    room.write(f"snapshots/{number:08d}", header, payload)
+    """Writes a snapshot, if there is none of this round; copies arrays from their devices.
+
+    The arrays are an object of their own, which counts once a small one names it.
+    """
+    path, nonce = f"snapshots/{number:08d}", uuid.uuid4().hex
+    if path in room.bucket.paths("snapshots"):
+        return
+    room.upload(f"{path}.{nonce}", list(map(np.asarray, arrays)))
+    if room.write(path, {"round": number, "last": last, "nonce": nonce}) is None:
+        room.bucket.delete([f"{path}.{nonce}"])
 
 
 def newest(room: Room, like: list[Any]) -> Snapshot:
@@ -151,14 +164,16 @@ def newest(room: Room, like: list[Any]) -> Snapshot:
     # It looks again each time: others may have deleted what it saw, and written newer ones.
     while untried := {*view_of(room.bucket.paths()).snapshots} - tried:
         tried.add(number := max(untried))
+        path = f"snapshots/{number:08d}"
         try:
-            found = room.read(f"snapshots/{number:08d}", sum(sizes))
-            if found is None:
+            if (found := room.read(path)) is None:
                 continue
-            header, payload, _ = found
-            envelopes.checked(header, ("round", "last"))
+            header = envelopes.checked(found.header, ("round", "last", "nonce"))
+            if (whole := room.read(f"{path}.{header['nonce']}", sum(sizes))) is None:
+                continue
         except ValueError:
             continue  # an older one and the rounds since it may still be there
+        payload = whole.payload
         pieces = zip(like, sizes, ends, strict=True)
         parts = [(x, payload[end - size : end]) for x, size, end in pieces]
         arrays = [np.frombuffer(part, x.dtype).reshape(x.shape) for x, part in parts]

