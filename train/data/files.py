@@ -37,7 +37,7 @@ def files_below(
             and os.path.realpath(path / name) not in above
         ]
         found += [pathlib.Path(folder, name) for name in names if not name.startswith(".")]
-    return sorted(found, key=lambda file: file.relative_to(root).as_posix())
+    return sorted(found, key=str)
 
 
 @contextlib.contextmanager

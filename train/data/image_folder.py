@@ -27,12 +27,10 @@ _AT_ONCE = 256  # files that are checked together
 class _Found(NamedTuple):
     root: pathlib.Path
     files: list[pathlib.Path]
+    names: list[str]  # below the root
     labels: list[int]
     validation: list[bool] | None
     classes: int
-
-    def name(self, number: int) -> str:
-        return self.files[number].relative_to(self.root).as_posix()
 
 
 def check(path: str, folder: pathlib.Path) -> pathlib.Path:
@@ -49,7 +47,7 @@ def check(path: str, folder: pathlib.Path) -> pathlib.Path:
       ValueError: If Pillow is not installed, or there are no images.
     """
     found = _find(path)
-    stats = [(found.name(number), *_stat(file)) for number, file in enumerate(found.files)]
+    stats = [(name, *_stat(file)) for name, file in zip(found.names, found.files, strict=True)]
     # The number changes with the rules of what can be read, so that all are looked at again.
     return once(folder, ("images", 3, stats), lambda new: _look(new, found))
 
@@ -70,13 +68,13 @@ def folder(path: str, checked: pathlib.Path) -> Stored:
     found = _find(path)
     report = checks.json_object(checked / _REPORT, sha256=str, unreadable=dict[str, str])
     unreadable = report["unreadable"]
-    kept = [n for n in range(len(found.files)) if found.name(n) not in unreadable]
+    kept = [n for n in range(len(found.files)) if found.names[n] not in unreadable]
     if not kept:
         name, reason = next(iter(unreadable.items()))
         raise ValueError(f"no image of {path!r} can be read; {name!r}: {reason}.")
     held = None if found.validation is None else np.array(found.validation)[kept]
     return Stored(
-        names=[found.name(number) for number in kept],
+        names=[found.names[number] for number in kept],
         labels=np.array(found.labels, np.int32)[kept],
         validation=held,
         shape=None,
@@ -100,17 +98,21 @@ def _find(path: str) -> _Found:
         )
     root = pathlib.Path(path)
     parts = [root / "train", root / "val"] if (root / "train").is_dir() else [root]
-    files = [_image_files(part) for part in parts]
-    classes = sorted({file.relative_to(parts[0]).parts[0] for file in files[0]})
-    if strange := {file.relative_to(parts[-1]).parts[0] for file in files[-1]} - set(classes):
+    found = [_image_files(part) for part in parts]
+    files = [file for these in found for file in these]
+    names = [file.relative_to(root).as_posix() for file in files]
+    classes = [name.split("/")[len(parts) - 1] for name in names]
+    in_train = len(found[0])
+    numbers = {name: number for number, name in enumerate(sorted({*classes[:in_train]}))}
+    if strange := {*classes} - numbers.keys():
         raise ValueError(f"{str(parts[-1])!r} has classes that train has not: {sorted(strange)}.")
-    every = [(file, part) for part, found in zip(parts, files, strict=True) for file in found]
     return _Found(
         root=root,
-        files=[file for file, _ in every],
-        labels=[classes.index(file.relative_to(part).parts[0]) for file, part in every],
-        validation=[part != parts[0] for _, part in every] if len(parts) == 2 else None,
-        classes=len(classes),
+        files=files,
+        names=names,
+        labels=[numbers[name] for name in classes],
+        validation=[i >= in_train for i in range(len(files))] if len(parts) == 2 else None,
+        classes=len(numbers),
     )
 
 
@@ -152,7 +154,7 @@ def _look(new: pathlib.Path, found: _Found) -> None:
         for first in range(0, count, _AT_ONCE):
             numbers = range(first, min(first + _AT_ONCE, count))
             for number, (problem, sha256) in zip(numbers, pool.map(look, numbers), strict=True):
-                name = found.name(number)
+                name = found.names[number]
                 if problem:
                     unreadable[name] = problem
                 else:
