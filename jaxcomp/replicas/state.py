@@ -15,6 +15,7 @@ from jaxcomp.replicas.protocol import drifts as drifts_of
 from jaxcomp.replicas.protocol import (
     has_feedback,
     is_masked,
+    leaves_out_alone,
     require_no_state,
     require_two_bytes,
     warn_of_rounding,
@@ -153,8 +154,9 @@ def per_replica(
         return stack(_varying(state, axes_of[types]), axis_name)
 
     def update(updates, state, params=None, **extra_args):
-        state = unstack(state, axis_name)
-        updates, state = tx.update(updates, state, params, **extra_args)
+        old = unstack(state, axis_name)
+        updates, state = tx.update(updates, old, params, **extra_args)
+        state = _spared(state, old) if leaves_out_alone(state) else state
         return updates, stack(_emptied(state), axis_name)
 
     over = OverReplicas(init, names_of(axis_name))
@@ -338,6 +340,24 @@ def _varying(state, axes):
     """The state with leaves that vary over these axes, one set for each."""
     leaves, treedef = jax.tree.flatten(state)
     return treedef.unflatten(map(vary_over, leaves, axes))
+
+
+def _spared(state, old):
+    """The state with old values where one beside methods that skip a step alone became NaN.
+
+    A running mean of gradients, as `optax.ema` before such a method, would keep it, and its replica
+    would skip all steps from then on.
+    """
+    skips = lambda node: hasattr(node, "skipped")
+
+    def spared(x, old):
+        if _is_multi(x):
+            return x._replace(inner_opt_state=_spared(x.inner_opt_state, old.inner_opt_state))
+        if skips(x) or not jnp.issubdtype(x.dtype, jnp.floating):
+            return x
+        return jnp.where(jnp.isfinite(x) | ~jnp.isfinite(old), x, old)
+
+    return jax.tree.map(spared, state, old, is_leaf=lambda x: skips(x) or _is_multi(x))
 
 
 def _emptied(state):

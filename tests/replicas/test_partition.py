@@ -53,6 +53,13 @@ def test_one_bad_microbatch_costs_one_step_of_its_replica():
     assert np.all(np.isfinite(params["a"]))
 
 
+def test_what_remembers_gradients_before_a_method_forgets_a_bad_one():
+    method = jaxcomp.slamb(1e-2, "replica", sync_every=1)
+    params, state, _ = train(optax.chain(optax.ema(0.9), method), {"a": W}, bad=1)
+    assert np.asarray(state[1].skipped).tolist() == [1, 0]
+    assert np.all(np.isfinite(state[0].ema["a"])) and np.all(np.isfinite(params["a"]))
+
+
 def test_cocktail_sgd_takes_optimizers_that_decide_by_their_gradient():
     inner = optax.apply_if_finite(optax.adam(1e-2), 3)
     for dtype in ("float32", "bfloat16"):
