@@ -75,7 +75,7 @@ def masks_of(tree: Any, policy: Policy, exact_numel: int, axis_name: str) -> dic
 
 def is_whole(leaf: Any, exact_numel: int, axis_name: str) -> bool:
     """Whether a leaf is too small for a mask: one axis, or too few elements over its shards."""
-    return leaf.ndim < 2 or size_over_shards(leaf, axis_name) < exact_numel
+    return leaf.ndim < 2 or size_over_shards(leaf, axis_name) < max(exact_numel, 1)
 
 
 def _mask_of(path: str, compressor: Compressor) -> Mask | None:

@@ -199,6 +199,8 @@ def common_values(function: Callable[[Any], Any], tree: Any) -> Any:
     Raises:
       LayersDiffer: If the values of a stack's layers are not equal.
     """
+    if not any(map(is_stack, _paths(tree))):
+        return function(tree)  # of layers that are apart already
 
     def stacked(node):
         if not _is_unstacked(node):

@@ -22,7 +22,7 @@ def found_masks(code, exact_numel=16):
         found.update(masks.masks_of(tree, lambda path, leaf: code, exact_numel, "replica"))
         return tree
 
-    on(mesh_of(2), look)(TREE)
+    on(mesh_of(2), look)(TREE | {"empty": np.zeros((0, 8), "f")})
     return found
 
 
@@ -32,6 +32,7 @@ def test_matrices_that_are_large_enough_have_masks():
     ]
     assert found_masks(jaxcomp.random_k(1 / 4), 4)["small"] is not None
     assert found_masks(jaxcomp.random_k(1 / 4), 65)["kernel"] is None
+    assert found_masks(jaxcomp.random_k(1 / 4), 0)["empty"] is None
     assert not any(found_masks(jaxcomp.identity()).values())
     chain = jaxcomp.compose(jaxcomp.random_k(1 / 4), jaxcomp.quantize(8))
     assert found_masks(chain)["kernel"].values == jaxcomp.quantize(8)

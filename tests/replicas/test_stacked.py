@@ -80,7 +80,9 @@ METHODS = {
         jaxcomp.by_path((r"blocks.0/", jaxcomp.quantize(2)), (".*", jaxcomp.sign())), optax.sgd(0.1)
     ),
     "cocktail_sgd": lambda: jaxcomp.cocktail_sgd(decayed(optax.adamw), "replica"),
-    "one_bit_adam": lambda: jaxcomp.one_bit_adam(1e-2, "replica", freeze_step=3),
+    "one_bit_adam": lambda: decayed(
+        functools.partial(jaxcomp.one_bit_adam, axis_name="replica", freeze_step=3)
+    ),
     "zero_one_adam": lambda: jaxcomp.zero_one_adam(
         *(1e-2, "replica"),
         sync_at=EVERY_3,
@@ -104,6 +106,8 @@ METHODS = {
         compressor=jaxcomp.by_path(
             (r"blocks.0/", jaxcomp.random_k(0.25)), (".*", jaxcomp.random_k(0.5))
         ),
+        weight_decay=0.1,
+        mask=functools.partial(jax.tree.map_with_path, lambda path, _: "0" in str(path)),
     ),
     "one_bit_lamb": lambda: decayed(
         functools.partial(
