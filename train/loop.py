@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ def run(config: Config) -> list[dict[str, Any]]:
       except the first.
 
     Raises:
-      ValueError: If config, data, devices or checkpoint do not fit together.
+      ValueError: If config, data, devices or checkpoint do not fit together, or into the memory.
       OSError: If something cannot be written.
       Transient: If the replicas' parameters differ, or another run writes in the folder.
       ConnectionError: If another process of the run is gone.
@@ -64,6 +64,7 @@ def _train(config: Config, folder: Path, until_the_end: contextlib.ExitStack) ->
     directory = folder / "checkpoints"
     with (
         watchdog.watch(config.watchdog_seconds, lambda: files.latest(directory)) as watch,
+        _memory_named(),
         contextlib.ExitStack() as stack,
     ):
         watch.at(0, "the start", config.start_seconds)
@@ -101,6 +102,21 @@ def _train(config: Config, folder: Path, until_the_end: contextlib.ExitStack) ->
         run.follow(agree.from_first(lambda: outputs.last_row(folder)))
         run.train()
         return done.step, run.stopped
+
+
+@contextlib.contextmanager
+def _memory_named() -> Iterator[None]:
+    """Raises a ValueError where JAX has found too little memory: a start again would end alike."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        reason = str(error).partition("\n")[0]
+        if "out of memory" not in reason.lower():
+            raise
+        raise ValueError(
+            f"the run needs more memory than a device has ({reason:.200}); write more --accumulate "
+            "or a smaller model, and --report to see what a step needs."
+        ) from error
 
 
 def _checkpoints(stack: contextlib.ExitStack, seconds: int, directory: Path, claim: Claim):

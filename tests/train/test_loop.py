@@ -484,3 +484,12 @@ def test_steps_that_others_have_begun_are_made_with_the_last_batch(
         loop.run(config_of())
     assert asked == [""] * 5 + ["ERROR"] * 2
     assert files.latest(folder_of(config_of()) / "checkpoints") == 5
+
+
+def test_too_little_memory_is_a_mistake_and_not_lost_processes(config_of, change_task):
+    def full(*args):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.")
+
+    change_task(lambda task: task._replace(step=full))
+    with pytest.raises(ValueError, match="more memory than a device has .*9 bytes.*--accumulate"):
+        loop.run(config_of())
