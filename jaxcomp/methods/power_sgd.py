@@ -194,6 +194,8 @@ def _forms(send, shapes, key):
     def both(leaves, residuals, lefts, rights):
         """The left factor, then the right one from it."""
         small, (_, lefts, _), failed = left(leaves, residuals, lefts, rights)
+        if not any(shapes):  # all was sent in float32
+            return small, [residuals, lefts, rights], failed
         nothing = [None] * len(leaves)
         mean, residuals, rights, _ = factor("right_factor", leaves, residuals, lefts, nothing)
         mean = [e if m is None else m for e, m in zip(small, mean, strict=True)]

@@ -47,3 +47,12 @@ def test_a_rank_above_the_smaller_side_sends_matrices_whole(sides):
     np.testing.assert_allclose(one_value(params["small"]), wanted, atol=1e-5)
     if sides == "both":
         np.testing.assert_allclose(kept, 0, atol=1e-5)
+
+
+@pytest.mark.parametrize("sides", ["both", "alternating"])
+def test_parameters_without_a_matrix_are_averaged_in_float32(sides):
+    bias = lambda *args: {"bias": random_tree(*args)["bias"]}
+    start, grads = bias(0), [bias(1, 2), bias(2, 2)]
+    params, _ = history_of(sgd(sides=sides), start, grads, 2)[-1]
+    wanted = start["bias"] - sum(each["bias"].mean(axis=0) for each in grads)
+    np.testing.assert_allclose(one_value(params["bias"]), wanted, atol=1e-6)
