@@ -85,9 +85,9 @@ def compact(
         return pack(state)
 
     def update(updates, state, params=None, **extra_args):
-        state = jax.tree.map(decode, state, is_leaf=is_compact)
-        updates, state = tx.update(updates, state, params, **extra_args)
-        return updates, pack(state)
+        decoded = jax.tree.map(decode, state, is_leaf=is_compact)
+        updates, new = tx.update(updates, decoded, params, **extra_args)
+        return updates, jax.tree.map(_of_type, state, pack(new), is_leaf=is_compact)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -112,6 +112,11 @@ def _packed(names: frozenset[str], bits: int, tree: Any) -> Any:
         return x._replace(**new)
 
     return jax.tree.map(node, tree, is_leaf=has)
+
+
+def _of_type(old, new):
+    """The new value, a compact one of the old dtype: `optax.inject_hyperparams` makes it wider."""
+    return dataclasses.replace(new, dtype=old.dtype) if is_compact(old) else new
 
 
 def _values(state: Any, name: str) -> list[Any]:

@@ -80,6 +80,16 @@ def test_error_feedback_adds_up_to_the_rounding(bits):
     assert state_of(state, "residual")["bias"] is None
 
 
+def test_a_moment_that_its_optimizer_makes_wider_keeps_its_type():
+    """The numbers of optax.inject_hyperparams are float32 beside any float32 parameter."""
+    params = {"a": jnp.ones((2, 3), jnp.bfloat16), "b": jnp.ones(3)}
+    inside = optax.inject_hyperparams(optax.adamw)(optax.constant_schedule(0.1))
+    tx = jaxcomp.compact(inside, 16, fields=("mu",))
+    state = tx.init(params)
+    _, new = tx.update(params, state, params)
+    assert jax.tree.structure(new) == jax.tree.structure(state)
+
+
 def test_the_state_is_a_quarter_or_half_as_large():
     params = {name: jnp.zeros(shape) for name, shape in SHAPES.items()}
 
