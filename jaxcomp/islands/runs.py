@@ -56,13 +56,18 @@ def is_before(number: int, path: str) -> bool:
     return found is not None and int(found[1]) < number
 
 
-def claim(room: Room, name: str) -> tuple[int, View]:
-    """Claims a name: an older island of this name is fenced off. The number, and what was there."""
+def require_name(name: Any) -> None:
+    """Checks the name of an island; a ValueError if it cannot be part of a path."""
     if not (isinstance(name, str) and envelopes.NAME.fullmatch(name)):
         raise ValueError(
             f"got the name {name!r:.80}; needs 1 to 64 letters of A to Z, digits, '-' or '_'; "
             "write name='garage-1'."
         )
+
+
+def claim(room: Room, name: str) -> tuple[int, View]:
+    """Claims a name: an older island of this name is fenced off. The number, and what was there."""
+    require_name(name)
     nonce = uuid.uuid4().hex
     for _ in range(8):
         view = view_of(room.bucket.paths())

@@ -108,6 +108,10 @@ def test_an_island_of_two_processes_has_shards_on_both(tmp_path, config):
     assert (tmp_path / "run" / "snapshots" / "00000002").exists()
 
 
-def test_a_join_that_is_no_expression_is_told_at_once(config):
-    with pytest.raises(ValueError, match="join: .*is not"):
-        dataclasses.replace(config, join="leave()")
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [({"join": "leave()"}, "join: .*is not"), ({"name": "gärage 1"}, "needs 1 to 64 letters")],
+)
+def test_what_no_island_can_be_is_told_before_data_is_read(config, change, text):
+    with pytest.raises(ValueError, match=text):
+        dataclasses.replace(config, **change)

@@ -14,6 +14,7 @@ from typing import Literal
 import optax
 import tyro
 
+from jaxcomp.islands.runs import require_name
 from train import checks
 from train.config import expression
 from train.config.optimizer import Optimizer, transformation
@@ -126,6 +127,8 @@ class Config:
             raise ValueError(f"name={self.name!r} must be a folder below runs_dir; write run_1.")
         if not self.name.isprintable():
             raise ValueError(f"name={self.name!r} must be one printable line; write run_1.")
+        if self.island is not None:  # before data and compilation
+            require_name(self.name)
         sizes = "steps fast accumulate eval_batches watchdog_seconds start_seconds save_seconds"
         periods = "eval_every checkpoint_every checksum_every log_every"
         checks.at_least(1, self, *sizes.split(), *periods.split())
