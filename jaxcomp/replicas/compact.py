@@ -87,7 +87,7 @@ def compact(
     def update(updates, state, params=None, **extra_args):
         decoded = jax.tree.map(decode, state, is_leaf=is_compact)
         updates, new = tx.update(updates, decoded, params, **extra_args)
-        return updates, jax.tree.map(_of_type, state, pack(new), is_leaf=is_compact)
+        return updates, jax.tree.map(_keep_dtype, state, pack(new), is_leaf=is_compact)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -114,7 +114,7 @@ def _packed(names: frozenset[str], bits: int, tree: Any) -> Any:
     return jax.tree.map(node, tree, is_leaf=has)
 
 
-def _of_type(old, new):
+def _keep_dtype(old, new):
     """The new value, a compact one of the old dtype: `optax.inject_hyperparams` makes it wider."""
     return dataclasses.replace(new, dtype=old.dtype) if is_compact(old) else new
 
