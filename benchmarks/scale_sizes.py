@@ -211,6 +211,13 @@ SIZES = {
     "micro": Size(MICRO, 2000, 16, 64, _centres(adam=2e-3, muon=8e-3), RECIPE),
     # Four times the tokens a step: more replicas see the same rows of the embedding.
     "micro_batch_64": Size(MICRO, 2000, 64, 16, _centres(adam=4e-3, muon=1.6e-2), RECIPE),
+    # A larger model, and all else as for micro.
+    "3m": Size(
+        DecoderConfig(layers=4, width=192, heads=6, context=32, vocab=8192),
+        *(2000, 16, 64),
+        _centres(adam=2e-3, muon=8e-3),
+        RECIPE,
+    ),
     # Compression begins after a quarter of the steps, which are dense.
     "micro_dense_start": Size(
         *(MICRO, 1500, 16, 64, _centres(adam=2e-3, muon=8e-3), RECIPE),
