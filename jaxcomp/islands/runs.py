@@ -152,14 +152,14 @@ class Snapshot(NamedTuple):
 def save(room: Room, number: int, last: dict[str, list[int]], arrays: list[Any]) -> None:
     """Writes a snapshot, if there is none of this round; copies arrays from their devices.
 
-    The arrays are an object of their own, which counts once a small one names it.
+    The arrays are an object of their own, which counts once a small one names it. If another island
+    was first, they stay until they are old: a store that answers too late refuses also who was.
     """
     path, nonce = f"snapshots/{number:08d}", uuid.uuid4().hex
     if path in room.bucket.paths("snapshots"):
         return
     room.upload(f"{path}.{nonce}", list(map(np.asarray, arrays)))
-    if room.write(path, {"round": number, "last": last, "nonce": nonce}) is None:
-        room.bucket.delete([f"{path}.{nonce}"])
+    room.write(path, {"round": number, "last": last, "nonce": nonce})
 
 
 def newest(room: Room, like: list[Any]) -> Snapshot:
