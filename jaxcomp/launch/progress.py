@@ -34,7 +34,7 @@ def read(text: str) -> Line | None:
 
 
 def bar(name: str, first: int, steps: int, from_lines: bool = False) -> Any:
-    """Makes the bar of a run on stderr; with `of_lines`, the lines give the time left.
+    """Makes the bar of a run on stderr; with `from_lines`, the lines give the time left.
 
     Returns:
       A bar of tqdm; None if that is not installed.
