@@ -82,10 +82,17 @@ def _coarse_mean(task: Task) -> list[str]:
 
 def _has_mean_before_second_moment(state: Any) -> bool:
     # The states of a chain are in the order in which its parts run.
-    is_mean = lambda node: isinstance(node, jaxcomp.CompressedMeanState)
+    is_mean = lambda node: isinstance(node, jaxcomp.CompressedMeanState) and _is_lossy(node)
     nodes = jax.tree.leaves(state, is_leaf=lambda node: is_mean(node) or hasattr(node, "nu"))
     behind = itertools.dropwhile(lambda node: not is_mean(node), nodes)
     return any(hasattr(node, "nu") for node in behind)
+
+
+def _is_lossy(mean: jaxcomp.CompressedMeanState) -> bool:
+    """Whether a mean has a code for any leaf; that of frozen parameters, for one, has none."""
+    is_mark = lambda x: x is None or (type(x) is tuple and not x)  # float32, no error feedback
+    marks = jax.tree.leaves(mean.residual, is_leaf=is_mark)
+    return any(mark is not None for mark in marks)
 
 
 def dense_bytes(task: Task) -> float:

@@ -12,18 +12,20 @@ from train.config import Config, Optimizer
 from train.placement.resolve import resolve
 
 PARAMS = {"w": np.zeros((64, 64), np.float32)}
+MORE = {"frozen": np.zeros((64, 64), np.float32)}
 
 
-def notes(update, bits):
+def notes(update, bits, trainable=None):
     """The notes of a run of 4 replicas whose step sends so many bits a parameter and direction."""
-    placement = resolve(Config(name="any", steps=9, optimizer=Optimizer(update, 1e-3, 2)))
+    config = Config(name="any", steps=9, optimizer=Optimizer(update, 1e-3, 2), trainable=trainable)
+    placement, params = resolve(config), PARAMS | (MORE if trainable else {})
     replicas = jax.vmap(placement.tx.init, in_axes=None, axis_name="replica", axis_size=4)
     return report.notes(
         SimpleNamespace(
             placement=placement,
             mesh=mesh_of(4),
-            natural=PARAMS,
-            like={"params": PARAMS, "state": jax.eval_shape(replicas, PARAMS)},
+            natural=params,
+            like={"params": params, "state": jax.eval_shape(replicas, params)},
             sent_bytes=bits / 8 * 64 * 64 * 2 * 3 / 4,
         )
     )
@@ -41,6 +43,7 @@ MEAN = "compressed_mean(sign(), axis_name)"
         f"chain({MEAN}, chain(rmsprop(learning_rate)))",
         f"chain({MEAN}, clip_by_global_norm(1.0), scale_by_adam(), scale(-1e-3))",
         f"chain(clip(1.0), masked({MEAN}, True), adam(learning_rate))",
+        "chain(compressed_mean(sign(), axis_name, error_feedback=False), adam(learning_rate))",
     ],
 )
 @pytest.mark.parametrize("bits", [0.4, 2.1])
@@ -69,3 +72,9 @@ def test_an_update_that_is_evaluated_elsewhere_is_noted():
 )
 def test_other_updates_get_no_note(update, bits):
     assert notes(update, bits) == []
+
+
+def test_the_mean_of_frozen_parameters_is_no_coarse_mean():
+    only = "^w$|kernel$"  # of these parameters, and of the model that the config says
+    assert notes("cocktail_sgd(adam(learning_rate), axis_name)", 0.2, only) == []
+    assert len(notes(f"chain({MEAN}, adam(learning_rate))", 0.4, only)) == 1
