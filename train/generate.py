@@ -18,6 +18,7 @@ from train import checks
 from train.data import chat as chats
 from train.data.tokenizer import Tokenizer, load_tokenizer
 from train.huggingface import folder, settings
+from train.huggingface.pretrained import tokenizer_of
 from train.models import modules
 from train.models.decoder import Decoder, DecoderConfig
 
@@ -59,7 +60,7 @@ def generated(
         command = shlex.join(["python", "-m", "train.export", str(path), "FOLDER"])
         raise ValueError(f"{str(path)!r} is a run; write {command}, and take FOLDER.")
     _, config = settings.read(path)
-    source = _tokenizer_of(path, config)
+    source = tokenizer_of(path, config.vocab)
     tokenizer = load_tokenizer(source)
     rows = _encoded(tokenizer, path, prompts, chat)
     _check(rows, count, path, config)
@@ -125,11 +126,6 @@ def continued(
     lengths = jnp.asarray(lengths, jnp.int32)
     start = 0, jnp.asarray(tokens, jnp.int32), lengths, lengths < most
     return jax.lax.while_loop(lambda state: jnp.any(state[-1]), appended, start)[1:3]
-
-
-def _tokenizer_of(path: pathlib.Path, config: DecoderConfig) -> pathlib.Path | None:
-    """The folder; None, for bytes, if the model was trained without a tokenizer."""
-    return None if config.vocab == 256 and not (path / "tokenizer.json").exists() else path
 
 
 def _encoded(tokenizer: Tokenizer, path, prompts: Sequence[str], chat: bool) -> list[list[int]]:

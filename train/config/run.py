@@ -19,7 +19,7 @@ from train import checks
 from train.config import expression
 from train.config.optimizer import Optimizer, transformation
 from train.data.sources import Data, Images
-from train.huggingface.pretrained import Pretrained
+from train.huggingface.pretrained import Pretrained, tokenizer_of
 from train.models import lora
 from train.models.decoder import DecoderConfig
 from train.models.objectives import OBJECTIVES
@@ -142,8 +142,8 @@ class Config:
                 return
             object.__setattr__(self, "model", self.model.decoder_of(self.start_from))
             if isinstance(self.data, Data) and self.data.tokenizer is None:
-                data = dataclasses.replace(self.data, tokenizer=self.start_from)
-                object.__setattr__(self, "data", data)
+                its = tokenizer_of(self.start_from, self.model.vocab)
+                object.__setattr__(self, "data", dataclasses.replace(self.data, tokenizer=its))
         OBJECTIVES[self.objective].check(self.model, self.data)
         if getattr(self.model, "lora", 0) and self.trainable is None:
             raise ValueError(

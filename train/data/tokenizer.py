@@ -110,8 +110,8 @@ def _in_words(what: str) -> Iterator[None]:
 def _contents(folder: pathlib.Path) -> dict[str, bytes]:
     if not os.path.lexists(folder / "tokenizer.json"):
         raise ValueError(
-            f"{str(folder)!r} has no tokenizer.json; name a Hugging Face folder with one, or write "
-            "None for bytes."
+            f"{str(folder)!r} has no tokenizer.json; name a Hugging Face folder with one, or copy "
+            "it there."
         )
     files = [folder / name for name in (*_FILES, _TEMPLATE)]
     return {file.name: on_disk.content_of(file) for file in files if os.path.lexists(file)}

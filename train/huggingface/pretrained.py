@@ -1,6 +1,7 @@
 """A model from the Hugging Face folder that a run starts from."""
 
 import dataclasses
+import pathlib
 from typing import Literal
 
 from train.huggingface import folder, settings
@@ -42,3 +43,8 @@ class Pretrained:
         chosen = dataclasses.asdict(self)
         chosen["context"] = self.context or min(_USUAL, found.positions)
         return dataclasses.replace(found, **chosen)
+
+
+def tokenizer_of(path: str | pathlib.Path, vocab: int) -> str | pathlib.Path | None:
+    """The folder, for its tokenizer; None if it has none, and a model of `vocab` bytes."""
+    return None if vocab == 256 and not pathlib.Path(path, "tokenizer.json").exists() else path

@@ -282,6 +282,16 @@ def test_the_command_line_names_the_folder_of_a_pretrained_model(config, tmp_pat
     assert dataclasses.replace(config, model=Pretrained()).model.context == 16
 
 
+def test_a_folder_of_bytes_needs_no_tokenizer(config, tmp_path):
+    of_bytes = settings.settings_of(DecoderConfig(layers=1, width=8, heads=2, vocab=256))
+    (tmp_path / "config.json").write_text(json.dumps(of_bytes))
+    made = dataclasses.replace(config, model=Pretrained(), data=Data(), start_from=str(tmp_path))
+    assert made.data.tokenizer is None
+    (tmp_path / "tokenizer.json").touch()
+    made = dataclasses.replace(config, model=Pretrained(), data=Data(), start_from=str(tmp_path))
+    assert made.data.tokenizer == str(tmp_path)
+
+
 def test_a_folder_needs_a_decoder(config):
     with pytest.raises(ValueError, match="the model a ResNetConfig; write model=Pretrained"):
         settings.require_same(ResNetConfig(), config.model, "there")
