@@ -82,7 +82,10 @@ def _train_only(
 ) -> optax.GradientTransformation:
     trains = lambda key, _: bool(re.search(trainable, path_of(key)))
     labels = lambda params: jax.tree_util.tree_map_with_path(trains, params)
-    if not any(jax.tree.leaves(labels(shapes))):
+    found = jax.tree.leaves(labels(shapes))
+    if all(found):
+        return tx
+    if not any(found):
         raise ValueError(
             f"trainable={trainable!r} matches no parameter's path; write a part of one, as "
             "--trainable 'lora_[ab]$' with --model.lora 8."

@@ -19,6 +19,7 @@ from train.config import Config, Data, Optimizer
 from train.models import lora
 from train.models.decoder import Decoder, DecoderConfig
 from train.models.modules import PathRngs, split
+from train.placement.resolve import resolve
 
 PLAIN = DecoderConfig(layers=2, width=16, heads=2, context=8, scan=True)
 THIN = dataclasses.replace(PLAIN, lora=2, lora_alpha=6.0)
@@ -119,6 +120,19 @@ def test_what_cannot_be_trained_so_is_refused(tmp_path):
     sharded = config_of(tmp_path, qsdp="qsdp(axis_name)")
     with pytest.raises(ValueError, match="excludes qsdp="):
         tasks.make_task(sharded)
+
+
+def test_a_pattern_of_all_parameters_leaves_none_frozen(tmp_path):
+    update = DENSE.replace("identity()", "quantize(4)")
+    natural = jax.eval_shape(lambda: made(PLAIN)[1])
+    every, none = (
+        resolve(config_of(tmp_path, update, model=PLAIN, trainable=trainable)).tx
+        for trainable in (".", None)
+    )
+    state_of = lambda tx: jax.eval_shape(
+        jax.vmap(tx.init, in_axes=None, axis_name="replica", axis_size=2), natural
+    )
+    assert state_of(every) == state_of(none)
 
 
 def test_it_computes_in_the_model_s_type():
