@@ -4,11 +4,13 @@ import contextlib
 import dataclasses
 import functools
 import math
+import re
 from collections.abc import Callable
 
 import jax
 from jax.sharding import Mesh
 
+from jaxcomp.compressors.policies import path_of
 from jaxcomp.launch import agree
 from jaxcomp.measure import link_probe, planner, step_probe
 from train.config import Config
@@ -190,7 +192,7 @@ def update_timer(config: Config, mesh: Mesh) -> Callable[[], float]:
 
 
 def codec_seconds(config: Config, rate: float) -> float:
-    """Seconds per step of encoding all parameters at a given rate, averaged over a run.
+    """Seconds per step of encoding what is trained at a given rate, averaged over a run.
 
     Each device of a replica encodes a share.
     """
@@ -206,8 +208,10 @@ def rounds_of(config: Config) -> dict[str, int]:
 
 
 def num_elements(config: Config) -> int:
-    """Elements of all parameters of a run."""
-    return sum(math.prod(x.shape) for x in jax.tree.leaves(build.param_shapes(config)))
+    """Elements of the parameters that a run trains; others are not encoded."""
+    leaves = jax.tree.leaves_with_path(build.param_shapes(config))
+    trains = re.compile(config.trainable or "").search
+    return sum(math.prod(x.shape) for key, x in leaves if trains(path_of(key)))
 
 
 def gradient_timer(config: Config, mesh: Mesh) -> Callable[..., float]:

@@ -3,14 +3,16 @@
 import dataclasses
 import re
 
+import jax
 import pytest
 
 from jaxcomp import planner
+from jaxcomp.compressors.policies import path_of
 from tests.helpers.launching import write_config
 from train import examples, program, report, task
 from train.config import run as configs
 from train.output import progress
-from train.placement import devices
+from train.placement import build, devices
 from train.plan import arguments, planning
 from train.plan.arguments import Options
 
@@ -106,6 +108,15 @@ def test_codecs_of_skipped_rounds_cost_their_share(tmp_path):
     # Of 8 steps the first two exchange, the fourth and the last.
     seldom = planning.with_update(config, update)
     assert planning.codec_seconds(seldom, 1e6) == pytest.approx(size / 1e6 / 2)
+
+
+def test_codecs_do_not_see_frozen_parameters(tmp_path):
+    config = configs.load(str(write_config(tmp_path)), ["--steps", "8"])
+    frozen = dataclasses.replace(config, trainable="embed/")
+    leaves = jax.tree.leaves_with_path(build.param_shapes(config))
+    numel = sum(x.size for key, x in leaves if "embed/" in path_of(key))
+    assert planning.codec_seconds(frozen, 1e6) == pytest.approx(4 * numel / 1e6)
+    assert 0 < planning.codec_seconds(frozen, 1e6) < planning.codec_seconds(config, 1e6)
 
 
 @pytest.mark.parametrize("name", [planning.DILOCO, "SparseLoCo"])
