@@ -50,6 +50,8 @@ def generated(
       ValueError: If the folder, its tokenizer or its template cannot be read, or a text is too long
         for the model.
     """
+    if not 0 <= seed < 2**32:
+        raise ValueError(f"seed={seed} must be in [0, 2^32); write --seed 0.")
     if not 0 <= temperature < math.inf or count < 0 or not prompts:
         raise ValueError(
             f"got {len(prompts)} prompts, temperature={temperature:g} and {count} tokens to add; "

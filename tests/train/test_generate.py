@@ -119,6 +119,7 @@ def test_a_model_of_bytes_needs_no_tokenizer_and_a_run_is_exported_first(model):
         (["a"], {"temperature": -1.0}, "temperature of 0 or more"),
         (["a"], {"temperature": float("nan")}, "got 1 prompts, temperature=nan"),
         (["a"], {"count": -1}, "-1 tokens to add; .* and --tokens of 0 or more"),
+        (["a"], {"seed": 2**32}, "seed=4294967296 must be in"),  # drew as 0 does
         (["a", ""], {}, "needs a prompt"),
         (["a"], {"chat": True}, "chats need a chat template"),
     ],
