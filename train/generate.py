@@ -4,7 +4,6 @@ import argparse
 import dataclasses
 import math
 import pathlib
-import shlex
 import sys
 from collections.abc import Callable, Sequence
 
@@ -59,9 +58,7 @@ def generated(
             "needs a prompt, a temperature of 0 or more, such as --temperature 0.8, and --tokens "
             "of 0 or more."
         )
-    if (path / "checkpoints").is_dir():
-        command = shlex.join(["python", "-m", "train.export", str(path), "FOLDER"])
-        raise ValueError(f"{str(path)!r} is a run; write {command}, and take FOLDER.")
+    folder.require_no_run(path)
     _, config = settings.read(path)
     source = tokenizer_of(path, config.vocab)
     tokenizer = load_tokenizer(source)

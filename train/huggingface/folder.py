@@ -9,6 +9,7 @@ import os
 import pathlib
 import re
 import secrets
+import shlex
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -36,6 +37,13 @@ def is_folder(path: str | pathlib.Path) -> bool:
         return "model_type" in checks.json_object(pathlib.Path(path, "config.json"))
     except ValueError:
         return False
+
+
+def require_no_run(path: str | pathlib.Path) -> None:
+    """Raises a ValueError if a path is a run's folder, which has to be exported first."""
+    if pathlib.Path(path, "checkpoints").is_dir():
+        command = shlex.join(["python", "-m", "train.export", str(path), "FOLDER"])
+        raise ValueError(f"{str(path)!r} is a run; write {command}, and take FOLDER.")
 
 
 def load(folder: str | pathlib.Path, config: DecoderConfig, like: Any) -> Any:

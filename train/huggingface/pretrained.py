@@ -34,6 +34,7 @@ class Pretrained:
           ValueError: If it is not a Hugging Face folder, its model is not supported, or the model's
             maximum context is too short.
         """
+        folder.require_no_run(path)
         if not folder.is_folder(path):
             raise ValueError(
                 f"start_from={path!r} is no Hugging Face folder: it has no config.json with a "

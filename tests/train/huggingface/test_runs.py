@@ -277,6 +277,9 @@ def test_the_command_line_names_the_folder_of_a_pretrained_model(config, tmp_pat
     assert dataclasses.replace(config, model=Pretrained(8), data=other).data.tokenizer == "other"
     with pytest.raises(ValueError, match="is no Hugging Face folder"):
         dataclasses.replace(config, model=Pretrained(), start_from=str(tmp_path))
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    with pytest.raises(ValueError, match="is a run; write .*train.export .*run FOLDER"):
+        dataclasses.replace(config, model=Pretrained(), start_from=str(tmp_path / "run"))
     with pytest.raises(ValueError, match="model.context=17 is more than the model.positions=16"):
         dataclasses.replace(config, model=Pretrained(17))
     assert dataclasses.replace(config, model=Pretrained()).model.context == 16
