@@ -40,8 +40,7 @@ def generated(
       chat: Whether each prompt is put into the folder's chat template, to be answered.
       temperature: 0 takes the likeliest token; above, tokens are drawn from the model's
         probabilities, with logits divided by it.
-      seed: Of these draws, in [0, 2^32). Each prompt has draws of its own by its place among the
-        prompts.
+      seed: In [0, 2^32); each prompt has draws of its own by its place among the prompts.
 
     Returns:
       The whole texts; with `chat`, the answers alone.

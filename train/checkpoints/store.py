@@ -206,7 +206,7 @@ def _save_error(directory: Path, error: Exception, needed: int, seconds: int) ->
         return OSError(
             errno.ENOSPC,
             f"no space for a checkpoint in {directory}: it needs about {needed:,} bytes, "
-            f"{free:,} are free.{kept} Free some space, keep fewer, or name another directory",
+            f"{free:,} are free.{kept} Free some space there, and start the same command again",
         )
     reason = str(error).partition("\n")[0].rstrip(".")
     if isinstance(error, TimeoutError):

@@ -446,7 +446,7 @@ def test_too_little_space_is_refused_before_writing(tmp_path, mesh_of, monkeypat
     assert error.value.errno == errno.ENOSPC
     text = str(error.value)
     assert f"{tmp_path}: it needs about 1,000,004 bytes, 1,000,000 are free" in text
-    assert "The checkpoint of step 1 is complete. Free some space" in text
+    assert "The checkpoint of step 1 is complete. Free some space there" in text
     checkpoints.save(2, {"x": jnp.ones(250_000)}, {})
     checkpoints.close()
     assert steps(tmp_path) == [1, 2]
