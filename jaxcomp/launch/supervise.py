@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO, NamedTuple
 
-from jaxcomp.launch import control, echo, signals
+from jaxcomp.launch import control, echo, regular, signals
 from jaxcomp.launch.distributed import Cluster, Timeouts
 from jaxcomp.launch.exits import Exit, from_returncode, may_restart, printable, say
 
@@ -122,10 +122,10 @@ def supervise(
 def _start(command: Sequence[str], log: pathlib.Path, secret: str) -> Member:
     # Only the user may read the log; a link in its place would write elsewhere.
     owned = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-    with open(owned, "ab") as output:
+    with open(owned, "ab", buffering=0) as output:
         now = datetime.datetime.now().isoformat(" ", "seconds")
-        output.write(os.fsencode(f"--- {now}: {_without_values(command)}\n"))
-        output.flush()
+        with regular.named(log):
+            output.write(os.fsencode(f"--- {now}: {_without_values(command)}\n"))
         began = output.tell()
         # A session of its own, so that Ctrl-C reaches a process only through the launcher, once.
         popen = subprocess.Popen(

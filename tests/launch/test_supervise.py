@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -224,3 +225,10 @@ def test_a_link_in_place_of_a_log_is_not_followed(tmp_path):
     with pytest.raises(OSError):
         supervise.supervise([["true"]], tmp_path, 1.0)
     assert not (tmp_path / "elsewhere").exists()
+
+
+def test_a_log_on_a_full_disk_is_named(tmp_path, monkeypatch):
+    full = lambda *_, open=os.open: open("/dev/full", os.O_WRONLY)
+    monkeypatch.setattr(supervise, "os", SimpleNamespace(**vars(os) | {"open": full}))
+    with pytest.raises(OSError, match="No space left on device: .*process_0.log"):
+        supervise.supervise([[sys.executable, "-V"]], tmp_path, 1)
