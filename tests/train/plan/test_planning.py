@@ -116,7 +116,7 @@ def test_codecs_do_not_see_frozen_parameters(tmp_path):
     leaves = jax.tree.leaves_with_path(build.param_shapes(config))
     numel = sum(x.size for key, x in leaves if "embed/" in path_of(key))
     assert planning.codec_seconds(frozen, 1e6) == pytest.approx(4 * numel / 1e6)
-    assert 0 < planning.codec_seconds(frozen, 1e6) < planning.codec_seconds(config, 1e6)
+    assert 0 < numel < planning.num_elements(config)
 
 
 @pytest.mark.parametrize("name", [planning.DILOCO, "SparseLoCo"])
