@@ -98,7 +98,8 @@ class Initial(Kept):
         return super().__call__(params)
 
 
-_NAMES = ("params", "shards", "state")  # of the first two arguments, if they are named
+_OWN = ("params", "state")  # the first two arguments, if they are named
+_NAMES = (*_OWN, "shards")
 
 
 def donating(
@@ -150,15 +151,22 @@ class Donating:
     XLA ends the process, or refuses, if it gets a buffer twice and one of them is donated: two
     layers whose biases begin as the same zeros, tied weights, a batch that is a parameter. So what
     is donated and is elsewhere, too, is copied before. All else is as of what `jax.jit` returns.
+
+    Args:
+      program: The jitted function, or its lowered or compiled program.
+      shardings: `params, state -> (shardings of both)`, where the function returns them. Arrays
+        that are elsewhere, of a model's `init` or in NumPy, are put there first. The function is
+        then compiled once, and not again for what it has returned.
     """
 
-    def __init__(self, program: Any):
-        self._program = program
+    def __init__(self, program: Any, shardings: Callable[..., Any] | None = None):
+        self._program, self._shardings = program, shardings
         self._made: dict[int, weakref.ref] = {}
 
     def __call__(self, *args: Any, spared: Any = None, **options: Any) -> Any:
         """Runs the program; `spared` has the caller's arrays that it does not get but must keep."""
         require_kept(*args, *options.values())
+        args, options = self._placed(_put, args, options)
         named = {name: options.pop(name) for name in _NAMES if name in options}
         donated, named = self._apart((args[:2], named), (args[2:], options, spared))
         made = self._program(*donated, *args[2:], **named, **options)
@@ -167,14 +175,31 @@ class Donating:
 
     def lower(self, *args: Any, **options: Any) -> "Donating":
         """The lowered program. What it compiles to copies, too."""
-        return Donating(self._program.lower(*args, **options))
+        args, options = self._placed(_shapes_at, args, options)
+        return Donating(self._program.lower(*args, **options), self._shardings)
 
     def compile(self, *args: Any, **options: Any) -> "Donating":
         """The program that a lowered one compiles to."""
-        return Donating(self._program.compile(*args, **options))
+        return Donating(self._program.compile(*args, **options), self._shardings)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._program, name)
+
+    def _placed(self, put, args, options):
+        """The arguments, with parameters and state where the function returns them."""
+        named = dict(zip(_OWN, args, strict=False)) | options
+        pair = named.get("params"), named.get("state")
+        leaves, treedef = jax.tree.flatten(pair)
+        is_traced = any(isinstance(x, jax.core.Tracer) for x in leaves)
+        if self._shardings is None or None in pair or is_traced or all(map(self._is_own, leaves)):
+            return args, options
+        shardings = treedef.flatten_up_to(self._shardings(*pair))
+        away = [i for i, x in enumerate(leaves) if not _is_at(x, shardings[i])]
+        moved = put([leaves[i] for i in away], [shardings[i] for i in away]) if away else ()
+        for i, x in zip(away, moved, strict=True):
+            leaves[i] = x
+        rest = {name: value for name, value in options.items() if name not in _OWN}
+        return (*treedef.unflatten(leaves), *args[2:]), rest
 
     def _apart(self, donated, others):
         """The donated trees, with copies of arrays that are there twice or among the others."""
@@ -198,6 +223,23 @@ class Donating:
     def _is_own(self, x):
         made = self._made.get(id(x))
         return made is not None and made() is x
+
+
+def _put(leaves, shardings):
+    """The arrays at their shardings. Unlike `jax.device_put`, no process asks others for theirs."""
+    return jax.jit(lambda leaves: leaves, out_shardings=shardings)(leaves)
+
+
+def _shapes_at(leaves, shardings):
+    """What `_put` returns, without the values."""
+    at = lambda x, place: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x), sharding=place)
+    return list(map(at, leaves, shardings))
+
+
+def _is_at(x, sharding):
+    """Whether a value is an array that lies so."""
+    own = getattr(x, "sharding", None)
+    return own is not None and own.is_equivalent_to(sharding, x.ndim)
 
 
 def _buffers(x):

@@ -30,6 +30,7 @@ from jaxcomp.steps.update import (
     init_state,
     placed_params,
     placed_state,
+    shardings_of,
     update_specs,
     whole_drifts,
     with_shares,
@@ -124,7 +125,9 @@ def train_step(
         return jax.jit(step, donate_argnums=(0, 1), compiler_options=options)
 
     init = Initial(jax.jit(functools.partial(init_state, update)))
-    return TrainStep(init, Donating(ByState(jitted)))
+    has_devices = isinstance(mesh, Mesh)
+    shardings = functools.partial(shardings_of, update) if has_devices else None
+    return TrainStep(init, Donating(ByState(jitted), shardings))
 
 
 def sends_early(mesh: Mesh | AbstractMesh, axes: str | tuple[str, ...], state: Any) -> bool:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxcomp.replicas import fast, protocol
@@ -79,8 +79,20 @@ def placed_state(update: Update, params: Any, state: Any) -> Any:
 
     Raises a ValueError for a state of another number of replicas.
     """
+    return placed(update.mesh, state, _checked_specs(update, params, state)[1])
+
+
+def shardings_of(update: Update, params: Any, state: Any) -> tuple[Any, Any]:
+    """Where a step returns parameters and state; the errors of `placed_state`."""
+    require_no_state(params)
+    at = functools.partial(NamedSharding, update.mesh)
+    return jax.tree.map(at, _checked_specs(update, params, state))
+
+
+def _checked_specs(update, params, state):
+    """`update_specs`, or an error for a state that is not of this transformation and mesh."""
     mesh, name = update.mesh, update.axis_name
-    specs = update_specs(update, params)[1]
+    params_specs, specs = update_specs(update, params)
     if jax.tree.structure(state) != jax.tree.structure(specs):
         has, needs = (
             {jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(tree)}
@@ -101,7 +113,7 @@ def placed_state(update: Update, params: Any, state: Any) -> Any:
                 f"the mesh has {mesh.shape[name]} replicas; write state = jaxcomp.resize(state, "
                 "jax.eval_shape(init, params)) before the first step."
             )
-    return placed(mesh, state, specs)
+    return params_specs, specs
 
 
 def init_state(update: Update, params: Any) -> Any:

@@ -63,6 +63,27 @@ def test_a_step_runs_on_axes_of_any_type_with_any_batch(kind, specs):
         assert x.sharding.is_equivalent_to(NamedSharding(mesh, spec), 2)
 
 
+@pytest.mark.parametrize("lowered", [False, True], ids=["called", "lowered"])
+@pytest.mark.parametrize("where", [jnp.asarray, np.asarray], ids=["one device", "numpy"])
+def test_a_step_is_compiled_once_for_parameters_that_are_not_on_the_mesh(where, lowered, caplog):
+    """What a model's `init` or a file gives: XLA had aliased arrays of unlike shards."""
+    specs = {"up": P("other"), "down": P(None, "other")}
+    shapes = {"up": (64, 32), "down": (32, 32)}
+    loss_fn = lambda params, batch: jnp.mean(batch @ params["up"] @ params["down"])
+    mesh = mesh_of(AxisType.Auto, REPLICAS, OTHERS)
+    init, step = jaxcomp.train_step(loss_fn, TX, mesh, "replica", param_specs=specs)
+    params = {name: where(np.ones(shape, np.float32)) for name, shape in shapes.items()}
+    state, batch = init(params), np.ones((4, 64), np.float32)
+    with jax.log_compiles():
+        if lowered:
+            step = step.lower(params, state, batch).compile()
+        for _ in range(2):
+            params, state, metrics = step(params, state, batch)
+    compiled = [r for r in caplog.records if "Finished XLA compilation of jit(_step)" in r.message]
+    assert len(compiled) == 1 and not metrics["skipped"]
+    assert all(x.sharding.spec == specs[name] for name, x in params.items())
+
+
 def test_an_fsdp_axis_shares_the_batch_where_its_spec_says_so():
     mesh = mesh_of(AxisType.Auto, REPLICAS, OTHERS)
 
