@@ -36,7 +36,19 @@ def called(
     given = {"rng": rng, "model_state": model_state}
     given = {name: value for name, value in given.items() if value is not None}
     names = ("loss", *["aux"] * has_aux, *["model_state"] * ("model_state" in given))
-    returned = loss_fn(params, batch, **given)
+    form = _form(model_state)  # now: Equinox forbids to look at a state that was changed
+    try:
+        returned = loss_fn(params, batch, **given)
+    except TypeError as error:
+        if "manual axis types do not match" not in str(error):
+            raise
+        raise ValueError(
+            "the loss has a loop or a branch in which a value that is equal on all replicas "
+            "becomes one that differs, as the first carry jnp.zeros(shape) of jax.lax.scan; JAX "
+            "asks for one type. Begin with jnp.zeros_like(x) of a part x of the batch, or with "
+            "jax.lax.pcast(carry, axis_name, to='varying'), as in docs/own_loop.md. The error "
+            "above has the places."
+        ) from error
     values = returned if isinstance(returned, tuple) else (returned,)
     if len(values) != len(names):
         raise ValueError(
@@ -46,18 +58,23 @@ def called(
         )
     results = dict(zip(names, values, strict=True))
     extra = Extra(*(jax.tree.map(jnp.asarray, results.get(name)) for name in Extra._fields))
-    if model_state is not None:
-        _require_same_shapes(extra.model_state, model_state)
+    if model_state is not None and (new := _form(extra.model_state)) != form:
+        raise ValueError(
+            f"the loss returned a model_state of {_tree(new)}, and must return one of the same "
+            f"tree, shapes and dtypes as it was given: {_tree(form)}."
+        )
     return results["loss"], extra
 
 
-def _require_same_shapes(new, old):
-    form = lambda tree: jax.tree.map(lambda x: f"{jnp.result_type(x)}{list(jnp.shape(x))}", tree)
-    if form(new) != form(old):
-        raise ValueError(
-            f"the loss returned a model_state of {form(new)}, and must return one of the same "
-            f"tree, shapes and dtypes as it was given: {form(old)}."
-        )
+def _form(tree):
+    """The leaves' dtypes and shapes, and the tree's structure; nodes may have no `==`."""
+    leaves, treedef = jax.tree.flatten(tree)
+    return [f"{jnp.result_type(x)}{list(jnp.shape(x))}" for x in leaves], treedef
+
+
+def _tree(form):
+    leaves, treedef = form
+    return treedef.unflatten(leaves)
 
 
 def replica_key(rng: Any, axis_name: str | tuple[str, ...]) -> Any:

@@ -48,6 +48,18 @@ def test_a_state_in_numpy_goes_on_a_mesh_of_explicit_axes(name):
     jax.tree.map(np.testing.assert_array_equal, *found)
 
 
+@pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
+def test_a_state_in_numpy_goes_on_in_the_overlapped_step():
+    mesh = jax.make_mesh((2,), ("replica",), axis_types=(AxisType.Explicit,))
+    tx = jaxcomp.cocktail_sgd(optax.sgd(0.1), "replica")
+    init, step = jaxcomp.overlapped_train_step(loss, tx, mesh, "replica")
+    params = {"w": jnp.ones((16, 16))}
+    params, state, _ = step(params, init(params), BATCH)
+    saved, again = jax.device_get(state), jax.tree.map(jnp.copy, params)
+    found, expected = (step(*args, BATCH)[0] for args in ((params, saved), (again, state)))
+    np.testing.assert_array_equal(found["w"], expected["w"])
+
+
 def test_shards_in_numpy_go_on_a_mesh_of_explicit_axes():
     mesh = jax.make_mesh((2,), ("replica",), axis_types=(AxisType.Explicit,))
     fsdp = jaxcomp.qsdp("replica")

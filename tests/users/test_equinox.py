@@ -39,3 +39,37 @@ def test_a_whole_module_is_refused_with_what_to_write():
         message = r"params.activation is .*eqx.partition\(model, eqx.is_i"
         with pytest.raises(ValueError, match=message):
             made.init(MODEL)
+
+
+class Counted(eqx.Module):
+    """A layer with state of Equinox: what it has seen, and how often."""
+
+    layer: eqx.nn.Linear
+    seen: eqx.nn.StateIndex
+
+    def __init__(self, key):
+        self.layer = eqx.nn.Linear(4, 4, key=key)
+        self.seen = eqx.nn.StateIndex((jnp.zeros(4), jnp.int32(0)))
+
+    def __call__(self, x, state):
+        mean, count = state.get(self.seen)
+        state = state.set(self.seen, ((mean + jnp.mean(x, axis=0)) / 2, count + 1))
+        return jax.vmap(self.layer)(x), state
+
+
+def test_the_state_of_layers_is_a_model_state():
+    model, layers_state = eqx.nn.make_with_state(Counted)(jax.random.key(0))
+    params, static = eqx.partition(model, eqx.is_inexact_array)
+
+    def loss(params, batch, *, model_state):
+        y, model_state = eqx.combine(params, static)(batch, model_state)
+        return jnp.mean((y - batch) ** 2), model_state
+
+    init, step = jaxcomp.train_step(loss, TX, mesh_of(2), "replica")
+    state = init(params)
+    for _ in range(2):
+        params, state, metrics = step(params, state, BATCH, model_state=layers_state)
+        layers_state = metrics["model_state"]
+    mean, count = layers_state.get(model.seen)
+    np.testing.assert_allclose(mean, 0.75 * BATCH.mean(axis=0), atol=1e-6)
+    assert count == 2
