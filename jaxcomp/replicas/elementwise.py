@@ -121,9 +121,10 @@ def with_whole_norms(
     if scaled:
         raise ValueError(
             f"the update's {scaled[0]!r} depends on a norm of local shards, as that of "
-            "optax.clip_by_global_norm or of optax.lamb: each shard has another. Write "
+            "optax.clip_by_global_norm, of optax.lamb or of Muon: each shard has another. Write "
             "jaxcomp.clip_by_global_norm, jaxcomp.slamb or jaxcomp.one_bit_lamb, which take the "
-            "norms of all shards."
+            "norms of all shards. Muon, as in muloco, needs whole matrices: give them P() in "
+            "param_specs."
         )
     return results
 
