@@ -6,12 +6,13 @@ with a leading axis `[num_replicas, ...]`; `per_replica` adds and removes that a
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 
 
 def varying_axes(x: Any) -> frozenset[str]:
@@ -160,6 +161,14 @@ def vary_over(x: jax.Array, names: Iterable[str]) -> jax.Array:
     """Casts an array to a type that varies at least over these axes; values do not change."""
     missing = tuple(sorted(set(names) - varying_axes(x)))
     return lax.pcast(x, missing, to="varying") if missing else x
+
+
+def typed_as(shape: Any, axes: frozenset[str], types: Sequence[Any]) -> Any:
+    """The type of a shape that varies over these axes, which those of `types` together have."""
+    at = NamedSharding(types[0].sharding.mesh, PartitionSpec())
+    wide = [each for each in types if axes and axes <= varying_axes(each)]
+    kind = min(wide, key=lambda each: len(varying_axes(each))).manual_axis_type if wide else None
+    return shape.update(sharding=at, **({"manual_axis_type": kind} if kind is not None else {}))
 
 
 def is_mapped(x: jax.Array) -> bool:

@@ -19,7 +19,7 @@ from jaxcomp.replicas import fast, protocol
 from jaxcomp.replicas.specs import full_specs, require_axis
 from jaxcomp.replicas.state import add_drifts, by_leaf
 from jaxcomp.replicas.types import names_of, sums_over_shards, to_varying
-from jaxcomp.steps import placing
+from jaxcomp.steps import placing, untyped
 from jaxcomp.steps.compiling import Kept, jitted
 from jaxcomp.steps.gradient import Gradient, on_replicas
 from jaxcomp.steps.placing import everywhere, placed
@@ -81,7 +81,7 @@ def _own_measures(on, params, drifts, batch):
     """One replica's measures, as a row."""
     local = add_drifts(params, drifts, on.axis_name)
     batch = placing.sharded_batch(batch, on.batch_specs, on.axis_name)
-    measured = jax.tree.map(jnp.asarray, on.loss_fn(local, batch))
+    measured = jax.tree.map(jnp.asarray, untyped.called(on.loss_fn, local, batch))
     return jax.tree.map(lambda x: x[None], to_varying(measured, on.axis_name))
 
 

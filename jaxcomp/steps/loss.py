@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jaxcomp.replicas.finite import finite, unless
 from jaxcomp.replicas.protocol import widened
 from jaxcomp.replicas.types import is_mapped, is_tracked, names_of, to_varying, varying_axes
+from jaxcomp.steps import untyped
 from jaxcomp.steps.placing import on_auto_axes, within
 
 
@@ -37,18 +38,7 @@ def called(
     given = {name: value for name, value in given.items() if value is not None}
     names = ("loss", *["aux"] * has_aux, *["model_state"] * ("model_state" in given))
     form = _form(model_state)  # now: Equinox forbids to look at a state that was changed
-    try:
-        returned = loss_fn(params, batch, **given)
-    except TypeError as error:
-        if "manual axis types do not match" not in str(error):
-            raise
-        raise ValueError(
-            "the loss has a loop or a branch in which a value that is equal on all replicas "
-            "becomes one that differs, as the first carry jnp.zeros(shape) of jax.lax.scan; JAX "
-            "asks for one type. Begin with jnp.zeros_like(x) of a part x of the batch, or with "
-            "jax.lax.pcast(carry, axis_name, to='varying'), as in docs/own_loop.md. The error "
-            "above has the places."
-        ) from error
+    returned = untyped.called(loss_fn, params, batch, **given)
     values = returned if isinstance(returned, tuple) else (returned,)
     if len(values) != len(names):
         raise ValueError(

@@ -190,24 +190,3 @@ def test_several_gradients_may_add_up_before_a_plateau():
     tx = optax.GradientTransformationExtraArgs(steps.init, steps.update)
     _, state = trained(on_a_mesh(whole_loss, tx), num_steps=6)
     assert float(one_value(state_of(state, "scale"))) == 0.5
-
-
-def test_a_loop_that_begins_alike_on_all_replicas_is_refused_with_what_to_write():
-    def loss(params, batch, zeros):
-        add = lambda total, x: (total + jnp.mean(x @ params["w"]), None)
-        return lax.scan(add, zeros(batch), batch)[0]
-
-    params, batch = {"w": np.eye(4, dtype=np.float32)}, np.ones((8, 4), np.float32)
-    for zeros in (
-        lambda x: jnp.zeros_like(x[0, 0]),
-        lambda x: lax.pcast(0.0, "replica", to="varying"),
-    ):
-        init, step = jaxcomp.train_step(
-            functools.partial(loss, zeros=zeros), DENSE, mesh_of(2), "replica"
-        )
-        np.testing.assert_allclose(step(params, init(params), batch)[2]["loss"], 4)
-    init, step = jaxcomp.train_step(
-        functools.partial(loss, zeros=lambda x: 0.0), DENSE, mesh_of(2), "replica"
-    )
-    with pytest.raises(ValueError, match=r"a loop or a branch .* jnp.zeros_like\(x\) of a part x"):
-        step(params, init(params), batch)

@@ -228,6 +228,34 @@ def test_local_parameters_are_found_in_the_optimizers_state():
     assert np.abs(kernel[0] - kernel[1]).max() > 0
 
 
+class Recurrent(nnx.Module):
+    def __init__(self, rngs):
+        self.rnn = nnx.RNN(nnx.LSTMCell(8, 16, rngs=rngs))
+        self.head = nnx.Linear(16, CLASSES, rngs=rngs)
+
+    def __call__(self, images):
+        return self.head(self.rnn(images[..., 0])[:, -1])
+
+
+def test_a_recurrent_model_trains_as_on_one_device():
+    """Its first carry is zeros, on all replicas."""
+    mesh = jax.make_mesh((REPLICAS,), ("replica",))
+    mean = jaxcomp.compressed_mean(jaxcomp.identity(), "replica")
+    sgd = optax.sgd(0.5)
+    replicated = jaxcomp.flax.on_mesh(optax.chain(mean, sgd), mesh, "replica")
+    found, expected = Recurrent(nnx.Rngs(0)), Recurrent(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(found, replicated, wrt=nnx.Param)
+    alone = nnx.Optimizer(expected, sgd, wrt=nnx.Param)
+    step = jaxcomp.flax.train_step(loss_fn, has_aux=True)
+    for number in range(3):
+        step(found, optimizer, batch_of(number))
+        _, grads = nnx.value_and_grad(loss_fn, has_aux=True)(expected, batch_of(number))
+        alone.update(expected, grads)
+    states = [nnx.state(model, nnx.Param) for model in (found, expected)]
+    for new, old in zip(*map(jax.tree.leaves, states), strict=True):
+        np.testing.assert_allclose(new, old, atol=1e-5)
+
+
 def test_what_flax_would_do_by_itself_is_refused():
     mesh = jax.make_mesh((REPLICAS,), ("replica",))
     model = Classifier(nnx.Rngs(0))

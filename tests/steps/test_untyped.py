@@ -1,0 +1,140 @@
+"""A loss whose loops JAX cannot type over the replicas trains as one whose loops it can."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import jaxcomp
+from jaxcomp.steps import untyped
+from tests.helpers.layered import EXACT, assert_close, make_batch, make_params
+from tests.helpers.replicas import mesh_of
+
+DENSE = optax.chain(jaxcomp.compressed_mean(jaxcomp.identity(), "replica"), optax.sgd(0.5))
+COCKTAIL = jaxcomp.cocktail_sgd(optax.sgd(0.5), "replica")
+
+
+def zeros_alike(x):
+    """Zeros that are equal on all replicas."""
+    return jnp.zeros(jnp.shape(x))
+
+
+def looped(params, batch, zeros=zeros_alike, gather=lambda w: w):
+    """A recurrence, a sum and a branch, which begin at zeros."""
+    cell = lambda carry, x: (jnp.tanh(carry @ gather(params["first"]) + x), None)
+    last, _ = lax.scan(cell, zeros(batch["x"]), jnp.stack([batch["x"], batch["y"]]))
+    add = lambda i, total: total + jnp.mean(last[:, i])
+    total = lax.fori_loop(0, 3, add, zeros(last[0, 0]))
+    return jnp.mean(last**2) + lax.cond(total > 0, lambda: total, lambda: zeros(total))
+
+
+def trained(make, loss_fn, tx=DENSE, sizes=(2,), **options):
+    init, step = make(loss_fn, tx, mesh_of(*sizes), "replica", **options)
+    params = make_params()
+    state = init(params)
+    for number in range(3):
+        params, state, metrics = step(params, state, make_batch(number))
+    return params, metrics
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        functools.partial(trained, jaxcomp.train_step),
+        functools.partial(trained, jaxcomp.train_step, accumulate=3),
+        functools.partial(trained, jaxcomp.train_step, tx=COCKTAIL),
+        functools.partial(trained, jaxcomp.overlapped_train_step, tx=COCKTAIL),
+        functools.partial(trained, jaxcomp.train_step, sizes=(2, 2), param_specs=P()),
+    ],
+)
+def test_it_trains_as_with_types(make):
+    """Most parameters are not in it: their gradients are zeros on all replicas."""
+    found, expected = make(looped), make(functools.partial(looped, zeros=jnp.zeros_like))
+    assert_close(found, expected, 1e-6)
+    assert np.abs(found[0]["first"] - make_params()["first"]).max() > 0.01
+
+
+def test_what_else_it_returns_has_its_types():
+    """A count of the model state is still equal on all replicas, and a mean is averaged."""
+
+    def loss_fn(params, batch, *, rng, model_state):
+        noise = jax.random.normal(rng)
+        new = {"count": model_state["count"] + 1, "mean": jnp.mean(batch["x"])}
+        return looped(params, batch) + 0 * noise, {"noise": noise, "one": 1}, new
+
+    init, step = jaxcomp.train_step(loss_fn, DENSE, mesh_of(2), "replica", has_aux=True)
+    params, batch = make_params(), make_batch()
+    given = {
+        "rng": jax.random.key(0),
+        "model_state": {"count": jnp.int32(4), "mean": jnp.zeros([])},
+    }
+    *_, metrics = step(params, init(params), batch, **given)
+    assert metrics["model_state"]["count"] == 5 and list(metrics["aux"]["one"]) == [1, 1]
+    assert_close(metrics["model_state"]["mean"], batch["x"].mean(), 1e-6)
+    assert len(set(np.asarray(metrics["aux"]["noise"]).tolist())) == 2
+
+
+def test_so_does_an_evaluation():
+    step = jaxcomp.eval_step(lambda *of: {"loss": looped(*of)}, mesh_of(2), "replica")
+    init, _ = jaxcomp.train_step(looped, DENSE, mesh_of(2), "replica")
+    params, batch = make_params(), make_batch()
+    found = step(params, init(params), batch)["loss"]
+    halves = [
+        looped(params, {k: x[own] for k, x in batch.items()})
+        for own in np.arange(24).reshape(2, -1)
+    ]
+    assert_close(found, sum(halves) / 2, 1e-6)
+
+
+def test_a_loop_of_a_library_trains():
+    def loss_fn(params, batch):
+        logits, none = batch["x"].reshape(-1, 4, 4) @ params["first"][:4, :4], jnp.zeros
+        shape = logits.shape[:1] + (2,)
+        losses = optax.ctc_loss(logits, none(logits.shape[:2]), jnp.ones(shape, int), none(shape))
+        return jnp.mean(losses)
+
+    init, step = jaxcomp.train_step(loss_fn, DENSE, mesh_of(2), "replica")
+    params, batch = make_params(), make_batch()
+    gradient = jax.grad(loss_fn)(params, batch)["first"]
+    found = step(params, init(params), batch)[0]["first"]
+    assert_close(found, params["first"] - 0.5 * gradient, 1e-6)
+
+
+def shifted(params, batch):
+    """What needs types to be differentiated."""
+    return looped(params, batch | {"x": batch["x"] - lax.pmean(batch["x"], "replica")})
+
+
+def numbered(params, batch):
+    return looped(params, batch) * (1 + lax.axis_index("replica"))
+
+
+@pytest.mark.parametrize("loss_fn", [shifted, numbered])
+def test_with_a_collective_it_is_refused_with_what_to_write(loss_fn):
+    with pytest.raises(ValueError, match=r"a loop or a branch .* jnp.zeros_like\(x\) of a part x"):
+        trained(jaxcomp.train_step, loss_fn)
+
+
+def test_so_it_is_in_shards():
+    init, step = jaxcomp.qsdp_train_step(
+        functools.partial(looped, gather=EXACT.gather), optax.sgd(0.5), mesh_of(2), EXACT
+    )
+    shards = EXACT.shard(make_params(), mesh_of(2))
+    with pytest.raises(ValueError, match="a loop or a branch"):
+        step(shards, init(shards), make_batch())
+
+
+@pytest.mark.parametrize("specs", [(P("fsdp"), P("replica")), (P(), P("replica"))])
+def test_so_it_is_where_the_batch_differs_over_other_axes_than_parameters(specs):
+    def loss_fn(params, batch):
+        return lax.fori_loop(0, 3, lambda i, total: total + jnp.sum(params * batch[i]), 0.0)
+
+    local = lambda *args: untyped.called(loss_fn, *args)[None]
+    mapped = jax.shard_map(local, mesh=mesh_of(2, 2), in_specs=specs, out_specs=P("replica"))
+    with pytest.raises(ValueError, match="a loop or a branch"):
+        jax.jit(mapped)(jnp.ones(2), jnp.ones(6))
