@@ -103,17 +103,23 @@ _NAMES = (*_OWN, "shards")
 
 
 def donating(
-    function: Callable[..., Any], mesh: Mesh | AbstractMesh | None = None, **mesh_options: Any
+    function: Callable[..., Any],
+    mesh: Mesh | AbstractMesh | None = None,
+    *,
+    shardings: Callable[..., Any] | None = None,
+    **mesh_options: Any,
 ) -> "Donating":
     """`jax.jit` of a function that gets parameters and state first, and donates both.
 
     Args:
       function: The step.
       mesh: Its mesh, for `compiler_options`; None: without them.
+      shardings: See `Donating`.
       **mesh_options: Further arguments of `compiler_options`.
     """
     options = None if mesh is None else compiler_options(mesh, **mesh_options)
-    return Donating(jax.jit(function, donate_argnums=(0, 1), compiler_options=options))
+    program = jax.jit(function, donate_argnums=(0, 1), compiler_options=options)
+    return Donating(program, shardings)
 
 
 class ByState:
@@ -175,7 +181,7 @@ class Donating:
 
     def lower(self, *args: Any, **options: Any) -> "Donating":
         """The lowered program. What it compiles to copies, too."""
-        args, options = self._placed(_shapes_at, args, options)
+        args, options = self._placed(shapes_at, args, options)
         return Donating(self._program.lower(*args, **options), self._shardings)
 
     def compile(self, *args: Any, **options: Any) -> "Donating":
@@ -185,21 +191,26 @@ class Donating:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._program, name)
 
-    def _placed(self, put, args, options):
-        """The arguments, with parameters and state where the function returns them."""
-        named = dict(zip(_OWN, args, strict=False)) | options
-        pair = named.get("params"), named.get("state")
-        leaves, treedef = jax.tree.flatten(pair)
+    def placed(self, params: Any, state: Any, put: Callable[..., Any] | None = None) -> Any:
+        """Parameters and state where the function returns them; with `shapes_at`, their shapes."""
+        leaves, treedef = jax.tree.flatten((params, state))
         is_traced = any(isinstance(x, jax.core.Tracer) for x in leaves)
-        if self._shardings is None or None in pair or is_traced or all(map(self._is_own, leaves)):
-            return args, options
-        shardings = treedef.flatten_up_to(self._shardings(*pair))
+        if self._shardings is None or is_traced or all(map(self._is_own, leaves)):
+            return params, state
+        shardings = treedef.flatten_up_to(self._shardings(params, state))
         away = [i for i, x in enumerate(leaves) if not _is_at(x, shardings[i])]
-        moved = put([leaves[i] for i in away], [shardings[i] for i in away]) if away else ()
+        moved = (put or _put)([leaves[i] for i in away], [shardings[i] for i in away])
         for i, x in zip(away, moved, strict=True):
             leaves[i] = x
+        return treedef.unflatten(leaves)
+
+    def _placed(self, put, args, options):
+        """The arguments of a call, with `placed` parameters and state."""
+        named = dict(zip(_OWN, args, strict=False)) | options
+        if not all(name in named for name in _OWN):
+            return args, options
         rest = {name: value for name, value in options.items() if name not in _OWN}
-        return (*treedef.unflatten(leaves), *args[2:]), rest
+        return (*self.placed(named["params"], named["state"], put), *args[2:]), rest
 
     def _apart(self, donated, others):
         """The donated trees, with copies of arrays that are there twice or among the others."""
@@ -227,11 +238,11 @@ class Donating:
 
 def _put(leaves, shardings):
     """The arrays at their shardings. Unlike `jax.device_put`, no process asks others for theirs."""
-    return jax.jit(lambda leaves: leaves, out_shardings=shardings)(leaves)
+    return jax.jit(lambda leaves: leaves, out_shardings=shardings)(leaves) if leaves else []
 
 
-def _shapes_at(leaves, shardings):
-    """What `_put` returns, without the values."""
+def shapes_at(leaves: list[Any], shardings: list[Any]) -> list[jax.ShapeDtypeStruct]:
+    """The shapes of arrays at their shardings."""
     at = lambda x, place: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x), sharding=place)
     return list(map(at, leaves, shardings))
 

@@ -20,7 +20,7 @@ from jaxcomp.replicas import protocol
 from jaxcomp.replicas.specs import specs_of
 from jaxcomp.replicas.state import per_replica, stack, unstack
 from jaxcomp.replicas.types import names_of
-from jaxcomp.steps.compiling import Initial, donating
+from jaxcomp.steps.compiling import Initial, donating, shapes_at
 from jaxcomp.steps.gradient import Gradient, all_gradients, check_accumulate, metrics_of
 from jaxcomp.steps.interleaved import exchanged
 from jaxcomp.steps.train import TrainStep
@@ -29,6 +29,7 @@ from jaxcomp.steps.update import (
     init_state,
     local_update,
     placed_state,
+    shardings_of,
     update_specs,
     whole_drifts,
     with_shares,
@@ -64,6 +65,7 @@ class OverlappedStep(NamedTuple):
         extra_args: Any = None,
     ) -> tuple[Any, Any, dict]:
         require_kept(params, state, batch, rng, model_state, extra_args)
+        params, state = self.finish.placed(params, state)
         # The caller's thread dispatches all programs that send, in one order on all processes.
         drifts = protocol.drifts(state)
         drifts = self.gather(params, drifts) if self.gather else drifts
@@ -83,6 +85,7 @@ class OverlappedStep(NamedTuple):
         extra_args: Any = None,
     ) -> "OverlappedStep":
         """Compiles the programs for these shapes, dtypes and shardings."""
+        params, state = self.finish.placed(params, state, shapes_at)
         gather, drifts = None, protocol.drifts(state)
         if self.gather:
             gather, drifts = _compiled(self.gather, params, drifts)
@@ -156,7 +159,10 @@ def overlapped_train_step(
         jax.jit(functools.partial(whole_drifts, update)) if fast_axis else None,
         jax.jit(functools.partial(_exchange, update)),
         jax.jit(functools.partial(all_gradients, gradient)),
-        donating(functools.partial(_finish, gradient, update)),
+        donating(
+            functools.partial(_finish, gradient, update),
+            shardings=functools.partial(shardings_of, update),
+        ),
         concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="gradient"),
     )
     return TrainStep(Initial(jax.jit(functools.partial(init_state, update))), step)

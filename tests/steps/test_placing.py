@@ -84,6 +84,24 @@ def test_a_step_is_compiled_once_for_parameters_that_are_not_on_the_mesh(where, 
     assert all(x.sharding.spec == specs[name] for name, x in params.items())
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["called", "compiled"])
+def test_so_are_the_programs_of_an_overlapped_step(compiled, caplog):
+    tx = jaxcomp.cocktail_sgd(optax.sgd(0.5), "replica")
+    mesh = mesh_of(AxisType.Explicit, REPLICAS)
+    init, step = jaxcomp.overlapped_train_step(loss_fn, tx, mesh, "replica")
+    params = make_params()
+    state = jax.device_get(init(params))
+    with jax.log_compiles():
+        if compiled:
+            step = step.compile(params, state, BATCH)
+        for _ in range(2):
+            params, state, metrics = step(params, state, BATCH)
+    said = [record.message for record in caplog.records]
+    for name in ("_exchange", "_finish"):  # the gradient's thread notes nothing here
+        assert sum(f"XLA compilation of jit({name})" in line for line in said) == 1
+    assert not metrics["skipped"]
+
+
 def test_an_fsdp_axis_shares_the_batch_where_its_spec_says_so():
     mesh = mesh_of(AxisType.Auto, REPLICAS, OTHERS)
 

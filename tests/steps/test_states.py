@@ -60,6 +60,15 @@ def test_a_state_in_numpy_goes_on_in_the_overlapped_step():
     np.testing.assert_array_equal(found["w"], expected["w"])
 
 
+@pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
+def test_a_state_in_numpy_goes_on_in_a_step_of_another_program():
+    mesh = jax.make_mesh((2,), ("replica",), axis_types=(AxisType.Explicit,))
+    step, (params, state) = made(METHODS["drift"], mesh)
+    whole = jax.jit(lambda *args: step(*args, BATCH)[0])
+    found, expected = whole(params, jax.device_get(state)), whole(params, state)
+    np.testing.assert_array_equal(found["w"], expected["w"])
+
+
 def test_shards_in_numpy_go_on_a_mesh_of_explicit_axes():
     mesh = jax.make_mesh((2,), ("replica",), axis_types=(AxisType.Explicit,))
     fsdp = jaxcomp.qsdp("replica")
