@@ -1,5 +1,6 @@
 """Compiles steps: for links that are slower than XLA assumes, and with donated arguments."""
 
+import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -167,6 +168,7 @@ class Donating:
 
     def __init__(self, program: Any, shardings: Callable[..., Any] | None = None):
         self._program, self._shardings = program, shardings
+        self._homes: dict[Any, list[Any]] = {}  # shardings by tree and shapes
         self._made: dict[int, weakref.ref] = {}
 
     def __call__(self, *args: Any, spared: Any = None, **options: Any) -> Any:
@@ -197,7 +199,10 @@ class Donating:
         is_traced = any(isinstance(x, jax.core.Tracer) for x in leaves)
         if self._shardings is None or is_traced or all(map(self._is_own, leaves)):
             return params, state
-        shardings = treedef.flatten_up_to(self._shardings(params, state))
+        form = treedef, tuple(map(jnp.shape, leaves))
+        if form not in self._homes:
+            self._homes[form] = treedef.flatten_up_to(self._shardings(params, state))
+        shardings = self._homes[form]
         away = [i for i, x in enumerate(leaves) if not _is_at(x, shardings[i])]
         moved = (put or _put)([leaves[i] for i in away], [shardings[i] for i in away])
         for i, x in zip(away, moved, strict=True):
@@ -238,7 +243,12 @@ class Donating:
 
 def _put(leaves, shardings):
     """The arrays at their shardings. Unlike `jax.device_put`, no process asks others for theirs."""
-    return jax.jit(lambda leaves: leaves, out_shardings=shardings)(leaves) if leaves else []
+    return _mover(tuple(shardings))(leaves) if leaves else []
+
+
+@functools.lru_cache(maxsize=64)
+def _mover(shardings):
+    return jax.jit(lambda leaves: leaves, out_shardings=list(shardings))
 
 
 def shapes_at(leaves: list[Any], shardings: list[Any]) -> list[jax.ShapeDtypeStruct]:
