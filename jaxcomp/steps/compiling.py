@@ -260,7 +260,7 @@ def shapes_at(leaves: list[Any], shardings: list[Any]) -> list[jax.ShapeDtypeStr
 def _is_at(x, sharding):
     """Whether a value is an array that lies so; JAX returns empty arrays anywhere."""
     own = getattr(x, "sharding", None)
-    return not jnp.size(x) or (own is not None and own.is_equivalent_to(sharding, x.ndim))
+    return 0 in jnp.shape(x) or (own is not None and own.is_equivalent_to(sharding, x.ndim))
 
 
 def _buffers(x):
