@@ -166,9 +166,10 @@ def vary_over(x: jax.Array, names: Iterable[str]) -> jax.Array:
 def typed_as(shape: Any, axes: frozenset[str], types: Sequence[Any]) -> Any:
     """The type of a shape that varies over these axes, which those of `types` together have."""
     at = NamedSharding(types[0].sharding.mesh, PartitionSpec())
-    wide = [each for each in types if axes and axes <= varying_axes(each)]
-    kind = min(wide, key=lambda each: len(varying_axes(each))).manual_axis_type if wide else None
-    return shape.update(sharding=at, **({"manual_axis_type": kind} if kind is not None else {}))
+    if not axes:
+        return shape.update(sharding=at)
+    wide = [each.manual_axis_type for each in types if axes <= varying_axes(each)]
+    return shape.update(sharding=at, manual_axis_type=min(wide, key=lambda it: len(it.varying)))
 
 
 def is_mapped(x: jax.Array) -> bool:

@@ -11,6 +11,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jaxcomp
+from jaxcomp import report
 from jaxcomp.steps import untyped
 from tests.helpers.layered import EXACT, assert_close, make_batch, make_params
 from tests.helpers.replicas import mesh_of
@@ -57,6 +58,19 @@ def test_it_trains_as_with_types(make):
     found, expected = make(looped), make(functools.partial(looped, zeros=jnp.zeros_like))
     assert_close(found, expected, 1e-6)
     assert np.abs(found[0]["first"] - make_params()["first"]).max() > 0.01
+
+
+def test_it_compiles_to_a_program_of_the_same_cost(optimized):
+    params, batch, costs = make_params(), make_batch(), []
+    for zeros in (zeros_alike, jnp.zeros_like):
+        loss_fn = functools.partial(looped, zeros=zeros)
+        init, step = jaxcomp.train_step(loss_fn, DENSE, mesh_of(2), "replica")
+        program = step.lower(params, init(params), batch).compile()
+        kernels = [program.as_text().count(f" {name}(") for name in ("fusion", "dot", "while")]
+        memory, flops = program.memory_analysis(), program.cost_analysis()["flops"]
+        sent = report.sent_bytes(program, mesh_of(2))
+        costs.append((kernels, memory.temp_size_in_bytes, flops, sent))
+    assert costs[0] == costs[1] and min(costs[0][0]) > 0
 
 
 def test_what_else_it_returns_has_its_types():
