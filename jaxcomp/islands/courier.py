@@ -18,6 +18,7 @@ from jaxcomp.islands import envelopes, runs
 
 log = logging.getLogger("jaxcomp.islands")
 _SOON = 0.01  # seconds until the thread looks again after something has moved
+_READS = 5.0  # seconds that a step waits for a round that others have decided
 _DECISION = ("round", "members", "left_out", "consensus", "saves")
 
 
@@ -90,7 +91,8 @@ class Courier(threading.Thread):
         # What is ready, in order; a `Snapshot` replaces all before it, an error has ended the run.
         self._ready: queue.SimpleQueue[Decided | runs.Snapshot | Exception] = queue.SimpleQueue()
         self._last = start.last
-        self._absent = {*_absent(start.last, start.round), name}  # who missed the last round
+        self._missed = {*_missed(start.last, start.round), name}  # who missed the last round
+        self._absent = set(self._missed)  # who missed one of the last two, and is not back yet
         self._posts: collections.deque[Post] = collections.deque()
         self._snaps: collections.deque[tuple] = collections.deque()
         self._mine: Message | None = None
@@ -100,6 +102,8 @@ class Courier(threading.Thread):
         self._found: dict[str, Message] = {}  # of the round
         self._bad: dict[str, str] = {}
         self._wake, self._ends, self._leaves = threading.Event(), False, False
+        self._rests = threading.Event()  # unset while it reads rounds that others have decided
+        self._rests.set()
 
     @property
     def ready(self) -> int:
@@ -117,8 +121,13 @@ class Courier(threading.Thread):
         self._wake.set()
 
     def take(self, timeout: float) -> Decided | runs.Snapshot | None:
-        """What is ready next, or None after so many seconds; raises what has ended the thread."""
+        """What is ready next, or None after so many seconds; raises what has ended the thread.
+
+        While the thread reads rounds that others have decided, it waits for the next.
+        """
         try:
+            if self._ready.empty():
+                self._rests.wait(_READS)
             found = self._ready.get(timeout=timeout) if timeout else self._ready.get_nowait()
         except queue.Empty:
             return None
@@ -154,8 +163,10 @@ class Courier(threading.Thread):
                 if not self.trouble:  # once until it answers again
                     log.warning("island %s tries again: %s", self.island, error)
                 self.trouble = str(error)
+                self._rests.set()
             except Exception as error:  # the island raises it where its user can see it
                 self._ready.put(error)
+                self._rests.set()
                 return
             pause = _SOON if moved else min(2 * pause, self.rules.poll)
             self._wake.wait(0 if ends else pause)
@@ -179,15 +190,16 @@ class Courier(threading.Thread):
             return self._reload(wanted)
         if "members" in here:
             return self._read(view)
+        self._rests.set()
+        if self.island in self._absent and (self.trains or self._posts) and self._mine is None:
+            self.room.write(f"{self._path(self.island, self.fence)}.here", {})
+            self._absent.remove(self.island)
         moved = self._send()
         for name, fence in sorted(view.fences.items()):
             if f"{name}.{fence:08d}" in here:
                 self._fetch(name, fence)
         if self._found.keys() - {self.island}:
             self.opened = self.round
-        if self.island in self._absent and self.trains and self._mine is None:
-            self.room.write(f"{self._path(self.island, self.fence)}.here", {})
-            self._absent.remove(self.island)
         here_again = {name for name, f in view.fences.items() if f"{name}.{f:08d}.here" in here}
         # Others may have joined between this look and its message, so it looks again first.
         return moved or self._decide(view, self._absent - here_again)
@@ -312,13 +324,16 @@ class Courier(threading.Thread):
         last |= {message.name: [message.fence, self.round] for message in messages}
         has_mine = last.get(self.island) == [self.fence, self.round]
         saves = decision["saves"] == self.island
-        self._ready.put(Decided(self.round, messages, left_out, has_mine, last, saves))
+        decided = Decided(self.round, messages, left_out, has_mine, last, saves)
         self._go_on(self.round + 1, last)
+        self._ready.put(decided)
         return True
 
     def _go_on(self, number: int, last: dict[str, list[int]]) -> None:
-        absent, self._last = _absent(last, number), last
-        self.round, self._absent = number, set(absent)
+        self._rests.clear()
+        # Who came back for one round may be slow: it is waited for again once it trains.
+        before, self._missed = self._missed, _missed(last, number)
+        self.round, self._last, self._absent = number, last, before | self._missed
         self._mine, self._found, self._bad, self._known = None, {}, {}, None
         self.trains = False
 
@@ -330,12 +345,12 @@ class Courier(threading.Thread):
         self._reload_from = None
         mine = [self.fence, self.round]  # the message that waits is of this round
         has_mine = self._mine is not None and snapshot.last.get(self.island) == mine
-        self._ready.put(snapshot._replace(has_mine=has_mine))
         if snapshot.round != self.round:
             self._go_on(snapshot.round, snapshot.last)
+        self._ready.put(snapshot._replace(has_mine=has_mine))
         return True
 
 
-def _absent(last: dict[str, list[int]], number: int) -> list[str]:
+def _missed(last: dict[str, list[int]], number: int) -> set[str]:
     """The known names without a message in the round before this one."""
-    return [name for name, (_, counted) in last.items() if counted < number - 1]
+    return {name for name, (_, counted) in last.items() if counted < number - 1}

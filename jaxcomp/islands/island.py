@@ -26,6 +26,7 @@ from jaxcomp.methods.moments import to_moment_dtype
 _FOUR_BITS = quantize(4)
 _checksum = in_turn(jax.jit(checksum))
 _NAME = "islands.join"
+_MOST = 100  # rounds that are merged in one step
 
 
 class Seconds(NamedTuple):
@@ -88,7 +89,7 @@ def join(
 
     A round is decided as soon as nobody is missing; or when the deadline of one of its islands
     has passed, if a quorum is there. An island that missed it keeps its difference, moves along
-    with the consensus, and sends all for the next round.
+    with the consensus, and opens the next round with all of it.
 
     Args:
       url: `s3://bucket/run`, `gs://...`, `az://...`, `file:///folder/run`, or `memory://run` within
@@ -107,8 +108,8 @@ def join(
         waits only if the round is later.
       keep: Share of its own difference that an island keeps at an outer step, in [0, 1).
       quorum: Fewest islands of a round.
-      deadline: Seconds from this island's message until it stops waiting for missing islands; more
-        than a step of the slowest one.
+      deadline: Seconds from this island's message until it stops waiting for missing islands. One
+        whose steps take longer counts after each of them, and is not waited for.
       patience: Seconds until `step` stops waiting for a round, by a `TimeoutError`; more than
         `deadline`.
       snapshots: Rounds between two snapshots of the consensus, from which others join. Members
@@ -260,12 +261,11 @@ class Island:
         news = self._crew.look(params)
         if not self._acts(news):
             return params
-        held = start = self._cut(params)
-        if self._pending is not None:
-            held = self._settled(held)
-        else:
-            while news.ready and (event := self._event(None)) is not None:
-                held = self._merged(held, event)
+        start = self._cut(params)
+        others_are_ahead = news.ready > 0 and self._pending is None
+        held = self._settled(start)
+        if others_are_ahead or self._is_late:
+            held = self._merged_ready(held)
         if self._is_due(news):
             self._end_interval(news)
             self._send(held)
@@ -329,9 +329,18 @@ class Island:
     def _is_due(self, news: News) -> bool:
         """Whether an interval has ended, or another island has opened the round.
 
-        So all come to send together, whenever they have begun and however fast they are.
+        So all come to send together, whenever they have begun and however fast they are. One that
+        was too late opens the next round: if its steps are longer than rounds, it is late again
+        when others do.
         """
-        return self._intervals(news) > self._ended or news.opened == self.rounds
+        opened = news.opened == self.rounds or self._is_late
+        return self._intervals(news) > self._ended or opened
+
+    @property
+    def _is_late(self) -> bool:
+        """Whether the last round was decided before this island sent its difference."""
+        last = self.last
+        return last is not None and not last.counted and self._name not in last.left_out
 
     def _intervals(self, news: News) -> int:
         """How many intervals have ended since their origin."""
@@ -385,9 +394,17 @@ class Island:
             raise
 
     def _settled(self, held):
-        """Waits for the round under way, and merges it and those before."""
+        """Waits for the round under way, if there is one, and merges it and those before."""
         while self._pending is not None:
             held = self._merged(held, self._event(self._patience))
+        return held
+
+    def _merged_ready(self, held):
+        """Merges the rounds that are decided; not all, if others make them faster than that."""
+        for _ in range(_MOST):
+            if (event := self._event(None)) is None:
+                break
+            held = self._merged(held, event)
         return held
 
     def _merged(self, held, event):
