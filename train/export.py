@@ -46,7 +46,8 @@ def export(run: pathlib.Path, to: pathlib.Path, dtype: str, like: pathlib.Path |
             if not left:
                 raise
     tokenizer, like = like or tokenizer_of(config), like or origin(config["start_from"])
-    folder.save(to, model, params, jnp.dtype(dtype), like, tokenizer)
+    reads_bytes = like is None and config["data"].get("tokenizer") is None
+    folder.save(to, model, params, jnp.dtype(dtype), like, tokenizer, reads_bytes)
 
 
 def export_adapter(run: pathlib.Path, to: pathlib.Path, like: pathlib.Path | None) -> None:

@@ -16,7 +16,7 @@ from jaxcomp.launch.exits import clean_exits, show
 from train import checks
 from train.data import chat as chats
 from train.data.tokenizer import Tokenizer, load_tokenizer
-from train.huggingface import folder, settings
+from train.huggingface import adapters, folder, settings
 from train.huggingface.pretrained import tokenizer_of
 from train.models import modules
 from train.models.decoder import Decoder, DecoderConfig
@@ -58,6 +58,7 @@ def generated(
             "of 0 or more."
         )
     folder.require_no_run(path)
+    adapters.require_none(path)
     _, config = settings.read(path)
     source = tokenizer_of(path, config.vocab)
     tokenizer = load_tokenizer(source)

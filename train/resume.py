@@ -22,7 +22,7 @@ from train.checkpoints import emergency, files, mean, store, trees
 from train.config import Config
 from train.config.facts import by_name, to_json
 from train.config.run import AXIS_NAME
-from train.huggingface import folder, safetensors
+from train.huggingface import adapters, folder, safetensors
 from train.models import lora
 from train.placement import build
 from train.task import Task
@@ -153,6 +153,7 @@ def _first(task: Task) -> tuple[Any, Any]:
     if task.config.start_from is None:
         return task.init()
     start_from = task.config.start_from
+    agree.from_first(lambda: adapters.require_none(start_from))
     weights = lambda digest: distributed.require_same({f"weights in {start_from}": digest[:12]})
     if agree.from_first(lambda: folder.is_folder(start_from)):
         weights(safetensors.sampled(start_from))
@@ -172,12 +173,27 @@ def _first(task: Task) -> tuple[Any, Any]:
             f"model.lora={rank} is added to a Hugging Face folder, but start_from={start_from!r} "
             f"is a run without LoRA; write {command}, and --start-from FOLDER."
         )
-    params = mean.restore_whole(saved, task.natural, task.mesh)
+    params = _with_own_head(task, saved)
     changes = _changes(saved.metadata.get("config"), json.loads(to_json(task.config)))
     if changes := [change for change in changes if change.startswith(_READ_WITH)]:
         what = f"with the parameters of {start_from}, which had other settings"
         _say(task.config.name, 0, f"{what}: {'; '.join(changes)}")
     return task.init(jax.device_put(params, task.places))
+
+
+def _with_own_head(task: Task, saved: store.Saved) -> Any:
+    """The parameters of another run, with a new head if that run had other classes, as in timm."""
+    config, old = task.config, saved.metadata.get("config")
+    model = old.get("model") if isinstance(old, dict) else None
+    had = model.get("classes") if isinstance(model, dict) else None
+    classes = getattr(config.model, "classes", None)
+    if None in (had, classes) or had == classes:
+        return mean.restore_whole(saved, task.natural, task.mesh)
+    as_saved = dataclasses.replace(config, model=dataclasses.replace(config.model, classes=had))
+    params = mean.restore_whole(saved, build.param_shapes(as_saved), task.mesh)
+    drawn = jax.jit(lambda: build.random_params(config), out_shardings=task.places)()
+    _say(config.name, 0, f"with a new head for {classes} classes: {config.start_from} has {had}")
+    return jax.tree.map(lambda x, new: x if x.shape == new.shape else new, params, drawn)
 
 
 def _pretrained(task: Task, path: str) -> Any:

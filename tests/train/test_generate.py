@@ -107,6 +107,19 @@ def test_a_model_of_bytes_needs_no_tokenizer_and_a_run_is_exported_first(model):
     safe.save_file(weights, model / "model.safetensors")
     (text,) = generate.generated(model, ["import"], 3)
     assert text.startswith("import\n") and len(text) > 7
+    # A model of bytes may have more tokens, if its folder says so; they are no text.
+    more = np.concatenate([weights["transformer.wte.weight"], np.ones((44, 16), np.float32)])
+    safe.save_file(weights | {"transformer.wte.weight": more}, model / "model.safetensors")
+    settings(model, vocab_size=300)
+    with pytest.raises(ValueError, match="tokenizer.json"):
+        generate.generated(model, ["import"], 3)
+    settings(model, reads_bytes=True)
+    texts = generate.generated(model, ["import"] * 9, 9, temperature=99.0)
+    assert all(text.startswith("import") for text in texts)
+    assert 9 > np.mean([len(text) - 6 for text in texts]) > 6
+    (model / "adapter_config.json").write_text('{"base_model_name_or_path": "some/model"}')
+    with pytest.raises(ValueError, match="is an adapter of some/model; write .*FOLDER --like BASE"):
+        generate.generated(model, ["import"], 3)
     (model / "checkpoints").mkdir()
     with pytest.raises(ValueError, match="is a run; write python -m train.export .* FOLDER, and"):
         generate.generated(model, ["import"], 3)

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import json
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -19,7 +20,13 @@ from train import loop, resume
 from train import task as tasks
 from train.checkpoints import emergency
 from train.checkpoints.store import open_checkpoints
+from train.config import Images
+from train.config.facts import to_json
 from train.models.decoder import DecoderConfig
+from train.models.resnet import ResNetConfig
+from train.models.swin import SwinConfig
+from train.models.vit import ViTConfig
+from train.placement import build
 
 
 @jaxcomp.MethodState.register
@@ -146,6 +153,41 @@ def test_what_was_set_otherwise_in_the_run_that_gives_parameters_is_told(task_of
     changed = task._replace(config=dataclasses.replace(task.config, **changes))
     resume.begin(changed, tmp_path / "new")
     assert capsys.readouterr().err == f"{told}model.heads 2 -> 4\n"
+
+
+SMALL_MODELS = [
+    ViTConfig(layers=1, width=8, heads=2, classes=3),
+    SwinConfig(blocks=(1,), width=8, heads=2, size=8, classes=3),
+    ResNetConfig(blocks=(1,), width=8, stem="plain", size=8, classes=3),
+]
+
+
+@pytest.mark.parametrize("few", SMALL_MODELS, ids=lambda model: type(model).__name__)
+def test_a_run_with_other_classes_has_a_new_head(few, tmp_path, capsys):
+    config = tiny_config(tmp_path, objective="classify", model=few, data=Images(batch=8))
+    mesh, here = (
+        jax.make_mesh((1,), ("replica",)),
+        jax.sharding.SingleDeviceSharding(jax.devices()[0]),
+    )
+    as_task = lambda config: SimpleNamespace(
+        config=config,
+        mesh=mesh,
+        natural=build.param_shapes(config),
+        places=jax.tree.map(lambda _: here, build.param_shapes(config)),
+        init=lambda params: (params, None),
+    )
+    old = jax.tree.map(lambda x: x + 1, build.random_params(config))
+    with contextlib.closing(open_checkpoints(tmp_path / "checkpoints")) as checkpoints:
+        checkpoints.save(1, {"params": old}, {"config": json.loads(to_json(config))})
+    more = dataclasses.replace(few, classes=5)
+    begun = dataclasses.replace(config, model=more, seed=1, start_from=str(tmp_path))
+    params = resume.begin(as_task(begun), tmp_path / "new")[0]
+    drawn = jax.jit(lambda: build.random_params(begun))()
+    jax.tree.map(np.testing.assert_array_equal, params, old | {"head": drawn["head"]})
+    assert f"with a new head for 5 classes: {tmp_path} has 3\n" in capsys.readouterr().err
+    wide = dataclasses.replace(more, width=2 * few.width)
+    with pytest.raises(ValueError, match="is of another model"):
+        resume.begin(as_task(dataclasses.replace(begun, model=wide)), tmp_path / "new")
 
 
 def test_rows_stay_where_checkpoints_are_on_a_disk_that_is_not_there(

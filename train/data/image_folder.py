@@ -104,6 +104,12 @@ def _find(path: str) -> _Found:
     classes = [name.split("/")[len(parts) - 1] for name in names]
     in_train = len(found[0])
     numbers = {name: number for number, name in enumerate(sorted({*classes[:in_train]}))}
+    shown = {path.name for path in parts[0].iterdir() if path.is_dir()}
+    if empty := sorted(name for name in shown - numbers.keys() if not name.startswith(".")):
+        raise ValueError(
+            f"{str(parts[0])!r} has folders without images, {empty}, but each folder is a class; "
+            f"put images there ({', '.join(sorted(_SUFFIXES))}), or take the folders out."
+        )
     if strange := {*classes} - numbers.keys():
         raise ValueError(f"{str(parts[-1])!r} has classes that train has not: {sorted(strange)}.")
     return _Found(

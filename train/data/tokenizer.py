@@ -198,7 +198,7 @@ def _bytes() -> Tokenizer:
     return Tokenizer(
         encode=encode,
         spans=spans,
-        decode=lambda tokens: bytes(map(int, tokens)).decode("utf-8", "replace"),
+        decode=lambda tokens: bytes(int(t) for t in tokens if t < 256).decode("utf-8", "replace"),
         vocab=256,
         begin=(),
         end=tuple(b"\n"),

@@ -6,6 +6,7 @@ and `lora_B.weight`, [outputs, rank], for each matrix of the Hugging Face model.
 
 import json
 import pathlib
+import shlex
 from collections.abc import Iterator
 from typing import Any
 
@@ -67,6 +68,20 @@ def save(to: pathlib.Path, config: DecoderConfig, params: Any, base: pathlib.Pat
 def is_adapter(path: str | pathlib.Path) -> bool:
     """Whether a folder is of an adapter."""
     return pathlib.Path(path, _CONFIG).is_file()
+
+
+def require_none(path: str | pathlib.Path) -> None:
+    """Raises a ValueError if a folder is of an adapter, which has to be added to its base first."""
+    if is_adapter(path):
+        about = checks.json_object(pathlib.Path(path, _CONFIG))
+        base = about.get("base_model_name_or_path") or "a folder"
+        command = shlex.join(
+            ["python", "-m", "train.export", str(path), "FOLDER", "--like", "BASE"]
+        )
+        raise ValueError(
+            f"{str(path)!r} is an adapter of {base}; write {command}, where BASE is the folder of "
+            "that model, and take FOLDER."
+        )
 
 
 def merge(adapter: pathlib.Path, to: pathlib.Path, dtype: Any, base: pathlib.Path) -> None:

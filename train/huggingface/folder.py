@@ -28,6 +28,8 @@ TOKENIZER = (
     "merges.txt chat_template.jinja generation_config.json"
 ).split()
 """Files that an export copies."""
+READS_BYTES = "reads_bytes"
+"""Field of an exported config.json: its first 256 tokens are bytes, without a tokenizer."""
 _BLOCK = re.compile(r"^block(s(_(?P<first>\d+))?|_(?P<number>\d+))/")
 
 
@@ -85,6 +87,7 @@ def save(
     dtype: Any = np.float32,
     like: str | pathlib.Path | None = None,
     tokenizer: str | pathlib.Path | None = None,
+    reads_bytes: bool = False,
 ) -> None:
     """Writes a folder that transformers can load; LoRA is merged into the kernels.
 
@@ -99,6 +102,7 @@ def save(
         fields of its config.json that are not about the model, such as the first and last token of
         a text.
       tokenizer: A folder whose tokenizer is copied instead.
+      reads_bytes: Whether the model has no tokenizer because its tokens are bytes.
 
     Raises:
       ValueError: If the folder is not new, or Hugging Face has no such architecture.
@@ -114,6 +118,7 @@ def save(
         kind, there = settings.read(like)
         settings.require_same(config, there, str(like))
         written = checks.json_object(pathlib.Path(like, "config.json")) | {"model_type": kind}
+    written |= {READS_BYTES: True} if reads_bytes else {}
     arrays = _theirs(written["model_type"], config, params, np.dtype(dtype))
     write(folder, arrays, written, np.dtype(dtype), like if tokenizer is None else tokenizer)
 

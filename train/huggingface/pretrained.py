@@ -4,7 +4,8 @@ import dataclasses
 import pathlib
 from typing import Literal
 
-from train.huggingface import folder, settings
+from train import checks
+from train.huggingface import adapters, folder, settings
 from train.models.decoder import DecoderConfig
 
 _USUAL = 1024  # tokens: what a model is made for may not fit
@@ -35,6 +36,7 @@ class Pretrained:
             maximum context is too short.
         """
         folder.require_no_run(path)
+        adapters.require_none(path)
         if not folder.is_folder(path):
             raise ValueError(
                 f"start_from={path!r} is no Hugging Face folder: it has no config.json with a "
@@ -47,5 +49,8 @@ class Pretrained:
 
 
 def tokenizer_of(path: str | pathlib.Path, vocab: int) -> str | pathlib.Path | None:
-    """The folder, for its tokenizer; None if it has none, and a model of `vocab` bytes."""
-    return None if vocab == 256 and not pathlib.Path(path, "tokenizer.json").exists() else path
+    """The folder, for its tokenizer; None if it has none, and the model reads bytes."""
+    if pathlib.Path(path, "tokenizer.json").exists():
+        return path
+    about = checks.json_object(pathlib.Path(path, "config.json"))
+    return None if vocab == 256 or about.get(folder.READS_BYTES) is True else path

@@ -175,6 +175,16 @@ def test_images_that_do_not_fit_the_model_are_refused(tmp_path, form, model, mes
     assert found.record["images"] > 0
 
 
+@pytest.mark.parametrize("parts", [("",), ("train", "val")])
+def test_a_folder_without_images_is_no_class_without_a_word(tmp_path, parts):
+    path = pictures.folder(tmp_path / "f", parts, count=20)
+    for name in ("cat", ".git"):
+        (tmp_path / "f" / parts[0] / name).mkdir()
+    (tmp_path / "f" / parts[0] / "cat" / "0.heic").touch()
+    with pytest.raises(ValueError, match=r"has folders without images, \['cat'\], but each folder"):
+        images.read(Images("folder", path), FOLDER)
+
+
 def test_a_class_may_be_a_link_to_a_folder(tmp_path):
     pictures.folder(tmp_path / "f")
     (tmp_path / "f" / "bee").rename(tmp_path / "bees")
