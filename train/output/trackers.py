@@ -101,7 +101,11 @@ def wandb(
     metrics.write_text(identity, f"{run.id}\n")
     try:
         yield lambda row: run.log(_numbers(row), step=int(row["step"]))
-    finally:
+    except BaseException:
+        with contextlib.suppress(OSError):  # of the same disk: the run's own error says more
+            run.finish()
+        raise
+    with named(folder / "wandb"):
         run.finish()
 
 

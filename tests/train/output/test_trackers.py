@@ -97,6 +97,21 @@ def test_weights_and_biases_gets_the_numbers_of_a_row_and_an_end(tmp_path, wandb
     assert rest == [("log", {"loss": 0.5}, 5), ("finish",)]
 
 
+def test_a_disk_that_is_full_at_the_end_hides_no_error_and_is_named(tmp_path, wandb, monkeypatch):
+    def finish():
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    run = sys.modules["wandb"].init(dir=str(tmp_path))
+    run.finish = finish
+    monkeypatch.setattr(sys.modules["wandb"], "init", lambda **settings: run)
+    with pytest.raises(OSError, match="no space for a checkpoint"):
+        with trackers.wandb(tmp_path, {}, step=0):
+            raise OSError(errno.ENOSPC, "no space for a checkpoint")
+    with pytest.raises(OSError, match=f"No space left on device: '{tmp_path}/wandb'"):
+        with trackers.wandb(tmp_path, {}, step=0):
+            pass
+
+
 def test_a_resumed_run_goes_on_there_and_a_new_one_begins(tmp_path, wandb, monkeypatch):
     monkeypatch.setenv("WANDB_PROJECT", "mine")
     for step in (0, 4, 0):
