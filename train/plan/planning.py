@@ -81,16 +81,18 @@ def make_plan(config: Config, options: Options) -> tuple[planner.Plan, planner.L
         link = planner.uniform_link(options.link_rate, options.link_latency, replicas)
     runs, changes = runs_of(config)
     methods, silent = {}, contextlib.nullcontext(lambda more: None)
-    with progress.counted("plan", len(runs)) if agree.is_first() else silent as show:
+    local = functools.cache(lambda name: update_timer(runs[name], mesh)())
+    rate, codecs = options.codec_rate, {}
+    parts = len(runs) if rate is not None else 2 * len(runs)
+    with progress.counted("plan", parts) if agree.is_first() else silent as show:
         for name, run in runs.items():
             methods[name] = make_method(name, run, mesh, changes[name])
             show(1)
-    local = functools.cache(lambda name: update_timer(runs[name], mesh)())
-    if options.codec_rate is None:
-        codecs = {name: codec(methods[name], local(name) - local(DENSE), replicas) for name in runs}
-    else:
-        rate = options.codec_rate
-        codecs = {name: codec_seconds(runs[name], rate) if changes[name] else 0.0 for name in runs}
+            if rate is not None:
+                codecs[name] = codec_seconds(run, rate) if changes[name] else 0.0
+            else:
+                codecs[name] = codec(methods[name], local(name) - local(DENSE), replicas)
+                show(1)
     compute = options.compute_seconds
     if compute is None:
         compute = gradient_timer(config, mesh)() + local(DENSE)

@@ -1,5 +1,6 @@
 """`python -m train CONFIG --plan`: what is given, what is measured, and what is said of it."""
 
+import contextlib
 import dataclasses
 import re
 
@@ -88,6 +89,17 @@ def test_everything_is_measured_on_two_devices(one_method, tmp_path, capsys, mon
     monkeypatch.setattr(planning, "REPEATS", 1)
     short = ((1024, 4096), 1, 0.25, 0.0)
     monkeypatch.setattr(planning.link_probe.measure_link, "__defaults__", short)
+    shown = []
+
+    @contextlib.contextmanager
+    def counted(what, total):
+        yield shown.append
+        assert sum(shown) == total and callable(timers.pop())  # timed while it is shown
+
+    timers, update_timer = [], planning.update_timer
+    keep = lambda *args: timers.append(update_timer(*args)) or timers[-1]
+    monkeypatch.setattr(planning, "update_timer", keep)
+    monkeypatch.setattr(planning.progress, "counted", counted)
     program.main([str(write_config(tmp_path)), "--plan", "--measure"])
     said = capsys.readouterr().out
     alone = float(re.search(r"without an exchange a step takes ([\d.]+) ms", said)[1])
