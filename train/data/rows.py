@@ -63,7 +63,9 @@ def _lines(file: pathlib.Path, columns: Columns) -> Iterator[tuple[list[Any], in
             if line.strip():
                 where = f"line {number} of {str(file)!r}"
                 try:
-                    row = json.loads(line)
+                    row = json.loads(line.decode("utf-8-sig"))  # of bytes json guesses
+                except UnicodeDecodeError as error:
+                    raise ValueError(f"{where} is not UTF-8 text; convert the file.") from error
                 except (ValueError, RecursionError) as error:
                     raise ValueError(f"{where} is not JSON ({error}); fix or remove it.") from error
                 yield _fields(row, where, columns), len(line)

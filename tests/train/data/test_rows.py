@@ -68,6 +68,7 @@ def test_a_file_without_rows_has_none(tmp_path, text):
         ("a.csv", 'id,text\n1,"a\n', "a.csv' is not CSV .unexpected end of data"),
         ("a.csv", 'id,text\n1,"a"b\n', "line 2 of .*a.csv' is not CSV"),
         ("a.csv", b"id,text\n1,\xff\n", "a.csv' is not UTF-8 text"),
+        ("a.jsonl", '{"text": "a"}'.encode("utf-16"), "line 1 of .*a.jsonl' is not UTF-8 text"),
         ("a.json", b'[{"text": "\xff"}]', r"a.json' is not UTF-8 text \(byte 11\)"),
     ],
 )
