@@ -92,7 +92,8 @@ class Config:
     """Folder of all runs."""
     start_from: str | None = None
     """Folder of another run, such as runs/nano_dense, or a Hugging Face folder, whose parameters
-    this run starts from, for fine-tuning; the optimizer starts fresh. None: random parameters."""
+    this run starts from, for fine-tuning; the optimizer starts fresh, and so does the head for
+    another number of classes. None: random parameters."""
     resume: bool = True
     """Continue from the run directory's last checkpoint, if there is one."""
     accept_data: bool = False
