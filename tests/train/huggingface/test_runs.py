@@ -20,9 +20,9 @@ from train.checkpoints import mean, store
 from train.config import Config, Data, Optimizer
 from train.config import run as configs
 from train.huggingface import folder, safetensors, settings
-from train.huggingface.pretrained import Pretrained
-from train.models import lora
-from train.models.decoder import DecoderConfig
+from train.huggingface.pretrained import Pretrained, tokenizer_of
+from train.models import lora, modules
+from train.models.decoder import Decoder, DecoderConfig
 from train.models.resnet import ResNetConfig
 from train.placement import build
 
@@ -293,6 +293,29 @@ def test_a_folder_of_bytes_needs_no_tokenizer(config, tmp_path):
     (tmp_path / "tokenizer.json").touch()
     made = dataclasses.replace(config, model=Pretrained(), data=Data(), start_from=str(tmp_path))
     assert made.data.tokenizer == str(tmp_path)
+
+
+@pytest.mark.parametrize("tokenizer", [None, "gone"])
+def test_an_export_says_that_a_model_of_more_than_256_tokens_reads_bytes(
+    tokenizer, tmp_path, monkeypatch
+):
+    model = DecoderConfig(layers=1, width=8, heads=2, context=8, vocab=300)
+    _, params = modules.split(Decoder(model, rngs=modules.PathRngs(0)))
+    run = {"data": {"tokenizer": tokenizer}, "start_from": None}
+    monkeypatch.setattr(export, "_read", lambda _: (run, model, params))
+    export.export(tmp_path / "run", tmp_path / "to", "float32", None)
+    expected = None if tokenizer is None else tmp_path / "to"
+    assert tokenizer_of(tmp_path / "to", 300) == expected
+
+
+def test_an_adapter_is_added_to_its_base_before_a_run_starts_from_it(config, tmp_path):
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "some/model"}')
+    message = "is an adapter of some/model; write python -m train.export .*FOLDER --like BASE"
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(config, model=Pretrained(), start_from=str(tmp_path))
+    task = SimpleNamespace(config=dataclasses.replace(config, start_from=str(tmp_path)))
+    with pytest.raises(ValueError, match=message):
+        resume.begin(task, tmp_path / "new")
 
 
 def test_a_folder_needs_a_decoder(config):
