@@ -28,6 +28,7 @@ from jaxcomp.replicas.state import unstack
 from jaxcomp.replicas.types import is_mapped
 from jaxcomp.sharded import walks
 from jaxcomp.sharded.gathering import SECONDARY
+from jaxcomp.steps.compiling import Kept
 from jaxcomp.steps.placing import placed
 
 _WEIGHTS = quantize(8, block=1024, range="minmax")
@@ -87,7 +88,6 @@ class QSDP:
           ValueError: If a leaf is not floating, `fast_gradients` learns its levels, or the mesh
             lacks one of the axes.
         """
-        require_kept(params)
         require_two_bytes(params)
         plan = functools.partial(_planned, self, stacked)
         like = jax.tree.map_with_path(plan, params)
@@ -100,7 +100,6 @@ class QSDP:
         Takes any tree that contains `Shard`s, such as an optimizer's state; other leaves do not
         change. Compiles at each call; in a loop, call it inside `jax.jit`.
         """
-        require_kept(shards)
         specs = jax.tree.map(
             lambda x: P(self.axes) if is_shard(x) else P(), shards, is_leaf=is_shard
         )
@@ -377,7 +376,8 @@ def _on(mesh: Mesh, axes: tuple[str, ...], function: Callable, in_specs: Any, ou
     for name in axes:
         require_axis(mesh, name)
     mapped = jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
-    return jax.jit(lambda *args: mapped(*placed(mesh, args, jax.tree.broadcast(in_specs, args))))
+    at = lambda args: placed(mesh, args, jax.tree.broadcast(in_specs, args))
+    return Kept(jax.jit(lambda *args: mapped(*at(args))), mesh)
 
 
 def draws(code: Compressor) -> bool:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxcomp.compressors.policies import path_of
@@ -101,8 +101,13 @@ def qsdp_train_step(
     gradient = Gradient(loss_fn, mesh, mesh.axis_names, accumulate, has_aux, batch_specs)
     run = _Run(gradient, tx, rowwise, mesh, fsdp)
     return TrainStep(
-        Kept(jax.jit(functools.partial(_init, run))),
-        donating(functools.partial(_step, run), mesh, gathers_layers=True),
+        Kept(jax.jit(functools.partial(_init, run)), mesh),
+        donating(
+            functools.partial(_step, run),
+            mesh,
+            shardings=functools.partial(_shardings, run),
+            gathers_layers=True,
+        ),
     )
 
 
@@ -118,10 +123,26 @@ class _Run(NamedTuple):
 
 def _init(run, shards):
     _require_shards(run, shards)
-    cut = P(run.fsdp.axes)
+    cut, specs = _specs(run, shards)
     own = functools.partial(_init_local, run)
-    specs = specs_of(own, run.mesh, run.fsdp.axes, cut, shards)
-    return jax.shard_map(own, mesh=run.mesh, in_specs=cut, out_specs=specs)(shards)
+    shards = placed(run.mesh, shards, cut)
+    return jax.shard_map(own, mesh=run.mesh, in_specs=(cut,), out_specs=specs)(shards)
+
+
+def _specs(run, shards):
+    """The PartitionSpecs of the shards and of the state; the shards may lie anywhere."""
+    cut = P(run.fsdp.axes)
+    at = NamedSharding(run.mesh, cut)
+    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), shards)
+    own = functools.partial(_init_local, run)
+    return jax.tree.broadcast(cut, like), specs_of(own, run.mesh, run.fsdp.axes, cut, like)
+
+
+def _shardings(run, shards, state):
+    """Where a step returns shards and state."""
+    del state
+    _require_shards(run, shards)
+    return jax.tree.map(functools.partial(NamedSharding, run.mesh), _specs(run, shards))
 
 
 def _init_local(run, shards):
@@ -133,19 +154,18 @@ def _init_local(run, shards):
 
 
 def _step(run, shards, state, batch, rng=None, model_state=None, extra_args=None):
-    mesh, axes, gradient = run.mesh, run.fsdp.axes, run.gradient
+    mesh, gradient = run.mesh, run.gradient
     _require_shards(run, shards)
     batch, batch_specs = placed_batch(gradient, batch)
-    cut, rows = P(axes), P(mesh.axis_names)
+    rows = P(mesh.axis_names)
     extra_specs = specs_of_extra(gradient, model_state)
-    shards = placed(mesh, shards, jax.tree.broadcast(cut, shards))
-    specs = specs_of(functools.partial(_init_local, run), mesh, axes, cut, shards)
-    state = placed(mesh, state, specs)
+    own_specs = _specs(run, shards)
+    shards, state = placed(mesh, (shards, state), own_specs)
     shards, state, loss, skipped, extra = jax.shard_map(
         functools.partial(_step_local, run),
         mesh=mesh,
-        in_specs=(cut, specs, batch_specs, P(), P(), P()),
-        out_specs=(cut, specs, rows, P(), extra_specs),
+        in_specs=(*own_specs, batch_specs, P(), P(), P()),
+        out_specs=(*own_specs, rows, P(), extra_specs),
     )(shards, state, batch, rng, model_state, extra_args)
     return shards, state, metrics_of(gradient, loss, skipped, extra, model_state)
 

@@ -11,6 +11,7 @@ from jax import dtypes
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxcomp._checks import is_array, require_kept
+from jaxcomp.steps.placing import movable
 
 # XLA:GPU's latency hiding scheduler assumes that a message takes microseconds, and overlaps little
 # with it. The plain scheduler starts each message as early and ends it as late as it can. Combined
@@ -68,14 +69,23 @@ def jitted(function: Any, mesh: Mesh | AbstractMesh, out_shardings: Any = None) 
 
 
 class Kept:
-    """A jitted function, which refuses arrays that a step has donated."""
+    """A jitted function, which refuses arrays that a step has donated.
 
-    def __init__(self, program: Any):
-        self._program = program
+    It takes arrays of other devices than those of the mesh, if it knows one.
+    """
+
+    def __init__(self, program: Any, mesh: Mesh | AbstractMesh | None = None):
+        self._program, self._mesh = program, mesh
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         require_kept(*args, *options.values())
+        args, options = movable(self._mesh, (args, options))
         return self._program(*args, **options)
+
+    def lower(self, *args: Any, **options: Any) -> Any:
+        """The lowered program."""
+        args, options = movable(self._mesh, (args, options))
+        return self._program.lower(*args, **options)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._program, name)
@@ -120,7 +130,7 @@ def donating(
     """
     options = None if mesh is None else compiler_options(mesh, **mesh_options)
     program = jax.jit(function, donate_argnums=(0, 1), compiler_options=options)
-    return Donating(program, shardings)
+    return Donating(program, mesh, shardings)
 
 
 class ByState:
@@ -161,13 +171,19 @@ class Donating:
 
     Args:
       program: The jitted function, or its lowered or compiled program.
+      mesh: Where it runs, as for `Kept`.
       shardings: `params, state -> (shardings of both)`, where the function returns them. Arrays
         that are elsewhere, of a model's `init` or in NumPy, are put there first. The function is
         then compiled once, and not again for what it has returned.
     """
 
-    def __init__(self, program: Any, shardings: Callable[..., Any] | None = None):
-        self._program, self._shardings = program, shardings
+    def __init__(
+        self,
+        program: Any,
+        mesh: Mesh | AbstractMesh | None = None,
+        shardings: Callable[..., Any] | None = None,
+    ):
+        self._program, self._mesh, self._shardings = program, mesh, shardings
         self._homes: dict[Any, list[Any]] = {}  # shardings by tree and shapes
         self._made: dict[int, weakref.ref] = {}
 
@@ -184,11 +200,11 @@ class Donating:
     def lower(self, *args: Any, **options: Any) -> "Donating":
         """The lowered program. What it compiles to copies, too."""
         args, options = self._placed(shapes_at, args, options)
-        return Donating(self._program.lower(*args, **options), self._shardings)
+        return Donating(self._program.lower(*args, **options), self._mesh, self._shardings)
 
     def compile(self, *args: Any, **options: Any) -> "Donating":
         """The program that a lowered one compiles to."""
-        return Donating(self._program.compile(*args, **options), self._shardings)
+        return Donating(self._program.compile(*args, **options), self._mesh, self._shardings)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._program, name)
@@ -204,7 +220,8 @@ class Donating:
             self._homes[form] = treedef.flatten_up_to(self._shardings(params, state))
         shardings = self._homes[form]
         away = [i for i, x in enumerate(leaves) if not _is_at(x, shardings[i])]
-        moved = (put or _put)([leaves[i] for i in away], [shardings[i] for i in away])
+        moved = movable(self._mesh, [leaves[i] for i in away])
+        moved = (put or _put)(moved, [shardings[i] for i in away])
         for i, x in zip(away, moved, strict=True):
             leaves[i] = x
         return treedef.unflatten(leaves)
@@ -215,7 +232,8 @@ class Donating:
         if not all(name in named for name in _OWN):
             return args, options
         rest = {name: value for name, value in options.items() if name not in _OWN}
-        return (*self.placed(named["params"], named["state"], put), *args[2:]), rest
+        others, rest = movable(self._mesh, (args[2:], rest))
+        return (*self.placed(named["params"], named["state"], put), *others), rest
 
     def _apart(self, donated, others):
         """The donated trees, with copies of arrays that are there twice or among the others."""

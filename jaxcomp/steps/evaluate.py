@@ -63,7 +63,7 @@ def eval_step(
     require_axis(mesh, axis_name)
     update = Update(_NO_UPDATE, mesh, axis_name, param_specs, fast_axis)
     on = Gradient(measure_fn, mesh, update.axes, batch_specs=batch_specs)
-    return Kept(jitted(functools.partial(_measured, on, update), mesh, everywhere(mesh)))
+    return Kept(jitted(functools.partial(_measured, on, update), mesh, everywhere(mesh)), mesh)
 
 
 _NO_UPDATE = optax.with_extra_args_support(optax.identity())
@@ -122,6 +122,7 @@ def mean_params(
       ValueError: If a drift does not have a row per replica, of its parameter's shape.
     """
     require_kept(params, state)
+    params, state = placing.movable(mesh, (params, state))
     leaves, treedef = jax.tree.flatten(params)
     columns = [by_leaf(drift, params) for drift in protocol.drifts(state)]
     if not columns:

@@ -20,7 +20,7 @@ from jaxcomp.replicas import protocol
 from jaxcomp.replicas.specs import specs_of
 from jaxcomp.replicas.state import per_replica, stack, unstack
 from jaxcomp.replicas.types import names_of
-from jaxcomp.steps.compiling import Initial, donating, shapes_at
+from jaxcomp.steps.compiling import Donating, Initial, Kept, shapes_at
 from jaxcomp.steps.gradient import Gradient, all_gradients, check_accumulate, metrics_of
 from jaxcomp.steps.interleaved import exchanged
 from jaxcomp.steps.train import TrainStep
@@ -158,14 +158,15 @@ def overlapped_train_step(
     step = OverlappedStep(
         jax.jit(functools.partial(whole_drifts, update)) if fast_axis else None,
         jax.jit(functools.partial(_exchange, update)),
-        jax.jit(functools.partial(all_gradients, gradient)),
-        donating(
-            functools.partial(_finish, gradient, update),
-            shardings=functools.partial(shardings_of, update),
+        Kept(jax.jit(functools.partial(all_gradients, gradient)), mesh),
+        Donating(
+            jax.jit(functools.partial(_finish, gradient, update), donate_argnums=(0, 1)),
+            mesh,
+            functools.partial(shardings_of, update),
         ),
         concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="gradient"),
     )
-    return TrainStep(Initial(jax.jit(functools.partial(init_state, update))), step)
+    return TrainStep(Initial(jax.jit(functools.partial(init_state, update)), mesh), step)
 
 
 def _exchange(update, params, state, extra_args):

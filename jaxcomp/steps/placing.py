@@ -5,10 +5,13 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxcomp._checks import is_array
 from jaxcomp.replicas.specs import require_specs
 from jaxcomp.replicas.types import names_of
 
@@ -103,6 +106,29 @@ def placed(mesh: Mesh | AbstractMesh, tree: Any, specs: Any) -> Any:
     if not _explicit(mesh):
         return tree
     return jax.tree.map(jax.sharding.reshard, tree, _shardings(mesh, specs))
+
+
+def movable(mesh: Mesh | AbstractMesh | None, tree: Any) -> Any:
+    """The tree with arrays of other devices than the mesh's in NumPy, from where JAX moves them.
+
+    `jax.device_put(x, device)` and readers of checkpoints commit arrays to their devices, and JAX
+    refuses these beside arrays of the mesh.
+    """
+    if not isinstance(mesh, Mesh):
+        return tree
+    devices = set(mesh.devices.flat)
+    return jax.tree.map(lambda x: np.asarray(x) if _is_bound(x, devices) else x, tree)
+
+
+def _is_bound(x, devices):
+    """Whether an array of this process is committed to other devices; keys stay where they are."""
+    return (
+        is_array(x)
+        and x.committed
+        and x.is_fully_addressable
+        and not jnp.issubdtype(x.dtype, jax.dtypes.extended)
+        and x.sharding.device_set != devices
+    )
 
 
 def placed_rows(mesh: Mesh | AbstractMesh, tree: Any, axis_name: str) -> Any:

@@ -124,10 +124,10 @@ def train_step(
         options = compiler_options(mesh, early=sends_early(mesh, update.axes, state))
         return jax.jit(step, donate_argnums=(0, 1), compiler_options=options)
 
-    init = Initial(jax.jit(functools.partial(init_state, update)))
+    init = Initial(jax.jit(functools.partial(init_state, update)), mesh)
     has_devices = isinstance(mesh, Mesh)
     shardings = functools.partial(shardings_of, update) if has_devices else None
-    return TrainStep(init, Donating(ByState(jitted), shardings))
+    return TrainStep(init, Donating(ByState(jitted), mesh, shardings))
 
 
 def sends_early(mesh: Mesh | AbstractMesh, axes: str | tuple[str, ...], state: Any) -> bool:

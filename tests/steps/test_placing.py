@@ -16,6 +16,7 @@ from jaxcomp import report
 REPLICAS, OTHERS = 2, 2
 MEAN = jaxcomp.compressed_mean(jaxcomp.identity(), "replica")
 TX = optax.chain(MEAN, optax.sgd(0.5))
+COPIES = optax.contrib.schedule_free(TX, 0.5)
 TENSOR = {"up": P(None, "other"), "down": P("other", None)}
 FSDP = {"up": P("other"), "down": P("other")}
 
@@ -100,6 +101,65 @@ def test_so_are_the_programs_of_an_overlapped_step(compiled, caplog):
     for name in ("_exchange", "_finish"):  # the gradient's thread notes nothing here
         assert sum(f"XLA compilation of jit({name})" in line for line in said) == 1
     assert not metrics["skipped"]
+
+
+def on_one_device(tree):
+    """As `jax.device_put(x, device)` and readers of checkpoints commit arrays."""
+    return jax.device_put(tree, jax.devices()[0])
+
+
+@pytest.mark.parametrize("overlaps", [False, True], ids=["one program", "overlapped"])
+def test_steps_take_arrays_that_are_committed_to_one_device(overlaps):
+    mesh = mesh_of(AxisType.Explicit if overlaps else AxisType.Auto, REPLICAS)
+    make = jaxcomp.overlapped_train_step if overlaps else jaxcomp.train_step
+    tx = jaxcomp.cocktail_sgd(optax.sgd(0.5), "replica")
+    changed = lambda params, batch, *, model_state: (loss_fn(params, batch), model_state)
+
+    def trained(where):
+        init, step = make(changed, tx, mesh, "replica")
+        params, batch, own = where((make_params(), BATCH, np.ones(3, np.float32)))
+        state = where(jax.device_get(init(params)))
+        params, state, metrics = step(params, state, batch, model_state=own)
+        params, state = where(jax.device_get((params, state)))
+        measured = jaxcomp.eval_step(loss_fn, mesh, "replica")(params, state, batch)
+        return measured, jaxcomp.mean_params(params, state, mesh, "replica"), metrics
+
+    jax.tree.map(np.testing.assert_array_equal, trained(on_one_device), trained(lambda tree: tree))
+
+
+def test_an_initial_state_may_hold_such_parameters():
+    init, _ = jaxcomp.train_step(loss_fn, COPIES, mesh_of(AxisType.Auto, REPLICAS), "replica")
+    state = init(on_one_device(make_params()))
+    jax.tree.map(np.testing.assert_array_equal, state.z, make_params())
+
+
+def test_a_lowered_and_a_compiled_step_take_them_too():
+    mesh = mesh_of(AxisType.Explicit, REPLICAS)
+    init, step = jaxcomp.train_step(loss_fn, TX, mesh, "replica")
+    params, batch = on_one_device((make_params(), BATCH))
+    state = init(params)
+    program = step.lower(params, state, batch).compile()
+    params, _, _ = program(params, state, batch)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=0, atol=1e-6), params, dense())
+
+
+@pytest.mark.parametrize("where", [on_one_device, lambda tree: tree], ids=["one device", "numpy"])
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+def test_shards_of_a_checkpoint_may_lie_anywhere(kind, where, caplog):
+    mesh = mesh_of(kind, REPLICAS)
+    fsdp = jaxcomp.qsdp("replica", jaxcomp.identity(), jaxcomp.identity())
+    of_shards = lambda params, batch: loss_fn(fsdp.gather(params), batch)
+    init, step = jaxcomp.qsdp_train_step(of_shards, optax.sgd(0.5, momentum=0.9), mesh, fsdp)
+    shards = where(jax.device_get(fsdp.shard(where(make_params()), mesh)))
+    state = where(jax.device_get(init(shards)))
+    with jax.log_compiles():
+        for number in range(2):
+            shards, state, _ = step(shards, state, where(BATCH))
+            if not number:
+                once = fsdp.unshard(where(jax.device_get(shards)), mesh)
+    compiled = [r for r in caplog.records if "Finished XLA compilation of jit(_step)" in r.message]
+    assert len(compiled) == 1
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=0, atol=1e-6), once, dense())
 
 
 def test_an_fsdp_axis_shares_the_batch_where_its_spec_says_so():
