@@ -187,6 +187,7 @@ def _first_state(tx, params):
         state = tx.init(params)
         if not any(_nodes(optax.LookaheadState, state)):
             _require_last(state)
+            _require_not_averaged(state)
             return state
     raise ValueError(
         "optax.lookahead has two sets of parameters, and replicas have one, the consensus; leave "
@@ -210,6 +211,18 @@ def _require_last(state):
             )
         for each in chain:
             _require_last(each)
+
+
+def _require_not_averaged(state):
+    """A ValueError if a drift is inside `optax.contrib.schedule_free`."""
+    averages = _nodes(optax.contrib.ScheduleFreeState, state)
+    if any(drifts_of(average.base_optimizer_state) for average in averages):
+        raise ValueError(
+            "optax.contrib.schedule_free is around a method whose replicas drift: it would average "
+            "the consensus, and not what each replica has gone away from it. Write "
+            "optax.chain(jaxcomp.compressed_mean(...), optax.contrib.schedule_free_adamw(...)), "
+            "or leave it out."
+        )
 
 
 def _explain(error, state, params):

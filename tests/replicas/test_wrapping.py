@@ -50,6 +50,23 @@ def test_what_stands_behind_a_drift(method, behind):
     init(optax.chain(jaxcomp.demo(1e-3, "replica"), optax.scale(0.5)))
 
 
+@pytest.mark.parametrize(
+    "method",
+    [
+        jaxcomp.cocktail_sgd(optax.sgd(0.1), "replica"),
+        jaxcomp.local_steps(optax.sgd(0.1), "replica", every=4),
+    ],
+)
+def test_a_drift_in_a_schedule_free_average(method):
+    """Between exchanges the replicas trained as without it, and an exchange undid a part."""
+    with pytest.raises(ValueError, match="schedule_free is around a method whose replicas drift"):
+        init(optax.contrib.schedule_free(method, 0.1))
+    average = optax.contrib.schedule_free(optax.sgd(0.1), 0.1)
+    init(optax.contrib.schedule_free(TX, 0.1))
+    init(jaxcomp.local_steps(average, "replica", every=4))
+    init(jaxcomp.local_steps(optax.sgd(0.1), "replica", every=4, outer=average))
+
+
 @pytest.mark.parametrize("name", [None, 1e-3, [None]])
 def test_what_is_no_axis(name):
     with pytest.raises(ValueError, match="mesh axis belongs; write 'replica'.* swapped"):
