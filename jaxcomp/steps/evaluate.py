@@ -122,7 +122,6 @@ def mean_params(
       ValueError: If a drift does not have a row per replica, of its parameter's shape.
     """
     require_kept(params, state)
-    params, state = placing.movable(mesh, (params, state))
     leaves, treedef = jax.tree.flatten(params)
     columns = [by_leaf(drift, params) for drift in protocol.drifts(state)]
     if not columns:
@@ -131,6 +130,7 @@ def mean_params(
     drifts = [[x for x in row if not protocol.is_masked(x)] for row in zip(*columns, strict=True)]
     specs = full_specs(params, mesh, axis_name, param_specs)
     specs = tuple(jax.tree.leaves(specs))
+    leaves, drifts = placing.movable(mesh, (leaves, drifts))
     return treedef.unflatten(_program(mesh, axis_name, fast_axis, specs)(leaves, drifts))
 
 

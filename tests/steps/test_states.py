@@ -77,8 +77,7 @@ def test_shards_in_numpy_go_on_a_mesh_of_explicit_axes():
     shards = fsdp.shard({"w": jnp.ones((16, 16))}, mesh)
     arrays = shards, init(shards)
     saved = jax.device_get(arrays)
-    with pytest.warns(UserWarning, match="Some donated buffers were not usable"):
-        found = step(*saved, BATCH)[0]
+    found = step(*saved, BATCH)[0]  # without a warning of donated buffers
     assert np.array_equal(fsdp.unshard(saved[0], mesh)["w"], fsdp.unshard(shards, mesh)["w"])
     assert np.array_equal(found["w"].data, step(*arrays, BATCH)[0]["w"].data)
 
