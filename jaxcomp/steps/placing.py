@@ -124,10 +124,10 @@ def _is_bound(x, devices):
     """Whether an array of this process is committed to other devices; keys stay where they are."""
     return (
         is_array(x)
+        and x.sharding.device_set != devices  # first, since nearly all arrays end here
         and x.committed
         and x.is_fully_addressable
         and not jnp.issubdtype(x.dtype, jax.dtypes.extended)
-        and x.sharding.device_set != devices
     )
 
 

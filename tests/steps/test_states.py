@@ -1,5 +1,7 @@
 """States that a step gets from a file: in NumPy, or of another number of replicas."""
 
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -77,7 +79,8 @@ def test_shards_in_numpy_go_on_a_mesh_of_explicit_axes():
     shards = fsdp.shard({"w": jnp.ones((16, 16))}, mesh)
     arrays = shards, init(shards)
     saved = jax.device_get(arrays)
-    found = step(*saved, BATCH)[0]  # without a warning of donated buffers
+    with warnings.catch_warnings(action="error"):  # of donated buffers
+        found = step(*saved, BATCH)[0]
     assert np.array_equal(fsdp.unshard(saved[0], mesh)["w"], fsdp.unshard(shards, mesh)["w"])
     assert np.array_equal(found["w"].data, step(*arrays, BATCH)[0]["w"].data)
 
