@@ -102,8 +102,7 @@ class Courier(threading.Thread):
         self._found: dict[str, Message] = {}  # of the round
         self._bad: dict[str, str] = {}
         self._wake, self._ends, self._leaves = threading.Event(), False, False
-        self._rests = threading.Event()  # unset while it reads rounds that others have decided
-        self._rests.set()
+        self._is_behind = False  # from when two events wait until it finds a round undecided
 
     @property
     def ready(self) -> int:
@@ -123,14 +122,17 @@ class Courier(threading.Thread):
     def take(self, timeout: float) -> Decided | runs.Snapshot | None:
         """What is ready next, or None after so many seconds; raises what has ended the thread.
 
-        While the thread reads rounds that others have decided, it waits for the next.
+        Of many rounds the thread reads two ahead; once they are taken, this waits for the next.
         """
-        try:
-            if self._ready.empty():
-                self._rests.wait(_READS)
-            found = self._ready.get(timeout=timeout) if timeout else self._ready.get_nowait()
-        except queue.Empty:
-            return None
+        began, found = time.monotonic(), None
+        while found is None:
+            passed = time.monotonic() - began
+            more = self._is_behind and passed < _READS
+            try:
+                found = self._ready.get(timeout=_SOON if more else max(timeout - passed, 0))
+            except queue.Empty:
+                if not more:
+                    return None
         self._wake.set()
         if isinstance(found, Exception):
             raise found
@@ -162,11 +164,9 @@ class Courier(threading.Thread):
                 self._known = None
                 if not self.trouble:  # once until it answers again
                     log.warning("island %s tries again: %s", self.island, error)
-                self.trouble = str(error)
-                self._rests.set()
+                self.trouble, self._is_behind = str(error), False
             except Exception as error:  # the island raises it where its user can see it
                 self._ready.put(error)
-                self._rests.set()
                 return
             pause = _SOON if moved else min(2 * pause, self.rules.poll)
             self._wake.wait(0 if ends else pause)
@@ -181,6 +181,7 @@ class Courier(threading.Thread):
         if ends or self._ready.qsize() > 1:
             if ends and self._leaves:
                 self.room.write(f"claims/{self.island}.{self.fence:08d}.left", {})
+            self._is_behind = True
             return False
         here, view = self._look()
         wanted = self.round + 1 if self._reload_from is None else self._reload_from
@@ -190,7 +191,7 @@ class Courier(threading.Thread):
             return self._reload(wanted)
         if "members" in here:
             return self._read(view)
-        self._rests.set()
+        self._is_behind = False
         if self.island in self._absent and (self.trains or self._posts) and self._mine is None:
             self.room.write(f"{self._path(self.island, self.fence)}.here", {})
             self._absent.remove(self.island)
@@ -330,7 +331,6 @@ class Courier(threading.Thread):
         return True
 
     def _go_on(self, number: int, last: dict[str, list[int]]) -> None:
-        self._rests.clear()
         # Who came back for one round may be slow: it is waited for again once it trains.
         before, self._missed = self._missed, _missed(last, number)
         self.round, self._last, self._absent = number, last, before | self._missed

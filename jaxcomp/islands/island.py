@@ -262,9 +262,9 @@ class Island:
         if not self._acts(news):
             return params
         start = self._cut(params)
-        others_are_ahead = news.ready > 0 and self._pending is None
+        others_are_ahead = news.ready > (self._pending is not None)
         held = self._settled(start)
-        if others_are_ahead or self._is_late:
+        if others_are_ahead:
             held = self._merged_ready(held)
         if self._is_due(news):
             self._end_interval(news)
