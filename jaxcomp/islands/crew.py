@@ -35,6 +35,7 @@ class News(NamedTuple):
     seconds: float  # since the island joined
     ready: float  # how many events wait
     pause: float  # steps until several processes look again
+    is_slow: float  # whether a step takes longer than the deadline
 
 
 class Crew:
@@ -42,7 +43,7 @@ class Crew:
 
     def __init__(self, courier: Courier | None, poll: float):
         self.courier, self._poll, self._began = courier, poll, time.monotonic()
-        self._news = News(-1, 0, 0, 1)
+        self._news = News(-1, 0, 0, 1, 0)
         self._asked: jax.Array | None = None
         self._steps, self._looked = 0, self._began  # since the last look
 
@@ -67,11 +68,12 @@ class Crew:
     def _seen(self, steps: int) -> News:
         courier, now = self.courier, time.monotonic()
         if courier is None:
-            return News(0, 0, 0, 0)  # of another process: what all hear is a sum
+            return News(0, 0, 0, 0, 0)  # of another process: what all hear is a sum
         courier.trains = True
         pace, self._looked = (now - self._looked) / steps, now
         pause = min(max(self._poll / max(pace, 1e-9), 1), 2 * self._news.pause)
-        return News(courier.opened, now - self._began, courier.ready, math.floor(pause))
+        is_slow, pause = pace > courier.rules.deadline, math.floor(pause)
+        return News(courier.opened, now - self._began, courier.ready, pause, is_slow)
 
     def take(self, patience: float | None = None) -> Decided | runs.Snapshot | None:
         """What is ready next, or None; with `patience` waits, and a `TimeoutError` ends that."""

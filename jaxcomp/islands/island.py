@@ -89,7 +89,7 @@ def join(
 
     A round is decided as soon as nobody is missing; or when the deadline of one of its islands
     has passed, if a quorum is there. An island that missed it keeps its difference, moves along
-    with the consensus, and opens the next round with all of it.
+    with the consensus, and sends all for the next round.
 
     Args:
       url: `s3://bucket/run`, `gs://...`, `az://...`, `file:///folder/run`, or `memory://run` within
@@ -329,18 +329,13 @@ class Island:
     def _is_due(self, news: News) -> bool:
         """Whether an interval has ended, or another island has opened the round.
 
-        So all come to send together, whenever they have begun and however fast they are. One that
-        was too late opens the next round: if its steps are longer than rounds, it is late again
-        when others do.
+        So all come to send together, whenever they have begun and however fast they are. One whose
+        steps are longer than the deadline would be late each time: it opens the next round itself.
         """
-        opened = news.opened == self.rounds or self._is_late
-        return self._intervals(news) > self._ended or opened
-
-    @property
-    def _is_late(self) -> bool:
-        """Whether the last round was decided before this island sent its difference."""
         last = self.last
-        return last is not None and not last.counted and self._name not in last.left_out
+        is_late = last is not None and not last.counted and self._name not in last.left_out
+        opens = self._intervals(news) > self._ended or (is_late and news.is_slow)
+        return bool(opens) or news.opened == self.rounds
 
     def _intervals(self, news: News) -> int:
         """How many intervals have ended since their origin."""

@@ -74,14 +74,15 @@ except KeyError as error:
     print("found: hears of", error)
 
 posted = []
-seen = types.SimpleNamespace(opened=7, ready=3, trains=False, post=posted.append)
+rules = courier.Rules(quorum=1, deadline=1e-9, snapshots=25, poll=1e-9)
+seen = types.SimpleNamespace(opened=7, ready=3, trains=False, post=posted.append, rules=rules)
 heard = crew.Crew(seen if crew.is_first() else None, poll=1e-9)
 sharding = NamedSharding(jax.make_mesh((4,), ("fsdp",)), P("fsdp"))
 rows = np.arange(8, dtype=np.float32)
 shards = jax.make_array_from_callback((8,), sharding, lambda index: rows[index])
 for _ in range(3):  # the answer to a look is read at the next one
     news = heard.look(shards)
-print("found: has seen", int(news.opened), int(news.ready))
+print("found: has seen", int(news.opened), int(news.ready), int(news.is_slow))
 heard.post(courier.Post(0, [shards], 1, shards))
 for post in posted:
     assert all((np.asarray(x) == rows).all() for x in (*post.messages, post.sums))
@@ -125,7 +126,7 @@ def test_all_processes_hear_what_the_first_one_has(tmp_path):
     done = run([*command, "--", "python", "hearers.py"], 60.0, cwd=tmp_path, env=environ)
     logs = [log.read_text() for log in tmp_path.rglob("process_*.log")]
     found = [re.findall("^found: (.*)$", log, re.MULTILINE) for log in logs]
-    assert found == [["hears of 'lost'", "has seen 7 3", "all is sent"]] * 2, done.stdout
+    assert found == [["hears of 'lost'", "has seen 7 3 1", "all is sent"]] * 2, done.stdout
 
 
 def test_an_island_of_two_processes_joins_loses_one_and_returns(tmp_path):

@@ -114,21 +114,20 @@ def test_who_missed_a_round_and_trains_is_waited_for_again(join):
     first.step(first.params)
     assert first.last.members == ("a",)
     first._crew.courier.rules = first._crew.courier.rules._replace(deadline=20.0)
-    together(
-        lambda: second.step(second.params),  # it was late, and opens the next round
-        lambda: (until(lambda: first._crew.courier.opened == 1), first.step(first.params)),
-    )
-    second.step(second.params)
-    until(lambda: "rounds/00000002/b.00000000.here" in first._crew.courier.room.bucket.paths())
-    together(
-        lambda: first.step(first.params),
-        lambda: (until(lambda: second._crew.courier.opened == 2), second.step(second.params)),
-    )
-    assert first.last.members == second.last.members == ("a", "b")
+    for number in 1, 2:
+        second.step(second.params)
+        here = f"rounds/{number:08d}/b.00000000.here"
+        until(lambda here=here: here in first._crew.courier.room.bucket.paths())
+        sent = lambda number=number: second._crew.courier.opened == number
+        together(
+            lambda: first.step(first.params),
+            lambda sent=sent: (until(sent), second.step(second.params)),
+        )
+        assert first.last.members == second.last.members == ("a", "b")
 
 
 def test_an_island_slower_than_the_rounds_counts_and_holds_nobody(join):
-    """Its step takes longer than many rounds: it sends as soon as it has read them."""
+    """Its step takes longer than `deadline`: it sends as soon as it has read all rounds."""
     first, slow = join("a", deadline=0.2), join("b", every=100)
     params = first.params
     for _ in range(6):
@@ -136,6 +135,7 @@ def test_an_island_slower_than_the_rounds_counts_and_holds_nobody(join):
     first._crew.courier.rules = first._crew.courier.rules._replace(deadline=20.0)
     read = slow._crew.courier._read  # from a store that answers late
     slow._crew.courier._read = lambda view: (time.sleep(0.05), read(view))[1]
+    slow._crew._looked -= 30  # the start of its step
     together(
         lambda: slow.step(moved(slow.params, 4)),
         lambda: (until(lambda: first._crew.courier.opened == 6), first.step(moved(params, 2))),
@@ -208,7 +208,7 @@ def test_islands_of_other_intervals(join, every):
 
     def is_due_at(amount, opened=-1):
         island._steps = island._tokens = amount
-        news = News(opened, seconds=amount, ready=0, pause=1)
+        news = News(opened, seconds=amount, ready=0, pause=1, is_slow=0)
         if is_due := island._is_due(news):
             island._end_interval(news)
         return is_due
@@ -329,7 +329,8 @@ def test_an_island_whose_parameters_are_not_finite_returns_to_the_consensus(join
     assert first.last.members == ("a",) == second.last.members
     assert "not finite" in second.last.left_out["b"] and not second.last.counted
     equal(found[0], moved(start, 2))
-    assert not second._is_late  # it was there, and sends when others do
+    # It was there in time, and sends with the others, however slow it is.
+    assert not second._is_due(News(opened=-1, seconds=0, ready=0, pause=1, is_slow=True))
 
 
 def test_a_consensus_that_differs_is_replaced(join):
