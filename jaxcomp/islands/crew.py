@@ -45,7 +45,7 @@ class Crew:
         self.courier, self._poll, self._began = courier, poll, time.monotonic()
         self._news = News(-1, 0, 0, 1, 0)
         self._asked: jax.Array | None = None
-        self._steps, self._looked = 0, self._began  # since the last look
+        self._steps, self._looked = 0, math.inf  # since the last look; the first step compiles
 
     def look(self, params: Any) -> News:
         """What the courier has seen, after each step that has made such parameters.

@@ -135,7 +135,7 @@ def test_an_island_slower_than_the_rounds_counts_and_holds_nobody(join):
     first._crew.courier.rules = first._crew.courier.rules._replace(deadline=20.0)
     read = slow._crew.courier._read  # from a store that answers late
     slow._crew.courier._read = lambda view: (time.sleep(0.05), read(view))[1]
-    slow._crew._looked -= 30  # the start of its step
+    slow._crew._looked = time.monotonic() - 30  # the start of its step
     together(
         lambda: slow.step(moved(slow.params, 4)),
         lambda: (until(lambda: first._crew.courier.opened == 6), first.step(moved(params, 2))),
