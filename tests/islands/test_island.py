@@ -142,10 +142,17 @@ def test_an_island_slower_than_the_rounds_counts_and_holds_nobody(join):
     )
     assert first.last == slow.last and slow.last.members == ("a", "b")
     equal(slow.params, moved(START, 6 + 3))
+    # Its message may take long, so it said first that it was there.
+    assert "rounds/00000006/b.00000000.here" in first._crew.courier.room.bucket.paths()
     # It counted in the last round, but missed those before, and does not train in this one.
     began = time.monotonic()
     first.step(first.params)
     assert first.last.members == ("a",) and time.monotonic() - began < 10
+
+
+def test_a_first_step_is_not_slow_because_it_compiles(join):
+    island = join("a", deadline=1e-9)
+    assert [bool(island._crew.look(START).is_slow) for _ in range(2)] == [False, True]
 
 
 def test_a_round_that_was_deleted_is_not_decided_again(join):
