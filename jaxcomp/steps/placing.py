@@ -112,23 +112,31 @@ def movable(mesh: Mesh | AbstractMesh | None, tree: Any) -> Any:
     """The tree with arrays of other devices than the mesh's in NumPy, from where JAX moves them.
 
     `jax.device_put(x, device)` and readers of checkpoints commit arrays to their devices, and JAX
-    refuses these beside arrays of the mesh.
+    refuses these beside arrays of the mesh. It also refuses the same devices in another order, as
+    of `Mesh(jax.devices(), ...)` beside `jax.make_mesh`.
     """
     if not isinstance(mesh, Mesh):
         return tree
-    devices = set(mesh.devices.flat)
-    return jax.tree.map(lambda x: np.asarray(x) if _is_bound(x, devices) else x, tree)
+    return jax.tree.map(lambda x: np.asarray(x) if _is_bound(x, mesh) else x, tree)
 
 
-def _is_bound(x, devices):
+def _is_bound(x, mesh):
     """Whether an array of this process is committed to other devices; keys stay where they are."""
     return (
         is_array(x)
-        and x.sharding.device_set != devices  # first, since nearly all arrays end here
+        and not _has_its_devices(x.sharding, mesh)  # first, since nearly all arrays end here
         and x.committed
         and x.is_fully_addressable
         and not jnp.issubdtype(x.dtype, jax.dtypes.extended)
     )
+
+
+def _has_its_devices(sharding, mesh):
+    """Whether a sharding has the devices of a mesh, in the same order if it has a mesh itself."""
+    own = getattr(sharding, "mesh", None)
+    if isinstance(own, Mesh):
+        return own is mesh or [*own.devices.flat] == [*mesh.devices.flat]
+    return sharding.device_set == {*mesh.devices.flat}
 
 
 def placed_rows(mesh: Mesh | AbstractMesh, tree: Any, axis_name: str) -> Any:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxcomp
@@ -108,8 +108,15 @@ def on_one_device(tree):
     return jax.device_put(tree, jax.devices()[0])
 
 
+def in_another_order(tree):
+    """On all devices, by a mesh with another order of them."""
+    mesh = Mesh(jax.devices()[:REPLICAS][::-1], ("all",))
+    return jax.device_put(tree, NamedSharding(mesh, P()))
+
+
+@pytest.mark.parametrize("where", [on_one_device, in_another_order])
 @pytest.mark.parametrize("overlaps", [False, True], ids=["one program", "overlapped"])
-def test_steps_take_arrays_that_are_committed_to_one_device(overlaps):
+def test_steps_take_arrays_that_are_committed_elsewhere(overlaps, where):
     mesh = mesh_of(AxisType.Explicit if overlaps else AxisType.Auto, REPLICAS)
     make = jaxcomp.overlapped_train_step if overlaps else jaxcomp.train_step
     tx = jaxcomp.cocktail_sgd(optax.sgd(0.5), "replica")
@@ -124,7 +131,7 @@ def test_steps_take_arrays_that_are_committed_to_one_device(overlaps):
         measured = jaxcomp.eval_step(loss_fn, mesh, "replica")(params, state, batch)
         return measured, jaxcomp.mean_params(params, state, mesh, "replica"), metrics
 
-    jax.tree.map(np.testing.assert_array_equal, trained(on_one_device), trained(lambda tree: tree))
+    jax.tree.map(np.testing.assert_array_equal, trained(where), trained(lambda tree: tree))
 
 
 def test_an_initial_state_may_hold_such_parameters():
