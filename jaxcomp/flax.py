@@ -104,8 +104,8 @@ def train_step(
       `jaxcomp.train_step`. `step.lower` has the same arguments, for `jaxcomp.report`.
 
     Raises:
-      ValueError: At the first call, if the optimizer's transformation is not from `on_mesh`; also
-        the errors of `jaxcomp.train_step`.
+      ValueError: If the optimizer's transformation is not from `on_mesh`, or the batch holds
+        `nnx.Rngs`; also the errors of `jaxcomp.train_step`.
     """
     return NnxStep(_Loss(loss_fn, has_aux, accumulate, batch_specs))
 
@@ -180,6 +180,7 @@ class NnxStep:
         return step.lower(*args)
 
     def _call(self, model, optimizer, batch, extra_args):
+        _require_no_streams(batch)
         update = _update_of(optimizer.tx)
         wrt = nnx.filterlib.to_predicate(optimizer.wrt)  # hashable; a list of filters is not
         graphdef, *states = _partition(model, wrt)
@@ -268,6 +269,18 @@ def _update_of(tx):
             "TrainState.create(..., tx=jaxcomp.flax.on_mesh(tx, mesh, 'replica'))."
         )
     return tx.init.update
+
+
+def _require_no_streams(batch):
+    """Raises a ValueError for random streams in a batch, where nothing folds or counts them."""
+    is_stream = lambda x: isinstance(x, nnx.Rngs | nnx.RngStream)
+    nodes = jax.tree.leaves(batch, is_leaf=lambda x: is_stream(x) or isinstance(x, nnx.Module))
+    if any(map(is_stream, nodes)):
+        raise ValueError(
+            "the batch holds random streams (nnx.Rngs), and there they would give the same numbers "
+            "on all replicas and in every step; write model.rngs = rngs once, and model.rngs in "
+            "the loss."
+        )
 
 
 def _put(mesh, tree, specs):

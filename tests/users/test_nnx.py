@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 import jaxcomp
 import jaxcomp.flax
@@ -267,3 +268,26 @@ def test_what_flax_would_do_by_itself_is_refused():
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
     with pytest.raises(ValueError, match=r"write step = jaxcomp.flax.train_step\(loss_fn\)"):
         optimizer.update(model, nnx.state(model, nnx.Param))
+
+
+def test_random_streams_of_a_loss_are_the_model_s_own():
+    mesh = jax.make_mesh((REPLICAS,), ("replica",))
+    tx = optax.chain(jaxcomp.compressed_mean(jaxcomp.identity(), "replica"), optax.sgd(0.1))
+    model = Noise(None)
+    optimizer = nnx.Optimizer(model, jaxcomp.flax.on_mesh(tx, mesh, "replica"), wrt=nnx.Param)
+
+    def masks(draws, batch, **specs):
+        noise = lambda model, batch: (model.weight * batch[0].mean(), draws(model, batch))
+        step = jaxcomp.flax.train_step(noise, has_aux=True, **specs)
+        return [np.asarray(step(model, optimizer, batch)["aux"]) for _ in range(2)]
+
+    ones, specs = np.ones(REPLICAS, np.float32), (P("replica"), P())
+    for streams in (nnx.Rngs(0), nnx.Rngs(0).dropout):
+        drawn = lambda model, batch: model.dropout(jnp.ones(64), rngs=batch[1])
+        with pytest.raises(ValueError, match="write model.rngs = rngs once"):
+            masks(drawn, (ones, streams), batch_specs=specs)
+    model.rngs = nnx.Rngs(0)
+    teacher = Noise(nnx.Rngs(1))  # a batch may hold a model, with its streams
+    own = lambda model, batch: model.dropout(jnp.ones(64), rngs=model.rngs)
+    rows = np.concatenate(masks(own, (ones, teacher), batch_specs=specs))
+    assert len(np.unique(rows, axis=0)) == len(rows) == 2 * REPLICAS
