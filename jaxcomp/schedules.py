@@ -6,8 +6,9 @@ after `count` earlier ones. It depends only on the count, so that all replicas a
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import jax
@@ -139,7 +140,7 @@ def halving(
     @functools.cache
     def highest():
         # Evaluated late: a transformation may be made before JAX knows its devices.
-        with jax.ensure_compile_time_eval():
+        with _at_once():
             rates = np.asarray(jax.vmap(rate)(jnp.arange(steps)))
         return float(rates.max()), max(int(rates.argmax()), after)
 
@@ -178,7 +179,7 @@ def by_rate(learning_rate: float | optax.Schedule, steps: int, every: int) -> Sc
     @functools.cache
     def table():
         # Evaluated late: a transformation may be made before JAX knows its devices.
-        with jax.ensure_compile_time_eval():
+        with _at_once():
             rates = np.asarray(jax.vmap(rate)(jnp.arange(steps)), np.float64)
         if not rates.any():
             raise ValueError(
@@ -191,6 +192,13 @@ def by_rate(learning_rate: float | optax.Schedule, steps: int, every: int) -> Sc
 
     schedule = lambda count: jnp.asarray(table())[jnp.minimum(count, steps - 1)]
     return Printed(schedule, call(by_rate, learning_rate=learning_rate, steps=steps, every=every))
+
+
+@contextlib.contextmanager
+def _at_once() -> Iterator[None]:
+    """Evaluates inside a jitted function, too, and where a program forbids transfers."""
+    with jax.ensure_compile_time_eval(), jax.transfer_guard("allow"):
+        yield
 
 
 class Plan(NamedTuple):
@@ -215,8 +223,7 @@ def plan(sync_at: Schedule, variance_at: Schedule, steps: int) -> Plan:
     """
     needs = "at least 1, as an integer"
     require(is_count(steps), "plan", needs, "the steps of the run", steps=steps)
-    # Evaluated now, even if the transformation is made inside a jitted function.
-    with jax.ensure_compile_time_eval():
+    with _at_once():
         count = jnp.arange(steps)
         sync, variance = (np.asarray(schedule(count)) for schedule in (sync_at, variance_at))
     if np.any(variance & ~sync):

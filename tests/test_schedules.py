@@ -195,3 +195,12 @@ def test_integers_may_be_numpys():
     assert counts(schedules.every(two, ten), 10) == [2, 4, 6, 8, 10]
     assert counts(schedules.growing(two, longest=two), 8) == [1, 2, 4, 6, 8]
     assert jaxcomp.quantize(4, block=np.int64(8)).bits_per_parameter == 6.0
+
+
+def test_a_program_may_forbid_transfers_between_host_and_device():
+    rate = optax.cosine_decay_schedule(1e-3, 64)
+    count = jax.device_put(jnp.arange(64))
+    with jax.transfer_guard("disallow"):
+        for sync_at in (schedules.halving(rate, 64), schedules.by_rate(rate, 64, every=4)):
+            assert jax.jit(sync_at)(count).any()
+        assert schedules.plan(schedules.always, schedules.never, 64).rounds == 64
