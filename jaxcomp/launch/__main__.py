@@ -22,8 +22,8 @@ def main(args: Sequence[str], program: Program | None = None) -> None:
     split = args.index("--") if "--" in args else len(args)
     parser = options.parser(program)
     (given, unknown), theirs = parser.parse_known_args(args[:split]), list(args[split + 1 :])
-    secret = control.obey() if given.obey_stdin else b""
     with clean_exits():
+        secret = control.obey() if given.obey_stdin else b""  # an interrupt may be waiting there
         if unknown:
             raise ValueError(options.not_understood(args, unknown, program))
         if not theirs:

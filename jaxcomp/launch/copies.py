@@ -210,6 +210,8 @@ class Copies:
         self.wait()
         for folder in self.folders:
             shutil.rmtree(folder, ignore_errors=True)
+        with contextlib.suppress(OSError):  # the run's processes here that still end have theirs
+            self.folders[0].parent.rmdir()
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from jaxcomp.launch import __main__ as launch
 from jaxcomp.launch import distributed, local, options, place, ssh
 from jaxcomp.launch.distributed import Cluster, Timeouts
 from tests.helpers.launching import ROOT, environment, listening, until, write_config
-from train.launch.__main__ import TRAIN
+from train.launch.program import TRAIN
 
 
 def test_local_processes_use_the_loopback_interface_only():
@@ -26,6 +26,16 @@ def test_local_processes_use_the_loopback_interface_only():
     assert re.fullmatch(r"127\.0\.0\.1:\d+", parsed[0].coordinator)
     assert [found.process_id for found in parsed] == [0, 1, 2]
     assert [found.local_id for found in parsed] == [0, 1, 2]
+
+
+def test_an_order_to_end_that_came_before_the_start_is_no_traceback(monkeypatch, capsys):
+    def obey():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("jaxcomp.launch.control.obey", obey)
+    with pytest.raises(SystemExit) as end:
+        launch.main(["--obey-stdin", "--single", "--", "python", "-c", "pass"])
+    assert (end.value.code, capsys.readouterr().err) == (130, "interrupted\n")
 
 
 def test_accelerators_are_divided_among_the_processes_of_each_host():

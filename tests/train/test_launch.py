@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from train.config import Config, Optimizer, facts
-from train.launch import __main__ as launch
+from train.launch import program as launch
 
 CONFIG = Config("run", 10, Optimizer("sgd(learning_rate)", 0.1), replicas=4)
 

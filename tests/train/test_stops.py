@@ -120,12 +120,13 @@ def test_the_first_asks_the_second_is_told_and_the_third_interrupts(number, capf
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
 
 
-def test_ctrl_c_during_the_imports_ends_at_once_without_a_traceback(tmp_path):
+@pytest.mark.parametrize("module", ["train", "train.launch"])
+def test_ctrl_c_during_the_imports_ends_at_once_without_a_traceback(module, tmp_path):
     kill = "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\nraise SystemExit('not ended')\n"
     (tmp_path / "jax.py").write_text(kill)
     program = (
         "import runpy, signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "runpy.run_module('train', run_name='__main__')"
+        f"runpy.run_module({module!r}, run_name='__main__')"
     )
     env = environment(PYTHONPATH=f"{tmp_path}:{ROOT}")
     ended = run([sys.executable, "-c", program, "configs/nano_dense.py"], cwd=tmp_path, env=env)

@@ -214,6 +214,8 @@ def load(path: str, args: Sequence[str] = ()) -> Config:
     spec = importlib.util.spec_from_file_location(f"config_{file.stem}", file)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # where a dataclass looks for the names in its annotations
+    beside = str(file.parent.absolute())  # where the file finds modules, as with `python FILE`
+    sys.path.insert(0, beside)
     try:
         spec.loader.exec_module(module)
         default = module.get_config() if hasattr(module, "get_config") else None
@@ -221,6 +223,8 @@ def load(path: str, args: Sequence[str] = ()) -> Config:
         where = f"{path!r}{_line_in(spec.origin, error)}"
         known = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
         raise ValueError(f"{where}: {known}{str(error).rstrip('.')}.") from error
+    finally:
+        sys.path.remove(beside)
     if not isinstance(default, Config):
         raise ValueError(
             f"{path!r} has no get_config() that returns a train.config.Config; "

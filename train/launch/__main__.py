@@ -1,76 +1,16 @@
 """`python -m train.launch [options] -- CONFIG [overrides]`: a short name for one program.
 
 It is `python -m jaxcomp.launch [options] -- python -m train CONFIG [overrides]`, with what a config
-says: the folder of the logs, the newest checkpoint, and how a run goes on with fewer processes.
+says, see `train.launch.program`.
 """
 
-import argparse
-import functools
 import sys
-from collections.abc import Sequence
-from pathlib import Path
 
-from jaxcomp.launch import __main__ as launcher
-from jaxcomp.launch.program import Plan, Program
-from train.checkpoints import files
-from train.config.run import Config
-from train.program import read
-
-
-def plan(options: argparse.Namespace, args: Sequence[str]) -> Plan:
-    """The plan for the run of a config.
-
-    Raises:
-      ValueError: If the config is invalid, or options conflict.
-    """
-    config, _ = read(list(args))
-    if options.min_replicas is not None and not (options.restarts and config.replicas):
-        raise ValueError("--min-replicas needs --restarts, and a config with a number of replicas.")
-    folder = Path(config.runs_dir, config.name)
-    return Plan(
-        Path(options.logs or folder / "logs"),
-        functools.partial(fewer, config),
-        lambda: files.latest(folder / "checkpoints") or 0,
-    )
-
-
-def fewer(config: Config, processes: int, count: int, least: int) -> list[str] | None:
-    """Fits replicas and accumulation to fewer processes, with the same global batch.
-
-    A replica's microbatch does not grow, so that it still fits into memory.
-
-    Args:
-      config: The run, on `processes` processes.
-      processes: Number of processes that it was made for.
-      count: Number of processes now.
-      least: Least replicas.
-
-    Returns:
-      Overrides of the config; None if the batch does not divide, there would be too few replicas,
-      or `config.replicas` is 0.
-    """
-    if not config.replicas or config.replicas % processes:
-        return None
-    replicas = config.replicas // processes * count
-    if replicas < least or replicas % config.fast or config.data.batch % replicas:
-        return None
-    share, parts_now = config.data.batch // replicas, config.accumulate * processes / count
-    accumulate = next(
-        parts for parts in range(1, share + 1) if parts >= parts_now and share % parts == 0
-    )
-    return ["--replicas", str(replicas), "--accumulate", str(accumulate)]
-
-
-TRAIN = Program(
-    module="train.launch",
-    noun="config file",
-    place="CONFIG",
-    own="overrides of the config",
-    counted="replicas",
-    command=("python", "-m", "train"),
-    plan=plan,
-)
-
+from train.__main__ import ended_at_once
 
 if __name__ == "__main__":
-    launcher.main(sys.argv[1:], TRAIN)
+    with ended_at_once():
+        from jaxcomp.launch.__main__ import main
+        from train.launch.program import TRAIN
+
+    main(sys.argv[1:], TRAIN)

@@ -135,10 +135,6 @@ def _mesh(config: Config, options: Options) -> Mesh:
             f"a plan is for replicas that hold all parameters, not for qsdp={config.qsdp!r}; "
             "write --report for its bytes."
         )
-    if (options.link_rate is None) != (options.link_latency is None):
-        raise ValueError(
-            "a link has a rate and a latency; write --link-rate 500e6 --link-latency 1e-3."
-        )
     missing = [
         f"--{name.replace('_', '-')}"
         for name, value in dataclasses.asdict(options).items()
@@ -147,6 +143,10 @@ def _mesh(config: Config, options: Options) -> Mesh:
     if missing and not options.measure:
         raise ValueError(
             f"a plan needs {', '.join(missing)}; write them, or --measure to time them here."
+        )
+    if (options.link_rate is None) != (options.link_latency is None):
+        raise ValueError(
+            "a link has a rate and a latency; write --link-rate 500e6 --link-latency 1e-3."
         )
     mesh = devices.make_mesh(config.replicas, config.fast)
     if mesh.shape[AXIS_NAME] < 2:

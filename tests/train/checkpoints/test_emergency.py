@@ -130,6 +130,19 @@ def test_copies_of_another_run_in_the_same_folder_are_not_taken(start, tmp_path)
         assert steps_of(copies) == []
 
 
+def test_a_run_that_ends_leaves_no_folder_of_copies(start, tmp_path):
+    with start() as copies:
+        copies.begin(0, None)
+        keep(copies, 2)
+        others = copies.folders[0].with_name("1")  # another process of the run on this host
+        others.mkdir()
+        copies.close()
+        assert list(places_of(tmp_path / "local")) == [1]
+        others.rmdir()
+        copies.close()
+        assert list((tmp_path / "local").glob("*/*")) == []
+
+
 def test_a_start_that_copies_nothing_leaves_what_it_went_on_from(start):
     with start() as copies:
         copies.begin(0, None)

@@ -6,6 +6,7 @@ import importlib
 import json
 import pathlib
 import pkgutil
+import sys
 
 import optax
 import pytest
@@ -118,6 +119,16 @@ def test_a_config_file_may_have_dataclasses_of_its_own(file, tmp_path):
     first = "from __future__ import annotations\nimport dataclasses\n@dataclasses.dataclass\n"
     path.write_text(first + own + pathlib.Path(file).read_text())
     assert configs.load(str(path)) == config_of()
+
+
+def test_a_config_file_may_import_modules_beside_it(file, tmp_path, monkeypatch):
+    (tmp_path / "helper_of_a_config.py").write_text("STEPS = 12\n")
+    path, before = tmp_path / "with_helper.py", list(sys.path)
+    text = pathlib.Path(file).read_text().replace("=100,", "=helper.STEPS,")
+    path.write_text(f"import helper_of_a_config as helper\n{text}")
+    monkeypatch.chdir(tmp_path)
+    assert configs.load("with_helper.py").steps == configs.load(str(path)).steps == 12
+    assert sys.path == before
 
 
 @pytest.mark.parametrize("text", ["", "def get_config():\n    return {'steps': 3}\n"])
