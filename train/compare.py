@@ -26,16 +26,17 @@ def compare(folders: dict[str, pathlib.Path], link_rate: float | None = None) ->
       The table: method, last validation loss (nats per byte), bytes that one replica sends per
       step, their share of a ring all-reduce in float16 and in float32, steps per second here; and
       with a rate how long a step takes there, below it which of several runs is the fastest. Last
-      a note if runs have losses of other data.
+      notes if runs have losses of other data, or of other steps.
 
     Raises:
       ValueError: If a folder has no evaluated run.
     """
-    lines, there, read = [], {}, {}
+    lines, there, read, ends = [], {}, {}, {}
     for label, folder in folders.items():
         rows = metrics.read(folder / "metrics.jsonl")
         if not any("val_loss" in row for row in rows):
             raise ValueError(f"{folder} holds no evaluated run; train it first.")
+        ends[label] = [row["step"] for row in rows if "val_loss" in row][-1]
         plan, fast, read[label] = _facts(folder / "config.json")
         seconds = [row["step_seconds"] for row in rows if "step_seconds" in row]
         here = statistics.median(seconds) if seconds else math.nan
@@ -44,11 +45,11 @@ def compare(folders: dict[str, pathlib.Path], link_rate: float | None = None) ->
         lines.append((*_line(label, rows, plan, fast, here), step))
     if link_rate is None:
         table = aligned([_HEAD, *(line[:-1] for line in lines)], numbers=range(1, 6))
-        return "\n".join([*table, *_other_data(read)])
+        return "\n".join([*table, *_other_data(read), *_other_steps(ends)])
     link = f"{link_rate / 1e6:,.4g} Mbit/s"
     table = aligned([(*_HEAD, f"step at {link}"), *lines], numbers=range(1, 7))
     finding = ["", _finding(there, link)] if len(folders) > 1 else []
-    return "\n".join([*table, *finding, *_other_data(read)])
+    return "\n".join([*table, *finding, *_other_data(read), *_other_steps(ends)])
 
 
 def _other_data(read: dict[str, Any]) -> list[str]:
@@ -56,6 +57,13 @@ def _other_data(read: dict[str, Any]) -> list[str]:
     others = [label for label in others if read[label] != read[first]]
     why = f"{', '.join(others)} read other data or tokens than {first}"
     return ["", f"note: {why}, so that losses do not compare."] if others else []
+
+
+def _other_steps(ends: dict[str, int]) -> list[str]:
+    if len(set(ends.values())) == 1:
+        return []
+    each = ", ".join(f"{label} after step {step:,}" for label, step in ends.items())
+    return ["", f"note: losses are of different steps: {each}."]
 
 
 def _finding(seconds: dict[str, float], link: str) -> str:

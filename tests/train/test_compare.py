@@ -28,6 +28,15 @@ def make_run(
     return folder
 
 
+def test_losses_of_other_steps_are_noted(tmp_path):
+    runs = {name: make_run(tmp_path / name, [5.5, 2.25], 6000.0) for name in ("dense", "4-bit")}
+    assert "note" not in compare.compare(runs)
+    runs["long"] = make_run(tmp_path / "long", [5.5, 3.5, 2.0], 6000.0)
+    note = "note: losses are of different steps: dense after step 1, 4-bit after step 1, long after"
+    for rate in (None, 1e9):
+        assert compare.compare(runs, rate).splitlines()[-1] == f"{note} step 2."
+
+
 def test_table_has_last_loss_bytes_ratios_and_median_speed(tmp_path):
     folders = {
         # A ring sends 2 (R - 1) / R of the gradient: 6,000 bytes in float32 of 1,000 parameters.
@@ -40,7 +49,8 @@ def test_table_has_last_loss_bytes_ratios_and_median_speed(tmp_path):
         # A dense mean of what is trained.
         "LoRA": make_run(tmp_path / "lora", [5.5], 600.0, trained=100),
     }
-    assert [line.split("  ") for line in compact(compare.compare(folders))] == [
+    table, _, _ = compare.compare(folders).partition("\n\n")
+    assert [line.split("  ") for line in compact(table)] == [
         ["method", "val loss", "bytes/step", "of fp16", "of fp32", "steps/s"],
         ["dense", "2.2500", "6,000", "200.0%", "100.0%", "5.00"],
         ["4-bit", "2.7500", "750", "25.0%", "12.5%", "5.00"],
