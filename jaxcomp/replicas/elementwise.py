@@ -131,7 +131,7 @@ def with_whole_norms(
 
 def _require_own_noise(jaxpr, params, *but):
     """Raises a ValueError for random numbers that are equal for different shards."""
-    every = [e for eqn in jaxpr.eqns for e in _flat(eqn)]
+    every = [e for eqn in jaxpr.eqns for e in innermost(eqn)]
     for drawn in [e.outvars[0].aval for e in every if e.primitive.name == "random_bits"]:
         for x in jax.tree.leaves(params):
             if x.shape == drawn.shape and varying_axes(x) - varying_axes(drawn) - {*but}:
@@ -182,32 +182,26 @@ class _Tracker(NamedTuple):
         return [is_tracked(x) for x in jaxpr.outvars]
 
     def through(self, eqn, inputs: list[bool]) -> list[bool]:
-        inner, name = programs_in(eqn), eqn.primitive.name
+        inner, name = [*core.jaxprs_in_params(eqn.params)], eqn.primitive.name
         if name == "cond":
             branches = [self.followed(branch, inputs[1:]) for branch in inner]
             return [inputs[0] or any(outputs) for outputs in zip(*branches, strict=True)]
         if len(inner) == 1 and name not in ("scan", "while"):
             return self.followed(inner[0], inputs)
         # If any value of a loop is one, all are: the carry goes around.
-        makes = any(inputs) or any(map(self.mixes, _flat(eqn)))
+        makes = any(inputs) or any(map(self.mixes, innermost(eqn)))
         return [makes] * len(eqn.outvars)
 
 
-def programs_in(eqn):
-    """The programs inside an operation."""
-    parts = [y for x in eqn.params.values() for y in (x if isinstance(x, tuple | list) else (x,))]
-    return [getattr(j, "jaxpr", j) for j in parts if isinstance(j, core.Jaxpr | core.ClosedJaxpr)]
-
-
-def _flat(eqn):
-    """The operations inside an operation, or the operation itself."""
-    inner = [e for jaxpr in programs_in(eqn) for e in jaxpr.eqns]
-    return [f for e in inner for f in _flat(e)] or [eqn]
+def innermost(eqn: Any) -> list[Any]:
+    """The operations inside an operation, such as a branch or a loop, or the operation itself."""
+    parts = core.jaxprs_in_params(eqn.params)
+    return [e for jaxpr in parts for inner in jaxpr.eqns for e in innermost(inner)] or [eqn]
 
 
 def _names(jaxpr) -> list[str]:
     """The names of a program's operations in order, without those that only change shapes."""
-    names = [e.primitive.name for eqn in jaxpr.eqns for e in _flat(eqn)]
+    names = [e.primitive.name for eqn in jaxpr.eqns for e in innermost(eqn)]
     return [name for name in names if name not in _RESHAPING]
 
 

@@ -9,8 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.extend import core
 
-from jaxcomp.replicas.elementwise import programs_in
+from jaxcomp.replicas.elementwise import innermost
 from jaxcomp.replicas.protocol import drifts as drifts_of
 from jaxcomp.replicas.protocol import (
     has_feedback,
@@ -22,6 +23,7 @@ from jaxcomp.replicas.protocol import (
     with_extra_args,
 )
 from jaxcomp.replicas.types import (
+    is_message,
     is_tracked,
     names_of,
     to_varying,
@@ -30,8 +32,6 @@ from jaxcomp.replicas.types import (
     vary_over,
     varying_axes,
 )
-
-_MESSAGES = ("psum", "pmax", "pmin", "ppermute", "all_gather", "all_to_all", "reduce_scatter")
 
 
 def local_params(params: Any, state: Any, axis_name: str) -> Any:
@@ -304,10 +304,11 @@ def _settled(tx, params, state, axis_name):
 def _require_sent_by_all(jaxpr, axis_name):
     """Raises a ValueError for a message where some replicas may go and others not."""
     for eqn in jaxpr.eqns:
-        parts = programs_in(eqn)
+        parts = [*core.jaxprs_in_params(eqn.params)]
         deciding = {"cond": eqn.invars[:1], "while": parts[0].outvars if parts else ()}
         chosen = deciding.get(eqn.primitive.name, ())
-        if any(varies_over(x.aval, axis_name) for x in chosen) and any(map(_sends, parts)):
+        is_chosen_alone = any(varies_over(x.aval, axis_name) for x in chosen)
+        if is_chosen_alone and any(map(is_message, innermost(eqn))):
             raise ValueError(
                 "the transformation exchanges in a branch that each replica takes or leaves by its "
                 "own gradient: the others would wait for it forever. Leave should_skip_update_fn "
@@ -317,14 +318,6 @@ def _require_sent_by_all(jaxpr, axis_name):
             )
         for part in parts:
             _require_sent_by_all(part, axis_name)
-
-
-def _sends(jaxpr) -> bool:
-    """Whether a program has a message, or a program in it has."""
-    return any(
-        eqn.primitive.name.startswith(_MESSAGES) or any(map(_sends, programs_in(eqn)))
-        for eqn in jaxpr.eqns
-    )
 
 
 def _as_after_updates(state, after):

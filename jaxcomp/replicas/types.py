@@ -14,6 +14,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
+_COLLECTIVES = ("psum", "pmax", "pmin", "ppermute", "all_gather", "all_to_all", "reduce_scatter")
+
 
 def varying_axes(x: Any) -> frozenset[str]:
     """The mesh axes along which an array, or a shape, may differ, according to JAX's type."""
@@ -170,6 +172,11 @@ def typed_as(shape: Any, axes: frozenset[str], types: Sequence[Any]) -> Any:
         return shape.update(sharding=at)
     wide = [each.manual_axis_type for each in types if axes <= varying_axes(each)]
     return shape.update(sharding=at, manual_axis_type=min(wide, key=lambda it: len(it.varying)))
+
+
+def is_message(eqn: Any) -> bool:
+    """Whether an operation of a traced program is a collective."""
+    return eqn.primitive.name.startswith(_COLLECTIVES)
 
 
 def is_mapped(x: jax.Array) -> bool:

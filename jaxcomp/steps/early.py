@@ -14,12 +14,12 @@ from typing import Any
 import jax
 from jax.extend import core
 
-from jaxcomp.replicas.types import names_of, tied
+from jaxcomp.replicas.elementwise import innermost
+from jaxcomp.replicas.types import is_message, names_of, tied
 from jaxcomp.steps.gradient import Gradient, local_gradient
 from jaxcomp.steps.loss import Extra
 from jaxcomp.steps.update import Update, local_update
 
-_SENDS = ("psum", "all_gather", "all_to_all", "reduce_scatter")
 _PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot")
 _SMALL = 1024  # entries of a message that nothing is computed beside, for example the mean loss
 
@@ -85,12 +85,12 @@ class _Order:
             self.needs.append(self._needs_of(eqn.invars) | 1 << i)
         self.first = self._needs_of(closed.jaxpr.outvars[:num_first])
         self.needed = self._needs_of(self.results)
-        self.products = [i for i in _bits(self.first) if _contains(self.eqns[i], _PRODUCTS)]
+        self.products = [i for i in _bits(self.first) if _has_product(self.eqns[i])]
         for i, eqn in enumerate(self.eqns):
             # Callbacks, for example of jax.debug.print; the effect of a message is its axis.
-            self.needed |= self.needs[i] if eqn.effects and not _sends(eqn) else 0
+            self.needed |= self.needs[i] if eqn.effects and not is_message(eqn) else 0
         rest = self.needed & ~self.first
-        self.messages = [i for i in _bits(rest) if _is_message(self.eqns[i], axis_name)]
+        self.messages = [i for i in _bits(rest) if _is_large_message(self.eqns[i], axis_name)]
         self.done = 0
 
     def _needs_of(self, variables) -> int:
@@ -204,7 +204,7 @@ def _used(jaxpr: core.Jaxpr) -> set[Any]:
 
 
 def _is_call(eqn) -> bool:
-    return eqn.primitive.name in ("jit", "pjit") and _contains(eqn, _PRODUCTS)
+    return eqn.primitive.name in ("jit", "pjit") and _has_product(eqn)
 
 
 def _bits(number: int) -> Iterator[int]:
@@ -227,18 +227,11 @@ def _variables(eqn) -> list[Any]:
     return [x for x in eqn.invars if not _is_literal(x)]
 
 
-def _sends(eqn) -> bool:
-    return eqn.primitive.name.startswith(_SENDS)
-
-
-def _is_message(eqn, axis_name: str) -> bool:
+def _is_large_message(eqn, axis_name: str) -> bool:
     axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
     is_large = sum(x.aval.size for x in eqn.outvars) >= _SMALL
-    return _sends(eqn) and is_large and axis_name in names_of(axes)
+    return is_message(eqn) and is_large and axis_name in names_of(axes)
 
 
-def _contains(eqn, names: tuple[str, ...]) -> bool:
-    if eqn.primitive.name in names:
-        return True
-    inner = (getattr(x, "jaxpr", x) for x in jax.tree.leaves([*eqn.params.values()]))
-    return any(_contains(one, names) for jaxpr in inner for one in getattr(jaxpr, "eqns", ()))
+def _has_product(eqn) -> bool:
+    return any(each.primitive.name in _PRODUCTS for each in innermost(eqn))

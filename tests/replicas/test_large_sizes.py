@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.extend import core
 
 import jaxcomp
 from jaxcomp.compressors import blocks
@@ -29,9 +30,8 @@ def equations(jaxpr):
     """All equations of a program, those of the functions that it calls too."""
     for equation in jaxpr.eqns:
         yield equation
-        for inner in jax.tree.leaves(list(equation.params.values())):
-            if hasattr(inner, "eqns"):
-                yield from equations(inner)
+        for inner in core.jaxprs_in_params(equation.params):
+            yield from equations(inner)
 
 
 def starts(equation):

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.extend import core
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -132,9 +133,8 @@ def around(jaxpr, *collectives):
     for eqn in jaxpr.eqns:
         if eqn.primitive.name in collectives:
             yield made[eqn.invars[0]], used[eqn.outvars[0]]
-        for value in eqn.params.values():
-            if hasattr(inner := getattr(value, "jaxpr", value), "eqns"):
-                yield from around(inner, *collectives)
+        for inner in core.jaxprs_in_params(eqn.params):
+            yield from around(inner, *collectives)
 
 
 def test_what_was_coded_is_sent_and_no_view_of_it_so_that_gpus_start_it_at_once():
@@ -159,8 +159,7 @@ def test_what_was_coded_is_sent_and_no_view_of_it_so_that_gpus_start_it_at_once(
 def bodies(jaxpr, primitive):
     """The equations of each `shard_map` in a jaxpr that has a collective, but in an inner one."""
     for eqn in jaxpr.eqns:
-        inner = [getattr(x, "jaxpr", x) for x in eqn.params.values()]
-        inner = [x for x in inner if hasattr(x, "eqns")]
+        inner = [*core.jaxprs_in_params(eqn.params)]
         within = [body for one in inner for body in bodies(one, primitive)]
         yield from within
         if eqn.primitive.name == "shard_map" and not within and primitive in str(inner[0]):
