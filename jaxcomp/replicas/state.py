@@ -294,7 +294,7 @@ def _settled(tx, params, state, axis_name):
         return _as_after_updates(state, after)
     except (TypeError, ValueError) as error:
         _explain(error, state, params)
-        if not any(map(_is_multi, jax.tree.leaves(state, is_leaf=_is_multi))):
+        if not any(_nodes(optax.MultiStepsState, state)):
             raise
     # MultiSteps also traces the mean inside it with its accumulator, which is zeros at first.
     varied = lambda node: node._replace(acc_grads=to_varying(node.acc_grads, axis_name))

@@ -1,5 +1,6 @@
 """Placing batches on a mesh, and the mesh's other axes, of any axis type."""
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +13,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxcomp._checks import is_array
-from jaxcomp.replicas.specs import require_specs
+from jaxcomp.replicas.specs import over_some, require_specs
 from jaxcomp.replicas.types import names_of
 
 
@@ -187,12 +188,8 @@ def _explicit(mesh):
 
 def _shardings(mesh, specs):
     """The specs over Explicit axes, as shardings."""
-
-    def sharding(spec):
-        kept = [tuple(n for n in names_of(part or ()) if n in _explicit(mesh)) for part in spec]
-        return NamedSharding(mesh, P(*(part or None for part in kept)))
-
-    return jax.tree.map(sharding, specs)
+    over_explicit = over_some(specs, _explicit(mesh))
+    return jax.tree.map(functools.partial(NamedSharding, mesh), over_explicit)
 
 
 def _first(spec):
