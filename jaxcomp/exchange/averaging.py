@@ -227,25 +227,23 @@ def named(part: str) -> contextlib.AbstractContextManager[Any]:
 
 
 def nothing_sent(transport: Transport, tree: Any) -> tuple[Any, Any]:
-    """The residual and the owners' residual before the first `average` of a tree."""
+    """The residual and the owners' residual before the first `average` of a tree.
+
+    The residual is a tree of zeros that varies, float32 or wider; None for float32 or empty leaves.
+    """
     plan = plan_of(transport, tree)
-    return zero_residual(plan, transport.axis_name), zero_owner_residual(plan, transport)
+    leaves = [
+        _zeros(shape, jnp.promote_types(dtype, jnp.float32), label, transport.axis_name)
+        if label.compressor != EXACT and math.prod(shape) > 0  # the others lose nothing
+        else None
+        for label, shape, dtype in zip(plan.labels, plan.shapes, plan.dtypes, strict=True)
+    ]
+    return plan.treedef.unflatten(leaves), zero_owner_residual(plan, transport)
 
 
 def feedback(state: Any) -> dict[str, Any]:
     """The residuals of a state, or of an `Averaged`, as arguments of `average`."""
     return {"residual": state.residual, "owner_residual": state.owner_residual}
-
-
-def zero_residual(plan: buckets.Plan, axis_name: str) -> Any:
-    """A tree of zeros that varies, float32 or wider; None for float32 or empty leaves."""
-    leaves = [
-        _zeros(shape, jnp.promote_types(dtype, jnp.float32), label, axis_name)
-        if label.compressor != EXACT and math.prod(shape) > 0  # the others lose nothing
-        else None
-        for label, shape, dtype in zip(plan.labels, plan.shapes, plan.dtypes, strict=True)
-    ]
-    return plan.treedef.unflatten(leaves)
 
 
 def zero_owner_residual(plan: buckets.Plan, transport: Transport) -> Any:

@@ -52,7 +52,7 @@ class Plan:
     buckets: tuple[Bucket, ...]
 
 
-def small_or_vector(*replica_axes: str) -> Callable[[str, Any], bool]:
+def small_or_vector(*replica_axes: str, numel: int = 1024) -> Callable[[str, Any], bool]:
     """Makes the default rule for the leaves that are sent in float32.
 
     They are norms and biases (anything with fewer than two axes) and leaves of fewer than
@@ -61,8 +61,10 @@ def small_or_vector(*replica_axes: str) -> Callable[[str, Any], bool]:
 
     Args:
       *replica_axes: Mesh axes that a leaf may vary over without being a shard.
+      numel: Another number of elements; leaves without any are small in any case.
     """
-    rule = lambda path, leaf: leaf.ndim < 2 or size_over_shards(leaf, *replica_axes) < 1024
+    least = max(numel, 1)
+    rule = lambda path, leaf: leaf.ndim < 2 or size_over_shards(leaf, *replica_axes) < least
     return Printed(rule, f"small_or_vector({', '.join(map(repr, replica_axes))})")
 
 

@@ -12,7 +12,7 @@ from jaxcomp.compressors.policies import Policy, path_of
 from jaxcomp.exchange import averaging, wire
 from jaxcomp.exchange.buckets import leaf_of, line_of
 from jaxcomp.replicas.layers import common_value, is_stack
-from jaxcomp.replicas.types import size_over_shards, to_varying
+from jaxcomp.replicas.types import to_varying
 
 
 class Mask(NamedTuple):
@@ -40,7 +40,7 @@ class Mask(NamedTuple):
         return jax.vmap(lambda row, number: function(row, fold(key, number)))(x, numbers)
 
 
-def masks_of(tree: Any, policy: Policy, exact_numel: int, axis_name: str) -> dict[str, Mask | None]:
+def masks_of(tree: Any, policy: Policy) -> dict[str, Mask | None]:
     """The masks of all leaves by name; None for leaves that are exchanged whole.
 
     A name is the path, and a number where two leaves have the same: `{"a/b": x, "a": {"b": y}}`.
@@ -49,21 +49,14 @@ def masks_of(tree: Any, policy: Policy, exact_numel: int, axis_name: str) -> dic
       tree: Floating leaves. Each layer of a stack has a mask like that of a leaf of its own.
       policy: `(path, leaf) -> Compressor`: `identity()`, or a `random_k`, alone or first in a
         `compose`.
-      exact_numel: Leaves of fewer elements, over all their shards, and those with fewer than two
-        axes are exchanged whole, whatever the policy says.
-      axis_name: The mesh axis of the replicas.
 
     Raises:
       ValueError: For a compressor whose entries differ between replicas; a `LayersDiffer` for
         different compressors in the layers of a stack.
     """
 
-    def code(path, leaf):
-        whole = is_whole(leaf, exact_numel, axis_name)
-        return averaging.EXACT if whole else policy(path, leaf)
-
     def mask(key_path, leaf):
-        made = _mask_of(path_of(key_path), common_value(code, key_path, leaf))
+        made = _mask_of(path_of(key_path), common_value(policy, key_path, leaf))
         return made and made._replace(is_stack=is_stack(key_path))
 
     keyed = jax.tree.leaves_with_path(tree)
@@ -71,11 +64,6 @@ def masks_of(tree: Any, policy: Policy, exact_numel: int, axis_name: str) -> dic
     found = collections.Counter(paths)
     names = [f"{path} {i}" if found[path] > 1 else path for i, path in enumerate(paths)]
     return {name: mask(*pair) for name, pair in zip(names, keyed, strict=True)}
-
-
-def is_whole(leaf: Any, exact_numel: int, axis_name: str) -> bool:
-    """Whether a leaf is too small for a mask: one axis, or too few elements over its shards."""
-    return leaf.ndim < 2 or size_over_shards(leaf, axis_name) < max(exact_numel, 1)
 
 
 def _mask_of(path: str, compressor: Compressor) -> Mask | None:

@@ -34,9 +34,9 @@ def payload_of(message: jax.Array, like: Payload) -> Payload:
     return _cut(message, like, _cast_apart if message.dtype == jnp.uint8 else _shifted_apart)
 
 
-def message_bytes(compressor: Compressor, numel: int, dtype=jnp.float32) -> int:
-    """Bytes of the message that a bucket of `numel` elements becomes."""
-    words = sum(map(_num_words, jax.tree.leaves(payload_like(compressor, numel, dtype))))
+def message_bytes(compressor: Compressor, numel: int) -> int:
+    """Bytes of the message that a bucket of `numel` float32 elements becomes."""
+    words = sum(map(_num_words, jax.tree.leaves(payload_like(compressor, numel))))
     return 4 * words + -4 * words % _UNIT
 
 

@@ -15,7 +15,7 @@ from jaxcomp._checks import is_count, require
 from jaxcomp.compressors.base import Compressor
 from jaxcomp.compressors.policies import Policy, policy_of
 from jaxcomp.compressors.sparse import random_k
-from jaxcomp.exchange import averaging, masks
+from jaxcomp.exchange import averaging, buckets, masks
 from jaxcomp.exchange.wire import Transport, transport_of
 from jaxcomp.methods import moments, step_bound
 from jaxcomp.methods.common import counted, method, no_rounds
@@ -154,12 +154,13 @@ def slamb(
     adam = moments.adam(name, learning_rate, b1, b2, eps, weight_decay, mask, differs)
     _check(density, sync_every, rescaling, compressor)
     default = random_k(0.1 if density is None else density)
-    transport = transport_of(default if compressor is None else compressor, axis_name)
-    policy = policy_of(transport.code)
-    masks_of = lambda params: masks.masks_of(params, policy, exact_numel, axis_name)
+    code = default if compressor is None else compressor
     drift_code = averaging.EXACT if drift_compressor is None else drift_compressor
-    is_whole = lambda path, leaf: masks.is_whole(leaf, exact_numel, axis_name)
-    drifts = averaging.but_exact(transport_of(drift_code, axis_name), is_whole)
+    is_whole = buckets.small_or_vector(axis_name, numel=exact_numel)
+    transport, drifts = (
+        averaging.but_exact(transport_of(each, axis_name), is_whole) for each in (code, drift_code)
+    )
+    masks_of = lambda params: masks.masks_of(params, policy_of(transport.code))
     sync_at = _sync_at(sync_every)
 
     def init_fn(params):

@@ -8,18 +8,23 @@ from jax.sharding import PartitionSpec as P
 
 import jaxcomp
 from jaxcomp.compressors.base import Key
-from jaxcomp.exchange import masks, wire
+from jaxcomp.exchange import averaging, buckets, masks, wire
 from tests.helpers.coding import as_for_tpus
 from tests.helpers.replicas import mesh_of, on, rows
 
 TREE = {"bias": np.zeros(64, "f"), "kernel": np.zeros((8, 8), "f"), "small": np.zeros((2, 2), "f")}
 
 
+def policy_of(code, exact_numel=16):
+    is_whole = buckets.small_or_vector("replica", numel=exact_numel)
+    return averaging.but_exact(wire.transport_of(code, "replica"), is_whole).code
+
+
 def found_masks(code, exact_numel=16):
     found = {}
 
     def look(tree):
-        found.update(masks.masks_of(tree, lambda path, leaf: code, exact_numel, "replica"))
+        found.update(masks.masks_of(tree, policy_of(code, exact_numel)))
         return tree
 
     on(mesh_of(2), look)(TREE | {"empty": np.zeros((0, 8), "f")})
@@ -82,7 +87,7 @@ def test_the_mean_is_taken_at_the_entries_of_the_mask_alone():
 
     def step(tree):
         tree = jax.tree.map(lambda x: x[0], tree)
-        of = masks.masks_of(tree, lambda path, leaf: jaxcomp.random_k(1 / 4), 16, "replica")
+        of = masks.masks_of(tree, policy_of(jaxcomp.random_k(1 / 4)))
         done = masks.mean_on_masks(of, "part", jax.tree.leaves(tree), transport, jnp.int32(1))
         where = jnp.zeros((1, 64)) if done.on[1] is None else done.on[1].reshape(1, -1)
         return [x[None] for x in done.tree], where
