@@ -19,7 +19,7 @@ from jaxcomp.methods import low_rank, moments
 from jaxcomp.methods.common import counted, method, no_rounds
 from jaxcomp.replicas.finite import not_finite, poisoned, unless
 from jaxcomp.replicas.kinds import kind_of
-from jaxcomp.replicas.layers import common_value, in_batches, layer_by_layer
+from jaxcomp.replicas.layers import in_batches, layer_by_layer
 from jaxcomp.replicas.protocol import MethodState, with_extra_args
 from jaxcomp.replicas.types import to_varying, vary_like
 
@@ -112,18 +112,10 @@ def dion(
     others = layer_by_layer(with_extra_args(others, name))
     key = lambda: Key(jnp.int32(0), jnp.uint32(seed))
 
-    def shape_of(path, leaf):
-        """Rows and columns of a leaf; None for leaves sent in float32."""
-        small = leaf.ndim < 2 or not leaf.size
-        return None if small or exact(path, leaf) else low_rank.sides(leaf.shape)
-
-    def shapes_of(tree):
-        return [common_value(shape_of, *keyed) for keyed in jax.tree.leaves_with_path(tree)]
-
     def init_fn(params):
         leaves, treedef = jax.tree.flatten(params)
         residual: list[Any] = [None] * len(leaves)
-        right, shapes = list(residual), shapes_of(params)
+        right, shapes = list(residual), low_rank.shapes_of(params, exact)
         for i, (leaf, shape) in enumerate(zip(leaves, shapes, strict=True)):
             dtype = moments.wide(leaf.dtype)  # raises for leaves that are not floating
             if shape is None:
@@ -141,7 +133,7 @@ def dion(
 
     def update_fn(updates, state, params, **extra_args):
         leaves, treedef = jax.tree.flatten(params)
-        shapes = shapes_of(params)  # before the state is read: layers may differ
+        shapes = low_rank.shapes_of(params, exact)  # before the state is read: layers may differ
         grads = treedef.flatten_up_to(updates)
         momenta = treedef.flatten_up_to(state.residual)
         rights = treedef.flatten_up_to(state.right)

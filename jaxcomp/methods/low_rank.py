@@ -4,6 +4,7 @@ import functools
 import itertools
 import math
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ from jaxcomp.compressors.base import Key
 from jaxcomp.compressors.packing import fold, uniform
 from jaxcomp.compressors.platforms import platform
 from jaxcomp.methods import moments
-from jaxcomp.replicas.layers import numbers, own_axes
+from jaxcomp.replicas.layers import common_value, numbers, own_axes
 from jaxcomp.replicas.types import varying_axes
 
 _FEW = 4  # up to this rank, a product of factors is a sum
@@ -27,6 +28,19 @@ def sides(shape: tuple[int, ...]) -> tuple[int, int]:
     before the last one, `[width, heads, size]` of attention behind the first.
     """
     return math.prod(shape[: cut(shape)]), math.prod(shape[cut(shape) :])
+
+
+def shapes_of(tree: Any, exact: Callable[[str, Any], bool]) -> list[tuple[int, int] | None]:
+    """Rows and columns of each leaf as a matrix; None for leaves that are sent in float32.
+
+    Those are the ones that `exact(path, leaf)` holds for, vectors, and leaves without elements.
+    """
+
+    def shape_of(path, leaf):
+        small = leaf.ndim < 2 or not leaf.size
+        return None if small or exact(path, leaf) else sides(leaf.shape)
+
+    return [common_value(shape_of, *keyed) for keyed in jax.tree.leaves_with_path(tree)]
 
 
 def cut(shape: tuple[int, ...]) -> int:

@@ -15,7 +15,7 @@ from jaxcomp.exchange import averaging, wire
 from jaxcomp.methods import low_rank, moments
 from jaxcomp.methods.common import counted, method, no_rounds
 from jaxcomp.replicas.finite import not_finite, poisoned, unless
-from jaxcomp.replicas.layers import common_value, in_batches
+from jaxcomp.replicas.layers import in_batches
 from jaxcomp.replicas.protocol import MethodState
 from jaxcomp.replicas.types import to_varying, vary_like
 
@@ -96,22 +96,16 @@ def power_sgd(
     require(known, name, "a known form", "'alternating' or 'both'", sides=sides)
     transport = wire.transport_of(wire.summed(averaging.EXACT, seed=seed), axis_name)
 
-    def shape_of(_, leaf):
-        """Rows and columns of a leaf that is sent as factors; None for leaves sent in float32."""
-        if leaf.ndim < 2 or not leaf.size:
-            return None
-        rows, columns = low_rank.sides(leaf.shape)
-        return (rows, columns) if leaf.size >= least * rank * (rows + columns) else None
-
-    def shapes_of(tree):
-        return [common_value(shape_of, *keyed) for keyed in jax.tree.leaves_with_path(tree)]
+    def exact(_, leaf):
+        return leaf.size < least * rank * sum(low_rank.sides(leaf.shape))
 
     def init_fn(params):
         leaves, treedef = jax.tree.flatten(params)
         residual: list[Any] = [None] * len(leaves)
         left, right = list(residual), list(residual)
+        shapes = low_rank.shapes_of(params, exact)
         key = Key(jnp.int32(0), jnp.uint32(seed))
-        for i, (leaf, shape) in enumerate(zip(leaves, shapes_of(params), strict=True)):
+        for i, (leaf, shape) in enumerate(zip(leaves, shapes, strict=True)):
             dtype = moments.wide(leaf.dtype)  # raises for leaves that are not floating
             if shape is None:
                 continue
@@ -135,7 +129,7 @@ def power_sgd(
         ]
         bad = not_finite(updates, axis_name) > 0
         send = lambda tree, part: averaging.average(transport, tree, state.count, part, bad=bad)
-        shapes = shapes_of(updates)
+        shapes = low_rank.shapes_of(updates, exact)
         dense, left, right, both = _forms(send, shapes, Key(state.count, jnp.uint32(seed)))
         forms = [dense, left, right] if sides == "alternating" else [dense, both, both]
         # The parts depend on the count alone: `train` plans them on another tree.
