@@ -10,7 +10,6 @@ from jax import lax
 
 from jaxcomp._checks import require, require_decay, require_static, schedule_of
 from jaxcomp.methods import common
-from jaxcomp.replicas.finite import not_finite
 from jaxcomp.replicas.layers import broadcast_over, own_axes
 from jaxcomp.replicas.types import size_over_shards, sums_over_shards
 
@@ -190,15 +189,6 @@ def dtype_of(tree):
 def power(b: float, n: jax.Array, like) -> jax.Array:
     """b^n in the dtype of the tree `like`; JAX alone would use float64 if that is enabled."""
     return jnp.asarray(b, dtype_of(like)) ** n
-
-
-def gradients(updates, like, axis_name: str):
-    """A replica's own gradients in the dtypes of `like`, the moments, and whether they fail.
-
-    They fail, i32[] 1, if the square of a gradient is not finite, as the variance would not be.
-    """
-    grads = jax.tree.map(lambda g, moment: g.astype(moment.dtype), updates, like)
-    return grads, not_finite(jax.tree.map(jnp.square, grads), axis_name)
 
 
 def _sums(tree: Any) -> list[jax.Array]:

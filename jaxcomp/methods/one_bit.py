@@ -13,7 +13,7 @@ from jaxcomp.exchange import averaging
 from jaxcomp.exchange.wire import Transport
 from jaxcomp.methods import moments
 from jaxcomp.methods.step_bound import bounded, kept_back, sendable
-from jaxcomp.replicas.finite import unless
+from jaxcomp.replicas.finite import not_finite, unless
 from jaxcomp.replicas.kinds import kind_of
 from jaxcomp.replicas.types import sums_over_shards
 
@@ -97,7 +97,8 @@ def exchanged(
       unit: What momenta are divided by while they are sent; None: they are sent as they are.
     """
     count, axis_name = state.count + 1, transport.axis_name
-    grads, bad = moments.gradients(updates, state.variance, axis_name)
+    grads = jax.tree.map(lambda g, v: g.astype(v.dtype), updates, state.variance)
+    bad = not_finite(jax.tree.map(jnp.square, grads), axis_name)  # a variance learns from squares
     local = tree_update_moment(grads, state.momentum, adam.b1, 1)
     local = sendable(adam, count, local, root, state.residual, axis_name)
     if unit is not None:

@@ -62,12 +62,6 @@ def is_of_gpus(mesh: Mesh | AbstractMesh) -> bool:
     return isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "gpu"
 
 
-def jitted(function: Any, mesh: Mesh | AbstractMesh, out_shardings: Any = None) -> Any:
-    """`jax.jit` with the mesh's `compiler_options`."""
-    options = compiler_options(mesh)
-    return jax.jit(function, out_shardings=out_shardings, compiler_options=options)
-
-
 class Kept:
     """A jitted function, which refuses arrays that a step has donated.
 

@@ -20,7 +20,7 @@ from jaxcomp.replicas.specs import full_specs, require_axis
 from jaxcomp.replicas.state import add_drifts, by_leaf
 from jaxcomp.replicas.types import names_of, sums_over_shards, to_varying
 from jaxcomp.steps import placing, untyped
-from jaxcomp.steps.compiling import Kept, jitted
+from jaxcomp.steps.compiling import Kept, compiler_options
 from jaxcomp.steps.gradient import Gradient, on_replicas
 from jaxcomp.steps.placing import everywhere, placed
 from jaxcomp.steps.update import Update, placed_params, whole_drifts
@@ -63,7 +63,12 @@ def eval_step(
     require_axis(mesh, axis_name)
     update = Update(_NO_UPDATE, mesh, axis_name, param_specs, fast_axis)
     on = Gradient(measure_fn, mesh, update.axes, batch_specs=batch_specs)
-    return Kept(jitted(functools.partial(_measured, on, update), mesh, everywhere(mesh)), mesh)
+    program = jax.jit(
+        functools.partial(_measured, on, update),
+        out_shardings=everywhere(mesh),
+        compiler_options=compiler_options(mesh),
+    )
+    return Kept(program, mesh)
 
 
 _NO_UPDATE = optax.with_extra_args_support(optax.identity())

@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 import jaxcomp
-from jaxcomp.steps import compiling, train
+from jaxcomp.steps import compiling, evaluate, train
 from tests.helpers.replicas import mesh_of
 
 
@@ -54,8 +54,9 @@ def test_the_steps_are_compiled_with_the_options_of_their_mesh(monkeypatch):
 
 def test_the_options_reach_the_compiler(monkeypatch):
     unknown = {"xla_there_is_no_such_option": True}
-    monkeypatch.setattr(compiling, "compiler_options", lambda *args, **of: unknown)
+    for module in (compiling, evaluate):
+        monkeypatch.setattr(module, "compiler_options", lambda *args, **of: unknown)
     with pytest.raises(jax.errors.JaxRuntimeError, match="xla_there_is_no_such_option"):
-        compiling.jitted(lambda x: x + 1, mesh_of(1))(1.0)
+        jaxcomp.eval_step(lambda params, batch: params, mesh_of(1), "replica")(1.0, (), jnp.ones(1))
     with pytest.raises(jax.errors.JaxRuntimeError, match="xla_there_is_no_such_option"):
         compiling.donating(lambda x, y: (x + 1, y), mesh_of(1))(1.0, 2.0)
