@@ -105,12 +105,6 @@ def test_the_scale_stays_in_its_bounds():
 
 
 def test_mistakes_are_told():
-    for options in ({"initial": 0.5}, {"initial": 2.0**25}):
-        with pytest.raises(ValueError, match=r"loss_scale got .*; needs a scale from 1 to 2\*\*24"):
-            scaled(mean_sgd(), **options)
-    for options in ({"growth_steps": 0}, {"growth_steps": 2**31}):
-        with pytest.raises(ValueError, match=r"got growth_steps.* at least 1 and below 2\*\*31"):
-            scaled(mean_sgd(), **options)
     with pytest.raises(ValueError, match="2 loss scales.*write jaxcomp.loss_scale once"):
         train(scaled(scaled(mean_sgd())), [GOOD])
     alone = scaled(optax.sgd(1.0)).init({"a": jnp.ones(4)})

@@ -77,7 +77,9 @@ MISTAKES = {
     ],
     "loss_scale": [
         ({"initial": 0.5}, "initial=0.5; needs a scale from 1 to 2**24; write"),
+        ({"initial": 2.0**25}, "loss_scale got initial=33554432.0; needs"),
         ({"growth_steps": 0}, "growth_steps=0; needs at least 1 and below 2**31; write"),
+        ({"growth_steps": 2**31}, "growth_steps=2147483648; needs"),
     ],
     "muon": [
         ({"learning_rate": "fast"}, "muon got learning_rate='fast'"),

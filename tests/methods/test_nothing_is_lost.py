@@ -32,11 +32,6 @@ def local_steps(exchange):
     )
 
 
-def owners(code):
-    codes = {"gradients": jaxcomp.identity(), "differences": code}
-    return jaxcomp.sharded_optimizer(optax.sgd(RATE), "replica", **codes)
-
-
 def zero_one_adam(every=2, precondition=True, step_bound=None, **options):
     """Without momentum and with a variance that stays zero, so that it divides by `eps`."""
     return jaxcomp.zero_one_adam(
@@ -67,8 +62,6 @@ METHODS = {
     "cocktail at once, after a warm-up": (cocktail(COCKTAIL, delayed=False, **WARM), 4),
     "local steps": (local_steps(jaxcomp.two_shot), 4),
     "local steps, gathered": (local_steps(jaxcomp.gathered), 4),
-    "signs of owners": (owners(jaxcomp.sign()), 3),
-    "the largest of owners": (owners(jaxcomp.top_k(0.1)), 3),
     "0/1 Adam": (zero_one_adam(precondition=False), 3),
     "0/1 Adam after a warm-up": (
         zero_one_adam(warmup_steps=4, warmup_compressor=jaxcomp.quantize(3)),

@@ -28,8 +28,9 @@ def test_one_bit_adam_with_identity_keeps_on_at_the_frozen_variance():
     np.testing.assert_allclose(params["kernel"], x["kernel"], rtol=0, atol=1e-6)
 
 
-def test_the_warm_up_ends_by_itself_when_the_variance_is_stable():
-    tx = jaxcomp.one_bit_adam(RATE, "replica", b2=0.8, freeze_ratio=0.5)
+@pytest.mark.parametrize("make", [jaxcomp.one_bit_adam, jaxcomp.one_bit_lamb])
+def test_the_warm_up_ends_by_itself_when_the_variance_is_stable(make):
+    tx = make(RATE, "replica", b2=0.8, freeze_ratio=0.5)
     same = jax.tree.map(np.ones_like, random_tree(0, 2))
     history = trained(tx, [same] * 12, num_replicas=2)
     frozen = [bool(state.frozen) for _, state in history]

@@ -193,5 +193,3 @@ def test_errors():
         tx.update(PARAMS, tx.init(PARAMS), PARAMS)
     with pytest.raises(ValueError, match=r"found 0 second moments .* 'embed'"):
         last(averaged(rare(optax.sgd(1.0))), 1)
-    with pytest.raises(ValueError, match=r"rare_rows got 3 where"):
-        rare(3)

@@ -159,15 +159,3 @@ def test_masks_and_policies_go_by_path():
     np.testing.assert_array_equal(found["bias"], params["bias"])
     assert not np.array_equal(found["kernel"], params["kernel"])
     assert set(seen) == {("kernel", (33, 40))}
-
-
-def test_mistakes_are_told():
-    mesh, tx, params = mesh_of(2), make(), random_tree(0, shapes=SHAPES)
-    without = lambda grads: tx.update(grads, tx.init(grads))
-    with pytest.raises(ValueError, match="needs the parameters"):
-        jax.vmap(without, axis_name="replica")(gradients(1, 2)[0])
-    with pytest.raises(ValueError, match="but only floating"):
-        transform(tx, mesh, {"n": np.zeros((3,), np.int32)})
-    reduced = lambda p: tx.update(p, tx.init(p), p)[0]
-    with pytest.raises(ValueError, match="equal on all replicas"):
-        jax.shard_map(reduced, mesh=mesh, in_specs=P(), out_specs=P())(params)

@@ -9,7 +9,6 @@ from jax.sharding import PartitionSpec as P
 
 import jaxcomp
 from jaxcomp.replicas.compact import decode, encode, is_compact
-from jaxcomp.replicas.resize import reset_residuals
 from tests.helpers.every_method import METHODS
 from tests.helpers.replicas import (
     everywhere,
@@ -181,10 +180,3 @@ def test_errors_say_what_to_write():
         jaxcomp.compact(compressed(), 4)
     with pytest.raises(ValueError, match="no residual to keep; leave it out"):
         jaxcomp.compact(optax.adam(1e-3)).init({"kernel": jnp.zeros(3)})
-
-
-def test_residuals_are_reset():
-    params = {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
-    _, state = history_of(compressed(8), params, gradients(1, 2), 2)[-1]
-    assert np.any(decode(state_of(state, "residual")["kernel"]))
-    assert not np.any(decode(state_of(reset_residuals(state), "residual")["kernel"]))

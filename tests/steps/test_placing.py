@@ -186,23 +186,6 @@ def test_an_fsdp_axis_shares_the_batch_where_its_spec_says_so():
     assert of_replicas(shared) == of_replicas(repeated)
 
 
-def test_other_steps_take_batches_from_anywhere_on_explicit_axes():
-    mesh = mesh_of(AxisType.Explicit, REPLICAS)
-    tx = jaxcomp.cocktail_sgd(optax.sgd(0.5), "replica")
-    for make in (jaxcomp.train_step, jaxcomp.overlapped_train_step):
-        init, step = make(loss_fn, tx, mesh, "replica")
-        params = make_params()
-        _, _, metrics = step(params, init(params), BATCH)
-        assert not metrics["skipped"]
-    fsdp = jaxcomp.qsdp("replica", jaxcomp.identity(), jaxcomp.identity())
-    of_shards = lambda params, batch: loss_fn(fsdp.gather(params), batch)
-    init, step = jaxcomp.qsdp_train_step(of_shards, optax.sgd(0.5), mesh, fsdp)
-    shards = fsdp.shard(make_params(), mesh)
-    shards, _, _ = step(shards, init(shards), BATCH)
-    got = fsdp.unshard(shards, mesh)
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=0, atol=1e-6), got, dense())
-
-
 @pytest.mark.parametrize("spec", [P(None, "replica"), P(("other", "replica"))], ids=str)
 def test_a_spec_that_does_not_begin_with_the_replicas_is_refused(spec):
     mesh = mesh_of(AxisType.Auto, REPLICAS, OTHERS)
