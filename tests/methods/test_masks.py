@@ -11,7 +11,8 @@ import pytest
 import jaxcomp
 from jaxcomp.compressors.policies import path_of
 from jaxcomp.methods.common import decays
-from tests.helpers.replicas import everywhere, mesh_of, rows
+from tests.helpers import replicas
+from tests.helpers.replicas import mesh_of
 
 EXACT = {"compressor": jaxcomp.identity()}
 W = np.linspace(2, 3, 12, dtype=np.float32).reshape(3, 4)
@@ -38,16 +39,10 @@ def batches(steps=4):
 
 def train(tx, start=START, simulated=False, steps=4):
     """Parameters after some steps of two replicas."""
-    mesh = mesh_of(2)
+    make, mesh = jaxcomp.train_step, mesh_of(2)
     if simulated:
-        init, step = jaxcomp.simulated_train_step(loss_fn, tx, 2, "replica")
-        params, place = jax.tree.map(jnp.asarray, start), lambda batch: batch
-    else:
-        init, step = jaxcomp.train_step(loss_fn, tx, mesh, "replica")
-        params, place = everywhere(mesh, start), lambda batch: rows(mesh, batch)
-    state = init(params)
-    for batch in batches(steps):
-        params, state, _ = step(params, state, place(batch))
+        make, mesh = replicas.simulated(2), mesh_of(1)
+    params, _, _ = replicas.trained(loss_fn, tx, mesh, start, batches(steps), make)
     return jax.tree.map(np.asarray, params)
 
 

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 import jaxcomp
 from jaxcomp import report
 from jaxcomp.replicas import protocol
+from tests.helpers import replicas
 from tests.helpers.replicas import everywhere, mesh_of, one_value
 
 SHAPES = {"in": (8, 12), "bias": (12,), "out": (12, 4)}
@@ -38,18 +39,8 @@ def batch_of(step):
 
 
 def trained(tx, mesh, num_steps=3, **options):
-    batch_specs = options.get("batch_specs", P(tuple(mesh.axis_names)))
-    place = lambda tree, specs: jax.device_put(
-        tree, jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
-    )
-    specs = options.get("param_specs", dict.fromkeys(SHAPES, P()))
-    params = place(make_params(), specs)
-    made = jaxcomp.train_step(loss_fn, tx, mesh, "replica", **options)
-    state = made.init(params)
-    for step in range(num_steps):
-        batch = jax.device_put(batch_of(step), NamedSharding(mesh, batch_specs))
-        params, state, _ = made.step(params, state, batch)
-    return params, state
+    batches = map(batch_of, range(num_steps))
+    return replicas.trained(loss_fn, tx, mesh, make_params(), batches, **options)[:2]
 
 
 def own_losses(params, state, batch, count):

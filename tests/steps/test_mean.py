@@ -13,7 +13,8 @@ from jax.sharding import PartitionSpec as P
 import jaxcomp
 from jaxcomp import report, schedules
 from jaxcomp.replicas import protocol
-from tests.helpers.replicas import everywhere, mesh_of, one_value
+from tests.helpers import replicas
+from tests.helpers.replicas import mesh_of, one_value, random_tree
 
 EXACT, STEPS = jaxcomp.identity(), 3
 PARAMS = {"bias": np.ones(7, np.float32), "kernel": np.ones((6, 8), np.float32)}
@@ -45,15 +46,8 @@ def loss_fn(params, batch):
 
 def trained(tx, mesh, params=PARAMS, steps=STEPS, **options):
     """Parameters and state after some steps, in which replicas see other examples."""
-    init, step = jaxcomp.train_step(loss_fn, tx, mesh, "replica", **options)
-    params = everywhere(mesh, params)
-    state, rng = init(params), np.random.default_rng(0)
-    rows = NamedSharding(mesh, P(mesh.axis_names))
-    for _ in range(steps):
-        batch = {"x": rng.normal(size=(8, 6)), "y": rng.normal(size=(8, 8))}
-        batch = jax.tree.map(lambda x: x.astype(np.float32), batch)
-        params, state, _ = step(params, state, jax.device_put(batch, rows))
-    return params, state
+    batches = [random_tree(step, 8, shapes={"x": (6,), "y": (8,)}) for step in range(steps)]
+    return replicas.trained(loss_fn, tx, mesh, params, batches, **options)[:2]
 
 
 def sent(mesh, params, state, **options):

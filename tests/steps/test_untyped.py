@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 import jaxcomp
 from jaxcomp import report
 from jaxcomp.steps import untyped
+from tests.helpers import replicas
 from tests.helpers.layered import EXACT, assert_close, make_batch, make_params
 from tests.helpers.replicas import mesh_of
 
@@ -35,12 +36,9 @@ def looped(params, batch, zeros=zeros_alike, gather=lambda w: w):
 
 
 def trained(make, loss_fn, tx=DENSE, sizes=(2,), **options):
-    init, step = make(loss_fn, tx, mesh_of(*sizes), "replica", **options)
-    params = make_params()
-    state = init(params)
-    for number in range(3):
-        params, state, metrics = step(params, state, make_batch(number))
-    return params, metrics
+    given = make_params(), map(make_batch, range(3)), make
+    params, _, seen = replicas.trained(loss_fn, tx, mesh_of(*sizes), *given, **options)
+    return params, seen[-1]
 
 
 @pytest.mark.parametrize(
