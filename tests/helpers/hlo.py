@@ -1,11 +1,21 @@
-"""Programs as compilers print them."""
+"""Programs as compilers print them, and the meshes that run them."""
 
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+BOTH = ("data", "fsdp")
 SUM = """%add (a: f32[], b: f32[]) -> f32[] {
   %a = f32[] parameter(0)
   %b = f32[] parameter(1)
   ROOT %sum = f32[] add(%a, %b)
 }
 """
+
+
+def mesh_of_shape(*sizes, names=BOTH):
+    devices = np.array(jax.devices()[: int(np.prod(sizes))]).reshape(sizes)
+    return Mesh(devices, names[: len(sizes)])
 
 
 def program(body: str, more: str = "", num_partitions: int = 4, **arguments: str) -> str:

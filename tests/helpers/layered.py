@@ -116,3 +116,24 @@ def odd_tree(dtype=np.float32, seed=0):
 
 def stacked(path, leaf):
     return path == "layers"
+
+
+def sharded(fsdp, params, *sizes, stacked=lambda *_: False):
+    """A mesh of one axis or of two, and parameters in shards on it."""
+    mesh = mesh_of(*sizes, second="fast")
+    return mesh, fsdp.shard(everywhere(mesh, params), mesh, stacked)
+
+
+def on_replicas(function, mesh):
+    """Jits a function of a device's shards and of what is equal everywhere; its results in rows."""
+    cut, rows = P(mesh.axis_names[::-1]), P(mesh.axis_names)  # a fast axis comes first in shards
+    return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=(cut, P()), out_specs=rows))
+
+
+def gathered(fsdp, params, *sizes):
+    """What each device computes with, one row a device."""
+    mesh, shards = sharded(fsdp, params, *sizes)
+    gather = lambda shards, count: jax.tree.map(
+        lambda x: x[None], fsdp.gather(fsdp.local(shards, count))
+    )
+    return on_replicas(gather, mesh)(shards, jnp.int32(3))

@@ -1,6 +1,6 @@
 """The check that nothing dense crosses an axis: steps that are wrong fail, and the text says why.
 
-Steps that are right, one a method, are checked in `tests/steps/test_train.py`.
+Steps that are right, one a method, are checked in `tests/methods/test_every_method.py`.
 """
 
 import functools

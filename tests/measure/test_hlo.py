@@ -1,19 +1,9 @@
 """The byte report on HLO text, in the dialects of every version and of GPUs."""
 
-import jax
-import numpy as np
 import pytest
-from jax.sharding import Mesh
 
 from jaxcomp import report
-from tests.helpers.hlo import program
-
-BOTH = ("data", "fsdp")
-
-
-def mesh_of_shape(*sizes, names=BOTH):
-    devices = np.array(jax.devices()[: int(np.prod(sizes))]).reshape(sizes)
-    return Mesh(devices, names[: len(sizes)])
+from tests.helpers.hlo import BOTH, mesh_of_shape, program
 
 
 def one_reduction(groups, num_devices=4, operand="%p"):

@@ -12,13 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jaxcomp
 from jaxcomp import report
-
-BOTH = ("data", "fsdp")
-
-
-def mesh_of_shape(*sizes):
-    devices = np.array(jax.devices()[: int(np.prod(sizes))]).reshape(sizes)
-    return Mesh(devices, BOTH[: len(sizes)])
+from tests.helpers.hlo import BOTH, mesh_of_shape
 
 
 def compile_step(function, mesh, shape=(8, 4), dtype=jnp.float32, out=None):

@@ -18,8 +18,10 @@ from jaxcomp.replicas.resize import resize
 from tests.helpers.layered import (
     ROUNDING,
     assert_close,
+    gathered,
     odd_tree,
     on,
+    sharded,
     stacked,
     start,
 )
@@ -29,26 +31,6 @@ hybrid = functools.partial(jaxcomp.qsdp, "replica", fast_axis="fast")
 exact = functools.partial(hybrid, jaxcomp.identity(), jaxcomp.identity())
 CUT, ROWS = P(("fast", "replica")), P(("replica", "fast"))
 NEVER_EXACT = {"exact": lambda *_: False}
-
-
-def sharded(fsdp, params, *sizes, stacked=lambda *_: False):
-    mesh = mesh_of(*sizes, second="fast")
-    return mesh, fsdp.shard(everywhere(mesh, params), mesh, stacked)
-
-
-def on_devices(function, mesh, fsdp):
-    """Jits a function of a device's shards and of what is equal everywhere; its results in rows."""
-    cut, rows = P(fsdp.axes), P(mesh.axis_names)
-    return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=(cut, P()), out_specs=rows))
-
-
-def gathered(fsdp, params, *sizes):
-    """What each device computes with, one row a device."""
-    mesh, shards = sharded(fsdp, params, *sizes)
-    gather = lambda shards, count: jax.tree.map(
-        lambda x: x[None], fsdp.gather(fsdp.local(shards, count))
-    )
-    return on_devices(gather, mesh, fsdp)(shards, jnp.int32(3))
 
 
 @pytest.mark.parametrize("sizes", [(2, 3), (3, 2), (1, 4), (4, 1)])

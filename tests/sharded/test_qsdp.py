@@ -17,19 +17,8 @@ from jaxcomp.replicas.resize import resize
 from jaxcomp.replicas.shards import Shard
 from jaxcomp.sharded.qsdp import draws
 from tests.helpers import layered
-from tests.helpers.layered import EXACT, odd_tree, stacked
-from tests.helpers.replicas import everywhere, mesh_of, one_value
-
-
-def sharded(fsdp, params, *sizes, stacked=lambda *_: False):
-    mesh = mesh_of(*sizes, second="fast")
-    return mesh, fsdp.shard(everywhere(mesh, params), mesh, stacked)
-
-
-def on_replicas(function, mesh):
-    """Jits a function of this device's shards and of what is equal everywhere."""
-    cut, rows = P(mesh.axis_names[::-1]), P(mesh.axis_names)  # a fast axis comes first in shards
-    return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=(cut, P()), out_specs=rows))
+from tests.helpers.layered import EXACT, gathered, odd_tree, on_replicas, sharded, stacked
+from tests.helpers.replicas import mesh_of, one_value
 
 
 @pytest.mark.parametrize("num_replicas", [1, 3, 8])
@@ -93,11 +82,7 @@ def test_all_replicas_compute_with_what_the_owners_codes_decode_to():
     code = jaxcomp.quantize(bits, block=64, range="minmax", scale_dtype="float32")
     fsdp = jaxcomp.qsdp("replica", code, code)
     params = {"a": odd_tree()["matrix"], "bias": odd_tree()["less than the axis"]}
-    mesh, shards = sharded(fsdp, params, num_replicas)
-    gather = lambda shards, count: jax.tree.map(
-        lambda x: x[None], fsdp.gather(fsdp.local(shards, count))
-    )
-    full = on_replicas(gather, mesh)(shards, jnp.int32(0))
+    full = gathered(fsdp, params, num_replicas)
     for copies in full.values():
         for copy in copies[1:]:
             assert np.asarray(copy).tobytes() == np.asarray(copies[0]).tobytes()
