@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import operator
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,6 +13,7 @@ from jax.sharding import Mesh
 from jaxcomp.measure.report import Collective, Program, crossing, step_bytes
 
 _SUMS = ("all-reduce", "reduce-scatter")
+_part = operator.attrgetter("part")
 _MOST_LISTED = 8
 
 
@@ -53,10 +55,6 @@ def assert_no_dense(
             found += same
     if found:
         raise AssertionError(_text(found, axis, allowed))
-
-
-def _part(row: Collective) -> str:
-    return row.part
 
 
 def _numel(leaves: Any) -> int:

@@ -66,7 +66,7 @@ def inner_step(
 
 
 def _require_local(name, step, axis_name):
-    for path, leaf in jax.tree_util.tree_leaves_with_path(step):
+    for path, leaf in jax.tree.leaves_with_path(step):
         if is_tracked(axis_name) and not varies_over(leaf, axis_name):
             raise ValueError(
                 f"the inner update of {jax.tree_util.keystr(path)!r} is equal on all replicas: the "

@@ -371,7 +371,7 @@ def fragments_of(fragments: int | Callable[[str, Any], int], params: Any) -> Fra
       ValueError: If a part has no leaf. It is a `LayersDiffer` for stacks, whose layers may
         be in several parts.
     """
-    keyed, treedef = jax.tree_util.tree_flatten_with_path(params)
+    keyed, treedef = jax.tree.flatten_with_path(params)
     if fragments != 1 and any(is_stack(path) for path, _ in keyed):
         raise LayersDiffer("the layers of a stack may be in several fragments.")
     if callable(fragments):

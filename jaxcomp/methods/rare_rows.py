@@ -132,12 +132,12 @@ def _is_embedding(path, leaf):
 def _chosen(rows, params):
     """A tree like the parameters: whether a leaf's rows are scaled."""
     choose = lambda key_path, leaf: leaf.ndim > 1 and common_value(rows, key_path, leaf)
-    return jax.tree_util.tree_map_with_path(choose, params)
+    return jax.tree.map_with_path(choose, params)
 
 
 def _row_moments(state, chosen):
     """f32[rows] of each chosen leaf, the mean second moment over a row; None for the others."""
-    keyed, treedef = jax.tree_util.tree_flatten_with_path(chosen)
+    keyed, treedef = jax.tree.flatten_with_path(chosen)
     trees = [
         treedef.flatten_up_to(nu) for _, nu in optax.tree_utils.tree_get_all_with_path(state, "nu")
     ]
@@ -162,7 +162,7 @@ def _with_unit_moments(state):
     """The optimizer's state with ones as second moments."""
     is_moment = lambda path: jax.tree_util.GetAttrKey("nu") in path
     one = lambda path, x: jnp.ones_like(x) if is_moment(path) else x
-    return jax.tree_util.tree_map_with_path(one, state)
+    return jax.tree.map_with_path(one, state)
 
 
 def _sketches(grads, chosen, kept, moments, number):

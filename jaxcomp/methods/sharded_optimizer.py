@@ -174,7 +174,7 @@ def _gathered(transport, pieces, params, count):
 
 def _plan_of(transport, tree):
     """The buckets of one replica's pieces; a policy sees the whole leaves."""
-    keyed, treedef = jax.tree_util.tree_flatten_with_path(tree)
+    keyed, treedef = jax.tree.flatten_with_path(tree)
     policy = policy_of(transport.code)
     pieces = [rows[0] for rows in jax.tree.leaves(_rows(tree, transport.axis_name))]
     # By piece, not by path: two leaves may have one.

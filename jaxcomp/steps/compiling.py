@@ -92,7 +92,7 @@ class Initial(Kept):
     """
 
     def __call__(self, params: Any) -> Any:
-        for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        for path, leaf in jax.tree.leaves_with_path(params):
             if callable(leaf) or isinstance(leaf, str):
                 raise ValueError(
                     f"params{jax.tree_util.keystr(path)} is {leaf!r:.60}; parameters are a tree of "
