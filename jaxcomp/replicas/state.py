@@ -2,28 +2,22 @@
 
 import dataclasses
 import functools
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.extend import core
 
-from jaxcomp.replicas.elementwise import innermost
 from jaxcomp.replicas.protocol import drifts as drifts_of
 from jaxcomp.replicas.protocol import (
-    has_feedback,
     is_masked,
     leaves_out_alone,
     require_no_state,
-    require_two_bytes,
     warn_of_rounding,
     with_extra_args,
 )
 from jaxcomp.replicas.types import (
-    is_message,
     is_tracked,
     names_of,
     to_varying,
@@ -32,6 +26,7 @@ from jaxcomp.replicas.types import (
     vary_over,
     varying_axes,
 )
+from jaxcomp.replicas.wrapping import explain, first_state, nodes, require_sent_by_all
 
 
 def local_params(params: Any, state: Any, axis_name: str) -> Any:
@@ -142,7 +137,7 @@ def per_replica(
     axes_of: dict[Any, list[frozenset[str]]] = {}  # of the state's leaves, by parameters' types
 
     def init(params):
-        state = _first_state(tx, params)
+        state = first_state(tx, params)
         warn_of_rounding(params, state)
         if not is_tracked(axis_name):
             return state
@@ -179,106 +174,6 @@ def replica_axes(tx: optax.GradientTransformation) -> tuple[str, ...]:
     return tx.init.axes if isinstance(tx.init, OverReplicas) else ()
 
 
-def _first_state(tx, params):
-    """`tx.init(params)`; a ValueError if no run can have this state, or `params` is a state."""
-    require_no_state(params)
-    require_two_bytes(params)
-    if not isinstance(params, optax.LookaheadParams):
-        state = tx.init(params)
-        if not any(_nodes(optax.LookaheadState, state)):
-            _require_last(state)
-            _require_not_averaged(state)
-            return state
-    raise ValueError(
-        "optax.lookahead has two sets of parameters, and replicas have one, the consensus; leave "
-        "it out. jaxcomp.local_steps moves slow parameters after every few fast steps."
-    )
-
-
-def _require_last(state):
-    """A ValueError if something stands behind a drift in a chain, or an `optax.named_chain`."""
-    named = [[*node.values()] for node in _nodes(OrderedDict, state, exactly=True)]
-    for chain in (*named, *_nodes(tuple, state, exactly=True)):
-        # What is masked has leaves of its own: groups of leaves, each with its method, in a chain.
-        whole = [k for k, each in enumerate(chain) if not isinstance(each, optax.MaskedState)]
-        if whole and drifts_of(chain[: whole[-1]]):
-            raise ValueError(
-                "something stands behind a method whose replicas drift, in an optax.chain: it "
-                "would change the consensus, and not what each replica has gone away from it. Put "
-                "it into the inner optimizer, jaxcomp.cocktail_sgd(optax.chain(...), axis_name), "
-                "or leave it out: such methods have the learning rate and the weight decay of "
-                "their own. What changes gradients, such as clipping, stands before the method."
-            )
-        for each in chain:
-            _require_last(each)
-
-
-def _require_not_averaged(state):
-    """A ValueError if a drift is inside `optax.contrib.schedule_free`."""
-    averages = _nodes(optax.contrib.ScheduleFreeState, state)
-    if any(drifts_of(average.base_optimizer_state) for average in averages):
-        raise ValueError(
-            "optax.contrib.schedule_free is around a method whose replicas drift: it would average "
-            "the consensus, and not what each replica has gone away from it. Write "
-            "optax.chain(jaxcomp.compressed_mean(...), optax.contrib.schedule_free_adamw(...)), "
-            "or leave it out."
-        )
-
-
-def _explain(error, state, params):
-    """Raises a ValueError that says what to write, if an update's error is a known one."""
-    if "unexpected keyword argument" in str(error):
-        raise ValueError(
-            f"{error}. Steps give all optimizers the loss and the axis, and this one, like "
-            "optax.contrib.sam, takes no argument that it does not know; write "
-            "optax.GradientTransformation(sam.init, lambda *args: sam.update(*args)) for it."
-        ) from error
-    if "missing" in str(error) and "keyword-only argument" in str(error):
-        raise ValueError(
-            f"{error}. Of further arguments init passes `value` alone: give the others a default, "
-            "and pass them by step(..., extra_args={...}). A line search of optax takes the loss "
-            "of all replicas at other parameters, which no step has: write optax.lbfgs(0.1, "
-            "linesearch=None), or leave optax.scale_by_backtracking_linesearch out."
-        ) from error
-    if any(_nodes(optax.contrib.ReduceLROnPlateauState, state)) and "in_cooldown" in str(error):
-        raise ValueError(
-            "optax.contrib.reduce_on_plateau is inside a method whose replicas train alone: each "
-            "has an optimizer's state of its own, and JAX refuses its branches there. Write a "
-            "schedule as the learning rate, or in jaxcomp.local_steps put it behind the outer "
-            "optimizer: outer=optax.chain(optax.sgd(0.7, momentum=0.9, nesterov=True), "
-            "optax.contrib.reduce_on_plateau())."
-        ) from error
-    shards = frozenset().union(*map(varying_axes, jax.tree.leaves(params)))
-    if shards and "must have equal output types" in str(error):
-        raise ValueError(
-            f"the optimizer has branches that treat shards over {tuple(sorted(shards))} as whole "
-            "parameters, as optax.contrib.galore does; write one that works entry by entry, as "
-            "optax.adamw, or a mesh whose devices hold all parameters."
-        ) from error
-    for kind, name in _CHOOSING.items():
-        inside = [node.inner_state for node in _nodes(kind, state)]
-        if any(map(has_feedback, jax.tree.leaves(inside, is_leaf=has_feedback))):
-            raise ValueError(
-                f"optax.{name} is around a method that exchanges, which it cannot leave out of a "
-                "step: what it passes on instead is each replica's own. Leave it out, since "
-                "jaxcomp.train_step skips what is not finite; or write "
-                f"optax.chain(jaxcomp.compressed_mean(...), optax.{name}(optax.adamw(...), ...))."
-            ) from error
-
-
-# What takes a step of another transformation or leaves it, by the state that it keeps.
-_CHOOSING = {
-    optax.ApplyIfFiniteState: "apply_if_finite",
-    optax.transforms.ConditionallyMaskState: "transforms.conditionally_mask",
-    optax.transforms.ConditionallyTransformState: "transforms.conditionally_transform",
-}
-
-
-def _nodes(kind, state, exactly=False):
-    is_one = lambda node: type(node) is kind if exactly else isinstance(node, kind)
-    return filter(is_one, jax.tree.leaves(state, is_leaf=is_one))
-
-
 def _settled(tx, params, state, axis_name):
     """The first state, whose leaves vary over the axes that they vary over after updates."""
     grads = to_varying(jax.tree.map(jnp.zeros_like, params), axis_name)
@@ -287,37 +182,18 @@ def _settled(tx, params, state, axis_name):
     def after(state):
         new = lambda state: update_of(grads, state, params)[1]
         program, shapes = jax.make_jaxpr(new, return_shape=True)(state)
-        _require_sent_by_all(program.jaxpr, axis_name)
+        require_sent_by_all(program.jaxpr, axis_name)
         return shapes
 
     try:
         return _as_after_updates(state, after)
     except (TypeError, ValueError) as error:
-        _explain(error, state, params)
-        if not any(_nodes(optax.MultiStepsState, state)):
+        explain(error, state, params)
+        if not any(nodes(optax.MultiStepsState, state)):
             raise
     # MultiSteps also traces the mean inside it with its accumulator, which is zeros at first.
     varied = lambda node: node._replace(acc_grads=to_varying(node.acc_grads, axis_name))
     return _as_after_updates(_in_multi_steps(varied, state), after)
-
-
-def _require_sent_by_all(jaxpr, axis_name):
-    """Raises a ValueError for a message where some replicas may go and others not."""
-    for eqn in jaxpr.eqns:
-        parts = [*core.jaxprs_in_params(eqn.params)]
-        deciding = {"cond": eqn.invars[:1], "while": parts[0].outvars if parts else ()}
-        chosen = deciding.get(eqn.primitive.name, ())
-        is_chosen_alone = any(varies_over(x.aval, axis_name) for x in chosen)
-        if is_chosen_alone and any(map(is_message, innermost(eqn))):
-            raise ValueError(
-                "the transformation exchanges in a branch that each replica takes or leaves by its "
-                "own gradient: the others would wait for it forever. Leave should_skip_update_fn "
-                "out of optax.MultiSteps, since jaxcomp.train_step skips what is not finite; or "
-                "write optax.chain(jaxcomp.compressed_mean(...), optax.MultiSteps(...)), which "
-                "decides by the mean."
-            )
-        for part in parts:
-            _require_sent_by_all(part, axis_name)
 
 
 def _as_after_updates(state, after):

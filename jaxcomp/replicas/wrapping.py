@@ -1,0 +1,131 @@
+"""What may stand around a method, inside it and behind it: errors that say what to write."""
+
+from collections import OrderedDict
+
+import jax
+import optax
+from jax.extend import core
+
+from jaxcomp.replicas.elementwise import innermost
+from jaxcomp.replicas.protocol import drifts, has_feedback, require_no_state, require_two_bytes
+from jaxcomp.replicas.types import is_message, varies_over, varying_axes
+
+
+def first_state(tx, params):
+    """`tx.init(params)`; a ValueError if no run can have this state, or `params` is a state."""
+    require_no_state(params)
+    require_two_bytes(params)
+    if not isinstance(params, optax.LookaheadParams):
+        state = tx.init(params)
+        if not any(nodes(optax.LookaheadState, state)):
+            _require_last(state)
+            _require_not_averaged(state)
+            return state
+    raise ValueError(
+        "optax.lookahead has two sets of parameters, and replicas have one, the consensus; leave "
+        "it out. jaxcomp.local_steps moves slow parameters after every few fast steps."
+    )
+
+
+def _require_last(state):
+    """A ValueError if something stands behind a drift in a chain, or an `optax.named_chain`."""
+    named = [[*node.values()] for node in nodes(OrderedDict, state, exactly=True)]
+    for chain in (*named, *nodes(tuple, state, exactly=True)):
+        # What is masked has leaves of its own: groups of leaves, each with its method, in a chain.
+        whole = [k for k, each in enumerate(chain) if not isinstance(each, optax.MaskedState)]
+        if whole and drifts(chain[: whole[-1]]):
+            raise ValueError(
+                "something stands behind a method whose replicas drift, in an optax.chain: it "
+                "would change the consensus, and not what each replica has gone away from it. Put "
+                "it into the inner optimizer, jaxcomp.cocktail_sgd(optax.chain(...), axis_name), "
+                "or leave it out: such methods have the learning rate and the weight decay of "
+                "their own. What changes gradients, such as clipping, stands before the method."
+            )
+        for each in chain:
+            _require_last(each)
+
+
+def _require_not_averaged(state):
+    """A ValueError if a drift is inside `optax.contrib.schedule_free`."""
+    averages = nodes(optax.contrib.ScheduleFreeState, state)
+    if any(drifts(average.base_optimizer_state) for average in averages):
+        raise ValueError(
+            "optax.contrib.schedule_free is around a method whose replicas drift: it would average "
+            "the consensus, and not what each replica has gone away from it. Write "
+            "optax.chain(jaxcomp.compressed_mean(...), optax.contrib.schedule_free_adamw(...)), "
+            "or leave it out."
+        )
+
+
+def require_sent_by_all(jaxpr, axis_name):
+    """Raises a ValueError for a message where some replicas may go and others not."""
+    for eqn in jaxpr.eqns:
+        parts = [*core.jaxprs_in_params(eqn.params)]
+        deciding = {"cond": eqn.invars[:1], "while": parts[0].outvars if parts else ()}
+        chosen = deciding.get(eqn.primitive.name, ())
+        is_chosen_alone = any(varies_over(x.aval, axis_name) for x in chosen)
+        if is_chosen_alone and any(map(is_message, innermost(eqn))):
+            raise ValueError(
+                "the transformation exchanges in a branch that each replica takes or leaves by its "
+                "own gradient: the others would wait for it forever. Leave should_skip_update_fn "
+                "out of optax.MultiSteps, since jaxcomp.train_step skips what is not finite; or "
+                "write optax.chain(jaxcomp.compressed_mean(...), optax.MultiSteps(...)), which "
+                "decides by the mean."
+            )
+        for part in parts:
+            require_sent_by_all(part, axis_name)
+
+
+def explain(error, state, params):
+    """Raises a ValueError that says what to write, if an update's error is a known one."""
+    if "unexpected keyword argument" in str(error):
+        raise ValueError(
+            f"{error}. Steps give all optimizers the loss and the axis, and this one, like "
+            "optax.contrib.sam, takes no argument that it does not know; write "
+            "optax.GradientTransformation(sam.init, lambda *args: sam.update(*args)) for it."
+        ) from error
+    if "missing" in str(error) and "keyword-only argument" in str(error):
+        raise ValueError(
+            f"{error}. Of further arguments init passes `value` alone: give the others a default, "
+            "and pass them by step(..., extra_args={...}). A line search of optax takes the loss "
+            "of all replicas at other parameters, which no step has: write optax.lbfgs(0.1, "
+            "linesearch=None), or leave optax.scale_by_backtracking_linesearch out."
+        ) from error
+    if any(nodes(optax.contrib.ReduceLROnPlateauState, state)) and "in_cooldown" in str(error):
+        raise ValueError(
+            "optax.contrib.reduce_on_plateau is inside a method whose replicas train alone: each "
+            "has an optimizer's state of its own, and JAX refuses its branches there. Write a "
+            "schedule as the learning rate, or in jaxcomp.local_steps put it behind the outer "
+            "optimizer: outer=optax.chain(optax.sgd(0.7, momentum=0.9, nesterov=True), "
+            "optax.contrib.reduce_on_plateau())."
+        ) from error
+    shards = frozenset().union(*map(varying_axes, jax.tree.leaves(params)))
+    if shards and "must have equal output types" in str(error):
+        raise ValueError(
+            f"the optimizer has branches that treat shards over {tuple(sorted(shards))} as whole "
+            "parameters, as optax.contrib.galore does; write one that works entry by entry, as "
+            "optax.adamw, or a mesh whose devices hold all parameters."
+        ) from error
+    for kind, name in _CHOOSING.items():
+        inside = [node.inner_state for node in nodes(kind, state)]
+        if any(map(has_feedback, jax.tree.leaves(inside, is_leaf=has_feedback))):
+            raise ValueError(
+                f"optax.{name} is around a method that exchanges, which it cannot leave out of a "
+                "step: what it passes on instead is each replica's own. Leave it out, since "
+                "jaxcomp.train_step skips what is not finite; or write "
+                f"optax.chain(jaxcomp.compressed_mean(...), optax.{name}(optax.adamw(...), ...))."
+            ) from error
+
+
+# What takes a step of another transformation or leaves it, by the state that it keeps.
+_CHOOSING = {
+    optax.ApplyIfFiniteState: "apply_if_finite",
+    optax.transforms.ConditionallyMaskState: "transforms.conditionally_mask",
+    optax.transforms.ConditionallyTransformState: "transforms.conditionally_transform",
+}
+
+
+def nodes(kind, state, exactly=False):
+    """The outermost nodes of this kind in a state; `exactly`: of no derived kind."""
+    is_one = lambda node: type(node) is kind if exactly else isinstance(node, kind)
+    return filter(is_one, jax.tree.leaves(state, is_leaf=is_one))
