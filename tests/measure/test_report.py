@@ -1,6 +1,7 @@
 """The byte report of real programs against numbers computed by hand."""
 
 import functools
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jaxcomp
 from jaxcomp import report
+from jaxcomp.replicas.types import vary_over
 from tests.helpers.hlo import BOTH, mesh_of_shape
 
 
@@ -26,12 +28,6 @@ def compile_step(function, mesh, shape=(8, 4), dtype=jnp.float32, out=None):
 
 def vary(value, axes):
     return lax.pcast(value, axes, to="varying")
-
-
-def vary_all(value, axes):
-    """Makes `value` vary over every axis that it does not vary over yet."""
-    missing = set(axes) - set(jax.typeof(value).manual_axis_type.varying)
-    return vary(value, tuple(missing)) if missing else value
 
 
 def ring(size):
@@ -71,7 +67,7 @@ def test_each_collective_is_reported_with_its_axes_and_bytes(row):
     shape = (sizes[0], 32 // sizes[0]) if op == "reduce-scatter" else (8, 4)
 
     def step(x, count):
-        return jnp.sum(x) + vary_all(function(x), mesh.axis_names)
+        return jnp.sum(x) + vary_over(function(x), mesh.axis_names)
 
     program = compile_step(step, mesh, shape)
     [found] = report.collectives(program, mesh)
@@ -252,6 +248,23 @@ def test_positions_are_those_of_the_device_assignment():
     renamed = Mesh(plain.devices.reshape(4, 2), ("rows", "columns"))
     [found] = report.collectives(program, renamed)
     assert found.axes == ("rows",)
+
+
+def test_of_each_conditional_the_costliest_branch_counts():
+    row = lambda sent, *branch, count=1: SimpleNamespace(
+        sent_bytes=sent, count=count, branch=branch
+    )
+    rows = [
+        row(1, count=3),
+        row(10, "if branch 0"),
+        row(20, "if branch 0"),
+        row(5, "if branch 1"),
+        row(100, "if branch 1", "inner branch 0"),
+        row(50, "if branch 1", "inner branch 1"),
+        row(1000, "other branch 1"),
+    ]
+    assert report.step_bytes(rows) == 3 + 105 + 1000
+    assert report.step_bytes([]) == 0
 
 
 def test_the_table_lists_branches_and_totals():
