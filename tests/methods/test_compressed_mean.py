@@ -244,10 +244,6 @@ def test_seeds_and_steps_change_the_noise():
     assert (a != b).mean() > 0.1 and (a != c).mean() > 0.1
 
 
-def finite_inside():
-    return optax.chain(mean(jaxcomp.quantize(4)), optax.apply_if_finite(optax.adam(1e-2), 3))
-
-
 BAD = [
     ("kernel", (0, 0), np.nan),
     ("kernel", (-1, -1), np.inf),
@@ -294,7 +290,8 @@ def test_an_infinity_that_its_code_makes_finite_is_seen_beside_exact_leaves():
 
 def test_apply_if_finite_inside_skips_a_bad_step_everywhere():
     mesh = mesh_of(2)
-    update, state, params = start(finite_inside(), mesh)
+    tx = optax.chain(mean(jaxcomp.quantize(4)), optax.apply_if_finite(optax.adam(1e-2), 3))
+    update, state, params = start(tx, mesh)
     grads = gradients(2)
     grads["kernel"][1, 0, 0] = np.nan
     updates, state = update(rows(mesh, grads), state, params)

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxcomp
 from jaxcomp import report
+from tests.helpers.layered import assert_close
 
 REPLICAS, OTHERS = 2, 2
 MEAN = jaxcomp.compressed_mean(jaxcomp.identity(), "replica")
@@ -52,14 +53,14 @@ def test_a_step_runs_on_axes_of_any_type_with_any_batch(kind, specs):
     init, step = jaxcomp.train_step(
         loss_fn, TX, mesh, "replica", param_specs=specs, batch_specs=rows, accumulate=2
     )
-    params, want = make_params(), dense()
+    params = make_params()
     state = init(params)  # of NumPy's arrays, too
     if specs:  # else JAX 0.12 warns that whole arrays are donated for shards
         params = jax.device_put(params, {n: NamedSharding(mesh, s) for n, s in specs.items()})
     with jax.set_mesh(mesh) if specs is TENSOR else contextlib.nullcontext():
         params, state, _ = step(params, state, BATCH)
+    assert_close(params, dense(), 1e-6)
     for name, x in params.items():
-        np.testing.assert_allclose(x, want[name], rtol=0, atol=1e-6)
         spec = specs[name] if specs else P()
         assert x.sharding.is_equivalent_to(NamedSharding(mesh, spec), 2)
 
@@ -147,7 +148,7 @@ def test_a_lowered_and_a_compiled_step_take_them_too():
     state = init(params)
     program = step.lower(params, state, batch).compile()
     params, _, _ = program(params, state, batch)
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=0, atol=1e-6), params, dense())
+    assert_close(params, dense(), 1e-6)
 
 
 @pytest.mark.parametrize("where", [on_one_device, lambda tree: tree], ids=["one device", "numpy"])
@@ -166,7 +167,7 @@ def test_shards_of_a_checkpoint_may_lie_anywhere(kind, where, caplog):
                 once = fsdp.unshard(where(jax.device_get(shards)), mesh)
     compiled = [r for r in caplog.records if "Finished XLA compilation of jit(_step)" in r.message]
     assert len(compiled) == 1
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=0, atol=1e-6), once, dense())
+    assert_close(once, dense(), 1e-6)
 
 
 def test_an_fsdp_axis_shares_the_batch_where_its_spec_says_so():

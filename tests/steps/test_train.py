@@ -15,9 +15,10 @@ import jaxcomp
 from benchmarks import codes
 from jaxcomp import report
 from tests.helpers import replicas
+from tests.helpers.layered import ROUNDING, WIDTH, assert_close, make_batch
 from tests.helpers.replicas import everywhere, mesh_of, one_value, rows, transform
 
-WIDTH, HIDDEN = 16, 128
+HIDDEN = 128
 
 
 def loss_fn(params, batch):
@@ -32,11 +33,6 @@ def make_params():
         "down": rng.normal(size=(HIDDEN, WIDTH)).astype(np.float32) / 11,
         "up": rng.normal(size=(WIDTH, HIDDEN)).astype(np.float32) / 4,
     }
-
-
-def make_batch(step=0, size=24):
-    rng = np.random.default_rng(100 + step)
-    return {name: rng.normal(size=(size, WIDTH)).astype(np.float32) for name in "xy"}
 
 
 def put(mesh, params, param_specs=None):
@@ -77,22 +73,13 @@ def plain_training(tx, num_steps=3):
     return params, losses
 
 
-def assert_close(got, want, atol):
-    for name in want:
-        np.testing.assert_allclose(np.asarray(got[name]), want[name], rtol=0, atol=atol)
-
-
-# Sums of gradients in another order, then three steps of SGD of rate 1/2: values up to 2.
-SGD_ROUNDING = 3 * 16 * 2.0**-24 * 2
-
-
 @pytest.mark.parametrize("num_replicas", [1, 3, 8])
 def test_identity_trains_as_one_device_does_on_the_whole_batch(num_replicas):
     mesh = mesh_of(num_replicas)
     mean = jaxcomp.compressed_mean(jaxcomp.identity(), "replica")
     params, _, history = train(mesh, optax.chain(mean, optax.sgd(0.5)))
     want, losses = plain_training(optax.sgd(0.5))
-    assert_close({name: one_value(x) for name, x in params.items()}, want, SGD_ROUNDING)
+    assert_close({name: one_value(x) for name, x in params.items()}, want, ROUNDING)
     for metrics, loss in zip(history, losses, strict=True):
         assert metrics["loss"].shape == (num_replicas,) and not metrics["skipped"]
         assert abs(metrics["loss"].mean(dtype=np.float64) - loss) < 1e-6 * loss
@@ -108,7 +95,7 @@ def test_microbatches_add_up_to_the_batch_and_are_exchanged_once():
     tx = optax.chain(mean, optax.sgd(0.5))
     params, _, history = train(mesh, tx, accumulate=accumulate)
     want, losses = plain_training(optax.sgd(0.5))
-    assert_close({name: one_value(x) for name, x in params.items()}, want, SGD_ROUNDING)
+    assert_close({name: one_value(x) for name, x in params.items()}, want, ROUNDING)
     assert abs(history[-1]["loss"].mean(dtype=np.float64) - losses[-1]) < 1e-6 * losses[-1]
 
     compiled = compile_step(mesh, quantized_adam(), accumulate=accumulate)
@@ -153,7 +140,7 @@ def test_a_second_axis_changes_no_result_and_only_messages_cross_the_first(layou
     plain = tx(jaxcomp.identity(), optax.sgd(0.5))
     params, _, history = train(mesh, plain, param_specs=param_specs)
     want, losses = plain_training(optax.sgd(0.5))
-    assert_close(params, want, SGD_ROUNDING)
+    assert_close(params, want, ROUNDING)
     assert {name: x.sharding.spec for name, x in params.items()} == param_specs
     assert abs(history[-1]["loss"].mean(dtype=np.float64) - losses[-1]) < 1e-6 * losses[-1]
     assert int(jaxcomp.replica_spread(params, mesh, "replica")) == 0
@@ -219,7 +206,7 @@ def test_blocks_that_are_whole_on_every_shard_are_quantized_alike():
     # a tie, by a step of a 127th of a block's maximum.
     for name in ("down", "up"):
         difference = np.abs(np.asarray(whole[name]) - np.asarray(sharded[name]))
-        assert np.mean(difference > SGD_ROUNDING) < 0.01
+        assert np.mean(difference > ROUNDING) < 0.01
 
 
 def test_the_end_of_a_warm_up_is_found_on_shards_as_on_whole_parameters():
