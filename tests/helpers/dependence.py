@@ -3,7 +3,7 @@
 import jax
 from jax.extend.core import Literal
 
-_MESSAGES = ("psum", "psum_invariant", "all_to_all", "all_gather", "all_gather_invariant", "pmax")
+from jaxcomp.replicas.types import is_message
 
 
 def messages(function, *args):
@@ -27,7 +27,7 @@ def _walk(jaxpr, given, waits, found):
         operands = [of(x) for x in eqn.invars]
         every = frozenset().union(waits, *operands)
         results = [every] * len(eqn.outvars)
-        if eqn.primitive.name in _MESSAGES:
+        if is_message(eqn):
             found.append((eqn.primitive.name, every))
         elif eqn.primitive.name == "cond":
             for branch in eqn.params["branches"]:
