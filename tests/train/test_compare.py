@@ -61,6 +61,15 @@ def test_table_has_last_loss_bytes_ratios_and_median_speed(tmp_path):
     ]
 
 
+def test_a_run_that_went_on_with_fewer_replicas_has_the_mean_bytes_of_all_its_steps(tmp_path):
+    dense = {"dense_bytes_per_step": 0.0}
+    folder = make_run(tmp_path / "run", [5.5, 2.25], 0.0, replicas=1, seconds=(), **dense)
+    row = {"step": 4, "val_loss": 2.0, "sent_bytes": 1600.0, "dense_bytes": 12000.0}
+    metrics.append(folder / "metrics.jsonl", row)
+    _, line = compact(compare.compare({"run": folder}))
+    assert line.split("  ") == ["run", "2.0000", "400", "26.7%", "13.3%", "-"]
+
+
 def test_losses_of_other_data_are_told(tmp_path):
     sources = {"a": "0a", "b": "0a", "c": "0c"}
     runs = {n: make_run(tmp_path / n, [5.5], 8.0, sha256=sha256) for n, sha256 in sources.items()}
