@@ -2,15 +2,17 @@
 
 Each platform has forms of its own, and all return the same bits. To find the threshold, a CPU
 bisects, in a fifth of the time of `jax.lax.top_k`. On accelerators such a loop would wait for the
-host in each round: they find it in a fixed number of rounds, digit by digit. But in short rows a
-GPU sorts, and a TPU compares all pairs; a TPU sorts rows of up to 4,096.
+host in each round. A GPU finds it bit by bit, in one kernel that keeps the row. GPUs before Ampere
+cannot, and sort short rows. A TPU compares all pairs of short rows, and sorts rows of up to 4,096.
+Longer rows are read once for each four bits.
 
 To move entries, a CPU numbers those of long rows with a running sum, and moves them one by one. In
-short rows it does as a GPU, which counts ones in words of 32 marks, so that each entry, or each
-place, computes where to read. A TPU would move a whole tile for each entry: it compares all places
-of a short row with each other, in one fused sum, and sorts rows of up to 4,096.
+short rows each place computes where to read, from the ones in words of 32 marks. In long rows of a
+GPU each entry writes its place at its rank. A TPU would move a whole tile for each entry: it
+compares all places of a short row with each other, in one fused sum, and sorts rows of up to 4,096.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -19,12 +21,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxcomp.compressors.platforms import by_platform
+from jaxcomp.compressors.platforms import by_platform, fuses_rows
 
 SHORT = 256  # most entries of a row whose places are all compared with each other
 SORTED = 4096  # most entries of a row that is sorted
 UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}
 _WORD = 32
+ONE_KERNEL = 16384  # most entries of a row that a GPU keeps in one kernel
 _DIGIT = 4  # bits of the threshold that a pass finds, by counting at 15 values
 
 
@@ -36,39 +39,40 @@ class Largest(NamedTuple):
     values: jax.Array  # [rows, k], in the order of their places
 
 
+Form = Callable[..., Largest]  # of x and k
+
+
 def find_largest(x: jax.Array, k: int) -> Largest:
     """Finds the k entries of largest magnitude of each row of `[rows, n]`.
 
     Ties go to the first entries. NaN counts as larger than any number. k is from 1 to n.
     """
     n = x.shape[1]
-    forms = {
-        "cpu": partial(_marked_first, by_halving),
-        "gpu": counted_first if n > SHORT else partial(_marked_first, by_sorting),
-        "default": _for_tpu(n),
-    }
+    forms = {"cpu": for_cpu(n), "gpu": for_gpu(n), "default": for_tpu(n)}
     return by_platform(x, **{name: partial(form, k=k) for name, form in forms.items()})
 
 
-def _for_tpu(n):
-    if SHORT < n <= SORTED:
-        return sorted_together
-    return partial(_marked_first, by_comparing if n <= SHORT else by_digits)
+def for_cpu(n: int) -> Form:
+    """The form of `find_largest` for a CPU and rows of n entries."""
+    if n <= SHORT:
+        return partial(_placed, by_halving)
+    return partial(_moved, by_halving, taken_in_turn)
 
 
-def counted_first(x: jax.Array, k: int) -> Largest:
-    """`find_largest` by counting alone: each pass reads the sizes once.
+def for_gpu(n: int) -> Form:
+    """The form for a GPU."""
+    marks = by_sorting if n <= SHORT else by_digits
+    if n <= ONE_KERNEL and fuses_rows():
+        marks = by_bits
+    # Without the barrier each pass would compute the entries again.
+    return lambda x, k: _placed(marks, lax.optimization_barrier(x), k)
 
-    Ties end at a place that is looked up like those of the values.
-    """
-    x = lax.optimization_barrier(x)  # else each pass would compute it again
-    size = _size(x)
-    least, above = least_by_digits(size, k)
-    equal, place = size == least, lax.broadcasted_iota(jnp.int32, x.shape, 1)
-    last = _found(_words(equal), k - 1 - above)
-    marked = lax.optimization_barrier((size > least) | (equal & (place <= last)))
-    places = _places(marked, k)
-    return Largest(marked, places, jnp.take_along_axis(x, places, axis=1, mode="promise_in_bounds"))
+
+def for_tpu(n: int) -> Form:
+    """The form for a TPU, and for platforms that are not known."""
+    if n <= SHORT:
+        return partial(_moved, by_comparing, taken_by_comparing)
+    return sorted_together if n <= SORTED else partial(_moved, by_digits, taken_by_moving)
 
 
 def sorted_together(x: jax.Array, k: int) -> Largest:
@@ -80,10 +84,18 @@ def sorted_together(x: jax.Array, k: int) -> Largest:
     return Largest(_first_of(order, size, k), places, values)
 
 
-def _marked_first(form, x, k):
-    marked = form(_size(x), k)
+def _moved(marks, take, x, k):
+    """`find_largest` by a form that marks entries, and one that takes the marked ones."""
+    marked = marks(_size(x), k)
     place = lax.broadcasted_iota(jnp.int32, x.shape, 1)
-    return Largest(marked, taken(place, marked, k), taken(x, marked, k))
+    return Largest(marked, take(place, marked, k), take(x, marked, k))
+
+
+def _placed(marks, x, k):
+    """`find_largest` by a form that marks entries, whose places are found before their values."""
+    marked = marks(_size(x), k)
+    places = places_by_words(marked, k) if x.shape[1] <= SHORT else places_by_ranks(marked, k)
+    return Largest(marked, places, jnp.take_along_axis(x, places, axis=1, mode="promise_in_bounds"))
 
 
 def _size(x):
@@ -149,6 +161,33 @@ def least_by_digits(size: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     return found[0][:, None], found[1][:, None]
 
 
+def by_bits(size: jax.Array, k: int) -> jax.Array:
+    """As `by_digits`, in one kernel of a GPU, which reads a size once.
+
+    The k-th entry is found bit by bit: first by size, then by place among those of equal size.
+    """
+    n = size.shape[1]
+    wide = size.astype(jnp.int64 if size.dtype.itemsize == 8 else jnp.int32)
+    excess = _minus_the_kth(wide, k, 8 * size.dtype.itemsize - 1)
+    below = jnp.minimum(-jnp.minimum(excess, 1), 1)  # -1, 0 or 1 for above, equal and below
+    order = (1 - below) * n - lax.broadcasted_iota(wide.dtype, size.shape, 1) + (n - 1)
+    # Readers of the marks would have the whole kernel again.
+    return lax.optimization_barrier(_minus_the_kth(order, k, (3 * n - 1).bit_length()) >= 0)
+
+
+def _minus_the_kth(x, k, bits):
+    """Subtracts from each row its k-th largest entry, for entries from 0 to 2**bits - 1.
+
+    A round subtracts a bit if k entries reach it. XLA makes one kernel of all rounds, as it does
+    for a softmax, if each is a reduction that is subtracted from what was reduced, and operations
+    beside it have one operand that is no constant: so a mask takes the place of `where`.
+    """
+    for bit in reversed(range(bits)):
+        count = jnp.sum(x >= 2**bit, axis=1, keepdims=True, dtype=jnp.int32)
+        x -= -(count >= k).astype(x.dtype) & 2**bit
+    return x
+
+
 def by_halving(size: jax.Array, k: int) -> jax.Array:
     """As `by_digits`, in as many rounds as the rows need."""
     n = size.shape[1]
@@ -189,18 +228,6 @@ def _greatest(holds, low, high):
 def ranks(marked: jax.Array) -> jax.Array:
     """Counts the marked entries before each one in its row: `bool[rows, n] -> i32[rows, n]`."""
     return by_platform(marked, cpu=ranks_by_words, gpu=ranks_by_words, default=ranks_by_comparing)
-
-
-def taken(x: jax.Array, marked: jax.Array, k: int) -> jax.Array:
-    """Takes the k marked entries of each row, in order: `[rows, n] -> [rows, k]`."""
-    n = x.shape[1]
-    long = taken_by_sorting if n <= SORTED else taken_by_moving
-    forms = {
-        "cpu": taken_by_places if n <= SHORT else taken_in_turn,
-        "gpu": taken_by_words if n <= SHORT else taken_by_places,
-        "default": taken_by_comparing if n <= SHORT else long,
-    }
-    return by_platform(x, marked, **{name: partial(form, k=k) for name, form in forms.items()})
 
 
 def put_back(values: jax.Array, marked: jax.Array) -> jax.Array:
@@ -276,11 +303,23 @@ def taken_by_moving(x: jax.Array, marked: jax.Array, k: int) -> jax.Array:
     return jnp.zeros((x.shape[0], k), x.dtype).at[row, place].set(x, mode="drop")
 
 
-def taken_by_words(x: jax.Array, marked: jax.Array, k: int) -> jax.Array:
-    """`taken` for short rows: each place finds its entry by bisection."""
+def taken_by_comparing(x: jax.Array, marked: jax.Array, k: int) -> jax.Array:
+    """`taken` for short rows: each of the k places looks at all entries."""
+    place = jnp.where(marked, ranks(marked), k)[:, None, :]
+    return _picked(x[:, None, :], place == lax.broadcasted_iota(jnp.int32, (1, k, 1), 1))
+
+
+def places_by_words(marked: jax.Array, k: int) -> jax.Array:
+    """The places of the k marked entries of each short row, in order, by bisection.
+
+    `bool[rows, n] -> i32[rows, k]`.
+    """
     words, rank = _words(marked), lax.broadcasted_iota(jnp.int32, (1, k), 1)
     # At least one turn, also for rows of one entry: the result's type varies as `marked` does.
-    place, step = jnp.zeros((x.shape[0], k), jnp.int32), 1 << max(1, (x.shape[1] - 1).bit_length())
+    place, step = (
+        jnp.zeros((marked.shape[0], k), jnp.int32),
+        1 << max(1, (marked.shape[1] - 1).bit_length()),
+    )
     while step := step // 2:
         ones: jax.Array | int = 0  # before the middle
         for number in range(words.shape[1]):
@@ -291,44 +330,15 @@ def taken_by_words(x: jax.Array, marked: jax.Array, k: int) -> jax.Array:
             )
             ones += lax.population_count(words[:, number, None] & earlier).astype(jnp.int32)
         place = jnp.where(ones <= rank, place + step, place)
-    return jnp.take_along_axis(x, place, axis=1, mode="promise_in_bounds")
+    return place
 
 
-def taken_by_places(x: jax.Array, marked: jax.Array, k: int) -> jax.Array:
-    """`taken`: each of the k places finds its entry."""
-    return jnp.take_along_axis(x, _places(marked, k), axis=1, mode="promise_in_bounds")
-
-
-def _places(marked, k):
-    """The places of the k marked entries of each row, in order: `bool[rows, n] -> i32[rows, k]`."""
-    return _found(_words(marked), lax.broadcasted_iota(jnp.int32, (marked.shape[0], k), 1))
-
-
-def _found(words, rank):
-    """The place of the entry before which `rank` ones come: `u32[rows, words], i32[rows, k]`."""
-    ones = _before(lax.population_count(words).astype(jnp.int32), SHORT)
-    word, step = jnp.zeros_like(rank), 1 << (words.shape[1] - 1).bit_length()
-    look = partial(jnp.take_along_axis, axis=1, mode="promise_in_bounds")
-    while step := step // 2:  # the last word with no more ones before it
-        later = jnp.minimum(word + step, words.shape[1] - 1)
-        word = jnp.where(look(ones, later) <= rank, later, word)
-    rank, bits = rank - look(ones, word), look(words, word)
-    place, step = jnp.zeros_like(rank), _WORD
-    while step := step // 2:
-        before = bits & ((jnp.uint32(1) << (place + step).astype(jnp.uint32)) - jnp.uint32(1))
-        place += step * (lax.population_count(before).astype(jnp.int32) <= rank)
-    return _WORD * word + place
-
-
-def taken_by_comparing(x: jax.Array, marked: jax.Array, k: int) -> jax.Array:
-    """`taken` for short rows: each of the k places looks at all entries."""
-    place = jnp.where(marked, ranks(marked), k)[:, None, :]
-    return _picked(x[:, None, :], place == lax.broadcasted_iota(jnp.int32, (1, k, 1), 1))
-
-
-def taken_by_sorting(x: jax.Array, marked: jax.Array, k: int) -> jax.Array:
-    """`taken`: sorts entries by place, the marked ones first."""
-    return _sorted(_first_if(marked), x)[1][:, :k]
+def places_by_ranks(marked: jax.Array, k: int) -> jax.Array:
+    """As `places_by_words`, for rows of any length: each entry writes its place at its rank."""
+    row, place = (lax.broadcasted_iota(jnp.int32, marked.shape, axis) for axis in (0, 1))
+    rank = jnp.where(marked, ranks(marked), k)
+    places = jnp.zeros((marked.shape[0], k), jnp.int32)
+    return places.at[row, rank].set(place, mode="drop", unique_indices=True)
 
 
 # From values to all entries.

@@ -1,5 +1,6 @@
 """Chooses between forms of a function by the platform that the program is compiled for."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -8,6 +9,9 @@ from jax import lax
 
 LANES = 128
 """Columns of a TPU's tile of 8 rows."""
+
+# Kinds of GPUs, such as "Tesla V100-SXM2-16GB" or "NVIDIA T4".
+_NO_TRITON = re.compile(r"AMD|Tesla|Quadro|TITAN|GTX|RTX 20|\b[KMPTV]\d")
 
 
 def by_platform(*args: Any, cpu: Callable, default: Callable, gpu: Callable | None = None) -> Any:
@@ -38,7 +42,20 @@ def platform() -> str:
     return _platform_of_mesh() or jax.default_backend()
 
 
+def fuses_rows() -> bool:
+    """Whether XLA makes one GPU kernel of reductions of the same row that follow each other.
+
+    It does by Triton, on NVIDIA's GPUs from Ampere on; nobody has looked at AMD's.
+    """
+    device = _device_of_mesh() or jax.local_devices()[0]
+    return _NO_TRITON.search(device.device_kind) is None
+
+
 def _platform_of_mesh():
-    """The platform that the mesh names inside `shard_map`; None elsewhere."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
+    device = _device_of_mesh()
     return device and device.platform
+
+
+def _device_of_mesh():
+    """The device that the mesh names inside `shard_map`; None elsewhere."""
+    return jax.sharding.get_abstract_mesh().abstract_device

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jaxcomp.compressors.platforms import by_platform
+from jaxcomp.compressors.platforms import by_platform, fuses_rows
 
 
 @pytest.fixture
@@ -42,3 +42,23 @@ def test_without_a_mesh_the_compiler_takes_its_own(chosen):
     function, traced = chosen
     assert jax.jit(function)(jnp.float32(0)) == 1
     assert sorted(traced) == ["cpu", "default", "gpu"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "fuses"),
+    [
+        ("NVIDIA H100 80GB HBM3", True),
+        ("NVIDIA A100-SXM4-40GB", True),
+        ("NVIDIA GeForce RTX 4090", True),
+        ("NVIDIA L4", True),
+        ("Tesla T4", False),
+        ("Tesla V100-SXM2-16GB", False),
+        ("NVIDIA T4", False),
+        ("NVIDIA GeForce RTX 2080 Ti", False),
+        ("AMD Instinct MI300X", False),
+    ],
+)
+def test_rows_are_fused_from_ampere_on(kind, fuses, monkeypatch):
+    mesh = SimpleNamespace(abstract_device=SimpleNamespace(device_kind=kind))
+    monkeypatch.setattr(jax.sharding, "get_abstract_mesh", lambda: mesh)
+    assert fuses_rows() is fuses

@@ -9,14 +9,7 @@ from jaxcomp.compressors import largest
 
 SHAPES = [(1, 1, 1), (4096, 3, 2), (3, 7, 2), (5, 128, 26), (2, 130, 130), (3, 256, 9)]
 LONG = [(2, 300, 40), (1, 4096, 512), (2, 5000, 3)]
-SHORT_TAKEN = [largest.taken_by_words, largest.taken_by_comparing]
-TAKEN = [
-    largest.taken_in_turn,
-    largest.taken_by_moving,
-    largest.taken_by_sorting,
-    largest.taken_by_places,
-    largest.taken,
-]
+TAKEN = [largest.taken_in_turn, largest.taken_by_moving]
 PUT_BACK = [
     largest.put_back_in_turn,
     largest.put_back_by_ranks,
@@ -62,13 +55,24 @@ def test_ranks_of_rows_with_different_counts_and_of_a_long_row():
 @pytest.mark.parametrize(
     "form, shape",
     [(form, shape) for form in TAKEN for shape in SHAPES + LONG]
-    + [(form, shape) for form in SHORT_TAKEN for shape in SHAPES],
+    + [(largest.taken_by_comparing, shape) for shape in SHAPES],
 )
 def test_taken_are_the_marked_entries_in_their_order(form, shape):
     rows, n, k = shape
     x, marked = values(rows, n), marks(*shape)
     got = jax.jit(form, static_argnums=2)(jnp.asarray(x), marked, k)
     same_bits(got, x[np.asarray(marked)].reshape(rows, k))
+
+
+@pytest.mark.parametrize(
+    "form, shape",
+    [(largest.places_by_ranks, shape) for shape in SHAPES + LONG]
+    + [(largest.places_by_words, shape) for shape in SHAPES],
+)
+def test_places_are_those_of_the_marked_entries(form, shape):
+    marked = marks(*shape)
+    got = jax.jit(form, static_argnums=1)(marked, shape[2])
+    np.testing.assert_array_equal(got, np.nonzero(marked)[1].reshape(got.shape))
 
 
 @pytest.mark.parametrize(
