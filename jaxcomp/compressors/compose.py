@@ -94,8 +94,8 @@ def cocktail(
         positions.
       bits: Width of a value's code, 1 to 8.
       block: Values that share a scale.
-      top_block: Entries among which to choose the largest. The default is what a GPU sorts, or a
-        TPU compares, in one pass. None chooses from all, as the authors do: 0.182 bits.
+      top_block: Entries among which to choose the largest. The default is what every accelerator
+        chooses from in one pass. None chooses from all, as the authors do: 0.182 bits.
 
     Raises:
       ValueError: At construction, for arguments outside these ranges.
