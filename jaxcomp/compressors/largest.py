@@ -169,7 +169,8 @@ def by_bits(size: jax.Array, k: int) -> jax.Array:
     n = size.shape[1]
     wide = size.astype(jnp.int64 if size.dtype.itemsize == 8 else jnp.int32)
     excess = _minus_the_kth(wide, k, 8 * size.dtype.itemsize - 1)
-    below = jnp.minimum(-jnp.minimum(excess, 1), 1)  # -1, 0 or 1 for above, equal and below
+    # -1, 0 or 1 for above, equal and below; a clamp would have three operands, see below.
+    below = jnp.minimum(-jnp.minimum(excess, 1), 1)
     order = (1 - below) * n - lax.broadcasted_iota(wide.dtype, size.shape, 1) + (n - 1)
     # Readers of the marks would have the whole kernel again.
     return lax.optimization_barrier(_minus_the_kth(order, k, (3 * n - 1).bit_length()) >= 0)

@@ -29,7 +29,7 @@ from jaxcomp.compressors.largest import find_largest
 # learns its variance now and then, and its embeddings have a code, and so messages, of their own.
 TABLE = {
     ("h100", "q4"): (38, 165, 3, 0),
-    ("h100", "cocktail"): (41, 190, 2, 0),
+    ("h100", "cocktail"): (40, 155, 2, 0),
     ("h100", "zero_one_adam"): (51, 255, 5, 1),
     ("v5e", "q4"): (78, 475, 3, 0),
     ("v5e", "cocktail"): (106, 610, 2, 0),
