@@ -38,7 +38,7 @@ def compare(folders: dict[str, pathlib.Path], link_rate: float | None = None) ->
             raise ValueError(f"{folder} holds no evaluated run; train it first.")
         ends[label] = [row["step"] for row in rows if "val_loss" in row][-1]
         plan, fast, read[label] = _facts(folder / "config.json")
-        plan = _of_all_steps(plan, rows[-1])
+        plan = _with_mean_bytes(plan, rows[-1])
         seconds = [row["step_seconds"] for row in rows if "step_seconds" in row]
         here = statistics.median(seconds) if seconds else math.nan
         there[label] = here + 8 * plan["sent_bytes_per_step"] / (link_rate or math.inf)
@@ -92,7 +92,7 @@ def _facts(file: pathlib.Path) -> tuple[dict[str, Any], int, Any]:
     return plan, fast, (sha256, record["config"].get("objective"))
 
 
-def _of_all_steps(plan: dict[str, Any], row: dict[str, Any]) -> dict[str, Any]:
+def _with_mean_bytes(plan: dict[str, Any], row: dict[str, Any]) -> dict[str, Any]:
     """The record with the means of all steps, if some had other replicas than it says."""
     steps, dense, now = row["step"], row.get("dense_bytes"), plan.get("dense_bytes_per_step")
     if not steps or None in (dense, now) or math.isclose(dense, steps * now):

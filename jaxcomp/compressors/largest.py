@@ -180,8 +180,8 @@ def _minus_the_kth(x, k, bits):
     """Subtracts from each row its k-th largest entry, for entries from 0 to 2**bits - 1.
 
     A round subtracts a bit if k entries reach it. XLA makes one kernel of all rounds, as it does
-    for a softmax, if each is a reduction that is subtracted from what was reduced, and operations
-    beside it have one operand that is no constant: so a mask takes the place of `where`.
+    for a softmax, if each is a reduction that is subtracted from what was reduced, and all other
+    operations have one operand that is no constant: so a mask takes the place of `where`.
     """
     for bit in reversed(range(bits)):
         count = jnp.sum(x >= 2**bit, axis=1, keepdims=True, dtype=jnp.int32)

@@ -45,7 +45,7 @@ def platform() -> str:
 def fuses_rows() -> bool:
     """Whether XLA makes one GPU kernel of reductions of the same row that follow each other.
 
-    It does by Triton, on NVIDIA's GPUs from Ampere on; nobody has looked at AMD's.
+    It does by Triton, on NVIDIA's GPUs from Ampere on. AMD's have not been tried.
     """
     device = _device_of_mesh() or jax.local_devices()[0]
     return _NO_TRITON.search(device.device_kind) is None
