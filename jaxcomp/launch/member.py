@@ -8,7 +8,6 @@ import argparse
 import importlib.util
 import os
 import runpy
-import signal
 import subprocess
 import sys
 import traceback
@@ -124,9 +123,5 @@ def _below_this_process(command: list[str], own: place.Place) -> None:
         raise ValueError(f"{command[0]!r} cannot be started: {error.strerror}.") from error
     control.at_end.append(popen.kill)
     pass_on = lambda number, frame: popen.send_signal(number)
-    before = {number: signal.signal(number, pass_on) for number in signals.to_catch()}
-    try:
+    with signals.handled(dict.fromkeys(signals.to_catch(), pass_on)):
         sys.exit(from_returncode(popen.wait()))
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -4,7 +4,8 @@ import contextlib
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 STOPS = {
     "SIGINT": "Ctrl-C; LSF's first word after SIGUSR2",
@@ -69,9 +70,16 @@ def stop_signals() -> Iterator[Callable[[], str]]:
     if threading.current_thread() is not threading.main_thread():
         yield asked
         return
-    previous = {number: signal.signal(number, handle) for number in to_catch()}
-    try:
+    with handled(dict.fromkeys(to_catch(), handle)):
         yield asked
+
+
+@contextlib.contextmanager
+def handled(handlers: Mapping[signal.Signals, Any]) -> Iterator[None]:
+    """Sets the handlers of signals, and puts the old ones back at the end."""
+    previous = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    try:
+        yield
     finally:
         for number, handler in previous.items():
             # None stands for a handler of a C library, which Python cannot put back.

@@ -164,12 +164,8 @@ def _signals() -> Iterator[list[str]]:
 
     nothing = dict.fromkeys(signals.ignored(), lambda number, frame: None)
     handlers = dict.fromkeys(signals.to_catch(), note) | nothing
-    previous = {number: signal.signal(number, handler) for number, handler in handlers.items()}
-    try:
+    with signals.handled(handlers):
         yield names
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
 def _wait(members: list[Member], names: list[str], grace: float, hurry: bool, wanted, show) -> End:
