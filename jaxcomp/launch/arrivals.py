@@ -6,7 +6,6 @@ run's seal. Other callers are disconnected, without harm to the start.
 
 import contextlib
 import dataclasses
-import json
 import secrets
 import selectors
 import socket
@@ -14,7 +13,7 @@ import time
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
-from jaxcomp.launch import addresses, seals
+from jaxcomp.launch import addresses, lines, seals
 from jaxcomp.launch.exits import Transient
 
 HELLO = {"process": int, "of": int, "on": str, "nonce": str}
@@ -83,7 +82,7 @@ class Gathering:
         self.callers[caller] = Caller(b"", time.monotonic() + _PATIENCE)
         self.selector.register(caller, selectors.EVENT_READ, address)
         with contextlib.suppress(OSError):
-            caller.sendall(json.dumps({"nonce": self.nonce}).encode() + b"\n")
+            lines.greet(caller, self.nonce)
 
     def hear(self, caller: socket.socket) -> None:
         data, until = self.callers[caller]
@@ -167,7 +166,7 @@ class Gathering:
         for caller in list(self.callers):
             self.refuse(caller)
         answer = {"problem": problem and str(problem), "transient": isinstance(problem, Transient)}
-        _tell(self.present.values(), json.dumps(answer), self.secret)
+        _tell(self.present.values(), answer, self.secret)
 
 
 def gather(
@@ -193,12 +192,12 @@ def gather(
     return seals.session(secret, made.nonce)
 
 
-def _tell(present: Collection[Present], answer: str, secret: bytes) -> None:
+def _tell(present: Collection[Present], answer: dict[str, Any], secret: bytes) -> None:
     until = time.monotonic() + _FAREWELL
     for connection, _, nonce in present:
         with contextlib.suppress(OSError):
             connection.settimeout(max(0.01, until - time.monotonic()))
-            connection.sendall(seals.seal(secret, f"answer {nonce}", answer).encode() + b"\n")
+            lines.send(connection, secret, f"answer {nonce}", answer)
     for connection, _, _ in present:
         # The other side closes first, so that the port is free at once.
         with connection, contextlib.suppress(OSError):

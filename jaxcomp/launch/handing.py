@@ -6,7 +6,6 @@ run's seal, or with a request for a missing file, it is disconnected. Sizes and 
 
 import contextlib
 import hashlib
-import json
 import secrets
 import socket
 import threading
@@ -15,9 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxcomp.launch import addresses, seals
+from jaxcomp.launch import addresses, lines, seals
 
-_LINE = 4096  # bytes
 _PATIENCE = 5.0  # seconds for the first line
 _MOST = 256  # callers at a time
 _PIECE = 1 << 20
@@ -83,7 +81,7 @@ def put(to: str, key: bytes, file: Path, seconds: float) -> None:
     with _connected(to, key, {"put": file.name, "size": size}, until) as (connection, nonce):
         with file.open("rb") as source:
             while piece := source.read(_PIECE):
-                _limit(connection, until)
+                lines.limit(connection, until)
                 connection.sendall(piece)
         _require_answer(connection, key, nonce, until, to, file.name)
 
@@ -115,15 +113,12 @@ def _connected(to: str, key: bytes, request: dict[str, Any], until: float):
     except ValueError as error:  # a stranger may have written it
         raise OSError(f"{to!r:.80} is no address of a process") from error
     with socket.create_connection(address, timeout=left) as connection:
-        nonce = (seals.json_object(_line(connection, until)) or {}).get("nonce")
-        own = secrets.token_hex(16)
-        _say(connection, key, f"request {nonce}", request | {"nonce": own})
+        _, own = lines.ask(connection, key, "request", request, until)
         yield connection, own
 
 
 def _require_answer(connection, key, nonce, until, to: str, name: str) -> dict[str, Any]:
-    text = seals.unseal(key, f"answer {nonce}", _line(connection, until))
-    answer = seals.json_object(text or "")
+    answer = lines.answer(connection, key, nonce, until)
     if answer is None:
         raise OSError(f"process at {to} does not answer for {name}")
     if problem := answer.get("problem"):
@@ -134,20 +129,20 @@ def _require_answer(connection, key, nonce, until, to: str, name: str) -> dict[s
 def _serve(caller: socket.socket, key: bytes, store: FileStore, seconds: float) -> None:
     nonce, began = secrets.token_hex(16), time.monotonic()
     caller.settimeout(_PATIENCE)
-    caller.sendall(json.dumps({"nonce": nonce}).encode() + b"\n")
-    line = _line(caller, began + _PATIENCE)
+    lines.greet(caller, nonce)
+    line = lines.read(caller, began + _PATIENCE)
     request = seals.json_object(seals.unseal(key, f"request {nonce}", line) or "")
     if request is None:
         return
     about, until = f"answer {request.get('nonce')}", began + seconds
     if isinstance(name := request.get("get"), str):
         if (file := store.find(name)) is None:
-            _say(caller, key, about, {"problem": "it is not there"})
+            lines.send(caller, key, about, {"problem": "it is not there"})
             return
         with file.open("rb") as source:
-            _say(caller, key, about, {"size": file.stat().st_size})
+            lines.send(caller, key, about, {"size": file.stat().st_size})
             while piece := source.read(_PIECE):
-                _limit(caller, until)
+                lines.limit(caller, until)
                 caller.sendall(piece)
         return
     name, size = request.get("put"), request.get("size")
@@ -162,7 +157,7 @@ def _serve(caller: socket.socket, key: bytes, store: FileStore, seconds: float) 
             return
         except OSError as error:  # a full disk
             problem = error.strerror or "it cannot be kept"
-    _say(caller, key, about, {"problem": problem})
+    lines.send(caller, key, about, {"problem": problem})
 
 
 def _keep(connection, folder: Path, name: str, size: int, store: FileStore, until: float) -> bool:
@@ -171,7 +166,7 @@ def _keep(connection, folder: Path, name: str, size: int, store: FileStore, unti
     try:
         with partial.open("wb") as file:
             while size:
-                _limit(connection, until)
+                lines.limit(connection, until)
                 if not (piece := connection.recv(min(size, _PIECE))):
                     return False
                 found.update(piece)
@@ -183,26 +178,3 @@ def _keep(connection, folder: Path, name: str, size: int, store: FileStore, unti
         return True
     finally:
         partial.unlink(missing_ok=True)
-
-
-def _say(connection: socket.socket, key: bytes, about: str, what: dict[str, Any]) -> None:
-    connection.sendall(seals.seal(key, about, json.dumps(what)).encode() + b"\n")
-
-
-def _limit(connection: socket.socket, until: float) -> None:
-    left = until - time.monotonic()
-    if left <= 0:
-        raise TimeoutError("it takes too long")
-    connection.settimeout(left)
-
-
-def _line(connection: socket.socket, until: float) -> str:
-    """A short line, read up to its end and no further; empty if it is too slow."""
-    data = b""
-    while len(data) < _LINE:
-        _limit(connection, until)
-        # One byte at a time, since the file follows the line.
-        if (part := connection.recv(1)) in (b"", b"\n"):
-            return data.decode(errors="replace") if part else ""
-        data += part
-    return ""

@@ -7,12 +7,10 @@ So process 0 listens on the coordinator's address first, waits for the others, a
 import contextlib
 import errno
 import ipaddress
-import json
 import socket
 import time
-from secrets import token_hex
 
-from jaxcomp.launch import addresses, arrivals, seals
+from jaxcomp.launch import addresses, arrivals, lines, seals
 from jaxcomp.launch.exits import Transient
 
 _LONGEST = 1 << 16  # bytes that process 0 may answer
@@ -55,11 +53,10 @@ def meet(
         return address, address, key
     with _reach(coordinator, address, port, deadline, _hint(host, address)) as connection:
         until = time.monotonic() + 2 * seconds + 10  # process 0 may have begun later
-        nonce, own = (seals.json_object(_line(connection, until)) or {}).get("nonce"), token_hex(16)
-        hello = dict(process=process_id, of=num_processes, on=socket.gethostname(), nonce=own)
-        _send(connection, seals.seal(secret, f"hello {nonce}", json.dumps(hello)))
-        text = seals.unseal(secret, f"answer {own}", _line(connection, until))
-        answer = seals.json_object(text or "")
+        hello, answer = dict(process=process_id, of=num_processes, on=socket.gethostname()), None
+        with contextlib.suppress(OSError):  # if the other side is gone, its own output says why
+            nonce, own = lines.ask(connection, secret, "hello", hello, until)
+            answer = lines.answer(connection, secret, own, until, _LONGEST)
         if answer is None or "problem" not in answer:
             raise Transient(
                 f"the program at {coordinator} is not this run's process 0, or has another secret, "
@@ -70,7 +67,7 @@ def meet(
         if answer["problem"] is not None:
             kind = Transient if answer.get("transient") else ValueError
             raise kind(str(answer["problem"]))
-        return address, connection.getsockname()[0], seals.session(secret, str(nonce))
+        return address, connection.getsockname()[0], seals.session(secret, nonce)
 
 
 def _resolve(host: str, deadline: float) -> str:
@@ -126,24 +123,3 @@ def _reach(coordinator: str, address: str, port: int, deadline: float, hint: str
                     f"does no firewall close the port?{hint}"
                 ) from error
         time.sleep(0.1)
-
-
-def _send(connection: socket.socket, line: str) -> None:
-    # If the other side is gone, its own output says why.
-    with contextlib.suppress(OSError):
-        connection.sendall(line.encode() + b"\n")
-
-
-def _line(connection: socket.socket, until: float) -> str:
-    """A line received in time; empty if the other side closes, is too slow, or sends more."""
-    data = b""
-    try:
-        while not data.endswith(b"\n") and len(data) < _LONGEST:
-            connection.settimeout(max(0.01, until - time.monotonic()))
-            part = connection.recv(4096)
-            if not part or time.monotonic() > until:
-                return ""
-            data += part
-    except OSError:
-        return ""
-    return data.decode(errors="replace").rstrip("\n")
