@@ -1,7 +1,6 @@
 """A small run of islands in one process, whose numbers are exact."""
 
 import threading
-import time
 
 import jax
 import numpy as np
@@ -30,10 +29,3 @@ def together(*steps):
 
 def equal(a, b):
     jax.tree.map(np.testing.assert_array_equal, a, b)
-
-
-def until(holds):
-    end = time.monotonic() + 20
-    while not holds() and time.monotonic() < end:
-        time.sleep(0.01)
-    assert holds()

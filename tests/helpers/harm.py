@@ -14,7 +14,7 @@ import sys
 import time
 from typing import NamedTuple
 
-from tests.helpers.launching import ROOT, environment, ports
+from tests.helpers.launching import ROOT, environment, members, ports
 from train.checkpoints import files
 from train.output import metrics
 
@@ -45,12 +45,6 @@ def launch(place: Place, count: int, *overrides: str) -> subprocess.Popen:
             stdout=output,
             stderr=subprocess.STDOUT,
         )
-
-
-def members(launcher: subprocess.Popen) -> list[int]:
-    """The process numbers of a run's processes, in their order."""
-    children = f"/proc/{launcher.pid}/task/{launcher.pid}/children"
-    return [int(pid) for pid in pathlib.Path(children).read_text().split()]
 
 
 def told(place: Place) -> int:

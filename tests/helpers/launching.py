@@ -1,5 +1,6 @@
 """What the launchers' tests share: a tiny run, and programs started with a bound on their time."""
 
+import contextlib
 import ipaddress
 import os
 import pathlib
@@ -98,6 +99,37 @@ def free_port(first: int = 0, last: int = 0) -> int:
         except OSError:
             continue
     raise OSError("no free port")
+
+
+def members(launcher: subprocess.Popen) -> list[int]:
+    """The process numbers of a run's processes, in their order."""
+    children = f"/proc/{launcher.pid}/task/{launcher.pid}/children"
+    return [int(pid) for pid in pathlib.Path(children).read_text().split()]
+
+
+@contextlib.contextmanager
+def two_processes(program: str, *args: str, host: str = "127.0.0.1", **more: str):
+    """Starts a program twice, with the number of the process and process 0's address before `args`.
+
+    Yields:
+      Both, which end with the body. Their errors go into their output.
+    """
+    coordinator = f"{host}:{free_port()}"
+    with contextlib.ExitStack() as stack:
+        started = []
+        for number in "01":
+            process = subprocess.Popen(
+                [sys.executable, "-c", program, number, coordinator, *args],
+                cwd=ROOT,
+                env=environment(**more),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            started.append(process)
+            stack.enter_context(process)
+            stack.callback(process.kill)
+        yield started
 
 
 def listening(pid):

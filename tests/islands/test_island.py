@@ -14,7 +14,8 @@ from jaxcomp import islands
 from jaxcomp.islands import envelopes, programs, store
 from jaxcomp.islands.crew import News
 from tests.helpers import replicas
-from tests.helpers.exact_islands import SHAPES, START, equal, moved, together, until
+from tests.helpers.exact_islands import SHAPES, START, equal, moved, together
+from tests.helpers.launching import until
 from tests.helpers.replicas import history_of, one_value
 
 RATE = 0.125

@@ -7,7 +7,8 @@ import numpy as np
 import optax
 
 from jaxcomp.islands import envelopes, runs, store
-from tests.helpers.exact_islands import START, equal, moved, together, until
+from tests.helpers.exact_islands import START, equal, moved, together
+from tests.helpers.launching import until
 
 
 def test_a_joiner_takes_the_newest_consensus_and_its_optimizer(join):

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from jaxcomp.launch import programs
+from tests.helpers.launching import members
 from tests.helpers.snippets import ROOT
 from train.checkpoints import files
 from train.output import metrics
@@ -210,8 +211,7 @@ def ctrl_c(process: subprocess.Popen, step: Callable[[], int]) -> None:
 def kill_one(process: subprocess.Popen, step: Callable[[], int]) -> None:
     """Kills the second process that a launcher has started, as `kill -9`."""
     await_rows(process, step)
-    children = pathlib.Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
-    os.kill(int(children.split()[1]), signal.SIGKILL)
+    os.kill(members(process)[1], signal.SIGKILL)
 
 
 def require_shown(shown: str, said: str) -> None:

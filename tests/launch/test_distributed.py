@@ -4,8 +4,6 @@ import concurrent.futures
 import contextlib
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 
@@ -15,7 +13,7 @@ from jaxcomp.launch import addresses, distributed, rendezvous
 from jaxcomp.launch.board import Board
 from jaxcomp.launch.distributed import Cluster, Timeouts
 from jaxcomp.launch.exits import Transient
-from tests.helpers.launching import ROOT, environment, free_port
+from tests.helpers.launching import free_port, two_processes
 
 HERE = socket.gethostname()
 MET = ("127.0.0.1", "127.0.0.1", b"")
@@ -261,26 +259,13 @@ except (ValueError, ConnectionError) as error:
 @pytest.fixture
 def start_two():
     """Starts two processes of `PROGRAM`, which end with the test."""
-    started = []
-
-    def start(case):
-        # A proxy that does not answer: processes of a run must not go through it.
-        proxies = {"http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"}
-        environ = environment(**proxies, PYTHONPATH=str(ROOT))
+    # A proxy that does not answer: processes of a run must not go through it.
+    proxies = {"http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"}
+    with contextlib.ExitStack() as stack:
         # This host's name is no 127.0.0.5, and process 1 comes from 127.0.0.1.
-        coordinator = f"127.0.0.5:{free_port()}"
-        for number in range(2):
-            command = [sys.executable, "-c", PROGRAM, str(number), coordinator, case]
-            pipe, out = subprocess.PIPE, subprocess.STDOUT
-            started.append(
-                subprocess.Popen(command, env=environ, stdout=pipe, stderr=out, text=True)
-            )
-        return started
-
-    yield start
-    for process in started:
-        process.kill()
-        process.communicate()
+        yield lambda case: stack.enter_context(
+            two_processes(PROGRAM, case, host="127.0.0.5", **proxies)
+        )
 
 
 def test_connected_processes_refuse_alike_what_differs(start_two):

@@ -20,7 +20,7 @@ from jaxcomp.launch.exits import (
     status,
     words,
 )
-from tests.helpers.launching import ROOT, environment, free_port
+from tests.helpers.launching import ROOT, environment, two_processes
 
 
 def test_the_page_has_the_table_of_all_statuses():
@@ -109,19 +109,8 @@ distributed.abandon(ended(run))
 # Of process 1: test_who_ends_slowly_still_says_why_when_the_store_has_gone.
 @pytest.mark.parametrize("case", ["0", "common"])
 def test_an_unforeseen_error_of_one_process_ends_all_with_status_1(case):
-    coordinator = f"127.0.0.1:{free_port()}"
-    command = lambda number: [sys.executable, "-c", UNFORESEEN, str(number), coordinator, case]
-    processes = [
-        subprocess.Popen(
-            command(number), cwd=ROOT, env=environment(), stderr=subprocess.PIPE, text=True
-        )
-        for number in range(2)
-    ]
-    try:
-        ends = [process.communicate(timeout=120)[1] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
+    with two_processes(UNFORESEEN, case) as processes:
+        ends = [process.communicate(timeout=120)[0] for process in processes]
     assert [process.returncode for process in processes] == [1, 1], ends
     if case == "0":
         assert ends[0].rstrip().endswith("KeyError: 'a key that is not there'")

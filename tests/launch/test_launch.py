@@ -2,7 +2,6 @@
 
 import json
 import os
-import pathlib
 import re
 import shlex
 import signal
@@ -14,7 +13,7 @@ import pytest
 from jaxcomp.launch import __main__ as launch
 from jaxcomp.launch import distributed, local, options, place, ssh
 from jaxcomp.launch.distributed import Cluster, Timeouts
-from tests.helpers.launching import ROOT, environment, listening, until, write_config
+from tests.helpers.launching import ROOT, environment, listening, members, until, write_config
 from train.launch.program import TRAIN
 
 
@@ -178,8 +177,7 @@ def test_local_processes_train_listen_on_loopback_only_and_stop_together(tmp_pat
     ):
         try:
             until(lambda: rows.exists() and rows.read_text().count("\n") > 2, 240)
-            children = pathlib.Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children")
-            pids = children.read_text().split()
+            pids = members(launcher)
             heard = [listening(pid) for pid in pids]
             # gloo's, and in the first process the coordinator's.
             assert len(pids) == 2 and len(heard[0]) > len(heard[1]) >= 1

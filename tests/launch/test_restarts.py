@@ -14,7 +14,7 @@ from jaxcomp.launch import options, restarts, ssh, supervise
 from jaxcomp.launch.program import Plan, count_processes
 from jaxcomp.launch.supervise import End
 from tests.helpers import faults
-from tests.helpers.launching import ROOT, environment, free_port, run
+from tests.helpers.launching import ROOT, environment, free_port, members, run
 from train.checkpoints import files
 
 
@@ -162,10 +162,6 @@ def test_a_start_tells_all_once_when_more_are_wanted(tmp_path):
     assert all(log.read_text().endswith("told TERM\n") for log in logs)
 
 
-def children(pid):
-    return pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-
-
 def rows_of(folder):
     return {row["step"]: row["loss"] for row in faults.metrics_of(folder)}
 
@@ -217,7 +213,7 @@ def test_a_host_that_comes_back_is_taken_in_as_if_that_had_been_the_schedule(tmp
 
             until(lambda: files.latest(saved))
             gone.touch()
-            os.kill(int(children(launcher.pid)[1]), signal.SIGKILL)
+            os.kill(members(launcher)[1], signal.SIGKILL)
             until(lambda: "on 1 replicas instead of 2" in out.read_text())
             gone.unlink()
             assert launcher.wait(300) == 0, out.read_text()

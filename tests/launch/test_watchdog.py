@@ -11,7 +11,7 @@ import pytest
 
 from jaxcomp.launch import peers
 from jaxcomp.launch.board import Board
-from tests.helpers.launching import ROOT, environment, free_port, until
+from tests.helpers.launching import ROOT, environment, two_processes, until
 
 EVERY = 0.02  # seconds between signs of life, in these tests
 
@@ -320,22 +320,8 @@ distributed.abandon(ended(slow_run))
 
 
 def test_who_ends_slowly_still_says_why_when_the_store_has_gone():
-    coordinator = f"127.0.0.1:{free_port()}"
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", SLOW_END, str(number), coordinator],
-            cwd=ROOT,
-            env=environment(),
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for number in range(2)
-    ]
-    try:
-        first, second = [process.communicate(timeout=120)[1] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
+    with two_processes(SLOW_END) as processes:
+        first, second = [process.communicate(timeout=120)[0] for process in processes]
     assert [process.returncode for process in processes] == [2, 2], second
     assert first.splitlines()[-1] == "error: process 1 of 2 has ended: disk full"
     assert second.splitlines()[-1] == "error: disk full"
