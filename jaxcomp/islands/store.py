@@ -115,11 +115,10 @@ def opened(url: str, options: dict[str, Any] | None = None) -> Bucket:
         wait = datetime.timedelta(seconds=10)
         given.setdefault("retry_config", {"max_retries": 2, "retry_timeout": wait})
     with _named(url) as obstore:
-        is_memory = scheme == "memory"
-        key = rest.strip("/")
-        store = _memories.get(key) if is_memory else obstore.store.from_url(url, **given)
-        if store is None:
-            store = _memories[key] = obstore.store.MemoryStore()
+        if scheme == "memory":
+            store = _memories.setdefault(rest.strip("/"), obstore.store.MemoryStore())
+        else:
+            store = obstore.store.from_url(url, **given)
     bucket, probe = Bucket(url, store), f"probes/{uuid.uuid4().hex}"
     if not bucket.create(probe, b"") or bucket.create(probe, b""):
         raise _unconditional(url)
