@@ -109,16 +109,6 @@ class Crew:
             self.courier.end(leaves)
             self.courier.join(timeout=patience)
 
-    @property
-    def sent_bytes(self) -> int:
-        """Bytes of the differences that this process has written."""
-        return 0 if self.courier is None else self.courier.sent_bytes
-
-    @property
-    def received_bytes(self) -> int:
-        """Bytes of the differences of others that it has read."""
-        return 0 if self.courier is None else self.courier.received_bytes
-
 
 def is_first() -> bool:
     """Whether this process has the courier."""

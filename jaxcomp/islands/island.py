@@ -225,12 +225,12 @@ class Island:
     @property
     def sent_bytes(self) -> int:
         """Bytes of the differences that this island has written; 0 but in its first process."""
-        return self._crew.sent_bytes
+        return self._crew.courier.sent_bytes if self._crew.courier else 0
 
     @property
     def received_bytes(self) -> int:
         """Bytes of the differences of others that it has read; 0 but in its first process."""
-        return self._crew.received_bytes
+        return self._crew.courier.received_bytes if self._crew.courier else 0
 
     @property
     def params(self) -> Any:
