@@ -104,7 +104,8 @@ def programs_of(
     def merge(params, consensus, sums, outer_state, stays):
         mean = lambda x, w: x / jnp.where(w > 0, w, 1).astype(x.dtype)
         drift = _drift(params, consensus)
-        drift = jax.tree.map(functools.partial(jnp.where, finite(drift)), drift, _zeros(drift))
+        good = finite(drift)
+        drift = jax.tree.map(lambda d: jnp.where(good, d, 0.0), drift)
         means = jax.tree.map(mean, *sums)
         change, left, outer_state = outer_step(outer, keep, consensus, drift, means, outer_state)
         consensus = jax.tree.map(jnp.add, consensus, change)
@@ -118,7 +119,7 @@ def programs_of(
     sent, _ = jax.eval_shape(encode, like, like, left, number, number)
     # Sums lie where the consensus does, though messages come to every device.
     totals = places, (places if counts_senders else None)
-    nothing = lambda: (_zeros(like), jax.tree.map(weight, like))
+    nothing = lambda: (jax.tree.map(jnp.zeros_like, like), jax.tree.map(weight, like))
     return Programs(
         in_turn(jax.jit(encode)),
         in_turn(jax.jit(add, donate_argnums=0, out_shardings=(totals, None))),
@@ -220,7 +221,3 @@ def _decoded(transport, count, parts, like, sent):
 
 def _drift(params, consensus):
     return jax.tree.map(lambda p, c: to_moment_dtype(p) - c, params, consensus)
-
-
-def _zeros(tree):
-    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), tree)
