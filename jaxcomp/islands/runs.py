@@ -88,16 +88,21 @@ def facts_of(
     **others: Any,
 ) -> dict[str, Any]:
     """What must be equal on all islands, in plain values; `owners` are the leaves' fragments."""
-    policy, facts = policy_of(transport.code), {"version": 4, **others}
-    keyed, _ = jax.tree_util.tree_flatten_with_path(params)
-    for (keys, x), owner in zip(keyed, owners, strict=True):
+    policy, leaves = policy_of(transport.code), {}
+    for (keys, x), owner in zip(jax.tree.leaves_with_path(params), owners, strict=True):
         path = path_of(keys)
         described = [str(x.dtype), list(x.shape), policy(path, x).name, f"fragment {owner}"]
-        facts[f"leaf {path!r}"] = described
-    facts |= {"exchange": repr(transport.exchange), "seed": transport.seed}
-    facts |= {"bucket_numel": transport.bucket_numel, "tiles": platform() == "tpu"}
-    facts |= {"order": transport.order and text(transport.order)}
-    return facts | {"outer": _trial(outer, params)}
+        leaves[f"leaf {path!r}"] = described
+    return leaves | {
+        "version": 4,
+        "exchange": repr(transport.exchange),
+        "seed": transport.seed,
+        "bucket_numel": transport.bucket_numel,
+        "tiles": platform() == "tpu",
+        "order": transport.order and text(transport.order),
+        "outer": _trial(outer, params),
+        **others,
+    }
 
 
 def founded(room: Room, facts: dict[str, Any], params: Any) -> list[tuple[int, ...]]:
@@ -165,7 +170,7 @@ def save(room: Room, number: int, last: dict[str, list[int]], arrays: list[Any])
 def newest(room: Room, like: list[Any]) -> Snapshot:
     """The newest snapshot that is whole, with arrays of these shapes."""
     sizes = [x.size * np.dtype(x.dtype).itemsize for x in like]
-    ends, tried = np.cumsum(sizes), set[int]()
+    tried = set[int]()
     # It looks again each time: others may have deleted what it saw, and written newer ones.
     while untried := {*view_of(room.bucket.paths()).snapshots} - tried:
         tried.add(number := max(untried))
@@ -178,9 +183,8 @@ def newest(room: Room, like: list[Any]) -> Snapshot:
                 continue
         except ValueError:
             continue  # an older one and the rounds since it may still be there
-        payload = whole.payload
-        pieces = zip(like, sizes, ends, strict=True)
-        parts = [(x, payload[end - size : end]) for x, size, end in pieces]
-        arrays = [np.frombuffer(part, x.dtype).reshape(x.shape) for x, part in parts]
+        *pieces, _ = np.split(whole.payload, np.cumsum(sizes))
+        pairs = zip(pieces, like, strict=True)
+        arrays = [piece.view(x.dtype).reshape(x.shape) for piece, x in pairs]
         return Snapshot(number, header["last"], arrays)
     raise ValueError(f"{room.bucket.url}: the run has lost its snapshots; write another prefix")

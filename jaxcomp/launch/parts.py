@@ -89,7 +89,7 @@ def digest(path: Path) -> str:
 def entries(tree: Any, process: int) -> dict[str, list[Entry]]:
     """The contents of the part `ALL` and of a process's part, for a tree of arrays or shapes."""
     found: dict[str, list[Entry]] = {ALL: [], str(process): []}
-    for key, leaf in jax.tree_util.tree_leaves_with_path(tree):
+    for key, leaf in jax.tree.leaves_with_path(tree):
         for spans, (holders, is_everywhere) in _holders(leaf.sharding, leaf.shape).items():
             if process in holders:
                 part = ALL if is_everywhere else str(process)
@@ -100,7 +100,7 @@ def entries(tree: Any, process: int) -> dict[str, list[Entry]]:
 def cut(tree: Any, process: int) -> dict[str, list[tuple[Entry, np.ndarray]]]:
     """Copies this process's parts of a tree off its devices; then the buffers may be donated."""
     shards: dict[tuple[str, Spans], jax.Array] = {}
-    for key, leaf in jax.tree_util.tree_leaves_with_path(tree):
+    for key, leaf in jax.tree.leaves_with_path(tree):
         for shard in leaf.addressable_shards:
             shards.setdefault((path_of(key), _spans(shard.index, leaf.shape)), shard.data)
     for data in shards.values():
@@ -215,7 +215,7 @@ def assembled(like: Any, held: Sequence[tuple[Entry, np.ndarray]]) -> Any:
             leaf.shape, leaf.sharding, lambda index: region(_spans(index or (), leaf.shape))
         )
 
-    return jax.tree_util.tree_map_with_path(one, like)
+    return jax.tree.map_with_path(one, like)
 
 
 def _region(path: str, pieces: dict[Spans, np.ndarray], leaf: Any) -> Callable[[Spans], np.ndarray]:
