@@ -6,7 +6,7 @@ from jax import lax
 from jaxcomp._checks import require_integer
 from jaxcomp._printing import call
 from jaxcomp.compressors.base import Compressor, Payload
-from jaxcomp.compressors.blocks import in_blocks
+from jaxcomp.compressors.blocks import from_blocks, in_blocks
 from jaxcomp.compressors.packing import pack, unpack
 
 
@@ -37,7 +37,7 @@ def bin_means(bits: int, block: int | None = None) -> Compressor:
     num_bins = 2**bits
 
     def encode(x, shared, private):
-        size = min(block or x.size, x.size)
+        size = block or x.size
         rows, used = in_blocks(x, size), in_blocks(jnp.ones_like(x), size) > 0
         mean_of = lambda values, used: (
             jnp.sum(jnp.where(used, values, 0.0), axis=-1, keepdims=True)
@@ -53,20 +53,19 @@ def bin_means(bits: int, block: int | None = None) -> Compressor:
         # A value that is not finite is in no bin, and makes all means of its block NaN.
         bad = jnp.where(jnp.isfinite(width), 0.0, jnp.nan)
         table = mean_of(rows[:, None], inside)[..., 0] + bad
-        codes = codes.astype(jnp.uint8).reshape(-1)[: x.size]
+        codes = from_blocks(codes.astype(jnp.uint8), x.size)
         return Payload((pack(codes, bits), table), x.size)
 
     def decode(payload, shared):
         packed, table = payload.data
-        size = min(block or payload.numel, payload.numel)
-        codes = in_blocks(unpack(packed, bits, payload.numel), size)
+        codes = in_blocks(unpack(packed, bits, payload.numel), block or payload.numel)
         # Selects, and not a gather: they fuse.
         values = jnp.zeros(codes.shape, table.dtype)
         for code in range(num_bins):
             values = lax.select(
                 codes == code, jnp.broadcast_to(table[:, code, None], codes.shape), values
             )
-        return values.reshape(-1)[: payload.numel]
+        return from_blocks(values, payload.numel)
 
     return Compressor(
         name=call(bin_means, bits=bits, block=block),

@@ -31,7 +31,7 @@ def pack(codes: jax.Array, bits: int) -> jax.Array:
         part = (codes.reshape(-1) >> shift).astype(jnp.uint8)
         parts.append(_pack_width(part, width))
         shift += width
-    return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+    return jnp.concatenate(parts)
 
 
 def unpack(packed: jax.Array, bits: int, count: int) -> jax.Array:

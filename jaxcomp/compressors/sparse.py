@@ -259,7 +259,7 @@ def _runs(stride):
         if rest.size:
             parts.append(lax.dynamic_index_in_dim(_in_rows(rest, stride), mine, keepdims=False))
         # The barrier keeps each reader of the values from picking them again.
-        return lax.optimization_barrier(_concatenated(parts)), ()
+        return lax.optimization_barrier(jnp.concatenate(parts)), ()
 
     def scatter(values, where, shared, numel):
         # Selects, which XLA fuses into their readers. The barrier keeps the producer of the values
@@ -303,7 +303,7 @@ def _runs_in_place(stride, numel, values, mine):
         rest = _rest(stride, size - whole, picked[count * _RUN :], mine)
         return lax.dynamic_update_slice(x, rest, (whole,)) if rest.size else x
 
-    return _concatenated([put(piece) for piece in indexed(numel, stride * _RUN)])
+    return jnp.concatenate([put(piece) for piece in indexed(numel, stride * _RUN)])
 
 
 def _rest(stride, size, values, mine):
@@ -348,7 +348,7 @@ def _strided(stride):
             kept = values[piece.start // stride :].at[index // stride]
             return jnp.where(index % stride == first, kept.get(mode="promise_in_bounds"), 0)
 
-        return _concatenated([put(piece) for piece in indexed(numel, stride)])
+        return jnp.concatenate([put(piece) for piece in indexed(numel, stride)])
 
     return select, scatter
 
@@ -376,13 +376,10 @@ def _drawn(stride):
                 mine, unique_indices=True, mode="promise_in_bounds"
             )
 
-        return _concatenated([put(piece) for piece in indexed(values.size)]).reshape(-1)[:numel]
+        put_all = [put(piece) for piece in indexed(values.size)]
+        return jnp.concatenate(put_all, axis=1).reshape(-1)[:numel]
 
     return select, scatter
-
-
-def _concatenated(pieces):
-    return pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=-1)
 
 
 def _in_rows(x, length):
