@@ -30,9 +30,6 @@ def test_a_chain_in_a_chain_is_one():
 def test_compose_of_one_stage_is_the_stage():
     stage = quantize(4)
     assert compose(stage) is stage
-    assert compose(random_k(0.1), top_k(0.2), quantize(4)).bits_per_parameter == pytest.approx(
-        0.1825, rel=1e-12
-    )
 
 
 def test_the_authors_cocktail_takes_the_largest_of_all():

@@ -295,19 +295,3 @@ def test_gradients_are_counted_before_they_are_coded_and_as_much_as_all_replicas
     np.testing.assert_array_equal(count(0.0), 0)
     own = np.split(slopes[0], 2)[0], np.split(slopes[1], 2)[1]
     np.testing.assert_array_equal(count(1.0), [code.levels.tally(x) for x in own])
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((8,), "bits=8; needs an integer from 1 to 6; write quantize"),
-        (("4",), "bits='4'; needs an integer"),
-        ((4, 0), "block=0"),
-        ((4, "8"), "block='8'"),
-        ((4, 8, "shift"), "rounding='shift'"),
-        ((4, 8, "nearest", "int8"), "scale_dtype='int8'"),
-    ],
-)
-def test_mistakes_are_told(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        learned_levels(*arguments)
