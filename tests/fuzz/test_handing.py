@@ -11,11 +11,11 @@ from jaxcomp.launch import board, distributed, handing, peers, seals
 from tests.helpers.fuzzing import TEXT, fuzz, objects, texts
 
 KEY, NONCE, NAME = b"of this start", "0" * 32, "good"
-WISHES = [{"put": NAME, "size": 3, "nonce": "1"}, {"get": NAME, "nonce": "1"}]
+REQUESTS = [{"put": NAME, "size": 3, "nonce": "1"}, {"get": NAME, "nonce": "1"}]
 
 
-def shelf_of(folder):
-    """A shelf that has room for one name of up to nine bytes."""
+def store_of(folder):
+    """A store that has room for one name of up to nine bytes."""
     (folder / "there").mkdir(exist_ok=True)
     room = lambda name, size: folder / "there" if name == NAME and size < 10 else None
     find = lambda name: next((path for path in folder.iterdir() if path.name == name), None)
@@ -29,24 +29,24 @@ def said(value, sealed, about):
     return (line.encode(errors="replace") if sealed else text) + b"\n"
 
 
-LINES = st.one_of(*map(objects, WISHES), *(texts(json.dumps(wish)) for wish in WISHES))
+LINES = st.one_of(*map(objects, REQUESTS), *(texts(json.dumps(each)) for each in REQUESTS))
 
 
 @fuzz(st.tuples(LINES, st.booleans(), st.binary(max_size=12)))
 def test_requests(tmp_path, given):
-    """A guest gets one answer at most, and only the file of its name is written."""
+    """A caller gets one answer at most, and only the file of its name is written."""
     value, sealed, rest = given
     (tmp_path / NAME).write_bytes(b"abc")
-    guest, own = socket.socketpair()
-    with guest, own, mock.patch.object(handing.secrets, "token_hex", lambda size: NONCE):
-        guest.sendall((said(value, sealed, f"request {NONCE}") + rest)[:60_000])
-        guest.shutdown(socket.SHUT_WR)
+    caller, own = socket.socketpair()
+    with caller, own, mock.patch.object(handing.secrets, "token_hex", lambda size: NONCE):
+        caller.sendall((said(value, sealed, f"request {NONCE}") + rest)[:60_000])
+        caller.shutdown(socket.SHUT_WR)
         try:
-            handing._serve(own, KEY, shelf_of(tmp_path), 2.0)
-        except OSError:  # which ends the guest's thread
+            handing._serve(own, KEY, store_of(tmp_path), 2.0)
+        except OSError:  # which ends the caller's thread
             pass
         own.shutdown(socket.SHUT_WR)  # closing would reset what it has not read
-        answer = b"".join(iter(lambda: guest.recv(4096), b""))
+        answer = b"".join(iter(lambda: caller.recv(4096), b""))
     assert answer.count(b"\n") <= 2 and (sealed or answer.count(b"\n") == 1)
     assert {path.name for path in tmp_path.iterdir()} == {NAME, "there"}
     assert {path.name for path in (tmp_path / "there").iterdir()} <= {NAME}
@@ -69,7 +69,7 @@ def test_answers(tmp_path, given):
         theirs.sendall(b'{"nonce": 3}\n' + (said(value, sealed, f"answer {NONCE}") + rest)[:60_000])
         theirs.shutdown(socket.SHUT_WR)
         for call in (
-            lambda: handing.get(to, KEY, NAME, shelf_of(tmp_path), 2.0),
+            lambda: handing.get(to, KEY, NAME, store_of(tmp_path), 2.0),
             lambda: handing.put(to, KEY, tmp_path / "there" / NAME, 2.0),
         ):
             try:
