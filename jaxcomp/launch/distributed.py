@@ -14,7 +14,7 @@ import jax
 from jaxcomp.launch import addresses, board, private, rendezvous
 from jaxcomp.launch.aborts import on_abort
 from jaxcomp.launch.board import Board
-from jaxcomp.launch.exits import Exit, Transient, ended, flush, leave
+from jaxcomp.launch.exits import Exit, Transient, ended, flush
 from jaxcomp.launch.peers import bounded
 from jaxcomp.launch.seals import json_object
 
@@ -185,9 +185,12 @@ def abandon(status: int) -> NoReturn:
     Args:
       status: Exit status.
     """
-    if (texts := board.this_run()) is None:
-        leave(status)
+    texts = board.this_run()
+    if texts is None and status != Exit.INTERRUPTED:
+        sys.exit(status)
     flush()
+    if texts is None:
+        os._exit(status)  # sys.exit would wait for the threads that still save
     process_id, count = board.numbers()
     on_abort(lambda: os._exit(status))  # process 0 may end first, and the service with it
 

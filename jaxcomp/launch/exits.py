@@ -8,7 +8,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
-from typing import NoReturn, TextIO
+from typing import TextIO
 
 
 class Exit(enum.IntEnum):
@@ -200,14 +200,6 @@ def words(error: BaseException) -> str:
     """An error's text for others; an unforeseen one means little without its type."""
     known = status(error) != Exit.UNFORESEEN
     return str(error) if known else f"{type(error).__name__}: {error}"
-
-
-def leave(status: int | str | None) -> NoReturn:
-    """Ends this process like `sys.exit`; after an interrupt at once, even during a save."""
-    if status == Exit.INTERRUPTED:
-        flush()
-        os._exit(Exit.INTERRUPTED)  # sys.exit would wait for the threads that still save
-    sys.exit(status)
 
 
 def flush() -> None:
