@@ -60,8 +60,7 @@ class Copies:
     def keep(self, step: int, tree: Any, record: dict[str, Any]) -> None:
         """Copies the arrays off the devices, and starts a thread that writes them with a record."""
         self.wait()
-        last = np.int32(self.last)
-        whole = multihost_utils.process_allgather(last) if jax.process_count() > 1 else last
+        whole = multihost_utils.process_allgather(np.int32(self.last))
         held = parts.cut(tree, jax.process_index())
         # The last copy here may become usable once the others have theirs.
         kept = {int(np.min(whole)), self.last, step}
@@ -148,8 +147,7 @@ class Copies:
             except OSError as error:
                 problem = str(error)
         missing = len(needed) - len(got)
-        lacking = multihost_utils.process_allgather(np.int32(missing)) if count > 1 else [missing]
-        if np.any(lacking):
+        if np.any(multihost_utils.process_allgather(np.int32(missing))):
             raise OSError(problem or "other processes do not get their parts")
         return got
 
