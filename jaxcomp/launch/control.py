@@ -6,6 +6,7 @@ Each other line is the name of a signal, such as `TERM`. The end of the input me
 launcher is gone.
 """
 
+import contextlib
 import json
 import os
 import signal
@@ -58,7 +59,5 @@ def _listen() -> None:
 
 def tell(control: IO[bytes], name: str) -> None:
     """Sends a line, such as `TERM`, to a process that calls `obey`; ignores one that has ended."""
-    try:
+    with contextlib.suppress(OSError, ValueError):  # broken, or closed here
         control.write(f"{name}\n".encode())
-    except (OSError, ValueError):  # broken, or closed here
-        pass

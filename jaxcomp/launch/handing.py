@@ -79,10 +79,7 @@ def put(to: str, key: bytes, file: Path, seconds: float) -> None:
     until = time.monotonic() + seconds
     size = file.stat().st_size
     with _connected(to, key, {"put": file.name, "size": size}, until) as (connection, nonce):
-        with file.open("rb") as source:
-            while piece := source.read(_PIECE):
-                lines.limit(connection, until)
-                connection.sendall(piece)
+        _send_file(connection, file, until)
         _require_answer(connection, key, nonce, until, to, file.name)
 
 
@@ -139,11 +136,8 @@ def _serve(caller: socket.socket, key: bytes, store: FileStore, seconds: float) 
         if (file := store.find(name)) is None:
             lines.send(caller, key, about, {"problem": "it is not there"})
             return
-        with file.open("rb") as source:
-            lines.send(caller, key, about, {"size": file.stat().st_size})
-            while piece := source.read(_PIECE):
-                lines.limit(caller, until)
-                caller.sendall(piece)
+        lines.send(caller, key, about, {"size": file.stat().st_size})
+        _send_file(caller, file, until)
         return
     name, size = request.get("put"), request.get("size")
     if not isinstance(name, str) or type(size) is not int or size < 0:
@@ -158,6 +152,13 @@ def _serve(caller: socket.socket, key: bytes, store: FileStore, seconds: float) 
         except OSError as error:  # a full disk
             problem = error.strerror or "it cannot be kept"
     lines.send(caller, key, about, {"problem": problem})
+
+
+def _send_file(connection: socket.socket, file: Path, until: float) -> None:
+    with file.open("rb") as source:
+        while piece := source.read(_PIECE):
+            lines.limit(connection, until)
+            connection.sendall(piece)
 
 
 def _keep(connection, folder: Path, name: str, size: int, store: FileStore, until: float) -> bool:
