@@ -381,10 +381,8 @@ def test_while_it_trains_an_island_lists_its_round_alone(join, monkeypatch):
     )
     island = join("a")
     island.step(island.params)
-    end = time.monotonic() + 10
-    while asked[-3:] != ["rounds/00000001"] * 3 and time.monotonic() < end:
-        time.sleep(0.02)
-    assert asked[-3:] == ["rounds/00000001"] * 3 and "claims" in asked
+    until(lambda: asked[-3:] == ["rounds/00000001"] * 3)
+    assert "claims" in asked
 
 
 def test_waiting_ends_and_says_for_what(join):

@@ -15,7 +15,7 @@ import pytest
 
 from jaxcomp.launch import claims
 from jaxcomp.launch.exits import Transient
-from tests.helpers.launching import ROOT, environment
+from tests.helpers.launching import ROOT, environment, until
 from train.checkpoints import files
 from train.checkpoints.store import open_checkpoints
 from train.output import metrics
@@ -82,8 +82,7 @@ def test_who_comes_second_hears_who_is_there_and_since_when(tmp_path, other):
 
 def test_who_was_frozen_and_replaced_writes_no_row_more(tmp_path, other):
     log = tmp_path / "metrics.jsonl"
-    while not log.exists() or log.read_text().count("\n") < 3:
-        time.sleep(0.01)
+    until(lambda: log.exists() and log.read_text().count("\n") >= 3)
     other.send_signal(signal.SIGSTOP)
     with claims.claimed(tmp_path, LEASE) as claim:
         metrics.keep_until(log, 1)

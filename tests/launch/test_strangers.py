@@ -11,7 +11,7 @@ from jax._src.lib import _jax
 from jaxcomp.launch import arrivals, board, distributed, peers, rendezvous, seals
 from jaxcomp.launch.board import Board
 from jaxcomp.launch.exits import Transient, printable
-from tests.helpers.launching import free_port
+from tests.helpers.launching import free_port, until
 
 SECRET, OTHER = b"of this run's processes", b"of somebody else"
 KEY = seals.session(SECRET, "a start")
@@ -74,9 +74,7 @@ def test_without_the_secret_nobody_ends_a_run_or_makes_it_stop(client, forge):
         time.sleep(0.3)
         assert not heard and not others.stop(9, "")
         board.for_client(client, 1, 2, KEY).put("end", "2 a mistake")
-        deadline = time.monotonic() + 10
-        while not heard and time.monotonic() < deadline:
-            time.sleep(0.02)
+        until(lambda: heard, 10)
     assert heard == [(2, "process 1 of 2 has ended: a mistake")]
 
 
