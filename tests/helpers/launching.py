@@ -10,6 +10,8 @@ import subprocess
 import sys
 import time
 
+from jaxcomp.launch import addresses, rendezvous
+
 ROOT = pathlib.Path(__file__).parents[2]
 TINY_ARGS = "--model.layers 1 --model.width 16 --model.heads 2 --model.context 16 --eval-batches 1"
 
@@ -87,6 +89,12 @@ def until(condition, seconds: float = 60.0) -> None:
     while not condition():
         assert time.monotonic() < deadline, "not in time"
         time.sleep(0.01)
+
+
+def reach(coordinator: str) -> socket.socket:
+    """A connection to `host:port`, as soon as somebody listens there."""
+    address = addresses.split(coordinator)
+    return rendezvous._reach(coordinator, *address, time.monotonic() + 5, "")
 
 
 def free_port(first: int = 0, last: int = 0) -> int:

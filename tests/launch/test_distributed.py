@@ -13,7 +13,7 @@ from jaxcomp.launch import addresses, distributed, rendezvous
 from jaxcomp.launch.board import Board
 from jaxcomp.launch.distributed import Cluster, Timeouts
 from jaxcomp.launch.exits import Transient
-from tests.helpers.launching import free_port, two_processes
+from tests.helpers.launching import free_port, reach, two_processes
 
 HERE = socket.gethostname()
 MET = ("127.0.0.1", "127.0.0.1", b"")
@@ -76,11 +76,10 @@ def test_all_are_told_of_different_numbers_of_processes():
 
 def test_who_has_gone_while_waiting_can_come_again():
     coordinator = f"127.0.0.1:{free_port()}"
-    port = int(coordinator.rpartition(":")[2])
     first = threading.Thread(target=lambda: said.append(rendezvous.meet(coordinator, 3, 0, 10.0)))
     said = []
     first.start()
-    with rendezvous._reach(coordinator, "127.0.0.1", port, time.monotonic() + 5, "") as early:
+    with reach(coordinator) as early:
         early.sendall(b'{"process": 1, "of": 3, "on": "x", "nonce": "n"}\n')
     others = meet_all([(coordinator, 3, 1), (coordinator, 3, 2)])
     first.join()
@@ -104,12 +103,9 @@ def test_who_has_gone_while_waiting_can_come_again():
 )
 def test_strangers_at_the_port_disturb_nobody(words):
     coordinator = f"127.0.0.1:{free_port()}"
-    port = int(coordinator.rpartition(":")[2])
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         first = pool.submit(rendezvous.meet, coordinator, 2, 0, 10.0)
-        with rendezvous._reach(
-            coordinator, "127.0.0.1", port, time.monotonic() + 5, ""
-        ) as stranger:
+        with reach(coordinator) as stranger:
             with contextlib.suppress(OSError):  # who says too much is cut off
                 stranger.sendall(words)
                 stranger.shutdown(socket.SHUT_WR)

@@ -14,7 +14,7 @@ from jaxcomp.launch import options, restarts, ssh, supervise
 from jaxcomp.launch.program import Plan, count_processes
 from jaxcomp.launch.supervise import End
 from tests.helpers import faults
-from tests.helpers.launching import ROOT, environment, free_port, members, run
+from tests.helpers.launching import ROOT, environment, free_port, members, run, until
 from train.checkpoints import files
 
 
@@ -93,10 +93,7 @@ def test_any_program_goes_on_with_as_many_processes_as_there_are():
 
 def until_told(is_wanted):
     """A start that ends when it is told to save and end."""
-    deadline = time.monotonic() + 30
-    while not is_wanted():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until(is_wanted, 30)
     return End(85)
 
 
@@ -126,10 +123,7 @@ def test_nobody_is_told_to_end_where_no_more_could_run(monkeypatch, back, least)
 
     def a_while(is_wanted):
         saved.append(40)
-        deadline = time.monotonic() + 30
-        while least and len(asked) < 3:  # 8 sequences have no 3 replicas
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        until(lambda: not least or len(asked) >= 3, 30)  # 8 sequences have no 3 replicas
         assert not is_wanted()
         return End(0)
 
@@ -206,15 +200,15 @@ def test_a_host_that_comes_back_is_taken_in_as_if_that_had_been_the_schedule(tmp
         try:
             deadline = time.monotonic() + 300
 
-            def until(condition):
+            def until_running(condition):
                 while not condition():
                     assert launcher.poll() is None and time.monotonic() < deadline, out.read_text()
                     time.sleep(0.02)
 
-            until(lambda: files.latest(saved))
+            until_running(lambda: files.latest(saved))
             gone.touch()
             os.kill(members(launcher)[1], signal.SIGKILL)
-            until(lambda: "on 1 replicas instead of 2" in out.read_text())
+            until_running(lambda: "on 1 replicas instead of 2" in out.read_text())
             gone.unlink()
             assert launcher.wait(300) == 0, out.read_text()
         finally:

@@ -11,7 +11,7 @@ from jax._src.lib import _jax
 from jaxcomp.launch import arrivals, board, distributed, peers, rendezvous, seals
 from jaxcomp.launch.board import Board
 from jaxcomp.launch.exits import Transient, printable
-from tests.helpers.launching import free_port, until
+from tests.helpers.launching import free_port, reach, until
 
 SECRET, OTHER = b"of this run's processes", b"of somebody else"
 KEY = seals.session(SECRET, "a start")
@@ -144,10 +144,9 @@ def test_a_false_process_0_is_not_believed():
 def test_who_says_a_byte_now_and_then_holds_no_start_up(monkeypatch):
     monkeypatch.setattr(arrivals, "_PATIENCE", 0.5)
     coordinator, over = f"127.0.0.1:{free_port()}", threading.Event()
-    address = ("127.0.0.1", int(coordinator.rpartition(":")[2]))
 
     def dawdle():
-        with rendezvous._reach(coordinator, *address, time.monotonic() + 5, "") as connection:
+        with reach(coordinator) as connection:
             try:
                 while not over.wait(0.1):
                     connection.sendall(b"{")
@@ -167,11 +166,9 @@ def test_who_says_a_byte_now_and_then_holds_no_start_up(monkeypatch):
 def test_a_crowd_of_strangers_keeps_no_process_out(monkeypatch):
     monkeypatch.setattr(arrivals, "_MOST", 4)
     coordinator = f"127.0.0.1:{free_port()}"
-    address = ("127.0.0.1", int(coordinator.rpartition(":")[2]))
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         first = pool.submit(meet, coordinator, 0, SECRET)
-        reach = lambda: rendezvous._reach(coordinator, *address, time.monotonic() + 5, "")
-        crowd = [reach() for _ in range(40)]
+        crowd = [reach(coordinator) for _ in range(40)]
         assert meet(coordinator, 1, SECRET) == first.result()
     for stranger in crowd:
         stranger.close()
