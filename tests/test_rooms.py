@@ -45,6 +45,7 @@ ELSEWHERE = {
     "launch/control.py": "launch/test_supervise.py",
     "launch/copies.py": "train/checkpoints/test_emergency.py",  # of a run
     "launch/arrivals.py": "launch/test_distributed.py",
+    "launch/lines.py": "launch/test_handing.py",  # which asks and answers
     "launch/local.py": "launch/test_launch.py",
     "launch/member.py": "launch/test_programs_of_others.py",
     "launch/options.py": "launch/test_launch.py",
