@@ -27,8 +27,7 @@ class Functions(NamedTuple):
 class Placement(NamedTuple):
     """The evaluated expressions of a config."""
 
-    update: optax.GradientTransformationExtraArgs  # from `optimizer.update`
-    tx: optax.GradientTransformationExtraArgs  # the same, but it sees stacked layers one by one
+    tx: optax.GradientTransformationExtraArgs  # `optimizer.update`; sees stacked layers one by one
     functions: Callable[[Mesh | AbstractMesh], Functions]  # an abstract mesh is enough for shapes
     rounds: Callable[[Any], dict[str, int]]  # state's shapes -> how often the run sends each part
     replica_spread: Callable[[Any, Mesh], jax.Array] | None  # of params; None: no copies

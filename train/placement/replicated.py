@@ -43,7 +43,6 @@ def resolve(config: Config) -> Placement:
         return counts.rounds(tx, config.steps, params)
 
     return Placement(
-        update=alone,
         tx=tx,
         functions=functions,
         rounds=rounds,

@@ -31,7 +31,6 @@ def resolve(config: Config) -> Placement:
     layers = functools.partial(fsdp.layers, dtype=config.model.dtype)
     loss_fn = build.loss_of(config, layers=layers)
     return Placement(
-        update=tx,
         tx=tx,  # an optimizer of shards sees entries, not layers
         functions=functools.partial(_functions, loss_fn, fsdp, tx, config.accumulate),
         rounds=functools.partial(_rounds, config.steps, fsdp),
