@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxcomp.compressors.policies import path_of
 from train import checks
 from train.huggingface import folder, safetensors, settings, weights
 from train.models import lora
@@ -144,7 +145,7 @@ def merge(adapter: pathlib.Path, to: pathlib.Path, dtype: Any, base: pathlib.Pat
 def _theirs(kind: str, config: DecoderConfig, params: Any) -> Iterator[tuple[str, np.ndarray]]:
     leaves, _ = jax.tree_util.tree_flatten_with_path(lora.only(params))
     for key, leaf in leaves:
-        path, layers = folder.layers_of(folder.path_of(key), leaf.shape)
+        path, layers = folder.layers_of(path_of(key), leaf.shape)
         module, _, which = path.rpartition("/")
         kernel = f"{module}/kernel"
         for place, layer in layers:

@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxcomp.compressors.policies import path_of
 from train import checks
 from train.data.tokenizer import load_tokenizer
 from train.huggingface import safetensors, settings, weights
@@ -217,11 +218,6 @@ def _theirs(
                 array = np.asarray(leaf if number is None else leaf[number], dtype)
             parts = weights.parted(kind, path, config, array)
             yield from zip(weights.names_of(kind, path, layer), parts, strict=True)
-
-
-def path_of(key: Any) -> str:
-    """A leaf's path, such as `blocks/qkv/kernel`."""
-    return jax.tree_util.keystr(key, simple=True, separator="/")
 
 
 def layers_of(path: str, shape: tuple[int, ...]) -> tuple[str, list[tuple[int | None, int | None]]]:
