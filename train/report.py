@@ -1,6 +1,9 @@
 """The text of `--report`: bytes, rounds and memory of a run, from compiled programs."""
 
+import importlib.metadata
 import itertools
+import json
+import platform
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -148,8 +151,10 @@ def _rounds(task: Task, dense: float) -> list[str]:
 
 
 def record(task: Task) -> str:
-    """The record of a run as JSON: its config, its data, and what it sends."""
-    facts = {
+    """The record of a run as JSON: config, versions, hardware, data, and what it sends."""
+    packages = ("jax", "jaxlib", "flax", "optax", "numpy")
+    versions = {name: importlib.metadata.version(name) for name in packages}
+    plan = {
         "parameters": num_parameters(task),
         "trained": num_trained(task),
         "replicas": task.mesh.size,
@@ -159,4 +164,11 @@ def record(task: Task) -> str:
         "rounds": task.rounds,
         "exact": _exact_leaves(task),
     }
-    return metrics.run_record(to_json(task.config), task.examples.record, facts)
+    record = {
+        "config": json.loads(to_json(task.config)),
+        "versions": {"python": platform.python_version(), **versions},
+        "hardware": metrics.hardware_name(),
+        "data": task.examples.record,
+        "plan": plan,
+    }
+    return json.dumps(record, indent=2)

@@ -1,6 +1,5 @@
-"""The files of a run: its record, and one row of metrics every few steps."""
+"""One row of metrics every few steps of a run, and the hardware that it ran on."""
 
-import importlib.metadata
 import json
 import math
 import os
@@ -95,29 +94,6 @@ def keep_until(path: pathlib.Path, step: int) -> None:
     if path.is_file():
         kept = [json.dumps(row) + "\n" for row in read(path) if row["step"] <= step]
         write_text(path, "".join(kept))
-
-
-def run_record(config_json: str, data: Row, plan: Any) -> str:
-    """Makes the record of a run as JSON text.
-
-    Args:
-      config_json: The resolved configuration, from `facts.to_json`.
-      data: The record of the corpus.
-      plan: What is sent compressed and what in float32; plain values.
-
-    Returns:
-      JSON with keys config, versions, hardware, data and plan.
-    """
-    packages = ("jax", "jaxlib", "flax", "optax", "numpy")
-    versions = {name: importlib.metadata.version(name) for name in packages}
-    record = {
-        "config": json.loads(config_json),
-        "versions": {"python": platform.python_version(), **versions},
-        "hardware": hardware_name(),
-        "data": dict(data),
-        "plan": plan,
-    }
-    return json.dumps(record, indent=2)
 
 
 def hardware_name() -> str:
