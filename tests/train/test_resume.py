@@ -5,14 +5,12 @@ import dataclasses
 import functools
 import json
 from types import SimpleNamespace
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import jaxcomp
 from jaxcomp.launch import claims
 from tests.helpers.replicas import state_of
 from tests.helpers.tiny_runs import tiny_config
@@ -27,26 +25,6 @@ from train.models.resnet import ResNetConfig
 from train.models.swin import SwinConfig
 from train.models.vit import ViTConfig
 from train.placement import build
-
-
-@jaxcomp.MethodState.register
-class Drifted(NamedTuple):
-    count: Any
-    drift: Any
-
-
-@pytest.mark.parametrize("num_replicas", [2, 8])
-def test_replicas_go_on_from_the_mean_of_where_they_were(num_replicas):
-    draw = np.random.default_rng(0)
-    state = Drifted(np.int32(28), {"w": draw.standard_normal((4, 16), np.float32)})
-    shape = jax.ShapeDtypeStruct((num_replicas, 16), np.float32)
-    resized = jaxcomp.resize(state, Drifted(jax.ShapeDtypeStruct((), np.int32), {"w": shape}))
-    assert int(resized.count) == 28
-    expected = np.broadcast_to(np.mean(state.drift["w"], axis=0), (num_replicas, 16))
-    np.testing.assert_array_equal(resized.drift["w"], expected)
-
-
-# Through checkpoints.
 
 
 @pytest.fixture(scope="module")
