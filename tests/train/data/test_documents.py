@@ -86,24 +86,6 @@ def test_the_byte_that_is_no_text_is_named(tmp_path, monkeypatch, at, bad):
         texts_of(Data(path=str(tmp_path)))
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ('{"text": "a"}\n{"text"', r"line 2 of .*a.jsonl' is not JSON"),
-        ("[" * 100_000, r"line 1 of .*a.jsonl' is not JSON"),
-        ('{"body": "a", "id": 1}', r"no field data.column='text'; write one of \['body', 'id'\]"),
-        ('["text"]', r"line 1 of .*a.jsonl' holds \['text'\]; needs an object, as .\"text\": "),
-        ('{"text": 3}', "holds 3; choose one of strings, or of messages"),
-        ('{"text": [1, 2]}', r"holds \[1, 2\]; choose one of strings"),
-        ('{"text": []}', r"holds \[\]; choose one of strings"),
-    ],
-)
-def test_a_row_that_cannot_be_used_is_named(tmp_path, content, message):
-    (tmp_path / "a.jsonl").write_text(content)
-    with pytest.raises(ValueError, match=message):
-        texts_of(Data(path=str(tmp_path)))
-
-
 def test_parquet_that_cannot_be_used_is_named(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"'text' is not one column of .*a.parquet'; write one of"):
         texts_of(Data(path=parquet(tmp_path / "a.parquet", TEXTS, "body")))

@@ -38,7 +38,7 @@ def test_a_changed_place_of_any_piece_changes_the_checksums(monkeypatch):
     [
         ({"dtype": "object"}, "dtype is 'object'; needs one of 'uint8', 'uint16', 'uint32'"),
         ({"dtype": "uint16"}, r"tokens has \d+ bytes"),
-        ({"size": 10**12}, r"tokens has \d+ bytes"),
+        ({"size": 10**12}, r"train.tokens has \d+ bytes; remove it"),
         ({"size": -8}, r"tokens has \d+ bytes"),
         ({"documents": 10**12}, r"ends has \d+ bytes"),
         ({"asked": True}, "train.asked"),

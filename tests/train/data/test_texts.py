@@ -97,7 +97,6 @@ def test_hidden_files_are_not_read(tmp_path):
     ("files", "message"),
     [
         ({"a.txt": "text " * 9, "sub/b.bin": b"bi\0nary"}, r"sub/b.bin' is binary"),
-        ({"a.txt": "text " * 9, "b.txt": b"caf\xe9"}, r"b.txt' is not UTF-8 text \(byte 3\)"),
         ({}, "holds no text"),
         ({"a.txt": "", "b.txt": ""}, "holds no text"),
         ({"a.txt": "text " * 9, "b.txt": ""}, "leaves 0 .*, in 1 of 2 documents, but one"),

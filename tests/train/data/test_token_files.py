@@ -94,14 +94,6 @@ def test_two_runs_may_write_the_same_at_once(tmp_path, monkeypatch):
     assert corpus.record["documents"] == 3 and len([*(tmp_path / "cache").iterdir()]) == 1
 
 
-def test_damaged_files_are_named(tmp_path):
-    made = token_files.prepare(write(tmp_path / "texts", 5), tmp_path / "cache")
-    with (made / "train.tokens").open("ab") as file:
-        file.write(b"x")
-    with pytest.raises(ValueError, match=r"is damaged: train.tokens has \d+ bytes; remove it"):
-        token_files.load(made)
-
-
 @pytest.mark.parametrize("name", ["corpus.json", "train.ends"])
 def test_files_of_another_user_are_not_damaged(tmp_path, monkeypatch, name):
     made = token_files.prepare(write(tmp_path / "texts", 3), tmp_path / "cache")
