@@ -114,6 +114,7 @@ def test_one_file_wins_over_an_older_index_as_in_transformers(tmp_path, kept):
         ({"weight_map": {"a": 1}}, "weight_map is .* needs an object of values that are text"),
         ({"weight_map": {"a": "one", "b": ".."}}, "names '..', which is not in its folder"),
         ({"weight_map": {"a": "one", "b": "/one"}}, "names '/one', which is not in its folder"),
+        ({"weight_map": {"a": "one", "b": "../one"}}, "names '../one', which is not in its folder"),
         ({"weight_map": {"a": "one", "b": "one"}}, "has 'b' in one, where it is not"),
         ({"weight_map": {"a": "one", "b": "three"}}, "three cannot be read"),
         ({"weight_map": {"a": "one", "b": "two"}}, "a is both in one and in two"),
@@ -138,10 +139,4 @@ def test_a_file_that_is_cut_off_or_away_is_refused(tmp_path):
         safetensors.read_all(tmp_path)
     file.unlink()
     with pytest.raises(ValueError, match="has no model.safetensors"):
-        safetensors.read_all(tmp_path)
-    index = tmp_path / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": {"a": "../model.safetensors"}}))
-    with pytest.raises(
-        ValueError, match=r"names '../model.safetensors', which is not in its folder"
-    ):
         safetensors.read_all(tmp_path)
