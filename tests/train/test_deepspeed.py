@@ -133,24 +133,14 @@ def test_every_key_that_is_left_out_is_on_the_page():
         ({"optimizer": {"type": "Lamb"}}, "optimizer.type is 'Lamb'; needs one of OneBitAdam"),
         ({"zero_optimization": {"stage": 2}}, "zero_optimization.stage is 2"),
         ({"scheduler": {"type": "OneCycle"}}, "scheduler.type is 'OneCycle'"),
-    ],
-)
-def test_what_has_no_counterpart_is_refused(change, text):
-    with pytest.raises(ValueError, match=re.escape(text)):
-        deepspeed.translate(ZERO_ONE | change, 10)
-
-
-@pytest.mark.parametrize(
-    ("change", "text"),
-    [
-        ({"train_batch_size": 4096, "gradient_accumulation_steps": 5}, "no multiple of 16 x 5"),
+        ({"gradient_accumulation_steps": 5}, "no multiple of 16 x 5"),
         ({"train_batch_size": "auto"}, '"auto" stands for what Hugging Face fills in'),
         ({"optimizer": None}, "optimizer.type is None"),
     ],
 )
-def test_what_says_nothing_definite_is_refused(change, text):
-    with pytest.raises(ValueError, match=text):
-        deepspeed.translate(ONE_BIT | {"train_micro_batch_size_per_gpu": 16} | change, 10)
+def test_what_has_no_counterpart_or_says_nothing_definite_is_refused(change, text):
+    with pytest.raises(ValueError, match=re.escape(text)):
+        deepspeed.translate(ZERO_ONE | change, 10)
 
 
 def test_nothing_is_dropped_without_a_note(tmp_path):
@@ -164,11 +154,6 @@ def test_nothing_is_dropped_without_a_note(tmp_path):
     assert config.model.dtype == "float32"
     params["warmup_type"] = "linear"
     assert not any("warmup_type" in note for note in deepspeed.translate(given, 100).notes)
-
-
-def test_unknown_keys_are_named():
-    found = deepspeed.translate(ZERO_ONE | {"made_up": 1}, 10)
-    assert "made_up: not known, left out" in found.notes
 
 
 def test_the_command_prints_a_config_file(tmp_path):
@@ -242,6 +227,7 @@ def test_a_value_that_is_no_number_is_refused(key, value):
 
 def test_a_key_stays_in_its_comment(tmp_path):
     key = "x\nimport os; os.system('id')\n#"
-    found = deepspeed.translate({key: 1} | ONE_BIT, 100)
+    found = deepspeed.translate({key: 1, "made_up": 1} | ONE_BIT, 100)
     _, text = written(found, tmp_path)
+    assert "# left out: made_up: not known, left out" in text
     assert "# left out: " + json.dumps(key) + ": not known" in text
