@@ -86,8 +86,9 @@ def test_blocks_that_are_computed_anew_have_the_same_gradient():
     assert "remat" in jaxpr
 
 
-def test_products_are_of_the_dtype_that_the_model_computes_in():
-    apply, params = split_decoder(dataclasses.replace(LLAMA, dtype="bfloat16"))
+@pytest.mark.parametrize("rank", [0, 2])
+def test_products_are_of_the_dtype_that_the_model_computes_in(rank):
+    apply, params = split_decoder(dataclasses.replace(LLAMA, dtype="bfloat16", lora=rank))
     assert {leaf.dtype.name for leaf in jax.tree.leaves(params)} == {"float32"}
     text = jax.jit(apply).lower(params, TOKENS).as_text()
     products = [line for line in text.splitlines() if "stablehlo.dot_general" in line]

@@ -6,7 +6,6 @@ import re
 from types import SimpleNamespace
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -133,12 +132,3 @@ def test_a_pattern_of_all_parameters_leaves_none_frozen(tmp_path):
         jax.vmap(tx.init, in_axes=None, axis_name="replica", axis_size=2), natural
     )
     assert state_of(every) == state_of(none)
-
-
-def test_it_computes_in_the_model_s_type():
-    apply, params = made(dataclasses.replace(THIN, dtype="bfloat16"))
-    assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype("float32")}
-    text = jax.jit(apply).lower(params, TOKENS).as_text()
-    assert not [
-        line for line in text.splitlines() if "dot_general" in line and "xbf16>" not in line
-    ]
