@@ -1,6 +1,7 @@
 """Checks of settings, and of files that a user can change."""
 
 import collections
+import importlib.util
 import json
 import math
 import os
@@ -77,6 +78,21 @@ def divisible(model: Any, whole: str, part: str) -> None:
         raise ValueError(
             f"model.{whole}={size} must be divisible by model.{part}={unit}; write "
             f"--model.{whole} {unit * max(1, round(size / unit))}."
+        )
+
+
+def require_package(what: str, package: str, *, extra: str, module: str = "") -> None:
+    """Raises a ValueError that says what to install if a package is missing.
+
+    Args:
+      what: What needs it.
+      package: Its name.
+      extra: The extra of the checkout that has it.
+      module: The module to look for, if it has another name than the package.
+    """
+    if importlib.util.find_spec(module or package) is None:
+        raise ValueError(
+            f"{what} needs the package {package}; run pip install -e '.[{extra}]' in the checkout."
         )
 
 

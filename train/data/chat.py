@@ -1,7 +1,6 @@
 """Chats as text, through a tokenizer's chat template, and as tokens with those of the answers."""
 
 import contextlib
-import importlib.util
 import json
 import os
 import pathlib
@@ -14,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from train import checks
 from train.data.tokenizer import Tokenizer
 
 _PROGRAM = pathlib.Path(__file__).with_name("templates.py")
@@ -98,10 +98,7 @@ def _renderer(tokenizer: Tokenizer, folder: str) -> Callable[[str], Chat]:
             f"chats need a chat template, which data.tokenizer={folder!r} lacks; name a Hugging "
             "Face folder with a chat_template.jinja."
         )
-    if importlib.util.find_spec("jinja2") is None:
-        raise ValueError(
-            "chats need the package jinja2; run pip install -e '.[huggingface]' in the checkout."
-        )
+    checks.require_package("a chat", "jinja2", extra="huggingface")
     where = f"the chat template {os.path.join(folder, tokenizer.template_file)!r}"
     facts = {"template": tokenizer.template, "names": tokenizer.names, "seconds": _SECONDS}
     first = _dumped(facts)

@@ -4,7 +4,6 @@ About one row, or one mebibyte of a file, is in memory at a time.
 """
 
 import hashlib
-import importlib.util
 import json
 import pathlib
 import sysconfig
@@ -192,11 +191,7 @@ def _dumped(chat: Any, sort: bool) -> str:
 
 
 def _rows_of_a_set(data: Data, name: str) -> Source:
-    if importlib.util.find_spec("datasets") is None:
-        raise ValueError(
-            f"data.huggingface={name!r} needs the package datasets; "
-            f"run pip install -e '.[huggingface]' in the checkout."
-        )
+    checks.require_package(f"data.huggingface={name!r}", "datasets", extra="huggingface")
     import datasets
     import pyarrow
 

@@ -1,7 +1,6 @@
 """Images in one folder per class, like ImageNet: checked once; broken images are left out."""
 
 import hashlib
-import importlib.util
 import io
 import json
 import os
@@ -91,11 +90,7 @@ def picture(file: pathlib.Path) -> Any:
 
 
 def _find(path: str) -> _Found:
-    if importlib.util.find_spec("PIL") is None:
-        raise ValueError(
-            "data.form='folder' needs the package pillow, which reads images; run pip install "
-            "-e '.[images]' in the checkout."
-        )
+    checks.require_package("data.form='folder'", "pillow", extra="images", module="PIL")
     root = pathlib.Path(path)
     parts = [root / "train", root / "val"] if (root / "train").is_dir() else [root]
     found = [_image_files(part) for part in parts]

@@ -2,7 +2,6 @@
 
 import csv
 import functools
-import importlib.util
 import io
 import itertools
 import json
@@ -172,11 +171,7 @@ def _csv(
 
 
 def _parquet(file: pathlib.Path, columns: Columns) -> Iterator[tuple[list[Any], int]]:
-    if importlib.util.find_spec("pyarrow") is None:
-        raise ValueError(
-            f"{str(file)!r} needs the package pyarrow; run pip install -e '.[huggingface]' in the "
-            "checkout."
-        )
+    checks.require_package(repr(str(file)), "pyarrow", extra="huggingface")
     import pyarrow
     import pyarrow.parquet
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import hashlib
-import importlib.util
 import os
 import pathlib
 from collections.abc import Callable, Iterator, Sequence
@@ -63,11 +62,7 @@ def load_tokenizer(folder: str | pathlib.Path | None) -> Tokenizer:
     """
     if folder is None:
         return _bytes()
-    if importlib.util.find_spec("tokenizers") is None:
-        raise ValueError(
-            "a tokenizer.json needs the package tokenizers; run pip install -e '.[huggingface]' "
-            "in the checkout."
-        )
+    checks.require_package("a tokenizer.json", "tokenizers", extra="huggingface")
     import tokenizers
 
     contents, where = _contents(pathlib.Path(folder)), f"{folder}/tokenizer.json"

@@ -1,7 +1,6 @@
 """Rows of metrics for TensorBoard, and for Weights & Biases."""
 
 import contextlib
-import importlib.util
 import os
 import pathlib
 import time
@@ -9,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from jaxcomp.launch.regular import named
+from train import checks
 from train.output import metrics
 
 
@@ -28,11 +28,7 @@ def tensorboard(folder: pathlib.Path, step: int) -> Iterator[Callable[[metrics.R
       ValueError: If the extra is not installed.
       OSError: If it cannot be written.
     """
-    if importlib.util.find_spec("tensorboardX") is None:
-        raise ValueError(
-            "tensorboard=True needs the package tensorboardX; "
-            "run pip install -e '.[tensorboard]' in the checkout."
-        )
+    checks.require_package("tensorboard=True", "tensorboardX", extra="tensorboard")
     from tensorboardX.event_file_writer import EventsWriter
     from tensorboardX.proto.event_pb2 import Event, SessionLog
     from tensorboardX.summary import scalar
@@ -77,10 +73,7 @@ def wandb(
       ValueError: If the extra is not installed, or nobody has logged in.
       ConnectionError: If the service does not answer.
     """
-    if importlib.util.find_spec("wandb") is None:
-        raise ValueError(
-            "wandb=True needs the package wandb; run pip install -e '.[wandb]' in the checkout."
-        )
+    checks.require_package("wandb=True", "wandb", extra="wandb")
     import wandb as client
 
     identity = folder / "wandb_id.txt"

@@ -131,6 +131,7 @@ def test_every_text_that_says_what_to_install_names_an_extra_of_the_checkout():
         text = re.sub(r'"\n\s*f?"', "", file.read_text())
         for command in re.findall("pip install.*", text):
             installed += re.findall(r"'([^'\[]*)\[([\w,]+)\]'", command)
+        installed += [(".", extra) for extra in re.findall(r'\bextra="(\w+)"', text)]
     assert len(installed) > 9
     # The package index does not have jaxcomp: a checkout does.
     assert {folder for folder, _ in installed} == {"."}
