@@ -11,6 +11,7 @@ import itertools
 import json
 import os
 import re
+import resource
 import secrets
 import signal
 import sys
@@ -117,10 +118,6 @@ def answer(call: Callable[[], Any]) -> str:
 
 
 def _limit_memory() -> None:
-    if os.name != "posix":
-        return
-    import resource
-
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with contextlib.suppress(ValueError, OSError):  # macOS has no such limit
         hard = resource.getrlimit(resource.RLIMIT_AS)[1]
@@ -129,10 +126,6 @@ def _limit_memory() -> None:
 
 def _limit_time(seconds: int) -> None:
     """Lets the kernel end this process if the next answer takes longer, whatever it is doing."""
-    if os.name != "posix":
-        return
-    import resource
-
     signal.signal(signal.SIGXCPU, signal.SIG_DFL)
     hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
     limit = int(time.process_time()) + 1 + seconds
