@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import json
 import math
 import pathlib
 import sys
@@ -132,10 +133,8 @@ def _encoded(tokenizer: Tokenizer, path, prompts: Sequence[str], chat: bool) -> 
     if not chat:
         return [[*tokenizer.begin, *row.tolist()] for row in tokenizer.encode(prompts)]
     render = chats.renderer(tokenizer, str(path))
-    made = [
-        render([{"role": "user", "content": prompt}, {"role": "assistant", "content": "?"}])
-        for prompt in prompts
-    ]
+    asked = ({"role": "user", "content": prompt} for prompt in prompts)
+    made = [render(json.dumps([each, {"role": "assistant", "content": "?"}])) for each in asked]
     # What is before an answer is what the model has to go on from.
     return [row.tolist() for row in tokenizer.encode([text[: spans[0][0]] for text, spans in made])]
 

@@ -58,7 +58,7 @@ def test_messages(encode, given):
     template, value = given
     render, encoded = encode(template)
     messages = value.get("chat") if isinstance(value, dict) else value
-    made = refused(render, messages)
+    made = refused(render, json.dumps(messages))
     if made is not None:
         ids, asked = encoded(json.dumps(messages))
         assert is_sane(*made) and ids.shape == asked.shape

@@ -27,11 +27,11 @@ class Chat(NamedTuple):
     answers: list[tuple[int, int]]
 
 
-def renderer(tokenizer: Tokenizer, folder: str) -> Callable[[Any], Chat]:
+def renderer(tokenizer: Tokenizer, folder: str) -> Callable[[str], Chat]:
     """Makes the function from messages, `[{"role": ..., "content": ...}, ...]`, to a `Chat`.
 
     If there are tools, the messages stand in `{"messages": ..., "tools": ...}`, beside the JSON
-    schemas that the template gets as `tools`.
+    schemas that the template gets as `tools`. Either is one line of JSON.
 
     The text is the one of transformers' `apply_chat_template`. An answer is what the template marks
     with `{% generation %}`. If it marks nothing, an answer is the text that an assistant's message
@@ -50,49 +50,6 @@ def renderer(tokenizer: Tokenizer, folder: str) -> Callable[[Any], Chat]:
       ValueError: If there is no template, or it is damaged; from the function, if the template
         raises an error, takes too much, or writes no answer in a loop over messages.
     """
-    render = _renderer(tokenizer, folder)
-    return lambda chat: render(_dumped(chat))
-
-
-def encoder(tokenizer: Tokenizer, folder: str) -> Callable[[str], tuple[np.ndarray, np.ndarray]]:
-    """Makes the function from messages to tokens i64[count] and targets bool[count].
-
-    A token is a target if an answer has any of its characters, as in transformers'
-    `return_assistant_tokens_mask`: a tokenizer may join the end of a prompt and the first letter of
-    an answer, and the model has to say the token all the same.
-
-    Args:
-      tokenizer: See `renderer`.
-      folder: See `renderer`.
-
-    Returns:
-      The function. Messages, or the object of them and tools, are one line of JSON.
-
-    Raises:
-      ValueError: See `renderer`.
-    """
-    render = _renderer(tokenizer, folder)
-
-    def encode(messages):
-        made = render(messages)
-        tokens, spans = tokenizer.spans(made.text)
-        asked = np.zeros(tokens.size, bool)
-        for first, last in made.answers:
-            asked |= (spans[:, 0] < last) & (spans[:, 1] > first)
-        return tokens, asked
-
-    return encode
-
-
-def _dumped(value: Any) -> str:
-    try:
-        return json.dumps(value)
-    except RecursionError as error:
-        raise ValueError(f"a chat is nested too deep: {str(value)[:200]}") from error
-
-
-def _renderer(tokenizer: Tokenizer, folder: str) -> Callable[[str], Chat]:
-    """As `renderer`, from messages as a line of JSON."""
     if tokenizer.template is None:
         raise ValueError(
             f"chats need a chat template, which data.tokenizer={folder!r} lacks; name a Hugging "
@@ -101,7 +58,7 @@ def _renderer(tokenizer: Tokenizer, folder: str) -> Callable[[str], Chat]:
     checks.require_package("a chat", "jinja2", extra="huggingface")
     where = f"the chat template {os.path.join(folder, tokenizer.template_file)!r}"
     facts = {"template": tokenizer.template, "names": tokenizer.names, "seconds": _SECONDS}
-    first = _dumped(facts)
+    first = json.dumps(facts)
 
     def started():
         ask = _start()
@@ -122,6 +79,33 @@ def _renderer(tokenizer: Tokenizer, folder: str) -> Callable[[str], Chat]:
         raise ValueError(f"{where} refuses a chat ({answer['error']}): {messages[:200]}")
 
     return render
+
+
+def encoder(tokenizer: Tokenizer, folder: str) -> Callable[[str], tuple[np.ndarray, np.ndarray]]:
+    """Makes the function from messages to tokens i64[count] and targets bool[count].
+
+    A token is a target if an answer has any of its characters, as in transformers'
+    `return_assistant_tokens_mask`: a tokenizer may join the end of a prompt and the first letter of
+    an answer, and the model has to say the token all the same.
+
+    Args:
+      tokenizer: See `renderer`.
+      folder: See `renderer`.
+
+    Raises:
+      ValueError: See `renderer`.
+    """
+    render = renderer(tokenizer, folder)
+
+    def encode(messages):
+        made = render(messages)
+        tokens, spans = tokenizer.spans(made.text)
+        asked = np.zeros(tokens.size, bool)
+        for first, last in made.answers:
+            asked |= (spans[:, 0] < last) & (spans[:, 1] > first)
+        return tokens, asked
+
+    return encode
 
 
 def _start() -> Callable[[str], dict[str, Any]]:
@@ -153,7 +137,7 @@ def _start() -> Callable[[str], dict[str, Any]]:
 
 
 def _reason(status: int) -> str:
-    if os.name == "posix" and -status == signal.SIGXCPU:
+    if -status == signal.SIGXCPU:
         return f"it takes more than {_SECONDS} seconds"
     how = signal.Signals(-status).name if status < 0 else f"status {status}"
     return f"the process that renders chats ended with {how}"

@@ -29,11 +29,12 @@ CHAT = [
     {"role": "user", "content": "again"},
     {"role": "assistant", "content": "two"},
 ]
+QUESTION = json.dumps(CHAT[:1])
 
 
 def render(tmp_path, template, messages=CHAT):
     folder = tokens.folder(tmp_path, template=template)
-    return chat.renderer(load_tokenizer(folder), str(folder))(messages)
+    return chat.renderer(load_tokenizer(folder), str(folder))(json.dumps(messages))
 
 
 CLOSED = PLAIN.replace("{% endif %}", "{% else %}{{ eos_token }}{% endif %}")
@@ -108,7 +109,7 @@ def test_reasoning_has_every_name_by_which_templates_read_it(tmp_path, name):
 def test_time_is_one_for_all_chats(tmp_path):
     folder = tokens.folder(tmp_path, template="{{ strftime_now('%Y-%m-%d %f') }}")
     rendered = chat.renderer(load_tokenizer(folder), str(folder))
-    first, second = rendered(CHAT[:1]).text, rendered(CHAT[:1]).text
+    first, second = rendered(QUESTION).text, rendered(QUESTION).text
     today = datetime.datetime.now(datetime.UTC)
     days = [today.date(), today.date() - datetime.timedelta(1)]
     assert first == second and first.split()[0] in map(str, days)
@@ -184,11 +185,11 @@ def test_the_process_that_renders_is_started_again_and_ends_with_the_function(tm
     template = "{% if messages[0].content == 'hang' %}{{ messages[0].n ** (9**9) }}{% endif %}fine"
     folder = tokens.folder(tmp_path, template=template)
     rendered = chat.renderer(load_tokenizer(folder), str(folder))
-    hang = [{"role": "user", "content": "hang", "n": 9}]
+    hang = json.dumps([{"role": "user", "content": "hang", "n": 9}])
     for _ in range(2):
         with pytest.raises(ValueError, match="it takes more than 1 seconds"):
             rendered(hang)
-        assert rendered(CHAT[:1]).text == "fine"
+        assert rendered(QUESTION).text == "fine"
     assert len(children() - before) == 1
     del rendered
     gc.collect()
@@ -200,7 +201,7 @@ def test_many_chats_may_take_longer_than_one(tmp_path, brief):
     folder = tokens.folder(tmp_path, template=template)
     rendered = chat.renderer(load_tokenizer(folder), str(folder))
     for _ in range(20):
-        rendered(CHAT[:1])
+        rendered(QUESTION)
 
 
 GOLDEN = json.loads((ROOT / "tests" / "golden" / "chats.json").read_text())
@@ -323,5 +324,5 @@ def test_spaces_at_the_ends_of_an_answer_are_targets(tmp_path, trims):
     made.post_processor = tokenizers.processors.ByteLevel(trim_offsets=trims)
     made.save(str(folder / "tokenizer.json"))
     tokenizer = load_tokenizer(folder)
-    ids, asked = chat.encoder(tokenizer, str(folder))(json.dumps(CHAT[:1]))
+    ids, asked = chat.encoder(tokenizer, str(folder))(QUESTION)
     assert tokenizer.decode(ids[asked]) == "  a " and tokenizer.decode(ids[~asked]) == "b"
