@@ -82,9 +82,7 @@ def _facts(file: pathlib.Path) -> tuple[dict[str, Any], int, Any]:
     """A run's record of its bytes, how many of its replicas have fast links, and what it read."""
     record = checks.json_object(file, plan=dict[str, Any], config=dict[str, Any])
     plan, fast = record["plan"], record["config"].get("fast")
-    checks.require_keys(plan, str(file), sent_bytes_per_step=float, parameters=int, replicas=int)
-    plan = {"trained": plan["parameters"]} | plan  # older runs do not record it
-    checks.require_keys(plan, str(file), trained=int)
+    checks.require_keys(plan, str(file), sent_bytes_per_step=float, trained=int, replicas=int)
     if not checks.has_type(fast, int) or not 1 <= fast <= plan["replicas"]:
         raise ValueError(f"{file}: fast={fast!r:.80} of replicas={plan['replicas']} fits no run.")
     data = record.get("data")

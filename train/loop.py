@@ -99,7 +99,8 @@ def _train(config: Config, folder: Path, until_the_end: contextlib.ExitStack) ->
             show=show,
             member=member,
         )
-        run.follow(agree.from_first(lambda: outputs.last_row(folder)))
+        if last := agree.from_first(lambda: outputs.written(folder)[-1:]):
+            run.follow(last[0])
         run.train()
         return done.step, run.stopped
 
@@ -158,13 +159,12 @@ class _Run:
     stopped: str = ""  # why it stops before the last step
     error: Exception | None = None  # in the next batch: the run saves, and raises it
 
-    def follow(self, row: dict[str, Any] | None) -> None:
+    def follow(self, row: dict[str, Any]) -> None:
         """Goes on after the last row, which may be older or newer than the checkpoint's counts."""
-        if row is not None:
-            self.owed = row["step"] < self.done.step and self.row_is_due()
-            if row["step"] == self.done.step:
-                self.done.sent_bytes = row.get("sent_bytes", self.done.sent_bytes)
-                self.done.losses = []
+        self.owed = row["step"] < self.done.step and self.row_is_due()
+        if row["step"] == self.done.step:
+            self.done.sent_bytes = row.get("sent_bytes", self.done.sent_bytes)
+            self.done.losses = []
 
     def train(self) -> None:
         """Trains until the end, an agreed stop or a data error; then saves a checkpoint."""

@@ -13,7 +13,7 @@ from typing import Any
 from jaxcomp.launch import agree
 from jaxcomp.launch.claims import Claim
 from jaxcomp.launch.exits import say
-from train import checks, report
+from train import report
 from train.checkpoints import files
 from train.config import Config
 from train.config.facts import to_json
@@ -67,17 +67,15 @@ def opened(stack: contextlib.ExitStack, task: Task, claim: Claim, folder: Path, 
     return lambda row: metrics.append(log, row, claim.require), track, show
 
 
-def last_row(folder: Path) -> dict[str, Any] | None:
-    """The last row of a run; None without rows, which the user may have removed."""
+def written(folder: Path) -> list[dict[str, Any]]:
+    """The rows of a run; none where the user has removed them."""
     log = folder / "metrics.jsonl"
-    rows = metrics.read(log) if log.is_file() else []
-    return rows[-1] if rows else None
+    return metrics.read(log) if log.is_file() else []
 
 
 def finished(name: str, folder: Path) -> list[dict[str, Any]]:
     """All rows of a run; plots them if some were evaluated."""
-    log = folder / "metrics.jsonl"
-    rows = metrics.read(log) if log.is_file() else []  # the user may have removed it
+    rows = written(folder)
     if any("val_loss" in row for row in rows):
         from train.output import plots  # takes a second or two, which the start need not wait for
 
@@ -97,15 +95,13 @@ def summary(config: Config, rows: Rows) -> str:
     """
     folder, unit = Path(config.runs_dir, config.name), OBJECTIVES[config.objective].unit
     unit = "token" if getattr(config.data, "tokenizer", None) else unit
-    plan = checks.json_object(folder / "config.json", plan=dict[str, Any])["plan"]
     checkpoint = files.latest(folder / "checkpoints")
-    # Older rows do not count it, although steps of other numbers of replicas are not alike.
-    whole = rows[-1].get("dense_bytes", rows[-1]["step"] * plan.get("dense_bytes_per_step", 0))
+    sent, whole = rows[-1]["sent_bytes"], rows[-1]["dense_bytes"]
     training, validation = (_nats(_last(rows, name)) for name in ("loss", "val_loss"))
     facts = {
-        "time": _time(config.data.batch, rows),
-        "sent": _sent(rows[-1]["sent_bytes"], whole),
-        "saved": _saved(config.link_rate, rows[-1]["sent_bytes"], whole),
+        "time": _time(rows),
+        "sent": _sent(sent, whole),
+        "saved": _saved(config.link_rate, sent, whole),
         "skipped": _skipped(rows[-1]),
         "losses": f"training {training}, validation {validation}",
         "checkpoint": "" if checkpoint is None else f"{folder / 'checkpoints' / str(checkpoint)}",
@@ -120,22 +116,18 @@ def summary(config: Config, rows: Rows) -> str:
     )
 
 
-def step_seconds(rows: Rows) -> float:
-    """Seconds of all steps of a run, without evaluations and saves."""
-    return sum(
+def _time(rows: Rows) -> str:
+    """The time of steps, without evaluations and saves."""
+    # Of the rows that are there: the user may have removed earlier ones.
+    steps, seen = (rows[-1][name] - rows[0][name] for name in ("step", "examples"))
+    seconds = sum(
         (row["step"] - before["step"]) * row["step_seconds"]
         for before, row in itertools.pairwise(rows)
         if "step_seconds" in row
     )
-
-
-def _time(batch: int, rows: Rows) -> str:
-    # Of the rows that are there: the user may have removed earlier ones.
-    steps, seconds = rows[-1]["step"] - rows[0]["step"], step_seconds(rows)
-    seen = lambda row: row.get("examples", row["step"] * batch)  # of older rows
     if not seconds:
         return ""
-    rate = (seen(rows[-1]) - seen(rows[0])) / seconds
+    rate = seen / seconds
     shown = f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
     each = f"{steps:,} steps of {duration(seconds / steps)}"
     return f"{duration(seconds)} in {each}, {shown} examples/s"
@@ -160,7 +152,7 @@ def _saved(rate: float | None, sent: float, whole: float) -> str:
 
 
 def _skipped(last: Mapping[str, Any]) -> str:
-    whole, alone = last.get("skipped", 0), last.get("left_out", 0)
+    whole, alone = last["skipped"], last["left_out"]
     parts = [f"{whole:,} of {last['step']:,} steps"] if whole else []
     parts += [f"{alone:,} steps of single replicas"] if alone else []
     return f"{' and '.join(parts)}: their updates were not finite" if parts else ""

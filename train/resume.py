@@ -17,7 +17,7 @@ from jaxcomp.launch.copies import Copies
 from jaxcomp.launch.exits import say
 from jaxcomp.launch.holders import Found
 from jaxcomp.replicas.resize import reset_residuals
-from train import checks, report
+from train import checks
 from train.checkpoints import emergency, files, mean, store, trees
 from train.config import Config
 from train.config.facts import by_name, to_json
@@ -27,7 +27,12 @@ from train.models import lora
 from train.placement import build
 from train.task import Task
 
-_METADATA = {"progress", "num_replicas", "data_sha256"}  # needed to resume
+_METADATA: dict[str, Any] = {  # needed to resume
+    "progress": dict[str, Any],
+    "num_replicas": int,
+    "data_sha256": str,
+    "config": dict[str, Any],
+}
 _PRINTED_ELSEWHERE = {"replicas", "resize", "accept_data"}
 _READ_WITH = "model.", "objective", "data.tokenizer"  # settings that give parameters their meaning
 
@@ -213,14 +218,12 @@ def _restore(
     task: Task, directory: Path, step: int, saved: dict[str, Any], load: Callable[[Any], Any]
 ) -> tuple[Any, Any, Progress]:
     """Reads parameters, state and counts of a checkpoint onto this run's replicas."""
-    if missing := _METADATA - saved.keys():
+    if missing := _METADATA.keys() - saved.keys():
         raise ValueError(
             f"the checkpoint {directory}/{step} is not of a run of this program: its metadata "
             f"lack {', '.join(sorted(missing))}. Give another --name or --runs-dir."
         )
-    progress = _progress(f"{directory}/{step}", saved, step)
-    if "dense_bytes" not in saved["progress"]:  # of an earlier version
-        progress.dense_bytes = step * report.dense_bytes(task)
+    progress = _progress(f"{directory}/{step}", saved)
     name, old_data, data = task.config.name, saved["data_sha256"], task.examples.record["sha256"]
     if old_data != data:
         other = f"other data (sha256 {old_data[:12]}...) than this run reads ({data[:12]}...)"
@@ -235,7 +238,7 @@ def _restore(
             f"{directory} was trained to step {step}, but steps={task.config.steps}; write more "
             "--steps, or give another --name."
         )
-    settings = saved.get("config", {})
+    settings = saved["config"]
     if task.config.qsdp is None:
         _require_same_cut(task.config, settings, directory)
     if changes := _changes(settings, json.loads(to_json(task.config))):
@@ -254,23 +257,17 @@ def _restore(
     return tree["params"], state, progress
 
 
-def _progress(path: str, saved: dict[str, Any], step: int) -> Progress:
+def _progress(path: str, saved: dict[str, Any]) -> Progress:
     """The counts in a checkpoint's metadata; also checks the rest of it."""
-    kinds = {"progress": dict[str, Any], "num_replicas": int, "data_sha256": str, "config": dict}
-    for name, kind in kinds.items():
-        if not checks.has_type(got := saved.get(name, {}), kind):
-            raise ValueError(f"the checkpoint {path} has metadata with {name}={got!r:.80}.")
-    data = saved.get("config", {}).get("data")
-    batch = data.get("batch") if isinstance(data, dict) else None
-    # For runs of earlier versions, which did not count.
-    before = {"examples": step * batch} if checks.has_type(batch, int) else {}
-    if strange := saved["progress"].keys() - {field.name for field in dataclasses.fields(Progress)}:
+    checks.require_keys(saved, f"the checkpoint {path}, metadata", **_METADATA)
+    done, names = saved["progress"], {field.name for field in dataclasses.fields(Progress)}
+    if strange := done.keys() ^ names:
         raise ValueError(
-            f"the checkpoint {path} counts {', '.join(sorted(strange))}, which this version does "
-            "not know; go on with the version that made it."
+            f"the checkpoint {path} and this version do not both count "
+            f"{', '.join(sorted(strange))}; go on with the version that made it."
         )
     try:
-        return Progress(**(before | saved["progress"]))
+        return Progress(**done)
     except ValueError as error:
         raise ValueError(f"the checkpoint {path} has metadata with {error}") from error
 
@@ -278,8 +275,8 @@ def _progress(path: str, saved: dict[str, Any], step: int) -> Progress:
 def _require_same_cut(config: Config, settings: dict[str, Any], directory: Path) -> None:
     """Raises a ValueError if the devices of a replica would have other shares than before."""
     shards = "--in-shards" if settings.get("in_shards") else "--no-in-shards"
-    for name, default, write in ("fast", 1, "--fast {}"), ("in_shards", False, shards):
-        old, new = settings.get(name, default), getattr(config, name)
+    for name, write in ("fast", "--fast {}"), ("in_shards", shards):
+        old, new = settings.get(name), getattr(config, name)
         if old != new:
             raise ValueError(
                 f"{directory} was trained with {name}={old}, which cuts its states, but {name}="

@@ -14,7 +14,7 @@ ROW = {"step": 8, "loss": 0.5, "val_loss": 0.25, "learning_rate": 0.1, "sent_byt
 ROW |= {"step_seconds": 0.1, "rounds": 8, "skipped": 0, "left_out": 0}
 LINES = "".join(json.dumps(ROW | {"step": step}) + "\n" for step in (0, 4, 8))
 RECORD = {
-    "plan": {"sent_bytes_per_step": 4.0, "parameters": 100, "replicas": 4},
+    "plan": {"sent_bytes_per_step": 4.0, "trained": 100, "replicas": 4},
     "config": {"fast": 1},
 }
 

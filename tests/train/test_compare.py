@@ -16,7 +16,7 @@ def make_run(
 ):
     """A finished run of 1,000 parameters."""
     folder.mkdir(parents=True)
-    plan = {"parameters": 1000, "replicas": replicas, "sent_bytes_per_step": sent_bytes} | more
+    plan = {"trained": 1000, "replicas": replicas, "sent_bytes_per_step": sent_bytes} | more
     record = {"plan": plan, "config": {"fast": fast}, "data": {"sha256": sha256}}
     (folder / "config.json").write_text(json.dumps(record))
     for step, loss in enumerate(losses):

@@ -1,36 +1,37 @@
 """What the program says at the end of a run."""
 
-import json
-
 import pytest
 
 from train import outputs
-from train.config import Config, Data, Optimizer
+from train.config import Config, Optimizer
 
 ROWS = [
-    {"step": 0, "loss": None, "val_loss": 5.0, "sent_bytes": 0},
-    {"step": 10, "loss": 4.0, "sent_bytes": 1e6, "step_seconds": 0.5},
-    {"step": 20, "loss": 3.0, "val_loss": 3.5, "sent_bytes": 2e6, "step_seconds": 0.25},
+    {"step": 0, "examples": 0, "loss": None, "val_loss": 5.0},
+    {"step": 10, "examples": 80, "loss": 4.0, "step_seconds": 0.5},
+    {"step": 20, "examples": 160, "loss": 3.0, "val_loss": 3.5, "step_seconds": 0.25}
+    | {"sent_bytes": 2e6, "dense_bytes": 2e7, "skipped": 0, "left_out": 0},
 ]
+
+
+def rows_of(**last):
+    """Rows of which the last one says something else."""
+    return [*ROWS[:2], ROWS[2] | last]
 
 
 @pytest.fixture
 def said(tmp_path):
-    """Sums up a run of 20 steps whose dense step would send 1 MB."""
+    """Sums up a run of 20 steps."""
 
-    def make(rows=ROWS, dense=1e6, **changes):
+    def make(rows=ROWS, **changes):
         config = Config(
             name="run",
             steps=20,
             optimizer=Optimizer("adam(learning_rate)", 0.1),
             runs_dir=str(tmp_path),
-            data=Data(batch=8),
             **changes,
         )
         folder = tmp_path / "run"
         (folder / "checkpoints" / "20").mkdir(parents=True, exist_ok=True)
-        plan = {"dense_bytes_per_step": dense}
-        (folder / "config.json").write_text(json.dumps({"plan": plan}))
         return outputs.summary(config, rows).replace(str(tmp_path), "runs").splitlines()
 
     return make
@@ -50,8 +51,7 @@ def test_time_bytes_losses_and_places_are_told(said):
 
 def test_what_is_not_known_is_left_out(said):
     assert [line.split()[0] for line in said()[1:-1]] == ["time", "sent", "losses", "checkpoint"]
-    alone = [row | {"sent_bytes": 0} for row in ROWS]
-    lines = said(alone, dense=0, link_rate=1e6)
+    lines = said(rows_of(sent_bytes=0, dense_bytes=0), link_rate=1e6)
     assert [line.split()[0] for line in lines[1:-1]] == ["time", "losses", "checkpoint"]
 
 
@@ -60,33 +60,24 @@ def test_the_time_of_a_step_is_that_of_the_rows_that_are_left(said):
 
 
 def test_the_rate_counts_examples_of_batches_of_other_sizes(said):
-    rows = [row | {"examples": seen} for row, seen in zip(ROWS, (0, 20, 100), strict=True)]
-    assert said(rows)[1].endswith("13.3 examples/s")
+    assert said(rows_of(examples=100))[1].endswith("13.3 examples/s")
 
 
 def test_a_dense_run_sends_what_a_dense_one_does(said):
-    assert said(dense=1e5)[2] == "  sent        2 MB by each replica, 100% of dense float32, 2 MB"
-    assert said(dense=5e4)[2] == "  sent        2 MB by each replica, 200% of dense float32, 1 MB"
-
-
-def test_what_is_saved_counts_steps_of_other_numbers_of_replicas(said):
-    rows = [*ROWS[:2], ROWS[2] | {"dense_bytes": 4e6}]  # the last steps had one
-    sent, saved = said(rows, dense=0, link_rate=8e6)[2:4]
-    assert sent == "  sent        2 MB by each replica, 2x fewer than dense float32, 4 MB"
-    assert saved.startswith("  saved       2 s at 8 Mbit/s: sending takes 2 s instead of 4 s")
+    for dense, text in ((2e6, "100% of dense float32, 2 MB"), (1e6, "200% of dense float32, 1 MB")):
+        line = f"  sent        2 MB by each replica, {text}"
+        assert said(rows_of(dense_bytes=dense))[2] == line
 
 
 def test_steps_that_were_skipped_are_told(said):
     why = "their updates were not finite"
-    rows = lambda **counts: [*ROWS[:2], ROWS[2] | counts]
-    assert f"  skipped     20 of 20 steps: {why}" in said(rows(skipped=20, left_out=0))
+    assert f"  skipped     20 of 20 steps: {why}" in said(rows_of(skipped=20))
     both = f"  skipped     1 of 20 steps and 3 steps of single replicas: {why}"
-    assert both in said(rows(skipped=1, left_out=3))
-    assert not any("skipped" in line for line in said(rows(skipped=0, left_out=0)))
+    assert both in said(rows_of(skipped=1, left_out=3))
+    assert not any("skipped" in line for line in said())
 
 
 def test_losses_that_are_not_finite_and_accuracies_are_told(said):
-    diverged = [*ROWS[:2], ROWS[2] | {"loss": None, "val_loss": None, "val_accuracy": 0.25}]
-    first, *rest = said(diverged)
+    first, *rest = said(rows_of(loss=None, val_loss=None, val_accuracy=0.25))
     assert first == "runs/run: step 20, validation loss not finite, accuracy 0.2500"
     assert "  losses      training not finite, validation not finite" in rest
