@@ -255,7 +255,7 @@ def test_a_run_ends_with_what_replicas_did_since_they_met(config_of, monkeypatch
 def test_finished_run_is_left_as_it_is(config_of, capsys):
     rows, record = loop.run(config_of()), folder_of(config_of()) / "config.json"
     before = record.read_bytes()
-    assert loop.run(config_of(log_every=3)) == rows == loop.run(config_of())
+    assert loop.run(config_of()) == rows == loop.run(config_of(log_every=3))
     assert record.read_bytes() == before  # of the settings that made its steps
     assert "no step is left for other settings: log_every 2 -> 3; write" in capsys.readouterr().err
     (folder_of(config_of()) / "metrics.jsonl").unlink()
