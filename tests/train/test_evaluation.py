@@ -11,6 +11,7 @@ import pytest
 
 from jaxcomp.replicas import protocol
 from tests.helpers.replicas import mesh_of, one_value
+from tests.helpers.restoring import restore
 from train import loop
 from train.checkpoints import mean, store
 from train.config import Config, Data, Images, Optimizer
@@ -129,7 +130,7 @@ def test_shards_are_evaluated_exported_and_begun_with_as_gathered(texts, monkeyp
         patch.setattr(loop, "make_task", lambda config: task)
         rows = loop.run(config)
     checkpoints = pathlib.Path(config.runs_dir, name, "checkpoints")
-    saved = store.restore(checkpoints, task.like)[0]
+    saved = restore(checkpoints, task.like)[0]
     last, sent_bytes = task.deployed(saved["params"], saved["state"])
     assert sent_bytes == 0
     assert task.evaluate(last)["loss"] == rows[-1]["val_loss"]

@@ -22,8 +22,9 @@ from tests.helpers.faults import (
     until_row,
     write_config,
 )
+from tests.helpers.restoring import restore
 from train import task as tasks
-from train.checkpoints import files, store
+from train.checkpoints import files
 from train.config import run as configs
 
 STEPS, NAN_STEP = 120, 25
@@ -149,7 +150,7 @@ def test_a_run_that_was_harmed_on_two_processes_equals_one_that_was_not_on_one(c
     assert [row["step"] for row in expected] == list(range(0, STEPS + 1, 2))
     assert expected[-1]["skipped"] == 1
     like = tasks.make_task(configs.load(str(whole))).like
-    read = lambda config: store.restore(config.parent / "run" / "checkpoints", like)
+    read = lambda config: restore(config.parent / "run" / "checkpoints", like)
     (tree, _, step), (wanted, _, _) = read(chain.config), read(whole)
     assert step == STEPS
     for (path, leaf), same in zip(

@@ -16,10 +16,11 @@ import pytest
 
 from jaxcomp.launch import claims, exits, watchdog
 from tests.helpers.launching import words
+from tests.helpers.restoring import restore
 from tests.helpers.tiny_runs import EXACT_SGD, TINY, stopped_after, tiny_config, unreadable_once
 from train import examples, loop, report
 from train import task as tasks
-from train.checkpoints import files, store
+from train.checkpoints import files
 from train.config import Data, Optimizer, facts
 from train.config.optimizer import schedule
 from train.data import texts
@@ -93,7 +94,7 @@ def folder_of(config):
 def saved(config):
     """Everything in the newest checkpoint: step, progress, and the bytes of every leaf."""
     directory = folder_of(config) / "checkpoints"
-    tree, metadata, step = store.restore(directory, loop.make_task(config).like)
+    tree, metadata, step = restore(directory, loop.make_task(config).like)
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     contents = {jax.tree_util.keystr(path): np.asarray(leaf).tobytes() for path, leaf in leaves}
     return step, metadata["progress"], contents
@@ -101,7 +102,7 @@ def saved(config):
 
 def saved_params(config):
     directory = folder_of(config) / "checkpoints"
-    return store.restore(directory, loop.make_task(config).like)[0]["params"]
+    return restore(directory, loop.make_task(config).like)[0]["params"]
 
 
 def without_times(rows):
@@ -239,7 +240,7 @@ def test_a_run_ends_with_what_replicas_did_since_they_met(config_of, monkeypatch
     losses = [row["val_loss"] for row in rows if "val_loss" in row]
     # Before the end each replica evaluates its own parameters: the consensus has not moved.
     assert losses[0] > losses[1] > losses[2]
-    tree = store.restore(folder_of(config) / "checkpoints", loop.make_task(config).like)[0]
+    tree = restore(folder_of(config) / "checkpoints", loop.make_task(config).like)[0]
     own = jax.tree.map(lambda p, d: p + np.mean(d, axis=0), tree["params"], tree["state"].drift)
     found = loop.make_task(config).evaluate(jax.tree.map(np.asarray, own))["loss"]
     np.testing.assert_allclose(found, last["val_loss"], rtol=1e-6)

@@ -249,35 +249,24 @@ def choose(directory: str | Path, step: int | None = None, item: str = "") -> Sa
     return Saved(Path(path), *record)
 
 
-def restore(
-    directory: str | Path, like: Any, step: int | None = None
-) -> tuple[Any, dict[str, Any], int]:
+def load(saved: Saved, like: Any) -> Any:
     """Reads a checkpoint, bit for bit, onto any mesh of any number of processes.
 
     Shapes, dtypes and paths must match; shardings need not. For another number of replicas, change
-    `like` with `trees.like_replicas`. Process 0 checks for damage; then each process reads its own
-    part.
+    `like` with `trees.like_replicas`. Each process reads its own part.
 
     Args:
-      directory: Where the checkpoints are.
+      saved: The checkpoint, from `choose`.
       like: A tree of the saved structure, with leaves of `jax.ShapeDtypeStruct` with a sharding,
         arrays (their values are ignored) or Python numbers.
-      step: Which checkpoint; the newest by default.
 
     Returns:
-      `(tree, metadata, step)`.
+      The tree.
 
     Raises:
-      ValueError: If there is no such checkpoint, it is damaged (the text names the newest intact
-        one) or it is from another model (the text lists the first leaves that differ). Then nothing
-        is loaded. Also if a running run removed it meanwhile.
+      ValueError: If it is from another model; the text lists the first leaves that differ, and
+        nothing is loaded. Also if a running run removed it meanwhile.
     """
-    saved = choose(directory, step)
-    return load(saved, like), saved.metadata, saved.step
-
-
-def load(saved: Saved, like: Any) -> Any:
-    """The tree of a checkpoint that is known to be intact, as `restore` reads it."""
     require_same(saved.path, saved.leaves, saved.metadata, described(like))
     return _tree(saved, like)
 
@@ -287,13 +276,13 @@ def restore_params(saved: Saved, like: Any) -> Any:
 
     Args:
       saved: The checkpoint.
-      like: As for `restore`, for the parameters only.
+      like: As for `load`, for the parameters only.
 
     Returns:
       The parameters.
 
     Raises:
-      ValueError: As `restore`.
+      ValueError: As `load`.
     """
     like = {"params": like}
     leaves = {name: leaf for name, leaf in saved.leaves.items() if name.startswith("params/")}

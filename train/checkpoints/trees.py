@@ -18,7 +18,7 @@ def like_replicas(like: Any, num_replicas: int, axis_name: str = "replica") -> A
 
     Leaves whose first axis is sharded over the replica axis, alone or with others, get a leading
     axis of `num_replicas`. If the number of devices does not divide it, they shard the first other
-    axis that they divide, or each holds the whole leaf. Pass the result of `restore` to
+    axis that they divide, or each holds the whole leaf. Pass the result of `load` to
     `jaxcomp.resize`.
 
     Args:

@@ -19,9 +19,10 @@ import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from tests.helpers.restoring import restore
 from train.checkpoints import files, store
 from train.checkpoints.files import latest, steps
-from train.checkpoints.store import choose, open_checkpoints, restore
+from train.checkpoints.store import choose, open_checkpoints
 from train.checkpoints.trees import like_replicas
 
 ROOT = Path(__file__).parents[3]
