@@ -20,9 +20,8 @@ from train.config import expression
 from train.config.optimizer import Optimizer, transformation
 from train.data.sources import Data, Images
 from train.huggingface.pretrained import Pretrained, tokenizer_of
-from train.models import lora
+from train.models import lora, objectives
 from train.models.decoder import DecoderConfig
-from train.models.objectives import OBJECTIVES
 from train.models.resnet import ResNetConfig
 from train.models.swin import SwinConfig
 from train.models.vit import ViTConfig
@@ -145,7 +144,7 @@ class Config:
             if isinstance(self.data, Data) and self.data.tokenizer is None:
                 its = tokenizer_of(self.start_from, self.model.vocab)
                 object.__setattr__(self, "data", dataclasses.replace(self.data, tokenizer=its))
-        OBJECTIVES[self.objective].check(self.model, self.data)
+        objectives.check(self.objective, self.model, self.data)
         if getattr(self.model, "lora", 0) and self.trainable is None:
             raise ValueError(
                 f"model.lora={self.model.lora} adds matrices to train instead of the others; "

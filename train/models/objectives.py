@@ -52,28 +52,6 @@ class Objective(NamedTuple):
         sums = jax.tree.map(lambda x: jnp.sum(x, dtype="float32", where=weights > 0), values)
         return sums, jnp.sum(weights > 0, dtype="float32")
 
-    def check(self, model: Any, data: Any) -> None:
-        """Raises a ValueError for a model or data that do not fit this task."""
-        name = next(name for name, objective in OBJECTIVES.items() if objective is self)
-        for field, value, kinds in (("model", model, self.models), ("data", data, [self.data])):
-            if type(value) not in kinds:
-                known = " or ".join(f"{kind.__name__}(...)" for kind in kinds)
-                raise ValueError(
-                    f"objective={name!r} cannot use {field}={type(value).__name__}(...); write "
-                    f"{field}={known} in the config file."
-                )
-        if name == "masked" and (data.packed or data.tokenizer is not None):
-            raise ValueError(
-                "objective='masked' hides bytes anywhere in a text; write --data.no-packed "
-                "--data.tokenizer None."
-            )
-        reads_bytes = getattr(data, "tokenizer", None) is None
-        if reads_bytes and self.vocab and model.vocab < self.vocab:
-            raise ValueError(
-                f"model.vocab={model.vocab} must be at least {self.vocab}; write --model.vocab "
-                f"{self.vocab}."
-            )
-
 
 def _next_token(logits_of, batch):
     if not isinstance(batch, dict):
@@ -159,3 +137,26 @@ OBJECTIVES = {
         unit="image",
     ),
 }
+
+
+def check(name: str, model: Any, data: Any) -> None:
+    """Raises a ValueError for a model or data that do not fit the objective of this name."""
+    task = OBJECTIVES[name]
+    for field, value, kinds in (("model", model, task.models), ("data", data, [task.data])):
+        if type(value) not in kinds:
+            known = " or ".join(f"{kind.__name__}(...)" for kind in kinds)
+            raise ValueError(
+                f"objective={name!r} cannot use {field}={type(value).__name__}(...); write "
+                f"{field}={known} in the config file."
+            )
+    if name == "masked" and (data.packed or data.tokenizer is not None):
+        raise ValueError(
+            "objective='masked' hides bytes anywhere in a text; write --data.no-packed "
+            "--data.tokenizer None."
+        )
+    reads_bytes = getattr(data, "tokenizer", None) is None
+    if reads_bytes and task.vocab and model.vocab < task.vocab:
+        raise ValueError(
+            f"model.vocab={model.vocab} must be at least {task.vocab}; write --model.vocab "
+            f"{task.vocab}."
+        )
