@@ -204,8 +204,7 @@ def _with_own_head(task: Task, saved: store.Saved) -> Any:
 def _pretrained(task: Task, path: str) -> Any:
     """The parameters of a Hugging Face folder, with new ones for LoRA."""
     config = task.config
-    placed = lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
-    like = jax.tree.map(placed, task.natural, task.places)
+    like = build.placed(task.natural, task.places)
     params = folder.load(path, config.model, lora.without(like))
     if not config.model.lora:
         return params

@@ -74,7 +74,7 @@ def make_task(config: Config, read: Callable[[Config], Examples] = examples.read
     if functions.places is not None:
         places = functions.places(natural)
     first_params = jax.jit(lambda: build.random_params(config), out_shardings=places)
-    like = _shapes(config.optimizer.update, functions, _placed(natural, places))
+    like = _shapes(config.optimizer.update, functions, build.placed(natural, places))
     step, programs = _compiled(functions.step, like["params"], like["state"], batch)
     sent = jaxcomp.report.sent_bytes_by_part(programs, mesh, AXIS_NAME)
     rounds = placement.rounds(like["state"])
@@ -107,12 +107,8 @@ def _shapes(update: str, functions: Functions, params: Any) -> dict[str, Any]:
     except TypeError as error:
         reason = str(error).partition("\n")[0]
         raise ValueError(f"optimizer.update={update!r} does not fit gradients: {reason}") from error
-    return dict(zip(("params", "state"), _placed(like, functions.shardings(params)), strict=True))
-
-
-def _placed(like: Any, shardings: Any) -> Any:
-    place = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-    return jax.tree.map(place, like, shardings)
+    first, state = build.placed(like, functions.shardings(params))
+    return {"params": first, "state": state}
 
 
 def _compiled(step, *args):

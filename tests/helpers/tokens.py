@@ -5,6 +5,12 @@ import pathlib
 
 TEXTS = ["some words of a text", "words that make a text", "user", "assistant", "a question"]
 
+TEMPLATE = (
+    "{% for m in messages %}<|turn|>{{ m.role }}\n{{ m.content }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}"
+)
+"""Of chats, without marks of answers."""
+
 
 def folder(path: pathlib.Path, begin: str = "", template: str | None = None) -> pathlib.Path:
     """Writes a byte-level tokenizer with the special tokens `<s>`, `</s>` and `<|turn|>`.

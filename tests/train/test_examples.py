@@ -32,14 +32,8 @@ def test_every_row_of_every_step_and_validation_batch_hides_places_of_its_own(tm
         np.testing.assert_array_equal(batch_of(1, slice(2, 4)), batches[1][2:])
 
 
-TEMPLATE = (
-    "{% for m in messages %}<|turn|>{{ m.role }}\n{{ m.content }}</s>{% endfor %}"
-    "{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}"
-)
-
-
 def test_chats_train_alike_on_any_number_of_replicas_and_go_on_where_they_were(tmp_path):
-    folder = tokens.folder(tmp_path / "tokenizer", template=TEMPLATE)
+    folder = tokens.folder(tmp_path / "tokenizer", template=tokens.TEMPLATE)
     with (tmp_path / "chats.jsonl").open("w") as file:
         for number in range(20):
             question = {"role": "user", "content": "a question"}

@@ -29,6 +29,12 @@ def param_shapes(config: Config) -> Any:
     return jax.eval_shape(lambda: random_params(config))
 
 
+def placed(like: Any, shardings: Any) -> Any:
+    """Shapes and dtypes with the sharding of each."""
+    place = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+    return jax.tree.map(place, like, shardings)
+
+
 def batch_of(config: Config, mesh: Mesh) -> Any:
     """Shapes, dtypes and shardings of a batch of all replicas."""
     rows, size = NamedSharding(mesh, P(mesh.axis_names)), config.data.batch

@@ -13,11 +13,6 @@ from train.config import Data
 from train.data import texts, token_files, tokenizing
 from train.data.tokenizer import load_tokenizer
 
-TEMPLATE = (
-    "{% for m in messages %}<|turn|>{{ m.role }}\n{{ m.content }}</s>{% endfor %}"
-    "{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}"
-)
-
 
 def test_tokens_are_those_of_the_documents_with_what_stands_around_them(tmp_path):
     folder = tokens.folder(tmp_path / "tokenizer", begin="<s>")
@@ -39,7 +34,7 @@ def test_tokens_are_those_of_the_documents_with_what_stands_around_them(tmp_path
 
 
 def test_answers_are_marked_token_by_token(tmp_path):
-    folder = tokens.folder(tmp_path / "tokenizer", template=TEMPLATE)
+    folder = tokens.folder(tmp_path / "tokenizer", template=tokens.TEMPLATE)
     chats = [
         [{"role": "user", "content": f"a {n}"}, {"role": "assistant", "content": f"caf\u00e9 {n}"}]
         for n in range(20)
@@ -109,7 +104,7 @@ def test_files_of_another_user_are_not_damaged(tmp_path, monkeypatch, name):
 
 
 def test_texts_and_chats_are_not_mixed_and_chats_are_packed(tmp_path):
-    folder = tokens.folder(tmp_path / "tokenizer", template=TEMPLATE)
+    folder = tokens.folder(tmp_path / "tokenizer", template=tokens.TEMPLATE)
     lines = [{"x": [{"role": "user", "content": "a"}]}, {"x": "text"}]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, lines)))
     data = {"path": str(tmp_path / "a.jsonl"), "column": "x", "tokenizer": str(folder)}
