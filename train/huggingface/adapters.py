@@ -10,10 +10,8 @@ import shlex
 from collections.abc import Iterator
 from typing import Any
 
-import jax
 import numpy as np
 
-from jaxcomp.compressors.policies import path_of
 from train import checks
 from train.huggingface import folder, safetensors, settings, weights
 from train.models import lora
@@ -143,20 +141,16 @@ def merge(adapter: pathlib.Path, to: pathlib.Path, dtype: Any, base: pathlib.Pat
 
 
 def _theirs(kind: str, config: DecoderConfig, params: Any) -> Iterator[tuple[str, np.ndarray]]:
-    leaves, _ = jax.tree_util.tree_flatten_with_path(lora.only(params))
-    for key, leaf in leaves:
-        path, layers = folder.layers_of(path_of(key), leaf.shape)
+    for path, layer, array in folder.each_layer(lora.only(params), np.float32):
         module, _, which = path.rpartition("/")
         kernel = f"{module}/kernel"
-        for place, layer in layers:
-            array = np.asarray(leaf if place is None else leaf[place], np.float32)
-            names = weights.names_of(kind, kernel, layer)
-            if which == "lora_a":
-                parts = [array.T] * len(names)
-            else:
-                parts = weights.parted(kind, kernel, config, array)
-                parts = [part.T for part in parts] if kind == "gpt2" else parts
-            letter = which[-1].upper()
-            for name, part in zip(names, parts, strict=True):
-                name = name.removesuffix(".weight")
-                yield f"{_PREFIX}{name}.lora_{letter}.weight", np.ascontiguousarray(part)
+        names = weights.names_of(kind, kernel, layer)
+        if which == "lora_a":
+            parts = [array.T] * len(names)
+        else:
+            parts = weights.parted(kind, kernel, config, array)
+            parts = [part.T for part in parts] if kind == "gpt2" else parts
+        letter = which[-1].upper()
+        for name, part in zip(names, parts, strict=True):
+            name = name.removesuffix(".weight")
+            yield f"{_PREFIX}{name}.lora_{letter}.weight", np.ascontiguousarray(part)

@@ -210,14 +210,19 @@ def _to_disk(path: pathlib.Path) -> None:
 def _theirs(
     kind: str, config: DecoderConfig, params: Any, dtype: np.dtype
 ) -> Iterator[tuple[str, np.ndarray]]:
-    leaves, _ = jax.tree_util.tree_flatten_with_path(params)
-    for key, leaf in leaves:
+    for path, layer, array in each_layer(params, dtype):
+        parts = weights.parted(kind, path, config, array)
+        yield from zip(weights.names_of(kind, path, layer), parts, strict=True)
+
+
+def each_layer(params: Any, dtype: Any) -> Iterator[tuple[str, int | None, np.ndarray]]:
+    """The parameters, layer by layer: path inside the block, the layer's number, and the array."""
+    for key, leaf in jax.tree.leaves_with_path(params):
         path, layers = layers_of(path_of(key), leaf.shape)
-        for number, layer in layers:
+        for place, layer in layers:
             with np.errstate(over="ignore"):  # `write` looks for infinities
-                array = np.asarray(leaf if number is None else leaf[number], dtype)
-            parts = weights.parted(kind, path, config, array)
-            yield from zip(weights.names_of(kind, path, layer), parts, strict=True)
+                array = np.asarray(leaf if place is None else leaf[place], dtype)
+            yield path, layer, array
 
 
 def layers_of(path: str, shape: tuple[int, ...]) -> tuple[str, list[tuple[int | None, int | None]]]:
