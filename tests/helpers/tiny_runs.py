@@ -1,8 +1,10 @@
 """Runs of the training program that take a moment: a tiny model, and a text of few words."""
 
 import contextlib
+import dataclasses
+import functools
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from tests.helpers.launching import words
 from train import loop
 from train.config import Config, Data, Optimizer
 from train.models.decoder import DecoderConfig
+from train.task import Task, make_task
 
 TINY = DecoderConfig(layers=1, width=16, heads=2, context=16)
 EXACT_SGD = "chain(compressed_mean(identity(), axis_name), sgd(learning_rate))"
@@ -37,6 +40,12 @@ def tiny_config(
     if "data" not in changes:
         defaults["data"] = Data(path=words(folder / "text"), batch=batch)
     return Config(**defaults | changes)
+
+
+def shared_tasks(size: int = 8, **alike: Any) -> Callable[[Config], Task]:
+    """A `make_task` that compiles once for configs that differ in these fields alone."""
+    compiled = functools.lru_cache(maxsize=size)(make_task)
+    return lambda config: compiled(dataclasses.replace(config, **alike))._replace(config=config)
 
 
 @contextlib.contextmanager

@@ -1,14 +1,13 @@
 """Runs on hosts of several devices: as without them where codes are exact, and they go on."""
 
 import dataclasses
-import functools
 import re
 
 import numpy as np
 import pytest
 
 from jaxcomp import planner
-from tests.helpers.tiny_runs import tiny_config
+from tests.helpers.tiny_runs import shared_tasks, tiny_config
 from train import examples, loop, report
 from train.config import Optimizer
 from train.models.decoder import DecoderConfig
@@ -42,9 +41,7 @@ def losses(config):
 @pytest.fixture
 def compile_once(monkeypatch):
     """Runs that differ in their names share a program."""
-    compiled = functools.cache(make_task)
-    shared = lambda config: compiled(dataclasses.replace(config, name="any", fast=2))
-    monkeypatch.setattr(loop, "make_task", lambda config: shared(config)._replace(config=config))
+    monkeypatch.setattr(loop, "make_task", shared_tasks(name="any", fast=2))
 
 
 def test_exact_codes_train_as_on_one_device_a_host(config_of):

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import errno
-import functools
 import json
 import os
 import pathlib
@@ -17,7 +16,14 @@ import pytest
 from jaxcomp.launch import claims, exits, watchdog
 from tests.helpers.launching import words
 from tests.helpers.restoring import restore
-from tests.helpers.tiny_runs import EXACT_SGD, TINY, stopped_after, tiny_config, unreadable_once
+from tests.helpers.tiny_runs import (
+    EXACT_SGD,
+    TINY,
+    shared_tasks,
+    stopped_after,
+    tiny_config,
+    unreadable_once,
+)
 from train import examples, loop, report
 from train import task as tasks
 from train.checkpoints import files
@@ -58,22 +64,17 @@ def config_of(text, tmp_path, monkeypatch, undrawn):
     return make
 
 
-@functools.lru_cache(maxsize=12)  # few: see `programs_of_one_module`
-def compiled(config):
-    return tasks.make_task(config)
-
-
-@pytest.fixture(autouse=True)
-def compile_once(monkeypatch, text):
+@pytest.fixture(scope="module")
+def shared_task(text):
     """Runs of one model and update share the compiled program."""
     irrelevant = {"name": "any", "resume": True, "log_every": 1, "eval_every": 1}
     irrelevant |= {"runs_dir": str(pathlib.Path(text).parent), "accept_data": False}
+    return shared_tasks(12, **irrelevant, checkpoint_every=1)  # few: see `programs_of_one_module`
 
-    def make_task(config):
-        task = compiled(dataclasses.replace(config, **irrelevant, checkpoint_every=1))
-        return task._replace(config=config)
 
-    monkeypatch.setattr(loop, "make_task", make_task)
+@pytest.fixture(autouse=True)
+def compile_once(monkeypatch, shared_task):
+    monkeypatch.setattr(loop, "make_task", shared_task)
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """Runs in shards: as without them where codes are exact, and they go on, on other shards too."""
 
 import dataclasses
-import functools
 import itertools
 
 import jax
@@ -9,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.launching import words
-from tests.helpers.tiny_runs import stopped_after, tiny_config
+from tests.helpers.tiny_runs import shared_tasks, stopped_after, tiny_config
 from train import loop, report
 from train import task as tasks
 from train.config import Data, Images
@@ -43,15 +42,8 @@ def config_of(tmp_path_factory):
     return make
 
 
-@functools.cache
-def compiled(config):
-    return tasks.make_task(config)
-
-
-def shared_task(config):
-    """Runs that differ in name or in where they begin share the compiled program."""
-    task = compiled(dataclasses.replace(config, name="any", runs_dir="", start_from=None))
-    return task._replace(config=config)
+# Runs that differ in name or in where they begin share the compiled program.
+shared_task = shared_tasks(99, name="any", runs_dir="", start_from=None)
 
 
 @pytest.fixture(autouse=True)
@@ -86,7 +78,7 @@ def test_exact_codes_train_as_replicas_do_that_hold_everything(config_of, scan):
     losses_once, last_once = run(once)
     np.testing.assert_allclose(losses_once, losses, rtol=1e-5)
     assert abs(last_once - last) < 1e-5 * last
-    task = compiled(dataclasses.replace(once, name="any", runs_dir=""))
+    task = shared_task(once)
     # Weights cross once and gradients once, half of them a replica, in spite of microbatches.
     assert abs(task.sent_bytes / (2 * 4 * tasks.num_parameters(task) / 2) - 1) < 0.01
     assert "1.0x fewer than a float32 sharded step" in report.text(task)
@@ -120,7 +112,7 @@ def test_a_mesh_of_two_axes_trains_alike_and_a_run_moves_between_meshes(config_o
     np.testing.assert_allclose(losses, exact[0], rtol=1e-5)
     assert abs(last - exact[1]) < 1e-5 * last
 
-    task = compiled(dataclasses.replace(hybrid, name="any", runs_dir=""))
+    task = shared_task(hybrid)
     text = report.text(task)
     numel = tasks.num_parameters(task)
     assert "bytes a step across the slow axis of 2 x 2 replicas," in text
@@ -143,7 +135,7 @@ def test_a_run_in_shards_begins_with_the_parameters_of_another_run(config_of):
 
 
 def test_the_report_counts_parameters_and_what_is_held(config_of):
-    task = compiled(dataclasses.replace(config_of("any", LOSSY), runs_dir=""))
+    task = shared_task(config_of("any", LOSSY))
     model = task.config.model
     per_block = 12 * model.width**2 + 13 * model.width
     numel = 256 * model.width + model.context * model.width + 2 * model.width + 2 * per_block
