@@ -111,7 +111,7 @@ def _documents(corpus: Corpus, data: Data, context: int, seed: int, batches: int
 def _image_set(data: Images, model: Any, folder: Path, name: str) -> images.ImageSet:
     """The images; process 0 says which cannot be read."""
     if data.form == "folder":
-        agree.from_first(lambda: str(image_folder.check(data.path, folder)))
+        agree.from_first(lambda: image_folder.read(data.path, folder).sha256)
     made = images.read(data, model, folder)
     if (broken := made.stored.unreadable) and agree.is_first():
         reasons = " ".join([*broken.values()][:3])

@@ -63,8 +63,9 @@ def test_pictures(tmp_path, content):
     )
 )
 def test_records_of_pictures(cifar, text):
-    path = cifar / "folder"
+    path, cache = cifar / "folder", cifar / "cache"
     if not path.exists():
-        pictures.folder(path, count=1)
-    (cifar / "images.json").write_bytes(text)
-    refused(image_folder.folder, str(path), cifar)
+        image_folder.read(pictures.folder(path, count=1), cache)
+    (checked,) = cache.iterdir()
+    (checked / "images.json").write_bytes(text)
+    refused(image_folder.read, str(path), cache)

@@ -32,39 +32,24 @@ class _Found(NamedTuple):
     classes: int
 
 
-def check(path: str, folder: pathlib.Path) -> pathlib.Path:
-    """Reads and decodes every image once, and records the broken ones and a hash of all.
+def read(path: str, cache: pathlib.Path) -> Stored:
+    """Finds the images of a folder that has a folder for each class.
+
+    If it has the folders `train` and `val`, these contain the classes, and `val` is the validation
+    part. Classes are numbered in the order of their names. Every image is read and decoded once, to
+    record the broken ones and a hash of all.
 
     Args:
-      path: The folder with one folder for each class.
-      folder: Folder for the record; a record of the same files is reused.
-
-    Returns:
-      The folder of the result, for `folder`.
+      path: The folder.
+      cache: Folder for the record; a record of the same files is reused.
 
     Raises:
-      ValueError: If Pillow is not installed, or there are no images.
+      ValueError: If Pillow is not installed, there are no such folders, or no image can be read.
     """
     found = _find(path)
     stats = [(name, *_stat(file)) for name, file in zip(found.names, found.files, strict=True)]
     # The number changes with the rules of what can be read, so that all are looked at again.
-    return once(folder, ("images", 3, stats), lambda new: _look(new, found))
-
-
-def folder(path: str, checked: pathlib.Path) -> Stored:
-    """Finds the images of a folder that has a folder for each class.
-
-    If it has the folders `train` and `val`, these contain the classes, and `val` is the validation
-    part. Classes are numbered in the order of their names.
-
-    Args:
-      path: The folder.
-      checked: The folder from `check`.
-
-    Raises:
-      ValueError: If there are no such folders, or no image can be read.
-    """
-    found = _find(path)
+    checked = once(cache, ("images", 3, stats), lambda new: _look(new, found))
     report = checks.json_object(checked / _REPORT, sha256=str, unreadable=dict[str, str])
     unreadable = report["unreadable"]
     kept = [n for n in range(len(found.files)) if found.names[n] not in unreadable]

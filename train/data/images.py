@@ -104,7 +104,7 @@ def read(settings: Images, model: Fitting, cache: pathlib.Path | None = None) ->
 
 def _folder(path: str, cache: pathlib.Path | None) -> Stored:
     if cache is not None:
-        return image_folder.folder(path, image_folder.check(path, cache))
+        return image_folder.read(path, cache)
     with tempfile.TemporaryDirectory() as unnamed:
         return _folder(path, pathlib.Path(unnamed))
 

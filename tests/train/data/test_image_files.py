@@ -80,8 +80,9 @@ def test_pictures_that_fill_memory_or_start_programs_or_end_early_are_left_out(t
 
 def test_a_record_of_images_that_is_damaged_is_refused(tmp_path):
     path = pictures.folder(tmp_path / "f", count=3)
-    checked = image_folder.check(path, tmp_path / "cache")
+    image_folder.read(path, tmp_path / "cache")
+    (checked,) = (tmp_path / "cache").iterdir()
     for text in ("[" * 60_000, "{}", '{"sha256": "a", "unreadable": [1]}'):
         (checked / "images.json").write_text(text)
         with pytest.raises(ValueError, match="images.json"):
-            image_folder.folder(path, checked)
+            image_folder.read(path, tmp_path / "cache")
