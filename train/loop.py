@@ -69,6 +69,10 @@ def _train(config: Config, folder: Path, until_the_end: contextlib.ExitStack) ->
     ):
         watch.at(0, "the start", config.start_seconds)
         agree.require_shared(folder, instead="write its path as --runs-dir")
+        # Before anything is compiled. A run that goes on from copies may have lost its source.
+        if config.start_from is not None and not config.emergency_every:
+            start_from = config.start_from
+            agree.from_first(lambda: files.latest(directory) or resume.require_source(start_from))
         task = make_task(config)
         distributed.require_same({"data": task.examples.record["sha256"]})
         claim = until_the_end.enter_context(claims.claimed(folder, instead="write another --name"))

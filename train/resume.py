@@ -158,18 +158,12 @@ def _first(task: Task) -> tuple[Any, Any]:
     if task.config.start_from is None:
         return task.init()
     start_from = task.config.start_from
-    agree.from_first(lambda: adapters.require_none(start_from))
+    agree.from_first(lambda: require_source(start_from))
     weights = lambda digest: distributed.require_same({f"weights in {start_from}": digest[:12]})
     if agree.from_first(lambda: folder.is_folder(start_from)):
         weights(safetensors.sampled(start_from))
         return task.init(_pretrained(task, start_from))
-    source = Path(start_from, "checkpoints")
-    if agree.from_first(lambda: files.latest(source)) is None:
-        raise ValueError(
-            f"start_from is {start_from!r}, but there is no checkpoint in {source}, and it is no "
-            "Hugging Face folder; train that run first, or write --start-from None."
-        )
-    saved = store.choose(source)
+    saved = store.choose(Path(start_from, "checkpoints"))
     weights(files.digest(saved.path))
     rank = getattr(task.config.model, "lora", 0)
     if rank and not any(name.endswith("lora_a") for name in saved.leaves):
@@ -184,6 +178,17 @@ def _first(task: Task) -> tuple[Any, Any]:
         what = f"with the parameters of {start_from}, which had other settings"
         _say(task.config.name, 0, f"{what}: {'; '.join(changes)}")
     return task.init(jax.device_put(params, task.places))
+
+
+def require_source(start_from: str) -> None:
+    """Raises a ValueError unless a path is a Hugging Face folder, or a run with a checkpoint."""
+    adapters.require_none(start_from)
+    source = Path(start_from, "checkpoints")
+    if not folder.is_folder(start_from) and files.latest(source) is None:
+        raise ValueError(
+            f"start_from is {start_from!r}, but there is no checkpoint in {source}, and it is no "
+            "Hugging Face folder; train that run first, or write --start-from None."
+        )
 
 
 def _with_own_head(task: Task, saved: store.Saved) -> Any:
