@@ -1,8 +1,13 @@
 """The benchmark of updates: which steps it times, and what it makes of their seconds."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 
 from benchmarks import codes
+from benchmarks.accelerators_devices import unavailable
 from benchmarks.worker import UPDATES, config_of
 
 MODEL = {"layers": 1, "width": 16, "heads": 2, "context": 8}
@@ -51,3 +56,15 @@ def test_the_least_bytes_are_those_of_one_read_and_one_write():
     row |= {"decode_kernels": 1, "decode_bytes": 50, "decode_least_bytes": 50}
     line = "| `a` | 10.00 | 14.00 | 4 + 1 | 1.80 | 1.00 | **1.40** |"
     assert codes.moved_table([row]).splitlines()[2] == line
+
+
+def test_codes_are_compiled_for_an_h100_where_no_driver_is():
+    if (reason := unavailable("h100")) is not None:
+        pytest.skip(reason)
+    # As a person types it: the compiler's plug-in looks for a driver.
+    environment = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
+    command = [sys.executable, "-m", "benchmarks.codes", "moved", "--quick"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = [line for line in done.stdout.splitlines() if line.startswith("| `")]
+    assert len(rows) == len(codes.MOVED)
