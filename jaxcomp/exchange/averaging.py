@@ -33,8 +33,8 @@ class Instead(NamedTuple):
     """
 
     holds: jax.Array  # bool[], equal on all replicas
-    # Replaces all codes, or all except linear ones if it is not float32; None: nothing is sent, and
-    # the means are zeros.
+    # Replaces all codes, but linear ones by float32: those have no owners. None: nothing is sent,
+    # and the means are zeros.
     code: Compressor | None = None
     part: str = ""  # the name of what is then sent in `jaxcomp.report`
 
@@ -299,9 +299,11 @@ def _exchange_of(bucket: buckets.Bucket, transport: Transport, code=None) -> wir
 
 
 def _code(bucket: buckets.Bucket, code: Compressor | None = None) -> Compressor:
-    """The bucket's code, or `code` instead: a linear code is only replaced by float32."""
+    """The bucket's code, or `code` instead: a linear code is replaced by float32."""
     own = bucket.label.compressor
-    return own if code is None or (own.linear and code != EXACT) else code
+    if code is None:
+        return own
+    return EXACT if own.linear else code
 
 
 def _plus(residual, x):

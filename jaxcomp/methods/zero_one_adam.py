@@ -97,7 +97,8 @@ def zero_one_adam(
         the paper; `jaxcomp.quantize(8)` is enough.
       warmup_steps: First steps, at least 0, in which `warmup_compressor` sends the buffers, with
         the same error feedback: with one bit a model may stay on a plateau that it starts on.
-      warmup_compressor: Compressor of the buffers in those steps.
+      warmup_compressor: Compressor of the buffers in those steps. Leaves with a linear code, as
+        `random_k`, are sent in float32 instead.
       deviations: Where it differs from the paper, see `jaxcomp.Deviations`. None: nowhere, but for
         `variance_at`, which is `schedules.growing(until=...)` there.
       weight_decay: Weight decay of the consensus, decoupled, outside the buffer.

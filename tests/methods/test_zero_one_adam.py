@@ -113,13 +113,20 @@ def test_without_mean_momenta_only_the_residuals_are_between_it_and_adam(interva
     assert np.abs(total - flat(params, 1)).max() > RATE / 8
 
 
-def test_a_warm_up_by_exact_messages_is_adam_until_it_ends():
+@pytest.mark.parametrize(
+    "codes",
+    [
+        {"warmup_compressor": jaxcomp.identity()},
+        {"compressor": jaxcomp.random_k(0.5)},  # a linear code is sent in float32 in a warm-up
+    ],
+)
+def test_a_warm_up_by_exact_messages_is_adam_until_it_ends(codes):
     with jax.enable_x64(True):
         make = lambda steps: jaxcomp.zero_one_adam(
             RATE,
             "replica",
             warmup_steps=steps,
-            warmup_compressor=jaxcomp.identity(),
+            **codes,
             variance_at=schedules.always,
             deviations=NONE._replace(fresh_variance=True),
         )
