@@ -166,7 +166,8 @@ def by_rate(learning_rate: float | optax.Schedule, steps: int, every: int) -> Sc
     Args:
       learning_rate: The learning rate in use, constant or a schedule.
       steps: Steps of the whole run, at least 1.
-      every: Mean number of steps from one to the next, at least 1.
+      every: Mean number of steps from one to the next, at least 1. With 1 or 2 the schedule may
+        have fewer steps, as a step counts once however high its rate is.
 
     Raises:
       ValueError: If `every` or `steps` is below 1; when it is used, if the rate is always zero.

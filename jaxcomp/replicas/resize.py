@@ -28,7 +28,8 @@ def resize(state: Any, like: Any) -> Any:
     all M rows. This keeps the mean over replicas, which is what training sees. The owners' parts of
     a bucket or a parameter (`owner_residual`, `owned`, a `Shard`) are redistributed over M owners.
     Counts of skipped steps (`skipped`) are added up in the first row. The rest is copied. The
-    mesh's other axes must keep their sizes; the axes of `qsdp` count as one axis.
+    mesh's other axes must keep their sizes; the axes of `qsdp` count as one axis. If M is N,
+    nothing changes.
 
     Args:
       state: Global state of N replicas, as arrays or NumPy arrays.
