@@ -2,7 +2,8 @@
 
 Kernels: loops count as often as they run, and of a conditional the branch that moves most. What a
 fusion slices out of an operand counts as the slice, and what it updates in place as the update.
-Arrays that a TPU keeps on its chip do not count. Messages are no kernels.
+Each value of a scatter counts as a sector, which a GPU reads and writes. Arrays that a TPU keeps on
+its chip do not count. Messages are no kernels.
 
 Messages: the text is in the order in which the program runs. On GPUs nothing overlaps with a
 message in a `while` or a `cond`, or with one that has no separate start and done.
@@ -35,14 +36,16 @@ COLLECTIVES = frozenset(
 _FREE = frozenset(
     "parameter constant tuple get-tuple-element bitcast reshape after-all partition-id replica-id "
     "optimization-barrier opt-barrier add-dependency async-update async-done copy-start "
-    "slice-start while conditional call async-start".split()
+    "slice-start fusion-done while conditional call async-start".split()
 )
 _FREE_CALLS = ("AllocateBuffer", "ConcatBitcast", "AsyncCollectiveStart", "AsyncCollectiveDone")
 _PRODUCTS = ("dot", "convolution")
 _LIBRARIES = ("cublas", "cudnn", "gemm")
+_FUSIONS = ("fusion", "fusion-start")
 _VIEWS = ("bitcast", "reshape")
 _SLICES = ("slice", "dynamic-slice", "gather")
 _ARRAY = re.compile(r"\w+\[[\d,]*\](?:\{[^{}]*\})?")
+_SECTOR = 32  # bytes that a GPU moves for a value
 # In the layout of a TPU's array: tiles, and a memory that is not the main one.
 _ON_CHIP = re.compile(r"T\(.*S\([1-9]")
 
@@ -108,7 +111,7 @@ class Program:
 
     def is_product(self, instruction: hlo.Instruction) -> bool:
         """Whether a kernel is a matrix product of the gradient: what codes multiply is none."""
-        if instruction.op == "fusion":
+        if instruction.op in _FUSIONS:
             inner = self.inner(instruction)
             return any(_of_gradient(one) for c in inner for one in c.instructions.values())
         return _of_gradient(instruction)
@@ -138,12 +141,15 @@ class Program:
         if instruction.op == "dynamic-update-slice":
             return _between(whole[1], whole[1], instruction.type)
         sizes = [_main_bytes(of) for of in whole]
-        if instruction.op != "fusion":
+        if instruction.op not in _FUSIONS:
             once = dict(zip(instruction.operands, sizes, strict=True))
             return _main_bytes(instruction.type) + sum(once.values())
         fused = self.module.computations[names[0]]
         read = self._read(names[0])
-        return _written(fused, instruction.type) + sum(
+        # The type of an asynchronous one has its operands, too.
+        is_start = instruction.op == "fusion-start"
+        made = fused.instructions[fused.root].type if is_start else instruction.type
+        return _written(fused, made) + sum(
             round(size * read.get(place, 0.0)) for place, size in enumerate(sizes)
         )
 
@@ -196,7 +202,7 @@ def _shares_read(fused: hlo.Computation) -> dict[int, float]:
     A fusion computes what is asked of it, element by element: of what is sliced behind some
     arithmetic, the slice is read.
     """
-    in_place = {line.name for line in _results(fused) if _is_update(line)}
+    in_place = {line.name: line for line in _results(fused) if _is_update(line)}
     shares, read = {fused.root: 1.0}, {}
     for line in reversed(fused.instructions.values()):
         share = min(1.0, shares.get(line.name, 0.0))
@@ -208,7 +214,8 @@ def _shares_read(fused: hlo.Computation) -> dict[int, float]:
             if operand == line.operands[0] and line.op in _SLICES:
                 part = hlo.num_bytes(line.type) / max(1, _size(fused, operand))
             elif operand == line.operands[0] and line.name in in_place:
-                part = 0.0
+                is_scatter = line.op == "scatter"
+                part = _updated(fused, line) / hlo.num_bytes(line.type) if is_scatter else 0.0
             shares[operand] = shares.get(operand, 0.0) + share * part
     return read
 
@@ -218,7 +225,7 @@ def _written(fused: hlo.Computation, type_: str) -> int:
     # A custom call may make several results by itself, and updates none.
     pairs = zip(_ARRAY.findall(type_), _results(fused), strict=False)
     updates = [pair for pair in pairs if _is_update(pair[1]) and _is_in_main(pair[0])]
-    stays = lambda array, line: hlo.num_bytes(array) - _size(fused, line.operands[1])
+    stays = lambda array, line: hlo.num_bytes(array) - _updated(fused, line)
     return _main_bytes(type_) - sum(stays(*update) for update in updates)
 
 
@@ -231,7 +238,16 @@ def _results(fused: hlo.Computation) -> list[hlo.Instruction]:
 
 def _is_update(result: hlo.Instruction) -> bool:
     """Whether a slice of the result is updated, and all else stays where it is."""
-    return result.op == "dynamic-update-slice"
+    return result.op in ("dynamic-update-slice", "scatter")
+
+
+def _updated(fused: hlo.Computation, update: hlo.Instruction) -> int:
+    """Bytes of the result that an update writes."""
+    if update.op == "dynamic-update-slice":
+        return _size(fused, update.operands[1])
+    whole, values = hlo.num_bytes(update.type), _size(fused, update.operands[2])
+    width = hlo.num_bytes(update.type.split("[")[0] + "[]")
+    return min(whole, values * _SECTOR // width)
 
 
 def _behind_views(fused: hlo.Computation, line: hlo.Instruction) -> hlo.Instruction:

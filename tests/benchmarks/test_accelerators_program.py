@@ -28,6 +28,13 @@ PARTS = f"""%slices (a: f32[8,8]) -> f32[1,8] {{
   ROOT %d = f32[8,8]{{1,0}} dynamic-update-slice(%a, %u, %i, %i)
 }}
 
+%scatters (a: f32[8,8], p: s32[2,2], v: f32[2]) -> f32[8,8] {{
+  %a = f32[8,8]{{1,0}} parameter(0)
+  %p = s32[2,2]{{1,0}} parameter(1)
+  %v = f32[2]{{0}} parameter(2)
+  ROOT %d = f32[8,8]{{1,0}} scatter(%a, %p, %v), to_apply=%condition
+}}
+
 %multiplies (x: f32[8,8]) -> f32[8,8] {{
   %x = f32[8,8]{{1,0}} parameter(0)
   ROOT %p = f32[8,8]{{1,0}} {PRODUCT}
@@ -50,12 +57,16 @@ PARTS = f"""%slices (a: f32[8,8]) -> f32[1,8] {{
 }}
 
 """
-HEAD = "ENTRY %main (x: f32[8,8], u: f32[1,8], i: s32[]) -> f32[8,8] {\n"
+HEAD = "ENTRY %main (x: f32[8,8], u: f32[1,8], i: s32[], p: s32[2,2], v: f32[2]) -> f32[8,8] {\n"
+
 PARAMETERS = """  %x = f32[8,8]{1,0} parameter(0)
   %u = f32[1,8]{1,0} parameter(1)
   %i = s32[] parameter(2)
+  %p = s32[2,2]{1,0} parameter(3)
+  %v = f32[2]{0} parameter(4)
 """
 WHOLE, ROW = 256, 32  # bytes of f32[8,8] and of f32[1,8]
+SECTOR = 32  # bytes that a GPU reads and writes for each value of a scatter
 
 
 def program(*lines):
@@ -76,6 +87,7 @@ def fusion(name, operands, kind="kLoop", result="f32[8,8]{1,0}", root=""):
         (fusion("slices", "%x", result="f32[1,8]{1,0}", root="ROOT "), 2 * ROW),
         (fusion("halves", "%x", result="f32[1,8]{1,0}", root="ROOT "), 3 * ROW),
         (fusion("updates", "%x, %u, %i", root="ROOT "), 2 * ROW + 4),
+        (fusion("scatters", "%x, %p, %v", root="ROOT "), 2 * 2 * SECTOR + 16 + 8),
         (fusion("multiplies", "%x", root="ROOT "), 2 * WHOLE),
     ],
 )
