@@ -48,6 +48,13 @@ class Levels(NamedTuple):
     fit: Callable[[jax.Array, jax.Array], jax.Array]
 
 
+class Entries(NamedTuple):
+    """The entries of a bucket that a message lists; all others are zero."""
+
+    values: jax.Array  # f32[k]
+    places: jax.Array  # i32[k], all different; those beyond the bucket are of padding
+
+
 class Selection(NamedTuple):
     """The two halves of a sparsifier: which entries of a bucket go on, and where they return.
 
@@ -58,6 +65,8 @@ class Selection(NamedTuple):
       scatter: `(values: f32[k], where, shared: Key, numel: int) -> f32[numel]`.
       density: Kept share of the entries of a large bucket, in (0, 1].
       position_bits: Bits of `where` per parameter of the bucket, at most.
+      places: `(where, numel: int) -> i32[k]`, the positions, of a selection that may list them;
+        it returns None for buckets of which it does not.
     """
 
     kept: Callable[[int], int]
@@ -65,6 +74,7 @@ class Selection(NamedTuple):
     scatter: Callable[[jax.Array, Any, Key, int], jax.Array]
     density: float
     position_bits: float
+    places: Callable[[Any, int], jax.Array | None] = lambda where, numel: None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,6 +101,8 @@ class Compressor:
         stage's halves and the code of what it keeps, so that an exchange need not touch the
         rest; None for others.
       stages: The codes that `compose` has chained; empty for others.
+      entries: `(payload, shared: Key) -> Entries`, of a code that may list them, so that a sum of
+        messages needs no array for each; it returns None for payloads that list nothing.
       levels: How its levels are learned; None for a code whose levels are fixed.
     """
 
@@ -106,6 +118,9 @@ class Compressor:
         compare=False, default=None
     )
     stages: "tuple[Compressor, ...]" = dataclasses.field(compare=False, default=())
+    entries: Callable[[Payload, Key], Entries | None] = dataclasses.field(
+        compare=False, default=lambda payload, shared: None
+    )
     levels: Levels | None = dataclasses.field(compare=False, default=None)
 
     def __repr__(self) -> str:

@@ -56,9 +56,10 @@ def compose(*stages: Compressor) -> Compressor:
         )
     if len(stages) == 1:
         return stages[0]
-    encode, decode, bits = stages[-1].encode, stages[-1].decode, stages[-1].bits_per_parameter
+    last = stages[-1]
+    encode, decode, entries, bits = last.encode, last.decode, last.entries, last.bits_per_parameter
     for selection in reversed(selections):
-        encode, decode = chained(selection, encode, decode)
+        encode, decode, entries = chained(selection, encode, decode)
         bits = selection.position_bits + selection.density * bits
     alphas = [stage.contraction for stage in stages if stage.contraction is not None]
     return Compressor(
@@ -71,6 +72,7 @@ def compose(*stages: Compressor) -> Compressor:
         linear=all(stage.linear for stage in stages),
         shared_selection=(selections[0], compose(*stages[1:])) if stages[0].linear else None,
         stages=stages,
+        entries=entries,
     )
 
 

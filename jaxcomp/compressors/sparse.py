@@ -11,7 +11,7 @@ from jax import lax
 
 from jaxcomp._checks import is_power_of_two, require, require_choice, require_integer
 from jaxcomp._printing import call
-from jaxcomp.compressors.base import Compressor, Payload, Selection, identity
+from jaxcomp.compressors.base import Compressor, Entries, Payload, Selection, identity
 from jaxcomp.compressors.blocks import in_blocks, in_lanes, indexed, per_block
 from jaxcomp.compressors.largest import find_largest, put_at, put_back
 from jaxcomp.compressors.packing import fold, pack, uniform, unpack
@@ -92,7 +92,7 @@ def top_k(density: float, block: int | None = None) -> Compressor:
         size = min(block or numel, numel)
         return size, -(-numel // size), _ceil(density * size)
 
-    select, scatter = _largest_of_blocks(layout)
+    select, scatter, places = _largest_of_blocks(layout)
     kept_share = _ceil(density * block) / block if block else density
     index_bits = _index_bits(block) * kept_share if block else 1.0
     selection = Selection(
@@ -101,6 +101,7 @@ def top_k(density: float, block: int | None = None) -> Compressor:
         scatter=scatter,
         density=kept_share,
         position_bits=min(1.0, index_bits),
+        places=places,
     )
     name = call(top_k, density=density, block=block)
     return sparsifier(name, selection, contraction=density, linear=False)
@@ -155,7 +156,7 @@ def sparsifier(name: str, selection: Selection, contraction: float, linear: bool
       linear: Whether the positions are the same on all replicas.
     """
     exact = identity()
-    encode, decode = chained(selection, exact.encode, exact.decode)
+    encode, decode, entries = chained(selection, exact.encode, exact.decode)
     return Compressor(
         name=name,
         encode=encode,
@@ -165,13 +166,14 @@ def sparsifier(name: str, selection: Selection, contraction: float, linear: bool
         unbiased=contraction == 1.0,
         linear=linear,
         selection=selection,
+        entries=entries,
     )
 
 
 def chained(
     selection: Selection, encode_kept: Callable[..., Any], decode_kept: Callable[..., Any]
-) -> tuple[Callable[..., Payload], Callable[..., Any]]:
-    """The `encode` and `decode` of a selection whose values another code has.
+) -> tuple[Callable[..., Payload], Callable[..., Any], Callable[..., Entries | None]]:
+    """The `encode`, `decode` and `entries` of a selection whose values another code has.
 
     It folds the shared key, so that two stages never draw the same numbers.
     """
@@ -180,13 +182,19 @@ def chained(
         values, where = selection.select(x, shared)
         return Payload((where, encode_kept(values, fold(shared, 1), private).data), x.size)
 
+    def values_of(payload, shared):
+        kept = Payload(payload.data[1], selection.kept(payload.numel))
+        return decode_kept(kept, fold(shared, 1))
+
     def decode(payload, shared):
-        where, data = payload.data
-        kept = Payload(data, selection.kept(payload.numel))
-        values = decode_kept(kept, fold(shared, 1))
+        where, values = payload.data[0], values_of(payload, shared)
         return selection.scatter(values, where, shared, payload.numel)
 
-    return encode, decode
+    def entries(payload, shared):
+        places = selection.places(payload.data[0], payload.numel)
+        return None if places is None else Entries(values_of(payload, shared), places)
+
+    return encode, decode, entries
 
 
 def _largest_of_blocks(layout):
@@ -206,10 +214,21 @@ def _largest_of_blocks(layout):
         if _index_bits(size) * k >= size:
             marked = unpack(where, 1, num_blocks * size).reshape(num_blocks, size) == 1
             return put_back(values, marked).reshape(-1)[:numel]
-        place = unpack(where, _index_bits(size), num_blocks * k).astype(jnp.int32)
-        return put_at(values, place.reshape(num_blocks, k), size).reshape(-1)[:numel]
+        return put_at(values, in_block(where, numel), size).reshape(-1)[:numel]
 
-    return select, scatter
+    def in_block(where, numel):
+        size, num_blocks, k = layout(numel)
+        place = unpack(where, _index_bits(size), num_blocks * k).astype(jnp.int32)
+        return place.reshape(num_blocks, k)
+
+    def places(where, numel):
+        size, num_blocks, k = layout(numel)
+        if _index_bits(size) * k >= size:
+            return None  # a bit mask
+        first = size * lax.iota(jnp.int32, num_blocks)[:, None]
+        return (first + in_block(where, numel)).reshape(-1)
+
+    return select, scatter, places
 
 
 def _largest_in_columns(rows):

@@ -89,6 +89,38 @@ def total_at_once(messages: jax.Array, decode: Callable[[jax.Array], Any]) -> An
     return jax.tree.map(lambda x: jnp.sum(x, axis=0), jax.vmap(decode)(messages))
 
 
+def total_of_all(
+    messages: jax.Array,
+    compressor: Compressor,
+    shared: Key,
+    like: jax.Array,
+    of: Callable[[jax.Array], Any] = lambda values: values,
+) -> Any:
+    """The sum of `of(values)` over messages, one a row, each of a bucket as `like`.
+
+    `of` takes any values of a bucket, and keeps zeros. Entries that a message lists are added to
+    the sum in place, so that memory does not grow with the replicas; not on TPUs, which would move
+    a tile for each.
+    """
+    payload = lambda message: payload_of(message, payload_like(compressor, like.size, like.dtype))
+    decode = decoder(compressor, shared, like.size, like.dtype)
+    at_once = lambda messages: total(messages, lambda message: of(decode(message)))
+    entries = lambda message: compressor.entries(payload(message), shared)
+    if jax.eval_shape(entries, messages[0]) is None:
+        return at_once(messages)
+
+    def add(total, message):
+        values, places = entries(message)
+        put = lambda total, values: total.at[places].add(values, mode="drop", unique_indices=True)
+        return jax.tree.map(put, total, of(values.astype(like.dtype))), None
+
+    def in_place(messages):
+        nothing = jax.tree.map(zeros_of, jax.eval_shape(at_once, messages))
+        return lax.scan(add, nothing, messages)[0]
+
+    return by_platform(messages, cpu=in_place, gpu=in_place, default=at_once)
+
+
 def _in_turn(messages, start, value, step):
     """Applies `value = step(i, value, message)` to the messages from number `start` on."""
     row = lambda i: lax.dynamic_index_in_dim(messages, i, keepdims=False)  # or the last one

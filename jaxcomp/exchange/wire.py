@@ -175,7 +175,8 @@ def gathered_journey(x, owner_residual, compressor: Compressor, shared: Key, axi
     message = _encode(compressor, x, shared, _private(shared, axis_name))
     decode = decoding.decoder(compressor, shared, x.size, x.dtype)
     messages = yield from _messages_of_all(message, axis_name)
-    return Mean(decoding.mean(messages, decode), decode(message), owner_residual)
+    total = decoding.total_of_all(messages, compressor, shared, x)
+    return Mean(total / len(messages), decode(message), owner_residual)
 
 
 def from_senders_journey(x, owner_residual, compressor: Compressor, shared: Key, axis_name: str):
@@ -188,11 +189,8 @@ def from_senders_journey(x, owner_residual, compressor: Compressor, shared: Key,
     decode = decoding.decoder(compressor, shared, x.size, x.dtype)
     messages = yield from _messages_of_all(message, axis_name)
 
-    def with_count(message):
-        values = decode(message)
-        return values, (values != 0).astype(values.dtype)
-
-    total, senders = decoding.total(messages, with_count)
+    with_count = lambda values: (values, (values != 0).astype(values.dtype))
+    total, senders = decoding.total_of_all(messages, compressor, shared, x, with_count)
     return Mean(total / jnp.maximum(senders, 1), decode(message), owner_residual)
 
 

@@ -17,12 +17,16 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import jaxcomp
 from benchmarks import accelerators, accelerators_devices, accelerators_step, accelerators_tables
 from benchmarks.accelerators import COMPILING, time_step
 from benchmarks.accelerators_devices import DEVICES, mesh_from, mesh_of, unavailable
 from benchmarks.accelerators_program import Program
 from benchmarks.accelerators_step import METHODS, MODELS, batch_of, build_step
+from jaxcomp.compressors.base import Key
 from jaxcomp.compressors.largest import find_largest
+from jaxcomp.exchange.decoding import total_of_all
+from jaxcomp.exchange.messages import message_bytes
 
 # Of the `tiny` model's step: most copies of the parameters that kernels move (TPUs: that XLA says
 # are accessed), most kernels, most messages between hosts, and those of them in a branch: 0/1 Adam
@@ -233,6 +237,24 @@ def test_an_h100_finds_the_largest_of_a_row_in_one_kernel():
 
 def selections():
     return [selection(n) for n in (128, 4096)]
+
+
+def sums(hosts):
+    """How many copies of a bucket an H100 needs to sum the messages of all hosts."""
+    code, x = jaxcomp.top_k(1 / 128, block=4096), jax.ShapeDtypeStruct((2**20,), jnp.float32)
+    size, place = message_bytes(code, x.size) // 4, NamedSharding(mesh_of("h100", (1,)), P())
+    sum_all = lambda messages: total_of_all(messages, code, Key(0, 0), x)
+    jitted = jax.jit(sum_all, in_shardings=place, out_shardings=place)
+    compiled = jitted.lower(jax.ShapeDtypeStruct((hosts, size), jnp.uint32)).compile()
+    return compiled.memory_analysis().temp_size_in_bytes / (4 * x.size)
+
+
+def test_an_h100_sums_sparse_messages_in_place():
+    if (reason := unavailable("h100")) is not None:
+        pytest.skip(reason)
+    with locked(TPU_LOCK):
+        copies = accelerators.apart(sums, 64, environment=COMPILING)
+    assert copies < 1.5  # a whole array for each message would be 64
 
 
 def program_of(method, moved, kernels, **more):

@@ -1,5 +1,7 @@
 """Both forms of decoding messages give the same: those for CPUs and those for other platforms."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -67,3 +69,31 @@ def test_means_are_sums_over_the_number_of_messages(received):
     forms = decoding.total, decoding.mean
     total, mean = (jax.jit(form, static_argnums=1)(messages, decode) for form in forms)
     np.testing.assert_array_equal(mean, total / 5)
+
+
+LISTS = [  # the last block of 75 entries is not whole
+    jaxcomp.top_k(0.05, block=16),
+    jaxcomp.top_k(0.03),
+    jaxcomp.compose(jaxcomp.top_k(0.1, block=16), jaxcomp.quantize(4, block=8)),
+]
+
+
+@pytest.mark.parametrize("code", LISTS, ids=lambda code: code.name)
+def test_entries_that_messages_list_are_summed_as_what_they_decode_to(code):
+    x = np.random.default_rng(3).normal(size=(5, 75)).astype(np.float32)
+    x[:, 64:] = 0  # so that a block of zeros sends what is beyond the bucket, too
+    message = jax.jit(lambda row: message_of(code.encode(row, SHARED, SHARED)))
+    messages = jnp.stack([message(row) for row in x])
+    decode = jax.jit(decoding.decoder(code, SHARED, 75, jnp.float32))
+    values = np.stack([decode(message) for message in messages])
+    both = lambda values: (values, (values != 0).astype(jnp.float32))
+    whole = lambda messages: decoding.total_of_all(messages, code, SHARED, x[0], both)
+    total, senders = jax.jit(whole)(messages)
+    np.testing.assert_array_equal(total, functools.reduce(np.add, values))
+    np.testing.assert_array_equal(senders, np.sum(values != 0, axis=0))
+    lowered = jax.jit(whole).trace(messages)
+    loops = {
+        platform: "stablehlo.while" in lowered.lower(lowering_platforms=(platform,)).as_text()
+        for platform in ("cpu", "cuda", "tpu")
+    }
+    assert loops == {"cpu": True, "cuda": True, "tpu": False}
