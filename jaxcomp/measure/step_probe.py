@@ -19,6 +19,7 @@ from jaxcomp.measure.link_probe import seconds_of
 from jaxcomp.measure.planner import Message
 from jaxcomp.replicas.state import per_replica
 from jaxcomp.replicas.types import names_of
+from jaxcomp.steps import untyped
 from jaxcomp.steps.gradient import Gradient, all_gradients
 from jaxcomp.steps.placing import check_batch
 from jaxcomp.steps.update import Update, all_updates, init_state, update_specs
@@ -178,7 +179,7 @@ def gradient_timer(
     """
     check_batch(batch, axis_name, mesh.size, accumulate)
     gradient = Gradient(loss_fn, mesh, axis_name, accumulate)
-    program = jax.jit(functools.partial(all_gradients, gradient))
+    program = jax.jit(untyped.as_needed(all_gradients, gradient))
     everywhere, rows = NamedSharding(mesh, P()), NamedSharding(mesh, P(axis_name))
     zeros = lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), batch)
     params = jax.jit(functools.partial(_waves, params), out_shardings=everywhere)()

@@ -21,6 +21,7 @@ from jaxcomp.replicas.state import per_replica, stack, unstack
 from jaxcomp.replicas.types import to_varying
 from jaxcomp.sharded import levels
 from jaxcomp.sharded.qsdp import QSDP
+from jaxcomp.steps import untyped
 from jaxcomp.steps.compiling import Kept, donating
 from jaxcomp.steps.gradient import (
     Gradient,
@@ -99,11 +100,11 @@ def qsdp_train_step(
         )
     rowwise = per_replica(_for_pieces(tx), fsdp.axes)
     gradient = Gradient(loss_fn, mesh, mesh.axis_names, accumulate, has_aux, batch_specs)
-    run = _Run(gradient, tx, rowwise, mesh, fsdp)
+    run = _Run(tx, rowwise, mesh, fsdp)
     return TrainStep(
         Kept(jax.jit(functools.partial(_init, run)), mesh),
         donating(
-            functools.partial(_step, run),
+            untyped.as_needed(_step, gradient, run),
             mesh,
             shardings=functools.partial(_shardings, run),
             gathers_layers=True,
@@ -114,7 +115,6 @@ def qsdp_train_step(
 class _Run(NamedTuple):
     """The arguments of a step."""
 
-    gradient: Gradient
     given: optax.GradientTransformation  # as the user wrote it
     tx: optax.GradientTransformationExtraArgs  # the same for shards, with rows of replicas
     mesh: Mesh
@@ -153,8 +153,8 @@ def _init_local(run, shards):
     return QSDPState(jnp.int32(0), run.tx.init(shards), tables, rounds)
 
 
-def _step(run, shards, state, batch, rng=None, model_state=None, extra_args=None):
-    mesh, gradient = run.mesh, run.gradient
+def _step(gradient, run, shards, state, batch, rng=None, model_state=None, extra_args=None):
+    mesh = run.mesh
     _require_shards(run, shards)
     batch, batch_specs = placed_batch(gradient, batch)
     rows = P(mesh.axis_names)
@@ -162,7 +162,7 @@ def _step(run, shards, state, batch, rng=None, model_state=None, extra_args=None
     own_specs = _specs(run, shards)
     shards, state = placed(mesh, (shards, state), own_specs)
     shards, state, loss, skipped, extra = jax.shard_map(
-        functools.partial(_step_local, run),
+        functools.partial(_step_local, gradient, run),
         mesh=mesh,
         in_specs=(*own_specs, batch_specs, P(), P(), P()),
         out_specs=(*own_specs, rows, P(), extra_specs),
@@ -170,9 +170,11 @@ def _step(run, shards, state, batch, rng=None, model_state=None, extra_args=None
     return shards, state, metrics_of(gradient, loss, skipped, extra, model_state)
 
 
-def _step_local(run, shards, state, batch, rng, model_state, extra_args):
+def _step_local(gradient, run, shards, state, batch, rng, model_state, extra_args):
     axes = run.fsdp.axes
-    (loss, extra), (grads, tallies) = _mean_gradients(run, shards, state, batch, rng, model_state)
+    (loss, extra), (grads, tallies) = _mean_gradients(
+        gradient, run.fsdp, shards, state, batch, rng, model_state
+    )
     shards, grads = unstack((shards, grads), axes)
     tables, rounds = _fitted(run.fsdp, shards, state, tallies)
     given = {"value": lax.pmean(loss, axes)} | (extra_args or {})
@@ -180,7 +182,7 @@ def _step_local(run, shards, state, batch, rng, model_state, extra_args):
     new = optax.apply_updates(shards, updates), inner
     (shards, inner), skipped = all_or_nothing(updates, new, (shards, state.inner))
     state = QSDPState(optax.safe_increment(state.count), inner, tables, rounds)
-    return stack(shards, axes), state, loss[None], skipped, in_rows(run.gradient, extra)
+    return stack(shards, axes), state, loss[None], skipped, in_rows(gradient, extra)
 
 
 def _require_shards(run, shards):
@@ -238,13 +240,12 @@ def _fitted(fsdp, shards, state, tallies):
     return tables, new
 
 
-def _mean_gradients(run, shards, state, batch, rng, model_state):
+def _mean_gradients(gradient, fsdp, shards, state, batch, rng, model_state):
     """`((loss, extra), (grads, tallies))`, averaged over this replica's microbatches.
 
     `grads` are those of the shards; `tallies` count what was sent of them, in steps that fit
     levels.
     """
-    gradient, fsdp = run.gradient, run.fsdp
     loss_of, model_state = loss_of_part(gradient, batch, rng), own_floats(model_state, fsdp.axes)
     counters = levels.counters(unstack(shards, fsdp.axes), fsdp.fit_at(state.count))
     counters = to_varying(counters, fsdp.axes)  # else JAX sums tallies in every step

@@ -64,7 +64,7 @@ def eval_step(
     update = Update(_NO_UPDATE, mesh, axis_name, param_specs, fast_axis)
     on = Gradient(measure_fn, mesh, update.axes, batch_specs=batch_specs)
     program = jax.jit(
-        functools.partial(_measured, on, update),
+        untyped.as_needed(_measured, on, update),
         out_shardings=everywhere(mesh),
         compiler_options=compiler_options(mesh),
     )
@@ -86,7 +86,7 @@ def _own_measures(on, params, drifts, batch):
     """One replica's measures, as a row."""
     local = add_drifts(params, drifts, on.axis_name)
     batch = placing.sharded_batch(batch, on.batch_specs, on.axis_name)
-    measured = jax.tree.map(jnp.asarray, untyped.called(on.loss_fn, local, batch))
+    measured = jax.tree.map(jnp.asarray, on.loss_fn(local, batch))
     return jax.tree.map(lambda x: x[None], to_varying(measured, on.axis_name))
 
 

@@ -15,7 +15,6 @@ from jax.sharding import PartitionSpec as P
 from jaxcomp.replicas.finite import finite, unless
 from jaxcomp.replicas.protocol import widened
 from jaxcomp.replicas.types import is_mapped, is_tracked, names_of, to_varying, varying_axes
-from jaxcomp.steps import untyped
 from jaxcomp.steps.placing import on_auto_axes, within
 
 
@@ -38,7 +37,7 @@ def called(
     given = {name: value for name, value in given.items() if value is not None}
     names = ("loss", *["aux"] * has_aux, *["model_state"] * ("model_state" in given))
     form = _form(model_state)  # now: Equinox forbids to look at a state that was changed
-    returned = untyped.called(loss_fn, params, batch, **given)
+    returned = loss_fn(params, batch, **given)
     values = returned if isinstance(returned, tuple) else (returned,)
     if len(values) != len(names):
         raise ValueError(

@@ -20,6 +20,7 @@ from jaxcomp.replicas import protocol
 from jaxcomp.replicas.specs import specs_of
 from jaxcomp.replicas.state import per_replica, stack, unstack
 from jaxcomp.replicas.types import names_of
+from jaxcomp.steps import untyped
 from jaxcomp.steps.compiling import Donating, Initial, Kept, shapes_at
 from jaxcomp.steps.gradient import Gradient, all_gradients, check_accumulate, metrics_of
 from jaxcomp.steps.interleaved import exchanged
@@ -158,7 +159,7 @@ def overlapped_train_step(
     step = OverlappedStep(
         jax.jit(functools.partial(whole_drifts, update)) if fast_axis else None,
         jax.jit(functools.partial(_exchange, update)),
-        Kept(jax.jit(functools.partial(all_gradients, gradient)), mesh),
+        Kept(jax.jit(untyped.as_needed(all_gradients, gradient)), mesh),
         Donating(
             jax.jit(functools.partial(_finish, gradient, update), donate_argnums=(0, 1)),
             mesh,

@@ -13,6 +13,7 @@ from jaxcomp.replicas import protocol
 from jaxcomp.replicas.specs import require_axis, state_specs
 from jaxcomp.replicas.state import per_replica
 from jaxcomp.replicas.types import names_of
+from jaxcomp.steps import untyped
 from jaxcomp.steps.compiling import ByState, Donating, Initial, compiler_options, is_of_gpus
 from jaxcomp.steps.early import early
 from jaxcomp.steps.gradient import (
@@ -118,7 +119,7 @@ def train_step(
     require_axis(mesh, axis_name)
     update = Update(per_replica(tx, axis_name), mesh, axis_name, param_specs, fast_axis)
     gradient = Gradient(loss_fn, mesh, update.axes, accumulate, has_aux, batch_specs)
-    step = functools.partial(_step, gradient, update)
+    step = untyped.as_needed(_step, gradient, update)
 
     def jitted(state):
         options = compiler_options(mesh, early=sends_early(mesh, update.axes, state))

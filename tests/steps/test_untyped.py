@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 import jaxcomp
 from jaxcomp import report
 from jaxcomp.steps import untyped
+from jaxcomp.steps.gradient import Gradient
 from tests.helpers import replicas
 from tests.helpers.layered import EXACT, assert_close, make_batch, make_params
 from tests.helpers.replicas import mesh_of
@@ -117,6 +118,104 @@ def test_a_loop_of_a_library_trains():
     assert_close(found, params["first"] - 0.5 * gradient, 1e-6)
 
 
+@jax.custom_vjp
+def scaled(x, scale):
+    return x * scale
+
+
+def scaled_backward(saved, gradient):
+    x, scale = saved
+    return gradient * scale, gradient * x
+
+
+scaled.defvjp(lambda x, scale: (x * scale, (x, scale)), scaled_backward)
+
+
+@jax.custom_vjp
+def weighed(x, weights):
+    """Nobody differentiates at the weights, so their gradients are zeros of any type."""
+    return x * weights
+
+
+def weighed_backward(weights, gradient):
+    return gradient * weights, jnp.zeros(weights.shape)
+
+
+weighed.defvjp(lambda x, weights: (x * weights, weights), weighed_backward)
+
+
+@jax.custom_jvp
+def rounded(x):
+    return jnp.round(x)
+
+
+rounded.defjvp(lambda given, tangents: (rounded(*given), jnp.zeros(given[0].shape)))
+
+
+def as_one_device(x):
+    """As Lineax, which compares the structures of operators and vectors."""
+    shape = jax.eval_shape(lambda x: x, x)
+    if shape.sharding is not None:
+        raise ValueError(f"got {shape}")
+    return x
+
+
+CUSTOM = {
+    "a gradient of what is equal": lambda y, x: scaled(y, 2 * jnp.ones(y.shape)),
+    "a gradient of zeros": lambda y, x: weighed(y, x),
+    "a tangent of zeros": lambda y, x: y + rounded(y),
+    "a comparison of types": lambda y, x: as_one_device(y),
+}
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        functools.partial(trained, jaxcomp.train_step),
+        functools.partial(trained, jaxcomp.train_step, accumulate=3),
+        functools.partial(trained, jaxcomp.train_step, tx=COCKTAIL),
+        functools.partial(trained, jaxcomp.overlapped_train_step, tx=COCKTAIL),
+    ],
+)
+@pytest.mark.parametrize("name", CUSTOM)
+def test_custom_derivatives_train_as_on_one_device(make, name):
+    """The reference is the plain formula, which JAX differentiates by itself."""
+    plain = {
+        "a gradient of what is equal": lambda y, x: 2 * y,
+        "a gradient of zeros": lambda y, x: y * x,
+        "a tangent of zeros": lambda y, x: y + lax.stop_gradient(jnp.round(y)),
+        "a comparison of types": lambda y, x: y,
+    }
+
+    def loss_of(custom):
+        return lambda params, batch: jnp.mean(
+            (custom(batch["x"] @ params["first"], batch["x"]) - batch["y"]) ** 2
+        )
+
+    found, expected = make(loss_of(CUSTOM[name])), make(loss_of(plain[name]))
+    assert_close(found, expected, 1e-6)
+
+
+def test_a_callback_of_a_loss_that_is_traced_twice_runs_once():
+    seen = []
+
+    def loss_fn(params, batch):
+        jax.debug.callback(seen.append, batch["x"][0, 0])
+        return looped(params, batch)
+
+    trained(jaxcomp.train_step, loss_fn)
+    jax.effects_barrier()
+    assert len(seen) == 3 * 2  # steps, replicas
+
+
+def test_an_error_of_the_loss_is_raised_as_it_is():
+    def loss_fn(params, batch):
+        return looped(params, batch) + batch["z"]
+
+    with pytest.raises(KeyError, match="z"):
+        trained(jaxcomp.train_step, loss_fn)
+
+
 def shifted(params, batch):
     """What needs types to be differentiated."""
     return looped(params, batch | {"x": batch["x"] - lax.pmean(batch["x"], "replica")})
@@ -128,7 +227,7 @@ def numbered(params, batch):
 
 @pytest.mark.parametrize("loss_fn", [shifted, numbered])
 def test_with_a_collective_it_is_refused_with_what_to_write(loss_fn):
-    with pytest.raises(ValueError, match=r"a loop or a branch .* jnp.zeros_like\(x\) of a part x"):
+    with pytest.raises(ValueError, match=r"a loop, a branch .* jnp.zeros_like\(x\) of a part x"):
         trained(jaxcomp.train_step, loss_fn)
 
 
@@ -137,7 +236,7 @@ def test_so_it_is_in_shards():
         functools.partial(looped, gather=EXACT.gather), optax.sgd(0.5), mesh_of(2), EXACT
     )
     shards = EXACT.shard(make_params(), mesh_of(2))
-    with pytest.raises(ValueError, match="a loop or a branch"):
+    with pytest.raises(ValueError, match="a loop, a branch"):
         step(shards, init(shards), make_batch())
 
 
@@ -146,7 +245,8 @@ def test_so_it_is_where_the_batch_differs_over_other_axes_than_parameters(specs)
     def loss_fn(params, batch):
         return lax.fori_loop(0, 3, lambda i, total: total + jnp.sum(params * batch[i]), 0.0)
 
-    local = lambda *args: untyped.called(loss_fn, *args)[None]
+    call = lambda gradient, *args: gradient.loss_fn(*args)[None]
+    local = untyped.as_needed(call, Gradient(loss_fn, mesh_of(2, 2), "replica"))
     mapped = jax.shard_map(local, mesh=mesh_of(2, 2), in_specs=specs, out_specs=P("replica"))
-    with pytest.raises(ValueError, match="a loop or a branch"):
+    with pytest.raises(ValueError, match="a loop, a branch"):
         jax.jit(mapped)(jnp.ones(2), jnp.ones(6))
