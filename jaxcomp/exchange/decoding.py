@@ -94,25 +94,28 @@ def total_of_all(
     compressor: Compressor,
     shared: Key,
     like: jax.Array,
-    of: Callable[[jax.Array], Any] = lambda values: values,
+    function: Callable[[jax.Array], Any] = lambda values: values,
 ) -> Any:
-    """The sum of `of(values)` over messages, one a row, each of a bucket as `like`.
+    """The sum of `function(values)` over messages, one a row, each of a bucket as `like`.
 
-    `of` takes any values of a bucket, and keeps zeros. Entries that a message lists are added to
-    the sum in place, so that memory does not grow with the replicas; not on TPUs, which would move
-    a tile for each.
+    The function takes any values of a bucket, and keeps zeros. Entries that a message lists are
+    added to the sum in place, so that memory does not grow with the replicas; not on TPUs, which
+    would move a tile for each.
     """
-    payload = lambda message: payload_of(message, payload_like(compressor, like.size, like.dtype))
     decode = decoder(compressor, shared, like.size, like.dtype)
-    at_once = lambda messages: total(messages, lambda message: of(decode(message)))
-    entries = lambda message: compressor.entries(payload(message), shared)
+    at_once = lambda messages: total(messages, lambda message: function(decode(message)))
+
+    def entries(message):
+        payload = payload_of(message, payload_like(compressor, like.size, like.dtype))
+        return compressor.entries(payload, shared)
+
     if jax.eval_shape(entries, messages[0]) is None:
         return at_once(messages)
 
     def add(total, message):
         values, places = entries(message)
         put = lambda total, values: total.at[places].add(values, mode="drop", unique_indices=True)
-        return jax.tree.map(put, total, of(values.astype(like.dtype))), None
+        return jax.tree.map(put, total, function(values.astype(like.dtype))), None
 
     def in_place(messages):
         nothing = jax.tree.map(zeros_of, jax.eval_shape(at_once, messages))
