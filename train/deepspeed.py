@@ -239,7 +239,8 @@ def to_python(found: Translation, name: str) -> str:
 def main(args: list[str]) -> None:
     """Prints the config file."""
     parser = argparse.ArgumentParser(
-        prog="python -m train.deepspeed", description=__doc__.partition("\n")[0]
+        prog="python -m train.deepspeed",
+        description="Turns a DeepSpeed configuration into a config file.",
     )
     parser.add_argument("file", type=pathlib.Path, help="DeepSpeed's JSON")
     parser.add_argument("--steps", type=int, required=True, help="optimizer steps of the run")

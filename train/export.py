@@ -150,7 +150,8 @@ def _chain(start_from: str | None) -> list[tuple[str, dict[str, Any]]]:
 def main(args: list[str]) -> None:
     """Runs the program; a user's mistake ends it with a message and exit status 2."""
     parser = argparse.ArgumentParser(
-        prog="python -m train.export", description=__doc__.partition("\n")[0]
+        prog="python -m train.export",
+        description="Writes a run's parameters as a Hugging Face folder.",
     )
     parser.add_argument("run", type=pathlib.Path, help="as runs/nano_dense")
     parser.add_argument("folder", type=pathlib.Path, help="a new or an empty one")

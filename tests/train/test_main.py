@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from tests.helpers.launching import ROOT, TINY_ARGS, words
-from train import program
+from train import compare, deepspeed, export, generate, program
 from train.placement import devices
 
 NANO = ROOT / "configs" / "nano_dense.py"
@@ -159,3 +159,12 @@ def test_device_start_makes_a_device_for_each_replica_and_threads_for_all():
     )
     count, pool, threads = map(int, done.stdout.split())
     assert count == 5 and pool == max(20, os.cpu_count()) and threads > pool
+
+
+@pytest.mark.parametrize("module", [compare, deepspeed, export, generate])
+def test_commands_start_without_docstrings_as_under_python_oo(monkeypatch, capsys, module):
+    monkeypatch.setattr(module, "__doc__", None)
+    with pytest.raises(SystemExit) as stop:
+        module.main(["--help"])
+    assert stop.value.code == 0
+    assert f"usage: python -m {module.__name__}" in capsys.readouterr().out
