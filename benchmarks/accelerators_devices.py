@@ -56,6 +56,10 @@ class Device(NamedTuple):
     dtype: str = "bfloat16"
 
 
+# With it the roofline is right for the dense step that an H200 ran: 1,443 kernels in 5.7 ms.
+_KERNEL_SECONDS = 2e-6
+
+
 def _gpu(
     kind: str,
     flops: float,
@@ -68,7 +72,7 @@ def _gpu(
     target = {"cuda_compute_capability": capability, **target}
     memory, bandwidth = target["device_memory_size"], target["memory_bandwidth"]
     own = tuple(target.items())
-    return Device("cuda", kind, memory, bandwidth, flops, link, 4e-6, own, dtype)
+    return Device("cuda", kind, memory, bandwidth, flops, link, _KERNEL_SECONDS, own, dtype)
 
 
 _HOPPER: dict = {

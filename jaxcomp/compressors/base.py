@@ -66,7 +66,7 @@ class Selection(NamedTuple):
       density: Kept share of the entries of a large bucket, in (0, 1].
       position_bits: Bits of `where` per parameter of the bucket, at most.
       places: `(where, numel: int) -> i32[k]`, the positions, of a selection that may list them;
-        it returns None for buckets of which it does not.
+        it returns None for buckets of which it does not. None for others.
     """
 
     kept: Callable[[int], int]
@@ -74,7 +74,7 @@ class Selection(NamedTuple):
     scatter: Callable[[jax.Array, Any, Key, int], jax.Array]
     density: float
     position_bits: float
-    places: Callable[[Any, int], jax.Array | None] = lambda where, numel: None
+    places: Callable[[Any, int], jax.Array | None] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +102,8 @@ class Compressor:
         rest; None for others.
       stages: The codes that `compose` has chained; empty for others.
       entries: `(payload, shared: Key) -> Entries`, of a code that may list them, so that a sum of
-        messages needs no array for each; it returns None for payloads that list nothing.
+        messages needs no array for each; it returns None for payloads that list nothing. None
+        for others.
       levels: How its levels are learned; None for a code whose levels are fixed.
     """
 
@@ -118,8 +119,8 @@ class Compressor:
         compare=False, default=None
     )
     stages: "tuple[Compressor, ...]" = dataclasses.field(compare=False, default=())
-    entries: Callable[[Payload, Key], Entries | None] = dataclasses.field(
-        compare=False, default=lambda payload, shared: None
+    entries: Callable[[Payload, Key], Entries | None] | None = dataclasses.field(
+        compare=False, default=None
     )
     levels: Levels | None = dataclasses.field(compare=False, default=None)
 

@@ -191,6 +191,8 @@ def chained(
         return selection.scatter(values, where, shared, payload.numel)
 
     def entries(payload, shared):
+        if selection.places is None:
+            return None
         places = selection.places(payload.data[0], payload.numel)
         return None if places is None else Entries(values_of(payload, shared), places)
 

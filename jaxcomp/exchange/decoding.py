@@ -106,6 +106,8 @@ def total_of_all(
     at_once = lambda messages: total(messages, lambda message: function(decode(message)))
 
     def entries(message):
+        if compressor.entries is None:
+            return None
         payload = payload_of(message, payload_like(compressor, like.size, like.dtype))
         return compressor.entries(payload, shared)
 
