@@ -123,7 +123,7 @@ def draw(rows: list[dict], path: pathlib.Path) -> None:
 
     Args:
       rows: Rows of `benchmarks.accelerators`; those with an error are left out, and so are small
-        models, scanned ones beside unrolled ones, and meshes without a dense step.
+        models, scanned ones beside unrolled ones, and meshes with the dense step alone or none.
       path: The picture; its suffix says the format.
 
     Raises:
@@ -134,8 +134,10 @@ def draw(rows: list[dict], path: pathlib.Path) -> None:
     for row, dense in above_dense(rows):
         twin = row["device"], row["model"].removesuffix("-scan"), row["mesh"]
         alone = twin[1] == row["model"] or twin not in unrolled
-        if dense is not None and alone and row["parameters"] >= DRAWN_FROM:
+        drawn = row["method"] in DRAWN and row["parameters"] >= DRAWN_FROM
+        if dense is not None and alone and drawn:
             panels.setdefault((row["device"], row["model"], row["mesh"]), []).append(row)
+    panels = {place: own for place, own in panels.items() if len(own) > 1}
     if not panels:
         raise ValueError(
             f"got no row of {DRAWN_FROM:,} parameters with a prediction and its dense step, need "
@@ -148,7 +150,7 @@ def draw(rows: list[dict], path: pathlib.Path) -> None:
     for number, (place, own) in enumerate(panels.items(), 1):
         axes = figure.add_subplot(lines, columns, number)
         axes.set_title(_title(*place))
-        _panel(axes, [row for row in own if row["method"] in DRAWN])
+        _panel(axes, own)
     figure.savefig(path, dpi=100)
 
 
