@@ -323,3 +323,15 @@ def test_an_accelerator_without_a_description_is_refused(monkeypatch):
     monkeypatch.setattr(jax, "local_devices", lambda: 2 * [other])
     other.device_kind = "NVIDIA H200"
     assert accelerators.at_hand() == ("h200", 2)
+
+
+def test_the_picture_has_a_panel_where_methods_are_compared(monkeypatch, tmp_path):
+    panels = []
+    draw_panel = lambda axes, rows: panels.append([row["method"] for row in rows])
+    monkeypatch.setattr(accelerators_tables, "_panel", draw_panel)
+    large = {"parameters": accelerators_tables.DRAWN_FROM}
+    rows = [program_of(method, 30, 1500, **large) for method in ("dense", "q4", "slamb")]
+    rows.append(program_of("dense", 30, 1500, **large, mesh="64"))
+    accelerators_tables.draw(rows, tmp_path / "picture.svg")
+    assert panels == [["dense", "q4"]]  # slamb has no curve, and the dense step alone no panel
+    assert (tmp_path / "picture.svg").exists()

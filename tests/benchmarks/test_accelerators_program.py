@@ -78,6 +78,11 @@ def fusion(name, operands, kind="kLoop", result="f32[8,8]{1,0}", root=""):
     return f"{root}%{name}.1 = {result} fusion({operands}), kind={kind}, calls=%{name}"
 
 
+# A fusion with a start and a done, as XLA writes one that copies a layer's slice.
+START = "((f32[8,8]{1,0}, f32[1,8]{1,0}, s32[]), f32[8,8]{1,0}, u32[]) fusion-start(%x, %u, %i)"
+APART = f"%s = {START}, kind=kLoop, calls=%updates\n  ROOT %d = f32[8,8]{{1,0}} fusion-done(%s)"
+
+
 @pytest.mark.parametrize(
     ("line", "moved"),
     [
@@ -87,6 +92,7 @@ def fusion(name, operands, kind="kLoop", result="f32[8,8]{1,0}", root=""):
         (fusion("slices", "%x", result="f32[1,8]{1,0}", root="ROOT "), 2 * ROW),
         (fusion("halves", "%x", result="f32[1,8]{1,0}", root="ROOT "), 3 * ROW),
         (fusion("updates", "%x, %u, %i", root="ROOT "), 2 * ROW + 4),
+        (APART, 2 * ROW + 4),
         (fusion("scatters", "%x, %p, %v", root="ROOT "), 2 * 2 * SECTOR + 16 + 8),
         (fusion("multiplies", "%x", root="ROOT "), 2 * WHOLE),
     ],
