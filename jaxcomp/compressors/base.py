@@ -101,10 +101,10 @@ class Compressor:
         stage's halves and the code of what it keeps, so that an exchange need not touch the
         rest; None for others.
       stages: The codes that `compose` has chained; empty for others.
+      levels: How its levels are learned; None for a code whose levels are fixed.
       entries: `(payload, shared: Key) -> Entries`, of a code that may list them, so that a sum of
         messages needs no array for each; it returns None for payloads that list nothing. None
         for others.
-      levels: How its levels are learned; None for a code whose levels are fixed.
     """
 
     name: str
@@ -119,10 +119,10 @@ class Compressor:
         compare=False, default=None
     )
     stages: "tuple[Compressor, ...]" = dataclasses.field(compare=False, default=())
+    levels: Levels | None = dataclasses.field(compare=False, default=None)
     entries: Callable[[Payload, Key], Entries | None] | None = dataclasses.field(
         compare=False, default=None
     )
-    levels: Levels | None = dataclasses.field(compare=False, default=None)
 
     def __repr__(self) -> str:
         return self.name

@@ -64,7 +64,9 @@ def rotated(code: Compressor, block: int = 128) -> Compressor:
     if plain is not None:
         levels = plain._replace(tally=lambda x: plain.tally(rotate(x, _SIGNS)))
     name = f"rotated({code.name}{'' if block == 128 else f', block={block}'})"
-    return dataclasses.replace(code, name=name, encode=encode, decode=decode, levels=levels)
+    return dataclasses.replace(
+        code, name=name, encode=encode, decode=decode, levels=levels, entries=None
+    )
 
 
 def _hadamard(size):
