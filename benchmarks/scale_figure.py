@@ -1,6 +1,6 @@
 """What compression costs against the size of the model, as a table and as a picture.
 
-python -m benchmarks.scale_figure --runs pico:8000 micro:1000 34m_linux:2240
+python -m benchmarks.scale_figure --runs pico:8000 micro:2000 3m:2000 34m_linux:2240
 """
 
 import argparse
