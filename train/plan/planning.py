@@ -1,9 +1,11 @@
 """`python -m train CONFIG --plan`: recommends a method for a run on a network, or none."""
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import functools
 import math
+import os
 import re
 from collections.abc import Callable
 
@@ -82,12 +84,14 @@ def make_plan(config: Config, options: Options) -> tuple[planner.Plan, planner.L
     runs, changes = runs_of(config)
     methods, silent = {}, contextlib.nullcontext(lambda more: None)
     local = functools.cache(lambda name: update_timer(runs[name], mesh)())
+    make = lambda name: make_method(name, runs[name], mesh, changes[name])
     rate, codecs = options.codec_rate, {}
     parts = len(runs) if rate is not None else 2 * len(runs)
     with progress.counted("plan", parts) if agree.is_first() else silent as show:
-        for name, run in runs.items():
-            methods[name] = make_method(name, run, mesh, changes[name])
+        for method in _together(make, runs):
+            methods[method.name] = method
             show(1)
+        for name, run in runs.items():
             if rate is not None:
                 codecs[name] = codec_seconds(run, rate) if changes[name] else 0.0
             else:
@@ -99,6 +103,14 @@ def make_plan(config: Config, options: Options) -> tuple[planner.Plan, planner.L
     timed = [dataclasses.replace(methods[name], codec_seconds=codecs[name]) for name in runs]
     timed += [islands_of(method, replicas) for method in timed if method.name == DILOCO]
     return planner.plan(timed, link, compute), link
+
+
+def _together(make, names):
+    """The methods as they are done, compiled beside each other."""
+    # Several processes compile in the same order: a GPU's compiler may wait for the others.
+    workers = os.cpu_count() if jax.process_count() == 1 else 1
+    with concurrent.futures.ThreadPoolExecutor(workers) as pool:
+        yield from pool.map(make, names)
 
 
 def runs_of(config: Config) -> tuple[dict[str, Config], dict[str, str]]:
