@@ -231,6 +231,11 @@ PICO: dict[str, Method] = {
             (", outer 1.0", 16, 1.0, 0.0),
         )
     },
+    "MuLoCo, mean momenta": Method(
+        "muloco(learning_rate, axis_name, outer_rate=1.0, outer_momentum=0.0, "
+        "momentum_code=quantize(3, block=64))",
+        (8e-3,),
+    ),
     "MuLoCo, every 4th": Method("muloco(learning_rate, axis_name, every=4)", (8e-3,)),
     "CocktailSGD, no delay, 88x, Muon": Method(
         f"cocktail_sgd({MUON_RARE_ROWS}, axis_name, delayed=False)", (8e-3,)

@@ -49,6 +49,7 @@ from jaxcomp.methods.local_presets import sparse_loco as sparse_loco
 from jaxcomp.methods.local_presets import streaming_diloco as streaming_diloco
 from jaxcomp.methods.local_steps import LocalStepsState as LocalStepsState
 from jaxcomp.methods.local_steps import local_steps as local_steps
+from jaxcomp.methods.mean_momentum import mean_momentum as mean_momentum
 from jaxcomp.methods.moments import Deviations as Deviations
 from jaxcomp.methods.muon import muon as muon
 from jaxcomp.methods.one_bit_adam import OneBitAdamState as OneBitAdamState

@@ -17,6 +17,7 @@ from jaxcomp.compressors.sparse import top_k
 from jaxcomp.exchange import wire
 from jaxcomp.exchange.wire import Transport
 from jaxcomp.methods.local_steps import local_steps
+from jaxcomp.methods.mean_momentum import mean_momentum
 from jaxcomp.methods.muon import muon
 from jaxcomp.methods.rare_rows import rare_rows
 from jaxcomp.schedules import Schedule
@@ -158,6 +159,7 @@ def muloco(
     error_decay: float | None = 0.9,
     outer_rate: float | optax.Schedule = 0.6,
     outer_momentum: float = 0.6,
+    momentum_code: Compressor | Policy | Transport | None = None,
     weight_decay: float = 0.0,
     **options: Any,
 ) -> optax.GradientTransformationExtraArgs:
@@ -174,6 +176,9 @@ def muloco(
       outer_rate: Learning rate of the outer optimizer; a schedule counts outer steps.
       outer_momentum: Its momentum. The paper's 0.8 and 0.9, every 30 steps, move the consensus 8
         times as far as the replicas went, too far in runs of a few thousand steps.
+      momentum_code: Code in which replicas average their momenta, too, as `jaxcomp.mean_momentum`
+        says: `quantize(3, block=64)`. None: momenta stay local. With it take an outer rate of 1.0
+        and no outer momentum.
       weight_decay: Weight decay of the matrices.
       **options: Others of `local_steps`.
 
@@ -184,12 +189,14 @@ def muloco(
     References:
       B. Therien et al., `MuLoCo: Muon is a practical inner optimizer for DiLoCo
       <https://arxiv.org/abs/2505.23725>`_, 2025. Deviations: interval and outer rates; the rows of
-      embeddings; all leaves are encoded, in both directions. In the paper's sweeps norms,
-      embeddings and the head are sent in float32: pass a policy as `code` for that. In the authors'
-      code the learning rate enters twice with error feedback; here once.
+      embeddings; momenta, if they are averaged; all leaves are encoded, in both directions. In the
+      paper's sweeps norms, embeddings and the head are sent in float32: pass a policy as `code` for
+      that. In the authors' code the learning rate enters twice with error feedback; here once.
     """
     adam = rare_rows(optax.adam(learning_rate, b2=0.95), axis_name)
     inner = muon(learning_rate, weight_decay=weight_decay, others=adam)
+    if momentum_code is not None:
+        inner = mean_momentum(inner, axis_name, code=momentum_code)
     outer = _outer("muloco", every, outer_rate, outer_momentum, "learning_rate")
     options["error_decay"] = error_decay
     return local_steps(inner, axis_name, every=every, code=code, outer=outer, **options)

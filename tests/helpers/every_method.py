@@ -34,7 +34,10 @@ METHODS = {
     "dion": Method(jaxcomp.dion(1e-2, "replica", rank=2), numbers=("left_factor", "right_factor")),
     "local_steps": Method(
         jaxcomp.local_steps(
-            jaxcomp.rare_rows(optax.adam(1e-2), "replica"), "replica", every=2, error_decay=0.9
+            jaxcomp.mean_momentum(jaxcomp.rare_rows(optax.adam(1e-2), "replica"), "replica"),
+            "replica",
+            every=2,
+            error_decay=0.9,
         ),
         alone=True,
         by_row=("synchronize",),

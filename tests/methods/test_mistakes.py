@@ -30,6 +30,7 @@ MAKERS = {
     "dion": rate(jaxcomp.dion),
     "local_steps": lambda every=2, **options: sgd(jaxcomp.local_steps)(every=every, **options),
     "loss_scale": sgd(jaxcomp.loss_scale),
+    "mean_momentum": lambda inner: jaxcomp.mean_momentum(inner, "replica"),
     "muon": jaxcomp.muon,
     "one_bit_adam": rate(jaxcomp.one_bit_adam),
     "one_bit_lamb": rate(jaxcomp.one_bit_lamb),
@@ -92,6 +93,7 @@ MISTAKES = {
         ({"freeze_step": 0}, "freeze_step=0"),
         ({"freeze_ratio": 1.0}, "freeze_ratio=1.0"),
     ],
+    "mean_momentum": [({"inner": 3}, "mean_momentum got 3 where")],
     "one_bit_lamb": [
         ({"eps": 0.0}, "one_bit_lamb got eps=0.0"),
         ({"freeze_step": 0}, "one_bit_lamb got freeze_step=0"),

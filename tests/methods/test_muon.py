@@ -140,17 +140,21 @@ def test_tables_may_be_in_shards_and_matrices_may_not():
         trained(specs | {"block_0/up/kernel": P("fsdp")})
 
 
-def test_the_default_muloco_is_local_steps_with_muon_and_rare_rows():
+@pytest.mark.parametrize("momentum_code", [None, jaxcomp.quantize(3, block=64)])
+def test_muloco_is_local_steps_with_muon_and_rare_rows(momentum_code):
     adam = jaxcomp.rare_rows(optax.adam(RATE, b2=0.95), "replica")
+    inner = jaxcomp.muon(RATE, weight_decay=0.1, others=adam)
+    if momentum_code is not None:
+        inner = jaxcomp.mean_momentum(inner, "replica", code=momentum_code)
     written = jaxcomp.local_steps(
-        jaxcomp.muon(RATE, weight_decay=0.1, others=adam),
+        inner,
         "replica",
         every=2,
         code=jaxcomp.bin_means(2, block=1024),
         outer=optax.sgd(0.6, 0.6, nesterov=True),
         error_decay=0.9,
     )
-    preset = {"every": 2, "weight_decay": 0.1}
+    preset = {"every": 2, "weight_decay": 0.1, "momentum_code": momentum_code}
     found, _ = trained(None, lambda: jaxcomp.muloco(RATE, "replica", **preset))
     wanted, _ = trained(None, lambda: written)
     for name, x in wanted.items():
