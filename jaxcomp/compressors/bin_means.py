@@ -41,7 +41,7 @@ def bin_means(bits: int, block: int | None = None) -> Compressor:
         rows, used = in_blocks(x, size), in_blocks(jnp.ones_like(x), size) > 0
         mean_of = lambda values, used: (
             jnp.sum(jnp.where(used, values, 0.0), axis=-1, keepdims=True)
-            / jnp.maximum(jnp.sum(used, axis=-1, keepdims=True), 1)
+            / jnp.maximum(jnp.sum(used, axis=-1, keepdims=True), 1).astype(values.dtype)
         )
         centred = rows - mean_of(rows, used)
         width = jnp.sqrt(mean_of(jnp.square(centred), used)) * (6 / num_bins)

@@ -111,8 +111,8 @@ class Adam(NamedTuple):
         correction = 1 / weight if self.deviations.bias_correction else 1.0
         leaves, treedef = jax.tree.flatten(variance)
         if floor and leaves:
-            totals, sizes = _sums(variance), layer_sizes(variance)
-            seen = totals if others is None else _sums(others)
+            totals, sizes = sums(variance), layer_sizes(variance)
+            seen = totals if others is None else sums(others)
             counted = [jnp.where(total > 0, n, 0.0) for total, n in zip(seen, sizes, strict=True)]
             mean = sum(map(_total, seen)) / jnp.maximum(1, sum(map(_total, counted)))
             lows = [
@@ -188,10 +188,11 @@ def dtype_of(tree):
 
 def power(b: float, n: jax.Array, like) -> jax.Array:
     """b^n in the dtype of the tree `like`; JAX alone would use float64 if that is enabled."""
-    return jnp.asarray(b, dtype_of(like)) ** n
+    return lax.pow(jnp.asarray(b, dtype_of(like)), n)
 
 
-def _sums(tree: Any) -> list[jax.Array]:
+def sums(tree: Any) -> list[jax.Array]:
+    """The sum of each leaf, over all its shards, or of each layer of a stack."""
     return sums_over_shards(list(map(jnp.sum, jax.tree.leaves(tree), own_axes(tree))))
 
 

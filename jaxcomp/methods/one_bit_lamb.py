@@ -308,5 +308,5 @@ def even_scales(momentum: Any, axis_name: str) -> list[jax.Array]:
     sizes = map(jnp.float32, moments.layer_sizes(momentum, axis_name))
     roots = [jnp.sqrt(s / n) for s, n in zip(sums, sizes, strict=True)]
     magnitudes = jnp.concatenate([m.reshape(-1) for m in roots])
-    mean = jnp.sum(magnitudes) / jnp.maximum(jnp.sum(magnitudes > 0), 1)
+    mean = jnp.sum(magnitudes) / jnp.maximum(1, jnp.sum(magnitudes > 0, dtype=magnitudes.dtype))
     return [jnp.where(m > 0, mean / m, 1.0) for m in roots]

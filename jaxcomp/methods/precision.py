@@ -199,7 +199,7 @@ def loss_scale(
         return changes, LossScaleState(
             loss_scale=jnp.where(bad, jnp.maximum(state.loss_scale / 2, 1), grown),
             good_steps=jnp.where(bad | grows, 0, state.good_steps + 1),
-            overflows=state.overflows + bad,
+            overflows=state.overflows + bad.astype(jnp.int32),
             inner=unless(bad, inner, state.inner),
         )
 

@@ -286,3 +286,20 @@ def test_two_leaves_may_have_one_path(method):
     wanted.step(grads)
     found.step(alike(grads))
     same(found.params, alike(wanted.params))
+
+
+BIN_MEANS = jaxcomp.compressed_mean(jaxcomp.bin_means(2), "replica")
+# Without those around optax's Adam and Muon, which mix types themselves.
+OWN_TYPES = {name: METHODS[name].tx for name in ("one_bit_adam", "slamb", "zero_one_adam")} | {
+    "bin_means": optax.chain(BIN_MEANS, optax.sgd(0.1)),
+    "loss_scale": jaxcomp.loss_scale(optax.chain(BIN_MEANS, optax.sgd(0.1)), "replica"),
+    "one_bit_lamb": jaxcomp.one_bit_lamb(1e-2, "replica", freeze_step=2, deviations=None),
+}
+
+
+@pytest.mark.parametrize("name", OWN_TYPES)
+def test_methods_mix_no_types(name):
+    with jax.numpy_dtype_promotion("strict"):
+        functions = jaxcomp.train_step(loss_fn, OWN_TYPES[name], mesh_of(2), "replica")
+        params = start()
+        functions.step.lower(params, functions.init(params), batch_of(0))
