@@ -25,11 +25,12 @@ def resize(state: Any, like: Any) -> Any:
     """Turns the state of N replicas into one for M replicas that goes on from the same place.
 
     Rows of replicas (residuals, drift, local moments, accumulators) are replaced by their mean, in
-    all M rows. This keeps the mean over replicas, which is what training sees. The owners' parts of
-    a bucket or a parameter (`owner_residual`, `owned`, a `Shard`) are redistributed over M owners.
-    Counts of skipped steps (`skipped`) are added up in the first row. The rest is copied. The
-    mesh's other axes must keep their sizes; the axes of `qsdp` count as one axis. If M is N,
-    nothing changes.
+    all M rows. This keeps the mean over replicas, which is what training sees. So do counts of an
+    inner optimizer, which differ where a replica has skipped steps; they are rounded up. The
+    owners' parts of a bucket or a parameter (`owner_residual`, `owned`, a `Shard`) are
+    redistributed over M owners. Counts of skipped steps (`skipped`) are added up in the first row.
+    The rest is copied, keys from the first row. The mesh's other axes must keep their sizes; the
+    axes of `qsdp` count as one axis. If M is N, nothing changes.
 
     Args:
       state: Global state of N replicas, as arrays or NumPy arrays.
@@ -127,9 +128,9 @@ def _resize_leaf(place, old, new):
         out[0] = np.sum(on_host(old))
         return _placed_like(out, new)
     _require_rows(place, old, new)
-    if jnp.issubdtype(old.dtype, jnp.inexact):
+    if jnp.issubdtype(old.dtype, jnp.inexact) or jnp.issubdtype(old.dtype, jnp.signedinteger):
         return _repeated(_map_rows(_mean, old), new)
-    return _repeated(_row_at(old, 0), new)
+    return _repeated(_row_at(old, 0), new)  # of flags and keys
 
 
 def _require_rows(place, old, new):
@@ -141,7 +142,10 @@ def _require_rows(place, old, new):
 
 
 def _mean(rows):
-    """The mean over rows in float32 or wider, for NumPy and JAX arrays."""
+    """The mean over rows in float32 or wider, for NumPy and JAX arrays; of counts rounded up."""
+    if jnp.issubdtype(rows.dtype, jnp.signedinteger):
+        least = rows.min(axis=0)  # sums of the rest do not overflow
+        return least - (least - rows).sum(axis=0, dtype=rows.dtype) // rows.shape[0]
     wide = jnp.promote_types(rows.dtype, jnp.float32)
     return rows.mean(axis=0, dtype=wide).astype(rows.dtype)
 

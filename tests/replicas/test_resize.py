@@ -122,11 +122,19 @@ def test_owners_of_shards_are_laid_out_shard_by_shard():
     np.testing.assert_array_equal(got.owner_residual[0], new.owner_residual[0])
 
 
-def test_rows_of_integers_and_flags_are_copied():
-    old = {"count": jnp.array([7, 7], jnp.int32), "w": jnp.array([[1.0], [4.0]])}
-    like = {"count": jnp.zeros(3, jnp.int32), "w": jnp.zeros((3, 1))}
-    got = jaxcomp.resize(old, like)
-    assert got["count"].tolist() == [7, 7, 7]
+@pytest.mark.parametrize("on_devices", [False, True])
+def test_counts_become_their_mean_rounded_up_and_flags_are_copied(on_devices):
+    # The first replica has skipped all steps, and the moments are of the second.
+    old = {
+        "count": np.array([0, 5], np.int32),
+        "flag": np.array([True, False]),
+        "large": np.array([2**31 - 1, 2**31 - 1], np.int32),
+        "w": np.array([[1], [4]], np.float32),
+    }
+    like = {name: np.zeros((3, *x.shape[1:]), x.dtype) for name, x in old.items()}
+    got = jaxcomp.resize(rows(mesh_of(2), old) if on_devices else old, like)
+    assert got["count"].tolist() == [3, 3, 3] and got["flag"].all()
+    assert got["large"].tolist() == [2**31 - 1] * 3
     assert got["w"].tolist() == [[2.5]] * 3
 
 
