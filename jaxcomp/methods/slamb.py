@@ -186,7 +186,7 @@ def slamb(
         squared = lambda v, g: b2 * v + (1 - b2) * g * g
         momentum = jax.tree.map(moved, state.momentum, grads)
         variance = jax.tree.map(squared, state.variance, grads)
-        bad = failing(jax.tree.map(jnp.square, grads))  # a variance learns from squares
+        bad = failing(jax.tree.map(jnp.square, grads), axis_name)  # a variance learns from squares
         momentum = unless(bad, momentum, state.momentum)
         variance = unless(bad, variance, state.variance)
         exchanged = masks.mean_on_masks(masks_of(params), "momentum", momentum, transport, count)
@@ -221,7 +221,7 @@ def slamb(
             owner_residual=got.owner_residual,
             stale=stale,
             rounds=counted(state.rounds, all=True, momentum=True, synchronize=meets),
-            skipped=state.skipped + any_of(bad, axis_name),
+            skipped=state.skipped + any_of(bad),
         )
 
     return in_batches(method(name, axis_name, init_fn, update_fn))

@@ -169,7 +169,7 @@ def zero_one_adam(
     def update_fn(updates, state, params, **_):
         count = state.count
         grads = jax.tree.map(lambda g, v: g.astype(v.dtype), updates, state.variance)
-        bad = failing(jax.tree.map(jnp.square, grads))  # a variance learns from squares
+        bad = failing(jax.tree.map(jnp.square, grads), axis_name)  # a variance learns from squares
         learns, meets, is_warm = variance_at(count), sync_at(count), count < warmup_steps
         learned, root, rootless = _learned(adam, state, grads, bad, learns, learning)
         still = jax.tree.map(jnp.logical_or, bad, rootless)
@@ -185,7 +185,7 @@ def zero_one_adam(
         return adam.decayed(change, adam.rate_of(count), params), state._replace(
             count=optax.safe_increment(count),
             rounds=counted(state.rounds, all=meets, **sent),
-            skipped=state.skipped + any_of(bad, axis_name),
+            skipped=state.skipped + any_of(bad),
             **learned,
             **moved,
         )
@@ -334,11 +334,12 @@ def _learned_root(adam, new, old, learns):
     variance = new[0] if fresh else unless(is_first, old[0], new[0])
     weight = unless(is_first | (learns & fresh), old[1], new[1])
     guarded = is_first & learns & (adam.deviations.variance_floor > 0)
-    rootless = jax.tree.map(lambda v: guarded & (jnp.sum(v) == 0), variance)
+    rootless = [guarded & (total == 0) for total in moments.sums(variance)]
     # Without the barrier XLA sums old and new variances of a leaf in one kernel, and all would
     # wait.
     others = jax.tree.map(lax.optimization_barrier, old[0])
-    return adam.root(variance, weight, others=others), rootless
+    root = adam.root(variance, weight, others=others)
+    return root, jax.tree.unflatten(jax.tree.structure(variance), rootless)
 
 
 def _mean_root(adam, state, own, root):

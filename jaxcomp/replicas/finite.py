@@ -20,7 +20,7 @@ from jax import lax
 
 from jaxcomp.compressors.platforms import by_platform
 from jaxcomp.replicas.layers import broadcast_over, own_axes
-from jaxcomp.replicas.types import largest
+from jaxcomp.replicas.types import largest, largest_over_shards
 
 _LONG = 2**16  # most entries of a vector whose checks are kept until all are known
 
@@ -45,7 +45,7 @@ def finite(tree: Any, flat: list[jax.Array] | None = None) -> jax.Array:
 
 def finite_by_leaf(leaves: list[jax.Array]) -> jax.Array:
     """`finite` from one value for each array."""
-    bad = jnp.array(failing(leaves), bool)
+    bad = jnp.array(_failing(leaves), bool)
     # Without the barrier XLA builds a chain of ors, and repeats it in the update of every leaf.
     return ~jnp.any(lax.optimization_barrier(bad))
 
@@ -66,20 +66,27 @@ def _finite_rows(x):
     return jnp.isfinite(x).reshape(-1)
 
 
-def failing(tree: Any) -> Any:
-    """For each leaf whether this device's part of it is not finite anywhere; each layer of a stack.
+def failing(tree: Any, *but: str) -> Any:
+    """For each leaf whether it is not finite anywhere; each layer of a stack.
 
-    Leaves are bool[], and bool[layers] in a `Stacked` node.
+    Leaves are bool[], and bool[layers] in a `Stacked` node; equal over all mesh axes except `but`,
+    so that a leaf's shards are kept or moved together.
     """
-    leaves, treedef = jax.tree.flatten(tree)
+    counts = [bad.astype(jnp.int32) for bad in _failing(tree)]
+    bad = [count > 0 for count in largest_over_shards(counts, *but)]
+    return jax.tree.unflatten(jax.tree.structure(tree), bad)
+
+
+def _failing(tree):
+    """`failing` of this device's part of each leaf, a list."""
     fails = lambda x, axes: ~jnp.all(jnp.isfinite(x), axis=axes)
-    return treedef.unflatten(map(fails, leaves, own_axes(tree)))
+    return list(map(fails, jax.tree.leaves(tree), own_axes(tree)))
 
 
-def any_of(bad: Any, *but: str) -> jax.Array:
-    """i32[], 1 if anything in a tree of bool is true; equal over all mesh axes except `but`."""
+def any_of(bad: Any) -> jax.Array:
+    """i32[], 1 if anything in a tree of bool is true."""
     one_each = [jnp.any(x) for x in jax.tree.leaves(bad)]
-    return largest(jnp.array(one_each, jnp.int32).max(initial=0), *but)
+    return jnp.array(one_each, jnp.int32).max(initial=0)
 
 
 def not_finite(tree: Any, *but: str, flat: list[jax.Array] | None = None) -> jax.Array:

@@ -39,13 +39,22 @@ def sums_over_shards(xs: list[jax.Array], *but: str) -> list[jax.Array]:
 
     Values that vary over the same axes are sent together.
     """
+    return _over_shards(lax.psum, xs, but)
+
+
+def largest_over_shards(xs: list[jax.Array], *but: str) -> list[jax.Array]:
+    """As `sums_over_shards`, the maximum of each."""
+    return _over_shards(lax.pmax, xs, but)
+
+
+def _over_shards(reduce, xs, but):
     axes = [tuple(sorted(varying_axes(x) - set(but))) for x in xs]
-    sums = list(xs)
+    reduced = list(xs)
     for names in dict.fromkeys(own for own in axes if own):
         alike = [i for i, own in enumerate(axes) if own == names]
-        for i, total in zip(alike, lax.psum([xs[i] for i in alike], names), strict=True):
-            sums[i] = total
-    return sums
+        for i, x in zip(alike, reduce([xs[i] for i in alike], names), strict=True):
+            reduced[i] = x
+    return reduced
 
 
 def size_over_shards(x: jax.Array, *but: str) -> int:

@@ -63,14 +63,20 @@ METHODS = {
 
 
 def loss_fn(params, batch):
-    hidden = jnp.tanh(batch @ params["up"] + params["bias"][None])
-    return jnp.mean((hidden @ params["down"] - batch) ** 2)
+    x, pull = batch["x"], batch["pull"]
+    hidden = jnp.tanh(x @ params["up"] + params["bias"][None])
+    return jnp.mean((hidden @ params["down"] - x) ** 2) + jnp.mean(pull) * params["up"][0, 0]
 
 
-def trained(tx, mesh, specs):
-    """Each replica's own parameters after a few steps, where all shards are put together."""
+def trained(tx, mesh, specs, pull=0.0):
+    """Each replica's own parameters after a few steps, where all shards are put together.
+
+    `pull` is what the first replica's gradient of one entry of "up" gets more in step 1.
+    """
     params = jax.tree.map(lambda x: x / 4, random_tree(0, shapes=SHAPES))
-    batches = [random_tree(number, shapes={"x": (8, 32)})["x"] for number in range(5)]
+    batches = [random_tree(number, shapes={"x": (8, 32)}) for number in range(5)]
+    batches = [batch | {"pull": np.zeros(8, np.float32)} for batch in batches]
+    batches[1]["pull"][:4] = pull
     options = {"param_specs": specs}
     params, state, seen = replicas.trained(loss_fn, tx, mesh, params, batches, **options)
     assert not any(metrics["skipped"] for metrics in seen)
@@ -88,3 +94,35 @@ def test_shards_train_as_whole_parameters(method):
         np.testing.assert_allclose(found[name], whole[name], rtol=0, atol=1e-5)
     if method == "slamb":  # between two synchronizations
         assert np.abs(whole["up"][0] - whole["up"][1]).max() > 1e-3
+
+
+@pytest.mark.parametrize("method", ["slamb", "zero_one_adam"])
+def test_shards_of_a_leaf_whose_gradient_is_not_finite_stand_still_together(method):
+    whole = trained(METHODS[method], mesh_of(2), dict.fromkeys(SHAPES, P()), pull=np.inf)
+    found = trained(METHODS[method], mesh_of(2, 2), SPECS, pull=np.inf)
+    for name in SHAPES:
+        np.testing.assert_allclose(found[name], whole[name], rtol=0, atol=1e-5)
+
+
+def test_a_shard_without_a_mean_gradient_moves_with_its_leaf():
+    # In the first step the replicas' gradients of the first two rows cancel.
+    gradients = np.ones((2, 2, 4, 3), np.float32)
+    gradients[0, 1, :2] = -1
+    tx = jaxcomp.zero_one_adam(
+        *(1e-2, "replica"),
+        compressor=EXACT,
+        deviations=jaxcomp.Deviations(mean_momentum=False),
+        sync_at=lambda count: count == 0,
+        variance_at=lambda count: count == 0,
+    )
+    loss = lambda params, batch: jnp.sum(params["kernel"] * batch[0])
+
+    def stepped(mesh, spec):
+        start = {"kernel": np.zeros((4, 3), np.float32)}
+        specs = {"param_specs": {"kernel": spec}}
+        _, state, _ = replicas.trained(loss, tx, mesh, start, gradients, **specs)
+        return np.asarray(state.drift["kernel"])
+
+    whole = stepped(mesh_of(2), P())
+    assert np.all(whole < 0)
+    np.testing.assert_allclose(stepped(mesh_of(2, 2), P("fsdp")), whole, rtol=1e-6)
