@@ -21,7 +21,7 @@ from jaxcomp.exchange import buckets, wire
 from jaxcomp.exchange.journeys import Pace, alone, at_once, completed, received, resumed
 from jaxcomp.exchange.wire import Transport
 from jaxcomp.replicas.finite import not_finite, poisoned
-from jaxcomp.replicas.types import num_replicas, to_varying, varying_axes, zeros_of
+from jaxcomp.replicas.types import num_replicas, to_varying, vary_over, varying_axes, zeros_of
 
 EXACT = identity()
 
@@ -144,8 +144,8 @@ def average(
         means = map_buckets(either, plan, shared, owner_residual)
     wide = [jnp.promote_types(dtype, jnp.float32) for dtype in plan.dtypes]
     flat = [m.mean for m in means]
-    means_of = _laid_out(buckets.unflatten(plan, flat, wide))
-    decoded = _laid_out(buckets.unflatten(plan, [m.sent for m in means], wide))
+    means_of = _laid_out(plan, buckets.unflatten(plan, flat, wide))
+    decoded = _laid_out(plan, buckets.unflatten(plan, [m.sent for m in means], wide))
     sent = _sent(plan, leaves, empty, decoded, instead)
     left = None if residual is None else paired(_lost, residual, total, sent)
     failed = None if bad is None else not_finite(flat[carrier:][:1]) > 0
@@ -153,11 +153,14 @@ def average(
     return Averaged(means_of, sent, left, owed, failed, flat)
 
 
-def _laid_out(tree):
+def _laid_out(plan, tree):
     """The leaves, each matrix copied once from its bucket into its own tiles on TPUs.
 
-    XLA:TPU would compute with slices of the bucket, and copy what each reader has computed.
+    XLA:TPU would compute with slices of the bucket, and copy what each reader has computed. Leaves
+    without elements get here the axes that shard them: they are in no bucket.
     """
+    labels = plan.treedef.unflatten(plan.labels)
+    tree = jax.tree.map(lambda x, label: vary_over(x, label.axes), tree, labels)
     same = lambda x: x
     once = lambda x: lax.optimization_barrier(x) if x.ndim > 1 else x
     return by_platform(tree, cpu=same, gpu=same, default=functools.partial(jax.tree.map, once))

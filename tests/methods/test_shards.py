@@ -126,3 +126,14 @@ def test_a_shard_without_a_mean_gradient_moves_with_its_leaf():
     whole = stepped(mesh_of(2), P())
     assert np.all(whole < 0)
     np.testing.assert_allclose(stepped(mesh_of(2, 2), P("fsdp")), whole, rtol=1e-6)
+
+
+@pytest.mark.parametrize("method", ["cocktail_sgd", "zero_one_adam"])
+@pytest.mark.parametrize("shape", [(0, 8), (8, 0)])
+def test_a_leaf_without_elements_may_be_sharded(method, shape):
+    params = {"empty": np.zeros(shape, np.float32), "up": np.zeros((32, 64), np.float32)}
+    specs = {"empty": P(*("fsdp" if size else None for size in shape)), "up": P("fsdp")}
+    tx = jaxcomp.per_replica(METHODS[method], "replica")
+    found = jaxcomp.state_specs(tx, params, mesh_of(2, 2), "replica", specs)
+    (drift,) = protocol.drifts(found)
+    assert drift["empty"] == P("replica", *specs["empty"])
