@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxcomp.replicas.finite import finite, unless
 from jaxcomp.replicas.protocol import widened
-from jaxcomp.replicas.types import is_mapped, is_tracked, names_of, to_varying, varying_axes
+from jaxcomp.replicas.types import is_tracked, names_of, to_varying, varying_axes
 from jaxcomp.steps.placing import on_auto_axes, within
 
 
@@ -112,9 +112,9 @@ def own_floats(model_state: Any, axis_name: str | tuple[str, ...]) -> Any:
 def require_local(loss: jax.Array, *axes: str) -> None:
     """Raises a ValueError if a loss is equal on all replicas, as its gradients would be too small.
 
-    Under `jax.vmap`, which has no types, that is a loss without a replica axis.
+    Under `jax.vmap` any loss will do: it does not divide the gradient of a mean over the replicas.
     """
-    if varying_axes(loss).issuperset(axes) if is_tracked(axes) else is_mapped(loss):
+    if not is_tracked(axes) or varying_axes(loss).issuperset(axes):
         return
     raise ValueError(
         f"the loss is equal on all replicas over {axes}: it was averaged over them, as by "

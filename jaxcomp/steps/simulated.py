@@ -51,8 +51,9 @@ def simulated_train_step(
 
     Raises:
       ValueError: For `num_replicas` or `accumulate` that is no positive integer; at the first call,
-        if the batch cannot be divided, or the loss is equal on all replicas. JAX raises one at the
-        first call if the updates of `tx` differ between replicas because it does not average.
+        if the batch cannot be divided. JAX raises one at the first call if the updates of `tx`
+        differ between replicas because it does not average. A loss that is averaged over the
+        replicas is right here; a mesh refuses it.
     """
     if not (is_count(num_replicas) and is_count(accumulate)):
         raise ValueError(
