@@ -29,7 +29,7 @@ def random_k(density: float, pattern: str = "runs") -> Compressor:
     ("runs" and "strided", which visit each entry once in them) or over the shared key ("random").
 
     Args:
-      density: Share of the entries to send, in (0, 1]; `1 / density` is an integer.
+      density: Share of the entries to send, in [2**-20, 1]; `1 / density` is an integer.
       pattern: "runs", one of every `1 / density` runs of 1,024 neighbours, the next one each step.
         Runs are shorter at the bucket's end and in small buckets. It copies whole rows, which is
         fast on any machine. "strided", every `1 / density`-th entry, rolled by one each step.
@@ -264,6 +264,9 @@ def _stride(density):
     below = math.floor(1 / density)
     holds, write = abs(1 / density - stride) <= 1e-6, f"1/{below + 1} or 1/{below}"
     require(holds, "random_k", "1 / density to be an integer", write, density=density)
+    # Positions have 32 bits, and a run for each of `stride` has to fit.
+    write = "random_k(1 / 4096) to send little"
+    require(stride <= 2**20, "random_k", "at least 2**-20", write, density=density)
     return stride
 
 

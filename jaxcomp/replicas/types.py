@@ -75,6 +75,11 @@ def _is_tracked(axis_name):
     try:
         index = lax.axis_index(axis_name)
     except NameError as error:
+        if own := jax.sharding.get_abstract_mesh().manual_axes:
+            raise ValueError(
+                f"the axis {axis_name!r} is unknown here, where the axes are {tuple(sorted(own))}; "
+                "give the transformation and its step the same name."
+            ) from error
         raise ValueError(
             f"the axis {axis_name!r} is unknown here; run this inside jax.shard_map over a mesh "
             f"with an axis {axis_name!r}, or under jax.vmap(..., axis_name={axis_name!r}). Flax's "

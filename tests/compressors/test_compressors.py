@@ -387,6 +387,7 @@ def test_values_that_are_not_finite_are_not_hidden(value):
         (lambda: random_k(0.0), r"random_k got density=0.0; needs .* \(0, 1\]"),
         (lambda: random_k(1.5), r"random_k got density=1.5; needs .* \(0, 1\]"),
         (lambda: random_k(0.3), "density=0.3; needs 1 / density to be an integer; .* 1/4 or 1/3"),
+        (lambda: random_k(1e-9), r"density=1e-09; needs at least 2\*\*-20; write random_k\(1 / 4"),
         (lambda: random_k(0.1, "cyclic"), "pattern='cyclic'; write 'runs', 'strided' or 'random'"),
         (lambda: top_k(-0.1), r"top_k got density=-0.1; needs .* \(0, 1\]"),
         (lambda: top_k(0.1, block=0), "top_k got block=0; needs a positive integer, or None"),

@@ -41,9 +41,10 @@ def test_an_unknown_axis_is_refused(use):
         "init": lambda p: jaxcomp.per_replica(optax.sgd(1.0), "replicas").init(p),
         "update": lambda p: jaxcomp.per_replica(optax.sgd(1.0), "replicas").update(p, state, p),
     }
-    with pytest.raises(ValueError, match="axis 'replicas' is unknown here; run this inside"):
+    message = r"axis 'replicas' is unknown here, where the axes are \('replica',\); give the"
+    with pytest.raises(ValueError, match=message):
         on(mesh_of(2), calls[use])(PARAMS)
-    with pytest.raises(ValueError, match="axis 'replica' is unknown here"):
+    with pytest.raises(ValueError, match="axis 'replica' is unknown here; run this inside"):
         tx.init(PARAMS)
     with pytest.raises(ValueError, match=r"no axis 'replicas'; its axes are \('replica',\)"):
         jaxcomp.state_specs(tx, PARAMS, mesh_of(2), "replicas")
