@@ -100,10 +100,11 @@ def explain(error, state, params):
             "optax.contrib.reduce_on_plateau())."
         ) from error
     shards = frozenset().union(*map(varying_axes, jax.tree.leaves(params)))
-    if shards and "must have equal output types" in str(error):
+    has_products = any(nodes(optax.ScaleByLBFGSState, state))
+    if shards and (has_products or "must have equal output types" in str(error)):
         raise ValueError(
-            f"the optimizer has branches that treat shards over {tuple(sorted(shards))} as whole "
-            "parameters, as optax.contrib.galore does; write one that works entry by entry, as "
+            f"the optimizer treats shards over {tuple(sorted(shards))} as whole parameters, as "
+            "optax.contrib.galore and optax.lbfgs do; write one that works entry by entry, as "
             "optax.adamw, or a mesh whose devices hold all parameters."
         ) from error
     for kind, name in _CHOOSING.items():

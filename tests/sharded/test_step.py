@@ -214,6 +214,13 @@ def test_what_would_mix_the_shards_of_replicas_is_refused(method):
         made.init(EXACT.shard({"kernel": np.ones((4, 4), np.float32)}, mesh))
 
 
+def test_an_optimizer_with_inner_products_is_refused():
+    mesh, lbfgs = mesh_of(2), optax.lbfgs(0.1, linesearch=None)
+    made = jaxcomp.qsdp_train_step(loss_of(EXACT), lbfgs, mesh, EXACT)
+    with pytest.raises(ValueError, match=r"shards over \('replica',\) as whole .*optax\.lbfgs do"):
+        made.init(EXACT.shard({"kernel": np.ones((4, 4), np.float32)}, mesh))
+
+
 def test_parameters_and_shards_of_other_meshes_are_told_from_shards():
     mesh, train_step, shards, state = start(EXACT, optax.sgd(1), 2)
     with pytest.raises(ValueError, match=r"float32\[16,16\].*each of the mesh's 2 dev"):
