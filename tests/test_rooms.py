@@ -41,6 +41,7 @@ ELSEWHERE = {
     "launch/__main__.py": "launch/test_launch.py",
     "launch/aborts.py": "launch/test_watchdog.py",  # what a watchdog says in an abort
     "launch/addresses.py": "launch/test_distributed.py",
+    "launch/agree.py": "launch/test_exits.py",
     "launch/board.py": "launch/test_strangers.py",
     "launch/control.py": "launch/test_supervise.py",
     "launch/copies.py": "train/checkpoints/test_emergency.py",  # of a run

@@ -49,7 +49,8 @@ def get_config():
         steps={steps},
         replicas={replicas},
         optimizer=Optimizer(
-            "chain(compressed_mean(quantize(4), axis_name), sgd(learning_rate))",
+            "chain(compressed_mean(quantize(4, rounding='stochastic'), axis_name), "
+            "sgd(learning_rate))",
             learning_rate={learning_rate},
             schedule="constant",
         ),
