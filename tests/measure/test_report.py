@@ -109,18 +109,6 @@ def test_combined_collectives_count_every_operand():
     assert report.sent_bytes(program, mesh, "data") == 288
 
 
-def test_a_scan_counts_its_length():
-    mesh = mesh_of_shape(2, 4)
-
-    def body(x, _):
-        return vary(lax.pmean(jnp.sin(x), "data"), "data"), None
-
-    program = compile_step(lambda x, i: lax.scan(body, x, None, length=7)[0], mesh)
-    [found] = report.collectives(program, mesh)
-    assert (found.axes, found.count, found.sent_bytes) == (("data",), 7, 128)
-    assert report.sent_bytes(program, mesh) == 7 * 128
-
-
 def test_nested_scans_multiply():
     mesh = mesh_of_shape(2, 4)
 
