@@ -36,22 +36,6 @@ def test_with_all_coefficients_it_steps_by_the_sign_of_the_mean_gradient():
         np.testing.assert_allclose(state.residual[name], 0, atol=1e-6)
 
 
-def test_what_is_not_sent_stays_in_the_momentum():
-    """Of a tile's transform the largest coefficient leaves it, and the others decay."""
-    tx = jaxcomp.demo(1.0, "replica", top=1, tile=8, decay=0.5)
-    params = {"w": np.zeros((8, 8), np.float32)}
-    grads = [{"w": random_tree(t, 2, shapes={"w": (8, 8)})["w"]} for t in range(2)]
-    _, state = history_of(tx, params, grads, 2)[-1]
-    momentum, matrix = np.zeros((2, 8, 8)), cosines(8)
-    for grad in grads:
-        momentum = 0.5 * momentum + grad["w"]
-        there = matrix @ momentum @ matrix.T
-        for own in there.reshape(2, -1):
-            own[np.argmax(np.abs(own))] = 0
-        momentum = matrix.T @ there @ matrix
-    np.testing.assert_allclose(state.residual["w"], momentum, atol=1e-5)
-
-
 def test_a_message_holds_coefficients_and_their_places():
     mesh, params = mesh_of(2), {"w": np.zeros((64, 128), np.float32)}
     init, update = transform(jaxcomp.demo(1e-3, "replica"), mesh, params)
