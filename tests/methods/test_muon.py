@@ -104,20 +104,6 @@ def test_other_leaves_may_have_a_rate_of_their_own():
     np.testing.assert_array_equal(slow["block_0/up/kernel"], same["block_0/up/kernel"])
 
 
-def test_stacked_layers_take_the_steps_of_layers_apart():
-    apart = {"up/kernel": (8, 32), "up/bias": (32,), "query/kernel": (8, 2, 4)}
-    layers, grads = (
-        [random_tree(10 * seed + i, shapes=apart) for i in range(3)] for seed in (1, 2)
-    )
-    stack = lambda trees: {"blocks": jax.tree.map(lambda *x: np.stack(x), *trees)}
-    tx = jaxcomp.per_layer(jaxcomp.muon(RATE), jaxcomp.by_path(("^blocks/", True)))
-    (found,) = steps(tx, stack(layers), [stack(grads)])
-    for i, (layer, grad) in enumerate(zip(layers, grads, strict=True)):
-        (wanted,) = steps(jaxcomp.muon(RATE), layer, [grad])
-        for name, x in wanted.items():
-            np.testing.assert_allclose(found["blocks"][name][i], x, atol=2e-6)
-
-
 # Blocks of a code lie otherwise in shards.
 EXACT = {"every": 2, "code": jaxcomp.identity(), "error_decay": None}
 
