@@ -94,9 +94,3 @@ def optimized():
     jax.config.update("jax_disable_most_optimizations", False)
     yield
     jax.config.update("jax_disable_most_optimizations", True)
-
-
-@pytest.fixture
-def mesh_of():
-    """Makes a mesh with one axis, "replica", of the given number of devices."""
-    return lambda num_replicas: jax.make_mesh((num_replicas,), ("replica",))

@@ -8,6 +8,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxcomp.compressors.platforms import by_platform, fuses_rows
+from tests.helpers.replicas import mesh_of
 
 
 @pytest.fixture
@@ -22,7 +23,7 @@ def chosen():
     return lambda x: by_platform(x, **forms), traced
 
 
-def test_a_mesh_says_which_form_is_traced(chosen, mesh_of):
+def test_a_mesh_says_which_form_is_traced(chosen):
     function, traced = chosen
     run = jax.shard_map(function, mesh=mesh_of(2), in_specs=P(), out_specs=P())
     assert jax.eval_shape(run, jnp.zeros(2)).shape == (2,)

@@ -19,6 +19,7 @@ import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from tests.helpers.replicas import mesh_of
 from tests.helpers.restoring import restore
 from train.checkpoints import files, store
 from train.checkpoints.files import latest, steps
@@ -142,7 +143,7 @@ def small_disk(tmp_path):
         time.sleep(0.05)
 
 
-def test_every_kind_of_leaf_returns_bit_for_bit(tmp_path, mesh_of, monkeypatch):
+def test_every_kind_of_leaf_returns_bit_for_bit(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     tree = make_tree(mesh_of(4)) | {"numpy": np.arange(6, dtype=np.float64).reshape(2, 3), "b": 2.5}
     metadata = {"num_replicas": 4, "config": {"lr": 1e-3, "name": "n", "none": None}, "t": [1, 2]}
@@ -168,7 +169,7 @@ def test_parts_without_leaves_may_come_and_go(tmp_path, parts):
 
 
 @pytest.mark.parametrize("num_devices, spec", [(2, ("replica",)), (8, (None,)), (1, ("replica",))])
-def test_a_mesh_of_another_size_reads_the_saved_replicas(tmp_path, mesh_of, num_devices, spec):
+def test_a_mesh_of_another_size_reads_the_saved_replicas(tmp_path, num_devices, spec):
     save_steps(tmp_path, mesh_of(4), [1], num_replicas=4)
     like = target(make_tree(mesh_of(num_devices)))
     with pytest.raises(ValueError, match=r"it has 4\).*residual/w: got float32\[4,2,3\], needed"):
@@ -182,7 +183,7 @@ def test_a_mesh_of_another_size_reads_the_saved_replicas(tmp_path, mesh_of, num_
     assert got["params"]["f32"].sharding.mesh.size == num_devices
 
 
-def test_a_save_returns_early_and_its_buffers_may_be_donated(tmp_path, mesh_of, monkeypatch):
+def test_a_save_returns_early_and_its_buffers_may_be_donated(tmp_path, monkeypatch):
     mesh = mesh_of(4)
     overwritten = threading.Event()
 
@@ -211,7 +212,7 @@ def test_a_save_returns_early_and_its_buffers_may_be_donated(tmp_path, mesh_of, 
     np.testing.assert_array_equal(got["b"], values)
 
 
-def test_the_newest_checkpoints_stay(tmp_path, mesh_of):
+def test_the_newest_checkpoints_stay(tmp_path):
     checkpoints = open_checkpoints(tmp_path, keep=2)
     for step in (1, 2, 30, 4_000):
         checkpoints.save(step, {"x": jnp.ones(2)}, {})
@@ -223,7 +224,7 @@ def test_the_newest_checkpoints_stay(tmp_path, mesh_of):
     assert latest(tmp_path / "nothing") is None
 
 
-def test_a_process_killed_while_it_saves_leaves_the_previous_checkpoint(tmp_path, mesh_of):
+def test_a_process_killed_while_it_saves_leaves_the_previous_checkpoint(tmp_path):
     save_steps(tmp_path, mesh_of(2), [1])
     script = (
         "import sys, numpy as np\n"
@@ -255,7 +256,7 @@ def flip_a_bit(path):
 HARM = [Path.unlink, lambda path: os.truncate(path, path.stat().st_size // 2), flip_a_bit]
 
 
-def test_harm_to_any_file_is_noticed_and_the_last_good_step_named(tmp_path, mesh_of):
+def test_harm_to_any_file_is_noticed_and_the_last_good_step_named(tmp_path):
     save_steps(tmp_path, mesh_of(2), [10, 20])
     like = target(make_tree(mesh_of(2)))
     paths = [
@@ -299,7 +300,7 @@ def test_harm_to_the_first_bytes_of_a_large_file_is_noticed(tmp_path):
         files.intact(tmp_path)
 
 
-def test_checksums_name_all_files_and_no_others(tmp_path, mesh_of):
+def test_checksums_name_all_files_and_no_others(tmp_path):
     save_steps(tmp_path, mesh_of(2), [10, 20])
     sums = tmp_path / "20" / "checksums.json"
     named = json.loads(sums.read_text())
@@ -333,9 +334,7 @@ def test_only_folders_with_the_name_of_a_step_are_checkpoints(tmp_path):
     assert files.steps(tmp_path) == [8]
 
 
-def test_the_newest_checkpoint_is_chosen_again_if_a_run_removes_it_meanwhile(
-    tmp_path, mesh_of, monkeypatch
-):
+def test_the_newest_checkpoint_is_chosen_again_if_a_run_removes_it_meanwhile(tmp_path, monkeypatch):
     save_steps(tmp_path, mesh_of(2), [10, 20])
     checksum = files._checksum
 
@@ -353,9 +352,7 @@ def test_the_newest_checkpoint_is_chosen_again_if_a_run_removes_it_meanwhile(
 
 
 @pytest.mark.parametrize("lost", ["state", "checksums.json", ""])
-def test_what_was_read_of_a_checkpoint_that_went_meanwhile_is_not_used(
-    tmp_path, mesh_of, monkeypatch, lost
-):
+def test_what_was_read_of_a_checkpoint_that_went_meanwhile_is_not_used(tmp_path, monkeypatch, lost):
     save_steps(tmp_path, mesh_of(2), [10, 20])
     saved = store.choose(tmp_path, 10)
     like = target(make_tree(mesh_of(2)))
@@ -372,7 +369,7 @@ def test_what_was_read_of_a_checkpoint_that_went_meanwhile_is_not_used(
             read()
 
 
-def test_the_named_good_step_passes_over_damaged_ones(tmp_path, mesh_of):
+def test_the_named_good_step_passes_over_damaged_ones(tmp_path):
     save_steps(tmp_path, mesh_of(2), [1, 2, 3])
     shutil.rmtree(tmp_path / "2" / "state")
     shutil.rmtree(tmp_path / "3" / "metadata")
@@ -385,7 +382,7 @@ def test_the_named_good_step_passes_over_damaged_ones(tmp_path, mesh_of):
         restore(tmp_path, target(make_tree(mesh_of(2))), step=2)
 
 
-def test_a_checkpoint_of_another_model_is_refused_before_loading(tmp_path, mesh_of, monkeypatch):
+def test_a_checkpoint_of_another_model_is_refused_before_loading(tmp_path, monkeypatch):
     save_steps(tmp_path, mesh_of(2), [1], num_replicas=2)
     monkeypatch.setattr(store.ocp, "Checkpointer", None)
     like = target(make_tree(mesh_of(2), width=6))
@@ -401,7 +398,7 @@ def test_a_checkpoint_of_another_model_is_refused_before_loading(tmp_path, mesh_
     assert "params/bf16: got bfloat16[4], needed float16[2,2]" in text
 
 
-def test_what_cannot_be_saved_or_found_is_told_at_once(tmp_path, mesh_of):
+def test_what_cannot_be_saved_or_found_is_told_at_once(tmp_path):
     for step, text in ((None, "no checkpoint in"), (5, "no checkpoint of step 5")):
         with pytest.raises(ValueError, match=rf"{text} .*\. Name another directory$"):
             restore(tmp_path, {}, step)
@@ -437,7 +434,7 @@ def test_a_directory_that_cannot_be_written_is_named_and_read(small_disk):
         open_checkpoints(small_disk)
 
 
-def test_too_little_space_is_refused_before_writing(tmp_path, mesh_of, monkeypatch):
+def test_too_little_space_is_refused_before_writing(tmp_path, monkeypatch):
     save_steps(tmp_path, mesh_of(2), [1])
     usage = namedtuple("usage", "total used free")(4_000_000, 3_000_000, 1_000_000)
     monkeypatch.setattr(store.shutil, "disk_usage", lambda path: usage)
