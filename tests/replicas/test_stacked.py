@@ -176,11 +176,21 @@ def trained(tx, params, mesh=None, **options):
     return params, state
 
 
+@functools.cache
+def unstacked(name):
+    """Parameters and state of a method's row, with layers that are leaves of their own."""
+    return trained(METHODS[name](), unstacked_params())
+
+
+@functools.cache
+def stacked(name):
+    """The same with the layers in stacks, and `per_layer` around the method."""
+    return trained(jaxcomp.per_layer(METHODS[name](), STACKED), stack(unstacked_params()))
+
+
 @pytest.mark.parametrize("name", METHODS)
 def test_a_stacked_model_trains_as_the_same_model_unstacked(name):
-    make, params = METHODS[name], unstacked_params()
-    wanted, wanted_state = trained(make(), params)
-    found, state = trained(jaxcomp.per_layer(make(), STACKED), stack(params))
+    (wanted, wanted_state), (found, state) = unstacked(name), stacked(name)
     errors = jax.tree.map(distance, found, stack(wanted))
     assert max(jax.tree.leaves(errors)) < 1e-6
     shapes = jax.tree.map(jnp.shape, found)
@@ -258,12 +268,11 @@ def test_only_the_layer_that_fails_stands_still():
 
 
 def test_without_it_a_stack_has_one_trust_ratio():
-    make, params = METHODS["slamb"], unstacked_params()
-    stacked, _ = trained(make(), stack(params))
-    apart, _ = trained(jaxcomp.per_layer(make(), STACKED), stack(params))
+    params = stack(unstacked_params())
+    (apart, _), (together, _) = stacked("slamb"), trained(METHODS["slamb"](), params)
     norms = lambda x: np.linalg.norm(np.asarray(x), axis=(1, 2))
-    before = stack(params)["blocks"]["kernel"]
-    moved = [norms(x["blocks"]["kernel"] - before) / norms(before) for x in (apart, stacked)]
+    before = params["blocks"]["kernel"]
+    moved = [norms(x["blocks"]["kernel"] - before) / norms(before) for x in (apart, together)]
     assert moved[0].max() < 2 * moved[0].min()
     assert moved[1].max() > 10 * moved[1].min()
 
@@ -297,14 +306,14 @@ def test_neither_a_scalar_nor_an_array_of_no_layers_is_a_stack(shape, lack):
 
 
 def test_what_owners_hold_of_stacked_layers_moves_to_other_numbers_of_replicas():
-    def resized(tx, params):
-        _, state = trained(tx, params)
+    def resized(tx, params, state):
         init, _ = jaxcomp.train_step(loss_fn, tx, mesh_of(3), "replica")
         return optax.tree_utils.tree_get(jaxcomp.resize(state, jax.eval_shape(init, params)), "mu")
 
-    make, params = METHODS["sharded_optimizer"], unstacked_params()
-    found = resized(jaxcomp.per_layer(make(), STACKED), stack(params))
-    wanted = resized(make(), params)
+    name, params = "sharded_optimizer", unstacked_params()
+    layered = jaxcomp.per_layer(METHODS[name](), STACKED)
+    found = resized(layered, stack(params), stacked(name)[1])
+    wanted = resized(METHODS[name](), params, unstacked(name)[1])
     rows_of = lambda name: np.stack([wanted[f"blocks_{i}"][name] for i in range(LAYERS)], axis=1)
     for name in SHAPES:
         assert found["blocks"][name].shape[:2] == (3, LAYERS)
