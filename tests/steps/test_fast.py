@@ -53,24 +53,33 @@ def make_batch(step, bad=None):
     return batch
 
 
+def rows_of(mesh):
+    """Where the rows of a batch lie."""
+    return NamedSharding(mesh, P(mesh.axis_names))
+
+
+@functools.cache
+def compiled(mesh, tx, make=jaxcomp.train_step, **options):
+    """A step's `init`, and its program: compiled once for all tests."""
+    made = make(loss_fn, tx, mesh, "replica", **options)
+    params = everywhere(mesh, PARAMS)
+    args = params, made.init(params), jax.device_put(make_batch(0), rows_of(mesh))
+    overlapped = isinstance(made.step, jaxcomp.OverlappedStep)
+    return made.init, made.step.compile(*args) if overlapped else made.step.lower(*args).compile()
+
+
 def train(
-    mesh, tx, steps=3, *, make=jaxcomp.train_step, bad=None, params=PARAMS, init=None, **options
+    mesh, tx, steps=3, *, make=jaxcomp.train_step, bad=None, params=PARAMS, state=None, **options
 ):
     """Parameters, state, metrics of each step, and bytes that a device sends to other replicas."""
-    made = make(loss_fn, tx, mesh, "replica", **options)
+    init, step = compiled(mesh, tx, make, **options)
     params = everywhere(mesh, params)
-    state, seen = made.init(params) if init is None else init, []
-    rows = NamedSharding(mesh, P(mesh.axis_names))
+    state, seen = init(params) if state is None else state, []
     for number in range(steps):
-        batch = jax.device_put(make_batch(number, bad), rows)
-        if number == 0:
-            overlapped = isinstance(made.step, jaxcomp.OverlappedStep)
-            compiled = made.step.compile if overlapped else lambda *a: made.step.lower(*a).compile()
-            step = compiled(params, state, batch)
+        batch = jax.device_put(make_batch(number, bad), rows_of(mesh))
         params, state, metrics = step(params, state, batch)
         seen.append(jax.device_get(metrics))
-    sent = report.sent_bytes(step.programs if overlapped else step, mesh, "replica")
-    return params, state, seen, sent
+    return params, state, seen, report.sent_bytes(getattr(step, "programs", step), mesh, "replica")
 
 
 def test_the_mean_is_that_of_one_device_a_replica():
@@ -125,7 +134,7 @@ def test_gradients_are_taken_where_the_drift_of_all_devices_is():
         own.append(jax.tree.map(cut, jax.device_get(params), drifts))
     # One step without a gradient to speak of tells the losses at these places.
     _, _, [metrics], _ = train(
-        fast_mesh(2, 2), tx, 1, params=jax.device_get(params), init=state, fast_axis="fast"
+        fast_mesh(2, 2), tx, 1, params=jax.device_get(params), state=state, fast_axis="fast"
     )
     batch = make_batch(0)
     for device in range(4):
@@ -141,10 +150,7 @@ def test_an_overlapped_step_is_that_of_one_program():
     split = train(mesh, DELAYED, 4, bad=2, fast_axis="fast", make=jaxcomp.overlapped_train_step)
     close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
     jax.tree.map(close, jax.device_get(whole), jax.device_get(split))
-    made = jaxcomp.overlapped_train_step(loss_fn, DELAYED, mesh, "replica", fast_axis="fast")
-    params = everywhere(mesh, PARAMS)
-    batch = jax.device_put(make_batch(0), NamedSharding(mesh, P(mesh.axis_names)))
-    step = made.step.compile(params, made.init(params), batch)
+    _, step = compiled(mesh, DELAYED, jaxcomp.overlapped_train_step, fast_axis="fast")
     assert report.collectives(step.gradient, mesh) == []
     assert {row.axes for row in report.collectives(step.gather, mesh)} == {("fast",)}
 
