@@ -104,8 +104,9 @@ def explain(error, state, params):
     if shards and (has_products or "must have equal output types" in str(error)):
         raise ValueError(
             f"the optimizer treats shards over {tuple(sorted(shards))} as whole parameters, as "
-            "optax.contrib.galore and optax.lbfgs do; write one that works entry by entry, as "
-            "optax.adamw, or a mesh whose devices hold all parameters."
+            "optax.contrib.galore and optax.lbfgs do, or optax.clip_by_global_norm inside "
+            "optax.MultiSteps; write jaxcomp.clip_by_global_norm for it, and an optimizer that "
+            "works entry by entry, as optax.adamw, or a mesh whose devices hold all parameters."
         ) from error
     for kind, name in _CHOOSING.items():
         inside = [node.inner_state for node in nodes(kind, state)]

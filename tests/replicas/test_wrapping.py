@@ -12,6 +12,7 @@ import jaxcomp
 from tests.helpers.replicas import PARAMS, mesh_of
 
 TX = optax.chain(jaxcomp.compressed_mean(jaxcomp.quantize(4), "replica"), optax.sgd(0.1))
+CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
 
 
 def loss_fn(params, batch):
@@ -157,13 +158,21 @@ def test_an_optimizer_that_searches_along_a_line():
     init(optax.chain(TX, optax.lbfgs(0.1, linesearch=None)))
 
 
-def test_an_optimizer_that_branches_on_shards():
-    whole = optax.chain(TX, optax.contrib.galore(1e-3, rank=2))
-    params = {"w": jnp.ones((8, 8))}
+@pytest.mark.parametrize(
+    ("optimizer", "told"),
+    [
+        (optax.contrib.galore(1e-3, rank=2), "galore"),
+        (optax.MultiSteps(CLIPPED, 1), r"MultiSteps; write jaxcomp\.clip_by_global_norm for it"),
+    ],
+    ids=["galore", "clip_by_global_norm"],
+)
+def test_an_optimizer_that_branches_on_shards(optimizer, told):
+    whole = optax.chain(TX, optimizer)
+    params = {"w": jnp.ones((8, 8)), "b": jnp.ones(8)}
     init(whole, params)
-    specs = {"w": jax.P("fsdp")}
+    specs = {"w": jax.P("fsdp"), "b": jax.P()}
     made = jaxcomp.train_step(loss_fn, whole, mesh_of(2, 2), "replica", param_specs=specs)
-    with pytest.raises(ValueError, match=r"shards over \('fsdp',\) as whole .*galore"):
+    with pytest.raises(ValueError, match=rf"shards over \('fsdp',\) as whole .*{told}"):
         jax.eval_shape(made.init, params)
 
 
