@@ -133,7 +133,8 @@ def _named(url: str) -> Iterator[Any]:
         import obstore
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            "jaxcomp.islands needs obstore, which is not installed; write pip install obstore."
+            "jaxcomp.islands needs obstore, its extra 'islands', which is not installed; write "
+            "pip install obstore, or pip install '.[islands]' in a checkout."
         ) from error
     kinds = obstore.exceptions
     try:

@@ -119,5 +119,5 @@ def test_errors_of_a_store_say_what_to_do(error, kind, text, monkeypatch):
 
 def test_without_obstore_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "obstore", None)
-    with pytest.raises(ModuleNotFoundError, match="pip install obstore"):
+    with pytest.raises(ModuleNotFoundError, match=r"its extra .islands.*pip install obstore, or"):
         store.opened("memory://a")
