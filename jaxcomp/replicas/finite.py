@@ -20,7 +20,7 @@ from jax import lax
 
 from jaxcomp.compressors.platforms import by_platform
 from jaxcomp.replicas.layers import broadcast_over, own_axes
-from jaxcomp.replicas.types import largest, largest_over_shards
+from jaxcomp.replicas.types import any_over_shards, largest
 
 _LONG = 2**16  # most entries of a vector whose checks are kept until all are known
 
@@ -72,8 +72,7 @@ def failing(tree: Any, *but: str) -> Any:
     Leaves are bool[], and bool[layers] in a `Stacked` node; equal over all mesh axes except `but`,
     so that a leaf's shards are kept or moved together.
     """
-    counts = [bad.astype(jnp.int32) for bad in _failing(tree)]
-    bad = [count > 0 for count in largest_over_shards(counts, *but)]
+    bad = any_over_shards(_failing(tree), *but)
     return jax.tree.unflatten(jax.tree.structure(tree), bad)
 
 

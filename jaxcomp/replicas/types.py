@@ -42,9 +42,10 @@ def sums_over_shards(xs: list[jax.Array], *but: str) -> list[jax.Array]:
     return _over_shards(lax.psum, xs, but)
 
 
-def largest_over_shards(xs: list[jax.Array], *but: str) -> list[jax.Array]:
-    """As `sums_over_shards`, the maximum of each."""
-    return _over_shards(lax.pmax, xs, but)
+def any_over_shards(xs: list[jax.Array], *but: str) -> list[jax.Array]:
+    """As `sums_over_shards`, of bool: whether each is true in any shard."""
+    largest = lambda xs, names: lax.pmax([x.astype(jnp.int32) for x in xs], names)
+    return _over_shards(lambda xs, names: [n > 0 for n in largest(xs, names)], xs, but)
 
 
 def _over_shards(reduce, xs, but):
