@@ -106,7 +106,7 @@ def make_plan(config: Config, options: Options) -> tuple[planner.Plan, planner.L
 
 
 def _together(make, names):
-    """The methods as they are done, compiled beside each other."""
+    """What `make` returns for each name, in their order, compiled beside each other."""
     # Several processes compile in the same order: a GPU's compiler may wait for the others.
     workers = os.cpu_count() if jax.process_count() == 1 else 1
     with concurrent.futures.ThreadPoolExecutor(workers) as pool:
