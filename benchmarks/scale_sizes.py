@@ -202,6 +202,14 @@ RECIPE = {
     r"^(?:zero_one_adam|one_bit_adam|slamb|dion|demo|muloco)\(.*$": rf"chain({CLIP}, \g<0>)",
     "freeze_step=1200": "freeze_step=warmup_steps",
 }
+# The same with a memory for batches of few tokens, in which most rows of an embedding have no
+# gradient.
+_ADAM = "adam(learning_rate, b2=0.95)"
+LONG_MEMORY = RECIPE | {
+    rf"\bmuon\(learning_rate, {DECAY}\)": f"muon(learning_rate, {DECAY}, others={_ADAM})",
+    r"\bmuloco\(learning_rate, axis_name": rf"\g<0>, others=rare_rows({_ADAM}, axis_name)",
+    r"\bb2=0\.95\b": "b2=0.999",
+}
 MICRO = DecoderConfig(layers=2, width=96, heads=3, context=32, vocab=8192)
 LARGE = {"heads": 12, "context": 512, "dtype": "bfloat16"}
 
@@ -211,6 +219,8 @@ SIZES = {
     "micro": Size(MICRO, 2000, 16, 64, _centres(adam=2e-3, muon=8e-3), RECIPE),
     # Four times the tokens a step: more replicas see the same rows of the embedding.
     "micro_batch_64": Size(MICRO, 2000, 64, 16, _centres(adam=4e-3, muon=1.6e-2), RECIPE),
+    # Adam's second moments remember 1,000 steps, not 20.
+    "micro_b2_999": Size(MICRO, 2000, 16, 64, _centres(adam=2e-3, muon=1.6e-2), LONG_MEMORY),
     # A larger model, and all else as for micro.
     "3m": Size(
         DecoderConfig(layers=4, width=192, heads=6, context=32, vocab=8192),

@@ -194,6 +194,7 @@ TABLES: dict[str, Callable[[list[dict], str, int], str]] = {
     "micro_fine_tune": scale_figure.table,
     "micro_fine_tune_rates": scale_figure.table,
     "micro_batch_64": scale_figure.table,
+    "micro_b2_999": scale_figure.table,
     "3m": scale_figure.table,
     "micro_dense_start": scale_figure.table,
     "readme": _readme,

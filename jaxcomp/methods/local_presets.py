@@ -161,14 +161,14 @@ def muloco(
     outer_momentum: float = 0.6,
     momentum_code: Compressor | Policy | Transport | None = None,
     weight_decay: float = 0.0,
+    others: optax.GradientTransformation | None = None,
     **options: Any,
 ) -> optax.GradientTransformationExtraArgs:
     """DiLoCo with Muon as inner optimizer, whose model differences need few bits: 2 by default.
 
     Args:
       learning_rate: Learning rate of `jaxcomp.muon`: Muon for the matrices of blocks, Adam for
-        embeddings, heads and vectors. Rows of embeddings step as far as in dense training, by
-        `jaxcomp.rare_rows`.
+        embeddings, heads and vectors.
       axis_name: Mesh axis of the replicas.
       every: Inner steps per outer step, or a schedule that gives the steps.
       code: Code of the differences, see `local_steps`.
@@ -180,6 +180,9 @@ def muloco(
         says: `quantize(3, block=64)`. None: momenta stay local. With it take an outer rate of 1.0
         and no outer momentum.
       weight_decay: Weight decay of the matrices.
+      others: Optimizer of the other leaves. Default: `jaxcomp.rare_rows(optax.adam(learning_rate,
+        b2=0.95), axis_name)`, so that rows of embeddings step as far as in dense training. With
+        thousands of tokens a step or fewer take `b2=0.999`, as for `jaxcomp.muon`.
       **options: Others of `local_steps`.
 
     Returns:
@@ -193,8 +196,9 @@ def muloco(
       paper's sweeps norms, embeddings and the head are sent in float32: pass a policy as `code` for
       that. In the authors' code the learning rate enters twice with error feedback; here once.
     """
-    adam = rare_rows(optax.adam(learning_rate, b2=0.95), axis_name)
-    inner = muon(learning_rate, weight_decay=weight_decay, others=adam)
+    if others is None:
+        others = rare_rows(optax.adam(learning_rate, b2=0.95), axis_name)
+    inner = muon(learning_rate, weight_decay=weight_decay, others=others)
     if momentum_code is not None:
         inner = mean_momentum(inner, axis_name, code=momentum_code)
     outer = _outer("muloco", every, outer_rate, outer_momentum, "learning_rate")

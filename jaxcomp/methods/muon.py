@@ -34,7 +34,8 @@ def muon(
       rms: Root mean square of a matrix's step at a rate of 1; Adam's is about 0.2. None: steps of
         norm `sqrt(max(1, n / m))` for a matrix [m, n], as in `optax.contrib.muon`.
       others: Optimizer of the other leaves, with a rate of its own; default:
-        `optax.adam(learning_rate, b2=0.95)`.
+        `optax.adam(learning_rate, b2=0.95)`, for batches of very many tokens. With thousands of
+        tokens a step or fewer take `b2=0.999`, or rare tokens are forgotten; see docs/scale.md.
 
     Returns:
       An `optax.partition` of `optax.contrib.muon` and `others`. More than two axes are cut where m

@@ -127,8 +127,9 @@ def test_tables_may_be_in_shards_and_matrices_may_not():
 
 
 @pytest.mark.parametrize("momentum_code", [None, jaxcomp.quantize(3, block=64)])
-def test_muloco_is_local_steps_with_muon_and_rare_rows(momentum_code):
-    adam = jaxcomp.rare_rows(optax.adam(RATE, b2=0.95), "replica")
+@pytest.mark.parametrize("b2", [None, 0.999])
+def test_muloco_is_local_steps_with_muon_and_rare_rows(momentum_code, b2):
+    adam = jaxcomp.rare_rows(optax.adam(RATE, b2=0.95 if b2 is None else b2), "replica")
     inner = jaxcomp.muon(RATE, weight_decay=0.1, others=adam)
     if momentum_code is not None:
         inner = jaxcomp.mean_momentum(inner, "replica", code=momentum_code)
@@ -141,6 +142,7 @@ def test_muloco_is_local_steps_with_muon_and_rare_rows(momentum_code):
         error_decay=0.9,
     )
     preset = {"every": 2, "weight_decay": 0.1, "momentum_code": momentum_code}
+    preset |= {} if b2 is None else {"others": adam}
     found, _ = trained(None, lambda: jaxcomp.muloco(RATE, "replica", **preset))
     wanted, _ = trained(None, lambda: written)
     for name, x in wanted.items():
