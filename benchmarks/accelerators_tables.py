@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 
 from benchmarks.accelerators_devices import RATES
 from benchmarks.accelerators_step import WITH_MOMENTUM
+from benchmarks.rows import markdown
 from train.output.plots import COLORS
 
 _COLUMNS = ("device", "model", "mesh", "method")
@@ -56,16 +57,10 @@ def table(rows: list[dict]) -> str:
     """The rows as Markdown tables: programs and predicted steps."""
     whole = sorted(above_dense(rows), key=lambda pair: _key(pair[0]))
     tables = [
-        _markdown(_PROGRAM, [_program(*pair) for pair in whole] + _failures(rows)),
-        _markdown(_PREDICTED, [_predicted(row) for row, _ in whole]),
+        (_PROGRAM, [_program(*pair) for pair in whole] + _failures(rows)),
+        (_PREDICTED, [_predicted(row) for row, _ in whole]),
     ]
-    return "\n\n".join(tables)
-
-
-def _markdown(head: list[str], lines: list[list[str]]) -> str:
-    """A table; nothing without lines."""
-    written = [head, ["---"] * len(head), *lines] if lines else []
-    return "\n".join(f"| {' | '.join(line)} |" for line in written)
+    return "\n\n".join(markdown(head, lines) if lines else "" for head, lines in tables)
 
 
 def _key(row: dict) -> list[str]:
@@ -76,19 +71,18 @@ def _program(row: dict, dense: dict | None) -> list[str]:
     """The cells of a program: of what the dense step has too, the difference to it."""
     first = dense if row is not dense else None
     counts = row["messages"].values()
-    temp = "memory", "temp_copies"
     return [
         *_key(row),
         _above(row["moved_copies"], first and first["moved_copies"], ".1f"),
         _above(row["kernels"], first and first["kernels"], ",d"),
-        _above(_at(row, *temp), first and _at(first, *temp), ".1f"),
+        _above(_temp(row), first and _temp(first), ".1f"),
         _times(row["accessed_bytes"], first and first["accessed_bytes"]),
         f"{row['unknown_loops']}",
         f"{sum(kind['all'] for kind in counts)}",
         f"{sum(kind['async'] for kind in counts)}",
         f"{row['messages_inside']}",
         f"{row['products_beside']:.0%}",
-        f"{_at(row, 'memory', 'peak_bytes') / 1e9:.2f}",
+        f"{row['memory']['peak_bytes'] / 1e9:.2f}",
         f"{row['compile_cpu_seconds']:.0f}" if "compile_cpu_seconds" in row else "",
     ]
 
@@ -97,10 +91,6 @@ def _predicted(row: dict) -> list[str]:
     """A host's bytes, and what the roofline says of a step."""
     seconds = [row["predicted"][rate] for rate in (*RATES, "unlimited")]
     return _key(row) + [f"{row['nic_bytes'] / 1e6:,.2f}", *(f"{1e3 * s:,.0f}" for s in seconds)]
-
-
-def _at(row: dict, outer: str, inner: str) -> float:
-    return row[outer][inner]
 
 
 def _above(value, dense, form: str) -> str:
@@ -214,12 +204,8 @@ _MEASURED = [
 def measured_table(rows: list[dict]) -> str:
     """A Markdown table of all measured rows; nothing without any."""
     run = [row for row in rows if "measured" in row]
-    lines = [
-        _MEASURED,
-        ["---"] * len(_MEASURED),
-        *(_measured_line(row, _measured_dense(row, run)) for row in run),
-    ]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines) if run else ""
+    lines = [_measured_line(row, _measured_dense(row, run)) for row in run]
+    return markdown(_MEASURED, lines) if run else ""
 
 
 def measured_cell(found: dict) -> str:
@@ -307,8 +293,7 @@ def targets_table(rows: list[dict]) -> str:
         for method in TARGETS:
             empty = [device, "", method, "not compiled", *[""] * (len(_TARGETED) - 4)]
             lines += found.get((device, method), [empty])
-    written = [_TARGETED, ["---"] * len(_TARGETED), *lines]
-    return "\n".join(f"| {' | '.join(line)} |" for line in written)
+    return markdown(_TARGETED, lines)
 
 
 def _is_of_target(row: dict) -> bool:

@@ -45,7 +45,8 @@ from benchmarks import rows as rows_file
 from benchmarks.accelerators import COMPILING, apart
 from benchmarks.accelerators_devices import mesh_of, unavailable
 from benchmarks.accelerators_program import Cost, Program
-from benchmarks.rows import interleaved
+from benchmarks.accelerators_step import memory
+from benchmarks.rows import interleaved, markdown
 from benchmarks.worker import DENSE, LAMB, MODELS, UPDATES, config_of
 from jaxcomp.compressors.base import Compressor, Key
 from jaxcomp.compressors.compose import cocktail, compose
@@ -217,13 +218,11 @@ def update_row(method: str, sends: str, turns: list[tuple[float, float, float]])
 
 def table(rows: list[dict]) -> str:
     """The rows in Markdown."""
-    lines = ["| method | sends | against | update | step | of a step |", "|---" * 6 + "|"]
+    lines = []
     for row in rows:
-        lines.append(
-            f"| {row['method']} | {row['sends']} | {row['dense']} | {row['ratio']:.2f} "
-            f"| {row['step_ratio']:.2f} | {row['share_of_step']:.0%} |"
-        )
-    return "\n".join(lines)
+        ratios = f"{row['ratio']:.2f}", f"{row['step_ratio']:.2f}", f"{row['share_of_step']:.0%}"
+        lines.append([row["method"], row["sends"], row["dense"], *ratios])
+    return markdown(["method", "sends", "against", "update", "step", "of a step"], lines)
 
 
 NUMEL = 2**27  # more than one bucket: small models need less
@@ -288,9 +287,7 @@ def peak_bytes(tx: optax.GradientTransformation, num_replicas: int, numel: int) 
     specs = jaxcomp.state_specs(jaxcomp.per_replica(tx, "replica"), params, mesh, "replica")
     step = jaxcomp.train_step(loss_fn, tx, mesh, "replica")
     state = jax.tree.map(abstract, jax.eval_shape(step.init, params), specs)
-    memory = step.step.lower(params, state, batch).compile().memory_analysis()
-    kept = memory.argument_size_in_bytes + memory.output_size_in_bytes
-    return kept - memory.alias_size_in_bytes + memory.temp_size_in_bytes
+    return memory(step.step.lower(params, state, batch).compile())["peak_bytes"]
 
 
 @functools.cache
@@ -437,7 +434,7 @@ def measure_moved(options: argparse.Namespace) -> Iterator[dict]:
 
 def moved_table(rows: list[dict]) -> str:
     """The rows of `moved` in Markdown, in bytes per value; a missed target is bold."""
-    lines = ["| code | must move | moves | kernels | encode | decode | both |", "|---" * 7 + "|"]
+    lines = []
     for row in rows:
         each = {half: row[f"{half}_bytes"] for half in ("encode", "decode")}
         least = {half: row[f"{half}_least_bytes"] for half in each}
@@ -446,8 +443,8 @@ def moved_table(rows: list[dict]) -> str:
         cells = [f"{sum(found.values()) / row['numel']:.2f}" for found in (least, each)]
         kernels = f"{row['encode_kernels']} + {row['decode_kernels']}"
         cells += [kernels, *ratios, both if row["ratio"] <= row["target"] else f"**{both}**"]
-        lines.append(f"| `{row['code']}` | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        lines.append([f"`{row['code']}`", *cells])
+    return markdown(["code", "must move", "moves", "kernels", "encode", "decode", "both"], lines)
 
 
 PARTS = {

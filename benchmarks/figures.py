@@ -23,7 +23,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, FuncFormatter
 
 from benchmarks import slow_network_figure
-from benchmarks.rows import RESULTS, read
+from benchmarks.rows import RESULTS, markdown, read
 from train.output.plots import COLORS, label_ends, label_log
 
 
@@ -67,18 +67,14 @@ def summarize(rows: list[dict], task: str, steps: int) -> list[Summary]:
 
 def table(summaries: list[Summary]) -> str:
     """The methods as a Markdown table; bits are per parameter and direction of an all-reduce."""
-    lines = [
-        "| method | learning rate | bits | MB/step | validation loss | seeds |",
-        "|---|---|---|---|---|---|",
-    ]
+    lines = []
     for s in summaries:
         spread = f" ({min(s.losses):.3f} to {max(s.losses):.3f})" if len(s.losses) > 1 else ""
-        lines.append(
-            f"| {s.method} | {s.learning_rate:g} | {s.bits_per_parameter:.3g} "
-            f"| {s.sent_bytes_per_step / 1e6:.3g} "
-            f"| {statistics.fmean(s.losses):.3f}{spread} | {len(s.losses)} |"
-        )
-    return "\n".join(lines)
+        rate, bits = f"{s.learning_rate:g}", f"{s.bits_per_parameter:.3g}"
+        megabytes, loss = f"{s.sent_bytes_per_step / 1e6:.3g}", f"{mean(s):.3f}{spread}"
+        lines.append([s.method, rate, bits, megabytes, loss, len(s.losses)])
+    head = ["method", "learning rate", "bits", "MB/step", "validation loss", "seeds"]
+    return markdown(head, lines)
 
 
 # The curves of a picture, which eight colours tell apart; the tables have all methods.
@@ -144,11 +140,10 @@ def title(summaries: list[Summary]) -> str:
     dense = summaries[0]
     fewer = lambda s: dense.sent_bytes_per_step / s.sent_bytes_per_step
     few = [s for s in summaries if s.sent_bytes_per_step and fewer(s) >= 10]
-    text = f"{dense.method} ends at {statistics.fmean(dense.losses):.3g}"
+    text = f"{dense.method} ends at {mean(dense):.3g}"
     if few:
-        best = min(few, key=lambda s: statistics.fmean(s.losses))
-        loss = statistics.fmean(best.losses)
-        text += f"; {best.method} at {loss:.3g} with {fewer(best):.3g} times fewer bytes"
+        best = min(few, key=mean)
+        text += f"; {best.method} at {mean(best):.3g} with {fewer(best):.3g} times fewer bytes"
     return text
 
 
@@ -360,13 +355,12 @@ def draw_ablation(summaries: list[Summary], ablation: Ablation, path: pathlib.Pa
     panels = grid.flat[:count]
     for axes, (quantity, methods) in zip(panels, ablation.panels.items(), strict=True):
         if ablation.dense in by_method:
-            dense = statistics.fmean(by_method[ablation.dense].losses)
+            dense = mean(by_method[ablation.dense])
             axes.axhline(dense, color="C7", linestyle="--", linewidth=1)
         shown = {v: by_method[name] for v, name in methods.items() if name in by_method}
         for place, summary in enumerate(shown.values()):
             axes.plot([place] * len(summary.losses), summary.losses, "o", color="C0", alpha=0.6)
-        means = [statistics.fmean(summary.losses) for summary in shown.values()]
-        axes.plot(means, "-", color="C0", linewidth=1)
+        axes.plot(list(map(mean, shown.values())), "-", color="C0", linewidth=1)
         labels = [f"{v}\n{s.sent_bytes_per_step / 1e3:,.0f}" for v, s in shown.items()]
         axes.set_xticks(range(len(shown)), labels)
         axes.set_xlabel(quantity)

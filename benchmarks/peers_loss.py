@@ -22,11 +22,11 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from benchmarks import commands
+from benchmarks import commands, slow_network
 from benchmarks import rows as rows_file
 from benchmarks.peers import PEERS
 from benchmarks.slow_network import ENVIRONMENT, SECONDS, write_work
-from benchmarks.slow_network_figure import by_method, seconds
+from benchmarks.slow_network_figure import by_method, seconds, written
 from benchmarks.worker import DENSE, LAMB, MODELS, UPDATES, config_of
 from jaxcomp.launch.exits import clean_exits
 from train.config import Config
@@ -138,13 +138,8 @@ def _hosts(python: str) -> list[list[str]]:
     return [[*program, str(number)] for number in range(HOSTS)]
 
 
-TIMED_AT = {
-    # name in rows: name in the table
-    "unlimited": "unlimited",
-    "1gbit": "1 Gbit/s",
-    "500mbit": "500 Mbit/s",
-    "100mbit": "100 Mbit/s",
-}
+TIMED_AT = {rate: written(rate) for rate in slow_network.RATES}
+"""Names of rates in rows, and in the table."""
 PAIRS = (
     # theirs, ours
     ("PyTorch DDP float32", "dense float32"),
@@ -219,10 +214,7 @@ def worse(ours: Found, theirs: Found) -> list[str]:
 def table(times: list[dict], losses: list[dict]) -> str:
     """The rows as Markdown: theirs, then ours and what is worse in it."""
     methods = found(times, losses)
-    lines = [
-        f"| method | kB a step | {' | '.join(TIMED_AT.values())} | loss | ours is worse in |",
-        "|---" * (4 + len(TIMED_AT)) + "|",
-    ]
+    lines = []
     for theirs, ours in PAIRS:
         if theirs in methods:
             lines.append(_line(theirs, methods[theirs], ""))
@@ -230,13 +222,14 @@ def table(times: list[dict], losses: list[dict]) -> str:
                 text = "; ".join(worse(methods[ours], methods[theirs])) or "nothing"
                 lines.append(_line(f"ours: {ours}", methods[ours], text))
     lines += [_line(f"ours: {name}", methods[name], "") for name in OTHERS if name in methods]
-    return "\n".join(lines)
+    head = ["method", "kB a step", *TIMED_AT.values(), "loss", "ours is worse in"]
+    return rows_file.markdown(head, lines)
 
 
-def _line(name: str, row: Found, text: str) -> str:
+def _line(name: str, row: Found, text: str) -> list[str]:
     cells = [f"{1e3 * row.times[rate]:,.0f}" if rate in row.times else "" for rate in TIMED_AT]
     loss = "" if row.loss is None else f"{row.loss:.3f}"
-    return f"| {name} | {row.sent / 1e3:,.0f} | {' | '.join(cells)} | {loss} | {text} |"
+    return [name, f"{row.sent / 1e3:,.0f}", *cells, loss, text]
 
 
 def main(args: list[str]) -> None:

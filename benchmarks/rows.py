@@ -1,4 +1,4 @@
-"""Rows of results in a JSON file, and timing of calls.
+"""Rows of results in a JSON file, their tables, and timing of calls.
 
 All files in benchmarks/results have one format. A file is a list of rows; a row is a flat dict. It
 names what was measured, `method` or for a code alone `code`, and what tells it from other rows, as
@@ -13,7 +13,7 @@ import os
 import pathlib
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -65,6 +65,12 @@ def add(path: pathlib.Path, row: dict, key: dict[str, Any]) -> None:
         write(path, rows)
     finally:
         os.close(folder)  # and ends the lock
+
+
+def markdown(head: Sequence[str], lines: Iterable[Sequence[object]]) -> str:
+    """A table of Markdown: the heads of its columns, and the cells of each line."""
+    written = [f"| {' | '.join(map(str, line))} |" for line in (head, *lines)]
+    return "\n".join([written[0], "|---" * len(head) + "|", *written[1:]])
 
 
 def interleaved(calls: dict[str, Callable], repeats: int) -> dict[str, float]:

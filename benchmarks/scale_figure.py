@@ -12,11 +12,11 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
-from benchmarks.rows import RESULTS, read
+from benchmarks.rows import RESULTS, markdown, read
 from benchmarks.scale_sizes import METHODS, baseline_of
 from train.output.plots import COLORS, label_ends, label_log
 
-HEAD = "| method | rate | fewer bits | loss | dense, same inner optimizer | seeds |"
+HEAD = ["method", "rate", "fewer bits", "loss", "dense, same inner optimizer", "seeds"]
 
 
 def table(rows: list[dict], task: str, steps: int) -> str:
@@ -45,10 +45,10 @@ def table(rows: list[dict], task: str, steps: int) -> str:
             row for (method, _), dense in runs.items() if method == name for row in dense
         ]
         lines.append(_line(same, runs.get((name, rate), of_any_rate)))
-    return "\n".join([HEAD, "|---|---|---|---|---|---|", *lines]) if lines else ""
+    return markdown(HEAD, lines) if lines else ""
 
 
-def _line(same: list[dict], baseline: list[dict]) -> str:
+def _line(same: list[dict], baseline: list[dict]) -> list:
     first, at = same[0], min(row.get("stopped_at", row["steps"]) for row in same)
     bits = first.get("bits_per_parameter")  # not counted yet on a GPU
     losses = [row["val_loss"] for row in same]
@@ -58,8 +58,7 @@ def _line(same: list[dict], baseline: list[dict]) -> str:
     stopped = f" at step {at:,}" if at < first["steps"] else ""
     rate = f"{first['learning_rate']:g}"
     fewer = f"{32 / bits:.3g}" if bits else "not counted"
-    cells = [first["method"], rate, fewer, _mean(losses) + stopped, beside, len(seeds)]
-    return f"| {' | '.join(map(str, cells))} |"
+    return [first["method"], rate, fewer, _mean(losses) + stopped, beside, len(seeds)]
 
 
 def loss_at(row: dict, step: int) -> float | None:

@@ -13,6 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
+from benchmarks.rows import markdown
 from train.output.plots import COLORS, label_ends, label_log
 
 
@@ -32,10 +33,7 @@ def by_method(rows: list[dict]) -> dict[str, dict[str, dict]]:
 def table(rows: list[dict]) -> str:
     """The rows as Markdown: milliseconds per step, and multiples of the first rate's time."""
     rates = list(dict.fromkeys(row["rate"] for row in rows))
-    lines = [
-        f"| method | bytes sent | of the report's | {' | '.join(rates)} |",
-        "|---" * (3 + len(rates)) + "|",
-    ]
+    lines = []
     for method, at in by_method(rows).items():
         first = next(iter(at.values()))
         ratio = first["nic_over_report"]
@@ -46,10 +44,8 @@ def table(rows: list[dict]) -> str:
             for rate in rates
         ]
         agrees = "" if ratio is None else f"{ratio:.3f}"
-        lines.append(
-            f"| {method} | {first['nic_bytes']['sent']:,.0f} | {agrees} | {' | '.join(cells)} |"
-        )
-    return "\n".join(lines)
+        lines.append([method, f"{first['nic_bytes']['sent']:,.0f}", agrees, *cells])
+    return markdown(["method", "bytes sent", "of the report's", *rates], lines)
 
 
 def lines(axes: Axes, rows: list[dict], shown: Sequence[str]) -> None:
@@ -79,7 +75,7 @@ def lines(axes: Axes, rows: list[dict], shown: Sequence[str]) -> None:
         style = "--" if method.startswith("PyTorch") else "-"
         axes.plot(places, times, style, color=color, marker="o", markersize=5, label=method)
     label_log(axes, "y", np.array(all_times), FuncFormatter(lambda time, _: f"{time:g} s"))
-    axes.set_xticks(range(len(rates)), [_written(rate) for rate in rates])
+    axes.set_xticks(range(len(rates)), [written(rate) for rate in rates])
     axes.set_xlim(-0.2, len(rates) - 0.8)
     axes.set_xlabel("rate of every link, each direction")
     axes.set_ylabel("seconds a step (logarithmic)")
@@ -87,7 +83,7 @@ def lines(axes: Axes, rows: list[dict], shown: Sequence[str]) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _written(rate: str) -> str:
+def written(rate: str) -> str:
     """`100mbit` as it is written."""
     return rate.replace("mbit", " Mbit/s").replace("gbit", " Gbit/s")
 
@@ -114,7 +110,7 @@ def finding(rows: list[dict], baseline: str = "dense float32") -> str:
         return f"{rows[0]['hosts']} hosts"
     best = min(at, key=lambda name: seconds(at[name]))
     times = seconds(dense) / seconds(at[best])
-    return f"At {_written(slowest)} {best} is {times:.3g} times as fast as {baseline}"
+    return f"At {written(slowest)} {best} is {times:.3g} times as fast as {baseline}"
 
 
 def draw(rows: list[dict], path: pathlib.Path) -> None:

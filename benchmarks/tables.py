@@ -32,7 +32,7 @@ from benchmarks import (
     slow_network_figure,
 )
 from benchmarks import rows as rows_file
-from benchmarks.rows import RESULTS
+from benchmarks.rows import RESULTS, markdown
 from benchmarks.studies import agreement, scaling, whole_run
 
 
@@ -150,9 +150,7 @@ def _peers(rows, task, steps) -> str:
 
 
 def _columns(rows: list[dict], cells: dict[str, Callable[[dict], str]]) -> str:
-    lines = [list(cells), ["---"] * len(cells)]
-    lines += [[cell(row) for cell in cells.values()] for row in rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return markdown(list(cells), [[cell(row) for cell in cells.values()] for row in rows])
 
 
 # The README's rows: a method of `micro.json`, and its call as a reader may write it.
@@ -176,15 +174,15 @@ def _readme(rows, task, steps) -> str:
     """The rows of `README`: bytes saved and mean loss, each beside its own dense baseline."""
     found = {summary.method: summary for summary in figures.summarize(rows, "micro", 2000)}
     baseline = {row["method"]: row["baseline"] for row in rows}
-    lines = ["| call | fewer bytes | loss | dense | seeds |", "|---|---|---|---|---|"]
+    lines = []
     for method, (call, page) in README.items():
         own, dense = found[method], found[baseline[method]]
         fewer = dense.sent_bytes_per_step / own.sent_bytes_per_step
         loss, beside = (f"{statistics.fmean(summary.losses):.2f}" for summary in (own, dense))
         link = f"[`{call}`](docs/methods/{page}.md)"
         beside += f", {dense.method.removeprefix('dense ')}"
-        lines.append(f"| {link} | {fewer:.3g}x | {loss} | {beside} | {len(own.losses)} |")
-    return "\n".join(lines)
+        lines.append([link, f"{fewer:.3g}x", loss, beside, len(own.losses)])
+    return markdown(["call", "fewer bytes", "loss", "dense", "seeds"], lines)
 
 
 TABLES: dict[str, Callable[[list[dict], str, int], str]] = {

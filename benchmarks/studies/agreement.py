@@ -153,13 +153,13 @@ def compared(here: Result, cpu: Result, near: Result) -> dict:
 def table(rows: list[dict]) -> str:
     """The rows as a Markdown table."""
     head = ["", "replicas", "distance", "last bits changed", "payload that differs"]
-    lines = [head, ["---"] * len(head)]
+    lines = []
     for row in rows:
         name = f"`{row['code']}`" if "code" in row else row["method"]
         near, share = row.get("last_bits"), row.get("differing")
-        cells = [name, str(row.get("replicas", "")), _power(row["distance"]), _power(near)]
+        cells = [name, row.get("replicas", ""), _power(row["distance"]), _power(near)]
         lines.append([*cells, "" if share is None else f"{share:.2%}"])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return rows_file.markdown(head, lines)
 
 
 def _power(value: float | None) -> str:

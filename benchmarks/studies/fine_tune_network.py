@@ -28,6 +28,7 @@ from matplotlib.figure import Figure
 
 import jaxcomp
 from benchmarks import commands, methods, network, rows, slow_network, worker
+from benchmarks.slow_network_figure import written
 from benchmarks.studies import fine_tune
 from train import resume
 from train.config import Config, Data, Optimizer
@@ -309,12 +310,12 @@ def seconds_to(row: dict, loss: float) -> float | None:
     return None
 
 
-def table(rows: list[dict]) -> str:
+def table(made: list[dict]) -> str:
     """Markdown: each method's learning rate, bytes, loss, and seconds at each network rate."""
-    found = at_rates(rows)
-    heads = [f"{_written(rate)}: step | to dense Adam's loss + {NEAR}" for rate in found]
-    lines = [f"| method | learning rate | bytes a step | loss | {' | '.join(heads)} |"]
-    lines.append("|---" * (4 + 2 * len(found)) + "|")
+    found, lines = at_rates(made), []
+    head = ["method", "learning rate", "bytes a step", "loss"]
+    for rate in found:
+        head += [f"{written(rate)}: step", f"to dense Adam's loss + {NEAR}"]
     for method, first in next(iter(found.values())).items():
         steps = first["curve"][-1][0]
         cells = [method, f"{first['learning_rate']:g}", f"{first['curve'][-1][2] / steps:,.0f}"]
@@ -323,27 +324,25 @@ def table(rows: list[dict]) -> str:
             reached = seconds_to(at[method], at[DENSE]["val_loss"] + NEAR)
             cells.append(f"{at[method]['curve'][-1][1] / steps:.2f} s")
             cells.append("never" if reached is None else f"{reached:.0f} s")
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        lines.append(cells)
+    return rows.markdown(head, lines)
 
 
-def table_of_lora(rows: list[dict]) -> str:
+def table_of_lora(made: list[dict]) -> str:
     """Markdown: the losses with all weights and with LoRA."""
-    lines = ["| trained | parameters | bytes a step | learning rate | loss |", "|---" * 5 + "|"]
-    for row in rows:
+    lines = []
+    for row in made:
         if row["method"] in LORA and row["seed"] == REPORTED:
             sent = row["curve"][-1][2] / row["curve"][-1][0]
-            lines.append(
-                f"| {row['method']} | {row['trained']:,} | {sent:,.0f} | {row['learning_rate']:g} "
-                f"| {row['val_loss']:.3f} |"
-            )
-    return "\n".join(lines)
+            cells = f"{row['trained']:,}", f"{sent:,.0f}", f"{row['learning_rate']:g}"
+            lines.append([row["method"], *cells, f"{row['val_loss']:.3f}"])
+    return rows.markdown(["trained", "parameters", "bytes a step", "learning rate", "loss"], lines)
 
 
 def finding(rows: list[dict]) -> str:
     """The title: the first method near dense Adam's loss at the slowest rate, with its speedup."""
     at = next(iter(at_rates(rows).values()))
-    rate, loss = _written(at[DENSE]["rate"]), at[DENSE]["val_loss"] + NEAR
+    rate, loss = written(at[DENSE]["rate"]), at[DENSE]["val_loss"] + NEAR
     reached = {name: seconds_to(row, loss) for name, row in at.items()}
     dense = reached.pop(DENSE)
     sooner = {name: seconds for name, seconds in reached.items() if seconds}
@@ -363,7 +362,7 @@ def draw(rows: list[dict], path: pathlib.Path) -> None:
         for (method, row), color in zip(at.items(), COLORS, strict=False):
             _, seconds, _, losses = zip(*row["curve"], strict=True)
             axes.plot(seconds, losses, color=color, label=method, marker=".", linewidth=1.8)
-        axes.set_title(_written(rate), fontsize=11)
+        axes.set_title(written(rate), fontsize=11)
         axes.set_xlabel("seconds of training")
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
@@ -372,10 +371,6 @@ def draw(rows: list[dict], path: pathlib.Path) -> None:
     for axes in panels:
         label_ends(axes)
     figure.savefig(path, dpi=120)
-
-
-def _written(rate: str) -> str:
-    return rate.replace("mbit", " Mbit/s").replace("gbit", " Gbit/s")
 
 
 def parse() -> argparse.Namespace:

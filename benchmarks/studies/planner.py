@@ -214,20 +214,19 @@ def regrets(rows: list[dict]) -> dict[tuple[int, str], float]:
 
 def table(rows: list[dict]) -> str:
     """The rows as Markdown, then the median error and the regrets."""
-    lines = ["| hosts | rate | method | predicted | measured | error |", "|---" * 6 + "|"]
+    lines = []
     for row in rows:
-        times = f"{1e3 * row['predicted_seconds']:.0f} ms | {1e3 * row['measured_seconds']:.0f} ms"
+        times = [f"{1e3 * row[f'{when}_seconds']:.0f} ms" for when in ("predicted", "measured")]
         name = f"**{row['method']}**" if row["recommended"] else row["method"]
-        lines.append(f"| {row['hosts']} | {row['rate']} | {name} | {times} | {error(row):+.0%} |")
+        lines.append([row["hosts"], row["rate"], name, *times, f"{error(row):+.0%}"])
     lost = regrets(rows)
     within = sum(regret <= 0.1 for regret in lost.values())
-    return "\n".join(
-        [
-            *lines,
-            f"\nmedian error {statistics.median(abs(error(row)) for row in rows):.1%}; the "
-            f"recommended method is within 10% of the best in {within} of {len(lost)} cases "
-            f"({', '.join(f'{n} hosts, {rate}: {lost[n, rate]:.0%}' for n, rate in lost)})",
-        ]
+    head = ["hosts", "rate", "method", "predicted", "measured", "error"]
+    return (
+        f"{rows_file.markdown(head, lines)}\n\n"
+        f"median error {statistics.median(abs(error(row)) for row in rows):.1%}; the "
+        f"recommended method is within 10% of the best in {within} of {len(lost)} cases "
+        f"({', '.join(f'{n} hosts, {rate}: {lost[n, rate]:.0%}' for n, rate in lost)})"
     )
 
 

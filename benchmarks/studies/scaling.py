@@ -95,18 +95,15 @@ def table(
       compute_seconds: Seconds of a replica's gradient; by default what 64 sequences of 128 take at
         6 FLOP a parameter of BERT-Large and token, and 120 TFLOP/s.
     """
-    lines = [
-        ["method", "replicas", "bytes/step", "MiB held"] + [f"{r / 1e9:g} Gbit/s" for r in rates]
-    ]
-    lines.append(["---"] * len(lines[0]))
+    lines = []
     for row in rows:
         sent = sum(message["times"] * message["sent_bytes"] for message in row["messages"])
         held = row["memory_bytes"] / 2**20
         shares = [f"{efficiency(row, rate, latency, compute_seconds):.0%}" for rate in rates]
-        lines.append(
-            [row["method"], f"{row['replicas']:,}", f"{sent:,.0f}", f"{held:,.0f}"] + shares
-        )
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        cells = f"{row['replicas']:,}", f"{sent:,.0f}", f"{held:,.0f}"
+        lines.append([row["method"], *cells, *shares])
+    columns = [f"{rate / 1e9:g} Gbit/s" for rate in rates]
+    return rows_file.markdown(["method", "replicas", "bytes/step", "MiB held", *columns], lines)
 
 
 def compiled(args: Sequence[str]) -> None:
@@ -186,15 +183,15 @@ def rows_of(found: measuring.Measured, options: argparse.Namespace, hosts: int) 
 
 def check_table(rows: list[dict]) -> str:
     """The rows in Markdown, then the median error."""
-    lines = ["| method | hosts | rate | predicted | measured | error | efficiency |"]
-    lines.append("|---" * 7 + "|")
+    lines = []
     for row in rows:
-        times = f"{1e3 * row['predicted_seconds']:.0f} ms | {1e3 * row['measured_seconds']:.0f} ms"
+        times = [f"{1e3 * row[f'{when}_seconds']:.0f} ms" for when in ("predicted", "measured")]
         shares = f"{row['predicted_efficiency']:.0%}, measured {row['measured_efficiency']:.0%}"
-        place = f"{row['method']} | {row['hosts']} | {row['rate']}"
-        lines.append(f"| {place} | {times} | {row['error']:+.0%} | {shares} |")
+        place = row["method"], row["hosts"], row["rate"]
+        lines.append([*place, *times, f"{row['error']:+.0%}", shares])
+    head = ["method", "hosts", "rate", "predicted", "measured", "error", "efficiency"]
     middle = statistics.median(abs(row["error"]) for row in rows)
-    return "\n".join([*lines, f"\nmedian error {middle:.1%}"])
+    return f"{rows_file.markdown(head, lines)}\n\nmedian error {middle:.1%}"
 
 
 def check(args: list[str]) -> None:
@@ -281,8 +278,8 @@ def hosts_table(rows: list[dict]) -> str:
     """
     codec = codecs(rows)
     found = {(r["model"], r["method"]): r for r in rows if r["mesh"] == "16x8" and "nic_bytes" in r}
-    lines = [["model", "method", "hosts", *(f"{rate / 1e9:g} Gbit/s" for rate in HOST_RATES)]]
-    lines.append(["---"] * len(lines[0]))
+    head = ["model", "method", "hosts", *(f"{rate / 1e9:g} Gbit/s" for rate in HOST_RATES)]
+    lines = []
     for model in ("1.3b", "20b"):
         compute = _compute_seconds(model, found[model, "dense"]["parameters"])
         for name in ON_HOSTS:
@@ -292,7 +289,7 @@ def hosts_table(rows: list[dict]) -> str:
                 method = on_hosts(row, hosts, codec[name] * row["parameters"] / HOST_DEVICES)
                 cells = [_cell(method, rate, hosts, compute) for rate in HOST_RATES]
                 lines.append([model, name, f"{hosts:,}", *cells])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return rows_file.markdown(head, lines)
 
 
 def _compute_seconds(model: str, numel: int) -> float:
@@ -428,12 +425,15 @@ def _streaming() -> list[Published]:
 
 def published_table(rows: list[dict]) -> str:
     """The rows in Markdown."""
-    lines = ["| method | figure | published | predicted | error | assumed |", "|---" * 6 + "|"]
+    lines = []
     for row in rows:
-        told, known = _figure(row["published"]), row["predicted"] is not None
-        found = f"{_figure(row['predicted'])} | {row['error']:+.0%}" if known else "not checked |"
-        lines.append(f"| {row['method']} | {row['figure']} | {told} | {found} | {row['assumed']} |")
-    return "\n".join(lines)
+        found = "not checked", ""
+        if row["predicted"] is not None:
+            found = _figure(row["predicted"]), f"{row['error']:+.0%}"
+        told = row["method"], row["figure"], _figure(row["published"])
+        lines.append([*told, *found, row["assumed"]])
+    head = ["method", "figure", "published", "predicted", "error", "assumed"]
+    return rows_file.markdown(head, lines)
 
 
 def _figure(value: float) -> str:

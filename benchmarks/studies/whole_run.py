@@ -48,15 +48,14 @@ def table(rows: list[dict]) -> str:
     seconds = lambda row: sum(row["step_seconds"]["all"])
     sent = lambda row: row["nic_bytes"]["sent"] * row["steps"] / 1e6
     found = {(row["rate"], row["method"]): row for row in rows}
-    lines = ["| rate | method | seconds | of 1 bit's | MB sent | of 1 bit's |", "|---" * 6 + "|"]
+    lines = []
     for row in rows:
         base = found.get((row["rate"], ONE_BIT_LAMB if "LAMB" in row["method"] else ONE_BIT))
         time, size = (f"{of(row) / of(base):.2f}" if base else "" for of in (seconds, sent))
-        lines.append(
-            f"| {row['rate']} | {row['method']} | {seconds(row):.0f} | {time} "
-            f"| {sent(row):,.0f} | {size} |"
-        )
-    return "\n".join(lines)
+        cells = f"{seconds(row):.0f}", time, f"{sent(row):,.0f}", size
+        lines.append([row["rate"], row["method"], *cells])
+    head = ["rate", "method", "seconds", "of 1 bit's", "MB sent", "of 1 bit's"]
+    return rows_file.markdown(head, lines)
 
 
 def main(args: list[str]) -> None:
