@@ -42,6 +42,7 @@ _FREE_CALLS = ("AllocateBuffer", "ConcatBitcast", "AsyncCollectiveStart", "Async
 _PRODUCTS = ("dot", "convolution")
 _LIBRARIES = ("cublas", "cudnn", "gemm")
 _FUSIONS = ("fusion", "fusion-start")
+_CALLS = ("while", "conditional", "call")
 _VIEWS = ("bitcast", "reshape")
 _SLICES = ("slice", "dynamic-slice", "gather")
 _ARRAY = re.compile(r"\w+\[[\d,]*\](?:\{[^{}]*\})?")
@@ -89,15 +90,14 @@ class Program:
         """How often a loop's body runs; None if the program does not say."""
         return hlo.trip_count(self.module, computation, loop)
 
-    def inner(self, instruction: hlo.Instruction) -> Iterator[hlo.Computation]:
-        """The computations that an instruction names."""
-        for _, _, name in hlo.called(instruction):
-            yield self.module.computations[name]
+    def inner(self, instruction: hlo.Instruction) -> list[hlo.Instruction]:
+        """The lines of the computations that an instruction names."""
+        return [line for _, _, name in hlo.called(instruction) for line in _lines(self, name)]
 
     def of_instruction(self, computation: hlo.Computation, instruction: hlo.Instruction) -> Cost:
         """Cost of one line, with what it calls."""
         op = instruction.op
-        names = [name for role, _, name in hlo.called(instruction) if role != "condition"]
+        names = _bodies(instruction)
         if op == "while":
             return self._loop(self.rounds(computation, instruction), names[0])
         if op == "conditional":
@@ -112,14 +112,12 @@ class Program:
     def is_product(self, instruction: hlo.Instruction) -> bool:
         """Whether a kernel is a matrix product of the gradient: what codes multiply is none."""
         if instruction.op in _FUSIONS:
-            inner = self.inner(instruction)
-            return any(_of_gradient(one) for c in inner for one in c.instructions.values())
+            return any(map(_of_gradient, self.inner(instruction)))
         return _of_gradient(instruction)
 
     def _of_computation(self, name: str) -> Cost:
         computation = self.module.computations[name]
-        lines = computation.instructions.values()
-        return _sum(self.of_instruction(computation, line) for line in lines)
+        return _sum(self.of_instruction(computation, line) for line in _lines(self, name))
 
     def _loop(self, rounds: int | None, body: str) -> Cost:
         once, times = self.of_computation(body), GUESSED_ROUNDS if rounds is None else rounds
@@ -343,10 +341,9 @@ def _found(program, name, inside) -> Iterator[tuple[hlo.Instruction, tuple]]:
             # What starts a message has a tuple of what goes and what comes.
             brings = lines[done] if sent.op.endswith("-start") else sent
             yield sent, (name, place, done, inside, hlo.num_bytes(brings.type))
-        elif line.op in ("while", "conditional", "call"):
-            for role, _, callee in hlo.called(line):
-                if role != "condition":
-                    yield from _found(program, callee, inside or line.op != "call")
+        elif line.op in _CALLS:
+            for callee in _bodies(line):
+                yield from _found(program, callee, inside or line.op != "call")
 
 
 def _sent_by(program: Program, line: hlo.Instruction) -> hlo.Instruction | None:
@@ -355,9 +352,7 @@ def _sent_by(program: Program, line: hlo.Instruction) -> hlo.Instruction | None:
         return line
     if line.op not in ("async-start", "fusion"):
         return None
-    inner = [
-        one for computation in program.inner(line) for one in computation.instructions.values()
-    ]
+    inner = program.inner(line)
     starts = any(_START in one.attributes for one in inner)
     # The later pieces of a TPU's asynchronous collective are in fusions, too.
     sent = (one for one in inner if one.op in COLLECTIVES and (starts or hlo.chain(one) is None))
@@ -381,7 +376,7 @@ def _done(program, lines, place, sent) -> int:
 
 
 def _ends(program, line, chain) -> bool:
-    inner = _called_lines(program, line)
+    inner = program.inner(line)
     ends = any(_DONE in one.attributes for one in inner)
     return ends and any(hlo.chain(one) == chain for one in inner)
 
@@ -401,25 +396,24 @@ def _lines(program: Program, name: str) -> list[hlo.Instruction]:
     return list(program.module.computations[name].instructions.values())
 
 
-def _called_lines(program: Program, line: hlo.Instruction) -> list[hlo.Instruction]:
-    return [one for called in program.inner(line) for one in called.instructions.values()]
+def _bodies(line: hlo.Instruction) -> list[str]:
+    """The computations that a line calls, but for the conditions of loops."""
+    return [name for role, _, name in hlo.called(line) if role != "condition"]
 
 
 def _weights(program: Program, name: str) -> list[int]:
     """The products of each line of a computation, those of what it calls included."""
-    computation = program.module.computations[name]
-    lines = computation.instructions.values()
+    computation, lines = program.module.computations[name], _lines(program, name)
     return [program.of_instruction(computation, line).products for line in lines]
 
 
 def _reaches(program: Program, line: hlo.Instruction, names: set[str]) -> bool:
     """Whether a line calls a computation of these names."""
-    if line.op not in ("while", "conditional", "call") or not names:
+    if line.op not in _CALLS or not names:
         return False
-    called = [name for role, _, name in hlo.called(line) if role != "condition"]
     return any(
         name in names or any(_reaches(program, one, names) for one in _lines(program, name))
-        for name in called
+        for name in _bodies(line)
     )
 
 
@@ -434,9 +428,8 @@ def _covered(program: Program, name: str, crossing: list[Message]) -> int:
     for place, (line, weight) in enumerate(zip(lines, weights, strict=True)):
         if place in beside or not weight:
             total += weight
-        elif line.op in ("while", "conditional", "call"):
-            names = [callee for role, _, callee in hlo.called(line) if role != "condition"]
-            inner = max(_covered(program, callee, crossing) for callee in names)
+        elif line.op in _CALLS:
+            inner = max(_covered(program, callee, crossing) for callee in _bodies(line))
             computation = program.module.computations[name]
             rounds = program.rounds(computation, line) if line.op == "while" else 1
             total += inner * (rounds or 0)

@@ -167,10 +167,10 @@ def config_of(model: DecoderConfig, method: Method, mesh: Mesh, in_shards: bool 
     )
 
 
-def batch_of(mesh: Mesh, sequences: int = 1, tokens: int = TOKENS) -> jax.ShapeDtypeStruct:
-    """A batch with this many sequences per device."""
+def batch_of(mesh: Mesh) -> jax.ShapeDtypeStruct:
+    """A batch with a sequence per device."""
     rows = NamedSharding(mesh, P(mesh.axis_names))
-    return jax.ShapeDtypeStruct((mesh.size * sequences, tokens + 1), "int32", sharding=rows)
+    return jax.ShapeDtypeStruct((mesh.size, TOKENS + 1), "int32", sharding=rows)
 
 
 def _placed(like: Any, shardings: Any) -> Any:
@@ -230,8 +230,8 @@ def facts(
 ) -> dict:
     """The facts from a program's text and XLA's analyses."""
     program, mesh, copy = Program(text), built.mesh, 4 * built.numel
-    cost = program.cost
-    crossing = [m for m in messages(program, mesh) if _is_slow(m)]
+    cost, held = program.cost, memory(compiled)
+    crossing = between_hosts(program, mesh)
     hidden = overlap(program, crossing)
     sent = {axis: report.sent_bytes(compiled, mesh, axis) for axis in mesh.axis_names}
     work = _work(built, cost, hidden, sent, sizes)
@@ -241,7 +241,7 @@ def facts(
         "loops": cost.loops,
         "unknown_loops": cost.unknown_loops,
         "accessed_bytes": _accessed(compiled),
-        "memory": memory(compiled) | {"temp_copies": _temp(compiled) / copy},
+        "memory": held | {"temp_copies": held["temp_bytes"] / copy},
         "messages": _counted(crossing),
         "messages_inside": sum(m.inside for m in crossing),
         "products": cost.products,
@@ -287,8 +287,9 @@ def _work(built: Built, cost, hidden: Overlap, sent: dict[str, float], sizes) ->
     )
 
 
-def _is_slow(message: Message) -> bool:
-    return message.axes == ("?",) or AXIS_NAME in message.axes
+def between_hosts(program: Program, mesh: Mesh) -> list[Message]:
+    """The messages that cross the axis of the replicas, or an unknown one."""
+    return [m for m in messages(program, mesh) if m.axes == ("?",) or AXIS_NAME in m.axes]
 
 
 def _counted(crossing: list[Message]) -> dict[str, dict[str, int]]:
@@ -303,10 +304,6 @@ def _counted(crossing: list[Message]) -> dict[str, dict[str, int]]:
 def _cpu_seconds() -> float:
     """Seconds of this process and of ended ones, as the assembler: a busy machine adds none."""
     return sum(os.times()[:4])
-
-
-def _temp(compiled: jax.stages.Compiled) -> int:
-    return compiled.memory_analysis().temp_size_in_bytes
 
 
 def _accessed(compiled: jax.stages.Compiled) -> float | None:

@@ -87,17 +87,24 @@ CODES = [
 ]
 
 
-def codec_calls(compressor, x, shared, private) -> dict:
+def keys() -> tuple[Key, Key]:
+    """The shared and the private key of all calls."""
+    shared = Key(jnp.int32(3), jnp.uint32(7))
+    return shared, fold(shared, 1)
+
+
+def codec_calls(compressor, x) -> dict:
     """The two compiled halves of a compressor, as calls without arguments."""
     encode, decode = jax.jit(compressor.encode), jax.jit(compressor.decode)
+    shared, private = keys()
     payload = encode(x, shared, private)
     return {"encode": lambda: encode(x, shared, private), "decode": lambda: decode(payload, shared)}
 
 
-def codec_row(compressor, target, x, shared, private, repeats) -> dict:
+def codec_row(compressor, target, x, repeats) -> dict:
     """One compressor against the copy of the bucket."""
     copy = jax.jit(jnp.copy)
-    calls = {"copy": lambda: copy(x), **codec_calls(compressor, x, shared, private)}
+    calls = {"copy": lambda: copy(x), **codec_calls(compressor, x)}
     median = interleaved(calls, repeats)
     seconds = median["encode"] + median["decode"]
     return {
@@ -112,13 +119,13 @@ def codec_row(compressor, target, x, shared, private, repeats) -> dict:
     }
 
 
-def against_row(name, compressor, other, target, x, shared, private, repeats) -> dict:
+def against_row(name, compressor, other, target, x, repeats) -> dict:
     """One compressor against another, halves summed; `ratio` is its share of the other's time."""
     pair = {"this": compressor, "other": other}
     calls = {
         f"{role} {half}": call
         for role, each in pair.items()
-        for half, call in codec_calls(each, x, shared, private).items()
+        for half, call in codec_calls(each, x).items()
     }
     median = interleaved(calls, repeats)
     seconds = median["this encode"] + median["this decode"]
@@ -133,9 +140,9 @@ def against_row(name, compressor, other, target, x, shared, private, repeats) ->
     }
 
 
-def select_rows(x, shared, repeats) -> list[dict]:
+def select_rows(x, repeats) -> list[dict]:
     """Codes that choose an eighth of the entries, against `lax.top_k`; without packing."""
-    targets = {group_top_1(8): 1 / 50, top_k(1 / 8): None}
+    targets, (shared, _) = {group_top_1(8): 1 / 50, top_k(1 / 8): None}, keys()
     whole = jax.jit(lambda x: jax.lax.top_k(jnp.abs(x), x.size // 8))
     calls = {"whole": lambda: whole(x)}
     for code in targets:
@@ -362,14 +369,12 @@ def measure_codec(options: argparse.Namespace) -> Iterator[dict]:
     """The rows of all codes, and a line of print for each."""
     numel, repeats = (2**20, 3) if options.quick else (options.numel, options.repeats)
     x = jnp.asarray(np.random.default_rng(0).standard_normal(numel, np.float32))
-    shared = Key(jnp.int32(3), jnp.uint32(7))
-    keys = shared, fold(shared, 1)
-    rows = [codec_row(each, target, x, *keys, repeats) for each, target in CODES]
+    rows = [codec_row(each, target, x, repeats) for each, target in CODES]
     nearest, stochastic = quantize(4), quantize(4, rounding="stochastic")
     pair = "4 bits, stochastic / nearest"
-    rows.append(against_row(pair, stochastic, nearest, 2.0, x, *keys, repeats))
+    rows.append(against_row(pair, stochastic, nearest, 2.0, x, repeats))
     print(f"{'':52s} {'ms':>9s} {'ratio':>8s} target")
-    for row in rows + select_rows(x, shared, min(repeats, 3)):
+    for row in rows + select_rows(x, min(repeats, 3)):
         target = "" if row["target"] is None else f"{row['target']:g}"
         missed = " MISSED" if row["met"] is False else ""
         print(f"{row['code']:52s} {1e3 * row['seconds']:9.2f} {row['ratio']:8.3f} {target}{missed}")

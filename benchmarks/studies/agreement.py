@@ -23,8 +23,7 @@ import numpy as np
 import jaxcomp
 from benchmarks import codes, methods
 from benchmarks import rows as rows_file
-from jaxcomp.compressors.base import Compressor, Key
-from jaxcomp.compressors.packing import fold
+from jaxcomp.compressors.base import Compressor
 from jaxcomp.compressors.sparse import top_k
 from train.config import Config, Optimizer
 from train.config.run import AXIS_NAME, update
@@ -109,8 +108,8 @@ def trained(name: str, replicas: int, *, changed: bool = False) -> np.ndarray:
 def coded(code: Compressor) -> tuple[list[np.ndarray], np.ndarray]:
     """A code's payload of a random bucket, and what that decodes to."""
     x = jnp.asarray(np.random.default_rng(2).standard_normal(NUMEL, np.float32))
-    shared = Key(jnp.int32(3), jnp.uint32(7))
-    payload = jax.jit(code.encode)(x, shared, fold(shared, 1))
+    shared, private = codes.keys()
+    payload = jax.jit(code.encode)(x, shared, private)
     decoded = jax.jit(code.decode)(payload, shared)
     return [np.asarray(leaf) for leaf in jax.tree.leaves(payload)], np.asarray(decoded)
 

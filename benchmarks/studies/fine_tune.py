@@ -27,8 +27,8 @@ import jax
 from benchmarks import accelerators_devices as roofline
 from benchmarks import rows as rows_file
 from benchmarks.accelerators_devices import DEVICES, mesh_of
-from benchmarks.accelerators_program import Program, messages, overlap
-from benchmarks.accelerators_step import abstract_step, compile_step, memory
+from benchmarks.accelerators_program import Program, overlap
+from benchmarks.accelerators_step import abstract_step, between_hosts, compile_step, memory
 from benchmarks.scale_sizes import write_tokenizer
 from jaxcomp import report
 from train.config import run as configs
@@ -61,11 +61,10 @@ def on_hosts(path: str) -> dict:
     built = abstract_step(config, mesh)
     compiled, numel = compile_step(built), built.numel
     program = Program(compiled.as_text())
-    crossing = [m for m in messages(program, mesh) if m.axes == ("?",) or AXIS_NAME in m.axes]
     tokens = config.data.batch * config.model.context
     of_token = 6 * numel + 12 * config.model.layers * config.model.width * config.model.context
     sent = {axis: report.sent_bytes(compiled, mesh, axis) for axis in mesh.axis_names}
-    hidden = overlap(program, crossing)
+    hidden = overlap(program, between_hosts(program, mesh))
     work = roofline.Work(
         flops=of_token * tokens / mesh.size * (_AGAIN if config.model.remat else 1),
         moved=program.cost.moved,
@@ -95,9 +94,9 @@ def on_hosts(path: str) -> dict:
     }
 
 
-def of_lora(path: str, replicas: int = 4) -> list[dict]:
+def of_lora(path: str) -> list[dict]:
     """The rows of `lora`: the bytes that one replica sends per step, for a config's model."""
-    config = configs.load(path)
+    config, replicas = configs.load(path), 4
     found = []
     for name, update in LORA.items():
         thin = name.startswith("LoRA")
@@ -136,11 +135,11 @@ def python_texts() -> Iterator[str]:
             continue
 
 
-def write_manuals(folder: pathlib.Path, root: pathlib.Path = MANUALS) -> int:
+def write_manuals(folder: pathlib.Path) -> int:
     """Unpacks manual pages, except references to other pages; returns their bytes."""
     folder.mkdir(parents=True, exist_ok=True)
     total = 0
-    for file in sorted(root.glob(f"man[{SECTIONS}]/*")):
+    for file in sorted(MANUALS.glob(f"man[{SECTIONS}]/*")):
         content = file.read_bytes()
         if file.suffix == ".gz":
             content = gzip.decompress(content)

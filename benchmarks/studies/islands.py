@@ -288,9 +288,9 @@ class Field:
             self.islands[name].kill()
             self.islands[name].wait()
 
-    def wait_for(self, rounds: int, names=NAMES, seconds: float = 600.0) -> None:
+    def wait_for(self, rounds: int, names=NAMES) -> None:
         """Waits until islands have taken so many outer steps."""
-        end = time.monotonic() + seconds
+        end = time.monotonic() + 600
         while any(self.last(name) < rounds for name in names):
             if time.monotonic() > end:
                 raise TimeoutError({name: self.logs[name][-1].read_text()[-800:] for name in names})

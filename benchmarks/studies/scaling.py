@@ -254,10 +254,10 @@ def on_hosts(row: dict, hosts: int, codec_seconds: float) -> planner.Method:
     )
 
 
-def codecs(rows: list[dict], device: str = "h100") -> dict[str, float]:
-    """Seconds per parameter that a measured step of each method took above the dense one.
+def codecs(rows: list[dict]) -> dict[str, float]:
+    """Seconds per parameter that a step of each method takes above the dense one, on an H100.
 
-    They were measured on an H200; other devices differ by their memory's bandwidth.
+    They were measured on an H200, which differs by its memory's bandwidth.
     """
     steps = {
         row["method"]: row["measured"]["seconds"]
@@ -265,7 +265,7 @@ def codecs(rows: list[dict], device: str = "h100") -> dict[str, float]:
         if "measured" in row and (row["device"], row["model"]) == ("h200", "124m-scan")
     }
     known = (row for row in rows if row["model"] == "124m-scan" and "parameters" in row)
-    slower = DEVICES["h200"].bandwidth / DEVICES[device].bandwidth
+    slower = DEVICES["h200"].bandwidth / DEVICES["h100"].bandwidth
     each = slower / next(known)["parameters"]
     return {method: each * (seconds - steps["dense"]) for method, seconds in steps.items()}
 
