@@ -105,16 +105,14 @@ def _require_equal(task: Task, params: Any) -> None:
 def _begin(task: Task, directory: Path, step: int | None) -> tuple[Any, Any, Progress]:
     if step is None:
         return *_first(task), Progress()
-    if task.config.resume and (
-        damages := agree.from_first(lambda: files.pass_over_damaged(directory))
-    ):
-        step = agree.from_first(lambda: files.latest(directory))
-        _say(task.config.name, step, f"since {'; '.join(damages)}; it is kept as damaged-STEP")
     if not task.config.resume:
         raise ValueError(
             f"{directory} has a checkpoint of step {step}, which --no-resume would overwrite; "
             "write --resume, give another --name, or remove that folder."
         )
+    if damages := agree.from_first(lambda: files.pass_over_damaged(directory)):
+        step = agree.from_first(lambda: files.latest(directory))
+        _say(task.config.name, step, f"since {'; '.join(damages)}; it is kept as damaged-STEP")
     saved = store.choose(directory, step, "metadata")  # all of it is known to be intact
     load = lambda like: store.load(saved, like)
     return _restore(task, directory, step, saved.metadata, load)

@@ -95,7 +95,7 @@ class Courier(threading.Thread):
         self._absent = set(self._missed)  # who missed one of the last two, and is not back yet
         self._posts: collections.deque[Post] = collections.deque()
         self._snaps: collections.deque[tuple] = collections.deque()
-        self._mine: Message | None = None
+        self._mine: str | None = None  # checksum of the consensus that it has sent from
         self._mine_since = 0.0
         self._reload_from: int | None = None
         self._known: runs.View | None = None  # claims and snapshots; None to look at them again
@@ -247,7 +247,7 @@ class Courier(threading.Thread):
         if sealed is not None:  # else it was written before the store was away, and is read
             self._found[self.island] = Message(*header, sealed.payload, sealed.digest)
         self._posts.popleft()
-        self._mine, self._mine_since = Message(*header, np.zeros(0), ""), time.monotonic()
+        self._mine, self._mine_since = sums, time.monotonic()
         return True
 
     def _fetch(self, name: str, fence: int) -> None:
@@ -271,13 +271,13 @@ class Courier(threading.Thread):
 
     def _decide(self, view: runs.View, absent: set[str]) -> bool:
         """Decides the round if everybody is there, or the deadline has passed with a quorum."""
-        there, own = dict(sorted(self._found.items())), self._mine
+        there = dict(sorted(self._found.items()))
         missing = set(view.fences) - view.left - absent - set(there) - set(self._bad)
         self.waits_for = f"round {self.round} has messages of {list(there)}"
         if self._bad:
             self.waits_for += f", and leaves out {self._bad}"
         passed = time.monotonic() - self._mine_since >= self.rules.deadline
-        if own is None or len(there) < self.rules.quorum or (missing and not passed):
+        if self._mine is None or len(there) < self.rules.quorum or (missing and not passed):
             return False
         sums = [message.consensus for message in there.values()]
         usual = max(sorted(set(sums)), key=sums.count)
@@ -313,7 +313,7 @@ class Courier(threading.Thread):
                 return self._reload(self.round + 1)
             else:
                 raise ConnectionError(f"{self.room.bucket.url}: {path} names {name}, who is lost")
-        if self._mine is not None and self._mine.consensus != decision["consensus"]:
+        if self._mine not in (None, decision["consensus"]):
             log.warning(
                 "island %s rounds differently from the others after round %d, and reads "
                 "their next snapshot",

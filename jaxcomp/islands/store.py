@@ -142,18 +142,17 @@ def _named(url: str) -> Iterator[Any]:
     except (kinds.NotSupportedError, NotImplementedError) as error:
         raise _unconditional(url) from error
     except (kinds.BaseError, OSError) as error:
-        text = (str(error).splitlines() or [""])[0][:300]
         refused = isinstance(error, kinds.PermissionDeniedError | kinds.UnauthenticatedError)
-        is_lost = isinstance(error, FileNotFoundError)
-        raise _named_error(url, str(error), text, refused, is_lost) from None
+        raise _named_error(url, error, refused) from None
 
 
-def _named_error(url: str, whole: str, text: str, refused: bool, is_lost: bool) -> OSError:
+def _named_error(url: str, error: Exception, refused: bool) -> OSError:
+    text = (str(error).splitlines() or [""])[0][:300]
     number = re.search(r"\(os error (\d+)\)", text)
     if number and url.startswith("file://") and int(number[1]) != errno.ENOSPC:
         needs = "needs a folder in which this user may write"
         return OSError(int(number[1]), f"{url}: {needs}: {text}")
-    if is_lost or "NoSuchBucket" in whole:
+    if isinstance(error, FileNotFoundError) or "NoSuchBucket" in str(error):
         return FileNotFoundError(f"{url}: no such bucket or folder; make it first: {text}")
     if "os error 28" in text or "No space left" in text:
         return OSError(errno.ENOSPC, f"{url}: the disk is full; delete something: {text}")

@@ -113,12 +113,11 @@ class Copies:
         return holders.chosen(_from_all("copies-held", {"names": mine}), at_least)
 
     def _is_valid(self, path: Path) -> bool:
-        name = parts.read_name(path.name)
-        try:
-            made = name and parts.digest(path)
-        except (OSError, ValueError):  # a folder or a FIFO with such a name
+        if (name := parts.read_name(path.name)) is None:
             return False
-        if not name or not made:
+        try:
+            made = parts.digest(path)
+        except (OSError, ValueError):  # a folder or a FIFO with such a name
             return False
         return any(
             parts.belongs_to(name, token, made) and (most is None or name.step <= most)

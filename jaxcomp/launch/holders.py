@@ -23,16 +23,15 @@ class Found(NamedTuple):
 def chosen(held: Sequence[dict[str, Any]], at_least: int) -> Found | str:
     """The newest step with all parts, among those that the processes report."""
     holders: dict[str, list[int]] = {}
-    for process, report in enumerate(held):
-        names = report.get("names")
-        for name in names if isinstance(names, list) else []:
-            if isinstance(name, str) and parts.read_name(name) is not None:
-                holders.setdefault(name, []).append(process)
     steps: dict[tuple[int, int], dict[str, str]] = {}  # step, count -> names by part
-    for text in sorted(holders):
-        name = parts.read_name(text)
-        if name is not None and name.step >= at_least:
-            steps.setdefault((name.step, name.count), {})[name.part] = text
+    for process, report in enumerate(held):
+        texts = report.get("names")
+        for text in texts if isinstance(texts, list) else []:
+            name = parts.read_name(text) if isinstance(text, str) else None
+            if name is not None and name.step >= at_least:
+                holders.setdefault(text, []).append(process)
+                names = steps.setdefault((name.step, name.count), {})
+                names[name.part] = max(text, names.get(name.part, ""))
     missing = ""
     for (step, count), names in sorted(steps.items(), reverse=True):
         needed = itertools.chain(map(str, range(count)), [ALL])

@@ -28,7 +28,6 @@ LONGEST = 1 << 24
 """Most bytes of the line that describes a part."""
 
 _NAME = re.compile(r"([0-9]{1,15})-(all|[0-9]{1,7})-of-([0-9]{1,7})\.([0-9a-f]{64})")
-_PIECE = 1 << 24
 
 Spans = tuple[tuple[int, int], ...]
 
@@ -79,11 +78,8 @@ def path_of(key_path: Any) -> str:
 
 def digest(path: Path) -> str:
     """The SHA-256 of a file."""
-    found = hashlib.sha256()
     with regular.open_file(path) as file:
-        while piece := file.read(_PIECE):
-            found.update(piece)
-    return found.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def entries(tree: Any, process: int) -> dict[str, list[Entry]]:

@@ -1,17 +1,17 @@
 """Files that strangers may have replaced with something else."""
 
 import contextlib
+import io
 import os
 import pathlib
 import stat
 from collections.abc import Iterator
-from typing import BinaryIO
 
 _KINDS = {stat.S_IFIFO: "FIFO", stat.S_IFDIR: "folder"}
 _KINDS |= {stat.S_IFCHR: "device", stat.S_IFBLK: "device"}
 
 
-def open_file(path: str | pathlib.Path) -> BinaryIO:
+def open_file(path: str | pathlib.Path) -> io.BufferedReader:
     """Opens a regular file to read its bytes; links to one count.
 
     Raises:
