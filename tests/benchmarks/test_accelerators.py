@@ -42,6 +42,8 @@ TABLE = {
 
 TPU_LOCK = pathlib.Path("/tmp/libtpu_lockfile")
 
+needs_h100 = pytest.mark.skipif(unavailable("h100") is not None, reason=f"{unavailable('h100')}")
+
 WORK = accelerators_devices.Work(
     flops=989e12,
     moved=3_352_320_000_000,
@@ -165,16 +167,16 @@ def rows_of(device):
 
 
 def made_apart(*step):
-    with locked(TPU_LOCK):
+    with locked():
         return accelerators.apart(accelerators_step.rows, *step, environment=COMPILING)
 
 
 @contextlib.contextmanager
-def locked(path):
-    """Holds a lock, as another program that compiles at the same time would."""
+def locked():
+    """Holds the TPU's lock, as another program that compiles at the same time would."""
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):  # there is such a program
-            file = stack.enter_context(path.open("a"))
+            file = stack.enter_context(TPU_LOCK.open("a"))
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
 
@@ -197,9 +199,8 @@ def test_programs_for_accelerators_have_the_structure_that_the_page_says(device,
         assert row["products_in_span"] == 1.0  # the gradient, between the first start and last end
 
 
+@needs_h100
 def test_messages_of_parameters_in_shards_travel_beside_the_whole_gradient():
-    if (reason := unavailable("h100")) is not None:
-        pytest.skip(reason)
     (row,) = made_apart("h100", "tiny-in-shards", ["cocktail"], (2, 4))
     # Arrays that the devices of a host hold alike are a bucket, and those in shards another one.
     assert row["messages"] == {op: {"all": 2, "async": 2} for op in ("all-to-all", "all-gather")}
@@ -207,9 +208,8 @@ def test_messages_of_parameters_in_shards_travel_beside_the_whole_gradient():
     assert row["products_in_span"] == row["products_beside"] == 1.0
 
 
+@needs_h100
 def test_messages_of_a_mean_travel_beside_the_backward_pass():
-    if (reason := unavailable("h100")) is not None:
-        pytest.skip(reason)
     (row,) = made_apart("h100", "toy", ["q4"], (8,))
     assert row["products_beside"] > 0.45  # of all; two thirds are the backward pass's
     assert all(kind["async"] == kind["all"] for kind in row["messages"].values())
@@ -226,10 +226,9 @@ def selection(n):
     return cost.kernels, cost.moved / (4 * x.size)
 
 
+@needs_h100
 def test_an_h100_finds_the_largest_of_a_row_in_one_kernel():
-    if (reason := unavailable("h100")) is not None:
-        pytest.skip(reason)
-    with locked(TPU_LOCK):
+    with locked():
         found = accelerators.apart(selections, environment=COMPILING)
     # Rounds of their own would be 63 kernels, which read a row 36 times.
     assert all(kernels < 10 and copies < 4 for kernels, copies in found)
@@ -249,19 +248,18 @@ def sums(hosts):
     return compiled.memory_analysis().temp_size_in_bytes / (4 * x.size)
 
 
+@needs_h100
 def test_an_h100_sums_sparse_messages_in_place():
-    if (reason := unavailable("h100")) is not None:
-        pytest.skip(reason)
-    with locked(TPU_LOCK):
+    with locked():
         copies = accelerators.apart(sums, 64, environment=COMPILING)
     assert copies < 1.5  # a whole array for each message would be 64
 
 
 def program_of(method, moved, kernels, **more):
-    key = {"device": "h100", "model": "124m", "method": method, "mesh": "8"}
     figures = {"moved_copies": moved, "kernels": kernels, "memory": {"temp_copies": 2.0}}
     predicted = {"500mbit": 1.2, "unlimited": 1.0}
-    return key | figures | {"nic_bytes": 1e9, "predicted": predicted} | more
+    made = row_of(method, **figures, nic_bytes=1e9, predicted=predicted)
+    return made | {"model": "124m"} | more
 
 
 def test_targets_are_beside_what_was_reached_and_bold_where_missed():

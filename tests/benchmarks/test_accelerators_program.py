@@ -74,8 +74,8 @@ def program(*lines):
     return Program(HEADER + PARTS + HEAD + PARAMETERS + body + "}\n")
 
 
-def fusion(name, operands, kind="kLoop", result="f32[8,8]{1,0}", root=""):
-    return f"{root}%{name}.1 = {result} fusion({operands}), kind={kind}, calls=%{name}"
+def fusion(name, operands, result="f32[8,8]{1,0}", root=""):
+    return f"{root}%{name}.1 = {result} fusion({operands}), kind=kLoop, calls=%{name}"
 
 
 # A fusion with a start and a done, as XLA writes one that copies a layer's slice.

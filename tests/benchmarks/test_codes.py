@@ -7,8 +7,8 @@ import sys
 import pytest
 
 from benchmarks import codes
-from benchmarks.accelerators_devices import unavailable
 from benchmarks.worker import UPDATES, config_of
+from tests.benchmarks.test_accelerators import needs_h100
 
 MODEL = {"layers": 1, "width": 16, "heads": 2, "context": 8}
 
@@ -58,9 +58,8 @@ def test_the_least_bytes_are_those_of_one_read_and_one_write():
     assert codes.moved_table([row]).splitlines()[2] == line
 
 
+@needs_h100
 def test_codes_are_compiled_for_an_h100_where_no_driver_is():
-    if (reason := unavailable("h100")) is not None:
-        pytest.skip(reason)
     # As a person types it: the compiler's plug-in looks for a driver.
     environment = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
     command = [sys.executable, "-m", "benchmarks.codes", "moved", "--quick"]

@@ -28,16 +28,21 @@ def made(kind):
     return lambda number, rows: draw(number)[rows]
 
 
-def test_a_run_is_that_of_a_mesh_to_rounding(monkeypatch):
-    # Momentum SGD inside: Adam makes steps of gradients that are zero but for rounding.
-    local = "diloco(sgd(learning_rate, momentum=0.9), axis_name, every=2)"
-    config = dataclasses.replace(
-        config_of("pico", methods.Method(local, (0.3,)), 7, STEPS),
+def small(config):
+    """The run with a tiny model, on two replicas."""
+    return dataclasses.replace(
+        config,
         replicas=REPLICAS,
         model=DecoderConfig(layers=1, width=8, heads=1, context=8),
         data=dataclasses.replace(nano_dense.get_config().data, batch=4),
         eval_batches=2,
     )
+
+
+def test_a_run_is_that_of_a_mesh_to_rounding():
+    # Momentum SGD inside: Adam makes steps of gradients that are zero but for rounding.
+    local = "diloco(sgd(learning_rate, momentum=0.9), axis_name, every=2)"
+    config = small(config_of("pico", methods.Method(local, (0.3,)), 7, STEPS))
     text = Examples({}, made(0), made(1))
     params, curve = scale.train(config, text)
 
@@ -59,21 +64,11 @@ def test_a_run_is_that_of_a_mesh_to_rounding(monkeypatch):
     assert max(jax.tree.leaves(moved)) > 1e-2
 
 
-def test_shards_are_trained_on_a_mesh(monkeypatch):
+def test_shards_are_trained_on_a_mesh():
     exact = METHODS["QSDP, 8 bits"]._replace(qsdp="qsdp(axis_name, identity(), identity())")
-    sharded, dense = (
-        dataclasses.replace(
-            config_of("pico", method, 7, STEPS),
-            replicas=REPLICAS,
-            model=DecoderConfig(layers=1, width=8, heads=1, context=8),
-            data=dataclasses.replace(nano_dense.get_config().data, batch=4),
-            eval_batches=2,
-        )
-        for method in (exact, METHODS["dense Adam"])
-    )
     text = Examples({}, made(0), made(1))
-    trained = lambda config: scale.train(config, text)
-    (_, got), (_, wanted) = trained(sharded), trained(dense)
+    trained = lambda method: scale.train(small(config_of("pico", method, 7, STEPS)), text)
+    (_, got), (_, wanted) = trained(exact), trained(METHODS["dense Adam"])
     np.testing.assert_allclose(got, wanted, rtol=1e-5)
 
 
@@ -87,14 +82,8 @@ def test_every_row_is_a_transformation(size, monkeypatch):
 
 def test_replicas_lie_between_a_consensus_that_lags_and_their_mean(monkeypatch):
     text = Examples({}, made(0), made(1))
-
-    def small(config):
-        nano = dataclasses.replace(nano_dense.get_config().data, batch=4)
-        model = DecoderConfig(layers=1, width=8, heads=1, context=8)
-        changes = {"replicas": REPLICAS, "model": model, "data": nano, "eval_batches": 2}
-        return make_task(dataclasses.replace(config, **changes), lambda _: text)
-
-    monkeypatch.setattr(evaluation, "make_task", small)
+    task_of = lambda config: make_task(small(config), lambda _: text)
+    monkeypatch.setattr(evaluation, "make_task", task_of)
     monkeypatch.setattr(evaluation, "AT", (2, 4))
     row = evaluation.run_row("SLAMB", 1, 4)
     assert list(row["losses"]) == ["2", "4"]

@@ -8,6 +8,7 @@ import pytest
 from benchmarks import network, slow_network, slow_network_figure, worker
 from benchmarks.peers import AUTHORS, PEERS
 from benchmarks.worker import period_of
+from tests.benchmarks.test_network import TWO_HOSTS
 from tests.helpers.namespaces import needs_namespaces
 from train.placement.resolve import resolve
 
@@ -22,13 +23,6 @@ ROW = {
     "nic_over_report": 1.01,
     "skips_rounds": False,
 }
-TWO_HOSTS = network.Network(
-    "jaxcomp-7-0123ab-bridge",
-    (
-        network.Host("jaxcomp-7-0123ab-1", "10.0.0.1", "port1"),
-        network.Host("jaxcomp-7-0123ab-2", "10.0.0.2", "port2"),
-    ),
-)
 
 
 def test_report_and_interface_agree_within_headers():
