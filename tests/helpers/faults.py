@@ -7,6 +7,7 @@ import resource
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from typing import NamedTuple
 
 from tests.helpers.launching import ROOT, environment, free_port
@@ -137,19 +138,20 @@ def last_step(run: Run) -> int:
     return -1
 
 
-def until_row(run: Run, step: int, seconds: float = 300.0) -> None:
+def until_row(run: Run, step: int) -> None:
     """Waits until a row of this step or a later one is there."""
-    deadline = time.monotonic() + seconds
-    while last_step(run) < step:
-        assert all(process.poll() is None for process in run.processes), said(run)
-        assert time.monotonic() < deadline, said(run)
-        time.sleep(0.02)
+    _until(run, lambda: last_step(run) >= step)
 
 
-def until_checkpoint(run: Run, seconds: float = 300.0) -> None:
+def until_checkpoint(run: Run) -> None:
     """Waits until a checkpoint is complete: it is written while the run goes on."""
-    deadline = time.monotonic() + seconds
-    while not files.steps(run.folder / "checkpoints"):
+    _until(run, lambda: bool(files.steps(run.folder / "checkpoints")))
+
+
+def _until(run: Run, condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 300
+    while not condition():
+        assert all(process.poll() is None for process in run.processes), said(run)
         assert time.monotonic() < deadline, said(run)
         time.sleep(0.02)
 

@@ -5,9 +5,10 @@ import socket
 import jax
 import jax.numpy as jnp
 import pytest
-from jax._src import compilation_cache, compiler, distributed
+from jax._src import compiler, distributed
 
 from jaxcomp.launch import programs
+from tests.helpers.compiling import programs_in
 
 
 @pytest.fixture
@@ -15,16 +16,8 @@ def cache(tmp_path, monkeypatch):
     """JAX's cache in a folder, for one test."""
     jax.devices()  # else they come to be while a test says that this is another process
     monkeypatch.setattr(compiler, "_cache_write", compiler._cache_write)
-    names = {"jax_compilation_cache_dir": str(tmp_path)}
-    names["jax_persistent_cache_min_compile_time_secs"] = 0.0
-    before = {name: getattr(jax.config, name) for name in names}
-    for name, value in names.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
-    yield tmp_path
-    for name, value in before.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
+    with programs_in(tmp_path, 0.0):
+        yield tmp_path
 
 
 def test_every_process_keeps_its_programs_in_a_folder_of_its_own(cache, monkeypatch):

@@ -2,7 +2,8 @@
 
 import jax
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
+
+from tests.helpers.compiling import programs_in
 
 
 @pytest.fixture(scope="session")
@@ -13,20 +14,8 @@ def folder_of_programs(tmp_path_factory):
 @pytest.fixture(autouse=True, scope="module")
 def programs_on_disk(folder_of_programs):
     """Runs of one process find their programs again: most of a tiny run is the compiler's."""
-    names = {
-        "jax_compilation_cache_dir": folder_of_programs,
-        "jax_persistent_cache_min_compile_time_secs": 0.1,
-    }
-    before = {name: getattr(jax.config, name) for name in names}
-    _configure(names)
-    yield
-    _configure(before)
-
-
-def _configure(values):
-    for name, value in values.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
+    with programs_in(folder_of_programs, 0.1):
+        yield
 
 
 @pytest.fixture

@@ -12,9 +12,10 @@ import pytest
 from jaxcomp.replicas import protocol
 from tests.helpers.replicas import mesh_of, one_value
 from tests.helpers.restoring import restore
+from tests.helpers.tiny_runs import EXACT_SGD, tiny_config
 from train import loop
 from train.checkpoints import mean, store
-from train.config import Config, Data, Images, Optimizer
+from train.config import Data, Images
 from train.models.decoder import DecoderConfig
 from train.models.resnet import ResNetConfig
 from train.placement import build, sharded
@@ -22,7 +23,6 @@ from train.task import make_task
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 
-DENSE = "chain(compressed_mean(identity(), axis_name), sgd(learning_rate))"
 TINY = DecoderConfig(layers=1, width=16, heads=2, context=32, vocab=257)
 
 
@@ -37,11 +37,10 @@ def texts(tmp_path_factory):
     return folder
 
 
-def config_of(texts, update=DENSE, **changes):
+def config_of(texts, update=EXACT_SGD, **changes):
     data = Data(path=str(texts / "text.txt"), batch=8, cache=str(texts / "cache"))
-    defaults = {"steps": 4, "replicas": 2, "model": TINY, "data": data, "eval_batches": 2}
-    defaults |= {"name": "x", "runs_dir": str(texts / "runs"), "eval_every": 2}
-    return Config(optimizer=Optimizer(update, 3e-2, 1), **(defaults | changes))
+    defaults = {"model": TINY, "data": data, "eval_batches": 2, "eval_every": 2}
+    return tiny_config(texts, update, 3e-2, **(defaults | changes))
 
 
 @pytest.mark.parametrize("kind", ["documents", "masked", "text", "images"])

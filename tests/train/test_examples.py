@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 from tests.helpers import tokens
+from tests.helpers.tiny_runs import EXACT_SGD, tiny_config
 from train import examples, loop
 from train.checkpoints import store
-from train.config import Config, Data, Optimizer
+from train.config import Data, Optimizer
 from train.config import run as configs
 from train.models.decoder import DecoderConfig
 
@@ -40,30 +41,15 @@ def test_chats_train_alike_on_any_number_of_replicas_and_go_on_where_they_were(t
             answer = {"role": "assistant", "content": "words " * (1 + number % 5)}
             file.write(json.dumps({"messages": [question, answer]}) + "\n")
 
-    def rows_of(name, **changes):
-        config = Config(
-            name=name,
-            steps=changes.pop("steps", 2),
-            optimizer=Optimizer(
-                "chain(compressed_mean(identity(), axis_name), sgd(learning_rate))",
-                learning_rate=0.5,
-                schedule="constant",
-            ),
-            log_every=1,
-            eval_batches=1,
-            runs_dir=str(tmp_path / "runs"),
-            model=DecoderConfig(layers=1, width=8, heads=2, context=16, vocab=300),
-            data=Data(
-                path=str(tmp_path / "chats.jsonl"),
-                column="messages",
-                tokenizer=str(folder),
-                packed=True,
-                cache=str(tmp_path / "cache"),
-                batch=changes.pop("batch", 4),
-            ),
-            **changes,
-        )
-        return loop.run(config)
+    model = DecoderConfig(layers=1, width=8, heads=2, context=16, vocab=300)
+    files = {"path": str(tmp_path / "chats.jsonl"), "cache": str(tmp_path / "cache")}
+    data = Data(**files, column="messages", tokenizer=str(folder), packed=True, batch=4)
+    alike = {"optimizer": Optimizer(EXACT_SGD, 0.5, schedule="constant"), "log_every": 1}
+    alike |= {"model": model, "data": data}
+
+    def rows_of(name, replicas, steps=2):
+        changes = {"name": name, "replicas": replicas, "steps": steps}
+        return loop.run(tiny_config(tmp_path, **alike, **changes))
 
     losses = lambda rows: [row["loss"] for row in rows[1:]] + [rows[-1]["val_loss"]]
     whole = rows_of("whole", replicas=4)

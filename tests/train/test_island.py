@@ -9,36 +9,19 @@ import jax
 import numpy as np
 import pytest
 
-from tests.helpers.launching import environment, run, words, write_config
+from tests.helpers.launching import environment, run, write_config
+from tests.helpers.tiny_runs import tiny_config
 from train import island, loop
-from train.config import Config, Data, Optimizer
-from train.models.decoder import DecoderConfig
+from train.config import Optimizer
 
 numbers = itertools.count()
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    return str(words(tmp_path_factory.mktemp("text")))
-
-
 @pytest.fixture
-def config(tmp_path, text, undrawn):
-    return Config(
-        name="garage",
-        steps=4,
-        optimizer=Optimizer(
-            "chain(compressed_mean(identity(), axis_name), sgd(learning_rate))", 1e-2
-        ),
-        replicas=1,
-        model=DecoderConfig(layers=1, width=16, heads=2, context=16),
-        data=Data(path=text, batch=2),
-        eval_batches=1,
-        log_every=1,
-        runs_dir=str(tmp_path / "runs"),
-        island=f"memory://train-{next(numbers)}",
-        join="join(every=2, poll=0.02, outer=sgd(1.0))",
-    )
+def config(tmp_path, undrawn):
+    run = f"memory://train-{next(numbers)}"
+    join = {"island": run, "join": "join(every=2, poll=0.02, outer=sgd(1.0))"}
+    return tiny_config(tmp_path, batch=2, name="garage", replicas=1, log_every=1, **join)
 
 
 SHARDS = {

@@ -23,7 +23,7 @@ from tests.helpers.faults import (
     write_config,
 )
 from tests.helpers.replicas import everywhere, mesh_of, rows
-from tests.helpers.restoring import restore
+from tests.helpers.restoring import require_equal_bits, restore
 from train import task as tasks
 from train.checkpoints import emergency
 from train.checkpoints.trees import described
@@ -264,8 +264,7 @@ def test_a_run_that_went_on_from_copies_equals_one_that_was_left_alone(chain, tm
     assert own == expected and own[-1]["step"] == STEPS
     like = tasks.make_task(configs.load(str(whole))).like
     trees = [restore(each.parent / "run" / "checkpoints", like)[0] for each in (config, whole)]
-    same = jax.tree.map(lambda a, b: np.asarray(a).tobytes() == np.asarray(b).tobytes(), *trees)
-    assert jax.tree.all(same)
+    require_equal_bits(*trees)
 
 
 def test_a_run_that_has_ended_leaves_no_copies(chain):

@@ -19,14 +19,13 @@ import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from tests.helpers.launching import ROOT, until
 from tests.helpers.replicas import mesh_of
 from tests.helpers.restoring import restore
 from train.checkpoints import files, store
 from train.checkpoints.files import latest, steps
 from train.checkpoints.store import choose, open_checkpoints
 from train.checkpoints.trees import like_replicas
-
-ROOT = Path(__file__).parents[3]
 
 
 class State(NamedTuple):
@@ -235,12 +234,10 @@ def test_a_process_killed_while_it_saves_leaves_the_previous_checkpoint(tmp_path
         "checkpoints.wait()\n"
     )
     child = subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], cwd=ROOT)
-    deadline = time.monotonic() + 60
-    while not (partial := list(tmp_path.glob("2.*"))) and time.monotonic() < deadline:
-        time.sleep(0.01)
+    until(lambda: list(tmp_path.glob("2.*")))
     child.kill()
     child.wait()
-    assert partial and partial[0].exists()
+    assert list(tmp_path.glob("2.*"))
     assert latest(tmp_path) == 1
     assert_same(restore(tmp_path, target(make_tree(mesh_of(2))))[0], make_tree(mesh_of(2), 1))
     open_checkpoints(tmp_path).close()
@@ -284,20 +281,6 @@ def test_harm_to_any_file_is_noticed_and_the_last_good_step_named(tmp_path):
     shutil.rmtree(tmp_path / "10" / "state")
     with pytest.raises(ValueError, match="No other checkpoint there is good"):
         restore(tmp_path, like)
-
-
-def test_harm_to_the_first_bytes_of_a_large_file_is_noticed(tmp_path):
-    # A file is summed up in pieces of 16 MiB.
-    path = tmp_path / "20.orbax-checkpoint-tmp" / "state" / "d"
-    path.parent.mkdir(parents=True)
-    path.write_bytes(bytes(2**24 + 1))
-    files.write_checksums(tmp_path)
-    path.parents[1].rename(tmp_path / "20")
-    assert files.intact(tmp_path) == tmp_path / "20"
-    with (tmp_path / "20" / "state" / "d").open("r+b") as file:
-        file.write(b"1")
-    with pytest.raises(ValueError, match="the bytes of state/d have changed"):
-        files.intact(tmp_path)
 
 
 def test_checksums_name_all_files_and_no_others(tmp_path):

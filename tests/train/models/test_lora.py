@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from jaxcomp.compressors.policies import path_of
-from tests.helpers.launching import words
+from tests.helpers.tiny_runs import tiny_config
 from train import report, resume
 from train import task as tasks
 from train.checkpoints.store import open_checkpoints
-from train.config import Config, Data, Optimizer
+from train.config import Optimizer
 from train.models import lora
 from train.models.decoder import Decoder, DecoderConfig
 from train.models.modules import PathRngs, split
@@ -52,14 +52,8 @@ DENSE = MEAN.format("identity()")
 
 
 def config_of(tmp_path, update=DENSE, **changes):
-    return Config(
-        name="thin",
-        steps=4,
-        replicas=2,
-        optimizer=Optimizer(update, 0.1, schedule="constant"),
-        data=Data(path=words(tmp_path / "text"), batch=4),
-        **{"model": THIN, "trainable": lora.TRAINED} | changes,
-    )
+    run = {"optimizer": Optimizer(update, 0.1, schedule="constant"), "batch": 4}
+    return tiny_config(tmp_path, **run | {"model": THIN, "trainable": lora.TRAINED} | changes)
 
 
 @pytest.mark.parametrize(

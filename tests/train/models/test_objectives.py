@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.helpers.tiny_runs import tiny_config
 from train import loop
-from train.config import Config, Data, Optimizer
+from train.config import Data, Optimizer
 from train.config import run as configs
 from train.models.decoder import DecoderConfig
 from train.models.modules import PathRngs
@@ -66,19 +67,10 @@ def test_only_the_causal_model_does_not_look_ahead(name):
 def test_a_masked_model_learns(tmp_path, undrawn):
     text = tmp_path / "text.txt"
     text.write_text("the same words again and again. " * 500)
-    config = Config(
-        name="masked",
-        steps=40,
-        replicas=2,
-        objective="masked",
-        optimizer=Optimizer("zero_one_adam(learning_rate, axis_name)", 1e-2, warmup_steps=4),
-        eval_every=20,
-        eval_batches=2,
-        runs_dir=str(tmp_path),
-        model=SMALL,
-        data=Data(path=str(text), batch=8),
-    )
-    rows = loop.run(config)
+    optimizer = Optimizer("zero_one_adam(learning_rate, axis_name)", 1e-2, warmup_steps=4)
+    run = {"objective": "masked", "model": SMALL, "data": Data(path=str(text), batch=8)}
+    run |= {"optimizer": optimizer, "steps": 40, "eval_every": 20, "eval_batches": 2}
+    rows = loop.run(tiny_config(tmp_path, **run))
     losses = [row["val_loss"] for row in rows if "val_loss" in row]
     assert losses[-1] < 0.6 * losses[0]
 

@@ -51,10 +51,17 @@ def events_of(content, event):
         content = content[16 + size :]
 
 
-def test_missing_tensorboard_says_what_to_install(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("extra", "opened"),
+    [
+        ("tensorboard", lambda folder: trackers.tensorboard(folder, step=0)),
+        ("wandb", lambda folder: trackers.wandb(folder, {}, step=0)),
+    ],
+)
+def test_a_missing_package_says_what_to_install(tmp_path, monkeypatch, extra, opened):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"pip install -e '\.\[tensorboard\]'"):
-        trackers.tensorboard(tmp_path, step=0).__enter__()
+    with pytest.raises(ValueError, match=rf"pip install -e '\.\[{extra}\]'"):
+        opened(tmp_path).__enter__()
 
 
 @pytest.fixture
@@ -130,10 +137,4 @@ def test_a_service_that_takes_nothing_is_told(tmp_path, wandb, monkeypatch, name
     module = sys.modules["wandb"]
     monkeypatch.setattr(module, "init", init)
     with pytest.raises(kind, match="Use `wandb login`; or write WANDB_MODE=offline"):
-        trackers.wandb(tmp_path, {}, step=0).__enter__()
-
-
-def test_missing_weights_and_biases_says_what_to_install(tmp_path, monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"pip install -e '\.\[wandb\]'"):
         trackers.wandb(tmp_path, {}, step=0).__enter__()
