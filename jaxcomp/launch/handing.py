@@ -92,10 +92,8 @@ def get(source: str, key: bytes, name: str, store: FileStore, seconds: float) ->
     until = time.monotonic() + seconds
     with _connected(source, key, {"get": name}, until) as (connection, nonce):
         answer = _require_answer(connection, key, nonce, until, source, name)
-        size = answer.get("size")
-        if type(size) is not int:
-            size = -1
-        folder = store.room(name, size) if size >= 0 else None
+        size: Any = answer.get("size")
+        folder = store.room(name, size) if type(size) is int and size >= 0 else None
         if folder is None or not _keep(connection, folder, name, size, store, until):
             raise OSError(f"what {source} gives as {name} is not it")
         return folder / name

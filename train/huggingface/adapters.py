@@ -39,7 +39,6 @@ def save(to: pathlib.Path, config: DecoderConfig, params: Any, base: pathlib.Pat
     Raises:
       ValueError: If `to` is not new, the model has no LoRA, or `base` is of another model.
     """
-    to = pathlib.Path(to)
     folder.require_new(to)
     kind, there = settings.read(base)
     settings.require_same(config, there, str(base))
@@ -50,7 +49,7 @@ def save(to: pathlib.Path, config: DecoderConfig, params: Any, base: pathlib.Pat
     about = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": str(pathlib.Path(base).resolve()),
+        "base_model_name_or_path": str(base.resolve()),
         "r": config.lora,
         "lora_alpha": config.lora_alpha,
         "lora_dropout": 0.0,
@@ -96,9 +95,8 @@ def merge(adapter: pathlib.Path, to: pathlib.Path, dtype: Any, base: pathlib.Pat
       ValueError: If `to` is not new, or the adapter is damaged, of another model, or of a kind that
         is more than a product of two matrices.
     """
-    to = pathlib.Path(to)
     folder.require_new(to)
-    file = pathlib.Path(adapter, _CONFIG)
+    file = adapter / _CONFIG
     about = checks.json_object(file, peft_type=str, r=int, lora_alpha=int | float)
     strange = [name for name in _NEVER if about.get(name)]
     if about.get("init_lora_weights", True) not in _DRAWN:
@@ -108,7 +106,7 @@ def merge(adapter: pathlib.Path, to: pathlib.Path, dtype: Any, base: pathlib.Pat
             f"{file} has {', '.join(strange) or 'another peft_type or bias'}; only plain LoRA is "
             "read: merge it with peft's merge_and_unload."
         )
-    added = dict(safetensors.read(pathlib.Path(adapter, _MODEL)))
+    added = dict(safetensors.read(adapter / _MODEL))
     scale, kind = about["lora_alpha"] / about["r"], settings.read(base)[0]
     arrays = safetensors.read_all(base)
     modules = {key.removeprefix(_PREFIX).partition(".lora_")[0] for key in added}
@@ -136,7 +134,7 @@ def merge(adapter: pathlib.Path, to: pathlib.Path, dtype: Any, base: pathlib.Pat
         }
     if added:
         raise ValueError(f"{base} has no matrix for {min(added)!r} of {adapter}; name its base.")
-    about = checks.json_object(pathlib.Path(base, "config.json"))
+    about = checks.json_object(base / "config.json")
     folder.write(to, made.items(), about, np.dtype(dtype), base)
 
 

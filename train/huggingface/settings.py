@@ -146,10 +146,10 @@ FORMS: dict[str, Form] = {
         {},
     ),
 }
-_ROPE = {"rope_type": str, "type": str}
-_ROPE |= dict.fromkeys(("rope_theta", "partial_rotary_factor", "factor"), float)
-_ROPE |= dict.fromkeys(("low_freq_factor", "high_freq_factor"), float)
-_ROPE |= {"original_max_position_embeddings": float}
+_LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor")  # of rotary embeddings
+_ROPE = {"rope_type": str, "type": str} | dict.fromkeys(
+    ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings", *_LLAMA3), float
+)
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _ACTIVATIONS = {
     "gelu_new": "gelu",
@@ -297,12 +297,10 @@ def _written(kind: str, config: DecoderConfig) -> Settings:
         share = config.rotated / config.head_size
         settings |= {"rope_theta": config.rotary_base, "rope_scaling": None}
         if config.rotary_scaling is not None:
-            names = ("factor", "low_freq_factor", "high_freq_factor")
-            scaling = dict(zip(names, config.rotary_scaling, strict=False))
-            old = math.floor(config.rotary_scaling[3])
-            settings["rope_scaling"] = scaling | {
+            *scaling, old = config.rotary_scaling
+            settings["rope_scaling"] = dict(zip(_LLAMA3, scaling, strict=True)) | {
                 "rope_type": "llama3",
-                "original_max_position_embeddings": old,
+                "original_max_position_embeddings": math.floor(old),
             }
         if kind == "gpt_neox":
             settings |= {"rotary_pct": share, "rotary_emb_base": config.rotary_base}
@@ -371,19 +369,18 @@ def rotation(kind: str, settings: Settings, head: int, positions: int, file: str
         needed = "a part of a head, at most 1"
         raise refused(file, "partial_rotary_factor or rotary_pct", share, needed)
     found = {"rotary_base": float(base), "rotary_width": width}
-    names = ("factor", "low_freq_factor", "high_freq_factor")
-    factor, low, high = (setting(name, None) for name in names)
+    scaling = {name: setting(name, None) for name in _LLAMA3}
     old = setting("original_max_position_embeddings", positions, "original_max_position_embeddings")
     scaled = setting("rope_type", "default")
     if scaled == "llama3":
-        for name, value in zip(names, (factor, low, high), strict=True):
+        for name, value in scaling.items():
             if value is None:
                 raise refused(file, name, None, "a number, as rope_type is llama3")
-        return found | {"rotary_scaling": (float(factor), float(low), float(high), float(old))}
+        return found | {"rotary_scaling": (*map(float, scaling.values()), float(old))}
     if scaled != "default":
         raise refused(file, "rope_type", scaled, "default or llama3")
-    if factor not in (None, 1):
-        raise refused(file, "factor", factor, "a rope_type that uses it")
+    if scaling["factor"] not in (None, 1):
+        raise refused(file, "factor", scaling["factor"], "a rope_type that uses it")
     return found
 
 

@@ -85,7 +85,7 @@ def make_plan(config: Config, options: Options) -> tuple[planner.Plan, planner.L
     methods, silent = {}, contextlib.nullcontext(lambda more: None)
     local = functools.cache(lambda name: update_timer(runs[name], mesh)())
     make = lambda name: make_method(name, runs[name], mesh, changes[name])
-    rate, codecs = options.codec_rate, {}
+    rate, timed = options.codec_rate, []
     parts = len(runs) if rate is not None else 2 * len(runs)
     with progress.counted("plan", parts) if agree.is_first() else silent as show:
         for method in _together(make, runs):
@@ -93,14 +93,14 @@ def make_plan(config: Config, options: Options) -> tuple[planner.Plan, planner.L
             show(1)
         for name, run in runs.items():
             if rate is not None:
-                codecs[name] = codec_seconds(run, rate) if changes[name] else 0.0
+                seconds = codec_seconds(run, rate) if changes[name] else 0.0
             else:
-                codecs[name] = codec(methods[name], local(name) - local(DENSE), replicas)
+                seconds = codec(methods[name], local(name) - local(DENSE), replicas)
                 show(1)
+            timed.append(dataclasses.replace(methods[name], codec_seconds=seconds))
     compute = options.compute_seconds
     if compute is None:
         compute = gradient_timer(config, mesh)() + local(DENSE)
-    timed = [dataclasses.replace(methods[name], codec_seconds=codecs[name]) for name in runs]
     timed += [islands_of(method, replicas) for method in timed if method.name == DILOCO]
     return planner.plan(timed, link, compute), link
 
