@@ -120,7 +120,7 @@ def test_a_table_has_the_rows_that_are_asked_for_and_their_figures(tmp_path, mon
     rows = [{"method": name, "replicas": 4, "gradients": g} for name, g in (("a", 2.66), ("bc", 3))]
     (tmp_path / "memory.json").write_text(json.dumps(rows))
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
-    head = "| method | replicas | copies of the gradient |\n| --- | --- | --- |\n"
+    head = "| method | replicas | copies of the gradient |\n|---|---|---|\n"
     assert tables.table("memory", ["b*", "*"]) == f"{head}| `bc` | 4 | 3.0 |\n| `a` | 4 | 2.7 |"
     assert tables.table("memory", []) == f"{head}| `a` | 4 | 2.7 |\n| `bc` | 4 | 3.0 |"
     assert tables.table("memory", ["c"]).startswith("Not measured yet")
