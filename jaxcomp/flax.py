@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import jax
 import optax
-from flax import nnx, serialization
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -22,6 +21,16 @@ from jaxcomp.steps.loss import folded
 from jaxcomp.steps.train import TrainStep
 from jaxcomp.steps.train import train_step as core_train_step
 from jaxcomp.steps.update import Update, init_state
+
+try:
+    from flax import nnx, serialization
+except ModuleNotFoundError as error:
+    if error.name != "flax":
+        raise
+    raise ModuleNotFoundError(
+        "jaxcomp.flax needs Flax 0.12 or newer, which is not installed; write pip install flax.",
+        name="flax",
+    ) from error
 
 
 def on_mesh(

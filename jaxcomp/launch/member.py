@@ -8,6 +8,7 @@ import argparse
 import importlib.util
 import os
 import runpy
+import shlex
 import subprocess
 import sys
 import traceback
@@ -120,7 +121,8 @@ def _below_this_process(command: list[str], own: place.Place) -> None:
             command, stdin=subprocess.DEVNULL, env=os.environ | place.environ(own)
         )
     except OSError as error:
-        raise ValueError(f"{command[0]!r} cannot be started: {error.strerror}.") from error
+        write = f"; write python {shlex.join(command)}" if command[0].endswith(".py") else ""
+        raise ValueError(f"{command[0]!r} cannot be started: {error.strerror}{write}.") from error
     control.at_end.append(popen.kill)
     pass_on = lambda number, frame: popen.send_signal(number)
     with signals.handled(dict.fromkeys(signals.to_catch(), pass_on)):

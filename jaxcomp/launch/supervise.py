@@ -241,6 +241,8 @@ def _report(members: list[Member], first: int) -> int:
     if status in (Exit.INTERRUPTED, Exit.DRAINED):
         return status
     how = f"status {code}" if code > 0 else f"signal {signal.Signals(-code).name}"
+    if status == Exit.KILLED:
+        how += " (did its host or pod run out of memory?)"
     with open(member.log, "rb") as log:
         log.seek(member.began)
         end = printable(log.read().decode(errors="replace")).splitlines()[-20:]

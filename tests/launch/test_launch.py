@@ -108,7 +108,8 @@ def test_a_wrong_command_gets_one_message(args, message, no_scheduler, monkeypat
         ("--local 2 --min-replicas 1 -- python a.py", "--min-replicas needs --restarts"),
         ("--single -- python nowhere.py", "there is no program 'nowhere.py' in"),
         ("--single -- python -m nowhere.x", "there is no module 'nowhere.x' in .*, nor installed"),
-        ("--single -- ./nowhere", "'./nowhere' cannot be started: No such file"),
+        ("--single -- ./nowhere", "'./nowhere' cannot be started: No such file or directory.$"),
+        ("--single -- a.py --x 'b c'", "'a.py' cannot be .*; write python a.py --x 'b c'.$"),
     ],
 )
 def test_a_wrong_command_of_any_program_gets_one_message(args, message, no_scheduler, capsys):

@@ -1,5 +1,7 @@
 """A network of Flax linen in a `TrainState` with BatchNorm's statistics, as one writes it."""
 
+import runpy
+import sys
 from typing import Any
 
 import flax.linen as nn
@@ -146,3 +148,17 @@ def test_flax_serializes_what_is_kept_in_few_bits_and_in_shards():
         )
         assert jax.tree.structure(back) == jax.tree.structure(node)
         jax.tree.map(np.testing.assert_array_equal, back, node)
+
+
+def test_without_flax_the_error_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "flax", None)
+    with pytest.raises(ModuleNotFoundError, match="jaxcomp.flax needs Flax.* pip install flax"):
+        runpy.run_path(jaxcomp.flax.__file__)
+
+
+def test_a_package_that_flax_lacks_is_named_itself(monkeypatch, tmp_path):
+    (tmp_path / "flax.py").write_text("import msgpack_is_missing")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "flax")
+    with pytest.raises(ModuleNotFoundError, match="No module named 'msgpack_is_missing'"):
+        runpy.run_path(jaxcomp.flax.__file__)
