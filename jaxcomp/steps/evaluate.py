@@ -121,7 +121,7 @@ def mean_params(
     Returns:
       A tree like `params`, equal on all replicas. Leaves without a drift do not change. The others
       cost one float32 all-reduce, the part `mean_params` in the report; for a state without drift
-      nothing is sent.
+      nothing is sent, and these are `params` themselves, which the next step donates.
 
     Raises:
       ValueError: If a drift does not have a row per replica, of its parameter's shape.
