@@ -1,6 +1,7 @@
 """Many steps in one program, of replicas on one device: what a mesh computes step by step."""
 
 import dataclasses
+import re
 
 import jax
 import numpy as np
@@ -72,12 +73,21 @@ def test_shards_are_trained_on_a_mesh():
     np.testing.assert_allclose(got, wanted, rtol=1e-5)
 
 
-@pytest.mark.parametrize("size", ("pico", "micro"))
+@pytest.mark.parametrize("size", ("pico", "micro", "micro_b2_999"))
 def test_every_row_is_a_transformation(size, monkeypatch):
     monkeypatch.setattr(scale_sizes, "packages", lambda *_: nano_dense.get_config().data)
     for method in METHODS.values():
         made = update(config_of(size, by_recipe(method, size), 1, STEPS))
         assert isinstance(made, optax.GradientTransformationExtraArgs)
+
+
+def test_a_long_memory_is_that_of_all_methods():
+    for name, method in METHODS.items():
+        made = by_recipe(method, "micro_b2_999").update
+        assert "b2=0.95" not in made, name
+        # Adam beside Muon has a b2 of 0.95 unless it is named.
+        if re.search(r"\b(muon|muloco|dion)\(", made):
+            assert made.count("others=") == 1, name
 
 
 def test_replicas_lie_between_a_consensus_that_lags_and_their_mean(monkeypatch):
