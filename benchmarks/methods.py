@@ -21,7 +21,7 @@ ADAM_RATES, SGD_RATES = (3e-3, 6e-3), (0.03, 0.1)
 INTERVALS = (*((h, 16) for h in (1, 4, 16, 64)), *((4, k) for k in (1, 4, 64)))
 
 ADAM, MUON = "adam(learning_rate)", "optax.contrib.muon(learning_rate)"
-MUON_RARE_ROWS = "muon(learning_rate, others=rare_rows(adam(learning_rate, b2=0.95), axis_name))"
+MUON_RARE_ROWS = f"muon(learning_rate, others=rare_rows({ADAM}, axis_name))"
 SGD = "sgd(learning_rate, momentum=0.9)"
 
 EQUAL_WEIGHTS = "deviations=Deviations(fresh_variance=False, weigh_steps=False)"

@@ -48,7 +48,7 @@ TRIAL_SEED, MOST_TRIALS = 0, 5
 
 def steps_of(size: str) -> int:
     """Steps of a trial."""
-    return SIZES[size].steps // 4
+    return SIZES[size].trial or SIZES[size].steps // 2
 
 
 def tune(size: str, method: Method, make: Callable[..., dict]) -> None:
@@ -56,8 +56,8 @@ def tune(size: str, method: Method, make: Callable[..., dict]) -> None:
 
     The first are the centre of its dense baseline, half and twice that; the baseline is dense
     training with the same inner optimizer, which is tuned alike. While the best trial is at an
-    edge, the next rate beyond it is tried. A trial is a run of a quarter of the size's steps, with
-    its own whole schedule. Trials are rows of a file beside the rows'.
+    edge, the next rate beyond it is tried. A trial is a run of `steps_of`, with its own whole
+    schedule. Trials are rows of a file beside the rows'.
 
     Args:
       size: A key of `SIZES`.

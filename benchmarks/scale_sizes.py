@@ -162,6 +162,7 @@ class Size(NamedTuple):
       recipe: What the methods' inner optimizers become, see `by_recipe`.
       text: A key of `TEXTS`.
       before: What a run starts from; none: from random parameters.
+      trial: Steps of a trial of a rate; none: half of `steps`. Shorter ones prefer lower rates.
     """
 
     model: DecoderConfig
@@ -172,6 +173,7 @@ class Size(NamedTuple):
     recipe: dict[str, str] = {}
     text: str = "text"
     before: Before | None = None
+    trial: int | None = None
 
 
 def _centres(adam: float, muon: float) -> dict[str, float]:
@@ -184,11 +186,14 @@ def _centres(adam: float, muon: float) -> dict[str, float]:
     }
 
 
-# As large models are trained: a short memory of squares, decay, and clipping of what the optimizer
-# sees: the mean gradient, or with local moments the replica's own.
+# As large models are trained: decay, and clipping of what the optimizer sees: the mean gradient, or
+# with local moments the replica's own.
 CLIP, DECAY = "clip_by_global_norm(1.0)", "weight_decay=0.1"
+_OWN = "zero_one_adam|one_bit_adam|slamb|dion|demo|muloco"
 RECIPE = {
-    r"\b(adam|lamb)\(learning_rate\)": rf"chain({CLIP}, \1w(learning_rate, b2=0.95, {DECAY}))",
+    # Muon's other leaves are not clipped a second time.
+    r"(?<!others=rare_rows\()\b(adam|lamb)\(learning_rate\)": f"chain({CLIP}, "
+    rf"\1w(learning_rate, {DECAY}))",
     "lambw": "lamb",  # which decays already
     r"\boptax\.contrib\.muon\(learning_rate\)": f"chain({CLIP}, muon(learning_rate, {DECAY}))",
     r"\blion\(learning_rate\)": f"chain({CLIP}, lion(learning_rate, {DECAY}))",
@@ -197,18 +202,17 @@ RECIPE = {
     + ")",
     r"\bsgd\(learning_rate, momentum=0.9\)": rf"chain({CLIP}, \g<0>)",
     # Methods with moments of their own.
-    r"^((?:zero_one_adam|one_bit_adam|slamb)\(learning_rate, axis_name)": rf"\1, b2=0.95, {DECAY}",
-    r"^((?:dion|demo|muloco)\(learning_rate, axis_name)": rf"\1, {DECAY}",
-    r"^(?:zero_one_adam|one_bit_adam|slamb|dion|demo|muloco)\(.*$": rf"chain({CLIP}, \g<0>)",
+    rf"^({_OWN})\(learning_rate, axis_name": rf"\g<0>, {DECAY}",
+    rf"^({_OWN})\(.*$": rf"chain({CLIP}, \g<0>)",
     "freeze_step=1200": "freeze_step=warmup_steps",
 }
-# The same with a memory for batches of few tokens, in which most rows of an embedding have no
-# gradient.
-_ADAM = "adam(learning_rate, b2=0.95)"
-LONG_MEMORY = RECIPE | {
-    rf"\bmuon\(learning_rate, {DECAY}\)": f"muon(learning_rate, {DECAY}, others={_ADAM})",
-    r"\bmuloco\(learning_rate, axis_name": rf"\g<0>, others=rare_rows({_ADAM}, axis_name)",
-    r"\bb2=0\.95\b": "b2=0.999",
+# The same with second moments that remember 20 steps, not 1,000: for batches of so many tokens that
+# each row of an embedding has a gradient in most steps.
+SHORT_MEMORY = RECIPE | {
+    rf"\bmuon\(learning_rate, {DECAY}\)": f"muon(learning_rate, {DECAY}, others={methods.ADAM})",
+    r"\bmuloco\(learning_rate, axis_name": rf"\g<0>, others=rare_rows({methods.ADAM}, axis_name)",
+    r"\b(adamw?|lamb)\(learning_rate": r"\g<0>, b2=0.95",
+    r"\b(zero_one_adam|one_bit_adam|slamb)\(learning_rate, axis_name": r"\g<0>, b2=0.95",
 }
 MICRO = DecoderConfig(layers=2, width=96, heads=3, context=32, vocab=8192)
 LARGE = {"heads": 12, "context": 512, "dtype": "bfloat16"}
@@ -218,26 +222,33 @@ SIZES = {
     "pico": Size(DecoderConfig(layers=2, width=64, heads=2, context=64), 8000, 32, 64),
     "micro": Size(MICRO, 2000, 16, 64, _centres(adam=2e-3, muon=8e-3), RECIPE),
     # Four times the tokens a step: more replicas see the same rows of the embedding.
-    "micro_batch_64": Size(MICRO, 2000, 64, 16, _centres(adam=4e-3, muon=1.6e-2), RECIPE),
-    # Adam's second moments remember 1,000 steps, not 20.
-    "micro_b2_999": Size(MICRO, 2000, 16, 64, _centres(adam=2e-3, muon=1.6e-2), LONG_MEMORY),
+    "micro_batch_64": Size(
+        *(MICRO, 2000, 64, 16, _centres(adam=4e-3, muon=1.6e-2), SHORT_MEMORY), trial=500
+    ),
+    # Second moments remember 20 steps, not 1,000.
+    "micro_b2_95": Size(
+        *(MICRO, 2000, 16, 64, _centres(adam=2e-3, muon=8e-3), SHORT_MEMORY), trial=500
+    ),
     # A larger model, and all else as for micro.
     "3m": Size(
         DecoderConfig(layers=4, width=192, heads=6, context=32, vocab=8192),
         *(2000, 16, 64),
         _centres(adam=2e-3, muon=8e-3),
-        RECIPE,
+        SHORT_MEMORY,
+        trial=500,
     ),
     # Compression begins after a quarter of the steps, which are dense.
     "micro_dense_start": Size(
-        *(MICRO, 1500, 16, 64, _centres(adam=2e-3, muon=8e-3), RECIPE),
-        before=Before("micro", steps=500, rate=2e-3),
+        *(MICRO, 1500, 16, 64, _centres(adam=2e-3, muon=8e-3), SHORT_MEMORY),
+        before=Before("micro_b2_95", steps=500, rate=2e-3),
+        trial=375,
     ),
     # A model that has stopped to learn goes on with the source of other packages.
     "micro_fine_tune": Size(
-        *(MICRO, 1000, 16, 64, _centres(adam=5e-4, muon=2e-3), RECIPE),
+        *(MICRO, 1000, 16, 64, _centres(adam=5e-4, muon=2e-3), SHORT_MEMORY),
         text="fine_tune_text",
-        before=Before("micro", steps=8000, rate=2e-3),
+        before=Before("micro_b2_95", steps=8000, rate=2e-3),
+        trial=250,
     ),
     "34m": Size(
         DecoderConfig(layers=8, width=512, vocab=16384, **(LARGE | {"heads": 8})),

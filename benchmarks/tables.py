@@ -162,7 +162,7 @@ README = {
         "zero_one_adam",
     ),
     "CocktailSGD, no delay, 88x, Muon": (
-        'cocktail_sgd(muon(rate, others=rare_rows(adam(rate, b2=0.95), "replica")), "replica", '
+        'cocktail_sgd(muon(rate, others=rare_rows(adam(rate), "replica")), "replica", '
         "delayed=False)",
         "cocktail_sgd",
     ),
@@ -192,7 +192,7 @@ TABLES: dict[str, Callable[[list[dict], str, int], str]] = {
     "micro_fine_tune": scale_figure.table,
     "micro_fine_tune_rates": scale_figure.table,
     "micro_batch_64": scale_figure.table,
-    "micro_b2_999": scale_figure.table,
+    "micro_b2_95": scale_figure.table,
     "3m": scale_figure.table,
     "micro_dense_start": scale_figure.table,
     "readme": _readme,

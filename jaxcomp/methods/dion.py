@@ -70,7 +70,7 @@ def dion(
       momentum: Decay of the momentum along the directions of the step, in [0, 1).
       weight_decay: Weight decay of the matrices, decoupled; multiplied by the learning rate.
       others: Optimizer of the leaves sent in float32; it gets their mean gradient. Default:
-        `optax.adamw(learning_rate, b2=0.95, weight_decay=weight_decay)`.
+        `optax.adamw(learning_rate, weight_decay=weight_decay)`; for its `b2` see `jaxcomp.muon`.
       exact: `(path, leaf) -> bool`, which leaves are sent in float32. Default: all but the matrices
         of `jaxcomp.leaf_kinds`, so embeddings, heads and vectors. Stacked layers would be one
         matrix: wrap the optimizer in `jaxcomp.per_layer`, which makes them a batch.
@@ -106,7 +106,7 @@ def dion(
     require_decay(name, weight_decay)
     rate = schedule_of(name, learning_rate)
     if others is None:
-        others = optax.adamw(learning_rate, b2=0.95, weight_decay=weight_decay)
+        others = optax.adamw(learning_rate, weight_decay=weight_decay)
     exact = exact or (lambda path, leaf: kind_of(path, leaf) != "matrix")
     transport = wire.transport_of(wire.summed(averaging.EXACT, seed=seed), axis_name)
     others = layer_by_layer(with_extra_args(others, name))

@@ -180,9 +180,9 @@ def muloco(
         says: `quantize(3, block=64)`. None: momenta stay local. With it take an outer rate of 1.0
         and no outer momentum.
       weight_decay: Weight decay of the matrices.
-      others: Optimizer of the other leaves. Default: `jaxcomp.rare_rows(optax.adam(learning_rate,
-        b2=0.95), axis_name)`, so that rows of embeddings step as far as in dense training. With
-        thousands of tokens a step or fewer take `b2=0.999`, as for `jaxcomp.muon`.
+      others: Optimizer of the other leaves. Default:
+        `jaxcomp.rare_rows(optax.adam(learning_rate), axis_name)`, so that rows of embeddings step
+        as far as in dense training. For its `b2` see `jaxcomp.muon`.
       **options: Others of `local_steps`.
 
     Returns:
@@ -197,7 +197,7 @@ def muloco(
       that. In the authors' code the learning rate enters twice with error feedback; here once.
     """
     if others is None:
-        others = rare_rows(optax.adam(learning_rate, b2=0.95), axis_name)
+        others = rare_rows(optax.adam(learning_rate), axis_name)
     inner = muon(learning_rate, weight_decay=weight_decay, others=others)
     if momentum_code is not None:
         inner = mean_momentum(inner, axis_name, code=momentum_code)

@@ -34,8 +34,8 @@ def muon(
       rms: Root mean square of a matrix's step at a rate of 1; Adam's is about 0.2. None: steps of
         norm `sqrt(max(1, n / m))` for a matrix [m, n], as in `optax.contrib.muon`.
       others: Optimizer of the other leaves, with a rate of its own; default:
-        `optax.adam(learning_rate, b2=0.95)`, for batches of very many tokens. With thousands of
-        tokens a step or fewer take `b2=0.999`, or rare tokens are forgotten; see docs/scale.md.
+        `optax.adam(learning_rate)`. Its `b2` of 0.999 remembers rare tokens; 0.95, which recipes of
+        large models name, is for batches of millions of tokens; see docs/scale.md.
 
     Returns:
       An `optax.partition` of `optax.contrib.muon` and `others`. More than two axes are cut where m
@@ -66,7 +66,7 @@ def muon(
         consistent_rms=rms,
         muon_weight_dimension_numbers=_sides,
     )
-    others = optax.adam(rate, b2=0.95) if others is None else layer_by_layer(others)
+    others = optax.adam(rate) if others is None else layer_by_layer(others)
     transforms = {"matrix": matrices, "others": others}
     return in_batches(optax.partition(transforms, _labels))
 

@@ -5,8 +5,9 @@ import subprocess
 
 import pytest
 
+from benchmarks import rows as rows_file
 from benchmarks import scale, scale_sizes
-from benchmarks.scale_sizes import BASELINES, METHODS, baseline_of
+from benchmarks.scale_sizes import BASELINES, METHODS, baseline_of, by_recipe
 from train.models.decoder import DecoderConfig
 
 METHOD, STEPS, CENTRE = "8 bits", 40, 0.02
@@ -39,7 +40,7 @@ def test_trials_then_rows_and_nothing_twice(command, monkeypatch):
         command()
     rows, trials = command("--tune")
     assert rows == []
-    assert {(row["seed"], row["steps"]) for row in trials} == {(0, STEPS // 4)}
+    assert {(row["seed"], row["steps"]) for row in trials} == {(0, STEPS // 2)}
     rates = [row["learning_rate"] for row in trials]
     assert rates[:3] == [CENTRE, CENTRE / 2, CENTRE * 2] and len(set(rates)) == len(rates)
     best = min(trials, key=lambda row: row["val_loss"])["learning_rate"]
@@ -147,3 +148,28 @@ def test_a_method_stands_beside_dense_training_with_its_inner_optimizer():
     assert (of["0/1 Adam"], of["SLAMB"], of["PowerSGD"], of["CocktailSGD, 88x"]) == (
         *("dense Adam", "dense LAMB", "dense SGD", "dense Adam"),
     )
+
+
+def results(name):
+    return rows_file.read(rows_file.RESULTS / f"{name}.json")
+
+
+TUNED = [size for size, of in scale_sizes.SIZES.items() if of.centres and results(size)]
+# The pages say so.
+UNTUNED = {
+    ("micro", "DeMo"),
+    *((size, "MuLoCo, mean momenta") for size in ("micro", "micro_batch_64")),
+}
+
+
+@pytest.mark.parametrize("size", TUNED)
+def test_rows_have_the_best_rate_of_as_many_trials(size):
+    key = {"task": size, "seed": scale.TRIAL_SEED, "steps": scale.steps_of(size)}
+    trials = [row for row in results(f"{size}_tuning") if key.items() <= row.items()]
+    for row in results(size):
+        name = row["method"]
+        losses = {x["learning_rate"]: x["val_loss"] for x in trials if x["method"] == name}
+        if (size, name) not in UNTUNED:
+            assert row["learning_rate"] == scale.lowest(losses), name
+            assert len(losses) == scale.MOST_TRIALS or not scale.beyond(losses), name
+            assert row["update"] == by_recipe(METHODS[name], size).update, name

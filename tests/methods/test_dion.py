@@ -57,13 +57,19 @@ def test_four_replicas_take_the_steps_of_one_with_all_data_and_share_its_momentu
     assert state.residual["embed"] is None and state.residual["bias"] is None
 
 
-def test_parameters_without_a_matrix_take_the_others_steps():
+@pytest.mark.parametrize("others", [optax.sgd(RATE), None])
+def test_parameters_without_a_matrix_take_the_others_steps(others):
     # As in the tree of one number by which `train` counts messages.
-    start, grads = random_tree(0), random_tree(1, 4)
-    start, grads = ({"bias": tree["bias"]} for tree in (start, grads))
-    _, (params, _) = history_of(make(), start, [grads], 4)
-    wanted = start["bias"] - RATE * grads["bias"].mean(axis=0)
-    np.testing.assert_allclose(one_value(params["bias"]), wanted, atol=1e-6)
+    start, grads = {"bias": random_tree(0)["bias"]}, [random_tree(1 + t, 4) for t in range(2)]
+    grads = [{"bias": tree["bias"]} for tree in grads]
+    *_, (params, _) = history_of(make(others=others, weight_decay=0.1), start, grads, 4)
+    alone = others or optax.adamw(RATE, weight_decay=0.1)
+    wanted, state = start, alone.init(start)
+    for grad in grads:
+        mean = jax.tree.map(lambda x: x.mean(axis=0), grad)
+        updates, state = alone.update(mean, state, wanted)
+        wanted = optax.apply_updates(wanted, updates)
+    np.testing.assert_allclose(one_value(params["bias"]), wanted["bias"], atol=1e-6)
 
 
 def test_a_step_of_the_highest_rank_goes_along_all_directions():

@@ -31,8 +31,7 @@ def losses():
     yield from compared("convergence", "nano_bert", 3000, "0/1 Adam, warm-up, kappa 256")
     yield from compared("convergence", "digits", 400, "SLAMB", "LAMB")
     yield from compared("pico", "pico", 8000, "DiLoCo, Muon, 4 bits", "dense Muon")
-    for method in ("MuLoCo", "MuLoCo, mean momenta"):
-        yield from compared("micro", "micro", 2000, method, "dense Muon")
+    yield from compared("micro", "micro", 2000, "MuLoCo", "dense Muon")
 
 
 def times():
