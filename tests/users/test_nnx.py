@@ -17,6 +17,16 @@ from tests.helpers.replicas import one_value
 from tests.helpers.user_methods import EVERY_METHOD, KINDS, PATIENCE
 
 REPLICAS, BATCH, CLASSES = 2, 32, 4
+MEAN = jaxcomp.compressed_mean(jaxcomp.identity(), "replica")
+EXACT_SGD = optax.chain(MEAN, optax.sgd(0.1))
+
+
+def mesh_of_replicas():
+    return jax.make_mesh((REPLICAS,), ("replica",))
+
+
+def optimizer_of(model, tx=EXACT_SGD, wrt=nnx.Param):
+    return nnx.Optimizer(model, jaxcomp.flax.on_mesh(tx, mesh_of_replicas(), "replica"), wrt=wrt)
 
 
 class Classifier(nnx.Module):
@@ -48,10 +58,8 @@ def batch_of(step):
 
 def trained(tx, steps=40, **options):
     """A model, its optimizer and the metrics of each step, on replicas."""
-    mesh = jax.make_mesh((REPLICAS,), ("replica",))
     model = Classifier(nnx.Rngs(0), **options)
-    optimizer = nnx.Optimizer(model, jaxcomp.flax.on_mesh(tx, mesh, "replica"), wrt=nnx.Param)
-    step = jaxcomp.flax.train_step(loss_fn, has_aux=True)
+    optimizer, step = optimizer_of(model, tx), jaxcomp.flax.train_step(loss_fn, has_aux=True)
     history = [step(model, optimizer, batch_of(i)) for i in range(steps)]
     return model, optimizer, step, history
 
@@ -72,6 +80,10 @@ def dense(steps=40, rate=0.5):
     return model, losses
 
 
+def leaves(model):
+    return jax.tree.leaves(nnx.as_pure(nnx.state(model, nnx.Param)))
+
+
 def accuracy(model):
     """Of batches that nobody trained on, by the running averages."""
     model.eval()
@@ -89,13 +101,12 @@ def test_it_classifies_as_after_dense_training(method):
     assert np.mean(losses[-8:]) < 0.3 * losses[0]
     assert accuracy(model) > accuracy(dense()[0]) - 0.05 > 0.85
     assert int(optimizer.step[...]) == len(history)
-    for x in jax.tree.leaves(nnx.as_pure(nnx.state(model, nnx.Param))):
+    for x in leaves(model):
         one_value(x)
 
 
 def test_batch_norm_and_microbatches_are_those_of_the_whole_batch():
-    exact = optax.chain(jaxcomp.compressed_mean(jaxcomp.identity(), "replica"), optax.sgd(0.1))
-    model, optimizer, step, [metrics] = trained(exact, steps=1, rate=0.0)
+    model, optimizer, step, [metrics] = trained(EXACT_SGD, steps=1, rate=0.0)
     whole, _ = dense(steps=1, rate=0.0)
     # The mean of means is the batch's; the variances are about means of their own.
     got, want = (nnx.as_pure(m.norm.mean[...]) for m in (model, whole))
@@ -105,10 +116,6 @@ def test_batch_norm_and_microbatches_are_those_of_the_whole_batch():
     args, weights = (model, optimizer, batch_of(1)), sum(x.size for x in leaves(model))
     rows = report.collectives(step.lower(*args).compile(), optimizer.tx.init.update.mesh)
     assert sum(row.operand_bytes for row in rows) == 4 * (weights + 16)
-
-
-def leaves(model):
-    return jax.tree.leaves(nnx.as_pure(nnx.state(model, nnx.Param)))
 
 
 class Noise(nnx.Module):
@@ -121,10 +128,8 @@ class Noise(nnx.Module):
 
 
 def test_dropout_differs_by_replica_microbatch_and_step_and_goes_on_where_it_stopped():
-    mesh = jax.make_mesh((REPLICAS,), ("replica",))
-    tx = optax.chain(jaxcomp.compressed_mean(jaxcomp.identity(), "replica"), optax.sgd(0.1))
-    tx = jaxcomp.flax.on_mesh(tx, mesh, "replica")
     step = jaxcomp.flax.train_step(lambda model, x: model(x), has_aux=True, accumulate=2)
+    tx = jaxcomp.flax.on_mesh(EXACT_SGD, mesh_of_replicas(), "replica")
 
     def masks(model, steps):
         optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
@@ -157,13 +162,10 @@ class Scanned(nnx.Module):
 
 
 def test_layers_that_are_scanned_draw_by_replica_and_are_traced_once():
-    traced = []
-    mesh = jax.make_mesh((REPLICAS,), ("replica",))
-    tx = optax.chain(jaxcomp.compressed_mean(jaxcomp.identity(), "replica"), optax.sgd(0.1))
+    traced, masks, counts = [], [], []
     step = jaxcomp.flax.train_step(lambda model, x: traced.append(1) or model(x), has_aux=True)
     model = Scanned(nnx.Rngs(0))
-    optimizer = nnx.Optimizer(model, jaxcomp.flax.on_mesh(tx, mesh, "replica"), wrt=nnx.Param)
-    masks, counts = [], []
+    optimizer = optimizer_of(model)
     for _ in range(2):
         metrics = step(model, optimizer, np.ones(REPLICAS, np.float32))
         masks.append(np.asarray(metrics["aux"]).reshape(-1, 64))
@@ -174,15 +176,13 @@ def test_layers_that_are_scanned_draw_by_replica_and_are_traced_once():
 
 
 def test_only_what_the_optimizer_trains_is_exchanged():
-    mesh = jax.make_mesh((REPLICAS,), ("replica",))
     model = nnx.LoRALinear(8, 8, lora_rank=2, rngs=nnx.Rngs(0))
     base = np.asarray(model.kernel[...])
-    tx = optax.chain(jaxcomp.compressed_mean(jaxcomp.identity(), "replica"), optax.sgd(0.1))
-    optimizer = nnx.Optimizer(model, jaxcomp.flax.on_mesh(tx, mesh, "replica"), wrt=nnx.LoRAParam)
+    optimizer = optimizer_of(model, wrt=nnx.LoRAParam)
     step = jaxcomp.flax.train_step(lambda model, x: jnp.mean((model(x) - 1) ** 2))
     x = np.ones((4, 8), np.float32)
     program = step.lower(model, optimizer, x).compile()
-    (row,) = report.collectives(program, mesh)
+    (row,) = report.collectives(program, mesh_of_replicas())
     assert row.operand_bytes == 4 * (2 * 8 * 2)
     metrics = step(model, optimizer, x)
     assert "model_state" not in metrics
@@ -197,9 +197,7 @@ def test_an_optimizer_may_train_what_any_filter_of_nnx_names(wrt):
             self.bias = nnx.Variable(jnp.ones(3), tag="bias")
 
     model = Model()
-    mesh = jax.make_mesh((REPLICAS,), ("replica",))
-    tx = optax.chain(jaxcomp.compressed_mean(jaxcomp.identity(), "replica"), optax.sgd(1.0))
-    optimizer = nnx.Optimizer(model, jaxcomp.flax.on_mesh(tx, mesh, "replica"), wrt=wrt)
+    optimizer = optimizer_of(model, optax.chain(MEAN, optax.sgd(1.0)), wrt)
     step = jaxcomp.flax.train_step(
         lambda model, x: jnp.mean(x) * jnp.sum(model.kernel[...] * model.bias[...])
     )
@@ -240,41 +238,32 @@ class Recurrent(nnx.Module):
 
 def test_a_recurrent_model_trains_as_on_one_device():
     """Its first carry is zeros, on all replicas."""
-    mesh = jax.make_mesh((REPLICAS,), ("replica",))
-    mean = jaxcomp.compressed_mean(jaxcomp.identity(), "replica")
-    sgd = optax.sgd(0.5)
-    replicated = jaxcomp.flax.on_mesh(optax.chain(mean, sgd), mesh, "replica")
     found, expected = Recurrent(nnx.Rngs(0)), Recurrent(nnx.Rngs(0))
-    optimizer = nnx.Optimizer(found, replicated, wrt=nnx.Param)
-    alone = nnx.Optimizer(expected, sgd, wrt=nnx.Param)
+    optimizer = optimizer_of(found, optax.chain(MEAN, optax.sgd(0.5)))
+    alone = nnx.Optimizer(expected, optax.sgd(0.5), wrt=nnx.Param)
     step = jaxcomp.flax.train_step(loss_fn, has_aux=True)
     for number in range(3):
         step(found, optimizer, batch_of(number))
         _, grads = nnx.value_and_grad(loss_fn, has_aux=True)(expected, batch_of(number))
         alone.update(expected, grads)
-    states = [nnx.state(model, nnx.Param) for model in (found, expected)]
-    for new, old in zip(*map(jax.tree.leaves, states), strict=True):
+    for new, old in zip(leaves(found), leaves(expected), strict=True):
         np.testing.assert_allclose(new, old, atol=1e-5)
 
 
 def test_what_flax_would_do_by_itself_is_refused():
-    mesh = jax.make_mesh((REPLICAS,), ("replica",))
     model = Classifier(nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
     step = jaxcomp.flax.train_step(loss_fn)
     with pytest.raises(ValueError, match=r"bound to no mesh; write .*on_mesh\(tx, mesh"):
         step(model, optimizer, batch_of(0))
-    tx = jaxcomp.flax.on_mesh(EVERY_METHOD["mean"](5e-3), mesh, "replica")
-    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    optimizer = optimizer_of(model)
     with pytest.raises(ValueError, match=r"write step = jaxcomp.flax.train_step\(loss_fn\)"):
         optimizer.update(model, nnx.state(model, nnx.Param))
 
 
 def test_random_streams_of_a_loss_are_the_model_s_own():
-    mesh = jax.make_mesh((REPLICAS,), ("replica",))
-    tx = optax.chain(jaxcomp.compressed_mean(jaxcomp.identity(), "replica"), optax.sgd(0.1))
     model = Noise(None)
-    optimizer = nnx.Optimizer(model, jaxcomp.flax.on_mesh(tx, mesh, "replica"), wrt=nnx.Param)
+    optimizer = optimizer_of(model)
 
     def masks(draws, batch, **specs):
         noise = lambda model, batch: (model.weight * batch[0].mean(), draws(model, batch))
