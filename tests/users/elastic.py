@@ -13,7 +13,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 import jaxcomp
-from tests.helpers.user_methods import EVERY_METHOD
+from tests.helpers.user_methods import USER_METHODS
 
 BATCH, STEPS = 32, 30
 TEACHER = np.random.default_rng(7).normal(size=(8, 2)).astype(np.float32)
@@ -73,4 +73,4 @@ if __name__ == "__main__":
     for name in names.split(","):
         own = pathlib.Path(folder, name)
         own.mkdir(exist_ok=True)
-        {"save": save, "resume": resume}[action](EVERY_METHOD[name](1e-2), mesh, own)
+        {"save": save, "resume": resume}[action](USER_METHODS[name](1e-2), mesh, own)

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import jaxcomp
 import jaxcomp.flax
 from tests.helpers.every_method import METHODS
-from tests.helpers.user_methods import EVERY_METHOD, PATIENCE
+from tests.helpers.user_methods import PATIENCE, USER_METHODS
 
 VOCABULARY, WIDTH, HEADS, LENGTH, BATCH = 16, 16, 2, 8, 16
 
@@ -99,7 +99,7 @@ def test_it_learns_as_by_dense_training_and_sends_codes_alone(method):
     # In longer runs the rate falls: LAMB's steps would stay so long that single batches end far
     # above the others.
     rate = optax.linear_schedule(1e-2, 0.0, len(steps)) if method in PATIENCE else 1e-2
-    tx = jaxcomp.flax.on_mesh(EVERY_METHOD[method](rate), mesh, "replica", param_specs=specs)
+    tx = jaxcomp.flax.on_mesh(USER_METHODS[method](rate), mesh, "replica", param_specs=specs)
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
     step = jaxcomp.flax.train_step(loss_fn, batch_specs=P(("replica", "fsdp")))
     losses = [step(model, optimizer, batch_of(i))["loss"].mean() for i in steps]

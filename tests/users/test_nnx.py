@@ -14,7 +14,7 @@ import jaxcomp
 import jaxcomp.flax
 from jaxcomp import report
 from tests.helpers.replicas import one_value
-from tests.helpers.user_methods import EVERY_METHOD, KINDS, PATIENCE
+from tests.helpers.user_methods import KINDS, PATIENCE, USER_METHODS
 
 REPLICAS, BATCH, CLASSES = 2, 32, 4
 MEAN = jaxcomp.compressed_mean(jaxcomp.identity(), "replica")
@@ -95,7 +95,7 @@ def accuracy(model):
 @pytest.mark.parametrize("method", KINDS)
 def test_it_classifies_as_after_dense_training(method):
     model, optimizer, step, history = trained(
-        EVERY_METHOD[method](5e-3), steps=40 * PATIENCE.get(method, 1)
+        USER_METHODS[method](5e-3), steps=40 * PATIENCE.get(method, 1)
     )
     losses = [float(metrics["loss"].mean()) for metrics in history]
     assert np.mean(losses[-8:]) < 0.3 * losses[0]
@@ -207,7 +207,7 @@ def test_an_optimizer_may_train_what_any_filter_of_nnx_names(wrt):
 
 
 def test_local_parameters_are_found_in_the_optimizers_state():
-    _, optimizer, _, _ = trained(EVERY_METHOD["cocktail_sgd"](5e-3), steps=2)
+    _, optimizer, _, _ = trained(USER_METHODS["cocktail_sgd"](5e-3), steps=2)
     model = Classifier(nnx.Rngs(0))
     params = nnx.state(model, nnx.Param)
     mesh = optimizer.tx.init.update.mesh

@@ -17,10 +17,10 @@ import jaxcomp
 import jaxcomp.flax
 from jaxcomp.replicas.compact import encode
 from tests.helpers.replicas import mesh_of, one_value
-from tests.helpers.user_methods import EVERY_METHOD, PATIENCE
+from tests.helpers.user_methods import PATIENCE, USER_METHODS
+from tests.users.elastic import batch_of
 
-REPLICAS, BATCH = 2, 32
-TEACHER = np.random.default_rng(7).normal(size=(8, 2)).astype(np.float32)
+REPLICAS = 2
 
 
 class Network(nn.Module):
@@ -35,11 +35,6 @@ class Network(nn.Module):
 
 class TrainState(train_state.TrainState):
     batch_stats: Any
-
-
-def batch_of(step):
-    x = np.random.default_rng(step).normal(size=(BATCH, 8)).astype(np.float32)
-    return {"x": x, "y": np.tanh(x @ TEACHER)}
 
 
 def loss_fn(params, batch, *, rng, model_state):
@@ -96,7 +91,7 @@ def dense(steps):
 @pytest.mark.parametrize("method", ["mean", "sparse_loco"])
 def test_it_fits_as_dense_training_does_and_resumes(method):
     mesh = jax.make_mesh((REPLICAS,), ("replica",))
-    state = start(jaxcomp.flax.on_mesh(EVERY_METHOD[method](1e-2), mesh, "replica"))
+    state = start(jaxcomp.flax.on_mesh(USER_METHODS[method](1e-2), mesh, "replica"))
     untrained, first = error(state), 60 * PATIENCE.get(method, 1) - 10
     state, _ = trained(state, first)
     saved = jax.tree.map(jnp.copy, state)
