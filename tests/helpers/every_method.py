@@ -19,13 +19,11 @@ class Method(NamedTuple):
     momentum: str = ""  # the field that `compact` may keep in 16 bits
 
 
-def behind(mean, optimizer):
-    return optax.chain(mean, optimizer)
-
-
 METHODS = {
     "compressed_mean": Method(
-        behind(jaxcomp.compressed_mean(jaxcomp.quantize(4, block=8), "replica"), optax.adam(1e-2))
+        optax.chain(
+            jaxcomp.compressed_mean(jaxcomp.quantize(4, block=8), "replica"), optax.adam(1e-2)
+        )
     ),
     "cocktail_sgd": Method(
         jaxcomp.cocktail_sgd(optax.adam(1e-2), "replica"), alone=True, momentum="mu"
@@ -53,7 +51,7 @@ METHODS = {
         momentum="momentum",
     ),
     "power_sgd": Method(
-        behind(jaxcomp.power_sgd(2, "replica", warmup_steps=1), optax.sgd(0.1, momentum=0.9)),
+        optax.chain(jaxcomp.power_sgd(2, "replica", warmup_steps=1), optax.sgd(0.1, momentum=0.9)),
         numbers=("warmup", "left_factor", "right_factor"),
     ),
     "sharded_optimizer": Method(

@@ -35,10 +35,10 @@ def trees(keys=TEXT):
 def texts(good: str, keys=TEXT):
     """Texts of a file: any bytes, any JSON, and a good one with pieces cut, doubled or replaced."""
 
-    harmed = _harmed(good, st.one_of(TEXT, LEAVES.map(_dumped)))
+    harmed = _harmed(good, st.one_of(TEXT, LEAVES.map(json.dumps)))
     return st.one_of(
         st.binary(max_size=200),
-        trees(keys).map(lambda value: _dumped(value).encode(errors="surrogatepass")),
+        trees(keys).map(lambda value: json.dumps(value).encode(errors="surrogatepass")),
         st.just(b"[" * 60_000),
         harmed.map(lambda text: text.encode(errors="surrogatepass")),
     )
@@ -64,10 +64,6 @@ def _harmed(draw, good, pieces):
         piece = draw(st.one_of(pieces, st.just(good[begin:end] * 2)))
         good = good[:begin] + piece + good[end:]
     return good
-
-
-def _dumped(value):
-    return json.dumps(value)
 
 
 def objects(good: dict):

@@ -75,8 +75,8 @@ def train(fsdp, tx, *sizes, num_steps=3, **options):
     return fsdp.unshard(shards, mesh), state, history
 
 
-def plain_training(tx, num_steps=3):
-    """The same on one device, on the whole batch: parameters, losses and state."""
+def plain_training(tx):
+    """The same three steps on one device, on the whole batch: parameters, losses and state."""
     params = make_params()
     state, losses = tx.init(params), []
 
@@ -86,7 +86,7 @@ def plain_training(tx, num_steps=3):
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state, loss
 
-    for i in range(num_steps):
+    for i in range(3):
         params, state, loss = step(params, state, make_batch(i))
         losses.append(float(loss))
     return params, losses, state
@@ -109,9 +109,9 @@ ODD = {
 }
 
 
-def odd_tree(dtype=np.float32, seed=0):
+def odd_tree(seed=0):
     rng = np.random.default_rng(seed)
-    return {name: rng.normal(size=shape).astype(dtype) for name, shape in ODD.items()}
+    return {name: rng.normal(size=shape).astype(np.float32) for name, shape in ODD.items()}
 
 
 def stacked(path, leaf):

@@ -15,10 +15,6 @@ from train.models import modules
 from train.models.decoder import Decoder
 
 BODIES = [f"row {number} is text, and goes on for a while " * 20 for number in range(40)]
-TEMPLATE = (
-    "{% for m in messages %}<|turn|>{{ m.role }}\n{{ m.content }}</s>{% endfor %}"
-    "{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}"
-)
 
 
 def text(folder: pathlib.Path) -> None:
@@ -45,7 +41,7 @@ def every_form(folder: pathlib.Path) -> None:
     ]
     chats = [json.dumps({"messages": chat(number)}) for number in range(40)]
     (folder / "chats.jsonl").write_text("\n".join(chats))
-    tokens.folder(folder / "model", template=TEMPLATE)
+    tokens.folder(folder / "model", template=tokens.TEMPLATE)
 
 
 def pythia(folder: pathlib.Path) -> None:

@@ -20,12 +20,8 @@ from tests.helpers.traces import named, setting_of
 LIMIT = 1e-4
 
 
-def errors(path: pathlib.Path, steps: int | None = None) -> Iterator[float]:
+def errors(path: pathlib.Path) -> Iterator[float]:
     """Replays a trace.
-
-    Args:
-      path: The trace.
-      steps: How many of its steps; all by default.
 
     Yields:
       The largest difference of a parameter of any worker after each step, over the largest
@@ -54,7 +50,7 @@ def errors(path: pathlib.Path, steps: int | None = None) -> Iterator[float]:
         lost = jax.tree.map(lambda x, p: x - np.asarray(p, x.dtype), flat, params)
         drift = jax.tree.map(lambda d, x: d + x[None], drift, lost)
         state = optax.tree_utils.tree_set(state, drift=drift)
-    for step in range(num_steps)[setting.first : steps]:
+    for step in range(setting.first, num_steps):
         local = collections.OrderedDict(
             (name, np.stack([*map(shape, grads[name][step])])) for name in start
         )

@@ -79,22 +79,16 @@ def random_tree(seed, *lead, shapes, dtype=np.float32):
 
 def history_of(tx, params, gradients, num_replicas):
     """Parameters and states before the first and after each step; the replicas' are equal."""
-    mesh = mesh_of(num_replicas)
-    params = everywhere(mesh, params)
-    init, update = transform(tx, mesh, params)
-    state = init(params)
-    history = [(params, state)]
+    run = Run(tx, params, num_replicas)
+    history = [(run.params, run.state)]
     for grads in gradients:
-        updates, state = update(rows(mesh, grads), state, params)
-        params = optax.apply_updates(params, updates)
-        for x in jax.tree.leaves(params):
-            one_value(x)
-        history.append((params, state))
+        run.step(grads)
+        history.append((run.params, run.state))
     return history
 
 
 class Run:
-    """Steps of a transformation with a drift, one after the other."""
+    """Steps of a transformation, one after the other."""
 
     def __init__(self, tx, params, num_replicas=4):
         self.mesh = mesh_of(num_replicas)

@@ -117,13 +117,14 @@ def slamb(meta: dict, trace) -> Setting:
     from tests.helpers import authors
 
     config = meta["config"]
+    sizes = {name: (x.size,) for name, x in named(trace, "x0").items()}
     tx = jaxcomp.slamb(
         config["lr"],
         "replica",
         **adam_options(meta),
         rescaling=jaxcomp.Rescaling(b3=config["beta3"]),
         sync_every=lambda count: count % config["local_steps"] == 0,
-        compressor=authors.masked_by(slices_of(trace, trace["mask__same_on_all"])),
+        compressor=authors.masked_by(cut(trace["mask__same_on_all"], sizes)),
         exact_numel=config["grad_size_thr"],
         step_bound=None,
     )
@@ -159,7 +160,7 @@ def power_sgd(meta: dict, trace) -> Setting:
         least=config["min_compression_rate"] * (1 + 2**-20),
         sides="both",
     )
-    start = {name: q for name, q in named(trace, "q0").items()}
+    start = named(trace, "q0")
 
     def init(params):
         state = mean.init(params)
@@ -198,13 +199,6 @@ def adam_options(meta: dict) -> dict[str, float]:
     config = meta["config"]
     b1, b2 = config["betas"]
     return {"b1": b1, "b2": b2, "eps": config["eps"], "weight_decay": config["weight_decay"]}
-
-
-def slices_of(trace, rows: np.ndarray) -> dict[str, np.ndarray]:
-    """The columns of each tensor in `[steps, numel]`, where they follow each other."""
-    start = named(trace, "x0")
-    ends = np.cumsum([x.size for x in start.values()])
-    return dict(zip(start, np.split(rows, ends[:-1], axis=1), strict=True))
 
 
 SETTINGS = {

@@ -261,13 +261,13 @@ def test_a_result_in_the_turn_of_an_answer_is_in_no_answer(tmp_path):
         render(tmp_path, template, messages)
 
 
-def written(tmp_path, template, chats, column="chat"):
+def written(tmp_path, template, chats):
     """What `train` writes of chats: texts of tokens, and which are targets."""
     folder = tokens.folder(tmp_path / "tokenizer", template=template)
-    lines = (json.dumps({column: messages}) for messages in chats)
+    lines = (json.dumps({"chat": messages}) for messages in chats)
     (tmp_path / "chats.jsonl").write_text("\n".join(lines))
     data = Data(
-        path=str(tmp_path / "chats.jsonl"), column=column, tokenizer=str(folder), packed=True
+        path=str(tmp_path / "chats.jsonl"), column="chat", tokenizer=str(folder), packed=True
     )
     parts = token_files.load(token_files.prepare(data, tmp_path / "cache")).parts
     decode = load_tokenizer(folder).decode

@@ -158,11 +158,11 @@ TOOLS = [json.dumps([TOOL]), None, "", "[]"]
 """A table's text of them, and two forms of none; the last row has a list, which is empty."""
 
 
-def write_chats_with_tools(folder, tools=TOOLS):
+def write_chats_with_tools(folder):
     import datasets
     import pyarrow.parquet
 
-    rows = [{"chat": chat, "functions": each} for chat, each in zip(CHATS, tools, strict=True)]
+    rows = [{"chat": chat, "functions": each} for chat, each in zip(CHATS, TOOLS, strict=True)]
     table = pyarrow.Table.from_pylist(rows)
     pyarrow.parquet.write_table(table, folder / "a.parquet")
     datasets.Dataset(table).save_to_disk(folder / "set")
