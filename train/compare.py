@@ -34,22 +34,24 @@ def compare(folders: dict[str, pathlib.Path], link_rate: float | None = None) ->
     lines, there, read, ends = [], {}, {}, {}
     for label, folder in folders.items():
         rows = metrics.read(folder / "metrics.jsonl")
-        if not any("val_loss" in row for row in rows):
+        evaluated = [row for row in rows if "val_loss" in row]
+        if not evaluated:
             raise ValueError(f"{folder} holds no evaluated run; train it first.")
-        ends[label] = [row["step"] for row in rows if "val_loss" in row][-1]
+        ends[label] = evaluated[-1]["step"]
         plan, fast, read[label] = _facts(folder / "config.json")
         plan = _with_mean_bytes(plan, rows[-1])
         seconds = [row["step_seconds"] for row in rows if "step_seconds" in row]
         here = statistics.median(seconds) if seconds else math.nan
         there[label] = here + 8 * plan["sent_bytes_per_step"] / (link_rate or math.inf)
         step = "-" if math.isnan(here) else f"{1e3 * there[label]:,.0f} ms"
-        lines.append((*_line(label, rows, plan, fast, here), step))
-    if link_rate is None:
-        table = aligned([_HEAD, *(line[:-1] for line in lines)], numbers=range(1, 6))
-        return "\n".join([*table, *_other_data(read), *_other_steps(ends)])
-    link = f"{link_rate / 1e6:,.4g} Mbit/s"
-    table = aligned([(*_HEAD, f"step at {link}"), *lines], numbers=range(1, 7))
-    finding = ["", _finding(there, link)] if len(folders) > 1 else []
+        lines.append((*_line(label, evaluated[-1]["val_loss"], plan, fast, here), step))
+    head, finding = _HEAD, []
+    if link_rate is not None:
+        link = f"{link_rate / 1e6:,.4g} Mbit/s"
+        head = (*_HEAD, f"step at {link}")
+        finding = ["", _finding(there, link)] if len(folders) > 1 else []
+    shown = [head, *(line[: len(head)] for line in lines)]
+    table = aligned(shown, numbers=range(1, len(head)))
     return "\n".join([*table, *finding, *_other_data(read), *_other_steps(ends)])
 
 
@@ -98,8 +100,7 @@ def _with_mean_bytes(plan: dict[str, Any], row: dict[str, Any]) -> dict[str, Any
     return plan | {"sent_bytes_per_step": row["sent_bytes"] / steps, "dense_mean": dense / steps}
 
 
-def _line(label, rows, plan, fast, seconds) -> tuple[str, ...]:
-    loss = [row["val_loss"] for row in rows if "val_loss" in row][-1]
+def _line(label, loss, plan, fast, seconds) -> tuple[str, ...]:
     sent, slow = plan["sent_bytes_per_step"], plan["replicas"] // fast
     # Across the slow axis only, as for all runs with a fast axis.
     dense = plan.get("dense_mean", 2 * 4 * plan["trained"] / fast * (slow - 1) / slow)

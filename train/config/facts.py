@@ -8,6 +8,8 @@ import pathlib
 import platform
 from typing import Any, get_args, get_type_hints
 
+from flax import traverse_util
+
 from train.config import Config
 
 
@@ -56,10 +58,7 @@ def program_facts(config_json: str) -> dict[str, str]:
     )
 
 
-def by_name(config: dict[str, Any], above: str = "") -> dict[str, str]:
+def by_name(config: dict[str, Any]) -> dict[str, str]:
     """The fields of a config as JSON, by dotted names such as `model.heads`."""
-    named = {}
-    for key, value in config.items():
-        inner = isinstance(value, dict)
-        named |= by_name(value, f"{above}{key}.") if inner else {above + key: json.dumps(value)}
-    return named
+    fields = traverse_util.flatten_dict(config, sep=".")
+    return {name: json.dumps(value) for name, value in fields.items()}

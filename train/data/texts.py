@@ -10,24 +10,22 @@ from train.data.sources import Data
 from train.data.token_files import Corpus as Corpus
 
 
-def read(data: Data, context: int, folder: pathlib.Path | None = None) -> Corpus:
+def read(data: Data, context: int) -> Corpus:
     """Tokenizes the text that a configuration names, once, and maps the tokens into memory.
 
     Args:
       data: What to read; see `token_files.prepare`.
       context: Tokens of one sequence, to check that there is enough text.
-      folder: Folder for the tokens; None: unnamed files, which end with the process.
 
     Returns:
-      The corpus, equal on every machine with the same names and contents.
+      The corpus, equal on every machine with the same names and contents. Its files have no names,
+      and end with the process.
 
     Raises:
       ValueError: If something is missing, unreadable, not text, or too short.
     """
-    if folder is None:
-        with tempfile.TemporaryDirectory() as unnamed:
-            return read(data, context, pathlib.Path(unnamed))
-    corpus = token_files.load(token_files.prepare(data, folder))
+    with tempfile.TemporaryDirectory() as folder:
+        corpus = token_files.load(token_files.prepare(data, pathlib.Path(folder)))
     require_enough(corpus, data, context)
     return corpus
 
