@@ -48,6 +48,14 @@ def shared_tasks(size: int = 8, **alike: Any) -> Callable[[Config], Task]:
     return lambda config: compiled(dataclasses.replace(config, **alike))._replace(config=config)
 
 
+def trained(task: Task, steps: int) -> tuple[Any, Any]:
+    """Parameters and state of a task after its first steps."""
+    params, state = task.init()
+    for step in range(steps):
+        params, state, _ = task.step(params, state, task.batch(step))
+    return params, state
+
+
 @contextlib.contextmanager
 def stopped_after(steps: int, message: str = "stopped at step") -> Iterator[None]:
     """Asks the run inside to stop after so many of its steps, as a signal does; it says so."""

@@ -282,19 +282,16 @@ def test_axes_and_devices_that_the_program_lacks_raise():
         report.sent_bytes(program, upper, "model")
 
 
-def shapes_of_state(tx, params):
-    mesh = mesh_of_shape(2)
-    tx = jaxcomp.per_replica(tx, "data")
-    specs = jaxcomp.state_specs(tx, params, mesh, "data")
-    init = jax.shard_map(tx.init, mesh=mesh, in_specs=PartitionSpec(), out_specs=specs)
-    return jax.eval_shape(init, params)
-
-
 PARAMS = {
     "bias": np.zeros(6, np.float32),
     "block": {"down": np.zeros((4, 8), np.float32), "head": np.zeros((8, 4), np.float32)},
     "nothing": (),
 }
+
+
+def exact_leaves(tx):
+    state = jaxcomp.state_shapes(tx, PARAMS, 2, mesh_of_shape(2), "data")
+    return report.exact_leaves(PARAMS, state)
 
 
 @pytest.mark.parametrize("error_feedback", [True, False])
@@ -313,8 +310,7 @@ def test_exact_leaves_are_named_with_error_feedback_and_without(error_feedback):
     if error_feedback:
         found["compact"] = jaxcomp.compact(some)
     for name, tx in found.items():
-        state = shapes_of_state(optax.chain(tx, optax.adam(1e-3)), PARAMS)
-        found[name] = report.exact_leaves(PARAMS, state)
+        found[name] = exact_leaves(optax.chain(tx, optax.adam(1e-3)))
     named = ["bias", "block/head"]
     every = ["bias", "block/down", "block/head"]
     wanted = {"some": named, "all": every, "none": [], "frozen": ["block/head"]}
@@ -330,8 +326,8 @@ def test_exact_leaves_of_several_means_and_of_none():
     tx = optax.chain(
         optax.masked(mean(jaxcomp.sign()), first), optax.masked(mean(jaxcomp.identity()), second)
     )
-    assert report.exact_leaves(PARAMS, shapes_of_state(tx, PARAMS)) == ["bias", "block/head"]
-    assert report.exact_leaves(PARAMS, shapes_of_state(optax.sgd(0.1), PARAMS)) is None
+    assert exact_leaves(tx) == ["bias", "block/head"]
+    assert exact_leaves(optax.sgd(0.1)) is None
 
 
 def test_what_is_no_program_is_told():

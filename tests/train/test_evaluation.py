@@ -12,7 +12,7 @@ import pytest
 from jaxcomp.replicas import protocol
 from tests.helpers.replicas import mesh_of, one_value
 from tests.helpers.restoring import restore
-from tests.helpers.tiny_runs import EXACT_SGD, tiny_config
+from tests.helpers.tiny_runs import EXACT_SGD, tiny_config, trained
 from train import loop
 from train.checkpoints import mean, store
 from train.config import Data, Images
@@ -99,9 +99,7 @@ def test_a_run_evaluates_replicas_on_its_way_and_their_mean_at_its_end(
 ):
     config = config_of(texts, update, name=update.partition("(")[0])
     task = make_task(config)
-    params, state = task.init()
-    for step in range(2):
-        params, state, _ = task.step(params, state, task.batch(step))
+    params, state = trained(task, 2)
     (drift,) = protocol.drifts(jax.device_get(state))
     assert max(np.abs(x).max() for x in jax.tree.leaves(drift)) > 1e-3
     whole = jax.device_get(params)

@@ -2,10 +2,10 @@
 
 from types import SimpleNamespace
 
-import jax
 import numpy as np
 import pytest
 
+import jaxcomp
 from tests.helpers.replicas import mesh_of
 from train import report
 from train.config import Config, Optimizer
@@ -19,13 +19,14 @@ def notes(update, bits, trainable=None):
     """The notes of a run of 4 replicas whose step sends so many bits a parameter and direction."""
     config = Config(name="any", steps=9, optimizer=Optimizer(update, 1e-3, 2), trainable=trainable)
     placement, params = resolve(config), PARAMS | (MORE if trainable else {})
-    replicas = jax.vmap(placement.tx.init, in_axes=None, axis_name="replica", axis_size=4)
+    mesh = mesh_of(4)
+    state = jaxcomp.state_shapes(placement.tx, params, 4, mesh, "replica")
     return report.notes(
         SimpleNamespace(
             placement=placement,
-            mesh=mesh_of(4),
+            mesh=mesh,
             natural=params,
-            like={"params": params, "state": jax.eval_shape(replicas, params)},
+            like={"params": params, "state": state},
             sent_bytes=bits / 8 * 64 * 64 * 2 * 3 / 4,
         )
     )

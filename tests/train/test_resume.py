@@ -13,7 +13,7 @@ import pytest
 
 from jaxcomp.launch import claims
 from tests.helpers.replicas import state_of
-from tests.helpers.tiny_runs import tiny_config
+from tests.helpers.tiny_runs import tiny_config, trained
 from train import loop, resume
 from train import task as tasks
 from train.checkpoints import emergency
@@ -44,9 +44,7 @@ def task_of(tmp_path_factory):
 
 def test_the_policy_says_what_residuals_other_replicas_begin_with(task_of, tmp_path, capsys):
     task, other = task_of(4), task_of(2)
-    params, state = task.init()
-    for step in range(2):
-        params, state, _ = task.step(params, state, task.batch(step))
+    params, state = trained(task, 2)
     checkpoints = open_checkpoints(tmp_path)
     done = resume.Progress(step=2, losses=[5.25])
     checkpoints.save(2, {"params": params, "state": state}, resume.metadata(task, done))
@@ -60,8 +58,7 @@ def test_the_policy_says_what_residuals_other_replicas_begin_with(task_of, tmp_p
         changed = other._replace(config=dataclasses.replace(other.config, resize=policy))
         got_params, got, got_done = resume.begin(changed, tmp_path)
         assert got_done == done
-        for leaf, same in zip(jax.tree.leaves(got_params), jax.tree.leaves(params), strict=True):
-            np.testing.assert_array_equal(leaf, same)
+        jax.tree.map(np.testing.assert_array_equal, got_params, params)
         kept = np.asarray(state_of(got, "residual")["block_0"]["up"]["kernel"])
         # A mean of four numbers, in another order of additions.
         np.testing.assert_allclose(kept, np.stack([expected] * 2), rtol=2**-22, atol=1e-9)
@@ -81,8 +78,7 @@ def test_the_policy_says_what_residuals_other_replicas_begin_with(task_of, tmp_p
 def test_other_replicas_go_on_from_copies_as_from_a_checkpoint(task_of, tmp_path, capsys):
     task, other = task_of(4), task_of(2)
     local = str(tmp_path / "l"), 10, 10
-    params, state = task.init()
-    params, state, _ = task.step(params, state, task.batch(0))
+    params, state = trained(task, 1)
     tree, done = {"params": params, "state": state}, resume.Progress(step=1, losses=[5.25])
     saved = open_checkpoints(tmp_path / "saved")
     saved.save(1, tree, resume.metadata(task, done))

@@ -12,6 +12,8 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import jaxcomp
+from tests.helpers import tiny_runs
 from tests.helpers.replicas import mesh_of, one_value, rows
 from tests.helpers.tiny_runs import TINY, tiny_config
 from train.config import expression
@@ -52,11 +54,10 @@ def test_the_update_of_a_scanned_model_sees_its_layers_one_by_one():
     for apart in (True, False):
         more = [] if apart else ["--no-per-layer"]
         config = configs.load("configs/nano_slamb.py", [*args, *more])
-        init = resolve(config).tx.init
-        replicas = jax.vmap(init, in_axes=None, axis_name=configs.AXIS_NAME, axis_size=2)
-        stale = jax.eval_shape(replicas, build.param_shapes(config)).stale["blocks"]
+        tx, params = resolve(config).tx, build.param_shapes(config)
+        stale = jaxcomp.state_shapes(tx, params, 2, mesh_of(2), "replica").stale["blocks"]
         assert (stale["qkv"]["bias"] is None) == apart
-        assert stale["qkv"]["kernel"].shape[:2] == (2, config.model.layers)
+        assert stale["qkv"]["kernel"].shape[0] == config.model.layers
 
 
 @pytest.mark.parametrize("name", ["nano_4bit", "nano_qsdp"])
@@ -99,13 +100,9 @@ def all_params(params):
     return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(params)])
 
 
-def trained(config, steps=3):
+def trained(config):
     """The parameters after a few steps, compared over the replicas."""
-    task = compiled(config)
-    params, state = task.init()
-    for step in range(steps):
-        params, state, _ = task.step(params, state, task.batch(step))
-    return jax.tree.map(one_value, params)
+    return jax.tree.map(one_value, tiny_runs.trained(compiled(config), 3)[0])
 
 
 def test_identity_is_adam_on_the_gradient_of_the_whole_batch(config_of):

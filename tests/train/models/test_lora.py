@@ -9,8 +9,10 @@ import jax
 import numpy as np
 import pytest
 
+import jaxcomp
 from jaxcomp.compressors.policies import path_of
-from tests.helpers.tiny_runs import tiny_config
+from tests.helpers.replicas import mesh_of
+from tests.helpers.tiny_runs import tiny_config, trained
 from train import report, resume
 from train import task as tasks
 from train.checkpoints.store import open_checkpoints
@@ -69,15 +71,12 @@ def config_of(tmp_path, update=DENSE, **changes):
 def test_what_is_trained_is_all_that_changes_and_is_sent(trainable, model, code, size, tmp_path):
     update = MEAN.format(code)
     task = tasks.make_task(config_of(tmp_path, update, model=model, trainable=trainable))
-    params, state = task.init()
-    before = jax.tree.map(np.asarray, params)
-    for step in range(2):
-        params, state, _ = task.step(params, state, task.batch(step))
+    before, params = task.init()[0], trained(task, 2)[0]
     changed, numel = set(), 0
     for (key, old), new in zip(
         jax.tree_util.tree_leaves_with_path(before), jax.tree.leaves(params), strict=True
     ):
-        if np.any(old != np.asarray(new)):
+        if np.any(np.asarray(old) != np.asarray(new)):
             changed.add(jax.tree_util.keystr(key[-1:], simple=True))
         numel += old.size * bool(re.search(trainable, path_of(key)))
     assert changed == ({"lora_a", "lora_b"} if model is THIN else {"bias"})
@@ -122,7 +121,5 @@ def test_a_pattern_of_all_parameters_leaves_none_frozen(tmp_path):
         resolve(config_of(tmp_path, update, model=PLAIN, trainable=trainable)).tx
         for trainable in (".", None)
     )
-    state_of = lambda tx: jax.eval_shape(
-        jax.vmap(tx.init, in_axes=None, axis_name="replica", axis_size=2), natural
-    )
+    state_of = lambda tx: jaxcomp.state_shapes(tx, natural, 2, mesh_of(2), "replica")
     assert state_of(every) == state_of(none)
