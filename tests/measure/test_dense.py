@@ -123,16 +123,6 @@ LOOP = """
 }
 """
 WRONG = {
-    "an asynchronous pair": (
-        "%start = f32[64]{0} all-reduce-start(%p), replica_groups={}, to_apply=%add\n"
-        "  ROOT %done = f32[64]{0} all-reduce-done(%start)",
-        "all-reduce of f32.64. over replica: a replica sends 384 bytes, once a step",
-    ),
-    "a mesh in the text": (
-        "ROOT %r = f32[64]{0} all-reduce(%p), replica_groups=mesh['replica'=4] {'replica'}, "
-        "to_apply=%add",
-        "all-reduce of f32.64.",
-    ),
     "groups that fit no axis": (
         "ROOT %r = f32[64]{0} all-reduce(%p), replica_groups={{0,1},{2,3}}, to_apply=%add",
         r"over \?: a replica sends 256 bytes",

@@ -39,13 +39,6 @@ def test_a_step_is_computation_codec_and_messages_one_after_the_other():
     assert row.sent_bytes == 4 * MEGABYTE
 
 
-def test_skipped_rounds_cost_their_share():
-    link = planner.uniform_link(8e6, 0.5, 2)
-    often = planner.network_seconds([Message("all-to-all", MEGABYTE)], link)
-    seldom = planner.network_seconds([Message("all-to-all", MEGABYTE, times=0.25)], link)
-    assert often == pytest.approx(1.5) and seldom == pytest.approx(often / 4)
-
-
 @pytest.mark.parametrize(("compute", "step"), [(0.5, 2.1), (3.0, 3.1)])
 def test_what_overlaps_takes_the_longer_of_gradient_and_messages(compute, step):
     messages = (Message("all-to-all", 2 * MEGABYTE),)

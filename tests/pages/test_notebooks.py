@@ -3,7 +3,6 @@
 import importlib.util
 import json
 import os
-import pathlib
 import re
 import shutil
 import subprocess
@@ -16,8 +15,8 @@ import pytest
 from benchmarks.accelerators import COMPILING
 from benchmarks.accelerators_devices import unavailable
 from notebooks import pair
+from tests.helpers.snippets import ROOT
 
-ROOT = pathlib.Path(__file__).parents[2]
 SHORT = {"steps": "2", "layers, width": "2, 16", "sizes": "(2,)"}
 FEWER = {
     "layers=2, width=64, heads=4": "layers=1, width=16, heads=2",

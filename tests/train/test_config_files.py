@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.helpers import pictures
-from tests.helpers.launching import TINY_ARGS, words
+from tests.helpers.launching import ROOT, TINY_ARGS, words
 from train import loop
 from train.config import run as configs
 from train.models.decoder import DecoderConfig
@@ -20,7 +20,6 @@ from train.placement.resolve import resolve
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 
-ROOT = pathlib.Path(__file__).parents[2]
 PRETRAINED = f"--start-from {ROOT}/tests/golden/huggingface/gpt2 --model.context 16"
 """Of configs whose model is that of a folder."""
 TINY_MODELS = {

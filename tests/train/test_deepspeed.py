@@ -2,7 +2,6 @@
 
 import ast
 import json
-import pathlib
 import re
 import subprocess
 import sys
@@ -13,12 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.helpers.launching import ROOT
 from train import deepspeed
 from train.config import expression
 from train.config import run as configs
 from train.config.optimizer import schedule
 
-ROOT = pathlib.Path(__file__).parents[2]
 # As in DeepSpeed's tutorials on 0/1 Adam and 1-bit Adam.
 ZERO_ONE = {
     "train_batch_size": 4096,
@@ -200,11 +199,8 @@ def test_no_json_makes_a_file_that_does_more_than_its_config(kind, params, more)
     assert sorted(calls) == ["Config", "Data", "DecoderConfig", "Optimizer"]
     names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     assert names == {"Config", "Data", "DecoderConfig", "Optimizer"}
-    expression.check(found.optimizer["update"], expression_names())
-
-
-def expression_names():
-    return dict.fromkeys(("learning_rate", "axis_name", "steps"))
+    names = dict.fromkeys(("learning_rate", "axis_name", "steps"))
+    expression.check(found.optimizer["update"], names)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """Runs in shards: as without them where codes are exact, and they go on, on other shards too."""
 
 import dataclasses
-import itertools
 
 import jax
 import numpy as np
@@ -19,6 +18,7 @@ from train.placement.resolve import resolve
 pytestmark = pytest.mark.usefixtures("undrawn")
 
 STEPS = 4
+DENSE = "chain(compressed_mean(identity(), axis_name), adam(learning_rate, eps=1e-4))"
 EXACT = "qsdp(axis_name, identity(), identity())"
 ONCE = "qsdp(axis_name, identity(), identity(), gather_once=True)"
 HYBRID = "qsdp(axis_name, identity(), identity(), fast_axis=fast_axis, secondary=True)"
@@ -66,9 +66,8 @@ def run_a_step(*configs):
 
 @pytest.mark.parametrize("scan", [False, True])
 def test_exact_codes_train_as_replicas_do_that_hold_everything(config_of, scan):
-    update = "chain(compressed_mean(identity(), axis_name), adam(learning_rate, eps=1e-4))"
     model = DecoderConfig(layers=2, width=16, heads=2, context=16, scan=scan)
-    losses, last = run(config_of(f"dense {scan}", None, update, model=model))
+    losses, last = run(config_of(f"dense {scan}", None, DENSE, model=model))
     in_shards, last_in_shards = run(config_of(f"exact {scan}", EXACT, model=model))
     # Gradients are summed in another order, and Adam with eps=1e-4 magnifies that little.
     np.testing.assert_allclose(in_shards, losses, rtol=1e-5)
@@ -122,16 +121,12 @@ def test_a_mesh_of_two_axes_trains_alike_and_a_run_moves_between_meshes(config_o
 
 
 def test_a_run_in_shards_begins_with_the_parameters_of_another_run(config_of):
-    update = "chain(compressed_mean(identity(), axis_name), adam(learning_rate, eps=1e-4))"
-    dense = config_of("dense", None, update)
-    rows = loop.run(dense)
+    """The way back, from shards: tests/train/test_evaluation.py."""
+    dense = config_of("dense", None, DENSE)
+    _, last = run(dense)
     start_from = f"{dense.runs_dir}/dense"
-    tuned = config_of("tuned", HYBRID, replicas=4, fast=2, start_from=start_from)
-    rows = [rows, loop.run(tuned)]
-    start_from = f"{tuned.runs_dir}/tuned"
-    rows.append(loop.run(config_of("again", None, update, start_from=start_from)))
-    for before, after in itertools.pairwise(rows):
-        assert abs(after[0]["val_loss"] / before[-1]["val_loss"] - 1) < 1e-6
+    rows = loop.run(config_of("tuned", HYBRID, replicas=4, fast=2, start_from=start_from))
+    assert abs(rows[0]["val_loss"] / last - 1) < 1e-6
 
 
 def test_the_report_counts_parameters_and_what_is_held(config_of):

@@ -2,7 +2,6 @@
 
 import math
 import os
-import pathlib
 import re
 import subprocess
 import sys
@@ -12,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.helpers.launching import ROOT
 from train.data.once import once
 from train.models import losses
 from train.output import metrics
@@ -120,11 +120,10 @@ def test_a_planted_link_is_not_followed(path):
 
 
 def test_every_text_that_says_what_to_install_names_an_extra_of_the_checkout():
-    root = pathlib.Path(__file__).parents[3]
-    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     folders = ("benchmarks", "configs", "notebooks", "train")
-    files = [file for folder in folders for file in (root / folder).rglob("*.py")]
-    files += [root / "README.md", *(root / "docs").rglob("*.md")]
+    files = [file for folder in folders for file in (ROOT / folder).rglob("*.py")]
+    files += [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
     installed = []
     for file in files:
         # A string may go on in the next line.
