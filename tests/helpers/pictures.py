@@ -2,11 +2,21 @@
 
 import gzip
 import pathlib
+import tempfile
 
 import numpy as np
 from PIL import Image
 
+from train.config import Images
+from train.data import images
+
 LABELS = np.arange(60) % 10
+
+
+def read(data: Images, model) -> images.ImageSet:
+    """The images that fit a model; nothing is recorded of them."""
+    with tempfile.TemporaryDirectory() as cache:
+        return images.read(data, model, pathlib.Path(cache))
 
 
 def digits(path: pathlib.Path, seed: int = 0) -> str:
@@ -21,12 +31,12 @@ def digits(path: pathlib.Path, seed: int = 0) -> str:
 def cifar10(path: pathlib.Path) -> np.ndarray:
     """Writes six batches of ten images; returns all of them, u8[60, 3, 32, 32]."""
     path.mkdir(exist_ok=True)
-    images = np.random.default_rng(1).integers(0, 256, (60, 3, 32, 32), dtype=np.uint8)
+    pixels = np.random.default_rng(1).integers(0, 256, (60, 3, 32, 32), dtype=np.uint8)
     names = [*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"]
-    for name, rows in zip(names, images.reshape(6, 10, -1), strict=True):
+    for name, rows in zip(names, pixels.reshape(6, 10, -1), strict=True):
         labels = np.arange(10, dtype=np.uint8)[:, None]
         (path / f"{name}.bin").write_bytes(np.concatenate([labels, rows], axis=1).tobytes())
-    return images
+    return pixels
 
 
 def folder(path: pathlib.Path, parts: tuple[str, ...] = ("",), count: int = 6) -> str:

@@ -3,7 +3,6 @@
 import functools
 import hashlib
 import pathlib
-import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, Protocol
 
@@ -48,7 +47,7 @@ class Fitting(Protocol):
     classes: int
 
 
-def read(settings: Images, model: Fitting, cache: pathlib.Path | None = None) -> ImageSet:
+def read(settings: Images, model: Fitting, cache: pathlib.Path) -> ImageSet:
     """Finds the images that a configuration names and holds out a part of them.
 
     That is the data set's own validation part, if it has one. Otherwise it is each image whose hash
@@ -59,8 +58,7 @@ def read(settings: Images, model: Fitting, cache: pathlib.Path | None = None) ->
       settings: What to read.
       model: Gives the size, channels and classes that the images must have; images of a folder are
         scaled.
-      cache: Folder that records which images of a folder can be read, see `image_folder`; None: no
-        record, all images are checked each time.
+      cache: Folder that records which images of a folder can be read, see `image_folder`.
 
     Returns:
       The images, equal on every machine with the same files.
@@ -69,7 +67,10 @@ def read(settings: Images, model: Fitting, cache: pathlib.Path | None = None) ->
       ValueError: If something is missing or broken, or does not fit the model.
     """
     form, path = settings.form, settings.path
-    stored = _folder(path, cache) if form == "folder" else getattr(image_files, form)(path)
+    if form == "folder":
+        stored = image_folder.read(path, cache)
+    else:
+        stored = getattr(image_files, form)(path)
     shape = (model.size, model.size, model.channels)
     found = {"size": model.size, "channels": model.channels, "classes": model.classes}
     needed = found | {"classes": stored.classes}
@@ -100,13 +101,6 @@ def read(settings: Images, model: Fitting, cache: pathlib.Path | None = None) ->
     if stored.unreadable:
         record |= {"unreadable_images": len(stored.unreadable)}
     return ImageSet(stored, train, validation, shape, form, record)
-
-
-def _folder(path: str, cache: pathlib.Path | None) -> Stored:
-    if cache is not None:
-        return image_folder.read(path, cache)
-    with tempfile.TemporaryDirectory() as unnamed:
-        return _folder(path, pathlib.Path(unnamed))
 
 
 def batch(

@@ -8,7 +8,7 @@ from PIL import Image
 
 from tests.helpers import pictures
 from train.config import Images
-from train.data import image_files, image_folder, images
+from train.data import image_files, image_folder
 from train.models.resnet import ResNetConfig
 
 FOLDER = ResNetConfig(blocks=(1,), width=8, size=8, classes=2)
@@ -60,7 +60,7 @@ def test_what_is_no_file_is_refused_at_once(tmp_path):
         image_files.digits(str(tmp_path / "digits"))
     with pytest.raises(ValueError, match="data_batch_2.bin is a FIFO"):
         image_files.cifar10(str(tmp_path / "c"))
-    stored = images.read(Images("folder", str(tmp_path / "f")), FOLDER).stored
+    stored = pictures.read(Images("folder", str(tmp_path / "f")), FOLDER).stored
     assert "is a FIFO" in stored.unreadable["ant/1.png"] and len(stored.names) == 5
 
 
@@ -72,7 +72,7 @@ def test_pictures_that_fill_memory_or_start_programs_or_end_early_are_left_out(t
     )
     whole = (tmp_path / "f" / "bee" / "0.png").read_bytes()
     (tmp_path / "f" / "bee" / "0.png").write_bytes(whole[: len(whole) // 2])
-    reasons = images.read(Images("folder", str(tmp_path / "f")), FOLDER).stored.unreadable
+    reasons = pictures.read(Images("folder", str(tmp_path / "f")), FOLDER).stored.unreadable
     assert reasons.keys() == {"ant/0.png", "ant/1.jpg", "bee/0.png"}
     assert "has 9000 x 9000 pixels; needs at most" in reasons["ant/0.png"]
     assert "cannot identify" in reasons["ant/1.jpg"]

@@ -13,8 +13,9 @@ from flax import nnx
 from PIL import Image
 
 from tests.helpers import pictures
+from tests.helpers.tiny_runs import tiny_config
 from train import examples, loop
-from train.config import Config, Images, Optimizer
+from train.config import Images
 from train.config import run as configs
 from train.data import image_files, image_folder, images
 from train.models.modules import PathRngs, split
@@ -38,7 +39,7 @@ def made(form, tmp_path, fraction=0.2):
         path, model = str(tmp_path / "cifar"), CIFAR10
     else:
         path, model = pictures.folder(tmp_path / "folder", count=20), FOLDER
-    return images.read(Images(form, path, validation_fraction=fraction), model)
+    return pictures.read(Images(form, path, validation_fraction=fraction), model)
 
 
 def same(a, b):
@@ -65,7 +66,7 @@ def test_digits_are_read_whole_and_scaled_to_bytes(tmp_path):
 
 def test_cifar10_is_read_in_colour_with_its_own_validation(tmp_path):
     expected = pictures.cifar10(tmp_path / "c")
-    found = images.read(Images("cifar10", str(tmp_path / "c")), CIFAR10)
+    found = pictures.read(Images("cifar10", str(tmp_path / "c")), CIFAR10)
     for number in (0, 33, 59):
         np.testing.assert_array_equal(
             found.stored.load(number), expected[number].transpose(1, 2, 0)
@@ -76,7 +77,7 @@ def test_cifar10_is_read_in_colour_with_its_own_validation(tmp_path):
 
 def test_folder_has_its_own_validation_and_classes_by_name(tmp_path):
     path = pictures.folder(tmp_path / "f", ("train", "val"), count=3)
-    found = images.read(Images("folder", path), FOLDER)
+    found = pictures.read(Images("folder", path), FOLDER)
     assert found.train.size == found.validation.size == 6
     rows = images.validation_batch(found, 0, 1, 6)
     np.testing.assert_array_equal(rows["labels"], [0, 0, 0, 1, 1, 1])
@@ -90,7 +91,7 @@ def test_copies_of_a_digit_are_held_out_together(tmp_path):
     file = pictures.digits(tmp_path / "d.csv.gz")
     content = (tmp_path / "d.csv.gz").read_bytes()
     (tmp_path / "d.csv.gz").write_bytes(content + content)  # gzip's files may be joined
-    found = images.read(Images("digits", file), DIGITS)
+    found = pictures.read(Images("digits", file), DIGITS)
     of = lambda numbers: {found.stored.load(n).tobytes() for n in numbers}
     assert not of(found.train) & of(found.validation) and of(found.validation)
 
@@ -98,15 +99,15 @@ def test_copies_of_a_digit_are_held_out_together(tmp_path):
 def test_record_sees_contents_and_the_share_held_out(tmp_path):
     hashes = {made("digits", tmp_path, fraction).record["sha256"] for fraction in (0.2, 0.2, 0.5)}
     pictures.digits(tmp_path / "other.csv.gz", seed=1)
-    other = images.read(Images("digits", str(tmp_path / "other.csv.gz")), DIGITS)
+    other = pictures.read(Images("digits", str(tmp_path / "other.csv.gz")), DIGITS)
     assert len(hashes) == 2 and other.record["sha256"] not in hashes
     path = pictures.folder(tmp_path / "f", count=20)
-    before = images.read(Images("folder", path), FOLDER).record["sha256"]
+    before = pictures.read(Images("folder", path), FOLDER).record["sha256"]
     file = tmp_path / "f" / "ant" / "0.png"
     size = file.stat().st_size
     Image.fromarray(np.full((12, 20, 3), 9, np.uint8)).save(file, compress_level=0)
     file.write_bytes(file.read_bytes()[:-12].ljust(size, b"\0"))  # as many bytes
-    assert images.read(Images("folder", path), FOLDER).record["sha256"] != before
+    assert pictures.read(Images("folder", path), FOLDER).record["sha256"] != before
 
 
 def test_images_that_cannot_be_read_are_left_out_and_looked_at_once(tmp_path, capsys, monkeypatch):
@@ -116,14 +117,8 @@ def test_images_that_cannot_be_read_are_left_out_and_looked_at_once(tmp_path, ca
     content = file.read_bytes()
     file.write_bytes(content[:-30])
     (tmp_path / "f" / "bee" / "gone.png").symlink_to(tmp_path / "nothing")
-    config = Config(
-        "run",
-        1,
-        Optimizer("sgd(0.1)", 1.0),
-        objective="classify",
-        model=FOLDER,
-        data=Images("folder", path, cache=str(cache)),
-    )
+    data = Images("folder", path, cache=str(cache))
+    config = tiny_config(tmp_path, objective="classify", model=FOLDER, data=data)
     made = examples.read(config)
     said = capsys.readouterr().err
     assert said.startswith("run: 2 of 41 images cannot be read and are left out: ")
@@ -156,7 +151,7 @@ def test_images_that_cannot_be_read_are_left_out_and_looked_at_once(tmp_path, ca
 def test_file_that_is_no_table_of_digits_is_refused(tmp_path, content, message):
     (tmp_path / "d.csv").write_bytes(content)
     with pytest.raises(ValueError, match=message):
-        images.read(Images("digits", str(tmp_path / "d.csv")), DIGITS)
+        pictures.read(Images("digits", str(tmp_path / "d.csv")), DIGITS)
 
 
 @pytest.mark.parametrize(
@@ -171,7 +166,7 @@ def test_images_that_do_not_fit_the_model_are_refused(tmp_path, form, model, mes
     found = made(form, tmp_path)
     path = str(tmp_path / {"digits": "digits.csv.gz", "cifar10": "cifar"}.get(form, form))
     with pytest.raises(ValueError, match=message):
-        images.read(Images(form, path), model)
+        pictures.read(Images(form, path), model)
     assert found.record["images"] > 0
 
 
@@ -182,7 +177,7 @@ def test_a_folder_without_images_is_no_class_without_a_word(tmp_path, parts):
         (tmp_path / "f" / parts[0] / name).mkdir()
     (tmp_path / "f" / parts[0] / "cat" / "0.heic").touch()
     with pytest.raises(ValueError, match=r"has folders without images, \['cat'\], but each folder"):
-        images.read(Images("folder", path), FOLDER)
+        pictures.read(Images("folder", path), FOLDER)
 
 
 def test_a_class_may_be_a_link_to_a_folder(tmp_path):
@@ -190,7 +185,7 @@ def test_a_class_may_be_a_link_to_a_folder(tmp_path):
     (tmp_path / "f" / "bee").rename(tmp_path / "bees")
     (tmp_path / "f" / "bee").symlink_to(tmp_path / "bees")
     (tmp_path / "f" / "ant" / "again").symlink_to(tmp_path / "f")  # a circle
-    stored = images.read(Images("folder", str(tmp_path / "f")), FOLDER).stored
+    stored = pictures.read(Images("folder", str(tmp_path / "f")), FOLDER).stored
     assert stored.classes == 2 and np.bincount(stored.labels).tolist() == [6, 6]
 
 
@@ -219,19 +214,19 @@ def test_pictures_in_lab_are_not_read(tmp_path):
 
 def test_missing_packages_and_files_are_named(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"gone' cannot be read \(No such file"):
-        images.read(Images("digits", str(tmp_path / "gone")), DIGITS)
+        pictures.read(Images("digits", str(tmp_path / "gone")), DIGITS)
     with pytest.raises(ValueError, match=r"data_batch_1.bin' cannot be read"):
-        images.read(Images("cifar10", str(tmp_path)), CIFAR10)
+        pictures.read(Images("cifar10", str(tmp_path)), CIFAR10)
     with pytest.raises(ValueError, match="has no images in folders"):
-        images.read(Images("folder", str(tmp_path)), FOLDER)
+        pictures.read(Images("folder", str(tmp_path)), FOLDER)
     (tmp_path / "f" / "ant").mkdir(parents=True)
     (tmp_path / "f" / "ant" / "1.jpg").write_text("no picture")
     with pytest.raises(ValueError, match=r"no image of .*f' can be read; 'ant/1.jpg': .* as an im"):
-        images.read(Images("folder", str(tmp_path / "f")), FOLDER)
+        pictures.read(Images("folder", str(tmp_path / "f")), FOLDER)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     for settings in (Images(), Images("folder", str(tmp_path))):
         with pytest.raises(ValueError, match=r"pip install -e '.\[images\]'"):
-            images.read(settings, DIGITS)
+            pictures.read(settings, DIGITS)
     with pytest.raises(ValueError, match="needs data.path"):
         Images("cifar10")
 
@@ -439,18 +434,12 @@ def test_measures_are_loss_and_the_share_of_right_answers():
 
 
 def test_a_run_learns_digits(tmp_path):
-    config = Config(
-        name="images",
+    config = tiny_config(
+        tmp_path,
+        "chain(compressed_mean(quantize(8), axis_name), adam(learning_rate))",
         steps=100,
-        replicas=2,
         objective="classify",
-        optimizer=Optimizer(
-            "chain(compressed_mean(quantize(8), axis_name), adam(learning_rate))", 1e-2, 6
-        ),
-        eval_every=100,
         eval_batches=2,
-        checkpoint_every=100,
-        runs_dir=str(tmp_path / "runs"),
         model=dataclasses.replace(DIGITS, blocks=(1, 1), width=16),
         data=Images("digits", batch=64),
     )
