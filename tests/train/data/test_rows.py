@@ -229,12 +229,15 @@ def test_what_is_no_file_is_refused_at_once(tmp_path, name):
             list(rows.KINDS[(tmp_path / name).suffix](tmp_path / name, "text"))
 
 
-def saved(tmp_path):
+def saved(tmp_path, **changes):
+    """The folder of a saved set, whose state.json says something else."""
     import datasets
 
     made = datasets.Dataset.from_dict({"text": TEXTS})
     made.save_to_disk(tmp_path / "set")
     datasets.DatasetDict({"train": made}).save_to_disk(tmp_path / "both")
+    file = tmp_path / "set" / "state.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
     return tmp_path / "set"
 
 
@@ -250,19 +253,13 @@ def saved(tmp_path):
     ],
 )
 def test_a_saved_set_names_files_of_its_own(tmp_path, change, message):
-    folder = saved(tmp_path)
-    state = json.loads((folder / "state.json").read_text())
-    (folder / "state.json").write_text(json.dumps(state | change))
     with pytest.raises(ValueError, match=f"cannot be loaded: .*{message}"):
-        documents.find(Data(path=str(folder)))
+        documents.find(Data(path=str(saved(tmp_path, **change))))
 
 
 @pytest.mark.parametrize("change", [{"_format_columns": []}, {"_format_type": "numpy"}])
 def test_the_format_of_a_saved_set_changes_nothing(tmp_path, change):
-    folder = saved(tmp_path)
-    state = json.loads((folder / "state.json").read_text())
-    (folder / "state.json").write_text(json.dumps(state | change))
-    assert texts_of(Data(path=str(folder))) == TEXTS
+    assert texts_of(Data(path=str(saved(tmp_path, **change)))) == TEXTS
 
 
 def test_a_saved_set_that_is_damaged_is_refused(tmp_path):
