@@ -52,7 +52,9 @@ UPDATES = {
 } | {
     "SLAMB": "slamb(learning_rate, axis_name, sync_every=3)",
     "local steps": "local_steps(adam(learning_rate), axis_name, every=2)",
-    "Dion": "dion(learning_rate, axis_name, rank=16)",
+    # The default when its row was made.
+    "Dion": "dion(learning_rate, axis_name, rank=16, "
+    "others=adamw(learning_rate, b2=0.95, weight_decay=0.0))",
 }
 
 
