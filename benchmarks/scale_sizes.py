@@ -245,10 +245,9 @@ SIZES = {
     ),
     # A model that has stopped to learn goes on with the source of other packages.
     "micro_fine_tune": Size(
-        *(MICRO, 1000, 16, 64, _centres(adam=5e-4, muon=2e-3), SHORT_MEMORY),
+        *(MICRO, 1000, 16, 64, _centres(adam=5e-4, muon=2e-3), RECIPE),
         text="fine_tune_text",
-        before=Before("micro_b2_95", steps=8000, rate=2e-3),
-        trial=250,
+        before=Before("micro", steps=8000, rate=2e-3),
     ),
     "34m": Size(
         DecoderConfig(layers=8, width=512, vocab=16384, **(LARGE | {"heads": 8})),
