@@ -147,7 +147,8 @@ def train_state_step(
     Raises:
       ValueError: As `train_step`.
     """
-    return TrainStateStep(_Loss(loss_fn, has_aux, accumulate, batch_specs), model_state)
+    pure_loss = lambda *args, **given: nnx.as_pure(loss_fn(*args, **given))
+    return TrainStateStep(_Loss(pure_loss, has_aux, accumulate, batch_specs), model_state)
 
 
 class _Loss(NamedTuple):
@@ -218,9 +219,11 @@ class TrainStateStep:
     ) -> tuple[Any, dict]:
         step, args = self._call(state, batch, rng, extra_args)
         params, opt_state, metrics = step(*args)
-        changed = {self._field: metrics.pop("model_state", None)} if self._field else {}
-        new = {"step": state.step + 1, "params": params, "opt_state": opt_state}
-        return state.replace(**new, **changed), metrics
+        new = {"params": params}
+        if self._field:
+            new[self._field] = metrics.pop("model_state", None)
+        new = {name: _in_form_of(getattr(state, name), tree) for name, tree in new.items()}
+        return state.replace(step=state.step + 1, opt_state=opt_state, **new), metrics
 
     def lower(self, state: Any, batch: Any, rng: Any = None, extra_args: Any = None) -> Any:
         """The step's program, lowered for these arguments."""
@@ -229,8 +232,9 @@ class TrainStateStep:
 
     def _call(self, state, batch, rng, extra_args):
         update = _update_of(state.tx)
-        params = _put(update.mesh, state.params, update.specs_of(state.params))
-        own = getattr(state, self._field) if self._field else None
+        # The step itself puts parameters on the mesh. It copies them: another field may have them.
+        params = nnx.as_pure(state.params)
+        own = nnx.as_pure(getattr(state, self._field)) if self._field else None
         own = _put(update.mesh, own, jax.tree.map(lambda _: P(), own))
         args = params, state.opt_state, batch, folded(rng, state.step), own, extra_args
         return self._made(state.tx).step, args
@@ -243,6 +247,7 @@ def _nnx_step(loss: _Loss, tx: Any, graph: _Graph, wrt: Any) -> TrainStep:
         model = nnx.merge(graph.graphdef, params, *states)
         returned = loss.loss_fn(model, batch)
         *_, rest = _partition(model, wrt)
+        _require_same_variables(states[-1], rest)
         kept = () if model_state is None else (nnx.as_pure(rest),)
         return (*returned, *kept) if loss.has_aux else (returned, *kept)
 
@@ -253,6 +258,24 @@ def _nnx_step(loss: _Loss, tx: Any, graph: _Graph, wrt: Any) -> TrainStep:
 def _partition(model, wrt):
     """`(graphdef, trained parameters, keys, other parameters, all else)`."""
     return nnx.split(model, wrt, nnx.RngKey, nnx.Param, ...)
+
+
+def _require_same_variables(old, new):
+    """Raises a ValueError for a loss that adds variables to the model, or takes some away."""
+    old, new = ({"/".join(map(str, path)) for path, _ in nnx.to_flat_state(s)} for s in (old, new))
+    if old != new:
+        raise ValueError(
+            f"the loss adds the variables {sorted(new - old)} to the model and removes "
+            f"{sorted(old - new)}, and a step needs the same ones after the loss as before. Write "
+            "nnx.pop(model, nnx.Intermediate), or their own type, in the loss for what it adds, "
+            "and return what you need of it as aux; and before the step for what an earlier call "
+            "of the model has left."
+        )
+
+
+def _in_form_of(tree, pure):
+    """The values in the form of `tree`, in which an nnx.State holds variables."""
+    return jax.tree.unflatten(jax.tree.structure(tree), jax.tree.leaves(pure))
 
 
 def _core(loss: _Loss, tx: Any) -> TrainStep:

@@ -280,3 +280,36 @@ def test_random_streams_of_a_loss_are_the_model_s_own():
     own = lambda model, batch: model.dropout(jnp.ones(64), rngs=model.rngs)
     rows = np.concatenate(masks(own, (ones, teacher), batch_specs=specs))
     assert len(np.unique(rows, axis=0)) == len(rows) == 2 * REPLICAS
+
+
+class Penalized(nnx.Module):
+    """Its call leaves a penalty in the model, as nnx.Module.sow does."""
+
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(8, 8, rngs=rngs)
+
+    def __call__(self, x):
+        y = self.linear(x)
+        self.penalty = nnx.Intermediate(jnp.mean(y**2))
+        return y
+
+
+def test_a_loss_pops_what_its_model_adds():
+    def popping(model, x):
+        y = model(x)
+        return jnp.mean((y - 1) ** 2) + sum(jax.tree.leaves(nnx.pop(model, nnx.Intermediate)))
+
+    x = np.ones((4, 8), np.float32)
+    model = Penalized(nnx.Rngs(0))
+    optimizer = optimizer_of(model)
+    leaving = jaxcomp.flax.train_step(lambda model, x: jnp.mean(model(x)))
+    with pytest.raises(ValueError, match=r"adds the variables \['penalty'\] .* nnx.pop\(model"):
+        leaving(model, optimizer, x)
+    step = jaxcomp.flax.train_step(popping)
+    losses = [float(step(model, optimizer, x)["loss"].mean()) for _ in range(3)]
+    assert losses[2] < losses[0]
+    model(x)
+    with pytest.raises(ValueError, match=r"removes \['penalty'\].* before the step"):
+        step(model, optimizer, x)
+    nnx.pop(model, nnx.Intermediate)
+    step(model, optimizer, x)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import serialization
+from flax import nnx, serialization
 from flax.training import train_state
 
 import jaxcomp
@@ -128,6 +128,20 @@ def test_the_field_of_the_model_state_may_be_empty():
     assert state.step == 1 and state.batch_stats is None
 
 
+class AveragedState(train_state.TrainState):
+    average: Any
+
+
+def test_another_field_may_begin_as_the_parameters():
+    start, mesh = {"w": jnp.ones(3)}, jax.make_mesh((REPLICAS,), ("replica",))
+    mean = jaxcomp.compressed_mean(jaxcomp.identity(), "replica")
+    tx = jaxcomp.flax.on_mesh(optax.chain(mean, optax.sgd(1.0)), mesh, "replica")
+    state = AveragedState.create(apply_fn=None, params=start, tx=tx, average=start)
+    state, _ = jaxcomp.flax.train_state_step(linear_loss)(state, np.ones((REPLICAS, 3), np.float32))
+    average = optax.incremental_update(state.params, state.average, 0.25)
+    np.testing.assert_array_equal(average["w"], np.full(3, 0.75))
+
+
 def test_a_number_in_the_place_of_a_key_is_told():
     step = jaxcomp.flax.train_state_step(linear_loss)
     with pytest.raises(ValueError, match=r"got rng=3, which is no key; write rng=jax.random.key"):
@@ -157,3 +171,43 @@ def test_a_package_that_flax_lacks_is_named_itself(monkeypatch, tmp_path):
     monkeypatch.delitem(sys.modules, "flax")
     with pytest.raises(ModuleNotFoundError, match="No module named 'msgpack_is_missing'"):
         runpy.run_path(jaxcomp.flax.__file__)
+
+
+class Counting(nnx.Module):
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(8, 2, rngs=rngs)
+        self.calls = nnx.Variable(jnp.array(0))
+
+    def __call__(self, x):
+        self.calls[...] += 1
+        return self.linear(x)
+
+
+class CountingState(train_state.TrainState):
+    calls: Any
+
+
+def test_its_parameters_may_be_the_state_of_an_nnx_model():
+    """As in Flax's example of nnx with a TrainState."""
+    graphdef, params, calls = nnx.split(Counting(nnx.Rngs(0)), nnx.Param, ...)
+
+    def loss_fn(params, batch, model_state):
+        model = nnx.merge(graphdef, params, model_state, copy=True)
+        loss = jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
+        return loss, nnx.state(model, nnx.filterlib.Not(nnx.Param))
+
+    mean = optax.chain(jaxcomp.compressed_mean(jaxcomp.identity(), "replica"), optax.sgd(0.1))
+    tx = jaxcomp.flax.on_mesh(mean, jax.make_mesh((REPLICAS,), ("replica",)), "replica")
+    state = CountingState.create(apply_fn=None, params=params, tx=tx, calls=calls)
+    alone = CountingState.create(apply_fn=None, params=params, tx=optax.sgd(0.1), calls=calls)
+    form = jax.tree.structure((state.params, state.calls))
+    step = jaxcomp.flax.train_state_step(loss_fn, model_state="calls")
+    for number in range(3):
+        batch = batch_of(number)
+        grads, counted = jax.grad(loss_fn, has_aux=True)(alone.params, batch, alone.calls)
+        alone = alone.apply_gradients(grads=grads, calls=counted)
+        state, _ = step(state, batch)
+    assert jax.tree.structure((state.params, state.calls)) == form
+    assert nnx.merge(graphdef, state.params, state.calls).calls[...] == 3
+    for got, want in zip(*map(jax.tree.leaves, (state.params, alone.params)), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
