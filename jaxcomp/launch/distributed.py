@@ -14,7 +14,7 @@ import jax
 from jaxcomp.launch import addresses, board, private, rendezvous
 from jaxcomp.launch.aborts import on_abort
 from jaxcomp.launch.board import Board
-from jaxcomp.launch.exits import Exit, Transient, ended, flush
+from jaxcomp.launch.exits import Exit, Transient, ended, flush, silence
 from jaxcomp.launch.peers import bounded
 from jaxcomp.launch.seals import json_object
 
@@ -191,6 +191,7 @@ def abandon(status: int) -> NoReturn:
     flush()
     if texts is None:
         os._exit(status)  # sys.exit would wait for the threads that still save
+    silence()  # if the others end meanwhile, JAX logs stack traces
     process_id, count = board.numbers()
     on_abort(lambda: os._exit(status))  # process 0 may end first, and the service with it
 
@@ -202,8 +203,6 @@ def abandon(status: int) -> NoReturn:
             deadline = time.monotonic() + (1 if status == Exit.TRY_AGAIN else 3)
             while len(texts.look(_FAILED)) < count and time.monotonic() < deadline:
                 time.sleep(0.1)
-            # A process with a note is about to end: its JAX would log that the service is gone.
-            time.sleep(0.5)
 
     bounded(tell, 5.0)  # without the service it would wait forever
     os._exit(status)

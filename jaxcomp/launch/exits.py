@@ -207,3 +207,9 @@ def flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):  # a log on a full disk
             stream.flush()
+
+
+def silence() -> None:
+    """Drops what libraries still log, so that the reason of the end stays the last line."""
+    with contextlib.suppress(OSError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)

@@ -115,6 +115,7 @@ def _end(latest: Callable[[], int | None], reason: str, status: int = exits.Exit
     # The main thread may hold the lock of sys.stderr forever.
     with contextlib.suppress(OSError):  # a log on a full disk
         os.write(2, exits.printable(f"error: {reason}\n").encode())
+    exits.silence()
     time.sleep(_GRACE if jax.process_index() == 0 else 0)
     os._exit(status)
 
