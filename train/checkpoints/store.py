@@ -30,6 +30,10 @@ from train.checkpoints.trees import described, path_of, require_same, without_em
 # Orbax logs a traceback in every thread for an error that it also raises to its caller.
 logging.getLogger("absl").setLevel(logging.CRITICAL)
 
+# Seconds for Orbax, which measures its own limit by the system's clock: that may jump. A watchdog
+# ends a save that hangs.
+_CENTURY = 100 * 365 * 24 * 3600
+
 
 @dataclasses.dataclass
 class Checkpoints:
@@ -116,7 +120,7 @@ def open_checkpoints(
       directory: Where the checkpoints are, in a local or shared file system.
       keep: Number of newest checkpoints to keep, at least 1. An old one is deleted after the new
         one is complete, so the disk holds keep + 1 for a while.
-      seconds: Time limit of a save, with the wait for other processes.
+      seconds: Time limit of a wait for the other processes' parts.
       claim: Claim to the folder; without one, only one run at a time may open the directory.
 
     Raises:
@@ -144,12 +148,12 @@ def _make_manager(
     options = _everyone()
     meet = ocp.multihost.get_barrier_sync_fn(processes=options.active_processes)
 
-    def barrier(**kwargs):
+    def barrier(key: str, timeout_ms: int):
         # Orbax calls its barriers even while an error is raised; the others would wait elsewhere.
         if (error := sys.exc_info()[1]) is not None:
             failures.append(error)
             raise error
-        meet(**kwargs)
+        meet(key=key, timeout_ms=min(timeout_ms, 1000 * seconds))
 
     def complete():
         # Called in process 0, after the last array is written and before the rename.
@@ -165,7 +169,7 @@ def _make_manager(
             create=False,
             multiprocessing_options=options,
             async_options=ocp.AsyncOptions(
-                timeout_secs=seconds,
+                timeout_secs=_CENTURY,
                 barrier_sync_fn=barrier,
                 post_finalization_callback=complete,
             ),

@@ -211,6 +211,20 @@ def test_a_save_returns_early_and_its_buffers_may_be_donated(tmp_path, monkeypat
     np.testing.assert_array_equal(got["b"], values)
 
 
+def test_a_jump_of_the_clock_harms_no_save(tmp_path, monkeypatch):
+    clock, jumps = time.time, []
+
+    def jumped():
+        if sys._getframe(1).f_code.co_name != "get_remaining_time":  # of Orbax
+            return clock()
+        jumps.append(3600)
+        return clock() + 3600
+
+    monkeypatch.setattr(time, "time", jumped)
+    save_steps(tmp_path, mesh_of(2), [1])
+    assert jumps and steps(tmp_path) == [1]
+
+
 def test_the_newest_checkpoints_stay(tmp_path):
     checkpoints = open_checkpoints(tmp_path, keep=2)
     for step in (1, 2, 30, 4_000):
