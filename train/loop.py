@@ -75,7 +75,8 @@ def _train(config: Config, folder: Path, until_the_end: contextlib.ExitStack) ->
             agree.from_first(lambda: files.latest(directory) or resume.require_source(start_from))
         task = make_task(config)
         distributed.require_same({"data": task.examples.record["sha256"]})
-        claim = until_the_end.enter_context(claims.claimed(folder, instead="write another --name"))
+        another = "write another --name or --runs-dir"
+        claim = until_the_end.enter_context(claims.claimed(folder, instead=another))
         if agree.is_first():
             files.remove_partial(directory)
         seconds = config.watchdog_seconds, config.start_seconds

@@ -89,7 +89,7 @@ def claimed(
 
 
 def _take(directory: Path, lease: float, instead: str) -> tuple[str, str, str]:
-    directory.mkdir(parents=True, exist_ok=True)
+    regular.make_folder(directory, instead)
     now = datetime.datetime.now(datetime.UTC).isoformat(" ", "seconds")
     token = secrets.token_hex(16)
     while True:

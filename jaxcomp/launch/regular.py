@@ -1,4 +1,4 @@
-"""Files that strangers may have replaced with something else."""
+"""Files that strangers may have replaced with something else, and errors that name a path."""
 
 import contextlib
 import io
@@ -37,6 +37,14 @@ def named(path: pathlib.Path) -> Iterator[None]:
         if error.filename is not None or error.errno is None:
             raise
         raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def make_folder(path: pathlib.Path, instead: str) -> None:
+    """Makes a folder if necessary; an OSError says what to do instead where that fails."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OSError(error.errno, f"cannot make {path}: {error.strerror}; {instead}") from error
 
 
 def write_text(path: pathlib.Path, text: str) -> None:

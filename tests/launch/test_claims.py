@@ -211,3 +211,11 @@ def test_a_save_during_which_another_took_over_is_not_completed(tmp_path):
         assert seen == [f"1.orbax-checkpoint-tmp-{claim.token[:8]}"]
         assert files.steps(directory) == []
         checkpoints.manager.close()
+
+
+def test_a_folder_that_cannot_be_made_is_named_with_what_to_do(tmp_path):
+    (tmp_path / "file").touch()
+    folder = tmp_path / "file" / "run"
+    told = f"cannot make {folder}/writer: Not a directory; write another --runs-dir"
+    with pytest.raises(OSError, match=told):
+        claims.claimed(folder, instead="write another --runs-dir").__enter__()

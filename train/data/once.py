@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Callable
 from typing import Any
 
-from jaxcomp.launch.regular import named
+from jaxcomp.launch.regular import make_folder, named
 
 _FORMAT = 2  # of the results; a change makes all again
 
@@ -25,7 +25,7 @@ def once(folder: pathlib.Path, key: Any, make: Callable[[pathlib.Path], None]) -
     made = folder / hashlib.sha256(repr((_FORMAT, key)).encode()).hexdigest()[:16]
     if made.is_dir():
         return made
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder, "write another folder as --runs-dir or --data.cache")
     with tempfile.TemporaryDirectory(prefix=".", dir=folder) as unfinished:
         new = pathlib.Path(unfinished, "new")
         new.mkdir(mode=0o755)

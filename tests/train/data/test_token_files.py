@@ -145,3 +145,11 @@ def test_nothing_is_read_whole_into_memory(tmp_path, kind, monkeypatch):
     finally:
         tracemalloc.stop()
     assert corpus.train.size > size / 2 and np.all(np.array(rows) < 128)
+
+
+def test_a_cache_that_cannot_be_made_is_named_with_what_to_write(tmp_path):
+    data = Data(path=write(tmp_path / "texts", 3).path)
+    (tmp_path / "file").touch()
+    told = f"cannot make {tmp_path}/file/data: Not a directory; write .* --runs-dir or --data.cache"
+    with pytest.raises(OSError, match=told):
+        token_files.prepare(data, tmp_path / "file" / "data")
