@@ -148,12 +148,12 @@ def _make_manager(
     options = _everyone()
     meet = ocp.multihost.get_barrier_sync_fn(processes=options.active_processes)
 
-    def barrier(key: str, timeout_ms: int):
+    def barrier(timeout_ms: int, **kwargs):
         # Orbax calls its barriers even while an error is raised; the others would wait elsewhere.
         if (error := sys.exc_info()[1]) is not None:
             failures.append(error)
             raise error
-        meet(key=key, timeout_ms=min(timeout_ms, 1000 * seconds))
+        meet(timeout_ms=min(timeout_ms, 1000 * seconds), **kwargs)
 
     def complete():
         # Called in process 0, after the last array is written and before the rename.
