@@ -191,6 +191,7 @@ TABLES: dict[str, Callable[[list[dict], str, int], str]] = {
     "micro": scale_figure.table,
     "micro_fine_tune": scale_figure.table,
     "micro_fine_tune_rates": scale_figure.table,
+    "micro_long": scale_figure.table,
     "micro_batch_64": scale_figure.table,
     "micro_b2_95": scale_figure.table,
     "3m": scale_figure.table,
