@@ -289,10 +289,10 @@ def test_a_hang_ends_with_stacks_and_what_to_do_and_a_pause_is_no_hang():
     )
 
 
-# The watchdogs of two processes.
+# The watchdogs of two processes, of which the second ends.
 
-SLOW_END = """
-import sys, time
+ONE_ENDS = """
+import os, sys, time, types
 from jaxcomp.launch import distributed, watchdog
 from jaxcomp.launch.distributed import Cluster
 from jaxcomp.launch.exits import ended
@@ -305,8 +305,9 @@ def run():
         if process == 0:
             time.sleep(100)
         raise OSError("disk full")
+"""
 
-
+SLOW_END = """
 def slow_run():
     try:
         run()
@@ -318,24 +319,7 @@ distributed.connect(Cluster(coordinator, 2, process, "flags"))
 distributed.abandon(ended(slow_run))
 """
 
-
-def test_who_ends_slowly_still_says_why_when_the_store_has_gone():
-    with two_processes(SLOW_END) as processes:
-        first, second = [process.communicate(timeout=120)[0] for process in processes]
-    assert [process.returncode for process in processes] == [2, 2], second
-    assert first.splitlines()[-1] == "error: process 1 of 2 has ended: disk full"
-    assert second.splitlines()[-1] == "error: disk full"
-
-
 LATE_LOGS = """
-import os, sys, time, types
-from jaxcomp.launch import distributed, watchdog
-from jaxcomp.launch.distributed import Cluster
-from jaxcomp.launch.exits import ended
-
-process, coordinator = int(sys.argv[1]), sys.argv[2]
-
-
 def logged(function):
     def call(*args):
         os.write(2, b"    @ 0x7f5d a line of a stack trace of JAX\\n")
@@ -347,23 +331,22 @@ def logged(function):
 # What each process does after it has said why it ends.
 watchdog.time = types.SimpleNamespace(sleep=logged(time.sleep))
 distributed.bounded = logged(distributed.bounded)
-
-
-def run():
-    with watchdog.watch(60.0, lambda: 40):
-        if process == 0:
-            time.sleep(100)
-        raise OSError("disk full")
-
-
 distributed.connect(Cluster(coordinator, 2, process, "flags"))
 distributed.abandon(ended(run))
 """
 
 
-def test_what_jax_logs_after_the_reason_does_not_hide_it():
-    with two_processes(LATE_LOGS) as processes:
+def require_reasons(end):
+    with two_processes(ONE_ENDS + end) as processes:
         first, second = [process.communicate(timeout=120)[0] for process in processes]
     assert [process.returncode for process in processes] == [2, 2], second
     assert first.splitlines()[-1] == "error: process 1 of 2 has ended: disk full"
     assert second.splitlines()[-1] == "error: disk full"
+
+
+def test_who_ends_slowly_still_says_why_when_the_store_has_gone():
+    require_reasons(SLOW_END)
+
+
+def test_what_jax_logs_after_the_reason_does_not_hide_it():
+    require_reasons(LATE_LOGS)
