@@ -4,40 +4,9 @@ from hypothesis import strategies as st
 
 from jaxcomp.measure import hlo
 from tests.helpers.fuzzing import TEXT, fuzz, refused
+from tests.helpers.hlo import loop
 
-HLO = """HloModule jit_f, num_partitions=2
-
-%add (a: f32[], b: f32[]) -> f32[] {
-  %a = f32[] parameter(0)
-  %b = f32[] parameter(1)
-  ROOT %sum = f32[] add(%a, %b)
-}
-
-%body (p: (s32[], f32[8])) -> (s32[], f32[8]) {
-  %p = (s32[], f32[8]{0}) parameter(0)
-  %i = s32[] get-tuple-element(%p), index=0
-  %one = s32[] constant(1)
-  %next = s32[] add(%i, %one)
-  %x = f32[8]{0} get-tuple-element(%p), index=1
-  %r = f32[8]{0} all-reduce(%x), replica_groups={{0,1}}, to_apply=%add
-  ROOT %t = (s32[], f32[8]{0}) tuple(%next, %r)
-}
-
-%less (p: (s32[], f32[8])) -> pred[] {
-  %p = (s32[], f32[8]{0}) parameter(0)
-  %i = s32[] get-tuple-element(%p), index=0
-  %n = s32[] constant(5)
-  ROOT %lt = pred[] compare(%i, %n), direction=LT
-}
-
-ENTRY %main (x: f32[8]) -> f32[8] {
-  %x = f32[8]{0} parameter(0)
-  %zero = s32[] constant(0)
-  %t = (s32[], f32[8]{0}) tuple(%zero, %x)
-  %w = (s32[], f32[8]{0}) while(%t), condition=%less, body=%body
-  ROOT %y = f32[8]{0} get-tuple-element(%w), index=1
-}
-"""
+HLO = loop()
 
 
 @st.composite

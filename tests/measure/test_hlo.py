@@ -3,7 +3,7 @@
 import pytest
 
 from jaxcomp import report
-from tests.helpers.hlo import BOTH, mesh_of_shape, program
+from tests.helpers.hlo import BOTH, loop, mesh_of_shape, program
 
 
 def one_reduction(groups, num_devices=4, operand="%p"):
@@ -161,55 +161,18 @@ def test_rarer_collectives_are_not_missed():
     ]
 
 
-def loop_text(init=3, step=2, bound=12, direction="LT", config=""):
-    """A loop over a counter, as XLA:CPU prints one, with a reduction in body and condition."""
-    more = f"""%compare (x: s32[], y: s32[]) -> pred[] {{
-  %x = s32[] parameter(0)
-  %y = s32[] parameter(1)
-  ROOT %c = pred[] compare(%x, %y), direction={direction}
-}}
-
-%body (state: (s32[], f32[8])) -> (s32[], f32[8]) {{
-  %state = (s32[], f32[8]{{0}}) parameter(0)
-  %step = s32[] constant({step})
-  %i = s32[] get-tuple-element(%state), index=0
-  %v = f32[8]{{0}} get-tuple-element(%state), index=1
-  %next = s32[] add(%i, %step)
-  %r = f32[8]{{0}} all-reduce(%v), replica_groups={{{{0,1}},{{2,3}}}}, to_apply=%add
-  ROOT %out = (s32[], f32[8]{{0}}) tuple(%next, %r)
-}}
-
-%condition (held: (s32[], f32[8])) -> pred[] {{
-  %held = (s32[], f32[8]{{0}}) parameter(0)
-  %bound = s32[] constant({bound})
-  %w = f32[8]{{0}} get-tuple-element(%held), index=1
-  %norm = f32[8]{{0}} all-reduce(%w), replica_groups={{{{0,2}},{{1,3}}}}, to_apply=%add
-  %j = s32[] get-tuple-element(%held), index=0
-  ROOT %less = pred[] fusion(%j, %bound), kind=kLoop, calls=%compare
-}}
-"""
-    body = f"""
-  %init = s32[] constant({init})
-  %copy = s32[] copy(%init)
-  %start = (s32[], f32[8]{{0}}) tuple(%copy, %p)
-  %loop = (s32[], f32[8]{{0}}) while(%start), condition=%condition, body=%body{config}
-  ROOT %end = f32[8]{{0}} get-tuple-element(%loop), index=1
-"""
-    return program(body, more, p="f32[8]{0}", n="s32[]")
-
-
 @pytest.mark.parametrize(
     ("text", "trips"),
     [
-        (loop_text(), 5),  # 3 5 7 9 11
-        (loop_text(init=0, step=1, bound=7), 7),
-        (loop_text(init=0, step=1, bound=7, direction="LE"), 8),
-        (loop_text(init=9, step=-1, bound=0, direction="GT"), 9),
-        (loop_text(init=12), 0),
-        (loop_text(step=0), None),
-        (loop_text(config=', backend_config={"known_trip_count":{"n":"4"}}'), 4),
-        (loop_text(config=', backend_config={"known_trip_count": {"n": "4"}}'), 4),
-        (loop_text().replace("copy(%init)", "copy(%n)"), None),
+        (loop(), 5),  # 3 5 7 9 11
+        (loop(init=0, step=1, bound=7), 7),
+        (loop(init=0, step=1, bound=7, direction="LE"), 8),
+        (loop(init=9, step=-1, bound=0, direction="GT"), 9),
+        (loop(init=12), 0),
+        (loop(step=0), None),
+        (loop(config=', backend_config={"known_trip_count":{"n":"4"}}'), 4),
+        (loop(config=', backend_config={"known_trip_count": {"n": "4"}}'), 4),
+        (loop().replace("copy(%init)", "copy(%n)"), None),
     ],
 )
 def test_trip_counts_are_read_or_derived_or_unknown(text, trips):
@@ -222,7 +185,7 @@ def test_trip_counts_are_read_or_derived_or_unknown(text, trips):
 
 
 def test_what_sends_nothing_may_have_an_unknown_count():
-    text = loop_text(step=0)
+    text = loop(step=0)
     for groups in ("{{0,1},{2,3}}", "{{0,2},{1,3}}"):
         text = text.replace(groups, "{{0},{1},{2},{3}}")
     assert report.sent_bytes(text, mesh_of_shape(2, 2)) == 0
