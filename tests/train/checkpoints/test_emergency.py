@@ -43,13 +43,19 @@ class Lost(Exception):
 
 @pytest.fixture
 def start(tmp_path):
-    """Opens the copies of a run of one process, as one start of it; they stay after `Lost`."""
+    """Opens the copies of a run of one process, as one start of it; they stay after `Lost`.
+
+    With steps it begins the run, and keeps copies of these.
+    """
 
     @contextlib.contextmanager
-    def once(every=2):
+    def once(*kept, every=2):
         local = str(tmp_path / "local") if every else None
         with contextlib.suppress(Lost), claims.claimed(tmp_path / "run") as claim:
             with emergency.opened(tmp_path / "run", claim, local, 10, 10) as copies:
+                if kept:
+                    copies.begin(0, None)
+                    keep(copies, *kept)
                 yield copies
                 raise Lost
 
@@ -71,9 +77,7 @@ def steps_of(copies):
 
 
 def test_the_last_two_copies_stay_and_the_next_start_takes_the_newest(start):
-    with start() as copies:
-        copies.begin(0, None)
-        keep(copies, 2, 4, 6)
+    with start(2, 4, 6) as copies:
         assert steps_of(copies) == [4, 6]
     with start() as copies:
         found = copies.newest(5)
@@ -88,9 +92,7 @@ def test_the_last_two_copies_stay_and_the_next_start_takes_the_newest(start):
 
 @pytest.mark.parametrize("part", ["all", "0"])
 def test_a_copy_that_is_damaged_is_not_taken(start, part):
-    with start() as copies:
-        copies.begin(0, None)
-        keep(copies, 2, 4)
+    with start(2, 4) as copies:
         (path,) = copies.folders[0].glob(f"4-{part}-of-1.*")
         data = bytearray(path.read_bytes())
         data[-1] ^= 1
@@ -101,9 +103,7 @@ def test_a_copy_that_is_damaged_is_not_taken(start, part):
 
 
 def test_copies_of_a_way_that_the_run_did_not_go_are_not_taken(start):
-    with start() as copies:
-        copies.begin(0, None)
-        keep(copies, 4, 6)
+    with start(4, 6) as copies:
         later = [(path.name, path.read_bytes()) for path in copies.folders[0].glob("6-*")]
     with start() as copies:
         (found,) = [copies.newest(0)]
@@ -121,9 +121,8 @@ def test_copies_of_a_way_that_the_run_did_not_go_are_not_taken(start):
 
 
 def test_copies_of_another_run_in_the_same_folder_are_not_taken(start, tmp_path):
-    with start() as copies:
-        copies.begin(0, None)
-        keep(copies, 2)
+    with start(2):
+        pass
     shutil.rmtree(tmp_path / "run")
     with start() as copies:
         assert copies.newest(0) == ""
@@ -132,9 +131,7 @@ def test_copies_of_another_run_in_the_same_folder_are_not_taken(start, tmp_path)
 
 
 def test_a_run_that_ends_leaves_no_folder_of_copies(start, tmp_path):
-    with start() as copies:
-        copies.begin(0, None)
-        keep(copies, 2)
+    with start(2) as copies:
         others = copies.folders[0].with_name("1")  # another process of the run on this host
         others.mkdir()
         copies.close()
@@ -145,9 +142,8 @@ def test_a_run_that_ends_leaves_no_folder_of_copies(start, tmp_path):
 
 
 def test_a_start_that_copies_nothing_leaves_what_it_went_on_from(start):
-    with start() as copies:
-        copies.begin(0, None)
-        keep(copies, 2)
+    with start(2):
+        pass
     for _ in range(2):
         with start() as copies:
             found = copies.newest(0)
@@ -175,9 +171,7 @@ def test_one_process_goes_on_from_the_copies_of_three(start):
 
 
 def test_the_newest_copy_that_all_have_stays_however_long_one_fails(start, monkeypatch):
-    with start() as copies:
-        copies.begin(0, None)
-        keep(copies, 2)
+    with start(2) as copies:
         monkeypatch.setattr(module.jax, "process_count", lambda: 3)
         all_have = lambda last: np.array([last, 2, last])
         monkeypatch.setattr(module.multihost_utils, "process_allgather", all_have)
@@ -186,9 +180,7 @@ def test_the_newest_copy_that_all_have_stays_however_long_one_fails(start, monke
 
 
 def test_a_full_disk_ends_no_run_and_is_told_once(start, monkeypatch, capsys):
-    with start() as copies:
-        copies.begin(0, None)
-        keep(copies, 2)
+    with start(2) as copies:
         with monkeypatch.context() as patch:
             patch.setattr(module.shutil, "disk_usage", lambda path: SimpleNamespace(free=3))
             keep(copies, 4, 6)
