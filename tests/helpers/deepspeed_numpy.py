@@ -1,10 +1,22 @@
 """DeepSpeed's ZeroOneAdam in NumPy, with all its workers: runs that no recorded trace holds."""
 
 import json
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 
 _ALIGN = 8  # bits of a byte, of which each worker's chunk of a message has whole ones
+
+
+class Step(NamedTuple):
+    """One tensor after a step of all workers."""
+
+    x: np.ndarray  # f32[workers, ...], and so are the buffer and the momentum
+    u: np.ndarray
+    learns: bool  # whether its gradients were averaged exactly
+    momentum: np.ndarray
+    variance: np.ndarray  # f32[...]
 
 
 def trace_of(trace) -> dict[str, np.ndarray]:
@@ -13,14 +25,20 @@ def trace_of(trace) -> dict[str, np.ndarray]:
     Args:
       trace: Of DeepSpeed's ZeroOneAdam; its settings, first parameters, gradients and rates count.
     """
-    meta, found = json.loads(str(trace["meta_json"])), {}
-    for name in meta["shapes"]:
-        steps = run(meta["config"], trace[f"x0_{name}"], trace[f"g_{name}"], trace["lr"])
-        found[f"x_{name}"], found[f"u_{name}"], learns = map(np.stack, zip(*steps, strict=True))
+    found = {}
+    for name in json.loads(str(trace["meta_json"]))["shapes"]:
+        columns = zip(*of_tensor(trace, name), strict=True)
+        found[f"x_{name}"], found[f"u_{name}"], learns, *_ = map(np.stack, columns)
     return found | {"engine_allreduce_before__same_on_all": learns}
 
 
-def run(config: dict, start: np.ndarray, grads: np.ndarray, rates: np.ndarray):
+def of_tensor(trace, name: str) -> Iterator[Step]:
+    """The same of one tensor, with its moments."""
+    config = json.loads(str(trace["meta_json"]))["config"]
+    return run(config, trace[f"x0_{name}"], trace[f"g_{name}"], trace["lr"])
+
+
+def run(config: dict, start: np.ndarray, grads: np.ndarray, rates: np.ndarray) -> Iterator[Step]:
     """Trains one tensor; each is exchanged by itself.
 
     Args:
@@ -30,7 +48,7 @@ def run(config: dict, start: np.ndarray, grads: np.ndarray, rates: np.ndarray):
       rates: f64[steps].
 
     Yields:
-      After each step x and u, f32[workers, ...], and whether its gradients were averaged exactly.
+      What is there after each step.
     """
     (b1, b2), eps, decay = config["betas"], config["eps"], config["weight_decay"]
     f32 = np.float32
@@ -38,7 +56,7 @@ def run(config: dict, start: np.ndarray, grads: np.ndarray, rates: np.ndarray):
     m, u, v = np.zeros_like(x), np.zeros_like(x), np.zeros_like(start)
     errors = no_errors(x)
     every, learned, meets_every, apart, rate_sum = 1, 0, 1, 0, 0.0
-    yield x, u, True  # The first step only makes buffers.
+    yield Step(x, u, True, m, v)  # The first step only makes buffers.
     for step, (g, rate) in enumerate(zip(grads[1:], rates[1:], strict=True), start=2):
         local = step > config["var_freeze_step"] + 1
         learns = not local and step % every == 0
@@ -65,7 +83,7 @@ def run(config: dict, start: np.ndarray, grads: np.ndarray, rates: np.ndarray):
                 meets_every, apart = min(2 * meets_every, config["local_step_clipper"]), 0
         elif step == config["var_freeze_step"] + 1:
             errors = no_errors(x)
-        yield x, u, learns
+        yield Step(x, u, learns, m, v)
 
 
 def no_errors(x: np.ndarray):

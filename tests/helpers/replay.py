@@ -32,6 +32,8 @@ def errors(path: pathlib.Path) -> Iterator[float]:
     trace = np.load(path)
     setting = setting_of(trace)
     start, grads, wanted = (named(trace, prefix) for prefix in ("x0", "g", "x"))
+    if setting.first:
+        start = {name: wanted[name][setting.first - 1, 0] for name in start}
     sizes = {name: x.size for name, x in start.items()}
     largest = max(np.abs(x).max() for x in wanted.values())
     num_steps, num_replicas = next(iter(grads.values())).shape[:2]

@@ -61,26 +61,42 @@ def one_bit_adam(meta: dict, trace) -> Setting:
 
 
 def zero_one_adam(meta: dict, trace) -> Setting:
-    """DeepSpeed's ZeroOneAdam: when it exchanged what is read from the trace itself."""
-    from tests.helpers import authors
-    from tests.helpers.zero_one_adam_deepspeed import zero_one_adam_deepspeed
+    """DeepSpeed's ZeroOneAdam from its freeze on: when it exchanged is read from the trace.
+
+    Before the freeze its steps are in NumPy alone, which finds the state that ours begins with.
+    """
+    import jaxcomp
+    from jaxcomp.methods.moments import NONE
+    from tests.helpers import authors, deepspeed_numpy
 
     config = meta["config"]
-    learns = jnp.asarray(trace["engine_allreduce_before__same_on_all"][1:].astype(bool))
+    first, multiple = config["var_freeze_step"] + 1, 32
+    at_freeze = {
+        name: [*deepspeed_numpy.of_tensor(trace, name)][first - 1] for name in named(trace, "x0")
+    }
     buffer = next(trace[key] for key in trace.files if key.startswith("u_w1"))
-    meets = jnp.asarray(np.all(buffer == 0, axis=tuple(range(1, buffer.ndim)))[1:])
-    rates = jnp.asarray(trace["lr"])[1:]
-    tx = zero_one_adam_deepspeed(
+    meets = jnp.asarray(np.all(buffer == 0, axis=tuple(range(1, buffer.ndim)))[first:])
+    rates = jnp.asarray(trace["lr"])[first:]
+    tx = jaxcomp.zero_one_adam(
         lambda count: rates[count],
         "replica",
         *config["betas"],
         config["eps"],
-        freeze_step=config["var_freeze_step"],
         sync_at=lambda count: meets[count],
-        variance_at=lambda count: learns[count],
+        variance_at=jaxcomp.schedules.never,
         compressor=authors.one_bit(authors.per_tensor),
+        deviations=NONE._replace(fresh_variance=True),
     )
-    return Setting(tx, first=1, multiple=32)
+
+    def restart(state, step):
+        if step > first:
+            return state
+        flat = lambda x: jnp.asarray(np.pad(x.reshape(-1), (0, -x.size % multiple)))
+        of = lambda array: collections.OrderedDict((k, array(x)) for k, x in at_freeze.items())
+        rows = of(lambda found: jnp.stack([*map(flat, found.momentum)]))
+        return state._replace(momentum=rows, variance=of(lambda found: flat(found.variance)))
+
+    return Setting(tx, first=first, multiple=multiple, restart=restart)
 
 
 def one_bit_lamb(meta: dict, trace) -> Setting:
