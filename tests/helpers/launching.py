@@ -83,6 +83,18 @@ def run(command, seconds=300.0, **options) -> subprocess.CompletedProcess:
     return subprocess.CompletedProcess(command, process.returncode, said)
 
 
+def piped(program: str, *args: str, errors=subprocess.PIPE, **more: str) -> subprocess.Popen:
+    """Starts a program of this text, whose output and errors are read here."""
+    return subprocess.Popen(
+        [sys.executable, "-c", program, *args],
+        cwd=ROOT,
+        env=environment(**more),
+        stdout=subprocess.PIPE,
+        stderr=errors,
+        text=True,
+    )
+
+
 def until(condition, seconds: float = 60.0) -> None:
     """Waits until a condition holds."""
     deadline = time.monotonic() + seconds
@@ -126,16 +138,8 @@ def two_processes(program: str, *args: str, host: str = "127.0.0.1", **more: str
     with contextlib.ExitStack() as stack:
         started = []
         for number in "01":
-            process = subprocess.Popen(
-                [sys.executable, "-c", program, number, coordinator, *args],
-                cwd=ROOT,
-                env=environment(**more),
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-            started.append(process)
-            stack.enter_context(process)
+            process = piped(program, number, coordinator, *args, errors=subprocess.STDOUT, **more)
+            started.append(stack.enter_context(process))
             stack.callback(process.kill)
         yield started
 

@@ -5,8 +5,6 @@ import errno
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 
@@ -15,7 +13,7 @@ import pytest
 
 from jaxcomp.launch import claims
 from jaxcomp.launch.exits import Transient
-from tests.helpers.launching import ROOT, environment, until
+from tests.helpers.launching import piped, until
 from train.checkpoints import files
 from train.checkpoints.store import open_checkpoints
 from train.output import metrics
@@ -41,15 +39,7 @@ with clean_exits(), claims.claimed(folder, {lease}) as claim:
 @pytest.fixture
 def other(tmp_path):
     """Another process that writes rows into the folder."""
-    command = [sys.executable, "-c", PROGRAM.format(lease=LEASE), str(tmp_path)]
-    with subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
+    with piped(PROGRAM.format(lease=LEASE), str(tmp_path)) as process:
         assert process.stdout.readline() == "here\n"
         yield process
         process.kill()

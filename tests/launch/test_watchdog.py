@@ -2,8 +2,6 @@
 
 import random
 import signal
-import subprocess
-import sys
 import threading
 import time
 
@@ -11,7 +9,7 @@ import pytest
 
 from jaxcomp.launch import peers
 from jaxcomp.launch.board import Board
-from tests.helpers.launching import ROOT, environment, two_processes, until
+from tests.helpers.launching import piped, two_processes, until
 
 EVERY = 0.02  # seconds between signs of life, in these tests
 
@@ -172,21 +170,15 @@ def test_who_gives_no_sign_of_life_is_named_with_its_last_place(store, texts):
     )
 
 
-def test_who_has_not_come_yet_is_behind_and_not_gone(store):
-    with peers.meet(0, 2, store(0), never, EVERY) as others:
-        assert others.lost() == ("", "process 1 of 2 is behind, at its very beginning")
-
-
-def test_who_lives_but_is_behind_is_named(store):
-    with (
-        peers.meet(0, 2, store(0), never, EVERY) as first,
-        peers.meet(1, 2, store(1), never, EVERY) as second,
-    ):
-        first.at(8, "a step")
-        second.at(7, "a save")
-        until(lambda: first.lost() == ("", "process 1 of 2 is behind, at step 7 (a save)"))
-        second.at(8, "a step")
-        until(lambda: first.lost() == ("", ""))
+def test_who_lives_or_has_not_come_yet_but_is_behind_is_named(store):
+    with peers.meet(0, 2, store(0), never, EVERY) as first:
+        assert first.lost() == ("", "process 1 of 2 is behind, at its very beginning")
+        with peers.meet(1, 2, store(1), never, EVERY) as second:
+            first.at(8, "a step")
+            second.at(7, "a save")
+            until(lambda: first.lost() == ("", "process 1 of 2 is behind, at step 7 (a save)"))
+            second.at(8, "a step")
+            until(lambda: first.lost() == ("", ""))
 
 
 @pytest.mark.parametrize("how", ["raises", "blocks"])
@@ -251,20 +243,9 @@ with watchdog.watch(2.0, latest) as watch:
 """
 
 
-def program(what):
-    """Starts a program that hangs, or works for longer than the watchdog's patience."""
-    return subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, what],
-        cwd=ROOT,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
 def test_a_hang_ends_with_stacks_and_what_to_do_and_a_pause_is_no_hang():
-    with program("hangs") as hangs, program("works") as works, program("lost") as lost:
+    hangs, works, lost = (piped(PROGRAM, what) for what in ("hangs", "works", "lost"))
+    with hangs, works, lost:
         try:
             for process in (hangs, works, lost):
                 assert process.stdout.readline() == "here\n"
