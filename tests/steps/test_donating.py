@@ -182,12 +182,7 @@ def test_keys_are_copied_and_what_is_traced_is_left_alone():
     assert jax.tree.structure(shapes[0]) == jax.tree.structure(params)
 
 
-def gone(**tree):
-    """Arrays on a mesh of two whose memory a step has taken."""
-    tree = everywhere(mesh_of(2), tree)
-    for x in jax.tree.leaves(tree):
-        x.delete()
-    return tree
+TAKEN = r"the parameters: there is an array of shape \(8,\) at .*bias.* that is gone.*jnp.copy"
 
 
 def test_what_a_step_has_taken_is_refused():
@@ -197,44 +192,38 @@ def test_what_a_step_has_taken_is_refused():
     old = everywhere(mesh, apart())
     state = init(old)
     params, new, _ = step(old, state, WEIGHT)
-    taken = r"parameters: there is an array of shape \(8,\) at .*bias.* that is gone.*jnp.copy"
     for function in (step, step.lower(params, new, WEIGHT).compile()):
-        with pytest.raises(ValueError, match=taken):
+        with pytest.raises(ValueError, match=TAKEN):
             function(old, new, WEIGHT)
         with pytest.raises(ValueError, match="the state: there is .*Go on with what that"):
             function(params, state=state, batch=WEIGHT)
-    with pytest.raises(ValueError, match=taken):
-        init(old)
-    with pytest.raises(ValueError, match=taken):
-        jaxcomp.mean_params(old, new, mesh, "replica")
-    with pytest.raises(ValueError, match=taken):
-        jaxcomp.eval_step(loss, mesh, "replica")(old, new, WEIGHT)
-    with pytest.raises(ValueError, match=taken):
-        jaxcomp.replica_spread(old, mesh, "replica")
-    with pytest.raises(ValueError, match=taken):
-        jaxcomp.flax.on_mesh(TX, mesh, "replica").init(old)
     with pytest.raises(ValueError, match="the state: there is an array"):
         jaxcomp.resize(state, new)
     step(params, new, WEIGHT)
 
 
-def test_shards_that_a_step_has_taken_are_refused():
-    fsdp, taken = jaxcomp.qsdp("replica"), "the parameters: there is an array .* that is gone"
-    with pytest.raises(ValueError, match=taken):
-        fsdp.shard(gone(kernel=WEIGHT), mesh_of(2))
-    shards = fsdp.shard({"kernel": WEIGHT}, mesh_of(2))
-    jax.tree.map(lambda x: x.delete(), shards)
-    with pytest.raises(ValueError, match=taken):
-        fsdp.unshard(shards, mesh_of(2))
-    with pytest.raises(ValueError, match=taken):
-        fsdp.deployed(shards, (), mesh_of(2))
+FSDP = jaxcomp.qsdp("replica")
+REFUSING = {
+    "init": lambda mesh, old: MAKERS["train"](mesh).init(old),
+    "mean_params": lambda mesh, old: jaxcomp.mean_params(old, (), mesh, "replica"),
+    "eval_step": lambda mesh, old: jaxcomp.eval_step(loss, mesh, "replica")(old, (), WEIGHT),
+    "replica_spread": lambda mesh, old: jaxcomp.replica_spread(old, mesh, "replica"),
+    "on_mesh": lambda mesh, old: jaxcomp.flax.on_mesh(TX, mesh, "replica").init(old),
+    "overlapped": lambda mesh, old: MAKERS["overlapped"](mesh).step(old, (), WEIGHT),
+    "shard": lambda mesh, old: FSDP.shard(old, mesh),
+    "of shards": lambda mesh, old: jaxcomp.qsdp_train_step(loss, keeping(), mesh, FSDP).init(old),
+    "unshard": lambda mesh, old: FSDP.unshard(old, mesh),
+    "deployed": lambda mesh, old: FSDP.deployed(old, (), mesh),
+}
 
 
-def test_what_a_step_has_taken_is_refused_by_the_other_steps():
-    mesh, method = mesh_of(2), jaxcomp.cocktail_sgd(optax.sgd(0.1), "replica", compressor=CODE)
-    _, step = jaxcomp.overlapped_train_step(loss, method, mesh, "replica")
-    with pytest.raises(ValueError, match="the parameters: there is an array .* that is gone"):
-        step(gone(kernel=WEIGHT), (), WEIGHT)
-    init, _ = jaxcomp.qsdp_train_step(loss, optax.sgd(0.1), mesh, jaxcomp.qsdp("replica"))
-    with pytest.raises(ValueError, match="the parameters: there is an array .* that is gone"):
-        init(gone(kernel=WEIGHT))
+@pytest.mark.parametrize("name", REFUSING)
+def test_what_a_step_has_taken_is_refused_by_all_that_take_it(name):
+    mesh = mesh_of(2)
+    old = everywhere(mesh, apart())
+    in_shards = name in ("unshard", "deployed")
+    old = FSDP.shard(old, mesh) if in_shards else old
+    jax.tree.map(lambda x: x.delete(), old)
+    said = "the parameters: there is an array .* that is gone" if in_shards else TAKEN
+    with pytest.raises(ValueError, match=said):
+        REFUSING[name](mesh, old)

@@ -1,5 +1,7 @@
 """States that a step gets from a file: in NumPy, or of another number of replicas."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +14,7 @@ from tests.helpers.replicas import mesh_of
 
 BATCH = np.random.default_rng(0).normal(size=(8, 16)).astype(np.float32)
 EXACT = jaxcomp.compressed_mean(jaxcomp.identity(), "replica")
+EXPLICIT = jax.make_mesh((2,), ("replica",), axis_types=(AxisType.Explicit,))
 ANYTHING = lambda path, leaf: False  # nothing is sent exactly: each leaf has a residual
 MEAN = jaxcomp.compressed_mean(jaxcomp.quantize(4), "replica", exact=ANYTHING)
 METHODS = {
@@ -26,9 +29,9 @@ def loss(params, batch):
     return jnp.mean((batch @ params["w"]) ** 2)
 
 
-def made(tx, mesh):
+def made(tx, mesh, make=jaxcomp.train_step):
     """The step, and parameters and a state after one."""
-    init, step = jaxcomp.train_step(loss, tx, mesh, "replica")
+    init, step = make(loss, tx, mesh, "replica")
     params = {"w": jnp.ones((16, 16))}
     return step, step(params, init(params), BATCH)[:2]
 
@@ -36,47 +39,42 @@ def made(tx, mesh):
 @pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
 @pytest.mark.parametrize("name", METHODS)
 def test_a_state_in_numpy_goes_on_a_mesh_of_explicit_axes(name):
-    mesh = jax.make_mesh((2,), ("replica",), axis_types=(AxisType.Explicit,))
-    step, arrays = made(METHODS[name], mesh)
+    step, arrays = made(METHODS[name], EXPLICIT)
     saved = jax.device_get(arrays)
     found = []
     for params, state in (saved, arrays):
-        measured = jaxcomp.eval_step(loss, mesh, "replica")(params, state, BATCH)
+        measured = jaxcomp.eval_step(loss, EXPLICIT, "replica")(params, state, BATCH)
         # Without a drift these are the parameters, which the step takes.
-        means = jax.tree.map(np.array, jaxcomp.mean_params(params, state, mesh, "replica"))
+        means = jax.tree.map(np.array, jaxcomp.mean_params(params, state, EXPLICIT, "replica"))
         found.append(jax.device_get((measured, means, step(params, state, BATCH)[:2])))
     jax.tree.map(np.testing.assert_array_equal, *found)
 
 
-@pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
-def test_a_state_in_numpy_goes_on_in_the_overlapped_step():
-    mesh = jax.make_mesh((2,), ("replica",), axis_types=(AxisType.Explicit,))
-    tx = jaxcomp.cocktail_sgd(optax.sgd(0.1), "replica")
-    init, step = jaxcomp.overlapped_train_step(loss, tx, mesh, "replica")
-    params = {"w": jnp.ones((16, 16))}
-    params, state, _ = step(params, init(params), BATCH)
-    saved, again = jax.device_get(state), jax.tree.map(jnp.copy, params)
-    found, expected = (step(*args, BATCH)[0] for args in ((params, saved), (again, state)))
-    np.testing.assert_array_equal(found["w"], expected["w"])
-
-
-@pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
-def test_a_state_in_numpy_goes_on_in_a_step_of_another_program():
-    mesh = jax.make_mesh((2,), ("replica",), axis_types=(AxisType.Explicit,))
-    step, (params, state) = made(METHODS["drift"], mesh)
-    whole = jax.jit(lambda *args: step(*args, BATCH)[0])
-    found, expected = whole(params, jax.device_get(state)), whole(params, state)
-    np.testing.assert_array_equal(found["w"], expected["w"])
-
-
-def test_so_do_shards():
-    mesh = jax.make_mesh((2,), ("replica",), axis_types=(AxisType.Explicit,))
+def shards_of(mesh):
+    """The step of shards, and what it starts from."""
     fsdp = jaxcomp.qsdp("replica")
     sharded_loss = lambda shards, batch: loss(fsdp.gather(shards), batch)
     init, step = jaxcomp.qsdp_train_step(sharded_loss, optax.sgd(0.1), mesh, fsdp)
     shards = fsdp.shard({"w": jnp.ones((16, 16))}, mesh)
-    arrays, whole = (shards, init(shards)), jax.jit(lambda *args: step(*args, BATCH)[0]["w"].data)
-    np.testing.assert_array_equal(whole(*jax.device_get(arrays)), whole(*arrays))
+    return step, (shards, init(shards))
+
+
+LATE = jaxcomp.cocktail_sgd(optax.sgd(0.1), "replica")
+IN_OTHERS = {
+    "overlapped": (functools.partial(made, LATE, make=jaxcomp.overlapped_train_step), False),
+    "in another program": (functools.partial(made, METHODS["drift"]), True),
+    "shards in another program": (shards_of, True),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
+@pytest.mark.parametrize("name", IN_OTHERS)
+def test_a_state_in_numpy_goes_on_in_other_steps(name):
+    make, jitted = IN_OTHERS[name]
+    step, arrays = make(mesh=EXPLICIT)
+    whole = lambda params, state: step(params, state, BATCH)[0]
+    whole = jax.jit(whole) if jitted else whole
+    jax.tree.map(np.testing.assert_array_equal, whole(*jax.device_get(arrays)), whole(*arrays))
 
 
 @pytest.mark.parametrize(
