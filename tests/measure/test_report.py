@@ -30,6 +30,15 @@ def vary(value, axes):
     return lax.pcast(value, axes, to="varying")
 
 
+def data(x):
+    """The mean over one axis, as of a step that goes on with it."""
+    return vary(lax.pmean(x, "data"), "data")
+
+
+def fsdp(x):
+    return vary(lax.pmean(x, "fsdp"), "fsdp")
+
+
 def ring(size):
     return [(i, (i + 1) % size) for i in range(size)]
 
@@ -112,12 +121,9 @@ def test_combined_collectives_count_every_operand():
 def test_nested_scans_multiply():
     mesh = mesh_of_shape(2, 4)
 
-    def inner(x, _):
-        return vary(lax.pmean(jnp.sin(x), "data"), "data"), None
-
     def outer(x, _):
-        x = lax.scan(inner, x, None, length=5)[0]
-        return vary(lax.pmean(jnp.cos(x), "fsdp"), "fsdp"), None
+        x = lax.scan(lambda x, _: (data(jnp.sin(x)), None), x, None, length=5)[0]
+        return fsdp(jnp.cos(x)), None
 
     program = compile_step(lambda x, i: lax.scan(outer, x, None, length=7)[0], mesh)
     assert {(row.axes, row.count) for row in report.collectives(program, mesh)} == {
@@ -130,10 +136,7 @@ def test_nested_scans_multiply():
 
 def test_a_loop_of_unknown_length_is_never_counted_once():
     mesh = mesh_of_shape(2, 4)
-
-    def body(_, x):
-        return vary(lax.pmean(jnp.sin(x), "data"), "data")
-
+    body = lambda _, x: data(jnp.sin(x))
     program = compile_step(lambda x, i: lax.fori_loop(0, i, body, x), mesh)
     [found] = report.collectives(program, mesh)
     assert found.count is None
@@ -147,14 +150,11 @@ def test_a_loop_of_unknown_length_is_never_counted_once():
 def cond_step(x, count):
     """A dense mean every fifth step, a gather of bytes else, a psum of 32 bytes always."""
 
-    def dense(x):
-        return vary(lax.pmean(x, "data"), "data")
-
     def bytes_only(x):
         code = lax.all_gather(jnp.sign(x).astype(jnp.uint8), "fsdp")
         return code.sum(0).astype(jnp.float32)
 
-    x = lax.cond(count % 5 == 0, dense, bytes_only, x)
+    x = lax.cond(count % 5 == 0, data, bytes_only, x)
     return x + lax.pmean(x[:, :1], "fsdp")
 
 
@@ -176,12 +176,6 @@ def test_of_two_branches_the_one_that_sends_most_counts():
 
 def test_conditionals_nest_in_loops_and_in_each_other():
     mesh = mesh_of_shape(2, 4)
-
-    def data(x):
-        return vary(lax.pmean(x, "data"), "data")
-
-    def fsdp(x):
-        return vary(lax.pmean(x, "fsdp"), "fsdp")
 
     def inner(x, count):
         return lax.switch(count % 3, [data, lambda x: fsdp(jnp.sin(x)) * 2, jnp.sin], x)
