@@ -43,51 +43,35 @@ def placed(mesh, specs=None):
     return jax.device_put(PARAMS, {name: NamedSharding(mesh, spec) for name, spec in specs.items()})
 
 
-@pytest.mark.parametrize(
-    ("tx", "options"),
-    [
-        (METHOD(compressor=CODE), {}),
-        (METHOD(compressor=CODE), {"accumulate": 4}),
-        (METHOD(compressor=jaxcomp.gathered(CODE)), {"accumulate": 2}),
-        (METHOD(compressor=CODE, warmup_steps=2, sync_every=2), {}),
-        (METHOD(compressor=CODE, delayed=False), {}),
-        (optax.chain(optax.clip(0.1), METHOD(compressor=CODE)), {}),
-    ],
-    ids=["default", "microbatches", "one hop", "in a branch", "not delayed", "in a chain"],
-)
-def test_it_trains_as_a_step_that_does_one_after_the_other(tx, options, monkeypatch):
-    found = trained(tx, mesh_of(4), **options)
-    monkeypatch.setattr(protocol, "exchanges_ahead", lambda state: False)
-    monkeypatch.setattr(plain, "interleaved", None)
-    wanted = trained(tx, mesh_of(4), **options)
-    close = functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-7)
-    jax.tree.map(close, found, wanted)
-
-
 SPECS = {"kernel": P(None, "fsdp"), "bias": P()}  # one code's buckets are not all of one type
+IN_CHAIN = optax.chain(optax.clip(0.1), METHOD(compressor=CODE))
+IN_SHARDS = {"param_specs": SPECS}
 
 
 @pytest.mark.parametrize(
     ("tx", "sizes", "options", "kind"),
     [
-        (METHOD(compressor=CODE), (2, 2), {"accumulate": 2}, AxisType.Auto),
-        (METHOD(compressor=CODE, sync_every=2), (2, 2), {}, AxisType.Explicit),
-        (
-            optax.chain(optax.clip(0.1), METHOD(compressor=CODE)),
-            (2, 2, 2),
-            {"fast_axis": "fast"},
-            AxisType.Auto,
-        ),
+        (METHOD(compressor=CODE), (4,), {}, AxisType.Auto),
+        (METHOD(compressor=CODE), (4,), {"accumulate": 4}, AxisType.Auto),
+        (METHOD(compressor=jaxcomp.gathered(CODE)), (4,), {"accumulate": 2}, AxisType.Auto),
+        (METHOD(compressor=CODE, warmup_steps=2, sync_every=2), (4,), {}, AxisType.Auto),
+        (METHOD(compressor=CODE, delayed=False), (4,), {}, AxisType.Auto),
+        (IN_CHAIN, (4,), {}, AxisType.Auto),
+        (METHOD(compressor=CODE), (2, 2), IN_SHARDS | {"accumulate": 2}, AxisType.Auto),
+        (METHOD(compressor=CODE, sync_every=2), (2, 2), IN_SHARDS, AxisType.Explicit),
+        (IN_CHAIN, (2, 2, 2), IN_SHARDS | {"fast_axis": "fast"}, AxisType.Auto),
     ],
-    ids=["microbatches", "in a branch", "in a chain, with a fast axis"],
+    ids=["default", "microbatches", "one hop", "in a branch", "not delayed", "in a chain"]
+    + [f"shards, {name}" for name in ("microbatches", "in a branch", "in a chain, fast axis")],
 )
-def test_so_it_does_with_parameters_in_shards(tx, sizes, options, kind, monkeypatch):
+def test_it_trains_as_a_step_that_does_one_after_the_other(tx, sizes, options, kind, monkeypatch):
     names = ("replica", "fsdp", "fast")[: len(sizes)]
     mesh = jax.make_mesh(sizes, names, axis_types=(kind,) * len(sizes))
-    found = trained(tx, mesh, param_specs=SPECS, **options)
+    found = trained(tx, mesh, **options)
     monkeypatch.setattr(protocol, "exchanges_ahead", lambda state: False)
-    monkeypatch.setattr(plain, "interleaved_shards", None)
-    wanted = trained(tx, mesh, param_specs=SPECS, **options)
+    for name in ("interleaved", "interleaved_shards"):
+        monkeypatch.setattr(plain, name, None)
+    wanted = trained(tx, mesh, **options)
     close = functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-7)
     jax.tree.map(close, found, wanted)
 
