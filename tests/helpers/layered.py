@@ -28,6 +28,21 @@ def make_params(num_layers=2):
     return {"first": rng.normal(size=(WIDTH, WIDTH)).astype(np.float32) / 4, "layers": layers}
 
 
+def make_pair(hidden):
+    """Parameters of the two layers of `pair_loss`."""
+    rng = np.random.default_rng(0)
+    return {
+        "bias": np.zeros(hidden, np.float32),
+        "down": rng.normal(size=(hidden, WIDTH)).astype(np.float32) / 11,
+        "up": rng.normal(size=(WIDTH, hidden)).astype(np.float32) / 4,
+    }
+
+
+def pair_loss(params, batch):
+    hidden = jnp.tanh(batch["x"] @ params["up"] + params["bias"][None])
+    return jnp.mean((hidden @ params["down"] - batch["y"]) ** 2)
+
+
 def make_batch(step=0, size=24):
     rng = np.random.default_rng(100 + step)
     return {name: rng.normal(size=(size, WIDTH)).astype(np.float32) for name in "xy"}
@@ -75,14 +90,14 @@ def train(fsdp, tx, *sizes, num_steps=3, **options):
     return fsdp.unshard(shards, mesh), state, history
 
 
-def plain_training(tx):
+def plain_training(tx, loss_fn=None, params=None):
     """The same three steps on one device, on the whole batch: parameters, losses and state."""
-    params = make_params()
+    loss_fn, params = loss_fn or loss_of(None), params or make_params()
     state, losses = tx.init(params), []
 
     @jax.jit
     def step(params, state, batch):
-        loss, grads = jax.value_and_grad(loss_of(None))(params, batch)
+        loss, grads = jax.value_and_grad(loss_fn)(params, batch)
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state, loss
 

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 import jaxcomp
 from jaxcomp import report
 from jaxcomp.replicas import fast
+from tests.helpers import layered
 from tests.helpers.every_method import METHODS
 from tests.helpers.replicas import everywhere, mesh_of, one_value, state_of
 
@@ -46,8 +47,7 @@ def loss_fn(params, batch):
 
 def make_batch(step, bad=None):
     """24 rows, as many for each device; one of step `bad` is not finite."""
-    rng = np.random.default_rng(100 + step)
-    batch = {name: rng.normal(size=(24, WIDTH)).astype(np.float32) for name in "xy"}
+    batch = layered.make_batch(step)
     if step == bad:
         batch["x"][0] = np.nan
     return batch

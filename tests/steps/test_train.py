@@ -14,25 +14,16 @@ from jax.sharding import PartitionSpec as P
 import jaxcomp
 from benchmarks import codes
 from jaxcomp import report
-from tests.helpers import replicas
-from tests.helpers.layered import ROUNDING, WIDTH, assert_close, make_batch
+from tests.helpers import layered, replicas
+from tests.helpers.layered import ROUNDING, assert_close, make_batch
+from tests.helpers.layered import pair_loss as loss_fn
 from tests.helpers.replicas import everywhere, mesh_of, one_value, rows, transform
 
 HIDDEN = 128
 
 
-def loss_fn(params, batch):
-    hidden = jnp.tanh(batch["x"] @ params["up"] + params["bias"][None])
-    return jnp.mean((hidden @ params["down"] - batch["y"]) ** 2)
-
-
-def make_params():
-    rng = np.random.default_rng(0)
-    return {
-        "bias": np.zeros(HIDDEN, np.float32),
-        "down": rng.normal(size=(HIDDEN, WIDTH)).astype(np.float32) / 11,
-        "up": rng.normal(size=(WIDTH, HIDDEN)).astype(np.float32) / 4,
-    }
+make_params = functools.partial(layered.make_pair, HIDDEN)
+plain_training = functools.partial(layered.plain_training, loss_fn=loss_fn, params=make_params())
 
 
 def put(mesh, params, param_specs=None):
@@ -56,29 +47,12 @@ def train(mesh, tx, num_steps=3, loss_fn=loss_fn, **options):
     return found
 
 
-def plain_training(tx, num_steps=3):
-    """The same on one device, on the whole batch."""
-    params = make_params()
-    state, losses = tx.init(params), []
-
-    @jax.jit
-    def step(params, state, batch):
-        loss, grads = jax.value_and_grad(loss_fn)(params, batch)
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, loss
-
-    for i in range(num_steps):
-        params, state, loss = step(params, state, make_batch(i))
-        losses.append(float(loss))
-    return params, losses
-
-
 @pytest.mark.parametrize("num_replicas", [1, 3, 8])
 def test_identity_trains_as_one_device_does_on_the_whole_batch(num_replicas):
     mesh = mesh_of(num_replicas)
     mean = jaxcomp.compressed_mean(jaxcomp.identity(), "replica")
     params, _, history = train(mesh, optax.chain(mean, optax.sgd(0.5)))
-    want, losses = plain_training(optax.sgd(0.5))
+    want, losses, _ = plain_training(optax.sgd(0.5))
     assert_close({name: one_value(x) for name, x in params.items()}, want, ROUNDING)
     for metrics, loss in zip(history, losses, strict=True):
         assert metrics["loss"].shape == (num_replicas,) and not metrics["skipped"]
@@ -94,7 +68,7 @@ def test_microbatches_add_up_to_the_batch_and_are_exchanged_once():
     mean = jaxcomp.compressed_mean(jaxcomp.identity(), "replica")
     tx = optax.chain(mean, optax.sgd(0.5))
     params, _, history = train(mesh, tx, accumulate=accumulate)
-    want, losses = plain_training(optax.sgd(0.5))
+    want, losses, _ = plain_training(optax.sgd(0.5))
     assert_close({name: one_value(x) for name, x in params.items()}, want, ROUNDING)
     assert abs(history[-1]["loss"].mean(dtype=np.float64) - losses[-1]) < 1e-6 * losses[-1]
 
@@ -139,7 +113,7 @@ def test_a_second_axis_changes_no_result_and_only_messages_cross_the_first(layou
 
     plain = tx(jaxcomp.identity(), optax.sgd(0.5))
     params, _, history = train(mesh, plain, param_specs=param_specs)
-    want, losses = plain_training(optax.sgd(0.5))
+    want, losses, _ = plain_training(optax.sgd(0.5))
     assert_close(params, want, ROUNDING)
     assert {name: x.sharding.spec for name, x in params.items()} == param_specs
     assert abs(history[-1]["loss"].mean(dtype=np.float64) - losses[-1]) < 1e-6 * losses[-1]
