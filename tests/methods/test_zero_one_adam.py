@@ -189,18 +189,18 @@ def test_what_never_has_a_gradient_does_not_drift(name):
 
 
 @both
-@pytest.mark.parametrize("of", ["a row", "a leaf"])
-def test_what_gets_its_gradient_late_takes_no_giant_step(name, of):
+@pytest.mark.parametrize("late", ["a row", "a leaf"])
+def test_what_gets_its_gradient_late_takes_no_giant_step(name, late):
     """A leaf as an expert that no token chose before: its variance is zero everywhere."""
     later = {k: np.ones((4, *shape), np.float32) for k, shape in SHAPES.items()}
-    first = later | {"kernel": later["kernel"] * (0 if of == "a leaf" else 1)}
+    first = later | {"kernel": later["kernel"] * (0 if late == "a leaf" else 1)}
     options = {}
-    if of == "a row":  # without the floor its step would be the rate times 10**5
+    if late == "a row":  # without the floor its step would be the rate times 10**5
         first["kernel"][:, 0] = 1e-6
         options["compressor"] = jaxcomp.identity()
     (_, _), (before, _), (after, _) = trained(learned_once(name, **options), [first, later])
     moved = {k: np.abs(np.asarray(after[k]) - np.asarray(before[k])) for k in SHAPES}
-    if of == "a row":
+    if late == "a row":
         assert RATE < moved["kernel"][0].max() < 20 * RATE
         assert moved["kernel"][1:].max() < 2 * RATE
     else:
