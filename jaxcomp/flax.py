@@ -61,6 +61,13 @@ def on_mesh(
     jitted = jax.jit(functools.partial(init_state, update))
 
     def init(params):
+        if jax.sharding.get_abstract_mesh().manual_axes:
+            raise ValueError(
+                "jaxcomp.flax.on_mesh has bound this transformation to a mesh, for Flax alone; "
+                "give jaxcomp.train_step, jaxcomp.per_replica and jaxcomp.state_shapes the one "
+                "that on_mesh got: write bound = jaxcomp.flax.on_mesh(tx, mesh, 'replica') and "
+                "keep tx."
+            )
         params = nnx.as_pure(params)
         require_kept(params)
         return jitted(_put(mesh, params, update.specs_of(params)))

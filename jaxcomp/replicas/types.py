@@ -142,9 +142,11 @@ def require_varying(updates: Any, axis_name: str, params: Any = None) -> None:
         if not varies_over(leaf, axis_name):
             raise ValueError(
                 f"the update {jax.tree_util.keystr(path)!r} must vary over {axis_name!r}, but its "
-                "type says that it is equal on all replicas: jax.grad at replicated parameters "
-                "has summed it in float32, past any compression. Differentiate at "
-                f"jaxcomp.local_params(params, state, {axis_name!r}). If another method stands "
+                "type says that it is equal on all replicas: something has summed it in float32, "
+                "past any compression. Differentiate at "
+                f"jaxcomp.local_params(params, state, {axis_name!r}), since jax.grad at replicated "
+                "parameters sums; leave out jax.lax.pmean of gradients; write jaxcomp.loss_scale "
+                "in place of Flax's DynamicScale. If another method stands "
                 "before this one in the chain, leave one of them out: it has averaged already."
             )
 

@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from flax.training.dynamic_scale import DynamicScale
 from jax.sharding import PartitionSpec as P
 
 import jaxcomp
@@ -30,6 +31,24 @@ def test_gradients_at_replicated_parameters_are_refused_and_local_ones_are_not()
     with pytest.raises(ValueError, match=r"\['bias'\]. must vary over 'replica'.*past any comp"):
         check(lambda params: params)
     check(lambda params: jaxcomp.local_params(params, (), "replica"))
+
+
+def test_gradients_that_flax_has_averaged_are_refused_with_what_to_write():
+    """A step of one's own with Flax's `DynamicScale`, as its example wmt has it."""
+    mesh = mesh_of(2)
+    tx = jaxcomp.per_replica(lossy_mean(), "replica")
+
+    def step(params, x):
+        state = tx.init(params)
+        local = jaxcomp.local_params(params, state, "replica")
+        scaled = DynamicScale().value_and_grad(
+            lambda p: jnp.sum(p["kernel"][0] * x[0]), axis_name="replica"
+        )
+        return tx.update(scaled(local)[-1], state, params)[0]
+
+    x = rows(mesh, np.ones((2, 8), np.float32))
+    with pytest.raises(ValueError, match=r"leave out jax.lax.pmean.*loss_scale in place of Flax"):
+        on(mesh, step, (P(), P("replica")))(everywhere(mesh, PARAMS), x)
 
 
 @pytest.mark.parametrize("use", ["local_params", "init", "update"])

@@ -173,6 +173,17 @@ def test_a_package_that_flax_lacks_is_named_itself(monkeypatch, tmp_path):
         runpy.run_path(jaxcomp.flax.__file__)
 
 
+def test_what_is_bound_to_a_mesh_is_refused_elsewhere_with_what_to_write():
+    mesh = mesh_of(REPLICAS)
+    tx = jaxcomp.flax.on_mesh(jaxcomp.cocktail_sgd(optax.adam(1e-2), "replica"), mesh, "replica")
+    params = {"w": jnp.ones(4)}
+    message = r"on_mesh has bound .*state_shapes the one that on_mesh got.* keep tx"
+    with pytest.raises(ValueError, match=message):
+        jaxcomp.state_shapes(tx, params, 4, mesh, "replica")
+    with pytest.raises(ValueError, match=message):
+        jaxcomp.train_step(lambda params, batch: 0.0, tx, mesh, "replica").init(params)
+
+
 class Counting(nnx.Module):
     def __init__(self, rngs):
         self.linear = nnx.Linear(8, 2, rngs=rngs)
