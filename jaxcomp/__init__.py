@@ -73,6 +73,7 @@ from jaxcomp.methods.slamb import slamb as slamb
 from jaxcomp.methods.zero_one_adam import ZeroOneAdamState as ZeroOneAdamState
 from jaxcomp.methods.zero_one_adam import zero_one_adam as zero_one_adam
 from jaxcomp.replicas.compact import compact as compact
+from jaxcomp.replicas.kinds import by_kind as by_kind
 from jaxcomp.replicas.kinds import leaf_kinds as leaf_kinds
 from jaxcomp.replicas.layers import per_layer as per_layer
 from jaxcomp.replicas.protocol import MethodState as MethodState

@@ -10,7 +10,7 @@ import optax
 
 from jaxcomp._checks import require, require_decay, schedule_of
 from jaxcomp.methods import low_rank
-from jaxcomp.replicas.kinds import leaf_kinds
+from jaxcomp.replicas.kinds import by_kind
 from jaxcomp.replicas.layers import in_batches, is_stack, layer_by_layer
 
 
@@ -38,7 +38,7 @@ def muon(
         large models name, is for batches of millions of tokens; see docs/scale.md.
 
     Returns:
-      An `optax.partition` of `optax.contrib.muon` and `others`. More than two axes are cut where m
+      A `jaxcomp.by_kind` of `optax.contrib.muon` and `others`. More than two axes are cut where m
       + n is least, as in `dion`: `[width, heads, size]` of attention is one matrix. Stacked layers
       would be one, too: wrap the optimizer in `jaxcomp.per_layer`, which makes them a batch.
       Matrices must be whole on each device, as norms of shards would differ.
@@ -67,12 +67,7 @@ def muon(
         muon_weight_dimension_numbers=_sides,
     )
     others = optax.adam(rate) if others is None else layer_by_layer(others)
-    transforms = {"matrix": matrices, "others": others}
-    return in_batches(optax.partition(transforms, _labels))
-
-
-def _labels(params):
-    return jax.tree.map(lambda k: k if k == "matrix" else "others", leaf_kinds(params))
+    return in_batches(by_kind(others, matrix=matrices))
 
 
 def _sides(params):

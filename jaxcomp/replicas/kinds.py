@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from jaxcomp.replicas.layers import common_value
 
@@ -46,6 +47,51 @@ def leaf_kinds(params: Any) -> Any:
     """
     label = lambda key_path, leaf: common_value(kind_of, key_path, leaf)
     return jax.tree.map_with_path(label, params)
+
+
+def by_kind(
+    others: optax.GradientTransformation,
+    *,
+    matrix: optax.GradientTransformation | None = None,
+    embedding: optax.GradientTransformation | None = None,
+    head: optax.GradientTransformation | None = None,
+    vector: optax.GradientTransformation | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Gives the leaves of each kind an optimizer of their own.
+
+    Args:
+      others: Optimizer of the leaves of all kinds that are not named.
+      matrix: Optimizer of the matrices of blocks, see `jaxcomp.leaf_kinds`.
+      embedding: Optimizer of the tables of tokens and positions.
+      head: Optimizer of the output matrix.
+      vector: Optimizer of norms, biases and scales.
+
+    Returns:
+      An `optax.partition` by the kinds that the parameters have. Each optimizer sees its leaves
+      alone: norms for clipping are over these, and a method among them sends messages of its own.
+
+    Examples:
+      >>> import jaxcomp
+      >>> import optax
+      >>> mean = jaxcomp.compressed_mean(jaxcomp.quantize(4), "replica")
+      >>> tx = jaxcomp.by_kind(
+      ...     jaxcomp.slamb(1e-2, "replica"), embedding=optax.chain(mean, optax.lamb(1e-2))
+      ... )
+    """
+    named = {"matrix": matrix, "embedding": embedding, "head": head, "vector": vector}
+    named = {kind: tx for kind, tx in named.items() if tx is not None}
+
+    def partition(tree):
+        labels = jax.tree.map(lambda k: k if k in named else "others", leaf_kinds(tree))
+        present = {"others": others, **named}
+        present = {kind: present[kind] for kind in sorted(set(jax.tree.leaves(labels)))}
+        return optax.partition(present, labels)
+
+    def update(updates, state, params=None, **extra_args):
+        return partition(updates).update(updates, state, params, **extra_args)
+
+    init = lambda params: partition(params).init(params)
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def kind_of(path: str, leaf: Any) -> str:

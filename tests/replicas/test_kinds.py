@@ -136,3 +136,21 @@ def test_a_path_has_its_label(path, kind):
 @pytest.mark.parametrize("shape", [(), (4,), (1, 4), (4, 1), (1, 4, 1), (0, 4)])
 def test_what_is_no_matrix_is_a_vector(shape):
     assert kind_of("up/kernel", np.zeros(shape)) == "vector"
+
+
+def test_each_kind_has_an_optimizer_of_its_own():
+    names = {"matrix": "kernel", "embedding": "embed", "head": "head", "vector": "bias"}
+    params = {name: jnp.zeros(8 if name == "bias" else (4, 8)) for name in names.values()}
+    rates = {kind: float(number) for number, kind in enumerate(names, 2)}
+    for named in (list(rates), ["embedding"], []):
+        tx = jaxcomp.by_kind(optax.sgd(1.0), **{kind: optax.sgd(rates[kind]) for kind in named})
+        updates, _ = tx.update(jax.tree.map(jnp.ones_like, params), tx.init(params), params)
+        for kind, name in names.items():
+            rate = rates[kind] if kind in named else 1.0
+            np.testing.assert_array_equal(updates[name], -rate * jnp.ones_like(params[name]))
+
+
+def test_an_optimizer_without_leaves_is_left_out():
+    """Methods refuse a tree without leaves."""
+    tx = jaxcomp.by_kind(optax.sgd(1.0), embedding=optax.adam(1.0))
+    assert set(tx.init({"kernel": jnp.ones((4, 8))}).inner_states) == {"others"}

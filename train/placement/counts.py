@@ -25,8 +25,8 @@ def rounds(tx: optax.GradientTransformation, steps: int, params: Any = None) -> 
     Args:
       tx: The run's `train.config.update`.
       steps: Steps of the run.
-      params: The tree that it sees; by default a single scalar, which is enough for methods whose
-        parts do not depend on the tree. Fragments do.
+      params: The tree that it sees; by default a small leaf of each of `jaxcomp.leaf_kinds`. That
+        is enough for methods whose parts do not depend on the tree. Fragments do.
 
     Returns:
       The count of each part, and under "all" the number of steps that send anything; {} for a
@@ -61,7 +61,7 @@ def parts_of_steps(
     tx: optax.GradientTransformation, steps: int, params: Any = None
 ) -> dict[str, np.ndarray]:
     """i32[steps] for each part: 1 if the step sends it, as `rounds` counts."""
-    params = {"number": jnp.zeros(1)} if params is None else params
+    params = _one_of_each_kind() if params is None else params
     mesh = Mesh(np.array(jax.local_devices()[:1]), (AXIS_NAME,))
     tx = jaxcomp.per_replica(tx, AXIS_NAME)
 
@@ -79,6 +79,11 @@ def parts_of_steps(
 
     sent = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=P(), out_specs=P()))(params)
     return {part: np.asarray(steps) for part, steps in sent.items()}
+
+
+def _one_of_each_kind():
+    matrix = jnp.zeros((2, 2))
+    return {"kernel": matrix, "embedding": matrix, "head": matrix, "bias": jnp.zeros(2)}
 
 
 def total_bytes(sent: Mapping[str, float], counts: Mapping[str, int], steps: int) -> float:

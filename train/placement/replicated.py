@@ -36,7 +36,7 @@ def resolve(config: Config) -> Placement:
         return functions_of(made, tx, mesh, fast_axis=fast_axis)
 
     def rounds(state: Any) -> dict[str, int]:
-        # One scalar is enough, and faster, if no fragment depends on the tree.
+        # A leaf of each kind is enough, and faster, if no fragment depends on the tree.
         if "synchronize_0" not in protocol.rounds(state):
             return counts.rounds(alone, config.steps)
         tx, params = counted(config)
@@ -60,7 +60,8 @@ def counted(config: Config) -> tuple[optax.GradientTransformation, Any]:
     def few(key, like):
         # Stacked layers may be separate fragments.
         layers = like.shape[:1] if stacked.search(path_of(key)) else ()
-        return jnp.zeros((*layers, *[1] * (like.ndim - len(layers))), like.dtype)
+        sides = (min(side, 2) for side in like.shape[len(layers) :])  # a leaf keeps its kind
+        return jnp.zeros((*layers, *sides), like.dtype)
 
     params = jax.tree_util.tree_map_with_path(few, build.param_shapes(config))
     return _around(config, update(config)), params

@@ -59,6 +59,12 @@ def test_the_plan_is_what_the_run_then_counts(make):
     assert 0 < planned["all"] <= 40
 
 
+@pytest.mark.parametrize("kind", ["matrix", "embedding", "head", "vector"])
+def test_a_method_of_any_kind_of_leaves_has_its_plan(kind):
+    tx = jaxcomp.by_kind(optax.sgd(1.0), **{kind: jaxcomp.diloco(optax.sgd(1.0), AXIS, every=4)})
+    assert counts.rounds(tx, 10) == {"all": 2, "synchronize": 2}
+
+
 def test_a_method_that_always_sends_everything_has_no_plan():
     tx = optax.chain(jaxcomp.compressed_mean(jaxcomp.quantize(4), AXIS), optax.adam(1e-3))
     assert counts.rounds(tx, 10) == {}
