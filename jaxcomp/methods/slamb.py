@@ -17,7 +17,7 @@ from jaxcomp.compressors.policies import Policy, policy_of
 from jaxcomp.compressors.sparse import random_k
 from jaxcomp.exchange import averaging, buckets, masks
 from jaxcomp.exchange.wire import Transport, transport_of
-from jaxcomp.methods import moments, step_bound
+from jaxcomp.methods import mean_variance, moments, step_bound
 from jaxcomp.methods.common import counted, method, no_rounds
 from jaxcomp.replicas.finite import any_of, failing, unless
 from jaxcomp.replicas.layers import broadcast_over, in_batches, own_axes
@@ -32,7 +32,10 @@ class SlambState(NamedTuple):
     # i32[], steps so far
     count: jax.Array  # type: ignore[assignment]
     momentum: Any  # this replica's own, except where it was just exchanged
-    variance: Any  # this replica's own
+    variance: Any  # this replica's own, or that of the mean gradient
+    # The mean momentum of each entry when it was last exchanged; None if variances are the
+    # replicas' own.
+    last_mean: Any
     drift: Any  # this replica's parameters minus the consensus, since the last synchronization
     # f32[numel / R] per bucket of drifts, not passed on yet; None for buckets sent in float32.
     owner_residual: Any
@@ -72,6 +75,7 @@ def slamb(
     mask: Any = None,
     rescaling: Rescaling = Rescaling(),
     step_bound: float | None = 1.0,
+    variance: Literal["own", "mean"] = "own",
     compressor: Compressor | Policy | Transport | None = None,
     drift_compressor: Compressor | Policy | Transport | None = None,
     exact_numel: int = 9000,
@@ -114,6 +118,10 @@ def slamb(
         be with any gradients; None: no bound, as in the paper. A replica that has not seen a token
         has a variance near zero for its row, and gets the momentum of those that have. See
         `jaxcomp.methods.step_bound`.
+      variance: "own", as in the paper: of each replica's own gradients. "mean": of the mean
+        gradient. Replicas learn it from the momenta that they exchange, without a byte more, and
+        keep 4 bytes per parameter more. It is for large vocabularies. See
+        `jaxcomp.methods.mean_variance`.
       compressor: Code of the momentum, instead of `density`: a `random_k`, alone or first in a
         `compose` that encodes its values, such as `compose(random_k(0.1), quantize(8))`; or a
         policy `(path, leaf) -> Compressor`, in which `identity()` means the whole leaf. With
@@ -152,16 +160,23 @@ def slamb(
     name = "slamb"
     differs = moments.Deviations(variance_floor=0.0, step_bound=step_bound)
     adam = moments.adam(name, learning_rate, b1, b2, eps, weight_decay, mask, differs)
-    _check(density, sync_every, rescaling, compressor)
+    _check(density, sync_every, rescaling, compressor, variance)
     default = random_k(0.1 if density is None else density)
     code = default if compressor is None else compressor
     drift_code = averaging.EXACT if drift_compressor is None else drift_compressor
+    is_mean = variance == "mean"
     is_whole = buckets.small_or_vector(axis_name, numel=exact_numel)
     transport, drifts = (
         averaging.but_exact(transport_of(each, axis_name), is_whole) for each in (code, drift_code)
     )
     masks_of = lambda params: masks.masks_of(params, policy_of(transport.code))
     sync_at = _sync_at(sync_every)
+
+    def root_of(variance, stale, count):
+        if is_mean:
+            return mean_variance.root(variance, stale, count + 1, b2, eps)
+        correction = 1 - moments.power(b2, count + 1, variance)
+        return jax.tree.map(lambda v: jnp.sqrt(v / correction) + eps, variance)
 
     def init_fn(params):
         zero = jnp.zeros([], jnp.int32)
@@ -172,6 +187,7 @@ def slamb(
             count=zero,
             momentum=zeros,
             variance=zeros,
+            last_mean=zeros if is_mean else None,
             drift=zeros,
             owner_residual=averaging.nothing_sent(drifts, zeros)[1],
             stale=treedef.unflatten(map(fresh, leaves, masks_of(params).values())),
@@ -184,19 +200,22 @@ def slamb(
         grads = jax.tree.map(lambda g, m: g.astype(m.dtype), updates, state.momentum)
         moved = lambda m, g: b1 * m + (1 - b1) * g
         squared = lambda v, g: b2 * v + (1 - b2) * g * g
-        momentum = jax.tree.map(moved, state.momentum, grads)
-        variance = jax.tree.map(squared, state.variance, grads)
         bad = failing(jax.tree.map(jnp.square, grads), axis_name)  # a variance learns from squares
-        momentum = unless(bad, momentum, state.momentum)
-        variance = unless(bad, variance, state.variance)
+        momentum = unless(bad, jax.tree.map(moved, state.momentum, grads), state.momentum)
         exchanged = masks.mean_on_masks(masks_of(params), "momentum", momentum, transport, count)
+        known = mean_variance.Learned(state.variance, state.last_mean)
+        if is_mean:
+            known = mean_variance.learned(known, *exchanged, state.stale, b1, b2)
+        else:
+            own = jax.tree.map(squared, state.variance, grads)
+            known = known._replace(variance=unless(bad, own, state.variance))
         older = lambda old, on: jnp.where(on, 0, jnp.minimum(old, 65534) + 1).astype(old.dtype)
         stale = jax.tree.map(older, state.stale, exchanged.on)
         lost = _steps(
             adam,
             rescaling,
             momentum=exchanged.tree,
-            variance=variance,
+            root=root_of(known.variance, stale, count),
             params=jax.tree.map(jnp.add, params, state.drift),
             stale=stale,
             count=count,
@@ -216,7 +235,8 @@ def slamb(
         return got.mean, SlambState(
             count=optax.safe_increment(count),
             momentum=exchanged.tree,
-            variance=variance,
+            variance=known.variance,
+            last_mean=known.known,
             drift=_left(drift, params, got, axis_name),
             owner_residual=got.owner_residual,
             stale=stale,
@@ -243,7 +263,7 @@ def _sync_at(sync_every: int | schedules.Schedule) -> schedules.Schedule:
     return lambda count: count % sync_every == sync_every - 1
 
 
-def _check(density, sync_every, rescaling, compressor):
+def _check(density, sync_every, rescaling, compressor, variance):
     name, form, b3 = "slamb", rescaling.form, rescaling.b3
     both = {"density": density, "compressor": getattr(compressor, "name", compressor)}
     write = "compressor=compose(random_k(0.1), ...) without density, or density alone"
@@ -253,6 +273,7 @@ def _check(density, sync_every, rescaling, compressor):
     require(every, name, "at least 1, as an integer", "sync_every=100", sync_every=sync_every)
     forms = ("quadratic", "linear", "masked")
     require(form in forms, name, "a known form", " or ".join(forms), form=form)
+    require(variance in ("own", "mean"), name, "own or mean", "variance='mean'", variance=variance)
     least, greatest = rescaling.trust_bounds
     bounds, write = {"trust_bounds": rescaling.trust_bounds}, "trust_bounds=(0.01, 1000.0)"
     require(0 <= least <= greatest, name, "0 <= least <= greatest", write, **bounds)
@@ -262,7 +283,7 @@ def _steps(
     adam: moments.Adam,
     rescaling: Rescaling,
     momentum: Any,
-    variance: Any,
+    root: Any,
     params: Any,
     stale: Any,
     count: jax.Array,
@@ -274,20 +295,18 @@ def _steps(
     Args:
       adam: The constants of the moments.
       rescaling: How stale entries are blended in.
-      momentum, variance, params: This replica's own trees.
+      momentum, root, params: This replica's own trees; momenta are divided by the roots.
       stale: Steps since each entry was exchanged; None for leaves without a mask.
       count: i32[], steps before this one.
       axis_name: Mesh axis of the replicas.
       decays: The weight decay of each leaf.
     """
     is_linear = rescaling.form == "linear"
-    corrections = [1 - moments.power(b, count + 1, params) for b in (adam.b1, adam.b2)]
-
-    root = jax.tree.map(lambda v: jnp.sqrt(v / corrections[1]) + adam.eps, variance)
+    correction = 1 - moments.power(adam.b1, count + 1, params)
     momentum = step_bound.bounded(adam, count + 1, momentum, root)
 
     def direction(m, d, x, decay):
-        return _decayed(m / corrections[0] / d, x, 0.0 if is_linear else decay)
+        return _decayed(m / correction / d, x, 0.0 if is_linear else decay)
 
     directions = jax.tree.map(direction, momentum, root, params, decays)
     leaves, treedef = jax.tree.flatten(params)

@@ -63,6 +63,12 @@ METHODS = {
         alone=True,
         momentum="momentum",
     ),
+    "slamb, mean variance": Method(
+        jaxcomp.slamb(1e-2, "replica", sync_every=1, variance="mean"),
+        numbers=("momentum", "synchronize"),
+        alone=True,
+        momentum="momentum",
+    ),
     "zero_one_adam": Method(
         jaxcomp.zero_one_adam(1e-2, "replica"),
         numbers=("variance",),

@@ -26,7 +26,7 @@ def slamb(**options):
     return jaxcomp.slamb(RATE, "replica", exact_numel=64, weight_decay=0.5, **options)
 
 
-# A method, the optimizer, and the replicas; those of slamb have the same gradients, as each learns
+# A method, the optimizer, and the replicas; those of slamb have the same gradients if each learns
 # the variance of its own.
 ROWS = {
     "one_bit_adam until its freeze": (
@@ -59,6 +59,12 @@ ROWS = {
     "sharded_optimizer of eight": (sharded_optimizer(), CLIPPED, 8),
     "slamb with a mask of everything": (slamb(density=1.0), LAMB, 2),
     "slamb without a mask": (slamb(compressor=EXACT, density=None), LAMB, 2),
+    "a mean variance and a mask of everything": (slamb(density=1.0, variance="mean"), LAMB, 4),
+    "a mean variance without a mask": (
+        slamb(compressor=EXACT, density=None, variance="mean"),
+        LAMB,
+        2,
+    ),
 }
 
 

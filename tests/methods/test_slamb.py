@@ -26,8 +26,11 @@ def started(tx, num_replicas=4, params=None, dtype=np.float32):
     return Run(tx, random_tree(0, dtype=dtype) if params is None else params, num_replicas)
 
 
-def authors(rescaling, gradients, decay):
+def authors(rescaling, gradients, decay, variance="own"):
     """Parameters of all replicas after each step, by the formulas of the authors' code.
+
+    Beyond it, a variance of the mean learns from what the mean momentum gained since its last
+    exchange.
 
     Every fourth run is on the mask: a leaf as small as these is cut into as many runs of
     neighbours.
@@ -38,24 +41,37 @@ def authors(rescaling, gradients, decay):
     x = {k: np.stack([v] * num_replicas) for k, v in random_tree(0, dtype=np.float64).items()}
     m, v = ({k: np.zeros_like(y) for k, y in x.items()} for _ in range(2))
     c = {k: np.zeros(shape) for k, shape in SHAPES.items()}
+    gained, weight = ({k: np.zeros(shape) for k, shape in SHAPES.items()} for _ in range(2))
     norm = np.linalg.norm
     stride = round(1 / DENSITY)
     for step, grads in enumerate(gradients):
         for k, g in grads.items():
-            m[k], v[k] = b1 * m[k] + (1 - b1) * g, b2 * v[k] + (1 - b2) * g * g
+            m[k] = b1 * m[k] + (1 - b1) * g
+            gained[k] = b1 * gained[k] + (1 - b1) * g.mean(axis=0)
+            weight[k] = b1**2 * weight[k] + (1 - b1) ** 2
             on = np.ones(SHAPES[k], bool)
             if k == "kernel":
                 runs = np.arange(on.size) // -(-on.size // stride)
                 on = (runs == step % stride).reshape(on.shape)
             m[k][:, on] = m[k][:, on].mean(axis=0)
+            kept = b2 ** (c[k] + 1)
             c[k] = np.where(on, 0, c[k] + 1)
+            if variance == "own":
+                v[k], steps = b2 * v[k] + (1 - b2) * g * g, step + 1
+            else:
+                new = kept * v[k] + (1 - kept) * gained[k] ** 2 / weight[k]
+                v[k] = np.where(on, new, v[k])
+                steps = step + 1 - c[k]
+                gained[k], weight[k] = np.where(on, 0, gained[k]), np.where(on, 0, weight[k])
+            # An entry that was never exchanged does not move.
+            unbiased = np.where(steps, v[k] / np.maximum(1 - b2**steps, 1e-9), np.inf)
             r, root = b3 ** c[k], 1 / np.sqrt(num_replicas)
             if rescaling == "masked":  # the first form, but what is stale stands still
                 r, root = on.astype(float), 0.0
             for i in range(num_replicas):
                 y = x[k][i]
                 u = m[k][i] / (1 - b1 ** (step + 1))
-                u = u / (np.sqrt(v[k][i] / (1 - b2 ** (step + 1))) + eps)
+                u = u / (np.sqrt(unbiased[i]) + eps)
                 if rescaling != "linear":
                     u = u + decay * y
                     large = norm(y[on]) / norm(u[on])
@@ -65,7 +81,7 @@ def authors(rescaling, gradients, decay):
                     x[k][i] = y - ratio * (r * RATE + (1 - r) * RATE * root) * u
                 else:
                     large = np.clip(norm(y[on]) / norm(u[on]), *bounds)
-                    own = norm(y[~on]) / norm(u[~on]) if np.any(~on) else 0.0
+                    own = norm(y[~on]) / norm(u[~on]) if np.any(u[~on]) else 0.0
                     own = np.clip(own, 0, bounds[1])
                     u = u + decay * y
                     x[k][i] = y - RATE * large * u * r - RATE * root * own * u * (1 - r)
@@ -74,14 +90,18 @@ def authors(rescaling, gradients, decay):
         yield jax.tree.map(np.copy, x)
 
 
-@pytest.mark.parametrize("rescaling", ["quadratic", "linear", "masked"])
-def test_the_updates_are_those_of_their_formulas(rescaling):
+@pytest.mark.parametrize(
+    ("rescaling", "variance"),
+    [("quadratic", "own"), ("linear", "own"), ("masked", "own"), ("quadratic", "mean")],
+)
+def test_the_updates_are_those_of_their_formulas(rescaling, variance):
     with jax.enable_x64(True):
         options = {"rescaling": jaxcomp.Rescaling(rescaling, b3=0.75, trust_bounds=(0.5, 1.25))}
         options |= {"weight_decay": 0.25, "sync_every": 3, "step_bound": None}
+        options["variance"] = variance
         run = started(slamb(**options), 3, dtype=np.float64)
         gradients = [random_tree(step, 3, dtype=np.float64) for step in range(1, 8)]
-        wanted = list(authors(rescaling, gradients, 0.25))
+        wanted = list(authors(rescaling, gradients, 0.25, variance))
         for step, grads in enumerate(gradients):
             run.step(grads)
             for name in SHAPES:
@@ -90,7 +110,7 @@ def test_the_updates_are_those_of_their_formulas(rescaling):
             assert apart != (step in (2, 5))
     # What is above holds for different updates.
     swapped = "linear" if rescaling == "quadratic" else "quadratic"
-    other = list(authors(swapped, gradients, 0.25))
+    other = list(authors(swapped, gradients, 0.25, variance))
     assert np.abs(other[-1]["kernel"] - wanted[-1]["kernel"]).max() > 1e-4
 
 

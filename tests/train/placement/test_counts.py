@@ -76,11 +76,17 @@ def test_bytes_are_summed_over_parts_and_steps():
 
 
 @pytest.mark.parametrize(
-    ("scan", "fragments"), [(False, "2"), (True, "by_path(('^blocks/1', 1), ('.*', 0))")]
+    ("scan", "fragments", "around"),
+    [
+        (False, "2", "{}"),
+        (True, "by_path(('^blocks/1', 1), ('.*', 0))", "{}"),
+        (False, "2", "by_kind(sgd(learning_rate), matrix={})"),
+    ],
 )
-def test_fragments_are_counted_by_the_parameters_of_the_run(scan, fragments):
-    """By number, and by the paths of layers that are in one array."""
-    update = f"diloco(sgd(learning_rate), axis_name, every=4, fragments={fragments})"
+def test_fragments_are_counted_by_the_parameters_of_the_run(scan, fragments, around):
+    """By number, by the paths of layers that are in one array, and among leaves of one kind."""
+    method = f"diloco(sgd(learning_rate), axis_name, every=4, fragments={fragments})"
+    update = around.format(method)
     nano = nano_dense.get_config()
     config = dataclasses.replace(
         nano,
