@@ -64,6 +64,7 @@ ELSEWHERE = {
     "steps/update.py": "steps/test_train.py",
     "methods/moments.py": "methods/test_one_bit_adam.py",  # constants of the Adam family
     "methods/inner.py": "methods/test_cocktail_sgd.py",  # whose inner optimizer it first was
+    "methods/mean_variance.py": "methods/test_slamb.py",  # whose variance it is
     "sharded/gathering.py": "sharded/test_gather_once.py",
     "sharded/levels.py": "compressors/test_learned.py",
     "sharded/walks.py": "sharded/test_layers.py",
