@@ -212,6 +212,12 @@ PICO: dict[str, Method] = {
     "PowerSGD, Adam": Method(f"chain(power_sgd(4, axis_name), {ADAM})", (1e-2,)),
     "Dion": Method(f"dion(learning_rate, axis_name, rank=16, others={ADAM})", (2e-2,)),
     "DeMo": Method("demo(learning_rate, axis_name)", (4e-3,)),
+    # Not measured on pico, whose embedding is small.
+    "DeMo, embedding 2 bits": Method(
+        "by_kind(demo(learning_rate, axis_name), "
+        f"embedding=chain(compressed_mean(bin_means(2, block=1024), axis_name), {ADAM}))",
+        (4e-3,),
+    ),
     # Rows of embeddings step as far as in dense Adam.
     "CocktailSGD, no delay, 88x, rare rows": Method(
         f"cocktail_sgd(rare_rows({ADAM}, axis_name), axis_name, delayed=False)", (6e-3,)
@@ -440,6 +446,7 @@ METHODS: dict[str, Method] = {
     "LAMB": _mean("identity()", "lamb(learning_rate)", LAMB_RATES),
     "4-bit LAMB": _mean("quantize(4)", "lamb(learning_rate)", LAMB_RATES),
     "SLAMB": _slamb("density=0.1"),
+    "SLAMB, mean variance": _slamb("density=0.1, variance='mean'"),
     "SLAMB, 8 bits": _slamb("compressor=compose(random_k(0.1), quantize(8))"),
     "LAMB in CocktailSGD, no delay, 10x": Method(
         "cocktail_sgd(lamb(learning_rate), axis_name, delayed=False, "

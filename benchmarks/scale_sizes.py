@@ -50,6 +50,7 @@ METHODS: dict[str, methods.Method] = {
             ("dense SGD", "dense momentum SGD", 0.1),
             ("0/1 Adam", "0/1 Adam, warm-up, variances of 8 bits", 6e-3),
             ("SLAMB", "SLAMB", 1.4e-2),  # nano's 2e-2 diverges here
+            ("SLAMB, mean variance", "SLAMB, mean variance", 1.4e-2),
             ("1-bit Adam", "1-bit Adam, 1200 dense steps", 6e-3),  # 15%, as on nano
         )
     },
@@ -202,8 +203,9 @@ RECIPE = {
     + ")",
     r"\bsgd\(learning_rate, momentum=0.9\)": rf"chain({CLIP}, \g<0>)",
     # Methods with moments of their own.
-    rf"^({_OWN})\(learning_rate, axis_name": rf"\g<0>, {DECAY}",
+    rf"(^|\bby_kind\()({_OWN})\(learning_rate, axis_name": rf"\g<0>, {DECAY}",
     rf"^({_OWN})\(.*$": rf"chain({CLIP}, \g<0>)",
+    rf"\bby_kind\((({_OWN})\([^()]*\))": rf"by_kind(chain({CLIP}, \1)",
     "freeze_step=1200": "freeze_step=warmup_steps",
 }
 # The same with second moments that remember 20 steps, not 1,000: for batches of so many tokens that
