@@ -447,6 +447,11 @@ METHODS: dict[str, Method] = {
     "4-bit LAMB": _mean("quantize(4)", "lamb(learning_rate)", LAMB_RATES),
     "SLAMB": _slamb("density=0.1"),
     "SLAMB, mean variance": _slamb("density=0.1, variance='mean'"),
+    "SLAMB, mean variance, 8 bits": _slamb(
+        "variance='mean', compressor=compose(random_k(0.25), quantize(8)), "
+        "drift_compressor=quantize(8)",
+        sync_every=5,
+    ),
     "SLAMB, 8 bits": _slamb("compressor=compose(random_k(0.1), quantize(8))"),
     "LAMB in CocktailSGD, no delay, 10x": Method(
         "cocktail_sgd(lamb(learning_rate), axis_name, delayed=False, "

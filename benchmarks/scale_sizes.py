@@ -50,7 +50,10 @@ METHODS: dict[str, methods.Method] = {
             ("dense SGD", "dense momentum SGD", 0.1),
             ("0/1 Adam", "0/1 Adam, warm-up, variances of 8 bits", 6e-3),
             ("SLAMB", "SLAMB", 1.4e-2),  # nano's 2e-2 diverges here
-            ("SLAMB, mean variance", "SLAMB, mean variance", 1.4e-2),
+            *(
+                (f"SLAMB, mean variance{x}", f"SLAMB, mean variance{x}", 1.4e-2)
+                for x in ("", ", 8 bits")
+            ),
             ("1-bit Adam", "1-bit Adam, 1200 dense steps", 6e-3),  # 15%, as on nano
         )
     },
