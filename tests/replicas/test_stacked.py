@@ -96,6 +96,7 @@ METHODS = {
         *(1e-2, "replica"),
         sync_every=4,
         exact_numel=1024,
+        variance="mean",
         compressor=jaxcomp.compose(jaxcomp.random_k(0.25), EIGHT),
         drift_compressor=EIGHT,
     ),
