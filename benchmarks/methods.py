@@ -213,9 +213,9 @@ PICO: dict[str, Method] = {
     "Dion": Method(f"dion(learning_rate, axis_name, rank=16, others={ADAM})", (2e-2,)),
     "DeMo": Method("demo(learning_rate, axis_name)", (4e-3,)),
     # Not measured on pico, whose embedding is small.
-    "DeMo, embedding 2 bits": Method(
-        "by_kind(demo(learning_rate, axis_name), "
-        f"embedding=chain(compressed_mean(bin_means(2, block=1024), axis_name), {ADAM}))",
+    "DeMo, embedding 10x": Method(
+        "by_kind(demo(learning_rate, axis_name), embedding=chain("
+        f"compressed_mean(cocktail(random=0.5, top=0.5), axis_name), {ADAM}))",
         (4e-3,),
     ),
     # Rows of embeddings step as far as in dense Adam.
