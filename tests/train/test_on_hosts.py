@@ -12,7 +12,7 @@ from train import task as tasks
 from train.data.sources import Images
 from train.models.decoder import DecoderConfig
 from train.models.vit import ViTConfig
-from train.placement import on_hosts
+from train.placement.resolve import resolve
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 
@@ -62,4 +62,4 @@ def test_what_cannot_be_in_shards_is_refused(config):
         dataclasses.replace(config, fast=1)
     images = dataclasses.replace(config, objective="classify", model=ViTConfig(), data=Images())
     with pytest.raises(ValueError, match="in_shards=True needs model=DecoderConfig"):
-        on_hosts.resolve(images)
+        resolve(images)

@@ -2,6 +2,7 @@
 
 import functools
 import re
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,25 +16,28 @@ from jaxcomp.compressors.policies import path_of
 from jaxcomp.replicas import protocol
 from train.config import Config
 from train.config.run import AXIS_NAME, update
+from train.models import modules, sharding
+from train.models.decoder import DecoderConfig
 from train.placement import build, counts
 from train.placement.base import Functions, Placement
-from train.placement.devices import fast_axis_of
+from train.placement.devices import FAST_AXIS, fast_axis_of
 
 
 def resolve(config: Config) -> Placement:
     """Evaluates `optimizer.update`.
 
+    With `in_shards` the devices of a host are one replica, over which parameters are cut.
+
     Raises:
-      ValueError: If it is not a transformation.
+      ValueError: If it is not a transformation, or the model has no rules for `in_shards`.
     """
+    if config.in_shards and not isinstance(config.model, DecoderConfig):
+        raise ValueError(
+            f"in_shards=True needs model=DecoderConfig(...), not {config.model}; write "
+            "--no-in-shards."
+        )
     alone = update(config)
     tx = jaxcomp.per_replica(_around(config, alone), AXIS_NAME)
-
-    def functions(mesh: Mesh) -> Functions:
-        make = jaxcomp.overlapped_train_step if config.overlap else jaxcomp.train_step
-        loss_fn, fast_axis = build.loss_of(config), fast_axis_of(config.fast)
-        made = make(loss_fn, tx, mesh, AXIS_NAME, fast_axis=fast_axis, accumulate=config.accumulate)
-        return functions_of(made, tx, mesh, fast_axis=fast_axis)
 
     def rounds(state: Any) -> dict[str, int]:
         # A leaf of each kind is enough, and faster, if no fragment depends on the tree.
@@ -42,11 +46,15 @@ def resolve(config: Config) -> Placement:
         tx, params = counted(config)
         return counts.rounds(tx, config.steps, params)
 
+    def replica_spread(params: Any, mesh: Mesh) -> jax.Array:
+        axes = AXIS_NAME if config.in_shards else mesh.axis_names
+        return jaxcomp.replica_spread(params, mesh, axes)
+
     return Placement(
         tx=tx,
-        functions=functions,
+        functions=functools.partial(_functions, config, tx),
         rounds=rounds,
-        replica_spread=lambda params, mesh: jaxcomp.replica_spread(params, mesh, mesh.axis_names),
+        replica_spread=replica_spread,
         row_axes=(AXIS_NAME,),
         dense=(2, "ring all-reduce"),  # a scatter and a gather
         trains=re.compile(config.trainable or "").search,
@@ -95,26 +103,19 @@ def _train_only(
     return optax.partition({True: tx, False: optax.chain(mean, optax.set_to_zero())}, labels)
 
 
-def functions_of(
-    made: jaxcomp.TrainStep,
-    tx: optax.GradientTransformation,
-    mesh: Mesh,
-    *,
-    fast_axis: str | None = None,
-    specs: Any = None,
-    batch_specs: Any = None,
-) -> Functions:
-    """Makes the functions of a run from its step.
-
-    Args:
-      made: The step, of `tx` on this mesh.
-      tx: The transformation.
-      mesh: The mesh.
-      fast_axis: As in `jaxcomp.train_step`.
-      specs: PartitionSpec of each parameter on the devices of a host; None: not sharded.
-      batch_specs: As in `jaxcomp.train_step`.
-    """
-
+def _functions(config: Config, tx: optax.GradientTransformation, mesh: Mesh) -> Functions:
+    """The functions of a run on one mesh."""
+    if config.in_shards:
+        loss_fn, fast_axis = build.loss_of(config, layers=_with_rows_apart), None
+        specs = sharding.specs(build.param_shapes(config), mesh, fsdp=FAST_AXIS)
+        batch_specs = P((AXIS_NAME, FAST_AXIS))  # so that XLA gathers parameters, not activations
+    else:
+        loss_fn, fast_axis = build.loss_of(config), fast_axis_of(config.fast)
+        specs = batch_specs = None
+    make = functools.partial(jaxcomp.train_step, param_specs=specs)
+    make = jaxcomp.overlapped_train_step if config.overlap else make
+    how = {"fast_axis": fast_axis, "batch_specs": batch_specs}
+    made = make(loss_fn, tx, mesh, AXIS_NAME, accumulate=config.accumulate, **how)
     place = functools.partial(jax.tree.map, lambda spec: NamedSharding(mesh, spec))
 
     def shardings(params):
@@ -131,13 +132,18 @@ def functions_of(
             params, state, mesh, AXIS_NAME, param_specs=specs, fast_axis=fast_axis
         ),
         eval_step=lambda measure: jaxcomp.eval_step(
-            measure,
-            mesh,
-            AXIS_NAME,
-            param_specs=specs,
-            fast_axis=fast_axis,
-            batch_specs=batch_specs,
+            measure, mesh, AXIS_NAME, param_specs=specs, **how
         ),
         shardings=shardings,
         places=None if specs is None else lambda _: place(specs),
     )
+
+
+def _with_rows_apart(function: Callable) -> Callable:
+    """Runs blocks with the rows of tokens cut over the devices of the host, like the batch.
+
+    Otherwise XLA would gather the tokens of all devices for parameters that are cut along the same
+    axis, and each device would compute the host's whole batch.
+    """
+    apart = lambda x: jax.lax.with_sharding_constraint(x, P(FAST_AXIS))
+    return modules.in_turn(lambda params, x: apart(function(params, apart(x))))
