@@ -24,8 +24,6 @@ _FIRST = len(_MAGIC) + 64 + 1  # bytes of the first line
 HEADER = 2**12  # most bytes of the header of a message
 LONG = 2**24  # the same of what describes a whole run or round
 NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
-_NONCE = re.compile(r"[0-9a-f]{32}")
-_HEX = re.compile(r"[0-9a-f]{1,2048}")
 
 
 class Sealed(NamedTuple):
@@ -122,46 +120,38 @@ def checked(header: Any, fields: Iterable[str]) -> dict[str, Any]:
     return header
 
 
-def _is_whole(x, least=0):
-    return type(x) is int and least <= x < 2**53
+def _whole(least=0, below=2**53):
+    return lambda x: type(x) is int and least <= x < below
 
 
-def _is_text(x, pattern):
-    return isinstance(x, str) and pattern.fullmatch(x) is not None
+def _text(pattern):
+    return lambda x: isinstance(x, str) and re.fullmatch(pattern, x) is not None
 
 
-def _is_member(x):
-    return (
-        isinstance(x, list)
-        and len(x) == 3
-        and _is_text(x[0], NAME)
-        and _is_whole(x[1])
-        and x[1] < 10**8
-        and _is_text(x[2], _HEX)
-    )
+def _row(*rules):
+    is_row = lambda x: isinstance(x, list) and len(x) == len(rules)
+    return lambda x: is_row(x) and all(rule(item) for rule, item in zip(rules, x, strict=True))
 
 
-def _is_last(x):
-    return isinstance(x, list) and len(x) == 2 and _is_whole(x[0]) and _is_whole(x[1], -1)
+def _table(key, value):
+    return lambda x: isinstance(x, dict) and all(key(k) and value(v) for k, v in x.items())
 
 
+_NAME, _SUM = _text(NAME), _text("[0-9a-f]{1,2048}")
+_MEMBER = _row(_NAME, _whole(below=10**8), _SUM)
 _RULES = {
-    "name": lambda x: _is_text(x, NAME),
-    "fence": _is_whole,
-    "round": _is_whole,
-    "tokens": lambda x: _is_whole(x, 1),
-    "consensus": lambda x: _is_text(x, _HEX),
+    "name": _NAME,
+    "fence": _whole(),
+    "round": _whole(),
+    "tokens": _whole(1),
+    "consensus": _SUM,
     "members": lambda x: (
-        isinstance(x, list)
-        and all(map(_is_member, x))
-        and len({member[0] for member in x}) == len(x)
+        isinstance(x, list) and all(map(_MEMBER, x)) and len({name for name, *_ in x}) == len(x)
     ),
-    "left_out": lambda x: isinstance(x, dict) and all(isinstance(v, str) for v in x.values()),
-    "saves": lambda x: x == "" or _is_text(x, NAME),
-    "nonce": lambda x: _is_text(x, _NONCE),
-    "last": lambda x: (
-        isinstance(x, dict) and all(_is_text(name, NAME) and _is_last(v) for name, v in x.items())
-    ),
+    "left_out": _table(lambda name: True, lambda why: isinstance(why, str)),
+    "saves": lambda x: x == "" or _NAME(x),
+    "nonce": _text("[0-9a-f]{32}"),
+    "last": _table(_NAME, _row(_whole(), _whole(-1))),
 }
 
 
