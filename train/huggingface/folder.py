@@ -314,14 +314,14 @@ def _other_model(folder, arrays: dict, names: list[str], path: str, shape) -> Va
 
 def _placed(read: Callable, layers: list, leaf: jax.ShapeDtypeStruct) -> jax.Array:
     """A leaf on this process's devices, read layer by layer."""
-    places = leaf.sharding.addressable_devices_indices_map(leaf.shape)
-    spans = {
-        device: tuple(part.indices(n)[:2] for part, n in zip(index, leaf.shape, strict=True))
-        for device, index in places.items()
-    }
+
+    def span_of(index):
+        return tuple(part.indices(n)[:2] for part, n in zip(index, leaf.shape, strict=True))
+
+    places = leaf.sharding.addressable_devices_indices_map(leaf.shape).values()
     own = {
         span: np.empty([stop - start for start, stop in span], leaf.dtype)
-        for span in set(spans.values())
+        for span in set(map(span_of, places))
     }
     for place, layer in layers:
         stack = place is not None
@@ -336,8 +336,8 @@ def _placed(read: Callable, layers: list, leaf: jax.ShapeDtypeStruct) -> jax.Arr
                 held[...] = cut
             if not np.isfinite(held).all():
                 raise ValueError(f"{where} holds NaN or infinities; download it again.")
-    pieces = [jax.device_put(own[span], device) for device, span in spans.items()]
-    return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, pieces)
+    part = lambda index: own[span_of(index)]
+    return jax.make_array_from_callback(leaf.shape, leaf.sharding, part)
 
 
 def named(arrays: dict[str, np.ndarray], name: str, kind: str) -> str:

@@ -1,4 +1,4 @@
-"""Sharding rules for a decoder's parameters over fast devices, by path; the first match wins."""
+"""How a decoder's parameters are cut over fast devices, by path."""
 
 import re
 from typing import Any
@@ -10,40 +10,28 @@ from jax.sharding import PartitionSpec as P
 from jaxcomp.compressors.policies import path_of
 from train.models.decoder import STACKED
 
-RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
-    (r"^embed/embedding$", ("tensor", "fsdp")),
-    (r"^position$", (None, "fsdp")),
-    (r"(qkv|gate|up|head)/kernel$", ("fsdp", "tensor")),
-    (r"(out|down)/kernel$", ("tensor", "fsdp")),
-    (r"(qkv|gate|up|head)/bias$", ("tensor",)),
-    (r"", ()),  # norms, and biases of summed outputs
+RULES = (
+    (r"^embed/embedding$|^position$|(out|down)/kernel$", 1),
+    (r"(qkv|gate|up|head)/kernel$", 0),
 )
-"""Patterns of paths, and the mesh axes of a parameter's axes, without the axis of a stack."""
+"""Patterns of paths, and the axis that is cut, without that of a stack; others are whole."""
 
 
-def specs(
-    params: Any, mesh: Mesh | AbstractMesh, fsdp: str = "fsdp", tensor: str = "tensor"
-) -> Any:
+def specs(params: Any, mesh: Mesh | AbstractMesh, axis_name: str) -> Any:
     """The PartitionSpec of each parameter of a decoder, for `NamedSharding`.
 
     Args:
-      params: The parameters, or their shapes.
-      mesh: Any mesh. A rule's axis is ignored if the mesh lacks it, or its size does not divide.
-      fsdp: Name of the axis over which parameters are cut, and gathered for use.
-      tensor: Name of the axis whose devices each compute a part of the heads and features.
-
-    Returns:
-      A `PartitionSpec` for each leaf.
+      params: The parameters, or their shapes. One whose size does not divide stays whole.
+      mesh: Any mesh.
+      axis_name: Name of the axis over which parameters are cut, and gathered for use.
     """
-    names = {"fsdp": fsdp, "tensor": tensor}
 
     def spec(key, leaf):
         path = path_of(key)
-        rule = next(axes for pattern, axes in RULES if re.search(pattern, path))
-        rule = (None, *rule) if re.search(STACKED, path) else rule
-        cut = [names.get(axis) for axis in rule]
-        sizes = leaf.shape[: len(cut)]
-        fits = [n in mesh.shape and s % mesh.shape[n] == 0 for n, s in zip(cut, sizes, strict=True)]
-        return P(*(name if fit else None for name, fit in zip(cut, fits, strict=True)))
+        for pattern, axis in RULES:
+            axis += re.search(STACKED, path) is not None
+            if re.search(pattern, path) and leaf.shape[axis] % mesh.shape[axis_name] == 0:
+                return P(*[None] * axis, axis_name)
+        return P()
 
     return jax.tree_util.tree_map_with_path(spec, params)

@@ -107,7 +107,7 @@ def _functions(config: Config, tx: optax.GradientTransformation, mesh: Mesh) -> 
     """The functions of a run on one mesh."""
     if config.in_shards:
         loss_fn, fast_axis = build.loss_of(config, layers=_with_rows_apart), None
-        specs = sharding.specs(build.param_shapes(config), mesh, fsdp=FAST_AXIS)
+        specs = sharding.specs(build.param_shapes(config), mesh, FAST_AXIS)
         batch_specs = P((AXIS_NAME, FAST_AXIS))  # so that XLA gathers parameters, not activations
     else:
         loss_fn, fast_axis = build.loss_of(config), fast_axis_of(config.fast)

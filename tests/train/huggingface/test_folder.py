@@ -69,10 +69,10 @@ def test_shards_are_read_by_the_devices_that_hold_them():
         x.shape, x.dtype, sharding=NamedSharding(mesh, spec)
     )
     placed = folder.load(
-        GOLDEN / "gpt_neox", config, jax.tree.map(place, like, sharding.specs(like, mesh))
+        GOLDEN / "gpt_neox", config, jax.tree.map(place, like, sharding.specs(like, mesh, "fsdp"))
     )
     kernel = placed["blocks"]["up"]["kernel"]
-    assert {shard.data.shape for shard in kernel.addressable_shards} == {(2, 8, 12)}
+    assert {shard.data.shape for shard in kernel.addressable_shards} == {(2, 8, 24)}
     _, whole, _ = loaded(GOLDEN / "gpt_neox", scan=True)
     jax.tree.map(np.testing.assert_array_equal, placed, whole)
 

@@ -120,16 +120,16 @@ def test_forms_that_cannot_be_are_refused(changes, message):
 
 
 def test_parameters_are_cut_over_fast_devices_by_rules():
-    mesh = jax.make_mesh((2, 2), ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2)
+    mesh = jax.make_mesh((2,), ("fsdp",), axis_types=(AxisType.Auto,))
     apply, params = split_decoder(dataclasses.replace(LLAMA, layers=2))
-    specs = sharding.specs(params, mesh)
+    specs = sharding.specs(params, mesh, "fsdp")
     blocks = specs["blocks"]
-    assert specs["embed"]["embedding"] == P("tensor", "fsdp")
-    assert blocks["qkv"] == {"kernel": P(None, "fsdp", "tensor"), "bias": P(None, "tensor")}
-    assert blocks["down"]["kernel"] == P(None, "tensor", "fsdp")
-    assert blocks["norm_mlp"]["scale"] == P(None)
-    odd = {"head": {"kernel": jax.ShapeDtypeStruct((16, 257), "float32")}}
-    assert sharding.specs(odd, mesh, tensor="fsdp")["head"]["kernel"] == P("fsdp", None)
+    assert specs["embed"]["embedding"] == P(None, "fsdp")
+    assert blocks["qkv"] == {"kernel": P(None, "fsdp"), "bias": P()}
+    assert blocks["down"]["kernel"] == P(None, None, "fsdp")
+    assert blocks["norm_mlp"]["scale"] == P()
+    odd = {"head": {"kernel": jax.ShapeDtypeStruct((257, 16), "float32")}}
+    assert sharding.specs(odd, mesh, "fsdp")["head"]["kernel"] == P()
     placed = jax.device_put(params, jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs))
     loss = lambda params: jnp.sum(jnp.sin(apply(params, TOKENS)))
     expected, found = jax.jit(jax.grad(loss))(params), jax.jit(jax.grad(loss))(placed)
