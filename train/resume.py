@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType
 
 import jaxcomp
 from jaxcomp.launch import agree, distributed
@@ -310,14 +310,4 @@ def _like_saved(task: Task, num_replicas: int) -> Any:
     types = (AxisType.Auto,) * len(sizes)
     as_saved = AbstractMesh(tuple(sizes.values()), tuple(sizes), types)
     params, state = jax.eval_shape(task.placement.functions(as_saved).init, task.natural)
-
-    def one(x, old):
-        sharding = x.sharding
-        if x.shape[:1] != old.shape[:1]:  # XLA drops axes of one device from a program's specs
-            rows = PartitionSpec(row_axes, *sharding.spec[1:])
-            sharding = NamedSharding(mesh, rows)
-        # The length of an owner's part also depends on the number of replicas.
-        return jax.ShapeDtypeStruct(x.shape[:1] + old.shape[1:], x.dtype, sharding=sharding)
-
-    resized = jax.tree.map(one, task.like, {"params": params, "state": state})
-    return trees.like_replicas(resized, num_replicas // devices, AXIS_NAME)
+    return trees.with_rows(task.like, {"params": params, "state": state}, mesh, row_axes)

@@ -133,20 +133,31 @@ def open_checkpoints(
     files.require_writable(directory)
     agree.from_first(lambda: files.remove_partial(directory))
     failures: list[BaseException] = []
-    manager = _make_manager(directory, keep, seconds, failures, claim)
+
+    def complete():
+        # Called in process 0, after the last array is written and before the rename.
+        if claim is not None:
+            claim.require()
+        write_checksums(directory)
+
+    options = ocp.CheckpointManagerOptions(
+        max_to_keep=keep,
+        create=False,
+        multiprocessing_options=_everyone(),
+        async_options=ocp.AsyncOptions(
+            timeout_secs=_CENTURY,
+            barrier_sync_fn=_barrier(seconds, failures),
+            post_finalization_callback=complete,
+        ),
+        temporary_path_class=_folders_of(claim) if claim else None,
+    )
+    manager = ocp.CheckpointManager(directory, item_names=("state", "metadata"), options=options)
     return Checkpoints(directory, seconds, manager, failures, claim)
 
 
-def _make_manager(
-    directory: Path,
-    keep: int,
-    seconds: int,
-    failures: list[BaseException],
-    claim: Claim | None,
-) -> ocp.CheckpointManager:
-    """Makes Orbax's manager; errors of this process's part of a save go into `failures`."""
-    options = _everyone()
-    meet = ocp.multihost.get_barrier_sync_fn(processes=options.active_processes)
+def _barrier(seconds: int, failures: list[BaseException]) -> Callable[..., None]:
+    """Orbax's barrier; errors of this process's part of a save go into `failures`."""
+    meet = ocp.multihost.get_barrier_sync_fn(processes=_everyone().active_processes)
 
     def barrier(timeout_ms: int, **kwargs):
         # Orbax calls its barriers even while an error is raised; the others would wait elsewhere.
@@ -155,27 +166,7 @@ def _make_manager(
             raise error
         meet(timeout_ms=min(timeout_ms, 1000 * seconds), **kwargs)
 
-    def complete():
-        # Called in process 0, after the last array is written and before the rename.
-        if claim is not None:
-            claim.require()
-        write_checksums(directory)
-
-    return ocp.CheckpointManager(
-        directory,
-        item_names=("state", "metadata"),
-        options=ocp.CheckpointManagerOptions(
-            max_to_keep=keep,
-            create=False,
-            multiprocessing_options=options,
-            async_options=ocp.AsyncOptions(
-                timeout_secs=_CENTURY,
-                barrier_sync_fn=barrier,
-                post_finalization_callback=complete,
-            ),
-            temporary_path_class=_folders_of(claim) if claim else None,
-        ),
-    )
+    return barrier
 
 
 def _folders_of(claim: Claim) -> type[ocp.path.atomicity.AtomicRenameTemporaryPath]:
@@ -257,7 +248,7 @@ def load(saved: Saved, like: Any) -> Any:
     """Reads a checkpoint, bit for bit, onto any mesh of any number of processes.
 
     Shapes, dtypes and paths must match; shardings need not. For another number of replicas, change
-    `like` with `trees.like_replicas`. Each process reads its own part.
+    `like` with `trees.with_rows`. Each process reads its own part.
 
     Args:
       saved: The checkpoint, from `choose`.

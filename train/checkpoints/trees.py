@@ -1,50 +1,46 @@
 """The trees in checkpoints: their descriptions, and targets for a restore."""
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxcomp.launch.parts import path_of
 
 _SHOWN = 5  # of the differing leaves, in an error
 
 
-def like_replicas(like: Any, num_replicas: int, axis_name: str = "replica") -> Any:
-    """Changes the number of replicas in the target of a restore, but not the mesh.
+def with_rows(like: Any, saved: Any, mesh: Mesh, row_axes: Sequence[str]) -> Any:
+    """Changes the target of a restore to the shapes of another number of replicas.
 
-    Leaves whose first axis is sharded over the replica axis, alone or with others, get a leading
-    axis of `num_replicas`. If the number of devices does not divide it, they shard the first other
-    axis that they divide, or each holds the whole leaf. Pass the result of `load` to
-    `jaxcomp.resize`.
+    Where shapes differ, `row_axes` shard the first axis that they divide and nothing else shards,
+    or each device holds the whole leaf. Pass the result of `load` to `jaxcomp.resize`.
 
     Args:
       like: Tree of `jax.ShapeDtypeStruct` or arrays, for the present mesh.
-      num_replicas: The number of replicas in the checkpoint, at least 1.
-      axis_name: The mesh axis of the replicas.
-
-    Returns:
-      The same tree, with `jax.ShapeDtypeStruct` for the per-replica leaves.
+      saved: The same tree with the shapes in the checkpoint.
+      mesh: The present mesh.
+      row_axes: Its axes of replicas.
     """
+    count = math.prod(mesh.shape[name] for name in row_axes)
 
-    def changed(leaf):
-        sharding = getattr(leaf, "sharding", None)
-        spec = tuple(getattr(sharding, "spec", ()))
-        if axis_name not in (names := tuple(jax.tree.leaves(spec[:1]))):
+    def changed(leaf, old):
+        if np.shape(leaf) == np.shape(old):
             return leaf
-        shape, mesh = (num_replicas, *leaf.shape[1:]), sharding.mesh
-        spec = [None, *spec[1:], *[None] * (len(shape) - len(spec))]
-        for axis, size in enumerate(shape):
-            if size % math.prod(mesh.shape[name] for name in names) == 0 and spec[axis] is None:
-                spec[axis] = names
+        spec = [None, *leaf.sharding.spec[1:]]
+        spec += [None] * (len(old.shape) - len(spec))
+        for axis, size in enumerate(old.shape):
+            if size % count == 0 and spec[axis] is None:
+                spec[axis] = tuple(row_axes)
                 break
         sharding = NamedSharding(mesh, PartitionSpec(*spec))
-        return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
+        return jax.ShapeDtypeStruct(old.shape, leaf.dtype, sharding=sharding)
 
-    return jax.tree.map(changed, like)
+    return jax.tree.map(changed, like, saved)
 
 
 def described(tree: Any) -> dict[str, str]:

@@ -25,7 +25,7 @@ from tests.helpers.restoring import restore
 from train.checkpoints import files, store
 from train.checkpoints.files import latest, steps
 from train.checkpoints.store import choose, open_checkpoints
-from train.checkpoints.trees import like_replicas
+from train.checkpoints.trees import with_rows
 
 
 class State(NamedTuple):
@@ -173,7 +173,7 @@ def test_a_mesh_of_another_size_reads_the_saved_replicas(tmp_path, num_devices, 
     like = target(make_tree(mesh_of(num_devices)))
     with pytest.raises(ValueError, match=r"it has 4\).*residual/w: got float32\[4,2,3\], needed"):
         restore(tmp_path, like)
-    old = like_replicas(like, choose(tmp_path, item="metadata").metadata["num_replicas"])
+    old = with_rows(like, target(make_tree(mesh_of(4))), mesh_of(num_devices), ["replica"])
     got = restore(tmp_path, old)[0]
     residual = got["state"][0].residual["w"]
     np.testing.assert_array_equal(residual, make_tree(mesh_of(4), 1)["state"][0].residual["w"])
