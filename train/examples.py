@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 from jaxcomp.launch import agree
@@ -34,15 +35,13 @@ def read(config: Config) -> Examples:
     Raises:
       ValueError: If something is missing or unreadable, or does not fit the model.
     """
-    data, model, seed, batches = config.data, config.model, config.seed, config.eval_batches
+    data = config.data
     folder = Path(data.cache or Path(config.runs_dir, config.name, "data"))
     if isinstance(data, Images):
-        return _images(_image_set(data, model, folder, config.name), data.batch, seed, batches)
-    corpus = _corpus(data, model.vocab, folder)
-    if data.packed:
-        return _documents(corpus, data, model.context, seed, batches)
-    prepare = OBJECTIVES[config.objective].prepare
-    return _text(corpus, data, model.context, prepare, seed, batches)
+        made = _image_set(data, config.model, folder, config.name)
+        return _in_epochs(config, images, made.record, made, made)
+    corpus = _corpus(data, config.model.vocab, folder)
+    return (_documents if data.packed else _text)(config, corpus)
 
 
 def none(config: Config) -> Examples:
@@ -63,21 +62,20 @@ def _corpus(data: Data, vocab: int, folder: Path) -> Corpus:
     return corpus
 
 
-def _text(
-    corpus: Corpus, data: Data, context: int, prepare: Callable, seed: int, batches: int
-) -> Examples:
-    size = data.batch
-    texts.require_enough(corpus, data, context)
+def _text(config: Config, corpus: Corpus) -> Examples:
+    context, size = config.model.context, config.data.batch
+    prepare = OBJECTIVES[config.objective].prepare
+    texts.require_enough(corpus, config.data, context)
 
     def keyed(tokens, rows, *key, first=0):
         return prepare(tokens, [[*key, first + row] for row in range(*rows.indices(size))])
 
     def train(step, rows, seen=None):
-        tokens = texts.batch(corpus.train, seed, step, size, context, rows)
-        return keyed(tokens, rows, seed, step)
+        tokens = texts.batch(corpus.train, config.seed, step, size, context, rows)
+        return keyed(tokens, rows, config.seed, step)
 
     def validation(number, rows):
-        sizes = (batches, size, context)
+        sizes = (config.eval_batches, size, context)
         tokens = texts.validation_batch(corpus.validation, number, *sizes, rows)
         # By its place among all: what is hidden of a row does not depend on the size of a batch.
         return keyed(tokens, rows, first=number * size)
@@ -85,27 +83,33 @@ def _text(
     return Examples(corpus.record, train, validation)
 
 
-def _documents(corpus: Corpus, data: Data, context: int, seed: int, batches: int) -> Examples:
-    size = data.batch
+def _documents(config: Config, corpus: Corpus) -> Examples:
+    context, most = config.model.context, config.eval_batches * config.data.batch
     made = {name: packing.pack(part, context) for name, part in corpus.parts.items()}
     for name, packed in made.items():
-        every, few = range(packed.starts.size), packing.evenly_spaced(packed, batches * size)
+        every, few = range(packed.starts.size), packing.evenly_spaced(packed, most)
         if not every or not packing.has_targets(packed, every if name == "train" else few):
             raise ValueError(
                 f"{corpus.record['source']} leaves nothing to predict for {name}, which needs a "
                 "document of two tokens, or a chat with an answer; add some, or change "
-                f"data.validation_fraction={data.validation_fraction}."
+                f"data.validation_fraction={config.data.validation_fraction}."
             )
     record = corpus.record | {"train_sequences": made["train"].starts.size}
+    return _in_epochs(config, packing, record, made["train"], made["validation"])
 
-    def train(step, rows, seen=None):
+
+def _in_epochs(config: Config, kind: ModuleType, record: dict, train: Any, held: Any) -> Examples:
+    """Examples that every epoch has once, in batches of a module: `packing` or `images`."""
+    size = config.data.batch
+
+    def batch(step, rows, seen=None):
         seen = step * size if seen is None else seen
-        return packing.batch(made["train"], seed, seen, size, rows)
+        return kind.batch(train, config.seed, seen, size, rows)
 
     def validation(number, rows):
-        return packing.validation_batch(made["validation"], number, batches, size, rows)
+        return kind.validation_batch(held, number, config.eval_batches, size, rows)
 
-    return Examples(record, train, validation)
+    return Examples(record, batch, validation)
 
 
 def _image_set(data: Images, model: Any, folder: Path, name: str) -> images.ImageSet:
@@ -120,13 +124,3 @@ def _image_set(data: Images, model: Any, folder: Path, name: str) -> images.Imag
             f"be read and are left out: {reasons}"
         )
     return made
-
-
-def _images(made: images.ImageSet, size: int, seed: int, batches: int) -> Examples:
-    def train(step, rows, seen=None):
-        return images.batch(made, seed, step * size if seen is None else seen, size, rows)
-
-    def validation(number, rows):
-        return images.validation_batch(made, number, batches, size, rows)
-
-    return Examples(made.record, train, validation)
