@@ -48,6 +48,13 @@ def stacked(make: Callable[..., nnx.Module], names: Sequence[str], rngs: PathRng
     return nnx.vmap(one)(jnp.arange(len(paths)))
 
 
+def windows(x: Any, window: int) -> Any:
+    """Cuts `[batch, side, side, width]` into `[batch * windows, window**2, width]`."""
+    batch, side, _, width = x.shape
+    x = x.reshape(batch, side // window, window, side // window, window, width)
+    return x.swapaxes(2, 3).reshape(-1, window**2, width)
+
+
 def in_turn(function: Callable) -> Callable:
     """Like `jaxcomp.QSDP.layers`, for whole parameters: `(trees, x) -> x`."""
 

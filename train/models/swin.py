@@ -143,7 +143,7 @@ class Block(nnx.Module):
     def __call__(self, x_BxHxWxD):
         x, (batch, side, _, _) = x_BxHxWxD, x_BxHxWxD.shape
         h = jnp.roll(self.norm_attention(x), (-self.shift, -self.shift), (1, 2))
-        h_NxTxD = _windows(h, self.window)
+        h_NxTxD = modules.windows(h, self.window)
         qkv = jnp.split(self.qkv(h_NxTxD), 3, axis=-1)
         q, k, v = (part.reshape(*h_NxTxD.shape[:2], self.heads, -1) for part in qkv)
         table = self.position[...]
@@ -178,15 +178,8 @@ def _names(config: SwinConfig, stage: int) -> list[str]:
     return [f"stage_{stage}_block_{index}" for index in range(config.blocks[stage])]
 
 
-def _windows(x, window: int):
-    """Cuts `[batch, side, side, width]` into `[batch * windows, window**2, width]`."""
-    batch, side, _, width = x.shape
-    x = x.reshape(batch, side // window, window, side // window, window, width)
-    return x.swapaxes(2, 3).reshape(-1, window**2, width)
-
-
 def _image(x, side: int):
-    """Undoes `_windows`."""
+    """Undoes `modules.windows`."""
     window = math.isqrt(x.shape[1])
     x = x.reshape(-1, side // window, side // window, window, window, x.shape[-1])
     return x.swapaxes(2, 3).reshape(-1, side, side, x.shape[-1])
@@ -195,7 +188,7 @@ def _image(x, side: int):
 def _merged(x, patch: int):
     """Concatenates the features of `patch` times `patch` neighbours."""
     batch, side, _, width = x.shape
-    rows = _windows(x, patch)
+    rows = modules.windows(x, patch)
     return rows.reshape(batch, side // patch, side // patch, patch**2 * width)
 
 
@@ -213,5 +206,5 @@ def _neighbours(side: int, window: int, shift: int) -> np.ndarray:
     """
     part = np.digitize(np.arange(side), (side - window, side - shift))
     parts = 3 * part[:, None] + part
-    tokens = _windows(parts[None, :, :, None], window)
+    tokens = modules.windows(parts[None, :, :, None], window)
     return (tokens == tokens.swapaxes(1, 2))[:, None]

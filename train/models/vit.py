@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from train import checks
+from train.models import modules
 from train.models.decoder import INIT, Block, DecoderConfig
 from train.models.modules import PathRngs
 
@@ -68,9 +69,7 @@ class ViT(nnx.Module):
 
     def __call__(self, images_BxHxWxC):
         c, time = self.config, self.time
-        side = c.size // c.patch
-        patches = images_BxHxWxC.reshape(-1, side, c.patch, side, c.patch, c.channels)
-        patches_NxP = patches.swapaxes(2, 3).reshape(-1, c.patch**2 * c.channels)
+        patches_NxP = modules.windows(images_BxHxWxC, c.patch).reshape(-1, c.patch**2 * c.channels)
         x_NxD = self.embed(patches_NxP.astype(c.dtype))
         x_BxTxD = x_NxD.reshape(-1, time, c.width) + self.position[...].astype(c.dtype)[None]
         x_NxD = x_BxTxD.reshape(-1, c.width)
