@@ -67,13 +67,12 @@ def digits(path: str | None) -> Stored:
         lines = text.split()
         is_table = bool(lines) and all(line.count(b",") == 64 for line in lines)
         rows = np.array([line.split(b",") for line in lines if is_table], np.float64)
+        if not is_table or not np.all((rows >= 0) & (rows <= 16) & (rows % 1 == 0)):
+            raise ValueError(
+                "each line needs 64 whole numbers from 0 to 16 and a class, separated by commas"
+            )
     except (OSError, EOFError, ValueError, zlib.error) as error:
         raise ValueError(f"{str(path)!r} is no table of digits: {error}.") from error
-    if not is_table or not np.all((rows >= 0) & (rows <= 16) & (rows % 1 == 0)):
-        raise ValueError(
-            f"{str(path)!r} is no table of digits: each line needs 64 whole numbers from 0 to 16 "
-            f"and a class, separated by commas."
-        )
     pixels = np.round(rows[:, :64] * 255 / 16).astype(np.uint8).reshape(-1, 8, 8, 1)
     return _in_memory(pixels, rows[:, 64], None, path)
 

@@ -118,12 +118,10 @@ def _settings(folder, contents: dict[str, bytes]) -> tuple[dict[str, str], str |
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         try:
             part = checks.json_value(contents.get(name, b"{}"))
+            if not isinstance(part, dict):
+                raise ValueError(f"it holds {part!r:.80}; needs an object")
         except ValueError as error:
             raise ValueError(f"{folder}/{name} is damaged: {error}; download it.") from error
-        if not isinstance(part, dict):
-            raise ValueError(
-                f"{folder}/{name} is damaged: it holds {part!r:.80}; needs an object; download it."
-            )
         found |= part
     return _names(folder, found), *_template(folder, contents, found.get("chat_template"))
 

@@ -82,7 +82,7 @@ def drawn(runs: Mapping[str, Rows]) -> Figure:
     by_bytes.sharey(by_step)
     alone = len(curves) == 1
     for index, (label, (steps, sent, losses)) in enumerate(curves.items()):
-        style = {
+        style: dict[str, Any] = {
             "color": COLORS[(index + alone) % len(COLORS)],
             "marker": _MARKERS[index % len(_MARKERS)],
             "linestyle": ("-", "--", "-.")[index // len(COLORS) % 3],
@@ -95,9 +95,10 @@ def drawn(runs: Mapping[str, Rows]) -> Figure:
         _thin(rate, runs[label], "step", "learning_rate", **thin)
         short = label if len(label) <= 24 else f"...{label[-21:]}"  # the end of a path says more
         name = f"{'validation' if alone else short}\n{losses[-1]:.3f}"
-        _draw(by_step, steps, losses, style, name)
+        style |= {"label": name, "markersize": 6, "markevery": [-1]}
+        by_step.plot(steps, losses, **style)
         # Nothing was sent at step 0, and a logarithmic axis has no zero.
-        _draw(by_bytes, sent[sent > 0], losses[sent > 0], style, name)
+        by_bytes.plot(sent[sent > 0], losses[sent > 0], **style)
     baseline = next(iter(curves.values()))[2][-1]
     for axes in (by_step, by_bytes):
         axes.axhline(baseline, color="#000000", linewidth=0.8, linestyle=":", zorder=0)
@@ -171,10 +172,6 @@ def curve(label: str, rows: Rows) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     columns = ([row[name] for row in evaluated] for name in ("step", "sent_bytes", "val_loss"))
     steps, sent, losses = (np.array(column, np.float64) for column in columns)
     return steps, sent, losses
-
-
-def _draw(axes: Axes, x: np.ndarray, y: np.ndarray, style: dict[str, Any], label: str) -> None:
-    axes.plot(x, y, **style, label=label, markersize=6, markevery=[-1])
 
 
 def label_ends(axes: Axes) -> None:
