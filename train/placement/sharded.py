@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -28,12 +27,16 @@ def resolve(config: Config) -> Placement:
       ValueError: As `qsdp_of`, or if the update is not a transformation.
     """
     fsdp, tx = qsdp_of(config), update(config)
-    layers = functools.partial(fsdp.layers, dtype=config.model.dtype)
-    loss_fn = build.loss_of(config, layers=layers)
+
+    def rounds(state: jaxcomp.QSDPState) -> dict[str, int]:
+        if not state.rounds:  # no levels are learned
+            return {}
+        return {"all": config.steps, "levels": int(np.sum(fsdp.fit_at(np.arange(config.steps))))}
+
     return Placement(
         tx=tx,  # an optimizer of shards sees entries, not layers
-        functions=functools.partial(_functions, loss_fn, fsdp, tx, config.accumulate),
-        rounds=functools.partial(_rounds, config.steps, fsdp),
+        functions=functools.partial(_functions, config, fsdp, tx),
+        rounds=rounds,
         replica_spread=None,
         row_axes=fsdp.axes,
         dense=(2 if fsdp.gather_once else 3 * config.accumulate, "sharded step"),
@@ -107,24 +110,17 @@ def whole(shards: Any, levels: Any) -> Any:
     return map_shards(one, qsdp.decoded_shards(shards, levels))
 
 
-def _rounds(steps: int, fsdp: jaxcomp.QSDP, state: jaxcomp.QSDPState) -> dict[str, int]:
-    if not state.rounds:  # no levels are learned
-        return {}
-    return {"all": steps, "levels": int(np.sum(fsdp.fit_at(np.arange(steps))))}
-
-
 def _functions(
-    loss_fn: Callable,
-    fsdp: jaxcomp.QSDP,
-    tx: optax.GradientTransformation,
-    accumulate: int,
-    mesh: Mesh,
+    config: Config, fsdp: jaxcomp.QSDP, tx: optax.GradientTransformation, mesh: Mesh
 ) -> Functions:
+    layers = functools.partial(fsdp.layers, dtype=config.model.dtype)
+    loss_fn = build.loss_of(config, layers=layers)
+
     def sharded_loss(shards, batch):
         # Blocks, `params["block_0"]` and so on or, stacked, `params["blocks"]`, gather themselves.
         return loss_fn(fsdp.gather(shards, but="^block"), batch)
 
-    made = jaxcomp.qsdp_train_step(sharded_loss, tx, mesh, fsdp, accumulate=accumulate)
+    made = jaxcomp.qsdp_train_step(sharded_loss, tx, mesh, fsdp, accumulate=config.accumulate)
 
     def init(params):
         shards = fsdp.shard(params, mesh, _stacked)
