@@ -47,7 +47,9 @@ class SlambState(NamedTuple):
 
 
 class Rescaling(NamedTuple):
-    """How `slamb` blends in entries that were not just exchanged; it has the formulas.
+    """How `slamb` scales its steps, and blends in entries that were not just exchanged.
+
+    `slamb` has the formulas.
 
     Attributes:
       form: The authors' "quadratic" or "linear"; or "masked", for comparison: entries that were not
@@ -55,11 +57,16 @@ class Rescaling(NamedTuple):
       b3: Decay of the freshness in a step, in [0, 1]; 1 switches rescaling off.
       trust_bounds: Least and greatest trust ratio. Unless the form is linear, those of leaves with
         fewer than two axes are not clipped.
+      step_bound: Most of a coordinate of u before the decay, in units of the most that Adam's can
+        be with any gradients; None: no bound, as in the paper. A replica that has not seen a token
+        has a variance near zero for its row, and gets the momentum of those that have. See
+        `jaxcomp.methods.step_bound`.
     """
 
     form: Literal["quadratic", "linear", "masked"] = "quadratic"
     b3: float = 0.99
     trust_bounds: tuple[float, float] = (0.01, 1000.0)
+    step_bound: float | None = 1.0
 
 
 def slamb(
@@ -74,7 +81,6 @@ def slamb(
     weight_decay: float = 0.0,
     mask: Any = None,
     rescaling: Rescaling = Rescaling(),
-    step_bound: float | None = 1.0,
     variance: Literal["own", "mean"] = "own",
     compressor: Compressor | Policy | Transport | None = None,
     drift_compressor: Compressor | Policy | Transport | None = None,
@@ -113,11 +119,8 @@ def slamb(
       weight_decay: Weight decay; outside the trust ratio if the rescaling is linear, else inside as
         in LAMB.
       mask: Which leaves decay, a tree of bool or a function of the parameters as for `optax.adamw`.
-      rescaling: How stale entries are blended in, as `jaxcomp.Rescaling("linear", b3=0.999)`.
-      step_bound: Most of a coordinate of u before the decay, in units of the most that Adam's can
-        be with any gradients; None: no bound, as in the paper. A replica that has not seen a token
-        has a variance near zero for its row, and gets the momentum of those that have. See
-        `jaxcomp.methods.step_bound`.
+      rescaling: How stale entries are blended in, and bounds of a step, as
+        `jaxcomp.Rescaling("linear", b3=0.999)`.
       variance: "own", as in the paper: of each replica's own gradients. "mean": of the mean
         gradient. Replicas learn it from the momenta that they exchange, without a byte more, and
         keep 4 bytes per parameter more. It is for large vocabularies. See
@@ -155,10 +158,11 @@ def slamb(
       code: `Slamb` (quadratic) and `Slamb_V2` (linear). Deviations: parameters are averaged at the
       end of an interval, not after its first step; the default mask has runs of neighbours, the
       next ones in each step (theirs: chunks of one random permutation, or independent draws); the
-      linear form adds eps after the bias correction; `step_bound`; drifts may be encoded.
+      linear form adds eps after the bias correction; `step_bound`; `variance="mean"`; drifts may
+      be encoded.
     """
     name = "slamb"
-    differs = moments.Deviations(variance_floor=0.0, step_bound=step_bound)
+    differs = moments.Deviations(variance_floor=0.0, step_bound=rescaling.step_bound)
     adam = moments.adam(name, learning_rate, b1, b2, eps, weight_decay, mask, differs)
     _check(density, sync_every, rescaling, compressor, variance)
     default = random_k(0.1 if density is None else density)

@@ -138,11 +138,10 @@ def slamb(meta: dict, trace) -> Setting:
         config["lr"],
         "replica",
         **adam_options(meta),
-        rescaling=jaxcomp.Rescaling(b3=config["beta3"]),
+        rescaling=jaxcomp.Rescaling(b3=config["beta3"], step_bound=None),
         sync_every=lambda count: count % config["local_steps"] == 0,
         compressor=authors.masked_by(cut(trace["mask__same_on_all"], sizes)),
         exact_numel=config["grad_size_thr"],
-        step_bound=None,
     )
     return Setting(tx)
 

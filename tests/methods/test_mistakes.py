@@ -119,6 +119,7 @@ MISTAKES = {
         ({"rescaling": jaxcomp.Rescaling(b3=1.5)}, "b3=1.5"),
         ({"rescaling": jaxcomp.Rescaling("cubic")}, "form='cubic'"),
         ({"rescaling": jaxcomp.Rescaling(trust_bounds=(2.0, 1.0))}, "trust_bounds=(2.0, 1.0)"),
+        ({"variance": "both"}, "variance='both'"),
     ],
     "zero_one_adam": [
         ({"b1": 1.0}, "b1=1.0"),

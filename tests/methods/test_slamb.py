@@ -96,8 +96,8 @@ def authors(rescaling, gradients, decay, variance="own"):
 )
 def test_the_updates_are_those_of_their_formulas(rescaling, variance):
     with jax.enable_x64(True):
-        options = {"rescaling": jaxcomp.Rescaling(rescaling, b3=0.75, trust_bounds=(0.5, 1.25))}
-        options |= {"weight_decay": 0.25, "sync_every": 3, "step_bound": None}
+        how = jaxcomp.Rescaling(rescaling, b3=0.75, trust_bounds=(0.5, 1.25), step_bound=None)
+        options = {"rescaling": how, "weight_decay": 0.25, "sync_every": 3}
         options["variance"] = variance
         run = started(slamb(**options), 3, dtype=np.float64)
         gradients = [random_tree(step, 3, dtype=np.float64) for step in range(1, 8)]

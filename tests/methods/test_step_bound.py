@@ -145,10 +145,10 @@ def test_a_layer_of_one_bit_lamb_moves_no_farther_than_its_ratio_times_adam():
 
 def test_a_matrix_of_slamb_moves_no_farther_than_its_ratio_times_adam():
     options = {"b2": 0.95, "sync_every": 1, "density": 0.5, "exact_numel": 0}
-    options["rescaling"] = jaxcomp.Rescaling(b3=1.0, trust_bounds=(1.0, 1.0))
 
     def largest(bound):
-        tx = jaxcomp.slamb(RATE, "replica", step_bound=bound, **options)
+        how = jaxcomp.Rescaling(b3=1.0, trust_bounds=(1.0, 1.0), step_bound=bound)
+        tx = jaxcomp.slamb(RATE, "replica", rescaling=how, **options)
         history = replicas.history_of(tx, START, list(gradients()), REPLICAS)
         moves = [new["rows"] - old["rows"] for (old, _), (new, _) in itertools.pairwise(history)]
         most = [RATE * most_rates(0.9, 0.95, n) for n in range(1, STEPS + 1)]
