@@ -89,7 +89,8 @@ SHOWN = (
     "top_k Adam",
 )
 SHOWN_OF_MICRO = (
-    *("dense Adam", "4 bits", "0/1 Adam", "dense Muon", "MuLoCo", "SLAMB"),
+    *("dense Adam", "4 bits", "0/1 Adam", "dense Muon", "MuLoCo"),
+    "SLAMB, mean variance, 8 bits",
     *("CocktailSGD, no delay, 88x, rare rows", "CocktailSGD, no delay, 88x, Muon"),
 )
 
