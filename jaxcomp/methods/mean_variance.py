@@ -62,12 +62,12 @@ def root(variance: Any, stale: Any, steps: jax.Array, b2: float, eps: float) -> 
       eps: Added to the square root.
     """
 
-    def of_leaf(v, stale):
+    def divisor(v, stale):
         known = (steps if stale is None else steps - stale.astype(jnp.int32)).astype(v.dtype)
         unbiased = v / (1 - _power(b2, jnp.maximum(known, 1)))
         return jnp.where(known > 0, jnp.sqrt(unbiased) + eps, jnp.inf)
 
-    return jax.tree.map(of_leaf, variance, stale)
+    return jax.tree.map(divisor, variance, stale)
 
 
 def _power(b, n):
