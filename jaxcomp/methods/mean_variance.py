@@ -10,10 +10,10 @@ import jax.numpy as jnp
 
 
 class Learned(NamedTuple):
-    """Trees after an exchange of momenta."""
+    """Trees of float leaves of the parameters' shapes, equal on all replicas."""
 
-    variance: Any  # of the mean gradient, equal on all replicas where momenta are exchanged
-    known: Any  # the momentum at each entry's last exchange
+    variance: Any  # of the mean gradient
+    known: Any  # the mean momentum at each entry's last exchange
 
 
 def learned(state: Learned, momentum: Any, on: Any, stale: Any, b1: float, b2: float) -> Learned:
@@ -23,15 +23,16 @@ def learned(state: Learned, momentum: Any, on: Any, stale: Any, b1: float, b2: f
     mean momentum is b1^c m + (1 - b1) sum_k b1^k g_k over the mean gradients g_k of these steps.
     The square of that sum is in expectation sum_k b1^2k times the mean of g_k^2, if the gradients
     of the steps are independent. A gradient that stays the same counts up to 9 times as much, with
-    b1 = 0.9 and c = 10; with c = 1 the gradient is known.
+    b1 = 0.9 and c = 10; with c = 1 the gradient is known. What a code of the momenta loses counts
+    as a gradient, too. No paper has this.
 
     Args:
       state: Before the exchange.
-      momentum: Momenta after the exchange.
+      momentum: Momenta after the exchange, of the parameters' shapes.
       on: Where they were exchanged, bool of the leaves' shapes; None: everywhere.
-      stale: Steps since each entry's last exchange but this one; None: it was in the step before.
-      b1: Decay of the momentum.
-      b2: Decay of the variance.
+      stale: u16 of the leaves' shapes, steps without an exchange before this one; None: none.
+      b1: Decay of the momentum, in [0, 1).
+      b2: Decay of the variance, in [0, 1).
 
     Returns:
       The new state; entries that were not exchanged keep theirs.
@@ -56,10 +57,13 @@ def root(variance: Any, stale: Any, steps: jax.Array, b2: float, eps: float) -> 
 
     Args:
       variance: Of `learned`.
-      stale: Steps since each entry's last exchange; None: none.
+      stale: u16 of the leaves' shapes, steps since each entry's last exchange; None: none.
       steps: i32[], steps so far.
-      b2: Decay of the variance.
+      b2: Decay of the variance, in [0, 1).
       eps: Added to the square root.
+
+    Returns:
+      A tree like `variance`.
     """
 
     def divisor(v, stale):

@@ -69,6 +69,7 @@ def by_kind(
     Returns:
       An `optax.partition` by the kinds that the parameters have. Each optimizer sees its leaves
       alone: norms for clipping are over these, and a method among them sends messages of its own.
+      `train` refuses two methods that count their messages, as `zero_one_adam` and `slamb` do.
 
     Examples:
       >>> import jaxcomp

@@ -4,7 +4,7 @@ import functools
 import hashlib
 import pathlib
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -39,7 +39,15 @@ class ImageSet(NamedTuple):
     record: dict[str, str | int]
 
 
-def read(settings: Images, model: Any, cache: pathlib.Path) -> ImageSet:
+class Fitting(Protocol):
+    """What the images have to fit: the size and the classes of a model's configuration."""
+
+    size: int
+    channels: int
+    classes: int
+
+
+def read(settings: Images, model: Fitting, cache: pathlib.Path) -> ImageSet:
     """Finds the images that a configuration names and holds out a part of them.
 
     That is the data set's own validation part, if it has one. Otherwise it is each image whose hash
@@ -48,8 +56,8 @@ def read(settings: Images, model: Any, cache: pathlib.Path) -> ImageSet:
 
     Args:
       settings: What to read.
-      model: Its configuration; gives the size, channels and classes that the images must have.
-        Images of a folder are scaled.
+      model: Gives the size, channels and classes that the images must have; images of a folder are
+        scaled.
       cache: Folder that records which images of a folder can be read, see `image_folder`.
 
     Returns:
