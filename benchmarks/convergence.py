@@ -109,7 +109,7 @@ def main() -> None:
     """Makes the missing runs, one after the other, and saves after each."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--task", default="nano", choices=list(TASKS))
-    parser.add_argument("--methods", nargs="+", required=True, choices=list(METHODS))
+    parser.add_argument("--methods", nargs="+", required=True, choices=[*METHODS], metavar="NAME")
     parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2])
     parser.add_argument("--tuning-seeds", nargs="*", type=int, default=[0])
     parser.add_argument("--steps", type=int, help="instead of the task's own")

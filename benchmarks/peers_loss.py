@@ -237,7 +237,7 @@ def main(args: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--torch-python", help="as of benchmarks.slow_network; without it no peers")
     parser.add_argument("--peer-code", help="folder of the authors' code, see benchmarks.peers")
-    parser.add_argument("--methods", nargs="+", default=list(ROWS), choices=list(ROWS))
+    parser.add_argument("--methods", nargs="+", default=[*ROWS], choices=[*ROWS], metavar="NAME")
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--rates", type=int, default=2, help="how many of each optimizer's")
     parser.add_argument("--json", type=pathlib.Path, default=rows_file.RESULTS / "peers_loss.json")
