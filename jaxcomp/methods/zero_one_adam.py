@@ -37,7 +37,9 @@ class ZeroOneAdamState(NamedTuple):
     variance: Any  # equal on all replicas
     variance_steps: jax.Array  # i32[], steps done when it was last learned
     variance_weight: jax.Array  # f32[], the weight of all gradients in it: 1 - b2^n in Adam
-    drift: Any  # this replica's parameters minus the consensus, since the last synchronization
+    # This replica's parameters minus the consensus, since the last synchronization; a
+    # `optax.MaskedNode` if every step synchronizes.
+    drift: Any
     rate_sum: jax.Array  # f32[], sum of the learning rates since then
     residual: Any  # not sent yet
     owner_residual: Any  # f32[numel / R] per bucket: not passed on yet
@@ -105,8 +107,9 @@ def zero_one_adam(
       mask: Which leaves decay, as for `optax.adamw`.
 
     Returns:
-      A `GradientTransformationExtraArgs` whose updates move the consensus. It keeps 4 + 1/R float32
-      values per parameter: momentum, variance, drift, residual and the owner's residual.
+      A `GradientTransformationExtraArgs` whose updates move the consensus. It keeps 3 + 1/R float32
+      values per parameter: momentum, variance, residual and the owner's residual; with another
+      `sync_at` than the default also the drift.
 
       A replica whose gradient is not finite in some leaves keeps their momentum and drift, and
       counts the step in `skipped`. If replicas synchronize in every step, no leaf's message waits
@@ -137,6 +140,7 @@ def zero_one_adam(
     code = signs_by_row if compressor is None else compressor
     transport = transport_of(code, axis_name)
     learning = transport_of(variance_compressor, axis_name)
+    always = sync_at is schedules.always
 
     def init_fn(params):
         schedules.plan(sync_at, variance_at, _CHECKED_STEPS)
@@ -149,7 +153,7 @@ def zero_one_adam(
             variance=zeros,
             variance_steps=zero,
             variance_weight=jnp.zeros([], moments.dtype_of(zeros)),
-            drift=own,
+            drift=optax.MaskedNode() if always else own,
             rate_sum=jnp.zeros([], moments.dtype_of(zeros)),
             residual=residual,
             owner_residual=owner_residual,
@@ -173,8 +177,8 @@ def zero_one_adam(
         learns, meets, is_warm = variance_at(count), sync_at(count), count < warmup_steps
         learned, root, rootless = _learned(adam, state, grads, bad, learns, learning)
         still = jax.tree.map(jnp.logical_or, bad, rootless)
-        own = _own_step(adam, state, grads, still, root, axis_name)
-        always = sync_at is schedules.always
+        start = jax.tree.map(zeros_of, state.momentum) if always else state.drift
+        own = _own_step(adam, state, start, grads, still, root, axis_name)
         together = functools.partial(_together, adam, averaged, axis_name, always)
         if always:
             change, moved = together(state, own, root)
@@ -193,8 +197,8 @@ def zero_one_adam(
     return method(name, axis_name, init_fn, update_fn)
 
 
-def _own_step(adam, state, grads, still, root, axis_name):
-    """The state with this replica's momentum, drift and sum of rates after its step."""
+def _own_step(adam, state, start, grads, still, root, axis_name):
+    """The state with this replica's momentum, drift and sum of rates after a step from `start`."""
     rate = adam.rate_of(state.count)
     if adam.deviations.bias_correction:
         rate = rate / (1 - moments.power(adam.b1, state.count + 1, state.momentum))
@@ -203,7 +207,7 @@ def _own_step(adam, state, grads, still, root, axis_name):
     momentum = sendable(adam, state.count + 1, whole, root, state.residual, axis_name)
     momentum = unless(still, momentum, state.momentum)
     drifted = lambda d, m, s: d - rate * m / s
-    drift = unless(still, jax.tree.map(drifted, state.drift, momentum, root), state.drift)
+    drift = unless(still, jax.tree.map(drifted, start, momentum, root), start)
     return state._replace(momentum=momentum, drift=drift, rate_sum=state.rate_sum + rate)
 
 
@@ -237,7 +241,7 @@ def _together(adam, averaged, axis_name, always, state, own, root):
         momentum = jax.tree.map(mean, change, root, momentum)
         # A `where` on an empty array loses the varying type.
         momentum = to_varying(momentum, axis_name)
-    drift, rate_sum = jax.tree.map(zeros_of, (own.drift, own.rate_sum))
+    drift, rate_sum = jax.tree.map(zeros_of, (state.drift, own.rate_sum))
     new = {"momentum": momentum, "drift": drift, "rate_sum": rate_sum}
     return change, new | averaging.feedback(got)
 

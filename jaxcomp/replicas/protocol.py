@@ -75,7 +75,7 @@ FIELDS = frozenset(
 
 def drifts(state: Any) -> list[Any]:
     """The drifts in a state, one for each method with one."""
-    return list(fields(state, "drift").values())
+    return [drift for drift in fields(state, "drift").values() if not is_masked(drift)]
 
 
 def evaluated_drifts(state: Any) -> list[Any]:
@@ -85,7 +85,7 @@ def evaluated_drifts(state: Any) -> list[Any]:
         for method in _methods(state).values()
         if not isinstance(method, EvaluatesConsensus)
         for key, child in _children(method)
-        if _name(key) == "drift"
+        if _name(key) == "drift" and not is_masked(child)
     ]
 
 

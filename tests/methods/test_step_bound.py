@@ -104,7 +104,7 @@ def farthest(history, b2, corrected):
     drift_of = lambda state: optax.tree_utils.tree_get(state, "drift")
     for n, ((old, before), (new, after)) in enumerate(itertools.pairwise(history), 1):
         most = RATE * most_rates(0.9, b2, n, corrected)
-        apart = drift_of(after) is not None and any(map(np.any, drift_of(after).values()))
+        apart = any(map(np.any, jax.tree.leaves(drift_of(after))))
         for k in START:
             move = np.asarray(new[k], np.float64) - np.asarray(old[k], np.float64)
             if apart:

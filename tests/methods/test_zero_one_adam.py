@@ -6,11 +6,13 @@ import sys
 
 import jax
 import numpy as np
+import optax
 import pytest
 
 import jaxcomp
 from jaxcomp import schedules
 from jaxcomp.methods.moments import NONE
+from jaxcomp.replicas import protocol
 from tests.helpers.adam import GRADIENTS, RATE, SHAPES, random_tree, trained
 from tests.helpers.replicas import one_value
 
@@ -244,6 +246,17 @@ def test_a_replica_whose_gradient_is_not_finite_stands_still(count, bad):
         assert np.any(np.asarray(state.momentum["bias"][1] != old.momentum["bias"][1]))
         assert np.any(np.asarray(state.drift["kernel"][0] != old.drift["kernel"][0]))
         np.testing.assert_array_equal(params["kernel"], before["kernel"])
+
+
+def test_if_every_step_synchronizes_the_state_has_no_drift():
+    """Steps are those of a schedule that has every step, which keeps a drift of zeros."""
+    of = lambda **options: trained(jaxcomp.zero_one_adam(RATE, "replica", **options), GRADIENTS)
+    without, kept = of()[-1], of(sync_at=every(1), variance_at=schedules.growing())[-1]
+    assert without[1].drift == optax.MaskedNode()
+    assert not protocol.drifts(without[1]) and not protocol.evaluated_drifts(without[1])
+    assert not any(map(np.any, jax.tree.leaves(kept[1].drift)))
+    kept = kept[0], kept[1]._replace(drift=optax.MaskedNode())
+    jax.tree.map(np.testing.assert_array_equal, without, kept)
 
 
 def test_an_interval_without_a_rate_keeps_its_momenta():
