@@ -452,6 +452,11 @@ METHODS: dict[str, Method] = {
         "drift_compressor=quantize(8)",
         sync_every=5,
     ),
+    "SLAMB, mean variance, 4 bits": _slamb(
+        "variance='mean', compressor=compose(random_k(0.25), quantize(4)), "
+        "drift_compressor=quantize(4)",
+        sync_every=5,
+    ),
     "SLAMB, 8 bits": _slamb("compressor=compose(random_k(0.1), quantize(8))"),
     "LAMB in CocktailSGD, no delay, 10x": Method(
         "cocktail_sgd(lamb(learning_rate), axis_name, delayed=False, "

@@ -52,7 +52,7 @@ METHODS: dict[str, methods.Method] = {
             ("SLAMB", "SLAMB", 1.4e-2),  # nano's 2e-2 diverges here
             *(
                 (f"SLAMB, mean variance{x}", f"SLAMB, mean variance{x}", 1.4e-2)
-                for x in ("", ", 8 bits")
+                for x in ("", ", 8 bits", ", 4 bits")
             ),
             ("1-bit Adam", "1-bit Adam, 1200 dense steps", 6e-3),  # 15%, as on nano
         )
