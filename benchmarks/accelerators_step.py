@@ -68,7 +68,7 @@ IN_SHARDS = ("tiny-in-shards", "20b")
 
 METHODS: dict[str, Method] = {
     name: methods.METHODS[known]._replace(
-        layered=name in ("power_sgd", "dion", "muloco", "one_bit_lamb", "slamb")
+        layered=name in ("power_sgd", "dion", "muloco", "one_bit_lamb", "slamb", "slamb_mean")
     )
     for name, known in {
         "dense": "dense AdamW",
@@ -91,6 +91,7 @@ METHODS: dict[str, Method] = {
         "one_bit_lamb": "1-bit LAMB, 100 dense steps",
         "zero_one_adam": "0/1 Adam, plain",
         "slamb": "SLAMB, plain",
+        "slamb_mean": "SLAMB, plain, mean variance",
         "sharded_optimizer": "sharded AdamW",
         "qsdp": "QSDP W8G8, fast axis",
     }.items()

@@ -324,6 +324,7 @@ COMPILED: dict[str, Method] = {
     ),
     "0/1 Adam, plain": Method("zero_one_adam(learning_rate, axis_name)"),
     "SLAMB, plain": Method("slamb(learning_rate, axis_name)"),
+    "SLAMB, plain, mean variance": Method("slamb(learning_rate, axis_name, variance='mean')"),
     "sharded AdamW": Method(f"sharded_optimizer({_ADAMW}, axis_name)"),
     "QSDP W8G8, fast axis": Method(_ADAMW, qsdp="qsdp(axis_name, fast_axis=fast_axis)"),
 }
