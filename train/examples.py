@@ -41,7 +41,9 @@ def read(config: Config) -> Examples:
         made = _image_set(data, config.model, folder, config.name)
         return _in_epochs(config, images, made.record, made, made)
     corpus = _corpus(data, config.model.vocab, folder)
-    return (_documents if data.packed else _text)(config, corpus)
+    made = (_documents if data.packed else _text)(config, corpus)
+    train, validation = (_whole(corpus, make) for make in (made.train, made.validation))
+    return made._replace(train=train, validation=validation)
 
 
 def none(config: Config) -> Examples:
@@ -60,6 +62,16 @@ def _corpus(data: Data, vocab: int, folder: Path) -> Corpus:
     corpus = token_files.load(made if made.is_dir() else prepare())
     token_files.require_fit(corpus.vocab, vocab, data)
     return corpus
+
+
+def _whole(corpus: Corpus, make: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes rows while the files of a corpus are whole."""
+
+    def made(*args, **options):
+        token_files.require_whole(corpus)
+        return make(*args, **options)
+
+    return made
 
 
 def _text(config: Config, corpus: Corpus) -> Examples:

@@ -68,7 +68,7 @@ def _train(config: Config, folder: Path, until_the_end: contextlib.ExitStack) ->
         contextlib.ExitStack() as stack,
     ):
         watch.at(0, "the start", config.start_seconds)
-        agree.require_shared(folder, instead="write its path as --runs-dir")
+        agree.require_shared(folder, instead="write another --runs-dir")
         # Before anything is compiled. A run that goes on from copies may have lost its source.
         if config.start_from is not None and not config.emergency_every:
             start_from = config.start_from

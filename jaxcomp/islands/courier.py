@@ -140,12 +140,12 @@ class Courier(threading.Thread):
 
     def why(self, patience: float) -> str:
         """Why nothing was ready after so many seconds."""
-        if not self.waits_for:
+        if self.trouble or not self.waits_for:
             answers = self.trouble or "the store does not answer"
             return f"needs round {self.round}, and waited patience={patience:g} s; {answers}"
         return (
             f"{self.waits_for}; needs quorum={self.rules.quorum}, and waited patience={patience:g} "
-            "s; start more islands, or found the run with a smaller quorum. " + self.trouble
+            "s; start more islands, or found the run with a smaller quorum."
         )
 
     def end(self, leaves: bool) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jaxcomp.launch.exits import Transient, words
+from jaxcomp.launch.regular import make_folder
 
 # Errors of one process that all raise. A RuntimeError stands for those of any other kind.
 _KINDS = (ConnectionError, OSError, Transient, ValueError, RuntimeError)
@@ -67,7 +68,7 @@ def _broadcast(text: bytes) -> bytes:
 
 
 def require_shared(
-    folder: Path, seconds: float = 10.0, instead: str = "name a folder there"
+    folder: Path, seconds: float = 10.0, instead: str = "name another folder"
 ) -> None:
     """Checks that a folder is the same for all processes, if there are several.
 
@@ -85,7 +86,7 @@ def require_shared(
         return
 
     def write():
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder, instead)
         token = folder / f".shared-{secrets.token_hex(8)}"
         token.touch()
         return token.name

@@ -106,7 +106,7 @@ def supervise(
     Returns:
       How they ended.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    regular.make_folder(folder, "write another folder as --logs")
     echo.write(os.fsencode(f"{len(commands)} processes; logs: {folder}/process_*.log\n"))
     members: list[Member] = []
     secret = control.greeting(secrets.token_hex(32), private or {})

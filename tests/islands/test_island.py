@@ -385,6 +385,17 @@ def test_while_it_trains_an_island_lists_its_round_alone(join, monkeypatch):
     assert "claims" in asked
 
 
+def test_who_waits_for_a_store_that_refuses_is_told_that_alone(join, monkeypatch):
+    def full(self, *_):
+        raise OSError(28, "the disk is full")
+
+    island = join("a", deadline=0.2, patience=0.5)
+    until(lambda: island._crew.courier.waits_for)
+    monkeypatch.setattr(store.Bucket, "create", full)
+    with pytest.raises(TimeoutError, match=r"^needs round 0, and waited .* s; .* disk is full$"):
+        island.step(island.params)
+
+
 def test_waiting_ends_and_says_for_what(join):
     island = join("a", quorum=2, deadline=0.2, patience=0.3)
     with pytest.raises(TimeoutError, match=r"messages of \['a'\]; needs quorum=2, and waited"):

@@ -8,10 +8,11 @@ import signal
 import threading
 import time
 
+import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxcomp.launch import claims
+from jaxcomp.launch import agree, claims
 from jaxcomp.launch.exits import Transient
 from tests.helpers.launching import piped, until
 from train.checkpoints import files
@@ -209,3 +210,12 @@ def test_a_folder_that_cannot_be_made_is_named_with_what_to_do(tmp_path):
     told = f"cannot make {folder}/writer: Not a directory; write another --runs-dir"
     with pytest.raises(OSError, match=told):
         claims.claimed(folder, instead="write another --runs-dir").__enter__()
+
+
+def test_a_shared_folder_that_cannot_be_made_is_named_with_what_to_do(tmp_path, monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(agree, "from_first", lambda make: make())
+    (tmp_path / "file").touch()
+    told = f"cannot make {tmp_path}/file/run: Not a directory; write another --runs-dir"
+    with pytest.raises(OSError, match=told):
+        agree.require_shared(tmp_path / "file" / "run", instead="write another --runs-dir")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 
 import numpy as np
 import pytest
@@ -73,3 +74,16 @@ def test_documents_without_a_token_to_predict_are_refused_at_the_start(tmp_path,
     data = Data(path=str(tmp_path / "rows.jsonl"), packed=True, cache=str(tmp_path / "cache"))
     with pytest.raises(ValueError, match=f"leaves nothing to predict for {part}, which needs a"):
         examples.read(dataclasses.replace(config, data=data))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_file_that_is_cut_while_a_run_reads_it_is_named(tmp_path, packed):
+    config = tiny_config(tmp_path)
+    data = dataclasses.replace(config.data, packed=packed)
+    made = examples.read(dataclasses.replace(config, data=data))
+    made.train(0, slice(0, 2))
+    (file,) = tmp_path.glob("runs/run/data/*/train.tokens")
+    os.truncate(file, file.stat().st_size - 1)  # cut to nothing, it would end the tests
+    for make in (made.train, made.validation):
+        with pytest.raises(ValueError, match=f"{file} was cut .*; remove {file.parent}, and start"):
+            make(1, slice(0, 2))

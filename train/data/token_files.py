@@ -46,6 +46,7 @@ class Corpus(NamedTuple):
       parts: "train" and "validation" with all their files.
       vocab: One more than the largest token of the tokenizer, or of the files: of bytes, and where
         it is larger.
+      folder: Where the files are.
     """
 
     train: np.ndarray
@@ -53,6 +54,7 @@ class Corpus(NamedTuple):
     record: dict[str, Any]
     parts: dict[str, Part]
     vocab: int
+    folder: pathlib.Path
 
 
 def prepare(data: Data, folder: pathlib.Path, vocab: int | None = None) -> pathlib.Path:
@@ -117,7 +119,20 @@ def load(folder: pathlib.Path) -> Corpus:
     vocab = max(record.get("vocab", 0), *(1 + largest for _, largest in parts.values()))
     train, validation = (part for part, _ in parts.values())
     both = {"train": train, "validation": validation}
-    return Corpus(train.tokens, validation.tokens, record, both, vocab)
+    return Corpus(train.tokens, validation.tokens, record, both, vocab, folder)
+
+
+def require_whole(corpus: Corpus) -> None:
+    """Raises a ValueError if a mapped file has another size now: reading on may be a SIGBUS."""
+    for name, part in corpus.parts.items():
+        for kind, mapped in part._asdict().items():
+            while isinstance(mapped, np.ndarray):
+                mapped = mapped.base
+            if mapped is not None and mapped.size() != len(mapped):
+                raise ValueError(
+                    f"{corpus.folder}/{name}.{kind} was cut or replaced while this run read it; "
+                    f"remove {corpus.folder}, and start the same command again."
+                )
 
 
 def _write(new: pathlib.Path, source: Source, tokenizer: Tokenizer, data: Data) -> None:
