@@ -34,10 +34,10 @@ from jaxcomp.exchange.messages import message_bytes
 TABLE = {
     ("h100", "q4"): (38, 165, 3, 0),
     ("h100", "cocktail"): (40, 155, 2, 0),
-    ("h100", "zero_one_adam"): (51, 255, 5, 1),
+    ("h100", "zero_one_adam"): (47, 215, 5, 1),
     ("v5e", "q4"): (78, 475, 3, 0),
     ("v5e", "cocktail"): (106, 610, 2, 0),
-    ("v5e", "zero_one_adam"): (114, 900, 5, 1),
+    ("v5e", "zero_one_adam"): (109, 900, 5, 1),
 }
 
 TPU_LOCK = pathlib.Path("/tmp/libtpu_lockfile")
