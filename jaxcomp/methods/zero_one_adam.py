@@ -37,7 +37,7 @@ class ZeroOneAdamState(NamedTuple):
     variance: Any  # equal on all replicas
     variance_steps: jax.Array  # i32[], steps done when it was last learned
     variance_weight: jax.Array  # f32[], the weight of all gradients in it: 1 - b2^n in Adam
-    # This replica's parameters minus the consensus, since the last synchronization; a
+    # This replica's parameters minus the consensus, since the last synchronization; an
     # `optax.MaskedNode` if every step synchronizes.
     drift: Any
     rate_sum: jax.Array  # f32[], sum of the learning rates since then
