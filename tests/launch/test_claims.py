@@ -216,6 +216,6 @@ def test_a_shared_folder_that_cannot_be_made_is_named_with_what_to_do(tmp_path, 
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(agree, "from_first", lambda make: make())
     (tmp_path / "file").touch()
-    told = f"cannot make {tmp_path}/file/run: Not a directory; write another --runs-dir"
-    with pytest.raises(OSError, match=told):
+    message = f"cannot make {tmp_path}/file/run: Not a directory; write another --runs-dir"
+    with pytest.raises(OSError, match=message):
         agree.require_shared(tmp_path / "file" / "run", instead="write another --runs-dir")

@@ -237,6 +237,6 @@ def test_a_log_on_a_full_disk_is_named(tmp_path, monkeypatch):
 
 def test_a_folder_of_logs_that_cannot_be_made_is_named_with_what_to_write(tmp_path):
     (tmp_path / "file").touch()
-    told = f"cannot make {tmp_path}/file/logs: Not a directory; write another folder as --logs"
-    with pytest.raises(OSError, match=told):
+    message = f"cannot make {tmp_path}/file/logs: Not a directory; write another folder as --logs"
+    with pytest.raises(OSError, match=message):
         supervise.supervise([["true"]], tmp_path / "file" / "logs", 1.0)
