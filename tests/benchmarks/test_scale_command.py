@@ -156,7 +156,7 @@ def results(name):
 
 TUNED = [size for size, of in scale_sizes.SIZES.items() if of.centres and results(size)]
 # The pages say so.
-UNTUNED = {("micro", "DeMo"), ("micro_batch_64", "MuLoCo, mean momenta")}
+UNTUNED = {("micro_batch_64", "MuLoCo, mean momenta")}
 
 
 @pytest.mark.parametrize("size", TUNED)
