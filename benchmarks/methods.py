@@ -212,7 +212,8 @@ PICO: dict[str, Method] = {
     "PowerSGD, Adam": Method(f"chain(power_sgd(4, axis_name), {ADAM})", (1e-2,)),
     "Dion": Method(f"dion(learning_rate, axis_name, rank=16, others={ADAM})", (2e-2,)),
     "DeMo": Method("demo(learning_rate, axis_name)", (4e-3,)),
-    # Not measured on pico, whose embedding is small.
+    # Not measured on pico, whose vocabulary is small.
+    "DeMo, 4 bits": Method("demo(learning_rate, axis_name, values=quantize(4))", (4e-3,)),
     "DeMo, embedding 10x": Method(
         "by_kind(demo(learning_rate, axis_name), embedding=chain("
         f"compressed_mean(cocktail(random=0.5, top=0.5), axis_name), {ADAM}))",
@@ -306,9 +307,7 @@ COMPILED: dict[str, Method] = {
     "8-bit AdamW": _mean("quantize(8)", _ADAMW),
     "4-bit AdamW": _mean("quantize(4)", _ADAMW),
     **{
-        f"{name} AdamW, last layers first": _mean(
-            f"two_shot({code}, order=last_layers_first)", _ADAMW
-        )
+        f"{name} AdamW, order of the tree": _mean(f"two_shot({code}, order=None)", _ADAMW)
         for name, code in {"dense": "identity()", "4-bit": "quantize(4)"}.items()
     },
     "CocktailSGD, AdamW": Method(f"cocktail_sgd({_ADAMW}, axis_name)"),

@@ -44,7 +44,7 @@ CALLS = [
     "rotated(sign(block=128))",
     "two_shot",
     "two_shot(quantize(4), bucket_numel=100)",
-    "gathered(sign(block=8), order=last_layers_first)",
+    "gathered(sign(block=8), order=None)",
     "gathered(by_path(('.*', sign(block=8))), seed=3)",
 ]
 NAMES = vars(jaxcomp) | vars(schedules)

@@ -85,10 +85,10 @@ def by_path(*rules: tuple[str, Any]) -> Callable[[str, Any], Any]:
 def last_layers_first(path: str) -> Any:
     """Sorts leaves as the backward pass completes their gradients, as far as paths tell.
 
-    Layers come by number, the last one first; then leaves without a number, such as embeddings.
-    So a bucket has neighbouring layers, and its message leaves once they are done. In the order of
-    a tree `block_10` follows `block_1`. For a model whose first layers have no common name, or
-    that has several stacks, write a function of your own.
+    Layers come by number, the last one first; then leaves without a number, such as embeddings, in
+    the order of the tree. So a bucket has neighbouring layers, and its message leaves once they
+    are done. In the order of a tree `block_10` follows `block_1`. For a model whose first layers
+    have no common name, or that has several stacks, write a function of your own.
 
     Args:
       path: The path of a leaf.
@@ -100,8 +100,9 @@ def last_layers_first(path: str) -> Any:
       >>> import jaxcomp
       >>> sorted(["block_1/up", "block_10/up", "embed"], key=jaxcomp.last_layers_first)
       ['block_10/up', 'block_1/up', 'embed']
-      >>> jaxcomp.two_shot(jaxcomp.quantize(4), order=jaxcomp.last_layers_first)
-      two_shot(quantize(4), order=last_layers_first)
+      >>> jaxcomp.two_shot(jaxcomp.quantize(4), order=None)
+      two_shot(quantize(4), order=None)
     """
     text, *more = re.split(r"(\d+)", path)
-    return not more, [text, *(x if i % 2 else -int(x) for i, x in enumerate(more))]
+    numbered = [text, *(x if i % 2 else -int(x) for i, x in enumerate(more))]
+    return not more, numbered if more else []

@@ -121,7 +121,7 @@ def average(
     plan = plan_of(transport, tree)
     if owner_residual is None:
         owner_residual = zero_owner_residual(plan, transport)
-    if transport.order is not None:
+    if plan.reordered:
         (owner_residual,) = owner_residual.values()
     total = tree if residual is None else paired(_plus, residual, tree)
     leaves = plan.treedef.flatten_up_to(total)
@@ -149,7 +149,7 @@ def average(
     sent = _sent(plan, leaves, empty, decoded, instead)
     left = None if residual is None else paired(_lost, residual, total, sent)
     failed = None if bad is None else not_finite(flat[carrier:][:1]) > 0
-    owed = _by_bucket(transport, (m.owner_residual for m in means))
+    owed = _by_bucket(plan, transport, (m.owner_residual for m in means))
     return Averaged(means_of, sent, left, owed, failed, flat)
 
 
@@ -258,13 +258,12 @@ def zero_owner_residual(plan: buckets.Plan, transport: Transport) -> Any:
         else None
         for bucket in plan.buckets
     )
-    return _by_bucket(transport, each)
+    return _by_bucket(plan, transport, each)
 
 
-def _by_bucket(transport, residuals):
-    """As states keep it: a tuple, under the name of an order other than the tree's."""
-    order = transport.order
-    return tuple(residuals) if order is None else {text(order): tuple(residuals)}
+def _by_bucket(plan, transport, residuals):
+    """As states keep it: a tuple, under the name of the order where it differs from the tree's."""
+    return {text(transport.order): tuple(residuals)} if plan.reordered else tuple(residuals)
 
 
 def rounded_off(param: jax.Array, change: jax.Array) -> jax.Array:

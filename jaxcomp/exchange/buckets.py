@@ -50,6 +50,7 @@ class Plan:
     dtypes: tuple[Any, ...]
     labels: tuple[Any, ...]  # one a leaf
     buckets: tuple[Bucket, ...]
+    reordered: bool  # whether leaves are in another order than that of the tree
 
 
 def small_or_vector(*replica_axes: str, numel: int = 1024) -> Callable[[str, Any], bool]:
@@ -87,7 +88,8 @@ def make_plan(
       num_replicas: Every bucket is padded to a multiple of this.
       bucket_numel: Most elements of a bucket before padding, at least 1. By default each label has
         at most 8 buckets; see `default_numel`.
-      order: `path -> key`, by which the leaves of a label are sorted; None: as in the tree.
+      order: `path -> key`, by which the leaves of a label are sorted; equal keys and None: as in
+        the tree.
 
     Returns:
       The `Plan`. Leaves without elements are in no bucket.
@@ -113,17 +115,19 @@ def make_plan(
                 "averaged; keep such leaves out of the parameters, in a closure of the loss."
             )
     labels = tuple(common_value(label, key_path, leaf) for key_path, leaf in keyed)
-    buckets = []
+    buckets, changed = [], False
     for value in dict.fromkeys(labels):
         chosen = [i for i, leaf in enumerate(leaves) if labels[i] == value and leaf.size]
-        chosen.sort(key=lambda i: i if order is None else order(paths[i]))
+        if order is not None:
+            chosen, in_tree = sorted(chosen, key=lambda i: order(paths[i])), chosen
+            changed |= chosen != in_tree
         most = bucket_numel or default_numel(sum(leaves[i].size for i in chosen))
         for segments in _cut(chosen, [leaf.size for leaf in leaves], most):
             dtypes_inside = {jnp.dtype(leaves[s.leaf].dtype) for s in segments}
             buckets.append(_bucket(value, segments, dtypes_inside, num_replicas))
     shapes = tuple(tuple(leaf.shape) for leaf in leaves)
     dtypes = tuple(jnp.dtype(leaf.dtype) for leaf in leaves)
-    return Plan(treedef, paths, shapes, dtypes, labels, tuple(buckets))
+    return Plan(treedef, paths, shapes, dtypes, labels, tuple(buckets), changed)
 
 
 def default_numel(numel: int) -> int:

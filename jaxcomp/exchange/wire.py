@@ -17,7 +17,7 @@ from jax import lax
 from jaxcomp._printing import text
 from jaxcomp.compressors.base import Compressor, Key
 from jaxcomp.compressors.packing import fold
-from jaxcomp.compressors.policies import Order, Policy, policy_of
+from jaxcomp.compressors.policies import Order, Policy, last_layers_first, policy_of
 from jaxcomp.exchange import decoding
 from jaxcomp.exchange.journeys import Hop, Journey, alone
 from jaxcomp.exchange.messages import message_of
@@ -60,7 +60,7 @@ class Exchange(NamedTuple):
         *,
         bucket_numel: int | None = None,
         seed: int = 0,
-        order: Order | None = None,
+        order: Order | None = last_layers_first,
     ) -> Transport:
         """How to send, for any argument of a method that takes a code.
 
@@ -69,8 +69,9 @@ class Exchange(NamedTuple):
           bucket_numel: Most elements of one message's bucket; by default at most 8 buckets a code.
           seed: Seed of masks, shifts and stochastic rounding; equal on all replicas.
           order: `path -> key`, by which the leaves of a code are sorted before they are cut into
-            buckets, such as `jaxcomp.last_layers_first`; None: as in the tree. What owners keep by
-            bucket, `owner_residual`, has it in its structure, so that it fits no other order.
+            buckets: see `jaxcomp.last_layers_first`. None: as in the tree. What owners keep by
+            bucket, `owner_residual`, has the order in its structure where it differs from the
+            tree's, so that it fits no other one.
 
         Raises:
           ValueError: For anything but a code.
@@ -93,13 +94,13 @@ class Transport(NamedTuple):
     exchange: Exchange
     bucket_numel: int | None = None  # most elements of one message's bucket; None: 8 buckets a code
     seed: int = 0  # of masks, shifts and stochastic rounding; equal on all replicas
-    order: Order | None = None  # `path -> key` that sorts the leaves; None: as in the tree
+    order: Order | None = last_layers_first  # `path -> key` that sorts leaves; None: as in the tree
     axis_name: str = ""  # the mesh axis of the replicas, which a method fills in
 
     def __repr__(self) -> str:
         cut = "" if self.bucket_numel is None else f", bucket_numel={self.bucket_numel}"
         seed = f", seed={self.seed}" if self.seed else ""
-        order = f", order={text(self.order)}" if self.order else ""
+        order = "" if self.order is last_layers_first else f", order={text(self.order)}"
         return f"{self.exchange!r}({text(self.code)}{cut}{seed}{order})"
 
 

@@ -1,5 +1,7 @@
 """Buckets: every pytree comes back as it was, whatever the cuts and the padding."""
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -31,6 +33,24 @@ def test_a_tree_of_any_form_comes_back():
 
 shapes = st.lists(st.integers(0, 5), max_size=3).map(tuple)
 dtypes = st.sampled_from(["bfloat16", "float16", "float32"])
+
+
+class Model(NamedTuple):
+    stem: jax.Array
+    layers: list[jax.Array]
+    bias: jax.Array
+
+
+def test_layers_with_numbers_come_last_first_and_other_leaves_as_in_the_tree():
+    def placed(tree):
+        plan = buckets.make_plan(tree, one_label, 1, order=last_layers_first)
+        [bucket] = plan.buckets
+        return plan.reordered, [plan.paths[s.leaf] for s in bucket.segments]
+
+    x = jnp.ones(3)
+    paths = ["layers/1", "layers/0", "stem", "bias"]
+    assert placed(Model(x, [x, x], x)) == (True, paths)
+    assert placed(Model(x, [], x)) == (False, ["stem", "bias"])
 
 
 @settings(max_examples=25, deadline=None)

@@ -150,10 +150,10 @@ def test_identity_is_the_uncompressed_mean_bit_for_bit(num_replicas):
             assert one_value(updates[name]).tobytes() == one_value(want[name]).tobytes()
 
 
-def test_a_bucket_has_neighbouring_layers_where_the_last_ones_come_first():
+def test_a_bucket_has_neighbouring_layers_and_the_last_ones_come_first():
     mesh, layers = mesh_of(2), range(11, -1, -1)
     params = {f"layer_{i}": np.zeros((4, 16), np.float32) for i in layers}
-    code = jaxcomp.two_shot(CODED, bucket_numel=128, order=jaxcomp.last_layers_first)
+    code = jaxcomp.two_shot(CODED, bucket_numel=128)
     update, state, replicated = start(mean(code, exact=lambda path, leaf: False), mesh, params)
     grads = gradients(2, 0, params)
     updates, state = update(rows(mesh, grads), state, replicated)

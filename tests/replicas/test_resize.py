@@ -88,17 +88,19 @@ def test_a_resized_state_owes_what_the_old_one_did_and_goes_on(old, new):
 
 
 def test_what_owners_hold_fits_no_other_order_of_leaves():
-    def shapes(num_replicas, order):
-        code = jaxcomp.two_shot(jaxcomp.quantize(4, block=8), order=order)
-        tx = jaxcomp.compressed_mean(code, "replica", exact=lambda path, leaf: False)
-        return jax.eval_shape(transform(tx, mesh_of(num_replicas), PARAMS)[0], PARAMS)
+    params = {f"layer_{i}": np.zeros((8, 6), np.float32) for i in range(3)}
 
-    old = jax.tree.map(lambda x: np.ones(x.shape, x.dtype), shapes(4, jaxcomp.last_layers_first))
-    moved = jaxcomp.resize(old, shapes(2, jaxcomp.last_layers_first))
+    def shapes(num_replicas, **order):
+        code = jaxcomp.two_shot(jaxcomp.quantize(4, block=8), **order)
+        tx = jaxcomp.compressed_mean(code, "replica", exact=lambda path, leaf: False)
+        return jax.eval_shape(transform(tx, mesh_of(num_replicas), params)[0], params)
+
+    old = jax.tree.map(lambda x: np.ones(x.shape, x.dtype), shapes(4))
+    moved = jaxcomp.resize(old, shapes(2))
     [(owned,)] = state_of(moved, "owner_residual").values()
-    assert np.sum(owned) == sum(p.size for p in PARAMS.values())
+    assert np.sum(owned) == sum(p.size for p in params.values())
     with pytest.raises(ValueError, match=r"cannot resize a state of structure.*last_layers_first"):
-        jaxcomp.resize(old, shapes(4, None))
+        jaxcomp.resize(old, shapes(4, order=None))
 
 
 def test_owners_of_shards_are_laid_out_shard_by_shard():

@@ -118,7 +118,7 @@ def test_a_message_leaves_before_the_products_of_the_layers_below(monkeypatch):
 
 def test_the_first_bucket_of_a_dense_mean_does_not_wait_for_what_is_not_finite(monkeypatch):
     whole = WIDTH * (WIDTH + 1)
-    code = jaxcomp.two_shot(jaxcomp.identity(), bucket_numel=whole, order=jaxcomp.last_layers_first)
+    code = jaxcomp.two_shot(jaxcomp.identity(), bucket_numel=whole)
     as_on_gpus(monkeypatch)
     order = order_of(optax.chain(jaxcomp.compressed_mean(code, "replica"), optax.sgd(0.1)))
     first = order[: order.index("psum_invariant")]
