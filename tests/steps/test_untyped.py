@@ -19,7 +19,10 @@ from tests.helpers.layered import EXACT, assert_close, make_batch, make_params
 from tests.helpers.replicas import mesh_of
 
 DENSE = optax.chain(jaxcomp.compressed_mean(jaxcomp.identity(), "replica"), optax.sgd(0.5))
-COCKTAIL = jaxcomp.cocktail_sgd(optax.sgd(0.5), "replica")
+# In three steps each entry is among those that are sent.
+COCKTAIL = jaxcomp.cocktail_sgd(
+    optax.sgd(0.5), "replica", compressor=jaxcomp.cocktail(random=0.5, top=0.5)
+)
 
 
 def zeros_alike(x):
