@@ -130,8 +130,10 @@ def full():
     return os.open("/dev/full", os.O_WRONLY)
 
 
+# Without the package, which takes a second to import, as in test_supervise.py.
+ALONE = f"import sys\nsys.path.append({str(ROOT / 'jaxcomp' / 'launch')!r})\n"
 UNWRITTEN = """
-from jaxcomp.launch.exits import Drained, clean_exits, say, show
+from exits import Drained, clean_exits, say, show
 with clean_exits():
     say("it runs")
     show("result")
@@ -151,7 +153,7 @@ with clean_exits():
 )
 def test_a_program_that_cannot_tell_its_end_keeps_its_status(out, err, last, status, unbuffered):
     streams = {"stdout": out and out(), "stderr": err and err()}
-    command = [sys.executable, "-c", UNWRITTEN.format(last=last)]
+    command = [sys.executable, "-c", ALONE + UNWRITTEN.format(last=last)]
     env = environment(PYTHONUNBUFFERED=unbuffered)
     assert subprocess.run(command, cwd=ROOT, env=env, **streams).returncode == status
     for stream in filter(None, streams.values()):
@@ -161,7 +163,7 @@ def test_a_program_that_cannot_tell_its_end_keeps_its_status(out, err, last, sta
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize("count", [1, 10_000])
 def test_a_long_text_that_nobody_reads_to_its_end_is_no_error(count, unbuffered):
-    program = "from jaxcomp.launch.exits import *\nwith clean_exits(), while_read():\n "
+    program = ALONE + "from exits import *\nwith clean_exits(), while_read():\n "
     program += f"[print('a line') for _ in range({count})]"
     out, env = unread(), environment(PYTHONUNBUFFERED=unbuffered)
     command = [sys.executable, "-c", program]
@@ -174,11 +176,9 @@ def test_a_long_text_that_nobody_reads_to_its_end_is_no_error(count, unbuffered)
     ("encoding", "shown"), [("ascii", b"\\xe9\\udcff\n"), ("utf-8", b"\xc3\xa9\\udcff\n")]
 )
 def test_a_result_is_shown_on_terminals_that_lack_its_characters(encoding, shown):
-    program = "from jaxcomp.launch.exits import show; show('\xe9\udcff')"
+    program = f"{ALONE}from exits import show; show('\\xe9\\udcff')"
     env = environment(PYTHONIOENCODING=encoding)
-    done = subprocess.run(
-        [sys.executable, "-c", ascii(program)[1:-1]], cwd=ROOT, env=env, capture_output=True
-    )
+    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True)
     assert done.stdout == shown
 
 
