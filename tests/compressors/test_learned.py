@@ -9,7 +9,6 @@ import pytest
 import jaxcomp
 from jaxcomp import learned_levels, quantize, rotated, schedules
 from jaxcomp.compressors.base import Key
-from jaxcomp.replicas.resize import resize
 from tests.helpers.replicas import everywhere, mesh_of, one_value, rows
 
 DISTRIBUTIONS = ("normal", "uniform", "laplace")
@@ -211,13 +210,6 @@ def step_inputs(trained):
     return shards, state
 
 
-def test_other_numbers_of_shards_take_the_levels_over(trained):
-    _, _, history, found = trained
-    _, _, *like = make(jaxcomp.qsdp("replica", *CODES), 3)
-    _, state = resize(history[4], tuple(like))
-    jax.tree.map(np.testing.assert_array_equal, tables(state), found[4])
-
-
 def test_learned_levels_lose_less_of_real_weights_and_gradients(trained):
     # Of a network that has trained: its weights, and the gradient of its loss.
     (shards, _), fsdp = trained[2][4], jaxcomp.qsdp("replica")
@@ -267,31 +259,3 @@ def test_layers_that_are_scanned_over_have_levels_of_their_own(code):
         for layer in table:
             assert np.abs(layer - np.linspace(0, 1, 4)).max() > 0.01
         assert np.any(table[0] != table[1])
-
-
-def test_gradients_are_counted_before_they_are_coded_and_as_much_as_all_replicas_send():
-    num_replicas, numel = 2, 512
-    code = learned_levels(2, 64, "stochastic")
-    fsdp = jaxcomp.qsdp("replica", jaxcomp.identity(), code, exact=lambda *_: False)
-    slopes = np.random.default_rng(0).normal(size=(num_replicas, numel)).astype(np.float32)
-    mesh = mesh_of(num_replicas)
-    shards = fsdp.shard(everywhere(mesh, np.zeros(numel, np.float32)), mesh)
-
-    def tally(shard, slope, ones):
-        local = lambda counter: fsdp.local(shard, jnp.int32(0), counters=counter)
-        loss = lambda counter: jnp.vdot(fsdp.gather(local(counter)), slope[0])
-        counter = jaxcomp.replicas.types.to_varying(jnp.full(1024, ones), "replica")
-        return jax.grad(loss)(counter)[None]
-
-    specs = jax.sharding.PartitionSpec("replica"), jax.sharding.PartitionSpec("replica")
-    count = lambda ones: jax.jit(
-        jax.shard_map(
-            lambda shard, slope: tally(shard, slope, ones),
-            mesh=mesh,
-            in_specs=specs,
-            out_specs=specs[0],
-        )
-    )(shards, rows(mesh, slopes))
-    np.testing.assert_array_equal(count(0.0), 0)
-    own = np.split(slopes[0], 2)[0], np.split(slopes[1], 2)[1]
-    np.testing.assert_array_equal(count(1.0), [code.levels.tally(x) for x in own])

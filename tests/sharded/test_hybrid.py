@@ -29,7 +29,7 @@ from tests.helpers.replicas import everywhere, mesh_of, one_value
 
 hybrid = functools.partial(jaxcomp.qsdp, "replica", fast_axis="fast")
 exact = functools.partial(hybrid, jaxcomp.identity(), jaxcomp.identity())
-CUT, ROWS = P(("fast", "replica")), P(("replica", "fast"))
+CUT = P(("fast", "replica"))
 NEVER_EXACT = {"exact": lambda *_: False}
 
 
@@ -230,24 +230,30 @@ def test_learned_levels_are_equal_on_all_devices_and_survive_another_mesh():
     jax.tree.map(np.testing.assert_array_equal, jax.tree.map(one_value, state.levels), tables)
 
 
-def test_what_crosses_the_slow_axis_is_counted_as_often_as_it_does():
-    slow, fast, numel = 2, 2, 512
+@pytest.mark.parametrize("sizes", [(2,), (2, 2)])
+def test_gradients_are_counted_before_they_are_coded_and_as_much_as_all_replicas_send(sizes):
+    (slow, fast), numel = (*sizes, 1)[:2], 512
     code = jaxcomp.learned_levels(2, 64, "stochastic")
-    fsdp = hybrid(jaxcomp.identity(), code, **NEVER_EXACT)
+    fast_axis = "fast" if fast > 1 else None
+    fsdp = jaxcomp.qsdp("replica", jaxcomp.identity(), code, fast_axis=fast_axis, **NEVER_EXACT)
     slopes = np.random.default_rng(0).normal(size=(slow, fast, numel)).astype(np.float32)
-    mesh, shards = sharded(fsdp, np.zeros(numel, np.float32), slow, fast)
+    mesh, shards = sharded(fsdp, np.zeros(numel, np.float32), *sizes)
 
-    def tally(shard, slope):
+    def tally(shard, slope, ones):
         local = lambda counter: fsdp.local(shard, jnp.int32(0), counters=counter)
         loss = lambda counter: jnp.vdot(fsdp.gather(local(counter)), slope[0])
-        return jax.grad(loss)(jaxcomp.replicas.types.to_varying(jnp.ones(1024), fsdp.axes))[None]
+        counter = jaxcomp.replicas.types.to_varying(jnp.full(1024, ones), fsdp.axes)
+        return jax.grad(loss)(counter)[None]
 
-    count = jax.shard_map(tally, mesh=mesh, in_specs=(CUT, ROWS), out_specs=ROWS)
-    got = np.asarray(jax.jit(count)(shards, on(mesh, slopes.reshape(-1, numel))))
+    rows = P(mesh.axis_names)
+    specs = {"in_specs": (P(fsdp.axes), rows, P()), "out_specs": rows}
+    count = jax.jit(jax.shard_map(tally, mesh=mesh, **specs))
+    given = shards, on(mesh, slopes.reshape(-1, numel))
+    np.testing.assert_array_equal(count(*given, 0.0), 0)
     # Of the means inside the fast axis, each device counts one of the chunks that it sends on.
     chunks = slopes.mean(axis=1).reshape(slow, fast, slow, -1)
     want = [code.levels.tally(chunks[i, j, i]) for i in range(slow) for j in range(fast)]
-    np.testing.assert_array_equal(got, want)
+    np.testing.assert_array_equal(count(*given, 1.0), want)
 
 
 @pytest.mark.parametrize(
