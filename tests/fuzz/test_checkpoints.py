@@ -1,6 +1,5 @@
 """Metadata and checksums of checkpoints."""
 
-import contextlib
 import dataclasses
 import json
 
@@ -60,15 +59,6 @@ def test_checksums(tmp_path, text):
     (tmp_path / "checksums.json").write_bytes(text)
     assert files._damage(tmp_path)  # metadata/metadata is not there
     refused(files.require_kept, tmp_path)
-
-
-@fuzz(st.lists(st.one_of(st.text(max_size=9), st.sampled_from(["8", "08", "-8", "\u0668", "8 "]))))
-def test_names_of_checkpoints(tmp_path_factory, names):
-    path = tmp_path_factory.mktemp("names")
-    for name in names:
-        with contextlib.suppress(OSError, ValueError):  # no possible name of a folder
-            (path / name).mkdir()
-    assert {str(step) for step in files.steps(path)} <= {file.name for file in path.iterdir()}
 
 
 @pytest.mark.parametrize(

@@ -45,17 +45,8 @@ def test_a_message_holds_coefficients_and_their_places():
 
 
 SHAPES_SENT = [
-    *[(7,), (41,), (64,), (67,), (1021,), (1, 1021), (1021, 1), (4, 1), ()],
-    *[
-        (32003, 16),
-        (2 * 509, 64),
-        (251 * 61, 7),
-        (3, 67, 5),
-        (65, 65),
-        (127, 131),
-        (2, 3, 11),
-        (0, 4),
-    ],
+    *[(7,), (41,), (64,), (67,), (1021,), (1, 1021), (1021, 1), (4, 1), (), (32003, 16)],
+    *[(2 * 509, 64), (251 * 61, 7), (3, 67, 5), (65, 65), (127, 131), (2, 3, 11)],
 ]
 
 
@@ -64,7 +55,7 @@ def test_no_shape_sends_more_than_a_dense_all_reduce(num_replicas, values):
     mesh = mesh_of(num_replicas)
     demo = jaxcomp.demo(1e-3, "replica", values=values)
     found = {}
-    for shape in [s for s in SHAPES_SENT if np.prod(s)]:
+    for shape in SHAPES_SENT:
         params = {"w": np.zeros(shape, np.float32)}
         args = rows(mesh, {"w": np.zeros((num_replicas, *shape), np.float32)})
         init, update = transform(demo, mesh, params)

@@ -325,7 +325,7 @@ def test_checksums_name_all_files_and_no_others(tmp_path):
 
 
 def test_only_folders_with_the_name_of_a_step_are_checkpoints(tmp_path):
-    for name in ("8", "07", "\u0663", "1" * 200, "-1", "9.orbax-checkpoint"):
+    for name in ("8", "07", "8 ", "\u0663", "1" * 200, "-1", "9.orbax-checkpoint"):
         (tmp_path / name).mkdir()
     (tmp_path / "16").touch()
     assert files.steps(tmp_path) == [8]
