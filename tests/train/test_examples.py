@@ -34,7 +34,7 @@ def test_every_row_of_every_step_and_validation_batch_hides_places_of_its_own(tm
         np.testing.assert_array_equal(batch_of(1, slice(2, 4)), batches[1][2:])
 
 
-def test_chats_train_alike_on_any_number_of_replicas_and_go_on_where_they_were(tmp_path):
+def test_chats_train_alike_on_any_number_of_replicas_and_go_on_where_they_were(tmp_path, undrawn):
     folder = tokens.folder(tmp_path / "tokenizer", template=tokens.TEMPLATE)
     with (tmp_path / "chats.jsonl").open("w") as file:
         for number in range(20):
