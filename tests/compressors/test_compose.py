@@ -6,10 +6,7 @@ import pytest
 from jaxcomp.compressors.compose import cocktail, compose
 from jaxcomp.compressors.quantize import quantize
 from jaxcomp.compressors.sparse import random_k, top_k
-from tests.helpers.coding import (
-    bucket,
-    decoded,
-)
+from tests.helpers.coding import bucket, decoded
 
 
 def test_stages_of_a_composition_draw_different_numbers():

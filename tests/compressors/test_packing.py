@@ -11,11 +11,7 @@ from hypothesis import strategies as st
 
 from jaxcomp.compressors.packing import fold, pack, packed_size, random_bits, uniform, unpack
 from tests.helpers import reference
-from tests.helpers.coding import (
-    QUICK,
-    SHARED,
-    make_key,
-)
+from tests.helpers.coding import QUICK, SHARED, make_key
 
 
 @settings(max_examples=30, deadline=None, derandomize=True)

@@ -7,12 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxcomp.compressors.quantize import cast, quantize
-from tests.helpers.coding import (
-    bucket,
-    decoded,
-    jitted,
-    make_key,
-)
+from tests.helpers.coding import bucket, decoded, jitted, make_key
 
 
 def test_contraction_of_nearest_rounding_is_sharp():

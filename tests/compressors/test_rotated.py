@@ -4,10 +4,7 @@ import numpy as np
 
 from jaxcomp.compressors.quantize import quantize
 from jaxcomp.compressors.rotated import rotated
-from tests.helpers.coding import (
-    decoded,
-    hard_buckets,
-)
+from tests.helpers.coding import decoded, hard_buckets
 
 
 def test_rotation_takes_outliers_from_the_scale_and_draws_anew():

@@ -7,13 +7,7 @@ import pytest
 
 from jaxcomp.compressors.base import Key
 from jaxcomp.compressors.sign import sign
-from tests.helpers.coding import (
-    as_for_tpus,
-    bucket,
-    decoded,
-    make_key,
-    roundtrip,
-)
+from tests.helpers.coding import as_for_tpus, bucket, decoded, make_key, roundtrip
 
 
 def test_sign_of_zero_is_plus_and_zeros_stay_zeros_in_their_block():

@@ -9,14 +9,7 @@ import pytest
 from jaxcomp.compressors.base import Key
 from jaxcomp.compressors.packing import random_bits
 from jaxcomp.compressors.sparse import group_top_1, random_k, top_k
-from tests.helpers.coding import (
-    as_for_tpus,
-    bucket,
-    decoded,
-    drawn,
-    make_key,
-    roundtrip,
-)
+from tests.helpers.coding import as_for_tpus, bucket, decoded, drawn, make_key, roundtrip
 
 
 @pytest.mark.parametrize("pattern", ["runs", "strided"])

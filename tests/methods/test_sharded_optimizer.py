@@ -10,13 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxcomp
 from jaxcomp import report
-from tests.helpers.replicas import (
-    everywhere,
-    history_of,
-    mesh_of,
-    random_tree,
-    transform,
-)
+from tests.helpers.replicas import everywhere, history_of, mesh_of, random_tree, transform
 
 # An odd matrix, vectors shorter and longer than the axis, one number, and nothing.
 SHAPES = {"kernel": (33, 40), "bias": (7,), "scale": (2,), "one": (), "none": (0, 4)}
