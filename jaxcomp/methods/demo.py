@@ -15,6 +15,7 @@ from jax import lax
 from jaxcomp._checks import is_count, require, require_decay, require_static, schedule_of
 from jaxcomp.compressors.base import Compressor
 from jaxcomp.compressors.compose import compose
+from jaxcomp.compressors.policies import last_layers_first, path_of
 from jaxcomp.compressors.sparse import top_k
 from jaxcomp.exchange import averaging, wire
 from jaxcomp.methods import moments
@@ -117,7 +118,8 @@ def demo(
         rate = jnp.asarray(rate_of(state.count), jnp.float32)
         moved = lambda m, g: decay * m + rate * g.astype(m.dtype)
         momentum = jax.tree.map(moved, state.residual, updates)
-        leaves, treedef = jax.tree.flatten(momentum)
+        keyed, treedef = jax.tree.flatten_with_path(momentum)
+        paths, leaves = zip(*((path_of(keys), leaf) for keys, leaf in keyed), strict=True)
         tiles = [_tiles(leaf, _sides(leaf, tile)) for leaf in leaves]
         there = [_turned(x, backwards=False) for x in tiles]
         rows = [
@@ -125,8 +127,10 @@ def demo(
             for leaf, x in zip(leaves, tiles, strict=True)
         ]
         codes = _cheapest(rows, num_replicas(axis_name))
-        by_number = lambda path, leaf: codes[int(path)]  # two leaves may have one path
-        transport = wire.transport_of(mean(by_number, seed=seed), axis_name)
+        # Leaves have numbers, since two may have one path.
+        by_number = lambda number, leaf: codes[int(number)]
+        order = lambda number: last_layers_first(paths[int(number)])
+        transport = wire.transport_of(mean(by_number, seed=seed, order=order), axis_name)
         bad = not_finite(updates, axis_name) > 0
         flat = [x.reshape(-1) for x in there]
         got = averaging.average(transport, flat, state.count, "", bad=bad)

@@ -114,7 +114,8 @@ def one_bit_lamb(meta: dict, trace) -> Setting:
         freeze_step=config["freeze_step"] - 1,
         trust=jaxcomp.TrustRatio((config["min_coeff"], config["max_coeff"])),
         deviations=None,
-        compressor=authors.one_bit(jaxcomp.sign(block=1024)),
+        # Tensors follow each other in the order of the trace.
+        compressor=authors.one_bit(jaxcomp.sign(block=1024), order=None),
     )
     return Setting(tx, first=1, spare=-numel % 32)
 
