@@ -7,6 +7,7 @@ import numbers
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
 
@@ -113,6 +114,16 @@ def require_kept(*args: Any) -> None:
                 "step(params, state, batch). To start again from the same parameters, copy them "
                 "before the first step: jax.tree.map(jnp.copy, params)."
             )
+
+
+def instead_of(dtype: Any) -> str:
+    """What to write for a parameter of a dtype that is not floating: the end of an error."""
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        return (
+            "hold its real and its imaginary part as two parameters, and write "
+            "jax.lax.complex(real, imaginary) in the loss."
+        )
+    return "keep such leaves out of the parameters, in a closure of the loss."
 
 
 def is_array(x: Any) -> bool:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxcomp._checks import instead_of
 from jaxcomp._printing import Printed
 from jaxcomp.compressors.platforms import LANES, platform
 from jaxcomp.compressors.policies import Order, path_of
@@ -112,7 +113,7 @@ def make_plan(
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise ValueError(
                 f"the leaf {path!r} has dtype {leaf.dtype}, but only floating gradients can be "
-                "averaged; keep such leaves out of the parameters, in a closure of the loss."
+                f"averaged; {instead_of(leaf.dtype)}"
             )
     labels = tuple(common_value(label, key_path, leaf) for key_path, leaf in keyed)
     buckets, changed = [], False

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from jaxcomp._checks import require, require_decay, require_static, schedule_of
+from jaxcomp._checks import instead_of, require, require_decay, require_static, schedule_of
 from jaxcomp.methods import common
 from jaxcomp.replicas.layers import broadcast_over, own_axes
 from jaxcomp.replicas.types import size_over_shards, sums_over_shards
@@ -165,8 +165,8 @@ def wide(dtype) -> jnp.dtype:
     """The dtype of a parameter's moments: at least float32; a ValueError if it is not floating."""
     if not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(
-            f"a parameter has dtype {dtype}, but only floating ones can be trained; keep others "
-            "out of the parameters, in a closure of the loss."
+            f"a parameter has dtype {dtype}, but only floating ones can be trained; "
+            f"{instead_of(dtype)}"
         )
     return jnp.promote_types(dtype, jnp.float32)
 

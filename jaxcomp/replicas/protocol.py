@@ -158,6 +158,11 @@ def has_feedback(x: Any) -> bool:
     return isinstance(x, MethodState) and any(hasattr(x, name) for name in names)
 
 
+def has_method(state: Any) -> bool:
+    """Whether a state holds that of a method."""
+    return bool(_methods(state))
+
+
 def fields(state: Any, *names: str) -> dict[Path, Any]:
     """The values of all fields with these names, of the methods in a state, by path."""
     return {

@@ -26,7 +26,13 @@ from jaxcomp.replicas.types import (
     vary_over,
     varying_axes,
 )
-from jaxcomp.replicas.wrapping import explain, first_state, nodes, require_sent_by_all
+from jaxcomp.replicas.wrapping import (
+    explain,
+    first_state,
+    nodes,
+    require_same_form,
+    require_sent_by_all,
+)
 
 
 def local_params(params: Any, state: Any, axis_name: str) -> Any:
@@ -199,7 +205,9 @@ def _settled(tx, params, state, axis_name):
 def _as_after_updates(state, after):
     """Casts leaves to varying that are equal zeros in `init` and vary after an update."""
     while True:
-        new_state = jax.tree.map(vary_like, state, after(state))
+        new_state = after(state)
+        require_same_form(new_state, state)
+        new_state = jax.tree.map(vary_like, state, new_state)
         new_state = _in_multi_steps(_chosen_alone, new_state)
         if _axes(new_state) == _axes(state):
             return state

@@ -3,11 +3,19 @@
 from collections import OrderedDict
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.extend import core
 
+from jaxcomp._checks import instead_of
 from jaxcomp.replicas.elementwise import innermost
-from jaxcomp.replicas.protocol import drifts, has_feedback, require_no_state, require_two_bytes
+from jaxcomp.replicas.protocol import (
+    drifts,
+    has_feedback,
+    has_method,
+    require_no_state,
+    require_two_bytes,
+)
 from jaxcomp.replicas.types import is_message, varies_over, varying_axes
 
 
@@ -15,11 +23,20 @@ def first_state(tx, params):
     """`tx.init(params)`; a ValueError if no run can have this state, or `params` is a state."""
     require_no_state(params)
     require_two_bytes(params)
+    if not jax.tree.leaves(params):
+        raise ValueError(
+            f"init got a {type(params).__name__} without arrays where the parameters belong. "
+            "optax.tree_utils.tree_map_params calls init so: write jaxcomp.state_specs or "
+            "jaxcomp.state_shapes for where a state lies, and optax.tree_utils.tree_get and "
+            "tree_set for its fields."
+        )
     if not isinstance(params, optax.LookaheadParams):
         state = tx.init(params)
         if not any(nodes(optax.LookaheadState, state)):
             _require_last(state)
             _require_not_averaged(state)
+            _require_not_measured(state)
+            _require_not_split(state, params)
             return state
     raise ValueError(
         "optax.lookahead has two sets of parameters, and replicas have one, the consensus; leave "
@@ -31,15 +48,17 @@ def _require_last(state):
     """A ValueError if something stands behind a drift in a chain, or an `optax.named_chain`."""
     named = [[*node.values()] for node in nodes(OrderedDict, state, exactly=True)]
     for chain in (*named, *nodes(tuple, state, exactly=True)):
-        # What is masked has leaves of its own: groups of leaves, each with its method, in a chain.
-        whole = [k for k, each in enumerate(chain) if not isinstance(each, optax.MaskedState)]
+        # What is masked has leaves of its own if it is a method: groups of leaves, in a chain.
+        is_group = lambda each: isinstance(each, optax.MaskedState) and has_method(each)
+        whole = [k for k, each in enumerate(chain) if not is_group(each)]
         if whole and drifts(chain[: whole[-1]]):
             raise ValueError(
                 "something stands behind a method whose replicas drift, in an optax.chain: it "
                 "would change the consensus, and not what each replica has gone away from it. Put "
                 "it into the inner optimizer, jaxcomp.cocktail_sgd(optax.chain(...), axis_name), "
                 "or leave it out: such methods have the learning rate and the weight decay of "
-                "their own. What changes gradients, such as clipping, stands before the method."
+                "their own. What changes gradients, such as clipping, stands before the method. "
+                "Groups of leaves, such as frozen ones, are those of optax.partition."
             )
         for each in chain:
             _require_last(each)
@@ -54,6 +73,44 @@ def _require_not_averaged(state):
             "the consensus, and not what each replica has gone away from it. Write "
             "optax.chain(jaxcomp.compressed_mean(...), optax.contrib.schedule_free_adamw(...)), "
             "or leave it out."
+        )
+
+
+def _require_not_measured(state):
+    """A ValueError if a method is inside `optax.contrib.mechanize`."""
+    around = nodes(optax.contrib.MechanicState, state)
+    if any(has_method(mechanic.base_optimizer_state) for mechanic in around):
+        raise ValueError(
+            "optax.contrib.mechanize is around a method that exchanges: it would find its factor "
+            "by each replica's own gradient, and each replica another. Write "
+            "optax.chain(jaxcomp.compressed_mean(...), optax.contrib.mechanize(optax.adamw(...)))."
+        )
+
+
+def _require_not_split(state, params):
+    """A ValueError if `optax.contrib.split_real_and_imaginary` splits what drifts."""
+    halves = nodes(optax.contrib.SplitRealAndImaginaryState, state)
+    kinds = [x.dtype for x in jax.tree.leaves(params) if jnp.iscomplexobj(x)]
+    if kinds and any(drifts(node.inner_state) for node in halves):
+        raise ValueError(
+            "optax.contrib.split_real_and_imaginary is around a method whose replicas drift, and "
+            "gradients are taken where their parameters are, which are not split. For each complex "
+            f"parameter, {instead_of(kinds[0])}"
+        )
+
+
+def require_same_form(new, old):
+    """Raises a ValueError for an update that returns a state with other leaves than it got."""
+    if jax.tree.structure(new) != jax.tree.structure(old):
+        has, had = (
+            {jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(tree)}
+            for tree in (new, old)
+        )
+        raise ValueError(
+            f"the update returns a state with the leaves {sorted(has - had)[:2]}, which init does "
+            f"not make, and without {sorted(had - has)[:2]}, which it does; a step needs the same "
+            "ones before and after. In place of optax.monitor, whose state is empty at first, "
+            "write optax.snapshot."
         )
 
 
@@ -90,6 +147,12 @@ def explain(error, state, params):
             "and pass them by step(..., extra_args={...}). A line search of optax takes the loss "
             "of all replicas at other parameters, which no step has: write optax.lbfgs(0.1, "
             "linesearch=None), or leave optax.scale_by_backtracking_linesearch out."
+        ) from error
+    if "obj_fn must be provided" in str(error):
+        raise ValueError(
+            f"{error} optax.contrib.sophia and optax.contrib.hutchinson estimate a Hessian from "
+            "the loss as a function, and of functions a step passes none to an update; write "
+            "another optimizer, such as optax.adamw."
         ) from error
     if any(nodes(optax.contrib.ReduceLROnPlateauState, state)) and "in_cooldown" in str(error):
         raise ValueError(

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxcomp import schedules
-from jaxcomp._checks import require_kept
+from jaxcomp._checks import instead_of, require_kept
 from jaxcomp._printing import call
 from jaxcomp.compressors.base import Compressor, Key, identity
 from jaxcomp.compressors.packing import fold
@@ -333,7 +333,7 @@ def _planned(fsdp: Any, stacked: Callable, path: Any, leaf: Any) -> Shard:
     if not jnp.issubdtype(leaf.dtype, jnp.floating):
         raise ValueError(
             f"the parameter {name!r} has dtype {leaf.dtype}, but only floating ones are sharded; "
-            "keep others out of the parameters."
+            f"{instead_of(leaf.dtype)}"
         )
     shape = leaf.shape[1:] if stacked(name, leaf) else leaf.shape
     one = jax.ShapeDtypeStruct(shape, leaf.dtype)

@@ -12,6 +12,7 @@ import jaxcomp
 from tests.helpers.replicas import PARAMS, mesh_of
 
 TX = optax.chain(jaxcomp.compressed_mean(jaxcomp.quantize(4), "replica"), optax.sgd(0.1))
+FIRST = {"bias": True, "kernel": False}
 CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
 
 
@@ -36,6 +37,8 @@ def test_lookahead(params):
         lambda method: optax.chain(optax.trace(0.9), optax.chain(method, optax.identity())),
         lambda method: optax.MultiSteps(optax.chain(method, optax.scale(0.5)), 2),
         lambda method: optax.named_chain(("method", method), ("after", optax.scale(0.5))),
+        lambda method: optax.chain(method, optax.masked(optax.scale(0.5), FIRST)),
+        lambda method: optax.chain(method, optax.add_decayed_weights(0.1, mask=FIRST)),
     ],
 )
 @pytest.mark.parametrize(
@@ -66,6 +69,28 @@ def test_a_drift_in_a_schedule_free_average(method):
     init(optax.contrib.schedule_free(TX, 0.1))
     init(jaxcomp.local_steps(average, "replica", every=4))
     init(jaxcomp.local_steps(optax.sgd(0.1), "replica", every=4, outer=average))
+
+
+@pytest.mark.parametrize("method", [TX, jaxcomp.cocktail_sgd(optax.sgd(0.1), "replica")])
+def test_a_factor_that_each_replica_would_find_by_itself(method):
+    with pytest.raises(ValueError, match=r"mechanize is around a method that exchanges.*chain\("):
+        init(optax.contrib.mechanize(method))
+    mechanic = optax.contrib.mechanize(optax.sgd(0.1))
+    init(optax.chain(jaxcomp.compressed_mean(jaxcomp.quantize(4), "replica"), mechanic))
+    init(jaxcomp.cocktail_sgd(mechanic, "replica"))
+
+
+def test_a_drift_of_complex_parameters_that_are_split():
+    """After a mean they are split as on one device."""
+    split = optax.contrib.split_real_and_imaginary
+    params = {"real": jnp.ones(3), "both": jnp.ones(3, jnp.complex64)}
+    drifting = split(jaxcomp.cocktail_sgd(optax.sgd(0.1), "replica"))
+    with pytest.raises(ValueError, match="split_real_and_imaginary is around .*jax.lax.complex"):
+        init(drifting, params)
+    init(drifting)
+    init(split(TX), params)
+    with pytest.raises(ValueError, match="dtype complex64.*write jax.lax.complex"):
+        init(TX, params)
 
 
 @pytest.mark.parametrize("name", [None, 1e-3, [None]])
@@ -113,6 +138,24 @@ def test_a_state_in_the_place_of_parameters():
         jax.eval_shape(step, state, params, jnp.ones(4))
     with pytest.raises(ValueError, match="where the parameters belong"):
         jaxcomp.local_params(state, params, "replica")
+
+
+def test_parameters_that_optax_leaves_out():
+    made = jaxcomp.train_step(loss_fn, TX, mesh_of(2), "replica").init
+    with pytest.raises(ValueError, match="without arrays.*tree_map_params.*jaxcomp.state_specs"):
+        optax.tree_utils.tree_map_params(made, lambda x: x, jax.eval_shape(made, PARAMS))
+
+
+def test_a_state_that_the_first_update_makes_larger():
+    measure = {"norm": optax.tree.norm}
+    with pytest.raises(ValueError, match=r"measurements\['norm'\].* write optax.snapshot"):
+        init(optax.chain(TX, optax.monitor(measure)))
+    init(optax.chain(TX, optax.snapshot("norm", optax.tree.norm)))
+
+
+def test_an_optimizer_that_needs_the_loss_as_a_function():
+    with pytest.raises(ValueError, match="obj_fn must be provided.* write another optimizer"):
+        init(optax.chain(TX, optax.contrib.sophia(1e-3)))
 
 
 def test_pmap_is_told_what_to_write():
