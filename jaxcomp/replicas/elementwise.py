@@ -44,9 +44,16 @@ def require_elementwise(
         lambda grads, state, params: tx.update(grads, state, params, **extra_args),
         return_shape=True,
     )
+    state = jax.tree.map(_strong, state)
     whole = _whole(tx, grads, state, params, shapes)
-    program = whole and traced(grads, state, params)
-    if whole is None or _names(traced(*whole)[0].jaxpr) != _names(program[0].jaxpr):
+    try:
+        program = whole and traced(grads, state, params)
+        is_other = whole is None or _names(traced(*whole)[0].jaxpr) != _names(program[0].jaxpr)
+    except TypeError as error:
+        if "must have equal output types" not in str(error):
+            raise
+        is_other = True  # a branch by shapes, as that of optax.contrib.galore
+    if is_other:
         raise ValueError(
             "the optimizer looks at shapes (a mask, a label of optax.partition, or a factored "
             "moment), and parameters are in flat pieces here, of which only the number of axes is "
@@ -147,6 +154,11 @@ def _cuts(params, specs):
     """The local shapes of parameters, each with an axis that is cut into shards."""
     pairs = zip(jax.tree.leaves(params), jax.tree.leaves(specs), strict=True)
     return {(x.shape, i) for x, spec in pairs for i, names in enumerate(spec) if names}
+
+
+def _strong(x):
+    """An array whose type is not weak, as that of `jnp.asarray(1e-3)`, which adds conversions."""
+    return jnp.asarray(x, x.dtype) if jax.typeof(x).weak_type else x
 
 
 def _zeros(shape, like):

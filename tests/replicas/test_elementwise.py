@@ -145,6 +145,24 @@ def test_what_looks_at_shapes_or_mixes_entries_is_refused(make, text, way):
         way(make())
 
 
+def test_branches_by_shapes_are_refused():
+    """JAX itself refuses them, with words about types."""
+    with pytest.raises(ValueError, match="looks at shapes"):
+        by_sharded_optimizer(optax.contrib.galore(1e-2, rank=2))
+
+
+def test_a_rate_may_be_set_to_a_number_of_python():
+    """Its type is weak, which makes another program, and no other optimizer."""
+    tx = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
+    tx = jaxcomp.sharded_optimizer(tx, "replica")
+    init, step = jaxcomp.train_step(
+        lambda p, b: jnp.sum(p) * jnp.mean(b), tx, mesh_of(2), "replica"
+    )
+    start = np.ones((8, 8), np.float32)
+    state = optax.tree.set(init(start), learning_rate=0.0)
+    np.testing.assert_array_equal(step(start, state, np.ones(2, np.float32))[0], start)
+
+
 @pytest.mark.parametrize(
     ("shape", "ndim", "wanted"),
     [
