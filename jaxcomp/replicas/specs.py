@@ -59,7 +59,9 @@ def state_specs(
         shares = fast.shares_of(params, param_specs, mesh, fast_axis)
         params, param_specs = fast.filled(params, shares)
     shaped = jax.tree.map(
-        lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec)),
+        lambda x, spec: jax.ShapeDtypeStruct(
+            jnp.shape(x), jnp.result_type(x), sharding=NamedSharding(mesh, spec)
+        ),
         params,
         param_specs,
     )

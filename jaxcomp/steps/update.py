@@ -107,6 +107,12 @@ def _checked_specs(update, params, state):
     for (path, x), spec in zip(
         jax.tree.leaves_with_path(state), jax.tree.leaves(specs), strict=True
     ):
+        if spec[:1] == (name,) and not jnp.ndim(x):
+            raise ValueError(
+                f"the state's {jax.tree_util.keystr(path)!r} is one number, and each of the "
+                f"{mesh.shape[name]} replicas has its own there, since their optimizers may skip "
+                f"different steps; write jnp.full({mesh.shape[name]}, ...) for it."
+            )
         if spec[:1] == (name,) and x.shape[0] != mesh.shape[name]:
             raise ValueError(
                 f"the state has {x.shape[0]} replicas' rows at {jax.tree_util.keystr(path)!r}, and "

@@ -96,6 +96,32 @@ def test_a_state_of_more_replicas_is_refused(tx):
     step(params, jaxcomp.resize(state, jax.eval_shape(init, params)), BATCH)
 
 
+@pytest.mark.parametrize("rate", [0.0, jnp.float32(0)])
+def test_one_rate_for_optimizers_of_replicas_is_refused(rate):
+    inner = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
+    tx = jaxcomp.cocktail_sgd(inner, "replica", compressor=jaxcomp.identity(), delayed=False)
+    step, (params, state) = made(tx, mesh_of(2))
+    one = optax.tree.set(state, learning_rate=rate)
+    with pytest.raises(ValueError, match=r"learning_rate.* one number.* write jnp.full\(2, "):
+        step(params, one, BATCH)
+    before = np.asarray(params["w"])
+    each = optax.tree.set(state, learning_rate=jnp.full(2, rate))
+    np.testing.assert_array_equal(step(params, each, BATCH)[0]["w"], before)
+
+
+def test_parameters_may_be_numbers_of_python():
+    init, step = jaxcomp.train_step(
+        lambda params, batch: jnp.mean(batch) * params["scale"],
+        optax.chain(EXACT, optax.sgd(0.5)),
+        mesh_of(2),
+        "replica",
+    )
+    params = {"scale": 1.5}
+    params, state, _ = step(params, init(params), np.ones(2, np.float32))
+    params, _, _ = step(params, state, np.ones(2, np.float32))
+    assert params["scale"] == 0.5
+
+
 def test_a_state_of_another_transformation_is_refused():
     _, (params, state) = made(optax.chain(MEAN, optax.sgd(0.1)), mesh_of(2))
     tx = optax.chain(MEAN, optax.sgd(0.1, momentum=0.9))
