@@ -191,9 +191,8 @@ def test_a_tree_without_leaves_is_refused(tree):
 @pytest.mark.parametrize("dtype", ["int32", "uint8", "bool", "complex64"])
 def test_leaves_that_are_not_floating_are_refused_by_name(dtype):
     tree = {"w": jnp.zeros(3), "step": {"count": jnp.zeros(3, dtype)}}
-    with pytest.raises(
-        ValueError, match=f"'step/count' has dtype {dtype}.*keep such leaves out of the parameters"
-    ):
+    instead = "jax.lax.complex" if dtype == "complex64" else "keep such leaves out of"
+    with pytest.raises(ValueError, match=f"'step/count' has dtype {dtype}.*{instead}"):
         buckets.make_plan(tree, one_label, 2)
 
 
