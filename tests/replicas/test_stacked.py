@@ -97,8 +97,9 @@ METHODS = {
         sync_every=4,
         exact_numel=1024,
         variance="mean",
-        compressor=jaxcomp.compose(jaxcomp.random_k(0.25), EIGHT),
-        drift_compressor=EIGHT,
+        # Layers follow each other as in a stack, so that they share blocks.
+        compressor=jaxcomp.two_shot(jaxcomp.compose(jaxcomp.random_k(0.25), EIGHT), order=None),
+        drift_compressor=jaxcomp.two_shot(EIGHT, order=None),
     ),
     "slamb, by path": lambda: jaxcomp.slamb(
         *(1e-2, "replica"),
