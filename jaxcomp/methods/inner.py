@@ -57,7 +57,7 @@ def inner_step(
     """
     update = functools.partial(inner.update, sync=sync, **extra_args)
     args = grads, state, params
-    step, new_state = with_whole_norms(update, *args, axis_name=axis_name, mean_only=False)
+    step, new_state = with_whole_norms(update, *args, axis_name=axis_name)
     _require_local(name, step, axis_name)
     step = jax.tree.map(moments.to_moment_dtype, step)
     bad = not_finite(step, axis_name)

@@ -89,11 +89,7 @@ def _whole(tx, grads, state, params, shapes):
 
 
 def with_whole_norms(
-    update: Callable[..., Any],
-    *args: Any,
-    axis_name: str,
-    specs: Any = None,
-    mean_only: bool = True,
+    update: Callable[..., Any], *args: Any, axis_name: str, specs: Any = None
 ) -> Any:
     """The results of an update that scales no shard of a parameter by a norm of its own.
 
@@ -101,10 +97,10 @@ def with_whole_norms(
       update: `(grads, state, params) -> (updates, state)`, traced once.
       *args: Its arguments; parameters are local shards.
       axis_name: The axis of the replicas, which does not shard.
-      specs: PartitionSpecs of the parameters, a tree like these. Then sums over a part of the axes,
-        as of rows, count if they are over an axis that is cut.
-      mean_only: Whether only norms of values that are equal on all replicas count, as after a mean.
-        Before it, codes look at whole shards.
+      specs: PartitionSpecs of the parameters, a tree like these, for an update with the exchange in
+        it. Then only norms of values that are equal on all replicas count, as after a mean: before
+        it, codes look at whole shards. Sums over a part of the axes, as of rows, count then if they
+        are over an axis that is cut.
 
     Raises:
       ValueError: If it scales one so, or draws random numbers for one that are those of another; or
@@ -116,7 +112,8 @@ def with_whole_norms(
         require_alike(results[0], params, axis_name)
         return results
 
-    differs = lambda axes: bool(axes - {axis_name}) and not (mean_only and axis_name in axes)
+    is_counted = lambda axes: specs is None or axis_name not in axes
+    differs = lambda axes: bool(axes - {axis_name}) and is_counted(axes)
     program, like = jax.make_jaxpr(update, return_shape=True)(*args)
     flat = core.jaxpr_as_fun(program)(*jax.tree.leaves(args))
     results = jax.tree.unflatten(jax.tree.structure(like), flat)

@@ -122,11 +122,7 @@ def one_by_one(function: Callable[..., Any], *trees: Any) -> Any:
 def _stacked(tree):
     """The tree with `Stacked` nodes in place of `Unstacked` ones whose layers are alike."""
 
-    def stacked(node):
-        if not _is_unstacked(node) or not _alike(node.trees):
-            return node
-        return Stacked(_restacked(node), len(node.trees))
-
+    stacked = lambda node: Stacked(_restacked(node), len(node.trees)) if _fits(node) else node
     return jax.tree.map(stacked, tree, is_leaf=_is_unstacked)
 
 
@@ -310,7 +306,7 @@ def _split(path, tree, stacked):
 
 def _restacked(node):
     """Stacks layers that are alike; returns anything else as it is."""
-    if not _is_unstacked(node) or not _alike(node.trees):
+    if not _fits(node):
         return node
     if node.whole is not None:
         return node.whole
@@ -319,17 +315,15 @@ def _restacked(node):
 
 def _apart(like, node):
     """Undoes `_restacked`; `like` is the node before it."""
-    if not _is_unstacked(like) or not _alike(like.trees):
-        return node
-    return unstacked(node, len(like.trees))
+    return unstacked(node, len(like.trees)) if _fits(like) else node
 
 
-def _alike(trees) -> bool:
-    kind = lambda tree: (
-        jax.tree.structure(tree),
-        [(x.shape, x.dtype) for x in jax.tree.leaves(tree)],
-    )
-    first, *others = map(kind, trees)
+def _fits(node) -> bool:
+    """Whether a node has layers that one array can hold: of equal trees, shapes and dtypes."""
+    if not _is_unstacked(node):
+        return False
+    shapes = lambda tree: [(x.shape, x.dtype) for x in jax.tree.leaves(tree)]
+    first, *others = ((jax.tree.structure(tree), shapes(tree)) for tree in node.trees)
     return all(other == first for other in others)
 
 

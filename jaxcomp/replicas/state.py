@@ -9,14 +9,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxcomp.replicas.protocol import drifts as drifts_of
-from jaxcomp.replicas.protocol import (
-    is_masked,
-    leaves_out_alone,
-    require_no_state,
-    warn_of_rounding,
-    with_extra_args,
-)
+from jaxcomp.replicas import protocol
+from jaxcomp.replicas.protocol import is_masked
 from jaxcomp.replicas.types import (
     is_tracked,
     names_of,
@@ -51,12 +45,12 @@ def local_params(params: Any, state: Any, axis_name: str) -> Any:
     Returns:
       A tree like `params`.
     """
-    return add_drifts(params, drifts_of(state), axis_name)
+    return add_drifts(params, protocol.drifts(state), axis_name)
 
 
 def add_drifts(params, drifts, axis_name):
     """`params`, cast to varying, plus the rows of each of `drifts`; see `local_params`."""
-    require_no_state(params)
+    protocol.require_no_state(params)
 
     def add(drift, param):
         if is_masked(drift):
@@ -130,7 +124,7 @@ def per_replica(
       UserWarning: In `init`, if parameters are narrower than float32 and nothing in `tx` keeps what
         they round off, as `jaxcomp.master_weights` does.
     """
-    tx = with_extra_args(tx, "per_replica or train_step")
+    tx = protocol.with_extra_args(tx, "per_replica or train_step")
     wrapped = replica_axes(tx)
     if wrapped == names_of(axis_name):
         return tx
@@ -144,7 +138,7 @@ def per_replica(
 
     def init(params):
         state = first_state(tx, params)
-        warn_of_rounding(params, state)
+        protocol.warn_of_rounding(params, state)
         if not is_tracked(axis_name):
             return state
         leaves, treedef = jax.tree.flatten(params)
@@ -157,7 +151,7 @@ def per_replica(
     def update(updates, state, params=None, **extra_args):
         old = unstack(state, axis_name)
         updates, state = tx.update(updates, old, params, **extra_args)
-        state = _spared(state, old) if leaves_out_alone(state) else state
+        state = _spared(state, old) if protocol.leaves_out_alone(state) else state
         return updates, stack(_emptied(state), axis_name)
 
     over = OverReplicas(init, names_of(axis_name))
