@@ -22,7 +22,7 @@ from jaxcomp.replicas.types import to_varying
 from jaxcomp.sharded import levels
 from jaxcomp.sharded.qsdp import QSDP
 from jaxcomp.steps import untyped
-from jaxcomp.steps.compiling import Kept, donating
+from jaxcomp.steps.compiling import Donating, Kept, compiler_options
 from jaxcomp.steps.gradient import (
     Gradient,
     check_accumulate,
@@ -101,14 +101,14 @@ def qsdp_train_step(
     rowwise = per_replica(_for_pieces(tx), fsdp.axes)
     gradient = Gradient(loss_fn, mesh, mesh.axis_names, accumulate, has_aux, batch_specs)
     run = _Run(tx, rowwise, mesh, fsdp)
+    step = jax.jit(
+        untyped.as_needed(_step, gradient, run),
+        donate_argnums=(0, 1),
+        compiler_options=compiler_options(mesh, gathers_layers=True),
+    )
     return TrainStep(
         Kept(jax.jit(functools.partial(_init, run)), mesh),
-        donating(
-            untyped.as_needed(_step, gradient, run),
-            mesh,
-            shardings=functools.partial(_shardings, run),
-            gathers_layers=True,
-        ),
+        Donating(step, mesh, functools.partial(_shardings, run)),
     )
 
 

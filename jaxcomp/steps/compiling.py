@@ -107,26 +107,6 @@ _OWN = ("params", "state")  # the first two arguments, if they are named
 _NAMES = (*_OWN, "shards")
 
 
-def donating(
-    function: Callable[..., Any],
-    mesh: Mesh | AbstractMesh | None = None,
-    *,
-    shardings: Callable[..., Any] | None = None,
-    **mesh_options: Any,
-) -> "Donating":
-    """`jax.jit` of a function that gets parameters and state first, and donates both.
-
-    Args:
-      function: The step.
-      mesh: Its mesh, for `compiler_options`; None: without them.
-      shardings: See `Donating`.
-      **mesh_options: Further arguments of `compiler_options`.
-    """
-    options = None if mesh is None else compiler_options(mesh, **mesh_options)
-    program = jax.jit(function, donate_argnums=(0, 1), compiler_options=options)
-    return Donating(program, mesh, shardings)
-
-
 class ByState:
     """A jitted function `(params, state, ...)`, made when it first gets a state, which decides how.
 

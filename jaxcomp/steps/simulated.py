@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from jaxcomp._checks import is_count
 from jaxcomp.replicas import protocol
 from jaxcomp.replicas.state import per_replica
-from jaxcomp.steps.compiling import Initial, donating
+from jaxcomp.steps.compiling import Donating, Initial
 from jaxcomp.steps.gradient import Gradient, as_metrics, local_gradient, placed_batch
 from jaxcomp.steps.loss import averaged
 from jaxcomp.steps.placing import is_cut
@@ -65,7 +65,7 @@ def simulated_train_step(
     update = Update(per_replica(tx, axis_name), mesh, axis_name)
     return TrainStep(
         Initial(jax.jit(functools.partial(_init, update))),
-        donating(functools.partial(_step, gradient, update)),
+        Donating(jax.jit(functools.partial(_step, gradient, update), donate_argnums=(0, 1))),
     )
 
 

@@ -8,7 +8,8 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 import jaxcomp
-from jaxcomp.steps import compiling, evaluate, train
+from jaxcomp.sharded import step as sharded
+from jaxcomp.steps import evaluate, train
 from tests.helpers.replicas import mesh_of
 
 
@@ -33,8 +34,8 @@ def test_only_gpus_get_options():
 def test_the_steps_are_compiled_with_the_options_of_their_mesh(monkeypatch):
     asked = []
     note = lambda *args, **of: asked.append((*args, of)) or {}
-    monkeypatch.setattr(compiling, "compiler_options", note)
-    monkeypatch.setattr(train, "compiler_options", note)
+    for module in (sharded, train):
+        monkeypatch.setattr(module, "compiler_options", note)
     monkeypatch.setattr(train, "is_of_gpus", lambda mesh: True)
     mesh = mesh_of(2)
     loss = lambda params, batch: (batch @ params).mean()
@@ -54,9 +55,17 @@ def test_the_steps_are_compiled_with_the_options_of_their_mesh(monkeypatch):
 
 def test_the_options_reach_the_compiler(monkeypatch):
     unknown = {"xla_there_is_no_such_option": True}
-    for module in (compiling, evaluate):
+    for module in (evaluate, sharded, train):
         monkeypatch.setattr(module, "compiler_options", lambda *args, **of: unknown)
     with pytest.raises(jax.errors.JaxRuntimeError, match="xla_there_is_no_such_option"):
         jaxcomp.eval_step(lambda params, batch: params, mesh_of(1), "replica")(1.0, (), jnp.ones(1))
-    with pytest.raises(jax.errors.JaxRuntimeError, match="xla_there_is_no_such_option"):
-        compiling.donating(lambda x, y: (x + 1, y), mesh_of(1))(1.0, 2.0)
+    mesh, loss = mesh_of(1), lambda params, batch: (batch @ params).mean()
+    mean, fsdp = jaxcomp.compressed_mean(jaxcomp.identity(), "replica"), jaxcomp.qsdp("replica")
+    of_shards = lambda shards, batch: loss(fsdp.gather(shards), batch)
+    plain = jaxcomp.train_step(loss, mean, mesh, "replica")
+    in_shards = jaxcomp.qsdp_train_step(of_shards, optax.sgd(0.1), mesh, fsdp)
+    params = jnp.zeros(4)
+    for (init, step), own in ((plain, params), (in_shards, fsdp.shard(params, mesh))):
+        lowered = step.lower(own, init(own), jnp.zeros((1, 4)))
+        with pytest.raises(jax.errors.JaxRuntimeError, match="xla_there_is_no_such_option"):
+            lowered.compile()

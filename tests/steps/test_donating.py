@@ -10,6 +10,7 @@ from flax.training.train_state import TrainState
 
 import jaxcomp
 import jaxcomp.flax
+from jaxcomp.steps.compiling import Donating
 from tests.helpers.replicas import everywhere, mesh_of
 
 WEIGHT = np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)
@@ -168,9 +169,7 @@ def test_a_train_state_may_hold_one_array_twice():
 def test_keys_are_copied_and_what_is_traced_is_left_alone():
     mesh = mesh_of(2)
     key = jax.random.key(0)
-    from jaxcomp.steps.compiling import donating
-
-    step = donating(lambda params, state: (params, state))
+    step = Donating(jax.jit(lambda params, state: (params, state), donate_argnums=(0, 1)))
     a, b = step(key, {"same": key})
     assert jax.random.key_data(a).tolist() == jax.random.key_data(b["same"]).tolist()
     init, step = jaxcomp.train_step(loss, TX, mesh, "replica")
