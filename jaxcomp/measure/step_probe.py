@@ -20,8 +20,7 @@ from jaxcomp.measure.planner import Message
 from jaxcomp.replicas.state import per_replica
 from jaxcomp.replicas.types import names_of
 from jaxcomp.steps import untyped
-from jaxcomp.steps.gradient import Gradient, all_gradients
-from jaxcomp.steps.placing import check_batch
+from jaxcomp.steps.gradient import Gradient, all_gradients, checked_specs
 from jaxcomp.steps.update import Update, all_updates, init_state, update_specs
 
 
@@ -177,8 +176,8 @@ def gradient_timer(
     `params` and `batch` are shapes and dtypes of the parameters and of the global batch; the mesh
     has only the named axes. The rest is as for `train_step`.
     """
-    check_batch(batch, axis_name, mesh.size, accumulate)
     gradient = Gradient(loss_fn, mesh, axis_name, accumulate)
+    checked_specs(gradient, batch)
     program = jax.jit(untyped.as_needed(all_gradients, gradient))
     everywhere, rows = NamedSharding(mesh, P()), NamedSharding(mesh, P(axis_name))
     zeros = lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), batch)

@@ -156,11 +156,16 @@ def full_specs(params: Any, mesh: Any, axis_name: str, param_specs: Any) -> Any:
 
 def over_some(specs: Any, axes: tuple[str, ...]) -> Any:
     """Restricts PartitionSpecs to some of the mesh's axes, for a `shard_map` over these."""
+    return _restricted(specs, lambda name: name in axes)
 
-    def part(names):
-        kept = tuple(name for name in jax.tree.leaves(names) if name in axes)
-        return kept or None
 
+def over_others(specs: Any, axes: tuple[str, ...]) -> Any:
+    """Restricts PartitionSpecs to the other axes, for what runs inside such a `shard_map`."""
+    return _restricted(specs, lambda name: name not in axes)
+
+
+def _restricted(specs, keeps):
+    part = lambda names: tuple(filter(keeps, jax.tree.leaves(names))) or None
     return jax.tree.map(lambda spec: P(*map(part, spec)), specs)
 
 

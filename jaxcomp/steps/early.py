@@ -16,7 +16,7 @@ from jax.extend import core
 
 from jaxcomp.replicas.elementwise import innermost
 from jaxcomp.replicas.types import is_message, names_of, tied
-from jaxcomp.steps.gradient import Gradient, local_gradient
+from jaxcomp.steps.gradient import Given, Gradient, local_gradient
 from jaxcomp.steps.loss import Extra
 from jaxcomp.steps.update import Update, local_update
 
@@ -25,16 +25,7 @@ _SMALL = 1024  # entries of a message that nothing is computed beside, for examp
 
 
 def early(
-    gradient: Gradient,
-    update: Update,
-    params: Any,
-    state: Any,
-    drifts: Any,
-    batch: Any,
-    rng: Any,
-    model_state: Any,
-    scale: jax.Array | None,
-    extra_args: Any,
+    gradient: Gradient, update: Update, params: Any, state: Any, given: Given, extra_args: Any
 ) -> tuple[Any, Any, jax.Array, jax.Array, Extra]:
     """A whole step, inside `shard_map`: `(params, state, skipped, losses, extra)`.
 
@@ -47,8 +38,7 @@ def early(
         new = local_update(update, params, state, grads, losses, extra_args)
         return *new, losses, extra
 
-    given = params, drifts, batch, rng, model_state, scale
-    first = functools.partial(local_gradient, gradient, *given)
+    first = functools.partial(local_gradient, gradient, params, given)
     return in_early_order(first, exchanged, update.axis_name)
 
 
@@ -177,10 +167,12 @@ def _opened(closed: core.ClosedJaxpr, arguments: list[Any]) -> list[Any]:
     read = lambda x: x.val if _is_literal(x) else values[x]
     used = _used(jaxpr)
     for is_call, group in itertools.groupby(jaxpr.eqns, _is_call):
-        for eqn in group if is_call else ():
+        if not is_call:
+            values |= _evaluated(jaxpr, [*group], values, used)
+            continue
+        for eqn in group:
             made = _opened(eqn.params["jaxpr"], [read(x) for x in eqn.invars])
             values |= dict(zip(eqn.outvars, made, strict=True))
-        values |= _evaluated(jaxpr, [] if is_call else [*group], values, used)
     return [read(x) for x in jaxpr.outvars]
 
 

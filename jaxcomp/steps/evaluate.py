@@ -19,10 +19,10 @@ from jaxcomp.replicas import fast, protocol
 from jaxcomp.replicas.specs import full_specs, require_axis
 from jaxcomp.replicas.state import add_drifts, by_leaf
 from jaxcomp.replicas.types import names_of, sums_over_shards, to_varying
-from jaxcomp.steps import placing, untyped
+from jaxcomp.steps import untyped
 from jaxcomp.steps.compiling import Kept, compiler_options
-from jaxcomp.steps.gradient import Gradient, on_replicas
-from jaxcomp.steps.placing import everywhere, placed
+from jaxcomp.steps.gradient import Given, Gradient, on_replicas, own_batch
+from jaxcomp.steps.placing import everywhere, movable, placed
 from jaxcomp.steps.update import Update, placed_params, whole_drifts
 
 
@@ -79,14 +79,13 @@ def _measured(on, update, params, state, batch):
     drifts = whole_drifts(update, params, protocol.evaluated_drifts(state))
     rows = P(names_of(on.axis_name))
     measures = on_replicas(on, functools.partial(_own_measures, on), rows, rows)
-    return jax.tree.map(lambda x: jnp.mean(x, axis=0), measures(params, drifts, batch))
+    return jax.tree.map(lambda x: jnp.mean(x, axis=0), measures(params, Given(drifts, batch)))
 
 
-def _own_measures(on, params, drifts, batch):
+def _own_measures(on, params, given):
     """One replica's measures, as a row."""
-    local = add_drifts(params, drifts, on.axis_name)
-    batch = placing.sharded_batch(batch, on.batch_specs, on.axis_name)
-    measured = jax.tree.map(jnp.asarray, on.loss_fn(local, batch))
+    local = add_drifts(params, given.drifts, on.axis_name)
+    measured = jax.tree.map(jnp.asarray, on.loss_fn(local, own_batch(on, given.batch)))
     return jax.tree.map(lambda x: x[None], to_varying(measured, on.axis_name))
 
 
@@ -135,7 +134,7 @@ def mean_params(
     drifts = [[x for x in row if not protocol.is_masked(x)] for row in zip(*columns, strict=True)]
     specs = full_specs(params, mesh, axis_name, param_specs)
     specs = tuple(jax.tree.leaves(specs))
-    leaves, drifts = placing.movable(mesh, (leaves, drifts))
+    leaves, drifts = movable(mesh, (leaves, drifts))
     return treedef.unflatten(_program(mesh, axis_name, fast_axis, specs)(leaves, drifts))
 
 

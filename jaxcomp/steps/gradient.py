@@ -1,6 +1,7 @@
 """The first half of a step: each replica's gradient on its part of the batch."""
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -11,11 +12,19 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxcomp._checks import is_count
+from jaxcomp.replicas.specs import over_others, over_some
 from jaxcomp.replicas.state import add_drifts
 from jaxcomp.replicas.types import names_of, to_varying
-from jaxcomp.steps import loss as losses
 from jaxcomp.steps import placing
-from jaxcomp.steps.loss import Extra, called, folded, own_floats, replica_key, require_local
+from jaxcomp.steps.loss import (
+    Extra,
+    averaged,
+    called,
+    folded,
+    is_float,
+    own_floats,
+    require_local,
+)
 
 
 class Gradient(NamedTuple):
@@ -27,6 +36,16 @@ class Gradient(NamedTuple):
     accumulate: int = 1  # microbatches that a replica's batch is cut into
     has_aux: bool = False
     batch_specs: Any = None  # of the batch, a tree or a prefix
+
+
+class Given(NamedTuple):
+    """What a gradient is computed from, beside the parameters."""
+
+    drifts: Any  # the state's fields `drift`
+    batch: Any
+    rng: Any = None  # equal everywhere, like the following
+    model_state: Any = None
+    scale: Any = None  # f32[] or None; for its gradient the loss is multiplied by it
 
 
 def all_gradients(
@@ -41,73 +60,88 @@ def all_gradients(
     """Losses and gradients of all replicas, in rows: `(f32[num_replicas], [num_replicas, ...])`.
 
     Also returns the losses' other results: rows of `aux`, one for each call of the loss, and of the
-    model state. Nothing is sent between replicas. `params` is the consensus, `drifts` are the
-    state's fields `drift`; the batch is global. `rng`, `model_state` and `scale`, f32[], are equal
-    everywhere; the loss is multiplied by `scale` for the gradient.
+    model state. Nothing is sent between replicas. `params` is the consensus; arrays are global. The
+    other arguments are those of `Given`.
     """
     axis_name, rows = gradient.axis_name, P(gradient.axis_name)
     grads_specs = jax.tree.map(lambda x: P(axis_name, *placing.spec_of(x)), params)
     extra_specs = specs_of_extra(gradient, model_state)
     local = functools.partial(local_gradient, gradient)
     out_specs = (rows, rows, extra_specs), (rows, grads_specs, extra_specs)
-    return on_replicas(gradient, local, *out_specs)(params, drifts, batch, rng, model_state, scale)
+    given = Given(drifts, batch, rng, model_state, scale)
+    return on_replicas(gradient, local, *out_specs)(params, given)
 
 
 def on_replicas(
     gradient: Gradient, function: Callable[..., Any], out_specs: Any, full_out_specs: Any
 ) -> Callable[..., Any]:
-    """Runs `function(params, drifts, batch, *rest)` on each replica, for global arrays.
+    """Runs `function(params, given)` on each replica, for global arrays.
 
     XLA partitions it over the mesh's other axes. `full_out_specs` are over these, too.
     """
-    names = names_of(gradient.axis_name)
+    mesh, names = gradient.mesh, names_of(gradient.axis_name)
 
-    def whole(params, drifts, batch, *rest):
-        batch, specs = placed_batch(gradient, batch)
-        drifts = placing.placed_rows(gradient.mesh, drifts, names[0])
-        cut = placing.over_replicas(specs, names)
-        mapped = lambda *args: jax.shard_map(
-            function,
-            mesh=placing.within(gradient.mesh),
-            in_specs=(P(), P(names[0]), cut, *[P()] * len(rest)),
-            out_specs=out_specs,
-            axis_names=set(names),
-        )(*args)
-        mapped = placing.on_auto_axes(gradient.mesh, mapped, full_out_specs)
-        return mapped(params, drifts, batch, *rest)
+    def whole(params, given):
+        given, specs = placed_given(gradient, given)
+        given = given._replace(drifts=placing.placed_rows(mesh, given.drifts, names[0]))
+        in_specs = P(), over_some(specs, names)
+        mapped = placing.over_axes(mesh, names, function, in_specs, out_specs, full_out_specs)
+        return mapped(params, given)
 
     return whole
 
 
+def placed_given(gradient: Gradient, given: Given) -> tuple[Given, Given]:
+    """What a step gets, with the batch placed on the replicas, and its PartitionSpecs."""
+    batch, batch_specs = placed_batch(gradient, given.batch)
+    rows = P(names_of(gradient.axis_name)[0])
+    return given._replace(batch=batch), Given(rows, batch_specs, P(), P(), P())
+
+
 def placed_batch(gradient: Gradient, batch: Any) -> tuple[Any, Any]:
     """The batch, checked and placed on the replicas, and its PartitionSpecs."""
-    mesh, axis_name = gradient.mesh, gradient.axis_name
+    specs = checked_specs(gradient, batch)
+    return placing.placed(gradient.mesh, batch, specs), specs
+
+
+def checked_specs(gradient: Gradient, batch: Any) -> Any:
+    """The PartitionSpecs of a batch; a ValueError for one that cannot be divided."""
+    axis_name, accumulate = gradient.axis_name, gradient.accumulate
+    num_replicas = math.prod(gradient.mesh.shape[name] for name in names_of(axis_name))
     specs = placing.full_batch_specs(gradient.batch_specs, batch, axis_name)
-    num_replicas = placing.num_parts(mesh, axis_name)
-    placing.check_batch(batch, axis_name, num_replicas, gradient.accumulate, specs)
-    return placing.placed(mesh, batch, specs), specs
+    leaves = jax.tree.leaves_with_path(batch)
+    for (path, leaf), spec in zip(leaves, jax.tree.leaves(specs), strict=True):
+        if not placing.is_cut(spec, axis_name):
+            continue
+        if leaf.ndim == 0 or leaf.shape[0] % (num_replicas * accumulate):
+            raise ValueError(
+                f"the batch's leaf {jax.tree_util.keystr(path)!r} has shape {leaf.shape}, but its "
+                f"first axis must be divisible by {num_replicas * accumulate}: {num_replicas} "
+                f"replicas over {axis_name!r} times accumulate={accumulate}. What all replicas "
+                "hold alike has batch_specs P()."
+            )
+    return specs
+
+
+def own_batch(gradient: Gradient, batch: Any) -> Any:
+    """This replica's batch, cut over the other axes that `batch_specs` name."""
+    specs = placing.full_batch_specs(gradient.batch_specs, batch, gradient.axis_name)
+    rest = over_others(specs, names_of(gradient.axis_name))
+    return jax.tree.map(placing.constrained, batch, rest)
 
 
 def specs_of_extra(gradient: Gradient, model_state: Any) -> Extra:
-    """The PartitionSpecs of the losses' other results."""
-    rows = losses.specs_of_rows(model_state, gradient.axis_name)
-    return Extra(P(gradient.axis_name), rows)
+    """The PartitionSpecs of the losses' other results: rows, where replicas may differ."""
+    rows = P(gradient.axis_name)
+    return Extra(rows, jax.tree.map(lambda x: rows if is_float(x) else P(), model_state))
 
 
-def local_gradient(
-    gradient: Gradient,
-    params: Any,
-    drifts: Any,
-    batch: Any,
-    rng: Any,
-    model_state: Any,
-    scale: jax.Array | None,
-) -> tuple[jax.Array, Any, Extra]:
+def local_gradient(gradient: Gradient, params: Any, given: Given) -> tuple[jax.Array, Any, Extra]:
     """`all_gradients` for one replica: the means over its microbatches, as one row."""
-    axis_name = gradient.axis_name
-    local = add_drifts(params, drifts, axis_name)
-    batch = placing.sharded_batch(batch, gradient.batch_specs, axis_name)
-    loss_of = loss_of_part(gradient, batch, rng)
+    axis_name, scale = gradient.axis_name, given.scale
+    local = add_drifts(params, given.drifts, axis_name)
+    batch = own_batch(gradient, given.batch)
+    loss_of = loss_of_part(gradient, batch, given.rng)
 
     def scaled(params, *part):
         loss, extra = loss_of(params, *part)
@@ -116,7 +150,7 @@ def local_gradient(
     def at_local(*part):
         return jax.value_and_grad(scaled, has_aux=True)(local, *part)
 
-    model_state = own_floats(model_state, axis_name)
+    model_state = own_floats(given.model_state, axis_name)
     (loss, extra), grads = mean_over_microbatches(gradient, at_local, local, batch, model_state)
     require_local(loss, *names_of(axis_name))
     loss = loss if scale is None else loss / scale
@@ -124,9 +158,9 @@ def local_gradient(
 
 
 def in_rows(gradient: Gradient, extra: Extra) -> Extra:
-    """This replica's other results of the loss, each with a leading axis."""
+    """This replica's other results of the loss, as rows where `specs_of_extra` has such."""
     aux = to_varying(extra.aux, gradient.axis_name)
-    return Extra(aux, losses.rows_of(extra.model_state))
+    return Extra(aux, jax.tree.map(lambda x: x[None] if is_float(x) else x, extra.model_state))
 
 
 def metrics_of(
@@ -136,10 +170,13 @@ def metrics_of(
 
     `model_state` is the one before the step.
     """
-    new = losses.averaged_rows(
-        gradient.mesh, gradient.axis_name, model_state, extra.model_state, skipped
-    )
-    return as_metrics(loss, skipped, extra.aux, new)
+    if jax.tree.leaves(model_state):
+        names = names_of(gradient.axis_name)
+        local = functools.partial(averaged, axis_name=names)
+        in_specs = P(), specs_of_extra(gradient, model_state).model_state, P()
+        mean = placing.over_axes(gradient.mesh, names, local, in_specs, P(), P())
+        model_state = mean(model_state, extra.model_state, skipped)
+    return as_metrics(loss, skipped, extra.aux, model_state)
 
 
 def as_metrics(loss: Any, skipped: Any, aux: Any, model_state: Any) -> dict[str, Any]:
@@ -154,11 +191,12 @@ def loss_of_part(gradient: Gradient, batch: Any, rng: Any) -> Callable[..., Any]
 
     Each part has a key of its own, from the step's key, the replica and the index.
     """
-    key = replica_key(rng, gradient.axis_name)
+    key = folded(rng, lax.axis_index(names_of(gradient.axis_name)))
+    whole = lambda part, leaf: leaf if part is None else part  # None: it is not cut
 
     def loss_of(params, index, part, model_state):
         own = folded(key, index)
-        part = placing.with_uncut_leaves(part, batch)
+        part = jax.tree.map(whole, part, batch, is_leaf=lambda x: x is None)
         loss, extra = called(gradient.loss_fn, gradient.has_aux, params, part, own, model_state)
         kept = own_floats(extra.model_state, gradient.axis_name)
         return loss, extra._replace(model_state=kept)
@@ -192,10 +230,23 @@ def mean_over_microbatches(
 
 
 def parts_of(gradient: Gradient, batch: Any) -> tuple[jax.Array, Any]:
-    """The indices of the microbatches, and a batch with a leading axis of them."""
+    """The indices of the microbatches, and a batch with a leading axis of them.
+
+    Leaves that are not cut are None there.
+    """
+    accumulate = gradient.accumulate
     specs = placing.full_batch_specs(gradient.batch_specs, batch, gradient.axis_name)
-    parts = placing.microbatches(gradient.accumulate, batch, specs, gradient.axis_name)
-    return jnp.arange(gradient.accumulate), parts
+
+    def parts(x, spec, rest):
+        if not placing.is_cut(spec, gradient.axis_name):
+            return None
+        # Not -1, which an array without entries does not determine.
+        rows = x.reshape(accumulate, x.shape[0] // accumulate, *x.shape[1:])
+        return placing.constrained(rows, P(None, *rest))
+
+    rest = over_others(specs, names_of(gradient.axis_name))
+    cut = jax.tree.map(parts, batch, specs, rest)
+    return jnp.arange(accumulate), cut
 
 
 def no_gradients(like: Any) -> Any:

@@ -16,47 +16,40 @@ from jax.extend import core
 from jax.sharding import PartitionSpec as P
 
 from jaxcomp.exchange.journeys import Pace
-from jaxcomp.replicas.specs import over_some
+from jaxcomp.replicas.specs import over_others, over_some
 from jaxcomp.replicas.state import add_drifts
 from jaxcomp.replicas.types import names_of, tied, to_varying, varying_axes, zeros_of
-from jaxcomp.steps import placing
 from jaxcomp.steps.gradient import (
+    Given,
     Gradient,
     added,
     in_rows,
     loss_of_part,
     no_gradients,
+    own_batch,
     parts_of,
-    placed_batch,
+    placed_given,
     specs_of_extra,
 )
 from jaxcomp.steps.loss import Extra, own_floats, require_local
+from jaxcomp.steps.placing import over_axes
 from jaxcomp.steps.update import Update, local_update, own_params, update_specs, with_shares
 
 _HOP = "jaxcomp_hop"  # the name of a message's function, where stages are cut
 
 
 def interleaved(
-    gradient: Gradient,
-    update: Update,
-    params: Any,
-    state: Any,
-    drifts: Any,
-    batch: Any,
-    rng: Any,
-    model_state: Any,
-    extra_args: Any,
+    gradient: Gradient, update: Update, params: Any, state: Any, given: Given, extra_args: Any
 ) -> tuple[Any, Any, jax.Array, jax.Array, Extra]:
     """A whole step, inside `shard_map`: `(params, state, skipped, losses, extra)`.
 
     For a mesh with only the axes of the replicas and their devices, which are manual throughout;
     `interleaved_shards` is for others. Arguments are those of the two halves of a step.
     """
-    axes = gradient.axis_name
-    parts = Parts(*halves(gradient, params, drifts, batch, rng, own_floats(model_state, axes)))
+    parts = Parts(*halves(gradient, params, given))
     made = iter(exchanged(update, params, state, parts.pace, extra_args))
     loss, extra, grads = parts.finished()
-    require_local(loss, *names_of(axes))
+    require_local(loss, *names_of(gradient.axis_name))
     rows, ahead = jax.tree.map(lambda g: g[None], grads), lambda make: next(made)
     new = local_update(update, params, state, rows, loss[None], extra_args, ahead=ahead)
     return *new, loss[None], in_rows(gradient, extra)
@@ -111,12 +104,14 @@ class Parts:
         return self._value
 
 
-def halves(gradient, params, drifts, batch, rng, model_state):
+def halves(gradient, params, given):
     """`(start, first, second)`: the gradient as a forward and a backward pass, or microbatches.
 
     Drifts are added in the first part. Before it, a barrier would make XLA write the sums.
     """
-    loss_of = loss_of_part(gradient, batch, rng)
+    batch, drifts = own_batch(gradient, given.batch), given.drifts
+    model_state = own_floats(given.model_state, gradient.axis_name)
+    loss_of = loss_of_part(gradient, batch, given.rng)
     if gradient.accumulate > 1:
         return _half_the_microbatches(gradient, loss_of, params, drifts, batch, model_state)
 
@@ -158,15 +153,7 @@ def _half_the_microbatches(gradient, loss_of, params, drifts, batch, model_state
 
 
 def interleaved_shards(
-    gradient: Gradient,
-    update: Update,
-    params: Any,
-    state: Any,
-    drifts: Any,
-    batch: Any,
-    rng: Any,
-    model_state: Any,
-    extra_args: Any,
+    gradient: Gradient, update: Update, params: Any, state: Any, given: Given, extra_args: Any
 ) -> tuple[Any, Any, jax.Array, jax.Array, Extra]:
     """As `interleaved`, for global arrays on a mesh that also has other axes.
 
@@ -175,42 +162,34 @@ def interleaved_shards(
     Without the stages XLA computes nothing beside the messages: compiled for H100, no matrix
     product of the gradient lies between the start and the end of one, with either scheduler.
     """
-    mesh, axes = gradient.mesh, gradient.axis_name
-    names = names_of(axes)
-    batch, batch_specs = placed_batch(gradient, batch)
-    extra_specs = specs_of_extra(gradient, model_state)
+    names = names_of(gradient.axis_name)
+    given, given_specs = placed_given(gradient, given)
     specs = update_specs(update, params)
-    replica_specs = over_some(specs, names)
-    update = with_shares(update, params)
-
-    def whole(*args):
-        return jax.shard_map(
-            functools.partial(_in_shards, gradient, update, over_some(specs, _others(gradient))),
-            mesh=placing.within(mesh),
-            in_specs=(
-                *replica_specs,
-                P(names[0]),
-                placing.over_replicas(batch_specs, axes),
-                *[P()] * 3,
-            ),
-            out_specs=(*replica_specs, P(), P(axes), extra_specs),
-            axis_names=set(names),
-        )(*args)
-
-    whole = placing.on_auto_axes(mesh, whole, (*specs, P(), P(axes), extra_specs))
-    return whole(params, state, drifts, batch, rng, model_state, extra_args)
+    made = P(), P(names), specs_of_extra(gradient, given.model_state)
+    own = functools.partial(
+        _in_shards, gradient, with_shares(update, params), over_others(specs, names)
+    )
+    over_replicas = over_some(specs, names)
+    whole = over_axes(
+        gradient.mesh,
+        names,
+        own,
+        in_specs=(*over_replicas, over_some(given_specs, names), P()),
+        out_specs=(*over_replicas, *made),
+        full_out_specs=(*specs, *made),
+    )
+    return whole(params, state, given, extra_args)
 
 
-def _in_shards(gradient, update, specs, params, state, drifts, batch, rng, model_state, extra_args):
-    axes, others = gradient.axis_name, _others(gradient)
-    batch = placing.sharded_batch(batch, gradient.batch_specs, axes)
-    parts = Parts(*halves(gradient, params, drifts, batch, rng, own_floats(model_state, axes)))
+def _in_shards(gradient, update, specs, params, state, given, extra_args):
+    others = _others(gradient)
+    parts = Parts(*halves(gradient, params, given))
     ahead = lambda params, state, extra: exchanged(update, params, state, cut_here, extra)
     extra_args_specs = jax.tree.map(lambda _: P(), extra_args)
-    given = (*specs, extra_args_specs), parts.pace, params, state, extra_args
-    made = in_stages(ahead, others, *given)
+    args_specs = *specs, extra_args_specs
+    made = in_stages(ahead, others, args_specs, parts.pace, params, state, extra_args)
     loss, extra, grads = parts.finished()
-    require_local(loss, *names_of(axes))
+    require_local(loss, *names_of(gradient.axis_name))
 
     def updated(params, state, grads, loss, extra_args, arrays):
         own = iter(inside(made, arrays))

@@ -9,13 +9,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AbstractMesh, Mesh
-from jax.sharding import PartitionSpec as P
 
 from jaxcomp.replicas.finite import finite, unless
 from jaxcomp.replicas.protocol import widened
 from jaxcomp.replicas.types import is_tracked, names_of, to_varying, varying_axes
-from jaxcomp.steps.placing import on_auto_axes, within
 
 
 class Extra(NamedTuple):
@@ -66,11 +63,6 @@ def _tree(form):
     return treedef.unflatten(leaves)
 
 
-def replica_key(rng: Any, axis_name: str | tuple[str, ...]) -> Any:
-    """A key of this replica's own, from a common key, or a tree of keys."""
-    return folded(rng, lax.axis_index(names_of(axis_name)))
-
-
 def folded(rng: Any, index: Any) -> Any:
     """A key, or a tree of keys, each folded with a number; None for None.
 
@@ -89,6 +81,11 @@ def folded(rng: Any, index: Any) -> Any:
     return jax.tree.map(fold, rng)
 
 
+def is_float(x: Any) -> bool:
+    """Whether a leaf of a model state is each replica's own; the others are equal on all."""
+    return jnp.issubdtype(x.dtype, jnp.inexact)
+
+
 def own_floats(model_state: Any, axis_name: str | tuple[str, ...]) -> Any:
     """A model state whose floating leaves vary, since each replica changes its own.
 
@@ -96,7 +93,7 @@ def own_floats(model_state: Any, axis_name: str | tuple[str, ...]) -> Any:
     """
 
     def own(path, x):
-        if jnp.issubdtype(x.dtype, jnp.inexact):
+        if is_float(x):
             return to_varying(x, axis_name)
         if is_tracked(axis_name) and not varying_axes(x).isdisjoint(names_of(axis_name)):
             raise ValueError(
@@ -124,21 +121,17 @@ def require_local(loss: jax.Array, *axes: str) -> None:
     )
 
 
-def averaged(old: Any, own: Any, skipped: jax.Array, axis_name: str | tuple[str, ...]) -> Any:
-    """The mean of the replicas' `own` states, in one float32 message; inside `shard_map` or `vmap`.
+def averaged(old: Any, rows: Any, skipped: jax.Array, axis_name: str | tuple[str, ...]) -> Any:
+    """The mean of the replicas' states, in one float32 message; inside `shard_map` or `vmap`.
 
-    A replica whose state is not finite contributes its `old` one. A skipped step keeps the old
-    state. Leaves that are not floats are equal on all replicas already.
+    A replica whose row is not finite contributes its `old` state. A skipped step keeps that.
     """
-    leaves, treedef = jax.tree.flatten(own)
+    leaves, treedef = jax.tree.flatten(rows)
     before = treedef.flatten_up_to(old)
-    floats = [i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.inexact)]
+    floats = [i for i, x in enumerate(leaves) if is_float(x)]
     if floats:
-        kept = unless(
-            ~finite([leaves[i] for i in floats]),
-            [leaves[i] for i in floats],
-            [before[i] for i in floats],
-        )
+        own = [leaves[i].reshape(before[i].shape) for i in floats]
+        kept = unless(~finite(own), own, [before[i] for i in floats])
         flat = jnp.concatenate([widened(x.reshape(-1)) for x in kept])
         with jax.named_scope("jaxcomp.model_state"):
             flat = lax.pmean(flat, names_of(axis_name))
@@ -146,36 +139,3 @@ def averaged(old: Any, own: Any, skipped: jax.Array, axis_name: str | tuple[str,
         for i, mean in zip(floats, jnp.split(flat, ends), strict=True):
             leaves[i] = mean.reshape(before[i].shape).astype(before[i].dtype)
     return unless(skipped, treedef.unflatten(leaves), old)
-
-
-def specs_of_rows(model_state: Any, axis_name: str | tuple[str, ...]) -> Any:
-    """Specs of the replicas' own states: rows for floats, one copy for the rest."""
-    is_float = lambda x: jnp.issubdtype(x.dtype, jnp.inexact)
-    return jax.tree.map(lambda x: P(axis_name) if is_float(x) else P(), model_state)
-
-
-def rows_of(own: Any) -> Any:
-    """This replica's state with a leading axis of one where `specs_of_rows` has rows."""
-    return jax.tree.map(lambda x: x[None] if jnp.issubdtype(x.dtype, jnp.inexact) else x, own)
-
-
-def averaged_rows(
-    mesh: Mesh | AbstractMesh, axis_name: str | tuple[str, ...], old: Any, rows: Any, skipped: Any
-) -> Any:
-    """`averaged` for global arrays with a row per replica; None for None."""
-    if not jax.tree.leaves(old):
-        return old
-    names = names_of(axis_name)
-
-    def local(old, rows, skipped):
-        own = jax.tree.map(lambda x, like: x.reshape(like.shape), rows, old)
-        return averaged(old, own, skipped, names)
-
-    mean = jax.shard_map(
-        local,
-        mesh=within(mesh),
-        in_specs=(P(), specs_of_rows(old, names), P()),
-        out_specs=P(),
-        axis_names=set(names),
-    )
-    return on_auto_axes(mesh, mean, P())(old, rows, skipped)

@@ -1,7 +1,6 @@
 """Placing batches on a mesh, and the mesh's other axes, of any axis type."""
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -38,63 +37,6 @@ def full_batch_specs(batch_specs: Any, batch: Any, axis_name: str | tuple[str, .
 def is_cut(spec: P, axis_name: str | tuple[str, ...]) -> bool:
     """Whether a batch leaf with this spec has a part for each replica."""
     return _first(spec)[: len(names_of(axis_name))] == names_of(axis_name)
-
-
-def over_replicas(specs: Any, axis_name: str | tuple[str, ...]) -> Any:
-    """The specs if only the axes of the replicas are manual."""
-    cut = lambda spec: P(names_of(axis_name)) if is_cut(spec, axis_name) else P()
-    return jax.tree.map(cut, specs)
-
-
-def over_others(specs: Any, axis_name: str | tuple[str, ...]) -> Any:
-    """The specs for one replica's part, over the other axes."""
-    count = len(names_of(axis_name))
-    rest = lambda spec: P(_first(spec)[count:] or None, *spec[1:])
-    own = lambda spec: rest(spec) if is_cut(spec, axis_name) else spec
-    return jax.tree.map(own, specs)
-
-
-def check_batch(
-    batch: Any, axis_name: Any, num_replicas: int, accumulate: int, specs: Any = None
-) -> None:
-    """Raises a ValueError for a batch that cannot be divided."""
-    specs = full_batch_specs(specs, batch, axis_name)
-    leaves = jax.tree.leaves_with_path(batch)
-    for (path, leaf), spec in zip(leaves, jax.tree.leaves(specs), strict=True):
-        if not is_cut(spec, axis_name):
-            continue
-        if leaf.ndim == 0 or leaf.shape[0] % (num_replicas * accumulate):
-            raise ValueError(
-                f"the batch's leaf {jax.tree_util.keystr(path)!r} has shape {leaf.shape}, but its "
-                f"first axis must be divisible by {num_replicas * accumulate}: {num_replicas} "
-                f"replicas over {axis_name!r} times accumulate={accumulate}. What all replicas "
-                "hold alike has batch_specs P()."
-            )
-
-
-def microbatches(accumulate: int, batch: Any, specs: Any, axis_name: Any) -> Any:
-    """This replica's batch with a leading axis of microbatches; None for leaves not cut."""
-
-    def parts(x, spec, rest):
-        if not is_cut(spec, axis_name):
-            return None
-        # Not -1, which an array without entries does not determine.
-        rows = x.reshape(accumulate, x.shape[0] // accumulate, *x.shape[1:])
-        return constrained(rows, P(None, *rest))
-
-    return jax.tree.map(parts, batch, specs, over_others(specs, axis_name))
-
-
-def with_uncut_leaves(part: Any, batch: Any) -> Any:
-    """A microbatch, with the leaves that are not cut."""
-    whole = lambda part, leaf: leaf if part is None else part
-    return jax.tree.map(whole, part, batch, is_leaf=lambda x: x is None)
-
-
-def sharded_batch(batch: Any, batch_specs: Any, axis_name: Any) -> Any:
-    """This replica's batch, cut over the other axes that `batch_specs` name."""
-    specs = over_others(full_batch_specs(batch_specs, batch, axis_name), axis_name)
-    return jax.tree.map(constrained, batch, specs)
 
 
 def constrained(x: jax.Array, spec: P) -> jax.Array:
@@ -153,31 +95,36 @@ def everywhere(mesh: Mesh | AbstractMesh) -> NamedSharding | None:
     return NamedSharding(mesh, P()) if _explicit(mesh) else None
 
 
-def on_auto_axes(mesh: Mesh | AbstractMesh, function: Callable, out_specs: Any) -> Callable:
-    """Runs a function with all axes of the mesh as type Auto.
+def over_axes(
+    mesh: Mesh | AbstractMesh,
+    names: tuple[str, ...],
+    function: Callable,
+    in_specs: Any,
+    out_specs: Any,
+    full_out_specs: Any,
+) -> Callable:
+    """A function inside `shard_map` over some axes of a mesh, with the others as type Auto.
 
-    XLA then partitions it without a sharding for each product, which most models do not state.
-    `out_specs` are the specs of the results.
+    XLA then partitions it over these without a sharding for each product, which most models do not
+    state. `full_out_specs` are the specs of the results over all axes.
     """
-    if not _explicit(mesh):
-        return function
-    shardings = _shardings(mesh, out_specs)
-    return jax.sharding.auto_axes(function, axes=_explicit(mesh), out_sharding=shardings)
+    explicit = _explicit(mesh)
+    mapped = jax.shard_map(
+        function,
+        mesh=None if explicit else mesh,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        axis_names=set(names),
+    )
+    if not explicit:
+        return mapped
+    shardings = _shardings(mesh, full_out_specs)
+    return jax.sharding.auto_axes(mapped, axes=explicit, out_sharding=shardings)
 
 
 def spec_of(x: Any) -> P:
     """An array's PartitionSpec over axes of type Explicit, from its type."""
     return jax.typeof(x).sharding.spec
-
-
-def within(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh | None:
-    """The mesh argument of a `shard_map` inside a function of `on_auto_axes`."""
-    return None if _explicit(mesh) else mesh
-
-
-def num_parts(mesh: Mesh | AbstractMesh, axis_name: str | tuple[str, ...]) -> int:
-    """The number of parts that a batch is cut into."""
-    return math.prod(mesh.shape[name] for name in names_of(axis_name))
 
 
 def _explicit(mesh):

@@ -13,7 +13,7 @@ from jaxcomp._checks import is_count
 from jaxcomp.replicas import protocol
 from jaxcomp.replicas.state import per_replica
 from jaxcomp.steps.compiling import Donating, Initial
-from jaxcomp.steps.gradient import Gradient, as_metrics, local_gradient, placed_batch
+from jaxcomp.steps.gradient import Given, Gradient, as_metrics, local_gradient, placed_batch
 from jaxcomp.steps.loss import averaged
 from jaxcomp.steps.placing import is_cut
 from jaxcomp.steps.train import TrainStep
@@ -93,11 +93,11 @@ def _step(gradient, update, params, state, batch, rng=None, model_state=None, ex
 
 
 def _one_replica(gradient, update, params, state, batch, rng, model_state, extra_args):
-    given = protocol.drifts(state), batch, rng, model_state, protocol.loss_scale(state)
-    loss, grads, extra = local_gradient(gradient, params, *given)
+    scale = protocol.loss_scale(state)
+    given = Given(protocol.drifts(state), batch, rng, model_state, scale)
+    loss, grads, extra = local_gradient(gradient, params, given)
     params, state, skipped = local_update(update, params, state, grads, loss, extra_args)
-    own = jax.tree.map(lambda new, old: new.reshape(old.shape), extra.model_state, model_state)
-    mean = averaged(model_state, own, skipped, update.axis_name)
+    mean = averaged(model_state, extra.model_state, skipped, update.axis_name)
     return params, state, (loss[0], skipped, extra.aux, mean)
 
 

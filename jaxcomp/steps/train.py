@@ -10,18 +10,19 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxcomp.replicas import protocol
-from jaxcomp.replicas.specs import require_axis, state_specs
+from jaxcomp.replicas.specs import require_axis
 from jaxcomp.replicas.state import per_replica
 from jaxcomp.replicas.types import names_of
 from jaxcomp.steps import untyped
 from jaxcomp.steps.compiling import ByState, Donating, Initial, compiler_options, is_of_gpus
 from jaxcomp.steps.early import early
 from jaxcomp.steps.gradient import (
+    Given,
     Gradient,
     all_gradients,
     check_accumulate,
     metrics_of,
-    placed_batch,
+    placed_given,
     specs_of_extra,
 )
 from jaxcomp.steps.interleaved import interleaved, interleaved_shards
@@ -148,33 +149,31 @@ def _step(gradient, update, params, state, batch, rng=None, model_state=None, ex
     params = placed_params(update, params)
     state = placed_state(update, params, state)
     drifts = whole_drifts(update, params, protocol.drifts(state))
-    given, scale = (drifts, batch, rng, model_state), protocol.loss_scale(state)
-    if _sends_ahead(state):
-        make = _manual(interleaved) if _are_all(update.mesh, update.axes) else interleaved_shards
-        new = make(gradient, update, params, state, *given, extra_args)
+    given = Given(drifts, batch, rng, model_state, protocol.loss_scale(state))
+    args = gradient, update, params, state, given, extra_args
+    if _sends_ahead(state) and _are_all(update.mesh, update.axes):
+        new = _manual(interleaved, *args)
+    elif _sends_ahead(state):
+        new = interleaved_shards(*args)
     elif sends_early(update.mesh, update.axes, state):
-        new = _manual(early)(gradient, update, params, state, *given, scale, extra_args)
+        new = _manual(early, *args)
     else:
-        loss, grads, extra = all_gradients(gradient, params, *given, scale)
+        loss, grads, extra = all_gradients(gradient, params, *given)
         new = *all_updates(update, params, state, grads, loss, extra_args), loss, extra
     params, state, skipped, loss, extra = new
     return params, state, metrics_of(gradient, loss, skipped, extra, model_state)
 
 
-def _manual(local):
+def _manual(local, gradient, update, params, state, given, extra_args):
     """Both halves of a step in one `shard_map`, where all axes of the mesh are manual."""
-
-    def whole(gradient, update, params, state, drifts, batch, rng, model_state, *rest):
-        batch, batch_specs = placed_batch(gradient, batch)
-        specs, axes = update_specs(update, params), gradient.axis_name
-        return jax.shard_map(
-            functools.partial(local, gradient, with_shares(update, params)),
-            mesh=gradient.mesh,
-            in_specs=(*specs, P(update.axis_name), batch_specs, *[P()] * (2 + len(rest))),
-            out_specs=(*specs, P(), P(axes), specs_of_extra(gradient, model_state)),
-        )(params, state, drifts, batch, rng, model_state, *rest)
-
-    return whole
+    given, given_specs = placed_given(gradient, given)
+    specs, rows = update_specs(update, params), P(gradient.axis_name)
+    return jax.shard_map(
+        functools.partial(local, gradient, with_shares(update, params)),
+        mesh=gradient.mesh,
+        in_specs=(*specs, given_specs, P()),
+        out_specs=(*specs, P(), rows, specs_of_extra(gradient, given.model_state)),
+    )(params, state, given, extra_args)
 
 
 def state_shapes(
@@ -217,8 +216,8 @@ def state_shapes(
     sizes = tuple(num_replicas if name == axis_name else n for name, n in mesh.shape.items())
     types = (AxisType.Auto,) * len(sizes)
     as_saved = AbstractMesh(sizes, mesh.axis_names, axis_types=types)
-    specs = state_specs(tx, params, as_saved, axis_name, param_specs, fast_axis)
     update = Update(tx, as_saved, axis_name, param_specs, fast_axis)
+    specs = update_specs(update, params)[1]
     shapes = jax.eval_shape(functools.partial(init_state, update), params)
     divides = num_replicas % mesh.shape[axis_name] == 0
 
