@@ -202,9 +202,11 @@ class Donating:
 
     def _placed(self, put, args, options):
         """The arguments of a call, with `placed` parameters and state."""
-        named = dict(zip(_OWN, args, strict=False)) | options
-        if not all(name in named for name in _OWN):
+        own = dict(zip(_OWN, args, strict=False))
+        # What is given twice, or not at all, is for the program to refuse.
+        if own.keys() & options.keys() or not {*_OWN} <= {*own, *options}:
             return args, options
+        named = own | options
         rest = {name: value for name, value in options.items() if name not in _OWN}
         others, rest = movable(self._mesh, (args[2:], rest))
         return (*self.placed(named["params"], named["state"], put), *others), rest

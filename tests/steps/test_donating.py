@@ -181,6 +181,16 @@ def test_keys_are_copied_and_what_is_traced_is_left_alone():
     assert jax.tree.structure(shapes[0]) == jax.tree.structure(params)
 
 
+def test_parameters_that_are_given_twice_are_refused():
+    init, step = jaxcomp.train_step(loss, TX, mesh_of(2), "replica")
+    params = apart()
+    state = init(params)
+    for call in (step, step.lower):
+        with pytest.raises(TypeError, match="multiple values for argument 'params'"):
+            call(params, state, WEIGHT, params=params)
+    step(params, batch=WEIGHT, state=state)
+
+
 TAKEN = r"the parameters: there is an array of shape \(8,\) at .*bias.* that is gone.*jnp.copy"
 
 
