@@ -1,9 +1,9 @@
 """How programs end: with one message, and without a traceback for a user's mistake."""
 
-import _thread
 import contextlib
 import enum
 import os
+import signal
 import sys
 import threading
 import traceback
@@ -99,7 +99,9 @@ def _no_interrupt_lost() -> Iterator[None]:
 
     def hook(ignored):
         if issubclass(ignored.exc_type, KeyboardInterrupt):
-            threading.Timer(0.01, _thread.interrupt_main).start()  # after the callback
+            # After the callback, and as a signal: `_thread.interrupt_main` would not end a wait.
+            main = threading.main_thread().ident
+            threading.Timer(0.01, signal.pthread_kill, (main, signal.SIGINT)).start()
         else:
             previous(ignored)
 

@@ -145,6 +145,7 @@ def test_ctrl_c_in_a_callback_of_the_garbage_collector_is_not_lost(capsys):
             gc.callbacks.append(callback)
             gc.collect()
             time.sleep(60)
+            pytest.fail("the sleep went on")
     finally:
         signal.signal(signal.SIGINT, before)
     assert (end.value.code, capsys.readouterr().err) == (130, "interrupted\n")
