@@ -173,11 +173,21 @@ def test_what_the_loss_must_return_is_said(returned, message):
 
 
 def test_a_model_state_may_be_a_number_that_the_loss_writes_down():
-    constant = lambda params, batch, *, model_state: (jnp.mean(batch @ params["w"]), 0.5)
-    init, step = jaxcomp.train_step(constant, optax.chain(MEAN, SGD), mesh_of(2), "replica")
-    params = {"w": jnp.eye(4)}
-    metrics = step(params, init(params), make_batch()["x"], model_state=0.0)[2]
-    assert metrics["model_state"] == 0.5
+    def times_traced(state):
+        seen = []
+
+        def constant(params, batch, *, model_state):
+            seen.append(model_state)
+            return jnp.mean(batch @ params["w"]), state
+
+        init, step = jaxcomp.train_step(constant, optax.chain(MEAN, SGD), mesh_of(2), "replica")
+        params = {"w": jnp.eye(4)}
+        metrics = step(params, init(params), make_batch()["x"], model_state=0.0)[2]
+        assert metrics["model_state"] == 0.5
+        return len(seen)
+
+    # With an error the loss would be traced again, without types, and that hides it.
+    assert times_traced(0.5) == times_traced(jnp.float32(0.5))
 
 
 def test_extra_arguments_reach_the_update_and_a_value_may_be_given():
