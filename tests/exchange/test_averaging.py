@@ -103,8 +103,9 @@ def test_another_code_takes_the_place_of_lossy_ones_alone(holds):
     assert 0 < lost.max() < 0.03 if holds else lost.max() > 1
 
 
-def test_nothing_travels_and_all_is_kept_while_nothing_is_due():
-    mesh, transport = mesh_of(2), transport_of(jaxcomp.sign(block=16))
+@pytest.mark.parametrize("code", [jaxcomp.sign(block=16), jaxcomp.random_k(0.25)])
+def test_nothing_travels_and_all_is_kept_while_nothing_is_due(code):
+    mesh, transport = mesh_of(2), transport_of(code)
     tree = rows(mesh, random_tree(0, 2, shapes=SHAPES))
     kept = nothing_kept(transport, mesh, tree)
     instead = averaging.Instead(jnp.bool_(True))
