@@ -119,7 +119,7 @@ def demo(
         moved = lambda m, g: decay * m + rate * g.astype(m.dtype)
         momentum = jax.tree.map(moved, state.residual, updates)
         keyed, treedef = jax.tree.flatten_with_path(momentum)
-        paths, leaves = zip(*((path_of(keys), leaf) for keys, leaf in keyed), strict=True)
+        paths, leaves = [path_of(keys) for keys, _ in keyed], [leaf for _, leaf in keyed]
         tiles = [_tiles(leaf, _sides(leaf, tile)) for leaf in leaves]
         there = [_turned(x, backwards=False) for x in tiles]
         rows = [

@@ -34,8 +34,7 @@ def first_state(tx, params):
         state = tx.init(params)
         if not any(nodes(optax.LookaheadState, state)):
             _require_last(state)
-            _require_not_averaged(state)
-            _require_not_measured(state)
+            _require_outside(state)
             _require_not_split(state, params)
             return state
     raise ValueError(
@@ -64,27 +63,31 @@ def _require_last(state):
             _require_last(each)
 
 
-def _require_not_averaged(state):
-    """A ValueError if a drift is inside `optax.contrib.schedule_free`."""
-    averages = nodes(optax.contrib.ScheduleFreeState, state)
-    if any(drifts(average.base_optimizer_state) for average in averages):
-        raise ValueError(
-            "optax.contrib.schedule_free is around a method whose replicas drift: it would average "
-            "the consensus, and not what each replica has gone away from it. Write "
-            "optax.chain(jaxcomp.compressed_mean(...), optax.contrib.schedule_free_adamw(...)), "
-            "or leave it out."
-        )
+# What may not be around a method: its state, what is not inside of it, and why.
+_AROUND = (
+    (
+        optax.contrib.ScheduleFreeState,
+        drifts,
+        "optax.contrib.schedule_free is around a method whose replicas drift: it would average "
+        "the consensus, and not what each replica has gone away from it. Write "
+        "optax.chain(jaxcomp.compressed_mean(...), optax.contrib.schedule_free_adamw(...)), "
+        "or leave it out.",
+    ),
+    (
+        optax.contrib.MechanicState,
+        has_method,
+        "optax.contrib.mechanize is around a method that exchanges: it would find its factor "
+        "by each replica's own gradient, and each replica another. Write "
+        "optax.chain(jaxcomp.compressed_mean(...), optax.contrib.mechanize(optax.adamw(...))).",
+    ),
+)
 
 
-def _require_not_measured(state):
-    """A ValueError if a method is inside `optax.contrib.mechanize`."""
-    around = nodes(optax.contrib.MechanicState, state)
-    if any(has_method(mechanic.base_optimizer_state) for mechanic in around):
-        raise ValueError(
-            "optax.contrib.mechanize is around a method that exchanges: it would find its factor "
-            "by each replica's own gradient, and each replica another. Write "
-            "optax.chain(jaxcomp.compressed_mean(...), optax.contrib.mechanize(optax.adamw(...)))."
-        )
+def _require_outside(state):
+    """A ValueError if a method is inside of what `_AROUND` lists."""
+    for kind, is_inside, words in _AROUND:
+        if any(is_inside(node.base_optimizer_state) for node in nodes(kind, state)):
+            raise ValueError(words)
 
 
 def _require_not_split(state, params):

@@ -4,6 +4,7 @@ import functools
 
 import jax
 import numpy as np
+import optax
 import pytest
 
 import jaxcomp
@@ -84,3 +85,12 @@ def test_padded_tiles_keep_in_the_momentum_what_was_not_sent(shape):
     np.testing.assert_allclose(state.residual["w"], 0, atol=1e-5)
     wanted = -sum(np.sign(g["w"].mean(axis=0)) for g in grads)
     np.testing.assert_allclose(one_value(params["w"]), wanted, atol=1e-5)
+
+
+def test_a_label_that_no_parameter_has_is_named():
+    params = {"w": np.ones((8, 8), np.float32)}
+    apart = {"mine": jaxcomp.demo(1e-2, "replica"), "others": jaxcomp.slamb(1e-2, "replica")}
+    tx = optax.partition(apart, {"w": "others"})
+    init, step = jaxcomp.train_step(lambda p, b: (b @ p["w"]).mean(), tx, mesh_of(2), "replica")
+    with pytest.raises(ValueError, match=r"optax\.partition, leave out a label"):
+        step(params, init(params), np.ones((2, 8), np.float32))
