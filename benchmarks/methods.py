@@ -214,6 +214,9 @@ PICO: dict[str, Method] = {
     "DeMo": Method("demo(learning_rate, axis_name)", (4e-3,)),
     # Not measured on pico, whose vocabulary is small.
     "DeMo, 4 bits": Method("demo(learning_rate, axis_name, values=quantize(4))", (4e-3,)),
+    "DeMo, 4 bits, owners": Method(
+        "demo(learning_rate, axis_name, top=64, values=quantize(4), mean=two_shot)", (4e-3,)
+    ),
     "DeMo, embedding 10x": Method(
         "by_kind(demo(learning_rate, axis_name), embedding=chain("
         f"compressed_mean(cocktail(random=0.5, top=0.5), axis_name), {ADAM}))",

@@ -13,6 +13,7 @@ import optax
 from jax import lax
 
 from jaxcomp._checks import is_count, require, require_decay, require_static, schedule_of
+from jaxcomp._printing import Printed, text
 from jaxcomp.compressors.base import Compressor
 from jaxcomp.compressors.compose import compose
 from jaxcomp.compressors.policies import last_layers_first, path_of
@@ -33,6 +34,9 @@ class DemoState(NamedTuple):
     count: jax.Array  # type: ignore[assignment]
     # f32 leaves of the parameters' shapes: this replica's momentum, less what it sent.
     residual: Any
+    # f32[numel / R] per bucket: coefficients of the mean that this owner has not passed on yet;
+    # None without owners.
+    owner_residual: Any = None
 
 
 def demo(
@@ -70,15 +74,18 @@ def demo(
       weight_decay: Weight decay, decoupled; multiplied by the learning rate.
       values: Code of the coefficients that are sent; default: float32.
       mean: `jaxcomp.from_senders`, as in the authors' code, divides a coefficient by the number of
-        replicas that sent it; `jaxcomp.gathered` divides by all, and gives other signs.
+        replicas that sent it; `jaxcomp.gathered` divides by all, and gives other signs. With both,
+        each replica receives what all others send. `jaxcomp.two_shot` is for many replicas: each
+        averages a part of the coefficients, sends the largest of the mean to all, and keeps the
+        others for the next step.
       seed: Seed for the code of the values.
 
     Returns:
-      A `GradientTransformationExtraArgs` that keeps one float32 a parameter. It sends at most what
-      a float32 all-reduce does: leaves whose tiles have at most `top` entries are sent so; others
-      that cost more, too, if all coefficients together would. Each receives those of all others,
-      so that this depends on the number of replicas. A gradient that is not
-      finite makes the update NaN on all replicas and changes no state.
+      A `GradientTransformationExtraArgs` that keeps one float32 a parameter, and 1 / R more with
+      owners. It sends at most what a float32 all-reduce does: leaves whose tiles have at most `top`
+      entries are sent so; others that cost more, too, if all coefficients together would. Without
+      owners that depends on the number of replicas. A gradient that is not finite makes the update
+      NaN on all replicas and changes no state.
 
     Raises:
       ValueError: At construction for arguments out of range; at trace time without `params`, for an
@@ -91,9 +98,10 @@ def demo(
     References:
       B. Peng et al., `DeMo: Decoupled Momentum Optimization <https://arxiv.org/abs/2411.19870>`_,
       2024, algorithm 1, and the form of its code: the rate in the momentum, the mean over senders.
-      Deviations: sides without a large divisor are padded, and leaves may be sent in float32, as
-      above. Positions are sent in as many bits as a tile needs (its code: 64). In all buckets of a
-      code but the first, tiles whose size does not divide 1,310,720 are shifted.
+      Deviations: there may be owners; sides without a large divisor are padded, and leaves may be
+      sent in float32, as above. Positions are sent in as many bits as a tile needs (its code: 64).
+      In all buckets of a code but the first, tiles whose size does not divide 1,310,720 are
+      shifted, and so are those of an owner.
     """
     name = "demo"
     require_static(name, decay=decay, top=top, tile=tile, weight_decay=weight_decay)
@@ -110,30 +118,41 @@ def demo(
         sparse = top_k(top / block, block=block)
         return sparse if values is None else compose(sparse, values)
 
+    def planned(momentum):
+        """How the coefficients of a momentum are sent, and its leaves' tiles."""
+        keyed, _ = jax.tree.flatten_with_path(momentum)
+        tiles = [_tiles(leaf, _sides(leaf, tile)) for _, leaf in keyed]
+        rows = [
+            (code_of(math.prod(x.shape[1:])), x, leaf.size)
+            for (_, leaf), x in zip(keyed, tiles, strict=True)
+        ]
+        codes = _cheapest(rows, mean, num_replicas(axis_name))
+        # Leaves have numbers, since two may have one path.
+        by_number = lambda number, leaf: codes[int(number)]
+        late = lambda number: last_layers_first(path_of(keyed[int(number)][0]))
+        order = Printed(late, text(last_layers_first))
+        return wire.transport_of(mean(by_number, seed=seed, order=order), axis_name), tiles
+
     def init_fn(params):
         residual = to_varying(jax.tree.map(moments.zeros, params), axis_name)
-        return DemoState(count=jnp.zeros([], jnp.int32), residual=residual)
+        owed = None
+        if mean.owns_chunks:
+            transport, tiles = planned(residual)
+            flat = [x.reshape(-1) for x in tiles]
+            owed = averaging.zero_owner_residual(averaging.plan_of(transport, flat), transport)
+        zero = jnp.zeros([], jnp.int32)
+        return DemoState(count=zero, residual=residual, owner_residual=owed)
 
     def update_fn(updates, state, params, **_):
         rate = jnp.asarray(rate_of(state.count), jnp.float32)
         moved = lambda m, g: decay * m + rate * g.astype(m.dtype)
         momentum = jax.tree.map(moved, state.residual, updates)
-        keyed, treedef = jax.tree.flatten_with_path(momentum)
-        paths, leaves = [path_of(keys) for keys, _ in keyed], [leaf for _, leaf in keyed]
-        tiles = [_tiles(leaf, _sides(leaf, tile)) for leaf in leaves]
+        transport, tiles = planned(momentum)
         there = [_turned(x, backwards=False) for x in tiles]
-        rows = [
-            (code_of(math.prod(x.shape[1:])), x, leaf.size)
-            for leaf, x in zip(leaves, tiles, strict=True)
-        ]
-        codes = _cheapest(rows, num_replicas(axis_name))
-        # Leaves have numbers, since two may have one path.
-        by_number = lambda number, leaf: codes[int(number)]
-        order = lambda number: last_layers_first(paths[int(number)])
-        transport = wire.transport_of(mean(by_number, seed=seed, order=order), axis_name)
+        flat, owed = [x.reshape(-1) for x in there], state.owner_residual
         bad = not_finite(updates, axis_name) > 0
-        flat = [x.reshape(-1) for x in there]
-        got = averaging.average(transport, flat, state.count, "", bad=bad)
+        got = averaging.average(transport, flat, state.count, "", owner_residual=owed, bad=bad)
+        leaves, treedef = jax.tree.flatten(momentum)
 
         def back(tree):
             return treedef.unflatten(
@@ -150,24 +169,28 @@ def demo(
         return new, DemoState(
             count=optax.safe_increment(state.count),
             residual=unless(got.failed, residual, state.residual),
+            owner_residual=None if owed is None else unless(got.failed, got.owner_residual, owed),
         )
 
     return method(name, axis_name, init_fn, update_fn)
 
 
-def _cheapest(rows, replicas):
+def _cheapest(rows, mean, replicas):
     """The code of each leaf: float32 for those that cost more, if all together would.
 
     Args:
       rows: For each leaf its code, its tiles `[count, *sides]`, and its size.
+      mean: The exchange.
       replicas: How many replicas exchange.
     """
-    # In units of an all-reduce's bits: it sends 2 (R - 1) / R of them, a gather R - 1.
+    # In units of an all-reduce's bits: it sends 2 (R - 1) / R of them, as owners do; a gather sends
+    # R - 1.
+    hops, messages = (1, replicas) if mean.owns_chunks else (replicas / 2, 1)
     cost = []
     for code, tiles, numel in rows:
-        # A bucket is padded, which may make one tile more of it.
-        padded = tiles.size + math.prod(tiles.shape[1:])
-        coded = replicas / 2 * (code.bits_per_parameter * padded / 32)
+        # What is encoded is padded, which may make one tile more of it.
+        padded = tiles.size + messages * math.prod(tiles.shape[1:])
+        coded = hops * (code.bits_per_parameter * padded / 32)
         cost.append(numel if code == averaging.EXACT else coded)
     codes, numels = [row[0] for row in rows], [row[2] for row in rows]
     if sum(cost) <= sum(numels):

@@ -29,6 +29,7 @@ METHODS = {
         jaxcomp.cocktail_sgd(optax.adam(1e-2), "replica"), alone=True, momentum="mu"
     ),
     "demo": Method(jaxcomp.demo(1e-2, "replica", top=1, tile=4)),
+    "demo, owners": Method(jaxcomp.demo(1e-2, "replica", top=1, tile=4, mean=jaxcomp.two_shot)),
     "dion": Method(jaxcomp.dion(1e-2, "replica", rank=2), numbers=("left_factor", "right_factor")),
     "local_steps": Method(
         jaxcomp.local_steps(
