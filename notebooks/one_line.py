@@ -142,7 +142,7 @@ runs["CocktailSGD"] = train(jaxcomp.cocktail_sgd(optax.adam(rate), "replica"))
 # ## Loss against steps, and against bytes
 #
 # Left: what a method costs in steps. Right: what it saves on the network. 4 bits and 0/1 Adam
-# match dense Adam. CocktailSGD sends 175 times fewer bytes than dense and is behind at equal
+# match dense Adam. CocktailSGD sends 167 times fewer bytes than dense and is behind at equal
 # steps; at equal bytes it is far ahead.
 
 # %%
