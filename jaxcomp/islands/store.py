@@ -55,17 +55,17 @@ class Bucket(NamedTuple):
         with _named(self.url) as obstore:
             try:
                 found = obstore.get(self.store, path)
-            except FileNotFoundError:
+                if (size := found.meta["size"]) not in sizes:
+                    raise ValueError(f"has {size} bytes; needs {sizes.start} to {sizes.stop - 1}")
+                if size <= _PART:
+                    return bytes(found.bytes())
+                data = bytearray(size)
+                for start in range(0, size, _PART):
+                    end = min(start + _PART, size)
+                    data[start:end] = obstore.get_range(self.store, path, start=start, end=end)
+                return data
+            except FileNotFoundError:  # perhaps deleted between two parts
                 return None
-            if (size := found.meta["size"]) not in sizes:
-                raise ValueError(f"has {size} bytes; needs {sizes.start} to {sizes.stop - 1}")
-            if size <= _PART:
-                return bytes(found.bytes())
-            data = bytearray(size)
-            for start in range(0, size, _PART):
-                end = min(start + _PART, size)
-                data[start:end] = obstore.get_range(self.store, path, start=start, end=end)
-            return data
 
     def paths(self, folder: str = "") -> list[str]:
         """Where there are objects, below a folder."""

