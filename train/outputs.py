@@ -118,13 +118,11 @@ def summary(config: Config, rows: Rows) -> str:
 
 def _time(rows: Rows) -> str:
     """The time of steps, without evaluations and saves."""
-    # Of the rows that are there: the user may have removed earlier ones.
-    steps, seen = (rows[-1][name] - rows[0][name] for name in ("step", "examples"))
-    seconds = sum(
-        (row["step"] - before["step"]) * row["step_seconds"]
-        for before, row in itertools.pairwise(rows)
-        if "step_seconds" in row
-    )
+    # Of the rows that are there and have a time: the user may have removed earlier ones, and a row
+    # that an earlier start owed has none.
+    timed = [pair for pair in itertools.pairwise(rows) if "step_seconds" in pair[1]]
+    steps, seen = (sum(row[x] - before[x] for before, row in timed) for x in ("step", "examples"))
+    seconds = sum((row["step"] - before["step"]) * row["step_seconds"] for before, row in timed)
     if not seconds:
         return ""
     rate = seen / seconds

@@ -59,6 +59,13 @@ def test_the_time_of_a_step_is_that_of_the_rows_that_are_left(said):
     assert said(ROWS[1:])[1] == "  time        2.5 s in 10 steps of 0.25 s, 32 examples/s"
 
 
+def test_steps_without_a_time_do_not_count_in_that_of_a_step(said):
+    """Those of a row that a start owed to the next one."""
+    owed = {name: ROWS[1][name] for name in ("step", "examples", "loss")}
+    line = "  time        2.5 s in 10 steps of 0.25 s, 32 examples/s"
+    assert said([ROWS[0], owed, ROWS[2]])[1] == line
+
+
 def test_the_rate_counts_examples_of_batches_of_other_sizes(said):
     assert said(rows_of(examples=100))[1].endswith("13.3 examples/s")
 
