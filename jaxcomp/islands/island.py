@@ -202,6 +202,7 @@ class Island:
     Attributes:
       last: The last `Round` that it took part in or heard of; None before the first.
       rounds: Outer steps that the consensus has taken.
+      patience: Seconds until `step` stops waiting for a round.
     """
 
     def __init__(self, place, given, parts, programs, crew, state, pace):
@@ -212,7 +213,7 @@ class Island:
         self._given, self._tree = trees.with_own_others(given), trees.form_of(given)
         self._parts, self._programs, self._crew = parts, programs, crew
         self._consensus, self._outer, self._residual = state
-        self._every, self._delay, self._patience = pace
+        self._every, self._delay, self.patience = pace
         self._steps = self._tokens = 0
         self._counted = [0] * parts.number  # tokens at the last round of each fragment that counted
         self._origin, self._ended = 0.0, 0  # where intervals count from, and how many have ended
@@ -302,7 +303,7 @@ class Island:
     def _end(self, leaves):
         if not self._has_left:
             self._has_left = True
-            self._crew.end(leaves, self._patience)
+            self._crew.end(leaves, self.patience)
 
     def _copied(self, params: Any) -> Any:
         """The consensus in the form of `params`: a training step may donate what it gets."""
@@ -378,7 +379,7 @@ class Island:
         while "members" in view.rounds.get(decided, ()):
             decided += 1
         while self.rounds < decided:
-            self._merged(list(self._consensus), self._event(self._patience))
+            self._merged(list(self._consensus), self._event(self.patience))
 
     def _event(self, patience):
         """What the courier has next, or None; an error of it ends the island."""
@@ -391,7 +392,7 @@ class Island:
     def _settled(self, held):
         """Waits for the round under way, if there is one, and merges it and those before."""
         while self._pending is not None:
-            held = self._merged(held, self._event(self._patience))
+            held = self._merged(held, self._event(self.patience))
         return held
 
     def _merged_ready(self, held):
@@ -423,8 +424,10 @@ class Island:
         new, self._consensus[part], self._outer[part], self._sums[part] = programs.merge(*arguments)
         held = [new if number == part else tree for number, tree in enumerate(held)]
         if mine is not None:
+            if event.has_mine:  # if it is not finite, nothing of these tokens is left
+                self._counted[part] = mine.tokens
             if counted:
-                self._residual[part], self._counted[part] = mine.residual, mine.tokens
+                self._residual[part] = mine.residual
             self._pending = None
         self.rounds = event.round + 1
         self.last = Round(event.round, tuple(members), left_out, counted)

@@ -197,6 +197,21 @@ def test_a_difference_that_counted_is_not_sent_again_after_a_pause(join):
     assert second.rounds == 3 and second._counted == [1]
 
 
+def test_what_an_island_trains_during_a_pause_is_kept(join):
+    """It is frozen before it sends anything, until the others have deleted the rounds."""
+    first, goes_on = join("a", snapshots=1, deadline=0.2), threading.Event()
+    second = join("b", snapshots=1)
+    turn = second._crew.courier._turn
+    second._crew.courier._turn = lambda ends: goes_on.wait(20) and turn(ends)
+    paths = first._crew.courier.room.bucket.paths
+    while first.rounds < 3:
+        first.step(moved(first.params, 1))
+    until(lambda: "rounds/00000000/members" not in paths())
+    goes_on.set()
+    equal(second.step(moved(START, 8)), moved(START, 3 + 8))
+    equal(second.params, moved(START, 3))
+
+
 def test_weights_are_tokens(join):
     # Any letters, digits, dashes: "members" is an object of the round, too.
     first, second = (join(name, quorum=2) for name in ("members", "members-1"))
@@ -317,6 +332,19 @@ def test_a_bad_message_is_left_out_and_named(join, junk, why):
     equal(first.params, moved(good, 1))
 
 
+def test_a_message_that_was_changed_after_the_decision_is_left_out(join):
+    first, second = join("a"), join("b")
+    second._end(leaves=False)
+    room, folder = first._crew.courier.room, "rounds/00000000"
+    room.bucket.create(f"{folder}/b.00000000", sealed_of(second, moved(START, 5)))
+    header = {"round": 0, "members": [["b", 0, "00" * 32]], "left_out": {}}
+    room.write(f"{folder}/members", header | {"consensus": "00", "saves": ""})
+    until(lambda: first._crew.courier.ready)
+    params = first.step(moved(START, 1))
+    assert first.last.members == ("a",) and first.last.number == 1
+    equal(params, moved(START, 1))
+
+
 def sealed_of(of, params):
     """A message of an island that has moved from START to `params`."""
     encode, of = of._programs[0].encode, of._crew.courier
@@ -339,6 +367,12 @@ def test_an_island_whose_parameters_are_not_finite_returns_to_the_consensus(join
     equal(found[0], moved(start, 2))
     # It was there in time, and sends with the others, however slow it is.
     assert not second._is_due(News(opened=-1, seconds=0, ready=0, pause=1, is_slow=True))
+    # What it has lost gives its next difference no weight.
+    together(
+        lambda: first.step(moved(start, 2 + 4)),
+        lambda: second.step(moved(start, 2 + 8)),
+    )
+    equal(second.params, moved(start, 2 + 6))
 
 
 def test_a_consensus_that_differs_is_replaced(join):
