@@ -1,7 +1,9 @@
 """A run that is one island of several: it joins the others over a bucket or a folder."""
 
+import contextlib
 import dataclasses
 import zlib
+from collections.abc import Iterator
 from typing import Any
 
 from jaxcomp import islands
@@ -24,6 +26,20 @@ def member_of(config: Config, params: Any) -> islands.Island:
         return islands.join(config.island, params, name=config.name, **options)
     except TypeError as error:
         raise ValueError(f"join={config.join!r}: {error}") from error
+
+
+@contextlib.contextmanager
+def mistakes_named() -> Iterator[None]:
+    """Raises a ValueError where another island has taken the name over.
+
+    A machine that started this one again would take it back, and so on without end.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if type(error) is not RuntimeError:  # but JAX's, or `Transient`
+            raise
+        raise ValueError(str(error)) from error
 
 
 def with_own_order(config: Config) -> Config:

@@ -249,8 +249,8 @@ class _Run:
         self.params, self.state, out = self.task.step(self.params, self.state, batch)
         self.outs.append(out)
         self.done.step += 1
-        self.meet()
         self.done.examples += self.task.config.data.batch
+        self.meet()
         is_counted = self.row_is_due() or self.is_due(self.task.config.checkpoint_every)
         is_counted |= self.copy_is_due()
         # One step runs while the host prepares the next; waiting bounds the host's lead.
@@ -260,10 +260,17 @@ class _Run:
 
     def meet(self) -> None:
         """Exchanges with other islands when it is time; the run ends at their consensus."""
-        if self.member is not None:
-            self.params = self.member.step(self.params, tokens=self.task.config.data.batch)
-            if self.done.step == self.task.config.steps:
+        if self.member is None:
+            return
+        config, step = self.task.config, self.done.step
+        # Leaving waits for a round, and then for the store.
+        seconds = config.watchdog_seconds + 2 * self.member.patience
+        self.watch.at(step, "a round of islands", seconds)
+        with island.mistakes_named():
+            self.params = self.member.step(self.params, tokens=config.data.batch)
+            if step == config.steps:
                 self.params = self.member.leave(self.params)
+        self.watch.at(step, "a step")
 
     def count(self) -> None:
         """Moves the steps' measures from the devices to the counts."""

@@ -1,17 +1,23 @@
 """Runs of the program that are islands: they meet in a store, and end at one consensus."""
 
+import contextlib
 import dataclasses
 import itertools
 import json
 import sys
+from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
+from jaxcomp.islands import store
+from jaxcomp.launch import exits, watchdog
 from tests.helpers.launching import environment, run, write_config
 from tests.helpers.tiny_runs import tiny_config
 from train import island, loop
+from train.checkpoints.files import latest
+from train.checkpoints.store import choose
 from train.config import Optimizer
 
 numbers = itertools.count()
@@ -56,6 +62,43 @@ def test_a_run_that_goes_on_takes_the_consensus_of_now(config):
     again = loop.run(dataclasses.replace(config, steps=6))
     assert [row["step"] for row in again] == [0, 1, 2, 3, 4, 5, 6]
     assert again[-1]["outer_steps"] == rows[-1]["outer_steps"] + 1
+    claims = store.opened(config.island).paths("claims")
+    assert loop.run(dataclasses.replace(config, steps=6)) == again
+    assert store.opened(config.island).paths("claims") == claims  # it is done, and joins nobody
+
+
+def test_who_waits_for_others_in_vain_saves_and_is_not_taken_for_hung(config, monkeypatch):
+    waits = []
+
+    @contextlib.contextmanager
+    def watch(*args):
+        yield watchdog.Watch(lambda *where: waits.append(where), lambda step, wish: wish)
+
+    monkeypatch.setattr(watchdog, "watch", watch)
+    join = "join(every=2, poll=0.02, quorum=2, deadline=0.1, patience=0.3)"
+    with pytest.raises(TimeoutError, match="needs quorum=2, and waited patience=0.3"):
+        loop.run(dataclasses.replace(config, join=join))
+    assert waits[-2] == (2, "a round of islands", 300 + 2 * 0.3)
+    saved = choose(Path(config.runs_dir, "garage", "checkpoints"), item="metadata")
+    done = saved.metadata["progress"]
+    assert (done["step"], done["examples"]) == (2, 2 * config.data.batch)
+
+
+def test_a_run_whose_name_is_taken_saves_and_is_not_started_again(config, monkeypatch):
+    """A machine that did so would take the name back."""
+    join, others = island.member_of, []
+
+    def taken(*of):
+        mine = join(*of)
+        others.append(join(*of))
+        return mine
+
+    monkeypatch.setattr(island, "member_of", taken)
+    with pytest.raises(ValueError, match="another process has joined as 'garage'") as error:
+        loop.run(config)
+    assert exits.status(error.value) == exits.Exit.MISTAKE
+    assert latest(Path(config.runs_dir, "garage", "checkpoints")) in (1, 2)  # when it hears of it
+    others[0].leave()
 
 
 @pytest.mark.parametrize(
