@@ -87,6 +87,7 @@ METHODS: dict[str, Method] = {
         "power_sgd": "PowerSGD",
         "dion": "Dion, rank 64",
         "demo": "DeMo",
+        "demo_owners": "DeMo, 4 bits, owners",
         "one_bit_adam": "1-bit Adam, 100 dense steps",
         "one_bit_lamb": "1-bit LAMB, 100 dense steps",
         "zero_one_adam": "0/1 Adam, plain",
