@@ -85,6 +85,7 @@ def test_a_short_memory_is_that_of_all_methods_with_second_moments():
     for name, method in METHODS.items():
         made = by_recipe(method, "micro_b2_95").update
         without = {"dense SGD", "PowerSGD", "dense Lion", "DeMo", "DeMo, 4 bits"}
+        without |= {"DeMo, 4 bits, owners"}
         assert made.count("b2=0.95") == (name not in without), name
         # What differs from the usual recipe is the memory alone.
         named = r", others=(rare_rows\()?adam\(learning_rate\)(, axis_name\))?"
