@@ -96,6 +96,20 @@ def test_owners_pass_on_the_largest_of_the_mean_and_keep_the_others():
         np.testing.assert_allclose(kept, owed.reshape(2, 64), atol=1e-5)
 
 
+@pytest.mark.parametrize("mean", [jaxcomp.from_senders, jaxcomp.two_shot])
+def test_a_gradient_that_is_not_finite_changes_no_state(mean):
+    tx = jaxcomp.demo(0.5, "replica", top=4, tile=8, mean=mean)
+    shapes = {"w": (16, 8)}
+    bad = random_tree(1, 2, shapes=shapes)
+    bad["w"][0, 3, 3] = np.nan
+    start, grads = random_tree(0, shapes=shapes), [random_tree(2, 2, shapes=shapes), bad]
+    (_, before), (params, after) = history_of(tx, start, grads, 2)[-2:]
+    assert np.isnan(params["w"]).all()
+    kept = lambda state: (state.residual, state.owner_residual)
+    jax.tree.map(np.testing.assert_array_equal, kept(before), kept(after))
+    assert all(np.abs(x).max() > 0 for x in jax.tree.leaves(kept(after)))
+
+
 @pytest.mark.parametrize(
     ("num_replicas", "more"),
     [
