@@ -6,7 +6,7 @@
 1,797 handwritten digits of 8x8, one in ten held out by the hash of the image; 4 replicas; 32 epochs
 in which each is moved by up to a pixel.
 
-One to two minutes on 2 busy cores of an AMD EPYC; one replica sends 1,849,350 bytes a step. Its
+One to two minutes on 2 busy cores of an AMD EPYC; one replica sends 1,849,344 bytes a step. Its
 loss differs much from seed to seed: benchmarks/results/convergence.json, without weight decay.
 """
 

@@ -6,7 +6,7 @@ The same model, data and order as configs/nano_dense.py. The variance is learned
 double every 16 updates, to the end, from gradients of 8 bits; messages of the warm-up have 8 bits
 too; after it the replicas synchronize at intervals that double as the rate halves.
 
-Of 1,000 steps 719 send anything, 351,652 bytes a step on average, 14.4 times fewer than dense;
+Of 1,000 steps 719 send anything, 352,216 bytes a step on average, 14.4 times fewer than dense;
 validation loss after 1,000 steps 1.440 nats per byte (mean of three seeds; dense 1.414). Without a
 warm-up of 8 bits one seed of three never recovers from it at this rate; at half the rate, with
 the paper's stale variance (`deviations=Deviations(fresh_variance=False)`), all three end at 1.449
