@@ -1,6 +1,8 @@
 """PartitionSpecs of optimizer states, and of any function's results, found by tracing it."""
 
 import functools
+import itertools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -43,6 +45,18 @@ def state_specs(
         not wrapped; if a scalar of the state, or a leaf that follows an unsharded parameter,
         differs between shards.
     """
+    return specs_and_shapes(tx, params, mesh, axis_name, param_specs, fast_axis)[0]
+
+
+def specs_and_shapes(
+    tx: optax.GradientTransformation,
+    params: Any,
+    mesh: Mesh | AbstractMesh,
+    axis_name: str,
+    param_specs: Any = None,
+    fast_axis: str | None = None,
+) -> tuple[Any, Any]:
+    """The `state_specs`, and the shapes and dtypes of the global state, from the same trace."""
     param_specs = full_specs(params, mesh, axis_name, param_specs)
     if replica_axes(tx) != (axis_name,):
         raise ValueError(
@@ -80,7 +94,15 @@ def state_specs(
         is_owned = protocol.field_of(path, owned) is not None
         return _spec_of([] if is_owned else known, mesh, axis_name, path, leaf)
 
-    return jax.tree.map_with_path(spec_of, state)
+    state_specs = jax.tree.map_with_path(spec_of, state)
+    return state_specs, jax.tree.map(functools.partial(_whole, mesh), state, state_specs)
+
+
+def _whole(mesh, part, spec):
+    """The global array of which each device has a part of this type."""
+    cuts = [math.prod(mesh.shape[name] for name in jax.tree.leaves(names)) for names in spec]
+    sizes = itertools.zip_longest(part.shape, cuts, fillvalue=1)
+    return jax.ShapeDtypeStruct(tuple(size * cut for size, cut in sizes), part.dtype)
 
 
 @functools.lru_cache(maxsize=16)

@@ -36,7 +36,7 @@ from jaxcomp.steps.gradient import (
 from jaxcomp.steps.loss import own_floats, require_local
 from jaxcomp.steps.placing import placed
 from jaxcomp.steps.train import TrainStep
-from jaxcomp.steps.update import all_or_nothing
+from jaxcomp.steps.update import all_or_nothing, require_like, require_same_tree
 
 
 @protocol.MethodState.register
@@ -139,9 +139,11 @@ def _specs(run, shards):
 
 
 def _shardings(run, shards, state):
-    """Where a step returns shards and state."""
-    del state
+    """Where a step returns shards and state; a ValueError for a state that is not of these."""
     _require_shards(run, shards)
+    like = jax.eval_shape(functools.partial(_init, run), shards)
+    require_same_tree(state, like)
+    jax.tree.map_with_path(require_like, state, like)
     return jax.tree.map(functools.partial(NamedSharding, run.mesh), _specs(run, shards))
 
 

@@ -17,7 +17,7 @@ from jaxcomp.steps.gradient import Given, Gradient, as_metrics, local_gradient, 
 from jaxcomp.steps.loss import averaged
 from jaxcomp.steps.placing import is_cut
 from jaxcomp.steps.train import TrainStep
-from jaxcomp.steps.update import Update, local_update, update_specs
+from jaxcomp.steps.update import Update, checked_specs, local_update, update_specs
 
 
 def simulated_train_step(
@@ -80,7 +80,7 @@ def _step(gradient, update, params, state, batch, rng=None, model_state=None, ex
     cut = jax.tree.map(lambda x, spec: is_cut(spec, axis_name), batch, specs)
     rows = lambda x, cut: x.reshape(size, x.shape[0] // size, *x.shape[1:]) if cut else x
     # Values that must be equal on all replicas have no axis; JAX raises if they differ.
-    axes = _axes_of_state(update, params)
+    axes = _axes_of_state(update, params, state)
     params, state, (loss, skipped, aux, model_state) = _replicas(
         update,
         functools.partial(_one_replica, gradient, update),
@@ -106,8 +106,10 @@ def _replicas(update, function, in_axes, out_axes):
     return jax.vmap(function, in_axes, out_axes, axis_name=update.axis_name, axis_size=size)
 
 
-def _axes_of_state(update, params):
-    """0 for state leaves that differ between replicas, None for the others."""
+def _axes_of_state(update, params, state=None):
+    """0 for state leaves that differ between replicas, None for the others; checks a state."""
     shapes = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype), params)
-    _, specs = update_specs(update, shapes)
+    _, specs = (
+        update_specs(update, shapes) if state is None else checked_specs(update, shapes, state)
+    )
     return jax.tree.map(lambda spec: 0 if spec == P(update.axis_name) else None, specs)

@@ -14,7 +14,7 @@ from jaxcomp.replicas import fast, protocol
 from jaxcomp.replicas.elementwise import with_whole_norms
 from jaxcomp.replicas.finite import not_finite, unless
 from jaxcomp.replicas.protocol import require_no_state
-from jaxcomp.replicas.specs import full_specs, state_specs
+from jaxcomp.replicas.specs import full_specs, specs_and_shapes
 from jaxcomp.replicas.types import varies_over
 from jaxcomp.steps.placing import placed
 
@@ -48,9 +48,15 @@ class Update(NamedTuple):
 
 def update_specs(update: Update, params: Any) -> tuple[Any, Any]:
     """The PartitionSpecs of the parameters and of the state."""
+    params_specs, specs, _ = _specs_and_shapes(update, params)
+    return params_specs, specs
+
+
+def _specs_and_shapes(update, params):
+    """The PartitionSpecs of the parameters and of the state, and the shapes of that."""
     mesh, name, fast_axis = update.mesh, update.axis_name, update.fast_axis
     specs = update.specs_of(params)
-    return specs, state_specs(update.tx, params, mesh, name, specs, fast_axis)
+    return specs, *specs_and_shapes(update.tx, params, mesh, name, specs, fast_axis)
 
 
 def with_shares(update: Update, params: Any) -> Update:
@@ -79,33 +85,24 @@ def placed_state(update: Update, params: Any, state: Any) -> Any:
 
     Raises a ValueError for a state of another number of replicas.
     """
-    return placed(update.mesh, state, _checked_specs(update, params, state)[1])
+    return placed(update.mesh, state, checked_specs(update, params, state)[1])
 
 
 def shardings_of(update: Update, params: Any, state: Any) -> tuple[Any, Any]:
     """Where a step returns parameters and state; the errors of `placed_state`."""
     require_no_state(params)
     at = functools.partial(NamedSharding, update.mesh)
-    return jax.tree.map(at, _checked_specs(update, params, state))
+    return jax.tree.map(at, checked_specs(update, params, state))
 
 
-def _checked_specs(update, params, state):
-    """`update_specs`, or an error for a state that is not of this transformation and mesh."""
+def checked_specs(update: Update, params: Any, state: Any) -> tuple[Any, Any]:
+    """`update_specs`, or a ValueError for a state that is not of this transformation and mesh."""
     mesh, name = update.mesh, update.axis_name
-    params_specs, specs = update_specs(update, params)
-    if jax.tree.structure(state) != jax.tree.structure(specs):
-        has, needs = (
-            {jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(tree)}
-            for tree in (state, specs)
-        )
-        raise ValueError(
-            "the state is of another transformation, or of other parameters: it has leaves "
-            f"{sorted(has - needs)[:2]} that this step does not know, and lacks "
-            f"{sorted(needs - has)[:2]}; write state = init(params), and restore a checkpoint into "
-            "its form."
-        )
-    for (path, x), spec in zip(
-        jax.tree.leaves_with_path(state), jax.tree.leaves(specs), strict=True
+    params_specs, specs, shapes = _specs_and_shapes(update, params)
+    require_same_tree(state, specs)
+    for (path, x), spec, like in zip(
+        *(jax.tree.leaves_with_path(state), jax.tree.leaves(specs), jax.tree.leaves(shapes)),
+        strict=True,
     ):
         if spec[:1] == (name,) and not jnp.ndim(x):
             raise ValueError(
@@ -119,7 +116,46 @@ def _checked_specs(update, params, state):
                 f"the mesh has {mesh.shape[name]} replicas; write state = jaxcomp.resize(state, "
                 "jax.eval_shape(init, params)) before the first step."
             )
+        require_like(path, x, like)
     return params_specs, specs
+
+
+def require_same_tree(state: Any, like: Any) -> None:
+    """A ValueError for a state whose tree is not the one that `init` makes."""
+    if jax.tree.structure(state) == jax.tree.structure(like):
+        return
+    has, needs = (
+        {jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(tree)}
+        for tree in (state, like)
+    )
+    differs = (
+        f"it has leaves {sorted(has - needs)[:2]} that this step does not know, and lacks "
+        f"{sorted(needs - has)[:2]}"
+    )
+    if has == needs:
+        differs = "its leaves have the same names, and their nodes are of other types or codes"
+    raise ValueError(
+        f"the state is of another transformation, or of other parameters: {differs}; write "
+        "state = init(params), and restore a checkpoint into its form."
+    )
+
+
+def require_like(path: Any, x: Any, like: Any) -> None:
+    """A ValueError for a leaf of a state that has another shape, or fewer bits, than `init` makes.
+
+    Nothing else would fail: a rank of low-rank methods is that of the state, one number is
+    broadcast to many, and what a narrow residual rounds off is lost.
+    """
+    own, dtype = jnp.shape(x), jnp.result_type(x)
+    is_rounded = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < like.dtype.itemsize
+    if own != like.shape or is_rounded:
+        raise ValueError(
+            f"the state has {dtype}{[*own]} at {jax.tree_util.keystr(path)!r}, and this step needs "
+            f"{like.dtype}{[*like.shape]}: the state is of other parameters, or of a "
+            "transformation with other arguments, such as another rank, or was rounded when it was "
+            "saved. Write the arguments of the run that made it, state = init(params), or "
+            "jaxcomp.resize(state, like) for one of another number of devices."
+        )
 
 
 def init_state(update: Update, params: Any) -> Any:

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import AxisType
 
 import jaxcomp
-from tests.helpers.replicas import mesh_of
+from tests.helpers.replicas import mesh_of, simulated
 
 BATCH = np.random.default_rng(0).normal(size=(8, 16)).astype(np.float32)
 EXACT = jaxcomp.compressed_mean(jaxcomp.identity(), "replica")
@@ -128,3 +128,60 @@ def test_a_state_of_another_transformation_is_refused():
     _, step = jaxcomp.train_step(loss, tx, mesh_of(2), "replica")
     with pytest.raises(ValueError, match="the state is of another transformation"):
         step(params, state, BATCH)
+
+
+LOW_RANK = functools.partial(jaxcomp.dion, 1e-2, "replica")
+SGD_ALONE = optax.sgd(0.1, momentum=0.9)
+SGD = optax.chain(EXACT, SGD_ALONE)
+
+
+@pytest.mark.parametrize("make", [jaxcomp.train_step, simulated(2)])
+def test_a_state_of_other_shapes_is_refused(make):
+    """Dion would go on with the rank of its state, and a number is broadcast to a parameter."""
+    _, (params, state) = made(LOW_RANK(rank=2), mesh_of(2))
+    state = jax.device_get(state)
+    _, step = make(loss, LOW_RANK(rank=4), mesh_of(2), "replica")
+    with pytest.raises(ValueError, match=r"float32\[16, 2\] at .*right.*needs float32\[16, 4\]"):
+        step(params, state, BATCH)
+    init, step = make(loss, SGD, mesh_of(2), "replica")
+    params, one = {"w": jnp.ones((16, 16))}, {"w": jnp.ones((1, 1))}
+    with pytest.raises(ValueError, match="trace.*of other parameters.*Write the arguments of"):
+        step(params, init(one), BATCH)
+
+
+def test_a_state_of_fewer_bits_is_refused():
+    """What a residual in bfloat16 rounds off is never sent; wider ones lose nothing."""
+    step, (params, state) = made(SGD, mesh_of(2))
+    params, state = jax.device_get((params, state))
+    narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16) if x.ndim else x, state)
+    with pytest.raises(ValueError, match="bfloat16.*needs float32.*rounded when it was saved"):
+        step(params, narrow, BATCH)
+    step(params, jax.tree.map(lambda x: np.asarray(x, np.float64) if x.ndim else x, state), BATCH)
+
+
+def test_so_is_one_of_shards():
+    """One column would be broadcast to all of them."""
+    step, (shards, _) = shards_of(mesh_of(2))
+    momentum = jaxcomp.qsdp_train_step(loss, SGD_ALONE, mesh_of(2), jaxcomp.qsdp("replica"))
+    with pytest.raises(ValueError, match="another transformation.*that this step does not know"):
+        step(shards, momentum.init(shards), BATCH)
+    other = jax.tree.map(lambda x: x[:, :1] if x.ndim > 1 else x, momentum.init(shards))
+    with pytest.raises(ValueError, match=r"float32\[2, 1\] at .*needs float32\[2, 128\]"):
+        momentum.step(shards, other, BATCH)
+    coded = jaxcomp.qsdp("replica", exact=ANYTHING)
+    shards = coded.shard({"w": jnp.ones((16, 16))}, mesh_of(2))
+    state = jaxcomp.qsdp_train_step(loss, SGD_ALONE, mesh_of(2), coded).init(shards)
+    with pytest.raises(ValueError, match="the same names, and their nodes are of other types or c"):
+        momentum.step(shards_of(mesh_of(2))[1][0], state, BATCH)
+
+
+@pytest.mark.parametrize("options", [{"param_specs": jax.P("fsdp")}, {"fast_axis": "fsdp"}])
+def test_shapes_are_those_of_whole_arrays(options):
+    """Of shards, of shares of a fast axis that are filled up, and of buckets of each device."""
+    init, step = jaxcomp.train_step(loss, METHODS["drift"], mesh_of(2, 2), "replica", **options)
+    params = {"w": jnp.ones((16, 5))}
+    state = jax.eval_shape(init, params)
+    jax.eval_shape(step, params, state, BATCH)
+    bad = optax.tree.set(state, drift={"w": jax.ShapeDtypeStruct((2, 16, 3), jnp.float32)})
+    with pytest.raises(ValueError, match=r"float32\[2, 16, 3\] at .*drift.*needs float32\[2, 16, "):
+        jax.eval_shape(step, params, bad, BATCH)
