@@ -76,10 +76,15 @@ def by_leaf(drift: Any, params: Any) -> list[Any]:
     repeat = lambda x, branch: [x] * jax.tree.structure(branch).num_leaves
     try:
         each = jax.tree.map(repeat, drift, params, is_leaf=is_masked)
-    except ValueError:
+    except ValueError as error:
         own = jax.tree.leaves(drift, is_leaf=is_masked)
         if len(own) != jax.tree.structure(params).num_leaves:
-            raise
+            raise ValueError(
+                f"the state has a drift of {len(own)} parameters, and there are "
+                f"{jax.tree.structure(params).num_leaves}: it is that of another model. With two "
+                "models, and an optimizer for each, write local_params, mean_params and eval_step "
+                "for each model and its own state."
+            ) from error
         return own  # wrapped, as in the state of nnx.Optimizer
     return jax.tree.leaves(each, is_leaf=is_masked)
 

@@ -137,3 +137,12 @@ def test_branches_that_are_hidden_from_a_method_move_no_drift_to_other_leaves():
     for found in (local, mean):
         sums = [float(x.sum()) for x in (found["a"]["x"], found["a"]["y"])]
         assert sums == [0.0, 0.0] and np.all(np.asarray(found["b"]) == 1)
+
+
+def test_a_drift_of_another_model_is_told():
+    """As with two models, of which each has an optimizer."""
+    mesh = mesh_of(2)
+    state = Drifting({"w": rows(mesh, np.ones((2, 1), np.float32))}, 0)
+    models = ({"w": jnp.zeros(1)}, {"w": jnp.zeros(1)})
+    with pytest.raises(ValueError, match="a drift of 1 parameters, and there are 2.*its own state"):
+        jaxcomp.mean_params(models, (state, state), mesh, "replica")
