@@ -109,6 +109,8 @@ def demo(
     require(is_count(top), name, "at least 1, as an integer", "top=32", top=top)
     require(is_count(tile, 2), name, "at least 2, as an integer", "tile=64", tile=tile)
     require_decay(name, weight_decay)
+    holds, write = isinstance(mean, wire.Exchange), "mean=jaxcomp.two_shot, values=quantize(4)"
+    require(holds, name, "an exchange without a code", write, mean=mean)
     rate_of = schedule_of(name, learning_rate)
 
     def code_of(block):

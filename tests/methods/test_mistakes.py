@@ -56,6 +56,7 @@ MISTAKES = {
         ({"top": 2.5}, "top=2.5; needs at least 1, as an integer"),
         ({"tile": 1}, "tile=1; needs at least 2"),
         ({"weight_decay": "0.1"}, "weight_decay='0.1'; needs a finite number"),
+        ({"mean": jaxcomp.two_shot(jaxcomp.sign())}, "needs an exchange without a code; write"),
     ],
     "diloco": [
         ({"outer_rate": math.nan}, "diloco got outer_rate=nan; needs a finite number or a sch"),
