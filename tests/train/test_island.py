@@ -88,9 +88,9 @@ def test_a_run_whose_name_is_taken_saves_and_is_not_started_again(config, monkey
     """A machine that did so would take the name back."""
     join, others = island.member_of, []
 
-    def taken(*of):
-        mine = join(*of)
-        others.append(join(*of))
+    def taken(*arguments):
+        mine = join(*arguments)
+        others.append(join(*arguments))
         return mine
 
     monkeypatch.setattr(island, "member_of", taken)
