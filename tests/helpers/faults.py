@@ -143,9 +143,9 @@ def until_row(run: Run, step: int) -> None:
     _until(run, lambda: last_step(run) >= step)
 
 
-def until_checkpoint(run: Run) -> None:
-    """Waits until a checkpoint is complete: it is written while the run goes on."""
-    _until(run, lambda: bool(files.steps(run.folder / "checkpoints")))
+def until_checkpoint(run: Run, step: int = 0) -> None:
+    """Waits until a checkpoint of this step or a later one is complete: the run goes on then."""
+    _until(run, lambda: max(files.steps(run.folder / "checkpoints"), default=-1) >= step)
 
 
 def _until(run: Run, condition: Callable[[], bool]) -> None:

@@ -216,7 +216,7 @@ def chain(tmp_path_factory):
     for row, lost in ((30, [1]), (46, [1, 2])):
         with started(config, 3, *copied, heartbeat=10) as run:
             until_row(run, row)
-            until_checkpoint(run)
+            until_checkpoint(run, row // 20 * 20)
             run.processes[1].kill()
             seen[row] = last_step(run)
             ended(run)
@@ -240,10 +240,10 @@ def test_a_lost_process_and_its_disk_cost_the_steps_since_the_last_copy(chain):
 
 def test_two_lost_neighbours_leave_the_checkpoint(chain):
     _, words, _, _ = chain
-    assert re.search(
-        r"run: from step 40 on without emergency copies: nobody has these parts of step \d+: 1\n",
-        words[2][0],
-    )
+    # The newest copies may lack more parts, if the kill came before all were written.
+    line = r"run: from step 40 on without emergency copies: nobody has these parts of step \d+: "
+    found = re.search(line + r"(.+)\n", words[2][0])
+    assert found and "1" in found[1].split(", "), words[2][0]
 
 
 def test_a_run_that_went_on_from_copies_equals_one_that_was_left_alone(chain, tmp_path):
