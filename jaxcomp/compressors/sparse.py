@@ -11,6 +11,7 @@ from jax import lax
 
 from jaxcomp._checks import is_power_of_two, require, require_choice, require_integer
 from jaxcomp._printing import call
+from jaxcomp.compressors import positions
 from jaxcomp.compressors.base import Compressor, Entries, Payload, Selection, identity
 from jaxcomp.compressors.blocks import in_blocks, in_lanes, indexed, per_block
 from jaxcomp.compressors.largest import find_largest, put_at, put_back
@@ -19,6 +20,7 @@ from jaxcomp.compressors.platforms import LANES, by_platform, platform
 
 _TILE = (8, LANES)  # of a TPU
 _RUN = 8 * LANES  # neighbours that are sent together: a whole tile
+_LARGE = 2**30  # entries of a bucket whose positions are counted where its size is not known
 
 
 def random_k(density: float, pattern: str = "runs") -> Compressor:
@@ -61,11 +63,11 @@ def random_k(density: float, pattern: str = "runs") -> Compressor:
 def top_k(density: float, block: int | None = None) -> Compressor:
     """Sends the entries of largest magnitude, of the bucket or of each block of it.
 
-    Positions are sent as a bit mask or as indices of `ceil(log2(n))` bits, whichever is smaller,
-    where n is the size of the block or the bucket. With float32 values that is
-    `32 * density + min(1, density * ceil(log2(n)))` bits per parameter. For whole buckets the
-    stated figure is that of the mask. Values are sent in the order of their positions. Ties go to
-    the first entries.
+    Each position is sent in about `log2(1 / density) + 2` bits, for example 8 for 64 of 4,096
+    entries, or as a bit mask, where that takes less than twice as many bits: for densities above
+    about a tenth. So with float32 values a parameter takes `density * (32 + log2(1 / density) + 2)`
+    or `32 * density + 1` bits. Values are sent in the order of their positions. Ties go to the
+    first entries.
 
     A contraction with alpha = density, the largest of all codes that keep as many entries.
     `group_top_1` is several times faster on CPUs, where this passes over a block until it has found
@@ -82,6 +84,8 @@ def top_k(density: float, block: int | None = None) -> Compressor:
 
     References:
       D. Alistarh et al., "The Convergence of Sparsified Gradient Methods", NeurIPS 2018.
+      P. Elias, "Efficient Storage and Retrieval by Content and Address of Static Files", Journal of
+      the ACM, 1974, for the code of the positions.
       J. Wang et al., "CocktailSGD: Fine-tuning Foundation Models over 500Mbps Networks", ICML 2023,
       algorithm 2, step 2. Its code rounds down to a multiple of 128 entries; this does not.
     """
@@ -93,14 +97,14 @@ def top_k(density: float, block: int | None = None) -> Compressor:
         return size, -(-numel // size), _ceil(density * size)
 
     select, scatter, places = _largest_of_blocks(layout)
-    kept_share = _ceil(density * block) / block if block else density
-    index_bits = _index_bits(block) * kept_share if block else 1.0
+    size = block or _LARGE
+    kept = _ceil(density * size)
     selection = Selection(
         kept=lambda numel: math.prod(layout(numel)[1:]),
         select=select,
         scatter=scatter,
-        density=kept_share,
-        position_bits=min(1.0, index_bits),
+        density=kept / size if block else density,
+        position_bits=positions.bits(size, kept) / size,
         places=places,
     )
     name = call(top_k, density=density, block=block)
@@ -201,34 +205,26 @@ def chained(
 
 def _largest_of_blocks(layout):
     def select(x, shared):
-        size, num_blocks, k = layout(x.size)
-        blocks = in_blocks(x, size)
-        found = find_largest(blocks, k)
-        values = found.values.reshape(-1)
-        if _index_bits(size) * k >= size:
-            return values, pack(found.marked.astype(jnp.uint8), 1)
-        return values, pack(found.places.astype(jnp.uint32), _index_bits(size))
+        size, _, k = layout(x.size)
+        found = find_largest(in_blocks(x, size), k)
+        return found.values.reshape(-1), positions.write(found)
 
     def scatter(values, where, shared, numel):
         size, num_blocks, k = layout(numel)
         # The barrier keeps each reader of a value from decoding it again.
         values = lax.optimization_barrier(values).reshape(num_blocks, k)
-        if _index_bits(size) * k >= size:
-            marked = unpack(where, 1, num_blocks * size).reshape(num_blocks, size) == 1
-            return put_back(values, marked).reshape(-1)[:numel]
-        return put_at(values, in_block(where, numel), size).reshape(-1)[:numel]
-
-    def in_block(where, numel):
-        size, num_blocks, k = layout(numel)
-        place = unpack(where, _index_bits(size), num_blocks * k).astype(jnp.int32)
-        return place.reshape(num_blocks, k)
+        if positions.is_marks(size, k):
+            blocks = put_back(values, positions.marks(where, num_blocks, size))
+        else:
+            blocks = put_at(values, positions.read(where, num_blocks, size, k), size)
+        return blocks.reshape(-1)[:numel]
 
     def places(where, numel):
         size, num_blocks, k = layout(numel)
-        if _index_bits(size) * k >= size:
-            return None  # a bit mask
+        if positions.is_marks(size, k):
+            return None
         first = size * lax.iota(jnp.int32, num_blocks)[:, None]
-        return (first + in_block(where, numel)).reshape(-1)
+        return (first + positions.read(where, num_blocks, size, k)).reshape(-1)
 
     return select, scatter, places
 
@@ -242,10 +238,6 @@ def _largest_in_columns(rows):
         values = jnp.where(larger, second, first)
         place = jnp.where(larger, place[1::2] | jnp.uint8(2**bit), place[0::2])
     return values[0], place[0]
-
-
-def _index_bits(size):
-    return max(1, (size - 1).bit_length())
 
 
 def _ceil(x):

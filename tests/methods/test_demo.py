@@ -42,7 +42,7 @@ def test_a_message_holds_coefficients_and_their_places():
     init, update = transform(jaxcomp.demo(1e-3, "replica"), mesh, params)
     args = rows(mesh, {"w": np.zeros((2, 64, 128), np.float32)}), init(params), params
     sent = report.sent_bytes(update.lower(*args).compile(), mesh, "replica")
-    assert 0 <= sent - 2 * 32 * (32 + 12) / 8 <= 16
+    assert 0 <= sent - 2 * 32 * (32 + 9) / 8 <= 16
 
 
 SHAPES_SENT = [
@@ -61,8 +61,8 @@ def test_owners_send_as_much_for_any_number_of_replicas():
         args = rows(mesh, {"w": np.zeros((num_replicas, 512, 256), np.float32)})
         program = update.lower(args, init(params), params).compile()
         sent[num_replicas] = report.sent_bytes(program, mesh, "replica")
-    # 32 tiles of 32 coefficients, with places of 12 bits and a scale for each message and tile.
-    whole = 2 * 32 * 32 * (4 + 12) / 8
+    # 32 tiles of 32 coefficients, with places of 9 bits and a scale for each message and tile.
+    whole = 2 * 32 * 32 * (4 + 9) / 8
     for num_replicas, found in sent.items():
         share = (num_replicas - 1) / num_replicas
         assert whole * share <= found <= 1.1 * whole * share + 16

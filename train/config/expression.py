@@ -16,12 +16,12 @@ MODULES = (optax, optax.contrib, jaxcomp, jaxcomp.schedules)
 _DEEPEST = 50  # nested calls
 _FORMS = (
     *(ast.Expression, ast.Call, ast.keyword, ast.Name, ast.Attribute, ast.Load),
-    *(ast.Constant, ast.Tuple, ast.List, ast.UnaryOp, ast.USub),
+    *(ast.Constant, ast.Tuple, ast.List, ast.UnaryOp, ast.USub, ast.BinOp, ast.Div),
 )
 
 
 def evaluate(text: str, bindings: Mapping[str, Any]) -> Any:
-    """Evaluates calls, names, numbers, strings, tuples and lists, and nothing else.
+    """Evaluates calls, names, numbers such as 1/64, strings, tuples and lists, and nothing else.
 
     A name is looked up in `bindings`, then in jaxcomp's public names, then in optax's. Dotted names
     are those of `MODULES`, such as `optax.contrib.muon`. Names that these modules import from
@@ -102,7 +102,9 @@ def _value(node: ast.expr, bindings: Mapping[str, Any]) -> Any:
         case ast.List():
             return [_value(item, bindings) for item in node.elts]
         case ast.UnaryOp():
-            return _negative(_value(node.operand, bindings), ast.unparse(node))
+            return -_number(node.operand, bindings, node)
+        case ast.BinOp():
+            return _quotient(node, bindings)
         case ast.Name():
             return _named(node.id, bindings)
         case ast.Attribute():
@@ -121,13 +123,22 @@ def _call(node: ast.Call, bindings: Mapping[str, Any]) -> Any:
         raise ValueError(f"{ast.unparse(node)} cannot be called like this: {error}.") from error
 
 
-def _negative(value: Any, text: str) -> Any:
+def _quotient(node: ast.BinOp, bindings: Mapping[str, Any]) -> float:
+    above, below = (_number(part, bindings, node) for part in (node.left, node.right))
+    try:
+        return above / below
+    except (ZeroDivisionError, OverflowError) as error:
+        raise ValueError(f"{ast.unparse(node)!r}: {error}.") from error
+
+
+def _number(node: ast.expr, bindings: Mapping[str, Any], whole: ast.expr) -> int | float:
+    value = _value(node, bindings)
     if not isinstance(value, int | float):
         raise ValueError(
-            f"{text!r}: only numbers have a sign; for a schedule write "
-            "scale_by_learning_rate(learning_rate)."
+            f"{ast.unparse(whole)!r}: only numbers are divided or have a sign; a schedule of the "
+            "negative rate is scale_by_learning_rate(learning_rate)."
         )
-    return -value
+    return value
 
 
 def _public(module: ModuleType) -> dict[str, Any]:

@@ -221,6 +221,7 @@ def test_model_and_data_of_another_type_are_overridden_and_named_in_json(tmp_pat
         ("  f((1, 2), [x], None)\n", (((1, 2), [7], None), {})),
         ("f(True, y=False)", ((True,), {"y": False})),
         ("f(\n  f(),\n)", ((((), {}),), {})),
+        ("f(1/64, x=-x / 2)", ((1 / 64,), {"x": -3.5})),
         ("optax.adamw", optax.adamw),
         ("sgd", 3),  # bindings hide names of optax
         ("contrib.schedule_free", optax.contrib.schedule_free),
@@ -265,7 +266,7 @@ def test_every_method_has_a_name_in_configs():
         ("adamw(*[1])", "holds Starred"),
         ("adamw(**{'a': 1})", r"holds"),
         ("chain(**x)", r"holds \*\*"),
-        ("1 + 1", "holds BinOp"),
+        ("1 + 1", "holds Add"),
         ("lambda: 1", "holds Lambda"),
         ("[x for x in y]", "holds ListComp"),
     ],
@@ -282,7 +283,9 @@ def test_expression_that_is_wrong_is_refused_before_anything_is_called(text, mes
     [
         ("chain(adam)", r"chain\(adam\) cannot be called like this: .*'init'"),
         ("adamw(0.1, weight_decy=1.0)", r"adamw\(0.1, weight_decy=1.0\) cannot .*weight_decy"),
-        ("scale(-learning_rate)", "only numbers have a sign; for a schedule write"),
+        ("scale(-learning_rate)", "only numbers are divided or have a sign; a schedule"),
+        ("scale(learning_rate / 2)", "only numbers are divided"),
+        ("top_k(1 / 0)", "'1 / 0': division by zero"),
     ],
 )
 def test_what_is_no_transformation_or_number_is_named(text, message):
