@@ -87,22 +87,15 @@ def sorted_together(x: jax.Array, k: int) -> Largest:
 def _moved(marks, take, x, k):
     """`find_largest` by a form that marks entries, and one that takes the marked ones."""
     marked = marks(_size(x), k)
-    return Largest(marked, take(_all_places(x), marked, k), take(x, marked, k))
+    place = lax.broadcasted_iota(jnp.int32, x.shape, 1)
+    return Largest(marked, take(place, marked, k), take(x, marked, k))
 
 
 def _placed(marks, x, k):
     """`find_largest` by a form that marks entries, whose places are found before their values."""
     marked = marks(_size(x), k)
-    places = _found_places(marked, k)
+    places = places_by_words(marked, k) if x.shape[1] <= SHORT else places_by_ranks(marked, k)
     return Largest(marked, places, jnp.take_along_axis(x, places, axis=1, mode="promise_in_bounds"))
-
-
-def _found_places(marked, k):
-    return (places_by_words if marked.shape[1] <= SHORT else places_by_ranks)(marked, k)
-
-
-def _all_places(x):
-    return lax.broadcasted_iota(jnp.int32, x.shape, 1)
 
 
 def _size(x):
@@ -238,18 +231,6 @@ def ranks(marked: jax.Array) -> jax.Array:
     return by_platform(marked, cpu=ranks_by_words, gpu=ranks_by_words, default=ranks_by_comparing)
 
 
-def places_of(marked: jax.Array, k: int) -> jax.Array:
-    """Finds the k marked entries of each row, in order: `bool[rows, n] -> i32[rows, k]`."""
-    n = marked.shape[1]
-    taken = lambda take: lambda marked: take(_all_places(marked), marked, k)
-    gpu = lambda marked: _found_places(marked, k)
-    cpu = gpu if n <= SHORT else taken(taken_in_turn)
-    long = lambda marked: places_by_sorting(marked, k)
-    long = long if n <= SORTED else taken(taken_by_moving)
-    other = taken(taken_by_comparing) if n <= SHORT else long
-    return by_platform(marked, cpu=cpu, gpu=gpu, default=other)
-
-
 def put_back(values: jax.Array, marked: jax.Array) -> jax.Array:
     """Undoes `taken`, with zeros at the other entries: `[rows, k] -> [rows, n]`."""
     n = marked.shape[1]
@@ -359,12 +340,6 @@ def places_by_ranks(marked: jax.Array, k: int) -> jax.Array:
     rank = jnp.where(marked, ranks(marked), k)
     places = jnp.zeros((marked.shape[0], k), jnp.int32)
     return places.at[row, rank].set(place, mode="drop", unique_indices=True)
-
-
-def places_by_sorting(marked: jax.Array, k: int) -> jax.Array:
-    """As `places_by_words`, for rows of up to 4,096 entries."""
-    first = lax.sort(_first_if(marked), dimension=1, is_stable=False)
-    return first[:, :k].astype(jnp.int32)
 
 
 # From values to all entries.

@@ -66,12 +66,7 @@ def test_taken_are_the_marked_entries_in_their_order(form, shape):
 
 @pytest.mark.parametrize(
     "form, shape",
-    [
-        (form, shape)
-        for form in (largest.places_by_ranks, largest.places_of)
-        for shape in SHAPES + LONG
-    ]
-    + [(largest.places_by_sorting, shape) for shape in SHAPES + LONG[:2]]
+    [(largest.places_by_ranks, shape) for shape in SHAPES + LONG]
     + [(largest.places_by_words, shape) for shape in SHAPES],
 )
 def test_places_are_those_of_the_marked_entries(form, shape):
