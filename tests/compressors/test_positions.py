@@ -47,5 +47,5 @@ def test_bits_are_near_the_fewest_that_can_tell_all_choices_apart():
 
 def test_marks_are_taken_unless_the_other_code_halves_them():
     assert positions.is_marks(128, 26) and positions.bits(128, 26) == 128
-    least = next(k for k in range(1, 4096) if positions.is_marks(4096, k))
-    assert 2 * positions.bits(4096, least - 1) <= 4096 == positions.bits(4096, least)
+    assert not positions.is_marks(4096, 384) and positions.bits(4096, 384) == 384 * 3 + 32 * 28
+    assert positions.is_marks(4096, 385) and positions.bits(4096, 385) == 4096
