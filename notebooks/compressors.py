@@ -78,9 +78,9 @@ families = {
 }
 names = {  # where each one stands: behind which point, how many points right and up of it
     "quantize": (1, 10, 0),
-    "top_k, then 4 bits": (1, -98, -26),
-    "group_top_1, then 4 bits": (0, -105, -20),
-    "cocktail": (-1, -62, -16),
+    "top_k, then 4 bits": (1, -98, -34),
+    "group_top_1, then 4 bits": (0, -105, -27),
+    "cocktail": (-1, 8, -3),
     "random_k": (-1, 10, -4),
     "sign": (-1, 10, -2),
     "cast to bfloat16": (0, -30, 10),
