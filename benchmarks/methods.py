@@ -166,6 +166,7 @@ STAGES = {
 
 # One value and its position of every 64 in 8 bits: an eighth of a bit per parameter and outer step.
 _GROUPS = "compose(group_top_1(64), bin_means(2))"
+_SIXTHS = "compose(random_k(1/6), sign(block=1024))"
 # As many outer steps as with a fixed interval, closer together while the rate is high.
 _BY_RATE = "schedules.by_rate(learning_rate, steps, 32)"
 
@@ -225,6 +226,16 @@ PICO: dict[str, Method] = {
     # Rows of embeddings step as far as in dense Adam.
     "CocktailSGD, no delay, 88x, rare rows": Method(
         f"cocktail_sgd(rare_rows({ADAM}, axis_name), axis_name, delayed=False)", (6e-3,)
+    ),
+    # Nearly the bits of 88x: each value is sent every sixth step, as a sign.
+    "CocktailSGD, no delay, 1 bit of 1/6, rare rows": Method(
+        f"cocktail_sgd(rare_rows({ADAM}, axis_name), axis_name, delayed=False, "
+        f"compressor={_SIXTHS})",
+        (6e-3,),
+    ),
+    "CocktailSGD, no delay, 1 bit of 1/6, Muon": Method(
+        f"cocktail_sgd({MUON_RARE_ROWS}, axis_name, delayed=False, compressor={_SIXTHS})",
+        (8e-3,),
     ),
     "CocktailSGD, no delay, 10x, rare rows": Method(
         f"cocktail_sgd(rare_rows({ADAM}, axis_name), axis_name, delayed=False, "
