@@ -19,12 +19,13 @@ from jaxcomp.exchange import wire
 from jaxcomp.islands import crew, envelopes, runs, store, trees
 from jaxcomp.islands.courier import Courier, Post, Rules
 from jaxcomp.islands.crew import News
-from jaxcomp.islands.programs import checksum, in_turn, place_of, programs_of
+from jaxcomp.islands.programs import checksum, finite_drift, in_turn, place_of, programs_of
 from jaxcomp.methods.local_steps import fragments_of, require_ranges
 from jaxcomp.methods.moments import to_moment_dtype
 
 _FOUR_BITS = quantize(4)
 _checksum = in_turn(jax.jit(checksum))
+_finite_drift = in_turn(jax.jit(finite_drift))
 _NAME = "islands.join"
 _MOST = 100  # rounds that are merged in one step
 
@@ -444,10 +445,11 @@ class Island:
             part, _ = self._turn(pending.round)
             old[part] = jax.tree.map(to_moment_dtype, held[part])
             self._residual[part], self._counted[part] = pending.residual, pending.tokens
-        moved = lambda p, old, new: (new + (to_moment_dtype(p) - old)).astype(p.dtype)
         if pending is not None and pending.round < snapshot.round:
             self._pending = None
-        return jax.tree.map(moved, held, old, self._consensus)
+        drifts = list(map(_finite_drift, held, old))
+        moved = lambda p, drift, new: (new + drift).astype(p.dtype)
+        return jax.tree.map(moved, held, drifts, self._consensus)
 
     def _adopt(self, snapshot: runs.Snapshot) -> None:
         leaves, treedef = jax.tree.flatten((self._consensus, self._outer))

@@ -90,7 +90,11 @@ def programs_of(
             kept = rows(jax.tree.map(lambda e: error_decay * e, residual))
         code = functools.partial(_encoded, transport, count, number)
         sent, left = zip(*map(code, rows(_drift(params, consensus)), kept), strict=True)
-        return list(sent), None if error_decay is None else whole(left)
+        if error_decay is None:
+            return list(sent), None
+        # What is not finite does not count, and would stay so.
+        left, is_finite = whole(left), finite(left)
+        return list(sent), jax.tree.map(functools.partial(jnp.where, is_finite), left, residual)
 
     def add(sums, sent, weight, count):
         decode = functools.partial(_decoded, transport, count)
@@ -103,9 +107,7 @@ def programs_of(
 
     def merge(params, consensus, sums, outer_state, stays):
         mean = lambda x, w: x / jnp.where(w > 0, w, 1).astype(x.dtype)
-        drift = _drift(params, consensus)
-        good = finite(drift)
-        drift = jax.tree.map(lambda d: jnp.where(good, d, 0.0), drift)
+        drift = finite_drift(params, consensus)
         means = jax.tree.map(mean, *sums)
         change, left, outer_state = outer_step(outer, keep, consensus, drift, means, outer_state)
         consensus = jax.tree.map(jnp.add, consensus, change)
@@ -217,6 +219,13 @@ def _decoded(transport, count, parts, like, sent):
         return buckets.unflatten(plan, averaging.map_buckets(line, plan, shared, sent))
 
     return jax.vmap(one, axis_name=AXIS, axis_size=parts)(sent)  # which may be empty
+
+
+def finite_drift(params: Any, consensus: Any) -> Any:
+    """How far parameters are from the consensus; nothing if they are not finite."""
+    drift = _drift(params, consensus)
+    good = finite(drift)
+    return jax.tree.map(lambda d: jnp.where(good, d, 0.0), drift)
 
 
 def _drift(params, consensus):

@@ -178,23 +178,25 @@ def test_a_round_that_was_deleted_is_not_decided_again(join):
     equal(second.params, first.params)
 
 
-def test_a_difference_that_counted_is_not_sent_again_after_a_pause(join):
+@pytest.mark.parametrize(("mine", "mean"), [(8, 4), (np.nan, 0)])
+def test_a_difference_that_counted_is_not_sent_again_after_a_pause(join, mine, mean):
     """An island is frozen from its message on until the others have deleted the round."""
     options, goes_on = {"snapshots": 1, "deadline": 0.2}, threading.Event()
     first, second = join("a", **options), join("b", delay=1, error_decay=1.0, **options)
     courier = second._crew.courier
     turn = courier._turn
-    params = second.step(moved(second.params, 8))
+    params = second.step(moved(second.params, mine))
     until(lambda: courier._mine is not None)
     courier._turn = lambda ends: goes_on.wait(20) and turn(ends)
     paths = first._crew.courier.room.bucket.paths
     while first.rounds < 3:
         first.step(first.params)
-    assert first.last.members == ("a",) and first.params["bias"][0] == START["bias"][0] + 4
+    assert first.last.members == ("a",) and first.params["bias"][0] == START["bias"][0] + mean
     until(lambda: "rounds/00000000/members" not in paths())
     goes_on.set()
-    equal(second.step(params), moved(START, 4))
+    equal(second.step(params), moved(START, mean))
     assert second.rounds == 3 and second._counted == [1]
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(second._residual))
 
 
 def test_what_an_island_trains_during_a_pause_is_kept(join):
