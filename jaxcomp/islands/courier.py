@@ -101,7 +101,7 @@ class Courier(threading.Thread):
         self._known: runs.View | None = None  # claims and snapshots; None to look at them again
         self._found: dict[str, Message] = {}  # of the round
         self._bad: dict[str, str] = {}
-        self._wake, self._ends, self._leaves = threading.Event(), False, False
+        self._wake, self._ends, self._leaves, self._until = threading.Event(), False, False, 0.0
         self._is_behind = False  # from when two events wait until it finds a round undecided
 
     @property
@@ -149,7 +149,11 @@ class Courier(threading.Thread):
         )
 
     def end(self, leaves: bool) -> None:
-        """Ends the thread, after its snapshots; an island that leaves is not waited for."""
+        """Ends the thread, after its snapshots; an island that leaves is not waited for.
+
+        If the store is away, an island that leaves tries for as long as others would wait for it.
+        """
+        self._until = time.monotonic() + self.rules.deadline if leaves else 0.0
         self._ends, self._leaves = True, leaves
         self._wake.set()
 
@@ -161,9 +165,10 @@ class Courier(threading.Thread):
             try:
                 moved, self.trouble = self._turn(ends), ""
             except OSError as error:
-                self._known = None
-                if not self.trouble:  # once until it answers again
-                    log.warning("island %s tries again: %s", self.island, error)
+                self._known, ends = None, ends and time.monotonic() >= self._until
+                if ends or not self.trouble:  # once until it answers again
+                    does = "ends, and cannot tell the others" if ends else "tries again"
+                    log.warning("island %s %s: %s", self.island, does, error)
                 self.trouble, self._is_behind = str(error), False
             except Exception as error:  # the island raises it where its user can see it
                 self._ready.put(error)

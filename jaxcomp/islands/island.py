@@ -285,6 +285,7 @@ class Island:
 
         Raises:
           ValueError: For parameters of another structure.
+          TimeoutError: If the round is not decided within `patience`.
         """
         params = self._given if params is None else params
         self._require_same_tree(params)

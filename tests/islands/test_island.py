@@ -394,20 +394,26 @@ def test_a_consensus_that_differs_is_replaced(join):
     equal(second.params, first.params)
 
 
-def test_a_store_that_is_away_is_tried_again(join, monkeypatch):
-    island, away = join("a"), [3]
-    paths = store.Bucket.paths
+@pytest.mark.parametrize("deadline", [20.0, 0.01])
+def test_a_store_that_is_away_is_tried_again(join, monkeypatch, deadline):
+    island, away = join("a", deadline=deadline), {"paths": 3, "create": 0}
 
-    def refuses(self, *folder):
-        if away[0]:
-            away[0] -= 1
+    def refuses(name, call, *of):
+        if away[name]:
+            away[name] -= 1
             raise ConnectionError("away")
-        return paths(self, *folder)
+        return call(*of)
 
-    monkeypatch.setattr(store.Bucket, "paths", refuses)
-    start = island.params
-    equal(island.step(moved(start, 1)), moved(start, 1))
-    assert away == [0]
+    for name in away:
+        known = name, getattr(store.Bucket, name)
+        monkeypatch.setattr(store.Bucket, name, lambda *of, known=known: refuses(*known, *of))
+    equal(island.step(moved(START, 1)), moved(START, 1))
+    assert away["paths"] == 0
+    # Nobody would wait for it longer than that.
+    away["create"] = 3 if deadline > 1 else 10**6
+    equal(island.leave(), moved(START, 1))
+    is_known = "claims/a.00000000.left" in island._crew.courier.room.bucket.paths()
+    assert is_known == (deadline > 1) and not island._crew.courier.is_alive()
 
 
 def test_while_it_trains_an_island_lists_its_round_alone(join, monkeypatch):
