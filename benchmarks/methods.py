@@ -166,7 +166,6 @@ STAGES = {
 
 # One value and its position of every 64 in 8 bits: an eighth of a bit per parameter and outer step.
 _GROUPS = "compose(group_top_1(64), bin_means(2))"
-_SIXTHS = "compose(random_k(1/6), sign(block=1024))"
 # As many outer steps as with a fixed interval, closer together while the rate is high.
 _BY_RATE = "schedules.by_rate(learning_rate, steps, 32)"
 
@@ -223,25 +222,21 @@ PICO: dict[str, Method] = {
         f"compressed_mean(cocktail(random=0.5, top=0.5), axis_name), {ADAM}))",
         (4e-3,),
     ),
-    # Rows of embeddings step as far as in dense Adam.
-    "CocktailSGD, no delay, 88x, rare rows": Method(
-        f"cocktail_sgd(rare_rows({ADAM}, axis_name), axis_name, delayed=False)", (6e-3,)
-    ),
-    # Nearly the bits of 88x: each value is sent every sixth step, as a sign.
-    "CocktailSGD, no delay, 1 bit of 1/6, rare rows": Method(
-        f"cocktail_sgd(rare_rows({ADAM}, axis_name), axis_name, delayed=False, "
-        f"compressor={_SIXTHS})",
-        (6e-3,),
-    ),
-    "CocktailSGD, no delay, 1 bit of 1/6, Muon": Method(
-        f"cocktail_sgd({MUON_RARE_ROWS}, axis_name, delayed=False, compressor={_SIXTHS})",
-        (8e-3,),
-    ),
-    "CocktailSGD, no delay, 10x, rare rows": Method(
-        f"cocktail_sgd(rare_rows({ADAM}, axis_name), axis_name, delayed=False, "
-        "compressor=cocktail(random=0.5, top=0.5))",
-        (6e-3,),
-    ),
+    # Rows of embeddings step as far as in dense Adam. Signs of a sixth have nearly the bits of 88x.
+    **{
+        f"CocktailSGD, no delay, {factor}, {name}": Method(
+            f"cocktail_sgd({inner}, axis_name, delayed=False{code})", (rate,)
+        )
+        for name, inner, rate in (
+            ("rare rows", f"rare_rows({ADAM}, axis_name)", 6e-3),
+            ("Muon", MUON_RARE_ROWS, 8e-3),
+        )
+        for factor, code in (
+            ("88x", ""),
+            ("10x", ", compressor=cocktail(random=0.5, top=0.5)"),
+            ("1 bit of 1/6", ", compressor=compose(random_k(1/6), sign(block=1024))"),
+        )
+    },
     **{
         f"DiLoCo, 4 bits, rare rows{name}": _diloco(
             f"rare_rows({ADAM}, axis_name)", 3e-3, every, outer, momentum
@@ -258,14 +253,6 @@ PICO: dict[str, Method] = {
         (8e-3,),
     ),
     "MuLoCo, every 4th": Method("muloco(learning_rate, axis_name, every=4)", (8e-3,)),
-    "CocktailSGD, no delay, 88x, Muon": Method(
-        f"cocktail_sgd({MUON_RARE_ROWS}, axis_name, delayed=False)", (8e-3,)
-    ),
-    "CocktailSGD, no delay, 10x, Muon": Method(
-        f"cocktail_sgd({MUON_RARE_ROWS}, axis_name, delayed=False, "
-        "compressor=cocktail(random=0.5, top=0.5))",
-        (8e-3,),
-    ),
 }
 
 # Steps that are timed, not whole runs, have warm-ups of two steps and short intervals.
