@@ -15,16 +15,17 @@ from jax import lax
 from jaxcomp._printing import array
 from jaxcomp.compressors.base import Compressor, Key, Payload
 from jaxcomp.compressors.packing import fold, slices_apart, slices_together
-from jaxcomp.compressors.platforms import platform
+from jaxcomp.compressors.platforms import LANES, platform
 
 _UNIT = 16  # messages are padded to this many bytes: one load of a link or GPU
+_TPU_UNIT = 4 * LANES  # XLA makes an all-reduce, of twice the bytes, of another all-gather
 
 
 def message_of(payload: Payload) -> jax.Array:
     """Concatenates the leaves of a payload in one message: `u8[bytes]` on CPUs, else `u32[words]`.
 
-    Each leaf begins at a multiple of 4 bytes, the message ends at a multiple of 16. The order of
-    bytes within a leaf depends on the platform, so all replicas must be of one platform.
+    Each leaf begins at a multiple of 4 bytes, the message ends at a multiple of 16, on TPUs of
+    512. The order of bytes within a leaf depends on the platform, so all replicas must be of one.
     """
     return bytes_of(payload) if platform() == "cpu" else words_of(payload)
 
@@ -37,7 +38,7 @@ def payload_of(message: jax.Array, like: Payload) -> Payload:
 def message_bytes(compressor: Compressor, numel: int) -> int:
     """Bytes of the message that a bucket of `numel` float32 elements becomes."""
     words = sum(map(_num_words, jax.tree.leaves(payload_like(compressor, numel))))
-    return 4 * words + -4 * words % _UNIT
+    return 4 * words + -4 * words % _unit()
 
 
 @functools.lru_cache(maxsize=256)
@@ -110,16 +111,20 @@ def _transmit(compressor, x, seed):
 
 def words_of(payload: Payload) -> jax.Array:
     """`message_of` in `u32[words]`."""
-    return _concatenated([_shifted_together(leaf) for leaf in jax.tree.leaves(payload)])
+    return _concatenated([_shifted_together(leaf) for leaf in jax.tree.leaves(payload)], _unit())
 
 
 def bytes_of(payload: Payload) -> jax.Array:
-    """`message_of` in `u8[bytes]`."""
-    return _concatenated([_cast_together(leaf) for leaf in jax.tree.leaves(payload)])
+    """`message_of` in `u8[bytes]`, of the same length on all platforms."""
+    return _concatenated([_cast_together(leaf) for leaf in jax.tree.leaves(payload)], _UNIT)
 
 
-def _concatenated(parts):
-    padding = -sum(part.nbytes for part in parts) % _UNIT
+def _unit():
+    return _TPU_UNIT if platform() == "tpu" else _UNIT
+
+
+def _concatenated(parts, unit):
+    padding = -sum(part.nbytes for part in parts) % unit
     parts = [*parts, jnp.zeros(padding // parts[0].itemsize, parts[0].dtype)] if padding else parts
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
 

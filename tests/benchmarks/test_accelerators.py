@@ -195,6 +195,9 @@ def test_programs_for_accelerators_have_the_structure_that_the_page_says(device,
     assert 0 < sum(found) <= most_messages
     assert row["messages_inside"] == in_branches
     assert row["unknown_loops"] == 0
+    if method == "cocktail":
+        # XLA makes all-reduces of the gathers of a TPU that have no whole rows of 128 words.
+        assert set(row["messages"]) == {"all-to-all", "all-gather"}
     if (device, method) == ("h100", "cocktail"):
         assert row["products_in_span"] == 1.0  # the gradient, between the first start and last end
 

@@ -1,4 +1,4 @@
-"""Payloads as messages: every bit arrives, in both forms, in whole units of 16 bytes."""
+"""Payloads as messages: every bit arrives, in both forms, in whole units."""
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +9,7 @@ import jaxcomp
 from jaxcomp.compressors.base import Payload
 from jaxcomp.exchange import messages
 from jaxcomp.exchange.messages import message_bytes
+from tests.helpers.coding import as_for_tpus
 
 FORMS = {
     "of the platform": (messages.message_of, jnp.uint8),
@@ -49,6 +50,16 @@ def test_messages_are_padded_to_16_bytes():
     # 1,000 codes of 4 bits and a bfloat16 for each of 8 blocks.
     assert messages.message_bytes(jaxcomp.quantize(4), 1000) == 500 + 2 * 8 + 12
     assert messages.message_bytes(jaxcomp.identity(), 1000) == 4000
+
+
+def test_a_tpu_sends_rows_of_128_words_and_an_island_on_it_what_all_send(monkeypatch):
+    island = [messages.bytes_of(payload).nbytes for payload in PAYLOADS]
+    as_for_tpus(monkeypatch)
+    assert [messages.bytes_of(payload).nbytes for payload in PAYLOADS] == island
+    assert {messages.message_of(payload).nbytes for payload in PAYLOADS} == {512}
+    assert messages.message_bytes(jaxcomp.quantize(4), 1000) == 1024
+    back = messages.payload_of(messages.message_of(PAYLOADS[0]), PAYLOADS[0])
+    np.testing.assert_array_equal(back, PAYLOADS[0])
 
 
 X = np.random.default_rng(0).normal(size=(52, 77)).astype(np.float32)
